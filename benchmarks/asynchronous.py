@@ -1,13 +1,17 @@
-"""Workers that wait and workers that do not: time to an accuracy with one slow worker, updates a second, staleness, bytes.
+"""Workers that wait and workers that do not: time to an accuracy with one slow worker, updates a
+second, staleness, bytes.
 
-mpirun -np 4 python benchmarks/asynchronous.py [--part accuracy|fashion|rate|servers ...] [--seeds 1,2,3] [--slow 5] [--json FILE] [--quick]
+mpirun -np 4 python benchmarks/asynchronous.py [--part accuracy|fashion|rate|servers ...] [--seeds
+    1,2,3] [--slow 5] [--json FILE] [--quick]
                                                [--data KEY=VALUE ...]
 
-Three workers train a perceptron on digits; with servers rank 0 holds the weights. The cost of a pass is a sleep of --ms-per-sample for
-each of its samples, and --slow times as long on the last worker, so that the times are those of machines that compute at the same time,
-however many cores this one has. accuracy: seconds to 95 %, of each way of waiting. fashion: seconds to 88 % of Fashion-MNIST, with a
-perceptron of 256 units, batches of 256 and a fifth of the sleep; --data data.root=DIR has its files. rate: updates a second and the
-staleness of each bound, and the bytes of messages that go over the network for an update. servers: of a perceptron with 5 million weights
+Three workers train a perceptron on digits; with servers rank 0 holds the weights. The cost of a
+pass is a sleep of --ms-per-sample for each of its samples, and --slow times as long on the last
+worker, so that the times are those of machines that compute at the same time, however many cores
+this one has. accuracy: seconds to 95 %, of each way of waiting. fashion: seconds to 88 % of
+Fashion-MNIST, with a perceptron of 256 units, batches of 256 and a fifth of the sleep; --data
+data.root=DIR has its files. rate: updates a second and the staleness of each bound, and the bytes
+of messages that go over the network for an update. servers: of a perceptron with 5 million weights
 whose passes cost little, updates a second with one server and with two.
 """
 
@@ -45,8 +49,14 @@ from hvdtrain.training.start import begin
 
 TARGET = 0.95
 FASHION_TARGET = 0.88
-FASHION = "data.name=fashion_mnist batch.size=256 batch.evaluate=500 model.width=256 log.every_steps=100 evaluate.every_steps=100"
-COMMON = "batch.size=64 epochs=null optim.name=sgd optim.base_lr=0.1 optim.momentum=0 log.every_steps=50 evaluate.every_steps=50"
+FASHION = (
+    "data.name=fashion_mnist batch.size=256 batch.evaluate=500 model.width=256 "
+    "log.every_steps=100 evaluate.every_steps=100"
+)
+COMMON = (
+    "batch.size=64 epochs=null optim.name=sgd optim.base_lr=0.1 optim.momentum=0 "
+    "log.every_steps=50 evaluate.every_steps=50"
+)
 WAYS = {
     "every step waits for all workers": "",
     "an average after 10 steps of each": "comm.local_steps=10",
@@ -54,8 +64,17 @@ WAYS = {
     "at most 8 updates old": "servers.count=1 servers.bound=8",
     "of any age": "servers.count=1 servers.bound=none",
 }
-LONG_EPOCHS = "data.name=synthetic data.samples=100000 data.val_samples=10 data.shape=[8,8,1] evaluate.every_steps=null"
-RATES = {"without servers": "", **{f"bound {bound}": f"servers.count=1 servers.bound={bound}" for bound in (0, 1, 2, 4, 8, "none")}}
+LONG_EPOCHS = (
+    "data.name=synthetic data.samples=100000 data.val_samples=10 data.shape=[8,8,1] "
+    "evaluate.every_steps=null"
+)
+RATES = {
+    "without servers": "",
+    **{
+        f"bound {bound}": f"servers.count=1 servers.bound={bound}"
+        for bound in (0, 1, 2, 4, 8, "none")
+    },
+}
 PACE = {"seconds": 0.0}  # of a sample, on this rank
 
 
@@ -65,7 +84,10 @@ class Paced(torch.nn.Module):
     def __init__(self, shape: tuple[int, ...], classes: int, width: int = 64) -> None:
         super().__init__()
         self.layers = torch.nn.Sequential(
-            torch.nn.Flatten(), torch.nn.Linear(math.prod(shape), width), torch.nn.ReLU(), torch.nn.Linear(width, classes)
+            torch.nn.Flatten(),
+            torch.nn.Linear(math.prod(shape), width),
+            torch.nn.ReLU(),
+            torch.nn.Linear(width, classes),
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -89,7 +111,9 @@ class Counting:
         return self._communicator.start_send(x, *where)
 
     def start_allreduce(self, x: Buffer, name: str, op: str = "sum") -> Handle:
-        self.nbytes += round(2 * x.nbytes * (self._communicator.size - 1) / self._communicator.size)  # what a ring sends from a rank
+        self.nbytes += round(
+            2 * x.nbytes * (self._communicator.size - 1) / self._communicator.size
+        )  # what a ring sends from a rank
         return self._communicator.start_allreduce(x, name, op)
 
 
@@ -123,8 +147,11 @@ class Trial:
         self.now = train_to_sync_point(self.job, self.now)
 
 
-def accuracy(words: str, communicator: Any, most_steps: int, target: float = TARGET) -> dict[str, Any]:
-    """Seconds, steps and samples up to the first evaluation at the target; None where it is not reached."""
+def accuracy(
+    words: str, communicator: Any, most_steps: int, target: float = TARGET
+) -> dict[str, Any]:
+    """Seconds, steps and samples up to the first evaluation at the target; None where it is not
+    reached."""
     trial = Trial(f"{words} stop.steps={most_steps} stop.target={target}", communicator)
     communicator.allgather_object(None)
     began = time.perf_counter()
@@ -133,12 +160,16 @@ def accuracy(words: str, communicator: Any, most_steps: int, target: float = TAR
         if evaluation_due(trial.job.config, trial.now):
             trial.now = evaluate_and_record(trial.job, trial.now)
             if trial.now.at_target:
-                return {"seconds": round(time.perf_counter() - began, 3), "steps": trial.now.progress.step}
+                return {
+                    "seconds": round(time.perf_counter() - began, 3),
+                    "steps": trial.now.progress.step,
+                }
     return {"seconds": None, "steps": most_steps, "last": trial.now.last}
 
 
 def rate(words: str, communicator: Any, steps: int) -> dict[str, Any]:
-    """Updates a second between two sync points, the ages of gradients, and the bytes that an update takes."""
+    """Updates a second between two sync points, the ages of gradients, and the bytes that an update
+    takes."""
     counting = Counting(communicator)
     trial = Trial(f"{words} {LONG_EPOCHS} log.every_steps={steps} stop.steps={2 * steps}", counting)
     trial.window()  # the first steps of a process are slow
@@ -150,7 +181,11 @@ def rate(words: str, communicator: Any, steps: int) -> dict[str, Any]:
     sent = sum(communicator.allgather_object(counting.nbytes - before))
     ages = trial.ages
     mean = sum(age * n for age, n in ages.items()) / max(1, ages.total())
-    weights = 4 * sum(piece.stop - piece.start for piece in trial.job.learner.pieces() if piece.name.startswith("p."))
+    weights = 4 * sum(
+        piece.stop - piece.start
+        for piece in trial.job.learner.pieces()
+        if piece.name.startswith("p.")
+    )
     return {
         "updates_per_s": round(steps / seconds, 2),
         "staleness": round(mean, 2),
@@ -178,13 +213,22 @@ def measure(world: Communicator, options: argparse.Namespace) -> list[dict[str, 
     for part in options.part:
         if part == "servers":
             jobs = [
-                (f"{count} server{'s' * (count > 1)}", f"servers.count={count} servers.bound=none model.width=65000", 2, 0)
+                (
+                    f"{count} server{'s' * (count > 1)}",
+                    f"servers.count={count} servers.bound=none model.width=65000",
+                    2,
+                    0,
+                )
                 for count in (1, 2)
             ]
             jobs = [job for job in jobs if 2 + int(job[0][0]) <= world.size]
         else:
             named = RATES if part == "rate" else WAYS
-            jobs = [(name, words, workers, seed) for seed in ([1] if part == "rate" else options.seeds) for name, words in named.items()]
+            jobs = [
+                (name, words, workers, seed)
+                for seed in ([1] if part == "rate" else options.seeds)
+                for name, words in named.items()
+            ]
         for name, words, workers_of_job, seed in jobs:
             ranks = ranks_of(words, workers_of_job)
             members = group(world, words, ranks)
@@ -197,12 +241,27 @@ def measure(world: Communicator, options: argparse.Namespace) -> list[dict[str, 
                 if part == "accuracy":
                     found = accuracy(seeded, members, 50 if options.quick else 3000)
                 elif part == "fashion":
-                    found = accuracy(f"{FASHION} {seeded} {' '.join(options.data)}", members, 6000, FASHION_TARGET)
+                    found = accuracy(
+                        f"{FASHION} {seeded} {' '.join(options.data)}",
+                        members,
+                        6000,
+                        FASHION_TARGET,
+                    )
                 else:
                     found = rate(
-                        f"{seeded} batch.size={8 if part == 'servers' else 64}", members, 10 if options.quick else options.steps[part]
+                        f"{seeded} batch.size={8 if part == 'servers' else 64}",
+                        members,
+                        10 if options.quick else options.steps[part],
                     )
-            row = {"part": part, "job": name, "workers": workers_of_job, "slow": slow, "seed": seed, "ms_per_sample": pace_ms, **found}
+            row = {
+                "part": part,
+                "job": name,
+                "workers": workers_of_job,
+                "slow": slow,
+                "seed": seed,
+                "ms_per_sample": pace_ms,
+                **found,
+            }
             rows.append(row)
             if world.rank == 0:
                 print(json.dumps(row), flush=True)
@@ -224,14 +283,25 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", nargs="+", choices=["accuracy", "fashion", "rate", "servers"], default=["accuracy", "rate", "servers"])
-    parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[1, 2, 3])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--part",
+        nargs="+",
+        choices=["accuracy", "fashion", "rate", "servers"],
+        default=["accuracy", "rate", "servers"],
+    )
+    parser.add_argument(
+        "--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[1, 2, 3]
+    )
     parser.add_argument("--slow", type=float, default=5.0)
     parser.add_argument("--ms-per-sample", type=float, default=0.3)
     parser.add_argument("--engine", default="mpi", choices=["mpi", "torchdist"])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--data", nargs="+", default=[], help="options of the part fashion: data.root=DIR")
+    parser.add_argument(
+        "--data", nargs="+", default=[], help="options of the part fashion: data.root=DIR"
+    )
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     options.steps = {"rate": 100, "servers": 40}
@@ -241,7 +311,11 @@ def main() -> None:
     if world.rank == 0:
         print(table(rows))
         if options.json:
-            facts = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
+            facts = {
+                "machine": platform.processor() or platform.machine(),
+                "cores": os.cpu_count(),
+                "torch": torch.__version__,
+            }
             facts |= {"date": datetime.date.today().isoformat(), "engine": options.engine}
             with options.json.open("a") as file:
                 file.writelines(json.dumps({**row, **facts}) + "\n" for row in rows)

@@ -1,10 +1,13 @@
-"""Images/s of augmentation on the host, one thread: of hvdtrain, whose samples of a batch are computed together, and of torchvision.
+"""Images/s of augmentation on the host, one thread: of hvdtrain, whose samples of a batch are
+computed together, and of torchvision.
 
 python benchmarks/augment.py [--size 32] [--batch 128] [--rounds 7] [--json FILE]
 
-Images of random areas, size x size x 3. In each round every method augments two batches (torchvision: a quarter of one), and each round
-begins with another method; the first one warms up. Parameters are drawn in that time. torchvision.transforms.v2 is called for each image,
-as a DataLoader does, on a PIL image or on a uint8 tensor, whichever is faster; the ratio is to it in the same round.
+Images of random areas, size x size x 3. In each round every method augments two batches
+(torchvision: a quarter of one), and each round begins with another method; the first one warms up.
+Parameters are drawn in that time. torchvision.transforms.v2 is called for each image, as a
+DataLoader does, on a PIL image or on a uint8 tensor, whichever is faster; the ratio is to it in the
+same round.
 """
 
 from __future__ import annotations
@@ -36,7 +39,13 @@ WORDS: dict[str, dict[str, Any]] = {
     "color_jitter=[0.4,0.4,0.4,0.1]": {"color_jitter": JITTER},
     "erase=0.25": {"erase": 0.25},
     "cutmix=1.0": {"cutmix": 1.0},
-    "crop, flip, rand_augment=2, erase=0.25, cutmix=1.0": {"crop": 4, "flip": True, "rand_augment": 2, "erase": 0.25, "cutmix": 1.0},
+    "crop, flip, rand_augment=2, erase=0.25, cutmix=1.0": {
+        "crop": 4,
+        "flip": True,
+        "rand_augment": 2,
+        "erase": 0.25,
+        "cutmix": 1.0,
+    },
 }
 
 
@@ -61,7 +70,10 @@ def of_hvdtrain(config: AugmentConfig, x: np.ndarray) -> Callable[[int], float]:
             batch: dict[str, Any] = {"x": x, "augmentation": drawn}
             partners = augment.partners_of(config, 1, epochs, samples, n)
             if partners is not None:
-                batch |= {"partner_x": x[partners], "partner_augmentation": augment.draw(config, 1, epochs, partners, shape)}
+                batch |= {
+                    "partner_x": x[partners],
+                    "partner_augmentation": augment.draw(config, 1, epochs, partners, shape),
+                }
                 batch |= {"mixup_weight": drawn.mixup_weight, "cutmix_box": drawn.cutmix_box}
             augment.augment_batch(batch)
         return time.perf_counter() - began
@@ -83,7 +95,9 @@ def of_torchvision(transform: Callable[[Any], Any], x: list[Any]) -> Callable[[i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", type=int, default=32)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=7)
@@ -119,9 +133,21 @@ def main() -> None:
             "range": [round(min(each)), round(max(each))],
         }
         if name in theirs:
-            ratios = [own / max(rates[f"{name}, torchvision on {kind}"][number] for kind in kinds) for number, own in enumerate(each)]
-            line |= {"to_torchvision": round(statistics.median(ratios), 2), "ratio_range": [round(min(ratios), 2), round(max(ratios), 2)]}
-        line |= {"n": options.rounds, "size": options.size, "batch": options.batch, "cores": os.cpu_count(), "machine": platform.machine()}
+            ratios = [
+                own / max(rates[f"{name}, torchvision on {kind}"][number] for kind in kinds)
+                for number, own in enumerate(each)
+            ]
+            line |= {
+                "to_torchvision": round(statistics.median(ratios), 2),
+                "ratio_range": [round(min(ratios), 2), round(max(ratios), 2)],
+            }
+        line |= {
+            "n": options.rounds,
+            "size": options.size,
+            "batch": options.batch,
+            "cores": os.cpu_count(),
+            "machine": platform.machine(),
+        }
         print(json.dumps(line))
         if options.json:
             with options.json.open("a") as file:

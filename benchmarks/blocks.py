@@ -1,4 +1,5 @@
-"""Timing for the benchmarks: blocks of steps with and without a part of the job in turn, and single calls in loops."""
+"""Timing for the benchmarks: blocks of steps with and without a part of the job in turn, and single
+calls in loops."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.read import configure
 from hvdtrain.training.health.signals import Signals
 
-Part = Callable[[bool], AbstractContextManager[Any]]  # part(True) is a context in which the job has the part, part(False) one without
+Part = Callable[
+    [bool], AbstractContextManager[Any]
+]  # part(True) is a context in which the job has the part, part(False) one without
 LOOPS = 9
 
 
@@ -22,11 +25,14 @@ class Trainer(BenchTrainer):
     """A trainer configured by key=value overrides."""
 
     def __init__(self, overrides: list[str], communicator: Communicator, signals: Signals) -> None:
-        super().__init__(configure(None, [f"comm.engine={communicator.name}", *overrides]), communicator, signals)
+        super().__init__(
+            configure(None, [f"comm.engine={communicator.name}", *overrides]), communicator, signals
+        )
 
 
 def mean_loss(before: Mapping[str, Any], after: Mapping[str, Any]) -> float:
-    """The mean over the samples, or tokens, between two sync points, by the sums that a trainer has at each (`trainer.now.sums`)."""
+    """The mean over the samples, or tokens, between two sync points, by the sums that a trainer has
+    at each (`trainer.now.sums`)."""
     per = "tokens" if "tokens" in after else "count"
     return float((after["loss"] - before["loss"]) / (after[per] - before[per]))
 
@@ -45,7 +51,8 @@ def changed(*settings: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 def ratio(trainer: Trainer, part: Part, rounds: int, steps: int) -> dict[str, Any]:
-    """Seconds of a block with the part, divided by those of the block without it in the same round; the order alternates."""
+    """Seconds of a block with the part, divided by those of the block without it in the same round;
+    the order alternates."""
     with_part: list[float] = []
     without_part: list[float] = []
     for number in range(rounds + 1):
@@ -65,8 +72,11 @@ def ratio(trainer: Trainer, part: Part, rounds: int, steps: int) -> dict[str, An
     }
 
 
-def in_turn(blocks: dict[str, Callable[[int], float]], rounds: int, steps: int) -> dict[str, list[float]]:
-    """Seconds of a block of each in each round, after a round that warms up; each round begins with another one."""
+def in_turn(
+    blocks: dict[str, Callable[[int], float]], rounds: int, steps: int
+) -> dict[str, list[float]]:
+    """Seconds of a block of each in each round, after a round that warms up; each round begins with
+    another one."""
     times: dict[str, list[float]] = {name: [] for name in blocks}
     names = list(blocks)
     for number in range(rounds + 1):
@@ -79,7 +89,8 @@ def in_turn(blocks: dict[str, Callable[[int], float]], rounds: int, steps: int) 
 
 
 def microseconds(call: Callable[[], Any], calls: int = 2000) -> dict[str, Any]:
-    """Microseconds of one call, measured in LOOPS loops. Every rank calls it where the call is a collective."""
+    """Microseconds of one call, measured in LOOPS loops. Every rank calls it where the call is a
+    collective."""
     call()
     found = []
     for _ in range(LOOPS):

@@ -1,16 +1,21 @@
-"""Accuracy and seconds of configs/cifar10_speed.yaml, what each of its ideas is worth, and the same network by hand in plain torch.
+"""Accuracy and seconds of configs/cifar10_speed.yaml, what each of its ideas is worth, and the same
+network by hand in plain torch.
 
-    python benchmarks/cifar10_speed.py FOLDER [--parts record,left-out,added,by-hand] [--seeds 0,1,2] [--ranks 2] [key=value ...]
+    python benchmarks/cifar10_speed.py FOLDER [--parts record,left-out,added,by-hand] [--seeds
+        0,1,2] [--ranks 2] [key=value ...]
     python benchmarks/cifar10_speed.py FOLDER --gpu [--together 6]
 
-FOLDER has cifar-10-batches-bin, the original, or images in train/CLASS and test/CLASS; the column `data` tells them apart. Each job of
-hvdtrain is a real `mpirun -np RANKS`, which evaluates 2,000 images after each epoch; `hvdtrain evaluate` then counts all, with six views
-and with one. `left-out` trains for two epochs with the first seed, once with everything and once without each idea; `added` with one more.
-A row is appended to benchmarks/cifar10_speed.jsonl when its job ends, and one that is there is not made again. `train_s` are seconds of
-training steps alone; `seconds` has the start and evaluations in it.
+FOLDER has cifar-10-batches-bin, the original, or images in train/CLASS and test/CLASS; the column
+`data` tells them apart. Each job of hvdtrain is a real `mpirun -np RANKS`, which evaluates 2,000
+images after each epoch; `hvdtrain evaluate` then counts all, with six views and with one.
+`left-out` trains for two epochs with the first seed, once with everything and once without each
+idea; `added` with one more. A row is appended to benchmarks/cifar10_speed.jsonl when its job ends,
+and one that is there is not made again. `train_s` are seconds of training steps alone; `seconds`
+has the start and evaluations in it.
 
---gpu: one process, where a job takes seconds. It counts all images after each epoch itself, with six views; `left-out` and `added`
-train for all epochs with every seed, --together at a time (their seconds then say nothing).
+--gpu: one process, where a job takes seconds. It counts all images after each epoch itself, with
+six views; `left-out` and `added` train for all epochs with every seed, --together at a time (their
+seconds then say nothing).
 """
 
 from __future__ import annotations
@@ -36,7 +41,8 @@ CONFIG = ROOT / "configs" / "cifar10_speed.yaml"
 WORDS = ["comm.engine=mpi", "evaluate.samples=2000"]
 SHORT = ["epochs=2"]
 MEASURED = ("record", "by-hand")  # parts whose seconds count: one job at a time
-# In the place of Muon: rates and decays of airbench94 (KellerJordan/cifar10-airbench) for means over 2,000 samples; the head as with Muon.
+# In the place of Muon: rates and decays of airbench94 (KellerJordan/cifar10-airbench) for means
+# over 2,000 samples; the head as with Muon.
 SGD = {
     "name": "sgd",
     "nesterov": True,
@@ -44,7 +50,10 @@ SGD = {
     "base_lr": 2.93,
     "exclude": "none",
     "weight_decay": 0.00133,
-    "groups": [{"names": "*.bias", "rate": 64, "decay": 0.015625}, {"names": "fc.weight", "rate": 457, "decay": 0.00224}],
+    "groups": [
+        {"names": "*.bias", "rate": 64, "decay": 0.015625},
+        {"names": "fc.weight", "rate": 457, "decay": 0.00224},
+    ],
 }
 
 LEFT_OUT: dict[str, list[str]] = {
@@ -60,14 +69,24 @@ LEFT_OUT: dict[str, list[str]] = {
     "falling rate": ["recipe.schedule=constant"],
     "bf16 (fp32 instead)": ["speed.precision=fp32"],
 }
-ADDED: dict[str, list[str]] = {"average of the weights": ["optim.ema=0.9"]}  # ideas that the record does without
+ADDED: dict[str, list[str]] = {
+    "average of the weights": ["optim.ema=0.9"]
+}  # ideas that the record does without
 
 
 def main() -> None:
     options = parse()
     out = Path(options.out)
-    done = [{"device": ""} | json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-    jobs = [job for job in planned(options) if not any(key_of(job, options).items() <= row.items() for row in done)]
+    done = (
+        [{"device": ""} | json.loads(line) for line in out.read_text().splitlines()]
+        if out.exists()
+        else []
+    )
+    jobs = [
+        job
+        for job in planned(options)
+        if not any(key_of(job, options).items() <= row.items() for row in done)
+    ]
     for is_measured, at_a_time in ((True, 1), (False, options.together)):
         of_kind = [job for job in jobs if (job[0] in MEASURED) == is_measured]
         with ThreadPoolExecutor(at_a_time) as pool:
@@ -76,7 +95,8 @@ def main() -> None:
                 with out.open("a") as file:
                     file.write(json.dumps(row) + "\n")
                 print(
-                    f"{row['part']}, {row['name']}, seed {row['seed']}: {row['accuracy']:.4f}, {row['train_s']:.1f} s of training",
+                    f"{row['part']}, {row['name']}, seed {row['seed']}: {row['accuracy']:.4f}, "
+                    f"{row['train_s']:.1f} s of training",
                     flush=True,
                 )
     done = [row for row in done if row["device"] == options.device]
@@ -90,29 +110,48 @@ Job = tuple[str, str, int, list[str]]  # part, name, seed, arguments
 def key_of(job: Job, options: argparse.Namespace) -> dict[str, Any]:
     """Which row is the job's."""
     part, name, seed, _ = job
-    return {"part": part, "name": name, "seed": seed, "extra": options.extra, "data": options.data, "device": options.device}
+    return {
+        "part": part,
+        "name": name,
+        "seed": seed,
+        "extra": options.extra,
+        "data": options.data,
+        "device": options.device,
+    }
 
 
 def measured(job: Job, options: argparse.Namespace) -> dict[str, Any]:
     part, name, seed, arguments = job
-    result = by_hand(options.folder, seed) if part == "by-hand" else run(name, arguments, seed, options)
+    result = (
+        by_hand(options.folder, seed) if part == "by-hand" else run(name, arguments, seed, options)
+    )
     return {**key_of(job, options), **result, "date": today()}
 
 
 def planned(options: argparse.Namespace) -> list[Job]:
     seeds = [int(seed) for seed in options.seeds.split(",")]
     parts = options.parts.split(",")
-    words, short, few = (list[str](), list[str](), seeds) if options.gpu else (WORDS, SHORT, seeds[:1])
+    words, short, few = (
+        (list[str](), list[str](), seeds) if options.gpu else (WORDS, SHORT, seeds[:1])
+    )
     jobs = [("record", "all", seed, words) for seed in seeds if "record" in parts]
     jobs += [("by-hand", "plain torch", seed, []) for seed in seeds if "by-hand" in parts]
     for part, ideas in (("left-out", LEFT_OUT), ("added", ADDED)):
-        jobs += [(part, name, seed, [*words, *short, *keys]) for name, keys in ideas.items() for seed in few if part in parts]
+        jobs += [
+            (part, name, seed, [*words, *short, *keys])
+            for name, keys in ideas.items()
+            for seed in few
+            if part in parts
+        ]
     return jobs
 
 
 def run(name: str, arguments: list[str], seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """Trains on ranks, then evaluates all images. Exits where a job fails."""
-    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // options.ranks)), **os.environ}
+    environment = {
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // options.ranks)),
+        **os.environ,
+    }
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "run"
         config = yaml.safe_load(CONFIG.read_text())
@@ -120,13 +159,30 @@ def run(name: str, arguments: list[str], seed: int, options: argparse.Namespace)
             config["optim"] = SGD
         Path(folder, "config.yaml").write_text(yaml.safe_dump(config))
         arguments = ["--config", f"{folder}/config.yaml", *arguments]
-        words = [f"data.name={'cifar10' if options.data == 'original' else 'folder'}", f"data.root={options.folder}"]
+        words = [
+            f"data.name={'cifar10' if options.data == 'original' else 'folder'}",
+            f"data.root={options.folder}",
+        ]
         command = [sys.executable, "-m", "hvdtrain"]
         launcher = [options.mpirun, "-np", str(options.ranks)] if options.ranks > 1 else []
-        call([*launcher, *command, *arguments, *words, f"seed={seed}", f"run={job}", *options.extra], environment)
+        call(
+            [*launcher, *command, *arguments, *words, f"seed={seed}", f"run={job}", *options.extra],
+            environment,
+        )
         accuracy = {}
         for key, views in () if options.gpu else (("accuracy", 6), ("accuracy_one_view", 1)):
-            call([*launcher, *command, "evaluate", str(job), f"evaluate.views={views}", "--json", f"{folder}/{views}.json"], environment)
+            call(
+                [
+                    *launcher,
+                    *command,
+                    "evaluate",
+                    str(job),
+                    f"evaluate.views={views}",
+                    "--json",
+                    f"{folder}/{views}.json",
+                ],
+                environment,
+            )
             accuracy[key] = json.loads(Path(folder, f"{views}.json").read_text())["accuracy"]
         events = [json.loads(line) for line in (job / "events.jsonl").read_text().splitlines()]
     epochs = [event for event in events if event["kind"] == "epoch"]
@@ -144,14 +200,25 @@ def run(name: str, arguments: list[str], seed: int, options: argparse.Namespace)
 
 
 def call(command: list[str], environment: dict[str, str]) -> None:
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     if done.returncode:
-        sys.exit(f"exit code {done.returncode}: {' '.join(command)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+        sys.exit(
+            f"exit code {done.returncode}: "
+            f"{' '.join(command)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+        )
 
 
 def by_hand(folder: Path, seed: int) -> dict[str, Any]:
     """benchmarks/cifar10_speed_by_hand.py, in one process with a thread for each core."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "cifar10_speed_by_hand.py"), str(folder), "--seeds", str(seed)]
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "cifar10_speed_by_hand.py"),
+        str(folder),
+        "--seeds",
+        str(seed),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count() or 1)}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
@@ -168,7 +235,10 @@ def summary(rows: list[dict[str, Any]]) -> str:
             values = [scale * row[key] for row in found]
             if values:
                 spread = statistics.stdev(values) if len(values) > 1 else float("nan")
-                lines.append(f"{part:8} {key:9} {form.format(statistics.mean(values))} (sd {spread:.2f}, n={len(values)})")
+                lines.append(
+                    f"{part:8} {key:9} {form.format(statistics.mean(values))} (sd {spread:.2f}, "
+                    f"n={len(values)})"
+                )
     words = {"left-out": "without", "added": "with"}
     short = [row for row in rows if row["part"] in words and not row["extra"]]
     found = {
@@ -180,7 +250,10 @@ def summary(rows: list[dict[str, Any]]) -> str:
     for (part, name), values in found.items():
         mean = statistics.mean(values)
         spread = statistics.stdev(values) if len(values) > 1 else float("nan")
-        lines.append(f"{words[part]} {name}: {mean:.2f} % (sd {spread:.2f}, n={len(values)}; {mean - whole:+.2f} points)")
+        lines.append(
+            f"{words[part]} {name}: {mean:.2f} % (sd {spread:.2f}, n={len(values)}; "
+            f"{mean - whole:+.2f} points)"
+        )
     return "\n".join(lines)
 
 
@@ -189,7 +262,9 @@ def today() -> str:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--parts", default="record,left-out,added,by-hand")
     parser.add_argument("--seeds", default="0,1,2")
@@ -198,7 +273,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--together", type=int, default=1)
     parser.add_argument("--out", default=str(ROOT / "benchmarks" / "cifar10_speed.jsonl"))
-    parser.add_argument("extra", nargs="*", help="key=value for each job of hvdtrain; such rows are not in the summary")
+    parser.add_argument(
+        "extra",
+        nargs="*",
+        help="key=value for each job of hvdtrain; such rows are not in the summary",
+    )
     options = parser.parse_intermixed_args()
     options.ranks = 1 if options.gpu else options.ranks
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,12 +1,16 @@
-"""What each rank sends and how long a step takes: a dense layer cut over ranks by schemes a, b, c, and data parallel training of it.
+"""What each rank sends and how long a step takes: a dense layer cut over ranks by schemes a, b, c,
+and data parallel training of it.
 
-mpirun -np 2 python benchmarks/dense_schemes.py [--engine mpi|horovod|torchdist] [--width 4096] [--samples 128] [--rounds 10] [--json FILE]
+mpirun -np 2 python benchmarks/dense_schemes.py [--engine mpi|horovod|torchdist] [--width 4096]
+    [--samples 128] [--rounds 10] [--json FILE]
 
-Forward and backward of one layer of width x width, `samples` rows on each rank, and for data parallel the allreduce of its gradient. The
-ways take turns. Bytes are those that have to leave a rank where each message goes straight to who needs it: of an own part all others
-get, (ranks - 1) times the part; of a sum that one rank gets, everything but the rank's own part once; of an allreduce, 2 (ranks - 1) /
-ranks of it. An engine may send more: over a tree, or, Horovod, an allreduce in place of a sum for one rank. "most in a turn" is the
-largest sum of bytes that one rank sends for one turn's rows, forward: b has one sender at a time, c all of them.
+Forward and backward of one layer of width x width, `samples` rows on each rank, and for data
+parallel the allreduce of its gradient. The ways take turns. Bytes are those that have to leave a
+rank where each message goes straight to who needs it: of an own part all others get, (ranks - 1)
+times the part; of a sum that one rank gets, everything but the rank's own part once; of an
+allreduce, 2 (ranks - 1) / ranks of it. An engine may send more: over a tree, or, Horovod, an
+allreduce in place of a sum for one rank. "most in a turn" is the largest sum of bytes that one rank
+sends for one turn's rows, forward: b has one sender at a time, c all of them.
 """
 
 from __future__ import annotations
@@ -45,7 +49,9 @@ class CountingCommunicator:
         return getattr(self._communicator, name)
 
     def start_broadcast(self, x: Buffer, name: str, root: int = 0) -> Handle:
-        self.sent[name] += x.nbytes * (self._communicator.size - 1) * (self._communicator.rank == root)
+        self.sent[name] += (
+            x.nbytes * (self._communicator.size - 1) * (self._communicator.rank == root)
+        )
         return self._communicator.start_broadcast(x, name, root)
 
     def start_reduce(self, x: Buffer, name: str, root: int = 0) -> Handle:
@@ -88,7 +94,9 @@ class OneLayer(torch.nn.Module):
 def main() -> None:
     options = parse()
     torch.set_num_threads(1)
-    communicator: Communicator = plugins.load("comm", options.engine, "").connect(placement(os.environ), CommConfig(engine=options.engine))
+    communicator: Communicator = plugins.load("comm", options.engine, "").connect(
+        placement(os.environ), CommConfig(engine=options.engine)
+    )
     models = {}
     counting = {}
     seconds = {way: list[float]() for way in WAYS}
@@ -97,8 +105,12 @@ def main() -> None:
         counter: Any = CountingCommunicator(communicator)
         layer, counting[way] = OneLayer(options.width), counter
         models[way] = layer if way == "data parallel" else HybridModel(layer, counter, way)
-    x = torch.randn(options.samples, options.width, generator=torch.Generator().manual_seed(communicator.rank))
-    gradients = {way: step(models[way], x, counting[way]) for way in WAYS}  # the first step is left out
+    x = torch.randn(
+        options.samples, options.width, generator=torch.Generator().manual_seed(communicator.rank)
+    )
+    gradients = {
+        way: step(models[way], x, counting[way]) for way in WAYS
+    }  # the first step is left out
     check(gradients, communicator)
     for _ in range(options.rounds):
         for way in WAYS:
@@ -114,7 +126,8 @@ def main() -> None:
 
 
 def step(model: torch.nn.Module, x: torch.Tensor, communicator: Communicator) -> torch.Tensor:
-    """The gradient of the rank's part of the weights, or of all of them, of a loss that is different for each sample."""
+    """The gradient of the rank's part of the weights, or of all of them, of a loss that is
+    different for each sample."""
     model.zero_grad()
     own = x.detach().requires_grad_()
     (model(own).square().sum() / len(x)).backward()
@@ -135,13 +148,19 @@ def check(gradients: dict[str, torch.Tensor], communicator: Communicator) -> Non
         assert gap < 1e-5, (way, gap)
 
 
-def row(way: str, seconds: list[float], sent: Counter[str], communicator: Communicator) -> dict[str, Any]:
+def row(
+    way: str, seconds: list[float], sent: Counter[str], communicator: Communicator
+) -> dict[str, Any]:
     """Of the slowest and the busiest rank."""
     ms = 1e3 * torch.tensor(seconds, dtype=torch.float64)
     times = sorted(communicator.allreduce(ms, "ms", "max").tolist())
     turns = [count for name, count in sent.items() if ROWS_OF_TURN.fullmatch(name)]
     rows, back = (
-        sum(count for name, count in sent.items() if name.startswith("dense.rows.") and name.endswith(".gradient") == is_back)
+        sum(
+            count
+            for name, count in sent.items()
+            if name.startswith("dense.rows.") and name.endswith(".gradient") == is_back
+        )
         for is_back in (False, True)
     )
     numbers = torch.tensor([sum(sent.values()), rows, back, max(turns, default=0)])
@@ -159,23 +178,43 @@ def row(way: str, seconds: list[float], sent: Counter[str], communicator: Commun
 
 
 def report(rows: list[dict[str, Any]], options: argparse.Namespace, ranks: int) -> None:
-    print(f"{options.engine}, {ranks} ranks on {os.cpu_count()} cores, {options.samples} samples a rank, {options.width} x {options.width}")
-    print("| | MB a step | rows, forward | rows, backward | most in a turn | ms, median (quartiles, n) |\n|---|---|---|---|---|---|")
+    print(
+        f"{options.engine}, {ranks} ranks on {os.cpu_count()} cores, {options.samples} samples a "
+        f"rank, {options.width} x {options.width}"
+    )
+    print(
+        "| | MB a step | rows, forward | rows, backward | most in a turn | ms, median (quartiles, "
+        "n) |\n|---|---|---|---|---|---|"
+    )
     for one in rows:
         kinds = ("bytes", "bytes_of_rows_forward", "bytes_of_rows_backward", "bytes_most_in_a_turn")
         low, high = one["quartiles"]
         megabytes = " | ".join(f"{one[kind] / 1e6:.2f}" for kind in kinds)
-        print(f"| {one['way']} | {megabytes} | {one['ms']:.1f} ({low:.1f} to {high:.1f}, {one['rounds']}) |")
+        print(
+            f"| {one['way']} | {megabytes} | {one['ms']:.1f} ({low:.1f} to {high:.1f}, "
+            f"{one['rounds']}) |"
+        )
     if options.json:
         with Path(options.json).open("a") as file:
             file.writelines(
-                json.dumps({**one, "engine": options.engine, "ranks": ranks, "samples": options.samples, "width": options.width}) + "\n"
+                json.dumps(
+                    {
+                        **one,
+                        "engine": options.engine,
+                        "ranks": ranks,
+                        "samples": options.samples,
+                        "width": options.width,
+                    }
+                )
+                + "\n"
                 for one in rows
             )
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engine", default="mpi", choices=["mpi", "horovod", "torchdist"])
     parser.add_argument("--width", type=int, default=4096, help="inputs and outputs of the layer")
     parser.add_argument("--samples", type=int, default=128, help="of each rank")

@@ -1,15 +1,19 @@
-"""Images/s of an image folder: packing it (in the first epoch), packed, decoded at each read, in tar archives, and by torchvision.
+"""Images/s of an image folder: packing it (in the first epoch), packed, decoded at each read, in
+tar archives, and by torchvision.
 
-python benchmarks/folder.py --root DIR [--images 10000] [--rounds 7] [--size 224] [--enlarge 500x400] [--crop 0.08]
-    [--home DIR] [--json FILE]
+python benchmarks/folder.py --root DIR [--images 10000] [--rounds 7] [--size 224] [--enlarge
+    500x400] [--crop 0.08] [--home DIR] [--json FILE]
 
-DIR holds train/CLASS/*.jpg. In each round every method reads the same images once, in random batches of 128; each round starts with
-another method, and the first round warms up. Packing reads them in their order, and has the start of its worker processes in its time.
-torchvision: ImageFolder with PILToTensor behind a DataLoader, 0 and 2 workers, which stay from round to round, with --size after Resize
-and CenterCrop of PIL's images; ratios are to 2 workers. "on tensors": the same of transforms.v2 after PILToTensor, whose resizing uses
-vector instructions and gives other pixels, by 1 of 255. torchvision's own JPEG decoder is not in PyPI's wheel for a CPU build of torch.
---enlarge makes images of that size of DIR's, with noise, as JPEGs of quality 90. --crop S: random boxes of at least this share of the
-whole image, resized to --size, by torchvision's RandomResizedCrop((S, 1)); nothing is packed then. --home keeps the images for a next run.
+DIR holds train/CLASS/*.jpg. In each round every method reads the same images once, in random
+batches of 128; each round starts with another method, and the first round warms up. Packing reads
+them in their order, and has the start of its worker processes in its time. torchvision: ImageFolder
+with PILToTensor behind a DataLoader, 0 and 2 workers, which stay from round to round, with --size
+after Resize and CenterCrop of PIL's images; ratios are to 2 workers. "on tensors": the same of
+transforms.v2 after PILToTensor, whose resizing uses vector instructions and gives other pixels, by
+1 of 255. torchvision's own JPEG decoder is not in PyPI's wheel for a CPU build of torch. --enlarge
+makes images of that size of DIR's, with noise, as JPEGs of quality 90. --crop S: random boxes of at
+least this share of the whole image, resized to --size, by torchvision's RandomResizedCrop((S, 1));
+nothing is packed then. --home keeps the images for a next run.
 """
 
 from __future__ import annotations
@@ -48,11 +52,16 @@ BASE = "torchvision, 2 workers"
 
 
 def prepare_images(root: Path, home: Path, count: int, enlarge: tuple[int, int] | None) -> Path:
-    """A folder of `count` images, equally many of each class, and the same images as tar archives; nothing where they are there."""
+    """A folder of `count` images, equally many of each class, and the same images as tar archives;
+    nothing where they are there."""
     if (home / "tar").exists():
         return home
     classes = sorted(path for path in (root / "train").iterdir() if path.is_dir())
-    chosen = [path for files in zip(*(sorted(c.iterdir()) for c in classes), strict=False) for path in files][:count]
+    chosen = [
+        path
+        for files in zip(*(sorted(c.iterdir()) for c in classes), strict=False)
+        for path in files
+    ][:count]
     for path in chosen:
         link = home / "folder" / "train" / path.parent.name / path.name
         link.parent.mkdir(parents=True, exist_ok=True)
@@ -63,10 +72,15 @@ def prepare_images(root: Path, home: Path, count: int, enlarge: tuple[int, int] 
     (home / "tar" / "train").mkdir(parents=True)
     labels = {path.name: str(i).encode() for i, path in enumerate(classes)}
     chosen = [home / "folder" / "train" / path.parent.name / path.name for path in chosen]
-    for i, archive in enumerate(np.array_split(np.random.default_rng(0).permutation(len(chosen)), ARCHIVES)):
+    for i, archive in enumerate(
+        np.array_split(np.random.default_rng(0).permutation(len(chosen)), ARCHIVES)
+    ):
         with tarfile.open(home / "tar" / "train" / f"{i:06}.tar", "w") as tar:
             for k in archive:
-                for suffix, content in (("cls", labels[chosen[k].parent.name]), ("jpg", chosen[k].read_bytes())):
+                for suffix, content in (
+                    ("cls", labels[chosen[k].parent.name]),
+                    ("jpg", chosen[k].read_bytes()),
+                ):
                     member = tarfile.TarInfo(f"{k:06}.{suffix}")
                     member.size = len(content)
                     tar.addfile(member, io.BytesIO(content))
@@ -75,7 +89,9 @@ def prepare_images(root: Path, home: Path, count: int, enlarge: tuple[int, int] 
 
 def write_enlarged(path: Path, to: Path, size: tuple[int, int]) -> None:
     """A JPEG of `size`, width and height; noise gives it the bytes of a photograph."""
-    pixels = np.asarray(PIL.Image.open(path).convert("RGB").resize(size, PIL.Image.Resampling.BICUBIC), np.float32)
+    pixels = np.asarray(
+        PIL.Image.open(path).convert("RGB").resize(size, PIL.Image.Resampling.BICUBIC), np.float32
+    )
     noise = np.random.default_rng(len(path.name)).normal(0, 6, pixels.shape)
     PIL.Image.fromarray((pixels + noise).clip(0, 255).astype(np.uint8)).save(to, "JPEG", quality=90)
 
@@ -94,7 +110,9 @@ def read_epoch(source: Any, threads: int, round_number: int) -> int:
         return sum(len(batch["y"]) for batch in pool.map(read, indices))
 
 
-def build_uncached(build: Callable[..., Any], name: str, root: Path, cache: Path, size: int | None) -> int:
+def build_uncached(
+    build: Callable[..., Any], name: str, root: Path, cache: Path, size: int | None
+) -> int:
     """Builds a source whose cache is empty, and returns the number of its images."""
     shutil.rmtree(cache, ignore_errors=True)
     with contextlib.redirect_stderr(io.StringIO()):
@@ -109,17 +127,25 @@ def vision_transforms(vision: Any, size: int | None, crop: float | None) -> list
     if crop is not None:
         resizing = [[kind.RandomResizedCrop(size, (crop, 1.0))] for kind in (pil, tensors)]
     else:
-        resizing = [[] if size is None else [kind.Resize(size), kind.CenterCrop(size)] for kind in (pil, tensors)]
-    return [pil.Compose([*resizing[0], pil.PILToTensor()]), tensors.Compose([tensors.PILToTensor(), *resizing[1]])]
+        resizing = [
+            [] if size is None else [kind.Resize(size), kind.CenterCrop(size)]
+            for kind in (pil, tensors)
+        ]
+    return [
+        pil.Compose([*resizing[0], pil.PILToTensor()]),
+        tensors.Compose([tensors.PILToTensor(), *resizing[1]]),
+    ]
 
 
 def methods(home: Path, size: int | None, crop: float | None) -> dict[str, Callable[[int], int]]:
-    """name -> function of the round's number that reads all images once and returns how many there were."""
+    """name -> function of the round's number that reads all images once and returns how many there
+    were."""
     images = home / "folder"
     archives = home / "tar"
     with contextlib.redirect_stderr(io.StringIO()):
         packed, decoded = (
-            folder.build("folder", images, "train", cache=home / "packed", size=size, packed=packed) for packed in (True, False)
+            folder.build("folder", images, "train", cache=home / "packed", size=size, packed=packed)
+            for packed in (True, False)
         )
         assert isinstance(decoded, ImageSource)
         pixels = len(packed) * int(np.prod(packed.shape))
@@ -128,7 +154,8 @@ def methods(home: Path, size: int | None, crop: float | None) -> dict[str, Calla
     assert isinstance(tars, ImageSource)
     vision = import_torchvision()
     by_pil, by_tensors = (
-        vision.datasets.ImageFolder(images / "train", transform=transform) for transform in vision_transforms(vision, size, crop)
+        vision.datasets.ImageFolder(images / "train", transform=transform)
+        for transform in vision_transforms(vision, size, crop)
     )
     if crop is not None:
         decoded = decoded.cropped(crop)
@@ -136,15 +163,21 @@ def methods(home: Path, size: int | None, crop: float | None) -> dict[str, Calla
     by_workers = decoded.read_by(2)
     tars_by_workers = tars.read_by(2)
     loaders = [
-        torch.utils.data.DataLoader(data, BATCH, shuffle=True, num_workers=workers, persistent_workers=workers > 0)
+        torch.utils.data.DataLoader(
+            data, BATCH, shuffle=True, num_workers=workers, persistent_workers=workers > 0
+        )
         for data, workers in ((by_pil, 0), (by_tensors, 2), (by_pil, 2))
     ]
     readers = {
-        "packing": lambda number: build_uncached(folder.build, "folder", images, home / "uncached", size),
+        "packing": lambda number: build_uncached(
+            folder.build, "folder", images, home / "uncached", size
+        ),
         "packing archives": lambda number: build_uncached(
             partial(webdataset.build, packed=True), "webdataset", archives, home / "uncached", size
         ),
-        "indexing archives": lambda number: build_uncached(webdataset.build, "webdataset", archives, home / "uncached index", size),
+        "indexing archives": lambda number: build_uncached(
+            webdataset.build, "webdataset", archives, home / "uncached index", size
+        ),
         "packed, one file": lambda number: read_epoch(packed, 1, number),
         f"packed, {SHARDS} files": lambda number: read_epoch(shards, 1, number),
         "packed=false, 1 thread": lambda number: read_epoch(decoded, 1, number),
@@ -157,7 +190,11 @@ def methods(home: Path, size: int | None, crop: float | None) -> dict[str, Calla
         "torchvision on tensors, 2 workers": lambda number: sum(len(y) for _, y in loaders[1]),
         BASE: lambda number: sum(len(y) for _, y in loaders[2]),
     }
-    return {name: read for name, read in readers.items() if crop is None or not name.startswith(("pack", "index")) or "=false" in name}
+    return {
+        name: read
+        for name, read in readers.items()
+        if crop is None or not name.startswith(("pack", "index")) or "=false" in name
+    }
 
 
 def main() -> None:
@@ -166,17 +203,36 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--size", type=int)
-    parser.add_argument("--enlarge", type=lambda word: tuple(map(int, word.split("x"))), help="WIDTHxHEIGHT")
+    parser.add_argument(
+        "--enlarge", type=lambda word: tuple(map(int, word.split("x"))), help="WIDTHxHEIGHT"
+    )
     parser.add_argument("--crop", type=float, help="needs --size")
-    parser.add_argument("--only", nargs="*", default=[], help="methods whose names begin so, beside the one that ratios are to")
-    parser.add_argument("--home", type=Path, help="keeps the images that are read there, for the same --images and --enlarge")
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        default=[],
+        help="methods whose names begin so, beside the one that ratios are to",
+    )
+    parser.add_argument(
+        "--home",
+        type=Path,
+        help="keeps the images that are read there, for the same --images and --enlarge",
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as unkept:
         home = options.home or Path(unkept)
-        readers = methods(prepare_images(options.root, home, options.images, options.enlarge), options.size, options.crop)
-        readers = {name: read for name, read in readers.items() if name == BASE or name.startswith(tuple(options.only or [""]))}
+        readers = methods(
+            prepare_images(options.root, home, options.images, options.enlarge),
+            options.size,
+            options.crop,
+        )
+        readers = {
+            name: read
+            for name, read in readers.items()
+            if name == BASE or name.startswith(tuple(options.only or [""]))
+        }
         rates: dict[str, list[float]] = {name: [] for name in readers}
         for number in range(options.rounds + 1):
             for name in itertools.islice(itertools.cycle(readers), number, number + len(readers)):
@@ -196,9 +252,15 @@ def main() -> None:
             "enlarged": options.enlarge,
             "crop": options.crop,
         }
-        row |= {"to torchvision": statistics.median(ratios), "ratio_range": [min(ratios), max(ratios)]}
+        row |= {
+            "to torchvision": statistics.median(ratios),
+            "ratio_range": [min(ratios), max(ratios)],
+        }
         span = f"{min(ratios):.2f} to {max(ratios):.2f}"
-        print(f"{name:34} {statistics.median(found):11,.0f} images/s  x {statistics.median(ratios):7.2f} ({span})")
+        print(
+            f"{name:34} {statistics.median(found):11,.0f} images/s  x "
+            f"{statistics.median(ratios):7.2f} ({span})"
+        )
         if options.json:
             with options.json.open("a") as out:
                 out.write(json.dumps(row) + "\n")

@@ -1,14 +1,19 @@
-"""Training tokens/s of an image GPT in one process: a loop by hand as in nanoGPT, and hvdtrain, in turn; and how fast images are drawn.
+"""Training tokens/s of an image GPT in one process: a loop by hand as in nanoGPT, and hvdtrain, in
+turn; and how fast images are drawn.
 
-python benchmarks/gpt.py [--rounds 20] [--steps 5] [--draws 7] [--images 32] [--json FILE] [key=value ...]
+python benchmarks/gpt.py [--rounds 20] [--steps 5] [--draws 7] [--images 32] [--json FILE]
+    [key=value ...]
 
-By hand: all tokens on the device, batches by index, autocast, torch.optim.AdamW (foreach) with decay on matrices alone, clip_grad_norm_,
-the loss read at the end of a block; the model is hvdtrain's, from the same weights. Before the timing both must give the same loss, after
-it both must have learned. Drawing: 32 images with the cache, and the logits of one position of all of them, again from the first.
+By hand: all tokens on the device, batches by index, autocast, torch.optim.AdamW (foreach) with
+decay on matrices alone, clip_grad_norm_, the loss read at the end of a block; the model is
+hvdtrain's, from the same weights. Before the timing both must give the same loss, after it both
+must have learned. Drawing: 32 images with the cache, and the logits of one position of all of them,
+again from the first.
 
-On a CPU, seconds are those of the processor that this process has used, over all its threads: other processes on the machine move them
-little, where they double the time on the clock. On a GPU they are of the clock. Blocks of both alternate, and each ratio is of
-neighbours. --rounds 0 trains nothing, --draws 0 draws nothing.
+On a CPU, seconds are those of the processor that this process has used, over all its threads: other
+processes on the machine move them little, where they double the time on the clock. On a GPU they
+are of the clock. Blocks of both alternate, and each ratio is of neighbours. --rounds 0 trains
+nothing, --draws 0 draws nothing.
 """
 
 from __future__ import annotations
@@ -38,8 +43,20 @@ BETAS = (0.9, 0.95)
 DECAY = 0.1
 CLIP = 1.0
 JOB = [
-    *("data.name=image_tokens", "data.source=digits", "task.name=language", "model.name=gpt", "batch.size=64", "optim.name=adamw"),
-    *(f"optim.base_lr={LR}", "optim.beta2=0.95", f"optim.weight_decay={DECAY}", f"optim.clip_norm={CLIP}"),
+    *(
+        "data.name=image_tokens",
+        "data.source=digits",
+        "task.name=language",
+        "model.name=gpt",
+        "batch.size=64",
+        "optim.name=adamw",
+    ),
+    *(
+        f"optim.base_lr={LR}",
+        "optim.beta2=0.95",
+        f"optim.weight_decay={DECAY}",
+        f"optim.clip_norm={CLIP}",
+    ),
 ]
 
 
@@ -53,19 +70,28 @@ class ByHand:
         self.device = learner.device
         self.batch = config.batch.size
         self.half = learner.forward.precision.layers
-        self.tokens = torch.from_numpy(source.read(np.arange(len(source)))["tokens"]).to(self.device)
+        self.tokens = torch.from_numpy(source.read(np.arange(len(source)))["tokens"]).to(
+            self.device
+        )
         sizes = trainer.datasets.task.sizes
         options = dict(config.model.options)
-        self.model = gpt.build("gpt", sizes["context"], sizes["vocabulary"], **options).to(self.device)
+        self.model = gpt.build("gpt", sizes["context"], sizes["vocabulary"], **options).to(
+            self.device
+        )
         self.model.load_state_dict(learner.model.state_dict())
         matrices = [p for p in self.model.parameters() if p.ndim >= 2]
         others = [p for p in self.model.parameters() if p.ndim < 2]
-        groups = [{"params": matrices, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
+        groups = [
+            {"params": matrices, "weight_decay": DECAY},
+            {"params": others, "weight_decay": 0.0},
+        ]
         self.optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, foreach=True)
         self.loss = float("nan")  # mean of the last block
 
     def loss_of(self, tokens: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(self.device.type, self.half or torch.bfloat16, enabled=self.half is not None):
+        with torch.autocast(
+            self.device.type, self.half or torch.bfloat16, enabled=self.half is not None
+        ):
             logits = self.model(tokens[:, :-1])
         return functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -105,8 +131,11 @@ def seconds_of(call: Callable[[], Any], device: torch.device) -> float:
     return clock() - began_s
 
 
-def alternately(calls: dict[str, Callable[[], Any]], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of each call in each round, after one that warms up; which call comes first alternates."""
+def alternately(
+    calls: dict[str, Callable[[], Any]], rounds: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Seconds of each call in each round, after one that warms up; which call comes first
+    alternates."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
         for name in list(calls)[:: 1 if number % 2 else -1]:
@@ -120,7 +149,9 @@ def training(trainer: Trainer, hand: ByHand, rounds: int, steps: int) -> dict[st
     times = alternately(calls, rounds, hand.device)
     assert hand.loss < first, (hand.loss, first)
     tokens = hand.batch * (hand.tokens.shape[1] - 1) * steps
-    ratio, quartiles = spread([a / b for a, b in zip(times["by hand"], times["hvdtrain"], strict=True)], 3)
+    ratio, quartiles = spread(
+        [a / b for a, b in zip(times["by hand"], times["hvdtrain"], strict=True)], 3
+    )
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     return {
         "rounds": rounds,
@@ -137,7 +168,9 @@ def drawing(hand: ByHand, draws: int, images: int) -> dict[str, Any]:
     model: Any = hand.model.eval()
     start = int(hand.tokens[0, 0])
     prompts = hand.tokens.new_full((images, 1), start)
-    found = continue_sequences(model, prompts, model.context + 1, tokens=start, temperature=1.0, seed=1)
+    found = continue_sequences(
+        model, prompts, model.context + 1, tokens=start, temperature=1.0, seed=1
+    )
 
     @torch.inference_mode()
     def without() -> None:
@@ -147,8 +180,16 @@ def drawing(hand: ByHand, draws: int, images: int) -> dict[str, Any]:
     def cached() -> None:
         continue_sequences(model, prompts, model.context + 1, tokens=start, temperature=1.0, seed=1)
 
-    times = alternately({"with the cache": cached, "a sixteenth without": without}, draws, hand.device)
-    ratio, quartiles = spread([16 * b / a for a, b in zip(times["with the cache"], times["a sixteenth without"], strict=True)], 2)
+    times = alternately(
+        {"with the cache": cached, "a sixteenth without": without}, draws, hand.device
+    )
+    ratio, quartiles = spread(
+        [
+            16 * b / a
+            for a, b in zip(times["with the cache"], times["a sixteenth without"], strict=True)
+        ],
+        2,
+    )
     cached_s = statistics.median(times["with the cache"])
     return {
         "draws": draws,
@@ -169,16 +210,30 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=7)
     parser.add_argument("--images", type=int, default=32)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for both, as in model.layers=12")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="for both, as in model.layers=12"
+    )
     options = parser.parse_args()
     with Signals(0) as signals:
-        trainer = Trainer([*JOB, f"log.every_steps={options.steps}", *options.overrides], SingleProcessCommunicator(), signals)
+        trainer = Trainer(
+            [*JOB, f"log.every_steps={options.steps}", *options.overrides],
+            SingleProcessCommunicator(),
+            signals,
+        )
         hand = ByHand(trainer)
         check_same_loss(trainer, hand)
-        found: dict[str, Any] = {"training": training(trainer, hand, options.rounds, options.steps)} if options.rounds else {}
+        found: dict[str, Any] = (
+            {"training": training(trainer, hand, options.rounds, options.steps)}
+            if options.rounds
+            else {}
+        )
     if options.draws:
         found["drawing"] = drawing(hand, options.draws, options.images)
-    facts = {"device": device_name(hand.device), "load": round(os.getloadavg()[0], 1), "torch": torch.__version__}
+    facts = {
+        "device": device_name(hand.device),
+        "load": round(os.getloadavg()[0], 1),
+        "torch": torch.__version__,
+    }
     found = facts | {"words": options.overrides} | found
     print(json.dumps(found, indent=2))
     if options.json:

@@ -1,13 +1,17 @@
-"""All that is measured on a GPU, in parts of at most 8 minutes: first whether it computes what it should, then how fast.
+"""All that is measured on a GPU, in parts of at most 8 minutes: first whether it computes what it
+should, then how fast.
 
 python benchmarks/gpu.py [--part NAME ...] [--root DIR] [--json FILE] [--quick]
 
-DIR holds FashionMNIST/raw, and cifar-10-batches-bin or a JPEG version of it in train/CLASS and test/CLASS; images made from counters stand
-in for a set that is not there, and `data` of a row says which it was. A line of JSON is appended to FILE (gpu-day.jsonl) for each
-measurement and for each part at its end; a table is the last output. A part that fails does not end the others: its error is in the
-table, and the exit code is 1. --quick: every part with the smallest sizes, on a CPU too, to try the script.
+DIR holds FashionMNIST/raw, and cifar-10-batches-bin or a JPEG version of it in train/CLASS and
+test/CLASS; images made from counters stand in for a set that is not there, and `data` of a row says
+which it was. A line of JSON is appended to FILE (gpu-day.jsonl) for each measurement and for each
+part at its end; a table is the last output. A part that fails does not end the others: its error is
+in the table, and the exit code is 1. --quick: every part with the smallest sizes, on a CPU too, to
+try the script.
 
-benchmarks/performance.md ("One GPU") says what each part does, and how a machine without a network gets what it needs.
+benchmarks/performance.md ("One GPU") says what each part does, and how a machine without a network
+gets what it needs.
 """
 
 from __future__ import annotations
@@ -32,7 +36,9 @@ from step import device_name
 
 from hvdtrain.version import __version__
 
-PARTS: dict[str, Callable[[Part], str]] = {  # in the order in which they run; each returns what the table says of it
+PARTS: dict[
+    str, Callable[[Part], str]
+] = {  # in the order in which they run; each returns what the table says of it
     "tests": correctness.tests,
     "losses": correctness.losses,
     "ranks": correctness.ranks,
@@ -52,9 +58,16 @@ def main() -> int:
     options = parse()
     device = this_device()
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    versions = {"torch": torch.__version__, "python": platform.python_version(), "hvdtrain": __version__}
+    versions = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "hvdtrain": __version__,
+    }
     with options.json.open("a") as out:
-        out.write(json.dumps({"day": now, "device": device.name, **versions, "quick": options.quick}) + "\n")
+        out.write(
+            json.dumps({"day": now, "device": device.name, **versions, "quick": options.quick})
+            + "\n"
+        )
     ends = []
     with tempfile.TemporaryDirectory(prefix="gpu-day-") as home:
         for name in options.part or PARTS:
@@ -73,7 +86,8 @@ def this_device() -> Device:
 
 
 def end_of(part: Part) -> tuple[str, str, str, str]:
-    """Runs the part: its name, "ok" or "FAILED", its seconds, and what it found; also as its last row."""
+    """Runs the part: its name, "ok" or "FAILED", its seconds, and what it found; also as its last
+    row."""
     began_s = time.monotonic()
     result = "ok"
     try:
@@ -95,13 +109,21 @@ def table(ends: list[tuple[str, str, str, str]]) -> list[str]:
     lines = [f"{'part':12} {'result':7} {'time':>6}  found"]
     for name, result, seconds, found in ends:
         first, *others = found.strip().splitlines()
-        lines.append(f"{name:12} {result:7} {seconds:>6}  {first}" + (f" ... {others[-1]}" if others else ""))
+        lines.append(
+            f"{name:12} {result:7} {seconds:>6}  {first}" + (f" ... {others[-1]}" if others else "")
+        )
     return lines
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--part", nargs="+", choices=PARTS, metavar="NAME", help=f"{', '.join(PARTS)}; default: all, in this order")
+    parser.add_argument(
+        "--part",
+        nargs="+",
+        choices=PARTS,
+        metavar="NAME",
+        help=f"{', '.join(PARTS)}; default: all, in this order",
+    )
     parser.add_argument("--root", type=Path, help="folder of data sets")
     parser.add_argument("--json", type=Path, default=Path("gpu-day.jsonl"))
     parser.add_argument("--quick", action="store_true")

@@ -1,10 +1,14 @@
-"""What the health checks of a job (guard.*) cost: each part in loops, whole steps with and without it in turn, and checkpoints.
+"""What the health checks of a job (guard.*) cost: each part in loops, whole steps with and without
+it in turn, and checkpoints.
 
-mpirun -np 2 python benchmarks/guard.py [--engine mpi|horovod] [--rounds 40] [--json FILE] [--only PART ...] [--quick]
+mpirun -np 2 python benchmarks/guard.py [--engine mpi|horovod] [--rounds 40] [--json FILE] [--only
+    PART ...] [--quick]
 
-The default wide_resnet on digits; checkpoints of a perceptron with 10 million weights too. Whole steps are timed in blocks in one
-process. A ratio compares two consecutive blocks; that of "nothing", two equal blocks, is the noise. The share of a step of a part that
-costs less than the noise follows from its microseconds. --quick: a linear model, and only the ratios, to try the script.
+The default wide_resnet on digits; checkpoints of a perceptron with 10 million weights too. Whole
+steps are timed in blocks in one process. A ratio compares two consecutive blocks; that of
+"nothing", two equal blocks, is the noise. The share of a step of a part that costs less than the
+noise follows from its microseconds. --quick: a linear model, and only the ratios, to try the
+script.
 """
 
 from __future__ import annotations
@@ -46,8 +50,18 @@ from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.replicas.compare import check_equal
 
 MLP = ["model.name=mlp", "model.widths=[3100,3100]"]
-STEPS = 20  # of a block: short, so that other load of the machine slows down both blocks of a pair, or one pair of many
-PARTS = ("nothing", "heartbeat, watchdog", "flags on the sums", "non-finite check", "nonfinite=skip", "digests", "sync_buffers")
+# of a block: short, so that other load of the machine slows down both blocks of a pair, or one pair
+# of many
+STEPS = 20
+PARTS = (
+    "nothing",
+    "heartbeat, watchdog",
+    "flags on the sums",
+    "non-finite check",
+    "nonfinite=skip",
+    "digests",
+    "sync_buffers",
+)
 
 
 class SilentHeartbeat(Heartbeat):
@@ -81,13 +95,19 @@ def watchdog(trainer: Trainer) -> Watchdog:
 
 
 def parts(trainer: Trainer) -> dict[str, Part]:
-    """By the names of PARTS. nonfinite=skip is compared with stop, digests every 100 steps with none."""
+    """By the names of PARTS. nonfinite=skip is compared with stop, digests every 100 steps with
+    none."""
     job = trainer.job
     health = job.health
     learner = job.learner
-    without_flags = WithoutFlags(**{field.name: getattr(health, field.name) for field in dataclasses.fields(health)})
+    without_flags = WithoutFlags(
+        **{field.name: getattr(health, field.name) for field in dataclasses.fields(health)}
+    )
     never = torch.zeros((), dtype=torch.bool)
-    no_check = ((torch_step, "any_nonfinite", lambda parameters: never), (torch_step, "one_or_nan", lambda loss: 1.0))
+    no_check = (
+        (torch_step, "any_nonfinite", lambda parameters: never),
+        (torch_step, "one_or_nan", lambda loss: 1.0),
+    )
 
     def equal_steps(steps: int | None) -> tuple[Any, str, Any]:
         return health, "guard", health.guard.replace(equal_steps=steps)
@@ -97,23 +117,32 @@ def parts(trainer: Trainer) -> dict[str, Part]:
 
     return {
         "nothing": lambda on: changed(),
-        "heartbeat, watchdog": lambda on: watchdog(trainer) if on else changed((job, "heartbeat", SilentHeartbeat())),
+        "heartbeat, watchdog": lambda on: (
+            watchdog(trainer) if on else changed((job, "heartbeat", SilentHeartbeat()))
+        ),
         "flags on the sums": lambda on: changed((job, "health", health if on else without_flags)),
         "non-finite check": lambda on: changed() if on else changed(*no_check),
-        "nonfinite=skip": lambda on: changed((learner, "saves_buffers", on), (learner._update, "_skips_nonfinite", on)),
+        "nonfinite=skip": lambda on: changed(
+            (learner, "saves_buffers", on), (learner._update, "_skips_nonfinite", on)
+        ),
         "digests": lambda on: changed(equal_steps(100 if on else None)),
-        "sync_buffers": lambda on: changed(equal_steps(None), sync_buffers(on)),  # without it ranks differ
+        "sync_buffers": lambda on: changed(
+            equal_steps(None), sync_buffers(on)
+        ),  # without it ranks differ
     }
 
 
 def calls(trainer: Trainer) -> Iterator[dict[str, Any]]:
-    """{"part", "us" of one call, "calls_per_step"} of each part. Some parts are collectives, so every rank measures all of them."""
+    """{"part", "us" of one call, "calls_per_step"} of each part. Some parts are collectives, so
+    every rank measures all of them."""
     job = trainer.job
     health = job.health
     communicator = job.communicator
     learner: Any = job.learner
     learner.sync_buffers(communicator)
-    sync_points = 1 / job.config.log.every_steps + job.config.batch.size / job.prefetcher.samples  # per step, with those of epochs
+    sync_points = (
+        1 / job.config.log.every_steps + job.config.batch.size / job.prefetcher.samples
+    )  # per step, with those of epochs
     parameters = learner.parameters
     for p in parameters:
         p.grad = torch.randn_like(p)
@@ -124,17 +153,39 @@ def calls(trainer: Trainer) -> Iterator[dict[str, Any]]:
     size = f"{sum(array.nbytes for _, array in learner.views()) / 1e6:.1f} MB"
     timed: list[tuple[str, float | None, dict[str, Any]]] = [
         ("one beat", 2 + sync_points, microseconds(lambda: health.heartbeat.beat("step", 3, 70))),
-        ("flags() and after_sync()", sync_points, microseconds(lambda: health.after_sync(sums | health.flags()))),
-        ("sum of 4 numbers over ranks", None, microseconds(lambda: allreduce_sums(communicator, sums, "train.sums"))),
-        ("sum of 4 numbers and 2 flags", None, microseconds(lambda: allreduce_sums(communicator, sums | flags, "train.sums"))),
+        (
+            "flags() and after_sync()",
+            sync_points,
+            microseconds(lambda: health.after_sync(sums | health.flags())),
+        ),
+        (
+            "sum of 4 numbers over ranks",
+            None,
+            microseconds(lambda: allreduce_sums(communicator, sums, "train.sums")),
+        ),
+        (
+            "sum of 4 numbers and 2 flags",
+            None,
+            microseconds(lambda: allreduce_sums(communicator, sums | flags, "train.sums")),
+        ),
         (
             "one_or_nan() and any_nonfinite()",
             1,
-            microseconds(lambda: (torch_step.one_or_nan(loss), torch_step.any_nonfinite(parameters)), 500),
+            microseconds(
+                lambda: (torch_step.one_or_nan(loss), torch_step.any_nonfinite(parameters)), 500
+            ),
         ),
         (f"digest of {size}", None, microseconds(lambda: digests(learner.views()), 100)),
-        (f"comparison of digests, {size}", 0.01, microseconds(lambda: check_equal(communicator, learner, hyper, job.hosts), 100)),
-        ("sync_buffers", sync_points, microseconds(lambda: learner.sync_buffers(communicator), 200)),
+        (
+            f"comparison of digests, {size}",
+            0.01,
+            microseconds(lambda: check_equal(communicator, learner, hyper, job.hosts), 100),
+        ),
+        (
+            "sync_buffers",
+            sync_points,
+            microseconds(lambda: learner.sync_buffers(communicator), 200),
+        ),
     ]
     for p in parameters:
         p.grad = None
@@ -153,7 +204,13 @@ def watchdog_seconds(trainer: Trainer, seconds: float = 5.0) -> dict[str, Any]:
             time.sleep(seconds)
             found.append((time.clock_gettime(clock) - before) / seconds * 1e6)
     median, quartiles = spread(found, 1)
-    return {"part": "watchdog thread, in a second", "us": median, "us_quartiles": quartiles, "loops": 5, "percent_of_step": median / 1e4}
+    return {
+        "part": "watchdog thread, in a second",
+        "us": median,
+        "us_quartiles": quartiles,
+        "loops": 5,
+        "percent_of_step": median / 1e4,
+    }
 
 
 def saves(trainer: Trainer, every: int, rounds: int) -> Iterator[dict[str, Any]]:
@@ -166,27 +223,48 @@ def saves(trainer: Trainer, every: int, rounds: int) -> Iterator[dict[str, Any]]
         with tempfile.TemporaryDirectory() as folder:
 
             def part(on: bool, kind: type[Saver] = kind, folder: str = folder) -> Any:
-                saver = kind(Path(folder), settings, identity(job.config, trainer.datasets), Log([events.append]))
-                return changed((job.checkpoints, "saver", saver if on and job.communicator.rank == 0 else None))
+                saver = kind(
+                    Path(folder),
+                    settings,
+                    identity(job.config, trainer.datasets),
+                    Log([events.append]),
+                )
+                return changed(
+                    (job.checkpoints, "saver", saver if on and job.communicator.rank == 0 else None)
+                )
 
-            row = {"part": f"checkpoint every {every} steps, {name}", "model": job.config.model.name}
+            row = {
+                "part": f"checkpoint every {every} steps, {name}",
+                "model": job.config.model.name,
+            }
             row |= ratio(trainer, part, rounds, every)
         for which in ("with", "without"):
-            row[f"{which}_images_per_s"] = round(1e3 * job.config.batch.size / row[f"{which}_ms_per_step"])
+            row[f"{which}_images_per_s"] = round(
+                1e3 * job.config.batch.size / row[f"{which}_ms_per_step"]
+            )
         for key, unit in {"pause_s": "pause_ms", "write_s": "write_ms"}.items():
-            row[unit], row[f"{unit}_quartiles"] = spread([1e3 * event.fields[key] for event in events] or [0.0, 0.0], 2)
-        yield row | {"checkpoints": len(events), "megabytes": events[-1].fields["megabytes"] if events else 0.0}
+            row[unit], row[f"{unit}_quartiles"] = spread(
+                [1e3 * event.fields[key] for event in events] or [0.0, 0.0], 2
+            )
+        yield row | {
+            "checkpoints": len(events),
+            "megabytes": events[-1].fields["megabytes"] if events else 0.0,
+        }
         events.clear()
 
 
-def run(communicator: Communicator, options: argparse.Namespace, signals: Signals) -> Iterator[dict[str, Any]]:
+def run(
+    communicator: Communicator, options: argparse.Namespace, signals: Signals
+) -> Iterator[dict[str, Any]]:
     """The row of each part. A collective: every rank takes all rows."""
     trainer = Trainer(["model.name=linear"] if options.quick else [], communicator, signals)
     trainer.block(100)
     found = []
     for name, part in parts(trainer).items():
         if name in options.only:
-            rounds, steps = (options.rounds // 4, 100) if name == "digests" else (options.rounds, STEPS)
+            rounds, steps = (
+                (options.rounds // 4, 100) if name == "digests" else (options.rounds, STEPS)
+            )
             found.append({"part": name} | ratio(trainer, part, rounds, steps))
             yield found[-1]
     if options.quick:
@@ -194,7 +272,10 @@ def run(communicator: Communicator, options: argparse.Namespace, signals: Signal
     step_ms = statistics.median(row["without_ms_per_step"] for row in found)
     for row in calls(trainer):
         if row["calls_per_step"]:
-            row |= {"percent_of_step": round(row["us"] * row["calls_per_step"] / step_ms / 10, 5), "step_ms": step_ms}
+            row |= {
+                "percent_of_step": round(row["us"] * row["calls_per_step"] / step_ms / 10, 5),
+                "step_ms": step_ms,
+            }
         yield row
     yield watchdog_seconds(trainer)
     if set(options.only) == set(PARTS):
@@ -208,33 +289,71 @@ def line(row: dict[str, Any]) -> str:
     if "us" in row:
         low, high = row["us_quartiles"]
         text += f"{row['us']:9.2f} us ({low:.2f} to {high:.2f}; {row['loops']})"
-        return text + (f", {row['percent_of_step']:.4f} % of a step" if "percent_of_step" in row else "")
+        return text + (
+            f", {row['percent_of_step']:.4f} % of a step" if "percent_of_step" in row else ""
+        )
     low, high = row["ratio_quartiles"]
-    text += f"x {row['ratio']:.4f} ({low:.4f} to {high:.4f}; {row['rounds']}) of {row['without_ms_per_step']:.2f} ms a step"
+    text += (
+        f"x {row['ratio']:.4f} ({low:.4f} to {high:.4f}; {row['rounds']}) of "
+        f"{row['without_ms_per_step']:.2f} ms a step"
+    )
     if "megabytes" in row:
-        text += f"; {row['megabytes']:.1f} MB, pause {row['pause_ms']:.2f} ms, write {row['write_ms']:.1f} ms ({row['checkpoints']})"
+        text += (
+            f"; {row['megabytes']:.1f} MB, pause {row['pause_ms']:.2f} ms, write "
+            f"{row['write_ms']:.1f} ms ({row['checkpoints']})"
+        )
     return text
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--engine", default="mpi", choices=["single", "mpi", "horovod"])
-    parser.add_argument("--rounds", type=int, default=40, help="pairs of blocks for a ratio; fewer for longer blocks")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append the rows to this file as JSON lines")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help="measure these parts and no checkpoints")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=40,
+        help="pairs of blocks for a ratio; fewer for longer blocks",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="append the rows to this file as JSON lines"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=PARTS,
+        default=PARTS,
+        metavar="PART",
+        help="measure these parts and no checkpoints",
+    )
     parser.add_argument("--quick", action="store_true", help="a linear model, and only the ratios")
     options = parser.parse_args()
     place = placement(os.environ)
     communicator, _ = connect(configure(None, [f"comm.engine={options.engine}"]), place)
-    machine = {"machine": f"{os.cpu_count()} cores, {platform.machine()}", "torch": torch.__version__, "threads": torch.get_num_threads()}
-    machine |= {"engine": communicator.name, "ranks": communicator.size, "date": datetime.datetime.now(datetime.UTC).date().isoformat()}
+    machine = {
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
+    machine |= {
+        "engine": communicator.name,
+        "ranks": communicator.size,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
     with Signals(place.rank) as signals, contextlib.ExitStack() as stack:
-        file = stack.enter_context(options.json.open("a")) if options.json and communicator.rank == 0 else None
+        file = (
+            stack.enter_context(options.json.open("a"))
+            if options.json and communicator.rank == 0
+            else None
+        )
         for row in run(communicator, options, signals):
             if communicator.rank == 0:
                 print(line(row), flush=True)
             if file:
-                print(json.dumps(row | machine | {"load": round(os.getloadavg()[0], 1)}), file=file, flush=True)
+                print(
+                    json.dumps(row | machine | {"load": round(os.getloadavg()[0], 1)}),
+                    file=file,
+                    flush=True,
+                )
     communicator.close()
 
 

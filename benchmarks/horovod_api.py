@@ -1,4 +1,5 @@
-"""hvdtrain.horovod beside Horovod: its synthetic benchmark, and each call, alternating. Rows go to horovod_api.jsonl.
+"""hvdtrain.horovod beside Horovod: its synthetic benchmark, and each call, alternating. Rows go to
+horovod_api.jsonl.
 
 python benchmarks/horovod_api.py [--rounds 5] [--ranks 2] [--steps 6] [--former DIR]
 """
@@ -48,12 +49,19 @@ def convnet() -> tuple[nn.Module, torch.Tensor]:
     layers: list[nn.Module] = []
     for before, width in itertools.pairwise(widths):
         stride = 2 if width == 2 * before else 1
-        layers += [nn.Conv2d(before, width, 3, stride, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)), torch.randn(32, 3, 32, 32)
+        layers += [
+            nn.Conv2d(before, width, 3, stride, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+        ]
+    return nn.Sequential(
+        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)
+    ), torch.randn(32, 3, 32, 32)
 
 
 def resnet50() -> tuple[nn.Module, torch.Tensor]:
-    """161 gradients, 102 MB, as in Horovod's benchmark; images of 64 x 64 keep it to a second a step."""
+    """161 gradients, 102 MB, as in Horovod's benchmark; images of 64 x 64 keep it to a second a
+    step."""
     return import_torchvision().models.resnet50(), torch.randn(4, 3, 64, 64)
 
 
@@ -101,16 +109,22 @@ def calls_us(hvd: Any) -> dict[str, dict[int, float]]:
         calls = {
             "allreduce": lambda x=x: hvd.allreduce(x, op=hvd.Average, name="x"),
             "allreduce_": lambda x=x: hvd.allreduce_(x, op=hvd.Average, name="x"),
-            "grouped_allreduce": lambda parts=parts: hvd.grouped_allreduce(parts, op=hvd.Average, name="x"),
+            "grouped_allreduce": lambda parts=parts: hvd.grouped_allreduce(
+                parts, op=hvd.Average, name="x"
+            ),
             "allgather": lambda x=x: hvd.allgather(x, name="x"),
             "grouped_allgather": lambda parts=parts: hvd.grouped_allgather(parts, name="x"),
             "broadcast_": lambda x=x: hvd.broadcast_(x, 0, name="x"),
             "alltoall": lambda x=x: hvd.alltoall(x, name="x"),
             "reducescatter": lambda x=x: hvd.reducescatter(x, op=hvd.Average, name="x"),
-            "grouped_reducescatter": lambda parts=parts: hvd.grouped_reducescatter(parts, op=hvd.Average, name="x"),
+            "grouped_reducescatter": lambda parts=parts: hvd.grouped_reducescatter(
+                parts, op=hvd.Average, name="x"
+            ),
         }
         for name, call in calls.items():
-            found.setdefault(name, {})[length] = round(median_us(call, 4 if length > 10_000 else 40), 1)
+            found.setdefault(name, {})[length] = round(
+                median_us(call, 4 if length > 10_000 else 40), 1
+            )
     return found
 
 
@@ -146,7 +160,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--former", type=Path, help="another checkout of this project, which is timed too")
+    parser.add_argument(
+        "--former", type=Path, help="another checkout of this project, which is timed too"
+    )
     parser.add_argument("--on-rank")
     options = parser.parse_args()
     if options.on_rank:
@@ -159,10 +175,26 @@ def main() -> None:
     for turn in range(options.rounds):
         first = turn % len(runs)  # which of them runs first changes from round to round
         for label, engine, root in runs[first:] + runs[:first]:
-            command = [mpirun, "-np", str(options.ranks), sys.executable, __file__, "--on-rank", label, "--steps", str(options.steps)]
+            command = [
+                mpirun,
+                "-np",
+                str(options.ranks),
+                sys.executable,
+                __file__,
+                "--on-rank",
+                label,
+                "--steps",
+                str(options.steps),
+            ]
             env = {**os.environ, "HVDTRAIN_ENGINE": engine, "PYTHONPATH": str(root)}
-            done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env, check=True)
-            row = {**json.loads(done.stdout.splitlines()[-1]), "round": turn, "date": str(datetime.date.today())}
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=280, env=env, check=True
+            )
+            row = {
+                **json.loads(done.stdout.splitlines()[-1]),
+                "round": turn,
+                "date": str(datetime.date.today()),
+            }
             print(json.dumps(row), flush=True)
             with (HERE / "horovod_api.jsonl").open("a") as rows:
                 rows.write(json.dumps(row) + "\n")

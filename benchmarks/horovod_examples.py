@@ -1,11 +1,14 @@
-"""Horovod's own PyTorch examples on hvdtrain.horovod beside Horovod: every loss that they compute, on every rank. Rows go to a file.
+"""Horovod's own PyTorch examples on hvdtrain.horovod beside Horovod: every loss that they compute,
+on every rank. Rows go to a file.
 
 git clone --depth 1 --branch v0.28.1 https://github.com/horovod/horovod
-python benchmarks/horovod_examples.py horovod/examples [--ranks 2,4] [--only mnist] [--json benchmarks/horovod_examples.jsonl]
+python benchmarks/horovod_examples.py horovod/examples [--ranks 2,4] [--only mnist] [--json
+    benchmarks/horovod_examples.jsonl]
 
-The examples are unchanged but for the lines that import horovod. Their data are small and made here: digits in MNIST's files, pictures in
-folders. Losses are noted by a function in the place of torch's own, which calls it. "horovod again" is a second run of Horovod's, and
-"on horovod" is hvdtrain.horovod with HVDTRAIN_ENGINE=horovod. The ranks start once for all examples of an engine.
+The examples are unchanged but for the lines that import horovod. Their data are small and made
+here: digits in MNIST's files, pictures in folders. Losses are noted by a function in the place of
+torch's own, which calls it. "horovod again" is a second run of Horovod's, and "on horovod" is
+hvdtrain.horovod with HVDTRAIN_ENGINE=horovod. The ranks start once for all examples of an engine.
 """
 
 from __future__ import annotations
@@ -33,22 +36,35 @@ IMPORTS = {
     "import horovod.torch as hvd\n": "import hvdtrain.horovod as hvd\n",
     "\nimport horovod\n": "\nimport hvdtrain.horovod as horovod\n",
 }
-ON_GPUS_ALONE = "norm_layer=hvd.SyncBatchNorm"  # of Horovod, in some versions of the synthetic benchmark: left out for all
+# of Horovod, in some versions of the synthetic benchmark: left out for all
+ON_GPUS_ALONE = "norm_layer=hvd.SyncBatchNorm"
 HOROVOD = "horovod"
-ENGINES = {HOROVOD: "", "horovod again": "", "mpi": "mpi", "torchdist": "torchdist", "on horovod": "horovod"}  # row -> HVDTRAIN_ENGINE
+ENGINES = {
+    HOROVOD: "",
+    "horovod again": "",
+    "mpi": "mpi",
+    "torchdist": "torchdist",
+    "on horovod": "horovod",
+}  # row -> HVDTRAIN_ENGINE
 LIMIT_S = 400
 
 
 class Example(NamedTuple):
-    """A script of Horovod's, and the arguments of each of its runs, one after another in one folder."""
+    """A script of Horovod's, and the arguments of each of its runs, one after another in one
+    folder."""
 
     script: str
     runs: tuple[str, ...]
 
 
 MNIST = "--data-dir ../digits --epochs 2 --batch-size 32 --lr 0.02"
-PICTURES = "--base-lr 0.001 --train-dir ../pictures/train --val-dir ../pictures/val --batch-size 2 --val-batch-size 4"
-SYNTHETIC = "--model resnet18 --batch-size 2 --num-warmup-batches 2 --num-iters 2 --num-batches-per-iter 2"
+PICTURES = (
+    "--base-lr 0.001 --train-dir ../pictures/train --val-dir ../pictures/val --batch-size 2 "
+    "--val-batch-size 4"
+)
+SYNTHETIC = (
+    "--model resnet18 --batch-size 2 --num-warmup-batches 2 --num-iters 2 --num-batches-per-iter 2"
+)
 EXAMPLES = {
     "mnist": Example("pytorch_mnist.py", (MNIST,)),
     "mnist fp16": Example("pytorch_mnist.py", (f"{MNIST} --fp16-allreduce",)),
@@ -56,9 +72,15 @@ EXAMPLES = {
     "mnist predivide": Example("pytorch_mnist.py", (f"{MNIST} --gradient-predivide-factor 2",)),
     "synthetic": Example("pytorch_synthetic_benchmark.py", (SYNTHETIC,)),
     "synthetic adasum": Example("pytorch_synthetic_benchmark.py", (f"{SYNTHETIC} --use-adasum",)),
-    # The second run goes on from the checkpoint of the first one. Without weight decay: see docs/horovod-api.md, broadcast_optimizer_state.
-    "imagenet": Example("pytorch_imagenet_resnet50.py", (f"{PICTURES} --wd 0 --epochs 1", f"{PICTURES} --wd 0 --epochs 2")),
-    "imagenet passes": Example("pytorch_imagenet_resnet50.py", (f"{PICTURES} --wd 0 --epochs 1 --batches-per-allreduce 2",)),
+    # The second run goes on from the checkpoint of the first one. Without weight decay: see
+    # docs/horovod-api.md, broadcast_optimizer_state.
+    "imagenet": Example(
+        "pytorch_imagenet_resnet50.py",
+        (f"{PICTURES} --wd 0 --epochs 1", f"{PICTURES} --wd 0 --epochs 2"),
+    ),
+    "imagenet passes": Example(
+        "pytorch_imagenet_resnet50.py", (f"{PICTURES} --wd 0 --epochs 1 --batches-per-allreduce 2",)
+    ),
     "mnist elastic": Example("pytorch_mnist_elastic.py", (MNIST,)),
 }
 
@@ -71,9 +93,15 @@ def make_digits(folder: Path) -> None:
     prototypes = rng.integers(0, 200, (10, 28, 28))
     for part, count in (("train", 1024), ("t10k", 256)):
         labels = (np.arange(count) % 10).astype(np.uint8)
-        images = np.clip(prototypes[labels] + rng.normal(0, 60, (count, 28, 28)), 0, 255).astype(np.uint8)
-        (raw / f"{part}-images-idx3-ubyte").write_bytes(struct.pack(">IIII", 0x803, count, 28, 28) + images.tobytes())
-        (raw / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, count) + labels.tobytes())
+        images = np.clip(prototypes[labels] + rng.normal(0, 60, (count, 28, 28)), 0, 255).astype(
+            np.uint8
+        )
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(
+            struct.pack(">IIII", 0x803, count, 28, 28) + images.tobytes()
+        )
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(
+            struct.pack(">II", 0x801, count) + labels.tobytes()
+        )
 
 
 def make_pictures(folder: Path) -> None:
@@ -122,20 +150,38 @@ def on_rank(names: Sequence[str]) -> None:
     (home / f"found.{rank}").write_text(json.dumps(found))
 
 
-def run(names: Sequence[str], sources: dict[str, str], engine: str, ranks: int, data: Path) -> list[dict[str, list[float]]]:
-    """The losses of each rank, by example. sources: {script: its text}. The ranks start once for all examples."""
+def run(
+    names: Sequence[str], sources: dict[str, str], engine: str, ranks: int, data: Path
+) -> list[dict[str, list[float]]]:
+    """The losses of each rank, by example. sources: {script: its text}. The ranks start once for
+    all examples."""
     with tempfile.TemporaryDirectory() as folder:
         for name in ("digits", "pictures"):
             Path(folder, name).symlink_to(data / name)
         for script, text in sources.items():
-            Path(folder, script).write_text((_changed(text) if engine else text).replace(ON_GPUS_ALONE, ""))
+            Path(folder, script).write_text(
+                (_changed(text) if engine else text).replace(ON_GPUS_ALONE, "")
+            )
         # HOME: an example leaves a lock there.
         env = {**os.environ, "HVDTRAIN_ENGINE": engine, "PYTHONPATH": str(ROOT), "HOME": folder}
-        mpirun = ["timeout", "-k", "5", str(LIMIT_S), shutil.which("mpirun") or "mpirun", "-np", str(ranks), sys.executable]
+        mpirun = [
+            "timeout",
+            "-k",
+            "5",
+            str(LIMIT_S),
+            shutil.which("mpirun") or "mpirun",
+            "-np",
+            str(ranks),
+            sys.executable,
+        ]
         command = [*mpirun, __file__, "--on-rank", *names]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=folder, env=env, check=False
+        )
         if done.returncode:
-            raise SystemExit(f"{engine or HOROVOD} on {ranks} ranks ended with {done.returncode}\n{done.stderr}")
+            raise SystemExit(
+                f"{engine or HOROVOD} on {ranks} ranks ended with {done.returncode}\n{done.stderr}"
+            )
         return [json.loads(Path(folder, f"found.{rank}").read_text()) for rank in range(ranks)]
 
 
@@ -145,14 +191,22 @@ def _changed(text: str) -> str:
     return text
 
 
-def rows_of(name: str, source: str, found: dict[str, list[dict[str, list[float]]]]) -> list[dict[str, Any]]:
+def rows_of(
+    name: str, source: str, found: dict[str, list[dict[str, list[float]]]]
+) -> list[dict[str, Any]]:
     """found: of each engine, Horovod's own first."""
     example = EXAMPLES[name]
-    losses = {label: np.array([of_rank[name] for of_rank in ranks]) for label, ranks in found.items()}  # (ranks, losses)
+    losses = {
+        label: np.array([of_rank[name] for of_rank in ranks]) for label, ranks in found.items()
+    }  # (ranks, losses)
     expected = losses[HOROVOD]
     rows = []
     for label, own in losses.items():
-        row: dict[str, Any] = {"example": name, "script": example.script, "sha256": hashlib.sha256(source.encode()).hexdigest()}
+        row: dict[str, Any] = {
+            "example": name,
+            "script": example.script,
+            "sha256": hashlib.sha256(source.encode()).hexdigest(),
+        }
         row |= {
             "arguments": list(example.runs),
             "ranks": len(own),
@@ -162,22 +216,37 @@ def rows_of(name: str, source: str, found: dict[str, list[dict[str, list[float]]
             "last": own[0, -1],
         }
         difference = np.abs(own - expected) / np.abs(expected)
-        row |= {"equal": int((difference == 0).sum()), "largest_difference": float(difference.max())}
+        row |= {
+            "equal": int((difference == 0).sum()),
+            "largest_difference": float(difference.max()),
+        }
         rows.append(
-            {**row, "median_difference": float(np.median(difference)), "differences": [float(f"{x:.1e}") for x in difference.max(0)]}
+            {
+                **row,
+                "median_difference": float(np.median(difference)),
+                "differences": [float(f"{x:.1e}") for x in difference.max(0)],
+            }
         )
     return rows
 
 
 def line_of(row: dict[str, Any]) -> str:
-    text = f"{row['example']:16} {row['ranks']} {row['engine']:14} {row['first']:.6f} {row['last']:.6f}"
+    text = (
+        f"{row['example']:16} {row['ranks']} {row['engine']:14} {row['first']:.6f} "
+        f"{row['last']:.6f}"
+    )
     largest = row["largest_difference"]
     median = row["median_difference"]
-    return f"{text} {row['equal']:4} of {row['losses']:3} equal, largest relative difference {largest:.1e}, median {median:.1e}"
+    return (
+        f"{text} {row['equal']:4} of {row['losses']:3} equal, largest relative difference "
+        f"{largest:.1e}, median {median:.1e}"
+    )
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, help="has Horovod's examples, in any folder below it")
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--only", choices=EXAMPLES, action="append")
@@ -196,13 +265,32 @@ def main(arguments: Sequence[str]) -> None:
         make_digits(data / "digits")
         make_pictures(data / "pictures")
         for ranks in map(int, options.ranks.split(",")):
-            engines = {label: engine for label, engine in ENGINES.items() if label in (HOROVOD, *options.engines.split(","))}
-            found = {label: run(names, sources, engine, ranks, data) for label, engine in engines.items()}
-            for row in [row for name in names for row in rows_of(name, sources[EXAMPLES[name].script], found)]:
+            engines = {
+                label: engine
+                for label, engine in ENGINES.items()
+                if label in (HOROVOD, *options.engines.split(","))
+            }
+            found = {
+                label: run(names, sources, engine, ranks, data) for label, engine in engines.items()
+            }
+            for row in [
+                row
+                for name in names
+                for row in rows_of(name, sources[EXAMPLES[name].script], found)
+            ]:
                 print(line_of(row), flush=True)
                 if options.json:
                     with options.json.open("a") as file:
-                        file.write(json.dumps({**row, "torch": torch.__version__, "date": str(datetime.date.today())}) + "\n")
+                        file.write(
+                            json.dumps(
+                                {
+                                    **row,
+                                    "torch": torch.__version__,
+                                    "date": str(datetime.date.today()),
+                                }
+                            )
+                            + "\n"
+                        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""What the reduction costs a step of fit(): KERAS_BACKEND=torch|jax|tensorflow mpirun -np 2 python benchmarks/horovod_keras.py [ROUNDS]
+"""What the reduction costs a step of fit(): KERAS_BACKEND=torch|jax|tensorflow mpirun -np 2 python
+benchmarks/horovod_keras.py [ROUNDS]
 
-Epochs of plain fit() of this rank's share, without other ranks, and of fit() with hvdtrain.horovod.keras, in turn. Rank 0 appends a line to
-horovod_keras.jsonl: milliseconds a step, the slowest rank's, median and quartiles.
+Epochs of plain fit() of this rank's share, without other ranks, and of fit() with
+hvdtrain.horovod.keras, in turn. Rank 0 appends a line to horovod_keras.jsonl: milliseconds a step,
+the slowest rank's, median and quartiles.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ def step_ms(net: Any, x: np.ndarray) -> float:
     hvd.allreduce(np.zeros(1))  # ranks begin together
     start = time.perf_counter()
     net.fit(x, x[:, :1], batch_size=BATCH, epochs=1, shuffle=False, verbose=0)
-    return float(hvd.allreduce(np.array([1e3 * (time.perf_counter() - start) / STEPS]), op=hvd.Max)[0])
+    return float(
+        hvd.allreduce(np.array([1e3 * (time.perf_counter() - start) / STEPS]), op=hvd.Max)[0]
+    )
 
 
 def spread(values: list[float]) -> list[float]:
@@ -49,7 +53,11 @@ def main() -> None:
     hvd.init()
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 11
     for name, widths in WIDTHS.items():
-        x = np.random.default_rng(hvd.rank()).normal(size=(STEPS * BATCH, widths[0])).astype("float32")
+        x = (
+            np.random.default_rng(hvd.rank())
+            .normal(size=(STEPS * BATCH, widths[0]))
+            .astype("float32")
+        )
         nets = {"plain": model(widths, reduces=False), "reduced": model(widths, reduces=True)}
         for net in nets.values():
             step_ms(net, x)  # compiles it
@@ -64,7 +72,9 @@ def main() -> None:
             "gradient_mb": round(4e-6 * nets["plain"].count_params(), 2),
             "rounds": rounds,
             **{f"{kind}_ms": spread(found) for kind, found in times.items()},
-            "ratio": spread([one / other for one, other in zip(times["reduced"], times["plain"], strict=True)]),
+            "ratio": spread(
+                [one / other for one, other in zip(times["reduced"], times["plain"], strict=True)]
+            ),
         }
         if hvd.rank() == 0:
             print(json.dumps(row), flush=True)

@@ -1,11 +1,14 @@
-"""Accuracy of the same network after the same number of epochs, with one small-batch and several large-batch recipes.
+"""Accuracy of the same network after the same number of epochs, with one small-batch and several
+large-batch recipes.
 
-python benchmarks/large_batch.py --root /scratch/data [--ranks 2] [--seeds 1,2,3] [--only NAME] ... [--out benchmarks/large_batch.jsonl]
+python benchmarks/large_batch.py --root /scratch/data [--ranks 2] [--seeds 1,2,3] [--only NAME] ...
+    [--out benchmarks/large_batch.jsonl]
 
-Each job is a real `mpirun ... python -m hvdtrain`; its result is one line of the JSON lines file. A job that the file has already is not
-run again. The output ends with the tables of benchmarks/recipes.md. `--root` holds FashionMNIST/raw; with `--cifar10 DIR`, a folder of
-images by class (train/CLASS, test/CLASS), the recipes of CIFAR-10 run too. The tables have rows of either number of ranks; the lines say
-which.
+Each job is a real `mpirun ... python -m hvdtrain`; its result is one line of the JSON lines file. A
+job that the file has already is not run again. The output ends with the tables of
+benchmarks/recipes.md. `--root` holds FashionMNIST/raw; with `--cifar10 DIR`, a folder of images by
+class (train/CLASS, test/CLASS), the recipes of CIFAR-10 run too. The tables have rows of either
+number of ranks; the lines say which.
 """
 
 from __future__ import annotations
@@ -39,7 +42,12 @@ FASHION_MNIST: dict[str, list[str]] = {  # name -> arguments; each "+" is added 
     "+ warm-up": WARM,
     "+ LARC": [*WARM, "optim.name=larc"],
     "+ ghost batch norm": ["--config", "configs/fashion_mnist_large_batch.yaml"],
-    "+ three times the epochs": ["--config", "configs/fashion_mnist_large_batch.yaml", "epochs=36", "recipe.warmup=9"],
+    "+ three times the epochs": [
+        "--config",
+        "configs/fashion_mnist_large_batch.yaml",
+        "epochs=36",
+        "recipe.warmup=9",
+    ],
     "batch 4096, LAMB": ["--config", "configs/fashion_mnist_lamb.yaml"],
     "batch 4096, NovoGrad": ["--config", "configs/fashion_mnist_novograd.yaml"],
     "batch growing from 128 to 4096": ["--config", "configs/fashion_mnist_growth.yaml"],
@@ -54,7 +62,12 @@ FASHION_MNIST: dict[str, list[str]] = {  # name -> arguments; each "+" is added 
     ],
     "batch 4096, Muon": MUON,
     "+ post-local SGD": [*MUON, "comm.local_steps=4", "comm.local_from=50%", "log.every_steps=12"],
-    "batch growing from 256 to 4096, Muon": [*GROWTH, "optim.momentum=0.7", "optim.rest_rate=0.32", "model.label_smoothing=0"],
+    "batch growing from 256 to 4096, Muon": [
+        *GROWTH,
+        "optim.momentum=0.7",
+        "optim.rest_rate=0.32",
+        "model.label_smoothing=0",
+    ],
     "+ label smoothing, momentum 0.9": GROWTH,
 }
 OF_CIFAR10: dict[str, list[str]] = {
@@ -78,7 +91,12 @@ OF_CIFAR10: dict[str, list[str]] = {
         "optim.base_lr=0.2",
         "optim.rest_rate=0.2",
     ],
-    "CIFAR-10, batch 2048, SGD": [*CIFAR10, "batch.size=2048", "optim.base_lr=0.54", "recipe.warmup=0.5"],
+    "CIFAR-10, batch 2048, SGD": [
+        *CIFAR10,
+        "batch.size=2048",
+        "optim.base_lr=0.54",
+        "recipe.warmup=0.5",
+    ],
     "CIFAR-10, batch growing from 256 to 2048, Muon": [
         *CIFAR10_GROWTH,
         "optim.base_lr=0.15",
@@ -89,7 +107,10 @@ OF_CIFAR10: dict[str, list[str]] = {
     "CIFAR-10, + label smoothing, momentum 0.9": CIFAR10_GROWTH,
 }
 RECIPES = FASHION_MNIST | OF_CIFAR10
-BASELINES = {"Fashion-MNIST": ["batch 128", "batch 128, tuned"], "CIFAR-10": ["CIFAR-10, batch 128"]}
+BASELINES = {
+    "Fashion-MNIST": ["batch 128", "batch 128, tuned"],
+    "CIFAR-10": ["CIFAR-10, batch 128"],
+}
 
 
 def main() -> None:
@@ -99,23 +120,38 @@ def main() -> None:
     names = options.only or list(RECIPES if options.cifar10 else FASHION_MNIST)
     for seed in map(int, options.seeds.split(",")):
         for name in names:
-            if not any(row["recipe"] == name and row["seed"] == seed and row["extra"] == options.extra for row in done):
+            if not any(
+                row["recipe"] == name and row["seed"] == seed and row["extra"] == options.extra
+                for row in done
+            ):
                 row = run(name, seed, options)
                 done.append(row)
                 with out.open("a") as file:
                     file.write(json.dumps(row) + "\n")
-                print(f"{name}, seed {seed}: {row['accuracy']:.4f} in {row['seconds']:.0f} s", flush=True)
-    print(table("Fashion-MNIST", FASHION_MNIST, done), table("CIFAR-10", OF_CIFAR10, done), sep="\n\n")
+                print(
+                    f"{name}, seed {seed}: {row['accuracy']:.4f} in {row['seconds']:.0f} s",
+                    flush=True,
+                )
+    print(
+        table("Fashion-MNIST", FASHION_MNIST, done), table("CIFAR-10", OF_CIFAR10, done), sep="\n\n"
+    )
 
 
 def run(name: str, seed: int, options: argparse.Namespace) -> dict[str, object]:
     """The result of one job; exits where the job fails."""
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "run"
-        data = [f"data.root={options.root}"] if name in FASHION_MNIST else ["data.name=folder", f"data.root={options.cifar10}"]
+        data = (
+            [f"data.root={options.root}"]
+            if name in FASHION_MNIST
+            else ["data.name=folder", f"data.root={options.cifar10}"]
+        )
         arguments = [*RECIPES[name], *data, f"seed={seed}", f"run={job}", *options.extra]
         launcher = [options.mpirun, "-np", str(options.ranks)] if options.ranks > 1 else []
-        environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // options.ranks)), **os.environ}
+        environment = {
+            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // options.ranks)),
+            **os.environ,
+        }
         done = subprocess.run(
             [*launcher, sys.executable, "-m", "hvdtrain", *arguments],
             cwd=ROOT,
@@ -153,32 +189,55 @@ def result(name: str, seed: int, job: Path, ranks: int, extra: list[str]) -> dic
 
 
 def table(title: str, names: dict[str, list[str]], rows: list[dict]) -> str:
-    """Markdown: mean and standard deviation of the last epoch's validation accuracy over the seeds, and differences of the means."""
-    found = {name: [row for row in rows if row["recipe"] == name and not row["extra"]] for name in names}
-    means = {name: statistics.mean(100 * row["accuracy"] for row in rows) for name, rows in found.items() if rows}
+    """Markdown: mean and standard deviation of the last epoch's validation accuracy over the seeds,
+    and differences of the means."""
+    found = {
+        name: [row for row in rows if row["recipe"] == name and not row["extra"]] for name in names
+    }
+    means = {
+        name: statistics.mean(100 * row["accuracy"] for row in rows)
+        for name, rows in found.items()
+        if rows
+    }
     columns = [name for name in BASELINES[title] if name in means]
     lines = [
-        f"| {title} | steps | accuracy, mean (sd, n) | {' | '.join(f'to {name}' for name in columns)} |",
+        f"| {title} | steps | accuracy, mean (sd, n) | "
+        f"{' | '.join(f'to {name}' for name in columns)} |",
         "|---" * (3 + len(columns)) + "|",
     ]
     for name, mean in means.items():
         values = [100 * row["accuracy"] for row in found[name]]
         sd = statistics.stdev(values) if len(values) > 1 else float("nan")
         differences = " | ".join(f"{mean - means[column]:+.2f}" for column in columns)
-        lines.append(f"| {name} | {found[name][0]['steps']:,} | {mean:.2f} % ({sd:.2f}, {len(values)}) | {differences} |")
+        lines.append(
+            f"| {name} | {found[name][0]['steps']:,} | {mean:.2f} % ({sd:.2f}, {len(values)}) | "
+            f"{differences} |"
+        )
     return "\n".join(lines)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--root", required=True, help="folder that holds FashionMNIST/raw")
-    parser.add_argument("--cifar10", help="folder that holds train/CLASS and test/CLASS; its recipes run as well")
+    parser.add_argument(
+        "--cifar10", help="folder that holds train/CLASS and test/CLASS; its recipes run as well"
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seeds", default="1,2,3")
-    parser.add_argument("--only", action="append", choices=list(RECIPES), metavar="NAME", help="one recipe; can be repeated")
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=list(RECIPES),
+        metavar="NAME",
+        help="one recipe; can be repeated",
+    )
     parser.add_argument("--out", default=str(ROOT / "benchmarks" / "large_batch.jsonl"))
     parser.add_argument("--mpirun", default="mpirun")
-    parser.add_argument("extra", nargs="*", help="key=value overrides for every job; such jobs are not in the table")
+    parser.add_argument(
+        "extra", nargs="*", help="key=value overrides for every job; such jobs are not in the table"
+    )
     return parser.parse_args()
 
 

@@ -1,13 +1,16 @@
-"""How many layers of an image GPT two ranks train under a limit of memory: replicated, sharded, and with recomputation.
+"""How many layers of an image GPT two ranks train under a limit of memory: replicated, sharded, and
+with recomputation.
 
-python benchmarks/layers_that_fit.py [--limit MIB] [--layers 12] [--most 96] [--ranks 2] [--data DIR] [--json FILE] [KEY=VALUE ...]
+python benchmarks/layers_that_fit.py [--limit MIB] [--layers 12] [--most 96] [--ranks 2] [--data
+    DIR] [--json FILE] [KEY=VALUE ...]
 
-The model is that of configs/image_gpt_cifar10.yaml, in float32, on noise or on images of 32x32 in DIR/train/CLASS and DIR/test/CLASS. Each
-job makes two steps and an evaluation, and writes its checkpoint. `ulimit -d` limits what each rank may write to and shares with no other:
-tensors, Python, heaps, stacks of threads. `ulimit -v` would count reserved addresses and libraries too; a container's memory.max ends a
-process that then says nothing.
-Without --limit it is the least, in steps of 16 MiB, under which --layers replicated layers train. A job fits if it ends with exit code 0;
-one that does not must end with 83, out of memory: any other code ends the benchmark.
+The model is that of configs/image_gpt_cifar10.yaml, in float32, on noise or on images of 32x32 in
+DIR/train/CLASS and DIR/test/CLASS. Each job makes two steps and an evaluation, and writes its
+checkpoint. `ulimit -d` limits what each rank may write to and shares with no other: tensors,
+Python, heaps, stacks of threads. `ulimit -v` would count reserved addresses and libraries too; a
+container's memory.max ends a process that then says nothing. Without --limit it is the least, in
+steps of 16 MiB, under which --layers replicated layers train. A job fits if it ends with exit code
+0; one that does not must end with 83, out of memory: any other code ends the benchmark.
 """
 
 from __future__ import annotations
@@ -72,17 +75,45 @@ class Benchmark:
 
     def job(self, way: str, layers: int, limit_mib: int) -> Outcome:
         """Raises SystemExit where the job ends with another code than 0 and 83."""
-        words = [*WORDS, f"batch.size={self._ranks}", *WAYS[way], f"model.layers={layers}", *self._words]
+        words = [
+            *WORDS,
+            f"batch.size={self._ranks}",
+            *WAYS[way],
+            f"model.layers={layers}",
+            *self._words,
+        ]
         with tempfile.TemporaryDirectory() as folder:
             run = Path(folder, "run")
-            command = ["mpirun", "-np", str(self._ranks), sys.executable, "-m", "hvdtrain", "--config", str(CONFIG), *words, f"run={run}"]
+            command = [
+                "mpirun",
+                "-np",
+                str(self._ranks),
+                sys.executable,
+                "-m",
+                "hvdtrain",
+                "--config",
+                str(CONFIG),
+                *words,
+                f"run={run}",
+            ]
             limited = ["sh", "-c", 'ulimit -d "$0" && exec "$@"', str(1024 * limit_mib), *command]
             began = time.perf_counter()
-            done = subprocess.run(limited, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"})
-            outcome = Outcome(done.returncode, time.perf_counter() - began, _end(run), done.stdout + done.stderr)
+            done = subprocess.run(
+                limited,
+                capture_output=True,
+                text=True,
+                check=False,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+            outcome = Outcome(
+                done.returncode, time.perf_counter() - began, _end(run), done.stdout + done.stderr
+            )
         self._record(way, layers, limit_mib, outcome)
         if outcome.code not in (0, MEMORY):
-            raise SystemExit(f"{way}, {layers} layers, {limit_mib} MiB: exit code {outcome.code}\n{outcome.printed}")
+            raise SystemExit(
+                f"{way}, {layers} layers, {limit_mib} MiB: exit code "
+                f"{outcome.code}\n{outcome.printed}"
+            )
         return outcome
 
     def fits(self, way: str, layers: int, limit_mib: int) -> bool:
@@ -91,7 +122,14 @@ class Benchmark:
     def _record(self, way: str, layers: int, limit_mib: int, outcome: Outcome) -> None:
         """On the screen, and in the file."""
         memory = {name: value for name, value in outcome.end.items() if "memory" in name}
-        row = {"way": way, "layers": layers, "limit_mib": limit_mib, "code": outcome.code, "seconds": round(outcome.seconds, 1), **memory}
+        row = {
+            "way": way,
+            "layers": layers,
+            "limit_mib": limit_mib,
+            "code": outcome.code,
+            "seconds": round(outcome.seconds, 1),
+            **memory,
+        }
         row |= {"advice": outcome.advice} if outcome.advice else {}
         print(json.dumps(row), flush=True)
         if self._sink:
@@ -108,7 +146,8 @@ def _end(run: Path) -> dict[str, Any]:
 
 
 def largest(fits: Callable[[int], bool], fitting: int, most: int) -> int:
-    """Of fitting ... most, where fits(fitting) is known to be true, and what fits is less than what does not."""
+    """Of fitting ... most, where fits(fitting) is known to be true, and what fits is less than what
+    does not."""
     while fitting < most:
         middle = (fitting + most + 1) // 2
         if fits(middle):
@@ -119,7 +158,9 @@ def largest(fits: Callable[[int], bool], fitting: int, most: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--limit", type=int, metavar="MIB")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--most", type=int, default=96)
@@ -129,12 +170,21 @@ def main() -> None:
     parser.add_argument("words", nargs="*")
     options = parser.parse_args()
     images = ["data.source=folder", f"data.root={options.data}", 'data.source_options={"size":32}']
-    benchmark = Benchmark(options.ranks, [*(images if options.data else NOISE), *options.words], options.json)
+    benchmark = Benchmark(
+        options.ranks, [*(images if options.data else NOISE), *options.words], options.json
+    )
     limit = options.limit
     if limit is None:
-        least = largest(lambda steps: not benchmark.fits("replicated", options.layers, STEP_MIB * steps), 0, MOST_MIB // STEP_MIB)
+        least = largest(
+            lambda steps: not benchmark.fits("replicated", options.layers, STEP_MIB * steps),
+            0,
+            MOST_MIB // STEP_MIB,
+        )
         limit = STEP_MIB * (least + 1)
-    rows = [(way, largest(lambda layers, way=way: benchmark.fits(way, layers, limit), 0, options.most)) for way in WAYS]
+    rows = [
+        (way, largest(lambda layers, way=way: benchmark.fits(way, layers, limit), 0, options.most))
+        for way in WAYS
+    ]
     print(f"ulimit -d of {limit} MiB for each of {options.ranks} ranks")
     for way, layers in rows:
         print(f"{way:22} {layers:3} layers")

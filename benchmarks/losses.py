@@ -1,9 +1,11 @@
-"""Losses of the first steps on a GPU, in each number type, against those of the CPU in float64; without a GPU, the CPU against itself.
+"""Losses of the first steps on a GPU, in each number type, against those of the CPU in float64;
+without a GPU, the CPU against itself.
 
 python benchmarks/losses.py [--steps 10] [--jobs wide_resnet,...] [--json FILE]
 
-Each job has an optimizer and layers of its own, the same initial weights, samples and order of samples everywhere, and no dropout, which
-draws from the generator of the device. Fails where a loss of a step is further from the CPU's than the tolerance of its number type.
+Each job has an optimizer and layers of its own, the same initial weights, samples and order of
+samples everywhere, and no dropout, which draws from the generator of the device. Fails where a loss
+of a step is further from the CPU's than the tolerance of its number type.
 """
 
 from __future__ import annotations
@@ -22,15 +24,54 @@ from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.training.health.signals import Signals
 
 COMMON = ["data.name=digits", "batch.size=64", "recipe.warmup=0", "log.every_steps=1"]
-TOKENS = ["data.name=image_tokens", "data.source=digits", "task.name=language", "model.name=gpt", "model.width=64"]
+TOKENS = [
+    "data.name=image_tokens",
+    "data.source=digits",
+    "task.name=language",
+    "model.name=gpt",
+    "model.width=64",
+]
 JOBS = {
-    "wide_resnet": ["model.name=wide_resnet", "model.widths=[8,16,16,16]", "model.dropout=0", "optim.base_lr=0.005"],
-    "ghost norm": ["model.name=convnet", "model.widths=[8,16]", "norm.kind=ghost", "norm.ghost=16", "optim.name=lars", "optim.trust=0.1"],
-    "mlp": ["model.name=mlp", "model.widths=[64,64]", "optim.name=lamb", "optim.base_lr=0.03", "optim.clip_norm=1"],
-    "airbench": ["data.name=synthetic", "model.name=airbench", "optim.name=muon", "optim.base_lr=0.02", "augment.crop=2"],
-    "gpt": [*TOKENS, "model.heads=2", "model.layers=2", "optim.name=adamw", "optim.base_lr=1e-3", "optim.clip_norm=1"],
+    "wide_resnet": [
+        "model.name=wide_resnet",
+        "model.widths=[8,16,16,16]",
+        "model.dropout=0",
+        "optim.base_lr=0.005",
+    ],
+    "ghost norm": [
+        "model.name=convnet",
+        "model.widths=[8,16]",
+        "norm.kind=ghost",
+        "norm.ghost=16",
+        "optim.name=lars",
+        "optim.trust=0.1",
+    ],
+    "mlp": [
+        "model.name=mlp",
+        "model.widths=[64,64]",
+        "optim.name=lamb",
+        "optim.base_lr=0.03",
+        "optim.clip_norm=1",
+    ],
+    "airbench": [
+        "data.name=synthetic",
+        "model.name=airbench",
+        "optim.name=muon",
+        "optim.base_lr=0.02",
+        "augment.crop=2",
+    ],
+    "gpt": [
+        *TOKENS,
+        "model.heads=2",
+        "model.layers=2",
+        "optim.name=adamw",
+        "optim.base_lr=1e-3",
+        "optim.clip_norm=1",
+    ],
 }
-TOLERANCE = {  # relative. A rounding of bf16 is 2^-9, of TensorFloat-32 2^-11, of each factor; steps multiply them. fp16 may skip steps
+# relative. A rounding of bf16 is 2^-9, of TensorFloat-32 2^-11, of each factor; steps multiply
+# them. fp16 may skip steps
+TOLERANCE = {
     "fp64": 1e-9,
     "fp32": 4e-3,
     "bf16": 2e-2,
@@ -51,7 +92,8 @@ def losses(job: str, device: str, precision: str, steps: int) -> list[float]:
 
 
 def compared(job: str, device: str, steps: int) -> dict[str, Any]:
-    """The largest difference of each number type, relative to the CPU's loss of the same step in float64."""
+    """The largest difference of each number type, relative to the CPU's loss of the same step in
+    float64."""
     expected = losses(job, "cpu", "fp64", steps)
     assert expected[-1] < expected[0], (job, expected)
     found: dict[str, float] = {}
@@ -70,16 +112,26 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     wrong = []
     for job in options.jobs.split(","):
-        row = {"device": device_name(torch.device(device)), "torch": torch.__version__, "steps": options.steps}
+        row = {
+            "device": device_name(torch.device(device)),
+            "torch": torch.__version__,
+            "steps": options.steps,
+        }
         row |= compared(job, device, options.steps)
         print(json.dumps(row), flush=True)
         if options.json:
             with options.json.open("a") as out:
                 out.write(json.dumps(row) + "\n")
         differences = row["largest_difference"]
-        wrong += [f"{job} in {name}: {value:.1e}" for name, value in differences.items() if not value <= TOLERANCE[name]]
+        wrong += [
+            f"{job} in {name}: {value:.1e}"
+            for name, value in differences.items()
+            if not value <= TOLERANCE[name]
+        ]
     if wrong:
-        sys.exit(f"further from the CPU in float64 than the number type explains: {', '.join(wrong)}")
+        sys.exit(
+            f"further from the CPU in float64 than the number type explains: {', '.join(wrong)}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,17 +1,22 @@
-"""Ranks are killed, one after the other or two at once, while guard.lost=shrink goes on: what it costs, and the end.
+"""Ranks are killed, one after the other or two at once, while guard.lost=shrink goes on: what it
+costs, and the end.
 
-python benchmarks/lost_ranks.py [--kills 30] [--engine mpi | torchdist] [--framework numpy | torch] [--seed 0] [--ranks 4 | 2,3,4]
+python benchmarks/lost_ranks.py [--kills 30] [--engine mpi | torchdist] [--framework numpy | torch]
+    [--seed 0] [--ranks 4 | 2,3,4]
                                 [--out FILE.jsonl] [key=value ...]
 
-A chain of jobs, each of one of the numbers of ranks, which loses all of them but one, or until it ends. A kill is one of
+A chain of jobs, each of one of the numbers of ranks, which loses all of them but one, or until it
+ends. A kill is one of
 
     a rank, rank 0, two at once    at a random moment
-    evaluation, checkpoint         inside the evaluation of a random number, or while rank 0 writes a checkpoint
-    re-form                        while the others go on without one that was killed just before
+    evaluation, checkpoint         inside the evaluation of a random number, or while rank 0 writes
+    a checkpoint re-form                        while the others go on without one that was killed
+    just before
 
-The weights of each job are compared with those of one process. A line of FILE is a loss: seconds from the first failed collective until
-training goes on (go_on_s), until the first sync point after it (first_s). The arguments are those of a job (shard.stage=1
-checkpoint.every_steps=10). A job that ends before its end has its exit codes in the last line: 84 where all copies of some parts are lost
+The weights of each job are compared with those of one process. A line of FILE is a loss: seconds
+from the first failed collective until training goes on (go_on_s), until the first sync point after
+it (first_s). The arguments are those of a job (shard.stage=1 checkpoint.every_steps=10). A job that
+ends before its end has its exit codes in the last line: 84 where all copies of some parts are lost
 and there is no checkpoint yet.
 """
 
@@ -46,11 +51,16 @@ LENGTH = {
     "numpy": "epochs=80 log.every_steps=5 checkpoint.every_steps=50",
     "torch": "epochs=25 log.every_steps=5 checkpoint.every_steps=50",
 }
-REFORM = ("shrink 1", "memory_copy.py:restore 1", "elastic_job.py:take_over 1")  # calls of functions: tests/support/killed_ranks.py
+REFORM = (
+    "shrink 1",
+    "memory_copy.py:restore 1",
+    "elastic_job.py:take_over 1",
+)  # calls of functions: tests/support/killed_ranks.py
 
 
 class Kill(NamedTuple):
-    """Of one rank or two, from outside at a random moment, or at a call of a function of the rank itself."""
+    """Of one rank or two, from outside at a random moment, or at a call of a function of the rank
+    itself."""
 
     kind: str
     outside: tuple[int, ...] = ()
@@ -77,13 +87,17 @@ def choose(ranks: int, chance: random.Random) -> list[Kill]:
         elif kind == "two at once":
             found.append(Kill(kind, outside=(rank, left.pop())))
         elif kind == "re-form":
-            found.append(Kill(kind, outside=(left.pop(),), inside=f"{rank} {chance.choice(REFORM)}"))
+            found.append(
+                Kill(kind, outside=(left.pop(),), inside=f"{rank} {chance.choice(REFORM)}")
+            )
         else:
             found.append(Kill(kind, outside=(rank,)))
     return found
 
 
-def kill_from_outside(jobs: Sequence[Any], run: Path, chance: random.Random, kills: Sequence[Kill], deadline: float) -> None:
+def kill_from_outside(
+    jobs: Sequence[Any], run: Path, chance: random.Random, kills: Sequence[Kill], deadline: float
+) -> None:
     """From the first steps on."""
     while not any(event["kind"] == "step" for event in events(run)):
         time.sleep(0.01)
@@ -100,14 +114,22 @@ def kill_from_outside(jobs: Sequence[Any], run: Path, chance: random.Random, kil
                 os.kill(pids[rank], signal.SIGKILL)
 
 
-def one_job(chosen: argparse.Namespace, words: str, run: Path, chance: random.Random, last: Any) -> tuple[list[dict[str, Any]], str]:
+def one_job(
+    chosen: argparse.Namespace, words: str, run: Path, chance: random.Random, last: Any
+) -> tuple[list[dict[str, Any]], str]:
     """The losses of one job, and the exit codes of one that has not come to its end."""
     ranks = chance.choice(chosen.ranks)
     kills = choose(ranks, chance)
     plan = ", ".join(kill.inside for kill in kills if kill.inside) or "-"
-    kind_of = {rank: kill.kind for kill in kills for rank in (*kill.outside, *([int(kill.inside.split()[0])] if kill.inside else []))}
+    kind_of = {
+        rank: kill.kind
+        for kill in kills
+        for rank in (*kill.outside, *([int(kill.inside.split()[0])] if kill.inside else []))
+    }
     with contextlib.ExitStack() as stack:
-        argv = arguments(chosen.framework, run, f"guard.lost=shrink {LENGTH[chosen.framework]} {words}", plan)
+        argv = arguments(
+            chosen.framework, run, f"guard.lost=shrink {LENGTH[chosen.framework]} {words}", plan
+        )
         jobs = start(chosen.engine, ranks, argv, stack)
         kill_from_outside(jobs, run, chance, kills, time.monotonic() + STARTS_S)
         results = [job.wait() for job in jobs]
@@ -117,37 +139,81 @@ def one_job(chosen: argparse.Namespace, words: str, run: Path, chance: random.Ra
     rows = []
     for number, event in enumerate(told):
         if event["kind"] == "lost":
-            after = next((later for later in told[number:] if later["kind"] in ("step", "end")), event)
+            after = next(
+                (later for later in told[number:] if later["kind"] in ("step", "end")), event
+            )
             rows.append(
-                {key: event[key] for key in ("ranks", "left", "detect_s", "go_on_s", "steps_lost", "restored_from")}
+                {
+                    key: event[key]
+                    for key in (
+                        "ranks",
+                        "left",
+                        "detect_s",
+                        "go_on_s",
+                        "steps_lost",
+                        "restored_from",
+                    )
+                }
                 | {"kinds": sorted({kind_of[rank] for rank in event["ranks"]})}
-                | {"first_s": round(event["go_on_s"] + after["time"] - event["time"], 3), "of": ranks, "off": off, "codes": codes}
+                | {
+                    "first_s": round(event["go_on_s"] + after["time"] - event["time"], 3),
+                    "of": ranks,
+                    "off": off,
+                    "codes": codes,
+                }
             )
     losses = ", ".join(f"{row['ranks']} ({' and '.join(row['kinds'])})" for row in rows)
-    print(f"{run.name}: {ranks} ranks, lost {losses or 'none'}, exit codes {codes}, {off:.1e} from one process", flush=True)
+    print(
+        f"{run.name}: {ranks} ranks, lost {losses or 'none'}, exit codes {codes}, {off:.1e} from "
+        "one process",
+        flush=True,
+    )
     if not off <= 1e-12:
-        print(plan, *(result.stdout[-1500:] + result.stderr[-3000:] for result in results), sep="\n", flush=True)
+        print(
+            plan,
+            *(result.stdout[-1500:] + result.stderr[-3000:] for result in results),
+            sep="\n",
+            flush=True,
+        )
     codes_told = sorted({code for code in codes if code != -signal.SIGKILL})
     return rows, "" if off < math.inf else f"{codes_told}"
 
 
-def write(chosen: argparse.Namespace, overrides: Sequence[str], load: float, rows: Sequence[dict[str, Any]]) -> None:
+def write(
+    chosen: argparse.Namespace,
+    overrides: Sequence[str],
+    load: float,
+    rows: Sequence[dict[str, Any]],
+) -> None:
     """A line for each loss, where --out names a file."""
     machine = platform.processor() or platform.machine()
-    head = {"engine": chosen.engine, "framework": chosen.framework, "seed": chosen.seed, "words": overrides, "machine": machine}
-    head |= {"load": round(load, 1), "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+    head = {
+        "engine": chosen.engine,
+        "framework": chosen.framework,
+        "seed": chosen.seed,
+        "words": overrides,
+        "machine": machine,
+    }
+    head |= {
+        "load": round(load, 1),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
     if chosen.out:
         with open(chosen.out, "a") as file:
             file.writelines(json.dumps(head | row) + "\n" for row in rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=30, help="at least so many ranks")
     parser.add_argument("--engine", default="mpi")
     parser.add_argument("--framework", default="numpy")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--ranks", type=lambda text: [int(word) for word in text.split(",")], default=[4])
+    parser.add_argument(
+        "--ranks", type=lambda text: [int(word) for word in text.split(",")], default=[4]
+    )
     parser.add_argument("--out")
     chosen, overrides = parser.parse_known_args()
     chance = random.Random(chosen.seed)
@@ -155,7 +221,9 @@ def main() -> None:
     words = " ".join(overrides)
     with tempfile.TemporaryDirectory() as folder:
         rule = " ".join(word for word in overrides if word.startswith("optim."))
-        last = undisturbed(chosen.framework, Path(folder) / "one", f"{LENGTH[chosen.framework]} {rule}")
+        last = undisturbed(
+            chosen.framework, Path(folder) / "one", f"{LENGTH[chosen.framework]} {rule}"
+        )
         number = 0
         broken = list[str]()
         while sum(len(row["ranks"]) for row in rows) < chosen.kills:
@@ -172,10 +240,26 @@ def main() -> None:
     kills = sum(len(row["ranks"]) for row in rows)
     off = max(row["off"] for row in rows if row["off"] < math.inf)
     most = max((row["steps_lost"] for row in rows if row["restored_from"] == "memory"), default=0)
-    print(f"{kills} ranks lost in {number} jobs, at most {most} steps repeated, at most {off:.1e} from one process")
-    print(", ".join(f"{kind} {n}" for kind, n in sorted(Counter(kind for row in rows for kind in row["kinds"]).items())))
-    print(", ".join(f"from {source} {n}" for source, n in sorted(Counter(row["restored_from"] for row in rows).items())))
-    print("exit codes of jobs that did not come to their end:", ", ".join(f"{c} {n}" for c, n in sorted(Counter(broken).items())) or "none")
+    print(
+        f"{kills} ranks lost in {number} jobs, at most {most} steps repeated, at most {off:.1e} "
+        "from one process"
+    )
+    print(
+        ", ".join(
+            f"{kind} {n}"
+            for kind, n in sorted(Counter(kind for row in rows for kind in row["kinds"]).items())
+        )
+    )
+    print(
+        ", ".join(
+            f"from {source} {n}"
+            for source, n in sorted(Counter(row["restored_from"] for row in rows).items())
+        )
+    )
+    print(
+        "exit codes of jobs that did not come to their end:",
+        ", ".join(f"{c} {n}" for c, n in sorted(Counter(broken).items())) or "none",
+    )
 
 
 if __name__ == "__main__":

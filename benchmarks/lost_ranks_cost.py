@@ -1,11 +1,14 @@
-"""What guard.lost=shrink costs a step where no rank is lost: jobs under mpirun with and without ULFM and copies, block by block in turn.
+"""What guard.lost=shrink costs a step where no rank is lost: jobs under mpirun with and without
+ULFM and copies, block by block in turn.
 
-python benchmarks/lost_ranks_cost.py [--ranks 2] [--rounds 24] [--seconds 1] [--out FILE.jsonl] [key=value ...]
+python benchmarks/lost_ranks_cost.py [--ranks 2] [--rounds 24] [--seconds 1] [--out FILE.jsonl]
+    [key=value ...]
 
-Each way to run has an mpirun of its own, whose ranks sleep while another trains a block. A block ends at a sync point, and has the copies
-made there. A ratio is that of blocks in the same round, to one of `stop`; each round begins with another way. "again" is a second job
-like `stop`: the noise. Beside the time on the clock is that of the processors, of all ranks: other work on the machine is not in it. The
-default model has 1.1 million weights: digits in an mlp, adam.
+Each way to run has an mpirun of its own, whose ranks sleep while another trains a block. A block
+ends at a sync point, and has the copies made there. A ratio is that of blocks in the same round, to
+one of `stop`; each round begins with another way. "again" is a second job like `stop`: the noise.
+Beside the time on the clock is that of the processors, of all ranks: other work on the machine is
+not in it. The default model has 1.1 million weights: digits in an mlp, adam.
 """
 
 from __future__ import annotations
@@ -41,7 +44,14 @@ WAYS: dict[str, tuple[list[str], str]] = {  # options of mpirun, guard.lost
     "ulfm": (ULFM, "stop"),
     "shrink": (ULFM, "shrink"),
 }
-DEFAULTS = ["comm.engine=mpi", "data.name=digits", "model.name=mlp", "model.widths=[1024,1000]", "optim.name=adam", "batch.size=128"]
+DEFAULTS = [
+    "comm.engine=mpi",
+    "data.name=digits",
+    "model.name=mlp",
+    "model.widths=[1024,1000]",
+    "optim.name=adam",
+    "batch.size=128",
+]
 ANSWER_S = 120.0
 FIRST_SYNC_POINTS = 3
 
@@ -77,7 +87,11 @@ def pipe(path: Path, mode: str) -> IO[str]:
 def job(way: str, ranks: int, folder: Path, overrides: list[str]) -> Iterator[Ends]:
     """Ranks that wait for blocks."""
     options, lost = WAYS[way]
-    ends = Ends([pipe(folder / f"{way}-{rank}", "w") for rank in range(ranks)], pipe(folder / f"{way}-answers", "r"), [])
+    ends = Ends(
+        [pipe(folder / f"{way}-{rank}", "w") for rank in range(ranks)],
+        pipe(folder / f"{way}-answers", "r"),
+        [],
+    )
     command = [
         "mpirun",
         *options,
@@ -127,7 +141,10 @@ def be_rank(path: str, overrides: list[str]) -> None:
 def measure(options: argparse.Namespace, overrides: list[str]) -> list[dict[str, object]]:
     """A row for each way but the first."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        jobs = {way: stack.enter_context(job(way, options.ranks, Path(folder), overrides)) for way in WAYS}
+        jobs = {
+            way: stack.enter_context(job(way, options.ranks, Path(folder), overrides))
+            for way in WAYS
+        }
         every = configure(None, overrides).log.every_steps
         first = [jobs[way].block(FIRST_SYNC_POINTS * every) for way in WAYS]  # and the start
         first = [jobs[way].block(FIRST_SYNC_POINTS * every) for way in WAYS]
@@ -138,14 +155,18 @@ def measure(options: argparse.Namespace, overrides: list[str]) -> list[dict[str,
     for way in list(WAYS)[1:]:
         row: dict[str, object] = {"way": way, "rounds": options.rounds, "steps": steps}
         for name, of in {"": times, "processor_": processor}.items():
-            row[f"{name}ratio"], row[f"{name}quartiles"] = spread([a / b for a, b in zip(of[way], of["stop"], strict=True)], 4)
+            row[f"{name}ratio"], row[f"{name}quartiles"] = spread(
+                [a / b for a, b in zip(of[way], of["stop"], strict=True)], 4
+            )
             row[f"{name}ms_per_step"], _ = spread([1e3 * seconds / steps for seconds in of[way]], 3)
         rows.append(row)
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--seconds", type=float, default=1.0, help="of a block")
@@ -157,11 +178,23 @@ def main() -> None:
         return
     began = os.getloadavg()[0]
     rows = measure(options, [*DEFAULTS, *words])
-    about = {"ranks": options.ranks, "words": words, "machine": platform.machine(), "cores": os.cpu_count(), "load_before": round(began, 1)}
+    about = {
+        "ranks": options.ranks,
+        "words": words,
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "load_before": round(began, 1),
+    }
     about["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     for row in rows:
-        of_clock, of_processors = (f"{row[f'{of}ratio']} {row[f'{of}quartiles']} {row[f'{of}ms_per_step']} ms" for of in ("", "processor_"))
-        print(f"{row['way']:8}to stop, with quartiles, and of a step: {of_clock}; of processors {of_processors}")
+        of_clock, of_processors = (
+            f"{row[f'{of}ratio']} {row[f'{of}quartiles']} {row[f'{of}ms_per_step']} ms"
+            for of in ("", "processor_")
+        )
+        print(
+            f"{row['way']:8}to stop, with quartiles, and of a step: {of_clock}; of processors "
+            f"{of_processors}"
+        )
     if options.out:
         with open(options.out, "a", encoding="utf-8") as file:
             file.writelines(json.dumps(about | row) + "\n" for row in rows)

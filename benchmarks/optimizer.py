@@ -1,4 +1,5 @@
-"""Milliseconds of one optimizer step on ResNet-50's parameters, each rule against torch.optim.SGD(foreach=True), in alternating pairs.
+"""Milliseconds of one optimizer step on ResNet-50's parameters, each rule against
+torch.optim.SGD(foreach=True), in alternating pairs.
 
 OMP_NUM_THREADS=2 python benchmarks/optimizer.py [--rounds 25] [--json] [RULE ...]
 """
@@ -53,7 +54,9 @@ def compare(name: str, device: str, rounds: int) -> dict[str, Any]:
             times[optimizer].append(ms(optimizer, device))
     our_ms = times[ours][WARM_UP_ROUNDS:]
     torch_ms = times[torchs][WARM_UP_ROUNDS:]
-    low, median, high = statistics.quantiles((a / b for a, b in zip(our_ms, torch_ms, strict=True)), n=4)
+    low, median, high = statistics.quantiles(
+        (a / b for a, b in zip(our_ms, torch_ms, strict=True)), n=4
+    )
     return {
         "rule": name,
         "device": device,
@@ -76,8 +79,15 @@ def main() -> None:
         for name in options.rules:
             row = compare(name, device, options.rounds)
             low, high = row["ratio_quartiles"]
-            line = f"{name:9} {device:5} {row['ms']:7.2f} ms, torch.optim.SGD {row['sgd_ms']:7.2f} ms, ratio {row['ratio']:.3f}"
-            print(json.dumps(row) if options.json else f"{line} (quartiles {low:.3f} to {high:.3f}, {options.rounds} rounds)")
+            line = (
+                f"{name:9} {device:5} {row['ms']:7.2f} ms, torch.optim.SGD {row['sgd_ms']:7.2f} "
+                f"ms, ratio {row['ratio']:.3f}"
+            )
+            print(
+                json.dumps(row)
+                if options.json
+                else f"{line} (quartiles {low:.3f} to {high:.3f}, {options.rounds} rounds)"
+            )
 
 
 if __name__ == "__main__":

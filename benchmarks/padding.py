@@ -1,9 +1,10 @@
-"""Seconds of an epoch of a language with sentences of different lengths: padded to the longest of the data, of a pass, of passes by length.
+"""Seconds of an epoch of a language with sentences of different lengths: padded to the longest of
+the data, of a pass, of passes by length.
 
 python benchmarks/padding.py --rounds 5 --json benchmarks/padding.jsonl
 
-Lengths are log-normal, as those of sentences are. The ways alternate, each as a job of its own from the same weights; their losses must
-agree.
+Lengths are log-normal, as those of sentences are. The ways alternate, each as a job of its own from
+the same weights; their losses must agree.
 """
 
 from __future__ import annotations
@@ -28,8 +29,22 @@ VOCABULARY = 256
 LONGEST = 256
 SAMPLES = 256
 MICRO = 16
-JOB = ["task.name=language", "model.name=gpt", "model.layers=2", "model.heads=4", "model.width=64", "optim.name=sgd", "optim.base_lr=0.1"]
-JOB += ["batch.size=128", f"batch.micro={MICRO}", "epochs=2", "speed.precision=fp64", "log.display=lines"]
+JOB = [
+    "task.name=language",
+    "model.name=gpt",
+    "model.layers=2",
+    "model.heads=4",
+    "model.width=64",
+    "optim.name=sgd",
+    "optim.base_lr=0.1",
+]
+JOB += [
+    "batch.size=128",
+    f"batch.micro={MICRO}",
+    "epochs=2",
+    "speed.precision=fp64",
+    "log.display=lines",
+]
 
 
 def sentences(samples: int, seed: int) -> list[np.ndarray]:
@@ -79,10 +94,26 @@ def main() -> None:
     assert max(losses.values()) - min(losses.values()) < 1e-12, losses
     for way, found in seconds.items():
         ratios = [base / one for one, base in zip(found, seconds[WAYS[0]], strict=True)]
-        row = {"way": way, "epoch_s": statistics.median(found), "range": [min(found), max(found)], "n": len(found)}
-        row |= {"times": statistics.median(ratios), "times_range": [min(ratios), max(ratios)], "val_loss": losses[way]}
-        row |= {"cores": len(os.sched_getaffinity(0)), "machine": platform.processor() or platform.machine(), "torch": torch.__version__}
-        print(f"{way:34} {statistics.median(found):7.2f} s  x {statistics.median(ratios):5.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+        row = {
+            "way": way,
+            "epoch_s": statistics.median(found),
+            "range": [min(found), max(found)],
+            "n": len(found),
+        }
+        row |= {
+            "times": statistics.median(ratios),
+            "times_range": [min(ratios), max(ratios)],
+            "val_loss": losses[way],
+        }
+        row |= {
+            "cores": len(os.sched_getaffinity(0)),
+            "machine": platform.processor() or platform.machine(),
+            "torch": torch.__version__,
+        }
+        print(
+            f"{way:34} {statistics.median(found):7.2f} s  x {statistics.median(ratios):5.2f} "
+            f"({min(ratios):.2f} to {max(ratios):.2f})"
+        )
         if options.json:
             with options.json.open("a") as out:
                 out.write(json.dumps(row) + "\n")

@@ -1,11 +1,15 @@
-"""All meshes of 4 ranks on two hosts with a slow wire between them: measured steps, and the order in which `plan --parallel` ranks them.
+"""All meshes of 4 ranks on two hosts with a slow wire between them: measured steps, and the order
+in which `plan --parallel` ranks them.
 
-python benchmarks/parallel_meshes.py [--rate 200mbit] [--rounds 5] [--steps 2] [--json FILE] [key=value ...]
+python benchmarks/parallel_meshes.py [--rate 200mbit] [--rounds 5] [--steps 2] [--json FILE]
+    [key=value ...]
 
-Needs root: the hosts are network namespaces, tc (tbf) limits what each sends. One job of 4 ranks builds the learner of every mesh, and
-makes some steps of each in turn, in every second round in reverse order; the first step of each turn is left out. Before that the ranks
-measure what the plan is given: phases of a step and the speed of a matrix product, of 4 ranks that work at the same time, each alone; and
-collectives of the two ranks of each host, and of all. "tau" is Kendall's tau-b of predicted and measured seconds.
+Needs root: the hosts are network namespaces, tc (tbf) limits what each sends. One job of 4 ranks
+builds the learner of every mesh, and makes some steps of each in turn, in every second round in
+reverse order; the first step of each turn is left out. Before that the ranks measure what the plan
+is given: phases of a step and the speed of a matrix product, of 4 ranks that work at the same time,
+each alone; and collectives of the two ranks of each host, and of all. "tau" is Kendall's tau-b of
+predicted and measured seconds.
 """
 
 from __future__ import annotations
@@ -28,9 +32,23 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 RANKS = 4
 PER_HOST = 2
-MODEL = ["model.name=gpt", "model.layers=4", "model.heads=4", "model.width=128", "task.name=language"]
+MODEL = [
+    "model.name=gpt",
+    "model.layers=4",
+    "model.heads=4",
+    "model.width=128",
+    "task.name=language",
+]
 DATA = ["data.name=image_tokens", "data.source=digits", "data.colours=16"]
-JOB = [*MODEL, *DATA, "batch.size=32", "optim.name=adamw", "optim.clip_norm=1", "recipe.warmup=0", "comm.engine=mpi"]
+JOB = [
+    *MODEL,
+    *DATA,
+    "batch.size=32",
+    "optim.name=adamw",
+    "optim.clip_norm=1",
+    "recipe.warmup=0",
+    "comm.engine=mpi",
+]
 SIZES = (4 * 2**10, 64 * 2**10, 2**20, 4 * 2**20)
 PRODUCT = 384  # rows and columns; a few ms, as a layer
 COLLECTIVES = 4  # after as many products
@@ -42,29 +60,49 @@ def main() -> None:
     try:
         import pytest  # noqa: F401 - the hosts are those of the tests
     except ModuleNotFoundError:
-        sys.exit("parallel_meshes.py needs the packages of the tests: python install.py --extras test")
+        sys.exit(
+            "parallel_meshes.py needs the packages of the tests: python install.py --extras test"
+        )
     from cluster_hosts import Hosts
 
     words = [*JOB, *options.overrides]
     with tempfile.TemporaryDirectory() as folder, Hosts(2) as hosts:
-        meshes = [row["words"] for row in plan(words, options.rate, [], folder)["meshes"]]  # which there are; not yet their times
+        meshes = [
+            row["words"] for row in plan(words, options.rate, [], folder)["meshes"]
+        ]  # which there are; not yet their times
         Path(folder, "meshes.json").write_text(json.dumps(meshes))
         hosts.slow(options.rate)
-        argv = [__file__, "--on-ranks", folder, "--rounds", str(options.rounds), "--steps", str(options.steps), *words]
+        argv = [
+            __file__,
+            "--on-ranks",
+            folder,
+            "--rounds",
+            str(options.rounds),
+            "--steps",
+            str(options.steps),
+            *words,
+        ]
         with hosts.mpirun(f"n1:{PER_HOST},n2:{PER_HOST}", argv, timeout_s=LIMIT_S) as job:
             result = job.wait()
         if result.returncode:
             sys.exit(f"{result.stdout}\n{result.stderr}")
         files = [str(Path(folder, f"{name}.json")) for name in ("step", "inside", "between")]
-        predicted = {tuple(row["words"]): row for row in plan(words, options.rate, files, folder)["meshes"]}
+        predicted = {
+            tuple(row["words"]): row for row in plan(words, options.rate, files, folder)["meshes"]
+        }
         measured = json.loads(Path(folder, "measured.json").read_text())
         step = json.loads(Path(folder, "step.json").read_text())
         machine = json.loads(Path(folder, "plan.json").read_text())["machine"]
-    rows = [row_of(mesh, seconds, predicted[tuple(mesh)]) for mesh, seconds in zip(meshes, measured, strict=True)]
+    rows = [
+        row_of(mesh, seconds, predicted[tuple(mesh)])
+        for mesh, seconds in zip(meshes, measured, strict=True)
+    ]
     found = {
         "benchmark": "parallel_meshes",
         "rate": options.rate,
-        "tau": round(kendall_tau([row["predicted_ms"] for row in rows], [row["ms"] for row in rows]), 3),
+        "tau": round(
+            kendall_tau([row["predicted_ms"] for row in rows], [row["ms"] for row in rows]), 3
+        ),
         "machine": f"{RANKS} ranks on {os.cpu_count()} cores, {PER_HOST} on a host",
         "given": machine,
         "words": words,
@@ -82,8 +120,25 @@ def plan(words: list[str], rate: str, files: list[str], folder: str) -> dict[str
     """What `plan --parallel` says."""
     out = Path(folder, "plan.json")
     given = ["--measured", ",".join(files)] if files else ["--gflops", "10"]
-    argv = ["plan", "--parallel", "--ranks", str(RANKS), "--ranks-per-node", str(PER_HOST), *given, "--json", str(out), *words]
-    subprocess.run([sys.executable, "-m", "hvdtrain", *argv], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
+    argv = [
+        "plan",
+        "--parallel",
+        "--ranks",
+        str(RANKS),
+        "--ranks-per-node",
+        str(PER_HOST),
+        *given,
+        "--json",
+        str(out),
+        *words,
+    ]
+    subprocess.run(
+        [sys.executable, "-m", "hvdtrain", *argv],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd=ROOT,
+    )
     found: dict[str, Any] = json.loads(out.read_text())
     return found
 
@@ -104,7 +159,10 @@ def row_of(mesh: list[str], seconds: list[float], predicted: dict[str, Any]) -> 
 
 def kendall_tau(a: list[float], b: list[float]) -> float:
     """tau-b (Kendall 1945): 1 where two orders agree, -1 where they are opposite."""
-    signs = [((x > y) - (x < y), (u > v) - (u < v)) for (x, u), (y, v) in itertools.combinations(zip(a, b, strict=True), 2)]
+    signs = [
+        ((x > y) - (x < y), (u > v) - (u < v))
+        for (x, u), (y, v) in itertools.combinations(zip(a, b, strict=True), 2)
+    ]
     untied = [sum(1 for pair in signs if pair[side]) for side in (0, 1)]
     return float(sum(s * t for s, t in signs) / (untied[0] * untied[1]) ** 0.5)
 
@@ -113,19 +171,24 @@ def table(found: dict[str, Any]) -> str:
     """Markdown."""
     lines = [
         f"{found['machine']}, {found['rate']} between hosts; Kendall's tau {found['tau']:.2f}",
-        "| mesh | ms a step, median (quartiles, n) | predicted | MB sent | compute | communication |",
+        "| mesh | ms a step, median (quartiles, n) | predicted | MB sent | compute | "
+        "communication |",
         "|---|---|---|---|---|---|",
     ]
     for row in found["rows"]:
         low, high = row["quartiles"]
         ms = f"{row['ms']:.0f} ({low:.0f} to {high:.0f}, {row['rounds']})"
-        predicted = f"{row['predicted_ms']:.0f} | {row['megabytes_sent']:.2f} | {row['compute_ms']:.0f} | {row['communication_ms']:.0f}"
+        predicted = (
+            f"{row['predicted_ms']:.0f} | {row['megabytes_sent']:.2f} | {row['compute_ms']:.0f} | "
+            f"{row['communication_ms']:.0f}"
+        )
         lines.append(f"| {row['mesh']} | {ms} | {predicted} |")
     return "\n".join(lines)
 
 
 def on_ranks(folder: Path, words: list[str], rounds: int, steps: int) -> None:
-    """Writes what the ranks measure as files of `folder`, as bench does, and measured.json: seconds of a step by mesh and round."""
+    """Writes what the ranks measure as files of `folder`, as bench does, and measured.json: seconds
+    of a step by mesh and round."""
     import numpy as np
     import torch
 
@@ -169,7 +232,8 @@ def on_ranks(folder: Path, words: list[str], rounds: int, steps: int) -> None:
 
 
 def measure_step(config: Any, task: Any, communicator: Any, folder: Path) -> None:
-    """As bench step: of ranks that work at the same time, each alone with its share of the batch."""
+    """As bench step: of ranks that work at the same time, each alone with its share of the
+    batch."""
     import torch
 
     from hvdtrain.cli.bench.step import OneRank
@@ -195,13 +259,19 @@ def measure_step(config: Any, task: Any, communicator: Any, folder: Path) -> Non
     communicator.allreduce(torch.zeros(1), "begin")
     product = peak_flops(learner, 768) / 1e9
     if communicator.rank == 0:
-        found = {"phases_ms": phases, "gflop_per_step_of_a_rank": flops / 1e9, "ranks": communicator.size, "matmul_gflop_per_s": product}
+        found = {
+            "phases_ms": phases,
+            "gflop_per_step_of_a_rank": flops / 1e9,
+            "ranks": communicator.size,
+            "matmul_gflop_per_s": product,
+        }
         (folder / "step.json").write_text(json.dumps(found))
 
 
 def measure_links(communicator: Any, folder: Path) -> None:
-    """As bench allreduce, of the two ranks of each host and of all ranks; inside of a host each after a matrix product on every rank, whose
-    time is taken off: where ranks share a core, each waits until the others have computed, too."""
+    """As bench allreduce, of the two ranks of each host and of all ranks; inside of a host each
+    after a matrix product on every rank, whose time is taken off: where ranks share a core, each
+    waits until the others have computed, too."""
     import torch
 
     from hvdtrain.cli.bench.allreduce import IN_PARTS, _in_parts
@@ -215,15 +285,28 @@ def measure_links(communicator: Any, folder: Path) -> None:
             ways[IN_PARTS] = lambda x=x, group=group: _in_parts(group, x, f"bench.{x.nbytes}")
             for method, run in ways.items():
                 run()
-                beside = [seconds_of(run, product, communicator) - seconds_of(lambda: None, product, communicator) for _ in range(3)]
-                rows.append({"method": method, "bytes": size, "quartiles_s": [0, max(1e-6, statistics.median(beside)), 0]})
+                beside = [
+                    seconds_of(run, product, communicator)
+                    - seconds_of(lambda: None, product, communicator)
+                    for _ in range(3)
+                ]
+                rows.append(
+                    {
+                        "method": method,
+                        "bytes": size,
+                        "quartiles_s": [0, max(1e-6, statistics.median(beside)), 0],
+                    }
+                )
         if communicator.rank == 0:
             hosts = {f"n{i}": {} for i in range(1 + (name == "between"))}
-            (folder / f"{name}.json").write_text(json.dumps({"ranks": group.size, "hosts": hosts, "rows": rows}))
+            (folder / f"{name}.json").write_text(
+                json.dumps({"ranks": group.size, "hosts": hosts, "rows": rows})
+            )
 
 
 def seconds_of(run: Any, product: int, communicator: Any) -> float:
-    """Of one of some collectives, each after a matrix product on every rank; of the slowest rank."""
+    """Of one of some collectives, each after a matrix product on every rank; of the slowest
+    rank."""
     import torch
 
     a = torch.ones(product, product)
@@ -237,11 +320,17 @@ def seconds_of(run: Any, product: int, communicator: Any) -> float:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", default="200mbit", help="of what each host sends, in the words of tc")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rate", default="200mbit", help="of what each host sends, in the words of tc"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2, help="timed steps of a mesh in a round")
-    parser.add_argument("--json", metavar="FILE", help="append the result to this file as a JSON line")
+    parser.add_argument(
+        "--json", metavar="FILE", help="append the result to this file as a JSON line"
+    )
     parser.add_argument("--on-ranks", metavar="FOLDER", help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for the job")
     return parser.parse_args()

@@ -1,13 +1,17 @@
-"""The share of a step in which the ranks of a pipeline wait, as measured, beside the formula (p - 1) / (m + p - 1) and simulations.
+"""The share of a step in which the ranks of a pipeline wait, as measured, beside the formula (p -
+1) / (m + p - 1) and simulations.
 
-mpirun -np 2 python benchmarks/pipeline_bubble.py [--engine mpi|torchdist] [--stages sleeping|computing] [--micro 4,8,16] [--rounds 20]
+mpirun -np 2 python benchmarks/pipeline_bubble.py [--engine mpi|torchdist] [--stages
+    sleeping|computing] [--micro 4,8,16] [--rounds 20]
 
-sleeping: a stage takes 5 ms forward and 10 ms backward without a processor, as if each rank had a machine of its own: what is more than
-the formula is the executor's and the messages'. computing: a GPT, its stages cut by measured time. Ranks that share a core compute faster
-while the others wait, so a step's ends, where few compute, are shorter than the formula has them. "one speed" is the simulation of the
-schedule with the times of a stage that computes alone, "shared" the one in which a pass takes the time of a stage that computes alone as
-long as no other rank computes, and else the time that it takes while all compute; both are measured in each round.
-Cases take turns; the first round is left out. ms, and shares in percent: median (quartiles).
+sleeping: a stage takes 5 ms forward and 10 ms backward without a processor, as if each rank had a
+machine of its own: what is more than the formula is the executor's and the messages'. computing: a
+GPT, its stages cut by measured time. Ranks that share a core compute faster while the others wait,
+so a step's ends, where few compute, are shorter than the formula has them. "one speed" is the
+simulation of the schedule with the times of a stage that computes alone, "shared" the one in which
+a pass takes the time of a stage that computes alone as long as no other rank computes, and else the
+time that it takes while all compute; both are measured in each round. Cases take turns; the first
+round is left out. ms, and shares in percent: median (quartiles).
 """
 
 from __future__ import annotations
@@ -32,11 +36,29 @@ from hvdtrain.config import plugins
 from hvdtrain.config.schema import CommConfig
 from hvdtrain.frameworks.torch.models import gpt
 from hvdtrain.frameworks.torch.parallel.pipeline.cuts import balanced_cuts, measured_seconds
-from hvdtrain.frameworks.torch.parallel.pipeline.executor import MicroBatch, Pipeline, Spent, measured_bubble
-from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Action, Schedule, Seconds, cost, formula, needs, timeline
+from hvdtrain.frameworks.torch.parallel.pipeline.executor import (
+    MicroBatch,
+    Pipeline,
+    Spent,
+    measured_bubble,
+)
+from hvdtrain.frameworks.torch.parallel.pipeline.schedule import (
+    Action,
+    Schedule,
+    Seconds,
+    cost,
+    formula,
+    needs,
+    timeline,
+)
 from hvdtrain.frameworks.torch.parallel.pipeline.stages import Stage, stages_of, units_of
 
-SCHEDULES: tuple[tuple[Schedule, int], ...] = (("1f1b", 1), ("gpipe", 1), ("zero_bubble", 1), ("interleaved", 2))
+SCHEDULES: tuple[tuple[Schedule, int], ...] = (
+    ("1f1b", 1),
+    ("gpipe", 1),
+    ("zero_bubble", 1),
+    ("interleaved", 2),
+)
 SLEEP_S = 0.005  # of a rank's forward pass, and of each of the two gradients
 REPEATS = 3  # of a stage's passes, for its speed in a round
 CPU = torch.device("cpu")
@@ -60,7 +82,8 @@ class Slow(torch.autograd.Function):
 
 
 class Sleeping(nn.Module):
-    """Takes `seconds` forward and two times as long backward, half of that for the gradient of the inputs where these have one."""
+    """Takes `seconds` forward and two times as long backward, half of that for the gradient of the
+    inputs where these have one."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -93,19 +116,34 @@ class Workload:
     def __init__(self, options: argparse.Namespace, ranks: Communicator) -> None:
         self._ranks = ranks
         self._is_gpt = options.stages == "computing"
-        self._tokens = torch.randint(VOCABULARY, (options.samples, CONTEXT), generator=torch.Generator().manual_seed(0))
-        self._activations = torch.randn(options.samples, CONTEXT, options.width, generator=torch.Generator().manual_seed(0))
+        self._tokens = torch.randint(
+            VOCABULARY, (options.samples, CONTEXT), generator=torch.Generator().manual_seed(0)
+        )
+        self._activations = torch.randn(
+            options.samples, CONTEXT, options.width, generator=torch.Generator().manual_seed(0)
+        )
         self._sizes = {"layers": options.layers, "heads": 4, "width": options.width}
 
     def stages(self, virtual: int) -> list[Stage]:
         """Of all ranks."""
         count = self._ranks.size * virtual
         if not self._is_gpt:
-            return stages_of(nn.Sequential(*(Sleeping(SLEEP_S / virtual) for _ in range(count))), range(count), "stages")
+            return stages_of(
+                nn.Sequential(*(Sleeping(SLEEP_S / virtual) for _ in range(count))),
+                range(count),
+                "stages",
+            )
         torch.manual_seed(1)
         model = gpt.build("gpt", CONTEXT, VOCABULARY, **self._sizes)
-        seconds = measured_seconds(units_of(model, "stages"), self._tokens) if self._ranks.rank == 0 else []
-        units = [Seconds(*each) for each in self._ranks.allgather_object([tuple(unit) for unit in seconds])[0]]
+        seconds = (
+            measured_seconds(units_of(model, "stages"), self._tokens)
+            if self._ranks.rank == 0
+            else []
+        )
+        units = [
+            Seconds(*each)
+            for each in self._ranks.allgather_object([tuple(unit) for unit in seconds])[0]
+        ]
         return stages_of(model, balanced_cuts([sum(unit) for unit in units], count), "stages")
 
     def inputs(self, stage: int) -> torch.Tensor:
@@ -115,7 +153,9 @@ class Workload:
         """Of each rank, that all begin together."""
         self._ranks.allgather_object(0)
         case.pipeline.train(
-            [len(self._tokens)] * case.micro, lambda number: self.inputs(0), lambda number, outputs: outputs.square().mean()
+            [len(self._tokens)] * case.micro,
+            lambda number: self.inputs(0),
+            lambda number, outputs: outputs.square().mean(),
         )
         return [Spent(*each) for each in self._ranks.allgather_object(tuple(case.pipeline.spent))]
 
@@ -124,9 +164,17 @@ class Workload:
         alone: list[tuple[int, Seconds]] = []
         for rank in range(self._ranks.size):
             own = self._own_seconds(case) if rank == self._ranks.rank else []
-            alone += [each for found in self._ranks.allgather_object(own) for each in found]  # the others wait here
-        together = [each for found in self._ranks.allgather_object(self._own_seconds(case)) for each in found]
-        return Speeds(*([Seconds(*seconds) for _, seconds in sorted(found)] for found in (alone, together)))
+            alone += [
+                each for found in self._ranks.allgather_object(own) for each in found
+            ]  # the others wait here
+        together = [
+            each
+            for found in self._ranks.allgather_object(self._own_seconds(case))
+            for each in found
+        ]
+        return Speeds(
+            *([Seconds(*seconds) for _, seconds in sorted(found)] for found in (alone, together))
+        )
 
     def _own_seconds(self, case: Case) -> list[tuple[int, tuple[float, float]]]:
         """(stage, median seconds) of this rank's stages."""
@@ -142,16 +190,25 @@ class Workload:
 
 
 def median(found: Sequence[Seconds]) -> Seconds:
-    return Seconds(statistics.median(each.forward for each in found), statistics.median(each.backward for each in found))
+    return Seconds(
+        statistics.median(each.forward for each in found),
+        statistics.median(each.backward for each in found),
+    )
 
 
 def medians(found: Sequence[Speeds]) -> Speeds:
     """Of each stage."""
-    return Speeds(*([median(stage) for stage in zip(*of_rounds, strict=True)] for of_rounds in zip(*found, strict=True)))
+    return Speeds(
+        *(
+            [median(stage) for stage in zip(*of_rounds, strict=True)]
+            for of_rounds in zip(*found, strict=True)
+        )
+    )
 
 
 def shared_bubble(case: Case, ranks: int, speeds: Speeds) -> float:
-    """The share of waiting where a pass advances at one speed while no other rank computes, and at the other one else."""
+    """The share of waiting where a pass advances at one speed while no other rank computes, and at
+    the other one else."""
     found = timeline(case.schedule, ranks, case.micro, case.virtual, speeds.alone)
     orders = [found.order(rank)[::-1] for rank in range(ranks)]  # the next pass is the last
     left: list[float] = [1.0] * ranks  # of the next pass
@@ -159,7 +216,9 @@ def shared_bubble(case: Case, ranks: int, speeds: Speeds) -> float:
     total = busy = 0.0
     while any(orders):
         running = [
-            rank for rank, order in enumerate(orders) if order and done.issuperset(needs(case.schedule, order[-1], ranks * case.virtual))
+            rank
+            for rank, order in enumerate(orders)
+            if order and done.issuperset(needs(case.schedule, order[-1], ranks * case.virtual))
         ]
         seconds = speeds.alone if len(running) == 1 else speeds.together
         whole = {rank: cost(orders[rank][-1], seconds[orders[rank][-1].stage]) for rank in running}
@@ -177,7 +236,11 @@ def shared_bubble(case: Case, ranks: int, speeds: Speeds) -> float:
 def make_cases(workload: Workload, ranks: Communicator, numbers: Sequence[int]) -> list[Case]:
     cases = []
     for schedule, virtual in SCHEDULES:
-        own = {number: stage for number, stage in enumerate(workload.stages(virtual)) if number % ranks.size == ranks.rank}
+        own = {
+            number: stage
+            for number, stage in enumerate(workload.stages(virtual))
+            if number % ranks.size == ranks.rank
+        }
         pipeline = Pipeline(own, ranks, schedule, CPU, "stages")
         cases += [Case(schedule, virtual, micro, pipeline, own) for micro in numbers]
     return cases
@@ -186,7 +249,9 @@ def make_cases(workload: Workload, ranks: Communicator, numbers: Sequence[int]) 
 def main() -> None:
     options = parse()
     torch.set_num_threads(1)
-    ranks: Communicator = plugins.load("comm", options.engine, "").connect(placement(os.environ), CommConfig(engine=options.engine))
+    ranks: Communicator = plugins.load("comm", options.engine, "").connect(
+        placement(os.environ), CommConfig(engine=options.engine)
+    )
     workload = Workload(options, ranks)
     cases = make_cases(workload, ranks, options.micro)
     shares: list[list[float]] = [[] for _ in cases]
@@ -202,7 +267,8 @@ def main() -> None:
             found[case.virtual].append(workload.speeds(case))
     speeds = {virtual: medians(of_rounds[1:]) for virtual, of_rounds in found.items()}
     rows = [
-        row(case, shares[at], milliseconds[at], speeds[case.virtual], ranks.size) | facts(options, ranks.size)
+        row(case, shares[at], milliseconds[at], speeds[case.virtual], ranks.size)
+        | facts(options, ranks.size)
         for at, case in enumerate(cases)
     ]
     if ranks.rank == 0:
@@ -210,7 +276,9 @@ def main() -> None:
     ranks.close()
 
 
-def row(case: Case, shares: list[float], milliseconds: list[float], speeds: Speeds, ranks: int) -> dict[str, Any]:
+def row(
+    case: Case, shares: list[float], milliseconds: list[float], speeds: Speeds, ranks: int
+) -> dict[str, Any]:
     one_speed = timeline(case.schedule, ranks, case.micro, case.virtual, speeds.alone).bubble
     return {
         "schedule": case.schedule,
@@ -228,18 +296,38 @@ def row(case: Case, shares: list[float], milliseconds: list[float], speeds: Spee
 
 def facts(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
     where = f"{ranks} ranks on {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
-    sizes = {name: getattr(options, name) for name in ("engine", "stages", "samples", "layers", "width")}
-    return sizes | {"where": where, "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+    sizes = {
+        name: getattr(options, name) for name in ("engine", "stages", "samples", "layers", "width")
+    }
+    return sizes | {
+        "where": where,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
 
 
-def report(rows: list[dict[str, Any]], speeds: dict[int, Speeds], options: argparse.Namespace) -> None:
-    print(f"{options.engine}, {options.stages} stages, {rows[0]['where']}, {options.rounds} steps of each")
+def report(
+    rows: list[dict[str, Any]], speeds: dict[int, Speeds], options: argparse.Namespace
+) -> None:
+    print(
+        f"{options.engine}, {options.stages} stages, {rows[0]['where']}, {options.rounds} steps "
+        "of each"
+    )
     for virtual, (alone, together) in speeds.items():
-        passes = ", ".join(f"{1e3 * sum(a):.1f} ({1e3 * sum(b):.1f})" for a, b in zip(alone, together, strict=True))
-        print(f"{virtual} on a rank: ms of a micro-batch in each stage, alone (while all compute): {passes}")
-    print("\n| schedule | m | formula | one speed | shared | measured | ms a step |\n|---|---|---|---|---|---|---|")
+        passes = ", ".join(
+            f"{1e3 * sum(a):.1f} ({1e3 * sum(b):.1f})" for a, b in zip(alone, together, strict=True)
+        )
+        print(
+            f"{virtual} on a rank: ms of a micro-batch in each stage, alone (while all compute): "
+            f"{passes}"
+        )
+    print(
+        "\n| schedule | m | formula | one speed | shared | measured | ms a step "
+        "|\n|---|---|---|---|---|---|---|"
+    )
     for one in rows:
-        measured, ms = (f"{median} ({low} to {high})" for median, (low, high) in (one["measured"], one["ms"]))
+        measured, ms = (
+            f"{median} ({low} to {high})" for median, (low, high) in (one["measured"], one["ms"])
+        )
         predicted = " | ".join(str(one[name]) for name in ("formula", "one_speed", "shared"))
         print(f"| `{one['schedule']}` | {one['micro']} | {predicted} | {measured} | {ms} |")
     if options.json:
@@ -248,15 +336,21 @@ def report(rows: list[dict[str, Any]], speeds: dict[int, Speeds], options: argpa
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engine", default="torchdist", choices=["mpi", "torchdist"])
     parser.add_argument("--stages", default="computing", choices=["sleeping", "computing"])
-    parser.add_argument("--micro", default=[4, 8, 16], type=lambda value: [int(each) for each in value.split(",")])
+    parser.add_argument(
+        "--micro", default=[4, 8, 16], type=lambda value: [int(each) for each in value.split(",")]
+    )
     parser.add_argument("--rounds", type=int, default=20, help="steps of each case")
     parser.add_argument("--samples", type=int, default=4, help="of a micro-batch")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append the rows to this file as JSON lines")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="append the rows to this file as JSON lines"
+    )
     return parser.parse_args()
 
 

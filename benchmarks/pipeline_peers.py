@@ -1,10 +1,14 @@
-"""Milliseconds of a training step on a pipeline: hvdtrain's executor and the schedules of torch.distributed.pipelining, in turn.
+"""Milliseconds of a training step on a pipeline: hvdtrain's executor and the schedules of
+torch.distributed.pipelining, in turn.
 
-mpirun -np 2 python benchmarks/pipeline_peers.py [--rounds 20] [--micro 4] [--samples 4] [--json FILE]
+mpirun -np 2 python benchmarks/pipeline_peers.py [--rounds 20] [--micro 4] [--samples 4] [--json
+    FILE]
 
-Both have the same stages of a GPT, weights and micro-batches, SGD in float32, and messages over the same Gloo group, that of the torchdist
-engine. A round is one step of each, after one that warms up, and each round begins with another one. The script ends with an error
-where the losses of a step differ. The ratio is hvdtrain's time to that of torch's schedule in the same round: median and quartiles.
+Both have the same stages of a GPT, weights and micro-batches, SGD in float32, and messages over the
+same Gloo group, that of the torchdist engine. A round is one step of each, after one that warms up,
+and each round begins with another one. The script ends with an error where the losses of a step
+differ. The ratio is hvdtrain's time to that of torch's schedule in the same round: median and
+quartiles.
 """
 
 from __future__ import annotations
@@ -37,7 +41,9 @@ from hvdtrain.frameworks.torch.parallel.pipeline.stages import Stage, stages_of,
 THEIRS: dict[Any, Any] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 CPU = torch.device("cpu")
 LR = 0.05
-OneStep = Callable[[torch.Tensor], float]  # tokens (n, CONTEXT + 1) -> the mean loss, on the last rank
+OneStep = Callable[
+    [torch.Tensor], float
+]  # tokens (n, CONTEXT + 1) -> the mean loss, on the last rank
 
 
 def loss_of(outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -66,7 +72,9 @@ def ours(stage: Stage, ranks: Communicator, schedule: Any, micro: int) -> OneSte
 
 
 def theirs(stage: Stage, ranks: Communicator, schedule: Any, micro: int) -> OneStep:
-    runner = THEIRS[schedule](PipelineStage(stage, ranks.rank, ranks.size, CPU), micro, loss_fn=loss_of)  # divides gradients by micro
+    runner = THEIRS[schedule](
+        PipelineStage(stage, ranks.rank, ranks.size, CPU), micro, loss_fn=loss_of
+    )  # divides gradients by micro
     optimizer = torch.optim.SGD(stage.parameters(), lr=LR)
 
     def one_step(tokens: torch.Tensor) -> float:
@@ -84,10 +92,14 @@ def theirs(stage: Stage, ranks: Communicator, schedule: Any, micro: int) -> OneS
 def main() -> None:
     options = parse()
     torch.set_num_threads(1)
-    ranks: Communicator = plugins.load("comm", "torchdist", "").connect(placement(os.environ), CommConfig(engine="torchdist"))
+    ranks: Communicator = plugins.load("comm", "torchdist", "").connect(
+        placement(os.environ), CommConfig(engine="torchdist")
+    )
     assert dist.get_backend() == "gloo"
     torch.manual_seed(1)
-    model = gpt.build("gpt", CONTEXT, VOCABULARY, layers=options.layers, heads=4, width=options.width)
+    model = gpt.build(
+        "gpt", CONTEXT, VOCABULARY, layers=options.layers, heads=4, width=options.width
+    )
     cuts = balanced_cuts([0.0, *[1.0] * options.layers, 0.1], ranks.size)
     steps = {}
     for schedule in THEIRS:
@@ -100,7 +112,9 @@ def main() -> None:
     keys = list(steps)
     largest = 0.0
     for number in range(options.rounds + 1):
-        tokens = torch.randint(VOCABULARY, (options.micro * options.samples, CONTEXT + 1), generator=generator)
+        tokens = torch.randint(
+            VOCABULARY, (options.micro * options.samples, CONTEXT + 1), generator=generator
+        )
         losses = []
         for key in keys[number % len(keys) :] + keys[: number % len(keys)]:
             ranks.allgather_object(0)
@@ -117,31 +131,58 @@ def main() -> None:
     ranks.close()
 
 
-def report(times: dict[tuple[str, str], list[float]], largest: float, options: argparse.Namespace) -> None:
+def report(
+    times: dict[tuple[str, str], list[float]], largest: float, options: argparse.Namespace
+) -> None:
     where = f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
-    print(f"{options.micro} micro-batches, {options.rounds} rounds, {where}, losses within {largest:.1g}")
-    print("| schedule | hvdtrain, ms a step | torch.distributed.pipelining | ratio |\n|---|---|---|---|")
+    print(
+        f"{options.micro} micro-batches, {options.rounds} rounds, {where}, losses within "
+        f"{largest:.1g}"
+    )
+    print(
+        "| schedule | hvdtrain, ms a step | torch.distributed.pipelining | ratio "
+        "|\n|---|---|---|---|"
+    )
     for schedule in THEIRS:
         own = times[schedule, "hvdtrain"]
         other = times[schedule, "torch"]
         ratio = spread([a / b for a, b in zip(own, other, strict=True)], 3)
         of_both = [spread([1e3 * each for each in found], 1) for found in (own, other)]
-        print(f"| `{schedule}` | " + " | ".join(f"{median} ({low} to {high})" for median, (low, high) in (*of_both, ratio)) + " |")
+        print(
+            f"| `{schedule}` | "
+            + " | ".join(f"{median} ({low} to {high})" for median, (low, high) in (*of_both, ratio))
+            + " |"
+        )
         if options.json:
-            sizes = {name: getattr(options, name) for name in ("micro", "samples", "layers", "width", "rounds")}
-            row = {"schedule": schedule, "hvdtrain_ms": of_both[0], "torch_ms": of_both[1], "ratio": ratio, "torch": torch.__version__}
+            sizes = {
+                name: getattr(options, name)
+                for name in ("micro", "samples", "layers", "width", "rounds")
+            }
+            row = {
+                "schedule": schedule,
+                "hvdtrain_ms": of_both[0],
+                "torch_ms": of_both[1],
+                "ratio": ratio,
+                "torch": torch.__version__,
+            }
             with options.json.open("a") as file:
                 file.write(json.dumps(row | sizes | {"load": round(os.getloadavg()[0], 1)}) + "\n")
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--micro", type=int, default=4, help="micro-batches of a step; as many as ranks or more")
+    parser.add_argument(
+        "--micro", type=int, default=4, help="micro-batches of a step; as many as ranks or more"
+    )
     parser.add_argument("--samples", type=int, default=4, help="of a micro-batch")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append the rows to this file as JSON lines")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="append the rows to this file as JSON lines"
+    )
     return parser.parse_args()
 
 

@@ -1,16 +1,19 @@
-"""Memory and time of a training step with and without model.recompute: an image GPT of 12 layers on 1,024 tokens, on a CPU.
+"""Memory and time of a training step with and without model.recompute: an image GPT of 12 layers on
+1,024 tokens, on a CPU.
 
-python benchmarks/recompute.py [--layers 12] [--heads 8] [--width 256] [--context 1024] [--vocabulary 513] [--batch 4] [--rounds 5]
+python benchmarks/recompute.py [--layers 12] [--heads 8] [--width 256] [--context 1024]
+    [--vocabulary 513] [--batch 4] [--rounds 5]
                                [--which none,2,all] [--json FILE]
 
 Three numbers tell what a step needs, each of a process of its own, in MB (10^6 bytes):
-- kept: what the forward pass keeps for the backward pass, in each block and beside the blocks, by torch's saved_tensors_hooks; the weights
-  are not counted. This is what model.recompute is about.
-- tensors: the largest sum of all tensors that exist at once in a step, by torch's MemTracker: weights, gradients, optimizer state,
-  activations, and what operations make in between.
-- process: the largest resident memory of three steps above that of a process that has made a tiny step, with glibc's malloc as it is;
-  process_keeps: as hvdtrain sets it.
-Seconds of a step are of the processor, of both in turn. Before that, their gradients in float64 must be the same to the last bit.
+- kept: what the forward pass keeps for the backward pass, in each block and beside the blocks, by
+  torch's saved_tensors_hooks; the weights are not counted. This is what model.recompute is about.
+- tensors: the largest sum of all tensors that exist at once in a step, by torch's MemTracker:
+  weights, gradients, optimizer state, activations, and what operations make in between.
+- process: the largest resident memory of three steps above that of a process that has made a tiny
+  step, with glibc's malloc as it is; process_keeps: as hvdtrain sets it.
+Seconds of a step are of the processor, of both in turn. Before that, their gradients in float64
+must be the same to the last bit.
 """
 
 from __future__ import annotations
@@ -44,14 +47,21 @@ class Step:
     def __init__(self, sizes: dict[str, int], which: str) -> None:
         torch.manual_seed(1)
         self.model: Any = gpt.build(
-            "gpt", sizes["context"], sizes["vocabulary"], layers=sizes["layers"], heads=sizes["heads"], width=sizes["width"]
+            "gpt",
+            sizes["context"],
+            sizes["vocabulary"],
+            layers=sizes["layers"],
+            heads=sizes["heads"],
+            width=sizes["width"],
         )
         recompute_blocks(self.model, int(which) if which.isdecimal() else which, "--which")  # type: ignore[arg-type]
         self.tokens = torch.randint(sizes["vocabulary"], (sizes["batch"], sizes["context"] + 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
 
     def loss(self) -> torch.Tensor:
-        return functional.cross_entropy(self.model(self.tokens[:, :-1]).flatten(0, 1), self.tokens[:, 1:].flatten())
+        return functional.cross_entropy(
+            self.model(self.tokens[:, :-1]).flatten(0, 1), self.tokens[:, 1:].flatten()
+        )
 
     def __call__(self) -> None:
         self.loss().backward()
@@ -60,7 +70,8 @@ class Step:
 
 
 def kept(step: Step) -> dict[str, Any]:
-    """MB that the forward pass keeps: in each block, and outside of the blocks. A tensor that several operations keep counts once."""
+    """MB that the forward pass keeps: in each block, and outside of the blocks. A tensor that
+    several operations keep counts once."""
     weights = {p.untyped_storage().data_ptr() for p in step.model.parameters()}
     seen: set[int] = set()
     found = [0] * (len(step.model.blocks) + 1)  # the last one: outside
@@ -88,7 +99,8 @@ def kept(step: Step) -> dict[str, Any]:
 
 
 def tensors(step: Step) -> dict[str, float]:
-    """MB at the moment at which there are most, after a first step, which makes the optimizer's state."""
+    """MB at the moment at which there are most, after a first step, which makes the optimizer's
+    state."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
     step()
@@ -97,7 +109,11 @@ def tensors(step: Step) -> dict[str, float]:
     with tracker:
         step()
     peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
-    return {str(kind).rpartition(".")[2].lower(): round(size / MB, 1) for kind, size in peak.items() if size}
+    return {
+        str(kind).rpartition(".")[2].lower(): round(size / MB, 1)
+        for kind, size in peak.items()
+        if size
+    }
 
 
 def process(sizes: dict[str, int], which: str, keeps: bool) -> float:
@@ -114,14 +130,20 @@ def process(sizes: dict[str, int], which: str, keeps: bool) -> float:
 
 def status(name: str) -> float:
     """MB of this process."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)
+    )
     return int(line.split()[1]) * 1024 / MB
 
 
 def in_child(sizes: dict[str, int], measure: str, which: str) -> Any:
     arguments = [f"--{name}={value}" for name, value in sizes.items()]
     command = [sys.executable, __file__, *arguments, "--which", which, "--measure", measure]
-    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ}).stdout)
+    return json.loads(
+        subprocess.run(
+            command, capture_output=True, text=True, check=True, env={**os.environ}
+        ).stdout
+    )
 
 
 def measured(sizes: dict[str, int], measure: str, which: str) -> Any:
@@ -145,7 +167,8 @@ def check_same_gradients(sizes: dict[str, int], which: list[str]) -> None:
 
 
 def seconds(sizes: dict[str, int], which: list[str], rounds: int) -> dict[str, Any]:
-    """Of the processor: the median and quartiles of each, and relative to the first of them in the same round."""
+    """Of the processor: the median and quartiles of each, and relative to the first of them in the
+    same round."""
     steps = {each: Step(sizes, each) for each in which}
     times: dict[str, list[float]] = {each: [] for each in which}
     for number in range(rounds + 1):  # the first round warms up
@@ -180,11 +203,19 @@ def main() -> None:
     which = options.which.split(",")
     check_same_gradients(sizes, which)
     measures = ("kept", "tensors", "process", "process_keeps")
-    found: dict[str, Any] = {each: {measure: in_child(sizes, measure, each) for measure in measures} for each in which}
+    found: dict[str, Any] = {
+        each: {measure: in_child(sizes, measure, each) for measure in measures} for each in which
+    }
     for each, times in seconds(sizes, which, options.rounds).items() if options.rounds else ():
         found[each] |= times
     load = round(os.getloadavg()[0], 1)
-    facts = {"device": device_name(torch.device("cpu")), "load": load, "torch": torch.__version__, "sizes": sizes, "rounds": options.rounds}
+    facts = {
+        "device": device_name(torch.device("cpu")),
+        "load": load,
+        "torch": torch.__version__,
+        "sizes": sizes,
+        "rounds": options.rounds,
+    }
     print(json.dumps(facts | found, indent=2))
     if options.json:
         with options.json.open("a") as out:

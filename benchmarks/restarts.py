@@ -1,7 +1,9 @@
-"""One rank is killed, or a host is cut off, again and again under launch --elastic: seconds from the fault to the next sync point.
+"""One rank is killed, or a host is cut off, again and again under launch --elastic: seconds from
+the fault to the next sync point.
 
 python benchmarks/restarts.py rank [--ranks 2] [--times 5] [--lost stop | restart | shrink]
-python benchmarks/restarts.py host [--times 5] [--lost ...]      # three hosts in network namespaces: as root
+python benchmarks/restarts.py host [--times 5] [--lost ...]      # three hosts in network
+    namespaces: as root
 """
 
 from __future__ import annotations
@@ -28,24 +30,43 @@ def goes_on_s(run: Path, before: int, lost: str) -> float:
     """When the first sync point after the fault was; 0 while there is none. before: events then."""
     kinds = ("lost", "start") if lost == "shrink" else ("start",)
     after = events(run)[before:]
-    begun = next((number for number, event in enumerate(after) if event["kind"] in kinds), len(after))
+    begun = next(
+        (number for number, event in enumerate(after) if event["kind"] in kinds), len(after)
+    )
     return next((event["time"] for event in after[begun:] if event["kind"] == "step"), 0.0)
 
 
 def trains_on(run: Path, ranks: int) -> bool:
     lines = told(run)
-    return bool(lines) and lines[-1]["kind"] == "trains" and lines[-1]["ranks"] == ranks and reached(run) >= 100
+    return (
+        bool(lines)
+        and lines[-1]["kind"] == "trains"
+        and lines[-1]["ranks"] == ranks
+        and reached(run) >= 100
+    )
 
 
 def command(run: Path, hosts: list[str], lost: str) -> list[str]:
     options = ["--elastic", "--every", "1", *hosts]
-    return ["-m", "hvdtrain", "launch", *options, "--", f"run={run}", *WORDS, "batch.size=24", f"guard.lost={lost}"]
+    return [
+        "-m",
+        "hvdtrain",
+        "launch",
+        *options,
+        "--",
+        f"run={run}",
+        *WORDS,
+        "batch.size=24",
+        f"guard.lost={lost}",
+    ]
 
 
 def kill_ranks(run: Path, ranks: int, times: int, lost: str) -> list[float]:
     found = []
     (run.parent / "hosts").write_text(f"localhost slots={ranks}\n")
-    with Job(0, command(run, ["--hostfile", str(run.parent / "hosts")], lost), timeout_s=600) as job:
+    with Job(
+        0, command(run, ["--hostfile", str(run.parent / "hosts")], lost), timeout_s=600
+    ) as job:
         for turn in range(times):
             wait_for(job, lambda: trains_on(run, ranks) and len(job.pids()) == ranks, 120)
             before = len(events(run))
@@ -94,7 +115,10 @@ def main() -> None:
         else:
             found = cut_hosts(Path(folder), options.times, options.lost)
     load = os.getloadavg()[0]
-    print(f"median {statistics.median(found):.2f} s, {min(found):.2f} to {max(found):.2f} s, n={len(found)}, load {load:.0f}")
+    print(
+        f"median {statistics.median(found):.2f} s, {min(found):.2f} to {max(found):.2f} s, "
+        f"n={len(found)}, load {load:.0f}"
+    )
 
 
 if __name__ == "__main__":

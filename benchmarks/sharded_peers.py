@@ -1,8 +1,10 @@
-"""Sharded training of others on CPUs, for benchmarks/shards.py: DeepSpeed's ZeRO, torch's FSDP2, and FSDP2 by Lightning Fabric.
+"""Sharded training of others on CPUs, for benchmarks/shards.py: DeepSpeed's ZeRO, torch's FSDP2,
+and FSDP2 by Lightning Fabric.
 
-Each has torch's fused Adam, and a loop by hand over batches that were read before. Accelerate 1.15 is not among them: on CPUs it ignores
-its FSDP plugin and trains by DDP. hvdtrain does not install DeepSpeed and Lightning; into a folder that PYTHONPATH then names, with what
-`pip install --dry-run` lists as missing:
+Each has torch's fused Adam, and a loop by hand over batches that were read before. Accelerate 1.15
+is not among them: on CPUs it ignores its FSDP plugin and trains by DDP. hvdtrain does not install
+DeepSpeed and Lightning; into a folder that PYTHONPATH then names, with what `pip install --dry-run`
+lists as missing:
     .venv/bin/pip install --no-deps --no-build-isolation --target FOLDER deepspeed lightning ...
 """
 
@@ -30,13 +32,16 @@ OneStep = Callable[[DeviceBatch], torch.Tensor]  # returns the mean loss of this
 
 
 class Feed:
-    """What a trainer of hvdtrain has to begin with: the model, the batches of this rank, and the loss."""
+    """What a trainer of hvdtrain has to begin with: the model, the batches of this rank, and the
+    loss."""
 
     def __init__(self, trainer: Trainer, steps: int) -> None:
         learner: Any = trainer.job.learner
         self.communicator: Communicator = trainer.job.communicator
         self.model: torch.nn.Module = copy.deepcopy(learner.model)  # without hooks
-        self._part = part_of(trainer.job.task, "torch", trainer.job.config, Place(torch.float32, torch.device("cpu")))
+        self._part = part_of(
+            trainer.job.task, "torch", trainer.job.config, Place(torch.float32, torch.device("cpu"))
+        )
         self.batches: list[DeviceBatch] = []
         progress = trainer.now.progress
         for _ in range(steps):
@@ -47,7 +52,10 @@ class Feed:
 
     def loss(self, model: Callable[[torch.Tensor], Any], batch: DeviceBatch) -> torch.Tensor:
         """Mean over this rank's samples, or over their tokens."""
-        return self._part.each(model(self._part.inputs(batch.arrays)), batch.arrays, True).loss.sum() / batch.weight
+        return (
+            self._part.each(model(self._part.inputs(batch.arrays)), batch.arrays, True).loss.sum()
+            / batch.weight
+        )
 
     def adam(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         return torch.optim.Adam(model.parameters(), lr=self.lr, fused=True)
@@ -76,7 +84,8 @@ class Peer:
 
 
 def deepspeed(feed: Feed, stage: int) -> Peer:
-    """With buckets of hvdtrain's size, and without the clipping to a norm of 1 that DeepSpeed 0.19 has by default."""
+    """With buckets of hvdtrain's size, and without the clipping to a norm of 1 that DeepSpeed 0.19
+    has by default."""
     for name, value in {
         "RANK": feed.communicator.rank,
         "WORLD_SIZE": feed.communicator.size,
@@ -86,9 +95,20 @@ def deepspeed(feed: Feed, stage: int) -> Peer:
     import deepspeed as library
 
     library.init_distributed(dist_backend="gloo")
-    zero = {"stage": stage, "reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET, "stage3_prefetch_bucket_size": BUCKET}
-    config = {"train_micro_batch_size_per_gpu": len(feed.batches[0]), "zero_optimization": zero, "gradient_clipping": 0.0}
-    engine, *_ = library.initialize(model=feed.model, optimizer=feed.adam(feed.model), config=config)
+    zero = {
+        "stage": stage,
+        "reduce_bucket_size": BUCKET,
+        "allgather_bucket_size": BUCKET,
+        "stage3_prefetch_bucket_size": BUCKET,
+    }
+    config = {
+        "train_micro_batch_size_per_gpu": len(feed.batches[0]),
+        "zero_optimization": zero,
+        "gradient_clipping": 0.0,
+    }
+    engine, *_ = library.initialize(
+        model=feed.model, optimizer=feed.adam(feed.model), config=config
+    )
 
     def one_step(batch: DeviceBatch) -> torch.Tensor:
         loss = feed.loss(engine, batch)
@@ -124,14 +144,23 @@ def lightning(feed: Feed) -> Peer:
     from lightning.fabric.plugins.environments import LightningEnvironment
     from lightning.fabric.strategies import ModelParallelStrategy
 
-    strategy = ModelParallelStrategy(lambda model, mesh: shard_units(model), process_group_backend="gloo")
-    fabric = Fabric(accelerator="cpu", devices=feed.communicator.size, strategy=strategy, plugins=[LightningEnvironment()])
+    strategy = ModelParallelStrategy(
+        lambda model, mesh: shard_units(model), process_group_backend="gloo"
+    )
+    fabric = Fabric(
+        accelerator="cpu",
+        devices=feed.communicator.size,
+        strategy=strategy,
+        plugins=[LightningEnvironment()],
+    )
     fabric.launch()
     model: Any = fabric.setup_module(feed.model)
     return by_hand(feed, model, fabric.setup_optimizers(feed.adam(model)), fabric.backward)
 
 
-def by_hand(feed: Feed, model: Any, optimizer: Any, backward: Callable[[torch.Tensor], Any]) -> Peer:
+def by_hand(
+    feed: Feed, model: Any, optimizer: Any, backward: Callable[[torch.Tensor], Any]
+) -> Peer:
     """Of a model that FSDP2 shards."""
     assert all(isinstance(p, DTensor) for p in model.parameters()), "replicated"
 

@@ -1,13 +1,17 @@
-"""Milliseconds of a training step with each shard.stage, and of DeepSpeed, FSDP2 and Lightning, in turn in the same processes.
+"""Milliseconds of a training step with each shard.stage, and of DeepSpeed, FSDP2 and Lightning, in
+turn in the same processes.
 
-mpirun -np 2 python benchmarks/shards.py [--case mlp] [--trainers mpi/0,mpi/1,mpi/2,mpi/3] [--to mpi/0] [--rounds 15] [--steps 5]
+mpirun -np 2 python benchmarks/shards.py [--case mlp] [--trainers mpi/0,mpi/1,mpi/2,mpi/3] [--to
+    mpi/0] [--rounds 15] [--steps 5]
                                          [--json FILE] [key=value ...]
 
-A trainer is ENGINE/STAGE of hvdtrain, or one of sharded_peers.py. All have the same model, initial weights and batches, and Adam, in
-float32. In each round each trains a block of steps, and each round begins with another one; ratios are within a round. Losses are means
-over the samples of all ranks in a block: the script fails where those of two trainers differ by more than --tolerance.
+A trainer is ENGINE/STAGE of hvdtrain, or one of sharded_peers.py. All have the same model, initial
+weights and batches, and Adam, in float32. In each round each trains a block of steps, and each
+round begins with another one; ratios are within a round. Losses are means over the samples of all
+ranks in a block: the script fails where those of two trainers differ by more than --tolerance.
 
-All but the mpi engine communicate by Gloo. mpi/3 makes MPI torch's process group, so it runs beside other stages of mpi alone.
+All but the mpi engine communicate by Gloo. mpi/3 makes MPI torch's process group, so it runs beside
+other stages of mpi alone.
 """
 
 from __future__ import annotations
@@ -31,9 +35,21 @@ from hvdtrain.training.build import connect
 from hvdtrain.training.health.signals import Signals
 
 CASES = {  # mlp: many weights for each sample, so that the optimizer takes much of a step
-    "mlp": ["data.name=digits", "model.name=mlp", "model.widths=[1024,1024,1024,1024,1024]", "batch.size=32"],
+    "mlp": [
+        "data.name=digits",
+        "model.name=mlp",
+        "model.widths=[1024,1024,1024,1024,1024]",
+        "batch.size=32",
+    ],
     "gpt": [
-        *("data.name=image_tokens", "data.source=digits", "task.name=language", "model.name=gpt", "model.layers=6", "model.heads=4"),
+        *(
+            "data.name=image_tokens",
+            "data.source=digits",
+            "task.name=language",
+            "model.name=gpt",
+            "model.layers=6",
+            "model.heads=4",
+        ),
         *("model.width=128", "batch.size=16"),
     ],
 }
@@ -69,35 +85,60 @@ def start(options: argparse.Namespace, signals: Signals) -> dict[str, Timed]:
     communicators: dict[str, Communicator] = {}
     trainers: dict[str, Timed] = {}
     job = [*CASES[options.case], *JOB, f"log.every_steps={options.steps}", *options.overrides]
-    for name in sorted(options.trainers, key=lambda name: not name.startswith("torchdist")):  # which starts torch's process group
+    for name in sorted(
+        options.trainers, key=lambda name: not name.startswith("torchdist")
+    ):  # which starts torch's process group
         engine, _, stage = name.partition("/")
         if engine in ("mpi", "torchdist"):
             if engine not in communicators:
-                communicators[engine], _ = connect(configure(None, [f"comm.engine={engine}"]), placement(os.environ))
+                communicators[engine], _ = connect(
+                    configure(None, [f"comm.engine={engine}"]), placement(os.environ)
+                )
             trainers[name] = Ours([*job, f"shard.stage={stage}"], communicators[engine], signals)
         else:
-            feed = Feed(Trainer(job, communicators["torchdist"], signals), options.steps * (options.rounds + 1))
+            feed = Feed(
+                Trainer(job, communicators["torchdist"], signals),
+                options.steps * (options.rounds + 1),
+            )
             trainers[name] = PEERS[name](feed)
     return {name: trainers[name] for name in options.trainers}
 
 
 def rows(trainers: dict[str, Timed], times: dict[str, list[float]], steps: int) -> dict[str, Any]:
-    """Milliseconds of a step of each trainer, its losses, and its ratio to each other one in the same round."""
+    """Milliseconds of a step of each trainer, its losses, and its ratio to each other one in the
+    same round."""
     found: dict[str, Any] = {}
     for name, seconds in times.items():
         ms, quartiles_ms = spread([1e3 * s / steps for s in seconds], 2)
-        ratios = {other: spread([a / b for a, b in zip(seconds, times[other], strict=True)], 3) for other in times if other != name}
-        found[name] = {"ms": ms, "quartiles_ms": quartiles_ms, "ratio_to": ratios, "losses": trainers[name].losses}
+        ratios = {
+            other: spread([a / b for a, b in zip(seconds, times[other], strict=True)], 3)
+            for other in times
+            if other != name
+        }
+        found[name] = {
+            "ms": ms,
+            "quartiles_ms": quartiles_ms,
+            "ratio_to": ratios,
+            "losses": trainers[name].losses,
+        }
     return found
 
 
 def table(found: dict[str, Any], references: list[str]) -> str:
     """Markdown: a line for each trainer, with the ratios to the references."""
-    heads = ["trainer", "ms a step (quartiles)", *[f"ratio to {name} (quartiles)" for name in references], "loss of the last block"]
+    heads = [
+        "trainer",
+        "ms a step (quartiles)",
+        *[f"ratio to {name} (quartiles)" for name in references],
+        "loss of the last block",
+    ]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name, row in found.items():
         cells = [name, median_and_quartiles(row["ms"], row["quartiles_ms"], 1)]
-        cells += [median_and_quartiles(*row["ratio_to"][other], 2) if other != name else "1" for other in references]
+        cells += [
+            median_and_quartiles(*row["ratio_to"][other], 2) if other != name else "1"
+            for other in references
+        ]
         cells.append(f"{row['losses'][-1]:.7f}")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -112,7 +153,11 @@ def median_and_quartiles(median: float, quartiles: list[float], digits: int) -> 
 def largest_difference(trainers: dict[str, Timed]) -> float:
     """Between the losses of a block, relative to the first trainer's."""
     first = next(iter(trainers.values())).losses
-    return max(abs(a / b - 1) for trainer in trainers.values() for a, b in zip(trainer.losses, first, strict=True))
+    return max(
+        abs(a / b - 1)
+        for trainer in trainers.values()
+        for a, b in zip(trainer.losses, first, strict=True)
+    )
 
 
 def parse() -> argparse.Namespace:
@@ -121,21 +166,40 @@ def parse() -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--case", choices=CASES, default="mlp")
-    parser.add_argument("--trainers", type=names, default=[f"mpi/{stage}" for stage in range(4)], metavar="NAME,...")
-    parser.add_argument("--to", type=names, metavar="NAME,...", help="trainers that ratios of the table are to; default: the first")
+    parser.add_argument(
+        "--trainers", type=names, default=[f"mpi/{stage}" for stage in range(4)], metavar="NAME,..."
+    )
+    parser.add_argument(
+        "--to",
+        type=names,
+        metavar="NAME,...",
+        help="trainers that ratios of the table are to; default: the first",
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--tolerance", type=float, default=1e-5)
     parser.add_argument("--json", type=Path, metavar="FILE", help="append a line to this file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for all, as in model.layers=2; peers take all but optim.name")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="for all, as in model.layers=2; peers take all but optim.name",
+    )
     options = parser.parse_intermixed_args()
-    if unknown := [name for name in [*options.trainers, *(options.to or [])] if name not in [*OURS, *PEERS]]:
+    if unknown := [
+        name for name in [*options.trainers, *(options.to or [])] if name not in [*OURS, *PEERS]
+    ]:
         parser.error(f"no trainer {', '.join(unknown)}; there are {', '.join([*OURS, *PEERS])}")
     if set(options.to or []) - set(options.trainers):
         parser.error("--to names a trainer that is not among --trainers")
     engines = {name.partition("/")[0] for name in options.trainers}
-    if ("mpi/3" in options.trainers and engines != {"mpi"}) or (engines - {"mpi"} and "torchdist" not in engines):
-        parser.error("mpi/3 goes with stages of mpi alone; others need a stage of torchdist beside them, as in torchdist/1,deepspeed/1")
+    if ("mpi/3" in options.trainers and engines != {"mpi"}) or (
+        engines - {"mpi"} and "torchdist" not in engines
+    ):
+        parser.error(
+            "mpi/3 goes with stages of mpi alone; others need a stage of torchdist beside them, "
+            "as in torchdist/1,deepspeed/1"
+        )
     return options
 
 
@@ -145,7 +209,11 @@ def main() -> None:
     place = placement(os.environ)
     with Signals(place.rank) as signals:
         trainers = start(options, signals)
-        times = in_turn({name: trainer.block for name, trainer in trainers.items()}, options.rounds, options.steps)
+        times = in_turn(
+            {name: trainer.block for name, trainer in trainers.items()},
+            options.rounds,
+            options.steps,
+        )
     difference = largest_difference(trainers)
     found = rows(trainers, times, options.steps)
     facts: dict[str, Any] = {
@@ -160,12 +228,18 @@ def main() -> None:
         "largest_difference_of_losses": difference,
     }
     if place.rank == 0:
-        print(f"\n{table(found, options.to or options.trainers[:1])}\n\n{json.dumps(facts)}", flush=True)
+        print(
+            f"\n{table(found, options.to or options.trainers[:1])}\n\n{json.dumps(facts)}",
+            flush=True,
+        )
         if options.json:
             with options.json.open("a") as out:
                 out.write(json.dumps(facts | {"rows": found}) + "\n")
     if not difference < options.tolerance:
-        sys.exit(f"losses differ by {difference:.1e} of the first trainer's: the trainers do not train the same")
+        sys.exit(
+            f"losses differ by {difference:.1e} of the first trainer's: the trainers do not train "
+            "the same"
+        )
 
 
 if __name__ == "__main__":

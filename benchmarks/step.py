@@ -1,12 +1,16 @@
-"""Training images/s of one process: the textbook loop, a loop by hand with the same switches as hvdtrain's, and hvdtrain, in turn.
+"""Training images/s of one process: the textbook loop, a loop by hand with the same switches as
+hvdtrain's, and hvdtrain, in turn.
 
-python benchmarks/step.py --root DIR [--widths 16,16,32,64] [--batch 128] [--rounds 9] [--steps 10] [--switches]
+python benchmarks/step.py --root DIR [--widths 16,16,32,64] [--batch 128] [--rounds 9] [--steps 10]
+    [--switches]
                           [--json FILE] [key=value ...]
 
-Textbook: DataLoader over torchvision's FashionMNIST with ToTensor, fp32, contiguous, torch.optim.SGD, .item() of loss and hits in each
-step. By hand: the data on the device as uint8, batches by index, channels_last, autocast, foreach SGD, sums read at the end of a block,
-and hvdtrain's network. hvdtrain runs with speed.precision=auto and the key=value overrides. --switches adds a row for each switch alone.
-Before the timing, hvdtrain and the loop by hand must give the same loss from the same weights; after it, both loops must have learned.
+Textbook: DataLoader over torchvision's FashionMNIST with ToTensor, fp32, contiguous,
+torch.optim.SGD, .item() of loss and hits in each step. By hand: the data on the device as uint8,
+batches by index, channels_last, autocast, foreach SGD, sums read at the end of a block, and
+hvdtrain's network. hvdtrain runs with speed.precision=auto and the key=value overrides. --switches
+adds a row for each switch alone. Before the timing, hvdtrain and the loop by hand must give the
+same loss from the same weights; after it, both loops must have learned.
 """
 
 from __future__ import annotations
@@ -41,7 +45,9 @@ LR = 0.02
 REFERENCES = ("textbook", "by hand")
 
 
-def model(widths: tuple[int, ...], plain: bool, device: torch.device, dropout: float = 0.01) -> WideResNet:
+def model(
+    widths: tuple[int, ...], plain: bool, device: torch.device, dropout: float = 0.01
+) -> WideResNet:
     """The network of hvdtrain; `plain` with torch's own dropout."""
     torch.manual_seed(1)
     made = build("wide_resnet", (28, 28, 1), 10, widths=widths, dropout=dropout)  # type: ignore[arg-type]
@@ -54,14 +60,18 @@ def model(widths: tuple[int, ...], plain: bool, device: torch.device, dropout: f
 class Textbook:
     """The loop of a beginner's script."""
 
-    def __init__(self, root: Path, widths: tuple[int, ...], batch: int, device: torch.device, workers: int) -> None:
+    def __init__(
+        self, root: Path, widths: tuple[int, ...], batch: int, device: torch.device, workers: int
+    ) -> None:
         vision = import_torchvision()
         from torchvision import transforms
 
         change = transforms.Compose([transforms.ToTensor(), transforms.Normalize((MEAN,), (STD,))])
         data = vision.datasets.FashionMNIST(str(root), train=True, transform=change)
         options: dict[str, Any] = {"persistent_workers": True} if workers else {}
-        self.loader = torch.utils.data.DataLoader(data, batch, shuffle=True, num_workers=workers, **options)
+        self.loader = torch.utils.data.DataLoader(
+            data, batch, shuffle=True, num_workers=workers, **options
+        )
         self.device = device
         self.model = model(widths, True, device)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR, momentum=0.9)
@@ -95,7 +105,12 @@ class ByHand:
     """The fastest loop that an expert would write; `half`: in bfloat16."""
 
     def __init__(
-        self, arrays: tuple[np.ndarray, np.ndarray], widths: tuple[int, ...], batch: int, device: torch.device, half: bool
+        self,
+        arrays: tuple[np.ndarray, np.ndarray],
+        widths: tuple[int, ...],
+        batch: int,
+        device: torch.device,
+        half: bool,
     ) -> None:
         self.x = torch.from_numpy(arrays[0].copy()).to(device)  # uint8 (n, 28, 28, 1)
         self.y = torch.from_numpy(arrays[1].copy()).to(device)
@@ -140,7 +155,8 @@ class ByHand:
 
 
 def check_same_loss(trainer: Trainer, hand: ByHand) -> None:
-    """hvdtrain's learner and the loop by hand give the same loss from the same weights on the same samples."""
+    """hvdtrain's learner and the loop by hand give the same loss from the same weights on the same
+    samples."""
     learner: Any = trainer.job.learner
     hand.model.load_state_dict(learner.model.state_dict())
     rows = np.arange(64)
@@ -154,8 +170,11 @@ def check_same_loss(trainer: Trainer, hand: ByHand) -> None:
     assert abs(ours - theirs) < 0.02 * abs(theirs), (ours, theirs)
 
 
-def compare(blocks: dict[str, Callable[[int], float]], batch: int, rounds: int, steps: int) -> dict[str, Any]:
-    """images/s of each loop, and the ratios to "textbook" and "by hand" within a round; each round starts with another loop."""
+def compare(
+    blocks: dict[str, Callable[[int], float]], batch: int, rounds: int, steps: int
+) -> dict[str, Any]:
+    """images/s of each loop, and the ratios to "textbook" and "by hand" within a round; each round
+    starts with another loop."""
 
     def block(name: str, steps: int) -> float:
         keep_freed_memory(name not in REFERENCES)  # a setting of the whole process
@@ -167,7 +186,9 @@ def compare(blocks: dict[str, Callable[[int], float]], batch: int, rounds: int, 
         rows[name] = {"images_per_s": round(batch * steps / statistics.median(seconds), 1)}
         for other in times:
             if other != name and other in REFERENCES:
-                median, quartiles = spread([b / a for a, b in zip(seconds, times[other], strict=True)], 3)
+                median, quartiles = spread(
+                    [b / a for a, b in zip(seconds, times[other], strict=True)], 3
+                )
                 rows[name][f"to {other}"] = [median, *quartiles]
     return rows
 
@@ -180,7 +201,11 @@ SWITCHES = {  # each row is hvdtrain with these overrides instead of speed.preci
     "bf16, read ahead": ["speed.precision=bf16", "data.ahead=2"],
     "bf16, resident": ["speed.precision=bf16", "data.resident=true"],
     "bf16, compiled": ["speed.precision=bf16", "speed.compile=default"],
-    "bf16, torch's SGD": ["speed.precision=bf16", "optim.name=torch.optim.SGD", "optim.momentum=0.9"],
+    "bf16, torch's SGD": [
+        "speed.precision=bf16",
+        "optim.name=torch.optim.SGD",
+        "optim.momentum=0.9",
+    ],
 }
 
 
@@ -191,10 +216,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--workers", type=int, default=0, help="workers of the textbook's DataLoader")
+    parser.add_argument(
+        "--workers", type=int, default=0, help="workers of the textbook's DataLoader"
+    )
     parser.add_argument("--switches", action="store_true", help="add a row for each switch alone")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for hvdtrain, as in speed.compile=default")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="for hvdtrain, as in speed.compile=default",
+    )
     return parser.parse_args()
 
 
@@ -212,20 +244,30 @@ def main() -> None:
         f"log.every_steps={options.steps}",
     ]
     with Signals(0) as signals:
-        trainer = Trainer([*job, "speed.precision=auto", *options.overrides], SingleProcessCommunicator(), signals)
+        trainer = Trainer(
+            [*job, "speed.precision=auto", *options.overrides], SingleProcessCommunicator(), signals
+        )
         source: Any = trainer.datasets.train
         hand = ByHand((source.x, source.y), widths, options.batch, device, half)
         check_same_loss(trainer, hand)
         textbook = Textbook(options.root, widths, options.batch, device, options.workers)
-        blocks: dict[str, Callable[[int], float]] = {"textbook": textbook.block, "by hand": hand.block, "hvdtrain": trainer.block}
+        blocks: dict[str, Callable[[int], float]] = {
+            "textbook": textbook.block,
+            "by hand": hand.block,
+            "hvdtrain": trainer.block,
+        }
         if options.switches:
             for name, overrides in SWITCHES.items():
-                blocks[name] = Trainer([*job, *overrides], SingleProcessCommunicator(), signals).block
+                blocks[name] = Trainer(
+                    [*job, *overrides], SingleProcessCommunicator(), signals
+                ).block
         rows = compare(blocks, options.batch, options.rounds, options.steps)
     steps = options.steps * (options.rounds + 1)
     largest = 2.2 if steps >= 50 else 5.0  # log(10) is 2.30; a few steps may go up
     textbook_loss = textbook.loss / steps
-    assert textbook_loss < largest and hand.losses[-1] < largest, f"a timed loop must learn: {textbook_loss}, {hand.losses}"
+    assert textbook_loss < largest and hand.losses[-1] < largest, (
+        f"a timed loop must learn: {textbook_loss}, {hand.losses}"
+    )
     facts: dict[str, Any] = {
         "device": device_name(device),
         "torch": torch.__version__,
@@ -247,13 +289,22 @@ def device_name(device: torch.device) -> str:
     """The GPU, or the CPU and the number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    cpu = next((line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
+    cpu = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
+        "",
+    )
     return f"{cpu or platform.machine()}, {torch.get_num_threads()} threads"
 
 
 def table(rows: dict[str, Any]) -> list[str]:
     """A line for each loop: images/s, and the ratios with their quartiles."""
-    lines = [f"{'':20} {'images/s':>10}  {'x textbook (quartiles)':>26}  {'x by hand (quartiles)':>26}"]
+    lines = [
+        f"{'':20} {'images/s':>10}  {'x textbook (quartiles)':>26}  {'x by hand (quartiles)':>26}"
+    ]
     for name, row in rows.items():
         ratios = [row.get(f"to {other}", [1.0, 1.0, 1.0]) for other in REFERENCES]
         cells = [f"{median:.3f} ({low:.3f} to {high:.3f})" for median, low, high in ratios]

@@ -1,10 +1,13 @@
-"""Samples per second from one HDF5 file, as data.name=hdf5 reads it and as a torch Dataset with h5py in a DataLoader does, alternating.
+"""Samples per second from one HDF5 file, as data.name=hdf5 reads it and as a torch Dataset with
+h5py in a DataLoader does, alternating.
 
 python benchmarks/stored.py --rounds 5 --json benchmarks/stored.jsonl
-mpirun -np 2 python benchmarks/stored.py --rounds 5 --ranks      chunks that ranks decode together, with and without blocks of their own
+mpirun -np 2 python benchmarks/stored.py --rounds 5 --ranks      chunks that ranks decode together,
+    with and without blocks of their own
 
-The file is made first: fields of 4 variables on a grid, smooth in space, with numbers to predict. It does not fit into the cache of decoded
-chunks (data.cache_mb). An epoch of each method warms up; every method's samples of the first epoch are compared with the file's.
+The file is made first: fields of 4 variables on a grid, smooth in space, with numbers to predict.
+It does not fit into the cache of decoded chunks (data.cache_mb). An epoch of each method warms up;
+every method's samples of the first epoch are compared with the file's.
 """
 
 from __future__ import annotations
@@ -45,7 +48,14 @@ def write(path: Path, samples: int) -> None:
     waves = np.linspace(0, 2 * np.pi, 32, dtype="f4")
     with h5py.File(path, "w") as file:
         arrays = [
-            file.create_dataset("chunks", (samples, 4, 32, 32), "f4", chunks=(CHUNK, 4, 32, 32), compression="gzip", shuffle=True),
+            file.create_dataset(
+                "chunks",
+                (samples, 4, 32, 32),
+                "f4",
+                chunks=(CHUNK, 4, 32, 32),
+                compression="gzip",
+                shuffle=True,
+            ),
             file.create_dataset("plain", (samples, 4, 32, 32), "f4"),
         ]
         file["y"] = np.arange(samples, dtype="f4")
@@ -81,7 +91,12 @@ class H5Dataset(torch.utils.data.Dataset):  # type: ignore[type-arg]
 def by_loader(path: Path, name: str, workers: int) -> Callable[[int], Iterator[tuple[Any, Any]]]:
     torch.manual_seed(0)
     loader = torch.utils.data.DataLoader(
-        H5Dataset(path, name), BATCH, shuffle=True, num_workers=workers, persistent_workers=bool(workers), drop_last=True
+        H5Dataset(path, name),
+        BATCH,
+        shuffle=True,
+        num_workers=workers,
+        persistent_workers=bool(workers),
+        drop_last=True,
     )
     return lambda epoch: iter(loader)
 
@@ -94,7 +109,9 @@ def by_source(
     pool = ThreadPoolExecutor(WORKERS)
 
     def samples_of(progress: Progress) -> np.ndarray:
-        return positions_of_rank(progress.samples, BATCH, 0, 1, len(source), 0, shuffle=shuffle).samples
+        return positions_of_rank(
+            progress.samples, BATCH, 0, 1, len(source), 0, shuffle=shuffle
+        ).samples
 
     upcoming = Upcoming(source, samples_of, _following)
 
@@ -121,7 +138,10 @@ def by_source(
 def check(batches: Iterator[tuple[Any, Any]], path: Path, name: str) -> None:
     with h5py.File(path) as file:
         for x, y in itertools.islice(batches, 3):
-            assert all(np.array_equal(file[name][int(number)], one) for one, number in zip(x.numpy(), y, strict=True))
+            assert all(
+                np.array_equal(file[name][int(number)], one)
+                for one, number in zip(x.numpy(), y, strict=True)
+            )
         for _ in batches:
             pass
 
@@ -147,13 +167,17 @@ def main() -> None:
                 "hdf5, 2 threads": by_source(path, name, None),
                 "hdf5, 2 threads, not told": by_source(path, name, None, told=False),
                 "hdf5, 2 processes": by_source(path, name, None, WORKERS),
-                "hdf5, shuffle=blocks, 2 threads": by_source(path, name, BlockShuffle(CHUNK, 16), told=False),
+                "hdf5, shuffle=blocks, 2 threads": by_source(
+                    path, name, BlockShuffle(CHUNK, 16), told=False
+                ),
             }
             rates: dict[str, list[float]] = {method: [] for method in methods}
             for batches in methods.values():
                 check(batches(0), path, name)
             for number in range(1, options.rounds + 1):
-                for method in itertools.islice(itertools.cycle(methods), number, number + len(methods)):
+                for method in itertools.islice(
+                    itertools.cycle(methods), number, number + len(methods)
+                ):
                     began = time.perf_counter()
                     count = sum(len(y) for _, y in methods[method](number))
                     rates[method].append(count / (time.perf_counter() - began))
@@ -161,7 +185,8 @@ def main() -> None:
 
 
 def of_ranks(options: argparse.Namespace) -> None:
-    """Each rank reads its share of every step with one thread; the time of the slowest, and the chunks that all decode."""
+    """Each rank reads its share of every step with one thread; the time of the slowest, and the
+    chunks that all decode."""
     from mpi4py import MPI
 
     ranks = MPI.COMM_WORLD
@@ -169,9 +194,16 @@ def of_ranks(options: argparse.Namespace) -> None:
     if ranks.rank == 0:
         write(path, options.samples)
     ranks.Barrier()
-    kinds: dict[str, Shuffle | None] = {"shares as they come": None, "own blocks": BlocksOfRanks(CHUNK), "blocks": BlockShuffle(CHUNK, 16)}
+    kinds: dict[str, Shuffle | None] = {
+        "shares as they come": None,
+        "own blocks": BlocksOfRanks(CHUNK),
+        "blocks": BlockShuffle(CHUNK, 16),
+    }
     for cache_mb in (CACHE_MB, CACHE_MB // 4):
-        reads = {name: _reader(path, cache_mb, kind, ranks.rank, ranks.size) for name, kind in kinds.items()}
+        reads = {
+            name: _reader(path, cache_mb, kind, ranks.rank, ranks.size)
+            for name, kind in kinds.items()
+        }
         found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in kinds}
         for number in range(options.rounds + 1):
             for name in itertools.islice(itertools.cycle(kinds), number, number + len(kinds)):
@@ -180,28 +212,46 @@ def of_ranks(options: argparse.Namespace) -> None:
                 began_cpu = time.thread_time()
                 decoded = reads[name](number)
                 cpu = ranks.allreduce(time.thread_time() - began_cpu)
-                found[name].append((options.samples / (time.perf_counter() - began), cpu, ranks.allreduce(decoded)))
+                found[name].append(
+                    (options.samples / (time.perf_counter() - began), cpu, ranks.allreduce(decoded))
+                )
         if ranks.rank == 0:
             for name, rounds in found.items():
-                ratios = sorted(one[0] / base[0] for one, base in zip(rounds[1:], found["shares as they come"][1:], strict=True))
-                rate, cpu, chunks = (statistics.median(row[column] for row in rounds[1:]) for column in range(3))
+                ratios = sorted(
+                    one[0] / base[0]
+                    for one, base in zip(rounds[1:], found["shares as they come"][1:], strict=True)
+                )
+                rate, cpu, chunks = (
+                    statistics.median(row[column] for row in rounds[1:]) for column in range(3)
+                )
                 span = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
-                text = f"{rate:9,.0f} samples/s  x {span}, {cpu:.2f} s of the processor, {chunks:,.0f} chunks an epoch"
+                text = (
+                    f"{rate:9,.0f} samples/s  x {span}, {cpu:.2f} s of the processor, "
+                    f"{chunks:,.0f} chunks an epoch"
+                )
                 print(f"{ranks.size} ranks, {cache_mb:2} MB  {name:20} {text}")
     ranks.Barrier()
     if ranks.rank == 0:
         shutil.rmtree(path.parent)
 
 
-def _reader(path: Path, cache_mb: int, shuffle: Shuffle | None, rank: int, size: int) -> Callable[[int], int]:
+def _reader(
+    path: Path, cache_mb: int, shuffle: Shuffle | None, rank: int, size: int
+) -> Callable[[int], int]:
     """Reads an epoch of a rank; gives the chunks that were decoded for it."""
-    source = stored_in(hdf5.build("hdf5", path, "train", fields={"x": "chunks", "y": "y"}, cache_mb=cache_mb))
+    source = stored_in(
+        hdf5.build("hdf5", path, "train", fields={"x": "chunks", "y": "y"}, cache_mb=cache_mb)
+    )
     assert source is not None
 
     def samples_of(progress: Progress) -> np.ndarray:
-        return positions_of_rank(progress.samples, BATCH, rank, size, len(source), 0, shuffle=shuffle).samples
+        return positions_of_rank(
+            progress.samples, BATCH, rank, size, len(source), 0, shuffle=shuffle
+        ).samples
 
-    upcoming = Upcoming(source, samples_of, _following, size if isinstance(shuffle, BlocksOfRanks) else 1)
+    upcoming = Upcoming(
+        source, samples_of, _following, size if isinstance(shuffle, BlocksOfRanks) else 1
+    )
 
     def read(epoch: int) -> int:
         before = source.samples.cache.decoded
@@ -231,10 +281,21 @@ def report(name: str, rates: dict[str, list[float]], options: argparse.Namespace
             "range": [min(found), max(found)],
             "n": len(found),
         }
-        row |= {"to_loader": statistics.median(ratios), "ratio_range": [min(ratios), max(ratios)], "samples": options.samples}
-        row |= {"cores": len(os.sched_getaffinity(0)), "machine": platform.processor() or platform.machine(), "h5py": h5py.__version__}
+        row |= {
+            "to_loader": statistics.median(ratios),
+            "ratio_range": [min(ratios), max(ratios)],
+            "samples": options.samples,
+        }
+        row |= {
+            "cores": len(os.sched_getaffinity(0)),
+            "machine": platform.processor() or platform.machine(),
+            "h5py": h5py.__version__,
+        }
         span = f"{min(ratios):.2f} to {max(ratios):.2f}"
-        print(f"{name:7} {method:34} {statistics.median(found):9,.0f} samples/s  x {statistics.median(ratios):6.2f} ({span})")
+        print(
+            f"{name:7} {method:34} {statistics.median(found):9,.0f} samples/s  x "
+            f"{statistics.median(ratios):6.2f} ({span})"
+        )
         if options.json:
             with options.json.open("a") as out:
                 out.write(json.dumps(row) + "\n")

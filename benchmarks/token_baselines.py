@@ -1,12 +1,15 @@
-"""What models that only count reach on the validation tokens: nats per token, exactly, to compare a language model with.
+"""What models that only count reach on the validation tokens: nats per token, exactly, to compare a
+language model with.
 
-python benchmarks/token_baselines.py [--config FILE] [key=value ...]      as hvdtrain, for the data of the job: seconds
+python benchmarks/token_baselines.py [--config FILE] [key=value ...]      as hvdtrain, for the data
+    of the job: seconds
 
 uniform: every token equally probable, without the start token of images, which is never predicted.
 unigram: the shares of the tokens in the training set.
-bigram: the shares after the token before it; of images that is the pixel to the left, or at the left edge the last one of the row above.
-above, of images: the shares after the pixel above, in the first row after the start token.
-Each count is one more than it is (Laplace), so that a pair which the training set does not have is possible.
+bigram: the shares after the token before it; of images that is the pixel to the left, or at the
+left edge the last one of the row above. above, of images: the shares after the pixel above, in the
+first row after the start token. Each count is one more than it is (Laplace), so that a pair which
+the training set does not have is possible.
 """
 
 from __future__ import annotations
@@ -27,17 +30,21 @@ BLOCK = 4096  # windows at once
 
 
 def counts(source: Source, vocabulary: int, back: int) -> np.ndarray:
-    """[before, token]: how often a token is predicted, and which one was `back` positions before it, or at the window's beginning."""
+    """[before, token]: how often a token is predicted, and which one was `back` positions before
+    it, or at the window's beginning."""
     found = np.zeros(vocabulary**2, np.int64)
     for first in range(0, len(source), BLOCK):
         tokens = source.read(np.arange(first, min(first + BLOCK, len(source))))["tokens"]
         places = np.maximum(np.arange(1, tokens.shape[1]) - back, 0)
-        found += np.bincount((tokens[:, places] * vocabulary + tokens[:, 1:]).ravel(), minlength=vocabulary**2)
+        found += np.bincount(
+            (tokens[:, places] * vocabulary + tokens[:, 1:]).ravel(), minlength=vocabulary**2
+        )
     return found.reshape(vocabulary, vocabulary)
 
 
 def nats(train: np.ndarray, val: np.ndarray) -> float:
-    """Mean over the validation tokens of -log of their shares among the training tokens after the same token: [before, token] each."""
+    """Mean over the validation tokens of -log of their shares among the training tokens after the
+    same token: [before, token] each."""
     shares = (train + 1) / (train + 1).sum(1, keepdims=True)
     return float(-(val * np.log(shares)).sum() / val.sum())
 

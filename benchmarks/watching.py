@@ -1,11 +1,14 @@
-"""What it costs to watch a job: images/s of whole steps with all sinks and with none, in turn in one process, and each part alone.
+"""What it costs to watch a job: images/s of whole steps with all sinks and with none, in turn in
+one process, and each part alone.
 
-python benchmarks/watching.py [--rounds 40] [--steps 100] [--json FILE] [--only PART ...] [key=value ...]
+python benchmarks/watching.py [--rounds 40] [--steps 100] [--json FILE] [--only PART ...] [key=value
+    ...]
 mpirun -np 2 python benchmarks/watching.py comm.engine=mpi ...
 
-The default is wide_resnet on digits. "all sinks": the moving display on a terminal of 100 columns, events.jsonl, TensorBoard, MLflow and
-offline Weights & Biases, and log.per_rank. A ratio is images/s of a block with the part divided by that of a block without it beside it;
-that of "nothing", two equal blocks, is the noise.
+The default is wide_resnet on digits. "all sinks": the moving display on a terminal of 100 columns,
+events.jsonl, TensorBoard, MLflow and offline Weights & Biases, and log.per_rank. A ratio is
+images/s of a block with the part divided by that of a block without it beside it; that of
+"nothing", two equal blocks, is the noise.
 """
 
 from __future__ import annotations
@@ -82,17 +85,28 @@ class Watching:
         if self.is_rank_0:
             for plugin in (tensorboard, mlflow, wandb):
                 tracker = plugin.build(config, folder)  # type: ignore[attr-defined]
-                self.trackers.append(BackgroundSink(tracker, f"log.trackers {plugin.__name__}", print, step_interval_s=TRACKED_S))
+                self.trackers.append(
+                    BackgroundSink(
+                        tracker, f"log.trackers {plugin.__name__}", print, step_interval_s=TRACKED_S
+                    )
+                )
         self.json = JsonLinesWriter(folder / "events.jsonl")
         self.out = terminal()
-        self.start = Event(time.time(), "start", 0, {"lines": [], "samples": trainer.job.prefetcher.samples, "max_steps": None})
+        self.start = Event(
+            time.time(),
+            "start",
+            0,
+            {"lines": [], "samples": trainer.job.prefetcher.samples, "max_steps": None},
+        )
         for sink in (*self.trackers, self.json):
             sink(self.start)
 
     def part(self, name: str) -> Part:
         parts: dict[str, Part] = {
             "nothing": lambda on: self.logging_to([]),
-            "stopwatch": lambda on: changed(*(() if on else [(self.job.learner, "stopwatch", IdleStopwatch())])),
+            "stopwatch": lambda on: changed(
+                *(() if on else [(self.job.learner, "stopwatch", IdleStopwatch())])
+            ),
             "step_times": self.step_times,
             "events.jsonl": lambda on: self.logging_to([self.json] if on else []),
             "display": lambda on: self.displayed([], on),
@@ -109,7 +123,9 @@ class Watching:
 
     @contextlib.contextmanager
     def displayed(self, sinks: list[Sink], on: bool) -> Iterator[None]:
-        display = terminal_sink(self.out, LogConfig(display="live")) if on and self.is_rank_0 else None
+        display = (
+            terminal_sink(self.out, LogConfig(display="live")) if on and self.is_rank_0 else None
+        )
         if display:
             display(self.start)
         with self.logging_to([*sinks, *([display] if display else [])]):
@@ -125,28 +141,42 @@ class Watching:
     @contextlib.contextmanager
     def everything(self, on: bool) -> Iterator[None]:
         path = self.folder / f"rank-{self.job.communicator.rank:05d}.log"
-        with rank_log(path if on else None), self.displayed([self.json, *self.trackers] if on else [], on):
+        with (
+            rank_log(path if on else None),
+            self.displayed([self.json, *self.trackers] if on else [], on),
+        ):
             yield
 
 
-def rows(communicator: Communicator, options: argparse.Namespace, overrides: list[str], signals: Signals) -> Iterator[dict[str, Any]]:
+def rows(
+    communicator: Communicator, options: argparse.Namespace, overrides: list[str], signals: Signals
+) -> Iterator[dict[str, Any]]:
     """The row of each part. A collective: every rank takes all rows."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(overrides, communicator, signals)
         watching = Watching(trainer, Path(folder))
         trainer.block(options.steps)
         for name in options.only:
-            row = {"part": name} | ratio(trainer, watching.part(name), options.rounds, options.steps)
+            row = {"part": name} | ratio(
+                trainer, watching.part(name), options.rounds, options.steps
+            )
             seconds = row.pop("ratio")
             quartiles = row.pop("ratio_quartiles")
-            yield row | {"images_per_s_ratio": round(1 / seconds, 4), "quartiles": [round(1 / x, 4) for x in reversed(quartiles)]}
+            yield row | {
+                "images_per_s_ratio": round(1 / seconds, 4),
+                "quartiles": [round(1 / x, 4) for x in reversed(quartiles)],
+            }
         Log(watching.trackers).close(30.0)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--steps", type=int, default=100, help="steps of a block, a multiple of log.every_steps")
+    parser.add_argument(
+        "--steps", type=int, default=100, help="steps of a block, a multiple of log.every_steps"
+    )
     parser.add_argument("--json", help="append the rows to this file")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     options, overrides = parser.parse_known_args()
@@ -166,9 +196,15 @@ def main() -> None:
         for row in rows(communicator, options, overrides, signals):
             if communicator.rank == 0:
                 low, high = row["quartiles"]
-                print(f"{row['part']:14} {row['images_per_s_ratio']:.4f} of the images/s (quartiles {low:.4f} to {high:.4f})", flush=True)
+                print(
+                    f"{row['part']:14} {row['images_per_s_ratio']:.4f} of the images/s (quartiles "
+                    f"{low:.4f} to {high:.4f})",
+                    flush=True,
+                )
                 if options.json:
-                    stamp = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+                    stamp = {
+                        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+                    }
                     with Path(options.json).open("a", encoding="utf-8") as file:
                         file.write(json.dumps(about | row | stamp) + "\n")
     communicator.close()

@@ -1,10 +1,13 @@
-"""What a slow network costs: steps/s of two hosts, one rank on each, at several bandwidths and without a limit.
+"""What a slow network costs: steps/s of two hosts, one rank on each, at several bandwidths and
+without a limit.
 
-python benchmarks/wire.py [--engine mpi|horovod|torchdist] [--rates 1gbit,300mbit,100mbit] [--rounds 5] [--json FILE] [key=value ...]
+python benchmarks/wire.py [--engine mpi|horovod|torchdist] [--rates 1gbit,300mbit,100mbit] [--rounds
+    5] [--json FILE] [key=value ...]
 
-Needs root: the hosts are network namespaces, and tc (tbf) limits what each sends. One job runs all the time while the bandwidths change in
-turn; the first sync point after each change is left out. "expected" is a step that waits for all of its bytes: the step without a limit
-and bytes x 2(N-1)/N / bandwidth.
+Needs root: the hosts are network namespaces, and tc (tbf) limits what each sends. One job runs all
+the time while the bandwidths change in turn; the first sync point after each change is left out.
+"expected" is a step that waits for all of its bytes: the step without a limit and bytes x 2(N-1)/N
+/ bandwidth.
 """
 
 from __future__ import annotations
@@ -34,8 +37,21 @@ from ranks import Job  # noqa: E402
 
 FREE = "free"
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-DATA = ["data.name=synthetic", "data.shape=[16,16,1]", "data.samples=500000", "batch.size=64", "epochs=1000"]
-JOB = [*DATA, "model.name=mlp", "model.widths=[1024,1024]", "log.every_steps=4", "guard.equal_steps=null", "checkpoint.every_minutes=60"]
+DATA = [
+    "data.name=synthetic",
+    "data.shape=[16,16,1]",
+    "data.samples=500000",
+    "batch.size=64",
+    "epochs=1000",
+]
+JOB = [
+    *DATA,
+    "model.name=mlp",
+    "model.widths=[1024,1024]",
+    "log.every_steps=4",
+    "guard.equal_steps=null",
+    "checkpoint.every_minutes=60",
+]
 SYNC_POINTS = 3  # measured at one bandwidth before it changes
 LIMIT_S = 300  # for them
 RANKS = 2
@@ -69,7 +85,8 @@ def steps(run: Path) -> list[dict[str, Any]]:
 
 
 def measure(job: Job, run: Path) -> list[float]:
-    """Steps/s at the next sync points; the next one is left out, since its steps began before now."""
+    """Steps/s at the next sync points; the next one is left out, since its steps began before
+    now."""
     first = len(steps(run)) + 1
     end_s = time.monotonic() + LIMIT_S
     while len(found := steps(run)[first:]) < SYNC_POINTS:
@@ -78,7 +95,9 @@ def measure(job: Job, run: Path) -> list[float]:
     return [event["samples_per_s"] / event["batch"] for event in found[:SYNC_POINTS]]
 
 
-def result_of_rate(rate: str, speeds: dict[str, list[float]], parameters: int, options: argparse.Namespace) -> dict[str, Any]:
+def result_of_rate(
+    rate: str, speeds: dict[str, list[float]], parameters: int, options: argparse.Namespace
+) -> dict[str, Any]:
     found = sorted(speeds[rate])
     free = statistics.median(speeds[FREE])
     sent = parameters * GRADIENT_BYTES * 2 * (RANKS - 1) / RANKS
@@ -112,19 +131,27 @@ def bits_per_s(rate: str) -> float:
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown."""
     lines = [
-        "| bandwidth | steps/s, median (quartiles, n) | ms a step | of these bytes / bandwidth | efficiency | expected |",
+        "| bandwidth | steps/s, median (quartiles, n) | ms a step | of these bytes / bandwidth | "
+        "efficiency | expected |",
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
         low, high = row["quartiles"]
         speed = f"{row['steps_per_s']:.2f} ({low:.2f} to {high:.2f}, {row['sync_points']})"
         wire = f"{row['wire_ms']:.0f}" if row["wire_ms"] else "-"
-        lines.append(f"| {row['rate']} | {speed} | {row['step_ms']:.0f} | {wire} | {row['efficiency']:.0%} | {row['expected']:.0%} |")
-    return "\n".join([f"{rows[0]['engine']}, {rows[0]['megabytes_sent']} MB sent by each rank in a step", *lines])
+        lines.append(
+            f"| {row['rate']} | {speed} | {row['step_ms']:.0f} | {wire} | {row['efficiency']:.0%} "
+            f"| {row['expected']:.0%} |"
+        )
+    return "\n".join(
+        [f"{rows[0]['engine']}, {rows[0]['megabytes_sent']} MB sent by each rank in a step", *lines]
+    )
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engine", default="mpi", choices=["mpi", "horovod", "torchdist"])
     parser.add_argument("--rates", default="1gbit,300mbit,100mbit")
     parser.add_argument("--rounds", type=int, default=5)

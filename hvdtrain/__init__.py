@@ -1,4 +1,5 @@
-"""hvdtrain trains deep networks on many workers, with Horovod or MPI between them and any framework inside each one."""
+"""hvdtrain trains deep networks on many workers, with Horovod or MPI between them and any framework
+inside each one."""
 
 from __future__ import annotations
 
@@ -21,7 +22,20 @@ if TYPE_CHECKING:
     from hvdtrain.training.hooks import Hook as Hook
 
 
-__all__ = ["Context", "Hook", "OwnMetric", "Run", "UserError", "__version__", "evaluate", "init", "predict", "read", "run", "train"]
+__all__ = [
+    "Context",
+    "Hook",
+    "OwnMetric",
+    "Run",
+    "UserError",
+    "__version__",
+    "evaluate",
+    "init",
+    "predict",
+    "read",
+    "run",
+    "train",
+]
 _AT_FIRST_USE = {  # name -> module: the command line starts faster without them
     **dict.fromkeys(("init", "run", "train", "read", "predict", "evaluate", "Run"), "hvdtrain.api"),
     "Context": "hvdtrain.context.context",
@@ -31,7 +45,8 @@ _AT_FIRST_USE = {  # name -> module: the command line starts faster without them
 
 
 def __getattr__(name: str) -> Any:
-    """init(), run(), Context, train(), read(), predict(), evaluate(), Run, OwnMetric and Hook. Raises AttributeError for another name."""
+    """init(), run(), Context, train(), read(), predict(), evaluate(), Run, OwnMetric and Hook.
+    Raises AttributeError for another name."""
     if name not in _AT_FIRST_USE:
         raise AttributeError(f"module 'hvdtrain' has no attribute '{name}'")
     return getattr(importlib.import_module(_AT_FIRST_USE[name]), name)

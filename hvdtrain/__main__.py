@@ -1,4 +1,5 @@
-"""The command line: train, the other commands of hvdtrain/cli, list, and help; any exception on any rank ends every rank."""
+"""The command line: train, the other commands of hvdtrain/cli, list, and help; any exception on any
+rank ends every rank."""
 
 from __future__ import annotations
 
@@ -34,7 +35,15 @@ COMMANDS = {  # each is the function of its name in that module
     "lab": "hvdtrain.cli.lab",
     "schema": "hvdtrain.cli.schema",
 }
-_ON_RANKS = ("train", "check", "evaluate", "predict", "sample", "bench", "lr-find")  # commands that --num-nodes and so on start on ranks
+_ON_RANKS = (
+    "train",
+    "check",
+    "evaluate",
+    "predict",
+    "sample",
+    "bench",
+    "lr-find",
+)  # commands that --num-nodes and so on start on ranks
 _BY_HAND = ("--num-nodes", "--node-id", "--num-gpus")
 
 
@@ -73,13 +82,16 @@ def starts_job(arguments: Sequence[str]) -> bool:
     """Whether they train, here or on ranks that they start."""
     name = arguments[0] if arguments else ""
     is_other = (
-        name in ("list", "--version") or "--print-config" in arguments or (name in COMMANDS and name not in ("train", "launch", "sweep"))
+        name in ("list", "--version")
+        or "--print-config" in arguments
+        or (name in COMMANDS and name not in ("train", "launch", "sweep"))
     )
     return not is_other and not {"-h", "--help"} & set(arguments)
 
 
 def script() -> int:
-    """The command `hvdtrain`: imports modules of the current folder first, as `python -m hvdtrain` does."""
+    """The command `hvdtrain`: imports modules of the current folder first, as `python -m hvdtrain`
+    does."""
     if not sys.flags.safe_path:
         with contextlib.suppress(FileNotFoundError):  # the folder was removed
             sys.path[0] = os.getcwd()
@@ -87,9 +99,13 @@ def script() -> int:
 
 
 def run_command(arguments: list[str]) -> int:
-    """Runs the command that the arguments name, training where they name none. Raises UserError, or what the command raises."""
+    """Runs the command that the arguments name, training where they name none. Raises UserError, or
+    what the command raises."""
     name = arguments[0] if arguments else ""
-    by_hand = any(argument.partition("=")[0] in _BY_HAND for argument in arguments) and not {"-h", "--help"} & set(arguments)
+    by_hand = any(argument.partition("=")[0] in _BY_HAND for argument in arguments) and not {
+        "-h",
+        "--help",
+    } & set(arguments)
     if by_hand and (name in _ON_RANKS or name.startswith("-") or "=" in name):
         from hvdtrain.cli.launch.run import spawn
 
@@ -98,7 +114,9 @@ def run_command(arguments: list[str]) -> int:
         return _call(name, arguments[1:])
     from hvdtrain.config import help
 
-    help_index = next((index for index, argument in enumerate(arguments) if argument in ("-h", "--help")), None)
+    help_index = next(
+        (index for index, argument in enumerate(arguments) if argument in ("-h", "--help")), None
+    )
     if help_index is not None:
         if len(arguments) > help_index + 1:
             topic = arguments[help_index + 1]
@@ -122,39 +140,58 @@ def run_command(arguments: list[str]) -> int:
 
 
 def _without_local_rank(arguments: list[str]) -> list[str]:
-    """Without the --local_rank=N that torch.distributed.launch and deepspeed add. Raises UserError where the environment has another."""
+    """Without the --local_rank=N that torch.distributed.launch and deepspeed add. Raises UserError
+    where the environment has another."""
     options = [argument for argument in arguments if re.fullmatch(r"--local[-_]rank=\d+", argument)]
     if options:
         from hvdtrain.comm.placement import placement
 
         place = placement(os.environ)
         if any(int(option.partition("=")[2]) != place.local_rank for option in options):
-            what = f"{' '.join(options)}, but the environment says local rank {place.local_rank} of {place.local_size}"
-            fix = "without this option: hvdtrain reads its rank from the environment; or start it by one launcher"
+            what = (
+                f"{' '.join(options)}, but the environment says local rank {place.local_rank} of "
+                f"{place.local_size}"
+            )
+            fix = (
+                "without this option: hvdtrain reads its rank from the environment; or start it "
+                "by one launcher"
+            )
             raise UserError(what, f"command line; the launcher is {place.launcher}", fix)
     return [argument for argument in arguments if argument not in options]
 
 
 def _check_command(name: str) -> None:
-    """Raises UserError where the first argument is a script, or resembles the name of a command and is neither an option nor key=value."""
+    """Raises UserError where the first argument is a script, or resembles the name of a command and
+    is neither an option nor key=value."""
     if name.endswith(".py") and "=" not in name:
         fix = f"hvdtrain launch -np 2 -- {short(name)} on two ranks; python {short(name)} alone"
-        raise UserError(f"{short(name)} is a script, not a command or a key of a job", "command line", fix)
+        raise UserError(
+            f"{short(name)} is a script, not a command or a key of a job", "command line", fix
+        )
     commands = [*COMMANDS, "list"]
-    meant = None if "=" in name or name.startswith("-") or name in COMMANDS else closest(name, commands)
+    meant = (
+        None if "=" in name or name.startswith("-") or name in COMMANDS else closest(name, commands)
+    )
     if meant == name:
         raise UserError(f"{name} takes no arguments", "command line", f"hvdtrain {name}")
     if meant is not None:
-        raise UserError(f"there is no command {short(name)}", "command line", f"did you mean {meant}? commands: {', '.join(commands)}")
+        raise UserError(
+            f"there is no command {short(name)}",
+            "command line",
+            f"did you mean {meant}? commands: {', '.join(commands)}",
+        )
 
 
 def _call(name: str, arguments: list[str]) -> int:
-    command: Callable[[list[str]], int] = getattr(importlib.import_module(COMMANDS[name]), name.replace("-", "_"))
+    command: Callable[[list[str]], int] = getattr(
+        importlib.import_module(COMMANDS[name]), name.replace("-", "_")
+    )
     return command(arguments)
 
 
 def _take_over_process(is_job: bool) -> None:
-    """What a process needs before anything else: first of all a job must not be killed by a signal that asks for a checkpoint."""
+    """What a process needs before anything else: first of all a job must not be killed by a signal
+    that asks for a checkpoint."""
     early_signals = EarlySignals()
     early_signals.install()
     if not is_job:
@@ -167,9 +204,12 @@ def _take_over_process(is_job: bool) -> None:
 
 
 def _ignore_checkpoint_signals() -> None:
-    """The process is about to end: a signal that asks for a checkpoint comes too late, and must not kill a process that ends by itself."""
+    """The process is about to end: a signal that asks for a checkpoint comes too late, and must not
+    kill a process that ends by itself."""
     for number in REMEMBERED:
-        if signal.getsignal(number) is signal.SIG_DFL or isinstance(signal.getsignal(number), EarlySignals):
+        if signal.getsignal(number) is signal.SIG_DFL or isinstance(
+            signal.getsignal(number), EarlySignals
+        ):
             signal.signal(number, signal.SIG_IGN)
 
 

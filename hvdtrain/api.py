@@ -1,4 +1,5 @@
-"""Training and reading from a script or a notebook: run = hvdtrain.train({"epochs": 3}); hvdtrain.read(run) is a DataFrame."""
+"""Training and reading from a script or a notebook: run = hvdtrain.train({"epochs": 3});
+hvdtrain.read(run) is a DataFrame."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ class Script(NamedTuple):
     """What a script gives that a run folder does not keep."""
 
     given: Mapping[str, Given]  # objects, by section
-    names: tuple[str, ...]  # model.name= and task.name= of its own code: a run folder alone imports none
+    names: tuple[
+        str, ...
+    ]  # model.name= and task.name= of its own code: a run folder alone imports none
 
 
 def _like(found: np.ndarray, given: Any) -> Any:
@@ -58,27 +61,40 @@ class Run:
     epochs: float  # done
     steps: int
     seconds: float  # spent, over all its runs
-    script: Script | None = field(default=None, repr=False, compare=False)  # what the script gave as objects
+    script: Script | None = field(
+        default=None, repr=False, compare=False
+    )  # what the script gave as objects
     inputs: Transform | Transforms | None = field(
         default=None, repr=False, compare=False
     )  # what was done to x; None: the task says nothing
 
     def transform(self, x: Any) -> Any:
-        """What the model got of rows x (n, ...) of the data: model(run.transform(x)). An array of an array, a tensor of a tensor.
+        """What the model got of rows x (n, ...) of the data: model(run.transform(x)). An array of
+        an array, a tensor of a tensor.
 
         Of several inputs a dict of them: model(**run.transform({"image": image, "table": table})).
         """
         if self.inputs is None:
-            raise UserError("the task of this run makes the inputs of its model itself", "run.transform()", "its Part.inputs()")
+            raise UserError(
+                "the task of this run makes the inputs of its model itself",
+                "run.transform()",
+                "its Part.inputs()",
+            )
         found = self.inputs(x)
-        return {name: _like(of, x[name]) for name, of in found.items()} if isinstance(found, dict) else _like(found, x)
+        return (
+            {name: _like(of, x[name]) for name, of in found.items()}
+            if isinstance(found, dict)
+            else _like(found, x)
+        )
 
     @property
     def weights(self) -> dict[str, np.ndarray]:
-        """Weights of the newest checkpoint, by the names of the model's state dict: those that training would go on from.
+        """Weights of the newest checkpoint, by the names of the model's state dict: those that
+        training would go on from.
 
-        With optim.ema these are the weights themselves, where evaluations, exports and the model object have their average; with
-        stop.restore_best those of the last step. Read from `folder` each time. Raises UserError where that has no good checkpoint.
+        With optim.ema these are the weights themselves, where evaluations, exports and the model
+        object have their average; with stop.restore_best those of the last step. Read from `folder`
+        each time. Raises UserError where that has no good checkpoint.
         """
         from hvdtrain.frameworks.learner import plain_names
         from hvdtrain.training.checkpoint.resume import newest_good
@@ -88,14 +104,20 @@ class Run:
 
     @property
     def pytree(self) -> Any:
-        """Trained weights of a model object of JAX, those of the last evaluation, in the tree in which the model has them.
+        """Trained weights of a model object of JAX, those of the last evaluation, in the tree in
+        which the model has them.
 
-        Of flax.linen and haiku `params`, of a pair what init() gave, of equinox a module, of flax.nnx the module that was given.
+        Of flax.linen and haiku `params`, of a pair what init() gave, of equinox a module, of
+        flax.nnx the module that was given.
         """
         given = self.script.given.get("model") if self.script else None
         found = given.trained() if given else None
         if found is None:
-            raise UserError("this run has no model object of JAX", "run.pytree", "run.weights has arrays by name")
+            raise UserError(
+                "this run has no model object of JAX",
+                "run.pytree",
+                "run.weights has arrays by name",
+            )
         return found
 
 
@@ -113,28 +135,35 @@ def train(
     schedule: Callable[[float], float] | None = None,
     hooks: Sequence[Hook] = (),
 ) -> Run:
-    """Trains, as `hvdtrain` does, on one process or as one rank of those that mpirun or srun started with this script.
+    """Trains, as `hvdtrain` does, on one process or as one rank of those that mpirun or srun
+    started with this script.
 
-    config: the keys of `hvdtrain --help keys`, nested or dotted, {"epochs": 3, "model": {"name": Net}}, where a class stands for its
-    import path; or a YAML file. `arguments` are key=value, and win over it. Every rank calls it with the same. On one process an error
-    is raised (UserError: a mistake in what was given, of which a script that does not catch it shows what, where and fix alone); where
-    one of several ranks fails, its error is printed and all ranks end.
+    config: the keys of `hvdtrain --help keys`, nested or dotted, {"epochs": 3, "model": {"name":
+    Net}}, where a class stands for its import path; or a YAML file. `arguments` are key=value, and
+    win over it. Every rank calls it with the same. On one process an error is raised (UserError: a
+    mistake in what was given, of which a script that does not catch it shows what, where and fix
+    alone); where one of several ranks fails, its error is printed and all ranks end.
 
-    The others stand for names of the configuration, and win over it; docs/own-model.md, own-data.md and own-loss.md have examples:
-    model: a torch module, which is trained from rank 0's weights, and afterwards has, on every rank, those that the last evaluation had
-        (with stop.restore_best the best one); its class, a function that makes it (parameters as those of model.name's), its import
-        path; a pair (init, apply) of JAX, a module of flax, equinox or haiku, whose trained weights are in run.pytree
-    train_data, val_data: a dict of arrays, a torch Dataset, and whatever else data.name=package.module:function may give
-    sample_weights: an array, a number for each sample of train_data, by which they are drawn; a text is data.sample_weights
-    loss: (outputs, batch) -> the loss of each sample, (n,), where batch has the fields of the data, and outputs are the model's for
+    The others stand for names of the configuration, and win over it; docs/own-model.md, own-data.md
+    and own-loss.md have examples: model: a torch module, which is trained from rank 0's weights,
+    and afterwards has, on every rank, those that the last evaluation had
+        (with stop.restore_best the best one); its class, a function that makes it (parameters as
+        those of model.name's), its import path; a pair (init, apply) of JAX, a module of flax,
+        equinox or haiku, whose trained weights are in run.pytree
+    train_data, val_data: a dict of arrays, a torch Dataset, and whatever else
+    data.name=package.module:function may give sample_weights: an array, a number for each sample of
+    train_data, by which they are drawn; a text is data.sample_weights loss: (outputs, batch) -> the
+    loss of each sample, (n,), where batch has the fields of the data, and outputs are the model's
+    for
         batch["x"]; or a loss of torch.nn, of outputs and batch["y"]
-    metrics: {"mae": (function, "min")}: of (outputs, batch) a value of each sample, (n,), or (sum, count); or an OwnMetric
-    objective: the metric that stop.target, checkpoint.keep_best and log.targets speak of
-    optimizer: a class of torch.optim or function of optax, a name as optim.name has; or a transformation of optax, or a function of
-        torch's named parameters, a list of (name, parameter), that makes a torch optimizer: these have rates of their own, which the
-        recipe multiplies, by 1 where nothing sets optim.base_lr
-    schedule: of the share of the job that is done, 0 to 1, the factor of the learning rate, after recipe.warmup
-    hooks: the script's own calls in the loop, objects of hvdtrain.Hook
+    metrics: {"mae": (function, "min")}: of (outputs, batch) a value of each sample, (n,), or (sum,
+    count); or an OwnMetric objective: the metric that stop.target, checkpoint.keep_best and
+    log.targets speak of optimizer: a class of torch.optim or function of optax, a name as
+    optim.name has; or a transformation of optax, or a function of
+        torch's named parameters, a list of (name, parameter), that makes a torch optimizer: these
+        have rates of their own, which the recipe multiplies, by 1 where nothing sets optim.base_lr
+    schedule: of the share of the job that is done, 0 to 1, the factor of the learning rate, after
+    recipe.warmup hooks: the script's own calls in the loop, objects of hvdtrain.Hook
     """
     from hvdtrain.comm.placement import placement
     from hvdtrain.config.section import COMMAND_LINE, name_of_object
@@ -149,14 +178,24 @@ def train(
     try:
         config_file, arguments = _file_and_arguments(config, arguments)
         given = _given(model, train_data, val_data, loss, metrics, objective)
-        names = [f"{section}.name={one.name}" for section, one in given.items() if one.name is not None]
+        names = [
+            f"{section}.name={one.name}" for section, one in given.items() if one.name is not None
+        ]
         if sample_weights is not None:
             word, of_data = given_weights(sample_weights, given.get("data"))
             given |= {} if of_data is None else {"data": of_data}
             names.append(f"data.sample_weights={word}")
-        of_job = given | ({"hooks": given_hooks(hooks)} if hooks else {}) | ({"recipe": given_schedule(schedule)} if schedule else {})
+        of_job = (
+            given
+            | ({"hooks": given_hooks(hooks)} if hooks else {})
+            | ({"recipe": given_schedule(schedule)} if schedule else {})
+        )
         names += [f"recipe.function={name_of_object(schedule)}"] if schedule else []
-        if optimizer is not None and not isinstance(optimizer, str) and (makes_groups(optimizer) or not _has_path(optimizer)):
+        if (
+            optimizer is not None
+            and not isinstance(optimizer, str)
+            and (makes_groups(optimizer) or not _has_path(optimizer))
+        ):
             of_job["optim"] = given_optimizer(optimizer)
             names.append(f"optim.name={of_job['optim'].name}")
         elif optimizer is not None:
@@ -181,29 +220,54 @@ def train(
         epochs=now.progress.epochs,
         steps=now.progress.step,
         seconds=now.seconds,
-        script=Script(given, tuple(word for word in (*arguments, *names) if word.startswith(("model.name=", "task.name=")))),
+        script=Script(
+            given,
+            tuple(
+                word
+                for word in (*arguments, *names)
+                if word.startswith(("model.name=", "task.name="))
+            ),
+        ),
         inputs=result.transform,
     )
 
 
-def predict(run: Run | str | Path, data: Any, *arguments: str, model: Any = None, checkpoint: str = "") -> np.ndarray:
-    """What a run's model gives for the rows of data, in their order, on every rank: logits, numbers; of several outputs the first.
+def predict(
+    run: Run | str | Path, data: Any, *arguments: str, model: Any = None, checkpoint: str = ""
+) -> np.ndarray:
+    """What a run's model gives for the rows of data, in their order, on every rank: logits,
+    numbers; of several outputs the first.
 
-    data: what train_data of train() may be, or its x alone: targets are not read. A table has the columns of x.
-    arguments: key=value, as of `hvdtrain predict`; a run whose code the script did not name needs model.name=package.module:Class
-    model: the object, class or function that the run trained, where `run` is not what train() returned; its weights stay as they are
-    checkpoint: newest, best (by the objective), or the name of one; default: newest, and of a run with stop.restore_best best
+    data: what train_data of train() may be, or its x alone: targets are not read. A table has the
+    columns of x. arguments: key=value, as of `hvdtrain predict`; a run whose code the script did
+    not name needs model.name=package.module:Class model: the object, class or function that the run
+    trained, where `run` is not what train() returned; its weights stay as they are checkpoint:
+    newest, best (by the objective), or the name of one; default: newest, and of a run with
+    stop.restore_best best
     """
     from hvdtrain.cli.evaluate.of_data import WITHOUT_TARGETS, AskedData, predict_data
 
     script = _script_of(run, model, {})
     given = {section: one for section, one in script.given.items() if section == "model"}
     has_loss = "task" in script.given and script.given["task"].name is not None
-    names = [word for word in script.names if word.startswith("model.name=") or (":" in word and not has_loss)]
-    if not any(word.startswith("task.name=") for word in (*arguments, *names)):  # else the code of a task of the user's own
+    names = [
+        word
+        for word in script.names
+        if word.startswith("model.name=") or (":" in word and not has_loss)
+    ]
+    if not any(
+        word.startswith("task.name=") for word in (*arguments, *names)
+    ):  # else the code of a task of the user's own
         given["task"] = WITHOUT_TARGETS
     asked = AskedData(data, "data", "hvdtrain.predict()")
-    return _ask(run, [*names, *arguments], given, data, lambda rank: predict_data(rank, asked, checkpoint)[1], "prediction")
+    return _ask(
+        run,
+        [*names, *arguments],
+        given,
+        data,
+        lambda rank: predict_data(rank, asked, checkpoint)[1],
+        "prediction",
+    )
 
 
 def evaluate(
@@ -215,17 +279,23 @@ def evaluate(
     metrics: Mapping[str, Any] | None = None,
     checkpoint: str = "",
 ) -> dict[str, float]:
-    """The metrics of a run's model on data, by name: exact over all of them, on any number of ranks.
+    """The metrics of a run's model on data, by name: exact over all of them, on any number of
+    ranks.
 
-    data: what train_data of train() may be; loss, metrics: those of the run, or others, where `run` is not what train() returned; the
-    rest: as of predict()
+    data: what train_data of train() may be; loss, metrics: those of the run, or others, where `run`
+    is not what train() returned; the rest: as of predict()
     """
     from hvdtrain.cli.evaluate.of_data import AskedData, evaluate_data
 
     script = _script_of(run, model, {"loss": loss, "metrics": metrics})
     asked = AskedData(data, "data", "hvdtrain.evaluate()")
     return _ask(
-        run, [*script.names, *arguments], dict(script.given), data, lambda rank: evaluate_data(rank, asked, checkpoint), "evaluation"
+        run,
+        [*script.names, *arguments],
+        dict(script.given),
+        data,
+        lambda rank: evaluate_data(rank, asked, checkpoint),
+        "evaluation",
     )
 
 
@@ -234,7 +304,9 @@ def _script_of(run: Run | str | Path, model: Any, task: Mapping[str, Any]) -> Sc
     kept = (run.script if isinstance(run, Run) else None) or Script({}, ())
     given = {**kept.given, **_given(model, None, None, task.get("loss"), task.get("metrics"), None)}
     names = [word for word in kept.names if model is None or not word.startswith("model.name=")]
-    names = [word for word in names if task.get("loss") is None or not word.startswith("task.name=")]
+    names = [
+        word for word in names if task.get("loss") is None or not word.startswith("task.name=")
+    ]
     if model is not None:
         if "model" in given and not isinstance(model, str) and not _has_path(model):
             names.append(f"model.name={given['model'].name}")
@@ -246,53 +318,89 @@ def _script_of(run: Run | str | Path, model: Any, task: Mapping[str, Any]) -> Sc
     return Script(given, tuple(names))
 
 
-def _ask(run: Run | str | Path, arguments: list[str], given: dict[str, Given], data: Any, work: Callable[[Rank], T], what: str) -> T:
-    """Does the work on the ranks of this script, with the configuration of the run. Raises as train()."""
+def _ask(
+    run: Run | str | Path,
+    arguments: list[str],
+    given: dict[str, Given],
+    data: Any,
+    work: Callable[[Rank], T],
+    what: str,
+) -> T:
+    """Does the work on the ranks of this script, with the configuration of the run. Raises as
+    train()."""
     from hvdtrain.cli.evaluate.command import Arguments, read_former_run
     from hvdtrain.config.section import COMMAND_LINE
     from hvdtrain.training.given import given_data
     from hvdtrain.training.run_rank import on_connected_ranks
 
     given["data"] = given_data(data, None)
-    words = [*arguments, *(f"{section}.name={one.name}" for section, one in given.items() if section != "model" and one.name is not None)]
+    words = [
+        *arguments,
+        *(
+            f"{section}.name={one.name}"
+            for section, one in given.items()
+            if section != "model" and one.name is not None
+        ),
+    ]
     folder = str(run.folder if isinstance(run, Run) else run)
     try:
         of_job = Arguments(folder, {}, words).of_job()
-        return on_connected_ranks(work, None, of_job, read_former_run=read_former_run, from_script=True, given=given, what=what)
+        return on_connected_ranks(
+            work,
+            None,
+            of_job,
+            read_former_run=read_former_run,
+            from_script=True,
+            given=given,
+            what=what,
+        )
     except UserError as error:
-        error.where = error.where.replace(COMMAND_LINE, f"hvdtrain.{'predict' if what == 'prediction' else 'evaluate'}()")
+        error.where = error.where.replace(
+            COMMAND_LINE, f"hvdtrain.{'predict' if what == 'prediction' else 'evaluate'}()"
+        )
         raise
     except RankFailed as failed:
         sys.exit(failed.code)
 
 
 def init(config: Mapping[str, Any] | str | Path | None = None, *arguments: str) -> Context:
-    """Connects this process with the other ranks, for a loop of the script's own; docs/own-loop.md has the loop.
+    """Connects this process with the other ranks, for a loop of the script's own; docs/own-loop.md
+    has the loop.
 
-    config: keys of the configuration, nested or dotted, {"run": "run", "comm": {"engine": "mpi"}}, or a YAML file; `arguments` are
-    key=value, and win over it: hvdtrain.init(*sys.argv[1:]) takes them from the command line. What an own loop has of them: framework,
-    run, resume, seed, comm, shard, parallel, optim.clip_norm and clip_value, data.sampling, workers, pad, speed, checkpoint, guard, log.
-    Without `run` nothing is written. Every rank calls it with the same. One at a time: close() ends it, or `with hvdtrain.init() as ctx`.
-    An exception that the script does not catch ends all ranks, with the traceback of the first that failed.
+    config: keys of the configuration, nested or dotted, {"run": "run", "comm": {"engine": "mpi"}},
+    or a YAML file; `arguments` are key=value, and win over it: hvdtrain.init(*sys.argv[1:]) takes
+    them from the command line. What an own loop has of them: framework, run, resume, seed, comm,
+    shard, parallel, optim.clip_norm and clip_value, data.sampling, workers, pad, speed, checkpoint,
+    guard, log. Without `run` nothing is written. Every rank calls it with the same. One at a time:
+    close() ends it, or `with hvdtrain.init() as ctx`. An exception that the script does not catch
+    ends all ranks, with the traceback of the first that failed.
     """
     from hvdtrain.context.open_context import open_context
 
     return open_context(*_file_and_arguments(config, arguments))
 
 
-def run(train: Callable[[Context], object], config: Mapping[str, Any] | str | Path | None = None, *arguments: str) -> int:
-    """Calls train(ctx), a loop of the script's own as a function of the context that init() gives; returns the exit code, 0 or 75.
+def run(
+    train: Callable[[Context], object],
+    config: Mapping[str, Any] | str | Path | None = None,
+    *arguments: str,
+) -> int:
+    """Calls train(ctx), a loop of the script's own as a function of the context that init() gives;
+    returns the exit code, 0 or 75.
 
-    With guard.lost=shrink, where a rank is lost, those that are left call train(ctx) again, in the same processes: it makes the model,
-    calls ctx.prepare() and ctx.resume(), and so goes on from the newest checkpoint. That needs run=, and an engine that outlives ranks
-    (docs/elastic.md). config, arguments, and errors: as of init().
+    With guard.lost=shrink, where a rank is lost, those that are left call train(ctx) again, in the
+    same processes: it makes the model, calls ctx.prepare() and ctx.resume(), and so goes on from
+    the newest checkpoint. That needs run=, and an engine that outlives ranks (docs/elastic.md).
+    config, arguments, and errors: as of init().
     """
     from hvdtrain.context.run_loop import run_loop
 
     return run_loop(train, *_file_and_arguments(config, arguments))
 
 
-def _file_and_arguments(config: Mapping[str, Any] | str | Path | None, arguments: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
+def _file_and_arguments(
+    config: Mapping[str, Any] | str | Path | None, arguments: tuple[str, ...]
+) -> tuple[str | None, tuple[str, ...]]:
     """A YAML file, if one was given, and key=value."""
     if isinstance(config, str) and "=" in config:
         return None, (config, *arguments)
@@ -302,7 +410,12 @@ def _file_and_arguments(config: Mapping[str, Any] | str | Path | None, arguments
 
 
 def _given(
-    model: Any, train_data: Any, val_data: Any, loss: Any, metrics: Mapping[str, Any] | None, objective: str | None
+    model: Any,
+    train_data: Any,
+    val_data: Any,
+    loss: Any,
+    metrics: Mapping[str, Any] | None,
+    objective: str | None,
 ) -> dict[str, Given]:
     """What of it is objects, by section. Raises UserError for what is not what train() takes."""
     from hvdtrain.training.given import given_data, given_model, given_task
@@ -318,14 +431,21 @@ def _given(
 
 
 def _has_path(thing: Any) -> bool:
-    """Whether it is a class or a function at the top of a module, which other processes can import."""
-    return callable(thing) and not inspect.ismethod(thing) and not set("<.") & set(getattr(thing, "__qualname__", "<"))
+    """Whether it is a class or a function at the top of a module, which other processes can
+    import."""
+    return (
+        callable(thing)
+        and not inspect.ismethod(thing)
+        and not set("<.") & set(getattr(thing, "__qualname__", "<"))
+    )
 
 
 def read(run: Run | str | Path, *, step_times: bool = False) -> pandas.DataFrame:
-    """A run's events of kind step, epoch and target, a row each, with their fields as columns (docs/events.md).
+    """A run's events of kind step, epoch and target, a row each, with their fields as columns
+    (docs/events.md).
 
-    With step_times those of single steps (log.step_times) too. The job may run, be over, or have been killed.
+    With step_times those of single steps (log.step_times) too. The job may run, be over, or have
+    been killed.
     """
     from hvdtrain.config.read import expand
     from hvdtrain.report.run import read_run, to_dataframe
@@ -350,7 +470,9 @@ def _public_module(value: Any) -> str:
     """Where it is imported from: optax, of what optax has from optax._src.alias."""
     module: str = value.__module__
     package = module.partition("._")[0]
-    return package if getattr(sys.modules.get(package), value.__qualname__, None) is value else module
+    return (
+        package if getattr(sys.modules.get(package), value.__qualname__, None) is value else module
+    )
 
 
 def _yaml(key: str, value: Any) -> str:
@@ -360,16 +482,25 @@ def _yaml(key: str, value: Any) -> str:
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
         if "<" in value.__qualname__:  # a lambda, or made inside of a function
             raise UserError(
-                f"{key} is {value.__qualname__}, which has no name to import", "hvdtrain.train()", "define it at the top of the file"
+                f"{key} is {value.__qualname__}, which has no name to import",
+                "hvdtrain.train()",
+                "define it at the top of the file",
             )
         return f"{_public_module(value)}:{value.__qualname__}"
-    value = value.item() if hasattr(value, "item") and not getattr(value, "ndim", 1) else value  # of numpy
+    value = (
+        value.item() if hasattr(value, "item") and not getattr(value, "ndim", 1) else value
+    )  # of numpy
     if isinstance(value, (str, Path)):
         return str(value) if takes_text(key) else json.dumps(str(value))
     try:
         return json.dumps(value)
     except TypeError:
-        fix = "texts, numbers, truth values, None, lists, mappings, or a class (not one of its objects)"
+        fix = (
+            "texts, numbers, truth values, None, lists, mappings, or a class (not one of its "
+            "objects)"
+        )
         if key in ("model.name", "data.name", "task.name"):
             fix += "; objects as hvdtrain.train(config, model=..., train_data=..., loss=...)"
-        raise UserError(f"{key} is an object of {type(value).__name__}", "hvdtrain.train()", fix) from None
+        raise UserError(
+            f"{key} is an object of {type(value).__name__}", "hvdtrain.train()", fix
+        ) from None

@@ -1,4 +1,5 @@
-"""Errors that a user can fix, how messages show values and the nearest known name, and the exit codes of every command."""
+"""Errors that a user can fix, how messages show values and the nearest known name, and the exit
+codes of every command."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ MEANINGS = {  # as in --help and in docs/keys.md
     DONE: "done: last epoch or step, stop.time or target reached",
     BUG: "an unexpected error: traceback, rank and host on the standard error",
     USER: "an error that you can fix: the message says what, where and how",
-    REQUEUE: "stopped by a signal or a time limit after a checkpoint: the same command with run=DIR resumes the job",
+    REQUEUE: "stopped by a signal or a time limit after a checkpoint: the same command with "
+    "run=DIR resumes the job",
     STALLED: "no progress: a report names the ranks that are behind, and what each is doing",
     DIVERGED: "a loss or gradient is not finite, or ranks differ; the last checkpoint is good",
     MEMORY: "out of memory, on the host or on a device",
@@ -26,8 +28,10 @@ MEANINGS = {  # as in --help and in docs/keys.md
 }
 
 ADVICE = {
-    MEMORY: "out of memory: batch.micro=N bounds one forward pass (gradients accumulate); batch.evaluate=N one of evaluation",
-    LOST: "the connection to another rank broke: look for the first error of another rank or host; the same command resumes the job",
+    MEMORY: "out of memory: batch.micro=N bounds one forward pass (gradients accumulate); "
+    "batch.evaluate=N one of evaluation",
+    LOST: "the connection to another rank broke: look for the first error of another rank or "
+    "host; the same command resumes the job",
 }
 
 
@@ -35,7 +39,8 @@ MOST_LISTED = 24  # names in the list of a message
 
 
 class UserError(Exception):
-    """An error that the user can fix: `what` is wrong, `where` (key, file:line, path, rank), and how to `fix` it.
+    """An error that the user can fix: `what` is wrong, `where` (key, file:line, path, rank), and
+    how to `fix` it.
 
     Shown as three lines, without a traceback; the exit code is `code`.
     """
@@ -70,7 +75,8 @@ class Diverged(UserError):
 
 
 def exit_code_of(error: BaseException) -> int:
-    """The exit code after an exception. Frameworks are not imported for it: their exceptions are known by name and message."""
+    """The exit code after an exception. Frameworks are not imported for it: their exceptions are
+    known by name and message."""
     if isinstance(error, UserError):
         return error.code
     if _is_out_of_memory(error):
@@ -91,9 +97,13 @@ def _is_lost_connection(error: BaseException) -> bool:
     message = str(error)
     if {"mpi4py.MPI.Exception", "torch.distributed.DistError"} & classes:
         return True
-    if "gloo/" in message and any(part in message for part in _GLOO_CONNECTION_MESSAGES):  # Gloo raises RuntimeError
+    if "gloo/" in message and any(
+        part in message for part in _GLOO_CONNECTION_MESSAGES
+    ):  # Gloo raises RuntimeError
         return True
-    return "horovod.common.exceptions.HorovodInternalError" in classes and "ismatched" not in message
+    return (
+        "horovod.common.exceptions.HorovodInternalError" in classes and "ismatched" not in message
+    )
 
 
 def _class_names(error: BaseException) -> set[str]:
@@ -101,12 +111,24 @@ def _class_names(error: BaseException) -> set[str]:
     return {f"{base.__module__}.{base.__qualname__}" for base in type(error).__mro__}
 
 
-_OUT_OF_MEMORY_MESSAGES = ("can't allocate memory", "CUDA out of memory", "RESOURCE_EXHAUSTED", "CUDA_ERROR_OUT_OF_MEMORY")
-_GLOO_CONNECTION_MESSAGES = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out", "timed out")
+_OUT_OF_MEMORY_MESSAGES = (
+    "can't allocate memory",
+    "CUDA out of memory",
+    "RESOURCE_EXHAUSTED",
+    "CUDA_ERROR_OUT_OF_MEMORY",
+)
+_GLOO_CONNECTION_MESSAGES = (
+    "Connection closed by peer",
+    "Connection reset",
+    "Broken pipe",
+    "Timed out",
+    "timed out",
+)
 
 
 def nearest(word: str, known: Sequence[str], listed: Sequence[str] | None = None) -> str:
-    """The fix for a misspelt name: the nearest known one, or some of them. `listed`: what to list instead of all known ones."""
+    """The fix for a misspelt name: the nearest known one, or some of them. `listed`: what to list
+    instead of all known ones."""
     close = closest(word, known)
     if close is not None:
         return f"did you mean {close}?"
@@ -116,7 +138,8 @@ def nearest(word: str, known: Sequence[str], listed: Sequence[str] | None = None
 
 
 def closest(word: str, known: Sequence[str]) -> str | None:
-    """The known name that a misspelt one resembles, whatever its case; or that ends with it: batch.size for `size`."""
+    """The known name that a misspelt one resembles, whatever its case; or that ends with it:
+    batch.size for `size`."""
     import difflib  # 5 ms, and only a message needs it
 
     by_plain = {name.lower(): name for name in reversed(known)}
@@ -129,7 +152,8 @@ def closest(word: str, known: Sequence[str]) -> str | None:
 
 
 def short(value: object, most: int = 200) -> str:
-    """A value as a message shows it: of at most so many characters, with control characters escaped."""
+    """A value as a message shows it: of at most so many characters, with control characters
+    escaped."""
     text = value if isinstance(value, str) else repr(value)
     text = text if text.isprintable() else ascii(text)[1:-1]
     return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"

@@ -1,10 +1,13 @@
-"""hvdtrain as a component of torchx: torchrun starts the ranks on each node, on whatever scheduler torchx has.
+"""hvdtrain as a component of torchx: torchrun starts the ranks on each node, on whatever scheduler
+torchx has.
 
-torchx run -s slurm jobs/torchx_component.py:train -j 2x4 -- run=/shared/run --config /shared/job.yaml key=value ...
-torchx run -s local_cwd jobs/torchx_component.py:train -j 1x2 --script train.py -- ARGUMENTS   # your own script
+torchx run -s slurm jobs/torchx_component.py:train -j 2x4 -- run=/shared/run --config
+/shared/job.yaml key=value ... torchx run -s local_cwd jobs/torchx_component.py:train -j 1x2
+--script train.py -- ARGUMENTS   # your own script
 
-Each replica is a node with an environment that has hvdtrain: a virtual environment (local_cwd, slurm) or an image (docker, kubernetes).
---max_retries 10 starts a job again that stopped before its end or lost a node; run=DIR resumes it.
+Each replica is a node with an environment that has hvdtrain: a virtual environment (local_cwd,
+slurm) or an image (docker, kubernetes). --max_retries 10 starts a job again that stopped before its
+end or lost a node; run=DIR resumes it.
 """
 
 import secrets
@@ -37,13 +40,14 @@ def train(
         cpu: cores of each node
         gpu: GPUs of each node
         memMB: memory of each node, in MB
-        image: with hvdtrain in it, where the scheduler starts containers; the folder of the job with local_cwd
-        name: of the job
-        env: further variables, as OMP_NUM_THREADS=4
-        max_retries: how often the scheduler starts the job again
+        image: with hvdtrain in it, where the scheduler starts containers; the folder of the job
+        with local_cwd name: of the job env: further variables, as OMP_NUM_THREADS=4 max_retries:
+        how often the scheduler starts the job again
     """
     variables = {
-        "HVDTRAIN_SECRET": secrets.token_hex(16),  # ranks sign with it what they send each other (docs/clusters.md)
+        "HVDTRAIN_SECRET": secrets.token_hex(
+            16
+        ),  # ranks sign with it what they send each other (docs/clusters.md)
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # a store for each start of the ranks
         **(env or {}),
     }

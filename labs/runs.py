@@ -1,6 +1,7 @@
 """The training jobs of a lab: on many ranks, or side by side in one process each.
 
-A job that its run folder says is over is not trained again, one that was interrupted goes on: so the same command continues a lab.
+A job that its run folder says is over is not trained again, one that was interrupted goes on: so
+the same command continues a lab.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Job(NamedTuple):
 
 
 def train(job: Job) -> Any:
-    """Trains in this process; returns the table of hvdtrain.read(), or None where the job diverges."""
+    """Trains in this process; returns the table of hvdtrain.read(), or None where the job
+    diverges."""
     if _diverged(job.run):
         return None
     with job.log.open("a") as log, contextlib.redirect_stdout(log):
@@ -50,8 +52,12 @@ def train(job: Job) -> Any:
             run = hvdtrain.train(job.config, *job.words, f"run={job.run}")
         except UserError as error:
             if error.code != DIVERGED:
-                is_other = (job.run / "config.yaml").exists()  # of another lab.py, where it cannot go on
-                raise UserError(error.what, error.where, f"{error.fix}; {ANOTHER}" if is_other else error.fix) from None
+                is_other = (
+                    job.run / "config.yaml"
+                ).exists()  # of another lab.py, where it cannot go on
+                raise UserError(
+                    error.what, error.where, f"{error.fix}; {ANOTHER}" if is_other else error.fix
+                ) from None
             print(error)
             return None
     if run.code == REQUEUE:  # Ctrl-C, after a checkpoint
@@ -60,12 +66,15 @@ def train(job: Job) -> Any:
 
 
 def side_by_side(function: Any, arguments: Sequence[Any], at_once: int = 2) -> list[Any]:
-    """function(argument) of each, in order; the function is one that another process can import. The processes share the cores."""
+    """function(argument) of each, in order; the function is one that another process can import.
+    The processes share the cores."""
     threads = str(max(1, available_cores() // at_once))
     context = multiprocessing.get_context("spawn")
     with (
         _environment(OMP_NUM_THREADS=threads),
-        ProcessPoolExecutor(at_once, context, initializer=end_with_parent, initargs=(os.getpid(), signal.SIGKILL)) as pool,
+        ProcessPoolExecutor(
+            at_once, context, initializer=end_with_parent, initargs=(os.getpid(), signal.SIGKILL)
+        ) as pool,
     ):
         try:
             with _interrupts_later():
@@ -82,9 +91,12 @@ def side_by_side(function: Any, arguments: Sequence[Any], at_once: int = 2) -> l
 
 @contextlib.contextmanager
 def _interrupts_later() -> Iterator[None]:
-    """Ctrl-C in this block counts at its end; the processes that are started in it stay deaf to it: it is this one that ends them."""
+    """Ctrl-C in this block counts at its end; the processes that are started in it stay deaf to it:
+    it is this one that ends them."""
     seen: list[int] = []
-    former = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))  # where a thread of a library takes it
+    former = signal.signal(
+        signal.SIGINT, lambda number, _: seen.append(number)
+    )  # where a thread of a library takes it
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
@@ -97,7 +109,8 @@ def _interrupts_later() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _environment(**defaults: str) -> Iterator[None]:
-    """Variables for the processes that are started meanwhile; those that are set already stay as they are."""
+    """Variables for the processes that are started meanwhile; those that are set already stay as
+    they are."""
     new = {name: value for name, value in defaults.items() if name not in os.environ}
     os.environ.update(new)
     try:
@@ -108,22 +121,43 @@ def _environment(**defaults: str) -> Iterator[None]:
 
 
 def launch(job: Job, ranks: int, *options: str) -> Any:
-    """`hvdtrain launch -np RANKS OPTIONS -- JOB`; returns the table of hvdtrain.read(). Raises UserError where the job fails."""
+    """`hvdtrain launch -np RANKS OPTIONS -- JOB`; returns the table of hvdtrain.read(). Raises
+    UserError where the job fails."""
     config = ["--config", job.config] if job.config else []
-    words = ["launch", "-np", str(ranks), *(options or ["--oversubscribe"]), "--", *config, *job.words, f"run={job.run}"]
-    start([[sys.executable, "-m", "hvdtrain", *words]], job.log, f"the job on {ranks} rank{'s' * (ranks > 1)}")
+    words = [
+        "launch",
+        "-np",
+        str(ranks),
+        *(options or ["--oversubscribe"]),
+        "--",
+        *config,
+        *job.words,
+        f"run={job.run}",
+    ]
+    start(
+        [[sys.executable, "-m", "hvdtrain", *words]],
+        job.log,
+        f"the job on {ranks} rank{'s' * (ranks > 1)}",
+    )
     return hvdtrain.read(job.run)
 
 
 def start(commands: Sequence[Sequence[str]], log: Path, what: str, **variables: str) -> None:
-    """Starts all at once and waits for them; they print into the log. Raises UserError with its end where one of them fails."""
+    """Starts all at once and waits for them; they print into the log. Raises UserError with its end
+    where one of them fails."""
     with log.open("ab") as file:
         began = file.tell()
-        codes = wait_for([start_process(command, file, {**os.environ, **variables}) for command in commands])
+        codes = wait_for(
+            [start_process(command, file, {**os.environ, **variables}) for command in commands]
+        )
     if any(codes):
         shown = "".join(f"\n  | {line}" for line in _end_of(log, began)) or " nothing"
         code = ", ".join(map(str, codes))
-        raise UserError(f"{what} ended with code {code}; its log ends with{shown}", str(log), f"see the log; {ANOTHER}")
+        raise UserError(
+            f"{what} ended with code {code}; its log ends with{shown}",
+            str(log),
+            f"see the log; {ANOTHER}",
+        )
 
 
 def _end_of(log: Path, began: int) -> list[str]:
@@ -135,7 +169,8 @@ def _end_of(log: Path, began: int) -> list[str]:
 
 
 def event(run: Path, kind: str) -> dict[str, Any]:
-    """The newest event of a kind (docs/events.md), of those that hvdtrain.read() leaves out: start, end, ..."""
+    """The newest event of a kind (docs/events.md), of those that hvdtrain.read() leaves out: start,
+    end, ..."""
     return next(event for event in reversed(_events(run)) if event["kind"] == kind)
 
 

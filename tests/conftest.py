@@ -18,8 +18,15 @@ import warm
 from ranks import environment
 from record import note
 
-PARTS = ("slow", "faults", "cluster", "gpu", "clock")  # marks by which the Makefile chooses tests; without one of them: `make test`
-# A worker takes file after file (--dist loadfile), so the ones that take longest come first: at the end all others would wait for them.
+PARTS = (
+    "slow",
+    "faults",
+    "cluster",
+    "gpu",
+    "clock",
+)  # marks by which the Makefile chooses tests; without one of them: `make test`
+# A worker takes file after file (--dist loadfile), so the ones that take longest come first: at the
+# end all others would wait for them.
 LONGEST = (
     "test_labs.py",
     "test_tutorials.py",
@@ -34,7 +41,8 @@ LONGEST = (
 def pytest_configure(config: pytest.Config) -> None:
     """All but `-m gpu` compute on the CPU, also where there is a GPU.
 
-    A shell that starts this in the background has it ignore SIGINT, and what tests start would, too.
+    A shell that starts this in the background has it ignore SIGINT, and what tests start would,
+    too.
     """
     if config.option.markexpr != "gpu":
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
@@ -47,7 +55,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _tell_who_ends_this_process() -> None:
-    """Where code that a test runs ends this worker, by os._exit() or in C, the tracebacks of all threads are on the standard error."""
+    """Where code that a test runs ends this worker, by os._exit() or in C, the tracebacks of all
+    threads are on the standard error."""
     # at this moment pytest does not take what is written to it
     stderr = os.dup(2)
     worker = os.getpid()
@@ -63,13 +72,16 @@ def _tell_who_ends_this_process() -> None:
     leave_with_a_traceback.__qualname__ = "_exit"
     os._exit = posix._exit = leave_with_a_traceback  # type: ignore[assignment]
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "on_exit"):  # glibc: exit(STATUS) calls raise(STATUS); raise(0) does nothing, and 1 is SIGHUP
+    if hasattr(
+        libc, "on_exit"
+    ):  # glibc: exit(STATUS) calls raise(STATUS); raise(0) does nothing, and 1 is SIGHUP
         faulthandler.register(signal.SIGHUP, stderr)
         libc.on_exit(libc["raise"], None)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `-m "faults"`, or `-m "slow and not faults"`: a file without that mark is not imported, which saves each worker 10 s."""
+    """With `-m "faults"`, or `-m "slow and not faults"`: a file without that mark is not imported,
+    which saves each worker 10 s."""
     expression = str(config.option.markexpr)
     wanted = [word for word in expression.split(" and ") if word in PARTS]
     if " or " in expression or not wanted or not collection_path.name.startswith("test_"):
@@ -78,17 +90,26 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first; and the hook above would leave out a test whose mark is written in another file."""
-    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+    """The longest files first; and the hook above would leave out a test whose mark is written in
+    another file."""
+    items.sort(
+        key=lambda item: (
+            LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST)
+        )
+    )
     for item in items:
         for mark in PARTS:
             if item.get_closest_marker(mark) and not _names(item.path, mark):
-                raise pytest.UsageError(f"{item.nodeid} is marked {mark} by another file: write `pytest.mark.{mark}` in its own")
+                raise pytest.UsageError(
+                    f"{item.nodeid} is marked {mark} by another file: write `pytest.mark.{mark}` "
+                    "in its own"
+                )
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A report has the seconds of a core that this process and those that it waited for have taken since the report before."""
+    """A report has the seconds of a core that this process and those that it waited for have taken
+    since the report before."""
     report = yield
     report.cpu_s = sum(os.times()[:4]) - _CPU_S[0]  # type: ignore[attr-defined]
     _CPU_S[0] += report.cpu_s  # type: ignore[attr-defined]
@@ -101,15 +122,25 @@ _CPU_S = [0.0]  # at the report before
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Here alone, not in a worker too, which hands its reports over."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
-        note({"test": report.nodeid, "seconds": report.duration, "cpu_s": getattr(report, "cpu_s", 0.0), "outcome": report.outcome})
+        note(
+            {
+                "test": report.nodeid,
+                "seconds": report.duration,
+                "cpu_s": getattr(report, "cpu_s", 0.0),
+                "outcome": report.outcome,
+            }
+        )
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Generator[None]:
-    """No test starts MPI in this process: tests in threads and forks follow in it, and MPI may end it at any time."""
+    """No test starts MPI in this process: tests in threads and forks follow in it, and MPI may end
+    it at any time."""
     before = _runs_mpi()
     yield
-    assert before or not _runs_mpi(), "this test has started MPI in the process of all tests: pool.on_ranks() has its own"
+    assert before or not _runs_mpi(), (
+        "this test has started MPI in the process of all tests: pool.on_ranks() has its own"
+    )
 
 
 def _runs_mpi() -> bool:
@@ -119,14 +150,16 @@ def _runs_mpi() -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
-    """Says how a worker ended that should not have: by a signal (a negative status) or by itself. pytest-xdist does not say it."""
+    """Says how a worker ended that should not have: by a signal (a negative status) or by itself.
+    pytest-xdist does not say it."""
     if error:
         status = node.gateway._io.popen.wait(10)
         print(f"\n{node.gateway.id} ended with status {status}", file=sys.stderr, flush=True)
 
 
 def pytest_sessionfinish() -> None:
-    """Ranks that wait for calls are not needed any more, nor is a Python that waits to be forked."""
+    """Ranks that wait for calls are not needed any more, nor is a Python that waits to be
+    forked."""
     if "pool" in sys.modules:
         sys.modules["pool"].end_all()
     warm.end()
@@ -138,9 +171,11 @@ def _names(path: Path, mark: str) -> bool:
 
 @pytest.fixture(scope="session")
 def jax_compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """JAX compiles a program once in this process, not once for each learner: 0.3 s instead of 4 s for all programs of an MLP.
+    """JAX compiles a program once in this process, not once for each learner: 0.3 s instead of 4 s
+    for all programs of an MLP.
 
-    Not in processes that tests start: ranks that write one entry at the same time could read half of it.
+    Not in processes that tests start: ranks that write one entry at the same time could read half
+    of it.
     """
     import jax
     from jax.experimental.compilation_cache import compilation_cache

@@ -1,4 +1,5 @@
-"""hvdtrain from a script: train() takes a configuration, returns the result, and raises errors; read() reads the run."""
+"""hvdtrain from a script: train() takes a configuration, returns the result, and raises errors;
+read() reads the run."""
 
 from __future__ import annotations
 
@@ -41,12 +42,19 @@ class Net(torch.nn.Module):
 
 
 def test_dir_shows_what_is_not_imported_yet() -> None:
-    listed = python(["-c", "import sys, hvdtrain; print(*dir(hvdtrain)); print('hvdtrain.api' in sys.modules)"], is_warm=False)
+    listed = python(
+        ["-c", "import sys, hvdtrain; print(*dir(hvdtrain)); print('hvdtrain.api' in sys.modules)"],
+        is_warm=False,
+    )
     names, imported = listed.stdout.splitlines()
-    assert {"train", "read", "Run", "UserError"} <= set(names.split()) and imported == "False", listed.stderr
+    assert {"train", "read", "Run", "UserError"} <= set(names.split()) and imported == "False", (
+        listed.stderr
+    )
 
 
-def test_a_mapping_trains_as_the_command_line_does_and_reads_back(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mapping_trains_as_the_command_line_does_and_reads_back(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     config = {
         "epochs": 2,
         "model": {"name": "linear"},
@@ -56,8 +64,17 @@ def test_a_mapping_trains_as_the_command_line_does_and_reads_back(capsys: pytest
         "log": {"targets": [0.01]},
     }
     run = hvdtrain.train(config, "batch.size=32")
-    assert main(["epochs=2", "model.name=linear", "optim.base_lr=1e-05", "run=two", "batch.size=32"]) == 0
-    assert (run.folder, run.code, run.why, run.steps, run.epochs) == (Path("one"), 0, "epochs=2", 90, 2880 / 1437)
+    assert (
+        main(["epochs=2", "model.name=linear", "optim.base_lr=1e-05", "run=two", "batch.size=32"])
+        == 0
+    )
+    assert (run.folder, run.code, run.why, run.steps, run.epochs) == (
+        Path("one"),
+        0,
+        "epochs=2",
+        90,
+        2880 / 1437,
+    )
     one = hvdtrain.read(run)
     two = hvdtrain.read("two")
     epochs = one[one.kind == "epoch"]
@@ -80,9 +97,14 @@ def test_a_class_is_a_model_and_a_yaml_file_a_configuration() -> None:
 
 
 def test_what_is_wrong_is_raised_and_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(hvdtrain.UserError, match=r"no such key: epoch\n  where: hvdtrain.train\(\)\n.*did you mean epochs"):
+    with pytest.raises(
+        hvdtrain.UserError,
+        match=r"no such key: epoch\n  where: hvdtrain.train\(\)\n.*did you mean epochs",
+    ):
         hvdtrain.train({"epoch": 2})
-    with pytest.raises(hvdtrain.UserError, match=r"batch.size is an object of complex\n  where: hvdtrain.train\(\)"):
+    with pytest.raises(
+        hvdtrain.UserError, match=r"batch.size is an object of complex\n  where: hvdtrain.train\(\)"
+    ):
         hvdtrain.train({"batch": {"size": 3j}})
     with pytest.raises(hvdtrain.UserError, match=r"guard\.nonfinite=stop"):
         hvdtrain.train({"optim.base_lr": 1e6, "model.name": "mlp", "epochs": 3, "run": "bad"})
@@ -110,49 +132,80 @@ print("never")
     [
         (
             "hvdtrain.train({'model.name': 'mpl'})",
-            "hvdtrain: unknown name: mpl\n  where: model.name, hvdtrain.train()\n  fix: did you mean mlp?\n"
+            "hvdtrain: unknown name: mpl\n  where: model.name, hvdtrain.train()\n  fix: did you "
+            "mean mlp?\n"
             "{script}:8, in <module>: hvdtrain.train({'model.name': 'mpl'})\n",
         ),
-        ("hvdtrain.train('epochs=x')", "hvdtrain: wrong value for epochs: 'x'\n  where: epochs, hvdtrain.train()\n"),
+        (
+            "hvdtrain.train('epochs=x')",
+            "hvdtrain: wrong value for epochs: 'x'\n  where: epochs, hvdtrain.train()\n",
+        ),
         ("hvdtrain.train({'model.name': Net})", "hvdtrain: the model fails for images "),
     ],
 )
-def test_a_mistake_in_a_script_is_told_without_frames_of_hvdtrain(call: str, said: str, tmp_path: Path) -> None:
-    """What, where, fix and the script's own line; Python then ends as after any exception: what the script wrote is kept."""
+def test_a_mistake_in_a_script_is_told_without_frames_of_hvdtrain(
+    call: str, said: str, tmp_path: Path
+) -> None:
+    """What, where, fix and the script's own line; Python then ends as after any exception: what the
+    script wrote is kept."""
     script = tmp_path / "script.py"
     kept = tmp_path / "kept.txt"
     script.write_text(SCRIPT.format(call=call))
     done = python([str(script), str(kept)], is_warm=False)
     assert done.returncode == 2, done
     assert said.replace("{script}", f"{script}") in done.stderr
-    assert f'File "{Path(hvdtrain.__file__).parent}' not in done.stderr and "never" not in done.stdout
+    assert (
+        f'File "{Path(hvdtrain.__file__).parent}' not in done.stderr and "never" not in done.stdout
+    )
     assert kept.read_text() == "kept"
 
 
 def test_numbers_of_numpy_are_numbers_and_what_has_no_name_is_no_model() -> None:
     run = hvdtrain.train(
-        {"max_steps": np.int64(2), "optim.base_lr": np.float32(0.5), "batch": {"size": np.arange(8, 9)[0]}, "model.name": "linear"}
+        {
+            "max_steps": np.int64(2),
+            "optim.base_lr": np.float32(0.5),
+            "batch": {"size": np.arange(8, 9)[0]},
+            "model.name": "linear",
+        }
     )
     config = hvdtrain.read(run).attrs["config"]
     assert (run.steps, config["optim.base_lr"], config["batch.size"], run.rank) == (2, 0.5, 8, 0)
-    with pytest.raises(hvdtrain.UserError, match=r"model.name is .*<lambda>, which has no name to import\n.*\n.*at the top of the file"):
+    with pytest.raises(
+        hvdtrain.UserError,
+        match=r"model.name is .*<lambda>, which has no name to import\n.*\n.*at the top of the "
+        r"file",
+    ):
         hvdtrain.train({"model": {"name": lambda shape: None}})
-    with pytest.raises(hvdtrain.UserError, match=r"model.name is an object of Net\n.*\n.*a class \(not one of its objects\)"):
+    with pytest.raises(
+        hvdtrain.UserError,
+        match=r"model.name is an object of Net\n.*\n.*a class \(not one of its objects\)",
+    ):
         hvdtrain.train({"model": {"name": Net((8, 8, 1), 10)}})
 
 
-def test_a_run_that_is_over_says_that_nothing_was_trained_and_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_over_says_that_nothing_was_trained_and_how_to_go_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     first = hvdtrain.train({"model.name": Net, "max_steps": 4, "run": "one"})
     said = capsys.readouterr().out
-    assert f"resume   {command_line()} resume=one model.name={__name__}:Net stop.steps=8\n" in said and "nothing was trained" not in said
-    assert re.search(r"^start   [0-9.]+ s to the end of the first step(?!.*Python)", said, re.MULTILINE), (
-        "the process is older than the job"
+    assert (
+        f"resume   {command_line()} resume=one model.name={__name__}:Net stop.steps=8\n" in said
+        and "nothing was trained" not in said
     )
-    with pytest.raises(hvdtrain.UserError, match="one is over .*: optim.base_lr is 0.02 there, 0.5 here"):
+    assert re.search(
+        r"^start   [0-9.]+ s to the end of the first step(?!.*Python)", said, re.MULTILINE
+    ), "the process is older than the job"
+    with pytest.raises(
+        hvdtrain.UserError, match="one is over .*: optim.base_lr is 0.02 there, 0.5 here"
+    ):
         hvdtrain.train({"model.name": Net, "max_steps": 4, "run": "one", "optim.base_lr": 0.5})
     again = hvdtrain.train({"model.name": Net, "max_steps": 4, "run": "one"})
     said = capsys.readouterr().out
-    assert "nothing was trained: one has a job that was over before; another run=, or more epochs= than it has" in said
+    assert (
+        "nothing was trained: one has a job that was over before; another run=, or more epochs= "
+        "than it has" in said
+    )
     assert again.last == first.last
     further = hvdtrain.train({"resume": "one", "model.name": Net}, "max_steps=8")
     assert further.steps == 8 and "nothing was trained" not in capsys.readouterr().out
@@ -163,11 +216,15 @@ def test_a_job_that_is_started_while_an_error_is_handled_has_not_failed() -> Non
         hvdtrain.train({"epoch": 2})
     except hvdtrain.UserError:
         run = hvdtrain.train({"model.name": "linear", "max_steps": 2, "run": "one"})
-    kinds = [json.loads(line)["kind"] for line in (run.folder / "events.jsonl").read_text().splitlines()]
+    kinds = [
+        json.loads(line)["kind"] for line in (run.folder / "events.jsonl").read_text().splitlines()
+    ]
     assert "end" in kinds and "failed" not in kinds
 
 
-def test_single_steps_and_a_folder_of_the_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_single_steps_and_a_folder_of_the_home(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     hvdtrain.train({"model.name": "linear", "max_steps": 3, "run": "~/one", "log.step_times": True})
     assert set(hvdtrain.read("~/one").kind) == {"step", "epoch"}
@@ -177,7 +234,9 @@ def test_single_steps_and_a_folder_of_the_home(monkeypatch: pytest.MonkeyPatch, 
 
 def command(said: str, head: str) -> list[str]:
     """The arguments of a line of the footer, as a shell parses them."""
-    return shlex.split(next(line for line in said.splitlines() if line.startswith(head)).removeprefix(head))
+    return shlex.split(
+        next(line for line in said.splitlines() if line.startswith(head)).removeprefix(head)
+    )
 
 
 def test_commands_are_for_a_shell_whatever_the_folder_is_called(
@@ -187,20 +246,40 @@ def test_commands_are_for_a_shell_whatever_the_folder_is_called(
     hvdtrain.train({"model.name": Net, "max_steps": 4, "run": run})
     said = capsys.readouterr().out
     program = shlex.split(command_line())
-    assert command(said, "resume   ") == [*program, f"resume={run}", f"model.name={__name__}:Net", "stop.steps=8"]
+    assert command(said, "resume   ") == [
+        *program,
+        f"resume={run}",
+        f"model.name={__name__}:Net",
+        "stop.steps=8",
+    ]
     assert command(said, "report   ") == [*program, "report", run]
     assert main(command(said, "resume   ")[len(program) :]) == 0
     assert f"run folder: {run}\n" in capsys.readouterr().out
     assert hvdtrain.read(run).step.max() == 8
-    assert hvdtrain.train({"model.name": "linear", "guard.max_time": "2s", "resume": "no", "run": f"{run}2"}).code == 75  # at once
-    assert command(capsys.readouterr().out, "the same command resumes the job, with ") == [f"run={run}2", "resume=auto"]
-    assert hvdtrain.train({"model.name": "linear", "guard.max_time": "2s", "run": f"{run}3"}).code == 75
+    assert (
+        hvdtrain.train(
+            {"model.name": "linear", "guard.max_time": "2s", "resume": "no", "run": f"{run}2"}
+        ).code
+        == 75
+    )  # at once
+    assert command(capsys.readouterr().out, "the same command resumes the job, with ") == [
+        f"run={run}2",
+        "resume=auto",
+    ]
+    assert (
+        hvdtrain.train({"model.name": "linear", "guard.max_time": "2s", "run": f"{run}3"}).code
+        == 75
+    )
     assert "\nthe same command resumes the job\n" in capsys.readouterr().out, "it names the folder"
     unnamed = hvdtrain.train({"model.name": "linear", "guard.max_time": "2s"})
-    assert command(capsys.readouterr().out, "the same command resumes the job, with ") == [f"run={unnamed.folder}"]
+    assert command(capsys.readouterr().out, "the same command resumes the job, with ") == [
+        f"run={unnamed.folder}"
+    ]
 
 
-def test_the_command_of_a_report_takes_a_folder_that_looks_like_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_of_a_report_takes_a_folder_that_looks_like_an_option(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     hvdtrain.train({"model.name": "linear", "framework": "numpy", "max_steps": 2, "run": "-dash"})
     report = command(capsys.readouterr().out, "report   ")
     words = report[len(shlex.split(command_line())) :]
@@ -212,7 +291,11 @@ def test_letters_that_the_output_has_not_end_no_job(monkeypatch: pytest.MonkeyPa
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="latin-1"))
     run = hvdtrain.train({"model.name": "linear", "max_steps": 2, "run": "日本"})
-    assert run.steps == 2 and b"run folder: \\u65e5\\u672c\n" in written.getvalue() and sys.stdout.errors == "strict"
+    assert (
+        run.steps == 2
+        and b"run folder: \\u65e5\\u672c\n" in written.getvalue()
+        and sys.stdout.errors == "strict"
+    )
 
 
 @needs_mpirun
@@ -223,13 +306,15 @@ def test_each_rank_of_a_script_gets_the_same_and_one_that_fails_ends_all(tmp_pat
         "class Net(__import__('torch').nn.Linear):\n"
         "    def __init__(self, classes): super().__init__(64, classes)\n"
         "    def forward(self, x): return super().forward(x.flatten(1))\n"
-        "run = hvdtrain.train({'model.name': Net, 'epochs': 1, 'run': sys.argv[1], 'comm.engine': 'mpi'})\n"
+        "run = hvdtrain.train({'model.name': Net, 'epochs': 1, 'run': sys.argv[1], 'comm.engine': "
+        "'mpi'})\n"
         "sys.stderr.write(f'{run.steps} {run.last:.4f}\\n')\n"
         "images = __import__('numpy').arange(3 * 64, dtype='uint8').reshape(3, 8, 8)\n"
         "said = hvdtrain.predict(run, images, 'comm.engine=mpi', 'batch.evaluate=1')\n"
         "one = hvdtrain.predict(run, images[:1], 'comm.engine=mpi')\n"  # a rank has no sample
         "known = hvdtrain.evaluate(run, {'x': images, 'y': said.argmax(1)}, 'comm.engine=mpi')\n"
-        "sys.stderr.write(f'said {said.shape} {said.sum():.4f} {abs(said[:1] - one).max() < 1e-6} {known[\"accuracy\"]}\\n')\n"
+        "sys.stderr.write(f'said {said.shape} {said.sum():.4f} {abs(said[:1] - one).max() < 1e-6} "
+        '{known["accuracy"]}\\n\')\n'
         "hvdtrain.train({'batch.size': 1, 'comm.engine': 'mpi'})\n"
         "print('never')\n"
     )
@@ -242,17 +327,31 @@ def test_each_rank_of_a_script_gets_the_same_and_one_that_fails_ends_all(tmp_pat
     assert first.endswith(" True 1.0")
 
 
-def test_a_large_model_object_is_predicted_and_has_the_trained_weights(capfd: pytest.CaptureFixture[str]) -> None:
-    """Of more than 2^20 weights; copying its buffers and the weights of its loss without numbers fails inside torch."""
-    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 17_000), torch.nn.BatchNorm1d(17_000), torch.nn.Linear(17_000, 10))
+def test_a_large_model_object_is_predicted_and_has_the_trained_weights(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Of more than 2^20 weights; copying its buffers and the weights of its loss without numbers
+    fails inside torch."""
+    net = torch.nn.Sequential(
+        torch.nn.Flatten(),
+        torch.nn.Linear(64, 17_000),
+        torch.nn.BatchNorm1d(17_000),
+        torch.nn.Linear(17_000, 10),
+    )
     first = copy.deepcopy(net.state_dict())
     loss = torch.nn.CrossEntropyLoss(weight=torch.arange(1.0, 11.0), reduction="none")
     run = hvdtrain.train({"stop.steps": 2, "run": "run", "batch.size": 4}, model=net, loss=loss)
     out, err = capfd.readouterr()
-    assert " of each rank by prediction, " in out and " predicted (" in out and "not predicted" not in out
+    assert (
+        " of each rank by prediction, " in out
+        and " predicted (" in out
+        and "not predicted" not in out
+    )
     assert "fake_tensor" not in err
     saved = load_file(next(Path(run.folder, "checkpoints").glob("step-*/weights.safetensors")))
     assert {name[2:] for name in saved} == set(first)
     for name, tensor in ((name[2:], tensor) for name, tensor in saved.items()):
-        torch.testing.assert_close(net.state_dict()[name], tensor.view(first[name].shape), rtol=0, atol=0)
+        torch.testing.assert_close(
+            net.state_dict()[name], tensor.view(first[name].shape), rtol=0, atol=0
+        )
         assert not torch.equal(tensor, first[name]), name

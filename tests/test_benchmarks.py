@@ -1,4 +1,5 @@
-"""The benchmark scripts run, check before they time, and have a docstring that says what they measure."""
+"""The benchmark scripts run, check before they time, and have a docstring that says what they
+measure."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from ranks import ROOT, in_full_rounds, mpirun, needs_mpirun, python
 
 from hvdtrain.data.source import NamedArrays
 
-SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py")) + sorted((ROOT / "benchmarks" / "peers").glob("*.py"))
+SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py")) + sorted(
+    (ROOT / "benchmarks" / "peers").glob("*.py")
+)
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +30,12 @@ def fashion(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for part, count in (("train", 120), ("t10k", 40)):
         images = rng.integers(0, 256, (count, 28, 28), dtype=np.uint8)
         labels = (np.arange(count) % 10).astype(np.uint8)
-        (raw / f"{part}-images-idx3-ubyte").write_bytes(struct.pack(">IIII", 0x803, count, 28, 28) + images.tobytes())
-        (raw / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, count) + labels.tobytes())
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(
+            struct.pack(">IIII", 0x803, count, 28, 28) + images.tobytes()
+        )
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(
+            struct.pack(">II", 0x801, count) + labels.tobytes()
+        )
     return raw.parent.parent
 
 
@@ -50,24 +57,54 @@ GPU_DAY = [
 @pytest.mark.slow
 @needs_mpirun
 @pytest.mark.parametrize(
-    "parts", [pytest.param(parts, marks=[in_full_rounds] if parts == ["gpt24"] else [], id=parts[0]) for parts in GPU_DAY]
+    "parts",
+    [
+        pytest.param(parts, marks=[in_full_rounds] if parts == ["gpt24"] else [], id=parts[0])
+        for parts in GPU_DAY
+    ],
 )
-def test_every_part_of_the_gpu_day_runs_without_a_gpu(fashion: Path, tmp_path: Path, parts: list[str]) -> None:
+def test_every_part_of_the_gpu_day_runs_without_a_gpu(
+    fashion: Path, tmp_path: Path, parts: list[str]
+) -> None:
     out = tmp_path / "out.jsonl"
-    done = python(["benchmarks/gpu.py", "--root", str(fashion), "--json", str(out), "--quick", "--part", *parts])
+    done = python(
+        [
+            "benchmarks/gpu.py",
+            "--root",
+            str(fashion),
+            "--json",
+            str(out),
+            "--quick",
+            "--part",
+            *parts,
+        ]
+    )
     assert (done.returncode, done.stderr) == (0, ""), done
     day, *rows = (json.loads(line) for line in out.read_text().splitlines())
-    assert day["quick"] and [(row["part"], row["ended"]) for row in rows if "ended" in row] == [(name, "ok") for name in parts]
+    assert day["quick"] and [(row["part"], row["ended"]) for row in rows if "ended" in row] == [
+        (name, "ok") for name in parts
+    ]
     of = {name: [row for row in rows if row["part"] == name] for name in parts}
     if "tests" in parts:
-        assert of["tests"][0]["passed"] == 0 and "test_gpu::test_a_gpu_computes_what_a_cpu_does" in str(of["tests"][0]["skipped"])
+        assert of["tests"][0][
+            "passed"
+        ] == 0 and "test_gpu::test_a_gpu_computes_what_a_cpu_does" in str(of["tests"][0]["skipped"])
         resnet, reached = (of[name][0]["measured"] for name in ("wide_resnet", "accuracy"))
-        assert set(resnet["rows"]) == {"textbook", "by hand", "hvdtrain"} and of["wide_resnet"][0]["data"] == "Fashion-MNIST"
+        assert (
+            set(resnet["rows"]) == {"textbook", "by hand", "hvdtrain"}
+            and of["wide_resnet"][0]["data"] == "Fashion-MNIST"
+        )
         assert reached["textbook"]["reached"] and reached["hvdtrain"]["seconds"] > 0
     if "zero3" in parts:
-        assert [row["stage"] for row in of["zero3"][:-1]] == ["stage 0", "stage 3, parameters offloaded"] and of["resume"][0]["same_bits"]
+        assert [row["stage"] for row in of["zero3"][:-1]] == [
+            "stage 0",
+            "stage 3, parameters offloaded",
+        ] and of["resume"][0]["same_bits"]
     if "cifar10" in parts:
-        assert of["cifar10"][0]["data"] == of["folder"][0]["data"] == "synthetic" and of["cifar10"][0]["measured"]["part"] == "record"
+        assert (
+            of["cifar10"][0]["data"] == of["folder"][0]["data"] == "synthetic"
+            and of["cifar10"][0]["measured"]["part"] == "record"
+        )
 
 
 def test_a_part_of_the_gpu_day_that_fails_ends_no_other(
@@ -77,7 +114,9 @@ def test_a_part_of_the_gpu_day_that_fails_ends_no_other(
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import gpu
 
-    assert sorted(gpu.PARTS) == sorted(name for some in GPU_DAY for name in some), "each is tried by a test"
+    assert sorted(gpu.PARTS) == sorted(name for some in GPU_DAY for name in some), (
+        "each is tried by a test"
+    )
 
     def waits(part: gpu.Part) -> str:
         monkeypatch.setattr(part, "_end_s", time.monotonic() + 2)
@@ -93,56 +132,123 @@ def test_a_part_of_the_gpu_day_that_fails_ends_no_other(
     monkeypatch.setattr(gpu, "PARTS", parts)
     monkeypatch.setattr("sys.argv", ["gpu.py", "--json", str(tmp_path / "out.jsonl")])
     assert gpu.main() == 1
-    ends = [row for row in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines()) if "ended" in row]
-    assert {row["part"]: row["ended"] for row in ends} == {"fails": "FAILED", "breaks": "FAILED", "waits": "FAILED", "works": "ok"}
+    ends = [
+        row
+        for row in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+        if "ended" in row
+    ]
+    assert {row["part"]: row["ended"] for row in ends} == {
+        "fails": "FAILED",
+        "breaks": "FAILED",
+        "waits": "FAILED",
+        "works": "ok",
+    }
     assert ends[0]["found"] == f"exit code 1 of python -c {fails}\nhalf\nno such kernel\n"
     assert ends[2]["found"].startswith("more than 480 s with python -c ")
     table = capsys.readouterr().out.partition("part         result")[2].splitlines()[1:5]
     assert [line.split()[:2] for line in table] == [[row["part"], row["ended"]] for row in ends]
-    assert table[0].endswith(" ... no such kernel") and table[1].endswith("ZeroDivisionError: integer division or modulo by zero")
+    assert table[0].endswith(" ... no such kernel") and table[1].endswith(
+        "ZeroDivisionError: integer division or modulo by zero"
+    )
     assert table[3].endswith("fine")
 
 
 def test_watching_measures_every_part(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    arguments = ["--rounds", "3", "--steps", "10", "--json", str(out), "model.name=linear", "framework=numpy"]
+    arguments = [
+        "--rounds",
+        "3",
+        "--steps",
+        "10",
+        "--json",
+        str(out),
+        "model.name=linear",
+        "framework=numpy",
+    ]
     done = python(["benchmarks/watching.py", *arguments])
     assert (done.returncode, done.stderr) == (0, "")
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["part"] for row in rows] == ["nothing", "stopwatch", "step_times", "events.jsonl", "display", "trackers", "all sinks"]
-    assert all(row["quartiles"][0] <= row["images_per_s_ratio"] <= row["quartiles"][1] for row in rows)
+    assert [row["part"] for row in rows] == [
+        "nothing",
+        "stopwatch",
+        "step_times",
+        "events.jsonl",
+        "display",
+        "trackers",
+        "all sinks",
+    ]
+    assert all(
+        row["quartiles"][0] <= row["images_per_s_ratio"] <= row["quartiles"][1] for row in rows
+    )
 
 
 @pytest.mark.slow
 def test_guard_measures_every_part(tmp_path: Path) -> None:
-    """Each part is switched off by an attribute of the job: one that is renamed must not be missed."""
+    """Each part is switched off by an attribute of the job: one that is renamed must not be
+    missed."""
     out = tmp_path / "out.jsonl"
-    done = python(["benchmarks/guard.py", "--engine", "single", "--rounds", "8", "--quick", "--json", str(out)])
+    done = python(
+        [
+            "benchmarks/guard.py",
+            "--engine",
+            "single",
+            "--rounds",
+            "8",
+            "--quick",
+            "--json",
+            str(out),
+        ]
+    )
     assert (done.returncode, done.stderr) == (0, ""), done
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["part"] for row in rows] == [
-        *("nothing", "heartbeat, watchdog", "flags on the sums", "non-finite check", "nonfinite=skip", "digests", "sync_buffers")
+        *(
+            "nothing",
+            "heartbeat, watchdog",
+            "flags on the sums",
+            "non-finite check",
+            "nonfinite=skip",
+            "digests",
+            "sync_buffers",
+        )
     ]
     assert all(row["ratio"] > 0 for row in rows)
 
 
 def test_token_baselines_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 3 tokens; training windows 0 0 1 and 1 1 1, so that 0 is followed by 0, 1; 1 by 1, 1. The validation window is 0 1 2."""
+    """Of 3 tokens; training windows 0 0 1 and 1 1 1, so that 0 is followed by 0, 1; 1 by 1, 1. The
+    validation window is 0 1 2."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import token_baselines
 
-    train, val = (NamedArrays({"tokens": np.array(rows)}, {"tokens": 3}) for rows in ([[0, 0, 1], [1, 1, 1]], [[0, 1, 2]]))
+    train, val = (
+        NamedArrays({"tokens": np.array(rows)}, {"tokens": 3})
+        for rows in ([[0, 0, 1], [1, 1, 1]], [[0, 1, 2]])
+    )
     pairs = [token_baselines.counts(source, 3, 1) for source in (train, val)]
-    assert pairs[0].tolist() == [[1, 1, 0], [0, 2, 0], [0, 0, 0]] and pairs[1].tolist() == [[0, 1, 0], [0, 0, 1], [0, 0, 0]]
-    assert token_baselines.nats(*pairs) == pytest.approx(-(math.log(2 / 5) + math.log(1 / 5)) / 2, rel=1e-15)
+    assert pairs[0].tolist() == [[1, 1, 0], [0, 2, 0], [0, 0, 0]] and pairs[1].tolist() == [
+        [0, 1, 0],
+        [0, 0, 1],
+        [0, 0, 0],
+    ]
+    assert token_baselines.nats(*pairs) == pytest.approx(
+        -(math.log(2 / 5) + math.log(1 / 5)) / 2, rel=1e-15
+    )
     alone = [each.sum(0, keepdims=True) for each in pairs]
-    assert token_baselines.nats(*alone) == pytest.approx(-(math.log(4 / 7) + math.log(1 / 7)) / 2, rel=1e-15)
-    assert token_baselines.counts(train, 3, 2).tolist() == [[1, 1, 0], [0, 2, 0], [0, 0, 0]], "before the first place is the first token"
+    assert token_baselines.nats(*alone) == pytest.approx(
+        -(math.log(4 / 7) + math.log(1 / 7)) / 2, rel=1e-15
+    )
+    assert token_baselines.counts(train, 3, 2).tolist() == [[1, 1, 0], [0, 2, 0], [0, 0, 0]], (
+        "before the first place is the first token"
+    )
 
 
-def test_a_block_that_is_computed_again_keeps_its_input_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else 16 numbers for each of its width's: its input and those of two norms, of three linear layers with 1, 4 and 4, queries, keys,
-    values and what attention makes of them; and a few for each token and head."""
+def test_a_block_that_is_computed_again_keeps_its_input_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else 16 numbers for each of its width's: its input and those of two norms, of three linear
+    layers with 1, 4 and 4, queries, keys, values and what attention makes of them; and a few for
+    each token and head."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import recompute
 
@@ -150,8 +256,13 @@ def test_a_block_that_is_computed_again_keeps_its_input_alone(monkeypatch: pytes
     tokens = 5 * 32
     number = 4 / recompute.MB
     one = tokens * 64 * number
-    few = tokens * (2 + 2 + 2) * number  # mean and deviation of two norms, and of each head the logarithm of a sum
-    found = {which: recompute.kept(recompute.Step(sizes, which))["blocks"] for which in ("none", "2", "all")}
+    few = (
+        tokens * (2 + 2 + 2) * number
+    )  # mean and deviation of two norms, and of each head the logarithm of a sum
+    found = {
+        which: recompute.kept(recompute.Step(sizes, which))["blocks"]
+        for which in ("none", "2", "all")
+    }
     assert found["all"] == pytest.approx([one] * 4, abs=1e-4)
     assert found["none"] == pytest.approx([16 * one + few] * 4, abs=1e-4)
     assert found["2"] == pytest.approx([16 * one + few, one, 16 * one + few, one], abs=1e-4)
@@ -162,11 +273,25 @@ def test_a_block_that_is_computed_again_keeps_its_input_alone(monkeypatch: pytes
 @in_full_rounds
 def test_recompute_measures_each_way(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    sizes = ["--layers", "2", "--context", "64", "--width", "32", "--vocabulary", "33", "--which", "none,all"]
+    sizes = [
+        "--layers",
+        "2",
+        "--context",
+        "64",
+        "--width",
+        "32",
+        "--vocabulary",
+        "33",
+        "--which",
+        "none,all",
+    ]
     done = python(["benchmarks/recompute.py", *sizes, "--rounds", "2", "--json", str(out)])
     assert (done.returncode, done.stderr) == (0, "")
     row = json.loads(out.read_text())
-    assert row["all"]["kept"]["all"] < row["none"]["kept"]["all"] / 3 and row["all"]["tensors"]["total"] < row["none"]["tensors"]["total"]
+    assert (
+        row["all"]["kept"]["all"] < row["none"]["kept"]["all"] / 3
+        and row["all"]["tensors"]["total"] < row["none"]["tensors"]["total"]
+    )
     assert row["all"]["to none"][0] > 1
 
 
@@ -174,11 +299,26 @@ def test_recompute_measures_each_way(tmp_path: Path) -> None:
 @pytest.mark.clock
 def test_gpt_compares_training_and_drawing(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    arguments = ["--rounds", "2", "--steps", "2", "--draws", "2", "--json", str(out), "model.layers=1", "data.side=4"]
+    arguments = [
+        "--rounds",
+        "2",
+        "--steps",
+        "2",
+        "--draws",
+        "2",
+        "--json",
+        str(out),
+        "model.layers=1",
+        "data.side=4",
+    ]
     done = python(["benchmarks/gpt.py", *arguments])
     assert (done.returncode, done.stderr) == (0, "")
     row = json.loads(out.read_text())
-    assert row["training"]["quartiles"][0] <= row["training"]["hvdtrain_to_by_hand"] <= row["training"]["quartiles"][1]
+    assert (
+        row["training"]["quartiles"][0]
+        <= row["training"]["hvdtrain_to_by_hand"]
+        <= row["training"]["quartiles"][1]
+    )
     assert row["drawing"]["positions"] == 16 and row["drawing"]["times_as_fast"] > 1
 
 
@@ -186,36 +326,70 @@ def test_gpt_compares_training_and_drawing(tmp_path: Path) -> None:
 @in_full_rounds
 @needs_mpirun
 def test_shards_compares_stages_and_fsdp2_on_the_same_job(tmp_path: Path) -> None:
-    """Without the same losses there is nothing to compare: that only hvdtrain takes optim.momentum, Adam's beta1, must be noticed."""
+    """Without the same losses there is nothing to compare: that only hvdtrain takes optim.momentum,
+    Adam's beta1, must be noticed."""
     out = tmp_path / "out.jsonl"
-    arguments = ["benchmarks/shards.py", "--rounds", "3", "--steps", "2", "--json", str(out), "model.widths=[16]"]
-    done = mpirun(2, [*arguments, "--trainers", "torchdist/0,torchdist/2,mpi/1,fsdp2", "--to", "fsdp2"])
+    arguments = [
+        "benchmarks/shards.py",
+        "--rounds",
+        "3",
+        "--steps",
+        "2",
+        "--json",
+        str(out),
+        "model.widths=[16]",
+    ]
+    done = mpirun(
+        2, [*arguments, "--trainers", "torchdist/0,torchdist/2,mpi/1,fsdp2", "--to", "fsdp2"]
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     row = json.loads(out.read_text())
-    assert list(row["rows"]) == ["torchdist/0", "torchdist/2", "mpi/1", "fsdp2"] and row["largest_difference_of_losses"] < 1e-5
+    assert (
+        list(row["rows"]) == ["torchdist/0", "torchdist/2", "mpi/1", "fsdp2"]
+        and row["largest_difference_of_losses"] < 1e-5
+    )
     losses = row["rows"]["fsdp2"]["losses"]
     assert len(losses) == 4 and losses[-1] < losses[0]
     done = mpirun(2, [*arguments, "--trainers", "torchdist/0,fsdp2", "optim.momentum=0.5"])
-    assert done.returncode != 0 and "the trainers do not train the same" in done.stdout + done.stderr
+    assert (
+        done.returncode != 0 and "the trainers do not train the same" in done.stdout + done.stderr
+    )
 
 
 @needs_mpirun
 def test_dense_schemes_sends_the_bytes_that_are_counted_by_hand(tmp_path: Path) -> None:
-    """Of 2 ranks with 6 samples and a layer of 32 x 32, in float32: own rows, half of the neurons of all rows, and both back again; and how
-    many rows a rank has. Data parallel: once the weights and biases, which is 2 (ranks - 1) / ranks of them."""
+    """Of 2 ranks with 6 samples and a layer of 32 x 32, in float32: own rows, half of the neurons
+    of all rows, and both back again; and how many rows a rank has. Data parallel: once the weights
+    and biases, which is 2 (ranks - 1) / ranks of them."""
     out = tmp_path / "out.jsonl"
-    arguments = ["benchmarks/dense_schemes.py", "--width", "32", "--samples", "6", "--rounds", "2", "--json", str(out)]
+    arguments = [
+        "benchmarks/dense_schemes.py",
+        "--width",
+        "32",
+        "--samples",
+        "6",
+        "--rounds",
+        "2",
+        "--json",
+        str(out),
+    ]
     done = mpirun(2, arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {row["way"]: row for row in map(json.loads, out.read_text().splitlines())}
     own = 6 * 32 * 4
     assert [rows[way]["bytes"] for way in "abc"] == [2 * own + 2 * own + 8] * 3
     assert rows["data parallel"]["bytes"] == (32 * 32 + 32) * 4
-    assert [rows[way]["bytes_of_rows_forward"] for way in "abc"] == [own] * 3 == [rows[way]["bytes_of_rows_backward"] for way in "abc"]
+    assert (
+        [rows[way]["bytes_of_rows_forward"] for way in "abc"]
+        == [own] * 3
+        == [rows[way]["bytes_of_rows_backward"] for way in "abc"]
+    )
     assert [rows[way]["bytes_most_in_a_turn"] for way in "abc"] == [own, own, own // 2]
 
 
-def test_shards_refuses_trainers_that_do_not_go_together(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shards_refuses_trainers_that_do_not_go_together(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import shards
 

@@ -1,4 +1,5 @@
-"""The structure of the code: no merge markers, imports point down, heavy imports are in few files, and --help is fast."""
+"""The structure of the code: no merge markers, imports point down, heavy imports are in few files,
+and --help is fast."""
 
 from __future__ import annotations
 
@@ -35,7 +36,11 @@ ALLOWED = {  # the only files that may import these
     "torchvision": ("core/import_torchvision.py",),
     "timm": ("frameworks/torch/libraries/timm.py",),
     "transformers": ("frameworks/torch/libraries/transformers.py",),
-    "horovod": ("comm/horovod.py", "frameworks/torch/parallel/", "horovod/engine/through_horovod.py"),
+    "horovod": (
+        "comm/horovod.py",
+        "frameworks/torch/parallel/",
+        "horovod/engine/through_horovod.py",
+    ),
     "jax": ("frameworks/jax/", "tasks/jax.py", "horovod/traced/on_host.py"),
     "keras": ("horovod/keras/", "frameworks/keras.py", "frameworks/torch/keras_module.py"),
     **dict.fromkeys(("flax", "equinox", "haiku"), ("frameworks/jax/library_models.py",)),
@@ -76,13 +81,19 @@ def test_heavy_libraries_are_imported_only_where_allowed(path: Path) -> None:
     name = str(path.relative_to(ROOT))
     for module in import_graph.imported_names(path):
         allowed = ALLOWED.get(module.split(".")[0])
-        assert allowed is None or name.startswith(allowed), f"{name} imports {module}; only {allowed} may"
+        assert allowed is None or name.startswith(allowed), (
+            f"{name} imports {module}; only {allowed} may"
+        )
 
 
 def test_no_file_has_markers_of_a_merge() -> None:
     files = [path for path in REPOSITORY.iterdir() if path.is_file()]
     for folder in ("hvdtrain", "tests", "docs", "labs", "benchmarks", "configs", "jobs", ".ci"):
-        files += [path for path in (REPOSITORY / folder).rglob("*") if path.is_file() and path.suffix != ".pyc"]
+        files += [
+            path
+            for path in (REPOSITORY / folder).rglob("*")
+            if path.is_file() and path.suffix != ".pyc"
+        ]
     marked = [
         f"{path.relative_to(REPOSITORY)}:{number}"
         for path in files
@@ -98,21 +109,47 @@ def test_no_file_has_a_name_without_meaning() -> None:
 
 def test_every_file_has_a_docstring() -> None:
     missing = [
-        name for name, path in zip(NAMES, FILES, strict=True) if path.read_text() and not ast.get_docstring(ast.parse(path.read_text()))
+        name
+        for name, path in zip(NAMES, FILES, strict=True)
+        if path.read_text() and not ast.get_docstring(ast.parse(path.read_text()))
     ]
     assert not missing
 
 
 def test_help_is_fast_and_imports_no_framework() -> None:
-    heavy = "numpy", "torch", "jax", "mpi4py", "horovod", "sklearn", "yaml", "torchvision", "keras", "tensorflow"
+    heavy = (
+        "numpy",
+        "torch",
+        "jax",
+        "mpi4py",
+        "horovod",
+        "sklearn",
+        "yaml",
+        "torchvision",
+        "keras",
+        "tensorflow",
+    )
     code = "import sys; from hvdtrain.__main__ import main; main(['--help'])\n"
     code += "main(['--help', 'keys']); main(['list']); main(['--help', 'model'])\n"
-    code += f"loaded = [m for m in {heavy} if m in sys.modules]\nassert not loaded, loaded\nprint(len(sys.modules))"
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}  # a user's has none
+    code += (
+        f"loaded = [m for m in {heavy} if m in sys.modules]\nassert not loaded, "
+        "loaded\nprint(len(sys.modules))"
+    )
+    environment = {
+        name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
+    }  # a user's has none
     best = 9.0
     for _ in range(3):
-        start = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])  # of processor time, which other processes affect little
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+        start = sum(
+            resource.getrusage(resource.RUSAGE_CHILDREN)[:2]
+        )  # of processor time, which other processes affect little
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=environment,
+        )
         best = min(best, sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - start)
         assert done.returncode == 0, done.stderr
     assert "batch.size=64" in done.stdout and "model.widths" in done.stdout

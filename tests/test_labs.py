@@ -1,4 +1,5 @@
-"""labs/: each lab's notebook runs the lab's quick form, and shows the figures of the page; the form of all of them."""
+"""labs/: each lab's notebook runs the lab's quick form, and shows the figures of the page; the form
+of all of them."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ found = nbformat.read(path, as_version=4)
 nbformat.validate(found)
 nbclient.NotebookClient(found, timeout=None, resources={"metadata": {"path": path.parent}}).execute()
 nbformat.write(found, path)
-"""
+"""  # noqa: E501
 
 
 def test_each_lab_is_listed_and_another_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,16 +36,24 @@ def test_each_lab_is_listed_and_another_is_not_known(capsys: pytest.CaptureFixtu
     listed = capsys.readouterr().out
     index = (ROOT / "labs" / "README.md").read_text()
     for path in LABS:
-        assert f"{path.parent.name[0]}  Lab " in listed and f"[{path.parent.name[0]}]({path.parent.name}/README.md)" in index
+        assert (
+            f"{path.parent.name[0]}  Lab " in listed
+            and f"[{path.parent.name[0]}]({path.parent.name}/README.md)" in index
+        )
     with pytest.raises(UserError, match="there is no lab 99"):
         lab_command(["99"])
 
 
 def test_lab_1_marks_what_was_not_reached_and_says_where_no_minimum_shows(tmp_path: Path) -> None:
     lab = lab_module("1")
-    rows = [lab.Reached(batch, 10.0, 1.0, seconds) for batch, seconds in ((8, 3.0), (32, 1.0), (128, 2.0))]
+    rows = [
+        lab.Reached(batch, 10.0, 1.0, seconds)
+        for batch, seconds in ((8, 3.0), (32, 1.0), (128, 2.0))
+    ]
     assert lab.without_minimum(rows) == ""
-    assert lab.without_minimum(rows[:2]).startswith("batch 32 took least, at an end of those that came to 95 %")
+    assert lab.without_minimum(rows[:2]).startswith(
+        "batch 32 took least, at an end of those that came to 95 %"
+    )
     assert lab.without_minimum([]).startswith("95 % was reached with no batch")
     figure = lab.draw_net(rows, [512], 40, tmp_path / "digits.png")
     for axes in figure.axes:
@@ -55,18 +64,31 @@ def test_lab_1_marks_what_was_not_reached_and_says_where_no_minimum_shows(tmp_pa
 def test_lab_2_warns_where_other_programs_compute() -> None:
     lab = lab_module("2")
     assert lab.busy(0.4, 2) == "" and lab.busy(3.9, 16) == ""
-    assert lab.busy(2.5, 2).startswith("warning: other programs compute here (load 2.5 on 2 cores), so images/s say little")
+    assert lab.busy(2.5, 2).startswith(
+        "warning: other programs compute here (load 2.5 on 2 cores), so images/s say little"
+    )
 
 
 def test_lab_3_says_where_steps_are_too_few_for_what_larc_and_lamb_are_for(tmp_path: Path) -> None:
     lab = lab_module("3")
     quick = lab.quick(tmp_path)
-    nothing, wins = ({(name, batch): 0.5 for name in lab.RECIPES for batch in (16, 128, 1024)} for _ in range(2))
+    nothing, wins = (
+        {(name, batch): 0.5 for name in lab.RECIPES for batch in (16, 128, 1024)} for _ in range(2)
+    )
     wins.update({("LARC", 1024): 0.51, ("LAMB", 1024): 0.51})
-    assert lab.too_few_steps(quick, wins) == lab.too_few_steps(quick, {**nothing, ("scaling, warm-up", 1024): math.nan}) == ""
-    text = "batch 1,024: LARC and LAMB are not above scaling with warm-up; 12 steps are too few to show what they are for"
+    assert (
+        lab.too_few_steps(quick, wins)
+        == lab.too_few_steps(quick, {**nothing, ("scaling, warm-up", 1024): math.nan})
+        == ""
+    )
+    text = (
+        "batch 1,024: LARC and LAMB are not above scaling with warm-up; 12 steps are too few to "
+        "show what they are for"
+    )
     assert lab.too_few_steps(quick, nothing) == text
-    assert "LAMB is not above" in (one := lab.too_few_steps(quick, {**wins, ("LAMB", 1024): math.nan})) and one.endswith("what it is for")
+    assert "LAMB is not above" in (
+        one := lab.too_few_steps(quick, {**wins, ("LAMB", 1024): math.nan})
+    ) and one.endswith("what it is for")
     for found, title in ((nothing, text), (wins, "")):
         (axes,) = lab.draw_recipes(quick, found).axes
         assert axes.get_title(loc="left") == title
@@ -89,7 +111,9 @@ def notebook_of(number: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("path", LABS, ids=lambda path: path.parent.name)
-def test_a_notebook_has_the_text_the_figures_and_the_code_of_its_page(path: Path, tmp_path: Path) -> None:
+def test_a_notebook_has_the_text_the_figures_and_the_code_of_its_page(
+    path: Path, tmp_path: Path
+) -> None:
     page = (path.parent / "README.md").read_text()
     number = path.parent.name[0]
     written = json.loads(notebook_of(number, tmp_path).read_text())
@@ -97,14 +121,29 @@ def test_a_notebook_has_the_text_the_figures_and_the_code_of_its_page(path: Path
     code = ["".join(cell["source"]) for cell in written["cells"] if cell["cell_type"] == "code"]
     for cell in code:
         compile(re.sub(r"^!.*", "pass", cell, flags=re.MULTILINE), path.parent.name, "exec")
-    assert [name for cell in code for name in FIGURE.findall(cell)] == re.findall(r"!\[[^]]+\]\(([a-z-]+\.png)\)", page)
-    text = "\n".join("".join(cell["source"]) for cell in written["cells"] if cell["cell_type"] == "markdown")
+    assert [name for cell in code for name in FIGURE.findall(cell)] == re.findall(
+        r"!\[[^]]+\]\(([a-z-]+\.png)\)", page
+    )
+    text = "\n".join(
+        "".join(cell["source"]) for cell in written["cells"] if cell["cell_type"] == "markdown"
+    )
     assert text.startswith(page.partition("\n")[0])
     assert any(f'out = "lab-{number}-quick" if quick else "lab-{number}"' in cell for cell in code)
-    assert not any(f'"lab-{number}/' in cell for cell in code), "a cell reads what this run has written"
-    links = [target.partition("#")[0] for target in re.findall(r"\]\(([^)]+)\)", text) if not target.startswith(("http", "#"))]
+    assert not any(f'"lab-{number}/' in cell for cell in code), (
+        "a cell reads what this run has written"
+    )
+    links = [
+        target.partition("#")[0]
+        for target in re.findall(r"\]\(([^)]+)\)", text)
+        if not target.startswith(("http", "#"))
+    ]
     assert links and all((tmp_path / target).exists() for target in links), links
-    words = [word for line in page.splitlines() if not line.startswith(("```", "![")) for word in re.findall(r"\w+", line)]
+    words = [
+        word
+        for line in page.splitlines()
+        if not line.startswith(("```", "!["))
+        for word in re.findall(r"\w+", line)
+    ]
     assert len(words) - len(re.findall(r"\w+", text)) < 150  # the commands, which are cells
 
 
@@ -114,7 +153,10 @@ def test_a_notebook_has_the_text_the_figures_and_the_code_of_its_page(path: Path
 def test_a_notebook_runs_its_lab_and_shows_the_figures(path: Path, tmp_path: Path) -> None:
     """As Jupyter runs it. The lab is run once, in its quick form, so that no other test has to."""
     notebook = notebook_of(path.parent.name[0], tmp_path)
-    folders = {name: str(tmp_path / name) for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR")}
+    folders = {
+        name: str(tmp_path / name)
+        for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR")
+    }
     done = python(["-c", EXECUTE, str(notebook)], env=folders)
     assert done.returncode == 0, done
     cells = json.loads(notebook.read_text())["cells"]
@@ -123,7 +165,9 @@ def test_a_notebook_runs_its_lab_and_shows_the_figures(path: Path, tmp_path: Pat
     for cell in shown:
         name = FIGURE.findall("".join(cell["source"]))[0]
         assert (path.parent / name).read_bytes()[:4] == b"\x89PNG", f"{name} of the page"
-        assert [list(output["data"]) for output in cell["outputs"]] == [["image/png", "text/plain"]], (name, cell["outputs"])
+        assert [list(output["data"]) for output in cell["outputs"]] == [
+            ["image/png", "text/plain"]
+        ], (name, cell["outputs"])
 
 
 def test_a_notebook_that_cannot_be_written_is_told(tmp_path: Path) -> None:
@@ -133,7 +177,9 @@ def test_a_notebook_that_cannot_be_written_is_told(tmp_path: Path) -> None:
         lab_command(["1", "--notebook", str(tmp_path / "none" / "x.ipynb")])
 
 
-def test_the_paths_of_lab_1_are_those_of_both_frameworks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_paths_of_lab_1_are_those_of_both_frameworks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.syspath_prepend(str(LABS[0].parent))
     monkeypatch.delitem(sys.modules, "lab", raising=False)
     import lab
@@ -147,7 +193,9 @@ def test_the_paths_of_lab_1_are_those_of_both_frameworks(monkeypatch: pytest.Mon
     monkeypatch.delitem(sys.modules, "lab")
 
 
-def test_a_gradient_step_costs_what_lab_1_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_step_costs_what_lab_1_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Steps fall and epochs rise with the batch."""
     monkeypatch.syspath_prepend(str(LABS[0].parent))
     monkeypatch.delitem(sys.modules, "lab", raising=False)
@@ -172,20 +220,32 @@ def lab_module(number: str) -> Any:
     return module
 
 
-def test_lab_1_trains_anew_in_the_folder_of_its_former_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lab_1_trains_anew_in_the_folder_of_its_former_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lab = lab_module("1")
     for epochs in (1, 2):  # too few for 95 %, at which a job ends
         lab.real_net(tmp_path, (16,), epochs)
-        assert capsys.readouterr().out.startswith(f"batch   16: 95 % not reached in {epochs} epochs\n95 % was reached with no batch")
+        assert capsys.readouterr().out.startswith(
+            f"batch   16: 95 % not reached in {epochs} epochs\n95 % was reached with no batch"
+        )
         assert hvdtrain.read(tmp_path / "batch-16").epoch.max() == epochs
 
 
-def test_a_lab_that_was_changed_asks_for_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lab_that_was_changed_asks_for_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "labs"))
     import runs
 
     def train(samples: int) -> Any:
-        words = ("data.name=synthetic", f"data.samples={samples}", "model.name=mlp", "epochs=1", "batch.size=32")
+        words = (
+            "data.name=synthetic",
+            f"data.samples={samples}",
+            "model.name=mlp",
+            "epochs=1",
+            "batch.size=32",
+        )
         return runs.train(runs.Job(tmp_path / "job", words))
 
     assert len(train(64)) == len(train(64))
@@ -197,17 +257,30 @@ def test_a_lab_that_was_changed_asks_for_another_folder(tmp_path: Path, monkeypa
 def test_the_layers_that_lab_4_predicts_follow_from_two_plans() -> None:
     lab = lab_module("4")
     way = (2, "all")
-    plans = {2: {way: {"total": 30_000_000}}, 4: {way: {"total": 50_000_000}}}  # 10 MB, and 10 MB for each layer
+    plans = {
+        2: {way: {"total": 30_000_000}},
+        4: {way: {"total": 50_000_000}},
+    }  # 10 MB, and 10 MB for each layer
     assert [lab.predicted_mb(plans, way, layers) for layers in (0, 1, 12)] == [10, 20, 130]
     assert [lab.most_layers(plans, way, room_mb) for room_mb in (129.9, 130.1, 25)] == [11, 12, 1]
 
 
-def test_lab_6_has_joules_where_the_job_measured_them_and_a_reason_where_not(tmp_path: Path) -> None:
+def test_lab_6_has_joules_where_the_job_measured_them_and_a_reason_where_not(
+    tmp_path: Path,
+) -> None:
     lab = lab_module("6")
     assert lab.joules({"joules": {}}) is None and lab.joules({"joules": {"cpu": None}}) is None
     assert lab.joules({"joules": {"cpu": 120.5, "gpu": 30.0}}) == 150.5
-    assert lab.why_not({"energy": {"cpu": "no counter", "gpu": ""}}) == ["energy of processors is not measured: no counter"]
-    one = lab.Cost(ranks=1, samples=1000, seconds=4.0, start_cpu_s=3.0, cpu_s=5.0, joules=None, accuracy=0.95)
-    assert lab.spent(one) == ("processor-seconds", 5.0) and lab.spent(one._replace(joules=80.0)) == ("joules", 80.0)
-    lab.draw_cost([one._replace(joules=80.0), one._replace(ranks=2, joules=70.0)], tmp_path / "cost.png")
+    assert lab.why_not({"energy": {"cpu": "no counter", "gpu": ""}}) == [
+        "energy of processors is not measured: no counter"
+    ]
+    one = lab.Cost(
+        ranks=1, samples=1000, seconds=4.0, start_cpu_s=3.0, cpu_s=5.0, joules=None, accuracy=0.95
+    )
+    assert lab.spent(one) == ("processor-seconds", 5.0) and lab.spent(
+        one._replace(joules=80.0)
+    ) == ("joules", 80.0)
+    lab.draw_cost(
+        [one._replace(joules=80.0), one._replace(ranks=2, joules=70.0)], tmp_path / "cost.png"
+    )
     assert (tmp_path / "cost.png").read_bytes()[:4] == b"\x89PNG"

@@ -1,4 +1,5 @@
-"""The table of wrong changes fits the tree: each text is there once, and so is each test. `make mutants` runs them."""
+"""The table of wrong changes fits the tree: each text is there once, and so is each test. `make
+mutants` runs them."""
 
 from __future__ import annotations
 
@@ -11,7 +12,11 @@ from mutants import MUTANTS, ROOT, Mutant, Verdict, chosen, troubles
 def test_the_text_of_each_change_is_there_once_and_so_are_its_tests() -> None:
     assert troubles() == []
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
-    of_steps = [mutant for mutant in MUTANTS if mutant.file.startswith(("hvdtrain/frameworks/torch/", "hvdtrain/optim/"))]
+    of_steps = [
+        mutant
+        for mutant in MUTANTS
+        if mutant.file.startswith(("hvdtrain/frameworks/torch/", "hvdtrain/optim/"))
+    ]
     assert len(of_steps) == 20, "in the strategies and the step"
     assert all(mutant.before != mutant.after for mutant in MUTANTS)
 
@@ -40,7 +45,12 @@ def test_every_change_is_python_in_the_copy_alone(tmp_path: Path) -> None:
         copy.write_text(before)
         mutant.apply(tmp_path)
         compile(copy.read_text(), mutant.file, "exec")
-        assert copy.read_text() == before.replace(mutant.before, mutant.after) != before == (ROOT / mutant.file).read_text()
+        assert (
+            copy.read_text()
+            == before.replace(mutant.before, mutant.after)
+            != before
+            == (ROOT / mutant.file).read_text()
+        )
 
 
 def test_the_first_test_that_fails_is_named() -> None:

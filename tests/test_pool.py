@@ -1,4 +1,5 @@
-"""Ranks that wait for calls: one start for many, and another one after a call that fails, hangs or leaves something behind."""
+"""Ranks that wait for calls: one start for many, and another one after a call that fails, hangs or
+leaves something behind."""
 
 from __future__ import annotations
 
@@ -54,7 +55,10 @@ def test_one_start_serves_many_calls_until_one_goes_wrong(tmp_path: Path) -> Non
         assert re.search(said, str(error.value), re.DOTALL), error.value
         with pytest.raises(AssertionError, match="as before: "):
             call(name, limit_s)
-        wait_until(lambda gone=first: not any(Path(f"/proc/{pid}").exists() for pid in gone), "the ranks are gone")
+        wait_until(
+            lambda gone=first: not any(Path(f"/proc/{pid}").exists() for pid in gone),
+            "the ranks are gone",
+        )
         new = pids()
         assert not first & new
         first = new

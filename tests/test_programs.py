@@ -20,7 +20,10 @@ BEST = {  # what each reaches at least
     "augmented": ("accuracy", 0.8),
     "hugging_face": ("accuracy", 0.9),
     "table": ("r2", 0.9),
-    "two_outputs": ("loss", -0.05),  # at most: -0.17 on two ranks; of a constant mean and deviation +0.62, with the true ones -0.59
+    "two_outputs": (
+        "loss",
+        -0.05,
+    ),  # at most: -0.17 on two ranks; of a constant mean and deviation +0.62, with the true ones -0.59  # noqa: E501
 }
 
 
@@ -32,8 +35,11 @@ def test_programs_are_short() -> None:
 
 @needs_mpirun
 @pytest.mark.slow
-def test_programs_train_on_two_ranks_and_an_augmented_job_goes_on_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The job is stopped in its second epoch on one process; two ranks with a worker each end it as one process without."""
+def test_programs_train_on_two_ranks_and_an_augmented_job_goes_on_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job is stopped in its second epoch on one process; two ranks with a worker each end it as
+    one process without."""
     monkeypatch.chdir(tmp_path)
     hvdtrain.train(RESUMED, "run=straight")
     stopped = hvdtrain.train(RESUMED, "run=resumed", "max_steps=6")
@@ -55,7 +61,11 @@ def test_a_hugging_face_dataset_on_two_ranks(tmp_path: Path) -> None:
 
 def on_two_ranks(folder: Path, names: list[str], *more: str) -> dict[str, dict[str, Any]]:
     programs = [str(PROGRAMS / f"{name}.py") for name in names]
-    ended = mpirun(2, alone("programs_on_ranks:main", str(folder), *programs, *more), env={"PYTHONPATH": SUPPORT})
+    ended = mpirun(
+        2,
+        alone("programs_on_ranks:main", str(folder), *programs, *more),
+        env={"PYTHONPATH": SUPPORT},
+    )
     assert ended.returncode == 0, ended.stderr
     found: dict[str, dict[str, Any]] = json.loads((folder / "ended.json").read_text())
     assert list(found) == [*names, *more]
@@ -65,4 +75,7 @@ def on_two_ranks(folder: Path, names: list[str], *more: str) -> dict[str, dict[s
 def check(program: str, run: dict[str, Any]) -> None:
     objective, least = BEST[program]
     is_good = run["best"] <= least if objective == "loss" else run["best"] >= least
-    assert (run["rank"], run["code"], run["objective"]) == (0, 0, objective) and is_good, (program, run)
+    assert (run["rank"], run["code"], run["objective"]) == (0, 0, objective) and is_good, (
+        program,
+        run,
+    )

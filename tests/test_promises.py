@@ -1,4 +1,5 @@
-"""tests/promises.md: each promise of docs/reliability.md has its test, which exists; and what the page calls a default is the default."""
+"""tests/promises.md: each promise of docs/reliability.md has its test, which exists; and what the
+page calls a default is the default."""
 
 from __future__ import annotations
 
@@ -14,7 +15,12 @@ from hvdtrain.training.checkpoint.saver import RETRY_S
 
 ROOT = Path(__file__).parents[1]
 PROMISES = ROOT / "tests" / "promises.md"
-PAGES = [*sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")]), ROOT / "README.md", ROOT / "CHANGELOG.md", PROMISES]
+PAGES = [
+    *sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")]),
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    PROMISES,
+]
 PAGE = (ROOT / "docs" / "reliability.md").read_text()
 TABLE = PROMISES.read_text()
 
@@ -22,7 +28,11 @@ TABLE = PROMISES.read_text()
 @functools.cache
 def names_of_tests() -> set[str]:
     """Of all files."""
-    return {name for path in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)}
+    return {
+        name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -39,15 +49,30 @@ def test_every_test_file_that_a_page_names_exists(page: Path) -> None:
 
 
 def test_commands_are_quoted_for_zsh() -> None:
-    """There, brackets without quotes are a pattern of file names, and the command does not start."""
-    lines = [line for page in [*PAGES, *sorted((ROOT / "configs").glob("*.yaml"))] for line in page.read_text().splitlines()]
-    commands = [line for line in lines if re.match(r"[#$ ]*(\S*python\S* -m hvdtrain|hvdtrain|mpirun|srun|make) ", line)]
-    unquoted = [line for line in commands if re.search(r"=[^ ]*\[", re.sub(r"'[^']*'|\"[^\"]*\"", "", line.partition(" # ")[0]))]
+    """There, brackets without quotes are a pattern of file names, and the command does not
+    start."""
+    lines = [
+        line
+        for page in [*PAGES, *sorted((ROOT / "configs").glob("*.yaml"))]
+        for line in page.read_text().splitlines()
+    ]
+    commands = [
+        line
+        for line in lines
+        if re.match(r"[#$ ]*(\S*python\S* -m hvdtrain|hvdtrain|mpirun|srun|make) ", line)
+    ]
+    unquoted = [
+        line
+        for line in commands
+        if re.search(r"=[^ ]*\[", re.sub(r"'[^']*'|\"[^\"]*\"", "", line.partition(" # ")[0]))
+    ]
     assert len(commands) > 40 and not unquoted
 
 
 def test_every_promise_has_a_test_and_every_section_a_promise() -> None:
-    rows = [line.strip("| ").split(" | ") for line in TABLE.splitlines() if line.startswith("| ")][1:]
+    rows = [line.strip("| ").split(" | ") for line in TABLE.splitlines() if line.startswith("| ")][
+        1:
+    ]
     assert len(rows) > 40
     assert not [promise for promise, names in rows if not re.search(r"`test_\w+`", names)]
     begun = [found[1] for promise, _ in rows if (found := re.match(r"\*\*([^*]+)\*\*", promise))]

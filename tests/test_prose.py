@@ -1,4 +1,5 @@
-"""Prose: no sentence of a page of docs has more than 40 words, every link leads somewhere, a docstring begins with what the thing is."""
+"""Prose: no sentence of a page of docs has more than 40 words, every link leads somewhere, a
+docstring begins with what the thing is."""
 
 from __future__ import annotations
 
@@ -10,7 +11,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FRONT = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "jobs/README.md", "tests/README.md")
+FRONT = (
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "jobs/README.md",
+    "tests/README.md",
+)
 DOCS = [ROOT / name for name in FRONT] + sorted((ROOT / "docs").glob("*.md"))
 PAGES = [
     *DOCS,
@@ -18,7 +26,9 @@ PAGES = [
     *sorted(path for folder in ("benchmarks", "labs") for path in (ROOT / folder).rglob("*.md")),
 ]
 MOST_WORDS = 40
-_VAGUE = re.compile(r"(Of|The same|Those|As)\b")  # a beginning that says nothing without the signature, or the docstring before it
+_VAGUE = re.compile(
+    r"(Of|The same|Those|As)\b"
+)  # a beginning that says nothing without the signature, or the docstring before it
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _NOT_PROSE = re.compile(r"\||#|<|!\[")  # a table, a heading, HTML, an image
 _ITEM = re.compile(r"^\s*(?:[-*]|\d\.) ")
@@ -36,7 +46,12 @@ def sentences(text: str) -> list[str]:
         if not _NOT_PROSE.match(line):
             paragraphs[-1] += _ITEM.sub("", line) + " "
     prose = (_CODE.sub("`", _LINK.sub(r"\1", paragraph)) for paragraph in paragraphs)
-    return [sentence.strip() for paragraph in prose for sentence in _END.split(paragraph) if sentence.strip()]
+    return [
+        sentence.strip()
+        for paragraph in prose
+        for sentence in _END.split(paragraph)
+        if sentence.strip()
+    ]
 
 
 def words(sentence: str) -> int:
@@ -52,11 +67,14 @@ def anchors(page: Path) -> set[str]:
 def leads_somewhere(page: Path, address: str) -> bool:
     path, _, fragment = address.partition("#")
     target = page.parent / path if path else page
-    return target.exists() and (not fragment or target.suffix != ".md" or fragment in anchors(target))
+    return target.exists() and (
+        not fragment or target.suffix != ".md" or fragment in anchors(target)
+    )
 
 
 def vague_docstrings(source: str) -> Iterator[tuple[int, str]]:
-    """The line and the beginning of each docstring that does not say what its module, class or function is."""
+    """The line and the beginning of each docstring that does not say what its module, class or
+    function is."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             text = ast.get_docstring(node) or ""
@@ -66,18 +84,26 @@ def vague_docstrings(source: str) -> Iterator[tuple[int, str]]:
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_no_sentence_of_a_page_has_more_than_40_words(page: Path) -> None:
-    assert not [sentence for sentence in sentences(page.read_text()) if words(sentence) > MOST_WORDS]
+    assert not [
+        sentence for sentence in sentences(page.read_text()) if words(sentence) > MOST_WORDS
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_to_a_file_or_a_heading_that_exists(page: Path) -> None:
-    addresses = [address for _, address in _LINK.findall(_FENCE.sub("", page.read_text())) if not address.startswith("http")]
+    addresses = [
+        address
+        for _, address in _LINK.findall(_FENCE.sub("", page.read_text()))
+        if not address.startswith("http")
+    ]
     assert not [address for address in addresses if not leads_somewhere(page, address)]
 
 
 def test_what_counts_as_a_sentence() -> None:
     first = "# A heading of any length\nOne (Young et al. 1974) two `code in code` three.\nFour\n"
-    page = first + "[five](six.md), ... seven. Eight\n- nine.\n| ten |\n```\neleven.\n```\n1. twelve\n"
+    page = (
+        first + "[five](six.md), ... seven. Eight\n- nine.\n| ten |\n```\neleven.\n```\n1. twelve\n"
+    )
     assert [words(sentence) for sentence in sentences(page)] == [6, 3, 1, 1, 1]
     assert words("it's a well-known 40 and x1") == 5
 
@@ -86,7 +112,10 @@ def test_a_link_to_a_heading_that_is_not_there_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("## `a.b`: 16 bits, or\n```\n# no heading\n```\n")
     assert anchors(page) == {"ab-16-bits-or"}
-    assert [leads_somewhere(page, address) for address in ("#ab-16-bits-or", "page.md#no-heading", "other.md", "page.md")] == [
+    assert [
+        leads_somewhere(page, address)
+        for address in ("#ab-16-bits-or", "page.md#no-heading", "other.md", "page.md")
+    ] == [
         True,
         False,
         False,
@@ -96,10 +125,17 @@ def test_a_link_to_a_heading_that_is_not_there_is_found(tmp_path: Path) -> None:
 
 def test_a_docstring_begins_with_what_the_thing_is() -> None:
     files = sorted((ROOT / "hvdtrain").rglob("*.py"))
-    found = [f"{path.relative_to(ROOT)}:{line}: {text}" for path in files for line, text in vague_docstrings(path.read_text())]
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {text}"
+        for path in files
+        for line, text in vague_docstrings(path.read_text())
+    ]
     assert not found and len(files) > 200
 
 
 def test_a_docstring_that_says_nothing_alone_is_found() -> None:
-    source = '"""Of a rank."""\nclass A:\n    """Offers."""\n    def b(self):\n        """The same, later."""\n'
+    source = (
+        '"""Of a rank."""\nclass A:\n    """Offers."""\n    def b(self):\n        """The same, '
+        'later."""\n'
+    )
     assert list(vague_docstrings(source)) == [(1, "Of a rank."), (5, "The same, later.")]

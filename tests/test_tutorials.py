@@ -1,4 +1,5 @@
-"""Pages of docs/ with code: it runs and prints the output that they show, and their claims are true."""
+"""Pages of docs/ with code: it runs and prints the output that they show, and their claims are
+true."""
 
 from __future__ import annotations
 
@@ -19,10 +20,23 @@ from hvdtrain.config.schema import known_keys
 
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 FROM_HOROVOD = ROOT / "docs" / "from-horovod-script.md"
-OWN = [ROOT / "docs" / f"{name}.md" for name in ("own-data", "own-model", "fine-tuning", "scripts", "own-loss", "hooks", "segmentation")]
+OWN = [
+    ROOT / "docs" / f"{name}.md"
+    for name in (
+        "own-data",
+        "own-model",
+        "fine-tuning",
+        "scripts",
+        "own-loss",
+        "hooks",
+        "segmentation",
+    )
+]
 OWN_LOOP = ROOT / "docs" / "own-loop.md"
 SCIENCE = ROOT / "docs" / "science-data.md"
-PAGES = [pytest.param(page, id=page.stem) for page in (TUTORIAL, FROM_HOROVOD, OWN_LOOP, SCIENCE, *OWN)]
+PAGES = [
+    pytest.param(page, id=page.stem) for page in (TUTORIAL, FROM_HOROVOD, OWN_LOOP, SCIENCE, *OWN)
+]
 _FACTS = """
 import horovod.torch as hvd, torch
 hvd.init()
@@ -44,7 +58,7 @@ for passes in (1, 2):
     optimizer.step()
     print(weight.item())
 print(hvd.Compression.fp16.__name__, hvd.Adasum, hvd.elastic.run.__name__)
-"""
+"""  # noqa: E501
 
 
 def file_of(page: Path, name: str) -> Block:
@@ -61,7 +75,9 @@ def test_the_tutorial_runs_and_prints_the_output_that_it_shows(tmp_path: Path) -
 @needs_mpirun
 @pytest.mark.slow
 @pytest.mark.parametrize("page", OWN if FULL else [*OWN[::2], OWN[5]], ids=lambda page: page.stem)
-def test_a_page_on_ones_own_code_runs_and_prints_the_output_that_it_shows(page: Path, tmp_path: Path) -> None:
+def test_a_page_on_ones_own_code_runs_and_prints_the_output_that_it_shows(
+    page: Path, tmp_path: Path
+) -> None:
     messages = failures(page, run_page(page, tmp_path))
     assert not messages, "\n".join(messages)
 
@@ -72,14 +88,20 @@ def test_the_page_on_ones_own_loop_runs_and_prints_the_output_that_it_shows(tmp_
     results = run_page(OWN_LOOP, tmp_path)
     messages = failures(OWN_LOOP, results)
     assert not messages, "\n".join(messages)
-    losses = [float(loss) for result in results.values() for loss in re.findall(r"validation loss ([0-9.]+)", result.output)]
+    losses = [
+        float(loss)
+        for result in results.values()
+        for loss in re.findall(r"validation loss ([0-9.]+)", result.output)
+    ]
     assert len(losses) == 2 and losses[0] == pytest.approx(losses[1], rel=1e-3)  # in float32
 
 
 @needs_mpirun
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("h5py"), reason="h5py is not installed")
-def test_the_page_on_data_of_science_runs_and_prints_the_output_that_it_shows(tmp_path: Path) -> None:
+def test_the_page_on_data_of_science_runs_and_prints_the_output_that_it_shows(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     messages = failures(SCIENCE, run_page(SCIENCE, tmp_path))
     assert not messages, "\n".join(messages)
@@ -100,10 +122,18 @@ def test_the_script_and_the_configuration_train_alike(tmp_path: Path) -> None:
     results = run_page(FROM_HOROVOD, tmp_path)
     messages = failures(FROM_HOROVOD, results)
     assert not messages, "\n".join(messages)
-    script, job = (results[block.number].output for block in blocks(FROM_HOROVOD) if block.text.startswith("mpirun "))
+    script, job = (
+        results[block.number].output
+        for block in blocks(FROM_HOROVOD)
+        if block.text.startswith("mpirun ")
+    )
     by_script = float(script.split()[-1])
     by_job = float(re.findall(r"^done .* accuracy ([0-9.]+)", job, re.MULTILINE)[0])
-    assert len(re.findall(r"^epoch \d", script, re.MULTILINE)) == len(re.findall(r"^ +\d+ .* 0\.1$", job, re.MULTILINE)) == 8
+    assert (
+        len(re.findall(r"^epoch \d", script, re.MULTILINE))
+        == len(re.findall(r"^ +\d+ .* 0\.1$", job, re.MULTILINE))
+        == 8
+    )
     assert min(by_script, by_job) > 0.93
     assert abs(by_script - by_job) <= 0.05
     assert "engine horovod" in job
@@ -113,17 +143,32 @@ def test_the_model_file_is_short_and_the_table_names_lines_of_the_script() -> No
     script = file_of(FROM_HOROVOD, "horovod_digits.py").text
     assert len(file_of(FROM_HOROVOD, "mymodel.py").text.splitlines()) <= 20
     assert len(file_of(FROM_HOROVOD, "digits.yaml").text.splitlines()) <= 16
-    table = FROM_HOROVOD.read_text().partition("## Line by line")[2].partition("## What other scripts have")[0]
+    table = (
+        FROM_HOROVOD.read_text()
+        .partition("## Line by line")[2]
+        .partition("## What other scripts have")[0]
+    )
     lines = re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
     assert len(lines) == 14
     assert not [line for line in lines if line not in script]
-    for call in ("init", "DistributedOptimizer", "broadcast_parameters", "broadcast_optimizer_state", "allreduce", "rank", "size"):
+    for call in (
+        "init",
+        "DistributedOptimizer",
+        "broadcast_parameters",
+        "broadcast_optimizer_state",
+        "allreduce",
+        "rank",
+        "size",
+    ):
         assert f"hvd.{call}(" in script
 
 
 def test_the_claims_about_samplers() -> None:
     def dealt(count: int, ranks: int, epoch: int | None = None) -> list[list[int]]:
-        samplers = [DistributedSampler(TensorDataset(torch.zeros(count)), num_replicas=ranks, rank=rank) for rank in range(ranks)]
+        samplers = [
+            DistributedSampler(TensorDataset(torch.zeros(count)), num_replicas=ranks, rank=rank)
+            for rank in range(ranks)
+        ]
         if epoch is not None:
             [sampler.set_epoch(epoch) for sampler in samplers]
         return [list(sampler) for sampler in samplers]
@@ -131,16 +176,22 @@ def test_the_claims_about_samplers() -> None:
     train = dealt(1437, 2)
     val = dealt(360, 2)
     assert [len(part) for part in train] == [719, 719] == [22 * 32 + 15] * 2
-    assert sum(map(len, train)) - len({sample for part in train for sample in part}) == 1  # trained on twice
+    assert (
+        sum(map(len, train)) - len({sample for part in train for sample in part}) == 1
+    )  # trained on twice
     assert [len(part) for part in val] == [180, 180] == [5 * 32 + 20] * 2
     assert sum(map(len, dealt(360, 7))) == 364
-    assert dealt(1437, 2) == train != dealt(1437, 2, epoch=1)  # the same order unless set_epoch is called
+    assert (
+        dealt(1437, 2) == train != dealt(1437, 2, epoch=1)
+    )  # the same order unless set_epoch is called
 
 
 def test_the_accuracy_that_the_script_prints_corresponds_to_no_number_of_right_answers() -> None:
     text = FROM_HOROVOD.read_text()
     printed = re.findall(r"^epoch 8 .* ([0-9.]+)$", text, re.MULTILINE)[0]
-    said, right = re.findall(r"([0-9.]+) corresponds to no whole number of right answers among 360 \(([0-9.]+)\)", text)[0]
+    said, right = re.findall(
+        r"([0-9.]+) corresponds to no whole number of right answers among 360 \(([0-9.]+)\)", text
+    )[0]
     assert printed == said
     assert right == f"{360 * float(said):.1f}"
     assert f"{round(float(right)) / 360:.4f}" != said
@@ -151,30 +202,59 @@ def test_the_claims_about_optimizers() -> None:
     done = python(["-c", _FACTS])
     assert done.returncode == 0, done.stderr
     shrunk, rate, optimizer_state, left, one_pass, two_passes, *names = done.stdout.split()
-    assert float(shrunk) == pytest.approx(0.1 * 1e-4, rel=0.05)  # the broadcast of a fresh optimizer's state: a step of decay
+    assert float(shrunk) == pytest.approx(
+        0.1 * 1e-4, rel=0.05
+    )  # the broadcast of a fresh optimizer's state: a step of decay
     assert float(rate) == 0.1  # not the 0.4 that the new optimizer was made with
-    assert (int(optimizer_state), int(left)) == (2, 0)  # a state that was loaded before the optimizer is wrapped
+    assert (int(optimizer_state), int(left)) == (
+        2,
+        0,
+    )  # a state that was loaded before the optimizer is wrapped
     assert (float(one_pass), float(two_passes)) == (-1.0, -2.0)  # the sum over passes, not the mean
     assert len(names) == 3
 
 
 def test_other_scripts_find_keys_that_exist() -> None:
-    table = FROM_HOROVOD.read_text().partition("## What other scripts have")[2].partition("\nTwo differences")[0]
-    rows = [row.split(" | ") for row in table.splitlines() if row.startswith("| ") and not row.startswith("| in a script")]
+    table = (
+        FROM_HOROVOD.read_text()
+        .partition("## What other scripts have")[2]
+        .partition("\nTwo differences")[0]
+    )
+    rows = [
+        row.split(" | ")
+        for row in table.splitlines()
+        if row.startswith("| ") and not row.startswith("| in a script")
+    ]
     assert len(rows) == 11
     keys = {key for _, ours, _ in rows for key in re.findall(r"`([a-z]+\.[a-z_]+)(?:=\w+)?`", ours)}
-    assert {"comm.compression", "comm.op", "batch.micro", "speed.precision", "speed.device"} <= keys <= set(known_keys())
+    assert (
+        {"comm.compression", "comm.op", "batch.micro", "speed.precision", "speed.device"}
+        <= keys
+        <= set(known_keys())
+    )
 
 
 @needs_horovod
 @needs_mpirun
 @pytest.mark.slow
 def test_horovodrun_needs_gloo_with_open_mpi_5(tmp_path: Path) -> None:
-    """The released Horovod 0.28.1; where its mpirun way works one day, the page is to be changed."""
+    """The released Horovod 0.28.1; where its mpirun way works one day, the page is to be
+    changed."""
     folder = Path(sys.executable).parent
-    train = ["-np", "2", sys.executable, "-m", "hvdtrain", "epochs=1", "model.name=linear", f"run={tmp_path / 'run'}"]
+    train = [
+        "-np",
+        "2",
+        sys.executable,
+        "-m",
+        "hvdtrain",
+        "epochs=1",
+        "model.name=linear",
+        f"run={tmp_path / 'run'}",
+    ]
     path = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}  # of mpirun
-    by_mpi, by_gloo = (python([str(folder / "horovodrun"), *how, *train], env=path) for how in ([], ["--gloo"]))
+    by_mpi, by_gloo = (
+        python([str(folder / "horovodrun"), *how, *train], env=path) for how in ([], ["--gloo"])
+    )
     said = " ".join((by_mpi.stdout + by_mpi.stderr).split())
     assert by_mpi.returncode != 0 and "unable to find the specified executable file" in said
     assert by_gloo.returncode == 0 and "done (epochs=1)" in by_gloo.stdout, by_gloo.stderr
@@ -194,8 +274,16 @@ def test_links_point_to_existing_files(page: Path) -> None:
         ("a 0.9500", "a  0.9000", False),
         ("done after 4.01 epochs and 1.1 s", "done after 4.01 epochs and 7.3 s", True),
         ("done after 4.01 epochs and 1.1 s", "done after 5.01 epochs and 1.1 s", False),
-        ("    1      0.1      0.1     13080      1.8769    0.3437", "    1      2.1      0.9       170      1.8770    0.3437", True),
-        ("    1      0.1      0.1     13080      1.8769    0.3437", "    2      2.1      0.9       170      1.8770    0.3437", False),
+        (
+            "    1      0.1      0.1     13080      1.8769    0.3437",
+            "    1      2.1      0.9       170      1.8770    0.3437",
+            True,
+        ),
+        (
+            "    1      0.1      0.1     13080      1.8769    0.3437",
+            "    2      2.1      0.9       170      1.8770    0.3437",
+            False,
+        ),
         ("speed 1,312 images/s", "speed    7 images/s", True),
         ("page: a ...", "page: a/b", False),
         ("page: a ...", "page: a b c", True),
@@ -204,20 +292,32 @@ def test_links_point_to_existing_files(page: Path) -> None:
         ("first", "", False),
     ],
 )
-def test_shown_output_is_compared_with_printed_output(shown: str, printed: str, alike: bool) -> None:
+def test_shown_output_is_compared_with_printed_output(
+    shown: str, printed: str, alike: bool
+) -> None:
     assert bool(differences(shown, printed)) != alike
 
 
 def test_a_failure_names_its_block_its_line_and_its_error(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    fences = ["```python\nx = 6\nprint(x * 7, 0.5)\n```\n```text\n43 ...\n```", "```sh\ncat two.txt\n```", "```txt two.txt\nno\n```"]
+    fences = [
+        "```python\nx = 6\nprint(x * 7, 0.5)\n```\n```text\n43 ...\n```",
+        "```sh\ncat two.txt\n```",
+        "```txt two.txt\nno\n```",
+    ]
     page.write_text("# A page\n" + "\n".join(fences))
     messages = failures(page, run_page(page, tmp_path))
     assert len(messages) == 2
-    assert messages[0].startswith("page.md, output of block 1 (python, line 3): no line like\n  43 ...\nin what was printed:\n42 0.5")
+    assert messages[0].startswith(
+        "page.md, output of block 1 (python, line 3): no line like\n  43 ...\nin what was "
+        "printed:\n42 0.5"
+    )
     assert messages[1].startswith("page.md, block 3 (sh, line 10) failed:\nexit code 1\n")
     assert "two.txt" in messages[1]
-    page.write_text("\n\n```python two.py\ny = 1\n```\n```python\nimport two\n\nassert two.y == x\n```\n```sh\ntrue\n```\n")
+    page.write_text(
+        "\n\n```python two.py\ny = 1\n```\n```python\nimport two\n\nassert two.y == "
+        "x\n```\n```sh\ntrue\n```\n"
+    )
     messages = failures(page, run_page(page, tmp_path))
     assert [text.partition("\n")[0] for text in messages] == [
         "page.md, block 2 (python, line 7) failed:",

@@ -1,4 +1,5 @@
-"""The joules of a GPU by its power, read ten times a second: another way than the counter that a job reads."""
+"""The joules of a GPU by its power, read ten times a second: another way than the counter that a
+job reads."""
 
 from __future__ import annotations
 

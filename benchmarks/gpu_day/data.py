@@ -1,4 +1,5 @@
-"""The data sets of the day: those under --root, and in their places images made from counters, in the same files."""
+"""The data sets of the day: those under --root, and in their places images made from counters, in
+the same files."""
 
 from __future__ import annotations
 
@@ -33,8 +34,12 @@ def fashion_mnist(part: Part) -> Data:
         folder.mkdir(parents=True)
         for name, split, count in _counts(part, 60_000, "train", "t10k"):
             x, y = _images(split, count, (28, 28, 1))
-            (folder / f"{name}-images-idx3-ubyte").write_bytes(struct.pack(">IIII", 0x803, count, 28, 28) + x.tobytes())
-            (folder / f"{name}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, count) + y.tobytes())
+            (folder / f"{name}-images-idx3-ubyte").write_bytes(
+                struct.pack(">IIII", 0x803, count, 28, 28) + x.tobytes()
+            )
+            (folder / f"{name}-labels-idx1-ubyte").write_bytes(
+                struct.pack(">II", 0x801, count) + y.tobytes()
+            )
     return Data(SYNTHETIC, _made(part, "fashion"))
 
 
@@ -50,7 +55,11 @@ def cifar10(part: Part) -> Data:
         for name, split, count in _counts(part, 50_000, "train", "val"):
             x, y = _images(split, count, (32, 32, 3))
             records = np.concatenate([y[:, None], x.transpose(0, 3, 1, 2).reshape(count, -1)], 1)
-            files = [f"data_batch_{number}.bin" for number in range(1, 6)] if name == "train" else ["test_batch.bin"]
+            files = (
+                [f"data_batch_{number}.bin" for number in range(1, 6)]
+                if name == "train"
+                else ["test_batch.bin"]
+            )
             for file, some in zip(files, np.array_split(records, len(files)), strict=True):
                 (folder / file).write_bytes(some.tobytes())
     return Data(SYNTHETIC, folder.parent)
@@ -72,7 +81,11 @@ def jpegs(part: Part) -> Data:
 
 def _image_folder(root: Path) -> Path | None:
     """The root, or a folder in it, that has train/CLASS and test/CLASS."""
-    found = (path for path in (root, *sorted(root.iterdir())) if (path / "train").is_dir() and (path / "test").is_dir())
+    found = (
+        path
+        for path in (root, *sorted(root.iterdir()))
+        if (path / "train").is_dir() and (path / "test").is_dir()
+    )
     return next(found, None)
 
 

@@ -1,4 +1,5 @@
-"""hvdtrain's command line, whose torchdist engine reduces tensors on a GPU by Gloo: NCCL refuses two ranks on one GPU."""
+"""hvdtrain's command line, whose torchdist engine reduces tensors on a GPU by Gloo: NCCL refuses
+two ranks on one GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a part of the day has: a folder, data, programs that end with it, and rows of its own in the file of results."""
+"""What a part of the day has: a folder, data, programs that end with it, and rows of its own in the
+file of results."""
 
 from __future__ import annotations
 
@@ -46,8 +47,11 @@ class Device(NamedTuple):
 class Part:
     """One part. It has LIMIT_S seconds, and with it all programs that it starts."""
 
-    def __init__(self, name: str, device: Device, root: Path | None, quick: bool, home: Path, sink: Path) -> None:
-        """root: of data sets; None: there are none. home: of the day, empty at its start; sink: the file of rows."""
+    def __init__(
+        self, name: str, device: Device, root: Path | None, quick: bool, home: Path, sink: Path
+    ) -> None:
+        """root: of data sets; None: there are none. home: of the day, empty at its start; sink: the
+        file of rows."""
         self.name = name
         self.device = device
         self.root = root
@@ -71,8 +75,11 @@ class Part:
         return rows
 
     def python(self, *arguments: str, ranks: int = 0) -> str:
-        """The standard output of `python ARGUMENTS`, by mpirun where there are ranks. Raises Failed where it fails or takes too long."""
-        mpirun = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
+        """The standard output of `python ARGUMENTS`, by mpirun where there are ranks. Raises Failed
+        where it fails or takes too long."""
+        mpirun = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which(
+            "mpirun"
+        )
         if ranks and mpirun is None:
             raise Failed("no mpirun: python install.py --extras mpi")
         launcher = [str(mpirun), "-np", str(ranks)] if ranks else []
@@ -80,7 +87,9 @@ class Part:
         left_s = self._end_s - time.monotonic()
         if left_s < 1:
             raise Failed(f"it had taken {self._limit_s:g} s before {shown}")
-        code, out, err = self._run(["timeout", "-k", str(_END_S), f"{left_s:.1f}", *launcher, sys.executable, *arguments])
+        code, out, err = self._run(
+            ["timeout", "-k", str(_END_S), f"{left_s:.1f}", *launcher, sys.executable, *arguments]
+        )
         if code:
             what = f"more than {self._limit_s:g} s with" if code == 124 else f"exit code {code} of"
             raise Failed(f"{what} {shown}\n{(out + err)[-_SHOWN:]}")
@@ -88,9 +97,22 @@ class Part:
 
     def _run(self, command: list[str]) -> tuple[int, str, str]:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        environment = {**_MACHINE, **os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(self.home / "cache")}
+        environment = {
+            **_MACHINE,
+            **os.environ,
+            "PYTHONPATH": path,
+            "XDG_CACHE_HOME": str(self.home / "cache"),
+        }
         pipe = subprocess.PIPE
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+        )
         try:
             out, err = process.communicate()
         finally:
@@ -104,10 +126,18 @@ class Part:
         self.python(*program.split(), *words, f"run={folder}", ranks=ranks)
         return Job(folder)
 
-    def bench_step(self, *words: str, ranks: int = 0, program: str = "-m hvdtrain") -> dict[str, Any]:
+    def bench_step(
+        self, *words: str, ranks: int = 0, program: str = "-m hvdtrain"
+    ) -> dict[str, Any]:
         """What `bench step` prints as JSON."""
-        rounds = ["--rounds", "2", "--steps", "2"] if self.quick else ["--rounds", "5", "--steps", "10"]
-        found: dict[str, Any] = json.loads(self.python(*program.split(), "bench", "step", *rounds, "--json", "-", *words, ranks=ranks))
+        rounds = (
+            ["--rounds", "2", "--steps", "2"] if self.quick else ["--rounds", "5", "--steps", "10"]
+        )
+        found: dict[str, Any] = json.loads(
+            self.python(
+                *program.split(), "bench", "step", *rounds, "--json", "-", *words, ranks=ranks
+            )
+        )
         return found
 
 
@@ -116,7 +146,9 @@ class Job:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+        self._events = [
+            json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()
+        ]
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self._events if event["kind"] == kind]
@@ -130,4 +162,7 @@ class Job:
     def memory_mb(self) -> dict[str, Any]:
         """The most that a rank's tensors took, and the prediction; neither counts libraries."""
         end = self.events("end")[-1]
-        return {"peak_mb": max(end["rank_memory_mb"]), "predicted_mb": end.get("memory_predicted_mb")}
+        return {
+            "peak_mb": max(end["rank_memory_mb"]),
+            "predicted_mb": end.get("memory_predicted_mb"),
+        }

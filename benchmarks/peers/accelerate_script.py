@@ -1,6 +1,7 @@
 """Hugging Face Accelerate on CPU processes over Gloo, a DataLoader over a TensorDataset.
 
-mpirun -np 2 python benchmarks/peers/accelerate_script.py --root DIR        needs: pip install -c constraints.txt accelerate
+mpirun -np 2 python benchmarks/peers/accelerate_script.py --root DIR        needs: pip install -c
+    constraints.txt accelerate
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def main() -> None:
         kwargs_handlers=[DistributedDataParallelKwargs(**DDP)],
     )
     assert dist.get_backend() == "gloo", dist.get_backend()
-    loader: Any = DataLoader(TensorDataset(*images(options.root)), options.batch // size, shuffle=True, drop_last=True)
+    loader: Any = DataLoader(
+        TensorDataset(*images(options.root)), options.batch // size, shuffle=True, drop_last=True
+    )
     model: Any = network(options.dropout)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, fused=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)

@@ -1,6 +1,8 @@
-"""hvdtrain: the loop of `python -m hvdtrain`, with a sync point every ten steps, the health checks and the watchdog.
+"""hvdtrain: the loop of `python -m hvdtrain`, with a sync point every ten steps, the health checks
+and the watchdog.
 
-mpirun -np 2 python benchmarks/peers/hvdtrain_script.py --root DIR [--engine horovod|mpi|torchdist] [key=value ...]
+mpirun -np 2 python benchmarks/peers/hvdtrain_script.py --root DIR [--engine horovod|mpi|torchdist]
+    [key=value ...]
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ LIBRARY = {"horovod": "horovod", "mpi": "mpi4py", "torchdist": "torch"}
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--engine", default="horovod", choices=LIBRARY)
-    arguments.add_argument("words", nargs="*", metavar="key=value", help="for hvdtrain, as in comm.reduce=bucket")
+    arguments.add_argument(
+        "words", nargs="*", metavar="key=value", help="for hvdtrain, as in comm.reduce=bucket"
+    )
     options = arguments.parse_args()
     place = placement(os.environ)
     communicator, _ = connect(configure(None, [f"comm.engine={options.engine}"]), place)
@@ -50,7 +54,9 @@ def main() -> None:
     with Signals(place.rank) as signals:
         trainer = Trainer(overrides, communicator, signals)
         learner: Any = trainer.job.learner
-        learner.model.load_state_dict(network(options.dropout, plain=False).state_dict())  # as in the other scripts
+        learner.model.load_state_dict(
+            network(options.dropout, plain=False).state_dict()
+        )  # as in the other scripts
         health = trainer.job.health
 
         def block(steps: int) -> float:

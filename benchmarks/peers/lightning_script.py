@@ -1,6 +1,8 @@
-"""Lightning: strategy ddp on two CPU processes, a DataLoader over a TensorDataset; no logger, checkpoints or progress bar.
+"""Lightning: strategy ddp on two CPU processes, a DataLoader over a TensorDataset; no logger,
+checkpoints or progress bar.
 
-mpirun -np 2 python benchmarks/peers/lightning_script.py --root DIR        needs: pip install -c constraints.txt lightning
+mpirun -np 2 python benchmarks/peers/lightning_script.py --root DIR        needs: pip install -c
+    constraints.txt lightning
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hvdtrain.core.import_torchvision import import_torchvision
 
-import_torchvision()  # Lightning imports it: torchvision from PyPI does not import beside a CPU build of torch without this
+# Lightning imports it: torchvision from PyPI does not import beside a CPU build of torch without
+# this
+import_torchvision()
 
 import lightning  # noqa: E402
 from lightning.pytorch.plugins.environments import LightningEnvironment  # noqa: E402
@@ -67,12 +71,16 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", ".*does not have many workers.*")  # the data are in memory
     clock = Clock(options, gather)
-    loader = DataLoader(TensorDataset(*images(options.root)), options.batch // size, shuffle=True, drop_last=True)
+    loader = DataLoader(
+        TensorDataset(*images(options.root)), options.batch // size, shuffle=True, drop_last=True
+    )
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=size,
         strategy=DDPStrategy(process_group_backend="gloo", **DDP),
-        plugins=[LightningEnvironment()],  # mpirun only starts the ranks: with mpi4py installed Lightning would start MPI too
+        plugins=[
+            LightningEnvironment()
+        ],  # mpirun only starts the ranks: with mpi4py installed Lightning would start MPI too
         precision="bf16-mixed" if options.precision == "bf16" else "32-true",
         max_epochs=-1,
         max_steps=options.warmup + options.blocks * options.steps,

@@ -1,4 +1,5 @@
-"""hvdtrain drill RUN: kills or pauses ranks of a job again and again, and tells how long it takes to go on and how many steps it loses."""
+"""hvdtrain drill RUN: kills or pauses ranks of a job again and again, and tells how long it takes
+to go on and how many steps it loses."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ hvdtrain drill RUN [--kill rank|host|rank0|random] [--pause 5s] [--every 30s] [-
             rank, how long the steps took, or the stall that ended it (guard.stall_s)
   --kill    rank: one that is not rank 0 where there is another; host: all ranks of one host; rank0; random: one of these each time
   --times   how often; it ends earlier where the job ends
-  --wait    how long the job may take to go on; where it does not, the exit code is 84"""
+  --wait    how long the job may take to go on; where it does not, the exit code is 84"""  # noqa: E501
 _COMMAND_LINE = "command line of drill"
 
 
@@ -69,11 +70,17 @@ def drill(arguments: Sequence[str]) -> int:
             if harms or _is_over(run):
                 break
             raise
-        harms.append(_harm(run, victims, wait_s) if pause_s is None else pause(run, victims, pause_s, wait_s))
+        harms.append(
+            _harm(run, victims, wait_s) if pause_s is None else pause(run, victims, pause_s, wait_s)
+        )
         if _is_stuck(harms[-1]):
             break
     pauses = [harm for harm in harms if isinstance(harm, Pause)]
-    table = pause_lines(pauses) if pauses else harm_lines([harm for harm in harms if isinstance(harm, Harm)])
+    table = (
+        pause_lines(pauses)
+        if pauses
+        else harm_lines([harm for harm in harms if isinstance(harm, Harm)])
+    )
     told = table if harms else ["the job ended before the first fault"]
     print_result(options.json, told, {"run": str(run), "harms": [harm._asdict() for harm in harms]})
     return LOST if harms and _is_stuck(harms[-1]) else DONE
@@ -95,7 +102,11 @@ def _harm(run: Path, victims: Sequence[Rank], wait_s: float) -> Harm:
 
     def recovered() -> Harm | None:
         return measure(
-            ranks, step, began_s, lines_of(run / "events.jsonl")[count:], lines_of(run / "launch.jsonl", with_step=False)[decisions:]
+            ranks,
+            step,
+            began_s,
+            lines_of(run / "events.jsonl")[count:],
+            lines_of(run / "launch.jsonl", with_step=False)[decisions:],
         )
 
     return wait(recovered, wait_s) or Harm(ranks, step, None, None, None)
@@ -103,24 +114,39 @@ def _harm(run: Path, victims: Sequence[Rank], wait_s: float) -> Harm:
 
 def step_of(events: Sequence[dict[str, Any]]) -> int:
     """Where the job is: the last event counts, as steps that were lost may have come further."""
-    return next((event["step"] for event in reversed(events) if event["kind"] in ("start", "step", "lost")), 0)
+    return next(
+        (event["step"] for event in reversed(events) if event["kind"] in ("start", "step", "lost")),
+        0,
+    )
 
 
 def measure(
-    ranks: list[int], step: int, began_s: float, events: Sequence[dict[str, Any]], decisions: Sequence[dict[str, Any]]
+    ranks: list[int],
+    step: int,
+    began_s: float,
+    events: Sequence[dict[str, Any]],
+    decisions: Sequence[dict[str, Any]],
 ) -> Harm | None:
     """What came after a fault at began_s; None while the job has not gone on."""
-    begun = next((number for number, event in enumerate(events) if event["kind"] in ("start", "lost")), None)
+    begun = next(
+        (number for number, event in enumerate(events) if event["kind"] in ("start", "lost")), None
+    )
     if begun is None:
         return None
     went_on = next((event for event in events[begun:] if event["kind"] in ("step", "end")), None)
     if went_on is None:
         return None
-    signs = [event["time"] for event in events if event["kind"] in ("start", "lost", "failed") and event["time"] >= began_s]
+    signs = [
+        event["time"]
+        for event in events
+        if event["kind"] in ("start", "lost", "failed") and event["time"] >= began_s
+    ]
     signs += [line["time"] for line in decisions if line["kind"] in ("failed", "lost", "host_lost")]
     reached = max([step, *(event["step"] for event in events[:begun] if event["kind"] == "step")])
     lost = reached - events[begun]["step"]
-    return Harm(ranks, step, round(min(signs) - began_s, 3), round(went_on["time"] - began_s, 3), lost)
+    return Harm(
+        ranks, step, round(min(signs) - began_s, 3), round(went_on["time"] - began_s, 3), lost
+    )
 
 
 def harm_lines(harms: Sequence[Harm]) -> list[str]:
@@ -128,10 +154,16 @@ def harm_lines(harms: Sequence[Harm]) -> list[str]:
     found = [f"{'killed':>16} {'at step':>9} {'detected':>9} {'goes on':>9} {'steps lost':>10}"]
     for harm in harms:
         killed = f"rank {','.join(map(str, harm.ranks))}"
-        found.append(f"{killed:>16} {harm.step:>9} {_or_never(harm.detect_s):>9} {_or_never(harm.go_on_s):>9} {_text(harm.steps_lost):>10}")
+        found.append(
+            f"{killed:>16} {harm.step:>9} {_or_never(harm.detect_s):>9} "
+            f"{_or_never(harm.go_on_s):>9} {_text(harm.steps_lost):>10}"
+        )
     times = [harm.go_on_s for harm in harms if harm.go_on_s is not None]
     if times:
-        found.append(f"goes on after {median(times):.2f} s (median of {len(times)}; {min(times):.2f} to {max(times):.2f})")
+        found.append(
+            f"goes on after {median(times):.2f} s (median of {len(times)}; {min(times):.2f} to "
+            f"{max(times):.2f})"
+        )
     return found
 
 
@@ -144,7 +176,14 @@ def _text(value: int | None) -> str:
 
 
 def _is_over(run: Path) -> bool:
-    last = next((event["kind"] for event in reversed(lines_of(run / "events.jsonl")) if event["kind"] in ("start", "end", "stop")), "")
+    last = next(
+        (
+            event["kind"]
+            for event in reversed(lines_of(run / "events.jsonl"))
+            if event["kind"] in ("start", "end", "stop")
+        ),
+        "",
+    )
     return last == "end"
 
 
@@ -160,9 +199,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json")
     options = parser.parse_args(with_json_value(arguments))
     if options.kill not in KINDS:
-        raise UserError(f"--kill {options.kill} is not known", _COMMAND_LINE, nearest(options.kill, KINDS))
+        raise UserError(
+            f"--kill {options.kill} is not known", _COMMAND_LINE, nearest(options.kill, KINDS)
+        )
     if options.times < 1:
-        raise UserError(f"--times {options.times} harms nothing", _COMMAND_LINE, "--times 1 or more")
+        raise UserError(
+            f"--times {options.times} harms nothing", _COMMAND_LINE, "--times 1 or more"
+        )
     return options
 
 
@@ -185,7 +228,11 @@ def find_ranks(run: Path) -> list[Rank]:
     first = _read(holder.pid)
     environ = _environ(holder.pid)
     if first is None or first.start != holder.process_start or environ is None:
-        raise UserError(f"rank 0 of the job in {run} is no process of this user", str(run), "as the user of the job, on its first host")
+        raise UserError(
+            f"rank 0 of the job in {run} is no process of this user",
+            str(run),
+            "as the user of the job, on its first host",
+        )
     job = environ.get("PMIX_NAMESPACE")
     found = []
     for pid in (int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()):
@@ -193,7 +240,9 @@ def find_ranks(run: Path) -> list[Rank]:
         theirs = _environ(pid)
         if process is None or theirs is None:
             continue
-        if pid == holder.pid or (theirs.get("PMIX_NAMESPACE") == job if job else process.parent == first.parent):
+        if pid == holder.pid or (
+            theirs.get("PMIX_NAMESPACE") == job if job else process.parent == first.parent
+        ):
             try:
                 place = placement(theirs)
             except UserError:
@@ -204,7 +253,8 @@ def find_ranks(run: Path) -> list[Rank]:
 
 
 def choose(ranks: list[Rank], what: What, random: Random) -> list[Rank]:
-    """The ranks to kill: one rank, any but rank 0 where there is another; all of a host; rank 0; or one of these ways."""
+    """The ranks to kill: one rank, any but rank 0 where there is another; all of a host; rank 0; or
+    one of these ways."""
     if what == "random":
         what = random.choice(KINDS[:3])
     if what == "rank0":
@@ -238,11 +288,23 @@ def _holder(run: Path) -> Holder:
         with Folder.open(run) as folder:
             holder = read_holder(folder)
     except OSError as error:
-        raise UserError(f"cannot read the run folder {run}: {error.strerror}", "RUN", "the run folder of a job that runs") from None
+        raise UserError(
+            f"cannot read the run folder {run}: {error.strerror}",
+            "RUN",
+            "the run folder of a job that runs",
+        ) from None
     if holder is None or is_gone(holder):
-        raise UserError(f"no job runs in {run}", "RUN", "start it first, as with hvdtrain launch --elastic ... -- run=DIR")
+        raise UserError(
+            f"no job runs in {run}",
+            "RUN",
+            "start it first, as with hvdtrain launch --elastic ... -- run=DIR",
+        )
     if is_gone(holder) is None:
-        raise UserError(f"the job in {run} runs on {holder.host}", "RUN", "drill on that host: it kills processes of its own machine only")
+        raise UserError(
+            f"the job in {run} runs on {holder.host}",
+            "RUN",
+            "drill on that host: it kills processes of its own machine only",
+        )
     return holder
 
 
@@ -251,7 +313,9 @@ def _read(pid: int) -> Rank | None:
     try:
         if os.stat(f"/proc/{pid}").st_uid != os.geteuid():
             return None
-        state, parent, *rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        state, parent, *rest = (
+            Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        )
     except (OSError, ValueError):
         return None
     return None if state in "ZX" else Rank(0, pid, int(rest[17]), int(parent))
@@ -284,7 +348,8 @@ def wait(condition: Callable[[], Any], limit_s: float) -> Any:
 
 
 def lines_of(path: Path, *, with_step: bool = True) -> list[dict[str, Any]]:
-    """The events of a file that may be growing: whole lines only, of which each has a kind, a time, and where `with_step` a step."""
+    """The events of a file that may be growing: whole lines only, of which each has a kind, a time,
+    and where `with_step` a step."""
     try:
         text = path.read_text(errors="replace")
     except OSError:
@@ -302,7 +367,11 @@ def lines_of(path: Path, *, with_step: bool = True) -> list[dict[str, Any]]:
 
 
 def _is_event(found: Any, with_step: bool) -> bool:
-    if not isinstance(found, dict) or not isinstance(found.get("kind"), str) or not isinstance(found.get("time"), int | float):
+    if (
+        not isinstance(found, dict)
+        or not isinstance(found.get("kind"), str)
+        or not isinstance(found.get("time"), int | float)
+    ):
         return False
     return isinstance(found.get("step"), int) or not with_step
 
@@ -317,14 +386,17 @@ class Pause(NamedTuple):
     step: int  # of the last sync point before
     pause_s: float
     usual_s: float | None  # between two sync points, before
-    window_s: float | None  # between the two sync points around the pause, an evaluation there included
+    window_s: (
+        float | None
+    )  # between the two sync points around the pause, an evaluation there included
     slowest_rank: int | None  # as the job says; None: one rank, or it ended
     said: str  # that ended the job or its start: an event and its message
     go_on_s: float | None  # from the end of the pause to the next sync point
 
 
 def pause(run: Path, victims: Sequence[Rank], pause_s: float, wait_s: float) -> Pause:
-    """Stops them, lets them go on after pause_s even where it is interrupted, and waits for the job."""
+    """Stops them, lets them go on after pause_s even where it is interrupted, and waits for the
+    job."""
     path = run / "events.jsonl"
     before = lines_of(path)
     began_s = time.time()
@@ -338,14 +410,16 @@ def pause(run: Path, victims: Sequence[Rank], pause_s: float, wait_s: float) -> 
                 send(victim, signal.SIGCONT)
     ranks = [victim.rank for victim in victims]
     ended_s = time.time()
-    return wait(lambda: measure_pause(ranks, began_s, ended_s, before, lines_of(path)[len(before) :]), wait_s) or _never(
-        ranks, pause_s, before
-    )
+    return wait(
+        lambda: measure_pause(ranks, began_s, ended_s, before, lines_of(path)[len(before) :]),
+        wait_s,
+    ) or _never(ranks, pause_s, before)
 
 
 @contextlib.contextmanager
 def _signals_as_exceptions() -> Iterator[None]:
-    """SIGTERM, and SIGHUP of a terminal that is closed, end this process as an error does, so that what is stopped goes on first."""
+    """SIGTERM, and SIGHUP of a terminal that is closed, end this process as an error does, so that
+    what is stopped goes on first."""
 
     def leave(number: int, frame: object) -> NoReturn:
         raise SystemExit(128 + number)
@@ -359,41 +433,71 @@ def _signals_as_exceptions() -> Iterator[None]:
 
 
 def measure_pause(
-    ranks: list[int], began_s: float, ended_s: float, before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]
+    ranks: list[int],
+    began_s: float,
+    ended_s: float,
+    before: Sequence[dict[str, Any]],
+    after: Sequence[dict[str, Any]],
 ) -> Pause | None:
     """What the job said of a pause; None while it has said nothing."""
     found = _never(ranks, ended_s - began_s, before)
-    last = next((event for event in after if event["kind"] in ("failed", "lost", "stop", "end")), None)
-    on = next((event for event in after if event["kind"] == "step" and event["time"] > ended_s), None)
+    last = next(
+        (event for event in after if event["kind"] in ("failed", "lost", "stop", "end")), None
+    )
+    on = next(
+        (event for event in after if event["kind"] == "step" and event["time"] > ended_s), None
+    )
     if last is not None:
-        return found._replace(said=": ".join(filter(None, (last["kind"], _message(last)))), go_on_s=_since(ended_s, on))
+        return found._replace(
+            said=": ".join(filter(None, (last["kind"], _message(last)))),
+            go_on_s=_since(ended_s, on),
+        )
     if on is None:
         return None
     steps = [*_steps(before)[-1:], *_steps(after)]
-    around_s, event = max(((two["time"] - one["time"], two) for one, two in pairwise(steps)), key=lambda pair: pair[0], default=(None, on))
+    around_s, event = max(
+        ((two["time"] - one["time"], two) for one, two in pairwise(steps)),
+        key=lambda pair: pair[0],
+        default=(None, on),
+    )
     window_s = None if around_s is None else round(around_s, 3)
-    return found._replace(window_s=window_s, slowest_rank=event.get("slowest_rank"), go_on_s=_since(ended_s, on))
+    return found._replace(
+        window_s=window_s, slowest_rank=event.get("slowest_rank"), go_on_s=_since(ended_s, on)
+    )
 
 
 def pause_lines(pauses: Sequence[Pause]) -> list[str]:
     """The table."""
-    found = [f"{'paused':>16} {'at step':>9} {'for':>9} {'sync point after':>17} {'usually':>9}  the job says"]
+    found = [
+        f"{'paused':>16} {'at step':>9} {'for':>9} {'sync point after':>17} {'usually':>9}  the "
+        "job says"
+    ]
     for one in pauses:
-        said = one.said or ("nothing" if one.window_s is None else "no slowest rank" if one.slowest_rank is None else _slowest(one))
+        said = one.said or (
+            "nothing"
+            if one.window_s is None
+            else "no slowest rank"
+            if one.slowest_rank is None
+            else _slowest(one)
+        )
         times = f"{one.pause_s:7.2f} s {_or_dash(one.window_s):>17} {_or_dash(one.usual_s):>9}"
         found.append(f"{'rank ' + ','.join(map(str, one.ranks)):>16} {one.step:>9} {times}  {said}")
     return found
 
 
 def _slowest(one: Pause) -> str:
-    return f"slowest is rank {one.slowest_rank}" + ("" if one.slowest_rank in one.ranks else ", which was not paused")
+    return f"slowest is rank {one.slowest_rank}" + (
+        "" if one.slowest_rank in one.ranks else ", which was not paused"
+    )
 
 
 def _never(ranks: list[int], pause_s: float, before: Sequence[dict[str, Any]]) -> Pause:
     steps = _steps(before)
     times_s = [two["time"] - one["time"] for one, two in pairwise(steps[-_USUAL:])]
     usual_s = round(median(times_s), 3) if times_s else None
-    return Pause(ranks, steps[-1]["step"] if steps else 0, round(pause_s, 3), usual_s, None, None, "", None)
+    return Pause(
+        ranks, steps[-1]["step"] if steps else 0, round(pause_s, 3), usual_s, None, None, "", None
+    )
 
 
 def _steps(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -401,7 +505,14 @@ def _steps(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _message(event: dict[str, Any]) -> str:
-    return next((str(event[key]).splitlines()[0] for key in ("error", "reason", "message") if event.get(key)), "")
+    return next(
+        (
+            str(event[key]).splitlines()[0]
+            for key in ("error", "reason", "message")
+            if event.get(key)
+        ),
+        "",
+    )
 
 
 def _since(ended_s: float, event: dict[str, Any] | None) -> float | None:

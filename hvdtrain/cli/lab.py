@@ -1,4 +1,5 @@
-"""hvdtrain lab: runs an experiment of the course, whose pages and scripts are in labs/ of the repository, or makes a notebook of it."""
+"""hvdtrain lab: runs an experiment of the course, whose pages and scripts are in labs/ of the
+repository, or makes a notebook of it."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ hvdtrain lab 1 --help
   all options of that lab
 hvdtrain lab 1 --notebook FILE.ipynb
   the page as a Jupyter notebook, which runs the lab and shows its figures; trains nothing
-each lab is a folder of labs/ with a page (README.md) that says what to see in its figures"""
+each lab is a folder of labs/ with a page (README.md) that says what to see in its figures"""  # noqa: E501
 _LAB_PATIENCE_S = 30.0  # after Ctrl-C; longer than the lab's own with its jobs
 
 
@@ -41,28 +42,48 @@ def lab(arguments: Sequence[str]) -> int:
         return DONE
     found = _labs()
     if not arguments:
-        print("\n".join(f"{number}  {_title(folder)}\n   {folder / 'README.md'}" for number, folder in _pages(found)))
+        print(
+            "\n".join(
+                f"{number}  {_title(folder)}\n   {folder / 'README.md'}"
+                for number, folder in _pages(found)
+            )
+        )
         return DONE
     folder = found.get(arguments[0])
     if folder is None:
         what = f"there is no lab {short(arguments[0])}"
-        raise UserError(what, "command line of lab", f"hvdtrain lab {'|'.join(found)} [--quick] [--out FOLDER]")
+        raise UserError(
+            what, "command line of lab", f"hvdtrain lab {'|'.join(found)} [--quick] [--out FOLDER]"
+        )
     if any(argument.partition("=")[0] == "--notebook" for argument in arguments):
         return _notebook(arguments[0], folder, arguments[1:])
-    return wait_for([start_process([sys.executable, "-m", "hvdtrain.cli.lab", str(folder / "lab.py"), *arguments[1:]])], _LAB_PATIENCE_S)[0]
+    return wait_for(
+        [
+            start_process(
+                [sys.executable, "-m", "hvdtrain.cli.lab", str(folder / "lab.py"), *arguments[1:]]
+            )
+        ],
+        _LAB_PATIENCE_S,
+    )[0]
 
 
 def _notebook(number: str, folder: Path, options: Sequence[str]) -> int:
-    given = options[0].split("=", 1) if len(options) == 1 else options  # --notebook=FILE, --notebook FILE
+    given = (
+        options[0].split("=", 1) if len(options) == 1 else options
+    )  # --notebook=FILE, --notebook FILE
     if len(given) != 2 or given[0] != "--notebook" or not given[1].endswith(".ipynb"):
         raise UserError(
-            "--notebook takes a file, and no other option", "command line of lab", f"hvdtrain lab {number} --notebook FILE.ipynb"
+            "--notebook takes a file, and no other option",
+            "command line of lab",
+            f"hvdtrain lab {number} --notebook FILE.ipynb",
         )
     name = given[1]
     try:
         write_notebook(number, folder, Path(name))
     except FileExistsError:
-        raise UserError(f"{short(name)} is there already", "--notebook", "another name; or remove it") from None
+        raise UserError(
+            f"{short(name)} is there already", "--notebook", "another name; or remove it"
+        ) from None
     except OSError as error:
         what = f"cannot write {short(name)}: {error.strerror or error}"
         raise UserError(what, "--notebook", "a file in a folder that exists") from None
@@ -78,10 +99,16 @@ def _pages(labs: Mapping[str, Path]) -> list[tuple[str, Path]]:
 def _labs() -> dict[str, Path]:
     """By number. Raises UserError where hvdtrain was installed without its repository."""
     root = Path(__file__).resolve().parents[2] / "labs"
-    folders = {match[1]: path.parent for path in sorted(root.glob("*/lab.py")) if (match := re.match(r"(\d+)-", path.parent.name))}
+    folders = {
+        match[1]: path.parent
+        for path in sorted(root.glob("*/lab.py"))
+        if (match := re.match(r"(\d+)-", path.parent.name))
+    }
     if not folders:
         what = "the labs are in the repository, not in the installed package"
-        raise UserError(what, str(root), "clone the repository, and run `python -m hvdtrain lab` in it")
+        raise UserError(
+            what, str(root), "clone the repository, and run `python -m hvdtrain lab` in it"
+        )
     return folders
 
 
@@ -94,13 +121,20 @@ KILL_S = 3.0  # from SIGTERM to SIGKILL
 Process = subprocess.Popen[bytes]
 
 
-def start_process(command: Sequence[str], output: IO[bytes] | None = None, environ: Mapping[str, str] | None = None) -> Process:
+def start_process(
+    command: Sequence[str],
+    output: IO[bytes] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Process:
     """output: for its standard output and error, in place of ours."""
-    return start_child(command, os.environ if environ is None else environ, signal.SIGTERM, output=output)
+    return start_child(
+        command, os.environ if environ is None else environ, signal.SIGTERM, output=output
+    )
 
 
 def wait_for(processes: Sequence[Process], patience_s: float = PATIENCE_S) -> list[int]:
-    """Their exit codes, 128 + N where signal N ended one. Raises KeyboardInterrupt after Ctrl-C, once all have ended."""
+    """Their exit codes, 128 + N where signal N ended one. Raises KeyboardInterrupt after Ctrl-C,
+    once all have ended."""
     try:
         codes = [process.wait() for process in processes]
     except KeyboardInterrupt:
@@ -115,7 +149,9 @@ def wait_for(processes: Sequence[Process], patience_s: float = PATIENCE_S) -> li
 def _running(processes: Sequence[Process], most_s: float) -> list[Process]:
     """The processes that have not ended within so many seconds."""
     until_s = time.monotonic() + most_s
-    while (running := [process for process in processes if process.poll() is None]) and time.monotonic() < until_s:
+    while (
+        running := [process for process in processes if process.poll() is None]
+    ) and time.monotonic() < until_s:
         time.sleep(0.02)
     return running
 
@@ -136,14 +172,26 @@ def write_notebook(number: str, folder: Path, to: Path) -> None:
     Raises FileExistsError: it may have a reader's work.
     """
     with to.open("x") as file:
-        file.write(json.dumps(notebook(cells(number, folder, to.resolve().parent)), indent=1, ensure_ascii=False) + "\n")
+        file.write(
+            json.dumps(
+                notebook(cells(number, folder, to.resolve().parent)), indent=1, ensure_ascii=False
+            )
+            + "\n"
+        )
 
 
 def cells(number: str, folder: Path, beside: Path) -> Iterator[Cell]:
-    """The page of `folder`, whose first block of commands becomes the cell that runs the lab; blocks of Python are cells as they are."""
+    """The page of `folder`, whose first block of commands becomes the cell that runs the lab;
+    blocks of Python are cells as they are."""
     page = (folder / "README.md").read_text()
     to_folder = Path(os.path.relpath(folder, beside)).as_posix()
-    imports = ["import sys", "", "from IPython.display import Image", "", f'sys.path.insert(0, "{to_folder}")  # lab.py']
+    imports = [
+        "import sys",
+        "",
+        "from IPython.display import Image",
+        "",
+        f'sys.path.insert(0, "{to_folder}")  # lab.py',
+    ]
     run = [
         'quick = "--quick"  # "" for the whole lab',
         f'out = "lab-{number}-quick" if quick else "lab-{number}"',
@@ -161,14 +209,18 @@ def cells(number: str, folder: Path, beside: Path) -> Iterator[Cell]:
         elif is_code:
             yield Cell("code", text.replace(f'"lab-{number}/', 'f"{out}/'))
         else:
-            yield Cell("markdown", _LINK.sub(lambda link: f"]({_relative(link[1], to_folder)})", text))
+            yield Cell(
+                "markdown", _LINK.sub(lambda link: f"]({_relative(link[1], to_folder)})", text)
+            )
 
 
 def _pieces(page: str) -> Iterator[tuple[bool, str]]:
     """(is code, text): the commands, figures and Python of the page, and the text between them."""
     begin = 0
     commands = 0
-    for found in sorted([*_FENCE.finditer(page), *_FIGURE.finditer(page)], key=lambda match: match.start()):
+    for found in sorted(
+        [*_FENCE.finditer(page), *_FIGURE.finditer(page)], key=lambda match: match.start()
+    ):
         is_fence = found.re is _FENCE
         commands += is_fence and found[1] == "bash"
         if is_fence and found[1] != "python" and not (found[1] == "bash" and commands == 1):
@@ -189,10 +241,22 @@ def notebook(all_cells: Iterator[Cell]) -> dict[str, Any]:
     """A notebook as nbformat 4.5 has it."""
     written: list[dict[str, Any]] = []
     for index, cell in enumerate(all_cells):
-        found = {"cell_type": cell.kind, "id": f"cell-{index}", "metadata": {}, "source": cell.text.splitlines(keepends=True)}
-        written.append(found | ({"execution_count": None, "outputs": []} if cell.kind == "code" else {}))
+        found = {
+            "cell_type": cell.kind,
+            "id": f"cell-{index}",
+            "metadata": {},
+            "source": cell.text.splitlines(keepends=True),
+        }
+        written.append(
+            found | ({"execution_count": None, "outputs": []} if cell.kind == "code" else {})
+        )
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    return {"cells": written, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    return {
+        "cells": written,
+        "metadata": {"kernelspec": kernel},
+        "nbformat": 4,
+        "nbformat_minor": 5,
+    }
 
 
 STAMP = "lab.json"  # in the folder of a lab: which one, and with which options
@@ -206,13 +270,27 @@ class Parser(CommandParser):
         """script: its file; about: its docstring; quick: what --quick leaves out."""
         self.number = Path(script).resolve().parent.name.partition("-")[0]
         command = f"hvdtrain lab {self.number}"
-        more = f"{command} --notebook FILE.ipynb\n  writes the page as a Jupyter notebook, which runs the lab; trains nothing"
+        more = (
+            f"{command} --notebook FILE.ipynb\n  writes the page as a Jupyter notebook, which "
+            "runs the lab; trains nothing"
+        )
         formatter = argparse.RawDescriptionHelpFormatter
         about = (about or "").partition("\n")[0]
-        super().__init__(f"lab {self.number}", add_help=True, description=about, epilog=more, formatter_class=formatter)
+        super().__init__(
+            f"lab {self.number}",
+            add_help=True,
+            description=about,
+            epilog=more,
+            formatter_class=formatter,
+        )
         self.add_argument("--quick", action="store_true", help=quick)
         folders = f"{self.folder(quick=False)}, with --quick {self.folder(quick=True)}"
-        self.add_argument("--out", type=Path, metavar="FOLDER", help=f"for figures, tables and run folders (default: {folders})")
+        self.add_argument(
+            "--out",
+            type=Path,
+            metavar="FOLDER",
+            help=f"for figures, tables and run folders (default: {folders})",
+        )
 
     def folder(self, quick: bool) -> Path:
         return Path(f"lab-{self.number}{'-quick' if quick else ''}")
@@ -244,23 +322,38 @@ def _interrupted(program: str) -> int:
 
 
 def take_folder(out: Path, what: dict[str, Any]) -> None:
-    """Makes the folder, or takes it up where the same lab ran in it with the same options. Raises UserError."""
+    """Makes the folder, or takes it up where the same lab ran in it with the same options. Raises
+    UserError."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         found = sorted(path.name for path in out.iterdir())
         before = (out / STAMP).read_text() if STAMP in found else ""
         if found and before != json.dumps(what):
-            raise UserError(f"{out} holds {_shown(before, found)}", f"--out {out}", "another --out, or remove that folder")
+            raise UserError(
+                f"{out} holds {_shown(before, found)}",
+                f"--out {out}",
+                "another --out, or remove that folder",
+            )
         (out / STAMP).write_text(json.dumps(what))
     except OSError as error:
-        raise UserError(f"cannot write in {short(str(out))}: {error.strerror}", "--out", "a folder that can be written") from None
+        raise UserError(
+            f"cannot write in {short(str(out))}: {error.strerror}",
+            "--out",
+            "a folder that can be written",
+        ) from None
 
 
 def _shown(stamp: str, names: list[str]) -> str:
-    return f"another run of a lab: {short(stamp)}" if stamp else f"other files, and no {STAMP}: {short(', '.join(names[:3]))}"
+    return (
+        f"another run of a lab: {short(stamp)}"
+        if stamp
+        else f"other files, and no {STAMP}: {short(', '.join(names[:3]))}"
+    )
 
 
-if __name__ == "__main__":  # python -m hvdtrain.cli.lab LAB.PY [OPTION ...]: Ctrl-C is quiet while the lab imports torch, too
+if __name__ == "__main__":
+    # python -m hvdtrain.cli.lab LAB.PY [OPTION ...]: Ctrl-C is quiet while the lab imports torch,
+    # too
     del sys.argv[0]
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,4 +1,5 @@
-"""What commands print: numbers and tables as people read them, --json, and a standard output whose reader may go away."""
+"""What commands print: numbers and tables as people read them, --json, and a standard output whose
+reader may go away."""
 
 from __future__ import annotations
 
@@ -30,7 +31,13 @@ def format_seconds(seconds: float) -> str:
 
 def format_bytes(size: int) -> str:
     """1024 -> 1 KiB, 100000000 -> 100 MB, 1000 -> 1000 B"""
-    for unit, factor in (("GiB", 2**30), ("GB", 10**9), ("MiB", 2**20), ("MB", 10**6), ("KiB", 2**10)):
+    for unit, factor in (
+        ("GiB", 2**30),
+        ("GB", 10**9),
+        ("MiB", 2**20),
+        ("MB", 10**6),
+        ("KiB", 2**10),
+    ):
         if size >= factor and size % factor == 0:
             return f"{size // factor} {unit}"
     return f"{size} B"
@@ -41,24 +48,37 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def align(rows: Sequence[Sequence[str]], left: Collection[int] = (0,), gap: str = "  ", least: Sequence[int] = ()) -> list[str]:
+def align(
+    rows: Sequence[Sequence[str]],
+    left: Collection[int] = (0,),
+    gap: str = "  ",
+    least: Sequence[int] = (),
+) -> list[str]:
     """One line for each row, whose cells are as wide as their column.
 
-    left: the columns that are aligned to the left, all others to the right; least: the smallest widths of the first columns.
+    left: the columns that are aligned to the left, all others to the right; least: the smallest
+    widths of the first columns.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     widths[: len(least)] = map(max, widths, least)
     sides = [str.ljust if column in left else str.rjust for column in range(len(widths))]
-    return [gap.join(side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        gap.join(
+            side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
 
 
 STANDARD_OUTPUT = "-"
 
 
 def with_json_value(arguments: Sequence[str]) -> list[str]:
-    """The arguments, with `-` behind a --json that has no value: where the next argument is an option or key=value, or is missing.
+    """The arguments, with `-` behind a --json that has no value: where the next argument is an
+    option or key=value, or is missing.
 
-    Raises UserError where its value is a folder: that would be noticed when all work is done, or is the RUN of another argument.
+    Raises UserError where its value is a folder: that would be noticed when all work is done, or is
+    the RUN of another argument.
     """
     completed: list[str] = []
     for argument, following in zip_longest(arguments, arguments[1:], fillvalue="--"):
@@ -69,14 +89,17 @@ def with_json_value(arguments: Sequence[str]) -> list[str]:
         value = value if equals else following
         if os.path.isdir(value):
             fix = "a file: --json=FILE; or --json - for the standard output"
-            raise UserError(f"{short(value)} is a folder, and --json takes it for its FILE", "--json", fix)
+            raise UserError(
+                f"{short(value)} is a folder, and --json takes it for its FILE", "--json", fix
+            )
         if not equals and value != STANDARD_OUTPUT and (value.startswith("-") or "=" in value):
             completed.append(STANDARD_OUTPUT)
     return completed
 
 
 def print_result(json_path: str | None, lines: Sequence[str], result: Mapping[str, Any]) -> None:
-    """On rank 0: prints the text and writes the JSON file; with "-" as the path, prints the JSON instead of the text.
+    """On rank 0: prints the text and writes the JSON file; with "-" as the path, prints the JSON
+    instead of the text.
 
     Raises UserError where the file cannot be written.
     """
@@ -86,11 +109,16 @@ def print_result(json_path: str | None, lines: Sequence[str], result: Mapping[st
         try:
             Path(json_path).write_text(as_json + "\n", encoding="utf-8")
         except OSError as error:
-            raise UserError(f"cannot write {json_path}: {error.strerror}", "--json", "give a file that can be written, or -") from None
+            raise UserError(
+                f"cannot write {json_path}: {error.strerror}",
+                "--json",
+                "give a file that can be written, or -",
+            ) from None
 
 
 class StandardOutput(io.FileIO):
-    """What is written after an error is dropped: to a closed pipe (`| head -3`) without a word, else after a UserError.
+    """What is written after an error is dropped: to a closed pipe (`| head -3`) without a word,
+    else after a UserError.
 
     is_job: the output is not what the program was started for, so there is no UserError either.
     """
@@ -109,15 +137,20 @@ class StandardOutput(io.FileIO):
             self._is_lost = not self.is_job  # a disk may have room later
             if not self.is_job:
                 what = f"cannot write to the standard output: {os.strerror(error.errno or 0)}"
-                raise UserError(what, os.path.realpath(f"/proc/self/fd/{self.fileno()}"), "another file, or room on its disk") from None
+                raise UserError(
+                    what,
+                    os.path.realpath(f"/proc/self/fd/{self.fileno()}"),
+                    "another file, or room on its disk",
+                ) from None
         return len(data)
 
 
 def open_standard_output() -> StandardOutput | None:
     """Replaces sys.stdout, where it is a file; None where it is not.
 
-    Letters that its encoding does not have are written as \\u65e5, as on the standard error. A line is written when it is complete, so
-    that what a model prints comes in its place among the lines of the job.
+    Letters that its encoding does not have are written as \\u65e5, as on the standard error. A line
+    is written when it is complete, so that what a model prints comes in its place among the lines
+    of the job.
     """
     old = sys.stdout
     if type(old) is not io.TextIOWrapper:
@@ -126,5 +159,7 @@ def open_standard_output() -> StandardOutput | None:
     raw = StandardOutput(old.fileno())
     errors = "backslashreplace" if old.errors == "strict" else old.errors
     buffer = raw if old.write_through else io.BufferedWriter(raw)  # write_through: PYTHONUNBUFFERED
-    sys.stdout = io.TextIOWrapper(buffer, old.encoding, errors, line_buffering=True, write_through=old.write_through)
+    sys.stdout = io.TextIOWrapper(
+        buffer, old.encoding, errors, line_buffering=True, write_through=old.write_through
+    )
     return raw

@@ -1,4 +1,5 @@
-"""hvdtrain replay: computes the weights of an asynchronous job again, in one process, and compares them with its newest checkpoint."""
+"""hvdtrain replay: computes the weights of an asynchronous job again, in one process, and compares
+them with its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ hvdtrain replay RUN [key=value ...]
   RUN        the run folder of a job with servers.log=true
   key=value  what RUN alone may not say, such as the name of your own code: model.name=mine:Net
 makes the updates of RUN/updates.bin again, one after the other in one process, each from a gradient at the weights that its worker had,
-and compares weights and optimizer state with the newest checkpoint, bit by bit. Exit code 0: they are the same; 82: they differ"""
+and compares weights and optimizer state with the newest checkpoint, bit by bit. Exit code 0: they are the same; 82: they differ"""  # noqa: E501
 _MOST_BYTES = 2**40
 
 
@@ -44,9 +45,15 @@ def replay(arguments: Sequence[str]) -> int:
         return DONE
     others = [word for word in arguments[1:] if word.partition("=")[0] not in (*CODE, *ACTS)]
     if others or arguments[0].startswith("-") or "=" in arguments[0]:
-        raise UserError(f"one RUN is needed, not {' '.join(others or arguments)}", "command line of replay", USAGE.partition("\n")[0])
+        raise UserError(
+            f"one RUN is needed, not {' '.join(others or arguments)}",
+            "command line of replay",
+            USAGE.partition("\n")[0],
+        )
     if placement(os.environ).size > 1:
-        raise UserError("replay is of one process", "command line of replay", "start it without a launcher")
+        raise UserError(
+            "replay is of one process", "command line of replay", "start it without a launcher"
+        )
     run = expand(arguments[0], "RUN")
     config = unstaged(_config_of(run, arguments[1:]))
     header, updates = read_updates(run)
@@ -54,7 +61,10 @@ def replay(arguments: Sequence[str]) -> int:
         what = f"the log begins at step {header.first}, and a replay begins at step 0"
         raise UserError(what, str(run), "a run that had servers.log=true from its beginning")
     if config.servers.count != header.servers:
-        what = f"the log is of {header.servers} servers, config.yaml of {config.servers.count}: the job went on with others"
+        what = (
+            f"the log is of {header.servers} servers, config.yaml of {config.servers.count}: the "
+            "job went on with others"
+        )
         raise UserError(what, str(run), "a run that had the same servers all the time")
     found, arrays, notes = newest_good(run, _MOST_BYTES)
     for note in notes:
@@ -64,10 +74,17 @@ def replay(arguments: Sequence[str]) -> int:
         what = f"the newest checkpoint is of step {step}, the log has {len(updates)}"
         raise UserError(what, str(run), "a run that had servers.log=true all the time")
     if not step:
-        raise UserError("the newest checkpoint is of step 0: there is no update to make again", str(run), "a run that has trained")
+        raise UserError(
+            "the newest checkpoint is of step 0: there is no update to make again",
+            str(run),
+            "a run that has trained",
+        )
     used = updates[:step]
     if sorted(update.ticket for update in used) != list(range(step)):
-        what = f"the first {step} updates of the log are not those of the first {step} tickets: the log is damaged"
+        what = (
+            f"the first {step} updates of the log are not those of the first {step} tickets: the "
+            "log is damaged"
+        )
         raise UserError(what, str(run / NAME), "another copy of it, if there is one")
     _print_changes(run)
     return compare(run, arrays, _replay(config, found, used, header.threads), step)
@@ -82,7 +99,10 @@ def _print_changes(run: Path) -> None:
     for start in starts:
         changed = start.get("changed")
         for key in changed if isinstance(changed, dict) else ():
-            print(f"{key} was changed at step {start['step']}: the replay has the value of config.yaml from the beginning")
+            print(
+                f"{key} was changed at step {start['step']}: the replay has the value of "
+                "config.yaml from the beginning"
+            )
 
 
 def _config_of(run: Path, arguments: Sequence[str]) -> Config:
@@ -97,7 +117,13 @@ def _replay(config: Config, found: Checkpoint, updates: Sequence[Any], threads: 
     check_identity(found, identity(config, datasets))
     recipe = recipe_of(config, datasets)
     first = begin(config, datasets).progress
-    steps: list[Progress] = list(accumulate(repeat(None, len(updates) - 1), lambda p, _: p.advance(recipe.at(p).batch), initial=first))
+    steps: list[Progress] = list(
+        accumulate(
+            repeat(None, len(updates) - 1),
+            lambda p, _: p.advance(recipe.at(p).batch),
+            initial=first,
+        )
+    )
     readers: dict[int, Prefetcher] = {}
 
     def input_of(learner: Any, p: Progress) -> Any:
@@ -114,20 +140,39 @@ def _replay(config: Config, found: Checkpoint, updates: Sequence[Any], threads: 
 
 def _reader(config: Config, datasets: Datasets, learner: Any) -> Prefetcher:
     recipe = recipe_of(config, datasets)
-    return Prefetcher(config, SingleProcessCommunicator(), recipe, datasets.train, learner, datasets.draws)
+    return Prefetcher(
+        config, SingleProcessCommunicator(), recipe, datasets.train, learner, datasets.draws
+    )
 
 
 def compare(run: Path, arrays: Arrays, replayed: Arrays, step: int) -> int:
-    """Exit code. Buffers are left out: running statistics of norms are means over workers, which no weight depends on."""
+    """Exit code. Buffers are left out: running statistics of norms are means over workers, which no
+    weight depends on."""
     compared = [name for name in arrays if not name.startswith("b.")]
     if buffers := len(arrays) - len(compared):
-        print(f"not compared: {buffers} buffers; running statistics of norms are means over workers, which the log does not have")
-    different = [name for name in compared if not np.array_equal(arrays[name], replayed[name], equal_nan=True)]
+        print(
+            f"not compared: {buffers} buffers; running statistics of norms are means over "
+            "workers, which the log does not have"
+        )
+    different = [
+        name
+        for name in compared
+        if not np.array_equal(arrays[name], replayed[name], equal_nan=True)
+    ]
     if not different:
-        print(f"the {len(compared)} arrays of weights and optimizer state of step {step} are the same, bit by bit")
+        print(
+            f"the {len(compared)} arrays of weights and optimizer state of step {step} are the "
+            "same, bit by bit"
+        )
         return DONE
     gap = max(float(np.abs(arrays[name] - replayed[name]).max()) for name in different)
-    print(f"{len(different)} of {len(compared)} arrays of step {step} differ, by {gap:.3g} at most, the first is {different[0]}:")
-    print("another processor, another version of torch, changed keys, or a model that draws random numbers of its own")
+    print(
+        f"{len(different)} of {len(compared)} arrays of step {step} differ, by {gap:.3g} at most, "
+        f"the first is {different[0]}:"
+    )
+    print(
+        "another processor, another version of torch, changed keys, or a model that draws random "
+        "numbers of its own"
+    )
     print(f"report   {command_line('report', path_argument(run))}")
     return DIVERGED

@@ -23,7 +23,7 @@ USAGE = """\
 hvdtrain report RUN [RUN ...] [--to FOLDER]
   RUN    a run folder, which has events.jsonl: of a job that is done, that is running, or that was killed; several are compared
   --to   the folder for report.html, one file that needs no other, and report-*.png;
-         default: RUN itself for one run, ./report for several"""
+         default: RUN itself for one run, ./report for several"""  # noqa: E501
 _SYNTAX = USAGE.partition("\n")[0]
 _COMMAND_LINE = "command line of report"
 PROGRESS_S = 2.0  # between two lines of progress
@@ -51,7 +51,9 @@ def report(arguments: Sequence[str]) -> int:
         progress(f"writing: {number} of {len(drawn)}")
         png = canvas.png(figure)
         pictures[_picture_name(kind)] = png
-        images.append(PageImage(kind.title, kind.description, canvas.data_url(canvas.svg(figure), png)))
+        images.append(
+            PageImage(kind.title, kind.description, canvas.data_url(canvas.svg(figure), png))
+        )
     command = command_line("report", *arguments)
     html = render_page(runs, labels, images, command)
     _remove_old_pictures(options.to, keep=set(pictures))
@@ -83,8 +85,14 @@ def _parse(arguments: Sequence[str]) -> _Options:
     parsed, unknown = parser.parse_known_intermixed_args(arguments)
     if unknown:
         is_folder = os.path.isdir(unknown[0])  # whose name begins with -
-        suggestion = f"write ./{short(unknown[0])}" if is_folder else nearest(unknown[0].partition("=")[0], ["--to"])
-        raise UserError(f"unknown argument '{short(unknown[0])}'", _COMMAND_LINE, f"{suggestion}; {_SYNTAX}")
+        suggestion = (
+            f"write ./{short(unknown[0])}"
+            if is_folder
+            else nearest(unknown[0].partition("=")[0], ["--to"])
+        )
+        raise UserError(
+            f"unknown argument '{short(unknown[0])}'", _COMMAND_LINE, f"{suggestion}; {_SYNTAX}"
+        )
     if not parsed.runs:
         raise UserError("RUN is missing", _COMMAND_LINE, _SYNTAX)
     folders = [expand(run, "RUN") for run in parsed.runs]
@@ -119,7 +127,8 @@ def _remove_old_pictures(folder: Path, keep: set[str]) -> None:
 
 
 def _write_whole(folder: Path, name: str, data: bytes) -> None:
-    """Writes the file, or leaves it as it was and raises UserError. A link of its name is replaced, not followed."""
+    """Writes the file, or leaves it as it was and raises UserError. A link of its name is replaced,
+    not followed."""
     try:
         with Folder.open(folder) as opened:
             opened.replace(name, data)
@@ -128,4 +137,8 @@ def _write_whole(folder: Path, name: str, data: bytes) -> None:
 
 
 def _cannot_write(path: Path, error: OSError) -> UserError:
-    return UserError(f"cannot write {path}: {error.strerror or error}", "--to", "give a folder that can be written and has room")
+    return UserError(
+        f"cannot write {path}: {error.strerror or error}",
+        "--to",
+        "give a folder that can be written and has room",
+    )

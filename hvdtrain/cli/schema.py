@@ -1,4 +1,5 @@
-"""`hvdtrain schema`: prints the JSON Schema of configuration files, with which an editor completes keys and names and marks mistakes."""
+"""`hvdtrain schema`: prints the JSON Schema of configuration files, with which an editor completes
+keys and names and marks mistakes."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from hvdtrain.errors import DONE, UserError
 USAGE = """\
 hvdtrain schema > schema.json
   prints the JSON Schema of configuration files; an editor completes and checks a file with the first line
-  # yaml-language-server: $schema=schema.json"""
+  # yaml-language-server: $schema=schema.json"""  # noqa: E501
 
 
 def schema(arguments: Sequence[str]) -> int:
@@ -25,7 +26,11 @@ def schema(arguments: Sequence[str]) -> int:
         print(USAGE)
         return DONE
     if arguments:
-        raise UserError(f"schema takes no arguments: {' '.join(arguments)}", "command line", "hvdtrain schema > schema.json")
+        raise UserError(
+            f"schema takes no arguments: {' '.join(arguments)}",
+            "command line",
+            "hvdtrain schema > schema.json",
+        )
     print(json.dumps(json_schema(), indent=1))
     return DONE
 
@@ -38,16 +43,24 @@ REFERENCE: Schema = {
     "description": "the value of another key: ${batch.size}",
 }
 
-IMPORT_PATH: Schema = {"type": "string", "pattern": "[.:]", "description": "a class of your own: package.module:Class"}
+IMPORT_PATH: Schema = {
+    "type": "string",
+    "pattern": "[.:]",
+    "description": "a class of your own: package.module:Class",
+}
 
 
 def json_schema() -> Schema:
     """The schema, draft 2020-12, ready for json.dumps().
 
-    It accepts what read_file() accepts: nested and dotted keys, empty sections, `${key}` for a value. Options of plugins:
-    - Where the file names a plugin (`model: {name: mlp, ...}`), only the options of that plugin are right.
-    - Where it names none, since the command line may, the options of every plugin of the section are right.
-    - Where data.name, task.name, model.name or optim.name is an import path, every option is right: it is the user's own code.
+    It accepts what read_file() accepts: nested and dotted keys, empty sections, `${key}` for a
+    value. Options of plugins:
+    - Where the file names a plugin (`model: {name: mlp, ...}`), only the options of that plugin are
+      right.
+    - Where it names none, since the command line may, the options of every plugin of the section
+      are right.
+    - Where data.name, task.name, model.name or optim.name is an import path, every option is right:
+      it is the user's own code.
     """
     schema = _without_titles(Config.model_json_schema())
     definitions = schema["$defs"]
@@ -63,28 +76,42 @@ def json_schema() -> Schema:
             rules.append(_dotted_options_rule(section, definition["properties"]))
             dotted[rf"^{section}\.."] = {}
         for key in definition["properties"]:
-            dotted[f"^{re.escape(f'{section}.{key}')}$"] = {"$ref": f"#/$defs/{kind.__name__}/properties/{key}"}
+            dotted[f"^{re.escape(f'{section}.{key}')}$"] = {
+                "$ref": f"#/$defs/{kind.__name__}/properties/{key}"
+            }
     for definition in (schema, *definitions.values()):
         _accept_references(definition)
     definitions["reference"] = REFERENCE
-    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A configuration of hvdtrain"}
+    head = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "A configuration of hvdtrain",
+    }
     return head | schema | {"patternProperties": dotted, "allOf": rules}
 
 
 def _without_titles(tree: Any) -> Any:
-    """Without the titles that pydantic makes of names: an editor would show `Max Steps` for max_steps."""
+    """Without the titles that pydantic makes of names: an editor would show `Max Steps` for
+    max_steps."""
     if isinstance(tree, list):
         return [_without_titles(inner) for inner in tree]
     if not isinstance(tree, dict):
         return tree
-    return {key: _without_titles(inner) for key, inner in tree.items() if not (key == "title" and isinstance(inner, str))}
+    return {
+        key: _without_titles(inner)
+        for key, inner in tree.items()
+        if not (key == "title" and isinstance(inner, str))
+    }
 
 
 def _add_names(properties: Schema, definitions: Mapping[str, Schema]) -> None:
     """The names of plugins, in place of `a text`."""
     properties["framework"] |= {"enum": sorted(plugins.files("frameworks"))}
-    definitions["CommConfig"]["properties"]["engine"] |= {"enum": ["auto", *sorted(plugins.files("comm"))]}
-    definitions["LogConfig"]["properties"]["trackers"]["items"] = {"enum": sorted(plugins.files("events/trackers"))}
+    definitions["CommConfig"]["properties"]["engine"] |= {
+        "enum": ["auto", *sorted(plugins.files("comm"))]
+    }
+    definitions["LogConfig"]["properties"]["trackers"]["items"] = {
+        "enum": sorted(plugins.files("events/trackers"))
+    }
 
 
 def _add_other_names(schema: Schema) -> None:
@@ -105,8 +132,11 @@ def _add_other_names(schema: Schema) -> None:
 
 
 def _options_by_name(section: str) -> dict[str, dict[str, Schema]]:
-    """name -> the options of the plugins of that name, by option: a model may have one for torch and one for jax."""
-    folders = [OPEN_SECTIONS[section]] + ([plugins.folder_of("model", "jax")] if section == "model" else [])
+    """name -> the options of the plugins of that name, by option: a model may have one for torch
+    and one for jax."""
+    folders = [OPEN_SECTIONS[section]] + (
+        [plugins.folder_of("model", "jax")] if section == "model" else []
+    )
     options: dict[str, dict[str, Schema]] = {}
     for folder in folders:
         for name, path in plugins.files(folder).items():
@@ -115,12 +145,15 @@ def _options_by_name(section: str) -> dict[str, dict[str, Schema]]:
 
 
 def _properties(path: Path) -> dict[str, Schema]:
-    properties: dict[str, Schema] = _without_titles(options_of(path).model_json_schema()).get("properties", {})
+    properties: dict[str, Schema] = _without_titles(options_of(path).model_json_schema()).get(
+        "properties", {}
+    )
     return properties
 
 
 def _add_options(definition: Schema, options: Mapping[str, Mapping[str, Schema]]) -> None:
-    """Adds the names of the plugins of a section, their options, and the rules which of them go together."""
+    """Adds the names of the plugins of a section, their options, and the rules which of them go
+    together."""
     keys = list(definition["properties"])
     names = {"enum": sorted(options)}
     definition["properties"]["name"] = {
@@ -128,9 +161,14 @@ def _add_options(definition: Schema, options: Mapping[str, Mapping[str, Schema]]
         "anyOf": [names, IMPORT_PATH],
     }
     for option in sorted({option for plugin in options.values() for option in plugin}):
-        definition["properties"][option] = _of_any({name: plugin[option] for name, plugin in options.items() if option in plugin})
+        definition["properties"][option] = _of_any(
+            {name: plugin[option] for name, plugin in options.items() if option in plugin}
+        )
     of_one = [
-        _if_named({"enum": names}, {"properties": dict(options[names[0]]), **_only([*keys, *options[names[0]]])})
+        _if_named(
+            {"enum": names},
+            {"properties": dict(options[names[0]]), **_only([*keys, *options[names[0]]])},
+        )
         for names in _alike(options)
     ]
     of_any = _only(definition["properties"])
@@ -154,10 +192,17 @@ def _of_any(by_name: Mapping[str, Schema]) -> Schema:
         return first | {"description": f"{', '.join(by_name)}: {first['description']}"}
     types: list[Schema] = []
     for schema in by_name.values():
-        kind = {key: value for key, value in schema.items() if key not in ("description", "default")}
+        kind = {
+            key: value for key, value in schema.items() if key not in ("description", "default")
+        }
         if kind not in types:
             types.append(kind)
-    return {"description": "; ".join(f"{name}: {schema['description']}" for name, schema in by_name.items()), "anyOf": types}
+    return {
+        "description": "; ".join(
+            f"{name}: {schema['description']}" for name, schema in by_name.items()
+        ),
+        "anyOf": types,
+    }
 
 
 def _if_named(name: Schema, then: Schema) -> Schema:
@@ -169,23 +214,36 @@ def _only(keys: Iterable[str]) -> Schema:
 
 
 def _dotted_options_rule(section: str, properties: Mapping[str, Schema]) -> Schema:
-    """An unknown dotted key, `model.widhts`, is wrong unless the file names a class of the user's own."""
-    nested = {"required": [section], "properties": {section: {"type": "object", "required": ["name"], "properties": {"name": IMPORT_PATH}}}}
+    """An unknown dotted key, `model.widhts`, is wrong unless the file names a class of the user's
+    own."""
+    nested = {
+        "required": [section],
+        "properties": {
+            section: {"type": "object", "required": ["name"], "properties": {"name": IMPORT_PATH}}
+        },
+    }
     dotted = {"required": [f"{section}.name"], "properties": {f"{section}.name": IMPORT_PATH}}
     unknown = rf"^{section}\.(?!({'|'.join(properties)})$)"
-    return {"if": {"anyOf": [nested, dotted]}, "else": {"propertyNames": {"not": {"pattern": unknown}}}}
+    return {
+        "if": {"anyOf": [nested, dotted]},
+        "else": {"propertyNames": {"not": {"pattern": unknown}}},
+    }
 
 
 def _accept_references(definition: Schema) -> None:
     """Allows `${key}` for every value of an object, and in the rules for its options."""
     for part in (definition, *(rule["then"] for rule in definition.get("allOf", ()))):
-        part["properties"] = {key: _or_reference(value) for key, value in part.get("properties", {}).items()}
+        part["properties"] = {
+            key: _or_reference(value) for key, value in part.get("properties", {}).items()
+        }
 
 
 def _or_reference(value: Schema) -> Schema:
-    """A value of a key or `${key}`; for a text also a number or a truth value, which is read as a text.
+    """A value of a key or `${key}`; for a text also a number or a truth value, which is read as a
+    text.
 
-    In one `type` where that can be, since `minimum` judges numbers only and `pattern` texts only: messages are clearer than of anyOf.
+    In one `type` where that can be, since `minimum` judges numbers only and `pattern` texts only:
+    messages are clearer than of anyOf.
     """
     if "$ref" in value:  # a section
         return value
@@ -194,9 +252,18 @@ def _or_reference(value: Schema) -> Schema:
     alternatives = inner.get("anyOf", [inner])
     types = [alternative.get("type") for alternative in alternatives]
     has_rules = any({"enum", "const", "pattern"} & set(alternative) for alternative in alternatives)
-    if has_rules or not all(isinstance(kind, str) for kind in types) or len(set(types)) < len(types):
+    if (
+        has_rules
+        or not all(isinstance(kind, str) for kind in types)
+        or len(set(types)) < len(types)
+    ):
         return outer | {"anyOf": [*alternatives, {"$ref": "#/$defs/reference"}]}
-    bounds = {key: rule for alternative in alternatives for key, rule in alternative.items() if key not in ("type", "format")}
+    bounds = {
+        key: rule
+        for alternative in alternatives
+        for key, rule in alternative.items()
+        if key not in ("type", "format")
+    }
     if "string" in types:
         return outer | bounds | {"type": [*types, "number", "boolean"]}
     return outer | bounds | {"type": [*types, "string"], "pattern": REFERENCE["pattern"]}

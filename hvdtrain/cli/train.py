@@ -1,4 +1,5 @@
-"""hvdtrain [train] [--config FILE] [--max-time TIME] [--print-config] [key=value ...]: trains on this rank."""
+"""hvdtrain [train] [--config FILE] [--max-time TIME] [--print-config] [key=value ...]: trains on
+this rank."""
 
 from __future__ import annotations
 
@@ -19,11 +20,12 @@ hvdtrain [train] [--config FILE] [--max-time TIME] [key=value ...]
   --max-time 3.5h    stop with a checkpoint before that time is over, exit code 75: the same command continues the job
   --print-config     print the resolved configuration, ready for --config; trains nothing
   --num-nodes 2 --node-id 0 --num-gpus 4 comm.address=n1:29500   without a launcher: on each host, with its --node-id
-under mpirun, srun, torchrun or launch it is one rank of several"""
+under mpirun, srun, torchrun or launch it is one rank of several"""  # noqa: E501
 
 
 def train(arguments: list[str]) -> int:
-    """Returns the exit code. Raises UserError for a mistake in the configuration alone; other errors are reported and end every rank."""
+    """Returns the exit code. Raises UserError for a mistake in the configuration alone; other
+    errors are reported and end every rank."""
     if {"-h", "--help"} & set(arguments):
         print(USAGE)
         return DONE
@@ -32,7 +34,9 @@ def train(arguments: list[str]) -> int:
     if max_time is not None:
         arguments = [*arguments, f"guard.max_time={max_time}"]
     if "--print-config" in arguments:
-        return _print_config(config_file, [argument for argument in arguments if argument != "--print-config"])
+        return _print_config(
+            config_file, [argument for argument in arguments if argument != "--print-config"]
+        )
 
     check_limits()
     with lasting_imports() as imported:
@@ -55,7 +59,8 @@ def _print_config(config_file: str | None, arguments: list[str]) -> int:
 
 
 def _take_option(arguments: list[str], option: str, example: str) -> tuple[str | None, list[str]]:
-    """The value of `--option VALUE` or `--option=VALUE`, None where it is not given; and the other arguments."""
+    """The value of `--option VALUE` or `--option=VALUE`, None where it is not given; and the other
+    arguments."""
     for index, argument in enumerate(arguments):
         if argument.startswith(f"{option}="):
             return argument.partition("=")[2], arguments[:index] + arguments[index + 1 :]
@@ -68,10 +73,12 @@ def _take_option(arguments: list[str], option: str, example: str) -> tuple[str |
 
 @contextlib.contextmanager
 def lasting_imports() -> Iterator[Callable[[], None]]:
-    """No search for garbage until the function that it yields is called, and none ever in what was made until then.
+    """No search for garbage until the function that it yields is called, and none ever in what was
+    made until then.
 
-    They took a third of the processor time of a job of one step, most of it at the end of the interpreter (docs/performance.md, Start).
-    For a process of our own: objects of a script's could be garbage that is never freed.
+    They took a third of the processor time of a job of one step, most of it at the end of the
+    interpreter (docs/performance.md, Start). For a process of our own: objects of a script's could
+    be garbage that is never freed.
     """
     was_enabled = gc.isenabled()
     gc.disable()

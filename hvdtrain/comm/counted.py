@@ -1,4 +1,5 @@
-"""Counted: a communicator that notes what it is asked to move, around one that moves it, or around one of ranks that do not exist."""
+"""Counted: a communicator that notes what it is asked to move, around one that moves it, or around
+one of ranks that do not exist."""
 
 from __future__ import annotations
 
@@ -20,8 +21,11 @@ class Moved(NamedTuple):
     sent_bytes: int  # that have to leave this rank where each byte goes straight to who needs it
 
 
-def counted(communicator: Communicator, moved: list[Moved], ranks: Sequence[int] = ()) -> Communicator:
-    """A communicator that appends to `moved` what it moves. ranks: of the job, in the order of this group; default: 0, 1, ..."""
+def counted(
+    communicator: Communicator, moved: list[Moved], ranks: Sequence[int] = ()
+) -> Communicator:
+    """A communicator that appends to `moved` what it moves. ranks: of the job, in the order of this
+    group; default: 0, 1, ..."""
     found: Any = _Counted(communicator, moved, tuple(ranks) or tuple(range(communicator.size)))
     return found
 
@@ -37,7 +41,8 @@ _KINDS: dict[str, Kind] = {
 
 
 class _Counted(AroundCommunicator):
-    """What it does not count goes to the communicator inside: objects, the side channel, abort()."""
+    """What it does not count goes to the communicator inside: objects, the side channel,
+    abort()."""
 
     def __init__(self, within: Any, moved: list[Moved], ranks: tuple[int, ...]) -> None:
         super().__init__(within)
@@ -45,11 +50,22 @@ class _Counted(AroundCommunicator):
         self._ranks = ranks
 
     def pass_on(self, collective: str, x: Buffer, name: str, *more: Any) -> Any:
-        kind, sent_bytes = _KINDS[collective.removeprefix("start_")], self._sent_bytes(collective.removeprefix("start_"), x, *more)
+        kind, sent_bytes = (
+            _KINDS[collective.removeprefix("start_")],
+            self._sent_bytes(collective.removeprefix("start_"), x, *more),
+        )
         size_bytes = x.nbytes
         found = super().pass_on(collective, x, name, *more)
         if self.within.size > 1:
-            self._moved.append(Moved(kind, name, self._ranks, found.nbytes if collective == "allgather" else size_bytes, sent_bytes))
+            self._moved.append(
+                Moved(
+                    kind,
+                    name,
+                    self._ranks,
+                    found.nbytes if collective == "allgather" else size_bytes,
+                    sent_bytes,
+                )
+            )
         return found
 
     def _sent_bytes(self, collective: str, x: Buffer, *more: Any) -> int:
@@ -68,7 +84,15 @@ class _Counted(AroundCommunicator):
         return own * others if collective == "spread" else nbytes - own
 
     def start_send(self, x: Buffer, to: int, name: str, tag: int = 0) -> Handle:
-        self._moved.append(Moved("message", name, (self._ranks[self.within.rank], self._ranks[to]), x.nbytes, x.nbytes))
+        self._moved.append(
+            Moved(
+                "message",
+                name,
+                (self._ranks[self.within.rank], self._ranks[to]),
+                x.nbytes,
+                x.nbytes,
+            )
+        )
         found: Handle = self.within.start_send(x, to, name, tag)
         return found
 

@@ -1,4 +1,5 @@
-"""comm.device_memory: whether MPI gets a tensor in a GPU's memory as it is, or a copy of it in host memory."""
+"""comm.device_memory: whether MPI gets a tensor in a GPU's memory as it is, or a copy of it in host
+memory."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ GpuKind = Literal["cuda", "rocm"]
 
 
 class _Switch(NamedTuple):
-    """The variable of a library that takes GPU memory only where a variable says so, whatever it was built for."""
+    """The variable of a library that takes GPU memory only where a variable says so, whatever it
+    was built for."""
 
     variables: tuple[str, ...]
     is_enough: bool  # the library ends at its start where it cannot do what the variable says
@@ -34,7 +36,10 @@ _QUERIES: dict[GpuKind, tuple[str, ...]] = {
     "cuda": ("MPIX_Query_cuda_support",),  # Open MPI, MPICH
     "rocm": ("MPIX_Query_rocm_support", "MPIX_Query_hip_support"),  # Open MPI; MPICH
 }
-_MPICH_TYPES: dict[GpuKind, int] = {"cuda": 0, "rocm": 2}  # MPIX_GPU_SUPPORT_CUDA and _HIP of MPICH's mpi.h
+_MPICH_TYPES: dict[GpuKind, int] = {
+    "cuda": 0,
+    "rocm": 2,
+}  # MPIX_GPU_SUPPORT_CUDA and _HIP of MPICH's mpi.h
 _NO, _UNKNOWN, _YES = range(3)
 
 
@@ -46,21 +51,39 @@ class Answer(NamedTuple):
 
 
 def ask(library: ctypes.CDLL, version: str, environ: Mapping[str, str], kind: GpuKind) -> Answer:
-    """Asks an MPI library that has started. library: where its functions are found; version: what MPI_Get_library_version() gives."""
+    """Asks an MPI library that has started. library: where its functions are found; version: what
+    MPI_Get_library_version() gives."""
     name = library_name(version)
-    switch = next((found for (start, of), found in _SWITCHES.items() if start in name.upper() and of == kind), None)
-    is_set = next((f"{one}={environ[one]}" for one in (switch.variables if switch else ()) if environ.get(one, "0") not in ("", "0")), "")
+    switch = next(
+        (found for (start, of), found in _SWITCHES.items() if start in name.upper() and of == kind),
+        None,
+    )
+    is_set = next(
+        (
+            f"{one}={environ[one]}"
+            for one in (switch.variables if switch else ())
+            if environ.get(one, "0") not in ("", "0")
+        ),
+        "",
+    )
     if switch and (switch.is_enough or not is_set):
-        return Answer(bool(is_set), f"{name} with {is_set}" if is_set else f"{name} without {switch.variables[-1]}=1")
+        return Answer(
+            bool(is_set),
+            f"{name} with {is_set}" if is_set else f"{name} without {switch.variables[-1]}=1",
+        )
     for function in _QUERIES[kind]:
         if hasattr(library, function):
             takes_it = bool(getattr(library, function)())
             return Answer(takes_it, f"{function}() of {name} says {'yes' if takes_it else 'no'}")
     if hasattr(library, "MPIX_GPU_query_support"):
         found = ctypes.c_int()
-        failed = library.MPIX_GPU_query_support(ctypes.c_int(_MPICH_TYPES[kind]), ctypes.byref(found))
+        failed = library.MPIX_GPU_query_support(
+            ctypes.c_int(_MPICH_TYPES[kind]), ctypes.byref(found)
+        )
         takes_it = not failed and bool(found.value)
-        return Answer(takes_it, f"MPIX_GPU_query_support() of {name} says {'yes' if takes_it else 'no'}")
+        return Answer(
+            takes_it, f"MPIX_GPU_query_support() of {name} says {'yes' if takes_it else 'no'}"
+        )
     if is_set:
         return Answer(True, f"{name} with {is_set}")
     return Answer(None, f"{name} does not say whether it takes GPU memory")
@@ -74,7 +97,8 @@ class Choice(NamedTuple):
 
 
 def choose(communicator: Communicator, answer: Answer | None, wish: Wish, where: str) -> Choice:
-    """How collectives take tensors on GPUs. A collective. answer: of this rank's library, None where it computes on a CPU.
+    """How collectives take tensors on GPUs. A collective. answer: of this rank's library, None
+    where it computes on a CPU.
 
     Raises UserError, on every rank, where comm.device_memory=device cannot be.
     """
@@ -84,19 +108,41 @@ def choose(communicator: Communicator, answer: Answer | None, wish: Wish, where:
         code = _UNKNOWN
     else:
         code = _NO
-    least = communicator.allreduce(np.array([answer is not None, -(answer is not None), code]), "device memory", "min")
+    least = communicator.allreduce(
+        np.array([answer is not None, -(answer is not None), code]), "device memory", "min"
+    )
     all_on_gpus = bool(least[0])
     any_on_gpu = bool(least[1])
     least_code = int(least[2])
-    how = answer.how if answer and code == least_code else f"{'the MPI of ' if least_code < _YES else ''}another rank"
+    how = (
+        answer.how
+        if answer and code == least_code
+        else f"{'the MPI of ' if least_code < _YES else ''}another rank"
+    )
     if not any_on_gpu:
-        return Choice(None, f"comm.device_memory={wish} does nothing: no rank computes on a GPU" if wish != "auto" else "")
+        return Choice(
+            None,
+            f"comm.device_memory={wish} does nothing: no rank computes on a GPU"
+            if wish != "auto"
+            else "",
+        )
     if wish == "device" and (least_code == _NO or not all_on_gpus):
-        what = how if all_on_gpus else "a rank computes on a CPU, so that MPI would get memory of both kinds in one collective"
-        raise UserError(f"comm.device_memory=device: {what}", where, "comm.device_memory=host, or an MPI that is built for these GPUs")
+        what = (
+            how
+            if all_on_gpus
+            else "a rank computes on a CPU, so that MPI would get memory of both kinds in one "
+            "collective"
+        )
+        raise UserError(
+            f"comm.device_memory=device: {what}",
+            where,
+            "comm.device_memory=host, or an MPI that is built for these GPUs",
+        )
     if wish == "device" or (wish == "auto" and all_on_gpus and least_code == _YES):
         return Choice(
-            "device", f"GPU tensors are handed to MPI as they are: {how if least_code == _YES else f'comm.device_memory=device; {how}'}"
+            "device",
+            "GPU tensors are handed to MPI as they are: "
+            f"{how if least_code == _YES else f'comm.device_memory=device; {how}'}",
         )
     if wish == "host":
         why = "comm.device_memory=host"
@@ -108,13 +154,15 @@ def choose(communicator: Communicator, answer: Answer | None, wish: Wish, where:
 
 
 class DeviceArray:
-    """A contiguous tensor in a GPU's memory, in the place of the numpy array that is sent of one in host memory.
+    """A contiguous tensor in a GPU's memory, in the place of the numpy array that is sent of one in
+    host memory.
 
     What slices an array, counts its elements and hands it to mpi4py does the same with this.
     """
 
     def __init__(self, tensor: Any, settle: Callable[[], None], type_name: str = "") -> None:
-        """settle: waits until this thread's present stream has done what it was given. type_name: as numpy's; default: the tensor's."""
+        """settle: waits until this thread's present stream has done what it was given. type_name:
+        as numpy's; default: the tensor's."""
         self.tensor = tensor
         self._settle = settle
         self.type_name = type_name or str(tensor.dtype).removeprefix("torch.")
@@ -164,9 +212,14 @@ class DeviceArray:
         return DeviceArray(tensor, self._settle, self.type_name)
 
     def message(self, mpi: Any) -> list[Any]:
-        """For mpi4py, of one dimension: it passes the address on, and does not look at the memory."""
+        """For mpi4py, of one dimension: it passes the address on, and does not look at the
+        memory."""
         types = {"float32": mpi.FLOAT, "float64": mpi.DOUBLE}
-        types |= {f"{sign}int{bits}": getattr(mpi, f"{sign.upper()}INT{bits}_T") for sign in ("", "u") for bits in (8, 16, 32, 64)}
+        types |= {
+            f"{sign}int{bits}": getattr(mpi, f"{sign.upper()}INT{bits}_T")
+            for sign in ("", "u")
+            for bits in (8, 16, 32, 64)
+        }
         buffer = mpi.buffer.fromaddress(self.tensor.data_ptr(), self.nbytes)
         return [buffer, self.size, types[self.type_name]]
 

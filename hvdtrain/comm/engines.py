@@ -1,4 +1,5 @@
-"""What engines can do beyond the collectives that all have, and which one comm.engine=auto takes. Code asks for a feature, never a name."""
+"""What engines can do beyond the collectives that all have, and which one comm.engine=auto takes.
+Code asks for a feature, never a name."""
 
 from __future__ import annotations
 
@@ -13,17 +14,20 @@ from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 
 Feature = Literal[
-    "several_ranks", "device_memory", "nccl", "asynchronous", "bfloat16_sums", "adasum", "horovod_api", "ddp", "plain_mpi", "p2p", "shrink"
+    "several_ranks", "device_memory", "nccl", "asynchronous", "bfloat16_sums", "adasum", "horovod_api", "ddp", "plain_mpi", "p2p", "shrink"  # noqa: E501
 ]  # fmt: skip
 MEANINGS: dict[Feature, str] = {
     "several_ranks": "connects two processes or more",
-    "device_memory": "takes tensors in GPU memory; without it they are copied to host memory for each collective. mpi has it where a rank "
+    "device_memory": "takes tensors in GPU memory; without it they are copied to host memory for "
+    "each collective. mpi has it where a rank "
     "computes on a GPU",
     "nccl": "reduces tensors in GPU memory by NCCL, which refuses two ranks on one GPU",
-    "asynchronous": "start_allreduce() returns at once, and the sum is computed while the caller goes on; without it the caller waits",
+    "asynchronous": "start_allreduce() returns at once, and the sum is computed while the caller "
+    "goes on; without it the caller waits",
     "bfloat16_sums": "allreduce and start_reduce_scatter sum bfloat16",
     "adasum": "allreduce has op=adasum",
-    "horovod_api": "Horovod runs: hvd.DistributedOptimizer, hvd.grouped_allreduce, and the settings comm.cycle_ms, fusion_mb, hierarchical",
+    "horovod_api": "Horovod runs: hvd.DistributedOptimizer, hvd.grouped_allreduce, and the "
+    "settings comm.cycle_ms, fusion_mb, hierarchical",
     "ddp": "torch.distributed runs with these ranks, so that DistributedDataParallel does",
     "plain_mpi": "its collectives are those of mpi4py, on numpy arrays",
     "p2p": "one rank sends to another one: start_send() and start_recv()",
@@ -34,18 +38,25 @@ _SET_BY_PMI = ("PMIX_RANK", "PMI_RANK")  # by srun --mpi=pmix and --mpi=pmi2
 
 @cache
 def features_of(engine: str) -> frozenset[Feature]:
-    """The features that comm.engine=`engine` has on every machine: FEATURES of its file, read without importing torch or MPI.
+    """The features that comm.engine=`engine` has on every machine: FEATURES of its file, read
+    without importing torch or MPI.
 
-    A connected engine may have more (Communicator.features). Raises UserError where there is no such engine.
+    A connected engine may have more (Communicator.features). Raises UserError where there is no
+    such engine.
     """
     tree = ast.parse(plugins.find("comm", engine, "comm.engine").read_text())
-    assigned = {node.target.id: node.value for node in tree.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+    assigned = {
+        node.target.id: node.value
+        for node in tree.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
     value = assigned["FEATURES"]
     assert value is not None, engine
     return frozenset(ast.literal_eval(value))
 
 
-# What batch systems call the number of tasks of a job, in which a process may have been started alone.
+# What batch systems call the number of tasks of a job, in which a process may have been started
+# alone.
 _TASKS = ("SLURM_NTASKS", "PBS_NP", "LSB_DJOB_NUMPROC", "NSLOTS")
 
 
@@ -63,30 +74,55 @@ class Installed(NamedTuple):
 
 
 def select_engine(
-    place: Placement, environ: Mapping[str, str], installed: Installed, needs: frozenset[Feature] = frozenset()
+    place: Placement,
+    environ: Mapping[str, str],
+    installed: Installed,
+    needs: frozenset[Feature] = frozenset(),
 ) -> EngineChoice:
     """The engine of comm.engine=auto; `needs`: what the job asks of it."""
     if place.launcher == NO_LAUNCHER.launcher:
-        tasks = next((f"{key}={environ[key]}" for key in _TASKS if environ.get(key, "1") != "1"), None)
-        return EngineChoice("single", f"no launcher ({tasks}: hvdtrain launch would start as many ranks)" if tasks else "no launcher")
+        tasks = next(
+            (f"{key}={environ[key]}" for key in _TASKS if environ.get(key, "1") != "1"), None
+        )
+        return EngineChoice(
+            "single",
+            f"no launcher ({tasks}: hvdtrain launch would start as many ranks)"
+            if tasks
+            else "no launcher",
+        )
     started = f"started by {place.launcher}"
     if place.launcher in TORCH_LAUNCHERS:
         return EngineChoice("torchdist", started)
     if place.launcher == "srun" and not any(key in environ for key in _SET_BY_PMI):
-        return EngineChoice("torchdist", f"{started} without MPI (srun --mpi=pmix or --mpi=pmi2 would start it)")
+        return EngineChoice(
+            "torchdist", f"{started} without MPI (srun --mpi=pmix or --mpi=pmi2 would start it)"
+        )
     horovod = installed.horovod()
     lacking = "Horovod was built without NCCL" if horovod else "Horovod is not installed"
-    if place.launcher != "horovodrun" and installed.nccl() and not (horovod and installed.horovod_nccl()):
-        return EngineChoice("torchdist", f"{started}, there are GPUs, and {lacking} (python -m hvdtrain.cli.horovod --nccl builds it)")
+    if (
+        place.launcher != "horovodrun"
+        and installed.nccl()
+        and not (horovod and installed.horovod_nccl())
+    ):
+        return EngineChoice(
+            "torchdist",
+            f"{started}, there are GPUs, and {lacking} (python -m hvdtrain.cli.horovod --nccl "
+            "builds it)",
+        )
     missing = ", ".join(sorted(needs - features_of("horovod")))
     if horovod and (not missing or place.launcher == "horovodrun"):
         return EngineChoice("horovod", f"{started}, Horovod is installed")
-    why = f"the job needs {missing}, which Horovod has not" if horovod else f"{lacking} (python -m hvdtrain.cli.horovod builds it)"
+    why = (
+        f"the job needs {missing}, which Horovod has not"
+        if horovod
+        else f"{lacking} (python -m hvdtrain.cli.horovod builds it)"
+    )
     return EngineChoice("mpi", f"{started}, {why}")
 
 
 def possible_engines(engine: str, ranks: int) -> list[str]:
-    """What comm.engine=`engine` may select for so many ranks where the launcher is not known: for auto every engine that connects them."""
+    """What comm.engine=`engine` may select for so many ranks where the launcher is not known: for
+    auto every engine that connects them."""
     if engine != "auto":
         return [engine]
     if ranks == 1:
@@ -99,7 +135,10 @@ def installed_here(config: Config) -> Installed:
     return Installed(
         horovod=lambda: importlib.util.find_spec("horovod") is not None,
         horovod_nccl=lambda: bool(plugins.load("comm", "horovod", "comm.engine").has_nccl()),
-        nccl=lambda: may_use_gpu(config) and bool(plugins.load("comm", "torchdist", "comm.engine").has_nccl()),
+        nccl=lambda: (
+            may_use_gpu(config)
+            and bool(plugins.load("comm", "torchdist", "comm.engine").has_nccl())
+        ),
     )
 
 

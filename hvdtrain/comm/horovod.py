@@ -1,4 +1,5 @@
-"""The horovod engine: Horovod through horovod.torch, on torch tensors and on numpy arrays, which are viewed as tensors."""
+"""The horovod engine: Horovod through horovod.torch, on torch tensors and on numpy arrays, which
+are viewed as tensors."""
 
 from __future__ import annotations
 
@@ -11,10 +12,26 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from hvdtrain.comm.communicator import Buffer, Communicator, Handle, Op, StartedCollectives, check_buffer, part_of, writable
+from hvdtrain.comm.communicator import (
+    Buffer,
+    Communicator,
+    Handle,
+    Op,
+    StartedCollectives,
+    check_buffer,
+    part_of,
+    writable,
+)
 from hvdtrain.comm.engines import Feature
 from hvdtrain.comm.mesh import split_groups
-from hvdtrain.comm.placement import NO_LAUNCHER, EngineLibrary, Placement, check_library, check_size, library_name
+from hvdtrain.comm.placement import (
+    NO_LAUNCHER,
+    EngineLibrary,
+    Placement,
+    check_library,
+    check_size,
+    library_name,
+)
 from hvdtrain.comm.side_channel import MpiSideChannel
 from hvdtrain.comm.signed import pack, unpack
 from hvdtrain.config.schema import CommConfig
@@ -22,10 +39,15 @@ from hvdtrain.core.process import exit_now, flush_output
 from hvdtrain.errors import UserError
 
 FEATURES: set[Feature] = {"several_ranks", "device_memory", "asynchronous", "adasum", "horovod_api"}
-GROUPS = "HOROVOD_DYNAMIC_PROCESS_SETS"  # the variable without which a started Horovod makes no process sets
+# the variable without which a started Horovod makes no process sets
+GROUPS = "HOROVOD_DYNAMIC_PROCESS_SETS"
 _BUILD_COMMAND = "python -m hvdtrain.cli.horovod"
-CPU_FUSION_MB = 4.0  # default without NCCL: 100 MB in host memory take a sixth of the time that they take with Horovod's default of 128 MiB
-MOST_COUNT = 2**31 - 1  # elements of one collective, which Horovod and MPI count with C's int; more are moved in pieces
+# default without NCCL: 100 MB in host memory take a sixth of the time that they take with Horovod's
+# default of 128 MiB
+CPU_FUSION_MB = 4.0
+MOST_COUNT = (
+    2**31 - 1
+)  # elements of one collective, which Horovod and MPI count with C's int; more are moved in pieces
 _FIX = "hvdtrain launch -np 2 -- ..., which finds an mpirun"
 _OTHER_LIBRARY = f"{_BUILD_COMMAND}, with the mpicc of the launcher's MPI first on the PATH"
 
@@ -33,7 +55,8 @@ _OTHER_LIBRARY = f"{_BUILD_COMMAND}, with the mpicc of the launcher's MPI first 
 def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
     """Starts Horovod. Without a launcher this process is rank 0 of 1.
 
-    Raises UserError where Horovod is missing, LauncherMismatch where its MPI does not see the launcher's processes.
+    Raises UserError where Horovod is missing, LauncherMismatch where its MPI does not see the
+    launcher's processes.
     """
     torch, hvd = load()
     linked = EngineLibrary("horovod", f"Horovod uses {library()}", _FIX, _OTHER_LIBRARY)
@@ -47,7 +70,8 @@ def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
 
 
 def _set_environment(comm: CommConfig) -> None:
-    """Horovod reads its settings from the environment, once, when it starts. Variables that the user has set are kept."""
+    """Horovod reads its settings from the environment, once, when it starts. Variables that the
+    user has set are kept."""
     fusion_mb = CPU_FUSION_MB if comm.fusion_mb is None and not has_nccl() else comm.fusion_mb
     settings = {
         "HOROVOD_CYCLE_TIME": comm.cycle_ms,
@@ -71,11 +95,16 @@ def load() -> tuple[Any, Any]:
         return importlib.import_module("torch"), importlib.import_module("horovod.torch")
     except ImportError as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"the horovod engine cannot load Horovod: {reason}", "comm.engine=horovod", _BUILD_COMMAND) from error
+        raise UserError(
+            f"the horovod engine cannot load Horovod: {reason}",
+            "comm.engine=horovod",
+            _BUILD_COMMAND,
+        ) from error
 
 
 def library() -> str:
-    """The MPI that Horovod is linked to, which needs not be started; "Gloo, built without MPI" where there is none."""
+    """The MPI that Horovod is linked to, which needs not be started; "Gloo, built without MPI"
+    where there is none."""
     mpi = ctypes.CDLL(importlib.import_module("horovod.torch.mpi_lib_v2").__file__)
     if not hasattr(mpi, "MPI_Get_library_version"):
         return "Gloo, built without MPI"
@@ -87,12 +116,21 @@ def library() -> str:
 
 
 class HorovodCommunicator(StartedCollectives):
-    """Works in place on the memory of x where it can. int8, int16 and uint8, which Horovod does not reduce, go through int32."""
+    """Works in place on the memory of x where it can. int8, int16 and uint8, which Horovod does not
+    reduce, go through int32."""
 
     name = "horovod"
 
-    def __init__(self, torch: Any, hvd: Any, place: Placement, process_sets: ProcessSets | None = None, process_set: Any = None) -> None:
-        """process_set: one of Horovod's process sets, in which `place` is this rank's; all ranks where there is none."""
+    def __init__(
+        self,
+        torch: Any,
+        hvd: Any,
+        place: Placement,
+        process_sets: ProcessSets | None = None,
+        process_set: Any = None,
+    ) -> None:
+        """process_set: one of Horovod's process sets, in which `place` is this rank's; all ranks
+        where there is none."""
         self._torch = torch
         self._hvd = hvd
         self._sets = process_sets or ProcessSets(hvd)
@@ -113,14 +151,25 @@ class HorovodCommunicator(StartedCollectives):
     def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:
         x, tensor = self._checked(x, "allreduce", name)
         operand = self._reducible(tensor)
-        if op == "adasum" and operand.numel() > MOST_COUNT:  # it scales a whole buffer by its norm: pieces would have other scales
+        if (
+            op == "adasum" and operand.numel() > MOST_COUNT
+        ):  # it scales a whole buffer by its norm: pieces would have other scales
             where = f"comm.engine=horovod, allreduce {name!r}"
-            raise UserError(f"Adasum of {operand.numel():,} numbers, at most {MOST_COUNT:,}", where, "a smaller comm.bucket_mb")
-        return PendingInPlace(self._hvd, self._sum(operand, name, self._ops[op]), x, tensor, operand)
+            raise UserError(
+                f"Adasum of {operand.numel():,} numbers, at most {MOST_COUNT:,}",
+                where,
+                "a smaller comm.bucket_mb",
+            )
+        return PendingInPlace(
+            self._hvd, self._sum(operand, name, self._ops[op]), x, tensor, operand
+        )
 
     def _sum(self, operand: Any, name: str, op: Any) -> list[Any]:
         pieces = _pieces(operand, name)
-        return [self._hvd.allreduce_async_(piece, name=part, op=op, process_set=self._set) for part, piece in pieces]
+        return [
+            self._hvd.allreduce_async_(piece, name=part, op=op, process_set=self._set)
+            for part, piece in pieces
+        ]
 
     def start_broadcast(self, x: Buffer, name: str, root: int = 0) -> Handle:
         x, tensor = self._checked(x, "broadcast", name)
@@ -129,13 +178,21 @@ class HorovodCommunicator(StartedCollectives):
 
     def _copy(self, bits: Any, name: str, root: int) -> list[Any]:
         root = self._set.ranks[root]
-        return [self._hvd.broadcast_async_(piece, root, name=part, process_set=self._set) for part, piece in _pieces(bits, name)]
+        return [
+            self._hvd.broadcast_async_(piece, root, name=part, process_set=self._set)
+            for part, piece in _pieces(bits, name)
+        ]
 
     def _copy_parts(self, bits: Any, name: str, ends: Sequence[int]) -> list[Any]:
-        """Rows of each rank, to all: in the place of an allgather of more than one collective counts."""
+        """Rows of each rank, to all: in the place of an allgather of more than one collective
+        counts."""
         parts = zip([0, *ends], ends, strict=False)
         owners = [(owner, begin, end) for owner, (begin, end) in enumerate(parts) if begin < end]
-        return [handle for owner, begin, end in owners for handle in self._copy(bits[begin:end], f"{name}.of{owner}", owner)]
+        return [
+            handle
+            for owner, begin, end in owners
+            for handle in self._copy(bits[begin:end], f"{name}.of{owner}", owner)
+        ]
 
     def start_reduce(self, x: Buffer, name: str, root: int = 0) -> Handle:
         """An allreduce: Horovod has no reduction to one rank."""
@@ -148,7 +205,12 @@ class HorovodCommunicator(StartedCollectives):
         if operand.numel() > MOST_COUNT:
             total = operand.clone()
             return _like(
-                x, PendingInPlace(self._hvd, self._sum(total, name, self._hvd.Sum), total, total, total).wait()[own].to(tensor.dtype)
+                x,
+                PendingInPlace(
+                    self._hvd, self._sum(total, name, self._hvd.Sum), total, total, total
+                )
+                .wait()[own]
+                .to(tensor.dtype),
             )
         part = self._hvd.reducescatter(operand, name=name, op=self._hvd.Sum, process_set=self._set)
         return _like(x, part.to(tensor.dtype))
@@ -159,8 +221,12 @@ class HorovodCommunicator(StartedCollectives):
         own = part_of(len(tensor), self.rank, self.size)
         if operand.numel() > MOST_COUNT:
             total = operand.clone()
-            return PendingInPlace(self._hvd, self._sum(total, name, self._hvd.Sum), x[own], tensor[own], total[own])
-        handle = self._hvd.reducescatter_async(operand, name=name, op=self._hvd.Sum, process_set=self._set)
+            return PendingInPlace(
+                self._hvd, self._sum(total, name, self._hvd.Sum), x[own], tensor[own], total[own]
+            )
+        handle = self._hvd.reducescatter_async(
+            operand, name=name, op=self._hvd.Sum, process_set=self._set
+        )
         return PendingPart(self._hvd, handle, x[own], tensor[own])
 
     def start_spread(self, x: Buffer, name: str) -> Handle:
@@ -170,15 +236,21 @@ class HorovodCommunicator(StartedCollectives):
             ends = [part_of(len(tensor), rank, self.size).stop for rank in range(self.size)]
             return PendingInPlace(self._hvd, self._copy_parts(bits, name, ends), x, bits, bits)
         own = bits[part_of(len(tensor), self.rank, self.size)]
-        return PendingPart(self._hvd, self._hvd.allgather_async(own, name=name, process_set=self._set), x, bits)
+        return PendingPart(
+            self._hvd, self._hvd.allgather_async(own, name=name, process_set=self._set), x, bits
+        )
 
     def allgather(self, x: Buffer, name: str) -> Buffer:
         x, tensor = self._checked(x, "allgather", name)
         bits = self._movable(tensor)
-        rows = self._hvd.allgather(self._torch.tensor([len(bits)]), name=f"{name}.rows", process_set=self._set)
+        rows = self._hvd.allgather(
+            self._torch.tensor([len(bits)]), name=f"{name}.rows", process_set=self._set
+        )
         ends = [int(end) for end in rows.cumsum(0)]
         if ends[-1] * math.prod(bits.shape[1:]) <= MOST_COUNT:
-            return _like(x, self._hvd.allgather(bits, name=name, process_set=self._set).view(tensor.dtype))
+            return _like(
+                x, self._hvd.allgather(bits, name=name, process_set=self._set).view(tensor.dtype)
+            )
         whole = bits.new_empty((ends[-1], *bits.shape[1:]))
         whole[ends[self.rank] - len(bits) : ends[self.rank]] = bits
         PendingInPlace(self._hvd, self._copy_parts(whole, name, ends), whole, whole, whole).wait()
@@ -195,30 +267,41 @@ class HorovodCommunicator(StartedCollectives):
     def broadcast_object(self, thing: Any, root: int = 0) -> Any:
         if not self._is_group:
             return self._hvd.broadcast_object(thing, root, name="exchange.of_one")
-        packed = np.frombuffer(pack(thing, ""), np.uint8) if self.rank == root else np.zeros(0, np.uint8)
+        packed = (
+            np.frombuffer(pack(thing, ""), np.uint8) if self.rank == root else np.zeros(0, np.uint8)
+        )
         length = self.broadcast(np.array([len(packed)]), "exchange.length", root)
         content = packed.copy() if self.rank == root else np.zeros(int(length[0]), np.uint8)
         return unpack(self.broadcast(content, "exchange.of_one", root).tobytes(), "")
 
     def side_channel_gather(self, message: str, wait_s: float) -> list[str | None] | None:
         """Over MPI, where Horovod runs on it and mpi4py is installed for the same MPI."""
-        if self._side_channel is None and not self._is_group and self._hvd.mpi_enabled() and (mpi := _mpi4py()):
+        if (
+            self._side_channel is None
+            and not self._is_group
+            and self._hvd.mpi_enabled()
+            and (mpi := _mpi4py())
+        ):
             self._side_channel = MpiSideChannel(mpi, mpi.COMM_WORLD)
         return self._side_channel.gather(message, wait_s) if self._side_channel else None
 
     def split(self, color: int | None) -> Communicator | None:
-        """Process sets, which Horovod adds where it was started with them: connect() asks for that where shard.group needs groups."""
+        """Process sets, which Horovod adds where it was started with them: connect() asks for that
+        where shard.group needs groups."""
         assert not self._is_group, "of all ranks alone"
         groups = split_groups(self, color)
         own = None
         for members in groups.members:  # every rank adds all of them
             process_set = self._sets.of(members)
             if self.rank in members:
-                own = HorovodCommunicator(self._torch, self._hvd, groups.place(self.rank), self._sets, process_set)
+                own = HorovodCommunicator(
+                    self._torch, self._hvd, groups.place(self.rank), self._sets, process_set
+                )
         return own
 
     def abort(self, code: int) -> NoReturn:
-        """By MPI_Abort where Horovod runs on MPI; else by exiting: horovodrun then ends the other ranks."""
+        """By MPI_Abort where Horovod runs on MPI; else by exiting: horovodrun then ends the other
+        ranks."""
         flush_output()
         if self._hvd.mpi_enabled():
             _abort_mpi(code)
@@ -250,11 +333,16 @@ class ProcessSets:
         self._known = {tuple(hvd.global_process_set.ranks): hvd.global_process_set}
 
     def of(self, ranks: Sequence[int]) -> Any:
-        """Every rank of the job calls it. Raises UserError where Horovod was started without them."""
+        """Every rank of the job calls it. Raises UserError where Horovod was started without
+        them."""
         key = tuple(ranks)
         if key not in self._known:
             if os.environ.get(GROUPS) != "1":
-                raise UserError("Horovod was started without groups of ranks", "comm.engine=horovod", f"{GROUPS}=1, or comm.engine=mpi")
+                raise UserError(
+                    "Horovod was started without groups of ranks",
+                    "comm.engine=horovod",
+                    f"{GROUPS}=1, or comm.engine=mpi",
+                )
             self._known[key] = self._hvd.add_process_set(list(ranks))
         return self._known[key]
 
@@ -262,8 +350,11 @@ class ProcessSets:
 class PendingInPlace:
     """A Handle."""
 
-    def __init__(self, hvd: Any, handles: Sequence[Any], x: Buffer, tensor: Any, operand: Any) -> None:
-        """`tensor`: a view of x, which takes the result; `operand`: what Horovod changes, the same or a copy of another type."""
+    def __init__(
+        self, hvd: Any, handles: Sequence[Any], x: Buffer, tensor: Any, operand: Any
+    ) -> None:
+        """`tensor`: a view of x, which takes the result; `operand`: what Horovod changes, the same
+        or a copy of another type."""
         self._hvd = hvd
         self._handles = handles
         self._x = x
@@ -297,7 +388,10 @@ def _pieces(tensor: Any, name: str) -> Iterator[tuple[str, Any]]:
     """The tensor, or views of at most MOST_COUNT elements, each with a name of its own."""
     if tensor.numel() <= MOST_COUNT:
         return iter([(name, tensor)])
-    return ((f"{name}.{number}", piece) for number, piece in enumerate(tensor.view(-1).split(MOST_COUNT)))
+    return (
+        (f"{name}.{number}", piece)
+        for number, piece in enumerate(tensor.view(-1).split(MOST_COUNT))
+    )
 
 
 def _like(x: Buffer, tensor: Any) -> Buffer:
@@ -313,7 +407,8 @@ def _abort_mpi(code: int) -> None:
 
 
 def _mpi4py() -> Any:
-    """The module mpi4py.MPI, which neither starts nor finalizes MPI; None where it cannot be loaded."""
+    """The module mpi4py.MPI, which neither starts nor finalizes MPI; None where it cannot be
+    loaded."""
     try:
         import mpi4py
 

@@ -1,4 +1,5 @@
-"""The store where the ranks of torch.distributed meet: at the start, to compare what they are, and after a loss, to agree who is left."""
+"""The store where the ranks of torch.distributed meet: at the start, to compare what they are, and
+after a loss, to agree who is left."""
 
 from __future__ import annotations
 
@@ -27,15 +28,19 @@ from hvdtrain.comm.signed import SignedStore
 from hvdtrain.errors import UserError
 
 POLL_S = 0.003  # after a loss
-ATTEMPT_S = 0.5  # of the first connection to a store; that of torch goes on trying twice as long where the process has ended
+# of the first connection to a store; that of torch goes on trying twice as long where the process
+# has ended
+ATTEMPT_S = 0.5
 AT_A_TIME = 64
-PROBE_S = 5.0  # for a host to answer; one that is down does not, a process that has ended is refused at once
+# for a host to answer; one that is down does not, a process that has ended is refused at once
+PROBE_S = 5.0
 HOST_EXITS_LATER_S = 0.5
 ALL = "all"  # the key of rank 0's word that all are here, or that there is a refusal
 
 
 def rendezvous_over_mpi(communicator: Communicator) -> Rendezvous:
-    """An address of rank 0, and a port that was free there a moment ago. Every rank calls it; raises UserError on all."""
+    """An address of rank 0, and a port that was free there a moment ago. Every rank calls it;
+    raises UserError on all."""
     hosts = communicator.allgather_object(socket.gethostname())
     result: Rendezvous | UserError | None = None
     if communicator.rank == 0:
@@ -58,7 +63,13 @@ def open_store(rendezvous: Rendezvous, place: Placement, timeout: timedelta) -> 
         listener = listen(rendezvous, place.local_size == place.size)
         host, port = listener.getsockname()[:2]
         store = dist.TCPStore(
-            host, port, place.size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+            host,
+            port,
+            place.size,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
         )
     else:
         store = connect_to_store(rendezvous, place, timeout)
@@ -69,24 +80,42 @@ def connect_to_store(rendezvous: Rendezvous, place: Placement, timeout: timedelt
     """A new connection. Raises UserError where rank 0 does not answer in time."""
     host = host_to_connect(rendezvous, place.local_size == place.size)
     try:
-        return dist.TCPStore(host, rendezvous.port, None, is_master=False, timeout=timeout, wait_for_workers=False)
+        return dist.TCPStore(
+            host, rendezvous.port, None, is_master=False, timeout=timeout, wait_for_workers=False
+        )
     except dist.DistError as error:
-        what = f"the rendezvous does not answer within {timeout.total_seconds():g} s: {str(error).splitlines()[0]}"
-        fix = "start all ranks within that time, or comm.timeout_s=...; or comm.address=HOST:PORT that every host reaches"
-        raise UserError(what, f"{host}:{rendezvous.port}, from {socket.gethostname()}", fix) from None
+        what = (
+            f"the rendezvous does not answer within {timeout.total_seconds():g} s: "
+            f"{str(error).splitlines()[0]}"
+        )
+        fix = (
+            "start all ranks within that time, or comm.timeout_s=...; or comm.address=HOST:PORT "
+            "that every host reaches"
+        )
+        raise UserError(
+            what, f"{host}:{rendezvous.port}, from {socket.gethostname()}", fix
+        ) from None
 
 
-def wait_for_all_ranks(store: SignedStore, rendezvous: Rendezvous, place: Placement, timeout: timedelta) -> None:
-    """Raises UserError where two processes have one rank, were started for different numbers of ranks, or do not arrive in time.
+def wait_for_all_ranks(
+    store: SignedStore, rendezvous: Rendezvous, place: Placement, timeout: timedelta
+) -> None:
+    """Raises UserError where two processes have one rank, were started for different numbers of
+    ranks, or do not arrive in time.
 
-    Numbers that differ are an error as soon as two processes meet, on all that are there: the one that notices it wakes the others.
-    Rank 0 alone waits for each rank, the others for its word: if each waited for each, 8,192 ranks would name 67 million keys.
+    Numbers that differ are an error as soon as two processes meet, on all that are there: the one
+    that notices it wakes the others. Rank 0 alone waits for each rank, the others for its word: if
+    each waited for each, 8,192 ranks would name 67 million keys.
     """
     where = f"{rendezvous.host}:{rendezvous.port}"
     mine = Arrival(place.rank, place.size, place.local_size, socket.gethostname())
     _compare_sizes(store, mine, where)
     if store.add(f"rank/{place.rank}", 1) > 1:
-        raise UserError(f"two processes are rank {place.rank}", where, "one launcher, one job at an address; comm.address=HOST:PORT")
+        raise UserError(
+            f"two processes are rank {place.rank}",
+            where,
+            "one launcher, one job at an address; comm.address=HOST:PORT",
+        )
     store.set(f"here/{place.rank}", mine)
     if place.rank == 0:
         _gather(store, place.size, mine, where, timeout)
@@ -101,7 +130,11 @@ def _gather(store: SignedStore, size: int, mine: Arrival, where: str, timeout: t
     """Rank 0's part: waits for all ranks, and tells them that they are there, or why not."""
     try:
         store.wait([f"here/{rank}" for rank in range(size)], timeout)
-        refusal = None if all(isinstance(store.get(f"here/{rank}"), Arrival) for rank in range(size)) else not_of_this_job(where)
+        refusal = (
+            None
+            if all(isinstance(store.get(f"here/{rank}"), Arrival) for rank in range(size))
+            else not_of_this_job(where)
+        )
     except RuntimeError:  # torch.distributed.DistError
         missing = [str(rank) for rank in range(size) if not store.has(f"here/{rank}")]
         refusal = _not_arrived(missing, where, timeout) if missing else None
@@ -111,7 +144,8 @@ def _gather(store: SignedStore, size: int, mine: Arrival, where: str, timeout: t
 
 
 def _wait_for_word(store: SignedStore, where: str, timeout: timedelta) -> None:
-    """The others' part. Rank 0 may have come later than this one: from then on it waits for as long."""
+    """The others' part. Rank 0 may have come later than this one: from then on it waits for as
+    long."""
     for _ in range(2):
         try:
             store.wait([ALL], timeout)
@@ -122,11 +156,16 @@ def _wait_for_word(store: SignedStore, where: str, timeout: timedelta) -> None:
             if not isinstance(store.get(ALL), Arrival):
                 raise not_of_this_job(where)
             return
-    raise UserError("rank 0 does not say whether all ranks have arrived", where, "look for its own error")
+    raise UserError(
+        "rank 0 does not say whether all ranks have arrived", where, "look for its own error"
+    )
 
 
 def _not_arrived(missing: Sequence[str], where: str, timeout: timedelta) -> UserError:
-    what = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing[:16])} did not arrive within {timeout.total_seconds():g} s"
+    what = (
+        f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing[:16])} did not arrive within "
+        f"{timeout.total_seconds():g} s"
+    )
     return UserError(what, where, "look for their own errors; or comm.timeout_s=...")
 
 
@@ -139,18 +178,25 @@ class Arrival(NamedTuple):
     host: str
 
     def describe(self) -> str:
-        return f"rank {self.rank} on {self.host} was started as one of {self.size} ranks, {self.local_size} on its host"
+        return (
+            f"rank {self.rank} on {self.host} was started as one of {self.size} ranks, "
+            f"{self.local_size} on its host"
+        )
 
 
 def _compare_sizes(store: SignedStore, mine: Arrival, where: str) -> None:
-    """Raises UserError where the first process that came was started for another number of ranks, or has another secret."""
+    """Raises UserError where the first process that came was started for another number of ranks,
+    or has another secret."""
     first = store.set_first("first", mine)
     if isinstance(first, Arrival) and first.size == mine.size:
         return
     refusal = not_of_this_job(where)
     size = mine.size
     if isinstance(first, Arrival):
-        fix = "start every host with the same --num-nodes and --num-gpus, or the same numbers of the launcher"
+        fix = (
+            "start every host with the same --num-nodes and --num-gpus, or the same numbers of "
+            "the launcher"
+        )
         refusal = UserError(f"{mine.describe()}; {first.describe()}", where, fix)
         size = max(first.size, mine.size)
     if not store.has("refused"):
@@ -170,7 +216,9 @@ def _raise(refusal: UserError, rank: int) -> NoReturn:
 
 def not_of_this_job(where: str) -> UserError:
     what = "a process that is at the job's address does not have its secret"
-    return UserError(what, where, f"give every host the same {SECRET}; or another port of comm.address=HOST:PORT")
+    return UserError(
+        what, where, f"give every host the same {SECRET}; or another port of comm.address=HOST:PORT"
+    )
 
 
 def own_store(rendezvous: Rendezvous, communicator: Communicator) -> tuple[Any, str]:
@@ -179,7 +227,9 @@ def own_store(rendezvous: Rendezvous, communicator: Communicator) -> tuple[Any, 
     host = LOOPBACK if one_host else local_address(rendezvous, one_host) or socket.gethostname()
     listener = listen(Rendezvous(host, 0), one_host)
     host, port = listener.getsockname()[:2]
-    return dist.TCPStore(host, port, None, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()), host
+    return dist.TCPStore(
+        host, port, None, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    ), host
 
 
 class Address(NamedTuple):
@@ -205,21 +255,30 @@ class Living(NamedTuple):
 
 
 class Meeting:
-    """Every rank hosts a store of its own from the start: it answers as long as its process lives, whatever the process does."""
+    """Every rank hosts a store of its own from the start: it answers as long as its process lives,
+    whatever the process does."""
 
-    def __init__(self, communicator: Communicator, own_store: Any, host: str, secret: str, wait_s: float) -> None:
-        """own_store: hosted by this process; other ranks reach it at `host`. wait_s: for a connection. A collective."""
+    def __init__(
+        self, communicator: Communicator, own_store: Any, host: str, secret: str, wait_s: float
+    ) -> None:
+        """own_store: hosted by this process; other ranks reach it at `host`. wait_s: for a
+        connection. A collective."""
         self.rank = communicator.rank
         self._secret = secret
         self._own = own_store
         self._wait = timedelta(seconds=wait_s)
-        self._addresses: list[Address] = communicator.allgather_object(Address(host, own_store.port))
+        self._addresses: list[Address] = communicator.allgather_object(
+            Address(host, own_store.port)
+        )
         self.living = list(range(communicator.size))
-        self._answered: dict[int, int] = {}  # rank -> its last call at the own store that was answered
+        self._answered: dict[
+            int, int
+        ] = {}  # rank -> its last call at the own store that was answered
         self._agreements = 0  # made there
 
     def agree(self) -> Living:
-        """Returns once every living rank has called it. A rank that lives but never comes is waited for."""
+        """Returns once every living rank has called it. A rank that lives but never comes is waited
+        for."""
         for host in self._alive(self.living[: self.living.index(self.rank) + 1]):
             found = self._decide() if host == self.rank else self._follow(host)
             if found is not None:
@@ -234,11 +293,14 @@ class Meeting:
         return lambda: SignedStore(dist.PrefixStore(prefix, self._connect(host)), self._secret)
 
     def _connect(self, rank: int) -> Any:
-        """Raises RuntimeError where the process of this rank has ended, or does not answer in time."""
+        """Raises RuntimeError where the process of this rank has ended, or does not answer in
+        time."""
         (host, port), wait = self._addresses[rank], timedelta(seconds=ATTEMPT_S)
         while True:
             try:
-                store = dist.TCPStore(host, port, None, is_master=False, timeout=wait, wait_for_workers=False)
+                store = dist.TCPStore(
+                    host, port, None, is_master=False, timeout=wait, wait_for_workers=False
+                )
             except RuntimeError:
                 if wait >= self._wait or not self._lives(rank):
                     raise
@@ -248,11 +310,19 @@ class Meeting:
                 return store
 
     def _alive(self, ranks: Iterable[int]) -> Iterator[int]:
-        """The ranks whose processes live, in order. After the first one many are asked at a time: of a dead host each takes PROBE_S."""
+        """The ranks whose processes live, in order. After the first one many are asked at a time:
+        of a dead host each takes PROBE_S."""
         asked = list(ranks)
         with ThreadPoolExecutor(AT_A_TIME) as threads:
-            for part in (asked[:1], *(asked[start : start + AT_A_TIME] for start in range(1, len(asked), AT_A_TIME))):
-                yield from [rank for rank, lives in zip(part, threads.map(self._lives, part), strict=True) if lives]
+            for part in (
+                asked[:1],
+                *(asked[start : start + AT_A_TIME] for start in range(1, len(asked), AT_A_TIME)),
+            ):
+                yield from [
+                    rank
+                    for rank, lives in zip(part, threads.map(self._lives, part), strict=True)
+                    if lives
+                ]
 
     def _lives(self, rank: int) -> bool:
         if rank == self.rank:
@@ -281,7 +351,9 @@ class Meeting:
         """Waits until every other rank has called, or is gone."""
         store = SignedStore(self._own, self._secret)
         while True:
-            calls = {rank: store.add(f"call/{rank}", 0) for rank in self.living if rank != self.rank}
+            calls = {
+                rank: store.add(f"call/{rank}", 0) for rank in self.living if rank != self.rank
+            }
             new = {rank: call for rank, call in calls.items() if call > self._answered.get(rank, 0)}
             if next(self._alive(sorted(calls.keys() - new.keys())), None) is None:
                 break

@@ -1,4 +1,5 @@
-"""Groups of ranks: the mesh of a job, and which ranks are together in a group and on a host, as every engine's split() computes it."""
+"""Groups of ranks: the mesh of a job, and which ranks are together in a group and on a host, as
+every engine's split() computes it."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ ALONE: Communicator = SingleProcessCommunicator()
 
 
 class Coordinates(NamedTuple):
-    """Where a rank is in the mesh. The ranks of a tensor group are neighbours, so that a launcher puts them on one host; those of a
-    pipeline are far apart.
+    """Where a rank is in the mesh. The ranks of a tensor group are neighbours, so that a launcher
+    puts them on one host; those of a pipeline are far apart.
     """
 
     stage: int
@@ -30,32 +31,50 @@ class Mesh(NamedTuple):
     """Made once for a job."""
 
     world: Communicator  # all ranks
-    data: Communicator  # the ranks that read different samples, and have the same part of the layers
-    tensor: Communicator  # the ranks that read the same samples, and each compute a part of every layer
+    data: (
+        Communicator  # the ranks that read different samples, and have the same part of the layers
+    )
+    tensor: (
+        Communicator  # the ranks that read the same samples, and each compute a part of every layer
+    )
     parts: Communicator  # the ranks that have the model and its training state together, once
     shard: Communicator  # among these of `data` the training state is cut
-    replicas: Communicator  # these have the same part of it: this rank's, once for each group of `parts`
-    table: tuple[tuple[int, ...], ...]  # of `data`, the ranks of each group of shards; those of one column have the same part
-    pipe: Communicator = ALONE  # the ranks that read the same samples, and have stages of the model; the same part of their layers
-    servers: int = 0  # the first ranks of the world, which hold the weights and read no samples of training
-    role: Communicator = ALONE  # where there are servers: on a server all servers, on a worker those that divide a step among them
+    replicas: (
+        Communicator  # these have the same part of it: this rank's, once for each group of `parts`
+    )
+    table: tuple[
+        tuple[int, ...], ...
+    ]  # of `data`, the ranks of each group of shards; those of one column have the same part
+    # the ranks that read the same samples, and have stages of the model; the same part of their
+    # layers
+    pipe: Communicator = ALONE
+    servers: int = (
+        0  # the first ranks of the world, which hold the weights and read no samples of training
+    )
+    # where there are servers: on a server all servers, on a worker those that divide a step among
+    # them
+    role: Communicator = ALONE
 
     @property
     def readers(self) -> Communicator | None:
-        """The ranks that divide the samples of a step among them; None on a rank that reads none."""
+        """The ranks that divide the samples of a step among them; None on a rank that reads
+        none."""
         if not self.servers:
             return self.data
         return None if self.world.rank < self.servers else self.role
 
     @property
     def counts(self) -> bool:
-        """Whether sums over samples are taken from this rank: those that read the same samples count them once, on the last stage."""
+        """Whether sums over samples are taken from this rank: those that read the same samples
+        count them once, on the last stage."""
         return self.tensor.rank == 0 and self.pipe.rank == self.pipe.size - 1
 
     def summary(self) -> str:
         """ "2 data x 2 tensor", "2 pipeline x 2 data" """
         sizes = {"pipeline": self.pipe.size, "data": self.data.size, "tensor": self.tensor.size}
-        return " x ".join(f"{size} {name}" for name, size in sizes.items() if size > 1 or name == "data")
+        return " x ".join(
+            f"{size} {name}" for name, size in sizes.items() if size > 1 or name == "data"
+        )
 
 
 def one_group(world: Communicator) -> Mesh:
@@ -66,7 +85,8 @@ def one_group(world: Communicator) -> Mesh:
 def make_mesh(world: Communicator, config: Config) -> Mesh:
     """The mesh that parallel.*, shard.* and servers.* describe. Every rank calls it.
 
-    Raises UserError where hosts have different numbers of ranks, or where the engine makes no groups.
+    Raises UserError where hosts have different numbers of ranks, or where the engine makes no
+    groups.
     """
     if config.parallel.ranks > 1:
         return _of_layers(world, config)
@@ -76,9 +96,18 @@ def make_mesh(world: Communicator, config: Config) -> Mesh:
     if len(table) == 1:
         return one_group(world)
     if len({len(ranks) for ranks in table}) > 1:
-        what = f"the hosts have {', '.join(str(len(ranks)) for ranks in table)} ranks: parts of the same sizes need equally many"
-        raise UserError(what, config.where("shard.group"), "the same number of ranks on each host, or shard.group=all")
-    row, column = next((i, ranks.index(world.rank)) for i, ranks in enumerate(table) if world.rank in ranks)
+        what = (
+            f"the hosts have {', '.join(str(len(ranks)) for ranks in table)} ranks: parts of the "
+            "same sizes need equally many"
+        )
+        raise UserError(
+            what,
+            config.where("shard.group"),
+            "the same number of ranks on each host, or shard.group=all",
+        )
+    row, column = next(
+        (i, ranks.index(world.rank)) for i, ranks in enumerate(table) if world.rank in ranks
+    )
     shard = _group(world, row)
     replicas = _group(world, column)
     return Mesh(world, world, ALONE, shard, shard, replicas, table)
@@ -90,11 +119,16 @@ def coordinates(rank: int, data: int, tensor: int) -> Coordinates:
 
 
 def place_of(rank: int, size: int, parallel: ParallelConfig) -> str:
-    """ "stage 1, data 0, tensor 0" of a rank of `size`, without the axes of one place; empty where every rank has a whole model."""
+    """ "stage 1, data 0, tensor 0" of a rank of `size`, without the axes of one place; empty where
+    every rank has a whole model."""
     if parallel.ranks == 1:
         return ""
     stage, data, tensor = coordinates(rank, size // parallel.ranks, parallel.tensor)
-    names = [f"stage {stage}"] * (parallel.pipeline > 1) + [f"data {data}"] + [f"tensor {tensor}"] * (parallel.tensor > 1)
+    names = (
+        [f"stage {stage}"] * (parallel.pipeline > 1)
+        + [f"data {data}"]
+        + [f"tensor {tensor}"] * (parallel.tensor > 1)
+    )
     return ", ".join(names)
 
 
@@ -103,13 +137,21 @@ def _of_layers(world: Communicator, config: Config) -> Mesh:
     return mesh_of_layers(world, config, lambda color: _group(world, color(own)))
 
 
-def mesh_of_layers(world: Communicator, config: Config, group: Callable[[Callable[[Coordinates], int]], Communicator]) -> Mesh:
+def mesh_of_layers(
+    world: Communicator,
+    config: Config,
+    group: Callable[[Callable[[Coordinates], int]], Communicator],
+) -> Mesh:
     """group: this rank's communicator of those ranks whose coordinates have its color."""
     parallel = config.parallel
     readers = world.size // parallel.ranks
     data = group(lambda rank: rank.stage * parallel.tensor + rank.tensor)
     tensor = group(lambda rank: rank.stage * readers + rank.data) if parallel.tensor > 1 else ALONE
-    pipe = group(lambda rank: rank.data * parallel.tensor + rank.tensor) if parallel.pipeline > 1 else ALONE
+    pipe = (
+        group(lambda rank: rank.data * parallel.tensor + rank.tensor)
+        if parallel.pipeline > 1
+        else ALONE
+    )
     table = (tuple(range(data.size)),)
     if config.shard.stage:
         return Mesh(world, data, tensor, world, data, ALONE, table, pipe)
@@ -124,7 +166,8 @@ def mesh_of_layers(world: Communicator, config: Config, group: Callable[[Callabl
 
 
 def _with_servers(world: Communicator, config: Config) -> Mesh:
-    """After a loss fewer ranks than servers may be left: all are servers then, which have the state to write it."""
+    """After a loss fewer ranks than servers may be left: all are servers then, which have the state
+    to write it."""
     count = min(config.servers.count, world.size)
     is_server = world.rank < count
     group = _group(world, int(not is_server))
@@ -141,13 +184,18 @@ def _group(world: Communicator, color: int) -> Communicator:
 def _hosts(world: Communicator) -> tuple[tuple[int, ...], ...]:
     """The ranks of each host. A collective."""
     hosts = split_groups(world, 0).hosts
-    return tuple(tuple(rank for rank, host in enumerate(hosts) if host == number) for number in sorted(set(hosts)))
+    return tuple(
+        tuple(rank for rank, host in enumerate(hosts) if host == number)
+        for number in sorted(set(hosts))
+    )
 
 
 class Groups(NamedTuple):
     """What the ranks of a communicator split into, the same on all of them."""
 
-    members: list[list[int]]  # the ranks of each group, ascending; groups in the order of their colors
+    members: list[
+        list[int]
+    ]  # the ranks of each group, ascending; groups in the order of their colors
     hosts: list[int]  # of each rank of the communicator, a number of its host
 
     def own(self, rank: int) -> list[int] | None:
@@ -166,14 +214,18 @@ def split_groups(communicator: Communicator, color: int | None) -> Groups:
     """The groups of equal colors. A collective."""
     table = communicator.allgather_object((color, socket.gethostname(), communicator.local_rank))
     colors = sorted({color for color, _, _ in table if color is not None})
-    members = [[rank for rank, (theirs, _, _) in enumerate(table) if theirs == color] for color in colors]
+    members = [
+        [rank for rank, (theirs, _, _) in enumerate(table) if theirs == color] for color in colors
+    ]
     return Groups(members, number_hosts([(name, local_rank) for _, name, local_rank in table]))
 
 
 def number_hosts(places: Sequence[tuple[str, int]]) -> list[int]:
-    """For each rank the number of its host, in the order of their first ranks; places[rank] is its host's name and its local rank.
+    """For each rank the number of its host, in the order of their first ranks; places[rank] is its
+    host's name and its local rank.
 
-    A name with two ranks of one local rank is that of several hosts, as in containers: the second such rank is on the second one.
+    A name with two ranks of one local rank is that of several hosts, as in containers: the second
+    such rank is on the second one.
     """
     seen: Counter[tuple[str, int]] = Counter()
     hosts: dict[tuple[str, int], int] = {}

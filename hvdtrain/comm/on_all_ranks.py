@@ -1,4 +1,5 @@
-"""What every rank has alike: sums over all ranks, and the result, or the UserError, of work that rank 0 does alone."""
+"""What every rank has alike: sums over all ranks, and the result, or the UserError, of work that
+rank 0 does alone."""
 
 from __future__ import annotations
 
@@ -17,24 +18,42 @@ MEET_S = 0.5  # between two collectives while rank 0 works: less than the shorte
 
 
 def allreduce_sums(
-    communicator: Communicator, sums: Sums, name: str, lengths: Mapping[str, int] | None = None, gathered: Sequence[str] = ()
+    communicator: Communicator,
+    sums: Sums,
+    name: str,
+    lengths: Mapping[str, int] | None = None,
+    gathered: Sequence[str] = (),
 ) -> Sums:
-    """The sums over all ranks, which have the same keys: a float, or of a vector a float64 array (n,). The host waits for the device.
+    """The sums over all ranks, which have the same keys: a float, or of a vector a float64 array
+    (n,). The host waits for the device.
 
-    lengths: of vectors, by name, so that a rank without samples, where it is one 0, sends as many numbers as the others; 0: no vector.
-    gathered: names of Parts, of which a rank without samples has none.
+    lengths: of vectors, by name, so that a rank without samples, where it is one 0, sends as many
+    numbers as the others; 0: no vector. gathered: names of Parts, of which a rank without samples
+    has none.
     """
-    parts = {key: gather_parts(communicator, sums.get(key, Parts()), f"{name}.{key}") for key in gathered}
+    parts = {
+        key: gather_parts(communicator, sums.get(key, Parts()), f"{name}.{key}") for key in gathered
+    }
     sums = {key: value for key, value in sums.items() if key not in parts}
     return _added_up(communicator, sums, name, lengths) | parts
 
 
 def gather_parts(communicator: Communicator, own: Parts, name: str) -> Parts:
     """The parts of all ranks, in the order of the ranks. A collective."""
-    forms = [[[(str(array.dtype), list(array.shape)) for array in group] for group in part] for part in own]
-    arrays = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for part in own for group in part for array in group]
+    forms = [
+        [[(str(array.dtype), list(array.shape)) for array in group] for group in part]
+        for part in own
+    ]
+    arrays = [
+        np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        for part in own
+        for group in part
+        for array in group
+    ]
     forms_of_ranks = communicator.allgather_object(forms)
-    content = communicator.allgather(np.concatenate(arrays) if arrays else np.zeros(0, np.uint8), name)
+    content = communicator.allgather(
+        np.concatenate(arrays) if arrays else np.zeros(0, np.uint8), name
+    )
     start = 0
 
     def array(dtype: str, shape: list[int]) -> np.ndarray:
@@ -43,10 +62,18 @@ def gather_parts(communicator: Communicator, own: Parts, name: str) -> Parts:
         start, found = stop, content[start:stop]
         return found.copy().view(dtype).reshape(shape)
 
-    return Parts([tuple(tuple(array(*form) for form in group) for group in part) for forms in forms_of_ranks for part in forms])
+    return Parts(
+        [
+            tuple(tuple(array(*form) for form in group) for group in part)
+            for forms in forms_of_ranks
+            for part in forms
+        ]
+    )
 
 
-def _added_up(communicator: Communicator, sums: Sums, name: str, lengths: Mapping[str, int] | None) -> Sums:
+def _added_up(
+    communicator: Communicator, sums: Sums, name: str, lengths: Mapping[str, int] | None
+) -> Sums:
     keys = sorted(sums)
     arrays = []
     for key in keys:
@@ -55,8 +82,12 @@ def _added_up(communicator: Communicator, sums: Sums, name: str, lengths: Mappin
         arrays.append(np.broadcast_to(array, length) if length else array)
     total = communicator.allreduce(np.concatenate(arrays), name)
     totals = np.split(total, np.cumsum([len(array) for array in arrays])[:-1])
-    is_vector = {key: bool((lengths or {}).get(key, 0)) or isinstance(sums[key], np.ndarray) for key in keys}
-    return {key: one if is_vector[key] else float(one[0]) for key, one in zip(keys, totals, strict=True)}
+    is_vector = {
+        key: bool((lengths or {}).get(key, 0)) or isinstance(sums[key], np.ndarray) for key in keys
+    }
+    return {
+        key: one if is_vector[key] else float(one[0]) for key, one in zip(keys, totals, strict=True)
+    }
 
 
 def on_rank_0(communicator: Communicator, work: Callable[[], T]) -> T:
@@ -92,11 +123,15 @@ def _tried(communicator: Communicator, work: Callable[[], T]) -> tuple[T | None,
         return None, error
 
 
-def long_on_rank_0(communicator: Communicator, work: Callable[[Callable[[], None]], T], go_on: Callable[[], None] = lambda: None) -> T:
+def long_on_rank_0(
+    communicator: Communicator,
+    work: Callable[[Callable[[], None]], T],
+    go_on: Callable[[], None] = lambda: None,
+) -> T:
     """What on_rank_0() returns, of work that may take longer than a collective is waited for.
 
-    work() calls what it is given, from the same thread, whenever it has moved on: all ranks then meet, every MEET_S at most, and go_on()
-    is called on each of them.
+    work() calls what it is given, from the same thread, whenever it has moved on: all ranks then
+    meet, every MEET_S at most, and go_on() is called on each of them.
     """
     met_s = time.monotonic()
 

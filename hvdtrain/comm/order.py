@@ -1,4 +1,5 @@
-"""The order of collectives: a thread makes those of a rank as they were started; ranks tell and compare what they are about to do."""
+"""The order of collectives: a thread makes those of a rank as they were started; ranks tell and
+compare what they are about to do."""
 
 from __future__ import annotations
 
@@ -17,13 +18,17 @@ from hvdtrain.errors import UserError
 
 
 class SameOrder:
-    """The ranks of `ranks` call ask() before each collective of a layer, and end() where a pass or a step ends.
+    """The ranks of `ranks` call ask() before each collective of a layer, and end() where a pass or
+    a step ends.
 
-    So a rank whose collectives are others, or fewer, finds a question of the others in the place of its own. A question is an allreduce
-    of 16 bytes. With `lags` its answer is read before the next collective: for engines whose collectives the host does not wait for.
+    So a rank whose collectives are others, or fewer, finds a question of the others in the place of
+    its own. A question is an allreduce of 16 bytes. With `lags` its answer is read before the next
+    collective: for engines whose collectives the host does not wait for.
     """
 
-    def __init__(self, ranks: Communicator, rank: int, where: str, fix: str, *, lags: bool = False) -> None:
+    def __init__(
+        self, ranks: Communicator, rank: int, where: str, fix: str, *, lags: bool = False
+    ) -> None:
         """rank: of the job; where, fix: of the error."""
         self._ranks = ranks
         self._rank = rank
@@ -32,7 +37,9 @@ class SameOrder:
         self._lags = lags
         self._asked: Question | None = None
         self._waiting = ""  # in ask()
-        self.at = ""  # what this rank does between questions, for people: "forward pass of blocks.3"
+        self.at = (
+            ""  # what this rank does between questions, for people: "forward pass of blocks.3"
+        )
 
     @property
     def doing(self) -> str:
@@ -47,7 +54,9 @@ class SameOrder:
         self._waiting = doing
         code = _code(doing)
         if self._lags:
-            self._asked = Question(doing, self._ranks.start_allreduce(np.array([code, -code]), "order", "max"))
+            self._asked = Question(
+                doing, self._ranks.start_allreduce(np.array([code, -code]), "order", "max")
+            )
         else:
             self._compare(doing, self._ranks.allreduce(np.array([code, -code]), "order", "max"))
         self._waiting = ""
@@ -98,7 +107,8 @@ def _code(doing: str) -> int:
 
 
 class CommThread:
-    """Makes the collectives of one MPI communicator, which nothing else uses. A daemon thread that starts with the first collective."""
+    """Makes the collectives of one MPI communicator, which nothing else uses. A daemon thread that
+    starts with the first collective."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Future | None] = SimpleQueue()
@@ -114,9 +124,11 @@ class CommThread:
         return future
 
     def stop(self) -> None:
-        """Returns once the thread has ended, behind what was started before; nothing is started after. Not on that thread.
+        """Returns once the thread has ended, behind what was started before; nothing is started
+        after. Not on that thread.
 
-        It may be the last to hold tensors: one that lets go of them while the interpreter ends aborts the process.
+        It may be the last to hold tensors: one that lets go of them while the interpreter ends
+        aborts the process.
         """
         if self._thread is not None:
             self._queue.put(None)
@@ -152,7 +164,9 @@ class Future:
         return self._result
 
 
-Word = Literal["here", "taken", "given up"]  # of a rank about an exchange: it waits there; it has taken the result; it never will
+Word = Literal[
+    "here", "taken", "given up"
+]  # of a rank about an exchange: it waits there; it has taken the result; it never will
 WORDS: tuple[Word, ...] = get_args(Word)
 # tags of messages of MPI
 NOTICE = 1
@@ -165,13 +179,16 @@ class Exchange(Protocol):
     threads: bool  # whether threads of a process may use their communicators at the same time
 
     def start(self, block: np.ndarray, rows: np.ndarray) -> None:
-        """block: of the same length and dtype on every rank, unchanged until done(); rows: takes the blocks in rank order."""
+        """block: of the same length and dtype on every rank, unchanged until done(); rows: takes
+        the blocks in rank order."""
 
     def done(self) -> bool:
-        """Whether every rank has started it. Raises what a collective raises where a rank is lost."""
+        """Whether every rank has started it. Raises what a collective raises where a rank is
+        lost."""
 
     def say(self, word: Word) -> None:
-        """Tells the other ranks, of the exchange that this one has started last. They need not be in it."""
+        """Tells the other ranks, of the exchange that this one has started last. They need not be
+        in it."""
 
     def said(self) -> dict[Word, set[int]]:
         """The ranks that have said each word of this exchange."""
@@ -202,7 +219,8 @@ class Alone:
 
 
 class MpiExchange:
-    """An exchange over an MPI communicator that nothing else uses: MPI_Iallgather, 2 microseconds on one host; messages for words."""
+    """An exchange over an MPI communicator that nothing else uses: MPI_Iallgather, 2 microseconds
+    on one host; messages for words."""
 
     def __init__(self, mpi: Any, ranks: Any) -> None:
         self._mpi = mpi
@@ -212,7 +230,9 @@ class MpiExchange:
         self._request = None
         self._number = 0
         self._sent: list[Any] = []  # requests of notices, with the memory that they use
-        self._said: dict[tuple[int, Word], int] = {}  # rank, word -> the last exchange that it said it of
+        self._said: dict[
+            tuple[int, Word], int
+        ] = {}  # rank, word -> the last exchange that it said it of
 
     def start(self, block: np.ndarray, rows: np.ndarray) -> None:
         self._number += 1
@@ -244,7 +264,8 @@ class MpiExchange:
             self._said[status.source, WORDS[notice[1]]] = int(notice[0])
 
     def free(self) -> None:
-        """A communicator lives until its last message has come: MPI may give its number to another one."""
+        """A communicator lives until its last message has come: MPI may give its number to another
+        one."""
         others = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
         number = np.zeros(1, np.int64)
         sends = [self._notices.Isend(number, rank, LAST) for rank in others]

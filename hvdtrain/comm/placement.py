@@ -1,4 +1,5 @@
-"""Placement: rank, size, local rank and local size of this process, from its launcher's variables; and its part of a divided GPU."""
+"""Placement: rank, size, local rank and local size of this process, from its launcher's variables;
+and its part of a divided GPU."""
 
 from __future__ import annotations
 
@@ -22,12 +23,16 @@ class Placement:
 
     def __post_init__(self) -> None:
         if not (0 <= self.rank < self.size and 0 <= self.local_rank < self.local_size <= self.size):
-            what = f"rank {self.rank} of {self.size}, local rank {self.local_rank} of {self.local_size}: these numbers are impossible"
+            what = (
+                f"rank {self.rank} of {self.size}, local rank {self.local_rank} of "
+                f"{self.local_size}: these numbers are impossible"
+            )
             raise UserError(what, f"the variables of {self.launcher}", _ONE_LAUNCHER)
 
 
 class LauncherMismatch(UserError):
-    """The engine's library does not see the processes that the launcher started; every one of them raises it."""
+    """The engine's library does not see the processes that the launcher started; every one of them
+    raises it."""
 
 
 class Launcher(NamedTuple):
@@ -38,7 +43,9 @@ class Launcher(NamedTuple):
     size: str
     local_rank: str
     local_size: str
-    open_mpi: bool | None = None  # True: starts only Open MPI; False: starts any MPI but Open MPI; None: starts either
+    open_mpi: bool | None = (
+        None  # True: starts only Open MPI; False: starts any MPI but Open MPI; None: starts either
+    )
     # Where other programs set its names, too: they count where each of these is set.
     needs: tuple[str, ...] = ()
     nodes: str = ""  # how many nodes there are, where there is no variable of the local size
@@ -57,11 +64,15 @@ class EngineLibrary(NamedTuple):
     other_library: str = ""  # how the engine gets the library of a launcher of MPI
 
 
-# In order of precedence. `mpirun` inside a batch job leaves SLURM_PROCID=0 on every rank: srun comes last. Flux, PALS and jsrun set
-# variables of PMI or Open MPI beside their own: they come before these. Sources: the manuals flux-environment(7), mpiexec(1) of HPE PALS,
-# jsrun(1) of IBM's Job Step Manager; mpirun_rsh of MVAPICH2 (its mpispawn.c); the launch.py of DeepSpeed; the other ones were recorded.
+# In order of precedence. `mpirun` inside a batch job leaves SLURM_PROCID=0 on every rank: srun
+# comes last. Flux, PALS and jsrun set variables of PMI or Open MPI beside their own: they come
+# before these. Sources: the manuals flux-environment(7), mpiexec(1) of HPE PALS, jsrun(1) of IBM's
+# Job Step Manager; mpirun_rsh of MVAPICH2 (its mpispawn.c); the launch.py of DeepSpeed; the other
+# ones were recorded.
 LAUNCHERS = (
-    Launcher("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "", nodes="FLUX_JOB_NNODES"),
+    Launcher(
+        "Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "", nodes="FLUX_JOB_NNODES"
+    ),
     Launcher(
         "PALS' mpiexec",
         "PALS_RANKID",
@@ -73,9 +84,21 @@ LAUNCHERS = (
     ),
     # The first releases of PALS have no PALS_LOCAL_SIZE.
     Launcher(
-        "PALS' mpiexec", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PMI_LOCAL_SIZE", open_mpi=False, needs=("PALS_LOCAL_RANKID",)
+        "PALS' mpiexec",
+        "PALS_RANKID",
+        "PMI_SIZE",
+        "PALS_LOCAL_RANKID",
+        "PMI_LOCAL_SIZE",
+        open_mpi=False,
+        needs=("PALS_LOCAL_RANKID",),
     ),
-    Launcher("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"),
+    Launcher(
+        "jsrun",
+        "JSM_NAMESPACE_RANK",
+        "JSM_NAMESPACE_SIZE",
+        "JSM_NAMESPACE_LOCAL_RANK",
+        "JSM_NAMESPACE_LOCAL_SIZE",
+    ),
     Launcher(
         "MVAPICH2's mpirun_rsh",
         "MV2_COMM_WORLD_RANK",
@@ -100,12 +123,37 @@ LAUNCHERS = (
         "OMPI_COMM_WORLD_LOCAL_SIZE",
         open_mpi=True,
     ),
-    Launcher("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
-    Launcher("Hydra's mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", open_mpi=False),
-    Launcher("deepspeed", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", needs=("RANK", "WORLD_SIZE", "LOCAL_SIZE")),
-    Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", needs=("RANK", "WORLD_SIZE")),
+    Launcher(
+        "horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"
+    ),
+    Launcher(
+        "Hydra's mpiexec",
+        "PMI_RANK",
+        "PMI_SIZE",
+        "MPI_LOCALRANKID",
+        "MPI_LOCALNRANKS",
+        open_mpi=False,
+    ),
+    Launcher(
+        "deepspeed",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_SIZE",
+        needs=("RANK", "WORLD_SIZE", "LOCAL_SIZE"),
+    ),
+    Launcher(
+        "torchrun",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        needs=("RANK", "WORLD_SIZE"),
+    ),
 )
-SRUN = Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+SRUN = Launcher(
+    "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"
+)
 # Like srun it starts what may start a launcher, and so counts where no other one does.
 SUBMITIT = Launcher(
     "submitit's local executor",
@@ -116,10 +164,15 @@ SUBMITIT = Launcher(
     needs=("SUBMITIT_LOCAL_GLOBALID",),
     nodes="SUBMITIT_LOCAL_JOB_NUM_NODES",
 )
-TORCH_LAUNCHERS = ("deepspeed", "torchrun", SUBMITIT.name)  # which start torch.distributed, without an MPI
+TORCH_LAUNCHERS = (
+    "deepspeed",
+    "torchrun",
+    SUBMITIT.name,
+)  # which start torch.distributed, without an MPI
 NO_LAUNCHER = Placement(0, 1, 0, 1, "none")
 
-# Launchers that do not tell how many processes they start, by a variable of each: without this list each process would train alone.
+# Launchers that do not tell how many processes they start, by a variable of each: without this list
+# each process would train alone.
 _UNSUPPORTED = {
     "PMIX_RANK": "a launcher of PMIx alone (prterun, prun)",
     "ALPS_APP_PE": "ALPS' aprun",
@@ -128,16 +181,20 @@ _UNSUPPORTED = {
 }
 # How many processes there are, by launchers of which hvdtrain knows no other variable.
 _SIZE = re.compile(r"(\w+_)?WORLD_SIZE|MPI_NRANKS|MPIRUN_N(PROCS|TASKS)|JAX_NUM_PROCESSES")
-BY_LAUNCH = "HVDTRAIN_LAUNCH"  # `launch` sets it beside torchrun's variables, which repeat those of the launcher that it uses
+# `launch` sets it beside torchrun's variables, which repeat those of the launcher that it uses
+BY_LAUNCH = "HVDTRAIN_LAUNCH"
 _ELASTIC = "TORCHELASTIC_RUN_ID"  # torchrun itself
 _ONE_LAUNCHER = "start it with one launcher, from a shell that no other launcher started"
 _FIX_OF_MISSING = {  # by the variable of the rank
     "RANK": (
-        "torchrun --nproc-per-node N sets all four; or set LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 where each host (or pod) has one process; "
+        "torchrun --nproc-per-node N sets all four; or set LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 where "
+        "each host (or pod) has one process; "
         "or unset RANK and WORLD_SIZE where they are not meant for this job"
     ),
-    "PMI_RANK": "mpiexec.hydra (MPICH, Intel MPI), which sets all four; or srun; or comm.engine=torchdist under torchrun",
-    "PALS_RANKID": "mpiexec --pmi=cray, since --pmi=pmix does not set the size; or mpiexec --env PMI_SIZE=8, the number of all ranks",
+    "PMI_RANK": "mpiexec.hydra (MPICH, Intel MPI), which sets all four; or srun; or "
+    "comm.engine=torchdist under torchrun",
+    "PALS_RANKID": "mpiexec --pmi=cray, since --pmi=pmix does not set the size; or mpiexec --env "
+    "PMI_SIZE=8, the number of all ranks",
 }
 _FIX_OF_LAUNCHER = {  # before the fix of the engine's library
     "srun": "srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH, Intel MPI); or ",
@@ -148,13 +205,16 @@ _FIX_OF_LAUNCHER = {  # before the fix of the engine's library
     "Flux": "flux run -o pmi=pmix (Open MPI 5) or -o pmi=simple (MPICH); or ",
 }
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # SLURM numbers the batch script, an interactive shell, ... from here on
+_FIRST_SPECIAL_STEP = (
+    0xFFFFFFF0  # SLURM numbers the batch script, an interactive shell, ... from here on
+)
 
 
 def placement(environ: Mapping[str, str]) -> Placement:
     """The placement that the launcher's variables give; NO_LAUNCHER where there are none.
 
-    Raises UserError where the variables of a launcher are incomplete, two launchers disagree, or the launcher is not supported.
+    Raises UserError where the variables of a launcher are incomplete, two launchers disagree, or
+    the launcher is not supported.
     """
     placements: list[Placement] = []
     for launcher in LAUNCHERS:
@@ -165,9 +225,15 @@ def placement(environ: Mapping[str, str]) -> Placement:
             placements.append(found)
     for other in placements[1:]:
         if (other.rank, other.size) != (placements[0].rank, placements[0].size):
-            one, two = (f"{p.launcher} says rank {p.rank} of {p.size}" for p in (placements[0], other))
+            one, two = (
+                f"{p.launcher} says rank {p.rank} of {p.size}" for p in (placements[0], other)
+            )
             raise UserError(f"{one}, but {two}", "the environment variables", _ONE_LAUNCHER)
-    place = placements[0] if placements else _placement_by_srun(environ) or _placement_by(SUBMITIT, environ, ())
+    place = (
+        placements[0]
+        if placements
+        else _placement_by_srun(environ) or _placement_by(SUBMITIT, environ, ())
+    )
     if place is not None:
         return place
     _refuse_unknown(environ)
@@ -175,47 +241,82 @@ def placement(environ: Mapping[str, str]) -> Placement:
 
 
 def _refuse_unknown(environ: Mapping[str, str]) -> None:
-    """Raises UserError where a launcher has started this process, but not as which rank: each of its processes would train alone.
+    """Raises UserError where a launcher has started this process, but not as which rank: each of
+    its processes would train alone.
 
-    A site's script may set the local rank of several MPIs, for other programs, where a launcher has set all that is its own.
+    A site's script may set the local rank of several MPIs, for other programs, where a launcher has
+    set all that is its own.
     """
     for launcher in LAUNCHERS:
         missing = [key for key in launcher.variables if key not in environ]
-        if len(missing) < len(launcher.variables) and not any(key in missing for key in launcher.needs):
+        if len(missing) < len(launcher.variables) and not any(
+            key in missing for key in launcher.needs
+        ):
             raise _incomplete(launcher, missing)
-    supported = f"supported: {', '.join(dict.fromkeys(launcher.name for launcher in (*LAUNCHERS, SRUN, SUBMITIT)))}"
+    supported = (
+        "supported: "
+        f"{', '.join(dict.fromkeys(launcher.name for launcher in (*LAUNCHERS, SRUN, SUBMITIT)))}"
+    )
     for key, name in _UNSUPPORTED.items():
         if key in environ:
-            what = f"{name} started this process, which is not supported: it does not tell how many processes there are"
-            raise UserError(what, f"the environment: {key}={environ[key]}", f"unset {key} where this process is alone; {supported}")
+            what = (
+                f"{name} started this process, which is not supported: it does not tell how many "
+                "processes there are"
+            )
+            raise UserError(
+                what,
+                f"the environment: {key}={environ[key]}",
+                f"unset {key} where this process is alone; {supported}",
+            )
     for key, size in environ.items():
         if _SIZE.fullmatch(key) and size.isdecimal() and int(size) > 1:
-            what = f"{key}={size}, but no variable says which of {size} ranks this process is: each of them would train alone"
-            raise UserError(what, "the environment", f"unset {key} where this process is alone; else one launcher starts all, {supported}")
+            what = (
+                f"{key}={size}, but no variable says which of {size} ranks this process is: each "
+                "of them would train alone"
+            )
+            raise UserError(
+                what,
+                "the environment",
+                f"unset {key} where this process is alone; else one launcher starts all, "
+                f"{supported}",
+            )
 
 
 def torchrun_variables(place: Placement, node: tuple[int, int] | None) -> dict[str, str]:
-    """What torchrun sets, but for the address of rank 0; node: this one's number and how many there are, where that is known."""
+    """What torchrun sets, but for the address of rank 0; node: this one's number and how many there
+    are, where that is known."""
     rank = str(place.rank)
     size = str(place.size)
-    variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": str(place.local_rank), "LOCAL_WORLD_SIZE": str(place.local_size)}
+    variables = {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_size),
+    }
     variables |= {"ROLE_RANK": rank, "ROLE_WORLD_SIZE": size, "ROLE_NAME": "default"}
     if node is not None:
         variables |= {"GROUP_RANK": str(node[0]), "GROUP_WORLD_SIZE": str(node[1])}
     return variables
 
 
-def _placement_by(launcher: Launcher, environ: Mapping[str, str], earlier: Sequence[Placement]) -> Placement | None:
-    """The placement by one launcher's variables; None where it set none, or where the others have been set by another launcher.
+def _placement_by(
+    launcher: Launcher, environ: Mapping[str, str], earlier: Sequence[Placement]
+) -> Placement | None:
+    """The placement by one launcher's variables; None where it set none, or where the others have
+    been set by another launcher.
 
     `srun --mpi=pmi2` sets PMI's rank and size only: the placement is srun's then.
     """
     missing = [key for key in launcher.variables if key not in environ]
-    if {launcher.rank, launcher.size} <= {*missing} or any(key in missing for key in launcher.needs):
+    if {launcher.rank, launcher.size} <= {*missing} or any(
+        key in missing for key in launcher.needs
+    ):
         return None
     if missing:
         step = _placement_by_srun(environ)
-        if any(_agrees(launcher, environ, other) for other in (*earlier, *([step] if step else []))):
+        if any(
+            _agrees(launcher, environ, other) for other in (*earlier, *([step] if step else []))
+        ):
             return None
         raise _incomplete(launcher, missing)
     rank, size, local_rank, local_size = (_integer(environ, key) for key in launcher.variables)
@@ -232,43 +333,72 @@ def _incomplete(launcher: Launcher, missing: Sequence[str]) -> UserError:
 def _share_of_node(launcher: Launcher, size: int, nodes: int) -> int:
     """The local size where all nodes have as many processes. Raises UserError where they cannot."""
     if nodes < 1 or size % nodes:
-        what = f"{launcher.name} started {size} processes on {nodes} nodes, and does not tell how many there are on each"
-        raise UserError(what, f"the environment: {launcher.size}={size}, {launcher.nodes}={nodes}", "as many processes on each node")
+        what = (
+            f"{launcher.name} started {size} processes on {nodes} nodes, and does not tell how "
+            "many there are on each"
+        )
+        raise UserError(
+            what,
+            f"the environment: {launcher.size}={size}, {launcher.nodes}={nodes}",
+            "as many processes on each node",
+        )
     return size // nodes
 
 
 def _agrees(launcher: Launcher, environ: Mapping[str, str], other: Placement) -> bool:
-    """Whether what is set of a launcher's rank and size equals another launcher's; one of them is."""
-    found = [(key, number) for key, number in ((launcher.rank, other.rank), (launcher.size, other.size)) if key in environ]
+    """Whether what is set of a launcher's rank and size equals another launcher's; one of them
+    is."""
+    found = [
+        (key, number)
+        for key, number in ((launcher.rank, other.rank), (launcher.size, other.size))
+        if key in environ
+    ]
     return bool(found) and all(_integer(environ, key) == number for key, number in found)
 
 
 def _placement_by_srun(environ: Mapping[str, str]) -> Placement | None:
     """None in the batch script itself and in an allocation's shell, which are one process each."""
     if SRUN.size not in environ and environ.get(SRUN.rank, "0") != "0":
-        raise UserError(f"srun set {SRUN.rank}={short(environ[SRUN.rank])}, but not {SRUN.size}", "the environment", _ONE_LAUNCHER)
+        raise UserError(
+            f"srun set {SRUN.rank}={short(environ[SRUN.rank])}, but not {SRUN.size}",
+            "the environment",
+            _ONE_LAUNCHER,
+        )
     if SRUN.rank not in environ or SRUN.size not in environ:
         return None
     if "SLURM_STEP_ID" in environ and _integer(environ, "SLURM_STEP_ID") >= _FIRST_SPECIAL_STEP:
         return None
     missing = [key for key in (*SRUN.variables, "SLURM_NODEID") if key not in environ]
     if missing:
-        raise UserError(f"srun set some of its variables, but not {', '.join(missing)}", "the environment", _ONE_LAUNCHER)
+        raise UserError(
+            f"srun set some of its variables, but not {', '.join(missing)}",
+            "the environment",
+            _ONE_LAUNCHER,
+        )
     tasks = tasks_per_node(environ[SRUN.local_size], SRUN.local_size)
     node = _integer(environ, "SLURM_NODEID")
     if node >= len(tasks):
-        raise UserError(f"SLURM_NODEID={node}, but {SRUN.local_size} lists {len(tasks)} nodes", "the environment", _ONE_LAUNCHER)
-    rank, size, local_rank = (_integer(environ, key) for key in (SRUN.rank, SRUN.size, SRUN.local_rank))
+        raise UserError(
+            f"SLURM_NODEID={node}, but {SRUN.local_size} lists {len(tasks)} nodes",
+            "the environment",
+            _ONE_LAUNCHER,
+        )
+    rank, size, local_rank = (
+        _integer(environ, key) for key in (SRUN.rank, SRUN.size, SRUN.local_rank)
+    )
     return Placement(rank, size, local_rank, tasks[node], SRUN.name)
 
 
 def tasks_per_node(text: str, where: str) -> list[int]:
-    """SLURM's "2(x2),1" -> [2, 2, 1]. Raises UserError for anything else; where: the variable that has it."""
+    """SLURM's "2(x2),1" -> [2, 2, 1]. Raises UserError for anything else; where: the variable that
+    has it."""
     tasks: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if not match:
-            raise UserError(f"{where}={text!r} is not like 2(x2),1", "the environment", _ONE_LAUNCHER)
+            raise UserError(
+                f"{where}={text!r} is not like 2(x2),1", "the environment", _ONE_LAUNCHER
+            )
         tasks += [int(match[1])] * int(match[2] or 1)
     return tasks
 
@@ -277,7 +407,9 @@ def _integer(environ: Mapping[str, str], key: str) -> int:
     try:
         return int(environ[key])
     except ValueError:
-        raise UserError(f"{key}={environ[key]!r} is not a whole number", "the environment", _ONE_LAUNCHER) from None
+        raise UserError(
+            f"{key}={environ[key]!r} is not a whole number", "the environment", _ONE_LAUNCHER
+        ) from None
 
 
 def library_name(version: str) -> str:
@@ -286,30 +418,48 @@ def library_name(version: str) -> str:
 
 
 def check_library(place: Placement, library: EngineLibrary) -> None:
-    """Raises LauncherMismatch where the launcher cannot start this MPI library, whose own start would end the process unexplained."""
+    """Raises LauncherMismatch where the launcher cannot start this MPI library, whose own start
+    would end the process unexplained."""
     for launcher in LAUNCHERS:
-        is_open_mpi = any(name in library.description for name in ("Open MPI", "Spectrum MPI"))  # the second is made of the first
+        is_open_mpi = any(
+            name in library.description for name in ("Open MPI", "Spectrum MPI")
+        )  # the second is made of the first
         if launcher.name == place.launcher and launcher.open_mpi not in (None, is_open_mpi):
-            raise _mismatch(place, library._replace(fix="; or ".join(filter(None, library[2:]))), "uses another MPI library")
+            raise _mismatch(
+                place,
+                library._replace(fix="; or ".join(filter(None, library[2:]))),
+                "uses another MPI library",
+            )
 
 
 def check_size(place: Placement, library: EngineLibrary, size: int) -> None:
-    """Raises LauncherMismatch where an engine has another size than the launcher's: it would run the same job several times.
+    """Raises LauncherMismatch where an engine has another size than the launcher's: it would run
+    the same job several times.
 
     Without a launcher the engine's size counts.
     """
     if size != place.size and place.launcher != NO_LAUNCHER.launcher:
-        raise _mismatch(place, library, "sees only itself (size 1)" if size == 1 else f"sees {size}")
+        raise _mismatch(
+            place, library, "sees only itself (size 1)" if size == 1 else f"sees {size}"
+        )
 
 
 def _mismatch(place: Placement, library: EngineLibrary, observation: str) -> LauncherMismatch:
     fix = _FIX_OF_LAUNCHER.get(place.launcher, "") + library.fix
-    what = f"{place.launcher} started {place.size} processes, but the {library.engine} engine {observation}"
-    return LauncherMismatch(what, f"comm.engine={library.engine}; {library.description}; the launcher is {place.launcher}", fix)
+    what = (
+        f"{place.launcher} started {place.size} processes, but the {library.engine} engine "
+        f"{observation}"
+    )
+    return LauncherMismatch(
+        what,
+        f"comm.engine={library.engine}; {library.description}; the launcher is {place.launcher}",
+        fix,
+    )
 
 
 def listed_devices(environ: Mapping[str, str]) -> list[str] | None:
-    """The numbers and UUIDs that are listed, up to the first that names no device, where CUDA stops reading; None: all are visible."""
+    """The numbers and UUIDs that are listed, up to the first that names no device, where CUDA stops
+    reading; None: all are visible."""
     listed = environ.get(VISIBLE_DEVICES)
     if listed is None:
         return None
@@ -322,9 +472,11 @@ def listed_devices(environ: Mapping[str, str]) -> list[str] | None:
 
 
 def take_part_of_gpu(place: Placement, environ: MutableMapping[str, str]) -> None:
-    """Leaves in the list the part of this rank's local rank, where several parts of divided GPUs are listed: "MIG-...".
+    """Leaves in the list the part of this rank's local rank, where several parts of divided GPUs
+    are listed: "MIG-...".
 
-    CUDA shows a process one part alone, the first that is listed: without this all ranks would train on it. Called before CUDA starts.
+    CUDA shows a process one part alone, the first that is listed: without this all ranks would
+    train on it. Called before CUDA starts.
     """
     names = listed_devices(environ) or []
     if len(names) > 1 and any(name.startswith("MIG-") for name in names):

@@ -1,7 +1,9 @@
-"""A torch.distributed backend over any Communicator: FSDP2, DTensor and what else torch builds on process groups, over plain MPI too.
+"""A torch.distributed backend over any Communicator: FSDP2, DTensor and what else torch builds on
+process groups, over plain MPI too.
 
-torch's wheels have Gloo and NCCL; their MPI backend has to be compiled in. A subclass of ProcessGroup in Python needs no compiler. Each
-collective is one of the communicator's, so its sums are the same to the last bit as those of comm.reduce=bucket.
+torch's wheels have Gloo and NCCL; their MPI backend has to be compiled in. A subclass of
+ProcessGroup in Python needs no compiler. Each collective is one of the communicator's, so its sums
+are the same to the last bit as those of comm.reduce=bucket.
 """
 
 from __future__ import annotations
@@ -22,24 +24,30 @@ Tensors = list[torch.Tensor]
 
 
 def start_process_group(world: Communicator) -> None:
-    """Makes `world` torch's default process group, where torch has none yet. Every rank calls it."""
+    """Makes `world` torch's default process group, where torch has none yet. Every rank calls
+    it."""
     if dist.is_initialized():
         return
     if not hasattr(dist.Backend, BACKEND.upper()):
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=DEVICES)
-    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=world.rank, world_size=world.size, pg_options=world)
+    dist.init_process_group(
+        BACKEND, store=dist.HashStore(), rank=world.rank, world_size=world.size, pg_options=world
+    )
 
 
 def _create(options: Any, world: Communicator) -> CommunicatorGroup:
     return CommunicatorGroup(world, options.group_id)
 
 
-_ProcessGroup: Any = dist.ProcessGroup  # its methods have several signatures, of which torch calls those below
+_ProcessGroup: Any = (
+    dist.ProcessGroup
+)  # its methods have several signatures, of which torch calls those below
 
 
 class CommunicatorGroup(_ProcessGroup):
-    """What torch calls has the names of torch 2.13, and of older ones where they differ. A tensor on a device that the engine does not
-    take is copied through host memory. Messages from one rank to another need the feature "p2p". Not there: products."""
+    """What torch calls has the names of torch 2.13, and of older ones where they differ. A tensor
+    on a device that the engine does not take is copied through host memory. Messages from one rank
+    to another need the feature "p2p". Not there: products."""
 
     def __init__(self, communicator: Communicator, name: str) -> None:
         super().__init__(communicator.rank, communicator.size)
@@ -71,8 +79,11 @@ class CommunicatorGroup(_ProcessGroup):
     def name(self) -> str:
         return BACKEND
 
-    def new_group(self, ranks: Sequence[int], *, group_name: str, **_: Any) -> CommunicatorGroup | None:
-        """What dist.new_group() and a DeviceMesh call, on every rank; None where this rank is not in it."""
+    def new_group(
+        self, ranks: Sequence[int], *, group_name: str, **_: Any
+    ) -> CommunicatorGroup | None:
+        """What dist.new_group() and a DeviceMesh call, on every rank; None where this rank is not
+        in it."""
         own = self._communicator.split(0 if self.rank() in ranks else None)
         return None if own is None else CommunicatorGroup(own, group_name)
 
@@ -96,22 +107,42 @@ class CommunicatorGroup(_ProcessGroup):
             waits += [self._start_gather(flat, tensor), _split_into(flat, parts)]
         return Work([part for parts in outputs for part in parts], waits)
 
-    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, options: Any = None) -> Work:
+    def all_gather_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, options: Any = None
+    ) -> Work:
         return Work([output], [self._start_gather(output, tensor)])
 
     _allgather_base = all_gather_single
 
-    def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, options: Any = None) -> Work:
-        return Work(outputs, [self._start_gather(output, tensor) for output, tensor in zip(outputs, inputs, strict=True)])
+    def allgather_into_tensor_coalesced(
+        self, outputs: Tensors, inputs: Tensors, options: Any = None
+    ) -> Work:
+        return Work(
+            outputs,
+            [
+                self._start_gather(output, tensor)
+                for output, tensor in zip(outputs, inputs, strict=True)
+            ],
+        )
 
-    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, options: Any) -> Work:
+    def reduce_scatter_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, options: Any
+    ) -> Work:
         return Work([output], [self._start_reduce_scatter(output, tensor, options.reduceOp)])
 
     _reduce_scatter_base = reduce_scatter_single
 
-    def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, options: Any) -> Work:
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: Tensors, inputs: Tensors, options: Any
+    ) -> Work:
         pairs = zip(outputs, inputs, strict=True)
-        return Work(outputs, [self._start_reduce_scatter(output, tensor, options.reduceOp) for output, tensor in pairs])
+        return Work(
+            outputs,
+            [
+                self._start_reduce_scatter(output, tensor, options.reduceOp)
+                for output, tensor in pairs
+            ],
+        )
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], options: Any) -> Work:
         """A broadcast of all parts, of which each rank keeps its own."""
@@ -123,38 +154,62 @@ class CommunicatorGroup(_ProcessGroup):
         output.copy_(flat[part_of(len(flat), self.rank(), self.size())].view(output.shape))
         return Work(outputs)
 
-    def alltoall_base(self, output: torch.Tensor, tensor: torch.Tensor, output_rows: list[int], rows: list[int], options: Any) -> Work:
-        """An allgather, of which each rank keeps what is for it: the sum over ranks of what they send, in each rank's memory."""
+    def alltoall_base(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_rows: list[int],
+        rows: list[int],
+        options: Any,
+    ) -> Work:
+        """An allgather, of which each rank keeps what is for it: the sum over ranks of what they
+        send, in each rank's memory."""
         rows = rows or [len(tensor) // self.size()] * self.size()
-        cuts = self._communicator.allgather(torch.tensor(rows, device="cpu"), f"{self._name}.rows").view(self.size(), -1)
-        gathered = self._communicator.allgather(_as_bytes(self._host(tensor)), f"{self._name}.alltoall").view(tensor.dtype)
+        cuts = self._communicator.allgather(
+            torch.tensor(rows, device="cpu"), f"{self._name}.rows"
+        ).view(self.size(), -1)
+        gathered = self._communicator.allgather(
+            _as_bytes(self._host(tensor)), f"{self._name}.alltoall"
+        ).view(tensor.dtype)
         row = tensor[0].numel() if len(tensor) else 1
         sources = gathered.split([int(n) * row for n in cuts.sum(1)])
-        parts = [source.split([int(n) * row for n in cut])[self.rank()] for source, cut in zip(sources, cuts, strict=True)]
+        parts = [
+            source.split([int(n) * row for n in cut])[self.rank()]
+            for source, cut in zip(sources, cuts, strict=True)
+        ]
         output.copy_(torch.cat(parts).view(output.shape))
         return Work([output])
 
     def send(self, tensors: Tensors, to: int, tag: int) -> Work:
         ranks = point_to_point(self._communicator, "torch.distributed.send")
-        handles = [ranks.start_send(tensor.detach().cpu().contiguous(), to, f"{self._name}.send", tag) for tensor in tensors]
+        handles = [
+            ranks.start_send(tensor.detach().cpu().contiguous(), to, f"{self._name}.send", tag)
+            for tensor in tensors
+        ]
         return Work(tensors, [_finish(handle) for handle in handles])
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Work:
         ranks = point_to_point(self._communicator, "torch.distributed.recv")
         found = [torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in tensors]
         handles = [ranks.start_recv(x, source, f"{self._name}.recv", tag) for x in found]
-        return Work(tensors, [_finish(handle, tensor) for handle, tensor in zip(handles, tensors, strict=True)])
+        return Work(
+            tensors,
+            [_finish(handle, tensor) for handle, tensor in zip(handles, tensors, strict=True)],
+        )
 
     def barrier(self, opts: Any = None) -> Work:
         self._communicator.allreduce(torch.zeros(1, device="cpu"), f"{self._name}.barrier")
         return Work([])
 
     def _start_allreduce(self, tensor: torch.Tensor, op: Op, divisor: int) -> Callable[[], None]:
-        handle = self._communicator.start_allreduce(self._host(tensor).clone(), f"{self._name}.allreduce", op)
+        handle = self._communicator.start_allreduce(
+            self._host(tensor).clone(), f"{self._name}.allreduce", op
+        )
         return lambda: _take(tensor, handle.wait(), divisor)
 
     def _start_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Callable[[], None]:
-        """Every rank's tensor one after the other, in place in `output` where it is contiguous memory that the engine takes."""
+        """Every rank's tensor one after the other, in place in `output` where it is contiguous
+        memory that the engine takes."""
         whole = _as_bytes(self._host(output))
         whole[part_of(len(whole), self.rank(), self.size())] = _as_bytes(self._host(tensor))
         handle = self._communicator.start_spread(whole, f"{self._name}.allgather")
@@ -166,10 +221,16 @@ class CommunicatorGroup(_ProcessGroup):
 
         return wait
 
-    def _start_reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: Any) -> Callable[[], None]:
+    def _start_reduce_scatter(
+        self, output: torch.Tensor, tensor: torch.Tensor, op: Any
+    ) -> Callable[[], None]:
         name, divisor = self._op(op)
         if name != "sum":
-            raise UserError(f"{BACKEND} has no reduce-scatter of {name}", f"comm.engine={self._communicator.name}", "comm.engine=torchdist")
+            raise UserError(
+                f"{BACKEND} has no reduce-scatter of {name}",
+                f"comm.engine={self._communicator.name}",
+                "comm.engine=torchdist",
+            )
         flat = self._host(tensor).reshape(-1).clone()  # the engine may overwrite it
         handle = self._communicator.start_reduce_scatter(flat, f"{self._name}.reduce_scatter")
         return lambda: _take(output, handle.wait().view(output.shape), divisor)
@@ -186,13 +247,21 @@ class CommunicatorGroup(_ProcessGroup):
 
     def _op(self, op: Any) -> tuple[Op, int]:
         """And what the result is divided by."""
-        names: list[tuple[Any, Op]] = [(dist.ReduceOp.SUM, "sum"), (dist.ReduceOp.MIN, "min"), (dist.ReduceOp.MAX, "max")]
+        names: list[tuple[Any, Op]] = [
+            (dist.ReduceOp.SUM, "sum"),
+            (dist.ReduceOp.MIN, "min"),
+            (dist.ReduceOp.MAX, "max"),
+        ]
         for theirs, ours in names:
             if op == theirs:
                 return ours, 1
         if op == dist.ReduceOp.AVG:
             return "sum", self.size()
-        raise UserError(f"{BACKEND} has no reduction {op}", f"comm.engine={self._communicator.name}", "comm.engine=torchdist")
+        raise UserError(
+            f"{BACKEND} has no reduction {op}",
+            f"comm.engine={self._communicator.name}",
+            "comm.engine=torchdist",
+        )
 
 
 class Work(dist._Work):  # torch's own name for what it lets others derive from
@@ -209,7 +278,8 @@ class Work(dist._Work):  # torch's own name for what it lets others derive from
         return True
 
     def is_completed(self) -> bool:
-        """Waits for the collective: an engine cannot be asked, and a loop that polls would never end."""
+        """Waits for the collective: an engine cannot be asked, and a loop that polls would never
+        end."""
         return self.wait()
 
     def is_success(self) -> bool:
@@ -227,7 +297,11 @@ class Work(dist._Work):  # torch's own name for what it lets others derive from
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A view as bytes, for collectives that only move data: of any number type."""
-    return tensor.view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
+    return (
+        tensor.view(-1).view(torch.uint8)
+        if tensor.numel()
+        else tensor.new_empty(0, dtype=torch.uint8)
+    )
 
 
 def _is_memory_of(found: torch.Tensor, tensor: torch.Tensor) -> bool:

@@ -1,4 +1,5 @@
-"""Rendezvous of the ranks of a job without MPI: an address and a port that each rank knows from its launcher's variables."""
+"""Rendezvous of the ranks of a job without MPI: an address and a port that each rank knows from its
+launcher's variables."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from hvdtrain.errors import UserError
 
 PORTS = range(20000, 32000)  # below those that Linux gives to outgoing connections
 LOOPBACK = "127.0.0.1"
-SECRET = "HVDTRAIN_SECRET"  # the environment variable that has the job's secret, the same on all ranks
+SECRET = (
+    "HVDTRAIN_SECRET"  # the environment variable that has the job's secret, the same on all ranks
+)
 _SIOCGIFADDR = 0x8915  # of <linux/sockios.h>: the IPv4 address of an interface
 _FIX_ADDRESS = "comm.address=HOST:PORT, with a host of rank 0 that the other hosts reach"
 
@@ -29,15 +32,18 @@ class Rendezvous(NamedTuple):
 
     host: str  # of rank 0, as the other hosts call it
     port: int
-    # Another host of the job, "" where none is known. Where rank 0's host maps its own name to loopback, the route to the peer is used.
+    # Another host of the job, "" where none is known. Where rank 0's host maps its own name to
+    # loopback, the route to the peer is used.
     peer: str = ""
     hosted: bool = False  # by the launcher
-    job: str = "hvdtrain"  # prefix of every key: a launcher that restarts a job keeps the keys of the old one
+    # prefix of every key: a launcher that restarts a job keeps the keys of the old one
+    job: str = "hvdtrain"
     secret: str = ""  # signs what the ranks write into the store, and send each other
 
 
 def secret_of(environ: Mapping[str, str]) -> str:
-    """The job's secret; empty where the launcher gave none: then signatures only show values that are damaged."""
+    """The job's secret; empty where the launcher gave none: then signatures only show values that
+    are damaged."""
     return environ.get(SECRET, "")
 
 
@@ -45,42 +51,62 @@ def new_secret() -> str:
     return secrets.token_hex(16)
 
 
-Route = Callable[[str], str | None]  # host -> this host's IPv4 address on the network to it, None where its name has no address
+Route = Callable[
+    [str], str | None
+]  # host -> this host's IPv4 address on the network to it, None where its name has no address
 
 
-def find_rendezvous(place: Placement, environ: Mapping[str, str], address: str | None) -> Rendezvous | None:
-    """At comm.address, else where the launcher's variables say; None under mpirun and mpiexec, where MPI has to bring the address.
+def find_rendezvous(
+    place: Placement, environ: Mapping[str, str], address: str | None
+) -> Rendezvous | None:
+    """At comm.address, else where the launcher's variables say; None under mpirun and mpiexec,
+    where MPI has to bring the address.
 
-    Raises UserError where the address is not HOST:PORT, or the launcher's variables give none; on every rank where it is one that each of
-    several hosts takes for itself.
+    Raises UserError where the address is not HOST:PORT, or the launcher's variables give none; on
+    every rank where it is one that each of several hosts takes for itself.
     """
     if address is not None:
         return _on_one_host_only(_by_address(address, place, environ), place, "comm.address")
     if place.launcher == SUBMITIT.name:
-        return Rendezvous(LOOPBACK, _port(environ.get("SUBMITIT_LOCAL_JOB_ID", "")))  # it starts all ranks on one host
+        return Rendezvous(
+            LOOPBACK, _port(environ.get("SUBMITIT_LOCAL_JOB_ID", ""))
+        )  # it starts all ranks on one host
     if place.launcher in TORCH_LAUNCHERS:
         return _on_one_host_only(_by_torchrun(place, environ), place, "MASTER_ADDR")
     if place.launcher == "srun":
         return _by_srun(environ)
     if place.launcher == "horovodrun":
         what = "horovodrun gives its processes no address for a rendezvous of the torchdist engine"
-        raise UserError(what, "comm.engine=torchdist", f"comm.engine=horovod; or mpirun, srun or torchrun; or {_FIX_ADDRESS}")
+        raise UserError(
+            what,
+            "comm.engine=torchdist",
+            f"comm.engine=horovod; or mpirun, srun or torchrun; or {_FIX_ADDRESS}",
+        )
     return None
 
 
 def _on_one_host_only(rendezvous: Rendezvous, place: Placement, where: str) -> Rendezvous:
-    """The rendezvous, unless it is a loopback address of a job on several hosts: only rank 0 would notice, and the others would wait."""
-    is_loopback = rendezvous.host in ("localhost", "::1") or re.fullmatch(r"127(\.\d{1,3}){3}", rendezvous.host)
+    """The rendezvous, unless it is a loopback address of a job on several hosts: only rank 0 would
+    notice, and the others would wait."""
+    is_loopback = rendezvous.host in ("localhost", "::1") or re.fullmatch(
+        r"127(\.\d{1,3}){3}", rendezvous.host
+    )
     if is_loopback and place.local_size < place.size:
-        what = f"{rendezvous.host} is another host on each of them, and only {place.local_size} of {place.size} ranks are on this one"
+        what = (
+            f"{rendezvous.host} is another host on each of them, and only {place.local_size} of "
+            f"{place.size} ranks are on this one"
+        )
         raise UserError(
-            what, f"{where}, rank {place.rank} on {socket.gethostname()}", f"{_FIX_ADDRESS}: the network's address of rank 0's host"
+            what,
+            f"{where}, rank {place.rank} on {socket.gethostname()}",
+            f"{_FIX_ADDRESS}: the network's address of rank 0's host",
         )
     return rendezvous
 
 
 def parse_address(text: str, where: str = "comm.address") -> tuple[str, int]:
-    """ "n1:29500" -> ("n1", 29500); "[fe80::1]:29500" too. Raises UserError for anything else; `where` says where the text is from."""
+    """ "n1:29500" -> ("n1", 29500); "[fe80::1]:29500" too. Raises UserError for anything else;
+    `where` says where the text is from."""
     host, _, port = text.rpartition(":")
     if not (host and port.isdecimal() and 0 < int(port) < 65536):
         raise UserError(f"{text!r} is not HOST:PORT", where, "comm.address=n1:29500")
@@ -105,7 +131,9 @@ def _expand_range(piece: str) -> list[str]:
     numbers: list[str] = []
     for span in piece[1:-1].split(","):
         first, _, last = span.partition("-")
-        numbers += [f"{number:0{len(first)}}" for number in range(int(first), int(last or first) + 1)]
+        numbers += [
+            f"{number:0{len(first)}}" for number in range(int(first), int(last or first) + 1)
+        ]
     return numbers
 
 
@@ -117,21 +145,33 @@ def _by_address(address: str, place: Placement, environ: Mapping[str, str]) -> R
 
 def _by_torchrun(place: Placement, environ: Mapping[str, str]) -> Rendezvous:
     if missing := [key for key in ("MASTER_ADDR", "MASTER_PORT") if key not in environ]:
-        raise UserError(f"{place.launcher} did not set {' and '.join(missing)}", "the environment", f"torchrun itself, or {_FIX_ADDRESS}")
+        raise UserError(
+            f"{place.launcher} did not set {' and '.join(missing)}",
+            "the environment",
+            f"torchrun itself, or {_FIX_ADDRESS}",
+        )
     host, port = parse_address(f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}")
     hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    # A store of torchrun's outlives a start of the ranks; one of rank 0's does not, and a node that comes later counts its own restarts.
+    # A store of torchrun's outlives a start of the ranks; one of rank 0's does not, and a node that
+    # comes later counts its own restarts.
     start = environ.get("TORCHELASTIC_RESTART_COUNT", "0") if hosted else ""
-    return Rendezvous(host, port, hosted=hosted, job=f"hvdtrain/{environ.get('TORCHELASTIC_RUN_ID', '')}/{start}")
+    return Rendezvous(
+        host, port, hosted=hosted, job=f"hvdtrain/{environ.get('TORCHELASTIC_RUN_ID', '')}/{start}"
+    )
 
 
 def _by_srun(environ: Mapping[str, str]) -> Rendezvous:
-    """Rank 0 is on the step's first node. The port follows from job and step, so that each rank knows it without asking."""
+    """Rank 0 is on the step's first node. The port follows from job and step, so that each rank
+    knows it without asking."""
     nodes = step_nodes(environ)
     if not nodes:
         raise UserError("srun did not set SLURM_STEP_NODELIST", "the environment", _FIX_ADDRESS)
-    step = "/".join(environ.get(key, "0") for key in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"))
-    return Rendezvous(nodes[0], _port(step), nodes[-1] if len(nodes) > 1 else "", job=f"hvdtrain/{step}")
+    step = "/".join(
+        environ.get(key, "0") for key in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    )
+    return Rendezvous(
+        nodes[0], _port(step), nodes[-1] if len(nodes) > 1 else "", job=f"hvdtrain/{step}"
+    )
 
 
 def _port(job: str) -> int:
@@ -140,12 +180,17 @@ def _port(job: str) -> int:
 
 
 def free_port() -> int:
-    """A port that no process of this host listens on now, drawn from PORTS. Raises UserError where there is none."""
+    """A port that no process of this host listens on now, drawn from PORTS. Raises UserError where
+    there is none."""
     for port in random.SystemRandom().sample(PORTS, 256):
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("", port))
             return port
-    raise UserError("no port is free", f"{PORTS.start} to {PORTS.stop - 1} on {socket.gethostname()}", _FIX_ADDRESS)
+    raise UserError(
+        "no port is free",
+        f"{PORTS.start} to {PORTS.stop - 1} on {socket.gethostname()}",
+        _FIX_ADDRESS,
+    )
 
 
 def step_nodes(environ: Mapping[str, str]) -> list[str]:
@@ -154,15 +199,19 @@ def step_nodes(environ: Mapping[str, str]) -> list[str]:
 
 
 def address_towards(host: str) -> str | None:
-    """This host's IPv4 address on the network to another; nothing is sent. None where the name of the other has no such address."""
+    """This host's IPv4 address on the network to another; nothing is sent. None where the name of
+    the other has no such address."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return str(probe.getsockname()[0])
     return None
 
 
-def local_address(rendezvous: Rendezvous, one_host: bool, route: Route = address_towards) -> str | None:
-    """This host's IPv4 address on the network to rank 0's host; on that host, whose own name may be a loopback one, to the peer."""
+def local_address(
+    rendezvous: Rendezvous, one_host: bool, route: Route = address_towards
+) -> str | None:
+    """This host's IPv4 address on the network to rank 0's host; on that host, whose own name may be
+    a loopback one, to the peer."""
     found = route(rendezvous.host)
     if one_host or (found and not found.startswith("127.")):
         return found
@@ -171,29 +220,40 @@ def local_address(rendezvous: Rendezvous, one_host: bool, route: Route = address
 
 
 def host_to_connect(rendezvous: Rendezvous, one_host: bool, route: Route = address_towards) -> str:
-    """Where the ranks of this host reach rank 0: its name; on its own host, where that name is a loopback one, the network's address."""
+    """Where the ranks of this host reach rank 0: its name; on its own host, where that name is a
+    loopback one, the network's address."""
     found = route(rendezvous.host)
-    is_loopback = found is not None and found.startswith("127.") and not one_host and not rendezvous.hosted
+    is_loopback = (
+        found is not None and found.startswith("127.") and not one_host and not rendezvous.hosted
+    )
     return (local_address(rendezvous, one_host, route) if is_loopback else None) or rendezvous.host
 
 
 def listening_address(hosts: Sequence[str], rank_0_host: str) -> str:
-    """Where rank 0 listens for ranks on these hosts; loopback where all are on its own. Raises UserError where no network leads there."""
+    """Where rank 0 listens for ranks on these hosts; loopback where all are on its own. Raises
+    UserError where no network leads there."""
     others = [host for host in hosts if host != rank_0_host]
     found = address_towards(others[0]) if others else LOOPBACK
     if found is None or (others and found.startswith("127.")):
         reason = "its name has no address" if found is None else f"it is {found}"
-        raise UserError(f"{rank_0_host} does not find the network to {others[0]}: {reason}", "comm.engine=torchdist", _FIX_ADDRESS)
+        raise UserError(
+            f"{rank_0_host} does not find the network to {others[0]}: {reason}",
+            "comm.engine=torchdist",
+            _FIX_ADDRESS,
+        )
     return found
 
 
 def interfaces() -> dict[str, str]:
-    """{name: IPv4 address} of this host's network interfaces; those without an address are left out."""
+    """{name: IPv4 address} of this host's network interfaces; those without an address are left
+    out."""
     addresses = dict[str, str]()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an address
-                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found = fcntl.ioctl(
+                    probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15])
+                )
                 addresses[name] = socket.inet_ntoa(found[20:24])
     return addresses
 
@@ -208,10 +268,16 @@ def listen(rendezvous: Rendezvous, one_host: bool, route: Route = address_toward
 
     Raises UserError where other hosts do not reach the address, or it is in use.
     """
-    address = local_address(rendezvous, one_host, route) or route(rendezvous.host) or rendezvous.host
+    address = (
+        local_address(rendezvous, one_host, route) or route(rendezvous.host) or rendezvous.host
+    )
     if address.startswith("127.") and not one_host:
         what = f"{rendezvous.host} is {address} on its own host, where other hosts do not reach it"
-        raise UserError(what, f"rank 0 on {socket.gethostname()}", f"{_FIX_ADDRESS}: its address, as in 10.0.0.1:{rendezvous.port}")
+        raise UserError(
+            what,
+            f"rank 0 on {socket.gethostname()}",
+            f"{_FIX_ADDRESS}: its address, as in 10.0.0.1:{rendezvous.port}",
+        )
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -220,12 +286,17 @@ def listen(rendezvous: Rendezvous, one_host: bool, route: Route = address_toward
     except OSError as error:
         listener.close()
         where = f"rank 0 on {socket.gethostname()}, {address}:{rendezvous.port}"
-        raise UserError(f"rank 0 cannot listen for the other ranks: {error.strerror or error}", where, _FIX_ADDRESS) from None
+        raise UserError(
+            f"rank 0 cannot listen for the other ranks: {error.strerror or error}",
+            where,
+            _FIX_ADDRESS,
+        ) from None
     return listener
 
 
 def files_needed(ranks: int) -> int:
-    """Open files of a process of so many ranks, at most: Gloo connects each with each, and the store has two connections of each."""
+    """Open files of a process of so many ranks, at most: Gloo connects each with each, and the
+    store has two connections of each."""
     return 256 + 8 * ranks
 
 
@@ -234,4 +305,7 @@ def allow_open_files(ranks: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = files_needed(ranks)
     if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard))
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE,
+            (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard),
+        )

@@ -1,4 +1,5 @@
-"""Side channels, over MPI or a store of torch.distributed: a message of each rank on rank 0 while main threads hang, and a joint end."""
+"""Side channels, over MPI or a store of torch.distributed: a message of each rank on rank 0 while
+main threads hang, and a joint end."""
 
 from __future__ import annotations
 
@@ -15,13 +16,18 @@ from hvdtrain.core.process import exit_now
 from hvdtrain.errors import DONE, LOST
 
 MPI_POLL_S = 0.02
-# Tags on COMM_WORLD, or a copy of what is left of it, which nothing else uses: Horovod and the mpi engine have communicators of their own.
+# Tags on COMM_WORLD, or a copy of what is left of it, which nothing else uses: Horovod and the mpi
+# engine have communicators of their own.
 REQUEST = 29101
 REPLY = 29102
 ACKNOWLEDGMENT = 29103
 STORE_POLL_S = 0.1
-OWN_ERROR_S = 2.0  # time for this rank to report its own error before it exits because the store is gone
-HOST_EXITS_LATER_S = 0.5  # rank 0, whose process may host the store, exits after the others have read the exit code
+OWN_ERROR_S = (
+    2.0  # time for this rank to report its own error before it exits because the store is gone
+)
+HOST_EXITS_LATER_S = (
+    0.5  # rank 0, whose process may host the store, exits after the others have read the exit code
+)
 _FOREVER = timedelta(days=365)
 
 
@@ -33,31 +39,48 @@ class Gather(NamedTuple):
 
 
 class MpiSideChannel:
-    """Rank 0 sends requests, the others reply, in the threads that call gather(). Nothing is sent, posted or polled outside of it.
+    """Rank 0 sends requests, the others reply, in the threads that call gather(). Nothing is sent,
+    posted or polled outside of it.
 
-    A rank may find the request of a gather that rank 0 has given up. So each request has a number, rank 0 takes only replies to its
-    latest one, and a rank replies to every request that it finds until one reply is acknowledged.
+    A rank may find the request of a gather that rank 0 has given up. So each request has a number,
+    rank 0 takes only replies to its latest one, and a rank replies to every request that it finds
+    until one reply is acknowledged.
     """
 
     def __init__(self, mpi: Any, world: Any) -> None:
         """`mpi`: the module mpi4py.MPI; world: the MPI communicator of all ranks."""
         self._mpi = mpi
         self._world = world
-        self._sends: list[Any] = []  # pending requests of MPI, kept for the memory that they use; some never complete
-        self._receives: dict[int, list[tuple[int, Any]]] = {REQUEST: [], REPLY: [], ACKNOWLEDGMENT: []}  # tag -> (rank, pending request)
+        self._sends: list[
+            Any
+        ] = []  # pending requests of MPI, kept for the memory that they use; some never complete
+        self._receives: dict[int, list[tuple[int, Any]]] = {
+            REQUEST: [],
+            REPLY: [],
+            ACKNOWLEDGMENT: [],
+        }  # tag -> (rank, pending request)
         self._latest = 0  # number of the latest gather
 
     def gather(self, message: str, wait_s: float) -> list[str | None] | None:
         """Gathers messages, see Communicator.side_channel_gather."""
         mpi = self._mpi
-        if not mpi.Is_initialized() or mpi.Is_finalized() or mpi.Query_thread() != mpi.THREAD_MULTIPLE:
+        if (
+            not mpi.Is_initialized()
+            or mpi.Is_finalized()
+            or mpi.Query_thread() != mpi.THREAD_MULTIPLE
+        ):
             return None
         gather = Gather(time.monotonic_ns(), time.monotonic() + wait_s)
         self._latest = gather.number
-        return self._collect(message, gather) if self._world.rank == 0 else self._reply(message, gather)
+        return (
+            self._collect(message, gather)
+            if self._world.rank == 0
+            else self._reply(message, gather)
+        )
 
     def _collect(self, message: str, gather: Gather) -> list[str | None]:
-        """Rank 0's part: the messages of all ranks, None for those whose reply has not come in time."""
+        """Rank 0's part: the messages of all ranks, None for those whose reply has not come in
+        time."""
         pending = set(range(1, self._world.size))
         messages: list[str | None] = [message, *[None] * len(pending)]
         for rank in sorted(pending):
@@ -73,14 +96,17 @@ class MpiSideChannel:
     def _reply(self, message: str, gather: Gather) -> list[str | None]:
         """The other ranks' part: returns when a reply is acknowledged, or the time is over."""
         replied: set[int] = set()
-        while self._goes_on(gather) and not replied & {number for _, number in self._received(ACKNOWLEDGMENT)}:
+        while self._goes_on(gather) and not replied & {
+            number for _, number in self._received(ACKNOWLEDGMENT)
+        }:
             for _, number in self._received(REQUEST):
                 self._send((number, message), 0, REPLY)
                 replied.add(number)
         return []
 
     def _goes_on(self, gather: Gather) -> bool:
-        """Sleeps briefly. False when the time is over, a later gather has begun, or MPI is finalized."""
+        """Sleeps briefly. False when the time is over, a later gather has begun, or MPI is
+        finalized."""
         time.sleep(MPI_POLL_S)
         if self._mpi.Is_finalized() or self._latest != gather.number:
             return False
@@ -91,7 +117,8 @@ class MpiSideChannel:
         self._sends.append(self._world.isend(content, rank, tag))
 
     def _received(self, tag: int) -> Iterator[tuple[int, Any]]:
-        """(rank, content) of the messages that have arrived whole. A large one stays pending where its sender has stopped meanwhile."""
+        """(rank, content) of the messages that have arrived whole. A large one stays pending where
+        its sender has stopped meanwhile."""
         status = self._mpi.Status()
         receives = self._receives[tag]
         while message := self._world.improbe(tag=tag, status=status):
@@ -105,9 +132,11 @@ class MpiSideChannel:
 
 
 class StoreSideChannel:
-    """For ranks without MPI. Each use opens a connection of its own: one that waits for a key is blocked for all other use.
+    """For ranks without MPI. Each use opens a connection of its own: one that waits for a key is
+    blocked for all other use.
 
-    Values that no rank of the job has signed count as absent; an end that no rank has signed ends a rank with LOST, never with DONE.
+    Values that no rank of the job has signed count as absent; an end that no rank has signed ends a
+    rank with LOST, never with DONE.
     """
 
     def __init__(self, connect: Callable[[], SignedStore], rank: int, size: int) -> None:
@@ -118,11 +147,14 @@ class StoreSideChannel:
         self._latest = 0  # number of the latest gather
         self._closed = False
         self.outlives_host = False  # the ranks go on where the process that hosts the store is gone
-        self._thread = threading.Thread(target=self._exit_on_abort, args=(connect(),), name="abort", daemon=True)
+        self._thread = threading.Thread(
+            target=self._exit_on_abort, args=(connect(),), name="abort", daemon=True
+        )
         self._thread.start()
 
     def gather(self, message: str, wait_s: float) -> list[str | None] | None:
-        """Gathers messages, see Communicator.side_channel_gather; None where the process that hosts the store is gone."""
+        """Gathers messages, see Communicator.side_channel_gather; None where the process that hosts
+        the store is gone."""
         number = time.monotonic_ns()
         end_s = time.monotonic() + wait_s
         self._latest = number
@@ -140,22 +172,34 @@ class StoreSideChannel:
         except RuntimeError:  # the connection to the store broke
             return None if self._rank == 0 else []
 
-    def _collect(self, store: SignedStore, message: str, number: int, goes_on: Callable[[], bool]) -> list[str | None]:
-        """Rank 0's part: the messages of all ranks, None for those whose reply has not come in time."""
+    def _collect(
+        self, store: SignedStore, message: str, number: int, goes_on: Callable[[], bool]
+    ) -> list[str | None]:
+        """Rank 0's part: the messages of all ranks, None for those whose reply has not come in
+        time."""
         messages: list[str | None] = [message, *[None] * (self._size - 1)]
         store.set("request", str(number))
         while None in messages and goes_on():
             for rank in [rank for rank, known in enumerate(messages) if known is None]:
-                reply = store.get(f"reply/{number}/{rank}") if store.has(f"reply/{number}/{rank}") else None
+                reply = (
+                    store.get(f"reply/{number}/{rank}")
+                    if store.has(f"reply/{number}/{rank}")
+                    else None
+                )
                 if isinstance(reply, str):
                     messages[rank] = reply
                     store.set(f"acknowledgment/{number}/{rank}", "")
         return messages
 
-    def _reply(self, store: SignedStore, message: str, goes_on: Callable[[], bool]) -> list[str | None]:
-        """The others' part, until a reply is acknowledged. The store may still have the request of a gather that rank 0 gave up."""
+    def _reply(
+        self, store: SignedStore, message: str, goes_on: Callable[[], bool]
+    ) -> list[str | None]:
+        """The others' part, until a reply is acknowledged. The store may still have the request of
+        a gather that rank 0 gave up."""
         replied: set[str] = set()
-        while goes_on() and not any(store.has(f"acknowledgment/{number}/{self._rank}") for number in replied):
+        while goes_on() and not any(
+            store.has(f"acknowledgment/{number}/{self._rank}") for number in replied
+        ):
             number = store.get("request") if store.has("request") else None
             if isinstance(number, str):
                 store.set(f"reply/{number}/{self._rank}", message)
@@ -163,7 +207,8 @@ class StoreSideChannel:
         return []
 
     def abort(self, code: int) -> None:
-        """Has the other ranks exit with this code, within a second; returns once the store has it."""
+        """Has the other ranks exit with this code, within a second; returns once the store has
+        it."""
         with contextlib.suppress(RuntimeError):
             store = self._connect()
             store.set("abort", code)
@@ -175,7 +220,8 @@ class StoreSideChannel:
         self._closed = True
 
     def close(self, wait_s: float) -> None:
-        """Waits until every rank closes: rank 0, whose process may host the store, leaves last. Every rank calls it."""
+        """Waits until every rank closes: rank 0, whose process may host the store, leaves last.
+        Every rank calls it."""
         self._closed = True
         end_s = time.monotonic() + wait_s
         with contextlib.suppress(RuntimeError):
@@ -183,7 +229,9 @@ class StoreSideChannel:
             store.add("closing", 1)
             if self._rank == 0:
                 all_close = self._await_all(store, "closing", end_s)
-                store.set("abort", DONE if all_close else LOST)  # wakes every rank's thread; a rank that has not closed exits
+                store.set(
+                    "abort", DONE if all_close else LOST
+                )  # wakes every rank's thread; a rank that has not closed exits
             self._thread.join(max(0.0, end_s - time.monotonic()))
             store.add("closed", 1)
             if self._rank == 0:
@@ -198,16 +246,21 @@ class StoreSideChannel:
         return True
 
     def _exit_on_abort(self, store: SignedStore) -> None:
-        """In a thread: sleeps until a rank aborts, all ranks close or the connection breaks; exits the process unless it is closed.
+        """In a thread: sleeps until a rank aborts, all ranks close or the connection breaks; exits
+        the process unless it is closed.
 
-        All ranks close before the store says DONE, so a rank that has not closed by then takes it for the end of a lost job.
+        All ranks close before the store says DONE, so a rank that has not closed by then takes it
+        for the end of a lost job.
         """
         what = "the connection to rank 0 broke"
         try:
             store.wait(["abort"], _FOREVER)
             code = store.get("abort")
             if type(code) is not int or not 0 < code < 256:
-                what = "a process that is no rank of the job wrote its end into the store, or rank 0 closed too early"
+                what = (
+                    "a process that is no rank of the job wrote its end into the store, or rank 0 "
+                    "closed too early"
+                )
                 code = LOST
         except RuntimeError:
             if self.outlives_host:

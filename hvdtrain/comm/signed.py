@@ -1,6 +1,8 @@
-"""Small objects as signed JSON: what ranks send each other where a stranger may reach the connection. No pickle, which could run code.
+"""Small objects as signed JSON: what ranks send each other where a stranger may reach the
+connection. No pickle, which could run code.
 
-Plain values, arrays, paths, and the value classes of hvdtrain itself: NamedTuples, dataclasses and UserErrors.
+Plain values, arrays, paths, and the value classes of hvdtrain itself: NamedTuples, dataclasses and
+UserErrors.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ class Forged(Exception):
 
 
 def pack(thing: Any, secret: str, purpose: str = "") -> bytes:
-    """The object as bytes that only a process with the secret can make; unpack() of another purpose refuses them.
+    """The object as bytes that only a process with the secret can make; unpack() of another purpose
+    refuses them.
 
     Raises TypeError for an object of another class.
     """
@@ -39,7 +42,8 @@ def pack(thing: Any, secret: str, purpose: str = "") -> bytes:
 
 
 def unpack(packed: bytes, secret: str, purpose: str = "") -> Any:
-    """The object of pack(). Raises Forged where the secret or the purpose is another, or the bytes were changed."""
+    """The object of pack(). Raises Forged where the secret or the purpose is another, or the bytes
+    were changed."""
     tag = packed[:TAG_BYTES]
     text = packed[TAG_BYTES:]
     if not hmac.compare_digest(tag, _tag(text, secret, purpose)):
@@ -76,7 +80,11 @@ def _kind_and_content(thing: Any) -> tuple[str, Any]:
     if isinstance(thing, Path):
         return "path", str(thing)
     if cls is np.ndarray and not thing.dtype.hasobject:
-        return "array", [thing.dtype.str, list(thing.shape), base64.b64encode(thing.tobytes()).decode()]
+        return "array", [
+            thing.dtype.str,
+            list(thing.shape),
+            base64.b64encode(thing.tobytes()).decode(),
+        ]
     if _is_value_class(cls):
         return "class", [cls.__module__, cls.__qualname__, _plain(_arguments(thing))]
     raise TypeError(f"ranks do not exchange {cls.__module__}.{cls.__qualname__}: {thing!r:.200}")
@@ -119,7 +127,9 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
 def _is_value_class(kind: type) -> bool:
     """Whether it is a class of hvdtrain that only holds values."""
     named_tuple = issubclass(kind, tuple) and hasattr(kind, "_fields")
-    return kind.__module__.partition(".")[0] == _OWN and (named_tuple or dataclasses.is_dataclass(kind) or issubclass(kind, UserError))
+    return kind.__module__.partition(".")[0] == _OWN and (
+        named_tuple or dataclasses.is_dataclass(kind) or issubclass(kind, UserError)
+    )
 
 
 def _arguments(thing: Any) -> list[Any]:
@@ -132,7 +142,8 @@ def _arguments(thing: Any) -> list[Any]:
 
 
 class SignedStore:
-    """One connection to a store of torch.distributed, of which a value that no rank of the job has signed counts as absent.
+    """One connection to a store of torch.distributed, of which a value that no rank of the job has
+    signed counts as absent.
 
     Its methods raise RuntimeError where the connection is broken or a wait takes too long.
     """
@@ -150,7 +161,8 @@ class SignedStore:
         return self._read(key, self._store.compare_set(key, "", pack(value, self._secret, key)))
 
     def get(self, key: str) -> Any:
-        """The value, which must be there; None where it is not one that a process with the job's secret has set under this key."""
+        """The value, which must be there; None where it is not one that a process with the job's
+        secret has set under this key."""
         return self._read(key, self._store.get(key))
 
     def _read(self, key: str, packed: bytes) -> Any:

@@ -1,6 +1,8 @@
-"""The way of a tensor in a GPU's memory to a collective of MPI and back, beside what the GPU computes; streams and events of torch.
+"""The way of a tensor in a GPU's memory to a collective of MPI and back, beside what the GPU
+computes; streams and events of torch.
 
-MPI knows no streams: it may touch memory only once the GPU has filled it, which the thread that calls MPI waits for, and no other one.
+MPI knows no streams: it may touch memory only once the GPU has filled it, which the thread that
+calls MPI waits for, and no other one.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Cuda:
-    """Streams, which are queues of a GPU's work, and page-locked memory of the host, which a GPU copies to and from by itself."""
+    """Streams, which are queues of a GPU's work, and page-locked memory of the host, which a GPU
+    copies to and from by itself."""
 
     kind = "cuda"  # of torch.device; ROCm's too
 
@@ -37,15 +40,18 @@ class Cuda:
         return torch.cuda.stream(stream)
 
     def mark(self, stream: Stream) -> Event:
-        """What the stream has been given until now, for a thread that waits for it: asleep, not in a loop."""
+        """What the stream has been given until now, for a thread that waits for it: asleep, not in
+        a loop."""
         return stream.record_event(torch.cuda.Event(blocking=True))
 
     def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Its memory is not used again before the stream has done what it has been given until then."""
+        """Its memory is not used again before the stream has done what it has been given until
+        then."""
         tensor.record_stream(stream)
 
     def locked(self, like: torch.Tensor) -> torch.Tensor:
-        """Page-locked memory for the numbers of a tensor, any numbers in it. torch keeps what is freed for the next one."""
+        """Page-locked memory for the numbers of a tensor, any numbers in it. torch keeps what is
+        freed for the next one."""
         return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
 
 
@@ -62,13 +68,21 @@ class Ways:
         return isinstance(x, torch.Tensor) and x.device.type == self._gpus.kind
 
     def begin(self, x: torch.Tensor, needed: slice = ALL, *, reduces: bool = False) -> Moving:
-        """By the thread that starts a collective of x, behind what its present stream has been given until now.
+        """By the thread that starts a collective of x, behind what its present stream has been
+        given until now.
 
-        needed: the rows that this rank gives to it. Sums of 16-bit numbers are made in host memory: MPI has no such type.
+        needed: the rows that this rank gives to it. Sums of 16-bit numbers are made in host memory:
+        MPI has no such type.
         """
         if self._way == "device" and not (reduces and x.dtype in _HALF):
             return Direct(self._gpus, x, self._stream(x.device, "MPI's"))
-        return Staged(self._gpus, x, needed, self._stream(x.device, "to the host"), self._stream(x.device, "from the host"))
+        return Staged(
+            self._gpus,
+            x,
+            needed,
+            self._stream(x.device, "to the host"),
+            self._stream(x.device, "from the host"),
+        )
 
     def _stream(self, device: torch.device, name: str) -> Stream:
         if (device, name) not in self._streams:
@@ -77,7 +91,8 @@ class Ways:
 
 
 class Moving(Protocol):
-    """A tensor on its way: run() by the thread that calls MPI, then finish() of what that returned, by the thread that waits."""
+    """A tensor on its way: run() by the thread that calls MPI, then finish() of what that returned,
+    by the thread that waits."""
 
     def run(self, collective: Callable[[Any], Any]) -> Any: ...
 
@@ -98,7 +113,11 @@ class Direct:
         self._filled.synchronize()
         with self._gpus.use(self._stream):
             found = collective(DeviceArray(self._x.detach(), self._stream.synchronize)).tensor
-        return self._x if found.data_ptr() == self._x.data_ptr() and found.shape == self._x.shape else found
+        return (
+            self._x
+            if found.data_ptr() == self._x.data_ptr() and found.shape == self._x.shape
+            else found
+        )
 
     def finish(self, found: torch.Tensor) -> torch.Tensor:
         """MPI has put the result where it belongs before it returned."""
@@ -109,7 +128,9 @@ class Direct:
 class Staged:
     """MPI gets a copy in page-locked host memory, which the GPU makes on a stream of its own."""
 
-    def __init__(self, gpus: Cuda, x: torch.Tensor, needed: slice, down: Stream, up: Stream) -> None:
+    def __init__(
+        self, gpus: Cuda, x: torch.Tensor, needed: slice, down: Stream, up: Stream
+    ) -> None:
         self._gpus = gpus
         self._x = x
         self._up = up
@@ -137,7 +158,8 @@ class Staged:
             return result, self._up.record_event()
 
     def _place(self, found: torch.Tensor) -> torch.Tensor:
-        """Where x has what the host's copy of it has in `found`; new memory for what is no part of that."""
+        """Where x has what the host's copy of it has in `found`; new memory for what is no part of
+        that."""
         if found is self._host:
             return self._x
         if found.untyped_storage().data_ptr() != self._host.untyped_storage().data_ptr():

@@ -1,4 +1,5 @@
-"""Ranks that are threads of one process: what a replay of asynchronous training needs of a communicator."""
+"""Ranks that are threads of one process: what a replay of asynchronous training needs of a
+communicator."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ class ThreadRanks:
         self.size = size
         self.board: list[Any] = [None] * size
         self.barrier = threading.Barrier(size)
-        self.messages: dict[tuple[int, int], dict[int, SimpleQueue[Any]]] = defaultdict(lambda: defaultdict(SimpleQueue))
+        self.messages: dict[tuple[int, int], dict[int, SimpleQueue[Any]]] = defaultdict(
+            lambda: defaultdict(SimpleQueue)
+        )
         self._lock = threading.Lock()
 
     def queue(self, to: int, tag: int, source: int) -> SimpleQueue[Any]:
@@ -105,7 +108,8 @@ class _Receive:
 
 
 def run_threads(ranks: Sequence[ThreadRanks], works: Sequence[Callable[[], T]]) -> list[T]:
-    """The result of each work, made on a thread of its own; `ranks`: what they share. Raises the first error, which ends the others."""
+    """The result of each work, made on a thread of its own; `ranks`: what they share. Raises the
+    first error, which ends the others."""
     results: dict[int, T] = {}
     errors: list[BaseException] = []
 
@@ -119,7 +123,10 @@ def run_threads(ranks: Sequence[ThreadRanks], works: Sequence[Callable[[], T]]) 
             for group in ranks:
                 group.barrier.abort()
 
-    threads = [threading.Thread(target=run, args=(number,), name=f"rank {number}", daemon=True) for number in range(len(works))]
+    threads = [
+        threading.Thread(target=run, args=(number,), name=f"rank {number}", daemon=True)
+        for number in range(len(works))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,4 +1,5 @@
-"""Process groups of torch.distributed: collectives that they have not themselves; and Gloo: its interface, connections, threads."""
+"""Process groups of torch.distributed: collectives that they have not themselves; and Gloo: its
+interface, connections, threads."""
 
 from __future__ import annotations
 
@@ -27,9 +28,11 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class EvenParts:
-    """The rows of a tensor, in parts of equal length for each rank: the tensor itself, or a copy where it does not split evenly.
+    """The rows of a tensor, in parts of equal length for each rank: the tensor itself, or a copy
+    where it does not split evenly.
 
-    In the copy the parts of the last ranks have a row more, with any numbers, than communicator.part_of() gives them.
+    In the copy the parts of the last ranks have a row more, with any numbers, than
+    communicator.part_of() gives them.
     """
 
     def __init__(self, tensor: torch.Tensor, rank: int, size: int) -> None:
@@ -38,7 +41,9 @@ class EvenParts:
         self._size = size
         self._rows = -(-len(tensor) // size)
         self._is_copy = self._rows * size != len(tensor)
-        self._even = tensor.new_empty((self._rows * size, *tensor.shape[1:])) if self._is_copy else tensor
+        self._even = (
+            tensor.new_empty((self._rows * size, *tensor.shape[1:])) if self._is_copy else tensor
+        )
         self._own = self._even[rank * self._rows : (rank + 1) * self._rows]
         for theirs, even in self.blocks():
             even.copy_(theirs)
@@ -53,22 +58,30 @@ class EvenParts:
         even = self._even.view(self._size, self._rows, *shape)
         return [
             (longer.view(more, self._rows, *shape), even[:more]),
-            (shorter.view(self._size - more, self._rows - 1, *shape), even[more:, : self._rows - 1]),
+            (
+                shorter.view(self._size - more, self._rows - 1, *shape),
+                even[more:, : self._rows - 1],
+            ),
         ]
 
     def reduce(self, group: Any) -> tuple[list[Any], torch.Tensor]:
-        """Starts the sum over ranks; this rank's part, with the row more, takes it. Other parts have any numbers afterwards."""
-        return [_reduce_scatter(self._own, self._even, group=group, async_op=True)] if self._even.numel() else [], self._own
+        """Starts the sum over ranks; this rank's part, with the row more, takes it. Other parts
+        have any numbers afterwards."""
+        return [
+            _reduce_scatter(self._own, self._even, group=group, async_op=True)
+        ] if self._even.numel() else [], self._own
 
     def gather(self, group: Any) -> list[Any]:
-        """Starts to give each rank's part to all; the tensor has them then, or blocks() the copy of it."""
+        """Starts to give each rank's part to all; the tensor has them then, or blocks() the copy of
+        it."""
         if not self._even.numel():
             return []
         return [_all_gather(as_bytes(self._even), as_bytes(self._own), group=group, async_op=True)]
 
 
 def gather_rows(tensor: torch.Tensor, size: int, group: Any) -> torch.Tensor:
-    """The tensor of each rank, which have one shape, as a new one with an axis of ranks before the others."""
+    """The tensor of each rank, which have one shape, as a new one with an axis of ranks before the
+    others."""
     gathered = tensor.new_empty((size, *tensor.shape))
     if tensor.numel():
         _all_gather(as_bytes(gathered), as_bytes(tensor), group=group)
@@ -76,12 +89,18 @@ def gather_rows(tensor: torch.Tensor, size: int, group: Any) -> torch.Tensor:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of the tensor as bytes, for collectives that only move data: neither library has all number types."""
-    return tensor.view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
+    """A view of the tensor as bytes, for collectives that only move data: neither library has all
+    number types."""
+    return (
+        tensor.view(-1).view(torch.uint8)
+        if tensor.numel()
+        else tensor.new_empty(0, dtype=torch.uint8)
+    )
 
 
 class GroupExchange:
-    """An exchange over a process group: an asynchronous all-gather; what ranks say of it is a key of its store.
+    """An exchange over a process group: an asynchronous all-gather; what ranks say of it is a key
+    of its store.
 
     Its ranks call it in the same order as the group's other collectives.
     """
@@ -93,13 +112,17 @@ class GroupExchange:
         self._group = group
         self._rank = rank
         self._size = size
-        self._store: Any = dist.PrefixStore(f"exchange-{name}", dist.distributed_c10d._get_default_store())
+        self._store: Any = dist.PrefixStore(
+            f"exchange-{name}", dist.distributed_c10d._get_default_store()
+        )
         self._work: Any = None
         self._number = 0
 
     def start(self, block: np.ndarray, rows: np.ndarray) -> None:
         self._number += 1
-        self._work = dist.all_gather(list(torch.from_numpy(rows)), torch.from_numpy(block), self._group, async_op=True)
+        self._work = dist.all_gather(
+            list(torch.from_numpy(rows)), torch.from_numpy(block), self._group, async_op=True
+        )
 
     def done(self) -> bool:
         assert self._work is not None, "nothing was started"
@@ -113,19 +136,25 @@ class GroupExchange:
 
     def said(self) -> dict[Word, set[int]]:
         key = str(self._number)
-        lines = self._store.get(key).decode().splitlines() if self._store.check([key]) else []  # get() waits for a key
-        return {word: {int(line.split()[0]) for line in lines if line.endswith(word)} for word in WORDS}
+        lines = (
+            self._store.get(key).decode().splitlines() if self._store.check([key]) else []
+        )  # get() waits for a key
+        return {
+            word: {int(line.split()[0]) for line in lines if line.endswith(word)} for word in WORDS
+        }
 
     def free(self) -> None:
         """Nothing: the group is that of a communicator."""
 
 
 Address = tuple[str, int]
-THREAD_NAME = "pt_gloo_runloop"  # as torch calls the threads that carry out Gloo's collectives; torch 2.9 gives them no name
+# as torch calls the threads that carry out Gloo's collectives; torch 2.9 gives them no name
+THREAD_NAME = "pt_gloo_runloop"
 
 
 def set_gloo_interface(rendezvous: Rendezvous, place: Placement) -> None:
-    """Sets GLOO_SOCKET_IFNAME, unless the user did: Gloo's default is the address of the host's own name, often a loopback one."""
+    """Sets GLOO_SOCKET_IFNAME, unless the user did: Gloo's default is the address of the host's own
+    name, often a loopback one."""
     address = local_address(rendezvous, place.local_size == place.size)
     name = interface_of(address) if address else None
     if name:
@@ -135,8 +164,9 @@ def set_gloo_interface(rendezvous: Rendezvous, place: Placement) -> None:
 class GlooConnections:
     """Gloo's connections of one process group of all ranks.
 
-    torch leaves a group once the collectives that the rank has begun are over, and has no other way: abort() does nothing with Gloo (torch
-    2.13). One of them may wait for a rank that waits for this one in another collective, and neither is told of a third one that is lost.
+    torch leaves a group once the collectives that the rank has begun are over, and has no other
+    way: abort() does nothing with Gloo (torch 2.13). One of them may wait for a rank that waits for
+    this one in another collective, and neither is told of a third one that is lost.
     """
 
     def __init__(self) -> None:
@@ -158,7 +188,8 @@ class GlooConnections:
         self._of_ranks = {(host, port) for of_rank in everywhere for host, port in of_rank}
 
     def cut(self) -> None:
-        """Ends them for both sides: whoever waits for anything from this rank gets an error, and so does this rank itself."""
+        """Ends them for both sides: whoever waits for anything from this rank gets an error, and so
+        does this rank itself."""
         for own, peer, connection in _connected():
             if own in self._own or peer in self._of_ranks:
                 with contextlib.suppress(OSError):  # the other side was faster
@@ -178,7 +209,8 @@ def _connected() -> Iterator[tuple[Address, Address, socket.socket]]:
 
 
 def _tcp_sockets() -> Iterator[socket.socket]:
-    """TCP sockets of this process; none where the system has no /proc (macOS). Each is a copy: Gloo may close its own at any time."""
+    """TCP sockets of this process; none where the system has no /proc (macOS). Each is a copy: Gloo
+    may close its own at any time."""
     with contextlib.suppress(FileNotFoundError):
         for number in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):  # closed meanwhile, or no socket
@@ -189,7 +221,10 @@ def _tcp_sockets() -> Iterator[socket.socket]:
                     os.close(copy)
                     continue
                 with one:
-                    if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
+                    if (
+                        one.family in (socket.AF_INET, socket.AF_INET6)
+                        and one.type == socket.SOCK_STREAM
+                    ):
                         yield one
 
 
@@ -200,12 +235,13 @@ def _address(name: tuple[str, int] | tuple[str, int, int, int]) -> Address:
 def wait_until_idle(timeout_s: float) -> None:
     """Returns when no thread of Gloo has anything to do, or after `timeout_s`.
 
-    torch ends these threads with the last reference to their process group, which a model (FSDP2's) or a traceback can keep. A thread
-    that lets go of a tensor needs the interpreter's lock; in an interpreter that is ending it gets none, and the whole process is
-    aborted (signal 6).
+    torch ends these threads with the last reference to their process group, which a model (FSDP2's)
+    or a traceback can keep. A thread that lets go of a tensor needs the interpreter's lock; in an
+    interpreter that is ending it gets none, and the whole process is aborted (signal 6).
 
-    A thread is idle when it sleeps and has not been switched in between two looks: one that waits for the interpreter's lock wakes
-    every sys.getswitchinterval() to ask again. Where the system has no /proc (macOS) there is one look's pause only.
+    A thread is idle when it sleeps and has not been switched in between two looks: one that waits
+    for the interpreter's lock wakes every sys.getswitchinterval() to ask again. Where the system
+    has no /proc (macOS) there is one look's pause only.
     """
     ends = time.monotonic() + timeout_s
     look_s = 4 * max(sys.getswitchinterval(), 0.005)
@@ -221,20 +257,30 @@ def wait_until_idle(timeout_s: float) -> None:
 
 
 def _threads() -> dict[str, tuple[str, ...]]:
-    """Thread id -> its state (S: sleeping, R: running or ready to run), and how often it was switched out, of Gloo's threads.
+    """Thread id -> its state (S: sleeping, R: running or ready to run), and how often it was
+    switched out, of Gloo's threads.
 
-    Where none has Gloo's name, of all that Python has not started, but for those that wait for sockets.
+    Where none has Gloo's name, of all that Python has not started, but for those that wait for
+    sockets.
     """
     found = dict[str, tuple[str, ...]]()
     unnamed = dict[str, tuple[str, ...]]()
     of_python = {str(thread.native_id) for thread in threading.enumerate()}
     for task in Path("/proc/self/task").glob("*"):
         try:
-            lines = dict(line.split(":\t", 1) for line in (task / "status").read_text().splitlines() if ":\t" in line)
+            lines = dict(
+                line.split(":\t", 1)
+                for line in (task / "status").read_text().splitlines()
+                if ":\t" in line
+            )
             waits_in = (task / "wchan").read_text()  # a function of the kernel, "0" for none
         except OSError:  # a thread that has ended meanwhile
             continue
-        state = lines["State"][0], lines["voluntary_ctxt_switches"], lines["nonvoluntary_ctxt_switches"]
+        state = (
+            lines["State"][0],
+            lines["voluntary_ctxt_switches"],
+            lines["nonvoluntary_ctxt_switches"],
+        )
         if lines["Name"] == THREAD_NAME:
             found[task.name] = state
         elif task.name not in of_python and "poll" not in waits_in:

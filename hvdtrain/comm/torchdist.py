@@ -1,4 +1,5 @@
-"""The torchdist engine: torch.distributed, with NCCL for tensors on GPUs, and Gloo for tensors in host memory and for numpy arrays."""
+"""The torchdist engine: torch.distributed, with NCCL for tensors on GPUs, and Gloo for tensors in
+host memory and for numpy arrays."""
 
 from __future__ import annotations
 
@@ -14,24 +15,59 @@ import torch
 import torch.distributed as dist
 
 from hvdtrain.comm import mpi
-from hvdtrain.comm.communicator import Buffer, Communicator, Handle, Op, StartedCollectives, check_buffer, part_of, writable
+from hvdtrain.comm.communicator import (
+    Buffer,
+    Communicator,
+    Handle,
+    Op,
+    StartedCollectives,
+    check_buffer,
+    part_of,
+    writable,
+)
 from hvdtrain.comm.engines import Feature
-from hvdtrain.comm.meeting import Meeting, connect_to_store, not_of_this_job, open_store, own_store, rendezvous_over_mpi, wait_for_all_ranks
+from hvdtrain.comm.meeting import (
+    Meeting,
+    connect_to_store,
+    not_of_this_job,
+    open_store,
+    own_store,
+    rendezvous_over_mpi,
+    wait_for_all_ranks,
+)
 from hvdtrain.comm.mesh import split_groups
 from hvdtrain.comm.placement import Placement
 from hvdtrain.comm.rendezvous import Rendezvous, find_rendezvous, secret_of
 from hvdtrain.comm.side_channel import StoreSideChannel
 from hvdtrain.comm.signed import Forged, SignedStore, pack, unpack
-from hvdtrain.comm.torch_groups import EvenParts, GlooConnections, GroupExchange, as_bytes, gather_rows, set_gloo_interface, wait_until_idle
+from hvdtrain.comm.torch_groups import (
+    EvenParts,
+    GlooConnections,
+    GroupExchange,
+    as_bytes,
+    gather_rows,
+    set_gloo_interface,
+    wait_until_idle,
+)
 from hvdtrain.config.schema import CommConfig
 from hvdtrain.core.process import exit_now, flush_output
 from hvdtrain.errors import LOST, UserError, exit_code_of
 
-FEATURES: set[Feature] = {"several_ranks", "device_memory", "asynchronous", "bfloat16_sums", "ddp", "p2p", "shrink"}
+FEATURES: set[Feature] = {
+    "several_ranks",
+    "device_memory",
+    "asynchronous",
+    "bfloat16_sums",
+    "ddp",
+    "p2p",
+    "shrink",
+}
 BACKENDS = "cpu:gloo,cuda:nccl"  # of torch.distributed, where there is NCCL
 CLOSE_S = 10.0  # for all ranks to close
 CONNECT_S = 10.0  # for an answer of a store after a loss
-FORM_S = 1.0  # for the living ranks to form a group after a loss, twice as long each time: another rank may be lost meanwhile
+# for the living ranks to form a group after a loss, twice as long each time: another rank may be
+# lost meanwhile
+FORM_S = 1.0
 
 
 def has_nccl() -> bool:
@@ -40,12 +76,18 @@ def has_nccl() -> bool:
 
 
 def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
-    """Connects the ranks at comm.address, where the launcher's variables say, or at an address that rank 0 sends over MPI.
+    """Connects the ranks at comm.address, where the launcher's variables say, or at an address that
+    rank 0 sends over MPI.
 
-    Raises UserError where this torch has no torch.distributed, or the ranks do not find each other within comm.timeout_s.
+    Raises UserError where this torch has no torch.distributed, or the ranks do not find each other
+    within comm.timeout_s.
     """
     if not dist.is_available() or not dist.is_gloo_available():
-        raise UserError("this torch was built without torch.distributed", "comm.engine=torchdist", "comm.engine=mpi, or another torch")
+        raise UserError(
+            "this torch was built without torch.distributed",
+            "comm.engine=torchdist",
+            "comm.engine=mpi, or another torch",
+        )
     comm = comm or CommConfig()
     timeout = timedelta(seconds=comm.timeout_s)
     if place.size == 1:
@@ -63,22 +105,32 @@ def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
     set_gloo_interface(rendezvous, place)
     gloo = _start_process_group(dist.PrefixStore("group", store), place, timeout)
     if mpi_communicator is not None:
-        return TorchDistCommunicator(place, mpi_communicator, None, rendezvous.secret, timeout, rendezvous, gloo)
+        return TorchDistCommunicator(
+            place, mpi_communicator, None, rendezvous.secret, timeout, rendezvous, gloo
+        )
 
     def connection() -> SignedStore:
-        return SignedStore(dist.PrefixStore(rendezvous.job, connect_to_store(rendezvous, place, timeout)), rendezvous.secret)
+        return SignedStore(
+            dist.PrefixStore(rendezvous.job, connect_to_store(rendezvous, place, timeout)),
+            rendezvous.secret,
+        )
 
     side_channel = StoreSideChannel(connection, place.rank, place.size)
-    return TorchDistCommunicator(place, None, side_channel, rendezvous.secret, timeout, rendezvous, gloo)
+    return TorchDistCommunicator(
+        place, None, side_channel, rendezvous.secret, timeout, rendezvous, gloo
+    )
 
 
 def _start_process_group(store: Any, place: Placement, timeout: timedelta) -> GlooConnections:
-    """The default process group of torch.distributed. Raises UserError where GLOO_SOCKET_IFNAME names no interface."""
+    """The default process group of torch.distributed. Raises UserError where GLOO_SOCKET_IFNAME
+    names no interface."""
     backend = BACKENDS if has_nccl() else "gloo"
     gloo = GlooConnections()
     try:
         with gloo.recorded():
-            dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout)
+            dist.init_process_group(
+                backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout
+            )
         return gloo
     except RuntimeError as error:
         name = os.environ.get("GLOO_SOCKET_IFNAME")
@@ -90,11 +142,14 @@ def _start_process_group(store: Any, place: Placement, timeout: timedelta) -> Gl
 
 
 def _leave_process_group(gloo: GlooConnections) -> None:
-    """Closes its connections, also where a step that was cut off has left collectives under way. There may be none."""
+    """Closes its connections, also where a step that was cut off has left collectives under way.
+    There may be none."""
     gloo.cut()
     if dist.is_initialized():
         dist.destroy_process_group()
-    dist.distributed_c10d._world.group_count = 0  # the next one's name, the same on all ranks: one that was not formed has counted, too
+    dist.distributed_c10d._world.group_count = (
+        0  # the next one's name, the same on all ranks: one that was not formed has counted, too
+    )
 
 
 FOREVER = timedelta(days=365)
@@ -105,7 +160,8 @@ class _LostMeanwhile(Exception):
 
 
 class TorchDistCommunicator(StartedCollectives):
-    """Works in place on the memory of x where it can. int16, which neither library has, is summed through int32 and cast back."""
+    """Works in place on the memory of x where it can. int16, which neither library has, is summed
+    through int32 and cast back."""
 
     name = "torchdist"
 
@@ -119,7 +175,8 @@ class TorchDistCommunicator(StartedCollectives):
         rendezvous: Rendezvous | None = None,
         gloo: GlooConnections | None = None,
     ) -> None:
-        """secret: of the job, signs objects. The side channel is MPI's where MPI started the ranks, else the store's; one has neither.
+        """secret: of the job, signs objects. The side channel is MPI's where MPI started the ranks,
+        else the store's; one has neither.
 
         timeout, rendezvous, gloo: those of all ranks; a part of them has none.
         """
@@ -127,7 +184,9 @@ class TorchDistCommunicator(StartedCollectives):
         self._rendezvous = rendezvous
         self._gloo = gloo or GlooConnections()
         self._meeting: Meeting | None = None
-        self._pending: WeakSet[Pending] | None = None  # collectives under way, which hold the connections; None where ranks are not lost
+        self._pending: WeakSet[Pending] | None = (
+            None  # collectives under way, which hold the connections; None where ranks are not lost
+        )
         self._lost: list[int] = []  # whose loss shrink() has not returned yet
         self._form_s = FORM_S
         self.rank = place.rank
@@ -140,33 +199,53 @@ class TorchDistCommunicator(StartedCollectives):
         self._store = store
         self._secret = secret
         self._group: Any = None  # of torch.distributed: all ranks
-        self.in_one_call = ("cuda",) if "cuda:nccl" in BACKENDS else ()  # devices where parts of all ranks are reduced and gathered so
+        self.in_one_call = (
+            ("cuda",) if "cuda:nccl" in BACKENDS else ()
+        )  # devices where parts of all ranks are reduced and gathered so
         self._ops = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
     def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:
         x, tensor = self._checked(x, "allreduce", name)
         operand = _reducible(tensor)
-        return self._pend([dist.all_reduce(operand, self._ops[op], self._group, async_op=True)], x, tensor, operand)
+        return self._pend(
+            [dist.all_reduce(operand, self._ops[op], self._group, async_op=True)],
+            x,
+            tensor,
+            operand,
+        )
 
     def start_broadcast(self, x: Buffer, name: str, root: int = 0) -> Handle:
         x, tensor = self._checked(x, "broadcast", name)
-        return self._pend([dist.broadcast(as_bytes(tensor), group=self._group, group_src=root, async_op=True)], x, tensor, tensor)
+        return self._pend(
+            [dist.broadcast(as_bytes(tensor), group=self._group, group_src=root, async_op=True)],
+            x,
+            tensor,
+            tensor,
+        )
 
     def start_reduce(self, x: Buffer, name: str, root: int = 0) -> Handle:
         x, tensor = self._checked(x, "allreduce", name)
         operand = _reducible(tensor)
-        works = [dist.reduce(operand, group=self._group, group_dst=root, async_op=True)] if tensor.numel() else []
+        works = (
+            [dist.reduce(operand, group=self._group, group_dst=root, async_op=True)]
+            if tensor.numel()
+            else []
+        )
         return self._pend(works, x, tensor, operand)
 
     def start_reduce_scatter(self, x: Buffer, name: str) -> Handle:
-        """In one call on NCCL; with Gloo a reduction to each rank in turn, in a third of the time of its reduce-scatter."""
+        """In one call on NCCL; with Gloo a reduction to each rank in turn, in a third of the time
+        of its reduce-scatter."""
         x, tensor = self._checked(x, "start_reduce_scatter", name)
         operand = _reducible(tensor)
         own = part_of(len(tensor), self.rank, self.size)
         if tensor.device.type in self.in_one_call:
             works, part = EvenParts(operand, self.rank, self.size).reduce(self._group)
             return self._pend(works, x[own], tensor[own], part[: own.stop - own.start])
-        works = [dist.reduce(part, group=self._group, group_dst=owner, async_op=True) for owner, part in self._parts(operand)]
+        works = [
+            dist.reduce(part, group=self._group, group_dst=owner, async_op=True)
+            for owner, part in self._parts(operand)
+        ]
         return self._pend(works, x[own], tensor[own], operand[own])
 
     def start_spread(self, x: Buffer, name: str) -> Handle:
@@ -175,7 +254,10 @@ class TorchDistCommunicator(StartedCollectives):
         if tensor.device.type in self.in_one_call:
             even = EvenParts(tensor, self.rank, self.size)
             return self._pend_blocks(even.gather(self._group), x, even.blocks())
-        works = [dist.broadcast(as_bytes(part), group=self._group, group_src=owner, async_op=True) for owner, part in self._parts(tensor)]
+        works = [
+            dist.broadcast(as_bytes(part), group=self._group, group_src=owner, async_op=True)
+            for owner, part in self._parts(tensor)
+        ]
         return self._pend_blocks(works, x, [])
 
     def _parts(self, tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
@@ -184,7 +266,8 @@ class TorchDistCommunicator(StartedCollectives):
         return [(rank, part) for rank, part in parts if len(part)]
 
     def reduce_scatter(self, x: Buffer, name: str) -> Buffer:
-        """With Gloo an allreduce, of which this rank keeps its part: that takes half of the time."""
+        """With Gloo an allreduce, of which this rank keeps its part: that takes half of the
+        time."""
         x, tensor = self._checked(x, "reduce_scatter", name)
         if tensor.device.type in self.in_one_call:
             return self.start_reduce_scatter(tensor.clone(), name).wait().clone()
@@ -195,7 +278,9 @@ class TorchDistCommunicator(StartedCollectives):
     def allgather(self, x: Buffer, name: str) -> Buffer:
         """Every part is padded to the rows of the longest."""
         x, tensor = self._checked(x, "allgather", name)
-        lengths = gather_rows(torch.tensor(len(tensor), device=tensor.device), self.size, self._group).tolist()
+        lengths = gather_rows(
+            torch.tensor(len(tensor), device=tensor.device), self.size, self._group
+        ).tolist()
         padded = tensor
         if len(tensor) < max(lengths):
             padded = tensor.new_zeros((max(lengths), *tensor.shape[1:]))
@@ -203,10 +288,13 @@ class TorchDistCommunicator(StartedCollectives):
         parts = gather_rows(padded, self.size, self._group)
         if min(lengths) == max(lengths):
             return _like(x, parts.flatten(0, 1))
-        return _like(x, torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)]))
+        return _like(
+            x, torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
+        )
 
     def allgather_object(self, thing: Any) -> list[Any]:
-        """Objects of all ranks, sent as signed JSON. Raises TypeError for an object that has no form in it: comm/signed.py."""
+        """Objects of all ranks, sent as signed JSON. Raises TypeError for an object that has no
+        form in it: comm/signed.py."""
         packed = pack(thing, self._secret, str(self.rank))
         content = np.frombuffer(len(packed).to_bytes(8, "little") + packed, np.uint8)
         gathered = self.allgather(content, "objects").tobytes()
@@ -225,20 +313,34 @@ class TorchDistCommunicator(StartedCollectives):
         """The object of `root`, sent as signed JSON: see allgather_object()."""
         packed = pack(thing, self._secret, str(root)) if self.rank == root else b""
         length = self.broadcast(np.array([len(packed)]), "object.length", root)
-        content = np.frombuffer(packed, np.uint8).copy() if self.rank == root else np.empty(int(length[0]), np.uint8)
+        content = (
+            np.frombuffer(packed, np.uint8).copy()
+            if self.rank == root
+            else np.empty(int(length[0]), np.uint8)
+        )
         try:
-            return unpack(self.broadcast(content, "object", root).tobytes(), self._secret, str(root))
+            return unpack(
+                self.broadcast(content, "object", root).tobytes(), self._secret, str(root)
+            )
         except Forged:
             raise not_of_this_job(f"a message of rank {root}") from None
 
     def start_send(self, x: Buffer, to: int, name: str, tag: int = 0) -> Handle:
         x, tensor = self._on_host(x, "send", name)
-        works = [dist.isend(as_bytes(tensor), group=self._group, group_dst=to, tag=tag)] if tensor.numel() else []
+        works = (
+            [dist.isend(as_bytes(tensor), group=self._group, group_dst=to, tag=tag)]
+            if tensor.numel()
+            else []
+        )
         return self._pend(works, x, tensor, tensor)
 
     def start_recv(self, x: Buffer, source: int, name: str, tag: int = 0) -> Handle:
         x, tensor = self._on_host(x, "recv", name)
-        works = [dist.irecv(as_bytes(tensor), group=self._group, group_src=source, tag=tag)] if tensor.numel() else []
+        works = (
+            [dist.irecv(as_bytes(tensor), group=self._group, group_src=source, tag=tag)]
+            if tensor.numel()
+            else []
+        )
         return self._pend(works, x, tensor, tensor)
 
     def recv_from_any(self, x: Buffer, name: str, tag: int) -> int:
@@ -255,13 +357,20 @@ class TorchDistCommunicator(StartedCollectives):
 
     def exchange(self) -> GroupExchange:
         """An exchange of these ranks, among their other collectives."""
-        return GroupExchange(self._group, self.rank, self.size, "all" if self._group is None else self._group.group_name)
+        return GroupExchange(
+            self._group,
+            self.rank,
+            self.size,
+            "all" if self._group is None else self._group.group_name,
+        )
 
     def split(self, color: int | None) -> Communicator | None:
         assert self._group is None, "of all ranks alone"
         groups = split_groups(self, color)
         own = None
-        for members in groups.members:  # every rank makes all of them, so that torch gives them the same names everywhere
+        for members in (
+            groups.members
+        ):  # every rank makes all of them, so that torch gives them the same names everywhere
             group = dist.new_group(members)
             if self.rank in members:
                 own = TorchDistCommunicator(groups.place(self.rank), None, None, self._secret)
@@ -273,9 +382,14 @@ class TorchDistCommunicator(StartedCollectives):
         dist.destroy_process_group(group._group)
 
     def be_ready_to_shrink(self, gpu: bool) -> None:
-        by_nccl = [rank for rank, is_so in enumerate(self.allgather_object(gpu and has_nccl())) if is_so]
+        by_nccl = [
+            rank for rank, is_so in enumerate(self.allgather_object(gpu and has_nccl())) if is_so
+        ]
         if by_nccl:
-            what = f"a rank that is lost leaves NCCL's collectives hanging, by which rank {by_nccl[0]} reduces"
+            what = (
+                "a rank that is lost leaves NCCL's collectives hanging, by which rank "
+                f"{by_nccl[0]} reduces"
+            )
             raise UserError(what, "comm.engine=torchdist", "speed.device=cpu, or guard.lost=stop")
         if self._mpi is not None:
             self._mpi.be_ready_to_shrink(gpu)
@@ -284,7 +398,9 @@ class TorchDistCommunicator(StartedCollectives):
             if "TORCHELASTIC_RUN_ID" in os.environ:
                 what = "torchrun ends all ranks when one is lost"
                 raise UserError(
-                    what, "comm.engine=torchdist", "a launcher that leaves the others alone (docs/elastic.md); or guard.lost=stop"
+                    what,
+                    "comm.engine=torchdist",
+                    "a launcher that leaves the others alone (docs/elastic.md); or guard.lost=stop",
                 )
             store, host = own_store(self._rendezvous, self)
             self._meeting = Meeting(self, store, host, self._secret, CONNECT_S)
@@ -295,15 +411,22 @@ class TorchDistCommunicator(StartedCollectives):
 
     def is_loss(self, error: BaseException) -> bool:
         is_of_group = isinstance(error, RuntimeError) and exit_code_of(error) == LOST
-        return is_of_group or isinstance(error, _LostMeanwhile) or (self._mpi is not None and self._mpi.is_loss(error))
+        return (
+            is_of_group
+            or isinstance(error, _LostMeanwhile)
+            or (self._mpi is not None and self._mpi.is_loss(error))
+        )
 
     def confirm(self) -> None:
-        """Nothing: a collective that a rank is lost in fails on the ranks whose numbers it lacks, and they have the others leave theirs."""
+        """Nothing: a collective that a rank is lost in fails on the ranks whose numbers it lacks,
+        and they have the others leave theirs."""
 
     def shrink(self) -> list[int]:
         for pending in self._pending or ():
             pending.drop()
-        _leave_process_group(self._gloo)  # the others, which may wait for this rank, find the connection closed
+        _leave_process_group(
+            self._gloo
+        )  # the others, which may wait for this rank, find the connection closed
         self._shrink_by_mpi() if self._mpi is not None else self._shrink_by_meeting()
         dist.distributed_c10d._set_pg_timeout(self._timeout, dist.group.WORLD)
         self._gloo.share(self)
@@ -319,7 +442,9 @@ class TorchDistCommunicator(StartedCollectives):
         self._lost += self._mpi.shrink()
         self.rank = self._mpi.rank
         self.size = self._mpi.size
-        place = Placement(self.rank, self.size, self._mpi.local_rank, self._mpi.local_size, "shrink")
+        place = Placement(
+            self.rank, self.size, self._mpi.local_rank, self._mpi.local_size, "shrink"
+        )
         rendezvous = rendezvous_over_mpi(self._mpi)
         self._form(lambda wait: open_store(rendezvous, place, wait), place)
         self._secret = rendezvous.secret
@@ -338,11 +463,14 @@ class TorchDistCommunicator(StartedCollectives):
         self._store.outlives_host = True
 
     def _form(self, open_store: Callable[[timedelta], Any], place: Placement) -> None:
-        """The group of the living ranks. Raises _LostMeanwhile where one of them does not come in time: all meet again."""
+        """The group of the living ranks. Raises _LostMeanwhile where one of them does not come in
+        time: all meet again."""
         wait = timedelta(seconds=self._form_s)
         self._form_s *= 2
         try:
-            self._gloo = _start_process_group(dist.PrefixStore("group", open_store(wait)), place, wait)
+            self._gloo = _start_process_group(
+                dist.PrefixStore("group", open_store(wait)), place, wait
+            )
         except (RuntimeError, UserError) as error:
             raise _LostMeanwhile from error
         self._form_s = FORM_S
@@ -361,12 +489,17 @@ class TorchDistCommunicator(StartedCollectives):
         dist.destroy_process_group()
         wait_until_idle(CLOSE_S)
 
-    def _pend(self, works: Sequence[Any], x: Buffer, tensor: torch.Tensor, operand: torch.Tensor) -> Pending:
-        """`tensor`: a view of x, which takes the result; `operand`: what the works change, the same or a copy of another type."""
+    def _pend(
+        self, works: Sequence[Any], x: Buffer, tensor: torch.Tensor, operand: torch.Tensor
+    ) -> Pending:
+        """`tensor`: a view of x, which takes the result; `operand`: what the works change, the same
+        or a copy of another type."""
         is_copy = operand.data_ptr() != tensor.data_ptr()
         return self._pend_blocks(works, x, [(tensor, operand)] if is_copy else [])
 
-    def _pend_blocks(self, works: Sequence[Any], x: Buffer, blocks: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Pending:
+    def _pend_blocks(
+        self, works: Sequence[Any], x: Buffer, blocks: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> Pending:
         pending = Pending(works, x, blocks)
         if self._pending is not None:
             self._pending.add(pending)
@@ -378,7 +511,9 @@ class TorchDistCommunicator(StartedCollectives):
         if tensor.device.type != "cpu":
             where = f"comm.engine=torchdist, {collective} {name!r}"
             raise UserError(
-                f"{collective} of {x.dtype} on {tensor.device}: messages are in host memory only", where, "copy it to the host first"
+                f"{collective} of {x.dtype} on {tensor.device}: messages are in host memory only",
+                where,
+                "copy it to the host first",
             )
         return x, tensor
 
@@ -392,7 +527,9 @@ class TorchDistCommunicator(StartedCollectives):
 class Pending:
     """A Handle."""
 
-    def __init__(self, works: Sequence[Any], x: Buffer, blocks: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def __init__(
+        self, works: Sequence[Any], x: Buffer, blocks: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
         """blocks: views of x, and copies of them, which the works change and x takes then."""
         self._works = works
         self._x = x

@@ -1,4 +1,5 @@
-"""What --help and list print: descriptions of keys from the schema, of options from the plugins; no framework is imported."""
+"""What --help and list print: descriptions of keys from the schema, of options from the plugins; no
+framework is imported."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ hvdtrain trains deep networks on many workers.
 {keys}
 
 Exit codes:
-{codes}"""
+{codes}"""  # noqa: E501
 
 # Where the plugins are that a key names, and when.
 _FOLDERS = {
@@ -60,9 +61,11 @@ _FOLDERS = {
 
 
 def help_text(topic: str | None) -> str:
-    """One screen: commands, sections, exit codes; or what a topic says. Raises UserError for an unknown topic.
+    """One screen: commands, sections, exit codes; or what a topic says. Raises UserError for an
+    unknown topic.
 
-    A topic is a section, whose keys and options of plugins are listed, one key or option, or "keys": every key.
+    A topic is a section, whose keys and options of plugins are listed, one key or option, or
+    "keys": every key.
     """
     if topic is None:
         return _page()
@@ -84,7 +87,10 @@ def help_text(topic: str | None) -> str:
 def _page() -> str:
     codes = "\n".join(f"  {code:3} {meaning}" for code, meaning in MEANINGS.items())
     without = [name for name in schema.known_keys() if "." not in name]
-    lists = (f"Sections: {', '.join(schema.SECTIONS)}", f"Keys without a section: {', '.join(without)}")
+    lists = (
+        f"Sections: {', '.join(schema.SECTIONS)}",
+        f"Keys without a section: {', '.join(without)}",
+    )
     keys = [line for each in lists for line in textwrap.wrap(each, 118, subsequent_indent="  ")]
     return USAGE.format(codes=codes, keys="\n".join(keys))
 
@@ -94,7 +100,13 @@ def _every_key() -> str:
     lines = ["keys, defaults", *_rows(schema.Config, "")]
     for name, kind in schema.SECTIONS.items():
         lines += ["", *_rows(kind, f"{name}.")]
-    return "\n".join([*lines, "", "--help data, --help task, --help model, --help optim: the options of each name"])
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "--help data, --help task, --help model, --help optim: the options of each name",
+        ]
+    )
 
 
 def _nearest_topic(topic: str) -> str:
@@ -115,17 +127,28 @@ def list_text() -> str:
     lines = []
     for key, folder in _FOLDERS.items():
         lines.append(key)
-        lines += [f"  {name:14} {_first_paragraph(path)}" for name, path in plugins.files(folder).items()]
+        lines += [
+            f"  {name:14} {_first_paragraph(path)}" for name, path in plugins.files(folder).items()
+        ]
     more = (
-        "data.name, task.name, model.name also take package.module:Class, optim.name a class of torch.optim by its path, comm.engine auto"
+        "data.name, task.name, model.name also take package.module:Class, optim.name a class of "
+        "torch.optim by its path, comm.engine auto"
     )
     return "\n".join([*lines, more])
 
 
 def _rows(kind: type[BaseModel], prefix: str) -> list[str]:
-    """A row for each key of a section, or each option of a plugin: key=default, then its description."""
-    fields = {name: info for name, info in kind.model_fields.items() if info.annotation not in schema.SECTIONS.values()}
-    keys = {name: f"{prefix}{name}={shown_default(info.get_default(call_default_factory=True))}" for name, info in fields.items()}
+    """A row for each key of a section, or each option of a plugin: key=default, then its
+    description."""
+    fields = {
+        name: info
+        for name, info in kind.model_fields.items()
+        if info.annotation not in schema.SECTIONS.values()
+    }
+    keys = {
+        name: f"{prefix}{name}={shown_default(info.get_default(call_default_factory=True))}"
+        for name, info in fields.items()
+    }
     return [f"  {keys[name]:34} {info.description or ''}".rstrip() for name, info in fields.items()]
 
 
@@ -140,14 +163,24 @@ def _option_rows(section: str, only: str | None = None) -> list[str]:
         for name, path in plugins.files(folder).items():
             names.setdefault(path, []).append(name)
         for path, shared in names.items():
-            rows = [row for row in _rows(options_of(path), f"{section}.") if only is None or row.startswith(f"  {section}.{only}=")]
+            rows = [
+                row
+                for row in _rows(options_of(path), f"{section}.")
+                if only is None or row.startswith(f"  {section}.{only}=")
+            ]
             if rows or only is None:
-                lines += ["", f"{head}={'|'.join(shared)} {condition}".rstrip() + f": {_first_paragraph(path)}", *rows]
+                lines += [
+                    "",
+                    f"{head}={'|'.join(shared)} {condition}".rstrip()
+                    + f": {_first_paragraph(path)}",
+                    *rows,
+                ]
     return lines
 
 
 def _first_paragraph(path: Path) -> str:
-    """The first paragraph of a file's docstring on one line. Files begin with it: parsing 46 files would take 0.1 s."""
+    """The first paragraph of a file's docstring on one line. Files begin with it: parsing 46 files
+    would take 0.1 s."""
     paragraph: list[str] = []
     with path.open() as file:
         for line in file:

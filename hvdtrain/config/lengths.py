@@ -1,4 +1,5 @@
-"""Lengths as people write them: of training, 5 (epochs), "500 steps", "10%"; of time, 90 (seconds), 45m, 1:30:00."""
+"""Lengths as people write them: of training, 5 (epochs), "500 steps", "10%"; of time, 90 (seconds),
+45m, 1:30:00."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ _MOST = {"epochs": 1e9, "steps": 1e15, "samples": 1e15, "tokens": 1e18, "%": 100
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _TIME = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhd]?)")
 _CLOCK_TIME = re.compile(r"([0-9]{1,9}):([0-5][0-9])(?::([0-5][0-9]))?")  # MM:SS, H:MM:SS
-_DAYS_AND_TIME = re.compile(r"([0-9]{1,9})-([01]?[0-9]|2[0-3])(?::([0-5][0-9]))?(?::([0-5][0-9]))?")  # D-HH, D-HH:MM, D-HH:MM:SS
+_DAYS_AND_TIME = re.compile(
+    r"([0-9]{1,9})-([01]?[0-9]|2[0-3])(?::([0-5][0-9]))?(?::([0-5][0-9]))?"
+)  # D-HH, D-HH:MM, D-HH:MM:SS
 _EXAMPLES_OF_TIME = "90 (seconds), 45m, 3.5h, 2d, 45:00 (minutes), 1:30:00 or 2-00:00:00"
 
 
@@ -69,21 +72,31 @@ def _checked_above_0(value: Any) -> float | str:
     return _checked(value)
 
 
-_JSON = {"anyOf": [{"type": "number", "minimum": 0}, {"type": "string", "pattern": rf"^\s*{_PATTERN}\s*$"}]}
+_JSON = {
+    "anyOf": [
+        {"type": "number", "minimum": 0},
+        {"type": "string", "pattern": rf"^\s*{_PATTERN}\s*$"},
+    ]
+}
 _AS_IT_IS = PlainSerializer(lambda value: value)
 LengthValue = Annotated[float | str, PlainValidator(_checked), _AS_IT_IS, WithJsonSchema(_JSON)]
-PositiveLength = Annotated[float | str, PlainValidator(_checked_above_0), _AS_IT_IS, WithJsonSchema(_JSON)]
+PositiveLength = Annotated[
+    float | str, PlainValidator(_checked_above_0), _AS_IT_IS, WithJsonSchema(_JSON)
+]
 
 
 def parse_duration(text: str, where: str) -> float:
-    """Seconds, more than 0, of 90, 45m, 1:30:00 and the like. Raises UserError for anything else; `where` says where it was set."""
+    """Seconds, more than 0, of 90, 45m, 1:30:00 and the like. Raises UserError for anything else;
+    `where` says where it was set."""
     duration = text.strip()
     seconds = _seconds(duration)
     if seconds is None:
         shown = repr(duration if len(duration) <= 40 else f"{duration[:37]}...")
         raise UserError(f"{shown} is not a length of time", where, f"write {_EXAMPLES_OF_TIME}")
     if not seconds:
-        raise UserError(f"{duration!r} leaves no time at all", where, f"more than 0: {_EXAMPLES_OF_TIME}")
+        raise UserError(
+            f"{duration!r} leaves no time at all", where, f"more than 0: {_EXAMPLES_OF_TIME}"
+        )
     return seconds
 
 
@@ -95,5 +108,9 @@ def _seconds(duration: str) -> float | None:
         return float(86400 * days + 3600 * hours + 60 * minutes + seconds)
     if match := _CLOCK_TIME.fullmatch(duration):
         first, second, third = match.groups()
-        return 60.0 * int(first) + int(second) if third is None else 3600.0 * int(first) + 60 * int(second) + int(third)
+        return (
+            60.0 * int(first) + int(second)
+            if third is None
+            else 3600.0 * int(first) + 60 * int(second) + int(third)
+        )
     return None

@@ -1,4 +1,5 @@
-"""Words of other tools, with the right one: the answer to an unknown key or value. Nothing here is accepted."""
+"""Words of other tools, with the right one: the answer to an unknown key or value. Nothing here is
+accepted."""
 
 from __future__ import annotations
 
@@ -10,40 +11,99 @@ from hvdtrain.errors import short
 # word, in lower case and with _ -> the key, or key=value
 KEYS = {
     # learning rate and optimizer
-    **dict.fromkeys(("lr", "learning_rate", "learningrate", "init_lr", "initial_lr", "max_lr", "peak_lr"), "optim.base_lr"),
+    **dict.fromkeys(
+        ("lr", "learning_rate", "learningrate", "init_lr", "initial_lr", "max_lr", "peak_lr"),
+        "optim.base_lr",
+    ),
     **dict.fromkeys(("optim", "optimizer", "optimiser", "opt", "solver"), "optim.name"),
     **dict.fromkeys(("wd", "decay", "l2"), "optim.weight_decay"),
     **dict.fromkeys(("beta1", "mom"), "optim.momentum"),
     "nesterov": "optim.nesterov=true",
     **dict.fromkeys(
-        ("grad_clip", "clip_grad", "clip_grad_norm", "max_grad_norm", "gradient_clip_val", "gradient_clipping"), "optim.clip_norm"
+        (
+            "grad_clip",
+            "clip_grad",
+            "clip_grad_norm",
+            "max_grad_norm",
+            "gradient_clip_val",
+            "gradient_clipping",
+        ),
+        "optim.clip_norm",
     ),
     # recipe
-    **dict.fromkeys(("recipe", "scheduler", "sched", "lr_scheduler", "lr_schedule", "lr_policy"), "recipe.schedule"),
+    **dict.fromkeys(
+        ("recipe", "scheduler", "sched", "lr_scheduler", "lr_schedule", "lr_policy"),
+        "recipe.schedule",
+    ),
     **dict.fromkeys(("lr_steps", "decay_epochs", "decay_milestones"), "recipe.milestones"),
     **dict.fromkeys(("lr_gamma", "lr_decay", "decay_rate"), "recipe.gamma"),
     **dict.fromkeys(("min_lr", "eta_min", "final_lr"), "recipe.end_lr"),
     **dict.fromkeys(("num_warmup_steps", "warmup_iters"), "recipe.warmup"),
     **dict.fromkeys(("lr_warmup", "lr_warmup_epochs"), "recipe.warmup"),
     # length of the job
-    **dict.fromkeys(("num_epochs", "n_epochs", "max_epochs", "num_train_epochs", "train_epochs"), "epochs"),
-    **dict.fromkeys(("steps", "num_steps", "train_steps", "total_steps", "iterations", "iters", "max_iter", "max_iters"), "stop.steps"),
+    **dict.fromkeys(
+        ("num_epochs", "n_epochs", "max_epochs", "num_train_epochs", "train_epochs"), "epochs"
+    ),
+    **dict.fromkeys(
+        (
+            "steps",
+            "num_steps",
+            "train_steps",
+            "total_steps",
+            "iterations",
+            "iters",
+            "max_iter",
+            "max_iters",
+        ),
+        "stop.steps",
+    ),
     **dict.fromkeys(("stop", "target_acc", "target_accuracy", "target_loss"), "stop.target"),
-    **dict.fromkeys(("early_stopping", "early_stopping_patience", "early_stop_patience", "early_stopping_rounds"), "stop.patience"),
-    **dict.fromkeys(("restore_best_weights", "restore_best", "load_best_model_at_end"), "stop.restore_best"),
+    **dict.fromkeys(
+        (
+            "early_stopping",
+            "early_stopping_patience",
+            "early_stop_patience",
+            "early_stopping_rounds",
+        ),
+        "stop.patience",
+    ),
+    **dict.fromkeys(
+        ("restore_best_weights", "restore_best", "load_best_model_at_end"), "stop.restore_best"
+    ),
     **dict.fromkeys(("early_stopping_threshold", "min_delta"), "stop.min_delta"),
     **dict.fromkeys(("guard", "time_limit", "walltime", "max_hours"), "guard.max_time"),
     **dict.fromkeys(("random_seed", "manual_seed"), "seed"),
     # batch
-    **dict.fromkeys(("batch", "bs", "batchsize", "batch_size", "train_batch_size", "global_batch_size"), "batch.size"),
-    **dict.fromkeys(("local_batch_size", "per_device_batch_size", "per_device_train_batch_size", "batch_size_per_gpu"), "batch.per_rank"),
-    **dict.fromkeys(("test_batch_size", "val_batch_size", "eval_batch_size", "per_device_eval_batch_size"), "batch.evaluate"),
-    **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps", "accumulation_steps"), "batch.micro"),
-    **dict.fromkeys(("micro_batch_size", "batches_per_allreduce", "backward_passes_per_step"), "batch.micro"),
+    **dict.fromkeys(
+        ("batch", "bs", "batchsize", "batch_size", "train_batch_size", "global_batch_size"),
+        "batch.size",
+    ),
+    **dict.fromkeys(
+        (
+            "local_batch_size",
+            "per_device_batch_size",
+            "per_device_train_batch_size",
+            "batch_size_per_gpu",
+        ),
+        "batch.per_rank",
+    ),
+    **dict.fromkeys(
+        ("test_batch_size", "val_batch_size", "eval_batch_size", "per_device_eval_batch_size"),
+        "batch.evaluate",
+    ),
+    **dict.fromkeys(
+        ("accumulate_grad_batches", "gradient_accumulation_steps", "accumulation_steps"),
+        "batch.micro",
+    ),
+    **dict.fromkeys(
+        ("micro_batch_size", "batches_per_allreduce", "backward_passes_per_step"), "batch.micro"
+    ),
     "train_micro_batch_size_per_gpu": "batch.micro",
     # data
     **dict.fromkeys(("data", "dataset"), "data.name"),
-    **dict.fromkeys(("data_dir", "datadir", "data_path", "data_root", "dataset_path", "train_dir"), "data.root"),
+    **dict.fromkeys(
+        ("data_dir", "datadir", "data_path", "data_root", "dataset_path", "train_dir"), "data.root"
+    ),
     "num_readers": "data.readers",
     **dict.fromkeys(("num_workers", "n_workers", "loader_workers"), "data.workers"),
     **dict.fromkeys(("prefetch", "prefetch_factor"), "data.ahead"),
@@ -74,7 +134,10 @@ KEYS = {
     **dict.fromkeys(("cpu", "no_cuda", "no_gpu"), "speed.device=cpu"),
     "torch_compile": "speed.compile",
     "memory_format": "speed.channels_last",
-    **dict.fromkeys(("cudnn_deterministic", "use_deterministic_algorithms", "reproducible"), "speed.deterministic"),
+    **dict.fromkeys(
+        ("cudnn_deterministic", "use_deterministic_algorithms", "reproducible"),
+        "speed.deterministic",
+    ),
     # communication
     **dict.fromkeys(("comm", "backend", "dist_backend"), "comm.engine"),
     **dict.fromkeys(("horovod", "hvd"), "comm.engine=horovod"),
@@ -85,19 +148,45 @@ KEYS = {
     **dict.fromkeys(("adasum", "use_adasum"), "comm.op=adasum"),
     "local_sgd": "comm.local_steps",
     # run folder, checkpoints, log
-    **dict.fromkeys(("out", "output", "output_dir", "out_dir", "save_dir", "run_dir", "run_name", "log_dir", "logdir"), "run"),
+    **dict.fromkeys(
+        (
+            "out",
+            "output",
+            "output_dir",
+            "out_dir",
+            "save_dir",
+            "run_dir",
+            "run_name",
+            "log_dir",
+            "logdir",
+        ),
+        "run",
+    ),
     **dict.fromkeys(("checkpoint_dir", "ckpt_dir"), "run"),
-    **dict.fromkeys(("resume_from", "resume_from_checkpoint", "restore", "checkpoint_path", "ckpt_path"), "resume"),
-    **dict.fromkeys(("checkpoint", "save_every", "save_steps", "checkpoint_every", "save_interval"), "checkpoint.every_steps"),
+    **dict.fromkeys(
+        ("resume_from", "resume_from_checkpoint", "restore", "checkpoint_path", "ckpt_path"),
+        "resume",
+    ),
+    **dict.fromkeys(
+        ("checkpoint", "save_every", "save_steps", "checkpoint_every", "save_interval"),
+        "checkpoint.every_steps",
+    ),
     "save_total_limit": "checkpoint.keep_last",
-    **dict.fromkeys(("log_every", "log_interval", "logging_steps", "log_every_n_steps", "print_freq"), "log.every_steps"),
+    **dict.fromkeys(
+        ("log_every", "log_interval", "logging_steps", "log_every_n_steps", "print_freq"),
+        "log.every_steps",
+    ),
     **dict.fromkeys(("sinks", "logger", "loggers", "report_to"), "log.trackers"),
     **{tracker: f"log.trackers=[{tracker}]" for tracker in ("tensorboard", "mlflow", "wandb")},
     **dict.fromkeys(("profile", "profiler"), "profile.steps"),
     # parts of the state on each rank, and DeepSpeed's configuration
-    **dict.fromkeys(("zero", "zero_stage", "zero_optimization", "zero_optimization.stage"), "shard.stage"),
+    **dict.fromkeys(
+        ("zero", "zero_stage", "zero_optimization", "zero_optimization.stage"), "shard.stage"
+    ),
     **dict.fromkeys(("fsdp", "fsdp2", "fully_shard"), "shard.stage=3"),
-    **dict.fromkeys(("cpu_offload", "offload_optimizer", "offload_optimizer.device"), "shard.offload=optimizer"),
+    **dict.fromkeys(
+        ("cpu_offload", "offload_optimizer", "offload_optimizer.device"), "shard.offload=optimizer"
+    ),
     **dict.fromkeys(("offload_param", "offload_param.device"), "shard.offload=parameters"),
     **dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), "comm.bucket_mb"),
     "zero_hpz_partition_size": "shard.group=node",
@@ -117,26 +206,53 @@ KEYS = {
 
 # word -> how the thing is set, where no key sets it
 NO_KEYS = {
-    "workers": "data.readers=N sets threads that read, data.workers=N processes; ranks are started by mpirun -np N, or launch -np N",
+    "workers": "data.readers=N sets threads that read, data.workers=N processes; ranks are "
+    "started by mpirun -np N, or launch -np N",
     **dict.fromkeys(
-        ("np", "ranks", "num_ranks", "world_size", "gpus", "num_gpus", "devices", "num_processes", "nproc", "nproc_per_node", "ngpus"),
+        (
+            "np",
+            "ranks",
+            "num_ranks",
+            "world_size",
+            "gpus",
+            "num_gpus",
+            "devices",
+            "num_processes",
+            "nproc",
+            "nproc_per_node",
+            "ngpus",
+        ),
         "ranks are started by mpirun -np N, or launch -np N; each takes a GPU of its own",
     ),
-    **dict.fromkeys(("rank", "local_rank", "node_rank"), "the launcher sets it: mpirun, srun, torchrun, or launch -np N"),
-    "dry_run": "plan shows what a job does, check what would fail, and launch --dry-run prints the launcher's command line",
+    **dict.fromkeys(
+        ("rank", "local_rank", "node_rank"),
+        "the launcher sets it: mpirun, srun, torchrun, or launch -np N",
+    ),
+    "dry_run": "plan shows what a job does, check what would fail, and launch --dry-run prints "
+    "the launcher's command line",
     "json": "plan, check and bench have --json",
-    **dict.fromkeys(("nodes", "num_nodes", "nnodes", "hosts"), "hosts are given to the launcher: launch -H n1:4,n2:4"),
+    **dict.fromkeys(
+        ("nodes", "num_nodes", "nnodes", "hosts"),
+        "hosts are given to the launcher: launch -H n1:4,n2:4",
+    ),
     "version": "hvdtrain --version",
-    **dict.fromkeys(("v", "verbose", "quiet", "q"), "--version prints the version; log.every_steps=N says how often a job prints a line"),
+    **dict.fromkeys(
+        ("v", "verbose", "quiet", "q"),
+        "--version prints the version; log.every_steps=N says how often a job prints a line",
+    ),
     # DeepSpeed's
-    **dict.fromkeys(("deepspeed", "deepspeed_config", "ds_config"), "docs/memory.md lists DeepSpeed's keys and what they are here"),
+    **dict.fromkeys(
+        ("deepspeed", "deepspeed_config", "ds_config"),
+        "docs/memory.md lists DeepSpeed's keys and what they are here",
+    ),
     "overlap_comm": "always, where the engine reduces in the background",
     **dict.fromkeys(
         ("stage3_param_persistence_threshold", "stage3_prefetch_bucket_size"),
         "none: shard.stage=3 gathers one of the model's blocks at a time",
     ),
     **dict.fromkeys(
-        ("initial_scale_power", "loss_scale_window", "loss_scale"), "speed.precision=fp16 begins at 2^16, and doubles after 2,000 steps"
+        ("initial_scale_power", "loss_scale_window", "loss_scale"),
+        "speed.precision=fp16 begins at 2^16, and doubles after 2,000 steps",
     ),
     "wall_clock_breakdown": "always: phase_ms of events.jsonl, and report draws it",
     "autotuning": "plan --memory shows what fits, plan --parallel which mesh takes least time",
@@ -152,7 +268,13 @@ _STORED = {
 
 # key -> word, in lower case -> the value
 VALUES: dict[str, dict[str, str]] = {
-    "framework": {"pytorch": "torch", "flax": "jax", "np": "numpy", "tensorflow": "keras", "tf": "keras"},
+    "framework": {
+        "pytorch": "torch",
+        "flax": "jax",
+        "np": "numpy",
+        "tensorflow": "keras",
+        "tf": "keras",
+    },
     "data.name": {
         **dict.fromkeys(("fmnist", "fashionmnist", "fashion-mnist", "fashion"), "fashion_mnist"),
         **dict.fromkeys(("imagefolder", "image_folder", "images", "imagenet"), "folder"),
@@ -161,7 +283,10 @@ VALUES: dict[str, dict[str, str]] = {
         "wds": "webdataset",
     },
     "task.name": {
-        **dict.fromkeys(("lm", "language_model", "language_modeling", "causal_lm", "next_token", "gpt"), "language"),
+        **dict.fromkeys(
+            ("lm", "language_model", "language_modeling", "causal_lm", "next_token", "gpt"),
+            "language",
+        ),
         **dict.fromkeys(("classify", "classifier", "image_classification"), "classification"),
         **dict.fromkeys(("multi_label", "multi-label", "tagging"), "multilabel"),
         **dict.fromkeys(("semantic_segmentation", "segment", "masks"), "segmentation"),
@@ -173,31 +298,62 @@ VALUES: dict[str, dict[str, str]] = {
         "resnet": "resnet18",
     },
     "model.loss": {
-        **dict.fromkeys(("mse", "l2", "mseloss", "mse_loss", "mean_squared_error"), "squared_error"),
-        **dict.fromkeys(("ce", "xent", "crossentropy", "crossentropyloss", "nll", "nll_loss", "softmax"), "cross_entropy"),
+        **dict.fromkeys(
+            ("mse", "l2", "mseloss", "mse_loss", "mean_squared_error"), "squared_error"
+        ),
+        **dict.fromkeys(
+            ("ce", "xent", "crossentropy", "crossentropyloss", "nll", "nll_loss", "softmax"),
+            "cross_entropy",
+        ),
     },
     "optim.name": {
-        **{name.lower(): f"torch.optim.{name}" for name in ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")},
+        **{
+            name.lower(): f"torch.optim.{name}"
+            for name in (
+                "Adadelta",
+                "Adagrad",
+                "Adamax",
+                "ASGD",
+                "NAdam",
+                "RAdam",
+                "RMSprop",
+                "Rprop",
+            )
+        },
         **dict.fromkeys(("sgdm", "momentum", "nesterov"), "sgd"),
     },
     "recipe.schedule": {
         **dict.fromkeys(("step", "multistep", "steplr", "multisteplr"), "steps"),
-        **dict.fromkeys(("cos", "cosineannealing", "cosineannealinglr", "cosine_annealing"), "cosine"),
+        **dict.fromkeys(
+            ("cos", "cosineannealing", "cosineannealinglr", "cosine_annealing"), "cosine"
+        ),
         **dict.fromkeys(("poly", "polynomiallr"), "polynomial"),
         **dict.fromkeys(("exp", "exponentiallr"), "exponential"),
         **dict.fromkeys(("reducelronplateau", "reduce_lr_on_plateau"), "plateau"),
         **dict.fromkeys(("none", "fixed"), "constant"),
     },
     "recipe.warmup_kind": {"linear": "gradual"},
-    "augment.pad": {**dict.fromkeys(("reflection", "mirror"), "reflect"), **dict.fromkeys(("constant", "black", "zero"), "zeros")},
-    "norm.kind": {**dict.fromkeys(("syncbn", "sync_bn", "synchronized"), "sync"), "gbn": "ghost", "bn": "batch"},
+    "augment.pad": {
+        **dict.fromkeys(("reflection", "mirror"), "reflect"),
+        **dict.fromkeys(("constant", "black", "zero"), "zeros"),
+    },
+    "norm.kind": {
+        **dict.fromkeys(("syncbn", "sync_bn", "synchronized"), "sync"),
+        "gbn": "ghost",
+        "bn": "batch",
+    },
     "comm.engine": {
-        **dict.fromkeys(("nccl", "gloo", "ddp", "torch", "pytorch", "torch.distributed"), "torchdist"),
+        **dict.fromkeys(
+            ("nccl", "gloo", "ddp", "torch", "pytorch", "torch.distributed"), "torchdist"
+        ),
         **dict.fromkeys(("openmpi", "mpich", "mpi4py"), "mpi"),
         "hvd": "horovod",
         "none": "single",
     },
-    "comm.reduce": {"buckets": "bucket", **dict.fromkeys(("horovod", "hvd", "distributedoptimizer"), "distributed_optimizer")},
+    "comm.reduce": {
+        "buckets": "bucket",
+        **dict.fromkeys(("horovod", "hvd", "distributedoptimizer"), "distributed_optimizer"),
+    },
     "comm.compression": {**dict.fromkeys(("half", "float16"), "fp16"), "bfloat16": "bf16"},
     "comm.op": dict.fromkeys(("average", "avg"), "mean"),
     "speed.precision": {
@@ -213,13 +369,17 @@ VALUES: dict[str, dict[str, str]] = {
 
 
 def data_of_path(value: Any) -> str | None:
-    """What to write for a path in the place of a data set's name: data.name=folder data.root=photos; None for what is no path."""
+    """What to write for a path in the place of a data set's name: data.name=folder
+    data.root=photos; None for what is no path."""
     path = str(value)
     stored = _STORED.get(os.path.splitext(path.rstrip("/"))[1].lower())
     if stored is not None:
         return f"data.name={stored} data.root={short(path)} (docs/science-data.md)"
     if path.lower().endswith(_TABLES):
-        return f"data.name=mydata:load, where load() in mydata.py is yours and reads {short(path)} (docs/own-data.md)"
+        return (
+            f"data.name=mydata:load, where load() in mydata.py is yours and reads {short(path)} "
+            "(docs/own-data.md)"
+        )
     if path.lower().endswith(".txt"):
         return f"data.name=text data.root={short(path)}"
     if os.path.isdir(path) or path.startswith((".", "~")) or os.sep in path:
@@ -228,13 +388,18 @@ def data_of_path(value: Any) -> str | None:
 
 
 def right_key(key: str, value: Any = None) -> str | None:
-    """The key that another tool's word for it means, `optim.base_lr` for `lr`, `optim.lr` and `learning-rate`; None for other words.
+    """The key that another tool's word for it means, `optim.base_lr` for `lr`, `optim.lr` and
+    `learning-rate`; None for other words.
 
-    With a value that is another tool's word too, or that the word itself implies: `model.loss=squared_error` for loss_fn=mse.
+    With a value that is another tool's word too, or that the word itself implies:
+    `model.loss=squared_error` for loss_fn=mse.
     """
     word = _plain(key)
     parts = word.split(".")
-    right = next((KEYS[name] for first in range(len(parts)) if (name := ".".join(parts[first:])) in KEYS), None)
+    right = next(
+        (KEYS[name] for first in range(len(parts)) if (name := ".".join(parts[first:])) in KEYS),
+        None,
+    )
     if right is None:
         return None
     right_one = right_value(right, value)
@@ -242,7 +407,8 @@ def right_key(key: str, value: Any = None) -> str | None:
 
 
 def right_value(key: str, value: Any) -> str | None:
-    """The value of a key that another tool's word for it means: squared_error for model.loss=mse."""
+    """The value of a key that another tool's word for it means: squared_error for
+    model.loss=mse."""
     return VALUES.get(key, {}).get(str(value).lower())
 
 
@@ -253,7 +419,14 @@ def without_a_key(word: str) -> str | None:
 
 def assignment_of(word: str) -> str | None:
     """key=value for a value alone: model.loss=squared_error for `mse`."""
-    return next((f"{key}={values[word.lower()]}" for key, values in VALUES.items() if word.lower() in values), None)
+    return next(
+        (
+            f"{key}={values[word.lower()]}"
+            for key, values in VALUES.items()
+            if word.lower() in values
+        ),
+        None,
+    )
 
 
 def _plain(word: str) -> str:

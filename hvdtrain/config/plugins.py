@@ -1,4 +1,5 @@
-"""Plugins: a name is that of a file in a folder, whose build() makes what it means; its keyword-only parameters are the options."""
+"""Plugins: a name is that of a file in a folder, whose build() makes what it means; its
+keyword-only parameters are the options."""
 
 from __future__ import annotations
 
@@ -20,7 +21,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from hvdtrain.config.other_words import data_of_path, right_key, right_value, without_a_key
 from hvdtrain.config.refusal import expected
-from hvdtrain.config.schema import OPEN_SECTIONS, Config, DataConfig, ModelConfig, OptimConfig, TaskConfig
+from hvdtrain.config.schema import (
+    OPEN_SECTIONS,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    TaskConfig,
+)
 from hvdtrain.config.section import OpenSection, go_on, is_object
 from hvdtrain.core.import_torchvision import define_missing_operators
 from hvdtrain.errors import UserError, closest, nearest, short
@@ -35,7 +43,12 @@ ALIASES: dict[str, dict[str, str]] = {
     },
     "events/trackers": {},
     "frameworks": {},
-    **{f"frameworks/{name}/models": {f"resnet{depth}": "resnet" for depth in (18, 34, 50, 101, 152)} for name in ("jax", "torch")},
+    **{
+        f"frameworks/{name}/models": {
+            f"resnet{depth}": "resnet" for depth in (18, 34, 50, 101, 152)
+        }
+        for name in ("jax", "torch")
+    },
     "optim": {},
     "tasks": {},
 }
@@ -47,19 +60,30 @@ KEYS = {  # folder -> the key whose value names its files
     "events/trackers": "log.trackers",
 }
 PACKAGE = Path(__file__).parents[1]
-LIBRARIES = "frameworks/torch/libraries"  # LIBRARY.py: what model.name=LIBRARY:NAME means, of a library that has its own names
-ANNOTATIONS = {"Literal": Literal, "Path": Path}  # what annotations of options may name, beside the types that Python has
+# LIBRARY.py: what model.name=LIBRARY:NAME means, of a library that has its own names
+LIBRARIES = "frameworks/torch/libraries"
+ANNOTATIONS = {
+    "Literal": Literal,
+    "Path": Path,
+}  # what annotations of options may name, beside the types that Python has
 MOST_NAME = 200  # characters
 _ENTRY = re.compile(r"^def (build|connect)\(", re.MULTILINE)
 
 
 def files(folder: str) -> dict[str, Path]:
-    """name -> file of every plugin in a folder, read without importing any: NAME.py or NAME/build.py that defines build() or connect()."""
+    """name -> file of every plugin in a folder, read without importing any: NAME.py or
+    NAME/build.py that defines build() or connect()."""
     here = PACKAGE / folder
-    found = {path.stem: path for path in sorted(here.glob("*.py"))} | {path.parent.name: path for path in sorted(here.glob("*/build.py"))}
-    plugins = {name: path for name, path in sorted(found.items()) if _ENTRY.search(path.read_text())}
+    found = {path.stem: path for path in sorted(here.glob("*.py"))} | {
+        path.parent.name: path for path in sorted(here.glob("*/build.py"))
+    }
+    plugins = {
+        name: path for name, path in sorted(found.items()) if _ENTRY.search(path.read_text())
+    }
     shared = {alias: plugins[stem] for alias, stem in ALIASES[folder].items() if stem in plugins}
-    return {stem: path for stem, path in plugins.items() if stem not in ALIASES[folder].values()} | shared
+    return {
+        stem: path for stem, path in plugins.items() if stem not in ALIASES[folder].values()
+    } | shared
 
 
 def load(folder: str, name: str, where: str) -> ModuleType:
@@ -75,45 +99,69 @@ def find(folder: str, name: str, where: str) -> Path:
         right = right_value(KEYS[folder], name)
         path = data_of_path(name) if folder == "data/datasets" else None
         fix = (
-            f"did you mean {right}?" if right is not None and (right in known or is_dotted(right)) else path or nearest(name, sorted(known))
+            f"did you mean {right}?"
+            if right is not None and (right in known or is_dotted(right))
+            else path or nearest(name, sorted(known))
         )
-        raise UserError(f"unknown name{' for framework=jax' if folder == 'frameworks/jax/models' else ''}: {short(name)}", where, fix)
+        raise UserError(
+            f"unknown name{' for framework=jax' if folder == 'frameworks/jax/models' else ''}: "
+            f"{short(name)}",
+            where,
+            fix,
+        )
     return known[name]
 
 
 def load_dotted(name: str, where: str) -> Callable[..., Any]:
-    """What `package.module:Class` means: the user's own code, found as every import is (PYTHONPATH).
+    """What `package.module:Class` means: the user's own code, found as every import is
+    (PYTHONPATH).
 
     Raises UserError where the name, its module or its attribute is not found or cannot be called.
     """
     module_name, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
     fix = "write package.module:Class"
-    if len(name) > MOST_NAME or not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
+    if len(name) > MOST_NAME or not all(
+        part.isidentifier() for part in [*module_name.split("."), attribute]
+    ):
         raise UserError(f"{short(name)} names no class", where, fix)
     define_missing_operators()  # the module may import torchvision
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
-            raise UserError(f"no module named {error.name}", where, "add its folder to PYTHONPATH, or correct the name") from None
+            raise UserError(
+                f"no module named {error.name}",
+                where,
+                "add its folder to PYTHONPATH, or correct the name",
+            ) from None
         raise
     found = getattr(module, attribute, None)
     if found is None and module_name == "__main__":
         raise UserError(f"this program has no class {attribute}", where, of_a_script(name))
     if found is None:
-        raise UserError(f"{module_name} has no {attribute}", where, f"{fix}; {_nearest_of(attribute, module)}".removesuffix("; "))
+        raise UserError(
+            f"{module_name} has no {attribute}",
+            where,
+            f"{fix}; {_nearest_of(attribute, module)}".removesuffix("; "),
+        )
     if not callable(found):
         raise UserError(f"{name} is no class or function", where, fix)
-    if not of_python(name):  # else check_names() refuses it as a model, and nothing of Python is an optimizer
+    if not of_python(
+        name
+    ):  # else check_names() refuses it as a model, and nothing of Python is an optimizer
         _check_own(found, name, where)
     return typing.cast("Callable[..., Any]", found)
 
 
 def of_a_script(name: str) -> str:
-    """How a job goes on whose class was defined in a script, where only that script knows it; empty for a class of a module."""
+    """How a job goes on whose class was defined in a script, where only that script knows it; empty
+    for a class of a module."""
     if not name.startswith("__main__:"):
         return ""
-    return f"{name.partition(':')[2]} is a class of a script: start that script again, with resume=RUN in its hvdtrain.train()"
+    return (
+        f"{name.partition(':')[2]} is a class of a script: start that script again, with "
+        "resume=RUN in its hvdtrain.train()"
+    )
 
 
 def of_python(name: str) -> bool:
@@ -122,25 +170,41 @@ def of_python(name: str) -> bool:
 
 
 def _check_own(found: Callable[..., Any], name: str, where: str) -> None:
-    """Refuses another module's name for something of Python's own, and a callable without a readable signature."""
-    origin = f"{getattr(found, '__module__', '')}" if isinstance(found, type) or inspect.isroutine(found) else ""
+    """Refuses another module's name for something of Python's own, and a callable without a
+    readable signature."""
+    origin = (
+        f"{getattr(found, '__module__', '')}"
+        if isinstance(found, type) or inspect.isroutine(found)
+        else ""
+    )
     if origin and of_python(origin):
-        raise UserError(f"{name} is {origin}.{found.__name__}, a part of Python", where, "give a class or function of your own")
+        raise UserError(
+            f"{name} is {origin}.{found.__name__}, a part of Python",
+            where,
+            "give a class or function of your own",
+        )
     try:
         inspect.signature(found)
     except (TypeError, ValueError):
         raise UserError(
-            f"{name} has no signature that Python can read", where, "give a class or function of your own that calls it"
+            f"{name} has no signature that Python can read",
+            where,
+            "give a class or function of your own that calls it",
         ) from None
 
 
 def _nearest_of(attribute: str, module: ModuleType) -> str:
-    close = difflib.get_close_matches(attribute.lower(), [name.lower() for name in dir(module)], n=1)
-    return next((f"did you mean {name}?" for name in dir(module) if close and name.lower() == close[0]), "")
+    close = difflib.get_close_matches(
+        attribute.lower(), [name.lower() for name in dir(module)], n=1
+    )
+    return next(
+        (f"did you mean {name}?" for name in dir(module) if close and name.lower() == close[0]), ""
+    )
 
 
 def check_names(config: Config) -> None:
-    """Raises UserError for a name that no plugin has, an unknown option and an option of another type; imports no plugin."""
+    """Raises UserError for a name that no plugin has, an unknown option and an option of another
+    type; imports no plugin."""
     find("frameworks", config.framework, config.where("framework"))
     if config.comm.engine != "auto":
         find("comm", config.comm.engine, config.comm.where("engine"))
@@ -148,18 +212,24 @@ def check_names(config: Config) -> None:
         find("events/trackers", tracker, config.log.where("trackers"))
     for section in (config.data, config.task, config.model, config.optim):
         _refuse_object(section)
-        if section is not config.optim and is_users_own(section) and of_python(section.name):  # it would be called: os:system
+        if (
+            section is not config.optim and is_users_own(section) and of_python(section.name)
+        ):  # it would be called: os:system
             what = f"{short(section.name)} is a part of Python, not a {section.section}"
             raise UserError(what, section.where("name"), "write package.module:Class")
         if section is config.model and config.framework != "torch" and is_library(section.name):
-            what = f"framework={config.framework} does not support model.name={short(section.name)}, a model of torch"
+            what = (
+                f"framework={config.framework} does not support model.name={short(section.name)}, "
+                "a model of torch"
+            )
             raise UserError(what, section.where("name"), "framework=torch, or another model")
         if not is_users_own(section):  # the user's own class checks its own options
             convert_options(section, folder_of(section.section, config.framework))
 
 
 def own_function(section: OpenSection) -> Callable[..., Any]:
-    """What the name of a section means that is no plugin's: a function of the user's own, or what makes the object of a script.
+    """What the name of a section means that is no plugin's: a function of the user's own, or what
+    makes the object of a script.
 
     Raises UserError where it is not found.
     """
@@ -169,22 +239,30 @@ def own_function(section: OpenSection) -> Callable[..., Any]:
     _refuse_object(section)
     library, _, rest = name.partition(":")
     if section.section == "model" and is_library(name):
-        module: Any = importlib.import_module(f"{PACKAGE.name}.{LIBRARIES.replace('/', '.')}.{library}")
+        module: Any = importlib.import_module(
+            f"{PACKAGE.name}.{LIBRARIES.replace('/', '.')}.{library}"
+        )
         return typing.cast("Callable[..., Any]", module.model_of(rest, section.where("name")))
     return load_dotted(name, section.where("name"))
 
 
 def is_library(name: str) -> bool:
-    """Whether the word before the colon of a model's name is one of LIBRARIES: timm:convnext_tiny."""
+    """Whether the word before the colon of a model's name is one of LIBRARIES:
+    timm:convnext_tiny."""
     library, colon, _ = name.partition(":")
-    return bool(colon) and library.isidentifier() and (PACKAGE / LIBRARIES / f"{library}.py").is_file()
+    return (
+        bool(colon) and library.isidentifier() and (PACKAGE / LIBRARIES / f"{library}.py").is_file()
+    )
 
 
 def _refuse_object(section: OpenSection) -> None:
     """Raises UserError where a name is that of an object, which nobody gives."""
     name: str = section.name  # type: ignore[attr-defined]
     if is_object(name) and section.given is None:
-        what = f"{section.section}.name={short(name)} is an object of a script, and only that script has it"
+        what = (
+            f"{section.section}.name={short(name)} is an object of a script, and only that script "
+            "has it"
+        )
         raise UserError(what, section.where("name"), go_on(section.section))
 
 
@@ -195,60 +273,83 @@ def is_users_own(section: OpenSection) -> bool:
 
 
 def call_own(section: OpenSection, known: dict[str, Any]) -> Any:
-    """What package.module:function of a section gives, called with its options and those of `known` that it has parameters for.
+    """What package.module:function of a section gives, called with its options and those of `known`
+    that it has parameters for.
 
     Raises UserError where it is not found, or the options do not fit.
     """
     name: str = section.name  # type: ignore[attr-defined]
     function = own_function(section)
     signature = signature_of(function)
-    arguments = {key: value for key, value in known.items() if key in signature.parameters} | dict(section.options)
+    arguments = {key: value for key, value in known.items() if key in signature.parameters} | dict(
+        section.options
+    )
     try:
         signature.bind(**arguments)
     except TypeError as error:
         fix = fix_of_parameters(section, signature)
-        raise UserError(f"{name}{signature} does not fit: {error}", section.where("name"), fix) from None
+        raise UserError(
+            f"{name}{signature} does not fit: {error}", section.where("name"), fix
+        ) from None
     return function(**arguments)
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """What it is called with; of a class whose metaclass takes (*args, **kwargs) what its __init__ takes."""
+    """What it is called with; of a class whose metaclass takes (*args, **kwargs) what its __init__
+    takes."""
     found = inspect.signature(function)
-    if not isinstance(function, type) or any(p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in found.parameters.values()):
+    if not isinstance(function, type) or any(
+        p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in found.parameters.values()
+    ):
         return found
     _, *parameters = inspect.signature(function.__init__).parameters.values()  # type: ignore[misc]
     return found.replace(parameters=parameters)
 
 
-def convert_options(section: DataConfig | TaskConfig | ModelConfig | OptimConfig, folder: str) -> dict[str, Any]:
-    """The options of a section as arguments of the build() that its name means. Raises UserError for an unknown name or a wrong option."""
+def convert_options(
+    section: DataConfig | TaskConfig | ModelConfig | OptimConfig, folder: str
+) -> dict[str, Any]:
+    """The options of a section as arguments of the build() that its name means. Raises UserError
+    for an unknown name or a wrong option."""
     return _converted(section, find(folder, section.name, section.where("name")))
 
 
 def is_dotted(name: str) -> bool:
-    """Whether a name is an import path, package.module:Class or torch.optim.RMSprop, not that of a plugin."""
+    """Whether a name is an import path, package.module:Class or torch.optim.RMSprop, not that of a
+    plugin."""
     return ":" in name or "." in name
 
 
 def folder_of(section: str, framework: str) -> str:
     """The folder whose files the names of an open section are: the models of JAX have their own."""
-    return "frameworks/jax/models" if section == "model" and framework == "jax" else OPEN_SECTIONS[section]
+    return (
+        "frameworks/jax/models"
+        if section == "model" and framework == "jax"
+        else OPEN_SECTIONS[section]
+    )
 
 
 def entry_of(path: Path) -> ast.FunctionDef:
     """The build() or connect() of a plugin, as a syntax tree."""
     body = ast.parse(path.read_text()).body
-    return next(node for node in body if isinstance(node, ast.FunctionDef) and node.name in ("build", "connect"))
+    return next(
+        node
+        for node in body
+        if isinstance(node, ast.FunctionDef) and node.name in ("build", "connect")
+    )
 
 
 @functools.cache
 def options_of(path: Path) -> type[BaseModel]:
-    """The options of a plugin: types and defaults from the signature of its build(), descriptions from its docstring (`option: text`)."""
+    """The options of a plugin: types and defaults from the signature of its build(), descriptions
+    from its docstring (`option: text`)."""
     build = entry_of(path)
     descriptions = _descriptions(ast.get_docstring(build) or "")
     fields: dict[str, Any] = {}
     for argument, default in zip(build.args.kwonlyargs, build.args.kw_defaults, strict=True):
-        assert argument.annotation is not None and default is not None, f"{path}: {argument.arg} has no type or no default"
+        assert argument.annotation is not None and default is not None, (
+            f"{path}: {argument.arg} has no type or no default"
+        )
         field = Field(default=ast.literal_eval(default), description=descriptions.get(argument.arg))
         fields[argument.arg] = (ast.unparse(argument.annotation), field)
     config = ConfigDict(extra="forbid", strict=True, defer_build=True, protected_namespaces=())
@@ -258,7 +359,8 @@ def options_of(path: Path) -> type[BaseModel]:
 
 
 def _descriptions(docstring: str) -> dict[str, str]:
-    """option -> text, of the lines `option: text` of a docstring. A text goes on in lines that are indented more."""
+    """option -> text, of the lines `option: text` of a docstring. A text goes on in lines that are
+    indented more."""
     found: dict[str, str] = {}
     option = ""
     for line in docstring.splitlines():
@@ -273,9 +375,11 @@ def _descriptions(docstring: str) -> dict[str, str]:
 
 
 def _converted(section: OpenSection, path: Path) -> dict[str, Any]:
-    """The options that a section sets, as the types of the plugin's parameters: a list becomes a tuple, a text a path.
+    """The options that a section sets, as the types of the plugin's parameters: a list becomes a
+    tuple, a text a path.
 
-    Raises UserError for an unknown option and for a value of another type. Values are judged as JSON: "3" is no number.
+    Raises UserError for an unknown option and for a value of another type. Values are judged as
+    JSON: "3" is no number.
     """
     model = options_of(path)
     try:
@@ -288,7 +392,9 @@ def _converted(section: OpenSection, path: Path) -> dict[str, Any]:
         key = section.full_key(option)
         value = section.options[option]
         fix = expected(key, model.model_fields[option], value)
-        raise UserError(f"wrong value for {key}: {short(repr(value))}", section.where(option), fix) from None
+        raise UserError(
+            f"wrong value for {key}: {short(repr(value))}", section.where(option), fix
+        ) from None
     return {option: getattr(converted, option) for option in section.options}
 
 
@@ -296,15 +402,27 @@ def _unknown_option(section: OpenSection, option: str, model: type[BaseModel]) -
     name: str = section.name  # type: ignore[attr-defined]
     options = {option: field.default for option, field in model.model_fields.items()}
     fields = list(type(section).model_fields)
-    right = right_key(section.full_key(option), section.options[option]) or closest(option, [*options, *fields])
-    suggestion = f"did you mean {right}?" if right else without_a_key(option) or f"known: {', '.join(fields)}"
-    listed = ", ".join(f"{option}={shown_default(default)}" for option, default in options.items()) or "none"
+    right = right_key(section.full_key(option), section.options[option]) or closest(
+        option, [*options, *fields]
+    )
+    suggestion = (
+        f"did you mean {right}?"
+        if right
+        else without_a_key(option) or f"known: {', '.join(fields)}"
+    )
+    listed = (
+        ", ".join(f"{option}={shown_default(default)}" for option, default in options.items())
+        or "none"
+    )
     fix = f"{suggestion}{' ' if right else '; '}options of {name}: {listed}"
-    return UserError(f"{section.section}.name={name} has no option {option}", section.where(option), fix)
+    return UserError(
+        f"{section.section}.name={name} has no option {option}", section.where(option), fix
+    )
 
 
 def fix_of_parameters(section: OpenSection, signature: inspect.Signature) -> str:
-    """The fix where the options of a section do not fit the user's own class: the parameter that a misspelt one resembles."""
+    """The fix where the options of a section do not fit the user's own class: the parameter that a
+    misspelt one resembles."""
     known = [*signature.parameters, *type(section).model_fields]
     unknown = next((option for option in section.options if option not in known), None)
     fix = f"give its parameters as {section.section}.<name>=<value>"

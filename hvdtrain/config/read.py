@@ -1,4 +1,5 @@
-"""A YAML file and key=value arguments -> Config. Every error names the key, its file and line, and the nearest known key."""
+"""A YAML file and key=value arguments -> Config. Every error names the key, its file and line, and
+the nearest known key."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ from pydantic import ValidationError
 
 from hvdtrain.config.plugins import of_a_script
 from hvdtrain.config.refusal import fix_of_argument, fix_of_key, refusal
-from hvdtrain.config.schema import OPEN_SECTIONS, OTHER_NAMES, SECTIONS, SHORTHANDS, Config, known_keys, takes_text
+from hvdtrain.config.schema import (
+    OPEN_SECTIONS,
+    OTHER_NAMES,
+    SECTIONS,
+    SHORTHANDS,
+    Config,
+    known_keys,
+    takes_text,
+)
 from hvdtrain.config.section import COMMAND_LINE, DEFAULT, Provenance, go_on, is_object
 from hvdtrain.config.yaml_reader import (
     MOST_BYTES,
@@ -36,7 +45,9 @@ _OF_ONE_RUN = ("run", "resume", "comm.engine", "comm.address", "data.stage", "gu
 _RUN_FOLDER = (".hvdtrain", "events.jsonl", "checkpoints")  # one of them is in every run folder
 
 MOST_NAME_BYTES = 255  # of a file or folder, as file systems allow
-MOST_PATH_BYTES = 3800  # the system allows 4095: checkpoints have names of their own within a run folder
+MOST_PATH_BYTES = (
+    3800  # the system allows 4095: checkpoints have names of their own within a run folder
+)
 
 
 class Assignment(NamedTuple):
@@ -45,11 +56,14 @@ class Assignment(NamedTuple):
     origin: str  # "configs/x.yaml:14" or "command line"
 
 
-def configure(path: str | None, arguments: Sequence[str], resumed: Sequence[Assignment] | None = None) -> Config:
+def configure(
+    path: str | None, arguments: Sequence[str], resumed: Sequence[Assignment] | None = None
+) -> Config:
     """Defaults, then the file, then the arguments `key=value` or `--key=value`; the last one wins.
 
-    With resume=RUN the resolved configuration of that run comes between the defaults and the file. It is read from RUN unless it is
-    given as `resumed`. Raises UserError for what cannot be read, an unknown key and a wrong value.
+    With resume=RUN the resolved configuration of that run comes between the defaults and the file.
+    It is read from RUN unless it is given as `resumed`. Raises UserError for what cannot be read,
+    an unknown key and a wrong value.
     """
     assigned = assignments(path, arguments)
     resumed = _without_owner(read_resumed(assigned) if resumed is None else resumed, assigned)
@@ -66,61 +80,107 @@ def assignments(path: str | None, arguments: Sequence[str]) -> list[Assignment]:
     """What a file and the arguments set, in order."""
     from_file = read_file(path) if path is not None else ()
     rest = [arguments[index + 1 :] for index in range(len(arguments))]
-    following = ["".join(others[: 2 if others[0] == "=" else 1]) if others else "" for others in rest]  # `epochs = 3` is three arguments
-    return [*from_file, *(read_argument(SHORTHANDS.get(one, one), then) for one, then in zip(arguments, following, strict=True))]
+    following = [
+        "".join(others[: 2 if others[0] == "=" else 1]) if others else "" for others in rest
+    ]  # `epochs = 3` is three arguments
+    return [
+        *from_file,
+        *(
+            read_argument(SHORTHANDS.get(one, one), then)
+            for one, then in zip(arguments, following, strict=True)
+        ),
+    ]
 
 
 def read_resumed(assigned: Sequence[Assignment]) -> list[Assignment]:
-    """The configuration of the run that resume=RUN names, without the keys of that one run; nothing where no run is named.
+    """The configuration of the run that resume=RUN names, without the keys of that one run; nothing
+    where no run is named.
 
     Raises UserError where there is no such run folder, or its configuration cannot be read.
     """
-    _, resume, origin = next((each for each in reversed(assigned) if each.key == "resume"), Assignment("resume", "auto", DEFAULT))
-    if resume in (None, "no", "auto") or not isinstance(resume, str):  # resolve() refuses what is not a text
+    _, resume, origin = next(
+        (each for each in reversed(assigned) if each.key == "resume"),
+        Assignment("resume", "auto", DEFAULT),
+    )
+    if resume in (None, "no", "auto") or not isinstance(
+        resume, str
+    ):  # resolve() refuses what is not a text
         return []
     folder = expand(resume, "resume")
     if not os.path.isdir(folder):
         fix = "give the folder that a job's last line names: run folder: DIR"
         raise UserError(f"there is no run folder {short(resume)}", f"resume, {origin}", fix)
-    return [assignment for assignment in read_run_config(folder) if assignment.key not in _OF_ONE_RUN]
+    return [
+        assignment for assignment in read_run_config(folder) if assignment.key not in _OF_ONE_RUN
+    ]
 
 
-_SINCE = {"model.lora_train": ("model.lora", ["*"])}  # a key that older runs lack -> the key it belongs to, and what these did
+_SINCE = {
+    "model.lora_train": ("model.lora", ["*"])
+}  # a key that older runs lack -> the key it belongs to, and what these did
 
 _OWNERS = {  # key -> what it belongs to, and the value without which it says nothing
     "parallel.sequence": ("parallel.tensor", 1),
     "parallel.dense_updates": ("parallel.dense", "none"),
-    **{f"parallel.{name}": ("parallel.pipeline", 1) for name in ("schedule", "virtual", "micro_batches", "balance")},
+    **{
+        f"parallel.{name}": ("parallel.pipeline", 1)
+        for name in ("schedule", "virtual", "micro_batches", "balance")
+    },
     **{f"data.{name}": ("data.shuffle", "full") for name in ("shuffle_block", "shuffle_window")},
-    **{f"model.{name}": ("model.lora", []) for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_train")},
+    **{
+        f"model.{name}": ("model.lora", [])
+        for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_train")
+    },
 }
 
 
-def _without_owner(resumed: Sequence[Assignment], assigned: Sequence[Assignment]) -> list[Assignment]:
+def _without_owner(
+    resumed: Sequence[Assignment], assigned: Sequence[Assignment]
+) -> list[Assignment]:
     """A run that goes on with parallel.tensor=1 leaves its parallel.sequence behind."""
     now = {assignment.key: assignment.value for assignment in assigned}
-    resumed = [one._replace(value=without_objects(one.value)) if one.key == "hooks" else one for one in resumed]
-    return [one for one in resumed if one.key not in _OWNERS or now.get(_OWNERS[one.key][0]) != _OWNERS[one.key][1]]
+    resumed = [
+        one._replace(value=without_objects(one.value)) if one.key == "hooks" else one
+        for one in resumed
+    ]
+    return [
+        one
+        for one in resumed
+        if one.key not in _OWNERS or now.get(_OWNERS[one.key][0]) != _OWNERS[one.key][1]
+    ]
 
 
 def without_objects(hooks: Any) -> Any:
     """Hooks of a run that another script may have: those that a script gave it had as objects."""
-    return [name for name in hooks if not is_object(f"{name}")] if isinstance(hooks, list) else hooks
+    return (
+        [name for name in hooks if not is_object(f"{name}")] if isinstance(hooks, list) else hooks
+    )
 
 
-CODE = ("data.name", "task.name", "model.name", "optim.name", "recipe.function", "hooks")  # keys whose value may be an import path
+CODE = (
+    "data.name",
+    "task.name",
+    "model.name",
+    "optim.name",
+    "recipe.function",
+    "hooks",
+)  # keys whose value may be an import path
 ACTS = {  # key -> what its value does outside of the run folder
-    **dict.fromkeys(("run", "data.stage", "data.cache", "data.source_options.cache"), "is where a job writes"),
+    **dict.fromkeys(
+        ("run", "data.stage", "data.cache", "data.source_options.cache"), "is where a job writes"
+    ),
     "comm.address": "is where the ranks connect",
     "model.download": "lets a model's code download",
 }
 
 
 class Recorded:
-    """What only the record of a run says, which may come from a stranger: keys that it sets, also by references to its other keys."""
+    """What only the record of a run says, which may come from a stranger: keys that it sets, also
+    by references to its other keys."""
 
     def __init__(self, every: Sequence[Assignment], trusted: Sequence[Assignment]) -> None:
-        """every: the assignments of a configuration, in order; trusted: those of them that are the user's own."""
+        """every: the assignments of a configuration, in order; trusted: those of them that are the
+        user's own."""
         self._last = {assignment.key: assignment for assignment in every}
         self._keys = self._last.keys() - {assignment.key for assignment in trusted}
 
@@ -128,7 +188,11 @@ class Recorded:
         """Raises UserError for an import path: the values of `config` have no references."""
         for key in CODE:
             value = _value(config, key)
-            if not self._says(key) or not set(".:") & set(f"{value}") or f"{value}".startswith("torch.optim."):
+            if (
+                not self._says(key)
+                or not set(".:") & set(f"{value}")
+                or f"{value}".startswith("torch.optim.")
+            ):
                 continue
             origin = self._last[key].origin
             if is_object(f"{value}"):
@@ -136,32 +200,47 @@ class Recorded:
                 raise UserError(what, origin, go_on(key.partition(".")[0]))
             shown = short(value if isinstance(value, str) else json.dumps(value))
             fix = of_a_script(f"{value}") or f"if you trust it, add the argument {key}={shown}"
-            raise UserError(f"{key}={shown} imports code, and only the run folder names it", origin, fix)
+            raise UserError(
+                f"{key}={shown} imports code, and only the run folder names it", origin, fix
+            )
 
     def refuse_acts(self, config: Config) -> None:
-        """Raises UserError where it says alone where the job writes or connects, or that it downloads."""
+        """Raises UserError where it says alone where the job writes or connects, or that it
+        downloads."""
         for key, does in ACTS.items():
             value = _value(config, key)
             if value is None or value is False or not self._says(key):
                 continue
             shown = f"{key}={short('true' if value is True else value)}"
-            origin = next(self._last[name].origin for name in self._last if name == key or key.startswith(f"{name}."))
+            origin = next(
+                self._last[name].origin
+                for name in self._last
+                if name == key or key.startswith(f"{name}.")
+            )
             fix = f"if you want that, add the argument {shown}; if not, {key}={_elsewhere(key)}"
-            raise UserError(f"{shown} {does}, and only the configuration of a run says it", origin, fix)
+            raise UserError(
+                f"{shown} {does}, and only the configuration of a run says it", origin, fix
+            )
 
     def _says(self, key: str) -> bool:
         """Whether its value, or a part of it, comes of the record."""
         reached = [name for name in self._last if name == key or key.startswith(f"{name}.")]
         for name in reached:  # grows by what the references of a value lead to
-            referred = [OTHER_NAMES.get(other, other) for other in REFERENCE.findall(f"{self._last[name].value}")]
+            referred = [
+                OTHER_NAMES.get(other, other)
+                for other in REFERENCE.findall(f"{self._last[name].value}")
+            ]
             reached += [other for other in referred if other in self._last and other not in reached]
         return not self._keys.isdisjoint(reached)
 
 
 def _is_of_a_run(path: str) -> bool:
-    """Whether a file is the record of a run, which may come from a stranger: by its name, or by what lies beside it."""
+    """Whether a file is the record of a run, which may come from a stranger: by its name, or by
+    what lies beside it."""
     folder, name = os.path.split(path)
-    return name == "config.yaml" or any(os.path.lexists(os.path.join(folder, other)) for other in _RUN_FOLDER)
+    return name == "config.yaml" or any(
+        os.path.lexists(os.path.join(folder, other)) for other in _RUN_FOLDER
+    )
 
 
 def _elsewhere(key: str) -> str:
@@ -173,7 +252,8 @@ def _elsewhere(key: str) -> str:
 
 
 def resolve(assigned: Sequence[Assignment]) -> Config:
-    """The configuration that assignments make, the last of a key wins. Raises UserError where a key or a value is wrong."""
+    """The configuration that assignments make, the last of a key wins. Raises UserError where a key
+    or a value is wrong."""
     tree: dict[str, Any] = {}
     provenance = Provenance()
     for key, value, origin in _without_references(assigned):
@@ -183,7 +263,9 @@ def resolve(assigned: Sequence[Assignment]) -> Config:
     try:
         config = Config.model_validate(tree).with_provenance(provenance)
     except ValidationError as error:
-        found = sorted(error.errors(include_url=False), key=lambda one: one["type"] == "missing")  # after a misspelt one, which is why
+        found = sorted(
+            error.errors(include_url=False), key=lambda one: one["type"] == "missing"
+        )  # after a misspelt one, which is why
         raise refusal(found[0], provenance) from None
     for key in ("run", "resume", "data.root", "data.stage"):
         expand(_value(config, key) or "", config.where(key))
@@ -205,13 +287,19 @@ def _without_references(assigned: Sequence[Assignment]) -> Iterator[Assignment]:
         try:
             yield Assignment(key, references.replace(value), origin)
         except ValueError as error:
-            raise UserError(f"cannot resolve a value: {error}", f"{key}, {origin}", "correct the ${...} in it") from None
+            raise UserError(
+                f"cannot resolve a value: {error}", f"{key}, {origin}", "correct the ${...} in it"
+            ) from None
 
 
 def _check_known(key: str, value: Any, origin: str) -> None:
     """Raises UserError where the schema has no such key, and no option can be called so."""
     section, _, option = key.partition(".")
-    if key in known_keys() or (section in OPEN_SECTIONS and option.split(".")[0] not in ("", "options") and all(option.split("."))):
+    if key in known_keys() or (
+        section in OPEN_SECTIONS
+        and option.split(".")[0] not in ("", "options")
+        and all(option.split("."))
+    ):
         return
     raise UserError(f"no such key: {key}", origin, fix_of_key(key, value))
 
@@ -232,19 +320,30 @@ def _merge(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
 def read_argument(argument: str, following: str = "") -> Assignment:
     """`key=value` or `--key=value`. Nothing after the equals sign, or null, unsets the key.
 
-    Raises UserError where it cannot be read; `following`, the next argument, may be the value of `--key value`.
+    Raises UserError where it cannot be read; `following`, the next argument, may be the value of
+    `--key value`.
     """
     key, equals, text = argument.removeprefix("--").partition("=")
     key = OTHER_NAMES.get(key, key)
     if not equals or not key:
-        raise UserError(f"cannot read the argument '{short(argument)}'", COMMAND_LINE, fix_of_argument(argument, following))
+        raise UserError(
+            f"cannot read the argument '{short(argument)}'",
+            COMMAND_LINE,
+            fix_of_argument(argument, following),
+        )
     if not text and following and "=" not in following and not following.startswith("-"):
-        raise UserError(f"'{short(argument)}' has no value", COMMAND_LINE, f"write {key}={short(following)}, without spaces")
+        raise UserError(
+            f"'{short(argument)}' has no value",
+            COMMAND_LINE,
+            f"write {key}={short(following)}, without spaces",
+        )
     try:
         value: Any
         if not takes_text(check_key(key)):
             value = value_of(compose(text), as_text=False)
-        elif text == "null" or (text == "" and key != "data.stage"):  # an empty data.stage is an unset variable, which has its own error
+        elif text == "null" or (
+            text == "" and key != "data.stage"
+        ):  # an empty data.stage is an unset variable, which has its own error
             value = None
         else:
             value = check_text(text)
@@ -255,7 +354,8 @@ def read_argument(argument: str, following: str = "") -> Assignment:
 
 
 def read_run_config(run: Path) -> Iterator[Assignment]:
-    """Assignments in the config.yaml of a run folder, which must be a file of that folder: a link is refused."""
+    """Assignments in the config.yaml of a run folder, which must be a file of that folder: a link
+    is refused."""
 
     def read(path: str) -> str:
         try:
@@ -276,19 +376,26 @@ def read_run_config(run: Path) -> Iterator[Assignment]:
 
 
 def read_file(path: str, read: Callable[[str], str] = read_text) -> Iterator[Assignment]:
-    """Every value of a YAML file, with its line; keys may be nested or dotted. Raises UserError where the file cannot be read."""
+    """Every value of a YAML file, with its line; keys may be nested or dotted. Raises UserError
+    where the file cannot be read."""
     try:
         yield from _assignments_of(path, read(path))
     except yaml.MarkedYAMLError as error:
         where = f"{path}:{error.problem_mark.line + 1}" if error.problem_mark else path
-        raise UserError(f"not YAML: {short(error.problem or first_line(error))}", where, "correct that line") from None
+        raise UserError(
+            f"not YAML: {short(error.problem or first_line(error))}", where, "correct that line"
+        ) from None
     except yaml.YAMLError as error:
         raise UserError(f"not YAML: {first_line(error)}", path, "correct the file") from None
     except (OSError, UnicodeDecodeError) as error:
         what = f"cannot read the configuration: {first_line(error)}"
-        raise UserError(what, short(path) or "--config", "give the path of an existing text file") from None
+        raise UserError(
+            what, short(path) or "--config", "give the path of an existing text file"
+        ) from None
     except ValueError as error:
-        raise UserError(f"cannot read the configuration: {error}", path, "correct the file") from None
+        raise UserError(
+            f"cannot read the configuration: {error}", path, "correct the file"
+        ) from None
 
 
 def _assignments_of(path: str, text: str) -> Iterator[Assignment]:
@@ -297,7 +404,11 @@ def _assignments_of(path: str, text: str) -> Iterator[Assignment]:
         key = OTHER_NAMES.get(name, name)
         origin = f"{path}:{line}"
         if key in lines:
-            raise UserError(f"{key} is given twice, in lines {lines[key]} and {line}", origin, "keep one of them")
+            raise UserError(
+                f"{key} is given twice, in lines {lines[key]} and {line}",
+                origin,
+                "keep one of them",
+            )
         lines[key] = line
         if len(lines) > MOST_KEYS:
             raise ValueError(f"more than {MOST_KEYS} keys")
@@ -305,21 +416,30 @@ def _assignments_of(path: str, text: str) -> Iterator[Assignment]:
             value = value_of(node, takes_text(key))
         except (yaml.YAMLError, ValueError) as error:
             problem = short(getattr(error, "problem", None) or first_line(error))
-            raise UserError(f"cannot read the value of {key}: {problem}", origin, "correct that line") from None
+            raise UserError(
+                f"cannot read the value of {key}: {problem}", origin, "correct that line"
+            ) from None
         yield Assignment(key, value, origin)
 
 
 def expand(path: str | Path, where: str) -> Path:
-    """The path with ~ or ~user replaced. Raises UserError where there is no such user or no home, or no file can have such a name."""
+    """The path with ~ or ~user replaced. Raises UserError where there is no such user or no home,
+    or no file can have such a name."""
     longest = max((len(os.fsencode(name)) for name in Path(path).parts), default=0)
     if longest > MOST_NAME_BYTES or len(os.fsencode(path)) > MOST_PATH_BYTES:
-        what = f"a name of {longest} bytes" if longest > MOST_NAME_BYTES else f"a path of {len(os.fsencode(path))} bytes"
+        what = (
+            f"a name of {longest} bytes"
+            if longest > MOST_NAME_BYTES
+            else f"a path of {len(os.fsencode(path))} bytes"
+        )
         fix = f"a name has at most {MOST_NAME_BYTES} bytes, a path {MOST_PATH_BYTES}"
         raise UserError(f"{what}: {short(f'{path}', 40)}", where, fix)
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
-        raise UserError(f"cannot find the folder {path}: {error}", where, "write its whole path") from None
+        raise UserError(
+            f"cannot find the folder {path}: {error}", where, "write its whole path"
+        ) from None
 
 
 def _value(config: Config, key: str) -> Any:
@@ -330,6 +450,14 @@ def _value(config: Config, key: str) -> Any:
     return found
 
 
-def to_yaml(config: Config, leave_out: Collection[str] = (), only: dict[str, Any] | None = None) -> str:
-    """The resolved configuration without these of its first keys, in the form that --config reads. only: the keys, as a tree of True."""
-    return yaml.dump(config.model_dump(include=only, exclude=set(leave_out)), Dumper=Dumper, sort_keys=False, allow_unicode=True)
+def to_yaml(
+    config: Config, leave_out: Collection[str] = (), only: dict[str, Any] | None = None
+) -> str:
+    """The resolved configuration without these of its first keys, in the form that --config reads.
+    only: the keys, as a tree of True."""
+    return yaml.dump(
+        config.model_dump(include=only, exclude=set(leave_out)),
+        Dumper=Dumper,
+        sort_keys=False,
+        allow_unicode=True,
+    )

@@ -1,4 +1,5 @@
-"""What is wrong with a key, a value or an argument, as a message: where it was set, what the key takes, and what was meant."""
+"""What is wrong with a key, a value or an argument, as a message: where it was set, what the key
+takes, and what was meant."""
 
 from __future__ import annotations
 
@@ -17,13 +18,33 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from hvdtrain.config.lengths import LengthValue
-from hvdtrain.config.other_words import assignment_of, data_of_path, right_key, right_value, without_a_key
-from hvdtrain.config.schema import SECTIONS, Config, GroupConfig, PieceConfig, ThawConfig, known_keys
+from hvdtrain.config.other_words import (
+    assignment_of,
+    data_of_path,
+    right_key,
+    right_value,
+    without_a_key,
+)
+from hvdtrain.config.schema import (
+    SECTIONS,
+    Config,
+    GroupConfig,
+    PieceConfig,
+    ThawConfig,
+    known_keys,
+)
 from hvdtrain.config.section import Provenance, Section
 from hvdtrain.errors import UserError, closest, nearest, short
 
-OUT_OF_BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number")
-SANITY_BOUND = 1e6  # a highest value from here on only keeps numbers sane: a message names it where it is exceeded
+OUT_OF_BOUNDS = (
+    "greater_than",
+    "greater_than_equal",
+    "less_than",
+    "less_than_equal",
+    "finite_number",
+)
+# a highest value from here on only keeps numbers sane: a message names it where it is exceeded
+SANITY_BOUND = 1e6
 TYPE_NAMES = {
     float | str: "a length",
     int: "a whole number",
@@ -38,7 +59,13 @@ LISTS = {  # of entries with keys of their own
     GroupConfig: "a list of groups, as in [{names: '*.bias', rate: 64}]",
     ThawConfig: "a list, as in [{at: 2, names: ['backbone.*']}]",
 }
-_OPTIONS = ("--config", "--help", "--max-time", "--print-config", "--version")  # of the command line, beside key=value
+_OPTIONS = (
+    "--config",
+    "--help",
+    "--max-time",
+    "--print-config",
+    "--version",
+)  # of the command line, beside key=value
 _HELP = "hvdtrain --help; --help KEY shows one key, COMMAND --help a command"
 
 
@@ -50,30 +77,58 @@ def refusal(error: ErrorDetails, provenance: Provenance) -> UserError:
     name, info, section = _find(location)
     if info is None:
         is_length = section is PieceConfig and location[-1] == "epochs"
-        fix = "did you mean length?" if is_length else nearest(str(location[-1]), list(section.model_fields))
+        fix = (
+            "did you mean length?"
+            if is_length
+            else nearest(str(location[-1]), list(section.model_fields))
+        )
         return UserError(f"no such key: {name}", provenance.where(key), fix)
     if error["type"] == "missing":
-        return UserError(f"{name.rpartition('.')[0]} has no {location[-1]}", provenance.where(key), expected(name, info, value))
+        return UserError(
+            f"{name.rpartition('.')[0]} has no {location[-1]}",
+            provenance.where(key),
+            expected(name, info, value),
+        )
     if error["type"] in OUT_OF_BOUNDS:
-        return UserError(f"{name} is {short(repr(value))}", provenance.where(key), f"give {_bounds(info, value)}")
+        return UserError(
+            f"{name} is {short(repr(value))}", provenance.where(key), f"give {_bounds(info, value)}"
+        )
     if error["type"] == "value_error":  # of a length
         is_kind = name == "recipe.warmup" and value in ("gradual", "constant")
-        fix = f"recipe.warmup_kind={value}, and recipe.warmup is its length" if is_kind else f"{error['ctx']['error']}"
-        return UserError(f"wrong value for {name}: {short(repr(value))}", provenance.where(key), fix)
+        fix = (
+            f"recipe.warmup_kind={value}, and recipe.warmup is its length"
+            if is_kind
+            else f"{error['ctx']['error']}"
+        )
+        return UserError(
+            f"wrong value for {name}: {short(repr(value))}", provenance.where(key), fix
+        )
     entry, colon, number = str(location[-1]).partition(":")
-    if value is None and colon and typing.get_origin(info.annotation) is dict:  # YAML reads {tokens:0} as a name alone
+    if (
+        value is None and colon and typing.get_origin(info.annotation) is dict
+    ):  # YAML reads {tokens:0} as a name alone
         what = f"{name} has the name {short(entry + colon + number)} without a value"
-        return UserError(what, provenance.where(key), f"a blank after the colon: '{name}={{{entry}: {number or 0}}}'")
+        return UserError(
+            what,
+            provenance.where(key),
+            f"a blank after the colon: '{name}={{{entry}: {number or 0}}}'",
+        )
     list_name = name.rpartition("[")[0]
     is_entry = isinstance(location[-1], int)
-    fix = f"{list_name} takes {type_name(info.annotation)}" if is_entry else expected(name, info, value)
+    fix = (
+        f"{list_name} takes {type_name(info.annotation)}"
+        if is_entry
+        else expected(name, info, value)
+    )
     return UserError(f"wrong value for {name}: {short(repr(value))}", provenance.where(key), fix)
 
 
 def expected(key: str, info: FieldInfo, value: Any) -> str:
-    """The fix for a value of a wrong type: the type that a key takes, with the choice that was meant or an example.
+    """The fix for a value of a wrong type: the type that a key takes, with the choice that was
+    meant or an example.
 
-    `epochs takes a whole number: epochs=10`, `log.trackers takes a list, each a text: 'log.trackers=[wandb]'`.
+    `epochs takes a whole number: epochs=10`, `log.trackers takes a list, each a text:
+    'log.trackers=[wandb]'`.
     """
     kind = info.annotation
     default = None if info.is_required() else info.get_default(call_default_factory=True)
@@ -84,15 +139,24 @@ def expected(key: str, info: FieldInfo, value: Any) -> str:
     most = next((limit.max_length for limit in info.metadata if hasattr(limit, "max_length")), None)
     example = _example(kind, default, value[:most] if isinstance(value, list) and most else value)
     shown = f'"{key}={example}"' if "'" in example else shlex.quote(f"{key}={example}")
-    words = type_name(kind).replace("a list", f"a list of at most {most}", 1) if most else type_name(kind)
+    words = (
+        type_name(kind).replace("a list", f"a list of at most {most}", 1)
+        if most
+        else type_name(kind)
+    )
     return f"{key} takes {words}" + (f": {shown}" if example else "")
 
 
 def _example(kind: Any, default: Any, value: Any) -> str:
-    """A value of a type as one would type it, near what was given instead; empty where there is none to show."""
+    """A value of a type as one would type it, near what was given instead; empty where there is
+    none to show."""
     if typing.get_origin(kind) in (list, tuple):
         inner = typing.get_args(kind)[0]
-        inner = typing.get_args(inner)[0] if typing.get_origin(inner) is typing.Annotated and inner != LengthValue else inner
+        inner = (
+            typing.get_args(inner)[0]
+            if typing.get_origin(inner) is typing.Annotated and inner != LengthValue
+            else inner
+        )
         types = (int, float) if inner in (float, LengthValue) else (inner,)
         entries = value if isinstance(value, list) else [value]
         if inner is str:
@@ -110,11 +174,18 @@ def _as_yaml(entry: Any) -> str:
 
     if not isinstance(entry, str):
         return json.dumps(entry, separators=(",", ":"))
-    return entry if re.fullmatch(r"[\w./*:-]+", entry) and entry[0].isalpha() and yaml.safe_load(entry) == entry else f"'{entry}'"
+    return (
+        entry
+        if re.fullmatch(r"[\w./*:-]+", entry)
+        and entry[0].isalpha()
+        and yaml.safe_load(entry) == entry
+        else f"'{entry}'"
+    )
 
 
 def _find(location: Sequence[str | int]) -> tuple[str, FieldInfo | None, type[Section]]:
-    """The name of a place in the configuration, `recipe.chain[0].kind`, its field, and the section it is in; no field: an unknown key."""
+    """The name of a place in the configuration, `recipe.chain[0].kind`, its field, and the section
+    it is in; no field: an unknown key."""
     section: type[Section] = Config
     name = ""
     info = None
@@ -132,28 +203,48 @@ def _find(location: Sequence[str | int]) -> tuple[str, FieldInfo | None, type[Se
 
 
 def _of_entries(info: FieldInfo | None, section: type[Section]) -> type[Section]:
-    """The section that the entries of a list are; the one of the list itself where they are numbers or texts."""
+    """The section that the entries of a list are; the one of the list itself where they are numbers
+    or texts."""
     kinds = typing.get_args(info.annotation) if info is not None else ()
     return kinds[0] if kinds and kinds[0] in LISTS else section
 
 
 def takes(info: FieldInfo) -> str:
     """The values that a field takes: `a whole number: 1 or more`, `one of 'mean', 'adasum'`."""
-    is_bounded = any(hasattr(limit, bound) for limit in info.metadata for bound in ("ge", "gt", "le", "lt"))
-    return f"{type_name(info.annotation).removesuffix(', or null')}: {_bounds(info, 0)}" if is_bounded else type_name(info.annotation)
+    is_bounded = any(
+        hasattr(limit, bound) for limit in info.metadata for bound in ("ge", "gt", "le", "lt")
+    )
+    return (
+        f"{type_name(info.annotation).removesuffix(', or null')}: {_bounds(info, 0)}"
+        if is_bounded
+        else type_name(info.annotation)
+    )
 
 
 def _bounds(info: FieldInfo, value: float) -> str:
     """The numbers that a field takes: `0 to 1`, `1 or more`, `more than 0, or null`."""
-    parts = [part for kind in typing.get_args(info.annotation) for part in getattr(kind, "__metadata__", ())]  # of int in int | Literal
+    parts = [
+        part
+        for kind in typing.get_args(info.annotation)
+        for part in getattr(kind, "__metadata__", ())
+    ]  # of int in int | Literal
     limits = [*info.metadata, *(limit for part in parts for limit in getattr(part, "metadata", ()))]
-    bound = {name: getattr(limit, name) for limit in limits for name in ("ge", "gt", "le", "lt") if hasattr(limit, name)}
+    bound = {
+        name: getattr(limit, name)
+        for limit in limits
+        for name in ("ge", "gt", "le", "lt")
+        if hasattr(limit, name)
+    }
     highest = bound.get("le", math.inf)
     if "lt" in bound:
         lowest = f"{bound['ge']:g} or more" if "ge" in bound else f"more than {bound['gt']:g}"
         numbers = f"{lowest} and less than {bound['lt']:g}"
     elif highest < SANITY_BOUND or highest < value < math.inf:
-        numbers = f"{bound['ge']:g} to {highest:g}" if "ge" in bound else f"more than {bound['gt']:g}, up to {highest:g}"
+        numbers = (
+            f"{bound['ge']:g} to {highest:g}"
+            if "ge" in bound
+            else f"more than {bound['gt']:g}, up to {highest:g}"
+        )
     elif "gt" in bound:
         numbers = f"more than {bound['gt']:g}"
     elif bound:
@@ -178,7 +269,11 @@ def type_name(kind: Any) -> str:
     if origin in (list, tuple):
         length = "" if origin is list or ... in inner else f" of {len(inner)}"
         return f"a list{length}, each {type_name(inner[0])}"
-    other = f"names, each with {type_name(inner[1])}" if origin is dict else getattr(kind, "__name__", str(kind))
+    other = (
+        f"names, each with {type_name(inner[1])}"
+        if origin is dict
+        else getattr(kind, "__name__", str(kind))
+    )
     return TYPE_NAMES.get(kind, other)
 
 
@@ -193,7 +288,12 @@ def fix_of_key(key: str, value: Any = None) -> str:
     section, _, option = key.partition(".")
     beside = [name.partition(".")[2] for name in known_keys() if name.startswith(f"{section}.")]
     if not beside:
-        return nearest(key, list(known_keys()), [name for name in known_keys() if "." not in name] + [f"{name}.<key>" for name in SECTIONS])
+        return nearest(
+            key,
+            list(known_keys()),
+            [name for name in known_keys() if "." not in name]
+            + [f"{name}.<key>" for name in SECTIONS],
+        )
     if close := closest(option, beside):
         return f"did you mean {section}.{close}?"
     return nearest(option, list(known_keys()), [f"{section}.{name}" for name in beside])
@@ -206,7 +306,10 @@ def _fix_of_section(section: str, value: Any) -> str:
         return f"data is a section: write {data}; --help data lists its keys"
     right = right_key(section, value) or f"{section}.<key>"
     shown = "value" if isinstance(value, (dict, list)) or right.endswith("<key>") else short(value)
-    return f"{section} is a section: write {right if '=' in right else f'{right}={shown}'}; --help {section} lists its keys"
+    return (
+        f"{section} is a section: write {right if '=' in right else f'{right}={shown}'}; --help "
+        f"{section} lists its keys"
+    )
 
 
 def fix_of_argument(argument: str, following: str) -> str:
@@ -226,7 +329,9 @@ def fix_of_argument(argument: str, following: str) -> str:
     if key is None:
         return "write key=value, as in batch.size=128; --help keys lists them"
     is_value = following and "=" not in following and not following.startswith("-")
-    return f"write {key}" if "=" in key else f"write {key}={short(following) if is_value else 'VALUE'}"
+    return (
+        f"write {key}" if "=" in key else f"write {key}={short(following) if is_value else 'VALUE'}"
+    )
 
 
 def _ends_with(word: str) -> str | None:

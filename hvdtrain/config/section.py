@@ -1,4 +1,5 @@
-"""A section of the configuration: where its keys were set, copies with other values, and the object that a script gives for it."""
+"""A section of the configuration: where its keys were set, copies with other values, and the object
+that a script gives for it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ _OBJECT = "<object of "
 
 
 class Provenance(dict[str, str]):
-    """key -> where it was set: "configs/x.yaml:14" or "command line". A key that is not here has its default."""
+    """key -> where it was set: "configs/x.yaml:14" or "command line". A key that is not here has
+    its default."""
 
     def where(self, key: str) -> str:
         """`batch.size, configs/x.yaml:14`, ready for UserError.where."""
@@ -22,14 +24,18 @@ class Provenance(dict[str, str]):
 
 
 class Section(BaseModel):
-    """Frozen values of checked types and bounds. Two sections are equal where their values are, wherever these were set."""
+    """Frozen values of checked types and bounds. Two sections are equal where their values are,
+    wherever these were set."""
 
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
-        strict=True,  # "3" is no number, and 1 is not true: a file is judged as an editor judges it by the JSON Schema
+        # "3" is no number, and 1 is not true: a file is judged as an editor judges it by the JSON
+        # Schema
+        strict=True,
         allow_inf_nan=False,
-        defer_build=True,  # --help reads the fields only: validators are built when the first value is checked
+        # --help reads the fields only: validators are built when the first value is checked
+        defer_build=True,
         protected_namespaces=(),
     )
     section: ClassVar[str] = ""  # its name in the configuration; Config itself has none
@@ -57,11 +63,13 @@ class Section(BaseModel):
         return self._provenance.get(self.full_key(key), DEFAULT)
 
     def where(self, key: str) -> str:
-        """The key and where it was set, ready for UserError.where: `batch.size, configs/x.yaml:14`."""
+        """The key and where it was set, ready for UserError.where: `batch.size,
+        configs/x.yaml:14`."""
         return self._provenance.where(self.full_key(key))
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with other values, which are not validated; it still knows where its keys were set. TypeError for an unknown key."""
+        """A copy with other values, which are not validated; it still knows where its keys were
+        set. TypeError for an unknown key."""
         if unknown := changes.keys() - type(self).model_fields.keys():
             raise TypeError(f"{type(self).__name__} has no {', '.join(sorted(unknown))}")
         return self.model_copy(update=changes)
@@ -78,16 +86,25 @@ class Given(NamedTuple):
     """What a script gives for one section."""
 
     name: str | None  # that stands in the configuration; None: the section keeps its own
-    make: Callable[..., Any]  # what package.module:function would be; of a section that keeps its name: task -> task
-    objects: Mapping[str, Any]  # whose code and values must be the same on all ranks, by what a message calls them
-    at_end: Callable[[Any], None] = lambda learner: None  # once training is over, on every rank, while the ranks are connected
+    make: Callable[
+        ..., Any
+    ]  # what package.module:function would be; of a section that keeps its name: task -> task
+    objects: Mapping[
+        str, Any
+    ]  # whose code and values must be the same on all ranks, by what a message calls them
+    at_end: Callable[[Any], None] = lambda learner: (
+        None
+    )  # once training is over, on every rank, while the ranks are connected
     framework: str | None = None  # the one that it is for
     unset: Mapping[str, Any] = {}  # values of keys of its section, where nothing sets them
-    trained: Callable[[], Any] = lambda: None  # after at_end() what a script gets in its place, if that is another object
+    trained: Callable[[], Any] = lambda: (
+        None
+    )  # after at_end() what a script gets in its place, if that is another object
 
 
 class OpenSection(Section):
-    """A section whose `name` picks a plugin: keys that are not its own fields are options of that plugin."""
+    """A section whose `name` picks a plugin: keys that are not its own fields are options of that
+    plugin."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -104,7 +121,9 @@ class OpenSection(Section):
 
 def name_of_object(thing: Any) -> str:
     """<object of mine:Net>: the class of an object, or the function itself."""
-    named = thing if hasattr(thing, "__qualname__") and hasattr(thing, "__module__") else type(thing)  # a generator has no module
+    named = (
+        thing if hasattr(thing, "__qualname__") and hasattr(thing, "__module__") else type(thing)
+    )  # a generator has no module
     return f"{_OBJECT}{named.__module__}:{named.__qualname__}>"
 
 
@@ -114,7 +133,8 @@ def is_object(name: str) -> bool:
 
 
 def class_of_object(name: str) -> str:
-    """The last word of the name of an object: Net of <object of mine:Net>, lambda of <object of mine:make.<locals>.<lambda>>."""
+    """The last word of the name of an object: Net of <object of mine:Net>, lambda of <object of
+    mine:make.<locals>.<lambda>>."""
     return re.findall(r"\w+", name)[-1]
 
 

@@ -1,4 +1,5 @@
-"""YAML -> plain values with their lines, and `${batch.size}` in them: never code, environment or file, and bounded in size and depth."""
+"""YAML -> plain values with their lines, and `${batch.size}` in them: never code, environment or
+file, and bounded in size and depth."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ MOST_TEXT = 4096  # characters of one value: the longest path
 MOST_KEY = 200  # characters
 REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}", re.ASCII)  # ${batch.size}
 NULL, INT, FLOAT = (f"tag:yaml.org,2002:{name}" for name in ("null", "int", "float"))
-_INTS = re.compile(r"[-+]?(0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+)$")  # not YAML 1.1's 1:30, which is 90, and 010, which is 8
+_INTS = re.compile(
+    r"[-+]?(0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+)$"
+)  # not YAML 1.1's 1:30, which is 90, and 010, which is 8
 _FLOATS = re.compile(
     r"""[-+]?[0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?$  # 1.  1.5  1.5e-3
       | [-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$               # 1e-3
@@ -31,26 +34,37 @@ _FLOATS = re.compile(
 
 
 class Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with the values of JSON: 1e-3 is a number, 2001-01-01 a text; no sets, bytes or aliases, and few levels.
+    """PyYAML's safe loader with the values of JSON: 1e-3 is a number, 2001-01-01 a text; no sets,
+    bytes or aliases, and few levels.
 
     An alias, which could make a small file endless, has a shorter way here: `${key}`.
     """
 
     yaml_implicit_resolvers = {  # noqa: RUF012  # first character of a text -> (tag, pattern) of what it may be
-        first: [(tag, pattern) for tag, pattern in rules if not tag.endswith((":timestamp", ":float", ":int"))]
+        first: [
+            (tag, pattern)
+            for tag, pattern in rules
+            if not tag.endswith((":timestamp", ":float", ":int"))
+        ]
         for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
     yaml_constructors = {  # noqa: RUF012
         tag: yaml.SafeLoader.yaml_constructors[tag]
-        for tag in (NULL, FLOAT, *(f"tag:yaml.org,2002:{name}" for name in ("bool", "str", "seq", "map")))
+        for tag in (
+            NULL,
+            FLOAT,
+            *(f"tag:yaml.org,2002:{name}" for name in ("bool", "str", "seq", "map")),
+        )
     }
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """The next node. Raises ValueError where it is too deep, yaml.MarkedYAMLError where it is an alias."""
+        """The next node. Raises ValueError where it is too deep, yaml.MarkedYAMLError where it is
+        an alias."""
         if self.check_event(yaml.AliasEvent):
             raise yaml.MarkedYAMLError(
-                problem="an alias is not read: write the value again, or ${key}", problem_mark=self.peek_event().start_mark
+                problem="an alias is not read: write the value again, or ${key}",
+                problem_mark=self.peek_event().start_mark,
             )
         self.depth += 1
         if self.depth > MOST_DEPTH:
@@ -60,7 +74,8 @@ class Loader(yaml.SafeLoader):
         return node
 
     def whole_number(self, node: yaml.Node) -> int:
-        """The value of a node that is tagged as one. Raises ValueError where it is written as none."""
+        """The value of a node that is tagged as one. Raises ValueError where it is written as
+        none."""
         if not isinstance(node, yaml.ScalarNode) or not _INTS.match(node.value):  # `!!int [1]`
             raise ValueError(f"{short(node.value)} is no whole number")
         return int(self.construct_yaml_int(node))
@@ -68,7 +83,10 @@ class Loader(yaml.SafeLoader):
     def refuse(self, node: yaml.Node) -> None:
         """A type that is not one of yaml_constructors. Raises yaml.MarkedYAMLError."""
         tag = short(node.tag.replace("tag:yaml.org,2002:", "!!"))
-        raise yaml.MarkedYAMLError(problem=f"{tag} is not a text, number, truth value, list or mapping", problem_mark=node.start_mark)
+        raise yaml.MarkedYAMLError(
+            problem=f"{tag} is not a text, number, truth value, list or mapping",
+            problem_mark=node.start_mark,
+        )
 
 
 Loader.add_implicit_resolver(FLOAT, _FLOATS, list("-+0123456789."))
@@ -96,7 +114,8 @@ class Leaf(NamedTuple):
 
 
 def read_text(path: str) -> str:
-    """A regular file of at most 64 KiB. Raises OSError for all others: a pipe or a device may have no end."""
+    """A regular file of at most 64 KiB. Raises OSError for all others: a pipe or a device may have
+    no end."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(f"not a regular file: '{path}'")
     with open(path, "rb") as file:
@@ -107,19 +126,23 @@ def read_text(path: str) -> str:
 
 
 def compose(text: str) -> yaml.Node | None:
-    """The tree of YAML nodes of a text. Raises yaml.YAMLError where it is not YAML, and ValueError where it is too deep."""
+    """The tree of YAML nodes of a text. Raises yaml.YAMLError where it is not YAML, and ValueError
+    where it is too deep."""
     return yaml.compose(text, Loader=Loader)
 
 
 def leaves(node: yaml.Node | None, sections: Collection[str], prefix: str = "") -> Iterator[Leaf]:
     """Every value of a file that is not a mapping itself; a section with nothing under it has none.
 
-    Raises yaml.MarkedYAMLError where the file is not a mapping, or has a key that a message could not show.
+    Raises yaml.MarkedYAMLError where the file is not a mapping, or has a key that a message could
+    not show.
     """
     if node is None:
         return
     if not isinstance(node, yaml.MappingNode):
-        raise yaml.MarkedYAMLError(problem="a configuration is lines of `key: value`", problem_mark=node.start_mark)
+        raise yaml.MarkedYAMLError(
+            problem="a configuration is lines of `key: value`", problem_mark=node.start_mark
+        )
     for key, value in node.value:
         try:
             name = f"{prefix}{check_key(key.value)}"
@@ -132,9 +155,11 @@ def leaves(node: yaml.Node | None, sections: Collection[str], prefix: str = "") 
 
 
 def value_of(node: yaml.Node | None, as_text: bool) -> Any:
-    """The value of a node: None, a text, a number, a truth value, a list or a dict; for a key that takes a text, the text as written.
+    """The value of a node: None, a text, a number, a truth value, a list or a dict; for a key that
+    takes a text, the text as written.
 
-    Raises yaml.YAMLError for another type, and ValueError for a value that does not fit its type (`!!int x`) or is out of bounds.
+    Raises yaml.YAMLError for another type, and ValueError for a value that does not fit its type
+    (`!!int x`) or is out of bounds.
     """
     if node is None or node.tag == NULL:
         return None
@@ -143,17 +168,24 @@ def value_of(node: yaml.Node | None, as_text: bool) -> Any:
     try:
         value = Loader("").construct_document(node)
     except (LookupError, ValueError):  # what PyYAML raises for `!!int x`
-        raise ValueError(f"{short(node.value)} is not of its type {node.tag.replace('tag:yaml.org,2002:', '!!')}") from None
+        raise ValueError(
+            f"{short(node.value)} is not of its type {node.tag.replace('tag:yaml.org,2002:', '!!')}"
+        ) from None
     _check_value(value)
     return value
 
 
 def _check_value(value: Any, in_list: bool = False) -> None:
-    """Raises ValueError for a text, number or key within a value that could do harm, or would not be read back."""
+    """Raises ValueError for a text, number or key within a value that could do harm, or would not
+    be read back."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            if not in_list and ("." in check_key(key) or not key):  # to_yaml() would write it as two keys, one within the other
-                raise ValueError(f"the key '{key}' within a value: write it in full, as in model.a.b=1")
+            if not in_list and (
+                "." in check_key(key) or not key
+            ):  # to_yaml() would write it as two keys, one within the other
+                raise ValueError(
+                    f"the key '{key}' within a value: write it in full, as in model.a.b=1"
+                )
             check_key(key)
             _check_value(inner, in_list)
     elif isinstance(value, list):
@@ -173,27 +205,37 @@ def check_key(key: Any) -> str:
 
 
 def check_text(text: str) -> str:
-    """The text. Raises ValueError where it is too long, would harm a path or a screen, or has a `${` that is not a reference."""
+    """The text. Raises ValueError where it is too long, would harm a path or a screen, or has a
+    `${` that is not a reference."""
     if len(text) > MOST_TEXT:
         raise ValueError(f"a text of {len(text)} characters, at most {MOST_TEXT}")
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
         raise ValueError(f"control characters, or bytes that are not UTF-8, in {short(text)}")
     if "${" in REFERENCE.sub("", text):
-        allowed = "only the value of another key is looked up, as in ${batch.size}, never the environment or a file"
+        allowed = (
+            "only the value of another key is looked up, as in ${batch.size}, never the "
+            "environment or a file"
+        )
         raise ValueError(f"{short(text)}: {allowed}")
     return text
 
 
 class References:
-    """Replaces the references in values; `look_up` gives the value of a key, or raises ValueError."""
+    """Replaces the references in values; `look_up` gives the value of a key, or raises
+    ValueError."""
 
     def __init__(self, look_up: Callable[[str], Any]) -> None:
         self._look_up = look_up
-        self._replaced: dict[str, Any] = {}  # each key is replaced once: chains of double references would take 2^n steps
-        self._open: list[str] = []  # the keys whose references are being replaced, the outermost first
+        self._replaced: dict[
+            str, Any
+        ] = {}  # each key is replaced once: chains of double references would take 2^n steps
+        self._open: list[
+            str
+        ] = []  # the keys whose references are being replaced, the outermost first
 
     def replace(self, value: Any) -> Any:
-        """The value without references. Raises ValueError where one cannot be replaced, or the text grows too long."""
+        """The value without references. Raises ValueError where one cannot be replaced, or the text
+        grows too long."""
         if isinstance(value, dict):
             return {key: self.replace(inner) for key, inner in value.items()}
         if isinstance(value, list):

@@ -17,7 +17,8 @@ MOST_LATE = 16  # values, of steps that a device may still compute
 
 
 class Logged:
-    """What this rank has logged since the last read. Values may be device scalars: nothing waits for them."""
+    """What this rank has logged since the last read. Values may be device scalars: nothing waits
+    for them."""
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Any, float]] = {}  # name -> (value x weight added up, weights)
@@ -26,7 +27,9 @@ class Logged:
     def add(self, values: dict[str, Any], weight: float) -> None:
         """Raises UserError for a value that is no number."""
         for name, value in values.items():
-            if hasattr(value, "block_until_ready"):  # of JAX, without float64 on the device: added up on the host, some steps later
+            if hasattr(
+                value, "block_until_ready"
+            ):  # of JAX, without float64 on the device: added up on the host, some steps later
                 check_one_number(name, value, "ctx.log()")
                 self._sums.setdefault(name, (0.0, 0.0))
                 self._late.append((name, value, weight))
@@ -37,14 +40,20 @@ class Logged:
 
     def _put(self, name: str, value: Any, weight: float) -> None:
         total, weights = self._sums.get(name, (0.0, 0.0))
-        self._sums[name] = (total + scalar(name, value, "ctx.log()") * weight if weight else total, weights + weight)
+        self._sums[name] = (
+            total + scalar(name, value, "ctx.log()") * weight if weight else total,
+            weights + weight,
+        )
 
     def fingerprint(self) -> Sums:
         """A fingerprint of the names: names_fingerprint()."""
         return names_fingerprint(self._sums)
 
-    def read(self, communicator: Communicator, fingerprints: Mapping[str, float]) -> dict[str, float]:
-        """The means over the samples of all ranks; NaN where there were none. fingerprints: of all ranks, added up. A collective.
+    def read(
+        self, communicator: Communicator, fingerprints: Mapping[str, float]
+    ) -> dict[str, float]:
+        """The means over the samples of all ranks; NaN where there were none. fingerprints: of all
+        ranks, added up. A collective.
 
         Raises UserError on every rank where they have logged different names.
         """
@@ -61,24 +70,39 @@ class Logged:
         if not sums:
             return {}
         found = allreduce_sums(communicator, sums, "context.logged")
-        return {name[:-4]: quotient(value, found[f"{name[:-4]}.weight"]) for name, value in found.items() if name.endswith(".sum")}
+        return {
+            name[:-4]: quotient(value, found[f"{name[:-4]}.weight"])
+            for name, value in found.items()
+            if name.endswith(".sum")
+        }
 
 
 def names_fingerprint(names: Collection[str]) -> Sums:
-    """A number of the names, and its square: added up over ranks they tell whether all have the same names."""
+    """A number of the names, and its square: added up over ranks they tell whether all have the
+    same names."""
     number = float(zlib.crc32(",".join(sorted(names)).encode()) & 0xFFFFF)
     return {"names": number, "squares": number * number}
 
 
-def check_same_names(communicator: Communicator, own: Collection[str], fingerprints: Mapping[str, float], where: str, verb: str) -> None:
-    """Raises UserError on every rank where they have different names. A collective. fingerprints: of all ranks, added up."""
+def check_same_names(
+    communicator: Communicator,
+    own: Collection[str],
+    fingerprints: Mapping[str, float],
+    where: str,
+    verb: str,
+) -> None:
+    """Raises UserError on every rank where they have different names. A collective. fingerprints:
+    of all ranks, added up."""
     total = fingerprints["names"]
     squares = fingerprints["squares"]
     if total * total == squares * communicator.size:
         return
     names = [sorted(of_rank) for of_rank in communicator.allgather_object(sorted(own))]
     other = next(rank for rank, of_rank in enumerate(names) if of_rank != names[0])
-    what = f"rank 0 {verb} {', '.join(names[0]) or 'nothing'}, rank {other} {', '.join(names[other]) or 'nothing'}"
+    what = (
+        f"rank 0 {verb} {', '.join(names[0]) or 'nothing'}, rank {other} "
+        f"{', '.join(names[other]) or 'nothing'}"
+    )
     raise UserError(what, where, "the same names on every rank, never under `if ctx.rank == 0`")
 
 

@@ -1,4 +1,5 @@
-"""How a Context begins, and how it ends where the script does not end it: by an exception, or by coming to its last line."""
+"""How a Context begins, and how it ends where the script does not end it: by an exception, or by
+coming to its last line."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ _OPEN = _Open()
 
 
 def open_context(config_file: str | None, arguments: Sequence[str]) -> Context:
-    """The context that hvdtrain.init() gives. Raises UserError, on one process as it is; on several an error ends all ranks."""
+    """The context that hvdtrain.init() gives. Raises UserError, on one process as it is; on several
+    an error ends all ranks."""
     rank, closing = connected(config_file, arguments, WHERE)
     try:
         context = Context(rank, closing)
@@ -42,19 +44,32 @@ def open_context(config_file: str | None, arguments: Sequence[str]) -> Context:
     return context
 
 
-def connected(config_file: str | None, arguments: Sequence[str], where: str) -> tuple[Rank, contextlib.ExitStack]:
-    """This rank, connected with the others, for a loop of the script's; and what disconnects it. Raises as open_context().
+def connected(
+    config_file: str | None, arguments: Sequence[str], where: str
+) -> tuple[Rank, contextlib.ExitStack]:
+    """This rank, connected with the others, for a loop of the script's; and what disconnects it.
+    Raises as open_context().
 
     where: the call of the script.
     """
     end_script_of_worker()
     report_user_errors()
     if _OPEN.contexts:
-        raise UserError("a context is open already", where, "one hvdtrain.init(); ctx.close() before another")
+        raise UserError(
+            "a context is open already", where, "one hvdtrain.init(); ctx.close() before another"
+        )
     try:
         refuse_other_keys(config_file, arguments, where)
         closing = contextlib.ExitStack()
-        rank = closing.enter_context(connected_rank(config_file, arguments, read_former_run=lambda _: [], from_script=True, what="script"))
+        rank = closing.enter_context(
+            connected_rank(
+                config_file,
+                arguments,
+                read_former_run=lambda _: [],
+                from_script=True,
+                what="script",
+            )
+        )
     except UserError as error:
         error.where = error.where.replace(COMMAND_LINE, where)
         raise
@@ -74,11 +89,13 @@ def the_open_one(loop: object) -> Iterator[None]:
 
 
 def _follow_the_script(context: Context, closing: contextlib.ExitStack) -> None:
-    """The context ends with the script, in order or by an exception that the script does not catch."""
+    """The context ends with the script, in order or by an exception that the script does not
+    catch."""
     former = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """torch.distributed goes on calling it from a hook of its own when the context is closed: then it ends nothing any more."""
+        """torch.distributed goes on calling it from a hook of its own when the context is closed:
+        then it ends nothing any more."""
         (end if context in _OPEN.contexts else former)(kind, error, trace)
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

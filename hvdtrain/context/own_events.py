@@ -1,4 +1,5 @@
-"""The events of an own loop, with the fields that reports, trackers and the terminal know (docs/events.md)."""
+"""The events of an own loop, with the fields that reports, trackers and the terminal know
+(docs/events.md)."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.summary import fields_of_ranks, lines_of_ranks
 
 
-def start_fields(communicator: Communicator, hosts: list[str], model: str, stream: SampleStream) -> dict[str, Any]:
+def start_fields(
+    communicator: Communicator, hosts: list[str], model: str, stream: SampleStream
+) -> dict[str, Any]:
     """Fields of the event "start", those that do not change."""
     return {
         **fields_of_ranks(stream.config, communicator.name, hosts),
@@ -31,16 +34,27 @@ def start_fields(communicator: Communicator, hosts: list[str], model: str, strea
         "counts": "samples",
         "metrics": {"loss": {"better": "min", "column": "loss", "percent": False}},
         "resumed_from": None,
-        "config": redaction.redact(flat(stream.config.model_dump(include=described(), exclude=set(PLACE)))),
+        "config": redaction.redact(
+            flat(stream.config.model_dump(include=described(), exclude=set(PLACE)))
+        ),
     }
 
 
-def header(fields: dict[str, Any], reason: str, stream: SampleStream, run: Path | None, now: TrainState, notes: list[str]) -> list[str]:
+def header(
+    fields: dict[str, Any],
+    reason: str,
+    stream: SampleStream,
+    run: Path | None,
+    now: TrainState,
+    notes: list[str],
+) -> list[str]:
     """What will run, for people."""
     lines = [
         *lines_of_ranks(stream.config, fields["engine"], fields["host_of_rank"], reason),
-        f"data    {stream.order.dataset:,} samples, {stream.order.sampling} sampling with seed {stream.order.seed}",
-        f"batch   {stream.batch} over all ranks, for {stream.total / stream.order.dataset:g} epochs",
+        f"data    {stream.order.dataset:,} samples, {stream.order.sampling} sampling with seed "
+        f"{stream.order.seed}",
+        f"batch   {stream.batch} over all ranks, for {stream.total / stream.order.dataset:g} "
+        "epochs",
         f"model   {fields['model']}",
         f"run     {run or 'nothing is written: no run='}",
     ]
@@ -49,8 +63,11 @@ def header(fields: dict[str, Any], reason: str, stream: SampleStream, run: Path 
     return lines + [f"        {note}" for note in notes]
 
 
-def step_fields(now: TrainState, means: dict[str, float], count: float, seconds: float) -> dict[str, Any]:
-    """Fields of the steps since the last sync point: the means of what was logged in `logged`, and the loss once more by itself."""
+def step_fields(
+    now: TrainState, means: dict[str, float], count: float, seconds: float
+) -> dict[str, Any]:
+    """Fields of the steps since the last sync point: the means of what was logged in `logged`, and
+    the loss once more by itself."""
     p = now.progress
     return {
         "epochs": p.epochs,
@@ -62,8 +79,11 @@ def step_fields(now: TrainState, means: dict[str, float], count: float, seconds:
     }
 
 
-def epoch_fields(now: TrainState, means: dict[str, float], count: float, seconds: float) -> dict[str, Any]:
-    """Fields of the epoch that has just ended, or the part of it since this start; what is called val_NAME is of an evaluation, too."""
+def epoch_fields(
+    now: TrainState, means: dict[str, float], count: float, seconds: float
+) -> dict[str, Any]:
+    """Fields of the epoch that has just ended, or the part of it since this start; what is called
+    val_NAME is of an evaluation, too."""
     p = now.progress
     return {
         "epoch": p.epoch,
@@ -79,11 +99,18 @@ def epoch_fields(now: TrainState, means: dict[str, float], count: float, seconds
 
 def _logged(now: TrainState, means: dict[str, float]) -> dict[str, Any]:
     """What the script has logged; a rate of its own is the event's rate."""
-    return {"logged": {name: value for name, value in means.items() if name != "lr"}, "lr": means.get("lr", now.lr), "batch": now.batch}
+    return {
+        "logged": {name: value for name, value in means.items() if name != "lr"},
+        "lr": means.get("lr", now.lr),
+        "batch": now.batch,
+    }
 
 
-def end_fields(now: TrainState, reason: str, code: int, run: Path | None, failure: str, keep_best: int) -> dict[str, Any]:
-    """Fields of the event "end" or "stop"; failure: why the last checkpoint is not written, or empty; keep_best: of checkpoints."""
+def end_fields(
+    now: TrainState, reason: str, code: int, run: Path | None, failure: str, keep_best: int
+) -> dict[str, Any]:
+    """Fields of the event "end" or "stop"; failure: why the last checkpoint is not written, or
+    empty; keep_best: of checkpoints."""
     p = now.progress
     how = "done" if code == DONE else "stopped"
     lines = [f"{how} ({reason}) at step {p.step}, epoch {p.epochs:.2f}, after {now.seconds:.1f} s"]
@@ -92,10 +119,20 @@ def end_fields(now: TrainState, reason: str, code: int, run: Path | None, failur
     if not math.isnan(now.best):
         lines.append(f"best objective {now.best:.4g}, in epoch {now.best_epoch}")
     elif keep_best:
-        lines.append(f"checkpoint.keep_best={keep_best} has kept none: no call was ctx.checkpoint(..., objective=value)")
+        lines.append(
+            f"checkpoint.keep_best={keep_best} has kept none: no call was ctx.checkpoint(..., "
+            "objective=value)"
+        )
     if run is not None:
         lines.append(f"run folder: {run}")
     rate = p.samples / now.seconds if now.seconds else math.nan
-    numbers = {"seconds": round(now.seconds, 3), "epochs": p.epochs, "samples": p.samples, "samples_per_s": round(rate, 1)}
-    best = {} if math.isnan(now.best) else {"best_objective": now.best, "best_epoch": now.best_epoch}
+    numbers = {
+        "seconds": round(now.seconds, 3),
+        "epochs": p.epochs,
+        "samples": p.samples,
+        "samples_per_s": round(rate, 1),
+    }
+    best = (
+        {} if math.isnan(now.best) else {"best_objective": now.best, "best_epoch": now.best_epoch}
+    )
     return {"reason": reason, "exit_code": code, "lines": lines, **numbers, **best}

@@ -1,4 +1,5 @@
-"""hvdtrain.run(): a script's loop as a function, which the living ranks call again when one is lost (guard.lost=shrink)."""
+"""hvdtrain.run(): a script's loop as a function, which the living ranks call again when one is lost
+(guard.lost=shrink)."""
 
 from __future__ import annotations
 
@@ -20,14 +21,21 @@ from hvdtrain.training.run_rank import Rank
 WHERE = "hvdtrain.run()"
 
 
-def run_loop(train: Callable[[Context], object], config_file: str | None, arguments: Sequence[str]) -> int:
-    """Calls train(ctx) with a context as hvdtrain.init() gives; the exit code of the loop. Every rank calls it.
+def run_loop(
+    train: Callable[[Context], object], config_file: str | None, arguments: Sequence[str]
+) -> int:
+    """Calls train(ctx) with a context as hvdtrain.init() gives; the exit code of the loop. Every
+    rank calls it.
 
-    With guard.lost=shrink the ranks that are left after a loss call it again, with another context. Raises, and ends all ranks, as
-    hvdtrain.init() does.
+    With guard.lost=shrink the ranks that are left after a loss call it again, with another context.
+    Raises, and ends all ranks, as hvdtrain.init() does.
     """
     if not callable(train):
-        raise UserError(f"{train!r:.60} is no function of a context", WHERE, "def train(ctx): the loop; hvdtrain.run(train, {...})")
+        raise UserError(
+            f"{train!r:.60} is no function of a context",
+            WHERE,
+            "def train(ctx): the loop; hvdtrain.run(train, {...})",
+        )
     rank, closing = connected(config_file, arguments, WHERE)
     runs = _Runs(train, rank, closing)
     try:
@@ -41,7 +49,9 @@ def run_loop(train: Callable[[Context], object], config_file: str | None, argume
 class _Runs:
     """The calls of train() on this rank, from the first to the one that comes to its end."""
 
-    def __init__(self, train: Callable[[Context], object], rank: Rank, closing: contextlib.ExitStack) -> None:
+    def __init__(
+        self, train: Callable[[Context], object], rank: Rank, closing: contextlib.ExitStack
+    ) -> None:
         self._train = train
         self._rank = rank
         self._closing = closing
@@ -49,7 +59,8 @@ class _Runs:
         self._hosts: list[str] = []  # by the numbers of the launcher
 
     def until_the_end(self) -> int:
-        """Until train() has come to its end on the ranks that live then; the exit code. Every rank calls it."""
+        """Until train() has come to its end on the ranks that live then; the exit code. Every rank
+        calls it."""
         ranks = self._ready_for_losses()
         former: Former | None = None
         while True:
@@ -60,9 +71,15 @@ class _Runs:
                 self._train(context)
                 return context.close()
             except Exception as error:
-                if ranks is None or not ranks.is_loss(error) or (context is None and former is None):
+                if (
+                    ranks is None
+                    or not ranks.is_loss(error)
+                    or (context is None and former is None)
+                ):
                     raise
-                traceback.clear_frames(error.__traceback__)  # the model of the step that failed, and its connections
+                traceback.clear_frames(
+                    error.__traceback__
+                )  # the model of the step that failed, and its connections
             former = self._without_lost(ranks, context, former)
 
     def _ready_for_losses(self) -> Elastic | None:
@@ -72,12 +89,19 @@ class _Runs:
             raise UserError(what, config.where("guard.lost"), "run=DIR")
         return ready_for_losses(config, self._rank.communicator)
 
-    def _without_lost(self, ranks: Elastic, context: Context | None, former: Former | None) -> Former:
-        """What the ranks that are left go on from. Each of them calls it. context: None where the loss came while it was made."""
+    def _without_lost(
+        self, ranks: Elastic, context: Context | None, former: Former | None
+    ) -> Former:
+        """What the ranks that are left go on from. Each of them calls it. context: None where the
+        loss came while it was made."""
         began_s = time.perf_counter()
         heartbeat = self._rank.heartbeat
         lost = list[int]()
-        step, untold = (context.step, context.untold_loss) if context is not None else (0, former.loss if former else None)
+        step, untold = (
+            (context.step, context.untold_loss)
+            if context is not None
+            else (0, former.loss if former else None)
+        )
         if context is not None:
             context.give_up()
         while True:
@@ -96,14 +120,17 @@ class _Runs:
         if untold is not None:  # lost before the others had begun again
             lost, steps = [*untold.ranks, *lost], [*steps, untold.step]
         hosts = [self._hosts[rank] for rank in lost]
-        loss = Loss(lost, hosts, max(steps), detect_s, detect_s, "checkpoint", [])  # go_on_s is known later
+        loss = Loss(
+            lost, hosts, max(steps), detect_s, detect_s, "checkpoint", []
+        )  # go_on_s is known later
         if context is not None:
             return Former(context.run or Path(), context.token, context.model, loss, began_s)
         assert former is not None
         return former._replace(loss=loss)
 
     def fail(self, error: BaseException) -> None:
-        """On several ranks the error is reported and all end; on one it is the script's. Raises as the context does."""
+        """On several ranks the error is reported and all end; on one it is the script's. Raises as
+        the context does."""
         try:
             if self._context is not None:
                 self._context.fail(error)

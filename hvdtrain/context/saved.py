@@ -1,4 +1,5 @@
-"""The checkpoints of an own loop: the trainer's files, with what the script adds, and the place in its samples."""
+"""The checkpoints of an own loop: the trainer's files, with what the script adds, and the place in
+its samples."""
 
 from __future__ import annotations
 
@@ -21,12 +22,15 @@ from hvdtrain.training.checkpoint.resume import check_identity, newest_good
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.replicas.compare import broadcast_state
 
-IDENTITY: Identity = {"loop": "a script's own"}  # no job of hvdtrain's own loop goes on from it, and the other way round
+IDENTITY: Identity = {
+    "loop": "a script's own"
+}  # no job of hvdtrain's own loop goes on from it, and the other way round
 _PREFIX = "e."
 
 
 class WithExtra:
-    """A learner whose state has further arrays, the same on all ranks; for the writer of checkpoints alone."""
+    """A learner whose state has further arrays, the same on all ranks; for the writer of
+    checkpoints alone."""
 
     def __init__(self, learner: HasState) -> None:
         self._learner = learner
@@ -56,20 +60,28 @@ class Restored(NamedTuple):
 
 
 def restore(
-    communicator: Communicator, learner: HasState, run: Path | None, limit_bytes: int, go_on: Callable[[], None] = lambda: None
+    communicator: Communicator,
+    learner: HasState,
+    run: Path | None,
+    limit_bytes: int,
+    go_on: Callable[[], None] = lambda: None,
 ) -> Restored | None:
-    """Loads the newest good checkpoint of rank 0's folder into every rank; None where there is no folder to go on from.
+    """Loads the newest good checkpoint of rank 0's folder into every rank; None where there is no
+    folder to go on from.
 
     go_on: called on every rank while that moves on.
 
-    Every rank calls it. Raises UserError on all where no checkpoint is good, or it is of another model or of a job of hvdtrain's own loop.
+    Every rank calls it. Raises UserError on all where no checkpoint is good, or it is of another
+    model or of a job of hvdtrain's own loop.
     """
     arrays: Arrays = {}
 
     def read(moved: Callable[[], None]) -> tuple[TrainState | None, list[str]]:
         if run is None:
             return None, []
-        found, read_arrays, notes = newest_good(run, limit_bytes, mapped=learner.is_sharded, on_piece=moved)
+        found, read_arrays, notes = newest_good(
+            run, limit_bytes, mapped=learner.is_sharded, on_piece=moved
+        )
         check_identity(found, IDENTITY)
         arrays.update(read_arrays)
         return found.train_state, notes
@@ -85,27 +97,40 @@ def restore(
 
 def _broadcast(communicator: Communicator, arrays: Mapping[str, np.ndarray]) -> Arrays:
     """Rank 0's, by name. A collective."""
-    schema = communicator.broadcast_object([(name, list(array.shape), array.dtype.str) for name, array in arrays.items()])
+    schema = communicator.broadcast_object(
+        [(name, list(array.shape), array.dtype.str) for name, array in arrays.items()]
+    )
     found: Arrays = {}
     for name, shape, dtype in schema:
-        own = np.require(arrays[name], requirements=["C", "W"]) if communicator.rank == 0 else np.zeros(shape, dtype)
+        own = (
+            np.require(arrays[name], requirements=["C", "W"])
+            if communicator.rank == 0
+            else np.zeros(shape, dtype)
+        )
         found[name] = communicator.broadcast(own.reshape(-1), f"extra.{name}").reshape(shape)
     return found
 
 
-def evaluated(communicator: Communicator, now: TrainState, value: Any, better: Better) -> TrainState:
-    """With the value of an evaluation at this step, as rank 0 has it; one that is not finite is never best. A collective.
+def evaluated(
+    communicator: Communicator, now: TrainState, value: Any, better: Better
+) -> TrainState:
+    """With the value of an evaluation at this step, as rank 0 has it; one that is not finite is
+    never best. A collective.
 
     Raises UserError on every rank for what is no number, and where `better` is not what it was.
     """
     where = "ctx.checkpoint(objective=...)"
     if better not in ("min", "max"):
-        raise UserError(f"better={better!r:.40}", where, "min, as of a loss, or max, as of an accuracy")
+        raise UserError(
+            f"better={better!r:.40}", where, "min, as of a loss, or max, as of an accuracy"
+        )
     if not math.isnan(now.best) and better != now.better:
         what = f"better={better}, and the evaluations before had better={now.better}"
         raise UserError(what, where, "one kind of objective in a run; or another run=")
     number = on_rank_0(communicator, lambda: float(scalar("objective", value, where)))
-    before = max(0, math.ceil(now.progress.epochs) - 1)  # whole epochs before the one that this step ends or lies in
+    before = max(
+        0, math.ceil(now.progress.epochs) - 1
+    )  # whole epochs before the one that this step ends or lies in
     found = replace(now, objective="objective", better=better, epoch=before)
     return found.after_evaluation(number if math.isfinite(number) else math.nan, None, now.seconds)
 
@@ -115,4 +140,8 @@ def decoded(extra: Arrays, decode: Callable[[Arrays], dict[str, Any]], run: Path
     try:
         return decode(extra)
     except ValueError as error:
-        raise UserError(f"what the script has saved cannot be read: {error}", str(run), "an older checkpoint, or another run=") from None
+        raise UserError(
+            f"what the script has saved cannot be read: {error}",
+            str(run),
+            "an older checkpoint, or another run=",
+        ) from None

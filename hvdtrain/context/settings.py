@@ -1,4 +1,5 @@
-"""Which keys of the configuration an own loop has: the rest describes a job whose loop is hvdtrain's."""
+"""Which keys of the configuration an own loop has: the rest describes a job whose loop is
+hvdtrain's."""
 
 from __future__ import annotations
 
@@ -13,34 +14,71 @@ from hvdtrain.frameworks.own_loop import frameworks_of_own_loops
 WHERE = "hvdtrain.init()"
 KEYS = (
     *("framework", "run", "resume", "seed"),
-    *(f"comm.{name}" for name in ("engine", "address", "timeout_s", "reduce", "bucket_mb", "compression", "op", "tune", "local_steps")),
+    *(
+        f"comm.{name}"
+        for name in (
+            "engine",
+            "address",
+            "timeout_s",
+            "reduce",
+            "bucket_mb",
+            "compression",
+            "op",
+            "tune",
+            "local_steps",
+        )
+    ),
     *(f"comm.{name}" for name in ("hierarchical", "cycle_ms", "fusion_mb", "device_memory")),
     *(f"shard.{name}" for name in ("stage", "group", "offload", "reshard")),
-    *(f"parallel.{name}" for name in ("tensor", "sequence", "dense", "pipeline", "schedule", "virtual", "balance")),
+    *(
+        f"parallel.{name}"
+        for name in ("tensor", "sequence", "dense", "pipeline", "schedule", "virtual", "balance")
+    ),
     *("optim.clip_norm", "optim.clip_value"),
-    *(f"data.{name}" for name in ("inputs", "sampling", "ahead", "readers", "workers", "pad", "mask")),
+    *(
+        f"data.{name}"
+        for name in ("inputs", "sampling", "ahead", "readers", "workers", "pad", "mask")
+    ),
     *("speed.device", "speed.precision", "speed.compile"),
-    *(f"checkpoint.{name}" for name in ("every_steps", "every_minutes", "every", "keep_last", "keep_best")),
-    *(f"guard.{name}" for name in ("max_time", "stall_s", "start_s", "nonfinite", "nonfinite_limit", "equal_steps", "mtbf_hours")),
+    *(
+        f"checkpoint.{name}"
+        for name in ("every_steps", "every_minutes", "every", "keep_last", "keep_best")
+    ),
+    *(
+        f"guard.{name}"
+        for name in (
+            "max_time",
+            "stall_s",
+            "start_s",
+            "nonfinite",
+            "nonfinite_limit",
+            "equal_steps",
+            "mtbf_hours",
+        )
+    ),
     *(f"log.{name}" for name in ("every_steps", "every_s", "per_rank", "trackers")),
 )
 OF_SAMPLES = ("epochs", "batch.size")  # what ctx.samples() is called with, beside the seed
 _OF_THE_CALLS = {
     "epochs": "ctx.samples(dataset, batch=..., epochs=...)",
     "batch.size": "ctx.samples(dataset, batch=...)",
-    "batch.per_rank": "ctx.samples(dataset, batch=...): of all ranks, so that their number changes nothing",
+    "batch.per_rank": "ctx.samples(dataset, batch=...): of all ranks, so that their number "
+    "changes nothing",
     "model.name": "ctx.prepare(model, optimizer)",
     "optim.name": "ctx.prepare(model, optimizer)",
     "optim.base_lr": "the optimizer has its rate, and a scheduler of torch changes it",
     "data.name": "ctx.samples(dataset, batch=...)",
     "stop.steps": "break out of the loop; guard.max_time stops it to be resumed",
-    "servers.count": "hvdtrain.train(), with an optimizer of hvdtrain's: a worker makes no step, which brings the state of one of torch's",
-    "guard.lost": "hvdtrain.run(train, {...}) has guard.lost=shrink: train(ctx) is the loop; launch --elastic starts scripts again",
+    "servers.count": "hvdtrain.train(), with an optimizer of hvdtrain's: a worker makes no step, "
+    "which brings the state of one of torch's",
+    "guard.lost": "hvdtrain.run(train, {...}) has guard.lost=shrink: train(ctx) is the loop; "
+    "launch --elastic starts scripts again",
 }
 
 
 def refuse_other_keys(config_file: str | None, arguments: Sequence[str], where: str) -> None:
-    """Raises UserError for a key that an own loop does not have, and for values that only hvdtrain's loop can follow.
+    """Raises UserError for a key that an own loop does not have, and for values that only
+    hvdtrain's loop can follow.
 
     where: the call, of which hvdtrain.run() has guard.lost.
     """
@@ -49,7 +87,9 @@ def refuse_other_keys(config_file: str | None, arguments: Sequence[str], where: 
             continue
         if key in known_keys() and key not in KEYS:
             fix = _OF_THE_CALLS.get(
-                key, f"hvdtrain.train() has it; an own loop has {', '.join(sorted({key.split('.')[0] for key in KEYS}))}"
+                key,
+                "hvdtrain.train() has it; an own loop has "
+                f"{', '.join(sorted({key.split('.')[0] for key in KEYS}))}",
             )
             raise UserError(f"{key} is not of an own loop", f"{key}, {origin}", fix)
         if key not in KEYS:
@@ -59,11 +99,16 @@ def refuse_other_keys(config_file: str | None, arguments: Sequence[str], where: 
             raise UserError(f"framework={short(value)} has no own loop", f"{key}, {origin}", fix)
         if (key, value) == ("guard.nonfinite", "rollback"):
             fix = "guard.nonfinite=stop or skip"
-            raise UserError("guard.nonfinite=rollback would go back behind the script's back", f"{key}, {origin}", fix)
+            raise UserError(
+                "guard.nonfinite=rollback would go back behind the script's back",
+                f"{key}, {origin}",
+                fix,
+            )
 
 
 def described() -> dict[str, Any]:
-    """The keys that describe an own loop, as a tree of True: for config.yaml, events and reports."""
+    """The keys that describe an own loop, as a tree of True: for config.yaml, events and
+    reports."""
     tree: dict[str, Any] = {}
     for key in (*KEYS, *OF_SAMPLES):
         section, _, name = key.rpartition(".")

@@ -1,4 +1,5 @@
-"""The samples of an own loop: one endless stream by the trainer's sampler, of which each batch is divided among the ranks."""
+"""The samples of an own loop: one endless stream by the trainer's sampler, of which each batch is
+divided among the ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ WHERE = "ctx.samples()"
 
 
 class Order(NamedTuple):
-    """What the order of the samples depends on; a checkpoint has it, so that a script which changed goes on with nothing else."""
+    """What the order of the samples depends on; a checkpoint has it, so that a script which changed
+    goes on with nothing else."""
 
     dataset: int  # samples
     seed: int
@@ -35,39 +37,73 @@ class SampleStream:
     """Raises UserError for what is no data set, and for numbers that cannot be."""
 
     def __init__(
-        self, config: Config, communicator: Communicator, learner: Any, dataset: object, batch: int, epochs: float, seed: int
+        self,
+        config: Config,
+        communicator: Communicator,
+        learner: Any,
+        dataset: object,
+        batch: int,
+        epochs: float,
+        seed: int,
     ) -> None:
         _check(batch, epochs, seed)
         self.source = checked_source(dataset, WHERE, config)
         if batch > len(self.source):
-            raise UserError(f"batch={batch} is more than the {len(self.source)} samples", WHERE, f"{len(self.source)} or less")
+            raise UserError(
+                f"batch={batch} is more than the {len(self.source)} samples",
+                WHERE,
+                f"{len(self.source)} or less",
+            )
         self.order = Order(len(self.source), seed, config.data.sampling)
         self.batch = batch
         self.total = math.ceil(Fraction(repr(epochs)) * len(self.source))
-        self.config = config.replace(seed=seed, epochs=epochs, batch=config.batch.replace(size=batch))
+        self.config = config.replace(
+            seed=seed, epochs=epochs, batch=config.batch.replace(size=batch)
+        )
         recipe = build_recipe(self.config, len(self.source), None)
-        undivided = self.config.replace(parallel=self.config.parallel.replace(pipeline=1))  # the script has the micro-batches: accumulate()
+        undivided = self.config.replace(
+            parallel=self.config.parallel.replace(pipeline=1)
+        )  # the script has the micro-batches: accumulate()
         self.prefetcher = Prefetcher(undivided, communicator, recipe, self.source, learner)
         self._communicator = communicator
         self._learner = learner
 
     def take(self, p: Progress) -> Any:
-        """This rank's Samples of the step that follows `p`; of a rank that has none, one that does not count."""
+        """This rank's Samples of the step that follows `p`; of a rank that has none, one that does
+        not count."""
         (samples,) = self.prefetcher.take(p).micro_batches
         if not samples.count:
-            first = positions_of_rank(p.samples, 1, 0, 1, p.dataset, self.config.seed, self.config.data.sampling)
-            one = self._learner.to_device(read_in_epochs(self.source, first.samples, first.epochs, self.config.seed))
+            first = positions_of_rank(
+                p.samples, 1, 0, 1, p.dataset, self.config.seed, self.config.data.sampling
+            )
+            one = self._learner.to_device(
+                read_in_epochs(self.source, first.samples, first.epochs, self.config.seed)
+            )
             samples = dataclasses.replace(one, count=0)
         behind = p.advance(self.batch)
-        return dataclasses.replace(samples, step=p.step, epoch=p.epoch, ends_epoch=behind.epoch > p.epoch)
+        return dataclasses.replace(
+            samples, step=p.step, epoch=p.epoch, ends_epoch=behind.epoch > p.epoch
+        )
 
 
 def checked_source(dataset: object, where: str, config: Config) -> Source:
-    """The data set of an own loop, whose integers are checked when they are read. Raises UserError for what is none."""
-    found = as_source(dataset, "the data set", where, config.data.workers, tuple(config.data.inputs), padding_of(config))
+    """The data set of an own loop, whose integers are checked when they are read. Raises UserError
+    for what is none."""
+    found = as_source(
+        dataset,
+        "the data set",
+        where,
+        config.data.workers,
+        tuple(config.data.inputs),
+        padding_of(config),
+    )
     if missing := [name for name in config.data.inputs if name not in found.fields]:
         what = f"data.inputs names {missing[0]}, and the samples have {', '.join(found.fields)}"
-        raise UserError(what, config.where("data.inputs"), "names of the data set's fields, which they keep in each batch")
+        raise UserError(
+            what,
+            config.where("data.inputs"),
+            "names of the data set's fields, which they keep in each batch",
+        )
     return as_declared(found, found.fields)
 
 
@@ -78,7 +114,12 @@ def rows_of(source: Source, rows: np.ndarray, learner: Any) -> Any:
     return dataclasses.replace(learner.to_device(source.read(np.zeros(1, np.int64))), count=0)
 
 
-def check_batch(batch: object, where: str, name: str = "batch", fix: str = "1 or more, over all ranks: batch=256") -> None:
+def check_batch(
+    batch: object,
+    where: str,
+    name: str = "batch",
+    fix: str = "1 or more, over all ranks: batch=256",
+) -> None:
     """Raises UserError where it is no number of samples."""
     if isinstance(batch, bool) or not isinstance(batch, (int, np.integer)) or batch < 1:
         raise UserError(f"{name}={batch!r:.40} is no number of samples", where, fix)
@@ -87,6 +128,12 @@ def check_batch(batch: object, where: str, name: str = "batch", fix: str = "1 or
 def _check(batch: object, epochs: object, seed: object) -> None:
     check_batch(batch, WHERE)
     if isinstance(epochs, bool) or not isinstance(epochs, (int, float)) or not 0 < epochs < 2**31:
-        raise UserError(f"epochs={epochs!r:.40} is no length", WHERE, "a number above 0, as epochs=10 or 0.5")
+        raise UserError(
+            f"epochs={epochs!r:.40} is no length", WHERE, "a number above 0, as epochs=10 or 0.5"
+        )
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise UserError(f"seed={seed!r:.40} is no seed", WHERE, "a whole number from 0 on, the same on every rank")
+        raise UserError(
+            f"seed={seed!r:.40} is no seed",
+            WHERE,
+            "a whole number from 0 on, the same on every rank",
+        )

@@ -1,4 +1,5 @@
-"""Where an own loop is, and what its ranks agree on at a sync point: buffers, sums, stops, checkpoints, events, as the trainer's loop."""
+"""Where an own loop is, and what its ranks agree on at a sync point: buffers, sums, stops,
+checkpoints, events, as the trainer's loop."""
 
 from __future__ import annotations
 
@@ -74,9 +75,11 @@ class SyncPoints:
         self.heartbeat.beat("step", p.epoch, p.step)
 
     def sync(self, *, force: bool = False) -> None:
-        """The sync point after the last step, once: at every log.every_steps, at the end of the samples, and where `force`.
+        """The sync point after the last step, once: at every log.every_steps, at the end of the
+        samples, and where `force`.
 
-        A collective then. Raises Diverged on every rank for numbers that are not finite (guard.nonfinite), and where ranks differ.
+        A collective then. Raises Diverged on every rank for numbers that are not finite
+        (guard.nonfinite), and where ranks differ.
         """
         p = self.now.progress
         every = self.config.log.every_steps
@@ -84,9 +87,15 @@ class SyncPoints:
             return
         make_equal(self, p)
         seconds = time.perf_counter() - self._began_s
-        own: Sums = {"loss": 0.0, "nonfinite": self.learner.read_nonfinite(), "count": float(self._count)}
+        own: Sums = {
+            "loss": 0.0,
+            "nonfinite": self.learner.read_nonfinite(),
+            "count": float(self._count),
+        }
         own |= self.logged.fingerprint() | self.health.flags(p.step)
-        sums = allreduce_sums(self.communicator, own, "context.sums")  # the host waits for the device here
+        sums = allreduce_sums(
+            self.communicator, own, "context.sums"
+        )  # the host waits for the device here
         means = self.logged.read(self.communicator, sums)
         self.confirm()
         now = dataclasses.replace(self.now, seconds=self._clock())
@@ -99,20 +108,28 @@ class SyncPoints:
         self._began_s = time.perf_counter()
 
     def confirm(self) -> None:
-        """Before what all ranks have computed together is written: fails where a rank was lost in it. A collective."""
+        """Before what all ranks have computed together is written: fails where a rank was lost in
+        it. A collective."""
         if self._ranks is not None:
             self._ranks.confirm()
 
     def end_epoch(self) -> None:
-        """The event of an epoch that is over, once: when the script asks for the next batch, or ends its loop. A collective then."""
+        """The event of an epoch that is over, once: when the script asks for the next batch, or
+        ends its loop. A collective then."""
         p = self.now.progress
         if p.epoch == self._told_epoch:
             return
         self._told_epoch = p.epoch
         own: Sums = {"count": float(self._epoch_count)}
-        sums = allreduce_sums(self.communicator, own | self._logged_in_epoch.fingerprint(), "context.epoch")
+        sums = allreduce_sums(
+            self.communicator, own | self._logged_in_epoch.fingerprint(), "context.epoch"
+        )
         means = self._logged_in_epoch.read(self.communicator, sums)
         now = dataclasses.replace(self.now, seconds=self._clock())
-        self.log.emit("epoch", p.step, **epoch_fields(now, means, sums["count"], time.perf_counter() - self._epoch_began_s))
+        self.log.emit(
+            "epoch",
+            p.step,
+            **epoch_fields(now, means, sums["count"], time.perf_counter() - self._epoch_began_s),
+        )
         self._epoch_count = 0
         self._epoch_began_s = time.perf_counter()

@@ -1,4 +1,5 @@
-"""Low-rank adapters in the arrays of a model (model.lora), by name: which arrays are theirs, and weights with adapters put into them."""
+"""Low-rank adapters in the arrays of a model (model.lora), by name: which arrays are theirs, and
+weights with adapters put into them."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def is_adapter(name: str) -> bool:
 
 
 def scale_of(config: Mapping[str, Any]) -> float | None:
-    """What the adapters of a run are multiplied by, by the keys of its configuration; None of a run without model.lora."""
+    """What the adapters of a run are multiplied by, by the keys of its configuration; None of a run
+    without model.lora."""
     if not config.get("model.lora"):
         return None
     rank = config.get("model.lora_rank", 8)
@@ -29,9 +31,11 @@ def scale_of(config: Mapping[str, Any]) -> float | None:
 
 
 def merged(arrays: Mapping[str, np.ndarray], scale: float) -> dict[str, np.ndarray]:
-    """Arrays by name without adapters, in whose layers W + scale B A is in the place of W. One array may have several names.
+    """Arrays by name without adapters, in whose layers W + scale B A is in the place of W. One
+    array may have several names.
 
-    Raises UserError where a layer's weight is another layer's too, which has no adapter: a merge would make two arrays of one.
+    Raises UserError where a layer's weight is another layer's too, which has no adapter: a merge
+    would make two arrays of one.
     """
     found = {name: array for name, array in arrays.items() if not is_adapter(name)}
     sums: dict[int, np.ndarray] = {}  # of each weight with an adapter
@@ -42,8 +46,18 @@ def merged(arrays: Mapping[str, np.ndarray], scale: float) -> dict[str, np.ndarr
             what = f"{layer}{A} has no {layer}.weight or no {layer}{B} beside it"
             raise UserError(what, "model.lora", "the weights of the whole model with its adapters")
         for name, array in found.items():
-            if array is weight and arrays.get(name.removesuffix(".weight") + A) is not arrays[layer + A]:
-                what = f"{layer}.weight has an adapter and is {name} too (tied weights), so a merge would make two arrays of one"
-                raise UserError(what, "model.lora", f"a job that ties neither, or without an adapter of {layer}")
-        sums[id(weight)] = (weight + scale * (b.astype(np.float64) @ arrays[layer + A])).astype(weight.dtype)
+            if (
+                array is weight
+                and arrays.get(name.removesuffix(".weight") + A) is not arrays[layer + A]
+            ):
+                what = (
+                    f"{layer}.weight has an adapter and is {name} too (tied weights), so a merge "
+                    "would make two arrays of one"
+                )
+                raise UserError(
+                    what, "model.lora", f"a job that ties neither, or without an adapter of {layer}"
+                )
+        sums[id(weight)] = (weight + scale * (b.astype(np.float64) @ arrays[layer + A])).astype(
+            weight.dtype
+        )
     return {name: sums.get(id(array), array) for name, array in found.items()}

@@ -1,4 +1,5 @@
-"""Named arrays, as in a checkpoint, their digests and their parts: a Piece, a Cut, and a Layout, which rank has which; batches."""
+"""Named arrays, as in a checkpoint, their digests and their parts: a Piece, a Cut, and a Layout,
+which rank has which; batches."""
 
 from __future__ import annotations
 
@@ -25,23 +26,34 @@ class ArrayStream(NamedTuple):
 
 def as_stream(state: Arrays | ArrayStream) -> ArrayStream:
     """Arrays in memory as a stream."""
-    return state if isinstance(state, ArrayStream) else ArrayStream({n: a.shape for n, a in state.items()}, state.items())
+    return (
+        state
+        if isinstance(state, ArrayStream)
+        else ArrayStream({n: a.shape for n, a in state.items()}, state.items())
+    )
 
 
-# On the host {"x": uint8 (n, H, W, C), "y": int64 (n,)}; after Learner.to_device() arrays of the framework. Further keys, where they apply:
+# On the host {"x": uint8 (n, H, W, C), "y": int64 (n,)}; after Learner.to_device() arrays of the
+# framework. Further keys, where they apply:
 #   "augmentation"          AugmentationParameters of "x"
-#   "partner_x", "partner_y", "partner_augmentation"    the same of the samples that are mixed in, by mixup or CutMix
+# "partner_x", "partner_y", "partner_augmentation"    the same of the samples that are mixed in, by
+# mixup or CutMix
 #   "mixup_weight"          float64 (n,), the weight of "y", and with mixup of "x", in the mixture
-#   "cutmix_box"            int64 (n, 4), the box of "partner_x" that is pasted into "x": top, bottom, left, right
+# "cutmix_box"            int64 (n, 4), the box of "partner_x" that is pasted into "x": top, bottom,
+# left, right
 #   "w"                     float64 (n,), the weight of each sample's loss
-#   "indices", "partner_indices"    int64 (n,), in place of images and labels: samples of a data set that is cached on the device
+# "indices", "partner_indices"    int64 (n,), in place of images and labels: samples of a data set
+# that is cached on the device
 Batch = dict[str, Any]
 _OF_PARTNERS = ("partner_indices", "partner_x", "partner_y", "partner_augmentation")
-BATCH_KEYS = frozenset({"augmentation", "mixup_weight", "cutmix_box", "w", "indices", *_OF_PARTNERS})  # no field has these names
+BATCH_KEYS = frozenset(
+    {"augmentation", "mixup_weight", "cutmix_box", "w", "indices", *_OF_PARTNERS}
+)  # no field has these names
 
 
 def digests(arrays: Iterable[tuple[str, np.ndarray]]) -> dict[str, int]:
-    """64 bits for each named array, over its dtype, shape and bytes; by XXH3, at the speed of memory."""
+    """64 bits for each named array, over its dtype, shape and bytes; by XXH3, at the speed of
+    memory."""
     return {name: _digest_of_parts(array.dtype.str, array.shape, [array]) for name, array in arrays}
 
 
@@ -57,25 +69,34 @@ def _digest_of_parts(dtype: str, shape: tuple[int, ...], parts: Iterable[np.ndar
 
 def combine(each: dict[str, int]) -> str:
     """One digest of 64 bits, as 16 hex digits, from those of named arrays in any order."""
-    return xxhash.xxh3_64_hexdigest("".join(f"{name} {each[name]:x};" for name in sorted(each)).encode())
+    return xxhash.xxh3_64_hexdigest(
+        "".join(f"{name} {each[name]:x};" for name in sorted(each)).encode()
+    )
 
 
 def digest(arrays: Arrays) -> str:
-    """64 bits over names, dtypes, shapes and bytes, as 16 hex digits: differ, but for a collision, where the arrays do."""
+    """64 bits over names, dtypes, shapes and bytes, as 16 hex digits: differ, but for a collision,
+    where the arrays do."""
     return combine(digests(arrays.items()))
 
 
 def digest_as(dtype: str, name: str, array: np.ndarray) -> str:
-    """digest() of one array converted to this type, a piece at a time: it may be mapped from a file, and larger than the memory."""
-    pieces = (array[start : start + _ROWS_AT_ONCE].astype(dtype, copy=False) for start in range(0, len(array), _ROWS_AT_ONCE))
+    """digest() of one array converted to this type, a piece at a time: it may be mapped from a
+    file, and larger than the memory."""
+    pieces = (
+        array[start : start + _ROWS_AT_ONCE].astype(dtype, copy=False)
+        for start in range(0, len(array), _ROWS_AT_ONCE)
+    )
     return combine({name: _digest_of_parts(np.dtype(dtype).str, array.shape, pieces)})
 
 
 class Cut(NamedTuple):
-    """One of the parts into which an array is cut along one axis; arrays are those of numpy or tensors of torch.
+    """One of the parts into which an array is cut along one axis; arrays are those of numpy or
+    tensors of torch.
 
-    The axis may consist of several groups, each of which is cut: queries, keys and values in one matrix, of which a rank has some heads.
-    A group that does not divide evenly is split as numpy.array_split does: the first parts get one more.
+    The axis may consist of several groups, each of which is cut: queries, keys and values in one
+    matrix, of which a rank has some heads. A group that does not divide evenly is split as
+    numpy.array_split does: the first parts get one more.
     """
 
     axis: int = 0
@@ -87,13 +108,21 @@ class Cut(NamedTuple):
     def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the part of a whole of this shape."""
         first, behind, _ = self._stretch(shape)
-        return shape if self.parts == 1 else (*shape[: self.axis], (behind - first) * self.groups, *shape[self.axis + 1 :])
+        return (
+            shape
+            if self.parts == 1
+            else (*shape[: self.axis], (behind - first) * self.groups, *shape[self.axis + 1 :])
+        )
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the whole that has parts of this shape."""
         if self.parts == 1:
             return shape
-        return (*shape[: self.axis], self.length or shape[self.axis] * self.parts, *shape[self.axis + 1 :])
+        return (
+            *shape[: self.axis],
+            self.length or shape[self.axis] * self.parts,
+            *shape[self.axis + 1 :],
+        )
 
     def of(self, whole: Any) -> Any:
         """The part; it may be a view."""
@@ -106,7 +135,8 @@ class Cut(NamedTuple):
         stretches[...] = array.reshape(stretches.shape)
 
     def runs(self, shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Where elements start ... stop - 1 of the part lie in the whole, of this shape: (first, behind the last) of each stretch."""
+        """Where elements start ... stop - 1 of the part lie in the whole, of this shape: (first,
+        behind the last) of each stretch."""
         first, behind, every = self._stretch(shape)
         inner = math.prod(shape[self.axis + 1 :]) if self.parts > 1 else 1
         own = (behind - first) * inner  # elements of the part in each stretch
@@ -118,7 +148,8 @@ class Cut(NamedTuple):
             start += length
 
     def _stretch(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
-        """Bounds in each stretch of the axis: the first row of the part, the one behind its last, and how many the stretch has."""
+        """Bounds in each stretch of the axis: the first row of the part, the one behind its last,
+        and how many the stretch has."""
         if self.parts == 1:
             return 0, math.prod(shape), math.prod(shape)
         every, rest = divmod(shape[self.axis], self.groups)
@@ -142,8 +173,9 @@ WHOLE = Cut()
 class Piece(NamedTuple):
     """Elements start ... stop - 1 of a named array, or of a cut of it, in the order of C.
 
-    read() gives the numbers: of that shape where every rank has all of it, else (stop - start,). What lies in host memory is not copied,
-    and may change in the next step. What lies on a GPU is copied into memory that the next read() of any piece of the learner overwrites.
+    read() gives the numbers: of that shape where every rank has all of it, else (stop - start,).
+    What lies in host memory is not copied, and may change in the next step. What lies on a GPU is
+    copied into memory that the next read() of any piece of the learner overwrites.
     """
 
     name: str
@@ -157,7 +189,8 @@ class Piece(NamedTuple):
     cut: Cut = WHOLE
 
     def runs(self) -> Iterator[tuple[int, int]]:
-        """Where its elements lie in the whole array, in order: (first, behind the last) of each stretch."""
+        """Where its elements lie in the whole array, in order: (first, behind the last) of each
+        stretch."""
         return self.cut.runs(self.shape, self.start, self.stop)
 
     @property
@@ -181,7 +214,9 @@ def whole_arrays(pieces: Iterable[Piece]) -> Iterator[tuple[str, np.ndarray]]:
     return ((piece.name, piece.read()) for piece in pieces if piece.is_whole)
 
 
-Way = Literal["whole", "columns", "rows"]  # columns: outputs are cut; rows: inputs, the tokens of an embedding, or the numbers of a shard
+Way = Literal[
+    "whole", "columns", "rows"
+]  # columns: outputs are cut; rows: inputs, the tokens of an embedding, or the numbers of a shard
 
 
 class Share(NamedTuple):
@@ -209,15 +244,24 @@ class Layout(NamedTuple):
     title: str
     ranks: list[str]  # of each rank its place in the mesh
     rows: list[LayoutRow]
-    together: list[int]  # of each rank a number of its group, whose ranks compute one layer together
-    updates: list[float]  # of each rank the bytes of weights that it updates, whose optimizer state it has
+    together: list[
+        int
+    ]  # of each rank a number of its group, whose ranks compute one layer together
+    updates: list[
+        float
+    ]  # of each rank the bytes of weights that it updates, whose optimizer state it has
     between_stages: str  # what a stage sends the next one; empty without stages
     gradients: str  # what goes over the ranks that have the same weights
     notes: list[str]
 
     def weight_bytes(self, rank: int) -> int:
         held = ((row, part) for row in self.rows if (part := row.held[rank]) is not None)
-        return round(sum(row.whole_bytes + (row.bytes - row.whole_bytes) * (part.stop - part.start) for row, part in held))
+        return round(
+            sum(
+                row.whole_bytes + (row.bytes - row.whole_bytes) * (part.stop - part.start)
+                for row, part in held
+            )
+        )
 
 
 def shown_bytes(count: float) -> str:

@@ -1,15 +1,20 @@
-"""Signals that ask for a checkpoint before the job can listen: remembered from the first line of the program on, and handed over."""
+"""Signals that ask for a checkpoint before the job can listen: remembered from the first line of
+the program on, and handed over."""
 
 from __future__ import annotations
 
 import signal
 from types import FrameType
 
-REMEMBERED = (signal.SIGUSR1, signal.SIGUSR2)  # their default kills; mpirun and srun pass them on to ranks that only start
+REMEMBERED = (
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)  # their default kills; mpirun and srun pass them on to ranks that only start
 
 
 class EarlySignals:
-    """A handler. `received` is 0, or the number of the first signal that came; who installs the next handler reads it."""
+    """A handler. `received` is 0, or the number of the first signal that came; who installs the
+    next handler reads it."""
 
     def __init__(self) -> None:
         self.received = 0

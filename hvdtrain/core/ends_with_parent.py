@@ -1,6 +1,8 @@
-"""A program, `python -I -S ends_with_parent.py PARENT SIGNAL COMMAND...`: becomes COMMAND, which gets SIGNAL when its parent process ends.
+"""A program, `python -I -S ends_with_parent.py PARENT SIGNAL COMMAND...`: becomes COMMAND, which
+gets SIGNAL when its parent process ends.
 
-Only a process itself can ask for that. To do it in a fork of the parent process (`preexec_fn`) may hang where the parent has threads.
+Only a process itself can ask for that. To do it in a fork of the parent process (`preexec_fn`) may
+hang where the parent has threads.
 """
 
 import ctypes
@@ -12,7 +14,8 @@ _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 def end_with_parent(parent: int, at_its_end: int) -> None:
-    """This process gets the signal `at_its_end` when its parent process ends; it ends now where that has ended already."""
+    """This process gets the signal `at_its_end` when its parent process ends; it ends now where
+    that has ended already."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, at_its_end)
     if os.getppid() != parent:  # it ended before the kernel knew
         os._exit(128 + at_its_end)
@@ -21,7 +24,10 @@ def end_with_parent(parent: int, at_its_end: int) -> None:
 def main() -> None:
     parent, at_its_end, *command = sys.argv[1:]
     end_with_parent(int(parent), int(at_its_end))
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and a command inherits that
+    for number in (
+        signal.SIGPIPE,
+        signal.SIGXFSZ,
+    ):  # Python ignores them, and a command inherits that
         signal.signal(number, signal.SIG_DFL)
     try:
         os.execvp(command[0], command)

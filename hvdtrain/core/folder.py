@@ -1,4 +1,5 @@
-"""A folder by its handle: names in it are opened, written and removed below the handle, never through a link, and only regular files."""
+"""A folder by its handle: names in it are opened, written and removed below the handle, never
+through a link, and only regular files."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from types import TracebackType
 from typing import Self
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC  # a pipe is opened without waiting for its other end, then refused
+_FILE = (
+    os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+)  # a pipe is opened without waiting for its other end, then refused
 _KINDS = {
     stat.S_IFLNK: "a link",
     stat.S_IFIFO: "a pipe",
@@ -26,20 +29,27 @@ _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFREG: "a file",
 }
-NO_LINKS = "hvdtrain makes no links, pipes or devices: do not trust this folder; if it is yours, put what is linked in its place"
+NO_LINKS = (
+    "hvdtrain makes no links, pipes or devices: do not trust this folder; if it is yours, put "
+    "what is linked in its place"
+)
 _PIECE_BYTES = 2**20  # that are read at once
-UNFINISHED = ".unfinished"  # the last part of the name of a file that does not have its own name yet
+UNFINISHED = (
+    ".unfinished"  # the last part of the name of a file that does not have its own name yet
+)
 
 
 class WrongKind(OSError):
-    """A link, a pipe, a device or a socket, where a file or a folder of this folder is expected; strerror says which."""
+    """A link, a pipe, a device or a socket, where a file or a folder of this folder is expected;
+    strerror says which."""
 
 
 class Folder:
-    """An open folder. The path that opens it is the user's own and may lead through links; below it no link is followed.
+    """An open folder. The path that opens it is the user's own and may lead through links; below it
+    no link is followed.
 
-    A name is one part of a path: ValueError where it has a slash. All methods raise OSError; of what is no regular file, or no
-    folder of this one, WrongKind. Close it, or use it in a `with`.
+    A name is one part of a path: ValueError where it has a slash. All methods raise OSError; of
+    what is no regular file, or no folder of this one, WrongKind. Close it, or use it in a `with`.
     """
 
     def __init__(self, path: Path, handle: int) -> None:
@@ -48,7 +58,8 @@ class Folder:
 
     @classmethod
     def open(cls, path: Path, *inside: str) -> Self:
-        """The folder at a path, or a folder in it: Folder.open(run, "checkpoints", "step-00000120")."""
+        """The folder at a path, or a folder in it: Folder.open(run, "checkpoints",
+        "step-00000120")."""
         folder = cls(path, os.open(path, _FOLDER))
         for name in inside:
             with folder:
@@ -71,10 +82,13 @@ class Folder:
 
     def folder(self, name: str) -> Self:
         self._check(name, stat.S_IFDIR)
-        return type(self)(self.path / name, os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=self._handle))
+        return type(self)(
+            self.path / name, os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=self._handle)
+        )
 
     def make_folder(self, name: str, *, new: bool = False) -> Self:
-        """The folder of this name, which is made where it is absent; `new`: raises FileExistsError where it is not."""
+        """The folder of this name, which is made where it is absent; `new`: raises FileExistsError
+        where it is not."""
         try:
             os.mkdir(_one_part(name), dir_fd=self._handle)
         except FileExistsError:
@@ -86,14 +100,16 @@ class Folder:
         return sorted(os.listdir(self._handle))
 
     def status(self, name: str) -> os.stat_result | None:
-        """Status of a name itself, not of what a link leads to; None where there is no such name."""
+        """Status of a name itself, not of what a link leads to; None where there is no such
+        name."""
         try:
             return os.stat(_one_part(name), dir_fd=self._handle, follow_symlinks=False)
         except FileNotFoundError:
             return None
 
     def open_file(self, name: str) -> io.BufferedReader:
-        """To be read. Of the file that is there now: what takes its name later does not change what is read."""
+        """To be read. Of the file that is there now: what takes its name later does not change what
+        is read."""
         self._check(name, stat.S_IFREG)  # before it is opened, which may do something to a device
         return io.BufferedReader(self._regular(name, os.O_RDONLY, "rb"))
 
@@ -101,7 +117,9 @@ class Folder:
         """The whole file. Raises ValueError where it is larger."""
         data = bytearray()  # in pieces: a file object allocates all that it is asked for
         with self.open_file(name) as file:
-            while len(data) <= most_bytes and (piece := file.read(min(_PIECE_BYTES, most_bytes + 1 - len(data)))):
+            while len(data) <= most_bytes and (
+                piece := file.read(min(_PIECE_BYTES, most_bytes + 1 - len(data)))
+            ):
                 data += piece
         if len(data) > most_bytes:
             raise ValueError(f"more than {most_bytes} bytes")
@@ -112,7 +130,8 @@ class Folder:
         return io.BufferedWriter(self._regular(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, "wb"))
 
     def append(self, name: str) -> io.FileIO:
-        """To be written at its end, unbuffered; made where it is absent. A file with a second name (a hard link) is copied first."""
+        """To be written at its end, unbuffered; made where it is absent. A file with a second name
+        (a hard link) is copied first."""
         status = self.status(name)
         if status is not None:
             self._check(name, stat.S_IFREG)
@@ -127,7 +146,8 @@ class Folder:
         return self._regular(name, os.O_RDWR, "r+b")
 
     def overwrite(self, name: str) -> io.FileIO:
-        """To be written in place alone, unbuffered: a client of NFS reads no page before it writes a part of it."""
+        """To be written in place alone, unbuffered: a client of NFS reads no page before it writes
+        a part of it."""
         self._check(name, stat.S_IFREG)
         return self._regular(name, os.O_WRONLY, "wb")
 
@@ -139,7 +159,8 @@ class Folder:
 
     @contextmanager
     def replacing(self, name: str) -> Iterator[io.BufferedWriter]:
-        """A new file, which takes the name once the block ends and it is on the disk. Where the block raises, nothing has changed."""
+        """A new file, which takes the name once the block ends and it is on the disk. Where the
+        block raises, nothing has changed."""
         self.status(name)  # raises before much is written under a name that the file system refuses
         unfinished = f".{name[:100]}.{secrets.token_hex(8)}{UNFINISHED}"
         file = self.create(unfinished)
@@ -161,7 +182,9 @@ class Folder:
 
     def rename(self, name: str, new_name: str) -> None:
         """A link is renamed itself, and replaced itself."""
-        os.rename(_one_part(name), _one_part(new_name), src_dir_fd=self._handle, dst_dir_fd=self._handle)
+        os.rename(
+            _one_part(name), _one_part(new_name), src_dir_fd=self._handle, dst_dir_fd=self._handle
+        )
 
     def remove(self, name: str) -> None:
         """A file; of a link the link. Raises IsADirectoryError for a folder."""
@@ -176,15 +199,23 @@ class Folder:
             os.unlink(name, dir_fd=self._handle)
 
     def refuse_links(self, *, below: bool = True) -> None:
-        """Raises WrongKind for a link that leads out of this folder, a pipe or a device, here and `below`: before a library writes here."""
+        """Raises WrongKind for a link that leads out of this folder, a pipe or a device, here and
+        `below`: before a library writes here."""
         top = os.path.realpath(self.path)
         for where, folders, files in os.walk(self.path):
             for name in (*folders, *files):
                 path = os.path.join(where, name)
                 mode = os.lstat(path).st_mode
                 leads_out = stat.S_ISLNK(mode) and not os.path.realpath(path).startswith(f"{top}/")
-                if leads_out or not (stat.S_ISLNK(mode) or stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-                    raise WrongKind(errno.EINVAL, f"{_KINDS.get(stat.S_IFMT(mode), 'of an unknown kind')}, not a file or folder", path)
+                if leads_out or not (
+                    stat.S_ISLNK(mode) or stat.S_ISREG(mode) or stat.S_ISDIR(mode)
+                ):
+                    raise WrongKind(
+                        errno.EINVAL,
+                        f"{_KINDS.get(stat.S_IFMT(mode), 'of an unknown kind')}, not a file or "
+                        "folder",
+                        path,
+                    )
             if not below:
                 break
 
@@ -193,7 +224,8 @@ class Folder:
         return os.path.samestat(os.stat(path), os.fstat(self._handle))
 
     def path_now(self) -> Path | None:
-        """Where this folder is by now, by what the system says; None where it was deleted, or that is not known."""
+        """Where this folder is by now, by what the system says; None where it was deleted, or that
+        is not known."""
         with contextlib.suppress(OSError):
             path = Path(os.readlink(f"/proc/self/fd/{self._handle}"))
             return path if self.is_at(path) else None
@@ -212,12 +244,19 @@ class Folder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _check(self, name: str, kind: int) -> None:
         """Raises WrongKind, FileNotFoundError."""
-        _check_kind(os.stat(_one_part(name), dir_fd=self._handle, follow_symlinks=False).st_mode, kind, name)
+        _check_kind(
+            os.stat(_one_part(name), dir_fd=self._handle, follow_symlinks=False).st_mode, kind, name
+        )
 
     def _regular(self, name: str, flags: int, mode: str) -> io.FileIO:
         handle = os.open(_one_part(name), flags | _FILE, 0o666, dir_fd=self._handle)
@@ -230,7 +269,8 @@ class Folder:
 
 
 def check_regular(path: Path) -> os.stat_result:
-    """The status of a file, which may be behind links. Raises OSError; WrongKind for a pipe or a device, which may have no end."""
+    """The status of a file, which may be behind links. Raises OSError; WrongKind for a pipe or a
+    device, which may have no end."""
     status = path.stat()
     _check_kind(status.st_mode, stat.S_IFREG, str(path))
     return status

@@ -1,4 +1,5 @@
-"""torchvision's CUDA build beside a CPU build of torch, where `import torchvision` fails unless its operators are defined before."""
+"""torchvision's CUDA build beside a CPU build of torch, where `import torchvision` fails unless its
+operators are defined before."""
 
 from __future__ import annotations
 
@@ -20,34 +21,45 @@ _SCHEMAS = (
 )
 _CUDA_LIBRARY = "libtorch_cuda.so"
 _lock = threading.Lock()
-_libraries: list[Any] = []  # torch.library.Library: its definitions vanish when it is garbage-collected
+_libraries: list[
+    Any
+] = []  # torch.library.Library: its definitions vanish when it is garbage-collected
 
 
 def import_torchvision() -> ModuleType:
-    """The module torchvision, with its datasets, transforms and models. Raises UserError where it is missing or its import fails."""
+    """The module torchvision, with its datasets, transforms and models. Raises UserError where it
+    is missing or its import fails."""
     try:
         define_missing_operators()
         return importlib.import_module("torchvision")
     except ModuleNotFoundError as error:
-        raise UserError(f"torchvision cannot be imported: {error}", sys.executable, "pip install torchvision") from error
+        raise UserError(
+            f"torchvision cannot be imported: {error}", sys.executable, "pip install torchvision"
+        ) from error
     except (ImportError, RuntimeError) as error:
         raise _mismatch(error) from error
 
 
 def define_missing_operators() -> None:
-    """Defines torchvision's operators, without code, where its compiled library cannot be loaded: a CUDA build beside a CPU build of torch.
+    """Defines torchvision's operators, without code, where its compiled library cannot be loaded: a
+    CUDA build beside a CPU build of torch.
 
-    PyPI's torchvision is a CUDA build, and its import stops where it refers to the first operator. With the definitions everything works
-    but the operators themselves. Call it before a library or a user's module that may import torchvision; in all other environments it
-    changes nothing, and does not import torch.
+    PyPI's torchvision is a CUDA build, and its import stops where it refers to the first operator.
+    With the definitions everything works but the operators themselves. Call it before a library or
+    a user's module that may import torchvision; in all other environments it changes nothing, and
+    does not import torch.
     """
     if _libraries or "torchvision" in sys.modules or not _is_mismatched():
         return
     import torch
 
-    if _libraries or torch.version.cuda or torch.version.hip:  # an older installation of hvdtrain defines them in that import
+    if (
+        _libraries or torch.version.cuda or torch.version.hip
+    ):  # an older installation of hvdtrain defines them in that import
         return
-    with _lock:  # a thread that imports the model's libraries and the one that builds the task both come here while torch is imported
+    with _lock:
+        # a thread that imports the model's libraries and the one that builds the task both come
+        # here while torch is imported
         if not _libraries:
             library = torch.library.Library("torchvision", "DEF")
             for schema in _SCHEMAS:
@@ -56,10 +68,15 @@ def define_missing_operators() -> None:
 
 
 def _is_mismatched() -> bool:
-    """Whether torchvision's compiled library needs a library that torch does not have; nothing is loaded."""
+    """Whether torchvision's compiled library needs a library that torch does not have; nothing is
+    loaded."""
     try:
         of_torch = any((folder / "lib" / _CUDA_LIBRARY).exists() for folder in _folders("torch"))
-        needed = (_CUDA_LIBRARY.encode() in path.read_bytes() for folder in _folders("torchvision") for path in folder.glob("_C*.so"))
+        needed = (
+            _CUDA_LIBRARY.encode() in path.read_bytes()
+            for folder in _folders("torchvision")
+            for path in folder.glob("_C*.so")
+        )
         return not of_torch and any(needed)
     except (OSError, ValueError):  # a module without a spec: not from a package index
         return False
@@ -74,4 +91,6 @@ def _mismatch(error: Exception) -> UserError:
     import torch
 
     what = f"torchvision does not import beside torch {torch.__version__}: {error}"
-    return UserError(what, sys.executable, "install the torchvision release that belongs to this torch")
+    return UserError(
+        what, sys.executable, "install the torchvision release that belongs to this torch"
+    )

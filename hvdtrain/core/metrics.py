@@ -1,4 +1,5 @@
-"""Metrics as sums over samples, {"loss", "count", ...}: sums add up over steps and ranks; a metric is made of them where it is shown."""
+"""Metrics as sums over samples, {"loss", "count", ...}: sums add up over steps and ranks; a metric
+is made of them where it is shown."""
 
 from __future__ import annotations
 
@@ -11,11 +12,14 @@ import numpy as np
 
 from hvdtrain.errors import UserError
 
-Part = tuple[tuple[np.ndarray, ...], ...]  # what a pass keeps: groups of arrays; all passes have as many groups
+Part = tuple[
+    tuple[np.ndarray, ...], ...
+]  # what a pass keeps: groups of arrays; all passes have as many groups
 
 
 class Parts:
-    """What passes keep of their samples, in their order, where it cannot be added up; among sums "+" puts one behind the other."""
+    """What passes keep of their samples, in their order, where it cannot be added up; among sums
+    "+" puts one behind the other."""
 
     def __init__(self, parts: Sequence[Part] = ()) -> None:
         self._parts = tuple(parts)
@@ -37,10 +41,12 @@ class Parts:
         return self if times else Parts()
 
 
-# {"loss": sum, "right": sum, "count": n}: sums over samples, never means; which they are the task declares. Device scalars, or vectors of
-# a fixed length, during a step; after an allreduce floats and tuples. At a sync point also: "nonfinite" steps; "stop.signal", "stop.time"
-# and "save", the flags of ranks (training/health/monitor.py); "over", whether the job's time is (training/loop.py); "phase.*", "rank.*"
-# and "joules.*" (training/telemetry); and the numbers of the noise scale (recipe/noise.py).
+# {"loss": sum, "right": sum, "count": n}: sums over samples, never means; which they are the task
+# declares. Device scalars, or vectors of a fixed length, during a step; after an allreduce floats
+# and tuples. At a sync point also: "nonfinite" steps; "stop.signal", "stop.time" and "save", the
+# flags of ranks (training/health/monitor.py); "over", whether the job's time is (training/loop.py);
+# "phase.*", "rank.*" and "joules.*" (training/telemetry); and the numbers of the noise scale
+# (recipe/noise.py).
 Sums = dict[str, Any]
 Better = Literal["max", "min"]
 
@@ -85,7 +91,8 @@ def zero_sums(keys: Iterable[str]) -> Sums:
 
 
 def add_sums(a: Sums, b: Sums) -> Sums:
-    """a + b by name; a name that is missing counts as 0. Device scalars stay device scalars, so the host does not wait."""
+    """a + b by name; a name that is missing counts as 0. Device scalars stay device scalars, so the
+    host does not wait."""
     return {name: _add(a.get(name, 0.0), b.get(name, 0.0)) for name in a | b}
 
 
@@ -111,9 +118,15 @@ def scalar(name: str, value: Any, where: str) -> Any:
 
 def check_one_number(name: str, value: Any, where: str) -> None:
     """Raises UserError for what is neither a number nor an array of one. Reads none."""
-    if isinstance(value, (int, float, np.number)) or (hasattr(value, "shape") and math.prod(value.shape) == 1):
+    if isinstance(value, (int, float, np.number)) or (
+        hasattr(value, "shape") and math.prod(value.shape) == 1
+    ):
         return
     if not hasattr(value, "shape"):
-        raise UserError(f"{name} is a {type(value).__name__}, not a number", where, "a number, or a tensor of one")
+        raise UserError(
+            f"{name} is a {type(value).__name__}, not a number",
+            where,
+            "a number, or a tensor of one",
+        )
     what = f"{name} is of shape {tuple(value.shape)}, not one number"
     raise UserError(what, where, f"the mean over this rank's samples: {name}={name}.mean()")

@@ -1,4 +1,5 @@
-"""The line of the user's own code where an exception came from: not that of a library, of Python or of hvdtrain."""
+"""The line of the user's own code where an exception came from: not that of a library, of Python or
+of hvdtrain."""
 
 from __future__ import annotations
 
@@ -6,15 +7,22 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-_OTHERS = (f"{Path(__file__).parents[1]}/", *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")))
+_OTHERS = (
+    f"{Path(__file__).parents[1]}/",
+    *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+)
 
-_INSTALLED = ("/site-packages/", "/dist-packages/")  # also where PYTHONPATH or a module of the cluster has them
+_INSTALLED = (
+    "/site-packages/",
+    "/dist-packages/",
+)  # also where PYTHONPATH or a module of the cluster has them
 _MADE = ("<frozen", "<string")  # by Python itself, as of a dataclass
 _COMPILED = (".pyx", ".pxi", ".pyx.in")  # of Cython, by a path of where it was compiled
 
 
 def own_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """The innermost frame of the user's code, of the exception or of the one that it was raised from; None where there is none."""
+    """The innermost frame of the user's code, of the exception or of the one that it was raised
+    from; None where there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if _is_own(frame.filename)]
     if own:
@@ -31,10 +39,16 @@ def own_line(error: BaseException) -> str:
 def without_frames_of_hvdtrain(error: BaseException) -> str:
     """The traceback of an exception of the user's code, from that code on."""
     found = traceback.TracebackException.from_exception(error)
-    found.stack = traceback.StackSummary.from_list([frame for frame in found.stack if not frame.filename.startswith(_OTHERS[0])])
+    found.stack = traceback.StackSummary.from_list(
+        [frame for frame in found.stack if not frame.filename.startswith(_OTHERS[0])]
+    )
     return "".join(found.format()).rstrip()
 
 
 def _is_own(path: str) -> bool:
     is_installed = any(folder in path for folder in _INSTALLED)
-    return not is_installed and not path.startswith((*_OTHERS, *_MADE)) and not path.endswith(_COMPILED)
+    return (
+        not is_installed
+        and not path.startswith((*_OTHERS, *_MADE))
+        and not path.endswith(_COMPILED)
+    )

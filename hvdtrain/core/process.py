@@ -1,4 +1,5 @@
-"""This process: its end where threads or other ranks may hang, its standard error, the words that start it, a child that ends with it."""
+"""This process: its end where threads or other ranks may hang, its standard error, the words that
+start it, a child that ends with it."""
 
 from __future__ import annotations
 
@@ -23,13 +24,15 @@ _PROGRAM = [sys.executable, "-I", "-S", str(Path(__file__).with_name("ends_with_
 
 
 def exit_now(code: int) -> NoReturn:
-    """Ends this process at once, from any thread, without the clean-up at exit, which would wait for other ranks."""
+    """Ends this process at once, from any thread, without the clean-up at exit, which would wait
+    for other ranks."""
     flush_output()
     os._exit(code)
 
 
 def flush_output() -> None:
-    """Flushes the standard output and the standard error; a closed pipe is ignored, so that it keeps no rank alive."""
+    """Flushes the standard output and the standard error; a closed pipe is ignored, so that it
+    keeps no rank alive."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -38,7 +41,8 @@ def flush_output() -> None:
 class StderrWrite:
     """A write by a thread of its own, which nothing has to wait for.
 
-    A threading.Thread would not do: its start() waits without end where memory is so short that the new thread ends before its first line.
+    A threading.Thread would not do: its start() waits without end where memory is so short that the
+    new thread ends before its first line.
     """
 
     def __init__(self, number: int, data: bytes) -> None:
@@ -67,7 +71,8 @@ class StderrWrite:
 def write_stderr(text: str, wait_s: float = WAIT_S) -> StderrWrite | None:
     """Writes a line or more past Python's buffers, whose lock a thread that hangs may hold.
 
-    Where the reader has paused (Ctrl-S, a full pipe) it waits for at most wait_s, and returns the write that goes on waiting.
+    Where the reader has paused (Ctrl-S, a full pipe) it waits for at most wait_s, and returns the
+    write that goes on waiting.
     """
     number = sys.__stderr__.fileno() if sys.__stderr__ else 2
     write = StderrWrite(number, f"{text}\n".encode(errors="replace"))
@@ -79,7 +84,8 @@ def write_stderr(text: str, wait_s: float = WAIT_S) -> StderrWrite | None:
 
 
 def print_stderr(text: str, wait_s: float = WAIT_S) -> StderrWrite | None:
-    """Prints to what a notebook, a test or the moving display has put in the place of sys.stderr, where one has."""
+    """Prints to what a notebook, a test or the moving display has put in the place of sys.stderr,
+    where one has."""
     if sys.stderr is sys.__stderr__ or sys.stderr is None:
         return write_stderr(text, wait_s)
     with contextlib.suppress(OSError, ValueError):
@@ -94,7 +100,8 @@ def _write_all(number: int, data: bytes) -> None:
 
 
 def command_line(*arguments: str) -> str:
-    """The words that start this program, quoted: `hvdtrain ...` where the shell finds that of this environment, else its path."""
+    """The words that start this program, quoted: `hvdtrain ...` where the shell finds that of this
+    environment, else its path."""
     return shlex.join([*_program(), *arguments])
 
 
@@ -104,7 +111,11 @@ def path_argument(path: Path) -> str:
 
 
 def _program() -> list[str]:
-    folders = [os.path.dirname(sys.executable), sysconfig.get_path("scripts"), sysconfig.get_path("scripts", f"{os.name}_user")]
+    folders = [
+        os.path.dirname(sys.executable),
+        sysconfig.get_path("scripts"),
+        sysconfig.get_path("scripts", f"{os.name}_user"),
+    ]
     scripts = [Path(folder, "hvdtrain") for folder in folders]
     found = shutil.which("hvdtrain")
     if found and any(script.exists() and script.samefile(found) for script in scripts):
@@ -124,7 +135,8 @@ def start_child(
     new_session: bool = False,
     output: IO[bytes] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """A child that gets the signal `at_our_end` when this process ends, for whatever reason; it ends with 127 where it cannot be started.
+    """A child that gets the signal `at_our_end` when this process ends, for whatever reason; it
+    ends with 127 where it cannot be started.
 
     output: for its standard output and error, in place of ours; it reads nothing then.
     """

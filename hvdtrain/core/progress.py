@@ -1,4 +1,5 @@
-"""Progress of a job in samples and steps, the hyperparameters of a step, updates of asynchronous training; seeds made of such counters."""
+"""Progress of a job in samples and steps, the hyperparameters of a step, updates of asynchronous
+training; seeds made of such counters."""
 
 from __future__ import annotations
 
@@ -23,14 +24,21 @@ class Hyper(NamedTuple):
     batch: int  # samples over all ranks
     step: int = 0  # updates done before this one
     noise: float = 0.0  # variance of the noise that is added to each number of the mean gradient
-    sample_noise: float = 0.0  # standard deviation of the random weight of each sample's loss; its mean is 1
-    thaw: tuple[int, ...] = ()  # updates before the first that each entry of model.thaw is trained in
-    together: bool = False  # with comm.local_steps: the ranks reduce the gradient of this step, which comes before comm.local_from
+    sample_noise: float = (
+        0.0  # standard deviation of the random weight of each sample's loss; its mean is 1
+    )
+    thaw: tuple[
+        int, ...
+    ] = ()  # updates before the first that each entry of model.thaw is trained in
+    # with comm.local_steps: the ranks reduce the gradient of this step, which comes before
+    # comm.local_from
+    together: bool = False
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Samples and steps done. Beside the seed and the arrays of the checkpoint it is all that a resume needs."""
+    """Samples and steps done. Beside the seed and the arrays of the checkpoint it is all that a
+    resume needs."""
 
     dataset: int  # samples in one epoch
     total: int  # samples in the whole job, ENDLESS where they do not end it
@@ -61,10 +69,12 @@ class Progress:
 
 
 def fold(*counters: Any) -> Any:
-    """A 64-bit seed from counters: fold(seed, step, rank). Equal on every platform and in every version of every library.
+    """A 64-bit seed from counters: fold(seed, step, rank). Equal on every platform and in every
+    version of every library.
 
     Each counter is an int, or a uint64 array, which gives an array of seeds, one for each element.
-    The mixing function is splitmix64's (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators", fig. 17).
+    The mixing function is splitmix64's (Steele, Lea, Flood 2014, "Fast splittable pseudorandom
+    number generators", fig. 17).
     """
     seed: Any = 0
     for counter in counters:
@@ -98,5 +108,7 @@ class GoOn(NamedTuple):
 
     version: int  # updates done
     ranks: dict[int, int]  # the number that a rank had -> the one that it has
-    sent_again: dict[int, Outstanding]  # by the new number of a worker: its whole gradient, which no update is made from yet
+    sent_again: dict[
+        int, Outstanding
+    ]  # by the new number of a worker: its whole gradient, which no update is made from yet
     given_again: list[int]  # tickets of which no worker that is left has the gradient

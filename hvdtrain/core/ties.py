@@ -1,4 +1,5 @@
-"""Names of one array: a tied weight has two names or more, the first of which is that of the state (Learner.state_dict_names())."""
+"""Names of one array: a tied weight has two names or more, the first of which is that of the state
+(Learner.state_dict_names())."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Ties:
         return {other for name in names for other in self.names_of(name)}
 
     def half_fitted(self, fits: Callable[[str], bool]) -> dict[str, list[str]]:
-        """Names that fit, of arrays that have other names too, which do not: {name: those others}."""
+        """Names that fit, of arrays that have other names too, which do not: {name: those
+        others}."""
         found: dict[str, list[str]] = {}
         for names in self._all.values():
             fitting = [name for name in names if fits(name)]
@@ -43,25 +45,41 @@ class Ties:
         return found
 
     def check_whole(self, fits: Callable[[str], bool], what: str, where: str) -> None:
-        """Raises UserError where patterns fit one name of an array and not another; what: the key with its patterns."""
+        """Raises UserError where patterns fit one name of an array and not another; what: the key
+        with its patterns."""
         for name, others in self.half_fitted(fits).items():
             raise UserError(
-                f"{what} fits {name}, and not {' and '.join(others)}, which is the same array (tied weights)",
+                f"{what} fits {name}, and not {' and '.join(others)}, which is the same array "
+                "(tied weights)",
                 where,
-                f"patterns that fit all its names: {short(', '.join([name, *others]))}; or none of them",
+                f"patterns that fit all its names: {short(', '.join([name, *others]))}; or none "
+                "of them",
             )
 
     def lines(self, names: Collection[str], key: str) -> list[str]:
-        """A line of the header for each array that a key takes by one of its names; names: what the key's patterns fit."""
+        """A line of the header for each array that a key takes by one of its names; names: what the
+        key's patterns fit."""
         half = self.half_fitted(lambda name: name in names)
-        return [f"{key}: {name} is {' and '.join(others)} too (tied weights): it counts for both" for name, others in half.items()]
+        return [
+            f"{key}: {name} is {' and '.join(others)} too (tied weights): it counts for both"
+            for name, others in half.items()
+        ]
 
 
-def check_equal(found: Mapping[str, object], ties: Ties, equal: Callable[[str, str], bool], where: str) -> None:
-    """Raises UserError where a file has different arrays for the names of one array; equal: compares two arrays of the file by name."""
+def check_equal(
+    found: Mapping[str, object], ties: Ties, equal: Callable[[str, str], bool], where: str
+) -> None:
+    """Raises UserError where a file has different arrays for the names of one array; equal:
+    compares two arrays of the file by name."""
     for name in found:
         for other in ties.others(name):
             if other in found and not equal(name, other):
-                what = f"{name} and {other} are one array of the model (tied weights), and the file has two different ones"
-                fix = f"model.weights_names=['{other}=unused.{other}'] leaves one out; or a model that does not tie them"
+                what = (
+                    f"{name} and {other} are one array of the model (tied weights), and the file "
+                    "has two different ones"
+                )
+                fix = (
+                    f"model.weights_names=['{other}=unused.{other}'] leaves one out; or a model "
+                    "that does not tie them"
+                )
                 raise UserError(what, where, fix)

@@ -1,4 +1,5 @@
-"""Mean and standard deviation of each channel of a data set or of a fixed part: the same bits on every rank, in every order of samples."""
+"""Mean and standard deviation of each channel of a data set or of a fixed part: the same bits on
+every rank, in every order of samples."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def channel_stats(x: np.ndarray) -> ChannelStats:
 
 
 def channel_counts(x: np.ndarray) -> np.ndarray:
-    """How often each channel of x, uint8 (n, H, W, C), has each value: int64 (C, 256). Counts of parts of a data set add up."""
+    """How often each channel of x, uint8 (n, H, W, C), has each value: int64 (C, 256). Counts of
+    parts of a data set add up."""
     channels = x.shape[3]
     counts = np.zeros((channels, 256), np.int64)
     samples = max(1, _BLOCK_BYTES // math.prod(x.shape[1:]))
@@ -46,7 +48,8 @@ def stats_of_counts(counts: np.ndarray) -> ChannelStats:
 
 
 def _mean_and_std(counts: list[int]) -> tuple[float, float]:
-    """Mean and deviation of x / 255, from a histogram of 0..255: in integers until the last division, so in any order of sums."""
+    """Mean and deviation of x / 255, from a histogram of 0..255: in integers until the last
+    division, so in any order of sums."""
     pixels = sum(counts)
     total = sum(value * count for value, count in enumerate(counts))
     squares = sum(value * value * count for value, count in enumerate(counts))
@@ -71,14 +74,17 @@ class Images(Protocol):
 def sampled_stats(source: Images) -> ChannelStats:
     """Over a fixed part of the images of a source: exact over that part, and equal on all ranks.
 
-    At most 2,000 images, drawn by counters; fewer of large ones, so that at most 2**28 values are read.
+    At most 2,000 images, drawn by counters; fewer of large ones, so that at most 2**28 values are
+    read.
     """
     values = math.prod(source.shape)
     images = len(source)
     most = max(1, min(_IMAGES, _VALUES // values))
     chosen = np.arange(images)
     if images > most:
-        chosen = np.unique(fold(np.arange(most, dtype=np.uint64)) % np.uint64(images)).astype(np.int64)
+        chosen = np.unique(fold(np.arange(most, dtype=np.uint64)) % np.uint64(images)).astype(
+            np.int64
+        )
     return stats_of_images(source, chosen)
 
 

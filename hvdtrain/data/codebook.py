@@ -1,4 +1,5 @@
-"""Images as sequences of tokens: k-means finds few colours for all of a data set, and a pixel becomes the number of its nearest."""
+"""Images as sequences of tokens: k-means finds few colours for all of a data set, and a pixel
+becomes the number of its nearest."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ class Codebook:
 
 
 class Encoder:
-    """The nearest colour of pixels. A colour is looked up once: a table has those that were seen, 32 MB for three channels."""
+    """The nearest colour of pixels. A colour is looked up once: a table has those that were seen,
+    32 MB for three channels."""
 
     def __init__(self, codebook: Codebook) -> None:
         self._colours = codebook.colours
@@ -68,16 +70,19 @@ class Encoder:
 
 
 def make_codebook(images: Images, colours: int, side: int) -> Codebook:
-    """k-means over pixels that counters draw, the same in every run and on every machine: all arithmetic is in whole numbers.
+    """k-means over pixels that counters draw, the same in every run and on every machine: all
+    arithmetic is in whole numbers.
 
-    The images are reduced to `side` pixels first. Raises UserError where the pixels have fewer colours than are wanted.
+    The images are reduced to `side` pixels first. Raises UserError where the pixels have fewer
+    colours than are wanted.
     """
     found = k_means(draw_pixels(images, side), colours)
     return Codebook(found[np.lexsort(found.T[::-1])])
 
 
 def draw_pixels(images: Images, side: int) -> np.ndarray:
-    """uint8 (n, C): 65,536 pixels of any images and places, in the order in which they are drawn; or less of large images."""
+    """uint8 (n, C): 65,536 pixels of any images and places, in the order in which they are drawn;
+    or less of large images."""
     height, width, channels = images.shape
     draws = np.arange(_PIXELS, dtype=np.uint64)
     samples = (fold(_DRAWN, 0, draws) % np.uint64(len(images))).astype(np.int64)
@@ -96,7 +101,8 @@ def draw_pixels(images: Images, side: int) -> np.ndarray:
 
 
 def reduce_images(x: np.ndarray, side: int) -> np.ndarray:
-    """uint8 (n, H, W, C) -> uint8 (n, side, side, C): each pixel is the rounded mean of a square; `side` divides H = W."""
+    """uint8 (n, H, W, C) -> uint8 (n, side, side, C): each pixel is the rounded mean of a square;
+    `side` divides H = W."""
     n, height, _, channels = x.shape
     factor = height // side
     if factor == 1:
@@ -106,10 +112,11 @@ def reduce_images(x: np.ndarray, side: int) -> np.ndarray:
 
 
 def k_means(pixels: np.ndarray, colours: int) -> np.ndarray:
-    """Lloyd's rounds (1982, "Least squares quantization in PCM") on uint8 (n, C), from its first different colours: uint8 (colours, C).
+    """Lloyd's rounds (1982, "Least squares quantization in PCM") on uint8 (n, C), from its first
+    different colours: uint8 (colours, C).
 
-    Means are rounded to whole numbers. A colour that is the nearest of no pixel becomes the pixel that is farthest from its own.
-    Raises UserError where the pixels have fewer colours.
+    Means are rounded to whole numbers. A colour that is the nearest of no pixel becomes the pixel
+    that is farthest from its own. Raises UserError where the pixels have fewer colours.
     """
     channels = pixels.shape[1]
     numbers, firsts, counts = np.unique(_as_numbers(pixels), return_index=True, return_counts=True)
@@ -120,9 +127,19 @@ def k_means(pixels: np.ndarray, colours: int) -> np.ndarray:
     centres = pixels[np.sort(firsts)[:colours]]
     for _ in range(_ROUNDS):
         own = nearest(points, centres)
-        members = np.bincount(own, counts, minlength=colours).astype(np.int64)  # sums of whole numbers below 2**53: exact
-        sums = np.stack([np.bincount(own, counts * points[:, c].astype(np.int64), minlength=colours) for c in range(channels)], 1)
-        means = (2 * sums.astype(np.int64) + members[:, None]) // np.maximum(2 * members, 1)[:, None]
+        members = np.bincount(own, counts, minlength=colours).astype(
+            np.int64
+        )  # sums of whole numbers below 2**53: exact
+        sums = np.stack(
+            [
+                np.bincount(own, counts * points[:, c].astype(np.int64), minlength=colours)
+                for c in range(channels)
+            ],
+            1,
+        )
+        means = (2 * sums.astype(np.int64) + members[:, None]) // np.maximum(2 * members, 1)[
+            :, None
+        ]
         unused = np.flatnonzero(members == 0)
         errors = np.square(points.astype(np.int64) - centres[own]).sum(1) * counts
         means[unused] = points[np.argsort(-errors, kind="stable")[: len(unused)]]
@@ -133,9 +150,11 @@ def k_means(pixels: np.ndarray, colours: int) -> np.ndarray:
 
 
 def nearest(points: np.ndarray, centres: np.ndarray) -> np.ndarray:
-    """The centre that is nearest to each point, the first of equally near ones: uint8 (n, C), uint8 (k, C) -> int64 (n,).
+    """The centre that is nearest to each point, the first of equally near ones: uint8 (n, C), uint8
+    (k, C) -> int64 (n,).
 
-    |p - c|^2 - |p|^2 = |c|^2 - 2 p c: whole numbers below 2**24, so that float32 has them exactly, in whatever order they are added.
+    |p - c|^2 - |p|^2 = |c|^2 - 2 p c: whole numbers below 2**24, so that float32 has them exactly,
+    in whatever order they are added.
     """
     c = centres.astype(np.float32)
     squares = np.square(c).sum(1)
@@ -157,7 +176,13 @@ def _as_numbers(pixels: np.ndarray) -> np.ndarray:
 
 def _as_colours(numbers: np.ndarray, channels: int) -> np.ndarray:
     """int32 (n,) -> uint8 (n, C), the inverse of _as_numbers()."""
-    return np.stack([(numbers >> 8 * (channels - 1 - channel) & 255).astype(np.uint8) for channel in range(channels)], 1)
+    return np.stack(
+        [
+            (numbers >> 8 * (channels - 1 - channel) & 255).astype(np.uint8)
+            for channel in range(channels)
+        ],
+        1,
+    )
 
 
 FILE = "codebook.json"  # of a run folder
@@ -167,7 +192,8 @@ _ENCODED_VALUES = 2**22  # of pixels encoded at once
 
 @dataclass(frozen=True, eq=False)
 class UnencodedImages:
-    """Images whose tokens wait for a codebook, which is the same on all ranks. Raises UserError where sizes do not fit."""
+    """Images whose tokens wait for a codebook, which is the same on all ranks. Raises UserError
+    where sizes do not fit."""
 
     images: LabelledImages
     side: int | None  # None: as the images are
@@ -176,13 +202,29 @@ class UnencodedImages:
     def __post_init__(self) -> None:
         height, width, channels = self.images.shape
         if height != width or channels not in (1, 3):
-            what = f"images of {height}x{width}x{channels} have no tokens: they need as many rows as columns, and 1 or 3 channels"
-            raise UserError(what, "data.source", "data.source=folder with data.source_options={size: 32, channels: 3}, or other images")
+            what = (
+                f"images of {height}x{width}x{channels} have no tokens: they need as many rows as "
+                "columns, and 1 or 3 channels"
+            )
+            raise UserError(
+                what,
+                "data.source",
+                "data.source=folder with data.source_options={size: 32, channels: 3}, or other "
+                "images",
+            )
         if self.side is not None and (self.side < 1 or height % self.side):
             divisors = ", ".join(str(side) for side in range(1, height + 1) if height % side == 0)
-            raise UserError(f"data.side={self.side} does not divide {height} pixels", "data.side", f"one of {divisors}")
+            raise UserError(
+                f"data.side={self.side} does not divide {height} pixels",
+                "data.side",
+                f"one of {divisors}",
+            )
         if not 2 <= self.colours <= MOST_COLOURS:
-            raise UserError(f"{self.colours} colours are impossible", "data.colours", f"2 to {MOST_COLOURS}; iGPT has 512")
+            raise UserError(
+                f"{self.colours} colours are impossible",
+                "data.colours",
+                f"2 to {MOST_COLOURS}; iGPT has 512",
+            )
 
     @property
     def pixels(self) -> int:
@@ -194,21 +236,27 @@ class UnencodedImages:
         return make_codebook(self.images, self.colours, self.pixels)
 
     def encode(self, codebook: Codebook) -> TokenImages:
-        """All images, once: 5 s for each million different colours of 512, and the images are kept no longer."""
+        """All images, once: 5 s for each million different colours of 512, and the images are kept
+        no longer."""
         images = self.images
         side = self.pixels
         encoder = Encoder(codebook)
-        tokens = np.empty((len(images), side * side), np.uint8 if len(codebook.colours) <= 2**8 else np.uint16)
+        tokens = np.empty(
+            (len(images), side * side), np.uint8 if len(codebook.colours) <= 2**8 else np.uint16
+        )
         block = max(1, _ENCODED_VALUES // math.prod(images.shape))
         for start in range(0, len(images), block):
             rows = np.arange(start, min(start + block, len(images)))
-            tokens[rows] = encoder.encode(reduce_images(images.read(rows)["x"], side)).reshape(len(rows), -1)
+            tokens[rows] = encoder.encode(reduce_images(images.read(rows)["x"], side)).reshape(
+                len(rows), -1
+            )
         return TokenImages(tokens, codebook)
 
 
 @dataclass(frozen=True, eq=False)
 class TokenImages:
-    """A source of {"tokens": int64 (n, side^2 + 1)}: images after a start token, whose number is that of the colours."""
+    """A source of {"tokens": int64 (n, side^2 + 1)}: images after a start token, whose number is
+    that of the colours."""
 
     pixels: np.ndarray  # uint8 or uint16 (n, side^2), each below the number of colours
     codebook: Codebook
@@ -256,11 +304,18 @@ def from_json(content: bytes, where: str) -> Codebook:
     """Raises UserError where the file is damaged."""
     try:
         colours = np.array(json.loads(content)["colours"])
-        if colours.dtype.kind != "i" or colours.ndim != 2 or colours.shape[1] not in (1, 3) or not 2 <= len(colours) <= MOST_COLOURS:
+        if (
+            colours.dtype.kind != "i"
+            or colours.ndim != 2
+            or colours.shape[1] not in (1, 3)
+            or not 2 <= len(colours) <= MOST_COLOURS
+        ):
             raise ValueError(f"{colours.dtype} {colours.shape}")
         if colours.min() < 0 or colours.max() > 255:
             raise ValueError("values outside of 0 to 255")
     except (ValueError, TypeError, LookupError, RecursionError, OverflowError) as error:
         what = f"the codebook is damaged: {type(error).__name__}: {error}"
-        raise UserError(what, where, "restore it from a copy; without it, colours are unknown") from None
+        raise UserError(
+            what, where, "restore it from a copy; without it, colours are unknown"
+        ) from None
     return Codebook(colours.astype(np.uint8))

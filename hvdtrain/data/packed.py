@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hvdtrain.data.ragged import LEAST, Ragged, mask_of
-from hvdtrain.data.source import AroundSource, Field, Foresight, Padding, Source, check_indices, known_lengths, notes_of, read_in_epochs
+from hvdtrain.data.source import (
+    AroundSource,
+    Field,
+    Foresight,
+    Padding,
+    Source,
+    check_indices,
+    known_lengths,
+    notes_of,
+    read_in_epochs,
+)
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,12 +27,17 @@ if TYPE_CHECKING:
 
 TOKENS = "tokens"
 SEGMENTS = "segments"
-PADDING: Mapping[str, Padding] = {TOKENS: Padding(0, "real_tokens")}  # of the sequences before they are packed
-_OPEN = 64  # rows with room, of which a sequence goes into the first that has enough: a set of millions is packed in seconds
+PADDING: Mapping[str, Padding] = {
+    TOKENS: Padding(0, "real_tokens")
+}  # of the sequences before they are packed
+# rows with room, of which a sequence goes into the first that has enough: a set of millions is
+# packed in seconds
+_OPEN = 64
 
 
 def is_packed(fields: Mapping[str, Field]) -> bool:
-    """Whether the fields are those of PackedRows: segments say which tokens are real, and to which sequence each belongs."""
+    """Whether the fields are those of PackedRows: segments say which tokens are real, and to which
+    sequence each belongs."""
     return SEGMENTS in fields and fields[SEGMENTS].is_mask and fields[SEGMENTS].dtype == "int64"
 
 
@@ -34,8 +49,9 @@ def segment_fields(tokens: Field) -> dict[str, Field]:
 def first_fit(lengths: np.ndarray, length: int) -> Ragged:
     """The sequences of each row, int64, of which none has more than `length` tokens in all.
 
-    In their order each goes into the first of the 64 newest rows with room for it, else into a new one (first-fit, Johnson et al. 1974, but
-    for the bound on the rows that are looked at). Sequences of less than two tokens, in which nothing is predicted, are in none.
+    In their order each goes into the first of the 64 newest rows with room for it, else into a new
+    one (first-fit, Johnson et al. 1974, but for the bound on the rows that are looked at).
+    Sequences of less than two tokens, in which nothing is predicted, are in none.
     """
     rows: list[list[int]] = []
     open_rows: list[list[int]] = []
@@ -58,9 +74,11 @@ def first_fit(lengths: np.ndarray, length: int) -> Ragged:
 
 @dataclass(frozen=True, eq=False)
 class PackedRows(AroundSource):
-    """A source whose samples are rows of `length` tokens, in which sequences of another source lie one after the other.
+    """A source whose samples are rows of `length` tokens, in which sequences of another source lie
+    one after the other.
 
-    segments, int64 (length,): 1, 2, ... for the tokens of the first sequence of a row, the second, ...; 0 for the padding behind them.
+    segments, int64 (length,): 1, 2, ... for the tokens of the first sequence of a row, the second,
+    ...; 0 for the padding behind them.
     """
 
     source: Source  # whose field tokens has sequences of different lengths
@@ -72,7 +90,9 @@ class PackedRows(AroundSource):
     @property
     def fields(self) -> Mapping[str, Field]:
         tokens = self.source.fields[TOKENS]
-        return segment_fields(tokens._replace(shape=(self.length, *tokens.shape[1:]), padding=None, ignored=None))
+        return segment_fields(
+            tokens._replace(shape=(self.length, *tokens.shape[1:]), padding=None, ignored=None)
+        )
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -84,25 +104,50 @@ class PackedRows(AroundSource):
 
     def read_in_epochs(self, indices: np.ndarray, epochs: np.ndarray, seed: int) -> Batch:
         sequences, row, segment = self._members(indices)
-        return self._packed(read_in_epochs(self.source, sequences, epochs[row], seed), len(indices), sequences, row, segment)
+        return self._packed(
+            read_in_epochs(self.source, sequences, epochs[row], seed),
+            len(indices),
+            sequences,
+            row,
+            segment,
+        )
 
     def _members(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The sequences of these rows, int64 (m,), in which of them each lies, and its number there from 1 on."""
+        """The sequences of these rows, int64 (m,), in which of them each lies, and its number there
+        from 1 on."""
         check_indices(indices, len(self))
         counts = self.rows.lengths[indices]
         mask = mask_of(counts, int(counts.max(initial=0)))
         row, at = np.nonzero(mask)
         return self.rows.padded(indices, mask.shape[1], -1)[mask], row, at + 1
 
-    def _packed(self, batch: Batch, samples: int, sequences: np.ndarray, row: np.ndarray, segment: np.ndarray) -> Batch:
+    def _packed(
+        self,
+        batch: Batch,
+        samples: int,
+        sequences: np.ndarray,
+        row: np.ndarray,
+        segment: np.ndarray,
+    ) -> Batch:
         tokens = batch[TOKENS]
         mask = batch[self._mask]
         lengths = self.lengths[sequences]
         if len(wrong := np.flatnonzero(mask.sum(1) != lengths)):
-            what = f"sequence {sequences[wrong[0]]} has {mask[wrong[0]].sum()} tokens now, and had {lengths[wrong[0]]} when it was packed"
-            raise UserError(what, "data.pack", "sequences that keep their lengths; or data.pad={tokens: 0} in the place of data.pack")
+            what = (
+                f"sequence {sequences[wrong[0]]} has {mask[wrong[0]].sum()} tokens now, and had "
+                f"{lengths[wrong[0]]} when it was packed"
+            )
+            raise UserError(
+                what,
+                "data.pack",
+                "sequences that keep their lengths; or data.pad={tokens: 0} in the place of "
+                "data.pack",
+            )
         real = mask_of(np.bincount(row, lengths, samples).astype(np.int64), self.length)
-        found = {TOKENS: np.zeros(real.shape, tokens.dtype), SEGMENTS: np.zeros(real.shape, np.int64)}
+        found = {
+            TOKENS: np.zeros(real.shape, tokens.dtype),
+            SEGMENTS: np.zeros(real.shape, np.int64),
+        }
         found[TOKENS][real], found[SEGMENTS][real] = tokens[mask], np.repeat(segment, lengths)
         return found
 
@@ -141,31 +186,48 @@ def packed(source: Source, length: int, name: str, where: str) -> PackedRows:
     Raises UserError where one is longer, none has two tokens, or their lengths are not known.
     """
     if SEGMENTS in source.fields:
-        what = f"the data have a field {SEGMENTS}, and data.pack makes one of the sequences of a row"
+        what = (
+            f"the data have a field {SEGMENTS}, and data.pack makes one of the sequences of a row"
+        )
         raise UserError(what, where, "leave it out of the data, or data.pack where they are packed")
     lengths = _lengths(source, length, where, "data.pack={longest}, or cut the longer ones")
     rows = first_fit(lengths, length)
     if not len(rows):
-        raise UserError(f"no {name} sequence has two tokens: nothing is predicted", where, "sequences of two tokens or more")
+        raise UserError(
+            f"no {name} sequence has two tokens: nothing is predicted",
+            where,
+            "sequences of two tokens or more",
+        )
     used = lengths[rows.values]
     share = used.sum() / (len(rows) * length)
-    note = f"{name}: {len(used):,} sequences in {len(rows):,} rows of {length:,} tokens, {share:.1%} of which are real"
+    note = (
+        f"{name}: {len(used):,} sequences in {len(rows):,} rows of {length:,} tokens, {share:.1%} "
+        "of which are real"
+    )
     if len(used) < len(lengths):
         note += f"; left out, as nothing is predicted in one token: {len(lengths) - len(used):,}"
     return PackedRows(source, rows, lengths, length, note)
 
 
 def each_alone(source: Source, length: int, where: str) -> PackedRows:
-    """The source with one sequence in each row: what a trained model is asked of. Raises UserError where one is longer."""
+    """The source with one sequence in each row: what a trained model is asked of. Raises UserError
+    where one is longer."""
     lengths = _lengths(source, length, where, f"sequences of at most {length} tokens")
-    return PackedRows(source, Ragged(np.arange(len(source)), np.arange(len(source) + 1)), lengths, length)
+    return PackedRows(
+        source, Ragged(np.arange(len(source)), np.arange(len(source) + 1)), lengths, length
+    )
 
 
 def _lengths(source: Source, length: int, where: str, fix: str) -> np.ndarray:
     lengths = known_lengths(source, TOKENS)
     if lengths is None:
         what = "the lengths of the sequences are known only when they are read"
-        raise UserError(what, where, "data.pad={tokens: 0} in the place of data.pack; or known_lengths('tokens') of the source")
+        raise UserError(
+            what,
+            where,
+            "data.pad={tokens: 0} in the place of data.pack; or known_lengths('tokens') of the "
+            "source",
+        )
     if len(longer := np.flatnonzero(lengths > length)):
         what = f"sequence {longer[0]} has {lengths[longer[0]]:,} tokens, and a row has {length:,}"
         raise UserError(what, where, fix.format(longest=lengths.max()))

@@ -1,4 +1,5 @@
-"""Samples of different lengths: their rows one after the other, padded to the longest of those that are read together."""
+"""Samples of different lengths: their rows one after the other, padded to the longest of those that
+are read together."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ LEAST = 2  # rows that a sample is padded to: of a language one token is read, a
 
 
 def padded_length(lengths: np.ndarray, longest: int) -> int:
-    """To how many rows samples of these lengths are padded: those of the longest of them, or of no samples `longest`."""
+    """To how many rows samples of these lengths are padded: those of the longest of them, or of no
+    samples `longest`."""
     return max(min(LEAST, longest), int(lengths.max())) if len(lengths) else longest
 
 
@@ -32,7 +34,8 @@ def mask_of(lengths: np.ndarray, rows: int) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Arrays (length, ...) of samples, one after the other: sample i is values[edges[i] : edges[i + 1]]."""
+    """Arrays (length, ...) of samples, one after the other: sample i is values[edges[i] : edges[i +
+    1]]."""
 
     values: np.ndarray
     edges: np.ndarray  # int64 (n + 1,), from 0 on
@@ -46,7 +49,8 @@ class Ragged:
         return np.diff(self.edges)
 
     def padded(self, indices: np.ndarray, rows: int, value: float) -> np.ndarray:
-        """(n, rows, ...): the samples at `indices`, none of which is longer, and `value` behind each."""
+        """(n, rows, ...): the samples at `indices`, none of which is longer, and `value` behind
+        each."""
         mask = mask_of(self.lengths[indices], rows)
         found = np.full((*mask.shape, *self.values.shape[1:]), value, self.values.dtype)
         found[mask] = self.values[(self.edges[indices][:, None] + np.arange(rows))[mask]]
@@ -57,26 +61,36 @@ def ragged(samples: Sequence[np.ndarray], what: str, where: str) -> Ragged:
     """The arrays as one. Raises UserError where they are not alike but for their first axis."""
     first = next((sample for sample in samples if len(sample)), samples[0])
     for number, sample in enumerate(samples):
-        alike = sample.shape[1:] == first.shape[1:] and (sample.dtype.kind == first.dtype.kind or not len(sample))
+        alike = sample.shape[1:] == first.shape[1:] and (
+            sample.dtype.kind == first.dtype.kind or not len(sample)
+        )
         if not alike:
-            shown = f"sample {number} of {what} is {sample.dtype} {sample.shape}, and another one {first.dtype} {first.shape}"
+            shown = (
+                f"sample {number} of {what} is {sample.dtype} {sample.shape}, and another one "
+                f"{first.dtype} {first.shape}"
+            )
             raise UserError(shown, where, "the same type, and the same shape behind the first axis")
     edges = np.cumsum([0, *map(len, samples)], dtype=np.int64)
-    return Ragged(np.concatenate([sample for sample in samples if len(sample)] or samples[:1]), edges)
+    return Ragged(
+        np.concatenate([sample for sample in samples if len(sample)] or samples[:1]), edges
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class PaddedArrays:
     """A source of arrays in memory, of which some have samples of different lengths.
 
-    A read pads these to the longest sample that it reads, and tells by the mask of each which rows are real. Raises UserError where the
-    arrays do not have the same samples, or a number is not finite.
+    A read pads these to the longest sample that it reads, and tells by the mask of each which rows
+    are real. Raises UserError where the arrays do not have the same samples, or a number is not
+    finite.
     """
 
     arrays: Mapping[str, np.ndarray | Ragged]
     padding: Mapping[str, Padding]  # of each Ragged
     where: str  # a path or a name, for messages
-    longest: Mapping[str, int] = field(default_factory=dict)  # of another set too, in place of the arrays' own
+    longest: Mapping[str, int] = field(
+        default_factory=dict
+    )  # of another set too, in place of the arrays' own
     values: Mapping[str, int] = field(default_factory=dict)  # Field.values
     nested_inputs: tuple[str, ...] = ()
     reads_from_memory = True
@@ -84,11 +98,21 @@ class PaddedArrays:
     def __post_init__(self) -> None:
         if len({len(array) for array in self.arrays.values()}) > 1:
             shown = ", ".join(f"{len(array):,} of {name}" for name, array in self.arrays.items())
-            raise UserError(f"the fields do not have the same samples: {shown}", self.where, "one array of each for each sample")
+            raise UserError(
+                f"the fields do not have the same samples: {shown}",
+                self.where,
+                "one array of each for each sample",
+            )
         for name, kind in self.fields.items():
             array = self.arrays.get(name)
             if isinstance(array, Ragged):
-                check_numbers(name, array.values, kind, self.where, np.repeat(np.arange(len(array)), array.lengths))
+                check_numbers(
+                    name,
+                    array.values,
+                    kind,
+                    self.where,
+                    np.repeat(np.arange(len(array)), array.lengths),
+                )
             elif array is not None:
                 check_numbers(name, array, kind, self.where)
 
@@ -99,7 +123,11 @@ class PaddedArrays:
             if isinstance(array, Ragged):
                 own = int(array.lengths.max(initial=0))
                 shape = (max(LEAST, own, self.longest.get(name, 0)), *array.values.shape[1:])
-                found |= padded_fields(name, Field(str(array.values.dtype), shape, self.values.get(name, 0)), self.padding[name])
+                found |= padded_fields(
+                    name,
+                    Field(str(array.values.dtype), shape, self.values.get(name, 0)),
+                    self.padding[name],
+                )
             else:
                 found[name] = Field(str(array.dtype), array.shape[1:], self.values.get(name, 0))
         return found
@@ -136,28 +164,58 @@ class PaddedArrays:
         return self.identity()
 
     def identity(self) -> dict[str, str]:
-        parts = {f"{name} edges": array.edges for name, array in self.arrays.items() if isinstance(array, Ragged)}
-        whole = {name: array.values if isinstance(array, Ragged) else array for name, array in self.arrays.items()}
-        return {"arrays": digest({name: np.ascontiguousarray(array) for name, array in (whole | parts).items()})}
+        parts = {
+            f"{name} edges": array.edges
+            for name, array in self.arrays.items()
+            if isinstance(array, Ragged)
+        }
+        whole = {
+            name: array.values if isinstance(array, Ragged) else array
+            for name, array in self.arrays.items()
+        }
+        return {
+            "arrays": digest(
+                {name: np.ascontiguousarray(array) for name, array in (whole | parts).items()}
+            )
+        }
 
 
 def padded_fields(name: str, kind: Field, padding: Padding) -> dict[str, Field]:
     """The field of samples of at most kind.shape[0] rows, and its mask."""
     is_outside = bool(kind.values) and not 0 <= padding.value < kind.values
-    found = kind._replace(padding=padding, ignored=int(padding.value) if is_outside else kind.ignored)
+    found = kind._replace(
+        padding=padding, ignored=int(padding.value) if is_outside else kind.ignored
+    )
     return {name: found, padding.mask: Field("bool", kind.shape[:1], padding=Padding(False, ""))}
 
 
 def check_padding(padding: Mapping[str, Padding], dtypes: Mapping[str, str], where: str) -> None:
-    """Raises UserError where there is no such field, a mask has the name of another field, or a field cannot have the value."""
+    """Raises UserError where there is no such field, a mask has the name of another field, or a
+    field cannot have the value."""
     for name, pad in padding.items():
         if name not in dtypes:
             fix = "a field of the data, or leave it out"
-            raise UserError(f"the data have {', '.join(dtypes)}, and no {name!r} for data.pad or data.pack", where, fix)
-        if pad.mask in dtypes or not pad.mask.isidentifier() or [one.mask for one in padding.values()].count(pad.mask) > 1:
+            raise UserError(
+                f"the data have {', '.join(dtypes)}, and no {name!r} for data.pad or data.pack",
+                where,
+                fix,
+            )
+        if (
+            pad.mask in dtypes
+            or not pad.mask.isidentifier()
+            or [one.mask for one in padding.values()].count(pad.mask) > 1
+        ):
             fix = f"another name: data.mask={{{name}: real}}"
-            raise UserError(f"the mask of {name} is called {pad.mask!r}, which is no name or another field's", where, fix)
+            raise UserError(
+                f"the mask of {name} is called {pad.mask!r}, which is no name or another field's",
+                where,
+                fix,
+            )
         with np.errstate(over="ignore"):
             is_exact = np.array(pad.value).astype(dtypes[name]) == pad.value
         if not is_exact:
-            raise UserError(f"data.pad has {pad.value:g} for {name}, which is {dtypes[name]}", where, f"a number that {dtypes[name]} has")
+            raise UserError(
+                f"data.pad has {pad.value:g} for {name}, which is {dtypes[name]}",
+                where,
+                f"a number that {dtypes[name]} has",
+            )

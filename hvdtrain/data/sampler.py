@@ -1,8 +1,8 @@
 """Which samples a rank reads, as a pure function of the samples consumed.
 
-The job reads one endless stream of samples. Position p of the stream is in epoch p // dataset, and holds sample
-order(seed, epoch, dataset)[p % dataset]; with weights it holds the sample that (seed, p) draws. A step reads the next `batch` positions,
-divided among the ranks.
+The job reads one endless stream of samples. Position p of the stream is in epoch p // dataset, and
+holds sample order(seed, epoch, dataset)[p % dataset]; with weights it holds the sample that (seed,
+p) draws. A step reads the next `batch` positions, divided among the ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import numpy as np
 
 from hvdtrain.core.progress import fold
 
-LARGEST_SORTED = 2**24  # samples whose order is one array, 128 MiB; that of more is computed position by position
+LARGEST_SORTED = (
+    2**24
+)  # samples whose order is one array, 128 MiB; that of more is computed position by position
 
 _EVALUATION = 2**63  # in place of an epoch: no epoch of training has this order
 
@@ -25,17 +27,23 @@ Sampling = Literal["global", "partition"]
 
 
 class Positions(NamedTuple):
-    """Positions of the stream: the sample at each position, and its epoch. Both arrays have the same length."""
+    """Positions of the stream: the sample at each position, and its epoch. Both arrays have the
+    same length."""
 
     samples: np.ndarray  # int64 (n,), each in 0 ... dataset - 1
-    epochs: np.ndarray  # int64 (n,), non-decreasing; of draws with replacement the position, so that each has random numbers of its own
+    # int64 (n,), non-decreasing; of draws with replacement the position, so that each has random
+    # numbers of its own
+    epochs: np.ndarray
 
     def part(self, low: int, high: int) -> Positions:
         return Positions(self.samples[low:high], self.epochs[low:high])
 
     def split(self, parts: int) -> list[Positions]:
-        """Contiguous parts whose lengths differ by at most 1, the longer ones first, as numpy.array_split makes them."""
-        pairs = zip(np.array_split(self.samples, parts), np.array_split(self.epochs, parts), strict=True)
+        """Contiguous parts whose lengths differ by at most 1, the longer ones first, as
+        numpy.array_split makes them."""
+        pairs = zip(
+            np.array_split(self.samples, parts), np.array_split(self.epochs, parts), strict=True
+        )
         return [Positions(samples, epochs) for samples, epochs in pairs]
 
 
@@ -48,7 +56,8 @@ class _EpochRange(NamedTuple):
 
 
 class BlockShuffle(NamedTuple):
-    """A shuffle for data of which neighbouring samples are read together: blocks in a random order, samples shuffled within a window."""
+    """A shuffle for data of which neighbouring samples are read together: blocks in a random order,
+    samples shuffled within a window."""
 
     block: int  # samples, neighbours in the data set; the last block may have fewer
     window: int  # blocks, neighbours in the order of an epoch
@@ -60,7 +69,8 @@ class BlockShuffle(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class WeightedDraws:
-    """Draws with replacement: each position holds sample i with probability weights[i] / sum(weights), whatever the others hold.
+    """Draws with replacement: each position holds sample i with probability weights[i] /
+    sum(weights), whatever the others hold.
 
     An epoch is as many draws as there are samples.
     """
@@ -79,13 +89,18 @@ class WeightedDraws:
     def positions(self, start: int, count: int, dataset: int, seed: int) -> Positions:
         assert len(self.weights) == dataset, (len(self.weights), dataset)
         positions = np.arange(start, start + count)
-        shares = (fold(seed, _DRAWS, positions.astype(np.uint64)) >> np.uint64(11)) * 2.0**-53  # in [0, 1)
+        shares = (
+            fold(seed, _DRAWS, positions.astype(np.uint64)) >> np.uint64(11)
+        ) * 2.0**-53  # in [0, 1)
         samples = np.searchsorted(self._sums, shares * self._sums[-1], "right")
-        return Positions(np.minimum(samples, self._last).astype(np.int64, copy=False), positions)  # a product may round up to the sum
+        return Positions(
+            np.minimum(samples, self._last).astype(np.int64, copy=False), positions
+        )  # a product may round up to the sum
 
 
 class BlocksOfRanks(NamedTuple):
-    """A full shuffle, of whose steps each rank takes blocks of neighbours that other ranks do not, as far as shares are equal.
+    """A full shuffle, of whose steps each rank takes blocks of neighbours that other ranks do not,
+    as far as shares are equal.
 
     The blocks have a random order in each epoch, by which the samples of a step are sorted.
     """
@@ -95,7 +110,9 @@ class BlocksOfRanks(NamedTuple):
     def positions(self, start: int, count: int, dataset: int, seed: int) -> Positions:
         """Positions of the stream, those of an epoch by block."""
         samples, epochs = positions_of_rank(start, count, 0, 1, dataset, seed)
-        places = fold(fold(seed, _OWNERS), epochs.astype(np.uint64), (samples // self.block).astype(np.uint64))
+        places = fold(
+            fold(seed, _OWNERS), epochs.astype(np.uint64), (samples // self.block).astype(np.uint64)
+        )
         order = np.lexsort((places, epochs))
         return Positions(samples[order], epochs[order])
 
@@ -119,16 +136,25 @@ def positions_of_rank(
 
     Invariants, for either sampling:
     - the ranks together read each of the positions once, for any `size`;
-    - in the `dataset` positions of an epoch each sample is read once, but for draws with replacement;
-    - the result depends on the arguments alone, so a job can start at any position without reading earlier ones.
+    - in the `dataset` positions of an epoch each sample is read once, but for draws with
+      replacement;
+    - the result depends on the arguments alone, so a job can start at any position without reading
+      earlier ones.
 
     "global": rank r reads the r-th contiguous share of the positions; shares differ by at most 1.
-    "partition": rank r reads every position whose index in its epoch is r modulo size. During an epoch a rank reads the same 1 / size of
-    the data set for any batch size; shares differ by at most 1 for each epoch that the positions touch.
-    shuffle: "global" only; the positions of a window of BlockShuffle, or of a step of BlocksOfRanks, are divided by block, so that few
-    blocks are read by two ranks.
+    "partition": rank r reads every position whose index in its epoch is r modulo size. During an
+    epoch a rank reads the same 1 / size of the data set for any batch size; shares differ by at
+    most 1 for each epoch that the positions touch. shuffle: "global" only; the positions of a
+    window of BlockShuffle, or of a step of BlocksOfRanks, are divided by block, so that few blocks
+    are read by two ranks.
     """
-    assert start >= 0 and count >= 0 and 0 <= rank < size and dataset > 0, (start, count, rank, size, dataset)
+    assert start >= 0 and count >= 0 and 0 <= rank < size and dataset > 0, (
+        start,
+        count,
+        rank,
+        size,
+        dataset,
+    )
     assert sampling in ("global", "partition"), sampling
     if shuffle is not None:
         assert sampling == "global", sampling
@@ -137,7 +163,10 @@ def positions_of_rank(
     stride = 1
     if sampling == "partition":
         stride = size
-        ranges = [part._replace(first=part.first + (rank - part.first) % size) for part in _epochs(start, start + count, dataset)]
+        ranges = [
+            part._replace(first=part.first + (rank - part.first) % size)
+            for part in _epochs(start, start + count, dataset)
+        ]
     else:
         low, high = share_bounds(count, rank, size)
         ranges = list(_epochs(start + low, start + high, dataset))
@@ -160,10 +189,12 @@ def parts_of_rank(
     sampling: Sampling = "global",
     shuffle: Shuffle | None = None,
 ) -> list[Positions]:
-    """This rank's share of each of so many contiguous parts of the positions [start, start + count), the longer parts first.
+    """This rank's share of each of so many contiguous parts of the positions [start, start +
+    count), the longer parts first.
 
-    A part has the same positions for any `size`. "global": the shares of a part are contiguous and differ by at most 1, as do the
-    shares that ranks have of all positions; one part is divided as positions_of_rank() divides.
+    A part has the same positions for any `size`. "global": the shares of a part are contiguous and
+    differ by at most 1, as do the shares that ranks have of all positions; one part is divided as
+    positions_of_rank() divides.
     """
     if parts == 1:
         return [positions_of_rank(start, count, rank, size, dataset, seed, sampling, shuffle)]
@@ -172,20 +203,30 @@ def parts_of_rank(
         first = _dealt_below(count, part, parts)
         last = _dealt_below(count, part + 1, parts)
         if sampling == "partition":
-            found.append(positions_of_rank(start + first, last - first, rank, size, dataset, seed, sampling))
+            found.append(
+                positions_of_rank(start + first, last - first, rank, size, dataset, seed, sampling)
+            )
             continue
         low, high = _share_of_part(first, last, rank, size)
         if shuffle is not None:
-            found.append(shuffle.positions(start + first, last - first, dataset, seed).part(low - first, high - first))
+            found.append(
+                shuffle.positions(start + first, last - first, dataset, seed).part(
+                    low - first, high - first
+                )
+            )
             continue
         found.append(positions_of_rank(start + low, high - low, 0, 1, dataset, seed))
     return found
 
 
-def parts_by_length(step: Positions, lengths: np.ndarray, parts: int, rank: int, size: int) -> list[Positions]:
-    """This rank's share of each of so many parts of a step's positions: samples of similar lengths are in one part, and on one rank.
+def parts_by_length(
+    step: Positions, lengths: np.ndarray, parts: int, rank: int, size: int
+) -> list[Positions]:
+    """This rank's share of each of so many parts of a step's positions: samples of similar lengths
+    are in one part, and on one rank.
 
-    step: all positions of the step; lengths: int64 (dataset,). Parts and shares have as many positions as those of parts_of_rank().
+    step: all positions of the step; lengths: int64 (dataset,). Parts and shares have as many
+    positions as those of parts_of_rank().
     """
     order = np.argsort(lengths[step.samples], kind="stable")
     step = Positions(step.samples[order], step.epochs[order])
@@ -199,7 +240,9 @@ def parts_by_length(step: Positions, lengths: np.ndarray, parts: int, rank: int,
 
 def _share_of_part(first: int, last: int, rank: int, size: int) -> tuple[int, int]:
     """[low, high): the rank's contiguous share of the part [first, last) of a step."""
-    low, high = (first + _dealt_below(last, r, size) - _dealt_below(first, r, size) for r in (rank, rank + 1))
+    low, high = (
+        first + _dealt_below(last, r, size) - _dealt_below(first, r, size) for r in (rank, rank + 1)
+    )
     return low, high
 
 
@@ -208,18 +251,28 @@ def _dealt_below(count: int, rank: int, size: int) -> int:
     return count // size * rank + min(count % size, rank)
 
 
-def indices(start: int, count: int, rank: int, size: int, dataset: int, seed: int, sampling: Sampling = "global") -> np.ndarray:
+def indices(
+    start: int,
+    count: int,
+    rank: int,
+    size: int,
+    dataset: int,
+    seed: int,
+    sampling: Sampling = "global",
+) -> np.ndarray:
     """The samples of positions_of_rank(), int64 (n,)."""
     return positions_of_rank(start, count, rank, size, dataset, seed, sampling).samples
 
 
 def share_bounds(count: int, rank: int, size: int) -> tuple[int, int]:
-    """[low, high): the rank's contiguous share of range(count). Shares differ by at most 1, and each index is in one share."""
+    """[low, high): the rank's contiguous share of range(count). Shares differ by at most 1, and
+    each index is in one share."""
     return count * rank // size, count * (rank + 1) // size
 
 
 def evaluation_batches(samples: int, batch: int, rank: int, size: int) -> list[np.ndarray]:
-    """This rank's share of range(samples) in batches of at most `batch`, int64 (n,) each; the shares of all ranks have each sample once.
+    """This rank's share of range(samples) in batches of at most `batch`, int64 (n,) each; the
+    shares of all ranks have each sample once.
 
     Every rank has equally many batches; the last may be empty.
     """
@@ -229,19 +282,26 @@ def evaluation_batches(samples: int, batch: int, rank: int, size: int) -> list[n
 
 
 def evaluated_samples(samples: int, count: int, seed: int) -> np.ndarray:
-    """`count` of range(samples), rising, int64 (count,): those that the keyed permutation of `seed` puts first, in memory of their own."""
+    """`count` of range(samples), rising, int64 (count,): those that the keyed permutation of `seed`
+    puts first, in memory of their own."""
     return np.sort(permuted(np.arange(count), samples, seed, _EVALUATION))
 
 
-def largest_share(start: int, count: int, size: int, dataset: int, sampling: Sampling = "global") -> int:
-    """An upper bound of len(indices(start, count, ...)) over all ranks; the same number on every rank."""
+def largest_share(
+    start: int, count: int, size: int, dataset: int, sampling: Sampling = "global"
+) -> int:
+    """An upper bound of len(indices(start, count, ...)) over all ranks; the same number on every
+    rank."""
     if sampling == "global":
         return -(-count // size)
-    return sum(-(-(last - first) // size) for _, first, last in _epochs(start, start + count, dataset))
+    return sum(
+        -(-(last - first) // size) for _, first, last in _epochs(start, start + count, dataset)
+    )
 
 
 def shuffle_version(dataset: int) -> str | None:
-    """What a checkpoint names the order of so many samples by; None for the order of permutation(), which has no other version."""
+    """What a checkpoint names the order of so many samples by; None for the order of permutation(),
+    which has no other version."""
     return KEYED_VERSION if dataset > LARGEST_SORTED else None
 
 
@@ -249,13 +309,18 @@ def _order(seed: int, epoch: int, dataset: int, positions: range) -> np.ndarray:
     """The samples at these positions of one epoch, int64 (len(positions),)."""
     if dataset <= LARGEST_SORTED:
         return permutation(seed, epoch, dataset)[positions.start : positions.stop : positions.step]
-    return permuted(np.arange(positions.start, positions.stop, positions.step), dataset, seed, epoch)
+    return permuted(
+        np.arange(positions.start, positions.stop, positions.step), dataset, seed, epoch
+    )
 
 
 @lru_cache(maxsize=4)
 def permutation(seed: int, epoch: int, dataset: int) -> np.ndarray:
-    """The order of one epoch, int64 (dataset,), read-only: 7 ms for 60,000 samples, then cached. Equal for every version of numpy."""
-    order = np.argsort(fold(seed, epoch, np.arange(dataset, dtype=np.uint64)), kind="stable").astype(np.int64, copy=False)
+    """The order of one epoch, int64 (dataset,), read-only: 7 ms for 60,000 samples, then cached.
+    Equal for every version of numpy."""
+    order = np.argsort(
+        fold(seed, epoch, np.arange(dataset, dtype=np.uint64)), kind="stable"
+    ).astype(np.int64, copy=False)
     order.setflags(write=False)
     return order
 
@@ -275,16 +340,24 @@ def _by_block(start: int, count: int, dataset: int, seed: int, shuffle: BlockShu
     return Positions(np.concatenate(samples), np.concatenate(epochs))
 
 
-def shuffled_by_blocks(seed: int, epoch: int, dataset: int, shuffle: BlockShuffle, first: int, last: int) -> np.ndarray:
-    """The samples at positions [first, last) of one epoch, int64. Each sample is in an epoch once; all depends on the arguments alone.
+def shuffled_by_blocks(
+    seed: int, epoch: int, dataset: int, shuffle: BlockShuffle, first: int, last: int
+) -> np.ndarray:
+    """The samples at positions [first, last) of one epoch, int64. Each sample is in an epoch once;
+    all depends on the arguments alone.
 
-    The blocks of an epoch are shuffled; of each `window` of them, in that order, all samples are shuffled. So samples that are neighbours
-    in the order are of one block with a probability of about 1 / window.
+    The blocks of an epoch are shuffled; of each `window` of them, in that order, all samples are
+    shuffled. So samples that are neighbours in the order are of one block with a probability of
+    about 1 / window.
     """
-    return np.concatenate([np.empty(0, np.int64), *_pieces(seed, epoch, dataset, shuffle, first, last)])
+    return np.concatenate(
+        [np.empty(0, np.int64), *_pieces(seed, epoch, dataset, shuffle, first, last)]
+    )
 
 
-def _pieces(seed: int, epoch: int, dataset: int, shuffle: BlockShuffle, first: int, last: int) -> Iterator[np.ndarray]:
+def _pieces(
+    seed: int, epoch: int, dataset: int, shuffle: BlockShuffle, first: int, last: int
+) -> Iterator[np.ndarray]:
     """The positions [first, last) of one epoch by window."""
     _, edges = _windows(seed, epoch, dataset, shuffle)
     window = int(np.searchsorted(edges, first, "right")) - 1
@@ -297,13 +370,18 @@ def _pieces(seed: int, epoch: int, dataset: int, shuffle: BlockShuffle, first: i
 
 
 @lru_cache(maxsize=4)
-def _windows(seed: int, epoch: int, dataset: int, shuffle: BlockShuffle) -> tuple[np.ndarray, np.ndarray]:
-    """The blocks of one epoch in their order, and the positions at which windows begin, with the end of the epoch."""
+def _windows(
+    seed: int, epoch: int, dataset: int, shuffle: BlockShuffle
+) -> tuple[np.ndarray, np.ndarray]:
+    """The blocks of one epoch in their order, and the positions at which windows begin, with the
+    end of the epoch."""
     blocks = -(-dataset // shuffle.block)
     order = permutation(fold(seed, _BLOCKS), epoch, blocks)
     sizes = np.where(order == blocks - 1, dataset - (blocks - 1) * shuffle.block, shuffle.block)
     ends = np.cumsum(sizes)
-    return order, np.concatenate([[0], ends[shuffle.window - 1 : -1 : shuffle.window], [dataset]]).astype(np.int64)
+    return order, np.concatenate(
+        [[0], ends[shuffle.window - 1 : -1 : shuffle.window], [dataset]]
+    ).astype(np.int64)
 
 
 @lru_cache(maxsize=8)
@@ -327,17 +405,21 @@ def _epochs(start: int, stop: int, dataset: int) -> Iterator[_EpochRange]:
         start += last - first
 
 
-KEYED_VERSION = "feistel-1"  # of the order of permuted(), which a checkpoint names: another number of rounds would be another order
+# of the order of permuted(), which a checkpoint names: another number of rounds would be another
+# order
+KEYED_VERSION = "feistel-1"
 _ROUNDS = 16
 _STREAM = 0x66656973  # of counters, apart from those of other random numbers
 
 
 def permuted(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
-    """What a permutation of 0 ... n - 1, drawn by (seed, epoch), has at `positions`: int64 (m,) for int64 (m,), each in 0 ... n - 1.
+    """What a permutation of 0 ... n - 1, drawn by (seed, epoch), has at `positions`: int64 (m,) for
+    int64 (m,), each in 0 ... n - 1.
 
-    A Feistel network on pairs (left, right) of Z_b x Z_a with a b >= n, whose rounds add a hash of one half to the other (Black, Rogaway
-    2002, "Ciphers with arbitrary finite domains", method 3); what falls on n ... a b - 1 is permuted again until it does not (cycle
-    walking, method 2). With a = ceil(sqrt(n)) that is one position in b at most. Equal for every version of numpy.
+    A Feistel network on pairs (left, right) of Z_b x Z_a with a b >= n, whose rounds add a hash of
+    one half to the other (Black, Rogaway 2002, "Ciphers with arbitrary finite domains", method 3);
+    what falls on n ... a b - 1 is permuted again until it does not (cycle walking, method 2). With
+    a = ceil(sqrt(n)) that is one position in b at most. Equal for every version of numpy.
     """
     a = math.isqrt(n - 1) + 1
     b = -(-n // a)
@@ -367,7 +449,8 @@ def _remainder(x: np.ndarray, divisor: int) -> np.ndarray:
 
 
 def _hash(x: np.ndarray) -> np.ndarray:
-    """63 bits for each of x, uint64 (m,), which is overwritten: splitmix64's mixing function, as core/progress.py has it."""
+    """63 bits for each of x, uint64 (m,), which is overwritten: splitmix64's mixing function, as
+    core/progress.py has it."""
     x ^= x >> np.uint64(30)
     x *= np.uint64(0xBF58476D1CE4E5B9)
     x ^= x >> np.uint64(27)

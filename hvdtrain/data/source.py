@@ -25,7 +25,8 @@ LARGE_BYTES = 2**30  # of arrays that are not read whole at the start of a job
 
 
 class Padding(NamedTuple):
-    """What stands behind the rows of a sample that is shorter than another one that is read with it."""
+    """What stands behind the rows of a sample that is shorter than another one that is read with
+    it."""
 
     value: float
     mask: str  # the field, bool (T,), that says which rows are real; empty: this is a mask itself
@@ -35,7 +36,8 @@ _TARGETS = ("y", "label", "labels", "target", "targets")
 
 
 def padded_by(field: str) -> str:
-    """The words that pad a field: targets by what torch's cross_entropy() ignores, since a 0 there would be a class."""
+    """The words that pad a field: targets by what torch's cross_entropy() ignores, since a 0 there
+    would be a class."""
     return f"data.pad={{{field}: {-100 if field in _TARGETS else 0}}}"
 
 
@@ -45,12 +47,20 @@ class Field(NamedTuple):
     dtype: str  # as numpy calls it: "uint8", "int64", "float32"
     shape: tuple[int, ...]  # of one sample
     values: int = 0  # integers are in 0 ... values - 1; 0: any number
-    ignored: int | None = None  # a further value that integers may have: of samples that a task leaves out
-    padding: Padding | None = None  # samples have 0 to shape[0] rows: a read pads to the longest that it reads
+    ignored: int | None = (
+        None  # a further value that integers may have: of samples that a task leaves out
+    )
+    padding: Padding | None = (
+        None  # samples have 0 to shape[0] rows: a read pads to the longest that it reads
+    )
 
     def __str__(self) -> str:
         below = f" below {self.values:,}" if self.values else ""
-        shape = f"{self.shape}" if self.padding is None else f"(up to {self.shape[0]}{''.join(f', {size}' for size in self.shape[1:])})"
+        shape = (
+            f"{self.shape}"
+            if self.padding is None
+            else f"(up to {self.shape[0]}{''.join(f', {size}' for size in self.shape[1:])})"
+        )
         return f"{self.dtype} {shape}{below}"
 
     @property
@@ -59,14 +69,20 @@ class Field(NamedTuple):
         return self.padding is not None and not self.padding.mask
 
     def fits(self, other: Field) -> bool:
-        """Whether a model for samples of this shape takes those of another field: of different lengths those that are not longer."""
+        """Whether a model for samples of this shape takes those of another field: of different
+        lengths those that are not longer."""
         if self.padding is None or other.padding is None:
             return self.shape == other.shape and self.padding == other.padding
         return self.shape[1:] == other.shape[1:] and self.shape[0] >= other.shape[0]
 
     def facts(self) -> list[Any]:
         """Plain values of JSON, of which field_of_facts() makes it again."""
-        return [self.dtype, list(self.shape), self.values, *([] if self.padding is None else [list(self.padding)])]
+        return [
+            self.dtype,
+            list(self.shape),
+            self.values,
+            *([] if self.padding is None else [list(self.padding)]),
+        ]
 
 
 def field_of_facts(facts: Sequence[Any]) -> Field:
@@ -79,11 +95,15 @@ def field_of_facts(facts: Sequence[Any]) -> Field:
     is_number = isinstance(value, (int, float)) and isinstance(mask, str)
     if len(padding) > 1 or not is_number or not shape:
         raise ValueError("impossible padding")
-    return found._replace(padding=Padding(value, mask), ignored=int(value) if values and not 0 <= value < values else None)
+    return found._replace(
+        padding=Padding(value, mask),
+        ignored=int(value) if values and not 0 <= value < values else None,
+    )
 
 
 class Foresight(NamedTuple):
-    """What a source can make of it that it knows which samples are read next: of neighbours that are decoded together it keeps some."""
+    """What a source can make of it that it knows which samples are read next: of neighbours that
+    are decoded together it keeps some."""
 
     samples: int  # of the set
     rows: int  # neighbours that are decoded together
@@ -91,13 +111,18 @@ class Foresight(NamedTuple):
 
     @property
     def ahead(self) -> int:
-        """Samples to know in advance, so that 0.85 of `kept` are in memory, and seldom more than `kept`.
+        """Samples to know in advance, so that 0.85 of `kept` are in memory, and seldom more than
+        `kept`.
 
-        Of L next samples L^2 / (2 (L + samples / rows)) are: a block is decoded once in L + samples / rows reads, and what it
-        has of the next L waits for L / 2 of them.
+        Of L next samples L^2 / (2 (L + samples / rows)) are: a block is decoded once in L + samples
+        / rows reads, and what it has of the next L waits for L / 2 of them.
         """
         most = 0.85 * self.kept
-        return min(self.samples, _MOST_AHEAD, int(most + (most**2 + 2 * most * self.samples / self.rows) ** 0.5))
+        return min(
+            self.samples,
+            _MOST_AHEAD,
+            int(most + (most**2 + 2 * most * self.samples / self.rows) ** 0.5),
+        )
 
     @property
     def decoded(self) -> float:
@@ -112,7 +137,8 @@ class Foresight(NamedTuple):
 class Source(Protocol):
     """Samples by index, each with named fields: no rank, no randomness, no framework.
 
-    One whose samples change from epoch to epoch has read_in_epochs(indices, epochs, seed) too; read() is then of evaluations.
+    One whose samples change from epoch to epoch has read_in_epochs(indices, epochs, seed) too;
+    read() is then of evaluations.
     """
 
     @property
@@ -122,13 +148,15 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, indices: np.ndarray) -> Batch:
-        """{name: array (n, *shape)} for each field, in fresh arrays. Safe to call from several threads.
+        """{name: array (n, *shape)} for each field, in fresh arrays. Safe to call from several
+        threads.
 
         Raises UserError for a damaged sample.
         """
 
     def digests(self, seed: int) -> dict[str, str]:
-        """64 bits over the samples in their order, as 16 hex digits, by what they are of: "labels", "images".
+        """64 bits over the samples in their order, as 16 hex digits, by what they are of: "labels",
+        "images".
 
         Of all samples, or where that takes long of some that the seed draws.
         """
@@ -139,7 +167,8 @@ class Source(Protocol):
 
 @runtime_checkable
 class LabelledImages(Source, Protocol):
-    """A source of {"x": uint8 (n, H, W, C), "y": int64 (n,)}: images, each with the number of its class."""
+    """A source of {"x": uint8 (n, H, W, C), "y": int64 (n,)}: images, each with the number of its
+    class."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -162,11 +191,13 @@ class LabelledImages(Source, Protocol):
         """64 bits over all labels in their order, as 16 hex digits."""
 
     def image_digest(self, seed: int) -> str:
-        """64 bits over the images in their order: all of them, or where that takes long some that the seed draws."""
+        """64 bits over the images in their order: all of them, or where that takes long some that
+        the seed draws."""
 
 
 class ImagesBase:
-    """What labelled images have where they do not say otherwise: digests of all labels and of some images, statistics of at most 2,000."""
+    """What labelled images have where they do not say otherwise: digests of all labels and of some
+    images, statistics of at most 2,000."""
 
     @property
     def fields(self: LabelledImages) -> dict[str, Field]:
@@ -242,7 +273,8 @@ _DRAWN = 0x64726177  # a stream of counters apart from those of the sampler
 
 
 def digest_of_some(source: LabelledImages, seed: int) -> str:
-    """A digest of at most 64 images and their labels, fewer of large ones: drawn by counters, equal on all ranks."""
+    """A digest of at most 64 images and their labels, fewer of large ones: drawn by counters, equal
+    on all ranks."""
     most = max(1, min(_DIGEST_IMAGES, _DIGEST_VALUES // math.prod(source.shape)))
     drawn = fold(seed, _DRAWN, np.arange(most, dtype=np.uint64)) % np.uint64(len(source))
     batch = source.read(np.unique(drawn).astype(np.int64))
@@ -251,14 +283,17 @@ def digest_of_some(source: LabelledImages, seed: int) -> str:
 
 @dataclass(frozen=True, eq=False)
 class NamedArrays:
-    """A source of arrays (n, ...) of any type and shape, in memory or memory-mapped: one for each field.
+    """A source of arrays (n, ...) of any type and shape, in memory or memory-mapped: one for each
+    field.
 
-    Raises UserError where they do not have the same samples, an integer is outside of 0 ... values - 1, or a number is not finite: of more
-    than LARGE_BYTES when a sample is read.
+    Raises UserError where they do not have the same samples, an integer is outside of 0 ... values
+    - 1, or a number is not finite: of more than LARGE_BYTES when a sample is read.
     """
 
     arrays: Mapping[str, np.ndarray]
-    values: Mapping[str, int] = field(default_factory=dict)  # Field.values of the integer fields that have a bound
+    values: Mapping[str, int] = field(
+        default_factory=dict
+    )  # Field.values of the integer fields that have a bound
     where: str = ""  # a path or a name, for messages
     ignored: Mapping[str, int] = field(default_factory=dict)  # Field.ignored, where it is set
     nested_inputs: tuple[str, ...] = ()
@@ -266,15 +301,26 @@ class NamedArrays:
     def __post_init__(self) -> None:
         lengths = {name: len(array) if array.ndim else -1 for name, array in self.arrays.items()}
         if not lengths or min(lengths.values()) < 0 or len(set(lengths.values())) > 1:
-            shown = ", ".join(f"{name} {_describe(array)}" for name, array in self.arrays.items()) or "none"
-            raise UserError(f"the arrays do not have the same samples: {shown}", self.where, "one row of each array for each sample")
+            shown = (
+                ", ".join(f"{name} {_describe(array)}" for name, array in self.arrays.items())
+                or "none"
+            )
+            raise UserError(
+                f"the arrays do not have the same samples: {shown}",
+                self.where,
+                "one row of each array for each sample",
+            )
         for name, array in self.arrays.items():
-            check_numbers(name, array[:0] if self.is_large else array, self.fields[name], self.where)
+            check_numbers(
+                name, array[:0] if self.is_large else array, self.fields[name], self.where
+            )
 
     @property
     def fields(self) -> dict[str, Field]:
         return {
-            name: Field(str(array.dtype), array.shape[1:], self.values.get(name, 0), self.ignored.get(name))
+            name: Field(
+                str(array.dtype), array.shape[1:], self.values.get(name, 0), self.ignored.get(name)
+            )
             for name, array in self.arrays.items()
         }
 
@@ -298,11 +344,16 @@ class NamedArrays:
 
     def identity(self) -> dict[str, str]:
         rows = _rows_of_digest(len(self)) if self.is_large else slice(None)
-        return {"arrays": digest({name: np.ascontiguousarray(array[rows]) for name, array in self.arrays.items()})}
+        return {
+            "arrays": digest(
+                {name: np.ascontiguousarray(array[rows]) for name, array in self.arrays.items()}
+            )
+        }
 
     @property
     def is_large(self) -> bool:
-        """Whether reading all of it at the start would take long: its numbers are then checked when they are read."""
+        """Whether reading all of it at the start would take long: its numbers are then checked when
+        they are read."""
         return sum(array.nbytes for array in self.arrays.values()) > LARGE_BYTES
 
 
@@ -311,13 +362,20 @@ def _rows_of_digest(samples: int) -> np.ndarray:
     return np.unique(fold(np.arange(4096, dtype=np.uint64)) % np.uint64(samples)).astype(np.int64)
 
 
-def check_numbers(name: str, array: np.ndarray, field: Field, where: str, samples: np.ndarray | None = None) -> None:
-    """Raises UserError where one is not finite, or is no integer that the field may have; reads about 16 MB at once.
+def check_numbers(
+    name: str, array: np.ndarray, field: Field, where: str, samples: np.ndarray | None = None
+) -> None:
+    """Raises UserError where one is not finite, or is no integer that the field may have; reads
+    about 16 MB at once.
 
     samples: the numbers of the rows, for the message; None: from 0 on.
     """
     if array.dtype.kind not in "iufb":
-        raise UserError(f"field {name} is {_describe(array)}, expected numbers", where, "convert it to integers or floats")
+        raise UserError(
+            f"field {name} is {_describe(array)}, expected numbers",
+            where,
+            "convert it to integers or floats",
+        )
     is_float = array.dtype.kind == "f"
     values = field.values
     if not is_float and not values:
@@ -332,20 +390,35 @@ def check_numbers(name: str, array: np.ndarray, field: Field, where: str, sample
             first = tuple(int(axis[0]) for axis in np.nonzero(wrong))
             expected = "a finite number" if is_float else f"0 to {values - 1}"
             sample = start + first[0] if samples is None else samples[start + first[0]]
-            fix = "replace it, or leave the sample out" if is_float else _fix_of_integers(name, values)
-            raise UserError(f"field {name} of sample {sample} has {part[first]}, expected {expected}", where, fix)
+            fix = (
+                "replace it, or leave the sample out"
+                if is_float
+                else _fix_of_integers(name, values)
+            )
+            raise UserError(
+                f"field {name} of sample {sample} has {part[first]}, expected {expected}",
+                where,
+                fix,
+            )
 
 
 def _fix_of_integers(name: str, values: int) -> str:
     if name != "y":
         return "count from 0; `values` of the field is how many there are"
-    fix = f"labels count from 0 to {values - 1}: y - 1 where they begin at 1, leave the sample out where it has no class"
-    return f"{fix}, or task.ignore_label=N of task.name=classification, which keeps samples of label N out of loss and metrics"
+    fix = (
+        f"labels count from 0 to {values - 1}: y - 1 where they begin at 1, leave the sample out "
+        "where it has no class"
+    )
+    return (
+        f"{fix}, or task.ignore_label=N of task.name=classification, which keeps samples of label "
+        "N out of loss and metrics"
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class ArraySource(ImagesBase):
-    """A source in memory, or in a memory-mapped file. Raises UserError where the arrays are not as described."""
+    """A source in memory, or in a memory-mapped file. Raises UserError where the arrays are not as
+    described."""
 
     x: np.ndarray  # uint8 (n, H, W, C)
     y: np.ndarray  # integers (n,), each in 0..classes-1
@@ -356,12 +429,22 @@ class ArraySource(ImagesBase):
 
     def __post_init__(self) -> None:
         if self.x.dtype != np.uint8 or self.x.ndim != 4 or 0 in self.x.shape:
-            raise UserError(f"images are {_describe(self.x)}, expected uint8 (n, H, W, C) with no dimension 0", self.where)
+            raise UserError(
+                f"images are {_describe(self.x)}, expected uint8 (n, H, W, C) with no dimension 0",
+                self.where,
+            )
         if self.y.dtype.kind not in "iu" or self.y.shape != self.x.shape[:1]:
-            raise UserError(f"labels are {_describe(self.y)}, expected integers ({len(self.x)},), one for each image", self.where)
+            raise UserError(
+                f"labels are {_describe(self.y)}, expected integers ({len(self.x)},), one for "
+                "each image",
+                self.where,
+            )
         first = first_outside(self.y, self.classes)
         if first is not None:
-            raise UserError(f"label {self.y[first]} of sample {first} is outside 0..{self.classes - 1}", self.where)
+            raise UserError(
+                f"label {self.y[first]} of sample {first} is outside 0..{self.classes - 1}",
+                self.where,
+            )
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -392,7 +475,8 @@ def digest_of_labels(y: np.ndarray) -> str:
 
 
 def first_outside(y: np.ndarray, classes: int) -> int | None:
-    """Which of the labels, integers (n,), is the first that is not in 0..classes-1; a piece at a time: they may be mapped from a file."""
+    """Which of the labels, integers (n,), is the first that is not in 0..classes-1; a piece at a
+    time: they may be mapped from a file."""
     for start in range(0, len(y), _LABELS):
         part = y[start : start + _LABELS]
         wrong = np.flatnonzero((part < 0) | (part >= classes))
@@ -402,24 +486,32 @@ def first_outside(y: np.ndarray, classes: int) -> int | None:
 
 
 def read_labels(y: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """The labels of some samples, as a batch has them: int64. All of them are kept in the type that the data have."""
+    """The labels of some samples, as a batch has them: int64. All of them are kept in the type that
+    the data have."""
     return y[indices].astype(np.int64, copy=False)
 
 
 def smallest(y: np.ndarray) -> np.ndarray:
-    """Integers (n,) in the smallest type that has them: a byte for each label of up to 256 classes."""
-    return y.astype(np.result_type(np.min_scalar_type(y.min()), np.min_scalar_type(y.max()))) if len(y) else y
+    """Integers (n,) in the smallest type that has them: a byte for each label of up to 256
+    classes."""
+    return (
+        y.astype(np.result_type(np.min_scalar_type(y.min()), np.min_scalar_type(y.max())))
+        if len(y)
+        else y
+    )
 
 
 def arrays_in_memory(source: Source) -> Mapping[str, np.ndarray] | None:
-    """The whole arrays of a source by field, where reading a sample is a copy from them; else None."""
+    """The whole arrays of a source by field, where reading a sample is a copy from them; else
+    None."""
     if isinstance(source, ArraySource):
         return {"x": source.x, "y": source.y.astype(np.int64, copy=False)}
     return source.arrays if isinstance(source, NamedArrays) else None
 
 
 def known_labels(source: Source) -> np.ndarray | None:
-    """Integers (n,), the field y of every sample, where no sample has to be read for them; else None."""
+    """Integers (n,), the field y of every sample, where no sample has to be read for them; else
+    None."""
     if isinstance(source, LabelledImages):
         return source.labels()
     method = getattr(source, "known_labels", None)
@@ -428,34 +520,39 @@ def known_labels(source: Source) -> np.ndarray | None:
 
 
 def known_lengths(source: Source, name: str) -> np.ndarray | None:
-    """int64 (n,): how many rows of a field each sample has, where they differ and no sample has to be read for them; else None."""
+    """int64 (n,): how many rows of a field each sample has, where they differ and no sample has to
+    be read for them; else None."""
     method = getattr(source, "known_lengths", None)
     found: np.ndarray | None = None if method is None else method(name)
     return found
 
 
 def known_stats(source: Source, name: str, indices: np.ndarray | None = None) -> np.ndarray | None:
-    """Mean and deviation of a field over all samples, or some, float64 (2, C) by its last axis, where the source knows them; else None."""
+    """Mean and deviation of a field over all samples, or some, float64 (2, C) by its last axis,
+    where the source knows them; else None."""
     method = getattr(source, "known_stats", None)
     found: np.ndarray | None = None if method is None else method(name, indices)
     return found
 
 
 def read_in_epochs(source: Source, indices: np.ndarray, epochs: np.ndarray, seed: int) -> Batch:
-    """The samples as they are trained on in these epochs, int64 (n,): a source whose samples change with the epoch has this as a method."""
+    """The samples as they are trained on in these epochs, int64 (n,): a source whose samples change
+    with the epoch has this as a method."""
     method = getattr(source, "read_in_epochs", None)
     found: Batch = source.read(indices) if method is None else method(indices, epochs, seed)
     return found
 
 
 def foresight(source: Source) -> Foresight | None:
-    """What the source makes of samples that it knows of in advance, by expect(); None where it reads no faster with them."""
+    """What the source makes of samples that it knows of in advance, by expect(); None where it
+    reads no faster with them."""
     found: Foresight | None = getattr(source, "foresight", None)
     return found
 
 
 def expect(source: Source, indices: np.ndarray, anew: bool) -> None:
-    """Tells a source with foresight() that these samples, int64 (n,), will be read after all that were told; anew: no others will be.
+    """Tells a source with foresight() that these samples, int64 (n,), will be read after all that
+    were told; anew: no others will be.
 
     What is read does not depend on it, only how fast. A sample is told as often as it will be read.
     """
@@ -473,17 +570,20 @@ def notes_of(source: Source) -> tuple[str, ...]:
 
 
 def nested_inputs(source: Source) -> tuple[str, ...]:
-    """The fields that the data have inside of x, as {"x": {"image": ..., "table": ...}}: inputs of a model."""
+    """The fields that the data have inside of x, as {"x": {"image": ..., "table": ...}}: inputs of
+    a model."""
     return tuple(getattr(source, "nested_inputs", ()))
 
 
 def crops_at_random(source: Source) -> bool:
-    """Whether read_in_epochs() gives random boxes of whole images, for augment.resized_crop: such a batch is not cropped again."""
+    """Whether read_in_epochs() gives random boxes of whole images, for augment.resized_crop: such a
+    batch is not cropped again."""
     return bool(getattr(source, "crops_at_random", False))
 
 
 def reads_in_process(source: Source) -> bool:
-    """Whether reading runs the user's own code in this process: then on the thread that needs the samples, and on no other."""
+    """Whether reading runs the user's own code in this process: then on the thread that needs the
+    samples, and on no other."""
     return bool(getattr(source, "reads_in_process", False))
 
 

@@ -1,4 +1,5 @@
-"""Data sets made of another one: part of it, some of its fields, the two parts of a training set, images under other label numbers."""
+"""Data sets made of another one: part of it, some of its fields, the two parts of a training set,
+images under other label numbers."""
 
 from __future__ import annotations
 
@@ -44,28 +45,39 @@ class Division(NamedTuple):
 
 
 def divide(source: Source, val_share: float, labels: np.ndarray | None = None) -> Division:
-    """Two parts, each sample in one: val_share of the samples validates, of labelled images of each class, the same ones in every run.
+    """Two parts, each sample in one: val_share of the samples validates, of labelled images of each
+    class, the same ones in every run.
 
     labels: integers (n,) of the classes of other samples.
 
-    A class with at least two samples has one in each part; the only sample of a class is trained on.
-    Raises UserError where nothing is left to validate with.
+    A class with at least two samples has one in each part; the only sample of a class is trained
+    on. Raises UserError where nothing is left to validate with.
     """
     if isinstance(source, LabelledImages):
         labels = source.labels()
-    labels = np.zeros(len(source), np.int64) if labels is None else np.unique(labels, return_inverse=True)[1]
+    labels = (
+        np.zeros(len(source), np.int64)
+        if labels is None
+        else np.unique(labels, return_inverse=True)[1]
+    )
     validates = validation_mask(labels, val_share)
     if not validates.any():
         what = f"no class has the two samples that data.val_share={val_share:g} needs"
         raise UserError(what, "data.val_share", "more samples, or a validation set of its own")
-    return Division(subset(source, np.flatnonzero(~validates)), subset(source, np.flatnonzero(validates)))
+    return Division(
+        subset(source, np.flatnonzero(~validates)), subset(source, np.flatnonzero(validates))
+    )
 
 
 def validation_mask(labels: np.ndarray, share: float) -> np.ndarray:
     """bool (n,): which samples validate; labels from 0 on."""
     count = np.bincount(labels)
-    wanted = np.minimum(np.maximum(np.rint(share * count).astype(np.int64), 1), count - 1)  # of each class; -1 of a class without samples
-    order = np.lexsort((fold(_SEED, np.arange(len(labels), dtype=np.uint64)), labels))  # by class, within it in an order of its own
+    wanted = np.minimum(
+        np.maximum(np.rint(share * count).astype(np.int64), 1), count - 1
+    )  # of each class; -1 of a class without samples
+    order = np.lexsort(
+        (fold(_SEED, np.arange(len(labels), dtype=np.uint64)), labels)
+    )  # by class, within it in an order of its own
     first_of_class = np.cumsum(count) - count
     mask = np.empty(len(labels), bool)
     mask[order] = np.arange(len(labels)) - first_of_class[labels[order]] < wanted[labels[order]]
@@ -76,7 +88,11 @@ def subset(source: Source, indices: np.ndarray) -> Source:
     """The samples at `indices`, in memory where the source is."""
     if isinstance(source, ArraySource):
         return replace(source, x=source.x[indices], y=source.y[indices])
-    return SubsetOfImages(source, indices) if isinstance(source, LabelledImages) else Subset(source, indices)
+    return (
+        SubsetOfImages(source, indices)
+        if isinstance(source, LabelledImages)
+        else Subset(source, indices)
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +117,9 @@ class Subset(AroundSource):
         expect(self.source, self.indices[indices], anew)
 
     def known_stats(self, name: str, indices: np.ndarray | None = None) -> np.ndarray | None:
-        return known_stats(self.source, name, self.indices if indices is None else self.indices[indices])
+        return known_stats(
+            self.source, name, self.indices if indices is None else self.indices[indices]
+        )
 
     def known_labels(self) -> np.ndarray | None:
         labels = known_labels(self.source)
@@ -126,7 +144,10 @@ def without_fields(source: Source, names: Sequence[str]) -> Source:
     if isinstance(source, Subset):
         return replace(source, source=without_fields(source.source, names))
     if isinstance(source, NamedArrays):
-        return replace(source, arrays={name: array for name, array in source.arrays.items() if name not in names})
+        return replace(
+            source,
+            arrays={name: array for name, array in source.arrays.items() if name not in names},
+        )
     return _WithoutFields(source, frozenset(names))
 
 
@@ -156,7 +177,8 @@ class _WithoutFields(AroundSource):
 
 @dataclass(frozen=True, eq=False)
 class SubsetOfImages(ImagesBase):
-    """A subset of labelled images; without indices all of them, of which at most 2,000 are read for mean and deviation."""
+    """A subset of labelled images; without indices all of them, of which at most 2,000 are read for
+    mean and deviation."""
 
     source: LabelledImages
     indices: np.ndarray | None
@@ -209,7 +231,9 @@ def relabelled(source: LabelledImages, class_names: Sequence[str]) -> LabelledIm
     """The source with the labels that its classes have in `class_names`, which has all of them."""
     numbers = np.array([class_names.index(name) for name in source.class_names], np.int64)
     if isinstance(source, ArraySource):
-        return replace(source, y=numbers[source.y], classes=len(class_names), class_names=tuple(class_names))
+        return replace(
+            source, y=numbers[source.y], classes=len(class_names), class_names=tuple(class_names)
+        )
     return Relabelled(source, numbers, tuple(class_names))
 
 

@@ -1,4 +1,5 @@
-"""A tokenizer.json of the package tokenizers: its largest number, and every mistake in it as an error of the user's."""
+"""A tokenizer.json of the package tokenizers: its largest number, and every mistake in it as an
+error of the user's."""
 
 from __future__ import annotations
 
@@ -30,41 +31,79 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Raises UserError where the tokenizer fails, as for a word that it does not have."""
-        found: list[int] = _called(lambda: self.of_library.encode(text, add_special_tokens=False).ids, "does not read the text", self.path)
+        found: list[int] = _called(
+            lambda: self.of_library.encode(text, add_special_tokens=False).ids,
+            "does not read the text",
+            self.path,
+        )
         if max(found, default=0) >= self.vocabulary:
-            raise UserError(f"the tokenizer gives {max(found)}, and has numbers below {self.vocabulary}", str(self.path), _FIX)
+            raise UserError(
+                f"the tokenizer gives {max(found)}, and has numbers below {self.vocabulary}",
+                str(self.path),
+                _FIX,
+            )
         return found
 
     def decode(self, numbers: Sequence[int]) -> str:
         """Raises UserError where the tokenizer fails."""
-        return str(_called(lambda: self.of_library.decode(numbers), "makes no text of its numbers", self.path))
+        return str(
+            _called(
+                lambda: self.of_library.decode(numbers), "makes no text of its numbers", self.path
+            )
+        )
 
 
 def read_tokenizer(path: Path, notes: list[str] | None = None) -> Tokenizer:
-    """It neither truncates nor pads; `notes` gets lines where the file says so, and where its numbers have gaps.
+    """It neither truncates nor pads; `notes` gets lines where the file says so, and where its
+    numbers have gaps.
 
-    Raises UserError where the package is missing, or the file is absent, damaged, or would make a text far longer.
+    Raises UserError where the package is missing, or the file is absent, damaged, or would make a
+    text far longer.
     """
     try:
         import tokenizers
     except ImportError:
-        raise UserError("data.tokenizer needs the tokenizers package", "data.tokenizer", "pip install 'hvdtrain[tokenizers]'") from None
+        raise UserError(
+            "data.tokenizer needs the tokenizers package",
+            "data.tokenizer",
+            "pip install 'hvdtrain[tokenizers]'",
+        ) from None
     notes = [] if notes is None else notes
     _check_file(path)
-    found = _called(lambda: tokenizers.Tokenizer.from_file(str(path)), "is damaged or of another kind", path)
-    if asked := [word for word, is_asked in (("truncation", found.truncation), ("padding", found.padding)) if is_asked]:
+    found = _called(
+        lambda: tokenizers.Tokenizer.from_file(str(path)), "is damaged or of another kind", path
+    )
+    if asked := [
+        word
+        for word, is_asked in (("truncation", found.truncation), ("padding", found.padding))
+        if is_asked
+    ]:
         found.no_truncation()
         found.no_padding()
-        notes.append(f"{path.name} asks for {' and '.join(asked)}, which a text has no use for: every token of it is read, and no other")
+        notes.append(
+            f"{path.name} asks for {' and '.join(asked)}, which a text has no use for: every "
+            "token of it is read, and no other"
+        )
     if getattr(found.model, "dropout", None):
         found.model.dropout = None
-        notes.append(f"{path.name} asks for dropout of merges, which draws other tokens in each process: none is dropped")
+        notes.append(
+            f"{path.name} asks for dropout of merges, which draws other tokens in each process: "
+            "none is dropped"
+        )
     numbers = set(found.get_vocab(with_added_tokens=True).values())
     vocabulary = 1 + max(numbers, default=0)
     if vocabulary > _MOST_VOCABULARY:
-        raise UserError(f"the tokenizer has the number {vocabulary - 1}, at most {_MOST_VOCABULARY - 1} is read", str(path), _FIX)
+        raise UserError(
+            f"the tokenizer has the number {vocabulary - 1}, at most {_MOST_VOCABULARY - 1} is "
+            "read",
+            str(path),
+            _FIX,
+        )
     if len(numbers) < vocabulary:
-        notes.append(f"{path.name} has {len(numbers)} tokens with numbers up to {vocabulary - 1}: the model gets {vocabulary}, with gaps")
+        notes.append(
+            f"{path.name} has {len(numbers)} tokens with numbers up to {vocabulary - 1}: the "
+            f"model gets {vocabulary}, with gaps"
+        )
     return Tokenizer(path, found, vocabulary)
 
 
@@ -75,11 +114,17 @@ def _check_file(path: Path) -> None:
             raise UserError(f"more than {_MOST_BYTES} bytes", str(path), "a tokenizer.json")
         growth = math.prod(_growths(json.loads(path.read_bytes())))
     except FileNotFoundError:
-        raise UserError("no such file", str(path), "data.tokenizer=FILE, a tokenizer.json") from None
+        raise UserError(
+            "no such file", str(path), "data.tokenizer=FILE, a tokenizer.json"
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"the tokenizer is damaged or of another kind: {first_line(error)}", str(path), _FIX) from None
+        raise UserError(
+            f"the tokenizer is damaged or of another kind: {first_line(error)}", str(path), _FIX
+        ) from None
     if growth > _MOST_GROWTH:
-        raise UserError(f"the tokenizer's replacements make a text {growth} times as long", str(path), _FIX)
+        raise UserError(
+            f"the tokenizer's replacements make a text {growth} times as long", str(path), _FIX
+        )
 
 
 def _growths(tree: Any) -> list[int]:
@@ -88,17 +133,26 @@ def _growths(tree: Any) -> list[int]:
         return [growth for inner in tree for growth in _growths(inner)]
     if not isinstance(tree, dict):
         return []
-    longer = {"Replace": tree.get("content"), "Prepend": tree.get("prepend")}.get(str(tree.get("type")))
-    parts = [inner for key, inner in tree.items() if key in ("normalizer", "normalizers", "decoder", "decoders")]
+    longer = {"Replace": tree.get("content"), "Prepend": tree.get("prepend")}.get(
+        str(tree.get("type"))
+    )
+    parts = [
+        inner
+        for key, inner in tree.items()
+        if key in ("normalizer", "normalizers", "decoder", "decoders")
+    ]
     return [*([max(1, len(longer))] if isinstance(longer, str) else []), *_growths(parts)]
 
 
 def _called(work: Callable[[], T], what: str, path: Path) -> T:
-    """Raises UserError where the library fails; it raises plain Exception, and of its own mistakes what is no Exception."""
+    """Raises UserError where the library fails; it raises plain Exception, and of its own mistakes
+    what is no Exception."""
     try:
         return work()
     except BaseException as error:
         is_of_library = isinstance(error, Exception) or type(error).__name__ == "PanicException"
         if not is_of_library or exit_code_of(error) != BUG:
             raise
-        raise UserError(f"the tokenizer {what}: {str(error).partition(chr(10))[0]:.200}", str(path), _FIX) from None
+        raise UserError(
+            f"the tokenizer {what}: {str(error).partition(chr(10))[0]:.200}", str(path), _FIX
+        ) from None

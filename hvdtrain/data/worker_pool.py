@@ -1,6 +1,8 @@
-"""Processes that read samples for a rank: started without fork, fed through pipes, their samples left in shared memory.
+"""Processes that read samples for a rank: started without fork, fed through pipes, their samples
+left in shared memory.
 
-A worker has nothing that outlives its rank: it ends when the rank's end of its pipe closes, and its memory has no name.
+A worker has nothing that outlives its rank: it ends when the rank's end of its pipe closes, and its
+memory has no name.
 """
 
 from __future__ import annotations
@@ -33,10 +35,23 @@ from hvdtrain.errors import UserError, first_line
 
 _SHARED_BYTES = 2**23  # of a worker's samples
 _MOST_AT_ONCE = 256  # samples that a worker is asked for
-# not `python -m`: __main__ of a worker is the rank's program. sys.path comes first, for hvdtrain itself
-_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from hvdtrain.data.worker_pool import work; work()"
+# not `python -m`: __main__ of a worker is the rank's program. sys.path comes first, for hvdtrain
+# itself
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from hvdtrain.data.worker_pool "
+    "import work; work()"
+)
 # a worker is no rank, whatever MPI the user's code imports
-_LAUNCHERS = ("OMPI_COMM_", "OMPI_UNIVERSE_", "PMIX_", "PMI_", "PRTE_", "HYDRA_", "MPI_LOCAL", "HOROVOD_")
+_LAUNCHERS = (
+    "OMPI_COMM_",
+    "OMPI_UNIVERSE_",
+    "PMIX_",
+    "PMI_",
+    "PRTE_",
+    "HYDRA_",
+    "MPI_LOCAL",
+    "HOROVOD_",
+)
 
 
 class Readable(Protocol):
@@ -54,12 +69,16 @@ class Readable(Protocol):
     def defined_at(self) -> str:
         """The file and line of its class, for a message that it cannot be pickled."""
 
-    def read_into(self, arrays: Mapping[str, np.ndarray], indices: np.ndarray, seeds: np.ndarray | None) -> None:
-        """Writes the samples into the first rows of the arrays: each as its seed has it, or as it is evaluated. Raises UserError."""
+    def read_into(
+        self, arrays: Mapping[str, np.ndarray], indices: np.ndarray, seeds: np.ndarray | None
+    ) -> None:
+        """Writes the samples into the first rows of the arrays: each as its seed has it, or as it
+        is evaluated. Raises UserError."""
 
 
 class WorkerPool:
-    """Workers that are started by the first read(). Raises UserError where they cannot have the samples.
+    """Workers that are started by the first read(). Raises UserError where they cannot have the
+    samples.
 
     of: what set their number, for messages.
     """
@@ -77,18 +96,26 @@ class WorkerPool:
         self._threads: ThreadPoolExecutor | None = None  # as many as workers: each waits for one
 
     def read(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
-        """The samples in fresh arrays, divided among the workers. seeds: of Readable.read_into(), uint64 (n,).
+        """The samples in fresh arrays, divided among the workers. seeds: of Readable.read_into(),
+        uint64 (n,).
 
         Raises UserError: a worker's own, or that one ended.
         """
         threads = self._start()
-        found = {name: np.empty((len(indices), *field.shape), field.dtype) for name, field in self._samples.fields.items()}
+        found = {
+            name: np.empty((len(indices), *field.shape), field.dtype)
+            for name, field in self._samples.fields.items()
+        }
         pieces = max(1, -(-len(indices) // self._at_once), min(self._count, len(indices)))
         edges = [len(indices) * piece // pieces for piece in range(pieces + 1)]
         futures = []
         for piece in map(slice, edges, edges[1:]):
             out = {name: array[piece] for name, array in found.items()}
-            futures.append(threads.submit(self._read_piece, out, indices[piece], None if seeds is None else seeds[piece]))
+            futures.append(
+                threads.submit(
+                    self._read_piece, out, indices[piece], None if seeds is None else seeds[piece]
+                )
+            )
         for future in futures:
             future.result()
         return found
@@ -120,13 +147,18 @@ class WorkerPool:
             return self._threads
 
     def _start_workers(self, packed: bytes) -> None:
-        """All at once, since each takes a while. Raises UserError where one cannot be started, or cannot have the samples."""
+        """All at once, since each takes a while. Raises UserError where one cannot be started, or
+        cannot have the samples."""
         for _ in range(self._count):
             try:
                 self.workers.append(_Worker(self._samples, self._at_once, self._of))
             except OSError as error:
                 what = f"cannot start {self._count} worker processes of {self._of}: {error}"
-                raise UserError(what, f"process {os.getpid()}", "fewer of them, or more memory, processes and open files") from error
+                raise UserError(
+                    what,
+                    f"process {os.getpid()}",
+                    "fewer of them, or more memory, processes and open files",
+                ) from error
         for worker in self.workers:
             worker.send(packed)
         for worker in self.workers:
@@ -153,14 +185,32 @@ class _Worker:
             self._commands = Connection(commands, readable=False)
             self._answers = Connection(answers, writable=False)
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), str(inputs), str(outputs), str(memory), str(at_once)],
+                [
+                    sys.executable,
+                    "-c",
+                    _PROGRAM,
+                    json.dumps(sys.path),
+                    str(inputs),
+                    str(outputs),
+                    str(memory),
+                    str(at_once),
+                ],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(inputs, outputs, memory),
-                env={key: value for key, value in os.environ.items() if not key.startswith(_LAUNCHERS)} | {"OMP_NUM_THREADS": "1"},
+                env={
+                    key: value
+                    for key, value in os.environ.items()
+                    if not key.startswith(_LAUNCHERS)
+                }
+                | {"OMP_NUM_THREADS": "1"},
             )
 
     def read_into(self, out: Batch, indices: np.ndarray, seeds: np.ndarray | None) -> None:
-        what = f"it read samples {indices.tolist()}" if len(indices) < 6 else f"it read sample {indices[0]} and {len(indices) - 1} more"
+        what = (
+            f"it read samples {indices.tolist()}"
+            if len(indices) < 6
+            else f"it read sample {indices[0]} and {len(indices) - 1} more"
+        )
         with contextlib.suppress(OSError):  # it ended: answer() says so
             self.send(pickle.dumps((indices, seeds)))
         self.answer(what)
@@ -172,7 +222,8 @@ class _Worker:
             self._commands.send_bytes(message)
 
     def answer(self, what: str) -> None:
-        """Waits until the worker has done `what`. Raises the UserError that it sent, or that it ended."""
+        """Waits until the worker has done `what`. Raises the UserError that it sent, or that it
+        ended."""
         try:
             error = pickle.loads(self._answers.recv_bytes())
         except (EOFError, OSError):
@@ -185,14 +236,22 @@ class _Worker:
             self.process.wait(10)
         code = self.process.poll()
         if code is None:
-            return UserError(f"worker process {self.process.pid} of {self._of} closed its pipe while {what}", f"process {os.getpid()}", "")
+            return UserError(
+                f"worker process {self.process.pid} of {self._of} closed its pipe while {what}",
+                f"process {os.getpid()}",
+                "",
+            )
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         fix = (
             "look for its own message above; signal 9 is often too little memory: fewer workers"
             if code < 0
             else "see its own message above"
         )
-        return UserError(f"worker process {self.process.pid} of {self._of} ended by {how} while {what}", f"process {os.getpid()}", fix)
+        return UserError(
+            f"worker process {self.process.pid} of {self._of} ended by {how} while {what}",
+            f"process {os.getpid()}",
+            fix,
+        )
 
     def end(self) -> None:
         self._commands.close()
@@ -207,7 +266,9 @@ def _end(workers: list[_Worker]) -> None:
         workers.pop().end()
 
 
-def shared_arrays(memory: mmap.mmap, fields: Mapping[str, Field], rows: int) -> dict[str, np.ndarray]:
+def shared_arrays(
+    memory: mmap.mmap, fields: Mapping[str, Field], rows: int
+) -> dict[str, np.ndarray]:
     """Arrays (rows, *shape) of the fields, one after the other in memory."""
     arrays = {}
     start = 0
@@ -228,17 +289,31 @@ def _padded(field: Field) -> int:
 
 
 def _pack(samples: Readable) -> bytes:
-    """What a worker unpacks: the rank's program, where the samples' code is of it, and the samples."""
-    fix = "define class, transforms and collate function at the top of a module, no lambda; open files in __getitem__; or data.workers=0"
+    """What a worker unpacks: the rank's program, where the samples' code is of it, and the
+    samples."""
+    fix = (
+        "define class, transforms and collate function at the top of a module, no lambda; open "
+        "files in __getitem__; or data.workers=0"
+    )
     try:
         packed = pickle.dumps(samples)
     except Exception as error:  # pickle raises what the user's objects raise
-        what = f"{samples.name} cannot be sent to a worker process: {type(error).__name__}: {first_line(error)}"
+        what = (
+            f"{samples.name} cannot be sent to a worker process: {type(error).__name__}: "
+            f"{first_line(error)}"
+        )
         raise UserError(what, samples.defined_at, fix) from None
     program = _program() if b"__main__" in packed else None
     if b"__main__" in packed and program is None:
-        what = f"{samples.name} is defined in a notebook or a command line, which a worker process cannot import"
-        raise UserError(what, samples.defined_at, "define it in a module: a file beside the notebook; or data.workers=0")
+        what = (
+            f"{samples.name} is defined in a notebook or a command line, which a worker process "
+            "cannot import"
+        )
+        raise UserError(
+            what,
+            samples.defined_at,
+            "define it in a module: a file beside the notebook; or data.workers=0",
+        )
     return pickle.dumps((program, sys.argv, "torchvision" in sys.modules, packed))
 
 
@@ -250,7 +325,13 @@ def _program() -> str | None:
 
 
 _is_worker = False
-_SOFT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # a rank acts on them, and ends its workers
+_SOFT = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)  # a rank acts on them, and ends its workers
 
 
 class EndOfScript(BaseException):
@@ -258,20 +339,24 @@ class EndOfScript(BaseException):
 
 
 def end_script_of_worker() -> None:
-    """Called where training starts. Raises EndOfScript in a worker process, whose script has no `if __name__ == "__main__"`."""
+    """Called where training starts. Raises EndOfScript in a worker process, whose script has no `if
+    __name__ == "__main__"`."""
     if _is_worker:
         raise EndOfScript
 
 
 def work() -> NoReturn:
-    """The whole of a worker: it has the numbers of its two pipes and of its memory from the command line."""
+    """The whole of a worker: it has the numbers of its two pipes and of its memory from the command
+    line."""
     global _is_worker  # noqa: PLW0603 (of this process, for its whole life)
     _is_worker = True
     for number in _SOFT:
         signal.signal(number, signal.SIG_IGN)
     commands, answers, memory, at_once = map(int, sys.argv[2:6])
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(Connection(commands, writable=False), inbox), daemon=True).start()
+    threading.Thread(
+        target=_receive, args=(Connection(commands, writable=False), inbox), daemon=True
+    ).start()
     outbox = Connection(answers, readable=False)
     try:
         samples = _unpack(inbox.get())
@@ -292,7 +377,8 @@ def work() -> NoReturn:
 
 
 def _receive(commands: Connection, inbox: queue.SimpleQueue[bytes]) -> None:
-    """Ends this process, whatever it does, when the rank has gone: its end of the pipe closes then."""
+    """Ends this process, whatever it does, when the rank has gone: its end of the pipe closes
+    then."""
     try:
         while True:
             inbox.put(commands.recv_bytes())
@@ -314,8 +400,11 @@ def _unpack(message: bytes) -> Readable:
 
 
 def _define(program: str) -> None:
-    """Runs the rank's script as a module, up to where it starts training; it is __main__ here, as it is there."""
-    spec = importlib.util.spec_from_file_location("__mp_main__", program)  # as multiprocessing names it
+    """Runs the rank's script as a module, up to where it starts training; it is __main__ here, as
+    it is there."""
+    spec = importlib.util.spec_from_file_location(
+        "__mp_main__", program
+    )  # as multiprocessing names it
     assert spec is not None and spec.loader is not None, program
     module = importlib.util.module_from_spec(spec)
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module

@@ -1,4 +1,5 @@
-"""One stream of events for all sinks; and a sink on a thread of its own, behind a bounded queue: training never waits for it."""
+"""One stream of events for all sinks; and a sink on a thread of its own, behind a bounded queue:
+training never waits for it."""
 
 from __future__ import annotations
 
@@ -19,13 +20,14 @@ class Event(NamedTuple):
     fields: dict[str, Any]  # "lines": text for people
 
 
-# A sink is called with each event. Two optional methods: finish() says that no event follows and returns at once;
-# close(timeout_s) waits until everything is written, timeout_s at most.
+# A sink is called with each event. Two optional methods: finish() says that no event follows and
+# returns at once; close(timeout_s) waits until everything is written, timeout_s at most.
 Sink = Callable[[Event], None]
 
 
 class Tracker(Protocol):
-    """Sends events to another product: what events/trackers/*.py build. BackgroundSink runs it on a thread of its own."""
+    """Sends events to another product: what events/trackers/*.py build. BackgroundSink runs it on a
+    thread of its own."""
 
     def __call__(self, event: Event, /) -> None: ...
 
@@ -37,18 +39,21 @@ RECENT = 100  # events
 
 
 class Log:
-    """Hands each event to every sink, in the order of the sinks, and closes them. Rank 0 has sinks; the other ranks have none."""
+    """Hands each event to every sink, in the order of the sinks, and closes them. Rank 0 has sinks;
+    the other ranks have none."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = sinks
         self._start: Event | None = None
         self._recent = deque[Event](maxlen=RECENT)  # of a rank without sinks
 
-    def open(self, record: Sink, others: Sequence[Sink], is_missing: Callable[[Event], bool]) -> None:
+    def open(
+        self, record: Sink, others: Sequence[Sink], is_missing: Callable[[Event], bool]
+    ) -> None:
         """On a rank that had no sinks: from now on these get the events.
 
-        record: the file that an earlier rank 0 has written; of the last events it gets those that are missing there. The others learn
-        how the job started.
+        record: the file that an earlier rank 0 has written; of the last events it gets those that
+        are missing there. The others learn how the job started.
         """
         assert not self._sinks
         for event in filter(is_missing, self._recent):
@@ -60,7 +65,8 @@ class Log:
         self._sinks = [record, *others]
 
     def emit(self, kind: str, step: int, **fields: Any) -> None:
-        """Hands an event to every sink. Raises the first exception of a sink, after all sinks have been called."""
+        """Hands an event to every sink. Raises the first exception of a sink, after all sinks have
+        been called."""
         event = Event(time.time(), kind, step, fields)
         if not self._sinks:
             self._start = event if kind == "start" else self._start
@@ -76,7 +82,8 @@ class Log:
             raise errors[0]
 
     def close(self, timeout_s: float) -> None:
-        """Waits until all sinks have written what they hold, timeout_s at most for all of them together."""
+        """Waits until all sinks have written what they hold, timeout_s at most for all of them
+        together."""
         deadline = time.monotonic() + timeout_s
         for sink in self._sinks:  # before the first close(): they write at the same time
             finish = getattr(sink, "finish", None)
@@ -102,12 +109,16 @@ class BackgroundSink:
     """Runs a tracker on a thread. A call costs microseconds.
 
     name: of the tracker, for messages: "log.trackers wandb".
-    warn: called with one line when the tracker fails, drops events or does not end in time; always on the thread of the caller, at its
-        next event or at close(), so it may use what that thread uses. After an exception the tracker receives no more events.
-    step_interval_s: events of a step kind that follow sooner after the last one are left out. A tracker takes milliseconds for each,
+    warn: called with one line when the tracker fails, drops events or does not end in time; always
+    on the thread of the caller, at its
+        next event or at close(), so it may use what that thread uses. After an exception the
+        tracker receives no more events.
+    step_interval_s: events of a step kind that follow sooner after the last one are left out. A
+    tracker takes milliseconds for each,
         during which the interpreter runs nothing else.
-    on_drop: called with each event that is dropped, on the thread of the caller; without it close() warns of how many there were.
-    tick: called on the thread every tick_s seconds, unless the tracker takes longer.
+    on_drop: called with each event that is dropped, on the thread of the caller; without it close()
+    warns of how many there were. tick: called on the thread every tick_s seconds, unless the
+    tracker takes longer.
     """
 
     def __init__(
@@ -131,7 +142,9 @@ class BackgroundSink:
         self._tick = tick
         self._tick_s = tick_s
         self._ticked_s = time.monotonic()
-        self._next_step_s: dict[str, float] = {}  # step kind -> the time from which its next event is taken
+        self._next_step_s: dict[
+            str, float
+        ] = {}  # step kind -> the time from which its next event is taken
         # Both queues hold (number of the call, event): the thread takes the lower number first.
         self._step_events = deque[tuple[int, Event]]()
         self._other_events = deque[tuple[int, Event]]()
@@ -153,13 +166,15 @@ class BackgroundSink:
         self._report_failure()
 
     def finish(self) -> None:
-        """No event follows: the thread passes on what is queued, closes the tracker and ends. Returns at once."""
+        """No event follows: the thread passes on what is queued, closes the tracker and ends.
+        Returns at once."""
         with self._changed:
             self._closing = True
             self._changed.notify()
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
-        """Waits until all events are passed on and the tracker is closed, timeout_s at most; False where that took longer.
+        """Waits until all events are passed on and the tracker is closed, timeout_s at most; False
+        where that took longer.
 
         Then the thread still works, and the interpreter's own clean-up at its exit may wait for it.
         """
@@ -172,14 +187,22 @@ class BackgroundSink:
             return done
         self._closed = True
         if self._dropped:
-            self._warn(f"{self._name}: too slow: its queue was full and {self._dropped} step events were dropped")
+            self._warn(
+                f"{self._name}: too slow: its queue was full and {self._dropped} step events were "
+                "dropped"
+            )
         if not done:
-            self._warn(f"{self._name}: not finished after {timeout_s:g} s: {queued} events are still queued, and the job ends")
+            self._warn(
+                f"{self._name}: not finished after {timeout_s:g} s: {queued} events are still "
+                "queued, and the job ends"
+            )
         return done
 
     def _is_due(self, event: Event) -> bool:
         due_s = self._next_step_s.get(event.kind, 0.0)
-        if due_s - self._step_interval_s < event.time < due_s:  # before that range: the clock was set back
+        if (
+            due_s - self._step_interval_s < event.time < due_s
+        ):  # before that range: the clock was set back
             return False
         self._next_step_s[event.kind] = event.time + self._step_interval_s
         return True
@@ -190,7 +213,10 @@ class BackgroundSink:
                 return
             queue.append((self._calls, event))
             self._calls += 1
-            if self._step_events and len(self._step_events) + len(self._other_events) > self._capacity:
+            if (
+                self._step_events
+                and len(self._step_events) + len(self._other_events) > self._capacity
+            ):
                 self._drop(self._step_events.popleft()[1])
             self._changed.notify()
 
@@ -214,7 +240,10 @@ class BackgroundSink:
                     self._tracker(event)
                 self._tick_if_due()
             self._tracker.close()
-        except (Exception, SystemExit) as error:  # code of another product: whatever it raises must not end training
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # code of another product: whatever it raises must not end training
             self._failure = _one_line(error)
         with self._changed:
             self._ended = True
@@ -226,10 +255,13 @@ class BackgroundSink:
             return self._closing and not self._step_events and not self._other_events
 
     def _next_event(self) -> Event | None:
-        """Waits for the oldest event; None where none comes before the next tick, or follows at all."""
+        """Waits for the oldest event; None where none comes before the next tick, or follows at
+        all."""
         wait_s = max(0.0, self._ticked_s + self._tick_s - time.monotonic()) if self._tick else None
         with self._changed:
-            self._changed.wait_for(lambda: self._step_events or self._other_events or self._closing, wait_s)
+            self._changed.wait_for(
+                lambda: self._step_events or self._other_events or self._closing, wait_s
+            )
             queues = [queue for queue in (self._step_events, self._other_events) if queue]
             if not queues:
                 return None

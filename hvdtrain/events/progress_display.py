@@ -1,4 +1,5 @@
-"""A display that updates in place on a terminal: progress bars of epoch and job, and the newest metrics; lines scroll above it."""
+"""A display that updates in place on a terminal: progress bars of epoch and job, and the newest
+metrics; lines scroll above it."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class _Progress(NamedTuple):
 
 
 class ProgressDisplay:
-    """What a BackgroundSink runs, with tick(). It never hides the cursor, so a job that is killed leaves the terminal as it was.
+    """What a BackgroundSink runs, with tick(). It never hides the cursor, so a job that is killed
+    leaves the terminal as it was.
 
     size: of the terminal now, in columns and lines.
     """
@@ -41,7 +43,11 @@ class ProgressDisplay:
         self._size = size
         self._drawn_size = size()
         self._console = Console(
-            file=cast("IO[str]", out), force_terminal=True, highlight=False, width=self._drawn_size.columns, height=self._drawn_size.lines
+            file=cast("IO[str]", out),
+            force_terminal=True,
+            highlight=False,
+            width=self._drawn_size.columns,
+            height=self._drawn_size.lines,
         )
         self._done_letter, self._rest_letter = "━─" if out.has("━─") else "#-"
         self._recent = deque[str](maxlen=MOST_LINES)  # above the display
@@ -49,7 +55,9 @@ class ProgressDisplay:
         self._max_s: float | None = None
         self._train_samples = 1
         self._metric = ShownMetric()
-        self._coordinates: list[list[int]] = []  # of each rank [stage, data, tensor]; empty where each has a whole model
+        self._coordinates: list[
+            list[int]
+        ] = []  # of each rank [stage, data, tensor]; empty where each has a whole model
         self._fields: dict[str, Any] = {}  # name of a field -> its newest value
         self._step = 0
         self._first: _Progress | None = None  # at the first step event
@@ -105,22 +113,28 @@ class ProgressDisplay:
         self._console.print(Text("\n".join(self._wrapped(line))), soft_wrap=True)
 
     def _wrapped(self, line: str) -> list[str]:
-        return textwrap.wrap(line, self._console.width, subsequent_indent=INDENT, replace_whitespace=False)
+        return textwrap.wrap(
+            line, self._console.width, subsequent_indent=INDENT, replace_whitespace=False
+        )
 
     def _redraw(self) -> None:
-        """A terminal moves what it shows when its size changes, each in its own way: so the screen is scrolled away and begun again."""
+        """A terminal moves what it shows when its size changes, each in its own way: so the screen
+        is scrolled away and begun again."""
         self._live.stop()
         self._drawn_size = self._size()
         self._console.size = ConsoleDimensions(*self._drawn_size)
         self._out.write("\n" * self._drawn_size.lines)
         self._console.control(Control.home(), Control.clear())
         shown = self.render(self._drawn_size.columns).plain.count("\n") + 1
-        above = [part for line in self._recent for part in self._wrapped(line)][-max(1, self._drawn_size.lines - shown) :]
+        above = [part for line in self._recent for part in self._wrapped(line)][
+            -max(1, self._drawn_size.lines - shown) :
+        ]
         self._console.print(Text("\n".join(above)), soft_wrap=True)
         self._start()
 
     def render(self, width: int) -> Text:
-        """What the display shows, on a terminal of so many columns. One Text: tables take four times as long."""
+        """What the display shows, on a terminal of so many columns. One Text: tables take four
+        times as long."""
         if self._first is None:
             return Text("starting: the first metrics come with log.every_steps\n", style="dim")
         view = Text(no_wrap=True, overflow="crop")
@@ -158,26 +172,43 @@ class ProgressDisplay:
         epoch_share = done - math.floor(done) if done < epochs else 1.0
         epoch_steps = max(1, round(self._train_samples / max(1, self._fields.get("batch", 1))))
         of = f" of {epochs:.5g}" if epochs < math.inf else ""
-        epoch_label = f"epoch {min(math.ceil(epochs) if of else math.inf, math.floor(done) + 1)}{of} "
+        epoch_label = (
+            f"epoch {min(math.ceil(epochs) if of else math.inf, math.floor(done) + 1)}{of} "
+        )
         job_label = f"job   step {self._step} "
         label_width = max(len(epoch_label), len(job_label))
         bar_width = max(10, min(LONGEST_BAR, width - 40))
         return [
             self._bar(
-                epoch_label.ljust(label_width), epoch_share, bar_width, f" {round(epoch_share * epoch_steps)} of {epoch_steps} steps\n"
+                epoch_label.ljust(label_width),
+                epoch_share,
+                bar_width,
+                f" {round(epoch_share * epoch_steps)} of {epoch_steps} steps\n",
             ),
-            self._bar(job_label.ljust(label_width), self._share, bar_width, f" {self._share:.0%}, {self._time_left()} left\n"),
+            self._bar(
+                job_label.ljust(label_width),
+                self._share,
+                bar_width,
+                f" {self._share:.0%}, {self._time_left()} left\n",
+            ),
         ]
 
     def _bar(self, label: str, share: float, width: int, end: str) -> list[tuple[str, str]]:
         done = round(share * width)
-        return [(label, ""), (self._done_letter * done, "magenta"), (self._rest_letter * (width - done), "bright_black"), (end, "")]
+        return [
+            (label, ""),
+            (self._done_letter * done, "magenta"),
+            (self._rest_letter * (width - done), "bright_black"),
+            (end, ""),
+        ]
 
     def _time_left(self) -> str:
         assert self._first is not None
         if self._share <= self._first.share:
             return "?"
-        seconds_per_job = (time.monotonic() - self._first.time_s) / (self._share - self._first.share)
+        seconds_per_job = (time.monotonic() - self._first.time_s) / (
+            self._share - self._first.share
+        )
         return duration((1.0 - self._share) * seconds_per_job)
 
     def _metrics(self) -> list[tuple[str, str]]:
@@ -198,7 +229,9 @@ class ProgressDisplay:
             ("waiting for data", f"{phases.get('data', 0.0) / step_ms:.1%}" if step_ms else ""),
             (
                 "for ranks" if self._coordinates else "for gradients",
-                f"{phases['communication'] / step_ms:.1%}" if step_ms and "communication" in phases else "",
+                f"{phases['communication'] / step_ms:.1%}"
+                if step_ms and "communication" in phases
+                else "",
             ),
             ("memory", f"{f['memory_mb'] / 1e3:.2f} GB" if "memory_mb" in f else ""),
             ("GPU memory", f"{f['gpu_memory_mb'] / 1e3:.2f} GB" if "gpu_memory_mb" in f else ""),
@@ -212,22 +245,45 @@ class ProgressDisplay:
         if most_ms <= SLOW * median_ms or least_ms == most_ms:
             return ""
         rank = self._fields["slowest_rank"]
-        stage = f", of stage {self._coordinates[rank][0]}" if "stage_work_ms" in self._fields else ""
-        return f"rank {rank} on {self._fields['slowest_host']}, {most_ms / median_ms:.2f} x the median{stage}"
+        stage = (
+            f", of stage {self._coordinates[rank][0]}" if "stage_work_ms" in self._fields else ""
+        )
+        return (
+            f"rank {rank} on {self._fields['slowest_host']}, {most_ms / median_ms:.2f} x the "
+            f"median{stage}"
+        )
 
     def _stages(self) -> str:
-        """A pipeline's line: which stage is slowest, by its own work, which waits most, how long all wait on average. Below 80 columns."""
+        """A pipeline's line: which stage is slowest, by its own work, which waits most, how long
+        all wait on average. Below 80 columns."""
         bubble = self._fields.get("bubble", [])
         work_ms = self._fields.get("stage_work_ms", [])
         if not bubble or len(bubble) != len(self._coordinates):
             return ""
         of_stages = [
-            [share for share, (stage, *_) in zip(bubble, self._coordinates, strict=True) if stage == one] for one in range(len(work_ms))
+            [
+                share
+                for share, (stage, *_) in zip(bubble, self._coordinates, strict=True)
+                if stage == one
+            ]
+            for one in range(len(work_ms))
         ]
         waits = [sum(shares) / len(shares) for shares in of_stages]
-        most = f"{max(range(len(waits)), key=waits.__getitem__)} waits most, {max(waits):.0%}; " if waits else ""
-        slowest = f"{self._fields['slowest_stage']} is slowest, {max(work_ms):.1f} ms; " if work_ms else ""
-        by_schedule = f" (schedule {self._fields['bubble_predicted']:.0%})" if "bubble_predicted" in self._fields else ""
+        most = (
+            f"{max(range(len(waits)), key=waits.__getitem__)} waits most, {max(waits):.0%}; "
+            if waits
+            else ""
+        )
+        slowest = (
+            f"{self._fields['slowest_stage']} is slowest, {max(work_ms):.1f} ms; "
+            if work_ms
+            else ""
+        )
+        by_schedule = (
+            f" (schedule {self._fields['bubble_predicted']:.0%})"
+            if "bubble_predicted" in self._fields
+            else ""
+        )
         return f"{slowest}{most}bubble {sum(bubble) / len(bubble):.0%}{by_schedule}"
 
 

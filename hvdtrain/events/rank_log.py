@@ -1,4 +1,5 @@
-"""What a single rank logs: warnings with its number and host, and a log file of its own (log.per_rank)."""
+"""What a single rank logs: warnings with its number and host, and a log file of its own
+(log.per_rank)."""
 
 from __future__ import annotations
 
@@ -30,10 +31,12 @@ class Ranks(Protocol):
 
 
 class RankWarnings(logging.Handler):
-    """Shows warnings of Python and of libraries on the standard error, as `rank 3 on n1: ...` in a job of several ranks.
+    """Shows warnings of Python and of libraries on the standard error, as `rank 3 on n1: ...` in a
+    job of several ranks.
 
-    A warning of Python is shown once: by rank 0 at once, by another rank at the next exchange(), unless rank 0 has shown it. Where the
-    reader has paused, training waits for it one second; what comes until it reads again is left out.
+    A warning of Python is shown once: by rank 0 at once, by another rank at the next exchange(),
+    unless rank 0 has shown it. Where the reader has paused, training waits for it one second; what
+    comes until it reads again is left out.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
@@ -46,7 +49,11 @@ class RankWarnings(logging.Handler):
         self._waiting: StderrWrite | None = None
         self._left_out = 0
         if size > 1:
-            self.setFormatter(logging.Formatter(f"rank {rank} on {socket.gethostname()}: %(levelname)s: %(message)s"))
+            self.setFormatter(
+                logging.Formatter(
+                    f"rank {rank} on {socket.gethostname()}: %(levelname)s: %(message)s"
+                )
+            )
 
     def renumber(self, rank: int, size: int) -> None:
         """Ranks are lost. The formatter keeps the number that the launcher gave."""
@@ -92,14 +99,18 @@ class RankWarnings(logging.Handler):
             return
         text = self.format(record).rstrip()
         if self._left_out:
-            text += f"\n({self._left_out} warning{'s' if self._left_out > 1 else ''} left out before: nobody read this output)"
+            text += (
+                f"\n({self._left_out} warning{'s' if self._left_out > 1 else ''} left out before: "
+                "nobody read this output)"
+            )
             self._left_out = 0
         self._waiting = print_stderr(text, 1.0)
 
 
 @contextmanager
 def rank_warnings(rank: int, size: int, *, from_script: bool = False) -> Iterator[RankWarnings]:
-    """Sends warnings of Python and of libraries to the object, as long as the block runs; none of a script that is the whole job."""
+    """Sends warnings of Python and of libraries to the object, as long as the block runs; none of a
+    script that is the whole job."""
     if from_script and size == 1:
         yield RankWarnings()
         return
@@ -113,7 +124,8 @@ def rank_warnings(rank: int, size: int, *, from_script: bool = False) -> Iterato
 
 @contextmanager
 def rank_log(path: Path | None) -> Iterator[None]:
-    """Writes warnings, LOGGER.info() and the traceback of an exception that leaves the block to this file, RUN/ranks/NAME, line by line.
+    """Writes warnings, LOGGER.info() and the traceback of an exception that leaves the block to
+    this file, RUN/ranks/NAME, line by line.
 
     None: no file. Raises UserError where the file cannot be opened.
     """
@@ -122,10 +134,20 @@ def rank_log(path: Path | None) -> Iterator[None]:
         return
     try:
         with Folder.make(path.parent.parent, path.parent.name) as folder:
-            to_file = _RankFile(io.TextIOWrapper(io.BufferedWriter(folder.append(path.name)), "utf-8"))
+            to_file = _RankFile(
+                io.TextIOWrapper(io.BufferedWriter(folder.append(path.name)), "utf-8")
+            )
     except OSError as error:
-        fix = NO_LINKS if isinstance(error, WrongKind) else "set run= to a folder that every rank can write"
-        raise UserError(f"cannot write the log file of a rank: {path}: {error.strerror or error}", "log.per_rank", fix) from None
+        fix = (
+            NO_LINKS
+            if isinstance(error, WrongKind)
+            else "set run= to a folder that every rank can write"
+        )
+        raise UserError(
+            f"cannot write the log file of a rank: {path}: {error.strerror or error}",
+            "log.per_rank",
+            fix,
+        ) from None
     to_file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     level = LOGGER.level
     propagate = LOGGER.propagate
@@ -153,7 +175,9 @@ def _capture_logging_and_warnings(handler: logging.Handler) -> Iterator[None]:
     showwarning = warnings.showwarning
     root.addHandler(handler)
     logging.captureWarnings(True)
-    captured_here = warnings.showwarning is not showwarning  # an outer block may capture them already
+    captured_here = (
+        warnings.showwarning is not showwarning
+    )  # an outer block may capture them already
     try:
         yield
     finally:

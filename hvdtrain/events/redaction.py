@@ -7,14 +7,24 @@ from collections.abc import Mapping
 from typing import Any
 
 HIDDEN = "***"
-# user:password of a URL, up to its last @: a password may contain / and @. Without : or @ before the first / there is no login.
+# user:password of a URL, up to its last @: a password may contain / and @. Without : or @ before
+# the first / there is no login.
 _LOGIN = re.compile(r"//(?=[^\s/?#]*[:@])\S*@")
 # parameters of a URL's query: ?X-Amz-Signature=...
-_SIGNATURE = re.compile(r"([?&][^=&\s]*(?:token|sig|key|credential|secret|pass|pwd|auth)[^=&\s]*=)[^&\s]+", re.IGNORECASE)
-_WORD_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[^A-Za-z0-9]+")  # hubToken, HUBToken, hub_token
-_SECRET_ANYWHERE = re.compile("pass_?(word|wd|phrase|code)|secret|credential|(api|access|account|private)_?key")
+_SIGNATURE = re.compile(
+    r"([?&][^=&\s]*(?:token|sig|key|credential|secret|pass|pwd|auth)[^=&\s]*=)[^&\s]+",
+    re.IGNORECASE,
+)
+_WORD_BOUNDARY = re.compile(
+    r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[^A-Za-z0-9]+"
+)  # hubToken, HUBToken, hub_token
+_SECRET_ANYWHERE = re.compile(
+    "pass_?(word|wd|phrase|code)|secret|credential|(api|access|account|private)_?key"
+)
 _SECRET_WORDS = {"auth", "oauth", "authorization", "bearer", "jwt", "pwd"}
-_SECRET_LAST_WORD = re.compile(r"(.*token|pass|key)\d*")  # the last word only: max_tokens and pass_through are no secrets
+_SECRET_LAST_WORD = re.compile(
+    r"(.*token|pass|key)\d*"
+)  # the last word only: max_tokens and pass_through are no secrets
 
 
 def redact_urls(text: str) -> str:
@@ -23,16 +33,21 @@ def redact_urls(text: str) -> str:
 
 
 def redact(value: Any) -> Any:
-    """A value of a configuration with its secrets, known by their keys or inside URLs, replaced by ***. Keys may be nested or dotted."""
+    """A value of a configuration with its secrets, known by their keys or inside URLs, replaced by
+    ***. Keys may be nested or dotted."""
     if isinstance(value, Mapping):
-        return {key: HIDDEN if inner and is_secret_key(str(key)) else redact(inner) for key, inner in value.items()}
+        return {
+            key: HIDDEN if inner and is_secret_key(str(key)) else redact(inner)
+            for key, inner in value.items()
+        }
     if isinstance(value, list | tuple):
         return [redact(inner) for inner in value]
     return redact_urls(value) if isinstance(value, str) else value
 
 
 def is_secret_key(key: str) -> bool:
-    """Whether any part of a dotted key names a secret: model.hubToken, data.private_key, data.auth.user."""
+    """Whether any part of a dotted key names a secret: model.hubToken, data.private_key,
+    data.auth.user."""
     return any(_names_a_secret(part) for part in key.split("."))
 
 
@@ -40,4 +55,8 @@ def _names_a_secret(part: str) -> bool:
     words = [word.lower() for word in _WORD_BOUNDARY.split(part) if word and not word.isdigit()]
     if not words:
         return False
-    return bool(_SECRET_WORDS.intersection(words) or _SECRET_ANYWHERE.search("_".join(words)) or _SECRET_LAST_WORD.fullmatch(words[-1]))
+    return bool(
+        _SECRET_WORDS.intersection(words)
+        or _SECRET_ANYWHERE.search("_".join(words))
+        or _SECRET_LAST_WORD.fullmatch(words[-1])
+    )

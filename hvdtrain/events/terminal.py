@@ -1,4 +1,5 @@
-"""The sink of rank 0's standard output: a display that updates in place on an interactive terminal, plain lines elsewhere."""
+"""The sink of rank 0's standard output: a display that updates in place on an interactive terminal,
+plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,17 +18,22 @@ from hvdtrain.events.log import BackgroundSink, Event
 from hvdtrain.events.writers import OutputStream, Pace, TextWriter
 
 NAME = "the standard output"
-CAPACITY = 100  # events that wait for a reader that has paused; those of steps are dropped first, oldest first
+# events that wait for a reader that has paused; those of steps are dropped first, oldest first
+CAPACITY = 100
 REFRESH_S = 1.0  # of the display, which takes two milliseconds
 
 
 class TerminalSink:
-    """Writes on a thread, so that training never waits for a reader: events of steps are dropped, and their lines counted.
+    """Writes on a thread, so that training never waits for a reader: events of steps are dropped,
+    and their lines counted.
 
-    An error is reported once, and training goes on without the output: the reader has gone away, or the stream was closed.
+    An error is reported once, and training goes on without the output: the reader has gone away, or
+    the stream was closed.
     """
 
-    def __init__(self, background: BackgroundSink, is_shown: Callable[[Event], bool], *, has_display: bool) -> None:
+    def __init__(
+        self, background: BackgroundSink, is_shown: Callable[[Event], bool], *, has_display: bool
+    ) -> None:
         self._background = background
         self._is_shown = is_shown
         self._has_display = has_display
@@ -66,7 +72,8 @@ class TerminalSink:
 
 
 class _LinesToDisplay(io.TextIOBase):
-    """In the place of sys.stdout or sys.stderr: whole lines become events, of which the display shows the lines."""
+    """In the place of sys.stdout or sys.stderr: whole lines become events, of which the display
+    shows the lines."""
 
     def __init__(self, name: str, stream: TextIO, background: BackgroundSink) -> None:
         self.name = name
@@ -110,7 +117,9 @@ def terminal_sink(out: IO[str], config: LogConfig) -> TerminalSink:
         from hvdtrain.events.progress_display import ProgressDisplay
 
         display = ProgressDisplay(OutputStream(out), lambda: terminal_size(out))
-        background = BackgroundSink(display, NAME, warn, CAPACITY, on_drop=display.drop, tick=display.tick, tick_s=REFRESH_S)
+        background = BackgroundSink(
+            display, NAME, warn, CAPACITY, on_drop=display.drop, tick=display.tick, tick_s=REFRESH_S
+        )
         return TerminalSink(background, lambda event: True, has_display=True)
     writer = TextWriter(OutputStream(out))
     background = BackgroundSink(writer, NAME, warn, CAPACITY, on_drop=writer.drop)
@@ -133,7 +142,8 @@ def is_interactive(out: IO[str] | None) -> bool:
 def terminal_size(out: IO[str]) -> os.terminal_size:
     """Size of the terminal that shows the output; 80 x 24 where there is none.
 
-    Open MPI's mpirun gives rank 0 a terminal of its own, and does not change its size when that of mpirun's terminal changes.
+    Open MPI's mpirun gives rank 0 a terminal of its own, and does not change its size when that of
+    mpirun's terminal changes.
     """
     if "OMPI_COMM_WORLD_SIZE" in os.environ:
         with contextlib.suppress(OSError):

@@ -1,4 +1,5 @@
-"""What trackers store: the numbers of an event by tag ({"train/loss": 0.31, ...}), the configuration, and the id of a resumed run."""
+"""What trackers store: the numbers of an event by tag ({"train/loss": 0.31, ...}), the
+configuration, and the id of a resumed run."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from hvdtrain.events import redaction
 from hvdtrain.events.log import Event
 
 METRICS: tuple[str, ...] = ("loss", "accuracy")  # of a job whose event "start" does not say
-# field -> tag, by kind of event, beside those of metrics. A field of several numbers becomes a tag for each: "speed/phase_ms/forward".
+# field -> tag, by kind of event, beside those of metrics. A field of several numbers becomes a tag
+# for each: "speed/phase_ms/forward".
 _STEP = {
     "lr": "train/lr",
     "batch": "train/batch",
@@ -70,7 +72,9 @@ _TARGET_FIELDS = ("seconds", "epochs", "samples", "joules")
 _LIST_ITEMS = {"work_ms": ("min", "median", "max")}  # what the items of a list field are
 _NOT_IN_TAGS = re.compile(r"[^\w./ -]", re.ASCII)  # all but the letters that every tracker accepts
 _MOST_BYTES = 1000  # of a file with an id
-_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")  # of a run: it names files and folders, and is part of an address
+_ID = re.compile(
+    r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}"
+)  # of a run: it names files and folders, and is part of an address
 
 
 def metric_names(event: Event, known: tuple[str, ...]) -> tuple[str, ...]:
@@ -80,12 +84,17 @@ def metric_names(event: Event, known: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def scalars(event: Event, metrics: tuple[str, ...] = METRICS) -> dict[str, float]:
-    """The finite numbers of an event by tag; empty for kinds that have no curve, such as start and step_times."""
+    """The finite numbers of an event by tag; empty for kinds that have no curve, such as start and
+    step_times."""
     tags = _TAGS.get(event.kind, {}) | _metric_tags(event.kind, metrics)
     if event.kind == "target":
         names = (*_TARGET_FIELDS, *(f"val_{name}" for name in metrics))
         tags = {name: f"target/{event.fields.get('target', math.nan):g}/{name}" for name in names}
-    numbers = (pair for field, tag in tags.items() for pair in _numbers(tag, event.fields.get(field), _LIST_ITEMS.get(field, ())))
+    numbers = (
+        pair
+        for field, tag in tags.items()
+        for pair in _numbers(tag, event.fields.get(field), _LIST_ITEMS.get(field, ()))
+    )
     return {_NOT_IN_TAGS.sub("_", tag): number for tag, number in numbers if math.isfinite(number)}
 
 
@@ -96,14 +105,19 @@ def _metric_tags(kind: str, metrics: tuple[str, ...]) -> dict[str, str]:
     tags: dict[str, str] = {}
     for name in metrics:
         if kind == "epoch":
-            tags |= {f"val_{name}": f"val/{name}", f"best_{name}": f"val/best_{name}", f"train_{name}": f"epoch/train_{name}"}
+            tags |= {
+                f"val_{name}": f"val/{name}",
+                f"best_{name}": f"val/best_{name}",
+                f"train_{name}": f"epoch/train_{name}",
+            }
         elif kind in ("end", "stop"):
             tags |= {f"val_{name}": f"job/val_{name}", f"best_{name}": f"job/best_{name}"}
     return tags
 
 
 def _numbers(tag: str, value: Any, items: tuple[str, ...]) -> Iterator[tuple[str, float]]:
-    """(tag, number) of a number; one for each inner value of a mapping, and of a list whose items have names."""
+    """(tag, number) of a number; one for each inner value of a mapping, and of a list whose items
+    have names."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _numbers(f"{tag}/{name}", inner, ())
@@ -115,13 +129,20 @@ def _numbers(tag: str, value: Any, items: tuple[str, ...]) -> Iterator[tuple[str
 
 
 def load_run_id(path: Path, first: Event) -> str | None:
-    """The id that an earlier start of the job saved; None without one, or where the first event is at step 0: the job starts over."""
+    """The id that an earlier start of the job saved; None without one, or where the first event is
+    at step 0: the job starts over."""
     if first.step == 0:
         return None
     try:
         with Folder.open(path.parent) as folder:
             run_id = json.loads(folder.read(path.name, _MOST_BYTES))["run_id"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # missing, or cut off by a crash: a new run is better than none
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        RecursionError,
+    ):  # missing, or cut off by a crash: a new run is better than none
         return None
     return run_id if isinstance(run_id, str) and _ID.fullmatch(run_id) else None
 
@@ -135,7 +156,9 @@ def save_run_id(path: Path, run_id: str) -> None:
 def require_package(package: str, extra: str) -> None:
     """Raises UserError where a package is not installed; imports nothing."""
     if importlib.util.find_spec(package) is None:
-        raise UserError(f"{package} is not installed", "log.trackers", f"pip install 'hvdtrain[{extra}]'")
+        raise UserError(
+            f"{package} is not installed", "log.trackers", f"pip install 'hvdtrain[{extra}]'"
+        )
 
 
 def redacted_config(config: Config) -> dict[str, Any]:
@@ -145,7 +168,8 @@ def redacted_config(config: Config) -> dict[str, Any]:
 
 
 def flat_config(config: Config) -> dict[str, str]:
-    """The configuration with dotted keys, values as JSON: {"epochs": "10", "batch.size": "64", ...}."""
+    """The configuration with dotted keys, values as JSON: {"epochs": "10", "batch.size": "64",
+    ...}."""
     return dict(_flat("", redacted_config(config)))
 
 
@@ -154,4 +178,7 @@ def _flat(prefix: str, tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if isinstance(value, Mapping):
             yield from _flat(f"{prefix}{key}.", value)
         else:
-            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value, default=str)
+            yield (
+                f"{prefix}{key}",
+                value if isinstance(value, str) else json.dumps(value, default=str),
+            )

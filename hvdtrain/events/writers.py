@@ -1,4 +1,5 @@
-"""The sinks that write events: TextWriter as lines for people, with the metric that is shown; JsonLinesWriter as events.jsonl."""
+"""The sinks that write events: TextWriter as lines for people, with the metric that is shown;
+JsonLinesWriter as events.jsonl."""
 
 from __future__ import annotations
 
@@ -46,7 +47,11 @@ def shown_metric(start: Mapping[str, Any]) -> ShownMetric:
     if start.get("counts") == "tokens":
         unit = "tokens"
         rate = "tokens_per_s"
-    name = objective if objective != "loss" else next((other for other in metrics if other != "loss"), "loss")
+    name = (
+        objective
+        if objective != "loss"
+        else next((other for other in metrics if other != "loss"), "loss")
+    )
     described = metrics.get(name)
     described = described if isinstance(described, Mapping) else {}
     return ShownMetric(
@@ -69,7 +74,8 @@ class TextOutput(Protocol):
 
 
 class Pace:
-    """Which events the TextWriter needs: those of steps only every_s seconds after the last line."""
+    """Which events the TextWriter needs: those of steps only every_s seconds after the last
+    line."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
@@ -77,14 +83,19 @@ class Pace:
 
     def __call__(self, event: Event) -> bool:
         is_due = time.monotonic() - self._last_line_s >= self._every_s
-        has_line = is_due if event.kind == "step" else event.kind == "epoch" or bool(event.fields.get("lines"))
+        has_line = (
+            is_due
+            if event.kind == "step"
+            else event.kind == "epoch" or bool(event.fields.get("lines"))
+        )
         if has_line:
             self._last_line_s = time.monotonic()
         return has_line
 
 
 class TextWriter:
-    """Writes a line for each event of an epoch or a step, and the lines of the others. No control codes: fit for a log file."""
+    """Writes a line for each event of an epoch or a step, and the lines of the others. No control
+    codes: fit for a log file."""
 
     def __init__(self, out: TextOutput) -> None:
         self._out = out
@@ -96,7 +107,9 @@ class TextWriter:
         if self._left_out:
             count = self._left_out
             self._left_out = 0
-            self.write(f"  ({count} line{'s' if count > 1 else ''} left out: nobody read this output)")
+            self.write(
+                f"  ({count} line{'s' if count > 1 else ''} left out: nobody read this output)"
+            )
         for line in event.fields.get("lines", ()):
             self.write(line)
         if event.kind == "start":
@@ -110,7 +123,8 @@ class TextWriter:
         self._out.write(f"{line}\n")
 
     def drop(self, event: Event) -> None:
-        """The event does not come; the next one is preceded by the number of lines that are left out. From any thread."""
+        """The event does not come; the next one is preceded by the number of lines that are left
+        out. From any thread."""
         self._left_out += 1 if event.kind == "step" else len(event.fields.get("lines", ()))
 
     def close(self) -> None:
@@ -128,11 +142,17 @@ class TextWriter:
             self.write(f"       {_named(fields['logged']).removesuffix(', ')}")
         noise_scale = fields.get("noise_scale", math.nan)
         if math.isfinite(noise_scale):
-            self.write(f"       noise scale {noise_scale:.0f}: batches far above that many samples save few steps")
+            self.write(
+                f"       noise scale {noise_scale:.0f}: batches far above that many samples save "
+                "few steps"
+            )
 
 
 def _own_epoch_line(f: dict[str, Any], metric: ShownMetric) -> str:
-    return f"epoch {f['epoch']}: {_named(f['logged'])}{f[metric.rate]:.0f} {metric.unit}/s{_rate(f)}, {f['epoch_s']:.1f} s"
+    return (
+        f"epoch {f['epoch']}: {_named(f['logged'])}{f[metric.rate]:.0f} "
+        f"{metric.unit}/s{_rate(f)}, {f['epoch_s']:.1f} s"
+    )
 
 
 def _named(logged: dict[str, float]) -> str:
@@ -149,19 +169,33 @@ def _step_line(step: int, f: dict[str, Any], metric: ShownMetric) -> str:
     done = f"  step {step}, epoch {f['epochs']:.2f}{of}"
     if metric.is_own_loop:
         return f"{done}: {_named(f['logged'])}{f[metric.rate]:.0f} {metric.unit}/s{_rate(f)}"
-    return f"{done}: train loss {f['loss']:.4f}, {_named(f.get('logged', {}))}{f[metric.rate]:.0f} {metric.unit}/s, lr {f['lr']:.4g}"
+    return (
+        f"{done}: train loss {f['loss']:.4f}, {_named(f.get('logged', {}))}{f[metric.rate]:.0f} "
+        f"{metric.unit}/s, lr {f['lr']:.4g}"
+    )
 
 
 def _epoch_header(metric: ShownMetric) -> str:
-    column = "" if metric.name == "loss" else f"{f'val {metric.column}':>7}  "  # a task that has no other metric
+    column = (
+        "" if metric.name == "loss" else f"{f'val {metric.column}':>7}  "
+    )  # a task that has no other metric
     return f"epoch  seconds  epoch s  {metric.unit}/s  train loss  val loss  {column}     lr"
 
 
 def _epoch_line(f: dict[str, Any], metric: ShownMetric) -> str:
-    epoch = f"{f['epoch']:d}" if f["epochs"] >= f["epoch"] else f"{f['epochs']:.2f}"  # an evaluation within an epoch has its fraction
-    times = f"{epoch:>5}  {f['seconds']:7.1f}  {f['epoch_s']:7.1f}  {f[metric.rate]:{len(metric.unit) + 2}.0f}"
+    epoch = (
+        f"{f['epoch']:d}" if f["epochs"] >= f["epoch"] else f"{f['epochs']:.2f}"
+    )  # an evaluation within an epoch has its fraction
+    times = (
+        f"{epoch:>5}  {f['seconds']:7.1f}  {f['epoch_s']:7.1f}  "
+        f"{f[metric.rate]:{len(metric.unit) + 2}.0f}"
+    )
     width = max(7, len(f"val {metric.column}"))
-    shown = "" if metric.name == "loss" else f"{f[f'val_{metric.name}']:{metric.spec}}".rjust(width) + "  "
+    shown = (
+        ""
+        if metric.name == "loss"
+        else f"{f[f'val_{metric.name}']:{metric.spec}}".rjust(width) + "  "
+    )
     return f"{times}  {f['train_loss']:10.4f}  {f['val_loss']:8.4f}  {shown}{f['lr']:7.4g}"
 
 
@@ -169,18 +203,21 @@ class Owner(Protocol):
     """Who has the folder of a file."""
 
     def open(self, path: Path, /) -> Folder:
-        """The folder. Raises where another one has its path by now, or it is another's; OSError where it cannot be opened."""
+        """The folder. Raises where another one has its path by now, or it is another's; OSError
+        where it cannot be opened."""
 
     def refuse(self, error: OSError) -> None:
         """Raises after an error that does not pass: a folder that can no longer be written."""
 
 
 class JsonLinesWriter:
-    """Appends one JSON object a line, before the call returns: {"time", "kind", "step", and the event's fields}.
+    """Appends one JSON object a line, before the call returns: {"time", "kind", "step", and the
+    event's fields}.
 
-    While the disk is full the newest KEPT lines wait for the next call: training goes on, and no line is written in part.
-    Events of single steps (step_times) are written in bursts, at the latest before the next event of another kind. What the owner
-    raises is raised once; after that nothing is written.
+    While the disk is full the newest KEPT lines wait for the next call: training goes on, and no
+    line is written in part. Events of single steps (step_times) are written in bursts, at the
+    latest before the next event of another kind. What the owner raises is raised once; after that
+    nothing is written.
     """
 
     def __init__(self, path: Path, owner: Owner | None = None) -> None:
@@ -213,18 +250,26 @@ class JsonLinesWriter:
 
 
 def append_event(run: Path, event: Event) -> None:
-    """Adds an event to the events.jsonl of a run whose job is not this one. Raises OSError where there is none or it cannot be written."""
+    """Adds an event to the events.jsonl of a run whose job is not this one. Raises OSError where
+    there is none or it cannot be written."""
     data = line_of(event).encode()
     with Folder.open(run) as folder:
         folder.open_file("events.jsonl").close()
         with folder.append("events.jsonl") as file:
-            if file.write(data) < len(data):  # at once, since the job may write too; what is cut off is no JSON, and readers skip it
+            if file.write(data) < len(data):
+                # at once, since the job may write too; what is cut off is no JSON, and readers skip
+                # it
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def line_of(event: Event) -> str:
     """The line of events.jsonl."""
-    return to_json({"time": round(event.time, 3), "kind": event.kind, "step": event.step, **event.fields}) + "\n"
+    return (
+        to_json(
+            {"time": round(event.time, 3), "kind": event.kind, "step": event.step, **event.fields}
+        )
+        + "\n"
+    )
 
 
 def to_json(fields: dict[str, Any]) -> str:
@@ -254,10 +299,11 @@ def finite(value: Any) -> Any:
 
 
 class OutputStream(io.TextIOBase):
-    """Writes past Python's buffer: a thread that waits for the reader of a full pipe holds no lock that the end of the process needs.
+    """Writes past Python's buffer: a thread that waits for the reader of a full pipe holds no lock
+    that the end of the process needs.
 
-    What a full disk or a terminal that is gone does not take is lost. Raises UserError where the reader of a pipe has gone away, and
-    what `out` raises where that is no file, as in a notebook.
+    What a full disk or a terminal that is gone does not take is lost. Raises UserError where the
+    reader of a pipe has gone away, and what `out` raises where that is no file, as in a notebook.
     """
 
     def __init__(self, out: IO[str]) -> None:
@@ -268,7 +314,9 @@ class OutputStream(io.TextIOBase):
         self._encoding = getattr(out, "encoding", None) or "utf-8"
 
     def write(self, text: str) -> int:
-        data = text.encode(self._encoding, "backslashreplace")  # letters that the encoding lacks as \\u65e5
+        data = text.encode(
+            self._encoding, "backslashreplace"
+        )  # letters that the encoding lacks as \\u65e5
         try:
             if self._number is None:
                 self._out.write(data.decode(self._encoding))

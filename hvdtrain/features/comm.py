@@ -1,11 +1,21 @@
-"""comm.engine, the ranks that it connects, and what one engine alone has: settings of Horovod, MPI's way with tensors on GPUs."""
+"""comm.engine, the ranks that it connects, and what one engine alone has: settings of Horovod,
+MPI's way with tensors on GPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
 from hvdtrain.errors import UserError
-from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Rule, Values, When, among, other_than
+from hvdtrain.features.job_feature import (
+    Exclusion,
+    JobFeature,
+    PlannedJob,
+    Rule,
+    Values,
+    When,
+    among,
+    other_than,
+)
 
 
 def _single_process(job: PlannedJob) -> Iterator[UserError]:
@@ -15,9 +25,13 @@ def _single_process(job: PlannedJob) -> Iterator[UserError]:
 
 
 def _batch_size(job: PlannedJob) -> Iterator[UserError]:
-    """Every rank needs a sample of every step; those that have a model together read the same ones."""
+    """Every rank needs a sample of every step; those that have a model together read the same
+    ones."""
     readers = max(1, job.config.readers(job.ranks))
-    smallest = {"batch.size": job.config.batch.size, "recipe.grow_to": min(job.config.recipe.grow_to, default=readers)}
+    smallest = {
+        "batch.size": job.config.batch.size,
+        "recipe.grow_to": min(job.config.recipe.grow_to, default=readers),
+    }
     for key, samples in smallest.items():
         if samples < readers:
             what = f"batch {samples} does not split over {readers} ranks: some would have no sample"
@@ -33,7 +47,9 @@ SETTINGS: dict[str, Values] = {  # of Horovod
 }
 
 
-def not_on_horovod(when: When | None = None, words: str = "", keys: Collection[str] = SETTINGS.keys()) -> tuple[Exclusion, ...]:
+def not_on_horovod(
+    when: When | None = None, words: str = "", keys: Collection[str] = SETTINGS.keys()
+) -> tuple[Exclusion, ...]:
     """Rows of a feature that the horovod engine does not have: its settings cannot go with it."""
     return tuple(
         Exclusion(

@@ -1,4 +1,5 @@
-"""Keys of data, augment.crop and evaluate.views: how samples are drawn, read, padded, packed and cropped, and seen by an evaluation."""
+"""Keys of data, augment.crop and evaluate.views: how samples are drawn, read, padded, packed and
+cropped, and seen by an evaluation."""
 
 from __future__ import annotations
 
@@ -7,7 +8,15 @@ from collections.abc import Iterator
 from hvdtrain.config.schema import AugmentConfig, DataConfig
 from hvdtrain.config.section import is_object
 from hvdtrain.errors import UserError
-from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, among, other_than
+from hvdtrain.features.job_feature import (
+    Exclusion,
+    JobFeature,
+    PlannedJob,
+    Values,
+    above,
+    among,
+    other_than,
+)
 
 READERS = JobFeature(
     key="data.readers",
@@ -40,13 +49,17 @@ BLOCKS = JobFeature(
             what="{key} needs data.shuffle=blocks",
             fix="data.shuffle=blocks, or leave {key} out",
         )
-        for name, usual, example in (("shuffle_block", None, 8), ("shuffle_window", DataConfig.model_fields["shuffle_window"].default, 4))
+        for name, usual, example in (
+            ("shuffle_block", None, 8),
+            ("shuffle_window", DataConfig.model_fields["shuffle_window"].default, 4),
+        )
     ),
     excludes=(
         Exclusion(
             "data.sampling",
             among("partition"),
-            what="{chosen} gives each rank the blocks of its share of a step, but {set} gives it other positions",
+            what="{chosen} gives each rank the blocks of its share of a step, but {set} gives it "
+            "other positions",
             fix="data.sampling=global, or {off}",
         ),
     ),
@@ -55,7 +68,9 @@ BLOCKS = JobFeature(
 
 def _of_single_samples(key: str, values: Values, why: str, words: str = "") -> Exclusion:
     what = f"data.sample_weights draws with replacement and does not support {{set}}: {why}"
-    return Exclusion(key, values, what=what, fix="leave {key} out, or data.sample_weights", why=why, words=words)
+    return Exclusion(
+        key, values, what=what, fix="leave {key} out, or data.sample_weights", why=why, words=words
+    )
 
 
 SAMPLE_WEIGHTS = JobFeature(
@@ -64,13 +79,26 @@ SAMPLE_WEIGHTS = JobFeature(
     examples=("data.sample_weights=balanced",),
     off="data.sample_weights=null",
     excludes=(
-        _of_single_samples("data.shuffle", among("blocks"), "blocks of neighbours are read together, but samples are drawn one by one"),
-        _of_single_samples("data.sampling", among("partition"), "any rank may draw any sample, but a partition divides the samples"),
+        _of_single_samples(
+            "data.shuffle",
+            among("blocks"),
+            "blocks of neighbours are read together, but samples are drawn one by one",
+        ),
+        _of_single_samples(
+            "data.sampling",
+            among("partition"),
+            "any rank may draw any sample, but a partition divides the samples",
+        ),
         _of_single_samples("augment.mixup", above(0), "partners are drawn without weights"),
         _of_single_samples("augment.cutmix", above(0), "partners are drawn without weights"),
-        _of_single_samples("augment.flip", among("alternating"), "an epoch does not have each sample once"),
         _of_single_samples(
-            "recipe.sample_noise", above(0), "a step may draw a sample twice, but has one noise for it", "optim.base_batch=6"
+            "augment.flip", among("alternating"), "an epoch does not have each sample once"
+        ),
+        _of_single_samples(
+            "recipe.sample_noise",
+            above(0),
+            "a step may draw a sample twice, but has one noise for it",
+            "optim.base_batch=6",
         ),
     ),
 )
@@ -93,7 +121,13 @@ PAD = JobFeature(
 
 
 def _of_rows(key: str, values: Values, why: str) -> Exclusion:
-    return Exclusion(key, values, what=f"data.pack does not support {{set}}: {why}", fix="leave {key} out, or data.pack", why=why)
+    return Exclusion(
+        key,
+        values,
+        what=f"data.pack does not support {{set}}: {why}",
+        fix="leave {key} out, or data.pack",
+        why=why,
+    )
 
 
 PACK = JobFeature(
@@ -104,16 +138,27 @@ PACK = JobFeature(
     excludes=(
         Exclusion(
             "task.name",
-            Values(lambda name: name != "language" and not is_object(name), "regression"),  # a script's loss is checked with its task
+            Values(
+                lambda name: name != "language" and not is_object(name), "regression"
+            ),  # a script's loss is checked with its task
             what="data.pack packs tokens for task.name=language, but this is {set}",
             where="data.pack",
             fix="task.name=language, or leave data.pack out",
             why="it packs tokens",
         ),
-        _of_rows("data.pad", Values(bool, '{"tokens":0}'), "a row contains several sequences, so no single sequence can be padded"),
+        _of_rows(
+            "data.pad",
+            Values(bool, '{"tokens":0}'),
+            "a row contains several sequences, so no single sequence can be padded",
+        ),
         _of_rows("data.bucket_by", other_than(None, "length"), "all rows have one length"),
-        _of_rows("data.sample_weights", other_than(None, "balanced"), "a row contains several samples"),
-        *(_of_rows(key, above(1), "models of tokens alone are cut") for key in ("parallel.tensor", "parallel.pipeline")),
+        _of_rows(
+            "data.sample_weights", other_than(None, "balanced"), "a row contains several samples"
+        ),
+        *(
+            _of_rows(key, above(1), "models of tokens alone are cut")
+            for key in ("parallel.tensor", "parallel.pipeline")
+        ),
         _of_rows("parallel.dense", other_than("none", "a"), "models of tokens alone are cut"),
     ),
 )
@@ -121,8 +166,13 @@ PACK = JobFeature(
 
 def _needs_pad(job: PlannedJob) -> Iterator[UserError]:
     if not job.config.data.pad:
-        what = f"data.bucket_by={job.config.data.bucket_by} sorts variable-length samples and needs data.pad"
-        yield UserError(what, job.where("data.bucket_by"), "data.pad={tokens: 0}, or leave data.bucket_by out")
+        what = (
+            f"data.bucket_by={job.config.data.bucket_by} sorts variable-length samples and needs "
+            "data.pad"
+        )
+        yield UserError(
+            what, job.where("data.bucket_by"), "data.pad={tokens: 0}, or leave data.bucket_by out"
+        )
 
 
 BUCKETS = JobFeature(
@@ -134,7 +184,8 @@ BUCKETS = JobFeature(
         Exclusion(
             "data.sampling",
             among("partition"),
-            what="{chosen} divides the samples of a step by their lengths, but {set} divides them by their positions",
+            what="{chosen} divides the samples of a step by their lengths, but {set} divides them "
+            "by their positions",
             fix="data.sampling=global, or leave data.bucket_by out",
             why="the samples of a step are divided by their lengths, not by their positions",
         ),
@@ -173,7 +224,8 @@ CROP = JobFeature(
         Exclusion(
             "augment.resized_crop",
             Values(bool, 0.5),
-            what="{chosen} and augment.resized_crop={config.augment.resized_crop:g} both crop the image",
+            what="{chosen} and augment.resized_crop={config.augment.resized_crop:g} both crop the "
+            "image",
             where="augment.crop",
             fix="keep one of them",
             why="both crop the image",
@@ -185,8 +237,15 @@ CROP = JobFeature(
 def _half_a_turn(job: PlannedJob) -> Iterator[UserError]:
     hue = job.config.augment.color_jitter[3:]
     if hue and hue[0] > 0.5:
-        what = f"augment.color_jitter turns hues by up to {hue[0]:g} of the colour circle; 0.5 is all of it"
-        yield UserError(what, job.where("augment.color_jitter"), "brightness, contrast, saturation, hue: [0.4,0.4,0.4,0.1]")
+        what = (
+            f"augment.color_jitter turns hues by up to {hue[0]:g} of the colour circle; 0.5 is "
+            "all of it"
+        )
+        yield UserError(
+            what,
+            job.where("augment.color_jitter"),
+            "brightness, contrast, saturation, hue: [0.4,0.4,0.4,0.1]",
+        )
 
 
 RAND_AUGMENT = JobFeature(

@@ -1,4 +1,5 @@
-"""parallel.dense and parallel.dense_updates: each rank has a part of the dense layers, which may be updated several times in a step."""
+"""parallel.dense and parallel.dense_updates: each rank has a part of the dense layers, which may be
+updated several times in a step."""
 
 from __future__ import annotations
 
@@ -6,7 +7,15 @@ from collections.abc import Iterator
 
 from hvdtrain.config.plugins import is_dotted
 from hvdtrain.errors import UserError
-from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, among, other_than
+from hvdtrain.features.job_feature import (
+    Exclusion,
+    JobFeature,
+    PlannedJob,
+    Values,
+    above,
+    among,
+    other_than,
+)
 
 # Each rank has the owner's part of all other training state (ZeRO stage 1 or 2).
 DENSE = JobFeature(
@@ -48,7 +57,12 @@ DENSE = JobFeature(
         Exclusion("comm.reduce", among("ddp", "distributed_optimizer", "bucket")),
         Exclusion("comm.tune", among(True), why="not made yet"),
         Exclusion("shard.group", other_than("all", "node"), words="shard.stage=1"),
-        Exclusion("shard.offload", other_than("none", "optimizer"), words="shard.stage=1", why="not made yet"),
+        Exclusion(
+            "shard.offload",
+            other_than("none", "optimizer"),
+            words="shard.stage=1",
+            why="not made yet",
+        ),
         Exclusion("norm.kind", among("sync")),
         Exclusion("model.recompute", other_than("none", "all"), why="not made yet"),
         Exclusion("log.noise_scale", among(True)),
@@ -62,13 +76,23 @@ def _has_turns(job: PlannedJob) -> Iterator[UserError]:
     chosen = f"parallel.dense_updates={job.config.parallel.dense_updates}"
     key = "parallel.dense_updates"
     if config.parallel.dense == "a":
-        yield UserError(f"{chosen} needs turns; parallel.dense=a has all samples in one", job.where(key), "parallel.dense=c or b")
+        yield UserError(
+            f"{chosen} needs turns; parallel.dense=a has all samples in one",
+            job.where(key),
+            "parallel.dense=c or b",
+        )
     if config.batch.size < config.parallel.dense_updates:
-        what = f"batch {config.batch.size} does not split into the turns of {chosen}: some would have no sample"
-        yield UserError(what, job.where(key), f"parallel.dense_updates={config.batch.size} or fewer")
+        what = (
+            f"batch {config.batch.size} does not split into the turns of {chosen}: some would "
+            "have no sample"
+        )
+        yield UserError(
+            what, job.where(key), f"parallel.dense_updates={config.batch.size} or fewer"
+        )
 
 
-# parallel.dense_updates: several updates of the dense part in a step, so that each sample is in one turn, which its place says.
+# parallel.dense_updates: several updates of the dense part in a step, so that each sample is in one
+# turn, which its place says.
 DENSE_UPDATES = JobFeature(
     key="parallel.dense_updates",
     on=lambda config: config.parallel.dense != "none" and config.parallel.dense_updates > 1,
@@ -80,12 +104,17 @@ DENSE_UPDATES = JobFeature(
         Exclusion(
             "optim.name",
             Values(is_dotted, "torch.optim.SGD"),
-            what="{chosen} updates some of the parameters by themselves; whether {config.optim.name} counts its steps right is not known",
+            what="{chosen} updates some of the parameters by themselves; whether "
+            "{config.optim.name} counts its steps right is not known",
             fix="an optimizer of hvdtrain's own: sgd, adam, lars ...; or parallel.dense_updates=1",
             why="whether a class counts its steps right is not known",
         ),
         Exclusion("batch.micro", other_than(None, 8)),
-        Exclusion("recipe.growth", other_than("none", "milestones"), words="recipe.grow_at=[1] recipe.grow_to=[512]"),  # by micro-batches
+        Exclusion(
+            "recipe.growth",
+            other_than("none", "milestones"),
+            words="recipe.grow_at=[1] recipe.grow_to=[512]",
+        ),  # by micro-batches
         Exclusion("recipe.gradient_noise", Values(lambda eta: eta > 0, 0.01)),
         Exclusion("data.sampling", other_than("global", "partition")),
     ),

@@ -7,24 +7,52 @@ from typing import Any
 
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
-from hvdtrain.features import comm, data, dense, frameworks, log, lost, mesh, optim, passes, pipeline, reduce, servers, shards, tasks
+from hvdtrain.features import (
+    comm,
+    data,
+    dense,
+    frameworks,
+    log,
+    lost,
+    mesh,
+    optim,
+    passes,
+    pipeline,
+    reduce,
+    servers,
+    shards,
+    tasks,
+)
 from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, other_than, value_of
 from hvdtrain.recipe.conflicts import recipe_conflicts
 
 
 def _plain(key: str, usual: Any, *examples: str, without: Sequence[Exclusion] = ()) -> JobFeature:
-    """A feature that is on where a key has another value than the usual one. without: of JobFeature."""
+    """A feature that is on where a key has another value than the usual one. without: of
+    JobFeature."""
 
     def on(config: Config) -> bool:
         return bool(value_of(config, key) != usual)
 
-    no_examples = "" if examples else "it excludes nothing, and keys that mean nothing without it are refused where it is off"
-    return JobFeature(key=key, on=on, examples=examples, no_examples=no_examples, without=tuple(without))
+    no_examples = (
+        ""
+        if examples
+        else "it excludes nothing, and keys that mean nothing without it are refused where it is "
+        "off"
+    )
+    return JobFeature(
+        key=key, on=on, examples=examples, no_examples=no_examples, without=tuple(without)
+    )
 
 
 def _means_nothing(key: str, usual: Any, example: Any, needed: str) -> Exclusion:
     """A key that is read only where `needed` is set."""
-    return Exclusion(key, other_than(usual, example), what=f"{{set}} has no effect without {needed}", fix=f"{needed}, or leave {{key}} out")
+    return Exclusion(
+        key,
+        other_than(usual, example),
+        what=f"{{set}} has no effect without {needed}",
+        fix=f"{needed}, or leave {{key}} out",
+    )
 
 
 PLAIN = (  # these exclude nothing by themselves: others say where they cannot go with them
@@ -41,7 +69,11 @@ PLAIN = (  # these exclude nothing by themselves: others say where they cannot g
     _plain("speed.compile", "none", "speed.compile=default"),
     _plain("speed.channels_last", None, "speed.channels_last=true"),
     _plain("optim.clip_norm", None, "optim.clip_norm=0.05"),
-    _plain("recipe.growth", "none", "recipe.growth=milestones recipe.grow_at=[2steps] recipe.grow_to=[80]"),
+    _plain(
+        "recipe.growth",
+        "none",
+        "recipe.growth=milestones recipe.grow_at=[2steps] recipe.grow_to=[80]",
+    ),
     _plain("recipe.schedule", "constant", "recipe.schedule=plateau"),
     _plain("recipe.gradient_noise", 0.0, "recipe.gradient_noise=0.01"),
     _plain("recipe.sample_noise", 0.0, "recipe.sample_noise=0.5 optim.base_batch=6"),
@@ -60,14 +92,20 @@ PLAIN = (  # these exclude nothing by themselves: others say where they cannot g
         "stop",
         "guard.nonfinite=skip",
         "guard.nonfinite=rollback",
-        without=(_means_nothing("guard.nonfinite_limit", 20, 5, "guard.nonfinite=skip or rollback"),),
+        without=(
+            _means_nothing("guard.nonfinite_limit", 20, 5, "guard.nonfinite=skip or rollback"),
+        ),
     ),
     _plain(
         "checkpoint.every",
         None,
         without=(_means_nothing("guard.mtbf_hours", None, 24.0, "checkpoint.every=auto"),),
     ),
-    _plain("stop.patience", None, without=(_means_nothing("stop.min_delta", 0.0, 0.01, "stop.patience"),)),
+    _plain(
+        "stop.patience",
+        None,
+        without=(_means_nothing("stop.min_delta", 0.0, 0.01, "stop.patience"),),
+    ),
     _plain("checkpoint.keep_best", 0, "checkpoint.keep_best=1"),
     _plain("log.step_times", False, "log.step_times=true"),
 )
@@ -135,7 +173,8 @@ FEATURES: tuple[JobFeature, ...] = (
 
 
 def conflicts_of(job: PlannedJob) -> Iterator[UserError]:
-    """Every conflict of a job: of its recipe, of its features in their order, of the number of ranks alone.
+    """Every conflict of a job: of its recipe, of its features in their order, of the number of
+    ranks alone.
 
     The last ones come last so that plan has one message for all its rows.
     """

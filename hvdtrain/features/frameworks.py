@@ -60,7 +60,9 @@ IN_NUMPY = NOT_TORCH | {
 }
 
 IN_KERAS = {key: row for key, row in IN_NUMPY.items() if key != "model.name"} | {
-    "speed.device": Supported(("auto",), "cpu"),  # Keras chooses for its backend; CUDA_VISIBLE_DEVICES
+    "speed.device": Supported(
+        ("auto",), "cpu"
+    ),  # Keras chooses for its backend; CUDA_VISIBLE_DEVICES
 }
 
 
@@ -81,18 +83,30 @@ def _devices_of_a_rank(job: PlannedJob) -> Iterator[UserError]:
     set_to = f"speed.devices={config.speed.devices}"
     if config.framework != "jax":
         fix = "as many ranks as there are devices; or framework=jax"
-        yield UserError(f"framework={config.framework} has one device on each rank, not {set_to}", where, fix)
+        yield UserError(
+            f"framework={config.framework} has one device on each rank, not {set_to}", where, fix
+        )
     elif config.shard.stage == 3:
-        yield UserError(f"{set_to} and shard.stage=3 do not go together: a unit is gathered on one device", where, "shard.stage=2")
+        yield UserError(
+            f"{set_to} and shard.stage=3 do not go together: a unit is gathered on one device",
+            where,
+            "shard.stage=2",
+        )
     elif config.norm.kind == "sync":
         fix = "norm.kind=batch, whose statistics are of all devices of a rank"
-        yield UserError(f"{set_to} and norm.kind=sync do not go together: ranks exchange statistics of one device", where, fix)
+        yield UserError(
+            f"{set_to} and norm.kind=sync do not go together: ranks exchange statistics of one "
+            "device",
+            where,
+            fix,
+        )
 
 
 DEVICES = JobFeature(
     key="speed.devices",
     on=lambda config: config.speed.devices > 1,
-    no_examples="a rank of the pair test has one device; tests/frameworks/test_jax_devices.py starts ranks with several",
+    no_examples="a rank of the pair test has one device; tests/frameworks/test_jax_devices.py "
+    "starts ranks with several",
     rules=(_devices_of_a_rank,),
 )
 JAX = JobFeature(

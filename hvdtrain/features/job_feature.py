@@ -1,4 +1,5 @@
-"""A feature of a job: the words that turn it on, as data what it cannot go with, and what the header and the event "start" say of it."""
+"""A feature of a job: the words that turn it on, as data what it cannot go with, and what the
+header and the event "start" say of it."""
 
 from __future__ import annotations
 
@@ -49,11 +50,12 @@ def other_than(usual: Any, example: Any) -> Values:
 
 
 class Exclusion(NamedTuple):
-    """Values of a key that a feature cannot go with; what a message says of them, and what it says to do instead.
+    """Values of a key that a feature cannot go with; what a message says of them, and what it says
+    to do instead.
 
-    The texts are templates: {set} is the key with its value, {key} the key, {chosen} the words that turn the feature on,
-    {off} those that turn it off, {mesh} the parallel.tensor and parallel.pipeline of the job, {config} its configuration. An empty
-    text is that of the feature.
+    The texts are templates: {set} is the key with its value, {key} the key, {chosen} the words that
+    turn the feature on, {off} those that turn it off, {mesh} the parallel.tensor and
+    parallel.pipeline of the job, {config} its configuration. An empty text is that of the feature.
     """
 
     key: str
@@ -70,13 +72,15 @@ class Exclusion(NamedTuple):
 class JobFeature:
     """Something that a configuration turns on.
 
-    Its conflicts come in this order: of values that mean nothing without it, of the rules that come first, of what it excludes, of
-    its other rules.
+    Its conflicts come in this order: of values that mean nothing without it, of the rules that come
+    first, of what it excludes, of its other rules.
     """
 
     key: str  # that turns it on; a message calls the feature by this key and its value
     on: When
-    examples: tuple[str, ...] = ()  # words that turn it on, in a job of classification that is large enough; mine:NAME is a user's object
+    examples: tuple[
+        str, ...
+    ] = ()  # words that turn it on, in a job of classification that is large enough; mine:NAME is a user's object  # noqa: E501
     no_examples: str = ""  # why a test of pairs cannot turn it on; every other feature has examples
     chosen: Callable[[Config], str] | None = None  # what a message calls it instead
     off: str | Callable[[Config], str] = ""  # the words that turn it off
@@ -88,7 +92,9 @@ class JobFeature:
     excludes: tuple[Exclusion, ...] = ()
     rules: tuple[Rule, ...] = ()
     lines_of_ranks: Callable[[Config, Sequence[str]], Sequence[str]] = lambda config, hosts: ()
-    lines_of_recipe: Callable[[Config, Recipe, int], Sequence[str]] = lambda config, recipe, samples: ()
+    lines_of_recipe: Callable[[Config, Recipe, int], Sequence[str]] = (
+        lambda config, recipe, samples: ()
+    )
     fields_of_start: Callable[[Config, int], Mapping[str, Any]] = lambda config, ranks: {}
 
     def ranks_lines(self, config: Config, hosts: Sequence[str]) -> Sequence[str]:
@@ -119,7 +125,9 @@ class JobFeature:
         """What a message calls the feature: shard.stage=1."""
         return self.chosen(config) if self.chosen else as_set(config, self.key)
 
-    def _excluded(self, job: PlannedJob, rows: tuple[Exclusion, ...], otherwise: bool) -> Iterator[UserError]:
+    def _excluded(
+        self, job: PlannedJob, rows: tuple[Exclusion, ...], otherwise: bool
+    ) -> Iterator[UserError]:
         for row in rows:
             holds = row.when(job.config) if row.when else otherwise
             if holds and row.values.hold(value_of(job.config, row.key)):
@@ -128,13 +136,20 @@ class JobFeature:
     def error(self, row: Exclusion, job: PlannedJob) -> UserError:
         """What a job is told that has the feature and an excluded value."""
         off = self.off if isinstance(self.off, str) else self.off(job.config)
-        texts = {"key": row.key, "set": as_set(job.config, row.key), "chosen": self.name(job.config), "off": off}
+        texts = {
+            "key": row.key,
+            "set": as_set(job.config, row.key),
+            "chosen": self.name(job.config),
+            "off": off,
+        }
         texts["mesh"] = job.config.parallel.summary()
 
         def text(template: str) -> str:
             return template.format(config=job.config, **texts)
 
-        return UserError(text(row.what or self.what), job.where(row.where or row.key), text(row.fix or self.fix))
+        return UserError(
+            text(row.what or self.what), job.where(row.where or row.key), text(row.fix or self.fix)
+        )
 
 
 def value_of(config: Config, key: str) -> Any:
@@ -146,9 +161,16 @@ def value_of(config: Config, key: str) -> Any:
 def as_yaml(value: Any) -> str:
     """A value as a user writes it: true, null, {tokens: 0}."""
     if isinstance(value, Mapping):
-        pairs = [f"{name}: {one:g}" if isinstance(one, float) else f"{name}: {as_yaml(one)}" for name, one in value.items()]
+        pairs = [
+            f"{name}: {one:g}" if isinstance(one, float) else f"{name}: {as_yaml(one)}"
+            for name, one in value.items()
+        ]
         return "{" + ", ".join(pairs) + "}"
-    return {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else f"{value}"
+    return (
+        {True: "true", False: "false", None: "null"}[value]
+        if value is None or isinstance(value, bool)
+        else f"{value}"
+    )
 
 
 def as_set(config: Config, key: str) -> str:

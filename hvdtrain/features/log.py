@@ -1,17 +1,27 @@
-"""log.noise_scale and log.samples: what a job measures, and what its model draws, while it trains."""
+"""log.noise_scale and log.samples: what a job measures, and what its model draws, while it
+trains."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from hvdtrain.errors import UserError
-from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, among, other_than
+from hvdtrain.features.job_feature import (
+    Exclusion,
+    JobFeature,
+    PlannedJob,
+    Values,
+    among,
+    other_than,
+)
 
 
 def _needs_ranks(job: PlannedJob) -> Iterator[UserError]:
     if job.ranks == 1:
         what = "log.noise_scale compares each rank's gradient with their mean; the job has 1 rank"
-        yield UserError(what, job.where("log.noise_scale"), "two ranks or more, or log.noise_scale=false")
+        yield UserError(
+            what, job.where("log.noise_scale"), "two ranks or more, or log.noise_scale=false"
+        )
 
 
 # log.noise_scale: each rank's own gradient is compared with the mean of all.
@@ -45,7 +55,9 @@ DRAWN = ("image_tokens", "text")  # data whose tokens can be shown
 # log.samples: what a language model draws, as images or text.
 SAMPLES = JobFeature(
     key="log.samples",
-    on=lambda config: bool(config.log.samples) and config.task.name != "segmentation",  # which shows masks of any data
+    on=lambda config: (
+        bool(config.log.samples) and config.task.name != "segmentation"
+    ),  # which shows masks of any data
     examples=("log.samples=2 task.name=language data.name=image_tokens",),
     off="log.samples=0",
     excludes=(
@@ -70,4 +82,9 @@ SAMPLES = JobFeature(
 )
 
 # hooks: methods of the user's, called on every rank between steps.
-HOOKS = JobFeature(key="hooks", on=lambda config: bool(config.hooks), examples=("hooks=[mine:Hook]",), off="hooks=[]")
+HOOKS = JobFeature(
+    key="hooks",
+    on=lambda config: bool(config.hooks),
+    examples=("hooks=[mine:Hook]",),
+    off="hooks=[]",
+)

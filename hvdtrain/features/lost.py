@@ -1,4 +1,5 @@
-"""guard.lost: what the living ranks do without one that is lost; shrink needs its state, and a step that is the same on fewer ranks."""
+"""guard.lost: what the living ranks do without one that is lost; shrink needs its state, and a step
+that is the same on fewer ranks."""
 
 from __future__ import annotations
 
@@ -6,20 +7,48 @@ from collections.abc import Iterator
 
 from hvdtrain.errors import UserError
 from hvdtrain.features.comm import SETTINGS
-from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, among, other_than
+from hvdtrain.features.job_feature import (
+    Exclusion,
+    JobFeature,
+    PlannedJob,
+    Values,
+    above,
+    among,
+    other_than,
+)
 
-ONLY_ON_HOROVOD = {"comm.op": among("adasum"), "comm.reduce": among("distributed_optimizer"), **SETTINGS}
+ONLY_ON_HOROVOD = {
+    "comm.op": among("adasum"),
+    "comm.reduce": among("distributed_optimizer"),
+    **SETTINGS,
+}
 
 
 def _servers_need_mpi(job: PlannedJob) -> Iterator[UserError]:
     config = job.config
     if config.servers.count and job.engine != "mpi":
-        what = f"guard.lost={config.guard.lost} does not go on with servers.count={config.servers.count} on the {job.engine} engine"
-        yield UserError(what, job.where("guard.lost"), "comm.engine=mpi (mpirun --with-ft ulfm), or guard.lost=stop")
+        what = (
+            f"guard.lost={config.guard.lost} does not go on with "
+            f"servers.count={config.servers.count} on the {job.engine} engine"
+        )
+        yield UserError(
+            what,
+            job.where("guard.lost"),
+            "comm.engine=mpi (mpirun --with-ft ulfm), or guard.lost=stop",
+        )
 
 
-def _fewer_ranks(key: str, values: Values, instead: str = "without {key}", why: str = "", words: str = "") -> Exclusion:
-    return Exclusion(key, values, where="guard.lost", fix=f"guard.lost=restart, or {instead}", why=why, words=words)
+def _fewer_ranks(
+    key: str, values: Values, instead: str = "without {key}", why: str = "", words: str = ""
+) -> Exclusion:
+    return Exclusion(
+        key,
+        values,
+        where="guard.lost",
+        fix=f"guard.lost=restart, or {instead}",
+        why=why,
+        words=words,
+    )
 
 
 LOST = JobFeature(
@@ -42,13 +71,16 @@ SHRINK = JobFeature(
         _fewer_ranks("parallel.dense", other_than("none", "a")),
         _fewer_ranks("shard.stage", among(3), "shard.stage=2"),
         _fewer_ranks("shard.group", among("node"), "shard.group=all", words="shard.stage=1"),
-        _fewer_ranks("comm.reduce", among("ddp"), why="DDP keeps the process group that it began with"),
+        _fewer_ranks(
+            "comm.reduce", among("ddp"), why="DDP keeps the process group that it began with"
+        ),
         _fewer_ranks("comm.local_steps", above(1), why="each rank has weights of its own"),
         *(
             Exclusion(
                 key,
                 values,
-                what="{chosen} does not go on without a rank on the horovod engine, which {set} needs",
+                what="{chosen} does not go on without a rank on the horovod engine, which {set} "
+                "needs",
                 where="guard.lost",
                 fix="guard.lost=stop, or without {key}",
                 why="the horovod engine does not go on without a rank",
@@ -58,7 +90,8 @@ SHRINK = JobFeature(
         Exclusion(
             "framework",
             among("jax"),
-            what="guard.lost=shrink does not go on with {set}, whose step is compiled for a number of ranks",
+            what="guard.lost=shrink does not go on with {set}, whose step is compiled for a "
+            "number of ranks",
             where="guard.lost",
             fix="guard.lost=restart, or framework=torch",
             why="its step is compiled for a number of ranks",

@@ -1,4 +1,5 @@
-"""parallel.tensor, parallel.sequence and parallel.pipeline: ranks that have parts of one model, and read the same samples."""
+"""parallel.tensor, parallel.sequence and parallel.pipeline: ranks that have parts of one model, and
+read the same samples."""
 
 from __future__ import annotations
 
@@ -8,7 +9,15 @@ from typing import Any
 from hvdtrain.comm.mesh import coordinates
 from hvdtrain.config.schema import Config, ParallelConfig
 from hvdtrain.errors import UserError
-from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, above, among, other_than, value_of
+from hvdtrain.features.job_feature import (
+    Exclusion,
+    JobFeature,
+    PlannedJob,
+    above,
+    among,
+    other_than,
+    value_of,
+)
 
 
 def _divides_ranks(job: PlannedJob) -> Iterator[UserError]:
@@ -16,11 +25,15 @@ def _divides_ranks(job: PlannedJob) -> Iterator[UserError]:
     if job.ranks % parallel.ranks:
         key = "parallel.tensor" if parallel.tensor > 1 else "parallel.pipeline"
         what = f"{parallel.summary()} does not divide the {job.ranks} ranks of the job"
-        yield UserError(what, job.where(key), f"a multiple of {parallel.ranks} ranks, or another {key}")
+        yield UserError(
+            what, job.where(key), f"a multiple of {parallel.ranks} ranks, or another {key}"
+        )
 
 
 def _whole(config: Config) -> str:
-    return " ".join(f"{key}=1" for key in ("parallel.tensor", "parallel.pipeline") if value_of(config, key) > 1)
+    return " ".join(
+        f"{key}=1" for key in ("parallel.tensor", "parallel.pipeline") if value_of(config, key) > 1
+    )
 
 
 _NAMES = 10  # columns of the header
@@ -29,7 +42,8 @@ _NAMES = 10  # columns of the header
 def mesh_lines(parallel: ParallelConfig, hosts: Sequence[str]) -> list[str]:
     """The mesh for the header, hosts[rank] is rank's.
 
-    One row for each place in `data`, whose ranks read the same samples, one column for each stage and each part of the layers:
+    One row for each place in `data`, whose ranks read the same samples, one column for each stage
+    and each part of the layers:
 
         mesh    2 data x 2 tensor
                           tensor 0    tensor 1
@@ -37,7 +51,11 @@ def mesh_lines(parallel: ParallelConfig, hosts: Sequence[str]) -> list[str]:
                 data 1    2 on n2     3 on n2
     """
     readers = len(hosts) // parallel.ranks
-    columns = [_column(parallel, stage, part) for stage in range(parallel.pipeline) for part in range(parallel.tensor)]
+    columns = [
+        _column(parallel, stage, part)
+        for stage in range(parallel.pipeline)
+        for part in range(parallel.tensor)
+    ]
     rows = [["", *columns], *([f"data {i}"] for i in range(readers))]
     split = False
     for rank, host in enumerate(hosts):
@@ -46,25 +64,42 @@ def mesh_lines(parallel: ParallelConfig, hosts: Sequence[str]) -> list[str]:
         split |= host != hosts[rank - place.tensor]
     width = 2 + max(len(cell) for row in rows for cell in row[1:])
     sizes = {"pipeline": parallel.pipeline, "data": readers, "tensor": parallel.tensor}
-    lines = [f"mesh    {' x '.join(f'{size} {name}' for name, size in sizes.items() if size > 1 or name == 'data')}"]
-    lines += ["        " + (name.ljust(_NAMES) + "".join(cell.ljust(width) for cell in row)).rstrip() for name, *row in rows]
+    lines = [
+        "mesh    "
+        f"{' x '.join(f'{size} {name}' for name, size in sizes.items() if size > 1 or name == 'data')}"  # noqa: E501
+    ]
+    lines += [
+        "        " + (name.ljust(_NAMES) + "".join(cell.ljust(width) for cell in row)).rstrip()
+        for name, *row in rows
+    ]
     if split:
-        lines.append("        a tensor group is on several hosts, whose link carries the activations of every layer: parallel.tensor")
+        lines.append(
+            "        a tensor group is on several hosts, whose link carries the activations of "
+            "every layer: parallel.tensor"
+        )
         lines.append("        divides the ranks of a host where each host has a multiple of it")
     return lines
 
 
 def mesh_fields(parallel: ParallelConfig, ranks: int) -> dict[str, Any]:
-    """Fields of the event "start": ranks along each axis; and where several ranks have one model, of each rank [stage, data, tensor]."""
+    """Fields of the event "start": ranks along each axis; and where several ranks have one model,
+    of each rank [stage, data, tensor]."""
     readers = ranks // parallel.ranks
     axes = {"pipeline": parallel.pipeline, "data": readers, "tensor": parallel.tensor}
     if parallel.ranks == 1:
         return {"mesh": axes}
-    return {"mesh": axes, "coordinates_of_rank": [list(coordinates(rank, readers, parallel.tensor)) for rank in range(ranks)]}
+    return {
+        "mesh": axes,
+        "coordinates_of_rank": [
+            list(coordinates(rank, readers, parallel.tensor)) for rank in range(ranks)
+        ],
+    }
 
 
 def _column(parallel: ParallelConfig, stage: int, part: int) -> str:
-    names = [f"stage {stage}"] * (parallel.pipeline > 1) + [f"tensor {part}"] * (parallel.tensor > 1)
+    names = [f"stage {stage}"] * (parallel.pipeline > 1) + [f"tensor {part}"] * (
+        parallel.tensor > 1
+    )
     return ", ".join(names)
 
 
@@ -79,11 +114,23 @@ MESH = JobFeature(
     excludes=(
         Exclusion("comm.op", among("adasum"), why="a rank has gradients of its part alone"),
         Exclusion("comm.local_steps", above(1), why="not made yet"),
-        Exclusion("comm.reduce", among("ddp", "distributed_optimizer"), why="these reduce over all ranks"),
+        Exclusion(
+            "comm.reduce", among("ddp", "distributed_optimizer"), why="these reduce over all ranks"
+        ),
         Exclusion("comm.tune", among(True), why="not made yet"),
         Exclusion("comm.hierarchical", among(True), why="it is of all ranks"),
-        Exclusion("shard.group", other_than("all", "node"), words="shard.stage=1", why="a mesh has groups of its own"),
-        Exclusion("shard.offload", other_than("none", "optimizer"), words="shard.stage=1", why="not made yet"),
+        Exclusion(
+            "shard.group",
+            other_than("all", "node"),
+            words="shard.stage=1",
+            why="a mesh has groups of its own",
+        ),
+        Exclusion(
+            "shard.offload",
+            other_than("none", "optimizer"),
+            words="shard.stage=1",
+            why="not made yet",
+        ),
         Exclusion("norm.kind", among("sync"), why="not made yet"),
         Exclusion("log.noise_scale", among(True), why="a rank has gradients of its part alone"),
         Exclusion("speed.compile", other_than("none", "default"), why="not made yet"),
@@ -95,11 +142,17 @@ MESH = JobFeature(
 
 def _needs_tensor(job: PlannedJob) -> Iterator[UserError]:
     if job.config.parallel.tensor == 1:
-        what = "parallel.sequence=true divides positions over the ranks of a tensor group; this is parallel.tensor=1"
-        yield UserError(what, job.where("parallel.sequence"), "parallel.tensor=2, or parallel.sequence=false")
+        what = (
+            "parallel.sequence=true divides positions over the ranks of a tensor group; this is "
+            "parallel.tensor=1"
+        )
+        yield UserError(
+            what, job.where("parallel.sequence"), "parallel.tensor=2, or parallel.sequence=false"
+        )
 
 
-# parallel.sequence: each rank of a tensor group has its part of the positions between the layers that are cut.
+# parallel.sequence: each rank of a tensor group has its part of the positions between the layers
+# that are cut.
 SEQUENCE = JobFeature(
     key="parallel.sequence",
     on=lambda config: config.parallel.sequence,

@@ -1,4 +1,5 @@
-"""optim.name, optim.ema and optim.groups: muon, a class of torch.optim or of the user's, averages of the weights, groups of parameters."""
+"""optim.name, optim.ema and optim.groups: muon, a class of torch.optim or of the user's, averages
+of the weights, groups of parameters."""
 
 from __future__ import annotations
 
@@ -8,14 +9,26 @@ from hvdtrain.config.lengths import read_length
 from hvdtrain.config.plugins import is_dotted
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
-from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, among, other_than
+from hvdtrain.features.job_feature import (
+    Exclusion,
+    JobFeature,
+    PlannedJob,
+    Values,
+    above,
+    among,
+    other_than,
+)
 from hvdtrain.recipe.recipe import Recipe
 
 
 def _rate_is_of_the_recipe(job: PlannedJob) -> Iterator[UserError]:
     """Such a class has an option lr."""
     if "lr" in job.config.optim.options:
-        yield UserError("optim.lr is not an option: the recipe sets the rate of each step", job.where("optim.lr"), "optim.base_lr=...")
+        yield UserError(
+            "optim.lr is not an option: the recipe sets the rate of each step",
+            job.where("optim.lr"),
+            "optim.base_lr=...",
+        )
 
 
 # optim.name=package.module:Class: an optimizer of torch.optim or of the user's.
@@ -28,7 +41,8 @@ USER_OPTIMIZER = JobFeature(
 )
 
 
-# optim.name=muon: it makes whole matrices orthogonal; where each rank has a part of one, shard.stage of framework=torch alone does it.
+# optim.name=muon: it makes whole matrices orthogonal; where each rank has a part of one,
+# shard.stage of framework=torch alone does it.
 MUON = JobFeature(
     key="optim.name",
     on=lambda config: config.optim.name == "muon",
@@ -61,7 +75,8 @@ MUON = JobFeature(
 )
 
 
-# optim.ema: an average of the weights, a part of the optimizer's state, whose parts an evaluation puts together.
+# optim.ema: an average of the weights, a part of the optimizer's state, whose parts an evaluation
+# puts together.
 EMA = JobFeature(
     key="optim.ema",
     on=lambda config: config.optim.ema is not None,
@@ -92,11 +107,14 @@ EMA = JobFeature(
         Exclusion("parallel.pipeline", above(1), where="optim.ema"),
         Exclusion("parallel.dense", other_than("none", "a"), where="optim.ema"),
     ),
-    lines_of_recipe=lambda config, recipe, samples: [f"evaluations of averaged weights, optim.ema={config.optim.ema:g}"],
+    lines_of_recipe=lambda config, recipe, samples: [
+        f"evaluations of averaged weights, optim.ema={config.optim.ema:g}"
+    ],
 )
 
 
-# optim.groups: parameters with a rate, a decay or a momentum of their own, by the rules of hvdtrain/optim.
+# optim.groups: parameters with a rate, a decay or a momentum of their own, by the rules of
+# hvdtrain/optim.
 GROUPS = JobFeature(
     key="optim.groups",
     on=lambda config: bool(config.optim.groups),
@@ -106,7 +124,8 @@ GROUPS = JobFeature(
         Exclusion(
             "optim.name",
             Values(is_dotted, "torch.optim.SGD"),
-            what="optim.groups is of hvdtrain's own optimizers; {config.optim.name} is made by a class or function of yours, or torch's",
+            what="optim.groups is of hvdtrain's own optimizers; {config.optim.name} is made by a "
+            "class or function of yours, or torch's",
             where="optim.groups",
             fix="a name of `list` for optim.name, or leave optim.groups out",
             why="a class of torch.optim has one rate for all parameters",
@@ -117,7 +136,10 @@ GROUPS = JobFeature(
 
 def _lines_of_thaw(config: Config, recipe: Recipe, samples: int) -> list[str]:
     entries = zip(config.model.thaw, recipe.thaw, strict=True)
-    return [f"thawed after {read_length(entry.at).words()} (step {step}): {', '.join(entry.names)}" for entry, step in entries]
+    return [
+        f"thawed after {read_length(entry.at).words()} (step {step}): {', '.join(entry.names)}"
+        for entry, step in entries
+    ]
 
 
 # model.thaw: the rules of hvdtrain/optim leave frozen weights as they are, up to a step.
@@ -132,7 +154,8 @@ THAW = JobFeature(
         Exclusion(
             "optim.name",
             Values(is_dotted, "torch.optim.SGD"),
-            what="model.thaw needs an optimizer of hvdtrain, but {set} has one step count for all parameters",
+            what="model.thaw needs an optimizer of hvdtrain, but {set} has one step count for all "
+            "parameters",
             where="model.thaw",
             fix="a name of `list` for optim.name, or leave model.thaw out",
             why="a class of torch.optim has one step count for all parameters",
@@ -140,7 +163,8 @@ THAW = JobFeature(
         Exclusion(
             "optim.ema",
             other_than(None, 0.9),
-            what="model.thaw does not support {set}: an average would count the steps in which a weight was frozen",
+            what="model.thaw does not support {set}: an average would count the steps in which a "
+            "weight was frozen",
             where="model.thaw",
             why="an average would count the steps in which a weight was frozen",
         ),
@@ -160,7 +184,10 @@ WEIGHTS = JobFeature(
     off="model.weights=null",
     without=tuple(
         Exclusion(
-            f"model.{name}", other_than([], [example]), what="{set} needs model.weights", fix="model.weights=FILE, or leave {key} out"
+            f"model.{name}",
+            other_than([], [example]),
+            what="{set} needs model.weights",
+            fix="model.weights=FILE, or leave {key} out",
         )
         for name, example in (("weights_names", "a=b"), ("weights_skip", "fc*"))
     ),
@@ -176,7 +203,10 @@ LORA = JobFeature(
     why="each rank calls a whole linear layer",
     without=tuple(
         Exclusion(
-            f"model.{name}", other_than(usual, example), what="{key} needs model.lora", fix="model.lora=['*.fc1'], the layers that get one"
+            f"model.{name}",
+            other_than(usual, example),
+            what="{key} needs model.lora",
+            fix="model.lora=['*.fc1'], the layers that get one",
         )
         for name, usual, example in (
             ("lora_rank", 8, 4),
@@ -190,7 +220,8 @@ LORA = JobFeature(
         Exclusion(
             "parallel.tensor",
             above(1),
-            what="model.lora does not support {set}: an adapter needs the whole inputs and outputs of its layer on each rank",
+            what="model.lora does not support {set}: an adapter needs the whole inputs and "
+            "outputs of its layer on each rank",
             where="model.lora",
             why="an adapter needs the whole inputs and outputs of its layer on each rank",
         ),

@@ -9,7 +9,8 @@ from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, amo
 
 
 def _passes_of_sync_norm(job: PlannedJob) -> Iterator[UserError]:
-    """A synchronized norm is over the samples of all ranks in a pass; of a rank's share in several passes they depend on the ranks."""
+    """A synchronized norm is over the samples of all ranks in a pass; of a rank's share in several
+    passes they depend on the ranks."""
     config = job.config
     micro = job.config.batch.micro
     if config.norm.kind != "sync":
@@ -18,8 +19,14 @@ def _passes_of_sync_norm(job: PlannedJob) -> Iterator[UserError]:
     share = -(-largest // max(1, config.readers(job.ranks)))
     if isinstance(micro, int) and share <= micro and config.data.sampling == "global":
         return
-    what = f"batch.micro={micro} makes the passes of a step, over each of which norm.kind=sync normalizes, depend on the number of ranks"
-    fix = "leave batch.micro out: a batch that grows has the same passes on any number of ranks; or norm.kind=batch or ghost"
+    what = (
+        f"batch.micro={micro} makes the passes of a step, over each of which norm.kind=sync "
+        "normalizes, depend on the number of ranks"
+    )
+    fix = (
+        "leave batch.micro out: a batch that grows has the same passes on any number of ranks; or "
+        "norm.kind=batch or ghost"
+    )
     yield UserError(what, job.where("batch.micro"), fix)
 
 

@@ -1,4 +1,5 @@
-"""parallel.pipeline: ranks have the layers of one model one after the other; the order of their passes."""
+"""parallel.pipeline: ranks have the layers of one model one after the other; the order of their
+passes."""
 
 from __future__ import annotations
 
@@ -7,23 +8,50 @@ from collections.abc import Iterator
 from hvdtrain.config.schema import ParallelConfig
 from hvdtrain.errors import UserError
 from hvdtrain.features.comm import not_on_horovod
-from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, among, as_yaml, other_than
+from hvdtrain.features.job_feature import (
+    Exclusion,
+    JobFeature,
+    PlannedJob,
+    Values,
+    among,
+    as_yaml,
+    other_than,
+)
 
 
 def _sends(job: PlannedJob) -> Iterator[UserError]:
     if "p2p" not in job.features:
-        what = f"parallel.pipeline={job.config.parallel.pipeline} sends from one rank to another, which the {job.engine} engine does not"
-        yield UserError(what, job.where("comm.engine"), "comm.engine=mpi with the same mpirun, or comm.engine=torchdist")
+        what = (
+            f"parallel.pipeline={job.config.parallel.pipeline} sends from one rank to another, "
+            f"which the {job.engine} engine does not"
+        )
+        yield UserError(
+            what,
+            job.where("comm.engine"),
+            "comm.engine=mpi with the same mpirun, or comm.engine=torchdist",
+        )
 
 
 def _stages_of_rank(job: PlannedJob) -> Iterator[UserError]:
     parallel = job.config.parallel
     if parallel.schedule == "interleaved" and parallel.virtual == 1:
-        what = "parallel.schedule=interleaved with parallel.virtual=1 has one stage on each rank, which is 1f1b"
-        yield UserError(what, job.where("parallel.virtual"), "parallel.virtual=2, or parallel.schedule=1f1b")
+        what = (
+            "parallel.schedule=interleaved with parallel.virtual=1 has one stage on each rank, "
+            "which is 1f1b"
+        )
+        yield UserError(
+            what, job.where("parallel.virtual"), "parallel.virtual=2, or parallel.schedule=1f1b"
+        )
     if parallel.schedule != "interleaved" and parallel.stages_of_rank > 1:
-        what = f"parallel.schedule={parallel.schedule} has one stage on each rank, parallel.virtual={parallel.virtual} wants more"
-        yield UserError(what, job.where("parallel.virtual"), "parallel.schedule=interleaved, or leave parallel.virtual out")
+        what = (
+            f"parallel.schedule={parallel.schedule} has one stage on each rank, "
+            f"parallel.virtual={parallel.virtual} wants more"
+        )
+        yield UserError(
+            what,
+            job.where("parallel.virtual"),
+            "parallel.schedule=interleaved, or leave parallel.virtual out",
+        )
 
 
 def _stages_of_balance(job: PlannedJob) -> Iterator[UserError]:
@@ -31,8 +59,15 @@ def _stages_of_balance(job: PlannedJob) -> Iterator[UserError]:
     stages = parallel.pipeline * parallel.stages_of_rank
     if isinstance(parallel.balance, list) and len(parallel.balance) != stages:
         given = len(parallel.balance)
-        what = f"parallel.balance={as_yaml(parallel.balance)} has {given} stage{'s' if given != 1 else ''}, the pipeline has {stages}"
-        yield UserError(what, job.where("parallel.balance"), f"{stages} numbers of units: hvdtrain plan --pipeline shows them")
+        what = (
+            f"parallel.balance={as_yaml(parallel.balance)} has {given} "
+            f"stage{'s' if given != 1 else ''}, the pipeline has {stages}"
+        )
+        yield UserError(
+            what,
+            job.where("parallel.balance"),
+            f"{stages} numbers of units: hvdtrain plan --pipeline shows them",
+        )
 
 
 def _is_set(name: str, example: object) -> Values:
@@ -46,7 +81,12 @@ WITHOUT = tuple(
         what="{set} is of a pipeline; this is parallel.pipeline=1",
         fix="parallel.pipeline=2, or leave {key} out",
     )
-    for name, example in {"schedule": "gpipe", "virtual": 2, "micro_batches": 4, "balance": "3,2"}.items()
+    for name, example in {
+        "schedule": "gpipe",
+        "virtual": 2,
+        "micro_batches": 4,
+        "balance": "3,2",
+    }.items()
 )
 
 PIPELINE = JobFeature(
@@ -54,7 +94,10 @@ PIPELINE = JobFeature(
     on=lambda config: config.parallel.pipeline > 1,
     examples=(
         *("parallel.pipeline=2", "parallel.pipeline=2 parallel.schedule=gpipe"),
-        *("parallel.pipeline=2 parallel.schedule=interleaved", "parallel.pipeline=2 parallel.schedule=zero_bubble"),
+        *(
+            "parallel.pipeline=2 parallel.schedule=interleaved",
+            "parallel.pipeline=2 parallel.schedule=zero_bubble",
+        ),
     ),
     off="parallel.pipeline=1",
     why="no rank has the whole model",
@@ -65,7 +108,8 @@ PIPELINE = JobFeature(
         Exclusion(
             "model.recompute",
             other_than("none", "all"),
-            what="zero_bubble goes back through each stage twice, and would compute its blocks twice: {set}",
+            what="zero_bubble goes back through each stage twice, and would compute its blocks "
+            "twice: {set}",
             fix="parallel.schedule=1f1b, or model.recompute=none",
             when=lambda config: config.parallel.schedule == "zero_bubble",
             words="parallel.schedule=zero_bubble",
@@ -74,7 +118,8 @@ PIPELINE = JobFeature(
         Exclusion(
             "batch.micro",
             other_than(None, 8),
-            what="parallel.micro_batches={config.parallel.micro_batches} and {set} both say how many micro-batches a step has",
+            what="parallel.micro_batches={config.parallel.micro_batches} and {set} both say how "
+            "many micro-batches a step has",
             fix="leave one of them out",
             when=lambda config: bool(config.parallel.micro_batches),
             words="parallel.micro_batches=4",

@@ -1,4 +1,5 @@
-"""comm.reduce, and what needs a strategy of its own: compression, Adasum and local SGD; comm.tune, which measures buckets."""
+"""comm.reduce, and what needs a strategy of its own: compression, Adasum and local SGD; comm.tune,
+which measures buckets."""
 
 from __future__ import annotations
 
@@ -8,7 +9,15 @@ from hvdtrain.config.lengths import read_length
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.features.comm import not_on_horovod
-from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, among, other_than
+from hvdtrain.features.job_feature import (
+    Exclusion,
+    JobFeature,
+    PlannedJob,
+    Values,
+    above,
+    among,
+    other_than,
+)
 from hvdtrain.recipe.summary import averages_lines
 
 ONE_OF: dict[str, Values] = {  # at most one of these
@@ -29,7 +38,9 @@ def _needs_horovod(job: PlannedJob) -> Iterator[UserError]:
 def _needs_torchdist(job: PlannedJob) -> Iterator[UserError]:
     if "ddp" not in job.features:
         what = f"comm.reduce=ddp needs the torchdist engine; this is {job.engine}"
-        yield UserError(what, job.where("comm.reduce"), "comm.engine=torchdist, or comm.reduce=auto")
+        yield UserError(
+            what, job.where("comm.reduce"), "comm.engine=torchdist, or comm.reduce=auto"
+        )
 
 
 def _in_each_step(config: Config) -> bool:
@@ -39,10 +50,15 @@ def _in_each_step(config: Config) -> bool:
 def _instead(key: str) -> Exclusion:
     """Another one of ONE_OF."""
     what = "{chosen} and {set} exclude each other"
-    return Exclusion(key, ONE_OF[key], what=what, fix="keep one of them", why="both say what ranks exchange")
+    return Exclusion(
+        key, ONE_OF[key], what=what, fix="keep one of them", why="both say what ranks exchange"
+    )
 
 
-ANOTHER = tuple(Exclusion(key, values, where="comm.reduce", fix="comm.reduce=auto") for key, values in ONE_OF.items())
+ANOTHER = tuple(
+    Exclusion(key, values, where="comm.reduce", fix="comm.reduce=auto")
+    for key, values in ONE_OF.items()
+)
 ANOTHER_WHY = "both say how gradients are reduced"
 
 DISTRIBUTED_OPTIMIZER = JobFeature(
@@ -66,7 +82,8 @@ DDP = JobFeature(
         Exclusion(
             "comm.bucket_mb",
             Values(lambda size: size < FIRST_BUCKET_MB, 0.5),
-            what="{chosen} with speed.compile={config.speed.compile} takes buckets of 1 MiB or more; this is {set}",
+            what="{chosen} with speed.compile={config.speed.compile} takes buckets of 1 MiB or "
+            "more; this is {set}",
             fix="comm.bucket_mb=1, or speed.compile=none",
             when=lambda config: config.speed.compile != "none",
             words="speed.compile=default",
@@ -95,8 +112,13 @@ BUCKET = JobFeature(
 
 def _sums_of_bfloat16(job: PlannedJob) -> Iterator[UserError]:
     if job.config.comm.compression == "bf16" and "bfloat16_sums" not in job.features:
-        what = f"comm.compression=bf16 needs sums of bfloat16, which the {job.engine} engine does not have"
-        yield UserError(what, job.where("comm.compression"), "comm.compression=fp16, or another comm.engine")
+        what = (
+            f"comm.compression=bf16 needs sums of bfloat16, which the {job.engine} engine does "
+            "not have"
+        )
+        yield UserError(
+            what, job.where("comm.compression"), "comm.compression=fp16, or another comm.engine"
+        )
 
 
 # comm.compression: gradients have half the bytes on their way.
@@ -151,9 +173,15 @@ def _divides_sync_points(job: PlannedJob) -> Iterator[UserError]:
         key = f"{section.section}.every_steps"
         every = section.every_steps
         if every is not None and every % steps:
-            what = f"comm.local_steps={steps} does not divide {key}={every}; ranks synchronize at both"
+            what = (
+                f"comm.local_steps={steps} does not divide {key}={every}; ranks synchronize at both"
+            )
             next_multiple = -(-every // steps) * steps
-            yield UserError(what, job.where("comm.local_steps"), f"{key}={next_multiple}, or another multiple of {steps}")
+            yield UserError(
+                what,
+                job.where("comm.local_steps"),
+                f"{key}={next_multiple}, or another multiple of {steps}",
+            )
 
 
 # comm.local_steps: ranks update their own weights for some steps, without a gradient in common.
@@ -166,7 +194,8 @@ LOCAL_SGD = JobFeature(
         Exclusion(
             "comm.local_from",
             Values(lambda length: bool(read_length(length).amount), 3),
-            what="{set} is where comm.local_steps begins, and comm.local_steps=1 reduces every gradient",
+            what="{set} is where comm.local_steps begins, and comm.local_steps=1 reduces every "
+            "gradient",
             fix="comm.local_steps=4, say, or leave comm.local_from out",
         ),
     ),
@@ -191,7 +220,8 @@ LOCAL_SGD = JobFeature(
         Exclusion(
             "log.noise_scale",
             among(True),
-            what="log.noise_scale compares each rank's gradient with their mean, which {chosen} does not compute",
+            what="log.noise_scale compares each rank's gradient with their mean, which {chosen} "
+            "does not compute",
             where="comm.local_steps",
             fix="comm.local_steps=1, or log.noise_scale=false",
             why="the mean of gradients is not computed",
@@ -205,7 +235,9 @@ LOCAL_SGD = JobFeature(
             why="the norm synchronizes ranks in every step, local SGD does not",
         ),
     ),
-    lines_of_recipe=lambda config, recipe, samples: averages_lines(config.comm.local_steps, recipe, samples),
+    lines_of_recipe=lambda config, recipe, samples: averages_lines(
+        config.comm.local_steps, recipe, samples
+    ),
 )
 
 
@@ -223,6 +255,10 @@ TUNE = JobFeature(
             where="comm.tune",
             fix="comm.tune=false",
         )
-        for key, values in {"comm.local_steps": above(1), "comm.op": among("adasum"), "comm.reduce": among("ddp")}.items()
+        for key, values in {
+            "comm.local_steps": above(1),
+            "comm.op": among("adasum"),
+            "comm.reduce": among("ddp"),
+        }.items()
     ),
 )

@@ -10,29 +10,51 @@ from hvdtrain.config.schema import Config, ServersConfig
 from hvdtrain.core.progress import MOST_STALE
 from hvdtrain.errors import UserError
 from hvdtrain.features.comm import not_on_horovod
-from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, among, other_than
+from hvdtrain.features.job_feature import (
+    Exclusion,
+    JobFeature,
+    PlannedJob,
+    Values,
+    above,
+    among,
+    other_than,
+)
 
 
 def _sends(job: PlannedJob) -> Iterator[UserError]:
     if "p2p" not in job.features and "several_ranks" in job.features:
-        what = f"servers.count={job.config.servers.count} sends from one rank to another, which the {job.engine} engine does not"
-        yield UserError(what, job.where("comm.engine"), "comm.engine=mpi with the same mpirun, or comm.engine=torchdist")
+        what = (
+            f"servers.count={job.config.servers.count} sends from one rank to another, which the "
+            f"{job.engine} engine does not"
+        )
+        yield UserError(
+            what,
+            job.where("comm.engine"),
+            "comm.engine=mpi with the same mpirun, or comm.engine=torchdist",
+        )
 
 
 def _leaves_a_worker(job: PlannedJob) -> Iterator[UserError]:
     count = job.config.servers.count
     if count >= job.ranks:
-        what = f"servers.count={count} leaves no worker: the job has {job.ranks} rank{'s' if job.ranks > 1 else ''}"
-        yield UserError(what, job.where("servers.count"), f"{count + 1} ranks or more, or fewer servers")
+        what = (
+            f"servers.count={count} leaves no worker: the job has {job.ranks} "
+            f"rank{'s' if job.ranks > 1 else ''}"
+        )
+        yield UserError(
+            what, job.where("servers.count"), f"{count + 1} ranks or more, or fewer servers"
+        )
 
 
 def _is_new_without(config: Config) -> bool:
-    """Whether a job does not go on from a run, whose config.yaml may have what it goes on without."""
+    """Whether a job does not go on from a run, whose config.yaml may have what it goes on
+    without."""
     return not config.servers.count and config.resume in ("auto", "no")
 
 
 def _is_synchronous(config: Config) -> bool:
-    """Whether no gradient is older than the weights, and the order of updates is that of the steps."""
+    """Whether no gradient is older than the weights, and the order of updates is that of the
+    steps."""
     return not config.servers.are_asynchronous
 
 
@@ -63,24 +85,40 @@ def _of_asynchronous(key: str, values: Values) -> Exclusion:
 
 
 def _summary(servers: ServersConfig, ranks: int) -> str:
-    """rank 0; the others are workers, whose gradients are at most 4 updates old when they are applied"""
+    """rank 0; the others are workers, whose gradients are at most 4 updates old when they are
+    applied"""
     first = "rank 0" if servers.count == 1 else f"ranks 0 to {servers.count - 1}"
     if not servers.are_asynchronous:
-        return f"{first}; every update waits for a gradient of each of the {ranks - servers.count} workers"
+        return (
+            f"{first}; every update waits for a gradient of each of the {ranks - servers.count} "
+            "workers"
+        )
     bound = "of any age" if servers.bound == "none" else f"at most {servers.bound} updates old"
-    return f"{first}; the gradients of the {ranks - servers.count} workers are {bound} when they are applied"
+    return (
+        f"{first}; the gradients of the {ranks - servers.count} workers are {bound} when they are "
+        "applied"
+    )
 
 
 SERVERS = JobFeature(
     key="servers.count",
     on=lambda config: config.servers.count > 0,
     examples=(
-        *("servers.count=1", "servers.count=1 servers.bound=1", "servers.count=1 servers.bound=1 servers.correct=scale"),
+        *(
+            "servers.count=1",
+            "servers.count=1 servers.bound=1",
+            "servers.count=1 servers.bound=1 servers.correct=scale",
+        ),
         "servers.count=1 servers.bound=1 servers.log=true",
     ),
     off="servers.count=0",
     why="servers have the weights, workers the samples",
-    without=(_of_servers("bound", 4), _of_servers("correct", "scale"), _of_servers("compensation", 0.1), _of_servers("log", True)),
+    without=(
+        _of_servers("bound", 4),
+        _of_servers("correct", "scale"),
+        _of_servers("compensation", 0.1),
+        _of_servers("log", True),
+    ),
     first=(_leaves_a_worker,),
     excludes=(
         Exclusion(
@@ -90,18 +128,32 @@ SERVERS = JobFeature(
             fix="optim.name=sgd, adamw or another rule of hvdtrain",
             why="servers apply rules to ranges of the weights",
         ),
-        Exclusion("shard.stage", above(0), why="the weights and the optimizer's state are divided over servers already"),
+        Exclusion(
+            "shard.stage",
+            above(0),
+            why="the weights and the optimizer's state are divided over servers already",
+        ),
         Exclusion("parallel.tensor", above(1)),
         Exclusion("parallel.pipeline", above(1)),
         Exclusion("parallel.dense", other_than("none", "a")),
         Exclusion("comm.local_steps", above(1), why="servers have the only weights"),
         Exclusion("comm.op", among("adasum"), why="gradients are not reduced over ranks"),
-        Exclusion("comm.reduce", other_than("auto", "bucket"), why="gradients are not reduced over ranks"),
-        Exclusion("comm.compression", other_than("none", "fp16"), why="gradients are not reduced over ranks"),
+        Exclusion(
+            "comm.reduce", other_than("auto", "bucket"), why="gradients are not reduced over ranks"
+        ),
+        Exclusion(
+            "comm.compression",
+            other_than("none", "fp16"),
+            why="gradients are not reduced over ranks",
+        ),
         Exclusion("comm.tune", among(True), why="gradients are not reduced over ranks"),
         Exclusion("norm.kind", among("sync"), why="workers do not wait for each other"),
-        Exclusion("speed.precision", among("fp16"), why="each worker would have a loss scale of its own"),
-        Exclusion("batch.micro", among("auto"), why="the memory of servers and workers is not predicted"),
+        Exclusion(
+            "speed.precision", among("fp16"), why="each worker would have a loss scale of its own"
+        ),
+        Exclusion(
+            "batch.micro", among("auto"), why="the memory of servers and workers is not predicted"
+        ),
         Exclusion("log.noise_scale", among(True), why="there is no mean of the ranks' gradients"),
         Exclusion("log.step_times", among(True), why="a step is not of all ranks"),
         _of_asynchronous("servers.correct", other_than("none", "scale")),
@@ -109,7 +161,8 @@ SERVERS = JobFeature(
         Exclusion(
             "log.every_steps",
             above(MOST_STALE),
-            what=f"servers.log needs a sync point every {MOST_STALE} steps or less, this is {{set}}",
+            what=f"servers.log needs a sync point every {MOST_STALE} steps or less, this is "
+            f"{{set}}",
             fix=f"log.every_steps={MOST_STALE}",
             when=_has_log,
             words="servers.log=true servers.bound=4",

@@ -1,4 +1,5 @@
-"""shard.stage: each rank has its part of the optimizer's state, of the gradients, of the weights (ZeRO, FSDP)."""
+"""shard.stage: each rank has its part of the optimizer's state, of the gradients, of the weights
+(ZeRO, FSDP)."""
 
 from __future__ import annotations
 
@@ -7,7 +8,15 @@ from collections.abc import Iterator
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.features.comm import not_on_horovod
-from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, among, other_than
+from hvdtrain.features.job_feature import (
+    Exclusion,
+    JobFeature,
+    PlannedJob,
+    Values,
+    above,
+    among,
+    other_than,
+)
 
 
 def _cuts_weights(config: Config) -> bool:
@@ -17,8 +26,13 @@ def _cuts_weights(config: Config) -> bool:
 
 def _makes_process_groups(job: PlannedJob) -> Iterator[UserError]:
     if _cuts_weights(job.config) and "horovod_api" in job.features:
-        what = f"shard.stage=3 runs on torch's process groups, which the {job.engine} engine does not make"
-        yield UserError(what, job.where("comm.engine"), "comm.engine=mpi with the same mpirun, or shard.stage=2")
+        what = (
+            f"shard.stage=3 runs on torch's process groups, which the {job.engine} engine does "
+            "not make"
+        )
+        yield UserError(
+            what, job.where("comm.engine"), "comm.engine=mpi with the same mpirun, or shard.stage=2"
+        )
 
 
 def _keeps_own_gradients(job: PlannedJob) -> Iterator[UserError]:
@@ -27,17 +41,31 @@ def _keeps_own_gradients(job: PlannedJob) -> Iterator[UserError]:
     stage = job.config.shard.stage
     if not job.config.log.noise_scale or stage < 2:
         return
-    several = batch.micro == "auto" or (isinstance(batch.micro, int) and -(-batch.size // job.ranks) > batch.micro)
+    several = batch.micro == "auto" or (
+        isinstance(batch.micro, int) and -(-batch.size // job.ranks) > batch.micro
+    )
     if stage == 3 or several or job.config.recipe.growth != "none":
         when = "" if stage == 3 else " of several micro-batches"
-        what = f"log.noise_scale reads each rank's own gradients{when}, which shard.stage={stage} does not keep"
-        yield UserError(what, job.where("log.noise_scale"), "shard.stage=1, or log.noise_scale=false")
+        what = (
+            f"log.noise_scale reads each rank's own gradients{when}, which shard.stage={stage} "
+            "does not keep"
+        )
+        yield UserError(
+            what, job.where("log.noise_scale"), "shard.stage=1, or log.noise_scale=false"
+        )
 
 
 def _computes_every_block_again(job: PlannedJob) -> Iterator[UserError]:
     config = job.config
-    if config.framework == "jax" and config.shard.stage == 3 and isinstance(config.model.recompute, int):
-        what = f"shard.stage=3 in JAX computes every block again, so model.recompute={config.model.recompute} has no effect"
+    if (
+        config.framework == "jax"
+        and config.shard.stage == 3
+        and isinstance(config.model.recompute, int)
+    ):
+        what = (
+            "shard.stage=3 in JAX computes every block again, so "
+            f"model.recompute={config.model.recompute} has no effect"
+        )
         yield UserError(what, job.where("model.recompute"), "model.recompute=all or none")
 
 
@@ -75,7 +103,11 @@ SHARDS = JobFeature(
     on=lambda config: config.shard.stage > 0,
     examples=(
         *("shard.stage=1", "shard.stage=2", "shard.stage=3", "shard.stage=1 shard.group=node"),
-        *("shard.stage=1 shard.offload=optimizer", "shard.stage=3 shard.reshard=false", "shard.stage=3 shard.offload=parameters"),
+        *(
+            "shard.stage=1 shard.offload=optimizer",
+            "shard.stage=3 shard.reshard=false",
+            "shard.stage=3 shard.offload=parameters",
+        ),
     ),
     off="shard.stage=0",
     why="gradients are reduced to the rank that updates them",
@@ -85,7 +117,13 @@ SHARDS = JobFeature(
         Exclusion("comm.local_steps", above(1)),
         Exclusion("comm.compression", other_than("none", "fp16")),
         Exclusion("comm.reduce", among("ddp", "distributed_optimizer")),
-        Exclusion("comm.reduce", among("bucket"), when=_cuts_weights, words="shard.stage=3", why="FSDP2 reduces gradients itself"),
+        Exclusion(
+            "comm.reduce",
+            among("bucket"),
+            when=_cuts_weights,
+            words="shard.stage=3",
+            why="FSDP2 reduces gradients itself",
+        ),
         Exclusion("comm.tune", among(True)),
         Exclusion(
             "speed.compile",

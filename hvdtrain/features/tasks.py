@@ -1,4 +1,5 @@
-"""task.name: model.loss and model.label_smoothing are of classes; the next token is one too, labels that are there or not are none."""
+"""task.name: model.loss and model.label_smoothing are of classes; the next token is one too, labels
+that are there or not are none."""
 
 from __future__ import annotations
 
@@ -8,7 +9,15 @@ from hvdtrain.config.plugins import is_dotted
 from hvdtrain.config.schema import Config
 from hvdtrain.config.section import class_of_object, is_object
 from hvdtrain.errors import UserError
-from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, above, among, other_than
+from hvdtrain.features.job_feature import (
+    Exclusion,
+    JobFeature,
+    PlannedJob,
+    Values,
+    above,
+    among,
+    other_than,
+)
 
 
 def _is_regression(config: Config) -> bool:
@@ -32,9 +41,18 @@ def _another_loss(fix: str) -> Exclusion:
 def _loss_object(job: PlannedJob) -> Iterator[UserError]:
     """A loss that a script gives has its own way to leave out samples."""
     given = job.config.task.given
-    if is_object(job.config.task.name) and (given is None or "loss" in given.objects):  # a prediction has the task of its checkpoint
-        what = f"task.ignore_label is of task.name=classification; this job has the loss {class_of_object(job.config.task.name)}"
-        yield UserError(what, job.where("task.ignore_label"), "CrossEntropyLoss(ignore_index=N), or leave loss= of hvdtrain.train() out")
+    if is_object(job.config.task.name) and (
+        given is None or "loss" in given.objects
+    ):  # a prediction has the task of its checkpoint
+        what = (
+            "task.ignore_label is of task.name=classification; this job has the loss "
+            f"{class_of_object(job.config.task.name)}"
+        )
+        yield UserError(
+            what,
+            job.where("task.ignore_label"),
+            "CrossEntropyLoss(ignore_index=N), or leave loss= of hvdtrain.train() out",
+        )
 
 
 def _shares(job: PlannedJob) -> Iterator[UserError]:
@@ -44,10 +62,18 @@ def _shares(job: PlannedJob) -> Iterator[UserError]:
         return
     for target in config.log.targets:
         if not 0 <= target <= 1:
-            yield UserError(f"log.targets has {target:g}: accuracies are 0 to 1", job.where("log.targets"), "log.targets=[0.9] for 90 %")
+            yield UserError(
+                f"log.targets has {target:g}: accuracies are 0 to 1",
+                job.where("log.targets"),
+                "log.targets=[0.9] for 90 %",
+            )
     stop = config.stop.target
     if stop is not None and not 0 <= stop <= 1:
-        yield UserError(f"stop.target is {stop:g}: accuracy is 0 to 1", job.where("stop.target"), "stop.target=0.9 for 90 %")
+        yield UserError(
+            f"stop.target is {stop:g}: accuracy is 0 to 1",
+            job.where("stop.target"),
+            "stop.target=0.9 for 90 %",
+        )
 
 
 REGRESSION = JobFeature(
@@ -59,7 +85,8 @@ REGRESSION = JobFeature(
         Exclusion(
             "model.label_smoothing",
             Values(bool, 0.1),
-            what="model.label_smoothing={config.model.label_smoothing:g} spreads the label of a class, which {chosen} does not have",
+            what="model.label_smoothing={config.model.label_smoothing:g} spreads the label of a "
+            "class, which {chosen} does not have",
             fix="leave it out",
             why="numbers have no label to spread",
         ),
@@ -81,7 +108,8 @@ IGNORED_LABEL = JobFeature(
             Exclusion(
                 key,
                 Values(bool, 0.2),
-                what="{key} mixes each sample with any other, and task.ignore_label leaves some without a class to mix",
+                what="{key} mixes each sample with any other, and task.ignore_label leaves some "
+                "without a class to mix",
                 where="task.ignore_label",
                 fix="{key}=0, or leave task.ignore_label out",
                 when=_is_classification,
@@ -92,14 +120,16 @@ IGNORED_LABEL = JobFeature(
         Exclusion(
             "log.noise_scale",
             among(True),
-            what="log.noise_scale compares means over samples, and with task.ignore_label their weights differ",
+            what="log.noise_scale compares means over samples, and with task.ignore_label their "
+            "weights differ",
             fix="log.noise_scale=false, or leave task.ignore_label out",
             why="the noise scale compares means over samples, whose weights differ",
         ),
         Exclusion(
             "parallel.dense_updates",
             above(1),
-            what="{set} needs the weight of each turn, and with task.ignore_label samples do not all weigh the same",
+            what="{set} needs the weight of each turn, and with task.ignore_label samples do not "
+            "all weigh the same",
             fix="parallel.dense_updates=1, or leave task.ignore_label out",
             words="parallel.dense=c",
             why="the weight of a turn is not known",
@@ -152,7 +182,8 @@ def _answers(name: str) -> JobFeature:
 
 MULTILABEL = _answers("multilabel")
 SEGMENTATION = _answers("segmentation")
-# task.name=package.module:build: a task of the user's, or one of hvdtrain's with metrics of the user's or of torchmetrics.
+# task.name=package.module:build: a task of the user's, or one of hvdtrain's with metrics of the
+# user's or of torchmetrics.
 USER_TASK = JobFeature(
     key="task.name",
     on=lambda config: is_dotted(config.task.name) and not is_object(config.task.name),

@@ -1,4 +1,5 @@
-"""What model.name, optim.name and optim.groups mean, whatever the framework: a plugin, or the user's own class or function."""
+"""What model.name, optim.name and optim.groups mean, whatever the framework: a plugin, or the
+user's own class or function."""
 
 from __future__ import annotations
 
@@ -11,48 +12,79 @@ from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config, GroupConfig
 from hvdtrain.core.ties import Ties
 from hvdtrain.errors import UserError, closest, nearest, short
-from hvdtrain.optim.around import Averaged, Group, Grouped, Thawing, number_of_group, number_of_layer
+from hvdtrain.optim.around import (
+    Averaged,
+    Group,
+    Grouped,
+    Thawing,
+    number_of_group,
+    number_of_layer,
+)
 from hvdtrain.optim.rule import Rule, is_excluded
 from hvdtrain.tasks.task import Task
 
 
-def build_model(config: Config, task: Task, folder: str, more: Mapping[str, Any] | None = None) -> Any:
-    """What build() of a plugin in `folder` returns, or the user's own package.module:name with the options of `model`.
+def build_model(
+    config: Config, task: Task, folder: str, more: Mapping[str, Any] | None = None
+) -> Any:
+    """What build() of a plugin in `folder` returns, or the user's own package.module:name with the
+    options of `model`.
 
-    Both get those of Task.sizes that their parameters have the names of, the user's own those of `more` too. Raises UserError where
-    a plugin needs another one, or options do not fit.
+    Both get those of Task.sizes that their parameters have the names of, the user's own those of
+    `more` too. Raises UserError where a plugin needs another one, or options do not fit.
     """
     name = config.model.name
     where = config.where("model.name")
     if not plugins.is_dotted(name):
         build = plugins.load(folder, name, where).build
         signature = inspect.signature(build)
-        needed = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "name"]
+        needed = [
+            p.name
+            for p in signature.parameters.values()
+            if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "name"
+        ]
         if missing := [size for size in needed if size not in task.sizes]:
             has = f"task.name={task.name} has {', '.join(task.sizes)}"
             what = f"model.name={name} is built from {' and '.join(missing)}, and {has}"
             raise UserError(what, where, "another model.name, or another task.name")
         _check_images(config, task, signature)
-        return build(name, *(task.sizes[size] for size in needed), **plugins.convert_options(config.model, folder))
+        return build(
+            name,
+            *(task.sizes[size] for size in needed),
+            **plugins.convert_options(config.model, folder),
+        )
     return plugins.call_own(config.model, {**task.sizes, **(more or {})})
 
 
 def _check_images(config: Config, task: Task, signature: inspect.Signature) -> None:
     """Raises UserError where a plugin whose shape is (H, W, C) gets other data than images."""
     shape = signature.parameters.get("shape")
-    if shape is not None and shape.annotation == "tuple[int, int, int]" and len(task.sizes["shape"]) != 3:
-        what = f"model.name={config.model.name} takes images (H, W, C); the inputs of this job are {tuple(task.sizes['shape'])}"
-        raise UserError(what, config.where("model.name"), "model.name=mlp or linear, or a class of your own")
+    if (
+        shape is not None
+        and shape.annotation == "tuple[int, int, int]"
+        and len(task.sizes["shape"]) != 3
+    ):
+        what = (
+            f"model.name={config.model.name} takes images (H, W, C); the inputs of this job are "
+            f"{tuple(task.sizes['shape'])}"
+        )
+        raise UserError(
+            what, config.where("model.name"), "model.name=mlp or linear, or a class of your own"
+        )
 
 
 def is_made_with_the_model(config: Config) -> bool:
-    """Whether optim.name means a class of torch.optim or of the user's, or a function of optax or of the user's, not a rule."""
-    others = {"torch": ("optax.", "optax:"), "jax": ("torch.", "torch:")}.get(config.framework, ("",))
+    """Whether optim.name means a class of torch.optim or of the user's, or a function of optax or
+    of the user's, not a rule."""
+    others = {"torch": ("optax.", "optax:"), "jax": ("torch.", "torch:")}.get(
+        config.framework, ("",)
+    )
     return plugins.is_dotted(config.optim.name) and not config.optim.name.startswith(others)
 
 
 def makes_groups(optimizer: Any) -> bool:
-    """Whether it is a function of `named`, the parameters by name, which makes an optimizer of torch with groups of its own."""
+    """Whether it is a function of `named`, the parameters by name, which makes an optimizer of
+    torch with groups of its own."""
     if inspect.isclass(optimizer) or not callable(optimizer):
         return False
     try:
@@ -69,14 +101,28 @@ def build_rule(config: Config) -> Rule:
     name = config.optim.name
     where = config.where("optim.name")
     if plugins.is_dotted(name):
-        kind = {"torch": "a torch optimizer", "optax": "a function of optax"}.get(re.split("[.:]", name)[0], "code of your own")
-        takes = {"torch": " or a class of torch.optim", "jax": " or a function of optax"}.get(config.framework, "")
+        kind = {"torch": "a torch optimizer", "optax": "a function of optax"}.get(
+            re.split("[.:]", name)[0], "code of your own"
+        )
+        takes = {"torch": " or a class of torch.optim", "jax": " or a function of optax"}.get(
+            config.framework, ""
+        )
         fix = f"framework={'jax' if kind.endswith('optax') else 'torch'}, or a name of `list`"
-        raise UserError(f"{name} is {kind}, framework={config.framework} needs a rule{takes}", where, fix)
+        raise UserError(
+            f"{name} is {kind}, framework={config.framework} needs a rule{takes}", where, fix
+        )
     build = plugins.load("optim", name, where).build
     rule: Rule = build(**plugins.convert_options(config.optim, "optim"))
     groups = tuple(
-        Group(group.names, group.rate, group.decay, group.momentum, group.layer_rate, group.layers or 0) for group in config.optim.groups
+        Group(
+            group.names,
+            group.rate,
+            group.decay,
+            group.momentum,
+            group.layer_rate,
+            group.layers or 0,
+        )
+        for group in config.optim.groups
     )
     rule = Grouped(rule, groups) if groups else rule
     if config.model.thaw:
@@ -84,14 +130,23 @@ def build_rule(config: Config) -> Rule:
     return rule if config.optim.ema is None else Averaged(rule, config.optim.ema)
 
 
-def check_patterns(config: Config, shapes: Mapping[str, tuple[int, ...]], ties: Ties | None = None) -> list[str]:
-    """Lines of the header on patterns of optim.groups and of muon's optim.rest that fit one name of a parameter with several.
+def check_patterns(
+    config: Config, shapes: Mapping[str, tuple[int, ...]], ties: Ties | None = None
+) -> list[str]:
+    """Lines of the header on patterns of optim.groups and of muon's optim.rest that fit one name of
+    a parameter with several.
 
-    Raises UserError where a pattern would change nothing of a model with these parameters, or fits only a name that does not count.
+    Raises UserError where a pattern would change nothing of a model with these parameters, or fits
+    only a name that does not count.
     """
-    given = config.optim.options.get("rest", ()) if config.optim.name == "muon" else ()  # its default is for many models
+    given = (
+        config.optim.options.get("rest", ()) if config.optim.name == "muon" else ()
+    )  # its default is for many models
     lines = []
-    for key, patterns in (("optim.groups", [group.names for group in config.optim.groups]), ("optim.rest", given)):
+    for key, patterns in (
+        ("optim.groups", [group.names for group in config.optim.groups]),
+        ("optim.rest", given),
+    ):
         lines += _lines_of_ties(key, patterns, ties, config.where(key)) if ties and patterns else []
     _check_groups(config, shapes)
     _check_rest(config, shapes, given)
@@ -99,7 +154,8 @@ def check_patterns(config: Config, shapes: Mapping[str, tuple[int, ...]], ties: 
 
 
 def _lines_of_ties(key: str, patterns: Sequence[str], ties: Ties, where: str) -> list[str]:
-    """Raises UserError where a pattern fits a name of a parameter whose first name is of another entry, or of none."""
+    """Raises UserError where a pattern fits a name of a parameter whose first name is of another
+    entry, or of none."""
     lines = []
     for own, *others in ties.groups():
         entry = number_of_group(own, patterns)
@@ -107,15 +163,25 @@ def _lines_of_ties(key: str, patterns: Sequence[str], ties: Ties, where: str) ->
             number = number_of_group(other, patterns)
             if number is not None and number != entry:
                 what = (
-                    f"{key}[{number}], {short(patterns[number])}, fits {other}, which is {own} too (tied weights), and is not of that entry"
+                    f"{key}[{number}], {short(patterns[number])}, fits {other}, which is {own} "
+                    "too (tied weights), and is not of that entry"
                 )
-                raise UserError(what, where, f"names that fit {own}, or not {other}; or a model that does not tie them")
+                raise UserError(
+                    what,
+                    where,
+                    f"names that fit {own}, or not {other}; or a model that does not tie them",
+                )
         if entry is not None and others:
-            lines.append(f"{key}[{entry}]: {own} is {' and '.join(others)} too (tied weights): it counts for both")
+            lines.append(
+                f"{key}[{entry}]: {own} is {' and '.join(others)} too (tied weights): it counts "
+                "for both"
+            )
     return lines
 
 
-def _check_rest(config: Config, shapes: Mapping[str, tuple[int, ...]], given: Sequence[str]) -> None:
+def _check_rest(
+    config: Config, shapes: Mapping[str, tuple[int, ...]], given: Sequence[str]
+) -> None:
     for number, pattern in enumerate(given):
         if not _fitting(pattern, shapes):
             what = f"optim.rest[{number}], {short(pattern)}, fits no parameter of the model"
@@ -126,19 +192,28 @@ def _check_groups(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> None
     groups = config.optim.groups
     where = config.where("optim.groups")
     excludes = config.optim.exclude == "norms_and_biases"
-    number_of = {name: number_of_group(name, [group.names for group in groups]) for name in shapes} if groups else {}
+    number_of = (
+        {name: number_of_group(name, [group.names for group in groups]) for name in shapes}
+        if groups
+        else {}
+    )
     for number, group in enumerate(groups):
         entry = f"optim.groups[{number}], names={short(group.names)},"
         own = [name for name in shapes if number_of[name] == number]
         fitting = _fitting(group.names, shapes)
         if not fitting:
-            raise UserError(f"{entry} fits no parameter of the model", where, _meant(group.names, shapes))
+            raise UserError(
+                f"{entry} fits no parameter of the model", where, _meant(group.names, shapes)
+            )
         if not own:
             what = f"{entry} fits only parameters of entries before it: {short(', '.join(fitting))}"
             raise UserError(what, where, "put it before them, or leave it out")
         _check_layers(group, entry, own, where)
         if group.decay != 1 and excludes and all(is_excluded(shapes[name]) for name in own):
-            what = f"{entry} has decay={group.decay:g}, and optim.exclude={config.optim.exclude} leaves {own[0]} without decay"
+            what = (
+                f"{entry} has decay={group.decay:g}, and optim.exclude={config.optim.exclude} "
+                f"leaves {own[0]} without decay"
+            )
             raise UserError(what, where, "optim.exclude=none, or an entry without decay")
 
 
@@ -147,13 +222,18 @@ def _check_layers(group: GroupConfig, entry: str, own: Sequence[str], where: str
     has = ("#" in group.names, group.layer_rate is not None, group.layers is not None)
     if group.names.count("#") > 1 or len(set(has[1:])) > 1 or (has[1] and not has[0]):
         raise UserError(
-            f"{entry} needs layer_rate, layers and one # together", where, "{names: 'blocks.#.*', layer_rate: 0.75, layers: 12}"
+            f"{entry} needs layer_rate, layers and one # together",
+            where,
+            "{names: 'blocks.#.*', layer_rate: 0.75, layers: 12}",
         )
     if group.layers is not None:
         found = 1 + max(number_of_layer(name, group.names) or 0 for name in own)
         if found != group.layers:
             raise UserError(
-                f"{entry} has layers={group.layers}, and the model's are numbered from 0 to {found - 1}", where, f"layers: {found}"
+                f"{entry} has layers={group.layers}, and the model's are numbered from 0 to "
+                f"{found - 1}",
+                where,
+                f"layers: {found}",
             )
 
 
@@ -163,9 +243,14 @@ def _fitting(pattern: str, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
 
 
 def _meant(pattern: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """The fix for a pattern that fits no parameter: the name that was meant, or a pattern and the names that there are."""
+    """The fix for a pattern that fits no parameter: the name that was meant, or a pattern and the
+    names that there are."""
     found = nearest(pattern, list(shapes))
-    return found if closest(pattern, list(shapes)) else f"a name with *, as in {_example(shapes)}; {found}"
+    return (
+        found
+        if closest(pattern, list(shapes))
+        else f"a name with *, as in {_example(shapes)}; {found}"
+    )
 
 
 def _example(shapes: Mapping[str, tuple[int, ...]]) -> str:
@@ -175,14 +260,16 @@ def _example(shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def momentum(config: Config) -> float:
-    """optim.momentum, or where it is not set the rule's own; 0 for a class of torch.optim, whose constructor has its own default."""
+    """optim.momentum, or where it is not set the rule's own; 0 for a class of torch.optim, whose
+    constructor has its own default."""
     if config.optim.momentum is not None or plugins.is_dotted(config.optim.name):
         return config.optim.momentum or 0.0
     return build_rule(config).momentum
 
 
 def decay(config: Config) -> float | None:
-    """optim.weight_decay, or where it is not set the default of a class of torch.optim; None where it has none, or makes groups."""
+    """optim.weight_decay, or where it is not set the default of a class of torch.optim; None where
+    it has none, or makes groups."""
     if config.optim.weight_decay is not None:
         return config.optim.weight_decay
     constructor = plugins.own_function(config.optim)

@@ -1,4 +1,5 @@
-"""What a script keeps in a checkpoint beside model and optimizer: plain values as JSON, tensors as arrays by name. No pickle."""
+"""What a script keeps in a checkpoint beside model and optimizer: plain values as JSON, tensors as
+arrays by name. No pickle."""
 
 from __future__ import annotations
 
@@ -16,9 +17,16 @@ PREFIX = "e."  # of their names in a checkpoint
 MOST_BYTES = 2**28
 _TREE = f"{PREFIX}json"
 _MOST_DEPTH = 32
-_MAPPINGS: dict[str, type[dict[Any, Any]]] = {"map": dict, "ordered": OrderedDict, "counter": Counter}  # no others: a defaultdict has code
+_MAPPINGS: dict[str, type[dict[Any, Any]]] = {
+    "map": dict,
+    "ordered": OrderedDict,
+    "counter": Counter,
+}  # no others: a defaultdict has code
 _WHERE = "ctx.checkpoint()"
-_FIX = "numbers, texts, None, lists, tuples, dicts, arrays, tensors, or an object with state_dict() of these, as a scheduler"
+_FIX = (
+    "numbers, texts, None, lists, tuples, dicts, arrays, tensors, or an object with state_dict() "
+    "of these, as a scheduler"
+)
 
 
 class Numbers(NamedTuple):
@@ -37,13 +45,16 @@ class Tensors(NamedTuple):
 
 
 def to_arrays(extra: Mapping[str, Any], tensors: Tensors) -> Arrays:
-    """A copy of each value. Raises UserError for one that is of another kind, and where all take more than MOST_BYTES."""
+    """A copy of each value. Raises UserError for one that is of another kind, and where all take
+    more than MOST_BYTES."""
     arrays: Arrays = {}
     tree = _Encoder(arrays, tensors).encoded(extra, "", 0)
     arrays[_TREE] = np.frombuffer(json.dumps(tree).encode(), np.uint8).copy()
     taken = sum(array.nbytes for array in arrays.values())
     if taken > MOST_BYTES:
-        what = f"{taken / 2**20:.0f} MiB beside model and optimizer, at most {MOST_BYTES / 2**20:.0f}"
+        what = (
+            f"{taken / 2**20:.0f} MiB beside model and optimizer, at most {MOST_BYTES / 2**20:.0f}"
+        )
         raise UserError(what, _WHERE, "larger tensors as buffers of the model")
     return arrays
 
@@ -68,23 +79,43 @@ class _Encoder(NamedTuple):
             raise UserError(f"{path[:80]} is nested more than {_MOST_DEPTH} deep", _WHERE, _FIX)
         if hasattr(value, "state_dict") and callable(value.state_dict):
             value = value.state_dict()
-        if value is None or type(value) in (bool, int, float, str, np.str_):  # not IntEnum, which would come back as an int
+        if value is None or type(value) in (
+            bool,
+            int,
+            float,
+            str,
+            np.str_,
+        ):  # not IntEnum, which would come back as an int
             return value
         if isinstance(value, np.generic) and value.dtype.kind in "iufb":
             return {"scalar": self._put(np.array([value]))}
-        if type(value) in (np.ndarray, np.memmap) and value.dtype.kind in "iufb":  # not a masked one, whose mask would be dropped
+        if (
+            type(value) in (np.ndarray, np.memmap) and value.dtype.kind in "iufb"
+        ):  # not a masked one, whose mask would be dropped
             return {"array": self._put(np.array(value))}
         if (numbers := self.tensors.numbers(value)) is not None:
             return {"tensor": [self._put(numbers.data), numbers.dtype, list(numbers.shape)]}
         if isinstance(value, Mapping):
-            pairs = [[key, self.encoded(inner, f"{path}.{key}".removeprefix("."), depth + 1)] for key, inner in value.items()]
+            pairs = [
+                [key, self.encoded(inner, f"{path}.{key}".removeprefix("."), depth + 1)]
+                for key, inner in value.items()
+            ]
             kind = next((kind for kind, of in _MAPPINGS.items() if type(value) is of), "")
-            if kind and all(key is None or isinstance(key, (bool, int, float, str)) for key in value):
+            if kind and all(
+                key is None or isinstance(key, (bool, int, float, str)) for key in value
+            ):
                 return {kind: pairs}
         if type(value) in (list, tuple):
-            items = [self.encoded(inner, f"{path}[{index}]", depth + 1) for index, inner in enumerate(value)]
+            items = [
+                self.encoded(inner, f"{path}[{index}]", depth + 1)
+                for index, inner in enumerate(value)
+            ]
             return {"tuple" if isinstance(value, tuple) else "list": items}
-        raise UserError(f"{path or 'a value'} is a {type(value).__name__}, which no checkpoint holds", _WHERE, _FIX)
+        raise UserError(
+            f"{path or 'a value'} is a {type(value).__name__}, which no checkpoint holds",
+            _WHERE,
+            _FIX,
+        )
 
     def _put(self, array: np.ndarray) -> str:
         name = f"{PREFIX}{len(self.arrays)}"

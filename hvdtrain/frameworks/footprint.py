@@ -1,4 +1,5 @@
-"""Footprint: the bytes of one rank, by what they are for, at the moment of a step at which it has most."""
+"""Footprint: the bytes of one rank, by what they are for, at the moment of a step at which it has
+most."""
 
 from __future__ import annotations
 
@@ -6,7 +7,15 @@ from typing import NamedTuple
 
 from hvdtrain.comm.counted import Moved
 
-KINDS = ("weights", "gradients", "optimizer_state", "buffers", "activations", "communication", "workspace")
+KINDS = (
+    "weights",
+    "gradients",
+    "optimizer_state",
+    "buffers",
+    "activations",
+    "communication",
+    "workspace",
+)
 
 
 class PlannedStep(NamedTuple):
@@ -25,20 +34,25 @@ class PlannedStep(NamedTuple):
 
 
 class Footprint(NamedTuple):
-    """Memory of rank 0, whose parts are the largest. The kinds add up to the most that is alive at once, not to the most of each."""
+    """Memory of rank 0, whose parts are the largest. The kinds add up to the most that is alive at
+    once, not to the most of each."""
 
     weights: int = 0
     gradients: int = 0  # and the buckets in which they stay
     optimizer_state: int = 0
     buffers: int = 0  # running statistics
-    activations: int = 0  # what the forward pass keeps for the backward pass, and the temporary arrays of both
+    activations: int = (
+        0  # what the forward pass keeps for the backward pass, and the temporary arrays of both
+    )
     communication: int = 0  # what is on its way between ranks
     workspace: int = 0  # the temporary arrays of clipping and of the optimizer
     evaluation: int = 0  # the most of an evaluation, with all that stays
     inputs: int = 0  # samples of this step, and of those that are read ahead
     checkpoint: int = 0  # the copy that rank 0 writes while training goes on
     copies: int = 0  # of the newest sync point, of guard.lost
-    largest_array: int = 0  # that a rank copies: a weight, or its part of one; optimizer state has no larger ones
+    largest_array: int = (
+        0  # that a rank copies: a weight, or its part of one; optimizer state has no larger ones
+    )
 
     @property
     def step(self) -> int:
@@ -57,19 +71,28 @@ class Footprint(NamedTuple):
 
     @property
     def staging(self) -> int:
-        """Page-locked memory on the host of a GPU, through which arrays come one by one: torch rounds it up to a power of two."""
+        """Page-locked memory on the host of a GPU, through which arrays come one by one: torch
+        rounds it up to a power of two."""
         return 1 << (self.largest_array - 1).bit_length() if self.largest_array else 0
 
     def named(self) -> dict[str, int]:
         """By kind, and the sums."""
-        return {**self._asdict(), "tensors": self.tensors, "total": self.total, "staging": self.staging}
+        return {
+            **self._asdict(),
+            "tensors": self.tensors,
+            "total": self.total,
+            "staging": self.staging,
+        }
 
 
 class PlannedWork(NamedTuple):
-    """The work of the first rank of a stage of a pipeline, whose parts are the largest of its stage; without a pipeline of rank 0."""
+    """The work of the first rank of a stage of a pipeline, whose parts are the largest of its
+    stage; without a pipeline of rank 0."""
 
     footprint: Footprint
-    flops: float  # of matrix products, convolutions and attention, forward and backward; a multiply-add counts as two
+    # of matrix products, convolutions and attention, forward and backward; a multiply-add counts as
+    # two
+    flops: float
     touched_bytes: float  # which all other operations of forward and backward read and write
     updated_bytes: int  # of the weights that the rank's optimizer updates
     passes: int  # micro-batches
@@ -88,4 +111,6 @@ class LayerSummary(NamedTuple):
     outputs: tuple[int, ...] | None  # shape for one sample; None where it is not known
     parameters: int  # numbers of its own
     trained: int  # of these
-    flops: int | None  # operations of a forward pass of one sample, a multiply-add is two; None where they are not counted
+    flops: (
+        int | None
+    )  # operations of a forward pass of one sample, a multiply-add is two; None where they are not counted  # noqa: E501

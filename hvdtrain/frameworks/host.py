@@ -1,4 +1,5 @@
-"""HostLearner: a model whose outputs and gradients come to host memory, where NumPy computes losses, reductions and updates."""
+"""HostLearner: a model whose outputs and gradients come to host memory, where NumPy computes
+losses, reductions and updates."""
 
 from __future__ import annotations
 
@@ -45,14 +46,16 @@ class HostModel(Protocol):
         """(n, outputs), as training has them; gradient() follows."""
 
     def gradient(self, error: np.ndarray, share: float) -> np.ndarray:
-        """The gradient of all weights, flat, of the sum of error (n, outputs) times the last training_outputs(), plus `share` times the
-        last added_loss().
+        """The gradient of all weights, flat, of the sum of error (n, outputs) times the last
+        training_outputs(), plus `share` times the last added_loss().
         """
 
-    # As they stand here they are those of a model of layers that add nothing, draw nothing and keep nothing.
+    # As they stand here they are those of a model of layers that add nothing, draw nothing and keep
+    # nothing.
 
     def added_loss(self) -> float:
-        """What layers of the last call add to the mean loss of its samples: penalties of weights, of activations."""
+        """What layers of the last call add to the mean loss of its samples: penalties of weights,
+        of activations."""
         return 0.0
 
     def constrained(self) -> dict[str, np.ndarray]:
@@ -85,9 +88,18 @@ class DeviceBatch(NamedTuple):
 
 
 class HostLearner(Learner):
-    """A rank's model with its weights and optimizer state as NumPy arrays; gradients are reduced by one allreduce."""
+    """A rank's model with its weights and optimizer state as NumPy arrays; gradients are reduced by
+    one allreduce."""
 
-    def __init__(self, config: Config, task: Task, model: HostModel, rule: Rule, communicator: Communicator, dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        task: Task,
+        model: HostModel,
+        rule: Rule,
+        communicator: Communicator,
+        dtype: np.dtype[Any],
+    ) -> None:
         self.config = config
         self.task = task
         self.model = model
@@ -103,9 +115,18 @@ class HostLearner(Learner):
         self.is_sharded = False
         self.weights = {name: np.array(p, dtype) for name, p in model.weights.items()}
         self.ops = ArrayOps(np)
-        excluded = {name for name, p in self.weights.items() if is_excluded(p.shape) and config.optim.exclude == "norms_and_biases"}
-        self.rules = {name: rule.of_parameter(name, p.shape, name in excluded) for name, p in self.weights.items()}
-        self.optimizer_state = {name: self.rules[name].init(p, self.ops) for name, p in self.weights.items()}
+        excluded = {
+            name
+            for name, p in self.weights.items()
+            if is_excluded(p.shape) and config.optim.exclude == "norms_and_biases"
+        }
+        self.rules = {
+            name: rule.of_parameter(name, p.shape, name in excluded)
+            for name, p in self.weights.items()
+        }
+        self.optimizer_state = {
+            name: self.rules[name].init(p, self.ops) for name, p in self.weights.items()
+        }
         self.decays = {name: 0.0 if name in excluded else 1.0 for name in self.weights}
         model.assign(self.weights)
 
@@ -120,7 +141,9 @@ class HostLearner(Learner):
     def step(self, micro: Sequence[DeviceBatch], hyper: Hyper, seed: int) -> Sums:
         gradient = np.zeros(sum(p.size for p in self.weights.values()), self.dtype)
         total = zero_sums(self.task.sums)
-        divisor = global_weight(self.task, sum(batch.weight for batch in micro), hyper.batch, self.communicator)
+        divisor = global_weight(
+            self.task, sum(batch.weight for batch in micro), hyper.batch, self.communicator
+        )
         before = self.model.buffers() if self.skips_nonfinite else {}
         self.model.seed(seed)
         enter = self.stopwatch.enter
@@ -136,7 +159,8 @@ class HostLearner(Learner):
                 error = error * batch.batch["w"][:, None]
             if not math.isfinite(sums["loss"]):
                 error = np.full_like(error, np.nan)  # the reduction brings NaN to every rank
-            # A sum over ranks is then the mean over the global batch, also of added losses: each counts by its share of the batch.
+            # A sum over ranks is then the mean over the global batch, also of added losses: each
+            # counts by its share of the batch.
             gradient += self.model.gradient(error / divisor, batch.weight / divisor)
             total = add_sums(total, sums)
         enter("communication")
@@ -158,19 +182,32 @@ class HostLearner(Learner):
         buffers = self.model.buffers()
         if communicator.size == 1 or not buffers:
             return
-        means = {name: b / communicator.size for name, b in buffers.items() if self.model.is_mean(name)}
-        found = {name: communicator.broadcast(b, f"settle.{name}") for name, b in buffers.items() if name not in means}
+        means = {
+            name: b / communicator.size for name, b in buffers.items() if self.model.is_mean(name)
+        }
+        found = {
+            name: communicator.broadcast(b, f"settle.{name}")
+            for name, b in buffers.items()
+            if name not in means
+        }
         if means:
-            flat = communicator.allreduce(np.concatenate([b.ravel() for b in means.values()]), "settle")
+            flat = communicator.allreduce(
+                np.concatenate([b.ravel() for b in means.values()]), "settle"
+            )
             ends = np.cumsum([b.size for b in means.values()])[:-1]
-            found |= {name: part.reshape(means[name].shape) for name, part in zip(means, np.split(flat, ends), strict=True)}
+            found |= {
+                name: part.reshape(means[name].shape)
+                for name, part in zip(means, np.split(flat, ends), strict=True)
+            }
         self.model.assign_buffers(found)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         weights = self.weights
         try:
-            if self.config.optim.ema is not None and all(state[-1] > 0 for state in self.optimizer_state.values()):
+            if self.config.optim.ema is not None and all(
+                state[-1] > 0 for state in self.optimizer_state.values()
+            ):
                 self.weights = {name: state[-2] for name, state in self.optimizer_state.items()}
                 self.model.assign(self.weights)
             yield
@@ -185,12 +222,16 @@ class HostLearner(Learner):
         added: list[float] = []  # of each view
 
         def outputs_of(arrays: Mapping[str, Any]) -> np.ndarray:
-            outputs = self.model.outputs(batch.x if arrays is batch.batch else self.model.inputs(arrays))
+            outputs = self.model.outputs(
+                batch.x if arrays is batch.batch else self.model.inputs(arrays)
+            )
             added.append(self.model.added_loss())
             return outputs
 
         outputs = self.views.mean(batch.batch, outputs_of, np)
-        return Predictions(outputs, self._sums(outputs, batch, sum(added) / len(added), training=False))
+        return Predictions(
+            outputs, self._sums(outputs, batch, sum(added) / len(added), training=False)
+        )
 
     def state(self, *, is_kept: bool = True) -> Arrays:
         return {name: array.copy() for name, array in self._arrays()} if is_kept else {}
@@ -209,29 +250,44 @@ class HostLearner(Learner):
 
     def load(self, state: Arrays | ArrayStream) -> None:
         stream = as_stream(state)
-        check_fit({name: array.shape for name, array in self._arrays()}, stream.shapes, stream.is_partial)
+        check_fit(
+            {name: array.shape for name, array in self._arrays()}, stream.shapes, stream.is_partial
+        )
         state = dict(self._arrays()) | dict(stream.arrays)
         for name, old in self.optimizer_state.items():
             self.weights[name] = state[f"p.{name}"].astype(self.dtype)
-            self.optimizer_state[name] = tuple(state[f"s.{name}.{i}"].astype(self.dtype) for i in range(len(old)))
+            self.optimizer_state[name] = tuple(
+                state[f"s.{name}.{i}"].astype(self.dtype) for i in range(len(old))
+            )
         self.model.assign(self.weights)
         self.model.assign_buffers({name: state[f"b.{name}"] for name in self.model.buffers()})
 
     def describe(self) -> str:
         parameters = sum(p.size for p in self.weights.values())
-        return f"{self.model.title.replace('%', f'{parameters:,} parameters')}, gradients by one allreduce"
+        return (
+            f"{self.model.title.replace('%', f'{parameters:,} parameters')}, gradients by one "
+            "allreduce"
+        )
 
     def gpu(self) -> None:
         return None
 
     def profile(self, path: Path) -> NoReturn:
         """Raises NotImplementedError: there is no profiler."""
-        raise NotImplementedError(f"no profiler to write {path}")  # training/conflicts.py refuses profile.steps
+        raise NotImplementedError(
+            f"no profiler to write {path}"
+        )  # training/conflicts.py refuses profile.steps
 
-    def _sums(self, outputs: np.ndarray, batch: DeviceBatch, added_loss: float, training: bool) -> Sums:
+    def _sums(
+        self, outputs: np.ndarray, batch: DeviceBatch, added_loss: float, training: bool
+    ) -> Sums:
         each = self.part.each(outputs, batch.batch, training)
         terms = {name: _number_or_tuple(term.sum(0)) for name, term in each.terms.items()}
-        return {"loss": float(each.loss.sum()) + batch.weight * added_loss, **terms, "count": len(outputs)}
+        return {
+            "loss": float(each.loss.sum()) + batch.weight * added_loss,
+            **terms,
+            "count": len(outputs),
+        }
 
     def _update(self, gradient: np.ndarray, hyper: Hyper, seed: int) -> None:
         gradients = np.split(gradient, np.cumsum([p.size for p in self.weights.values()])[:-1])
@@ -241,7 +297,9 @@ class HostLearner(Learner):
             if hyper.noise:
                 g = g + random.normal(0.0, hyper.noise**0.5, g.shape)  # noqa: PLW2901 (the same on every rank, since the seed is)
             h = hyper._replace(weight_decay=hyper.weight_decay * self.decays[name])
-            new_p, new_state = self.rules[name].update(g.astype(self.dtype).reshape(p.shape), self.optimizer_state[name], p, h, self.ops)
+            new_p, new_state = self.rules[name].update(
+                g.astype(self.dtype).reshape(p.shape), self.optimizer_state[name], p, h, self.ops
+            )
             self.weights[name], self.optimizer_state[name] = new_p.astype(self.dtype), new_state
         self.model.assign(self.weights)
         self.weights |= self.model.constrained()

@@ -1,7 +1,8 @@
-"""The keras framework: a keras.Model of the user's, on any backend of Keras 3 (torch, JAX, TensorFlow), trained by hvdtrain's rules.
+"""The keras framework: a keras.Model of the user's, on any backend of Keras 3 (torch, JAX,
+TensorFlow), trained by hvdtrain's rules.
 
-The backend computes outputs and gradients; losses, the reduction over ranks and updates are NumPy's, on the host. What KERAS_BACKEND or
-~/.keras/keras.json says is the backend.
+The backend computes outputs and gradients; losses, the reduction over ranks and updates are
+NumPy's, on the host. What KERAS_BACKEND or ~/.keras/keras.json says is the backend.
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ from hvdtrain.core.progress import Hyper, fold
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.by_name import build_rule, check_patterns
 from hvdtrain.frameworks.host import HostLearner, HostModel
-from hvdtrain.frameworks.keras_objects import added_loss, build_variables, check_and_describe, named_variables, users_object
+from hvdtrain.frameworks.keras_objects import (
+    added_loss,
+    build_variables,
+    check_and_describe,
+    named_variables,
+    users_object,
+)
 from hvdtrain.frameworks.learner import Learner, fair_threads
 from hvdtrain.optim.rule import Array, Ops, Rule
 from hvdtrain.tasks.inputs import transform_of
@@ -50,11 +57,19 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
     model = Model(keras, _make(keras, config, task), config, task, dtype)
     check_patterns(config, {name: p.shape for name, p in model.weights.items()})
     rule = build_rule(config)
-    return HostLearner(config, task, model, OfKernels(rule, model.kernels) if config.optim.name == "muon" else rule, communicator, dtype)
+    return HostLearner(
+        config,
+        task,
+        model,
+        OfKernels(rule, model.kernels) if config.optim.name == "muon" else rule,
+        communicator,
+        dtype,
+    )
 
 
 def _share_cores(communicator: Communicator) -> None:
-    """This rank takes its part of the host's cores. Every rank calls it, before Keras is imported."""
+    """This rank takes its part of the host's cores. Every rank calls it, before Keras is
+    imported."""
     threads = fair_threads(communicator)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -69,7 +84,9 @@ def _use_gpu(backend: str, local_rank: int) -> None:
     elif backend == "tensorflow":
         config = importlib.import_module("tensorflow").config
         if gpus := config.list_physical_devices("GPU"):
-            with contextlib.suppress(RuntimeError):  # the script has used TensorFlow before, and has chosen
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the script has used TensorFlow before, and has chosen
                 config.set_visible_devices(gpus[local_rank % len(gpus)], "GPU")
                 config.experimental.set_memory_growth(gpus[local_rank % len(gpus)], True)
     else:
@@ -79,15 +96,22 @@ def _use_gpu(backend: str, local_rank: int) -> None:
 
 
 def load_keras(where: str, dtype: np.dtype[Any]) -> Any:
-    """The module keras, whose layers are of this number type unless they say another. Raises UserError where it cannot be imported."""
+    """The module keras, whose layers are of this number type unless they say another. Raises
+    UserError where it cannot be imported."""
     try:
         keras = importlib.import_module("keras")
     except ImportError as error:
         raise UserError(
-            f"framework=keras needs Keras 3: {error}", where, "pip install 'hvdtrain[keras]', and KERAS_BACKEND=torch"
+            f"framework=keras needs Keras 3: {error}",
+            where,
+            "pip install 'hvdtrain[keras]', and KERAS_BACKEND=torch",
         ) from error
     if not hasattr(keras, "ops"):
-        raise UserError(f"framework=keras needs Keras 3; this is {keras.__version__}", where, "pip install 'keras>=3'")
+        raise UserError(
+            f"framework=keras needs Keras 3; this is {keras.__version__}",
+            where,
+            "pip install 'keras>=3'",
+        )
     if keras.backend.backend() not in _BACKENDS:
         what = f"the backend {keras.backend.backend()} of Keras computes no gradients"
         raise UserError(what, where, f"KERAS_BACKEND={' or '.join(_BACKENDS)}")
@@ -102,7 +126,8 @@ def load_keras(where: str, dtype: np.dtype[Any]) -> Any:
 
 
 def _keep_float64() -> None:
-    """Has Keras compute in float64. On torch and JAX its table of result types names float32 in its place (3.15, dtypes.result_type())."""
+    """Has Keras compute in float64. On torch and JAX its table of result types names float32 in its
+    place (3.15, dtypes.result_type())."""
     with contextlib.suppress(ImportError, AttributeError, LookupError):
         dtypes = importlib.import_module("keras.src.backend.common.dtypes")
         if dtypes.BIT64_TO_BIT32_DTYPE["float64"] != "float64":
@@ -113,8 +138,16 @@ def _make(keras: Any, config: Config, task: Task) -> Any:
     """The keras.Model that model.name means. Raises UserError where it is none."""
     where = config.where("model.name")
     if not is_dotted(config.model.name):
-        what = f"framework=keras trains a model of yours, and model.name={config.model.name} is hvdtrain's"
-        raise UserError(what, where, "model.name=package.module:function that makes a keras.Model; or hvdtrain.train(model=...)")
+        what = (
+            f"framework=keras trains a model of yours, and model.name={config.model.name} is "
+            "hvdtrain's"
+        )
+        raise UserError(
+            what,
+            where,
+            "model.name=package.module:function that makes a keras.Model; or "
+            "hvdtrain.train(model=...)",
+        )
     found = call_own(config.model, dict(task.sizes))
     if not isinstance(found, keras.Model):
         what = f"{config.model.name} gave a {type(found).__name__}, not a keras.Model"
@@ -124,7 +157,8 @@ def _make(keras: Any, config: Config, task: Task) -> Any:
 
 @dataclass(frozen=True)
 class OfKernels:
-    """A rule for which the first axis of a parameter is its outputs, on kernels of Keras, (..., inputs, outputs)."""
+    """A rule for which the first axis of a parameter is its outputs, on kernels of Keras, (...,
+    inputs, outputs)."""
 
     rule: Rule
     kernels: frozenset[str]  # names
@@ -139,14 +173,26 @@ class OfKernels:
             return self.rule.of_parameter(name, shape, excluded)
         axes = len(shape)
         order = axes - 1, axes - 2, *range(axes - 2)  # (outputs, inputs, height, width)
-        return replace(self, rule=self.rule.of_parameter(name, tuple(shape[axis] for axis in order), excluded), order=order)
+        return replace(
+            self,
+            rule=self.rule.of_parameter(name, tuple(shape[axis] for axis in order), excluded),
+            order=order,
+        )
 
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
         return self.rule.init(p, ops)
 
-    def update(self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
+    def update(
+        self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops
+    ) -> tuple[Array, tuple[Any, ...]]:
         """P, g and the arrays of the state are as Keras has them."""
-        p, kept = self.rule.update(_turned(g, self.order), tuple(_turned(one, self.order) for one in state), _turned(P, self.order), h, ops)
+        p, kept = self.rule.update(
+            _turned(g, self.order),
+            tuple(_turned(one, self.order) for one in state),
+            _turned(P, self.order),
+            h,
+            ops,
+        )
         back = tuple(self.order.index(axis) for axis in range(len(self.order)))
         return _turned(p, back), tuple(_turned(one, back) for one in kept)
 
@@ -173,7 +219,8 @@ class Backend(Protocol):
         """What draws beside the model's own seeds."""
 
     def gradient(self, error: np.ndarray, share: float) -> Sequence[Any]:
-        """The gradient of each trainable variable, in order, of the sum of `error` times the outputs and of `share` times the added loss.
+        """The gradient of each trainable variable, in order, of the sum of `error` times the
+        outputs and of `share` times the added loss.
 
         None where neither depends on a variable.
         """
@@ -211,7 +258,9 @@ class OnTorch:
             ends.append((self._added, self.torch.full_like(self._added, share)))
         self._outputs = None
         self._added = None
-        found = self.torch.autograd.grad([end for end, _ in ends], values, [g for _, g in ends], allow_unused=True)
+        found = self.torch.autograd.grad(
+            [end for end, _ in ends], values, [g for _, g in ends], allow_unused=True
+        )
         return [None if g is None else _to_host(g) for g in found]
 
 
@@ -241,11 +290,16 @@ class OnTensorFlow:
 
     def gradient(self, error: np.ndarray, share: float) -> Sequence[Any]:
         values = [variable.value for variable in self._model.trainable_variables]
-        of_ends = [self.tensorflow.constant(g, end.dtype) for g, end in zip((error, share), self._ends, strict=True)]
+        of_ends = [
+            self.tensorflow.constant(g, end.dtype)
+            for g, end in zip((error, share), self._ends, strict=True)
+        ]
         found = self._tape.gradient(self._ends, values, of_ends)
         self._tape = None
         self._ends = []
-        return [None if g is None else _to_host(self.tensorflow.convert_to_tensor(g)) for g in found]
+        return [
+            None if g is None else _to_host(self.tensorflow.convert_to_tensor(g)) for g in found
+        ]
 
 
 class OnJax:
@@ -259,7 +313,9 @@ class OnJax:
 
     def outputs(self, model: Any, x: np.ndarray) -> Pass:
         if self._evaluate is None:
-            self._evaluate = self.jax.jit(lambda trained, other, x: self._called(model, trained, other, x, False)[0])
+            self._evaluate = self.jax.jit(
+                lambda trained, other, x: self._called(model, trained, other, x, False)[0]
+            )
         outputs, added = self._evaluate(*self._values(model), x)
         return Pass(_to_host(outputs), _to_float(added))
 
@@ -267,7 +323,11 @@ class OnJax:
         if self._forward is None:
 
             def forward(trained: Any, other: Any, x: Any) -> Any:
-                return self.jax.vjp(lambda values: self._called(model, values, other, x, True), trained, has_aux=True)
+                return self.jax.vjp(
+                    lambda values: self._called(model, values, other, x, True),
+                    trained,
+                    has_aux=True,
+                )
 
             self._forward = self.jax.jit(forward)
         (outputs, added), self._pull_back, others = self._forward(*self._values(model), x)
@@ -278,7 +338,9 @@ class OnJax:
     def _called(self, model: Any, trained: Any, other: Any, x: Any, training: bool) -> Any:
         """((outputs, added loss), new values of the other variables)"""
         flag = {"training": training} if model._call_has_training_arg else {}
-        outputs, others, losses = model.stateless_call(trained, other, x, return_losses=True, **flag)
+        outputs, others, losses = model.stateless_call(
+            trained, other, x, return_losses=True, **flag
+        )
         return (outputs, self.jax.numpy.asarray(added_loss(losses), outputs.dtype)), others
 
     def seed(self, seed: int) -> None:
@@ -292,10 +354,16 @@ class OnJax:
 
     @staticmethod
     def _values(model: Any) -> tuple[list[Any], list[Any]]:
-        return [v.value for v in model.trainable_variables], [v.value for v in model.non_trainable_variables]
+        return [v.value for v in model.trainable_variables], [
+            v.value for v in model.non_trainable_variables
+        ]
 
 
-_BACKENDS: dict[str, Callable[[], Backend]] = {"torch": OnTorch, "jax": OnJax, "tensorflow": OnTensorFlow}
+_BACKENDS: dict[str, Callable[[], Backend]] = {
+    "torch": OnTorch,
+    "jax": OnJax,
+    "tensorflow": OnTensorFlow,
+}
 
 
 def _layers_with_kernels(keras: Any, model: Any) -> list[Any]:
@@ -316,8 +384,11 @@ def _to_float(value: Any) -> float:
 class Model(HostModel):
     """A keras.Model as HostLearner computes with it."""
 
-    def __init__(self, keras: Any, model: Any, config: Config, task: Task, dtype: np.dtype[Any]) -> None:
-        """Raises UserError where the model fails for inputs of the task, or gives something else than the task needs."""
+    def __init__(
+        self, keras: Any, model: Any, config: Config, task: Task, dtype: np.dtype[Any]
+    ) -> None:
+        """Raises UserError where the model fails for inputs of the task, or gives something else
+        than the task needs."""
         self.model = model
         self._dtype = dtype
         self.module = model
@@ -325,26 +396,40 @@ class Model(HostModel):
         self._backend: Backend = _BACKENDS[keras.backend.backend()]()
         transform = transform_of(task)
         assert transform is not None, task.name  # part_of(task, "numpy") has refused all others
-        self._transform = replace(transform, dtype=dtype.name, keeps_integers=True, channels_last=True)
-        self._outputs = _checked_outputs(model, self._backend, self.inputs(_zeros(task, 2)), config, task)
+        self._transform = replace(
+            transform, dtype=dtype.name, keeps_integers=True, channels_last=True
+        )
+        self._outputs = _checked_outputs(
+            model, self._backend, self.inputs(_zeros(task, 2)), config, task
+        )
         named = dict(named_variables(model))
         drawn = {id(v) for v in model.variables} - {id(v) for v in model.weights}
         self._trained = {name: v for name, v in named.items() if v.trainable and id(v) not in drawn}
-        self._others = {name: v for name, v in named.items() if not v.trainable and id(v) not in drawn}
+        self._others = {
+            name: v for name, v in named.items() if not v.trainable and id(v) not in drawn
+        }
         self._seeds = [v for v in model.variables if id(v) in drawn]
         kernels = {id(layer.kernel) for layer in _layers_with_kernels(keras, model)}
         self.kernels = frozenset(name for name, v in self._trained.items() if id(v) in kernels)
         self._order = [id(v) for v in model.trainable_variables]
         if wrong := {str(v.dtype) for v in self._trained.values()} - {dtype.name}:
             what = f"the model has numbers of {', '.join(sorted(wrong))}, the job of {dtype}"
-            fix = "keras.config.set_floatx('float64') before the model is made; or speed.precision=fp32"
+            fix = (
+                "keras.config.set_floatx('float64') before the model is made; or "
+                "speed.precision=fp32"
+            )
             raise UserError(what, config.where("speed.precision"), fix)
-        self.weights: Mapping[str, np.ndarray] = {name: _to_host(v.value).copy() for name, v in self._trained.items()}
+        self.weights: Mapping[str, np.ndarray] = {
+            name: _to_host(v.value).copy() for name, v in self._trained.items()
+        }
         if dtype == np.float64 and keras.backend.result_type("float64", "float64") != "float64":
             self.notes.append(
-                f"speed.precision=fp64: Keras {keras.__version__} on {keras.backend.backend()} rounds some numbers to float32"
+                f"speed.precision=fp64: Keras {keras.__version__} on {keras.backend.backend()} "
+                "rounds some numbers to float32"
             )
-        self.title = f"{model.name}, %, keras {keras.__version__} on {keras.backend.backend()}, {dtype}"
+        self.title = (
+            f"{model.name}, %, keras {keras.__version__} on {keras.backend.backend()}, {dtype}"
+        )
 
     def inputs(self, batch: Mapping[str, Any]) -> np.ndarray:
         """(n, ...), images (n, H, W, C)"""
@@ -379,7 +464,9 @@ class Model(HostModel):
     def gradient(self, error: np.ndarray, share: float) -> np.ndarray:
         of_each = dict(zip(self._order, self._backend.gradient(error, share), strict=True))
         found = [(of_each[id(v)], v.shape) for v in self._trained.values()]
-        return np.concatenate([np.zeros(shape, self._dtype).ravel() if g is None else g.ravel() for g, shape in found])
+        return np.concatenate(
+            [np.zeros(shape, self._dtype).ravel() if g is None else g.ravel() for g, shape in found]
+        )
 
     def saved(self) -> bytes:
         """The model with its weights, as a file of Keras has it."""
@@ -392,7 +479,11 @@ class Model(HostModel):
         self._backend.seed(seed)
         for number, variable in enumerate(self._seeds):
             drawn = fold(seed, number)
-            variable.assign(np.array([drawn >> 32 & 0xFFFFFFFF, drawn & 0xFFFFFFFF], np.uint32).astype(str(variable.dtype)))
+            variable.assign(
+                np.array([drawn >> 32 & 0xFFFFFFFF, drawn & 0xFFFFFFFF], np.uint32).astype(
+                    str(variable.dtype)
+                )
+            )
 
     def buffers(self) -> dict[str, np.ndarray]:
         return {name: _to_host(v.value).copy() for name, v in self._others.items()}
@@ -406,28 +497,45 @@ class Model(HostModel):
 
 
 def _zeros(task: Task, count: int) -> Batch:
-    return {name: np.zeros((count, *field.shape), field.dtype) for name, field in task.fields.items()}
+    return {
+        name: np.zeros((count, *field.shape), field.dtype) for name, field in task.fields.items()
+    }
 
 
-def _checked_outputs(model: Any, backend: Backend, x: np.ndarray, config: Config, task: Task) -> tuple[int, ...]:
+def _checked_outputs(
+    model: Any, backend: Backend, x: np.ndarray, config: Config, task: Task
+) -> tuple[int, ...]:
     """The shape of a sample's outputs; an unbuilt model is built. Raises UserError."""
     where = config.where("model.name")
     try:
         build_variables(model, config, x)
         if isinstance(several := model(x, training=False), (dict, list, tuple)):
-            what = f"the model gives {len(several)} outputs, and framework=keras trains models with one"
-            fix = "keras.Model(model.inputs, the output to learn from); or framework=torch with KERAS_BACKEND=torch, which takes the first"
+            what = (
+                f"the model gives {len(several)} outputs, and framework=keras trains models with "
+                "one"
+            )
+            fix = (
+                "keras.Model(model.inputs, the output to learn from); or framework=torch with "
+                "KERAS_BACKEND=torch, which takes the first"
+            )
             raise UserError(what, where, fix)
         outputs = backend.outputs(model, x).outputs
     except UserError:
         raise
     except Exception as error:
         what = f"the model fails for inputs {x.shape} of {x.dtype}: {type(error).__name__}: {error}"
-        raise UserError(what, f"{where}; {own_line(error)}", f"the model gets (n, {', '.join(map(str, x.shape[1:]))})") from error
+        raise UserError(
+            what,
+            f"{where}; {own_line(error)}",
+            f"the model gets (n, {', '.join(map(str, x.shape[1:]))})",
+        ) from error
     if not task.fits(outputs.shape, len(x)):
         what = f"for inputs {x.shape} the model gives {outputs.shape}, not {task.outputs(len(x))}"
         raise UserError(
-            what, where, f"end the model with outputs of that shape, without softmax, for task.name={task.name}: {task.summary}"
+            what,
+            where,
+            "end the model with outputs of that shape, without softmax, for "
+            f"task.name={task.name}: {task.summary}",
         )
     return outputs.shape[1:]
 
@@ -437,4 +545,7 @@ def shapes(config: Config, task: Task) -> dict[str, tuple[int, ...]]:
     dtype = np.dtype("float32")
     part_of(task, "numpy", config, Place(dtype))
     keras = load_keras(config.where("framework"), dtype)
-    return {name: p.shape for name, p in Model(keras, _make(keras, config, task), config, task, dtype).weights.items()}
+    return {
+        name: p.shape
+        for name, p in Model(keras, _make(keras, config, task), config, task, dtype).weights.items()
+    }

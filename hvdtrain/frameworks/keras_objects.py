@@ -1,4 +1,5 @@
-"""A keras.Model of the user's as an object: the names of its variables, its copy, and what it has besides layers: methods, compile()."""
+"""A keras.Model of the user's as an object: the names of its variables, its copy, and what it has
+besides layers: methods, compile()."""
 
 from __future__ import annotations
 
@@ -13,14 +14,22 @@ import numpy as np
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 
-_LEARNS = ("train_step", "compute_loss", "compute_loss_and_updates", "stateless_compute_loss")  # what fit() learns from
+_LEARNS = (
+    "train_step",
+    "compute_loss",
+    "compute_loss_and_updates",
+    "stateless_compute_loss",
+)  # what fit() learns from
 _OTHER_METHODS = ("test_step", "predict_step", "compute_metrics", "fit", "evaluate", "predict")
 
 
 def added_loss(losses: Sequence[Any]) -> Any:
-    """The sum of model.losses, as Keras' fit() adds it to the mean loss of a batch: a scalar of the backend, 0.0 where there are none."""
+    """The sum of model.losses, as Keras' fit() adds it to the mean loss of a batch: a scalar of the
+    backend, 0.0 where there are none."""
     ops = sys.modules["keras"].ops
-    return sum((ops.sum(ops.cast(loss, sys.modules["keras"].config.floatx())) for loss in losses), 0.0)
+    return sum(
+        (ops.sum(ops.cast(loss, sys.modules["keras"].config.floatx())) for loss in losses), 0.0
+    )
 
 
 def users_object(model: Any, config: Config) -> Any:
@@ -30,18 +39,26 @@ def users_object(model: Any, config: Config) -> Any:
 
 
 def check_and_describe(model: Any, where: str) -> list[str]:
-    """Lines that name what hvdtrain does not use of a model. Raises UserError for methods that would learn something else."""
+    """Lines that name what hvdtrain does not use of a model. Raises UserError for methods that
+    would learn something else."""
     if found := _overridden(model, _LEARNS):
-        what = f"{type(model).__name__} has its own {_calls(found)}, which hvdtrain.train() does not call: the loss is that of the task"
+        what = (
+            f"{type(model).__name__} has its own {_calls(found)}, which hvdtrain.train() does not "
+            "call: the loss is that of the task"
+        )
         fix = (
-            "hvdtrain.train(loss=a function (outputs, batch)) with framework=torch; add_loss() in a layer; or Keras' fit() (docs/keras.md)"
+            "hvdtrain.train(loss=a function (outputs, batch)) with framework=torch; add_loss() in "
+            "a layer; or Keras' fit() (docs/keras.md)"
         )
         raise UserError(what, where, fix)
     lines = []
     if found := _overridden(model, _OTHER_METHODS):
         lines.append(f"not used: {_calls(found)} of {type(model).__name__}")
     if getattr(model, "compiled", False):
-        lines.append(f"not used: compile({_compiled(model)}): the loss is that of the task, the optimizer that of optim.*")
+        lines.append(
+            f"not used: compile({_compiled(model)}): the loss is that of the task, the optimizer "
+            "that of optim.*"
+        )
     return lines
 
 
@@ -67,7 +84,12 @@ def _compiled(model: Any) -> str:
         config = {}
     optimizer = getattr(model, "optimizer", None)
     found = [f"optimizer={type(optimizer).__name__}"] if optimizer is not None else []
-    return ", ".join([*found, *(f"{key}{_plain(config[key])}" for key in _COMPILED if config.get(key) is not None)])
+    return ", ".join(
+        [
+            *found,
+            *(f"{key}{_plain(config[key])}" for key in _COMPILED if config.get(key) is not None),
+        ]
+    )
 
 
 _COMPILED = ("loss", "loss_weights", "metrics", "weighted_metrics")
@@ -81,14 +103,18 @@ def _plain(value: Any) -> str:
 
 
 class GivenKerasModel:
-    """Makes the model of a job from one that a script gives: a copy is trained, whose weights become the script's model's at the end."""
+    """Makes the model of a job from one that a script gives: a copy is trained, whose weights
+    become the script's model's at the end."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
 
     def facts(self) -> dict[str, Any]:
         """What must be the same on all ranks."""
-        return {"model": type(self.model), "model, its weights": [tuple(w.shape) for w in self.model.get_weights()]}
+        return {
+            "model": type(self.model),
+            "model, its weights": [tuple(w.shape) for w in self.model.get_weights()],
+        }
 
     def __call__(self) -> Any:
         """Raises UserError where the model cannot be copied."""
@@ -96,12 +122,20 @@ class GivenKerasModel:
             found = importlib.import_module("keras").models.clone_model(self.model)
             found.set_weights(self.model.get_weights())
         except Exception as error:
-            what = f"model={type(self.model).__name__} cannot be copied: {type(error).__name__}: {error}"
-            raise UserError(what, "hvdtrain.train(), model", "a function that makes the model; or a get_config() of its own") from error
+            what = (
+                f"model={type(self.model).__name__} cannot be copied: {type(error).__name__}: "
+                f"{error}"
+            )
+            raise UserError(
+                what,
+                "hvdtrain.train(), model",
+                "a function that makes the model; or a get_config() of its own",
+            ) from error
         return found
 
     def take(self, learner: Any) -> None:
-        """Copies the weights that an evaluation has, the averages where there are some, and all else that the layers keep."""
+        """Copies the weights that an evaluation has, the averages where there are some, and all
+        else that the layers keep."""
         variables = dict(named_variables(self.model))
         for name, array in _weights_of(learner).items():
             variables[name].assign(array)
@@ -116,7 +150,8 @@ def _weights_of(learner: Any) -> Mapping[str, Any]:
 
 
 def build_variables(model: Any, config: Config, x: np.ndarray) -> None:
-    """Makes the variables of a model, and of the script's object that it is a copy of, by a call with x; each has what the other one has.
+    """Makes the variables of a model, and of the script's object that it is a copy of, by a call
+    with x; each has what the other one has.
 
     Raises UserError where they have different variables.
     """
@@ -128,9 +163,14 @@ def build_variables(model: Any, config: Config, x: np.ndarray) -> None:
     variables = dict(named_variables(original))
     if different := sorted(copies.keys() ^ variables.keys()):
         what = (
-            f"the copy of model={type(original).__name__} that is trained has other variables than the object: {', '.join(different[:4])}"
+            f"the copy of model={type(original).__name__} that is trained has other variables "
+            f"than the object: {', '.join(different[:4])}"
         )
-        raise UserError(what, "hvdtrain.train(), model", "a function that makes the model; or a get_config() of its own")
+        raise UserError(
+            what,
+            "hvdtrain.train(), model",
+            "a function that makes the model; or a get_config() of its own",
+        )
     for name, variable in variables.items():
         copies[name].trainable = variable.trainable
         copies[name].regularizer = variable.regularizer
@@ -138,10 +178,12 @@ def build_variables(model: Any, config: Config, x: np.ndarray) -> None:
 
 
 def named_variables(layer: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Each variable of a layer and of the layers inside of it, by a name that does not depend on what the process has made before.
+    """Each variable of a layer and of the layers inside of it, by a name that does not depend on
+    what the process has made before.
 
-    Keras numbers layers over the whole process (dense, dense_1, ...), and variables that add_weight() gets no name for; here they are
-    numbered inside of the layer that has them. A layer or a variable with a name of the user's keeps it.
+    Keras numbers layers over the whole process (dense, dense_1, ...), and variables that
+    add_weight() gets no name for; here they are numbered inside of the layer that has them. A layer
+    or a variable with a name of the user's keeps it.
     """
     seen: set[int] = set()
     for name, variable in _named(layer, prefix, {}):
@@ -154,16 +196,22 @@ def _named(layer: Any, prefix: str, taken: dict[str, int]) -> Iterator[tuple[str
     for variable in (*layer._trainable_variables, *layer._non_trainable_variables):
         yield f"{prefix}{_numbered(_name_of(variable, layer), taken)}", variable
     for inner in layer._layers:
-        automatic = re.fullmatch(rf"((?:forward_|backward_)?{_snake(type(inner).__name__)})(_\d+)?", inner.name)
+        automatic = re.fullmatch(
+            rf"((?:forward_|backward_)?{_snake(type(inner).__name__)})(_\d+)?", inner.name
+        )
         name = _numbered(automatic[1] if automatic else inner.name, taken)
         yield from _named(inner, f"{prefix}{name}.", {})
 
 
 def _name_of(variable: Any, layer: Any) -> str:
-    """Its own name, or that of the layer's attribute; Keras names others by a counter of the process."""
+    """Its own name, or that of the layer's attribute; Keras names others by a counter of the
+    process."""
     if not re.fullmatch(rf"{_snake(type(variable).__name__)}(_\d+)?", variable.name):
         return str(variable.name)
-    return next((name for name, value in vars(layer).items() if value is variable), _snake(type(variable).__name__))
+    return next(
+        (name for name, value in vars(layer).items() if value is variable),
+        _snake(type(variable).__name__),
+    )
 
 
 def _numbered(name: str, taken: dict[str, int]) -> str:
@@ -174,4 +222,8 @@ def _numbered(name: str, taken: dict[str, int]) -> str:
 
 def _snake(name: str) -> str:
     """BatchNormalization -> batch_normalization, as Keras names layers."""
-    return re.sub(r"([a-z])([A-Z])", r"\1_\2", re.sub(r"(.)([A-Z][a-z0-9]+)", r"\1_\2", re.sub(r"\W+", "", name))).lower()
+    return re.sub(
+        r"([a-z])([A-Z])",
+        r"\1_\2",
+        re.sub(r"(.)([A-Z][a-z0-9]+)", r"\1_\2", re.sub(r"\W+", "", name)),
+    ).lower()

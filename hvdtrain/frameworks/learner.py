@@ -1,4 +1,5 @@
-"""Learner: what the trainer needs of a framework, whose build() returns one; the names in its state; how many threads a rank has."""
+"""Learner: what the trainer needs of a framework, whose build() returns one; the names in its
+state; how many threads a rank has."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from hvdtrain.errors import UserError
 from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.tasks.task import Task
 
-MADE_BY = "s.made by "  # begins the entry that names a user's optimizer; no parameter's name has a space
+MADE_BY = (
+    "s.made by "  # begins the entry that names a user's optimizer; no parameter's name has a space
+)
 _SAMPLING = 0x73616D70  # of counters, apart from those of other random numbers
 
 
@@ -37,7 +40,9 @@ class Gpu(NamedTuple):
 class Predictions(NamedTuple):
     """What a model says about the samples of a batch."""
 
-    outputs: np.ndarray  # (n, ...) of the model, the first where it has several, on the host, in the order of the samples
+    # (n, ...) of the model, the first where it has several, on the host, in the order of the
+    # samples
+    outputs: np.ndarray
     sums: Sums  # as of Learner.evaluate()
 
 
@@ -56,16 +61,21 @@ class Sampler(Protocol):
         first: int,
         before_each: Callable[[], None],
     ) -> np.ndarray:
-        """Prompts, int64 (n, m), continued to int64 (n, length) by tokens 0 ... tokens - 1; n may be 0.
+        """Prompts, int64 (n, m), continued to int64 (n, length) by tokens 0 ... tokens - 1; n may
+        be 0.
 
-        Each is drawn from softmax(logits / temperature). The random numbers of sequence i are those of seed and first + i. before_each()
-        is called before each position. Nothing that training uses changes. Raises UserError where the model cannot be read token by token.
+        Each is drawn from softmax(logits / temperature). The random numbers of sequence i are those
+        of seed and first + i. before_each() is called before each position. Nothing that training
+        uses changes. Raises UserError where the model cannot be read token by token.
         """
 
 
 def sampling_numbers(seed: int, sequences: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """float64 (sequences, positions), each from 0 to below 1: what tokens are drawn by, in every framework."""
-    bits = fold(seed, _SAMPLING, sequences.astype(np.uint64)[:, None], positions.astype(np.uint64)[None, :])
+    """float64 (sequences, positions), each from 0 to below 1: what tokens are drawn by, in every
+    framework."""
+    bits = fold(
+        seed, _SAMPLING, sequences.astype(np.uint64)[:, None], positions.astype(np.uint64)[None, :]
+    )
     return (bits >> np.uint64(11)) * 2.0**-53
 
 
@@ -74,11 +84,14 @@ class Waited(NamedTuple):
 
     seconds: float
     waiting: float  # of these, for other ranks
-    predicted: float  # the share of waiting, 0 to 1, by the schedule of the last step, if all stages took the same time
+    # the share of waiting, 0 to 1, by the schedule of the last step, if all stages took the same
+    # time
+    predicted: float
 
 
 class UnderWay(NamedTuple):
-    """The pass that a rank is in, of a stage of a pipeline or of a layer of which ranks have parts."""
+    """The pass that a rank is in, of a stage of a pipeline or of a layer of which ranks have
+    parts."""
 
     text: str  # "forward pass of micro-batch 2 in stage 1", "forward pass of blocks.3"
     waits_for: int | None  # the rank of the job whose message it waits for
@@ -101,132 +114,165 @@ class HasState(Protocol):
     is_sharded: bool  # this rank has only parts of some arrays of state()
 
     def state(self, *, is_kept: bool = True) -> Arrays:
-        """A host copy of everything that a resume needs: "p.<name>" weights, "b.<name>" buffers, "s.<name>.<key>" optimizer state.
+        """A host copy of everything that a resume needs: "p.<name>" weights, "b.<name>" buffers,
+        "s.<name>.<key>" optimizer state.
 
-        Names and shapes are the same on all ranks and, for one model, in all frameworks; dtypes are the learner's own. A collective where
-        the learner is_sharded. is_kept: false on a rank that only gives its parts of it: nothing is returned there.
+        Names and shapes are the same on all ranks and, for one model, in all frameworks; dtypes are
+        the learner's own. A collective where the learner is_sharded. is_kept: false on a rank that
+        only gives its parts of it: nothing is returned there.
         """
 
     def pieces(self) -> Iterator[Piece]:
-        """What this rank has of the arrays of state(); nothing is copied before Piece.read(), which may be called until the next step.
+        """What this rank has of the arrays of state(); nothing is copied before Piece.read(), which
+        may be called until the next step.
 
         The names are the same on all ranks, in the same order.
         """
 
     def state_dict_names(self) -> dict[str, str]:
-        """{name in the framework's own state dict: name in state()}, of weights and buffers; a tied array has two names."""
+        """{name in the framework's own state dict: name in state()}, of weights and buffers; a tied
+        array has two names."""
 
     def load(self, state: Arrays | ArrayStream) -> None:
-        """Copies a state into the live arrays, of each what this rank has. Raises UserError where a name or a shape does not fit."""
+        """Copies a state into the live arrays, of each what this rank has. Raises UserError where a
+        name or a shape does not fit."""
 
 
 class Learner(HasState, Protocol):
-    """A model and its optimizer on this rank, and the arithmetic of a step: everything that the trainer needs from a framework.
+    """A model and its optimizer on this rank, and the arithmetic of a step: everything that the
+    trainer needs from a framework.
 
-    One thread trains and calls all methods; only to_device() is also called by the threads that read ahead. Methods marked "A collective"
-    communicate with the other ranks: every rank calls them, in the same order.
+    One thread trains and calls all methods; only to_device() is also called by the threads that
+    read ahead. Methods marked "A collective" communicate with the other ranks: every rank calls
+    them, in the same order.
 
-    A DeviceBatch is what to_device() of the same learner returns; its type is the framework's own. Sums are over samples, never means,
-    and their values are device scalars that float() takes, or vectors: converting one may wait for the device, adding them does not.
+    A DeviceBatch is what to_device() of the same learner returns; its type is the framework's own.
+    Sums are over samples, never means, and their values are device scalars that float() takes, or
+    vectors: converting one may wait for the device, adding them does not.
     """
 
-    stopwatch: Stopwatch  # the phases of a step: the trainer enters "data" before it takes a batch, the learner the others, "" at its end
-    data: Communicator  # the ranks that read different samples: all of them, but for those that have one model together
-    readers: Communicator | None  # the ranks that divide the samples of a step among them: `data`, or None on a rank that reads none
-    waits_only_in_communication: bool  # all waiting for other ranks is in the phase "communication": the rest is this rank's own work
+    # the phases of a step: the trainer enters "data" before it takes a batch, the learner the
+    # others, "" at its end
+    stopwatch: Stopwatch
+    # the ranks that read different samples: all of them, but for those that have one model together
+    data: Communicator
+    readers: (
+        Communicator | None
+    )  # the ranks that divide the samples of a step among them: `data`, or None on a rank that reads none  # noqa: E501
+    # all waiting for other ranks is in the phase "communication": the rest is this rank's own work
+    waits_only_in_communication: bool
 
     def own_names(self, found: Arrays) -> Arrays | None:
-        """The arrays of a file by the names of the model's state dict, as the model's own library changes them; None where none does that.
+        """The arrays of a file by the names of the model's state dict, as the model's own library
+        changes them; None where none does that.
 
         What it leaves over has another name. Raises UserError where it cannot.
         """
         return None
 
     def cache_on_device(self, source: Source) -> bool:
-        """Copies the whole set to the device where data.resident and the device allow it; returns whether. Once, before the first step.
+        """Copies the whole set to the device where data.resident and the device allow it; returns
+        whether. Once, before the first step.
 
-        to_device() then takes "indices" and "partner_indices" in place of the samples' fields. Raises UserError where data.resident=true
-        asks for a set that does not fit.
+        to_device() then takes "indices" and "partner_indices" in place of the samples' fields.
+        Raises UserError where data.resident=true asks for a set that does not fit.
         """
 
     def to_device(self, batch: Batch) -> Any:
-        """Copies a batch from host memory to the device, and applies the augmentation parameters that the batch has.
+        """Copies a batch from host memory to the device, and applies the augmentation parameters
+        that the batch has.
 
-        The batch has the keys that core/arrays.py lists; n may be 0. The learner may keep the arrays' memory.
+        The batch has the keys that core/arrays.py lists; n may be 0. The learner may keep the
+        arrays' memory.
         """
 
     def step(self, micro: Sequence[Any], hyper: Hyper, seed: int) -> Sums:
         """Forward, backward, reduction over ranks, update. A collective.
 
-        `micro` are DeviceBatches, one for each pass, equally many on every rank; one may be empty. `hyper` and `seed` are the same on all
-        ranks. The gradient is that of the sum over all ranks of each sample's loss times its weight "w", 1 where there is none, divided
-        by the sum over all ranks of Task.weight(): the mean over the samples, or the tokens, of the global batch.
+        `micro` are DeviceBatches, one for each pass, equally many on every rank; one may be empty.
+        `hyper` and `seed` are the same on all ranks. The gradient is that of the sum over all ranks
+        of each sample's loss times its weight "w", 1 where there is none, divided by the sum over
+        all ranks of Task.weight(): the mean over the samples, or the tokens, of the global batch.
 
-        Returns this rank's own sums over its samples, unweighted: "count" and those of Task.sums; "nonfinite", 1 / ranks where the loss
-        of any rank or the mean gradient was not finite, else 0; and with log.noise_scale those of recipe/noise.py. With
-        guard.nonfinite=skip a step that is not finite leaves weights, buffers and optimizer state as they were, on every rank.
+        Returns this rank's own sums over its samples, unweighted: "count" and those of Task.sums;
+        "nonfinite", 1 / ranks where the loss of any rank or the mean gradient was not finite, else
+        0; and with log.noise_scale those of recipe/noise.py. With guard.nonfinite=skip a step that
+        is not finite leaves weights, buffers and optimizer state as they were, on every rank.
         """
 
     def sync_buffers(self, communicator: Communicator) -> None:
-        """Makes equal on all ranks what each computed from its own samples: running statistics, and weights after local steps.
+        """Makes equal on all ranks what each computed from its own samples: running statistics, and
+        weights after local steps.
 
         A collective. Call it before weights are compared, evaluated or saved.
         """
 
     def evaluate(self, batch: Any) -> Sums:
-        """ "count" and Task.sums of a DeviceBatch in evaluation mode: no dropout, no label smoothing, running statistics."""
+        """ "count" and Task.sums of a DeviceBatch in evaluation mode: no dropout, no label
+        smoothing, running statistics."""
 
     def predict(self, batch: Any) -> Predictions:
-        """An evaluation with the model's outputs, for which the host waits. The DeviceBatch has samples."""
+        """An evaluation with the model's outputs, for which the host waits. The DeviceBatch has
+        samples."""
 
     def describe(self) -> str:
-        """One line: model, number of parameters, number type, device, and how gradients are reduced."""
+        """One line: model, number of parameters, number type, device, and how gradients are
+        reduced."""
 
     def gpu(self) -> Gpu | None:
         """The rank's GPU; None where it computes on a CPU."""
 
     def profile(self, path: Path) -> AbstractContextManager[None]:
-        """Writes a trace of what is done inside into the folder `path`, with the phases of each step.
+        """Writes a trace of what is done inside into the folder `path`, with the phases of each
+        step.
 
         training/conflicts.py refuses profile.steps with a framework that has no profiler.
         """
 
-    # What follows a learner has where its job may need it; as it stands here it is that of a learner of one process.
+    # What follows a learner has where its job may need it; as it stands here it is that of a
+    # learner of one process.
 
     @property
     def module(self) -> Any:
-        """The object that is trained, as its framework knows it: a torch.nn.Module; None where models are functions."""
+        """The object that is trained, as its framework knows it: a torch.nn.Module; None where
+        models are functions."""
         return None
 
     @property
     def first_samples(self) -> int:
-        """How many training samples the model computes some of its first weights from. The same on all ranks."""
+        """How many training samples the model computes some of its first weights from. The same on
+        all ranks."""
         return 0
 
     def begin_with(self, batch: Any) -> None:
-        """Computes them from a DeviceBatch of so many. Rank 0 alone calls it, before its state is sent to all."""
+        """Computes them from a DeviceBatch of so many. Rank 0 alone calls it, before its state is
+        sent to all."""
         assert not self.first_samples, "a learner that asks for samples takes them"
 
     def trains_one_sample(self) -> bool:
-        """Whether a forward pass in training takes one sample: tried. A collective where forward passes are."""
+        """Whether a forward pass in training takes one sample: tried. A collective where forward
+        passes are."""
         return True
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Inside of it the weights are their averages (optim.ema), for evaluate() and for drawing; nothing else is called.
+        """Inside of it the weights are their averages (optim.ema), for evaluate() and for drawing;
+        nothing else is called.
 
         Does nothing where there are none. To enter it is a collective.
         """
         return nullcontext()
 
     def own_steps(self, steps: Sequence[Progress]) -> Iterable[Progress]:
-        """Steps up to the next sync point that this rank makes, in order: which is known only as they come.
+        """Steps up to the next sync point that this rank makes, in order: which is known only as
+        they come.
 
         Each step is made before the next one is asked for; then all ranks call sync_buffers().
         """
         return steps
 
     def read_updates(self) -> list[WorkerUpdate]:
-        """The updates of asynchronous steps, in order, since it was last called; on rank 0 alone."""
+        """The updates of asynchronous steps, in order, since it was last called; on rank 0
+        alone."""
         return []
 
     def read_waited(self) -> Waited | None:
@@ -234,60 +280,81 @@ class Learner(HasState, Protocol):
         return None
 
     def last_passes(self) -> list[TimedPass]:
-        """Passes of this rank in the last step of a pipeline, in order; none where every rank has all layers."""
+        """Passes of this rank in the last step of a pipeline, in order; none where every rank has
+        all layers."""
         return []
 
     def under_way(self) -> UnderWay | None:
-        """From any thread; None between steps, and where a rank waits for no other in its passes."""
+        """From any thread; None between steps, and where a rank waits for no other in its
+        passes."""
         return None
 
     def divide_anew(self) -> None:
-        """After ranks were lost, where it is_sharded: takes this rank's part among those that are left. load() brings its numbers."""
+        """After ranks were lost, where it is_sharded: takes this rank's part among those that are
+        left. load() brings its numbers."""
         raise TypeError(f"the parts of {type(self).__name__} cannot become those of other ranks")
 
     def how_to_go_on(self, former_rank: int, kept: int) -> GoOn | None:
-        """After ranks were lost: None where all go back to a sync point. A collective; it may be called again after another loss.
+        """After ranks were lost: None where all go back to a sync point. A collective; it may be
+        called again after another loss.
 
-        former_rank: of this one, before. kept: the steps at the sync point that this rank would go back to.
+        former_rank: of this one, before. kept: the steps at the sync point that this rank would go
+        back to.
         """
         return None
 
     def go_on(self, how: GoOn, kept: int) -> None:
-        """Once all ranks know that they do: own_steps() of the same steps has those that are left."""
+        """Once all ranks know that they do: own_steps() of the same steps has those that are
+        left."""
         raise TypeError(f"{type(self).__name__} goes back to a sync point")
 
 
 def global_weight(task: Task, own: int, batch: int, communicator: Communicator) -> int:
-    """The sum of Task.weight() over the `batch` samples of a step, of which this rank's samples weigh `own`.
+    """The sum of Task.weight() over the `batch` samples of a step, of which this rank's samples
+    weigh `own`.
 
-    Where all samples weigh the same no rank asks the others. Else it is one small allreduce before the first backward pass, a collective:
-    every gradient is then divided once, by the exact number, whatever strategy reduces it. (Dividing after the reduction would be a second
-    pass over all gradients, with clipping, noise scale and local steps to be told of it.)
+    Where all samples weigh the same no rank asks the others. Else it is one small allreduce before
+    the first backward pass, a collective: every gradient is then divided once, by the exact number,
+    whatever strategy reduces it. (Dividing after the reduction would be a second pass over all
+    gradients, with clipping, noise scale and local steps to be told of it.)
     """
     if task.sample_weight is not None:
         return batch * task.sample_weight
-    total = communicator.allreduce(np.array([float(own)]), "step.weight")  # exact: float64 has every whole number up to 2**53
+    total = communicator.allreduce(
+        np.array([float(own)]), "step.weight"
+    )  # exact: float64 has every whole number up to 2**53
     return max(1, round(float(total[0])))
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
-    """Names in a state dict, see Learner.state_dict_names(), of a framework whose users know the same names without "p." and "b."."""
+    """Names in a state dict, see Learner.state_dict_names(), of a framework whose users know the
+    same names without "p." and "b."."""
     return {name[2:]: name for name in names if name.startswith(("p.", "b."))}
 
 
 def gather(communicator: Communicator, pieces: Iterable[Piece], *, is_kept: bool = True) -> Arrays:
-    """A copy of every array, one after the other; `communicator` is of the ranks that have their parts. A collective where they have.
+    """A copy of every array, one after the other; `communicator` is of the ranks that have their
+    parts. A collective where they have.
 
-    is_kept: false on a rank that only gives its parts: it returns nothing, and has one array at a time.
+    is_kept: false on a rank that only gives its parts: it returns nothing, and has one array at a
+    time.
     """
     pieces = list(pieces)
     in_parts = any(not piece.is_whole for piece in pieces)
-    of_ranks = communicator.allgather_object([list(piece.runs()) for piece in pieces]) if in_parts else []
+    of_ranks = (
+        communicator.allgather_object([list(piece.runs()) for piece in pieces]) if in_parts else []
+    )
 
     def copy_of(i: int, piece: Piece) -> np.ndarray:
         if piece.is_whole:
             return piece.read().copy()
-        return gather_one(communicator, piece.name, piece.shape, piece.read(), [of_rank[i] for of_rank in of_ranks])
+        return gather_one(
+            communicator,
+            piece.name,
+            piece.shape,
+            piece.read(),
+            [of_rank[i] for of_rank in of_ranks],
+        )
 
     if is_kept:
         return {piece.name: copy_of(i, piece) for i, piece in enumerate(pieces)}
@@ -298,9 +365,14 @@ def gather(communicator: Communicator, pieces: Iterable[Piece], *, is_kept: bool
 
 
 def gather_one(
-    communicator: Communicator, name: str, shape: tuple[int, ...], own: np.ndarray, runs: Sequence[Sequence[tuple[int, int]]]
+    communicator: Communicator,
+    name: str,
+    shape: tuple[int, ...],
+    own: np.ndarray,
+    runs: Sequence[Sequence[tuple[int, int]]],
 ) -> np.ndarray:
-    """The whole of an array of which this rank has the elements `own`; runs[rank]: where those of a rank lie. A collective."""
+    """The whole of an array of which this rank has the elements `own`; runs[rank]: where those of a
+    rank lie. A collective."""
     parts = communicator.allgather(own, f"gather.{name}")
     done = 0
     whole = np.empty(shape, parts.dtype).reshape(-1)
@@ -314,10 +386,16 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def check_fit(model: Shapes, state: Shapes, is_partial: bool = False) -> None:
-    """Raises UserError where `state` lacks an array of the model (a partial one may), has one more, or has one in another shape."""
+    """Raises UserError where `state` lacks an array of the model (a partial one may), has one more,
+    or has one in another shape."""
     where = "state of the model"
-    fix = "give the model and options that the checkpoint was made with: they are in its run folder's config.yaml"
-    if differing := sorted(state.keys() - model.keys() if is_partial else model.keys() ^ state.keys()):
+    fix = (
+        "give the model and options that the checkpoint was made with: they are in its run "
+        "folder's config.yaml"
+    )
+    if differing := sorted(
+        state.keys() - model.keys() if is_partial else model.keys() ^ state.keys()
+    ):
         side = "the state lacks" if differing[0] in model else "the model lacks"
         more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
         raise UserError(f"{side} {differing[0]}{more}", where, fix)
@@ -327,7 +405,8 @@ def check_fit(model: Shapes, state: Shapes, is_partial: bool = False) -> None:
 
 
 def check_maker(maker: str, names: Iterable[str]) -> None:
-    """Raises UserError where the optimizer state among the names of a state was made by another function of the user's than `maker`.
+    """Raises UserError where the optimizer state among the names of a state was made by another
+    function of the user's than `maker`.
 
     A state without any fits every optimizer; of a rule `maker` is empty.
     """
@@ -337,18 +416,29 @@ def check_maker(maker: str, names: Iterable[str]) -> None:
         there = theirs or "one of hvdtrain's own optimizers"
         here = maker or "one of hvdtrain's own"
         fix = f"optim.name={theirs}" if theirs else "the optim.name of its run folder's config.yaml"
-        raise UserError(f"the checkpoint was made with {there}, this job has optim.name={here}", "state of the optimizer", fix)
+        raise UserError(
+            f"the checkpoint was made with {there}, this job has optim.name={here}",
+            "state of the optimizer",
+            fix,
+        )
 
 
 def asked_threads() -> int | None:
-    """OMP_NUM_THREADS, of which a list is of nested levels and the first one counts; None where it is no number."""
+    """OMP_NUM_THREADS, of which a list is of nested levels and the first one counts; None where it
+    is no number."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if first.isdecimal() and int(first) else None
 
 
 def fair_threads(communicator: Communicator) -> int:
     """This rank's share of the cores that it may use. A collective."""
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    cores = (
+        sorted(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else list(range(os.cpu_count() or 1))
+    )
     mine = (socket.gethostname(), tuple(cores))
-    sharers = communicator.allgather_object(mine).count(mine)  # the launcher may give each rank cores of its own, or all ranks the same
+    sharers = communicator.allgather_object(mine).count(
+        mine
+    )  # the launcher may give each rank cores of its own, or all ranks the same
     return max(1, len(cores) // sharers)

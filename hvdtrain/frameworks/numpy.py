@@ -1,4 +1,5 @@
-"""The numpy framework: one linear layer by hand-written gradients of each task's loss, the reference of the other frameworks."""
+"""The numpy framework: one linear layer by hand-written gradients of each task's loss, the
+reference of the other frameworks."""
 
 from __future__ import annotations
 
@@ -17,13 +18,16 @@ from hvdtrain.tasks.task import NumpyPart, Place, Task, part_of
 
 
 class Linear(HostModel):
-    """outputs = x W' + b from zero weights; names and shapes are those of torch/models/linear.py."""
+    """outputs = x W' + b from zero weights; names and shapes are those of
+    torch/models/linear.py."""
 
     def __init__(self, config: Config, task: Task, dtype: np.dtype[Any]) -> None:
         self.notes: list[str] = []
         self.module = None
         self.title = f"linear, %, numpy {dtype} on the CPU"
-        self.weights: Mapping[str, np.ndarray] = {name: np.zeros(shape, dtype) for name, shape in shapes(config, task).items()}
+        self.weights: Mapping[str, np.ndarray] = {
+            name: np.zeros(shape, dtype) for name, shape in shapes(config, task).items()
+        }
         self._part: NumpyPart = part_of(task, "numpy", config, Place(dtype))
         self._x = np.zeros(0)  # of the last training_outputs()
 
@@ -48,14 +52,18 @@ class Linear(HostModel):
 
 
 def build(config: Config, task: Task, communicator: Communicator) -> Learner:
-    """The learner of framework=numpy: model.name=linear, which training/conflicts.py has made sure of."""
+    """The learner of framework=numpy: model.name=linear, which training/conflicts.py has made sure
+    of."""
     check_patterns(config, shapes(config, task))
     dtype = np.dtype("float64" if config.speed.precision == "fp64" else "float32")
-    return HostLearner(config, task, Linear(config, task, dtype), build_rule(config), communicator, dtype)
+    return HostLearner(
+        config, task, Linear(config, task, dtype), build_rule(config), communicator, dtype
+    )
 
 
 def shapes(config: Config, task: Task) -> dict[str, tuple[int, ...]]:
-    """The parameters by name, as build() makes them, without their memory. Raises UserError for a task that NumPy does not compute."""
+    """The parameters by name, as build() makes them, without their memory. Raises UserError for a
+    task that NumPy does not compute."""
     part_of(task, "numpy", config, Place(np.dtype(np.float64)))
     outputs = task.sizes["outputs"]
     return {"fc.weight": (outputs, math.prod(task.sizes["shape"])), "fc.bias": (outputs,)}

@@ -1,4 +1,5 @@
-"""What a script's own loop needs of a framework: what its package own_loop/ has, a LoopLearner, and the Samples that the script gets."""
+"""What a script's own loop needs of a framework: what its package own_loop/ has, a LoopLearner, and
+the Samples that the script gets."""
 
 from __future__ import annotations
 
@@ -21,10 +22,12 @@ from hvdtrain.frameworks.learner import UnderWay
 
 @dataclass(frozen=True)
 class Samples:
-    """This rank's samples of one batch: batch["x"] is an array (n, ...) on the device, in the number type of the data."""
+    """This rank's samples of one batch: batch["x"] is an array (n, ...) on the device, in the
+    number type of the data."""
 
     fields: Mapping[str, Any]
-    count: int  # of this rank's samples that count: 0 on a rank that has none, and gets one that does not
+    # of this rank's samples that count: 0 on a rank that has none, and gets one that does not
+    count: int
     step: int = 0  # steps done before this one
     epoch: int = 0  # that its first sample is of, from 0
     ends_epoch: bool = False  # with its last sample an epoch is over
@@ -32,7 +35,11 @@ class Samples:
     def __getitem__(self, name: str) -> Any:
         """Raises UserError for a field that the data do not have."""
         if name not in self.fields:
-            raise UserError(f"the samples have no {name!r}", "ctx.samples()", f"their fields: {', '.join(self.fields)}")
+            raise UserError(
+                f"the samples have no {name!r}",
+                "ctx.samples()",
+                f"their fields: {', '.join(self.fields)}",
+            )
         return self.fields[name]
 
     def __iter__(self) -> Iterator[Any]:
@@ -44,14 +51,21 @@ class Samples:
         return len(next(iter(self.fields.values())))
 
     def parts(self, number: int) -> list[Self]:
-        """So many parts of the samples, in order. One without samples has the first sample, which does not count there."""
+        """So many parts of the samples, in order. One without samples has the first sample, which
+        does not count there."""
         found = []
         for part in range(number):
             begin = len(self) * part // number
             end = len(self) * (part + 1) // number
             rows = slice(begin, end) if end > begin else slice(0, 1)
             count = min(end, self.count) - min(begin, self.count)
-            found.append(replace(self, fields={name: array[rows] for name, array in self.fields.items()}, count=count))
+            found.append(
+                replace(
+                    self,
+                    fields={name: array[rows] for name, array in self.fields.items()},
+                    count=count,
+                )
+            )
         return found
 
 
@@ -72,13 +86,16 @@ class Words(NamedTuple):
 
 
 class Divisor:
-    """What the mean loss of a batch is divided by: its samples, or the items that the script counts (tokens, labelled pixels)."""
+    """What the mean loss of a batch is divided by: its samples, or the items that the script counts
+    (tokens, labelled pixels)."""
 
     def __init__(self, config: Config, data: Communicator) -> None:
         """data: the ranks that read different samples."""
         self._padded = next(iter(config.data.pad), None)
         self._data = data
-        self._is_counted: bool | None = None  # whether the script counts; unknown before the first step
+        self._is_counted: bool | None = (
+            None  # whether the script counts; unknown before the first step
+        )
         self.items: float | None = None  # that this rank has counted in the batch of this step
 
     @property
@@ -89,30 +106,44 @@ class Divisor:
     def need_count(self, where: str, fix: str) -> None:
         """Called for a loss without a count. Raises UserError where data.pad needs one."""
         if self._padded is not None:
-            what = f"data.pad gives {self._padded} samples of different lengths, and the call does not say what the loss is the mean over"
+            what = (
+                f"data.pad gives {self._padded} samples of different lengths, and the call does "
+                "not say what the loss is the mean over"
+            )
             raise UserError(what, where, f"{fix}; of a mean over samples N is batch.count")
 
     def agree(self, where: str, *, is_counted: bool) -> None:
-        """Raises UserError where other ranks or steps count and this one does not, or the other way. A collective in the first step."""
+        """Raises UserError where other ranks or steps count and this one does not, or the other
+        way. A collective in the first step."""
         if self._is_counted is None:
-            ranks = allreduce_sums(self._data, {"counted": float(is_counted)}, "context.counted")["counted"]
+            ranks = allreduce_sums(self._data, {"counted": float(is_counted)}, "context.counted")[
+                "counted"
+            ]
             if ranks not in (0, self._data.size):
-                raise UserError(f"{ranks:g} of {self._data.size} ranks give a count", where, "a count on every rank, or on none")
+                raise UserError(
+                    f"{ranks:g} of {self._data.size} ranks give a count",
+                    where,
+                    "a count on every rank, or on none",
+                )
             self._is_counted = is_counted
         if self._is_counted != is_counted:
             what = (
-                "the steps before have a count, and this one has none" if self._is_counted else "a count that the steps before do not have"
+                "the steps before have a count, and this one has none"
+                if self._is_counted
+                else "a count that the steps before do not have"
             )
             raise UserError(what, where, "a count in every step on every rank, or in none")
 
     def total(self, own: float) -> float:
-        """The items of all ranks, at least what divides by no zero. own: of this rank. A collective."""
+        """The items of all ranks, at least what divides by no zero. own: of this rank. A
+        collective."""
         self.items = own
         return allreduce_sums(self._data, {"items": own}, "context.items")["items"] or 1.0
 
 
 def item_count(count: Any, where: str) -> float:
-    """The count of a script: a number, or an array of one, for which the host waits. Raises UserError for what is none."""
+    """The count of a script: a number, or an array of one, for which the host waits. Raises
+    UserError for what is none."""
     fix = "how many items the loss is the mean over: count=(targets != -100).sum()"
     if isinstance(count, bool):
         raise UserError(f"count={count} is not a number of items", where, fix)
@@ -124,7 +155,8 @@ def item_count(count: Any, where: str) -> float:
 
 
 class LoopLearner:
-    """A script's model and optimizer on this rank: HasState, the samples, and what the calls of a Context do; the script has the loop.
+    """A script's model and optimizer on this rank: HasState, the samples, and what the calls of a
+    Context do; the script has the loop.
 
     A call that the framework does not have raises UserError, as it does here.
     """
@@ -151,11 +183,13 @@ class LoopLearner:
 
     @property
     def user_model(self) -> Any:
-        """The script's object that training changes, which must not be prepared again after the loss of a rank; else the learner."""
+        """The script's object that training changes, which must not be prepared again after the
+        loss of a rank; else the learner."""
         return self
 
     def check_prepared(self, model: Any, optimizer: Any, where: str) -> None:
-        """Raises UserError where they are not what prepare() returned, or what they have become since."""
+        """Raises UserError where they are not what prepare() returned, or what they have become
+        since."""
         raise NotImplementedError
 
     def check_resume(self, given: tuple[Any, ...]) -> None:
@@ -183,16 +217,24 @@ class LoopLearner:
         """What Context.accumulate() does. A collective."""
         self._refuse("ctx.accumulate()", self.words.parts)
 
-    def value_and_grad(self, loss_of: Callable[..., Any], *, has_aux: bool, has_count: bool, at_most: int | None) -> Callable[..., Any]:
+    def value_and_grad(
+        self, loss_of: Callable[..., Any], *, has_aux: bool, has_count: bool, at_most: int | None
+    ) -> Callable[..., Any]:
         """What Context.value_and_grad() returns, which is a collective."""
         self._refuse("ctx.value_and_grad()", self.words.gradient)
 
-    def update(self, gradient: Any, state: Any, params: Any, extra: Mapping[str, Any]) -> tuple[Any, Any]:
+    def update(
+        self, gradient: Any, state: Any, params: Any, extra: Mapping[str, Any]
+    ) -> tuple[Any, Any]:
         """What Context.update() does."""
         self._refuse("ctx.update()", self.words.step)
 
     def _refuse(self, call: str, instead: str) -> NoReturn:
-        raise UserError(f"{call} is of another framework than this loop's", call, f"{instead}; or another framework= in hvdtrain.init()")
+        raise UserError(
+            f"{call} is of another framework than this loop's",
+            call,
+            f"{instead}; or another framework= in hvdtrain.init()",
+        )
 
 
 def frameworks_of_own_loops() -> list[str]:

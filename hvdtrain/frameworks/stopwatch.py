@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-# data: waiting for samples. compute: forward and backward where a framework makes one program of both. communication: waiting for the
-# gradients of other ranks, as far as nothing else is done meanwhile. update: checks, clipping and the optimizer.
+# data: waiting for samples. compute: forward and backward where a framework makes one program of
+# both. communication: waiting for the gradients of other ranks, as far as nothing else is done
+# meanwhile. update: checks, clipping and the optimizer.
 PHASES = ("data", "forward", "backward", "compute", "communication", "update")
 
 PhaseTimes = dict[str, float]  # seconds of each phase of one step
@@ -19,21 +20,25 @@ class Stopwatch(Protocol):
     """A step begins with enter("data") and ends with enter("")."""
 
     def enter(self, phase: str) -> None:
-        """A phase begins, and the one before it ends. A phase may come several times in a step. Costs half a microsecond."""
+        """A phase begins, and the one before it ends. A phase may come several times in a step.
+        Costs half a microsecond."""
 
     def read(self) -> list[PhaseTimes]:
         """The phases of each step since the last read. The host waits for the device here."""
 
 
 class HostStopwatch:
-    """By this process's clock: right on a CPU, where work is over when its call returns; or with a `wait` for the device."""
+    """By this process's clock: right on a CPU, where work is over when its call returns; or with a
+    `wait` for the device."""
 
     def __init__(self, wait: Callable[[], None] | None = None) -> None:
         self._wait = wait
         self._stamps: list[tuple[str, float]] = []
 
     def enter(self, phase: str) -> None:
-        if not self._stamps and phase != "data":  # no step began with "data": a learner that is used without the trainer
+        if (
+            not self._stamps and phase != "data"
+        ):  # no step began with "data": a learner that is used without the trainer
             return
         if self._wait:
             self._wait()
@@ -46,7 +51,8 @@ class HostStopwatch:
 
 
 class ReplaceableStopwatch:
-    """The stopwatch that a learner and its strategy share; a profile or a benchmark puts another one in its place for a while."""
+    """The stopwatch that a learner and its strategy share; a profile or a benchmark puts another
+    one in its place for a while."""
 
     def __init__(self, stopwatch: Stopwatch) -> None:
         self.current = stopwatch
@@ -96,4 +102,8 @@ def phase_times(pieces: Sequence[tuple[str, float]]) -> list[PhaseTimes]:
 
 def total(steps: Sequence[PhaseTimes]) -> PhaseTimes:
     """Seconds of each phase over some steps."""
-    return {phase: sum(step.get(phase, 0.0) for step in steps) for phase in PHASES if any(phase in step for step in steps)}
+    return {
+        phase: sum(step.get(phase, 0.0) for step in steps)
+        for phase in PHASES
+        if any(phase in step for step in steps)
+    }

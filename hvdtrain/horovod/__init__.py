@@ -1,4 +1,5 @@
-"""Horovod's API for PyTorch on the engines of hvdtrain: `import hvdtrain.horovod as hvd`. docs/horovod-api.md lists what differs."""
+"""Horovod's API for PyTorch on the engines of hvdtrain: `import hvdtrain.horovod as hvd`.
+docs/horovod-api.md lists what differs."""
 
 from __future__ import annotations
 
@@ -80,9 +81,15 @@ from hvdtrain.horovod.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 
 
 def __getattr__(name: str) -> Any:
-    """The modules of Horovod's whose names are in none of ours. AttributeError for a name of Horovod's that is not built here."""
+    """The modules of Horovod's whose names are in none of ours. AttributeError for a name of
+    Horovod's that is not built here."""
     if name in ("compression", "functions", "mpi_ops"):
-        return importlib.import_module(f"hvdtrain.horovod.torch.{name}")  # which takes its names from here
+        return importlib.import_module(
+            f"hvdtrain.horovod.torch.{name}"
+        )  # which takes its names from here
     if message := not_built(name):
         raise AttributeError(message)
-    raise AttributeError(f"hvdtrain.horovod has no {name!r}: docs/horovod-api.md lists what it has, and what to use instead")
+    raise AttributeError(
+        f"hvdtrain.horovod has no {name!r}: docs/horovod-api.md lists what it has, and what to "
+        "use instead"
+    )

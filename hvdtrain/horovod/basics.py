@@ -1,4 +1,5 @@
-"""init() and shutdown(), ranks and sizes, what the engine is built with, traces for Perfetto or chrome://tracing, process sets."""
+"""init() and shutdown(), ranks and sizes, what the engine is built with, traces for Perfetto or
+chrome://tracing, process sets."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ from hvdtrain.horovod.job import JOB
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Connects the ranks that a launcher has started; nothing where they are connected.
 
-    comm: None for all ranks; a list of ranks or an mpi4py communicator for some of them (MPI alone). process_sets: ProcessSets to add;
-    "dynamic" is taken too: process sets can always be added. HVDTRAIN_ENGINE selects the engine.
+    comm: None for all ranks; a list of ranks or an mpi4py communicator for some of them (MPI
+    alone). process_sets: ProcessSets to add; "dynamic" is taken too: process sets can always be
+    added. HVDTRAIN_ENGINE selects the engine.
     """
     process_sets = _checked(process_sets)
     JOB.start(comm)
@@ -26,7 +28,9 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 
 
 def _checked(process_sets: Sequence[ProcessSet] | str | None) -> list[ProcessSet]:
-    if process_sets is None or (isinstance(process_sets, str) and process_sets.lower() == "dynamic"):
+    if process_sets is None or (
+        isinstance(process_sets, str) and process_sets.lower() == "dynamic"
+    ):
         return []
     given: list[Any] = [process_sets] if isinstance(process_sets, str) else list(process_sets)
     wrong = [each for each in given if not isinstance(each, ProcessSet)]
@@ -37,13 +41,15 @@ def _checked(process_sets: Sequence[ProcessSet] | str | None) -> list[ProcessSet
 
 
 def shutdown() -> None:
-    """Ends the job, once every rank calls it; a rank that still waits for this one gets an error."""
+    """Ends the job, once every rank calls it; a rank that still waits for this one gets an
+    error."""
     JOB.shutdown()
     end_process_sets()
 
 
 def recover(error: BaseException) -> None:
-    """Goes on without the ranks that are lost, and without process sets. Raises the error where no rank is, or the engine cannot."""
+    """Goes on without the ranks that are lost, and without process sets. Raises the error where no
+    rank is, or the engine cannot."""
     JOB.recover(error)
     end_process_sets()
     begin_process_sets([])
@@ -90,14 +96,18 @@ def mpi_built() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Whether the ranks of this job are connected by MPI: on the mpi engine, and by Horovod on MPI."""
+    """Whether the ranks of this job are connected by MPI: on the mpi engine, and by Horovod on
+    MPI."""
     return JOB.is_initialized and JOB.engine.name in ("mpi", "horovod on MPI")
 
 
 def mpi_threads_supported() -> bool:
-    """Whether several threads may call MPI at the same time. Raises ValueError where MPI does not run."""
+    """Whether several threads may call MPI at the same time. Raises ValueError where MPI does not
+    run."""
     if not mpi_enabled():
-        raise BadCall("Horovod MPI is not enabled", "hvd.mpi_threads_supported()", "HVDTRAIN_ENGINE=mpi")
+        raise BadCall(
+            "Horovod MPI is not enabled", "hvd.mpi_threads_supported()", "HVDTRAIN_ENGINE=mpi"
+        )
     from hvdtrain.comm.mpi import load
 
     mpi = load()
@@ -110,7 +120,8 @@ def gloo_built() -> bool:
 
 
 def gloo_enabled() -> bool:
-    """Whether the ranks of this job are connected by Gloo: on the torchdist engine, and by Horovod without MPI."""
+    """Whether the ranks of this job are connected by Gloo: on the torchdist engine, and by Horovod
+    without MPI."""
     return JOB.is_initialized and JOB.engine.name in ("torchdist", "horovod on Gloo")
 
 
@@ -148,18 +159,24 @@ def sycl_built() -> bool:
 
 
 def check_extension(ext_name: str, ext_env_var: str = "", pkg_path: str = "", *args: str) -> None:
-    """Nothing for "horovod.torch" and "horovod.tensorflow", which need no extension here. Raises ImportError for others."""
+    """Nothing for "horovod.torch" and "horovod.tensorflow", which need no extension here. Raises
+    ImportError for others."""
     known = ("horovod", "horovod.torch", "horovod.tensorflow")
     if ext_name.removeprefix("hvdtrain.") not in known or ext_name == "horovod":
-        raise ImportError(f"Extension {ext_name} has not been built: hvdtrain.horovod is for torch, TensorFlow and Keras")
+        raise ImportError(
+            f"Extension {ext_name} has not been built: hvdtrain.horovod is for torch, TensorFlow "
+            "and Keras"
+        )
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Begins a trace in a new file, on rank 0; with "{rank}" in the path every rank that calls it writes its own.
+    """Begins a trace in a new file, on rank 0; with "{rank}" in the path every rank that calls it
+    writes its own.
 
-    Each name has a row: NEGOTIATE_ALLREDUCE from the call until every rank has made it, ALLREDUCE while the collective is made, with dtype,
-    shape, and how many tensors share the collective. mark_cycles: marks the beginning of each round of agreement. HOROVOD_TIMELINE=PATH
-    begins one in init().
+    Each name has a row: NEGOTIATE_ALLREDUCE from the call until every rank has made it, ALLREDUCE
+    while the collective is made, with dtype, shape, and how many tensors share the collective.
+    mark_cycles: marks the beginning of each round of agreement. HOROVOD_TIMELINE=PATH begins one in
+    init().
     """
     JOB.engine.start_timeline(str(file_path), mark_cycles=mark_cycles)
 
@@ -170,36 +187,47 @@ def stop_timeline() -> None:
 
 
 class ProcessSet:
-    """Some ranks, ascending. It has a process_set_id once it is added: by init() or add_process_set()."""
+    """Some ranks, ascending. It has a process_set_id once it is added: by init() or
+    add_process_set()."""
 
     process_set_id: int | None = None
     ranks: list[int] | None = None
     mpi_comm: Any = None
 
     def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:
-        """Raises ValueError for what are no ranks. An mpi4py communicator stands for its ranks in MPI_COMM_WORLD."""
+        """Raises ValueError for what are no ranks. An mpi4py communicator stands for its ranks in
+        MPI_COMM_WORLD."""
         if hasattr(ranks_or_comm, "Get_group"):
             self.mpi_comm = ranks_or_comm
             self.ranks = sorted(_world_ranks(ranks_or_comm))
             return
         ranks = list(ranks_or_comm) if isinstance(ranks_or_comm, Iterable) else [ranks_or_comm]
         if any(not isinstance(rank, int) or isinstance(rank, bool) for rank in ranks):
-            raise BadCall(f"{ranks!r:.100} are no ranks", "hvd.ProcessSet()", "a list of ranks, or an mpi4py communicator")
+            raise BadCall(
+                f"{ranks!r:.100} are no ranks",
+                "hvd.ProcessSet()",
+                "a list of ranks, or an mpi4py communicator",
+            )
         self.ranks = sorted(ranks)
 
     def size(self) -> int | None:
         """The number of its ranks; None where it is not added."""
-        return None if self.process_set_id is None else len(JOB.engine.ranks_of(self.process_set_id))
+        return (
+            None if self.process_set_id is None else len(JOB.engine.ranks_of(self.process_set_id))
+        )
 
     def rank(self) -> int | None:
-        """The place of this rank in it; None where it is not added. Raises ValueError on other ranks."""
+        """The place of this rank in it; None where it is not added. Raises ValueError on other
+        ranks."""
         if self.process_set_id is None:
             return None
         ranks = JOB.engine.ranks_of(self.process_set_id)
         rank = JOB.engine.rank
         if rank not in ranks:
             raise BadCall(
-                f"rank {rank} is not part of the process set of ranks {ranks}", "process_set.rank()", "process_set.included() first"
+                f"rank {rank} is not part of the process set of ranks {ranks}",
+                "process_set.rank()",
+                "process_set.included() first",
             )
         return ranks.index(rank)
 
@@ -208,7 +236,10 @@ class ProcessSet:
         return None if self.ranks is None else JOB.engine.rank in self.ranks
 
     def __str__(self) -> str:
-        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
+        return (
+            f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, "
+            f"mpi_comm={self.mpi_comm})"
+        )
 
 
 global_process_set = ProcessSet([])  # all ranks, from init() on
@@ -217,13 +248,16 @@ _added: list[ProcessSet] = []
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Every rank of the job calls it, also those that are not part of it. Raises ValueError where there is one of these ranks."""
+    """Every rank of the job calls it, also those that are not part of it. Raises ValueError where
+    there is one of these ranks."""
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
     ranks = process_set.ranks or []
     if not ranks or len(set(ranks)) < len(ranks) or ranks[0] < 0 or ranks[-1] >= JOB.engine.size:
         raise BadCall(
-            f"{ranks} are not different ranks of {JOB.engine.size}", "hvd.add_process_set()", f"some of 0 to {JOB.engine.size - 1}"
+            f"{ranks} are not different ranks of {JOB.engine.size}",
+            "hvd.add_process_set()",
+            f"some of 0 to {JOB.engine.size - 1}",
         )
     process_set.process_set_id = JOB.engine.add_set(ranks)
     _added.append(process_set)
@@ -248,7 +282,8 @@ def begin_process_sets(process_sets: Sequence[ProcessSet]) -> None:
 
 
 def end_process_sets() -> None:
-    """Ends all process sets, at shutdown(): no process set but that of all ranks is one any more."""
+    """Ends all process sets, at shutdown(): no process set but that of all ranks is one any
+    more."""
     for process_set in _added:
         process_set.process_set_id = None
     _added.clear()

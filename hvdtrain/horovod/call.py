@@ -1,4 +1,5 @@
-"""A call from its beginning to its result: tensors of several libraries, operations by name, request and wait; casts for the wire."""
+"""A call from its beginning to its result: tensors of several libraries, operations by name,
+request and wait; casts for the wire."""
 
 from __future__ import annotations
 
@@ -26,7 +27,14 @@ class Call:
     """One call of one or several tensors."""
 
     def __init__(
-        self, kind: str, given: Any, name: str | None, process_set: ProcessSet, *, grouped: bool = False, in_place: bool = False
+        self,
+        kind: str,
+        given: Any,
+        name: str | None,
+        process_set: ProcessSet,
+        *,
+        grouped: bool = False,
+        in_place: bool = False,
     ) -> None:
         """given: a tensor; a list of them where it is grouped."""
         given = list(given) if grouped else [given]
@@ -43,9 +51,15 @@ class Call:
         for tensor in self.tensors:
             check_moved(tensor.dtype, self.where)
         if in_place and any(
-            stride == 0 and n > 1 for tensor in self.tensors for stride, n in zip(tensor.stride(), tensor.shape, strict=True)
+            stride == 0 and n > 1
+            for tensor in self.tensors
+            for stride, n in zip(tensor.stride(), tensor.shape, strict=True)
         ):
-            raise BadCall("numbers of this tensor share their memory", self.where, "tensor.contiguous(), or the call without _")
+            raise BadCall(
+                "numbers of this tensor share their memory",
+                self.where,
+                "tensor.contiguous(), or the call without _",
+            )
         self._gets_copies = in_place and not all(map(is_target, given, self.tensors))
         if not given:
             raise BadCall("no tensors", self.where, "a list of at least one tensor")
@@ -53,7 +67,11 @@ class Call:
     def needs_rows(self) -> None:
         """Raises BadCall where a tensor has no axis 0."""
         if any(tensor.ndim == 0 for tensor in self.tensors):
-            raise BadCall(f"{self._kind} does not support scalar inputs: there is no axis 0", self.where, "tensor.reshape(1)")
+            raise BadCall(
+                f"{self._kind} does not support scalar inputs: there is no axis 0",
+                self.where,
+                "tensor.reshape(1)",
+            )
 
     def start(
         self,
@@ -66,17 +84,37 @@ class Call:
         splits: Sequence[int] = (),
         finish: Callable[[Any], Any] | None = None,
     ) -> int:
-        """A handle. any_rows: the lengths of axis 0 may differ. finish: of the result, or the list of them where the call is grouped."""
-        shapes = tuple((ANY, *tensor.shape[1:]) if any_rows else tuple(tensor.shape) for tensor in self.tensors)
+        """A handle. any_rows: the lengths of axis 0 may differ. finish: of the result, or the list
+        of them where the call is grouped."""
+        shapes = tuple(
+            (ANY, *tensor.shape[1:]) if any_rows else tuple(tensor.shape) for tensor in self.tensors
+        )
         dtypes = tuple(name_of(tensor.dtype) for tensor in self.tensors)
         devices = tuple([tensor.device.type for tensor in self.tensors])
-        signature = Signature(self.name, self._kind, op, dtypes, shapes, root, float(prescale), float(postscale), (), devices)
+        signature = Signature(
+            self.name,
+            self._kind,
+            op,
+            dtypes,
+            shapes,
+            root,
+            float(prescale),
+            float(postscale),
+            (),
+            devices,
+        )
         inputs = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in self.tensors]
-        request = Request(signature, inputs, self.tensors if self._in_place and not self._gets_copies else (), splits)
+        request = Request(
+            signature,
+            inputs,
+            self.tensors if self._in_place and not self._gets_copies else (),
+            splits,
+        )
         return JOB.submit(self.set_id, request, finish or self._finish)
 
     def start_reduction(self, op: int, prescale: float, postscale: float) -> int:
-        """A handle. op: hvd.Average and so on. Raises BadCall for a reduction that the dtypes do not have."""
+        """A handle. op: hvd.Average and so on. Raises BadCall for a reduction that the dtypes do
+        not have."""
         reduction = op_name(op, self.where)
         for tensor in self.tensors:
             check_op(reduction, tensor.dtype, not prescale == postscale == 1, self.where)
@@ -87,19 +125,26 @@ class Call:
         if self._gets_copies:
             for given, result in zip(self._given, results, strict=True):
                 put(result, given)
-        found = self._given if self._in_place else [back(result) for back, result in zip(self.backs, results, strict=True)]
+        found = (
+            self._given
+            if self._in_place
+            else [back(result) for back, result in zip(self.backs, results, strict=True)]
+        )
         return tuple(found) if self._grouped else found[0]
 
 
 def poll(handle: int) -> bool:
-    """Whether synchronize() would return at once. Begins and makes what does not need to wait for other ranks."""
+    """Whether synchronize() would return at once. Begins and makes what does not need to wait for
+    other ranks."""
     return JOB.poll(handle)
 
 
 def synchronize(handle: int) -> Any:
-    """Waits for what was begun, and returns its result; None for a handle that was synchronized before.
+    """Waits for what was begun, and returns its result; None for a handle that was synchronized
+    before.
 
-    Raises HorovodInternalError where ranks do not agree, or one of them does not take part: the message names them.
+    Raises HorovodInternalError where ranks do not agree, or one of them does not take part: the
+    message names them.
     """
     return JOB.wait(handle)
 
@@ -110,9 +155,11 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def join(device: int = -1) -> int:
-    """Says that this rank has no more data: until every rank has joined it takes part, with nothing, in what the others reduce.
+    """Says that this rank has no more data: until every rank has joined it takes part, with
+    nothing, in what the others reduce.
 
-    Averages are over the ranks that have not joined. Returns the rank that joined last. `device` is not needed.
+    Averages are over the ranks that have not joined. Returns the rank that joined last. `device` is
+    not needed.
     """
     return JOB.join()
 
@@ -120,7 +167,9 @@ def join(device: int = -1) -> int:
 def op_name(op: int, where: str) -> ReduceOp:
     """Raises ValueError for another number."""
     if not isinstance(op, int) or not 0 <= op < len(_NAMES):
-        raise BadCall(f"op={op!r} is no reduction", where, "hvd.Average, Sum, Adasum, Min, Max or Product")
+        raise BadCall(
+            f"op={op!r} is no reduction", where, "hvd.Average, Sum, Adasum, Min, Max or Product"
+        )
     return _NAMES[op]
 
 
@@ -130,17 +179,24 @@ def given_op(op: int | None, average: bool | None) -> int:
         return Average if op is None else op
     if op is not None:
         raise BadCall(
-            "The op parameter supersedes average. Please provide only one of them.", "hvd.allreduce()", "op=hvd.Average or hvd.Sum"
+            "The op parameter supersedes average. Please provide only one of them.",
+            "hvd.allreduce()",
+            "op=hvd.Average or hvd.Sum",
         )
-    warnings.warn("Parameter `average` has been replaced with `op`", DeprecationWarning, stacklevel=4)
+    warnings.warn(
+        "Parameter `average` has been replaced with `op`", DeprecationWarning, stacklevel=4
+    )
     return Average if average else Sum
 
 
 def as_torch(x: Any, where: str, *, in_place: bool = False) -> tuple[torch.Tensor, Back]:
-    """A view of x where it can be one, without its gradient. Raises BadCall for what is none, and for memory that cannot be changed."""
+    """A view of x where it can be one, without its gradient. Raises BadCall for what is none, and
+    for memory that cannot be changed."""
     if isinstance(x, torch.Tensor):
         if x.layout != torch.strided:
-            raise BadCall("a sparse tensor", where, "tensor.to_dense(); or hvd.sparse_allreduce_async()")
+            raise BadCall(
+                "a sparse tensor", where, "tensor.to_dense(); or hvd.sparse_allreduce_async()"
+            )
         return (x.detach() if x.requires_grad else x), _same
     if isinstance(x, np.ndarray):
         if in_place and not x.flags.writeable:
@@ -148,11 +204,17 @@ def as_torch(x: Any, where: str, *, in_place: bool = False) -> tuple[torch.Tenso
         return _of_array(x, where), _to_numpy
     if isinstance(x, np.generic):
         if in_place:
-            raise BadCall("a NumPy scalar does not change", where, "the call without _, which returns a new one")
+            raise BadCall(
+                "a NumPy scalar does not change",
+                where,
+                "the call without _, which returns a new one",
+            )
         return _of_array(np.asarray(x), where), lambda tensor: _to_numpy(tensor)[()]
     if _is_of_jax(x):
         return _of_jax(x, where, in_place)
-    if (tf := sys.modules.get("tensorflow")) is not None and isinstance(x, (tf.Tensor, tf.Variable)):
+    if (tf := sys.modules.get("tensorflow")) is not None and isinstance(
+        x, (tf.Tensor, tf.Variable)
+    ):
         return _of_tensorflow(tf, x, where, in_place)
     if (keras := sys.modules.get("keras")) is not None and isinstance(x, keras.Variable):
         return as_torch(x.value, where, in_place=in_place)
@@ -162,7 +224,9 @@ def as_torch(x: Any, where: str, *, in_place: bool = False) -> tuple[torch.Tenso
 
 def _of_jax(x: Any, where: str, in_place: bool) -> tuple[torch.Tensor, Back]:
     if in_place:
-        raise BadCall("a JAX array does not change", where, "the call without _, which returns a new one")
+        raise BadCall(
+            "a JAX array does not change", where, "the call without _, which returns a new one"
+        )
     if is_traced_by_jax([x]):
         fix = "import hvdtrain.horovod.keras as hvd"
         raise BadCall("an array in a function that JAX compiles or differentiates", where, fix)
@@ -172,10 +236,20 @@ def _of_jax(x: Any, where: str, in_place: bool) -> tuple[torch.Tensor, Back]:
 
 def _of_tensorflow(tf: Any, x: Any, where: str, in_place: bool) -> tuple[torch.Tensor, Back]:
     if in_place:
-        raise BadCall("a tensor of TensorFlow does not change", where, "the call without _, which returns a new one")
+        raise BadCall(
+            "a tensor of TensorFlow does not change",
+            where,
+            "the call without _, which returns a new one",
+        )
     if not tf.executing_eagerly():
-        raise BadCall("a tensor in a function that TensorFlow compiles", where, "import hvdtrain.horovod.tensorflow as hvd")
-    return _of_array(np.asarray(x.numpy()), where), lambda tensor: tf.convert_to_tensor(_to_numpy(tensor))
+        raise BadCall(
+            "a tensor in a function that TensorFlow compiles",
+            where,
+            "import hvdtrain.horovod.tensorflow as hvd",
+        )
+    return _of_array(np.asarray(x.numpy()), where), lambda tensor: tf.convert_to_tensor(
+        _to_numpy(tensor)
+    )
 
 
 def is_target(x: Any, tensor: torch.Tensor) -> bool:
@@ -190,15 +264,21 @@ def put(result: torch.Tensor, x: Any) -> None:
     if isinstance(x, np.ndarray):
         x[...] = _to_numpy(result)
         return
-    with torch.no_grad(), torch.inference_mode(x.is_inference()):  # outside of that mode nothing may change what was made in it
+    with (
+        torch.no_grad(),
+        torch.inference_mode(x.is_inference()),
+    ):  # outside of that mode nothing may change what was made in it
         x.copy_(result)
 
 
 def own(tensor: torch.Tensor) -> torch.Tensor:
-    """This memory as a tensor that is no view: what an autograd function returns may be changed in place only then."""
+    """This memory as a tensor that is no view: what an autograd function returns may be changed in
+    place only then."""
     if not tensor._is_view():
         return tensor
-    return tensor.new_empty(0).set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    return tensor.new_empty(0).set_(
+        tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+    )
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -212,13 +292,22 @@ def _of_array(array: np.ndarray, where: str) -> torch.Tensor:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     try:
         return torch.from_numpy(array)
-    except (TypeError, ValueError) as error:  # of objects, texts, or the bytes of another kind of machine
-        raise BadCall(f"an array of dtype {array.dtype}: {error}", where, "an array of numbers, array.astype(...)") from None
+    except (
+        TypeError,
+        ValueError,
+    ) as error:  # of objects, texts, or the bytes of another kind of machine
+        raise BadCall(
+            f"an array of dtype {array.dtype}: {error}",
+            where,
+            "an array of numbers, array.astype(...)",
+        ) from None
 
 
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
     if tensor.dtype == torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(np.dtype("bfloat16"))  # known to numpy where JAX is loaded
+        return (
+            tensor.view(torch.int16).numpy().view(np.dtype("bfloat16"))
+        )  # known to numpy where JAX is loaded
     return tensor.numpy()
 
 
@@ -257,12 +346,18 @@ class _Cast(Compressor):
         if isinstance(given, torch.Tensor):
             return (given.to(cls.wire) if given.dtype.is_floating_point else given), given.dtype
         if is_of_tensorflow([given]):
-            return (_cast(given, name_of(cls.wire)) if given.dtype.is_floating else given), given.dtype
+            return (
+                _cast(given, name_of(cls.wire)) if given.dtype.is_floating else given
+            ), given.dtype
         if _is_of_jax(given):
             is_float = sys.modules["jax"].numpy.issubdtype(given.dtype, np.floating)
             return (given.astype(name_of(cls.wire)) if is_float else given), given.dtype
         host, back = as_torch(given, "compression")  # NumPy itself has no bfloat16
-        return (host.to(cls.wire), (host.dtype, back)) if host.dtype.is_floating_point else (given, host.dtype)
+        return (
+            (host.to(cls.wire), (host.dtype, back))
+            if host.dtype.is_floating_point
+            else (given, host.dtype)
+        )
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:

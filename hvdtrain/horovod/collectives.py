@@ -1,4 +1,5 @@
-"""broadcast, allgather, alltoall and reducescatter with their forms, and the sparse allreduce; reductions.py has the others."""
+"""broadcast, allgather, alltoall and reducescatter with their forms, and the sparse allreduce;
+reductions.py has the others."""
 
 from __future__ import annotations
 
@@ -19,29 +20,60 @@ from hvdtrain.horovod.reductions import Torch, reduce_over
 Splits = torch.Tensor | Sequence[int] | None
 
 
-def broadcast_async(tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """Begins to send the tensor of rank `root_rank` (of the job, also in a process set) to all; synchronize() gives a new tensor."""
+def broadcast_async(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begins to send the tensor of rank `root_rank` (of the job, also in a process set) to all;
+    synchronize() gives a new tensor."""
     return _start_broadcast(Call("broadcast", tensor, name, process_set), root_rank, process_set)
 
 
-def broadcast_async_(tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
+def broadcast_async_(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
     """A broadcast_async() into the tensor itself."""
-    return _start_broadcast(Call("broadcast", tensor, name, process_set, in_place=True), root_rank, process_set)
+    return _start_broadcast(
+        Call("broadcast", tensor, name, process_set, in_place=True), root_rank, process_set
+    )
 
 
 def _start_broadcast(call: Call, root: int, process_set: ProcessSet) -> int:
-    ranks = JOB.engine.ranks_of(process_set.process_set_id) if process_set.process_set_id is not None else []
+    ranks = (
+        JOB.engine.ranks_of(process_set.process_set_id)
+        if process_set.process_set_id is not None
+        else []
+    )
     if ranks and root not in ranks:
-        raise BadCall(f"invalid root rank {root} for the process set of ranks {ranks[:16]}", call.where, "one of these ranks")
+        raise BadCall(
+            f"invalid root rank {root} for the process set of ranks {ranks[:16]}",
+            call.where,
+            "one of these ranks",
+        )
     return call.start(root=int(root))
 
 
-def broadcast_(tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
+def broadcast_(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
     """A broadcast() into the tensor itself."""
     return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
 
 
-def broadcast(tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
+def broadcast(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
     """The tensor of rank `root_rank` on every rank. Gradients go through it."""
     if isinstance(tensor, torch.Tensor) and tensor.requires_grad and torch.is_grad_enabled():
         return _Broadcast.apply(tensor, root_rank, name, process_set)
@@ -50,7 +82,9 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None, process_set:
 
 class _Broadcast(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Any:
+    def forward(
+        ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+    ) -> Any:
         ctx.root_rank = root_rank
         ctx.process_set = process_set
         return own(synchronize(broadcast_async(tensor, root_rank, name, process_set)))
@@ -58,15 +92,27 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         is_root = JOB.engine.rank == ctx.root_rank
-        return gradients.of_broadcast(grads[0], is_root, reduce_over(ctx.process_set, grouped=False), Torch()), None, None, None
+        return (
+            gradients.of_broadcast(
+                grads[0], is_root, reduce_over(ctx.process_set, grouped=False), Torch()
+            ),
+            None,
+            None,
+            None,
+        )
 
 
-def allgather_async(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """Begins to concatenate the tensors of all ranks along axis 0, whose lengths may differ; synchronize() gives a new tensor."""
+def allgather_async(
+    tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Begins to concatenate the tensors of all ranks along axis 0, whose lengths may differ;
+    synchronize() gives a new tensor."""
     return _start_gather(Call("allgather", tensor, name, process_set))
 
 
-def grouped_allgather_async(tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
+def grouped_allgather_async(
+    tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
     """An allgather_async() of several tensors as one request. synchronize() gives a tuple."""
     return _start_gather(Call("allgather", tensors, name, process_set, grouped=True))
 
@@ -76,16 +122,22 @@ def _start_gather(call: Call) -> int:
     return call.start(any_rows=True)
 
 
-def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
+def allgather(
+    tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
     """The tensors of all ranks along axis 0, in the order of ranks. Gradients go through it."""
     if isinstance(tensor, torch.Tensor) and tensor.requires_grad and torch.is_grad_enabled():
         return _Allgather.apply(name, process_set, False, tensor)[0]
     return synchronize(allgather_async(tensor, name, process_set))
 
 
-def grouped_allgather(tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set) -> tuple[Any, ...]:
+def grouped_allgather(
+    tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> tuple[Any, ...]:
     """An allgather() of several tensors as one request."""
-    if torch.is_grad_enabled() and any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors):
+    if torch.is_grad_enabled() and any(
+        isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
+    ):
         return _Allgather.apply(name, process_set, True, *tensors)
     found: tuple[Any, ...] = synchronize(grouped_allgather_async(tensors, name, process_set))
     return found
@@ -93,8 +145,20 @@ def grouped_allgather(tensors: Sequence[Any], name: str | None = None, process_s
 
 class _Allgather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, name: str | None, process_set: ProcessSet, grouped: bool, *tensors: torch.Tensor) -> Any:
-        found = synchronize(_start_gather(Call("allgather", list(tensors) if grouped else tensors[0], name, process_set, grouped=grouped)))
+    def forward(
+        ctx: Any, name: str | None, process_set: ProcessSet, grouped: bool, *tensors: torch.Tensor
+    ) -> Any:
+        found = synchronize(
+            _start_gather(
+                Call(
+                    "allgather",
+                    list(tensors) if grouped else tensors[0],
+                    name,
+                    process_set,
+                    grouped=grouped,
+                )
+            )
+        )
         ctx.process_set = process_set
         ctx.rows = [len(tensor) for tensor in tensors]
         return tuple(map(own, found if grouped else [found]))
@@ -103,15 +167,28 @@ class _Allgather(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         process_set = ctx.process_set
         rows = ctx.rows
-        lengths = synchronize(allgather_async(torch.tensor([rows], device="cpu"), None, process_set))  # (ranks, tensors)
+        lengths = synchronize(
+            allgather_async(torch.tensor([rows], device="cpu"), None, process_set)
+        )  # (ranks, tensors)
         before = lengths[: process_set.rank()].sum(0).tolist()
-        return (None, None, None, *gradients.of_allgather(grads, before, rows, reduce_over(process_set)))
+        return (
+            None,
+            None,
+            None,
+            *gradients.of_allgather(grads, before, rows, reduce_over(process_set)),
+        )
 
 
-def alltoall_async(tensor: Any, splits: Splits = None, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
+def alltoall_async(
+    tensor: Any,
+    splits: Splits = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
     """Begins to send each rank its rows of the tensor: splits[r] of them, in order, or equal parts.
 
-    synchronize() gives the rows received, in the order of ranks, and how many came from each: as splits' own dtype and device.
+    synchronize() gives the rows received, in the order of ranks, and how many came from each: as
+    splits' own dtype and device.
     """
     call = Call("alltoall", tensor, name, process_set)
     call.needs_rows()
@@ -119,16 +196,27 @@ def alltoall_async(tensor: Any, splits: Splits = None, name: str | None = None, 
     size = process_set.size() or 1
     if splits is None:
         if rows % size:
-            what = f"splits not provided, but the first dimension {rows} is not an even multiple of {size} ranks"
+            what = (
+                f"splits not provided, but the first dimension {rows} is not an even multiple of "
+                f"{size} ranks"
+            )
             raise BadCall(what, call.where, "splits=[...], a number of rows for each rank")
         numbers = [rows // size] * size
     else:
         listed = splits.tolist() if hasattr(splits, "tolist") else list(splits)
         if any(not isinstance(n, Integral) for n in listed):
-            raise BadCall(f"splits of {type(listed[0]).__name__}", call.where, "splits=[...], a whole number of rows for each rank")
+            raise BadCall(
+                f"splits of {type(listed[0]).__name__}",
+                call.where,
+                "splits=[...], a whole number of rows for each rank",
+            )
         numbers = [int(n) for n in listed]
     check_splits(numbers, rows, size, call.where)
-    like = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32, device="cpu")
+    like = (
+        splits
+        if isinstance(splits, torch.Tensor)
+        else torch.empty(0, dtype=torch.int32, device="cpu")
+    )
     (back,) = call.backs
 
     def finish(results: Any) -> tuple[Any, torch.Tensor]:
@@ -138,8 +226,14 @@ def alltoall_async(tensor: Any, splits: Splits = None, name: str | None = None, 
     return call.start(any_rows=True, splits=numbers, finish=finish)
 
 
-def alltoall(tensor: Any, splits: Splits = None, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
-    """The rows that every rank sends to this one; where splits are given, (rows, received splits). Gradients go through it."""
+def alltoall(
+    tensor: Any,
+    splits: Splits = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """The rows that every rank sends to this one; where splits are given, (rows, received splits).
+    Gradients go through it."""
     if isinstance(tensor, torch.Tensor) and tensor.requires_grad and torch.is_grad_enabled():
         found, received = _Alltoall.apply(tensor, splits, name, process_set)
     else:
@@ -149,7 +243,9 @@ def alltoall(tensor: Any, splits: Splits = None, name: str | None = None, proces
 
 class _Alltoall(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, splits: Splits, name: str | None, process_set: ProcessSet) -> Any:
+    def forward(
+        ctx: Any, tensor: torch.Tensor, splits: Splits, name: str | None, process_set: ProcessSet
+    ) -> Any:
         found, received = synchronize(alltoall_async(tensor, splits, name, process_set))
         sent = len(tensor) if splits is None else sum(int(n) for n in splits)
         ctx.received = received
@@ -163,7 +259,12 @@ class _Alltoall(torch.autograd.Function):
         def exchange(grad: torch.Tensor, received: Any) -> Any:
             return alltoall(grad, received, None, ctx.process_set)[0]
 
-        return gradients.of_alltoall(grads[0], ctx.received, ctx.unsent or None, exchange, Torch()), None, None, None
+        return (
+            gradients.of_alltoall(grads[0], ctx.received, ctx.unsent or None, exchange, Torch()),
+            None,
+            None,
+            None,
+        )
 
 
 def reducescatter_async(
@@ -174,8 +275,11 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Begins a reduction of which each rank gets its rows: equally many, the first ranks one more. op: all but Adasum."""
-    return _start_scatter(Call("reducescatter", tensor, name, process_set), op, prescale_factor, postscale_factor)
+    """Begins a reduction of which each rank gets its rows: equally many, the first ranks one more.
+    op: all but Adasum."""
+    return _start_scatter(
+        Call("reducescatter", tensor, name, process_set), op, prescale_factor, postscale_factor
+    )
 
 
 def grouped_reducescatter_async(
@@ -187,13 +291,22 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """A reducescatter_async() of several tensors as one request. synchronize() gives a tuple."""
-    return _start_scatter(Call("reducescatter", tensors, name, process_set, grouped=True), op, prescale_factor, postscale_factor)
+    return _start_scatter(
+        Call("reducescatter", tensors, name, process_set, grouped=True),
+        op,
+        prescale_factor,
+        postscale_factor,
+    )
 
 
 def _start_scatter(call: Call, op: int, prescale: float, postscale: float) -> int:
     call.needs_rows()
     if op == Adasum:
-        raise NoSuchReduction("reducescatter has no Adasum", call.where, "another op; or hvd.allreduce(), and the rows of this rank")
+        raise NoSuchReduction(
+            "reducescatter has no Adasum",
+            call.where,
+            "another op; or hvd.allreduce(), and the rows of this rank",
+        )
     return call.start_reduction(op, prescale, postscale)
 
 
@@ -206,12 +319,17 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
-    """This rank's rows of the reduction over the ranks of the process set. Gradients go through it."""
+    """This rank's rows of the reduction over the ranks of the process set. Gradients go through
+    it."""
     wire, ctx = compression.compress(tensor)
     if isinstance(wire, torch.Tensor) and wire.requires_grad and torch.is_grad_enabled():
-        (found,) = _Reducescatter.apply(name, op, process_set, prescale_factor, postscale_factor, False, wire)
+        (found,) = _Reducescatter.apply(
+            name, op, process_set, prescale_factor, postscale_factor, False, wire
+        )
     else:
-        found = synchronize(reducescatter_async(wire, name, op, process_set, prescale_factor, postscale_factor))
+        found = synchronize(
+            reducescatter_async(wire, name, op, process_set, prescale_factor, postscale_factor)
+        )
     return compression.decompress(found, ctx)
 
 
@@ -227,19 +345,43 @@ def grouped_reducescatter(
     """A reducescatter() of several tensors as one request."""
     compressed = [compression.compress(tensor) for tensor in tensors]
     wires = [wire for wire, _ in compressed]
-    if torch.is_grad_enabled() and any(isinstance(wire, torch.Tensor) and wire.requires_grad for wire in wires):
-        found = _Reducescatter.apply(name, op, process_set, prescale_factor, postscale_factor, True, *wires)
+    if torch.is_grad_enabled() and any(
+        isinstance(wire, torch.Tensor) and wire.requires_grad for wire in wires
+    ):
+        found = _Reducescatter.apply(
+            name, op, process_set, prescale_factor, postscale_factor, True, *wires
+        )
     else:
-        found = synchronize(grouped_reducescatter_async(wires, name, op, process_set, prescale_factor, postscale_factor))
-    return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(found, compressed, strict=True)]
+        found = synchronize(
+            grouped_reducescatter_async(
+                wires, name, op, process_set, prescale_factor, postscale_factor
+            )
+        )
+    return [
+        compression.decompress(tensor, ctx)
+        for tensor, (_, ctx) in zip(found, compressed, strict=True)
+    ]
 
 
 class _Reducescatter(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, name: str | None, op: int, process_set: ProcessSet, pre: float, post: float, grouped: bool, *tensors: torch.Tensor
+        ctx: Any,
+        name: str | None,
+        op: int,
+        process_set: ProcessSet,
+        pre: float,
+        post: float,
+        grouped: bool,
+        *tensors: torch.Tensor,
     ) -> Any:
-        call = Call("reducescatter", list(tensors) if grouped else tensors[0], name, process_set, grouped=grouped)
+        call = Call(
+            "reducescatter",
+            list(tensors) if grouped else tensors[0],
+            name,
+            process_set,
+            grouped=grouped,
+        )
         gradients.check_reducescatter(op, call.where)
         found = synchronize(_start_scatter(call, op, pre, post))
         ctx.op = op
@@ -252,19 +394,28 @@ class _Reducescatter(torch.autograd.Function):
         def gather(tensors: list[torch.Tensor]) -> Any:
             return grouped_allgather(tensors, None, ctx.process_set)
 
-        found = gradients.of_reducescatter(ctx.op, ctx.factors, ctx.process_set.size() or 1, grads, gather)
+        found = gradients.of_reducescatter(
+            ctx.op, ctx.factors, ctx.process_set.size() or 1, grads, gather
+        )
         return (None, None, None, None, None, None, *found)
 
 
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str | None, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], torch.Tensor]:
-    """Begins a sum or an average of sparse tensors, as gathers of their indices and values; what it returns waits for the result."""
+    """Begins a sum or an average of sparse tensors, as gathers of their indices and values; what it
+    returns waits for the result."""
     sparse = tensor if tensor.is_coalesced() else tensor.coalesce()
-    names = (None, None, None) if name is None else (f"{name}.indices", f"{name}.values", f"{name}.ranks")
+    names = (
+        (None, None, None)
+        if name is None
+        else (f"{name}.indices", f"{name}.values", f"{name}.ranks")
+    )
     indices = allgather_async(sparse.indices().t().contiguous(), names[0], process_set)
     values = allgather_async(sparse.values(), names[1], process_set)
-    givers = allgather_async(torch.ones(1, dtype=torch.int64, device=tensor.device), names[2], process_set)  # ranks that have not joined
+    givers = allgather_async(
+        torch.ones(1, dtype=torch.int64, device=tensor.device), names[2], process_set
+    )  # ranks that have not joined
     shape = tensor.shape
 
     def wait() -> torch.Tensor:
@@ -273,6 +424,12 @@ def sparse_allreduce_async(
         ranks = len(synchronize(givers))
         if op == Average:
             found_values = found_values / ranks
-        return torch.sparse_coo_tensor(found_indices.t(), found_values, shape, device=found_values.device, check_invariants=False)
+        return torch.sparse_coo_tensor(
+            found_indices.t(),
+            found_values,
+            shape,
+            device=found_values.device,
+            check_invariants=False,
+        )
 
     return wait

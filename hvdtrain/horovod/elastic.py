@@ -1,4 +1,5 @@
-"""hvd.elastic: a training function that goes on from its last commit when a rank is lost: run(), the states that it keeps, its sampler."""
+"""hvd.elastic: a training function that goes on from its last commit when a rank is lost: run(),
+the states that it keeps, its sampler."""
 
 from __future__ import annotations
 
@@ -21,9 +22,10 @@ from hvdtrain.horovod.parameters import broadcast_optimizer_state, broadcast_par
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates a function whose first argument is a State: func(state, ...).
 
-    The state is synchronized before each call. When a rank is lost the others go back to their last commit, leave it out, and call the
-    function again. That needs an engine that goes on without a rank: mpi under `mpirun --with-ft ulfm`, or torchdist without torchrun's own
-    elasticity (docs/elastic.md). On others the error ends the job, as it does without elastic.run.
+    The state is synchronized before each call. When a rank is lost the others go back to their last
+    commit, leave it out, and call the function again. That needs an engine that goes on without a
+    rank: mpi under `mpirun --with-ft ulfm`, or torchdist without torchrun's own elasticity
+    (docs/elastic.md). On others the error ends the job, as it does without elastic.run.
     """
 
     @functools.wraps(func)
@@ -62,7 +64,8 @@ class State:
             callback()
 
     def commit(self) -> None:
-        """What is kept until the next commit. A collective: nothing is kept that a rank which is lost has spoilt."""
+        """What is kept until the next commit. A collective: nothing is kept that a rank which is
+        lost has spoilt."""
         JOB.engine.confirm()
         self.save()
         self.check_host_updates()
@@ -102,18 +105,32 @@ class ObjectState(State):
     def sync(self) -> None:
         if self._names:
             self._saved = broadcast_object({name: getattr(self, name) for name in self._names})
-            ObjectState.restore(self)  # of the values alone: what TorchState keeps beside them is not saved yet
+            ObjectState.restore(
+                self
+            )  # of the values alone: what TorchState keeps beside them is not saved yet
 
 
 class TorchState(ObjectState):
-    """Models, optimizers and ElasticSamplers under any names, and values: TorchState(model, optimizer, batch=0, epoch=0)."""
+    """Models, optimizers and ElasticSamplers under any names, and values: TorchState(model,
+    optimizer, batch=0, epoch=0)."""
 
-    def __init__(self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **values: Any) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        **values: Any,
+    ) -> None:
         given = {"model": model, "optimizer": optimizer, **values}
-        self._handlers = {name: handler for name, value in given.items() if (handler := _handler(value)) is not None}
+        self._handlers = {
+            name: handler
+            for name, value in given.items()
+            if (handler := _handler(value)) is not None
+        }
         for name in self._handlers:
             object.__setattr__(self, name, given[name])
-        super().__init__(**{name: value for name, value in given.items() if name not in self._handlers})
+        super().__init__(
+            **{name: value for name, value in given.items() if name not in self._handlers}
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         """A new model, optimizer or sampler in the place of one is kept from now on."""
@@ -172,14 +189,17 @@ def _handler(value: Any) -> _Handler | None:
     if isinstance(value, torch.optim.Optimizer):
         return _Handler(value, lambda optimizer: broadcast_optimizer_state(optimizer, root_rank=0))
     if isinstance(value, ElasticSampler):
-        return _Handler(value, lambda sampler: sampler.load_state_dict(broadcast_object(sampler.state_dict())))
+        return _Handler(
+            value, lambda sampler: sampler.load_state_dict(broadcast_object(sampler.state_dict()))
+        )
     return None
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
     """Every rank has equally many: some samples come twice where they do not divide.
 
-    Call record_batch() after each batch, set_epoch() at the end of an epoch, and give it to the TorchState.
+    Call record_batch() after each batch, set_epoch() at the end of an epoch, and give it to the
+    TorchState.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -187,7 +207,9 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.dataset = dataset
         self.shuffle = shuffle
         self.seed = seed
-        self.epoch = self.processed_num = 0  # epoch, and how many samples of it all ranks together have had
+        self.epoch = self.processed_num = (
+            0  # epoch, and how many samples of it all ranks together have had
+        )
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:

@@ -1,4 +1,5 @@
-"""Objects as plainer ones, and back: of Python's library, NumPy, torch and pandas, and of classes that every rank has loaded."""
+"""Objects as plainer ones, and back: of Python's library, NumPy, torch and pandas, and of classes
+that every rank has loaded."""
 
 from __future__ import annotations
 
@@ -44,7 +45,13 @@ def _structured_content(thing: Any) -> list[Any]:
     array = np.asarray(thing)
     raw = np.frombuffer(array.tobytes(), np.uint8)
     kind = "scalar" if isinstance(thing, np.void) else type(thing).__name__
-    return [kind, isinstance(thing, np.record), np.lib.format.dtype_to_descr(array.dtype), list(array.shape), raw]
+    return [
+        kind,
+        isinstance(thing, np.record),
+        np.lib.format.dtype_to_descr(array.dtype),
+        list(array.shape),
+        raw,
+    ]
 
 
 def _structured(content: Any) -> Any:
@@ -68,7 +75,9 @@ def _object_array(content: Any) -> np.ndarray:
 
 def _masked(content: Any) -> Any:
     data, mask, fill_value, is_hard = content
-    return np.ma.MaskedArray(data, np.ma.nomask if mask is None else mask, fill_value=fill_value, hard_mask=is_hard)
+    return np.ma.MaskedArray(
+        data, np.ma.nomask if mask is None else mask, fill_value=fill_value, hard_mask=is_hard
+    )
 
 
 def _masked_content(thing: Any) -> list[Any]:
@@ -77,7 +86,14 @@ def _masked_content(thing: Any) -> list[Any]:
 
 
 _BIT_GENERATORS = {
-    kind.__name__: kind for kind in (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
+    kind.__name__: kind
+    for kind in (
+        np.random.PCG64,
+        np.random.PCG64DXSM,
+        np.random.MT19937,
+        np.random.Philox,
+        np.random.SFC64,
+    )
 }
 
 
@@ -115,11 +131,16 @@ def _torch_generator(content: Any) -> torch.Generator:
     return found
 
 
-_COMPRESSED = {str(layout): layout for layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)}
+_COMPRESSED = {
+    str(layout): layout
+    for layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+}
 
 
 def _is_sparse(thing: Any) -> bool:
-    return isinstance(thing, torch.Tensor) and (thing.layout == torch.sparse_coo or thing.layout in _COMPRESSED.values())
+    return isinstance(thing, torch.Tensor) and (
+        thing.layout == torch.sparse_coo or thing.layout in _COMPRESSED.values()
+    )
 
 
 def _sparse_content(tensor: torch.Tensor) -> list[Any]:
@@ -128,7 +149,11 @@ def _sparse_content(tensor: torch.Tensor) -> list[Any]:
     if tensor.layout == torch.sparse_coo:
         return ["coo", plain._indices(), plain._values(), plain.is_coalesced(), *more]
     by_rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
-    indices = (plain.crow_indices(), plain.col_indices()) if by_rows else (plain.ccol_indices(), plain.row_indices())
+    indices = (
+        (plain.crow_indices(), plain.col_indices())
+        if by_rows
+        else (plain.ccol_indices(), plain.row_indices())
+    )
     return [str(tensor.layout), indices, plain.values(), None, *more]
 
 
@@ -136,10 +161,14 @@ def _sparse(content: Any) -> torch.Tensor:
     """Its indices are checked: no place outside of its memory is ever written to."""
     layout, indices, values, is_coalesced, shape, requires_grad = content
     if layout == "coo":
-        found = torch.sparse_coo_tensor(indices, values, shape, check_invariants=True, is_coalesced=is_coalesced)
+        found = torch.sparse_coo_tensor(
+            indices, values, shape, check_invariants=True, is_coalesced=is_coalesced
+        )
     else:
         compressed, plain = indices
-        found = torch.sparse_compressed_tensor(compressed, plain, values, shape, layout=_COMPRESSED[layout], check_invariants=True)
+        found = torch.sparse_compressed_tensor(
+            compressed, plain, values, shape, layout=_COMPRESSED[layout], check_invariants=True
+        )
     return found.requires_grad_(requires_grad)
 
 
@@ -153,7 +182,11 @@ def _pandas() -> Any:
     """Not imported for a table of another rank: where this one works with tables, it has."""
     found = sys.modules.get("pandas")
     if found is None:
-        raise BadCall("this rank has not imported pandas", "a table of another rank", "import pandas on every rank")
+        raise BadCall(
+            "this rank has not imported pandas",
+            "a table of another rank",
+            "import pandas on every rank",
+        )
     return found
 
 
@@ -163,14 +196,20 @@ def _is_table(name: str, thing: Any) -> bool:
 
 
 def _values_content(values: Any) -> list[Any]:
-    """Values of a Series or an Index: numbers of NumPy, categories, times of a zone, or a dtype that its name tells."""
+    """Values of a Series or an Index: numbers of NumPy, categories, times of a zone, or a dtype
+    that its name tells."""
     pandas = _pandas()
     dtype = values.dtype
     if isinstance(dtype, np.dtype):
         return ["numpy", np.asarray(values)]
     if isinstance(dtype, pandas.CategoricalDtype):
         array = values.array
-        return ["categories", np.asarray(array.codes), _index_content(array.categories), bool(array.ordered)]
+        return [
+            "categories",
+            np.asarray(array.codes),
+            _index_content(array.categories),
+            bool(array.ordered),
+        ]
     if pandas.api.types.pandas_dtype(str(dtype)) != dtype:
         raise ValueError(f"a column of dtype {dtype}")
     if isinstance(dtype, pandas.DatetimeTZDtype):
@@ -194,8 +233,14 @@ def _index_content(index: Any) -> list[Any]:
     if isinstance(index, pandas.RangeIndex):
         return ["range", [index.start, index.stop, index.step], index.name]
     if isinstance(index, pandas.MultiIndex):
-        return ["levels", [_index_content(index.get_level_values(level)) for level in range(index.nlevels)], None]
-    frequency = index.freqstr if isinstance(index, (pandas.DatetimeIndex, pandas.TimedeltaIndex)) else None
+        return [
+            "levels",
+            [_index_content(index.get_level_values(level)) for level in range(index.nlevels)],
+            None,
+        ]
+    frequency = (
+        index.freqstr if isinstance(index, (pandas.DatetimeIndex, pandas.TimedeltaIndex)) else None
+    )
     return ["values", [_values_content(index), frequency], index.name]
 
 
@@ -206,7 +251,9 @@ def _index(content: Any) -> Any:
     if kind == "levels":
         return pandas.MultiIndex.from_arrays([_index(level) for level in values])
     of_index, frequency = values
-    found = pandas.Index(_values(of_index), name=name, dtype=object if _has_objects(of_index) else None)
+    found = pandas.Index(
+        _values(of_index), name=name, dtype=object if _has_objects(of_index) else None
+    )
     if frequency is not None:
         found.freq = frequency
     return found
@@ -224,7 +271,9 @@ def _series_content(series: Any) -> list[Any]:
 
 def _series(content: Any) -> Any:
     values, index, name, attrs = content
-    found = _pandas().Series(_values(values), _index(index), name=name, dtype=object if _has_objects(values) else None)
+    found = _pandas().Series(
+        _values(values), _index(index), name=name, dtype=object if _has_objects(values) else None
+    )
     found.attrs = attrs
     return found
 
@@ -240,7 +289,8 @@ def _frame(content: Any) -> Any:
     pandas = _pandas()
     rows = _index(index)
     by_place = {
-        place: pandas.Series(_values(values), rows, dtype=object if _has_objects(values) else None) for place, values in enumerate(columns)
+        place: pandas.Series(_values(values), rows, dtype=object if _has_objects(values) else None)
+        for place, values in enumerate(columns)
     }
     found = pandas.DataFrame(by_place, rows)
     found.columns = _index(names)
@@ -250,10 +300,18 @@ def _frame(content: Any) -> Any:
 
 FORMS: dict[str, Form] = {
     "Decimal": Form(_is(Decimal), str, Decimal),
-    "Fraction": Form(_is(Fraction), lambda thing: [thing.numerator, thing.denominator], lambda content: Fraction(*content)),
+    "Fraction": Form(
+        _is(Fraction),
+        lambda thing: [thing.numerator, thing.denominator],
+        lambda content: Fraction(*content),
+    ),
     "UUID": Form(_is(uuid.UUID), lambda thing: thing.hex, uuid.UUID),
     "mappingproxy": Form(_is(MappingProxyType), dict, MappingProxyType),
-    "memoryview": Form(_is(memoryview), lambda thing: [thing.format, list(thing.shape), thing.readonly, thing.tobytes()], _memory),
+    "memoryview": Form(
+        _is(memoryview),
+        lambda thing: [thing.format, list(thing.shape), thing.readonly, thing.tobytes()],
+        _memory,
+    ),
     "Random": Form(_is(random.Random), lambda thing: thing.getstate(), _python_random),
     "structured array": Form(_is_structured, _structured_content, _structured),
     "object array": Form(
@@ -262,13 +320,29 @@ FORMS: dict[str, Form] = {
         _object_array,
     ),
     "masked array": Form(_is(np.ma.MaskedArray), _masked_content, _masked),
-    "SeedSequence": Form(_is(np.random.SeedSequence), lambda thing: thing.state, lambda state: np.random.SeedSequence(**state)),
-    "Generator": Form(_is_generator, lambda thing: [thing.bit_generator.state, thing.bit_generator.seed_seq], _generator),
-    "RandomState": Form(_is(np.random.RandomState), lambda thing: thing.get_state(legacy=True), _random_state),
-    "torch.Generator": Form(_is(torch.Generator), lambda thing: [thing.device.type, thing.get_state()], _torch_generator),
+    "SeedSequence": Form(
+        _is(np.random.SeedSequence),
+        lambda thing: thing.state,
+        lambda state: np.random.SeedSequence(**state),
+    ),
+    "Generator": Form(
+        _is_generator,
+        lambda thing: [thing.bit_generator.state, thing.bit_generator.seed_seq],
+        _generator,
+    ),
+    "RandomState": Form(
+        _is(np.random.RandomState), lambda thing: thing.get_state(legacy=True), _random_state
+    ),
+    "torch.Generator": Form(
+        _is(torch.Generator), lambda thing: [thing.device.type, thing.get_state()], _torch_generator
+    ),
     "sparse tensor": Form(_is_sparse, _sparse_content, _sparse),
     "Parameter": Form(
-        lambda thing: type(thing) is torch.nn.Parameter and thing.layout == torch.strided and not thing.is_quantized,
+        lambda thing: (
+            type(thing) is torch.nn.Parameter
+            and thing.layout == torch.strided
+            and not thing.is_quantized
+        ),
         lambda thing: [thing.detach(), thing.requires_grad],
         lambda content: torch.nn.Parameter(*content),
     ),
@@ -278,8 +352,16 @@ FORMS: dict[str, Form] = {
 
 
 # of classes that every rank has loaded; none of their code runs
-FACTORIES = {kind.__name__: kind for kind in (int, float, bool, str, list, dict, set, tuple, Counter, OrderedDict)}  # of a defaultdict
-_DICTS: tuple[type[dict[Any, Any]], ...] = (defaultdict, Counter, OrderedDict, dict)  # a class before those it is made from
+FACTORIES = {
+    kind.__name__: kind
+    for kind in (int, float, bool, str, list, dict, set, tuple, Counter, OrderedDict)
+}  # of a defaultdict
+_DICTS: tuple[type[dict[Any, Any]], ...] = (
+    defaultdict,
+    Counter,
+    OrderedDict,
+    dict,
+)  # a class before those it is made from
 _WHERE = "an object of another rank"
 _FIX = "the same class on every rank"
 
@@ -305,7 +387,11 @@ def loaded(path: Path, base: type) -> Any:
     for part in path.name.split("."):
         found = getattr(found, part, None)
     if not (isinstance(found, type) and issubclass(found, base)):
-        raise BadCall(f"this rank has not loaded the class {path.module}.{path.name}", _WHERE, "import it on every rank")
+        raise BadCall(
+            f"this rank has not loaded the class {path.module}.{path.name}",
+            _WHERE,
+            "import it on every rank",
+        )
     return found
 
 
@@ -324,15 +410,19 @@ def member(path: Path, name: str) -> Any:
 
 
 def is_dataclass(thing: Any) -> bool:
-    """An object of one that object() alone makes, and no built-in class that has a state of its own."""
+    """An object of one that object() alone makes, and no built-in class that has a state of its
+    own."""
     kind = type(thing)
     return dataclasses.is_dataclass(kind) and kind.__new__ is object.__new__
 
 
 def fields_of(thing: Any) -> dict[str, Any]:
-    """The fields of a dataclass. Raises Refused where it has attributes beside them; cached properties are found again."""
+    """The fields of a dataclass. Raises Refused where it has attributes beside them; cached
+    properties are found again."""
     fields = {field.name: getattr(thing, field.name) for field in dataclasses.fields(thing)}
-    kept = set(_slots(type(thing))) | {name for name in getattr(thing, "__dict__", {}) if not _is_cached(type(thing), name)}
+    kept = set(_slots(type(thing))) | {
+        name for name in getattr(thing, "__dict__", {}) if not _is_cached(type(thing), name)
+    }
     if more := sorted(name for name in kept - set(fields) if hasattr(thing, name)):
         raise Refused(f"has attributes that are no fields: {', '.join(more[:8])}")
     return fields
@@ -374,8 +464,19 @@ def dict_of(thing: dict[Any, Any]) -> Dict:
     attributes = getattr(thing, "__dict__", {})
     if attributes is thing:
         return Dict(base.__name__, path, factory_name, True, [], {})
-    mirrored = [name for name, value in attributes.items() if name in thing and dict.__getitem__(thing, name) is value]
-    return Dict(base.__name__, path, factory_name, False, mirrored, {k: v for k, v in attributes.items() if k not in mirrored})
+    mirrored = [
+        name
+        for name, value in attributes.items()
+        if name in thing and dict.__getitem__(thing, name) is value
+    ]
+    return Dict(
+        base.__name__,
+        path,
+        factory_name,
+        False,
+        mirrored,
+        {k: v for k, v in attributes.items() if k not in mirrored},
+    )
 
 
 def restored_dict(form: Dict, items: list[tuple[Any, Any]]) -> dict[Any, Any]:
@@ -392,7 +493,9 @@ def restored_dict(form: Dict, items: list[tuple[Any, Any]]) -> dict[Any, Any]:
     if form.is_its_attributes:
         object.__setattr__(found, "__dict__", found)
     elif form.mirrored or form.attributes:
-        found.__dict__.update({name: dict.__getitem__(found, name) for name in form.mirrored}, **form.attributes)
+        found.__dict__.update(
+            {name: dict.__getitem__(found, name) for name in form.mirrored}, **form.attributes
+        )
     return found
 
 

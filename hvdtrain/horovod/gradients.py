@@ -1,6 +1,8 @@
-"""The gradients of the collectives as Horovod 0.28.1 defines them, once for torch, TensorFlow and JAX.
+"""The gradients of the collectives as Horovod 0.28.1 defines them, once for torch, TensorFlow and
+JAX.
 
-Each function takes the collectives of one library as arguments: gradients go through these as well, for second derivatives.
+Each function takes the collectives of one library as arguments: gradients go through these as well,
+for second derivatives.
 """
 
 from __future__ import annotations
@@ -12,14 +14,19 @@ from hvdtrain.horovod.call import Average, Max, Min, Product, Sum
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.libraries import Library
 
-Reduce = Callable[[list[Any], int, float, float], list[Any]]  # tensors, op, factor before, factor after
+Reduce = Callable[
+    [list[Any], int, float, float], list[Any]
+]  # tensors, op, factor before, factor after
 Factors = tuple[float, float]  # before the reduction, after it
 
 
-def shares(op: int, factors: Factors, inputs: Sequence[Any], results: Sequence[Any]) -> list[Any] | None:
+def shares(
+    op: int, factors: Factors, inputs: Sequence[Any], results: Sequence[Any]
+) -> list[Any] | None:
     """What of_allreduce() needs of the values.
 
-    For Min and Max: where a rank has the extreme. For Product: the product of the other ranks, nan where the input is 0.
+    For Min and Max: where a rank has the extreme. For Product: the product of the other ranks, nan
+    where the input is 0.
     """
     before, after = factors
     pairs = list(zip(inputs, results, strict=True))
@@ -29,15 +36,21 @@ def shares(op: int, factors: Factors, inputs: Sequence[Any], results: Sequence[A
 
 
 def of_allreduce(
-    op: int, factors: Factors, grads: Sequence[Any], found_shares: Sequence[Any] | None, reduce: Reduce, library: Library
+    op: int,
+    factors: Factors,
+    grads: Sequence[Any],
+    found_shares: Sequence[Any] | None,
+    reduce: Reduce,
+    library: Library,
 ) -> list[Any]:
     """The gradients of an allreduce, of the sum over ranks of what each computes from its result.
 
     found_shares: what shares() gave.
 
-    Sums and averages are their own gradient, and Adasum is taken for it, as in Horovod. Of Min and Max the gradient goes to the ranks that
-    have the extreme, in equal parts; of Product to each as the product of the others. Horovod reduces these gradients by the same op, which
-    is no derivative.
+    Sums and averages are their own gradient, and Adasum is taken for it, as in Horovod. Of Min and
+    Max the gradient goes to the ranks that have the extreme, in equal parts; of Product to each as
+    the product of the others. Horovod reduces these gradients by the same op, which is no
+    derivative.
     """
     before, after = factors
     if op not in (Min, Max, Product):
@@ -47,21 +60,34 @@ def of_allreduce(
     if op == Product:
         return [grad * share for grad, share in zip(summed, found_shares, strict=True)]
     flags = [library.cast(share, grad) for share, grad in zip(found_shares, summed, strict=True)]
-    counts = [count + library.cast(count == 0, count) for count in reduce(flags, Sum, 1.0, 1.0)]  # 0 ranks have a nan
+    counts = [
+        count + library.cast(count == 0, count) for count in reduce(flags, Sum, 1.0, 1.0)
+    ]  # 0 ranks have a nan
     found = zip(summed, found_shares, counts, strict=True)
     return [library.choose(share, grad) / count * (before * after) for grad, share, count in found]
 
 
 def refuse_zeros(has_zeros: bool, where: str) -> None:
-    """Raises BadCall for the gradient of a product with a zero. After of_allreduce(), so that no other rank waits for this one."""
+    """Raises BadCall for the gradient of a product with a zero. After of_allreduce(), so that no
+    other rank waits for this one."""
     if has_zeros:
-        raise BadCall("hvd.Product has no gradient here where an input is 0", where, "op=hvd.Sum of logarithms, or inputs other than 0")
+        raise BadCall(
+            "hvd.Product has no gradient here where an input is 0",
+            where,
+            "op=hvd.Sum of logarithms, or inputs other than 0",
+        )
 
 
-def of_allgather(grads: Sequence[Any], starts: Sequence[Any], rows: Sequence[Any], reduce: Reduce) -> list[Any]:
-    """This rank's rows of the average over ranks. starts, rows: where they begin in each tensor, and how many they are."""
+def of_allgather(
+    grads: Sequence[Any], starts: Sequence[Any], rows: Sequence[Any], reduce: Reduce
+) -> list[Any]:
+    """This rank's rows of the average over ranks. starts, rows: where they begin in each tensor,
+    and how many they are."""
     averages = reduce(list(grads), Average, 1.0, 1.0)
-    return [grad[start : start + count] for grad, start, count in zip(averages, starts, rows, strict=True)]
+    return [
+        grad[start : start + count]
+        for grad, start, count in zip(averages, starts, rows, strict=True)
+    ]
 
 
 def of_broadcast(grad: Any, is_root: bool, reduce: Reduce, library: Library) -> Any:
@@ -70,8 +96,11 @@ def of_broadcast(grad: Any, is_root: bool, reduce: Reduce, library: Library) -> 
     return library.choose(is_root, average)
 
 
-def of_alltoall(grad: Any, received: Any, unsent: Any, exchange: Callable[[Any, Any], Any], library: Library) -> Any:
-    """The rows on their way back. received: from each rank, None for equal parts. unsent: rows that were sent to nobody, None for none."""
+def of_alltoall(
+    grad: Any, received: Any, unsent: Any, exchange: Callable[[Any, Any], Any], library: Library
+) -> Any:
+    """The rows on their way back. received: from each rank, None for equal parts. unsent: rows that
+    were sent to nobody, None for none."""
     returned = exchange(grad, received)
     return returned if unsent is None else library.padded(returned, unsent)
 
@@ -79,10 +108,20 @@ def of_alltoall(grad: Any, received: Any, unsent: Any, exchange: Callable[[Any, 
 def check_reducescatter(op: int, where: str) -> None:
     """Raises BadCall for an op whose gradient there is not."""
     if op not in (Average, Sum):
-        raise BadCall("gradients go through a reducescatter of Average or Sum alone", where, "hvd.allreduce(), and this rank's rows")
+        raise BadCall(
+            "gradients go through a reducescatter of Average or Sum alone",
+            where,
+            "hvd.allreduce(), and this rank's rows",
+        )
 
 
-def of_reducescatter(op: int, factors: Factors, size: int, grads: Sequence[Any], gather: Callable[[list[Any]], Sequence[Any]]) -> list[Any]:
+def of_reducescatter(
+    op: int,
+    factors: Factors,
+    size: int,
+    grads: Sequence[Any],
+    gather: Callable[[list[Any]], Sequence[Any]],
+) -> list[Any]:
     """The rows of all ranks; of a sum, times the number of ranks."""
     factor = factors[0] * factors[1] * (size if op == Sum else 1)
     return list(gather([grad * factor if factor != 1 else grad for grad in grads]))

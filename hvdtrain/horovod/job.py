@@ -1,4 +1,5 @@
-"""The job of this process: init() and shutdown(), its engine and which one it is, and the handles of what is under way."""
+"""The job of this process: init() and shutdown(), its engine and which one it is, and the handles
+of what is under way."""
 
 from __future__ import annotations
 
@@ -30,13 +31,16 @@ Finish = Callable[[Any], Any]  # what a request gives -> what the caller gets
 
 
 class Job:
-    """One for a process. The engine stays connected after shutdown(), for an init() of the same ranks that follows."""
+    """One for a process. The engine stays connected after shutdown(), for an init() of the same
+    ranks that follows."""
 
     def __init__(self) -> None:
         self._engine: Engine | None = None
         self._idle: Engine | None = None  # of a job that was shut down
         self._comm: Any = None  # of whose init()
-        self._under_way: dict[int, tuple[int, Finish]] = {}  # handle -> that of the engine, and what becomes of its result
+        self._under_way: dict[
+            int, tuple[int, Finish]
+        ] = {}  # handle -> that of the engine, and what becomes of its result
         self._handles = itertools.count(1)  # of this process, whatever the number of its jobs
         self.first_handle = 1  # of this job: those before are void
         self._numbers: dict[tuple[str, int], itertools.count[int]] = defaultdict(itertools.count)
@@ -46,7 +50,11 @@ class Job:
     def engine(self) -> Engine:
         """Raises ValueError before init(), as Horovod does."""
         if self._engine is None:
-            raise BadCall("Horovod has not been initialized; use hvd.init().", "hvdtrain.horovod", "hvd.init() first")
+            raise BadCall(
+                "Horovod has not been initialized; use hvd.init().",
+                "hvdtrain.horovod",
+                "hvd.init() first",
+            )
         return self._engine
 
     @property
@@ -66,7 +74,9 @@ class Job:
             hook = sys.excepthook
             self._idle = connect(comm)
             self._comm = comm
-            sys.excepthook = hook  # torch.distributed puts its own around it, which keeps the traceback until ours returns: after the abort
+            # torch.distributed puts its own around it, which keeps the traceback until ours
+            # returns: after the abort
+            sys.excepthook = hook
         self._engine = self._idle
         self._idle = None
         self._numbers.clear()
@@ -88,7 +98,8 @@ class Job:
         self.engine.be_ready_to_shrink()
 
     def recover(self, error: BaseException) -> None:
-        """Goes on without the ranks that are lost. Raises the error where none is, or the engine cannot."""
+        """Goes on without the ranks that are lost. Raises the error where none is, or the engine
+        cannot."""
         self._forget()
         self.engine.recover(error)
         self._numbers.clear()  # ranks may have made different numbers of calls until then
@@ -102,7 +113,9 @@ class Job:
         """A handle for wait(), which gives finish(result)."""
         if set_id is None:
             raise BadCall(
-                "this process set was not added", request.signature.where, "hvd.init(process_sets=[...]) or hvd.add_process_set()"
+                "this process set was not added",
+                request.signature.where,
+                "hvd.init(process_sets=[...]) or hvd.add_process_set()",
             )
         in_engine = self.engine.submit(set_id, request)
         handle = next(self._handles)
@@ -114,7 +127,11 @@ class Job:
         engine = self.engine
         self._check(handle, "hvd.poll()")
         if handle not in self._under_way:
-            raise BadCall(f"handle {handle!r} was not made, or is synchronized already", "hvd.poll()", "a handle of an ..._async() call")
+            raise BadCall(
+                f"handle {handle!r} was not made, or is synchronized already",
+                "hvd.poll()",
+                "a handle of an ..._async() call",
+            )
         return engine.poll(self._under_way[handle][0])
 
     def wait(self, handle: int) -> Any:
@@ -128,15 +145,24 @@ class Job:
 
     def _check(self, handle: int, where: str) -> None:
         if isinstance(handle, int) and handle < self.first_handle:
-            what = f"handle {handle!r} is of a call before hvd.shutdown(), or before a rank was lost: it has no result any more"
+            what = (
+                f"handle {handle!r} is of a call before hvd.shutdown(), or before a rank was "
+                "lost: it has no result any more"
+            )
             raise BadCall(what, where, "synchronize() before shutdown()")
 
     def name(self, kind: str, name: str | None, set_id: int | None) -> str:
-        """The name of a request: that of the caller, or a number among those of its kind in its process set."""
-        return name if name is not None else f"{kind}.noname.{next(self._numbers[kind, set_id or GLOBAL])}"
+        """The name of a request: that of the caller, or a number among those of its kind in its
+        process set."""
+        return (
+            name
+            if name is not None
+            else f"{kind}.noname.{next(self._numbers[kind, set_id or GLOBAL])}"
+        )
 
     def join(self) -> int:
-        """Ranks may have made different numbers of calls before: those without a name are counted anew."""
+        """Ranks may have made different numbers of calls before: those without a name are counted
+        anew."""
         last = self.engine.join()
         for kind, set_id in list(self._numbers):
             if set_id == GLOBAL:
@@ -147,14 +173,18 @@ class Job:
         signature = Signature(self.name("barrier", None, set_id), "barrier")
         self.wait(self.submit(set_id, Request(signature, list[torch.Tensor]()), lambda _: None))
 
-    def _fail(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    def _fail(
+        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
         """An exception that ends this process ends the others, which would wait for it."""
         self._has_failed = True
         self._hook(kind, error, traceback)
         if os.getpid() != self._pid:
             return
         engine = self._engine or self._idle
-        if engine is None and has_several_ranks():  # init() has failed here: others may be in theirs
+        if (
+            engine is None and has_several_ranks()
+        ):  # init() has failed here: others may be in theirs
             abort_world(exit_code_of(error))
         elif engine is not None and engine.size > 1:
             engine.abort(exit_code_of(error))
@@ -165,11 +195,15 @@ class Job:
             return
         try:
             self.shutdown()
-        except BaseException as error:  # of a collective before, which the script has caught: the others may be within it
+        except BaseException as error:
+            # of a collective before, which the script has caught: the others may be within it
             if engine.size == 1:
                 raise
             print(
-                f"hvdtrain.horovod: rank {engine.rank} cannot end with the others, so it ends the job\n{error}", file=sys.stderr, flush=True
+                f"hvdtrain.horovod: rank {engine.rank} cannot end with the others, so it ends the "
+                f"job\n{error}",
+                file=sys.stderr,
+                flush=True,
             )
             engine.abort(exit_code_of(error))
 
@@ -190,31 +224,42 @@ def connect(comm: Any) -> Engine:
     if _means_some(comm, place):
         if name != "mpi":
             raise BadCall(
-                f"the {name} engine starts all ranks of the launcher", "hvd.init(comm=...)", f"{ENGINE_VARIABLE}=mpi; or a process set"
+                f"the {name} engine starts all ranks of the launcher",
+                "hvd.init(comm=...)",
+                f"{ENGINE_VARIABLE}=mpi; or a process set",
             )
-        communicator: Communicator = cast(Any, plugins.load("comm", "mpi", ENGINE_VARIABLE)).connect_some(place, comm)
+        communicator: Communicator = cast(
+            Any, plugins.load("comm", "mpi", ENGINE_VARIABLE)
+        ).connect_some(place, comm)
     elif name == "horovod":
         from hvdtrain.horovod.engine.through_horovod import HorovodEngine
 
         return HorovodEngine(place)
     else:
-        communicator = cast(Communicator, plugins.load("comm", name, ENGINE_VARIABLE).connect(place))
+        communicator = cast(
+            Communicator, plugins.load("comm", name, ENGINE_VARIABLE).connect(place)
+        )
     return OwnEngine(communicator, settings)
 
 
 def engine_name(environ: Mapping[str, str], place: Placement) -> str:
-    """auto is what comm.engine=auto selects among our own; Horovod only where horovodrun has started the ranks.
+    """auto is what comm.engine=auto selects among our own; Horovod only where horovodrun has
+    started the ranks.
 
     Raises UserError for another name.
     """
     name = environ.get(ENGINE_VARIABLE, "auto")
     if name not in ENGINES:
-        raise UserError(f"{ENGINE_VARIABLE}={name!r} is no engine", "the environment", nearest(name, ENGINES))
+        raise UserError(
+            f"{ENGINE_VARIABLE}={name!r} is no engine", "the environment", nearest(name, ENGINES)
+        )
     if name != "auto":
         return name
     if place.launcher == "horovodrun":
         return "horovod"
-    return select_engine(place, environ, Installed(horovod=lambda: False, horovod_nccl=lambda: False, nccl=_has_nccl)).engine
+    return select_engine(
+        place, environ, Installed(horovod=lambda: False, horovod_nccl=lambda: False, nccl=_has_nccl)
+    ).engine
 
 
 def _has_nccl() -> bool:

@@ -1,4 +1,5 @@
-"""Tensors of TensorFlow, JAX and Keras: whose they are, what is in a variable, and the operations that collectives need of a library.
+"""Tensors of TensorFlow, JAX and Keras: whose they are, what is in a variable, and the operations
+that collectives need of a library.
 
 Imports none of these libraries: a tensor of one is there only where the script has imported it.
 """
@@ -18,7 +19,8 @@ def tensorflow() -> Any:
 
 
 def as_written(function: F) -> F:
-    """The function, which a tf.function calls as it is: AutoGraph does not translate it. Without importing TensorFlow for it."""
+    """The function, which a tf.function calls as it is: AutoGraph does not translate it. Without
+    importing TensorFlow for it."""
     function.autograph_info__ = {}  # type: ignore[attr-defined]  # the mark of tf.autograph.experimental.do_not_convert()
     return function
 
@@ -26,11 +28,14 @@ def as_written(function: F) -> F:
 def is_of_tensorflow(tensors: Sequence[Any]) -> bool:
     """Whether one of them is a tensor, a variable or slices of TensorFlow; does not import it."""
     tf = tensorflow()
-    return tf is not None and any(isinstance(tensor, (tf.Tensor, tf.Variable, tf.IndexedSlices)) for tensor in tensors)
+    return tf is not None and any(
+        isinstance(tensor, (tf.Tensor, tf.Variable, tf.IndexedSlices)) for tensor in tensors
+    )
 
 
 def is_traced_by_jax(tensors: Sequence[Any]) -> bool:
-    """Whether one of them is what JAX puts in place of an array while it compiles or differentiates; does not import it."""
+    """Whether one of them is what JAX puts in place of an array while it compiles or
+    differentiates; does not import it."""
     jax = sys.modules.get("jax")
     return jax is not None and any(isinstance(tensor, jax.core.Tracer) for tensor in tensors)
 
@@ -41,7 +46,11 @@ def value_of(variable: Any) -> Any:
     tf = tensorflow()
     if keras is not None and isinstance(variable, keras.Variable):
         return value_of(variable.value)
-    return tf.convert_to_tensor(variable) if tf is not None and isinstance(variable, tf.Variable) else variable
+    return (
+        tf.convert_to_tensor(variable)
+        if tf is not None and isinstance(variable, tf.Variable)
+        else variable
+    )
 
 
 def is_in_graph() -> bool:
@@ -57,7 +66,8 @@ class Library(Protocol):
         """1 where a flag is true, else 0, in the dtype of `like`."""
 
     def choose(self, flags: Any, tensor: Any) -> Any:
-        """The numbers of the tensor where a flag is true, else 0: also in the place of a nan. flags: of the tensor's shape, or one."""
+        """The numbers of the tensor where a flag is true, else 0: also in the place of a nan.
+        flags: of the tensor's shape, or one."""
 
     def constant(self, tensor: Any) -> Any:
         """The tensor without its gradient."""

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-_LAUNCHERS = "mpirun -np 4 python script.py, torchrun, srun, or hvdtrain launch (docs/horovod-api.md)"
+_LAUNCHERS = (
+    "mpirun -np 4 python script.py, torchrun, srun, or hvdtrain launch (docs/horovod-api.md)"
+)
 _PARTS = {
     "mxnet": (
         "Apache MXNet was retired in 2023",
-        "hvdtrain.horovod for torch, hvdtrain.horovod.keras or hvdtrain.horovod.tensorflow (docs/horovod-api.md)",
+        "hvdtrain.horovod for torch, hvdtrain.horovod.keras or hvdtrain.horovod.tensorflow "
+        "(docs/horovod-api.md)",
     ),
-    "run": ("a function is not sent to other processes", f"a script that calls the function after hvd.init(), started by {_LAUNCHERS}"),
+    "run": (
+        "a function is not sent to other processes",
+        f"a script that calls the function after hvd.init(), started by {_LAUNCHERS}",
+    ),
     "runner": ("hvdtrain has no launcher of its own for scripts of Horovod", _LAUNCHERS),
-    "spark": ("there are no Estimators and no ranks in executors of Spark", f"data written by Spark (docs/data.md), and {_LAUNCHERS}"),
-    "ray": ("there are no ranks in actors of Ray", f"{_LAUNCHERS}; in a job of Ray, torchrun on each node (docs/clusters.md)"),
+    "spark": (
+        "there are no Estimators and no ranks in executors of Spark",
+        f"data written by Spark (docs/data.md), and {_LAUNCHERS}",
+    ),
+    "ray": (
+        "there are no ranks in actors of Ray",
+        f"{_LAUNCHERS}; in a job of Ray, torchrun on each node (docs/clusters.md)",
+    ),
 }
 
 

@@ -1,4 +1,5 @@
-"""Objects of one rank, or of each, on all: as data, whose form says nothing of code, so that no rank runs what another one sends."""
+"""Objects of one rank, or of each, on all: as data, whose form says nothing of code, so that no
+rank runs what another one sends."""
 
 from __future__ import annotations
 
@@ -24,41 +25,63 @@ from hvdtrain.horovod.engine.requests import name_of
 from hvdtrain.horovod.job import JOB
 
 
-def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
-    """The object of rank `root_rank`, on that rank itself. It is sent as data (JSON, tensors as bytes), never as pickled code.
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """The object of rank `root_rank`, on that rank itself. It is sent as data (JSON, tensors as
+    bytes), never as pickled code.
 
-    Raises ValueError on every rank where the object is no data: an instance of a class of one's own.
+    Raises ValueError on every rank where the object is no data: an instance of a class of one's
+    own.
     """
     where = f"broadcast_object {name!r}"
     ranks = process_set.ranks or []
     if root_rank not in ranks:
-        raise BadCall(f"invalid root rank {root_rank} for the process set of ranks {ranks[:16]}", where, "one of these ranks")
+        raise BadCall(
+            f"invalid root rank {root_rank} for the process set of ranks {ranks[:16]}",
+            where,
+            "one of these ranks",
+        )
     is_root = JOB.engine.rank == root_rank
     content = _as_bytes(_to_send(obj, where) if is_root else b"")
-    of_root = f"{JOB.name('broadcast_object', name, process_set.process_set_id)} of rank {root_rank}"  # roots that differ are told
+    # roots that differ are told
+    of_root = (
+        f"{JOB.name('broadcast_object', name, process_set.process_set_id)} of rank {root_rank}"
+    )
     found = allgather(content, of_root, process_set)
     sent = _received(found, where)
     return obj if is_root else sent
 
 
-def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
     """The objects of all ranks, in their order, as broadcast_object() sends them."""
     name = JOB.name("allgather_object", name, process_set.process_set_id)
     where = f"allgather_object {name!r}"
     content = _as_bytes(_to_send(obj, where))
-    lengths = allgather(torch.tensor([len(content)], device="cpu"), f"{name}.lengths", process_set).tolist()
+    lengths = allgather(
+        torch.tensor([len(content)], device="cpu"), f"{name}.lengths", process_set
+    ).tolist()
     parts = allgather(content, name, process_set).split(lengths)
     return [_received(part, where) for part in parts]
 
 
 def _to_send(obj: Any, where: str) -> bytes:
-    """The bytes to send; of an object that cannot be sent the error, which every rank raises: the others wait for something."""
+    """The bytes to send; of an object that cannot be sent the error, which every rank raises: the
+    others wait for something."""
     try:
         return b"+" + packed(obj, where)
     except BadCall as error:
         return b"-" + packed((f"rank {JOB.engine.rank}: {error.what}", error.fix), where)
     except Exception as error:  # as the RecursionError of a list that contains itself
-        what = f"rank {JOB.engine.rank}: {type(obj).__name__} cannot be sent: {type(error).__name__}: {first_line(error)}"
+        what = (
+            f"rank {JOB.engine.rank}: {type(obj).__name__} cannot be sent: "
+            f"{type(error).__name__}: {first_line(error)}"
+        )
         return b"-" + packed((what, "plain values, arrays and tensors in containers"), where)
 
 
@@ -71,11 +94,18 @@ def _received(content: torch.Tensor, where: str) -> Any:
 
 
 def _as_bytes(content: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8, device="cpu")
+    return (
+        torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        if content
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
 
 
 _AS_THEY_ARE = frozenset((type(None), bool, int, float, str))
-_FIX = "numbers, strings, bytes, None, paths, containers, dataclasses, arrays, tensors, tables; of an object of your own its __dict__"
+_FIX = (
+    "numbers, strings, bytes, None, paths, containers, dataclasses, arrays, tensors, tables; of "
+    "an object of your own its __dict__"
+)
 _FIX_STATE = "its state_dict(), which the others give to load_state_dict() of theirs"
 _TIMES = {kind.__name__: kind for kind in (datetime.datetime, datetime.date, datetime.time)}
 
@@ -200,7 +230,8 @@ class _Torch(NamedTuple):
 def packed(thing: Any, where: str) -> bytes:
     """Raises BadCall for an object of another class.
 
-    Without a secret, as the tensors of the other calls: a stranger who can send to the ranks can change data, but not run code.
+    Without a secret, as the tensors of the other calls: a stranger who can send to the ranks can
+    change data, but not run code.
     """
     return pack(_plain(thing, where), "")
 
@@ -223,7 +254,9 @@ def _plain(thing: Any, where: str, place: str = "") -> Any:  # noqa: PLR0911 (on
         return _Set(_members(thing, where, place), kind is frozenset)
     if kind is deque:
         return _Deque(_members(thing, where, place), thing.maxlen)
-    if (name := next((name for name, form in forms.FORMS.items() if form.fits(thing)), None)) is not None:
+    if (
+        name := next((name for name, form in forms.FORMS.items() if form.fits(thing)), None)
+    ) is not None:
         return _Form(name, _plain(_content(forms.FORMS[name], thing, where, place), where, place))
     if isinstance(thing, torch.Tensor) and thing.layout == torch.strided and not thing.is_quantized:
         return _of_tensor(thing)
@@ -248,7 +281,9 @@ def _plain_value(thing: Any, where: str, place: str) -> Any:  # noqa: PLR0911
     if kind in (argparse.Namespace, SimpleNamespace):
         return _Namespace(_plain(vars(thing), where, place), kind is SimpleNamespace)
     if kind in (torch.dtype, torch.device, torch.Size):
-        return _Torch(kind.__name__, list(thing) if kind is torch.Size else str(thing).removeprefix("torch."))
+        return _Torch(
+            kind.__name__, list(thing) if kind is torch.Size else str(thing).removeprefix("torch.")
+        )
     if kind in (range, slice):
         return _Range(kind.__name__, _members((thing.start, thing.stop, thing.step), where, place))
     if kind in _TIMES.values():
@@ -257,7 +292,10 @@ def _plain_value(thing: Any, where: str, place: str) -> Any:  # noqa: PLR0911
         return _Span(thing.days, thing.seconds, thing.microseconds)
     at = f", at object{place}" if place else ""
     has_state = hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
-    what = f"an object of {kind.__module__}.{kind.__qualname__} is not sent to other ranks: {thing!r:.100}{at}"
+    what = (
+        f"an object of {kind.__module__}.{kind.__qualname__} is not sent to other ranks: "
+        f"{thing!r:.100}{at}"
+    )
     raise BadCall(what, where, _FIX_STATE if has_state else _FIX)
 
 
@@ -265,7 +303,9 @@ def _content(form: forms.Form, thing: Any, where: str, place: str) -> Any:
     try:
         return form.content(thing)
     except ValueError as error:
-        raise BadCall(f"{error} is not sent to other ranks, at object{place}", where, _FIX) from None
+        raise BadCall(
+            f"{error} is not sent to other ranks, at object{place}", where, _FIX
+        ) from None
 
 
 def _of_class(thing: Any, where: str, place: str) -> _Member | _Flags | _Fields | _Dataclass:
@@ -280,44 +320,75 @@ def _of_class(thing: Any, where: str, place: str) -> _Member | _Flags | _Fields 
     try:
         fields = forms.fields_of(thing)
     except forms.Refused as error:
-        raise _refusal(thing, error, where, place, "make them fields; or send its fields: dataclasses.asdict(...)") from None
-    return _Dataclass(*path, {name: _plain(value, where, f"{place}.{name}") for name, value in fields.items()})
+        raise _refusal(
+            thing,
+            error,
+            where,
+            place,
+            "make them fields; or send its fields: dataclasses.asdict(...)",
+        ) from None
+    return _Dataclass(
+        *path, {name: _plain(value, where, f"{place}.{name}") for name, value in fields.items()}
+    )
 
 
 def _refusal(thing: Any, why: forms.Refused, where: str, place: str, fix: str) -> BadCall:
     kind = type(thing)
-    return BadCall(f"an object of {kind.__module__}.{kind.__qualname__} is not sent to other ranks: it {why}, at object{place}", where, fix)
+    return BadCall(
+        f"an object of {kind.__module__}.{kind.__qualname__} is not sent to other ranks: it "
+        f"{why}, at object{place}",
+        where,
+        fix,
+    )
 
 
 def _members(things: Any, where: str, place: str) -> list[Any]:
-    if _AS_THEY_ARE.issuperset(map(type, things)):  # as the indices of a sampler, of which there may be millions
+    if _AS_THEY_ARE.issuperset(
+        map(type, things)
+    ):  # as the indices of a sampler, of which there may be millions
         return list(things)
     return [_plain(inner, where, f"{place}[{index}]") for index, inner in enumerate(things)]
 
 
 def _of_dict(thing: dict[Any, Any], where: str, place: str) -> Any:
     kind = type(thing)
-    items = [(_plain(key, where, place), _plain(value, where, f"{place}[{key!r:.40}]")) for key, value in thing.items()]
+    items = [
+        (_plain(key, where, place), _plain(value, where, f"{place}[{key!r:.40}]"))
+        for key, value in thing.items()
+    ]
     if kind is dict and _AS_THEY_ARE.issuperset(map(type, thing)):
         return dict(items)
     try:
         form = forms.dict_of(thing)
     except forms.Refused as error:
         raise _refusal(thing, error, where, place, "dict(...) of it") from None
-    form = form._replace(attributes={name: _plain(value, where, f"{place}.{name}") for name, value in form.attributes.items()})
+    form = form._replace(
+        attributes={
+            name: _plain(value, where, f"{place}.{name}") for name, value in form.attributes.items()
+        }
+    )
     return _Dict(list(form), [list(item) for item in items])
 
 
 def _of_tensor(tensor: torch.Tensor) -> _Tensor:
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
-    return _Tensor(name_of(tensor.dtype), flat.view(torch.uint8).numpy(), tuple(tensor.shape), tensor.requires_grad)
+    return _Tensor(
+        name_of(tensor.dtype),
+        flat.view(torch.uint8).numpy(),
+        tuple(tensor.shape),
+        tensor.requires_grad,
+    )
 
 
 def _restored(thing: Any) -> Any:  # noqa: PLR0911, PLR0912
     match thing:
         case _Tensor():
             dtype = getattr(torch, thing.dtype)
-            flat = torch.from_numpy(thing.array).view(dtype) if len(thing.array) else torch.empty(0, dtype=dtype, device="cpu")
+            flat = (
+                torch.from_numpy(thing.array).view(dtype)
+                if len(thing.array)
+                else torch.empty(0, dtype=dtype, device="cpu")
+            )
             return flat.view(thing.shape).requires_grad_(thing.requires_grad)
         case _Scalar():
             return thing.array[()]
@@ -354,11 +425,15 @@ def _restored(thing: Any) -> Any:  # noqa: PLR0911, PLR0912
         case _Span():
             return datetime.timedelta(*thing)
         case _Namespace():
-            return (SimpleNamespace if thing.is_simple else argparse.Namespace)(**_restored(thing.values))
+            return (SimpleNamespace if thing.is_simple else argparse.Namespace)(
+                **_restored(thing.values)
+            )
         case _Torch():
             if thing.kind == "Size":
                 return torch.Size(thing.value)
-            return torch.device(thing.value) if thing.kind == "device" else getattr(torch, thing.value)
+            return (
+                torch.device(thing.value) if thing.kind == "device" else getattr(torch, thing.value)
+            )
         case list() | tuple():
             if _AS_THEY_ARE.issuperset(map(type, thing)):
                 return thing
@@ -370,5 +445,9 @@ def _restored(thing: Any) -> Any:  # noqa: PLR0911, PLR0912
 
 def _restored_dict(thing: _Dict) -> dict[Any, Any]:
     form = forms.Dict(*thing.form)
-    form = form._replace(attributes={name: _restored(value) for name, value in form.attributes.items()})
-    return forms.restored_dict(form, [(_restored(key), _restored(value)) for key, value in thing.items])
+    form = form._replace(
+        attributes={name: _restored(value) for name, value in form.attributes.items()}
+    )
+    return forms.restored_dict(
+        form, [(_restored(key), _restored(value)) for key, value in thing.items]
+    )

@@ -1,4 +1,5 @@
-"""DistributedOptimizer: gradients, or steps with Adasum, are combined over ranks; started by hooks of backward, waited for by step()."""
+"""DistributedOptimizer: gradients, or steps with Adasum, are combined over ranks; started by hooks
+of backward, waited for by step()."""
 
 from __future__ import annotations
 
@@ -35,26 +36,36 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The optimizer, of a class below its own: backward begins to reduce each gradient, step() waits for them.
+    """The optimizer, of a class below its own: backward begins to reduce each gradient, step()
+    waits for them.
 
     named_parameters: model.named_parameters(). compression: of gradients on the wire.
-    backward_passes_per_step: they are reduced in the last of so many. gradient_predivide_factor: with Average, gradients are divided by it
-    before the sum, and the sum by size / factor. groups: a number of groups of gradients that are reduced as one, or lists of parameters;
-    num_groups is its former name.
-    sparse_as_dense: sparse gradients are reduced as dense ones. Its state and its groups are those of `optimizer`.
+    backward_passes_per_step: they are reduced in the last of so many. gradient_predivide_factor:
+    with Average, gradients are divided by it before the sum, and the sum by size / factor. groups:
+    a number of groups of gradients that are reduced as one, or lists of parameters; num_groups is
+    its former name. sparse_as_dense: sparse gradients are reduced as dense ones. Its state and its
+    groups are those of `optimizer`.
 
-    synchronize() waits before step(): to clip gradients, say; step() goes inside skip_synchronize() then. With op=Adasum each rank makes
-    its own step, and the changes of the weights are combined.
+    synchronize() waits before step(): to clip gradients, say; step() goes inside skip_synchronize()
+    then. With op=Adasum each rank makes its own step, and the changes of the weights are combined.
     """
     if gradient_predivide_factor != 1.0 and op != Average:
-        raise BadCall("gradient_predivide_factor not supported with op != Average", _WHERE, "op=hvd.Average")
+        raise BadCall(
+            "gradient_predivide_factor not supported with op != Average", _WHERE, "op=hvd.Average"
+        )
     if num_groups:
-        warnings.warn("Parameter `num_groups` has been replaced by `groups`", DeprecationWarning, stacklevel=2)
+        warnings.warn(
+            "Parameter `num_groups` has been replaced by `groups`", DeprecationWarning, stacklevel=2
+        )
         groups = num_groups if groups is None else groups
     if backward_passes_per_step <= 0:
         raise BadCall("backward_passes_per_step must be > 0", _WHERE, "1 or more")
     if isinstance(optimizer, (GradientSteps, AdasumSteps)):
-        raise BadCall("this optimizer is a DistributedOptimizer already", _WHERE, "wrap the optimizer of torch, once")
+        raise BadCall(
+            "this optimizer is a DistributedOptimizer already",
+            _WHERE,
+            "wrap the optimizer of torch, once",
+        )
     names = named(optimizer, named_parameters)
     if op == Adasum and JOB.engine.size > 1:
         found = _below(optimizer, AdasumSteps)
@@ -70,11 +81,15 @@ def DistributedOptimizer(
 
 
 def _below(optimizer: torch.optim.Optimizer, steps: type) -> Any:
-    """This optimizer, of a class that has its class' name and the methods of `steps` before its own."""
+    """This optimizer, of a class that has its class' name and the methods of `steps` before its
+    own."""
     kind = type(optimizer)
     found: Any = object.__new__(type(kind.__name__, (steps, kind), {}))
-    # A schedule that was made before has put the optimizer's own step() into its attributes, which would step without the other ranks.
-    found.__dict__.update((name, value) for name, value in optimizer.__dict__.items() if name != "step")
+    # A schedule that was made before has put the optimizer's own step() into its attributes, which
+    # would step without the other ranks.
+    found.__dict__.update(
+        (name, value) for name, value in optimizer.__dict__.items() if name != "step"
+    )
     return found
 
 
@@ -109,7 +124,8 @@ class Gradients:
         sparse_as_dense: bool,
         process_set: ProcessSet,
     ) -> None:
-        """groups: of all parameters that are trained, or none. factors: prescale, postscale of an average."""
+        """groups: of all parameters that are trained, or none. factors: prescale, postscale of an
+        average."""
         self.op = op
         self.process_set = process_set
         self._compression = compression
@@ -125,15 +141,30 @@ class Gradients:
         grads = [_gradient(parameter) for parameter in group.parameters]
         if grads[0].is_sparse and not self._sparse_as_dense and not self._is_grouped:
             self.under_way[group] = UnderWay(
-                sparse_allreduce_async(grads[0], group.name, self.op, self.process_set), (), (), JOB.first_handle
+                sparse_allreduce_async(grads[0], group.name, self.op, self.process_set),
+                (),
+                (),
+                JOB.first_handle,
             )
             return
-        compressed = [self._compression.compress(grad.to_dense() if grad.is_sparse else grad) for grad in grads]
+        compressed = [
+            self._compression.compress(grad.to_dense() if grad.is_sparse else grad)
+            for grad in grads
+        ]
         wires = [wire for wire, _ in compressed]
         ctxs = [ctx for _, ctx in compressed]
         given = wires if self._is_grouped else wires[0]
-        call = Call("allreduce", given, group.name, self.process_set, grouped=self._is_grouped, in_place=True)
-        self.under_way[group] = UnderWay(call.start_reduction(self.op, *self._factors), ctxs, wires, JOB.first_handle)
+        call = Call(
+            "allreduce",
+            given,
+            group.name,
+            self.process_set,
+            grouped=self._is_grouped,
+            in_place=True,
+        )
+        self.under_way[group] = UnderWay(
+            call.start_reduction(self.op, *self._factors), ctxs, wires, JOB.first_handle
+        )
 
     def finish(self) -> None:
         """The reductions that are under way, in the order in which they were started."""
@@ -148,7 +179,8 @@ class Gradients:
                 self._take(parameter, wire, ctx)
 
     def forget(self) -> None:
-        """The reductions that are under way. They are waited for, so that their names are free again, where their job still runs."""
+        """The reductions that are under way. They are waited for, so that their names are free
+        again, where their job still runs."""
         under_way = self.under_way
         self.under_way = {}
         if any(found.job != JOB.first_handle for found in under_way.values()):
@@ -190,7 +222,9 @@ class GradientSteps:
         if takes_part:
             for group in gradients.groups:
                 for place, parameter in enumerate(group.parameters):
-                    parameter.register_post_accumulate_grad_hook(partial(self._after_backward, group, place))
+                    parameter.register_post_accumulate_grad_hook(
+                        partial(self._after_backward, group, place)
+                    )
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """From the next backward pass on."""
@@ -202,7 +236,8 @@ class GradientSteps:
         """Takes the gradient of a parameter of the group."""
         if group.passes_left[place] <= 0:
             raise AssertionError(
-                "Gradients were computed more than backward_passes_per_step times before call to step(). "
+                "Gradients were computed more than backward_passes_per_step times before call to "
+                "step(). "
                 "Increase backward_passes_per_step to accumulate gradients locally."
             )
         group.passes_left[place] -= 1
@@ -236,7 +271,8 @@ class GradientSteps:
             return base.step(closure)
         if self._synchronized:
             warnings.warn(
-                "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
+                "optimizer.step() called without optimizer.skip_synchronize() context after "
+                "optimizer.synchronize(). "
                 "This can cause training slowdown.",
                 stacklevel=2,
             )
@@ -254,20 +290,33 @@ class GradientSteps:
         with torch.enable_grad():
             loss = closure()
         self.synchronize()
-        return self._over_ranks(loss) if self._takes_part and isinstance(self, torch.optim.LBFGS) else loss
+        return (
+            self._over_ranks(loss)
+            if self._takes_part and isinstance(self, torch.optim.LBFGS)
+            else loss
+        )
 
     def _over_ranks(self, loss: Any) -> Any:
-        """The loss over all ranks: by it LBFGS chooses how often it calls the closure, which all ranks call equally often."""
-        value = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss), dtype=torch.float64, device="cpu")
+        """The loss over all ranks: by it LBFGS chooses how often it calls the closure, which all
+        ranks call equally often."""
+        value = (
+            loss.detach()
+            if isinstance(loss, torch.Tensor)
+            else torch.tensor(float(loss), dtype=torch.float64, device="cpu")
+        )
         call = Call("allreduce", value, "loss.of.closure", self._gradients.process_set)
         return synchronize(call.start_reduction(self._gradients.op, 1.0, 1.0))
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clears gradients as the optimizer's own method does. Raises AssertionError between backward and step()."""
+        """Clears gradients as the optimizer's own method does. Raises AssertionError between
+        backward and step()."""
         passes = self.backward_passes_per_step
-        if self._gradients.under_way or any(left < passes for group in self._gradients.groups for left in group.passes_left):
+        if self._gradients.under_way or any(
+            left < passes for group in self._gradients.groups for left in group.passes_left
+        ):
             raise AssertionError(
-                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
+                "optimizer.zero_grad() was called after loss.backward() but before "
+                "optimizer.step() or optimizer.synchronize(). "
                 "This is prohibited as it can cause a race condition."
             )
         base: Any = super()
@@ -285,61 +334,101 @@ class GradientSteps:
         load_in_place(optimizer, load)
 
 
-def named(optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None) -> Names:
-    """The name of each parameter of the optimizer. Raises ValueError where they are not named one by one."""
+def named(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
+) -> Names:
+    """The name of each parameter of the optimizer. Raises ValueError where they are not named one
+    by one."""
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if named_parameters is None:
         groups = enumerate(optimizer.param_groups)
-        return {parameter: f"allreduce.noname.{i}.{j}" for i, group in groups for j, parameter in enumerate(group["params"])}
+        return {
+            parameter: f"allreduce.noname.{i}.{j}"
+            for i, group in groups
+            for j, parameter in enumerate(group["params"])
+        }
     pairs = list(named_parameters)
     if any(not isinstance(pair, tuple) for pair in pairs):
         what = "named_parameters should be a sequence of tuples (name, parameter)"
         raise BadCall(what, _WHERE, "model.named_parameters()")
     twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
     if twice:
-        what = f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}"
+        what = (
+            "Parameter names in named_parameters must be unique. Found duplicates: "
+            f"{', '.join(twice)}"
+        )
         raise BadCall(what, _WHERE, "model.named_parameters()")
     names = {parameter: name for name, parameter in pairs}
     without = [tuple(parameter.shape) for parameter in own if parameter not in names]
     if without:
-        what = f"named_parameters was specified, but one or more model parameters were not named: those of shapes {without[:8]}"
-        raise BadCall(what, _WHERE, "the named_parameters() of every module that the optimizer updates")
+        what = (
+            "named_parameters was specified, but one or more model parameters were not named: "
+            f"those of shapes {without[:8]}"
+        )
+        raise BadCall(
+            what, _WHERE, "the named_parameters() of every module that the optimizer updates"
+        )
     return {parameter: names[parameter] for parameter in own}
 
 
 def parameter_groups(
     names: Names, groups: int | Sequence[Sequence[torch.Tensor]] | None, process_set: ProcessSet
 ) -> list[tuple[torch.Tensor, ...]]:
-    """The groups, which are the same on every rank; none where `groups` is None or 0. Raises ValueError for what are no groups."""
+    """The groups, which are the same on every rank; none where `groups` is None or 0. Raises
+    ValueError for what are no groups."""
     if groups is None or groups == 0:
         return []
     trained = [parameter for parameter in names if parameter.requires_grad]
-    order = broadcast_object([names[parameter] for parameter in trained], (process_set.ranks or [0])[0], None, process_set)
-    strange = [names[parameter] for parameter in trained if names[parameter] not in order] or ([] if len(order) == len(trained) else order)
+    order = broadcast_object(
+        [names[parameter] for parameter in trained],
+        (process_set.ranks or [0])[0],
+        None,
+        process_set,
+    )
+    strange = [names[parameter] for parameter in trained if names[parameter] not in order] or (
+        [] if len(order) == len(trained) else order
+    )
     if strange:
-        what = f"ranks do not train the same parameters: {len(trained)} here, {len(order)} on the first rank; {', '.join(strange[:3])}"
+        what = (
+            f"ranks do not train the same parameters: {len(trained)} here, {len(order)} on the "
+            f"first rank; {', '.join(strange[:3])}"
+        )
         raise BadCall(what, _WHERE, "the same model, with the same requires_grad, on every rank")
     trained.sort(key=lambda parameter: order.index(names[parameter]))
     if isinstance(groups, int):
         if groups < 0:
-            raise BadCall("groups should be a non-negative integer or a list of lists of torch.Tensor", _WHERE, "groups=4")
+            raise BadCall(
+                "groups should be a non-negative integer or a list of lists of torch.Tensor",
+                _WHERE,
+                "groups=4",
+            )
         least, more = divmod(len(trained), groups)
         ends = [least * (i + 1) + min(i + 1, more) for i in range(groups)]
-        return [tuple(trained[start:end]) for start, end in zip([0, *ends], ends, strict=False) if end > start]
+        return [
+            tuple(trained[start:end])
+            for start, end in zip([0, *ends], ends, strict=False)
+            if end > start
+        ]
     given = [parameter for group in groups for parameter in group]
     if any(not isinstance(parameter, torch.Tensor) for parameter in given):
         raise BadCall("groups must consist of torch.Tensor", _WHERE, "lists of parameters")
     if len(set(given)) < len(given):
-        raise BadCall("A parameter can only appear once in groups", _WHERE, "lists without a common parameter")
+        raise BadCall(
+            "A parameter can only appear once in groups", _WHERE, "lists without a common parameter"
+        )
     known = set(trained)
     found = [tuple(parameter for parameter in group if parameter in known) for group in groups]
-    return [group for group in found if group] + [(parameter,) for parameter in trained if parameter not in set(given)]
+    return [group for group in found if group] + [
+        (parameter,) for parameter in trained if parameter not in set(given)
+    ]
 
 
 def load_in_place(optimizer: torch.optim.Optimizer, load: Callable[[], None]) -> None:
-    """Calls load(), which makes new groups for the optimizer, and puts them into the list that it has.
+    """Calls load(), which makes new groups for the optimizer, and puts them into the list that it
+    has.
 
-    The optimizer that was wrapped has the same list, and by it a schedule that was made of it before.
+    The optimizer that was wrapped has the same list, and by it a schedule that was made of it
+    before.
     """
     groups = optimizer.param_groups
     load()
@@ -350,10 +439,13 @@ def load_in_place(optimizer: torch.optim.Optimizer, load: Callable[[], None]) ->
 class AdasumSteps:
     """The methods that DistributedOptimizer(op=Adasum) puts before those of an optimizer.
 
-    Each rank makes its own step, and the changes of the weights are combined (Maleki et al. 2020, arXiv:2006.02924).
+    Each rank makes its own step, and the changes of the weights are combined (Maleki et al. 2020,
+    arXiv:2006.02924).
     """
 
-    def begin(self, names: Names, compression: type[Compressor], passes: int, process_set: ProcessSet) -> None:
+    def begin(
+        self, names: Names, compression: type[Compressor], passes: int, process_set: ProcessSet
+    ) -> None:
         self._names = names
         self._compression = compression
         self._process_set = process_set
@@ -368,7 +460,9 @@ class AdasumSteps:
         """Nothing: what is combined are the changes of the weights."""
 
     def skip_synchronize(self) -> AbstractContextManager[None]:
-        raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
+        raise AssertionError(
+            "Skipping synchronization is not supported when using Adasum optimizer."
+        )
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Loads a state as the optimizer's own method does."""
@@ -393,8 +487,16 @@ class AdasumSteps:
         for parameter, start in zip(self._trained, starts, strict=True):
             wire, ctx = self._compression.compress(parameter.detach() - start)
             name = self._names[parameter]
-            under_way.append((allreduce_async_(wire, None, name, Adasum, process_set=self._process_set), wire, ctx))
-        for parameter, start, (handle, wire, ctx) in zip(self._trained, starts, under_way, strict=True):
+            under_way.append(
+                (
+                    allreduce_async_(wire, None, name, Adasum, process_set=self._process_set),
+                    wire,
+                    ctx,
+                )
+            )
+        for parameter, start, (handle, wire, ctx) in zip(
+            self._trained, starts, under_way, strict=True
+        ):
             synchronize(handle)
             parameter.copy_(start + self._compression.decompress(wire, ctx))
         return loss

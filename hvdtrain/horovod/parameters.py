@@ -1,4 +1,5 @@
-"""The parameters and the optimizer state of one rank on all of them, as data: nothing is stepped for it."""
+"""The parameters and the optimizer state of one rank on all of them, as data: nothing is stepped
+for it."""
 
 from __future__ import annotations
 
@@ -17,16 +18,24 @@ from hvdtrain.horovod.job import JOB
 from hvdtrain.horovod.objects import broadcast_object, packed
 from hvdtrain.horovod.optimizer import AdasumSteps, GradientSteps, load_in_place
 
-EMPTY_STEP = "HVDTRAIN_HOROVOD_EMPTY_STEP"  # 1: a fresh optimizer is stepped as by Horovod, for those who compare losses with its
+# 1: a fresh optimizer is stepped as by Horovod, for those who compare losses with its
+EMPTY_STEP = "HVDTRAIN_HOROVOD_EMPTY_STEP"
 
 
-def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set) -> None:
-    """model.state_dict(), model.named_parameters() or model.parameters(), in place. What is no tensor in a state_dict is left alone.
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[Any],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """model.state_dict(), model.named_parameters() or model.parameters(), in place. What is no
+    tensor in a state_dict is left alone.
 
     Raises ValueError for what has no tensors, as a module or the state_dict of an optimizer.
     """
     handles = [
-        broadcast_async_(tensor.detach(), root_rank, None if name is None else f"broadcast.{name}", process_set)
+        broadcast_async_(
+            tensor.detach(), root_rank, None if name is None else f"broadcast.{name}", process_set
+        )
         for name, tensor in _named(params)
     ]
     for handle in handles:
@@ -35,13 +44,19 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
 
 def _named(params: Any) -> list[tuple[str | None, torch.Tensor]]:
     if isinstance(params, Mapping):
-        tensors = [(name, value) for name, value in sorted(params.items()) if isinstance(value, torch.Tensor)]
+        tensors = [
+            (name, value)
+            for name, value in sorted(params.items())
+            if isinstance(value, torch.Tensor)
+        ]
         if tensors or not params:
             return tensors
         raise _invalid("a mapping without tensors")
     if isinstance(params, (torch.Tensor, torch.nn.Module, str)) or not isinstance(params, Iterable):
         raise _invalid(f"invalid params of type {type(params)}")
-    named = [each if isinstance(each, tuple) and len(each) == 2 else (None, each) for each in params]
+    named = [
+        each if isinstance(each, tuple) and len(each) == 2 else (None, each) for each in params
+    ]
     for _, value in named:
         if not isinstance(value, torch.Tensor):
             raise _invalid(f"invalid params: a {type(value).__name__} among them")
@@ -49,7 +64,10 @@ def _named(params: Any) -> list[tuple[str | None, torch.Tensor]]:
 
 
 def _invalid(what: str) -> BadCall:
-    fix = "model.state_dict() or model.named_parameters(); of an optimizer: hvd.broadcast_optimizer_state(optimizer, 0)"
+    fix = (
+        "model.state_dict() or model.named_parameters(); of an optimizer: "
+        "hvd.broadcast_optimizer_state(optimizer, 0)"
+    )
     return BadCall(what, "hvd.broadcast_parameters()", fix)
 
 
@@ -62,39 +80,67 @@ class _Place(NamedTuple):
 
 
 def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None, process_set: ProcessSet = global_process_set
+    optimizer: torch.optim.Optimizer,
+    root_rank: int,
+    model: torch.nn.Module | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> None:
-    """The state and the settings of its groups: a state that only the root has appears on the others. `model` is not needed.
+    """The state and the settings of its groups: a state that only the root has appears on the
+    others. `model` is not needed.
 
-    Horovod's steps a fresh optimizer to make its state, which changes the weights; here where EMPTY_STEP is 1.
+    Horovod's steps a fresh optimizer to make its state, which changes the weights; here where
+    EMPTY_STEP is 1.
 
     Raises ValueError for LBFGS, as Horovod does.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise BadCall("cannot broadcast torch.optim.LBFGS state", "hvd.broadcast_optimizer_state()", "another optimizer")
+        raise BadCall(
+            "cannot broadcast torch.optim.LBFGS state",
+            "hvd.broadcast_optimizer_state()",
+            "another optimizer",
+        )
     name = "broadcast_optimizer_state"
     if _makes_empty_step(os.environ):
-        name = "broadcast_optimizer_state after an empty step"  # ranks that differ in it wait for another name, and are told
+        # ranks that differ in it wait for another name, and are told
+        name = "broadcast_optimizer_state after an empty step"
         if not optimizer.state_dict()["state"]:
             _step_empty(optimizer, model)
     state = optimizer.state_dict()
     is_root = JOB.engine.rank == root_rank
     tensors = _tensors(state) if is_root else {}
-    frame = broadcast_object(_without_tensors(state) if is_root else None, root_rank, name, process_set)
+    frame = broadcast_object(
+        _without_tensors(state) if is_root else None, root_rank, name, process_set
+    )
     places: dict[str, _Place] = broadcast_object(
-        {key: _Place(tensor.dtype, tuple(tensor.shape), tensor.is_cpu) for key, tensor in tensors.items()}, root_rank, None, process_set
+        {
+            key: _Place(tensor.dtype, tuple(tensor.shape), tensor.is_cpu)
+            for key, tensor in tensors.items()
+        },
+        root_rank,
+        None,
+        process_set,
     )
     for key, place in places.items():
         if not is_root:
             tensors[key] = torch.empty(place.shape, dtype=place.dtype, device="cpu")
     wire = {key: tensors[key].detach().cpu().contiguous() for key in places}
-    broadcast_parameters({f"optimizer.{key}": tensor for key, tensor in wire.items()}, root_rank, process_set)
+    broadcast_parameters(
+        {f"optimizer.{key}": tensor for key, tensor in wire.items()}, root_rank, process_set
+    )
     if not is_root:
-        own, sent = ([len(group["params"]) for group in each["param_groups"]] for each in (state, frame))
+        own, sent = (
+            [len(group["params"]) for group in each["param_groups"]] for each in (state, frame)
+        )
         if own != sent:
-            what = f"the optimizer has groups of {own[:8]} parameters here, of {sent[:8]} on rank {root_rank}"
+            what = (
+                f"the optimizer has groups of {own[:8]} parameters here, of {sent[:8]} on rank "
+                f"{root_rank}"
+            )
             raise BadCall(what, "hvd.broadcast_optimizer_state()", "the same groups on every rank")
-        groups = [{**own, **sent} for own, sent in zip(state["param_groups"], frame["param_groups"], strict=True)]
+        groups = [
+            {**own, **sent}
+            for own, sent in zip(state["param_groups"], frame["param_groups"], strict=True)
+        ]
         filled = {"state": _with_tensors(frame["state"], wire), "param_groups": groups}
         load_in_place(optimizer, lambda: torch.optim.Optimizer.load_state_dict(optimizer, filled))
         _put_as_sent(optimizer, wire, places)
@@ -104,13 +150,22 @@ def _makes_empty_step(environ: Mapping[str, str]) -> bool:
     """Raises UserError for a value that is neither 0 nor 1."""
     value = environ.get(EMPTY_STEP, "0")
     if value not in ("0", "1"):
-        raise UserError(f"{EMPTY_STEP}={value!r} is neither 0 nor 1", "the environment", "1: a fresh optimizer makes a step as by Horovod")
+        raise UserError(
+            f"{EMPTY_STEP}={value!r} is neither 0 nor 1",
+            "the environment",
+            "1: a fresh optimizer makes a step as by Horovod",
+        )
     return value == "1"
 
 
 def _step_empty(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
-    """Horovod's: with gradients of 0, which stay. model: to know which parameters of SGD have sparse gradients."""
-    embeddings = [module for module in (model.modules() if model is not None else ()) if isinstance(module, torch.nn.Embedding)]
+    """Horovod's: with gradients of 0, which stay. model: to know which parameters of SGD have
+    sparse gradients."""
+    embeddings = [
+        module
+        for module in (model.modules() if model is not None else ())
+        if isinstance(module, torch.nn.Embedding)
+    ]
     sparse = {id(module.weight) for module in embeddings if module.sparse}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -126,13 +181,18 @@ def _step_empty(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None)
     kind.step(optimizer)
 
 
-def _put_as_sent(optimizer: torch.optim.Optimizer, wire: Mapping[str, torch.Tensor], places: Mapping[str, _Place]) -> None:
-    """Tensors by "number.name". load_state_dict() has given them the dtypes and devices of the parameters."""
+def _put_as_sent(
+    optimizer: torch.optim.Optimizer, wire: Mapping[str, torch.Tensor], places: Mapping[str, _Place]
+) -> None:
+    """Tensors by "number.name". load_state_dict() has given them the dtypes and devices of the
+    parameters."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for key, place in places.items():
         number, _, name = key.partition(".")
         parameter = parameters[int(number)]
-        optimizer.state[parameter][name] = wire[key] if place.on_host else wire[key].to(parameter.device)
+        optimizer.state[parameter][name] = (
+            wire[key] if place.on_host else wire[key].to(parameter.device)
+        )
 
 
 def _tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -147,10 +207,15 @@ def _tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 def _without_tensors(state: dict[str, Any]) -> dict[str, Any]:
     entries = {
-        number: {name: None if isinstance(value, torch.Tensor) else value for name, value in each.items()}
+        number: {
+            name: None if isinstance(value, torch.Tensor) else value for name, value in each.items()
+        }
         for number, each in state["state"].items()
     }
-    groups = [{key: value for key, value in group.items() if _is_data(value)} for group in state["param_groups"]]
+    groups = [
+        {key: value for key, value in group.items() if _is_data(value)}
+        for group in state["param_groups"]
+    ]
     return {"state": entries, "param_groups": groups}
 
 
@@ -163,5 +228,10 @@ def _is_data(value: Any) -> bool:
     return True
 
 
-def _with_tensors(entries: dict[Any, dict[str, Any]], tensors: Mapping[str, torch.Tensor]) -> dict[Any, dict[str, Any]]:
-    return {number: {name: tensors.get(f"{number}.{name}", value) for name, value in each.items()} for number, each in entries.items()}
+def _with_tensors(
+    entries: dict[Any, dict[str, Any]], tensors: Mapping[str, torch.Tensor]
+) -> dict[Any, dict[str, Any]]:
+    return {
+        number: {name: tensors.get(f"{number}.{name}", value) for name, value in each.items()}
+        for number, each in entries.items()
+    }

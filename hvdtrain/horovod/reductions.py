@@ -1,4 +1,5 @@
-"""allreduce and its forms: asynchronous, in place, grouped; autograd goes through those that wait."""
+"""allreduce and its forms: asynchronous, in place, grouped; autograd goes through those that
+wait."""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ def allreduce_async(
 ) -> int:
     """Begins a reduction over the ranks of the process set; synchronize() gives a new tensor.
 
-    op: Average (default), Sum, Min, Max, Product or Adasum; prescale_factor multiplies the tensor before, postscale_factor after. Every
-    rank gives the same name, shape and dtype. `average` is a former name of `op`.
+    op: Average (default), Sum, Min, Max, Product or Adasum; prescale_factor multiplies the tensor
+    before, postscale_factor after. Every rank gives the same name, shape and dtype. `average` is a
+    former name of `op`.
     """
     call = Call("allreduce", tensor, name, process_set)
     return call.start_reduction(given_op(op, average), prescale_factor, postscale_factor)
@@ -53,7 +55,8 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """An allreduce_async() of several tensors as one request; their dtypes may differ. synchronize() gives a tuple."""
+    """An allreduce_async() of several tensors as one request; their dtypes may differ.
+    synchronize() gives a tuple."""
     call = Call("allreduce", tensors, name, process_set, grouped=True)
     return call.start_reduction(given_op(op, average), prescale_factor, postscale_factor)
 
@@ -82,7 +85,17 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """An allreduce() into the tensor itself."""
-    return synchronize(allreduce_async_(tensor, None, name, given_op(op, average), prescale_factor, postscale_factor, process_set))
+    return synchronize(
+        allreduce_async_(
+            tensor,
+            None,
+            name,
+            given_op(op, average),
+            prescale_factor,
+            postscale_factor,
+            process_set,
+        )
+    )
 
 
 def grouped_allreduce_(
@@ -96,7 +109,11 @@ def grouped_allreduce_(
 ) -> tuple[Any, ...]:
     """A grouped_allreduce() into the tensors themselves."""
     op = given_op(op, average)
-    found: tuple[Any, ...] = synchronize(grouped_allreduce_async_(tensors, None, name, op, prescale_factor, postscale_factor, process_set))
+    found: tuple[Any, ...] = synchronize(
+        grouped_allreduce_async_(
+            tensors, None, name, op, prescale_factor, postscale_factor, process_set
+        )
+    )
     return found
 
 
@@ -110,13 +127,18 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The reduction over the ranks of the process set: allreduce_async(), waited for. Gradients go through it."""
+    """The reduction over the ranks of the process set: allreduce_async(), waited for. Gradients go
+    through it."""
     op = given_op(op, average)
     wire, ctx = compression.compress(tensor)
     if isinstance(wire, torch.Tensor) and wire.requires_grad and torch.is_grad_enabled():
-        (found,) = _Allreduce.apply(op, name, prescale_factor, postscale_factor, process_set, False, wire)
+        (found,) = _Allreduce.apply(
+            op, name, prescale_factor, postscale_factor, process_set, False, wire
+        )
     else:
-        found = synchronize(allreduce_async(wire, None, name, op, prescale_factor, postscale_factor, process_set))
+        found = synchronize(
+            allreduce_async(wire, None, name, op, prescale_factor, postscale_factor, process_set)
+        )
     return compression.decompress(found, ctx)
 
 
@@ -134,28 +156,55 @@ def grouped_allreduce(
     op = given_op(op, average)
     compressed = [compression.compress(tensor) for tensor in tensors]
     wires = [wire for wire, _ in compressed]
-    if torch.is_grad_enabled() and any(isinstance(wire, torch.Tensor) and wire.requires_grad for wire in wires):
-        found = _Allreduce.apply(op, name, prescale_factor, postscale_factor, process_set, True, *wires)
+    if torch.is_grad_enabled() and any(
+        isinstance(wire, torch.Tensor) and wire.requires_grad for wire in wires
+    ):
+        found = _Allreduce.apply(
+            op, name, prescale_factor, postscale_factor, process_set, True, *wires
+        )
     else:
-        found = synchronize(grouped_allreduce_async(wires, None, name, op, prescale_factor, postscale_factor, process_set))
-    return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(found, compressed, strict=True)]
+        found = synchronize(
+            grouped_allreduce_async(
+                wires, None, name, op, prescale_factor, postscale_factor, process_set
+            )
+        )
+    return [
+        compression.decompress(tensor, ctx)
+        for tensor, (_, ctx) in zip(found, compressed, strict=True)
+    ]
 
 
 class _Allreduce(torch.autograd.Function):
-    """A backward() through it frees nothing: a second one, or one for each tensor of a group, is possible as in Horovod."""
+    """A backward() through it frees nothing: a second one, or one for each tensor of a group, is
+    possible as in Horovod."""
 
     @staticmethod
     def forward(
-        ctx: Any, op: int, name: str | None, pre: float, post: float, process_set: ProcessSet, grouped: bool, *tensors: torch.Tensor
+        ctx: Any,
+        op: int,
+        name: str | None,
+        pre: float,
+        post: float,
+        process_set: ProcessSet,
+        grouped: bool,
+        *tensors: torch.Tensor,
     ) -> Any:
-        call = Call("allreduce", list(tensors) if grouped else tensors[0], name, process_set, grouped=grouped)
+        call = Call(
+            "allreduce",
+            list(tensors) if grouped else tensors[0],
+            name,
+            process_set,
+            grouped=grouped,
+        )
         found = synchronize(call.start_reduction(op, pre, post))
         results = tuple(map(own, found if grouped else [found]))
         ctx.op = op
         ctx.factors = (pre, post)
         ctx.reduce = reduce_over(process_set, grouped)
         ctx.where = call.where
-        ctx.shares = gradients.shares(op, ctx.factors, tensors, results)  # here: a backward() frees nothing of it
+        ctx.shares = gradients.shares(
+            op, ctx.factors, tensors, results
+        )  # here: a backward() frees nothing of it
         ctx.has_zeros = op == Product and any(bool((x == 0).any()) for x in tensors)
         if op == Product:  # of which the second derivative goes through the values
             ctx.save_for_backward(*tensors, *results)
@@ -166,7 +215,9 @@ class _Allreduce(torch.autograd.Function):
         shares = ctx.shares
         if ctx.op == Product and torch.is_grad_enabled():
             count = len(ctx.saved_tensors) // 2
-            shares = gradients.shares(ctx.op, ctx.factors, ctx.saved_tensors[:count], ctx.saved_tensors[count:])
+            shares = gradients.shares(
+                ctx.op, ctx.factors, ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+            )
         found = gradients.of_allreduce(ctx.op, ctx.factors, grads, shares, ctx.reduce, Torch())
         gradients.refuse_zeros(ctx.has_zeros, ctx.where)
         return (None, None, None, None, None, None, *found)
@@ -175,8 +226,15 @@ class _Allreduce(torch.autograd.Function):
 def reduce_over(process_set: ProcessSet, grouped: bool = True) -> gradients.Reduce:
     """Reductions over a process set, through which gradients go."""
 
-    def reduce(tensors: list[torch.Tensor], op: int, before: float, after: float) -> list[torch.Tensor]:
-        how: dict[str, Any] = {"op": op, "prescale_factor": before, "postscale_factor": after, "process_set": process_set}
+    def reduce(
+        tensors: list[torch.Tensor], op: int, before: float, after: float
+    ) -> list[torch.Tensor]:
+        how: dict[str, Any] = {
+            "op": op,
+            "prescale_factor": before,
+            "postscale_factor": after,
+            "process_set": process_set,
+        }
         return grouped_allreduce(tensors, **how) if grouped else [allreduce(tensors[0], **how)]
 
     return reduce
@@ -189,8 +247,12 @@ class Torch:
         return flags.to(like.dtype)
 
     def choose(self, flags: torch.Tensor | bool, tensor: torch.Tensor) -> torch.Tensor:
-        found = flags if isinstance(flags, torch.Tensor) else torch.tensor(flags, device=tensor.device)
-        return torch.where(found, tensor, torch.zeros_like(tensor))  # its gradient goes to the tensor on every rank
+        found = (
+            flags if isinstance(flags, torch.Tensor) else torch.tensor(flags, device=tensor.device)
+        )
+        return torch.where(
+            found, tensor, torch.zeros_like(tensor)
+        )  # its gradient goes to the tensor on every rank
 
     def constant(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()

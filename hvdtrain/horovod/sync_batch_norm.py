@@ -15,7 +15,8 @@ from hvdtrain.horovod.reductions import allreduce
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch norm as torch.nn.BatchNorm1d, 2d and 3d, for (N, C, ...); in training the statistics are those of the samples of all ranks."""
+    """Batch norm as torch.nn.BatchNorm1d, 2d and 3d, for (N, C, ...); in training the statistics
+    are those of the samples of all ranks."""
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
@@ -35,33 +36,52 @@ class SyncBatchNorm(_BatchNorm):
     @torch.no_grad()
     def _update(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
         """The running statistics; variance: unbiased."""
-        assert self.num_batches_tracked is not None and self.running_mean is not None and self.running_var is not None
+        assert (
+            self.num_batches_tracked is not None
+            and self.running_mean is not None
+            and self.running_var is not None
+        )
         self.num_batches_tracked.add_(1)
         for running, found in ((self.running_mean, mean), (self.running_var, variance)):
             if self.momentum is not None:
                 running.lerp_(found.to(running.dtype), self.momentum)
             else:  # on the device, for which the host would have to wait
-                running.lerp_(found.to(running.dtype), self.num_batches_tracked.double().reciprocal().to(running.dtype))
+                running.lerp_(
+                    found.to(running.dtype),
+                    self.num_batches_tracked.double().reciprocal().to(running.dtype),
+                )
 
 
 class _Normalize(torch.autograd.Function):
-    """Returns the output, and mean, biased variance (C,) and number of values in each channel, over all ranks."""
+    """Returns the output, and mean, biased variance (C,) and number of values in each channel, over
+    all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> Any:
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+    ) -> Any:
         precise = torch.float64 if x.dtype == torch.float64 else torch.float32
         values = x.detach().to(precise)
         axes = [0, *range(2, x.dim())]
-        own_count = values.new_full((1,), x.numel() // x.size(1))  # filled by the device: a copy to it would wait
+        own_count = values.new_full(
+            (1,), x.numel() // x.size(1)
+        )  # filled by the device: a copy to it would wait
         mean_here = values.mean(axes) if len(x) else values.new_zeros(x.size(1))
         squares_here = (values - _spread(mean_here, x)).square().sum(axes)
-        gathered = allgather(torch.cat([own_count, mean_here, squares_here])[None])  # (ranks, 1 + 2 C)
+        gathered = allgather(
+            torch.cat([own_count, mean_here, squares_here])[None]
+        )  # (ranks, 1 + 2 C)
         counts = gathered[:, :1]
         means = gathered[:, 1 : 1 + x.size(1)]
         squares = gathered[:, 1 + x.size(1) :]
         count = counts.sum()
         mean = (means * counts).sum(0) / count
-        # Chan et al. 1983: the squares around the mean of all are those around the means of the ranks, and what these are apart.
+        # Chan et al. 1983: the squares around the mean of all are those around the means of the
+        # ranks, and what these are apart.
         variance = (squares + counts * (means - mean).square()).sum(0) / count
         scale = (variance + eps).rsqrt()
         normal = (values - _spread(mean, x)) * _spread(scale, x)
@@ -84,8 +104,14 @@ class _Normalize(torch.autograd.Function):
             inner = grad - _spread(sums, normal) - normal * _spread(products, normal)
             factor = scale if weight is None else scale * weight.to(normal.dtype)
             of_input = (inner * _spread(factor, normal)).to(grads[0].dtype)
-        of_weight = product_here.to(weight.dtype) if weight is not None and ctx.needs_input_grad[1] else None
-        of_bias = sum_here.to(weight.dtype) if weight is not None and ctx.needs_input_grad[2] else None
+        of_weight = (
+            product_here.to(weight.dtype)
+            if weight is not None and ctx.needs_input_grad[1]
+            else None
+        )
+        of_bias = (
+            sum_here.to(weight.dtype) if weight is not None and ctx.needs_input_grad[2] else None
+        )
         return of_input, of_weight, of_bias, None
 
 

@@ -1,4 +1,5 @@
-"""Adam: the step of each number is the running mean of its gradient over the root of the running mean of the gradient's square."""
+"""Adam: the step of each number is the running mean of its gradient over the root of the running
+mean of the gradient's square."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from hvdtrain.optim.rule import Array, Ops, Rule
 
 @dataclass(frozen=True)
 class Adam:
-    """p = p - lr u, u = adapted_gradient(g + d p) (Kingma, Ba 2014, arXiv:1412.6980, algorithm 1; the decay as in torch.optim.Adam)."""
+    """p = p - lr u, u = adapted_gradient(g + d p) (Kingma, Ba 2014, arXiv:1412.6980, algorithm 1;
+    the decay as in torch.optim.Adam)."""
 
     beta2: float = 0.999
     eps: float = 1e-8
@@ -25,7 +27,9 @@ class Adam:
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
         return moments(p, ops)
 
-    def update(self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
+    def update(
+        self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops
+    ) -> tuple[Array, tuple[Any, ...]]:
         decayed = ops.axpy(h.weight_decay, P, ops.copy(g))
         u = adapted_gradient(decayed, state, h, self.beta2, self.eps, ops)
         return ops.axpy(-h.lr * u.factor, u.direction, P), u.state
@@ -44,13 +48,16 @@ class AdaptedGradient(NamedTuple):
     state: tuple[Any, ...]
 
 
-def adapted_gradient(g: Array, state: tuple[Any, ...], h: Hyper, beta2: float, eps: float, ops: Ops) -> AdaptedGradient:
+def adapted_gradient(
+    g: Array, state: tuple[Any, ...], h: Hyper, beta2: float, eps: float, ops: Ops
+) -> AdaptedGradient:
     """The running mean of gradients over the root of the running mean of their squares.
 
-    With m = b1 m + (1 - b1) g and v = b2 v + (1 - b2) g g, corrected for their start at 0 by c1 = 1 - b1^t and c2 = 1 - b2^t:
-    (m / c1) / (sqrt(v / c2) + eps) = (sqrt(c2) / c1) m / (sqrt(v) + eps sqrt(c2)).
-    t counts the steps of the job, as in timm. torch.optim.Adam counts those of each parameter, which differs for a parameter that gets its
-    first gradient late; in hvdtrain none does, since a parameter that no loss depends on has a gradient of zero.
+    With m = b1 m + (1 - b1) g and v = b2 v + (1 - b2) g g, corrected for their start at 0 by c1 = 1
+    - b1^t and c2 = 1 - b2^t: (m / c1) / (sqrt(v / c2) + eps) = (sqrt(c2) / c1) m / (sqrt(v) + eps
+    sqrt(c2)). t counts the steps of the job, as in timm. torch.optim.Adam counts those of each
+    parameter, which differs for a parameter that gets its first gradient late; in hvdtrain none
+    does, since a parameter that no loss depends on has a gradient of zero.
     """
     t = h.step + 1
     root = (1 - beta2**t) ** 0.5
@@ -65,7 +72,11 @@ def check_moments(beta2: float, eps: float, key: str = "optim.beta2") -> None:
         what = f"a beta2 of {beta2} makes no running mean"
         raise UserError(what, key, f"give 0 or more and less than 1, as in {key}=0.999")
     if not 0 <= eps < math.inf:
-        raise UserError(f"eps={eps} is negative or not finite", "optim.eps", "give 0 or more, as in optim.eps=1e-8")
+        raise UserError(
+            f"eps={eps} is negative or not finite",
+            "optim.eps",
+            "give 0 or more, as in optim.eps=1e-8",
+        )
 
 
 def build(*, beta2: float = 0.999, eps: float = 1e-8) -> Rule:

@@ -1,4 +1,5 @@
-"""Rules around another rule: optim.groups, shares of the rate, the decay and the momentum for some; optim.ema, averages of the weights."""
+"""Rules around another rule: optim.groups, shares of the rate, the decay and the momentum for some;
+optim.ema, averages of the weights."""
 
 from __future__ import annotations
 
@@ -19,13 +20,17 @@ class Group(NamedTuple):
     rate: float  # times the rate of the others
     decay: float  # times their weight decay
     momentum: float | None  # in the place of theirs
-    layer_rate: float | None = None  # rate of a layer over that of the next one, by the number that # stands for in `names`
+    layer_rate: float | None = (
+        # rate of a layer over that of the next one, by the number that # stands for in `names`
+        None
+    )
     layers: int = 0  # with layer_rate
 
     def rate_of(self, name: str) -> float:
         """The factor of a parameter that fits; in layer n rate layer_rate^(layers - 1 - n).
 
-        Layer-wise decay: Clark et al. 2020, arXiv:2003.10555, table 6, where every layer has a rate of its own.
+        Layer-wise decay: Clark et al. 2020, arXiv:2003.10555, table 6, where every layer has a rate
+        of its own.
         """
         if self.layer_rate is None:
             return self.rate
@@ -36,7 +41,8 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Scaled:
-    """`rule` at a share of the rate and of the weight decay; own_momentum: in the place of the job's, where it is not None."""
+    """`rule` at a share of the rate and of the weight decay; own_momentum: in the place of the
+    job's, where it is not None."""
 
     rule: Rule
     rate: float = 1.0
@@ -46,7 +52,9 @@ class Scaled:
     def __str__(self) -> str:
         shares = f"{type(self.rule).__name__.lower()} at {self.rate:g} of the rate"
         shares += f", {self.decay:g} of the decay" if self.decay != 1 else ""
-        return shares + (f", momentum {self.own_momentum:g}" if self.own_momentum is not None else "")
+        return shares + (
+            f", momentum {self.own_momentum:g}" if self.own_momentum is not None else ""
+        )
 
     @property
     def momentum(self) -> float:
@@ -58,9 +66,13 @@ class Scaled:
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
         return self.rule.init(p, ops)
 
-    def update(self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
+    def update(
+        self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops
+    ) -> tuple[Array, tuple[Any, ...]]:
         momentum = h.momentum if self.own_momentum is None else self.own_momentum
-        own = h._replace(lr=h.lr * self.rate, weight_decay=h.weight_decay * self.decay, momentum=momentum)
+        own = h._replace(
+            lr=h.lr * self.rate, weight_decay=h.weight_decay * self.decay, momentum=momentum
+        )
         return self.rule.update(g, state, P, own, ops)
 
 
@@ -83,19 +95,27 @@ class Grouped:
         group = self.groups[number]
         if isinstance(rule, Scaled):  # what optim.name=muon leaves to another rule
             momentum = rule.own_momentum if group.momentum is None else group.momentum
-            return replace(rule, rate=rule.rate * group.rate_of(name), decay=rule.decay * group.decay, own_momentum=momentum)
+            return replace(
+                rule,
+                rate=rule.rate * group.rate_of(name),
+                decay=rule.decay * group.decay,
+                own_momentum=momentum,
+            )
         return Scaled(rule, group.rate_of(name), group.decay, group.momentum)
 
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
         return self.rule.init(p, ops)
 
-    def update(self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
+    def update(
+        self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops
+    ) -> tuple[Array, tuple[Any, ...]]:
         return self.rule.update(g, state, P, h, ops)
 
 
 @dataclass(frozen=True)
 class Thawed:
-    """`rule` from a step on; before it weights and state stay as they are. h.step counts from that step, and is negative before."""
+    """`rule` from a step on; before it weights and state stay as they are. h.step counts from that
+    step, and is negative before."""
 
     rule: Rule
     entry: int  # of model.thaw
@@ -110,7 +130,9 @@ class Thawed:
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
         return self.rule.init(p, ops)
 
-    def update(self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
+    def update(
+        self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops
+    ) -> tuple[Array, tuple[Any, ...]]:
         return (P, state) if h.step < 0 else self.rule.update(g, state, P, h, ops)
 
 
@@ -133,13 +155,22 @@ class Thawing:
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
         return self.rule.init(p, ops)
 
-    def update(self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
+    def update(
+        self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops
+    ) -> tuple[Array, tuple[Any, ...]]:
         return self.rule.update(g, state, P, h, ops)
 
 
 def number_of_entry(name: str, entries: Sequence[Sequence[str]]) -> int | None:
     """Number of the first entry of model.thaw with a pattern that a name fits."""
-    return next((number for number, patterns in enumerate(entries) if number_of_group(name, patterns) is not None), None)
+    return next(
+        (
+            number
+            for number, patterns in enumerate(entries)
+            if number_of_group(name, patterns) is not None
+        ),
+        None,
+    )
 
 
 def number_of_group(name: str, patterns: Sequence[str]) -> int | None:
@@ -149,7 +180,11 @@ def number_of_group(name: str, patterns: Sequence[str]) -> int | None:
 
 def fits(name: str, pattern: str) -> bool:
     """Whether a name is of a pattern with * for any characters, ? for one, # for a number."""
-    return fnmatchcase(name, pattern) if "#" not in pattern else number_of_layer(name, pattern) is not None
+    return (
+        fnmatchcase(name, pattern)
+        if "#" not in pattern
+        else number_of_layer(name, pattern) is not None
+    )
 
 
 def number_of_layer(name: str, pattern: str) -> int | None:
@@ -163,11 +198,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Averaged:
-    """`rule`, and the mean of the weights after each step, of which that of a step t steps ago counts decay^t.
+    """`rule`, and the mean of the weights after each step, of which that of a step t steps ago
+    counts decay^t.
 
-    The weights of these add up to 1, so the mean is of trained weights alone from the first step on: a <- a + (p - a) (1 - d) / c with
-    c <- d c + 1 - d from c = 0 (Polyak and Juditsky 1992; the correction is that of Adam, Kingma and Ba 2015, section 3). Behind the
-    state of the rule are a, and c as one number of each parameter.
+    The weights of these add up to 1, so the mean is of trained weights alone from the first step
+    on: a <- a + (p - a) (1 - d) / c with c <- d c + 1 - d from c = 0 (Polyak and Juditsky 1992; the
+    correction is that of Adam, Kingma and Ba 2015, section 3). Behind the state of the rule are a,
+    and c as one number of each parameter.
     """
 
     rule: Rule
@@ -183,7 +220,9 @@ class Averaged:
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
         return (*self.rule.init(p, ops), ops.zeros_like(p), ops.zero(p))
 
-    def update(self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
+    def update(
+        self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops
+    ) -> tuple[Array, tuple[Any, ...]]:
         *own, average, total = state
         P, new_state = self.rule.update(g, tuple(own), P, h, ops)
         total = self.decay * total + (1 - self.decay)
@@ -197,7 +236,8 @@ def without_average(rule: Rule) -> Rule:
 
 
 def averages(arrays: Mapping[str, T]) -> dict[str, T]:
-    """The averages in a state, in arrays called s.PARAMETER.0, .1, ...: each parameter's, by the name of its weights, p.PARAMETER.
+    """The averages in a state, in arrays called s.PARAMETER.0, .1, ...: each parameter's, by the
+    name of its weights, p.PARAMETER.
 
     The last array of each is c, the one before it a.
     """

@@ -1,4 +1,5 @@
-"""LAMB: Adam whose step is scaled, layer by layer, by the norm of the weights over the norm of the step."""
+"""LAMB: Adam whose step is scaled, layer by layer, by the norm of the weights over the norm of the
+step."""
 
 from __future__ import annotations
 
@@ -29,14 +30,18 @@ class Lamb:
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
         return moments(p, ops)
 
-    def update(self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
+    def update(
+        self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops
+    ) -> tuple[Array, tuple[Any, ...]]:
         adam = adapted_gradient(g, state, h, self.beta2, self.eps, ops)
         u = ops.axpy(h.weight_decay, P, ops.scale(adam.factor, adam.direction))
         if not self.adapt:
             return ops.axpy(-h.lr, u, P), adam.state
         weight_norm = ops.norm(P)
         step_norm = ops.norm(u)
-        trust_ratio = ratio_or_one(weight_norm, step_norm, both_positive(weight_norm, step_norm), ops)
+        trust_ratio = ratio_or_one(
+            weight_norm, step_norm, both_positive(weight_norm, step_norm), ops
+        )
         return ops.axpy(-h.lr * trust_ratio, u, P), adam.state
 
 

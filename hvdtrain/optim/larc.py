@@ -19,11 +19,13 @@ class _Factors(NamedTuple):
 
 @dataclass(frozen=True)
 class Larc:
-    """a = trust |p| / (|g| + d |p| + eps), in mode=clip then min(a / lr, 1); v = m v + a (g + d p), p = p - lr v.
+    """a = trust |p| / (|g| + d |p| + eps), in mode=clip then min(a / lr, 1); v = m v + a (g + d p),
+    p = p - lr v.
 
-    Source: NVIDIA Apex, apex/parallel/LARC.py, around an SGD with momentum as torch.optim.SGD has it.
-    Where |p| or |g| is 0 the gradient is not scaled, as in Apex: v = m v + g, without decay. timm's Lars(trust_clip=True) differs there,
-    it decays and scales by min(1 / lr, 1); a test holds both.
+    Source: NVIDIA Apex, apex/parallel/LARC.py, around an SGD with momentum as torch.optim.SGD has
+    it. Where |p| or |g| is 0 the gradient is not scaled, as in Apex: v = m v + g, without decay.
+    timm's Lars(trust_clip=True) differs there, it decays and scales by min(1 / lr, 1); a test holds
+    both.
     """
 
     mode: Literal["clip", "scale"] = "clip"
@@ -38,9 +40,13 @@ class Larc:
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
         return (ops.zeros_like(p),)
 
-    def update(self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
+    def update(
+        self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops
+    ) -> tuple[Array, tuple[Any, ...]]:
         factors = self._factors(g, P, h, ops)
-        v = ops.axpy(factors.decay, P, ops.axpy(factors.gradient, g, ops.scale(h.momentum, state[0])))
+        v = ops.axpy(
+            factors.decay, P, ops.axpy(factors.gradient, g, ops.scale(h.momentum, state[0]))
+        )
         return ops.axpy(-h.lr, v, P), (v,)
 
     def _factors(self, g: Array, p: Array, h: Hyper, ops: Ops) -> _Factors:
@@ -49,16 +55,26 @@ class Larc:
         weight_norm = ops.norm(p)
         gradient_norm = ops.norm(g)
         scaled = both_positive(weight_norm, gradient_norm)
-        a = ratio_or_one(self.trust * weight_norm, gradient_norm + h.weight_decay * weight_norm + self.eps, scaled, ops)
+        a = ratio_or_one(
+            self.trust * weight_norm,
+            gradient_norm + h.weight_decay * weight_norm + self.eps,
+            scaled,
+            ops,
+        )
         if self.mode == "clip":
-            a = ops.where(scaled, a / ops.where(a > h.lr, a, h.lr), 1.0)  # min(a / lr, 1), defined for lr = 0 too
+            a = ops.where(
+                scaled, a / ops.where(a > h.lr, a, h.lr), 1.0
+            )  # min(a / lr, 1), defined for lr = 0 too
         return _Factors(a, ops.where(scaled, a * h.weight_decay, 0.0))
 
 
-def build(*, mode: Literal["clip", "scale"] = "clip", trust: float = 0.02, eps: float = 1e-8) -> Rule:
+def build(
+    *, mode: Literal["clip", "scale"] = "clip", trust: float = 0.02, eps: float = 1e-8
+) -> Rule:
     """The rule of optim.name=larc.
 
-    mode: clip: a layer's rate is at most the learning rate; scale: it is the learning rate times the ratio, as in LARS
+    mode: clip: a layer's rate is at most the learning rate; scale: it is the learning rate times
+        the ratio, as in LARS
     trust: the share of its norm that a layer may move by in one step
     eps: added under the ratio
     """

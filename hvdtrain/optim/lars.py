@@ -1,4 +1,5 @@
-"""LARS: SGD with momentum whose learning rate is scaled, layer by layer, by the norm of the weights over that of the gradient."""
+"""LARS: SGD with momentum whose learning rate is scaled, layer by layer, by the norm of the weights
+over that of the gradient."""
 
 from __future__ import annotations
 
@@ -13,10 +14,12 @@ from hvdtrain.optim.rule import Array, Ops, Rule, Scalar
 
 @dataclass(frozen=True)
 class Lars:
-    """a = trust |p| / (|g| + d |p| + eps), 1 where |p| or |g| is 0 (You, Gitman, Ginsburg 2017, arXiv:1708.03888, eq. 6 and algorithm 1).
+    """a = trust |p| / (|g| + d |p| + eps), 1 where |p| or |g| is 0 (You, Gitman, Ginsburg 2017,
+    arXiv:1708.03888, eq. 6 and algorithm 1).
 
-    form=paper: v = m v + lr a (g + d p), p = p - v. form=torch: v = m v + a (g + d p), p = p - lr v. Equal while lr is constant.
-    Deviations, held by tests: eps (MLPerf's) is not in the paper; a layer without gradient decays unscaled, as in timm, since a is 1.
+    form=paper: v = m v + lr a (g + d p), p = p - v. form=torch: v = m v + a (g + d p), p = p - lr
+    v. Equal while lr is constant. Deviations, held by tests: eps (MLPerf's) is not in the paper; a
+    layer without gradient decays unscaled, as in timm, since a is 1.
     """
 
     form: Literal["torch", "paper"] = "torch"
@@ -31,8 +34,11 @@ class Lars:
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
         return (ops.zeros_like(p),)
 
-    def update(self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
-        # the learning rate multiplies what goes into the momentum (paper), or what comes out of it (torch)
+    def update(
+        self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops
+    ) -> tuple[Array, tuple[Any, ...]]:
+        # the learning rate multiplies what goes into the momentum (paper), or what comes out of it
+        # (torch)
         before, after = (1.0, h.lr) if self.form == "torch" else (h.lr, 1.0)
         a = before * self._trust_ratio(g, P, h, ops)
         v = ops.axpy(a * h.weight_decay, P, ops.axpy(a, g, ops.scale(h.momentum, state[0])))
@@ -44,7 +50,9 @@ class Lars:
         weight_norm = ops.norm(p)
         gradient_norm = ops.norm(g)
         denominator = gradient_norm + h.weight_decay * weight_norm + self.eps
-        return ratio_or_one(self.trust * weight_norm, denominator, both_positive(weight_norm, gradient_norm), ops)
+        return ratio_or_one(
+            self.trust * weight_norm, denominator, both_positive(weight_norm, gradient_norm), ops
+        )
 
 
 def both_positive(a: Scalar, b: Scalar) -> Any:
@@ -53,22 +61,34 @@ def both_positive(a: Scalar, b: Scalar) -> Any:
 
 
 def ratio_or_one(numerator: Scalar, denominator: Scalar, where: Any, ops: Ops) -> Scalar:
-    """numerator / denominator, and 1 elsewhere, where nothing is divided: numpy would warn of a division by 0."""
+    """numerator / denominator, and 1 elsewhere, where nothing is divided: numpy would warn of a
+    division by 0."""
     return ops.where(where, numerator / ops.where(where, denominator, 1.0), 1.0)
 
 
 def check_ratio(trust: float, eps: float) -> None:
     """Raises UserError for a trust or eps with which no trust ratio can be computed."""
     if not 0 < trust < math.inf:
-        raise UserError(f"a trust of {trust} moves no layer", "optim.trust", "give a number above 0, as in optim.trust=0.001")
+        raise UserError(
+            f"a trust of {trust} moves no layer",
+            "optim.trust",
+            "give a number above 0, as in optim.trust=0.001",
+        )
     if not 0 <= eps < math.inf:
-        raise UserError(f"eps={eps} is negative or not finite", "optim.eps", "give 0 or more, as in optim.eps=1e-8")
+        raise UserError(
+            f"eps={eps} is negative or not finite",
+            "optim.eps",
+            "give 0 or more, as in optim.eps=1e-8",
+        )
 
 
-def build(*, form: Literal["torch", "paper"] = "torch", trust: float = 0.001, eps: float = 0.0) -> Rule:
+def build(
+    *, form: Literal["torch", "paper"] = "torch", trust: float = 0.001, eps: float = 0.0
+) -> Rule:
     """The rule of optim.name=lars.
 
-    form: paper: the rate is inside the momentum, as in the paper, Caffe and MLPerf; torch: outside, as in torch.optim.SGD
+    form: paper: the rate is inside the momentum, as in the paper, Caffe and MLPerf; torch: outside,
+        as in torch.optim.SGD
     trust: the share of a layer's norm that it moves by at a rate of 1
     eps: added under the ratio (MLPerf: 1e-7)
     """

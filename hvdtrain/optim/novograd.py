@@ -1,4 +1,5 @@
-"""NovoGrad: the gradient of each layer is divided by the root of a running mean of its squared norm, before the momentum."""
+"""NovoGrad: the gradient of each layer is divided by the root of a running mean of its squared
+norm, before the momentum."""
 
 from __future__ import annotations
 
@@ -12,10 +13,12 @@ from hvdtrain.optim.rule import Array, Ops, Rule
 
 @dataclass(frozen=True)
 class NovoGrad:
-    """v = b2 v + (1 - b2) |g|^2, m = b1 m + g / (sqrt(v) + eps) + d p, p = p - lr m; v is one number for each layer, |g|^2 at first.
+    """v = b2 v + (1 - b2) |g|^2, m = b1 m + g / (sqrt(v) + eps) + d p, p = p - lr m; v is one
+    number for each layer, |g|^2 at first.
 
-    (Ginsburg et al. 2019, arXiv:1905.11286, algorithm 1.) Deviation, as NVIDIA's own code and timm's copy of it do, held by a test:
-    v is set to |g|^2 as long as it is 0, so gradients of zero at the beginning do not count as the first one.
+    (Ginsburg et al. 2019, arXiv:1905.11286, algorithm 1.) Deviation, as NVIDIA's own code and
+    timm's copy of it do, held by a test: v is set to |g|^2 as long as it is 0, so gradients of zero
+    at the beginning do not count as the first one.
     """
 
     beta2: float = 0.98
@@ -28,11 +31,15 @@ class NovoGrad:
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
         return ops.zeros_like(p), ops.zero(p)
 
-    def update(self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
+    def update(
+        self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops
+    ) -> tuple[Array, tuple[Any, ...]]:
         norm = ops.norm(g)
         square = norm * norm
         v = ops.where(state[1] > 0, self.beta2 * state[1] + (1 - self.beta2) * square, square)
-        factor = 1.0 / ops.where(v > 0, ops.sqrt(v) + self.eps, 1.0)  # where v is 0 so is g: no division by an eps of 0
+        factor = 1.0 / ops.where(
+            v > 0, ops.sqrt(v) + self.eps, 1.0
+        )  # where v is 0 so is g: no division by an eps of 0
         m = ops.axpy(h.weight_decay, P, ops.axpy(factor, g, ops.scale(h.momentum, state[0])))
         return ops.axpy(-h.lr, m, P), (m, v)
 

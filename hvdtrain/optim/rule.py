@@ -1,4 +1,5 @@
-"""Rule: an optimizer as two functions, init and update, over the arrays of any framework; and the clipping of gradients before them."""
+"""Rule: an optimizer as two functions, init and update, over the arrays of any framework; and the
+clipping of gradients before them."""
 
 from __future__ import annotations
 
@@ -7,14 +8,20 @@ from typing import Any, Protocol
 
 from hvdtrain.core.progress import Hyper
 
-Array = Any  # the array of a parameter, or a list of several, as the Ops take them: rules change it by Ops, never by operators
-Scalar = Any  # one number for each parameter, as a 0-d array or a row of them: Python's operators and Ops.where work on it
+# the array of a parameter, or a list of several, as the Ops take them: rules change it by Ops,
+# never by operators
+Array = Any
+# one number for each parameter, as a 0-d array or a row of them: Python's operators and Ops.where
+# work on it
+Scalar = Any
 
 
 class Ops(Protocol):
-    """The array operations of a rule. An argument with a capital letter may be overwritten: use the result in its place.
+    """The array operations of a rule. An argument with a capital letter may be overwritten: use the
+    result in its place.
 
-    Factors `a` are Python numbers or Scalars; with a Python 0.0 nothing is computed. `axpy` is the name of BLAS.
+    Factors `a` are Python numbers or Scalars; with a Python 0.0 nothing is computed. `axpy` is the
+    name of BLAS.
     """
 
     def zeros_like(self, x: Array) -> Array: ...
@@ -35,10 +42,12 @@ class Ops(Protocol):
         """x / (sqrt(v) + eps), elementwise, in new memory"""
 
     def norm(self, x: Array) -> Scalar:
-        """The Euclidean norm of each parameter's array, which does not depend on another norm: one sum over ranks serves all of them."""
+        """The Euclidean norm of each parameter's array, which does not depend on another norm: one
+        sum over ranks serves all of them."""
 
     def orthogonalize(self, x: Array, p: Array, rounds: int, eps: float, dtype: str) -> Array:
-        """newton_schulz() of each parameter's array x, of two dimensions or more as a whole, in new memory and x's dtype.
+        """newton_schulz() of each parameter's array x, of two dimensions or more as a whole, in new
+        memory and x's dtype.
 
         p: the parameters; dtype: of the rounds, "bfloat16" or "" for x's own
         """
@@ -48,27 +57,34 @@ class Ops(Protocol):
 
 
 class Rule(Protocol):
-    """How parameters are updated. Its state of each parameter is a tuple of arrays of the parameter's shape, or Scalars."""
+    """How parameters are updated. Its state of each parameter is a tuple of arrays of the
+    parameter's shape, or Scalars."""
 
     @property
     def momentum(self) -> float:
         """The default of optim.momentum."""
 
     def of_parameter(self, name: str, shape: tuple[int, ...], excluded: bool) -> Rule:
-        """The rule for one parameter: itself, or without its trust ratio where `excluded` (norms, biases), or another one."""
+        """The rule for one parameter: itself, or without its trust ratio where `excluded` (norms,
+        biases), or another one."""
 
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
         """The state before the first step."""
 
-    def update(self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
-        """(new parameters, new state). g is the gradient of the mean loss and is not changed; P and the state may be overwritten."""
+    def update(
+        self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops
+    ) -> tuple[Array, tuple[Any, ...]]:
+        """(new parameters, new state). g is the gradient of the mean loss and is not changed; P and
+        the state may be overwritten."""
 
 
 def newton_schulz(x: Array, rounds: int, eps: float, norm: Scalar) -> Array:
-    """x -> a x + (b x x' + c (x x')^2) x, `rounds` times from x / max(norm, eps): about the orthogonal matrix nearest to x.
+    """x -> a x + (b x x' + c (x x')^2) x, `rounds` times from x / max(norm, eps): about the
+    orthogonal matrix nearest to x.
 
-    x: (..., out, in), a matrix or a stack of them; norm: its Euclidean norm. The matrix is transposed where it is tall: less work.
-    Source: Jordan 2024, kellerjordan.github.io/posts/muon, as torch.optim.Muon has it.
+    x: (..., out, in), a matrix or a stack of them; norm: its Euclidean norm. The matrix is
+    transposed where it is tall: less work. Source: Jordan 2024, kellerjordan.github.io/posts/muon,
+    as torch.optim.Muon has it.
     """
     a = 3.4445
     b = -4.7750
@@ -113,9 +129,13 @@ class ArrayOps:
         return self._xp.sqrt((x * x).sum())
 
     def orthogonalize(self, x: Array, p: Array, rounds: int, eps: float, dtype: str) -> Array:
-        assert x.ndim >= 2, x.shape  # a flattened part of a matrix would be orthogonalized on its own: wrong numbers
+        assert x.ndim >= 2, (
+            x.shape
+        )  # a flattened part of a matrix would be orthogonalized on its own: wrong numbers
         matrix = x.reshape(x.shape[0], -1).astype(dtype or x.dtype)  # (out, in kh kw)
-        return newton_schulz(matrix, rounds, eps, self.norm(matrix)).astype(x.dtype).reshape(x.shape)
+        return (
+            newton_schulz(matrix, rounds, eps, self.norm(matrix)).astype(x.dtype).reshape(x.shape)
+        )
 
     def where(self, condition: Any, a: Scalar | float, b: Scalar | float) -> Scalar:
         return self._xp.where(condition, a, b)
@@ -125,20 +145,30 @@ class ArrayOps:
 
 
 def is_excluded(shape: tuple[int, ...]) -> bool:
-    """Whether a parameter counts as a norm or a bias, because it has at most one dimension: without weight decay and trust ratio."""
+    """Whether a parameter counts as a norm or a bias, because it has at most one dimension: without
+    weight decay and trust ratio."""
     return len(shape) <= 1
 
 
 def clip(
-    gradients: Sequence[Array], max_norm: float | None, max_value: float | None, xp: Any, total: Callable[[Array], Array] = lambda x: x
+    gradients: Sequence[Array],
+    max_norm: float | None,
+    max_value: float | None,
+    xp: Any,
+    total: Callable[[Array], Array] = lambda x: x,
 ) -> list[Array]:
-    """The clipped gradients of all parameters; xp is numpy, jax.numpy or torch. Nothing is changed in place.
-    total: adds up over the ranks where each has a part of the gradients.
+    """The clipped gradients of all parameters; xp is numpy, jax.numpy or torch. Nothing is changed
+    in place. total: adds up over the ranks where each has a part of the gradients.
 
-    Each number is clipped to [-max_value, max_value]; then all are scaled by min(1, max_norm / norm), where norm is the Euclidean norm over
-    all parameters together (Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, algorithm 1).
+    Each number is clipped to [-max_value, max_value]; then all are scaled by min(1, max_norm /
+    norm), where norm is the Euclidean norm over all parameters together (Pascanu, Mikolov, Bengio
+    2013, arXiv:1211.5063, algorithm 1).
     """
-    clipped = list(gradients) if max_value is None else [xp.clip(g, -max_value, max_value) for g in gradients]
+    clipped = (
+        list(gradients)
+        if max_value is None
+        else [xp.clip(g, -max_value, max_value) for g in gradients]
+    )
     if max_norm is None:
         return clipped
     norm = xp.sqrt(total(sum((g * g).sum() for g in clipped)))

@@ -1,4 +1,5 @@
-"""Stochastic gradient descent with momentum, as torch.optim.SGD does it: the learning rate stays outside the momentum."""
+"""Stochastic gradient descent with momentum, as torch.optim.SGD does it: the learning rate stays
+outside the momentum."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from hvdtrain.optim.rule import Array, Ops, Rule
 
 @dataclass(frozen=True)
 class Sgd:
-    """v = m v + g + d p, p = p - lr v; Nesterov: p = p - lr (g + d p + m v) (Sutskever et al. 2013, as torch.optim.SGD, dampening 0)."""
+    """v = m v + g + d p, p = p - lr v; Nesterov: p = p - lr (g + d p + m v) (Sutskever et al. 2013,
+    as torch.optim.SGD, dampening 0)."""
 
     nesterov: bool = False
     momentum: float = 0.9
@@ -22,7 +24,9 @@ class Sgd:
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
         return (ops.zeros_like(p),)
 
-    def update(self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
+    def update(
+        self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops
+    ) -> tuple[Array, tuple[Any, ...]]:
         v = ops.axpy(h.weight_decay, P, ops.axpy(1.0, g, ops.scale(h.momentum, state[0])))
         if self.nesterov:
             step = ops.axpy(h.momentum, v, ops.axpy(h.weight_decay, P, ops.copy(g)))

@@ -1,4 +1,5 @@
-"""The global batch: batch.size, or batch.per_rank x ranks; and its growth over the epochs done (Smith et al. 2017, arXiv:1711.00489)."""
+"""The global batch: batch.size, or batch.per_rank x ranks; and its growth over the epochs done
+(Smith et al. 2017, arXiv:1711.00489)."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from hvdtrain.errors import UserError
 
 @dataclass(frozen=True)
 class Growth:
-    """`first` samples, and from epoch at[i] on to[i] samples: the step that starts at at[i] has the new batch."""
+    """`first` samples, and from epoch at[i] on to[i] samples: the step that starts at at[i] has the
+    new batch."""
 
     first: int
     at: tuple[float, ...] = ()  # epochs, rising
@@ -37,11 +39,14 @@ class BatchPhase(NamedTuple):
     steps: float  # a whole number, infinity for the last phase
 
 
-def batches_instead_of_decays(first: int, milestones: int, gamma: float, largest: int) -> tuple[int, ...]:
-    """At each of so many milestones, where a schedule would multiply the rate by gamma, the batch grows 1 / gamma times, up to `largest`.
+def batches_instead_of_decays(
+    first: int, milestones: int, gamma: float, largest: int
+) -> tuple[int, ...]:
+    """At each of so many milestones, where a schedule would multiply the rate by gamma, the batch
+    grows 1 / gamma times, up to `largest`.
 
-    Smith et al. 2017, section 3: a decay of the rate and a growth of the batch by the same factor lower the noise lr N / B alike.
-    Beyond `largest` the rate decays instead.
+    Smith et al. 2017, section 3: a decay of the rate and a growth of the batch by the same factor
+    lower the noise lr N / B alike. Beyond `largest` the rate decays instead.
     """
     batches: list[int] = []
     for _ in range(milestones):
@@ -65,13 +70,17 @@ def batch_phases(growth: Growth, dataset: int) -> Iterator[BatchPhase]:
 
 
 def samples_after(steps: float, growth: Growth, dataset: int) -> float:
-    """Samples of the first `steps` steps; a fraction of a step has that fraction of its samples. A whole number for whole steps."""
-    phase = next(phase for phase in batch_phases(growth, dataset) if steps <= phase.first_step + phase.steps)
+    """Samples of the first `steps` steps; a fraction of a step has that fraction of its samples. A
+    whole number for whole steps."""
+    phase = next(
+        phase for phase in batch_phases(growth, dataset) if steps <= phase.first_step + phase.steps
+    )
     return phase.samples + (steps - phase.first_step) * phase.batch
 
 
 def steps_before(epoch: float, growth: Growth, dataset: int) -> float:
-    """Steps that come before the first that starts at `epoch` or later; infinity as steps_until()."""
+    """Steps that come before the first that starts at `epoch` or later; infinity as
+    steps_until()."""
     for phase in batch_phases(growth, dataset):
         steps = steps_until(epoch, phase.samples, phase.batch, dataset)
         if steps <= phase.steps:
@@ -80,7 +89,8 @@ def steps_before(epoch: float, growth: Growth, dataset: int) -> float:
 
 
 def steps_until(epoch: float, samples: int, batch: int, dataset: int) -> float:
-    """How many steps come before the first that starts at `epoch` or later; infinity where that is longer than any job.
+    """How many steps come before the first that starts at `epoch` or later; infinity where that is
+    longer than any job.
 
     Rounded as Progress.epochs rounds: the estimate is corrected by the same division.
     """
@@ -96,19 +106,25 @@ def steps_until(epoch: float, samples: int, batch: int, dataset: int) -> float:
 
 
 def resolve_batch_size(config: Config, ranks: int) -> Config:
-    """The configuration with batch.size set to batch.per_rank x ranks that read different samples, and batch.per_rank to None.
+    """The configuration with batch.size set to batch.per_rank x ranks that read different samples,
+    and batch.per_rank to None.
 
-    Where both keys are set, the command line overrides files. A run folder stores batch.size, and with resume=RUN that value
-    overrides a batch.per_rank of a file: the job keeps its batch on another number of ranks.
-    Raises UserError where both keys are set and neither overrides the other.
+    Where both keys are set, the command line overrides files. A run folder stores batch.size, and
+    with resume=RUN that value overrides a batch.per_rank of a file: the job keeps its batch on
+    another number of ranks. Raises UserError where both keys are set and neither overrides the
+    other.
     """
     per_rank = config.batch.per_rank
     if per_rank is None:
         return config
     if _key_that_counts(config) == "batch.size":
         return config.replace(batch=config.batch.replace(per_rank=None))
-    resolved = config.replace(batch=config.batch.replace(size=per_rank * (config.readers(ranks)), per_rank=None))
-    return resolved.with_provenance({"batch.size": f"{config.where('batch.per_rank')} x {ranks} ranks{_of_one_model(config)}"})
+    resolved = config.replace(
+        batch=config.batch.replace(size=per_rank * (config.readers(ranks)), per_rank=None)
+    )
+    return resolved.with_provenance(
+        {"batch.size": f"{config.where('batch.per_rank')} x {ranks} ranks{_of_one_model(config)}"}
+    )
 
 
 def _of_one_model(config: Config) -> str:
@@ -128,9 +144,15 @@ def _key_that_counts(config: Config) -> Literal["batch.size", "batch.per_rank"]:
         return "batch.per_rank"
     if size_origin != COMMAND_LINE and _is_of_the_resumed_run(config, size_origin):
         return "batch.size"
-    raise UserError("batch.size and batch.per_rank are both given", config.where("batch.per_rank"), "keep one of them")
+    raise UserError(
+        "batch.size and batch.per_rank are both given",
+        config.where("batch.per_rank"),
+        "keep one of them",
+    )
 
 
 def _is_of_the_resumed_run(config: Config, origin: str) -> bool:
     """Whether a value was set by the config.yaml of the run that resume=RUN names."""
-    return config.resume not in ("auto", "no") and origin.rpartition(":")[0] == str(expand(config.resume, "resume") / "config.yaml")
+    return config.resume not in ("auto", "no") and origin.rpartition(":")[0] == str(
+        expand(config.resume, "resume") / "config.yaml"
+    )

@@ -1,4 +1,5 @@
-"""Where a length of the recipe ends, and where the job does, in epochs: functions of the configuration and the size of the data alone."""
+"""Where a length of the recipe ends, and where the job does, in epochs: functions of the
+configuration and the size of the data alone."""
 
 from __future__ import annotations
 
@@ -17,9 +18,10 @@ from hvdtrain.recipe.batch import Growth, samples_after, steps_before
 class Clock:
     """Converts lengths to epochs, in which every schedule counts.
 
-    Steps are those of the recipe's batches, counted from the beginning of the job, and a token is each of `context` in a sample. A share
-    of the job is one of its steps where stop.steps ends it, else one of its epochs: known before the first step, so that the rate of
-    each step is a function of its position alone. What ends by its time (stop.time) has no share.
+    Steps are those of the recipe's batches, counted from the beginning of the job, and a token is
+    each of `context` in a sample. A share of the job is one of its steps where stop.steps ends it,
+    else one of its epochs: known before the first step, so that the rate of each step is a function
+    of its position alone. What ends by its time (stop.time) has no share.
     """
 
     dataset: int  # samples of an epoch
@@ -41,8 +43,15 @@ class Clock:
                 return begin + amount / self.dataset
             case "tokens":
                 if self.context is None:
-                    what = f"a length of {length.words()}, and the samples have no tokens, or not all as many"
-                    raise UserError(what, where, "epochs, steps, samples or a share of the job; or task.name=language")
+                    what = (
+                        f"a length of {length.words()}, and the samples have no tokens, or not "
+                        "all as many"
+                    )
+                    raise UserError(
+                        what,
+                        where,
+                        "epochs, steps, samples or a share of the job; or task.name=language",
+                    )
                 return begin + amount / (self.context * self.dataset)
             case "steps":
                 return self._after_steps(begin, amount, growth)
@@ -62,18 +71,25 @@ class Clock:
         return self.epochs is None or self._after_steps(0.0, self.steps, growth) < self.epochs
 
     def _after_steps(self, begin: float, steps: float, growth: Growth) -> float:
-        return samples_after(steps_before(begin, growth, self.dataset) + steps, growth, self.dataset) / self.dataset
+        return (
+            samples_after(steps_before(begin, growth, self.dataset) + steps, growth, self.dataset)
+            / self.dataset
+        )
 
 
 def clock(config: Config, dataset: int, context: int | None = None) -> Clock:
     """The clock of a job on `dataset` training samples of `context` tokens."""
-    return Clock(dataset, context, epoch_multiplier(config), total_epochs(config), config.stop.steps)
+    return Clock(
+        dataset, context, epoch_multiplier(config), total_epochs(config), config.stop.steps
+    )
 
 
 def epoch_multiplier(config: Config) -> int:
-    """The factor on every count of epochs: with recipe.adapt_regime a job makes as many updates as it would with base_batch.
+    """The factor on every count of epochs: with recipe.adapt_regime a job makes as many updates as
+    it would with base_batch.
 
-    Hoffer et al. 2017, arXiv:1705.08741, section 5: every count of epochs times ceil(B / 128), here times ceil(B / base_batch).
+    Hoffer et al. 2017, arXiv:1705.08741, section 5: every count of epochs times ceil(B / 128), here
+    times ceil(B / base_batch).
     """
     if not config.recipe.adapt_regime:
         return 1
@@ -91,6 +107,7 @@ def total_epochs(config: Config) -> float | None:
 
 
 def total_samples(config: Config, dataset: int) -> int:
-    """Samples of the whole job, or ENDLESS: it ends with the first step that has read so many, 0.7 of 10 samples are 7."""
+    """Samples of the whole job, or ENDLESS: it ends with the first step that has read so many, 0.7
+    of 10 samples are 7."""
     epochs = total_epochs(config)
     return ENDLESS if epochs is None else math.ceil(Fraction(repr(epochs)) * dataset)

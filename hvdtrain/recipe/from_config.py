@@ -32,11 +32,15 @@ from hvdtrain.recipe.recipe import (
 )
 
 
-def recipe_from_config(config: Config, dataset: int, momentum: float, context: int | None = None) -> Recipe:
-    """The recipe of a job on `dataset` training samples; `momentum` is the optimizer's default where optim.momentum is left out.
+def recipe_from_config(
+    config: Config, dataset: int, momentum: float, context: int | None = None
+) -> Recipe:
+    """The recipe of a job on `dataset` training samples; `momentum` is the optimizer's default
+    where optim.momentum is left out.
 
-    context: tokens of a sample, None where samples have none. Raises UserError where keys of the recipe contradict each other, a batch
-    exceeds the data set, the warm-up leaves nothing to the schedule, a length counts tokens that there are not, or a rate is not finite.
+    context: tokens of a sample, None where samples have none. Raises UserError where keys of the
+    recipe contradict each other, a batch exceeds the data set, the warm-up leaves nothing to the
+    schedule, a length counts tokens that there are not, or a rate is not finite.
     """
     check_recipe(config)
     time = clock(config, dataset, context)
@@ -55,7 +59,9 @@ def recipe_from_config(config: Config, dataset: int, momentum: float, context: i
         base_batch=base_batch(config),
         sample_noise=config.recipe.sample_noise,
         gradient_noise=config.recipe.gradient_noise,
-        local_from=time.after(0.0, read_length(config.comm.local_from), growth, config.where("comm.local_from")),
+        local_from=time.after(
+            0.0, read_length(config.comm.local_from), growth, config.where("comm.local_from")
+        ),
         plateau=_plateau(config, warmup_epochs(config, time, growth)),
         momentum_cycle=_momentum_cycle(config, end),
         thaw=tuple(_steps_until(entry.at, config, time, growth) for entry in config.model.thaw),
@@ -111,7 +117,8 @@ def _steps_until(length: float | str, config: Config, time: Clock, growth: Growt
 
 
 def users_function(config: Config) -> Callable[[float], float] | None:
-    """The schedule that a script gives, or that recipe.function names. Raises UserError where there is none of that name."""
+    """The schedule that a script gives, or that recipe.function names. Raises UserError where there
+    is none of that name."""
     recipe = config.recipe
     if recipe.given is not None:
         found: Callable[[float], float] = recipe.given.make()
@@ -119,19 +126,26 @@ def users_function(config: Config) -> Callable[[float], float] | None:
     if recipe.function is None:
         return None
     if of_python(recipe.function):
-        raise UserError(f"{short(recipe.function)} is a part of Python, not a schedule", config.where("recipe.function"), "one of your own")
+        raise UserError(
+            f"{short(recipe.function)} is a part of Python, not a schedule",
+            config.where("recipe.function"),
+            "one of your own",
+        )
     return load_dotted(recipe.function, config.where("recipe.function"))
 
 
 def peak_lr(config: Config) -> float:
     """The learning rate after the warm-up, for the first batch."""
-    return config.optim.base_lr * scaling(config.recipe.scale, config.batch.size, base_batch(config))
+    return config.optim.base_lr * scaling(
+        config.recipe.scale, config.batch.size, base_batch(config)
+    )
 
 
 def warmup_epochs(config: Config, time: Clock, growth: Growth) -> float:
     """Epochs done at the end of the warm-up.
 
-    minGPT counts the tokens of a step before it takes the step's rate: its rates are those of one step later here.
+    minGPT counts the tokens of a step before it takes the step's rate: its rates are those of one
+    step later here.
     """
     return time.after(0.0, read_length(config.recipe.warmup), growth, config.where("recipe.warmup"))
 
@@ -153,7 +167,10 @@ def lr_schedule(config: Config, time: Clock, growth: Growth) -> Schedule:
     end = time.end(growth)
     if warmup >= end and needs_time_after_warmup(recipe):
         length = _with_epochs(read_length(recipe.warmup), warmup)
-        what = f"a warm-up of {length} leaves nothing of {end:g} epoch{'s' if end != 1 else ''} to the schedule"
+        what = (
+            f"a warm-up of {length} leaves nothing of {end:g} epoch{'s' if end != 1 else ''} to "
+            "the schedule"
+        )
         raise UserError(what, config.where("recipe.warmup"), f"{SHORTER_WARMUP}; or a longer job")
     after_warmup = _one_piece(config, end) or _schedule_after_warmup(config, time, growth, warmup)
     if recipe.floor:
@@ -182,7 +199,8 @@ def schedule_pieces(recipe: RecipeConfig) -> list[PieceConfig]:
 
 
 def batch_growth(config: Config, time: Clock) -> Growth:
-    """The global batch over the whole job. Raises UserError where a change comes before the one before it."""
+    """The global batch over the whole job. Raises UserError where a change comes before the one
+    before it."""
     recipe = config.recipe
     first = config.batch.size
     if recipe.growth == "decays":
@@ -202,17 +220,26 @@ def batch_growth(config: Config, time: Clock) -> Growth:
     return growth
 
 
-def _check_rising(key: str, lengths: Sequence[float | str], at: Sequence[float], where: str) -> None:
+def _check_rising(
+    key: str, lengths: Sequence[float | str], at: Sequence[float], where: str
+) -> None:
     """`lengths` end after `at` epochs."""
     for earlier, later, length, other in zip(at, at[1:], lengths, lengths[1:], strict=False):
         if not earlier < later:
-            what = f"{key}: {_with_epochs(read_length(other), later)} come after {_with_epochs(read_length(length), earlier)}"
+            what = (
+                f"{key}: {_with_epochs(read_length(other), later)} come after "
+                f"{_with_epochs(read_length(length), earlier)}"
+            )
             raise UserError(what, where, "lengths of which each is more than the one before")
 
 
 def _with_epochs(length: Length, epochs: float) -> str:
     """500 steps (0.35 epochs)"""
-    return length.words() if length.unit == "epochs" else f"{length.words()} ({epochs:g} epoch{'s' if epochs != 1 else ''})"
+    return (
+        length.words()
+        if length.unit == "epochs"
+        else f"{length.words()} ({epochs:g} epoch{'s' if epochs != 1 else ''})"
+    )
 
 
 def _check_batches_fit(growth: Growth, config: Config, dataset: int) -> None:
@@ -221,12 +248,18 @@ def _check_batches_fit(growth: Growth, config: Config, dataset: int) -> None:
     for batch in (growth.first, *growth.to):
         if batch > dataset:
             key = "batch.size" if batch == growth.first else later_key
-            raise UserError(f"batch {batch} is more than the {dataset} training samples", config.where(key), f"{dataset} or less")
+            raise UserError(
+                f"batch {batch} is more than the {dataset} training samples",
+                config.where(key),
+                f"{dataset} or less",
+            )
 
 
 def _check_rates_are_finite(schedule: Schedule, config: Config, end: float) -> None:
     try:
-        finite = all(math.isfinite(schedule(epoch)) for epoch in (0.0, end / 2, end) if epoch < math.inf)
+        finite = all(
+            math.isfinite(schedule(epoch)) for epoch in (0.0, end / 2, end) if epoch < math.inf
+        )
     except OverflowError:
         finite = False
     if not finite:
@@ -235,9 +268,11 @@ def _check_rates_are_finite(schedule: Schedule, config: Config, end: float) -> N
 
 
 def _schedule_after_warmup(config: Config, time: Clock, growth: Growth, warmup: float) -> Schedule:
-    """The pieces of recipe.chain one after the other, of which the first begins where the warm-up ends; or that of recipe.schedule.
+    """The pieces of recipe.chain one after the other, of which the first begins where the warm-up
+    ends; or that of recipe.schedule.
 
-    The milestones of recipe.schedule=steps count from the beginning of the job; what decays begins after the warm-up.
+    The milestones of recipe.schedule=steps count from the beginning of the job; what decays begins
+    after the warm-up.
 
     Raises UserError where the last piece begins at the end of the job or later.
     """
@@ -247,24 +282,41 @@ def _schedule_after_warmup(config: Config, time: Clock, growth: Growth, warmup: 
     where = config.where(key)
     starts = [warmup if config.recipe.chain else 0.0]
     for piece in pieces:
-        starts.append(end if piece.length is None else time.after(starts[-1], read_length(piece.length), growth, where))
+        starts.append(
+            end
+            if piece.length is None
+            else time.after(starts[-1], read_length(piece.length), growth, where)
+        )
     if starts[-2] >= end:
         what = f"recipe.chain's last piece begins at epoch {starts[-2]:g} of {end:g}"
         raise UserError(what, where, "shorter pieces, or a longer job")
     schedules: list[Schedule] = []
     for piece, start, stop in zip(pieces, starts, starts[1:], strict=False):
-        milestones = tuple(time.after(start, read_length(each), growth, where) for each in piece.milestones)
+        milestones = tuple(
+            time.after(start, read_length(each), growth, where) for each in piece.milestones
+        )
         _check_rising(key, piece.milestones, milestones, where)
-        schedules.append(_piece_schedule(piece, peak_lr(config), milestones, max(start, warmup), stop, time.multiplier))
+        schedules.append(
+            _piece_schedule(
+                piece, peak_lr(config), milestones, max(start, warmup), stop, time.multiplier
+            )
+        )
     return schedules[0] if len(schedules) == 1 else Chain(tuple(starts[:-1]), tuple(schedules))
 
 
 def _piece_schedule(
-    piece: PieceConfig, peak: float, milestones: tuple[float, ...], decay_start: float, end: float, multiplier: int
+    piece: PieceConfig,
+    peak: float,
+    milestones: tuple[float, ...],
+    decay_start: float,
+    end: float,
+    multiplier: int,
 ) -> Schedule:
     """One piece up to epoch `end`; a decay begins at `decay_start`, after the warm-up."""
     value = peak * piece.scale
-    decay_end = max(end, decay_start + 1e-9)  # a piece of 1e-300 epochs, as of a job that ends within the warm-up, has no length
+    decay_end = max(
+        end, decay_start + 1e-9
+    )  # a piece of 1e-300 epochs, as of a job that ends within the warm-up, has no length
     match piece.kind:
         case "steps":
             return Steps(value, milestones, piece.gamma)

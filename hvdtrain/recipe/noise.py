@@ -1,4 +1,5 @@
-"""Gradient noise: its scale, up to which larger batches save steps, measured in each step; and noise that a recipe adds."""
+"""Gradient noise: its scale, up to which larger batches save steps, measured in each step; and
+noise that a recipe adds."""
 
 from __future__ import annotations
 
@@ -11,19 +12,32 @@ import numpy as np
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import fold
 
-NOISE_SCALE_KEYS = ("excess", "excess_inv", "big", "big_inv", "steps")  # in the sums of Learner.step(), added over ranks and steps
+NOISE_SCALE_KEYS = (
+    "excess",
+    "excess_inv",
+    "big",
+    "big_inv",
+    "steps",
+)  # in the sums of Learner.step(), added over ranks and steps
 _STREAM = 0x5EED0001  # a counter that dropout and shuffles do not use
 
 
-def noise_scale_sums(local_square: Any, global_square: Any, count: int, batch: int, ranks: int) -> Sums:
+def noise_scale_sums(
+    local_square: Any, global_square: Any, count: int, batch: int, ranks: int
+) -> Sums:
     """One rank's summands of NOISE_SCALE_KEYS in one step, as device scalars where the squares are.
 
-    local_square: squared norm of the rank's part of the gradient, the sum over its `count` samples divided by `batch`, the samples of all
-    ranks
-    global_square: squared norm of the mean gradient over the batch
-    A rank without samples adds 0 to the excess.
+    local_square: squared norm of the rank's part of the gradient, the sum over its `count` samples
+    divided by `batch`, the samples of all ranks global_square: squared norm of the mean gradient
+    over the batch A rank without samples adds 0 to the excess.
     """
-    sums = {"excess": 0.0, "excess_inv": 0.0, "big": global_square / ranks, "big_inv": 1.0 / batch / ranks, "steps": 1.0 / ranks}
+    sums = {
+        "excess": 0.0,
+        "excess_inv": 0.0,
+        "big": global_square / ranks,
+        "big_inv": 1.0 / batch / ranks,
+        "steps": 1.0 / ranks,
+    }
     if count:
         sums["excess"] = local_square * (batch / count) ** 2 - global_square
         sums["excess_inv"] = 1.0 / count - 1.0 / batch
@@ -32,12 +46,14 @@ def noise_scale_sums(local_square: Any, global_square: Any, count: int, batch: i
 
 @dataclass
 class NoiseScale:
-    """Smooths two estimates and divides them: B_noise = S / |G|^2 (McCandlish et al. 2018, arXiv:1812.06162, eq. 2.9 and appendix A.1).
+    """Smooths two estimates and divides them: B_noise = S / |G|^2 (McCandlish et al. 2018,
+    arXiv:1812.06162, eq. 2.9 and appendix A.1).
 
-    A mean gradient over b samples has E ||g||^2 = |G|^2 + S / b. So the squared norm of a rank's own mean gradient over b samples
-    exceeds that of the global batch, over B, by S (1 / b - 1 / B) on average. S is the sum of these excesses over ranks and steps divided
-    by the sum of (1 / b - 1 / B), for any shares of the ranks and any growth of the batch. |G|^2 and S are smoothed apart, since their
-    ratio is biased.
+    A mean gradient over b samples has E ||g||^2 = |G|^2 + S / b. So the squared norm of a rank's
+    own mean gradient over b samples exceeds that of the global batch, over B, by S (1 / b - 1 / B)
+    on average. S is the sum of these excesses over ranks and steps divided by the sum of (1 / b - 1
+    / B), for any shares of the ranks and any growth of the batch. |G|^2 and S are smoothed apart,
+    since their ratio is biased.
     """
 
     decay: float = 0.9  # of the moving averages, for each update
@@ -45,17 +61,22 @@ class NoiseScale:
     noise: float = 0.0  # S, moving sum over steps
 
     def update(self, sums: Sums) -> dict[str, float]:
-        """Adds the sums over some steps and all ranks; returns {"noise_scale": samples}, NaN while |G|^2 is not above 0.
+        """Adds the sums over some steps and all ranks; returns {"noise_scale": samples}, NaN while
+        |G|^2 is not above 0.
 
         Returns {} where the sums lack NOISE_SCALE_KEYS: nothing was measured.
         """
         if not set(NOISE_SCALE_KEYS) <= sums.keys():
             return {}
         excess, excess_inv, big, big_inv, steps = (sums[key] for key in NOISE_SCALE_KEYS)
-        if excess_inv and math.isfinite(excess) and math.isfinite(big):  # excess_inv is 0 where each step's samples were on one rank
+        if (
+            excess_inv and math.isfinite(excess) and math.isfinite(big)
+        ):  # excess_inv is 0 where each step's samples were on one rank
             noise = excess / excess_inv  # S
             self.noise = self.decay * self.noise + noise * steps
-            self.signal = self.decay * self.signal + big - noise * big_inv  # |G|^2 times the number of steps
+            self.signal = (
+                self.decay * self.signal + big - noise * big_inv
+            )  # |G|^2 times the number of steps
         return {"noise_scale": self.value}
 
     @property
@@ -65,12 +86,14 @@ class NoiseScale:
 
 
 def sample_weights(seed: int, step: int, samples: np.ndarray, deviation: float) -> np.ndarray:
-    """z ~ N(1, deviation^2), float64 (n,), for samples int64 (n,) (Hoffer et al. 2017, arXiv:1705.08741, appendix A).
+    """z ~ N(1, deviation^2), float64 (n,), for samples int64 (n,) (Hoffer et al. 2017,
+    arXiv:1705.08741, appendix A).
 
     A pure function of (seed, step, sample): the same on whichever rank reads the sample.
 
-    Weighting each sample's loss by z leaves the expected mean gradient unchanged and multiplies its covariance by 1 + deviation^2.
-    Box-Muller transform of two counters: equal on every platform up to the rounding of log and cos.
+    Weighting each sample's loss by z leaves the expected mean gradient unchanged and multiplies its
+    covariance by 1 + deviation^2. Box-Muller transform of two counters: equal on every platform up
+    to the rounding of log and cos.
     """
     keys = samples.astype(np.uint64)
     first, second = (_uniform(fold(seed, _STREAM + half, step, keys)) for half in (0, 1))
@@ -78,7 +101,8 @@ def sample_weights(seed: int, step: int, samples: np.ndarray, deviation: float) 
 
 
 def noise_variance(eta: float, step: int) -> float:
-    """eta / (1 + step)^0.55, annealed Gaussian noise (Neelakantan et al. 2015, arXiv:1511.06807, eq. 1); step: updates done."""
+    """eta / (1 + step)^0.55, annealed Gaussian noise (Neelakantan et al. 2015, arXiv:1511.06807,
+    eq. 1); step: updates done."""
     return float(eta / (1.0 + step) ** 0.55)
 
 

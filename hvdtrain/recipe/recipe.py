@@ -1,4 +1,5 @@
-"""Recipe: every number of a step as a pure function of progress; the schedules of its rate, and what evaluations make of it, in order."""
+"""Recipe: every number of a step as a pure function of progress; the schedules of its rate, and
+what evaluations make of it, in order."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ from hvdtrain.recipe.noise import noise_variance
 
 Schedule = Callable[[float], float]  # epochs done, with the fraction -> value of the next step
 Scale = Literal["linear", "sqrt", "none"]
-INFINITIES = {"inf": math.inf, "-inf": -math.inf}  # by their words in JSON, which has no such numbers
+INFINITIES = {
+    "inf": math.inf,
+    "-inf": -math.inf,
+}  # by their words in JSON, which has no such numbers
 
 
 def _number_of(value: Any, number: Callable[[Any], float]) -> float:
@@ -52,7 +56,9 @@ class Recipe:
         batch = self.batch(progress.epochs)
         return Hyper(
             lr=self.lr(progress.epochs) * scaling(self.lr_follows_batch, batch, self.batch.first),
-            momentum=self.momentum if self.momentum_cycle is None else self.momentum_cycle(progress.epochs),
+            momentum=self.momentum
+            if self.momentum_cycle is None
+            else self.momentum_cycle(progress.epochs),
             weight_decay=self.weight_decay,
             batch=batch,
             step=progress.step,
@@ -68,13 +74,18 @@ class Recipe:
 
     def judge(self, state: Plateau, progress: Progress, value: float, better: Better) -> Plateau:
         """The state after an evaluation with this value of the objective."""
-        return state if self.plateau is None else self.plateau.after(state, progress.epochs, value, better)
+        return (
+            state
+            if self.plateau is None
+            else self.plateau.after(state, progress.epochs, value, better)
+        )
 
 
 def scaling(scale: Scale, batch: int, base_batch: int) -> float:
     """The factor by which a learning rate for base_batch is multiplied.
 
-    linear: batch / base_batch (Goyal et al. 2017, arXiv:1706.02677, 2.1). sqrt: its square root (Krizhevsky 2014, arXiv:1404.5997, 5.1).
+    linear: batch / base_batch (Goyal et al. 2017, arXiv:1706.02677, 2.1). sqrt: its square root
+    (Krizhevsky 2014, arXiv:1404.5997, 5.1).
     """
     if scale == "none":
         return 1.0
@@ -93,7 +104,8 @@ class Constant:
 
 @dataclass(frozen=True)
 class Steps:
-    """`value`, multiplied by gamma at each milestone (epochs, rising): the step that starts at a milestone has the new value."""
+    """`value`, multiplied by gamma at each milestone (epochs, rising): the step that starts at a
+    milestone has the new value."""
 
     value: float
     milestones: tuple[float, ...]
@@ -105,7 +117,8 @@ class Steps:
 
 @dataclass(frozen=True)
 class Cosine:
-    """Half a cosine from `value` at epoch `begin` to `end` at epoch `finish` (Loshchilov, Hutter 2016, arXiv:1608.03983, eq. 5)."""
+    """Half a cosine from `value` at epoch `begin` to `end` at epoch `finish` (Loshchilov, Hutter
+    2016, arXiv:1608.03983, eq. 5)."""
 
     value: float
     end: float
@@ -119,10 +132,12 @@ class Cosine:
 
 @dataclass(frozen=True)
 class OneCycle:
-    """Half a cosine from `start` to `top` at epoch `turn`, and another one to `end` at epoch `finish`.
+    """Half a cosine from `start` to `top` at epoch `turn`, and another one to `end` at epoch
+    `finish`.
 
-    Source: Smith, Topin 2017, arXiv:1708.07120, in the form of torch.optim.lr_scheduler.OneCycleLR (anneal_strategy="cos"), whose last
-    step is one before its total_steps; here, as in every schedule, the end is after the last step.
+    Source: Smith, Topin 2017, arXiv:1708.07120, in the form of torch.optim.lr_scheduler.OneCycleLR
+    (anneal_strategy="cos"), whose last step is one before its total_steps; here, as in every
+    schedule, the end is after the last step.
     """
 
     start: float
@@ -156,13 +171,18 @@ class UsersSchedule:
             found = math.nan
         if not 0 <= found < math.inf:
             what = f"the schedule gives {short(repr(factor))} after {share:.3g} of the job"
-            raise UserError(what, self.where, "a function of one number, 0 to 1, that gives a factor of the rate, 0 or more")
+            raise UserError(
+                what,
+                self.where,
+                "a function of one number, 0 to 1, that gives a factor of the rate, 0 or more",
+            )
         return self.peak * found
 
 
 @dataclass(frozen=True)
 class Polynomial:
-    """end + (value - end) (1 - done)^power from epoch `begin` to epoch `finish` (You et al. 2017, arXiv:1708.03888, with power 2)."""
+    """end + (value - end) (1 - done)^power from epoch `begin` to epoch `finish` (You et al. 2017,
+    arXiv:1708.03888, with power 2)."""
 
     value: float
     end: float
@@ -171,12 +191,17 @@ class Polynomial:
     power: float
 
     def __call__(self, epochs: float) -> float:
-        return self.end + (self.value - self.end) * (1 - _fraction(epochs, self.begin, self.finish)) ** self.power
+        return (
+            self.end
+            + (self.value - self.end)
+            * (1 - _fraction(epochs, self.begin, self.finish)) ** self.power
+        )
 
 
 @dataclass(frozen=True)
 class Exponential:
-    """value gamma^((epochs - begin) / per): multiplied by gamma every `per` epochs from epoch `begin` on, evenly by step."""
+    """value gamma^((epochs - begin) / per): multiplied by gamma every `per` epochs from epoch
+    `begin` on, evenly by step."""
 
     value: float
     gamma: float
@@ -189,7 +214,8 @@ class Exponential:
 
 @dataclass(frozen=True)
 class Chain:
-    """Schedules one after the other: from starts[i] on, pieces[i]. All of them count epochs from the beginning of the job."""
+    """Schedules one after the other: from starts[i] on, pieces[i]. All of them count epochs from
+    the beginning of the job."""
 
     starts: tuple[float, ...]
     pieces: tuple[Schedule, ...]
@@ -211,10 +237,11 @@ class AtLeast:
 
 @dataclass(frozen=True)
 class Warmup:
-    """Before `epochs` rises linearly from `start` towards the value of `then`; from there on equal to `then`.
+    """Before `epochs` rises linearly from `start` towards the value of `then`; from there on equal
+    to `then`.
 
-    Goyal 2017, arXiv:1706.02677, 2.2: gradual warm-up. The first step has `start`; with start 0 it changes no weight and fills the
-    momentum.
+    Goyal 2017, arXiv:1706.02677, 2.2: gradual warm-up. The first step has `start`; with start 0 it
+    changes no weight and fills the momentum.
     """
 
     epochs: float
@@ -223,12 +250,17 @@ class Warmup:
 
     def __call__(self, epochs: float) -> float:
         value = self.then(epochs)
-        return value if epochs >= self.epochs else self.start + (value - self.start) * (epochs / self.epochs)
+        return (
+            value
+            if epochs >= self.epochs
+            else self.start + (value - self.start) * (epochs / self.epochs)
+        )
 
 
 @dataclass(frozen=True)
 class ConstantWarmup:
-    """`start` before `epochs`, from there on equal to `then` (Goyal 2017, arXiv:1706.02677, 2.2, constant warm-up)."""
+    """`start` before `epochs`, from there on equal to `then` (Goyal 2017, arXiv:1706.02677, 2.2,
+    constant warm-up)."""
 
     epochs: float
     start: float
@@ -244,19 +276,26 @@ def _fraction(epochs: float, begin: float, finish: float) -> float:
 
 
 class Plateau(NamedTuple):
-    """What the evaluations of a job have come to. With the position in the job it is all that the rate of a step depends on."""
+    """What the evaluations of a job have come to. With the position in the job it is all that the
+    rate of a step depends on."""
 
-    share: Annotated[float, Field(ge=0, le=1)] = 1.0  # of the rate that the recipe has at a position
+    share: Annotated[float, Field(ge=0, le=1)] = (
+        1.0  # of the rate that the recipe has at a position
+    )
     best: NumberOrInfinity | None = None
     bad: Annotated[int, Field(ge=0, lt=2**63)] = 0  # evaluations in a row without a better one
-    cooldown: Annotated[int, Field(ge=0, lt=2**63)] = 0  # evaluations to come that are not counted as bad
+    cooldown: Annotated[int, Field(ge=0, lt=2**63)] = (
+        0  # evaluations to come that are not counted as bad
+    )
 
 
 @dataclass(frozen=True)
 class PlateauRule:
-    """The rate is multiplied by gamma after more than `patience` evaluations in a row without a better one.
+    """The rate is multiplied by gamma after more than `patience` evaluations in a row without a
+    better one.
 
-    The rule of torch.optim.lr_scheduler.ReduceLROnPlateau, whose names these are; its factor is gamma, and min_lr recipe.end_lr.
+    The rule of torch.optim.lr_scheduler.ReduceLROnPlateau, whose names these are; its factor is
+    gamma, and min_lr recipe.end_lr.
     """
 
     peak: float  # the rate after the warm-up
@@ -292,5 +331,7 @@ class PlateauRule:
         if best is None:
             return not math.isnan(value)
         sign = 1 if better == "max" else -1
-        least = best * (1 + sign * self.threshold) if self.is_relative else best + sign * self.threshold
+        least = (
+            best * (1 + sign * self.threshold) if self.is_relative else best + sign * self.threshold
+        )
         return value > least if better == "max" else value < least

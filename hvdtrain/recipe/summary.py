@@ -1,4 +1,5 @@
-"""The recipe for people: the arithmetic behind the learning rate on one line, the batch on another."""
+"""The recipe for people: the arithmetic behind the learning rate on one line, the batch on
+another."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ MOST_EPOCHS = 64  # of which averages_lines() counts the steps
 
 
 def lr_summary(config: Config, dataset: int, context: int | None = None) -> str:
-    """lr 0.1 x 8192/256 = 3.2 after 5 warm-up epochs (linear scaling, from 0.1), then x 0.1 at epochs 30, 60, 80"""
+    """lr 0.1 x 8192/256 = 3.2 after 5 warm-up epochs (linear scaling, from 0.1), then x 0.1 at
+    epochs 30, 60, 80"""
     multiplier = epoch_multiplier(config)
     line = _peak_and_warmup(config, multiplier)
     for piece in schedule_pieces(config.recipe):
@@ -28,27 +30,36 @@ def lr_summary(config: Config, dataset: int, context: int | None = None) -> str:
     if config.recipe.function is not None:
         line += f" x {class_of_object(config.recipe.function)}(share of the job)"
     if config.recipe.schedule == "one_cycle":
-        line += f", one cycle from {peak_lr(config) / 25:g} up over 30% of the job, down to {peak_lr(config) / 25e4:.3g}"
+        line += (
+            f", one cycle from {peak_lr(config) / 25:g} up over 30% of the job, down to "
+            f"{peak_lr(config) / 25e4:.3g}"
+        )
     if config.recipe.cycle_momentum:
         line += ", momentum {1:g} to {0:g} and back".format(*config.recipe.cycle_momentum)
     if config.recipe.schedule == "plateau":
         patience = config.recipe.patience
         evaluations = f"{patience} evaluation{'s' if patience != 1 else ''} in a row"
-        line += f", then x {config.recipe.gamma:g} after more than {evaluations} without a better one"
+        line += (
+            f", then x {config.recipe.gamma:g} after more than {evaluations} without a better one"
+        )
         line += f", down to {config.recipe.end_lr:g}" if config.recipe.end_lr else ""
     if config.recipe.floor:
         line += f", never below {config.recipe.floor * peak_lr(config):g}"
     if config.recipe.growth == "decays":
         line += f", replaced by batch growth up to {config.recipe.batch_max}"
     if config.recipe.growth == "milestones" and config.recipe.scale != "none":
-        line += f"; follows the batch ({config.recipe.scale}): {_rates_of_grown_batches(config, dataset, context)}"
+        line += (
+            f"; follows the batch ({config.recipe.scale}): "
+            f"{_rates_of_grown_batches(config, dataset, context)}"
+        )
     if multiplier > 1:
         line += f"; regime adapted: {multiplier} times the epochs"
     return line
 
 
 def noise_summary(config: Config) -> str:
-    """gradient noise of variance 0.01 / (1 + step)^0.55; losses of samples weighted with variance 2; empty where there is none."""
+    """gradient noise of variance 0.01 / (1 + step)^0.55; losses of samples weighted with variance
+    2; empty where there is none."""
     recipe = config.recipe
     parts = []
     if recipe.gradient_noise:
@@ -62,24 +73,36 @@ def noise_summary(config: Config) -> str:
 
 def batch_summary(recipe: Recipe) -> str:
     """128, 640 from epoch 60, 3200 from epoch 120"""
-    changes = [f"{batch} from epoch {epoch:g}" for epoch, batch in zip(recipe.batch.at, recipe.batch.to, strict=True)]
+    changes = [
+        f"{batch} from epoch {epoch:g}"
+        for epoch, batch in zip(recipe.batch.at, recipe.batch.to, strict=True)
+    ]
     return ", ".join([str(recipe.batch.first), *changes])
 
 
 def averages_lines(local_steps: int, recipe: Recipe, dataset: int) -> list[str]:
-    """averages of the weights after each 3 local steps, and at the end of each epoch, of 22 or 23 steps: the count begins again there
+    """averages of the weights after each 3 local steps, and at the end of each epoch, of 22 or 23
+    steps: the count begins again there
 
-    No line where comm.local_steps divides every epoch from comm.local_from on: then the end of an epoch is where ranks average anyway.
+    No line where comm.local_steps divides every epoch from comm.local_from on: then the end of an
+    epoch is where ranks average anyway.
     """
     first = math.floor(recipe.local_from) + 1
     last = math.floor(min(recipe.epochs, first + MOST_EPOCHS))
-    ends = [steps_before(epoch, recipe.batch, dataset) for epoch in (recipe.local_from, *range(first, last + 1))]
+    ends = [
+        steps_before(epoch, recipe.batch, dataset)
+        for epoch in (recipe.local_from, *range(first, last + 1))
+    ]
     lengths = [int(later - earlier) for earlier, later in itertools.pairwise(ends)]
     if not any(length % local_steps for length in lengths):
         return []
     least = min(lengths)
     most = max(lengths)
-    steps = f"{most} step{'s' if most > 1 else ''}" if least == most else f"{least} {'or' if most == least + 1 else 'to'} {most} steps"
+    steps = (
+        f"{most} step{'s' if most > 1 else ''}"
+        if least == most
+        else f"{least} {'or' if most == least + 1 else 'to'} {most} steps"
+    )
     after = f"after each {local_steps} local steps, and at the end of each epoch, of {steps}"
     return [f"averages of the weights {after}: the count begins again there"]
 
@@ -99,8 +122,15 @@ def _peak_and_warmup(config: Config, multiplier: int) -> str:
     if length.amount:
         words = length.words(multiplier)
         amount, _, unit = words.rpartition(" ")
-        line += f" after a warm-up of {words}" if length.unit == "%" else f" after {amount} warm-up {unit}"
-        notes.append(f"{'all at' if recipe.warmup_kind == 'constant' else 'from'} {warmup_start_lr(config):g}")
+        line += (
+            f" after a warm-up of {words}"
+            if length.unit == "%"
+            else f" after {amount} warm-up {unit}"
+        )
+        notes.append(
+            f"{'all at' if recipe.warmup_kind == 'constant' else 'from'} "
+            f"{warmup_start_lr(config):g}"
+        )
     return f"{line} ({', '.join(notes)})" if notes else line
 
 
@@ -110,17 +140,22 @@ def _rates_of_grown_batches(config: Config, dataset: int, context: int | None) -
     peak = peak_lr(config)
     rates = []
     for epoch, batch in zip(growth.at, growth.to, strict=True):
-        rates.append(f"{peak * scaling(config.recipe.scale, batch, growth.first):g} from epoch {epoch:g}")
+        rates.append(
+            f"{peak * scaling(config.recipe.scale, batch, growth.first):g} from epoch {epoch:g}"
+        )
     return ", ".join(rates)
 
 
 def _piece_summary(piece: PieceConfig, multiplier: int) -> str:
-    """x 0.1 at epochs 30, 60, 80; empty for a constant piece that goes to the end at the peak rate."""
+    """x 0.1 at epochs 30, 60, 80; empty for a constant piece that goes to the end at the peak
+    rate."""
     length = f" for {read_length(piece.length).words(multiplier)}" if piece.length else ""
     scale = f" from x {piece.scale:g}" if piece.scale != 1 else ""
     match piece.kind:
         case "steps":
-            return f"x {piece.gamma:g} at {_milestones(piece.milestones, multiplier)}{scale}{length}"
+            return (
+                f"x {piece.gamma:g} at {_milestones(piece.milestones, multiplier)}{scale}{length}"
+            )
         case "linear":
             return f"linear to {piece.end_lr:g}{scale}{length}"
         case "cosine":

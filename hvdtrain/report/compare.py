@@ -1,4 +1,5 @@
-"""Runs side by side: the configuration keys in which they differ, and how they scale over ranks, with the spread over seeds."""
+"""Runs side by side: the configuration keys in which they differ, and how they scale over ranks,
+with the spread over seeds."""
 
 from __future__ import annotations
 
@@ -26,10 +27,19 @@ _LOCATION_KEYS = (
 )
 _MODEL_KEYS = ("parallel.pipeline", "parallel.tensor", "parallel.dense")
 _OBSERVATION_PREFIXES = ("log.", "guard.", "checkpoint.", "profile.")
-_COMMUNICATION_PREFIXES = ("comm.", "parallel.", "shard.")  # what ranks send each other, not what is trained
-_BATCH_KEYS = ("batch.size", "batch.per_rank")  # more ranks keep either the batch over all ranks or the batch of each rank
+_COMMUNICATION_PREFIXES = (
+    "comm.",
+    "parallel.",
+    "shard.",
+)  # what ranks send each other, not what is trained
+_BATCH_KEYS = (
+    "batch.size",
+    "batch.per_rank",
+)  # more ranks keep either the batch over all ranks or the batch of each rank
 _START_FIELDS = ("ranks", "engine", "device")
-SHORTEST_S = 10.0  # of a job whose speed is compared: the first seconds of a shorter one are most of it
+SHORTEST_S = (
+    10.0  # of a job whose speed is compared: the first seconds of a shorter one are most of it
+)
 
 
 class Spread(NamedTuple):
@@ -64,22 +74,37 @@ class ScalingComparison(NamedTuple):
 
 def spread(values: list[float]) -> Spread:
     known = summary.finite(values)
-    return Spread(fmean(known) if known else math.nan, stdev(known) if len(known) > 1 else math.nan, len(known))
+    return Spread(
+        fmean(known) if known else math.nan,
+        stdev(known) if len(known) > 1 else math.nan,
+        len(known),
+    )
 
 
 def differing_keys(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
-    """(key, its value in each run) of the keys whose values are not all equal, but for `run`; None where a run lacks the key."""
+    """(key, its value in each run) of the keys whose values are not all equal, but for `run`; None
+    where a run lacks the key."""
     keys = dict.fromkeys(key for run in runs for key in run.config if key != "run")
     values = {key: [run.config.get(key) for run in runs] for key in keys}
-    return [(key, of_runs) for key, of_runs in values.items() if len({_json(value) for value in of_runs}) > 1]
+    return [
+        (key, of_runs)
+        for key, of_runs in values.items()
+        if len({_json(value) for value in of_runs}) > 1
+    ]
 
 
 def scaling_comparisons(runs: Sequence[RunRecord]) -> list[ScalingComparison]:
-    """Comparisons at a constant batch over all ranks (strong scaling), and at a constant batch of each rank (weak scaling).
+    """Comparisons at a constant batch over all ranks (strong scaling), and at a constant batch of
+    each rank (weak scaling).
 
-    Runs are left out whose configuration or ranks are not known, that changed ranks, engine or device on the way, or that are short.
+    Runs are left out whose configuration or ranks are not known, that changed ranks, engine or
+    device on the way, or that are short.
     """
-    comparable = [run for run in runs if run.config and run.ranks and not changes_between_starts(run) and not is_short(run)]
+    comparable = [
+        run
+        for run in runs
+        if run.config and run.ranks and not changes_between_starts(run) and not is_short(run)
+    ]
     return [
         comparison
         for same_training in _groups(comparable, _training_key)
@@ -95,22 +120,28 @@ def is_short(run: RunRecord) -> bool:
 
 
 def changes_between_starts(run: RunRecord) -> str:
-    """What a resumed job changed, as "ranks 1, then 2"; empty where nothing. A start whose steps were all repeated does not count."""
+    """What a resumed job changed, as "ranks 1, then 2"; empty where nothing. A start whose steps
+    were all repeated does not count."""
     starts: list[Fields] = []
     for start in run.events_of("start"):
         starts = [*(old for old in starts if number(old, "step") < number(start, "step")), start]
     changes = []
     for field in _START_FIELDS:
-        values = list(dict.fromkeys(str(start[field]) for start in starts if start.get(field) is not None))
+        values = list(
+            dict.fromkeys(str(start[field]) for start in starts if start.get(field) is not None)
+        )
         if len(values) > 1:
             changes.append(f"{field} {', then '.join(values)}")
     return "; ".join(changes)
 
 
 def global_batch(run: RunRecord) -> float:
-    """Samples of a step over all ranks: batch.size, else that of the first step event; NaN where neither is known."""
+    """Samples of a step over all ranks: batch.size, else that of the first step event; NaN where
+    neither is known."""
     first_step = next(iter(run.step_events()), {})
-    return summary.first_finite(number({"size": run.config.get("batch.size")}, "size"), number(first_step, "batch"))
+    return summary.first_finite(
+        number({"size": run.config.get("batch.size")}, "size"), number(first_step, "batch")
+    )
 
 
 def _batch_of_rank(run: RunRecord) -> float:
@@ -142,20 +173,31 @@ def _training_key(run: RunRecord) -> str:
     """Equal for runs that train the same, whatever their seed, ranks and communication."""
     ignored_keys = (*_LOCATION_KEYS, *_BATCH_KEYS, "seed")
     ignored_prefixes = (*_COMMUNICATION_PREFIXES, *_OBSERVATION_PREFIXES)
-    config = {key: value for key, value in run.config.items() if key not in ignored_keys and not key.startswith(ignored_prefixes)}
+    config = {
+        key: value
+        for key, value in run.config.items()
+        if key not in ignored_keys and not key.startswith(ignored_prefixes)
+    }
     energy = run.start_event.get("energy")
-    on_gpus = isinstance(energy, dict) and "gpu" in energy  # speed.device=auto takes what the machine has
+    on_gpus = (
+        isinstance(energy, dict) and "gpu" in energy
+    )  # speed.device=auto takes what the machine has
     return _json([sorted(config.items()), run.start_event.get("device"), on_gpus])
 
 
 def _communication_key(run: RunRecord) -> str:
     """Equal for runs whose ranks communicate alike."""
-    config = {key: value for key, value in run.config.items() if key.startswith(_COMMUNICATION_PREFIXES) and key not in _LOCATION_KEYS}
+    config = {
+        key: value
+        for key, value in run.config.items()
+        if key.startswith(_COMMUNICATION_PREFIXES) and key not in _LOCATION_KEYS
+    }
     return _json([run.start_event.get("engine"), sorted(config.items())])
 
 
 def _by_communication(runs: list[RunRecord]) -> list[list[RunRecord]]:
-    """A group for each way of communication; runs on one rank, which do not communicate, are in every group."""
+    """A group for each way of communication; runs on one rank, which do not communicate, are in
+    every group."""
     single = [run for run in runs if run.ranks == 1]
     several = [run for run in runs if run.ranks != 1]
     return [single + group for group in _groups(several, _communication_key)]
@@ -166,29 +208,41 @@ def _at_constant_batch(runs: list[RunRecord], scaling: _Scaling) -> list[Scaling
     known = [run for run in runs if math.isfinite(scaling.batch(run))]
     groups = sorted(_groups(known, scaling.batch), key=lambda group: scaling.batch(group[0]))
     return [
-        ScalingComparison(scaling.description.format(scaling.batch(group[0])) + _of_models(group), _scaling_rows(group), group)
+        ScalingComparison(
+            scaling.description.format(scaling.batch(group[0])) + _of_models(group),
+            _scaling_rows(group),
+            group,
+        )
         for group in groups
         if len({run.ranks for run in group}) > 1
     ]
 
 
 def _of_models(group: Sequence[RunRecord]) -> str:
-    """Which ranks have one model together: ", parallel.tensor=2"; empty where every rank has a whole one."""
-    keys = {f"{key}={run.config.get(key)}" for run in group for key in _MODEL_KEYS if run.ranks != 1}
+    """Which ranks have one model together: ", parallel.tensor=2"; empty where every rank has a
+    whole one."""
+    keys = {
+        f"{key}={run.config.get(key)}" for run in group for key in _MODEL_KEYS if run.ranks != 1
+    }
     given = sorted(key for key in keys if not key.endswith(("=1", "=none", "=None")))
     return f", {', '.join(given)}" if given else ""
 
 
 def _scaling_rows(runs: list[RunRecord]) -> list[ScalingRow]:
-    """A row for each number of ranks, the fewest first: that row is what the others are compared with."""
+    """A row for each number of ranks, the fewest first: that row is what the others are compared
+    with."""
     rows: list[ScalingRow] = []
-    for group in sorted(_groups(runs, lambda run: run.ranks), key=lambda group: group[0].ranks or 1):
+    for group in sorted(
+        _groups(runs, lambda run: run.ranks), key=lambda group: group[0].ranks or 1
+    ):
         ranks = group[0].ranks or 1
         finished = [run for run in group if run.end_event.get("kind") == "end"]
         samples_per_s = spread([summary.samples_per_s(run) for run in group])
         joules_per_sample = spread([summary.joules_per_sample(run) for run in group])
         base_ranks = rows[0].ranks if rows else ranks
-        speed_up = _ratio(samples_per_s.mean, (rows[0].samples_per_s if rows else samples_per_s).mean)
+        speed_up = _ratio(
+            samples_per_s.mean, (rows[0].samples_per_s if rows else samples_per_s).mean
+        )
         row = ScalingRow(
             ranks=ranks,
             seeds=", ".join(sorted({_json(run.config.get("seed")) for run in group})),
@@ -198,7 +252,10 @@ def _scaling_rows(runs: list[RunRecord]) -> list[ScalingRow]:
             seconds=spread([summary.job_seconds(run) for run in finished]),
             last=spread([summary.last_value(run) for run in finished]),
             joules_per_sample=joules_per_sample,
-            energy_ratio=_ratio(joules_per_sample.mean, (rows[0].joules_per_sample if rows else joules_per_sample).mean),
+            energy_ratio=_ratio(
+                joules_per_sample.mean,
+                (rows[0].joules_per_sample if rows else joules_per_sample).mean,
+            ),
         )
         rows.append(row)
     return rows

@@ -13,7 +13,13 @@ from hvdtrain.core.folder import Folder
 from hvdtrain.errors import UserError
 from hvdtrain.events.redaction import redact_urls
 from hvdtrain.report import page_tables, summary
-from hvdtrain.report.compare import SHORTEST_S, changes_between_starts, differing_keys, is_short, scaling_comparisons
+from hvdtrain.report.compare import (
+    SHORTEST_S,
+    changes_between_starts,
+    differing_keys,
+    is_short,
+    scaling_comparisons,
+)
 from hvdtrain.report.page_tables import Table
 from hvdtrain.report.run import RunRecord, number, objective_of
 from hvdtrain.report.summary import mesh_of, stage_summary
@@ -21,7 +27,9 @@ from hvdtrain.version import __version__
 
 _LAST_EVENTS = 8  # of a run without a regular end
 _LONGEST_EVENT = 300  # characters
-_MOST_LEADS = 4  # runs that are introduced by a sentence each; of more runs the summary table is enough
+_MOST_LEADS = (
+    4  # runs that are introduced by a sentence each; of more runs the summary table is enough
+)
 
 
 class PageImage(NamedTuple):
@@ -32,8 +40,11 @@ class PageImage(NamedTuple):
     url: str  # data:image/...
 
 
-def render_page(runs: Sequence[RunRecord], labels: Sequence[str], images: Sequence[PageImage], command: str) -> str:
-    """The HTML of a report of one run or of several; `labels` are their short names, `command` the command line that made it.
+def render_page(
+    runs: Sequence[RunRecord], labels: Sequence[str], images: Sequence[PageImage], command: str
+) -> str:
+    """The HTML of a report of one run or of several; `labels` are their short names, `command` the
+    command line that made it.
 
     Raises UserError where jinja2 is not installed.
     """
@@ -41,8 +52,12 @@ def render_page(runs: Sequence[RunRecord], labels: Sequence[str], images: Sequen
         from jinja2 import Environment, StrictUndefined
     except ModuleNotFoundError:
         raise UserError("jinja2 is not installed", "report", "pip install jinja2") from None
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    template = environment.from_string(
+        Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    )
     labelled = list(zip(runs, labels, strict=True))
     several_ranks = len({run.ranks for run in runs}) > 1
     return template.render(
@@ -52,13 +67,22 @@ def render_page(runs: Sequence[RunRecord], labels: Sequence[str], images: Sequen
         tables=_tables(runs, labels),
         start=page_tables.startup(runs, labels),
         images=images,
-        samples=[(label, kind, drawn) for run, label in labelled for kind in SAMPLE_KINDS if (drawn := read_samples(run, kind))],
+        samples=[
+            (label, kind, drawn)
+            for run, label in labelled
+            for kind in SAMPLE_KINDS
+            if (drawn := read_samples(run, kind))
+        ],
         stragglers=[
             *_sentences(runs, labels, lambda run: stage_summary(run, summary.rank_work_ms(run))),
             *_sentences(runs, labels, summary.straggler_summary),
         ],
         ranks=page_tables.ranks(runs[0]) if len(runs) == 1 else Table([], []),
-        crashes=[(label, _last_events(run)) for run, label in labelled if run.end_event.get("kind") not in ("end", "stop")],
+        crashes=[
+            (label, _last_events(run))
+            for run, label in labelled
+            if run.end_event.get("kind") not in ("end", "stop")
+        ],
         settings=[(label, page_tables.settings(run)) for run, label in labelled if run.config],
         command=command,
         version=__version__,
@@ -68,7 +92,9 @@ def render_page(runs: Sequence[RunRecord], labels: Sequence[str], images: Sequen
 def _tables(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[tuple[str, Table]]:
     """(title, table) of those that have a row."""
     tables = [("Summary", page_tables.summary_table(runs, labels))]
-    tables.append((f"Time to {page_tables.objective_name(runs)}", page_tables.targets(runs, labels)))
+    tables.append(
+        (f"Time to {page_tables.objective_name(runs)}", page_tables.targets(runs, labels))
+    )
     tables.append(("Logged by the script", page_tables.logged(runs, labels)))
     tables.append(("Evaluations", page_tables.evaluations_table(runs, labels)))
     if len(runs) == 1:
@@ -76,11 +102,21 @@ def _tables(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[tuple[str,
         tables.append(("Mesh", page_tables.mesh_grid(runs[0])))
         tables.append(("Stages", page_tables.stages(runs[0])))
         tables.append(("Classes in the last evaluation", page_tables.classes(runs[0])))
-        tables.append(("Updates between a worker's reading of the weights and its update", page_tables.staleness(runs[0])))
+        tables.append(
+            (
+                "Updates between a worker's reading of the weights and its update",
+                page_tables.staleness(runs[0]),
+            )
+        )
     for comparison in scaling_comparisons(runs):
         tables.append((f"More ranks: batch {comparison.batch}", page_tables.scaling(comparison)))
     if len(runs) > 1:
-        tables.append(("What differs in the configuration", page_tables.differing(differing_keys(runs), labels)))
+        tables.append(
+            (
+                "What differs in the configuration",
+                page_tables.differing(differing_keys(runs), labels),
+            )
+        )
     return [(title, table) for title, table in tables if table.rows]
 
 
@@ -92,30 +128,45 @@ def _lead(run: RunRecord) -> str:
     time = summary.duration(summary.job_seconds(run))
     objective = objective_of(run)
     best = objective.shown(summary.best_value(run))
-    return f"{ranks}{time}, {f'best {objective.name} {best}' if best else 'not evaluated'}; {run.ending}"
+    return (
+        f"{ranks}{time}, {f'best {objective.name} {best}' if best else 'not evaluated'}; "
+        f"{run.ending}"
+    )
 
 
-def _sentences(runs: Sequence[RunRecord], labels: Sequence[str], sentence_of: Callable[[RunRecord], str]) -> list[str]:
+def _sentences(
+    runs: Sequence[RunRecord], labels: Sequence[str], sentence_of: Callable[[RunRecord], str]
+) -> list[str]:
     """A sentence about each run that has one, after the run's label where there are several."""
     sentences = [(label, sentence_of(run)) for run, label in zip(runs, labels, strict=True)]
-    return [f"{label}: {sentence}" if len(runs) > 1 else sentence for label, sentence in sentences if sentence]
+    return [
+        f"{label}: {sentence}" if len(runs) > 1 else sentence
+        for label, sentence in sentences
+        if sentence
+    ]
 
 
 def _warnings(run: RunRecord, label: str, several_ranks: bool) -> list[str]:
-    """What limits the results of a run; `several_ranks`: the report has runs on different numbers of ranks."""
+    """What limits the results of a run; `several_ranks`: the report has runs on different numbers
+    of ranks."""
     lines = []
     nonfinite = run.events_of("nonfinite")
     if nonfinite:
         first = nonfinite[0]
         last = nonfinite[-1]
-        steps = f"step {first['step']}" if len(nonfinite) == 1 else f"{len(nonfinite)} times, steps {first['step']} to {last['step']}"
+        steps = (
+            f"step {first['step']}"
+            if len(nonfinite) == 1
+            else f"{len(nonfinite)} times, steps {first['step']} to {last['step']}"
+        )
         lines.append(f"a loss or gradient was not finite: {steps}; policy {last.get('policy')}")
     failed = run.events_of("checkpoint_failed")
     if failed:
         last = failed[-1]
         reason = redact_urls(str(last.get("reason")))
         lines.append(
-            f"{len(failed)} checkpoint{'s' if len(failed) > 1 else ''} could not be written, the last at step {last['step']}: {reason}"
+            f"{len(failed)} checkpoint{'s' if len(failed) > 1 else ''} could not be written, the "
+            f"last at step {last['step']}: {reason}"
         )
     if not run.config:
         lines.append("config.yaml is missing or cannot be read: the run is compared with no other")
@@ -125,14 +176,20 @@ def _warnings(run: RunRecord, label: str, several_ranks: bool) -> list[str]:
     elif several_ranks and is_short(run):
         time = summary.duration(summary.job_seconds(run))
         lines.append(
-            f"a job of {time} says nothing about speed: the run is left out of the comparisons of ranks ({SHORTEST_S:g} s or more)"
+            f"a job of {time} says nothing about speed: the run is left out of the comparisons of "
+            f"ranks ({SHORTEST_S:g} s or more)"
         )
     return [f"{label}: {line}" for line in lines]
 
 
 def _last_events(run: RunRecord) -> str:
-    lines = (redact_urls(json.dumps(_rounded(event), ensure_ascii=False)) for event in run.events[-_LAST_EVENTS:])
-    return "\n".join(line if len(line) <= _LONGEST_EVENT else f"{line[:_LONGEST_EVENT]} ..." for line in lines)
+    lines = (
+        redact_urls(json.dumps(_rounded(event), ensure_ascii=False))
+        for event in run.events[-_LAST_EVENTS:]
+    )
+    return "\n".join(
+        line if len(line) <= _LONGEST_EVENT else f"{line[:_LONGEST_EVENT]} ..." for line in lines
+    )
 
 
 def _rounded(value: Any) -> Any:
@@ -165,7 +222,8 @@ SAMPLE_KINDS = (
     SampleKind(
         "masks",
         "Masks",
-        "Samples of the validation set: the image, its mask, and the class that the model says of each pixel.",
+        "Samples of the validation set: the image, its mask, and the class that the model says of "
+        "each pixel.",
         "images, their masks and those of the model",
         3,
     ),
@@ -184,12 +242,15 @@ class Drawn(NamedTuple):
 
 
 def read_samples(run: RunRecord, kind: SampleKind) -> list[Drawn]:
-    """A file that is no picture or text, or cannot be read, is left out: the report shows the rest."""
+    """A file that is no picture or text, or cannot be read, is left out: the report shows the
+    rest."""
     try:
         with Folder.open(run.folder, "samples") as folder:
             names = [(match, name) for name in folder.names() if (match := _NAME.fullmatch(name))]
             found = sorted((int(match[2]), name) for match, name in names if match[1] == kind.stem)
-            shown = [_read(folder, name, _title(run, step)) for step, name in evenly(found, kind.most)]
+            shown = [
+                _read(folder, name, _title(run, step)) for step, name in evenly(found, kind.most)
+            ]
     except OSError:
         return []
     return [drawn for drawn in shown if drawn]
@@ -204,7 +265,14 @@ def evenly(items: list[tuple[int, str]], most: int) -> list[tuple[int, str]]:
 
 def _title(run: RunRecord, step: int) -> str:
     objective = objective_of(run)
-    value = next((number(event, f"val_{objective.name}") for event in run.epoch_events() if event["step"] == step), None)
+    value = next(
+        (
+            number(event, f"val_{objective.name}")
+            for event in run.epoch_events()
+            if event["step"] == step
+        ),
+        None,
+    )
     shown = "" if value is None else objective.shown(value)
     return f"step {step:,}" + (f": validation {objective.name} {shown}" if shown else "")
 
@@ -216,4 +284,8 @@ def _read(folder: Folder, name: str, title: str) -> Drawn | None:
         return None
     if name.endswith(".txt"):
         return Drawn(title, "", data.decode(errors="replace"))
-    return Drawn(title, f"data:image/png;base64,{base64.b64encode(data).decode()}", "") if data.startswith(_PNG) else None
+    return (
+        Drawn(title, f"data:image/png;base64,{base64.b64encode(data).decode()}", "")
+        if data.startswith(_PNG)
+        else None
+    )

@@ -12,7 +12,16 @@ from typing import Any, NamedTuple
 from hvdtrain.events import redaction
 from hvdtrain.report import summary
 from hvdtrain.report.compare import ScalingComparison, Spread, global_batch
-from hvdtrain.report.run import RunRecord, class_results, evaluated_data, evaluations_of, finite_values, logged_names, number, objective_of
+from hvdtrain.report.run import (
+    RunRecord,
+    class_results,
+    evaluated_data,
+    evaluations_of,
+    finite_values,
+    logged_names,
+    number,
+    objective_of,
+)
 
 _MOST_RANKS = 32  # rows: the slowest ranks
 _MOST_HOSTS = 8
@@ -79,7 +88,11 @@ def _summary_column(run: RunRecord, objective: str) -> dict[str, str]:
         f"last {objective}": objective_of(run).shown(summary.last_value(run)) or "not evaluated",
         "time": summary.duration(summary.job_seconds(run)),
         "samples/s": shown(summary.samples_per_s(run)),
-        **({"tokens/s": shown(tokens)} if math.isfinite(tokens := summary.tokens_per_s(run)) else {}),
+        **(
+            {"tokens/s": shown(tokens)}
+            if math.isfinite(tokens := summary.tokens_per_s(run))
+            else {}
+        ),
         "memory of a rank": summary.memory_summary(run),
         "energy per sample": summary.energy_summary(run),
         "hvdtrain": _cell(start.get("version")),
@@ -117,27 +130,50 @@ def logged(runs: Sequence[RunRecord], labels: Sequence[str]) -> Table:
         for name in logged_names(run):
             values = finite_values(run, name)
             rows.append(
-                [label, name, *(shown(value) for value in (values[-1], min(values), max(values)))] if values else [label, name, *[""] * 3]
+                [label, name, *(shown(value) for value in (values[-1], min(values), max(values)))]
+                if values
+                else [label, name, *[""] * 3]
             )
-    return Table(["run", "name", "last", "least", "most"], rows, "Means over the steps between two sync points.")
+    return Table(
+        ["run", "name", "last", "least", "most"],
+        rows,
+        "Means over the steps between two sync points.",
+    )
 
 
 def staleness(run: RunRecord) -> Table:
-    """How old gradients were when they were applied: a row for each worker of parameter servers that are asynchronous."""
+    """How old gradients were when they were applied: a row for each worker of parameter servers
+    that are asynchronous."""
     found: dict[str, Counter[int]] = {}
     for event in run.events_of("step"):
         of_workers = event.get("staleness")
         for worker, counts in of_workers.items() if isinstance(of_workers, dict) else ():
             if isinstance(counts, dict):
-                ages = {int(age): n for age, n in counts.items() if age.isdecimal() and isinstance(n, int)}
+                ages = {
+                    int(age): n
+                    for age, n in counts.items()
+                    if age.isdecimal() and isinstance(n, int)
+                }
                 found.setdefault(worker, Counter()).update(ages)
     rows = []
-    for worker, counts in sorted(found.items(), key=lambda item: (len(item[0]), item[0]))[:_MOST_RANKS]:
+    for worker, counts in sorted(found.items(), key=lambda item: (len(item[0]), item[0]))[
+        :_MOST_RANKS
+    ]:
         total = counts.total()
-        shares = ", ".join(f"{age}: {percent(counts[age] / total)}" for age in sorted(counts)[:_MOST_AGES])
+        shares = ", ".join(
+            f"{age}: {percent(counts[age] / total)}" for age in sorted(counts)[:_MOST_AGES]
+        )
         if total:
             mean = sum(age * n for age, n in counts.items()) / total
-            rows.append([_cell(worker), shown(total, ",.0f"), shown(mean), shown(max(counts), ",.0f"), shares])
+            rows.append(
+                [
+                    _cell(worker),
+                    shown(total, ",.0f"),
+                    shown(mean),
+                    shown(max(counts), ",.0f"),
+                    shares,
+                ]
+            )
     return Table(["worker", "updates", "mean", "most", "share of updates of each staleness"], rows)
 
 
@@ -162,14 +198,24 @@ def classes(run: RunRecord) -> Table:
     """Classes of the last evaluation, the one with the lowest accuracy first."""
     last = next(reversed(evaluations_of(run)), {})
     results = sorted(class_results(last), key=lambda result: result.accuracy)
-    rows = [[one.name, shown(one.samples, ",.0f"), percent(one.accuracy), one.mistake] for one in results[:_MOST_CLASSES]]
-    note = f"The {_MOST_CLASSES} classes with the lowest accuracy, of {len(results):,}." if len(results) > _MOST_CLASSES else ""
+    rows = [
+        [one.name, shown(one.samples, ",.0f"), percent(one.accuracy), one.mistake]
+        for one in results[:_MOST_CLASSES]
+    ]
+    note = (
+        f"The {_MOST_CLASSES} classes with the lowest accuracy, of {len(results):,}."
+        if len(results) > _MOST_CLASSES
+        else ""
+    )
     return Table(["class", "samples", "accuracy", "most often taken for"], rows, note)
 
 
 def differing(keys: Sequence[tuple[str, list[Any]]], labels: Sequence[str]) -> Table:
     """(key, its value in each run) as rows, secrets hidden."""
-    rows = [[key, *(_cell(redaction.redact({key: value})[key]) for value in values)] for key, values in keys]
+    rows = [
+        [key, *(_cell(redaction.redact({key: value})[key]) for value in values)]
+        for key, values in keys
+    ]
     return Table(["key", *labels], rows)
 
 
@@ -178,7 +224,17 @@ def scaling(comparison: ScalingComparison) -> Table:
     objective = objective_of(comparison.runs[0])
     scale, unit = (100.0, " (%)") if objective.percent else (1.0, "")
     last = f"last {objective.name}{unit}"
-    header = ["ranks", "seeds", "samples/s", "speed-up", "efficiency", "time (s)", last, "J per sample", "energy ratio"]
+    header = [
+        "ranks",
+        "seeds",
+        "samples/s",
+        "speed-up",
+        "efficiency",
+        "time (s)",
+        last,
+        "J per sample",
+        "energy ratio",
+    ]
     rows = [
         [
             f"{row.ranks:,}",
@@ -194,9 +250,16 @@ def scaling(comparison: ScalingComparison) -> Table:
         for row in comparison.rows
     ]
     fewest = comparison.rows[0].ranks
-    note = f"Relative to {fewest} rank{'s' if fewest > 1 else ''}. Mean ± standard deviation over the runs; n: how many runs."
+    note = (
+        f"Relative to {fewest} rank{'s' if fewest > 1 else ''}. Mean ± standard deviation over "
+        "the runs; n: how many runs."
+    )
     kept = [column for column in range(len(header)) if any(row[column] for row in rows)]
-    return Table([header[column] for column in kept], [[row[column] for column in kept] for row in rows], note)
+    return Table(
+        [header[column] for column in kept],
+        [[row[column] for column in kept] for row in rows],
+        note,
+    )
 
 
 def _spread(spread: Spread) -> str:
@@ -208,7 +271,8 @@ def _spread(spread: Spread) -> str:
 
 
 def ranks(run: RunRecord) -> Table:
-    """Each rank's own work, the slowest first; empty on one rank, and where nothing was measured."""
+    """Each rank's own work, the slowest first; empty on one rank, and where nothing was
+    measured."""
     slowest = summary.straggler(run)
     if slowest is None:
         return Table([], [])
@@ -227,37 +291,81 @@ def ranks(run: RunRecord) -> Table:
         ]
         for rank in slowest_first[:_MOST_RANKS]
     ]
-    note = f"The slowest {_MOST_RANKS} of {len(work_ms):,} ranks." if len(measured) > _MOST_RANKS else ""
-    median_name = "times the median of its stage" if found and found.sizes.stage > 1 else "times the median"
-    return Table(["rank", "host", *["place"] * bool(found), "own work in a step (ms)", median_name], rows, note)
+    note = (
+        f"The slowest {_MOST_RANKS} of {len(work_ms):,} ranks."
+        if len(measured) > _MOST_RANKS
+        else ""
+    )
+    median_name = (
+        "times the median of its stage" if found and found.sizes.stage > 1 else "times the median"
+    )
+    return Table(
+        ["rank", "host", *["place"] * bool(found), "own work in a step (ms)", median_name],
+        rows,
+        note,
+    )
 
 
 def mesh_grid(run: RunRecord) -> Table:
-    """Which rank on which host has which place: a row for each place in `data`; empty where every rank has a whole model."""
+    """Which rank on which host has which place: a row for each place in `data`; empty where every
+    rank has a whole model."""
     found = summary.mesh_of(run)
     if found is None or found.sizes.stage * found.sizes.tensor > _MOST_COLUMNS:
         return Table([], [])
     columns = [place for place in found.places if place.data == 0]
-    header = [found.name(found.places.index(place)).replace("data 0, ", "").replace(", data 0", "") for place in columns]
+    header = [
+        found.name(found.places.index(place)).replace("data 0, ", "").replace(", data 0", "")
+        for place in columns
+    ]
     rows = []
     for data in range(min(found.sizes.data, _MOST_RANKS)):
         ranks = [found.places.index(place._replace(data=data)) for place in columns]
         hosts = [summary.host_of(run.start_event, rank) for rank in ranks]
-        rows.append([f"data {data}", *(f"{rank} on {host}" if host else f"{rank}" for rank, host in zip(ranks, hosts, strict=True))])
-    more = f"The first {_MOST_RANKS} of {found.sizes.data:,} rows. " if found.sizes.data > _MOST_RANKS else ""
-    return Table(["rank", *header], rows, f"{more}Ranks of a row read the same samples; those of a column have the same part of the model.")
+        rows.append(
+            [
+                f"data {data}",
+                *(
+                    f"{rank} on {host}" if host else f"{rank}"
+                    for rank, host in zip(ranks, hosts, strict=True)
+                ),
+            ]
+        )
+    more = (
+        f"The first {_MOST_RANKS} of {found.sizes.data:,} rows. "
+        if found.sizes.data > _MOST_RANKS
+        else ""
+    )
+    return Table(
+        ["rank", *header],
+        rows,
+        f"{more}Ranks of a row read the same samples; those of a column have the same part of the "
+        "model.",
+    )
 
 
 def stages(run: RunRecord) -> Table:
     """Stages of a pipeline: what each does and how long it waits."""
     work_ms = summary.rank_work_ms(run)
     rows = [
-        [f"{number}", f"{len(stage.ranks)}", shown(stage.work_ms), f"{stage.waiting:.0%}" if math.isfinite(stage.waiting) else ""]
+        [
+            f"{number}",
+            f"{len(stage.ranks)}",
+            shown(stage.work_ms),
+            f"{stage.waiting:.0%}" if math.isfinite(stage.waiting) else "",
+        ]
         for number, stage in enumerate(summary.stages(run, work_ms)[:_MOST_RANKS])
     ]
     predicted = summary.predicted_bubble(run)
-    note = f"By the schedule, with stages that take the same time, each waits {predicted:.1%}." if math.isfinite(predicted) else ""
-    return Table(["stage", "ranks", "own work in a step (ms)", "waits, of the time of its passes"], rows, note)
+    note = (
+        f"By the schedule, with stages that take the same time, each waits {predicted:.1%}."
+        if math.isfinite(predicted)
+        else ""
+    )
+    return Table(
+        ["stage", "ranks", "own work in a step (ms)", "waits, of the time of its passes"],
+        rows,
+        note,
+    )
 
 
 def world_sizes(run: RunRecord) -> Table:
@@ -274,7 +382,9 @@ def world_sizes(run: RunRecord) -> Table:
         for change in found[-_MOST_CHANGES:]
     ]
     note = f"The last {_MOST_CHANGES} of {len(found):,}." if len(found) > _MOST_CHANGES else ""
-    return Table(["from step", "after", "ranks", "hosts", "why"], rows if len(found) > 1 else [], note)
+    return Table(
+        ["from step", "after", "ranks", "hosts", "why"], rows if len(found) > 1 else [], note
+    )
 
 
 def startup(runs: Sequence[RunRecord], labels: Sequence[str]) -> Table:
@@ -283,19 +393,35 @@ def startup(runs: Sequence[RunRecord], labels: Sequence[str]) -> Table:
     phases = dict.fromkeys(phase for column in columns for phase in column)
     if not phases:
         return Table(["phase (s)", *labels], [])
-    rows = [[phase, *(shown(column.get(phase, math.nan), ".3f") for column in columns)] for phase in phases]
-    sums = ["sum", *(shown(sum(summary.finite(column.values())), ".3f") if column else "" for column in columns)]
+    rows = [
+        [phase, *(shown(column.get(phase, math.nan), ".3f") for column in columns)]
+        for phase in phases
+    ]
+    sums = [
+        "sum",
+        *(
+            shown(sum(summary.finite(column.values())), ".3f") if column else ""
+            for column in columns
+        ),
+    ]
     return Table(["phase (s)", *labels], [*rows, sums])
 
 
 def _startup_column(run: RunRecord) -> dict[str, float]:
     seconds = next(reversed(run.events_of("started")), {}).get("start_s")
-    return {str(phase): number(seconds, phase) for phase in seconds} if isinstance(seconds, dict) else {}
+    return (
+        {str(phase): number(seconds, phase) for phase in seconds}
+        if isinstance(seconds, dict)
+        else {}
+    )
 
 
 def settings(run: RunRecord) -> Table:
     """The whole configuration, secrets hidden."""
-    return Table(["key", "value"], [[key, _cell(value)] for key, value in redaction.redact(run.config).items()])
+    return Table(
+        ["key", "value"],
+        [[key, _cell(value)] for key, value in redaction.redact(run.config).items()],
+    )
 
 
 def _cell(value: Any) -> str:

@@ -1,4 +1,5 @@
-"""A run read back from its folder, during the job or after a crash: configuration, events, metrics, evaluations; as a DataFrame, too."""
+"""A run read back from its folder, during the job or after a crash: configuration, events, metrics,
+evaluations; as a DataFrame, too."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ _LARGEST = 1e45  # of a number; more than float32 holds, and still what matplotl
 _LATEST_S = 1e11  # seconds since 1970 that time.gmtime() accepts
 MOST_FILE_BYTES = 2**32
 MOST_LINE_BYTES = 2**22  # of one event; a start event of 4,096 ranks has 0.2 MB
-MOST_MEMORY_BYTES = 600 * 2**20  # of all events: 300,000 events of steps, or a million of step_times
+MOST_MEMORY_BYTES = (
+    600 * 2**20
+)  # of all events: 300,000 events of steps, or a million of step_times
 _VALUE_BYTES = 80
 _MOST_DEPTH = 8  # an event has three
 _FEWER_EVENTS = "fewer events; a larger log.every_steps writes fewer, and log.step_times=false"
@@ -48,7 +51,8 @@ _LIST_ITEMS = {"work_ms": ("min", "median", "max")}  # what the items of a list 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run: `events` in the order of the file, without those of steps that a resumed job repeated."""
+    """One run: `events` in the order of the file, without those of steps that a resumed job
+    repeated."""
 
     folder: Path
     config: dict[str, Any]  # by dotted key; empty where config.yaml is missing or cannot be read
@@ -70,8 +74,11 @@ class RunRecord:
 
     @property
     def end_event(self) -> Fields:
-        """The event (end, stop, failed) that ended the last start; empty while the job runs, and after a kill."""
-        last = next((event for event in reversed(self.events) if event["kind"] in (*_OUTCOMES, "start")), {})
+        """The event (end, stop, failed) that ended the last start; empty while the job runs, and
+        after a kill."""
+        last = next(
+            (event for event in reversed(self.events) if event["kind"] in (*_OUTCOMES, "start")), {}
+        )
         return last if last.get("kind") in _OUTCOMES else {}
 
     @property
@@ -79,14 +86,19 @@ class RunRecord:
         """How the job ended and why, without secrets."""
         end = self.end_event
         if end:
-            return redact_urls(f"{_OUTCOMES[end['kind']]}: {end.get('reason') or 'no reason given'}")
+            return redact_urls(
+                f"{_OUTCOMES[end['kind']]}: {end.get('reason') or 'no reason given'}"
+            )
         last = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.last_of_job["time"]))
         return f"no end: it is running, or was killed; last event {last}"
 
     @property
     def last_of_job(self) -> Fields:
         """The last event of the job itself: an evaluation may come days later."""
-        return next((event for event in reversed(self.events) if event["kind"] != "evaluation"), self.events[-1])
+        return next(
+            (event for event in reversed(self.events) if event["kind"] != "evaluation"),
+            self.events[-1],
+        )
 
     @property
     def ranks(self) -> int | None:
@@ -95,13 +107,17 @@ class RunRecord:
         return int(ranks) if math.isfinite(ranks) else None
 
     def seconds_at(self, event: Fields) -> float:
-        """Seconds of the job up to an event; those since the first event where the event has no field `seconds`."""
+        """Seconds of the job up to an event; those since the first event where the event has no
+        field `seconds`."""
         seconds = number(event, "seconds")
-        return seconds if math.isfinite(seconds) else max(0.0, event["time"] - self.events[0]["time"])
+        return (
+            seconds if math.isfinite(seconds) else max(0.0, event["time"] - self.events[0]["time"])
+        )
 
 
 def number(event: Fields, name: str) -> float:
-    """A field as a number, `phase_ms.forward` for one inside a mapping; NaN where it is missing, null, no number or too large."""
+    """A field as a number, `phase_ms.forward` for one inside a mapping; NaN where it is missing,
+    null, no number or too large."""
     value: Any = event
     for part in name.split("."):
         value = value.get(part) if isinstance(value, dict) else None
@@ -111,37 +127,60 @@ def number(event: Fields, name: str) -> float:
 
 
 def numbers(event: Fields, name: str) -> list[float]:
-    """A field that is a list, with NaN for each item that is not a number; empty where there is no list."""
+    """A field that is a list, with NaN for each item that is not a number; empty where there is no
+    list."""
     value = event.get(name)
     return [number({"item": item}, "item") for item in value] if isinstance(value, list) else []
 
 
 def read_run(folder: Path, step_times: bool = False) -> RunRecord:
-    """Reads the run in a folder, with the events of single steps (log.step_times), which are many, only where `step_times`.
+    """Reads the run in a folder, with the events of single steps (log.step_times), which are many,
+    only where `step_times`.
 
     Raises UserError where there is no run, or it cannot be read.
     """
     path = folder / "events.jsonl"
     try:
         if not folder.is_dir():
-            raise UserError(f"there is no run folder {folder}", "RUN", "give the folder that `run folder:` names at the end of a job")
+            raise UserError(
+                f"there is no run folder {folder}",
+                "RUN",
+                "give the folder that `run folder:` names at the end of a job",
+            )
         with Folder.open(folder) as opened, opened.open_file(path.name) as file:
             if os.fstat(file.fileno()).st_size > MOST_FILE_BYTES:
-                raise UserError(f"{path} has more than {MOST_FILE_BYTES // 2**30} GiB", "RUN", f"give a run folder with {_FEWER_EVENTS}")
+                raise UserError(
+                    f"{path} has more than {MOST_FILE_BYTES // 2**30} GiB",
+                    "RUN",
+                    f"give a run folder with {_FEWER_EVENTS}",
+                )
             events = _without_repeated_steps(_bounded(_events(file, step_times), path))
     except FileNotFoundError:
-        raise UserError(f"{folder} has no events.jsonl", "RUN", "give a run folder: it has config.yaml and events.jsonl") from None
+        raise UserError(
+            f"{folder} has no events.jsonl",
+            "RUN",
+            "give a run folder: it has config.yaml and events.jsonl",
+        ) from None
     except WrongKind as error:
         raise UserError(f"{path} is {error.strerror}", "RUN", NO_LINKS) from None
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}", "RUN", "give a run folder that can be read") from None
+        raise UserError(
+            f"cannot read {path}: {error.strerror or error}",
+            "RUN",
+            "give a run folder that can be read",
+        ) from None
     if not events:
-        raise UserError(f"{path} has no event", "RUN", "the job has not started yet: give another run, or wait for its first line")
+        raise UserError(
+            f"{path} has no event",
+            "RUN",
+            "the job has not started yet: give another run, or wait for its first line",
+        )
     return RunRecord(folder, _read_config(folder), events)
 
 
 def _events(file: BufferedReader, step_times: bool) -> Iterator[tuple[Fields, int]]:
-    """Each event with the length of its line, read as it comes; a line of more than MOST_LINE_BYTES is none."""
+    """Each event with the length of its line, read as it comes; a line of more than MOST_LINE_BYTES
+    is none."""
     while line := file.readline(MOST_LINE_BYTES):
         if not line.endswith(b"\n") and len(line) == MOST_LINE_BYTES:
             while line and not line.endswith(b"\n"):
@@ -168,13 +207,19 @@ def _bounded(events: Iterator[tuple[Fields, int]], path: Path) -> Iterator[Field
 
 
 def _parse(line: bytes) -> Iterator[Fields]:
-    """The event of a line, or nothing. Where a crash cut a line off, a resumed job appends to it: then its last event is the one."""
+    """The event of a line, or nothing. Where a crash cut a line off, a resumed job appends to it:
+    then its last event is the one."""
     for candidate in (line, _last_event(line)):
         try:
             event = json.loads(candidate, parse_constant=lambda _: None)
         except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
             continue
-        if isinstance(event, dict) and isinstance(event.get("kind"), str) and _has_time_and_step(event) and _is_flat(event, _MOST_DEPTH):
+        if (
+            isinstance(event, dict)
+            and isinstance(event.get("kind"), str)
+            and _has_time_and_step(event)
+            and _is_flat(event, _MOST_DEPTH)
+        ):
             yield event
         return
 
@@ -188,7 +233,10 @@ def _is_flat(value: Any, levels: int) -> bool:
     """Whether lists and mappings in it are nested in so many levels at most."""
     if not isinstance(value, dict | list):
         return True
-    return levels > 0 and all(_is_flat(inner, levels - 1) for inner in (value.values() if isinstance(value, dict) else value))
+    return levels > 0 and all(
+        _is_flat(inner, levels - 1)
+        for inner in (value.values() if isinstance(value, dict) else value)
+    )
 
 
 def _has_time_and_step(event: Fields) -> bool:
@@ -197,13 +245,22 @@ def _has_time_and_step(event: Fields) -> bool:
 
 
 def _without_repeated_steps(events: Iterator[Fields]) -> list[Fields]:
-    """A resumed job, and one that lost ranks, repeats steps and evaluations: their earlier events are dropped."""
+    """A resumed job, and one that lost ranks, repeats steps and evaluations: their earlier events
+    are dropped."""
     kept: list[Fields] = []
     for event in events:
         if event["kind"] in ("start", "lost"):
-            kept = [old for old in kept if old["kind"] not in _REPEATED_KINDS or old["step"] <= event["step"]]
+            kept = [
+                old
+                for old in kept
+                if old["kind"] not in _REPEATED_KINDS or old["step"] <= event["step"]
+            ]
         if event["kind"] == "lost" and number(event, "evaluated") < event["step"]:
-            kept = [old for old in kept if old["kind"] not in _OF_EVALUATIONS or old["step"] < event["step"]]
+            kept = [
+                old
+                for old in kept
+                if old["kind"] not in _OF_EVALUATIONS or old["step"] < event["step"]
+            ]
         kept.append(event)
     return kept
 
@@ -217,15 +274,19 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def to_dataframe(run: RunRecord) -> pandas.DataFrame:
-    """Rows in the order of the job, index 0..n; columns time, kind, step, then the events' fields, nested ones as `phase_ms.forward`.
+    """Rows in the order of the job, index 0..n; columns time, kind, step, then the events' fields,
+    nested ones as `phase_ms.forward`.
 
-    A field that an event lacks is NaN. attrs["config"] is the configuration by dotted key, attrs["run"] the folder.
-    Rows of single steps are there if the run was read with step_times. Raises UserError where pandas is not installed.
+    A field that an event lacks is NaN. attrs["config"] is the configuration by dotted key,
+    attrs["run"] the folder. Rows of single steps are there if the run was read with step_times.
+    Raises UserError where pandas is not installed.
     """
     try:
         import pandas
     except ModuleNotFoundError:
-        raise UserError("pandas is not installed", "hvdtrain.read()", "pip install 'hvdtrain[notebook]'") from None
+        raise UserError(
+            "pandas is not installed", "hvdtrain.read()", "pip install 'hvdtrain[notebook]'"
+        ) from None
     rows = [_flat(event) for event in run.events if event["kind"] in _KINDS_OF_ROWS]
     columns = dict.fromkeys(["time", "kind", "step", *(name for row in rows for name in row)])
     frame = pandas.DataFrame(rows, columns=list(columns))
@@ -241,7 +302,10 @@ def _flat(event: Fields, prefix: str = "") -> Fields:
         if isinstance(value, dict):
             flat |= _flat(value, f"{prefix}{name}.")
         elif items and isinstance(value, list) and len(value) == len(items):
-            flat |= {f"{prefix}{name}.{item}": _nan_for_none(inner) for item, inner in zip(items, value, strict=True)}
+            flat |= {
+                f"{prefix}{name}.{item}": _nan_for_none(inner)
+                for item, inner in zip(items, value, strict=True)
+            }
         else:
             flat[prefix + name] = _nan_for_none(value)
     return flat
@@ -272,7 +336,10 @@ class RunMetric(NamedTuple):
 
 
 ACCURACY = RunMetric("accuracy", percent=True)
-_OLDER = {"loss": RunMetric("loss", lower_is_better=True), "accuracy": ACCURACY}  # of a run from before there were other tasks
+_OLDER = {
+    "loss": RunMetric("loss", lower_is_better=True),
+    "accuracy": ACCURACY,
+}  # of a run from before there were other tasks
 
 
 def metrics_of(run: RunRecord) -> dict[str, RunMetric]:
@@ -299,7 +366,9 @@ class ClassResult(NamedTuple):
     name: str
     samples: float
     accuracy: float
-    mistake: str  # the class that it is most often taken for, and how often; empty where there is none or it is not known
+    # the class that it is most often taken for, and how often; empty where there is none or it is
+    # not known
+    mistake: str
 
 
 def evaluations_of(run: RunRecord) -> list[Fields]:
@@ -324,7 +393,11 @@ def class_results(evaluation: Fields) -> list[ClassResult]:
     for label, (count, accuracy) in enumerate(zip(samples, accuracies, strict=True)):
         if count > 0 and math.isfinite(accuracy):
             other, times = mistakes.get(label, (0, 0))
-            results.append(ClassResult(names[label], count, accuracy, f"{names[other]} ({times:,})" if times else ""))
+            results.append(
+                ClassResult(
+                    names[label], count, accuracy, f"{names[other]} ({times:,})" if times else ""
+                )
+            )
     return results
 
 
@@ -333,11 +406,15 @@ def class_names(evaluation: Fields, classes: int) -> list[str]:
     names = evaluation.get("class_names")
     if not isinstance(names, list) or len(names) != classes:
         return [str(label) for label in range(classes)]
-    return ["".join(letter if letter.isprintable() else "?" for letter in str(name)[:_LONGEST_NAME]) for name in names]
+    return [
+        "".join(letter if letter.isprintable() else "?" for letter in str(name)[:_LONGEST_NAME])
+        for name in names
+    ]
 
 
 def confusion_shares(evaluation: Fields) -> list[list[float]] | None:
-    """[label][what the model says] as shares of the samples of the label; None where there is no such square matrix."""
+    """[label][what the model says] as shares of the samples of the label; None where there is no
+    such square matrix."""
     rows = evaluation.get("confusion")
     if not isinstance(rows, list) or not 2 <= len(rows) <= _MOST_CLASSES:
         return None
@@ -351,9 +428,17 @@ def _most_frequent_mistakes(confused: Any, classes: int) -> dict[int, tuple[int,
     """label -> (what it is taken for most often, how often), of those that the event lists."""
     found: dict[int, tuple[int, int]] = {}
     for entry in confused if isinstance(confused, list) else ():
-        if isinstance(entry, list) and len(entry) == 3 and all(type(value) is int for value in entry):
+        if (
+            isinstance(entry, list)
+            and len(entry) == 3
+            and all(type(value) is int for value in entry)
+        ):
             label, other, times = entry
-            if 0 <= label < classes and 0 <= other < classes and times > found.get(label, (0, 0))[1]:
+            if (
+                0 <= label < classes
+                and 0 <= other < classes
+                and times > found.get(label, (0, 0))[1]
+            ):
                 found[label] = (other, times)
     return found
 
@@ -361,7 +446,9 @@ def _most_frequent_mistakes(confused: Any, classes: int) -> dict[int, tuple[int,
 def logged_names(run: RunRecord) -> list[str]:
     """In the order of their first events."""
     names = dict.fromkeys(name for event in run.events for name in _values(event))
-    return [name for name in names if name.isprintable() and 0 < len(name) <= _LONGEST_NAME][:_MOST_LOGGED]
+    return [name for name in names if name.isprintable() and 0 < len(name) <= _LONGEST_NAME][
+        :_MOST_LOGGED
+    ]
 
 
 def logged_steps(run: RunRecord, name: str) -> tuple[list[Fields], list[float]]:

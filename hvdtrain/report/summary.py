@@ -1,4 +1,5 @@
-"""The key figures of a run: speed, objective, time, energy; and its ranks: their number, places in the mesh, the slowest, stages."""
+"""The key figures of a run: speed, objective, time, energy; and its ranks: their number, places in
+the mesh, the slowest, stages."""
 
 from __future__ import annotations
 
@@ -52,14 +53,25 @@ def first_finite(*values: float) -> float:
 
 def samples_per_s(run: RunRecord) -> float:
     """Rate of training over the whole job: all samples by all seconds, not a mean of rates."""
-    epochs = [_WeightedRate(number(event, "samples_per_s"), number(event, "epoch_s")) for event in run.epoch_events()]
-    steps = [_WeightedRate(number(event, "samples_per_s"), first_finite(number(event, "window_s"), 1.0)) for event in run.step_events()]
-    return first_finite(number(run.end_event, "samples_per_s"), _weighted_mean(epochs), _weighted_mean(steps))
+    epochs = [
+        _WeightedRate(number(event, "samples_per_s"), number(event, "epoch_s"))
+        for event in run.epoch_events()
+    ]
+    steps = [
+        _WeightedRate(number(event, "samples_per_s"), first_finite(number(event, "window_s"), 1.0))
+        for event in run.step_events()
+    ]
+    return first_finite(
+        number(run.end_event, "samples_per_s"), _weighted_mean(epochs), _weighted_mean(steps)
+    )
 
 
 def tokens_per_s(run: RunRecord) -> float:
     """Tokens a second over the whole job; NaN of a task without tokens."""
-    epochs = [_WeightedRate(number(event, "tokens_per_s"), number(event, "epoch_s")) for event in run.epoch_events()]
+    epochs = [
+        _WeightedRate(number(event, "tokens_per_s"), number(event, "epoch_s"))
+        for event in run.epoch_events()
+    ]
     return first_finite(number(run.end_event, "tokens_per_s"), _weighted_mean(epochs))
 
 
@@ -81,28 +93,38 @@ def best_value(run: RunRecord) -> float:
     objective = objective_of(run)
     evaluated = [number(event, f"val_{objective.name}") for event in run.epoch_events()]
     best = min if objective.lower_is_better else max
-    return best(finite([number(run.end_event, f"best_{objective.name}"), *evaluated]), default=math.nan)
+    return best(
+        finite([number(run.end_event, f"best_{objective.name}"), *evaluated]), default=math.nan
+    )
 
 
 def epochs_done(run: RunRecord) -> float:
     steps = run.step_events()
     of_last_step = number(steps[-1], "epochs") if steps else math.nan
-    of_evaluations = [first_finite(number(event, "epochs"), number(event, "epoch")) for event in reversed(run.epoch_events())]
+    of_evaluations = [
+        first_finite(number(event, "epochs"), number(event, "epoch"))
+        for event in reversed(run.epoch_events())
+    ]
     return first_finite(number(run.end_event, "epochs"), of_last_step, *of_evaluations)
 
 
 def job_seconds(run: RunRecord) -> float:
     """Up to the last event that has `seconds`; else up to the last event."""
-    known = [number(event, "seconds") for event in run.events if event["kind"] not in ("target", "start")]
+    known = [
+        number(event, "seconds") for event in run.events if event["kind"] not in ("target", "start")
+    ]
     return first_finite(*reversed(known), run.seconds_at(run.last_of_job))
 
 
 def joules_per_sample(run: RunRecord) -> float:
-    """Joules for each sample; of a job without an end the mean of the epochs that measured the hardware of the last one, by samples."""
+    """Joules for each sample; of a job without an end the mean of the epochs that measured the
+    hardware of the last one, by samples."""
     of_job = number(run.end_event, "joules_per_sample")
     if math.isfinite(of_job):
         return of_job
-    measured = [event for event in run.epoch_events() if math.isfinite(number(event, "joules_per_sample"))]
+    measured = [
+        event for event in run.epoch_events() if math.isfinite(number(event, "joules_per_sample"))
+    ]
     rates = []
     for event in measured:
         if measured_hardware(event) == measured_hardware(measured[-1]):
@@ -112,16 +134,22 @@ def joules_per_sample(run: RunRecord) -> float:
 
 
 def measured_hardware(event: Fields) -> set[str] | None:
-    """The kinds of hardware (gpu, cpu) whose joules an event has; None where it does not say which."""
+    """The kinds of hardware (gpu, cpu) whose joules an event has; None where it does not say
+    which."""
     joules = event.get("joules")
-    if not isinstance(joules, dict) or (not joules and math.isfinite(number(event, "joules_per_sample"))):
+    if not isinstance(joules, dict) or (
+        not joules and math.isfinite(number(event, "joules_per_sample"))
+    ):
         return None
     return set(map(str, joules))
 
 
 def energy_summary(run: RunRecord) -> str:
-    """Joules per sample and of which hardware, or why there are none: 0.6 J (GPUs); not measured: processors: no counter"""
-    energy = run.start_event.get("energy")  # kind of hardware -> empty where it is measured, else why not
+    """Joules per sample and of which hardware, or why there are none: 0.6 J (GPUs); not measured:
+    processors: no counter"""
+    energy = run.start_event.get(
+        "energy"
+    )  # kind of hardware -> empty where it is measured, else why not
     if not isinstance(energy, dict):
         return "not recorded"
     lost = _lost_counters(run, set(energy))
@@ -142,7 +170,8 @@ def energy_summary(run: RunRecord) -> str:
 
 
 def memory_summary(run: RunRecord) -> str:
-    """What the job took of a rank's memory, and what was predicted of rank 0: 480 MB, 421 predicted (+14.0%); empty where no end tells."""
+    """What the job took of a rank's memory, and what was predicted of rank 0: 480 MB, 421 predicted
+    (+14.0%); empty where no end tells."""
     ranks = numbers(run.end_event, "rank_memory_mb")
     predicted = number(run.end_event, "memory_predicted_mb")
     if not finite(ranks):
@@ -156,8 +185,15 @@ def memory_summary(run: RunRecord) -> str:
 def _lost_counters(run: RunRecord, kinds: set[str]) -> dict[str, str]:
     """Kinds of hardware that the job's last energy figure no longer includes -> why."""
     newest_first = (run.end_event, *reversed(run.epoch_events()))
-    included = next((hardware for event in newest_first if (hardware := measured_hardware(event)) is not None), kinds)
-    why = "a counter failed during the job" if len(run.events_of("start")) == 1 else "not counted in every start of the job"
+    included = next(
+        (hardware for event in newest_first if (hardware := measured_hardware(event)) is not None),
+        kinds,
+    )
+    why = (
+        "a counter failed during the job"
+        if len(run.events_of("start")) == 1
+        else "not counted in every start of the job"
+    )
     return dict.fromkeys(kinds - included, why)
 
 
@@ -166,14 +202,21 @@ def targets(run: RunRecord) -> list[Target]:
     reached: dict[float, Target] = {}
     for event in run.events_of("target"):
         value = number(event, "target")
-        target = Target(value, run.seconds_at(event), number(event, "epochs"), number(event, "samples"), number(event, "joules"))
+        target = Target(
+            value,
+            run.seconds_at(event),
+            number(event, "epochs"),
+            number(event, "samples"),
+            number(event, "joules"),
+        )
         if math.isfinite(value):
             reached.setdefault(value, target)
     return [reached[value] for value in sorted(reached, reverse=objective_of(run).lower_is_better)]
 
 
 def rank_work_ms(run: RunRecord) -> list[float]:
-    """Own work in a step of each rank, the mean over the epochs on the last number of ranks; empty where no epoch has it."""
+    """Own work in a step of each rank, the mean over the epochs on the last number of ranks; empty
+    where no epoch has it."""
     rows = [row for event in run.epoch_events() if (row := numbers(event, "rank_work_ms"))]
     rows = [row for row in rows if len(row) == len(rows[-1])]  # a resumed job may have fewer ranks
     known = [finite(rank) for rank in zip(*rows, strict=True)]
@@ -189,7 +232,10 @@ def straggler(run: RunRecord) -> Straggler | None:
     mesh = mesh_of(run)
     medians = median_of_stage(run, work_ms)
     measured = [rank for rank, ms in enumerate(work_ms) if math.isfinite(ms)]
-    rank = max(measured, key=lambda rank: (work_ms[rank] / medians[rank] if medians[rank] else 1.0, work_ms[rank]))
+    rank = max(
+        measured,
+        key=lambda rank: (work_ms[rank] / medians[rank] if medians[rank] else 1.0, work_ms[rank]),
+    )
     place = mesh.name(rank) if mesh and rank < len(mesh.places) else ""
     return Straggler(rank, host_of(run.start_event, rank), work_ms[rank], medians[rank], place)
 
@@ -199,7 +245,10 @@ def median_of_stage(run: RunRecord, work_ms: Sequence[float]) -> list[float]:
     mesh = mesh_of(run)
     if mesh is None or len(mesh.places) != len(work_ms):
         return [median(finite(work_ms))] * len(work_ms)
-    medians = [median(finite(work_ms[rank] for rank in mesh.ranks_of(stage)) or [math.nan]) for stage in range(mesh.sizes.stage)]
+    medians = [
+        median(finite(work_ms[rank] for rank in mesh.ranks_of(stage)) or [math.nan])
+        for stage in range(mesh.sizes.stage)
+    ]
     return [medians[place.stage] for place in mesh.places]
 
 
@@ -214,9 +263,14 @@ def straggler_summary(run: RunRecord) -> str:
     slowest = straggler(run)
     if not slowest:
         return ""
-    host = (f" on {slowest.host}" if slowest.host else "") + (f" ({slowest.place})" if slowest.place else "")
+    host = (f" on {slowest.host}" if slowest.host else "") + (
+        f" ({slowest.place})" if slowest.place else ""
+    )
     among = " of its stage" if len(set(median_of_stage(run, rank_work_ms(run)))) > 1 else ""
-    line = f"rank {slowest.rank}{host} is slowest{among}: {slowest.work_ms:.3g} ms of own work a step, median {slowest.median_ms:.3g}"
+    line = (
+        f"rank {slowest.rank}{host} is slowest{among}: {slowest.work_ms:.3g} ms of own work a "
+        f"step, median {slowest.median_ms:.3g}"
+    )
     return line if slowest.work_ms > SLOW * slowest.median_ms else f"{line}: the ranks are even"
 
 
@@ -229,7 +283,11 @@ def duration(seconds: float) -> str:
     if seconds < 60:
         return "1 min 00 s"
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60:02d} min"
+    return (
+        f"{minutes} min {rest:02d} s"
+        if minutes < 60
+        else f"{minutes // 60:,} h {minutes % 60:02d} min"
+    )
 
 
 def labels(runs: Sequence[RunRecord]) -> list[str]:
@@ -242,7 +300,10 @@ def labels(runs: Sequence[RunRecord]) -> list[str]:
     names = ["/".join(path[head : len(path) - tail]) for path in paths]
     same_letters = names[0][: _common_prefix(names)]
     cut = max(same_letters.rfind(separator) for separator in "-_/ ") + 1  # whole words only
-    names = [_shortened(name[cut:] or name or "/".join(path)) for name, path in zip(names, paths, strict=True)]
+    names = [
+        _shortened(name[cut:] or name or "/".join(path))
+        for name, path in zip(names, paths, strict=True)
+    ]
     if len(set(names)) == len(names):
         return names
     return [f"{index}: {name}" for index, name in enumerate(names, start=1)]
@@ -261,7 +322,11 @@ def _common_prefix(sequences: Sequence[Sequence[str]]) -> int:
 def _shortened(name: str) -> str:
     """At most LONGEST_LABEL printable characters."""
     name = "".join(letter if letter.isprintable() else "?" for letter in name)
-    return name if len(name) <= LONGEST_LABEL else f"{name[: LONGEST_LABEL // 2]}...{name[-LONGEST_LABEL // 2 + 3 :]}"
+    return (
+        name
+        if len(name) <= LONGEST_LABEL
+        else f"{name[: LONGEST_LABEL // 2]}...{name[-LONGEST_LABEL // 2 + 3 :]}"
+    )
 
 
 _AXES = ("pipeline", "data", "tensor")
@@ -285,7 +350,11 @@ class Mesh(NamedTuple):
     @property
     def summary(self) -> str:
         """ "2 pipeline x 2 data" """
-        return " x ".join(f"{size} {axis}" for axis, size in zip(_AXES, self.sizes, strict=True) if size > 1 or axis == "data")
+        return " x ".join(
+            f"{size} {axis}"
+            for axis, size in zip(_AXES, self.sizes, strict=True)
+            if size > 1 or axis == "data"
+        )
 
     def name(self, rank: int) -> str:
         """ "stage 1, data 0": without the axes of one place."""
@@ -312,7 +381,9 @@ def mesh_of(run: RunRecord) -> Mesh | None:
     if not isinstance(coordinates, list) or not all(math.isfinite(size) for size in sizes):
         return None
     whole = Place(*map(int, sizes))
-    if not 0 < len(coordinates) == math.prod(whole) <= MOST_RANKS or not all(_is_place(one, whole) for one in coordinates):
+    if not 0 < len(coordinates) == math.prod(whole) <= MOST_RANKS or not all(
+        _is_place(one, whole) for one in coordinates
+    ):
         return None
     return Mesh(whole, [Place(*one) for one in coordinates])
 
@@ -324,11 +395,16 @@ def _is_place(value: Any, sizes: Place) -> bool:
 
 
 def ways(run: RunRecord) -> str:
-    """How the ranks of a run divide the work, for people: "2 data x 2 tensor, shard.stage=1"; empty on one rank."""
+    """How the ranks of a run divide the work, for people: "2 data x 2 tensor, shard.stage=1"; empty
+    on one rank."""
     if not run.ranks or run.ranks == 1:
         return ""
     mesh = mesh_of(run)
-    keys = [f"{key}={run.config[key]}" for key in ("parallel.dense", "shard.stage") if run.config.get(key) not in (None, "none", 0)]
+    keys = [
+        f"{key}={run.config[key]}"
+        for key in ("parallel.dense", "shard.stage")
+        if run.config.get(key) not in (None, "none", 0)
+    ]
     if mesh and mesh.sizes.stage > 1:
         keys.append(f"parallel.schedule={run.config.get('parallel.schedule')}")
     return ", ".join([mesh.summary if mesh else f"{run.ranks} data", *keys])
@@ -343,38 +419,71 @@ def stages(run: RunRecord, work_ms: Sequence[float]) -> list[Stage]:
     found = []
     for stage in range(mesh.sizes.stage):
         ranks = mesh.ranks_of(stage)
-        works = [work_ms[rank] for rank in ranks if rank < len(work_ms) and math.isfinite(work_ms[rank])]
-        shares = [waiting[rank] for rank in ranks if rank < len(waiting) and math.isfinite(waiting[rank])]
-        found.append(Stage(ranks, median(works) if works else math.nan, fmean(shares) if shares else math.nan))
+        works = [
+            work_ms[rank] for rank in ranks if rank < len(work_ms) and math.isfinite(work_ms[rank])
+        ]
+        shares = [
+            waiting[rank] for rank in ranks if rank < len(waiting) and math.isfinite(waiting[rank])
+        ]
+        found.append(
+            Stage(
+                ranks, median(works) if works else math.nan, fmean(shares) if shares else math.nan
+            )
+        )
     return found
 
 
 def bubble(run: RunRecord) -> list[float]:
-    """For each rank the share of the time of its passes in which it waits, the mean over steps; empty where it was not measured."""
+    """For each rank the share of the time of its passes in which it waits, the mean over steps;
+    empty where it was not measured."""
     rows = [(numbers(event, "bubble"), number(event, "steps")) for event in run.step_events()]
     rows = [(row, steps) for row, steps in rows if row and steps > 0]
-    rows = [(row, steps) for row, steps in rows if len(row) == len(rows[-1][0])]  # a resumed job may have other ranks
+    rows = [
+        (row, steps) for row, steps in rows if len(row) == len(rows[-1][0])
+    ]  # a resumed job may have other ranks
     total = sum(steps for _, steps in rows)
-    return [sum(row[rank] * steps for row, steps in rows) / total for rank in range(len(rows[-1][0]))] if rows else []
+    return (
+        [sum(row[rank] * steps for row, steps in rows) / total for rank in range(len(rows[-1][0]))]
+        if rows
+        else []
+    )
 
 
 def predicted_bubble(run: RunRecord) -> float:
     """By the schedule, with stages that take the same time; NaN where it is not known."""
-    return next((share for event in reversed(run.step_events()) if math.isfinite(share := number(event, "bubble_predicted"))), math.nan)
+    return next(
+        (
+            share
+            for event in reversed(run.step_events())
+            if math.isfinite(share := number(event, "bubble_predicted"))
+        ),
+        math.nan,
+    )
 
 
 def stage_summary(run: RunRecord, work_ms: Sequence[float]) -> str:
-    """One sentence: which stage is slowest, which waits; empty without a pipeline, and where nothing was measured."""
+    """One sentence: which stage is slowest, which waits; empty without a pipeline, and where
+    nothing was measured."""
     found = stages(run, work_ms)
-    if not found or not all(math.isfinite(stage.work_ms) and math.isfinite(stage.waiting) for stage in found):
+    if not found or not all(
+        math.isfinite(stage.work_ms) and math.isfinite(stage.waiting) for stage in found
+    ):
         return ""
     slowest = max(range(len(found)), key=lambda stage: found[stage].work_ms)
     waiting = max(range(len(found)), key=lambda stage: found[stage].waiting)
     middle = median(stage.work_ms for stage in found)
-    line = f"stage {slowest} is slowest: {found[slowest].work_ms:.3g} ms of own work a step, median of the stages {middle:.3g}; "
-    line += f"stage {waiting} waits most, {found[waiting].waiting:.0%} of its passes' time; bubble {fmean(bubble(run)):.0%}"
+    line = (
+        f"stage {slowest} is slowest: {found[slowest].work_ms:.3g} ms of own work a step, median "
+        f"of the stages {middle:.3g}; "
+    )
+    line += (
+        f"stage {waiting} waits most, {found[waiting].waiting:.0%} of its passes' time; bubble "
+        f"{fmean(bubble(run)):.0%}"
+    )
     predicted = predicted_bubble(run)
-    return line + (f", {predicted:.0%} by the schedule with equal stages" if math.isfinite(predicted) else "")
+    return line + (
+        f", {predicted:.0%} by the schedule with equal stages" if math.isfinite(predicted) else ""
+    )
 
 
 class WorldSize(NamedTuple):
@@ -402,8 +511,20 @@ def world_sizes(run: RunRecord) -> list[WorldSize]:
         elif event["kind"] == "lost":
             lost = [rank for rank in _list(event, "ranks") if isinstance(rank, int)]
             living = {rank: host for rank, host in living.items() if rank not in lost}
-            hosts = [host for index, host in enumerate(living.values()) if host not in list(living.values())[:index]]
-            found.append(WorldSize(at, seconds, number(event, "left"), hosts, f"{len(lost)} rank{'s' if len(lost) != 1 else ''} lost"))
+            hosts = [
+                host
+                for index, host in enumerate(living.values())
+                if host not in list(living.values())[:index]
+            ]
+            found.append(
+                WorldSize(
+                    at,
+                    seconds,
+                    number(event, "left"),
+                    hosts,
+                    f"{len(lost)} rank{'s' if len(lost) != 1 else ''} lost",
+                )
+            )
         before = event
     return found
 

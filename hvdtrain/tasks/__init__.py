@@ -1,1 +1,2 @@
-"""What is learned, whatever the framework: the fields of a sample, the loss, and the metrics. A file for each task."""
+"""What is learned, whatever the framework: the fields of a sample, the loss, and the metrics. A
+file for each task."""

@@ -1,4 +1,5 @@
-"""Images or other numbers, each sample of one of several classes: cross-entropy or squared error, accuracy; labels of two sets."""
+"""Images or other numbers, each sample of one of several classes: cross-entropy or squared error,
+accuracy; labels of two sets."""
 
 from __future__ import annotations
 
@@ -32,14 +33,17 @@ def metrics_over(counted: str) -> tuple[Metric, ...]:
 
 @dataclass(frozen=True)
 class Classification:
-    """Images in, one of `classes` labels out; model.loss and model.label_smoothing say what is learned from.
+    """Images in, one of `classes` labels out; model.loss and model.label_smoothing say what is
+    learned from.
 
     Images are uint8 (H, W, C); floats (C, H, W) are what torchvision's transforms make of images.
     """
 
     shape: tuple[int, ...]  # (H, W, C) of images
     classes: int
-    mean: np.ndarray  # float64, of Transform: the model gets (x - mean) / std, of images (x / 255 - mean) / std
+    mean: (
+        np.ndarray
+    )  # float64, of Transform: the model gets (x - mean) / std, of images (x / 255 - mean) / std
     std: np.ndarray
     dtype: str = "uint8"  # of x
     ignored: int | None = None  # label of samples without a class, of PartlyLabelled
@@ -53,16 +57,29 @@ class Classification:
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        top = () if self.top_k is None else (Metric(f"top{self.top_k}", ratio("among_top", self.counted), "max", percent=True),)
+        top = (
+            ()
+            if self.top_k is None
+            else (
+                Metric(f"top{self.top_k}", ratio("among_top", self.counted), "max", percent=True),
+            )
+        )
         return (*metrics_over(self.counted), *top)
 
     @property
     def sums(self) -> Mapping[str, int]:
-        return {"loss": 0, "right": 0} if self.top_k is None else {"loss": 0, "right": 0, "among_top": 0}
+        return (
+            {"loss": 0, "right": 0}
+            if self.top_k is None
+            else {"loss": 0, "right": 0, "among_top": 0}
+        )
 
     @property
     def fields(self) -> dict[str, Field]:
-        return {"x": Field(self.dtype, self.shape), "y": Field("int64", (), self.classes, self.ignored)}
+        return {
+            "x": Field(self.dtype, self.shape),
+            "y": Field("int64", (), self.classes, self.ignored),
+        }
 
     @property
     def is_of_images(self) -> bool:
@@ -83,16 +100,28 @@ class Classification:
     @property
     def summary(self) -> str:
         dtype = "" if self.is_of_images else f" {self.dtype}"
-        return f"{'x'.join(map(str, self.shape)) or '1'}{dtype}, {self.classes:,} class{'es' if self.classes > 1 else ''}"
+        return (
+            f"{'x'.join(map(str, self.shape)) or '1'}{dtype}, {self.classes:,} "
+            f"class{'es' if self.classes > 1 else ''}"
+        )
 
     def weight(self, batch: Batch) -> int:
         return len(batch["y"])
 
     def facts(self) -> dict[str, Any]:
-        facts = {"shape": list(self.shape), "classes": self.classes, "mean": self.mean.tolist(), "std": self.std.tolist()}
+        facts = {
+            "shape": list(self.shape),
+            "classes": self.classes,
+            "mean": self.mean.tolist(),
+            "std": self.std.tolist(),
+        }
         facts |= {} if self.is_of_images else {"dtype": self.dtype}
         facts |= {} if self.top_k is None else {"top_k": self.top_k}
-        return facts if self.class_weights is None else facts | {"class_weights": list(self.class_weights)}
+        return (
+            facts
+            if self.class_weights is None
+            else facts | {"class_weights": list(self.class_weights)}
+        )
 
     def outputs(self, samples: int) -> str:
         return f"logits ({samples}, {self.classes})"
@@ -105,7 +134,9 @@ class Classification:
         from hvdtrain.tasks.torch import TorchClassification, TorchInputs
 
         inputs = TorchInputs(self.transform, place, is_users_model(model))
-        form = LossForm(model.loss == "squared_error", model.label_smoothing, self.class_weights, self.top_k)
+        form = LossForm(
+            model.loss == "squared_error", model.label_smoothing, self.class_weights, self.top_k
+        )
         return TorchClassification(inputs, form, place)
 
     def jax(self, model: ModelConfig, place: Place) -> Part:
@@ -114,18 +145,23 @@ class Classification:
         users_model = is_users_model(model)
         return JaxClassification(
             JaxInputs(self.transform, place, users_model),
-            LossForm(model.loss == "squared_error", model.label_smoothing, self.class_weights, self.top_k),
+            LossForm(
+                model.loss == "squared_error", model.label_smoothing, self.class_weights, self.top_k
+            ),
             turned=len(self.shape) == 3 and not self.is_of_images and not users_model,
         )
 
     def numpy(self, model: ModelConfig, place: Place) -> NumpyPart:
-        form = LossForm(model.loss == "squared_error", model.label_smoothing, self.class_weights, self.top_k)
+        form = LossForm(
+            model.loss == "squared_error", model.label_smoothing, self.class_weights, self.top_k
+        )
         return NumpyClassification(self.transform, place, form)
 
 
 @dataclass(frozen=True)
 class PartlyLabelled(Classification):
-    """Classification of sets in which some samples have no class; loss and metrics are means over the others."""
+    """Classification of sets in which some samples have no class; loss and metrics are means over
+    the others."""
 
     counted: ClassVar[str] = "labelled"
     sample_weight: ClassVar[int | None] = None
@@ -164,15 +200,24 @@ def build(
 ) -> Classification:
     """The task of both sets.
 
-    standardize: true: (x - mean) / std of the training set, by the last axis; false: x as it is; default: docs/tasks.md
-    ignore_label: label of samples without a class, as -1 or -100, which are in no loss, metric or count (none: every label is a class)
-    top_k: a metric more, as top5 with 5: how often the class of a sample is among so many with the largest outputs
-    class_weights: what the loss of a sample is multiplied by, for each class; balanced: samples / (classes x samples of the class)
+    standardize: true: (x - mean) / std of the training set, by the last axis; false: x as it is;
+        default: docs/tasks.md
+    ignore_label: label of samples without a class, as -1 or -100, which are in no loss, metric or
+        count (none: every label is a class)
+    top_k: a metric more, as top5 with 5: how often the class of a sample is among so many with the
+        largest outputs
+    class_weights: what the loss of a sample is multiplied by, for each class; balanced: samples /
+        (classes x samples of the class)
 
-    Raises UserError where the data have no x with labels y, their number of classes is not known, or the sets do not fit each other.
+    Raises UserError where the data have no x with labels y, their number of classes is not known,
+    or the sets do not fit each other.
     """
     if ignore_label is not None and abs(ignore_label) >= _MOST_LABEL:
-        raise UserError(f"task.ignore_label={ignore_label} is no label", "task.ignore_label", "a number of 32 bits, as -1 or 255")
+        raise UserError(
+            f"task.ignore_label={ignore_label} is no label",
+            "task.ignore_label",
+            "a number of 32 bits, as -1 or 255",
+        )
     for source in (train, val):
         if not isinstance(source, LabelledImages):
             check_fields(source, where)
@@ -188,29 +233,53 @@ def build(
         raise UserError(what, where, "both sets need the same shape (H, W, C) and the same classes")
     mean, std = input_stats(train, standardize, users_model)
     if top_k is not None and not 2 <= top_k < classes:
-        raise UserError(f"task.top_k={top_k} of {classes} classes", "task.top_k", f"2 to {classes - 1}, or leave it out")
+        raise UserError(
+            f"task.top_k={top_k} of {classes} classes",
+            "task.top_k",
+            f"2 to {classes - 1}, or leave it out",
+        )
     weights = _weights_of_classes(class_weights, train, classes, ignore_label)
-    return _of_kind(ignore_label)(x.shape, classes, mean, std, x.dtype, ignore_label, top_k, weights)
+    return _of_kind(ignore_label)(
+        x.shape, classes, mean, std, x.dtype, ignore_label, top_k, weights
+    )
 
 
 def _weights_of_classes(
-    asked: tuple[float, ...] | Literal["balanced"] | None, train: Source, classes: int, ignored: int | None
+    asked: tuple[float, ...] | Literal["balanced"] | None,
+    train: Source,
+    classes: int,
+    ignored: int | None,
 ) -> tuple[float, ...] | None:
-    """One for each class; balanced: their mean over the training set is 1. Raises UserError where they are not known, or impossible."""
+    """One for each class; balanced: their mean over the training set is 1. Raises UserError where
+    they are not known, or impossible."""
     where = "task.class_weights"
     if asked == "balanced":
         labels = known_labels(train)
         if labels is None:
-            raise UserError("task.class_weights=balanced: labels are read sample by sample", where, "a weight for each class: [1.0,2.5]")
+            raise UserError(
+                "task.class_weights=balanced: labels are read sample by sample",
+                where,
+                "a weight for each class: [1.0,2.5]",
+            )
         labels = labels if ignored is None else labels[labels != ignored]
         counts = np.bincount(labels[labels >= 0].astype(np.int64), minlength=classes)
         seen = int(np.count_nonzero(counts))
         return tuple(float(len(labels) / (seen * count)) if count else 1.0 for count in counts)
     if asked is None:
         return None
-    if len(asked) != classes or not all(math.isfinite(weight) and weight >= 0 for weight in asked) or not any(asked):
-        what = f"task.class_weights has {len(asked)} weights, for {classes} classes" if len(asked) != classes else f"{where}={[*asked]}"
-        raise UserError(what, where, "one number of 0 or more for each class; or task.class_weights=balanced")
+    if (
+        len(asked) != classes
+        or not all(math.isfinite(weight) and weight >= 0 for weight in asked)
+        or not any(asked)
+    ):
+        what = (
+            f"task.class_weights has {len(asked)} weights, for {classes} classes"
+            if len(asked) != classes
+            else f"{where}={[*asked]}"
+        )
+        raise UserError(
+            what, where, "one number of 0 or more for each class; or task.class_weights=balanced"
+        )
     return tuple(map(float, asked))
 
 
@@ -219,14 +288,19 @@ def _of_kind(ignored: int | None) -> type[Classification]:
 
 
 def restore(facts: dict[str, Any]) -> Classification:
-    """The task of Classification.facts(). Raises KeyError, TypeError, ValueError or OverflowError where they are missing or impossible."""
+    """The task of Classification.facts(). Raises KeyError, TypeError, ValueError or OverflowError
+    where they are missing or impossible."""
     shape = tuple(facts["shape"])
     classes = facts["classes"]
     dtype = np.dtype(facts.get("dtype", "uint8")).name
     mean = np.array(facts["mean"], np.float64)
     std = np.array(facts["std"], np.float64)
     images = is_image(Field(dtype, shape))
-    if not _are_counts([*shape, classes]) or (dtype == "uint8" and "dtype" not in facts and not images) or math.prod(shape) > _MOST:
+    if (
+        not _are_counts([*shape, classes])
+        or (dtype == "uint8" and "dtype" not in facts and not images)
+        or math.prod(shape) > _MOST
+    ):
         raise ValueError("impossible shape or classes")
     check_stats(Field(dtype, shape), mean, std)
     ignored = facts.get("ignore_label")
@@ -236,13 +310,18 @@ def restore(facts: dict[str, Any]) -> Classification:
     weights = facts.get("class_weights")
     if top_k is not None and not (type(top_k) is int and 2 <= top_k < classes):
         raise ValueError("impossible top_k")
-    if weights is not None and (len(weights) != classes or not all(math.isfinite(weight) and weight >= 0 for weight in weights)):
+    if weights is not None and (
+        len(weights) != classes
+        or not all(math.isfinite(weight) and weight >= 0 for weight in weights)
+    ):
         raise ValueError("impossible class_weights")
     weights = None if weights is None else tuple(map(float, weights))
     return _of_kind(ignored)(shape, classes, mean, std, dtype, ignored, top_k, weights)
 
 
-def without_statistics(shape: tuple[int, int, int], classes: int, ignored: int | None = None) -> Classification:
+def without_statistics(
+    shape: tuple[int, int, int], classes: int, ignored: int | None = None
+) -> Classification:
     """A task for models that are only described: mean 0, deviation 1."""
     return _of_kind(ignored)(shape, classes, np.zeros(shape[2]), np.ones(shape[2]), ignored=ignored)
 
@@ -254,7 +333,8 @@ def _are_counts(values: list[Any]) -> bool:
 class NumpyClassification:
     """The oracle of the other frameworks, with its gradient written by hand.
 
-    Images are uint8 (n, H, W, C), flattened as torch does, other numbers (n, ...); logits (n, outputs), at least one for each class.
+    Images are uint8 (n, H, W, C), flattened as torch does, other numbers (n, ...); logits (n,
+    outputs), at least one for each class.
     """
 
     where = staticmethod(np.where)  # of this framework
@@ -273,7 +353,10 @@ class NumpyClassification:
         loss, _ = self._of_labels(outputs, batch["y"], smoothing)
         if "mixup_weight" in batch:
             weight = batch["mixup_weight"].astype(self._dtype)
-            loss = weight * loss + (1 - weight) * self._of_labels(outputs, batch["partner_y"], smoothing)[0]
+            loss = (
+                weight * loss
+                + (1 - weight) * self._of_labels(outputs, batch["partner_y"], smoothing)[0]
+            )
         return Each(loss, right_terms(outputs, batch["y"], self._form.top_k))
 
     def gradient(self, outputs: np.ndarray, batch: Batch) -> np.ndarray:
@@ -281,13 +364,21 @@ class NumpyClassification:
         error = self._of_labels(outputs, batch["y"], self._form.smoothing)[1]
         if "mixup_weight" in batch:
             weight = batch["mixup_weight"].astype(self._dtype)
-            error = weight[:, None] * error + (1 - weight)[:, None] * self._of_labels(outputs, batch["partner_y"], self._form.smoothing)[1]
+            error = (
+                weight[:, None] * error
+                + (1 - weight)[:, None]
+                * self._of_labels(outputs, batch["partner_y"], self._form.smoothing)[1]
+            )
         return error
 
-    def _of_labels(self, logits: np.ndarray, labels: np.ndarray, smoothing: float) -> tuple[np.ndarray, np.ndarray]:
+    def _of_labels(
+        self, logits: np.ndarray, labels: np.ndarray, smoothing: float
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Each sample's loss (n,), and d(loss) / d(logits) (n, outputs)."""
         outputs = logits.shape[1]
-        target = np.eye(outputs, dtype=self._dtype)[labels] * (1.0 - smoothing) + smoothing / outputs
+        target = (
+            np.eye(outputs, dtype=self._dtype)[labels] * (1.0 - smoothing) + smoothing / outputs
+        )
         if self._form.squared_error:
             error = logits - target
             return self._weighted(0.5 * np.square(error).sum(1), error, labels)
@@ -295,7 +386,9 @@ class NumpyClassification:
         log_softmax = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
         return self._weighted(-(log_softmax * target).sum(1), np.exp(log_softmax) - target, labels)
 
-    def _weighted(self, loss: np.ndarray, error: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _weighted(
+        self, loss: np.ndarray, error: np.ndarray, labels: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         if self._form.class_weights is None:
             return loss, error
         weights = np.array(self._form.class_weights, self._dtype)[labels]
@@ -310,7 +403,9 @@ def check_fields(source: Source, where: str) -> None:
         return
     found = ", ".join(f"{field} {kind}" for field, kind in source.fields.items())
     what = f"task.name=classification needs {_NEEDS}; the data have {found}"
-    raise UserError(what, where, f"{_as_labels(y)}another task.name (regression, language), or data of classes")
+    raise UserError(
+        what, where, f"{_as_labels(y)}another task.name (regression, language), or data of classes"
+    )
 
 
 def _as_labels(y: Field | None) -> str:
@@ -325,7 +420,8 @@ def _as_labels(y: Field | None) -> str:
 
 
 def number_of_classes(train: Source, val: Source, ignored: int | None, where: str) -> int:
-    """What the data declare, else one more than the largest label of both sets. Raises UserError where neither is known."""
+    """What the data declare, else one more than the largest label of both sets. Raises UserError
+    where neither is known."""
     of_train = classes_of(train, ignored)
     of_val = classes_of(val, ignored)
     for source in (train, val):
@@ -335,17 +431,29 @@ def number_of_classes(train: Source, val: Source, ignored: int | None, where: st
         return of_train if declared else max(of_train, of_val)
     for name, source in (("training", train), ("validation", val)):
         if known_labels(source) is not None and not classes_of(source, ignored):
-            every = "is below zero" if ignored is None else f"is task.ignore_label={ignored}, or below zero"
-            raise UserError(f"no {name} sample has a class: every label {every}", where, "labels from 0 on")
-    fix = "give the Dataset an attribute `classes`: their names, or how many there are, or its labels as `targets`"
+            every = (
+                "is below zero"
+                if ignored is None
+                else f"is task.ignore_label={ignored}, or below zero"
+            )
+            raise UserError(
+                f"no {name} sample has a class: every label {every}", where, "labels from 0 on"
+            )
+    fix = (
+        "give the Dataset an attribute `classes`: their names, or how many there are, or its "
+        "labels as `targets`"
+    )
     what = "the number of classes is not known: labels are read sample by sample"
     raise UserError(what, where, f"{fix}; or for numbers to predict task.name=regression")
 
 
 def classes_of(source: Source, ignored: int | None) -> int:
-    """Declared, or by the largest label that is not ignored; 0 where that would take reading all samples."""
+    """Declared, or by the largest label that is not ignored; 0 where that would take reading all
+    samples."""
     declared = source.fields["y"].values
-    if declared and (declared - 1 != ignored or (hasattr(source, "class_names") and source.class_names)):
+    if declared and (
+        declared - 1 != ignored or (hasattr(source, "class_names") and source.class_names)
+    ):
         return declared
     labels = known_labels(source)
     if labels is None:
@@ -361,7 +469,11 @@ def _refuse_too_many(source: Source, ignored: int | None, where: str) -> None:
         return
     sample = int(np.argmax(np.where(labels == ignored, 0, labels)))
     what = f"field y of sample {sample} has {labels[sample]}: too many classes to be some"
-    raise UserError(what, getattr(source, "where", "") or where, "labels from 0 on; for numbers to predict task.name=regression")
+    raise UserError(
+        what,
+        getattr(source, "where", "") or where,
+        "labels from 0 on; for numbers to predict task.name=regression",
+    )
 
 
 def notes_on_labels(train: Source, val: Source, classes: int, ignored: int | None) -> list[str]:
@@ -371,17 +483,30 @@ def notes_on_labels(train: Source, val: Source, classes: int, ignored: int | Non
         return []
     lines = []
     if ignored is not None:
-        sets = [(name, known_labels(source)) for name, source in (("training", train), ("validation", val))]
-        left_out = [f"{np.count_nonzero(y == ignored):,} of {len(y):,} {name} samples" for name, y in sets if y is not None]
-        lines.append(f"task.ignore_label={ignored}: {' and '.join(left_out)} are in no loss, metric or count")
+        sets = [
+            (name, known_labels(source))
+            for name, source in (("training", train), ("validation", val))
+        ]
+        left_out = [
+            f"{np.count_nonzero(y == ignored):,} of {len(y):,} {name} samples"
+            for name, y in sets
+            if y is not None
+        ]
+        lines.append(
+            f"task.ignore_label={ignored}: {' and '.join(left_out)} are in no loss, metric or count"
+        )
         labels = labels[labels != ignored]
     if len(labels) and labels.min() == 1 and classes > 1:
-        lines.append(f"labels begin at 1: no training sample is of class 0, one of the {classes} outputs of the model; y - 1 counts from 0")
+        lines.append(
+            f"labels begin at 1: no training sample is of class 0, one of the {classes} outputs "
+            "of the model; y - 1 counts from 0"
+        )
     return lines
 
 
 class LabelledPart:
-    """Another part, and the sum "labelled": how many samples have a class, which is any label but `ignored`."""
+    """Another part, and the sum "labelled": how many samples have a class, which is any label but
+    `ignored`."""
 
     def __init__(self, part: Any, ignored: int | None) -> None:
         self._part = part
@@ -398,9 +523,14 @@ class LabelledPart:
     def gradient(self, outputs: np.ndarray, batch: Batch) -> np.ndarray:
         """In NumPy: d(loss of each sample) / d(outputs), (n, outputs)."""
         has_class, with_classes = self._labels(batch)
-        return np.where(has_class[:, None], self._part.gradient(outputs, with_classes), np.zeros((), outputs.dtype))
+        return np.where(
+            has_class[:, None],
+            self._part.gradient(outputs, with_classes),
+            np.zeros((), outputs.dtype),
+        )
 
     def _labels(self, batch: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Which samples have a class, bool (n,); and the batch, in which all others are of class 0."""
+        """Which samples have a class, bool (n,); and the batch, in which all others are of class
+        0."""
         has_class = batch["y"] != self._ignored
         return has_class, {**batch, "y": self._where(has_class, batch["y"], 0)}

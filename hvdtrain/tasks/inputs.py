@@ -1,4 +1,5 @@
-"""What is done to x before the model gets it, on arrays; the rule that says what; and mean and deviation, the same bits on every rank."""
+"""What is done to x before the model gets it, on arrays; the rule that says what; and mean and
+deviation, the same bits on every rank."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class ColumnStats(NamedTuple):
 
 
 class WithStats:
-    """A source of images whose mean and deviation the configuration says; all else is the source's."""
+    """A source of images whose mean and deviation the configuration says; all else is the
+    source's."""
 
     def __init__(self, source: Source, given: ColumnStats) -> None:
         self._source = source
@@ -46,7 +48,8 @@ def without_stats(source: Source) -> Source:
 
 
 def with_stats(source: Source, config: DataConfig, standardize: Any) -> Source:
-    """The source with data.mean and data.std, where they are set; standardize: task.standardize. Raises UserError where they do not fit."""
+    """The source with data.mean and data.std, where they are set; standardize: task.standardize.
+    Raises UserError where they do not fit."""
     mean = config.mean
     std = config.std
     if not mean and not std:
@@ -54,19 +57,33 @@ def with_stats(source: Source, config: DataConfig, standardize: Any) -> Source:
     where = config.where("mean" if mean else "std")
     x = source.fields.get("x")
     if x is None or not is_image(x):
-        has = f"x is {x}" if x is not None else f"the data have {', '.join(source.fields)}, and no x"
-        raise UserError(f"data.mean and data.std are of images x; {has}", where, "leave them out: task.standardize says what is done to x")
+        has = (
+            f"x is {x}" if x is not None else f"the data have {', '.join(source.fields)}, and no x"
+        )
+        raise UserError(
+            f"data.mean and data.std are of images x; {has}",
+            where,
+            "leave them out: task.standardize says what is done to x",
+        )
     if len(mean) != x.shape[-1] or len(std) != x.shape[-1] or min(std) <= 0:
-        what = f"data.mean={list(mean)} and data.std={list(std)} of images with {x.shape[-1]} channel{'s' if x.shape[-1] > 1 else ''}"
+        what = (
+            f"data.mean={list(mean)} and data.std={list(std)} of images with {x.shape[-1]} "
+            f"channel{'s' if x.shape[-1] > 1 else ''}"
+        )
         raise UserError(what, where, "a number for each channel in both, deviations above 0")
     if standardize is False:
-        raise UserError("task.standardize=false leaves data.mean and data.std without effect", where, "one of them")
+        raise UserError(
+            "task.standardize=false leaves data.mean and data.std without effect",
+            where,
+            "one of them",
+        )
     found: Any = WithStats(source, ColumnStats(np.array(mean), np.array(std)))
     return cast("Source", found)
 
 
 def column_stats(source: Source, name: str) -> ColumnStats:
-    """Statistics of a field: of up to 2**22 numbers without rounding; of more all that files have, else so many, drawn by counters."""
+    """Statistics of a field: of up to 2**22 numbers without rounding; of more all that files have,
+    else so many, drawn by counters."""
     if name == "x" and isinstance(source, WithStats):
         return source.given
     if name == "x" and isinstance(source, LabelledImages):
@@ -79,12 +96,23 @@ def column_stats(source: Source, name: str) -> ColumnStats:
         known = None if is_image(field) else known_stats(source, name)
         if known is not None:
             return ColumnStats(*known)
-        chosen = np.unique(fold(np.arange(most, dtype=np.uint64)) % np.uint64(samples)).astype(np.int64)
-    values = source.read(chosen)[name].astype(np.float64).reshape(-1, field.shape[-1] if field.shape else 1)  # (values, C)
+        chosen = np.unique(fold(np.arange(most, dtype=np.uint64)) % np.uint64(samples)).astype(
+            np.int64
+        )
+    values = (
+        source.read(chosen)[name]
+        .astype(np.float64)
+        .reshape(-1, field.shape[-1] if field.shape else 1)
+    )  # (values, C)
     values = values / (255.0 if is_image(field) else 1.0)
     means = [math.fsum(column.tolist()) / len(column) for column in values.T]
-    squares = [math.fsum(((column - mean) ** 2).tolist()) / len(column) for column, mean in zip(values.T, means, strict=True)]
-    return ColumnStats(np.array(means), np.array([math.sqrt(square) if square else 1.0 for square in squares]))
+    squares = [
+        math.fsum(((column - mean) ** 2).tolist()) / len(column)
+        for column, mean in zip(values.T, means, strict=True)
+    ]
+    return ColumnStats(
+        np.array(means), np.array([math.sqrt(square) if square else 1.0 for square in squares])
+    )
 
 
 def is_image(field: Field) -> bool:
@@ -96,14 +124,17 @@ def is_image(field: Field) -> bool:
 class Transform:
     """(x - mean) / std, of images (pixels / 255 - mean) / std; or x as the data have it.
 
-    Called with arrays of a data set's x it gives what the job's model got of them: run.transform(x).
+    Called with arrays of a data set's x it gives what the job's model got of them:
+    run.transform(x).
     """
 
     x: Field
     mean: np.ndarray  # float64 (C,) or (1,), over the last axis; zeros where nothing is subtracted
     std: np.ndarray  # float64 of the same shape, never 0; ones where nothing is divided
     dtype: str = "float32"  # of the model's numbers
-    keeps_integers: bool = False  # x as the data have it, also where it is of integers: what a user's own model gets
+    keeps_integers: bool = (
+        False  # x as the data have it, also where it is of integers: what a user's own model gets
+    )
     channels_last: bool = False  # images, as JAX has them
 
     @property
@@ -126,25 +157,48 @@ class Transform:
     def summary(self) -> str:
         """A line for people: what the model gets."""
         if self.is_of_images:
-            numbers = f" by channel: mean {_some(self.mean)}, std {_some(self.std)}" if self.is_standardized else ", not normalized"
+            numbers = (
+                f" by channel: mean {_some(self.mean)}, std {_some(self.std)}"
+                if self.is_standardized
+                else ", not normalized"
+            )
             return self.formula + numbers
         if self.is_standardized:
             by = "column" if len(self.x.shape) < 2 else "its last axis"
-            return f"{self.formula} by {by}, of the training set: run.transform(x); {STANDARDIZE}=false leaves x as it is"
+            return (
+                f"{self.formula} by {by}, of the training set: run.transform(x); "
+                f"{STANDARDIZE}=false leaves x as it is"
+            )
         is_changed = np.dtype(self.x.dtype).kind in "iu" and not self.keeps_integers
-        as_floats = f" as {self.dtype}" if is_changed or (np.dtype(self.x.dtype).kind == "f" and self.x.dtype != self.dtype) else ""
-        return f"x as the data have it, {self.x.dtype}{as_floats}; {STANDARDIZE}=true: (x - mean) / std of the training set"
+        as_floats = (
+            f" as {self.dtype}"
+            if is_changed or (np.dtype(self.x.dtype).kind == "f" and self.x.dtype != self.dtype)
+            else ""
+        )
+        return (
+            f"x as the data have it, {self.x.dtype}{as_floats}; {STANDARDIZE}=true: (x - mean) / "
+            "std of the training set"
+        )
 
     def __call__(self, x: Any) -> np.ndarray:
-        """What the model gets of rows x (n, ...), of numpy, torch or pandas. Raises UserError for another shape."""
+        """What the model gets of rows x (n, ...), of numpy, torch or pandas. Raises UserError for
+        another shape."""
         array = to_numpy(x, "x", "run.transform()")
         if self.is_of_images:
             images = as_images(array)
             array = array if images is None else images
         if not self._has_rows(array):
-            what = f"x is {array.dtype} {array.shape}, and the model was trained on rows of {self.x}"
-            sizes = self.x.shape if self.x.padding is None else (f"1 to {self.x.shape[0]}", *self.x.shape[1:])
-            raise UserError(what, "run.transform()", f"an array (n{''.join(f', {size}' for size in sizes)})")
+            what = (
+                f"x is {array.dtype} {array.shape}, and the model was trained on rows of {self.x}"
+            )
+            sizes = (
+                self.x.shape
+                if self.x.padding is None
+                else (f"1 to {self.x.shape[0]}", *self.x.shape[1:])
+            )
+            raise UserError(
+                what, "run.transform()", f"an array (n{''.join(f', {size}' for size in sizes)})"
+            )
         return self._of(array)
 
     def _has_rows(self, array: np.ndarray) -> bool:
@@ -154,15 +208,22 @@ class Transform:
         return array.shape[1] <= self.x.shape[0] and array.shape[2:] == self.x.shape[1:]
 
     def _of(self, array: np.ndarray) -> np.ndarray:
-        """One array transformed as TorchInputs does it, in the same number type, so that the bits are the same."""
+        """One array transformed as TorchInputs does it, in the same number type, so that the bits
+        are the same."""
         array = array[:, None] if array.ndim == 1 else array
         if not (self.is_of_images or self.is_standardized):
             return self._as_given(array)
         numbers = array.astype(self.dtype)
         mean = self.mean.astype(self.dtype)
         std = self.std.astype(self.dtype)
-        found: np.ndarray = ((numbers / np.asarray(255, self.dtype) if self.is_of_images else numbers) - mean) / std
-        return np.ascontiguousarray(found.transpose(0, 3, 1, 2)) if self.is_of_images and not self.channels_last else found
+        found: np.ndarray = (
+            (numbers / np.asarray(255, self.dtype) if self.is_of_images else numbers) - mean
+        ) / std
+        return (
+            np.ascontiguousarray(found.transpose(0, 3, 1, 2))
+            if self.is_of_images and not self.channels_last
+            else found
+        )
 
     def _as_given(self, array: np.ndarray) -> np.ndarray:
         if array.dtype.kind == "f" or not self.keeps_integers:
@@ -170,7 +231,8 @@ class Transform:
         return array.astype(np.int64) if array.dtype.kind in "iu" else array
 
     def flat(self, x: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-        """Rows (n, numbers) of framework=numpy, in float64 up to the end; images are flattened as (C, H, W). n may be 0."""
+        """Rows (n, numbers) of framework=numpy, in float64 up to the end; images are flattened as
+        (C, H, W). n may be 0."""
         x = x.astype(np.float64) / (255.0 if self.is_of_images else 1.0)
         x = ((x[:, None] if x.ndim == 1 else x) - self.mean) / self.std
         x = x.transpose(0, 3, 1, 2) if self.is_of_images else x
@@ -182,17 +244,32 @@ def _some(numbers: np.ndarray) -> str:
     return " ".join(shown) + (" ..." if len(numbers) > len(shown) else "")
 
 
-def input_stats(source: Source, standardize: bool | None, users_model: bool, name: str = "x") -> ColumnStats:
-    """Statistics of a field, for a Transform: zeros and ones where the model gets it as the data have it.
+def input_stats(
+    source: Source, standardize: bool | None, users_model: bool, name: str = "x"
+) -> ColumnStats:
+    """Statistics of a field, for a Transform: zeros and ones where the model gets it as the data
+    have it.
 
-    None: images are normalized by channel; columns (C,) and single numbers are standardized for models of hvdtrain's, and not for the
-    user's own; all else stays as it is. True standardizes numbers of any shape by their last axis; False nothing.
+    None: images are normalized by channel; columns (C,) and single numbers are standardized for
+    models of hvdtrain's, and not for the user's own; all else stays as it is. True standardizes
+    numbers of any shape by their last axis; False nothing.
     """
     x = source.fields[name]
-    wanted = is_image(x) or (len(x.shape) < 2 and not users_model) if standardize is None else standardize
+    wanted = (
+        is_image(x) or (len(x.shape) < 2 and not users_model)
+        if standardize is None
+        else standardize
+    )
     if wanted and x.padding is not None:
-        what = f"{name} has samples of different lengths, whose mean and deviation would be those of the padding too"
-        raise UserError(what, STANDARDIZE, f"{STANDARDIZE}=false, and numbers of a usual size in the data; images as floats")
+        what = (
+            f"{name} has samples of different lengths, whose mean and deviation would be those of "
+            "the padding too"
+        )
+        raise UserError(
+            what,
+            STANDARDIZE,
+            f"{STANDARDIZE}=false, and numbers of a usual size in the data; images as floats",
+        )
     if wanted:
         return column_stats(source, name)
     columns = x.shape[-1] if is_image(x) else 1
@@ -200,13 +277,15 @@ def input_stats(source: Source, standardize: bool | None, users_model: bool, nam
 
 
 def transform_of(task: Any) -> Transform | None:
-    """What a task does to x; None of one that says nothing about it: of tokens, or of the user's own."""
+    """What a task does to x; None of one that says nothing about it: of tokens, or of the user's
+    own."""
     found = getattr(task, "transform", None)
     return found if isinstance(found, Transform) else None
 
 
 def check_stats(x: Field, mean: np.ndarray, std: np.ndarray) -> None:
-    """Raises ValueError where these cannot be the mean and deviation of x, read from a checkpoint."""
+    """Raises ValueError where these cannot be the mean and deviation of x, read from a
+    checkpoint."""
     if mean.shape != std.shape or mean.shape not in {x.shape[-1:] or (1,), (1,)}:
         raise ValueError("impossible mean or deviation")
     if not np.isfinite(mean).all() or not (np.isfinite(std) & (std > 0)).all():
@@ -214,7 +293,8 @@ def check_stats(x: Field, mean: np.ndarray, std: np.ndarray) -> None:
 
 
 def transform_of_facts(facts: Mapping[str, Any]) -> Transform:
-    """That of the Task.facts() of a checkpoint. Raises KeyError, TypeError or ValueError where they say nothing of x."""
+    """That of the Task.facts() of a checkpoint. Raises KeyError, TypeError or ValueError where they
+    say nothing of x."""
     if "x" in facts:  # regression
         dtype, shape = facts["x"]
     elif "fields" in facts:  # a loss of a script
@@ -225,7 +305,10 @@ def transform_of_facts(facts: Mapping[str, Any]) -> Transform:
     x = Field(np.dtype(dtype).name, tuple(shape))
     if not all(type(size) is int and size >= 1 for size in x.shape):
         raise ValueError("impossible shape")
-    mean, std = (np.array(facts.get(name, default), np.float64) for name, default in (("mean", [0.0]), ("std", [1.0])))
+    mean, std = (
+        np.array(facts.get(name, default), np.float64)
+        for name, default in (("mean", [0.0]), ("std", [1.0]))
+    )
     if "mean" in facts:
         check_stats(x, mean, std)
     return Transform(x, mean, std)

@@ -1,4 +1,5 @@
-"""Tasks in JAX, as in torch.py: what is here is compiled. Functions of a script see rows of padding, which are not counted."""
+"""Tasks in JAX, as in torch.py: what is here is compiled. Functions of a script see rows of
+padding, which are not counted."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ Arrays = Mapping[str, jax.Array]
 
 
 class JaxInputs:
-    """x of a batch, images uint8 (n, H, W, C), as the model gets it: (n, ...), single numbers (n, 1)."""
+    """x of a batch, images uint8 (n, H, W, C), as the model gets it: (n, ...), single numbers (n,
+    1)."""
 
     def __init__(self, transform: Transform, place: Place, users_model: bool) -> None:
         self._transform = transform
@@ -30,14 +32,22 @@ class JaxInputs:
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x[:, None] if x.ndim == 1 else x
         if self._transform.is_of_images or self._transform.is_standardized:
-            mean, std = (jnp.asarray(array, self._dtype) for array in (self._transform.mean, self._transform.std))
+            mean, std = (
+                jnp.asarray(array, self._dtype)
+                for array in (self._transform.mean, self._transform.std)
+            )
             x = x.astype(self._dtype)
             return ((x / 255.0 if self._transform.is_of_images else x) - mean) / std
-        return as_given(x, self._transform.x, self._dtype) if self._keeps_integers else x.astype(self._dtype)
+        return (
+            as_given(x, self._transform.x, self._dtype)
+            if self._keeps_integers
+            else x.astype(self._dtype)
+        )
 
 
 def as_given(array: jax.Array, field: Field, dtype: np.dtype) -> jax.Array:
-    """Floats in the model's number type, integers as int32, which a field without a bound is not on the device."""
+    """Floats in the model's number type, integers as int32, which a field without a bound is not on
+    the device."""
     if np.dtype(field.dtype).kind == "f":
         return array.astype(dtype)
     is_integer = np.dtype(field.dtype).kind in "iu" and array.dtype != jnp.uint8
@@ -45,7 +55,8 @@ def as_given(array: jax.Array, field: Field, dtype: np.dtype) -> jax.Array:
 
 
 class JaxClassification:
-    """Images are uint8 (n, H, W, C), other numbers (n, ...); logits (n, outputs), at least one for each class."""
+    """Images are uint8 (n, H, W, C), other numbers (n, ...); logits (n, outputs), at least one for
+    each class."""
 
     where = staticmethod(jnp.where)  # of this framework
 
@@ -62,20 +73,33 @@ class JaxClassification:
         loss = self._of_labels(outputs, batch["y"], training)
         if "mixup_weight" in batch:
             weight = batch["mixup_weight"]
-            loss = weight * loss + (1.0 - weight) * self._of_labels(outputs, batch["partner_y"], training)
+            loss = weight * loss + (1.0 - weight) * self._of_labels(
+                outputs, batch["partner_y"], training
+            )
         return Each(loss, right_terms(outputs, batch["y"], self._form.top_k))
 
     def _of_labels(self, logits: jax.Array, labels: jax.Array, training: bool) -> jax.Array:
         smoothing = self._form.smoothing if training else 0.0
         target = jax.nn.one_hot(labels, logits.shape[1], dtype=logits.dtype)
-        target = target * (1.0 - smoothing) + smoothing / logits.shape[1]  # Szegedy et al. 2015, arXiv:1512.00567, section 7
-        each = 0.5 * jnp.square(logits - target) if self._form.squared_error else -target * jax.nn.log_softmax(logits)
+        target = (
+            target * (1.0 - smoothing) + smoothing / logits.shape[1]
+        )  # Szegedy et al. 2015, arXiv:1512.00567, section 7
+        each = (
+            0.5 * jnp.square(logits - target)
+            if self._form.squared_error
+            else -target * jax.nn.log_softmax(logits)
+        )
         weights = self._form.class_weights
-        return each.sum(1) if weights is None else each.sum(1) * jnp.asarray(weights, each.dtype)[labels]
+        return (
+            each.sum(1)
+            if weights is None
+            else each.sum(1) * jnp.asarray(weights, each.dtype)[labels]
+        )
 
 
 class JaxRegression:
-    """Outputs (n, outputs); targets of any shape with as many numbers. Images are uint8 (n, H, W, C)."""
+    """Outputs (n, outputs); targets of any shape with as many numbers. Images are uint8 (n, H, W,
+    C)."""
 
     def __init__(self, inputs: JaxInputs, target_mean: np.ndarray, loss: str, place: Place) -> None:
         self._inputs = inputs
@@ -119,7 +143,8 @@ class JaxMultilabel:
 
 
 class JaxSegmentation:
-    """Logits (n, classes, H, W), which a model may also give as (n, H, W, classes); y (n, H, W). The model gets images (n, H, W, C)."""
+    """Logits (n, classes, H, W), which a model may also give as (n, H, W, classes); y (n, H, W).
+    The model gets images (n, H, W, C)."""
 
     counts_exactly = True
 
@@ -154,30 +179,50 @@ class JaxSegmentation:
 
     def each(self, outputs: jax.Array, batch: Arrays, training: bool) -> Each:
         y = batch["y"]
-        counts = jnp.ones(y.shape, bool) if self._ignored is None else y != self._ignored  # (n, H, W)
+        counts = (
+            jnp.ones(y.shape, bool) if self._ignored is None else y != self._ignored
+        )  # (n, H, W)
         labels = jnp.where(counts, y, 0)
         pixels = counts.sum((1, 2))
-        of_labels = jnp.take_along_axis(jax.nn.log_softmax(outputs, axis=1), labels[:, None], 1)[:, 0]
+        of_labels = jnp.take_along_axis(jax.nn.log_softmax(outputs, axis=1), labels[:, None], 1)[
+            :, 0
+        ]
         if self._weights is not None:
             of_labels = of_labels * jnp.asarray(self._weights, outputs.dtype)[labels]
         loss = jnp.where(counts, -of_labels, 0.0).sum((1, 2))
         if self._dice:
-            loss = loss + self._dice * pixels.astype(loss.dtype) * (1.0 - self._dice_of_each(outputs, labels, counts))
-        return Each(loss, {"pixels": pixels, "confusion": self._confusion(jax.lax.stop_gradient(outputs), labels, counts)})
+            loss = loss + self._dice * pixels.astype(loss.dtype) * (
+                1.0 - self._dice_of_each(outputs, labels, counts)
+            )
+        return Each(
+            loss,
+            {
+                "pixels": pixels,
+                "confusion": self._confusion(jax.lax.stop_gradient(outputs), labels, counts),
+            },
+        )
 
     def _dice_of_each(self, outputs: jax.Array, labels: jax.Array, counts: jax.Array) -> jax.Array:
         """(n,), as TorchSegmentation has it."""
         shares = jax.nn.softmax(outputs, axis=1) * counts[:, None]
-        is_there = jax.nn.one_hot(labels, self._classes, dtype=outputs.dtype, axis=1) * counts[:, None]
+        is_there = (
+            jax.nn.one_hot(labels, self._classes, dtype=outputs.dtype, axis=1) * counts[:, None]
+        )
         area = is_there.sum((2, 3))  # (n, classes)
         each = 2.0 * (shares * is_there).sum((2, 3)) / jnp.maximum(shares.sum((2, 3)) + area, 1e-30)
-        return jnp.where(area > 0, each, 0.0).sum(1) / jnp.maximum((area > 0).sum(1), 1).astype(outputs.dtype)
+        return jnp.where(area > 0, each, 0.0).sum(1) / jnp.maximum((area > 0).sum(1), 1).astype(
+            outputs.dtype
+        )
 
     def _confusion(self, outputs: jax.Array, labels: jax.Array, counts: jax.Array) -> jax.Array:
         """Whole numbers (n, classes ** 2): pixels by [label, said]."""
         cells = (labels * self._classes + outputs.argmax(1)).reshape(len(labels), -1)
         rows = jnp.arange(len(labels))[:, None]
-        return jnp.zeros((len(labels), self._classes**2), jnp.int32).at[rows, cells].add(counts.reshape(cells.shape).astype(jnp.int32))
+        return (
+            jnp.zeros((len(labels), self._classes**2), jnp.int32)
+            .at[rows, cells]
+            .add(counts.reshape(cells.shape).astype(jnp.int32))
+        )
 
 
 class JaxLanguage:
@@ -197,16 +242,24 @@ class JaxLanguage:
         loss = -jnp.take_along_axis(log_shares, targets[..., None], 2)[..., 0]
         if training and self._smoothing:
             loss = (1.0 - self._smoothing) * loss - self._smoothing * log_shares.mean(2)
-        is_predicted = jnp.ones_like(targets, bool) if self._ignore is None else targets != self._ignore
+        is_predicted = (
+            jnp.ones_like(targets, bool) if self._ignore is None else targets != self._ignore
+        )
         return Each(jnp.where(is_predicted, loss, 0.0).sum(1), {"tokens": is_predicted.sum(1)})
 
 
 class JaxFunctions:
     """A loss (outputs, batch) -> (n,). Images are (n, H, W, C)."""
 
-    def __init__(self, loss: Loss, inputs: JaxInputs, fields: Mapping[str, Field], place: Place) -> None:
+    def __init__(
+        self, loss: Loss, inputs: JaxInputs, fields: Mapping[str, Field], place: Place
+    ) -> None:
         if loss.ignore is not None or "class" in loss.facts:
-            raise UserError("loss is a module of torch", "hvdtrain.train(), loss", "a function of JAX arrays, or framework=torch")
+            raise UserError(
+                "loss is a module of torch",
+                "hvdtrain.train(), loss",
+                "a function of JAX arrays, or framework=torch",
+            )
         self._loss = loss
         self._inputs = inputs
         self._fields = fields
@@ -216,7 +269,11 @@ class JaxFunctions:
         return self._inputs(batch["x"])
 
     def batch_for_user(self, batch: Arrays) -> dict[str, jax.Array]:
-        of_others = {name: as_given(batch[name], field, self._dtype) for name, field in self._fields.items() if name != "x"}
+        of_others = {
+            name: as_given(batch[name], field, self._dtype)
+            for name, field in self._fields.items()
+            if name != "x"
+        }
         return {"x": self.inputs(batch), **of_others}
 
     def each(self, outputs: Any, batch: Arrays, training: bool) -> Each:
@@ -224,8 +281,14 @@ class JaxFunctions:
         samples = len(batch["x"])
         if tuple(getattr(loss, "shape", ("no array",))) != (samples,):
             found = tuple(getattr(loss, "shape", (type(loss).__name__,)))
-            fix = "one number for each sample: hvdtrain takes the mean over the samples of all ranks"
-            raise UserError(f"loss gives {found} for {samples} samples, not ({samples},)", "hvdtrain.train(), loss", fix)
+            fix = (
+                "one number for each sample: hvdtrain takes the mean over the samples of all ranks"
+            )
+            raise UserError(
+                f"loss gives {found} for {samples} samples, not ({samples},)",
+                "hvdtrain.train(), loss",
+                fix,
+            )
         return Each(loss, {})
 
 

@@ -1,4 +1,5 @@
-"""What is counted of labels and classes, in any framework: rightly said, wrongly said and missed, among the first, in bins; and losses."""
+"""What is counted of labels and classes, in any framework: rightly said, wrongly said and missed,
+among the first, in bins; and losses."""
 
 from __future__ import annotations
 
@@ -19,27 +20,36 @@ def edges_of_bins(bins: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def terms(logits: Any, probabilities: Any, y: Any, edges: tuple[Any, Any]) -> dict[str, Any]:
-    """The terms of Multilabel.sums, in any framework: logits and probabilities (n, labels), y bool (n, labels), edges (bins,)."""
+    """The terms of Multilabel.sums, in any framework: logits and probabilities (n, labels), y bool
+    (n, labels), edges (bins,)."""
     said, (lower, upper) = logits > 0, edges
     found = {"true_positives": said & y, "false_positives": said & ~y, "false_negatives": ~said & y}
     if not len(lower):
         return found
-    is_in = (probabilities[..., None] >= lower) & (probabilities[..., None] < upper)  # (n, labels, bins)
+    is_in = (probabilities[..., None] >= lower) & (
+        probabilities[..., None] < upper
+    )  # (n, labels, bins)
     shape = len(y), y.shape[1] * len(lower)
-    return found | {"positives_by_bin": (is_in & y[..., None]).reshape(shape), "all_by_bin": is_in.reshape(shape)}
+    return found | {
+        "positives_by_bin": (is_in & y[..., None]).reshape(shape),
+        "all_by_bin": is_in.reshape(shape),
+    }
 
 
 class LossForm(NamedTuple):
     """How the loss of a sample with a class is made, and which metrics are beside it."""
 
     squared_error: bool  # else cross-entropy
-    smoothing: float  # share of the label that is spread over all classes in training (Szegedy et al. 2015, arXiv:1512.00567, section 7)
+    # share of the label that is spread over all classes in training (Szegedy et al. 2015,
+    # arXiv:1512.00567, section 7)
+    smoothing: float
     class_weights: tuple[float, ...] | None = None
     top_k: int | None = None
 
 
 def right_terms(logits: Any, labels: Any, top_k: int | None) -> dict[str, Any]:
-    """Whether the largest output is the class, bool (n,); and whether fewer than top_k outputs are larger than its, or no number."""
+    """Whether the largest output is the class, bool (n,); and whether fewer than top_k outputs are
+    larger than its, or no number."""
     found = {"right": logits.argmax(1) == labels}
     if top_k is None:
         return found
@@ -52,7 +62,8 @@ _SHOWN = 5  # ranges of a message
 
 
 def notes_on_gaps(train: Source, name: str, classes: int, ignored: int | None) -> list[str]:
-    """A line for the user where training labels that are in memory leave out classes of the model, as 11 to 254 beside 255.
+    """A line for the user where training labels that are in memory leave out classes of the model,
+    as 11 to 254 beside 255.
 
     name: of the task, whose labels are classes of samples or pixels, or columns of zeros and ones.
     """
@@ -63,7 +74,10 @@ def notes_on_gaps(train: Source, name: str, classes: int, ignored: int | None) -
     if name == "multilabel":
         counts = np.count_nonzero(labels, axis=0)
     else:
-        counts = np.bincount(labels[(labels >= 0) & (labels < classes)].reshape(-1).astype(np.int64), minlength=classes)
+        counts = np.bincount(
+            labels[(labels >= 0) & (labels < classes)].reshape(-1).astype(np.int64),
+            minlength=classes,
+        )
     present: np.ndarray = np.asarray(counts) > 0
     if ignored is not None and 0 <= ignored < len(present):
         present[ignored] = True
@@ -75,7 +89,10 @@ def notes_on_gaps(train: Source, name: str, classes: int, ignored: int | None) -
     if name == "classification" and missing.tolist() == [0]:  # notes_on_labels() says it
         return []
     looked_at = "" if are_all else f" (of the {len(labels):,} samples looked at)"
-    line = f"no {unit} {kind} {_ranges(missing)}{looked_at}: the model has an output for each of {classes:,}"
+    line = (
+        f"no {unit} {kind} {_ranges(missing)}{looked_at}: the model has an output for each of "
+        f"{classes:,}"
+    )
     last = classes - 1
     if name != "multilabel" and ignored is None and missing[-1] == last - 1:
         line += f"; task.ignore_label={last} if {last} stands for no class"
@@ -83,7 +100,8 @@ def notes_on_gaps(train: Source, name: str, classes: int, ignored: int | None) -
 
 
 def _labels_in_memory(source: Source) -> tuple[np.ndarray, bool] | None:
-    """Labels y (n, ...), all or evenly spread ones of many; None where samples would have to be read for them."""
+    """Labels y (n, ...), all or evenly spread ones of many; None where samples would have to be
+    read for them."""
     labels = known_labels(source)
     if labels is not None:
         return labels, True
@@ -93,12 +111,18 @@ def _labels_in_memory(source: Source) -> tuple[np.ndarray, bool] | None:
         return None
     y = arrays["y"]
     most = max(1, _MOST_LABELS // max(1, math.prod(y.shape[1:])))
-    return (y, True) if len(y) <= most else (y[np.linspace(0, len(y) - 1, most).astype(np.int64)], False)
+    return (
+        (y, True)
+        if len(y) <= most
+        else (y[np.linspace(0, len(y) - 1, most).astype(np.int64)], False)
+    )
 
 
 def _ranges(numbers: np.ndarray) -> str:
     """3, 5 to 9 and 4 more."""
     parts = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
-    shown = [f"{part[0]} to {part[-1]}" if len(part) > 1 else f"{part[0]}" for part in parts[:_SHOWN]]
+    shown = [
+        f"{part[0]} to {part[-1]}" if len(part) > 1 else f"{part[0]}" for part in parts[:_SHOWN]
+    ]
     more = sum(len(part) for part in parts[_SHOWN:])
     return ", ".join(shown) + (f" and {more} more" if more else "")

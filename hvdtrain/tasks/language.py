@@ -1,4 +1,5 @@
-"""The next token of each position of a window of tokens: nats per token, perplexity, bits per token."""
+"""The next token of each position of a window of tokens: nats per token, perplexity, bits per
+token."""
 
 from __future__ import annotations
 
@@ -33,11 +34,13 @@ def _perplexity(sums: Sums) -> float:
 
 @dataclass(frozen=True)
 class Language:
-    """Prediction of tokens: of a window of T + 1 the first T are read, and the last T predicted, but for those that are `ignore`."""
+    """Prediction of tokens: of a window of T + 1 the first T are read, and the last T predicted,
+    but for those that are `ignore`."""
 
     tokens: Field  # (T + 1,), values: the vocabulary; with padding sequences of at most so many
     ignore: int | None = None
-    packed: bool = False  # windows have several sequences each, as their segments say: none is predicted from another one
+    # windows have several sequences each, as their segments say: none is predicted from another one
+    packed: bool = False
 
     name = "language"
     metrics = (
@@ -53,7 +56,11 @@ class Language:
         padding = self.tokens.padding
         if self.packed:
             return segment_fields(self.tokens)
-        return {"tokens": self.tokens} if padding is None else padded_fields("tokens", self.tokens, padding)
+        return (
+            {"tokens": self.tokens}
+            if padding is None
+            else padded_fields("tokens", self.tokens, padding)
+        )
 
     @property
     def mask(self) -> str | None:
@@ -73,13 +80,17 @@ class Language:
     def summary(self) -> str:
         padding = "" if self.ignore is None else f", token {self.ignore} is padding"
         if self.packed:
-            return f"packed rows of {self.context + 1:,} tokens below {self.tokens.values:,}{padding}"
+            return (
+                f"packed rows of {self.context + 1:,} tokens below {self.tokens.values:,}{padding}"
+            )
         windows = "windows of" if self.mask is None else "sequences of at most"
         return f"{windows} {self.context:,} tokens below {self.tokens.values:,}{padding}"
 
     @property
     def sample_weight(self) -> int | None:
-        return self.context if self.ignore is None and self.mask is None and not self.packed else None
+        return (
+            self.context if self.ignore is None and self.mask is None and not self.packed else None
+        )
 
     def weight(self, batch: Batch) -> int:
         """The tokens that are predicted."""
@@ -88,17 +99,27 @@ class Language:
         if self.packed:
             segments = batch[SEGMENTS]
             counts = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
-        return int(np.count_nonzero(counts if self.ignore is None else counts & (targets != self.ignore)))
+        return int(
+            np.count_nonzero(counts if self.ignore is None else counts & (targets != self.ignore))
+        )
 
     def facts(self) -> dict[str, Any]:
-        return {"tokens": self.tokens.facts(), "ignore": self.ignore, **({"packed": True} if self.packed else {})}
+        return {
+            "tokens": self.tokens.facts(),
+            "ignore": self.ignore,
+            **({"packed": True} if self.packed else {}),
+        }
 
     def outputs(self, samples: int) -> str:
         return f"logits {(samples, self.context, self.tokens.values)}"
 
     def fits(self, found: tuple[int, ...], samples: int) -> bool:
         """A model may have more outputs than the vocabulary."""
-        return len(found) == 3 and found[:2] == (samples, self.context) and found[2] >= self.tokens.values
+        return (
+            len(found) == 3
+            and found[:2] == (samples, self.context)
+            and found[2] >= self.tokens.values
+        )
 
     def torch(self, model: ModelConfig, place: Place) -> Part:
         from hvdtrain.tasks.torch import TorchLanguage
@@ -111,33 +132,67 @@ class Language:
         return JaxLanguage(self.ignore, model.label_smoothing)
 
 
-def build(name: str, train: Source, val: Source, where: str, users_model: bool = False, *, ignore: int | None = None) -> Language:
+def build(
+    name: str,
+    train: Source,
+    val: Source,
+    where: str,
+    users_model: bool = False,
+    *,
+    ignore: int | None = None,
+) -> Language:
     """Windows of tokens; model.label_smoothing applies.
 
     ignore: token that is not predicted, as that of padding
 
     Raises UserError where the data have no tokens, or the sets do not fit each other.
     """
-    fields = [find_field(source, "tokens", name, where, "integers (T + 1,) below a vocabulary") for source in (train, val)]
+    fields = [
+        find_field(source, "tokens", name, where, "integers (T + 1,) below a vocabulary")
+        for source in (train, val)
+    ]
     for field in fields:
-        if len(field.shape) != 1 or field.shape[0] < 2 or not field.values or np.dtype(field.dtype).kind not in "iu":
-            raise UserError(f"tokens are {field}", where, "a row of 2 or more integers for each sample, below a vocabulary")
+        if (
+            len(field.shape) != 1
+            or field.shape[0] < 2
+            or not field.values
+            or np.dtype(field.dtype).kind not in "iu"
+        ):
+            raise UserError(
+                f"tokens are {field}",
+                where,
+                "a row of 2 or more integers for each sample, below a vocabulary",
+            )
     if fields[0].shape != fields[1].shape:
-        what = f"training windows have {fields[0].shape[0]} tokens, validation windows {fields[1].shape[0]}"
+        what = (
+            f"training windows have {fields[0].shape[0]} tokens, validation windows "
+            f"{fields[1].shape[0]}"
+        )
         raise UserError(what, where, "both sets need windows of the same length")
     for source, which in ((train, "training"), (val, "validation")):
         lengths = known_lengths(source, "tokens")
         if lengths is not None and lengths.max(initial=0) < 2:
-            raise UserError(f"no {which} sequence has two tokens: none is predicted", where, "sequences of two tokens or more")
+            raise UserError(
+                f"no {which} sequence has two tokens: none is predicted",
+                where,
+                "sequences of two tokens or more",
+            )
     vocabulary = max(field.values for field in fields)
     if ignore is not None and not 0 <= ignore < vocabulary:
-        raise UserError(f"task.ignore={ignore} is no token: they are 0 to {vocabulary - 1}", where, "one of them, or leave it out")
-    tokens = fields[0]._replace(values=vocabulary)  # of padded sequences both sets have the longest of either
+        raise UserError(
+            f"task.ignore={ignore} is no token: they are 0 to {vocabulary - 1}",
+            where,
+            "one of them, or leave it out",
+        )
+    tokens = fields[0]._replace(
+        values=vocabulary
+    )  # of padded sequences both sets have the longest of either
     return Language(tokens, ignore, is_packed(train.fields))
 
 
 def restore(facts: dict[str, Any]) -> Language:
-    """The task of Language.facts(). Raises KeyError, TypeError, ValueError or OverflowError where they are missing or impossible."""
+    """The task of Language.facts(). Raises KeyError, TypeError, ValueError or OverflowError where
+    they are missing or impossible."""
     tokens = field_of_facts(facts["tokens"])
     ignore = facts["ignore"]
     (length,), vocabulary = tokens.shape, tokens.values

@@ -1,4 +1,5 @@
-"""Metrics of torchmetrics: states that are sums are added up over steps and ranks, in float64; those of others are gathered as they are."""
+"""Metrics of torchmetrics: states that are sums are added up over steps and ranks, in float64;
+those of others are gathered as they are."""
 
 from __future__ import annotations
 
@@ -24,8 +25,12 @@ _UPDATE = f"{_FIX}, with a metric whose update() takes these two; or hvdtrain.Ow
 
 
 def is_library_metric(thing: Any) -> bool:
-    """Whether it is an object of a class of torchmetrics, or of one that is made of it, without importing it."""
-    return any(kind.__name__ == "Metric" and kind.__module__ == "torchmetrics.metric" for kind in type(thing).__mro__)
+    """Whether it is an object of a class of torchmetrics, or of one that is made of it, without
+    importing it."""
+    return any(
+        kind.__name__ == "Metric" and kind.__module__ == "torchmetrics.metric"
+        for kind in type(thing).__mro__
+    )
 
 
 def has_sums_alone(metric: Any) -> bool:
@@ -34,7 +39,8 @@ def has_sums_alone(metric: Any) -> bool:
 
 
 def _reduction(function: Any) -> str:
-    """How the library puts together the states of two ranks: sum, mean, max, min, cat, stack; else the function's name."""
+    """How the library puts together the states of two ranks: sum, mean, max, min, cat, stack; else
+    the function's name."""
     name = "stack" if function is None else getattr(function, "__name__", type(function).__name__)
     return str(name).removeprefix("dim_zero_")
 
@@ -56,15 +62,25 @@ class _Library:
         tensors = [default for default in metric._defaults.values() if hasattr(default, "double")]
         if tensors:
             self._metric.set_dtype(tensors[0].double().dtype)
-        self._metric._to_sync = self._metric.sync_on_compute = False  # ranks are put together here, whatever torch.distributed has started
+        self._metric._to_sync = self._metric.sync_on_compute = (
+            False  # ranks are put together here, whatever torch.distributed has started
+        )
         self._metric.reset()
 
     def refuse_padding(self, padding: Padding) -> None:
         """Raises UserError where it would compare outputs with targets that are padding."""
         if self._inputs is None and getattr(self._metric, "ignore_index", None) != padding.value:
-            what = f"metric {self.name}: {self.kind} would take the padding of y, {padding.value:g}, for targets"
-            of_real = f"lambda outputs, batch: (outputs[batch[{padding.mask!r}]], batch['y'][batch[{padding.mask!r}]])"
-            raise UserError(what, self.where, f'ignore_index of that value; or (metric, "max", {of_real})')
+            what = (
+                f"metric {self.name}: {self.kind} would take the padding of y, {padding.value:g}, "
+                "for targets"
+            )
+            of_real = (
+                f"lambda outputs, batch: (outputs[batch[{padding.mask!r}]], "
+                f"batch['y'][batch[{padding.mask!r}]])"
+            )
+            raise UserError(
+                what, self.where, f'ignore_index of that value; or (metric, "max", {of_real})'
+            )
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -73,7 +89,8 @@ class _Library:
         return found
 
     def states_after(self, outputs: Any, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-        """The states after an update of these samples alone, and the targets. Raises UserError where it fails."""
+        """The states after an update of these samples alone, and the targets. Raises UserError
+        where it fails."""
         if self._inputs is None and "y" not in batch:
             what = f"metric {self.name} compares outputs with y; the batch has {', '.join(batch)}"
             raise UserError(what, self.where, _FIX)
@@ -84,19 +101,33 @@ class _Library:
         with self._lock:
             metric = self._metric.to(target.device)
             metric.reset()
-            with self._named(f"{self.kind}.update() fails for outputs {tuple(preds.shape)}", _UPDATE):
+            with self._named(
+                f"{self.kind}.update() fails for outputs {tuple(preds.shape)}", _UPDATE
+            ):
                 metric.update(preds, target)
             states = {state: getattr(metric, state) for state in self.defaults}
-            return {state: [*value] if isinstance(value, list) else value.clone() for state, value in states.items()}, target
+            return {
+                state: [*value] if isinstance(value, list) else value.clone()
+                for state, value in states.items()
+            }, target
 
     def _compared(self, outputs: Any, batch: Mapping[str, Any]) -> tuple[Any, Any]:
-        """(preds, target). Raises UserError where a function of the user's fails, or gives anything else."""
+        """(preds, target). Raises UserError where a function of the user's fails, or gives anything
+        else."""
         if self._inputs is None:
             return _same_shape(outputs, batch["y"])
         with self._named("the function of its inputs fails", _FIX):
             found = self._inputs(outputs, batch)
-        if not isinstance(found, (tuple, list)) or len(found) != 2 or not all(hasattr(each, "new_zeros") for each in found):
-            shown = f"{len(found)} things" if isinstance(found, (tuple, list)) else f"a {type(found).__name__}"
+        if (
+            not isinstance(found, (tuple, list))
+            or len(found) != 2
+            or not all(hasattr(each, "new_zeros") for each in found)
+        ):
+            shown = (
+                f"{len(found)} things"
+                if isinstance(found, (tuple, list))
+                else f"a {type(found).__name__}"
+            )
             what = f"metric {self.name}: the function of its inputs gives {shown}, not two tensors"
             raise UserError(what, self.where, _FIX)
         preds, target = found
@@ -104,7 +135,8 @@ class _Library:
 
     @contextlib.contextmanager
     def _named(self, what: str, fix: str) -> Iterator[None]:
-        """An exception inside is a UserError with the metric's name; not where the memory is full."""
+        """An exception inside is a UserError with the metric's name; not where the memory is
+        full."""
         try:
             yield
         except Exception as error:
@@ -114,7 +146,8 @@ class _Library:
             raise UserError(found, f"{self.where}; {own_line(error)}", fix) from error
 
     def value_of(self, states: Mapping[str, Any]) -> float:
-        """The metric of states on the host. Raises UserError where it fails, or is several numbers."""
+        """The metric of states on the host. Raises UserError where it fails, or is several
+        numbers."""
         with self._lock:
             metric = copy.deepcopy(self._metric).cpu()
         metric.reset()
@@ -124,14 +157,19 @@ class _Library:
         with self._named(f"{self.kind}.compute() fails", "more samples; or hvdtrain.OwnMetric"):
             found = metric.compute()
         if not hasattr(found, "numel") or found.numel() != 1:
-            shown = f"{found.numel()} numbers" if hasattr(found, "numel") else f"a {type(found).__name__}"
+            shown = (
+                f"{found.numel()} numbers"
+                if hasattr(found, "numel")
+                else f"a {type(found).__name__}"
+            )
             what = f"metric {self.name}: {self.kind} gives {shown}, not one"
             raise UserError(what, self.where, 'average="macro", or another class')
         return float(found) if found.numel() else math.nan
 
 
 class SumsOfMetric:
-    """A metric as a function (outputs, batch) -> (n, length), whose sum over all samples is what its states gain; compute() of that sum.
+    """A metric as a function (outputs, batch) -> (n, length), whose sum over all samples is what
+    its states gain; compute() of that sum.
 
     The first row has what a whole batch adds.
     """
@@ -139,7 +177,9 @@ class SumsOfMetric:
     def __init__(self, name: str, metric: Any, inputs: Inputs | None, where: str) -> None:
         """metric: one that has_sums_alone(). Raises UserError for one without states."""
         self._library = _Library(name, metric, inputs, where)
-        self._defaults = {state: value.double().clone() for state, value in self._library.defaults.items()}
+        self._defaults = {
+            state: value.double().clone() for state, value in self._library.defaults.items()
+        }
         self.refuse_padding = self._library.refuse_padding
 
     @property
@@ -159,34 +199,49 @@ class SumsOfMetric:
         return rows
 
     def compute(self, total: np.ndarray) -> float:
-        """The metric of the sum of the rows, float64 (length,). Raises UserError where it is several numbers."""
+        """The metric of the sum of the rows, float64 (length,). Raises UserError where it is
+        several numbers."""
         states = {}
         start = 0
         for state, default in self._defaults.items():
-            gained = default.new_tensor(total[start : start + default.numel()]).reshape(default.shape)
+            gained = default.new_tensor(total[start : start + default.numel()]).reshape(
+                default.shape
+            )
             states[state] = _as(default.cpu() + gained, self._library.defaults[state])
             start += default.numel()
         return self._library.value_of(states)
 
 
 class PartsOfMetric:
-    """A metric as a function (outputs, batch) -> Parts, the states after this batch alone; compute() of the parts of all batches.
+    """A metric as a function (outputs, batch) -> Parts, the states after this batch alone;
+    compute() of the parts of all batches.
 
-    A list of tensors becomes that of all parts, in their order; sums, largest and least values those of all. What the library leaves to
-    compute() (Pearson's moments) is stacked, as it is over ranks. A mean over ranks is taken where it is a constant.
+    A list of tensors becomes that of all parts, in their order; sums, largest and least values
+    those of all. What the library leaves to compute() (Pearson's moments) is stacked, as it is over
+    ranks. A mean over ranks is taken where it is a constant.
     """
 
     def __init__(self, name: str, metric: Any, inputs: Inputs | None, where: str) -> None:
-        """Raises UserError for a metric without states, and for a state that a function of the metric's own puts together."""
+        """Raises UserError for a metric without states, and for a state that a function of the
+        metric's own puts together."""
         self._library = _Library(name, metric, inputs, where)
-        self._reductions = {state: _reduction(function) for state, function in metric._reductions.items()}
+        self._reductions = {
+            state: _reduction(function) for state, function in metric._reductions.items()
+        }
         self.refuse_padding = self._library.refuse_padding
-        self._last: tuple[weakref.ref[Parts], float] | None = None  # compute() is called several times for one evaluation
+        self._last: tuple[weakref.ref[Parts], float] | None = (
+            None  # compute() is called several times for one evaluation
+        )
         own = {state: found for state, found in self._reductions.items() if found not in _KNOWN}
         if own:
             state, found = next(iter(own.items()))
-            what = f"metric {name}: {type(metric).__name__} puts {state} of several ranks together by {found}()"
-            raise UserError(what, where, "dist_reduce_fx=sum, max, min or cat; or hvdtrain.OwnMetric")
+            what = (
+                f"metric {name}: {type(metric).__name__} puts {state} of several ranks together "
+                f"by {found}()"
+            )
+            raise UserError(
+                what, where, "dist_reduce_fx=sum, max, min or cat; or hvdtrain.OwnMetric"
+            )
 
     def __call__(self, outputs: Any, batch: Mapping[str, Any]) -> Parts:
         states, _ = self._library.states_after(outputs, batch)
@@ -199,11 +254,15 @@ class PartsOfMetric:
             library = self._library
             what = f"metric {library.name}: {library.kind} keeps {state}, which are no tensors"
             raise UserError(what, library.where, "hvdtrain.OwnMetric")
-        wide = (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor for tensor in tensors)  # which NumPy does not have
+        wide = (
+            tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor
+            for tensor in tensors
+        )  # which NumPy does not have
         return tuple(tensor.detach().cpu().numpy() for tensor in wide)
 
     def compute(self, parts: Parts) -> float:
-        """The metric of all parts; NaN without any. Raises UserError where it is several numbers, and where a mean is no constant."""
+        """The metric of all parts; NaN without any. Raises UserError where it is several numbers,
+        and where a mean is no constant."""
         if not len(parts):
             return math.nan
         if self._last is None or self._last[0]() is not parts:
@@ -212,7 +271,10 @@ class PartsOfMetric:
 
     def _together(self, parts: Parts) -> dict[str, Any]:
         defaults = self._library.defaults
-        return {state: self._state(state, default, [part[i] for part in parts]) for i, (state, default) in enumerate(defaults.items())}
+        return {
+            state: self._state(state, default, [part[i] for part in parts])
+            for i, (state, default) in enumerate(defaults.items())
+        }
 
     def _state(self, state: str, default: Any, found: list[tuple[np.ndarray, ...]]) -> Any:
         """A state of all parts, as the library has it."""
@@ -223,7 +285,10 @@ class PartsOfMetric:
         whole = each[0]
         if reduction == "mean" and (each != whole).any():
             library = self._library
-            what = f"metric {library.name}: {library.kind} takes the mean of {state} over ranks, which depends on their number"
+            what = (
+                f"metric {library.name}: {library.kind} takes the mean of {state} over ranks, "
+                "which depends on their number"
+            )
             raise UserError(what, library.where, "hvdtrain.OwnMetric")
         if reduction == "sum":
             first = default.cpu().numpy().astype(np.float64)
@@ -248,7 +313,8 @@ def _as(value: Any, like: Any) -> Any:
 
 
 def _same_shape(outputs: Any, target: Any) -> tuple[Any, Any]:
-    """Outputs, of several the first, or "out" or "logits" of a dict; as (n,) where they are (n, 1) and the targets are not."""
+    """Outputs, of several the first, or "out" or "logits" of a dict; as (n,) where they are (n, 1)
+    and the targets are not."""
     while isinstance(outputs, (tuple, list, Mapping)):
         if isinstance(outputs, Mapping):
             named = (outputs[name] for name in ("out", "logits") if name in outputs)

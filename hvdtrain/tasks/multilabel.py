@@ -1,4 +1,5 @@
-"""Several labels of a sample, each there or not: binary cross-entropy, F1, and average precision of probabilities in bins."""
+"""Several labels of a sample, each there or not: binary cross-entropy, F1, and average precision of
+probabilities in bins."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ class Multilabel:
     @property
     def summary(self) -> str:
         return (
-            f"{'x'.join(map(str, self.x.shape)) or '1'} {self.x.dtype}, {self.labels:,} label{'s' if self.labels > 1 else ''}, each 0 or 1"
+            f"{'x'.join(map(str, self.x.shape)) or '1'} {self.x.dtype}, {self.labels:,} "
+            f"label{'s' if self.labels > 1 else ''}, each 0 or 1"
         )
 
     @property
@@ -63,19 +65,41 @@ class Multilabel:
         )
         if not self.bins:
             return found
-        return (*found, Metric("average_precision", mean_average_precision(self.bins), "max", column="ap", percent=True))
+        return (
+            *found,
+            Metric(
+                "average_precision",
+                mean_average_precision(self.bins),
+                "max",
+                column="ap",
+                percent=True,
+            ),
+        )
 
     @property
     def sums(self) -> dict[str, int]:
-        found = {"loss": 0, **dict.fromkeys(("true_positives", "false_positives", "false_negatives"), self.labels)}
-        return found | dict.fromkeys(("positives_by_bin", "all_by_bin"), self.labels * self.bins) if self.bins else found
+        found = {
+            "loss": 0,
+            **dict.fromkeys(("true_positives", "false_positives", "false_negatives"), self.labels),
+        }
+        return (
+            found | dict.fromkeys(("positives_by_bin", "all_by_bin"), self.labels * self.bins)
+            if self.bins
+            else found
+        )
 
     def weight(self, batch: Batch) -> int:
         return len(batch["y"])
 
     def facts(self) -> dict[str, Any]:
         stats = {"mean": self.mean.tolist(), "std": self.std.tolist()}
-        return {"x": [self.x.dtype, list(self.x.shape)], "labels": self.labels, **stats, "bins": self.bins, "objective": self.objective}
+        return {
+            "x": [self.x.dtype, list(self.x.shape)],
+            "labels": self.labels,
+            **stats,
+            "bins": self.bins,
+            "objective": self.objective,
+        }
 
     def outputs(self, samples: int) -> str:
         return f"logits ({samples}, {self.labels})"
@@ -86,7 +110,9 @@ class Multilabel:
     def torch(self, model: ModelConfig, place: Place) -> Part:
         from hvdtrain.tasks.torch import TorchInputs, TorchMultilabel
 
-        return TorchMultilabel(TorchInputs(self.transform, place, is_users_model(model)), self.bins, place)
+        return TorchMultilabel(
+            TorchInputs(self.transform, place, is_users_model(model)), self.bins, place
+        )
 
     def jax(self, model: ModelConfig, place: Place) -> Part:
         from hvdtrain.tasks.jax import JaxInputs, JaxMultilabel
@@ -110,38 +136,70 @@ def build(
 ) -> Multilabel:
     """From a field x of any shape to a row y of 0 and 1 for each sample, one of each label.
 
-    bins: of equal width, into which probabilities are counted for the average precision; 0: without it
-    objective: the metric of stop.target, checkpoint.keep_best and log.targets: loss, f1, f1_macro, average_precision
-    standardize: true: (x - mean) / std of the training set, by the last axis; false: x as it is; default: docs/tasks.md
+    bins: of equal width, into which probabilities are counted for the average precision; 0: without
+        it
+    objective: the metric of stop.target, checkpoint.keep_best and log.targets: loss, f1, f1_macro,
+        average_precision
+    standardize: true: (x - mean) / std of the training set, by the last axis; false: x as it is;
+        default: docs/tasks.md
 
-    Raises UserError where the data lack these fields, y is not of 0 and 1, or the sets do not fit each other.
+    Raises UserError where the data lack these fields, y is not of 0 and 1, or the sets do not fit
+    each other.
     """
-    x, y = (find_field(train, field, name, where, of) for field, of in (("x", "numbers of any shape"), ("y", "a row of 0 and 1")))
+    x, y = (
+        find_field(train, field, name, where, of)
+        for field, of in (("x", "numbers of any shape"), ("y", "a row of 0 and 1"))
+    )
     for field, kind in (("x", x), ("y", y)):
         other = find_field(val, field, name, where, "as in the training set")
         if other.shape != kind.shape or other.dtype != kind.dtype:
             what = f"{field} is {kind} in the training set, {other} in the validation set"
             raise UserError(what, where, "both sets need the same fields")
     if len(y.shape) != 1 or np.dtype(y.dtype).kind not in "iub":
-        fix = "y[:, None] for one label; np.eye(classes, dtype='uint8')[y] for classes" if not y.shape else "y.astype('uint8')"
-        raise UserError(f"task.name=multilabel needs a row of 0 and 1 for each sample; y is {y}", where, fix)
+        fix = (
+            "y[:, None] for one label; np.eye(classes, dtype='uint8')[y] for classes"
+            if not y.shape
+            else "y.astype('uint8')"
+        )
+        raise UserError(
+            f"task.name=multilabel needs a row of 0 and 1 for each sample; y is {y}", where, fix
+        )
     if not (bins == 0 or 2 <= bins <= _MOST // y.shape[0]):
         fix = f"2 to {_MOST // y.shape[0]}, or 0 for no average precision"
         raise UserError(f"task.bins={bins} of {y.shape[0]:,} labels", "task.bins", fix)
     if objective == "average_precision" and not bins:
-        raise UserError("task.bins=0 leaves out the average precision, which is task.objective", "task.bins", "task.bins=100")
-    return Multilabel(x._replace(values=0), y.shape[0], *input_stats(train, standardize, users_model), bins, objective)
+        raise UserError(
+            "task.bins=0 leaves out the average precision, which is task.objective",
+            "task.bins",
+            "task.bins=100",
+        )
+    return Multilabel(
+        x._replace(values=0),
+        y.shape[0],
+        *input_stats(train, standardize, users_model),
+        bins,
+        objective,
+    )
 
 
 def restore(facts: dict[str, Any]) -> Multilabel:
-    """The task of Multilabel.facts(). Raises KeyError, TypeError, ValueError or OverflowError where they are missing or impossible."""
+    """The task of Multilabel.facts(). Raises KeyError, TypeError, ValueError or OverflowError where
+    they are missing or impossible."""
     dtype, shape = facts["x"]
     x = Field(np.dtype(dtype).name, tuple(shape))
     labels = facts["labels"]
     bins = facts["bins"]
-    if not all(type(size) is int and size >= 1 for size in (*x.shape, labels)) or math.prod(x.shape) > 2**26 or labels > _MOST:
+    if (
+        not all(type(size) is int and size >= 1 for size in (*x.shape, labels))
+        or math.prod(x.shape) > 2**26
+        or labels > _MOST
+    ):
         raise ValueError("impossible shape or labels")
-    if type(bins) is not int or not (bins == 0 or 2 <= bins <= _MOST // labels) or facts["objective"] not in get_args(Objective):
+    if (
+        type(bins) is not int
+        or not (bins == 0 or 2 <= bins <= _MOST // labels)
+        or facts["objective"] not in get_args(Objective)
+    ):
         raise ValueError("impossible bins or objective")
     mean, std = (np.array(facts[name], np.float64) for name in ("mean", "std"))
     check_stats(x, mean, std)
@@ -156,21 +214,29 @@ def micro_f1(sums: Sums) -> float:
 
 
 def macro_f1(sums: Sums) -> float:
-    """The mean over labels of each one's F1, which is 0 of a label that no sample has and the model never says."""
+    """The mean over labels of each one's F1, which is 0 of a label that no sample has and the model
+    never says."""
     names = ("true_positives", "false_positives", "false_negatives")
     true, false, missed = (np.asarray(sums[name], np.float64) for name in names)
-    return float(np.mean(2.0 * true / np.maximum(2.0 * true + false + missed, 1.0))) if sums["count"] else math.nan
+    return (
+        float(np.mean(2.0 * true / np.maximum(2.0 * true + false + missed, 1.0)))
+        if sums["count"]
+        else math.nan
+    )
 
 
 def mean_average_precision(bins: int) -> Callable[[Sums], float]:
-    """The mean over the labels that any sample has of the sum over bins, from the highest, of (step of recall) x precision.
+    """The mean over the labels that any sample has of the sum over bins, from the highest, of (step
+    of recall) x precision.
 
-    It is the average precision of scores that are the number of their bin; NaN where no sample has a label.
+    It is the average precision of scores that are the number of their bin; NaN where no sample has
+    a label.
     """
 
     def of(sums: Sums) -> float:
         positives, every = (
-            np.reshape(np.asarray(sums[name], np.float64), (-1, bins))[:, ::-1] for name in ("positives_by_bin", "all_by_bin")
+            np.reshape(np.asarray(sums[name], np.float64), (-1, bins))[:, ::-1]
+            for name in ("positives_by_bin", "all_by_bin")
         )
         known = positives.sum(1) > 0
         if not known.any():
@@ -185,7 +251,8 @@ def mean_average_precision(bins: int) -> Callable[[Sums], float]:
 
 
 class NumpyMultilabel:
-    """The oracle of the other frameworks, with a gradient written by hand. x as in regression, y uint8 (n, labels), logits (n, labels)."""
+    """The oracle of the other frameworks, with a gradient written by hand. x as in regression, y
+    uint8 (n, labels), logits (n, labels)."""
 
     def __init__(self, transform: Transform, bins: int, place: Place) -> None:
         self._transform = transform

@@ -1,4 +1,5 @@
-"""Numbers to predict, one or several of each sample: mean squared error, mean absolute error, R2."""
+"""Numbers to predict, one or several of each sample: mean squared error, mean absolute error,
+R2."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ class Regression:
     y: Field
     mean: np.ndarray  # float64, of Transform: the model gets (x - mean) / std
     std: np.ndarray
-    target_mean: np.ndarray  # float64 (outputs,), of y: R2 counts from there, so that large targets lose no digits
+    target_mean: (
+        np.ndarray
+    )  # float64 (outputs,), of y: R2 counts from there, so that large targets lose no digits
     loss: Loss = "squared_error"
     objective: Objective = "loss"
 
@@ -52,7 +55,9 @@ class Regression:
     @property
     def summary(self) -> str:
         shape = "x".join(map(str, self.x.shape)) or "1"
-        return f"{shape} {self.x.dtype}, {self.size:,} number{'s' if self.size > 1 else ''} to predict"
+        return (
+            f"{shape} {self.x.dtype}, {self.size:,} number{'s' if self.size > 1 else ''} to predict"
+        )
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
@@ -65,7 +70,14 @@ class Regression:
 
     @property
     def sums(self) -> dict[str, int]:
-        return {"loss": 0, "squares": 0, "absolute": 0, "residual": self.size, "target": self.size, "target_square": self.size}
+        return {
+            "loss": 0,
+            "squares": 0,
+            "absolute": 0,
+            "residual": self.size,
+            "target": self.size,
+            "target_square": self.size,
+        }
 
     def weight(self, batch: Batch) -> int:
         return len(batch["y"])
@@ -90,12 +102,22 @@ class Regression:
     def torch(self, model: ModelConfig, place: Place) -> Part:
         from hvdtrain.tasks.torch import TorchInputs, TorchRegression
 
-        return TorchRegression(TorchInputs(self.transform, place, is_users_model(model)), self.target_mean, self.loss, place)
+        return TorchRegression(
+            TorchInputs(self.transform, place, is_users_model(model)),
+            self.target_mean,
+            self.loss,
+            place,
+        )
 
     def jax(self, model: ModelConfig, place: Place) -> Part:
         from hvdtrain.tasks.jax import JaxInputs, JaxRegression
 
-        return JaxRegression(JaxInputs(self.transform, place, is_users_model(model)), self.target_mean, self.loss, place)
+        return JaxRegression(
+            JaxInputs(self.transform, place, is_users_model(model)),
+            self.target_mean,
+            self.loss,
+            place,
+        )
 
     def numpy(self, model: ModelConfig, place: Place) -> NumpyPart:
 
@@ -107,8 +129,11 @@ class Regression:
 
 
 def r2(sums: Sums) -> float:
-    """1 - squared errors / squared distances of the targets from their mean, the mean over the outputs; NaN where targets are constant."""
-    residual, target, square = (np.asarray(sums[name], np.float64) for name in ("residual", "target", "target_square"))
+    """1 - squared errors / squared distances of the targets from their mean, the mean over the
+    outputs; NaN where targets are constant."""
+    residual, target, square = (
+        np.asarray(sums[name], np.float64) for name in ("residual", "target", "target_square")
+    )
     if not sums["count"]:
         return math.nan
     spread = square - target**2 / sums["count"]
@@ -131,8 +156,10 @@ def build(
     """From a field x of any shape to the numbers of a field y.
 
     loss: squared_error or absolute_error, the mean over the outputs
-    objective: the metric of stop.target, checkpoint.keep_best and log.targets: loss, mse, mae (lower is better) or r2
-    standardize: true: (x - mean) / std of the training set, by the last axis; false: x as it is; default: docs/tasks.md
+    objective: the metric of stop.target, checkpoint.keep_best and log.targets: loss, mse, mae
+        (lower is better) or r2
+    standardize: true: (x - mean) / std of the training set, by the last axis; false: x as it is;
+        default: docs/tasks.md
 
     Raises UserError where the data lack these fields, or the sets do not fit each other.
     """
@@ -142,24 +169,45 @@ def build(
         other = find_field(val, field, name, where, "as in the training set")
         if other.shape != kind.shape or other.dtype != kind.dtype:
             raise UserError(
-                f"{field} is {kind} in the training set, {other} in the validation set", where, "both sets need the same fields"
+                f"{field} is {kind} in the training set, {other} in the validation set",
+                where,
+                "both sets need the same fields",
             )
-    mean, std = (np.broadcast_to(array, x.shape[-1:] or (1,)) for array in input_stats(train, standardize, users_model))
+    mean, std = (
+        np.broadcast_to(array, x.shape[-1:] or (1,))
+        for array in input_stats(train, standardize, users_model)
+    )
     of_targets = column_stats(train, "y").mean  # by the last axis
-    target_mean = np.broadcast_to(of_targets, (math.prod(y.shape[:-1]), len(of_targets))).reshape(-1)
-    return Regression(x._replace(values=0), y._replace(values=0), mean, std, target_mean, loss, objective)
+    target_mean = np.broadcast_to(of_targets, (math.prod(y.shape[:-1]), len(of_targets))).reshape(
+        -1
+    )
+    return Regression(
+        x._replace(values=0), y._replace(values=0), mean, std, target_mean, loss, objective
+    )
 
 
 def restore(facts: dict[str, Any]) -> Regression:
-    """The task of Regression.facts(). Raises KeyError, TypeError, ValueError or OverflowError where they are missing or impossible."""
+    """The task of Regression.facts(). Raises KeyError, TypeError, ValueError or OverflowError where
+    they are missing or impossible."""
     x, y = (Field(np.dtype(dtype).name, tuple(shape)) for dtype, shape in (facts["x"], facts["y"]))
-    if any(not all(type(size) is int and size >= 1 for size in field.shape) or math.prod(field.shape) > _MOST for field in (x, y)):
+    if any(
+        not all(type(size) is int and size >= 1 for size in field.shape)
+        or math.prod(field.shape) > _MOST
+        for field in (x, y)
+    ):
         raise ValueError("impossible shape")
-    mean, std, target_mean = (np.array(facts[name], np.float64) for name in ("mean", "std", "target_mean"))
+    mean, std, target_mean = (
+        np.array(facts[name], np.float64) for name in ("mean", "std", "target_mean")
+    )
     check_stats(x, mean, std)
     if target_mean.shape != (math.prod(y.shape),) or not np.isfinite(target_mean).all():
         raise ValueError("impossible mean of the targets")
-    if facts["loss"] not in ("squared_error", "absolute_error") or facts["objective"] not in ("loss", "mse", "mae", "r2"):
+    if facts["loss"] not in ("squared_error", "absolute_error") or facts["objective"] not in (
+        "loss",
+        "mse",
+        "mae",
+        "r2",
+    ):
         raise ValueError("impossible loss or objective")
     return Regression(x, y, mean, std, target_mean, facts["loss"], facts["objective"])
 
@@ -167,10 +215,13 @@ def restore(facts: dict[str, Any]) -> Regression:
 class NumpyRegression:
     """The oracle of the other frameworks, with its gradient written by hand.
 
-    Outputs (n, outputs); targets of any shape with as many numbers. Images are uint8 (n, H, W, C), flattened as torch does.
+    Outputs (n, outputs); targets of any shape with as many numbers. Images are uint8 (n, H, W, C),
+    flattened as torch does.
     """
 
-    def __init__(self, transform: Transform, target_mean: np.ndarray, loss: str, place: Place) -> None:
+    def __init__(
+        self, transform: Transform, target_mean: np.ndarray, loss: str, place: Place
+    ) -> None:
         self._transform = transform
         self._target_mean = target_mean
         self._loss = loss

@@ -1,4 +1,5 @@
-"""The class of each pixel of an image: cross-entropy over pixels and Dice, pixel accuracy, mean intersection over union."""
+"""The class of each pixel of an image: cross-entropy over pixels and Dice, pixel accuracy, mean
+intersection over union."""
 
 from __future__ import annotations
 
@@ -28,11 +29,16 @@ def pixel_accuracy(sums: Sums) -> float:
     """The share of the pixels with a class that the model says; NaN without any."""
     confusion = np.asarray(sums["confusion"], np.float64)
     size = math.isqrt(len(confusion))
-    return float(np.trace(confusion.reshape(size, size)) / sums["pixels"]) if sums["pixels"] else math.nan
+    return (
+        float(np.trace(confusion.reshape(size, size)) / sums["pixels"])
+        if sums["pixels"]
+        else math.nan
+    )
 
 
 def mean_iou(sums: Sums) -> float:
-    """The mean over classes that are there, or that the model says, of intersection over union; NaN without any pixel."""
+    """The mean over classes that are there, or that the model says, of intersection over union; NaN
+    without any pixel."""
     if not sums["pixels"]:
         return math.nan
     found = iou_of_classes(np.asarray(sums["confusion"], np.float64))
@@ -40,7 +46,8 @@ def mean_iou(sums: Sums) -> float:
 
 
 def iou_of_classes(confusion: np.ndarray) -> np.ndarray:
-    """float64 (classes,): intersection over union, from counts (classes ** 2,) by [label, said]; NaN of a class in neither."""
+    """float64 (classes,): intersection over union, from counts (classes ** 2,) by [label, said];
+    NaN of a class in neither."""
     size = math.isqrt(len(confusion))
     matrix = confusion.reshape(size, size)
     both = np.diagonal(matrix)
@@ -50,7 +57,8 @@ def iou_of_classes(confusion: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Segmentation:
-    """Images x in, of each pixel one of `classes` classes out; pixels of the label `ignored` are in no loss and no metric."""
+    """Images x in, of each pixel one of `classes` classes out; pixels of the label `ignored` are in
+    no loss and no metric."""
 
     x: Field  # uint8 (H, W, C), or floats (C, H, W)
     classes: int
@@ -67,13 +75,18 @@ class Segmentation:
         Metric("accuracy", pixel_accuracy, "max", column="acc", percent=True),
         Metric("mean_iou", mean_iou, "max", column="iou", percent=True),
     )
-    sample_weight: ClassVar[int | None] = None  # how many pixels count is known of each batch alone: crops change it
+    sample_weight: ClassVar[int | None] = (
+        None  # how many pixels count is known of each batch alone: crops change it
+    )
 
     @property
     def fields(self) -> dict[str, Field]:
         largest = max(self.classes - 1, self.ignored or 0)
         is_small = largest < 256 and (self.ignored is None or self.ignored >= 0)
-        return {"x": self.x, "y": Field("uint8" if is_small else "int64", self.pixels, self.classes, self.ignored)}
+        return {
+            "x": self.x,
+            "y": Field("uint8" if is_small else "int64", self.pixels, self.classes, self.ignored),
+        }
 
     @property
     def pixels(self) -> tuple[int, int]:
@@ -102,7 +115,10 @@ class Segmentation:
 
     @property
     def summary(self) -> str:
-        return f"{'x'.join(map(str, self.x.shape))} {self.x.dtype}, {self.classes:,} class{'es' if self.classes > 1 else ''} of pixels"
+        return (
+            f"{'x'.join(map(str, self.x.shape))} {self.x.dtype}, {self.classes:,} "
+            f"class{'es' if self.classes > 1 else ''} of pixels"
+        )
 
     def weight(self, batch: Batch) -> int:
         """The pixels that have a class."""
@@ -110,9 +126,22 @@ class Segmentation:
         return int(y.size if self.ignored is None else np.count_nonzero(y != self.ignored))
 
     def facts(self) -> dict[str, Any]:
-        of_x = {"x": [self.x.dtype, list(self.x.shape)], "mean": self.mean.tolist(), "std": self.std.tolist()}
-        facts = of_x | {"classes": self.classes, "ignore_label": self.ignored, "dice": self.dice, "objective": self.objective}
-        return facts if self.class_weights is None else facts | {"class_weights": list(self.class_weights)}
+        of_x = {
+            "x": [self.x.dtype, list(self.x.shape)],
+            "mean": self.mean.tolist(),
+            "std": self.std.tolist(),
+        }
+        facts = of_x | {
+            "classes": self.classes,
+            "ignore_label": self.ignored,
+            "dice": self.dice,
+            "objective": self.objective,
+        }
+        return (
+            facts
+            if self.class_weights is None
+            else facts | {"class_weights": list(self.class_weights)}
+        )
 
     def outputs(self, samples: int) -> str:
         return f"logits {(samples, self.classes, *self.pixels)}"
@@ -131,7 +160,15 @@ class Segmentation:
 
         inputs = JaxInputs(self.transform, place, is_users_model(model))
         turned = not is_image(self.x)
-        return JaxSegmentation(inputs, self.classes, self.pixels, self.ignored, self.dice, self.class_weights, turned=turned)
+        return JaxSegmentation(
+            inputs,
+            self.classes,
+            self.pixels,
+            self.ignored,
+            self.dice,
+            self.class_weights,
+            turned=turned,
+        )
 
 
 def build(
@@ -151,13 +188,17 @@ def build(
     """From images x to masks y (H, W) of the numbers of classes.
 
     classes: of pixels (none: one more than the largest number in masks that are in memory)
-    ignore_label: number of pixels without a class, as 255 or -1, which are in no loss and no metric (none: every number is a class)
+    ignore_label: number of pixels without a class, as 255 or -1, which are in no loss and no metric
+        (none: every number is a class)
     dice: weight of the Dice term beside the cross-entropy, as 0.5; 0: without it
-    objective: the metric of stop.target, checkpoint.keep_best and log.targets: loss, accuracy, mean_iou
+    objective: the metric of stop.target, checkpoint.keep_best and log.targets: loss, accuracy,
+        mean_iou
     class_weights: what the cross-entropy of a pixel is multiplied by, for each class (none: 1)
-    standardize: true: (x - mean) / std of the training set, by the last axis; false: x as it is; default: docs/tasks.md
+    standardize: true: (x - mean) / std of the training set, by the last axis; false: x as it is;
+        default: docs/tasks.md
 
-    Raises UserError where the data are no images with masks, the number of classes is not known, or the sets do not fit each other.
+    Raises UserError where the data are no images with masks, the number of classes is not known, or
+    the sets do not fit each other.
     """
     x = find_field(train, "x", name, where, "images uint8 (H, W, C) or floats (C, H, W)")
     y = find_field(train, "y", name, where, "masks of integers (H, W)")
@@ -170,15 +211,23 @@ def build(
     if not (math.isfinite(dice) and dice >= 0):
         raise UserError(f"task.dice={dice}", "task.dice", "0 or more, as 0.5")
     if ignore_label is not None and abs(ignore_label) >= 2**31:
-        raise UserError(f"{_OPTION}={ignore_label} is no label", _OPTION, "a number of 32 bits, as -1 or 255")
+        raise UserError(
+            f"{_OPTION}={ignore_label} is no label", _OPTION, "a number of 32 bits, as -1 or 255"
+        )
     count = classes or _classes((train, val), ignore_label, where)
     if not 2 <= count <= _MOST_CLASSES:
         what = f"{count:,} classes of pixels, of which 2 to {_MOST_CLASSES:,} can be counted"
-        raise UserError(what, "task.classes" if classes else where, f"{_OPTION}=255 where masks have 255 on pixels without a class")
+        raise UserError(
+            what,
+            "task.classes" if classes else where,
+            f"{_OPTION}=255 where masks have 255 on pixels without a class",
+        )
     _check_weights(class_weights, count)
     mean, std = input_stats(train, standardize, users_model)
     weights = None if class_weights is None else tuple(map(float, class_weights))
-    return Segmentation(x._replace(values=0), count, mean, std, ignore_label, dice, objective, weights)
+    return Segmentation(
+        x._replace(values=0), count, mean, std, ignore_label, dice, objective, weights
+    )
 
 
 def _check_weights(weights: Sequence[float] | None, classes: int) -> None:
@@ -187,7 +236,9 @@ def _check_weights(weights: Sequence[float] | None, classes: int) -> None:
         return
     what = f"task.class_weights has {len(weights)} weights, for {classes} classes of pixels"
     what = what if len(weights) != classes else f"task.class_weights={[*weights]}"
-    raise UserError(what, "task.class_weights", "one number of 0 or more for each class, not all 0: [1.0,2.5]")
+    raise UserError(
+        what, "task.class_weights", "one number of 0 or more for each class, not all 0: [1.0,2.5]"
+    )
 
 
 def _are_weights(weights: Sequence[float]) -> bool:
@@ -197,7 +248,11 @@ def _are_weights(weights: Sequence[float]) -> bool:
 def _check_shapes(x: Field, y: Field, where: str) -> None:
     """Raises UserError where x is no image, or y no mask of its pixels."""
     if len(x.shape) != 3 or not (is_image(x) or np.dtype(x.dtype).kind == "f"):
-        fix = "x[..., None] of grey images" if len(x.shape) == 2 else "images uint8 (n, H, W, C), or floats (n, C, H, W)"
+        fix = (
+            "x[..., None] of grey images"
+            if len(x.shape) == 2
+            else "images uint8 (n, H, W, C), or floats (n, C, H, W)"
+        )
         raise UserError(f"task.name=segmentation needs images x; x is {x}", where, fix)
     pixels = x.shape[:2] if is_image(x) else x.shape[1:]
     if y.shape != pixels or np.dtype(y.dtype).kind not in "iub":
@@ -207,11 +262,14 @@ def _check_shapes(x: Field, y: Field, where: str) -> None:
             fix = "y[..., 0]"
         else:
             fix = "one integer for each pixel"
-        raise UserError(f"task.name=segmentation needs masks y {pixels} of integers; y is {y}", where, fix)
+        raise UserError(
+            f"task.name=segmentation needs masks y {pixels} of integers; y is {y}", where, fix
+        )
 
 
 def _classes(sources: tuple[Source, Source], ignored: int | None, where: str) -> int:
-    """One more than the largest number of the masks. Raises UserError where they are not in memory."""
+    """One more than the largest number of the masks. Raises UserError where they are not in
+    memory."""
     declared = max(source.fields["y"].values for source in sources)
     if declared:
         return declared
@@ -231,20 +289,40 @@ def _classes(sources: tuple[Source, Source], ignored: int | None, where: str) ->
 
 
 def restore(facts: dict[str, Any]) -> Segmentation:
-    """The task of Segmentation.facts(). Raises KeyError, TypeError, ValueError or OverflowError where they are missing or impossible."""
+    """The task of Segmentation.facts(). Raises KeyError, TypeError, ValueError or OverflowError
+    where they are missing or impossible."""
     dtype, shape = facts["x"]
     x = Field(np.dtype(dtype).name, tuple(shape))
     ignored = facts["ignore_label"]
     dice = facts["dice"]
-    if len(x.shape) != 3 or not all(type(size) is int and size >= 1 for size in x.shape) or math.prod(x.shape) > _MOST:
+    if (
+        len(x.shape) != 3
+        or not all(type(size) is int and size >= 1 for size in x.shape)
+        or math.prod(x.shape) > _MOST
+    ):
         raise ValueError("impossible shape")
-    if type(facts["classes"]) is not int or not 2 <= facts["classes"] <= _MOST_CLASSES or facts["objective"] not in get_args(Objective):
+    if (
+        type(facts["classes"]) is not int
+        or not 2 <= facts["classes"] <= _MOST_CLASSES
+        or facts["objective"] not in get_args(Objective)
+    ):
         raise ValueError("impossible classes or objective")
-    if not (ignored is None or (type(ignored) is int and abs(ignored) < 2**31)) or not (math.isfinite(dice) and dice >= 0):
+    if not (ignored is None or (type(ignored) is int and abs(ignored) < 2**31)) or not (
+        math.isfinite(dice) and dice >= 0
+    ):
         raise ValueError("impossible ignore_label or dice")
     weights = facts.get("class_weights")
     if weights is not None and not (_are_weights(weights) and len(weights) == facts["classes"]):
         raise ValueError("impossible class_weights")
     mean, std = (np.array(facts[name], np.float64) for name in ("mean", "std"))
     check_stats(x, mean, std)
-    return Segmentation(x, facts["classes"], mean, std, ignored, float(dice), facts["objective"], weights and tuple(map(float, weights)))
+    return Segmentation(
+        x,
+        facts["classes"],
+        mean,
+        std,
+        ignored,
+        float(dice),
+        facts["objective"],
+        weights and tuple(map(float, weights)),
+    )

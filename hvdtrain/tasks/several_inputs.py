@@ -1,4 +1,5 @@
-"""SeveralInputs: another task whose model is called with several fields, each of them changed as a single x would be."""
+"""SeveralInputs: another task whose model is called with several fields, each of them changed as a
+single x would be."""
 
 from __future__ import annotations
 
@@ -12,7 +13,15 @@ import numpy as np
 from hvdtrain.config.schema import ModelConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.data.own.arrays import has_channels_first
-from hvdtrain.data.source import AroundSource, Field, NamedArrays, Source, field_of_facts, known_labels, known_stats
+from hvdtrain.data.source import (
+    AroundSource,
+    Field,
+    NamedArrays,
+    Source,
+    field_of_facts,
+    known_labels,
+    known_stats,
+)
 from hvdtrain.data.subset import Subset
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.inputs import Transform, check_stats, input_stats, is_image, without_stats
@@ -24,7 +33,8 @@ Build = Callable[[Source, Source], Task]  # of a task from fields x and y
 
 @dataclass(frozen=True, eq=False)
 class Transforms:
-    """What is done to each field that a model gets; of a mapping of their rows a dict of what the model got: run.transform(fields)."""
+    """What is done to each field that a model gets; of a mapping of their rows a dict of what the
+    model got: run.transform(fields)."""
 
     each: Mapping[str, Transform]  # in the order of the fields
 
@@ -38,10 +48,19 @@ class Transforms:
 
     def __call__(self, fields: Any) -> dict[str, Any]:
         """Raises UserError where a field is missing or has another shape."""
-        missing = [name for name in self.each if not isinstance(fields, Mapping) or name not in fields]
+        missing = [
+            name for name in self.each if not isinstance(fields, Mapping) or name not in fields
+        ]
         if missing:
-            what = f"the model was trained on the fields {', '.join(self.each)}; {', '.join(missing)} is missing"
-            raise UserError(what, "run.transform()", f"a dict of arrays: {{{', '.join(f'{name!r}: ...' for name in self.each)}}}")
+            what = (
+                f"the model was trained on the fields {', '.join(self.each)}; "
+                f"{', '.join(missing)} is missing"
+            )
+            raise UserError(
+                what,
+                "run.transform()",
+                f"a dict of arrays: {{{', '.join(f'{name!r}: ...' for name in self.each)}}}",
+            )
         return {name: transform(fields[name]) for name, transform in self.each.items()}
 
 
@@ -52,7 +71,8 @@ def transforms_of(task: Any) -> Transforms | None:
 
 
 def input_fields(task: Any) -> dict[str, Field]:
-    """What a model of the task gets of a sample: its inputs; x; or of a task without it all fields: tokens."""
+    """What a model of the task gets of a sample: its inputs; x; or of a task without it all fields:
+    tokens."""
     fields = dict(task.fields)
     transforms = transforms_of(task)
     names = ["x"] if transforms is None else list(transforms.each)
@@ -73,7 +93,8 @@ class SeveralInputs:
         self.main = main_field({name: each.x for name, each in transforms.each.items()})
 
     def __getattr__(self, name: str) -> Any:
-        """All else is the task's. AttributeError for a framework: torch alone calls a model with several fields."""
+        """All else is the task's. AttributeError for a framework: torch alone calls a model with
+        several fields."""
         if name in ("jax", "numpy", "transform"):
             raise AttributeError(name)
         found = getattr(self.__dict__["task"], name)
@@ -86,19 +107,33 @@ class SeveralInputs:
     def fields(self) -> dict[str, Field]:
         """The inputs, then what else the task needs."""
         inputs = {name: transform.x for name, transform in self.transforms.each.items()}
-        return {**inputs, **{name: field for name, field in self.task.fields.items() if name != "x" and name not in inputs}}
+        return {
+            **inputs,
+            **{
+                name: field
+                for name, field in self.task.fields.items()
+                if name != "x" and name not in inputs
+            },
+        }
 
     @property
     def sizes(self) -> dict[str, Any]:
         """`shapes` by field in the place of `shape`."""
         sizes = {name: size for name, size in self.task.sizes.items() if name != "shape"}
-        return {"shapes": {name: transform.x.shape or (1,) for name, transform in self.transforms.each.items()}, **sizes}
+        return {
+            "shapes": {
+                name: transform.x.shape or (1,) for name, transform in self.transforms.each.items()
+            },
+            **sizes,
+        }
 
     @property
     def summary(self) -> str:
         if isinstance(self.task, OwnLoss):
             return ", ".join(f"{name} {field}" for name, field in self.fields.items())
-        others = [f"{name} {each.x}" for name, each in self.transforms.each.items() if name != self.main]
+        others = [
+            f"{name} {each.x}" for name, each in self.transforms.each.items() if name != self.main
+        ]
         return "; ".join([f"{self.main} {self.task.summary}", *others])
 
     def facts(self) -> dict[str, Any]:
@@ -106,7 +141,16 @@ class SeveralInputs:
         inputs = []
         for name, each in self.transforms.each.items():
             padding = [] if each.x.padding is None else [list(each.x.padding)]
-            inputs.append([name, each.x.dtype, list(each.x.shape), each.mean.tolist(), each.std.tolist(), *padding])
+            inputs.append(
+                [
+                    name,
+                    each.x.dtype,
+                    list(each.x.shape),
+                    each.mean.tolist(),
+                    each.std.tolist(),
+                    *padding,
+                ]
+            )
         return {**self.task.facts(), "inputs": inputs}
 
     def torch(self, model: ModelConfig, place: Place) -> Part:
@@ -114,34 +158,61 @@ class SeveralInputs:
 
         fields = TorchFields(self.transforms.each, place)
         part = cast("Any", self.task).torch(model, place)
-        return part.of_fields(fields) if isinstance(part, TorchFunctions) else TorchOfFields(part, fields)
+        return (
+            part.of_fields(fields)
+            if isinstance(part, TorchFunctions)
+            else TorchOfFields(part, fields)
+        )
 
 
 def main_field(fields: Mapping[str, Field]) -> str:
     """The one that a task takes for x: x, or the first image, or the first."""
-    images = (name for name, field in fields.items() if is_image(field) or (len(field.shape) == 3 and field.dtype.startswith("float")))
+    images = (
+        name
+        for name, field in fields.items()
+        if is_image(field) or (len(field.shape) == 3 and field.dtype.startswith("float"))
+    )
     return "x" if "x" in fields else next(images, next(iter(fields)))
 
 
-def several_inputs(build: Build, train: Source, val: Source, names: Iterable[str], standardize: Any, where: str) -> Task:
-    """The task of a user's own model that gets these fields of both sets. build: the task of sources with one x, which it leaves as it is.
+def several_inputs(
+    build: Build, train: Source, val: Source, names: Iterable[str], standardize: Any, where: str
+) -> Task:
+    """The task of a user's own model that gets these fields of both sets. build: the task of
+    sources with one x, which it leaves as it is.
 
-    standardize: task.standardize, which holds for each field as for a single x. Raises UserError where the sets do not fit each other.
+    standardize: task.standardize, which holds for each field as for a single x. Raises UserError
+    where the sets do not fit each other.
     """
     if standardize not in (None, True, False):
-        raise UserError(f"task.standardize is {standardize!r:.40}", "task.standardize", "true, false, or leave it out")
+        raise UserError(
+            f"task.standardize is {standardize!r:.40}",
+            "task.standardize",
+            "true, false, or leave it out",
+        )
     transforms = {}
     for name in names:
         field = train.fields[name]
         other = val.fields.get(name)
         refuse_nothing(name, field, where)
-        if is_image(field) and has_channels_first(field.shape):  # as files have them; arrays and samples of a user have been turned
+        if is_image(field) and has_channels_first(
+            field.shape
+        ):  # as files have them; arrays and samples of a user have been turned
             what = f"{name} is {field}, and images are (H, W, C)"
-            raise UserError(what, where, f"write {name} with its channels last; or floats (C, H, W), which stay as they are")
+            raise UserError(
+                what,
+                where,
+                f"write {name} with its channels last; or floats (C, H, W), which stay as they are",
+            )
         if other is None or (field.dtype, field.shape) != (other.dtype, other.shape):
-            what = f"{name} is {field} in the training set, {other or 'missing'} in the validation set"
+            what = (
+                f"{name} is {field} in the training set, {other or 'missing'} in the validation set"
+            )
             raise UserError(what, where, "both sets need the same fields")
-        mean, std = (np.broadcast_to(of, field.shape[-1:] or (1,)) for of in input_stats(train, standardize, True, name))
+        mean, std = (
+            np.broadcast_to(of, field.shape[-1:] or (1,))
+            for of in input_stats(train, standardize, True, name)
+        )
         transforms[name] = Transform(field._replace(values=0), mean, std)
     main = main_field({name: each.x for name, each in transforms.items()})
     task = build(*(_with_x(without_stats(source), main) for source in (train, val)))
@@ -151,20 +222,31 @@ def several_inputs(build: Build, train: Source, val: Source, names: Iterable[str
 def _with_inputs(task: Task, transforms: Transforms) -> Task:
     if isinstance(task, Measured):
         inner = SeveralInputs(task.task, transforms)
-        return cast("Task", Measured(cast("Task", inner), task.own, task.objective, inner._named(task.examples)))
+        return cast(
+            "Task",
+            Measured(cast("Task", inner), task.own, task.objective, inner._named(task.examples)),
+        )
     return cast("Task", SeveralInputs(task, transforms))
 
 
 def restore_inputs(facts: Mapping[str, Any], restore: Callable[[dict[str, Any]], Task]) -> Task:
-    """The task of these Task.facts(), with several inputs where they have some. Raises as restore() does."""
+    """The task of these Task.facts(), with several inputs where they have some. Raises as restore()
+    does."""
     if not isinstance(facts, Mapping):
         raise TypeError("no facts of a task")
     one = {name: value for name, value in facts.items() if name != "inputs"}
-    return restore(one) if "inputs" not in facts else _with_inputs(restore(one), transforms_of_facts(facts))
+    return (
+        restore(one)
+        if "inputs" not in facts
+        else _with_inputs(restore(one), transforms_of_facts(facts))
+    )
 
 
-def with_several_inputs(build: Callable[[Source], Task], source: Source, facts: Mapping[str, Any]) -> Task:
-    """The task of samples of a checkpoint's model, whose inputs are changed as in training. build: as that of several_inputs().
+def with_several_inputs(
+    build: Callable[[Source], Task], source: Source, facts: Mapping[str, Any]
+) -> Task:
+    """The task of samples of a checkpoint's model, whose inputs are changed as in training. build:
+    as that of several_inputs().
 
     Raises as transforms_of_facts().
     """
@@ -174,11 +256,17 @@ def with_several_inputs(build: Callable[[Source], Task], source: Source, facts: 
 
 
 def transforms_of_facts(facts: Mapping[str, Any]) -> Transforms:
-    """What is done to the inputs, from SeveralInputs.facts(). Raises KeyError, TypeError or ValueError where they are impossible."""
+    """What is done to the inputs, from SeveralInputs.facts(). Raises KeyError, TypeError or
+    ValueError where they are impossible."""
     found = {}
     for name, dtype, shape, mean, std, *padding in facts["inputs"]:
-        x, stats = field_of_facts([dtype, shape, 0, *padding]), (np.array(mean, np.float64), np.array(std, np.float64))
-        if not f"{name}".isidentifier() or not all(type(size) is int and size >= 1 for size in x.shape):
+        x, stats = (
+            field_of_facts([dtype, shape, 0, *padding]),
+            (np.array(mean, np.float64), np.array(std, np.float64)),
+        )
+        if not f"{name}".isidentifier() or not all(
+            type(size) is int and size >= 1 for size in x.shape
+        ):
             raise ValueError("impossible inputs")
         check_stats(x, *stats)
         found[name] = Transform(x, *stats)
@@ -194,7 +282,9 @@ def _with_x(source: Source, name: str) -> Source:
     if isinstance(source, Subset):
         return dataclasses.replace(source, source=_with_x(source.source, name))
     if isinstance(source, NamedArrays):
-        arrays, values, ignored = (_renamed(of, name) for of in (source.arrays, source.values, source.ignored))
+        arrays, values, ignored = (
+            _renamed(of, name) for of in (source.arrays, source.values, source.ignored)
+        )
         return NamedArrays(arrays, values, source.where, ignored)
     return _Renamed(source, name)
 

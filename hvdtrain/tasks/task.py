@@ -1,4 +1,5 @@
-"""Task: the protocol of what is learned; each task's build() returns one. And what a task does in each framework."""
+"""Task: the protocol of what is learned; each task's build() returns one. And what a task does in
+each framework."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from hvdtrain.errors import UserError
 class Task(Protocol):
     """What a model is trained for. It is the same on all ranks, knows no rank, and does not change.
 
-    A framework calls the method of its own name, torch(), jax() or numpy(), for its part; a task may leave out those it cannot do.
+    A framework calls the method of its own name, torch(), jax() or numpy(), for its part; a task
+    may leave out those it cannot do.
     """
 
     @property
@@ -31,7 +33,8 @@ class Task(Protocol):
 
     @property
     def sizes(self) -> Mapping[str, Any]:
-        """What models are built from, by the name of their parameter: {"shape": (8, 8, 1), "outputs": 10}; plain values of JSON."""
+        """What models are built from, by the name of their parameter: {"shape": (8, 8, 1),
+        "outputs": 10}; plain values of JSON."""
 
     @property
     def summary(self) -> str:
@@ -43,21 +46,25 @@ class Task(Protocol):
 
     @property
     def objective(self) -> str:
-        """The name of the metric that stop.target, checkpoint.keep_best and log.targets speak of."""
+        """The name of the metric that stop.target, checkpoint.keep_best and log.targets speak
+        of."""
 
     @property
     def sums(self) -> Mapping[str, int]:
-        """The sums that metrics are made of, "loss" among them: 0 of a number, else the length of a vector. "count" is not among them."""
+        """The sums that metrics are made of, "loss" among them: 0 of a number, else the length of a
+        vector. "count" is not among them."""
 
     @property
     def sample_weight(self) -> int | None:
         """What weight() of one sample is, where it is the same for all; else None."""
 
     def weight(self, batch: Batch) -> int:
-        """What the loss of these samples on the host is divided by, to be a mean: their number, or that of their tokens."""
+        """What the loss of these samples on the host is divided by, to be a mean: their number, or
+        that of their tokens."""
 
     def facts(self) -> dict[str, Any]:
-        """Plain values of JSON, of which the task's restore() makes it again: a checkpoint keeps them, to be compared at a resume."""
+        """Plain values of JSON, of which the task's restore() makes it again: a checkpoint keeps
+        them, to be compared at a resume."""
 
     def outputs(self, samples: int) -> str:
         """What a model gives for so many samples, for messages: "logits (2, 10)"."""
@@ -70,49 +77,63 @@ MEMBERS = [name for name in vars(Task) if not name.startswith("_")]
 
 
 def gathered(task: Task) -> tuple[str, ...]:
-    """Names of what an evaluation gathers from all ranks besides the sums, as Parts; a task may have them as its `gathered`."""
+    """Names of what an evaluation gathers from all ranks besides the sums, as Parts; a task may
+    have them as its `gathered`."""
     return tuple(getattr(task, "gathered", ()))
 
 
 class Each(NamedTuple):
     """Loss and sums of each sample of a batch, as arrays of the framework."""
 
-    loss: Any  # (n,), what is learned from, unweighted; its sum over all samples over the sum of weight() is the loss
+    # (n,), what is learned from, unweighted; its sum over all samples over the sum of weight() is
+    # the loss
+    loss: Any
     terms: dict[str, Any]  # (n,) or (n, length) for each of Task.sums but "loss"
     parts: Mapping[str, Parts] = {}  # of an evaluation alone, for each of gathered()
 
 
 def wrong_shapes(task: Task, each: Any, samples: int) -> str:
-    """What is wrong with what a part gave for so many samples; empty where it is what Task.sums declares."""
+    """What is wrong with what a part gave for so many samples; empty where it is what Task.sums
+    declares."""
     if not isinstance(each, Each) or not isinstance(each.terms, Mapping):
         return f"gives a {type(each).__name__}, not Each(loss, terms)"
-    expected = {name: (samples, length) if length else (samples,) for name, length in task.sums.items()}
+    expected = {
+        name: (samples, length) if length else (samples,) for name, length in task.sums.items()
+    }
     found = {"loss": each.loss, **each.terms}
     if found.keys() != expected.keys():
         return f"gives {', '.join(sorted(found))}, not the sums {', '.join(sorted(expected))}"
     for name, shape in expected.items():
         if tuple(getattr(found[name], "shape", ())) != shape:
-            return f"gives {name} of shape {tuple(getattr(found[name], 'shape', ()))}, not {shape}: one row for each sample"
+            return (
+                f"gives {name} of shape {tuple(getattr(found[name], 'shape', ()))}, not {shape}: "
+                "one row for each sample"
+            )
     return ""
 
 
 class Part(Protocol):
-    """What a task does in one framework. `batch` has the fields of Task.fields, augmented, and the further keys of core/arrays.py."""
+    """What a task does in one framework. `batch` has the fields of Task.fields, augmented, and the
+    further keys of core/arrays.py."""
 
     def inputs(self, batch: Any, /) -> Any:
-        """What the model is called with, (n, ...); in torch a dict of them where it has several inputs."""
+        """What the model is called with, (n, ...); in torch a dict of them where it has several
+        inputs."""
 
     def each(self, outputs: Any, batch: Any, /, training: bool) -> Each:
-        """Loss and sums of each sample, in the weights' own number type; they follow from the sample and its outputs alone."""
+        """Loss and sums of each sample, in the weights' own number type; they follow from the
+        sample and its outputs alone."""
 
 
 def outputs_of(part: Part) -> Callable[[Any], Any]:
-    """What makes of a model's outputs those that each() takes: the outputs themselves, unless the part has an outputs_of()."""
+    """What makes of a model's outputs those that each() takes: the outputs themselves, unless the
+    part has an outputs_of()."""
     return getattr(part, "outputs_of", lambda found: found)
 
 
 def counts_exactly(part: Part) -> bool:
-    """Whether its terms are whole numbers that are too large for 32 bits once they are added up over a data set."""
+    """Whether its terms are whole numbers that are too large for 32 bits once they are added up
+    over a data set."""
     return bool(getattr(part, "counts_exactly", False))
 
 
@@ -136,7 +157,9 @@ def part_of(task: Task, framework: str, config: Config, place: Place) -> Any:
     if make is None:
         known = [name for name in ("torch", "jax", "numpy") if hasattr(task, name)]
         what = f"task.name={task.name} does not compute with framework={config.framework}"
-        raise UserError(what, config.where("framework"), f"framework={' or framework='.join(known)}")
+        raise UserError(
+            what, config.where("framework"), f"framework={' or framework='.join(known)}"
+        )
     return make(config.model, place)
 
 
@@ -150,7 +173,9 @@ def find_field(source: Source, name: str, task: str, where: str, expected: str) 
     if name not in source.fields:
         shown = ", ".join(f"{field} {kind}" for field, kind in source.fields.items())
         raise UserError(
-            f"task.name={task} needs a field {name}, {expected}; the data have {shown}", where, "another task.name, or other data"
+            f"task.name={task} needs a field {name}, {expected}; the data have {shown}",
+            where,
+            "another task.name, or other data",
         )
     refuse_nothing(name, source.fields[name], where)
     return source.fields[name]
@@ -159,7 +184,9 @@ def find_field(source: Source, name: str, task: str, where: str, expected: str) 
 def refuse_nothing(name: str, field: Field, where: str) -> None:
     """Raises UserError where a sample has no number of a field."""
     if 0 in field.shape:
-        raise UserError(f"{name} is {field}: no number at all", where, "one number or more of each sample")
+        raise UserError(
+            f"{name} is {field}: no number at all", where, "one number or more of each sample"
+        )
 
 
 def tokens_of_sample(task: Task) -> int | None:
@@ -172,7 +199,11 @@ def tokens_of_sample(task: Task) -> int | None:
 
 def samples_of(task: Task) -> str:
     """What its samples are called for people: images, or samples."""
-    return "images" if any(field.dtype == "uint8" and len(field.shape) == 3 for field in task.fields.values()) else "samples"
+    return (
+        "images"
+        if any(field.dtype == "uint8" and len(field.shape) == 3 for field in task.fields.values())
+        else "samples"
+    )
 
 
 def objective(task: Task) -> Metric:

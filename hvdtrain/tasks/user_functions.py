@@ -1,4 +1,5 @@
-"""Functions of the user's: the loss of each sample, and a metric, which is made of the sum of what it gives for each sample."""
+"""Functions of the user's: the loss of each sample, and a metric, which is made of the sum of what
+it gives for each sample."""
 
 from __future__ import annotations
 
@@ -12,7 +13,12 @@ import numpy as np
 from hvdtrain.core.metrics import Better, Parts
 from hvdtrain.core.own_line import own_line
 from hvdtrain.errors import BUG, UserError, exit_code_of, first_line
-from hvdtrain.tasks.library_metrics import PartsOfMetric, SumsOfMetric, has_sums_alone, is_library_metric
+from hvdtrain.tasks.library_metrics import (
+    PartsOfMetric,
+    SumsOfMetric,
+    has_sums_alone,
+    is_library_metric,
+)
 
 WHERE = "hvdtrain.train(), metrics"
 
@@ -20,22 +26,30 @@ WHERE = "hvdtrain.train(), metrics"
 class Loss(NamedTuple):
     """What is learned from, of each sample."""
 
-    of: Callable[[Any, Mapping[str, Any]], Any]  # (outputs, batch) -> (n,); a torch.nn.Module moves to the model's device
+    of: Callable[
+        [Any, Mapping[str, Any]], Any
+    ]  # (outputs, batch) -> (n,); a torch.nn.Module moves to the model's device
     facts: dict[str, Any]  # its plain values, which a checkpoint keeps
-    ignore: int | None = None  # targets y of this value have no loss, and the mean is over the others
+    ignore: int | None = (
+        None  # targets y of this value have no loss, and the mean is over the others
+    )
 
 
 def is_torch_module(thing: Any) -> bool:
     """Whether it is a torch.nn.Module, without importing torch."""
-    return any(kind.__module__ == "torch.nn.modules.module" and kind.__name__ == "Module" for kind in type(thing).__mro__)
+    return any(
+        kind.__module__ == "torch.nn.modules.module" and kind.__name__ == "Module"
+        for kind in type(thing).__mro__
+    )
 
 
 @dataclass(frozen=True)
 class OwnMetric:
     """How well a model does, of a function (outputs, batch).
 
-    Without `length` it gives a value of each sample (n,), whose mean is the metric, or (sum, count), whose sums are divided. With `length`
-    it gives a row of so many numbers of each sample (n, length), and the metric is `of` of their sum over all samples, float64 (length,).
+    Without `length` it gives a value of each sample (n,), whose mean is the metric, or (sum,
+    count), whose sums are divided. With `length` it gives a row of so many numbers of each sample
+    (n, length), and the metric is `of` of their sum over all samples, float64 (length,).
     """
 
     function: Callable[[Any, Mapping[str, Any]], Any]
@@ -47,7 +61,8 @@ class OwnMetric:
 
 @dataclass(frozen=True)
 class GatheredMetric:
-    """A metric of what a function (outputs, batch) keeps of each pass of an evaluation; training has none."""
+    """A metric of what a function (outputs, batch) keeps of each pass of an evaluation; training
+    has none."""
 
     function: Callable[[Any, Mapping[str, Any]], Parts]
     better: Better
@@ -61,14 +76,19 @@ UserMetrics = Mapping[str, OwnMetric | GatheredMetric]
 
 
 def read_metrics(given: Mapping[str, Any] | None) -> dict[str, OwnMetric | GatheredMetric]:
-    """{"mae": (function, "min")}, {"f1": (one of torchmetrics, "max")} or {"recall": OwnMetric(...)}. Raises UserError for all else."""
+    """{"mae": (function, "min")}, {"f1": (one of torchmetrics, "max")} or {"recall":
+    OwnMetric(...)}. Raises UserError for all else."""
     if given is not None and not isinstance(given, Mapping):
-        raise UserError(f"metrics is a {type(given).__name__}", WHERE, 'a dict: {"mae": (function, "min")}')
+        raise UserError(
+            f"metrics is a {type(given).__name__}", WHERE, 'a dict: {"mae": (function, "min")}'
+        )
     return {name: _read(str(name), one) for name, one in (given or {}).items()}
 
 
 def _read(name: str, given: Any) -> OwnMetric | GatheredMetric:
-    fix = f'{{"{name}": (function, "max")}} where higher is better, else "min"; or hvdtrain.OwnMetric'
+    fix = (
+        f'{{"{name}": (function, "max")}} where higher is better, else "min"; or hvdtrain.OwnMetric'
+    )
     if isinstance(given, tuple) and given:
         _refuse_no_metric(name, given[0])
     if isinstance(given, tuple) and len(given) in (2, 3) and is_library_metric(given[0]):
@@ -79,23 +99,41 @@ def _read(name: str, given: Any) -> OwnMetric | GatheredMetric:
         what = "has no direction" if callable(given) else f"is a {type(given).__name__}"
         raise UserError(f"metric {name} {what}", WHERE, fix)
     if not callable(given.function) or given.better not in ("max", "min"):
-        raise UserError(f"metric {name} is ({type(given.function).__name__}, {given.better!r})", WHERE, fix)
-    if isinstance(given, OwnMetric) and (bool(given.length) != (given.of is not None) or given.length < 0):
+        raise UserError(
+            f"metric {name} is ({type(given.function).__name__}, {given.better!r})", WHERE, fix
+        )
+    if isinstance(given, OwnMetric) and (
+        bool(given.length) != (given.of is not None) or given.length < 0
+    ):
         what = f"metric {name} has length={given.length} and of={given.of}"
-        raise UserError(what, WHERE, "both: length numbers of each sample, and of(their sums); or neither: the mean of one number")
+        raise UserError(
+            what,
+            WHERE,
+            "both: length numbers of each sample, and of(their sums); or neither: the mean of one "
+            "number",
+        )
     return given
 
 
 def _refuse_no_metric(name: str, found: Any) -> None:
     """Raises UserError for a class in place of an object of it, and for several metrics in one."""
     if isinstance(found, type):
-        raise UserError(f"metric {name} is the class {found.__name__}", WHERE, f"an object of it: {found.__name__}(...)")
-    if any(kind.__name__ == "MetricCollection" and kind.__module__.startswith("torchmetrics.") for kind in type(found).__mro__):
+        raise UserError(
+            f"metric {name} is the class {found.__name__}",
+            WHERE,
+            f"an object of it: {found.__name__}(...)",
+        )
+    if any(
+        kind.__name__ == "MetricCollection" and kind.__module__.startswith("torchmetrics.")
+        for kind in type(found).__mro__
+    ):
         what = f"metric {name} is a MetricCollection, of several numbers"
         raise UserError(what, WHERE, "each of its metrics by a name of its own in metrics")
 
 
-def _of_library(name: str, metric: Any, better: Better, inputs: Any = None) -> OwnMetric | GatheredMetric:
+def _of_library(
+    name: str, metric: Any, better: Better, inputs: Any = None
+) -> OwnMetric | GatheredMetric:
     if not has_sums_alone(metric):
         parts = PartsOfMetric(name, metric, inputs, WHERE)
         return GatheredMetric(parts, better, parts.compute)
@@ -115,7 +153,10 @@ def of_parts(metrics: UserMetrics) -> dict[str, GatheredMetric]:
 
 def parts_of(metrics: UserMetrics, outputs: Any, batch: Mapping[str, Any]) -> dict[str, Parts]:
     """What is gathered of a pass, by the names of Measured.gathered."""
-    return {f"{name}_parts": metric.function(outputs, batch) for name, metric in of_parts(metrics).items()}
+    return {
+        f"{name}_parts": metric.function(outputs, batch)
+        for name, metric in of_parts(metrics).items()
+    }
 
 
 def refuse_parts(metrics: UserMetrics) -> None:
@@ -126,9 +167,14 @@ def refuse_parts(metrics: UserMetrics) -> None:
 
 
 def terms_of(
-    metrics: UserMetrics, outputs: Any, batch: Mapping[str, Any], samples: int, rows: Callable[[Any, int, bool], Any]
+    metrics: UserMetrics,
+    outputs: Any,
+    batch: Mapping[str, Any],
+    samples: int,
+    rows: Callable[[Any, int, bool], Any],
 ) -> dict[str, Any]:
-    """The terms of the sums of Measured. rows(value, samples, whole): it as an array of the framework.
+    """The terms of the sums of Measured. rows(value, samples, whole): it as an array of the
+    framework.
 
     Raises UserError where a function fails, or gives another shape than its metric declares.
     """
@@ -137,7 +183,9 @@ def terms_of(
         with _named(name):
             value = metric.function(outputs, batch)
             if metric.length:
-                terms[f"{name}_sum"] = _checked(name, rows(value, samples, False), (samples, metric.length))
+                terms[f"{name}_sum"] = _checked(
+                    name, rows(value, samples, False), (samples, metric.length)
+                )
             elif isinstance(value, tuple) and len(value) == 2:
                 both = (_checked(name, rows(part, samples, True), (samples,)) for part in value)
                 terms[f"{name}_sum"], terms[f"{name}_count"] = both
@@ -148,10 +196,13 @@ def terms_of(
 
 
 def terms_of_no_samples(metrics: UserMetrics, empty: Any) -> dict[str, Any]:
-    """The terms of a pass without samples, for which no function is called; empty: (0,) of the framework."""
+    """The terms of a pass without samples, for which no function is called; empty: (0,) of the
+    framework."""
     terms: dict[str, Any] = {}
     for name, metric in summed(metrics).items():
-        terms[f"{name}_sum"] = empty.reshape(0, 1).repeat(1, metric.length) if metric.length else empty
+        terms[f"{name}_sum"] = (
+            empty.reshape(0, 1).repeat(1, metric.length) if metric.length else empty
+        )
         if not metric.length:
             terms[f"{name}_count"] = empty
     return terms
@@ -159,7 +210,8 @@ def terms_of_no_samples(metrics: UserMetrics, empty: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _named(name: str) -> Iterator[None]:
-    """What a metric's function raises inside is a UserError with the metric's name; not where the memory is full."""
+    """What a metric's function raises inside is a UserError with the metric's name; not where the
+    memory is full."""
     try:
         yield
     except Exception as error:
@@ -173,6 +225,10 @@ def _named(name: str) -> Iterator[None]:
 def _checked(name: str, found: Any, shape: tuple[int, ...]) -> Any:
     if tuple(found.shape) != shape:
         what = f"metric {name} gives {tuple(found.shape)}, not {shape}: a value of each sample"
-        fix = "(n,), or the pair (sum, count); an hvdtrain.OwnMetric of length k (n, k)" if not found.ndim else "one row for each sample"
+        fix = (
+            "(n,), or the pair (sum, count); an hvdtrain.OwnMetric of length k (n, k)"
+            if not found.ndim
+            else "one row for each sample"
+        )
         raise UserError(what, WHERE, fix)
     return found

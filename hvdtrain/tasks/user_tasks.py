@@ -1,4 +1,5 @@
-"""Tasks of a script's functions: OwnLoss, a function of what the model gives for x and of the batch; Measured, any task with metrics."""
+"""Tasks of a script's functions: OwnLoss, a function of what the model gives for x and of the
+batch; Measured, any task with metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +18,16 @@ from hvdtrain.errors import UserError, nearest
 from hvdtrain.tasks.inputs import ColumnStats, Transform, input_stats, transform_of_facts
 from hvdtrain.tasks.library_metrics import PartsOfMetric, SumsOfMetric
 from hvdtrain.tasks.task import Part, Place, Task, find_field, gathered, is_users_model
-from hvdtrain.tasks.user_functions import WHERE, GatheredMetric, Loss, OwnMetric, UserMetrics, is_torch_module, of_parts, summed
+from hvdtrain.tasks.user_functions import (
+    WHERE,
+    GatheredMetric,
+    Loss,
+    OwnMetric,
+    UserMetrics,
+    is_torch_module,
+    of_parts,
+    summed,
+)
 
 
 @dataclass(frozen=True)
@@ -35,7 +45,10 @@ class OwnLoss:
 
     @property
     def sizes(self) -> dict[str, Any]:
-        return {"shape": self.fields["x"].shape or (1,), **({"outputs": self.own_outputs} if self.own_outputs else {})}
+        return {
+            "shape": self.fields["x"].shape or (1,),
+            **({"outputs": self.own_outputs} if self.own_outputs else {}),
+        }
 
     @property
     def summary(self) -> str:
@@ -43,7 +56,11 @@ class OwnLoss:
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        return (Metric("loss", ratio("loss", "count" if self.loss.ignore is None else "targets"), "min"),)
+        return (
+            Metric(
+                "loss", ratio("loss", "count" if self.loss.ignore is None else "targets"), "min"
+            ),
+        )
 
     @property
     def sums(self) -> dict[str, int]:
@@ -78,13 +95,17 @@ class OwnLoss:
         from hvdtrain.tasks.torch import TorchFunctions, TorchInputs
 
         _refuse_keys_of_classification(model)
-        return TorchFunctions(self.loss, TorchInputs(self.transform, place, is_users_model(model)), place)
+        return TorchFunctions(
+            self.loss, TorchInputs(self.transform, place, is_users_model(model)), place
+        )
 
     def jax(self, model: ModelConfig, place: Place) -> Part:
         from hvdtrain.tasks.jax import JaxFunctions, JaxInputs
 
         _refuse_keys_of_classification(model)
-        return JaxFunctions(self.loss, JaxInputs(self.transform, place, is_users_model(model)), self.fields, place)
+        return JaxFunctions(
+            self.loss, JaxInputs(self.transform, place, is_users_model(model)), self.fields, place
+        )
 
 
 def own_loss(
@@ -99,24 +120,42 @@ def own_loss(
 ) -> OwnLoss:
     """The task of a loss; standardize, users_model: as input_stats().
 
-    Raises UserError where the data have no x, the sets do not fit each other, or a batch's loss is no mean."""
+    Raises UserError where the data have no x, the sets do not fit each other, or a batch's loss is
+    no mean."""
     find_field(train, "x", name, where, "which the model is called with")
     for field, kind in train.fields.items():
         other = val.fields.get(field)
         if other is None or other.shape != kind.shape or other.dtype != kind.dtype:
-            what = f"{field} is {kind} in the training set, {other or 'missing'} in the validation set"
+            what = (
+                f"{field} is {kind} in the training set, {other or 'missing'} in the validation set"
+            )
             raise UserError(what, where, "both sets need the same fields")
     stats = input_stats(train, standardize, users_model)
     fields = dict(train.fields)
-    return OwnLoss(name, fields, stats, _loss(loss, (train, val), where), _own_outputs(fields, outputs), examples_of(train))
+    return OwnLoss(
+        name,
+        fields,
+        stats,
+        _loss(loss, (train, val), where),
+        _own_outputs(fields, outputs),
+        examples_of(train),
+    )
 
 
 def without_loss(facts: Mapping[str, Any], outputs: int | None) -> OwnLoss:
-    """The task of OwnLoss.facts() for predictions: the loss is not called. Raises KeyError, TypeError, ValueError."""
+    """The task of OwnLoss.facts() for predictions: the loss is not called. Raises KeyError,
+    TypeError, ValueError."""
     fields = {name: field_of_facts(found) for name, found in facts["fields"].items()}
     transform = transform_of_facts(facts)
     loss = Loss(lambda outputs, batch: outputs, {})
-    return OwnLoss("prediction", fields, ColumnStats(transform.mean, transform.std), loss, _own_outputs(fields, outputs), {})
+    return OwnLoss(
+        "prediction",
+        fields,
+        ColumnStats(transform.mean, transform.std),
+        loss,
+        _own_outputs(fields, outputs),
+        {},
+    )
 
 
 def with_inputs_of(task: OwnLoss, facts: Mapping[str, Any]) -> OwnLoss:
@@ -146,9 +185,15 @@ def _loss(loss: Any, sources: tuple[Source, Source], where: str) -> Loss:
         def never(value: int) -> bool:
             return all(_never(source, value) for source in sources)
 
-        return of_torch_module(loss, where, sources[0].fields, never, lambda label: _sample_of(label, *sources))
+        return of_torch_module(
+            loss, where, sources[0].fields, never, lambda label: _sample_of(label, *sources)
+        )
     if not callable(loss):
-        raise UserError(f"loss is a {type(loss).__name__}", where, "a function loss(outputs, batch) -> (n,), or a loss of torch.nn")
+        raise UserError(
+            f"loss is a {type(loss).__name__}",
+            where,
+            "a function loss(outputs, batch) -> (n,), or a loss of torch.nn",
+        )
     return Loss(loss, {"function": getattr(loss, "__qualname__", type(loss).__qualname__)})
 
 
@@ -176,13 +221,18 @@ def _refuse_keys_of_classification(model: ModelConfig) -> None:
     for key, default in (("label_smoothing", 0.0), ("loss", "cross_entropy")):
         if getattr(model, key) != default:
             what = f"model.{key} is of task.name=classification, and this job has a loss of its own"
-            raise UserError(what, model.where(key), f"leave model.{key} out, or loss= of hvdtrain.train()")
+            raise UserError(
+                what, model.where(key), f"leave model.{key} out, or loss= of hvdtrain.train()"
+            )
 
 
 class Measured:
-    """Another task with metrics of the user's own, one of which, or of the task's, is the objective."""
+    """Another task with metrics of the user's own, one of which, or of the task's, is the
+    objective."""
 
-    def __init__(self, task: Task, metrics: UserMetrics, objective: str | None, examples: Batch) -> None:
+    def __init__(
+        self, task: Task, metrics: UserMetrics, objective: str | None, examples: Batch
+    ) -> None:
         self.task = task
         self.own = dict(metrics)
         self.examples = examples
@@ -218,11 +268,16 @@ class Measured:
         """Lines for the header."""
         names = list(of_parts(self.own))
         what = "of evaluations alone, which gather what they keep of every sample on every rank"
-        return [f"metric{'s' if len(names) > 1 else ''} {', '.join(names)}: {what}"] if names else []
+        return (
+            [f"metric{'s' if len(names) > 1 else ''} {', '.join(names)}: {what}"] if names else []
+        )
 
     def facts(self) -> dict[str, Any]:
         """With the direction and length of each metric."""
-        return {**self.task.facts(), "metrics": {name: [one.better, one.length] for name, one in self.own.items()}}
+        return {
+            **self.task.facts(),
+            "metrics": {name: [one.better, one.length] for name, one in self.own.items()},
+        }
 
     def _measured(self, framework: str) -> Any:
         if framework == "torch":
@@ -233,21 +288,32 @@ class Measured:
             from hvdtrain.tasks.jax import JaxMeasured
 
             return JaxMeasured
-        raise UserError("metrics of a script are not computed with framework=numpy or keras", WHERE, "framework=torch or framework=jax")
+        raise UserError(
+            "metrics of a script are not computed with framework=numpy or keras",
+            WHERE,
+            "framework=torch or framework=jax",
+        )
 
 
 def measured(task: Task, metrics: UserMetrics, objective: str | None, examples: Batch) -> Task:
     """The task with metrics; examples: some samples, to try the functions with.
 
-    Raises UserError where a name is the task's, a metric of a library would count padding, or the objective is no metric.
+    Raises UserError where a name is the task's, a metric of a library would count padding, or the
+    objective is no metric.
     """
     _refuse_padded_targets(task, metrics)
     taken = {metric.name for metric in task.metrics}
     if both := taken & metrics.keys():
-        raise UserError(f"task.name={task.name} has a metric {min(both)} of its own", WHERE, "another name")
+        raise UserError(
+            f"task.name={task.name} has a metric {min(both)} of its own", WHERE, "another name"
+        )
     names = [*taken, *metrics]
     if objective is not None and objective not in names:
-        raise UserError(f"objective={objective} is no metric", "hvdtrain.train(), objective", nearest(objective, sorted(names)))
+        raise UserError(
+            f"objective={objective} is no metric",
+            "hvdtrain.train(), objective",
+            nearest(objective, sorted(names)),
+        )
     if not metrics and objective in (None, task.objective):
         return task
     return cast("Task", Measured(task, metrics, objective, examples))

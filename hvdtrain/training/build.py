@@ -1,4 +1,5 @@
-"""Config -> live objects: the communicator, the learner, the recipe, and the task that task.name means, checked."""
+"""Config -> live objects: the communicator, the learner, the recipe, and the task that task.name
+means, checked."""
 
 from __future__ import annotations
 
@@ -36,40 +37,58 @@ def engine_of(config: Config, place: Placement) -> EngineChoice:
 
 
 def connect(config: Config, place: Placement) -> tuple[Communicator, str]:
-    """Connects this rank with the others: the communicator, and why its engine was chosen. Raises UserError where it cannot."""
+    """Connects this rank with the others: the communicator, and why its engine was chosen. Raises
+    UserError where it cannot."""
     if place.size > 1 and config.comm.engine in ("auto", "torchdist"):
-        # torch.distributed warns of each connection from an address without a host name; read when torch is imported
+        # torch.distributed warns of each connection from an address without a host name; read when
+        # torch is imported
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     allow_open_files(place.size)
     take_part_of_gpu(place, os.environ)
     name, reason = engine_of(config, place)
-    may_need_groups = config.resume not in ("auto", "no")  # by the configuration of that run, which is read later
-    if may_need_groups or config.parallel.ranks > 1 or (config.shard.stage and config.shard.group == "node"):
-        os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")  # without it Horovod makes no groups of ranks
-    communicator: Communicator = plugins.load("comm", name, config.where("comm.engine")).connect(place, config.comm)
+    may_need_groups = config.resume not in (
+        "auto",
+        "no",
+    )  # by the configuration of that run, which is read later
+    if (
+        may_need_groups
+        or config.parallel.ranks > 1
+        or (config.shard.stage and config.shard.group == "node")
+    ):
+        os.environ.setdefault(
+            "HOROVOD_DYNAMIC_PROCESS_SETS", "1"
+        )  # without it Horovod makes no groups of ranks
+    communicator: Communicator = plugins.load("comm", name, config.where("comm.engine")).connect(
+        place, config.comm
+    )
     return communicator, reason
 
 
 def build_learner(config: Config, task: Task, communicator: Communicator) -> Learner:
     """The model and optimizer of config.framework on this rank."""
-    learner: Learner = plugins.load("frameworks", config.framework, config.where("framework")).build(config, task, communicator)
+    learner: Learner = plugins.load(
+        "frameworks", config.framework, config.where("framework")
+    ).build(config, task, communicator)
     return learner
 
 
 def load_libraries(config: Config) -> None:
-    """What the framework would import later, so that memory measured from now on is the job's own."""
+    """What the framework would import later, so that memory measured from now on is the job's
+    own."""
     framework: Any = plugins.load("frameworks", config.framework, config.where("framework"))
     if hasattr(framework, "load_libraries"):
         framework.load_libraries(config)
 
 
 def build_recipe(config: Config, dataset: int, context: int | None) -> Recipe:
-    """Every number of every step of a job on `dataset` training samples, of `context` tokens where they have tokens."""
+    """Every number of every step of a job on `dataset` training samples, of `context` tokens where
+    they have tokens."""
     return recipe_from_config(config, dataset, momentum(config), context)
 
 
 def build_task(train: Source, val: Source, config: Config) -> Task:
-    """The task that task.name means, of both sets. Raises UserError where they do not fit it, or each other, and for wrong options."""
+    """The task that task.name means, of both sets. Raises UserError where they do not fit it, or
+    each other, and for wrong options."""
     name = config.task.name
     where = config.where("task.name")
     standardize = config.task.options.get("standardize")
@@ -79,11 +98,22 @@ def build_task(train: Source, val: Source, config: Config) -> Task:
         task = _build(config, train, val)
     else:  # the task itself leaves its x as it is
         as_it_is = config.replace(task=config.task.with_options(standardize=False))
-        task = several_inputs(lambda *sources: _build(as_it_is, *sources), train, val, names, standardize, where)
+        task = several_inputs(
+            lambda *sources: _build(as_it_is, *sources), train, val, names, standardize, where
+        )
     several = transforms_of(task)
-    if config.data.mean and (transform_of(task) is None if several is None else "x" not in several.each):
-        what = f"task.name={name} says nothing of what is done to x: data.mean and data.std would have no effect"
-        raise UserError(what, config.where("data.mean"), "leave them out, and let the task's Part.inputs() do it")
+    if config.data.mean and (
+        transform_of(task) is None if several is None else "x" not in several.each
+    ):
+        what = (
+            f"task.name={name} says nothing of what is done to x: data.mean and data.std would "
+            "have no effect"
+        )
+        raise UserError(
+            what,
+            config.where("data.mean"),
+            "leave them out, and let the task's Part.inputs() do it",
+        )
     given = config.task.given
     if given is not None and given.name is None:  # metrics alone
         task = given.make(task, train)
@@ -98,19 +128,31 @@ def _build(config: Config, train: Source, val: Source) -> Task:
     if plugins.is_dotted(name):
         return _build_own(config, train, val)
     build = plugins.load("tasks", name, where).build
-    task: Task = build(name, train, val, where, is_users_model(config.model), **plugins.convert_options(config.task, "tasks"))
+    task: Task = build(
+        name,
+        train,
+        val,
+        where,
+        is_users_model(config.model),
+        **plugins.convert_options(config.task, "tasks"),
+    )
     return task
 
 
 def _build_own(config: Config, train: Source, val: Source) -> Task:
-    """The task of the user's package.module:build, which gets its options, and train, val, name, users_model if it has such parameters."""
+    """The task of the user's package.module:build, which gets its options, and train, val, name,
+    users_model if it has such parameters."""
     name = config.task.name
     where = config.where("task.name")
     known = {"name": name, "train": train, "val": val, "users_model": is_users_model(config.model)}
     task: Task = plugins.call_own(config.task, known)
     missing = [member for member in MEMBERS if not hasattr(task, member)]
     if missing:
-        raise UserError(f"{name} gave a {type(task).__name__} without {', '.join(missing)}", where, "docs/tasks.md lists what a task has")
+        raise UserError(
+            f"{name} gave a {type(task).__name__} without {', '.join(missing)}",
+            where,
+            "docs/tasks.md lists what a task has",
+        )
     return task
 
 
@@ -132,47 +174,87 @@ _TAKEN_FIELDS = {
     "work_ms",
     "bubble",
 }
-_TAKEN_FIELDS |= {"slowest_rank", "slowest_host", "memory_mb", "gpu_memory_mb", "watts", "wh", "joules", "noise_scale", "target", "kind"}
+_TAKEN_FIELDS |= {
+    "slowest_rank",
+    "slowest_host",
+    "memory_mb",
+    "gpu_memory_mb",
+    "watts",
+    "wh",
+    "joules",
+    "noise_scale",
+    "target",
+    "kind",
+}
 
 
 def check_task(config: Config, task: Task) -> None:
     """Raises UserError where the task's metrics do not make sense, or other keys do not fit it."""
     where = config.where("task.name")
     names = [metric.name for metric in task.metrics]
-    if task.objective not in names or "loss" not in names or "loss" not in task.sums or len(set(names)) < len(names):
+    if (
+        task.objective not in names
+        or "loss" not in names
+        or "loss" not in task.sums
+        or len(set(names)) < len(names)
+    ):
         what = (
-            f"task.name={task.name} has the metrics {', '.join(names)}, the sums {', '.join(task.sums)} and the objective {task.objective}"
+            f"task.name={task.name} has the metrics {', '.join(names)}, the sums "
+            f"{', '.join(task.sums)} and the objective {task.objective}"
         )
-        raise UserError(what, where, "each metric once, loss among metrics and sums, and a metric as the objective")
+        raise UserError(
+            what,
+            where,
+            "each metric once, loss among metrics and sums, and a metric as the objective",
+        )
     wrong = [name for name in names if not name.isidentifier() or name in _TAKEN_FIELDS]
     wrong += [name for name in task.sums if not name.isidentifier() or name in _TAKEN_SUMS]
     if wrong:
         raise UserError(
-            f"task.name={task.name} has a metric or a sum named {short(wrong[0])}", where, "another name: a word that is not taken"
+            f"task.name={task.name} has a metric or a sum named {short(wrong[0])}",
+            where,
+            "another name: a word that is not taken",
         )
     has_masks = bool(getattr(task, "masks", {}))
     for key in ("mixup", "cutmix"):
-        if getattr(config.augment, key) and "classes" not in task.sizes and not (key == "cutmix" and has_masks):
-            what = f"augment.{key} mixes the labels of classes, which task.name={task.name} does not have"
-            fix = f"augment.{key}=0" + ("; or augment.cutmix, which pastes boxes of images with their masks" if has_masks else "")
+        if (
+            getattr(config.augment, key)
+            and "classes" not in task.sizes
+            and not (key == "cutmix" and has_masks)
+        ):
+            what = (
+                f"augment.{key} mixes the labels of classes, which task.name={task.name} does not "
+                "have"
+            )
+            fix = f"augment.{key}=0" + (
+                "; or augment.cutmix, which pastes boxes of images with their masks"
+                if has_masks
+                else ""
+            )
             raise UserError(what, config.where(f"augment.{key}"), fix)
     make_views(config, task.fields)
     if config.log.noise_scale and task.sample_weight is None:
-        what = f"log.noise_scale compares means over samples, and with task.name={task.name} their weights differ"
+        what = (
+            f"log.noise_scale compares means over samples, and with task.name={task.name} their "
+            "weights differ"
+        )
         raise UserError(what, config.where("log.noise_scale"), "log.noise_scale=false")
 
 
 def restore_task(config: Config, facts: dict[str, Any]) -> Task:
     """The task of a checkpoint, of its Task.facts(), without its data.
 
-    Raises KeyError, TypeError, ValueError or OverflowError where they are missing or impossible, UserError where the task cannot do that.
+    Raises KeyError, TypeError, ValueError or OverflowError where they are missing or impossible,
+    UserError where the task cannot do that.
     """
     name = config.task.name
     where = config.where("task.name")
     if not plugins.is_dotted(name):
         return restore_inputs(facts, plugins.load("tasks", name, where).restore)
     build = plugins.own_function(config.task)
-    restore = getattr(build, "restore", None) or getattr(sys.modules[build.__module__], "restore", None)
+    restore = getattr(build, "restore", None) or getattr(
+        sys.modules[build.__module__], "restore", None
+    )
     if restore is None:
         what = f"neither {name} nor its module has a restore(facts)"
         raise UserError(what, where, "define it: it gives the task again that has these facts()")
@@ -181,13 +263,16 @@ def restore_task(config: Config, facts: dict[str, Any]) -> Task:
 
 
 def job_transform(task: Task, config: Config) -> Transform | Transforms | None:
-    """What a job does to x, or to each of several inputs, as its model gets it; None of a task that says nothing about it."""
+    """What a job does to x, or to each of several inputs, as its model gets it; None of a task that
+    says nothing about it."""
     dtype = "float64" if config.speed.precision == "fp64" else "float32"
     keeps_integers = is_users_model(config.model)
     channels_last = config.framework in ("jax", "keras")
 
     def in_job(found: Transform) -> Transform:
-        return replace(found, dtype=dtype, keeps_integers=keeps_integers, channels_last=channels_last)
+        return replace(
+            found, dtype=dtype, keeps_integers=keeps_integers, channels_last=channels_last
+        )
 
     found = transform_of(task)
     several = transforms_of(task)
@@ -197,7 +282,8 @@ def job_transform(task: Task, config: Config) -> Transform | Transforms | None:
 
 
 def planned_task(config: Config, source: Source) -> Task:
-    """The task of a job that is only described: of images without the statistics of their pixels, which take a pass over all of them."""
+    """The task of a job that is only described: of images without the statistics of their pixels,
+    which take a pass over all of them."""
     if config.task.name == "classification" and isinstance(source, LabelledImages):
         ignored = plugins.convert_options(config.task, "tasks").get("ignore_label")
         return without_statistics(source.shape, classes_of(source, ignored), ignored)

@@ -1,8 +1,10 @@
-"""Options that exclude each other, an engine, a framework or a number of ranks: found when the configuration is read, by every command.
+"""Options that exclude each other, an engine, a framework or a number of ranks: found when the
+configuration is read, by every command.
 
-train, check, plan and bench call refuse_conflicts() or one of its two variants before data or a model exist. What excludes what is said
-by each feature, in hvdtrain/features. What needs more than the configuration, the engine's name and the number of ranks stays with the
-code that knows it: the shape of the data, the layers of the model, the GPUs and compilers of a host.
+train, check, plan and bench call refuse_conflicts() or one of its two variants before data or a
+model exist. What excludes what is said by each feature, in hvdtrain/features. What needs more than
+the configuration, the engine's name and the number of ranks stays with the code that knows it: the
+shape of the data, the layers of the model, the GPUs and compilers of a host.
 """
 
 from __future__ import annotations
@@ -22,16 +24,19 @@ from hvdtrain.training.telemetry.profiler import parse_profile_steps
 
 
 def refuse_conflicts(config: Config, engine: str, ranks: int) -> None:
-    """Raises UserError for the first conflict of a job with this engine (as in comm.engine=NAME, never auto) on so many ranks."""
+    """Raises UserError for the first conflict of a job with this engine (as in comm.engine=NAME,
+    never auto) on so many ranks."""
     _check_single_options(config)
     for conflict in conflicts_of(PlannedJob(config, engine, features_of(engine), ranks)):
         raise conflict
 
 
 def refuse_before_connecting(config: Config, place: Placement) -> None:
-    """Calls refuse_conflicts() before the engine starts, where this process knows the number of ranks and the whole configuration.
+    """Calls refuse_conflicts() before the engine starts, where this process knows the number of
+    ranks and the whole configuration.
 
-    It does not without a launcher that is known, nor with resume=RUN, whose configuration rank 0 alone reads.
+    It does not without a launcher that is known, nor with resume=RUN, whose configuration rank 0
+    alone reads.
     """
     if place.launcher != NO_LAUNCHER.launcher and config.resume in ("auto", "no"):
         engine = engine_of(config, place).engine
@@ -39,7 +44,8 @@ def refuse_before_connecting(config: Config, place: Placement) -> None:
 
 
 def refuse_on_every_engine(config: Config, ranks: int) -> None:
-    """Calls refuse_conflicts() where the launcher is not known: raises UserError where no engine that comm.engine allows fits."""
+    """Calls refuse_conflicts() where the launcher is not known: raises UserError where no engine
+    that comm.engine allows fits."""
     errors = []
     for engine in possible_engines(config.comm.engine, ranks):
         try:
@@ -49,12 +55,18 @@ def refuse_on_every_engine(config: Config, ranks: int) -> None:
         else:
             return
     texts = [str(error) for error in errors]
-    raise max(errors, key=lambda error: texts.count(str(error)))  # the reason that most engines have, or the first engine's
+    raise max(
+        errors, key=lambda error: texts.count(str(error))
+    )  # the reason that most engines have, or the first engine's
 
 
 def _check_single_options(config: Config) -> None:
-    """Raises UserError for values that make no sense by themselves and that the schema's types and bounds let through."""
-    for key, time in {"guard.max_time": config.guard.max_time, "stop.time": config.stop.time}.items():
+    """Raises UserError for values that make no sense by themselves and that the schema's types and
+    bounds let through."""
+    for key, time in {
+        "guard.max_time": config.guard.max_time,
+        "stop.time": config.stop.time,
+    }.items():
         if time is not None:
             parse_duration(time, config.where(key))
     if config.comm.address is not None:

@@ -1,4 +1,5 @@
-"""The one place where the loss of a rank is caught: the living ranks go on as a smaller job, and one of them writes the run folder."""
+"""The one place where the loss of a rank is caught: the living ranks go on as a smaller job, and
+one of them writes the run folder."""
 
 from __future__ import annotations
 
@@ -36,8 +37,9 @@ from hvdtrain.training.start import Start
 def ready_for_losses(config: Config, communicator: Communicator) -> Elastic | None:
     """The communicator, where this job outlives the loss of a rank. Every rank calls it.
 
-    Raises UserError on all ranks where guard.lost=shrink asks for that and it cannot be; with restart the job then ends without a last
-    checkpoint, which a warning says, and so it does where ranks have parts of the weights, or each host has all of the state.
+    Raises UserError on all ranks where guard.lost=shrink asks for that and it cannot be; with
+    restart the job then ends without a last checkpoint, which a warning says, and so it does where
+    ranks have parts of the weights, or each host has all of the state.
     """
     if not config.keeps_copies or communicator.size == 1:
         return None
@@ -48,7 +50,10 @@ def ready_for_losses(config: Config, communicator: Communicator) -> Elastic | No
         if config.guard.lost == "shrink":
             raise
         if communicator.rank == 0:
-            what = f"guard.lost=restart writes no last checkpoint when a rank is lost: {error.what} ({error.fix})"
+            what = (
+                f"guard.lost=restart writes no last checkpoint when a rank is lost: {error.what} "
+                f"({error.fix})"
+            )
             warnings.warn(what, stacklevel=1)  # the same place for both callers: it is shown once
         return None
     return ranks
@@ -60,7 +65,9 @@ class Loss(NamedTuple):
     ranks: list[int]  # as the launcher numbered them
     hosts: list[str]
     step: int  # that a living rank had come to
-    detect_s: float  # on this rank, from the error of a collective until every living rank knew of it
+    detect_s: (
+        float  # on this rank, from the error of a collective until every living rank knew of it
+    )
     go_on_s: float  # from the same error until training goes on
     restored_from: Literal["memory", "checkpoint", "servers"]
     given_again: list[int]  # tickets of asynchronous updates
@@ -73,7 +80,14 @@ class Loss(NamedTuple):
 class ElasticJob:
     """The job of this rank, which changes when ranks are lost."""
 
-    def __init__(self, job: Job, ranks: Elastic | None, successor: Successor, watchdog: Watchdog | None, now: TrainState) -> None:
+    def __init__(
+        self,
+        job: Job,
+        ranks: Elastic | None,
+        successor: Successor,
+        watchdog: Watchdog | None,
+        now: TrainState,
+    ) -> None:
         """ranks: of ready_for_losses(). Every rank calls it, in the state `now`."""
         self.job = job
         self._ranks = ranks
@@ -89,11 +103,14 @@ class ElasticJob:
         """Whether it is the loss of a rank without which the others go on, by go_on()."""
         if self._ranks is None or not self._ranks.is_loss(error):
             return False
-        traceback.clear_frames(error.__traceback__)  # collectives of the step that failed: their connections stay open with them
+        traceback.clear_frames(
+            error.__traceback__
+        )  # collectives of the step that failed: their connections stay open with them
         return True
 
     def go_on(self) -> TrainState:
-        """The state of the newest sync point, in which self.job goes on. Every living rank calls it."""
+        """The state of the newest sync point, in which self.job goes on. Every living rank calls
+        it."""
         assert self._ranks is not None
         ranks = self._ranks
         began_s = time.perf_counter()
@@ -120,8 +137,18 @@ class ElasticJob:
             self.job.unfinished = None
         go_on_s = time.perf_counter() - began_s
         hosts = [self._hosts[rank] for rank in lost]
-        source: Literal["memory", "checkpoint", "servers"] = "servers" if how else "checkpoint" if from_checkpoint else "memory"
-        loss = Loss(lost, hosts, how.version if how else max(steps), detect_s, go_on_s, source, how.given_again if how else [])
+        source: Literal["memory", "checkpoint", "servers"] = (
+            "servers" if how else "checkpoint" if from_checkpoint else "memory"
+        )
+        loss = Loss(
+            lost,
+            hosts,
+            how.version if how else max(steps),
+            detect_s,
+            go_on_s,
+            source,
+            how.given_again if how else [],
+        )
         self._tell(loss, now)
         return now
 
@@ -142,7 +169,11 @@ class ElasticJob:
         job.prefetcher.discard()
         job.learner.stopwatch.read()
         job.checkpoints.give_up()
-        restored = Restored(job.memory_copy.go_on(), False) if how else job.memory_copy.restore(self._read_checkpoint)
+        restored = (
+            Restored(job.memory_copy.go_on(), False)
+            if how
+            else job.memory_copy.restore(self._read_checkpoint)
+        )
         on_rank_0_only(ranks, lambda: self._successor.take_over(job, restored.now))
         self._successor.share_lock(ranks)
         self.job = on_other_ranks(job, restored.now)
@@ -150,13 +181,23 @@ class ElasticJob:
         return restored
 
     def _read_checkpoint(self) -> TrainState:
-        """The state of the newest one, where a rank and the one with the copy of its parts are lost. A collective."""
+        """The state of the newest one, where a rank and the one with the copy of its parts are
+        lost. A collective."""
         try:
             now = self.job.checkpoints.roll_back()
         except UserError as error:
-            what = f"ranks are lost, and with them all copies of some parts of the training state; {error.what}"
-            raise StateLost(what, error.where, "checkpoint.every_minutes=N or every_steps=N, in a folder that all hosts share") from None
-        return dataclasses.replace(now, progress=dataclasses.replace(now.progress, total=self._total))
+            what = (
+                "ranks are lost, and with them all copies of some parts of the training state; "
+                f"{error.what}"
+            )
+            raise StateLost(
+                what,
+                error.where,
+                "checkpoint.every_minutes=N or every_steps=N, in a folder that all hosts share",
+            ) from None
+        return dataclasses.replace(
+            now, progress=dataclasses.replace(now.progress, total=self._total)
+        )
 
     def _tell(self, loss: Loss, now: TrainState) -> None:
         job = self.job
@@ -176,11 +217,19 @@ class ElasticJob:
             then = f"the job ends, to be started again ({why})"
             job.health.stop_request = f"{loss.who()} lost"
             job.health.stop_code = LOST
-        tell_loss(job.log, loss, now, step, job.communicator.size, f"{then} from step {step}{_what_was_lost(loss)}")
+        tell_loss(
+            job.log,
+            loss,
+            now,
+            step,
+            job.communicator.size,
+            f"{then} from step {step}{_what_was_lost(loss)}",
+        )
 
 
 def tell_loss(log: Log, loss: Loss, now: TrainState, step: int, left: int, then: str) -> None:
-    """The event "lost". step: from which training goes on; left: ranks; then: what becomes of the job, for people."""
+    """The event "lost". step: from which training goes on; left: ranks; then: what becomes of the
+    job, for people."""
     line = f"lost    {loss.who()}, after step {loss.step}: {then}, after {loss.go_on_s:.3g} s"
     log.emit(
         "lost",
@@ -214,7 +263,12 @@ class Successor:
     """On every rank: what rank 0 needs if it was not rank 0 before."""
 
     def __init__(
-        self, config: Config, start: Start, lock: RunLock, open_sinks: Callable[[], list[Sink]], make_saver: Callable[[TrainState], Saver]
+        self,
+        config: Config,
+        start: Start,
+        lock: RunLock,
+        open_sinks: Callable[[], list[Sink]],
+        make_saver: Callable[[TrainState], Saver],
     ) -> None:
         self._config = config
         self._run = start.run
@@ -238,7 +292,11 @@ class Successor:
         except OSError as error:
             raise cannot_write(error, self._config.where("run")) from None
         record, *others = self._open_sinks()
-        job.log.open(record, others, lambda event: event.step <= now.progress.step and _key(event) not in written)
+        job.log.open(
+            record,
+            others,
+            lambda event: event.step <= now.progress.step and _key(event) not in written,
+        )
         job.checkpoints.saver = self._make_saver(now)
 
 

@@ -1,4 +1,5 @@
-"""The metrics of a model on a data set, and of classes what it takes each for: exact sums over all ranks, whatever their number."""
+"""The metrics of a model on a data set, and of classes what it takes each for: exact sums over all
+ranks, whatever their number."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ class ClassCounts(NamedTuple):
 
     samples: np.ndarray  # int64 (classes,), how many there are of each class
     right: np.ndarray  # int64 (classes,), and how many of them the model says
-    confusion: np.ndarray | None  # int64 (classes, classes), [label, what the model says]; None for more than MOST_CONFUSED classes
+    confusion: (
+        np.ndarray | None
+    )  # int64 (classes, classes), [label, what the model says]; None for more than MOST_CONFUSED classes  # noqa: E501
 
 
 class Evaluation(NamedTuple):
@@ -39,7 +42,14 @@ class Evaluation(NamedTuple):
     classes: ClassCounts | None  # of task.name=classification
 
 
-def evaluate(config: Config, learner: Learner, source: Source, task: Task, communicator: Communicator, heartbeat: Heartbeat) -> Evaluation:
+def evaluate(
+    config: Config,
+    learner: Learner,
+    source: Source,
+    task: Task,
+    communicator: Communicator,
+    heartbeat: Heartbeat,
+) -> Evaluation:
     """Evaluates every sample of `source` once. Every rank calls it."""
     sums = zero_sums(task.sums)
     counter = None
@@ -50,7 +60,9 @@ def evaluate(config: Config, learner: Learner, source: Source, task: Task, commu
         if counter is not None and isinstance(source, LabelledImages):
             counter.add(source.labels()[indices], predictions.outputs.argmax(1))
     counts = counter.counts() if counter is not None else {}
-    total = allreduce_sums(communicator, sums | counts, "evaluation.sums", task.sums, gathered(task))
+    total = allreduce_sums(
+        communicator, sums | counts, "evaluation.sums", task.sums, gathered(task)
+    )
     assert total["count"] == len(source), (total["count"], len(source))
     return Evaluation(
         len(source),
@@ -67,7 +79,9 @@ class _ClassCounter:
         self.ignored = ignored
         self.samples = np.zeros(classes, np.int64)
         self.right = np.zeros(classes, np.int64)
-        self.confusion = np.zeros((classes, classes), np.int64) if classes <= MOST_CONFUSED else None
+        self.confusion = (
+            np.zeros((classes, classes), np.int64) if classes <= MOST_CONFUSED else None
+        )
 
     def add(self, labels: np.ndarray, said: np.ndarray) -> None:
         has_class = labels != self.ignored
@@ -87,23 +101,39 @@ class _ClassCounter:
 
     def of_all_ranks(self, total: Sums) -> ClassCounts:
         """From the sums of counts()."""
-        whole = {name: np.rint(total[name]).astype(np.int64) for name in self.counts()}  # exact: float64 has whole numbers up to 2**53
-        confusion = None if self.confusion is None else whole["classes.confusion"].reshape(self.classes, self.classes)
+        whole = {
+            name: np.rint(total[name]).astype(np.int64) for name in self.counts()
+        }  # exact: float64 has whole numbers up to 2**53
+        confusion = (
+            None
+            if self.confusion is None
+            else whole["classes.confusion"].reshape(self.classes, self.classes)
+        )
         return ClassCounts(whole["classes.samples"], whole["classes.right"], confusion)
 
 
 def predict(
-    config: Config, learner: Learner, source: Source, communicator: Communicator, heartbeat: Heartbeat
+    config: Config,
+    learner: Learner,
+    source: Source,
+    communicator: Communicator,
+    heartbeat: Heartbeat,
 ) -> Iterator[tuple[np.ndarray, Predictions]]:
-    """This rank's share of the samples, in order: the indices of a batch, int64 (n,), and what the model says about it.
+    """This rank's share of the samples, in order: the indices of a batch, int64 (n,), and what the
+    model says about it.
 
-    A collective where the learner is sharded: then the model is called for an empty batch too, which is not yielded.
+    A collective where the learner is sharded: then the model is called for an empty batch too,
+    which is not yielded.
     """
     ahead, readers = read_ahead_of(config.data, source, communicator.local_size)
-    batches = evaluation_batches(len(source), config.batch.evaluate, communicator.rank, communicator.size)
+    batches = evaluation_batches(
+        len(source), config.batch.evaluate, communicator.rank, communicator.size
+    )
     pool = ThreadPoolExecutor(readers, "hvdtrain-reader") if ahead else None
     try:
-        for indices, batch in zip(batches, device_batches(source, batches, learner, pool, ahead), strict=True):
+        for indices, batch in zip(
+            batches, device_batches(source, batches, learner, pool, ahead), strict=True
+        ):
             heartbeat.beat("evaluation", 0, 0)
             if batch is not None:
                 predictions = learner.predict(batch)

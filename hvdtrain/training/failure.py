@@ -1,4 +1,5 @@
-"""The end of all ranks where one fails: the error is reported, also a limit of the system, and every process ends within seconds."""
+"""The end of all ranks where one fails: the error is reported, also a limit of the system, and
+every process ends within seconds."""
 
 from __future__ import annotations
 
@@ -26,12 +27,20 @@ if TYPE_CHECKING:
     from hvdtrain.comm.communicator import Communicator
 
 
-ECHO_S = 1.5  # most errors of one rank happen on all: the other ranks wait this long for rank 0 to report the error and to end the job
-UNCONNECTED_ECHO_S = 5.0  # before they are connected only the launcher ends the other ranks, once the process of rank 0 is gone
-FLUSH_S = 0.2  # mpirun prints its own message between the pieces of ours that it has not passed on yet
+# most errors of one rank happen on all: the other ranks wait this long for rank 0 to report the
+# error and to end the job
+ECHO_S = 1.5
+# before they are connected only the launcher ends the other ranks, once the process of rank 0 is
+# gone
+UNCONNECTED_ECHO_S = 5.0
+FLUSH_S = (
+    0.2  # mpirun prints its own message between the pieces of ours that it has not passed on yet
+)
 ABORT_S = 10  # an abort that hangs ends by SIGALRM
-NEXT_S = 10.0  # a rank of a host where another one reports an error waits this long to be ended by that one
-# What the ranks of a job have in common; where other jobs of one SLURM step have the same, they wait for each other's reports, too.
+# a rank of a host where another one reports an error waits this long to be ended by that one
+NEXT_S = 10.0
+# What the ranks of a job have in common; where other jobs of one SLURM step have the same, they
+# wait for each other's reports, too.
 _JOB = (
     "PMIX_NAMESPACE",
     "SLURM_JOB_ID",
@@ -45,9 +54,12 @@ _held: list[socket.socket] = []  # until the process ends, by one that has an er
 
 
 def report_crashes() -> None:
-    """Has a process that the system ends print where it was: a bus error, where a mapped file was cut off, says nothing otherwise."""
+    """Has a process that the system ends print where it was: a bus error, where a mapped file was
+    cut off, says nothing otherwise."""
     if not faulthandler.is_enabled():
-        with contextlib.suppress(ValueError, AttributeError, RuntimeError):  # a standard error that is no file, as in a notebook
+        with contextlib.suppress(
+            ValueError, AttributeError, RuntimeError
+        ):  # a standard error that is no file, as in a notebook
             faulthandler.enable()
 
 
@@ -60,19 +72,29 @@ class RankFailed(Exception):
 
 
 def end_every_rank(
-    error: BaseException, communicator: Communicator | None, what: str = "job", doing: str = "", *, echo_s: float | None = None
+    error: BaseException,
+    communicator: Communicator | None,
+    what: str = "job",
+    doing: str = "",
+    *,
+    echo_s: float | None = None,
 ) -> int:
-    """Reports the error on the standard error and ends all ranks: if one rank ended alone, the others would wait forever.
+    """Reports the error on the standard error and ends all ranks: if one rank ended alone, the
+    others would wait forever.
 
-    `communicator` is None before the ranks are connected. doing: the rank's place in the mesh, and what it did. echo_s: how long
-    to wait for the report of another rank, where the caller knows better. Returns the exit code where no other rank is connected
-    to this one.
+    `communicator` is None before the ranks are connected. doing: the rank's place in the mesh, and
+    what it did. echo_s: how long to wait for the report of another rank, where the caller knows
+    better. Returns the exit code where no other rank is connected to this one.
     """
     if isinstance(error, BrokenPipeError):
         discard_unwritten_output()
     error = limit_reached(error) or error
     code = exit_code_of(error)
-    message = _of_user_error(error) if isinstance(error, UserError) else "".join(traceback.format_exception(error)).rstrip()
+    message = (
+        _of_user_error(error)
+        if isinstance(error, UserError)
+        else "".join(traceback.format_exception(error)).rstrip()
+    )
     if code in ADVICE:
         message += f"\nhvdtrain: {ADVICE[code]}"
     rank = _rank(communicator)
@@ -82,14 +104,17 @@ def end_every_rank(
         time.sleep(ECHO_S if communicator is not None else UNCONNECTED_ECHO_S)
     wait_for_the_report_of_another(communicator)
     if rank or code not in (USER, DIVERGED):  # of those two rank 0's message is that of all ranks
-        message += f"\nrank {rank} on {socket.gethostname()}{doing}: the error above ends the {what}"
+        message += (
+            f"\nrank {rank} on {socket.gethostname()}{doing}: the error above ends the {what}"
+        )
     print_stderr(message)
     abort_every_rank(code, communicator)
     return code
 
 
 def _of_user_error(error: UserError) -> str:
-    """Its three lines; where the user's own code raised what it was made of, that traceback before them, and where it was."""
+    """Its three lines; where the user's own code raised what it was made of, that traceback before
+    them, and where it was."""
     lines = [f"hvdtrain: {error}", *getattr(error, "__notes__", ())]
     if error.__cause__ is not None and own_frame(error.__cause__) is not None:
         lines.insert(0, without_frames_of_hvdtrain(error.__cause__))
@@ -97,7 +122,8 @@ def _of_user_error(error: UserError) -> str:
 
 
 class _UserErrorHook:
-    """A sys.excepthook: a UserError that the script does not catch is told in its own lines, with the script's line, and is its code."""
+    """A sys.excepthook: a UserError that the script does not catch is told in its own lines, with
+    the script's line, and is its code."""
 
     installed = False
 
@@ -105,14 +131,17 @@ class _UserErrorHook:
         self._former = sys.excepthook
         self._process = os.getpid()
 
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         if not isinstance(error, UserError) or os.getpid() != self._process:
             self._former(kind, error, trace)
             return
         frame = own_frame(error)
         if frame is not None and not getattr(error, "__notes__", ()):
             error.add_note(f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}")
-        # torch.distributed's own hook, which calls this one, shows what was printed meanwhile: not where SystemExit is raised
+        # torch.distributed's own hook, which calls this one, shows what was printed meanwhile: not
+        # where SystemExit is raised
         shown = sys.__stderr__ if isinstance(sys.stderr, io.StringIO) else sys.stderr
         with contextlib.redirect_stderr(shown):
             code = end_every_rank(error, None, "script")
@@ -127,9 +156,11 @@ def report_user_errors() -> None:
 
 
 def wait_for_the_report_of_another(communicator: Communicator | None = None) -> None:
-    """Until no other rank of the job on this host reports an error, but NEXT_S at most: the one that reports ends the others.
+    """Until no other rank of the job on this host reports an error, but NEXT_S at most: the one
+    that reports ends the others.
 
-    It holds an abstract Unix address (unix(7)), to which nobody can connect, and which is free again when its process has ended.
+    It holds an abstract Unix address (unix(7)), to which nobody can connect, and which is free
+    again when its process has ended.
     """
     with contextlib.suppress(UserError):  # of a launcher's variables: it may be what is reported
         if is_only_process(communicator):
@@ -151,12 +182,15 @@ def wait_for_the_report_of_another(communicator: Communicator | None = None) -> 
             time.sleep(0.05)
         else:
             if waited:
-                time.sleep(ECHO_S)  # the other one has just ended: so does this one, unless nothing connects the two
+                time.sleep(
+                    ECHO_S
+                )  # the other one has just ended: so does this one, unless nothing connects the two
             return
 
 
 def discard_unwritten_output() -> None:
-    """Drops what a closed pipe or a full disk does not take: Python would try again at its end, and exit with 120."""
+    """Drops what a closed pipe or a full disk does not take: Python would try again at its end, and
+    exit with 120."""
     for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed before the start
         try:
             stream.flush()
@@ -178,7 +212,9 @@ def abort_every_rank(code: int, communicator: Communicator | None) -> None:
     if communicator is not None and communicator.size > 1:
         _prepare_abort()
         communicator.abort(code)
-    if communicator is None and "mpi4py.MPI" in sys.modules:  # a rank that failed while it connected
+    if (
+        communicator is None and "mpi4py.MPI" in sys.modules
+    ):  # a rank that failed while it connected
         from hvdtrain.comm.mpi import abort_world, has_several_ranks
 
         if has_several_ranks():
@@ -203,12 +239,19 @@ def _rank(communicator: Communicator | None) -> int:
 
 
 _UNLIMITED = resource.RLIM_INFINITY
-_LEAST_ADDRESSES = 2**28  # with fewer NumPy's OpenBLAS ends the process by itself, while it is loaded or at its first use
-_NO_MEMORY = ("failed to map segment", "annot allocate memory", "cannot map")  # of the dynamic loader
+_LEAST_ADDRESSES = (
+    2**28
+)  # with fewer NumPy's OpenBLAS ends the process by itself, while it is loaded or at its first use
+_NO_MEMORY = (
+    "failed to map segment",
+    "annot allocate memory",
+    "cannot map",
+)  # of the dynamic loader
 
 
 def check_limits() -> None:
-    """Before NumPy is imported. Raises UserError where `ulimit -v` leaves fewer addresses than any job needs."""
+    """Before NumPy is imported. Raises UserError where `ulimit -v` leaves fewer addresses than any
+    job needs."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != _UNLIMITED and soft < _LEAST_ADDRESSES:
         raise _no_addresses_left()
@@ -219,13 +262,16 @@ def limit_reached(error: BaseException) -> UserError | None:
     for each in _chain(error):
         if isinstance(each, RuntimeError) and "can't start new thread" in str(each):
             return _no_threads()
-        if isinstance(each, MemoryError) or (isinstance(each, ImportError) and any(text in str(each) for text in _NO_MEMORY)):
+        if isinstance(each, MemoryError) or (
+            isinstance(each, ImportError) and any(text in str(each) for text in _NO_MEMORY)
+        ):
             return _no_addresses(each)
     return None
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and those during whose handling it came, the last first: a thread that has not begun cannot be joined, either."""
+    """The error and those during whose handling it came, the last first: a thread that has not
+    begun cannot be joined, either."""
     each: BaseException | None = error
     while each is not None:
         yield each
@@ -233,10 +279,19 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _no_threads() -> UserError:
-    limits = [*_limit("u", resource.RLIMIT_NPROC, 1, " (threads of this user)"), *_limit("v", resource.RLIMIT_AS, 1024, " kB")]
+    limits = [
+        *_limit("u", resource.RLIMIT_NPROC, 1, " (threads of this user)"),
+        *_limit("v", resource.RLIMIT_AS, 1024, " kB"),
+    ]
     limits += _limit("d", resource.RLIMIT_DATA, 1024, " kB")  # the stacks of threads count
-    where = ", ".join(limits) or "the container's or the batch system's limit of processes (pids.max)"
-    return UserError("the system gives this process no more threads", where, "raise the limit; or fewer: OMP_NUM_THREADS=1 data.readers=1")
+    where = (
+        ", ".join(limits) or "the container's or the batch system's limit of processes (pids.max)"
+    )
+    return UserError(
+        "the system gives this process no more threads",
+        where,
+        "raise the limit; or fewer: OMP_NUM_THREADS=1 data.readers=1",
+    )
 
 
 def _no_addresses(error: BaseException) -> UserError | None:

@@ -23,8 +23,12 @@ Makers = Mapping[str, Given]  # by section
 
 
 def given_model(model: Any) -> Given:
-    """A model of Keras, a torch module, what framework=jax takes, or a function without a name. Raises UserError for all else."""
-    if any(kind.__name__ == "Model" and kind.__module__.startswith("keras.") for kind in type(model).__mro__):  # on torch a module too
+    """A model of Keras, a torch module, what framework=jax takes, or a function without a name.
+    Raises UserError for all else."""
+    if any(
+        kind.__name__ == "Model" and kind.__module__.startswith("keras.")
+        for kind in type(model).__mro__
+    ):  # on torch a module too
         from hvdtrain.frameworks.keras_objects import GivenKerasModel
 
         of_keras = GivenKerasModel(model)
@@ -40,11 +44,18 @@ def given_model(model: Any) -> Given:
         if (of_jax := given_model_of_jax(model)) is not None:
             return of_jax
     if isinstance(model, tuple) and len(model) == 2 and all(map(callable, model)):
-        return Given(name_of_object(model[1]), lambda: model, {"model, init": model[0], "model, apply": model[1]})
+        return Given(
+            name_of_object(model[1]),
+            lambda: model,
+            {"model, init": model[0], "model, apply": model[1]},
+        )
     if callable(model):
         return Given(name_of_object(model), model, {"model": model})
     what = f"model is a {type(model).__name__}"
-    fix = "a module of torch, Keras or a library of JAX, its class, a function that makes it, or a pair (init, apply) of JAX"
+    fix = (
+        "a module of torch, Keras or a library of JAX, its class, a function that makes it, or a "
+        "pair (init, apply) of JAX"
+    )
     raise UserError(what, "hvdtrain.train()", fix)
 
 
@@ -64,26 +75,34 @@ def given_data(train: Any, val: Any) -> Given:
 
 
 def given_weights(weights: Any, data: Given | None) -> tuple[str, Given | None]:
-    """data.sample_weights, and the data with an array of weights. Raises UserError where there are no samples that it is of."""
+    """data.sample_weights, and the data with an array of weights. Raises UserError where there are
+    no samples that it is of."""
     if isinstance(weights, str):
         return weights, data
     where = "hvdtrain.train(), sample_weights"
     if data is None:
         raise UserError(
-            "sample_weights is an array, and no train_data is given that it is of", where, "a field of the data, or train_data="
+            "sample_weights is an array, and no train_data is given that it is of",
+            where,
+            "a field of the data, or train_data=",
         )
     if not is_array(weights) and not isinstance(weights, (list, tuple)):
         raise UserError(
-            f"sample_weights is a {type(weights).__name__}", where, "an array, a number for each sample; or the name of a field"
+            f"sample_weights is a {type(weights).__name__}",
+            where,
+            "an array, a number for each sample; or the name of a field",
         )
     array = to_numpy(weights if is_array(weights) else np.array(weights), "sample_weights", where)
     return name_of_object(array), data._replace(objects={**data.objects, "sample_weights": array})
 
 
 def given_task(loss: Any, metrics: Mapping[str, Any] | None, objective: str | None) -> Given:
-    """A loss, whose task has the name of its function; or metrics alone, of the task that task.name means."""
+    """A loss, whose task has the name of its function; or metrics alone, of the task that task.name
+    means."""
     own = read_metrics(metrics)
-    objects = {f"metric {name}": one.function for name, one in own.items()} | {f"metric {name}, of": one.of for name, one in own.items()}
+    objects = {f"metric {name}": one.function for name, one in own.items()} | {
+        f"metric {name}, of": one.of for name, one in own.items()
+    }
 
     def with_metrics(task: Task, train: Source) -> Task:
         examples = task.examples if isinstance(task, OwnLoss) else examples_of(train)
@@ -92,31 +111,62 @@ def given_task(loss: Any, metrics: Mapping[str, Any] | None, objective: str | No
     if loss is None:
         return Given(None, with_metrics, objects)
 
-    def task(train: Source, val: Source, users_model: bool, outputs: int | None = None, standardize: bool | None = None) -> Task:
+    def task(
+        train: Source,
+        val: Source,
+        users_model: bool,
+        outputs: int | None = None,
+        standardize: bool | None = None,
+    ) -> Task:
         if standardize not in (None, True, False):
-            raise UserError(f"task.standardize is {standardize!r:.40}", "hvdtrain.train()", "true, false, or leave it out")
-        return with_metrics(own_loss(name, train, val, "hvdtrain.train(), loss", loss, outputs, standardize, users_model), train)
+            raise UserError(
+                f"task.standardize is {standardize!r:.40}",
+                "hvdtrain.train()",
+                "true, false, or leave it out",
+            )
+        return with_metrics(
+            own_loss(
+                name, train, val, "hvdtrain.train(), loss", loss, outputs, standardize, users_model
+            ),
+            train,
+        )
 
     name = name_of_object(loss)
     return Given(name, task, {"loss": loss, **objects})
 
 
 def given_optimizer(optimizer: Any) -> Given:
-    """A transformation of gradients as optax has them, or a function of torch's named parameters, both with rates of their own; or a
-    function without a name, which makes an optimizer of the recipe's rate.
+    """A transformation of gradients as optax has them, or a function of torch's named parameters,
+    both with rates of their own; or a function without a name, which makes an optimizer of the
+    recipe's rate.
 
     Raises UserError for all else.
     """
     init, update = (getattr(optimizer, name, None) for name in ("init", "update"))
     if callable(init) and callable(update):
         objects = {"optimizer, init": init, "optimizer, update": update}
-        return Given(name_of_object(optimizer), lambda: optimizer, objects, framework="jax", unset={"base_lr": 1.0})
+        return Given(
+            name_of_object(optimizer),
+            lambda: optimizer,
+            objects,
+            framework="jax",
+            unset={"base_lr": 1.0},
+        )
     if makes_groups(optimizer):
-        return Given(name_of_object(optimizer), optimizer, {"optimizer": optimizer}, framework="torch", unset={"base_lr": 1.0})
+        return Given(
+            name_of_object(optimizer),
+            optimizer,
+            {"optimizer": optimizer},
+            framework="torch",
+            unset={"base_lr": 1.0},
+        )
     if callable(optimizer):
         return Given(name_of_object(optimizer), optimizer, {"optimizer": optimizer})
     what = f"optimizer is a {type(optimizer).__name__}"
-    fix = "a class of torch.optim, which gets the parameters of the model and optim.*; lambda named: torch.optim.AdamW([...], lr=...); a "
+    fix = (
+        "a class of torch.optim, which gets the parameters of the model and optim.*; lambda "
+        "named: torch.optim.AdamW([...], lr=...); a "
+    )
     fix += "transformation of optax, or its function"
     raise UserError(what, "hvdtrain.train(), optimizer", fix)
 
@@ -124,7 +174,9 @@ def given_optimizer(optimizer: Any) -> Given:
 def given_hooks(hooks: Any) -> Given:
     """Raises UserError for what is no list of hooks."""
     found = check_hooks(hooks)
-    return Given(None, lambda: found, {f"hook {number}": type(hook) for number, hook in enumerate(found, 1)})
+    return Given(
+        None, lambda: found, {f"hook {number}": type(hook) for number, hook in enumerate(found, 1)}
+    )
 
 
 def given_schedule(schedule: Any) -> Given:
@@ -132,17 +184,27 @@ def given_schedule(schedule: Any) -> Given:
     if not callable(schedule):
         what = f"schedule is a {type(schedule).__name__}"
         raise UserError(
-            what, "hvdtrain.train(), schedule", "a function of the share of the job that is done, 0 to 1: lambda done: 1 - done"
+            what,
+            "hvdtrain.train(), schedule",
+            "a function of the share of the job that is done, 0 to 1: lambda done: 1 - done",
         )
     return Given(None, lambda: schedule, {"schedule": schedule})
 
 
 def with_given(config: Config, given: Makers) -> Config:
-    """The configuration of a job whose script gives these objects. Raises UserError where it says otherwise."""
+    """The configuration of a job whose script gives these objects. Raises UserError where it says
+    otherwise."""
     objects = given["data"].objects if "data" in given else {}
     if config.data.val_share is not None and "sample_weights" in objects:
-        what = f"sample_weights are of the training samples, which data.val_share={config.data.val_share:g} chooses"
-        raise UserError(what, config.where("data.val_share"), "a field of the data: data.sample_weights=weight; or val_data=")
+        what = (
+            "sample_weights are of the training samples, which "
+            f"data.val_share={config.data.val_share:g} chooses"
+        )
+        raise UserError(
+            what,
+            config.where("data.val_share"),
+            "a field of the data: data.sample_weights=weight; or val_data=",
+        )
     if config.data.val_share is not None and objects.get("val_data", type(None)) is not type(None):
         what = f"val_data and data.val_share={config.data.val_share:g} are both given"
         raise UserError(what, config.where("data.val_share"), "one of them")
@@ -152,12 +214,30 @@ def with_given(config: Config, given: Makers) -> Config:
             continue
         if config.origin("framework") == DEFAULT:
             config = config.replace(framework=one.framework)
-        elif (config.framework, one.framework) != ("torch", "keras"):  # a model of Keras on torch is one of torch; of others torch says so
-            what = f"{section} is of framework={one.framework}, and the job of framework={config.framework}"
-            raise UserError(what, config.where("framework"), f"framework={one.framework}, or leave framework out")
-    sections = {section: _with_one(getattr(config, section), one) for section, one in given.items() if section != "hooks"}
+        elif (config.framework, one.framework) != (
+            "torch",
+            "keras",
+        ):  # a model of Keras on torch is one of torch; of others torch says so
+            what = (
+                f"{section} is of framework={one.framework}, and the job of "
+                f"framework={config.framework}"
+            )
+            raise UserError(
+                what,
+                config.where("framework"),
+                f"framework={one.framework}, or leave framework out",
+            )
+    sections = {
+        section: _with_one(getattr(config, section), one)
+        for section, one in given.items()
+        if section != "hooks"
+    }
     config = config.replace(**sections)
-    return config.replace(hooks=[*config.hooks, *map(name_of_object, hooks.make())]).with_given(hooks) if hooks else config
+    return (
+        config.replace(hooks=[*config.hooks, *map(name_of_object, hooks.make())]).with_given(hooks)
+        if hooks
+        else config
+    )
 
 
 def _with_one(section: Any, given: Given) -> Any:

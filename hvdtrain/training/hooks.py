@@ -1,4 +1,5 @@
-"""Hooks: the user's own calls in the trainer's loop, with a state in the checkpoint, values in the log, a stop that all ranks agree on."""
+"""Hooks: the user's own calls in the trainer's loop, with a state in the checkpoint, values in the
+log, a stop that all ranks agree on."""
 
 from __future__ import annotations
 
@@ -26,15 +27,20 @@ from hvdtrain.tasks.task import Task
 from hvdtrain.training.progress.train_state import TrainState
 
 MOST_STATE_BYTES = 2**20  # of all hooks, as JSON
-_FIX_STATE = "numbers, texts, lists, and dicts with texts as keys: list(values), {str(key): value}, and back in load_state_dict()"
+_FIX_STATE = (
+    "numbers, texts, lists, and dicts with texts as keys: list(values), {str(key): value}, and "
+    "back in load_state_dict()"
+)
 _FIX = "a subclass of hvdtrain.Hook: its object, or in hooks=[package.module:Class] its class"
 
 
 class Hook:
-    """Base class of a user's own calls in the loop of hvdtrain.train(). Each does nothing until a subclass says otherwise.
+    """Base class of a user's own calls in the loop of hvdtrain.train(). Each does nothing until a
+    subclass says otherwise.
 
-    They are called on every rank, in the order in which the hooks were given; those of a hook with `on_rank_0_only` on rank 0 alone. A
-    hook changes nothing that ranks must have equal, unless it does so on every rank alike. What it raises ends the job on all ranks.
+    They are called on every rank, in the order in which the hooks were given; those of a hook with
+    `on_rank_0_only` on rank 0 alone. A hook changes nothing that ranks must have equal, unless it
+    does so on every rank alike. What it raises ends the job on all ranks.
     """
 
     on_rank_0_only = False
@@ -43,7 +49,8 @@ class Hook:
         """Before the first step of this start, which may be a resume: the state is loaded."""
 
     def after_step(self, training: Training) -> None:
-        """After each step. Steps are queued on a GPU: what waits for it, as training.loss, costs time in every step."""
+        """After each step. Steps are queued on a GPU: what waits for it, as training.loss, costs
+        time in every step."""
 
     def after_evaluation(self, training: Training, metrics: Mapping[str, float]) -> None:
         """After each evaluation; metrics: of the validation set by name, equal on all ranks."""
@@ -52,12 +59,15 @@ class Hook:
         """Before the state is taken for a checkpoint."""
 
     def on_end(self, training: Training) -> None:
-        """After the last step of this start, before the last checkpoint: where the job is over, or stops to be resumed."""
+        """After the last step of this start, before the last checkpoint: where the job is over, or
+        stops to be resumed."""
 
     def state_dict(self) -> Any:
-        """What the checkpoint keeps of it: a tree of JSON without NaN, whose keys are texts. Rank 0's is kept, and every rank gets it.
+        """What the checkpoint keeps of it: a tree of JSON without NaN, whose keys are texts. Rank
+        0's is kept, and every rank gets it.
 
-        It is called after the first step too, so that what a checkpoint would change is an error then.
+        It is called after the first step too, so that what a checkpoint would change is an error
+        then.
         """
 
     def load_state_dict(self, state: Any) -> None:
@@ -67,7 +77,14 @@ class Hook:
 class Training:
     """What a hook sees of the job on this rank."""
 
-    def __init__(self, config: Config, communicator: Communicator, learner: Learner, run: Path | None, task: Task) -> None:
+    def __init__(
+        self,
+        config: Config,
+        communicator: Communicator,
+        learner: Learner,
+        run: Path | None,
+        task: Task,
+    ) -> None:
         self._communicator = communicator
         self._learner = learner
         self._taken = trainers_names(task)
@@ -83,7 +100,9 @@ class Training:
         self.request = ""  # to stop, and why
         self.is_over = False  # no event follows
         self._sums: Sums = {}
-        self._logged: dict[str, tuple[Any, int]] = {}  # name -> (values added up, maybe on the device; how many)
+        self._logged: dict[
+            str, tuple[Any, int]
+        ] = {}  # name -> (values added up, maybe on the device; how many)
 
     @property
     def rank(self) -> int:
@@ -96,42 +115,57 @@ class Training:
 
     @property
     def model(self) -> Any:
-        """The torch.nn.Module or keras.Model that is trained; None where the framework's models are functions."""
+        """The torch.nn.Module or keras.Model that is trained; None where the framework's models are
+        functions."""
         return self._learner.module
 
     @property
     def loss(self) -> float:
-        """This rank's loss in the last step, of its samples, tokens or pixels; NaN without any. The host waits for the device."""
+        """This rank's loss in the last step, of its samples, tokens or pixels; NaN without any. The
+        host waits for the device."""
         if not self._sums.get("count"):
             return math.nan
         return self._metric.of({name: host_value(value) for name, value in self._sums.items()})
 
     def weights(self) -> Arrays:
-        """Weights and buffers, by the names of the model's state dict. A collective: in a hook that every rank has."""
+        """Weights and buffers, by the names of the model's state dict. A collective: in a hook that
+        every rank has."""
         if self.is_on_one_rank:
             raise UserError(
-                "training.weights() of a hook of rank 0 alone", self.called, "on_rank_0_only = False: ranks gather them together"
+                "training.weights() of a hook of rank 0 alone",
+                self.called,
+                "on_rank_0_only = False: ranks gather them together",
             )
         state = self._learner.state()
         return {name: state[own] for name, own in self._learner.state_dict_names().items()}
 
     def log(self, **values: Any) -> None:
-        """Means, over this hook's ranks and its calls, in the next event `step`; of after_evaluation() in the event `epoch`."""
+        """Means, over this hook's ranks and its calls, in the next event `step`; of
+        after_evaluation() in the event `epoch`."""
         self._check_goes_on("log")
         for name, value in values.items():
             if name in self._taken:
-                raise UserError(f"training.log({name}=...): {name} is a name of the trainer's", self.called, f"another one: my_{name}")
+                raise UserError(
+                    f"training.log({name}=...): {name} is a name of the trainer's",
+                    self.called,
+                    f"another one: my_{name}",
+                )
             total, count = self._logged.get(name, (0.0, 0))
             self._logged[name] = (total + scalar(name, value, self.called), count + 1)
 
     def stop(self, reason: str) -> None:
-        """Ends the job on all ranks at the next sync point (log.every_steps), as its last step does: with an evaluation and exit code 0."""
+        """Ends the job on all ranks at the next sync point (log.every_steps), as its last step
+        does: with an evaluation and exit code 0."""
         self._check_goes_on("stop")
         self.request = f"hook {self.called}: {short(str(reason), 200)}"
 
     def _check_goes_on(self, call: str) -> None:
         if self.is_over:
-            raise UserError(f"training.{call}() in on_end(): training is over", self.called, "after_evaluation(), which comes before")
+            raise UserError(
+                f"training.{call}() in on_end(): training is over",
+                self.called,
+                "after_evaluation(), which comes before",
+            )
 
     def at(self, p: Progress, sums: Sums | None = None) -> None:
         """p: of the steps done; sums: of the last one, where that is another than before."""
@@ -145,21 +179,32 @@ class Training:
         self.request = ""
 
     def take_logged(self) -> dict[str, tuple[float, int]]:
-        """name -> (values added up, how many) since the last time. The host waits for the device."""
+        """name -> (values added up, how many) since the last time. The host waits for the
+        device."""
         logged = self._logged
         self._logged = {}
         return {name: (float(total), count) for name, (total, count) in logged.items()}
 
 
 def trainers_names(task: Task) -> set[str]:
-    """What no hook logs: fields of events that the trainer has, beside which trackers show a hook's."""
-    return {*(metric.name for metric in task.metrics), "lr", "batch", "epochs", "samples_per_s", "tokens_per_s"}
+    """What no hook logs: fields of events that the trainer has, beside which trackers show a
+    hook's."""
+    return {
+        *(metric.name for metric in task.metrics),
+        "lr",
+        "batch",
+        "epochs",
+        "samples_per_s",
+        "tokens_per_s",
+    }
 
 
 class Hooks:
     """The hooks of a job on this rank."""
 
-    def __init__(self, hooks: Sequence[Hook], training: Training, communicator: Communicator) -> None:
+    def __init__(
+        self, hooks: Sequence[Hook], training: Training, communicator: Communicator
+    ) -> None:
         self._hooks = hooks
         self._training = training
         self._communicator = communicator
@@ -171,22 +216,36 @@ class Hooks:
         self._means: dict[str, float] = {}
         self._ended_by = ""  # the same on every rank
         self._are_states_checked = False
-        self._told = (-1, -1)  # steps, and those at the last evaluation, of the checkpoint that hooks were told of last
+        self._told = (
+            -1,
+            -1,
+        )  # steps, and those at the last evaluation, of the checkpoint that hooks were told of last
 
     def summary(self) -> list[str]:
         """A line of the header, where there are hooks."""
-        of = [name + " (rank 0)" * hook.on_rank_0_only for name, hook in zip(self._names, self._hooks, strict=True)]
+        of = [
+            name + " (rank 0)" * hook.on_rank_0_only
+            for name, hook in zip(self._names, self._hooks, strict=True)
+        ]
         return [f"hooks   {', '.join(of)}"] if of else []
 
     def load(self, now: TrainState) -> list[str]:
-        """Gives each hook its state, from which it goes on; lines on those of a checkpoint that nobody takes."""
+        """Gives each hook its state, from which it goes on; lines on those of a checkpoint that
+        nobody takes."""
         self._training.forget()
         for name, hook in zip(self._names, self._hooks, strict=True):
             if now.hooks.get(name) is not None:
                 self._begin(name, hook)
                 hook.load_state_dict(now.hooks[name])
-        left = [name for name, state in now.hooks.items() if state is not None and name not in self._names]
-        return [f"the checkpoint has the state of a hook {name}, which this job has not" for name in left]
+        left = [
+            name
+            for name, state in now.hooks.items()
+            if state is not None and name not in self._names
+        ]
+        return [
+            f"the checkpoint has the state of a hook {name}, which this job has not"
+            for name in left
+        ]
 
     def start(self, now: TrainState) -> None:
         self._training.at(now.progress)
@@ -209,10 +268,13 @@ class Hooks:
         return self.ended(now)
 
     def exchange(self) -> None:
-        """Adds up over ranks what was logged, and agrees to stop. A collective where there are hooks."""
+        """Adds up over ranks what was logged, and agrees to stop. A collective where there are
+        hooks."""
         if not self._hooks:
             return
-        of_ranks = self._communicator.allgather_object((self._training.take_logged(), self._training.request))
+        of_ranks = self._communicator.allgather_object(
+            (self._training.take_logged(), self._training.request)
+        )
         sums: dict[str, tuple[float, int]] = {}
         for logged, _ in of_ranks:
             for name, (total, count) in logged.items():
@@ -222,8 +284,13 @@ class Hooks:
         self._ended_by = next((request for _, request in of_ranks if request), "")
 
     def ended(self, now: TrainState) -> TrainState:
-        """The state of a job that has no more samples to read, where a hook of any rank has asked for that."""
-        return replace(now, progress=now.progress.end_here(), ended_by=self._ended_by) if self._ended_by else now
+        """The state of a job that has no more samples to read, where a hook of any rank has asked
+        for that."""
+        return (
+            replace(now, progress=now.progress.end_here(), ended_by=self._ended_by)
+            if self._ended_by
+            else now
+        )
 
     def fields(self) -> dict[str, Any]:
         """The field of an event that has what was logged."""
@@ -252,9 +319,17 @@ class Hooks:
                 what = f"state_dict() of hook {name} gave what is no JSON: {error}"
                 raise UserError(what, name, f"{_FIX_STATE}; None in place of NaN") from None
             if change := _changed_by_json(state, same, "state"):
-                raise UserError(f"state_dict() of hook {name} would be another after a resume: {change}", name, _FIX_STATE)
+                raise UserError(
+                    f"state_dict() of hook {name} would be another after a resume: {change}",
+                    name,
+                    _FIX_STATE,
+                )
             if len(text) > MOST_STATE_BYTES:
-                raise UserError(f"state_dict() of hook {name} has {len(text):,} bytes", name, f"at most {MOST_STATE_BYTES:,}")
+                raise UserError(
+                    f"state_dict() of hook {name} has {len(text):,} bytes",
+                    name,
+                    f"at most {MOST_STATE_BYTES:,}",
+                )
             states[name] = same
         return states
 
@@ -276,7 +351,8 @@ class Hooks:
 
 
 def _changed_by_json(state: Any, same: Any, path: str) -> str:
-    """What JSON has made another thing of; empty where all is as it was. A NumPy float is a float."""
+    """What JSON has made another thing of; empty where all is as it was. A NumPy float is a
+    float."""
     if isinstance(state, np.float64):
         return ""
     if type(state) is not type(same):
@@ -287,14 +363,18 @@ def _changed_by_json(state: Any, same: Any, path: str) -> str:
             return f"{path} has the key {others[0]!r:.40}, and would have a text in its place"
         inner = [(state[key], same[key], f"{path}[{key!r:.40}]") for key in state]
     elif isinstance(state, list):
-        inner = [(one, two, f"{path}[{index}]") for index, (one, two) in enumerate(zip(state, same, strict=True))]
+        inner = [
+            (one, two, f"{path}[{index}]")
+            for index, (one, two) in enumerate(zip(state, same, strict=True))
+        ]
     else:
         return ""
     return next(filter(None, (_changed_by_json(*each) for each in inner)), "")
 
 
 def hooks_of(config: Config) -> list[Hook]:
-    """Hooks of `hooks=` first, then those that the script gives. Raises UserError for what is none."""
+    """Hooks of `hooks=` first, then those that the script gives. Raises UserError for what is
+    none."""
     found = [_made(name, config.where("hooks")) for name in config.hooks if not is_object(name)]
     return [*found, *check_hooks(config.given_hooks)]
 

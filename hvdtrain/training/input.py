@@ -1,4 +1,5 @@
-"""The samples of each step: which ones a rank reads in how many passes, read on other threads while earlier steps are trained on."""
+"""The samples of each step: which ones a rank reads in how many passes, read on other threads while
+earlier steps are trained on."""
 
 from __future__ import annotations
 
@@ -30,7 +31,15 @@ from hvdtrain.data.sampler import (
     parts_of_rank,
     positions_of_rank,
 )
-from hvdtrain.data.source import Source, crops_at_random, foresight, known_lengths, read_in_epochs, reads_from_memory, reads_in_process
+from hvdtrain.data.source import (
+    Source,
+    crops_at_random,
+    foresight,
+    known_lengths,
+    read_in_epochs,
+    reads_from_memory,
+    reads_in_process,
+)
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.recipe.noise import sample_weights
@@ -47,13 +56,16 @@ def split_step(
     draws: Shuffle | None = None,
     lengths: np.ndarray | None = None,
 ) -> list[Positions]:
-    """The samples of this rank's micro-batches, in the step of `batch` samples over all ranks that follows `progress`.
+    """The samples of this rank's micro-batches, in the step of `batch` samples over all ranks that
+    follows `progress`.
 
-    draws: in place of data.shuffle. lengths: int64 (dataset,) of data.bucket_by, which puts similar ones into one micro-batch.
+    draws: in place of data.shuffle. lengths: int64 (dataset,) of data.bucket_by, which puts similar
+    ones into one micro-batch.
 
-    Every rank gets the same number of micro-batches, since a forward or backward pass may contain collectives; a micro-batch may be empty.
-    A batch that has grown is divided by pass first, then by rank: the samples that all ranks have in a pass, over which norm.kind=sync
-    normalizes, are the same for any number of ranks. What batch.micro and a pipeline divide is a rank's share.
+    Every rank gets the same number of micro-batches, since a forward or backward pass may contain
+    collectives; a micro-batch may be empty. A batch that has grown is divided by pass first, then
+    by rank: the samples that all ranks have in a pass, over which norm.kind=sync normalizes, are
+    the same for any number of ranks. What batch.micro and a pipeline divide is a rank's share.
     """
     rank = communicator.rank
     size = communicator.size
@@ -63,9 +75,13 @@ def split_step(
     passes = passes_of_step(config, share, batch, first_batch) // parts
     shuffle = draws or block_shuffle(config.data)
     if lengths is not None:
-        whole = positions_of_rank(progress.samples, batch, 0, 1, progress.dataset, config.seed, sampling, shuffle)
+        whole = positions_of_rank(
+            progress.samples, batch, 0, 1, progress.dataset, config.seed, sampling, shuffle
+        )
         return parts_by_length(whole, lengths, parts * passes, rank, size)
-    shares = parts_of_rank(progress.samples, batch, parts, rank, size, progress.dataset, config.seed, sampling, shuffle)
+    shares = parts_of_rank(
+        progress.samples, batch, parts, rank, size, progress.dataset, config.seed, sampling, shuffle
+    )
     return [micro_batch for positions in shares for micro_batch in positions.split(passes)]
 
 
@@ -74,17 +90,32 @@ DEFAULT_BLOCK = 256  # samples, of data that are not stored in blocks
 
 def block_shuffle(config: DataConfig) -> BlockShuffle | None:
     """The shuffle of data.shuffle=blocks; None: each epoch is one shuffle of all samples."""
-    return BlockShuffle(config.shuffle_block or DEFAULT_BLOCK, config.shuffle_window) if config.shuffle == "blocks" else None
+    return (
+        BlockShuffle(config.shuffle_block or DEFAULT_BLOCK, config.shuffle_window)
+        if config.shuffle == "blocks"
+        else None
+    )
 
 
 def ranks_read_own_blocks(config: Config) -> bool:
-    """Whether ranks may divide a step by block, each in its order in the step: where nothing else decides which rank reads a sample."""
-    is_free = config.data.shuffle == "full" and config.data.sampling == "global" and config.norm.kind != "ghost"
-    return is_free and not config.data.sample_weights and config.data.bucket_by is None and not config.servers.are_asynchronous
+    """Whether ranks may divide a step by block, each in its order in the step: where nothing else
+    decides which rank reads a sample."""
+    is_free = (
+        config.data.shuffle == "full"
+        and config.data.sampling == "global"
+        and config.norm.kind != "ghost"
+    )
+    return (
+        is_free
+        and not config.data.sample_weights
+        and config.data.bucket_by is None
+        and not config.servers.are_asynchronous
+    )
 
 
 def lengths_to_sort_by(config: DataConfig, source: Source) -> np.ndarray | None:
-    """Lengths of all samples, int64 (n,), by which data.bucket_by divides a step; None without it. Raises UserError."""
+    """Lengths of all samples, int64 (n,), by which data.bucket_by divides a step; None without it.
+    Raises UserError."""
     if config.bucket_by is None:
         return None
     name = next(iter(config.pad)) if config.bucket_by == "length" else config.bucket_by
@@ -92,12 +123,17 @@ def lengths_to_sort_by(config: DataConfig, source: Source) -> np.ndarray | None:
     lengths = known_lengths(source, name)
     if lengths is None:
         fix = f"{' or '.join(config.pad)}, or length: that of {next(iter(config.pad))}"
-        raise UserError(f"data.bucket_by={config.bucket_by} is no field whose samples have different lengths", where, fix)
+        raise UserError(
+            f"data.bucket_by={config.bucket_by} is no field whose samples have different lengths",
+            where,
+            fix,
+        )
     return lengths
 
 
 def passes_of_step(config: Config, largest_share: int, batch: int, first_batch: int) -> int:
-    """Passes of a step: micro_batches_per_step(); a pipeline takes more of them, so that its ranks wait less."""
+    """Passes of a step: micro_batches_per_step(); a pipeline takes more of them, so that its ranks
+    wait less."""
     passes = micro_batches_per_step(config.batch, largest_share, batch, first_batch)
     parallel = config.parallel
     if parallel.pipeline == 1 or isinstance(config.batch.micro, int):
@@ -105,8 +141,11 @@ def passes_of_step(config: Config, largest_share: int, batch: int, first_batch: 
     return passes * (parallel.micro_batches or 2 * parallel.pipeline)
 
 
-def micro_batches_per_step(config: BatchConfig, largest_share: int, batch: int, first_batch: int) -> int:
-    """Forward passes of a rank in a step of `batch` samples over all ranks, of which no rank reads more than `largest_share`."""
+def micro_batches_per_step(
+    config: BatchConfig, largest_share: int, batch: int, first_batch: int
+) -> int:
+    """Forward passes of a rank in a step of `batch` samples over all ranks, of which no rank reads
+    more than `largest_share`."""
     if isinstance(config.micro, int):
         return -(-largest_share // config.micro)
     return parts_of_step(config, batch, first_batch)
@@ -115,45 +154,70 @@ def micro_batches_per_step(config: BatchConfig, largest_share: int, batch: int, 
 def parts_of_step(config: BatchConfig, batch: int, first_batch: int) -> int:
     """Into how many parts a step of `batch` samples is divided before the ranks share them.
 
-    Without batch.micro a step takes one pass, and more once the batch has grown beyond the job's first one, so that memory stays constant.
+    Without batch.micro a step takes one pass, and more once the batch has grown beyond the job's
+    first one, so that memory stays constant.
     """
     return 1 if isinstance(config.micro, int) else -(-batch // first_batch)
 
 
 def fewest_samples(config: Config, batch: int, first_batch: int, readers: int) -> int:
-    """Fewest samples of a pass of any of the ranks that divide a step of `batch` samples; passes without any do not count."""
+    """Fewest samples of a pass of any of the ranks that divide a step of `batch` samples; passes
+    without any do not count."""
     share = -(-batch // readers)
     return max(1, batch // (readers * passes_of_step(config, share, batch, first_batch)))
 
 
-def read_batch(source: Source, positions: Positions, hyper: Hyper, config: Config, cached_on_device: bool) -> Batch:
-    """The samples at `positions`, with their augmentation parameters, and random loss weights where recipe.sample_noise is set.
+def read_batch(
+    source: Source, positions: Positions, hyper: Hyper, config: Config, cached_on_device: bool
+) -> Batch:
+    """The samples at `positions`, with their augmentation parameters, and random loss weights where
+    recipe.sample_noise is set.
 
-    Where the learner has cached the data set on the device, the batch holds the numbers of the samples in place of their fields.
+    Where the learner has cached the data set on the device, the batch holds the numbers of the
+    samples in place of their fields.
     """
     samples, epochs = positions
-    batch: Batch = {"indices": samples} if cached_on_device else read_in_epochs(source, samples, epochs, config.seed)
-    augmentation = config.augment.replace(resized_crop=0.0) if crops_at_random(source) else config.augment
+    batch: Batch = (
+        {"indices": samples}
+        if cached_on_device
+        else read_in_epochs(source, samples, epochs, config.seed)
+    )
+    augmentation = (
+        config.augment.replace(resized_crop=0.0) if crops_at_random(source) else config.augment
+    )
     if augment.is_enabled(augmentation):
-        height, width, channels = source.fields["x"].shape  # check_augmentation() has made sure of it
+        height, width, channels = source.fields[
+            "x"
+        ].shape  # check_augmentation() has made sure of it
         shape = height, width, channels
         parameters = augment.draw(augmentation, config.seed, epochs, samples, shape)
         batch["augmentation"] = parameters
         partners = augment.partners_of(augmentation, config.seed, epochs, samples, len(source))
         if partners is not None:
-            batch["partner_augmentation"] = augment.draw(augmentation, config.seed, epochs, partners, shape)
-            batch |= {key: value for key in ("mixup_weight", "cutmix_box") if (value := getattr(parameters, key)) is not None}
+            batch["partner_augmentation"] = augment.draw(
+                augmentation, config.seed, epochs, partners, shape
+            )
+            batch |= {
+                key: value
+                for key in ("mixup_weight", "cutmix_box")
+                if (value := getattr(parameters, key)) is not None
+            }
             if cached_on_device:
                 batch["partner_indices"] = partners
             else:
-                batch |= _partners(batch, read_in_epochs(source, partners, epochs, config.seed), moved_masks(source))
+                batch |= _partners(
+                    batch,
+                    read_in_epochs(source, partners, epochs, config.seed),
+                    moved_masks(source),
+                )
     if hyper.sample_noise:
         batch["w"] = sample_weights(config.seed, hyper.step, samples, hyper.sample_noise)
     return batch
 
 
 def _partners(batch: Batch, partners: Batch, masks: tuple[str, ...]) -> Batch:
-    """What a batch gets of the samples that it is mixed with: images and labels; of masks the pixels in its boxes, and then no label."""
+    """What a batch gets of the samples that it is mixed with: images and labels; of masks the
+    pixels in its boxes, and then no label."""
     if not masks:
         return {"partner_x": partners["x"], "partner_y": partners["y"]}
     del batch["mixup_weight"]
@@ -169,7 +233,9 @@ class StepInput(NamedTuple):
     """What Learner.step() takes."""
 
     hyper: Hyper
-    micro_batches: list[Any]  # DeviceBatch of the framework; equally many on every rank, some may be empty
+    micro_batches: list[
+        Any
+    ]  # DeviceBatch of the framework; equally many on every rank, some may be empty
 
 
 class ReadAhead(NamedTuple):
@@ -187,7 +253,8 @@ class _Pending(NamedTuple):
 
 
 class Prefetcher:
-    """Reads the steps that follow the one that was taken: which samples they use depends on progress alone."""
+    """Reads the steps that follow the one that was taken: which samples they use depends on
+    progress alone."""
 
     def __init__(
         self,
@@ -206,19 +273,37 @@ class Prefetcher:
         self._learner = learner
         self.cached_on_device = learner.cache_on_device(source)
         self.samples = len(source)
-        self.ahead, self.readers = read_ahead_of(config.data, source, communicator.local_size, cached=self.cached_on_device)
+        self.ahead, self.readers = read_ahead_of(
+            config.data, source, communicator.local_size, cached=self.cached_on_device
+        )
         if config.servers.are_asynchronous:  # the next ticket is not known
             self.ahead, self.readers = ReadAhead(0, 1)
         self.waited_s = 0.0  # spent in take(), so far
         self._pool = ThreadPoolExecutor(self.readers, "hvdtrain-reader") if self.ahead else None
         self._queue: deque[_Pending] = deque()
-        is_told = not self.cached_on_device and not config.servers.are_asynchronous and learner.readers is not None
+        is_told = (
+            not self.cached_on_device
+            and not config.servers.are_asynchronous
+            and learner.readers is not None
+        )
         known = foresight(source) if is_told else None
-        ranks = 1 if known is None or learner.readers is None or not ranks_read_own_blocks(config) else learner.readers.size
-        self._shuffle: Shuffle | None = BlocksOfRanks(known.rows) if known is not None and ranks > 1 else draws
-        window = block_shuffle(config.data)  # of which each block is decoded once, if they fit into memory: nothing has to be told
-        is_told = known is not None and (window is None or window.block * window.window > known.kept)
-        self._upcoming = Upcoming(source, self._samples_of, self._following, ranks) if is_told else None
+        ranks = (
+            1
+            if known is None or learner.readers is None or not ranks_read_own_blocks(config)
+            else learner.readers.size
+        )
+        self._shuffle: Shuffle | None = (
+            BlocksOfRanks(known.rows) if known is not None and ranks > 1 else draws
+        )
+        window = block_shuffle(
+            config.data
+        )  # of which each block is decoded once, if they fit into memory: nothing has to be told
+        is_told = known is not None and (
+            window is None or window.block * window.window > known.kept
+        )
+        self._upcoming = (
+            Upcoming(source, self._samples_of, self._following, ranks) if is_told else None
+        )
 
     def take(self, progress: Progress) -> StepInput:
         """The input of the step that follows `progress`. Raises what its reader raised."""
@@ -227,7 +312,9 @@ class Prefetcher:
             if self._pool is None:
                 self._tell(progress)
                 return self.prepare(progress)
-            if not self._queue or self._queue[0].progress != progress:  # the first step, or another one than was expected
+            if (
+                not self._queue or self._queue[0].progress != progress
+            ):  # the first step, or another one than was expected
                 self.discard()
                 self._submit(progress)
             future = self._queue.popleft().future
@@ -237,8 +324,15 @@ class Prefetcher:
             self.waited_s += time.perf_counter() - began
 
     def evaluation(self, source: Source, batches: list[np.ndarray]) -> Iterator[Any | None]:
-        """Batches on the device, as device_batches() has them, read ahead as far as the steps are."""
-        return device_batches(source, batches, self._learner, None if is_read_at_once(source) else self._pool, self.ahead)
+        """Batches on the device, as device_batches() has them, read ahead as far as the steps
+        are."""
+        return device_batches(
+            source,
+            batches,
+            self._learner,
+            None if is_read_at_once(source) else self._pool,
+            self.ahead,
+        )
 
     def prepare(self, progress: Progress) -> StepInput:
         """Reads the step that follows `progress`, on the calling thread."""
@@ -255,7 +349,8 @@ class Prefetcher:
             self._queue.popleft().future.exception()
 
     def close(self, wait: bool = True) -> None:
-        """Discards what was read ahead and ends the readers; with wait=False without waiting for a read that may hang."""
+        """Discards what was read ahead and ends the readers; with wait=False without waiting for a
+        read that may hang."""
         self.discard()
         if self._pool is not None:
             self._pool.shutdown(wait=wait, cancel_futures=True)
@@ -268,10 +363,13 @@ class Prefetcher:
         if self.ahead == 0:
             return "read when needed"
         own = ", each rank other blocks" if isinstance(self._shuffle, BlocksOfRanks) else ""
-        return f"{self.readers} reader{'s' if self.readers > 1 else ''}, {self.ahead} steps ahead{own}"
+        return (
+            f"{self.readers} reader{'s' if self.readers > 1 else ''}, {self.ahead} steps ahead{own}"
+        )
 
     def _read_ahead(self, progress: Progress) -> None:
-        """Fills the queue with the next `ahead` steps after `progress`, up to the end of the job."""
+        """Fills the queue with the next `ahead` steps after `progress`, up to the end of the
+        job."""
         last = self._queue[-1].progress if self._queue else progress
         following = itertools.islice(self._following(last), 1, None)
         while len(self._queue) < self.ahead and (step := next(following, None)) is not None:
@@ -300,13 +398,23 @@ class Prefetcher:
         batch = self._recipe.at(progress).batch
         if readers is None:
             return []
-        return split_step(self._config, progress, batch, self._recipe.batch.first, readers, self._shuffle, self._lengths)
+        return split_step(
+            self._config,
+            progress,
+            batch,
+            self._recipe.batch.first,
+            readers,
+            self._shuffle,
+            self._lengths,
+        )
 
     def _samples_of(self, progress: Progress) -> np.ndarray:
         """All that a step reads, in this order: samples, and what they are mixed with."""
         found = [np.empty(0, np.int64)]
         for samples, epochs in self._positions(progress):
-            partners = augment.partners_of(self._config.augment, self._config.seed, epochs, samples, self.samples)
+            partners = augment.partners_of(
+                self._config.augment, self._config.seed, epochs, samples, self.samples
+            )
             found += [samples] if partners is None else [samples, partners]
         return np.concatenate(found)
 
@@ -319,16 +427,23 @@ class Prefetcher:
 
 
 def device_batches(
-    source: Source, batches: Sequence[np.ndarray], learner: Learner, pool: ThreadPoolExecutor | None, ahead: int
+    source: Source,
+    batches: Sequence[np.ndarray],
+    learner: Learner,
+    pool: ThreadPoolExecutor | None,
+    ahead: int,
 ) -> Iterator[Any | None]:
-    """A DeviceBatch of the samples of each batch (int64 (n,)), in order; None for an empty batch, which only a learner that is_sharded
-    takes: its forward pass is a collective.
+    """A DeviceBatch of the samples of each batch (int64 (n,)), in order; None for an empty batch,
+    which only a learner that is_sharded takes: its forward pass is a collective.
 
-    The threads of `pool` read up to `ahead` batches ahead; without a pool each is read when it is taken. Raises what reading raises.
+    The threads of `pool` read up to `ahead` batches ahead; without a pool each is read when it is
+    taken. Raises what reading raises.
     """
 
     def prepare(samples: np.ndarray) -> Any | None:
-        return learner.to_device(source.read(samples)) if len(samples) or learner.is_sharded else None
+        return (
+            learner.to_device(source.read(samples)) if len(samples) or learner.is_sharded else None
+        )
 
     if pool is None:
         yield from map(prepare, batches)
@@ -341,25 +456,32 @@ def device_batches(
 
 
 def is_read_at_once(source: Source) -> bool:
-    """Whether the thread that needs samples reads them: a copy from memory, or the user's code in this process."""
+    """Whether the thread that needs samples reads them: a copy from memory, or the user's code in
+    this process."""
     return reads_from_memory(source) or reads_in_process(source)
 
 
-def read_ahead_of(config: DataConfig, source: Source, ranks_on_host: int, *, cached: bool = False) -> ReadAhead:
-    """How far ahead a source is read: not where the user's code would run on other threads than the one that trains."""
+def read_ahead_of(
+    config: DataConfig, source: Source, ranks_on_host: int, *, cached: bool = False
+) -> ReadAhead:
+    """How far ahead a source is read: not where the user's code would run on other threads than the
+    one that trains."""
     if reads_in_process(source):
         return ReadAhead(0, 1)
     return choose_read_ahead(config, cached or is_read_at_once(source), ranks_on_host)
 
 
 def choose_read_ahead(config: DataConfig, is_fast: bool, ranks_on_host: int = 1) -> ReadAhead:
-    """data.ahead and data.readers, or their defaults: none where reading `is_fast`, else this rank's part of the cores.
+    """data.ahead and data.readers, or their defaults: none where reading `is_fast`, else this
+    rank's part of the cores.
 
     A reader reads a whole step, so there are at least as many steps ahead as readers.
     """
     if config.ahead == 0 or (config.ahead is None and is_fast and not config.readers):
         return ReadAhead(0, 1)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     readers = config.readers or max(1, min(cores // ranks_on_host, MOST_READERS))
     steps = config.ahead or max(DEFAULT_STEPS_AHEAD, readers)
     return ReadAhead(steps, min(readers, steps))

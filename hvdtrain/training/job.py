@@ -68,7 +68,9 @@ class Job:
     hooks: Hooks
     noise_scale: NoiseScale
     memory: MemoryMeter | None  # None for a job that writes nothing
-    memory_copy: MemoryCopy | None  # where the job goes back to when ranks are lost; None where that ends it
+    memory_copy: (
+        MemoryCopy | None
+    )  # where the job goes back to when ranks are lost; None where that ends it
     clock: Callable[[], float]  # seconds spent in this job, over all its runs
     unfinished: Unfinished | None = None  # between two sync points
 
@@ -92,17 +94,32 @@ def make_job(
     recipe: Recipe | None = None,
     hooks: Sequence[Hook] = (),
 ) -> Job:
-    """The job that continues from `start`. Every rank calls it, with its learner in the common state.
+    """The job that continues from `start`. Every rank calls it, with its learner in the common
+    state.
 
-    run: the run folder, where rank 0 writes checkpoints; None for a job that writes nothing. checkpoint_limit_bytes: files of a
-    checkpoint that are larger are not read. record_config, open_run: as Saver's. recipe: where it is there already.
+    run: the run folder, where rank 0 writes checkpoints; None for a job that writes nothing.
+    checkpoint_limit_bytes: files of a checkpoint that are larger are not read. record_config,
+    open_run: as Saver's. recipe: where it is there already.
     """
     hosts = communicator.allgather_object(socket.gethostname())
     saver = None
     if communicator.rank == 0 and run is not None:
-        saver = make_saver(config, identity(config, datasets), log, start, run, checkpoint_limit_bytes, record_config, open_run)
-    checkpoints = Checkpoints(communicator, learner, run or Path(), checkpoint_limit_bytes, saver, hosts, heartbeat.go_on)
-    health = make_health(config, communicator, signals, heartbeat, checkpoints, hosts, Probe(config, datasets.task))
+        saver = make_saver(
+            config,
+            identity(config, datasets),
+            log,
+            start,
+            run,
+            checkpoint_limit_bytes,
+            record_config,
+            open_run,
+        )
+    checkpoints = Checkpoints(
+        communicator, learner, run or Path(), checkpoint_limit_bytes, saver, hosts, heartbeat.go_on
+    )
+    health = make_health(
+        config, communicator, signals, heartbeat, checkpoints, hosts, Probe(config, datasets.task)
+    )
     gauges = make_gauges(config, communicator, learner, log, run, start.progress.step)
     recipe = recipe or recipe_of(config, datasets)
     prefetcher = Prefetcher(config, communicator, recipe, datasets.train, learner, datasets.draws)
@@ -123,9 +140,20 @@ def make_job(
         health=health,
         telemetry=make_telemetry(config, communicator, learner, hosts, log, run or Path(), gauges),
         samples=SampleSeries(
-            config, datasets.task, datasets.val, communicator, learner, heartbeat, health, log, run=run, open_run=open_run
+            config,
+            datasets.task,
+            datasets.val,
+            communicator,
+            learner,
+            heartbeat,
+            health,
+            log,
+            run=run,
+            open_run=open_run,
         ),
-        hooks=Hooks(hooks, Training(config, communicator, learner, run, datasets.task), communicator),
+        hooks=Hooks(
+            hooks, Training(config, communicator, learner, run, datasets.task), communicator
+        ),
         noise_scale=NoiseScale(signal=start.noise[0], noise=start.noise[1]),
         memory=memory,
         memory_copy=None,
@@ -144,7 +172,9 @@ def make_health(
 ) -> HealthMonitor:
     """What stops a loop early; the trainer's, and a script's own."""
     deadline = deadline_of(config, heartbeat) if communicator.rank == 0 else None
-    return HealthMonitor(config.guard, communicator, signals, heartbeat, hosts, checkpoints, deadline, probe)
+    return HealthMonitor(
+        config.guard, communicator, signals, heartbeat, hosts, checkpoints, deadline, probe
+    )
 
 
 def make_saver(
@@ -157,7 +187,8 @@ def make_saver(
     record_config: Callable[[], None] | None,
     open_run: OpenFolder,
 ) -> Saver:
-    """What writes the checkpoints of a loop that goes on from `now`; limit_bytes, record_config, open_run: as Saver's."""
+    """What writes the checkpoints of a loop that goes on from `now`; limit_bytes, record_config,
+    open_run: as Saver's."""
     kept = config.checkpoint
     if config.stop.restore_best:
         kept = kept.replace(keep_best=max(1, kept.keep_best))
@@ -176,7 +207,8 @@ def make_saver(
 
 
 def on_other_ranks(job: Job, now: TrainState) -> Job:
-    """The job as it goes on from `now` where the communicator has other ranks than before. Every rank calls it.
+    """The job as it goes on from `now` where the communicator has other ranks than before. Every
+    rank calls it.
 
     What reads and writes goes on as it is: readers, the log, the writer of checkpoints.
     """
@@ -185,9 +217,13 @@ def on_other_ranks(job: Job, now: TrainState) -> Job:
     if deadline is None and job.communicator.rank == 0:
         deadline = deadline_of(job.config, job.heartbeat)
     checkpoints = job.checkpoints.on_other_ranks(hosts)
-    health = replace(job.health, hosts=hosts, checkpoints=checkpoints, deadline=deadline, updated_s=None)
+    health = replace(
+        job.health, hosts=hosts, checkpoints=checkpoints, deadline=deadline, updated_s=None
+    )
     gauges = [gauge.from_step(now.progress.step) for gauge in job.telemetry.gauges]
-    telemetry = make_telemetry(job.config, job.communicator, job.learner, hosts, job.log, job.checkpoints.run, gauges)
+    telemetry = make_telemetry(
+        job.config, job.communicator, job.learner, hosts, job.log, job.checkpoints.run, gauges
+    )
     return replace(
         job,
         hosts=hosts,
@@ -201,7 +237,9 @@ def on_other_ranks(job: Job, now: TrainState) -> Job:
 
 def deadline_of(config: Config, heartbeat: Heartbeat) -> Deadline:
     """When this job has to stop, by guard.max_time and the batch system; for rank 0."""
-    return Deadline(config.guard.max_time, os.environ, heartbeat.started_s, time.time(), time.monotonic)
+    return Deadline(
+        config.guard.max_time, os.environ, heartbeat.started_s, time.time(), time.monotonic
+    )
 
 
 def clock_from(before_s: float) -> Callable[[], float]:

@@ -1,4 +1,5 @@
-"""The memory of a job whose ranks are connected: its forecast, batch.micro=auto, what it took, and advice where it runs out."""
+"""The memory of a job whose ranks are connected: its forecast, batch.micro=auto, what it took, and
+advice where it runs out."""
 
 from __future__ import annotations
 
@@ -23,24 +24,44 @@ from hvdtrain.training.checkpoint.resume import former_run
 from hvdtrain.training.datasets import Datasets, recipe_of
 from hvdtrain.training.failure import limit_reached
 from hvdtrain.training.input import read_ahead_of
-from hvdtrain.training.memory import MARGIN, MemoryForecast, Room, advice, forecast_memory, gib, largest_micro, room_of_rank
+from hvdtrain.training.memory import (
+    MARGIN,
+    MemoryForecast,
+    Room,
+    advice,
+    forecast_memory,
+    gib,
+    largest_micro,
+    room_of_rank,
+)
 from hvdtrain.training.telemetry.telemetry import peak_memory_bytes
 
 
-def forecast_of_job(config: Config, datasets: Datasets, communicator: Communicator, recipe: Recipe | None = None) -> MemoryForecast:
+def forecast_of_job(
+    config: Config, datasets: Datasets, communicator: Communicator, recipe: Recipe | None = None
+) -> MemoryForecast:
     """The forecast of a job whose ranks are connected; recipe: where it is there already."""
     ranks = communicator.size
     samples = len(datasets.train)
     ahead = read_ahead_of(config.data, datasets.train, communicator.local_size).steps
     recipe = recipe or recipe_of(config, datasets)
-    return forecast_memory(config, datasets.task, recipe, ranks, communicator.features, samples, -(-len(datasets.val) // ranks), ahead)
+    return forecast_memory(
+        config,
+        datasets.task,
+        recipe,
+        ranks,
+        communicator.features,
+        samples,
+        -(-len(datasets.val) // ranks),
+        ahead,
+    )
 
 
 def resolve_micro(config: Config, datasets: Datasets, communicator: Communicator) -> Config:
     """The configuration with a number for batch.micro=auto. Every rank calls it.
 
-    The run folder keeps that number, so that a resumed job computes as an uninterrupted one. Raises UserError on all ranks, with the exit
-    code of missing memory, where not even one sample fits.
+    The run folder keeps that number, so that a resumed job computes as an uninterrupted one. Raises
+    UserError on all ranks, with the exit code of missing memory, where not even one sample fits.
     """
     if config.batch.micro != "auto":
         return config
@@ -51,13 +72,23 @@ def resolve_micro(config: Config, datasets: Datasets, communicator: Communicator
         former = _of_former_run(config)
         if former is not None:
             return former, "auto: as this run began"
-        micro = largest_micro(lambda samples: MARGIN * forecast.footprint(micro=samples).total, forecast.share, least.bytes)
+        micro = largest_micro(
+            lambda samples: MARGIN * forecast.footprint(micro=samples).total,
+            forecast.share,
+            least.bytes,
+        )
         if not micro:
             raise _nothing_fits(config, forecast, advice(forecast, least))
-        return micro, f"auto: {gib(forecast.footprint(micro=micro).total)} of {gib(least.bytes)} ({least.limit})"
+        return (
+            micro,
+            f"auto: {gib(forecast.footprint(micro=micro).total)} of {gib(least.bytes)} "
+            f"({least.limit})",
+        )
 
     micro, why = on_rank_0(communicator, choose)
-    return config.replace(batch=config.batch.replace(micro=micro)).with_provenance({"batch.micro": why})
+    return config.replace(batch=config.batch.replace(micro=micro)).with_provenance(
+        {"batch.micro": why}
+    )
 
 
 def _of_former_run(config: Config) -> int | None:
@@ -73,14 +104,19 @@ def _of_former_run(config: Config) -> int | None:
 
 
 def _nothing_fits(config: Config, forecast: MemoryForecast, what: str) -> UserError:
-    error = UserError(f"one sample does not fit: {what}", config.where("batch.micro"), "a smaller model, more ranks with shard.stage=2")
+    error = UserError(
+        f"one sample does not fit: {what}",
+        config.where("batch.micro"),
+        "a smaller model, more ranks with shard.stage=2",
+    )
     error.code = MEMORY
     return error
 
 
 @contextlib.contextmanager
 def advised(forecast: Callable[[], MemoryForecast], room: Room) -> Iterator[None]:
-    """An error inside that ends a job for want of memory tells what would have fitted; `room`: what this rank had before the job."""
+    """An error inside that ends a job for want of memory tells what would have fitted; `room`: what
+    this rank had before the job."""
     try:
         yield
     except Exception as error:
@@ -92,21 +128,27 @@ def advised(forecast: Callable[[], MemoryForecast], room: Room) -> Iterator[None
 
 
 def _forget_arrays(error: BaseException) -> None:
-    """Drops the arrays of the functions that the error came through: a prediction needs some memory itself."""
+    """Drops the arrays of the functions that the error came through: a prediction needs some memory
+    itself."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__  # type: ignore[assignment]
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # stacks of threads and Python's objects come from the system
+    trim = getattr(
+        ctypes.CDLL(None), "malloc_trim", None
+    )  # stacks of threads and Python's objects come from the system
     if trim is not None:
         trim(0)
 
 
-LEAST_WEIGHTS = 2**20  # numbers; a job with fewer is not predicted: that takes a second, and 80 MB of libraries
+LEAST_WEIGHTS = (
+    2**20
+)  # numbers; a job with fewer is not predicted: that takes a second, and 80 MB of libraries
 
 
 class MemoryMeter:
-    """Measures the memory of one rank. Made before the model is; begin() before the first step, end() after the last one."""
+    """Measures the memory of one rank. Made before the model is; begin() before the first step,
+    end() after the last one."""
 
     def __init__(self, forecast: MemoryForecast, room: Room) -> None:
         self._forecast = forecast
@@ -118,7 +160,8 @@ class MemoryMeter:
         self.warning = ""
 
     def begin(self, learner: Learner, weights: int, rank: int) -> None:
-        """The model is in place; `weights`: the numbers that are trained. Rank 0 predicts, where the model is not small."""
+        """The model is in place; `weights`: the numbers that are trained. Rank 0 predicts, where
+        the model is not small."""
         if rank == 0 and weights >= LEAST_WEIGHTS:
             before = resident_bytes()
             private = resident_bytes() - shared_bytes()
@@ -131,7 +174,10 @@ class MemoryMeter:
         try:
             self.predicted = self._forecast.footprint()
             needs = _needs(self.predicted, on_gpu)
-            self.note = f"{gib(needs)} of each rank by prediction, {gib(self._room.bytes)} is there ({self._room.limit})"
+            self.note = (
+                f"{gib(needs)} of each rank by prediction, {gib(self._room.bytes)} is there "
+                f"({self._room.limit})"
+            )
             if MARGIN * needs > self._room.bytes:
                 self.warning = f"memory may not be enough: {advice(self._forecast, self._room)}"
         except UserError as error:
@@ -140,23 +186,34 @@ class MemoryMeter:
     def end(self, learner: Learner, communicator: Communicator) -> dict[str, Any]:
         """Fields of the events "end" and "stop". A collective."""
         gpu = learner.gpu()
-        own = gpu.peak_bytes() if gpu else max(0, peak_memory_bytes() - shared_bytes() - self._private_base_bytes)
+        own = (
+            gpu.peak_bytes()
+            if gpu
+            else max(0, peak_memory_bytes() - shared_bytes() - self._private_base_bytes)
+        )
         peaks, bases = zip(*communicator.allgather_object((own, self._base_bytes)), strict=True)
-        fields = {"rank_memory_mb": [round(peak / 1e6, 3) for peak in peaks], "memory_base_mb": round(max(bases) / 1e6, 3)}
+        fields = {
+            "rank_memory_mb": [round(peak / 1e6, 3) for peak in peaks],
+            "memory_base_mb": round(max(bases) / 1e6, 3),
+        }
         if self.predicted is not None:
             fields["memory_predicted_mb"] = round(_needs(self.predicted, gpu is not None) / 1e6, 3)
         return fields
 
 
 def line(fields: dict[str, Any]) -> str:
-    """memory   1.95 GiB at most on a rank, 1.90 GiB predicted (+2.6 %), beside 0.31 GiB of libraries and data"""
+    """memory   1.95 GiB at most on a rank, 1.90 GiB predicted (+2.6 %), beside 0.31 GiB of
+    libraries and data"""
     measured = 1e6 * fields["rank_memory_mb"][0]
     predicted = 1e6 * fields.get("memory_predicted_mb", 0.0)
     most = 1e6 * max(fields["rank_memory_mb"])
     beside = f"beside {gib(1e6 * fields['memory_base_mb'])} of libraries and data"
     if not predicted:
         return f"memory   {gib(most)} at most on a rank, {beside}"
-    return f"memory   {gib(most)} at most on a rank, {gib(predicted)} predicted ({measured / predicted - 1:+.1%} on rank 0), {beside}"
+    return (
+        f"memory   {gib(most)} at most on a rank, {gib(predicted)} predicted "
+        f"({measured / predicted - 1:+.1%} on rank 0), {beside}"
+    )
 
 
 def _needs(predicted: Footprint, on_gpu: bool) -> int:
@@ -171,8 +228,12 @@ def resident_bytes() -> int:
 
 
 def shared_bytes() -> int:
-    """Resident bytes of files and of memory shared with other ranks: libraries come in as they are used, and can go."""
-    return sum(1024 * int(size) for size in re.findall(r"^Rss(?:File|Shmem):\s*(\d+) kB$", _status(), re.MULTILINE))
+    """Resident bytes of files and of memory shared with other ranks: libraries come in as they are
+    used, and can go."""
+    return sum(
+        1024 * int(size)
+        for size in re.findall(r"^Rss(?:File|Shmem):\s*(\d+) kB$", _status(), re.MULTILINE)
+    )
 
 
 def forget_peak() -> None:

@@ -1,4 +1,5 @@
-"""Arrays of a weights file that the model has no place for: prefixes, adapters, and what changes the meaning of the others."""
+"""Arrays of a weights file that the model has no place for: prefixes, adapters, and what changes
+the meaning of the others."""
 
 from __future__ import annotations
 
@@ -36,64 +37,121 @@ _PEFT = Kind(
 )
 KINDS = (
     _PEFT,
-    Kind(r"\.lora_[AB]", "an adapter without its scale", "hvdtrain export RUN --to FILE --merged, or model.weights=RUN"),
-    Kind(r"\.\w+_mask", "the mask of a pruned weight", "torch.nn.utils.prune.remove(layer, 'weight'), then save the state_dict()"),
+    Kind(
+        r"\.lora_[AB]",
+        "an adapter without its scale",
+        "hvdtrain export RUN --to FILE --merged, or model.weights=RUN",
+    ),
+    Kind(
+        r"\.\w+_mask",
+        "the mask of a pruned weight",
+        "torch.nn.utils.prune.remove(layer, 'weight'), then save the state_dict()",
+    ),
     Kind(
         r"\.parametrizations\..+|\.\w+_(g|v|u|orig)",
         "a part of a parametrized weight (weight_norm, spectral_norm)",
-        "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight'), then save the state_dict(); or a model with it",
+        "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight'), then save the "
+        "state_dict(); or a model with it",
     ),
     Kind(
         r"\.(qweight|qzeros|scales|g_idx|SCB|\w+_scale(_inv)?|\w+_zero_point|weight\.(absmax|quant_\w+|nested_\w+))",
         "a part of a quantized weight",
-        "weights that are not quantized: model.dequantize() of transformers, then save the state_dict()",
+        "weights that are not quantized: model.dequantize() of transformers, then save the "
+        "state_dict()",
     ),
-    Kind(r"\.running_(mean|var)", "a running statistic of a batch norm", "a model with the batch norm of the file"),
+    Kind(
+        r"\.running_(mean|var)",
+        "a running statistic of a batch norm",
+        "a model with the batch norm of the file",
+    ),
 )
 
 
 def without_wrappers(found: Arrays, names: Collection[str]) -> tuple[Arrays, list[str]]:
-    """Arrays without the parts of names that DDP, torch.compile and others put into them; lines for the user."""
-    plain = {name: ".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in found}
+    """Arrays without the parts of names that DDP, torch.compile and others put into them; lines for
+    the user."""
+    plain = {
+        name: ".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in found
+    }
     wrapped = [name for name in found if name not in _COUNTS]
-    is_all = bool(wrapped) and all(name.split(".")[0] in _WRAPPERS for name in wrapped) and not found.keys() & set(names)
-    renamed = {name: plain[name] if is_all or (name not in names and plain[name] in names) else name for name in found}
+    is_all = (
+        bool(wrapped)
+        and all(name.split(".")[0] in _WRAPPERS for name in wrapped)
+        and not found.keys() & set(names)
+    )
+    renamed = {
+        name: plain[name] if is_all or (name not in names and plain[name] in names) else name
+        for name in found
+    }
     if len(set(renamed.values())) < len(renamed):
         return found, []  # then a name stands for itself
-    parts = sorted({f"{part}." for name in found if renamed[name] != name for part in name.split(".") if part in _WRAPPERS})
+    parts = sorted(
+        {
+            f"{part}."
+            for name in found
+            if renamed[name] != name
+            for part in name.split(".")
+            if part in _WRAPPERS
+        }
+    )
     if not parts:
         return found, []
     where = (
-        f"all names of the file begin with {parts[0]}" if is_all and len(parts) == 1 else f"names of the file have {' and '.join(parts)}"
+        f"all names of the file begin with {parts[0]}"
+        if is_all and len(parts) == 1
+        else f"names of the file have {' and '.join(parts)}"
     )
     return {renamed[name]: array for name, array in found.items()}, [f"{where}, which is left out"]
 
 
 def with_adapters(
-    found: Arrays, scale: float | None, names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], config: Config
+    found: Arrays,
+    scale: float | None,
+    names: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    config: Config,
 ) -> tuple[Arrays, list[str]]:
-    """Arrays whose adapters are the model's, or are merged into the weights of their layers; lines for the user.
+    """Arrays whose adapters are the model's, or are merged into the weights of their layers; lines
+    for the user.
 
-    scale: of the file's adapters, None where the file does not say it. Raises UserError where it is needed.
+    scale: of the file's adapters, None where the file does not say it. Raises UserError where it is
+    needed.
     """
     adapters = [name for name in found if is_adapter(name)]
-    if not adapters or (not config.model.lora and all(name in names for name in adapters)):  # a model's own parameters
+    if not adapters or (
+        not config.model.lora and all(name in names for name in adapters)
+    ):  # a model's own parameters
         return found, []
     if scale is None:
         kind = KINDS[1]
-        raise UserError(f"{config.model.weights} has {adapters[0]}, {kind.what}", config.where("model.weights"), kind.fix)
-    same_shapes = {name: shapes[own] for name, own in names.items() if is_adapter(name)} == {name: found[name].shape for name in adapters}
+        raise UserError(
+            f"{config.model.weights} has {adapters[0]}, {kind.what}",
+            config.where("model.weights"),
+            kind.fix,
+        )
+    same_shapes = {name: shapes[own] for name, own in names.items() if is_adapter(name)} == {
+        name: found[name].shape for name in adapters
+    }
     layers = len(adapters) // 2
     if config.model.lora and same_shapes and scale == config.model.lora_scale:
         return found, [f"        the adapters of {layers} layers are trained further"]
-    return merged(found, scale), [f"        the adapters of {layers} layers are merged into their weights: W + {scale:g} B A"]
+    return merged(found, scale), [
+        f"        the adapters of {layers} layers are merged into their weights: W + {scale:g} B A"
+    ]
 
 
-def check_leftovers(left_over: Mapping[str, str], loaded: Iterable[str], names: Collection[str], path: str, where: str) -> None:
-    """Raises UserError for an array without a place in the model that changes what the loaded ones mean.
+def check_leftovers(
+    left_over: Mapping[str, str],
+    loaded: Iterable[str],
+    names: Collection[str],
+    path: str,
+    where: str,
+) -> None:
+    """Raises UserError for an array without a place in the model that changes what the loaded ones
+    mean.
 
-    left_over: names of the file, and their number types; loaded: names; names: all of the model. What layers have that the model does
-    not have changes nothing.
+    left_over: names of the file, and their number types; loaded: names; names: all of the model.
+    What layers have that the model does not have changes nothing.
     """
     layers = _layers(loaded)
     for name, dtype in left_over.items():
@@ -102,15 +160,31 @@ def check_leftovers(left_over: Mapping[str, str], loaded: Iterable[str], names: 
             what = f"{path} has {name} beside {plain}: averages beside the weights"
             raise UserError(what, where, "a file with one of them")
         layer = name.rpartition(".")[0]
-        if kind is _PEFT or (kind is not None and any(prefix in layers for prefix in _prefixes(name))):
-            raise UserError(f"{path} has {name}, {kind.what}, and the model has no place for it", where, f"{kind.fix}; {_unused(name)}")
-        if layer in layers and dtype.startswith("float") and name.rpartition(".")[2] not in _BOUND_TO_NOTHING:
-            what = f"{path} has {name}, and the model has the other weights of {layer} and no place for this one"
+        if kind is _PEFT or (
+            kind is not None and any(prefix in layers for prefix in _prefixes(name))
+        ):
+            raise UserError(
+                f"{path} has {name}, {kind.what}, and the model has no place for it",
+                where,
+                f"{kind.fix}; {_unused(name)}",
+            )
+        if (
+            layer in layers
+            and dtype.startswith("float")
+            and name.rpartition(".")[2] not in _BOUND_TO_NOTHING
+        ):
+            what = (
+                f"{path} has {name}, and the model has the other weights of {layer} and no place "
+                "for this one"
+            )
             raise UserError(what, where, f"the model of the file; {_unused(name)}")
 
 
-def check_missing(missing: Iterable[str], names: Mapping[str, str], loaded: Iterable[str], path: str, where: str) -> None:
-    """Raises UserError where the file has some weights of a layer and lacks others; names: as Learner.state_dict_names()."""
+def check_missing(
+    missing: Iterable[str], names: Mapping[str, str], loaded: Iterable[str], path: str, where: str
+) -> None:
+    """Raises UserError where the file has some weights of a layer and lacks others; names: as
+    Learner.state_dict_names()."""
     layers = _layers(loaded)
     for name in missing:
         counts = names[name].startswith("p.") or name.endswith((".running_mean", ".running_var"))
@@ -118,7 +192,11 @@ def check_missing(missing: Iterable[str], names: Mapping[str, str], loaded: Iter
         layer = name.rpartition(".")[0] if inside == name else inside
         if counts and layer in layers and not is_adapter(name):
             what = f"{path} has weights of {layer}, and no {name}"
-            raise UserError(what, where, f"model.weights_skip=['{name}'] leaves it as it begins; or a file with it")
+            raise UserError(
+                what,
+                where,
+                f"model.weights_skip=['{name}'] leaves it as it begins; or a file with it",
+            )
 
 
 def _layers(loaded: Iterable[str]) -> set[str]:

@@ -1,4 +1,5 @@
-"""Who has a run folder: the process that a lock file names, and what is said where the folder is lost to it."""
+"""Who has a run folder: the process that a lock file names, and what is said where the folder is
+lost to it."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class Holder(NamedTuple):
     host: str
     machine: str  # where the process number means something
     pid: int
-    process_start: int  # of the process, in ticks of its machine: another process of the same number has another
+    # of the process, in ticks of its machine: another process of the same number has another
+    process_start: int
     since_s: float  # time of day, for people
     beats: int = 0  # grows as long as the process lives
     ending: bool = False  # the job writes its last checkpoint, or is about to
@@ -45,7 +47,14 @@ _KINDS = (str, str, str, int, int, float, int, bool)
 
 def this_process() -> Holder:
     machine = _machine() or secrets.token_hex(8)
-    return Holder(secrets.token_hex(8), socket.gethostname(), machine, os.getpid(), _process_start(os.getpid()) or 0, round(time.time(), 3))
+    return Holder(
+        secrets.token_hex(8),
+        socket.gethostname(),
+        machine,
+        os.getpid(),
+        _process_start(os.getpid()) or 0,
+        round(time.time(), 3),
+    )
 
 
 def to_bytes(holder: Holder) -> bytes:
@@ -53,10 +62,13 @@ def to_bytes(holder: Holder) -> bytes:
 
 
 def from_bytes(data: bytes) -> Holder:
-    """The holder in a file; of one that is cut off or foreign a holder without a host, whose token changes with the file."""
+    """The holder in a file; of one that is cut off or foreign a holder without a host, whose token
+    changes with the file."""
     try:
         tree = json.loads(data)
-        holder = Holder(*(kind(tree[name]) for name, kind in zip(Holder._fields, _KINDS, strict=True)))
+        holder = Holder(
+            *(kind(tree[name]) for name, kind in zip(Holder._fields, _KINDS, strict=True))
+        )
         in_range = 0 < holder.pid < 2**31 and 0 <= holder.since_s < 1e11
         if re.fullmatch("[0-9a-f]{16}", holder.token) and holder.host.isprintable() and in_range:
             return holder
@@ -66,7 +78,8 @@ def from_bytes(data: bytes) -> Holder:
 
 
 def is_gone(holder: Holder) -> bool | None:
-    """Whether the process has ended; None where this process cannot see it: it is on another host, or in another container."""
+    """Whether the process has ended; None where this process cannot see it: it is on another host,
+    or in another container."""
     if not holder.host or holder.machine != _machine():
         return None
     try:
@@ -80,34 +93,54 @@ def is_gone(holder: Holder) -> bool | None:
 
 
 def _machine() -> str:
-    """A name that is equal for all processes that see each other by number; empty where that is not known."""
+    """A name that is equal for all processes that see each other by number; empty where that is not
+    known."""
     try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
+        return (
+            f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} "
+            f"{os.stat('/proc/self/ns/pid').st_ino}"
+        )
     except OSError:
         return ""
 
 
 def _process_start(pid: int) -> int | None:
-    """Ticks from the start of the machine to that of the process, -1 of one that has ended; None where that cannot be read."""
+    """Ticks from the start of the machine to that of the process, -1 of one that has ended; None
+    where that cannot be read."""
     try:
-        state, *rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        state, *rest = (
+            Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        )
     except (OSError, ValueError):
         return None
     return -1 if state in "ZX" else int(rest[18])
 
 
-GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP)  # of a folder, or of a file that is made where it is absent
+GONE = (
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.ESTALE,
+    errno.ELOOP,
+)  # of a folder, or of a file that is made where it is absent
 UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 _AGAIN = "the same command goes on from there"
 
 
 def lost_folder(run: Path, folder: Folder, holder: Holder | None = None) -> UserError:
-    """The error for a folder that does not have the job's lock under its path any more; holder: of the lock that is there."""
+    """The error for a folder that does not have the job's lock under its path any more; holder: of
+    the lock that is there."""
     newest = _newest_checkpoint(folder)
-    lost = f"the steps after the checkpoint of step {newest} are lost" if newest is not None else "it has no checkpoint: all steps are lost"
+    lost = (
+        f"the steps after the checkpoint of step {newest} are lost"
+        if newest is not None
+        else "it has no checkpoint: all steps are lost"
+    )
     path = folder.path_now()
     if path is None:
-        what = f"the run folder {run} was deleted while the job ran: its checkpoints and its events are lost"
+        what = (
+            f"the run folder {run} was deleted while the job ran: its checkpoints and its events "
+            "are lost"
+        )
         return UserError(what, str(run), "start the job again, with a folder that nothing clears")
     if not _is_at(run, folder):
         what = f"the run folder {run} was renamed to {path} while the job ran; {lost}"
@@ -124,10 +157,18 @@ def unwritable_folder(run: Path, error: OSError) -> UserError:
     """The error for a folder that took a job's files before, and no longer does."""
     with contextlib.suppress(OSError), Folder.open(run) as folder:
         newest = _newest_checkpoint(folder)
-        lost = f"the steps after the checkpoint of step {newest} are lost" if newest is not None else "all steps are lost"
+        lost = (
+            f"the steps after the checkpoint of step {newest} are lost"
+            if newest is not None
+            else "all steps are lost"
+        )
         what = f"the run folder {run} can no longer be written ({error.strerror}); {lost}"
         return UserError(what, str(run), f"make it writable; {_AGAIN}")
-    return UserError(f"the run folder {run} can no longer be used ({error.strerror})", str(run), f"make it writable; {_AGAIN}")
+    return UserError(
+        f"the run folder {run} can no longer be used ({error.strerror})",
+        str(run),
+        f"make it writable; {_AGAIN}",
+    )
 
 
 def _is_at(run: Path, folder: Folder) -> bool:
@@ -139,6 +180,8 @@ def _is_at(run: Path, folder: Folder) -> bool:
 def _newest_checkpoint(folder: Folder) -> int | None:
     """Its step."""
     with contextlib.suppress(OSError), folder.folder("checkpoints") as checkpoints:
-        steps = [name.removeprefix("step-") for name in checkpoints.names() if name.startswith("step-")]
+        steps = [
+            name.removeprefix("step-") for name in checkpoints.names() if name.startswith("step-")
+        ]
         return max((int(step) for step in steps if step.isdecimal()), default=None)
     return None

@@ -16,11 +16,19 @@ from hvdtrain.tasks.task import gathered
 from hvdtrain.training.job import Job, Unfinished
 from hvdtrain.training.progress.event_fields import epoch_fields, step_fields, target_fields
 from hvdtrain.training.progress.train_state import TrainState
-from hvdtrain.training.progress.triggers import after_evaluation, evaluation_due, steps_to_sync_point, stop_reason, time_is_over
+from hvdtrain.training.progress.triggers import (
+    after_evaluation,
+    evaluation_due,
+    steps_to_sync_point,
+    stop_reason,
+    time_is_over,
+)
 from hvdtrain.training.sync_point import act, make_equal
 from hvdtrain.training.telemetry import startup
 
-STOP_CHECK_BATCHES = 4  # of an evaluation, between two checks whether to stop: each costs one small allreduce
+STOP_CHECK_BATCHES = (
+    4  # of an evaluation, between two checks whether to stop: each costs one small allreduce
+)
 
 
 class Window(NamedTuple):
@@ -33,9 +41,14 @@ class Window(NamedTuple):
 
 
 def train(job: Job, now: TrainState) -> tuple[TrainState, str]:
-    """Trains until the job is over or has to stop early; returns the state and the reason. An evaluation ends each epoch."""
+    """Trains until the job is over or has to stop early; returns the state and the reason. An
+    evaluation ends each epoch."""
     while not (reason := stop_reason(job.config, now) or job.health.stop_request):
-        now = evaluate_and_record(job, now) if evaluation_due(job.config, now) else train_to_sync_point(job, now)
+        now = (
+            evaluate_and_record(job, now)
+            if evaluation_due(job.config, now)
+            else train_to_sync_point(job, now)
+        )
         saves = not job.health.stop_request and not evaluation_due(job.config, now)
         now = job.hooks.with_states(now, before_checkpoint=saves and job.checkpoints.may_save(now))
         if job.memory_copy:
@@ -54,8 +67,11 @@ def train_to_sync_point(job: Job, now: TrainState) -> TrainState:
 
 
 def run_steps(job: Job, now: TrainState) -> Window:
-    """One step after the other up to the next sync point. The host does not wait for the device here."""
-    no_sums = zero_sums((*job.task.sums, "nonfinite"))  # the same names on a rank that makes no step
+    """One step after the other up to the next sync point. The host does not wait for the device
+    here."""
+    no_sums = zero_sums(
+        (*job.task.sums, "nonfinite")
+    )  # the same names on a rank that makes no step
     began_s, sums = job.unfinished or Unfinished(time.perf_counter(), no_sums)
     steps, end = steps_to_sync_point(job.config, job.recipe, now)
     for p in job.learner.own_steps(steps):
@@ -68,22 +84,31 @@ def run_steps(job: Job, now: TrainState) -> Window:
         sums = add_sums(sums, of_step)
         job.unfinished = Unfinished(began_s, sums)
         job.hooks.after_step(p.advance(hyper.batch), of_step)
-    return Window(end, job.recipe.after_evaluations(job.recipe.at(steps[-1]), now.plateau), sums, began_s)
+    return Window(
+        end, job.recipe.after_evaluations(job.recipe.at(steps[-1]), now.plateau), sums, began_s
+    )
 
 
 def synchronize(job: Job, window: Window) -> Sums:
-    """Makes running statistics, and weights after local steps, equal on all ranks; adds up sums, flags and telemetry over ranks."""
+    """Makes running statistics, and weights after local steps, equal on all ranks; adds up sums,
+    flags and telemetry over ranks."""
     p = window.progress
     make_equal(job, p)
     job.hooks.exchange()
-    # flags() decides whether this sync point writes a checkpoint, which save_if_due() then does; core/metrics.py lists all names
-    over = job.communicator.rank == 0 and time_is_over(job.config, job.clock())  # rank 0's clock decides for all
-    sums = window.sums | job.health.flags(p.step) | job.telemetry.sync_sums() | {"over": float(over)}
+    # flags() decides whether this sync point writes a checkpoint, which save_if_due() then does;
+    # core/metrics.py lists all names
+    over = job.communicator.rank == 0 and time_is_over(
+        job.config, job.clock()
+    )  # rank 0's clock decides for all
+    sums = (
+        window.sums | job.health.flags(p.step) | job.telemetry.sync_sums() | {"over": float(over)}
+    )
     return add_up(job, sums, "train.sums")  # the host waits for the device here
 
 
 def add_up(job: Job, sums: Sums, name: str, parts: Sequence[str] = ()) -> Sums:
-    """The sums of all ranks, none of which was lost until now, where the others would go on without it; parts: what is gathered."""
+    """The sums of all ranks, none of which was lost until now, where the others would go on without
+    it; parts: what is gathered."""
     total = allreduce_sums(job.communicator, sums, name, job.task.sums, parts)
     if job.memory_copy:
         job.memory_copy.confirm()
@@ -91,18 +116,24 @@ def add_up(job: Job, sums: Sums, name: str, parts: Sequence[str] = ()) -> Sums:
 
 
 def record(job: Job, before: TrainState, window: Window, sums: Sums, seconds: float) -> TrainState:
-    """The state after a window: emits its events, and acts on flags and on numbers that are not finite. `sums` are of all ranks."""
+    """The state after a window: emits its events, and acts on flags and on numbers that are not
+    finite. `sums` are of all ranks."""
     p = window.progress.end_here() if sums["over"] else window.progress
     telemetry_fields = job.telemetry.sync_fields(sums, p.step, seconds)
     if job.heartbeat.limit == "start_s":  # the first sync point: the start is over
         job.warnings.exchange(job.communicator)
         job.log.emit("started", p.step, **startup.fields(job.heartbeat))
-    now = replace(before, progress=p, seconds=job.clock(), lr=window.last.lr, batch=window.last.batch).add_energy(sums)
+    now = replace(
+        before, progress=p, seconds=job.clock(), lr=window.last.lr, batch=window.last.batch
+    ).add_energy(sums)
     now = job.hooks.ended(now)
     before_save = bool(sums["save"]) or evaluation_due(job.config, now)
     now = act(job, before, now, window.last, sums, before_save=before_save)
-    if not math.isfinite(sums["loss"]) or (now.nonfinite > before.nonfinite and job.config.guard.nonfinite == "rollback"):
-        return now  # the sums are no numbers, or of weights that were replaced, on all ranks by the same
+    if not math.isfinite(sums["loss"]) or (
+        now.nonfinite > before.nonfinite and job.config.guard.nonfinite == "rollback"
+    ):
+        # the sums are no numbers, or of weights that were replaced, on all ranks by the same
+        return now
     noise_scale = job.noise_scale.update(sums)
     fields = step_fields(job.task, now, sums, seconds, job.recipe.epochs) | job.hooks.fields()
     job.log.emit("step", p.step, **fields, **telemetry_fields, **noise_scale)
@@ -110,17 +141,29 @@ def record(job: Job, before: TrainState, window: Window, sums: Sums, seconds: fl
 
 
 def evaluate_and_record(job: Job, now: TrainState) -> TrainState:
-    """Evaluates, at the end of an epoch or within it; returns the state unchanged where the job has to stop meanwhile."""
+    """Evaluates, at the end of an epoch or within it; returns the state unchanged where the job has
+    to stop meanwhile."""
     val = evaluate(job, now)
     if val is None:
         return now
     job.warnings.exchange(job.communicator)
     now = now.add_energy(val)
-    after, reached = after_evaluation(job.config, job.task, now, val, job.clock(), job.telemetry.energy.kinds)
-    after = replace(after, plateau=job.recipe.judge(now.plateau, now.progress, after.last, now.better))
-    after = job.hooks.after_evaluation(after, {metric.name: metric.of(val) for metric in job.task.metrics})
-    fields = epoch_fields(job.config, job.task, now, after, val, job.noise_scale.value) | job.hooks.fields()
-    job.log.emit("epoch", now.progress.step, **fields, **job.telemetry.epoch_fields(now, val, after.seconds))
+    after, reached = after_evaluation(
+        job.config, job.task, now, val, job.clock(), job.telemetry.energy.kinds
+    )
+    after = replace(
+        after, plateau=job.recipe.judge(now.plateau, now.progress, after.last, now.better)
+    )
+    after = job.hooks.after_evaluation(
+        after, {metric.name: metric.of(val) for metric in job.task.metrics}
+    )
+    fields = (
+        epoch_fields(job.config, job.task, now, after, val, job.noise_scale.value)
+        | job.hooks.fields()
+    )
+    job.log.emit(
+        "epoch", now.progress.step, **fields, **job.telemetry.epoch_fields(now, val, after.seconds)
+    )
     for gauge in job.telemetry.gauges:
         gauge.emit(now.progress.step)
     for target in reached:
@@ -130,7 +173,8 @@ def evaluate_and_record(job: Job, now: TrainState) -> TrainState:
 
 
 def evaluate(job: Job, now: TrainState) -> Sums | None:
-    """Sums over the validation set, or evaluate.samples of it, each once on any number of ranks; None where the job has to stop.
+    """Sums over the validation set, or evaluate.samples of it, each once on any number of ranks;
+    None where the job has to stop.
 
     Buffers are equal on all ranks: a sync point came before.
     """

@@ -1,4 +1,5 @@
-"""What a job takes of a rank's memory by prediction, how much a rank may take on its host, and what would fit where it does not."""
+"""What a job takes of a rank's memory by prediction, how much a rank may take on its host, and what
+would fit where it does not."""
 
 from __future__ import annotations
 
@@ -22,12 +23,14 @@ from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.input import passes_of_step
 
-MARGIN = 1.1  # times the prediction: what the allocator and the libraries take beside it (docs/memory.md)
+# times the prediction: what the allocator and the libraries take beside it (docs/memory.md)
+MARGIN = 1.1
 
 
 @dataclass(frozen=True)
 class MemoryForecast:
-    """Predicts footprints of the rank that takes most, as the job is configured and with some keys changed."""
+    """Predicts footprints of the rank that takes most, as the job is configured and with some keys
+    changed."""
 
     config: Config
     task: Task
@@ -37,19 +40,33 @@ class MemoryForecast:
     passes: int  # of that step, where batch.micro does not say
     evaluated: int  # samples in one pass of an evaluation
     ahead: int  # steps that are read ahead
-    _known: dict[tuple[PlannedStep, int, int | str], Footprint] = field(default_factory=dict)  # by step, stage, recompute
+    _known: dict[tuple[PlannedStep, int, int | str], Footprint] = field(
+        default_factory=dict
+    )  # by step, stage, recompute
 
-    def footprint(self, *, micro: int | None = None, stage: int | None = None, recompute: str | None = None) -> Footprint:
-        """With these values of batch.micro, shard.stage and model.recompute. Takes about a second, the first time.
+    def footprint(
+        self, *, micro: int | None = None, stage: int | None = None, recompute: str | None = None
+    ) -> Footprint:
+        """With these values of batch.micro, shard.stage and model.recompute. Takes about a second,
+        the first time.
 
-        Raises UserError where the framework or the model cannot be predicted, or the model has no blocks to recompute.
+        Raises UserError where the framework or the model cannot be predicted, or the model has no
+        blocks to recompute.
         """
         config = self.config
         step = self.step(micro)
-        key = (step, config.shard.stage if stage is None else stage, config.model.recompute if recompute is None else recompute)
+        key = (
+            step,
+            config.shard.stage if stage is None else stage,
+            config.model.recompute if recompute is None else recompute,
+        )
         if key not in self._known:
             self._known[key] = self._predict(
-                config.replace(shard=config.shard.replace(stage=key[1]), model=config.model.replace(recompute=key[2])), step
+                config.replace(
+                    shard=config.shard.replace(stage=key[1]),
+                    model=config.model.replace(recompute=key[2]),
+                ),
+                step,
             )
         return self._known[key]
 
@@ -63,20 +80,41 @@ class MemoryForecast:
 
     def step(self, micro: int | None = None) -> PlannedStep:
         """With at most so many samples in a pass; None: as configured."""
-        micro = micro or (self.config.batch.micro if isinstance(self.config.batch.micro, int) else None)
+        micro = micro or (
+            self.config.batch.micro if isinstance(self.config.batch.micro, int) else None
+        )
         passes = -(-self.share // micro) if micro else self.passes
         return PlannedStep(self.share, passes, self.evaluated, self.ahead, writes_checkpoints=True)
 
 
 def forecast_memory(
-    config: Config, task: Task, recipe: Recipe, ranks: int, features: frozenset[Feature], samples: int, evaluated: int, ahead: int
+    config: Config,
+    task: Task,
+    recipe: Recipe,
+    ranks: int,
+    features: frozenset[Feature],
+    samples: int,
+    evaluated: int,
+    ahead: int,
 ) -> MemoryForecast:
-    """The forecast of the step with the largest batch of the recipe, over `samples` training samples."""
+    """The forecast of the step with the largest batch of the recipe, over `samples` training
+    samples."""
     batch = max(recipe.batch.first, *recipe.batch.to, 1)
-    share = largest_share(0, batch, max(1, ranks // config.parallel.ranks), samples, config.data.sampling)
+    share = largest_share(
+        0, batch, max(1, ranks // config.parallel.ranks), samples, config.data.sampling
+    )
     micro = config.batch.replace(micro=None) if config.batch.micro == "auto" else config.batch
     passes = passes_of_step(config.replace(batch=micro), share, batch, recipe.batch.first)
-    return MemoryForecast(config, task, ranks, features, share, passes, max(1, min(evaluated, config.batch.evaluate)), ahead)
+    return MemoryForecast(
+        config,
+        task,
+        ranks,
+        features,
+        share,
+        passes,
+        max(1, min(evaluated, config.batch.evaluate)),
+        ahead,
+    )
 
 
 def gib(size: float) -> str:
@@ -90,9 +128,11 @@ _MOST_GUESSES = 20  # after the first two
 
 
 def largest_micro(size: Callable[[int], float], most: int, room: float) -> int:
-    """The most samples, of 1 ... most, that fit; of so many size() tells the bytes; 0 where one sample does not fit.
+    """The most samples, of 1 ... most, that fit; of so many size() tells the bytes; 0 where one
+    sample does not fit.
 
-    Memory is convex in the samples, so that what a line between two sizes says fits; where one is nearly flat, halves are faster.
+    Memory is convex in the samples, so that what a line between two sizes says fits; where one is
+    nearly flat, halves are faster.
     """
     above = size(most)
     if above <= room:
@@ -125,24 +165,41 @@ class Room(NamedTuple):
     """The least of any limit."""
 
     bytes: int
-    limit: str  # for people: "ulimit -v", "ulimit -d", "the container's memory.max", "free memory of the host"
+    # for people: "ulimit -v", "ulimit -d", "the container's memory.max", "free memory of the host"
+    limit: str
 
 
 def room_of_rank(config: Config, communicator: Communicator) -> Room:
     """Room of the GPU that this rank trains on, or of its host."""
     framework: Any = plugins.load("frameworks", config.framework, config.where("framework"))
-    free = framework.free_device_bytes(config, communicator) if hasattr(framework, "free_device_bytes") else None
-    return room(communicator.local_size) if free is None else Room(free, "the free memory of the GPU")
+    free = (
+        framework.free_device_bytes(config, communicator)
+        if hasattr(framework, "free_device_bytes")
+        else None
+    )
+    return (
+        room(communicator.local_size) if free is None else Room(free, "the free memory of the GPU")
+    )
 
 
-def room(local_size: int, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Room:
-    """Room of one of so many ranks on the host, beyond what this process has by now; without a limit that can be read, infinitely much."""
-    return min([*_limits(proc), *_container(local_size, proc, cgroups), *_free(local_size, proc)], default=Room(_UNLIMITED, "no limit"))
+def room(
+    local_size: int, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
+) -> Room:
+    """Room of one of so many ranks on the host, beyond what this process has by now; without a
+    limit that can be read, infinitely much."""
+    return min(
+        [*_limits(proc), *_container(local_size, proc, cgroups), *_free(local_size, proc)],
+        default=Room(_UNLIMITED, "no limit"),
+    )
 
 
 def _limits(proc: Path) -> Iterator[Room]:
-    """Limits of the addresses of this process, and of those among them that it may write to and shares with no other."""
-    for which, entry, name in ((resource.RLIMIT_AS, "VmSize", "ulimit -v"), (resource.RLIMIT_DATA, "VmData", "ulimit -d")):
+    """Limits of the addresses of this process, and of those among them that it may write to and
+    shares with no other."""
+    for which, entry, name in (
+        (resource.RLIMIT_AS, "VmSize", "ulimit -v"),
+        (resource.RLIMIT_DATA, "VmData", "ulimit -d"),
+    ):
         soft, _ = resource.getrlimit(which)
         size = _number(proc / "self" / "status", rf"^{entry}:\s*(\d+) kB$")
         if soft != resource.RLIM_INFINITY and size is not None:
@@ -150,7 +207,8 @@ def _limits(proc: Path) -> Iterator[Room]:
 
 
 def _container(local_size: int, proc: Path, cgroups: Path) -> Iterator[Room]:
-    """Limits of the control group of this process and those around it, in version 2 and 1; a container sees its own as the root."""
+    """Limits of the control group of this process and those around it, in version 2 and 1; a
+    container sees its own as the root."""
     for line in _text(proc / "self" / "cgroup").splitlines():
         _, _, named = line.partition(":")
         controllers, _, path = named.partition(":")
@@ -162,8 +220,12 @@ def _container(local_size: int, proc: Path, cgroups: Path) -> Iterator[Room]:
             limit = _number(group / limit_name, r"^(\d+)$")
             used = _number(group / used_name, r"^(\d+)$")
             if limit is not None and used is not None and limit < _UNLIMITED:
-                cached = _number(group / "memory.stat", r"^(?:total_)?inactive_file (\d+)$") or 0  # given back when it is needed
-                yield Room(max(0, limit - used + cached) // local_size, f"the container's {limit_name}")
+                cached = (
+                    _number(group / "memory.stat", r"^(?:total_)?inactive_file (\d+)$") or 0
+                )  # given back when it is needed
+                yield Room(
+                    max(0, limit - used + cached) // local_size, f"the container's {limit_name}"
+                )
             if group == root:
                 break
 
@@ -188,7 +250,11 @@ def _text(path: Path) -> str:
 
 def stages_of(config: Config) -> tuple[int, ...]:
     """The values of shard.stage that go with the configuration's way to divide layers."""
-    return (0, 1, 2) if config.parallel.pipeline > 1 or config.parallel.dense != "none" else (0, 1, 2, 3)
+    return (
+        (0, 1, 2)
+        if config.parallel.pipeline > 1 or config.parallel.dense != "none"
+        else (0, 1, 2, 3)
+    )
 
 
 def may_recompute(config: Config) -> bool:
@@ -197,26 +263,46 @@ def may_recompute(config: Config) -> bool:
 
 
 def advice(forecast: MemoryForecast, room: Room) -> str:
-    """The job takes 6.1 GiB of each rank, which had 4.0 (ulimit -v); shard.stage=2 takes 3.1 GiB, batch.micro=8 3.9 GiB
+    """The job takes 6.1 GiB of each rank, which had 4.0 (ulimit -v); shard.stage=2 takes 3.1 GiB,
+    batch.micro=8 3.9 GiB
 
     Raises UserError where the job cannot be predicted.
     """
     config = forecast.config
     most = max(stages_of(config))
-    higher = range(max(2, config.shard.stage + 1), most + 1) if forecast.ranks > config.parallel.ranks else ()
+    higher = (
+        range(max(2, config.shard.stage + 1), most + 1)
+        if forecast.ranks > config.parallel.ranks
+        else ()
+    )
     stages: list[int | None] = [None, *higher]
-    recomputes = [None, "all"] if config.model.recompute == "none" and may_recompute(config) else [None]
+    recomputes = (
+        [None, "all"] if config.model.recompute == "none" and may_recompute(config) else [None]
+    )
     needs = forecast.footprint().total
-    parts = [f"the job takes {gib(needs)} of each rank by prediction, which had {gib(room.bytes)} ({room.limit})"]
+    parts = [
+        f"the job takes {gib(needs)} of each rank by prediction, which had {gib(room.bytes)} "
+        f"({room.limit})"
+    ]
     for stage, recompute in list(itertools.product(stages, recomputes))[1:]:
-        words = f"shard.stage={stage} " * (stage is not None) + f"model.recompute={recompute}" * (recompute is not None)
+        words = f"shard.stage={stage} " * (stage is not None) + f"model.recompute={recompute}" * (
+            recompute is not None
+        )
         with contextlib.suppress(UserError):  # a model without blocks
-            parts.append(f"{words.rstrip()} takes {gib(forecast.footprint(stage=stage, recompute=recompute).total)}")
+            parts.append(
+                f"{words.rstrip()} takes "
+                f"{gib(forecast.footprint(stage=stage, recompute=recompute).total)}"
+            )
     step = forecast.step()
-    micro = largest_micro(lambda samples: MARGIN * forecast.footprint(micro=samples).total, step.micro, room.bytes)
+    micro = largest_micro(
+        lambda samples: MARGIN * forecast.footprint(micro=samples).total, step.micro, room.bytes
+    )
     if 0 < micro < step.micro and config.parallel.dense_updates == 1:  # several exclude batch.micro
         parts.append(f"batch.micro={micro} takes {gib(forecast.footprint(micro=micro).total)}")
     found = forecast.footprint()
     if found.evaluation == found.tensors and forecast.evaluated > 1:
-        parts.append(f"the evaluation takes most: batch.evaluate={max(1, forecast.evaluated // 4)} takes less")
+        parts.append(
+            f"the evaluation takes most: batch.evaluate={max(1, forecast.evaluated // 4)} takes "
+            "less"
+        )
     return "; ".join(parts)

@@ -1,4 +1,5 @@
-"""Copies of the training state at the newest sync point, in the memory of the ranks: where the living ones go back to after a loss."""
+"""Copies of the training state at the newest sync point, in the memory of the ranks: where the
+living ones go back to after a loss."""
 
 from __future__ import annotations
 
@@ -42,8 +43,9 @@ class Restored(NamedTuple):
 class MemoryCopy:
     """A copy on each rank of arrays that every rank has: as many bytes as these, on the host.
 
-    Of arrays that ranks have in parts each keeps its own and its neighbour's, of two sync points: when the parts of the newer one begin
-    to come, all ranks have those of the older one. Its arrays are copied after that: one that still waits has those of the older one.
+    Of arrays that ranks have in parts each keeps its own and its neighbour's, of two sync points:
+    when the parts of the newer one begin to come, all ranks have those of the older one. Its arrays
+    are copied after that: one that still waits has those of the older one.
     """
 
     def __init__(self, learner: Learner, communicator: Elastic, now: TrainState) -> None:
@@ -58,11 +60,13 @@ class MemoryCopy:
         self._copy(now, 0)
 
     def confirm(self) -> None:
-        """Before keep(), behind what all ranks have computed together: fails where a rank was lost in it. A collective."""
+        """Before keep(), behind what all ranks have computed together: fails where a rank was lost
+        in it. A collective."""
         self._communicator.confirm()
 
     def keep(self, now: TrainState) -> None:
-        """At a sync point. A collective where ranks have parts. An evaluation changes no array: they are copied after steps alone."""
+        """At a sync point. A collective where ranks have parts. An evaluation changes no array:
+        they are copied after steps alone."""
         if now.progress.step != self.now.progress.step:
             self._copy(now, self._number + 1)
         self.now = now
@@ -91,20 +95,28 @@ class MemoryCopy:
                 np.copyto(kept, array)
 
     def go_on(self) -> TrainState:
-        """After a loss that nothing has to be restored for: what was kept, of whichever ranks, is kept until the next sync point."""
+        """After a loss that nothing has to be restored for: what was kept, of whichever ranks, is
+        kept until the next sync point."""
         self._neighbours = None
         return self.now
 
     def restore(self, fall_back: Callable[[], TrainState]) -> Restored:
-        """Gives all ranks the newest state of which the living ones have everything together. A collective.
+        """Gives all ranks the newest state of which the living ones have everything together. A
+        collective.
 
-        fall_back: loads an older state into every rank, where parts are gone. Some ranks may have come to a sync point at which others
-        found that a rank is lost. Where another rank is lost meanwhile, restore() is called again: what was there before is there still.
+        fall_back: loads an older state into every rank, where parts are gone. Some ranks may have
+        come to a sync point at which others found that a rank is lost. Where another rank is lost
+        meanwhile, restore() is called again: what was there before is there still.
         """
         communicator = self._communicator
         learner = self._learner
-        parts = [Kept(each.number, each.ranks, sorted({*each.parts, *each.empty})) for each in self._parts]
-        tables: list[Held] = communicator.allgather_object(Held(self._number, self.now.evaluated, parts))
+        parts = [
+            Kept(each.number, each.ranks, sorted({*each.parts, *each.empty}))
+            for each in self._parts
+        ]
+        tables: list[Held] = communicator.allgather_object(
+            Held(self._number, self.now.evaluated, parts)
+        )
         number = newest(tables, learner.is_sharded)
         if learner.is_sharded:
             learner.divide_anew()
@@ -125,35 +137,56 @@ class MemoryCopy:
         """The state of this sync point, into the learner. A collective."""
         communicator = self._communicator
         rank = self._communicator.rank
-        source = max(range(len(tables)), key=lambda each: (tables[each].number == number, tables[each].evaluated))
+        source = max(
+            range(len(tables)),
+            key=lambda each: (tables[each].number == number, tables[each].evaluated),
+        )
         parts = next((each for each in self._parts if each.number == number), None)
         arrays = [Array(name, array.shape, array.dtype.str) for name, array in self._arrays.items()]
         own = (self.now, arrays, parts.arrays if parts else [])
         now: TrainState
         now, arrays, in_parts = communicator.broadcast_object(own, source)
-        givers = {owner: holder for holder in reversed(range(len(tables))) for owner in _owners(tables[holder], number)}
-        given = [part for owner, part in parts.parts.items() if givers[owner] == rank] if parts else []
+        givers = {
+            owner: holder
+            for holder in reversed(range(len(tables)))
+            for owner in _owners(tables[holder], number)
+        }
+        given = (
+            [part for owner, part in parts.parts.items() if givers[owner] == rank] if parts else []
+        )
         is_everywhere = all(held.number == number for held in tables)
 
         def stream() -> Iterator[tuple[str, np.ndarray]]:
             yield from self._arrays.items() if is_everywhere else self._from(source, arrays)
             yield from wholes(communicator, in_parts, given) if in_parts else ()
 
-        self._learner.load(ArrayStream({array.name: tuple(array.shape) for array in (*arrays, *in_parts)}, stream()))
+        self._learner.load(
+            ArrayStream(
+                {array.name: tuple(array.shape) for array in (*arrays, *in_parts)}, stream()
+            )
+        )
         return now
 
     def _from(self, source: int, arrays: Sequence[Array]) -> Iterator[tuple[str, np.ndarray]]:
         """The arrays of one rank, one by one."""
         for name, shape, dtype in arrays:
-            array = self._arrays[name].copy() if self._communicator.rank == source else np.empty(shape, dtype)
+            array = (
+                self._arrays[name].copy()
+                if self._communicator.rank == source
+                else np.empty(shape, dtype)
+            )
             yield name, self._communicator.broadcast(array, f"state.{name}", source)
 
 
 def newest(tables: Sequence[Held], in_parts: bool) -> int | None:
-    """The number of the newest sync point of which ranks with these tables have everything together; None where parts are gone."""
+    """The number of the newest sync point of which ranks with these tables have everything
+    together; None where parts are gone."""
     for number in sorted({held.number for held in tables}, reverse=True):
         owners = {owner for held in tables for owner in _owners(held, number)}
-        ranks = max((kept.ranks for held in tables for kept in held.parts if kept.number == number), default=0)
+        ranks = max(
+            (kept.ranks for held in tables for kept in held.parts if kept.number == number),
+            default=0,
+        )
         if not in_parts or (ranks and len(owners) == ranks):
             return number
     return None
@@ -198,11 +231,14 @@ class Copies(NamedTuple):
     ranks: int  # that had parts
     arrays: list[Array]
     parts: dict[int, Part]  # by the number that the rank had
-    empty: frozenset[int] = frozenset()  # ranks of which there is nothing to keep, as workers of parameter servers
+    empty: frozenset[int] = (
+        frozenset()
+    )  # ranks of which there is nothing to keep, as workers of parameter servers
 
 
 class Neighbours:
-    """Who keeps whose parts: rank r those of r - distance, on another host where there are several."""
+    """Who keeps whose parts: rank r those of r - distance, on another host where there are
+    several."""
 
     def __init__(self, communicator: Communicator, pieces: Sequence[Piece]) -> None:
         """pieces: this rank's parts. A collective."""
@@ -215,7 +251,9 @@ class Neighbours:
         self._to = (self._rank + away) % self._size
         self._source = (self._rank - away) % self._size
         own: list[Runs] = [list(piece.runs()) for piece in pieces]
-        has_parts = communicator.allgather(np.array([any(map(_elements, own))], np.uint8), "copy.has_parts")
+        has_parts = communicator.allgather(
+            np.array([any(map(_elements, own))], np.uint8), "copy.has_parts"
+        )
         self._empty = frozenset(np.flatnonzero(has_parts == 0).tolist())
         self._runs = {self._rank: own}  # and, from the first exchange on, those of the source
 
@@ -228,7 +266,10 @@ class Neighbours:
         if self._source not in self._runs:
             self._runs[self._source] = self._runs_of_source()
         if memory is None or memory.ranks != self._size or memory.arrays != self.arrays:
-            parts = {rank: Part(runs, np.empty(_nbytes(self.arrays, runs), np.uint8)) for rank, runs in self._runs.items()}
+            parts = {
+                rank: Part(runs, np.empty(_nbytes(self.arrays, runs), np.uint8))
+                for rank, runs in self._runs.items()
+            }
             memory = Copies(number, self._size, self.arrays, parts, self._empty)
         own = memory.parts[self._rank]
         kept = memory.parts[self._source]
@@ -239,20 +280,29 @@ class Neighbours:
         return memory._replace(number=number)
 
     def _runs_of_source(self) -> list[Runs]:
-        """A rank knows its own and its source's alone: those of all ranks would grow with the model and the number of ranks together."""
+        """A rank knows its own and its source's alone: those of all ranks would grow with the model
+        and the number of ranks together."""
         own = self._runs[self._rank]
         counts = np.array([len(runs) for runs in own], np.int64)
         of_source = np.empty_like(counts)
         self._swap(counts, of_source, "copy.counts")
-        ends = np.array([(0, 0), *(run for runs in own for run in runs)], np.int64)  # (0, 0): no message is empty
+        ends = np.array(
+            [(0, 0), *(run for runs in own for run in runs)], np.int64
+        )  # (0, 0): no message is empty
         ends_of_source = np.empty((1 + int(of_source.sum()), 2), np.int64)
         self._swap(ends, ends_of_source, "copy.runs")
         numbers = iter(ends_of_source[1:].tolist())
-        return [[(first, behind) for first, behind in itertools.islice(numbers, count)] for count in of_source.tolist()]
+        return [
+            [(first, behind) for first, behind in itertools.islice(numbers, count)]
+            for count in of_source.tolist()
+        ]
 
     def _swap(self, own: np.ndarray, of_source: np.ndarray, name: str) -> None:
         """Gives `own` to the rank that keeps it, and takes what the source has."""
-        self._messages += [own, of_source]  # where a rank is lost they may still come: they stay until there are other neighbours
+        self._messages += [
+            own,
+            of_source,
+        ]  # where a rank is lost they may still come: they stay until there are other neighbours
         peers = point_to_point(self._communicator, "guard.lost")
         coming = peers.start_recv(of_source, self._source, name)
         going = peers.start_send(own, self._to, name)
@@ -262,7 +312,8 @@ class Neighbours:
 
 
 def distance(hosts: Sequence[int]) -> int:
-    """Between a rank and the one that keeps its copy: the least with which most ranks have theirs on another host."""
+    """Between a rank and the one that keeps its copy: the least with which most ranks have theirs
+    on another host."""
     of_ranks = np.array(hosts)
 
     def apart(away: int) -> int:  # by numpy: 67 million pairs of 8,192 ranks
@@ -271,17 +322,25 @@ def distance(hosts: Sequence[int]) -> int:
     return max(range(1, len(hosts)), key=apart, default=0)
 
 
-def wholes(communicator: Communicator, arrays: Sequence[Array], parts: Sequence[Part]) -> Iterator[tuple[str, np.ndarray]]:
-    """The arrays, one by one, of which this rank gives these parts and others the rest. A collective."""
+def wholes(
+    communicator: Communicator, arrays: Sequence[Array], parts: Sequence[Part]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The arrays, one by one, of which this rank gives these parts and others the rest. A
+    collective."""
     views = [list(part.views(arrays)) for part in parts]
     for i, array in enumerate(arrays):
         own = np.concatenate([np.empty(0, array.dtype), *[of_part[i] for of_part in views]])
-        of_ranks: list[Runs] = communicator.allgather_object([run for part in parts for run in part.runs[i]])  # of one array at a time
+        of_ranks: list[Runs] = communicator.allgather_object(
+            [run for part in parts for run in part.runs[i]]
+        )  # of one array at a time
         yield array.name, gather_one(communicator, array.name, array.shape, own, of_ranks)
 
 
 def _nbytes(arrays: Sequence[Array], runs: Sequence[Runs]) -> int:
-    return sum(_aligned(_elements(of) * np.dtype(array.dtype).itemsize) for array, of in zip(arrays, runs, strict=True))
+    return sum(
+        _aligned(_elements(of) * np.dtype(array.dtype).itemsize)
+        for array, of in zip(arrays, runs, strict=True)
+    )
 
 
 def _elements(runs: Runs) -> int:

@@ -1,4 +1,5 @@
-"""Which fields of the data a model is called with: data.inputs, those that its forward() asks for by name, a nested x, or x alone."""
+"""Which fields of the data a model is called with: data.inputs, those that its forward() asks for
+by name, a nested x, or x alone."""
 
 from __future__ import annotations
 
@@ -15,7 +16,12 @@ from hvdtrain.tasks.task import is_users_model
 from hvdtrain.tasks.user_functions import is_torch_module
 
 X = ("x",)  # the one input of most models, which a task transforms itself
-_OF_X = ("classification", "multilabel", "segmentation", "regression")  # tasks that take x, beside a loss of a script
+_OF_X = (
+    "classification",
+    "multilabel",
+    "segmentation",
+    "regression",
+)  # tasks that take x, beside a loss of a script
 
 
 def input_names(config: Config, source: Source) -> tuple[str, ...]:
@@ -41,7 +47,8 @@ def takes_x(config: Config) -> bool:
 
 
 def names_to_keep(config: Config) -> tuple[str, ...]:
-    """Names of fields that a job asks for: a Dataset's "image" is not called x where the model has a parameter image beside others."""
+    """Names of fields that a job asks for: a Dataset's "image" is not called x where the model has
+    a parameter image beside others."""
     asked = asked_by_forward(config)
     return tuple(config.data.inputs) or (asked if len(asked) > 1 else ())
 
@@ -56,80 +63,139 @@ def _names(config: Config, fields: Mapping[str, Field], nested: tuple[str, ...])
     return nested or X
 
 
-def _masks_with_default(config: Config, asked: tuple[str, ...], fields: Mapping[str, Field]) -> tuple[str, ...]:
-    """Masks of the padded ones of these inputs that forward() takes too, by parameters that a call may leave out."""
+def _masks_with_default(
+    config: Config, asked: tuple[str, ...], fields: Mapping[str, Field]
+) -> tuple[str, ...]:
+    """Masks of the padded ones of these inputs that forward() takes too, by parameters that a call
+    may leave out."""
     found = [mask for mask in _masks(asked, fields) if mask not in asked]
     parameters = inspect.signature(_forward(config)).parameters if found else {}
-    return tuple(mask for mask in found if mask in parameters and parameters[mask].kind is not inspect.Parameter.VAR_KEYWORD)
+    return tuple(
+        mask
+        for mask in found
+        if mask in parameters and parameters[mask].kind is not inspect.Parameter.VAR_KEYWORD
+    )
 
 
 def _masks(names: Iterable[str], fields: Mapping[str, Field]) -> list[str]:
     """Names of the masks of those of the fields that are padded."""
-    return [field.padding.mask for name in names if (field := fields.get(name)) and field.padding and not field.is_mask]
+    return [
+        field.padding.mask
+        for name in names
+        if (field := fields.get(name)) and field.padding and not field.is_mask
+    ]
 
 
 def asked_by_forward(config: Config) -> tuple[str, ...]:
-    """Parameters without a default of the forward() of a user's own torch model; none where the configuration does not say its class."""
+    """Parameters without a default of the forward() of a user's own torch model; none where the
+    configuration does not say its class."""
     forward = _forward(config)
     return () if forward is None else _required(forward)
 
 
 def _forward(config: Config) -> Any:
-    """The method forward() of the class of a user's own torch model; None where the configuration does not say the class."""
-    if config.framework != "torch" or not is_users_model(config.model) or plugins.is_library(config.model.name):
+    """The method forward() of the class of a user's own torch model; None where the configuration
+    does not say the class."""
+    if (
+        config.framework != "torch"
+        or not is_users_model(config.model)
+        or plugins.is_library(config.model.name)
+    ):
         return None
     made: Any = plugins.own_function(config.model)
     model = getattr(made, "model", None)  # of an object that a script gives
-    kind = type(getattr(model, "_orig_mod", model)) if is_torch_module(model) else made  # behind torch.compile
+    kind = (
+        type(getattr(model, "_orig_mod", model)) if is_torch_module(model) else made
+    )  # behind torch.compile
     return getattr(kind, "forward", None) if isinstance(kind, type) else None
 
 
 def _required(forward: Any) -> tuple[str, ...]:
-    """Names of the parameters behind self that every call gives; none where some have no name, or the signature cannot be read."""
+    """Names of the parameters behind self that every call gives; none where some have no name, or
+    the signature cannot be read."""
     try:
         _, *parameters = inspect.signature(forward).parameters.values()
     except (TypeError, ValueError):
         return ()
-    required = [one for one in parameters if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-    return () if any(one.kind is one.POSITIONAL_ONLY for one in required) else tuple(one.name for one in required)
+    required = [
+        one
+        for one in parameters
+        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    ]
+    return (
+        ()
+        if any(one.kind is one.POSITIONAL_ONLY for one in required)
+        else tuple(one.name for one in required)
+    )
 
 
 def _refuse_unnamed(config: Config, fields: Mapping[str, Field]) -> None:
-    """Raises UserError where there is no x, and several fields that may be inputs: of another one the task says what is missing."""
+    """Raises UserError where there is no x, and several fields that may be inputs: of another one
+    the task says what is missing."""
     others = [name for name in fields if name not in TARGETS]
     if len(others) < 2:
         return
     what = f"the model gets one input x, and the data have {_list(fields)}"
     if config.framework == "torch" and is_users_model(config.model):
-        fix = f"data.inputs=[{','.join(others)}] of those that it gets; or forward() with parameters of these names"
+        fix = (
+            f"data.inputs=[{','.join(others)}] of those that it gets; or forward() with "
+            "parameters of these names"
+        )
     else:
-        fix = "one field x; or framework=torch and a model of your own, whose forward() has parameters of these names"
+        fix = (
+            "one field x; or framework=torch and a model of your own, whose forward() has "
+            "parameters of these names"
+        )
     raise UserError(what, config.where("model.name"), fix)
 
 
 def _check(config: Config, names: tuple[str, ...], fields: Mapping[str, Field]) -> None:
-    """Raises UserError where a field is missing, is what is learned, or the job does something to x alone."""
+    """Raises UserError where a field is missing, is what is learned, or the job does something to x
+    alone."""
     shown = ", ".join(names)
     where = config.where("data.inputs" if config.data.inputs else "model.name")
     asks = "data.inputs names" if config.data.inputs else f"forward() of {config.model.name} takes"
     if len(set(names)) < len(names):
         raise UserError(f"data.inputs names {shown}: one of them twice", where, "each field once")
     if "y" in names:
-        raise UserError(f"{asks} {shown}, and y is what is learned", where, "another name for an input that has the same numbers")
+        raise UserError(
+            f"{asks} {shown}, and y is what is learned",
+            where,
+            "another name for an input that has the same numbers",
+        )
     if missing := [name for name in names if name not in fields]:
         what = f"{asks} {shown}; the data have {_list(fields)}, and no {missing[0]}"
-        raise UserError(what, where, f"{nearest(missing[0], sorted(fields))}; or data.inputs=[FIELD, ...] of those that the model gets")
+        raise UserError(
+            what,
+            where,
+            f"{nearest(missing[0], sorted(fields))}; or data.inputs=[FIELD, ...] of those that "
+            "the model gets",
+        )
     if config.framework != "torch":
-        what = f"a model with the inputs {shown} needs framework=torch, and this is framework={config.framework}"
-        raise UserError(what, config.where("framework"), "framework=torch; or one field x that has all of them")
+        what = (
+            f"a model with the inputs {shown} needs framework=torch, and this is "
+            f"framework={config.framework}"
+        )
+        raise UserError(
+            what, config.where("framework"), "framework=torch; or one field x that has all of them"
+        )
     if not is_users_model(config.model):
         what = f"model.name={config.model.name} takes one input x, and the data give it {shown}"
-        raise UserError(what, config.where("model.name"), "a model of your own, package.module:Class; or one field x")
+        raise UserError(
+            what,
+            config.where("model.name"),
+            "a model of your own, package.module:Class; or one field x",
+        )
     if key := next(
-        (key for key in ("tensor", "pipeline") if getattr(config.parallel, key) > 1), ("dense" if config.parallel.dense != "none" else "")
+        (key for key in ("tensor", "pipeline") if getattr(config.parallel, key) > 1),
+        ("dense" if config.parallel.dense != "none" else ""),
     ):
         what = f"parallel.{key} cuts a model with one input, and the model gets {shown}"
-        raise UserError(what, config.where(f"parallel.{key}"), f"leave parallel.{key} out; shard.stage=3 divides its weights among ranks")
+        raise UserError(
+            what,
+            config.where(f"parallel.{key}"),
+            f"leave parallel.{key} out; shard.stage=3 divides its weights among ranks",
+        )
     if mixes := next((key for key in ("mixup", "cutmix") if getattr(config.augment, key)), ""):
         what = f"augment.{mixes} mixes x alone, and the model gets {shown}"
         raise UserError(what, config.where(f"augment.{mixes}"), f"augment.{mixes}=0")
@@ -137,7 +203,11 @@ def _check(config: Config, names: tuple[str, ...], fields: Mapping[str, Field]) 
 
 def _refuse_key(config: Config, why: str) -> None:
     if config.data.inputs:
-        raise UserError(f"data.inputs={list(config.data.inputs)} has no effect: {why}", config.where("data.inputs"), "leave it out")
+        raise UserError(
+            f"data.inputs={list(config.data.inputs)} has no effect: {why}",
+            config.where("data.inputs"),
+            "leave it out",
+        )
 
 
 def _list(fields: Iterable[str]) -> str:
@@ -145,12 +215,16 @@ def _list(fields: Iterable[str]) -> str:
 
 
 def notes_on_fields(config: Config, source: Source, used: Iterable[str]) -> list[str]:
-    """A line for the user about masks that the model does not get, or fields that no part of a job with several inputs uses."""
+    """A line for the user about masks that the model does not get, or fields that no part of a job
+    with several inputs uses."""
     if not takes_x(config):
         return []
     names = input_names(config, source)
     if without := [mask for mask in _masks(names, source.fields) if mask not in names]:
-        return [f"the model does not get {', '.join(without)}, and sees padding; forward(self, {', '.join([*names, *without])}) gets it"]
+        return [
+            f"the model does not get {', '.join(without)}, and sees padding; forward(self, "
+            f"{', '.join([*names, *without])}) gets it"
+        ]
     unused = [name for name in source.fields if name not in {*used, config.data.sample_weights}]
     if names == X or not unused:
         return []

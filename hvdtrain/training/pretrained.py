@@ -1,4 +1,5 @@
-"""Pretrained weights: the arrays of the file or folder that model.weights names take the place of the model's first weights."""
+"""Pretrained weights: the arrays of the file or folder that model.weights names take the place of
+the model's first weights."""
 
 from __future__ import annotations
 
@@ -28,10 +29,19 @@ from hvdtrain.optim.around import averages
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.array_file import map_arrays
 from hvdtrain.training.checkpoint.resume import newest_good
-from hvdtrain.training.leftovers import check_leftovers, check_missing, with_adapters, without_wrappers
+from hvdtrain.training.leftovers import (
+    check_leftovers,
+    check_missing,
+    with_adapters,
+    without_wrappers,
+)
 from hvdtrain.training.replicas.compare import broadcast_state
 
-_INSIDE = ("state_dict", "model", "model_state_dict")  # where files of torch have weights beside other things
+_INSIDE = (
+    "state_dict",
+    "model",
+    "model_state_dict",
+)  # where files of torch have weights beside other things
 _OF_HUGGING_FACE = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin")
 _KNOWN = "model.safetensors, model.pt, a run folder, or a folder with model.safetensors"
 _MOST_INDEX_BYTES = 2**26
@@ -63,10 +73,13 @@ class Loaded(NamedTuple):
     lines: list[str]  # for the user
 
 
-def load_pretrained(config: Config, communicator: Communicator, learner: Learner, go_on: Callable[[], None]) -> Loaded:
+def load_pretrained(
+    config: Config, communicator: Communicator, learner: Learner, go_on: Callable[[], None]
+) -> Loaded:
     """Loads them into every rank's learner. Every rank calls it. Raises UserError on all of them.
 
-    Rank 0 reads, from where the arrays lie on the disk, and sends them one by one: a rank keeps what it has a part of.
+    Rank 0 reads, from where the arrays lie on the disk, and sends them one by one: a rank keeps
+    what it has a part of.
     """
     names = learner.state_dict_names()
     shapes = {piece.name: piece.shape for piece in learner.pieces()}
@@ -78,7 +91,9 @@ def load_pretrained(config: Config, communicator: Communicator, learner: Learner
         file = read_weights(path, config.where("model.weights"))
         found, renamed = with_names_of_model(file.arrays, config.model, names)
         found, of_adapters = with_adapters(found, file.scale, names, shapes, config)
-        if not config.model.weights_names and (_is_of_library(path) or not names.keys() <= found.keys()):
+        if not config.model.weights_names and (
+            _is_of_library(path) or not names.keys() <= found.keys()
+        ):
             found = learner.own_names(found) or found
         match = matched(found, names, shapes, config)
         arrays = match.arrays
@@ -87,7 +102,9 @@ def load_pretrained(config: Config, communicator: Communicator, learner: Learner
         return [*file.lines, *renamed, *said, *of_adapters, *_other_stats(path, config)]
 
     lines = long_on_rank_0(communicator, read, go_on)
-    return Loaded(broadcast_state(communicator, learner, arrays, only_weights=True, on_array=go_on), lines)
+    return Loaded(
+        broadcast_state(communicator, learner, arrays, only_weights=True, on_array=go_on), lines
+    )
 
 
 def _is_of_library(path: Path) -> bool:
@@ -101,13 +118,23 @@ def read_weights(path: Path, where: str) -> File:
         file = _of_folder(path, where) if path.is_dir() else File(_of_file(path, where), [])
     except OSError as error:
         raise UserError(
-            f"cannot read {short(str(error.filename or path))}: {error.strerror or error}", where, "a file that can be read"
+            f"cannot read {short(str(error.filename or path))}: {error.strerror or error}",
+            where,
+            "a file that can be read",
         ) from None
     if not file.arrays:
-        raise UserError(f"{path} has no arrays by name", where, "a file of torch.save(model.state_dict(), FILE), or of safetensors")
-    if strange := [name for name in file.arrays if not name.isprintable() or len(name) > _MOST_NAME]:
         raise UserError(
-            f"{path} has an array of the name {short(strange[0])}", where, f"names of at most {_MOST_NAME} printable characters"
+            f"{path} has no arrays by name",
+            where,
+            "a file of torch.save(model.state_dict(), FILE), or of safetensors",
+        )
+    if strange := [
+        name for name in file.arrays if not name.isprintable() or len(name) > _MOST_NAME
+    ]:
+        raise UserError(
+            f"{path} has an array of the name {short(strange[0])}",
+            where,
+            f"names of at most {_MOST_NAME} printable characters",
         )
     return file
 
@@ -129,33 +156,58 @@ def _of_folder(folder: Path, where: str) -> File:
     name = next((name for name in _OF_HUGGING_FACE if (folder / name).is_file()), None)
     if name is None and (folder / "adapter_config.json").is_file():
         what = f"{folder} has an adapter of peft, and not the weights that it belongs to"
-        raise UserError(what, where, "model.merge_and_unload() of peft gives a model without adapters: model.save_pretrained(FOLDER)")
+        raise UserError(
+            what,
+            where,
+            "model.merge_and_unload() of peft gives a model without adapters: "
+            "model.save_pretrained(FOLDER)",
+        )
     if name is None:
-        raise UserError(f"{folder} is neither a run folder with a checkpoint nor has it {' or '.join(_OF_HUGGING_FACE)}", where, _KNOWN)
+        raise UserError(
+            f"{folder} is neither a run folder with a checkpoint nor has it "
+            f"{' or '.join(_OF_HUGGING_FACE)}",
+            where,
+            _KNOWN,
+        )
     if not name.endswith(".json"):
         return File(_of_file(folder / name, where), [])
     return File(_of_index(folder, name, where), [])
 
 
 def _of_index(folder: Path, name: str, where: str) -> Arrays:
-    """The arrays of the files that an index names. Raises UserError where it does not say what they have."""
+    """The arrays of the files that an index names. Raises UserError where it does not say what they
+    have."""
     try:
         if check_regular(folder / name).st_size > _MOST_INDEX_BYTES:
             raise ValueError(f"more than {_MOST_INDEX_BYTES} bytes")
         weights = json.loads((folder / name).read_text())["weight_map"]
         parts = sorted({str(file) for file in weights.values()})
     except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
-        raise UserError(f"{folder / name} is no index of weights: {first_line(error)}", where, _KNOWN) from None
+        raise UserError(
+            f"{folder / name} is no index of weights: {first_line(error)}", where, _KNOWN
+        ) from None
     if strange := [file for file in parts if Path(file).name != file or not file.isprintable()]:
-        raise UserError(f"{folder / name} names {short(strange[0])}, which is no file of that folder", where, _KNOWN)
+        raise UserError(
+            f"{folder / name} names {short(strange[0])}, which is no file of that folder",
+            where,
+            _KNOWN,
+        )
     found: Arrays = {}
     for file in parts:
         more = _of_safetensors(folder / file, where)
         if twins := sorted(found.keys() & more.keys()):
-            raise UserError(f"{short(twins[0])} is in {file} and in another file of {folder / name}", where, _KNOWN)
+            raise UserError(
+                f"{short(twins[0])} is in {file} and in another file of {folder / name}",
+                where,
+                _KNOWN,
+            )
         found |= more
     if absent := sorted(weights.keys() - found.keys()):
-        raise UserError(f"{folder / name} names {_some(absent)}, which the files do not have", where, "another copy of the folder")
+        raise UserError(
+            f"{folder / name} names {_some(absent)}, which the files do not have",
+            where,
+            "another copy of the folder",
+        )
     return found
 
 
@@ -167,7 +219,11 @@ def _of_run(run: Path) -> File:
         arrays |= averages(arrays)
     names = checkpoint.names or plain_names(arrays)
     if absent := [own for own in names.values() if own not in arrays]:
-        raise UserError(f"{checkpoint.folder} lacks {_some(absent)}, which its names refer to", "model.weights", "another checkpoint")
+        raise UserError(
+            f"{checkpoint.folder} lacks {_some(absent)}, which its names refer to",
+            "model.weights",
+            "another checkpoint",
+        )
     lines = [*notes, f"weights of step {checkpoint.train_state.progress.step} of {run}"]
     return File({name: arrays[own] for name, own in names.items()}, lines, scale_of(config))
 
@@ -177,91 +233,161 @@ def _of_safetensors(path: Path, where: str) -> Arrays:
 
     check_regular(path)
     try:
-        with safe_open(path, framework="numpy"):  # checks the header, and that the arrays fill the file exactly
+        with safe_open(
+            path, framework="numpy"
+        ):  # checks the header, and that the arrays fill the file exactly
             pass
         with path.open("rb") as file:
             return map_arrays(file)
     except KeyError as error:
-        raise UserError(f"{path} has numbers of type {error}, which is not read", where, "weights of F32, F16 or BF16") from None
+        raise UserError(
+            f"{path} has numbers of type {error}, which is not read",
+            where,
+            "weights of F32, F16 or BF16",
+        ) from None
     except (SafetensorError, ValueError, MemoryError) as error:
-        raise UserError(f"{path} is no safetensors file that can be read: {first_line(error)}", where, _KNOWN) from None
+        raise UserError(
+            f"{path} is no safetensors file that can be read: {first_line(error)}", where, _KNOWN
+        ) from None
 
 
-def with_names_of_model(found: Arrays, model: ModelConfig, names: Mapping[str, str]) -> tuple[Arrays, list[str]]:
-    """With the names of model.weights_names in place of others, and without the prefixes of DDP and torch.compile; lines for the user."""
+def with_names_of_model(
+    found: Arrays, model: ModelConfig, names: Mapping[str, str]
+) -> tuple[Arrays, list[str]]:
+    """With the names of model.weights_names in place of others, and without the prefixes of DDP and
+    torch.compile; lines for the user."""
     lines: list[str] = []
     for entry in model.weights_names:
         old, is_pair, new = entry.partition("=")
         if not is_pair:
             raise UserError(
-                f"model.weights_names: {short(entry)} is not OLD=NEW", model.where("weights_names"), f"'{entry}=' leaves it out"
+                f"model.weights_names: {short(entry)} is not OLD=NEW",
+                model.where("weights_names"),
+                f"'{entry}=' leaves it out",
             )
         renamed = {name: _renamed(name, old, new, model.where("weights_names")) for name in found}
         if not any(renamed.values()):
-            what = f"model.weights_names: no array's name {'fits' if '*' in old else 'begins with'} {short(old)!r}"
-            raise UserError(what, model.where("weights_names"), f"the first names are {', '.join(list(found)[:_SHOWN])}")
+            what = (
+                f"model.weights_names: no array's name {'fits' if '*' in old else 'begins with'} "
+                f"{short(old)!r}"
+            )
+            raise UserError(
+                what,
+                model.where("weights_names"),
+                f"the first names are {', '.join(list(found)[:_SHOWN])}",
+            )
         found = _under_new_names(found, renamed, entry, model.where("weights_names"))
     plain, left_out = without_wrappers(found, names)
     return plain, [*lines, *left_out]
 
 
 def _renamed(name: str, old: str, new: str, where: str) -> str | None:
-    """The name with NEW in the place of OLD, which it begins with; with * as a whole, each * of NEW is what that of OLD was; else None."""
+    """The name with NEW in the place of OLD, which it begins with; with * as a whole, each * of NEW
+    is what that of OLD was; else None."""
     if "*" not in old and "*" not in new:
         return new + name.removeprefix(old) if name.startswith(old) else None
     if old.count("*") != new.count("*"):
-        what = f"model.weights_names: {short(f'{old}={new}')} has {old.count('*')} * before the = and {new.count('*')} behind it"
+        what = (
+            f"model.weights_names: {short(f'{old}={new}')} has {old.count('*')} * before the = "
+            f"and {new.count('*')} behind it"
+        )
         raise UserError(what, where, "as many: 'encoder.layer.*.query.*=layers.*.q_proj.*'")
     fitting = re.fullmatch("(.*?)".join(map(re.escape, old.split("*"))), name)
     if fitting is None:
         return None
-    return "".join(part for pair in itertools.zip_longest(new.split("*"), fitting.groups(), fillvalue="") for part in pair)
+    return "".join(
+        part
+        for pair in itertools.zip_longest(new.split("*"), fitting.groups(), fillvalue="")
+        for part in pair
+    )
 
 
-def _under_new_names(found: Arrays, renamed: Mapping[str, str | None], entry: str, where: str) -> Arrays:
+def _under_new_names(
+    found: Arrays, renamed: Mapping[str, str | None], entry: str, where: str
+) -> Arrays:
     """Raises UserError where two arrays would have the same name."""
     names: dict[str, str] = {}
     for name in found:
         new = renamed[name] or name
         if new in names:
             raise UserError(
-                f"model.weights_names: {short(entry)} makes {names[new]} and {name} both {new}", where, "a pattern that fits one of them"
+                f"model.weights_names: {short(entry)} makes {names[new]} and {name} both {new}",
+                where,
+                "a pattern that fits one of them",
             )
         names[new] = name
     return {new: found[name] for new, name in names.items()}
 
 
-def matched(found: Arrays, names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], config: Config) -> Match:
+def matched(
+    found: Arrays, names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], config: Config
+) -> Match:
     """Which array goes where. Raises UserError where none does, and where one has another shape."""
     patterns = config.model.weights_skip
     where = config.where("model.weights")
     ties = Ties(names)
-    skipped = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+    skipped = [
+        name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    ]
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             what = f"model.weights_skip: {short(pattern)} fits no weight of the model"
-            raise UserError(what, config.where("model.weights_skip"), f"its first names are {', '.join(list(names)[:_SHOWN])}")
-    ties.check_whole(lambda name: name in skipped, f"model.weights_skip={list(patterns)}", config.where("model.weights_skip"))
+            raise UserError(
+                what,
+                config.where("model.weights_skip"),
+                f"its first names are {', '.join(list(names)[:_SHOWN])}",
+            )
+    ties.check_whole(
+        lambda name: name in skipped,
+        f"model.weights_skip={list(patterns)}",
+        config.where("model.weights_skip"),
+    )
     taken = [name for name in names if name in found and name not in skipped]
     if not taken:
-        what = f"no array of {config.model.weights} has the name of a weight: it has {_some(list(found))}, the model {_some(list(names))}"
-        raise UserError(what, where, "model.weights_names=['OLD=NEW'], what they begin with, or the weights of this model")
+        what = (
+            f"no array of {config.model.weights} has the name of a weight: it has "
+            f"{_some(list(found))}, the model {_some(list(names))}"
+        )
+        raise UserError(
+            what,
+            where,
+            "model.weights_names=['OLD=NEW'], what they begin with, or the weights of this model",
+        )
     for name in taken:
         if found[name].shape != shapes[names[name]]:
-            what = f"{name} is {found[name].shape} in {config.model.weights}, the model has {shapes[names[name]]}"
+            what = (
+                f"{name} is {found[name].shape} in {config.model.weights}, the model has "
+                f"{shapes[names[name]]}"
+            )
             layer = name.rpartition(".")[0]
-            raise UserError(what, where, f"model.weights_skip=['{layer}.*'] for a layer of its own first weights; or another model")
-    check_equal({name: found[name] for name in taken}, ties, lambda a, b: np.array_equal(found[a], found[b], equal_nan=True), where)
+            raise UserError(
+                what,
+                where,
+                f"model.weights_skip=['{layer}.*'] for a layer of its own first weights; or "
+                "another model",
+            )
+    check_equal(
+        {name: found[name] for name in taken},
+        ties,
+        lambda a, b: np.array_equal(found[a], found[b], equal_nan=True),
+        where,
+    )
     arrays = {names[name]: found[name] for name in taken}
     match = Match(
         arrays=arrays,
-        missing=[name for name in names if name not in found and name not in skipped and names[name] not in arrays],  # a tied one has two
+        missing=[
+            name
+            for name in names
+            if name not in found and name not in skipped and names[name] not in arrays
+        ],  # a tied one has two
         left_over=[name for name in found if name not in names],
         skipped=skipped,
     )
     path = str(config.model.weights)
     loaded = [name for name in names if names[name] in arrays]
-    check_leftovers({name: found[name].dtype.name for name in match.left_over}, loaded, names, path, where)
+    check_leftovers(
+        {name: found[name].dtype.name for name in match.left_over}, loaded, names, path, where
+    )
     check_missing(match.missing, names, loaded, path, where)
     _check_frozen(match, names, config)
     return match
@@ -271,9 +397,16 @@ def _check_frozen(match: Match, names: Mapping[str, str], config: Config) -> Non
     """Raises UserError where model.lora freezes a weight that the file does not have."""
     for name in match.missing if config.model.lora else ():
         is_weight = names[name].startswith("p.") and not is_adapter(name)
-        if is_weight and not any(fnmatch.fnmatchcase(name, pattern) for pattern in config.model.lora_train):
-            what = f"{name} is not in {config.model.weights}, and model.lora freezes it as it is drawn"
-            fix = f"model.weights_skip=['{name.rpartition('.')[0]}.*'] trains that layer; or a file with it"
+        if is_weight and not any(
+            fnmatch.fnmatchcase(name, pattern) for pattern in config.model.lora_train
+        ):
+            what = (
+                f"{name} is not in {config.model.weights}, and model.lora freezes it as it is drawn"
+            )
+            fix = (
+                f"model.weights_skip=['{name.rpartition('.')[0]}.*'] trains that layer; or a file "
+                "with it"
+            )
             raise UserError(what, config.where("model.weights"), fix)
 
 
@@ -290,7 +423,8 @@ def _lines(path: Path, match: Match, of: int) -> list[str]:
 
 
 def _other_stats(path: Path, config: Config) -> list[str]:
-    """A line where a folder of Hugging Face's says with which mean and deviation its weights were trained, and the job does not."""
+    """A line where a folder of Hugging Face's says with which mean and deviation its weights were
+    trained, and the job does not."""
     try:
         check_regular(path / "preprocessor_config.json")
         found = json.loads((path / "preprocessor_config.json").read_text())
@@ -300,9 +434,17 @@ def _other_stats(path: Path, config: Config) -> list[str]:
         return []
     if mean == config.data.mean and std == config.data.std:
         return []
-    said = " ".join(f"data.{name}={json.dumps(of, separators=(',', ':'))}" for name, of in (("mean", mean), ("std", std)))
-    return [f"        they were trained with {said}, as preprocessor_config.json says; this job has others"]
+    said = " ".join(
+        f"data.{name}={json.dumps(of, separators=(',', ':'))}"
+        for name, of in (("mean", mean), ("std", std))
+    )
+    return [
+        f"        they were trained with {said}, as preprocessor_config.json says; this job has "
+        "others"
+    ]
 
 
 def _some(names: list[str]) -> str:
-    return short(", ".join(names[:_SHOWN]), 200) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    return short(", ".join(names[:_SHOWN]), 200) + (
+        f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    )

@@ -1,4 +1,5 @@
-"""The run folder, where rank 0 writes: a new one, or that of the run to resume; never a folder of something else."""
+"""The run folder, where rank 0 writes: a new one, or that of the run to resume; never a folder of
+something else."""
 
 from __future__ import annotations
 
@@ -22,7 +23,17 @@ from hvdtrain.training.run_lock import LOCK, RunLock
 from hvdtrain.version import __version__
 
 MARKER = ".hvdtrain"  # in every folder that make_run_folder() has made
-FILES = ("config.yaml", "codebook.json", "events.jsonl", "report.html", "mlflow_run.json", "wandb_run.json", "launch.jsonl", MARKER, LOCK)
+FILES = (
+    "config.yaml",
+    "codebook.json",
+    "events.jsonl",
+    "report.html",
+    "mlflow_run.json",
+    "wandb_run.json",
+    "launch.jsonl",
+    MARKER,
+    LOCK,
+)
 FOLDERS = ("checkpoints", "samples", "ranks", "profile", "tensorboard", "mlflow", "wandb")
 _OUTPUT = re.compile(r".+\.(log|out|err)")  # of a batch system, which may be there first
 _FIRST_EVENT = b'{"time":'  # as every event begins
@@ -31,7 +42,8 @@ _FIRST_EVENT = b'{"time":'  # as every event begins
 def make_run_folder(config: Config, resumed: Path | None = None) -> Path:
     """Makes the folder, or returns the one of the resumed run.
 
-    Raises UserError where it holds another run or is no run folder, where a name in it is a link, or where it cannot be written.
+    Raises UserError where it holds another run or is no run folder, where a name in it is a link,
+    or where it cannot be written.
     """
     where = config.where("resume" if config.run is None and resumed else "run")
     try:
@@ -39,7 +51,11 @@ def make_run_folder(config: Config, resumed: Path | None = None) -> Path:
             run = resumed or _new_folder(config)
         else:
             run = Path(config.run).expanduser()
-            if config.resume != "auto" and _holds_a_run(run) and not _is_of_this_command(run, config, resumed):
+            if (
+                config.resume != "auto"
+                and _holds_a_run(run)
+                and not _is_of_this_command(run, config, resumed)
+            ):
                 fix = f"resume=auto or resume={run} resumes it; or give another run="
                 raise UserError(f"{run} holds another run", where, fix)
             run.mkdir(parents=True, exist_ok=True)
@@ -52,7 +68,8 @@ def make_run_folder(config: Config, resumed: Path | None = None) -> Path:
 
 
 def open_run_folder(config: Config, lock: RunLock) -> tuple[Path, list[str]]:
-    """Makes the folder, or takes that of the run to resume, and locks it; returns lines for the user, too. Raises UserError."""
+    """Makes the folder, or takes that of the run to resume, and locks it; returns lines for the
+    user, too. Raises UserError."""
     run = make_run_folder(config, former_run(config))
     try:
         return run, lock.acquire(run)
@@ -61,7 +78,8 @@ def open_run_folder(config: Config, lock: RunLock) -> tuple[Path, list[str]]:
 
 
 def check_run_folder(run: Path, needed_bytes: int) -> None:
-    """Raises UserError where the files of a run that goes on cannot be written, or a checkpoint of so many bytes has no room."""
+    """Raises UserError where the files of a run that goes on cannot be written, or a checkpoint of
+    so many bytes has no room."""
     files.remove_leftovers(run)
     try:
         with Folder.open(run) as folder:
@@ -72,7 +90,9 @@ def check_run_folder(run: Path, needed_bytes: int) -> None:
                     checkpoints.try_to_write()
     except OSError as error:
         what = f"cannot write in the run folder {run}: {error.strerror or error}"
-        raise UserError(what, f"{error.filename or run}", "make it writable, or give another run=") from None
+        raise UserError(
+            what, f"{error.filename or run}", "make it writable, or give another run="
+        ) from None
     check_room(run, needed_bytes)
 
 
@@ -85,8 +105,11 @@ def remove_if_empty(run: Path) -> None:
         run.rmdir()
 
 
-def write_config(config: Config, run: Path, lock: RunLock, only: dict[str, Any] | None = None) -> None:
-    """Writes config.yaml, whole or not at all, without the keys that say where the run is; only: as to_yaml()'s.
+def write_config(
+    config: Config, run: Path, lock: RunLock, only: dict[str, Any] | None = None
+) -> None:
+    """Writes config.yaml, whole or not at all, without the keys that say where the run is; only: as
+    to_yaml()'s.
 
     Raises OSError, and what the lock raises.
     """
@@ -95,12 +118,18 @@ def write_config(config: Config, run: Path, lock: RunLock, only: dict[str, Any] 
 
 
 def _is_of_this_command(run: Path, config: Config, resumed: Path | None) -> bool:
-    """Whether the run is the one that is resumed, or was begun by this resume= and has no checkpoint yet."""
-    return resumed is not None and (resumed.resolve() == run.resolve() or (began_from(run) == config.resume and not files.finished(run)))
+    """Whether the run is the one that is resumed, or was begun by this resume= and has no
+    checkpoint yet."""
+    return resumed is not None and (
+        resumed.resolve() == run.resolve()
+        or (began_from(run) == config.resume and not files.finished(run))
+    )
 
 
 def _holds_a_run(run: Path) -> bool:
-    return any(os.path.lexists(run / name) for name in ("config.yaml", "events.jsonl", "checkpoints"))
+    return any(
+        os.path.lexists(run / name) for name in ("config.yaml", "events.jsonl", "checkpoints")
+    )
 
 
 def _refuse_links(folder: Folder, where: str) -> None:
@@ -110,7 +139,9 @@ def _refuse_links(folder: Folder, where: str) -> None:
             try:
                 (folder.open_file(name) if name in FILES else folder.folder(name)).close()
             except WrongKind as error:
-                raise UserError(f"{folder.path / name} is {error.strerror}", where, NO_LINKS) from None
+                raise UserError(
+                    f"{folder.path / name} is {error.strerror}", where, NO_LINKS
+                ) from None
 
 
 def _mark(folder: Folder, where: str) -> None:
@@ -120,9 +151,16 @@ def _mark(folder: Folder, where: str) -> None:
     foreign = [name for name in folder.names() if not _OUTPUT.fullmatch(name) and name != MARKER]
     shared = os.path.realpath(folder.path) in ("/", os.path.realpath(os.path.expanduser("~")))
     if shared or (foreign and not _has_run_without_marker(folder)):
-        what = f"{folder.path} is no run folder" + (f": {short(foreign[0], 100)} in it is not of hvdtrain" if foreign else "")
-        raise UserError(what, where, f"give run= a folder of its own, such as run={folder.path / 'run-1'}")
-    with contextlib.suppress(FileExistsError), folder.create(MARKER) as file:  # another job has just made it
+        what = f"{folder.path} is no run folder" + (
+            f": {short(foreign[0], 100)} in it is not of hvdtrain" if foreign else ""
+        )
+        raise UserError(
+            what, where, f"give run= a folder of its own, such as run={folder.path / 'run-1'}"
+        )
+    with (
+        contextlib.suppress(FileExistsError),
+        folder.create(MARKER) as file,
+    ):  # another job has just made it
         file.write(f"a run folder of hvdtrain {__version__}\n".encode())
 
 
@@ -137,8 +175,12 @@ def _has_run_without_marker(folder: Folder) -> bool:
 
 
 def _new_folder(config: Config) -> Path:
-    """runs/DATA-MODEL-TIME, or with a number behind it where another job began in the same second."""
-    data, model = (class_of_object(section.name) if is_object(section.name) else section.name for section in (config.data, config.model))
+    """runs/DATA-MODEL-TIME, or with a number behind it where another job began in the same
+    second."""
+    data, model = (
+        class_of_object(section.name) if is_object(section.name) else section.name
+        for section in (config.data, config.model)
+    )
     name = f"{data}-{model.split(':')[-1]}-{time.strftime('%Y%m%d-%H%M%S')}"
     for suffix in ("", *(f"-{number}" for number in range(2, 1000))):
         with contextlib.suppress(FileExistsError):

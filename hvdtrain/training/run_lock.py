@@ -1,4 +1,5 @@
-"""The lock of a run folder: taken by rank 0 before it reads a checkpoint, kept alive by a thread, looked at with every event."""
+"""The lock of a run folder: taken by rank 0 before it reads a checkpoint, kept alive by a thread,
+looked at with every event."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class Sign(NamedTuple):
 
 
 class Watch:
-    """Looks at a lock from time to time: whether its holder lives, by its process where that can be seen, else by its signs of life.
+    """Looks at a lock from time to time: whether its holder lives, by its process where that can be
+    seen, else by its signs of life.
 
     No clocks of two hosts are compared: a sign of life is a change of the file.
     """
@@ -61,7 +63,11 @@ class Watch:
     def look(self, holder: Holder) -> Sign:
         now_s = time.monotonic()
         if self._seen is None or holder != self._seen:
-            self._signs = self._signs + 1 if self._seen is not None and holder.token == self._seen.token else 0
+            self._signs = (
+                self._signs + 1
+                if self._seen is not None and holder.token == self._seen.token
+                else 0
+            )
             self._seen = holder
             self._since_s = now_s
         silent_s = now_s - self._since_s
@@ -74,12 +80,19 @@ class Watch:
 
 
 class RunLock:
-    """A context manager, which gives the lock back. Only rank 0 acquires it; without that all methods do nothing.
+    """A context manager, which gives the lock back. Only rank 0 acquires it; without that all
+    methods do nothing.
 
     start_s: guard.start_s, for which the other ranks wait; stale_s: STALE_S.
     """
 
-    def __init__(self, heartbeat: Heartbeat, signals: Signals, start_s: float | None = None, stale_s: float = STALE_S) -> None:
+    def __init__(
+        self,
+        heartbeat: Heartbeat,
+        signals: Signals,
+        start_s: float | None = None,
+        stale_s: float = STALE_S,
+    ) -> None:
         self._heartbeat = heartbeat
         self._signals = signals
         self._stale_s = stale_s
@@ -94,21 +107,31 @@ class RunLock:
     def __enter__(self) -> RunLock:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.release()
-        if self._thread is not None:  # where a thread frees the last reference to a tensor while the interpreter ends, torch aborts
+        if self._thread is not None:
+            # where a thread frees the last reference to a tensor while the interpreter ends, torch
+            # aborts
             self._thread.join(JOIN_S)
 
     def acquire(self, run: Path) -> list[str]:
-        """Takes the lock of an existing run folder; returns lines for the user. Raises OSError where that cannot be written.
+        """Takes the lock of an existing run folder; returns lines for the user. Raises OSError
+        where that cannot be written.
 
-        Raises UserError where a living job has it. One that writes its last checkpoint is waited for, and one that cannot be seen
-        until it shows a sign of life; one that is gone loses its lock.
+        Raises UserError where a living job has it. One that writes its last checkpoint is waited
+        for, and one that cannot be seen until it shows a sign of life; one that is gone loses its
+        lock.
         """
         return self._acquire(run, "")
 
     def take_over(self, run: Path, token: str) -> None:
-        """Acquires the lock after the loss of the rank that had the lock with this token: it is gone, wherever it ran."""
+        """Acquires the lock after the loss of the rank that had the lock with this token: it is
+        gone, wherever it ran."""
         self._acquire(run, token)
 
     @property
@@ -132,8 +155,15 @@ class RunLock:
                     remove_lock(folder, gone)
                     continue
                 self._heartbeat.beat("waiting for the run folder", 0, 0)
-                if holder is not None and waiting.is_gone(holder) and remove_lock(folder, holder.token):
-                    notes.append(f"the lock of a job that ended without giving it back is taken over: {holder}")
+                if (
+                    holder is not None
+                    and waiting.is_gone(holder)
+                    and remove_lock(folder, holder.token)
+                ):
+                    notes.append(
+                        "the lock of a job that ended without giving it back is taken over: "
+                        f"{holder}"
+                    )
         except BaseException:
             folder.close()
             raise
@@ -148,7 +178,8 @@ class RunLock:
         self._write(ending=True)
 
     def check(self) -> None:
-        """Raises UserError where this job has lost the run folder that it has locked: deleted, renamed, or taken by another job."""
+        """Raises UserError where this job has lost the run folder that it has locked: deleted,
+        renamed, or taken by another job."""
         if self._folder is None:
             return
         try:
@@ -162,7 +193,8 @@ class RunLock:
             raise lost_folder(self._run, self._folder, holder)
 
     def open(self, run: Path) -> Folder:
-        """The run folder. Once it is locked, that very folder: what takes its path after the look at it gets no file.
+        """The run folder. Once it is locked, that very folder: what takes its path after the look
+        at it gets no file.
 
         Raises what check() raises, and OSError.
         """
@@ -171,7 +203,8 @@ class RunLock:
             return self._folder.again() if self._folder else Folder.open(run)
 
     def refuse(self, error: OSError) -> None:
-        """After a write into the run folder that failed: raises UserError where the next one would fail, too."""
+        """After a write into the run folder that failed: raises UserError where the next one would
+        fail, too."""
         if self._folder is not None and error.errno in (*GONE, *UNWRITABLE):
             self.check()
             raise unwritable_folder(self._run, error)
@@ -213,19 +246,25 @@ class RunLock:
                 written_s = time.monotonic()
 
     def _write(self, *, ending: bool) -> None:
-        """The file as it is now, where it is still mine; a file system that does not take it is found with the next event."""
+        """The file as it is now, where it is still mine; a file system that does not take it is
+        found with the next event."""
         with self._writing:
             if self._folder is None:
                 return
-            self._mine = self._mine._replace(beats=self._mine.beats + 1, ending=self._mine.ending or ending)
+            self._mine = self._mine._replace(
+                beats=self._mine.beats + 1, ending=self._mine.ending or ending
+            )
             with contextlib.suppress(OSError), self._folder.update(LOCK) as file:
-                if from_bytes(file.read(LENGTH)).token == self._mine.token:  # of this very file: another job's is another file
+                if (
+                    from_bytes(file.read(LENGTH)).token == self._mine.token
+                ):  # of this very file: another job's is another file
                     file.seek(0)
                     file.write(to_bytes(self._mine))
 
 
 class Waiting:
-    """A job that finds the lock of another: whether it waits on, takes the lock over, or is refused."""
+    """A job that finds the lock of another: whether it waits on, takes the lock over, or is
+    refused."""
 
     def __init__(self, run: Path, wait_s: float, stale_s: float) -> None:
         self._run = run
@@ -236,7 +275,8 @@ class Waiting:
         self._said_s = -SAY_S
 
     def is_gone(self, holder: Holder) -> bool:
-        """Whether the holder has left its lock behind; waits a moment where it may give it back. Raises UserError where it will not."""
+        """Whether the holder has left its lock behind; waits a moment where it may give it back.
+        Raises UserError where it will not."""
         sign = self._watch.look(holder)
         waited_s = time.monotonic() - self._began_s
         if sign.alive is False:
@@ -245,16 +285,23 @@ class Waiting:
             raise in_use(self._run, sign)
         if waited_s - self._said_s >= SAY_S and waited_s > 2 * LOOK_S:
             self._said_s = waited_s
-            why = f"which ends: this job waits for its last checkpoint ({waited_s:.0f} of {self._wait_s:.0f} s)"
+            why = (
+                f"which ends: this job waits for its last checkpoint ({waited_s:.0f} of "
+                f"{self._wait_s:.0f} s)"
+            )
             if sign.alive is None:
-                why = f"not seen from here: no sign of life for {sign.silent_s:.0f} s, after {self._stale_s:.0f} s it counts as gone"
+                why = (
+                    f"not seen from here: no sign of life for {sign.silent_s:.0f} s, after "
+                    f"{self._stale_s:.0f} s it counts as gone"
+                )
             warn(f"{self._run} belongs to {holder}, {why}")
         time.sleep(LOOK_S)
         return False
 
 
 def find_holder(run: Path, look_s: float) -> Sign | None:
-    """Who has a run folder; None for nobody. It takes look_s where the process cannot be seen from here and gives no sign of life.
+    """Who has a run folder; None for nobody. It takes look_s where the process cannot be seen from
+    here and gives no sign of life.
 
     Raises OSError.
     """
@@ -273,7 +320,10 @@ def find_holder(run: Path, look_s: float) -> Sign | None:
 def in_use(run: Path, sign: Sign) -> UserError:
     """The error of a job that finds a living one in its run folder."""
     seen = "" if sign.alive else f", without a sign of life for {sign.silent_s:.0f} s"
-    fix = f"wait for it or stop it; or give another run=; if no such job runs any more, remove {run / LOCK}"
+    fix = (
+        "wait for it or stop it; or give another run=; if no such job runs any more, remove "
+        f"{run / LOCK}"
+    )
     return UserError(f"{run} is in use by another job: {sign.holder}{seen}", str(run / LOCK), fix)
 
 
@@ -287,10 +337,11 @@ def read_holder(folder: Folder) -> Holder | None:
 
 
 def remove_lock(folder: Folder, token: str) -> bool:
-    """Removes the lock with this token, and no other; False where it is not there, or another process removes it just now.
+    """Removes the lock with this token, and no other; False where it is not there, or another
+    process removes it just now.
 
-    Two processes that find one lock stale could remove it, and then the new one of each other: only the one that makes a file with
-    this token's name may remove the lock. Raises OSError.
+    Two processes that find one lock stale could remove it, and then the new one of each other: only
+    the one that makes a file with this token's name may remove the lock. Raises OSError.
     """
     claim = f".lock-{token}"
     try:
@@ -310,7 +361,8 @@ def remove_lock(folder: Folder, token: str) -> bool:
 
 
 def _wait_for_claim(folder: Folder, claim: str) -> None:
-    """A claim lasts a millisecond, unless its process dies in that: then it, not one that came later, is removed after CLAIM_S."""
+    """A claim lasts a millisecond, unless its process dies in that: then it, not one that came
+    later, is removed after CLAIM_S."""
     seen = None
     began_s = 0.0
     while (status := folder.status(claim)) is not None:

@@ -1,4 +1,5 @@
-"""One rank from its command line to its work: reads the configuration, connects the ranks, and ends them all on an error."""
+"""One rank from its command line to its work: reads the configuration, connects the ranks, and ends
+them all on an error."""
 
 from __future__ import annotations
 
@@ -34,11 +35,14 @@ from hvdtrain.training.train_job import JobResult, train_job
 
 T = TypeVar("T")
 _NOTHING: Mapping[str, Given] = {}
-ReadFormerRun = Callable[[Sequence[Assignment]], list[Assignment]]  # what the assignments take from the run that resume= names
+ReadFormerRun = Callable[
+    [Sequence[Assignment]], list[Assignment]
+]  # what the assignments take from the run that resume= names
 
 
 class Rank(NamedTuple):
-    """A rank that is connected with the others and knows the configuration, before it reads data."""
+    """A rank that is connected with the others and knows the configuration, before it reads
+    data."""
 
     config: Config
     communicator: Communicator
@@ -72,10 +76,21 @@ def _train(rank: Rank, imported: Callable[[], None]) -> JobResult:
     datasets = open_datasets(rank.config, rank.communicator)
     config = with_blocks(with_class_names(rank.config, datasets.train), datasets.train)
     config = resolve_micro(config, datasets, rank.communicator)
-    with advised(lambda: forecast_of_job(config, datasets, rank.communicator), room_of_rank(config, rank.communicator)):
+    with advised(
+        lambda: forecast_of_job(config, datasets, rank.communicator),
+        room_of_rank(config, rank.communicator),
+    ):
         imported()  # the framework too, by room_of_rank()
         return train_job(
-            config, datasets, rank.communicator, rank.engine_reason, rank.signals, rank.heartbeat, rank.lock, rank.warnings, rank.watchdog
+            config,
+            datasets,
+            rank.communicator,
+            rank.engine_reason,
+            rank.signals,
+            rank.heartbeat,
+            rank.lock,
+            rank.warnings,
+            rank.watchdog,
         )
 
 
@@ -89,8 +104,16 @@ def on_connected_ranks(
     given: Mapping[str, Given] = _NOTHING,
     what: str = "job",
 ) -> T:
-    """Does the work on this rank; returns its result. Every rank calls it. Raises, and ends all ranks, as connected_rank()."""
-    with connected_rank(config_file, arguments, read_former_run=read_former_run, from_script=from_script, given=given, what=what) as rank:
+    """Does the work on this rank; returns its result. Every rank calls it. Raises, and ends all
+    ranks, as connected_rank()."""
+    with connected_rank(
+        config_file,
+        arguments,
+        read_former_run=read_former_run,
+        from_script=from_script,
+        given=given,
+        what=what,
+    ) as rank:
         return work(rank)
 
 
@@ -104,11 +127,12 @@ def connected_rank(
     given: Mapping[str, Given] = _NOTHING,
     what: str = "job",
 ) -> Iterator[Rank]:
-    """This rank, which the launcher's variables tell from the others, connected with them. Every rank enters it, and leaves it together.
+    """This rank, which the launcher's variables tell from the others, connected with them. Every
+    rank enters it, and leaves it together.
 
-    what: the work inside is called so where an error ends it. An error ends every rank after it was reported, and RankFailed is raised
-    here. Raised as they are: a UserError of the configuration alone, before ranks connect; and with from_script any error where this
-    process is the whole job.
+    what: the work inside is called so where an error ends it. An error ends every rank after it was
+    reported, and RankFailed is raised here. Raised as they are: a UserError of the configuration
+    alone, before ranks connect; and with from_script any error where this process is the whole job.
     """
     report_crashes()
     place = placement(os.environ)
@@ -127,32 +151,55 @@ def connected_rank(
             communicator, engine_reason = connect(config, place)
             watchdog.attach(communicator)
             if config.resume not in ("auto", "no"):
-                config = _with_former_run(config_file, arguments, communicator, read_former_run, given)
+                config = _with_former_run(
+                    config_file, arguments, communicator, read_former_run, given
+                )
             config = resolve_batch_size(config, communicator.size)
             refuse_conflicts(config, communicator.name, communicator.size)
-            watchdog.places = [place_of(rank, communicator.size, config.parallel) for rank in range(communicator.size)]
+            watchdog.places = [
+                place_of(rank, communicator.size, config.parallel)
+                for rank in range(communicator.size)
+            ]
             heartbeat.place = watchdog.places[communicator.rank]
             with noted(heartbeat, communicator.rank):
-                yield Rank(config, communicator, engine_reason, signals, heartbeat, shown_warnings, lock, watchdog)
+                yield Rank(
+                    config,
+                    communicator,
+                    engine_reason,
+                    signals,
+                    heartbeat,
+                    shown_warnings,
+                    lock,
+                    watchdog,
+                )
             shown_warnings.exchange(communicator)
             communicator.close()
         except BaseException as error:  # SystemExit too
             lock.release()
             if from_script and is_only_process(None):  # not of a job whose other ranks are lost
                 raise
-            raise RankFailed(end_every_rank(error, communicator, what, place_and_pass(heartbeat))) from error
+            raise RankFailed(
+                end_every_rank(error, communicator, what, place_and_pass(heartbeat))
+            ) from error
 
 
 def _before_connecting(
-    config_file: str | None, arguments: Sequence[str], place: Placement, read_former_run: ReadFormerRun, given: Mapping[str, Given]
+    config_file: str | None,
+    arguments: Sequence[str],
+    place: Placement,
+    read_former_run: ReadFormerRun,
+    given: Mapping[str, Given],
 ) -> Config:
     """The configuration that this rank knows by itself; rank 0 has read the run to resume.
 
-    What is wrong with that run is raised once the ranks are connected: mpirun may hang where one rank ends while others connect.
+    What is wrong with that run is raised once the ranks are connected: mpirun may hang where one
+    rank ends while others connect.
     """
     if place.rank == 0:
         try:
-            return _configure(config_file, arguments, read_former_run(assignments(config_file, arguments)), given)
+            return _configure(
+                config_file, arguments, read_former_run(assignments(config_file, arguments)), given
+            )
         except UserError:
             if place.size == 1:
                 raise
@@ -166,13 +213,20 @@ def _with_former_run(
     read_former_run: ReadFormerRun,
     given: Mapping[str, Given],
 ) -> Config:
-    """The configuration with what the run to resume has; rank 0 reads that, since hosts need not share a file system."""
+    """The configuration with what the run to resume has; rank 0 reads that, since hosts need not
+    share a file system."""
     former = on_rank_0(communicator, lambda: read_former_run(assignments(config_file, arguments)))
     return _configure(config_file, arguments, former, given)
 
 
-def _configure(config_file: str | None, arguments: Sequence[str], former: Sequence[Assignment], given: Mapping[str, Given]) -> Config:
-    """With the keys of a former run. Raises UserError, also where no file has the name of a plugin."""
+def _configure(
+    config_file: str | None,
+    arguments: Sequence[str],
+    former: Sequence[Assignment],
+    given: Mapping[str, Given],
+) -> Config:
+    """With the keys of a former run. Raises UserError, also where no file has the name of a
+    plugin."""
     config = with_given(configure(config_file, arguments, former), given)
     check_names(config)
     return config

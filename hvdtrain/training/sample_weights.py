@@ -1,4 +1,5 @@
-"""Weights of samples, by which they are drawn: a field of theirs, the inverse frequency of their classes, or an array of a script."""
+"""Weights of samples, by which they are drawn: a field of theirs, the inverse frequency of their
+classes, or an array of a script."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ _GIVE = "hvdtrain.train(sample_weights=array), a number for each training sample
 
 
 def read_weights(source: Source, asked: str, ignored: int | None, where: str) -> np.ndarray:
-    """float64 (n,): those of the field `asked`, or of "balanced" 1 / how many samples have the class, of label `ignored` 0.
+    """float64 (n,): those of the field `asked`, or of "balanced" 1 / how many samples have the
+    class, of label `ignored` 0.
 
     Raises UserError where there is no such field, or its values are no weights.
     """
@@ -23,7 +25,11 @@ def read_weights(source: Source, asked: str, ignored: int | None, where: str) ->
         return _balanced(source, ignored, where)
     if asked not in source.fields:
         known = ", ".join(source.fields)
-        raise UserError(f"the data have no field {asked!r}: they have {known}", where, f"one of them, balanced, or {_GIVE}")
+        raise UserError(
+            f"the data have no field {asked!r}: they have {known}",
+            where,
+            f"one of them, balanced, or {_GIVE}",
+        )
     found = _field(source, asked)
     if found is None:
         what = f"the field {asked} is known only once samples are read"
@@ -32,16 +38,26 @@ def read_weights(source: Source, asked: str, ignored: int | None, where: str) ->
 
 
 def checked_weights(weights: np.ndarray, samples: int, where: str) -> np.ndarray:
-    """float64 (n,). Raises UserError where they are not one number for each sample, finite and not negative, one of them above 0."""
+    """float64 (n,). Raises UserError where they are not one number for each sample, finite and not
+    negative, one of them above 0."""
     if weights.shape != (samples,) or weights.dtype.kind not in "iufb":
-        what = f"weights are {weights.dtype} {weights.shape}, and there are {samples:,} training samples"
+        what = (
+            f"weights are {weights.dtype} {weights.shape}, and there are {samples:,} training "
+            "samples"
+        )
         raise UserError(what, where, f"numbers ({samples},), one for each")
     found = weights.astype(np.float64)
     wrong = np.flatnonzero(~(np.isfinite(found) & (found >= 0)))
     if len(wrong):
-        raise UserError(f"the weight of sample {wrong[0]} is {found[wrong[0]]:g}", where, "finite numbers from 0 on; 0 leaves a sample out")
+        raise UserError(
+            f"the weight of sample {wrong[0]} is {found[wrong[0]]:g}",
+            where,
+            "finite numbers from 0 on; 0 leaves a sample out",
+        )
     if not found.any():
-        raise UserError("all weights are 0, so that no sample can be drawn", where, "at least one above 0")
+        raise UserError(
+            "all weights are 0, so that no sample can be drawn", where, "at least one above 0"
+        )
     return found
 
 
@@ -50,12 +66,26 @@ def _balanced(source: Source, ignored: int | None, where: str) -> np.ndarray:
     if labels is None:
         labels = _field(source, "y") if "y" in source.fields else None
     if labels is None or labels.ndim != 1 or labels.dtype.kind not in "iub":
-        kind = "one whole number y for each sample" if labels is None else f"y is {labels.dtype} {labels.shape}"
-        what = f"data.sample_weights=balanced is of classes: {kind}" + (" is not known without reading them" if labels is None else "")
-        raise UserError(what, where, f"labels (n,) of classes; a Dataset tells them by its attribute `targets`; or {_GIVE}")
+        kind = (
+            "one whole number y for each sample"
+            if labels is None
+            else f"y is {labels.dtype} {labels.shape}"
+        )
+        what = f"data.sample_weights=balanced is of classes: {kind}" + (
+            " is not known without reading them" if labels is None else ""
+        )
+        raise UserError(
+            what,
+            where,
+            f"labels (n,) of classes; a Dataset tells them by its attribute `targets`; or {_GIVE}",
+        )
     _, number, counts = np.unique(labels, return_inverse=True, return_counts=True)
     weights = 1.0 / counts[number]
-    return checked_weights(weights if ignored is None else np.where(labels == ignored, 0.0, weights), len(source), where)
+    return checked_weights(
+        weights if ignored is None else np.where(labels == ignored, 0.0, weights),
+        len(source),
+        where,
+    )
 
 
 def _field(source: Source, name: str) -> np.ndarray | None:
@@ -73,4 +103,8 @@ def _field(source: Source, name: str) -> np.ndarray | None:
     if inner is not None and len(inner) == len(source):
         return _field(inner, name)
     files = stored_in(source)
-    return None if files is None or len(files) != len(source) else files.read_field(name, np.arange(len(files)))
+    return (
+        None
+        if files is None or len(files) != len(source)
+        else files.read_field(name, np.arange(len(files)))
+    )

@@ -1,4 +1,5 @@
-"""What a model draws or says of a few samples, by all ranks together, as files for the report: sequences of tokens, masks."""
+"""What a model draws or says of a few samples, by all ranks together, as files for the report:
+sequences of tokens, masks."""
 
 from __future__ import annotations
 
@@ -50,16 +51,24 @@ def draw_on_all_ranks(
     at_once: int,
     before_each: Callable[[], None],
 ) -> np.ndarray:
-    """int64 (n, length): the prompts, int64 (n, m), continued as Sampler.continue_sequences() says. A collective.
+    """int64 (n, length): the prompts, int64 (n, m), continued as Sampler.continue_sequences() says.
+    A collective.
 
-    at_once: sequences that a rank continues together. before_each() is called before each position, equally often on every rank.
+    at_once: sequences that a rank continues together. before_each() is called before each position,
+    equally often on every rank.
     """
     mine = [np.empty((0, length), np.int64)]
     for rows in evaluation_batches(len(prompts), at_once, communicator.rank, communicator.size):
         first = int(rows[0]) if len(rows) else 0
         mine.append(
             learner.continue_sequences(
-                prompts[rows], length, tokens=tokens, temperature=temperature, seed=seed, first=first, before_each=before_each
+                prompts[rows],
+                length,
+                tokens=tokens,
+                temperature=temperature,
+                seed=seed,
+                first=first,
+                before_each=before_each,
             )
         )
     return communicator.allgather(np.concatenate(mine), "sample.tokens")
@@ -80,10 +89,11 @@ class _Stopped(Exception):
 
 @dataclass
 class SampleSeries:
-    """What the model makes of log.samples samples at an evaluation: drawn sequences, or masks; of masks a few at the end by default.
+    """What the model makes of log.samples samples at an evaluation: drawn sequences, or masks; of
+    masks a few at the end by default.
 
-    A sequence has random numbers of the seed alone, apart from all that training uses, and begins with the first token of the validation
-    set: for images the start token.
+    A sequence has random numbers of the seed alone, apart from all that training uses, and begins
+    with the first token of the validation set: for images the start token.
     """
 
     config: Config
@@ -98,13 +108,18 @@ class SampleSeries:
     open_run: OpenFolder
 
     def draw(self, now: TrainState) -> None:
-        """Draws from the weights as they are, and writes a file on rank 0. A collective. Raises UserError where the model cannot draw."""
+        """Draws from the weights as they are, and writes a file on rank 0. A collective. Raises
+        UserError where the model cannot draw."""
         if self.config.log.samples:
             self._draw(self.config.log.samples, now)
 
     def draw_at_end(self, now: TrainState) -> None:
         """What is shown without log.samples, as draw() does."""
-        if self.config.log.samples is None and _segmentation(self.task) and self.config.parallel.pipeline == 1:
+        if (
+            self.config.log.samples is None
+            and _segmentation(self.task)
+            and self.config.parallel.pipeline == 1
+        ):
             self._draw(SHOWN_MASKS, now)
 
     def _draw(self, samples: int, now: TrainState) -> None:
@@ -113,16 +128,35 @@ class SampleSeries:
         began_s = time.perf_counter()
         samples = min(samples, len(self.val)) if _segmentation(self.task) else samples
         with self.learner.averaged():
-            content = self._masks(samples, now) if _segmentation(self.task) else self._sequences(samples, now)
+            content = (
+                self._masks(samples, now)
+                if _segmentation(self.task)
+                else self._sequences(samples, now)
+            )
         if content is not None and self.communicator.rank == 0:
-            self._write(f"{_stem(self.task)}-{now.progress.step:08d}.{'png' if content.startswith(_PNG) else 'txt'}", content)
-            self.log.emit("samples", now.progress.step, count=samples, draw_s=round(time.perf_counter() - began_s, 3))
+            self._write(
+                f"{_stem(self.task)}-{now.progress.step:08d}.{'png' if content.startswith(_PNG) else 'txt'}",  # noqa: E501
+                content,
+            )
+            self.log.emit(
+                "samples",
+                now.progress.step,
+                count=samples,
+                draw_s=round(time.perf_counter() - began_s, 3),
+            )
 
     def _sequences(self, samples: int, now: TrainState) -> bytes | None:
         """A picture or a text; None where the job stops meanwhile."""
         if not isinstance(self.learner, Sampler) or not isinstance(self.task, Language):
-            what = f"log.samples={samples} draws tokens or masks, and the job has task.name={self.task.name}"
-            raise UserError(what, self.config.where("log.samples"), "task.name=language or segmentation, or leave it out")
+            what = (
+                f"log.samples={samples} draws tokens or masks, and the job has "
+                f"task.name={self.task.name}"
+            )
+            raise UserError(
+                what,
+                self.config.where("log.samples"),
+                "task.name=language or segmentation, or leave it out",
+            )
         codebook = codebook_of(self.val)
         try:
             drawn = draw_on_all_ranks(
@@ -151,14 +185,19 @@ class SampleSeries:
         self.heartbeat.beat("masks for the report", now.progress.epoch, now.progress.step)
         numbers = np.unique(np.linspace(0, len(self.val) - 1, samples).astype(np.int64))
         said = [np.empty((0, *task.pixels), np.int64)]
-        for _, predictions in predict(self.config, self.learner, Subset(self.val, numbers), self.learner.data, self.heartbeat):
+        for _, predictions in predict(
+            self.config, self.learner, Subset(self.val, numbers), self.learner.data, self.heartbeat
+        ):
             said.append(predictions.outputs.argmax(1))
         whole = self.learner.data.allgather(np.concatenate(said), "samples.masks")
         shown = self.val.read(numbers)
-        return png(picture(Masks(numbers, shown[main_input(self.task)], shown["y"], whole, task.ignored)))
+        return png(
+            picture(Masks(numbers, shown[main_input(self.task)], shown["y"], whole, task.ignored))
+        )
 
     def _keep_up(self, now: TrainState) -> Callable[[], None]:
-        """A sign of life at each position, on ranks without sequences too; now and then all ranks agree whether to stop."""
+        """A sign of life at each position, on ranks without sequences too; now and then all ranks
+        agree whether to stop."""
         positions = itertools.count(1)
 
         def before_each() -> None:
@@ -171,7 +210,13 @@ class SampleSeries:
     def _texts(self, drawn: np.ndarray) -> str:
         path: Any = self.config.data.options.get("tokenizer")
         tokenizer = read_tokenizer(expand(path, "data.tokenizer")) if path else None
-        return "\n".join(f"--- {number}\n{decode(tokens, tokenizer)}" for number, tokens in enumerate(drawn, start=1)) + "\n"
+        return (
+            "\n".join(
+                f"--- {number}\n{decode(tokens, tokenizer)}"
+                for number, tokens in enumerate(drawn, start=1)
+            )
+            + "\n"
+        )
 
     def _write(self, name: str, content: bytes) -> None:
         """A file that cannot be written is told of, and the job goes on."""
@@ -212,7 +257,9 @@ def grid(images: np.ndarray, columns: int | None = None) -> np.ndarray:
     width = width * factor
     columns = min(n, columns or max(1, round(math.sqrt(n * height / width))))
     rows = -(-n // columns)
-    page = np.full((rows * (height + _GAP) - _GAP, columns * (width + _GAP) - _GAP, channels), 255, np.uint8)
+    page = np.full(
+        (rows * (height + _GAP) - _GAP, columns * (width + _GAP) - _GAP, channels), 255, np.uint8
+    )
     for number, image in enumerate(images):
         row, column = divmod(number, columns)
         top = row * (height + _GAP)

@@ -1,4 +1,5 @@
-"""Images, their masks, and what a model says about their pixels, as one picture; the colours of classes."""
+"""Images, their masks, and what a model says about their pixels, as one picture; the colours of
+classes."""
 
 from __future__ import annotations
 
@@ -19,11 +20,14 @@ _PAPER = (255, 255, 255)
 
 
 def palette() -> np.ndarray:
-    """uint8 (256, 3), red, green and blue of classes: the bits of a number are dealt to the three, as in the PASCAL VOC set."""
+    """uint8 (256, 3), red, green and blue of classes: the bits of a number are dealt to the three,
+    as in the PASCAL VOC set."""
     colours = np.zeros((256, 3), np.uint8)
     for bit in range(8):
         for channel in range(3):
-            colours[:, channel] |= (((np.arange(256) >> (3 * bit + channel)) & 1) << (7 - bit)).astype(np.uint8)
+            colours[:, channel] |= (
+                ((np.arange(256) >> (3 * bit + channel)) & 1) << (7 - bit)
+            ).astype(np.uint8)
     return colours
 
 
@@ -38,8 +42,16 @@ class Masks(NamedTuple):
 
 
 def picture(masks: Masks) -> np.ndarray:
-    """uint8 (height, width, 3): for each sample a row of its image, its mask and the prediction, and below the classes' colours."""
-    tiles = [_sized(tile) for tile in (_as_rgb(masks.images), _coloured(masks.true, masks.ignored), _coloured(masks.said, None))]
+    """uint8 (height, width, 3): for each sample a row of its image, its mask and the prediction,
+    and below the classes' colours."""
+    tiles = [
+        _sized(tile)
+        for tile in (
+            _as_rgb(masks.images),
+            _coloured(masks.true, masks.ignored),
+            _coloured(masks.said, None),
+        )
+    ]
     n, height, width = tiles[0].shape[:3]
     row_height = _LINE + height + _GAP
     width_and_gap = width + _GAP
@@ -59,7 +71,10 @@ def picture(masks: Masks) -> np.ndarray:
 def _titles(masks: Masks) -> list[str]:
     known = _known(masks).sum((1, 2))
     right = (_known(masks) & (masks.true == masks.said)).sum((1, 2))
-    shares = [f": {100 * part / whole:.1f}% of its pixels right" if whole else "" for part, whole in zip(right, known, strict=True)]
+    shares = [
+        f": {100 * part / whole:.1f}% of its pixels right" if whole else ""
+        for part, whole in zip(right, known, strict=True)
+    ]
     return [f"sample {number}{share}" for number, share in zip(masks.numbers, shares, strict=True)]
 
 
@@ -69,7 +84,8 @@ def _known(masks: Masks) -> np.ndarray:
 
 
 def _as_rgb(images: np.ndarray) -> np.ndarray:
-    """uint8 (n, H, W, 3): of one channel or three as they are, of others the first; floats from the least to the largest of a channel."""
+    """uint8 (n, H, W, 3): of one channel or three as they are, of others the first; floats from the
+    least to the largest of a channel."""
     if images.dtype != np.uint8:
         images = images[:, :3] if images.shape[1] == 3 else images[:, :1]
         finite = np.where(np.isfinite(images), images, 0.0).astype(np.float64)
@@ -91,7 +107,8 @@ def _coloured(classes: np.ndarray, ignored: int | None) -> np.ndarray:
 
 
 def _sized(tiles: np.ndarray) -> np.ndarray:
-    """uint8 (n, h, w, 3), of about TILE pixels: each pixel several times, or each of several pixels."""
+    """uint8 (n, h, w, 3), of about TILE pixels: each pixel several times, or each of several
+    pixels."""
     longest = max(tiles.shape[1:3])
     if longest < TILE:
         factor = TILE // longest
@@ -104,7 +121,10 @@ def _legend(masks: Masks, width: int) -> np.ndarray:
     """uint8 (h, width, 3): a patch of colour and the number of each class that the picture has."""
     is_known = _known(masks)
     classes = np.union1d(masks.true[is_known], masks.said).tolist()
-    entries = [(tuple(palette()[number % 256].tolist()), f"class {number}") for number in classes[:_MOST_NAMED]]
+    entries = [
+        (tuple(palette()[number % 256].tolist()), f"class {number}")
+        for number in classes[:_MOST_NAMED]
+    ]
     if len(classes) > _MOST_NAMED:
         entries.append((_PAPER, f"and {len(classes) - _MOST_NAMED} more"))
     if not is_known.all():

@@ -1,4 +1,5 @@
-"""The state that all ranks begin with: a new one, or that of the newest checkpoint; and the run folder."""
+"""The state that all ranks begin with: a new one, or that of the newest checkpoint; and the run
+folder."""
 
 from __future__ import annotations
 
@@ -29,7 +30,12 @@ from hvdtrain.training.pretrained import load_pretrained
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.progress.triggers import stop_reason
 from hvdtrain.training.replicas.compare import broadcast_state
-from hvdtrain.training.run_folder import check_run_folder, open_run_folder, remove_if_empty, write_config
+from hvdtrain.training.run_folder import (
+    check_run_folder,
+    open_run_folder,
+    remove_if_empty,
+    write_config,
+)
 from hvdtrain.training.run_lock import RunLock
 
 
@@ -41,7 +47,8 @@ class Start(NamedTuple):
     resumed_from: str | None  # another run folder, whose state this is
     notes: list[str]  # lines for the user
     changes: list[Change]  # in the configuration of the run that goes on
-    config_is_written: bool  # as config.yaml; if not, the first checkpoint that is trained with it will change that
+    # as config.yaml; if not, the first checkpoint that is trained with it will change that
+    config_is_written: bool
     is_over: bool  # nothing will be trained: the run folder stays as it is
     digest: str  # of the state that all ranks have
     weights: int  # numbers that are trained
@@ -60,11 +67,17 @@ class Found(NamedTuple):
 
 
 def start_or_resume(
-    config: Config, datasets: Datasets, communicator: Communicator, learner: Learner, lock: RunLock, heartbeat: Heartbeat
+    config: Config,
+    datasets: Datasets,
+    communicator: Communicator,
+    learner: Learner,
+    lock: RunLock,
+    heartbeat: Heartbeat,
 ) -> Start:
     """Makes and locks the run folder, and gives all ranks the same state. Every rank calls it.
 
-    Raises UserError on all ranks where no checkpoint is good or fits, or the run folder cannot be written, has no room or is in use.
+    Raises UserError on all ranks where no checkpoint is good or fits, or the run folder cannot be
+    written, has no room or is in use.
     """
     pieces = list(learner.pieces())
     array_bytes = sum(piece.nbytes + HEADER_BYTES for piece in pieces)
@@ -76,11 +89,20 @@ def start_or_resume(
         nonlocal restored
         run, notes = open_run_folder(config, lock)
         try:
-            former = former_run(config)  # by now: the job before this one may just have written its last checkpoint
+            former = former_run(
+                config
+            )  # by now: the job before this one may just have written its last checkpoint
             beginning = begin(config, datasets)
             shapes = {piece.name: piece.shape for piece in pieces}
             point, restored = find_resume_point(
-                former, config, identity(config, datasets), beginning, limit_bytes, shapes, mapped=learner.is_sharded, on_piece=moved
+                former,
+                config,
+                identity(config, datasets),
+                beginning,
+                limit_bytes,
+                shapes,
+                mapped=learner.is_sharded,
+                on_piece=moved,
             )
             goes_on = former is not None and former.resolve() == run.resolve()
             is_over = goes_on and bool(stop_reason(config, point.train_state))
@@ -93,7 +115,9 @@ def start_or_resume(
         return Found(run, point, [*notes, *point.notes], goes_on, is_over, restored is not None)
 
     heartbeat.beat("reading the checkpoint", 0, 0)
-    run, point, notes, goes_on, is_over, has_state = long_on_rank_0(communicator, find, heartbeat.go_on)
+    run, point, notes, goes_on, is_over, has_state = long_on_rank_0(
+        communicator, find, heartbeat.go_on
+    )
     if learner.first_samples and not has_state:
         heartbeat.beat("computing the first weights, begin_with()", 0, 0)
         on_rank_0(communicator, lambda: begin_with_samples(config, datasets, learner))
@@ -103,7 +127,9 @@ def start_or_resume(
         heartbeat.beat("reading the pretrained weights", 0, 0)
         loaded = load_pretrained(config, communicator, learner, heartbeat.go_on)
         digest, notes = loaded.digest, [*notes, *loaded.lines]
-    if not goes_on:  # not before: where the state does not fit the model, the run folder stays as it was
+    if (
+        not goes_on
+    ):  # not before: where the state does not fit the model, the run folder stays as it was
         on_rank_0(communicator, lambda: _write_first_files(config, datasets, run, lock))
     return Start(
         run=run,
@@ -136,10 +162,17 @@ def begin(config: Config, datasets: Datasets) -> TrainState:
 
 
 def begin_with_samples(config: Config, datasets: Datasets, learner: Learner) -> None:
-    """Gives the model samples of the training set, drawn by the seed; all of a smaller one. Raises UserError for a damaged sample."""
+    """Gives the model samples of the training set, drawn by the seed; all of a smaller one. Raises
+    UserError for a damaged sample."""
     train = datasets.train
-    batch = train.read(evaluated_samples(len(train), min(learner.first_samples, len(train)), config.seed))
-    learner.begin_with(learner.to_device({name: array for name, array in batch.items() if name in datasets.task.fields}))
+    batch = train.read(
+        evaluated_samples(len(train), min(learner.first_samples, len(train)), config.seed)
+    )
+    learner.begin_with(
+        learner.to_device(
+            {name: array for name, array in batch.items() if name in datasets.task.fields}
+        )
+    )
 
 
 def _write_first_files(config: Config, datasets: Datasets, run: Path, lock: RunLock) -> None:
@@ -151,4 +184,6 @@ def _write_first_files(config: Config, datasets: Datasets, run: Path, lock: RunL
         write_config(config, run, lock)
     except OSError as error:
         what = f"cannot write config.yaml: {error.strerror or error}"
-        raise UserError(what, str(run), "give run= a folder that can be written, with room") from None
+        raise UserError(
+            what, str(run), "give run= a folder that can be written, with room"
+        ) from None

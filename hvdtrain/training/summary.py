@@ -1,4 +1,5 @@
-"""The events start, end and stop of a job, and their lines: what will run, what was reached, how to resume it."""
+"""The events start, end and stop of a job, and their lines: what will run, what was reached, how to
+resume it."""
 
 from __future__ import annotations
 
@@ -76,68 +77,127 @@ def emit_start(job: Job, start: Start, engine_reason: str) -> None:
 def emit_end(job: Job, start: Start, now: TrainState, reason: str, memory: dict[str, Any]) -> None:
     """The event "end", of a job that is over; memory: fields of what it took."""
     lines = done(job, start.train_state, now, reason, start.run, memory)
-    job.log.emit("end", now.progress.step, reason=reason, exit_code=DONE, lines=lines, **end_fields(job, now), **memory)
+    job.log.emit(
+        "end",
+        now.progress.step,
+        reason=reason,
+        exit_code=DONE,
+        lines=lines,
+        **end_fields(job, now),
+        **memory,
+    )
 
 
-def emit_stop(job: Job, start: Start, now: TrainState, reason: str, failure: str, memory: dict[str, Any]) -> None:
-    """The event "stop", of a job that had to stop before its end; failure: why its last checkpoint is not written, or empty."""
+def emit_stop(
+    job: Job, start: Start, now: TrainState, reason: str, failure: str, memory: dict[str, Any]
+) -> None:
+    """The event "stop", of a job that had to stop before its end; failure: why its last checkpoint
+    is not written, or empty."""
     lines = stopped(job, now, reason, failure, start.run, memory)
-    job.log.emit("stop", now.progress.step, reason=reason, exit_code=REQUEUE, lines=lines, **end_fields(job, now), **memory)
+    job.log.emit(
+        "stop",
+        now.progress.step,
+        reason=reason,
+        exit_code=REQUEUE,
+        lines=lines,
+        **end_fields(job, now),
+        **memory,
+    )
 
 
 def _ranks_of_hosts(hosts: Sequence[str]) -> str:
     """n1 x 8, n2 x 8"""
     ranks = Counter(hosts)
     shown = [f"{host} x {ranks[host]}" for host in sorted(ranks)[:_MOST_HOSTS]]
-    return ", ".join(shown) + (f" and {len(ranks) - _MOST_HOSTS:,} more hosts" if len(ranks) > _MOST_HOSTS else "")
+    return ", ".join(shown) + (
+        f" and {len(ranks) - _MOST_HOSTS:,} more hosts" if len(ranks) > _MOST_HOSTS else ""
+    )
 
 
 def fields_of_ranks(config: Config, engine: str, hosts: list[str]) -> dict[str, Any]:
-    """Fields of the event "start", of the trainer and of a script's own loop; hosts: of each rank."""
-    of_features = [field for feature in FEATURES for field in feature.start_fields(config, len(hosts)).items()]
-    whole = {"engine": engine, "schema": SCHEMA, "version": __version__, "ranks": len(hosts), "hosts": sorted(set(hosts))}
+    """Fields of the event "start", of the trainer and of a script's own loop; hosts: of each
+    rank."""
+    of_features = [
+        field for feature in FEATURES for field in feature.start_fields(config, len(hosts)).items()
+    ]
+    whole = {
+        "engine": engine,
+        "schema": SCHEMA,
+        "version": __version__,
+        "ranks": len(hosts),
+        "hosts": sorted(set(hosts)),
+    }
     return {**whole, "host_of_rank": hosts, **dict(of_features)}
 
 
-def lines_of_ranks(config: Config, engine: str, hosts: Sequence[str], engine_reason: str) -> list[str]:
-    """First lines of the header, of the trainer and of a script's own loop; engine_reason: why the communicator is this one."""
+def lines_of_ranks(
+    config: Config, engine: str, hosts: Sequence[str], engine_reason: str
+) -> list[str]:
+    """First lines of the header, of the trainer and of a script's own loop; engine_reason: why the
+    communicator is this one."""
     of_features = [line for feature in FEATURES for line in feature.ranks_lines(config, hosts)]
-    return [f"ranks   {len(hosts)} ({_ranks_of_hosts(hosts)}), engine {engine}: {engine_reason}", *of_features]
+    return [
+        f"ranks   {len(hosts)} ({_ranks_of_hosts(hosts)}), engine {engine}: {engine_reason}",
+        *of_features,
+    ]
 
 
 def header(job: Job, start: Start, engine_reason: str) -> list[str]:
     """What will run, in about ten lines."""
     config = job.config
     readers = job.config.readers(job.communicator.size)
-    counts = f"{job.prefetcher.samples:,} training and {job.val_samples:,} validation samples{_divided(config)}"
+    counts = (
+        f"{job.prefetcher.samples:,} training and {job.val_samples:,} validation "
+        f"samples{_divided(config)}"
+    )
     if config.evaluate.samples is not None:
         counts += f" ({len(job.val):,} of them in an evaluation)"
     if config.evaluate.views > 1:
         counts += f", {config.evaluate.views} views of each in an evaluation"
     reader = "worker" if config.servers.count else "rank"
-    of_each = f"{_share(job.prefetcher.samples, readers)} of an epoch on each {reader}, " if readers > 1 else ""
+    of_each = (
+        f"{_share(job.prefetcher.samples, readers)} of an epoch on each {reader}, "
+        if readers > 1
+        else ""
+    )
     at_first = " at first" if job.recipe.batch.to else ""
     divided = f"over all {reader}s, {_share(config.batch.size, readers)} on each{at_first}"
     lines = [
         *lines_of_ranks(config, job.communicator.name, job.hosts, engine_reason),
-        f"data    {config.data.name}: {counts}, {job.task.summary}{first_names(config.data.class_names)}",
-        f"        {of_each}{config.data.sampling} sampling, {_shuffle(config)}{_padded(job, readers)}{job.prefetcher.summary}",
+        f"data    {config.data.name}: {counts}, "
+        f"{job.task.summary}{first_names(config.data.class_names)}",
+        f"        {of_each}{config.data.sampling} sampling, "
+        f"{_shuffle(config)}{_padded(job, readers)}{job.prefetcher.summary}",
         *inputs_lines(job.task, config),
-        f"batch   {batch_summary(job.recipe)} {'of one worker in each step' if config.servers.are_asynchronous else divided}",
-        f"recipe  {config.optim.name}, {_own_rate(config)}{lr_summary(config, job.prefetcher.samples, job.task.sizes.get('context'))}",
+        f"batch   {batch_summary(job.recipe)} "
+        f"{'of one worker in each step' if config.servers.are_asynchronous else divided}",
+        f"recipe  {config.optim.name}, "
+        f"{_own_rate(config)}{lr_summary(config, job.prefetcher.samples, job.task.sizes.get('context'))}",  # noqa: E501
     ]
     if (why := config.batch.origin("micro")).startswith("auto"):
         lines.insert(-1, f"        batch.micro={config.batch.micro} ({why})")
     if noise := noise_summary(config):
         lines.append(f"        {noise}")
     lines += _decay_of_class(config)
-    lines += [f"        {line}" for feature in FEATURES for line in feature.recipe_lines(config, job.recipe, job.prefetcher.samples)]
+    lines += [
+        f"        {line}"
+        for feature in FEATURES
+        for line in feature.recipe_lines(config, job.recipe, job.prefetcher.samples)
+    ]
     if config.norm.kind != "batch":
         largest_share = -(-config.batch.size // readers)
-        samples = -(-largest_share // micro_batches_per_step(config.batch, largest_share, config.batch.size, config.batch.size))
+        samples = -(
+            -largest_share
+            // micro_batches_per_step(
+                config.batch, largest_share, config.batch.size, config.batch.size
+            )
+        )
         lines.append(f"norm    {_norm_summary(config, samples)}")
         if config.norm.kind == "sync" and readers > 1 and _drops(job.learner.module):
-            lines.append("        dropout draws on each rank for itself, so results depend on the number of ranks; without it they do not")
+            lines.append(
+                "        dropout draws on each rank for itself, so results depend on the number "
+                "of ranks; without it they do not"
+            )
     lines += [
         f"model   {config.model.name}: {job.learner.describe()}",
         *job.hooks.summary(),
@@ -160,12 +220,15 @@ def inputs_lines(task: Task, config: Config) -> list[str]:
 
 
 def end_fields(job: Job, now: TrainState) -> dict[str, Any]:
-    """Fields of the events "end" and "stop", beside their lines: of the whole job, over all its runs."""
+    """Fields of the events "end" and "stop", beside their lines: of the whole job, over all its
+    runs."""
     joules = job_energy(now, job.telemetry.energy.kinds)
     p = now.progress
     trained = now.trained_images + now.trained_samples
     trained_s = now.trained_s + now.epoch_s
-    tokens = job.task.sample_weight if "tokens" in job.task.sums else None  # of a sample; with padding they are not counted over the job
+    tokens = (
+        job.task.sample_weight if "tokens" in job.task.sums else None
+    )  # of a sample; with padding they are not counted over the job
     return {
         f"val_{now.objective}": now.last,
         f"best_{now.objective}": now.best,
@@ -174,27 +237,45 @@ def end_fields(job: Job, now: TrainState) -> dict[str, Any]:
         "epochs": p.epochs,
         "samples": p.samples,
         "samples_per_s": round(trained / trained_s, 1) if trained_s else None,
-        **({"tokens_per_s": round(trained * tokens / trained_s, 1) if trained_s else None} if tokens else {}),
+        **(
+            {"tokens_per_s": round(trained * tokens / trained_s, 1) if trained_s else None}
+            if tokens
+            else {}
+        ),
         "joules": joules,
         **({"joules_per_sample": sum(joules.values()) / p.samples} if joules and p.samples else {}),
     }
 
 
-def done(job: Job, before: TrainState, now: TrainState, reason: str, run: Path, memory: dict[str, Any]) -> list[str]:
+def done(
+    job: Job, before: TrainState, now: TrainState, reason: str, run: Path, memory: dict[str, Any]
+) -> list[str]:
     """Last lines of a job that is over; `before`: where this run of it began."""
-    reached = f"validation {now.objective} {now.last:.4f} after {now.progress.epochs:.2f} epochs and {now.seconds:.1f} s"
+    reached = (
+        f"validation {now.objective} {now.last:.4f} after {now.progress.epochs:.2f} epochs and "
+        f"{now.seconds:.1f} s"
+    )
     lines = [f"done ({reason}): {reached}", *_results(job, now, memory)]
     lines.append(f"resume   {resume_command(job.config, run, *further(job.config, now))}")
     if now.progress.step == before.progress.step:
-        lines.insert(0, f"nothing was trained: {run} has a job that was over before; another run=, or more epochs= than it has")
+        lines.insert(
+            0,
+            f"nothing was trained: {run} has a job that was over before; another run=, or more "
+            "epochs= than it has",
+        )
     return [*lines, f"report   {command_line('report', path_argument(run))}", f"run folder: {run}"]
 
 
-def stopped(job: Job, now: TrainState, reason: str, failure: str, run: Path, memory: dict[str, Any]) -> list[str]:
-    """Last lines of a job that has to stop before its end; failure: why its last checkpoint is not written, or empty."""
+def stopped(
+    job: Job, now: TrainState, reason: str, failure: str, run: Path, memory: dict[str, Any]
+) -> list[str]:
+    """Last lines of a job that has to stop before its end; failure: why its last checkpoint is not
+    written, or empty."""
     step = now.progress.step
     checkpoint = (
-        f"no checkpoint of step {step}: {failure}; older ones are there" if failure else f"the checkpoint of step {step} is written"
+        f"no checkpoint of step {step}: {failure}; older ones are there"
+        if failure
+        else f"the checkpoint of step {step} is written"
     )
     config = job.config
     if config.resume == "no":
@@ -215,7 +296,10 @@ def _results(job: Job, now: TrainState, memory: dict[str, Any]) -> list[str]:
         lines.append(f"best     {now.best:.4f} in epoch {now.best_epoch}, last {now.last:.4f}")
         if job.config.stop.restore_best:
             whose = "the script's model, export" if job.config.model.given else "export"
-            lines.append(f"weights  of the best evaluation (stop.restore_best): {whose}, evaluate, predict and sample have these")
+            lines.append(
+                f"weights  of the best evaluation (stop.restore_best): {whose}, evaluate, predict "
+                "and sample have these"
+            )
     if fields["samples_per_s"]:
         tokens = f"{fields['tokens_per_s']:,.0f} tokens/s, " if fields.get("tokens_per_s") else ""
         lines.append(f"speed    {tokens}{fields['samples_per_s']:,.0f} {unit}/s of training")
@@ -223,7 +307,9 @@ def _results(job: Job, now: TrainState, memory: dict[str, Any]) -> list[str]:
     if memory:
         lines.append(memory_line(memory))
     if fields["joules"]:
-        kinds = " and ".join({"gpu": "GPUs", "cpu": "processors"}[kind] for kind in fields["joules"])
+        kinds = " and ".join(
+            {"gpu": "GPUs", "cpu": "processors"}[kind] for kind in fields["joules"]
+        )
         of_each = f"{fields['joules_per_sample']:.4g} J per {unit.removesuffix('s')}"
         lines.append(f"energy   {sum(fields['joules'].values()):,.0f} J of {kinds}, {of_each}")
     return lines + [reached_line(one, unit) for one in now.reached]
@@ -232,7 +318,10 @@ def _results(job: Job, now: TrainState, memory: dict[str, Any]) -> list[str]:
 def reached_line(one: Reached, unit: str) -> str:
     """target   0.95 after 2.1 s, 3.00 epochs, 4,352 images, 140 J"""
     joules = "" if one.joules is None else f", {one.joules:,.0f} J"
-    return f"target   {one.target:g} after {one.seconds:.1f} s, {one.epochs:.2f} epochs, {one.images:,} {unit}{joules}"
+    return (
+        f"target   {one.target:g} after {one.seconds:.1f} s, {one.epochs:.2f} epochs, "
+        f"{one.images:,} {unit}{joules}"
+    )
 
 
 def _device(gpu: Gpu | None) -> str:
@@ -244,7 +333,8 @@ def _device(gpu: Gpu | None) -> str:
     except OSError:
         lines = []
     return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor() or platform.machine()
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.processor() or platform.machine(),
     )
 
 
@@ -254,7 +344,8 @@ def metric_fields(metric: Metric) -> dict[str, Any]:
 
 
 def first_names(names: Sequence[str] | None) -> str:
-    """First names of the classes, after their number: `: T-shirt/top, Trouser, Pullover, Dress, ...`; empty where they have no names."""
+    """First names of the classes, after their number: `: T-shirt/top, Trouser, Pullover, Dress,
+    ...`; empty where they have no names."""
     first = ""
     for name in map(short, names or ()):
         if len(first) + len(name) > CLASS_NAMES_WIDTH:
@@ -267,9 +358,17 @@ def first_names(names: Sequence[str] | None) -> str:
 def _shuffle(config: Config) -> str:
     data = config.data
     if data.sample_weights is not None:
-        by = "of the script" if is_object(data.sample_weights) else f"data.sample_weights={data.sample_weights}"
+        by = (
+            "of the script"
+            if is_object(data.sample_weights)
+            else f"data.sample_weights={data.sample_weights}"
+        )
         return f"drawn with replacement by weights, {by}, "
-    return f"shuffled by {data.shuffle_window} blocks of {data.shuffle_block or DEFAULT_BLOCK:,}, " if data.shuffle == "blocks" else ""
+    return (
+        f"shuffled by {data.shuffle_window} blocks of {data.shuffle_block or DEFAULT_BLOCK:,}, "
+        if data.shuffle == "blocks"
+        else ""
+    )
 
 
 def _padded(job: Job, readers: int) -> str:
@@ -277,28 +376,42 @@ def _padded(job: Job, readers: int) -> str:
     config = job.config
     batch = job.recipe.batch
     by = "" if config.data.bucket_by is None else ", similar lengths in one pass"
-    most = config.batch.micro if isinstance(config.batch.micro, int) else batch.first  # samples of a pass
+    most = (
+        config.batch.micro if isinstance(config.batch.micro, int) else batch.first
+    )  # samples of a pass
     if by and readers == 1 and max(batch.first, *batch.to, 0) <= most:
-        by = " (data.bucket_by has no effect: a step is one pass of one rank; batch.micro=N divides it)"
+        by = (
+            " (data.bucket_by has no effect: a step is one pass of one rank; batch.micro=N "
+            "divides it)"
+        )
     if config.data.pack is not None:
         return f"packed into rows of {config.data.pack:,} tokens, "
     return f"padded to the longest of each pass{by}, " if config.data.pad else ""
 
 
 def _divided(config: Config) -> str:
-    return f" (data.val_share={config.data.val_share:g} of train)" if config.data.val_share is not None else ""
+    return (
+        f" (data.val_share={config.data.val_share:g} of train)"
+        if config.data.val_share is not None
+        else ""
+    )
 
 
 def _share(count: int, size: int) -> str:
     """How many of `count` a rank has: 359 or 360."""
-    (first, first_end), (last, last_end) = share_bounds(count, 0, size), share_bounds(count, size - 1, size)
+    (first, first_end), (last, last_end) = (
+        share_bounds(count, 0, size),
+        share_bounds(count, size - 1, size),
+    )
     smallest, largest = sorted((first_end - first, last_end - last))
     return f"{largest:,}" if largest == smallest else f"{smallest:,} or {largest:,}"
 
 
 def _own_rate(config: Config) -> str:
     """What the rate of the recipe multiplies, where a script's optimizer has one inside."""
-    return "its own rate times " if config.optim.given is not None and config.optim.given.unset else ""
+    return (
+        "its own rate times " if config.optim.given is not None and config.optim.given.unset else ""
+    )
 
 
 def _decay_of_class(config: Config) -> list[str]:
@@ -307,20 +420,30 @@ def _decay_of_class(config: Config) -> list[str]:
     if found is None:
         return []
     if config.optim.weight_decay is None:
-        return [f"        weight decay {found:g} of all parameters, the default of {config.optim.name}"]
-    but = " but for norms and biases" if found and config.optim.exclude == "norms_and_biases" else ""
+        return [
+            f"        weight decay {found:g} of all parameters, the default of {config.optim.name}"
+        ]
+    but = (
+        " but for norms and biases" if found and config.optim.exclude == "norms_and_biases" else ""
+    )
     return [f"        weight decay {found:g}{but}, optim.weight_decay"]
 
 
 def _drops(module: Any) -> bool:
     """Whether a model of torch has layers that draw while it trains."""
     layers = module.modules() if hasattr(module, "modules") else ()
-    return any("Dropout" in type(layer).__name__ and getattr(layer, "p", 0.0) > 0 for layer in layers)
+    return any(
+        "Dropout" in type(layer).__name__ and getattr(layer, "p", 0.0) > 0 for layer in layers
+    )
 
 
 def _norm_summary(config: Config, samples: int) -> str:
     """Over what batch norm takes its statistics; `samples` of one forward pass."""
     if config.norm.kind == "sync":
         return "batch norm over the samples of all ranks"
-    small = f": a pass has {samples}, so each is a ghost of its own" if config.norm.ghost >= samples else ""
+    small = (
+        f": a pass has {samples}, so each is a ghost of its own"
+        if config.norm.ghost >= samples
+        else ""
+    )
     return f"batch norm over ghosts of {config.norm.ghost} samples{small}"

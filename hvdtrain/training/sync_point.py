@@ -1,4 +1,5 @@
-"""A sync point and the end of a loop, of the trainer's and of a script's own: what ranks make equal, do alike, and close."""
+"""A sync point and the end of a loop, of the trainer's and of a script's own: what ranks make
+equal, do alike, and close."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Synchronizes(HasState, Protocol):
 
 
 class Loop(Protocol):
-    """What a sync point needs of a loop on this rank: the trainer's is a Job, a script's own is hvdtrain/context/."""
+    """What a sync point needs of a loop on this rank: the trainer's is a Job, a script's own is
+    hvdtrain/context/."""
 
     @property
     def config(self) -> Config: ...
@@ -48,15 +50,20 @@ class Loop(Protocol):
 
 
 def make_equal(loop: Loop, p: Progress) -> None:
-    """Running statistics, and weights after local steps, on all ranks. The sums and health.flags() are added up over ranks next."""
+    """Running statistics, and weights after local steps, on all ranks. The sums and health.flags()
+    are added up over ranks next."""
     loop.heartbeat.beat("synchronizing", p.epoch, p.step)
     loop.learner.sync_buffers(loop.communicator)
 
 
-def act(loop: Loop, before: TrainState, now: TrainState, last: Hyper, sums: Sums, *, before_save: bool) -> TrainState:
-    """Acts on flags and on numbers that are not finite, and compares the ranks; the state after that. `sums` are of all ranks.
+def act(
+    loop: Loop, before: TrainState, now: TrainState, last: Hyper, sums: Sums, *, before_save: bool
+) -> TrainState:
+    """Acts on flags and on numbers that are not finite, and compares the ranks; the state after
+    that. `sums` are of all ranks.
 
-    before: the state at the last sync point; last: of the last step. Raises Diverged as HealthMonitor does.
+    before: the state at the last sync point; last: of the last step. Raises Diverged as
+    HealthMonitor does.
     """
     loop.health.after_sync(sums)
     if bad_steps := nonfinite_steps(sums):
@@ -70,13 +77,16 @@ def act(loop: Loop, before: TrainState, now: TrainState, last: Hyper, sums: Sums
     return now
 
 
-HASTY_S = 3.0  # that the end of a loop which failed, or has to go, waits for what its sinks have not written
+# that the end of a loop which failed, or has to go, waits for what its sinks have not written
+HASTY_S = 3.0
 
 
 def write_last_checkpoint(loop: Loop, now: TrainState, reason: str, *, is_over: bool) -> str:
-    """Waits until it is on the disk; why it is not, where the loop can be resumed without it, else empty. Every rank calls it.
+    """Waits until it is on the disk; why it is not, where the loop can be resumed without it, else
+    empty. Every rank calls it.
 
-    Raises UserError or Diverged where it cannot be written and the loop is over, or has no older checkpoint.
+    Raises UserError or Diverged where it cannot be written and the loop is over, or has no older
+    checkpoint.
     """
     loop.heartbeat.limit = "start_s"
     loop.heartbeat.beat("writing the last checkpoint", now.progress.epoch, now.progress.step)
@@ -85,33 +95,45 @@ def write_last_checkpoint(loop: Loop, now: TrainState, reason: str, *, is_over: 
     run = f"{loop.checkpoints.run}"
     if not last.failure or (last.any_left and not is_over):
         return last.failure
-    what = f"the job {'is done' if is_over else 'stopped'} ({reason}), but its last checkpoint is not written: {last.failure}"
+    what = (
+        f"the job {'is done' if is_over else 'stopped'} ({reason}), but its last checkpoint is "
+        f"not written: {last.failure}"
+    )
     if last.failure.endswith("is not finite"):
         raise Diverged(what, run, "a lower optim.base_lr")
     error = UserError(what, run, "make room; start it again")
     if last.failure.startswith(NO_MEMORY):
-        error.fix = "more memory, or shard.stage=1, 2 or 3, so that each rank has less; start it again"
+        error.fix = (
+            "more memory, or shard.stage=1, 2 or 3, so that each rank has less; start it again"
+        )
         error.code = MEMORY
     raise error
 
 
 def _warn_of_too_little_time(loop: Loop, now: TrainState) -> None:
-    """On rank 0, where the job must be over before its last checkpoint can be on the disk, by what the longest one so far has taken."""
+    """On rank 0, where the job must be over before its last checkpoint can be on the disk, by what
+    the longest one so far has taken."""
     deadline = loop.health.deadline
     saver = loop.checkpoints.saver
     if deadline is None or saver is None or saver.newest == (now.progress.step, now.evaluated):
         return
     left_s = deadline.left_s()
     if left_s < saver.measured_s:
-        newest = f"the newest is of step {saver.newest[0]}" if saver.newest[0] >= 0 else "there is none of this run yet"
+        newest = (
+            f"the newest is of step {saver.newest[0]}"
+            if saver.newest[0] >= 0
+            else "there is none of this run yet"
+        )
         warn(
-            f"{deadline.reason}: {left_s:.0f} s are left for the last checkpoint, and one of this run has taken {saver.measured_s:.0f} s; "
+            f"{deadline.reason}: {left_s:.0f} s are left for the last checkpoint, and one of this "
+            f"run has taken {saver.measured_s:.0f} s; "
             f"where it is cut off, {newest}"
         )
 
 
 def fail(loop: Loop, step: int, error: BaseException) -> None:
-    """The event "failed". Diverged, which every rank raises, waits on all: no rank ends the job while rank 0 writes a checkpoint."""
+    """The event "failed". Diverged, which every rank raises, waits on all: no rank ends the job
+    while rank 0 writes a checkpoint."""
     try:
         if isinstance(error, Diverged):
             loop.heartbeat.limit = "start_s"
@@ -122,7 +144,8 @@ def fail(loop: Loop, step: int, error: BaseException) -> None:
 
 
 def close_all(loop: Loop, prefetcher: Prefetcher | None, *, failed: bool) -> None:
-    """What reads and writes: waits for a checkpoint under way, and for events, of a loop that failed or has to stop not for long."""
+    """What reads and writes: waits for a checkpoint under way, and for events, of a loop that
+    failed or has to stop not for long."""
     if prefetcher is not None:
         prefetcher.close(wait=not failed)
     loop.checkpoints.close()

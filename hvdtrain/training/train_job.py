@@ -1,4 +1,5 @@
-"""One job from its data sets to its last line: every rank starts from the same state, trains, and ends in the same way."""
+"""One job from its data sets to its last line: every rank starts from the same state, trains, and
+ends in the same way."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ TRACKED_S = 2.0  # between two events of steps that a tracker gets
 class JobResult(NamedTuple):
     """How a job ended, on every rank."""
 
-    code: int  # exit code: DONE, or REQUEUE (LOST after the loss of a rank) where the job had to stop before its end
+    # exit code: DONE, or REQUEUE (LOST after the loss of a rank) where the job had to stop before
+    # its end
+    code: int
     run: Path  # as rank 0 knows it
     reason: str
     train_state: TrainState
@@ -69,19 +72,24 @@ def train_job(
     warnings: RankWarnings | None = None,
     watchdog: Watchdog | None = None,
 ) -> JobResult:
-    """Every rank calls it; rank 0 locks and writes the run folder and the log. engine_reason: why the communicator is this one.
+    """Every rank calls it; rank 0 locks and writes the run folder and the log. engine_reason: why
+    the communicator is this one.
 
     Raises UserError, on all ranks or on the one whose fault it is, and Diverged on all ranks.
     """
     heartbeat.beat("comparing the ranks", 0, 0)
     ranks = ready_for_losses(config, communicator)
     if communicator.size > 1:
-        check_same_facts(communicator, facts(config, data_facts(config, datasets), communicator.name))
+        check_same_facts(
+            communicator, facts(config, data_facts(config, datasets), communicator.name)
+        )
     heartbeat.beat("building the model", 0, 0)
     load_libraries(config)
     recipe = recipe_of(config, datasets)
     hooks = hooks_of(config)
-    memory = MemoryMeter(forecast_of_job(config, datasets, communicator, recipe), room_of_rank(config, communicator))
+    memory = MemoryMeter(
+        forecast_of_job(config, datasets, communicator, recipe), room_of_rank(config, communicator)
+    )
     learner = build_learner(config, datasets.task, communicator)
     check_smallest_pass(config, recipe.batch, learner, communicator.size)
     heartbeat.under_way = learner.under_way
@@ -90,10 +98,16 @@ def train_job(
         hosts = communicator.allgather_object(socket.gethostname())
         Probe(config, datasets.task).compare(communicator, learner, hosts, "before the first step")
     memory.begin(learner, start.weights, communicator.rank)
-    found = [*notes(config, datasets), *getattr(communicator, "notes", ()), *getattr(learner, "notes", ())]
+    found = [
+        *notes(config, datasets),
+        *getattr(communicator, "notes", ()),
+        *getattr(learner, "notes", ()),
+    ]
     start = start._replace(notes=[*start.notes, *found])
     log = open_log(config, communicator, start, lock)
-    record_config = None if start.config_is_written else lambda: write_config(config, start.run, lock)
+    record_config = (
+        None if start.config_is_written else lambda: write_config(config, start.run, lock)
+    )
     job = make_job(
         config,
         datasets,
@@ -120,14 +134,26 @@ def train_job(
         lock,
         lambda: open_sinks(config, start.run, lock),
         lambda now: make_saver(
-            config, identity(config, datasets), log, now, start.run, start.checkpoint_limit_bytes, record_config, lock.open
+            config,
+            identity(config, datasets),
+            log,
+            now,
+            start.run,
+            start.checkpoint_limit_bytes,
+            record_config,
+            lock.open,
         ),
     )
     living = ElasticJob(job, ranks, successor, watchdog, start.train_state)
     log_path = start.run / "ranks" / f"rank-{communicator.rank:05d}.log"
-    with closing(living), rank_log(log_path if config.log.per_rank and not start.is_over else None), noted(heartbeat, communicator.rank):
+    with (
+        closing(living),
+        rank_log(log_path if config.log.per_rank and not start.is_over else None),
+        noted(heartbeat, communicator.rank),
+    ):
         LOGGER.info(
-            f"rank {communicator.rank} of {communicator.size} on {job.hosts[communicator.rank]}, process {os.getpid()}: "
+            f"rank {communicator.rank} of {communicator.size} on {job.hosts[communicator.rank]}, "
+            f"process {os.getpid()}: "
             f"{learner.describe()}"
         )
         heartbeat.training = True
@@ -136,7 +162,9 @@ def train_job(
         now = start.train_state
         while True:
             try:
-                return train_to_the_end(living.job, start, now, lock)._replace(transform=job_transform(datasets.task, config))
+                return train_to_the_end(living.job, start, now, lock)._replace(
+                    transform=job_transform(datasets.task, config)
+                )
             except Exception as error:
                 if not living.outlives(error):
                     raise
@@ -144,22 +172,41 @@ def train_job(
 
 
 def check_smallest_pass(config: Config, growth: Growth, learner: Learner, ranks: int) -> None:
-    """Raises UserError, on every rank, where some rank has one sample in a pass, and the model a batch norm that needs two."""
+    """Raises UserError, on every rank, where some rank has one sample in a pass, and the model a
+    batch norm that needs two."""
     readers = config.readers(ranks)
-    batch = next((batch for batch in (growth.first, *growth.to) if fewest_samples(config, batch, growth.first, readers) == 1), None)
+    batch = next(
+        (
+            batch
+            for batch in (growth.first, *growth.to)
+            if fewest_samples(config, batch, growth.first, readers) == 1
+        ),
+        None,
+    )
     if batch is None or learner.trains_one_sample():
         return
     micro = f" in passes of batch.micro={config.batch.micro}" if config.batch.micro else ""
     on = f"{readers} rank{'s' if readers > 1 else ''}{micro}"
-    what = f"a batch of {batch} on {on} has a pass of one sample, of which a batch norm takes no variance"
-    fix = f"a batch of {2 * readers} or more{', fewer ranks or norm.kind=sync' if readers > 1 else ''}; or a model without batch norm"
+    what = (
+        f"a batch of {batch} on {on} has a pass of one sample, of which a batch norm takes no "
+        "variance"
+    )
+    fix = (
+        f"a batch of {2 * readers} or "
+        f"more{', fewer ranks or norm.kind=sync' if readers > 1 else ''}; or a model without "
+        "batch norm"
+    )
     if micro:
         key = "batch.micro"
     elif batch != growth.first:
         key = "recipe.growth"
     else:
         key = "batch.size"
-    raise UserError(what, config.where(key), "a batch.micro that leaves no pass with one; or " * bool(micro) + fix)
+    raise UserError(
+        what,
+        config.where(key),
+        "a batch.micro that leaves no pass with one; or " * bool(micro) + fix,
+    )
 
 
 def train_to_the_end(job: Job, start: Start, now: TrainState, lock: RunLock) -> JobResult:
@@ -177,7 +224,8 @@ def train_to_the_end(job: Job, start: Start, now: TrainState, lock: RunLock) -> 
 
 
 def open_log(config: Config, communicator: Communicator, start: Start, lock: RunLock) -> Log:
-    """events.jsonl, the terminal and the trackers on rank 0, of a job that is over the terminal alone; nothing on the other ranks.
+    """events.jsonl, the terminal and the trackers on rank 0, of a job that is over the terminal
+    alone; nothing on the other ranks.
 
     Every rank calls it. Raises UserError on all ranks where a tracker's package is missing.
     """
@@ -185,23 +233,37 @@ def open_log(config: Config, communicator: Communicator, start: Start, lock: Run
     return open_run_log(config, communicator, None if start.is_over else start.run, lock)
 
 
-def open_run_log(config: Config, communicator: Communicator, run: Path | None, lock: RunLock) -> Log:
-    """The log of a run, also of one that goes on; without one (None) the terminal alone. Every rank calls it. Raises as open_log()."""
+def open_run_log(
+    config: Config, communicator: Communicator, run: Path | None, lock: RunLock
+) -> Log:
+    """The log of a run, also of one that goes on; without one (None) the terminal alone. Every rank
+    calls it. Raises as open_log()."""
 
     def sinks() -> list[Sink]:
-        return [terminal_sink(sys.stdout, config.log)] if run is None else open_sinks(config, run, lock)
+        return (
+            [terminal_sink(sys.stdout, config.log)]
+            if run is None
+            else open_sinks(config, run, lock)
+        )
 
     return Log(on_rank_0_only(communicator, sinks) or [])
 
 
 def open_sinks(config: Config, run: Path, lock: RunLock) -> list[Sink]:
-    """events.jsonl first, then the terminal and the trackers. Raises UserError where a tracker's package is missing."""
+    """events.jsonl first, then the terminal and the trackers. Raises UserError where a tracker's
+    package is missing."""
     where = config.where("log.trackers")
-    trackers = {name: plugins.load("events/trackers", name, where).build(config, run) for name in dict.fromkeys(config.log.trackers)}
+    trackers = {
+        name: plugins.load("events/trackers", name, where).build(config, run)
+        for name in dict.fromkeys(config.log.trackers)
+    }
     return [
         JsonLinesWriter(run / "events.jsonl", lock),
         terminal_sink(sys.stdout, config.log),
-        *(BackgroundSink(tracker, f"log.trackers {name}", warn, step_interval_s=TRACKED_S) for name, tracker in trackers.items()),
+        *(
+            BackgroundSink(tracker, f"log.trackers {name}", warn, step_interval_s=TRACKED_S)
+            for name, tracker in trackers.items()
+        ),
     ]
 
 
@@ -220,15 +282,20 @@ def closing(living: ElasticJob) -> Iterator[None]:
 
 
 def load_best(job: Job, now: TrainState) -> None:
-    """Loads the checkpoint of the best evaluation, after the last one was written. Every rank calls it."""
+    """Loads the checkpoint of the best evaluation, after the last one was written. Every rank calls
+    it."""
     best = job.checkpoints.load_best()
     if job.communicator.rank == 0 and best is not None and best.last != now.best:
-        what = f"the checkpoint of the best evaluation ({now.best:.4f} in epoch {now.best_epoch}) is not there"
+        what = (
+            f"the checkpoint of the best evaluation ({now.best:.4f} in epoch {now.best_epoch}) is "
+            "not there"
+        )
         warn(f"{what}: stop.restore_best takes that of step {best.progress.step}, {best.last:.4f}")
 
 
 def finish(job: Job, start: Start, now: TrainState, reason: str) -> JobResult:
-    """Writes the last checkpoint and the event "end", or "stop" where the job had to stop before its end. Every rank calls it.
+    """Writes the last checkpoint and the event "end", or "stop" where the job had to stop before
+    its end. Every rank calls it.
 
     Raises as write_last_checkpoint().
     """

@@ -1,4 +1,5 @@
-"""A run's model as it is asked: its weights and its task, also where only the inputs of samples are known, and data in their form."""
+"""A run's model as it is asked: its weights and its task, also where only the inputs of samples are
+known, and data in their form."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ from hvdtrain.core.metrics import Metric, ratio
 from hvdtrain.data.own.arrays import TARGETS, as_images, is_array
 from hvdtrain.data.own.as_source import as_source
 from hvdtrain.data.packed import PADDING, TOKENS, each_alone, is_packed
-from hvdtrain.data.source import AroundSource, Field, Padding, Source, arrays_in_memory, check_numbers
+from hvdtrain.data.source import (
+    AroundSource,
+    Field,
+    Padding,
+    Source,
+    arrays_in_memory,
+    check_numbers,
+)
 from hvdtrain.errors import MEMORY, UserError, exit_code_of
 from hvdtrain.frameworks.learner import Learner, check_fit
 from hvdtrain.optim.around import averages
@@ -31,16 +39,23 @@ from hvdtrain.training.replicas.compare import broadcast_state
 if TYPE_CHECKING:
     from hvdtrain.core.arrays import Batch
 
-IN_PARTS = "on several ranks (mpirun -np N) shard.stage=3 comm.engine=mpi gives each its parts of the weights"
+IN_PARTS = (
+    "on several ranks (mpirun -np N) shard.stage=3 comm.engine=mpi gives each its parts of the "
+    "weights"
+)
 
 
 class TrainedModel(NamedTuple):
     """A trained model, equal on all ranks."""
 
-    learner: Learner  # with shard.stage=3 on several ranks each has its parts of the weights: then every pass is a collective
+    # with shard.stage=3 on several ranks each has its parts of the weights: then every pass is a
+    # collective
+    learner: Learner
     task: Task  # with the statistics of the training set
     checkpoint: Checkpoint
-    notes: list[str]  # lines for the user: damaged checkpoints that were skipped, what of the model is not used
+    notes: list[
+        str
+    ]  # lines for the user: damaged checkpoints that were skipped, what of the model is not used
 
 
 def load_trained_model(
@@ -50,22 +65,30 @@ def load_trained_model(
     restore: Callable[[Config, dict[str, Any]], Task] = restore_task,
     go_on: Callable[[], None] = lambda: None,
 ) -> TrainedModel:
-    """Builds the model of the configuration, and loads the weights that read(mapped, on_piece) returns on rank 0. Every rank calls it.
+    """Builds the model of the configuration, and loads the weights that read(mapped, on_piece)
+    returns on rank 0. Every rank calls it.
 
-    restore: the task, of the Task.facts() of the checkpoint. go_on: called on every rank while rank 0 reads or sends, so that its time
-    counts for no limit.
+    restore: the task, of the Task.facts() of the checkpoint. go_on: called on every rank while rank
+    0 reads or sends, so that its time counts for no limit.
 
-    With shard.stage=3 on several ranks each of them keeps its parts of the weights, which rank 0 sends one by one from where they lie on
-    the disk (mapped): no rank has them all. Raises UserError on all ranks where read() does, or the weights do not fit the model.
+    With shard.stage=3 on several ranks each of them keeps its parts of the weights, which rank 0
+    sends one by one from where they lie on the disk (mapped): no rank has them all. Raises
+    UserError on all ranks where read() does, or the weights do not fit the model.
     """
     in_parts = config.shard.stage == 3 and communicator.size > 1
     if in_parts and config.optim.ema is not None:
         what = "the averages of optim.ema are read from whole arrays, not with shard.stage=3"
-        raise UserError(what, config.where("shard.stage"), "shard.stage=0, or optim.ema=null for the weights themselves")
+        raise UserError(
+            what,
+            config.where("shard.stage"),
+            "shard.stage=0, or optim.ema=null for the weights themselves",
+        )
     if not in_parts:  # stages 1 and 2 divide what only training has
         config = config.replace(shard=ShardConfig())
     try:
-        return _load(config, communicator, lambda on_piece: read(in_parts, on_piece), restore, go_on)
+        return _load(
+            config, communicator, lambda on_piece: read(in_parts, on_piece), restore, go_on
+        )
     except Exception as error:
         if exit_code_of(error) == MEMORY and not in_parts and config.framework in ("torch", "jax"):
             error.add_note(f"hvdtrain: the model is whole on each rank; {IN_PARTS}")
@@ -92,24 +115,39 @@ def _load(
     checkpoint, notes = long_on_rank_0(communicator, read_on_rank_0, go_on)
     task = task_of(config, checkpoint, restore)
     learner = build_learner(config.replace(parallel=ParallelConfig()), task, communicator)
-    shapes = {piece.name: piece.shape for piece in learner.pieces() if not piece.name.startswith("s.")}
-    on_rank_0(communicator, lambda: check_fit(shapes, {name: array.shape for name, array in weights.items()}))
+    shapes = {
+        piece.name: piece.shape for piece in learner.pieces() if not piece.name.startswith("s.")
+    }
+    on_rank_0(
+        communicator,
+        lambda: check_fit(shapes, {name: array.shape for name, array in weights.items()}),
+    )
     broadcast_state(communicator, learner, weights, only_weights=True, on_array=go_on)
     return TrainedModel(learner, task, checkpoint, [*notes, *getattr(learner, "notes", ())])
 
 
-def task_of(config: Config, checkpoint: Checkpoint, restore: Callable[[Config, dict[str, Any]], Task] = restore_task) -> Task:
-    """What the checkpoint's model was trained for. Raises Damaged where that is missing or impossible."""
+def task_of(
+    config: Config,
+    checkpoint: Checkpoint,
+    restore: Callable[[Config, dict[str, Any]], Task] = restore_task,
+) -> Task:
+    """What the checkpoint's model was trained for. Raises Damaged where that is missing or
+    impossible."""
     try:
         return restore(config, checkpoint.identity["data"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         what = f"the checkpoint does not say what it was trained for: {error}"
-        raise Damaged(what, str(checkpoint.folder), "use another checkpoint, or restore the run folder from a copy") from None
+        raise Damaged(
+            what,
+            str(checkpoint.folder),
+            "use another checkpoint, or restore the run folder from a copy",
+        ) from None
 
 
 @dataclass(frozen=True)
 class OnlyInputs:
-    """Another task without its targets: models are built and called as by that one, and the loss is 0."""
+    """Another task without its targets: models are built and called as by that one, and the loss is
+    0."""
 
     task: Task
 
@@ -175,7 +213,9 @@ class _WithoutLoss:
         if isinstance(outputs, Mapping):
             outputs = tuple(outputs.values())
         first = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
-        return Each((first if first.ndim == 1 else first.sum(tuple(range(1, first.ndim)))) * 0.0, {})
+        return Each(
+            (first if first.ndim == 1 else first.sum(tuple(range(1, first.ndim)))) * 0.0, {}
+        )
 
     def gradient(self, outputs: Any, batch: Any) -> Any:
         return outputs * 0.0
@@ -185,7 +225,8 @@ class _WithoutLoss:
 class AskedSource(AroundSource):
     """Samples of another source with the fields of a task, in its number types.
 
-    Raises UserError where a field is missing or of another shape, and for a label outside of the classes.
+    Raises UserError where a field is missing or of another shape, and for a label outside of the
+    classes.
     """
 
     source: Source
@@ -200,7 +241,10 @@ class AskedSource(AroundSource):
         for name, field in self.fields.items():
             found = self.source.fields.get(name)
             if found is None or not _fits(found, field):
-                what = f"the model takes {name} {field}, the data have {f'it as {found}' if found else ', '.join(self.source.fields)}"
+                what = (
+                    f"the model takes {name} {field}, the data have "
+                    f"{f'it as {found}' if found else ', '.join(self.source.fields)}"
+                )
                 raise UserError(what, self.where, "data with the fields of the run")
         arrays = arrays_in_memory(self.source)
         for name, field in self.fields.items():
@@ -212,15 +256,25 @@ class AskedSource(AroundSource):
         for name, field in self.fields.items():
             if field.values:
                 check_numbers(name, batch[name], field, self.where, indices)
-        return {name: _in_form(batch[name], field, self.source.fields[name]) for name, field in self.fields.items()}
+        return {
+            name: _in_form(batch[name], field, self.source.fields[name])
+            for name, field in self.fields.items()
+        }
 
 
 def asked_source(
-    given: Any, fields: Mapping[str, Field], name: str, where: str, workers: int | None = None, with_targets: bool = True
+    given: Any,
+    fields: Mapping[str, Field],
+    name: str,
+    where: str,
+    workers: int | None = None,
+    with_targets: bool = True,
 ) -> AskedSource:
-    """What train_data of hvdtrain.train() may be, with these fields; of x or tokens alone also the array.
+    """What train_data of hvdtrain.train() may be, with these fields; of x or tokens alone also the
+    array.
 
-    with_targets: as an evaluation needs them; without, windows may lack their last token, which is predicted and not read.
+    with_targets: as an evaluation needs them; without, windows may lack their last token, which is
+    predicted and not read.
 
     Raises UserError where that is nothing that as_source() knows, or does not fit the fields.
     """
@@ -230,9 +284,18 @@ def asked_source(
         given = {only: given[columns].to_numpy() if columns else given}
     elif only is not None and isinstance(given, Mapping):
         given = {field: given[field] for field in given if field == only} or given
-    if isinstance(given, Mapping) and only == "tokens" and is_array(given.get(only)) and not (with_targets or is_packed(fields)):
+    if (
+        isinstance(given, Mapping)
+        and only == "tokens"
+        and is_array(given.get(only))
+        and not (with_targets or is_packed(fields))
+    ):
         given = {only: _whole_windows(given[only], fields[only].shape[0])}
-    padding = {field: kind.padding for field, kind in fields.items() if kind.padding is not None and kind.padding.mask}
+    padding = {
+        field: kind.padding
+        for field, kind in fields.items()
+        if kind.padding is not None and kind.padding.mask
+    }
     _refuse_masks(given, padding, where)
     kept = () if "x" in fields else tuple(fields)
     if is_packed(fields):
@@ -242,20 +305,30 @@ def asked_source(
 
 
 def _refuse_masks(given: Any, padding: Mapping[str, Padding], where: str) -> None:
-    """Raises UserError where data have the mask of a field, which is made of the lengths of its samples."""
+    """Raises UserError where data have the mask of a field, which is made of the lengths of its
+    samples."""
     for name, pad in padding.items():
         if isinstance(given, Mapping) and pad.mask in given:
-            raise UserError(f"the data have {pad.mask}, which the lengths of {name} say", where, f"leave {pad.mask} out")
+            raise UserError(
+                f"the data have {pad.mask}, which the lengths of {name} say",
+                where,
+                f"leave {pad.mask} out",
+            )
 
 
 def _whole_windows(tokens: Any, length: int) -> np.ndarray:
     """Windows that may lack their last token, which is predicted and not read."""
     array = np.asarray(tokens)
-    return np.pad(array, ((0, 0), (0, 1))) if array.ndim == 2 and array.shape[1] == length - 1 else array
+    return (
+        np.pad(array, ((0, 0), (0, 1)))
+        if array.ndim == 2 and array.shape[1] == length - 1
+        else array
+    )
 
 
 def _fits(found: Field, field: Field) -> bool:
-    """Whether samples can be brought into the form of a field: whole numbers to floats, never back."""
+    """Whether samples can be brought into the form of a field: whole numbers to floats, never
+    back."""
     kinds = np.dtype(found.dtype).kind, np.dtype(field.dtype).kind
     if kinds[0] == "f" and kinds[1] != "f":
         return False
@@ -266,11 +339,14 @@ def _fits(found: Field, field: Field) -> bool:
 
 
 def _in_form(array: np.ndarray, field: Field, found: Field) -> np.ndarray:
-    """Rows as a field has them; padded ones to the longest sample of the data, so that outputs of all passes have one shape."""
+    """Rows as a field has them; padded ones to the longest sample of the data, so that outputs of
+    all passes have one shape."""
     if field.padding is not None:
         rows = [(0, 0)] * array.ndim
         rows[1] = (0, found.shape[0] - array.shape[1])
-        return np.pad(array.astype(field.dtype, copy=False), rows, constant_values=field.padding.value)
+        return np.pad(
+            array.astype(field.dtype, copy=False), rows, constant_values=field.padding.value
+        )
     images = as_images(array) if is_image(field) else None
     array = array if images is None else images
     return np.ascontiguousarray(array.reshape(len(array), *field.shape), field.dtype)

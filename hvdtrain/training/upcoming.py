@@ -44,10 +44,13 @@ class Upcoming:
         self._steps: Iterator[Progress] = iter(())
 
     def reads(self, progress: Progress) -> None:
-        """Called before the step that follows `progress` is read: the source knows of it and of those behind it."""
+        """Called before the step that follows `progress` is read: the source knows of it and of
+        those behind it."""
         if not self._ahead:
             return
-        anew = not self._told or self._told[0].progress != progress  # the first step, or another one than was expected
+        anew = (
+            not self._told or self._told[0].progress != progress
+        )  # the first step, or another one than was expected
         if anew:
             self._told.clear()
             self._samples, self._steps = 0, self._following(progress)

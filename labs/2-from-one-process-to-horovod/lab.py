@@ -1,4 +1,5 @@
-"""Lab 2: the same training on 1, 2 and 4 ranks, with both ways to divide the data: losses, and images per second.
+"""Lab 2: the same training on 1, 2 and 4 ranks, with both ways to divide the data: losses, and
+images per second.
 
 python -m hvdtrain lab 2 [--quick] [--hosts n1:2,n2:2]
 """
@@ -40,7 +41,11 @@ def train(name: str, ranks: int, batch: int, words: list[str], options: argparse
     epochs = events[events.kind == "epoch"]
     loss = epochs.val_loss.iloc[-1]
     seconds = time.perf_counter() - began
-    print(f"{job.run.name:11} loss {loss:.6f}, {images_per_s(epochs):6,.0f} images/s, {seconds:.0f} s with the start", flush=True)
+    print(
+        f"{job.run.name:11} loss {loss:.6f}, {images_per_s(epochs):6,.0f} images/s, {seconds:.0f} "
+        "s with the start",
+        flush=True,
+    )
     return epochs
 
 
@@ -50,10 +55,14 @@ def images_per_s(epochs: Any) -> float:
 
 
 def busy(load: float, cores: int) -> str:
-    """A warning where other programs compute beside the lab, by the load average of the last minute; empty where none does."""
+    """A warning where other programs compute beside the lab, by the load average of the last
+    minute; empty where none does."""
     if load < 0.25 * cores:
         return ""
-    return f"warning: other programs compute here (load {load:.1f} on {cores} cores), so images/s say little about ranks: try again later"
+    return (
+        f"warning: other programs compute here (load {load:.1f} on {cores} cores), so images/s "
+        "say little about ranks: try again later"
+    )
 
 
 def main(options: argparse.Namespace) -> None:
@@ -62,13 +71,21 @@ def main(options: argparse.Namespace) -> None:
         print(warning, flush=True)
     epochs = f"epochs={3 if options.quick else 40}"
     fewer = RANKS[:2] if options.quick else RANKS
-    shared = {ranks: train("global", ranks, SMALL, [epochs, "data.sampling=global"], options) for ranks in fewer}
-    parts = {ranks: train("partition", ranks, SMALL, [epochs, "data.sampling=partition"], options) for ranks in fewer[1:]}
+    shared = {
+        ranks: train("global", ranks, SMALL, [epochs, "data.sampling=global"], options)
+        for ranks in fewer
+    }
+    parts = {
+        ranks: train("partition", ranks, SMALL, [epochs, "data.sampling=partition"], options)
+        for ranks in fewer[1:]
+    }
     large = {ranks: train("large", ranks, LARGE, [epochs], options) for ranks in fewer}
     for name, found in (("global", shared), ("partition", parts)):
         for ranks in found.keys() - {1}:
             difference = abs(found[ranks].val_loss.to_numpy() - shared[1].val_loss.to_numpy()).max()
-            print(f"{name:9} on {ranks}: losses differ from one process by {difference:.1e} at most")
+            print(
+                f"{name:9} on {ranks}: losses differ from one process by {difference:.1e} at most"
+            )
     draw_losses(options.out / "losses.png", shared, {1: shared[1], **parts})
     draw_throughput(options.out / "throughput.png", shared, large)
     rows = [
@@ -87,7 +104,15 @@ def draw_losses(path: Path, shared: dict[int, Any], parts: dict[int, Any]) -> No
     for axes, sampling, found in zip(panels, ("global", "partition"), (shared, parts), strict=True):
         for (ranks, epochs), style in zip(found.items(), ("-", "o", "x"), strict=False):
             label = f"{ranks} ranks" if ranks > 1 else "1 process"
-            axes.plot(epochs.epochs, epochs.val_loss, style, color=COLOURS[len(axes.lines)], label=label, ms=8, mfc="none")
+            axes.plot(
+                epochs.epochs,
+                epochs.val_loss,
+                style,
+                color=COLOURS[len(axes.lines)],
+                label=label,
+                ms=8,
+                mfc="none",
+            )
         axes.set_title(f"data.sampling={sampling}", fontsize=9)
         axes.set_xlabel("epochs")
         axes.set_yscale("log")
@@ -103,7 +128,14 @@ def draw_throughput(path: Path, small: dict[int, Any], large: dict[int, Any]) ->
     for colour, batch, found in zip(COLOURS, (SMALL, LARGE), (small, large), strict=False):
         rates = [images_per_s(epochs) for epochs in found.values()]
         axes.plot(list(found), rates, "o-", color=colour, label=f"{batch:,} images a step")
-        axes.plot(list(found), [rates[0] * ranks for ranks in found], "--", color=colour, lw=1, label="  ideal: one process x ranks")
+        axes.plot(
+            list(found),
+            [rates[0] * ranks for ranks in found],
+            "--",
+            color=colour,
+            lw=1,
+            label="  ideal: one process x ranks",
+        )
     axes.set_xlabel("ranks")
     axes.set_ylabel("images/s")
     axes.set_xticks(list(small))

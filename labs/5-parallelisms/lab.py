@@ -1,4 +1,5 @@
-"""Lab 5: one small GPT in every parallel way: the same losses, and what each way costs in memory, bytes and time.
+"""Lab 5: one small GPT in every parallel way: the same losses, and what each way costs in memory,
+bytes and time.
 
 python -m hvdtrain lab 5 [--quick]
 """
@@ -44,8 +45,12 @@ class Cost(NamedTuple):
     way: str
     difference: float  # largest, of a loss to one process's
     memory_mb: float  # measured: of the rank with the most, beside libraries and data
-    predicted_mb: float | None  # by `plan --parallel`: 1.1 x the tensors of the rank that needs most; None: it does not know the way
-    sent_mb: float | None  # in a step, by the rank that sends the most, as `plan --parallel` counts it; None: it does not
+    predicted_mb: (
+        float | None
+    )  # by `plan --parallel`: 1.1 x the tensors of the rank that needs most; None: it does not know the way  # noqa: E501
+    sent_mb: (
+        float | None
+    )  # in a step, by the rank that sends the most, as `plan --parallel` counts it; None: it does not  # noqa: E501
     compute_ms: float  # of a step, measured, mean over the ranks
     communication_ms: float  # and waiting for others
 
@@ -80,25 +85,56 @@ def ways(quick: bool) -> dict[str, Words]:
 
 def train(way: str, words: Words, ranks: int, out: Path, shared: Words) -> tuple[Job, Any]:
     """The table of the job's steps."""
-    job = Job(out / way.replace(",", "").replace(" ", "-").replace("(", "").replace(")", "").lower(), [*JOB, *shared, *words])
+    job = Job(
+        out / way.replace(",", "").replace(" ", "-").replace("(", "").replace(")", "").lower(),
+        [*JOB, *shared, *words],
+    )
     table = launch(job, ranks)
     return job, table[table.kind == "step"]
 
 
 def planned(ranks: int, shared: Words) -> dict[Words, tuple[float, float]]:
-    """(MB of memory, MB sent in a step) of a rank, by the words of `plan --parallel`, which counts them without training."""
-    command = ["plan", "--parallel", "--ranks", str(ranks), "--gflops", "20", "--inside", "2GB/s,20us", "--json", "-", *JOB, *shared]
-    done = subprocess.run([sys.executable, "-m", "hvdtrain", *command], capture_output=True, text=True, check=True)
+    """(MB of memory, MB sent in a step) of a rank, by the words of `plan --parallel`, which counts
+    them without training."""
+    command = [
+        "plan",
+        "--parallel",
+        "--ranks",
+        str(ranks),
+        "--gflops",
+        "20",
+        "--inside",
+        "2GB/s,20us",
+        "--json",
+        "-",
+        *JOB,
+        *shared,
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdtrain", *command], capture_output=True, text=True, check=True
+    )
     meshes = json.loads(done.stdout)["meshes"]
-    return {tuple(sorted(mesh["words"])): (mesh["memory_bytes"] / 1e6, mesh["sent_bytes"] / 1e6) for mesh in meshes}
+    return {
+        tuple(sorted(mesh["words"])): (mesh["memory_bytes"] / 1e6, mesh["sent_bytes"] / 1e6)
+        for mesh in meshes
+    }
 
 
-def cost(way: str, job: Job, steps: Any, alone: Any, counted: tuple[float | None, float | None]) -> Cost:
+def cost(
+    way: str, job: Job, steps: Any, alone: Any, counted: tuple[float | None, float | None]
+) -> Cost:
     later = steps.iloc[1:]  # the first steps allocate
     communication = float(later["phase_ms.communication"].median())
     all_ms = float((1000 * later.window_s / later.steps).median())
     difference = float(abs(steps.loss.to_numpy() - alone.loss.to_numpy()).max())
-    return Cost(way, difference, max(event(job.run, "end")["rank_memory_mb"]), *counted, all_ms - communication, communication)
+    return Cost(
+        way,
+        difference,
+        max(event(job.run, "end")["rank_memory_mb"]),
+        *counted,
+        all_ms - communication,
+        communication,
+    )
 
 
 def main(options: argparse.Namespace) -> None:
@@ -110,25 +146,44 @@ def main(options: argparse.Namespace) -> None:
     found = {}
     for way, words in ways(options.quick).items():
         found[way] = train(way, words, 1 if way == "one process" else ranks, options.out, shared)
-        print(f"{way:31} loss {found[way][1].loss.iloc[-1]:.6f}, {time.perf_counter() - began:4.0f} s", flush=True)
+        print(
+            f"{way:31} loss {found[way][1].loss.iloc[-1]:.6f}, {time.perf_counter() - began:4.0f} "
+            "s",
+            flush=True,
+        )
     counted = planned(ranks, shared)
     costs = []
     for way, words in ways(options.quick).items():
-        of_plan = (None, 0.0) if way == "one process" else counted.get(tuple(sorted(words)), (None, None))
+        of_plan = (
+            (None, 0.0) if way == "one process" else counted.get(tuple(sorted(words)), (None, None))
+        )
         costs.append(cost(way, *found[way], found["one process"][1], of_plan))
         if way != "one process":
-            print(f"{way:31} differs from one process by {costs[-1].difference:.1e} at most", flush=True)
+            print(
+                f"{way:31} differs from one process by {costs[-1].difference:.1e} at most",
+                flush=True,
+            )
     write_table(options.out / "costs.csv", Cost._fields, costs)
     draw_curves(options.out / "curves.png", {way: steps for way, (_, steps) in found.items()})
     draw_costs(options.out / "costs.png", costs)
-    print(f"figures: {options.out / 'curves.png'}, {options.out / 'costs.png'}; {time.perf_counter() - began:.0f} s")
+    print(
+        f"figures: {options.out / 'curves.png'}, {options.out / 'costs.png'}; "
+        f"{time.perf_counter() - began:.0f} s"
+    )
 
 
 def draw_curves(path: Path, found: dict[str, Any]) -> None:
     figure, (axes,) = new_figure(width=7.4, height=4)
     for index, (way, steps) in enumerate(found.items()):
         style = (
-            {"ls": "-", "lw": 2} if not index else {"ls": "none", "marker": "os^vD+x*Phd"[index - 1], "mfc": "none", "ms": 6 + index % 4}
+            {"ls": "-", "lw": 2}
+            if not index
+            else {
+                "ls": "none",
+                "marker": "os^vD+x*Phd"[index - 1],
+                "mfc": "none",
+                "ms": 6 + index % 4,
+            }
         )
         if way.endswith("not waiting"):
             style |= {"ls": "--", "lw": 1}
@@ -141,7 +196,9 @@ def draw_curves(path: Path, found: dict[str, Any]) -> None:
 
 def draw_costs(path: Path, costs: list[Cost]) -> Any:
     """Returns the figure, after writing it."""
-    figure, (memory, bytes_, times) = new_figure(1, 3, width=11, height=0.9 + 0.28 * len(costs), sharey=True)
+    figure, (memory, bytes_, times) = new_figure(
+        1, 3, width=11, height=0.9 + 0.28 * len(costs), sharey=True
+    )
     names = [one.way for one in costs]
     memory.barh(names, [one.memory_mb for one in costs], color=COLOURS[0])
     known = [(one.predicted_mb, one.way) for one in costs if one.predicted_mb is not None]
@@ -149,18 +206,34 @@ def draw_costs(path: Path, costs: list[Cost]) -> Any:
     memory.set_xlabel("memory of a rank (MB)", fontsize=9)
     bytes_.barh(names, [one.sent_mb or 0 for one in costs], color=COLOURS[2])
     for row, one in enumerate(costs):
-        bytes_.text(one.sent_mb or 0, row, " not counted" if one.sent_mb is None else f" {one.sent_mb:.1f}", va="center", fontsize=8)
+        bytes_.text(
+            one.sent_mb or 0,
+            row,
+            " not counted" if one.sent_mb is None else f" {one.sent_mb:.1f}",
+            va="center",
+            fontsize=8,
+        )
     bytes_.set_xlabel("sent by a rank in a step (MB)", fontsize=9)
     times.barh(names, [one.compute_ms for one in costs], color=COLOURS[5], label="computing")
     left = [one.compute_ms for one in costs]
-    times.barh(names, [one.communication_ms for one in costs], left=left, color=COLOURS[1], label="sending and waiting")
+    times.barh(
+        names,
+        [one.communication_ms for one in costs],
+        left=left,
+        color=COLOURS[1],
+        label="sending and waiting",
+    )
     times.set_xlabel("time of a step (ms)", fontsize=9)
     for axes in (memory, times):
-        axes.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderpad=0)
+        axes.legend(
+            frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderpad=0
+        )
     memory.invert_yaxis()
     figure.savefig(path, dpi=110)
     return figure
 
 
 if __name__ == "__main__":
-    run_lab(main, Parser(__file__, __doc__, quick="2 ranks in the place of 4, fewer ways and steps"))
+    run_lab(
+        main, Parser(__file__, __doc__, quick="2 ranks in the place of 4, fewer ways and steps")
+    )

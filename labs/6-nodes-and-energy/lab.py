@@ -1,4 +1,5 @@
-"""Lab 6: ranks started by hand on each node, by torchrun and by mpirun; what training costs in seconds, and in joules or processor-seconds.
+"""Lab 6: ranks started by hand on each node, by torchrun and by mpirun; what training costs in
+seconds, and in joules or processor-seconds.
 
 python -m hvdtrain lab 6 [--quick]
 """
@@ -26,10 +27,16 @@ from hvdtrain.comm.rendezvous import address_towards
 from hvdtrain.report.figures.canvas import COLOURS, integer_ticks, new_figure
 
 HERE = Path(__file__).resolve().parent
-# This machine's address, as other machines call it: two "nodes" on one machine use it, too. Without a network there is one node.
+# This machine's address, as other machines call it: two "nodes" on one machine use it, too. Without
+# a network there is one node.
 HOST = address_towards("192.0.2.1") or "127.0.0.1"
 NODES, EACH = (1, 4) if HOST.startswith("127.") else (2, 2)
-ENGINE = ("comm.engine=torchdist", "comm.reduce=ddp", "comm.timeout_s=60", "speed.device=cpu")  # Gloo; on GPUs NCCL
+ENGINE = (
+    "comm.engine=torchdist",
+    "comm.reduce=ddp",
+    "comm.timeout_s=60",
+    "speed.device=cpu",
+)  # Gloo; on GPUs NCCL
 TRAINED = ("model.name=net:Net", "batch.size=64", "optim.base_lr=0.05", "log.every_steps=5")
 TARGET = 0.95  # of the validation images
 COSTLY = (
@@ -46,7 +53,8 @@ Commands = list[list[str]]  # one for each node
 
 
 class Cost(NamedTuple):
-    """Of one job: training, and the start (Python, torch, finding the others), which is that of a job of one step."""
+    """Of one job: training, and the start (Python, torch, finding the others), which is that of a
+    job of one step."""
 
     ranks: int
     samples: int
@@ -66,20 +74,40 @@ def free_address() -> str:
 def by_hand(words: Sequence[str]) -> Commands:
     """Each of these on its node; the address is one of node 0."""
     address = f"comm.address={free_address()}"
-    nodes = [["--num-nodes", str(NODES), "--node-id", str(node), "--num-gpus", str(EACH), address] for node in range(NODES)]
+    nodes = [
+        ["--num-nodes", str(NODES), "--node-id", str(node), "--num-gpus", str(EACH), address]
+        for node in range(NODES)
+    ]
     return [[sys.executable, "-m", "hvdtrain", *options, *words] for options in nodes]
 
 
 def by_torchrun(words: Sequence[str]) -> Commands:
     host, port = free_address().split(":")
-    options = [f"--nnodes={NODES}", f"--nproc-per-node={EACH}", f"--master-addr={host}", f"--master-port={port}"]
+    options = [
+        f"--nnodes={NODES}",
+        f"--nproc-per-node={EACH}",
+        f"--master-addr={host}",
+        f"--master-port={port}",
+    ]
     torchrun = [sys.executable, "-m", "torch.distributed.run", *options]
     return [[*torchrun, f"--node-rank={node}", "-m", "hvdtrain", *words] for node in range(NODES)]
 
 
 def by_mpirun(words: Sequence[str]) -> Commands:
     """One command for all nodes: -H n1:2,n2:2 would name them."""
-    return [[sys.executable, "-m", "hvdtrain", "launch", "-np", str(NODES * EACH), "--oversubscribe", "--", *words]]
+    return [
+        [
+            sys.executable,
+            "-m",
+            "hvdtrain",
+            "launch",
+            "-np",
+            str(NODES * EACH),
+            "--oversubscribe",
+            "--",
+            *words,
+        ]
+    ]
 
 
 def ranks_of(launcher: str, out: Path, epochs: int) -> tuple[list[dict[str, Any]], list[float]]:
@@ -92,13 +120,21 @@ def ranks_of(launcher: str, out: Path, epochs: int) -> tuple[list[dict[str, Any]
     words = [*ENGINE, *TRAINED, f"epochs={epochs}", f"run={run}"]
     path = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
     start(
-        LAUNCHERS[launcher](words), out / f"{run.name}.log", f"the job started {launcher}", LAB_RANKS=str(told.resolve()), PYTHONPATH=path
+        LAUNCHERS[launcher](words),
+        out / f"{run.name}.log",
+        f"the job started {launcher}",
+        LAB_RANKS=str(told.resolve()),
+        PYTHONPATH=path,
     )
     ranks = [json.loads((told / f"rank-{rank}.json").read_text()) for rank in range(NODES * EACH)]
     events = hvdtrain.read(run)
     losses = list(events[events.kind == "epoch"].val_loss)
     print(
-        f"{launcher:8} " + ", ".join(f"rank {one['rank']}: local rank {one['local_rank']} of {one['local_size']}" for one in ranks),
+        f"{launcher:8} "
+        + ", ".join(
+            f"rank {one['rank']}: local rank {one['local_rank']} of {one['local_size']}"
+            for one in ranks
+        ),
         flush=True,
     )
     return ranks, losses
@@ -113,16 +149,22 @@ def start_ranks(out: Path, epochs: int) -> None:
         print("mpirun is not here: left out")
     found = {name: ranks_of(name, out, epochs) for name in names}
     first = found["by hand"][1]
-    different = max(abs(a - b) for _, losses in found.values() for a, b in zip(losses, first, strict=True))
+    different = max(
+        abs(a - b) for _, losses in found.values() for a, b in zip(losses, first, strict=True)
+    )
     print(f"the losses of the {len(names)} ways differ by {different:.1e} at most", flush=True)
     write_table(
-        out / "ranks.csv", ["start", "rank", "local rank", "node"], [(name, *row) for name in names for row in places(found[name][0])]
+        out / "ranks.csv",
+        ["start", "rank", "local rank", "node"],
+        [(name, *row) for name in names for row in places(found[name][0])],
     )
     draw_ranks(found, out / "ranks.png")
 
 
 def has_mpirun() -> bool:
-    return any(shutil.which("mpirun", path=path) for path in (str(Path(sys.executable).parent), None))
+    return any(
+        shutil.which("mpirun", path=path) for path in (str(Path(sys.executable).parent), None)
+    )
 
 
 def places(ranks: Sequence[dict[str, Any]]) -> list[tuple[int, int, int]]:
@@ -140,12 +182,27 @@ def draw_ranks(found: dict[str, tuple[list[dict[str, Any]], list[float]]], path:
         axes.axis("off")
         axes.axis((0, 4, 0, 3.6))
         for node in sorted({node for _, _, node in places(ranks)}):
-            axes.add_patch(Rectangle((0, 2 - 1.8 * node), ranks[0]["local_size"], 1.2, facecolor="#EEEEEE"))
+            axes.add_patch(
+                Rectangle((0, 2 - 1.8 * node), ranks[0]["local_size"], 1.2, facecolor="#EEEEEE")
+            )
             axes.text(0, 3.25 - 1.8 * node, f"node {node}", fontsize=8)
         for rank, local_rank, node in places(ranks):
-            axes.text(local_rank + 0.5, 2.6 - 1.8 * node, f"rank {rank}\nlocal {local_rank}", fontsize=7.5, color="white", **BOX)
+            axes.text(
+                local_rank + 0.5,
+                2.6 - 1.8 * node,
+                f"rank {rank}\nlocal {local_rank}",
+                fontsize=7.5,
+                color="white",
+                **BOX,
+            )
     for index, (launcher, (_, losses)) in enumerate(found.items()):
-        style = {"color": COLOURS[index], "ms": 12 - 3 * index, "mfc": "none", "mew": 1.5, "lw": 0.8}
+        style = {
+            "color": COLOURS[index],
+            "ms": 12 - 3 * index,
+            "mfc": "none",
+            "mew": 1.5,
+            "lw": 0.8,
+        }
         panels[-1].plot(range(1, len(losses) + 1), losses, "o-", label=launcher, **style)
     panels[-1].set_title("validation loss of each epoch", fontsize=8)
     panels[-1].set_xlabel("epoch")
@@ -154,14 +211,26 @@ def draw_ranks(found: dict[str, tuple[list[dict[str, Any]], list[float]]], path:
     figure.savefig(path, dpi=110)
 
 
-BOX = {"ha": "center", "va": "center", "bbox": {"boxstyle": "round,pad=0.5", "facecolor": COLOURS[0], "edgecolor": "none"}}
+BOX = {
+    "ha": "center",
+    "va": "center",
+    "bbox": {"boxstyle": "round,pad=0.5", "facecolor": COLOURS[0], "edgecolor": "none"},
+}
 
 
 def job(ranks: int, words: Sequence[str], run: Path) -> float:
-    """Trains; returns the processor-seconds of all processes of the job, from their start to their end."""
+    """Trains; returns the processor-seconds of all processes of the job, from their start to their
+    end."""
     shutil.rmtree(run, ignore_errors=True)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, "-m", "hvdtrain", *(["--num-gpus", str(ranks)] if ranks > 1 else []), *words, f"run={run}"]
+    command = [
+        sys.executable,
+        "-m",
+        "hvdtrain",
+        *(["--num-gpus", str(ranks)] if ranks > 1 else []),
+        *words,
+        f"run={run}",
+    ]
     start([command], run.with_name(f"{run.name}.log"), f"the job {run.name}", OMP_NUM_THREADS="1")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -171,30 +240,49 @@ def cost(ranks: int, widths: str, out: Path) -> Cost:
     start_cpu_s = job(ranks, [*COSTLY, widths, "stop.steps=1"], out / f"start-{ranks}")
     cpu_s = job(ranks, [*COSTLY, widths], out / f"ranks-{ranks}")
     end = event(out / f"ranks-{ranks}", "end")
-    found = Cost(ranks, end["samples"], end["seconds"], start_cpu_s, cpu_s - start_cpu_s, joules(end), end["val_accuracy"])
+    found = Cost(
+        ranks,
+        end["samples"],
+        end["seconds"],
+        start_cpu_s,
+        cpu_s - start_cpu_s,
+        joules(end),
+        end["val_accuracy"],
+    )
     print(
-        f"{ranks} rank{'s' * (ranks > 1)}: accuracy {found.accuracy:.4f} after {found.samples:,} samples in {found.seconds:.1f} s, "
-        f"{found.cpu_s:.1f} processor-seconds" + (f", {found.joules:.0f} J" if found.joules is not None else ""),
+        f"{ranks} rank{'s' * (ranks > 1)}: accuracy {found.accuracy:.4f} after {found.samples:,} "
+        f"samples in {found.seconds:.1f} s, "
+        f"{found.cpu_s:.1f} processor-seconds"
+        + (f", {found.joules:.0f} J" if found.joules is not None else ""),
         flush=True,
     )
     return found
 
 
 def joules(end: dict[str, Any]) -> float | None:
-    """Of processors and GPUs, by the counters that the job could read, from its event `end`; None where there was none."""
+    """Of processors and GPUs, by the counters that the job could read, from its event `end`; None
+    where there was none."""
     measured = [value for value in end["joules"].values() if value is not None]
     return sum(measured) if measured else None
 
 
 def why_not(start: dict[str, Any]) -> list[str]:
     """A line for each kind that is not measured, from the event `start`."""
-    return [f"energy of {KINDS[kind]} is not measured: {reason}" for kind, reason in start["energy"].items() if reason]
+    return [
+        f"energy of {KINDS[kind]} is not measured: {reason}"
+        for kind, reason in start["energy"].items()
+        if reason
+    ]
 
 
 def measure_cost(out: Path, ranks: Sequence[int], widths: str) -> None:
     costs = [cost(count, widths, out) for count in ranks]
     print("\n".join(why_not(event(out / f"ranks-{ranks[0]}", "start"))), flush=True)
-    write_table(out / "cost.csv", [*Cost._fields, "per 1,000 samples"], [(*one, 1e3 * spent(one)[1] / one.samples) for one in costs])
+    write_table(
+        out / "cost.csv",
+        [*Cost._fields, "per 1,000 samples"],
+        [(*one, 1e3 * spent(one)[1] / one.samples) for one in costs],
+    )
     draw_cost(costs, out / "cost.png")
 
 
@@ -209,18 +297,39 @@ def draw_cost(costs: Sequence[Cost], path: Path) -> None:
     names = [str(one.ranks) for one in costs]
     left.bar(names, [one.seconds for one in costs], 0.55, color=COLOURS[0])
     left.set_title(f"seconds to accuracy {TARGET}", fontsize=9)
-    middle.bar(names, [1e3 * spent(one)[1] / one.samples for one in costs], 0.55, color=COLOURS[1], label="training")
+    middle.bar(
+        names,
+        [1e3 * spent(one)[1] / one.samples for one in costs],
+        0.55,
+        color=COLOURS[1],
+        label="training",
+    )
     if unit != "joules":
         bottom = [1e3 * one.cpu_s / one.samples for one in costs]
-        middle.bar(names, [1e3 * one.start_cpu_s / one.samples for one in costs], 0.55, bottom, color="#BBBBBB", label="start")
+        middle.bar(
+            names,
+            [1e3 * one.start_cpu_s / one.samples for one in costs],
+            0.55,
+            bottom,
+            color="#BBBBBB",
+            label="start",
+        )
         middle.legend(frameon=False, fontsize=8)
     middle.set_title(f"{unit} per 1,000 samples", fontsize=9)
     for axes in (left, middle):
         axes.set_xlabel("ranks")
     for one in costs:
         right.plot(one.seconds, spent(one)[1], "o", color=COLOURS[2], ms=8)
-        place = {"xytext": (4, 5), "textcoords": "offset points", "fontsize": 8}  # above the dashed line
-        right.annotate(f"{one.ranks} ranks" if one.ranks > 1 else "1 rank", (one.seconds, spent(one)[1]), **place)
+        place = {
+            "xytext": (4, 5),
+            "textcoords": "offset points",
+            "fontsize": 8,
+        }  # above the dashed line
+        right.annotate(
+            f"{one.ranks} ranks" if one.ranks > 1 else "1 rank",
+            (one.seconds, spent(one)[1]),
+            **place,
+        )
     right.axhline(spent(costs[0])[1], color="#777777", ls="--", lw=1, label="as much as one rank")
     right.set_xlim(0, 1.3 * max(one.seconds for one in costs))
     right.set_ylim(0, 1.2 * max(spent(one)[1] for one in costs))

@@ -1,4 +1,5 @@
-"""A small network that writes down which rank makes it: what the launcher told the process, into the folder LAB_RANKS."""
+"""A small network that writes down which rank makes it: what the launcher told the process, into
+the folder LAB_RANKS."""
 
 import json
 import os
@@ -9,7 +10,15 @@ import torch
 
 from hvdtrain.comm.placement import placement
 
-VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+)
 
 
 class Net(torch.nn.Sequential):
@@ -21,5 +30,11 @@ class Net(torch.nn.Sequential):
         )
         place = placement(os.environ)
         told = {name: os.environ[name] for name in VARIABLES if name in os.environ}
-        found = {"rank": place.rank, "local_rank": place.local_rank, "local_size": place.local_size, "host": socket.gethostname(), **told}
+        found = {
+            "rank": place.rank,
+            "local_rank": place.local_rank,
+            "local_size": place.local_size,
+            "host": socket.gethostname(),
+            **told,
+        }
         Path(os.environ["LAB_RANKS"], f"rank-{place.rank}.json").write_text(json.dumps(found))

@@ -1,4 +1,5 @@
-"""Our answer: serial.py with Horovod. Each line that differs has a comment that begins with its number in README.md.
+"""Our answer: serial.py with Horovod. Each line that differs has a comment that begins with its
+number in README.md.
 
 mpirun -np 2 python answer.py --data FOLDER [--epochs 5]
 """
@@ -34,7 +35,9 @@ def read(path: Path) -> TensorDataset:
 def read_stats(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and std of each channel of the training images / 255, (C, 1, 1)."""
     with np.load(path, allow_pickle=False) as arrays:
-        return torch.from_numpy(arrays["mean"])[:, None, None], torch.from_numpy(arrays["std"])[:, None, None]
+        return torch.from_numpy(arrays["mean"])[:, None, None], torch.from_numpy(arrays["std"])[
+            :, None, None
+        ]
 
 
 def accuracy(net: Net, loader: DataLoader) -> float:
@@ -45,7 +48,9 @@ def accuracy(net: Net, loader: DataLoader) -> float:
             hvd.allreduce_(buffer, name=name)
     with torch.no_grad():
         right = sum(int((net(normalized(x)).argmax(1) == y).sum()) for x, y in loader)
-    counts = hvd.allreduce(torch.tensor([right, len(loader.dataset)]), op=hvd.Sum, name="accuracy")  # 6: sums, not means
+    counts = hvd.allreduce(
+        torch.tensor([right, len(loader.dataset)]), op=hvd.Sum, name="accuracy"
+    )  # 6: sums, not means
     return int(counts[0]) / int(counts[1])
 
 
@@ -63,18 +68,30 @@ torch.manual_seed(1)
 train = read(options.data / "train.npz")
 val = read(options.data / "val.npz")
 mean, std = read_stats(options.data / "train.npz")
-sampler = DistributedSampler(train, hvd.size(), hvd.rank(), drop_last=True)  # 2: each rank its share of every epoch
-train_loader = DataLoader(train, batch_size=BATCH // hvd.size(), sampler=sampler, drop_last=True)  # 3: the same global batch and rate
-mine = TensorDataset(*(tensor[hvd.rank() :: hvd.size()] for tensor in val.tensors))  # 6: each rank its share of the validation
+sampler = DistributedSampler(
+    train, hvd.size(), hvd.rank(), drop_last=True
+)  # 2: each rank its share of every epoch
+train_loader = DataLoader(
+    train, batch_size=BATCH // hvd.size(), sampler=sampler, drop_last=True
+)  # 3: the same global batch and rate
+mine = TensorDataset(
+    *(tensor[hvd.rank() :: hvd.size()] for tensor in val.tensors)
+)  # 6: each rank its share of the validation
 val_loader = DataLoader(mine, batch_size=500)
 
 epochs = options.epochs or (5 if len(train) > 10_000 else 8)
 net = Net(channels=train.tensors[0].shape[1], classes=int(train.tensors[1].max()) + 1)
-optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY, nesterov=True)
-optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=net.named_parameters())  # 4: the mean gradient of all ranks
+optimizer = torch.optim.SGD(
+    net.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY, nesterov=True
+)
+optimizer = hvd.DistributedOptimizer(
+    optimizer, named_parameters=net.named_parameters()
+)  # 4: the mean gradient of all ranks
 hvd.broadcast_parameters(net.state_dict(), root_rank=0)  # 5: all ranks begin with the same weights
 steps = epochs * len(train_loader)
-schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, 5 * (step + 1) / steps, 1.25 * (1 - step / steps)))
+schedule = torch.optim.lr_scheduler.LambdaLR(
+    optimizer, lambda step: min(1, 5 * (step + 1) / steps, 1.25 * (1 - step / steps))
+)
 
 start = time.perf_counter()
 for epoch in range(epochs):
@@ -91,6 +108,9 @@ for epoch in range(epochs):
     seconds = time.perf_counter() - start
     shown = accuracy(net, val_loader)  # 6: on every rank
     if hvd.rank() == 0:  # 8: one rank prints and writes
-        print(f"epoch {epoch + 1}  {seconds:.1f} s  loss {loss.item():.4f}  val accuracy {shown:.4f}", flush=True)
+        print(
+            f"epoch {epoch + 1}  {seconds:.1f} s  loss {loss.item():.4f}  val accuracy {shown:.4f}",
+            flush=True,
+        )
 if hvd.rank() == 0:
     save_file(net.state_dict(), "model.safetensors")

@@ -1,4 +1,5 @@
-"""Our answer with hvdtrain: serial.py's network, batch, rate and schedule as a configuration, and no communication by hand.
+"""Our answer with hvdtrain: serial.py's network, batch, rate and schedule as a configuration, and
+no communication by hand.
 
 mpirun -np 2 python answer_hvdtrain.py --data FOLDER [--epochs 5]
 """
@@ -24,13 +25,22 @@ torch.manual_seed(1)
 sets = {}
 for part in ("train", "val"):
     with np.load(options.data / f"{part}.npz", allow_pickle=False) as arrays:
-        sets[part] = arrays["x"], arrays["y"]  # uint8 images: hvdtrain normalizes them by the same mean and deviation
+        sets[part] = (
+            arrays["x"],
+            arrays["y"],
+        )  # uint8 images: hvdtrain normalizes them by the same mean and deviation
 x, y = sets["train"]
 epochs = options.epochs or (5 if len(x) > 10_000 else 8)
 config = {
     "epochs": epochs,
     "batch.size": 128,  # over all ranks
-    "optim": {"base_lr": 0.1, "base_batch": 128, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4},
+    "optim": {
+        "base_lr": 0.1,
+        "base_batch": 128,
+        "momentum": 0.9,
+        "nesterov": True,
+        "weight_decay": 5e-4,
+    },
     "recipe": {"warmup": "20%", "schedule": "linear"},
     "run": "run",
 }

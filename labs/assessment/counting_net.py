@@ -1,6 +1,7 @@
 """The net.py of a grading: the same network, and a note of what each rank trains it with.
 
-At its end, a process that has trained it writes share-RANK.json beside this file; share.py reads it.
+At its end, a process that has trained it writes share-RANK.json beside this file; share.py reads
+it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class _Note:
     @torch.compiler.disable
     @torch.no_grad()
     def step(self, net: Net, x: torch.Tensor) -> None:
-        """Of a batch (n, channels, H, W) that is trained with. The host does not wait for a device, but in the first step."""
+        """Of a batch (n, channels, H, W) that is trained with. The host does not wait for a device,
+        but in the first step."""
         if self.net is None:
             self.first = float(x.double().sum())
             atexit.register(self.write)
@@ -47,12 +49,19 @@ class _Note:
         assert self.net is not None
         rank = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0"))
         end = _some_weights(self.net)
-        note = {"samples": self.samples, "first": self.first, "last": self.last.tolist(), "end": end.tolist()}
+        note = {
+            "samples": self.samples,
+            "first": self.first,
+            "last": self.last.tolist(),
+            "end": end.tolist(),
+        }
         Path(__file__).with_name(f"share-{rank}.json").write_text(json.dumps(note))
 
 
 def _some_weights(net: Net) -> torch.Tensor:
-    return torch.cat([parameter.detach().flatten()[:ENTRIES].float() for parameter in net.parameters()])
+    return torch.cat(
+        [parameter.detach().flatten()[:ENTRIES].float() for parameter in net.parameters()]
+    )
 
 
 _note = _Note()

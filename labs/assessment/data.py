@@ -1,6 +1,7 @@
 """The data of one grading: what a submission gets, and samples that only the grader has.
 
-python labs/assessment/data.py --to FOLDER [--set cifar10 --data ROOT]     writes train.npz and val.npz for practice
+python labs/assessment/data.py --to FOLDER [--set cifar10 --data ROOT]     writes train.npz and
+    val.npz for practice
 """
 
 from __future__ import annotations
@@ -57,7 +58,11 @@ class Parts(NamedTuple):
 def official(name: str, root: Path | None) -> tuple[Samples, Samples]:
     """The training and the test set as published. Raises UserError where they cannot be read."""
     if root is not None and not root.is_dir():
-        raise UserError("there is no such folder", f"--data {root}", "the folder of the files; or make it, to download them into it")
+        raise UserError(
+            "there is no such folder",
+            f"--data {root}",
+            "the folder of the files; or make it, to download them into it",
+        )
     train, test = (SETS[name].build(name, root, split) for split in ("train", "val"))
     return read(train), read(test)
 
@@ -68,9 +73,11 @@ def read(source: LabelledImages) -> Samples:
 
 
 def split(train: Samples, test: Samples, secret: int) -> Parts:
-    """The test set in two random halves, one given, one hidden; the classes renumbered, and all samples in another order.
+    """The test set in two random halves, one given, one hidden; the classes renumbered, and all
+    samples in another order.
 
-    A function of `secret` alone. The new class numbers make data and weights worthless that a submission has from elsewhere.
+    A function of `secret` alone. The new class numbers make data and weights worthless that a
+    submission has from elsewhere.
     """
     rng = np.random.default_rng(secret)
     classes = int(train.y.max()) + 1
@@ -94,7 +101,9 @@ def write(parts: Parts, to: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_data_options(parser)
     parser.add_argument("--to", type=Path, required=True)
     options = parser.parse_args()
@@ -103,13 +112,23 @@ def main() -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return USER
-    print(f"{options.to}/train.npz and val.npz: of half the test set, and with classes in another order, as the grader's")
+    print(
+        f"{options.to}/train.npz and val.npz: of half the test set, and with classes in another "
+        "order, as the grader's"
+    )
     return DONE
 
 
 def add_data_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--set", choices=SETS, default="digits", help="the data set (digits: in the package; folder: images by class)")
-    parser.add_argument("--data", type=Path, metavar="FOLDER", help="where the data set's files are (data.root)")
+    parser.add_argument(
+        "--set",
+        choices=SETS,
+        default="digits",
+        help="the data set (digits: in the package; folder: images by class)",
+    )
+    parser.add_argument(
+        "--data", type=Path, metavar="FOLDER", help="where the data set's files are (data.root)"
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Grades a submission of the assessment: trains it, and evaluates what it saved on samples that it never had.
+"""Grades a submission of the assessment: trains it, and evaluates what it saved on samples that it
+never had.
 
-python labs/assessment/grade.py SUBMISSION.py [--set cifar10 --data FOLDER] [--ranks 2] [--target 0.7] [--minutes 8] [--json]
+python labs/assessment/grade.py SUBMISSION.py [--set cifar10 --data FOLDER] [--ranks 2] [--target
+    0.7] [--minutes 8] [--json]
 
 README.md in this folder has the rules, the verdicts and their exit codes.
 """
@@ -60,7 +62,10 @@ def main() -> int:
         print(error, file=sys.stderr)
         return USER
     except KeyboardInterrupt:
-        print("interrupted: no verdict; the job's processes have ended, and its folder is removed", file=sys.stderr)
+        print(
+            "interrupted: no verdict; the job's processes have ended, and its folder is removed",
+            file=sys.stderr,
+        )
         return INTERRUPTED
     report(grade, options)
     return CODES[grade.verdict]
@@ -68,7 +73,8 @@ def main() -> int:
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A folder that is removed whatever a job has left in it: folders without rights, or thousands in one another."""
+    """A folder that is removed whatever a job has left in it: folders without rights, or thousands
+    in one another."""
     path = Path(tempfile.mkdtemp(prefix="grade"))
     try:
         yield path
@@ -79,17 +85,34 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("submission", type=Path, metavar="SUBMISSION.py")
     data.add_data_options(parser)
     parser.add_argument("--ranks", type=whole, default=2)
-    parser.add_argument("--target", type=share_of_samples, help="accuracy on the hidden samples (default: the set's, data.py)")
-    parser.add_argument("--minutes", type=amount, help="the time limit, from mpirun's start to its end (default: the set's)")
     parser.add_argument(
-        "--silence", type=amount, metavar="S", help="seconds without a line after which a job hangs (120, at most half the limit)"
+        "--target",
+        type=share_of_samples,
+        help="accuracy on the hidden samples (default: the set's, data.py)",
     )
-    parser.add_argument("--secret", type=secret, help="of an earlier grading, to repeat it (default: random)")
-    parser.add_argument("--json", action="store_true", help="one JSON object on the standard output")
+    parser.add_argument(
+        "--minutes",
+        type=amount,
+        help="the time limit, from mpirun's start to its end (default: the set's)",
+    )
+    parser.add_argument(
+        "--silence",
+        type=amount,
+        metavar="S",
+        help="seconds without a line after which a job hangs (120, at most half the limit)",
+    )
+    parser.add_argument(
+        "--secret", type=secret, help="of an earlier grading, to repeat it (default: random)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object on the standard output"
+    )
     options = parser.parse_args()
     options.target = data.SETS[options.set].target if options.target is None else options.target
     options.minutes = options.minutes or data.SETS[options.set].minutes
@@ -135,12 +158,20 @@ def secret(text: str) -> int:
 def check_script(path: Path) -> Path:
     """Raises UserError where it is no script of an ordinary size."""
     if path.is_dir():
-        raise UserError("a submission is a script, and this is a folder", str(path), "the path of a Python script in it")
+        raise UserError(
+            "a submission is a script, and this is a folder",
+            str(path),
+            "the path of a Python script in it",
+        )
     if not path.is_file():
         raise UserError("there is no such file", str(path), "the path of a Python script")
     if path.stat().st_size > MOST_SCRIPT_BYTES:
-        what = f"the script has {path.stat().st_size:,} bytes, at most {MOST_SCRIPT_BYTES:,} are taken"
-        raise UserError(what, str(path), "a submission is one script, without weights or data in it")
+        what = (
+            f"the script has {path.stat().st_size:,} bytes, at most {MOST_SCRIPT_BYTES:,} are taken"
+        )
+        raise UserError(
+            what, str(path), "a submission is one script, without weights or data in it"
+        )
     return path
 
 
@@ -155,7 +186,14 @@ def run(script: Path, parts: data.Parts, options: argparse.Namespace, scratch: P
     temporary.mkdir()
     data.write(parts, scratch / "data")
     arguments = ["--data", str(scratch / "data")]
-    ended = run_job(work / "submission.py", arguments, options.ranks, options.minutes * 60, options.silence, temporary)
+    ended = run_job(
+        work / "submission.py",
+        arguments,
+        options.ranks,
+        options.minutes * 60,
+        options.silence,
+        temporary,
+    )
 
     shares = [share.read(work, rank) for rank in range(options.ranks)]
     samples = [None if one is None else one.samples for one in shares]
@@ -164,18 +202,27 @@ def run(script: Path, parts: data.Parts, options: argparse.Namespace, scratch: P
         return Grade(verdict, why, None, None, None, samples, ended.seconds, ended.output)
 
     if ended.how == "too slow":
-        return without_model("too slow", f"still running after {counted(options.minutes, 'minute')}")
+        return without_model(
+            "too slow", f"still running after {counted(options.minutes, 'minute')}"
+        )
     if ended.how == "hangs":
         return without_model("hangs", f"printed nothing for {options.silence:g} s")
     if ended.code:
-        return without_model("crashed", f"mpirun ended with code {ended.code}; the end of its output is above")
+        return without_model(
+            "crashed", f"mpirun ended with code {ended.code}; the end of its output is above"
+        )
     file = model_file.find(work)
     if file is None:
-        return without_model("no model", f"the job ended without any of {', '.join(model_file.NAMES)} in its folder")
+        return without_model(
+            "no model", f"the job ended without any of {', '.join(model_file.NAMES)} in its folder"
+        )
     net = Net(parts.train.x.shape[1], parts.classes)
     try:
         model_file.load(file, net)
-        given, hidden = (model_file.answers(net, part.x, part.y, parts.stats) for part in (parts.given, parts.hidden))
+        given, hidden = (
+            model_file.answers(net, part.x, part.y, parts.stats)
+            for part in (parts.given, parts.hidden)
+        )
     except model_file.WrongModel as error:
         return without_model("wrong model", str(error))
     verdict, why = judge(given, hidden, options.target)
@@ -184,27 +231,39 @@ def run(script: Path, parts: data.Parts, options: argparse.Namespace, scratch: P
         verdict = "not shared"
         why = f"{why}; {complaint}"
     z = seen_z(given.loss, hidden.loss)
-    return Grade(verdict, why, hidden.accuracy, given.accuracy, z, samples, ended.seconds, ended.output)
+    return Grade(
+        verdict, why, hidden.accuracy, given.accuracy, z, samples, ended.seconds, ended.output
+    )
 
 
 def report(grade: Grade, options: argparse.Namespace) -> None:
-    """To the standard output: the end of the job's output where it left no model, then two lines, the verdict last; or JSON."""
+    """To the standard output: the end of the job's output where it left no model, then two lines,
+    the verdict last; or JSON."""
     if options.json:
-        limits = {name: getattr(options, name) for name in ("set", "ranks", "target", "minutes", "silence", "secret")}
+        limits = {
+            name: getattr(options, name)
+            for name in ("set", "ranks", "target", "minutes", "silence", "secret")
+        }
         print(json.dumps({**grade._asdict(), "code": CODES[grade.verdict], **limits}))
         return
     if grade.accuracy is None and grade.output:
         print(quoted(grade.output))
     limit = counted(options.minutes, "minute")
     ranks = counted(options.ranks, "rank")
-    print(f"{grade.seconds:.1f} s of {limit} on {ranks}, {options.set}; again: --secret {options.secret}")
+    print(
+        f"{grade.seconds:.1f} s of {limit} on {ranks}, {options.set}; again: --secret "
+        f"{options.secret}"
+    )
     print(f"{grade.verdict}: {grade.why}")
 
 
 def quoted(output: str) -> str:
-    """What a job printed, as nothing but its own words: each line marked, without the characters that move a cursor or hide text."""
+    """What a job printed, as nothing but its own words: each line marked, without the characters
+    that move a cursor or hide text."""
     lines = output.replace("\r\n", "\n").replace("\r", "\n").split("\n")
-    return "\n".join("  | " + "".join(c for c in line.replace("\t", "    ") if c.isprintable()) for line in lines)
+    return "\n".join(
+        "  | " + "".join(c for c in line.replace("\t", "    ") if c.isprintable()) for line in lines
+    )
 
 
 def counted(amount: float, unit: str) -> str:
@@ -212,6 +271,10 @@ def counted(amount: float, unit: str) -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: else the job would outlive this process
-    sys.stdout.reconfigure(errors="backslashreplace")  # a job may print what this terminal cannot show
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # as Ctrl-C: else the job would outlive this process
+    sys.stdout.reconfigure(
+        errors="backslashreplace"
+    )  # a job may print what this terminal cannot show
     sys.exit(main())

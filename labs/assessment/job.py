@@ -13,9 +13,16 @@ import time
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from hvdtrain.cli.launch.launchers import LaunchRequest, available_cores, find_launcher, mpirun_command
+from hvdtrain.cli.launch.launchers import (
+    LaunchRequest,
+    available_cores,
+    find_launcher,
+    mpirun_command,
+)
 
-_PR_SET_CHILD_SUBREAPER = 36  # of <sys/prctl.h>: processes whose parent ends become children of this one
+_PR_SET_CHILD_SUBREAPER = (
+    36  # of <sys/prctl.h>: processes whose parent ends become children of this one
+)
 _POLL_S = 0.05
 _LATE_S = 1.0  # between a job's end and the look at it, on a busy machine
 _GRACE_S = 3.0  # between mpirun's SIGTERM and SIGKILL
@@ -58,15 +65,26 @@ class _Output:
         return self.end.decode(errors="replace").strip()
 
 
-def run_job(script: Path, arguments: list[str], ranks: int, limit_s: float, silence_s: float, temporary: Path) -> Ended:
-    """`mpirun -np RANKS python -m mpi4py SCRIPT ARGUMENTS` in the script's folder. Call it in a process that has no other children.
+def run_job(
+    script: Path,
+    arguments: list[str],
+    ranks: int,
+    limit_s: float,
+    silence_s: float,
+    temporary: Path,
+) -> Ended:
+    """`mpirun -np RANKS python -m mpi4py SCRIPT ARGUMENTS` in the script's folder. Call it in a
+    process that has no other children.
 
-    With `-m mpi4py` an exception on one rank ends all; without it a rank that used mpi4py would wait for the others at its exit.
-    silence_s: a job that has printed nothing for so long hangs. temporary: a folder for its TMPDIR. Raises UserError without an mpirun.
+    With `-m mpi4py` an exception on one rank ends all; without it a rank that used mpi4py would
+    wait for the others at its exit. silence_s: a job that has printed nothing for so long hangs.
+    temporary: a folder for its TMPDIR. Raises UserError without an mpirun.
     """
     launcher = find_launcher("")
     program = (sys.executable, "-m", "mpi4py", script.name, *arguments)
-    request = LaunchRequest(launcher.path, ranks, program, as_root=os.geteuid() == 0, oversubscribe=True)
+    request = LaunchRequest(
+        launcher.path, ranks, program, as_root=os.geteuid() == 0, oversubscribe=True
+    )
     threads = str(max(1, available_cores() // ranks))
     environ = {"OMP_NUM_THREADS": threads, "OMPI_MCA_mpi_yield_when_idle": "1", **os.environ}
     environ |= {"PYTHONUNBUFFERED": "1", "TMPDIR": str(temporary)}
@@ -94,7 +112,9 @@ def run_job(script: Path, arguments: list[str], ranks: int, limit_s: float, sile
     return Ended(how, job.returncode, seconds, output.text)
 
 
-def _watch(job: subprocess.Popen[bytes], output: _Output, end_s: float, silence_s: float) -> Literal["by itself", "too slow", "hangs"]:
+def _watch(
+    job: subprocess.Popen[bytes], output: _Output, end_s: float, silence_s: float
+) -> Literal["by itself", "too slow", "hangs"]:
     """Until the job has ended, or has to be ended. end_s: of time.monotonic()."""
     printed_s = time.monotonic()
     while job.poll() is None:
@@ -105,7 +125,9 @@ def _watch(job: subprocess.Popen[bytes], output: _Output, end_s: float, silence_
             return "too slow"
         if now - printed_s > silence_s:
             return "hangs"
-    return "too slow" if time.monotonic() > end_s + _LATE_S else "by itself"  # of a job that stopped this process meanwhile
+    return (
+        "too slow" if time.monotonic() > end_s + _LATE_S else "by itself"
+    )  # of a job that stopped this process meanwhile
 
 
 def _end(job: subprocess.Popen[bytes]) -> None:
@@ -132,7 +154,9 @@ def descendants(root: int) -> set[int]:
     for process in Path("/proc").iterdir():
         if process.name.isdecimal():
             with contextlib.suppress(OSError):
-                parents[int(process.name)] = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+                parents[int(process.name)] = int(
+                    (process / "stat").read_text().rpartition(")")[2].split()[1]
+                )
     below = {root}
     while more := {pid for pid, parent in parents.items() if parent in below} - below:
         below |= more

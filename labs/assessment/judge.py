@@ -1,4 +1,5 @@
-"""Judges what a job left: pure functions of numbers, and the list of verdicts with their exit codes."""
+"""Judges what a job left: pure functions of numbers, and the list of verdicts with their exit
+codes."""
 
 from __future__ import annotations
 
@@ -6,7 +7,17 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-Verdict = Literal["passed", "target missed", "too slow", "hangs", "crashed", "no model", "wrong model", "trained on val.npz", "not shared"]
+Verdict = Literal[
+    "passed",
+    "target missed",
+    "too slow",
+    "hangs",
+    "crashed",
+    "no model",
+    "wrong model",
+    "trained on val.npz",
+    "not shared",
+]
 CODES: dict[Verdict, int] = {  # 1 is a bug of the grader, 2 a mistake in its command
     "passed": 0,
     "target missed": 10,
@@ -33,14 +44,18 @@ class Answers(NamedTuple):
 
 
 def seen_z(given: np.ndarray, hidden: np.ndarray) -> float:
-    """By how many standard deviations the losses of given samples rank below those of hidden ones: Wilcoxon's rank sum.
+    """By how many standard deviations the losses of given samples rank below those of hidden ones:
+    Wilcoxon's rank sum.
 
-    given (n,) and hidden (m,) are a random division of one set. So for a model that has learned from neither, whatever it is, the
-    result has mean 0 and deviation 1 (less where losses are equal; those share the mean of their ranks).
+    given (n,) and hidden (m,) are a random division of one set. So for a model that has learned
+    from neither, whatever it is, the result has mean 0 and deviation 1 (less where losses are
+    equal; those share the mean of their ranks).
     """
     n = len(given)
     m = len(hidden)
-    _, which, counts = np.unique(np.concatenate([given, hidden]), return_inverse=True, return_counts=True)
+    _, which, counts = np.unique(
+        np.concatenate([given, hidden]), return_inverse=True, return_counts=True
+    )
     ranks = (np.cumsum(counts) - (counts - 1) / 2)[which]  # from 1
     return float((n * (n + m + 1) / 2 - ranks[:n].sum()) / np.sqrt(n * m * (n + m + 1) / 12))
 
@@ -48,11 +63,15 @@ def seen_z(given: np.ndarray, hidden: np.ndarray) -> float:
 def judge(given: Answers, hidden: Answers, target: float) -> tuple[Verdict, str]:
     """The verdict on a model, and why."""
     z = seen_z(given.loss, hidden.loss)
-    shown = f"accuracy {hidden.accuracy:.4f} on {len(hidden.right):,} hidden samples, {given.accuracy:.4f} on val.npz"
+    shown = (
+        f"accuracy {hidden.accuracy:.4f} on {len(hidden.right):,} hidden samples, "
+        f"{given.accuracy:.4f} on val.npz"
+    )
     if z > MOST_Z:
         return (
             "trained on val.npz",
-            f"{shown}; its losses are lower on val.npz by {z:.1f} standard deviations, at most {MOST_Z:g} can be chance",
+            f"{shown}; its losses are lower on val.npz by {z:.1f} standard deviations, at most "
+            f"{MOST_Z:g} can be chance",
         )
     if hidden.accuracy < target:
         return "target missed", f"{shown}; the target is {target:g}"

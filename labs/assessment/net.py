@@ -1,4 +1,5 @@
-"""The network of the assessment: the grader makes it from this file, and loads the weights that a submission saves."""
+"""The network of the assessment: the grader makes it from this file, and loads the weights that a
+submission saves."""
 
 from __future__ import annotations
 
@@ -9,9 +10,11 @@ WIDTHS = (16, 32, 64)
 
 
 class Net(nn.Module):
-    """Three blocks of two 3x3 convolutions, each block at half the resolution of the one before, then a linear layer.
+    """Three blocks of two 3x3 convolutions, each block at half the resolution of the one before,
+    then a linear layer.
 
-    Takes float32 (n, channels, H, W), normalized by the mean and std that train.npz has; gives logits (n, classes).
+    Takes float32 (n, channels, H, W), normalized by the mean and std that train.npz has; gives
+    logits (n, classes).
     """
 
     def __init__(self, channels: int, classes: int) -> None:

@@ -1,6 +1,7 @@
 """Trains the assessment's network in one process: the script that you convert (README.md).
 
-python serial.py --data FOLDER [--epochs 5]     reads train.npz and val.npz there, and writes model.safetensors here
+python serial.py --data FOLDER [--epochs 5]     reads train.npz and val.npz there, and writes
+    model.safetensors here
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def read(path: Path) -> TensorDataset:
 def read_stats(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and std of each channel of the training images / 255, (C, 1, 1)."""
     with np.load(path, allow_pickle=False) as arrays:
-        return torch.from_numpy(arrays["mean"])[:, None, None], torch.from_numpy(arrays["std"])[:, None, None]
+        return torch.from_numpy(arrays["mean"])[:, None, None], torch.from_numpy(arrays["std"])[
+            :, None, None
+        ]
 
 
 def accuracy(net: Net, loader: DataLoader) -> float:
@@ -60,9 +63,13 @@ val_loader = DataLoader(val, batch_size=500)
 
 epochs = options.epochs or (5 if len(train) > 10_000 else 8)
 net = Net(channels=train.tensors[0].shape[1], classes=int(train.tensors[1].max()) + 1)
-optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY, nesterov=True)
+optimizer = torch.optim.SGD(
+    net.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY, nesterov=True
+)
 steps = epochs * len(train_loader)
-schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, 5 * (step + 1) / steps, 1.25 * (1 - step / steps)))
+schedule = torch.optim.lr_scheduler.LambdaLR(
+    optimizer, lambda step: min(1, 5 * (step + 1) / steps, 1.25 * (1 - step / steps))
+)
 
 start = time.perf_counter()
 for epoch in range(epochs):
@@ -76,5 +83,9 @@ for epoch in range(epochs):
         if step % SHOWN_STEPS == 0:
             print(f"epoch {epoch + 1}  step {step}  loss {loss.item():.4f}", flush=True)
     seconds = time.perf_counter() - start
-    print(f"epoch {epoch + 1}  {seconds:.1f} s  loss {loss.item():.4f}  val accuracy {accuracy(net, val_loader):.4f}", flush=True)
+    print(
+        f"epoch {epoch + 1}  {seconds:.1f} s  loss {loss.item():.4f}  val accuracy "
+        f"{accuracy(net, val_loader):.4f}",
+        flush=True,
+    )
 save_file(net.state_dict(), "model.safetensors")

@@ -9,7 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 MOST_WORK = 1.25  # of serial.py's samples, divided by the ranks: room for an epoch more
-MOST_APART = 0.01  # of the weights' norm. Ranks that average agree to the last bits; trained apart, they differ by far more
+# of the weights' norm. Ranks that average agree to the last bits; trained apart, they differ by far
+# more
+MOST_APART = 0.01
 _MOST_BYTES = 2**16
 
 
@@ -36,7 +38,8 @@ def read(folder: Path, rank: int) -> Share | None:
 
 
 def most_samples(train: int, ranks: int) -> int:
-    """That a rank may train with, of a set of so many: its part of serial.py's epochs, and a quarter more."""
+    """That a rank may train with, of a set of so many: its part of serial.py's epochs, and a
+    quarter more."""
     epochs = 5 if train > 10_000 else 8  # serial.py's
     return int(MOST_WORK * epochs * train / ranks)
 
@@ -47,7 +50,10 @@ def complaint(shares: list[Share | None], most: int) -> str | None:
         if share is None:
             return f"rank {rank} of {len(shares)} did not train the network of net.py"
         if share.samples > most:
-            return f"rank {rank} trained with {share.samples:,} samples, at most {most:,} are its share"
+            return (
+                f"rank {rank} trained with {share.samples:,} samples, at most {most:,} are its "
+                "share"
+            )
     first, *others = [share for share in shares if share is not None]
     for rank, share in enumerate(others, 1):
         if share.first == first.first:

@@ -1,4 +1,5 @@
-"""hvdtrain bench: sums are checked before they are timed, measurements on real ranks, and the tables and JSON of results."""
+"""hvdtrain bench: sums are checked before they are timed, measurements on real ranks, and the
+tables and JSON of results."""
 
 from __future__ import annotations
 
@@ -50,16 +51,32 @@ def test_allreduce_on_two_ranks(tmp_path: Path) -> None:
     tree = json.loads(out.read_text())
     assert (tree["engine"], tree["ranks"], tree["bucket_bytes"]) == ("mpi", 2, 1024)
     assert [host["ranks"] for host in tree["hosts"].values()] == [2]
-    methods = {row["what"]: [one["method"] for one in tree["rows"] if one["what"] == row["what"]] for row in tree["rows"]}
+    methods = {
+        row["what"]: [one["method"] for one in tree["rows"] if one["what"] == row["what"]]
+        for row in tree["rows"]
+    }
     assert methods == {
         "3 B": ["plain MPI_Allreduce", "allreduce", "in 1 bucket", IN_PARTS, "copy of memory"],
-        "4 KiB": ["plain MPI_Allreduce", "allreduce", "in 4 buckets", IN_PARTS, "copy of memory"],  # of 1 KiB
-        "160 small tensors": ["plain MPI_Allreduce", "as one bucket", "one allreduce each", "copy of memory"],
+        "4 KiB": [
+            "plain MPI_Allreduce",
+            "allreduce",
+            "in 4 buckets",
+            IN_PARTS,
+            "copy of memory",
+        ],  # of 1 KiB
+        "160 small tensors": [
+            "plain MPI_Allreduce",
+            "as one bucket",
+            "one allreduce each",
+            "copy of memory",
+        ],
     }
     for row in tree["rows"]:
         assert row["n"] == len(row["seconds"]) >= 5 and min(row["seconds"]) > 0
         assert row["quartiles_s"] == pytest.approx(np.quantile(row["seconds"], [0.25, 0.5, 0.75]))
-        assert row["bytes_per_s"] == pytest.approx(row["bytes"] / np.median(row["seconds"])), "2 (n - 1) / n is 1 for two ranks"
+        assert row["bytes_per_s"] == pytest.approx(row["bytes"] / np.median(row["seconds"])), (
+            "2 (n - 1) / n is 1 for two ranks"
+        )
     assert "4 KiB              plain MPI_Allreduce" in result.stdout
     assert [size for size, _ in link_points(tree)] == [3, 4096]
 
@@ -68,17 +85,37 @@ def test_allreduce_on_two_ranks(tmp_path: Path) -> None:
 @needs_horovod
 def test_allreduce_of_horovod() -> None:
     """Beside Horovod's own grouped allreduce, and beside the MPI that it runs on."""
-    result = mpirun(2, [*BENCH, "allreduce", "--sizes", "1KiB", "--budget", "0.1", "comm.engine=horovod", "--json", "-"])
+    result = mpirun(
+        2,
+        [
+            *BENCH,
+            "allreduce",
+            "--sizes",
+            "1KiB",
+            "--budget",
+            "0.1",
+            "comm.engine=horovod",
+            "--json",
+            "-",
+        ],
+    )
     assert result.returncode == 0, result
     rows = json.loads(result.stdout)["rows"]
     assert [row["method"] for row in rows if row["what"] == "160 small tensors"] == [
-        *("plain MPI_Allreduce", "as one bucket", "one allreduce each", "hvd.grouped_allreduce", "copy of memory"),
+        *(
+            "plain MPI_Allreduce",
+            "as one bucket",
+            "one allreduce each",
+            "hvd.grouped_allreduce",
+            "copy of memory",
+        ),
     ]
     assert rows[0]["method"] == "plain MPI_Allreduce" and rows[0]["bytes"] == 1024
 
 
 def test_small_tensors_are_those_of_resnet50() -> None:
-    """53 norms of 26,560 channels in all, a weight and a bias each; the first 54 tensors again, as far as 160."""
+    """53 norms of 26,560 channels in all, a weight and a bias each; the first 54 tensors again, as
+    far as 160."""
     assert (
         len(SMALL_TENSOR_SIZES) == 160
         and sum(SMALL_TENSOR_SIZES[:106]) == 2 * 26560
@@ -89,12 +126,18 @@ def test_small_tensors_are_those_of_resnet50() -> None:
 
 def test_one_process_measures_the_copy_too() -> None:
     rows = measure(Ranks(SingleProcessCommunicator(), None, 4096), [64], 0.05)
-    assert [times.method for times in rows[0].methods] == ["allreduce", "in 1 bucket", IN_PARTS, "copy of memory"]
+    assert [times.method for times in rows[0].methods] == [
+        "allreduce",
+        "in 1 bucket",
+        IN_PARTS,
+        "copy of memory",
+    ]
     assert [row.size_bytes for row in rows] == [64, 4 * sum(SMALL_TENSOR_SIZES)]
 
 
 class SecondOfThree(SingleProcessCommunicator):
-    """Rank r starts with a pattern times r + 1, so the sum over all is 3 times what rank 1 starts with."""
+    """Rank r starts with a pattern times r + 1, so the sum over all is 3 times what rank 1 starts
+    with."""
 
     rank = 1
     size = 3
@@ -113,18 +156,26 @@ def test_sums_are_checked(dtype: type) -> None:
     with pytest.raises(UserError) as error:
         check_sum(SecondOfThree(), numbers, Method("unchanged", lambda: None))
     size = numbers.nbytes
-    assert str(error.value) == f"wrong sums on ranks [0]\n  where: unchanged, comm.engine=single, {size} bytes\n  fix: hvdtrain check"
+    assert (
+        str(error.value)
+        == f"wrong sums on ranks [0]\n  where: unchanged, comm.engine=single, {size} bytes\n  "
+        "fix: hvdtrain check"
+    )
 
 
 def test_options_and_their_errors() -> None:
-    assert read_sizes("100MB,1,1KiB,64b,1") == [1, 64, 1024, 10**8] and read_rank_counts("4,1,2,2") == [1, 2, 4]
+    assert read_sizes("100MB,1,1KiB,64b,1") == [1, 64, 1024, 10**8] and read_rank_counts(
+        "4,1,2,2"
+    ) == [1, 2, 4]
     with pytest.raises(UserError, match="cannot read the size '5 apples'"):
         read_sizes("5 apples")
     with pytest.raises(UserError, match="cannot read the size '0'"):
         read_sizes("0")
     with pytest.raises(UserError, match="cannot read the numbers of ranks '1,,2'"):
         read_rank_counts("1,,2")
-    with pytest.raises(UserError, match="there is no bench scalling\n.*\n  fix: did you mean scaling?"):
+    with pytest.raises(
+        UserError, match="there is no bench scalling\n.*\n  fix: did you mean scaling?"
+    ):
         bench(["scalling"])
     with pytest.raises(UserError, match="'0' is not a count"):
         bench(["scaling", "--steps", "0"])
@@ -148,10 +199,23 @@ def test_numbers_and_statistics() -> None:
         "500 ms",
         "12.0 s",
     ]
-    assert [format_bytes(size) for size in (1, 1000, 1024, 3 * 2**20, 10**8)] == ["1 B", "1000 B", "1 KiB", "3 MiB", "100 MB"]
-    assert quartiles([5.0, 1.0, 2.0, 4.0, 3.0]) == (2.0, 3.0, 4.0) and quartiles([7.0]) == (7.0, 7.0, 7.0)
+    assert [format_bytes(size) for size in (1, 1000, 1024, 3 * 2**20, 10**8)] == [
+        "1 B",
+        "1000 B",
+        "1 KiB",
+        "3 MiB",
+        "100 MB",
+    ]
+    assert quartiles([5.0, 1.0, 2.0, 4.0, 3.0]) == (2.0, 3.0, 4.0) and quartiles([7.0]) == (
+        7.0,
+        7.0,
+        7.0,
+    )
     assert median_speedup([1.0, 2.0, 4.0], [2.0, 2.0, 2.0]) == 1.0
-    assert bus_bytes_per_s("allreduce", 100, 4, 2.0) == 75.0 and bus_bytes_per_s(COPY, 100, 4, 2.0) == 50.0
+    assert (
+        bus_bytes_per_s("allreduce", 100, 4, 2.0) == 75.0
+        and bus_bytes_per_s(COPY, 100, 4, 2.0) == 50.0
+    )
     assert count_hosts([("n1", 2), ("n1", 2), ("n2", 4)]) == [Host("n1", 2, 2), Host("n2", 1, 4)]
     assert oversubscription_warning([Host("n1", 2, 2)]) == []
     assert "4 ranks on 2 cores" in oversubscription_warning([Host("n1", 4, 2)])[0]
@@ -164,25 +228,52 @@ def test_table_of_allreduce() -> None:
         MethodTimes("hvd.grouped_allreduce", [4e-3] * 5),
     ]
     payloads = [PayloadTimes("160 small tensors", 1000, methods)]
-    lines = allreduce.to_text(AllreduceResult("horovod", "comm.engine=horovod", 2, 2**22, [Host("n1", 2, 2)], payloads))
+    lines = allreduce.to_text(
+        AllreduceResult("horovod", "comm.engine=horovod", 2, 2**22, [Host("n1", 2, 2)], payloads)
+    )
     assert lines[:2] == [
         "hvdtrain bench allreduce: 2 ranks, engine horovod (comm.engine=horovod), buckets of 4 MiB",
         "n1: 2 ranks, 2 cores",
     ]
-    assert lines[5].split() == ["as", "one", "bucket", "5", "1.00", "ms", "1.00", "ms", "..", "1.00", "ms", "0.001", "2.00"]
-    assert lines[-1] == "160 small tensors, time / time of hvd.grouped_allreduce: plain MPI_Allreduce 0.50, as one bucket 0.25"
+    assert lines[5].split() == [
+        "as",
+        "one",
+        "bucket",
+        "5",
+        "1.00",
+        "ms",
+        "1.00",
+        "ms",
+        "..",
+        "1.00",
+        "ms",
+        "0.001",
+        "2.00",
+    ]
+    assert (
+        lines[-1]
+        == "160 small tensors, time / time of hvd.grouped_allreduce: plain MPI_Allreduce 0.50, as "
+        "one bucket 0.25"
+    )
 
 
 def test_seconds_of_steps() -> None:
     """100 images at 50/s are 2 s a step; the first sync point and other events are dropped."""
-    events = [{"kind": "start"}, *({"kind": "step", "batch": 100, "samples_per_s": rate} for rate in (1, 50, 25)), {"kind": "end"}]
+    events = [
+        {"kind": "start"},
+        *({"kind": "step", "batch": 100, "samples_per_s": rate} for rate in (1, 50, 25)),
+        {"kind": "end"},
+    ]
     assert step_seconds([json.dumps(event) for event in events]) == [2.0, 4.0]
-    with pytest.raises(UserError, match="the job has 1 sync point, and the steps before the first one are warm-up"):
+    with pytest.raises(
+        UserError, match="the job has 1 sync point, and the steps before the first one are warm-up"
+    ):
         step_seconds([json.dumps(event) for event in events[:2]])
 
 
 def study(cores: int = 2) -> Study:
-    """Half a second for 8 samples, on two ranks 0.625 s; nothing hidden of a link of 0.05 s a message and no end of bandwidth."""
+    """Half a second for 8 samples, on two ranks 0.625 s; nothing hidden of a link of 0.05 s a
+    message and no end of bandwidth."""
     trials = [
         Trial("weak", 1, 8, [0.4, 0.5, 0.6]),
         Trial("weak", 2, 16, [0.625] * 3),
@@ -206,38 +297,72 @@ def study(cores: int = 2) -> Study:
 
 def test_efficiency_and_prediction() -> None:
     found = study()
-    assert [efficiency(trial, found.trials) for trial in found.trials] == pytest.approx([1.0, 0.8, 1.0, 0.5])
+    assert [efficiency(trial, found.trials) for trial in found.trials] == pytest.approx(
+        [1.0, 0.8, 1.0, 0.5]
+    )
     rows = {(row.kind, row.algorithm, row.ranks): row for row in predictions(found, [8, 16])}
-    assert ("strong", "ring", 8) in rows and ("strong", "ring", 16) not in rows, "16 ranks have no 8 samples"
+    assert ("strong", "ring", 8) in rows and ("strong", "ring", 16) not in rows, (
+        "16 ranks have no 8 samples"
+    )
     weak = rows["weak", "ring", 8]
-    assert weak.step_s == pytest.approx(0.5 + 14 * 0.05) and weak.efficiency == pytest.approx(0.5 / 1.2)
+    assert weak.step_s == pytest.approx(0.5 + 14 * 0.05) and weak.efficiency == pytest.approx(
+        0.5 / 1.2
+    )
     tree8 = rows["strong", "tree", 8]
-    assert tree8.step_s == pytest.approx(0.15 + 6 * 0.05) and tree8.efficiency == pytest.approx(0.5 / 8 / 0.45)
+    assert tree8.step_s == pytest.approx(0.15 + 6 * 0.05) and tree8.efficiency == pytest.approx(
+        0.5 / 8 / 0.45
+    )
 
 
 def test_text_and_json_of_scaling() -> None:
     lines = scaling_report.to_text(study())
-    assert lines[4].split() == ["weak", "2", "16", "3", "625", "ms", "625", "ms", "..", "625", "ms", "26", "80.0%"]
-    assert any("OVERSUBSCRIBED" in line for line in lines) and any("4 ranks on 2 cores" in line for line in lines)
+    assert lines[4].split() == [
+        "weak",
+        "2",
+        "16",
+        "3",
+        "625",
+        "ms",
+        "625",
+        "ms",
+        "..",
+        "625",
+        "ms",
+        "26",
+        "80.0%",
+    ]
+    assert any("OVERSUBSCRIBED" in line for line in lines) and any(
+        "4 ranks on 2 cores" in line for line in lines
+    )
     assert not any("OVERSUBSCRIBED" in line for line in scaling_report.to_text(study(cores=4)))
     assert "error   steps left out of the fit: median 2.0%, largest 3.0%, n = 2" in lines
     assert "error   allreduces: unknown, there are too few points to leave one out" in lines
     result = json.loads(json.dumps(scaling_report.to_json(study())))
-    assert [trial["efficiency"] for trial in result["trials"]] == pytest.approx([1.0, 0.8, 1.0, 0.5])
+    assert [trial["efficiency"] for trial in result["trials"]] == pytest.approx(
+        [1.0, 0.8, 1.0, 0.5]
+    )
     assert result["predictions"][0]["ranks"] == 8 and result["fleet"]["per_node"] == 8
 
 
 def test_a_link_whose_times_give_no_latency_is_said_to_be_too_noisy() -> None:
     def warned(link: Link) -> bool:
-        return any("too noisy for a latency" in line for line in scaling_report.to_text(study()._replace(link=link)))
+        return any(
+            "too noisy for a latency" in line
+            for line in scaling_report.to_text(study()._replace(link=link))
+        )
 
     assert warned(Link("measured", 0.0, 1e9))
-    assert not warned(Link("measured", 1e-6, 1e9)) and not warned(Link("none", 0.0, math.inf)), "none: one rank"
+    assert not warned(Link("measured", 1e-6, 1e9)) and not warned(Link("none", 0.0, math.inf)), (
+        "none: one rank"
+    )
 
 
 def test_picture(tmp_path: Path) -> None:
     title, lines = curves(study(), "mlp")
-    assert [line.label for line in lines if line.panel == "weak"][:2] == ["measured", "ring"] and title.startswith("mlp: lan 50.0 ms")
+    assert [line.label for line in lines if line.panel == "weak"][:2] == [
+        "measured",
+        "ring",
+    ] and title.startswith("mlp: lan 50.0 ms")
     assert lines[0].ranks == [1, 2] and lines[0].efficiency == pytest.approx([1.0, 0.8])
     assert draw_scaling(tmp_path / "a.png", title, lines) == f"picture: {tmp_path}/a.png"
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
@@ -248,49 +373,107 @@ def test_picture(tmp_path: Path) -> None:
 @needs_mpirun
 @pytest.mark.slow
 def test_scaling_of_real_jobs(tmp_path: Path) -> None:
-    words = ["framework=numpy", "model.name=linear", "data.name=synthetic", "data.shape=[4,4,1]", "data.samples=200", "data.val_samples=20"]
+    words = [
+        "framework=numpy",
+        "model.name=linear",
+        "data.name=synthetic",
+        "data.shape=[4,4,1]",
+        "data.samples=200",
+        "data.val_samples=20",
+    ]
     words += ["batch.size=8", "comm.engine=mpi", f"run={tmp_path}/never"]
     result = python(
-        [*BENCH, "scaling", "--ranks", "2", "--weak", "--steps", "12", "--repeat", "2", "--json", f"{tmp_path}/study.json", *words]
+        [
+            *BENCH,
+            "scaling",
+            "--ranks",
+            "2",
+            "--weak",
+            "--steps",
+            "12",
+            "--repeat",
+            "2",
+            "--json",
+            f"{tmp_path}/study.json",
+            *words,
+        ]
     )
     assert result.returncode == 0, result
     study = json.loads((tmp_path / "study.json").read_text())
-    assert [(trial["kind"], trial["ranks"], trial["batch"]) for trial in study["trials"]] == [("weak", 2, 8)]
-    assert all(len(trial["seconds"]) == 10 and min(trial["seconds"]) > 0 for trial in study["trials"]), (
-        "twice six sync points, less the first"
-    )
+    assert [(trial["kind"], trial["ranks"], trial["batch"]) for trial in study["trials"]] == [
+        ("weak", 2, 8)
+    ]
+    assert all(
+        len(trial["seconds"]) == 10 and min(trial["seconds"]) > 0 for trial in study["trials"]
+    ), "twice six sync points, less the first"
     assert study["buckets"] == [170 * 4.0], "16 x 10 weights and 10 biases"
-    assert study["link"]["latency_s"] >= 0, "0 where the times of a busy machine are too noisy for a latency"
+    assert study["link"]["latency_s"] >= 0, (
+        "0 where the times of a busy machine are too noisy for a latency"
+    )
     assert study["link"]["bytes_per_s"] > 0
     assert ("too noisy for a latency" in result.stdout) == (study["link"]["latency_s"] == 0)
     assert not (tmp_path / "never").exists()
 
 
 def test_planned_jobs() -> None:
-    """Weak: 8 for each rank; strong: 8 in all; alone: the share of a rank of 2 and of 4. No job where a rank would have no sample."""
+    """Weak: 8 for each rank; strong: 8 in all; alone: the share of a rank of 2 and of 4. No job
+    where a rank would have no sample."""
     assert plan_jobs(["weak", "strong"], [1, 2, 4], 8) == [
         *(("weak", 1, 8), ("weak", 2, 16), ("weak", 4, 32)),
         *(("strong", 1, 8), ("strong", 2, 8), ("strong", 4, 8)),
         *(("alone", 1, 4), ("alone", 1, 2)),
     ]
     assert plan_jobs(["strong"], [1, 16], 8) == [("strong", 1, 8)]
-    assert plan_jobs(["weak"], [2, 4], 9) == [("weak", 2, 8), ("weak", 4, 16)], "4 for each of two; alone only where a job has one rank"
+    assert plan_jobs(["weak"], [2, 4], 9) == [("weak", 2, 8), ("weak", 4, 16)], (
+        "4 for each of two; alone only where a job has one rank"
+    )
     with pytest.raises(UserError, match="batch 3 has no sample for each of 4 ranks"):
         plan_jobs(["weak"], [4], 3)
 
 
 @needs_mpirun
 def test_scaling_reports_a_job_that_fails() -> None:
-    words = ["framework=numpy", "model.name=linear", "data.root=/nowhere", "data.name=mnist", "data.download=false"]
+    words = [
+        "framework=numpy",
+        "model.name=linear",
+        "data.root=/nowhere",
+        "data.name=mnist",
+        "data.download=false",
+    ]
     result = python([*BENCH, "scaling", "--ranks", "1", *words])
     assert result.returncode != 0 and "/nowhere" in result.stderr
-    result = python([*BENCH, "scaling"], env={"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
-    assert result.returncode != 0 and "this is already rank 1 of 2, and bench scaling starts ranks itself" in result.stderr
-    result = python([*BENCH, "scaling", "--ranks", "1", "--limit", "0.3", "framework=numpy", "model.name=linear", "data.name=digits"])
+    result = python(
+        [*BENCH, "scaling"],
+        env={"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+    )
+    assert (
+        result.returncode != 0
+        and "this is already rank 1 of 2, and bench scaling starts ranks itself" in result.stderr
+    )
+    result = python(
+        [
+            *BENCH,
+            "scaling",
+            "--ranks",
+            "1",
+            "--limit",
+            "0.3",
+            "framework=numpy",
+            "model.name=linear",
+            "data.name=digits",
+        ]
+    )
     assert result.returncode != 0 and "the job on 1 rank did not end within 0.3 s" in result.stderr
 
 
-STEP = ["data.name=synthetic", "data.samples=200", "batch.size=20", "model.widths=[4,4,8,8]", "--json", "-"]
+STEP = [
+    "data.name=synthetic",
+    "data.samples=200",
+    "batch.size=20",
+    "model.widths=[4,4,8,8]",
+    "--json",
+    "-",
+]
 
 
 @needs_mpirun
@@ -301,17 +484,31 @@ def test_step_on_two_ranks_measures_exposed_communication() -> None:
     assert (tree["ranks"], tree["batch"], tree["engine"], tree["rounds"]) == (2, 20, "mpi", 2)
     assert tree["samples_per_s"] == pytest.approx(20 / tree["ms_per_step"] * 1e3)
     assert list(tree["phases_ms"]) == ["data", "forward", "backward", "communication", "update"]
-    exposed_ms = tree["ms_per_step"] - tree["alone_ms_per_step"]  # of two rounds the median is the mean
+    exposed_ms = (
+        tree["ms_per_step"] - tree["alone_ms_per_step"]
+    )  # of two rounds the median is the mean
     assert tree["exposed_communication_ms"] == pytest.approx(exposed_ms, abs=1e-6)
-    assert tree["share_of_matmul"] == pytest.approx(tree["gflop_per_s_of_a_rank"] / tree["matmul_gflop_per_s"])
+    assert tree["share_of_matmul"] == pytest.approx(
+        tree["gflop_per_s_of_a_rank"] / tree["matmul_gflop_per_s"]
+    )
 
 
 def test_operations_are_those_of_the_formula() -> None:
-    """A linear model of 48 inputs and 10 classes: 480 products and sums a sample, and again for the weights' gradient."""
-    data = ["data.name=synthetic", "data.samples=99", "data.shape=[4,4,3]", "data.classes=10", "batch.size=33", "model.name=linear"]
+    """A linear model of 48 inputs and 10 classes: 480 products and sums a sample, and again for the
+    weights' gradient."""
+    data = [
+        "data.name=synthetic",
+        "data.samples=99",
+        "data.shape=[4,4,3]",
+        "data.classes=10",
+        "batch.size=33",
+        "model.name=linear",
+    ]
     result = python([*BENCH, "step", *data, "--rounds", "2", "--steps", "2", "--json", "-"])
     assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["gflop_per_step_of_a_rank"] * 1e9 == pytest.approx(2 * 2 * 33 * 48 * 10)
+    assert json.loads(result.stdout)["gflop_per_step_of_a_rank"] * 1e9 == pytest.approx(
+        2 * 2 * 33 * 48 * 10
+    )
 
 
 def test_data_of_each_source_against_the_need() -> None:
@@ -320,9 +517,25 @@ def test_data_of_each_source_against_the_need() -> None:
     assert result.returncode == 0, result.stderr
     tree = json.loads(result.stdout)
     assert {"read", "prefetch", "step"} <= tree["samples_per_s"].keys() and tree["samples"] == 100
-    assert all(low <= middle <= high and low > 0 for low, middle, high in tree["samples_per_s"].values())
+    assert all(
+        low <= middle <= high and low > 0 for low, middle, high in tree["samples_per_s"].values()
+    )
 
 
 def test_bench_step_of_a_framework_that_counts_no_operations() -> None:
-    result = python([*BENCH, "step", "framework=numpy", "model.name=linear", "data.name=synthetic", "--rounds", "2", "--steps", "2"])
-    assert result.returncode == 0 and "images/s" in result.stdout and "GFLOP" not in result.stdout, result
+    result = python(
+        [
+            *BENCH,
+            "step",
+            "framework=numpy",
+            "model.name=linear",
+            "data.name=synthetic",
+            "--rounds",
+            "2",
+            "--steps",
+            "2",
+        ]
+    )
+    assert (
+        result.returncode == 0 and "images/s" in result.stdout and "GFLOP" not in result.stdout
+    ), result

@@ -22,7 +22,9 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 @pytest.mark.parametrize("command", [*COMMANDS, "list"])
 def test_each_command_has_help_of_its_own(capsys: pytest.CaptureFixture[str], command: str) -> None:
     page = said(capsys, command, "--help")
-    assert re.search(rf"hvdtrain \[?{command}\b", page.splitlines()[0]) and len(page.splitlines()) < 30
+    assert (
+        re.search(rf"hvdtrain \[?{command}\b", page.splitlines()[0]) and len(page.splitlines()) < 30
+    )
     assert said(capsys, command, "-h") == said(capsys, "--help", command) == page
     assert f"hvdtrain {command}" in help.help_text(None) or command in ("train", "list", "schema")
 
@@ -30,16 +32,35 @@ def test_each_command_has_help_of_its_own(capsys: pytest.CaptureFixture[str], co
 def test_the_help_of_the_program_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
     lines = said(capsys, "--help").splitlines()
     assert 24 <= len(lines) <= 40 and max(map(len, lines)) <= 130
-    listed = re.split(r"\W+", "\n".join(line for line in lines if line.startswith(("Sections: ", "Keys without", "  "))))
+    listed = re.split(
+        r"\W+",
+        "\n".join(line for line in lines if line.startswith(("Sections: ", "Keys without", "  "))),
+    )
     assert not {*SECTIONS, "epochs", "seed"} - {*listed}
-    assert [line.split()[0] for line in lines[lines.index("Exit codes:") + 1 :]] == [str(code) for code in MEANINGS]
+    assert [line.split()[0] for line in lines[lines.index("Exit codes:") + 1 :]] == [
+        str(code) for code in MEANINGS
+    ]
 
 
 def test_the_help_of_a_job_names_its_options(capsys: pytest.CaptureFixture[str]) -> None:
-    assert all(option in said(capsys, "train", "--help") for option in ("--config", "--max-time", "--print-config", "--num-nodes"))
-    options = ("--config", "--ranks", "--json", "--png", "--samples", "--image", "--classes", "--all")
+    assert all(
+        option in said(capsys, "train", "--help")
+        for option in ("--config", "--max-time", "--print-config", "--num-nodes")
+    )
+    options = (
+        "--config",
+        "--ranks",
+        "--json",
+        "--png",
+        "--samples",
+        "--image",
+        "--classes",
+        "--all",
+    )
     assert all(option in said(capsys, "plan", "--help") for option in options)
-    assert all(option in said(capsys, "check", "--help") for option in ("--config", "--json", "--limit"))
+    assert all(
+        option in said(capsys, "check", "--help") for option in ("--config", "--json", "--limit")
+    )
     assert said(capsys, "train", "--help", "batch.size") == said(capsys, "--help", "batch.size")
 
 
@@ -48,18 +69,21 @@ def test_the_help_of_a_job_names_its_options(capsys: pytest.CaptureFixture[str])
     [
         (
             "batch.size",
-            "batch.size: default 64\n  global batch: samples per step, summed over all ranks\n  takes a whole number: 1 or more",
+            "batch.size: default 64\n  global batch: samples per step, summed over all ranks\n  "
+            "takes a whole number: 1 or more",
         ),
         ("comm.op", "takes one of 'mean', 'adasum'"),
         ("comm.reduce", "takes one of 'auto', 'distributed_optimizer', 'ddp', 'bucket'"),
         (
             "stop.target",
-            "stop.target: default nothing\n  value of the task's objective at which the job stops: validation accuracy",
+            "stop.target: default nothing\n  value of the task's objective at which the job "
+            "stops: validation accuracy",
         ),
         ("log.trackers", "takes a list, each a text"),
         (
             "optim.mode",
-            "optim.name=larc: LARC: LARS whose trust ratio may lower the learning rate of a layer, never raise it.\n  optim.mode=clip",
+            "optim.name=larc: LARC: LARS whose trust ratio may lower the learning rate of a "
+            "layer, never raise it.\n  optim.mode=clip",
         ),
         ("model.widths", "model.name=mlp with framework=jax: "),
     ],
@@ -77,7 +101,11 @@ def test_every_key_has_help(key: str) -> None:
 
 @pytest.mark.parametrize(
     ("topic", "fix"),
-    [("lr", "did you mean optim.base_lr?"), ("optm", "did you mean optim?"), ("model.zzz", "known: model.name, model.loss")],
+    [
+        ("lr", "did you mean optim.base_lr?"),
+        ("optm", "did you mean optim?"),
+        ("model.zzz", "known: model.name, model.loss"),
+    ],
 )
 def test_an_unknown_topic(topic: str, fix: str) -> None:
     with pytest.raises(UserError, match="no such key or section") as caught:
@@ -86,21 +114,37 @@ def test_an_unknown_topic(topic: str, fix: str) -> None:
 
 
 def test_the_description_of_a_key_names_every_choice() -> None:
-    options = [options_of(path).model_fields for folder in plugins.ALIASES for path in plugins.files(folder).values()]
+    options = [
+        options_of(path).model_fields
+        for folder in plugins.ALIASES
+        for path in plugins.files(folder).values()
+    ]
     found = 0
     for fields in (known_keys(), *options):
         for key, info in fields.items():
-            choices = typing.get_args(info.annotation) if typing.get_origin(info.annotation) is typing.Literal else ()
+            choices = (
+                typing.get_args(info.annotation)
+                if typing.get_origin(info.annotation) is typing.Literal
+                else ()
+            )
             found += len(choices)
             for choice in choices:
-                assert re.search(rf"(?<![\w-]){re.escape(str(choice))}(?![\w-])", info.description or ""), f"{key}={choice}"
+                assert re.search(
+                    rf"(?<![\w-]){re.escape(str(choice))}(?![\w-])", info.description or ""
+                ), f"{key}={choice}"
     assert found > 50
 
 
 def test_the_help_of_a_command_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian", "--help"]) == 2
-    assert "there is no command trian\n  where: command line\n  fix: did you mean train?" in capsys.readouterr().err
+    assert (
+        "there is no command trian\n  where: command line\n  fix: did you mean train?"
+        in capsys.readouterr().err
+    )
     assert main(["train.py", "--lr", "1"]) == 2
-    wanted = "train.py is a script, not a command or a key of a job\n  where: command line\n  fix: hvdtrain launch -np 2 -- train.py on "
+    wanted = (
+        "train.py is a script, not a command or a key of a job\n  where: command line\n  fix: "
+        "hvdtrain launch -np 2 -- train.py on "
+    )
     assert wanted in capsys.readouterr().err
     assert main(["list", "--help"]) == 0 and main(["epochs=1", "--help"]) == 0

@@ -1,4 +1,5 @@
-"""Jobs in a terminal of their own: Ctrl-C and a terminal that goes away stop them with a checkpoint, also under `launch` on two ranks."""
+"""Jobs in a terminal of their own: Ctrl-C and a terminal that goes away stop them with a
+checkpoint, also under `launch` on two ranks."""
 
 from __future__ import annotations
 
@@ -22,8 +23,20 @@ from ranks import environment, mpirun_path, needs_mpirun
 
 from hvdtrain.errors import REQUEUE
 
-JOB = ["framework=numpy", "model.name=linear", "epochs=1000000", "log.every_steps=5", "log.every_s=0.2"]
-NO_SYNC_POINT = ["log.every_steps=1000000", "data.name=synthetic", "data.shape=[2,2,1]", "data.samples=1000000", "batch.size=2"]
+JOB = [
+    "framework=numpy",
+    "model.name=linear",
+    "epochs=1000000",
+    "log.every_steps=5",
+    "log.every_s=0.2",
+]
+NO_SYNC_POINT = [
+    "log.every_steps=1000000",
+    "data.name=synthetic",
+    "data.shape=[2,2,1]",
+    "data.samples=1000000",
+    "batch.size=2",
+]
 LAUNCH = ["launch", "-np", "2", "--"]
 LAUNCH_MPI = [*LAUNCH, "comm.engine=mpi"]
 NUM_GPUS = pytest.param(["--num-gpus", "2"], id="num-gpus", marks=pytest.mark.slow)
@@ -35,11 +48,12 @@ fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 for number in (signal.SIGINT, signal.SIGHUP):  # tests in the background of a shell, or of nohup, ignore them
     signal.signal(number, signal.SIG_DFL)
 os.execv(sys.argv[1], sys.argv[1:])
-"""
+"""  # noqa: E501
 
 
 class Terminal:
-    """A program with a controlling terminal of 100 columns; leaving the block closes the terminal and kills the program."""
+    """A program with a controlling terminal of 100 columns; leaving the block closes the terminal
+    and kills the program."""
 
     def __init__(self, command: list[str], env: dict[str, str] | None = None) -> None:
         self.master, slave = os.openpty()
@@ -47,7 +61,10 @@ class Terminal:
         files = {"stdin": slave, "stdout": slave, "stderr": slave}
         with contextlib.closing(os.fdopen(slave)):
             self.process = subprocess.Popen(
-                [sys.executable, "-c", IN_TERMINAL, *command], **files, env=environment(env), start_new_session=True
+                [sys.executable, "-c", IN_TERMINAL, *command],
+                **files,
+                env=environment(env),
+                start_new_session=True,
             )
         self.text = ""
 
@@ -87,8 +104,13 @@ class Terminal:
         return self.process.wait(LIMIT_S)
 
 
-def start(arguments: list[str], run: Path, env: dict[str, str] | None = None, more: Sequence[str] = ()) -> Terminal:
-    return Terminal([sys.executable, "-m", "hvdtrain", *arguments, *JOB, *more, f"run={run}"], {"TERM": "dumb", **(env or {})})
+def start(
+    arguments: list[str], run: Path, env: dict[str, str] | None = None, more: Sequence[str] = ()
+) -> Terminal:
+    return Terminal(
+        [sys.executable, "-m", "hvdtrain", *arguments, *JOB, *more, f"run={run}"],
+        {"TERM": "dumb", **(env or {})},
+    )
 
 
 def events(run: Path) -> list[dict[str, object]]:
@@ -101,11 +123,20 @@ def assert_stopped_with_checkpoint(run: Path) -> None:
     assert list(run.glob(f"checkpoints/step-{last['step']:08d}/weights.safetensors"))
 
 
-@pytest.mark.parametrize("how", [pytest.param([], id="alone"), pytest.param(LAUNCH_MPI, id="launch", marks=needs_mpirun), NUM_GPUS])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param([], id="alone"),
+        pytest.param(LAUNCH_MPI, id="launch", marks=needs_mpirun),
+        NUM_GPUS,
+    ],
+)
 def test_ctrl_c_stops_with_a_checkpoint(tmp_path: Path, how: list[str]) -> None:
     run = tmp_path / "run"
     with start(how, run) as terminal:
-        terminal.read_until(lambda: re.search(r"\n +\d+ +\d+\.\d ", terminal.text))  # an epoch is done
+        terminal.read_until(
+            lambda: re.search(r"\n +\d+ +\d+\.\d ", terminal.text)
+        )  # an epoch is done
         terminal.press(b"\x03")
         code = terminal.end()
     assert code == REQUEUE, terminal.text
@@ -115,7 +146,12 @@ def test_ctrl_c_stops_with_a_checkpoint(tmp_path: Path, how: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", [pytest.param([], id="alone"), pytest.param(LAUNCH_MPI, id="launch", marks=[needs_mpirun, pytest.mark.slow]), NUM_GPUS]
+    "how",
+    [
+        pytest.param([], id="alone"),
+        pytest.param(LAUNCH_MPI, id="launch", marks=[needs_mpirun, pytest.mark.slow]),
+        NUM_GPUS,
+    ],
 )
 def test_a_terminal_that_goes_away_stops_with_a_checkpoint(tmp_path: Path, how: list[str]) -> None:
     """As when an ssh connection breaks."""
@@ -143,15 +179,25 @@ def test_ctrl_c_again_kills_the_ranks_of_launch(tmp_path: Path) -> None:
 @pytest.mark.slow
 @needs_mpirun
 @pytest.mark.parametrize("launcher", ["mpirun", "launch"])
-def test_a_terminal_of_another_size_is_drawn_again_under_mpirun(tmp_path: Path, launcher: str) -> None:
+def test_a_terminal_of_another_size_is_drawn_again_under_mpirun(
+    tmp_path: Path, launcher: str
+) -> None:
     """Open MPI gives rank 0 a terminal of its own, whose size stays."""
     hvdtrain = [sys.executable, "-m", "hvdtrain"]
-    start = [*hvdtrain, *LAUNCH] if launcher == "launch" else [str(mpirun_path()), "-np", "2", *hvdtrain]
-    with Terminal([*start, "comm.engine=mpi", *JOB, f"run={tmp_path / 'run'}"], {"TERM": "xterm"}) as terminal:
+    start = (
+        [*hvdtrain, *LAUNCH]
+        if launcher == "launch"
+        else [str(mpirun_path()), "-np", "2", *hvdtrain]
+    )
+    with Terminal(
+        [*start, "comm.engine=mpi", *JOB, f"run={tmp_path / 'run'}"], {"TERM": "xterm"}
+    ) as terminal:
         terminal.read_until(lambda: "images/s" in terminal.text.rpartition("epoch ")[2])
         before = len(terminal.text)
         terminal.resize(60)
-        terminal.read_until(lambda: terminal.text[before:].partition(HOME_AND_CLEAR)[2].count("images/s") > 2)
+        terminal.read_until(
+            lambda: terminal.text[before:].partition(HOME_AND_CLEAR)[2].count("images/s") > 2
+        )
         drawn = terminal.text[before:].partition(HOME_AND_CLEAR)[2]
     lines = re.split("[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", drawn))
     assert "images/s" in drawn and 40 < max(map(len, lines)) <= 60, lines

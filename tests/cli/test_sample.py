@@ -1,4 +1,5 @@
-"""`sample`: pictures in the colours of the codebook, completions of validation images, text; the same on any number of ranks."""
+"""`sample`: pictures in the colours of the codebook, completions of validation images, text; the
+same on any number of ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ from hvdtrain.errors import UserError
 from hvdtrain.training.datasets import read_codebook
 from hvdtrain.training.samples import grid
 
-MODEL = ["task.name=language", "model.name=gpt", "model.layers=1", "model.heads=2", "model.width=8", "optim.name=adamw"]
+MODEL = [
+    "task.name=language",
+    "model.name=gpt",
+    "model.layers=1",
+    "model.heads=2",
+    "model.width=8",
+    "optim.name=adamw",
+]
 SHORT = ["max_steps=3", "batch.size=16", "batch.evaluate=100", "log.every_steps=3"]
 
 
@@ -55,7 +63,10 @@ def test_a_grid_of_images(images: Path, tmp_path: Path, capsys: pytest.CaptureFi
     first = to.read_bytes()
     assert main(["sample", str(images), "--count", "9", "--png", str(to), "--force"]) == 0
     assert to.read_bytes() == first
-    assert main(["sample", str(images), "--count", "9", "--png", str(to), "--force", "--seed", "2"]) == 0
+    assert (
+        main(["sample", str(images), "--count", "9", "--png", str(to), "--force", "--seed", "2"])
+        == 0
+    )
     assert to.read_bytes() != first
 
 
@@ -88,8 +99,11 @@ def test_two_ranks_draw_what_one_draws(images: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @needs_mpirun
 @pytest.mark.parametrize("framework", ["torch", *["jax"] * FULL])
-def test_two_ranks_with_parts_of_the_weights_draw_what_one_draws(framework: str, tmp_path: Path) -> None:
-    """Of 3 images rank 0 draws one and rank 1 two, one after the other: rank 0 keeps in step with the second."""
+def test_two_ranks_with_parts_of_the_weights_draw_what_one_draws(
+    framework: str, tmp_path: Path
+) -> None:
+    """Of 3 images rank 0 draws one and rank 1 two, one after the other: rank 0 keeps in step with
+    the second."""
     run, one, two = (tmp_path / name for name in ("run", "one.png", "two.png"))
     words = [
         "data.name=image_tokens",
@@ -104,7 +118,16 @@ def test_two_ranks_with_parts_of_the_weights_draw_what_one_draws(framework: str,
     trained = mpirun(2, ["-m", "hvdtrain", *words, "comm.engine=mpi", f"run={run}"])
     assert trained.returncode == 0, trained.stderr
     assert main(["sample", str(run), "--count", "3", "--png", str(one)]) == 0
-    words = ["sample", str(run), "--count", "3", "--png", str(two), "batch.evaluate=1", "comm.engine=mpi"]
+    words = [
+        "sample",
+        str(run),
+        "--count",
+        "3",
+        "--png",
+        str(two),
+        "batch.evaluate=1",
+        "comm.engine=mpi",
+    ]
     result = mpirun(2, ["-m", "hvdtrain", *words])
     assert result.returncode == 0, result.stderr
     assert two.read_bytes() == one.read_bytes()
@@ -116,7 +139,19 @@ def text_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "train.txt").write_text("abab" * 100)
     (folder / "val.txt").write_text("abab" * 20)
     run = folder / "run"
-    assert main(["data.name=text", f"data.root={folder}", "data.context=8", *MODEL, *SHORT, f"run={run}"]) == 0
+    assert (
+        main(
+            [
+                "data.name=text",
+                f"data.root={folder}",
+                "data.context=8",
+                *MODEL,
+                *SHORT,
+                f"run={run}",
+            ]
+        )
+        == 0
+    )
     return run
 
 
@@ -144,7 +179,12 @@ def test_a_mistake_in_the_command_line(arguments: list[str], what: str) -> None:
         sample(["run", *arguments])
 
 
-def test_what_cannot_be_sampled(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_sampled(
+    images: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "grid.png").write_text("mine")
     assert main(["sample", str(images)]) == 2
@@ -152,7 +192,10 @@ def test_what_cannot_be_sampled(images: Path, tmp_path: Path, monkeypatch: pytes
     assert (tmp_path / "grid.png").read_text() == "mine"
     assert main(["model.name=linear", "max_steps=1", "run=classes"]) == 0
     assert main(["sample", "classes", "--png", "other.png"]) == 2
-    assert "sample draws what data.name=image_tokens and text have; the run has data.name=digits" in capsys.readouterr().err
+    assert (
+        "sample draws what data.name=image_tokens and text have; the run has data.name=digits"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -164,25 +207,41 @@ def test_what_cannot_be_sampled(images: Path, tmp_path: Path, monkeypatch: pytes
         (["--png", "x.png"], "--png is of images; the run has data.name=text"),
     ],
 )
-def test_what_a_text_cannot_begin_with(arguments: list[str], what: str, text_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_text_cannot_begin_with(
+    arguments: list[str], what: str, text_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["sample", str(text_run), *arguments]) == 2
     assert what in capsys.readouterr().err
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tokenizer_with_more_tokens_than_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Replaced since the training, or cut off."""
 
     def write(*more: str) -> None:
         vocabulary = {word: number for number, word in enumerate(["[UNK]", "to", "be", *more])}
         model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"}
-        (tmp_path / "t.json").write_text(json.dumps({"version": "1.0", "pre_tokenizer": {"type": "Whitespace"}, "model": model}))
+        (tmp_path / "t.json").write_text(
+            json.dumps({"version": "1.0", "pre_tokenizer": {"type": "Whitespace"}, "model": model})
+        )
 
     for split in ("train", "val"):
         (tmp_path / f"{split}.txt").write_text("to be " * 100)
     write()
-    words = ["data.name=text", f"data.root={tmp_path}", f"data.tokenizer={tmp_path / 't.json'}", "data.context=8"]
+    words = [
+        "data.name=text",
+        f"data.root={tmp_path}",
+        f"data.tokenizer={tmp_path / 't.json'}",
+        "data.context=8",
+    ]
     assert main([*words, *MODEL, *SHORT, f"run={tmp_path / 'run'}"]) == 0
-    assert main(["sample", str(tmp_path / "run"), "--prompt", "to be", "--count", "1", "--length", "4"]) == 0
+    assert (
+        main(
+            ["sample", str(tmp_path / "run"), "--prompt", "to be", "--count", "1", "--length", "4"]
+        )
+        == 0
+    )
     write("or", "not")
     assert main(["sample", str(tmp_path / "run"), "--prompt", "to be or not"]) == 2
     assert "the tokenizer gives the prompt token 4, the model has 0 to 2" in capsys.readouterr().err
@@ -191,12 +250,17 @@ def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path, capsys: pyt
     assert "the tokenizer is damaged" in capsys.readouterr().err
 
 
-def test_a_codebook_of_another_model(images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_codebook_of_another_model(
+    images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
     shutil.copytree(images, run)
     (run / "codebook.json").write_text('{"colours": [[0], [255]]}')
     assert main(["sample", str(run), "--count", "1", "--png", str(tmp_path / "grid.png")]) == 2
-    assert "the codebook has 2 colours, the model 4" in capsys.readouterr().err and not (tmp_path / "grid.png").exists()
+    assert (
+        "the codebook has 2 colours, the model 4" in capsys.readouterr().err
+        and not (tmp_path / "grid.png").exists()
+    )
     assert main(["sample", str(run), "--prompt", "x"]) == 2
     assert "--prompt is of text; the run has data.name=image_tokens" in capsys.readouterr().err
 

@@ -1,4 +1,5 @@
-"""The JSON Schema of configuration files: it has every key, and accepts and rejects the same files as the reader."""
+"""The JSON Schema of configuration files: it has every key, and accepts and rejects the same files
+as the reader."""
 
 from __future__ import annotations
 
@@ -25,16 +26,21 @@ RIGHT = [
     "data:\n  # nothing\nmodel: {name: mlp, widths: [3, 4], dropout: 0.5}\n",
     "model: {widths: [1, 2, 3, 4]}\n",  # which model, the command line says
     "model: {name: convnet, norm: false, widths: [3]}\n",
-    "model: {name: my.own:Net, anything: {at: [all, 1]}}\noptim: {name: torch.optim.RMSprop, alpha: 0.9}\n",
+    "model: {name: my.own:Net, anything: {at: [all, 1]}}\noptim: {name: torch.optim.RMSprop, "
+    "alpha: 0.9}\n",
     "model.name: my.own:Net\nmodel.anything: 3\n",
-    "batch: {size: '${epochs}', evaluate: 7}\nmodel: {name: mlp, dropout: '${recipe.gamma}'}\naugment.flip: ${comm.tune}\n",
-    "epochs: 0.5\nrecipe: {warmup: 500 steps, grow_at: [1e6 samples, 10%]}\nrecipe.chain: [{length: 2e8 tokens}, {}]\n",
+    "batch: {size: '${epochs}', evaluate: 7}\nmodel: {name: mlp, dropout: "
+    "'${recipe.gamma}'}\naugment.flip: ${comm.tune}\n",
+    "epochs: 0.5\nrecipe: {warmup: 500 steps, grow_at: [1e6 samples, 10%]}\nrecipe.chain: "
+    "[{length: 2e8 tokens}, {}]\n",
     "epochs:\nstop: {steps: 5, time: 2h}\nrecipe.warmup: ${batch.size}\n",
     "stop: {epochs: 2.25}\nmax_steps: 3\n",
     "stop.epochs: 2.25\nmax_steps: ${seed}\n",
     "run: 007\nguard: {max_time: 90, stall_s: null}\nresume: no\n",
-    "recipe: {chain: [{kind: steps, length: 3, milestones: [1, 2.5, 300 steps]}, {}]}\nlog: {trackers: [wandb]}\n",
-    "optim: {name: larc, mode: scale, clip_norm: 1}\ndata: {name: synthetic, shape: [3, 3, 1]}\ncomm.engine: mpi\nframework: torch\n",
+    "recipe: {chain: [{kind: steps, length: 3, milestones: [1, 2.5, 300 steps]}, {}]}\nlog: "
+    "{trackers: [wandb]}\n",
+    "optim: {name: larc, mode: scale, clip_norm: 1}\ndata: {name: synthetic, shape: [3, 3, "
+    "1]}\ncomm.engine: mpi\nframework: torch\n",
 ]
 WRONG = [
     "epochs: 0\n",
@@ -111,15 +117,25 @@ def test_the_command_prints_the_schema_of_the_keys(capsys: pytest.CaptureFixture
 
 def test_every_key_and_option_has_a_description_an_editor_can_show() -> None:
     tree = json_schema()
-    tables = {"": tree["properties"]} | {name: kind["properties"] for name, kind in tree["$defs"].items() if name != "reference"}
+    tables = {"": tree["properties"]} | {
+        name: kind["properties"] for name, kind in tree["$defs"].items() if name != "reference"
+    }
     missing = [
-        f"{name}.{key}" for name, table in tables.items() for key, value in table.items() if not {"description", "$ref"} & set(value)
+        f"{name}.{key}"
+        for name, table in tables.items()
+        for key, value in table.items()
+        if not {"description", "$ref"} & set(value)
     ]
     assert missing == []
     dotted = {key for key in known_keys() if "." in key}
-    assert {key for key in dotted if f"^{key.replace('.', chr(92) + '.')}$" in tree["patternProperties"]} == dotted
+    assert {
+        key for key in dotted if f"^{key.replace('.', chr(92) + '.')}$" in tree["patternProperties"]
+    } == dotted
     described = tree["$defs"]["ModelConfig"]["properties"]["widths"]["description"]
-    assert "wide_resnet: channels of the stem" in described and "mlp: neurons of each hidden layer" in described
+    assert (
+        "wide_resnet: channels of the stem" in described
+        and "mlp: neurons of each hidden layer" in described
+    )
 
 
 def test_the_tool_that_editors_and_ci_use_accepts_every_configuration(tmp_path: Path) -> None:
@@ -127,10 +143,19 @@ def test_the_tool_that_editors_and_ci_use_accepts_every_configuration(tmp_path: 
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("batch:\n  sise: 3\n")
     (tmp_path / "schema.json").write_text(json.dumps(json_schema()))
-    check = [sys.executable, "-m", "check_jsonschema", "--schemafile", str(tmp_path / "schema.json")]
+    check = [
+        sys.executable,
+        "-m",
+        "check_jsonschema",
+        "--schemafile",
+        str(tmp_path / "schema.json"),
+    ]
     good = subprocess.run([*check, *map(str, files)], capture_output=True, text=True, check=False)
     assert good.returncode == 0, good.stdout
     bad = subprocess.run([*check, str(wrong)], capture_output=True, text=True, check=False)
-    assert bad.returncode == 1 and "$.batch: Additional properties are not allowed ('sise' was unexpected)" in bad.stdout
+    assert (
+        bad.returncode == 1
+        and "$.batch: Additional properties are not allowed ('sise' was unexpected)" in bad.stdout
+    )
     for path in files:
         assert path.read_text().splitlines()[0] == "# yaml-language-server: $schema=schema.json"

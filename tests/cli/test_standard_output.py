@@ -1,4 +1,5 @@
-"""The standard output of the command line: a full disk is an error with a fix, a reader that goes away is none."""
+"""The standard output of the command line: a full disk is an error with a fix, a reader that goes
+away is none."""
 
 from __future__ import annotations
 
@@ -18,12 +19,15 @@ def hvdtrain(arguments: list[str], **streams: object) -> subprocess.CompletedPro
     return subprocess.run(command, env=environment(), text=True, check=False, **streams)  # type: ignore[call-overload, no-any-return]
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--print-config"], ["report", "--help"], ["export"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--print-config"], ["report", "--help"], ["export"]], ids=" ".join
+)
 def test_a_full_disk(arguments: list[str]) -> None:
     with open("/dev/full", "w") as full:
         done = hvdtrain(arguments, stdout=full, stderr=subprocess.PIPE)
     message = (
-        "hvdtrain: cannot write to the standard output: No space left on device\n  where: /dev/full\n"
+        "hvdtrain: cannot write to the standard output: No space left on device\n  where: "
+        "/dev/full\n"
         "  fix: another file, or room on its disk\n"
     )
     assert (done.returncode, done.stderr) == (2, message)
@@ -57,10 +61,16 @@ class Talkative(torch.nn.Module):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], JOB, pytest.param(["model.name=talk:Talkative", "max_steps=3"], marks=pytest.mark.slow)],
+    [
+        ["--help"],
+        JOB,
+        pytest.param(["model.name=talk:Talkative", "max_steps=3"], marks=pytest.mark.slow),
+    ],
     ids=["help", "job", "printing model"],
 )
-def test_a_reader_that_goes_away_ends_only_the_printing(arguments: list[str], tmp_path: Path) -> None:
+def test_a_reader_that_goes_away_ends_only_the_printing(
+    arguments: list[str], tmp_path: Path
+) -> None:
     (tmp_path / "talk.py").write_text(MODEL)
     reader, writer = os.pipe()
     os.close(reader)
@@ -68,7 +78,9 @@ def test_a_reader_that_goes_away_ends_only_the_printing(arguments: list[str], tm
     words = arguments if arguments == ["--help"] else [*arguments, f"run={run}"]
     env = environment({"PYTHONPATH": f"{tmp_path}:{environment()['PYTHONPATH']}"})
     command = [sys.executable, "-m", "hvdtrain", *words]
-    done = subprocess.run(command, env=env, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(
+        command, env=env, stdout=writer, stderr=subprocess.PIPE, text=True, check=False
+    )
     os.close(writer)
     told = "hvdtrain: the standard output: its reader is gone; training goes on without it\n"
     assert (done.returncode, done.stderr) == (0, "" if arguments == ["--help"] else told)

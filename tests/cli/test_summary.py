@@ -1,4 +1,5 @@
-"""hvdtrain summary: its numbers beside torch's own, frozen parameters, a framework that counts nothing, models that cannot be called."""
+"""hvdtrain summary: its numbers beside torch's own, frozen parameters, a framework that counts
+nothing, models that cannot be called."""
 
 from __future__ import annotations
 
@@ -43,15 +44,23 @@ def test_the_numbers_are_those_of_torch(capsys: Any) -> None:
         "--json",
         "-",
     ]
-    found, model = json.loads(told(capsys, *words)), import_torchvision().models.resnet18(num_classes=10)
+    found, model = (
+        json.loads(told(capsys, *words)),
+        import_torchvision().models.resnet18(num_classes=10),
+    )
     counter = FlopCounterMode(display=False)
     with counter:
         model.eval()(torch.zeros(1, 3, 64, 64))
     assert found["flops"] == counter.get_total_flops()
     assert found["parameters"] == found["trained"] == sum(p.numel() for p in model.parameters())
     layers = {layer["name"]: layer for layer in found["layers"]}
-    assert layers["layer2.0.conv1"]["outputs"] == [128, 8, 8] and layers["layer2.0.conv1"]["kind"] == "Conv2d"
-    assert list(layers) == [name for name, module in model.named_modules() if list(module.parameters(recurse=False))]
+    assert (
+        layers["layer2.0.conv1"]["outputs"] == [128, 8, 8]
+        and layers["layer2.0.conv1"]["kind"] == "Conv2d"
+    )
+    assert list(layers) == [
+        name for name, module in model.named_modules() if list(module.parameters(recurse=False))
+    ]
 
 
 def test_a_table_with_what_is_frozen(capsys: Any) -> None:
@@ -62,18 +71,32 @@ def test_a_table_with_what_is_frozen(capsys: Any) -> None:
 
 
 def test_operations_of_a_module_without_parameters_of_its_own(capsys: Any) -> None:
-    """The products of attention, of 16 queries with 16 keys of 8 numbers and of their shares with the values, are of the module itself."""
-    words = "data.name=image_tokens data.colours=8 data.side=4 task.name=language model.name=gpt model.layers=1 model.heads=2 model.width=8"
-    rows = {layer["name"]: layer for layer in json.loads(told(capsys, *words.split(), "--json", "-"))["layers"]}
+    """The products of attention, of 16 queries with 16 keys of 8 numbers and of their shares with
+    the values, are of the module itself."""
+    words = (
+        "data.name=image_tokens data.colours=8 data.side=4 task.name=language model.name=gpt "
+        "model.layers=1 model.heads=2 model.width=8"
+    )
+    rows = {
+        layer["name"]: layer
+        for layer in json.loads(told(capsys, *words.split(), "--json", "-"))["layers"]
+    }
     attention = rows["blocks.0.attention"]
-    assert (attention["parameters"], attention["flops"], attention["outputs"]) == (0, 2 * (2 * 16 * 16 * 8), [16, 8])
+    assert (attention["parameters"], attention["flops"], attention["outputs"]) == (
+        0,
+        2 * (2 * 16 * 16 * 8),
+        [16, 8],
+    )
     assert rows["blocks.0.fc1"]["flops"] == 2 * 16 * 8 * 32
 
 
 @pytest.mark.parametrize("framework", ["jax", "numpy"])
 def test_other_frameworks_show_their_parameters(framework: str, capsys: Any) -> None:
     said = told(capsys, f"framework={framework}", "model.name=linear")
-    assert f"650 parameters, all of them trained; framework={framework} has counted no operations" in said
+    assert (
+        f"650 parameters, all of them trained; framework={framework} has counted no operations"
+        in said
+    )
 
 
 def test_a_model_that_reads_numbers(capsys: Any) -> None:

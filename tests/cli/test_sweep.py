@@ -54,15 +54,27 @@ def test_a_grid_is_all_combinations_and_the_last_list_varies_fastest() -> None:
     ]
 
 
-def test_draws_are_those_of_the_seed_within_their_ranges_and_more_trials_begin_with_the_same() -> None:
-    space = read_space(["seed=1,2"], ["optim.base_lr=log:0.001:1", "batch.size=logint:8:512", "epochs=int:1:3"])
+def test_draws_are_those_of_the_seed_within_their_ranges_and_more_trials_begin_with_the_same() -> (
+    None
+):
+    space = read_space(
+        ["seed=1,2"], ["optim.base_lr=log:0.001:1", "batch.size=logint:8:512", "epochs=int:1:3"]
+    )
     points = random_points(space, 60, 7)
-    assert points == random_points(space, 60, 7) != random_points(space, 60, 8) and points[:20] == random_points(space, 20, 7)
-    assert len(set(points)) == 60 and [point[-1] for point in points[:4]] == ["seed=1", "seed=2"] * 2
+    assert points == random_points(space, 60, 7) != random_points(space, 60, 8) and points[
+        :20
+    ] == random_points(space, 20, 7)
+    assert (
+        len(set(points)) == 60 and [point[-1] for point in points[:4]] == ["seed=1", "seed=2"] * 2
+    )
     values = [dict(argument.split("=") for argument in point) for point in points[::2]]
     rates = [math.log10(float(value["optim.base_lr"])) for value in values]
-    assert min(rates) >= -3 and max(rates) <= 0 and 8 <= sum(rate < -1.5 for rate in rates) <= 22  # 30 draws, half of them expected
-    assert {value["epochs"] for value in values} == {"1", "2", "3"} and all(8 <= int(value["batch.size"]) <= 512 for value in values)
+    assert (
+        min(rates) >= -3 and max(rates) <= 0 and 8 <= sum(rate < -1.5 for rate in rates) <= 22
+    )  # 30 draws, half of them expected
+    assert {value["epochs"] for value in values} == {"1", "2", "3"} and all(
+        8 <= int(value["batch.size"]) <= 512 for value in values
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,37 +98,65 @@ def test_draws_are_those_of_the_seed_within_their_ranges_and_more_trials_begin_w
         (f"--random epochs=int:1:1{'0' * 400}", "int takes two whole numbers"),
         ("--random optim.base_lr=0.1,0.2", "0.1,0.2 is a list, not a range"),
         ("--random optim.base_lr=log:0.1:1", "how many trials?"),
-        ("--random optim.base_lr=log:0.1:1 --sampler grid", "optim.base_lr has a range, and a grid has lists"),
+        (
+            "--random optim.base_lr=log:0.1:1 --sampler grid",
+            "optim.base_lr has a range, and a grid has lists",
+        ),
         ("--grid seed=1,2 --sampler random --trials 9", "only the seed is swept"),
-        ("--grid seed=1,2,3 --random optim.base_lr=log:0.1:1 --trials 2", "each draw is trained with 3 seeds, and there are 2 trials"),
-        ("--grid optim.base_lr=0.1,0.2 --sampler random --trials 3", "these lists have 2 combinations"),
-        ("--grid seed=1,2 --random optim.base_lr=log:0.1:1 --sampler optuna --trials 4", "the seed is no value to search for"),
+        (
+            "--grid seed=1,2,3 --random optim.base_lr=log:0.1:1 --trials 2",
+            "each draw is trained with 3 seeds, and there are 2 trials",
+        ),
+        (
+            "--grid optim.base_lr=0.1,0.2 --sampler random --trials 3",
+            "these lists have 2 combinations",
+        ),
+        (
+            "--grid seed=1,2 --random optim.base_lr=log:0.1:1 --sampler optuna --trials 4",
+            "the seed is no value to search for",
+        ),
         ("--grid optim.base_lr=0.1,0.2,0.3 --trials 2", "the grid has 3 trials"),
         ("--grid optim.base_lr=0.1 --sampler gird", "there is no sampler gird\n.*\n.*grid"),
         ("--grid optim.base_lr=0.1 --trials none", "--trials none is no number from 1"),
         ("--grid optim.base_lr=0.1 --at-onec 2", "unknown argument '--at-onec'\n.*\n.*--at-once"),
-        ("--grid optim.base_lr=0.1 --bogus", "unknown argument '--bogus'\n.*\n  fix: known: --config, "),
+        (
+            "--grid optim.base_lr=0.1 --bogus",
+            "unknown argument '--bogus'\n.*\n  fix: known: --config, ",
+        ),
         ("--grid optim.base_lr=0.1 epochs", "unknown argument 'epochs'"),
         ("--grid batch.size=64,1 --ranks-per-trial 2", "in the trial batch.size=1"),
     ],
 )
-def test_bad_input_is_an_error_before_a_trial_starts(words: str, message: str, tmp_path: Path) -> None:
+def test_bad_input_is_an_error_before_a_trial_starts(
+    words: str, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match=message):
         sweep([*JOB, *words.split(), "--out", str(tmp_path / "s")])
     assert not (tmp_path / "s").exists()
 
 
 def test_a_folder_belongs_to_one_sweep(tmp_path: Path) -> None:
-    mine = Sweep("random", 1, [], ["optim.base_lr=log:0.1:1"], 1, ["epochs: 1"], [("a=1",), ("a=2",)])
+    mine = Sweep(
+        "random", 1, [], ["optim.base_lr=log:0.1:1"], 1, ["epochs: 1"], [("a=1",), ("a=2",)]
+    )
     assert take_up_sweep(tmp_path, mine, "here") is mine
     write_sweep(tmp_path, mine)
     more = Sweep(**(vars(mine) | {"trials": [*mine.trials, ("a=3",)]}))
-    assert take_up_sweep(tmp_path, more, "here") == more and take_up_sweep(tmp_path, mine, "here") == mine
+    assert (
+        take_up_sweep(tmp_path, more, "here") == more
+        and take_up_sweep(tmp_path, mine, "here") == mine
+    )
     for change, message in (
         ({"seed": 2}, "--seed 2, there it is 1"),
         ({"config": ["epochs: 2"]}, "their configurations differ: epochs is 2 here, there it is 1"),
-        ({"config": ["epochs: 1", "batch:", "  size: 8"]}, "differ: batch.size is 8 here, there it is not set"),
-        ({"config": ["epochs: 1", "a:", "  b:", "  - 8", "  - 16", "c: 3"]}, r"differ: a.b is \[8, 16\] here, there it is not set"),
+        (
+            {"config": ["epochs: 1", "batch:", "  size: 8"]},
+            "differ: batch.size is 8 here, there it is not set",
+        ),
+        (
+            {"config": ["epochs: 1", "a:", "  b:", "  - 8", "  - 16", "c: 3"]},
+            r"differ: a.b is \[8, 16\] here, there it is not set",
+        ),
         ({"config": ["epochs: [1"]}, "is no record of a sweep"),
         ({"trials": [("a=2",)]}, "its trials are others"),
     ):
@@ -129,7 +169,11 @@ def test_a_folder_belongs_to_one_sweep(tmp_path: Path) -> None:
     (tmp_path / FILE).rename(tmp_path / "thesis.txt")
     with pytest.raises(UserError, match="has other files"):
         take_up_sweep(tmp_path, mine, "here")
-    with locked_sweep(tmp_path), pytest.raises(UserError, match="another sweep runs in"), locked_sweep(tmp_path):
+    with (
+        locked_sweep(tmp_path),
+        pytest.raises(UserError, match="another sweep runs in"),
+        locked_sweep(tmp_path),
+    ):
         pass
 
 
@@ -139,16 +183,36 @@ def test_the_last_whole_line_of_a_trial_counts(tmp_path: Path) -> None:
     append_exit(tmp_path, "trial-0002", BUG, "failed", "ValueError: no")
     with (tmp_path / EXITS).open("a") as file:
         file.write('{"trial": "trial-0002", "code": 0, "sta')
-    assert read_exits(tmp_path) == {"trial-0001": ("done", ""), "trial-0002": ("failed", "ValueError: no")}
+    assert read_exits(tmp_path) == {
+        "trial-0001": ("done", ""),
+        "trial-0002": ("failed", "ValueError: no"),
+    }
 
 
 def test_what_an_exit_code_means() -> None:
-    codes = [(DONE, False), (REQUEUE, False), (REQUEUE, True), (DIVERGED, False), (BUG, False), (137, True)]
-    assert [state_of(*one) for one in codes] == ["done", "stopped", "pruned", "diverged", "failed", "failed"]
+    codes = [
+        (DONE, False),
+        (REQUEUE, False),
+        (REQUEUE, True),
+        (DIVERGED, False),
+        (BUG, False),
+        (137, True),
+    ]
+    assert [state_of(*one) for one in codes] == [
+        "done",
+        "stopped",
+        "pruned",
+        "diverged",
+        "failed",
+        "failed",
+    ]
 
 
 def test_the_exit_code_of_a_sweep() -> None:
-    assert [exit_code(states, 0) for states in (["done", "failed"], ["diverged", "pruned"], ["diverged", "failed"])] == [
+    assert [
+        exit_code(states, 0)
+        for states in (["done", "failed"], ["diverged", "pruned"], ["diverged", "failed"])
+    ] == [
         DONE,
         DIVERGED,
         BUG,
@@ -162,7 +226,10 @@ def test_the_exit_code_of_a_sweep() -> None:
     ("log", "line"),
     [
         ("step 1\nhvdtrain: no such key\n  where: a\n  fix: b\n", "no such key"),
-        ("Traceback:\n  x\nValueError: no\nthe error above ends the job\nmpirun has ended\n", "ValueError: no"),
+        (
+            "Traceback:\n  x\nValueError: no\nthe error above ends the job\nmpirun has ended\n",
+            "ValueError: no",
+        ),
         ("a\n\nlast\n\n", "last"),
         ("", ""),
     ],
@@ -185,11 +252,22 @@ def test_the_table_has_the_mean_over_the_seeds_and_the_best_row_first() -> None:
         Trial(2, (*worse, "seed=2")): done(0.9, 0.25),
         Trial(3, (*better, "seed=1")): done(0.625),
         Trial(4, (*better, "seed=2")): Result("failed", ACCURACY, (), math.nan, math.nan, "no"),
-        Trial(5, ("optim.base_lr=2", "seed=1")): Result("diverged", ACCURACY, (0.1,), 1.0, 3.0, "NaN"),
+        Trial(5, ("optim.base_lr=2", "seed=1")): Result(
+            "diverged", ACCURACY, (0.1,), 1.0, 3.0, "NaN"
+        ),
     }
     first, second, third = rows_of(results)
-    assert (first.point, first.mean, first.done, first.states) == (better, 0.625, 1, "1 done, 1 failed") and math.isnan(first.sd)
-    assert (second.point, second.mean, second.best) == (worse, 0.5, 0.825) and second.sd == pytest.approx(math.sqrt(0.125), rel=1e-12)
+    assert (first.point, first.mean, first.done, first.states) == (
+        better,
+        0.625,
+        1,
+        "1 done, 1 failed",
+    ) and math.isnan(first.sd)
+    assert (second.point, second.mean, second.best) == (
+        worse,
+        0.5,
+        0.825,
+    ) and second.sd == pytest.approx(math.sqrt(0.125), rel=1e-12)
     assert (third.done, third.states) == (0, "diverged")
     assert [line.split() for line in table_lines([first, second, third], ACCURACY)][:3] == [
         ["optim.base_lr", "accuracy", "sd", "n", "best", "epochs", "seconds", "trials"],
@@ -201,18 +279,37 @@ def test_the_table_has_the_mean_over_the_seeds_and_the_best_row_first() -> None:
 
 
 @pytest.mark.parametrize(
-    "keys", [["optim.base_lr"], ["optim.base_lr", "optim.name"], ["optim.base_lr", "optim.name", "epochs", "model.widths"]]
+    "keys",
+    [
+        ["optim.base_lr"],
+        ["optim.base_lr", "optim.name"],
+        ["optim.base_lr", "optim.name", "epochs", "model.widths"],
+    ],
 )
 def test_the_figure_has_a_panel_for_each_key(keys: list[str], tmp_path: Path) -> None:
-    values = {"optim.base_lr": ["0.01", "0.1", "1"], "optim.name": ["sgd", "$x$"], "epochs": ["1", "2"], "model.widths": ["[8]", "[16,8]"]}
-    points = [SweepPoint({key: values[key][i % len(values[key])] for key in keys}, 0.5 + i / 20, math.nan) for i in range(6)]
-    assert "f.png" in draw_sweep(tmp_path / "f.png", "a $ title", ACCURACY, points) and (tmp_path / "f.png").stat().st_size > 5000
+    values = {
+        "optim.base_lr": ["0.01", "0.1", "1"],
+        "optim.name": ["sgd", "$x$"],
+        "epochs": ["1", "2"],
+        "model.widths": ["[8]", "[16,8]"],
+    }
+    points = [
+        SweepPoint({key: values[key][i % len(values[key])] for key in keys}, 0.5 + i / 20, math.nan)
+        for i in range(6)
+    ]
+    assert (
+        "f.png" in draw_sweep(tmp_path / "f.png", "a $ title", ACCURACY, points)
+        and (tmp_path / "f.png").stat().st_size > 5000
+    )
 
 
 def test_trials_side_by_side_share_the_machine() -> None:
     cores = len(os.sched_getaffinity(0))
     assert shares({}, 0, 1, 1) == {}
-    assert shares({"CUDA_VISIBLE_DEVICES": ""}, 0, cores, 1) == {"OMP_NUM_THREADS": "1"} and shares({"OMP_NUM_THREADS": "3"}, 0, 2, 1) == {}
+    assert (
+        shares({"CUDA_VISIBLE_DEVICES": ""}, 0, cores, 1) == {"OMP_NUM_THREADS": "1"}
+        and shares({"OMP_NUM_THREADS": "3"}, 0, 2, 1) == {}
+    )
 
 
 def test_optuna_learns_and_goes_on_from_what_is_recorded() -> None:
@@ -222,7 +319,9 @@ def test_optuna_learns_and_goes_on_from_what_is_recorded() -> None:
     points = []
 
     def study(trials: int, recorded: list[Point]) -> OptunaStudy:
-        return OptunaStudy(space, 3, trials, recorded, lambda trial: results.get(trial, waiting), points.append)
+        return OptunaStudy(
+            space, 3, trials, recorded, lambda trial: results.get(trial, waiting), points.append
+        )
 
     waiting = Result("waiting", ACCURACY, (), math.nan, math.nan, "")
     first = study(12, [])
@@ -249,23 +348,46 @@ def test_optuna_learns_and_goes_on_from_what_is_recorded() -> None:
 
 def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "hvdtrain", "sweep", *arguments]
-    return subprocess.run(command, check=False, env=environment(), cwd=ROOT, text=True, capture_output=True)
+    return subprocess.run(
+        command, check=False, env=environment(), cwd=ROOT, text=True, capture_output=True
+    )
 
 
 @pytest.mark.slow
 def test_a_sweep_of_real_jobs(tmp_path: Path) -> None:
-    """Two at once; one diverges, which is a result; the same command starts nothing; further trials come behind."""
+    """Two at once; one diverges, which is a result; the same command starts nothing; further trials
+    come behind."""
     out = tmp_path / "s"
-    words = [*JOB, "epochs=1", "--out", str(out), "--at-once", "2", "--json", str(tmp_path / "s.json")]
+    words = [
+        *JOB,
+        "epochs=1",
+        "--out",
+        str(out),
+        "--at-once",
+        "2",
+        "--json",
+        str(tmp_path / "s.json"),
+    ]
     grid = ["--grid", "optim.base_lr=0.05,1e6", "--grid", "seed=1,2", "guard.nonfinite=stop"]
     first = run([*words, *grid])
     assert first.returncode == DONE, first
     found = json.loads((tmp_path / "s.json").read_text())
     assert [trial["state"] for trial in found["trials"].values()].count("done") >= 2, found
     best = found["rows"][0]
-    assert best["values"] == {"optim.base_lr": "0.05"} and best["n"] == 2 and best["mean"] > 0.7 and best["sd"] >= 0
-    assert (out / "sweep.png").read_bytes()[:4] == b"\x89PNG" and "0.05" in (out / "sweep.txt").read_text()
-    assert "best        " in first.stdout and "optim.base_lr=0.05" in first.stdout and "(4 of 4)" in first.stderr
+    assert (
+        best["values"] == {"optim.base_lr": "0.05"}
+        and best["n"] == 2
+        and best["mean"] > 0.7
+        and best["sd"] >= 0
+    )
+    assert (out / "sweep.png").read_bytes()[:4] == b"\x89PNG" and "0.05" in (
+        out / "sweep.txt"
+    ).read_text()
+    assert (
+        "best        " in first.stdout
+        and "optim.base_lr=0.05" in first.stdout
+        and "(4 of 4)" in first.stderr
+    )
     ends = {path: path.stat().st_mtime_ns for path in out.glob("trial-*/events.jsonl")}
     again = run([*words, *grid])
     assert again.returncode == DONE and "4 kept from before" in again.stderr, again
@@ -282,15 +404,28 @@ def test_what_is_printed_can_be_typed_and_where_all_trials_diverge_the_code_says
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     few = [*JOB, "stop.steps=9", "epochs=null", "guard.nonfinite=stop"]
     assert sweep([*few, "--grid", "optim.base_lr=0.05", "--out=-x"]) == DONE
-    report = next(line for line in capfd.readouterr().out.splitlines() if line.startswith("report  "))
+    report = next(
+        line for line in capfd.readouterr().out.splitlines() if line.startswith("report  ")
+    )
     assert main(["report", *shlex.split(report.partition(" report ")[2])]) == DONE, report
     explosive = ["optim.weight_decay=1e6", "optim.exclude=none"]
-    assert sweep([*few, *explosive, "--grid", "optim.base_lr=1e6", "--out", "explosive"]) == DIVERGED
+    assert (
+        sweep([*few, *explosive, "--grid", "optim.base_lr=1e6", "--out", "explosive"]) == DIVERGED
+    )
 
 
 @pytest.mark.slow
 def test_fewer_trials_than_optuna_has_made_already_are_kept(tmp_path: Path) -> None:
-    words = [*JOB, "epochs=1", "--random", "optim.base_lr=log:0.01:1", "--sampler", "optuna", "--out", str(tmp_path / "s")]
+    words = [
+        *JOB,
+        "epochs=1",
+        "--random",
+        "optim.base_lr=log:0.01:1",
+        "--sampler",
+        "optuna",
+        "--out",
+        str(tmp_path / "s"),
+    ]
     first, fewer = run([*words, "--trials", "2"]), run([*words, "--trials", "1"])
     assert first.returncode == fewer.returncode == DONE, (first, fewer)
     assert "2 trials, 2 kept from before" in fewer.stderr and "stopped" not in fewer.stdout, fewer
@@ -299,10 +434,27 @@ def test_fewer_trials_than_optuna_has_made_already_are_kept(tmp_path: Path) -> N
 @pytest.mark.slow
 @needs_mpirun
 def test_a_sweep_that_is_stopped_goes_on(tmp_path: Path) -> None:
-    """On two ranks; each trial is resumed from its checkpoint, and ends as if it had not been stopped."""
-    words = [*JOB, "epochs=50", "--grid", "seed=1,2", "--ranks-per-trial", "2", "--out", str(tmp_path / "s")]
+    """On two ranks; each trial is resumed from its checkpoint, and ends as if it had not been
+    stopped."""
+    words = [
+        *JOB,
+        "epochs=50",
+        "--grid",
+        "seed=1,2",
+        "--ranks-per-trial",
+        "2",
+        "--out",
+        str(tmp_path / "s"),
+    ]
     command = [sys.executable, "-m", "hvdtrain", "sweep", *words]
-    with subprocess.Popen(command, env=environment(), cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:
+    with subprocess.Popen(
+        command,
+        env=environment(),
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as started:
         events = tmp_path / "s" / "trial-0001" / "events.jsonl"
 
         def trains() -> bool:
@@ -312,8 +464,17 @@ def test_a_sweep_that_is_stopped_goes_on(tmp_path: Path) -> None:
         wait_until(trains, "a step of the first trial")
         started.send_signal(signal.SIGUSR2)
         output, progress = started.communicate(timeout=HANG_S)
-    assert started.returncode == REQUEUE and "2 of 2 trials are not done; the same command goes on" in output, (output, progress)
+    assert (
+        started.returncode == REQUEUE
+        and "2 of 2 trials are not done; the same command goes on" in output
+    ), (output, progress)
     again = run(words)
-    assert again.returncode == DONE and "trial-0001  goes on" in again.stderr and "(2 of 2)" in again.stderr, again
+    assert (
+        again.returncode == DONE
+        and "trial-0001  goes on" in again.stderr
+        and "(2 of 2)" in again.stderr
+    ), again
     assert "resume  from step" in (tmp_path / "s" / "trial-0001.log").read_text()
-    assert [line.split()[-1] for line in (tmp_path / "s" / "sweep.txt").read_text().splitlines()[1:]] == ["done"], again.stdout
+    assert [
+        line.split()[-1] for line in (tmp_path / "s" / "sweep.txt").read_text().splitlines()[1:]
+    ] == ["done"], again.stdout

@@ -21,20 +21,31 @@ def test_too_few_addresses(tmp_path: Path) -> None:
         code = PROGRAM.format(f"resource.setrlimit(resource.RLIMIT_AS, ({size}, {size}))")
         result = python(["-c", code, *job, f"run={tmp_path / 'run'}"], is_warm=False)
         assert result.returncode in (2, 83) and "Traceback" not in result.stderr, result
-        message = f"this process may have no more addresses of memory\n  where: ulimit -v {size // 1024} kB\n  fix: ulimit -v unlimited: "
+        message = (
+            "this process may have no more addresses of memory\n  where: ulimit -v "
+            f"{size // 1024} kB\n  fix: ulimit -v unlimited: "
+        )
         assert result.stderr.startswith(f"hvdtrain: {message}"), result
 
 
 def test_too_few_threads(tmp_path: Path) -> None:
-    """No thread starts: as with ulimit -u, which does not hold for root, its stack cannot be made."""
+    """No thread starts: as with ulimit -u, which does not hold for root, its stack cannot be
+    made."""
     code = PROGRAM.format("threading.stack_size(1 << 46)")
     result = python(["-c", code, *JOB, f"run={tmp_path / 'run'}"], is_warm=False)
     assert result.returncode == 2, result
-    assert result.stderr.startswith("hvdtrain: the system gives this process no more threads\n  where: "), result
-    assert result.stderr.endswith("\n  fix: raise the limit; or fewer: OMP_NUM_THREADS=1 data.readers=1\n"), result
+    assert result.stderr.startswith(
+        "hvdtrain: the system gives this process no more threads\n  where: "
+    ), result
+    assert result.stderr.endswith(
+        "\n  fix: raise the limit; or fewer: OMP_NUM_THREADS=1 data.readers=1\n"
+    ), result
 
 
 def test_ctrl_c_of_a_command_is_no_error_of_ours() -> None:
-    code = "import signal, hvdtrain.__main__ as program; program.run_command = lambda words: signal.raise_signal(signal.SIGINT)"
+    code = (
+        "import signal, hvdtrain.__main__ as program; program.run_command = lambda words: "
+        "signal.raise_signal(signal.SIGINT)"
+    )
     result = python(["-c", f"{code}; program.sys.exit(program.main())", "list"], is_warm=False)
     assert (result.returncode, result.stderr) == (130, "")

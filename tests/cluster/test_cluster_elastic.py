@@ -1,4 +1,5 @@
-"""Hosts that come and go under `launch --elastic`: the job shrinks to those that are left and grows back, with the curve of one host."""
+"""Hosts that come and go under `launch --elastic`: the job shrinks to those that are left and grows
+back, with the curve of one host."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ WORDS = [
     "checkpoint.every_steps=50",
 ]
 # mpirun notices a host that is cut off after 3 + 2 x 1 s
-FAST = {f"PRTE_MCA_oob_tcp_keepalive_{key}": value for key, value in {"time": "3", "intvl": "1", "probes": "2"}.items()}
+FAST = {
+    f"PRTE_MCA_oob_tcp_keepalive_{key}": value
+    for key, value in {"time": "3", "intvl": "1", "probes": "2"}.items()
+}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +53,13 @@ def whole(hosts: Hosts) -> Iterator[None]:
 
 
 def supervise(hosts: Hosts, run: Path, *options: str) -> Job:
-    words = [*("-m", "hvdtrain", "launch", "--elastic", "--every", "1", "--answer", "10"), *options, "--", f"run={run}", *WORDS]
+    words = [
+        *("-m", "hvdtrain", "launch", "--elastic", "--every", "1", "--answer", "10"),
+        *options,
+        "--",
+        f"run={run}",
+        *WORDS,
+    ]
     return hosts.start("n1", [sys.executable, *words], env=FAST)
 
 
@@ -59,7 +69,9 @@ def ranks_now(run: Path) -> object:
     return lines[-1]["ranks"] if lines and lines[-1]["kind"] == "trains" else None
 
 
-def test_one_of_two_hosts_is_cut_off_and_comes_back_and_a_third_joins(hosts: Hosts, tmp_path: Path) -> None:
+def test_one_of_two_hosts_is_cut_off_and_comes_back_and_a_third_joins(
+    hosts: Hosts, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     offer = tmp_path / "offer"
     offer.write_text("#!/bin/sh\necho n1:1\necho n2:1\n")
@@ -81,10 +93,23 @@ def test_one_of_two_hosts_is_cut_off_and_comes_back_and_a_third_joins(hosts: Hos
         result = job.wait()
     assert result.returncode == REQUEUE and events(run)[-1]["kind"] == "stop", result
     sizes = [(event["ranks"], event["hosts"]) for event in events(run) if event["kind"] == "start"]
-    assert sizes[-4:] == [(2, ["n1", "n2"]), (1, ["n1"]), (2, ["n1", "n2"]), (3, ["n1", "n2", "n3"])]
-    assert [(line["code"], line["hosts"]) for line in told(run) if line["kind"] == "lost"] == [(0, ["n2"])]  # mpirun ends with 0
-    print(f"trains on n1 {shrunk_s - cut_s:.1f} s after the cut, on both {grown_s - shrunk_s:.1f} s after n2 is back")
-    with hosts.mpirun("n1:1", ["-m", "hvdtrain", *WORDS, f"run={tmp_path / 'straight'}", f"stop.steps={reached(run)}"]) as job:
+    assert sizes[-4:] == [
+        (2, ["n1", "n2"]),
+        (1, ["n1"]),
+        (2, ["n1", "n2"]),
+        (3, ["n1", "n2", "n3"]),
+    ]
+    assert [(line["code"], line["hosts"]) for line in told(run) if line["kind"] == "lost"] == [
+        (0, ["n2"])
+    ]  # mpirun ends with 0
+    print(
+        f"trains on n1 {shrunk_s - cut_s:.1f} s after the cut, on both {grown_s - shrunk_s:.1f} s "
+        "after n2 is back"
+    )
+    with hosts.mpirun(
+        "n1:1",
+        ["-m", "hvdtrain", *WORDS, f"run={tmp_path / 'straight'}", f"stop.steps={reached(run)}"],
+    ) as job:
         assert job.wait().returncode == 0
     same_end(run, tmp_path / "straight", reached(run))
 
@@ -95,5 +120,15 @@ def test_too_few_hosts_are_left(hosts: Hosts, tmp_path: Path) -> None:
         wait_for(job, lambda: reached(run) >= 100)
         hosts.cut("n2")
         result = job.wait()
-    assert result.returncode == LOST and "1 slots for 2 s, at least 2 are needed: given up, exit code 84" in result.stderr, result
-    assert [line["kind"] for line in told(run)] == ["start", "trains", "host_lost", "lost", "waits", "given_up"]
+    assert (
+        result.returncode == LOST
+        and "1 slots for 2 s, at least 2 are needed: given up, exit code 84" in result.stderr
+    ), result
+    assert [line["kind"] for line in told(run)] == [
+        "start",
+        "trains",
+        "host_lost",
+        "lost",
+        "waits",
+        "given_up",
+    ]

@@ -1,4 +1,5 @@
-"""Ranks on several hosts: placement, and the same result as on one host; a host that is cut off ends the job, which resumes without it."""
+"""Ranks on several hosts: placement, and the same result as on one host; a host that is cut off
+ends the job, which resumes without it."""
 
 from __future__ import annotations
 
@@ -22,11 +23,25 @@ from hvdtrain.comm.placement import placement
 from hvdtrain.errors import LOST, REQUEUE, STALLED, UserError
 
 pytestmark = [pytest.mark.cluster, needs_mpirun]
-needs_torchdist = pytest.mark.skipif(not importlib.util.find_spec("hvdtrain.comm.torchdist"), reason="no torchdist engine here")
-ENGINES = ("mpi", pytest.param("horovod", marks=needs_horovod), pytest.param("torchdist", marks=needs_torchdist))
+needs_torchdist = pytest.mark.skipif(
+    not importlib.util.find_spec("hvdtrain.comm.torchdist"), reason="no torchdist engine here"
+)
+ENGINES = (
+    "mpi",
+    pytest.param("horovod", marks=needs_horovod),
+    pytest.param("torchdist", marks=needs_torchdist),
+)
 
-# 300 steps, and a checkpoint at every second sync point; a batch of 24 divides among 8, 4 and 3 ranks.
-DATA = ["data.name=synthetic", "data.shape=[8,8,1]", "data.samples=1440", "data.val_samples=48", "batch.size=24", "batch.evaluate=12"]
+# 300 steps, and a checkpoint at every second sync point; a batch of 24 divides among 8, 4 and 3
+# ranks.
+DATA = [
+    "data.name=synthetic",
+    "data.shape=[8,8,1]",
+    "data.samples=1440",
+    "data.val_samples=48",
+    "batch.size=24",
+    "batch.evaluate=12",
+]
 JOB = [
     "-m",
     "hvdtrain",
@@ -38,8 +53,12 @@ JOB = [
     "guard.equal_steps=50",
 ]
 STEPS = 300
-# mpirun and its daemons notice a broken connection after time + probes x intvl seconds, here 5, and end the ranks
-KEEPALIVE = {f"PRTE_MCA_oob_tcp_keepalive_{key}": value for key, value in {"time": "3", "intvl": "1", "probes": "2"}.items()}
+# mpirun and its daemons notice a broken connection after time + probes x intvl seconds, here 5, and
+# end the ranks
+KEEPALIVE = {
+    f"PRTE_MCA_oob_tcp_keepalive_{key}": value
+    for key, value in {"time": "3", "intvl": "1", "probes": "2"}.items()
+}
 PROBE = """
 import os, socket, sys, json, numpy
 from hvdtrain.comm.placement import placement
@@ -52,7 +71,7 @@ table = engine.allgather_object([socket.gethostname(), engine.local_rank, engine
 if engine.rank == 0:
     print(json.dumps(table))
 engine.close()
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +98,8 @@ def whole(hosts: Hosts) -> Iterator[None]:
 
 
 def of(engine: str) -> list[str]:
-    """The arguments for an engine; numpy where the engine imports no torch either: 8 ranks start in 2 s instead of 17."""
+    """The arguments for an engine; numpy where the engine imports no torch either: 8 ranks start in
+    2 s instead of 17."""
     return [f"comm.engine={engine}", f"framework={'numpy' if engine == 'mpi' else 'torch'}"]
 
 
@@ -87,7 +107,9 @@ def ended(job: Job, run: Path, hosts: list[str]) -> None:
     """The job went to its last step, on these hosts."""
     result = job.wait()
     emitted = events(run)
-    assert (result.returncode, emitted[-1]["kind"], emitted[-1]["step"]) == (0, "end", STEPS), result
+    assert (result.returncode, emitted[-1]["kind"], emitted[-1]["step"]) == (0, "end", STEPS), (
+        result
+    )
     assert [event["hosts"] for event in emitted if event["kind"] == "start"][-1] == hosts
     assert re.search(r"^run folder: ", result.stdout, re.MULTILINE)
 
@@ -130,18 +152,43 @@ def gone(left: Callable[[], set[int]], limit_s: float = 300.0) -> float:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_script_on_uneven_hosts(hosts: Hosts, tmp_path: Path, engine: str) -> None:
-    """`launch -H n1:1,n2:2 -- probe.py`: each rank knows its host, its local rank, the size of the job, and rank 0's address."""
+    """`launch -H n1:1,n2:2 -- probe.py`: each rank knows its host, its local rank, the size of the
+    job, and rank 0's address."""
     (tmp_path / "probe.py").write_text(PROBE)
-    words = ["launch", "-H", "n1:1,n2:2", "--logs", f"{tmp_path}", "--", str(tmp_path / "probe.py"), engine]
+    words = [
+        "launch",
+        "-H",
+        "n1:1,n2:2",
+        "--logs",
+        f"{tmp_path}",
+        "--",
+        str(tmp_path / "probe.py"),
+        engine,
+    ]
     with hosts.start("n1", [sys.executable, "-m", "hvdtrain", *words]) as job:
         result = job.wait()
     assert result.returncode == 0, result
-    table = json.dumps([["n1", 0, 1, [111.0], "n1", "0"], ["n2", 0, 2, [111.0], "n1", "1"], ["n2", 1, 2, [111.0], "n1", "1"]])
-    assert result.stdout.splitlines() == [f"[0] {table}"] and (tmp_path / "rank-0.log").read_text() == f"{table}\n", result
-    assert sorted(path.name for path in tmp_path.glob("*.log")) == ["rank-0.log", "rank-1.log", "rank-2.log"]
+    table = json.dumps(
+        [
+            ["n1", 0, 1, [111.0], "n1", "0"],
+            ["n2", 0, 2, [111.0], "n1", "1"],
+            ["n2", 1, 2, [111.0], "n1", "1"],
+        ]
+    )
+    assert (
+        result.stdout.splitlines() == [f"[0] {table}"]
+        and (tmp_path / "rank-0.log").read_text() == f"{table}\n"
+    ), result
+    assert sorted(path.name for path in tmp_path.glob("*.log")) == [
+        "rank-0.log",
+        "rank-1.log",
+        "rank-2.log",
+    ]
 
 
-@pytest.mark.parametrize("engine", ENGINES if FULL else ENGINES[:2])  # torchdist: test_a_host_is_lost
+@pytest.mark.parametrize(
+    "engine", ENGINES if FULL else ENGINES[:2]
+)  # torchdist: test_a_host_is_lost
 def test_two_hosts_train_as_one(hosts: Hosts, one_host: Path, tmp_path: Path, engine: str) -> None:
     # torch takes 2 s of a core to start
     run = tmp_path / "run"
@@ -150,7 +197,10 @@ def test_two_hosts_train_as_one(hosts: Hosts, one_host: Path, tmp_path: Path, en
         wait_for(job, lambda: reached(run))
         placed = local_ranks(hosts)
         ended(job, run, ["n1", "n2"])
-    assert placed == {"n1": {rank: rank for rank in range(half)}, "n2": {half + rank: rank for rank in range(half)}}
+    assert placed == {
+        "n1": {rank: rank for rank in range(half)},
+        "n2": {half + rank: rank for rank in range(half)},
+    }
     same(run, one_host)
     assert not hosts.pids()
 
@@ -158,13 +208,17 @@ def test_two_hosts_train_as_one(hosts: Hosts, one_host: Path, tmp_path: Path, en
 def test_through_sshd(one_host: Path, tmp_path: Path) -> None:
     """mpirun starts the ranks of the other host as on any cluster: through ssh."""
     run = tmp_path / "run"
-    with Hosts(2, ssh=True) as hosts, hosts.mpirun("n1:2,n2:2", [*JOB, *of("mpi"), f"run={run}"]) as job:
+    with (
+        Hosts(2, ssh=True) as hosts,
+        hosts.mpirun("n1:2,n2:2", [*JOB, *of("mpi"), f"run={run}"]) as job,
+    ):
         ended(job, run, ["n1", "n2"])
     same(run, one_host)
 
 
 def test_pbs_script(hosts: Hosts, one_host: Path, tmp_path: Path) -> None:
-    """On the hosts that PBS names. After a signal, and after the loss of a host, the script submits itself again; the result is the same.
+    """On the hosts that PBS names. After a signal, and after the loss of a host, the script submits
+    itself again; the result is the same.
 
     PBS is faked: the test sets its variables, and qsub is a script that records its arguments.
     """
@@ -176,7 +230,13 @@ def test_pbs_script(hosts: Hosts, one_host: Path, tmp_path: Path) -> None:
     qsub.parent.mkdir()
     qsub.write_text(f'#!/bin/sh\necho "$RESTARTS $RUN $*" >> {submitted}\n')
     qsub.chmod(0o755)
-    env = {"PBS_NODEFILE": str(nodes), "PBS_JOBID": "7.server", "PBS_O_WORKDIR": str(ROOT), "PYTHON": sys.executable, "RESTARTS": "3"}
+    env = {
+        "PBS_NODEFILE": str(nodes),
+        "PBS_JOBID": "7.server",
+        "PBS_O_WORKDIR": str(ROOT),
+        "PYTHON": sys.executable,
+        "RESTARTS": "3",
+    }
     env |= {
         "QSUB": "-q long",
         "ARGUMENTS": " ".join([*JOB[2:], *of("mpi")]),
@@ -185,18 +245,28 @@ def test_pbs_script(hosts: Hosts, one_host: Path, tmp_path: Path) -> None:
     }
     with hosts.start("n1", ["bash", "jobs/pbs.sh"], env=env) as job:
         wait_for(job, lambda: reached(run) >= 20)
-        (script,) = (pid for pid in hosts.pids("n1") if Path(f"/proc/{pid}/cmdline").read_bytes() == b"bash\0jobs/pbs.sh\0")
+        (script,) = (
+            pid
+            for pid in hosts.pids("n1")
+            if Path(f"/proc/{pid}/cmdline").read_bytes() == b"bash\0jobs/pbs.sh\0"
+        )
         os.kill(script, signal.SIGUSR2)
         result = job.wait()
     assert (result.returncode, events(run)[-1]["kind"]) == (REQUEUE, "stop"), result
-    assert submitted.read_text() == f"2 {run} -q long -v PYTHON,RUN,MAX_TIME,RESTARTS,CONTAINER,ARGUMENTS,QSUB jobs/pbs.sh\n"
+    assert (
+        submitted.read_text()
+        == f"2 {run} -q long -v PYTHON,RUN,MAX_TIME,RESTARTS,CONTAINER,ARGUMENTS,QSUB jobs/pbs.sh\n"
+    )
     with hosts.start("n1", ["bash", "jobs/pbs.sh"], env=env | KEEPALIVE) as job:
         before = reached(run)
         wait_for(job, lambda: reached(run) >= before + 20)
         hosts.cut("n2")
         result = job.wait()
     hosts.heal("n2")
-    assert result.returncode == LOST and "the launcher ended with 0, but the job did not: a node was lost" in result.stderr, result
+    assert (
+        result.returncode == LOST
+        and "the launcher ended with 0, but the job did not: a node was lost" in result.stderr
+    ), result
     nodes.write_text("n1\nn1\n")
     with hosts.start("n1", ["bash", "jobs/pbs.sh"], env=env) as job:
         ended(job, run, ["n1"])
@@ -206,17 +276,29 @@ def test_pbs_script(hosts: Hosts, one_host: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES if FULL else [ENGINES[0], ENGINES[2]])
 def test_a_host_is_lost(hosts: Hosts, one_host: Path, tmp_path: Path, engine: str) -> None:
-    """mpirun ends all ranks on both sides of the cut, names the host, and exits 0; the other host alone resumes to the same result."""
+    """mpirun ends all ranks on both sides of the cut, names the host, and exits 0; the other host
+    alone resumes to the same result."""
     run = tmp_path / "run"
-    words = [*JOB, *of(engine), f"run={run}", "guard.stall_s=20"]  # ranks without MPI outlive their daemon until then
+    words = [
+        *JOB,
+        *of(engine),
+        f"run={run}",
+        "guard.stall_s=20",
+    ]  # ranks without MPI outlive their daemon until then
     ranks = 4 if engine == "mpi" else 2  # on each host; torch takes 2 s of a core to start
     with hosts.mpirun(f"n1:{ranks},n2:{ranks}", words, env=KEEPALIVE) as job:
-        wait_for(job, lambda: newest(run) >= 40)  # the step alone may be told before its checkpoint is there
+        wait_for(
+            job, lambda: newest(run) >= 40
+        )  # the step alone may be told before its checkpoint is there
         hosts.cut("n2")
         seconds = gone(hosts.pids)
         result = job.wait()
-    print(f"{engine}: all gone {seconds:.1f} s after the cut, mpirun's exit code {result.returncode}")
-    assert "lost communication with a remote daemon" in result.stderr and re.search(r"Remote daemon.*on node n2", result.stderr)
+    print(
+        f"{engine}: all gone {seconds:.1f} s after the cut, mpirun's exit code {result.returncode}"
+    )
+    assert "lost communication with a remote daemon" in result.stderr and re.search(
+        r"Remote daemon.*on node n2", result.stderr
+    )
     hosts.heal("n2")
     assert 40 <= newest(run) < STEPS and events(run)[-1]["kind"] not in ("end", "stop")
     with hosts.mpirun(f"n1:{ranks}", words) as job:
@@ -226,14 +308,16 @@ def test_a_host_is_lost(hosts: Hosts, one_host: Path, tmp_path: Path, engine: st
 
 @pytest.mark.parametrize("engine", ENGINES if FULL else ENGINES[:1])
 def test_a_lost_host_is_reported(hosts: Hosts, tmp_path: Path, engine: str) -> None:
-    """Where mpirun notices nothing, hvdtrain's watchdog reports host and ranks, and ends the ranks on both sides."""
+    """Where mpirun notices nothing, hvdtrain's watchdog reports host and ranks, and ends the ranks
+    on both sides."""
     run = tmp_path / "run"
     words = [*JOB, *of(engine), f"run={run}", "guard.stall_s=10"]
     with hosts.mpirun("n1:2,n2:2", words) as job:
         wait_for(job, lambda: reached(run) >= 40)
         hosts.cut("n2")
         seconds = gone(lambda: ranks_left(hosts))
-        hosts.clear()  # mpirun waits for the other host's daemon until TCP gives up, about 15 minutes
+        # mpirun waits for the other host's daemon until TCP gives up, about 15 minutes
+        hosts.clear()
         text = job.wait().stderr
     print(f"{engine}: all ranks gone {seconds:.1f} s after the cut")
     assert f"no progress for 10 s (guard.stall_s); the job ends with exit code {STALLED}" in text

@@ -1,4 +1,5 @@
-"""Every engine implements the Communicator protocol on 1, 2 and 4 ranks, and one failed rank ends all."""
+"""Every engine implements the Communicator protocol on 1, 2 and 4 ranks, and one failed rank ends
+all."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from waiting import wait_until
 from hvdtrain import errors
 from hvdtrain.comm.communicator import Buffer, CompletedHandle, Handle, SingleProcessCommunicator
 
-# What a rank does in the tests below; the exit code and the words of a UserError are those of the real commands.
+# What a rank does in the tests below; the exit code and the words of a UserError are those of the
+# real commands.
 PRELUDE = """
 import os, sys, time
 import numpy as np
@@ -33,7 +35,10 @@ def connect(place):
         print(error, file=sys.stderr)
         sys.exit(errors.USER)
 """
-RANK_AND_SIZE = PRELUDE + "engine = connect(placement(os.environ)); print('rank', engine.rank, 'of', engine.size)"
+RANK_AND_SIZE = (
+    PRELUDE
+    + "engine = connect(placement(os.environ)); print('rank', engine.rank, 'of', engine.size)"
+)
 ABORT = """
 engine = connect(placement(os.environ))
 engine.allreduce(np.ones(3), "first")
@@ -56,7 +61,8 @@ time.sleep(1e6)
 
 
 def conformance_of(engine: str, size: int) -> dict[str, str]:
-    """{check: "" or its failure}; MPI starts once for all checks, and not at all for one rank, which no launcher starts."""
+    """{check: "" or its failure}; MPI starts once for all checks, and not at all for one rank,
+    which no launcher starts."""
     if engine == "single":
         return conformance.failures(SingleProcessCommunicator())
     with tempfile.TemporaryDirectory() as folder:
@@ -64,14 +70,22 @@ def conformance_of(engine: str, size: int) -> dict[str, str]:
         argv = ["tests/support/conformance.py", engine, str(out)]
         result = ranks.mpirun(size, argv) if size > 1 else ranks.python(argv)
         if result.returncode or not out.exists():
-            why = f"rc {result.returncode} after {result.seconds:.0f} s\n{result.stdout}{result.stderr}"
+            why = (
+                f"rc {result.returncode} after {result.seconds:.0f} "
+                f"s\n{result.stdout}{result.stderr}"
+            )
             return dict.fromkeys(conformance.checks_of(engine), why)
         return dict(json.loads(out.read_text()))
 
 
 def pairs() -> list[Any]:
     """Every engine at every size."""
-    marks = {"single": [], "mpi": [needs_mpirun], "horovod": [needs_mpirun, needs_horovod], "torchdist": [needs_mpirun]}
+    marks = {
+        "single": [],
+        "mpi": [needs_mpirun],
+        "horovod": [needs_mpirun, needs_horovod],
+        "torchdist": [needs_mpirun],
+    }
     sizes = [
         ("single", 1),
         *(
@@ -85,7 +99,11 @@ def pairs() -> list[Any]:
             communicator,
             size,
             id=f"{communicator}-x{size}",
-            marks=[*marks[communicator], *[pytest.mark.ranks4] * (size == 4), *[pytest.mark.slow] * (size > 2)],
+            marks=[
+                *marks[communicator],
+                *[pytest.mark.ranks4] * (size == 4),
+                *[pytest.mark.slow] * (size > 2),
+            ],
         )
         for communicator, size in sizes
     ]
@@ -94,7 +112,10 @@ def pairs() -> list[Any]:
 @pytest.mark.parametrize(("engine", "size"), pairs())
 def test_conformance(engine: str, size: int) -> None:
     found = conformance_of(engine, size)
-    assert found.keys() == conformance.checks_of(engine).keys() and {check: failure for check, failure in found.items() if failure} == {}
+    assert (
+        found.keys() == conformance.checks_of(engine).keys()
+        and {check: failure for check, failure in found.items() if failure} == {}
+    )
 
 
 class Idle(SingleProcessCommunicator):
@@ -128,7 +149,8 @@ def test_every_check_fails_on_an_engine_that_does_nothing() -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_engine_of_size_1_under_a_launcher_of_4_is_refused(engine: str) -> None:
-    """The variables say 4 processes, but this one was started alone, as with an MPI library that is not the launcher's."""
+    """The variables say 4 processes, but this one was started alone, as with an MPI library that is
+    not the launcher's."""
     environ = {
         "OMPI_COMM_WORLD_RANK": "1",
         "OMPI_COMM_WORLD_SIZE": "4",
@@ -137,8 +159,14 @@ def test_an_engine_of_size_1_under_a_launcher_of_4_is_refused(engine: str) -> No
     }
     result = ranks.python(["-c", RANK_AND_SIZE, engine], env=environ)
     assert result.returncode == errors.USER
-    assert f"Open MPI's mpirun started 4 processes, but the {engine} engine sees only itself (size 1)" in result.stderr
-    assert f"where: comm.engine={engine}; {'mpi4py' if engine == 'mpi' else 'Horovod'} uses Open MPI v" in result.stderr
+    assert (
+        f"Open MPI's mpirun started 4 processes, but the {engine} engine sees only itself (size 1)"
+        in result.stderr
+    )
+    assert (
+        f"where: comm.engine={engine}; {'mpi4py' if engine == 'mpi' else 'Horovod'} uses Open MPI v"
+        in result.stderr
+    )
     assert "fix: hvdtrain launch -np 2 -- ..., which finds " in result.stderr
     assert "rank" not in result.stdout
 
@@ -146,7 +174,11 @@ def test_an_engine_of_size_1_under_a_launcher_of_4_is_refused(engine: str) -> No
 @needs_mpirun
 @needs_horovod
 def test_horovod_that_runs_on_gloo_under_mpirun_is_refused() -> None:
-    result = ranks.mpirun(2, ["-c", RANK_AND_SIZE, "horovod"], env={"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"})
+    result = ranks.mpirun(
+        2,
+        ["-c", RANK_AND_SIZE, "horovod"],
+        env={"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"},
+    )
     assert result.returncode == errors.USER
     assert "started 2 processes, but the horovod engine sees only itself (size 1)" in result.stderr
     assert "Horovod uses Gloo, not MPI" in result.stderr
@@ -156,10 +188,15 @@ def test_horovod_that_runs_on_gloo_under_mpirun_is_refused() -> None:
 def test_a_library_that_is_not_installed_is_named(engine: str, tmp_path: Path) -> None:
     package = "mpi4py" if engine == "mpi" else "horovod"
     (tmp_path / f"{package}.py").write_text(f"raise ImportError('no {package} here')")
-    result = ranks.python(["-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{RANK_AND_SIZE}", engine])
+    result = ranks.python(
+        ["-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{RANK_AND_SIZE}", engine]
+    )
     assert result.returncode == errors.USER
     assert f"no {package} here" in result.stderr
-    assert f"fix: {'pip install mpi4py' if engine == 'mpi' else 'python -m hvdtrain.cli.horovod'}" in result.stderr
+    assert (
+        f"fix: {'pip install mpi4py' if engine == 'mpi' else 'python -m hvdtrain.cli.horovod'}"
+        in result.stderr
+    )
 
 
 @pytest.mark.parametrize("engine", ONE_ENGINE["horovod"])
@@ -194,6 +231,10 @@ finally:
 @needs_mpirun
 def test_small_parts_go_in_one_call_of_mpi_and_weights_in_any_size() -> None:
     """The ways that took less time on 2 to 4 ranks (docs/performance.md)."""
-    for numbers, reduction in ((7, ["Reduce_scatter"]), (2**14, ["Reduce_scatter"]), (2**14 + 1, ["Reduce"] * 3)):
+    for numbers, reduction in (
+        (7, ["Reduce_scatter"]),
+        (2**14, ["Reduce_scatter"]),
+        (2**14 + 1, ["Reduce"] * 3),
+    ):
         for calls, error in on_ranks("mpi", 3, "one_call_on_ranks:calls_of_mpi", numbers):
             assert calls == [*reduction, "Allgatherv"] and error < 1e-15

@@ -1,4 +1,5 @@
-"""comm.device_memory: what MPI libraries say of GPU memory, what ranks make of it, and the order of copies and collectives."""
+"""comm.device_memory: what MPI libraries say of GPU memory, what ranks make of it, and the order of
+copies and collectives."""
 
 from __future__ import annotations
 
@@ -38,33 +39,153 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def library(folder: Path, code: str) -> ctypes.CDLL:
     """A real one, of this machine's C compiler."""
     path = folder / f"libmpi{next(_numbers)}.so"
-    subprocess.run(["cc", "-shared", "-fPIC", "-x", "c", "-o", path, "-"], input=code, text=True, check=True)
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-x", "c", "-o", path, "-"], input=code, text=True, check=True
+    )
     return ctypes.CDLL(str(path))
 
 
 @pytest.mark.parametrize(
     ("code", "version", "environ", "kind", "takes_it", "how"),
     [
-        (QUERY.format("cuda", 1), OPEN_MPI, {}, "cuda", True, "MPIX_Query_cuda_support() of Open MPI v5.0.11 says yes"),
-        (QUERY.format("cuda", 0), OPEN_MPI, {}, "cuda", False, "MPIX_Query_cuda_support() of Open MPI v5.0.11 says no"),
-        (QUERY.format("cuda", 1), OPEN_MPI, {}, "rocm", None, "Open MPI v5.0.11 does not say whether it takes GPU memory"),
-        (QUERY.format("rocm", 1), OPEN_MPI, {}, "rocm", True, "MPIX_Query_rocm_support() of Open MPI v5.0.11 says yes"),
-        (NOTHING, OPEN_MPI, {"MPICH_GPU_SUPPORT_ENABLED": "1"}, "cuda", None, "Open MPI v5.0.11 does not say whether it takes GPU memory"),
-        (BY_KIND % (0, 0), MPICH, {}, "cuda", True, "MPIX_GPU_query_support() of MPICH Version: 4.2.3 says yes"),
-        (BY_KIND % (0, 0), MPICH, {}, "rocm", False, "MPIX_GPU_query_support() of MPICH Version: 4.2.3 says no"),
-        (BY_KIND % (2, 0), MPICH, {}, "rocm", True, "MPIX_GPU_query_support() of MPICH Version: 4.2.3 says yes"),
-        (BY_KIND % (0, 1), MPICH, {}, "cuda", False, "MPIX_GPU_query_support() of MPICH Version: 4.2.3 says no"),
-        (NOT_CALLED, CRAY, {"MPICH_GPU_SUPPORT_ENABLED": "1"}, "cuda", True, "with MPICH_GPU_SUPPORT_ENABLED=1"),
-        (NOT_CALLED, CRAY, {"MPICH_GPU_SUPPORT_ENABLED": "1"}, "rocm", True, "with MPICH_GPU_SUPPORT_ENABLED=1"),
-        (NOT_CALLED, CRAY, {"MPICH_GPU_SUPPORT_ENABLED": "0"}, "cuda", False, "without MPICH_GPU_SUPPORT_ENABLED=1"),
-        (QUERY.format("cuda", 1), MVAPICH, {}, "cuda", False, "MVAPICH2 Version : 2.3.7 without MVP_USE_CUDA=1"),
-        (QUERY.format("cuda", 1), MVAPICH, {"MV2_USE_CUDA": "1"}, "cuda", True, "MPIX_Query_cuda_support() of MVAPICH2"),
-        (QUERY.format("cuda", 0), MVAPICH, {"MVP_USE_CUDA": "1"}, "cuda", False, "MPIX_Query_cuda_support() of MVAPICH2"),
-        (NOTHING, MVAPICH, {"MVP_USE_CUDA": "1"}, "cuda", True, "MVAPICH2 Version : 2.3.7 with MVP_USE_CUDA=1"),
+        (
+            QUERY.format("cuda", 1),
+            OPEN_MPI,
+            {},
+            "cuda",
+            True,
+            "MPIX_Query_cuda_support() of Open MPI v5.0.11 says yes",
+        ),
+        (
+            QUERY.format("cuda", 0),
+            OPEN_MPI,
+            {},
+            "cuda",
+            False,
+            "MPIX_Query_cuda_support() of Open MPI v5.0.11 says no",
+        ),
+        (
+            QUERY.format("cuda", 1),
+            OPEN_MPI,
+            {},
+            "rocm",
+            None,
+            "Open MPI v5.0.11 does not say whether it takes GPU memory",
+        ),
+        (
+            QUERY.format("rocm", 1),
+            OPEN_MPI,
+            {},
+            "rocm",
+            True,
+            "MPIX_Query_rocm_support() of Open MPI v5.0.11 says yes",
+        ),
+        (
+            NOTHING,
+            OPEN_MPI,
+            {"MPICH_GPU_SUPPORT_ENABLED": "1"},
+            "cuda",
+            None,
+            "Open MPI v5.0.11 does not say whether it takes GPU memory",
+        ),
+        (
+            BY_KIND % (0, 0),
+            MPICH,
+            {},
+            "cuda",
+            True,
+            "MPIX_GPU_query_support() of MPICH Version: 4.2.3 says yes",
+        ),
+        (
+            BY_KIND % (0, 0),
+            MPICH,
+            {},
+            "rocm",
+            False,
+            "MPIX_GPU_query_support() of MPICH Version: 4.2.3 says no",
+        ),
+        (
+            BY_KIND % (2, 0),
+            MPICH,
+            {},
+            "rocm",
+            True,
+            "MPIX_GPU_query_support() of MPICH Version: 4.2.3 says yes",
+        ),
+        (
+            BY_KIND % (0, 1),
+            MPICH,
+            {},
+            "cuda",
+            False,
+            "MPIX_GPU_query_support() of MPICH Version: 4.2.3 says no",
+        ),
+        (
+            NOT_CALLED,
+            CRAY,
+            {"MPICH_GPU_SUPPORT_ENABLED": "1"},
+            "cuda",
+            True,
+            "with MPICH_GPU_SUPPORT_ENABLED=1",
+        ),
+        (
+            NOT_CALLED,
+            CRAY,
+            {"MPICH_GPU_SUPPORT_ENABLED": "1"},
+            "rocm",
+            True,
+            "with MPICH_GPU_SUPPORT_ENABLED=1",
+        ),
+        (
+            NOT_CALLED,
+            CRAY,
+            {"MPICH_GPU_SUPPORT_ENABLED": "0"},
+            "cuda",
+            False,
+            "without MPICH_GPU_SUPPORT_ENABLED=1",
+        ),
+        (
+            QUERY.format("cuda", 1),
+            MVAPICH,
+            {},
+            "cuda",
+            False,
+            "MVAPICH2 Version : 2.3.7 without MVP_USE_CUDA=1",
+        ),
+        (
+            QUERY.format("cuda", 1),
+            MVAPICH,
+            {"MV2_USE_CUDA": "1"},
+            "cuda",
+            True,
+            "MPIX_Query_cuda_support() of MVAPICH2",
+        ),
+        (
+            QUERY.format("cuda", 0),
+            MVAPICH,
+            {"MVP_USE_CUDA": "1"},
+            "cuda",
+            False,
+            "MPIX_Query_cuda_support() of MVAPICH2",
+        ),
+        (
+            NOTHING,
+            MVAPICH,
+            {"MVP_USE_CUDA": "1"},
+            "cuda",
+            True,
+            "MVAPICH2 Version : 2.3.7 with MVP_USE_CUDA=1",
+        ),
     ],
 )
 def test_what_a_library_says(
-    folder: Path, code: str, version: str, environ: dict[str, str], kind: str, takes_it: bool | None, how: str
+    folder: Path,
+    code: str,
+    version: str,
+    environ: dict[str, str],
+    kind: str,
+    takes_it: bool | None,
+    how: str,
 ) -> None:
     found = ask(library(folder, code), version, environ, kind)  # type: ignore[arg-type]
     assert found.takes_it is takes_it and how in found.how, found
@@ -81,18 +202,57 @@ COPIES = "GPU tensors go through page-locked host memory: "
     ("answers", "wish", "expected"),
     [
         ([YES, YES], "auto", [Choice("device", f"{DIRECT}it says yes")] * 2),
-        ([YES, NO], "auto", [Choice("host", f"{COPIES}the MPI of another rank"), Choice("host", f"{COPIES}it says no")]),
-        ([SILENT, YES], "auto", [Choice("host", f"{COPIES}it says nothing"), Choice("host", f"{COPIES}the MPI of another rank")]),
+        (
+            [YES, NO],
+            "auto",
+            [
+                Choice("host", f"{COPIES}the MPI of another rank"),
+                Choice("host", f"{COPIES}it says no"),
+            ],
+        ),
+        (
+            [SILENT, YES],
+            "auto",
+            [
+                Choice("host", f"{COPIES}it says nothing"),
+                Choice("host", f"{COPIES}the MPI of another rank"),
+            ],
+        ),
         ([YES, None], "auto", [Choice("host", f"{COPIES}a rank computes on a CPU")] * 2),
         ([YES, YES], "host", [Choice("host", f"{COPIES}comm.device_memory=host")] * 2),
-        ([SILENT, SILENT], "device", [Choice("device", f"{DIRECT}comm.device_memory=device; it says nothing")] * 2),
-        ([NO, YES], "device", ["comm.device_memory=device: it says no", "comm.device_memory=device: the MPI of another rank"]),
-        ([YES, None], "device", ["comm.device_memory=device: a rank computes on a CPU, so that MPI would get memory of both kinds"] * 2),
+        (
+            [SILENT, SILENT],
+            "device",
+            [Choice("device", f"{DIRECT}comm.device_memory=device; it says nothing")] * 2,
+        ),
+        (
+            [NO, YES],
+            "device",
+            [
+                "comm.device_memory=device: it says no",
+                "comm.device_memory=device: the MPI of another rank",
+            ],
+        ),
+        (
+            [YES, None],
+            "device",
+            [
+                "comm.device_memory=device: a rank computes on a CPU, so that MPI would get "
+                "memory of both kinds"
+            ]
+            * 2,
+        ),
         ([None, None], "auto", [Choice(None, "")] * 2),
-        ([None, None], "host", [Choice(None, "comm.device_memory=host does nothing: no rank computes on a GPU")] * 2),
+        (
+            [None, None],
+            "host",
+            [Choice(None, "comm.device_memory=host does nothing: no rank computes on a GPU")] * 2,
+        ),
     ],
 )
-def test_ranks_choose_alike(answers: list[Answer | None], wish: str, expected: list[Choice | str]) -> None:
+def test_ranks_choose_alike(
+    answers: list[Answer | None], wish: str, expected: list[Choice | str]
+) -> None:
     def of_rank(communicator: ThreadRank) -> Choice | str:
         try:
             return choose(communicator, answers[communicator.rank], wish, "a test")  # type: ignore[arg-type]
@@ -107,16 +267,31 @@ def test_ranks_choose_alike(answers: list[Answer | None], wish: str, expected: l
 @pytest.mark.parametrize(
     ("wish", "on_gpu", "error", "note"),
     [
-        ("auto", [True, True], "", "go through page-locked host memory: MPIX_Query_cuda_support() of Open MPI v"),
+        (
+            "auto",
+            [True, True],
+            "",
+            "go through page-locked host memory: MPIX_Query_cuda_support() of Open MPI v",
+        ),
         ("auto", [False, True], "", "go through page-locked host memory: a rank computes on a CPU"),
-        ("device", [True, True], "comm.device_memory=device: MPIX_Query_cuda_support() of Open MPI v", ""),
+        (
+            "device",
+            [True, True],
+            "comm.device_memory=device: MPIX_Query_cuda_support() of Open MPI v",
+            "",
+        ),
         ("auto", [False, False], "", ""),
     ],
 )
-def test_the_mpi_that_is_here_is_asked(wish: str, on_gpu: list[bool], error: str, note: str) -> None:
-    """It was built without CUDA. A thread reduces, on one host too, where any rank has a GPU: the same on all ranks."""
+def test_the_mpi_that_is_here_is_asked(
+    wish: str, on_gpu: list[bool], error: str, note: str
+) -> None:
+    """It was built without CUDA. A thread reduces, on one host too, where any rank has a GPU: the
+    same on all ranks."""
     added = ["asynchronous", "device_memory"] * (any(on_gpu) and not error)
-    for raised, notes, features, groups_too in on_ranks("mpi", 2, "device_memory_on_ranks:asked", wish, on_gpu):
+    for raised, notes, features, groups_too in on_ranks(
+        "mpi", 2, "device_memory_on_ranks:asked", wish, on_gpu
+    ):
         assert error in raised and bool(error) == bool(raised)
         assert len(notes) == bool(note) and all(note in one for one in notes)
         assert features == added and groups_too
@@ -130,8 +305,12 @@ def test_a_line_of_the_header_says_what_the_key_does(is_own_loop: bool, tmp_path
     own_loop = alone("own_loop_on_ranks:main", str(tmp_path / "out.json"), *words)
     result = python(own_loop if is_own_loop else ["-m", "hvdtrain", "stop.steps=1", *words])
     assert result.returncode == 0, result.stderr
-    lines = [line.strip() for line in result.stdout.splitlines() if "comm.device_memory=host" in line]
-    assert len(lines) == 1 and lines[0].startswith(("comm.device_memory=host does nothing: no rank", "GPU tensors go through")), lines
+    lines = [
+        line.strip() for line in result.stdout.splitlines() if "comm.device_memory=host" in line
+    ]
+    assert len(lines) == 1 and lines[0].startswith(
+        ("comm.device_memory=host does nothing: no rank", "GPU tensors go through")
+    ), lines
 
 
 @needs_mpirun
@@ -183,4 +362,7 @@ def test_streams_of_a_copy_wait_for_each_other() -> None:
     result = moving.run(lambda host: host.mul_(10))
     assert gpus.log[2:] == ["side stream 2 keeps (3,)"]
     assert moving.finish(result) is x and x.tolist() == [20.0] * 3
-    assert gpus.log[3:] == ["stream of MainThread waits for side stream 2", "stream of MainThread keeps (3,)"]
+    assert gpus.log[3:] == [
+        "stream of MainThread waits for side stream 2",
+        "stream of MainThread keeps (3,)",
+    ]

@@ -38,7 +38,8 @@ def host_a_store(answer: Connection) -> None:
 
 
 def test_a_rank_that_ends_before_it_is_asked_is_not_waited_for() -> None:
-    """The client of torch tries for twice its time-out, which is 1000 s, where the process has ended."""
+    """The client of torch tries for twice its time-out, which is 1000 s, where the process has
+    ended."""
     own = dist.TCPStore(LOOPBACK, 0, None, is_master=True, wait_for_workers=False)
     here, there = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(target=host_a_store, args=(there,))
@@ -55,7 +56,8 @@ def test_a_rank_that_ends_before_it_is_asked_is_not_waited_for() -> None:
 
 @pytest.mark.clock
 def test_ranks_of_a_dead_host_are_asked_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One whose packets are lost takes PROBE_S to be given up, here a second: 40 of them took 60 s in all, one after the other."""
+    """One whose packets are lost takes PROBE_S to be given up, here a second: 40 of them took 60 s
+    in all, one after the other."""
     monkeypatch.setattr("hvdtrain.comm.meeting.PROBE_S", 1.0)
     own = dist.TCPStore(LOOPBACK, 0, None, is_master=True, wait_for_workers=False)
     with socket.socket() as dead, ExitStack() as waiting:
@@ -65,7 +67,9 @@ def test_ranks_of_a_dead_host_are_asked_at_the_same_time(monkeypatch: pytest.Mon
             client = waiting.enter_context(socket.socket())
             client.setblocking(False)
             client.connect_ex(dead.getsockname())
-        meeting = Meeting(OneOf(20, *[Address(*dead.getsockname())] * 40), own, LOOPBACK, "secret", 10.0)  # type: ignore[arg-type]
+        meeting = Meeting(
+            OneOf(20, *[Address(*dead.getsockname())] * 40), own, LOOPBACK, "secret", 10.0
+        )  # type: ignore[arg-type]
         began_s = time.monotonic()
         assert meeting.agree().ranks == [20]
         took_s = time.monotonic() - began_s

@@ -1,4 +1,5 @@
-"""Objects that ranks send each other as signed JSON: nothing that a stranger sends runs, and nothing unsigned is taken."""
+"""Objects that ranks send each other as signed JSON: nothing that a stranger sends runs, and
+nothing unsigned is taken."""
 
 from __future__ import annotations
 
@@ -29,7 +30,10 @@ THINGS = [
     Path("/a/b"),
     Assignment("data.shape", [1, 2], "command line"),
     Placement(0, 2, 0, 1, "srun"),
-    (ResumePoint(Path("run"), TrainState(Progress(10, 20, 3, 5), last=0.5), ["a line"], []), Path("run")),
+    (
+        ResumePoint(Path("run"), TrainState(Progress(10, 20, 3, 5), last=0.5), ["a line"], []),
+        Path("run"),
+    ),
 ]
 
 
@@ -46,7 +50,11 @@ def test_arrays_numbers_of_numpy_and_errors_come_back() -> None:
     assert found[0].dtype == array.dtype and found[0].flags.writeable and found[1] == 0.5
     for kind in (UserError, Diverged, Damaged):
         error = unpack(pack(kind("what", "where", "fix"), ""), "")
-        assert type(error) is kind and (error.what, error.where, error.fix) == ("what", "where", "fix")
+        assert type(error) is kind and (error.what, error.where, error.fix) == (
+            "what",
+            "where",
+            "fix",
+        )
 
 
 class Foreign:
@@ -90,10 +98,14 @@ HOSTILE: list[Any] = [
 
 
 @pytest.mark.parametrize("tree", HOSTILE, ids=repr)
-def test_a_stranger_without_a_secret_runs_nothing(tree: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stranger_without_a_secret_runs_nothing(
+    tree: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for text in (json.dumps(tree).encode(), pickle.dumps(tree), b"[" * 100000, b"\xff"):
-        signature = hmac.digest(b"", b"\0" + text, "sha256")  # where the job has no secret, anybody can sign
+        signature = hmac.digest(
+            b"", b"\0" + text, "sha256"
+        )  # where the job has no secret, anybody can sign
         with pytest.raises(Forged):
             unpack(signature + text, "")
     assert not list(tmp_path.iterdir())

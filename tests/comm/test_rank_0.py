@@ -17,7 +17,9 @@ class TakesOne(ThreadRank):
     """Takes the object of one rank at a time."""
 
     def allgather_object(self, thing: Any) -> list[Any]:
-        raise AssertionError("each rank would take an object of every rank, on torchdist as long as the longest")
+        raise AssertionError(
+            "each rank would take an object of every rank, on torchdist as long as the longest"
+        )
 
     def broadcast_object(self, thing: Any, root: int = 0) -> Any:
         return ThreadRank.allgather_object(self, thing)[root]
@@ -39,11 +41,17 @@ def test_no_rank_takes_more_than_what_rank_0_gives() -> None:
         found = on_rank_0(communicator, lambda: communicator.rank + 7)
         return found, on_rank_0_only(communicator, lambda: communicator.rank + 7), caught.value.what
 
-    assert in_threads(3, of_rank) == [(7, 7, "rank 0 fails"), (7, None, "rank 0 fails"), (7, None, "rank 0 fails")]
+    assert in_threads(3, of_rank) == [
+        (7, 7, "rank 0 fails"),
+        (7, None, "rank 0 fails"),
+        (7, None, "rank 0 fails"),
+    ]
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_all_ranks_meet_whenever_long_work_has_moved_on(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+def test_all_ranks_meet_whenever_long_work_has_moved_on(
+    monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
     """No collective waits longer than rank 0 takes from one piece of its work to the next."""
     monkeypatch.setattr(on_all_ranks, "MEET_S", 0.0)
 

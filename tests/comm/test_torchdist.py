@@ -1,4 +1,5 @@
-"""The torchdist engine without MPI: the rendezvous, ranks started by --num-nodes and by torchrun, and how they end together."""
+"""The torchdist engine without MPI: the rendezvous, ranks started by --num-nodes and by torchrun,
+and how they end together."""
 
 from __future__ import annotations
 
@@ -77,10 +78,20 @@ def test_lists_of_nodes(nodes: str, hosts: list[str]) -> None:
 
 
 def test_rendezvous_of_torchrun_srun_and_the_user() -> None:
-    environ = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "7"}
-    assert find_rendezvous(TORCHRUN, environ, None) == Rendezvous("n1", 29500, hosted=True, job="hvdtrain/7/0")
+    environ = {
+        "MASTER_ADDR": "n1",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "7",
+    }
+    assert find_rendezvous(TORCHRUN, environ, None) == Rendezvous(
+        "n1", 29500, hosted=True, job="hvdtrain/7/0"
+    )
     for restarts in ("0", "1"):  # a node that comes back counts from 0
-        own = environ | {"TORCHELASTIC_USE_AGENT_STORE": "False", "TORCHELASTIC_RESTART_COUNT": restarts}
+        own = environ | {
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+            "TORCHELASTIC_RESTART_COUNT": restarts,
+        }
         assert find_rendezvous(TORCHRUN, own, None) == Rendezvous("n1", 29500, job="hvdtrain/7/")
     slurm = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0"}
     rendezvous = find_rendezvous(SRUN, slurm, None)
@@ -89,24 +100,50 @@ def test_rendezvous_of_torchrun_srun_and_the_user() -> None:
         and (rendezvous.host, rendezvous.peer, rendezvous.job) == ("n1", "n2", "hvdtrain/12/0/0")
         and rendezvous.port in PORTS
     )
-    ports = {m.port for step in range(20) if (m := find_rendezvous(SRUN, slurm | {"SLURM_STEP_ID": str(step)}, None))}
+    ports = {
+        m.port
+        for step in range(20)
+        if (m := find_rendezvous(SRUN, slurm | {"SLURM_STEP_ID": str(step)}, None))
+    }
     assert len(ports) > 17, "steps of one job have different ports"
     assert find_rendezvous(SRUN, slurm, "n1:4000") == Rendezvous("n1", 4000, "n2")
     assert find_rendezvous(Placement(0, 2, 0, 2, "Open MPI's mpirun"), {}, None) is None
-    local = find_rendezvous(Placement(1, 2, 1, 2, SUBMITIT.name), {"SUBMITIT_LOCAL_JOB_ID": "5236"}, None)
-    assert local == find_rendezvous(Placement(0, 2, 0, 2, SUBMITIT.name), {"SUBMITIT_LOCAL_JOB_ID": "5236"}, None)
+    local = find_rendezvous(
+        Placement(1, 2, 1, 2, SUBMITIT.name), {"SUBMITIT_LOCAL_JOB_ID": "5236"}, None
+    )
+    assert local == find_rendezvous(
+        Placement(0, 2, 0, 2, SUBMITIT.name), {"SUBMITIT_LOCAL_JOB_ID": "5236"}, None
+    )
     assert local is not None and local.host == LOOPBACK and local.port in PORTS
 
 
 @pytest.mark.parametrize(
     ("place", "environ", "address", "words"),
     [
-        (TORCHRUN, {"MASTER_ADDR": "n1"}, None, ["torchrun did not set MASTER_PORT", "comm.address=HOST:PORT"]),
+        (
+            TORCHRUN,
+            {"MASTER_ADDR": "n1"},
+            None,
+            ["torchrun did not set MASTER_PORT", "comm.address=HOST:PORT"],
+        ),
         (SRUN, {}, None, ["srun did not set SLURM_STEP_NODELIST"]),
-        (Placement(0, 2, 0, 2, "horovodrun"), {}, None, ["horovodrun gives its processes no address", "comm.engine=horovod"]),
+        (
+            Placement(0, 2, 0, 2, "horovodrun"),
+            {},
+            None,
+            ["horovodrun gives its processes no address", "comm.engine=horovod"],
+        ),
         (TORCHRUN, {}, "n1", ["'n1' is not HOST:PORT", "comm.address=n1:29500"]),
         (TORCHRUN, {}, "n1:70000", ["'n1:70000' is not HOST:PORT"]),
-        (TORCHRUN, {}, "127.0.0.1:29500", ["127.0.0.1 is another host on each of them, and only 2 of 4 ranks", "comm.address, rank 1 on "]),
+        (
+            TORCHRUN,
+            {},
+            "127.0.0.1:29500",
+            [
+                "127.0.0.1 is another host on each of them, and only 2 of 4 ranks",
+                "comm.address, rank 1 on ",
+            ],
+        ),
         (
             TORCHRUN,
             {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
@@ -115,7 +152,9 @@ def test_rendezvous_of_torchrun_srun_and_the_user() -> None:
         ),
     ],
 )
-def test_no_rendezvous(place: Placement, environ: dict[str, str], address: str | None, words: list[str]) -> None:
+def test_no_rendezvous(
+    place: Placement, environ: dict[str, str], address: str | None, words: list[str]
+) -> None:
     with pytest.raises(UserError) as caught:
         find_rendezvous(place, environ, address)
     assert all(word in str(caught.value) for word in words), str(caught.value)
@@ -126,7 +165,10 @@ def test_addresses() -> None:
     assert address_towards(LOOPBACK) == LOOPBACK and address_towards("no-such-host.invalid") is None
     assert interface_of(LOOPBACK) == "lo" and interface_of("203.0.113.9") is None
     assert listening_address(["a", "a"], "a") == LOOPBACK
-    with pytest.raises(UserError, match=r"a does not find the network to no-such-host.invalid: its name has no address"):
+    with pytest.raises(
+        UserError,
+        match=r"a does not find the network to no-such-host.invalid: its name has no address",
+    ):
         listening_address(["a", "no-such-host.invalid"], "a")
 
 
@@ -134,22 +176,41 @@ def test_rank_0_listens_on_one_address_only() -> None:
     with listen(Rendezvous(LOOPBACK, 0), one_host=True) as listener:
         host, port = listener.getsockname()
         assert host == LOOPBACK
-        with pytest.raises(UserError, match="rank 0 cannot listen for the other ranks: Address already in use"):
+        with pytest.raises(
+            UserError, match="rank 0 cannot listen for the other ranks: Address already in use"
+        ):
             listen(Rendezvous(LOOPBACK, port), one_host=True)
-    with pytest.raises(UserError, match=r"127\.0\.0\.1 is 127\.0\.0\.1 on its own host, where other hosts do not reach it"):
+    with pytest.raises(
+        UserError,
+        match=r"127\.0\.0\.1 is 127\.0\.0\.1 on its own host, where other hosts do not reach it",
+    ):
         listen(Rendezvous(LOOPBACK, 0), one_host=False)
 
 
 def test_a_name_that_is_a_loopback_one_at_home() -> None:
     """As Debian writes /etc/hosts: n1 is 127.0.1.1 on n1, and 10.0.0.1 to all others."""
-    route = {"10.0.0.1": "10.0.0.1", "n1": LOOPBACK, "n2": "10.0.0.1"}.get  # host -> n1's own address on the network to it
+    route = {
+        "10.0.0.1": "10.0.0.1",
+        "n1": LOOPBACK,
+        "n2": "10.0.0.1",
+    }.get  # host -> n1's own address on the network to it
     by_name = Rendezvous("n1", 4000, "n2")
     alone = Rendezvous("n1", 4000)
-    assert local_address(by_name, False, route) == "10.0.0.1" and host_to_connect(by_name, False, route) == "10.0.0.1"
-    assert local_address(by_name, True, route) == LOOPBACK and host_to_connect(by_name, True, route) == "n1"
+    assert (
+        local_address(by_name, False, route) == "10.0.0.1"
+        and host_to_connect(by_name, False, route) == "10.0.0.1"
+    )
+    assert (
+        local_address(by_name, True, route) == LOOPBACK
+        and host_to_connect(by_name, True, route) == "n1"
+    )
     by_address = Rendezvous("10.0.0.1", 4000, "n1")
-    assert local_address(by_address, False, route) == "10.0.0.1", "then SLURM's name of this host does not matter"
-    assert local_address(alone, False, route) is None and host_to_connect(alone, False, route) == "n1"
+    assert local_address(by_address, False, route) == "10.0.0.1", (
+        "then SLURM's name of this host does not matter"
+    )
+    assert (
+        local_address(alone, False, route) is None and host_to_connect(alone, False, route) == "n1"
+    )
     assert host_to_connect(alone._replace(hosted=True), False, route) == "n1"
     with pytest.raises(UserError, match=r"n1 is 127\.0\.0\.1 on its own host"):
         listen(alone, one_host=False, route=route)
@@ -177,7 +238,7 @@ while store.add("ready", 0) < 2:
 if how == "stranger" or (rank and how == "late"):
     time.sleep(1e6)
 channel.close(2.0 if how == "late" else 600.0)
-"""
+"""  # noqa: E501
 
 
 @contextlib.contextmanager
@@ -192,7 +253,8 @@ def ranks_with_a_store(how: str) -> Iterator[tuple[Job, Job, int]]:
 
 @pytest.mark.parametrize(("how", "code"), [("both", 0), ("late", errors.LOST)])
 def test_ranks_close_a_store_together(how: str, code: int) -> None:
-    """Rank 0, which hosts the store, waits for a limited time; a rank that has not closed by then exits with an error."""
+    """Rank 0, which hosts the store, waits for a limited time; a rank that has not closed by then
+    exits with an error."""
     with ranks_with_a_store(how) as (host, other, _):
         kept = host.wait()
         left = other.wait()
@@ -205,7 +267,9 @@ def test_ranks_close_a_store_together(how: str, code: int) -> None:
 def test_a_stranger_does_not_end_a_job_with_success() -> None:
     """Who reaches the port can end a job, not make it look done."""
     with ranks_with_a_store("stranger") as (host, other, port):
-        stranger = dist.TCPStore(LOOPBACK, port, None, is_master=False, timeout=LIMIT, wait_for_workers=False)
+        stranger = dist.TCPStore(
+            LOOPBACK, port, None, is_master=False, timeout=LIMIT, wait_for_workers=False
+        )
         wait_until(lambda: stranger.add("ready", 0) == 2, "both ranks are there")
         stranger.set("abort", "0")
         kept = host.wait()
@@ -215,14 +279,21 @@ def test_a_stranger_does_not_end_a_job_with_success() -> None:
 
 
 @pytest.mark.parametrize("launched", [(2, 3), (3, 2)])
-def test_ranks_started_for_different_numbers_of_ranks_say_so_when_they_meet(launched: tuple[int, int]) -> None:
+def test_ranks_started_for_different_numbers_of_ranks_say_so_when_they_meet(
+    launched: tuple[int, int],
+) -> None:
     """As where --num-gpus differs between hosts: not after comm.timeout_s, and on both."""
     began = time.monotonic()
-    found = meet(Placement(0, launched[0], 0, 1, "torchrun"), Placement(1, launched[1], 0, 1, "torchrun"))
+    found = meet(
+        Placement(0, launched[0], 0, 1, "torchrun"), Placement(1, launched[1], 0, 1, "torchrun")
+    )
     assert time.monotonic() - began < LIMIT.total_seconds() / 2
     assert str(found[0]) == str(found[1])
     for rank, size in enumerate(launched):
-        assert f"rank {rank} on {socket.gethostname()} was started as one of {size} ranks, 1 on its host" in found[0].what
+        assert (
+            f"rank {rank} on {socket.gethostname()} was started as one of {size} ranks, 1 on its "
+            "host" in found[0].what
+        )
     assert found[0].fix.startswith("start every host with the same --num-nodes and --num-gpus")
 
 
@@ -230,7 +301,9 @@ def test_ranks_with_different_secrets_do_not_meet() -> None:
     places = Placement(0, 2, 0, 1, "torchrun"), Placement(1, 2, 0, 1, "torchrun")
     assert meet(*places, secrets=("a", "a")) == [None, None]
     found = meet(*places, secrets=("a", "b"))
-    assert [error.what for error in found] == ["a process that is at the job's address does not have its secret"] * 2
+    assert [error.what for error in found] == [
+        "a process that is at the job's address does not have its secret"
+    ] * 2
     assert "HVDTRAIN_SECRET" in found[0].fix
 
 
@@ -254,7 +327,9 @@ class CountsKeys(SignedStore):
 
 
 @pytest.mark.parametrize("ranks", [8, 32])
-def test_the_keys_that_ranks_name_when_they_meet_grow_as_the_ranks(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_keys_that_ranks_name_when_they_meet_grow_as_the_ranks(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = dist.HashStore()
     monkeypatch.setattr(CountsKeys, "named", itertools.count())
 
@@ -270,19 +345,34 @@ def test_the_keys_that_ranks_name_when_they_meet_grow_as_the_ranks(ranks: int, m
 def test_a_stranger_does_not_say_that_all_ranks_are_there() -> None:
     store = dist.HashStore()
     store.set(ALL, "a word without the job's signature")
-    with pytest.raises(UserError, match="a process that is at the job's address does not have its secret"):
-        wait_for_all_ranks(SignedStore(store, "secret"), Rendezvous(LOOPBACK, 1), Placement(1, 2, 0, 1, "torchrun"), LIMIT)
+    with pytest.raises(
+        UserError, match="a process that is at the job's address does not have its secret"
+    ):
+        wait_for_all_ranks(
+            SignedStore(store, "secret"),
+            Rendezvous(LOOPBACK, 1),
+            Placement(1, 2, 0, 1, "torchrun"),
+            LIMIT,
+        )
 
 
 def meet(*places: Placement, secrets: tuple[str, str] = ("", "")) -> list[Any]:
-    """What wait_for_all_ranks() raises in each of two processes that meet at one store; None where it returns."""
+    """What wait_for_all_ranks() raises in each of two processes that meet at one store; None where
+    it returns."""
     hosted = dist.TCPStore(LOOPBACK, 0, None, is_master=True, timeout=LIMIT, wait_for_workers=False)
 
     def arrive(rank: int) -> Exception | None:
         time.sleep(0.2 * rank)
-        store = dist.TCPStore(LOOPBACK, hosted.port, None, is_master=False, timeout=LIMIT, wait_for_workers=False)
+        store = dist.TCPStore(
+            LOOPBACK, hosted.port, None, is_master=False, timeout=LIMIT, wait_for_workers=False
+        )
         try:
-            wait_for_all_ranks(SignedStore(store, secrets[rank]), Rendezvous(LOOPBACK, hosted.port), places[rank], LIMIT)
+            wait_for_all_ranks(
+                SignedStore(store, secrets[rank]),
+                Rendezvous(LOOPBACK, hosted.port),
+                places[rank],
+                LIMIT,
+            )
         except UserError as error:
             return error
         return None
@@ -304,8 +394,12 @@ class TwoRanks(SingleProcessCommunicator):
         return [thing._replace(gpu=gpu) for gpu in self._gpus]
 
 
-def test_two_ranks_on_one_gpu_are_refused_where_nccl_reduces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid="a"))  # there is no GPU here
+def test_two_ranks_on_one_gpu_are_refused_where_nccl_reduces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid="a")
+    )  # there is no GPU here
     gpu = torch.device("cuda", 0)
     where = "speed.device, default"
     check_shared(gpu, TwoRanks(("a", "b"), nccl=True), where)
@@ -316,16 +410,29 @@ def test_two_ranks_on_one_gpu_are_refused_where_nccl_reduces(monkeypatch: pytest
 
 def test_two_ranks_on_one_gpu_are_named() -> None:
     assert shared_gpu([("n1", "a"), ("n1", "b"), ("n2", "a"), ("n2", None), ("n2", None)]) == ""
-    assert shared_gpu([("n1", "a"), ("n1", "b"), ("n1", "a")]) == "ranks 0, 2 on n1 train on one GPU"
+    assert (
+        shared_gpu([("n1", "a"), ("n1", "b"), ("n1", "a")]) == "ranks 0, 2 on n1 train on one GPU"
+    )
 
 
 def test_what_auto_means() -> None:
     def chosen(
-        launcher: str, *, horovod: bool, horovod_nccl: bool = False, nccl: bool = False, environ: tuple[str, ...] = (), words: str = ""
+        launcher: str,
+        *,
+        horovod: bool,
+        horovod_nccl: bool = False,
+        nccl: bool = False,
+        environ: tuple[str, ...] = (),
+        words: str = "",
     ) -> tuple[str, str]:
         place = NO_LAUNCHER if launcher == "none" else Placement(0, 2, 0, 2, launcher)
         installed = Installed(lambda: horovod, lambda: horovod_nccl, lambda: nccl)
-        return select_engine(place, dict.fromkeys(environ, "0"), installed, needed_features(configure(None, words.split())))
+        return select_engine(
+            place,
+            dict.fromkeys(environ, "0"),
+            installed,
+            needed_features(configure(None, words.split())),
+        )
 
     mpirun = "Open MPI's mpirun"
     assert chosen("none", horovod=True) == ("single", "no launcher")
@@ -335,7 +442,8 @@ def test_what_auto_means() -> None:
     assert chosen(mpirun, horovod=True, horovod_nccl=True, nccl=True)[0] == "horovod"
     assert chosen(mpirun, horovod=True, nccl=True) == (
         "torchdist",
-        f"started by {mpirun}, there are GPUs, and Horovod was built without NCCL (python -m hvdtrain.cli.horovod --nccl builds it)",
+        f"started by {mpirun}, there are GPUs, and Horovod was built without NCCL (python -m "
+        "hvdtrain.cli.horovod --nccl builds it)",
     )
     assert chosen(mpirun, horovod=False, nccl=True)[0] == "torchdist"
     assert chosen(mpirun, horovod=False)[0] == "mpi"
@@ -344,13 +452,19 @@ def test_what_auto_means() -> None:
     assert chosen("srun", horovod=True, environ=("PMIX_RANK",))[0] == "horovod"
     assert chosen("horovodrun", horovod=True, nccl=True)[0] == "horovod"
     p2p = ("mpi", f"started by {mpirun}, the job needs p2p, which Horovod has not")
-    assert chosen(mpirun, horovod=True, words="parallel.pipeline=2") == chosen(mpirun, horovod=True, words="servers.count=1") == p2p
+    assert (
+        chosen(mpirun, horovod=True, words="parallel.pipeline=2")
+        == chosen(mpirun, horovod=True, words="servers.count=1")
+        == p2p
+    )
     assert chosen("horovodrun", horovod=True, words="parallel.pipeline=2")[0] == "horovod"
     assert chosen(mpirun, horovod=True, words="guard.lost=shrink")[0] == "mpi"
 
 
 def test_node_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    options, job = parse_node_options(["--num-nodes", "2", "epochs=3", "--node-id=1", "--num-gpus", "2", "--config", "c.yaml"])
+    options, job = parse_node_options(
+        ["--num-nodes", "2", "epochs=3", "--node-id=1", "--num-gpus", "2", "--config", "c.yaml"]
+    )
     assert (options, job) == (NodeOptions(2, 1, 2), ["epochs=3", "--config", "c.yaml"])
     first, second = options.environments("n1:29500")
     assert first == {
@@ -371,7 +485,12 @@ def test_node_options(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_node_options([])[0].processes == 2
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert parse_node_options([])[0].processes == 1
-    for wrong in (["--num-nodes", "x"], ["--num-gpus"], ["--num-nodes", "2", "--node-id", "2"], ["--num-gpus=0"]):
+    for wrong in (
+        ["--num-nodes", "x"],
+        ["--num-gpus"],
+        ["--num-nodes", "2", "--node-id", "2"],
+        ["--num-gpus=0"],
+    ):
         with pytest.raises(UserError):
             parse_node_options(wrong)
 
@@ -379,13 +498,18 @@ def test_node_options(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_nodes_need_an_address() -> None:
     result = python(["-m", "hvdtrain", "--num-nodes", "2", "--node-id", "0", "--num-gpus", "1"])
     assert result.returncode == errors.USER
-    assert "2 nodes need the address of rank 0" in result.stderr and "comm.address=n1:29500" in result.stderr
+    assert (
+        "2 nodes need the address of rank 0" in result.stderr
+        and "comm.address=n1:29500" in result.stderr
+    )
 
 
 def test_other_commands_run_on_ranks_without_a_launcher_too() -> None:
     result = python(["-m", "hvdtrain", "check", "--num-gpus=2", "data.name=digits"])
     assert result.returncode == errors.DONE, result
-    assert "hvdtrain check: 2 ranks\n" in result.stdout and "engine    torchdist" in result.stdout, result
+    assert (
+        "hvdtrain check: 2 ranks\n" in result.stdout and "engine    torchdist" in result.stdout
+    ), result
     result = python(["-m", "hvdtrain", "chek", "--num-gpus=2"])
     assert result.returncode == errors.USER and "did you mean check?" in result.stderr, result
 
@@ -394,7 +518,16 @@ def test_other_commands_run_on_ranks_without_a_launcher_too() -> None:
 def test_spawned_and_under_torchrun_ranks_train_what_one_process_does(tmp_path: Path) -> None:
     words = [*DATA, "epochs=2", "log.every_steps=2", "checkpoint.keep_last=1"]
     by_num_gpus = ["-m", "hvdtrain", "--num-gpus", "2", *words, f"run={tmp_path / 'num-gpus'}"]
-    by_torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", LOOPBACK, "--master-port", str(free_port())]
+    by_torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-addr",
+        LOOPBACK,
+        "--master-port",
+        str(free_port()),
+    ]
     by_torchrun += ["-m", "hvdtrain", *words, "comm.reduce=ddp", f"run={tmp_path / 'torchrun'}"]
     losses = {}
     for name, argv in {
@@ -404,7 +537,9 @@ def test_spawned_and_under_torchrun_ranks_train_what_one_process_does(tmp_path: 
     }.items():
         result = python(argv)
         assert result.returncode == errors.DONE, result.stderr
-        events = [json.loads(line) for line in (tmp_path / name / "events.jsonl").read_text().splitlines()]
+        events = [
+            json.loads(line) for line in (tmp_path / name / "events.jsonl").read_text().splitlines()
+        ]
         losses[name] = [event["loss"] for event in events if event["kind"] == "step"]
         ranks = next(event["ranks"] for event in events if event["kind"] == "start")
         assert ranks == (1 if name == "one" else 2)
@@ -428,18 +563,28 @@ KILLED = (128 + signal.SIGKILL, errors.LOST)  # whichever of the two ranks ends 
         *[(signal.SIGKILL, 0, KILLED), (signal.SIGSTOP, 1, (errors.STALLED,))] * FULL,
     ],
 )
-def test_spawned_ranks_end_together(tmp_path: Path, number: signal.Signals, target: int | str, codes: tuple[int, ...]) -> None:
+def test_spawned_ranks_end_together(
+    tmp_path: Path, number: signal.Signals, target: int | str, codes: tuple[int, ...]
+) -> None:
     stall_s = 3 if errors.STALLED in codes else 100
     with Job(0, [*LONG, f"guard.stall_s={stall_s}", f"run={tmp_path / 'run'}"]) as job:
-        wait_until(lambda: (tmp_path / "run" / "checkpoints").exists() and len(job.pids()) == 2, "both ranks train")
+        wait_until(
+            lambda: (tmp_path / "run" / "checkpoints").exists() and len(job.pids()) == 2,
+            "both ranks train",
+        )
         pids = job.pids()
         parent = int(Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
         os.kill(parent if target == "launcher" else pids[int(target)], number)
         result = job.wait()
-        wait_until(lambda: not [pid for pid in pids.values() if Path(f"/proc/{pid}").exists()], "both ranks are gone")
+        wait_until(
+            lambda: not [pid for pid in pids.values() if Path(f"/proc/{pid}").exists()],
+            "both ranks are gone",
+        )
     assert not codes or result.returncode in codes, result
     if errors.STALLED in codes:
-        assert "no answer" in result.stderr and f"rank 1 on {socket.gethostname()}" in result.stderr, result.stderr
+        assert (
+            "no answer" in result.stderr and f"rank 1 on {socket.gethostname()}" in result.stderr
+        ), result.stderr
     if (number, target) == (signal.SIGKILL, 1):
         assert "the connection to another rank broke" in result.stderr, result.stderr
 
@@ -457,7 +602,10 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     result = python(["-m", "hvdtrain", *DATA, "comm.timeout_s=1"], env=environ)
     assert result.returncode == errors.USER
     assert "rank 1 did not arrive within 1 s" in result.stderr, result.stderr
-    result = python(["-m", "hvdtrain", *DATA, "comm.timeout_s=1"], env=environ | {"RANK": "1", "LOCAL_RANK": "1"})
+    result = python(
+        ["-m", "hvdtrain", *DATA, "comm.timeout_s=1"],
+        env=environ | {"RANK": "1", "LOCAL_RANK": "1"},
+    )
     assert result.returncode == errors.USER
     assert "the rendezvous does not answer within 1 s" in result.stderr, result.stderr
 
@@ -467,7 +615,11 @@ def test_a_loss_that_does_not_reach_a_parameter_is_refused_by_ddp() -> None:
     words = [*DATA, "model.name=faulty:Faulty", "comm.reduce=ddp", "epochs=1"]
     result = python(
         ["-m", "hvdtrain", "--num-gpus", "2", *words],
-        env={"PYTHONPATH": os.pathsep.join([str(Path.cwd()), str(Path(__file__).parents[1] / "support")])},
+        env={
+            "PYTHONPATH": os.pathsep.join(
+                [str(Path.cwd()), str(Path(__file__).parents[1] / "support")]
+            )
+        },
     )
     assert result.returncode == errors.USER, result
     assert "the loss does not depend on" in result.stderr and "comm.reduce=auto" in result.stderr
@@ -476,23 +628,65 @@ def test_a_loss_that_does_not_reach_a_parameter_is_refused_by_ddp() -> None:
 @needs_mpirun
 def test_a_rank_that_fails_while_it_connects_ends_all(tmp_path: Path) -> None:
     """MPI runs by then, and would keep the others waiting."""
-    wrong = 'if [ "$OMPI_COMM_WORLD_RANK" = 1 ]; then export GLOO_SOCKET_IFNAME=nosuch0; fi; exec "$@"'
-    words = ["sh", "-c", wrong, "sh", sys.executable, "-m", "hvdtrain", *DATA, "comm.engine=torchdist", f"run={tmp_path / 'run'}"]
+    wrong = (
+        'if [ "$OMPI_COMM_WORLD_RANK" = 1 ]; then export GLOO_SOCKET_IFNAME=nosuch0; fi; exec "$@"'
+    )
+    words = [
+        "sh",
+        "-c",
+        wrong,
+        "sh",
+        sys.executable,
+        "-m",
+        "hvdtrain",
+        *DATA,
+        "comm.engine=torchdist",
+        f"run={tmp_path / 'run'}",
+    ]
     result = mpirun(2, ["-c", "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])", *words])
     assert result.returncode == errors.USER and "Traceback" not in result.stderr, result
-    assert "there is no such network interface\n  where: GLOO_SOCKET_IFNAME=nosuch0, rank 1 on " in result.stderr, result
+    assert (
+        "there is no such network interface\n  where: GLOO_SOCKET_IFNAME=nosuch0, rank 1 on "
+        in result.stderr
+    ), result
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="only root can take the names of hosts away from a process")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("unshare"),
+    reason="only root can take the names of hosts away from a process",
+)
 def test_addresses_without_a_host_name_are_no_warning(tmp_path: Path) -> None:
-    """[W socket.cpp] [c10d] The hostname of the client socket cannot be retrieved: by each rank, where nothing resolves its address."""
+    """[W socket.cpp] [c10d] The hostname of the client socket cannot be retrieved: by each rank,
+    where nothing resolves its address."""
     (tmp_path / "hosts").touch()
     (tmp_path / "resolv.conf").write_text("nameserver 127.0.0.99\noptions timeout:1 attempts:1\n")
-    nameless = "".join(f"mount --bind {tmp_path / name} /etc/{name} && " for name in ("hosts", "resolv.conf"))
-    words = ["--num-gpus", "2", "framework=numpy", "model.name=linear", "max_steps=3", f"run={tmp_path / 'run'}"]
-    command = ["unshare", "-m", "bash", "-c", f'{nameless} exec "$@"', "bash", sys.executable, "-m", "hvdtrain", *words]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=HANG_S, check=False)
+    nameless = "".join(
+        f"mount --bind {tmp_path / name} /etc/{name} && " for name in ("hosts", "resolv.conf")
+    )
+    words = [
+        "--num-gpus",
+        "2",
+        "framework=numpy",
+        "model.name=linear",
+        "max_steps=3",
+        f"run={tmp_path / 'run'}",
+    ]
+    command = [
+        "unshare",
+        "-m",
+        "bash",
+        "-c",
+        f'{nameless} exec "$@"',
+        "bash",
+        sys.executable,
+        "-m",
+        "hvdtrain",
+        *words,
+    ]
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=HANG_S, check=False
+    )
     assert (done.returncode, done.stderr) == (0, ""), done
 
 
@@ -506,7 +700,7 @@ tensors = [torch.ones(30_000) for _ in range(3_000)]
 for i, tensor in enumerate(tensors):
     communicator.start_allreduce(tensor, f"t{i}")  # nobody waits for it: its thread still works when the communicator closes
 communicator.close()
-"""
+"""  # noqa: E501
 
 
 def test_a_process_may_end_while_gloo_works() -> None:
@@ -516,11 +710,14 @@ def test_a_process_may_end_while_gloo_works() -> None:
 
 @needs_mpirun
 def test_ranks_with_and_without_nccl_agree_whether_one_may_be_lost() -> None:
-    """All raise where one reduces by NCCL. None does for tensors in host memory, on a host with a GPU too."""
+    """All raise where one reduces by NCCL. None does for tensors in host memory, on a host with a
+    GPU too."""
     said = "a rank that is lost leaves NCCL's collectives hanging, by which rank 1 reduces"
     assert on_ranks("torchdist", 2, "nccl_on_ranks:ready", True) == [said, said]
     in_host_memory = on_ranks("torchdist", 2, "nccl_on_ranks:ready", False)
-    assert in_host_memory[0] == in_host_memory[1] and "NCCL" not in in_host_memory[0]  # this MPI may have been started without ULFM
+    assert (
+        in_host_memory[0] == in_host_memory[1] and "NCCL" not in in_host_memory[0]
+    )  # this MPI may have been started without ULFM
 
 
 class _Ranks8192(torchdist.TorchDistCommunicator):
@@ -532,8 +729,11 @@ class _Ranks8192(torchdist.TorchDistCommunicator):
 
 @pytest.mark.timeout(40)
 def test_objects_of_8192_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """3.8 kB of each, as facts of ranks are. Copying the rest for each rank moves 250 GB: 72 s in place of 0.4 s."""
-    monkeypatch.setattr(torchdist, "unpack", lambda packed, secret, path: unpack(packed, secret, "0"))  # all are of rank 0
+    """3.8 kB of each, as facts of ranks are. Copying the rest for each rank moves 250 GB: 72 s in
+    place of 0.4 s."""
+    monkeypatch.setattr(
+        torchdist, "unpack", lambda packed, secret, path: unpack(packed, secret, "0")
+    )  # all are of rank 0
     ranks = _Ranks8192(Placement(0, 8192, 0, 1, "srun"), None, None)
     assert ranks.allgather_object("a" * 3800) == ["a" * 3800] * 8192
 
@@ -550,13 +750,17 @@ for ranks in (1, 4, 64, 8192, 2):
 print(limits)
 """
     result = python(["-c", code], is_warm=False)
-    assert result.stdout == "[(300, 900), (300, 900), (300, 900), (768, 900), (900, 900), (900, 900)]\n", result
+    assert (
+        result.stdout
+        == "[(300, 900), (300, 900), (300, 900), (768, 900), (900, 900), (900, 900)]\n"
+    ), result
 
 
 @needs_mpirun
 @pytest.mark.parametrize("size", [2, 3])
 def test_parts_go_in_one_call_as_on_nccl(size: int) -> None:
-    """Rows that do not split evenly and ranks without a part too, of a type that NCCL lacks; ZeRO's weights are those of an allreduce."""
+    """Rows that do not split evenly and ranks without a part too, of a type that NCCL lacks; ZeRO's
+    weights are those of an allreduce."""
     assert min(on_ranks("torchdist", size, "one_call_on_ranks:conforms")) > 40
     for stage in (1, 2):
         assert max(on_ranks("torchdist", size, "one_call_on_ranks:farthest_weight", stage)) < 1e-15

@@ -1,4 +1,5 @@
-"""CUDA_VISIBLE_DEVICES: what it shows to CUDA, and which part of a divided GPU a rank takes. There is no GPU here: of its documentation."""
+"""CUDA_VISIBLE_DEVICES: what it shows to CUDA, and which part of a divided GPU a rank takes. There
+is no GPU here: of its documentation."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def test_a_container_may_see_devices_of_any_number(tmp_path: Path) -> None:
 
 
 def placed(local_rank: int, size: int) -> Placement:
-    return Placement(rank=local_rank, size=size, local_rank=local_rank, local_size=size, launcher="mpirun")
+    return Placement(
+        rank=local_rank, size=size, local_rank=local_rank, local_size=size, launcher="mpirun"
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,7 +67,9 @@ def placed(local_rank: int, size: int) -> Placement:
         (None, [None] * 4),
     ],
 )
-def test_a_rank_takes_its_part_of_a_divided_gpu(listed: str | None, taken: list[str | None]) -> None:
+def test_a_rank_takes_its_part_of_a_divided_gpu(
+    listed: str | None, taken: list[str | None]
+) -> None:
     """CUDA shows a process one part alone."""
     for local_rank, expected in enumerate(taken):
         environ = {} if listed is None else {VISIBLE_DEVICES: listed}
@@ -82,29 +87,48 @@ def test_a_job_takes_its_part_before_cuda_starts(monkeypatch: pytest.MonkeyPatch
 
 def test_trials_side_by_side_have_parts_of_their_own() -> None:
     environ = {VISIBLE_DEVICES: ",".join(PARTS), "OMP_NUM_THREADS": "1"}
-    assert [shares(environ, slot, 3, 1) for slot in range(3)] == [{VISIBLE_DEVICES: part} for part in PARTS]
+    assert [shares(environ, slot, 3, 1) for slot in range(3)] == [
+        {VISIBLE_DEVICES: part} for part in PARTS
+    ]
 
 
 class Gpus:
     """torch.cuda of a process that sees so many GPUs."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int, name: str, uuid: str, hip: str | None = None) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        count: int,
+        name: str,
+        uuid: str,
+        hip: str | None = None,
+    ) -> None:
         self.chosen: list[torch.device] = []
         monkeypatch.setattr("torch.cuda.device_count", lambda: count)
         monkeypatch.setattr("torch.cuda.set_device", self.chosen.append)
-        monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(name=name, uuid=uuid, total_memory=1))
+        monkeypatch.setattr(
+            "torch.cuda.get_device_properties",
+            lambda device: SimpleNamespace(name=name, uuid=uuid, total_memory=1),
+        )
         monkeypatch.setattr("torch.version.hip", hip)
 
 
-@pytest.mark.parametrize(("count", "local_rank", "number"), [(2, 0, 0), (2, 1, 1), (1, 1, 0), (2, 2, 0)])
+@pytest.mark.parametrize(
+    ("count", "local_rank", "number"), [(2, 0, 0), (2, 1, 1), (1, 1, 0), (2, 2, 0)]
+)
 def test_a_rank_takes_the_gpu_of_its_local_rank_among_those_it_sees(
     monkeypatch: pytest.MonkeyPatch, count: int, local_rank: int, number: int
 ) -> None:
-    """Of /dev/nvidia4 and 5 these are 0 and 1; with one for each rank, as by srun --gpus-per-task=1, it is 0 on every rank."""
+    """Of /dev/nvidia4 and 5 these are 0 and 1; with one for each rank, as by srun
+    --gpus-per-task=1, it is 0 on every rank."""
     gpus = Gpus(monkeypatch, count, "NVIDIA H100", "a")
     communicator = SingleProcessCommunicator()
     communicator.local_rank = local_rank
-    assert pick_device(configure(None, []), communicator) == torch.device("cuda", number) == gpus.chosen[0]
+    assert (
+        pick_device(configure(None, []), communicator)
+        == torch.device("cuda", number)
+        == gpus.chosen[0]
+    )
 
 
 def test_nvml_is_asked_for_the_uuid_not_for_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +141,9 @@ def test_a_part_of_a_gpu_has_no_counter_of_its_own(monkeypatch: pytest.MonkeyPat
     Gpus(monkeypatch, 1, "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "41b3359c")
     found = gpu(CUDA)
     assert found and found.uuid == PARTS[0]
-    with pytest.raises(Unmeasured, match=r"MIG-41b3359c is a part of a GPU \(MIG\), and NVML counts whole ones"):
+    with pytest.raises(
+        Unmeasured, match=r"MIG-41b3359c is a part of a GPU \(MIG\), and NVML counts whole ones"
+    ):
         gpu_counter(found.uuid, found.why)
 
 
@@ -125,7 +151,15 @@ def test_a_gpu_of_amd_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch calls it cuda."""
     Gpus(monkeypatch, 1, "AMD Instinct MI300X", "34aa", hip="6.4.43484")
     found = gpu(CUDA)
-    assert found and found.uuid == "" and "AMD's" in found.why and describe_device(CUDA) == "cuda:0 (ROCm 6.4.43484)"
+    assert (
+        found
+        and found.uuid == ""
+        and "AMD's" in found.why
+        and describe_device(CUDA) == "cuda:0 (ROCm 6.4.43484)"
+    )
     assert describe_device(torch.device("cpu")) == "cpu"
     of_check = dry_run.pick_device(configure(None, []), SingleProcessCommunicator())
-    assert (of_check["name"], of_check["model"]) == ("cuda:0", "AMD Instinct MI300X (ROCm 6.4.43484)")
+    assert (of_check["name"], of_check["model"]) == (
+        "cuda:0",
+        "AMD Instinct MI300X (ROCm 6.4.43484)",
+    )

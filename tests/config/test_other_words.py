@@ -1,4 +1,5 @@
-"""Words of other tools: each is answered with the key, the value or the option that it means here."""
+"""Words of other tools: each is answered with the key, the value or the option that it means
+here."""
 
 from __future__ import annotations
 
@@ -38,11 +39,15 @@ def is_right(*arguments: str) -> bool:
         (["batch_size=32"], "did you mean batch.size?"),
         (
             ["workers=4"],
-            "data.readers=N sets threads that read, data.workers=N processes; ranks are started by mpirun -np N, or launch -np N",
+            "data.readers=N sets threads that read, data.workers=N processes; ranks are started "
+            "by mpirun -np N, or launch -np N",
         ),
         (["loss=mse"], "did you mean model.loss?"),
         (["criterion=mse"], "did you mean model.loss=squared_error?"),
-        (["model.loss=mse"], "model.loss takes one of 'cross_entropy', 'squared_error'; did you mean squared_error?"),
+        (
+            ["model.loss=mse"],
+            "model.loss takes one of 'cross_entropy', 'squared_error'; did you mean squared_error?",
+        ),
         (["train", "mse"], "write model.loss=squared_error"),
         (["optim.name=RMSprop"], "did you mean torch.optim.RMSprop?"),
         (["optim.name=SGD"], "did you mean sgd?"),
@@ -52,14 +57,20 @@ def is_right(*arguments: str) -> bool:
         (["--batch-size", "32", "--lr", "0.1"], "write batch.size=32"),
         (["--batch-size"], "write batch.size=VALUE"),
         (["--no-cuda"], "write speed.device=cpu"),
-        (["-np", "2"], "ranks are started by mpirun -np N, or launch -np N; each takes a GPU of its own"),
+        (
+            ["-np", "2"],
+            "ranks are started by mpirun -np N, or launch -np N; each takes a GPU of its own",
+        ),
         (["x.yaml"], "write --config x.yaml"),
         (["train", "configs/x.yml"], "write --config configs/x.yml"),
         (["--cofig", "x.yaml"], "did you mean --config?"),
         (["trian"], "did you mean train? commands: train, report"),
         (["lsit"], "did you mean list? commands: train, report"),
         (["list", "models"], "hvdtrain list"),
-        (["model=resnet"], "model is a section: write model.name=resnet18; --help model lists its keys"),
+        (
+            ["model=resnet"],
+            "model is a section: write model.name=resnet18; --help model lists its keys",
+        ),
         (["--momentum", "0.9"], "write optim.momentum=0.9"),
         (["--nesterov"], "write optim.nesterov=true"),
         (["help"], "hvdtrain --help; --help KEY shows one key"),
@@ -67,21 +78,33 @@ def is_right(*arguments: str) -> bool:
         (["epochs", "=", "3"], "write epochs=3, without spaces"),
         (["seed=1", "--lr", "=0.1"], "write optim.base_lr=0.1, without spaces"),
         (["epochs=", "3"], "write epochs=3, without spaces"),
-        (["log.trackers=tensorboard"], "log.trackers takes a list, each a text: 'log.trackers=[tensorboard]'"),
-        (["augment.color_jitter=0.4"], "augment.color_jitter takes a list of at most 4, each a number: 'augment.color_jitter=[0.4]'"),
+        (
+            ["log.trackers=tensorboard"],
+            "log.trackers takes a list, each a text: 'log.trackers=[tensorboard]'",
+        ),
+        (
+            ["augment.color_jitter=0.4"],
+            "augment.color_jitter takes a list of at most 4, each a number: "
+            "'augment.color_jitter=[0.4]'",
+        ),
         (
             ["augment.color_jitter=[0.4,0.4,0.4,0.1,0.1]"],
-            "augment.color_jitter takes a list of at most 4, each a number: 'augment.color_jitter=[0.4,0.4,0.4,0.1]'",
+            "augment.color_jitter takes a list of at most 4, each a number: "
+            "'augment.color_jitter=[0.4,0.4,0.4,0.1]'",
         ),
         (["--deepspeed", "ds.json"], "docs/memory.md lists DeepSpeed's keys"),
         (["data=./photos"], "data is a section: write data.name=folder data.root=./photos; "),
         (["data.name=/data/photos"], "data.name=folder data.root=/data/photos"),
-        (["data=x.csv"], "data is a section: write data.name=csv data.root=x.csv (docs/science-data.md)"),
+        (
+            ["data=x.csv"],
+            "data is a section: write data.name=csv data.root=x.csv (docs/science-data.md)",
+        ),
         (["data.name=x.CSV"], "data.name=csv data.root=x.CSV"),
         (["run.nc"], "write data.name=netcdf data.root=run.nc"),
         (
             ["data=x.json"],
-            "data is a section: write data.name=mydata:load, where load() in mydata.py is yours and reads x.json (docs/own-data.md)",
+            "data is a section: write data.name=mydata:load, where load() in mydata.py is yours "
+            "and reads x.json (docs/own-data.md)",
         ),
         (["data.name=book.txt"], "data.name=text data.root=book.txt"),
     ],
@@ -98,18 +121,30 @@ def test_a_folder_is_data_or_a_run(tmp_path: Path) -> None:
 
 def test_each_key_of_deepspeed_is_answered_as_the_page_says(tmp_path: Path) -> None:
     """The rows of docs/memory.md, each name as a key of a YAML file: nested, as DeepSpeed's own."""
-    page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8").partition("## DeepSpeed's keys")[2]
+    page = (
+        (ROOT / "docs" / "memory.md")
+        .read_text(encoding="utf-8")
+        .partition("## DeepSpeed's keys")[2]
+    )
     rows = [line.split("|")[1:3] for line in page.splitlines() if line.startswith("| `")]
-    names = [(name, there) for here, there in rows for name in re.findall(r"`([\w.]+)(?:: \w+)?`", here)]
+    names = [
+        (name, there) for here, there in rows for name in re.findall(r"`([\w.]+)(?:: \w+)?`", here)
+    ]
     assert len(names) > 20
     for name, there in names:
-        if name in ("weight_decay", "betas") or name.startswith("deepspeed."):  # keys here too, and a function
+        if name in ("weight_decay", "betas") or name.startswith(
+            "deepspeed."
+        ):  # keys here too, and a function
             continue
         path = tmp_path / "ds.yaml"
         path.write_text(f"{name.replace('.', ': {')}: 1{'}' * name.count('.')}\n", encoding="utf-8")
         fix = fix_of("--config", f"{path}")
         keys = re.findall(r"`(\w+\.\w+)", there)
-        assert any(key in fix for key in keys) if keys else "known:" not in fix and "did you mean" not in fix, (name, fix)
+        assert (
+            any(key in fix for key in keys)
+            if keys
+            else "known:" not in fix and "did you mean" not in fix
+        ), (name, fix)
 
 
 @pytest.mark.parametrize("word", KEYS)
@@ -118,7 +153,9 @@ def test_each_key_of_other_tools_means_one_that_is_known(word: str) -> None:
     assert word not in known_keys() and word == word.lower().replace("-", "_")
     assert right in known_keys() or is_right(right.replace("'", ""))
     answer = fix_of(f"{word}=[]")
-    assert answer.startswith(f"{word} is a section: write {right}" if word in SECTIONS else f"did you mean {right}?")
+    assert answer.startswith(
+        f"{word} is a section: write {right}" if word in SECTIONS else f"did you mean {right}?"
+    )
 
 
 @pytest.mark.parametrize("word", NO_KEYS)
@@ -126,10 +163,14 @@ def test_what_no_key_sets_is_answered_with_what_does(word: str) -> None:
     assert fix_of(f"{word}=3") == fix_of(f"--{word}", "3") == NO_KEYS[word]
 
 
-@pytest.mark.parametrize(("key", "word"), [(key, word) for key, words in VALUES.items() for word in words])
+@pytest.mark.parametrize(
+    ("key", "word"), [(key, word) for key, words in VALUES.items() for word in words]
+)
 def test_each_value_of_other_tools_means_one_that_is_known(key: str, word: str) -> None:
     right = VALUES[key][word]
-    wrong_one, right_one = (f"{key}=[{each}]" if key == "log.trackers" else f"{key}={each}" for each in (word, right))
+    wrong_one, right_one = (
+        f"{key}=[{each}]" if key == "log.trackers" else f"{key}={each}" for each in (word, right)
+    )
     assert is_right("model.name=linear", right_one)  # linear is a model of every framework
     assert word == word.lower() and f"did you mean {right}?" in fix_of(wrong_one)
 
@@ -144,7 +185,10 @@ def test_an_option_of_an_own_class_is_answered_with_its_parameter() -> None:
             ["model.name=torch.nn:Linear", "model.in_feature=3"],
             "did you mean model.in_features? give its parameters as model.<name>=<value>",
         ),
-        (["model.name=torch.nn:Linear", "model.in_features=3"], "give its parameters as model.<name>=<value>"),
+        (
+            ["model.name=torch.nn:Linear", "model.in_features=3"],
+            "give its parameters as model.<name>=<value>",
+        ),
         (["model.name=torch.nn:Linear", "model.lss=3"], "did you mean model.loss?"),
     ):
         with pytest.raises(UserError, match="does not fit") as caught:

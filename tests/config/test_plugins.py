@@ -24,12 +24,34 @@ def test_every_name_loads() -> None:
 
 
 def test_known_names() -> None:
-    images = {"digits", "synthetic", "mnist", "fashion_mnist", "kmnist", "cifar10", "cifar100", "folder", "webdataset", "image_masks"}
+    images = {
+        "digits",
+        "synthetic",
+        "mnist",
+        "fashion_mnist",
+        "kmnist",
+        "cifar10",
+        "cifar100",
+        "folder",
+        "webdataset",
+        "image_masks",
+    }
     stored = {"hdf5", "netcdf", "zarr", "parquet", "csv", "npz"}
     assert images | stored | {"image_tokens", "text"} == set(plugins.files("data/datasets"))
-    assert {"wide_resnet", "resnet18", "resnet50", "mlp", "linear"} <= set(plugins.files("frameworks/torch/models"))
+    assert {"wide_resnet", "resnet18", "resnet50", "mlp", "linear"} <= set(
+        plugins.files("frameworks/torch/models")
+    )
     assert set(plugins.files("frameworks")) == {"torch", "numpy", "jax", "keras"}
-    assert set(plugins.files("optim")) == {"sgd", "lars", "larc", "lamb", "novograd", "adam", "adamw", "muon"}
+    assert set(plugins.files("optim")) == {
+        "sgd",
+        "lars",
+        "larc",
+        "lamb",
+        "novograd",
+        "adam",
+        "adamw",
+        "muon",
+    }
     assert set(plugins.files("frameworks/jax/models")) == {
         "linear",
         "mlp",
@@ -43,9 +65,9 @@ def test_known_names() -> None:
 
 def test_a_long_list_of_known_names_is_cut() -> None:
     names = [f"name{number:02}" for number in range(30)]
-    assert nearest("zzz", names) == f"known: {', '.join(names[:24])}, and 6 more" and nearest("name7", names).startswith(
-        "did you mean name"
-    )
+    assert nearest("zzz", names) == f"known: {', '.join(names[:24])}, and 6 more" and nearest(
+        "name7", names
+    ).startswith("did you mean name")
 
 
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:
@@ -66,13 +88,23 @@ def test_options_are_converted_to_their_annotations() -> None:
     """Only those that are set: build() has the defaults."""
     for section, folder, converted in (
         (DataConfig(name="synthetic", shape=[4, 4, 1]), "data/datasets", {"shape": (4, 4, 1)}),
-        (DataConfig(name="folder", cache="/x", size=None), "data/datasets", {"cache": Path("/x"), "size": None}),
-        (ModelConfig(name="mlp", widths=[4, 5], dropout=1), "frameworks/torch/models", {"widths": (4, 5), "dropout": 1.0}),
+        (
+            DataConfig(name="folder", cache="/x", size=None),
+            "data/datasets",
+            {"cache": Path("/x"), "size": None},
+        ),
+        (
+            ModelConfig(name="mlp", widths=[4, 5], dropout=1),
+            "frameworks/torch/models",
+            {"widths": (4, 5), "dropout": 1.0},
+        ),
         (ModelConfig(name="mlp"), "frameworks/jax/models", {}),
         (OptimConfig(name="larc", mode="scale"), "optim", {"mode": "scale"}),
     ):
         options = plugins.convert_options(section, folder)
-        assert options == converted and [type(option) for option in options.values()] == [type(option) for option in converted.values()]
+        assert options == converted and [type(option) for option in options.values()] == [
+            type(option) for option in converted.values()
+        ]
 
 
 def test_options_are_the_parameters_of_build() -> None:
@@ -80,10 +112,16 @@ def test_options_are_the_parameters_of_build() -> None:
     for folder in ("data/datasets", "frameworks/torch/models", "optim"):
         for name, path in plugins.files(folder).items():
             build = plugins.load(folder, name, "here").build
-            hints = {option: hint for option, hint in typing.get_type_hints(build).items() if option in (build.__kwdefaults__ or {})}
+            hints = {
+                option: hint
+                for option, hint in typing.get_type_hints(build).items()
+                if option in (build.__kwdefaults__ or {})
+            }
             fields = options_of(path).model_fields
             assert {option: field.annotation for option, field in fields.items()} == hints
-            assert {option: field.default for option, field in fields.items()} == (build.__kwdefaults__ or {})
+            assert {option: field.default for option, field in fields.items()} == (
+                build.__kwdefaults__ or {}
+            )
 
 
 @pytest.mark.parametrize(
@@ -96,14 +134,20 @@ def test_options_are_the_parameters_of_build() -> None:
         ),
         ("model.nmae=mlp", "model.name=wide_resnet has no option nmae", "did you mean name?"),
         ("optim.base_rl=0.1", "optim.name=sgd has no option base_rl", "did you mean base_lr?"),
-        ("data.samplng=partition", "data.name=digits has no option samplng", "did you mean sampling?"),
+        (
+            "data.samplng=partition",
+            "data.name=digits has no option samplng",
+            "did you mean sampling?",
+        ),
         ("data.name=nonsense", "unknown name: nonsense", "known: "),
         ("framework=theano", "unknown name: theano", "known: jax, keras, numpy, torch"),
         ("framework=tensorflow", "unknown name: tensorflow", "did you mean keras?"),
         ("comm.engine=nccl", "unknown name: nccl", "did you mean torchdist?"),
     ],
 )
-def test_names_and_options_are_checked_before_anything_is_imported(word: str, what: str, fix: str) -> None:
+def test_names_and_options_are_checked_before_anything_is_imported(
+    word: str, what: str, fix: str
+) -> None:
     config = configure(None, [word])
     with pytest.raises(UserError) as caught:
         plugins.check_names(config)
@@ -133,15 +177,27 @@ def test_good_names_and_options_pass() -> None:
         ),
         ("model.widths=[1, 2]", "wrong value for model.widths: [1, 2]", WIDTHS),
         ("model.widths=null", "wrong value for model.widths: None", WIDTHS),
-        ("model.dropout=[1]", "wrong value for model.dropout: [1]", "model.dropout takes a number: model.dropout=0.01"),
-        ("optim.nesterov=1", "wrong value for optim.nesterov: 1", "optim.nesterov takes true or false"),
+        (
+            "model.dropout=[1]",
+            "wrong value for model.dropout: [1]",
+            "model.dropout takes a number: model.dropout=0.01",
+        ),
+        (
+            "optim.nesterov=1",
+            "wrong value for optim.nesterov: 1",
+            "optim.nesterov takes true or false",
+        ),
     ],
 )
 def test_an_option_of_the_wrong_type(word: str, what: str, fix: str) -> None:
     """Found when the configuration is read: nothing is imported for it."""
     with pytest.raises(UserError) as caught:
         plugins.check_names(configure(None, [word]))
-    assert (caught.value.what, caught.value.where, caught.value.fix) == (what, f"{word.partition('=')[0]}, command line", fix)
+    assert (caught.value.what, caught.value.where, caught.value.fix) == (
+        what,
+        f"{word.partition('=')[0]}, command line",
+        fix,
+    )
 
 
 def test_dotted_names() -> None:
@@ -180,7 +236,10 @@ def test_every_option_is_documented() -> None:
 def test_a_misspelt_class_and_a_misspelt_choice_are_answered_with_the_right_one() -> None:
     with pytest.raises(UserError) as caught:
         plugins.load_dotted("torch.optim.RMSPROP", "optim.name")
-    assert (caught.value.what, caught.value.fix) == ("torch.optim has no RMSPROP", "write package.module:Class; did you mean RMSprop?")
+    assert (caught.value.what, caught.value.fix) == (
+        "torch.optim has no RMSPROP",
+        "write package.module:Class; did you mean RMSprop?",
+    )
     config = configure(None, ["optim.name=larc", "optim.mode=clap"])
     with pytest.raises(UserError) as caught:
         plugins.check_names(config)
@@ -192,8 +251,12 @@ def test_the_description_of_an_option_may_take_several_lines(tmp_path: Path) -> 
     path.write_text(
         '"""A model whose first paragraph\ntakes two lines.\n\nMore of it."""\n\n\n'
         "def build(*, width: int = 3, depth: int = 2) -> None:\n"
-        '    """A model.\n\n    width: neurons of each layer,\n        or of all\n    depth: layers\n\n    Raises nothing.\n    """\n'
+        '    """A model.\n\n    width: neurons of each layer,\n        or of all\n    depth: '
+        'layers\n\n    Raises nothing.\n    """\n'
     )
     fields = options_of(path).model_fields
-    assert {name: field.description for name, field in fields.items()} == {"width": "neurons of each layer, or of all", "depth": "layers"}
+    assert {name: field.description for name, field in fields.items()} == {
+        "width": "neurons of each layer, or of all",
+        "depth": "layers",
+    }
     assert help._first_paragraph(path) == "A model whose first paragraph takes two lines."

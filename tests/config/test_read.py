@@ -46,12 +46,21 @@ def test_unknown_keys_of_open_sections_are_options() -> None:
 
 
 def test_the_printed_configuration_reads_back_equal(tmp_path: Path) -> None:
-    c = read("model.name=mlp", "model.widths=[3]", "stop.target=0.85", "data.root=/a b/c", "seed=9223372036854775807")
+    c = read(
+        "model.name=mlp",
+        "model.widths=[3]",
+        "stop.target=0.85",
+        "data.root=/a b/c",
+        "seed=9223372036854775807",
+    )
     assert read(text=to_yaml(c), tmp=tmp_path) == c
 
 
 def test_keys_may_be_dotted_and_sections_empty(tmp_path: Path) -> None:
-    c = read(text="stop.target: 0.9\nbatch.micro: 3\nmodel.widths: [3]\ndata:\n  # root: /x\n", tmp=tmp_path)
+    c = read(
+        text="stop.target: 0.9\nbatch.micro: 3\nmodel.widths: [3]\ndata:\n  # root: /x\n",
+        tmp=tmp_path,
+    )
     assert (c.stop.target, c.batch.micro, c.model.options) == (0.9, 3, {"widths": [3]})
 
 
@@ -75,11 +84,27 @@ def test_a_text_is_taken_as_it_is_written(tmp_path: Path, text: str) -> None:
             ("-.inf", -math.inf),
             ("+1e3", 1000.0),
         ],
-        *[("true", True), ("no", False), ("~", None), ("'1e3'", "1e3"), ("1e", "1e"), ("e3", "e3"), (".", "."), ("???", "???")],
-        *[("2001-01-01", "2001-01-01"), ("[1e3, a, {b: 1}]", [1000.0, "a", {"b": 1}]), ("!!float 3", 3.0), ("!!str 3", "3")],
+        *[
+            ("true", True),
+            ("no", False),
+            ("~", None),
+            ("'1e3'", "1e3"),
+            ("1e", "1e"),
+            ("e3", "e3"),
+            (".", "."),
+            ("???", "???"),
+        ],
+        *[
+            ("2001-01-01", "2001-01-01"),
+            ("[1e3, a, {b: 1}]", [1000.0, "a", {"b": 1}]),
+            ("!!float 3", 3.0),
+            ("!!str 3", "3"),
+        ],
     ],
 )
-def test_values_of_options_are_printed_as_they_are_read(tmp_path: Path, text: str, value: object) -> None:
+def test_values_of_options_are_printed_as_they_are_read(
+    tmp_path: Path, text: str, value: object
+) -> None:
     for config in (read(f"model.a={text}"), read(text=f"model.a: {text}", tmp=tmp_path)):
         assert repr(config.model.options) == repr({"a": value})
         assert read(text=to_yaml(config), tmp=tmp_path) == config
@@ -94,7 +119,10 @@ def test_values_of_options_are_printed_as_they_are_read(tmp_path: Path, text: st
 def test_a_renamed_key_is_answered_with_the_new_one(tmp_path: Path, old: str, fix: str) -> None:
     key, _, value = old.partition("=")
     (tmp_path / "config.yaml").write_text(f"epochs: 3\n{key}: {value}\n")
-    for e, where in ((error(old), "command line"), (error(f"resume={tmp_path}"), f"{tmp_path}/config.yaml:2")):
+    for e, where in (
+        (error(old), "command line"),
+        (error(f"resume={tmp_path}"), f"{tmp_path}/config.yaml:2"),
+    ):
         assert (e.what, e.where, e.fix) == (f"no such key: {key}", where, fix)
 
 
@@ -103,10 +131,17 @@ def test_null_and_nothing_unset_a_key() -> None:
 
 
 def test_resume_takes_the_configuration_of_its_run(tmp_path: Path) -> None:
-    former = read("batch.size=32", "optim.base_lr=0.001", "model.widths=[5]", "run=elsewhere", "epochs=1")
+    former = read(
+        "batch.size=32", "optim.base_lr=0.001", "model.widths=[5]", "run=elsewhere", "epochs=1"
+    )
     (tmp_path / "config.yaml").write_text(to_yaml(former))
     now = configure(None, [f"resume={tmp_path}", "epochs=2", "batch.size=16"])
-    assert (now.batch.size, now.optim.base_lr, now.model.options, now.epochs) == (16, 0.001, {"widths": [5]}, 2)
+    assert (now.batch.size, now.optim.base_lr, now.model.options, now.epochs) == (
+        16,
+        0.001,
+        {"widths": [5]},
+        2,
+    )
     assert (now.run, now.resume) == (None, str(tmp_path))
     assert now.optim.origin("base_lr").startswith(f"{tmp_path}/config.yaml:")
     with pytest.raises(UserError, match="there is no run folder nowhere"):
@@ -119,7 +154,10 @@ def test_a_run_leaves_behind_what_says_nothing_without_its_mesh(tmp_path: Path) 
     assert configure(None, [f"resume={tmp_path}", "batch.size=16"]).parallel.sequence
     now = configure(None, [f"resume={tmp_path}", "parallel.tensor=1"]).parallel
     assert (now.sequence, now.schedule, now.balance) == (False, "gpipe", [1, 2])
-    assert configure(None, [f"resume={tmp_path}", "parallel.tensor=1", "parallel.pipeline=1"]).parallel == schema.ParallelConfig()
+    assert (
+        configure(None, [f"resume={tmp_path}", "parallel.tensor=1", "parallel.pipeline=1"]).parallel
+        == schema.ParallelConfig()
+    )
 
 
 def test_provenance_names_file_and_line(tmp_path: Path) -> None:
@@ -134,31 +172,83 @@ def test_provenance_names_file_and_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "what", "fix"),
     [
-        ("data.pad={input_ids:0}", "data.pad has the name input_ids:0 without a value", "'data.pad={input_ids: 0}'"),
+        (
+            "data.pad={input_ids:0}",
+            "data.pad has the name input_ids:0 without a value",
+            "'data.pad={input_ids: 0}'",
+        ),
         ("shard.stage=4", "wrong value for shard.stage: 4", "shard.stage takes one of 0, 1, 2, 3"),
-        ("parallel.balance=0", "wrong value for parallel.balance: 0", "units of each stage, each 1 or more, as in 3,2"),
-        ("parallel.balance=3,0", "wrong value for parallel.balance: '3,0'", "units of each stage, each 1 or more, as in 3,2"),
-        ("parallel.balance=cost", "wrong value for parallel.balance: 'cost'", "parallel.balance takes operations, seconds, or the units"),
-        ("shard.stage=[]", "wrong value for shard.stage: []", "shard.stage takes one of 0, 1, 2, 3"),
+        (
+            "parallel.balance=0",
+            "wrong value for parallel.balance: 0",
+            "units of each stage, each 1 or more, as in 3,2",
+        ),
+        (
+            "parallel.balance=3,0",
+            "wrong value for parallel.balance: '3,0'",
+            "units of each stage, each 1 or more, as in 3,2",
+        ),
+        (
+            "parallel.balance=cost",
+            "wrong value for parallel.balance: 'cost'",
+            "parallel.balance takes operations, seconds, or the units",
+        ),
+        (
+            "shard.stage=[]",
+            "wrong value for shard.stage: []",
+            "shard.stage takes one of 0, 1, 2, 3",
+        ),
         ("bach.size=3", "no such key: bach.size", "did you mean batch.size?"),
         ("size=3", "no such key: size", "did you mean batch.size?"),
         ("epoch=3", "no such key: epoch", "did you mean epochs?"),
         ("batch.size.x=3", "no such key: batch.size.x", "did you mean batch.size?"),
         ("zzz=3", "no such key: zzz", "known: framework, run"),
-        ("model=3", "no such key: model", "model is a section: write model.name=3; --help model lists its keys"),
-        ("augment=true", "no such key: augment", "augment is a section: write augment.<key>=value; --help augment lists its keys"),
+        (
+            "model=3",
+            "no such key: model",
+            "model is a section: write model.name=3; --help model lists its keys",
+        ),
+        (
+            "augment=true",
+            "no such key: augment",
+            "augment is a section: write augment.<key>=value; --help augment lists its keys",
+        ),
         ("epochs=x", "wrong value for epochs: 'x'", "epochs takes a number, or null: epochs=10"),
-        ("batch.size=1:30", "wrong value for batch.size: '1:30'", "batch.size takes a whole number: batch.size=64"),
+        (
+            "batch.size=1:30",
+            "wrong value for batch.size: '1:30'",
+            "batch.size takes a whole number: batch.size=64",
+        ),
         ("batch.size=010", "wrong value for batch.size: '010'", "batch.size takes a whole number"),
         ("batch.size=!!int 1:30", "1:30 is not of its type !!int", "quote it"),
-        ("log.trackers=wandb", "wrong value for log.trackers: 'wandb'", "a list, each a text: 'log.trackers=[wandb]'"),
-        ("recipe.milestones=30", "wrong value for recipe.milestones: 30", "a list, each a length: 'recipe.milestones=[30]'"),
+        (
+            "log.trackers=wandb",
+            "wrong value for log.trackers: 'wandb'",
+            "a list, each a text: 'log.trackers=[wandb]'",
+        ),
+        (
+            "recipe.milestones=30",
+            "wrong value for recipe.milestones: 30",
+            "a list, each a length: 'recipe.milestones=[30]'",
+        ),
         ("stop.epochs=x", "wrong value for epochs: 'x'", "epochs takes a number, or null"),
         ("batch.size=2.5", "wrong value for batch.size: 2.5", "batch.size takes a whole number"),
         ("epochs=[1]", "wrong value for epochs", "epochs takes a number"),
-        ("optim.base_lr=fast", "wrong value for optim.base_lr: 'fast'", "optim.base_lr takes a number"),
-        ("comm.reduce=foo", "wrong value for comm.reduce: 'foo'", "one of 'auto', 'distributed_optimizer', 'ddp', 'bucket'"),
-        ("max_steps=many", "wrong value for stop.steps: 'many'", "stop.steps takes a whole number, or null"),
+        (
+            "optim.base_lr=fast",
+            "wrong value for optim.base_lr: 'fast'",
+            "optim.base_lr takes a number",
+        ),
+        (
+            "comm.reduce=foo",
+            "wrong value for comm.reduce: 'foo'",
+            "one of 'auto', 'distributed_optimizer', 'ddp', 'bucket'",
+        ),
+        (
+            "max_steps=many",
+            "wrong value for stop.steps: 'many'",
+            "stop.steps takes a whole number, or null",
+        ),
         ("stop.target=1e31", "stop.target is 1e+31", "give -1e+30 to 1e+30"),
         ("optim.base_lr=.nan", "optim.base_lr is nan", "give 0 or more"),
         ("batch.size=0", "batch.size is 0", "give 1 or more"),
@@ -176,16 +266,44 @@ def test_provenance_names_file_and_line(tmp_path: Path) -> None:
         ("optim.momentum=1", "optim.momentum is 1", "give 0 or more and less than 1, or null"),
         ("data.val_share=1", "data.val_share is 1", "give more than 0 and less than 1, or null"),
         ("optim.clip_norm=0", "optim.clip_norm is 0", "give more than 0, or null"),
-        ("recipe.chain=[{kind: x}]", "wrong value for recipe.chain[0].kind: 'x'", "takes one of 'constant', 'steps'"),
+        (
+            "recipe.chain=[{kind: x}]",
+            "wrong value for recipe.chain[0].kind: 'x'",
+            "takes one of 'constant', 'steps'",
+        ),
         ("recipe.chain=[{king: steps}]", "no such key: recipe.chain[0].king", "did you mean kind?"),
-        ("optim.groups=[{decya: 0, names: x}]", "no such key: optim.groups[0].decya", "did you mean decay?"),
-        ("optim.groups=[{names: [x]}]", "wrong value for optim.groups[0].names: ['x']", "optim.groups[0].names takes a text"),
+        (
+            "optim.groups=[{decya: 0, names: x}]",
+            "no such key: optim.groups[0].decya",
+            "did you mean decay?",
+        ),
+        (
+            "optim.groups=[{names: [x]}]",
+            "wrong value for optim.groups[0].names: ['x']",
+            "optim.groups[0].names takes a text",
+        ),
         ("optim.groups=[{name: x}]", "no such key: optim.groups[0].name", "did you mean names?"),
-        ("optim.groups=[{rate: 5}]", "optim.groups[0] has no names", "optim.groups[0].names takes a text"),
-        ("optim.groups=5", "wrong value for optim.groups: 5", "optim.groups takes a list of groups, as in "),
+        (
+            "optim.groups=[{rate: 5}]",
+            "optim.groups[0] has no names",
+            "optim.groups[0].names takes a text",
+        ),
+        (
+            "optim.groups=5",
+            "wrong value for optim.groups: 5",
+            "optim.groups takes a list of groups, as in ",
+        ),
         ("recipe.chain=[{}, {gamma: -1}]", "recipe.chain[1].gamma is -1", "give 0 to 1000"),
-        ("recipe.milestones=[.inf]", "wrong value for recipe.milestones[0]: inf", "give 0 to 1e+09 epochs"),
-        ("log.trackers=[1]", "wrong value for log.trackers[0]: 1", "log.trackers takes a list, each a text"),
+        (
+            "recipe.milestones=[.inf]",
+            "wrong value for recipe.milestones[0]: inf",
+            "give 0 to 1e+09 epochs",
+        ),
+        (
+            "log.trackers=[1]",
+            "wrong value for log.trackers[0]: 1",
+            "log.trackers takes a list, each a text",
+        ),
         ("seed=1e3", "wrong value for seed: 1000.0", "seed takes a whole number: seed=1000"),
         (f"run={'a' * 256}", "a name of 256 bytes: aaa", "a name has at most 255 bytes"),
         (f"data.root={'é' * 128}", "a name of 256 bytes: ééé", "a name has at most 255 bytes"),
@@ -202,15 +320,40 @@ def test_mistakes_on_the_command_line(word: str, what: str, fix: str) -> None:
 @pytest.mark.parametrize(
     ("text", "what", "line", "fix"),
     [
-        ("epochs: 3\nbatch:\n  size: 12\n  micr: 3\n", "no such key: batch.micr", 4, "did you mean batch.micro?"),
+        (
+            "epochs: 3\nbatch:\n  size: 12\n  micr: 3\n",
+            "no such key: batch.micr",
+            4,
+            "did you mean batch.micro?",
+        ),
         ("epochs: x", "wrong value for epochs: 'x'", 1, "epochs takes a number"),
         ("epochs: 3\nbatch: 7\n", "no such key: batch", 2, "batch is a section"),
         ("epochs: [\n", "not YAML", 2, "correct that line"),
         ("- a\n", "not YAML: a configuration is lines of `key: value`", 1, "correct that line"),
-        ("epochs: 3\nepochs: 4\n", "epochs is given twice, in lines 1 and 2", 2, "keep one of them"),
-        ("batch.size: 3\nbatch:\n  size: 4\n", "batch.size is given twice, in lines 1 and 3", 3, "keep one of them"),
-        ("model: &x\n  b: *x\n", "not YAML: an alias is not read: write the value again, or ${key}", 2, "correct that line"),
-        ("epochs: 3\nbatch:\n  size: ${nothing}\n", "cannot resolve a value", 3, "correct the ${...}"),
+        (
+            "epochs: 3\nepochs: 4\n",
+            "epochs is given twice, in lines 1 and 2",
+            2,
+            "keep one of them",
+        ),
+        (
+            "batch.size: 3\nbatch:\n  size: 4\n",
+            "batch.size is given twice, in lines 1 and 3",
+            3,
+            "keep one of them",
+        ),
+        (
+            "model: &x\n  b: *x\n",
+            "not YAML: an alias is not read: write the value again, or ${key}",
+            2,
+            "correct that line",
+        ),
+        (
+            "epochs: 3\nbatch:\n  size: ${nothing}\n",
+            "cannot resolve a value",
+            3,
+            "correct the ${...}",
+        ),
         ("run: runs/${nothing}\n", "cannot resolve a value", 1, "correct the ${...}"),
         (
             "seed: 2\nrun: !!python/object/apply:os.system ['echo hacked']",
@@ -244,7 +387,11 @@ def test_every_number_is_bounded_and_every_key_is_described() -> None:
         assert f"  {key}=" in page
         assert info.description, f"{key} has no description"
         kinds = {info.annotation, *typing.get_args(info.annotation)}
-        if {int, float} & kinds and str not in kinds and typing.get_origin(info.annotation) is not list:  # a text: of a length
+        if (
+            {int, float} & kinds
+            and str not in kinds
+            and typing.get_origin(info.annotation) is not list
+        ):  # a text: of a length
             assert len(info.metadata) == 2, f"{key} has no lowest and highest value"
 
 
@@ -254,14 +401,24 @@ def test_a_section_knows_where_its_keys_were_set(tmp_path: Path) -> None:
     config = configure(str(path), ["seed=2"])
     assert config.where("batch.size") == config.batch.where("size") == f"batch.size, {path}:3"
     assert config.where("model.widths") == config.model.where("widths") == f"model.widths, {path}:4"
-    assert (config.where("epochs"), config.where("seed")) == (f"epochs, {path}:1", "seed, command line")
-    assert config.log.where("every_s") == "log.every_s, default" == schema.LogConfig().where("every_s")
+    assert (config.where("epochs"), config.where("seed")) == (
+        f"epochs, {path}:1",
+        "seed, command line",
+    )
+    assert (
+        config.log.where("every_s") == "log.every_s, default" == schema.LogConfig().where("every_s")
+    )
 
 
 def test_a_copy_with_other_values_knows_where_its_keys_were_set() -> None:
     config = configure(None, ["batch.size=12"])
     changed = config.replace(epochs=7, batch=config.batch.replace(micro=3))
-    assert (changed.epochs, changed.batch.size, changed.batch.micro, config.batch.micro) == (7, 12, 3, None)
+    assert (changed.epochs, changed.batch.size, changed.batch.micro, config.batch.micro) == (
+        7,
+        12,
+        3,
+        None,
+    )
     assert changed.where("batch.size") == changed.batch.where("size") == "batch.size, command line"
     with pytest.raises(TypeError, match="BatchConfig has no sise"):
         config.batch.replace(sise=3)
@@ -279,7 +436,10 @@ def test_sections_are_equal_where_their_values_are() -> None:
 def test_a_mapping_in_place_of_a_list_is_an_error() -> None:
     e = error("recipe.chain={kind: cosine}")
     assert e.what.startswith("wrong value for recipe.chain")
-    assert e.fix == "recipe.chain takes a list of pieces, as in [{kind: constant, length: 5}, {kind: cosine}]"
+    assert (
+        e.fix == "recipe.chain takes a list of pieces, as in [{kind: constant, length: 5}, {kind: "
+        "cosine}]"
+    )
 
 
 def test_sections_are_those_of_config() -> None:
@@ -287,7 +447,11 @@ def test_sections_are_those_of_config() -> None:
     assert {name: type(getattr(built, name)) for name in schema.SECTIONS} == schema.SECTIONS
 
 
-@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")),
+    ids=lambda path: path.name,
+)
 def test_every_shipped_configuration_reads_and_begins_with_its_command(path: Path) -> None:
     from hvdtrain.config.plugins import check_names
 
@@ -297,7 +461,9 @@ def test_every_shipped_configuration_reads_and_begins_with_its_command(path: Pat
 
 
 def test_code_that_only_a_run_folder_names_is_not_imported(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("model:\n  name: torch.hub:load\n  repo_or_dir: stranger/evil\n")
+    (tmp_path / "config.yaml").write_text(
+        "model:\n  name: torch.hub:load\n  repo_or_dir: stranger/evil\n"
+    )
     with pytest.raises(UserError) as caught:
         configure(None, [f"resume={tmp_path}"])
     assert str(caught.value).splitlines() == [
@@ -311,9 +477,13 @@ def test_code_that_only_a_run_folder_names_is_not_imported(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "other"), [("run", "/x", "ANOTHER"), ("data.cache", "/x/y", "null"), ("data.stage", "/y", "null")]
+    ("key", "value", "other"),
+    [("run", "/x", "ANOTHER"), ("data.cache", "/x/y", "null"), ("data.stage", "/y", "null")],
 )
-@pytest.mark.parametrize(("folder", "file"), [("", "config.yaml"), (".hvdtrain", "any.yaml"), ("checkpoints", "config.yaml")])
+@pytest.mark.parametrize(
+    ("folder", "file"),
+    [("", "config.yaml"), (".hvdtrain", "any.yaml"), ("checkpoints", "config.yaml")],
+)
 def test_where_a_job_writes_is_not_said_by_the_record_of_a_run_alone(
     tmp_path: Path, key: str, value: str, other: str, folder: str, file: str
 ) -> None:
@@ -337,9 +507,13 @@ def test_where_a_job_writes_may_be_said_by_a_file_of_the_user(tmp_path: Path) ->
 
 
 def test_a_cache_that_only_a_run_folder_names_is_not_written(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("data:\n  name: folder\n  cache: /x\n  stage: /y\nrun: /z\n")
+    (tmp_path / "config.yaml").write_text(
+        "data:\n  name: folder\n  cache: /x\n  stage: /y\nrun: /z\n"
+    )
     with pytest.raises(
-        UserError, match="^data.cache=/x is where a job writes, and only the configuration of a run says it\n  where: .*:3\n"
+        UserError,
+        match="^data.cache=/x is where a job writes, and only the configuration of a run says "
+        "it\n  where: .*:3\n",
     ):
         configure(None, [f"resume={tmp_path}"])
     config = configure(None, [f"resume={tmp_path}", "data.cache=null"])
@@ -347,15 +521,20 @@ def test_a_cache_that_only_a_run_folder_names_is_not_written(tmp_path: Path) -> 
 
 
 def test_a_file_of_a_run_asks_for_its_code_as_the_run_does(tmp_path: Path) -> None:
-    """--config RUN/config.yaml, or a file beside a run's events; a file of the user's own is the user's word."""
+    """--config RUN/config.yaml, or a file beside a run's events; a file of the user's own is the
+    user's word."""
     (tmp_path / "config.yaml").write_text("model:\n  name: mymodel:Net\n")
     with pytest.raises(UserError) as caught:
         configure(str(tmp_path / "config.yaml"), ["epochs=3"])
     assert f"{caught.value}" == (
         "model.name=mymodel:Net imports code, and only the run folder names it\n"
-        f"  where: {tmp_path}/config.yaml:2\n  fix: if you trust it, add the argument model.name=mymodel:Net"
+        f"  where: {tmp_path}/config.yaml:2\n  fix: if you trust it, add the argument "
+        "model.name=mymodel:Net"
     )
-    assert configure(str(tmp_path / "config.yaml"), ["model.name=mymodel:Net"]).model.name == "mymodel:Net"
+    assert (
+        configure(str(tmp_path / "config.yaml"), ["model.name=mymodel:Net"]).model.name
+        == "mymodel:Net"
+    )
     (tmp_path / "config.yaml").rename(tmp_path / "mine.yaml")
     assert configure(str(tmp_path / "mine.yaml"), []).model.name == "mymodel:Net"
     (tmp_path / "events.jsonl").touch()
@@ -365,7 +544,10 @@ def test_a_file_of_a_run_asks_for_its_code_as_the_run_does(tmp_path: Path) -> No
 
 def test_a_class_of_a_script_is_resumed_by_that_script(tmp_path: Path) -> None:
     """model.name=__main__:Net on the command line would look for Net in hvdtrain."""
-    fix = "Net is a class of a script: start that script again, with resume=RUN in its hvdtrain.train()"
+    fix = (
+        "Net is a class of a script: start that script again, with resume=RUN in its "
+        "hvdtrain.train()"
+    )
     (tmp_path / "config.yaml").write_text("model:\n  name: __main__:Net\n")
     with pytest.raises(UserError, match="imports code, and only the run folder names it") as caught:
         configure(None, [f"resume={tmp_path}"])
@@ -376,10 +558,15 @@ def test_a_class_of_a_script_is_resumed_by_that_script(tmp_path: Path) -> None:
 
 
 def test_two_names_of_one_key(tmp_path: Path) -> None:
-    """stop.epochs is epochs, and max_steps is stop.steps; both names of a key in one file are the key twice."""
-    assert configure(None, ["stop.epochs=2", "max_steps=5"]) == configure(None, ["epochs=2", "stop.steps=5"])
+    """stop.epochs is epochs, and max_steps is stop.steps; both names of a key in one file are the
+    key twice."""
+    assert configure(None, ["stop.epochs=2", "max_steps=5"]) == configure(
+        None, ["epochs=2", "stop.steps=5"]
+    )
     path = tmp_path / "x.yaml"
-    path.write_text("stop: {epochs: 3}\nbatch.size: ${stop.epochs}\nseed: ${max_steps}\nmax_steps: 7\n")
+    path.write_text(
+        "stop: {epochs: 3}\nbatch.size: ${stop.epochs}\nseed: ${max_steps}\nmax_steps: 7\n"
+    )
     config = configure(str(path), [])
     assert (config.epochs, config.batch.size, config.seed, config.stop.steps) == (3, 3, 7, 7)
     assert config.where("stop.steps") == f"stop.steps, {path}:4"
@@ -389,6 +576,12 @@ def test_two_names_of_one_key(tmp_path: Path) -> None:
 
 
 def test_the_default_number_of_epochs_is_for_jobs_that_nothing_else_ends() -> None:
-    found = [configure(None, words).epochs for words in ([], ["stop.steps=5"], ["stop.time=1h"], ["stop.steps=5", "stop.steps=null"])]
+    found = [
+        configure(None, words).epochs
+        for words in ([], ["stop.steps=5"], ["stop.time=1h"], ["stop.steps=5", "stop.steps=null"])
+    ]
     assert found == [10, None, None, 10]
-    assert (configure(None, ["epochs=0.5"]).epochs, configure(None, ["epochs=3.0", "stop.steps=9"]).epochs) == (0.5, 3)
+    assert (
+        configure(None, ["epochs=0.5"]).epochs,
+        configure(None, ["epochs=3.0", "stop.steps=9"]).epochs,
+    ) == (0.5, 3)

@@ -1,4 +1,5 @@
-"""Each call of a Context on one process, by hand: samples, backward, mean, log, checkpoint, resume, stops; and the text of each error."""
+"""Each call of a Context on one process, by hand: samples, backward, mean, log, checkpoint, resume,
+stops; and the text of each error."""
 
 from __future__ import annotations
 
@@ -63,10 +64,19 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
 
 def test_what_a_context_is(make: Any, tmp_path: Path) -> None:
     ctx, model, optimizer = make(f"run={tmp_path / 'run'}")
-    assert (ctx.rank, ctx.size, ctx.local_rank, ctx.local_size, ctx.step, ctx.run) == (0, 1, 0, 1, 0, tmp_path / "run")
+    assert (ctx.rank, ctx.size, ctx.local_rank, ctx.local_size, ctx.step, ctx.run) == (
+        0,
+        1,
+        0,
+        1,
+        0,
+        tmp_path / "run",
+    )
     assert ctx.mesh.world.size == 1 and str(ctx.device) == "cpu"
     assert isinstance(optimizer, torch.optim.Optimizer) and optimizer.param_groups[0]["lr"] == 1e-3
-    assert set(optimizer.state_dict()["param_groups"][0]) == set(torch.optim.SGD(torch.nn.Linear(1, 1).parameters()).param_groups[0])
+    assert set(optimizer.state_dict()["param_groups"][0]) == set(
+        torch.optim.SGD(torch.nn.Linear(1, 1).parameters()).param_groups[0]
+    )
     assert "prepared SGD" in repr(optimizer) and model.weight.dtype == torch.float64
     with pytest.raises(UserError, match="a context is open already"):
         ht.init()
@@ -76,7 +86,8 @@ def test_what_a_context_is(make: Any, tmp_path: Path) -> None:
 
 
 def test_a_closed_context_ends_no_process(make: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """torch.distributed keeps the hook of an open context within its own, and C code may print an exception with it at any time."""
+    """torch.distributed keeps the hook of an open context within its own, and C code may print an
+    exception with it at any time."""
     ctx, _, _ = make()
     hook = sys.excepthook
     ctx.close()
@@ -91,7 +102,11 @@ def test_samples_are_each_read_once_in_an_epoch_and_steps_are_plain_sgd(make: An
     seen = []
     for number, batch in enumerate(ctx.samples(DATA, batch=6, epochs=2, seed=5)):
         x, y = batch
-        assert x is batch["x"] and (batch.count, batch.step, batch.epoch) == (6, number, 6 * number // 20)
+        assert x is batch["x"] and (batch.count, batch.step, batch.epoch) == (
+            6,
+            number,
+            6 * number // 20,
+        )
         assert batch.ends_epoch == (number in (3, 6))
         seen += x[:, 0].tolist()
         expected = 2 * (x @ weight.T + bias - y[:, None])
@@ -106,7 +121,9 @@ def test_samples_are_each_read_once_in_an_epoch_and_steps_are_plain_sgd(make: An
     assert (len(seen), ctx.step, ctx.epochs) == (42, 7, 2.1)
 
 
-def test_what_is_logged_is_the_mean_over_samples_between_sync_points(make: Any, tmp_path: Path) -> None:
+def test_what_is_logged_is_the_mean_over_samples_between_sync_points(
+    make: Any, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     ctx, model, optimizer = make(f"run={run}", "log.every_steps=2", "log.trackers=[tensorboard]")
     values = []
@@ -121,9 +138,15 @@ def test_what_is_logged_is_the_mean_over_samples_between_sync_points(make: Any, 
     ctx.close()
     found = events(run, "step")
     assert [event["step"] for event in found] == [2, 4]
-    assert [event["loss"] for event in found] == pytest.approx([sum(values[:2]) / 2, sum(values[2:]) / 2], rel=1e-12)
-    assert [event["logged"]["first"] for event in found] == [0.5, 2.5] and found[1]["logged"]["only_here"] == 7
-    assert [event["samples_per_s"] > 0 for event in found] == [True, True] and found[1]["lr"] == 1e-3
+    assert [event["loss"] for event in found] == pytest.approx(
+        [sum(values[:2]) / 2, sum(values[2:]) / 2], rel=1e-12
+    )
+    assert [event["logged"]["first"] for event in found] == [0.5, 2.5] and found[1]["logged"][
+        "only_here"
+    ] == 7
+    assert [event["samples_per_s"] > 0 for event in found] == [True, True] and found[1][
+        "lr"
+    ] == 1e-3
     (start,), (end,) = events(run, "start"), events(run, "end")
     assert (start["samples"], start["ranks"], end["epochs"], end["exit_code"]) == (20, 1, 0.8, 0)
     frame = ht.read(run)
@@ -133,9 +156,13 @@ def test_what_is_logged_is_the_mean_over_samples_between_sync_points(make: Any, 
 
     reader = EventAccumulator(str(run / "tensorboard" / "run"))
     reader.Reload()
-    assert {"train/first", "Loss/train", "job/epochs"} <= set(reader.Tags()["scalars"])  # of steps two seconds apart
+    assert {"train/first", "Loss/train", "job/epochs"} <= set(
+        reader.Tags()["scalars"]
+    )  # of steps two seconds apart
     assert [(s.step, s.value) for s in reader.Scalars("train/first")] == [(2, 0.5)]
-    assert [s.value for s in reader.Scalars("Loss/train")] == pytest.approx([sum(values[:2]) / 2], rel=1e-6)
+    assert [s.value for s in reader.Scalars("Loss/train")] == pytest.approx(
+        [sum(values[:2]) / 2], rel=1e-6
+    )
 
 
 def test_a_report_of_the_run(make: Any, tmp_path: Path) -> None:
@@ -158,8 +185,11 @@ def test_a_report_of_the_run(make: Any, tmp_path: Path) -> None:
     assert re.search(r">other<.*?>4<.*?>0<.*?>4<", table, re.DOTALL), "last, least and most"
 
 
-def test_an_event_and_a_line_for_each_epoch(make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """20 samples in batches of 8: epochs end within the batches of steps 3 and 5, and the third does not end."""
+def test_an_event_and_a_line_for_each_epoch(
+    make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """20 samples in batches of 8: epochs end within the batches of steps 3 and 5, and the third
+    does not end."""
     ctx, model, optimizer = make(f"run={tmp_path / 'run'}", "log.every_steps=2", "log.every_s=0")
     for batch in ctx.samples(DATA, batch=8, epochs=2.4):
         plain_step(ctx, model, optimizer, batch)
@@ -168,13 +198,23 @@ def test_an_event_and_a_line_for_each_epoch(make: Any, tmp_path: Path, capsys: p
             ctx.log(val_loss=10.0 + batch.epoch)
     ctx.close()
     first, second = events(tmp_path / "run", "epoch")
-    assert [(e["epoch"], e["step"], e["train_loss"], e["val_loss"], e["lr"]) for e in (first, second)] == [
+    assert [
+        (e["epoch"], e["step"], e["train_loss"], e["val_loss"], e["lr"]) for e in (first, second)
+    ] == [
         (1, 3, 1.0, 10.0, 0.5),
         (2, 5, 3.5, 11.0, 0.25),
     ]
-    assert first["logged"] == {"loss": 1.0, "val_loss": 10.0} and first["epochs"] == 1.2 and first["samples_per_s"] > 0
+    assert (
+        first["logged"] == {"loss": 1.0, "val_loss": 10.0}
+        and first["epochs"] == 1.2
+        and first["samples_per_s"] > 0
+    )
     steps = events(tmp_path / "run", "step")
-    assert [(e["step"], e["lr"], e["logged"]["loss"]) for e in steps] == [(2, 0.5, 0.5), (4, 0.375, 2.5), (6, 0.25, 4.5)]
+    assert [(e["step"], e["lr"], e["logged"]["loss"]) for e in steps] == [
+        (2, 0.5, 0.5),
+        (4, 0.375, 2.5),
+        (6, 0.25, 4.5),
+    ]
     assert all("lr" not in e["logged"] for e in (*steps, first, second))
     lines = capsys.readouterr().out.splitlines()
     of_epochs = [line for line in lines if line.startswith("epoch ")]
@@ -191,11 +231,16 @@ def test_means_and_an_evaluation(make: Any) -> None:
     assert math.isnan(ctx.mean({"a": 3}, count=0)["a"])
     with torch.no_grad():
         rows = [(batch["x"][:, 0].tolist(), batch.count) for batch in ctx.each(DATA, batch=8)]
-    assert [count for _, count in rows] == [8, 8, 4] and [value for row, _ in rows for value in row] == X[:, 0].tolist()
+    assert [count for _, count in rows] == [8, 8, 4] and [
+        value for row, _ in rows for value in row
+    ] == X[:, 0].tolist()
 
 
-def test_a_checkpoint_brings_back_everything(make: Any, tmp_path: Path, opened: list[ht.Context]) -> None:
-    """The optimizer's momentum and a changed rate, a scheduler, tensors, and the place in the samples: as if nothing had happened."""
+def test_a_checkpoint_brings_back_everything(
+    make: Any, tmp_path: Path, opened: list[ht.Context]
+) -> None:
+    """The optimizer's momentum and a changed rate, a scheduler, tensors, and the place in the
+    samples: as if nothing had happened."""
     arguments = (f"run={tmp_path / 'run'}", "checkpoint.every_steps=3", "log.every_steps=1")
 
     def train(until: int, epochs: float) -> tuple[dict[str, Any], Any, list[list[float]]]:
@@ -220,12 +265,20 @@ def test_a_checkpoint_brings_back_everything(make: Any, tmp_path: Path, opened: 
             if ctx.step == until:
                 break
         ctx.close()
-        return state, (model.weight.detach().clone(), optimizer.param_groups[0]["lr"], ctx.step), seen
+        return (
+            state,
+            (model.weight.detach().clone(), optimizer.param_groups[0]["lr"], ctx.step),
+            seen,
+        )
 
     none, first, seen = train(5, 2)
     assert none == {} and first[2] == 5
     state, resumed, more = train(99, 2)
-    assert (state["step"], state["scheduler"]["last_epoch"], state["rows"].tolist()) == (3, 3, [0, 1, 2])
+    assert (state["step"], state["scheduler"]["last_epoch"], state["rows"].tolist()) == (
+        3,
+        3,
+        [0, 1, 2],
+    )
     assert state["nested"] == {1: [None, ("a", 0.1)], "deep": {"x": True}}
     assert state["half"].dtype == torch.bfloat16 and state["half"].tolist() == [1, 1]
     (tmp_path / "run").rename(tmp_path / "other")
@@ -233,7 +286,9 @@ def test_a_checkpoint_brings_back_everything(make: Any, tmp_path: Path, opened: 
     assert torch.equal(straight[0], resumed[0]) and straight[1:] == resumed[1:] == (1e-3 / 8, 7)
     assert seen[:3] + more == all_seen
     state, over, nothing = train(99, 2)
-    assert over[2] == 7 and nothing == [] and state["step"] == 7 and torch.equal(over[0], straight[0])
+    assert (
+        over[2] == 7 and nothing == [] and state["step"] == 7 and torch.equal(over[0], straight[0])
+    )
     _, longer, more = train(99, 2.5)  # a loop that is over goes on where it is given more epochs
     assert len(more) == 2 and longer[2] == 9
 
@@ -255,7 +310,7 @@ def test_a_signal_stops_at_the_next_sync_point_with_a_checkpoint(make: Any, tmp_
 
 
 @pytest.mark.parametrize("kept", ["nothing", "an object", "a value", "no call"])
-def test_a_stop_without_a_call_of_checkpoint_writes_what_can_be_resumed_or_says_that_there_is_nothing(
+def test_a_stop_without_a_call_of_checkpoint_writes_what_can_be_resumed_or_says_that_there_is_nothing(  # noqa: E501
     make: Any, tmp_path: Path, kept: str
 ) -> None:
     """The script calls it at the end of an epoch alone."""
@@ -263,7 +318,10 @@ def test_a_stop_without_a_call_of_checkpoint_writes_what_can_be_resumed_or_says_
     steps = []
     for turn in range(2):
         ctx, model, optimizer = make(f"run={run}", "log.every_steps=4", "resume=auto")
-        extra: dict[str, Any] = {"an object": {"other": torch.nn.Linear(1, 1)}, "a value": {"best": 1}}.get(kept, {})
+        extra: dict[str, Any] = {
+            "an object": {"other": torch.nn.Linear(1, 1)},
+            "a value": {"best": 1},
+        }.get(kept, {})
         ctx.resume()
         for batch in ctx.samples(DATA, batch=2, epochs=2):
             plain_step(ctx, model, optimizer, batch)
@@ -276,10 +334,15 @@ def test_a_stop_without_a_call_of_checkpoint_writes_what_can_be_resumed_or_says_
     (stop,) = events(run, "stop")
     if kept == "a value":  # goes on from the end of the first epoch
         assert steps == [*range(16), *range(10, 20)]
-        assert "no checkpoint of step 16: it keeps best, which only the script knows" in stop["lines"][1]
+        assert (
+            "no checkpoint of step 16: it keeps best, which only the script knows"
+            in stop["lines"][1]
+        )
     elif kept == "no call":  # in the first epoch
         assert steps == [*range(8), *range(20)]
-        assert "ctx.checkpoint() was not called" in stop["lines"][1] and stop["lines"][1].endswith("there is no older one")
+        assert "ctx.checkpoint() was not called" in stop["lines"][1] and stop["lines"][1].endswith(
+            "there is no older one"
+        )
     else:
         assert steps == list(range(20)) and len(stop["lines"]) == 2
 
@@ -288,7 +351,9 @@ def test_a_time_limit_stops_it_to_be_resumed_where_it_was(make: Any, tmp_path: P
     """guard.max_time counts from the start of the process: 1 s is long over."""
     steps = []
     for limit in ("1s", "1h"):
-        ctx, model, optimizer = make(f"run={tmp_path / 'run'}", "log.every_steps=4", f"guard.max_time={limit}")
+        ctx, model, optimizer = make(
+            f"run={tmp_path / 'run'}", "log.every_steps=4", f"guard.max_time={limit}"
+        )
         ctx.resume()
         for batch in ctx.samples(DATA, batch=2, epochs=1):
             plain_step(ctx, model, optimizer, batch)
@@ -317,7 +382,10 @@ def test_now_and_without_a_run_folder(make: Any, tmp_path: Path) -> None:
         optimizer.step()
         assert ctx.checkpoint(model, optimizer, now=batch.step == 1) == (batch.step in (1, 3))
     ctx.close()
-    assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == ["step-00000002", "step-00000004"]
+    assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == [
+        "step-00000002",
+        "step-00000004",
+    ]
 
 
 def steps_of(run: Path) -> list[int]:
@@ -326,7 +394,12 @@ def steps_of(run: Path) -> list[int]:
 
 def test_a_checkpoint_that_the_script_asked_for_is_kept(make: Any, tmp_path: Path) -> None:
     """Of steps 1 and 3, the second one written twice: as it is due, then as it is asked for."""
-    words = (f"run={tmp_path / 'run'}", "checkpoint.keep_last=1", "checkpoint.every_steps=1", "log.every_steps=1")
+    words = (
+        f"run={tmp_path / 'run'}",
+        "checkpoint.keep_last=1",
+        "checkpoint.every_steps=1",
+        "log.every_steps=1",
+    )
     for epochs, kept in ((1, [1, 3, 4]), (2, [1, 3, 8])):
         ctx, model, optimizer = make(*words)
         ctx.resume()
@@ -337,17 +410,27 @@ def test_a_checkpoint_that_the_script_asked_for_is_kept(make: Any, tmp_path: Pat
             assert ctx.checkpoint(model, optimizer, now=batch.step in (0, 2)) or batch.step == 2
         ctx.close()
         assert steps_of(tmp_path / "run") == kept
-    one = json.loads((tmp_path / "run" / "checkpoints" / "step-00000008" / "progress.json").read_text())
-    assert one["train_state"]["is_kept"] is False, "a script that goes on from one that is kept does not keep its own"
+    one = json.loads(
+        (tmp_path / "run" / "checkpoints" / "step-00000008" / "progress.json").read_text()
+    )
+    assert one["train_state"]["is_kept"] is False, (
+        "a script that goes on from one that is kept does not keep its own"
+    )
 
 
 @pytest.mark.parametrize(("better", "best"), [("min", 2), ("max", 3)])
 def test_the_best_checkpoints_by_the_objective_that_the_script_gives(
     make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], better: str, best: int
 ) -> None:
-    ctx, model, optimizer = make(f"run={tmp_path / 'run'}", "checkpoint.keep_last=1", "checkpoint.keep_best=1")
+    ctx, model, optimizer = make(
+        f"run={tmp_path / 'run'}", "checkpoint.keep_last=1", "checkpoint.keep_best=1"
+    )
     ctx.resume()
-    for batch, value in zip(ctx.samples(DATA, batch=5, epochs=1.5), (3.0, torch.tensor(1.0), 7.0, math.inf, 2.0, None), strict=True):
+    for batch, value in zip(
+        ctx.samples(DATA, batch=5, epochs=1.5),
+        (3.0, torch.tensor(1.0), 7.0, math.inf, 2.0, None),
+        strict=True,
+    ):
         plain_step(ctx, model, optimizer, batch)
         ctx.checkpoint(model, optimizer, objective=value, better=better)
     ctx.close()
@@ -360,7 +443,9 @@ def test_the_best_checkpoints_by_the_objective_that_the_script_gives(
     batch = next(ctx.samples(DATA, batch=5, epochs=2))
     plain_step(ctx, model, optimizer, batch)
     other = "max" if better == "min" else "min"
-    with pytest.raises(UserError, match=f"better={other}, and the evaluations before had better={better}"):
+    with pytest.raises(
+        UserError, match=f"better={other}, and the evaluations before had better={better}"
+    ):
         ctx.checkpoint(model, optimizer, objective=1.0, better=other)
     with pytest.raises(UserError, match="objective is a str, not a number"):
         ctx.checkpoint(model, optimizer, objective="good", better=better)
@@ -376,7 +461,10 @@ def test_best_checkpoints_that_no_call_gives_an_objective_for_are_told(
         plain_step(ctx, model, optimizer, batch)
         ctx.checkpoint(model, optimizer)
     ctx.close()
-    assert "checkpoint.keep_best=2 has kept none: no call was ctx.checkpoint(..., objective=value)" in capsys.readouterr().out
+    assert (
+        "checkpoint.keep_best=2 has kept none: no call was ctx.checkpoint(..., objective=value)"
+        in capsys.readouterr().out
+    )
 
 
 def test_what_no_checkpoint_holds_is_refused_at_the_first_step(make: Any, tmp_path: Path) -> None:
@@ -398,14 +486,20 @@ def test_numbers_that_are_not_finite(make: Any, tmp_path: Path) -> None:
             assert not ctx.should_stop
 
     ctx, model, optimizer = make("log.every_steps=1")
-    with pytest.raises(Diverged, match="1 of the steps up to 2 had a loss or gradient that is not finite"):
+    with pytest.raises(
+        Diverged, match="1 of the steps up to 2 had a loss or gradient that is not finite"
+    ):
         step(ctx, model, optimizer, 1)
     ctx.close()
-    ctx, model, optimizer = make("guard.nonfinite=skip", "log.every_steps=1", f"run={tmp_path / 'run'}")
+    ctx, model, optimizer = make(
+        "guard.nonfinite=skip", "log.every_steps=1", f"run={tmp_path / 'run'}"
+    )
     step(ctx, model, optimizer, 2)
     assert model.weight.isfinite().all()
     ctx.close()
-    assert [(event["step"], event["count"]) for event in events(tmp_path / "run", "nonfinite")] == [(3, 1)]
+    assert [(event["step"], event["count"]) for event in events(tmp_path / "run", "nonfinite")] == [
+        (3, 1)
+    ]
 
 
 def test_gradients_are_clipped_and_a_closure_is_called_once(make: Any) -> None:
@@ -429,7 +523,9 @@ def weights_of(model: Any) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def stepped(make: Any, work: Any, *arguments: str, wrap: Any = lambda model: model, **options: Any) -> torch.Tensor:
+def stepped(
+    make: Any, work: Any, *arguments: str, wrap: Any = lambda model: model, **options: Any
+) -> torch.Tensor:
     """The weights after an epoch of work(ctx, model, optimizer, batch)."""
     ctx, model, optimizer = make(*arguments, **options)
     model = wrap(model)
@@ -445,14 +541,20 @@ def plain_step(ctx: Any, model: Any, optimizer: Any, batch: Any) -> None:
 
 
 def test_two_models_in_one_module_each_with_its_own_loss(opened: list[ht.Context]) -> None:
-    """As docs/own-loop.md has it of a GAN: one step of both, where the second loss goes through the first model without training it."""
+    """As docs/own-loop.md has it of a GAN: one step of both, where the second loss goes through the
+    first model without training it."""
     torch.manual_seed(5)
     net = torch.nn.ModuleDict({"g": torch.nn.Linear(2, 2), "d": torch.nn.Linear(2, 1)}).double()
     plain = copy.deepcopy(net)
     ctx = ht.init()
     opened.append(ctx)
     rates = {"g": 1e-3, "d": 2e-3}
-    _, optimizer = ctx.prepare(net, torch.optim.SGD([{"params": list(net[n].parameters()), "lr": lr} for n, lr in rates.items()]))
+    _, optimizer = ctx.prepare(
+        net,
+        torch.optim.SGD(
+            [{"params": list(net[n].parameters()), "lr": lr} for n, lr in rates.items()]
+        ),
+    )
     x, _ = batch = next(ctx.samples(DATA, batch=7))
     fixed = {name: p.detach() for name, p in net["d"].named_parameters()}
     loss_of_d = (net["d"](x).square() - net["d"](net["g"](x).detach())).mean()
@@ -460,11 +562,18 @@ def test_two_models_in_one_module_each_with_its_own_loss(opened: list[ht.Context
     ctx.backward(loss_of_d + loss_of_g)
     optimizer.step()
     assert batch.count == 7
-    losses = {"d": (plain["d"](x).square() - plain["d"](plain["g"](x))).mean(), "g": plain["d"](plain["g"](x)).square().mean()}
+    losses = {
+        "d": (plain["d"](x).square() - plain["d"](plain["g"](x))).mean(),
+        "g": plain["d"](plain["g"](x)).square().mean(),
+    }
     for name, loss in losses.items():
         gradients = torch.autograd.grad(loss, list(plain[name].parameters()), retain_graph=True)
-        for p, before, gradient in zip(net[name].parameters(), plain[name].parameters(), gradients, strict=True):
-            torch.testing.assert_close(p.detach(), before.detach() - rates[name] * gradient, rtol=1e-12, atol=1e-12)
+        for p, before, gradient in zip(
+            net[name].parameters(), plain[name].parameters(), gradients, strict=True
+        ):
+            torch.testing.assert_close(
+                p.detach(), before.detach() - rates[name] * gradient, rtol=1e-12, atol=1e-12
+            )
 
 
 def test_parts_of_a_batch_make_its_step(make: Any) -> None:
@@ -492,16 +601,20 @@ def test_gradients_are_clipped_by_the_key_or_by_torch(make: Any, stage: int) -> 
         optimizer.step()
 
     found = stepped(make, clipped, lr=0.1)
-    torch.testing.assert_close(found, stepped(make, plain_step, "optim.clip_norm=0.5", lr=0.1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        found, stepped(make, plain_step, "optim.clip_norm=0.5", lr=0.1), rtol=1e-6, atol=0
+    )
     with pytest.raises(
         UserError,
-        match="with shard.stage or parallel.* each rank has a part of the gradients, and p.grad has none\n.*\n.*optim.clip_norm=1",
+        match="with shard.stage or parallel.* each rank has a part of the gradients, and p.grad "
+        "has none\n.*\n.*optim.clip_norm=1",
     ):
         stepped(make, clipped, f"shard.stage={stage}")
 
 
 def test_a_grad_scaler(make: Any, tmp_path: Path) -> None:
-    """Powers of two change nothing; a step that overflows is left out and halves the scale, which checkpoints keep."""
+    """Powers of two change nothing; a step that overflows is left out and halves the scale, which
+    checkpoints keep."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
 
     def scaled(ctx: Any, model: Any, optimizer: Any, batch: Any) -> None:
@@ -517,14 +630,19 @@ def test_a_grad_scaler(make: Any, tmp_path: Path) -> None:
         ctx.backward(scaler.scale(loss_of(model, batch) * (math.inf if batch.step == 0 else 1)))
         scaler.step(optimizer)
         scaler.update()
-        assert torch.equal(weights_of(model), before) == (batch.step == 0) and scaler.get_scale() == 2.0**9
+        assert (
+            torch.equal(weights_of(model), before) == (batch.step == 0)
+            and scaler.get_scale() == 2.0**9
+        )
         ctx.checkpoint(model, optimizer, scaler=scaler)
     ctx.close()
     ctx, model, optimizer = make(run, "log.every_steps=1", "guard.nonfinite=stop")
     endless = torch.amp.GradScaler("cpu")
     endless.load_state_dict(ctx.resume()["scaler"])
     assert endless.get_scale() == 2.0**9
-    with pytest.raises(Diverged, match="1 of the steps up to 33 had a loss or gradient that is not finite"):
+    with pytest.raises(
+        Diverged, match="1 of the steps up to 33 had a loss or gradient that is not finite"
+    ):
         for batch in ctx.samples(DATA, batch=1, epochs=9):
             ctx.backward(endless.scale(loss_of(model, batch) * math.nan))
             endless.step(optimizer)
@@ -540,7 +658,9 @@ def test_a_grad_scaler_with_gradients_in_parts(make: Any, stage: int) -> None:
         ctx.backward(scaler.scale(loss_of(model, batch)))
         scaler.step(optimizer)
 
-    with pytest.raises(UserError, match="a GradScaler sees this rank's part of the gradients alone"):
+    with pytest.raises(
+        UserError, match="a GradScaler sees this rank's part of the gradients alone"
+    ):
         stepped(make, scaled, f"shard.stage={stage}")
 
 
@@ -557,9 +677,20 @@ def of_two_types() -> torch.nn.Module:
 @pytest.mark.parametrize(
     ("net", "what"),
     [
-        (lambda: torch.compile(torch.nn.Linear(2, 1), backend="eager"), "a compiled model would keep whole weights"),
-        (of_two_types, "the model's parameters are of torch.float32, torch.float64: shard.stage=3 gathers those of one type"),
-        (of_one_number, "the parameter scale is a single number: shard.stage=3 gives each rank rows of each parameter"),
+        (
+            lambda: torch.compile(torch.nn.Linear(2, 1), backend="eager"),
+            "a compiled model would keep whole weights",
+        ),
+        (
+            of_two_types,
+            "the model's parameters are of torch.float32, torch.float64: shard.stage=3 gathers "
+            "those of one type",
+        ),
+        (
+            of_one_number,
+            "the parameter scale is a single number: shard.stage=3 gives each rank rows of each "
+            "parameter",
+        ),
     ],
 )
 def test_a_model_that_stage_3_cannot_cut(opened: list[ht.Context], net: Any, what: str) -> None:
@@ -577,7 +708,9 @@ class Tower(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = torch.nn.Linear(2, 4)
-        self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4)])
+        self.layers = torch.nn.ModuleList(
+            [torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4)]
+        )
         self.last = torch.nn.Linear(4, 4)
         self.last.weight = self.first.weight = torch.nn.Parameter(torch.rand(4, 2))
         self.frozen = torch.nn.Parameter(torch.rand(4), requires_grad=False)
@@ -590,16 +723,24 @@ class Tower(torch.nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["SGD", "AdamW", "Adagrad"])
-def test_a_model_of_blocks_that_stage_3_gathers_one_at_a_time(opened: list[ht.Context], tmp_path: Path, kind: str) -> None:
-    """Two parameter groups, a frozen weight, a shared one, batch norm, a resume and an evaluation; equal to the loop without stage 3."""
+def test_a_model_of_blocks_that_stage_3_gathers_one_at_a_time(
+    opened: list[ht.Context], tmp_path: Path, kind: str
+) -> None:
+    """Two parameter groups, a frozen weight, a shared one, batch norm, a resume and an evaluation;
+    equal to the loop without stage 3."""
 
     def train(epochs: int, run: str, *arguments: str) -> list[float]:
         ctx = ht.init(f"run={run}", "log.every_steps=1", *arguments)
         opened.append(ctx)
         torch.manual_seed(0)
         net = Tower().double()
-        rest = [p for name, p in net.named_parameters() if name.startswith("layers") and p.requires_grad]
-        groups = [{"params": [net.first.weight, net.first.bias, net.last.bias]}, {"params": rest, "lr": 3e-3}]
+        rest = [
+            p for name, p in net.named_parameters() if name.startswith("layers") and p.requires_grad
+        ]
+        groups = [
+            {"params": [net.first.weight, net.first.bias, net.last.bias]},
+            {"params": rest, "lr": 3e-3},
+        ]
         model, optimizer = ctx.prepare(net, getattr(torch.optim, kind)(groups, lr=1e-3))
         ctx.resume()
         for batch in ctx.samples(DATA, batch=8, epochs=epochs):
@@ -615,17 +756,25 @@ def test_a_model_of_blocks_that_stage_3_gathers_one_at_a_time(opened: list[ht.Co
     expected = train(4, f"{tmp_path / 'plain'}")
     assert train(4, f"{tmp_path / 'cut'}", "shard.stage=3") == pytest.approx(expected, rel=1e-12)
     train(2, f"{tmp_path / 'resumed'}", "shard.stage=3")
-    assert train(4, f"{tmp_path / 'resumed'}") == pytest.approx(expected, rel=1e-12), "stage 3, and on without"
+    assert train(4, f"{tmp_path / 'resumed'}") == pytest.approx(expected, rel=1e-12), (
+        "stage 3, and on without"
+    )
     start = events(tmp_path / "cut", "start")[0]
-    assert start["model"].startswith("Tower, ") and "in 3 blocks and the rest (ZeRO stage 3)" in start["model"]
+    assert (
+        start["model"].startswith("Tower, ")
+        and "in 3 blocks and the rest (ZeRO stage 3)" in start["model"]
+    )
 
 
 def test_torch_compile_before_and_after_prepare(make: Any, tmp_path: Path) -> None:
-    """A checkpoint has the names of the module inside, so it does not matter which run was compiled, and when."""
+    """A checkpoint has the names of the module inside, so it does not matter which run was
+    compiled, and when."""
 
     def train(epochs: int, before: bool, after: bool, run: str) -> torch.Tensor:
         ctx, model, optimizer = make(run, prepared=False)
-        model, optimizer = ctx.prepare(torch.compile(model, backend="eager") if before else model, optimizer)
+        model, optimizer = ctx.prepare(
+            torch.compile(model, backend="eager") if before else model, optimizer
+        )
         ctx.resume()
         model = torch.compile(model, backend="eager") if after else model
         for batch in ctx.samples(DATA, batch=20, epochs=epochs):
@@ -645,7 +794,9 @@ def test_autocast_in_bfloat16_is_that_of_torch(make: Any) -> None:
     alone = copy.deepcopy(net.float())
     model, optimizer = ctx.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-3))
     plain = torch.optim.SGD(alone.parameters(), lr=1e-3)
-    for batch in ctx.samples({name: array.astype(np.float32) for name, array in DATA.items()}, batch=5, epochs=1):
+    for batch in ctx.samples(
+        {name: array.astype(np.float32) for name, array in DATA.items()}, batch=5, epochs=1
+    ):
         with torch.autocast("cpu", torch.bfloat16):
             loss = loss_of(model, batch)
             expected = loss_of(alone, batch)
@@ -673,7 +824,9 @@ def of_precision(opened: list[ht.Context], *arguments: str, by_hand: bool = Fals
         loss = torch.nn.functional.mse_loss(outputs.to(batch["y"].dtype), batch["y"])
         ctx.backward(loss)
         if "shard.stage=1" not in arguments and "shard.stage=3" not in arguments:
-            gradient = torch.nn.utils.get_total_norm([p.grad for p in net.parameters() if p.grad is not None])
+            gradient = torch.nn.utils.get_total_norm(
+                [p.grad for p in net.parameters() if p.grad is not None]
+            )
             assert gradient < 10, "no loss scale is in it"
         optimizer.step()
         losses.append(loss.item())
@@ -682,7 +835,8 @@ def of_precision(opened: list[ht.Context], *arguments: str, by_hand: bool = Fals
 
 
 def test_number_types_by_the_key(opened: list[ht.Context]) -> None:
-    """bf16 is autocast around the model, to the last bit; the loss scale of fp16 is not in p.grad; without the key all is as it is."""
+    """bf16 is autocast around the model, to the last bit; the loss scale of fp16 is not in p.grad;
+    without the key all is as it is."""
     plain = of_precision(opened)
     assert of_precision(opened, "speed.precision=fp32") == plain
     assert of_precision(opened, "speed.precision=fp64") == pytest.approx(plain, rel=1e-4)
@@ -691,12 +845,18 @@ def test_number_types_by_the_key(opened: list[ht.Context]) -> None:
     in_fp16 = of_precision(opened, "speed.precision=fp16")
     assert in_fp16 != plain and in_fp16 == pytest.approx(plain, rel=0.05)
     assert of_precision(opened, "speed.precision=fp16", "shard.stage=1") == in_fp16
-    assert of_precision(opened, "speed.precision=bf16", "shard.stage=3") == pytest.approx(in_bf16, rel=1e-3)
+    assert of_precision(opened, "speed.precision=bf16", "shard.stage=3") == pytest.approx(
+        in_bf16, rel=1e-3
+    )
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # of torch, inside of its compiler
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.*:DeprecationWarning"
+)  # of torch, inside of its compiler
 def test_compiled_by_the_key(opened: list[ht.Context]) -> None:
-    assert of_precision(opened, "speed.compile=default") == pytest.approx(of_precision(opened), rel=1e-4)
+    assert of_precision(opened, "speed.compile=default") == pytest.approx(
+        of_precision(opened), rel=1e-4
+    )
     opened.append(ht.init("speed.compile=default"))
     model = torch.compile(torch.nn.Linear(2, 1), backend="eager")
     with pytest.raises(UserError, match="the model is compiled already"):
@@ -706,7 +866,9 @@ def test_compiled_by_the_key(opened: list[ht.Context]) -> None:
 def test_an_example_of_the_inputs_is_asked_for_where_it_is_needed(opened: list[ht.Context]) -> None:
     opened.append(ht.init("shard.stage=3", "speed.precision=bf16"))
     model = torch.nn.Linear(2, 1)
-    with pytest.raises(UserError, match="shard.stage has to see what the model is called with\n.*\n.*example=x"):
+    with pytest.raises(
+        UserError, match="shard.stage has to see what the model is called with\n.*\n.*example=x"
+    ):
         opened[-1].prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
@@ -716,11 +878,16 @@ def test_calls_of_a_model_in_stages_that_compute_nothing() -> None:
     from hvdtrain.frameworks.torch.own_loop.prepared import InStages
 
     pipelined: Any = None  # which no call here comes to
-    model = InStages(torch.nn.Linear(2, 1), pipelined, one_group(SingleProcessCommunicator()), torch.float32)
+    model = InStages(
+        torch.nn.Linear(2, 1), pipelined, one_group(SingleProcessCommunicator()), torch.float32
+    )
     x = torch.ones(3, 2)
     with pytest.raises(UserError, match="no rank has all layers of the model"):
         model(x)
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(UserError, match="does not reach its stages"):
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(UserError, match="does not reach its stages"),
+    ):
         model(x)
     with pytest.raises(UserError, match="did not call the model"):
         model._inputs_of(x, lambda part: part.sum())
@@ -731,9 +898,14 @@ def test_calls_of_a_model_in_stages_that_compute_nothing() -> None:
 
 
 def test_a_grad_scaler_beside_a_loss_scale_or_local_steps(opened: list[ht.Context]) -> None:
-    for words, what in [(["speed.precision=fp16"], "which scales the loss already"), (["comm.local_steps=2"], "this rank's part")]:
+    for words, what in [
+        (["speed.precision=fp16"], "which scales the loss already"),
+        (["comm.local_steps=2"], "this rank's part"),
+    ]:
         opened.append(ht.init(*words))
-        model, optimizer = opened[-1].prepare(net := torch.nn.Linear(2, 1), torch.optim.SGD(net.parameters(), lr=0.1))
+        model, optimizer = opened[-1].prepare(
+            net := torch.nn.Linear(2, 1), torch.optim.SGD(net.parameters(), lr=0.1)
+        )
         scaler = torch.amp.GradScaler("cpu")
         for batch in opened[-1].samples({"x": torch.ones(4, 2)}, batch=2):
             opened[-1].backward(scaler.scale(model(batch["x"]).mean()))
@@ -746,7 +918,9 @@ def test_a_grad_scaler_beside_a_loss_scale_or_local_steps(opened: list[ht.Contex
 def test_a_data_loader_gives_its_data_set(make: Any) -> None:
     from torch.utils.data import DataLoader, TensorDataset
 
-    loader = DataLoader(TensorDataset(torch.from_numpy(X), torch.from_numpy(DATA["y"])), batch_size=3, shuffle=True)
+    loader = DataLoader(
+        TensorDataset(torch.from_numpy(X), torch.from_numpy(DATA["y"])), batch_size=3, shuffle=True
+    )
     ctx, model, optimizer = make()
     seen = []
     for x, y in ctx.samples(loader, batch=5, epochs=1):
@@ -770,7 +944,12 @@ def test_layers_that_drop_are_seeded_by_step(make: Any) -> None:
         return found
 
     first = drawn(4, 0)
-    assert first == drawn(4, 0) and len(set(first)) == 4 and first != drawn(4, 1) and first != drawn(5, 0)
+    assert (
+        first == drawn(4, 0)
+        and len(set(first)) == 4
+        and first != drawn(4, 1)
+        and first != drawn(5, 0)
+    )
 
 
 def mistakes() -> list[Any]:
@@ -800,7 +979,9 @@ def mistakes() -> list[Any]:
 
     def without_some_targets(part: Any) -> torch.Tensor:
         y = torch.where(part["y"] > 20, 0, -100)
-        return torch.nn.functional.cross_entropy(torch.cat([part["x"] @ torch.ones(2, 1).double()] * 2, 1).requires_grad_(), y)
+        return torch.nn.functional.cross_entropy(
+            torch.cat([part["x"] @ torch.ones(2, 1).double()] * 2, 1).requires_grad_(), y
+        )
 
     def count_of_one_part(part: Any) -> Any:
         loss = part["x"].mean().requires_grad_()
@@ -811,8 +992,16 @@ def mistakes() -> list[Any]:
         ctx.mean({"a": 1})
 
     return [
-        (in_step(lambda c, m, o, b: None), "optimizer.step() was not called", "to accumulate gradients: ctx.accumulate()"),
-        (in_step(twice), "a second backward pass for one batch", "ctx.accumulate(loss_of, at_most=SAMPLES)"),
+        (
+            in_step(lambda c, m, o, b: None),
+            "optimizer.step() was not called",
+            "to accumulate gradients: ctx.accumulate()",
+        ),
+        (
+            in_step(twice),
+            "a second backward pass for one batch",
+            "ctx.accumulate(loss_of, at_most=SAMPLES)",
+        ),
         (
             in_step(lambda c, m, o, b: c.accumulate(lambda part: 2.0, at_most=2)),
             "the loss is a float",
@@ -839,40 +1028,149 @@ def mistakes() -> list[Any]:
             "the loss is the mean over",
         ),
         (in_step(mean_after_each), "a mean after ctx.each() without a count", "count=NUMBER"),
-        (in_step(lambda c, m, o, b: c.accumulate(None, at_most=0)), "at_most=0 is no number of samples", "of a part, 1 or more"),
-        (in_step(plain), "optimizer.step() without ctx.backward(loss)", "in the place of loss.backward()"),
-        (in_step(lambda c, m, o, b: c.backward(m(b["x"]))), "the loss is a tensor of shape (5, 1)", "the mean over this rank's samples"),
-        (in_step(lambda c, m, o, b: c.backward(2.0)), "the loss is a float", "one number that depends on the model"),
-        (in_step(lambda c, m, o, b: c.backward(torch.zeros(()))), "of shape () without a gradient", "depends on the model"),
+        (
+            in_step(lambda c, m, o, b: c.accumulate(None, at_most=0)),
+            "at_most=0 is no number of samples",
+            "of a part, 1 or more",
+        ),
+        (
+            in_step(plain),
+            "optimizer.step() without ctx.backward(loss)",
+            "in the place of loss.backward()",
+        ),
+        (
+            in_step(lambda c, m, o, b: c.backward(m(b["x"]))),
+            "the loss is a tensor of shape (5, 1)",
+            "the mean over this rank's samples",
+        ),
+        (
+            in_step(lambda c, m, o, b: c.backward(2.0)),
+            "the loss is a float",
+            "one number that depends on the model",
+        ),
+        (
+            in_step(lambda c, m, o, b: c.backward(torch.zeros(()))),
+            "of shape () without a gradient",
+            "depends on the model",
+        ),
         (in_step(lambda c, m, o, b: b["z"]), "the samples have no 'z'", "their fields: x, y"),
-        (in_step(lambda c, m, o, b: c.checkpoint(m, o)), "there is no run folder", "hvdtrain.init({'run': 'DIR'})"),
-        (after_step(lambda c, m, o, b: o.step()), "optimizer.step() without a new batch", "one step for each batch"),
-        (after_step(lambda c, m, o, b: c.checkpoint(m, None)), "is not what ctx.prepare() returned", "model, optimizer = ctx.prepare"),
-        (after_step(lambda c, m, o, b: c.log(loss=m.weight)), "loss is of shape (1, 2), not one number", "loss=loss.mean()"),
-        (after_step(lambda c, m, o, b: c.log(loss="a")), "loss is a str, not a number", "a number, or a tensor of one"),
-        (after_step(lambda c, m, o, b: c.samples(DATA, batch=2)), "a second ctx.samples()", "ctx.each(dataset, batch=...)"),
-        (after_step(lambda c, m, o, b: c.resume()), "ctx.resume() after ctx.samples()", "right after ctx.prepare()"),
-        (lambda c, m, o: c.backward(torch.zeros(())), "no batch of ctx.samples() is under way", "a DataLoader is not needed"),
+        (
+            in_step(lambda c, m, o, b: c.checkpoint(m, o)),
+            "there is no run folder",
+            "hvdtrain.init({'run': 'DIR'})",
+        ),
+        (
+            after_step(lambda c, m, o, b: o.step()),
+            "optimizer.step() without a new batch",
+            "one step for each batch",
+        ),
+        (
+            after_step(lambda c, m, o, b: c.checkpoint(m, None)),
+            "is not what ctx.prepare() returned",
+            "model, optimizer = ctx.prepare",
+        ),
+        (
+            after_step(lambda c, m, o, b: c.log(loss=m.weight)),
+            "loss is of shape (1, 2), not one number",
+            "loss=loss.mean()",
+        ),
+        (
+            after_step(lambda c, m, o, b: c.log(loss="a")),
+            "loss is a str, not a number",
+            "a number, or a tensor of one",
+        ),
+        (
+            after_step(lambda c, m, o, b: c.samples(DATA, batch=2)),
+            "a second ctx.samples()",
+            "ctx.each(dataset, batch=...)",
+        ),
+        (
+            after_step(lambda c, m, o, b: c.resume()),
+            "ctx.resume() after ctx.samples()",
+            "right after ctx.prepare()",
+        ),
+        (
+            lambda c, m, o: c.backward(torch.zeros(())),
+            "no batch of ctx.samples() is under way",
+            "a DataLoader is not needed",
+        ),
         (lambda c, m, o: c.resume(), "there is no run folder", "hvdtrain.init({'run': 'DIR'})"),
-        (lambda c, m, o: c.prepare(m, o), "a second ctx.prepare()", "one optimizer of several groups"),
-        (lambda c, m, o: c.checkpoint(m, o), "ctx.checkpoint() before ctx.samples()", "inside of the loop"),
-        (lambda c, m, o: c.samples(DATA, batch=0), "batch=0 is no number of samples", "1 or more, over all ranks"),
-        (lambda c, m, o: c.samples(DATA, batch=2, epochs=0), "epochs=0 is no length", "a number above 0"),
-        (lambda c, m, o: c.samples(DATA, batch=2, seed=-1), "seed=-1 is no seed", "a whole number from 0 on"),
-        (lambda c, m, o: c.samples(iter([1]), batch=2), "is a list_iterator, whose samples come in an order of its own", "docs"),
-        (lambda c, m, o: list(c.each(DATA, batch=True)), "batch=True is no number of samples", "batch=256"),
-        (lambda c, m, o: c.mean({"a": torch.ones(2)}), "a is of shape (2,), not one number", "a=a.mean()"),
-        (lambda c, m, o: c.mean({1: 2.0}), "{1: 2.0} is no mapping of names to numbers", "count=batch.count"),
-        (lambda c, m, o: c.mean({"a": 1}, count=-1.5), "count=-1.5 is not a number of items", "the loss is the mean over"),
-        (lambda c, m, o: (c.close(), c.mean({"a": 1})), "the context is closed", "ctx = hvdtrain.init(...) again"),
-        (lambda c, m, o: c.samples(DATA, batch=21), "batch=21 is more than the 20 samples", "20 or less"),
-        (lambda c, m, o: o.add_param_group({"params": []}), "a parameter group after ctx.prepare()", "all groups before it"),
-        (lambda c, m, o: o.load_state_dict({}), "comes from a checkpoint", "state = ctx.resume(), after prepare()"),
+        (
+            lambda c, m, o: c.prepare(m, o),
+            "a second ctx.prepare()",
+            "one optimizer of several groups",
+        ),
+        (
+            lambda c, m, o: c.checkpoint(m, o),
+            "ctx.checkpoint() before ctx.samples()",
+            "inside of the loop",
+        ),
+        (
+            lambda c, m, o: c.samples(DATA, batch=0),
+            "batch=0 is no number of samples",
+            "1 or more, over all ranks",
+        ),
+        (
+            lambda c, m, o: c.samples(DATA, batch=2, epochs=0),
+            "epochs=0 is no length",
+            "a number above 0",
+        ),
+        (
+            lambda c, m, o: c.samples(DATA, batch=2, seed=-1),
+            "seed=-1 is no seed",
+            "a whole number from 0 on",
+        ),
+        (
+            lambda c, m, o: c.samples(iter([1]), batch=2),
+            "is a list_iterator, whose samples come in an order of its own",
+            "docs",
+        ),
+        (
+            lambda c, m, o: list(c.each(DATA, batch=True)),
+            "batch=True is no number of samples",
+            "batch=256",
+        ),
+        (
+            lambda c, m, o: c.mean({"a": torch.ones(2)}),
+            "a is of shape (2,), not one number",
+            "a=a.mean()",
+        ),
+        (
+            lambda c, m, o: c.mean({1: 2.0}),
+            "{1: 2.0} is no mapping of names to numbers",
+            "count=batch.count",
+        ),
+        (
+            lambda c, m, o: c.mean({"a": 1}, count=-1.5),
+            "count=-1.5 is not a number of items",
+            "the loss is the mean over",
+        ),
+        (
+            lambda c, m, o: (c.close(), c.mean({"a": 1})),
+            "the context is closed",
+            "ctx = hvdtrain.init(...) again",
+        ),
+        (
+            lambda c, m, o: c.samples(DATA, batch=21),
+            "batch=21 is more than the 20 samples",
+            "20 or less",
+        ),
+        (
+            lambda c, m, o: o.add_param_group({"params": []}),
+            "a parameter group after ctx.prepare()",
+            "all groups before it",
+        ),
+        (
+            lambda c, m, o: o.load_state_dict({}),
+            "comes from a checkpoint",
+            "state = ctx.resume(), after prepare()",
+        ),
     ]
 
 
 def test_padded_samples_need_a_count_in_each_call(opened: list[ht.Context]) -> None:
-    """And what is logged and averaged is weighted with it. A step without any item leaves the weights as they are."""
+    """And what is logged and averaged is weighted with it. A step without any item leaves the
+    weights as they are."""
     tokens = {"tokens": [np.arange(n) % 5 for n in (2, 9, 3, 7, 2, 2)]}
 
     def next_tokens(part: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -899,9 +1197,13 @@ def test_padded_samples_need_a_count_in_each_call(opened: list[ht.Context]) -> N
         alone.load_state_dict(net.state_dict())
         y = batch["tokens"][:, 1:].flatten()
         alone.zero_grad()
-        of_all = torch.nn.functional.cross_entropy(alone(batch["tokens"][:, :-1].clamp(min=0)).flatten(0, 1), y)
+        of_all = torch.nn.functional.cross_entropy(
+            alone(batch["tokens"][:, :-1].clamp(min=0)).flatten(0, 1), y
+        )
         of_all.backward()
-        assert ctx.accumulate(next_tokens, at_most=1).item() == pytest.approx(of_all.item(), rel=1e-12)
+        assert ctx.accumulate(next_tokens, at_most=1).item() == pytest.approx(
+            of_all.item(), rel=1e-12
+        )
         assert alone.weight.grad is not None
         torch.testing.assert_close(net.weight.grad, alone.weight.grad, rtol=0, atol=1e-14)
         assert ctx._batch_count("") == (y != -100).sum()
@@ -909,13 +1211,19 @@ def test_padded_samples_need_a_count_in_each_call(opened: list[ht.Context]) -> N
     opened.append(ctx := (ctx.close(), ht.init("data.pad={tokens: -100}"))[1])
     model, optimizer = ctx.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0))
     for _ in ctx.samples(tokens, batch=3, epochs=1):
-        with pytest.raises(UserError, match="data.pad gives tokens samples of different lengths") as refused:
+        with pytest.raises(
+            UserError, match="data.pad gives tokens samples of different lengths"
+        ) as refused:
             ctx.backward(net.weight.sum())
         assert "of a mean over samples N is batch.count" in refused.value.fix
         break
 
 
-@pytest.mark.parametrize(("run", "what", "fix"), mistakes(), ids=lambda value: value[:40] if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("run", "what", "fix"),
+    mistakes(),
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
 def test_mistakes_in_a_loop(make: Any, run: Any, what: str, fix: str) -> None:
     ctx, model, optimizer = make()
     with pytest.raises(UserError) as caught:
@@ -935,20 +1243,62 @@ def unfit() -> list[Any]:
     words = torch.nn.Sequential(torch.nn.Embedding(3, 2, sparse=True))
     complex_numbers = torch.nn.Linear(2, 2, dtype=torch.complex64)
     return [
-        (words, torch.optim.SGD(words.parameters(), lr=0.1), "0 makes sparse gradients", "sparse=False"),
-        (complex_numbers, torch.optim.SGD(complex_numbers.parameters(), lr=0.1), "weight has complex numbers", "torch.view_as_complex()"),
+        (
+            words,
+            torch.optim.SGD(words.parameters(), lr=0.1),
+            "0 makes sparse gradients",
+            "sparse=False",
+        ),
+        (
+            complex_numbers,
+            torch.optim.SGD(complex_numbers.parameters(), lr=0.1),
+            "weight has complex numbers",
+            "torch.view_as_complex()",
+        ),
         (net, stepped, "the optimizer has made steps already", "prepare() first"),
-        (net, scheduled, "a scheduler has this optimizer already", "then the scheduler of that optimizer"),
-        (net, torch.optim.SGD([net.weight], lr=0.1), "bias would be trained, and the optimizer does not have it", "requires_grad_(False)"),
-        (net, torch.optim.SGD([torch.nn.Parameter(torch.ones(7))], lr=0.1), "parameters that are not the model's, of shape (7,)", "after"),
-        (frozen, torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1), "parameters that are not the model's", "one module"),
-        (net, torch.optim.LBFGS(net.parameters()), "LBFGS computes the loss several times in a step", "as SGD or AdamW"),
-        ("net", torch.optim.SGD(net.parameters(), lr=0.1), "a str and a SGD, not a torch.nn.Module", "ctx.prepare(model, optimizer)"),
+        (
+            net,
+            scheduled,
+            "a scheduler has this optimizer already",
+            "then the scheduler of that optimizer",
+        ),
+        (
+            net,
+            torch.optim.SGD([net.weight], lr=0.1),
+            "bias would be trained, and the optimizer does not have it",
+            "requires_grad_(False)",
+        ),
+        (
+            net,
+            torch.optim.SGD([torch.nn.Parameter(torch.ones(7))], lr=0.1),
+            "parameters that are not the model's, of shape (7,)",
+            "after",
+        ),
+        (
+            frozen,
+            torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1),
+            "parameters that are not the model's",
+            "one module",
+        ),
+        (
+            net,
+            torch.optim.LBFGS(net.parameters()),
+            "LBFGS computes the loss several times in a step",
+            "as SGD or AdamW",
+        ),
+        (
+            "net",
+            torch.optim.SGD(net.parameters(), lr=0.1),
+            "a str and a SGD, not a torch.nn.Module",
+            "ctx.prepare(model, optimizer)",
+        ),
     ]
 
 
 @pytest.mark.parametrize(("model", "optimizer", "what", "fix"), unfit())
-def test_a_model_and_an_optimizer_that_do_not_belong_together(make: Any, model: Any, optimizer: Any, what: str, fix: str) -> None:
+def test_a_model_and_an_optimizer_that_do_not_belong_together(
+    make: Any, model: Any, optimizer: Any, what: str, fix: str
+) -> None:
     ctx, _, _ = make(prepared=False)
     with pytest.raises(UserError) as caught:
         ctx.prepare(model, optimizer)
@@ -960,11 +1310,23 @@ def test_a_model_and_an_optimizer_that_do_not_belong_together(make: Any, model: 
 @pytest.mark.parametrize(
     ("arguments", "what", "fix"),
     [
-        (["epochs=3"], "epochs is not of an own loop", "ctx.samples(dataset, batch=..., epochs=...)"),
+        (
+            ["epochs=3"],
+            "epochs is not of an own loop",
+            "ctx.samples(dataset, batch=..., epochs=...)",
+        ),
         (["model.name=mlp"], "model.name is not of an own loop", "ctx.prepare(model, optimizer)"),
-        (["augment.flip=true"], "augment.flip is not of an own loop", "hvdtrain.train() has it; an own loop has checkpoint, comm"),
+        (
+            ["augment.flip=true"],
+            "augment.flip is not of an own loop",
+            "hvdtrain.train() has it; an own loop has checkpoint, comm",
+        ),
         (["servers.count=1"], "servers.count is not of an own loop", "a worker makes no step"),
-        (["guard.lost=shrink"], "guard.lost is not of an own loop", "hvdtrain.run(train, {...}) has guard.lost=shrink"),
+        (
+            ["guard.lost=shrink"],
+            "guard.lost is not of an own loop",
+            "hvdtrain.run(train, {...}) has guard.lost=shrink",
+        ),
         (["cheque.every=3"], "there is no key cheque.every", "did you mean checkpoint.every?"),
         (["guard.nonfinite=rollback"], "would go back behind the script's back", "stop or skip"),
         (["resume=somewhere"], "resume= needs run=", "run=DIR"),
@@ -987,10 +1349,15 @@ def test_a_run_folder_of_something_else(make: Any, tmp_path: Path) -> None:
         ctx.checkpoint(model, optimizer)
     ctx.close()
     ctx, model, _ = make(f"run={run}")
-    with pytest.raises(UserError, match="has a checkpoint, and the loop would begin anew\n.*\n  fix: state = ctx.resume"):
+    with pytest.raises(
+        UserError,
+        match="has a checkpoint, and the loop would begin anew\n.*\n  fix: state = ctx.resume",
+    ):
         ctx.samples(DATA, batch=5)
     ctx.resume()
-    with pytest.raises(UserError, match="the checkpoint has 20 samples with seed=1, global sampling, ctx.samples"):
+    with pytest.raises(
+        UserError, match="the checkpoint has 20 samples with seed=1, global sampling, ctx.samples"
+    ):
         ctx.samples(DATA, batch=5, seed=2)
     ctx.close()
     ctx = ht.init(f"run={run}")
@@ -1004,10 +1371,24 @@ def test_a_run_folder_of_something_else(make: Any, tmp_path: Path) -> None:
 
 
 def test_values_beside_model_and_optimizer() -> None:
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1), 5)
-    given = {"s": scheduler, "t": torch.tensor(3.5), "n": np.float32(0.5), "nan": math.nan, "empty": torch.zeros(0, 2), "none": None}
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
+        torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1), 5
+    )
+    given = {
+        "s": scheduler,
+        "t": torch.tensor(3.5),
+        "n": np.float32(0.5),
+        "nan": math.nan,
+        "empty": torch.zeros(0, 2),
+        "none": None,
+    }
     found = from_arrays(to_arrays(given))
-    assert found["s"] == scheduler.state_dict() and found["t"].item() == 3.5 and found["n"] == 0.5 and math.isnan(found["nan"])
+    assert (
+        found["s"] == scheduler.state_dict()
+        and found["t"].item() == 3.5
+        and found["n"] == 0.5
+        and math.isnan(found["nan"])
+    )
     assert tuple(found["empty"].shape) == (0, 2) and found["none"] is None
     kinds = {
         1: (2, [3]),
@@ -1020,15 +1401,30 @@ def test_values_beside_model_and_optimizer() -> None:
     same = from_arrays(to_arrays({"of": kinds}))["of"]
     assert repr(same) == repr({**kinds}), "types and keys are those of before"
     mask = np.ma.masked_array([1.0, 2.0], [True, False])
-    for lossy in (mask, defaultdict(int), IntEnum("Mode", "A B").A, torch.finfo(torch.half), {1, 2}, b"a", {(1, 2): 3}):
+    for lossy in (
+        mask,
+        defaultdict(int),
+        IntEnum("Mode", "A B").A,
+        torch.finfo(torch.half),
+        {1, 2},
+        b"a",
+        {(1, 2): 3},
+    ):
         with pytest.raises(UserError, match="which no checkpoint holds"):
             to_arrays({"v": lossy})
     conjugate = torch.tensor([1 + 2j]).conj()
     assert torch.equal(from_arrays(to_arrays({"z": conjugate}))["z"], conjugate)
-    for value, kind in ((np.complex64(1j), "complex64"), (np.datetime64("2026-01-01"), "datetime64"), (torch.eye(2).to_sparse(), "Tensor")):
+    for value, kind in (
+        (np.complex64(1j), "complex64"),
+        (np.datetime64("2026-01-01"), "datetime64"),
+        (torch.eye(2).to_sparse(), "Tensor"),
+    ):
         with pytest.raises(UserError, match=f"v is a {kind}, which no checkpoint holds"):
             to_arrays({"v": value})
-    with pytest.raises(UserError, match=r"a.b\[1\] is a object, which no checkpoint holds\n.*\n  fix: numbers, texts"):
+    with pytest.raises(
+        UserError,
+        match=r"a.b\[1\] is a object, which no checkpoint holds\n.*\n  fix: numbers, texts",
+    ):
         to_arrays({"a": {"b": [1, object()]}})
     endless: list[Any] = []
     endless.append(endless)
@@ -1046,6 +1442,8 @@ def test_names_that_differ_over_ranks_are_seen_by_their_fingerprint() -> None:
     two = Logged()
     one.add({"loss": 1.0}, 2.0)
     two.add({"lass": 1.0}, 2.0)
-    (a, aa), (b, bb) = ((each.fingerprint()["names"], each.fingerprint()["squares"]) for each in (one, two))
+    (a, aa), (b, bb) = (
+        (each.fingerprint()["names"], each.fingerprint()["squares"]) for each in (one, two)
+    )
     assert (2 * a) ** 2 == 2 * (aa + aa) and (a + b) ** 2 != 2 * (aa + bb)
     assert math.isnan(quotient(1.0, 0.0))

@@ -1,4 +1,5 @@
-"""A script's own loop in JAX: a plain loop of JAX and optax on 1, 2 and 3 ranks, resumed; each call by hand; the text of each error."""
+"""A script's own loop in JAX: a plain loop of JAX and optax on 1, 2 and 3 ranks, resumed; each call
+by hand; the text of each error."""
 
 from __future__ import annotations
 
@@ -57,7 +58,10 @@ def in_ways(folder: Path, size: int, *ways: str) -> list[dict[str, Any]]:
     if size == 1:
         main(str(out), *ways)
     else:
-        done = mpirun(size, alone("jax_loop_on_ranks:main", str(out), *[f"{way} comm.engine=mpi" for way in ways]))
+        done = mpirun(
+            size,
+            alone("jax_loop_on_ranks:main", str(out), *[f"{way} comm.engine=mpi" for way in ways]),
+        )
         assert done.returncode == 0, done.stdout + done.stderr
     found: list[dict[str, Any]] = json.loads(out.read_text())
     return found
@@ -65,10 +69,17 @@ def in_ways(folder: Path, size: int, *ways: str) -> list[dict[str, Any]]:
 
 def assert_near(found: dict[str, Any], expected: dict[str, Any]) -> None:
     """Weights, and the losses behind the resume; each rank has drawn by other keys."""
-    assert found["weights"].keys() == expected["weights"].keys() and len(found["losses"]) == STEPS - found["began"]
+    assert (
+        found["weights"].keys() == expected["weights"].keys()
+        and len(found["losses"]) == STEPS - found["began"]
+    )
     for name, weights in expected["weights"].items():
-        np.testing.assert_allclose(found["weights"][name], weights, rtol=0, atol=1e-12, err_msg=name)
-    np.testing.assert_allclose(found["losses"], expected["losses"][found["began"] :], rtol=0, atol=1e-12)
+        np.testing.assert_allclose(
+            found["weights"][name], weights, rtol=0, atol=1e-12, err_msg=name
+        )
+    np.testing.assert_allclose(
+        found["losses"], expected["losses"][found["began"] :], rtol=0, atol=1e-12
+    )
     keys = [tuple(key) for of_rank in found["keys"] for key in of_rank]
     assert len(set(keys)) == len(keys)
 
@@ -82,12 +93,17 @@ def test_one_process_computes_what_jax_and_optax_compute(tmp_path: Path, optimiz
     weights = jax.tree.map(jnp.asarray, start())
     leaves = [np.asarray(array) for array in expected["weights"].values()]
     weights = jax.tree.unflatten(jax.tree.structure(weights), leaves)
-    assert found["evaluated"] == pytest.approx(float(loss_of(weights, tuple(DATA.values()))), abs=1e-12)
+    assert found["evaluated"] == pytest.approx(
+        float(loss_of(weights, tuple(DATA.values()))), abs=1e-12
+    )
 
 
 @needs_mpirun
-def test_ranks_compute_what_one_process_computes_and_go_on_where_others_have_stopped(tmp_path: Path) -> None:
-    """Uneven shares of 7 samples, of 2 samples on 3 ranks, one of which has none; a run that goes on with 2, 3 and 1 ranks."""
+def test_ranks_compute_what_one_process_computes_and_go_on_where_others_have_stopped(
+    tmp_path: Path,
+) -> None:
+    """Uneven shares of 7 samples, of 2 samples on 3 ranks, one of which has none; a run that goes
+    on with 2, 3 and 1 ranks."""
     run = f"run={tmp_path / 'run'}"
     expected = plain("adamw", 7)
     of_2 = in_ways(tmp_path, 2, f"adamw 7 {STEPS}", f"adamw 7 4 {run}", f"adamw 7 8 {run}")
@@ -100,7 +116,9 @@ def test_ranks_compute_what_one_process_computes_and_go_on_where_others_have_sto
     assert_near(of_3[1], plain("chain", 2))
     assert 0 in [count for counts in of_3[1]["counts"] for count in counts], "a rank has no samples"
     assert [found["began"] for found in (of_2[1], of_2[2], of_3[2], of_1)] == [0, 4, 8, 10]
-    assert of_2[1]["losses"] + of_2[2]["losses"] == of_2[0]["losses"][:8], "the same bits on the same ranks"
+    assert of_2[1]["losses"] + of_2[2]["losses"] == of_2[0]["losses"][:8], (
+        "the same bits on the same ranks"
+    )
     assert of_1["kept"] == of_3[2]["losses"][-1]
     assert_near(of_1, expected)
 
@@ -112,11 +130,26 @@ def test_names_in_a_checkpoint_are_those_of_the_trees(make: Any, tmp_path: Path)
     names = {name for name in ctx._learner.state() if not name.startswith("e.")}
     parameters = ["first.b", "first.w", "rest.0"]
     of_state = {name for name in names if name.startswith("s. ")}
-    assert names == {f"p.{name}" for name in parameters} | {f"s.{name}.{i}" for name in parameters for i in (0, 1)} | of_state
-    assert "s. 1.hyperparams.learning_rate" in of_state and ctx._learner.state_dict_names()["rest.0"] == "p.rest.0"
+    assert (
+        names
+        == {f"p.{name}" for name in parameters}
+        | {f"s.{name}.{i}" for name in parameters for i in (0, 1)}
+        | of_state
+    )
+    assert (
+        "s. 1.hyperparams.learning_rate" in of_state
+        and ctx._learner.state_dict_names()["rest.0"] == "p.rest.0"
+    )
     ctx.close()
-    (start_event,) = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines() if '"start"' in line]
-    assert start_event["framework"] == "jax" and start_event["model"] == "64 parameters, jax float64 on cpu:0, no reduction"
+    (start_event,) = [
+        json.loads(line)
+        for line in (tmp_path / "run/events.jsonl").read_text().splitlines()
+        if '"start"' in line
+    ]
+    assert (
+        start_event["framework"] == "jax"
+        and start_event["model"] == "64 parameters, jax float64 on cpu:0, no reduction"
+    )
 
 
 def batch_of(ctx: Any) -> Any:
@@ -133,10 +166,19 @@ def test_what_a_script_has(make: Any) -> None:
     assert ctx.device == jax.devices("cpu")[0] and params["first"]["w"].devices() == {ctx.device}
     np.testing.assert_array_equal(params["first"]["w"], start()["first"]["w"])
     batch = batch_of(ctx)
-    assert isinstance(batch["x"], jax.Array) and batch["x"].dtype == jnp.float64 and (batch.count, len(batch)) == (10, 10)
+    assert (
+        isinstance(batch["x"], jax.Array)
+        and batch["x"].dtype == jnp.float64
+        and (batch.count, len(batch)) == (10, 10)
+    )
     assert jax.random.uniform(batch.key) == jax.jit(lambda b: jax.random.uniform(b.key))(batch)
     again = jax.tree.map(lambda leaf: leaf, batch)
-    assert (again.step, again.epoch, again.ends_epoch, list(again.fields)) == (0, 0, False, ["x", "y"])
+    assert (again.step, again.epoch, again.ends_epoch, list(again.fields)) == (
+        0,
+        0,
+        False,
+        ["x", "y"],
+    )
 
 
 def test_number_types_are_those_of_jax(opened: list[ht.Context]) -> None:
@@ -145,8 +187,14 @@ def test_number_types_are_those_of_jax(opened: list[ht.Context]) -> None:
         opened.append(ht.init("framework=jax", "data.ahead=2"))
         params, state = opened[0].prepare({"w": np.ones((6, 1))}, optax.sgd(0.1))
         for batch in opened[0].samples({"x": jnp.asarray(X32), "y": np.arange(SAMPLES)}, batch=10):
-            assert (params["w"].dtype, batch["x"].dtype, batch["y"].dtype) == (jnp.float32, jnp.float32, jnp.int32)
-            gradient = opened[0].grad(lambda params, batch: jnp.square(batch["x"] @ params["w"]).mean())(params, batch)
+            assert (params["w"].dtype, batch["x"].dtype, batch["y"].dtype) == (
+                jnp.float32,
+                jnp.float32,
+                jnp.int32,
+            )
+            gradient = opened[0].grad(
+                lambda params, batch: jnp.square(batch["x"] @ params["w"]).mean()
+            )(params, batch)
             params, state = opened[0].update(gradient, state, params)
 
 
@@ -161,7 +209,9 @@ def test_gradients_are_clipped_by_keys_as_by_optax(make: Any) -> None:
     expected, _ = one_step(*by_optax)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), found, expected)
     moved = jax.tree.map(jnp.subtract, found, by_key[1])
-    assert np.linalg.norm(np.concatenate([np.ravel(array) for array in jax.tree.leaves(moved)])) == pytest.approx(0.1, rel=1e-9)
+    assert np.linalg.norm(
+        np.concatenate([np.ravel(array) for array in jax.tree.leaves(moved)])
+    ) == pytest.approx(0.1, rel=1e-9)
 
 
 def test_numbers_that_are_not_finite(make: Any) -> None:
@@ -177,12 +227,16 @@ def test_numbers_that_are_not_finite(make: Any) -> None:
             assert not ctx.should_stop
         return trees
 
-    with pytest.raises(Diverged, match="1 of the steps up to 2 had a loss or gradient that is not finite"):
+    with pytest.raises(
+        Diverged, match="1 of the steps up to 2 had a loss or gradient that is not finite"
+    ):
         train(*make("log.every_steps=1"))
 
 
 def test_a_step_that_is_not_finite_is_left_out(make: Any) -> None:
-    ctx, params, state = make("log.every_steps=1", "guard.nonfinite=skip", optimizer=OPTIMIZERS["adamw"])
+    ctx, params, state = make(
+        "log.every_steps=1", "guard.nonfinite=skip", optimizer=OPTIMIZERS["adamw"]
+    )
 
     def loss_at(params: Any, batch: Any) -> Any:
         return loss_of(params, batch) * jnp.where(batch.step == 1, jnp.inf, 1.0)
@@ -204,7 +258,9 @@ def test_further_arguments_of_a_transformation(make: Any) -> None:
     alone = plateau.init(params)
     found = []
     expected = []
-    for batch, value in zip(ctx.samples(DATA, batch=10, epochs=1), (3.0, 2.0, 2.0, 2.0, 2.0), strict=True):
+    for batch, value in zip(
+        ctx.samples(DATA, batch=10, epochs=1), (3.0, 2.0, 2.0, 2.0, 2.0), strict=True
+    ):
         gradient = ctx.grad(loss_of)(params, batch)
         params, state = ctx.update(gradient, state, params, value=value)
         _, alone = plateau.update(params, alone, value=value)
@@ -216,19 +272,37 @@ def test_further_arguments_of_a_transformation(make: Any) -> None:
 def test_a_further_argument_that_the_transformation_does_not_take(make: Any) -> None:
     ctx, params, state = make(optimizer=optax.scale(-0.1))
     gradient = ctx.grad(loss_of)(params, batch_of(ctx))
-    with pytest.raises(UserError, match="update.. of the transformation: got an unexpected keyword argument 'value'"):
+    with pytest.raises(
+        UserError,
+        match="update.. of the transformation: got an unexpected keyword argument 'value'",
+    ):
         ctx.update(gradient, state, params, value=1.0)
 
 
 def test_values_beside_parameters_and_state() -> None:
-    given = {"half": jnp.ones((2, 1), jnp.bfloat16), "n": jnp.asarray(3), "rows": np.arange(2), "ema": {"w": [jnp.zeros((0, 2))]}}
+    given = {
+        "half": jnp.ones((2, 1), jnp.bfloat16),
+        "n": jnp.asarray(3),
+        "rows": np.arange(2),
+        "ema": {"w": [jnp.zeros((0, 2))]},
+    }
     found = from_arrays(to_arrays(given))
-    assert found["half"].dtype == jnp.bfloat16 and found["half"].tolist() == [[1.0], [1.0]] and found["n"].tolist() == 3
-    assert found["rows"].tolist() == [0, 1] and found["ema"]["w"][0].shape == (0, 2) and isinstance(found["half"], jax.Array)
+    assert (
+        found["half"].dtype == jnp.bfloat16
+        and found["half"].tolist() == [[1.0], [1.0]]
+        and found["n"].tolist() == 3
+    )
+    assert (
+        found["rows"].tolist() == [0, 1]
+        and found["ema"]["w"][0].shape == (0, 2)
+        and isinstance(found["half"], jax.Array)
+    )
     with pytest.raises(UserError, match="key is a PRNGKeyArray, which no checkpoint holds"):
         to_arrays({"key": jax.random.key(0)})
     broken = to_arrays({"a": jnp.ones(2)})
-    broken["e.json"] = np.frombuffer(broken["e.json"].tobytes().replace(b"float64", b"nothing"), np.uint8)
+    broken["e.json"] = np.frombuffer(
+        broken["e.json"].tobytes().replace(b"float64", b"nothing"), np.uint8
+    )
     with pytest.raises(ValueError, match="nothing"):
         from_arrays(broken)
 
@@ -302,40 +376,144 @@ def mistakes() -> list[Any]:
 
     whole = "the mean over this rank's samples"
     return [
-        (no_step, "params, state = ctx.update(gradient, state, params) was not called", "ctx.value_and_grad(loss_of, at_most=SAMPLES)"),
-        (with_gradient(lambda c, p, s, g, b: c.update(doubled(g), s, p)), "the gradient is not the one that", "optax.chain(...)"),
-        (with_gradient(lambda c, p, s, g, b: c.update(g, s, doubled(p))), "the parameters are not those of the last step", "ctx.resume()"),
-        (with_gradient(lambda c, p, s, g, b: c.update(g, doubled(s), p)), "the state is not that of the last step", "ctx.resume()"),
-        (with_gradient(lambda c, p, s, g, b: c.update(p, s, g)), "the gradient is not the one that", "ctx.value_and_grad(loss_of)"),
-        (with_gradient(lambda c, p, s, g, b: c.update(g, s, p, value_fn=loss_of)), "value_fn is a function", "as adamw"),
-        (with_gradient(lambda c, p, s, g, b: c.grad(loss_of)(p, b)), "a second gradient for one batch", "at_most=SAMPLES"),
-        (in_batch(lambda c, p, s, b: c.update(jax.grad(loss_of)(p, b), s, p)), "the gradient is not the one that", "ctx.value_and_grad"),
-        (in_batch(lambda c, p, s, b: c.grad(loss_of)(doubled(p), b)), "the parameters are not those of the last step", "ctx.update("),
-        (in_batch(lambda c, p, s, b: c.grad(lambda p, b: b["x"] @ p["first"]["w"])(p, b)), "an array of float64 (10, 8)", whole),
+        (
+            no_step,
+            "params, state = ctx.update(gradient, state, params) was not called",
+            "ctx.value_and_grad(loss_of, at_most=SAMPLES)",
+        ),
+        (
+            with_gradient(lambda c, p, s, g, b: c.update(doubled(g), s, p)),
+            "the gradient is not the one that",
+            "optax.chain(...)",
+        ),
+        (
+            with_gradient(lambda c, p, s, g, b: c.update(g, s, doubled(p))),
+            "the parameters are not those of the last step",
+            "ctx.resume()",
+        ),
+        (
+            with_gradient(lambda c, p, s, g, b: c.update(g, doubled(s), p)),
+            "the state is not that of the last step",
+            "ctx.resume()",
+        ),
+        (
+            with_gradient(lambda c, p, s, g, b: c.update(p, s, g)),
+            "the gradient is not the one that",
+            "ctx.value_and_grad(loss_of)",
+        ),
+        (
+            with_gradient(lambda c, p, s, g, b: c.update(g, s, p, value_fn=loss_of)),
+            "value_fn is a function",
+            "as adamw",
+        ),
+        (
+            with_gradient(lambda c, p, s, g, b: c.grad(loss_of)(p, b)),
+            "a second gradient for one batch",
+            "at_most=SAMPLES",
+        ),
+        (
+            in_batch(lambda c, p, s, b: c.update(jax.grad(loss_of)(p, b), s, p)),
+            "the gradient is not the one that",
+            "ctx.value_and_grad",
+        ),
+        (
+            in_batch(lambda c, p, s, b: c.grad(loss_of)(doubled(p), b)),
+            "the parameters are not those of the last step",
+            "ctx.update(",
+        ),
+        (
+            in_batch(lambda c, p, s, b: c.grad(lambda p, b: b["x"] @ p["first"]["w"])(p, b)),
+            "an array of float64 (10, 8)",
+            whole,
+        ),
         (in_batch(lambda c, p, s, b: c.grad(lambda p, b: 2.0)(p, b)), "the loss is a float", whole),
-        (in_batch(lambda c, p, s, b: c.grad(loss_of, has_aux=True)(p, b)), "loss_of gives a ", "with has_aux=True a tuple of 2"),
-        (in_batch(lambda c, p, s, b: c.grad(loss_of, has_count=True)(p, b)), "loss_of gives a ", "a tuple of 2: the mean loss, its count"),
-        (in_batch(lambda c, p, s, b: c.grad(loss_of, at_most=2)(p, tuple(b))), "at_most= divides the batch", "(params, batch)"),
-        (in_batch(lambda c, p, s, b: c.checkpoint(p, s)), "there is no run folder", "hvdtrain.init"),
-        (in_batch(lambda c, p, s, b: c.backward(jnp.ones(()))), "ctx.backward() is of another framework", "ctx.value_and_grad(loss_of)"),
-        (in_batch(lambda c, p, s, b: c.accumulate(loss_of, at_most=2)), "ctx.accumulate() is of another framework", "at_most=SAMPLES"),
-        (after_step(lambda c, p, s, new, state: c.checkpoint(p, state)), "the parameters are not those of the last step", "ctx.update("),
-        (after_step(lambda c, p, s, new, state: c.checkpoint(new, s)), "the state is not that of the last step", "ctx.update("),
-        (after_step(lambda c, p, s, new, state: c.update(new, state, new)), "ctx.update() without a new batch", "one step for each batch"),
-        (lambda c, p, s: c.grad(loss_of)(p, DATA), "no batch of ctx.samples() is under way", "for batch in ctx.samples"),
+        (
+            in_batch(lambda c, p, s, b: c.grad(loss_of, has_aux=True)(p, b)),
+            "loss_of gives a ",
+            "with has_aux=True a tuple of 2",
+        ),
+        (
+            in_batch(lambda c, p, s, b: c.grad(loss_of, has_count=True)(p, b)),
+            "loss_of gives a ",
+            "a tuple of 2: the mean loss, its count",
+        ),
+        (
+            in_batch(lambda c, p, s, b: c.grad(loss_of, at_most=2)(p, tuple(b))),
+            "at_most= divides the batch",
+            "(params, batch)",
+        ),
+        (
+            in_batch(lambda c, p, s, b: c.checkpoint(p, s)),
+            "there is no run folder",
+            "hvdtrain.init",
+        ),
+        (
+            in_batch(lambda c, p, s, b: c.backward(jnp.ones(()))),
+            "ctx.backward() is of another framework",
+            "ctx.value_and_grad(loss_of)",
+        ),
+        (
+            in_batch(lambda c, p, s, b: c.accumulate(loss_of, at_most=2)),
+            "ctx.accumulate() is of another framework",
+            "at_most=SAMPLES",
+        ),
+        (
+            after_step(lambda c, p, s, new, state: c.checkpoint(p, state)),
+            "the parameters are not those of the last step",
+            "ctx.update(",
+        ),
+        (
+            after_step(lambda c, p, s, new, state: c.checkpoint(new, s)),
+            "the state is not that of the last step",
+            "ctx.update(",
+        ),
+        (
+            after_step(lambda c, p, s, new, state: c.update(new, state, new)),
+            "ctx.update() without a new batch",
+            "one step for each batch",
+        ),
+        (
+            lambda c, p, s: c.grad(loss_of)(p, DATA),
+            "no batch of ctx.samples() is under way",
+            "for batch in ctx.samples",
+        ),
         (lambda c, p, s: c.grad(Unhashable()), "loss_of cannot be compiled", "a plain function"),
         (lambda c, p, s: c.grad("loss"), "'loss' is no function", "def loss_of(params, batch)"),
-        (lambda c, p, s: c.grad(loss_of, at_most=0), "at_most=0 is no number of samples", "of a part, 1 or more"),
-        (lambda c, p, s: c.grad(loss_of, has_aux=True, at_most=2), "has_aux=True with at_most=", "one of the two"),
+        (
+            lambda c, p, s: c.grad(loss_of, at_most=0),
+            "at_most=0 is no number of samples",
+            "of a part, 1 or more",
+        ),
+        (
+            lambda c, p, s: c.grad(loss_of, has_aux=True, at_most=2),
+            "has_aux=True with at_most=",
+            "one of the two",
+        ),
         (stale, "loss_of gets another batch than that of this step", "(params, batch)"),
         (many, "more than 32 functions", "what changes is an argument"),
-        (lambda c, p, s: c.prepare(p, OPTIMIZERS["sgd"]), "a second ctx.prepare()", "one tree of all parameters"),
-        (lambda c, p, s: c.resume(), "arrays do not change", "params, state, kept = ctx.resume(params, state)"),
-        (lambda c, p, s: c.resume(s, p), "the parameters are not those of the last step", "ctx.prepare()"),
+        (
+            lambda c, p, s: c.prepare(p, OPTIMIZERS["sgd"]),
+            "a second ctx.prepare()",
+            "one tree of all parameters",
+        ),
+        (
+            lambda c, p, s: c.resume(),
+            "arrays do not change",
+            "params, state, kept = ctx.resume(params, state)",
+        ),
+        (
+            lambda c, p, s: c.resume(s, p),
+            "the parameters are not those of the last step",
+            "ctx.prepare()",
+        ),
     ]
 
 
-@pytest.mark.parametrize(("run", "what", "fix"), mistakes(), ids=lambda value: value[:40] if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("run", "what", "fix"),
+    mistakes(),
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
 def test_mistakes_in_a_loop(make: Any, run: Any, what: str, fix: str) -> None:
     with pytest.raises(UserError) as caught:
         run(*make())
@@ -365,14 +543,56 @@ def typed_key(params: Any) -> Any:
 @pytest.mark.parametrize(
     ("words", "params", "optimizer", "what", "fix"),
     [
-        ("framework=jax", torch.nn.Linear(1, 1), optax.sgd(0.1), "a Linear and a GradientTransformation", "framework=torch"),
-        ("framework=jax", {"w": X32}, torch.optim.SGD([torch.ones(1)], 0.1), "a dict and a SGD, not a tree of arrays", "optax.adamw(1e-3)"),
-        ("seed=0", {"w": X32}, optax.sgd(0.1), "a dict and a GradientTransformation", "hvdtrain.init('framework=jax', ...)"),
+        (
+            "framework=jax",
+            torch.nn.Linear(1, 1),
+            optax.sgd(0.1),
+            "a Linear and a GradientTransformation",
+            "framework=torch",
+        ),
+        (
+            "framework=jax",
+            {"w": X32},
+            torch.optim.SGD([torch.ones(1)], 0.1),
+            "a dict and a SGD, not a tree of arrays",
+            "optax.adamw(1e-3)",
+        ),
+        (
+            "seed=0",
+            {"w": X32},
+            optax.sgd(0.1),
+            "a dict and a GradientTransformation",
+            "hvdtrain.init('framework=jax', ...)",
+        ),
         ("framework=jax", X32, optax.sgd(0.1), "the parameters are one array", '{"w": w}'),
-        ("framework=jax", {}, optax.sgd(0.1), "the parameters are a tree without arrays", '{"w": w}'),
-        ("framework=jax", {"a": {"b": X32}, "a.b": X32}, optax.sgd(0.1), "two parameters are named a.b", "keys without a dot"),
-        ("framework=jax", {"w": 1.0}, optax.sgd(0.1), "the parameter w is a float", "arrays of float32 or float64"),
-        ("framework=jax", {"w": np.arange(3)}, optax.sgd(0.1), "the parameter w is an array of int64", "goes to loss_of beside them"),
+        (
+            "framework=jax",
+            {},
+            optax.sgd(0.1),
+            "the parameters are a tree without arrays",
+            '{"w": w}',
+        ),
+        (
+            "framework=jax",
+            {"a": {"b": X32}, "a.b": X32},
+            optax.sgd(0.1),
+            "two parameters are named a.b",
+            "keys without a dot",
+        ),
+        (
+            "framework=jax",
+            {"w": 1.0},
+            optax.sgd(0.1),
+            "the parameter w is a float",
+            "arrays of float32 or float64",
+        ),
+        (
+            "framework=jax",
+            {"w": np.arange(3)},
+            optax.sgd(0.1),
+            "the parameter w is an array of int64",
+            "goes to loss_of beside them",
+        ),
         (
             "framework=jax",
             {"w": X32},
@@ -380,11 +600,25 @@ def typed_key(params: Any) -> Any:
             "an array of key<fry> at key",
             "jax.random.PRNGKey()",
         ),
-        ("framework=jax shard.stage=1", {"w": X32}, optax.sgd(0.1), "a whole state on every rank", "shard.stage=0"),
-        ("framework=jax speed.precision=fp64", {"w": X32}, optax.sgd(0.1), "keep the number types", "jax_enable_x64"),
+        (
+            "framework=jax shard.stage=1",
+            {"w": X32},
+            optax.sgd(0.1),
+            "a whole state on every rank",
+            "shard.stage=0",
+        ),
+        (
+            "framework=jax speed.precision=fp64",
+            {"w": X32},
+            optax.sgd(0.1),
+            "keep the number types",
+            "jax_enable_x64",
+        ),
     ],
 )
-def test_what_is_not_trained(opened: list[ht.Context], words: str, params: Any, optimizer: Any, what: str, fix: str) -> None:
+def test_what_is_not_trained(
+    opened: list[ht.Context], words: str, params: Any, optimizer: Any, what: str, fix: str
+) -> None:
     opened.append(ht.init(*words.split()))
     with pytest.raises(UserError) as caught:
         opened[0].prepare(params, optimizer)

@@ -1,4 +1,5 @@
-"""A loop of 15 lines on 1, 2 and 3 ranks, by every strategy; killed or stopped, and resumed on another number of ranks: equal to 1e-12."""
+"""A loop of 15 lines on 1, 2 and 3 ranks, by every strategy; killed or stopped, and resumed on
+another number of ranks: equal to 1e-12."""
 
 from __future__ import annotations
 
@@ -34,14 +35,17 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def by_hand() -> tuple[list[float], float]:
-    """The losses of the loop's first five batches and its last rate, computed in numpy and with the trainer's sampler alone."""
+    """The losses of the loop's first five batches and its last rate, computed in numpy and with the
+    trainer's sampler alone."""
     import torch
 
     from hvdtrain.data.sampler import positions_of_rank
 
     x = np.random.default_rng(0).uniform(-1, 1, (100, 3))
     torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
+    net = torch.nn.Sequential(
+        torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
+    ).double()
     w1, b1, w2, b2 = (p.detach().numpy().copy() for p in net.parameters())
     momentum = [np.zeros_like(w) for w in (w1, b1, w2, b2)]
     losses = []
@@ -63,14 +67,20 @@ def by_hand() -> tuple[list[float], float]:
 def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
     for name, weight in expected["weights"].items():
         np.testing.assert_allclose(found["weights"][name], weight, rtol=0, atol=1e-12)
-    assert found["steps"] == expected["steps"] and found["lr"] == expected["lr"] and found["notes"] == expected["notes"]
+    assert (
+        found["steps"] == expected["steps"]
+        and found["lr"] == expected["lr"]
+        and found["notes"] == expected["notes"]
+    )
     for step, loss in found["losses"].items():
         assert loss == pytest.approx(expected["losses"][step], rel=1e-11, abs=1e-13), step
 
 
 def test_the_loop_computes_what_is_computed_by_hand(straight: dict[str, Any]) -> None:
     losses, rate = by_hand()
-    assert [straight["losses"][f"{step}"] for step in range(1, 6)] == pytest.approx(losses, rel=1e-12)
+    assert [straight["losses"][f"{step}"] for step in range(1, 6)] == pytest.approx(
+        losses, rel=1e-12
+    )
     assert (straight["steps"], straight["lr"], straight["began"]) == (STEPS, rate, 0)
     assert straight["notes"] == [STEPS - 1, STEPS]
     assert straight["losses"][f"{STEPS}"] < straight["losses"]["1"]
@@ -78,12 +88,18 @@ def test_the_loop_computes_what_is_computed_by_hand(straight: dict[str, Any]) ->
 
 WAYS = [
     pytest.param(3, ["comm.engine=mpi"], id="3-buckets"),
-    pytest.param(2, ["comm.engine=horovod"], id="2-horovod", marks=[pytest.mark.slow, needs_horovod]),
+    pytest.param(
+        2, ["comm.engine=horovod"], id="2-horovod", marks=[pytest.mark.slow, needs_horovod]
+    ),
     *[
         pytest.param(2, ["comm.engine=mpi", "shard.stage=1"], id="2-zero1", marks=pytest.mark.slow),
-        pytest.param(3, ["comm.engine=torchdist", "shard.stage=2"], id="3-zero2", marks=pytest.mark.slow),
+        pytest.param(
+            3, ["comm.engine=torchdist", "shard.stage=2"], id="3-zero2", marks=pytest.mark.slow
+        ),
         pytest.param(3, ["comm.engine=mpi", "shard.stage=3"], id="3-zero3", marks=pytest.mark.slow),
-        pytest.param(2, ["comm.engine=torchdist", "comm.reduce=ddp"], id="2-ddp", marks=pytest.mark.slow),
+        pytest.param(
+            2, ["comm.engine=torchdist", "comm.reduce=ddp"], id="2-ddp", marks=pytest.mark.slow
+        ),
     ]
     * FULL,
 ]
@@ -91,10 +107,14 @@ WAYS = [
 
 @needs_mpirun
 @pytest.mark.parametrize(("size", "arguments"), WAYS)
-def test_any_number_of_ranks_by_any_strategy(tmp_path: Path, straight: dict[str, Any], size: int, arguments: list[str]) -> None:
+def test_any_number_of_ranks_by_any_strategy(
+    tmp_path: Path, straight: dict[str, Any], size: int, arguments: list[str]
+) -> None:
     found = trained(tmp_path, size, *arguments)
     assert_equal(found, straight)
-    assert found["own_numbers"] == (21 if "shard.stage=3" in arguments else 41), "of 8 x 3, 8, 1 x 8 and 1: the first 3, 3, 1 and 1 rows"
+    assert found["own_numbers"] == (21 if "shard.stage=3" in arguments else 41), (
+        "of 8 x 3, 8, 1 x 8 and 1: the first 3, 3, 1 and 1 rows"
+    )
 
 
 @needs_mpirun
@@ -103,7 +123,12 @@ def test_any_number_of_ranks_by_any_strategy(tmp_path: Path, straight: dict[str,
     ("before", "after", "arguments"),
     [
         (3, 2, ["comm.engine=torchdist", "shard.stage=3"]),
-        *[(3, 1, ["comm.engine=mpi"]), (2, 3, ["comm.engine=mpi", "shard.stage=1"]), (1, 2, list[str]())] * FULL,
+        *[
+            (3, 1, ["comm.engine=mpi"]),
+            (2, 3, ["comm.engine=mpi", "shard.stage=1"]),
+            (1, 2, list[str]()),
+        ]
+        * FULL,
     ],
 )
 def test_killed_and_resumed_on_another_number_of_ranks(
@@ -119,22 +144,36 @@ def test_killed_and_resumed_on_another_number_of_ranks(
 
 @needs_mpirun
 @pytest.mark.slow
-def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path, straight: dict[str, Any]) -> None:
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(
+    tmp_path: Path, straight: dict[str, Any]
+) -> None:
     found = trained(tmp_path, 2, "--signal", "11", "1", "comm.engine=mpi", code=75)
     assert (found["began"], found["steps"]) == (0, 15)
     found = trained(tmp_path, 1)
     assert found["began"] == 15
     assert_equal(found, straight)
-    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
-    assert [event["kind"] for event in events if event["kind"] in ("start", "stop", "end")] == ["start", "stop", "start", "end"]
+    events = [
+        json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    ]
+    assert [event["kind"] for event in events if event["kind"] in ("start", "stop", "end")] == [
+        "start",
+        "stop",
+        "start",
+        "end",
+    ]
     stop = next(event for event in events if event["kind"] == "stop")
-    assert (stop["step"], stop["exit_code"]) == (15, 75) and stop["reason"] in ("SIGUSR2", "a signal on another rank")
+    assert (stop["step"], stop["exit_code"]) == (15, 75) and stop["reason"] in (
+        "SIGUSR2",
+        "a signal on another rank",
+    )
 
 
 @needs_mpirun
 def test_uneven_shares_on_ranks_and_one_without_samples(tmp_path: Path) -> None:
     done = mpirun(3, alone("context_on_ranks:main", str(tmp_path / "run"), "none"))
-    assert done.returncode == 0 and "all as computed by hand" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "all as computed by hand" in done.stdout, (
+        done.stdout + done.stderr
+    )
 
 
 @needs_mpirun
@@ -142,15 +181,25 @@ def test_uneven_shares_on_ranks_and_one_without_samples(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mistake", "code", "text"),
     [
-        ("names", 2, "hvdtrain: rank 0 has logged expected, loss, rank 1 expected, loss, only_rank_1\n  where: ctx.log()"),
-        *[("means", 2, "hvdtrain: rank 0 gives accuracy, loss, rank 1 loss\n  where: ctx.mean()")] * FULL,
+        (
+            "names",
+            2,
+            "hvdtrain: rank 0 has logged expected, loss, rank 1 expected, loss, only_rank_1\n  "
+            "where: ctx.log()",
+        ),
+        *[("means", 2, "hvdtrain: rank 0 gives accuracy, loss, rank 1 loss\n  where: ctx.mean()")]
+        * FULL,
         *[("raise", 1, "ValueError: of rank 1\nrank 1 on ")] * FULL,
     ],
 )
-def test_a_mistake_of_one_rank_ends_all_with_one_message(tmp_path: Path, mistake: str, code: int, text: str) -> None:
+def test_a_mistake_of_one_rank_ends_all_with_one_message(
+    tmp_path: Path, mistake: str, code: int, text: str
+) -> None:
     done = mpirun(3, alone("context_on_ranks:main", str(tmp_path / "run"), mistake))
     assert done.returncode == code and text in done.stderr, done.stderr
-    assert done.stderr.count("Traceback") == (mistake == "raise") and done.stderr.count("has logged") == (mistake == "names")
+    assert done.stderr.count("Traceback") == (mistake == "raise") and done.stderr.count(
+        "has logged"
+    ) == (mistake == "names")
 
 
 @needs_mpirun
@@ -158,7 +207,8 @@ def test_a_mistake_of_one_rank_ends_all_with_one_message(tmp_path: Path, mistake
 def test_an_exception_outside_of_a_with_block_ends_all_ranks(tmp_path: Path) -> None:
     script = tmp_path / "raises.py"
     script.write_text(
-        "import hvdtrain as ht\nctx = ht.init('comm.engine=mpi')\nif ctx.rank:\n    raise ValueError('mine')\nctx.mean({'a': 1})\n"
+        "import hvdtrain as ht\nctx = ht.init('comm.engine=mpi')\nif ctx.rank:\n    raise "
+        "ValueError('mine')\nctx.mean({'a': 1})\n"
     )
     done = mpirun(2, [str(script)])
     assert done.returncode == 1 and done.stderr.count("Traceback") == 1, done.stderr
@@ -185,7 +235,11 @@ def test_ddp_whose_module_is_not_called_is_an_error(tmp_path: Path) -> None:
     script = tmp_path / "wrong_module.py"
     script.write_text(WRONG_MODULE)
     done = mpirun(2, [str(script)])
-    assert done.returncode == 2 and "was not called, but the module inside of it: its gradients are not reduced" in done.stderr, done.stderr
+    assert (
+        done.returncode == 2
+        and "was not called, but the module inside of it: its gradients are not reduced"
+        in done.stderr
+    ), done.stderr
 
 
 ON_RANK_0_ALONE = """
@@ -207,25 +261,48 @@ for batch in ctx.samples({"x": torch.ones(40, 1)}, batch=4):
 
 @needs_mpirun
 @pytest.mark.slow
-def test_a_call_on_one_rank_alone_and_a_wrong_key_are_told_with_the_line_of_the_script(tmp_path: Path) -> None:
+def test_a_call_on_one_rank_alone_and_a_wrong_key_are_told_with_the_line_of_the_script(
+    tmp_path: Path,
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(ON_RANK_0_ALONE)
     done = mpirun(2, [str(script), "checkpoint", str(tmp_path / "run")])
-    assert done.returncode == 2 and "hvdtrain: ranks make different calls" in done.stderr, done.stderr
+    assert done.returncode == 2 and "hvdtrain: ranks make different calls" in done.stderr, (
+        done.stderr
+    )
     assert f"where: {script}:" in done.stderr and "Traceback" not in done.stderr
     done = python([str(script), "key", ""])
-    assert done.returncode == 2 and "there is no key comm.engin\n  where: comm.engin, hvdtrain.init()" in done.stderr, done.stderr
+    assert (
+        done.returncode == 2
+        and "there is no key comm.engin\n  where: comm.engin, hvdtrain.init()" in done.stderr
+    ), done.stderr
     assert f"{script}:6, in <module>" in done.stderr and "Traceback" not in done.stderr
 
 
 @needs_mpirun
 @pytest.mark.slow
-def test_elastic_follows_the_loop_in_its_run_folder(tmp_path: Path, straight: dict[str, Any]) -> None:
+def test_elastic_follows_the_loop_in_its_run_folder(
+    tmp_path: Path, straight: dict[str, Any]
+) -> None:
     """A rank is killed at the first start; the second one goes on from the checkpoint."""
     out = tmp_path / "out.json"
     run = tmp_path / "run"
-    code = "import sys; from hvdtrain.cli.launch.command import launch; sys.exit(launch(sys.argv[1:]))"
-    words = ["--elastic", "--max", "2", "--", SCRIPT, str(out), "--kill", "27", "1", f"run={run}", "comm.engine=mpi"]
+    code = (
+        "import sys; from hvdtrain.cli.launch.command import launch; sys.exit(launch(sys.argv[1:]))"
+    )
+    words = [
+        "--elastic",
+        "--max",
+        "2",
+        "--",
+        SCRIPT,
+        str(out),
+        "--kill",
+        "27",
+        "1",
+        f"run={run}",
+        "comm.engine=mpi",
+    ]
     done = python(["-c", code, *words])
     assert done.returncode == 0, done.stderr
     assert "start 2: 2 ranks" in done.stderr and "at step 25" in done.stderr
@@ -246,26 +323,56 @@ def in_ways(folder: Path, size: int, *ways: str) -> list[dict[str, Any]]:
 def assert_near(found: dict[str, Any], expected: dict[str, Any]) -> None:
     """Weights, losses and an evaluation; after a resume the losses behind it."""
     for name, weights in expected["weights"].items():
-        np.testing.assert_allclose(found["weights"][name], weights, rtol=0, atol=1e-12, err_msg=f"{found['says']}: {name}")
-    np.testing.assert_allclose(found["losses"], expected["losses"][-len(found["losses"]) :], rtol=0, atol=1e-12, err_msg=found["says"])
+        np.testing.assert_allclose(
+            found["weights"][name], weights, rtol=0, atol=1e-12, err_msg=f"{found['says']}: {name}"
+        )
+    np.testing.assert_allclose(
+        found["losses"],
+        expected["losses"][-len(found["losses"]) :],
+        rtol=0,
+        atol=1e-12,
+        err_msg=found["says"],
+    )
     assert found["evaluated"] == pytest.approx(expected["evaluated"], abs=1e-11), found["says"]
 
 
 @needs_mpirun
 def test_ranks_that_have_the_model_together(tmp_path: Path) -> None:
-    """In parts of layers, in stages, with a dense part; clipped; of tokens; with means over counted targets, of which some ranks have
-    none; and a run that goes on in another way than it began.
+    """In parts of layers, in stages, with a dense part; clipped; of tokens; with means over counted
+    targets, of which some ranks have none; and a run that goes on in another way than it began.
     """
     clip = "optim.clip_norm=0.1"
     whole, clipped, tokens, counted = in_ways(tmp_path, 1, "seed=0", clip, "gpt", "counted")
     run = f"run={tmp_path / 'run'}"
     guards = "guard.equal_steps=4 guard.nonfinite=skip"
-    ways = [f"parallel.tensor=2 {guards}", f"parallel.pipeline=2 {guards}", f"parallel.dense=c {guards}", "parallel.tensor=2 shard.stage=1"]
+    ways = [
+        f"parallel.tensor=2 {guards}",
+        f"parallel.pipeline=2 {guards}",
+        f"parallel.dense=c {guards}",
+        "parallel.tensor=2 shard.stage=1",
+    ]
     ways += ["parallel.pipeline=2 parallel.schedule=zero_bubble parallel.balance=[1,3]"]
-    of_clipped = [f"parallel.tensor=2 {clip}", f"parallel.pipeline=2 {clip}", f"parallel.dense=a {clip}"]
-    resumed = [f"until=4 {run} parallel.tensor=2", f"until=8 {run} parallel.pipeline=2", f"{run} parallel.dense=a"]
-    of_tokens = [f"gpt parallel.tensor=2 parallel.sequence=true {words}" for words in ("", "shard.stage=3")]
-    layouts = ("", "shard.stage=2", "shard.stage=3", "parallel.tensor=2", "parallel.pipeline=2", "parallel.dense=c")
+    of_clipped = [
+        f"parallel.tensor=2 {clip}",
+        f"parallel.pipeline=2 {clip}",
+        f"parallel.dense=a {clip}",
+    ]
+    resumed = [
+        f"until=4 {run} parallel.tensor=2",
+        f"until=8 {run} parallel.pipeline=2",
+        f"{run} parallel.dense=a",
+    ]
+    of_tokens = [
+        f"gpt parallel.tensor=2 parallel.sequence=true {words}" for words in ("", "shard.stage=3")
+    ]
+    layouts = (
+        "",
+        "shard.stage=2",
+        "shard.stage=3",
+        "parallel.tensor=2",
+        "parallel.pipeline=2",
+        "parallel.dense=c",
+    )
     of_counted = [f"counted {words}" for words in layouts]
     found = in_ways(tmp_path, 2, *of_counted, *ways, *of_clipped, *of_tokens, *resumed)
     for name, weights in plain_counted().items():
@@ -282,9 +389,19 @@ def test_ranks_that_have_the_model_together(tmp_path: Path) -> None:
         assert "with parts of the positions" in result["says"]
     assert [len(result["losses"]) for result in found[-3:]] == [4, 4, 4]
     assert_near(found[-1], whole)
-    starts = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines() if '"start"' in line]
-    assert [start["mesh"]["tensor"] for start in starts] == [2, 1, 1] and [start["mesh"]["pipeline"] for start in starts] == [1, 2, 1]
-    assert ["mesh    1 data x 2 tensor" in start["lines"] for start in starts] == [True, False, False], "the header is the trainer's"
+    starts = [
+        json.loads(line)
+        for line in (tmp_path / "run/events.jsonl").read_text().splitlines()
+        if '"start"' in line
+    ]
+    assert [start["mesh"]["tensor"] for start in starts] == [2, 1, 1] and [
+        start["mesh"]["pipeline"] for start in starts
+    ] == [1, 2, 1]
+    assert ["mesh    1 data x 2 tensor" in start["lines"] for start in starts] == [
+        True,
+        False,
+        False,
+    ], "the header is the trainer's"
     assert max(abs(a - b) for a, b in zip(whole["losses"], clipped["losses"], strict=True)) > 1e-3
 
 
@@ -293,16 +410,25 @@ def test_ranks_that_have_the_model_together(tmp_path: Path) -> None:
 @pytest.mark.ranks4
 def test_pairs_of_ranks_that_have_the_model_together(tmp_path: Path) -> None:
     whole, tokens = in_ways(tmp_path, 1, "seed=0", "gpt")
-    of_tokens = [f"gpt parallel.tensor=2 {words}" for words in ("", "parallel.sequence=true parallel.pipeline=2")]
+    of_tokens = [
+        f"gpt parallel.tensor=2 {words}"
+        for words in ("", "parallel.sequence=true parallel.pipeline=2")
+    ]
     for result in in_ways(tmp_path, 4, *of_tokens):
         assert_near(result, tokens)
-    ways = ["parallel.tensor=2", "parallel.pipeline=2", "parallel.tensor=2 parallel.pipeline=2", "parallel.tensor=2 shard.stage=2"]
+    ways = [
+        "parallel.tensor=2",
+        "parallel.pipeline=2",
+        "parallel.tensor=2 parallel.pipeline=2",
+        "parallel.tensor=2 shard.stage=2",
+    ]
     for result in in_ways(tmp_path, 4, *ways):
         assert_near(result, whole)
 
 
 @needs_mpirun
 def test_local_steps_are_averaged_as_by_hand(tmp_path: Path) -> None:
-    """Two ranks, 2 steps of SGD with momentum each by itself, then the mean of weights and momentum."""
+    """Two ranks, 2 steps of SGD with momentum each by itself, then the mean of weights and
+    momentum."""
     done = mpirun(2, alone("own_ways_on_ranks:local_steps", str(tmp_path / "out")))
     assert done.returncode == 0 and "as by hand" in done.stdout, done.stdout + done.stderr

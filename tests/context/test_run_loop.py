@@ -1,4 +1,5 @@
-"""hvdtrain.run() with guard.lost=shrink: ranks are killed, the others call the loop again, and the end is that of one process."""
+"""hvdtrain.run() with guard.lost=shrink: ranks are killed, the others call the loop again, and the
+end is that of one process."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from test_own_loop import SCRIPT, STEPS, assert_equal
 import hvdtrain as ht
 from hvdtrain.errors import DONE, UserError
 
-IN_A_STEP_WHILE_OTHERS_BEGIN_AGAIN_AND_RANK_0 = "2 context.py:backward 18, 1 context.py:prepare 2, 0 context.py:backward 28"
+IN_A_STEP_WHILE_OTHERS_BEGIN_AGAIN_AND_RANK_0 = (
+    "2 context.py:backward 18, 1 context.py:prepare 2, 0 context.py:backward 28"
+)
 AT_THE_END = "0 context.py:close 1"
 CASES = [
     ("mpi", 4, IN_A_STEP_WHILE_OTHERS_BEGIN_AGAIN_AND_RANK_0, {0, 1, 2}, "shard.stage=1"),
@@ -44,18 +47,39 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.ranks4
 @pytest.mark.parametrize(("engine", "size", "plan", "lost", "words"), CASES)
 def test_the_end_is_that_of_one_process(
-    engine: str, size: int, plan: str, lost: set[int], words: str, tmp_path: Path, straight: dict[str, Any]
+    engine: str,
+    size: int,
+    plan: str,
+    lost: set[int],
+    words: str,
+    tmp_path: Path,
+    straight: dict[str, Any],
 ) -> None:
     out = tmp_path / "out.json"
     run = tmp_path / "run"
-    argv = [SCRIPT, str(out), "--run", plan, f"run={run}", "guard.lost=shrink", "log.every_s=0", *words.split()]
+    argv = [
+        SCRIPT,
+        str(out),
+        "--run",
+        plan,
+        f"run={run}",
+        "guard.lost=shrink",
+        "log.every_s=0",
+        *words.split(),
+    ]
     results = finish(engine, size, argv)
     codes = [result.returncode for result in results]
-    assert codes == ([DONE] if engine == "mpi" else [-9 if rank in lost else DONE for rank in range(size)]), results
+    assert codes == (
+        [DONE] if engine == "mpi" else [-9 if rank in lost else DONE for rank in range(size)]
+    ), results
     assert_equal(json.loads(out.read_text()), straight)
     found = [event for event in events(run) if event["kind"] == "lost"]
-    assert {rank for event in found for rank in event["ranks"]} == lost and found[-1]["left"] == size - len(lost)
-    assert all(event["step"] % 10 == 0 or event["step"] == STEPS for event in found), "where a checkpoint is"
+    assert {rank for event in found for rank in event["ranks"]} == lost and found[-1][
+        "left"
+    ] == size - len(lost)
+    assert all(event["step"] % 10 == 0 or event["step"] == STEPS for event in found), (
+        "where a checkpoint is"
+    )
     assert not list(run.glob("*lock*"))
 
 
@@ -80,12 +104,29 @@ def test_one_process(tmp_path: Path) -> None:
     [
         (3, [], "3 is no function of a context", "def train(ctx)"),
         (print, ["guard.lost=shrink"], "without run= there are none", "run=DIR"),
-        (print, ["guard.lost=restart", "run=somewhere"], "guard.lost is not of an own loop", "guard.lost=shrink"),
-        (print, ["guard.lost=shrink", "shard.stage=3", "run=somewhere"], "does not go on with shard.stage=3", "shard.stage=2"),
+        (
+            print,
+            ["guard.lost=restart", "run=somewhere"],
+            "guard.lost is not of an own loop",
+            "guard.lost=shrink",
+        ),
+        (
+            print,
+            ["guard.lost=shrink", "shard.stage=3", "run=somewhere"],
+            "does not go on with shard.stage=3",
+            "shard.stage=2",
+        ),
         (lambda ctx: ht.init(), [], "a context is open already", "one hvdtrain.init()"),
     ],
 )
-def test_what_cannot_be(train: Any, words: list[str], what: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be(
+    train: Any,
+    words: list[str],
+    what: str,
+    fix: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as caught:
         ht.run(train, *words)
@@ -120,7 +161,11 @@ sys.exit(ht.run(train, "guard.lost=shrink", *sys.argv[2:]))
 @pytest.mark.parametrize(
     ("mistake", "text"),
     [
-        ("resume", "guard.lost=shrink goes on from the newest checkpoint, and the loop would begin anew\n  where: ctx.samples()"),
+        (
+            "resume",
+            "guard.lost=shrink goes on from the newest checkpoint, and the loop would begin "
+            "anew\n  where: ctx.samples()",
+        ),
         ("outside", "a model that was prepared before a rank was lost\n  where: ctx.prepare()"),
     ],
 )

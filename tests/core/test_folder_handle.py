@@ -1,4 +1,5 @@
-"""Folder: nothing below it is opened, written or removed through a link, and nothing but regular files is read."""
+"""Folder: nothing below it is opened, written or removed through a link, and nothing but regular
+files is read."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ ODD: dict[str, Callable[[Path, Path], None]] = {
 
 @pytest.mark.parametrize("kind", ODD)
 @pytest.mark.parametrize("method", ["open_file", "append"])
-def test_what_is_no_regular_file_is_neither_read_nor_appended_to(run: Path, outside: Path, kind: str, method: str) -> None:
+def test_what_is_no_regular_file_is_neither_read_nor_appended_to(
+    run: Path, outside: Path, kind: str, method: str
+) -> None:
     ODD[kind](run / "name", outside)
     with Folder.open(run) as folder, pytest.raises(WrongKind) as refused:
         getattr(folder, method)("name")
@@ -78,7 +81,9 @@ def test_a_folder_is_never_opened_through_a_link(run: Path, outside: Path) -> No
         assert folder.names() == []
 
 
-def test_links_inside_of_a_folder_that_is_removed_are_not_followed(run: Path, outside: Path) -> None:
+def test_links_inside_of_a_folder_that_is_removed_are_not_followed(
+    run: Path, outside: Path
+) -> None:
     (run / "a" / "b").mkdir(parents=True)
     (run / "a" / "b" / "link").symlink_to(outside)
     (run / "a" / "link").symlink_to(outside / "file")
@@ -112,7 +117,9 @@ def test_a_name_is_one_part_of_a_path(run: Path, outside: Path, name: str) -> No
                 folder.rename(*names)
 
 
-def test_the_path_of_the_first_folder_may_be_a_link_and_folders_inside_not(run: Path, outside: Path, tmp_path: Path) -> None:
+def test_the_path_of_the_first_folder_may_be_a_link_and_folders_inside_not(
+    run: Path, outside: Path, tmp_path: Path
+) -> None:
     (run / "a").mkdir()
     (run / "a" / "file").write_bytes(b"inside")
     (tmp_path / "link").symlink_to(run)
@@ -155,7 +162,8 @@ def test_a_write_that_fails_leaves_everything_as_it_was(run: Path) -> None:
 
 
 def test_a_small_file_takes_little_memory_whatever_its_limit(run: Path) -> None:
-    """1 GiB was allocated for the report of a rank with its part of a checkpoint, which then did not fit under ulimit -d."""
+    """1 GiB was allocated for the report of a rank with its part of a checkpoint, which then did
+    not fit under ulimit -d."""
     (run / "name").write_bytes(bytes(3_000_000))
     with Folder.open(run) as folder:
         tracemalloc.start()
@@ -189,8 +197,11 @@ def test_no_handle_stays_open(run: Path, outside: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["file", "folder"])
-def test_a_name_that_changes_while_it_is_used_leads_nowhere_else(run: Path, outside: Path, what: str) -> None:
-    """A thread swaps the name for a link and back, at least 100 uses succeed, and 100 are refused."""
+def test_a_name_that_changes_while_it_is_used_leads_nowhere_else(
+    run: Path, outside: Path, what: str
+) -> None:
+    """A thread swaps the name for a link and back, at least 100 uses succeed, and 100 are
+    refused."""
     (run / "name").mkdir() if what == "folder" else (run / "name").write_bytes(b"inside")
     (run / "link").symlink_to(outside if what == "folder" else outside / "file")
     stop = threading.Event()
@@ -198,7 +209,12 @@ def test_a_name_that_changes_while_it_is_used_leads_nowhere_else(run: Path, outs
 
     def swap() -> None:
         while not stop.is_set():
-            for old, new in (("name", "kept"), ("link", "name"), ("name", "link"), ("kept", "name")):
+            for old, new in (
+                ("name", "kept"),
+                ("link", "name"),
+                ("name", "link"),
+                ("kept", "name"),
+            ):
                 os.rename(run / old, run / new)
                 time.sleep(random.random() / 5000 if new == "name" else 0)
 

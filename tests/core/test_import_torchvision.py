@@ -33,7 +33,9 @@ def test_two_threads_define_the_operators_once(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.library, "Library", Library)
-    threads = [threading.Thread(target=import_torchvision.define_missing_operators) for _ in range(2)]
+    threads = [
+        threading.Thread(target=import_torchvision.define_missing_operators) for _ in range(2)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,4 +1,5 @@
-"""The command that is printed is one that the user's shell finds: by name, by its path, or with this interpreter."""
+"""The command that is printed is one that the user's shell finds: by name, by its path, or with
+this interpreter."""
 
 from __future__ import annotations
 
@@ -18,11 +19,15 @@ ROOT = Path(__file__).parents[2]
 
 def bash(line: str, path: str) -> subprocess.CompletedProcess[str]:
     environment = {"PATH": path, "HOME": os.environ.get("HOME", "/")}
-    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False, env=environment)
+    return subprocess.run(
+        ["bash", "-c", line], capture_output=True, text=True, check=False, env=environment
+    )
 
 
 @pytest.mark.skipif(not (SCRIPTS / "hvdtrain").exists(), reason="hvdtrain is not installed")
-def test_the_name_where_the_path_has_this_environment_and_else_the_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_name_where_the_path_has_this_environment_and_else_the_path(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     another = tmp_path / "another environment"  # whose hvdtrain would be another version
     another.mkdir()
     shutil.copy(SCRIPTS / "hvdtrain", another)
@@ -41,7 +46,9 @@ def test_the_name_where_the_path_has_this_environment_and_else_the_path(monkeypa
     assert command_line("report", "a b") == ".venv/bin/hvdtrain report 'a b'", "as after make train"
 
 
-def test_from_its_source_the_command_names_the_interpreter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_from_its_source_the_command_names_the_interpreter(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     python = tmp_path / "with space" / "python"
     monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setattr("sysconfig.get_path", lambda *_: str(tmp_path))

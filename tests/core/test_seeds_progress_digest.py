@@ -9,7 +9,8 @@ from hvdtrain.core.progress import Progress, fold
 
 
 def splitmix64(x: int) -> int:
-    """The published mixing function, written independently: one call is state + golden ratio, then two multiply-xorshifts."""
+    """The published mixing function, written independently: one call is state + golden ratio, then
+    two multiply-xorshifts."""
     z = (x + 0x9E3779B97F4A7C15) % 2**64
     z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) % 2**64
     z = ((z ^ z >> 27) * 0x94D049BB133111EB) % 2**64
@@ -17,7 +18,9 @@ def splitmix64(x: int) -> int:
 
 
 def test_fold_is_splitmix64() -> None:
-    assert splitmix64(0) == 0xE220A8397B1DCDAF  # the first output of the reference implementation from state 0
+    assert (
+        splitmix64(0) == 0xE220A8397B1DCDAF
+    )  # the first output of the reference implementation from state 0
     golden = 0x9E3779B97F4A7C15
     assert fold(0) == splitmix64((splitmix64(0) - golden) % 2**64)
 
@@ -28,7 +31,14 @@ def test_fold_of_an_array_is_fold_of_its_elements() -> None:
 
 
 def test_fold_depends_on_every_counter_and_their_order() -> None:
-    seeds = [fold(1, 2, 3), fold(1, 3, 2), fold(2, 1, 3), fold(1, 2, 4), fold(1, 2), fold(1, 2, 3, 0)]
+    seeds = [
+        fold(1, 2, 3),
+        fold(1, 3, 2),
+        fold(2, 1, 3),
+        fold(1, 2, 4),
+        fold(1, 2),
+        fold(1, 2, 3, 0),
+    ]
     assert len(set(seeds)) == len(seeds)
     many = fold(1, np.arange(100_000, dtype=np.uint64))
     assert len(np.unique(many)) == 100_000

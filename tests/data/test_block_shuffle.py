@@ -1,4 +1,5 @@
-"""data.shuffle=blocks: each sample once in an epoch, on any number of ranks, from any position; how random it is; few blocks on each."""
+"""data.shuffle=blocks: each sample once in an epoch, on any number of ranks, from any position; how
+random it is; few blocks on each."""
 
 from __future__ import annotations
 
@@ -17,13 +18,27 @@ from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import fold
 from hvdtrain.data.datasets import csv
-from hvdtrain.data.sampler import BlockShuffle, parts_of_rank, permutation, positions_of_rank, shuffled_by_blocks
+from hvdtrain.data.sampler import (
+    BlockShuffle,
+    parts_of_rank,
+    permutation,
+    positions_of_rank,
+    shuffled_by_blocks,
+)
 from hvdtrain.data.stored.source import stored_in
 from hvdtrain.errors import UserError
 from hvdtrain.training.datasets import open_datasets
 from hvdtrain.training.health.signals import Signals
 
-SHUFFLES = [(1000, 64, 4), (1000, 1, 16), (1000, 1000, 2), (999, 10, 7), (5, 3, 1), (7, 100, 1), (128, 16, 100)]
+SHUFFLES = [
+    (1000, 64, 4),
+    (1000, 1, 16),
+    (1000, 1000, 2),
+    (999, 10, 7),
+    (5, 3, 1),
+    (7, 100, 1),
+    (128, 16, 100),
+]
 
 
 def expected(seed: int, epoch: int, dataset: int, block: int, window: int) -> list[int]:
@@ -42,22 +57,39 @@ def expected(seed: int, epoch: int, dataset: int, block: int, window: int) -> li
 def test_an_epoch_is_shuffled_as_the_contract_says(dataset: int, block: int, window: int) -> None:
     shuffle = BlockShuffle(block, window)
     one = expected(3, 2, dataset, block, window)
-    assert shuffled_by_blocks(3, 2, dataset, shuffle, 0, dataset).tolist() == one and sorted(one) == list(range(dataset))
+    assert shuffled_by_blocks(3, 2, dataset, shuffle, 0, dataset).tolist() == one and sorted(
+        one
+    ) == list(range(dataset))
     for first, last in ((0, 1), (dataset // 3, dataset - 1), (dataset - 1, dataset), (2, 2)):
         assert shuffled_by_blocks(3, 2, dataset, shuffle, first, last).tolist() == one[first:last]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize(("dataset", "block", "window"), SHUFFLES)
-def test_ranks_together_read_the_samples_of_each_step_once(dataset: int, block: int, window: int, size: int) -> None:
+def test_ranks_together_read_the_samples_of_each_step_once(
+    dataset: int, block: int, window: int, size: int
+) -> None:
     shuffle = BlockShuffle(block, window)
-    order = [expected(3, epoch, dataset, block, window) for epoch in range((61 + dataset) // dataset + 1)]
+    order = [
+        expected(3, epoch, dataset, block, window) for epoch in range((61 + dataset) // dataset + 1)
+    ]
     start = 0
     for count in (7, 40, 1, dataset, 13):
-        wanted = [(position // dataset, order[position // dataset][position % dataset]) for position in range(start, start + count)]
+        wanted = [
+            (position // dataset, order[position // dataset][position % dataset])
+            for position in range(start, start + count)
+        ]
         for parts in (1, 3):
-            shares = [parts_of_rank(start, count, parts, rank, size, dataset, 3, shuffle=shuffle) for rank in range(size)]
-            found = [(int(e), int(s)) for share in shares for part in share for s, e in zip(part.samples, part.epochs, strict=True)]
+            shares = [
+                parts_of_rank(start, count, parts, rank, size, dataset, 3, shuffle=shuffle)
+                for rank in range(size)
+            ]
+            found = [
+                (int(e), int(s))
+                for share in shares
+                for part in share
+                for s, e in zip(part.samples, part.epochs, strict=True)
+            ]
             assert sorted(found) == sorted(wanted)
             counts = [sum(len(part.samples) for part in share) for share in shares]
             assert max(counts) - min(counts) <= 1
@@ -66,12 +98,16 @@ def test_ranks_together_read_the_samples_of_each_step_once(dataset: int, block: 
 
 
 def test_how_random_it_is() -> None:
-    """Beside a full shuffle of 64,000 samples: the distance from a sample's place in the data set, and the serial correlation of places."""
+    """Beside a full shuffle of 64,000 samples: the distance from a sample's place in the data set,
+    and the serial correlation of places."""
     dataset = 64_000
     measures = {}
     for name, order in {
         "full": permutation(0, 0, dataset),
-        **{window: shuffled_by_blocks(0, 0, dataset, BlockShuffle(64, window), 0, dataset) for window in (1, 16, 64)},
+        **{
+            window: shuffled_by_blocks(0, 0, dataset, BlockShuffle(64, window), 0, dataset)
+            for window in (1, 16, 64)
+        },
     }.items():
         distance = np.abs(order - np.arange(dataset)).mean() / (dataset / 3)
         measures[name] = distance, np.corrcoef(order[:-1], order[1:])[0, 1]
@@ -82,24 +118,35 @@ def test_how_random_it_is() -> None:
 
 
 def test_ranks_share_the_blocks_of_a_window() -> None:
-    """Of 100 blocks in windows of 10, two ranks that read an epoch in steps of 40 read 1.3 times 100 blocks together, not 2 times."""
+    """Of 100 blocks in windows of 10, two ranks that read an epoch in steps of 40 read 1.3 times
+    100 blocks together, not 2 times."""
     shuffle = BlockShuffle(64, 10)
     dataset = 6400
     read = 0
     for rank in range(2):
-        steps = [positions_of_rank(start, 40, rank, 2, dataset, 0, shuffle=shuffle).samples for start in range(0, dataset, 40)]
-        read += sum(len(np.unique(np.concatenate(steps[first : first + 16]) // 64)) for first in range(0, 160, 16))
+        steps = [
+            positions_of_rank(start, 40, rank, 2, dataset, 0, shuffle=shuffle).samples
+            for start in range(0, dataset, 40)
+        ]
+        read += sum(
+            len(np.unique(np.concatenate(steps[first : first + 16]) // 64))
+            for first in range(0, 160, 16)
+        )
     assert 100 <= read <= 150, read
 
 
 def test_partitions_are_not_by_block() -> None:
-    with pytest.raises(UserError, match=r"data.shuffle=blocks gives each rank the blocks of its share") as caught:
+    with pytest.raises(
+        UserError, match=r"data.shuffle=blocks gives each rank the blocks of its share"
+    ) as caught:
         hvdtrain.train({}, "data.shuffle=blocks", "data.sampling=partition")
     assert "data.shuffle=full" in caught.value.fix
 
 
 @needs_mpirun
-def test_a_job_is_the_same_on_ranks_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_is_the_same_on_ranks_and_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     stored_data.write(tmp_path, "npz")
     words = ["data.shuffle=blocks", "data.shuffle_block=10", "data.shuffle_window=3"]
@@ -108,20 +155,34 @@ def test_a_job_is_the_same_on_ranks_and_resumed(tmp_path: Path, monkeypatch: pyt
     stored_data.weights("npz", "stopped", "stop.steps=5", *words)
     resumed = hvdtrain.train("resume=stopped", "stop.steps=null").weights
     assert stored_data.bits(resumed) == stored_data.bits(one) != stored_data.bits(other)
-    assert mpirun(2, alone("stored_data:train_on_ranks", str(tmp_path), ["npz"], words)).returncode == 0
+    assert (
+        mpirun(2, alone("stored_data:train_on_ranks", str(tmp_path), ["npz"], words)).returncode
+        == 0
+    )
     for name, array in np.load(tmp_path / "weights-npz.npz").items():
         np.testing.assert_allclose(array, one[name], rtol=0, atol=1e-12)
     with pytest.raises(UserError, match="blocks-1 10 x 3"):
         hvdtrain.train("resume=stopped", "data.shuffle_window=4")
 
 
-def test_a_bench_shuffles_the_blocks_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a job does: 30 rows of a CSV file are a block here, where 256 samples are one of data without any."""
+def test_a_bench_shuffles_the_blocks_of_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a job does: 30 rows of a CSV file are a block here, where 256 samples are one of data
+    without any."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(csv, "_BLOCK_BYTES", 16_000)
     stored_data.write(tmp_path, "csv")
-    words = ["data.name=csv", *stored_data.WORDS["csv"], "data.shuffle=blocks", "data.val_share=0.1", "task.name=regression"]
-    config = configure(None, [*words, "model.name=mlp", "model.widths=[7]", "batch.size=24", "speed.device=cpu"])
+    words = [
+        "data.name=csv",
+        *stored_data.WORDS["csv"],
+        "data.shuffle=blocks",
+        "data.val_share=0.1",
+        "task.name=regression",
+    ]
+    config = configure(
+        None, [*words, "model.name=mlp", "model.widths=[7]", "batch.size=24", "speed.device=cpu"]
+    )
     communicator = SingleProcessCommunicator()
     datasets = open_datasets(config, communicator)
     files = stored_in(datasets.train)
@@ -129,5 +190,8 @@ def test_a_bench_shuffles_the_blocks_of_the_files(tmp_path: Path, monkeypatch: p
     with Signals(0) as signals:
         trainer = Trainer(config, communicator, signals, datasets)
         found = bench_data.measure(config, communicator, signals, 2)
-    assert trainer.job.config.data.shuffle_block == files.rows_of_block and 20 < (files.rows_of_block or 0) < 50
+    assert (
+        trainer.job.config.data.shuffle_block == files.rows_of_block
+        and 20 < (files.rows_of_block or 0) < 50
+    )
     assert found["samples_per_s"]["prefetch"][1] > 0 and found["samples"] == len(datasets.train)

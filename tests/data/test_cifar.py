@@ -14,8 +14,14 @@ from hvdtrain.errors import UserError
 
 
 def planes(value: int) -> bytes:
-    """An image in the file's order, red, green and blue plane; every pixel of the 32x32 differs from its neighbours."""
-    return bytes((value + 40 * channel + row * 3 + column) % 256 for channel in range(3) for row in range(32) for column in range(32))
+    """An image in the file's order, red, green and blue plane; every pixel of the 32x32 differs
+    from its neighbours."""
+    return bytes(
+        (value + 40 * channel + row * 3 + column) % 256
+        for channel in range(3)
+        for row in range(32)
+        for column in range(32)
+    )
 
 
 def pixel(value: int, row: int, column: int) -> list[int]:
@@ -78,7 +84,9 @@ def test_a_file_of_another_length(tmp_path: Path, length: int) -> None:
 def test_an_unreadable_file(tmp_path: Path) -> None:
     write_cifar10(tmp_path)
     (tmp_path / "cifar-10-batches-bin" / "test_batch.bin").chmod(0)
-    assert "the file cannot be read: [Errno 13] Permission denied" in refusal("cifar10", tmp_path, "val")
+    assert "the file cannot be read: [Errno 13] Permission denied" in refusal(
+        "cifar10", tmp_path, "val"
+    )
 
 
 def test_a_label_outside_the_classes(tmp_path: Path) -> None:
@@ -92,14 +100,24 @@ def test_a_label_outside_the_classes(tmp_path: Path) -> None:
 def test_missing_files_name_the_archive(tmp_path: Path) -> None:
     output = refusal("cifar10", tmp_path / "none")
     assert "the files of cifar10 are missing, and data.download is false" in output
-    assert f"where: {tmp_path / 'none'}: cifar-10-batches-bin/data_batch_1.bin, cifar-10-batches-bin/data_batch_2.bin" in output
-    assert f"fix: unpack https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz in {tmp_path / 'none'}" in output
+    assert (
+        f"where: {tmp_path / 'none'}: cifar-10-batches-bin/data_batch_1.bin, "
+        "cifar-10-batches-bin/data_batch_2.bin" in output
+    )
+    assert (
+        "fix: unpack https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz in "
+        f"{tmp_path / 'none'}" in output
+    )
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize(("name", "folder"), [("cifar10", "cifar-10-batches-py"), ("cifar100", "cifar-100-python")])
+@pytest.mark.parametrize(
+    ("name", "folder"), [("cifar10", "cifar-10-batches-py"), ("cifar100", "cifar-100-python")]
+)
 @pytest.mark.parametrize("allowed", [True, False])
-def test_the_pickled_version_is_not_read(tmp_path: Path, name: str, folder: str, allowed: bool) -> None:
+def test_the_pickled_version_is_not_read(
+    tmp_path: Path, name: str, folder: str, allowed: bool
+) -> None:
     (tmp_path / folder).mkdir()
     with pytest.raises(UserError) as caught:
         cifar.build(name, tmp_path, "train", download=allowed)

@@ -1,4 +1,5 @@
-"""The codebook: k-means as written down once more, and the nearest colour of every pixel, exactly."""
+"""The codebook: k-means as written down once more, and the nearest colour of every pixel,
+exactly."""
 
 from __future__ import annotations
 
@@ -6,7 +7,15 @@ import numpy as np
 import pytest
 
 from hvdtrain.core.progress import fold
-from hvdtrain.data.codebook import Codebook, Encoder, draw_pixels, k_means, make_codebook, nearest, reduce_images
+from hvdtrain.data.codebook import (
+    Codebook,
+    Encoder,
+    draw_pixels,
+    k_means,
+    make_codebook,
+    nearest,
+    reduce_images,
+)
 from hvdtrain.data.datasets import digits, synthetic
 from hvdtrain.data.source import ArraySource
 from hvdtrain.errors import UserError
@@ -24,18 +33,23 @@ def brute(points: np.ndarray, centres: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("channels", [1, 3])
 def test_the_nearest_colour_is_exact(channels: int) -> None:
     rng = np.random.default_rng(1)
-    points = np.concatenate([rng.integers(0, 256, (300, channels)), [[0] * channels, [255] * channels]]).astype(np.uint8)
+    points = np.concatenate(
+        [rng.integers(0, 256, (300, channels)), [[0] * channels, [255] * channels]]
+    ).astype(np.uint8)
     centres = rng.integers(0, 256, (40, channels)).astype(np.uint8)
     centres[7] = centres[3]  # never taken
     assert np.array_equal(nearest(points, centres), brute(points, centres))
     encoder = Encoder(Codebook(centres))
     for part in np.array_split(points, 3):  # the second and third find colours in the table
-        assert np.array_equal(encoder.encode(part.reshape(-1, 1, channels))[:, 0], brute(part, centres))
+        assert np.array_equal(
+            encoder.encode(part.reshape(-1, 1, channels))[:, 0], brute(part, centres)
+        )
     assert np.array_equal(encoder.encode(points), brute(points, centres))
 
 
 def test_a_round_of_k_means_by_hand() -> None:
-    # from 0 and 10, the first two colours: {0, 1, 1}, {10, 20, 21}: means 2/3 and 17; then {0, 1, 1}, {10, 20, 21} again
+    # from 0 and 10, the first two colours: {0, 1, 1}, {10, 20, 21}: means 2/3 and 17; then {0, 1,
+    # 1}, {10, 20, 21} again
     assert k_means(np.array([[0], [10], [1], [1], [20], [21]], np.uint8), 2).tolist() == [[1], [17]]
 
 
@@ -47,8 +61,11 @@ def test_as_many_colours_as_there_are_are_kept() -> None:
 
 
 def test_colours_are_the_means_of_their_pixels() -> None:
-    """Each colour is near the mean of its pixels, and all of them are better than the colours to begin with."""
-    pixels = draw_pixels(synthetic.build("synthetic", None, "train", samples=50, shape=(8, 8, 3)), 8)[:2000]
+    """Each colour is near the mean of its pixels, and all of them are better than the colours to
+    begin with."""
+    pixels = draw_pixels(
+        synthetic.build("synthetic", None, "train", samples=50, shape=(8, 8, 3)), 8
+    )[:2000]
     centres = k_means(pixels, 16)
     own = brute(pixels, centres)
     for k in range(16):
@@ -75,7 +92,9 @@ def test_a_reduced_image_has_the_means_of_its_squares() -> None:
     assert reduced.shape == (4, 4)
     assert reduced[0, 0] == 5  # (0 + 1 + 8 + 9) / 4 = 4.5
     assert reduced[3, 3] == 59  # (54 + 55 + 62 + 63) / 4 = 58.5
-    assert reduce_images(np.full((2, 4, 4, 3), 255, np.uint8), 1).tolist() == [[[[255, 255, 255]]]] * 2
+    assert (
+        reduce_images(np.full((2, 4, 4, 3), 255, np.uint8), 1).tolist() == [[[[255, 255, 255]]]] * 2
+    )
 
 
 def test_the_codebook_of_the_digits() -> None:

@@ -1,4 +1,5 @@
-"""Random resized crops of whole images: two ranks train what one process does, also after a resume on another number of ranks."""
+"""Random resized crops of whole images: two ranks train what one process does, also after a resume
+on another number of ranks."""
 
 from __future__ import annotations
 
@@ -17,8 +18,22 @@ from hvdtrain.report.run import read_run
 STOP = 5
 END = 12
 EPOCH = 13
-WORDS = ["data.name=folder", "data.size=8", "data.packed=false", "augment.resized_crop=0.2", "augment.flip=true", "seed=3"]
-WORDS += ["model.name=mlp", "model.widths=[6]", "speed.precision=fp64", "batch.size=5", "optim.base_lr=0.02", "epochs=null"]
+WORDS = [
+    "data.name=folder",
+    "data.size=8",
+    "data.packed=false",
+    "augment.resized_crop=0.2",
+    "augment.flip=true",
+    "seed=3",
+]
+WORDS += [
+    "model.name=mlp",
+    "model.widths=[6]",
+    "speed.precision=fp64",
+    "batch.size=5",
+    "optim.base_lr=0.02",
+    "epochs=null",
+]
 WORDS += ["log.every_steps=1", "guard.equal_steps=1"]
 
 
@@ -35,7 +50,9 @@ def images(root: Path) -> None:
 
 def losses(run: Path) -> list[float]:
     """Of steps 1 to END."""
-    found = {event["step"]: event["loss"] for event in read_run(run).events if event["kind"] == "step"}
+    found = {
+        event["step"]: event["loss"] for event in read_run(run).events if event["kind"] == "step"
+    }
     assert sorted(found) == list(range(1, END + 1)), found
     return [found[step] for step in range(1, END + 1)]
 
@@ -65,7 +82,11 @@ def test_two_ranks_train_on_the_boxes_of_one_and_a_resumed_job_too(tmp_path: Pat
     for run in (fewer, more):
         np.testing.assert_allclose(losses(run), losses(straight), rtol=1e-12, err_msg=run.name)
         for name, array in weights(straight).items():
-            np.testing.assert_allclose(weights(run)[name], array, rtol=0, atol=1e-12, err_msg=f"{run.name}: {name}")
+            np.testing.assert_allclose(
+                weights(run)[name], array, rtol=0, atol=1e-12, err_msg=f"{run.name}: {name}"
+            )
     plain = tmp_path / "plain"
     assert main([*words, "augment.resized_crop=0", f"run={plain}", f"stop.steps={END}"]) == 0
-    assert np.abs(np.array(losses(plain)) - losses(straight)).min() > 1e-6, "each step has random boxes"
+    assert np.abs(np.array(losses(plain)) - losses(straight)).min() > 1e-6, (
+        "each step has random boxes"
+    )

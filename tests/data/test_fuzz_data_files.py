@@ -38,27 +38,43 @@ def test_a_gzip_bomb(tmp_path: Path) -> None:
     images = bytes.fromhex("00000803") + struct.pack(">3I", 2**26 - 1, 16, 1)
     labels = bytes.fromhex("00000801") + struct.pack(">I", 2**30 - 8)
     images_and_labels(tmp_path, zeros_in_gzip(images, 2**30), zeros_in_gzip(labels, 2**30))
-    assert "found 1073741808 bytes in the shape (67108863, 16, 1) of its header, expected 1 to 268435456" in refusal(
-        "fashion_mnist", tmp_path
+    assert (
+        "found 1073741808 bytes in the shape (67108863, 16, 1) of its header, expected 1 to "
+        "268435456" in refusal("fashion_mnist", tmp_path)
     )
-    images_and_labels(tmp_path, gzip.compress(images[:4] + struct.pack(">3I", 1, 1, 1) + b"x"), zeros_in_gzip(labels, 2**30))
-    assert "found 1073741816 bytes in the shape (1073741816,) of its header, expected 1 to 16777216" in refusal("fashion_mnist", tmp_path)
+    images_and_labels(
+        tmp_path,
+        gzip.compress(images[:4] + struct.pack(">3I", 1, 1, 1) + b"x"),
+        zeros_in_gzip(labels, 2**30),
+    )
+    assert (
+        "found 1073741816 bytes in the shape (1073741816,) of its header, expected 1 to 16777216"
+        in refusal("fashion_mnist", tmp_path)
+    )
 
 
 def test_a_header_of_no_images_of_a_huge_size(tmp_path: Path) -> None:
     images_and_labels(tmp_path, bytes.fromhex("00000803 00000000 ffffffff ffffffff"), b"", "")
-    assert "found 0 bytes in the shape (0, 4294967295, 4294967295) of its header, expected 1 to" in refusal("fashion_mnist", tmp_path)
+    assert (
+        "found 0 bytes in the shape (0, 4294967295, 4294967295) of its header, expected 1 to"
+        in refusal("fashion_mnist", tmp_path)
+    )
 
 
 def test_a_sparse_file(tmp_path: Path) -> None:
     (tmp_path / "cifar-10-batches-bin").mkdir()
     with (tmp_path / "cifar-10-batches-bin" / "test_batch.bin").open("wb") as file:
         file.truncate(3073 * 10**6)
-    assert "found 3073000000 bytes, expected at most 268435456" in refusal("cifar10", tmp_path, "val")
+    assert "found 3073000000 bytes, expected at most 268435456" in refusal(
+        "cifar10", tmp_path, "val"
+    )
     image = place(tmp_path, b"", "train/a/1.png")
     with image.open("wb") as file:
         file.truncate(2**33)
-    assert f"the image is a file of 8589934592 bytes, at most 134217728\n  where: {image}" in refusal("folder", tmp_path)
+    assert (
+        f"the image is a file of 8589934592 bytes, at most 134217728\n  where: {image}"
+        in refusal("folder", tmp_path)
+    )
 
 
 def place(root: Path, data: bytes, *paths: str) -> Path:
@@ -71,7 +87,9 @@ def place(root: Path, data: bytes, *paths: str) -> Path:
 
 def many_scans(frame: bytes) -> bytes:
     """A JPEG file with its last scan 201 times."""
-    data = next(image for image in sound_images() if image.startswith(b"\xff\xd8") and frame in image)
+    data = next(
+        image for image in sound_images() if image.startswith(b"\xff\xd8") and frame in image
+    )
     last = data.rindex(b"\xff\xda")
     return data[:last] + data[last:-2] * 200 + data[-2:]
 
@@ -88,7 +106,9 @@ def many_scans(frame: bytes) -> bytes:
     ids=["scans", "scans, baseline", "rle", "pixels", "bits"],
 )
 @pytest.mark.parametrize("second", [False, True])
-def test_images_that_are_slow_to_decode_are_errors(tmp_path: Path, data: bytes, what: str, second: bool) -> None:
+def test_images_that_are_slow_to_decode_are_errors(
+    tmp_path: Path, data: bytes, what: str, second: bool
+) -> None:
     image = place(tmp_path, data, "train/a/2.png")
     if second:
         place(tmp_path, png_of(16, 16), "train/a/1.png")
@@ -102,7 +122,10 @@ def test_pipes_and_devices_are_not_read(tmp_path: Path) -> None:
     for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
         make(image)  # train's first one, whose size is asked for by val too
         for split in ("train", "val"):
-            assert f"the image is not a regular file\n  where: {image}\n  fix: remove it" in refusal("folder", tmp_path, split)
+            assert (
+                f"the image is not a regular file\n  where: {image}\n  fix: remove it"
+                in refusal("folder", tmp_path, split)
+            )
         image.unlink()
     os.mkfifo(place(tmp_path, png_of(4, 4), "train/a/1.png").with_name("2.png"))
     assert f"where: {tmp_path}/train/a/2.png" in refusal("folder", tmp_path)
@@ -110,7 +133,9 @@ def test_pipes_and_devices_are_not_read(tmp_path: Path) -> None:
 
 def test_a_huge_size_is_an_error(tmp_path: Path) -> None:
     place(tmp_path, png_of(4, 4), "train/a/1.png")
-    assert "images of size 1000000 with 3 channels are impossible" in refusal("folder", tmp_path, size=10**6)
+    assert "images of size 1000000 with 3 channels are impossible" in refusal(
+        "folder", tmp_path, size=10**6
+    )
     assert "data.size is 1 to 8192" in refusal("folder", tmp_path, size=2**63)
 
 
@@ -118,7 +143,11 @@ def test_a_file_in_the_cache_that_is_no_array(tmp_path: Path) -> None:
     place(tmp_path, png_of(4, 4), "train/a/1.png")
     outside = place(tmp_path, b"mine", "outside")
     for _ in range(4):
-        assert folder.build("folder", tmp_path, "train", cache=tmp_path / "cache").shape == (4, 4, 3)
+        assert folder.build("folder", tmp_path, "train", cache=tmp_path / "cache").shape == (
+            4,
+            4,
+            3,
+        )
         kept = next((tmp_path / "cache").glob("*/images.npy"))
         if _ == 0:
             kept.write_bytes(kept.read_bytes().replace(b"}", b"("))  # tokenize.TokenError
@@ -130,9 +159,19 @@ def test_a_file_in_the_cache_that_is_no_array(tmp_path: Path) -> None:
 
 def test_synthetic_images_of_a_huge_size_are_errors() -> None:
     for options, what in (
-        ({"samples": 2**62}, f"{2**62} is too large, at most {2**40} is possible\n  where: data.samples"),
-        ({"classes": 2**62}, f"{2**62} is too large, at most {2**20} is possible\n  where: data.classes"),
-        ({"shape": (60000, 60000, 3)}, f"images of {60000 * 60000 * 3} values are too large, at most {2**26}\n  where: data.shape"),
+        (
+            {"samples": 2**62},
+            f"{2**62} is too large, at most {2**40} is possible\n  where: data.samples",
+        ),
+        (
+            {"classes": 2**62},
+            f"{2**62} is too large, at most {2**20} is possible\n  where: data.classes",
+        ),
+        (
+            {"shape": (60000, 60000, 3)},
+            f"images of {60000 * 60000 * 3} values are too large, at most {2**26}\n  where: "
+            "data.shape",
+        ),
     ):
         with pytest.raises(UserError) as caught:
             synthetic.build("synthetic", None, "train", **options)
@@ -140,8 +179,13 @@ def test_synthetic_images_of_a_huge_size_are_errors() -> None:
 
 
 def test_a_home_folder_of_an_unknown_user() -> None:
-    for make in (lambda: folders.data_root(Path("~nobodyhere/x")), lambda: folder.build("folder", Path("~nobodyhere"), "train")):
+    for make in (
+        lambda: folders.data_root(Path("~nobodyhere/x")),
+        lambda: folder.build("folder", Path("~nobodyhere"), "train"),
+    ):
         with pytest.raises(
-            UserError, match="cannot find the folder ~nobodyhere.*: Could not determine home directory.\n  where: data.root"
+            UserError,
+            match="cannot find the folder ~nobodyhere.*: Could not determine home directory.\n  "
+            "where: data.root",
         ):
             make()

@@ -1,4 +1,5 @@
-"""data.name=image_tokens: the tokens of images, the codebook that all ranks share, and what is refused."""
+"""data.name=image_tokens: the tokens of images, the codebook that all ranks share, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -9,10 +10,23 @@ import numpy as np
 import pytest
 
 from hvdtrain.config.read import configure
-from hvdtrain.data.codebook import Codebook, TokenImages, codebook_of, from_json, reduce_images, to_json
+from hvdtrain.data.codebook import (
+    Codebook,
+    TokenImages,
+    codebook_of,
+    from_json,
+    reduce_images,
+    to_json,
+)
 from hvdtrain.data.datasets import digits, image_tokens, synthetic
 from hvdtrain.errors import UserError
-from hvdtrain.training.datasets import build_source, identity, open_datasets, read_codebook, write_codebook
+from hvdtrain.training.datasets import (
+    build_source,
+    identity,
+    open_datasets,
+    read_codebook,
+    write_codebook,
+)
 
 WORDS = ["data.name=image_tokens", "task.name=language"]
 
@@ -24,7 +38,11 @@ def test_the_tokens_are_a_start_and_the_nearest_colours() -> None:
     assert train.codebook.digest() == val.codebook.digest()
     assert task.sizes["context"] == 16 and task.sizes["vocabulary"] == 6
     for split, source in (("train", train), ("val", val)):
-        images = reduce_images(digits.build("digits", None, split).read(np.array([0, 7, 300]))["x"], 4).reshape(3, 16).astype(int)  # type: ignore[arg-type]
+        images = (
+            reduce_images(digits.build("digits", None, split).read(np.array([0, 7, 300]))["x"], 4)
+            .reshape(3, 16)
+            .astype(int)
+        )  # type: ignore[arg-type]
         tokens = source.read(np.array([0, 7, 300]))["tokens"]
         assert tokens.dtype == np.int64 and tokens.shape == (3, 17)
         assert (tokens[:, 0] == 5).all()
@@ -42,8 +60,12 @@ def test_three_channels_of_another_source_with_its_options() -> None:
     train, val, *_ = open_datasets(configure(None, [*WORDS, *words]))
     assert isinstance(train, TokenImages)
     assert train.pixels.dtype == np.uint16 and (len(train), len(val)) == (20, 8)
-    images = synthetic.build("synthetic", None, "train", samples=20, shape=(4, 4, 3)).read(np.arange(20))["x"]
-    decoded = train.codebook.decode(train.read(np.arange(20))["tokens"][:, 1:]).reshape(images.shape)
+    images = synthetic.build("synthetic", None, "train", samples=20, shape=(4, 4, 3)).read(
+        np.arange(20)
+    )["x"]
+    decoded = train.codebook.decode(train.read(np.arange(20))["tokens"][:, 1:]).reshape(
+        images.shape
+    )
     assert np.abs(decoded.astype(int) - images).mean() < 12
 
 
@@ -65,7 +87,9 @@ def test_a_checkpoint_knows_the_codebook() -> None:
 def test_the_file_of_a_run_folder(tmp_path: Path) -> None:
     codebook = Codebook(np.array([[0, 1, 2], [255, 254, 3]], np.uint8))
     write_codebook(codebook, tmp_path)
-    assert json.loads((tmp_path / "codebook.json").read_text()) == {"colours": [[0, 1, 2], [255, 254, 3]]}
+    assert json.loads((tmp_path / "codebook.json").read_text()) == {
+        "colours": [[0, 1, 2], [255, 254, 3]]
+    }
     assert np.array_equal(read_codebook(tmp_path).colours, codebook.colours)
     (tmp_path / "codebook.json").unlink()
     with pytest.raises(UserError, match="the codebook cannot be read: No such file"):
@@ -75,14 +99,30 @@ def test_the_file_of_a_run_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        *(b"", b"{", b"[]", b"3", b"[" * 100_000, b'{"colours": 3}', b'{"colours": [[1]]}', b'{"colours": [[1], [2, 3]]}'),
-        *(b'{"colours": [[1.5], [2]]}', b'{"colours": [[-1], [2]]}', b'{"colours": [[256], [2]]}', b'{"colours": [["a"], ["b"]]}'),
+        *(
+            b"",
+            b"{",
+            b"[]",
+            b"3",
+            b"[" * 100_000,
+            b'{"colours": 3}',
+            b'{"colours": [[1]]}',
+            b'{"colours": [[1], [2, 3]]}',
+        ),
+        *(
+            b'{"colours": [[1.5], [2]]}',
+            b'{"colours": [[-1], [2]]}',
+            b'{"colours": [[256], [2]]}',
+            b'{"colours": [["a"], ["b"]]}',
+        ),
     ],
 )
 def test_a_damaged_codebook_is_refused(content: bytes) -> None:
     with pytest.raises(UserError, match="the codebook is damaged"):
         from_json(content, "here")
-    assert from_json(to_json(Codebook(np.array([[1], [2]], np.uint8))), "here").colours.tolist() == [[1], [2]]
+    assert from_json(
+        to_json(Codebook(np.array([[1], [2]], np.uint8))), "here"
+    ).colours.tolist() == [[1], [2]]
 
 
 @pytest.mark.parametrize(
@@ -93,9 +133,18 @@ def test_a_damaged_codebook_is_refused(content: bytes) -> None:
         (["data.colours=1"], "1 colours are impossible"),
         (["data.source=image_tokens"], "data.source=image_tokens names no images"),
         (["data.source=text", "data.root=x"], "no such file|cannot be read|has no images"),
-        (["data.source=synthetic", "data.source_options={shape: [4, 6, 3]}"], "images of 4x6x3 have no tokens"),
-        (["data.source=synthetic", "data.source_options={sample: 4}"], "data.name=synthetic has no option sample"),
-        (["data.source_options={root: x}"], "root is a key of data, not an option of data.source=digits"),
+        (
+            ["data.source=synthetic", "data.source_options={shape: [4, 6, 3]}"],
+            "images of 4x6x3 have no tokens",
+        ),
+        (
+            ["data.source=synthetic", "data.source_options={sample: 4}"],
+            "data.name=synthetic has no option sample",
+        ),
+        (
+            ["data.source_options={root: x}"],
+            "root is a key of data, not an option of data.source=digits",
+        ),
         (["data.stage=/tmp"], "image_tokens reads its files once"),
         (["augment.flip=true"], "augmentation is of images"),
     ],
@@ -106,5 +155,8 @@ def test_what_is_refused(words: list[str], what: str) -> None:
 
 
 def test_images_are_refused_by_the_model_of_tokens() -> None:
-    assert isinstance(image_tokens.build("image_tokens", None, "val").images, type(digits.build("digits", None, "val")))
+    assert isinstance(
+        image_tokens.build("image_tokens", None, "val").images,
+        type(digits.build("digits", None, "val")),
+    )
     assert len(build_source(configure(None, [*WORDS, "data.colours=4"]), "val")) == 360

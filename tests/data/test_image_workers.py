@@ -1,4 +1,5 @@
-"""Images decoded in worker processes: the same bytes and the same errors as on threads, and no process left behind."""
+"""Images decoded in worker processes: the same bytes and the same errors as on threads, and no
+process left behind."""
 
 from __future__ import annotations
 
@@ -44,11 +45,21 @@ def of_files(root: Path, kind: str) -> ImageSource:
     """JPEGs of many sizes, larger ones too, one of them grey."""
     for place in range(IMAGES):
         pixels = colour(place, 20 + place, 90 - 5 * place)
-        save(root / "folder" / "train" / str(place % 2) / f"{place:02}.jpg", pixels[..., 0] if place == 3 else pixels)
+        save(
+            root / "folder" / "train" / str(place % 2) / f"{place:02}.jpg",
+            pixels[..., 0] if place == 3 else pixels,
+        )
     files = sorted((root / "folder" / "train").rglob("*.jpg"))
     write(
         root / "train-0.tar",
-        [member for path in files for member in ((f"{path.stem}.cls", path.parent.name.encode()), (f"{path.stem}.jpg", path.read_bytes()))],
+        [
+            member
+            for path in files
+            for member in (
+                (f"{path.stem}.cls", path.parent.name.encode()),
+                (f"{path.stem}.jpg", path.read_bytes()),
+            )
+        ],
     )
     if kind == "folder":
         found = folder.build("folder", root / "folder", "train", size=16, packed=False)
@@ -62,7 +73,9 @@ def of_files(root: Path, kind: str) -> ImageSource:
 def test_worker_processes_decode_the_same_bytes(tmp_path: Path, kind: str) -> None:
     threads = of_files(tmp_path, kind)
     processes = threads.read_by(2)
-    orders = [np.array(order, np.int64) for order in ([5], [11, 0, 0, 3, 7], [], range(IMAGES), [2] * 40)]
+    orders = [
+        np.array(order, np.int64) for order in ([5], [11, 0, 0, 3, 7], [], range(IMAGES), [2] * 40)
+    ]
     with ThreadPoolExecutor(3) as pool:
         for order, batch in zip(orders * 3, pool.map(processes.read, orders * 3), strict=True):
             expected = threads.read(order)
@@ -72,7 +85,9 @@ def test_worker_processes_decode_the_same_bytes(tmp_path: Path, kind: str) -> No
     for wrong in ([12], [-1, 2]):
         with pytest.raises(IndexError, match="samples .* of 12"):
             processes.read(np.array(wrong))
-    assert [part.tolist() for part in processes.stats()] == [part.tolist() for part in threads.stats()]
+    assert [part.tolist() for part in processes.stats()] == [
+        part.tolist() for part in threads.stats()
+    ]
     assert processes.digests(1) == threads.digests(1) and processes.identity() == threads.identity()
     assert processes.workers is not None
     pids = [worker.process.pid for worker in processes.workers.workers]
@@ -87,15 +102,20 @@ def test_a_damaged_image_is_the_same_error_and_the_next_read_goes_on() -> None:
     assert found == error_of(lambda: threads.read(read))
     assert (
         found
-        == "the image cannot be read: UnidentifiedImageError: neither JPEG nor PNG, BMP, WebP, TIFF, GIF, PPM\n  where: image 7\n"
-        + ("  fix: repair or remove the file")
+        == "the image cannot be read: UnidentifiedImageError: neither JPEG nor PNG, BMP, WebP, "
+        "TIFF, GIF, PPM\n  where: image 7\n" + ("  fix: repair or remove the file")
     )
-    np.testing.assert_array_equal(processes.read(np.array([8, 6]))["x"], np.stack([pixels_of(8), pixels_of(6)]))
+    np.testing.assert_array_equal(
+        processes.read(np.array([8, 6]))["x"], np.stack([pixels_of(8), pixels_of(6)])
+    )
 
 
 @pytest.mark.parametrize("padding", [0, 5000])
-def test_many_images_are_packed_by_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, padding: int) -> None:
-    """Small and large ones: the files and their checksums are the same, also where a thread asks for several blocks; no process stays."""
+def test_many_images_are_packed_by_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, padding: int
+) -> None:
+    """Small and large ones: the files and their checksums are the same, also where a thread asks
+    for several blocks; no process stays."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     images = source_of(InMemory(700, padding=padding))
     mine = Path(f"/proc/{os.getpid()}/task")
@@ -104,11 +124,17 @@ def test_many_images_are_packed_by_processes(tmp_path: Path, monkeypatch: pytest
     pack(images, tmp_path / "processes", 90 * 400, worth_workers=700)
     for name in ("images-00000-of-00002.npy", "images-00001-of-00002.npy"):
         for file in (name, f"{name}.xxh3"):
-            assert (tmp_path / "threads" / file).read_bytes() == (tmp_path / "processes" / file).read_bytes()
+            assert (tmp_path / "threads" / file).read_bytes() == (
+                tmp_path / "processes" / file
+            ).read_bytes()
     assert started(mine) <= before
     broken = source_of(InMemory(700, broken=650))
-    assert "where: image 650\n" in error_of(lambda: pack(broken, tmp_path / "broken", 90 * 400, worth_workers=1))
-    assert [path.name for path in (tmp_path / "broken").glob("*.npy")] == ["images-00000-of-00002.npy"] and started(mine) <= before
+    assert "where: image 650\n" in error_of(
+        lambda: pack(broken, tmp_path / "broken", 90 * 400, worth_workers=1)
+    )
+    assert [path.name for path in (tmp_path / "broken").glob("*.npy")] == [
+        "images-00000-of-00002.npy"
+    ] and started(mine) <= before
 
 
 def test_who_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,10 +144,15 @@ def test_who_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     local = source_of(InThisProcess(20))
-    for size, images in {"small": local, "large": source_of(InThisProcess(20, padding=5000))}.items():
+    for size, images in {
+        "small": local,
+        "large": source_of(InThisProcess(20, padding=5000)),
+    }.items():
         pack(images, tmp_path / f"{size}, few", worth_workers=21)
         pack(images, tmp_path / f"{size}, few by default")
-        assert "cannot be sent to a worker process" in error_of(lambda images=images: pack(images, tmp_path / "many", worth_workers=20))
+        assert "cannot be sent to a worker process" in error_of(
+            lambda images=images: pack(images, tmp_path / "many", worth_workers=20)
+        )
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     pack(local, tmp_path / "one core", worth_workers=20)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
@@ -129,13 +160,18 @@ def test_who_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pack(local, tmp_path / "macOS", worth_workers=20)
 
 
-def test_no_process_stays_where_workers_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_stays_where_workers_cannot_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     mine = Path(f"/proc/{os.getpid()}/task")
     before = started(mine)
     images = source_of(EndsItsReader(20, padding=5000))
     ended = "of packing ended by exit code 3 while it started"
-    assert ended in error_of(lambda: pack(images, tmp_path, worth_workers=20)) and started(mine) <= before
+    assert (
+        ended in error_of(lambda: pack(images, tmp_path, worth_workers=20))
+        and started(mine) <= before
+    )
     assert not list(tmp_path.glob("images*"))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     processes = source_of(InMemory(IMAGES)).read_by(2)
@@ -144,8 +180,13 @@ def test_no_process_stays_where_workers_cannot_start(tmp_path: Path, monkeypatch
         found = error_of(lambda: processes.read(np.arange(IMAGES)))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert found.startswith("cannot start 2 worker processes of data.workers: [Errno 24]") and started(mine) <= before
-    np.testing.assert_array_equal(processes.read(np.array([8, 6]))["x"], np.stack([pixels_of(8), pixels_of(6)]))
+    assert (
+        found.startswith("cannot start 2 worker processes of data.workers: [Errno 24]")
+        and started(mine) <= before
+    )
+    np.testing.assert_array_equal(
+        processes.read(np.array([8, 6]))["x"], np.stack([pixels_of(8), pixels_of(6)])
+    )
 
 
 KILLED = """
@@ -161,12 +202,18 @@ pack(source_of(InMemory(3000, endless=1500)), Path(sys.argv[1]), worth_workers=1
 
 
 def test_a_killed_packing_leaves_no_process(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT, env=environment()) as packing:
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT, env=environment()
+    ) as packing:
         tasks = Path(f"/proc/{packing.pid}/task")
         workers: set[int] = set()
-        wait_until(lambda: workers.update(started(tasks)) or len(workers) == 1, "a worker")  # beside the thread of the process itself
+        wait_until(
+            lambda: workers.update(started(tasks)) or len(workers) == 1, "a worker"
+        )  # beside the thread of the process itself
         packing.send_signal(signal.SIGKILL)
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), "the end of the workers")
+    wait_until(
+        lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), "the end of the workers"
+    )
 
 
 def started(tasks: Path) -> set[int]:
@@ -176,12 +223,29 @@ def started(tasks: Path) -> set[int]:
 def test_the_key_data_workers(tmp_path: Path) -> None:
     for split, place in (("train", 0), ("train", 1), ("val", 1)):
         save(tmp_path / split / "ant" / f"{place}.png", colour(place))
-        write(tmp_path / f"{split}-{place}.tar", [(f"{place}.cls", b"0"), (f"{place}.png", encoded(place))])
-    words = [f"data.root={tmp_path}", f"data.cache={tmp_path / 'cache'}", "data.classes=2", "batch.size=1"]
-    with pytest.raises(UserError, match=r"data\.name=folder has its pixels in array files.*\n.*\n  fix: data\.packed=false, or leave"):
+        write(
+            tmp_path / f"{split}-{place}.tar",
+            [(f"{place}.cls", b"0"), (f"{place}.png", encoded(place))],
+        )
+    words = [
+        f"data.root={tmp_path}",
+        f"data.cache={tmp_path / 'cache'}",
+        "data.classes=2",
+        "batch.size=1",
+    ]
+    with pytest.raises(
+        UserError,
+        match=r"data\.name=folder has its pixels in array files.*\n.*\n  fix: data\.packed=false, "
+        r"or leave",
+    ):
         open_datasets(configure(None, [*words[:2], "data.name=folder", "data.workers=1"]))
-    for chosen in (["data.name=webdataset", *words], ["data.name=folder", "data.packed=false", *words[:2], *words[3:]]):
+    for chosen in (
+        ["data.name=webdataset", *words],
+        ["data.name=folder", "data.packed=false", *words[:2], *words[3:]],
+    ):
         for workers in (1, 0):
             datasets = open_datasets(configure(None, [*chosen, f"data.workers={workers}"]))
             for source in datasets[:2]:
-                assert isinstance(source, ImageSource) and (source.workers is not None) == (workers == 1)
+                assert isinstance(source, ImageSource) and (source.workers is not None) == (
+                    workers == 1
+                )

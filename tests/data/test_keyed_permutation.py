@@ -38,7 +38,9 @@ def in_plain_python(position: int, n: int, seed: int, epoch: int) -> int:
             return x
 
 
-@pytest.mark.parametrize("sizes", [range(1, 200), pytest.param(range(200, 2001), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "sizes", [range(1, 200), pytest.param(range(200, 2001), marks=pytest.mark.slow)]
+)
 def test_every_n_up_to_2000_is_a_bijection(sizes: range) -> None:
     for n in sizes:
         found = permuted(np.arange(n), n, 5, n)
@@ -49,8 +51,15 @@ def test_every_n_up_to_2000_is_a_bijection(sizes: range) -> None:
 def test_equal_to_the_definition_and_the_same_for_ever() -> None:
     for n in (1, 2, 3, 7, 53, 1000, 10**9, 2**40 - 1):
         positions = np.array([0, n // 3, n // 2, n - 1])
-        assert permuted(positions, n, 2**63 - 1, 4).tolist() == [in_plain_python(p, n, 2**63 - 1, 4) for p in positions.tolist()], n
-    assert permuted(np.arange(4), 10**9, 1, 0).tolist() == [476934965, 874403310, 577531509, 884550272]
+        assert permuted(positions, n, 2**63 - 1, 4).tolist() == [
+            in_plain_python(p, n, 2**63 - 1, 4) for p in positions.tolist()
+        ], n
+    assert permuted(np.arange(4), 10**9, 1, 0).tolist() == [
+        476934965,
+        874403310,
+        577531509,
+        884550272,
+    ]
 
 
 def test_a_position_does_not_depend_on_the_others() -> None:
@@ -63,7 +72,8 @@ def test_a_position_does_not_depend_on_the_others() -> None:
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_every_order_of_few_is_equally_frequent(n: int) -> None:
-    """Pearson's chi-square against equal counts, at a level of 1 in 10,000 (the quantiles are scipy.stats.chi2.isf's)."""
+    """Pearson's chi-square against equal counts, at a level of 1 in 10,000 (the quantiles are
+    scipy.stats.chi2.isf's)."""
     keys = 600
     orders = dict.fromkeys(itertools.permutations(range(n)), 0)
     for epoch in range(keys):
@@ -75,7 +85,8 @@ def test_every_order_of_few_is_equally_frequent(n: int) -> None:
 
 @pytest.mark.parametrize("n", [100, 1013])
 def test_where_neighbours_go_is_uniform(n: int) -> None:
-    """The distance of two neighbours after the shuffle is each of 1 ... n - 1 (modulo n) equally often."""
+    """The distance of two neighbours after the shuffle is each of 1 ... n - 1 (modulo n) equally
+    often."""
     keys = 50_000 // n
     counts = np.zeros(n)
     for epoch in range(keys):
@@ -84,10 +95,14 @@ def test_where_neighbours_go_is_uniform(n: int) -> None:
     assert counts[0] == 0
     equal = keys * n / (n - 1)
     chi_square = float(((counts[1:] - equal) ** 2 / equal).sum())
-    assert abs(chi_square - (n - 2)) < 4 * math.sqrt(2 * (n - 2))  # mean and four standard deviations
+    assert abs(chi_square - (n - 2)) < 4 * math.sqrt(
+        2 * (n - 2)
+    )  # mean and four standard deviations
 
 
 def test_a_large_shuffle_is_uniform() -> None:
     """65,536 neighbouring positions of 10^9 fall into 64 equal parts."""
     parts = np.bincount(permuted(np.arange(2**16), 10**9, 1, 0) * 64 // 10**9, minlength=64)
-    assert ((parts - 1024) ** 2 / 1024).sum() < 118.0  # chi-square of 63 degrees of freedom, 1 in 30,000
+    assert (
+        (parts - 1024) ** 2 / 1024
+    ).sum() < 118.0  # chi-square of 63 degrees of freedom, 1 in 30,000

@@ -1,4 +1,5 @@
-"""The lock of a folder on a file system that has none; flock() is faked, since such a file system needs a server."""
+"""The lock of a folder on a file system that has none; flock() is faked, since such a file system
+needs a server."""
 
 from __future__ import annotations
 
@@ -22,12 +23,20 @@ def refuse_locks(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int) -> None:
+def test_a_file_system_without_locks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int
+) -> None:
     refuse_locks(monkeypatch, number)
     with pytest.raises(UserError) as caught, locked(tmp_path / "cache", "packs the images"):
         pass
-    assert caught.value.what == f"the file system of {tmp_path}/cache has no locks: {os.strerror(number)}"
-    assert caught.value.where == f"{tmp_path}/cache" and "a folder on a local disk by data.cache=, data.stage=" in caught.value.fix
+    assert (
+        caught.value.what
+        == f"the file system of {tmp_path}/cache has no locks: {os.strerror(number)}"
+    )
+    assert (
+        caught.value.where == f"{tmp_path}/cache"
+        and "a folder on a local disk by data.cache=, data.stage=" in caught.value.fix
+    )
     assert not _locks_work(tmp_path)
 
 

@@ -1,4 +1,5 @@
-"""Operations of RandAugment and colour jitter beside torchvision's functions; what is drawn beside its transforms; erasing; CutMix."""
+"""Operations of RandAugment and colour jitter beside torchvision's functions; what is drawn beside
+its transforms; erasing; CutMix."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ import_torchvision()
 from torchvision.transforms import v2  # noqa: E402
 from torchvision.transforms.v2 import functional as tv  # noqa: E402
 
-# by operation: the smallest and the largest argument, and the name of the operation in torchvision's RandAugment
+# by operation: the smallest and the largest argument, and the name of the operation in
+# torchvision's RandAugment
 RANGES: dict[Operation, tuple[float, float, str]] = {
     Operation.IDENTITY: (0, 0, "Identity"),
     Operation.SHEAR_X: (-0.3, 0.3, "ShearX"),
@@ -43,15 +45,27 @@ RANGES: dict[Operation, tuple[float, float, str]] = {
     Operation.EQUALIZE: (0, 0, "Equalize"),
     Operation.HUE: (-0.5, 0.5, ""),
 }
-TO_ONE_LEVEL = (Operation.COLOR, Operation.CONTRAST, Operation.SHARPNESS, Operation.AUTO_CONTRAST, Operation.HUE)
+TO_ONE_LEVEL = (
+    Operation.COLOR,
+    Operation.CONTRAST,
+    Operation.SHARPNESS,
+    Operation.AUTO_CONTRAST,
+    Operation.HUE,
+)
 SHAPES = [(32, 32, 3), (28, 20, 1), (2, 2, 3)]
 
 
 def images(n: int, shape: tuple[int, int, int], seed: int = 0) -> np.ndarray:
     """Areas and noise: dark, bright and saturated ones."""
     rng, (height, width, channels) = np.random.default_rng(seed), shape
-    areas = np.kron(rng.normal(0, 1, (n, height // 4 + 1, width // 4 + 1, channels)), np.ones((1, 4, 4, 1)))[:, :height, :width]
-    pixels = areas * rng.uniform(5, 70, (n, 1, 1, 1)) + rng.uniform(40, 200, (n, 1, 1, 1)) + rng.normal(0, 3, (n, *shape))
+    areas = np.kron(
+        rng.normal(0, 1, (n, height // 4 + 1, width // 4 + 1, channels)), np.ones((1, 4, 4, 1))
+    )[:, :height, :width]
+    pixels = (
+        areas * rng.uniform(5, 70, (n, 1, 1, 1))
+        + rng.uniform(40, 200, (n, 1, 1, 1))
+        + rng.normal(0, 3, (n, *shape))
+    )
     return pixels.clip(0, 255).astype(np.uint8)
 
 
@@ -62,13 +76,16 @@ def of_torchvision(x: torch.Tensor, operation: Operation, argument: float) -> to
     is_factor = Operation.BRIGHTNESS <= operation <= Operation.SHARPNESS
     magnitude = argument - is_factor if operation != Operation.SOLARIZE else argument / 255
     transform = v2.RandAugment()
-    return transform._apply_image_or_video_transform(x, RANGES[operation][2], magnitude, transform.interpolation, transform._fill)
+    return transform._apply_image_or_video_transform(
+        x, RANGES[operation][2], magnitude, transform.interpolation, transform._fill
+    )
 
 
 @pytest.mark.parametrize("operation", list(RANGES), ids=lambda operation: operation.name)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_each_operation_is_torchvisions(operation: Operation, shape: tuple[int, int, int]) -> None:
-    """To the bit; where torchvision rounds sums of float32, to one grey level. Its grids are of float64 for images of float64."""
+    """To the bit; where torchvision rounds sums of float32, to one grey level. Its grids are of
+    float64 for images of float64."""
     n, (low, high, _) = 40, RANGES[operation]
     x = images(n, shape)
     arguments = np.random.default_rng(1).uniform(low, high, n)
@@ -77,13 +94,19 @@ def test_each_operation_is_torchvisions(operation: Operation, shape: tuple[int, 
     found = apply_operations(x, np.full((n, 1), operation), arguments[:, None], HostArrays())
     tensors = torch.from_numpy(x).permute(0, 3, 1, 2)
     tensors = tensors.double() if operation in GEOMETRIC else tensors
-    expected = torch.stack([of_torchvision(each, operation, a) for each, a in zip(tensors, arguments.tolist(), strict=True)])
+    expected = torch.stack(
+        [
+            of_torchvision(each, operation, a)
+            for each, a in zip(tensors, arguments.tolist(), strict=True)
+        ]
+    )
     apart = np.abs(found.astype(int) - expected.permute(0, 2, 3, 1).numpy().astype(int))
     assert apart.max() <= (operation in TO_ONE_LEVEL)
     assert min(shape) <= 2 or (apart > 0).mean() < 0.1
     assert min(shape) <= 2 or operation == Operation.IDENTITY or (found != x).any() or shape[2] == 1
     moved = torch_augment.apply_by_gathers(
-        torch.from_numpy(x), AugmentationParameters(operation=np.full((n, 1), operation), argument=arguments[:, None])
+        torch.from_numpy(x),
+        AugmentationParameters(operation=np.full((n, 1), operation), argument=arguments[:, None]),
     )
     np.testing.assert_array_equal(moved.numpy(), found)
 
@@ -92,13 +115,19 @@ def test_a_few_operations_by_hand() -> None:
     x = np.array([[10, 20, 30], [40, 50, 60], [70, 80, 90]], np.uint8)[None, :, :, None]
 
     def done(operation: Operation, argument: float) -> list[list[int]]:
-        result: list[list[int]] = apply_operations(x, np.array([[operation]]), np.array([[argument]]), HostArrays())[0, :, :, 0].tolist()
+        result: list[list[int]] = apply_operations(
+            x, np.array([[operation]]), np.array([[argument]]), HostArrays()
+        )[0, :, :, 0].tolist()
         return result
 
     assert done(Operation.TRANSLATE_X, 1.9) == [[0, 10, 20], [0, 40, 50], [0, 70, 80]]
     assert done(Operation.TRANSLATE_Y, -1) == [[40, 50, 60], [70, 80, 90], [0, 0, 0]]
     assert done(Operation.ROTATE, 90) == [[30, 60, 90], [20, 50, 80], [10, 40, 70]]
-    assert done(Operation.SHEAR_X, 1) == [[20, 30, 0], [60, 0, 0], [0, 0, 0]]  # half a pixel at the first row's centre
+    assert done(Operation.SHEAR_X, 1) == [
+        [20, 30, 0],
+        [60, 0, 0],
+        [0, 0, 0],
+    ]  # half a pixel at the first row's centre
     assert done(Operation.CONTRAST, 0) == [[50] * 3] * 3
     assert done(Operation.AUTO_CONTRAST, 0) == [[0, 31, 63], [95, 127, 159], [191, 223, 255]]
     assert done(Operation.SOLARIZE, 80) == [[10, 20, 30], [40, 50, 60], [70, 175, 165]]
@@ -117,10 +146,16 @@ def test_magnitudes_are_torchvisions(magnitude: int) -> None:
             continue
         sizes, signed = v2.RandAugment._AUGMENTATION_SPACE[name]
         table = sizes(31, 48, 64)
-        size = 0.0 if table is None else float(table[magnitude]) * (255 if operation == Operation.SOLARIZE else 1)
+        size = (
+            0.0
+            if table is None
+            else float(table[magnitude]) * (255 if operation == Operation.SOLARIZE else 1)
+        )
         middle = float(Operation.BRIGHTNESS <= operation <= Operation.SHARPNESS)
         expected = sorted({middle - size, middle + size} if signed else {size})
-        np.testing.assert_allclose(np.unique(arguments[operations == operation]), expected, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(
+            np.unique(arguments[operations == operation]), expected, rtol=1e-6, atol=1e-7
+        )
 
 
 def test_operations_and_their_directions_have_equal_probability() -> None:
@@ -128,9 +163,13 @@ def test_operations_and_their_directions_have_equal_probability() -> None:
     operations, arguments = rand_augment(draw_keys(1, np.full(n, 3), np.arange(n)), 2, 9, 32, 32)
     for column in operations.T:
         counts = np.bincount(column, minlength=14)
-        assert len(counts) == 14 and ((counts - n / 14) ** 2 / (n / 14)).sum() < 34.5  # chi-square, 13 degrees of freedom, 99.9 %
+        assert (
+            len(counts) == 14 and ((counts - n / 14) ** 2 / (n / 14)).sum() < 34.5
+        )  # chi-square, 13 degrees of freedom, 99.9 %
     pairs = np.bincount(operations @ [14, 1], minlength=196)
-    assert ((pairs - n / 196) ** 2 / (n / 196)).sum() < 261.6  # 195 degrees of freedom: the second does not depend on the first
+    assert (
+        (pairs - n / 196) ** 2 / (n / 196)
+    ).sum() < 261.6  # 195 degrees of freedom: the second does not depend on the first
     turned = arguments[operations == Operation.ROTATE]
     assert (turned > 0).mean() == pytest.approx(0.5, abs=4 * 0.5 / len(turned) ** 0.5)
 
@@ -140,7 +179,9 @@ def test_jitter_is_drawn_as_torchvisions() -> None:
     widths = [0.4, 1.5, 0.3, 0.1]
     operations, arguments = color_jitter(draw_keys(1, np.full(n, 3), np.arange(n)), widths)
     orders, counts = np.unique(operations, axis=0, return_counts=True)
-    assert len(orders) == 24 and ((counts - n / 24) ** 2 / (n / 24)).sum() < 49.8  # 23 degrees of freedom, 99.9 %
+    assert (
+        len(orders) == 24 and ((counts - n / 24) ** 2 / (n / 24)).sum() < 49.8
+    )  # 23 degrees of freedom, 99.9 %
     transform = v2.ColorJitter(*widths)
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -150,29 +191,49 @@ def test_jitter_is_drawn_as_torchvisions() -> None:
         found = arguments[operations == kind]
         other = np.array([each[f"{name}_factor"] for each in theirs])
         width = np.ptp(other)
-        np.testing.assert_allclose([found.min(), found.max()], [other.min(), other.max()], atol=0.02 * width)
-        assert found.mean() == pytest.approx(other.mean(), abs=0.05 * width) and found.std() == pytest.approx(other.std(), rel=0.1)
+        np.testing.assert_allclose(
+            [found.min(), found.max()], [other.min(), other.max()], atol=0.02 * width
+        )
+        assert found.mean() == pytest.approx(
+            other.mean(), abs=0.05 * width
+        ) and found.std() == pytest.approx(other.std(), rel=0.1)
     alone = color_jitter(draw_keys(1, np.full(n, 3), np.arange(n)), [0.0, 1.5])
-    assert (alone[0] == Operation.CONTRAST).all() and (alone[1][:, 0] == arguments[operations == Operation.CONTRAST]).all()
+    assert (alone[0] == Operation.CONTRAST).all() and (
+        alone[1][:, 0] == arguments[operations == Operation.CONTRAST]
+    ).all()
 
 
 ALL = AugmentConfig(
-    crop=4, flip=True, rand_augment=3, magnitude=20, color_jitter=[0.4, 0.4, 0.4, 0.1], erase=0.5, cutout=3, cutmix=1.0, mixup=0.4
+    crop=4,
+    flip=True,
+    rand_augment=3,
+    magnitude=20,
+    color_jitter=[0.4, 0.4, 0.4, 0.1],
+    erase=0.5,
+    cutout=3,
+    cutmix=1.0,
+    mixup=0.4,
 )
 
 
-def drawn(config: AugmentConfig, n: int, shape: tuple[int, int, int], epoch: int = 3) -> AugmentationParameters:
+def drawn(
+    config: AugmentConfig, n: int, shape: tuple[int, int, int], epoch: int = 3
+) -> AugmentationParameters:
     return augment.draw(config, 1, np.full(n, epoch), np.arange(n), shape)
 
 
 @pytest.mark.parametrize("shape", SHAPES[:2])
 @pytest.mark.parametrize("n", [0, 50])
-def test_an_image_does_not_depend_on_others_nor_on_the_device(shape: tuple[int, int, int], n: int) -> None:
+def test_an_image_does_not_depend_on_others_nor_on_the_device(
+    shape: tuple[int, int, int], n: int
+) -> None:
     x = images(n, shape)
     d = drawn(ALL, n, shape)
     whole = augment.apply(x, d)
     assert whole.shape == x.shape and whole.dtype == np.uint8
-    np.testing.assert_array_equal(torch_augment.apply_by_gathers(torch.from_numpy(x), d).numpy(), whole)
+    np.testing.assert_array_equal(
+        torch_augment.apply_by_gathers(torch.from_numpy(x), d).numpy(), whole
+    )
     for rows in (slice(0, 1), slice(7, 20)):
         part = AugmentationParameters(*(None if each is None else each[rows] for each in d))
         np.testing.assert_array_equal(augment.apply(x[rows], part), whole[rows])
@@ -185,13 +246,21 @@ def test_erased_boxes_are_distributed_as_torchvisions() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         params = [transform.make_params([torch.zeros(3, 40, 50)]) for _ in range(3000)]
-    theirs = np.array([[each["i"], each["j"], each["h"], each["w"], each["h"] * each["w"]] for each in params if each["v"] is not None])
+    theirs = np.array(
+        [
+            [each["i"], each["j"], each["h"], each["w"], each["h"] * each["w"]]
+            for each in params
+            if each["v"] is not None
+        ]
+    )
     box = drawn(AugmentConfig(erase=0.25), n, (40, 50, 3)).erase_box
     assert box is not None
     top, bottom, left, right = box[box[:, 1] > 0].T
     assert len(top) / n == pytest.approx(0.25, abs=4 * (0.1875 / n) ** 0.5)
     ours = np.stack([top, left, bottom - top, right - left, (bottom - top) * (right - left)], 1)
-    np.testing.assert_allclose(ours.mean(0), theirs.mean(0), atol=5 * theirs.std(0).max() / 3000**0.5, rtol=0.02)
+    np.testing.assert_allclose(
+        ours.mean(0), theirs.mean(0), atol=5 * theirs.std(0).max() / 3000**0.5, rtol=0.02
+    )
     np.testing.assert_allclose(ours.std(0), theirs.std(0), rtol=0.07)
     assert bottom.max() == 40 and right.max() == 50 and top.min() == left.min() == 0
 
@@ -208,20 +277,32 @@ def test_erased_pixels_are_random_and_the_others_stay() -> None:
         assert (image[~inside] == 7).all() and (not inside.any() or (image[inside] != 7).any())
     pixels = random_pixels(d.erase_key, *shape)
     counts = np.bincount(pixels.ravel(), minlength=256)
-    assert ((counts - pixels.size / 256) ** 2 / (pixels.size / 256)).sum() < 330.5  # 255 degrees of freedom, 99.9 %
-    assert abs(np.corrcoef(pixels.reshape(n, -1)[:, :40].T.astype(float)) - np.eye(40)).max() < 5 / n**0.5
+    assert (
+        (counts - pixels.size / 256) ** 2 / (pixels.size / 256)
+    ).sum() < 330.5  # 255 degrees of freedom, 99.9 %
+    assert (
+        abs(np.corrcoef(pixels.reshape(n, -1)[:, :40].T.astype(float)) - np.eye(40)).max()
+        < 5 / n**0.5
+    )
     assert (random_pixels(d.erase_key[3:4], *shape) == pixels[3]).all()
 
 
 def test_boxes_of_cutmix_by_hand() -> None:
-    """A quarter of 8 x 12 pixels is 4 x 6: about a centre, and clipped at a corner; nothing of it with weight 1."""
-    boxes = cutmix_boxes(np.array([0.75, 0.75, 1.0, 0.0]), np.array([[0.5, 0.5], [0.99, 0.0], [0.5, 0.5], [0.5, 0.5]]), 8, 12)
+    """A quarter of 8 x 12 pixels is 4 x 6: about a centre, and clipped at a corner; nothing of it
+    with weight 1."""
+    boxes = cutmix_boxes(
+        np.array([0.75, 0.75, 1.0, 0.0]),
+        np.array([[0.5, 0.5], [0.99, 0.0], [0.5, 0.5], [0.5, 0.5]]),
+        8,
+        12,
+    )
     assert boxes.tolist() == [[2, 6, 3, 9], [5, 8, 0, 3], [4, 4, 6, 6], [0, 8, 0, 12]]
     assert remaining_shares(boxes, 8, 12).tolist() == [0.75, 1 - 9 / 96, 1.0, 0.0]
 
 
 def test_boxes_and_labels_of_cutmix_are_torchvisions() -> None:
-    """By the calls that its CutMix makes: a box of its making pastes the same pixels, and has the same weight."""
+    """By the calls that its CutMix makes: a box of its making pastes the same pixels, and has the
+    same weight."""
     n = 300
     shape = (9, 14, 3)
     x = images(2 * n, shape)[:n]
@@ -232,20 +313,34 @@ def test_boxes_and_labels_of_cutmix_are_torchvisions() -> None:
     found = augment.augment_batch(batch)["x"]
     transform = v2.CutMix(num_classes=10)
     for place, (top, bottom, left, right) in enumerate(d.cutmix_box.tolist()):
-        params: dict[str, Any] = {"box": (left, top, right, bottom), "batch_size": 2, "labels": None}
+        params: dict[str, Any] = {
+            "box": (left, top, right, bottom),
+            "batch_size": 2,
+            "labels": None,
+        }
         both = torch.from_numpy(np.stack([x[place], other[place]])).permute(0, 3, 1, 2)
-        np.testing.assert_array_equal(found[place], transform.transform(both, params)[0].permute(1, 2, 0).numpy())
-        assert d.mixup_weight[place] == pytest.approx(1.0 - (right - left) * (bottom - top) / (14 * 9), abs=1e-15)
-    on_device = torch_augment.paste_on_device(*(torch.from_numpy(a).permute(0, 3, 1, 2) for a in (x, other)), d.cutmix_box)
+        np.testing.assert_array_equal(
+            found[place], transform.transform(both, params)[0].permute(1, 2, 0).numpy()
+        )
+        assert d.mixup_weight[place] == pytest.approx(
+            1.0 - (right - left) * (bottom - top) / (14 * 9), abs=1e-15
+        )
+    on_device = torch_augment.paste_on_device(
+        *(torch.from_numpy(a).permute(0, 3, 1, 2) for a in (x, other)), d.cutmix_box
+    )
     np.testing.assert_array_equal(on_device.permute(0, 2, 3, 1).numpy(), found)
     sides = np.sqrt(1 - np.random.default_rng(0).uniform(size=(100_000, 1))) * [9, 14]
     expected = (2 * (sides / 2).astype(int)).max(0)
-    assert ((d.cutmix_box[:, 1] - d.cutmix_box[:, 0]).max(), (d.cutmix_box[:, 3] - d.cutmix_box[:, 2]).max()) <= tuple(expected)
+    assert (
+        (d.cutmix_box[:, 1] - d.cutmix_box[:, 0]).max(),
+        (d.cutmix_box[:, 3] - d.cutmix_box[:, 2]).max(),
+    ) <= tuple(expected)
 
 
 @pytest.mark.parametrize("alpha", [0.2, 1.0])
 def test_shares_of_cutmix_before_clipping_follow_the_beta_distribution(alpha: float) -> None:
-    """Of images that are so large that few boxes are clipped, by a rare centre: the sides of boxes that touch no border."""
+    """Of images that are so large that few boxes are clipped, by a rare centre: the sides of boxes
+    that touch no border."""
     n = 40_000
     size = 2000
     box = drawn(AugmentConfig(cutmix=alpha), n, (size, size, 1)).cutmix_box
@@ -256,15 +351,22 @@ def test_shares_of_cutmix_before_clipping_follow_the_beta_distribution(alpha: fl
     centres = np.random.default_rng(1).integers(0, size, n)
     fits = (centres - expected / 2 > 0) & (centres + expected / 2 < size)
     for share in (0.1, 0.3, 0.5, 0.7):
-        assert (sides[corner] < share * size).mean() == pytest.approx((expected[fits] < share * size).mean(), abs=0.02)
+        assert (sides[corner] < share * size).mean() == pytest.approx(
+            (expected[fits] < share * size).mean(), abs=0.02
+        )
 
 
 def test_with_mixup_each_sample_has_one_of_both() -> None:
     n = 4000
     shape = (32, 32, 3)
     config = AugmentConfig(cutmix=1.0, mixup=0.4)
-    both, cut, mixed = (drawn(each, n, shape) for each in (config, AugmentConfig(cutmix=1.0), AugmentConfig(mixup=0.4)))
-    assert both.cutmix_box is not None and cut.cutmix_box is not None and both.mixup_weight is not None
+    both, cut, mixed = (
+        drawn(each, n, shape)
+        for each in (config, AugmentConfig(cutmix=1.0), AugmentConfig(mixup=0.4))
+    )
+    assert (
+        both.cutmix_box is not None and cut.cutmix_box is not None and both.mixup_weight is not None
+    )
     is_cut = both.mixup_weight == cut.mixup_weight
     assert is_cut.mean() == pytest.approx(0.5, abs=0.03)
     np.testing.assert_array_equal(both.mixup_weight[~is_cut], mixed.mixup_weight[~is_cut])
@@ -277,9 +379,15 @@ def test_with_mixup_each_sample_has_one_of_both() -> None:
     found = augment.augment_batch(batch)["x"]
     has_box = d.cutmix_box[:, 1] > 0
     np.testing.assert_array_equal(found[has_box], paste(x, other, d.cutmix_box)[has_box])
-    np.testing.assert_array_equal(found[~has_box], augment.mixup(x, other, d.mixup_weight)[~has_box])
-    tensors = {name: torch.from_numpy(batch[name]).permute(0, 3, 1, 2) for name in ("x", "partner_x")}
-    np.testing.assert_array_equal(torch_augment.augment_batch(batch | tensors)["x"].permute(0, 2, 3, 1).numpy(), found)
+    np.testing.assert_array_equal(
+        found[~has_box], augment.mixup(x, other, d.mixup_weight)[~has_box]
+    )
+    tensors = {
+        name: torch.from_numpy(batch[name]).permute(0, 3, 1, 2) for name in ("x", "partner_x")
+    }
+    np.testing.assert_array_equal(
+        torch_augment.augment_batch(batch | tensors)["x"].permute(0, 2, 3, 1).numpy(), found
+    )
 
 
 def test_masks_move_as_images_under_operations() -> None:
@@ -290,10 +398,14 @@ def test_masks_move_as_images_under_operations() -> None:
     operations = rng.choice([*GEOMETRIC, Operation.IDENTITY], (n, 2))
     low, high = np.array([RANGES[operation][:2] for operation in Operation]).T
     arguments = rng.uniform(low[operations], high[operations])
-    parameters = AugmentationParameters(flipped=rng.random(n) < 0.5, operation=operations, argument=arguments)
+    parameters = AugmentationParameters(
+        flipped=rng.random(n) < 0.5, operation=operations, argument=arguments
+    )
     moved = move(masks, parameters, 9)
     found = augment.apply(masks[..., None], parameters)[..., 0]
     assert (np.where(found == 0, 9, found) == moved).all() and (moved != masks).mean() > 0.3
     colours = np.full_like(operations, Operation.EQUALIZE)
-    assert (move(masks, AugmentationParameters(operation=colours, argument=arguments), 9) == masks).all()
+    assert (
+        move(masks, AugmentationParameters(operation=colours, argument=arguments), 9) == masks
+    ).all()
     assert math.prod(moved.shape) == masks.size

@@ -1,4 +1,5 @@
-"""Image sets too large for one array file: shards that survive a kill, and images decoded when they are read."""
+"""Image sets too large for one array file: shards that survive a kill, and images decoded when they
+are read."""
 
 from __future__ import annotations
 
@@ -71,16 +72,29 @@ def check_pixels(source: Source, order: Sequence[int]) -> None:
     assert batch["y"].tolist() == [place % 3 for place in order] and batch["y"].dtype == np.int64
 
 
-def test_shards_hold_the_images_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shards_hold_the_images_in_order(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     encoded = Counted()
     source = packed(encoded, tmp_path)
     assert sorted(set(encoded.asked)) == list(range(10))
-    assert sorted(os.listdir(tmp_path)) == sorted([".hvdtrain.lock", *NAMES, *(f"{name}.xxh3" for name in NAMES)])
-    np.testing.assert_array_equal(np.load(tmp_path / NAMES[1]), np.stack([colour(place) for place in (3, 4, 5)]))
+    assert sorted(os.listdir(tmp_path)) == sorted(
+        [".hvdtrain.lock", *NAMES, *(f"{name}.xxh3" for name in NAMES)]
+    )
+    np.testing.assert_array_equal(
+        np.load(tmp_path / NAMES[1]), np.stack([colour(place) for place in (3, 4, 5)])
+    )
     assert np.load(tmp_path / NAMES[3]).shape == (1, 6, 5, 3)
     output = capsys.readouterr().err
-    assert "decoded memory: 10 / 10 images, " in output and f" images/s, written to {tmp_path}\n" in output
-    assert isinstance(source, PackedSource) and (len(source), source.shape, source.classes) == (10, (6, 5, 3), 3)
+    assert (
+        "decoded memory: 10 / 10 images, " in output
+        and f" images/s, written to {tmp_path}\n" in output
+    )
+    assert isinstance(source, PackedSource) and (len(source), source.shape, source.classes) == (
+        10,
+        (6, 5, 3),
+        3,
+    )
     check_pixels(source, [9, 0, 5, 5, 3, 2, 8])
     asked = list(encoded.asked)
     again = packed(encoded, tmp_path)
@@ -96,41 +110,62 @@ def test_shards_hold_the_images_in_order(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_one_file_makes_an_array_source(tmp_path: Path) -> None:
     source = pack(streamed(Counted(3)), tmp_path, SHARD_BYTES)
-    assert isinstance(source, ArraySource) and source.x.shape == (3, 6, 5, 3) and os.path.exists(tmp_path / "images.npy")
+    assert (
+        isinstance(source, ArraySource)
+        and source.x.shape == (3, 6, 5, 3)
+        and os.path.exists(tmp_path / "images.npy")
+    )
     assert isinstance(pack(streamed(Counted(4)), tmp_path, SHARD_BYTES), PackedSource)
     assert isinstance(
         pack(streamed(Counted(2)), tmp_path / "large", 80), PackedSource
     )  # an image that is larger than a file may be has its own
 
 
-def test_an_interrupted_packing_is_completed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_packing_is_completed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(UserError, match="cannot pack the images: .*the disk is gone"):
         packed(Counted(broken=7), tmp_path)
-    assert sorted(path.name for path in tmp_path.glob("*.npy")) == NAMES[:2] and not list(tmp_path.glob("*.part"))
+    assert sorted(path.name for path in tmp_path.glob("*.npy")) == NAMES[:2] and not list(
+        tmp_path.glob("*.part")
+    )
     encoded = Counted()
     capsys.readouterr()
     check_pixels(packed(encoded, tmp_path), range(10))
     assert sorted(set(encoded.asked)) == [6, 7, 8, 9]
     output = capsys.readouterr().err
-    assert "decoded memory: 4 / 4 images, " in output and f"images/s, 6 more were already there, written to {tmp_path}\n" in output
+    assert (
+        "decoded memory: 4 / 4 images, " in output
+        and f"images/s, 6 more were already there, written to {tmp_path}\n" in output
+    )
 
 
 @pytest.mark.parametrize("damage", ["short", "long", "gone", "header", "empty"])
-def test_only_the_damaged_shard_is_decoded_again(tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
+def test_only_the_damaged_shard_is_decoded_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
     packed(Counted(), tmp_path)
     victim = tmp_path / NAMES[1]
     sound = victim.read_bytes()
-    harmed = {"short": sound[:-1], "long": sound + b"x", "header": sound.replace(b"(3, 6", b"(6, 3"), "empty": b""}
+    harmed = {
+        "short": sound[:-1],
+        "long": sound + b"x",
+        "header": sound.replace(b"(3, 6", b"(6, 3"),
+        "empty": b"",
+    }
     victim.write_bytes(harmed[damage]) if damage in harmed else victim.unlink()
     capsys.readouterr()
     encoded = Counted()
     check_pixels(packed(encoded, tmp_path), range(10))
     assert sorted(set(encoded.asked)) == [3, 4, 5] and victim.read_bytes() == sound
-    assert (f"the cached array {victim} is damaged: decoding again\n" in capsys.readouterr().err) == (damage != "gone")
+    assert (
+        f"the cached array {victim} is damaged: decoding again\n" in capsys.readouterr().err
+    ) == (damage != "gone")
 
 
 def alter(path: Path, at: int = 200) -> None:
-    """One bit of a pixel, in place: the length stays, and no other time than the file's own changes."""
+    """One bit of a pixel, in place: the length stays, and no other time than the file's own
+    changes."""
     with path.open("r+b") as file:
         file.seek(at)
         byte = file.read(1)[0]
@@ -138,14 +173,19 @@ def alter(path: Path, at: int = 200) -> None:
         file.write(bytes([byte ^ 4]))
 
 
-def test_one_altered_file_is_decoded_again_at_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_altered_file_is_decoded_again_at_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pack(streamed(Counted(3)), tmp_path, SHARD_BYTES)
     alter(tmp_path / "images.npy")
     capsys.readouterr()
     encoded = Counted(3)
     check_pixels(pack(streamed(encoded), tmp_path, SHARD_BYTES), range(3))
     assert sorted(set(encoded.asked)) == [0, 1, 2]
-    assert f"the cached array {tmp_path / 'images.npy'} is damaged: decoding again" in capsys.readouterr().err
+    assert (
+        f"the cached array {tmp_path / 'images.npy'} is damaged: decoding again"
+        in capsys.readouterr().err
+    )
 
 
 def test_an_altered_image_of_several_files_is_found_when_it_is_read(tmp_path: Path) -> None:
@@ -153,7 +193,11 @@ def test_an_altered_image_of_several_files_is_found_when_it_is_read(tmp_path: Pa
     alter(tmp_path / NAMES[1])
     source = packed(Counted(), tmp_path)
     check_pixels(source, [0, 1, 2, 6, 9])
-    with pytest.raises(UserError, match=rf"cached images were altered .*: images 0 to 2 of the file\n  where: {tmp_path / NAMES[1]}\n"):
+    with pytest.raises(
+        UserError,
+        match=r"cached images were altered .*: images 0 to 2 of the file\n  where: "
+        rf"{tmp_path / NAMES[1]}\n",
+    ):
         source.read(np.array([4]))
     check_pixels(source, [0, 8])
     encoded = Counted()
@@ -165,7 +209,11 @@ def test_a_file_cut_off_while_it_is_in_use_is_named(tmp_path: Path) -> None:
     source = packed(Counted(), tmp_path)
     os.truncate(tmp_path / NAMES[2], 150)
     check_pixels(source, [0, 3])
-    with pytest.raises(UserError, match=rf"cached images were cut off while they were in use\n  where: {tmp_path / NAMES[2]}\n"):
+    with pytest.raises(
+        UserError,
+        match=r"cached images were cut off while they were in use\n  where: "
+        rf"{tmp_path / NAMES[2]}\n",
+    ):
         source.read(np.array([7]))
     (tmp_path / NAMES[1]).unlink()
     check_pixels(source, [5])
@@ -179,11 +227,16 @@ def test_files_without_checksums_are_decoded_again(tmp_path: Path) -> None:
     assert set(encoded.asked) == {9}
 
 
-@pytest.mark.parametrize(("shape", "rows"), [((9, 1, 1, 1), 64), ((9, 32, 32, 3), 16), ((9, 224, 224, 3), 1), ((9, 256, 256, 1), 1)])
+@pytest.mark.parametrize(
+    ("shape", "rows"),
+    [((9, 1, 1, 1), 64), ((9, 32, 32, 3), 16), ((9, 224, 224, 3), 1), ((9, 256, 256, 1), 1)],
+)
 def test_blocks_divide_what_a_thread_decodes_at_once(shape: tuple[int, ...], rows: int) -> None:
     assert rows_of_block(shape) == rows and MOST_ROWS % rows == 0
     images = np.arange(150 * 4, dtype=np.uint8).reshape(150, 2, 2, 1)
-    assert checksums(images, 64) == [int(xxh3_64_intdigest(images[a:b].tobytes())) for a, b in ((0, 64), (64, 128), (128, 150))]
+    assert checksums(images, 64) == [
+        int(xxh3_64_intdigest(images[a:b].tobytes())) for a, b in ((0, 64), (64, 128), (128, 150))
+    ]
 
 
 KILLED = """
@@ -203,9 +256,13 @@ packed(Mortal(), Path(sys.argv[1]))
 
 
 def test_a_killed_packing_is_completed(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], cwd=PROJECT, capture_output=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path)], cwd=PROJECT, capture_output=True, check=False
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert [path.name for path in tmp_path.glob("*.npy")] == NAMES[:1] and list(tmp_path.glob("*.part"))
+    assert [path.name for path in tmp_path.glob("*.npy")] == NAMES[:1] and list(
+        tmp_path.glob("*.part")
+    )
     encoded = Counted()
     check_pixels(packed(encoded, tmp_path), range(10))
     assert sorted(set(encoded.asked)) == list(range(3, 10)) and not list(tmp_path.glob("*.part"))
@@ -221,7 +278,8 @@ def test_eight_threads_read_at_once(tmp_path: Path, kind: str) -> None:
 
 
 class TwoAtOnce(Counted):
-    """Records whether two threads read images at once: each waits for the other. Image 0 only shows how large the files are."""
+    """Records whether two threads read images at once: each waits for the other. Image 0 only shows
+    how large the files are."""
 
     def __init__(self, padding: int, timeout_s: float) -> None:
         super().__init__()
@@ -236,8 +294,12 @@ class TwoAtOnce(Counted):
         return super().content(index) + bytes(self.padding)
 
 
-@pytest.mark.parametrize(("padding", "one_at_a_time", "timeout_s"), [(0, True, 0.2), (4096, False, 300)])
-def test_small_images_are_read_by_one_thread_at_a_time(padding: int, one_at_a_time: bool, timeout_s: float) -> None:
+@pytest.mark.parametrize(
+    ("padding", "one_at_a_time", "timeout_s"), [(0, True, 0.2), (4096, False, 300)]
+)
+def test_small_images_are_read_by_one_thread_at_a_time(
+    padding: int, one_at_a_time: bool, timeout_s: float
+) -> None:
     encoded = TwoAtOnce(padding, timeout_s)
     source = streamed(encoded)
     with ThreadPoolExecutor(2) as pool:
@@ -260,7 +322,9 @@ def test_images_decoded_on_read_equal_the_packed_ones_and_write_nothing(tmp_path
         two = kept.read(order)
         assert (len(loose), loose.shape, loose.classes) == (len(kept), kept.shape, 2)
         np.testing.assert_array_equal(one["x"], two["x"])
-        assert one["y"].tolist() == two["y"].tolist() and one["x"].any() and one["y"].dtype == np.int64
+        assert (
+            one["y"].tolist() == two["y"].tolist() and one["x"].any() and one["y"].dtype == np.int64
+        )
         assert [part.tolist() for part in loose.stats()] == [part.tolist() for part in kept.stats()]
         before = sorted(tmp_path.rglob("*"))
     with pytest.raises(IndexError, match="samples -1..0 of 3"):
@@ -272,16 +336,25 @@ def test_an_image_damaged_after_the_start_is_named(tmp_path: Path) -> None:
     victim = tmp_path / "train" / "ant" / "b.bmp"
     source = folder.build("folder", tmp_path, "train", packed=False)
     for content, words in (
-        (b"nothing", "the image cannot be read: UnidentifiedImageError: neither JPEG nor PNG, BMP, WebP, TIFF, GIF, PPM"),
+        (
+            b"nothing",
+            "the image cannot be read: UnidentifiedImageError: neither JPEG nor PNG, BMP, WebP, "
+            "TIFF, GIF, PPM",
+        ),
         (None, "the image cannot be read: FileNotFoundError"),
     ):
         victim.write_bytes(content) if content else victim.unlink()
         with pytest.raises(UserError) as caught:
             source.read(np.array([0, 1]))
-        assert words in str(caught.value) and f"where: {victim}\n  fix: repair or remove the file" in str(caught.value)
+        assert words in str(
+            caught.value
+        ) and f"where: {victim}\n  fix: repair or remove the file" in str(caught.value)
         assert len(source.read(np.array([0, 2, 3]))["x"]) == 3
     save(victim, colour(1, 9, 8))
-    with pytest.raises(UserError, match="the images differ in size: 5 x 6 and 8 x 9 pixels\n  where: .*/a.png and .*/b.bmp\n"):
+    with pytest.raises(
+        UserError,
+        match="the images differ in size: 5 x 6 and 8 x 9 pixels\n  where: .*/a.png and .*/b.bmp\n",
+    ):
         source.read(np.array([1]))
 
 
@@ -290,10 +363,15 @@ def test_statistics_of_many_images_are_of_a_fixed_sample(tmp_path: Path) -> None
     images = streamed(encoded)
     mean, deviation = images.stats()
     chosen = sorted(set(encoded.asked))
-    assert len(chosen) <= 2000 and len(chosen) > 1200  # of 2,000 draws out of 2,500, 1,377 differ on average
+    assert (
+        len(chosen) <= 2000 and len(chosen) > 1200
+    )  # of 2,000 draws out of 2,500, 1,377 differ on average
     assert min(chosen) < 50 and max(chosen) > 2450
     pixels = np.stack([colour(place) for place in chosen]) / 255
     np.testing.assert_allclose(mean, pixels.mean((0, 1, 2)), rtol=1e-12)
     np.testing.assert_allclose(deviation, pixels.std((0, 1, 2)), rtol=1e-12)
     kept = pack(images, tmp_path, 90 * 1000)
-    assert isinstance(kept, PackedSource) and [part.tolist() for part in kept.stats()] == [mean.tolist(), deviation.tolist()]
+    assert isinstance(kept, PackedSource) and [part.tolist() for part in kept.stats()] == [
+        mean.tolist(),
+        deviation.tolist(),
+    ]

@@ -1,4 +1,5 @@
-"""Which samples a rank reads: each once in an epoch, the same for any number of ranks, from any position."""
+"""Which samples a rank reads: each once in an epoch, the same for any number of ranks, from any
+position."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def shuffled(seed: int, epoch: int, dataset: int) -> list[int]:
     return sorted(range(dataset), key=lambda sample: fold(seed, epoch, sample))
 
 
-def expected(start: int, count: int, rank: int, size: int, dataset: int, seed: int, sampling: str) -> list[int]:
+def expected(
+    start: int, count: int, rank: int, size: int, dataset: int, seed: int, sampling: str
+) -> list[int]:
     """One position after the other, as the contract says it."""
     positions = list(range(start, start + count))
     if sampling == "global":
@@ -42,7 +45,11 @@ def expected(start: int, count: int, rank: int, size: int, dataset: int, seed: i
 
 
 def together(start: int, count: int, size: int, dataset: int, sampling: Sampling) -> list[int]:
-    return sorted(int(i) for rank in range(size) for i in indices(start, count, rank, size, dataset, 7, sampling))
+    return sorted(
+        int(i)
+        for rank in range(size)
+        for i in indices(start, count, rank, size, dataset, 7, sampling)
+    )
 
 
 def test_values_of_a_small_case() -> None:
@@ -59,11 +66,23 @@ def test_values_of_a_small_case() -> None:
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("size", SIZES)
 def test_equal_to_the_definition_one_position_at_a_time(size: int, sampling: Sampling) -> None:
-    for start, count, dataset in [(0, 8, 23), (20, 8, 23), (46, 23, 23), (5, 61, 23), (3, 2, 23), (0, 7, 1), (11, 0, 23)]:
+    for start, count, dataset in [
+        (0, 8, 23),
+        (20, 8, 23),
+        (46, 23, 23),
+        (5, 61, 23),
+        (3, 2, 23),
+        (0, 7, 1),
+        (11, 0, 23),
+    ]:
         for rank in range(size):
             got = indices(start, count, rank, size, dataset, 7, sampling)
             assert got.dtype == np.int64
-            assert got.tolist() == expected(start, count, rank, size, dataset, 7, sampling), (start, count, rank)
+            assert got.tolist() == expected(start, count, rank, size, dataset, 7, sampling), (
+                start,
+                count,
+                rank,
+            )
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -94,8 +113,14 @@ def test_in_a_partition_each_rank_reads_one_part_of_the_epoch(size: int) -> None
         order = shuffled(7, epoch, dataset)
         parts = []
         for rank in range(size):
-            steps = [indices(start, batch, rank, size, dataset, 7, "partition") for start in range(epoch * 40, epoch * 40 + 40, batch)]
-            assert {len(step) for step in steps} <= {batch // size, -(-batch // size)}  # as many steps on every rank, none starved
+            steps = [
+                indices(start, batch, rank, size, dataset, 7, "partition")
+                for start in range(epoch * 40, epoch * 40 + 40, batch)
+            ]
+            assert {len(step) for step in steps} <= {
+                batch // size,
+                -(-batch // size),
+            }  # as many steps on every rank, none starved
             parts.append(np.concatenate(steps).tolist())
             assert parts[rank] == order[rank::size]
         lengths = [len(part) for part in parts]
@@ -104,7 +129,9 @@ def test_in_a_partition_each_rank_reads_one_part_of_the_epoch(size: int) -> None
 
 
 def test_the_partition_differs_between_epochs() -> None:
-    first, second = (set(indices(epoch * 60, 60, 0, 3, 60, 7, "partition").tolist()) for epoch in (0, 1))
+    first, second = (
+        set(indices(epoch * 60, 60, 0, 3, 60, 7, "partition").tolist()) for epoch in (0, 1)
+    )
     assert len(first) == len(second) == 20
     assert first != second
 
@@ -117,10 +144,14 @@ def test_the_order_differs_between_epochs_and_seeds() -> None:
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_positions_do_not_depend_on_earlier_calls(sampling: Sampling) -> None:
-    steps = [(start, 9) for start in range(0, 9 * 40, 9)]  # 40 steps over 53 samples: 6.8 epochs, more than the cache holds
+    steps = [
+        (start, 9) for start in range(0, 9 * 40, 9)
+    ]  # 40 steps over 53 samples: 6.8 epochs, more than the cache holds
     forward = [indices(start, count, 1, 3, 53, 7, sampling).tolist() for start, count in steps]
     permutation.cache_clear()
-    backward = [indices(start, count, 1, 3, 53, 7, sampling).tolist() for start, count in reversed(steps)]
+    backward = [
+        indices(start, count, 1, 3, 53, 7, sampling).tolist() for start, count in reversed(steps)
+    ]
     assert forward == backward[::-1]
 
 
@@ -150,7 +181,10 @@ def test_a_large_set_needs_no_array_of_its_size(sampling: Sampling) -> None:
     alone = positions_of_rank(start, batch, 0, 1, dataset, 7)
     assert sorted(np.concatenate([found.samples for found in of_ranks])) == sorted(alone.samples)
     assert alone.epochs.tolist() == [2] * 1000 + [3] * 3096
-    assert alone.samples[:1000].tolist() == permuted(np.arange(dataset - 1000, dataset), dataset, 7, 2).tolist()
+    assert (
+        alone.samples[:1000].tolist()
+        == permuted(np.arange(dataset - 1000, dataset), dataset, 7, 2).tolist()
+    )
     assert alone.samples[1000:].tolist() == permuted(np.arange(3096), dataset, 7, 3).tolist()
 
 
@@ -166,13 +200,22 @@ def test_share_bounds() -> None:
 
 
 def test_an_evaluation_has_equally_many_batches_on_every_rank_and_each_sample_once() -> None:
-    """By hand, for 10 samples in shares of 2, 3, 2 and 3: a rank whose share is over has an empty batch."""
+    """By hand, for 10 samples in shares of 2, 3, 2 and 3: a rank whose share is over has an empty
+    batch."""
     found = [[batch.tolist() for batch in evaluation_batches(10, 2, rank, 4)] for rank in range(4)]
     assert found == [[[0, 1], []], [[2, 3], [4]], [[5, 6], []], [[7, 8], [9]]]
-    for samples, batch, size, batches in [(1, 5, 3, 1), (7, 3, 2, 2), (23, 4, 5, 2), (24, 4, 3, 2), (60, 1, 7, 9)]:
+    for samples, batch, size, batches in [
+        (1, 5, 3, 1),
+        (7, 3, 2, 2),
+        (23, 4, 5, 2),
+        (24, 4, 3, 2),
+        (60, 1, 7, 9),
+    ]:
         of_ranks = [evaluation_batches(samples, batch, rank, size) for rank in range(size)]
         assert {len(of_rank) for of_rank in of_ranks} == {batches}
-        assert np.concatenate([rows for of_rank in of_ranks for rows in of_rank]).tolist() == list(range(samples))
+        assert np.concatenate([rows for of_rank in of_ranks for rows in of_rank]).tolist() == list(
+            range(samples)
+        )
 
 
 def test_an_unknown_sampling_fails_an_assertion() -> None:
@@ -182,10 +225,22 @@ def test_an_unknown_sampling_fails_an_assertion() -> None:
 
 @pytest.mark.parametrize("sampling", ["global", "partition"])
 def test_largest_share_bounds_every_rank(sampling: Sampling) -> None:
-    for start, count, size, dataset in [(0, 31, 4, 100), (95, 31, 4, 100), (99, 4, 4, 100), (7, 250, 3, 100), (3, 3, 5, 100)]:
-        lengths = [len(indices(start, count, rank, size, dataset, 1, sampling)) for rank in range(size)]
-        epochs = (start + count - 1) // dataset - start // dataset + 1 if sampling == "partition" else 1
+    for start, count, size, dataset in [
+        (0, 31, 4, 100),
+        (95, 31, 4, 100),
+        (99, 4, 4, 100),
+        (7, 250, 3, 100),
+        (3, 3, 5, 100),
+    ]:
+        lengths = [
+            len(indices(start, count, rank, size, dataset, 1, sampling)) for rank in range(size)
+        ]
+        epochs = (
+            (start + count - 1) // dataset - start // dataset + 1 if sampling == "partition" else 1
+        )
         largest = largest_share(start, count, size, dataset, sampling)
         assert max(lengths) <= largest <= -(-count // size) + epochs - 1
     assert largest_share(0, 31, 4, 100, sampling) == 8
-    assert largest_share(95, 10, 4, 100, sampling) == (4 if sampling == "partition" else 3)  # 5 places of each of two epochs
+    assert largest_share(95, 10, 4, 100, sampling) == (
+        4 if sampling == "partition" else 3
+    )  # 5 places of each of two epochs

@@ -1,4 +1,5 @@
-"""Samples that are known in advance: the numbers are those of the file whatever was told, and blocks are decoded a fraction as often."""
+"""Samples that are known in advance: the numbers are those of the file whatever was told, and
+blocks are decoded a fraction as often."""
 
 from __future__ import annotations
 
@@ -21,7 +22,15 @@ from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import Progress
 from hvdtrain.data.datasets import hdf5
 from hvdtrain.data.sampler import BlocksOfRanks, Positions, parts_of_rank, positions_of_rank
-from hvdtrain.data.source import AroundSource, ArraySource, Foresight, NamedArrays, Source, expect, foresight
+from hvdtrain.data.source import (
+    AroundSource,
+    ArraySource,
+    Foresight,
+    NamedArrays,
+    Source,
+    expect,
+    foresight,
+)
 from hvdtrain.data.stored.source import StoredSource, read_by, stored_in
 from hvdtrain.data.subset import subset
 from hvdtrain.errors import UserError
@@ -30,7 +39,9 @@ from hvdtrain.training.datasets import data_facts, open_datasets
 from hvdtrain.training.input import Prefetcher
 from hvdtrain.training.upcoming import Upcoming
 
-pytestmark = pytest.mark.skipif(not importlib.util.find_spec("h5py"), reason="h5py is not installed")
+pytestmark = pytest.mark.skipif(
+    not importlib.util.find_spec("h5py"), reason="h5py is not installed"
+)
 SAMPLES = 3000
 BATCH = 20
 ROWS = 15
@@ -42,7 +53,9 @@ def of(folder: Path) -> StoredSource:
     import h5py
 
     with h5py.File(folder / "a.h5", "w") as file:
-        file.create_dataset("x", data=X, chunks=(ROWS, 4, 40), compression="gzip", compression_opts=1)
+        file.create_dataset(
+            "x", data=X, chunks=(ROWS, 4, 40), compression="gzip", compression_opts=1
+        )
         file["y"] = np.arange(SAMPLES, dtype="f4")
     return of_file(folder / "a.h5")
 
@@ -60,7 +73,13 @@ def of_blocks(folder: Path) -> list[str]:
     of(folder)
     with h5py.File(folder / "a.h5", "r+") as file:
         file["z"] = Y
-    return ["data.name=hdf5", "data.root=a.h5", "data.fields={x: x, y: z}", "data.cache_mb=1", "data.readers=2"]
+    return [
+        "data.name=hdf5",
+        "data.root=a.h5",
+        "data.fields={x: x, y: z}",
+        "data.cache_mb=1",
+        "data.readers=2",
+    ]
 
 
 def samples_of(progress: Progress, rank: int = 0, size: int = 1) -> np.ndarray:
@@ -92,14 +111,18 @@ def test_blocks_are_decoded_a_fraction_as_often(tmp_path: Path) -> None:
 
 
 def test_several_threads_and_reads_that_nobody_expected(tmp_path: Path) -> None:
-    """Samples of an evaluation between steps, twice in a read, or read by two threads at once; another order from now on."""
+    """Samples of an evaluation between steps, twice in a read, or read by two threads at once;
+    another order from now on."""
     source = of(tmp_path)
     part = subset(source, np.arange(SAMPLES)[::-1].copy())
     upcoming = Upcoming(part, samples_of, steps)
 
     def right(samples: np.ndarray) -> bool:
         batch = part.read(samples)
-        return batch["x"].tobytes() == X[::-1][samples].tobytes() and batch["y"].tolist() == (SAMPLES - 1 - samples).tolist()
+        return (
+            batch["x"].tobytes() == X[::-1][samples].tobytes()
+            and batch["y"].tolist() == (SAMPLES - 1 - samples).tolist()
+        )
 
     with ThreadPoolExecutor(4) as pool:
         found = []
@@ -107,7 +130,14 @@ def test_several_threads_and_reads_that_nobody_expected(tmp_path: Path) -> None:
             for progress in list(steps(Progress(SAMPLES, start + SAMPLES, 0, start)))[:60]:
                 upcoming.reads(progress)
                 now = samples_of(progress)
-                found += [pool.submit(right, samples) for samples in (now, now[:3], np.concatenate([now[-2:], now[-2:], [0, 1, 2, 3]]))]
+                found += [
+                    pool.submit(right, samples)
+                    for samples in (
+                        now,
+                        now[:3],
+                        np.concatenate([now[-2:], now[-2:], [0, 1, 2, 3]]),
+                    )
+                ]
             upcoming.forget()
         found.append(pool.submit(right, np.empty(0, np.int64)))
         assert all(one.result() for one in found)
@@ -141,18 +171,28 @@ def test_processes_read_what_is_known_in_advance(tmp_path: Path) -> None:
 def test_what_fits_into_memory_is_not_told(tmp_path: Path) -> None:
     of(tmp_path)
     assert foresight(hdf5.build("hdf5", tmp_path / "a.h5", "train", cache_mb=2)) is None
-    assert foresight(hdf5.build("hdf5", tmp_path / "a.h5", "train", fields={"x": "y", "y": "y"}, cache_mb=1)) is None
+    assert (
+        foresight(
+            hdf5.build("hdf5", tmp_path / "a.h5", "train", fields={"x": "y", "y": "y"}, cache_mb=1)
+        )
+        is None
+    )
 
 
-def test_a_job_knows_its_samples_in_advance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The weights of a job on arrays, to the last bit, also stopped in the middle of an epoch and resumed."""
+def test_a_job_knows_its_samples_in_advance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights of a job on arrays, to the last bit, also stopped in the middle of an epoch and
+    resumed."""
     monkeypatch.chdir(tmp_path)
     words = of_blocks(tmp_path)
     arrays = hvdtrain.train(stored_data.JOB, "run=arrays", train_data={"x": X, "y": Y}).weights
     files = hvdtrain.train(stored_data.JOB, "run=files", *words).weights
     assert stored_data.bits(files) == stored_data.bits(arrays)
     hvdtrain.train(stored_data.JOB, "run=stopped", "stop.steps=50", *words)
-    assert stored_data.bits(hvdtrain.train("resume=stopped", "stop.steps=null").weights) == stored_data.bits(arrays)
+    assert stored_data.bits(
+        hvdtrain.train("resume=stopped", "stop.steps=null").weights
+    ) == stored_data.bits(arrays)
 
 
 class Listening(AroundSource):
@@ -181,14 +221,31 @@ class ListeningImages(Listening):
 
 
 @pytest.mark.parametrize(
-    "words", [["data.ahead=0"], ["data.ahead=3", "data.readers=1"], ["data.ahead=2", "data.readers=1", "batch.micro=5"]]
+    "words",
+    [
+        ["data.ahead=0"],
+        ["data.ahead=3", "data.readers=1"],
+        ["data.ahead=2", "data.readers=1", "batch.micro=5"],
+    ],
 )
 def test_a_prefetcher_tells_what_it_reads(words: list[str]) -> None:
     arrays = NamedArrays({"x": X[:500], "y": X[:500, 0, :3].copy()})
-    config = configure(None, ["task.name=regression", "model.name=mlp", "batch.size=13", "speed.device=cpu", "epochs=2", *words])
+    config = configure(
+        None,
+        [
+            "task.name=regression",
+            "model.name=mlp",
+            "batch.size=13",
+            "speed.device=cpu",
+            "epochs=2",
+            *words,
+        ],
+    )
     source = Listening(arrays)
     learner = build_learner(config, build_task(arrays, arrays, config), SingleProcessCommunicator())
-    prefetcher = Prefetcher(config, SingleProcessCommunicator(), build_recipe(config, 500, None), source, learner)
+    prefetcher = Prefetcher(
+        config, SingleProcessCommunicator(), build_recipe(config, 500, None), source, learner
+    )
     for start in (0, 490):  # from the beginning, and as a job that is resumed
         progress = Progress(500, 1000, 0, start)
         source.reads = []
@@ -198,44 +255,76 @@ def test_a_prefetcher_tells_what_it_reads(words: list[str]) -> None:
         prefetcher.drain()
         told = np.concatenate(source.told).tolist()
         read = np.concatenate(source.reads).tolist()
-        assert told[: len(read)] == read == positions_of_rank(start, len(read), 0, 1, 500, config.seed).samples.tolist()
-        assert source.foresight.ahead - 13 < len(told) - len(read) <= source.foresight.ahead or len(told) == -(-(1000 - start) // 13) * 13
+        assert (
+            told[: len(read)]
+            == read
+            == positions_of_rank(start, len(read), 0, 1, 500, config.seed).samples.tolist()
+        )
+        assert (
+            source.foresight.ahead - 13 < len(told) - len(read) <= source.foresight.ahead
+            or len(told) == -(-(1000 - start) // 13) * 13
+        )
     prefetcher.close()
 
 
 def test_partners_of_a_mixture_are_told_too() -> None:
     pixels = np.random.default_rng(2).integers(0, 255, (500, 8, 8, 3)).astype("u1")
     arrays = ArraySource(pixels, np.arange(500) % 3, 3)
-    config = configure(None, ["model.name=mlp", "batch.size=13", "speed.device=cpu", "augment.mixup=0.3", "data.ahead=0"])
+    config = configure(
+        None,
+        [
+            "model.name=mlp",
+            "batch.size=13",
+            "speed.device=cpu",
+            "augment.mixup=0.3",
+            "data.ahead=0",
+        ],
+    )
     source: Any = ListeningImages(arrays)
     learner = build_learner(config, build_task(arrays, arrays, config), SingleProcessCommunicator())
-    prefetcher = Prefetcher(config, SingleProcessCommunicator(), build_recipe(config, 500, None), source, learner)
+    prefetcher = Prefetcher(
+        config, SingleProcessCommunicator(), build_recipe(config, 500, None), source, learner
+    )
     for step in range(5):
         prefetcher.take(Progress(500, 5000, step, 13 * step))
     told = np.concatenate(source.told).tolist()
     read = np.concatenate(source.reads).tolist()
     assert len(read) == 5 * 26 and told[: len(read)] == read
-    assert sorted(set(read)) != sorted(set(positions_of_rank(0, 65, 0, 1, 500, config.seed).samples.tolist()))
+    assert sorted(set(read)) != sorted(
+        set(positions_of_rank(0, 65, 0, 1, 500, config.seed).samples.tolist())
+    )
 
 
 @pytest.mark.parametrize(("window", "is_told"), [(2, False), (30, True)])
 def test_windows_of_blocks_that_fit_into_memory_are_not_told(window: int, is_told: bool) -> None:
     arrays = NamedArrays({"x": X[:500], "y": X[:500, 0, :3].copy()})
-    words = ["data.shuffle=blocks", "data.shuffle_block=4", f"data.shuffle_window={window}", "task.name=regression", "data.ahead=0"]
+    words = [
+        "data.shuffle=blocks",
+        "data.shuffle_block=4",
+        f"data.shuffle_window={window}",
+        "task.name=regression",
+        "data.ahead=0",
+    ]
     config = configure(None, [*words, "model.name=mlp", "batch.size=13", "speed.device=cpu"])
     source = Listening(arrays)
     learner = build_learner(config, build_task(arrays, arrays, config), SingleProcessCommunicator())
-    Prefetcher(config, SingleProcessCommunicator(), build_recipe(config, 500, None), source, learner).take(Progress(500, 1000))
+    Prefetcher(
+        config, SingleProcessCommunicator(), build_recipe(config, 500, None), source, learner
+    ).take(Progress(500, 1000))
     assert (len(source.told) > 1) == is_told
 
 
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_ranks_read_blocks_of_their_own(size: int, parts: int) -> None:
-    """The samples of each step are those of a full shuffle; shares differ by at most 1; few blocks are read by two ranks in an epoch."""
+    """The samples of each step are those of a full shuffle; shares differ by at most 1; few blocks
+    are read by two ranks in an epoch."""
     read = [set[int]() for _ in range(size)]
     for start, count in [(0, 7), *((first, 240) for first in range(7, 2 * SAMPLES, 240))]:
-        shares = [parts_of_rank(start, count, parts, rank, size, SAMPLES, 3, shuffle=BlocksOfRanks(ROWS)) for rank in range(size)]
+        shares = [
+            parts_of_rank(start, count, parts, rank, size, SAMPLES, 3, shuffle=BlocksOfRanks(ROWS))
+            for rank in range(size)
+        ]
         assert max(map(_samples, shares)) - min(map(_samples, shares)) <= 1
         for part, whole in enumerate(parts_of_rank(start, count, parts, 0, 1, SAMPLES, 3)):
             found = [pair for share in shares for pair in zip(*share[part], strict=True)]
@@ -259,15 +348,21 @@ def test_two_ranks_decode_fewer_blocks_where_each_has_its_own(tmp_path: Path) ->
         for rank in range(2):
             source = of_file(tmp_path / "a.h5")
 
-            def share(progress: Progress, shuffle: BlocksOfRanks | None = shuffle, rank: int = rank) -> np.ndarray:
-                return positions_of_rank(progress.samples, BATCH, rank, 2, SAMPLES, 7, shuffle=shuffle).samples
+            def share(
+                progress: Progress, shuffle: BlocksOfRanks | None = shuffle, rank: int = rank
+            ) -> np.ndarray:
+                return positions_of_rank(
+                    progress.samples, BATCH, rank, 2, SAMPLES, 7, shuffle=shuffle
+                ).samples
 
             upcoming = Upcoming(source, share, steps, 2 if shuffle else 1)
             for progress in steps(Progress(SAMPLES, 3 * SAMPLES)):
                 upcoming.reads(progress)
                 assert source.read(share(progress))["y"].tolist() == share(progress).tolist()
             found[shuffle, rank] = source.samples.cache.decoded
-    assert found[BlocksOfRanks(ROWS), 0] + found[BlocksOfRanks(ROWS), 1] < 0.9 * (found[None, 0] + found[None, 1]), found
+    assert found[BlocksOfRanks(ROWS), 0] + found[BlocksOfRanks(ROWS), 1] < 0.9 * (
+        found[None, 0] + found[None, 1]
+    ), found
 
 
 def test_ranks_whose_files_have_other_blocks_are_told(tmp_path: Path) -> None:
@@ -276,17 +371,26 @@ def test_ranks_whose_files_have_other_blocks_are_told(tmp_path: Path) -> None:
 
     found = []
     for rows in (ROWS, 2 * ROWS):
-        words = [f"data.root={tmp_path}/a.h5" if word.startswith("data.root") else word for word in of_blocks(tmp_path)]
+        words = [
+            f"data.root={tmp_path}/a.h5" if word.startswith("data.root") else word
+            for word in of_blocks(tmp_path)
+        ]
         with h5py.File(tmp_path / "a.h5", "r+") as file:
             del file["x"]
             file.create_dataset("x", data=X, chunks=(rows, 4, 40), compression="gzip")
-        config = configure(None, [*words, "task.name=regression", "data.val_share=0.1", "model.name=mlp"])
+        config = configure(
+            None, [*words, "task.name=regression", "data.val_share=0.1", "model.name=mlp"]
+        )
         found.append(data_facts(config, open_datasets(config)))
-    assert {name for name in found[0] if found[0][name] != found[1][name]} == {"samples in a block of the training files"}
+    assert {name for name in found[0] if found[0][name] != found[1][name]} == {
+        "samples in a block of the training files"
+    }
 
 
 @needs_mpirun
-def test_ranks_with_blocks_of_their_own_train_the_weights_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_blocks_of_their_own_train_the_weights_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     words = of_blocks(tmp_path)
     one = hvdtrain.train(stored_data.JOB, "run=one", *words).weights

@@ -31,7 +31,9 @@ PROJECT = Path(__file__).parents[2]
 
 def images(n: int = 7, classes: int = 3) -> ArraySource:
     pixels = fold(1, np.arange(n * 5 * 4 * 3, dtype=np.uint64)) >> 56
-    return ArraySource(pixels.astype(np.uint8).reshape(n, 5, 4, 3), np.arange(n) % classes, classes, "here")
+    return ArraySource(
+        pixels.astype(np.uint8).reshape(n, 5, 4, 3), np.arange(n) % classes, classes, "here"
+    )
 
 
 def test_reads_by_index_into_fresh_memory() -> None:
@@ -59,10 +61,14 @@ def test_stats_are_exact() -> None:
 
 
 def test_stats_do_not_depend_on_the_order_of_samples() -> None:
-    x = np.random.default_rng(2).integers(0, 256, (3, 1200, 1200, 2), np.uint8)  # counted in three blocks
+    x = np.random.default_rng(2).integers(
+        0, 256, (3, 1200, 1200, 2), np.uint8
+    )  # counted in three blocks
     for a, b in zip(channel_stats(x), channel_stats(np.ascontiguousarray(x[::-1])), strict=True):
         assert a.tobytes() == b.tobytes()
-    assert channel_stats(x)[0] == pytest.approx([x[..., 0].mean() / 255, x[..., 1].mean() / 255], rel=1e-12)
+    assert channel_stats(x)[0] == pytest.approx(
+        [x[..., 0].mean() / 255, x[..., 1].mean() / 255], rel=1e-12
+    )
 
 
 def test_a_constant_channel_has_deviation_one() -> None:
@@ -76,13 +82,33 @@ def test_a_constant_channel_has_deviation_one() -> None:
 @pytest.mark.parametrize(
     ("x", "y", "text"),
     [
-        (np.zeros((2, 4, 4, 1), np.float32), np.zeros(2, np.int64), "images are float32 (2, 4, 4, 1), expected uint8 (n, H, W, C)"),
-        (np.zeros((2, 4, 4), np.uint8), np.zeros(2, np.int64), "images are uint8 (2, 4, 4), expected"),
+        (
+            np.zeros((2, 4, 4, 1), np.float32),
+            np.zeros(2, np.int64),
+            "images are float32 (2, 4, 4, 1), expected uint8 (n, H, W, C)",
+        ),
+        (
+            np.zeros((2, 4, 4), np.uint8),
+            np.zeros(2, np.int64),
+            "images are uint8 (2, 4, 4), expected",
+        ),
         (np.zeros((0, 4, 4, 1), np.uint8), np.zeros(0, np.int64), "no dimension 0"),
-        (np.zeros((2, 4, 4, 1), np.uint8), np.zeros(2, np.float32), "labels are float32 (2,), expected integers (2,)"),
-        (np.zeros((2, 4, 4, 1), np.uint8), np.zeros(3, np.int64), "labels are int64 (3,), expected integers (2,)"),
+        (
+            np.zeros((2, 4, 4, 1), np.uint8),
+            np.zeros(2, np.float32),
+            "labels are float32 (2,), expected integers (2,)",
+        ),
+        (
+            np.zeros((2, 4, 4, 1), np.uint8),
+            np.zeros(3, np.int64),
+            "labels are int64 (3,), expected integers (2,)",
+        ),
         (np.zeros((2, 4, 4, 1), np.uint8), np.array([0, 3]), "label 3 of sample 1 is outside 0..2"),
-        (np.zeros((2, 4, 4, 1), np.uint8), np.array([-1, 0]), "label -1 of sample 0 is outside 0..2"),
+        (
+            np.zeros((2, 4, 4, 1), np.uint8),
+            np.array([-1, 0]),
+            "label -1 of sample 0 is outside 0..2",
+        ),
     ],
 )
 def test_wrong_arrays_are_refused(x: np.ndarray, y: np.ndarray, text: str) -> None:
@@ -92,8 +118,11 @@ def test_wrong_arrays_are_refused(x: np.ndarray, y: np.ndarray, text: str) -> No
 
 
 @pytest.mark.parametrize("of_dataset", [False, True])
-def test_labels_take_the_memory_of_their_own_type(monkeypatch: pytest.MonkeyPatch, of_dataset: bool) -> None:
-    """Of 2 million images, in memory or too large for it, with labels of a byte; as int64 they would be 16 MB, and with a place each 32."""
+def test_labels_take_the_memory_of_their_own_type(
+    monkeypatch: pytest.MonkeyPatch, of_dataset: bool
+) -> None:
+    """Of 2 million images, in memory or too large for it, with labels of a byte; as int64 they
+    would be 16 MB, and with a place each 32."""
     x = np.zeros((2_000_000, 1, 1, 1), np.uint8)
     y = np.arange(2_000_000, dtype=np.uint16).astype(np.uint8)
     if of_dataset:
@@ -113,7 +142,10 @@ def test_labels_take_the_memory_of_their_own_type(monkeypatch: pytest.MonkeyPatc
 def test_labels_of_a_list_take_a_byte() -> None:
     found = labels_of(SimpleNamespace(targets=[0, 255, 3]), whole=False)
     assert found is not None and found.dtype == np.uint8 and found.tolist() == [0, 255, 3]
-    assert smallest(np.array([-1, 200])).dtype == np.int16 and smallest(np.array([], np.int64)).dtype == np.int64
+    assert (
+        smallest(np.array([-1, 200])).dtype == np.int16
+        and smallest(np.array([], np.int64)).dtype == np.int64
+    )
 
 
 def test_digits_are_scikit_learns_and_split_once() -> None:
@@ -128,12 +160,26 @@ def test_digits_are_scikit_learns_and_split_once() -> None:
     y = np.concatenate([batch["y"] for batch in read])
     assert (x.min(), x.max()) == (0, 255)
     found = sorted((label, image.tobytes()) for label, image in zip(y.tolist(), x, strict=True))
-    scaled = [np.array([int(v) * 255 // 16 for v in image.ravel()], np.uint8).tobytes() for image in given.images]
-    assert found == sorted(zip(given.target.tolist(), scaled, strict=True))  # every digit in one of the two, none twice
+    scaled = [
+        np.array([int(v) * 255 // 16 for v in image.ravel()], np.uint8).tobytes()
+        for image in given.images
+    ]
+    assert found == sorted(
+        zip(given.target.tolist(), scaled, strict=True)
+    )  # every digit in one of the two, none twice
     assert np.bincount(read[1]["y"]).min() >= 30  # each class is validated
     again = digits.build("digits", None, "val").read(np.arange(360))
     np.testing.assert_array_equal(again["x"], read[1]["x"])
-    assert read[1]["y"][:8].tolist() == [0, 4, 8, 0, 2, 8, 2, 2]  # the split of every run, written out
+    assert read[1]["y"][:8].tolist() == [
+        0,
+        4,
+        8,
+        0,
+        2,
+        8,
+        2,
+        2,
+    ]  # the split of every run, written out
 
 
 def test_synthetic_is_a_pure_function_of_the_index() -> None:
@@ -152,7 +198,9 @@ def test_synthetic_is_a_pure_function_of_the_index() -> None:
 
 def test_synthetic_pixels_follow_their_formula() -> None:
     source = synthetic.build("synthetic", None, "val", val_samples=9, shape=(4, 4, 2), classes=3)
-    x = source.read(np.array([7]))["x"][0]  # class 1; a 4x4 image shows each cell of its pattern once
+    x = source.read(np.array([7]))["x"][
+        0
+    ]  # class 1; a 4x4 image shows each cell of its pattern once
     for place in range(4 * 4 * 2):
         noise = (fold(1, 7, place // 8) >> place % 8 * 8) & 255
         pattern = fold(2, 1, place) >> 56
@@ -164,7 +212,9 @@ def test_synthetic_can_be_learned() -> None:
     val = synthetic.build("synthetic", None, "val", val_samples=200)
     seen = train.read(np.arange(400))
     unseen = val.read(np.arange(200))
-    means = np.stack([seen["x"][seen["y"] == label].mean(0) for label in range(10)])  # (classes, H, W, C)
+    means = np.stack(
+        [seen["x"][seen["y"] == label].mean(0) for label in range(10)]
+    )  # (classes, H, W, C)
     distances = ((unseen["x"][:, None].astype(float) - means) ** 2).sum((2, 3, 4))  # (n, classes)
     assert (distances.argmin(1) == unseen["y"]).mean() > 0.95
     assert not np.array_equal(seen["x"][:200], unseen["x"])
@@ -179,7 +229,9 @@ def test_synthetic_stats_are_close_to_those_of_all_samples() -> None:
 
 
 def test_synthetic_options_out_of_range_are_errors() -> None:
-    with pytest.raises(UserError, match=r"0 is too small, at least 1 is needed\n  where: data.samples"):
+    with pytest.raises(
+        UserError, match=r"0 is too small, at least 1 is needed\n  where: data.samples"
+    ):
         synthetic.build("synthetic", None, "train", samples=0)
     with pytest.raises(UserError, match="where: data.shape"):
         synthetic.build("synthetic", None, "train", shape=(8, 0, 3))
@@ -198,18 +250,23 @@ for plugin in (cifar, digits, folder, idx, synthetic):
         if parameter.kind is parameter.KEYWORD_ONLY:
             assert f"\\n{option}: " in inspect.getdoc(plugin.build), (plugin, option)
 """
-    ended = subprocess.run([sys.executable, "-c", script], cwd=PROJECT, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", script], cwd=PROJECT, capture_output=True, text=True, check=False
+    )
     assert (ended.stdout, ended.stderr) == ("[]\n", "")
 
 
 def test_a_share_of_each_class_validates() -> None:
-    """A tenth of 100, 20, 1 and 3 samples: 10, 2, none (the only one is trained on) and one, whatever the order of the samples."""
+    """A tenth of 100, 20, 1 and 3 samples: 10, 2, none (the only one is trained on) and one,
+    whatever the order of the samples."""
     labels = np.random.default_rng(3).permutation(np.repeat([0, 1, 2, 4], [100, 20, 1, 3]))
     mask = validation_mask(labels, 0.1)
     assert np.bincount(labels[mask], minlength=5).tolist() == [10, 2, 0, 0, 1]
     assert (mask == validation_mask(labels, 0.1)).all() and not (mask[:62] == mask[62:]).all()
     most = validation_mask(labels, 0.99)
-    assert np.bincount(labels[~most], minlength=5).tolist() == [1, 1, 1, 0, 1] and (most >= mask).all()
+    assert (
+        np.bincount(labels[~most], minlength=5).tolist() == [1, 1, 1, 0, 1] and (most >= mask).all()
+    )
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
@@ -222,9 +279,13 @@ def test_the_two_parts_of_a_divided_set_have_each_sample_once(in_memory: bool) -
     x = np.concatenate([part.read(np.arange(len(part)))["x"] for part in (train, val)])
     everything = whole.read(np.arange(40))["x"]
     assert sorted(one.tobytes() for one in x) == sorted(one.tobytes() for one in everything)
-    assert (val.labels() == val.read(np.arange(10))["y"]).all() and np.bincount(val.labels()).tolist() == [4, 3, 3]
+    assert (val.labels() == val.read(np.arange(10))["y"]).all() and np.bincount(
+        val.labels()
+    ).tolist() == [4, 3, 3]
     assert isinstance(val, ArraySource) == in_memory
-    assert train.stats().mean == pytest.approx(train.read(np.arange(30))["x"].mean((0, 1, 2)) / 255, rel=1e-12)
+    assert train.stats().mean == pytest.approx(
+        train.read(np.arange(30))["x"].mean((0, 1, 2)) / 255, rel=1e-12
+    )
     if not in_memory:
         with pytest.raises(IndexError):
             val.read(np.array([10]))
@@ -233,9 +294,16 @@ def test_the_two_parts_of_a_divided_set_have_each_sample_once(in_memory: bool) -
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_labels_are_numbered_anew_by_name(in_memory: bool) -> None:
     source: Source = replace(images(6), class_names=("ant", "bee", "cat"))
-    found = relabelled(source if in_memory else SubsetOfImages(source, np.arange(6)), ["cat", "dog", "ant", "bee"])
+    found = relabelled(
+        source if in_memory else SubsetOfImages(source, np.arange(6)), ["cat", "dog", "ant", "bee"]
+    )
     assert found.labels().tolist() == found.read(np.arange(6))["y"].tolist() == [2, 3, 0, 2, 3, 0]
-    assert (found.classes, found.class_names, found.shape, len(found)) == (4, ("cat", "dog", "ant", "bee"), (5, 4, 3), 6)
+    assert (found.classes, found.class_names, found.shape, len(found)) == (
+        4,
+        ("cat", "dog", "ant", "bee"),
+        (5, 4, 3),
+        6,
+    )
     assert (found.read(np.array([4]))["x"] == source.read(np.array([4]))["x"]).all()
 
 

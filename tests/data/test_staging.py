@@ -1,4 +1,5 @@
-"""data.stage: what is copied, what a second start reads again, what a killed copy leaves, and that training gives the same numbers."""
+"""data.stage: what is copied, what a second start reads again, what a killed copy leaves, and that
+training gives the same numbers."""
 
 from __future__ import annotations
 
@@ -63,7 +64,9 @@ def printed(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
-def test_a_copy_is_complete_and_later_starts_copy_nothing(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_copy_is_complete_and_later_starts_copy_nothing(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     there = stage(root)
     output = printed(capsys)
     assert "staged 40 files, 820 kB in " in output and f"/s) from {root} to {there}\n" in output
@@ -74,7 +77,9 @@ def test_a_copy_is_complete_and_later_starts_copy_nothing(root: Path, capsys: py
     before = {path: path.stat().st_ino for path in there.rglob("file*")}
     assert stage(root) == there
     assert printed(capsys) == ""
-    assert before == {path: path.stat().st_ino for path in there.rglob("file*")}  # nothing was written anew
+    assert before == {
+        path: path.stat().st_ino for path in there.rglob("file*")
+    }  # nothing was written anew
 
 
 def test_changes_of_the_source_are_copied(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,7 +91,9 @@ def test_changes_of_the_source_are_copied(root: Path, capsys: pytest.CaptureFixt
     (root / "part3").write_bytes(b"was a folder")
     printed(capsys)
     assert stage(root) == there
-    assert "staged 3 files" in (output := printed(capsys)) and "; 27 more were already there" in output
+    assert (
+        "staged 3 files" in (output := printed(capsys)) and "; 27 more were already there" in output
+    )
     assert same(root, there)
     assert (there / "part3").is_file()
 
@@ -100,7 +107,9 @@ def flip(path: Path) -> None:
     os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns))
 
 
-def test_a_flipped_bit_of_the_copy_is_noticed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_flipped_bit_of_the_copy_is_noticed(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     there = stage(root)
     flip(there / "part1/file 5")
     (there / "part2/file 6").touch()  # another time, the same bytes: read again, and kept
@@ -108,7 +117,10 @@ def test_a_flipped_bit_of_the_copy_is_noticed(root: Path, capsys: pytest.Capture
     printed(capsys)
     stage(root)
     output = printed(capsys)
-    assert "2 staged files differ from what was copied, and are copied again: part1/file 5, ...\n" in output
+    assert (
+        "2 staged files differ from what was copied, and are copied again: part1/file 5, ...\n"
+        in output
+    )
     assert "staged 2 files, 14.0 kB in " in output and "; 38 more were already there" in output
     assert (there / "part1/file 5").read_bytes() == (root / "part1/file 5").read_bytes()
     assert stage(root) == there and printed(capsys) == ""
@@ -126,13 +138,17 @@ def test_after_a_restart_of_the_machine_every_copy_is_read_again(
     assert stage(root) == there and printed(capsys) == ""
 
 
-def test_unreadable_lines_of_the_manifest_cost_their_files_alone(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_lines_of_the_manifest_cost_their_files_alone(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     there = stage(root)
     manifest = there.parent / "manifest.jsonl"
     manifest.write_bytes(manifest.read_bytes()[:-20])
     printed(capsys)
     stage(root)
-    assert "staged 1 files" in (output := printed(capsys)) and "; 39 more were already there" in output
+    assert (
+        "staged 1 files" in (output := printed(capsys)) and "; 39 more were already there" in output
+    )
     assert same(root, there)
     manifest.write_bytes(b'\xff{"\n[1,2\n["part0/file 0",null]\n{}\n')
     stage(root)
@@ -156,21 +172,32 @@ sys.addaudithook(watch)
 
 def start(root: Path, first: str = "", **env: str) -> subprocess.Popen[str]:
     """first: code that runs before the files are copied."""
-    code = "import sys; from pathlib import Path; from hvdtrain.data.files.staging import stage_data\n"
-    code += first + "print(stage_data('other', Path(sys.argv[1]), {}, sys.argv[2], 'data.stage')[0])"
+    code = (
+        "import sys; from pathlib import Path; from hvdtrain.data.files.staging import stage_data\n"
+    )
+    code += (
+        first + "print(stage_data('other', Path(sys.argv[1]), {}, sys.argv[2], 'data.stage')[0])"
+    )
     command = [sys.executable, "-c", code, str(root), str(root.parent / "disk")]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(env))
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(env)
+    )
 
 
 def test_four_processes_at_once_make_one_copy(root: Path) -> None:
-    ended = [(process, process.communicate(timeout=HANG_S)) for process in [start(root) for _ in range(4)]]
+    ended = [
+        (process, process.communicate(timeout=HANG_S))
+        for process in [start(root) for _ in range(4)]
+    ]
     assert [process.returncode for process, _ in ended] == [0] * 4, ended
     assert len({out for _, (out, _) in ended}) == 1
     assert "".join(err for _, (_, err) in ended).count("staged 40 files") == 1
     assert same(root, Path(ended[0][1][0].strip()))
 
 
-def test_a_killed_copy_is_completed_by_the_next_start(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_copy_is_completed_by_the_next_start(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     process = start(root, KILLED_AT_FILE_30)
     process.communicate(timeout=HANG_S)
     (manifest,) = (root.parent / "disk").glob("*/*/manifest.jsonl")
@@ -180,7 +207,10 @@ def test_a_killed_copy_is_completed_by_the_next_start(root: Path, capsys: pytest
     before = {line[0]: (files / line[0]).stat().st_ino for line in lines}
     there = stage(root)
     output = printed(capsys)
-    assert f"staged {40 - len(lines)} files" in output and f"; {len(lines)} more were already there" in output
+    assert (
+        f"staged {40 - len(lines)} files" in output
+        and f"; {len(lines)} more were already there" in output
+    )
     assert before == {path: (there / path).stat().st_ino for path in before}
     assert same(root, there)
     assert not (there.parent / "partial").exists()
@@ -192,7 +222,9 @@ def test_links_in_the_source(root: Path, tmp_path: Path) -> None:
     there = stage(root)
     assert (there / "link").read_bytes() == b"outside" and not (there / "link").is_symlink()
     (root / "part0/up").symlink_to(root)
-    with pytest.raises(UserError, match="a link leads back to a folder above it\n  where: .*part0/up"):
+    with pytest.raises(
+        UserError, match="a link leads back to a folder above it\n  where: .*part0/up"
+    ):
         stage(root)
     (root / "part0/up").unlink()
     (root / "gone").symlink_to("nowhere")
@@ -200,16 +232,22 @@ def test_links_in_the_source(root: Path, tmp_path: Path) -> None:
         stage(root)
     (root / "gone").unlink()
     os.mkfifo(root / "pipe")
-    with pytest.raises(UserError, match="not a regular file, but a pipe, a socket or a device\n  where: .*/pipe"):
+    with pytest.raises(
+        UserError, match="not a regular file, but a pipe, a socket or a device\n  where: .*/pipe"
+    ):
         stage(root)
 
 
-def test_too_little_space_is_reported_in_numbers(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_space_is_reported_in_numbers(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert sum(-(-1000 * size // 4096) for size in range(1, 41)) * 4096 == 901_120
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 300_000))
     with pytest.raises(
-        UserError, match=r"no space for the data on .*: 40 files take 901 kB, 300 kB are free\n  where: data.stage, .*\n  fix: a larger"
+        UserError,
+        match=r"no space for the data on .*: 40 files take 901 kB, 300 kB are free\n  where: "
+        r"data.stage, .*\n  fix: a larger",
     ):
         stage(root)
 
@@ -220,18 +258,26 @@ def test_a_full_quota_ends_the_copy(root: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(os, "fdatasync", full)
     with pytest.raises(
-        UserError, match="ran out of space for the data: Disk quota exceeded\n  where: .*/files\n  fix: a larger data.stage"
+        UserError,
+        match="ran out of space for the data: Disk quota exceeded\n  where: .*/files\n  fix: a "
+        "larger data.stage",
     ):
         stage(root)
 
 
-def test_a_disk_that_stores_other_bytes_is_noticed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def corrupt(descriptor: int, *_: int) -> None:  # called once all is written, before it is read back
+def test_a_disk_that_stores_other_bytes_is_noticed(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def corrupt(
+        descriptor: int, *_: int
+    ) -> None:  # called once all is written, before it is read back
         os.pwrite(descriptor, b"\0\1\2\3", 100)
 
     monkeypatch.setattr(os, "posix_fadvise", corrupt)
     with pytest.raises(
-        UserError, match="cannot be copied: the copy read back from the disk differs from what was written\n  where: .*part"
+        UserError,
+        match="cannot be copied: the copy read back from the disk differs from what was written\n "
+        " where: .*part",
     ):
         stage(root)
 
@@ -239,7 +285,9 @@ def test_a_disk_that_stores_other_bytes_is_noticed(root: Path, monkeypatch: pyte
 def test_a_file_that_changes_while_it_is_copied(root: Path, tmp_path: Path) -> None:
     target = tmp_path / "disk" / "copy"
     target.mkdir()
-    listed = {"part0/file 0": FileState(999, 1)}  # its state when the source was listed: now it has 1000 bytes
+    listed = {
+        "part0/file 0": FileState(999, 1)
+    }  # its state when the source was listed: now it has 1000 bytes
     with pytest.raises(UserError, match="changed while it was copied\n  where: .*part0/file 0"):
         StagedCopy(root, target).update(listed)
     assert not (target / "files/part0").exists()
@@ -250,15 +298,20 @@ def test_stage_folders_that_cannot_be_used(root: Path, tmp_path: Path) -> None:
     own = tmp_path / "disk" / f"hvdtrain-{os.geteuid()}"
     for folder, says in {
         str(tmp_path / "no/such"): "cannot stage data on .*: .*No such file",
-        "": r"data.stage is empty\n.*\n  fix: a folder on a disk of each node .is the variable set here.., or data.stage=null",
-        "$TMPDIR/x": r"contains a variable that the shell has not expanded: \$TMPDIR/x\n.*\n  fix: data.stage=\$TMPDIR, without quotes",
+        "": r"data.stage is empty\n.*\n  fix: a folder on a disk of each node .is the variable "
+        r"set here.., or data.stage=null",
+        "$TMPDIR/x": r"contains a variable that the shell has not expanded: \$TMPDIR/x\n.*\n  "
+        r"fix: data.stage=\$TMPDIR, without quotes",
         str(root / "part0"): "is inside the folder of the data",
         "~nobodyhere/x": "cannot find the folder ~nobodyhere/x",
     }.items():
         with pytest.raises(UserError, match=says):
             stage_data("other", root, {}, folder, WHERE)
     own.symlink_to(tmp_path)
-    with pytest.raises(UserError, match="others could change the data\n  where: data.stage, command line\n  fix: remove it"):
+    with pytest.raises(
+        UserError,
+        match="others could change the data\n  where: data.stage, command line\n  fix: remove it",
+    ):
         stage_data("other", root, {}, disk, WHERE)
     own.unlink()
     own.mkdir()
@@ -281,8 +334,12 @@ def idx_root(folder: Path, labels: int = 64) -> Path:
     rng = np.random.default_rng(4)
     for part, count in (("train", labels), ("t10k", 16)):
         size = count.to_bytes(4, "big").hex()
-        (raw / f"{part}-images-idx3-ubyte").write_bytes(bytes.fromhex(f"00000803 {size} 0000001c 0000001c") + rng.bytes(count * 784))
-        (raw / f"{part}-labels-idx1-ubyte").write_bytes(bytes.fromhex(f"00000801 {size}") + bytes(rng.integers(0, 10, count, np.uint8)))
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(
+            bytes.fromhex(f"00000803 {size} 0000001c 0000001c") + rng.bytes(count * 784)
+        )
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(
+            bytes.fromhex(f"00000801 {size}") + bytes(rng.integers(0, 10, count, np.uint8))
+        )
     (folder / "KMNIST").mkdir()
     (folder / "KMNIST/large").write_bytes(b"x" * 1000)
     return folder
@@ -317,23 +374,38 @@ def folder_root(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "make", "files"), [("fashion_mnist", idx_root, 4), ("cifar10", cifar_root, 6), ("folder", folder_root, 12)]
+    ("name", "make", "files"),
+    [("fashion_mnist", idx_root, 4), ("cifar10", cifar_root, 6), ("folder", folder_root, 12)],
 )
 def test_each_data_set_is_the_same_read_from_the_stage(
-    name: str, make: object, files: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    make: object,
+    files: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     root = make(tmp_path / "source")  # type: ignore[operator]
-    overrides = [f"data.name={name}", f"data.root={root}", *["data.download=false"] * (name != "folder")]
+    overrides = [
+        f"data.name={name}",
+        f"data.root={root}",
+        *["data.download=false"] * (name != "folder"),
+    ]
     plain = build(overrides)
     shutil.rmtree(tmp_path / "cache", ignore_errors=True)
     staged = build([*overrides, f"data.stage={tmp_path / 'disk'}"])
     assert f"staged {files} files" in printed(capsys)
     assert all((one == two).all() for one, two in zip(plain, staged, strict=True))
-    assert not (tmp_path / "cache").exists()  # the decoded pictures of a folder lie in the stage, too
+    assert not (
+        tmp_path / "cache"
+    ).exists()  # the decoded pictures of a folder lie in the stage, too
     root.rename(tmp_path / "away")
     if name != "folder":
-        with pytest.raises(UserError, match="the files of .* are missing, and data.download is false\n  where: .*/source"):
+        with pytest.raises(
+            UserError,
+            match="the files of .* are missing, and data.download is false\n  where: .*/source",
+        ):
             ensure_staged.cache_clear()
             build([*overrides, f"data.stage={tmp_path / 'disk'}"])
 
@@ -357,14 +429,28 @@ def test_format_bytes() -> None:
 @needs_mpirun
 def test_training_from_the_stage_gives_the_same_numbers(tmp_path: Path) -> None:
     root = idx_root(tmp_path / "source")
-    overrides = ["-m", "hvdtrain", "data.name=fashion_mnist", f"data.root={root}", "framework=numpy", "model.name=linear", "batch.size=8"]
+    overrides = [
+        "-m",
+        "hvdtrain",
+        "data.name=fashion_mnist",
+        f"data.root={root}",
+        "framework=numpy",
+        "model.name=linear",
+        "batch.size=8",
+    ]
     overrides += ["max_steps=10", "log.every_steps=5", "data.download=false"]
     alone = python([*overrides, f"run={tmp_path}/alone"])
-    two = mpirun(2, [*overrides, f"run={tmp_path}/two", f"data.stage={tmp_path}", "comm.engine=mpi"])
+    two = mpirun(
+        2, [*overrides, f"run={tmp_path}/two", f"data.stage={tmp_path}", "comm.engine=mpi"]
+    )
     one = python([*overrides, f"run={tmp_path}/one", f"data.stage={tmp_path}"])
-    assert [ended.returncode for ended in (alone, two, one)] == [0, 0, 0], alone.stderr + two.stderr + one.stderr
+    assert [ended.returncode for ended in (alone, two, one)] == [0, 0, 0], (
+        alone.stderr + two.stderr + one.stderr
+    )
     assert two.stderr.count("staged 4 files") == 1 and "staged" not in one.stderr
-    digests, losses = zip(*(results(tmp_path / name) for name in ("alone", "one", "two")), strict=True)
+    digests, losses = zip(
+        *(results(tmp_path / name) for name in ("alone", "one", "two")), strict=True
+    )
     assert digests[0] and digests[0] == digests[1] and losses[0] and losses[0] == losses[1]
     np.testing.assert_allclose(losses[2], losses[0], rtol=1e-6)
 
@@ -373,4 +459,6 @@ def results(run: Path) -> tuple[bytes, list[float]]:
     """(the last weights, the losses of the steps)"""
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     newest = max((run / "checkpoints").glob("step-*"))
-    return b"".join(path.read_bytes() for path in sorted(newest.glob("*.safetensors"))), [e["loss"] for e in events if "loss" in e]
+    return b"".join(path.read_bytes() for path in sorted(newest.glob("*.safetensors"))), [
+        e["loss"] for e in events if "loss" in e
+    ]

@@ -1,4 +1,5 @@
-"""Files of science: HDF5, CSV and npz give the samples, and train the weights, that arrays in memory do; each block is decoded once."""
+"""Files of science: HDF5, CSV and npz give the samples, and train the weights, that arrays in
+memory do; each block is decoded once."""
 
 from __future__ import annotations
 
@@ -30,9 +31,15 @@ from hvdtrain.data.stored.source import StoredSource, read_by, stored_in
 from hvdtrain.errors import UserError
 from hvdtrain.training.datasets import build_source
 
-needs_h5py = pytest.mark.skipif(not importlib.util.find_spec("h5py"), reason="h5py is not installed")
-needs_zarr = pytest.mark.skipif(not importlib.util.find_spec("zarr"), reason="zarr is not installed")
-needs_pyarrow = pytest.mark.skipif(not importlib.util.find_spec("pyarrow"), reason="pyarrow is not installed")
+needs_h5py = pytest.mark.skipif(
+    not importlib.util.find_spec("h5py"), reason="h5py is not installed"
+)
+needs_zarr = pytest.mark.skipif(
+    not importlib.util.find_spec("zarr"), reason="zarr is not installed"
+)
+needs_pyarrow = pytest.mark.skipif(
+    not importlib.util.find_spec("pyarrow"), reason="pyarrow is not installed"
+)
 FORMATS = [pytest.param("npz"), pytest.param("csv"), pytest.param("hdf5", marks=needs_h5py)]
 FORMATS += [pytest.param("zarr", marks=needs_zarr), pytest.param("parquet", marks=needs_pyarrow)]
 RANDOM = np.random.default_rng(3)
@@ -48,11 +55,15 @@ def stored(source: Source) -> StoredSource:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_job_on_files_trains_the_weights_of_a_job_on_arrays(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_on_files_trains_the_weights_of_a_job_on_arrays(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To the last bit, also where it stops in the middle of an epoch and goes on."""
     monkeypatch.chdir(tmp_path)
     stored_data.write(tmp_path, name)
-    expected = stored_data.bits(stored_data.weights(None, "flat" if name in ("csv", "parquet") else "arrays"))
+    expected = stored_data.bits(
+        stored_data.weights(None, "flat" if name in ("csv", "parquet") else "arrays")
+    )
     assert stored_data.bits(stored_data.weights(name, "files")) == expected
     stored_data.weights(name, "stopped", "stop.steps=5")
     resumed = hvdtrain.train("resume=stopped", "stop.steps=null", "data.readers=2")
@@ -66,7 +77,9 @@ def test_ranks_train_the_weights_of_ranks_on_arrays(tmp_path: Path) -> None:
         stored_data.write(tmp_path, name)
     done = mpirun(2, alone("stored_data:train_on_ranks", str(tmp_path), names))
     assert done.returncode == 0, done.stderr
-    found = [stored_data.bits(np.load(tmp_path / f"weights-{name or 'arrays'}.npz")) for name in names]
+    found = [
+        stored_data.bits(np.load(tmp_path / f"weights-{name or 'arrays'}.npz")) for name in names
+    ]
     assert found[0] and all(one == found[0] for one in found)
 
 
@@ -78,8 +91,12 @@ def of_hdf5(path: Path) -> Path:
         file.create_dataset("gzip", data=U, chunks=(16, 4, 5, 3), compression="gzip", shuffle=True)
         file.create_dataset("chunks", data=U, chunks=(7, 6, 5, 4))
         file.create_dataset("lzf", data=U, chunks=(16, 6, 5, 4), compression="lzf")
-        file.create_dataset("sums", data=U, chunks=(16, 6, 5, 4), fletcher32=True, compression="gzip")
-        file.create_dataset("hole", shape=U.shape, chunks=(10, 6, 5, 4), fillvalue=3.5, dtype="f4")[20:30] = 1
+        file.create_dataset(
+            "sums", data=U, chunks=(16, 6, 5, 4), fletcher32=True, compression="gzip"
+        )
+        file.create_dataset("hole", shape=U.shape, chunks=(10, 6, 5, 4), fillvalue=3.5, dtype="f4")[
+            20:30
+        ] = 1
         file["flags"] = LABELS > 2
         file["split"] = np.array(["train", "val"] * 50 + ["test"], "S5")
     return path
@@ -89,11 +106,18 @@ def of_hdf5(path: Path) -> Path:
 @pytest.mark.parametrize("name", ["plain", "gzip", "chunks", "lzf", "sums"])
 def test_parts_of_arrays_are_what_numpy_says(name: str, tmp_path: Path) -> None:
     path = of_hdf5(tmp_path / "a.h5")
-    source = hdf5.build("hdf5", path, "train", fields={"x": f"/{name}[3:99:2, [0, 5, 2], 1:4:2, ::-1]", "y": "/labels[3:99:2]"})
+    source = hdf5.build(
+        "hdf5",
+        path,
+        "train",
+        fields={"x": f"/{name}[3:99:2, [0, 5, 2], 1:4:2, ::-1]", "y": "/labels[3:99:2]"},
+    )
     drawn = DRAWN % len(source)
     batch = source.read(drawn)
     assert batch["x"].tobytes() == U[3:99:2][:, [0, 5, 2]][:, :, 1:4:2, ::-1][drawn].tobytes()
-    assert batch["y"].tolist() == LABELS[3:99:2][drawn].tolist() and batch["y"].dtype == np.dtype("int16")
+    assert batch["y"].tolist() == LABELS[3:99:2][drawn].tolist() and batch["y"].dtype == np.dtype(
+        "int16"
+    )
 
 
 @needs_h5py
@@ -111,17 +135,28 @@ def test_packed_numbers_of_netcdf_are_unpacked(tmp_path: Path) -> None:
     import h5py
 
     with h5py.File(tmp_path / "a.nc", "w") as file:
-        packed = file.create_dataset("t", data=np.arange(20, dtype="i2").reshape(10, 2), chunks=(4, 2), compression="gzip")
-        packed.attrs["scale_factor"], packed.attrs["add_offset"], packed.attrs["_FillValue"] = 0.5, np.float64(270), np.int16(7)
+        packed = file.create_dataset(
+            "t", data=np.arange(20, dtype="i2").reshape(10, 2), chunks=(4, 2), compression="gzip"
+        )
+        packed.attrs["scale_factor"], packed.attrs["add_offset"], packed.attrs["_FillValue"] = (
+            0.5,
+            np.float64(270),
+            np.int16(7),
+        )
         file["y"] = np.zeros(10)
     source = hdf5.build("netcdf", tmp_path / "a.nc", "train", fields={"x": "t", "y": "y"})
-    assert source.read(np.array([0, 9]))["x"].tolist() == [[270.0, 270.5], [279.0, 279.5]] and source.fields["x"].dtype == "float32"
+    assert (
+        source.read(np.array([0, 9]))["x"].tolist() == [[270.0, 270.5], [279.0, 279.5]]
+        and source.fields["x"].dtype == "float32"
+    )
     with pytest.raises(UserError, match="field x of sample 3 has nan"):  # a missing value
         source.read(np.array([3]))
 
 
 @needs_h5py
-def test_a_block_is_decoded_once_for_all_samples_of_a_read_and_while_it_is_in_memory(tmp_path: Path) -> None:
+def test_a_block_is_decoded_once_for_all_samples_of_a_read_and_while_it_is_in_memory(
+    tmp_path: Path,
+) -> None:
     path = of_hdf5(tmp_path / "a.h5")
     source = stored(hdf5.build("hdf5", path, "train", fields={"x": "/gzip", "y": "/labels"}))
     cache = source.samples.cache
@@ -129,7 +164,10 @@ def test_a_block_is_decoded_once_for_all_samples_of_a_read_and_while_it_is_in_me
     assert cache.decoded == 7 and source.rows_of_block == 16
     source.read(DRAWN)
     assert cache.decoded == 7
-    small = dataclasses.replace(source, samples=dataclasses.replace(source.samples, cache=BlockCache(2 * 16 * 6 * 5 * 4 * 4)))
+    small = dataclasses.replace(
+        source,
+        samples=dataclasses.replace(source.samples, cache=BlockCache(2 * 16 * 6 * 5 * 4 * 4)),
+    )
     for _ in range(2):  # of seven blocks, two stay in memory
         assert small.read(np.arange(101))["x"].tobytes() == U.tobytes()
     assert small.samples.cache.decoded == 14
@@ -137,9 +175,13 @@ def test_a_block_is_decoded_once_for_all_samples_of_a_read_and_while_it_is_in_me
 
 @needs_h5py
 def test_processes_read_the_same(tmp_path: Path) -> None:
-    source = hdf5.build("hdf5", of_hdf5(tmp_path / "a.h5"), "train", fields={"x": "/lzf", "y": "/labels"})
+    source = hdf5.build(
+        "hdf5", of_hdf5(tmp_path / "a.h5"), "train", fields={"x": "/lzf", "y": "/labels"}
+    )
     found = read_by(source, 2).read(DRAWN)
-    assert found["x"].tobytes() == U[DRAWN].tobytes() and found["y"].tolist() == LABELS[DRAWN].tolist()
+    assert (
+        found["x"].tobytes() == U[DRAWN].tobytes() and found["y"].tolist() == LABELS[DRAWN].tolist()
+    )
 
 
 def test_arrays_of_npz_stored_or_compressed_or_by_columns(tmp_path: Path) -> None:
@@ -148,20 +190,36 @@ def test_arrays_of_npz_stored_or_compressed_or_by_columns(tmp_path: Path) -> Non
     np.savez(tmp_path / "c.npz", x=np.asfortranarray(U), y=LABELS)
     for name in "abc":
         batch = npz.build("npz", tmp_path / f"{name}.npz", "train").read(DRAWN)
-        assert batch["x"].tobytes() == U[DRAWN].tobytes() and batch["y"].tolist() == LABELS[DRAWN].tolist()
+        assert (
+            batch["x"].tobytes() == U[DRAWN].tobytes()
+            and batch["y"].tolist() == LABELS[DRAWN].tolist()
+        )
 
 
-def test_a_table_of_text_over_several_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_of_text_over_several_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(csv, "_BLOCK_BYTES", 300)
     monkeypatch.setattr(csv, "_PIECE_BYTES", 1000)
     numbers = RANDOM.normal(size=(101, 3))
-    rows = [f'{a!r},"a, b",{b!r},{c!r},{y}' for (a, b, c), y in zip(numbers.tolist(), LABELS.tolist(), strict=True)]
+    rows = [
+        f'{a!r},"a, b",{b!r},{c!r},{y}'
+        for (a, b, c), y in zip(numbers.tolist(), LABELS.tolist(), strict=True)
+    ]
     for end in ("", "\n"):
         (tmp_path / "a.csv").write_text("a,text,b,c,label\n" + "\n".join(rows) + end)
-        source = csv.build("csv", tmp_path / "a.csv", "train", fields={"x": ["a", "b", "c"], "y": "label"})
+        source = csv.build(
+            "csv", tmp_path / "a.csv", "train", fields={"x": ["a", "b", "c"], "y": "label"}
+        )
         batch = source.read(DRAWN)
-        assert batch["x"].tobytes() == numbers[DRAWN].tobytes() and batch["y"].tolist() == LABELS[DRAWN].tolist()
-        assert len(source) == 101 and len(stored(source).samples.parts[0].arrays["x"][0].array.edges) > 10  # type: ignore[union-attr]
+        assert (
+            batch["x"].tobytes() == numbers[DRAWN].tobytes()
+            and batch["y"].tolist() == LABELS[DRAWN].tolist()
+        )
+        assert (
+            len(source) == 101
+            and len(stored(source).samples.parts[0].arrays["x"][0].array.edges) > 10
+        )  # type: ignore[union-attr]
     (tmp_path / "b.csv").write_text("a;b;label\n1;2.5;0\n2;3;1\n")
     batch = csv.build("csv", tmp_path / "b.csv", "train", delimiter=";").read(np.arange(2))
     assert batch["x"].tolist() == [[1.0, 2.5], [2.0, 3.0]] and batch["y"].tolist() == [0, 1]
@@ -182,7 +240,10 @@ def test_arrays_of_zarr_and_what_is_damaged(version: int, tmp_path: Path) -> Non
         source = zarr.build("zarr", of, "train", fields={"x": x, "y": "labels"})
         return read_by(source, 1).read(DRAWN) if x == "fields/u" else source.read(DRAWN)
 
-    assert read()["x"].tobytes() == U[:, ::2, 1][DRAWN].tobytes() and read()["y"].tolist() == LABELS[DRAWN].tolist()
+    assert (
+        read()["x"].tobytes() == U[:, ::2, 1][DRAWN].tobytes()
+        and read()["y"].tolist() == LABELS[DRAWN].tolist()
+    )
     assert read("fields/u")["x"].tobytes() == U[DRAWN].tobytes()
     assert "has no v; it has fields/u, labels" in error_of(lambda: read("v"))
     assert "complex numbers" in error_of(lambda: read("complex"))
@@ -193,7 +254,9 @@ def test_arrays_of_zarr_and_what_is_damaged(version: int, tmp_path: Path) -> Non
     chunk.write_bytes(whole[: len(whole) // 2])
     assert "cut off or damaged: fields/u, samples 16 to 31" in error_of(read)
     chunk.unlink()
-    (note,) = stored(zarr.build("zarr", path, "train", fields={"x": "fields/u", "y": "labels"})).notes
+    (note,) = stored(
+        zarr.build("zarr", path, "train", fields={"x": "fields/u", "y": "labels"})
+    ).notes
     assert "1 of 28 chunks of fields/u are not there, and are read as 0.0" in note
 
 
@@ -211,13 +274,22 @@ def test_zarr_in_a_zip_file(version: int, tmp_path: Path) -> None:
     for root in (path, tmp_path):
         source = zarr.build("zarr", root, "train", fields={"x": "fields/u", "y": "labels"})
         batch = read_by(source, 1).read(DRAWN)
-        assert batch["x"].tobytes() == U[DRAWN].tobytes() and batch["y"].tolist() == LABELS[DRAWN].tolist()
-    assert "has no v; it has fields/u, labels" in error_of(lambda: zarr.build("zarr", path, "train", fields={"x": "v", "y": "labels"}))
+        assert (
+            batch["x"].tobytes() == U[DRAWN].tobytes()
+            and batch["y"].tolist() == LABELS[DRAWN].tolist()
+        )
+    assert "has no v; it has fields/u, labels" in error_of(
+        lambda: zarr.build("zarr", path, "train", fields={"x": "v", "y": "labels"})
+    )
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    assert "it is no Zarr group (File is not a zip file)" in error_of(lambda: zarr.build("zarr", path, "train"))
+    assert "it is no Zarr group (File is not a zip file)" in error_of(
+        lambda: zarr.build("zarr", path, "train")
+    )
     path.write_bytes(whole.replace(b"PK\x01\x02", b"PK\x01\x00"))
-    assert "it is no Zarr group (Bad magic number" in error_of(lambda: zarr.build("zarr", path, "train"))
+    assert "it is no Zarr group (Bad magic number" in error_of(
+        lambda: zarr.build("zarr", path, "train")
+    )
     damaged = bytearray(whole)
     damaged[whole.index(b"fields/u/c/1/0/0/0" if version == 3 else b"fields/u/1.0.0.0") + 60] ^= 16
     path.write_bytes(damaged)
@@ -227,23 +299,41 @@ def test_zarr_in_a_zip_file(version: int, tmp_path: Path) -> None:
         for name in before.namelist():
             file.writestr(f"inner.zarr/{name}", before.read(name))
     found = error_of(lambda: zarr.build("zarr", path, "train"))
-    assert "the zip file has the folder inner.zarr, and a Zarr group" in found and "cd inner.zarr && zip -0r ../train.zarr.zip ." in found
+    assert (
+        "the zip file has the folder inner.zarr, and a Zarr group" in found
+        and "cd inner.zarr && zip -0r ../train.zarr.zip ." in found
+    )
 
 
 CHECKED = ("crc", "gzip", "shards")
 
 
 @needs_zarr
-@pytest.mark.parametrize(("version", "kind"), [(2, "plain"), (3, "plain"), *((3, kind) for kind in CHECKED)])
-def test_zarr_damaged_at_random_is_read_or_refused(version: int, kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A bit, a few or the rest of a file: nothing but a UserError, and other numbers only where there is no checksum."""
+@pytest.mark.parametrize(
+    ("version", "kind"), [(2, "plain"), (3, "plain"), *((3, kind) for kind in CHECKED)]
+)
+def test_zarr_damaged_at_random_is_read_or_refused(
+    version: int, kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A bit, a few or the rest of a file: nothing but a UserError, and other numbers only where
+    there is no checksum."""
     import zarr as library
     from zarr.codecs import Crc32cCodec, GzipCodec, ZstdCodec
 
-    options: dict[str, Any] = {"compressors": {"crc": [ZstdCodec(), Crc32cCodec()], "gzip": [GzipCodec()]}.get(kind, "auto")}
-    options |= {"compressors": [GzipCodec(), Crc32cCodec()], "shards": (48, 6, 5, 4)} if kind == "shards" else {}
+    options: dict[str, Any] = {
+        "compressors": {"crc": [ZstdCodec(), Crc32cCodec()], "gzip": [GzipCodec()]}.get(
+            kind, "auto"
+        )
+    }
+    options |= (
+        {"compressors": [GzipCodec(), Crc32cCodec()], "shards": (48, 6, 5, 4)}
+        if kind == "shards"
+        else {}
+    )
     group: Any = library.open_group(str(tmp_path / "a.zarr"), mode="w", zarr_format=version)
-    group.create_array("fields/u", shape=U.shape, chunks=(16, 6, 5, 4), dtype="f4", **options)[:] = U
+    group.create_array("fields/u", shape=U.shape, chunks=(16, 6, 5, 4), dtype="f4", **options)[
+        :
+    ] = U
     random = np.random.default_rng([version, len(kind)])
     found = Counter[str]()
     files = [file for file in sorted((tmp_path / "a.zarr").rglob("*")) if file.is_file()]
@@ -255,7 +345,12 @@ def test_zarr_damaged_at_random_is_read_or_refused(version: int, kind: str, tmp_
             damaged[random.integers(len(damaged))] ^= 1 << int(random.integers(8))
         file.write_bytes(damaged if number % 4 else damaged[: int(random.integers(len(damaged)))])
         try:
-            batch = zarr.build("zarr", tmp_path / "a.zarr", "train", fields={"x": "fields/u", "y": "fields/u[:, 0]"}).read(np.arange(101))
+            batch = zarr.build(
+                "zarr",
+                tmp_path / "a.zarr",
+                "train",
+                fields={"x": "fields/u", "y": "fields/u[:, 0]"},
+            ).read(np.arange(101))
             found["right" if batch["x"].tobytes() == U.tobytes() else "other"] += 1
         except UserError:
             found["refused"] += 1
@@ -272,16 +367,38 @@ def test_columns_of_parquet_and_what_is_damaged(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     wide = U.reshape(101, -1)
     lists = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(wide.ravel()), wide.shape[1])
-    table = {"u": lists, "a": wide[:, 0], "b": wide[:, 1].astype("f8"), "label": LABELS.astype("i2"), "fold": ["train"] * 90 + ["val"] * 11}
-    table |= {"text": ["a"] * 101, "holes": [None, *range(100)], "uneven": [[1.0]] * 50 + [[1.0, 2.0]] * 51}
-    pyarrow.parquet.write_table(pyarrow.table(table), path, row_group_size=40, write_page_checksum=True)
+    table = {
+        "u": lists,
+        "a": wide[:, 0],
+        "b": wide[:, 1].astype("f8"),
+        "label": LABELS.astype("i2"),
+        "fold": ["train"] * 90 + ["val"] * 11,
+    }
+    table |= {
+        "text": ["a"] * 101,
+        "holes": [None, *range(100)],
+        "uneven": [[1.0]] * 50 + [[1.0, 2.0]] * 51,
+    }
+    pyarrow.parquet.write_table(
+        pyarrow.table(table), path, row_group_size=40, write_page_checksum=True
+    )
 
-    def read(x: str | list[str], split: Any = "train", rows: np.ndarray = DRAWN, **options: Any) -> Any:
-        return parquet.build("parquet", path, split, fields={"x": x, "y": "label"}, **options).read(rows)
+    def read(
+        x: str | list[str], split: Any = "train", rows: np.ndarray = DRAWN, **options: Any
+    ) -> Any:
+        return parquet.build("parquet", path, split, fields={"x": x, "y": "label"}, **options).read(
+            rows
+        )
 
-    assert read("u")["x"].tobytes() == wide[DRAWN].tobytes() and read("u")["y"].tolist() == LABELS[DRAWN].tolist()
+    assert (
+        read("u")["x"].tobytes() == wide[DRAWN].tobytes()
+        and read("u")["y"].tolist() == LABELS[DRAWN].tolist()
+    )
     assert read(["a", "b"])["x"].tobytes() == wide[:, :2][DRAWN].astype("f8").tobytes()
-    assert read("u[:, 5:1:-1]", "val", np.arange(11), split_by="fold")["x"].tobytes() == wide[90:, 5:1:-1].tobytes()
+    assert (
+        read("u[:, 5:1:-1]", "val", np.arange(11), split_by="fold")["x"].tobytes()
+        == wide[90:, 5:1:-1].tobytes()
+    )
     assert "text has objects" in error_of(lambda: read("text"))
     assert "column 'holes' of a.parquet lacks 1 values" in error_of(lambda: read("holes"))
     assert "lists of 1 to 2" in error_of(lambda: read("uneven"))
@@ -290,30 +407,51 @@ def test_columns_of_parquet_and_what_is_damaged(tmp_path: Path) -> None:
     raw[1000:1400] = bytes(400)
     path.write_bytes(raw)
     assert "cut off or damaged: row group 0" in error_of(lambda: read("u"))
-    assert "it is no Parquet file" in error_of(lambda: read("u", rows=truncated(path, 0.9) and DRAWN))
+    assert "it is no Parquet file" in error_of(
+        lambda: read("u", rows=truncated(path, 0.9) and DRAWN)
+    )
 
 
 @pytest.mark.parametrize("layout", ["HWC", "CHW", "HW"])
-def test_stored_pixels_are_images_as_arrays_in_memory_are(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_pixels_are_images_as_arrays_in_memory_are(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    x = RANDOM.integers(0, 256, {"HWC": (60, 8, 9, 3), "CHW": (60, 3, 8, 9), "HW": (60, 8, 9)}[layout], np.uint8)
+    x = RANDOM.integers(
+        0, 256, {"HWC": (60, 8, 9, 3), "CHW": (60, 3, 8, 9), "HW": (60, 8, 9)}[layout], np.uint8
+    )
     y = np.arange(60) % 3
     np.savez(tmp_path / "train.npz", x=x, y=y)
     np.savez(tmp_path / "validation.npz", x=x[:6], y=y[:6])
-    job = {"model.name": "mlp", "model.widths": [4], "epochs": 1, "batch.size": 16, "augment.flip": True}
-    expected = hvdtrain.train(job, "run=arrays", train_data={"x": x, "y": y}, val_data={"x": x[:6], "y": y[:6]})
+    job = {
+        "model.name": "mlp",
+        "model.widths": [4],
+        "epochs": 1,
+        "batch.size": 16,
+        "augment.flip": True,
+    }
+    expected = hvdtrain.train(
+        job, "run=arrays", train_data={"x": x, "y": y}, val_data={"x": x[:6], "y": y[:6]}
+    )
     found = hvdtrain.train(job, "run=files", "data.name=npz", f"data.root={tmp_path}")
     assert stored_data.bits(found.weights) == stored_data.bits(expected.weights)
 
 
 @pytest.mark.parametrize("task", ["regression", "multilabel", "segmentation"])
-def test_pixels_with_their_channels_first_are_images_of_every_task(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of files, of files with an array for each channel, and of arrays: the weights of a job on (n, H, W, C)."""
+def test_pixels_with_their_channels_first_are_images_of_every_task(
+    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of files, of files with an array for each channel, and of arrays: the weights of a job on (n,
+    H, W, C)."""
     monkeypatch.chdir(tmp_path)
     random = np.random.default_rng(5)
     x = random.integers(0, 256, (24, 8, 8, 3), np.uint8)
     samples = 24
-    targets = {"regression": (samples,), "multilabel": (samples, 4), "segmentation": (samples, 8, 8)}
+    targets = {
+        "regression": (samples,),
+        "multilabel": (samples, 4),
+        "segmentation": (samples, 8, 8),
+    }
     y = random.integers(0, 2, targets[task])
     y = y.astype(np.float32) if task == "regression" else y
     turned = np.ascontiguousarray(x.transpose(0, 3, 1, 2))
@@ -329,28 +467,51 @@ def test_pixels_with_their_channels_first_are_images_of_every_task(task: str, tm
     stored = {"data.name": "npz", "data.root": "a.npz", "data.val_share": 0.25}
     runs = [
         hvdtrain.train({**job, "run": "own", "data.val_share": 0.25}, train_data={"x": x, "y": y}),
-        hvdtrain.train({**job, "run": "own_turned", "data.val_share": 0.25}, train_data={"x": turned, "y": y}),
+        hvdtrain.train(
+            {**job, "run": "own_turned", "data.val_share": 0.25}, train_data={"x": turned, "y": y}
+        ),
         hvdtrain.train({**job, **stored, "run": "whole"}),
-        hvdtrain.train({**job, **stored, "run": "channels", "data.fields": {"x": ["r", "g", "b"], "y": "y"}}),
+        hvdtrain.train(
+            {**job, **stored, "run": "channels", "data.fields": {"x": ["r", "g", "b"], "y": "y"}}
+        ),
     ]
     for run in runs:
         for name, weights in runs[0].weights.items():
-            np.testing.assert_allclose(run.weights[name], weights, rtol=1e-10, atol=1e-13)  # a convolution adds by its input's memory order
+            np.testing.assert_allclose(
+                run.weights[name], weights, rtol=1e-10, atol=1e-13
+            )  # a convolution adds by its input's memory order
         np.testing.assert_array_equal(run.transform(turned), run.transform(x))
-        np.testing.assert_allclose(hvdtrain.predict(run, {"x": turned}), hvdtrain.predict(run, {"x": x}), rtol=1e-10, atol=1e-13)
+        np.testing.assert_allclose(
+            hvdtrain.predict(run, {"x": turned}),
+            hvdtrain.predict(run, {"x": x}),
+            rtol=1e-10,
+            atol=1e-13,
+        )
 
 
 @needs_h5py
 def test_splits_by_files_by_names_and_by_a_column(tmp_path: Path) -> None:
     path = of_hdf5(tmp_path / "a.h5")
     fields: dict[str, Any] = {"x": "/plain", "y": "/labels"}
-    parts = {split: hdf5.build("hdf5", path, split, fields=fields, split_by="/split") for split in ("train", "val")}  # type: ignore[arg-type]
-    assert parts["train"].read(np.array([0, 49]))["x"].tobytes() == U[[0, 98]].tobytes() and len(parts["train"]) == 50
-    assert parts["val"].read(np.array([0, 49]))["x"].tobytes() == U[[1, 99]].tobytes() and len(parts["val"]) == 50
+    parts = {
+        split: hdf5.build("hdf5", path, split, fields=fields, split_by="/split")
+        for split in ("train", "val")
+    }  # type: ignore[arg-type]
+    assert (
+        parts["train"].read(np.array([0, 49]))["x"].tobytes() == U[[0, 98]].tobytes()
+        and len(parts["train"]) == 50
+    )
+    assert (
+        parts["val"].read(np.array([0, 49]))["x"].tobytes() == U[[1, 99]].tobytes()
+        and len(parts["val"]) == 50
+    )
     chosen = hdf5.build("hdf5", path, "val", fields=fields, split_by="/labels", split_val=[4, 1])
     assert len(chosen) == np.isin(LABELS, [4, 1]).sum()
     np.savez(tmp_path / "b.npz", x_train=U, y_train=LABELS, x_val=U[:9], y_val=LABELS[:9])
-    named = [npz.build("npz", tmp_path / "b.npz", split, fields={"x": "x_{split}", "y": "y_{split}"}) for split in ("train", "val")]  # type: ignore[arg-type]
+    named = [
+        npz.build("npz", tmp_path / "b.npz", split, fields={"x": "x_{split}", "y": "y_{split}"})
+        for split in ("train", "val")
+    ]  # type: ignore[arg-type]
     assert [len(source) for source in named] == [101, 9]
     folder = tmp_path / "many"
     (folder / "val").mkdir(parents=True)
@@ -380,12 +541,16 @@ def test_damaged_and_foreign_hdf5_files(tmp_path: Path) -> None:
     path = of_hdf5(tmp_path / "a.h5")
 
     def read(x: str = "/gzip", file: Path = path, **options: Any) -> Any:
-        return hdf5.build("hdf5", file, "train", fields={"x": x, "y": "/labels"}, **options).read(np.arange(101))
+        return hdf5.build("hdf5", file, "train", fields={"x": x, "y": "/labels"}, **options).read(
+            np.arange(101)
+        )
 
     assert "has no /nothing; it has /chunks, /flags, /gzip" in error_of(lambda: read("/nothing"))
     assert "/split has texts (|S5), expected integers or floats" in error_of(lambda: read("/split"))
     assert "of shape (101, 6, 5, 4)\n" in error_of(lambda: read("/gzip[:, 6]"))
-    assert "the arrays do not have the same samples: /gzip[:7] 7, /labels 101" in error_of(lambda: read("/gzip[:7]"))
+    assert "the arrays do not have the same samples: /gzip[:7] 7, /labels 101" in error_of(
+        lambda: read("/gzip[:7]")
+    )
     assert "data.dtypes has x as 'object'" in error_of(lambda: read(dtypes={"x": "object"}))
     assert "which is no int16" in error_of(lambda: read(dtypes={"x": "int16"}))
     with h5py.File(path, "r+") as file:
@@ -402,33 +567,62 @@ def test_damaged_and_foreign_hdf5_files(tmp_path: Path) -> None:
     path.write_bytes(raw)
     assert "a chunk of /gzip" in error_of(read)
     (tmp_path / "c.nc").write_bytes(b"CDF\x01" + bytes(500))
-    assert "netCDF's classic format" in (found := error_of(lambda: read(file=tmp_path / "c.nc"))) and "nccopy" in found
+    assert (
+        "netCDF's classic format" in (found := error_of(lambda: read(file=tmp_path / "c.nc")))
+        and "nccopy" in found
+    )
     for share in (0.0, 0.1, 0.6, 0.99):
-        assert "cut off or damaged" in error_of(lambda share=share: read(file=truncated(of_hdf5(tmp_path / "d.h5"), share)))  # type: ignore[misc]
-    source = hdf5.build("hdf5", of_hdf5(tmp_path / "e.h5"), "train", fields={"x": "/gzip", "y": "/labels"})
+        assert "cut off or damaged" in error_of(
+            lambda share=share: read(file=truncated(of_hdf5(tmp_path / "d.h5"), share))
+        )  # type: ignore[misc]
+    source = hdf5.build(
+        "hdf5", of_hdf5(tmp_path / "e.h5"), "train", fields={"x": "/gzip", "y": "/labels"}
+    )
     truncated(tmp_path / "e.h5", 0.5)
     assert "the file has changed since the job began" in error_of(lambda: source.read(np.arange(3)))
 
 
-@pytest.mark.parametrize(("library", "name", "module"), [("h5py", "hdf5", hdf5), ("zarr", "zarr", zarr), ("pyarrow", "parquet", parquet)])
-def test_a_missing_library_is_named(library: str, name: str, module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("library", "name", "module"),
+    [("h5py", "hdf5", hdf5), ("zarr", "zarr", zarr), ("pyarrow", "parquet", parquet)],
+)
+def test_a_missing_library_is_named(
+    library: str, name: str, module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, library, None)
     path = tmp_path / f"train.{name}"
     (path.mkdir if name == "zarr" else path.touch)()
     path = path if name != "hdf5" else path.rename(tmp_path / "train.h5")
-    assert f"pip install 'hvdtrain[{name}]'" in error_of(lambda: module.build(name, tmp_path, "train"))
+    assert f"pip install 'hvdtrain[{name}]'" in error_of(
+        lambda: module.build(name, tmp_path, "train")
+    )
 
 
-def test_blocks_that_do_not_fit_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_blocks_that_do_not_fit_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(csv, "_BLOCK_BYTES", 50_000)
     numbers = RANDOM.integers(0, 2, (3000, 80))
-    lines = [",".join(f"c{i}" for i in range(79)) + ",y", *(",".join(map(str, row)) for row in numbers.tolist())]
+    lines = [
+        ",".join(f"c{i}" for i in range(79)) + ",y",
+        *(",".join(map(str, row)) for row in numbers.tolist()),
+    ]
     (tmp_path / "train.csv").write_text("\n".join(lines))
     (tmp_path / "val.csv").write_text("\n".join(lines[:9]))
-    job = ["data.name=csv", "data.root=.", "data.cache_mb=1", "model.name=mlp", "model.widths=[2]", "stop.steps=1"]
+    job = [
+        "data.name=csv",
+        "data.root=.",
+        "data.cache_mb=1",
+        "model.name=mlp",
+        "model.widths=[2]",
+        "stop.steps=1",
+    ]
     hvdtrain.train({}, "run=full", *job)
-    assert "the training set is 2 MB, and data.cache_mb=1: blocks are decoded about 1.3 times in an epoch" in capsys.readouterr().out
+    assert (
+        "the training set is 2 MB, and data.cache_mb=1: blocks are decoded about 1.3 times in an "
+        "epoch" in capsys.readouterr().out
+    )
     hvdtrain.train({}, "run=blocks", "data.shuffle=blocks", "data.shuffle_window=2", *job)
     found = capsys.readouterr().out
     assert "shuffled by 2 blocks of 313" in found and "again and again" not in found
@@ -438,34 +632,54 @@ def test_a_folder_of_files_is_staged_and_a_file_alone_is_not(tmp_path: Path) -> 
     (tmp_path / "data").mkdir()
     for name in ("train", "val"):
         np.savez(tmp_path / "data" / f"{name}.npz", x=U, y=LABELS)
-    config = configure(None, ["data.name=npz", f"data.root={tmp_path}/data", f"data.stage={tmp_path}/stage"])
+    config = configure(
+        None, ["data.name=npz", f"data.root={tmp_path}/data", f"data.stage={tmp_path}/stage"]
+    )
     source = build_source(config, "train")
-    assert source.read(DRAWN)["x"].tobytes() == U[DRAWN].tobytes() and f"{tmp_path}/stage" in stored(source).where
-    file = configure(None, ["data.name=npz", f"data.root={tmp_path}/data/train.npz", f"data.stage={tmp_path}/stage"])
+    assert (
+        source.read(DRAWN)["x"].tobytes() == U[DRAWN].tobytes()
+        and f"{tmp_path}/stage" in stored(source).where
+    )
+    file = configure(
+        None,
+        ["data.name=npz", f"data.root={tmp_path}/data/train.npz", f"data.stage={tmp_path}/stage"],
+    )
     assert "data.stage copies a folder of files" in error_of(lambda: build_source(file, "train"))
 
 
 def test_damaged_and_foreign_npz_files(tmp_path: Path) -> None:
     path = tmp_path / "a.npz"
     np.savez(path, x=U, y=LABELS)
-    assert "a.npz has all samples, and no validation set" in error_of(lambda: npz.build("npz", path, "val"))
+    assert "a.npz has all samples, and no validation set" in error_of(
+        lambda: npz.build("npz", path, "val")
+    )
     for share in (0.0, 0.5, 0.99):
         np.savez(tmp_path / "b.npz", x=U, y=LABELS)
-        assert "cut off or damaged" in error_of(lambda share=share: npz.build("npz", truncated(tmp_path / "b.npz", share), "train"))  # type: ignore[misc]
+        assert "cut off or damaged" in error_of(
+            lambda share=share: npz.build("npz", truncated(tmp_path / "b.npz", share), "train")
+        )  # type: ignore[misc]
     for write in (np.savez, np.savez_compressed):
         write(tmp_path / "c.npz", x=np.array([print, None], object), y=np.zeros(2))
-        assert "objects are never read: unpickling them could run code" in error_of(lambda: npz.build("npz", tmp_path / "c.npz", "train"))
+        assert "objects are never read: unpickling them could run code" in error_of(
+            lambda: npz.build("npz", tmp_path / "c.npz", "train")
+        )
     np.savez_compressed(tmp_path / "d.npz", x=U, y=LABELS)
     raw = bytearray((tmp_path / "d.npz").read_bytes())
     raw[5000:5200] = bytes(200)
     (tmp_path / "d.npz").write_bytes(raw)
-    assert "cut off or damaged" in error_of(lambda: npz.build("npz", tmp_path / "d.npz", "train").read(np.arange(3)))
+    assert "cut off or damaged" in error_of(
+        lambda: npz.build("npz", tmp_path / "d.npz", "train").read(np.arange(3))
+    )
     np.savez_compressed(tmp_path / "e.npz", x=np.zeros((300, 1000)), y=np.zeros(300))
-    assert "data.cache_mb=5" in error_of(lambda: npz.build("npz", tmp_path / "e.npz", "train", cache_mb=1))
+    assert "data.cache_mb=5" in error_of(
+        lambda: npz.build("npz", tmp_path / "e.npz", "train", cache_mb=1)
+    )
     (tmp_path / "two").mkdir()
     np.savez(tmp_path / "two" / "train-0.npz", x=U, y=LABELS)
     np.savez(tmp_path / "two" / "train-1.npz", x=U[:, :5], y=LABELS)
-    assert "x is float32 (5, 5, 4), and float32 (6, 5, 4)" in error_of(lambda: npz.build("npz", tmp_path / "two", "train"))
+    assert "x is float32 (5, 5, 4), and float32 (6, 5, 4)" in error_of(
+        lambda: npz.build("npz", tmp_path / "two", "train")
+    )
     assert "no files val/*.npz" in error_of(lambda: npz.build("npz", tmp_path / "two", "val"))
     assert "needs data.root" in error_of(lambda: npz.build("npz", None, "val"))
 
@@ -475,16 +689,26 @@ def test_damaged_tables_of_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (tmp_path / "a.csv").write_text(text)
         return csv.build("csv", tmp_path / "a.csv", "train", **options).read(np.arange(2))
 
-    assert "y has 0.5, which is no int64" in error_of(lambda: of("a,y\n1,0\n2,0.5\n", dtypes={"y": "int64"}))
+    assert "y has 0.5, which is no int64" in error_of(
+        lambda: of("a,y\n1,0\n2,0.5\n", dtypes={"y": "int64"})
+    )
     assert "the line has 3 columns, the first line 2" in error_of(lambda: of("a,y\n1,0\n1,2,3\n"))
-    assert ("a.csv:3\n" in (found := error_of(lambda: of("a,y\n1,0\n,1\n"))) and "could not convert" in found) or "invalid literal" in found
+    assert (
+        "a.csv:3\n" in (found := error_of(lambda: of("a,y\n1,0\n,1\n")))
+        and "could not convert" in found
+    ) or "invalid literal" in found
     assert "no names of columns" in error_of(lambda: of("1.5,2\n1,0\n"))
     assert "two columns of the same name" in error_of(lambda: of("y,y\n1,0\n"))
     assert "which arrays are x and y? The file has a, b" in error_of(lambda: of("a,b\n1,0\n"))
-    assert "has no column c; it has a, y" in error_of(lambda: of("a,y\n1,0\n", fields={"x": "c", "y": "y"}))
+    assert "has no column c; it has a, y" in error_of(
+        lambda: of("a,y\n1,0\n", fields={"x": "c", "y": "y"})
+    )
     with monkeypatch.context() as patch:
         patch.setattr(csv, "_BLOCK_BYTES", 4)
-        assert "a.csv:3\n" in (found := error_of(lambda: of("a,y\n1,0\n2,0.5\n"))) and "a whole number, as the first lines have" in found
+        assert (
+            "a.csv:3\n" in (found := error_of(lambda: of("a,y\n1,0\n2,0.5\n")))
+            and "a whole number, as the first lines have" in found
+        )
     assert "the line has no column" in error_of(lambda: of("a,y\n1,0\n\n1,1\n"))
 
 
@@ -504,7 +728,13 @@ def test_words_that_select_nothing(words: str, message: str) -> None:
 
 def test_files_damaged_at_random_are_read_or_refused(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "support" / "fuzz_stored.py"), str(tmp_path), "3", "150"],
+        [
+            sys.executable,
+            str(ROOT / "tests" / "support" / "fuzz_stored.py"),
+            str(tmp_path),
+            "3",
+            "150",
+        ],
         capture_output=True,
         text=True,
         check=False,
@@ -525,21 +755,29 @@ limit = pages * resource.getpagesize() + 200 * 10**6
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 total = sum(int(source.read(np.arange(first, first + 256))["x"].sum()) for first in range(0, len(source), 256))
 print(len(source), total)
-"""
+"""  # noqa: E501
 
 
 @needs_h5py
 def test_a_file_larger_than_the_memory_that_a_process_may_have_is_read(tmp_path: Path) -> None:
-    """Two arrays of 1 GB each, one packed and one that is a hole in the file, and 200 MB of memory beyond what the imports take."""
+    """Two arrays of 1 GB each, one packed and one that is a hole in the file, and 200 MB of memory
+    beyond what the imports take."""
     import h5py
 
     rows = 65536
     chunk = 256
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("plain", (rows, 4096), "f4")[-1] = 0
-        packed = file.create_dataset("packed", (rows, 4096), "f4", chunks=(chunk, 4096), compression="gzip")
+        packed = file.create_dataset(
+            "packed", (rows, 4096), "f4", chunks=(chunk, 4096), compression="gzip"
+        )
         raw = zlib.compress(np.ones((chunk, 4096), "f4").tobytes(), 1)
         for first in range(0, rows, chunk):
             packed.id.write_direct_chunk((first, 0), raw)
-    done = subprocess.run([sys.executable, "-c", _READ_ALL, str(tmp_path / "a.h5")], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", _READ_ALL, str(tmp_path / "a.h5")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.stdout.split() == [str(rows), str(rows * 4096)], done.stderr

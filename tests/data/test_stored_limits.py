@@ -1,4 +1,5 @@
-"""Files of science that lead elsewhere, run code, or claim more than they have: one message, before anything is opened or allocated."""
+"""Files of science that lead elsewhere, run code, or claim more than they have: one message, before
+anything is opened or allocated."""
 
 from __future__ import annotations
 
@@ -48,7 +49,11 @@ def read(name: str, path: Path, **options: Any) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
 def test_what_is_not_a_file_is_not_opened(kind: str, tmp_path: Path) -> None:
-    make = {"pipe": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero"), "folder": os.mkdir}[kind]
+    make = {
+        "pipe": os.mkfifo,
+        "device": lambda path: path.symlink_to("/dev/zero"),
+        "folder": os.mkdir,
+    }[kind]
     for name, suffix in [*SUFFIXES.items(), ("text", ".txt"), ("safetensors", ".safetensors")]:
         make(path := tmp_path / f"t{suffix}")
         with pytest.raises(WrongKind, match=f"a {kind}, not a file"):
@@ -58,7 +63,11 @@ def test_what_is_not_a_file_is_not_opened(kind: str, tmp_path: Path) -> None:
         if name == "safetensors":
             found = error_of(lambda path=path: read_safetensors(path, "data", "train_data"))
         else:
-            found = error_of(lambda name=name, path=path: (BUILDS | {"text": text.build})[name](name, path, "train"))
+            found = error_of(
+                lambda name=name, path=path: (BUILDS | {"text": text.build})[name](
+                    name, path, "train"
+                )
+            )
         assert f"a {kind}, not a file" in found
 
 
@@ -68,10 +77,20 @@ def test_links_of_hdf5_are_not_followed_to_other_files(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "t.h5", "w") as file:
         file["y"] = np.zeros(4)
         file["g/x"] = np.arange(4.0)
-        file.update({"soft": h5py.SoftLink("/g/x"), "g/near": h5py.SoftLink("x"), "dangling": h5py.SoftLink("/nothing")})
+        file.update(
+            {
+                "soft": h5py.SoftLink("/g/x"),
+                "g/near": h5py.SoftLink("x"),
+                "dangling": h5py.SoftLink("/nothing"),
+            }
+        )
         file.update({"circle": h5py.SoftLink("/other"), "other": h5py.SoftLink("circle")})
         file.update(
-            {"away": h5py.ExternalLink(str(pipe), "/x"), "g/away": h5py.ExternalLink(str(pipe), "/"), "g/by": h5py.SoftLink("away/x")}
+            {
+                "away": h5py.ExternalLink(str(pipe), "/x"),
+                "g/away": h5py.ExternalLink(str(pipe), "/"),
+                "g/by": h5py.SoftLink("away/x"),
+            }
         )
         layout = h5py.VirtualLayout(shape=(4,), dtype="f8")
         layout[:] = h5py.VirtualSource(str(pipe), "x", shape=(4,))
@@ -84,9 +103,14 @@ def test_links_of_hdf5_are_not_followed_to_other_files(tmp_path: Path) -> None:
     assert of("soft") == of("/g/near") == of("g//x") == [0, 1, 2, 3]
     for name, link in {"away": "away", "g/away/x": "away", "/g/by": "away"}.items():
         found = error_of(lambda name=name: of(name))
-        assert f"the numbers of {name} are in another file, {str(pipe)[:100]} by the link {link}" in found
+        assert (
+            f"the numbers of {name} are in another file, {str(pipe)[:100]} by the link {link}"
+            in found
+        )
     for name in ("virtual", "raw"):
-        assert f"the numbers of {name} are in another file, to which" in error_of(lambda name=name: of(name))
+        assert f"the numbers of {name} are in another file, to which" in error_of(
+            lambda name=name: of(name)
+        )
     assert "the links of circle lead to each other" in error_of(lambda: of("circle"))
     assert "the file has no dangling; it has /g/x, /y" in error_of(lambda: of("dangling"))
 
@@ -112,11 +136,15 @@ def test_links_in_a_group_of_zarr_stay_inside_of_it(tmp_path: Path) -> None:
     assert read("zarr", tmp_path / "link.zarr")["x"].tolist() == [0, 1, 2, 3]
     chunk.unlink()
     chunk.symlink_to(tmp_path / "outside")
-    assert "a link out of the folder of the group: 'x/c/0'" in error_of(lambda: read("zarr", tmp_path / "t.zarr"))
+    assert "a link out of the folder of the group: 'x/c/0'" in error_of(
+        lambda: read("zarr", tmp_path / "t.zarr")
+    )
 
 
 @pytest.mark.parametrize("version", [2, 3])
-def test_codecs_of_zarr_are_known_by_name_before_a_chunk_is_read(version: int, tmp_path: Path) -> None:
+def test_codecs_of_zarr_are_known_by_name_before_a_chunk_is_read(
+    version: int, tmp_path: Path
+) -> None:
     group = zarr_library.open_group(str(tmp_path / "t.zarr"), mode="w", zarr_format=version)
     for name in ("x", "y", "part"):
         more = {"shards": (4,)} if version == 3 else {}
@@ -130,7 +158,9 @@ def test_codecs_of_zarr_are_known_by_name_before_a_chunk_is_read(version: int, t
         if version == 2:
             described["filters"] = [{"id": "delta", "dtype": "<i4"}, {"id": "pickle"}]
         else:
-            described["codecs"][0]["configuration"]["codecs"].append({"name": "numcodecs.pickle", "configuration": {}})
+            described["codecs"][0]["configuration"]["codecs"].append(
+                {"name": "numcodecs.pickle", "configuration": {}}
+            )
         path.write_text(json.dumps(described))
         assert "pickle" in error_of(lambda: read("zarr", tmp_path / "t.zarr", **options))
         path.write_text(sound)
@@ -142,13 +172,21 @@ def test_codecs_of_zarr_are_known_by_name_before_a_chunk_is_read(version: int, t
     [
         ((10**12,), (1,), "at most 2,147,483,648 along each axis"),
         ((4, 10**12), (1, 10**6), "at most 2,147,483,648 along each axis"),
-        ((2**30, 4), (1, 1), "is stored in 4,294,967,296 chunks of shape (1, 1), at most 33,554,432"),
+        (
+            (2**30, 4),
+            (1, 1),
+            "is stored in 4,294,967,296 chunks of shape (1, 1), at most 33,554,432",
+        ),
         ((4, 2**30), (1, 2**20), "the arrays do not have the same samples"),
     ],
 )
-def test_impossible_shapes(library: str, shape: tuple[int, ...], chunks: tuple[int, ...], what: str, tmp_path: Path) -> None:
+def test_impossible_shapes(
+    library: str, shape: tuple[int, ...], chunks: tuple[int, ...], what: str, tmp_path: Path
+) -> None:
     path = tmp_path / ("t.h5" if library == "hdf5" else "t.zarr")
-    file = h5py.File(path, "w") if library == "hdf5" else zarr_library.open_group(str(path), mode="w")
+    file = (
+        h5py.File(path, "w") if library == "hdf5" else zarr_library.open_group(str(path), mode="w")
+    )
     create = file.create_dataset if library == "hdf5" else file.create_array
     create("x", shape=shape, chunks=chunks, dtype="f4")
     create("y", shape=(3,), chunks=(3,), dtype="f4")
@@ -167,14 +205,18 @@ def test_attributes_of_zarr_that_are_none(attributes: object, tmp_path: Path) ->
         assert read("zarr", tmp_path / "t.zarr")["x"].tolist() == [0, 1, 2, 3]
     else:
         assert "cut off or damaged" in error_of(lambda: read("zarr", tmp_path / "t.zarr"))
-        assert "cut off or damaged" in error_of(lambda: read("zarr", tmp_path / "t.zarr", fields={"x": "x", "y": "y"}))
+        assert "cut off or damaged" in error_of(
+            lambda: read("zarr", tmp_path / "t.zarr", fields={"x": "x", "y": "y"})
+        )
 
 
 def test_chunks_larger_than_their_array(tmp_path: Path) -> None:
     group = zarr_library.open_group(str(tmp_path / "t.zarr"), mode="w")
     group.create_array("x", shape=(4, 8), chunks=(2**20, 2**11), dtype="f4")
     group.create_array("y", shape=(4,), chunks=(9,), dtype="f4")
-    assert "x has chunks of shape (1048576, 2048), at most 4,294,967,296 bytes" in error_of(lambda: read("zarr", tmp_path / "t.zarr"))
+    assert "x has chunks of shape (1048576, 2048), at most 4,294,967,296 bytes" in error_of(
+        lambda: read("zarr", tmp_path / "t.zarr")
+    )
 
 
 @pytest.mark.parametrize("version", [2, 3])
@@ -192,16 +234,22 @@ def test_chunks_of_size_0(version: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 @pytest.mark.parametrize("shape", [(-8,), (-2, -4), (10**12,), (2**62, 4)])
-def test_headers_of_npz_with_other_shapes_than_the_file_has(shape: tuple[int, ...], kind: int, tmp_path: Path) -> None:
+def test_headers_of_npz_with_other_shapes_than_the_file_has(
+    shape: tuple[int, ...], kind: int, tmp_path: Path
+) -> None:
     def member(of: tuple[int, ...]) -> bytes:
-        np.lib.format.write_array_header_1_0(out := io.BytesIO(), {"descr": "<f8", "fortran_order": False, "shape": of})
+        np.lib.format.write_array_header_1_0(
+            out := io.BytesIO(), {"descr": "<f8", "fortran_order": False, "shape": of}
+        )
         return out.getvalue() + bytes(64)
 
     with zipfile.ZipFile(tmp_path / "t.npz", "w", kind) as archive:
         archive.writestr("x.npy", member(shape))
         archive.writestr("y.npy", member((8,)))
     assert "cut off or damaged" in error_of(lambda: read("npz", tmp_path / "t.npz"))
-    assert "cut off or damaged" in error_of(lambda: read("npz", tmp_path / "t.npz", fields={"x": "y", "y": "y"}, split_by="x"))
+    assert "cut off or damaged" in error_of(
+        lambda: read("npz", tmp_path / "t.npz", fields={"x": "y", "y": "y"}, split_by="x")
+    )
 
 
 @pytest.mark.parametrize(
@@ -211,8 +259,16 @@ def test_headers_of_npz_with_other_shapes_than_the_file_has(shape: tuple[int, ..
         ("0x10", "could not convert '0x10'", "could not convert '0x10'"),
         ("٣", "could not convert '٣'", "could not convert '٣'"),
         ("1e400", "is beyond the numbers of float64", "is beyond the numbers of float64"),
-        ("1" * 400, "(400 characters) is beyond the numbers of float64", "(400 characters) is beyond the numbers of int64"),
-        ("12345678901234567890", "loses digits as a float64, 12345678901234567168", "is beyond the numbers of int64"),
+        (
+            "1" * 400,
+            "(400 characters) is beyond the numbers of float64",
+            "(400 characters) is beyond the numbers of int64",
+        ),
+        (
+            "12345678901234567890",
+            "loses digits as a float64, 12345678901234567168",
+            "is beyond the numbers of int64",
+        ),
         ("9007199254740993", "loses digits as a float64, 9007199254740992", None),
         ("-9223372036854775808", None, None),
         ("+7", None, None),
@@ -238,7 +294,9 @@ def test_a_line_without_an_end(tmp_path: Path) -> None:
     with (tmp_path / "t.csv").open("wb") as file:
         file.write(b"a,y\n1,2\n")
         file.truncate(2**26 + 100)
-    assert "a line from here on has more than 67,108,864 bytes" in error_of(lambda: read("csv", tmp_path / "t.csv"))
+    assert "a line from here on has more than 67,108,864 bytes" in error_of(
+        lambda: read("csv", tmp_path / "t.csv")
+    )
 
 
 def test_row_groups_that_unpack_to_more_than_the_cache(tmp_path: Path) -> None:
@@ -249,16 +307,29 @@ def test_row_groups_that_unpack_to_more_than_the_cache(tmp_path: Path) -> None:
     assert (tmp_path / "words.parquet").stat().st_size < 10**5
     fields = {"x": "x", "y": "y"}
     assert len(read("parquet", tmp_path / "words.parquet", fields=fields, cache_mb=1)["x"]) == 100
-    found = error_of(lambda: read("parquet", tmp_path / "words.parquet", fields=fields, cache_mb=1, split_by="word", split_val=["a"]))
+    found = error_of(
+        lambda: read(
+            "parquet",
+            tmp_path / "words.parquet",
+            fields=fields,
+            cache_mb=1,
+            split_by="word",
+            split_val=["a"],
+        )
+    )
     assert "word of row group 0 takes 7 MB in memory, at most 4" in found
     rows = pyarrow.table({"x": np.zeros(10**6), "y": np.zeros(10**6, np.int64)})
     pyarrow.parquet.write_table(rows, tmp_path / "rows.parquet")
-    assert "x of row group 0 takes 8 MB in memory, at most 4" in error_of(lambda: read("parquet", tmp_path / "rows.parquet", cache_mb=1))
+    assert "x of row group 0 takes 8 MB in memory, at most 4" in error_of(
+        lambda: read("parquet", tmp_path / "rows.parquet", cache_mb=1)
+    )
 
 
 @pytest.mark.parametrize("shape", [(-8,), (10**12,), (2**62, 4)])
 def test_headers_of_files_to_predict(shape: tuple[int, ...], tmp_path: Path) -> None:
-    np.lib.format.write_array_header_1_0(out := io.BytesIO(), {"descr": "<f8", "fortran_order": False, "shape": shape})
+    np.lib.format.write_array_header_1_0(
+        out := io.BytesIO(), {"descr": "<f8", "fortran_order": False, "shape": shape}
+    )
     (tmp_path / "t.npy").write_bytes(out.getvalue() + bytes(64))
     with zipfile.ZipFile(tmp_path / "t.npz", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("x.npy", out.getvalue() + bytes(64))

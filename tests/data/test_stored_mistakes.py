@@ -1,4 +1,5 @@
-"""Files of science and their keys, where a mistake would have given wrong numbers, fewer samples or a traceback."""
+"""Files of science and their keys, where a mistake would have given wrong numbers, fewer samples or
+a traceback."""
 
 from __future__ import annotations
 
@@ -57,10 +58,16 @@ def test_missing_integers_are_an_error_and_missing_floats_nan() -> None:
 
 @pytest.mark.parametrize("chunks", [None, (2, 2)])
 @pytest.mark.parametrize("kind", ["12 bits", "offset", "bfloat16", "bool", "names", "big endian"])
-def test_numbers_that_have_other_bytes_than_numpys(kind: str, chunks: tuple[int, ...] | None, tmp_path: Path) -> None:
+def test_numbers_that_have_other_bytes_than_numpys(
+    kind: str, chunks: tuple[int, ...] | None, tmp_path: Path
+) -> None:
     """Whatever h5py says that they are."""
     h5t = h5py.h5t
-    types = {"12 bits": h5t.STD_I16LE.copy(), "offset": h5t.STD_U32LE.copy(), "bfloat16": h5t.IEEE_F32LE.copy()}
+    types = {
+        "12 bits": h5t.STD_I16LE.copy(),
+        "offset": h5t.STD_U32LE.copy(),
+        "bfloat16": h5t.IEEE_F32LE.copy(),
+    }
     types["12 bits"].set_precision(12)
     types["offset"].set_precision(16)
     types["offset"].set_offset(4)
@@ -77,17 +84,26 @@ def test_numbers_that_have_other_bytes_than_numpys(kind: str, chunks: tuple[int,
             if chunks:
                 plist.set_chunk(chunks)
                 plist.set_deflate(4)
-            h5py.h5d.create(file.id, b"x", types[kind], h5py.h5s.create_simple(numbers.shape), plist)
+            h5py.h5d.create(
+                file.id, b"x", types[kind], h5py.h5s.create_simple(numbers.shape), plist
+            )
             file["x"][...] = numbers
         elif kind == "bool":
             file.create_dataset("x", data=numbers.astype(bool), **more)
         elif kind == "names":
-            file.create_dataset("x", data=numbers.astype("int16"), dtype=h5py.enum_dtype({"A": 7, "B": -5}, "i2"), **more)
+            file.create_dataset(
+                "x",
+                data=numbers.astype("int16"),
+                dtype=h5py.enum_dtype({"A": 7, "B": -5}, "i2"),
+                **more,
+            )
         else:
             file.create_dataset("x", data=numbers, dtype=">i4", **more)
         file["y"] = np.zeros(4)
         expected = np.array(file["x"][...])
-    found = hdf5.build("hdf5", tmp_path / "train.h5", "train", fields={"x": "/x", "y": "/y"}).read(np.arange(4))["x"]
+    found = hdf5.build("hdf5", tmp_path / "train.h5", "train", fields={"x": "/x", "y": "/y"}).read(
+        np.arange(4)
+    )["x"]
     np.testing.assert_array_equal(found, expected)
     assert kind == "bfloat16" or np.array_equal(found, numbers)
 
@@ -95,22 +111,37 @@ def test_numbers_that_have_other_bytes_than_numpys(kind: str, chunks: tuple[int,
 def test_numbers_by_the_conventions_of_netcdf() -> None:
     signed = np.array([-1, 5], np.int8)
     unsigned = {"_Unsigned": b"true"}
-    assert unpacked(signed, unsigned, unpacked_dtype(signed.dtype, unsigned), "").tolist() == [255, 5]
+    assert unpacked(signed, unsigned, unpacked_dtype(signed.dtype, unsigned), "").tolist() == [
+        255,
+        5,
+    ]
     scaled = unsigned | {"scale_factor": 0.5, "_FillValue": np.int8(5)}
-    np.testing.assert_array_equal(unpacked(signed, scaled, np.dtype("float32"), ""), [127.5, np.nan])
+    np.testing.assert_array_equal(
+        unpacked(signed, scaled, np.dtype("float32"), ""), [127.5, np.nan]
+    )
     floats = np.array([5.0, 500.0, -1.0], np.float32)
     within = {"valid_range": np.array([0.0, 100.0])}
     np.testing.assert_array_equal(unpacked(floats, within, floats.dtype, ""), [5.0, np.nan, np.nan])
-    np.testing.assert_array_equal(unpacked(signed, {"scale_factor": 2.0, "valid_max": 9.0}, np.dtype("float32"), ""), [-2.0, np.nan])
+    np.testing.assert_array_equal(
+        unpacked(signed, {"scale_factor": 2.0, "valid_max": 9.0}, np.dtype("float32"), ""),
+        [-2.0, np.nan],
+    )
     with pytest.raises(UserError, match="2 numbers are missing"):
-        unpacked(np.array([300, 3, -9]), {"valid_min": np.int16(0), "valid_max": np.int16(9)}, np.dtype("int64"), "u of f.nc")
+        unpacked(
+            np.array([300, 3, -9]),
+            {"valid_min": np.int16(0), "valid_max": np.int16(9)},
+            np.dtype("int64"),
+            "u of f.nc",
+        )
 
 
 @pytest.mark.parametrize("version", [2, 3])
 def test_packed_numbers_of_zarr(version: int, tmp_path: Path) -> None:
     raw = np.array([[-1, 2], [3, 4]], np.int16)
     for name, fill in {"number": -1, "text": "AAAAAAAA8L8="}.items():  # xarray's text of -1.0
-        group = zarr_library.open_group(str(tmp_path / f"{name}.zarr"), mode="w", zarr_format=version)
+        group = zarr_library.open_group(
+            str(tmp_path / f"{name}.zarr"), mode="w", zarr_format=version
+        )
         array = group.create_array("x", shape=raw.shape, dtype=raw.dtype, chunks=(1, 2))
         array[:] = raw
         array.attrs.update({"scale_factor": 0.5, "add_offset": 10, "_FillValue": fill})
@@ -122,7 +153,9 @@ def test_packed_numbers_of_zarr(version: int, tmp_path: Path) -> None:
 
 
 def test_a_run_of_blocks_does_not_go_on_in_another_order(tmp_path: Path) -> None:
-    run = hvdtrain.train({"run": str(tmp_path / "run"), "stop.steps": 20, "data.shuffle": "blocks"}, *JOB)
+    run = hvdtrain.train(
+        {"run": str(tmp_path / "run"), "stop.steps": 20, "data.shuffle": "blocks"}, *JOB
+    )
     with pytest.raises(UserError, match="the checkpoint has another data.shuffle"):
         hvdtrain.train(f"resume={run.folder}", "data.shuffle=full", "stop.steps=30")
 
@@ -140,10 +173,27 @@ def test_outputs_that_are_no_numbers_are_not_among_the_first() -> None:
 
 def test_segmentation_of_arrays_with_a_mean_of_ones_own(tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
-    data = {"x": draw.integers(0, 256, (12, 8, 8, 3), np.uint8), "y": draw.integers(0, 3, (12, 8, 8))}
-    words = ["task.name=segmentation", "model.name=unet", "model.widths=[4,8]", "batch.size=6", "data.mean=[0.5,0.5,0.5]"]
-    run = hvdtrain.train({"run": str(tmp_path / "run"), "stop.steps": 2}, *words, "data.std=[0.5,0.5,0.5]", train_data=data, val_data=data)
-    np.testing.assert_allclose(run.transform(data["x"]), data["x"].transpose(0, 3, 1, 2) / 127.5 - 1, rtol=0, atol=1e-6)
+    data = {
+        "x": draw.integers(0, 256, (12, 8, 8, 3), np.uint8),
+        "y": draw.integers(0, 3, (12, 8, 8)),
+    }
+    words = [
+        "task.name=segmentation",
+        "model.name=unet",
+        "model.widths=[4,8]",
+        "batch.size=6",
+        "data.mean=[0.5,0.5,0.5]",
+    ]
+    run = hvdtrain.train(
+        {"run": str(tmp_path / "run"), "stop.steps": 2},
+        *words,
+        "data.std=[0.5,0.5,0.5]",
+        train_data=data,
+        val_data=data,
+    )
+    np.testing.assert_allclose(
+        run.transform(data["x"]), data["x"].transpose(0, 3, 1, 2) / 127.5 - 1, rtol=0, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("width", ["f2", "f4", "f8", "i2"])
@@ -157,28 +207,48 @@ def test_attributes_of_another_width_than_the_array(attribute: str, width: str) 
             raw = np.array([-9, number], width)
             dtype = np.dtype(width)
             found = unpacked(
-                raw, {attribute: bound if attribute == "valid_max" else np.array([-9, bound], bound.dtype)}, dtype, "u of f.nc"
+                raw,
+                {
+                    attribute: bound
+                    if attribute == "valid_max"
+                    else np.array([-9, bound], bound.dtype)
+                },
+                dtype,
+                "u of f.nc",
             )
             assert found.tolist() == raw.tolist()
         else:
-            missing = {attribute: np.array([-9, bound], bound.dtype) if attribute == "missing_value" else bound, "scale_factor": 1.0}
+            missing = {
+                attribute: np.array([-9, bound], bound.dtype)
+                if attribute == "missing_value"
+                else bound,
+                "scale_factor": 1.0,
+            }
             found = unpacked(array, missing, np.dtype("f8"), "u of f.nc")
             assert np.isnan(found).tolist() == [False, True, attribute == "missing_value"]
-    assert not np.isnan(unpacked(np.array([44], "u1"), {"missing_value": 300.0, "scale_factor": 1.0}, np.dtype("f4"), "")).any()
+    assert not np.isnan(
+        unpacked(
+            np.array([44], "u1"), {"missing_value": 300.0, "scale_factor": 1.0}, np.dtype("f4"), ""
+        )
+    ).any()
 
 
 @pytest.mark.parametrize("name", ["", "__index_level_0__", "when"])
 def test_the_index_of_pandas_is_not_an_input(name: str, tmp_path: Path) -> None:
     frame = pandas.DataFrame({"a": [0.5, 1.5, 2.5], "b": [1.0, 2.0, 3.0], "y": [0, 1, 1]})
     if name:
-        frame = frame.set_index(pandas.Index([5, 3, 9], name=None if name.startswith("_") else name))
+        frame = frame.set_index(
+            pandas.Index([5, 3, 9], name=None if name.startswith("_") else name)
+        )
     frame.to_parquet(tmp_path / "t.parquet")
     source = parquet.build("parquet", tmp_path / "t.parquet", "train")
     np.testing.assert_array_equal(source.read(np.arange(3))["x"], frame[["a", "b"]].to_numpy())
     notes = [note for note in source.notes if "not in x" in note]  # type: ignore[attr-defined]
     assert [name in note for note in notes] == ([True] if name else [])
     if name:
-        chosen = parquet.build("parquet", tmp_path / "t.parquet", "train", fields={"x": name, "y": "y"})
+        chosen = parquet.build(
+            "parquet", tmp_path / "t.parquet", "train", fields={"x": name, "y": "y"}
+        )
         assert chosen.read(np.arange(3))["x"].tolist() == [5, 3, 9]
 
 
@@ -189,14 +259,19 @@ def test_a_column_that_numbers_the_rows_is_not_an_input(tmp_path: Path) -> None:
         csv.build("csv", tmp_path / "a.csv", "train")
     read = pandas.read_csv(tmp_path / "a.csv")
     read.to_csv(tmp_path / "b.csv", index=False)
-    assert csv.build("csv", tmp_path / "b.csv", "train").read(np.arange(3))["x"].tolist() == [0.5, 1.5, 2.5]
+    assert csv.build("csv", tmp_path / "b.csv", "train").read(np.arange(3))["x"].tolist() == [
+        0.5,
+        1.5,
+        2.5,
+    ]
     with pytest.raises(UserError, match="'Unnamed: 0' of data is the index of a table of pandas"):
         as_source(read, "data", "train_data")
 
 
 @pytest.mark.parametrize("library", ["hdf5", "zarr"])
 def test_coordinates_are_not_data(library: str, tmp_path: Path) -> None:
-    """x and y of a grid number its points: nothing is trained on them unless data.fields says so."""
+    """x and y of a grid number its points: nothing is trained on them unless data.fields says
+    so."""
     values = np.arange(4.0)
     if library == "hdf5":
         with h5py.File(tmp_path / "t.h5", "w") as file:
@@ -207,7 +282,9 @@ def test_coordinates_are_not_data(library: str, tmp_path: Path) -> None:
         group = zarr_library.open_group(str(tmp_path / "t.zarr"), mode="w", zarr_format=3)
         for name in ("x", "y"):
             group.create_array(name, shape=(4,), dtype="f8", dimension_names=(name,))[:] = values
-    build, path = (hdf5.build, tmp_path / "t.h5") if library == "hdf5" else (zarr.build, tmp_path / "t.zarr")
+    build, path = (
+        (hdf5.build, tmp_path / "t.h5") if library == "hdf5" else (zarr.build, tmp_path / "t.zarr")
+    )
     with pytest.raises(UserError, match="which arrays are x and y"):
         build(library, path, "train")
     assert len(build(library, path, "train", fields={"x": "x", "y": "y"})) == 4
@@ -216,7 +293,11 @@ def test_coordinates_are_not_data(library: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("library", ["hdf5", "zarr"])
 def test_chunks_that_were_never_written_are_counted(library: str, tmp_path: Path) -> None:
     folder = tmp_path / ("t.h5" if library == "hdf5" else "t.zarr")
-    file = h5py.File(folder, "w") if library == "hdf5" else zarr_library.open_group(str(folder), mode="w")
+    file = (
+        h5py.File(folder, "w")
+        if library == "hdf5"
+        else zarr_library.open_group(str(folder), mode="w")
+    )
     create = file.create_dataset if library == "hdf5" else file.create_array
     for name, more in {"x": {}, "packed": {"packed": 1}, "y": {}, "year": {}}.items():
         array = create(name, shape=(60,), dtype="f4", chunks=(5,))
@@ -227,10 +308,19 @@ def test_chunks_that_were_never_written_are_counted(library: str, tmp_path: Path
         file.close()
     build = hdf5.build if library == "hdf5" else zarr.build
     for x in ["x", "packed", *(["whole"] if library == "hdf5" else [])]:
-        source = build(library, folder, "train", fields={"x": x, "y": "y"}, split_by="year", split_val=[0])
-        absent = "1 of 1 chunks of whole are not there, and are read as 7" if x == "whole" else f"10 of 12 chunks of {x} are not there"
+        source = build(
+            library, folder, "train", fields={"x": x, "y": "y"}, split_by="year", split_val=[0]
+        )
+        absent = (
+            "1 of 1 chunks of whole are not there, and are read as 7"
+            if x == "whole"
+            else f"10 of 12 chunks of {x} are not there"
+        )
         notes = [note.partition(": ")[2] for note in notes_of(source)]
-        assert [note.startswith(start) for note, start in zip(notes, [absent, "10 of 12 chunks of year"], strict=True)] == [True, True]
+        assert [
+            note.startswith(start)
+            for note, start in zip(notes, [absent, "10 of 12 chunks of year"], strict=True)
+        ] == [True, True]
 
 
 @pytest.mark.parametrize("library", ["hdf5", "zarr", "npz", "csv", "parquet"])
@@ -251,28 +341,60 @@ def test_the_column_of_the_split_has_a_value_for_each_sample(library: str, tmp_p
     else:
         frame = pandas.DataFrame({"x": x, "y": y, "year": year})
         frame.to_csv(path, index=False) if library == "csv" else frame.to_parquet(path)
-    build = {"hdf5": hdf5.build, "zarr": zarr.build, "npz": npz.build, "csv": csv.build, "parquet": parquet.build}[library]
+    build = {
+        "hdf5": hdf5.build,
+        "zarr": zarr.build,
+        "npz": npz.build,
+        "csv": csv.build,
+        "parquet": parquet.build,
+    }[library]
     fields = {"x": "x[1:]", "y": "y[1:]"}
-    with pytest.raises(UserError, match=r"data.split_by=year has 8 values, and the file has 7 samples \(x\[1:\], y\[1:\]\)"):
+    with pytest.raises(
+        UserError,
+        match=r"data.split_by=year has 8 values, and the file has 7 samples \(x\[1:\], y\[1:\]\)",
+    ):
         build(library, path, "val", fields=fields, split_by="year", split_val=[2001])
     source = build(library, path, "val", fields=fields, split_by="year[1:]", split_val=[2001])
     assert source.read(np.arange(len(source)))["x"].tolist() == [5, 6, 7]
-    last = build(library, path, "train", fields={"x": "x[1::3]", "y": "y[1::3]"}, split_by="year[1::3]", split_val=[2001])
+    last = build(
+        library,
+        path,
+        "train",
+        fields={"x": "x[1::3]", "y": "y[1::3]"},
+        split_by="year[1::3]",
+        split_val=[2001],
+    )
     assert last.read(np.arange(len(last)))["x"].tolist() == [1, 4]
 
 
 @pytest.mark.parametrize("chunks", [None, (2,)])
 @pytest.mark.parametrize("dtype", ["f4", "f8", "i2", "u4", "i8"])
-def test_numbers_of_netcdf_that_were_never_written_are_missing(dtype: str, chunks: tuple[int, ...] | None, tmp_path: Path) -> None:
+def test_numbers_of_netcdf_that_were_never_written_are_missing(
+    dtype: str, chunks: tuple[int, ...] | None, tmp_path: Path
+) -> None:
     """Its library sets a fill value of its own (netcdf.h, NC_FILL_*), and no attribute says so."""
-    fill = {"f4": 9.9692099683868690e36, "f8": 9.9692099683868690e36, "i2": -32767, "u4": 4294967295, "i8": -9223372036854775806}[dtype]
+    fill = {
+        "f4": 9.9692099683868690e36,
+        "f8": 9.9692099683868690e36,
+        "i2": -32767,
+        "u4": 4294967295,
+        "i8": -9223372036854775806,
+    }[dtype]
     with h5py.File(tmp_path / "t.nc", "w") as file:
         for name, more in {"x": fill, "zero": 0}.items():
-            file.create_dataset(name, shape=(6,), dtype=dtype, chunks=chunks, fillvalue=np.array(fill).astype(dtype)[()] if more else 0)
+            file.create_dataset(
+                name,
+                shape=(6,),
+                dtype=dtype,
+                chunks=chunks,
+                fillvalue=np.array(fill).astype(dtype)[()] if more else 0,
+            )
             file[name][:3] = 1
         file["y"] = np.ones(6)
     with pytest.raises(UserError, match=r"sample 3 has nan|numbers are missing \(_FillValue\)"):
-        hdf5.build("netcdf", tmp_path / "t.nc", "train", fields={"x": "x", "y": "y"}).read(np.arange(6))
+        hdf5.build("netcdf", tmp_path / "t.nc", "train", fields={"x": "x", "y": "y"}).read(
+            np.arange(6)
+        )
     source = hdf5.build("netcdf", tmp_path / "t.nc", "train", fields={"x": "zero", "y": "y"})
     assert source.read(np.arange(6))["x"].tolist() == [1, 1, 1, 0, 0, 0]
 
@@ -290,21 +412,55 @@ def test_the_fill_value_that_xarray_writes_into_zarr_2(tmp_path: Path) -> None:
 
 def test_values_of_the_split_that_are_missing_or_in_neither_set(tmp_path: Path) -> None:
     parts = ["train", "val", "test", "holdout", "train", "val"]
-    frame = pandas.DataFrame({"x": np.arange(6.0), "y": np.arange(6.0), "part": parts, "day": pandas.date_range("2020-01-01", periods=6)})
-    frame.assign(gaps=[None, *parts[1:]], number=[np.nan, 1, 1, 1, 2, 2]).to_parquet(tmp_path / "t.parquet")
+    frame = pandas.DataFrame(
+        {
+            "x": np.arange(6.0),
+            "y": np.arange(6.0),
+            "part": parts,
+            "day": pandas.date_range("2020-01-01", periods=6),
+        }
+    )
+    frame.assign(gaps=[None, *parts[1:]], number=[np.nan, 1, 1, 1, 2, 2]).to_parquet(
+        tmp_path / "t.parquet"
+    )
 
     def of(column: str, **options: object) -> object:
-        return parquet.build("parquet", tmp_path / "t.parquet", "train", fields={"x": "x", "y": "y"}, split_by=column, **options)  # type: ignore[arg-type]
+        return parquet.build(
+            "parquet",
+            tmp_path / "t.parquet",
+            "train",
+            fields={"x": "x", "y": "y"},
+            split_by=column,
+            **options,
+        )  # type: ignore[arg-type]
 
     source = of("part")
     assert len(source) == 2  # type: ignore[arg-type]
-    assert any("2 samples are in neither set: data.split_by=part has holdout, test" in note for note in notes_of(source))  # type: ignore[arg-type]
+    assert any(
+        "2 samples are in neither set: data.split_by=part has holdout, test" in note
+        for note in notes_of(source)
+    )  # type: ignore[arg-type]
     assert len(of("day", split_val=["2020-01-02 00:00:00"])) == 5  # type: ignore[arg-type]
     for column in ("gaps", "number"):
         with pytest.raises(UserError, match=f"{column} lacks 1 values"):
             of(column, split_val=["val"])
-    np.savez(tmp_path / "t.npz", x=np.zeros(4), y=np.zeros(4), part=np.zeros((4, 2)), gaps=np.array([1, 2, np.nan, 2]))
-    with pytest.raises(UserError, match=r"part is of shape \(4, 2\), expected one value for each sample"):
+    np.savez(
+        tmp_path / "t.npz",
+        x=np.zeros(4),
+        y=np.zeros(4),
+        part=np.zeros((4, 2)),
+        gaps=np.array([1, 2, np.nan, 2]),
+    )
+    with pytest.raises(
+        UserError, match=r"part is of shape \(4, 2\), expected one value for each sample"
+    ):
         npz.build("npz", tmp_path / "t.npz", "train", split_by="part", split_val=[1])
     with pytest.raises(UserError, match="data.split_by=gaps lacks 1 values"):
-        npz.build("npz", tmp_path / "t.npz", "train", fields={"x": "x", "y": "y"}, split_by="gaps", split_val=[1])
+        npz.build(
+            "npz",
+            tmp_path / "t.npz",
+            "train",
+            fields={"x": "x", "y": "y"},
+            split_by="gaps",
+            split_val=[1],
+        )

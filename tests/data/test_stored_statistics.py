@@ -1,4 +1,5 @@
-"""Mean and deviation of large files: each sample read by one rank; the same bits on any number of ranks; kept until a file changes."""
+"""Mean and deviation of large files: each sample read by one rank; the same bits on any number of
+ranks; kept until a file changes."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from hvdtrain.tasks import inputs
 from hvdtrain.tasks.inputs import column_stats
 
 RANDOM = np.random.default_rng(5)
-X = RANDOM.normal(1e4, 0.1, (997, 3, 5)) * np.array([1, 1, 10, 0, 1e-3])  # far from zero; one column is constant
+X = RANDOM.normal(1e4, 0.1, (997, 3, 5)) * np.array(
+    [1, 1, 10, 0, 1e-3]
+)  # far from zero; one column is constant
 
 
 @pytest.fixture
@@ -62,7 +65,10 @@ def test_each_rank_reads_a_part_and_all_have_the_same_bits(file: Path) -> None:
         for old in (file.parent / "cache").rglob("*.json"):
             old.unlink()
         results = stats_on(ranks, file)
-        assert sum(read for _, _, read in results) == len(X) and len({bits[:2] for bits in results}) == 1
+        assert (
+            sum(read for _, _, read in results) == len(X)
+            and len({bits[:2] for bits in results}) == 1
+        )
         found[ranks] = results[0][:2]
     assert found[1] == found[2] == found[3]
     mean, std = (np.frombuffer(part) for part in found[1])
@@ -73,7 +79,9 @@ def test_each_rank_reads_a_part_and_all_have_the_same_bits(file: Path) -> None:
 
 def test_they_are_kept_until_the_file_changes(file: Path) -> None:
     first = stats_on(2, file)
-    assert [read for _, _, read in stats_on(3, file)] == [0, 0, 0] and stats_on(1, file)[0][:2] == first[0][:2]
+    assert [read for _, _, read in stats_on(3, file)] == [0, 0, 0] and stats_on(1, file)[0][
+        :2
+    ] == first[0][:2]
     (kept,) = (file.parent / "cache").rglob("*.json")
     kept.write_text("[[1")
     assert stats_on(1, file)[0] == (*first[0][:2], len(X))  # a damaged one is computed again
@@ -83,7 +91,9 @@ def test_they_are_kept_until_the_file_changes(file: Path) -> None:
 
 def test_a_part_of_the_samples_has_its_own(file: Path) -> None:
     part = stats_on(2, file, 0.3)
-    assert {bits[:2] for bits in part} != {stats_on(2, file)[0][:2]} and sum(read for _, _, read in part) == len(X) - round(0.3 * len(X))
+    assert {bits[:2] for bits in part} != {stats_on(2, file)[0][:2]} and sum(
+        read for _, _, read in part
+    ) == len(X) - round(0.3 * len(X))
 
 
 def test_a_number_that_is_not_finite_is_named(file: Path) -> None:

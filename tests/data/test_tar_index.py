@@ -1,4 +1,5 @@
-"""Hostile archives: truncated, compressed, with impossible sizes, links, wrong labels. Each is an error that names file and member."""
+"""Hostile archives: truncated, compressed, with impossible sizes, links, wrong labels. Each is an
+error that names file and member."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ def one_archive(root: Path, members: list[tuple[str, bytes]]) -> str:
     return refusal(root)
 
 
-@pytest.mark.parametrize("label", ["1e9", "-1", "", "one", "1.0", "0x1", "1_0", str(2**20), "9" * 40, "\u0661", "3" + " " * 70])
+@pytest.mark.parametrize(
+    "label",
+    ["1e9", "-1", "", "one", "1.0", "0x1", "1_0", str(2**20), "9" * 40, "\u0661", "3" + " " * 70],
+)
 def test_labels_that_are_no_class(tmp_path: Path, label: str) -> None:
     output = one_archive(tmp_path, [("2.png", encoded(2)), ("2.cls", label.encode())])
     assert output.startswith("the label is '") and ", expected 0 to 1048575\n" in output
@@ -39,15 +43,23 @@ def test_incomplete_samples(tmp_path: Path) -> None:
         ([image, ("3.png", encoded(3)), label, ("3.cls", b"0")], "1 images and 0 labels", "2.png"),
     ):
         output = one_archive(tmp_path, members)
-        assert f"sample 2 has {has}\n  where: {tmp_path / 'train-0.tar'}: {first}\n  fix: one image and one 2.cls, side by side" in output
+        assert (
+            f"sample 2 has {has}\n  where: {tmp_path / 'train-0.tar'}: {first}\n  fix: one image "
+            "and one 2.cls, side by side" in output
+        )
     assert "the image is a file of 0 bytes" in one_archive(tmp_path, [("2.png", b""), label])
 
 
 def test_a_sample_that_is_there_twice(tmp_path: Path) -> None:
     output = one_archive(tmp_path, [*sample(2, 0), *sample(3, 1), *sample(2, 1)])
-    assert f"sample 2 is in the archive twice: other members lie between\n  where: {tmp_path / 'train-0.tar'}: 2." in output
+    assert (
+        "sample 2 is in the archive twice: other members lie between\n  where: "
+        f"{tmp_path / 'train-0.tar'}: 2." in output
+    )
     write(tmp_path / "train-0.tar", [*sample(1, 0), *sample(2, 1)])
-    write(tmp_path / "train-1.tar", [*sample(1, 1), *sample(2, 0)])  # archives may count from the same number
+    write(
+        tmp_path / "train-1.tar", [*sample(1, 1), *sample(2, 0)]
+    )  # archives may count from the same number
     check(build(tmp_path), [1, 2, 1, 2], [0, 1, 1, 0])
 
 
@@ -59,9 +71,15 @@ def test_a_truncated_archive_wherever_it_is_cut(tmp_path: Path) -> None:
     for cut in (*range(0, last, 256), last - 1, last + 511):
         path.write_bytes(content[:cut])
         output = refusal(tmp_path)
-        assert "the archive is damaged or cut off: " in output and f"where: {path}\n" in output, (cut, output)
+        assert "the archive is damaged or cut off: " in output and f"where: {path}\n" in output, (
+            cut,
+            output,
+        )
     path.write_bytes(content[: last - 512])
-    assert f"cut off: 3.png ends at byte {content.rindex(b'IEND') + 8}, the file at {last - 512}\n" in refusal(tmp_path)
+    assert (
+        f"cut off: 3.png ends at byte {content.rindex(b'IEND') + 8}, the file at {last - 512}\n"
+        in refusal(tmp_path)
+    )
     path.write_bytes(content[: last + 512])
     check(build(tmp_path), [1, 2, 3], [0, 1, 1])
 
@@ -77,20 +95,40 @@ def test_hostile_headers(tmp_path: Path) -> None:
 
     def with_header(size: bytes | None = None, kind: bytes | None = None, at: int = third) -> str:
         header = content[at : at + 512]
-        header = header[:124] + (size or header[124:136]) + header[136:156] + (kind or header[156:157]) + header[157:]
+        header = (
+            header[:124]
+            + (size or header[124:136])
+            + header[136:156]
+            + (kind or header[156:157])
+            + header[157:]
+        )
         path.write_bytes(content[:at] + checksummed(header) + content[at + 512 :])
         return refusal(tmp_path)
 
-    for size in (b"77777777777\0", b"\x80" + b"\0" * 3 + b"\x7f" * 8, b"\xff" * 11 + b"\0", b"\xff" * 12, b"\x80" + b"\xff" * 11):
+    for size in (
+        b"77777777777\0",
+        b"\x80" + b"\0" * 3 + b"\x7f" * 8,
+        b"\xff" * 11 + b"\0",
+        b"\xff" * 12,
+        b"\x80" + b"\xff" * 11,
+    ):
         for kind in (b"0", b"L", b"x", b"g", b"S", b"5"):
             assert "the archive is damaged or cut off: " in with_header(size, kind), (size, kind)
     for kind in (b"1", b"2", b"3", b"6", b"S"):
         output = with_header(kind=kind)
-        assert "the member is not a regular file" in output or "damaged or cut off" in output or "0 images and 1 labels" in output, kind
-    path.write_bytes(content[: third + 10] + b"\xff" * 20 + content[third + 30 :])  # tarfile takes it for the end
+        assert (
+            "the member is not a regular file" in output
+            or "damaged or cut off" in output
+            or "0 images and 1 labels" in output
+        ), kind
+    path.write_bytes(
+        content[: third + 10] + b"\xff" * 20 + content[third + 30 :]
+    )  # tarfile takes it for the end
     assert f"cut off: a damaged header at byte {third}" in refusal(tmp_path)
     path.write_bytes(content + content)
-    assert "another archive behind the end of this one, which would not be read" in refusal(tmp_path)
+    assert "another archive behind the end of this one, which would not be read" in refusal(
+        tmp_path
+    )
 
 
 def test_links_and_sparse_files_are_errors(tmp_path: Path) -> None:
@@ -103,10 +141,17 @@ def test_links_and_sparse_files_are_errors(tmp_path: Path) -> None:
             image.linkname = "/etc/passwd"
             tar.addfile(image)
         output = refusal(tmp_path)
-        assert "the member is not a regular file, but a link, a sparse file or a device\n" in output and "train-0.tar: 1.png\n" in output
+        assert (
+            "the member is not a regular file, but a link, a sparse file or a device\n" in output
+            and "train-0.tar: 1.png\n" in output
+        )
     with tarfile.open(tmp_path / "train-0.tar", "w") as tar:
         image = info("1.png", b"1\n0\n0\n")
-        image.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": "99999999999999"}
+        image.pax_headers = {
+            "GNU.sparse.major": "1",
+            "GNU.sparse.minor": "0",
+            "GNU.sparse.realsize": "99999999999999",
+        }
         tar.addfile(image, io.BytesIO(b"1\n0\n0\n"))
         tar.addfile(info("1.cls", b"0"), io.BytesIO(b"0"))
     assert "the member is not a regular file" in refusal(tmp_path)
@@ -116,20 +161,25 @@ def test_compressed_archives_and_pipes_are_errors(tmp_path: Path) -> None:
     path = write(tmp_path / "train-0.tar", sample(1, 0))
     content = path.read_bytes()
     path.write_bytes(gzip.compress(content))
-    assert f"the archive is compressed (gzip)\n  where: {path}\n  fix: decompress it" in refusal(tmp_path)
+    assert f"the archive is compressed (gzip)\n  where: {path}\n  fix: decompress it" in refusal(
+        tmp_path
+    )
     path.write_bytes(content)
     (tmp_path / "train-1.tar.gz").write_bytes(gzip.compress(content))
     assert f"the archive is compressed\n  where: {tmp_path / 'train-1.tar.gz'}" in refusal(tmp_path)
     (tmp_path / "train-1.tar.gz").unlink()
     os.mkfifo(tmp_path / "train-1.tar")
-    assert f"the archive is not a regular file\n  where: {tmp_path / 'train-1.tar'}" in refusal(tmp_path)
+    assert f"the archive is not a regular file\n  where: {tmp_path / 'train-1.tar'}" in refusal(
+        tmp_path
+    )
     (tmp_path / "train-1.tar").unlink()
     write(path, [("notes.txt", b"x")])
     assert f"the archives hold no samples\n  where: {tmp_path}" in refusal(tmp_path)
 
 
 def test_headers_of_negative_or_huge_sizes(tmp_path: Path) -> None:
-    """A size that is negative would make the reader read the same header forever; one long name behind the other exhausts the stack."""
+    """A size that is negative would make the reader read the same header forever; one long name
+    behind the other exhausts the stack."""
     path = tmp_path / "train-0.tar"
     for size in ("-512", "-1024", "-99999999999999", "9" * 30, str(2**62)):
         with tarfile.open(path, "w") as tar:
@@ -138,7 +188,9 @@ def test_headers_of_negative_or_huge_sizes(tmp_path: Path) -> None:
             tar.addfile(image, io.BytesIO(encoded(1)))
             tar.addfile(info("1.cls", b"0"), io.BytesIO(b"0"))
         # Python 3.13 goes on behind a negative size, and does not find the image
-        assert re.search("the archive is damaged or cut off: |sample 1 has 0 images", refusal(tmp_path)), size
+        assert re.search(
+            "the archive is damaged or cut off: |sample 1 has 0 images", refusal(tmp_path)
+        ), size
     name = info("././@LongLink", b"n" * 100)
     name.type = tarfile.GNUTYPE_LONGNAME
     path.write_bytes((name.tobuf(tarfile.GNU_FORMAT) + b"n" * 100 + bytes(412)) * 5000)
@@ -164,7 +216,10 @@ def test_archives_of_random_damage(tmp_path: Path) -> None:
         try:
             source = build(tmp_path)
             batch = source.read(np.arange(len(source)))
-            assert batch["x"].shape == (len(source), *source.shape) and 0 <= batch["y"].min() <= batch["y"].max() < source.classes
+            assert (
+                batch["x"].shape == (len(source), *source.shape)
+                and 0 <= batch["y"].min() <= batch["y"].max() < source.classes
+            )
         except UserError as error:
             refused += 1
             assert str(path) in error.where and error.fix

@@ -1,4 +1,5 @@
-"""data.name=text: windows of bytes, of which each but the first is predicted once; tokenizers; and what is refused."""
+"""data.name=text: windows of bytes, of which each but the first is predicted once; tokenizers; and
+what is refused."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ def test_windows_of_bytes(tmp_path: Path) -> None:
     read = train.read(np.arange(len(train)))["tokens"]
     assert read.dtype == np.int64
     assert read[:, 1:].ravel().tolist() == list(content[1 : 1 + 5 * len(train)])
-    assert [bytes(row.tolist()) for row in val.read(np.array([1, 0]))["tokens"]] == [b"fghijk", b"abcdef"]
+    assert [bytes(row.tolist()) for row in val.read(np.array([1, 0]))["tokens"]] == [
+        b"fghijk",
+        b"abcdef",
+    ]
     with pytest.raises(IndexError):
         val.read(np.array([2]))
     assert train.identity() != val.identity()
@@ -41,7 +45,9 @@ def test_windows_of_bytes(tmp_path: Path) -> None:
 def test_one_file_is_divided(tmp_path: Path) -> None:
     (tmp_path / "book").write_bytes(TEXT.encode())
     path = tmp_path / "book"
-    train, val, *_ = open_datasets(configure(None, words(path, "data.context=8", "data.val_share=0.25")))
+    train, val, *_ = open_datasets(
+        configure(None, words(path, "data.context=8", "data.val_share=0.25"))
+    )
     assert abs(len(val) - (len(train) + len(val)) / 4) <= 1
     with pytest.raises(UserError, match="book is one file, without a validation set"):
         open_datasets(configure(None, words(path)))
@@ -84,7 +90,11 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 TOKENIZER: dict[str, Any] = {
     "version": "1.0",
     "pre_tokenizer": {"type": "Whitespace"},
-    "model": {"type": "WordLevel", "vocab": {"[UNK]": 0, "to": 1, "be": 2, "or": 3}, "unk_token": "[UNK]"},
+    "model": {
+        "type": "WordLevel",
+        "vocab": {"[UNK]": 0, "to": 1, "be": 2, "or": 3},
+        "unk_token": "[UNK]",
+    },
 }
 
 
@@ -107,13 +117,16 @@ def test_a_tokenizer_that_truncates_and_pads_gives_the_tokens_of_the_text(tmp_pa
     changed.enable_padding(length=2000, pad_id=0)
     changed.save(str(tmp_path / "changed.json"))
     plain, found = (
-        text.build("text", tmp_path / "text.txt", "train", context=3, tokenizer=tmp_path / name) for name in ("plain.json", "changed.json")
+        text.build("text", tmp_path / "text.txt", "train", context=3, tokenizer=tmp_path / name)
+        for name in ("plain.json", "changed.json")
     )
     assert isinstance(plain, text.Windows) and isinstance(found, text.Windows)
     np.testing.assert_array_equal(found.tokens, plain.tokens)
     assert len(found.tokens) >= 100 and plain.notes == ()
     (line,) = found.notes
-    assert line.startswith("changed.json asks for truncation and padding") and line in notes_of(found)
+    assert line.startswith("changed.json asks for truncation and padding") and line in notes_of(
+        found
+    )
 
 
 def changed(**parts: Any) -> dict[str, Any]:
@@ -130,9 +143,15 @@ UNREADABLE = "the tokenizer does not read the text"
 BPE = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}
 WRONG_TOKENIZERS: list[tuple[Any, str]] = [
     (None, "no such file"),
-    *((text, DAMAGED) for text in (json.dumps(TOKENIZER)[:-30], "", "[]", "3", "[" * 100_000, "\0")),
+    *(
+        (text, DAMAGED)
+        for text in (json.dumps(TOKENIZER)[:-30], "", "[]", "3", "[" * 100_000, "\0")
+    ),
     *((changed(model={"vocab": {"a": number}}), DAMAGED) for number in (-1, 1.5, "x", None, 2**32)),
-    *((changed(model={"vocab": {"a": number}}), f"has the number {number}, at most") for number in (2**24, 2**32 - 1)),
+    *(
+        (changed(model={"vocab": {"a": number}}), f"has the number {number}, at most")
+        for number in (2**24, 2**32 - 1)
+    ),
     *((changed(model={"vocab": vocabulary}), UNREADABLE) for vocabulary in ({}, {"zebra": 0})),
     (changed(model={"unk_token": "none"}), UNREADABLE),
     (changed(version="9.0"), DAMAGED),
@@ -140,19 +159,39 @@ WRONG_TOKENIZERS: list[tuple[Any, str]] = [
         ({**TOKENIZER, "model": model}, DAMAGED)
         for model in (None, {"type": "x"}, {**BPE, "merges": [["a", "z"]]}, {**BPE, "dropout": 2.0})
     ),
-    (changed(pre_tokenizer={"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}), DAMAGED),
-    (replacing("Replace", pattern={"String": "a"}, content="a" * 100), "replacements make a text 1000000 times as long"),
+    (
+        changed(
+            pre_tokenizer={
+                "type": "Split",
+                "pattern": {"Regex": "("},
+                "behavior": "Isolated",
+                "invert": False,
+            }
+        ),
+        DAMAGED,
+    ),
+    (
+        replacing("Replace", pattern={"String": "a"}, content="a" * 100),
+        "replacements make a text 1000000 times as long",
+    ),
     (replacing("Prepend", prepend="a" * 100), "replacements make a text 1000000 times as long"),
 ]
 
 
-@pytest.mark.parametrize(("content", "what"), WRONG_TOKENIZERS, ids=map(str, range(len(WRONG_TOKENIZERS))))
+@pytest.mark.parametrize(
+    ("content", "what"), WRONG_TOKENIZERS, ids=map(str, range(len(WRONG_TOKENIZERS)))
+)
 def test_a_damaged_tokenizer_is_refused(content: Any, what: str, tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text("the cat sat on the mat " * 9)
     if content is not None:
-        (tmp_path / "tokenizer.json").write_text(content if isinstance(content, str) else json.dumps(content))
+        (tmp_path / "tokenizer.json").write_text(
+            content if isinstance(content, str) else json.dumps(content)
+        )
     with pytest.raises(UserError, match=what) as caught:
-        build_source(configure(None, words(tmp_path, f"data.tokenizer={tmp_path / 'tokenizer.json'}")), "train")
+        build_source(
+            configure(None, words(tmp_path, f"data.tokenizer={tmp_path / 'tokenizer.json'}")),
+            "train",
+        )
     assert "tokenizer.json" in caught.value.where
 
 
@@ -161,11 +200,26 @@ def test_numbers_with_gaps_and_dropout(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the cat " * 20)
     vocabulary = {**TOKENIZER["model"]["vocab"], "the": 50}
     (tmp_path / "t.json").write_text(json.dumps(changed(model={"vocab": vocabulary})))
-    found = text.build("text", tmp_path / "text.txt", "train", context=3, tokenizer=tmp_path / "t.json")
-    assert isinstance(found, text.Windows) and found.tokens.max() == 50 and found.fields["tokens"].values == 51
-    assert found.notes == (f"t.json has {len(vocabulary)} tokens with numbers up to 50: the model gets 51, with gaps",)
-    merges = {"type": "BPE", "vocab": {**{letter: n for n, letter in enumerate("acehtT")}, "th": 6}, "merges": [["t", "h"]], "dropout": 0.5}
+    found = text.build(
+        "text", tmp_path / "text.txt", "train", context=3, tokenizer=tmp_path / "t.json"
+    )
+    assert (
+        isinstance(found, text.Windows)
+        and found.tokens.max() == 50
+        and found.fields["tokens"].values == 51
+    )
+    assert found.notes == (
+        f"t.json has {len(vocabulary)} tokens with numbers up to 50: the model gets 51, with gaps",
+    )
+    merges = {
+        "type": "BPE",
+        "vocab": {**{letter: n for n, letter in enumerate("acehtT")}, "th": 6},
+        "merges": [["t", "h"]],
+        "dropout": 0.5,
+    }
     (tmp_path / "b.json").write_text(json.dumps({**TOKENIZER, "model": merges}))
-    drawn = text.build("text", tmp_path / "text.txt", "train", context=3, tokenizer=tmp_path / "b.json")
+    drawn = text.build(
+        "text", tmp_path / "text.txt", "train", context=3, tokenizer=tmp_path / "b.json"
+    )
     assert isinstance(drawn, text.Windows) and drawn.tokens.tolist() == [6, 2, 1, 0, 4] * 20
     assert "dropout of merges" in drawn.notes[0]

@@ -1,4 +1,5 @@
-"""Log and events.jsonl: every sink receives every event, even where another one fails, and no line of a burst is lost."""
+"""Log and events.jsonl: every sink receives every event, even where another one fails, and no line
+of a burst is lost."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def test_a_failing_sink_does_not_keep_an_event_from_the_others() -> None:
 
     with pytest.raises(OSError, match="no step"):
         Log([received.append, broken, received.append]).emit("step", 3, loss=0.5)
-    assert [(event.kind, event.step, event.fields) for event in received] == [("step", 3, {"loss": 0.5})] * 2
+    assert [(event.kind, event.step, event.fields) for event in received] == [
+        ("step", 3, {"loss": 0.5})
+    ] * 2
 
 
 def test_bursts_of_single_steps_are_all_written(tmp_path: Path) -> None:

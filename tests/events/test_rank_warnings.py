@@ -1,4 +1,5 @@
-"""Warnings on the standard error: each of Python once, whatever the number of ranks; nobody waits for a reader that has paused."""
+"""Warnings on the standard error: each of Python once, whatever the number of ranks; nobody waits
+for a reader that has paused."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ class Gathered:
 
 def warn(text: str, times: int = 1) -> None:
     for _ in range(times):
-        with warnings.catch_warnings():  # as libraries do: then Python forgets which warnings it has shown
+        with (
+            warnings.catch_warnings()
+        ):  # as libraries do: then Python forgets which warnings it has shown
             pass
         warnings.warn_explicit(text, UserWarning, "net.py", 5)
 
@@ -48,7 +51,9 @@ def as_in_a_program() -> Any:
         yield
 
 
-def test_a_single_process_shows_each_once_and_every_message_of_a_library(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_single_process_shows_each_once_and_every_message_of_a_library(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with rank_warnings(0, 1) as mine:
         warn("late", 3)
         for _ in range(2):
@@ -72,7 +77,10 @@ def test_rank_0_shows_and_tells(capsys: pytest.CaptureFixture[str]) -> None:
         mine.exchange(ranks)
         warn("late")
         mine.exchange(ranks)
-    assert [[text.rstrip().splitlines()[0] for text in given] for given in ranks.given] == [["net.py:5: UserWarning: late"], []]
+    assert [[text.rstrip().splitlines()[0] for text in given] for given in ranks.given] == [
+        ["net.py:5: UserWarning: late"],
+        [],
+    ]
     assert capsys.readouterr().err == ""
 
 
@@ -91,7 +99,9 @@ def test_another_rank_shows_what_rank_0_has_not(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.clock
-def test_a_reader_that_has_paused_costs_one_second_and_is_told_what_it_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_has_paused_costs_one_second_and_is_told_what_it_missed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     filled = 0
@@ -104,7 +114,10 @@ def test_a_reader_that_has_paused_costs_one_second_and_is_told_what_it_missed(mo
         monkeypatch.setattr(sys, "stderr", stream)
         monkeypatch.setattr(sys, "__stderr__", stream)
         handler = RankWarnings()
-        record = [logging.LogRecord("lib", logging.WARNING, "", 0, text, None, None) for text in ("one", "two", "three", "four")]
+        record = [
+            logging.LogRecord("lib", logging.WARNING, "", 0, text, None, None)
+            for text in ("one", "two", "three", "four")
+        ]
         start_s = time.monotonic()
         handler.handle(record[0])
         waited_s = time.monotonic()
@@ -118,6 +131,9 @@ def test_a_reader_that_has_paused_costs_one_second_and_is_told_what_it_missed(mo
         assert waiting is not None
         waiting.wait(HANG_S)
         handler.handle(record[3])
-        assert os.read(reader, 65536) == b"four\n(2 warnings left out before: nobody read this output)\n"
+        assert (
+            os.read(reader, 65536)
+            == b"four\n(2 warnings left out before: nobody read this output)\n"
+        )
         monkeypatch.undo()
     os.close(reader)

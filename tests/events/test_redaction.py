@@ -1,4 +1,5 @@
-"""Secrets are hidden in reports, trackers and messages; the log file of a rank keeps warnings and errors, and never ends a job."""
+"""Secrets are hidden in reports, trackers and messages; the log file of a rank keeps warnings and
+errors, and never ends a job."""
 
 from __future__ import annotations
 
@@ -51,27 +52,40 @@ def test_secrets_of_nested_and_dotted_keys_are_hidden() -> None:
         "list": ["//a:b@c"],
     }
     assert redact(tree) == {
-        "model": {"hub_token": HIDDEN, "tokens": 5, "name": "x"}, "data.options.password": HIDDEN, "optim.secret_key": None,
+        "model": {"hub_token": HIDDEN, "tokens": 5, "name": "x"}, "data.options.password": HIDDEN, "optim.secret_key": None,  # noqa: E501
         "list": [f"//{HIDDEN}@c"],
     }  # fmt: skip
 
 
 def test_which_keys_name_a_secret() -> None:
     secret = (
-        "data.private_key data.account_key data.passphrase data.auth data.auth.user model.hfToken data.accessToken model.HUBToken a.token2"
+        "data.private_key data.account_key data.passphrase data.auth data.auth.user model.hfToken "
+        "data.accessToken model.HUBToken a.token2"
     )
-    harmless = "model.max_tokens model.tokenizer model.passes data.pass_through data.author data.compass data.keyframes model.monkey"
-    assert [key for key in secret.split() if not is_secret_key(key)] == [] == [key for key in harmless.split() if is_secret_key(key)]
-    assert [key for key, value in flat_config(Config()).items() if is_secret_key(key) or value == HIDDEN] == []
+    harmless = (
+        "model.max_tokens model.tokenizer model.passes data.pass_through data.author data.compass "
+        "data.keyframes model.monkey"
+    )
+    assert (
+        [key for key in secret.split() if not is_secret_key(key)]
+        == []
+        == [key for key in harmless.split() if is_secret_key(key)]
+    )
+    assert [
+        key for key, value in flat_config(Config()).items() if is_secret_key(key) or value == HIDDEN
+    ] == []
 
 
 def test_a_changed_secret_is_hidden_in_the_list_of_changes(tmp_path: Path) -> None:
     """These lines go to the terminal, to events.jsonl and to TensorBoard."""
-    (tmp_path / "config.yaml").write_text("model:\n  hub_token: hf_FIRST\n  width: 3\ndata:\n  root: https://a:FIRST@h/x\n")
+    (tmp_path / "config.yaml").write_text(
+        "model:\n  hub_token: hf_FIRST\n  width: 3\ndata:\n  root: https://a:FIRST@h/x\n"
+    )
     options = {"hub_token": "hf_SECOND", "width": 4}
     found = changes(tmp_path, Config(model=ModelConfig(**options)))
     assert [str(change) for change in found] == [
-        f"changed data.root: https://{HIDDEN}@h/x -> None", f"changed model.hub_token: {HIDDEN} -> {HIDDEN}", "changed model.width: 3 -> 4",
+        f"changed data.root: https://{HIDDEN}@h/x -> "
+        "None", f"changed model.hub_token: {HIDDEN} -> {HIDDEN}", "changed model.width: 3 -> 4",
     ]  # fmt: skip
 
 
@@ -87,12 +101,17 @@ def test_tensorboard_receives_the_header_without_logins(tmp_path: Path) -> None:
 def test_a_report_shows_reasons_without_logins(tmp_path: Path) -> None:
     why = "RuntimeError: cannot reach https://joe:hunter2@hub.example/x"
     kinds = ("start", "checkpoint_failed", "failed")
-    events = [{"time": 1, "kind": kind, "step": 0} | ({} if kind == "start" else {"reason": why}) for kind in kinds]
+    events = [
+        {"time": 1, "kind": kind, "step": 0} | ({} if kind == "start" else {"reason": why})
+        for kind in kinds
+    ]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     record = read_run(tmp_path)
     assert record.ending == f"failed: RuntimeError: cannot reach https://{HIDDEN}@hub.example/x"
     text = render_page([record], ["a"], [], "command")
-    assert "hunter2" not in text and text.count(f"https://{HIDDEN}@hub.example/x") == 5  # lead, ending, warning, two events
+    assert (
+        "hunter2" not in text and text.count(f"https://{HIDDEN}@hub.example/x") == 5
+    )  # lead, ending, warning, two events
 
 
 def test_a_report_shows_no_secret(tmp_path: Path) -> None:
@@ -100,15 +119,30 @@ def test_a_report_shows_no_secret(tmp_path: Path) -> None:
         run = tmp_path / name
         run.mkdir()
         (run / "events.jsonl").write_text('{"time": 1, "kind": "start", "step": 0}\n')
-        (run / "config.yaml").write_text(f"model:\n  hub_token: hf_{name}\n  name: mlp\ndata:\n  root: https://joe:{name}@host/x\n")
+        (run / "config.yaml").write_text(
+            f"model:\n  hub_token: hf_{name}\n  name: mlp\ndata:\n  root: "
+            f"https://joe:{name}@host/x\n"
+        )
     records = [read_run(tmp_path / name) for name in ("one", "two")]
     rows = dict(settings(records[0]).rows)
-    assert (rows["model.hub_token"], rows["data.root"], rows["model.name"]) == (HIDDEN, f"https://{HIDDEN}@host/x", "mlp")
-    keys = [(key, [record.config[key] for record in records]) for key in ("model.hub_token", "data.root")]
-    assert [row[1:] for row in differing(keys, ["one", "two"]).rows] == [[HIDDEN] * 2, [f"https://{HIDDEN}@host/x"] * 2]
+    assert (rows["model.hub_token"], rows["data.root"], rows["model.name"]) == (
+        HIDDEN,
+        f"https://{HIDDEN}@host/x",
+        "mlp",
+    )
+    keys = [
+        (key, [record.config[key] for record in records])
+        for key in ("model.hub_token", "data.root")
+    ]
+    assert [row[1:] for row in differing(keys, ["one", "two"]).rows] == [
+        [HIDDEN] * 2,
+        [f"https://{HIDDEN}@host/x"] * 2,
+    ]
 
 
-def test_a_rank_log_has_warnings_and_the_error_and_restores_logging(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_log_has_warnings_and_the_error_and_restores_logging(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "ranks" / "rank-00001.log"
     before = warnings.showwarning
     with pytest.raises(ArithmeticError), warnings.catch_warnings():
@@ -119,11 +153,21 @@ def test_a_rank_log_has_warnings_and_the_error_and_restores_logging(tmp_path: Pa
             raise ArithmeticError("x / 0")
     text = path.read_text()
     assert "step 10" in text and "UserWarning: late" in text and "ArithmeticError: x / 0" in text
-    assert "rank 1 on" in (stderr := capsys.readouterr().err) and "late" in stderr and "step 10" not in stderr
-    assert warnings.showwarning is before and not LOGGER.isEnabledFor(logging.INFO) and not LOGGER.handlers
+    assert (
+        "rank 1 on" in (stderr := capsys.readouterr().err)
+        and "late" in stderr
+        and "step 10" not in stderr
+    )
+    assert (
+        warnings.showwarning is before
+        and not LOGGER.isEnabledFor(logging.INFO)
+        and not LOGGER.handlers
+    )
 
 
-def test_a_rank_log_drops_lines_silently_on_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_log_drops_lines_silently_on_a_full_disk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with rank_log(tmp_path / "ranks" / "0.log"):
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
@@ -137,7 +181,9 @@ def test_a_rank_log_drops_lines_silently_on_a_full_disk(tmp_path: Path, capsys: 
 def test_a_rank_log_that_cannot_be_opened_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "ranks").write_text("a file")
     with (
-        pytest.raises(UserError, match="cannot write the log file of a rank: .*\n  where: log.per_rank"),
+        pytest.raises(
+            UserError, match="cannot write the log file of a rank: .*\n  where: log.per_rank"
+        ),
         rank_log(tmp_path / "ranks" / "0.log"),
     ):
         pass

@@ -1,4 +1,5 @@
-"""The terminal: the display that updates in place, plain lines without control codes elsewhere, and the end of both."""
+"""The terminal: the display that updates in place, plain lines without control codes elsewhere, and
+the end of both."""
 
 from __future__ import annotations
 
@@ -27,14 +28,19 @@ from hvdtrain.events.progress_display import ProgressDisplay, duration
 from hvdtrain.events.terminal import CAPACITY, is_interactive, terminal_sink
 from hvdtrain.events.writers import OutputStream, Pace, TextWriter
 
-START = Event(0.0, "start", 0, {"lines": ["ranks   1", "model   " + "word " * 30], "samples": 640, "max_steps": None})
+START = Event(
+    0.0,
+    "start",
+    0,
+    {"lines": ["ranks   1", "model   " + "word " * 30], "samples": 640, "max_steps": None},
+)
 STEP: dict[str, Any] = {
-    "epochs": 1.5, "of": 3, "loss": 0.25, "accuracy": 0.875, "samples_per_s": 1234.4, "lr": 0.02, "batch": 64, "seconds": 9.0,
-    "phase_ms": {"data": 1.0, "forward": 5.0, "backward": 10.0, "communication": 3.0, "other": 1.0}, "memory_mb": 1500.0, "watts": 321.4,
+    "epochs": 1.5, "of": 3, "loss": 0.25, "accuracy": 0.875, "samples_per_s": 1234.4, "lr": 0.02, "batch": 64, "seconds": 9.0,  # noqa: E501
+    "phase_ms": {"data": 1.0, "forward": 5.0, "backward": 10.0, "communication": 3.0, "other": 1.0}, "memory_mb": 1500.0, "watts": 321.4,  # noqa: E501
     "work_ms": [16.0, 16.0, 20.0], "slowest_rank": 3, "slowest_host": "n2",
 }  # fmt: skip
 EPOCH: dict[str, Any] = {
-    "epoch": 1, "epochs": 1.0, "seconds": 5.0, "epoch_s": 4.0, "samples_per_s": 160.0, "train_loss": 0.5, "val_loss": 0.4,
+    "epoch": 1, "epochs": 1.0, "seconds": 5.0, "epoch_s": 4.0, "samples_per_s": 160.0, "train_loss": 0.5, "val_loss": 0.4,  # noqa: E501
     "val_accuracy": 0.75, "best_accuracy": 0.8, "lr": 0.02,
 }  # fmt: skip
 CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -61,8 +67,21 @@ def test_lines_of_steps_wait_for_their_time_and_no_others() -> None:
     said = silent._replace(fields={"lines": ["a word to the user"]})
     once_in_a_day = Pace(86400.0)
     always = Pace(0.0)
-    assert [once_in_a_day(event) for event in (step, epoch, step, said, silent, step)] == [False, True, False, True, False, False]
-    assert [always(event) for event in (step, step, epoch, said, silent)] == [True, True, True, True, False]
+    assert [once_in_a_day(event) for event in (step, epoch, step, said, silent, step)] == [
+        False,
+        True,
+        False,
+        True,
+        False,
+        False,
+    ]
+    assert [always(event) for event in (step, step, epoch, said, silent)] == [
+        True,
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_the_display_shows_the_newest_metrics() -> None:
@@ -92,9 +111,13 @@ def test_the_display_shows_the_newest_metrics() -> None:
         assert metric in text, text
     assert "slowest rank 3 on n2, 1.25 x the median" in text
     written = CODES.sub("", out.getvalue())
-    assert "ranks   1\n" in written and "\n        word word" in written, "long lines go on under their first word"
+    assert "ranks   1\n" in written and "\n        word word" in written, (
+        "long lines go on under their first word"
+    )
     assert "    1      5.0      4.0       160      0.5000    0.4000   0.7500     0.02\n" in written
-    assert out.getvalue().rfind("\x1b[?25h") > out.getvalue().rfind("\x1b[?25l"), "the cursor is visible again"
+    assert out.getvalue().rfind("\x1b[?25h") > out.getvalue().rfind("\x1b[?25l"), (
+        "the cursor is visible again"
+    )
 
 
 def test_max_steps_bounds_the_job_bar_and_equal_ranks_have_no_slowest() -> None:
@@ -107,10 +130,16 @@ def test_max_steps_bounds_the_job_bar_and_equal_ranks_have_no_slowest() -> None:
 
 
 def test_the_display_says_which_stage_is_slowest() -> None:
-    """Two ranks in each of ten stages: the mean of the shares of a stage, in a line that fits on 80 columns."""
+    """Two ranks in each of ten stages: the mean of the shares of a stage, in a line that fits on 80
+    columns."""
     waits = [0.25] * 20
     waits[12:14] = [0.35, 0.55]
-    stages = {"bubble": waits, "bubble_predicted": 0.2, "stage_work_ms": [1000.0] * 8 + [1434.26, 900.0], "slowest_stage": 8}
+    stages = {
+        "bubble": waits,
+        "bubble_predicted": 0.2,
+        "stage_work_ms": [1000.0] * 8 + [1434.26, 900.0],
+        "slowest_stage": 8,
+    }
     places = [[rank // 2, 0, rank % 2] for rank in range(20)]
     sink = display_on(FakeTerminal())
     sink(START._replace(fields={**START.fields, "coordinates_of_rank": places}))
@@ -124,7 +153,14 @@ def test_the_display_says_which_stage_is_slowest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (3600, "1:00:00"), (90061, "1 day 1:01:01"), (200000, "2 days 7:33:20")]
+    ("seconds", "text"),
+    [
+        (0.4, "0:00"),
+        (59.6, "1:00"),
+        (3600, "1:00:00"),
+        (90061, "1 day 1:01:01"),
+        (200000, "2 days 7:33:20"),
+    ],
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
@@ -133,11 +169,16 @@ def test_durations(seconds: float, text: str) -> None:
 NAMED = Event(3.0, "end", 15, {"lines": ["done", "run folder: runs/日本-é"]})
 
 
-@pytest.mark.parametrize("errors", ["strict", "backslashreplace"])  # a script's output, and that of the command line
 @pytest.mark.parametrize(
-    ("encoding", "written_name"), [("latin-1", r"\u65e5\u672c-é"), ("ascii", r"\u65e5\u672c-\xe9"), ("utf-8", "日本-é")]
+    "errors", ["strict", "backslashreplace"]
+)  # a script's output, and that of the command line
+@pytest.mark.parametrize(
+    ("encoding", "written_name"),
+    [("latin-1", r"\u65e5\u672c-é"), ("ascii", r"\u65e5\u672c-\xe9"), ("utf-8", "日本-é")],
 )
-def test_letters_that_an_encoding_lacks_are_written_as_escapes(encoding: str, written_name: str, errors: str) -> None:
+def test_letters_that_an_encoding_lacks_are_written_as_escapes(
+    encoding: str, written_name: str, errors: str
+) -> None:
     written = io.BytesIO()
     out = io.TextIOWrapper(written, encoding=encoding, errors=errors)
     for sink in (live := display_on(out), lines := TextWriter(OutputStream(out))):
@@ -146,7 +187,9 @@ def test_letters_that_an_encoding_lacks_are_written_as_escapes(encoding: str, wr
     text = shown(live)
     live.close()
     lines.close()
-    assert re.search("job +step 5 " + ("━+─+ 50%" if encoding == "utf-8" else "#+-+ 50%"), text), text
+    assert re.search("job +step 5 " + ("━+─+ 50%" if encoding == "utf-8" else "#+-+ 50%"), text), (
+        text
+    )
     out.flush()
     assert written.getvalue().decode(encoding).count(f"run folder: runs/{written_name}\n") == 2
 
@@ -157,18 +200,25 @@ def test_a_file_name_that_is_not_utf_8() -> None:
     assert written.getvalue() == b"runs/\\udcff\n"
 
 
-def test_a_failing_output_is_reported_once_and_training_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_output_is_reported_once_and_training_goes_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     out = io.StringIO()
     sink = terminal_sink(out, LogConfig(display="lines"))
     out.close()
     for event in (START, NAMED, NAMED):
         sink(event)
     sink.close(HANG_S)
-    line = "hvdtrain: the standard output: ValueError: I/O operation on closed file; training goes on without it\n"
+    line = (
+        "hvdtrain: the standard output: ValueError: I/O operation on closed file; training goes "
+        "on without it\n"
+    )
     assert capsys.readouterr() == ("", line)
 
 
-def test_a_reader_that_goes_away_is_reported_once_and_training_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reader_that_goes_away_is_reported_once_and_training_goes_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     reader, writer = os.pipe()
     with os.fdopen(writer, "w") as out:
         sink = terminal_sink(out, LogConfig(display="lines"))
@@ -179,11 +229,15 @@ def test_a_reader_that_goes_away_is_reported_once_and_training_goes_on(capsys: p
             sink(event)
         sink.close(HANG_S)
     assert first.startswith(b"ranks   1\n")
-    assert capsys.readouterr().err == "hvdtrain: the standard output: its reader is gone; training goes on without it\n"
+    assert (
+        capsys.readouterr().err
+        == "hvdtrain: the standard output: its reader is gone; training goes on without it\n"
+    )
 
 
 def fill(number: int) -> int:
-    """Writes until a pipe or a terminal takes no more; returns how many bytes. The kernel moves those of a terminal on, a moment later."""
+    """Writes until a pipe or a terminal takes no more; returns how many bytes. The kernel moves
+    those of a terminal on, a moment later."""
     os.set_blocking(number, False)
     written = 0
     since = 0
@@ -221,7 +275,9 @@ def test_a_reader_that_pauses_keeps_nobody_waiting_and_is_told_how_many_lines_it
     os.close(reader)
     shown_steps = [int(step) for step in re.findall(r"step (\d+),", text)]
     (missed,) = re.findall(r"  \((\d+) lines left out: nobody read this output\)\n", text)
-    assert len(shown_steps) + int(missed) == CAPACITY + 51 and shown_steps[-90:] == list(range(CAPACITY + 51 - 90, CAPACITY + 51)), text
+    assert len(shown_steps) + int(missed) == CAPACITY + 51 and shown_steps[-90:] == list(
+        range(CAPACITY + 51 - 90, CAPACITY + 51)
+    ), text
     assert text.count("0.7500") == 1
 
 
@@ -264,7 +320,8 @@ def test_what_a_job_prints_scrolls_above_the_display(monkeypatch: pytest.MonkeyP
 
 
 def test_a_terminal_that_changes_its_size_is_drawn_again() -> None:
-    """The old screen scrolls away; the newest lines that fit are there again, in the new width, with the display below them."""
+    """The old screen scrolls away; the newest lines that fit are there again, in the new width,
+    with the display below them."""
     out = FakeTerminal()
     sizes = [os.terminal_size((80, 40))]
     sink = ProgressDisplay(OutputStream(out), lambda: sizes[-1])
@@ -292,16 +349,27 @@ def test_a_terminal_that_changes_its_size_is_drawn_again() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "line"),
-    [(["--print-config"], "run: 日本"), (["framework=numpy", "model.name=linear", "max_steps=2"], "run folder: \\u65e5\\u672c")],
+    [
+        (["--print-config"], "run: 日本"),
+        (["framework=numpy", "model.name=linear", "max_steps=2"], "run folder: \\u65e5\\u672c"),
+    ],
     ids=["config", "job"],
 )
-def test_the_command_line_writes_every_name(tmp_path: Path, arguments: list[str], line: str) -> None:
+def test_the_command_line_writes_every_name(
+    tmp_path: Path, arguments: list[str], line: str
+) -> None:
     """A configuration as it is read, in UTF-8."""
     env = {**os.environ, "PYTHONIOENCODING": "latin-1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-m", "hvdtrain", *arguments, "run=日本"], capture_output=True, env=env, cwd=tmp_path, check=False
+        [sys.executable, "-m", "hvdtrain", *arguments, "run=日本"],
+        capture_output=True,
+        env=env,
+        cwd=tmp_path,
+        check=False,
     )
-    assert (done.returncode, done.stderr) == (0, b"") and f"\n{line}\n".encode() in done.stdout, done
+    assert (done.returncode, done.stderr) == (0, b"") and f"\n{line}\n".encode() in done.stdout, (
+        done
+    )
 
 
 def pseudo_terminal(columns: int) -> tuple[int, IO[str]]:
@@ -311,7 +379,9 @@ def pseudo_terminal(columns: int) -> tuple[int, IO[str]]:
     return master, os.fdopen(terminal, "w")
 
 
-def test_a_terminal_with_a_size_is_interactive_and_nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_terminal_with_a_size_is_interactive_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("TERM", "xterm")
 
     def shows_display(out: IO[str], config: LogConfig) -> bool:
@@ -322,8 +392,14 @@ def test_a_terminal_with_a_size_is_interactive_and_nothing_else(monkeypatch: pyt
     (a, watched), (b, unseen) = pseudo_terminal(80), pseudo_terminal(0)
     with watched, unseen, (tmp_path / "log").open("w") as file:
         assert is_interactive(watched)
-        assert not is_interactive(unseen), "Open MPI gives ranks a terminal without a size where its output is a pipe"
-        assert not is_interactive(file) and not is_interactive(io.StringIO()) and not is_interactive(None)
+        assert not is_interactive(unseen), (
+            "Open MPI gives ranks a terminal without a size where its output is a pipe"
+        )
+        assert (
+            not is_interactive(file)
+            and not is_interactive(io.StringIO())
+            and not is_interactive(None)
+        )
         assert shows_display(watched, LogConfig())
         assert not shows_display(file, LogConfig())
         assert not shows_display(watched, LogConfig(display="lines"))
@@ -338,7 +414,14 @@ def run_in_terminal(command: list[str], columns: int) -> tuple[int, str]:
     """Runs a program in an interactive terminal: its exit code and its output."""
     master, terminal = pseudo_terminal(columns)
     env = {**environment(), "TERM": "xterm-256color"}
-    job = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=terminal, stderr=terminal, env=env, start_new_session=True)
+    job = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=terminal,
+        stderr=terminal,
+        env=env,
+        start_new_session=True,
+    )
     terminal.close()
     text = b""
     limit_s = time.monotonic() + HANG_S
@@ -372,15 +455,31 @@ def test_a_terminal_that_goes_away_does_not_end_the_job() -> None:
 
 
 @needs_mpirun
-def test_under_mpirun_the_display_updates_in_a_terminal_and_a_pipe_gets_plain_lines(tmp_path: Path) -> None:
+def test_under_mpirun_the_display_updates_in_a_terminal_and_a_pipe_gets_plain_lines(
+    tmp_path: Path,
+) -> None:
     from ranks import mpirun_path
 
-    command = [str(mpirun_path()), "-np", "2", sys.executable, "-m", "hvdtrain", "comm.engine=mpi", "epochs=3"]
+    command = [
+        str(mpirun_path()),
+        "-np",
+        "2",
+        sys.executable,
+        "-m",
+        "hvdtrain",
+        "comm.engine=mpi",
+        "epochs=3",
+    ]
     command += ["framework=numpy", "model.name=linear"]
     code, text = run_in_terminal([*command, f"run={tmp_path / 'one'}"], 100)
     plain = CODES.sub("", text)
     assert code == 0, text
-    assert "\x1b[2K" in text and "━" in text and "images/s" in plain and re.search(r"job +step \d+", plain)
+    assert (
+        "\x1b[2K" in text
+        and "━" in text
+        and "images/s" in plain
+        and re.search(r"job +step \d+", plain)
+    )
     assert re.search(r"best     0\.\d{4} in epoch \d", plain) and "run folder: " in plain
     piped = subprocess.run(
         ["bash", "-c", '"$@" | cat', "bash", *command, f"run={tmp_path / 'two'}"],
@@ -389,9 +488,16 @@ def test_under_mpirun_the_display_updates_in_a_terminal_and_a_pipe_gets_plain_li
         env={**environment(), "TERM": "xterm"},
         check=False,
     )
-    assert piped.returncode == 0 and "\x1b" not in piped.stdout and "\r" not in piped.stdout and "━" not in piped.stdout, piped.stdout
+    assert (
+        piped.returncode == 0
+        and "\x1b" not in piped.stdout
+        and "\r" not in piped.stdout
+        and "━" not in piped.stdout
+    ), piped.stdout
     row = re.compile(r"[123] +\d+\.\d +\d+\.\d +\d+ +(\d\.\d{4} +\d\.\d{4} +\d\.\d{4}) ")
-    assert len(row.findall(plain)) == 3 and row.findall(plain) == row.findall(piped.stdout), "one plain line for each epoch"
+    assert len(row.findall(plain)) == 3 and row.findall(plain) == row.findall(piped.stdout), (
+        "one plain line for each epoch"
+    )
 
 
 def test_an_evaluation_within_an_epoch_and_a_job_that_its_time_ends() -> None:
@@ -408,4 +514,7 @@ def test_an_evaluation_within_an_epoch_and_a_job_that_its_time_ends() -> None:
     lines = io.StringIO()
     TextWriter(lines)(Event(1.0, "step", 5, {**STEP, "of": None}))
     TextWriter(lines)(Event(1.0, "step", 5, {**STEP, "of": 2.25}))
-    assert [line.partition(":")[0] for line in lines.getvalue().splitlines()] == ["  step 5, epoch 1.50", "  step 5, epoch 1.50 of 2.25"]
+    assert [line.partition(":")[0] for line in lines.getvalue().splitlines()] == [
+        "  step 5, epoch 1.50",
+        "  step 5, epoch 1.50 of 2.25",
+    ]

@@ -7,7 +7,11 @@ import ctypes
 import pytest
 from ranks import python
 
-from hvdtrain.frameworks.torch.device import SETTINGS_OF_GLIBC, keep_freed_memory, return_large_memory
+from hvdtrain.frameworks.torch.device import (
+    SETTINGS_OF_GLIBC,
+    keep_freed_memory,
+    return_large_memory,
+)
 
 CODE = """
 import resource, sys, torch
@@ -45,13 +49,17 @@ for i in range(20):
     kept.append(torch.ones(20_000))
     del weights
 print(data_kb() - before)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this libc has no mallopt")
 def test_large_memory_leaves_no_holes() -> None:
-    """Where freed memory is kept, the 470 MB of weights stay, or (at times) a tenth of them; 2 MB are still in use."""
-    grown_mb = {how: int(python(["-c", HOLES, how], is_warm=False).stdout) / 1000 for how in ("keep", "return")}
+    """Where freed memory is kept, the 470 MB of weights stay, or (at times) a tenth of them; 2 MB
+    are still in use."""
+    grown_mb = {
+        how: int(python(["-c", HOLES, how], is_warm=False).stdout) / 1000
+        for how in ("keep", "return")
+    }
     assert grown_mb["return"] < 20 and grown_mb["keep"] > 30, grown_mb
 
 

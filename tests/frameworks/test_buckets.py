@@ -1,4 +1,5 @@
-"""Buckets: their contents, when they start, and that they start in the same order for any order of backward."""
+"""Buckets: their contents, when they start, and that they start in the same order for any order of
+backward."""
 
 from __future__ import annotations
 
@@ -7,7 +8,13 @@ import itertools
 import torch
 from torch import nn
 
-from hvdtrain.comm.communicator import Buffer, CompletedHandle, Handle, Op, SingleProcessCommunicator
+from hvdtrain.comm.communicator import (
+    Buffer,
+    CompletedHandle,
+    Handle,
+    Op,
+    SingleProcessCommunicator,
+)
 from hvdtrain.core.metrics import Sums
 from hvdtrain.frameworks.stopwatch import HostStopwatch
 from hvdtrain.frameworks.torch.parallel.buckets import Buckets
@@ -16,7 +23,8 @@ from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters
 
 
 class Twice(SingleProcessCommunicator):
-    """Two equal ranks: every sum doubles. Notes what was started, and gives back another buffer than it was given."""
+    """Two equal ranks: every sum doubles. Notes what was started, and gives back another buffer
+    than it was given."""
 
     size = 2
 
@@ -44,7 +52,9 @@ def buckets(model: nn.Module, communicator: Twice, bucket_bytes: int) -> Buckets
     return Buckets(named(model), communicator, bucket_bytes, HostStopwatch())
 
 
-def backward(model: nn.Module, strategy: Buckets, passes: int = 1, x: torch.Tensor | None = None) -> None:
+def backward(
+    model: nn.Module, strategy: Buckets, passes: int = 1, x: torch.Tensor | None = None
+) -> None:
     """Passes of the same two samples, whose losses are summed."""
     samples = torch.ones(2, next(model.parameters()).shape[1]) if x is None else x
 
@@ -93,7 +103,8 @@ def test_only_the_last_pass_starts_buckets() -> None:
 
 
 def test_a_parameter_that_the_last_pass_does_not_reach_sends_the_gradient_of_those_before() -> None:
-    """Of the first step's passes one reaches the second layer, of the second step's none: its gradient is 0 then."""
+    """Of the first step's passes one reaches the second layer, of the second step's none: its
+    gradient is 0 then."""
     model = layers(3, 3, 3)
     plain = layers(3, 3, 3)
     strategy = buckets(model, Twice(), bucket_bytes=1 << 20)
@@ -113,7 +124,9 @@ def test_a_parameter_that_the_last_pass_does_not_reach_sends_the_gradient_of_tho
         strategy.reduce()
         sum(loss(plain, reached) for reached in passes).backward()
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, torch.zeros_like(p) if q.grad is None else 2 * q.grad)
+            torch.testing.assert_close(
+                p.grad, torch.zeros_like(p) if q.grad is None else 2 * q.grad
+            )
 
 
 def test_the_order_is_that_of_the_parameters_not_of_backward() -> None:
@@ -150,11 +163,15 @@ def test_optimizers_and_tensors_that_horovod_cannot_take_are_named() -> None:
         def __init__(self, params: object, horizon: int) -> None:
             super().__init__(params, lr=0.1)
 
-    assert fits_horovod(Needs(model.parameters(), 3), named(model)) == "Horovod cannot construct Needs again without its horizon"
+    assert (
+        fits_horovod(Needs(model.parameters(), 3), named(model))
+        == "Horovod cannot construct Needs again without its horizon"
+    )
 
 
 def test_gradients_lie_as_their_parameters_do() -> None:
-    """Of channels_last weights, as on a GPU: the numbers are the same, the order is the parameter's."""
+    """Of channels_last weights, as on a GPU: the numbers are the same, the order is the
+    parameter's."""
     torch.manual_seed(0)
     models = [nn.Sequential(nn.Conv2d(3, 5, 3), nn.Flatten(), nn.Linear(20, 2)) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
@@ -167,7 +184,9 @@ def test_gradients_lie_as_their_parameters_do() -> None:
         torch.testing.assert_close(p.grad, q.grad)
 
 
-def test_buckets_are_called_overlapped_only_where_the_engine_sums_while_the_caller_computes() -> None:
+def test_buckets_are_called_overlapped_only_where_the_engine_sums_while_the_caller_computes() -> (
+    None
+):
     communicator = Twice()
     assert buckets(layers(3, 4), communicator, 2**20).summary == "gradients in 1 bucket"
     communicator.features |= {"asynchronous"}

@@ -1,4 +1,5 @@
-"""Dense layers cut over ranks: schemes a, b and c give the losses and gradients of one process, to rounding."""
+"""Dense layers cut over ranks: schemes a, b and c give the losses and gradients of one process, to
+rounding."""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ from torch import nn
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.models import mlp
-from hvdtrain.frameworks.torch.parallel.dense.cut import CutLayers, Exchange, Turn, rows_of_turns, rows_of_updates, turn_learning_rate
+from hvdtrain.frameworks.torch.parallel.dense.cut import (
+    CutLayers,
+    Exchange,
+    Turn,
+    rows_of_turns,
+    rows_of_updates,
+    turn_learning_rate,
+)
 from hvdtrain.frameworks.torch.parallel.dense.hybrid import HybridModel
 
 slow = pytest.mark.slow
@@ -39,12 +47,21 @@ def found(engine: str, size: int) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("scheme", ["a", "b", "c"])
 @pytest.mark.parametrize(("engine", "size"), STARTS)
-def test_every_scheme_gives_the_losses_and_gradients_of_one_process(engine: str, size: int, scheme: str) -> None:
-    """With uneven and empty shares, and with neurons that the number of ranks does not divide, or that are fewer."""
+def test_every_scheme_gives_the_losses_and_gradients_of_one_process(
+    engine: str, size: int, scheme: str
+) -> None:
+    """With uneven and empty shares, and with neurons that the number of ranks does not divide, or
+    that are fewer."""
     for rank in found(engine, size):
-        gaps = [gap for case, gap in rank.items() if case.endswith(f" {scheme}") and not case.startswith("faulty")]
+        gaps = [
+            gap
+            for case, gap in rank.items()
+            if case.endswith(f" {scheme}") and not case.startswith("faulty")
+        ]
         assert len(gaps) == 7 and max(gaps) < 1e-12, rank
-        assert rank[f"faulty {scheme}"] > 1e-3, "gradients that are not summed over ranks must be noticed"
+        assert rank[f"faulty {scheme}"] > 1e-3, (
+            "gradients that are not summed over ranks must be noticed"
+        )
 
 
 def test_rows_of_turns_by_hand() -> None:
@@ -55,19 +72,29 @@ def test_rows_of_turns_by_hand() -> None:
     none = list[int]()
     assert lists(rows_of_turns("a", [3, 0, 5])) == [[[0, 1, 2], none, first]]
     assert lists(rows_of_turns("b", [3, 0, 5])) == [[[0, 1, 2], none, none], [none, none, first]]
-    assert lists(rows_of_turns("c", [3, 0, 5])) == [[[0], none, [0, 1]], [[1], none, [2, 3]], [[2], none, [4]]]
+    assert lists(rows_of_turns("c", [3, 0, 5])) == [
+        [[0], none, [0, 1]],
+        [[1], none, [2, 3]],
+        [[2], none, [4]],
+    ]
     assert lists(rows_of_turns("c", [1, 0, 1])) == [[[0], none, [0]]]
-    assert rows_of_turns("a", [0, 0]) == rows_of_turns("b", [0, 0]) == rows_of_turns("c", [0, 0]) == []
+    assert (
+        rows_of_turns("a", [0, 0]) == rows_of_turns("b", [0, 0]) == rows_of_turns("c", [0, 0]) == []
+    )
 
 
 def test_a_turn_with_an_update_has_the_same_samples_on_any_number_of_ranks() -> None:
-    """By hand for 8 samples in 3 turns: in b neighbours, the first turns one more; in c each third."""
+    """By hand for 8 samples in 3 turns: in b neighbours, the first turns one more; in c each
+    third."""
     expected = {"b": [[0, 1, 2], [3, 4, 5], [6, 7]], "c": [[0, 3, 6], [1, 4, 7], [2, 5]]}
     for shares in ([8], [4, 4], [3, 0, 5], [2, 2, 2, 2], [1, 6, 1]):
         firsts = [sum(shares[:rank]) for rank in range(len(shares))]
         for scheme in ("b", "c"):
             turns = rows_of_updates(scheme, shares, 3)
-            assert [[first + row for first, own in zip(firsts, turn, strict=True) for row in own] for turn in turns] == expected[scheme]
+            assert [
+                [first + row for first, own in zip(firsts, turn, strict=True) for row in own]
+                for turn in turns
+            ] == expected[scheme]
     assert rows_of_updates("b", [2, 2], 2) == rows_of_turns("b", [2, 2]), "the paper's scheme"
     assert [list(map(len, turn)) for turn in rows_of_updates("c", [4, 4], 2)] == [
         list(map(len, turn)) for turn in rows_of_turns("c", [4, 4])
@@ -83,12 +110,15 @@ class BodyAndHead(nn.Sequential):
     dense_part = "1"
 
     def __init__(self) -> None:
-        super().__init__(nn.Linear(3, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)))
+        super().__init__(
+            nn.Linear(3, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+        )
         self.double()
 
 
 def test_in_a_step_of_several_updates_every_gradient_is_a_mean_over_its_samples() -> None:
-    """7 samples on ranks that are threads, in turns of 4 and 3: of the dense part over a turn, of what is in front of it over the step."""
+    """7 samples on ranks that are threads, in turns of 4 and 3: of the dense part over a turn, of
+    what is in front of it over the step."""
     whole = BodyAndHead()
     x = torch.randn(7, 3, dtype=torch.float64)
     shares = [slice(0, 5), slice(5, 7)]
@@ -113,7 +143,8 @@ def test_in_a_step_of_several_updates_every_gradient_is_a_mean_over_its_samples(
 
 
 def test_one_process_has_the_model_as_it_was() -> None:
-    """What is in front of the first linear layer works on own rows; without samples the output is empty, and all gradients are 0."""
+    """What is in front of the first linear layer works on own rows; without samples the output is
+    empty, and all gradients are 0."""
     torch.manual_seed(2)
     whole = nn.Sequential(nn.Flatten(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
     torch.manual_seed(2)
@@ -123,14 +154,21 @@ def test_one_process_has_the_model_as_it_was() -> None:
     holder.dense_part = "0"
     hybrid = HybridModel(holder, SingleProcessCommunicator(), "c")
     torch.testing.assert_close(hybrid(x), whole(x), rtol=0, atol=0)
-    assert [name for name, _ in holder.named_parameters()] == ["0.1.weight", "0.1.bias", "0.3.weight", "0.3.bias"]
+    assert [name for name, _ in holder.named_parameters()] == [
+        "0.1.weight",
+        "0.1.bias",
+        "0.3.weight",
+        "0.3.bias",
+    ]
     empty = hybrid(x[:0])
     assert empty.shape == (0, 3)
     empty.sum().backward()
     assert all(torch.count_nonzero(p.grad) == 0 for p in hybrid.dense_parameters())
     for p in hybrid.dense_parameters():
         p.requires_grad_(False)
-    hybrid(x[:0]).sum().backward()  # a part of the backward pass of the other ranks, whose convolutions learn
+    hybrid(
+        x[:0]
+    ).sum().backward()  # a part of the backward pass of the other ranks, whose convolutions learn
 
 
 def test_dense_parts_that_cannot_be_cut_are_refused() -> None:
@@ -151,14 +189,22 @@ def test_dense_parts_that_cannot_be_cut_are_refused() -> None:
     chain = Own(nn.Sequential(nn.Linear(2, 2), act, nn.Linear(2, 2), act))
     x = torch.rand(3, 2)
     expected = chain.head(x)
-    assert torch.equal(CutLayers(chain.head, Exchange(SingleProcessCommunicator()), "head", "")(x), expected)  # `act` is there twice
+    assert torch.equal(
+        CutLayers(chain.head, Exchange(SingleProcessCommunicator()), "head", "")(x), expected
+    )  # `act` is there twice
     refused = {
         "a linear layer of 'head' is there twice": Own(nn.Sequential(twice, act, twice)),
         "'head', which is to be cut over ranks, has no linear layer": Own(Scaled(nn.Linear(2, 2))),
         "MLP has no attribute `dense_part`": mlp.build("mlp", (2, 2, 1), 3),
-        "head.1 is BatchNorm1d, which cannot be computed neuron by neuron": Own(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))),
+        "head.1 is BatchNorm1d, which cannot be computed neuron by neuron": Own(
+            nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        ),
     }
     for message, model in refused.items():
         with pytest.raises(UserError) as error:
             HybridModel(model, SingleProcessCommunicator(), "a", "job.yaml:3")
-        assert message in str(error.value) and "where: job.yaml:3" in str(error.value) and "fix:" in str(error.value)
+        assert (
+            message in str(error.value)
+            and "where: job.yaml:3" in str(error.value)
+            and "fix:" in str(error.value)
+        )

@@ -1,4 +1,5 @@
-"""The tensors of real steps, counted on two ranks, against what was predicted without numbers; and what cannot be predicted."""
+"""The tensors of real steps, counted on two ranks, against what was predicted without numbers; and
+what cannot be predicted."""
 
 from __future__ import annotations
 
@@ -31,21 +32,31 @@ HYBRID = "alexnet model.widths=[16,32,32,32,32] model.dense=[256,256]"
 
 def predicted(*words: str, ranks: int = 1, samples: int = 8, passes: int = 1) -> Footprint:
     step = PlannedStep(samples, passes, 4, 0, writes_checkpoints=True)
-    return footprint(configure(None, ["model.name=mlp", "model.widths=[500,500]", *words]), IMAGES, step, ranks, MPI)  # type: ignore[arg-type]
+    return footprint(
+        configure(None, ["model.name=mlp", "model.widths=[500,500]", *words]),
+        IMAGES,
+        step,
+        ranks,
+        MPI,
+    )  # type: ignore[arg-type]
 
 
 def test_a_step_takes_what_was_predicted() -> None:
     """Of one process, as the next test."""
     case = "2 all 2"
     found = memory_on_ranks.by_case(SingleProcessCommunicator(), [case])[case]
-    assert all(found["predicted"][kind] == found["counted"][kind] for kind in ("weights", "gradients", "optimizer_state"))
+    assert all(
+        found["predicted"][kind] == found["counted"][kind]
+        for kind in ("weights", "gradients", "optimizer_state")
+    )
     assert found["step"] == pytest.approx(found["sum"], rel=0.005)
 
 
 @pytest.mark.slow
 @needs_mpirun
 def test_a_step_on_two_ranks_takes_what_was_predicted() -> None:
-    """Weights, gradients, optimizer state, buckets and what is sent exactly; all together within half a percent.
+    """Weights, gradients, optimizer state, buckets and what is sent exactly; all together within
+    half a percent.
 
     wide_resnet has blocks of many sizes.
     """
@@ -56,7 +67,10 @@ def test_a_step_on_two_ranks_takes_what_was_predicted() -> None:
     stages = [f"4:{gpt} parallel.pipeline=2 shard.stage=1"]
     if FULL:
         cases += ["2:wide_resnet shard.stage=0", "2:wide_resnet shard.stage=3 model.recompute=all"]
-        cases += [f"2:{gpt} parallel.tensor=2", f"2:{gpt} parallel.tensor=2 shard.stage=3 model.tied=true"]
+        cases += [
+            f"2:{gpt} parallel.tensor=2",
+            f"2:{gpt} parallel.tensor=2 shard.stage=3 model.tied=true",
+        ]
         cases.append("2:wide_resnet comm.local_steps=4 comm.local_from=1")
         stages.append(f"4:{gpt} parallel.pipeline=2 parallel.schedule=zero_bubble")
     found = on_ranks("mpi", 2, "memory_on_ranks:by_case", [*cases, *stages])[0]
@@ -72,7 +86,8 @@ def test_a_step_on_two_ranks_takes_what_was_predicted() -> None:
 
 
 def test_a_storage_that_is_resized_is_followed() -> None:
-    """FSDP2 frees and allocates whole weights so: 4,000 bytes and nothing, then 8,000 bytes and a number."""
+    """FSDP2 frees and allocates whole weights so: 4,000 bytes and nothing, then 8,000 bytes and a
+    number."""
     with LiveStorages() as live:
         whole = torch.ones(1000)
         whole.untyped_storage().resize_(0)
@@ -93,8 +108,9 @@ def test_a_storage_that_is_resized_is_followed() -> None:
 
 
 def test_stage_3_has_parts_and_one_whole_unit() -> None:
-    """mlp, one unit, 2 ranks, sgd. Between steps: half of the weights and of the momentum. Most is alive while gradients are added up, when
-    the whole weights are freed: a buffer with all gradients, the engine's copy of it, and the half that comes back."""
+    """mlp, one unit, 2 ranks, sgd. Between steps: half of the weights and of the momentum. Most is
+    alive while gradients are added up, when the whole weights are freed: a buffer with all
+    gradients, the engine's copy of it, and the half that comes back."""
     sizes = 64 * 500 + 500 + 500 * 500 + 500 + 500 * 10 + 10
     found = predicted("optim.name=sgd", "shard.stage=3", ranks=2, samples=1)
     assert found.optimizer_state == found.checkpoint - found.optimizer_state == 2 * sizes
@@ -121,9 +137,17 @@ def test_adam_takes_four_times_the_weights_and_its_shards_less() -> None:
     """
     sizes = 64 * 500 + 500 + 500 * 500 + 500 + 500 * 10 + 10
     whole = predicted("optim.name=adam", ranks=4)
-    assert (whole.weights, whole.gradients, whole.optimizer_state) == (4 * sizes, 4 * sizes, 8 * sizes)
+    assert (whole.weights, whole.gradients, whole.optimizer_state) == (
+        4 * sizes,
+        4 * sizes,
+        8 * sizes,
+    )
     parts = predicted("optim.name=adam", "shard.stage=2", ranks=4)
-    assert (parts.weights, parts.gradients, parts.optimizer_state) == (4 * sizes, sizes + sizes % 4, 2 * (sizes + sizes % 4))
+    assert (parts.weights, parts.gradients, parts.optimizer_state) == (
+        4 * sizes,
+        sizes + sizes % 4,
+        2 * (sizes + sizes % 4),
+    )
     assert parts.communication == 4 * sizes and whole.checkpoint == 12 * sizes
     assert parts.checkpoint == parts.weights + parts.optimizer_state
     assert (whole.largest_array, parts.largest_array) == (4 * 500 * 500, 4 * 500 * 500)
@@ -131,18 +155,40 @@ def test_adam_takes_four_times_the_weights_and_its_shards_less() -> None:
 
 
 def test_a_dense_part_over_ranks_is_predicted() -> None:
-    """Of 4 bytes each: 10 x 9 + 10 weights of the convolution on every rank, of the dense layers (10 -> 6 -> 10) half; Adam: two."""
-    words = ("model.name=convnet", "model.widths=[10]", "model.norm=false", "model.dense=[6]", "optim.name=adam", "parallel.dense=a")
+    """Of 4 bytes each: 10 x 9 + 10 weights of the convolution on every rank, of the dense layers
+    (10 -> 6 -> 10) half; Adam: two."""
+    words = (
+        "model.name=convnet",
+        "model.widths=[10]",
+        "model.norm=false",
+        "model.dense=[6]",
+        "optim.name=adam",
+        "parallel.dense=a",
+    )
     found, dense = predicted(*words, ranks=2), (10 + 1) * 6 + (6 + 1) * 10
-    assert (found.weights, found.optimizer_state) == (4 * (100 + dense // 2), 2 * 4 * (100 // 2 + dense // 2))
+    assert (found.weights, found.optimizer_state) == (
+        4 * (100 + dense // 2),
+        2 * 4 * (100 // 2 + dense // 2),
+    )
 
 
 def test_parts_of_the_positions_are_predicted() -> None:
-    """The block keeps 4 A between its cut layers, of which a rank of two has half; what is gathered at the peak takes some of it."""
+    """The block keeps 4 A between its cut layers, of which a rank of two has half; what is gathered
+    at the peak takes some of it."""
     task = Language(Field("int64", (65,), 16))
     step = PlannedStep(4, 1, 4, 0, writes_checkpoints=False)
-    words = ["task.name=language", "model.name=gpt", "model.layers=1", "model.width=32", "model.heads=2", "parallel.tensor=2"]
-    whole, parts = (footprint(configure(None, [*words, f"parallel.sequence={on}"]), task, step, 2, MPI) for on in ("false", "true"))  # type: ignore[arg-type]
+    words = [
+        "task.name=language",
+        "model.name=gpt",
+        "model.layers=1",
+        "model.width=32",
+        "model.heads=2",
+        "parallel.tensor=2",
+    ]
+    whole, parts = (
+        footprint(configure(None, [*words, f"parallel.sequence={on}"]), task, step, 2, MPI)
+        for on in ("false", "true")
+    )  # type: ignore[arg-type]
     block = 4 * 64 * 32 * 4  # bytes of A: (samples, positions, width) of float32
     assert 1.2 * block < whole.activations - parts.activations < 2.1 * block
 
@@ -152,7 +198,9 @@ def test_rules_types_and_passes_change_what_they_should() -> None:
     half = predicted("optim.name=sgd", "speed.precision=fp16")
     assert sgd.optimizer_state == sgd.weights == half.weights  # masters are float32
     assert predicted("speed.precision=fp64").weights == 2 * sgd.weights
-    assert predicted("optim.name=torch.optim.Adam").optimizer_state == pytest.approx(2 * sgd.weights, rel=1e-3)
+    assert predicted("optim.name=torch.optim.Adam").optimizer_state == pytest.approx(
+        2 * sgd.weights, rel=1e-3
+    )
     assert predicted(samples=4000, passes=4).activations < 0.3 * predicted(samples=4000).activations
     clipped = predicted("optim.clip_norm=1")
     assert clipped.workspace > sgd.workspace
@@ -160,7 +208,10 @@ def test_rules_types_and_passes_change_what_they_should() -> None:
 
 def test_dropout_that_draws_indices_is_predicted() -> None:
     """Its number of draws depends on numbers that a prediction does not have."""
-    plain, dropped = (predicted("model.name=wide_resnet", "model.widths=[4,4,8,8]", f"model.dropout={share}") for share in (0, 0.01))
+    plain, dropped = (
+        predicted("model.name=wide_resnet", "model.widths=[4,4,8,8]", f"model.dropout={share}")
+        for share in (0, 0.01)
+    )
     assert plain.activations < dropped.activations < 1.5 * plain.activations
 
 
@@ -175,12 +226,15 @@ def test_nothing_is_allocated_and_no_random_number_is_drawn() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_a_model_that_reads_numbers_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_model_that_reads_numbers_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "reads.py").write_text(
         "import torch\n"
         "class Net(torch.nn.Linear):\n"
         "    def __init__(self, outputs):\n        super().__init__(64, outputs)\n"
-        "    def forward(self, x):\n        x.detach().numpy()\n        return super().forward(x.flatten(1))\n"
+        "    def forward(self, x):\n        x.detach().numpy()\n        return "
+        "super().forward(x.flatten(1))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     step = PlannedStep(8, 1, 4, 0, writes_checkpoints=False)

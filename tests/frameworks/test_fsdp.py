@@ -1,4 +1,5 @@
-"""shard.stage=3: how a model is made in parts, which modules are its units, and that every pass is a collective; on one process."""
+"""shard.stage=3: how a model is made in parts, which modules are its units, and that every pass is
+a collective; on one process."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def ranks() -> Iterator[SingleProcessCommunicator]:
 
 
 class Odd(nn.Module):
-    """Initial weights by most of what torch.nn.init does, views, tensors made of others, small and large."""
+    """Initial weights by most of what torch.nn.init does, views, tensors made of others, small and
+    large."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +77,11 @@ def made_twice(make: Any) -> tuple[nn.Module, nn.Module, Deferred | None]:
     return whole, model, deferred
 
 
-@pytest.mark.parametrize("make", [Odd, lambda: gpt.build("gpt", 80, 300, width=64, layers=2, tied=True)], ids=["odd", "gpt"])
+@pytest.mark.parametrize(
+    "make",
+    [Odd, lambda: gpt.build("gpt", 80, 300, width=64, layers=2, tied=True)],
+    ids=["odd", "gpt"],
+)
 def test_deferred_numbers_are_those_of_the_constructor(make: Any) -> None:
     whole, model, deferred = made_twice(make)
     assert deferred is not None
@@ -101,14 +107,18 @@ class Blocks(nn.Module):
 def test_units_are_blocks_with_parameters_of_their_own() -> None:
     first, second, third, rest = (nn.Linear(3, 3) for _ in range(4))
     assert units(Blocks(first, second, rest=rest)) == [first, second]
-    assert units(Blocks(first, second, second, rest=rest)) == [first], "one that is called twice stays with the rest"
+    assert units(Blocks(first, second, second, rest=rest)) == [first], (
+        "one that is called twice stays with the rest"
+    )
     third.weight = rest.weight
     assert units(Blocks(first, third, nn.ReLU(), rest=rest)) == [first]
     assert units(rest) == []
 
 
 def learner_of(words: str, communicator: SingleProcessCommunicator) -> Any:
-    return build_learner(configure(None, f"{words} speed.precision=fp64 batch.size=4".split()), TASK, communicator)
+    return build_learner(
+        configure(None, f"{words} speed.precision=fp64 batch.size=4".split()), TASK, communicator
+    )
 
 
 def batch_of(learner: Any, samples: int) -> Any:
@@ -121,7 +131,9 @@ HYPER = Hyper(0.1, 0.9, 1e-3, 4, 0)
 
 def test_a_rank_without_samples_makes_every_pass(ranks: SingleProcessCommunicator) -> None:
     """In which weights are gathered: its gradients are zero, and its running statistics stay."""
-    learner = learner_of("model.name=wide_resnet model.widths=[2,2,2,2] shard.stage=3 optim.weight_decay=0", ranks)
+    learner = learner_of(
+        "model.name=wide_resnet model.widths=[2,2,2,2] shard.stage=3 optim.weight_decay=0", ranks
+    )
     before = learner.state()
     passes = list[str]()
     for block in learner.model.blocks:
@@ -132,29 +144,50 @@ def test_a_rank_without_samples_makes_every_pass(ranks: SingleProcessCommunicato
         assert passes == ["forward"] * (number * len(learner.model.blocks))
     passes.clear()
     learner.step([batch_of(learner, 0)], HYPER._replace(weight_decay=0.0), 0)
-    assert passes == ["forward"] * len(learner.model.blocks) + ["backward"] * len(learner.model.blocks) and len(passes) > 4
+    assert (
+        passes == ["forward"] * len(learner.model.blocks) + ["backward"] * len(learner.model.blocks)
+        and len(passes) > 4
+    )
     after = learner.state()
     assert all(np.array_equal(after[name], array) for name, array in before.items())
 
 
-@pytest.mark.parametrize("words", ["", "optim.name=lamb shard.reshard=false", "optim.name=torch.optim.Adam shard.offload=parameters"])
-def test_steps_and_state_are_those_without_shards(ranks: SingleProcessCommunicator, words: str) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "optim.name=lamb shard.reshard=false",
+        "optim.name=torch.optim.Adam shard.offload=parameters",
+    ],
+)
+def test_steps_and_state_are_those_without_shards(
+    ranks: SingleProcessCommunicator, words: str
+) -> None:
     job = "model.name=mlp model.widths=[16,8] optim.clip_norm=0.1 recipe.gradient_noise=0.01"
     whole = learner_of(f"{job} {words.partition('shard')[0]}", ranks)
     sharded = learner_of(f"{job} {words} shard.stage=3", ranks)
     for step in range(3):
         for learner in (whole, sharded):
             learner.evaluate(batch_of(learner, 2))
-            learner.step([batch_of(learner, 3), batch_of(learner, 0)], HYPER._replace(step=step, noise=0.01), step)
+            learner.step(
+                [batch_of(learner, 3), batch_of(learner, 0)],
+                HYPER._replace(step=step, noise=0.01),
+                step,
+            )
     expected = whole.state()
     found = sharded.state()
-    assert expected.keys() == found.keys() and whole.state_dict_names() == sharded.state_dict_names()
+    assert (
+        expected.keys() == found.keys() and whole.state_dict_names() == sharded.state_dict_names()
+    )
     for name, array in expected.items():
         assert np.array_equal(array, found[name]), name
     other = learner_of(f"{job} {words} shard.stage=3", ranks)
     other.load(found)
     assert all(np.array_equal(array, found[name]) for name, array in other.state().items())
-    assert "weights sharded over 1 rank as one unit" in sharded.describe() and not sharded.describe().startswith("FSDP")
+    assert (
+        "weights sharded over 1 rank as one unit" in sharded.describe()
+        and not sharded.describe().startswith("FSDP")
+    )
 
 
 class Scalar(nn.Module):
@@ -168,7 +201,9 @@ class Scalar(nn.Module):
 
 
 def test_a_parameter_without_rows_is_refused(ranks: SingleProcessCommunicator) -> None:
-    with pytest.raises(UserError, match="the parameter gain is a single number: shard.stage=3 gives each rank rows"):
+    with pytest.raises(
+        UserError, match="the parameter gain is a single number: shard.stage=3 gives each rank rows"
+    ):
         learner_of(f"model.name={__name__}:Scalar shard.stage=3", ranks)
 
 
@@ -182,7 +217,9 @@ def test_a_parameter_without_rows_is_refused(ranks: SingleProcessCommunicator) -
 )
 def test_an_optimizer_that_is_not_elementwise_is_refused(name: str, reason: str) -> None:
     with pytest.raises(
-        UserError, match=f"a step of torch.optim.{name} on parts of a parameter, as ranks with shard.stage make it, {reason}"
+        UserError,
+        match=f"a step of torch.optim.{name} on parts of a parameter, as ranks with shard.stage "
+        f"make it, {reason}",
     ):
         check_optimizer(configure(None, [f"optim.name=torch.optim.{name}", "shard.stage=2"]))
 
@@ -209,7 +246,9 @@ class UnevenHosts(SingleProcessCommunicator):
 
 
 def test_hosts_with_different_numbers_of_ranks_are_refused() -> None:
-    with pytest.raises(UserError, match="the hosts have 2, 1 ranks: parts of the same sizes need equally many"):
+    with pytest.raises(
+        UserError, match="the hosts have 2, 1 ranks: parts of the same sizes need equally many"
+    ):
         make_mesh(UnevenHosts(), configure(None, ["shard.stage=1", "shard.group=node"]))
     assert make_mesh(UnevenHosts(), configure(None, ["shard.stage=1"])).table == ((0, 1, 2),)
 
@@ -223,7 +262,9 @@ def test_torch_distributed_runs_over_a_communicator(ranks: SingleProcessCommunic
     dist.all_gather(parts, x)
     half = torch.empty(6)
     whole = torch.empty(6, dtype=torch.bfloat16)
-    new = hasattr(dist, "reduce_scatter_single")  # torch 2.13; before it, the names that it warns of
+    new = hasattr(
+        dist, "reduce_scatter_single"
+    )  # torch 2.13; before it, the names that it warns of
     (dist.reduce_scatter_single if new else dist.reduce_scatter_tensor)(half, x)
     (dist.all_gather_single if new else dist.all_gather_into_tensor)(whole, x.bfloat16())
     dist.broadcast(x, 0)

@@ -1,4 +1,5 @@
-"""shard.stage=3 in 16 bits, on two ranks: what is gathered, what stays, and the weights of stage 0."""
+"""shard.stage=3 in 16 bits, on two ranks: what is gathered, what stays, and the weights of stage
+0."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ LIKE_STAGE_0 = [
 
 @needs_mpirun
 def test_after_forward_a_rank_has_no_block_in_16_bits() -> None:
-    """The head alone, which is no block's, stays until backward; autocast kept 12 WIDTH^2 numbers of each of 4 blocks, too."""
+    """The head alone, which is no block's, stays until backward; autocast kept 12 WIDTH^2 numbers
+    of each of 4 blocks, too."""
     cases = [f"shard.stage=3 speed.precision=bf16{more}" for more in ("", " model.recompute=all")]
     for found in on_ranks("mpi", 2, "half_types_on_ranks:alive_after_forward", cases):
         assert found == dict.fromkeys(cases, 2 * COLOURS * WIDTH)
@@ -29,14 +31,17 @@ def test_after_forward_a_rank_has_no_block_in_16_bits() -> None:
 
 @needs_mpirun
 def test_what_is_gathered_and_what_is_alive_is_as_planned() -> None:
-    """Matrices and biases of blocks, and the head, in 16 bits; norms and embeddings in 32. A rank of two sends half of what is gathered,
-    blocks for forward and for backward.
+    """Matrices and biases of blocks, and the head, in 16 bits; norms and embeddings in 32. A rank
+    of two sends half of what is gathered, blocks for forward and for backward.
     """
     layers = 2
     width = 32
     colours = 512
     tokens = 256
-    case = f"2:gpt model.layers={layers} model.width={width} model.heads=2 model.recompute=all shard.stage=3 speed.precision=bf16"
+    case = (
+        f"2:gpt model.layers={layers} model.width={width} model.heads=2 model.recompute=all "
+        "shard.stage=3 speed.precision=bf16"
+    )
     found = on_ranks("mpi", 2, "memory_on_ranks:by_case", [case])[0][case]
     block = 2 * (12 * width**2 + 9 * width) + 4 * 4 * width
     rest = 2 * colours * width + 4 * (colours + tokens + 2) * width
@@ -57,4 +62,7 @@ def test_weights_are_those_of_stage_0() -> None:
     own = 4 * 32 * 32
     layers = 65 * 32 + 33 * 32 + 10
     others = 4 * 33 + 32 * 10 + 6984
-    assert f", {(own + layers) / (own + layers + others):.1%} of the weights gathered in bfloat16 (ZeRO stage 3)" in found[ODD][2]
+    assert (
+        f", {(own + layers) / (own + layers + others):.1%} of the weights gathered in bfloat16 "
+        "(ZeRO stage 3)" in found[ODD][2]
+    )

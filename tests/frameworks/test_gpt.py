@@ -1,4 +1,5 @@
-"""model.name=gpt: equal to a decoder written down once more, causal, and the same with a cache as without."""
+"""model.name=gpt: equal to a decoder written down once more, causal, and the same with a cache as
+without."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ WIDTH = 8
 
 def model(**options: Any) -> GPT:
     torch.manual_seed(3)
-    found = build("gpt", CONTEXT, VOCABULARY, **{"layers": LAYERS, "heads": HEADS, "width": WIDTH, **options}).double()
+    found = build(
+        "gpt", CONTEXT, VOCABULARY, **{"layers": LAYERS, "heads": HEADS, "width": WIDTH, **options}
+    ).double()
     assert isinstance(found, GPT)
     return found
 
@@ -34,26 +37,40 @@ def by_hand(weights: dict[str, np.ndarray], tokens: np.ndarray) -> np.ndarray:
     """The logits of one sequence, position by position and head by head, in NumPy."""
 
     def norm(x: np.ndarray, name: str) -> np.ndarray:
-        return (x - x.mean()) / math.sqrt(x.var() + 1e-5) * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+        return (x - x.mean()) / math.sqrt(x.var() + 1e-5) * weights[f"{name}.weight"] + weights[
+            f"{name}.bias"
+        ]
 
     def linear(x: np.ndarray, name: str) -> np.ndarray:
         return weights[f"{name}.weight"] @ x + weights[f"{name}.bias"]
 
-    rows = [weights["tokens.weight"][token] + weights["positions.weight"][at] for at, token in enumerate(tokens)]
+    rows = [
+        weights["tokens.weight"][token] + weights["positions.weight"][at]
+        for at, token in enumerate(tokens)
+    ]
     for layer in range(LAYERS):
         block = f"blocks.{layer}"
-        parts = [np.split(linear(norm(x, f"{block}.norm1"), f"{block}.attention.inputs"), 3) for x in rows]
+        parts = [
+            np.split(linear(norm(x, f"{block}.norm1"), f"{block}.attention.inputs"), 3)
+            for x in rows
+        ]
         new_rows = []
         for at, x in enumerate(rows):
             heads = []
             for head in range(HEADS):
                 own = slice(head * WIDTH // HEADS, (head + 1) * WIDTH // HEADS)
-                scores = np.array([parts[at][0][own] @ parts[other][1][own] for other in range(at + 1)]) / math.sqrt(WIDTH / HEADS)
+                scores = np.array(
+                    [parts[at][0][own] @ parts[other][1][own] for other in range(at + 1)]
+                ) / math.sqrt(WIDTH / HEADS)
                 shares = np.exp(scores) / np.exp(scores).sum()
-                heads.append(sum(share * parts[other][2][own] for other, share in enumerate(shares)))
+                heads.append(
+                    sum(share * parts[other][2][own] for other, share in enumerate(shares))
+                )
             between = x + linear(np.concatenate(heads), f"{block}.attention.output")
             h = linear(norm(between, f"{block}.norm2"), f"{block}.fc1")
-            h = 0.5 * h * (1 + np.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))  # Hendrycks, Gimpel 2016, arXiv:1606.08415
+            h = (
+                0.5 * h * (1 + np.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
+            )  # Hendrycks, Gimpel 2016, arXiv:1606.08415
             new_rows.append(between + linear(h, f"{block}.fc2"))
         rows = new_rows
     return np.stack([weights["head.weight"] @ norm(x, "norm") for x in rows])
@@ -67,7 +84,9 @@ def test_equal_to_the_formulas() -> None:
     weights = {name: p.detach().numpy() for name, p in gpt.named_parameters()}
     tokens = random_tokens(2)
     for found, sequence in zip(gpt(tokens), tokens.numpy(), strict=True):
-        np.testing.assert_allclose(found.detach().numpy(), by_hand(weights, sequence), rtol=0, atol=1e-12)
+        np.testing.assert_allclose(
+            found.detach().numpy(), by_hand(weights, sequence), rtol=0, atol=1e-12
+        )
 
 
 def test_a_position_does_not_see_those_after_it() -> None:
@@ -102,7 +121,13 @@ def test_the_first_weights_are_those_of_gpt_2() -> None:
     gpt = build("gpt", 200, 300, layers=8, heads=2, width=128)
     stds = {name: float(p.detach().std()) for name, p in gpt.named_parameters() if p.ndim == 2}
     for name, std in stds.items():
-        expected = 0.01 if name == "positions.weight" else 0.02 / 4 if name.endswith(("attention.output.weight", "fc2.weight")) else 0.02
+        expected = (
+            0.01
+            if name == "positions.weight"
+            else 0.02 / 4
+            if name.endswith(("attention.output.weight", "fc2.weight"))
+            else 0.02
+        )
         assert std == pytest.approx(expected, rel=0.03), name
     for name, p in gpt.named_parameters():
         if p.ndim == 1:
@@ -110,18 +135,27 @@ def test_the_first_weights_are_those_of_gpt_2() -> None:
 
 
 def weights_of(layers: int, width: int, context: int, vocabulary: int, tied: bool) -> int:
-    return (2 - tied) * vocabulary * width + context * width + layers * (12 * width**2 + 13 * width) + 2 * width
+    return (
+        (2 - tied) * vocabulary * width
+        + context * width
+        + layers * (12 * width**2 + 13 * width)
+        + 2 * width
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_number_of_weights(tied: bool) -> None:
     assert weights_of(12, 768, 1024, 50257, tied=True) == 124_439_808  # GPT-2's smallest
-    assert sum(p.numel() for p in model(tied=tied).parameters()) == weights_of(LAYERS, WIDTH, CONTEXT, VOCABULARY, tied)
+    assert sum(p.numel() for p in model(tied=tied).parameters()) == weights_of(
+        LAYERS, WIDTH, CONTEXT, VOCABULARY, tied
+    )
 
 
 def test_a_tied_head_learns_with_the_embedding() -> None:
     gpt = model(tied=True)
-    assert "head.weight" not in dict(gpt.named_parameters()) and gpt.head.weight is gpt.tokens.weight
+    assert (
+        "head.weight" not in dict(gpt.named_parameters()) and gpt.head.weight is gpt.tokens.weight
+    )
     logits = gpt(random_tokens(1))
     logits[0, -1, 3].backward()
     assert gpt.tokens.weight.grad is not None and (gpt.tokens.weight.grad[3] != 0).any()

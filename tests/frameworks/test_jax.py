@@ -1,4 +1,5 @@
-"""The JAX framework: the numbers of the numpy and torch frameworks, few compilations, and its state."""
+"""The JAX framework: the numbers of the numpy and torch frameworks, few compilations, and its
+state."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ RULES = ["sgd", "adam", "adamw", "lars", "larc", "lamb", "novograd", "muon"]
 
 def learner(*words: str, communicator: Communicator | None = None) -> Learner:
     """Shares of 7 and 8 samples take 8 rows: of a batch of 7 one row is padding."""
-    config = configure(None, ["framework=jax", "model.name=linear", "speed.precision=fp64", "batch.size=8", *words])
+    config = configure(
+        None, ["framework=jax", "model.name=linear", "speed.precision=fp64", "batch.size=8", *words]
+    )
     return build_learner(config, TASK, communicator or SingleProcessCommunicator())
 
 
@@ -40,7 +43,16 @@ def batch(n: int, seed: int = 0) -> Batch:
 
 
 def hyper(batch: int, step: int = 0, **numbers: float) -> Hyper:
-    return Hyper(**{"lr": 0.02 * (step + 1), "momentum": 0.9, "weight_decay": 0.01, "batch": batch, "step": step} | numbers)
+    return Hyper(
+        **{
+            "lr": 0.02 * (step + 1),
+            "momentum": 0.9,
+            "weight_decay": 0.01,
+            "batch": batch,
+            "step": step,
+        }
+        | numbers
+    )
 
 
 def floats(sums: dict) -> dict[str, float]:
@@ -55,7 +67,9 @@ def move_alike(a: Learner, b: Learner, weighted: bool = False) -> None:
         data = batch(7, step) | ({"w": np.linspace(0.2, 1.8, 7)} if weighted else {})
         sums = [floats(one.step([one.to_device(data)], hyper(7, step), step)) for one in (a, b)]
         assert sums[0] == pytest.approx(sums[1], rel=1e-12)
-    assert floats(a.evaluate(a.to_device(batch(9)))) == pytest.approx(floats(b.evaluate(b.to_device(batch(9)))), rel=1e-12)
+    assert floats(a.evaluate(a.to_device(batch(9)))) == pytest.approx(
+        floats(b.evaluate(b.to_device(batch(9)))), rel=1e-12
+    )
     states = a.state(), b.state()
     assert states[0].keys() == states[1].keys()
     assert digest(states[0]) != before
@@ -68,7 +82,8 @@ def move_alike(a: Learner, b: Learner, weighted: bool = False) -> None:
 
 @pytest.fixture
 def compilations() -> Iterator[list[str]]:
-    """What XLA has compiled since the test began, an event for each; without the cache that other tests share."""
+    """What XLA has compiled since the test began, an event for each; without the cache that other
+    tests share."""
     cache = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
@@ -86,9 +101,20 @@ def compilations() -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "squared_error"])
-@pytest.mark.parametrize("words", ["", "model.label_smoothing=0.2", "optim.clip_norm=0.3 optim.clip_value=0.05", "optim.exclude=none"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "model.label_smoothing=0.2",
+        "optim.clip_norm=0.3 optim.clip_value=0.05",
+        "optim.exclude=none",
+    ],
+)
 def test_jax_and_numpy_move_alike(loss: str, words: str) -> None:
-    both = [learner(f"framework={framework}", f"model.loss={loss}", *words.split()) for framework in ("numpy", "jax")]
+    both = [
+        learner(f"framework={framework}", f"model.loss={loss}", *words.split())
+        for framework in ("numpy", "jax")
+    ]
     move_alike(*both, weighted=not words)
 
 
@@ -99,7 +125,13 @@ def test_jax_and_torch_move_an_mlp_alike(rule: str) -> None:
 
 
 def test_jax_and_torch_move_a_convnet_alike() -> None:
-    words = ["model.name=convnet", "model.widths=[4,6]", "model.norm=false", "optim.name=lars", "optim.trust=0.1"]
+    words = [
+        "model.name=convnet",
+        "model.widths=[4,6]",
+        "model.norm=false",
+        "optim.name=lars",
+        "optim.trust=0.1",
+    ]
     move_alike(learner(*words, "framework=torch"), learner(*words))
 
 
@@ -109,10 +141,17 @@ def test_single_precision_follows_double() -> None:
     single.load(double.state())
     before = double.state()["p.fc1.weight"]
     for step in range(3):
-        sums = [one.step([one.to_device(batch(7, step))], hyper(7, step), step) for one in (double, single)]
+        sums = [
+            one.step([one.to_device(batch(7, step))], hyper(7, step), step)
+            for one in (double, single)
+        ]
         assert floats(sums[0]) == pytest.approx(floats(sums[1]), rel=1e-4)
-        assert sums[1]["loss"].dtype == np.float32 and isinstance(sums[1]["loss"], jax.Array), "no wait for the device"
-        assert sums[0]["loss"] + 0.0 == float(sums[0]["loss"]), "float64 for those who add sums outside of the framework"
+        assert sums[1]["loss"].dtype == np.float32 and isinstance(sums[1]["loss"], jax.Array), (
+            "no wait for the device"
+        )
+        assert sums[0]["loss"] + 0.0 == float(sums[0]["loss"]), (
+            "float64 for those who add sums outside of the framework"
+        )
         if step == 0:  # a correction 1 - beta^t in float32 would be off by 2e-5
             moved = [(one.state()["p.fc1.weight"] - before) for one in (double, single)]
             assert np.median(np.abs(moved[1] / moved[0] - 1)) < 5e-6
@@ -123,7 +162,10 @@ def test_single_precision_follows_double() -> None:
 
 
 def test_weights_start_as_torch_starts_them_and_differ_by_seed() -> None:
-    a, b, c = (learner("model.name=convnet", "model.norm=false", *seed).state() for seed in ((), (), ("seed=2",)))
+    a, b, c = (
+        learner("model.name=convnet", "model.norm=false", *seed).state()
+        for seed in ((), (), ("seed=2",))
+    )
     assert digest(a) == digest(b) != digest(c)
     for name, fan_in in {"conv1": 18, "conv2": 144, "fc": 64}.items():
         bound = fan_in**-0.5
@@ -144,24 +186,41 @@ def test_micro_batches_and_empty_ones_change_nothing() -> None:
     for name, array in whole.state().items():
         np.testing.assert_allclose(pieces.state()[name], array, rtol=1e-12, atol=1e-15)
     before = pieces.state()
-    sums = pieces.step([pieces.to_device(batch(0))], Hyper(lr=0.5, momentum=0.0, weight_decay=0.1, batch=4), 0)
-    assert floats(pieces.evaluate(pieces.to_device(batch(0)))) == {"loss": 0.0, "right": 0.0, "count": 0}
+    sums = pieces.step(
+        [pieces.to_device(batch(0))], Hyper(lr=0.5, momentum=0.0, weight_decay=0.1, batch=4), 0
+    )
+    assert floats(pieces.evaluate(pieces.to_device(batch(0)))) == {
+        "loss": 0.0,
+        "right": 0.0,
+        "count": 0,
+    }
     assert sums == {"loss": 0.0, "right": 0.0, "count": 0, "nonfinite": 0.0}
     for name, array in pieces.state().items():
         if name.startswith("p."):
-            np.testing.assert_allclose(array, before[name] * (0.95 if "weight" in name else 1), rtol=1e-12)
+            np.testing.assert_allclose(
+                array, before[name] * (0.95 if "weight" in name else 1), rtol=1e-12
+            )
 
 
 def test_noise_is_normal_and_the_same_for_the_same_seed() -> None:
     one, two, three = (learner("model.name=mlp", "model.widths=[500]") for _ in range(3))
     before = one.state()
     for each, seed in ((one, 7), (two, 7), (three, 7 + 2**40)):
-        each.step([each.to_device(batch(0))], Hyper(lr=1.0, momentum=0.0, weight_decay=0.0, batch=4, noise=0.25), seed)
+        each.step(
+            [each.to_device(batch(0))],
+            Hyper(lr=1.0, momentum=0.0, weight_decay=0.0, batch=4, noise=0.25),
+            seed,
+        )
     assert digest(one.state()) == digest(two.state()) != digest(three.state())
     noise = (one.state()["p.fc1.weight"] - before["p.fc1.weight"]).ravel()  # 20,000 numbers
     assert abs(noise.mean()) < 5 * 0.5 / 20000**0.5
     assert noise.std() == pytest.approx(0.5, rel=5 / 40000**0.5)
-    assert np.corrcoef(noise[:1500], one.state()["p.head.weight"].ravel() - before["p.head.weight"].ravel())[0, 1] < 0.15
+    assert (
+        np.corrcoef(
+            noise[:1500], one.state()["p.head.weight"].ravel() - before["p.head.weight"].ravel()
+        )[0, 1]
+        < 0.15
+    )
 
 
 class Pair(SingleProcessCommunicator):
@@ -185,14 +244,25 @@ def test_two_ranks_sum_their_gradients_and_measure_the_noise_scale() -> None:
     one = learner("log.noise_scale=true", communicator=pair)
     alone = learner()
     data = batch(4)
-    straight = Hyper(lr=1.0, momentum=0.0, weight_decay=0.0, batch=10)  # the other rank has 6 samples
+    straight = Hyper(
+        lr=1.0, momentum=0.0, weight_decay=0.0, batch=10
+    )  # the other rank has 6 samples
     sums = floats(one.step([one.to_device(data)], straight, 0))
     alone.step([alone.to_device(data)], straight, 0)
-    own, whole = (-np.concatenate([x.state()["p.fc.bias"], x.state()["p.fc.weight"].ravel()]) for x in (alone, one))
+    own, whole = (
+        -np.concatenate([x.state()["p.fc.bias"], x.state()["p.fc.weight"].ravel()])
+        for x in (alone, one)
+    )
     np.testing.assert_allclose(whole, own + other, rtol=1e-12)
     assert pair.names == ["gradient.0"]
     excess = (own * 10 / 4) @ (own * 10 / 4) - whole @ whole
-    expected = {"excess": excess, "excess_inv": 1 / 4 - 1 / 10, "big": whole @ whole / 2, "big_inv": 1 / 20, "steps": 1 / 2}
+    expected = {
+        "excess": excess,
+        "excess_inv": 1 / 4 - 1 / 10,
+        "big": whole @ whole / 2,
+        "big_inv": 1 / 20,
+        "steps": 1 / 2,
+    }
     assert {key: sums[key] for key in NOISE_SCALE_KEYS} == pytest.approx(expected, rel=1e-12)
 
 
@@ -204,9 +274,15 @@ def test_few_shapes_are_compiled(compilations: list[str]) -> None:
     first = len(compilations)
     assert 3 <= first <= 16, "gradient, update, sums, and single operations"
     for step, sizes in enumerate([(15, 16), (16, 14), (0, 16), (0, 0), (14, 0)]):
-        one.step([one.to_device(batch(n)) for n in sizes], hyper(sum(sizes) or 1, step, momentum=0.1 * step, weight_decay=0.1), step)
+        one.step(
+            [one.to_device(batch(n)) for n in sizes],
+            hyper(sum(sizes) or 1, step, momentum=0.1 * step, weight_decay=0.1),
+            step,
+        )
         one.evaluate(one.to_device(batch(49)))
-    assert len(compilations) == first, "other shares, another batch, another rate: nothing is compiled again"
+    assert len(compilations) == first, (
+        "other shares, another batch, another rate: nothing is compiled again"
+    )
     one.step([one.to_device(batch(16))], hyper(16, noise=0.1), 0)
     assert 0 < len(compilations) - first < 4, "the noise, once"
 
@@ -218,7 +294,18 @@ def test_rows_are_few_and_follow_from_the_share_alone() -> None:
         largest_micro_batch(64, 64, 1),
         largest_micro_batch(1, 5, 4),
     ] == [16, 3, 64, 1]
-    assert [rows_for(n, 16) for n in (1, 13, 14, 16, 17, 31, 33, 500, 512, 513)] == [1, 13, 16, 16, 18, 32, 36, 512, 512, 576]
+    assert [rows_for(n, 16) for n in (1, 13, 14, 16, 17, 31, 33, 500, 512, 513)] == [
+        1,
+        13,
+        16,
+        16,
+        18,
+        32,
+        36,
+        512,
+        512,
+        576,
+    ]
     assert rows_for(100, 100) == rows_for(88, 100) == 100
     assert len({rows_for(n, 100) for n in range(1024, 4097)}) == 17  # 8 in each doubling
     assert all(n <= rows_for(n, 100) <= n * 9 / 8 + 1 for n in range(1, 5000) if not 88 <= n <= 100)

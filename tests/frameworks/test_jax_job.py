@@ -1,4 +1,5 @@
-"""The JAX framework from outside: the user's own function, refusals, its start, and whole jobs on ranks."""
+"""The JAX framework from outside: the user's own function, refusals, its start, and whole jobs on
+ranks."""
 
 from __future__ import annotations
 
@@ -41,15 +42,27 @@ def own(shape: tuple[int, int, int], classes: int, width: int = 4, what: str = "
 
     def init(key: jax.Array) -> Any:
         key, _ = jax.random.split(key)
-        layers = {"in": {"w": jax.random.normal(key, (*shape, width))}, "out": [jnp.zeros((width, classes)), jnp.zeros(classes)]}
-        wrong = {"empty": {}, "integer": layers | {"step": jnp.zeros(2, int)}, "number": layers | {"scale": 1.0}, "bare": jnp.zeros(3)}
+        layers = {
+            "in": {"w": jax.random.normal(key, (*shape, width))},
+            "out": [jnp.zeros((width, classes)), jnp.zeros(classes)],
+        }
+        wrong = {
+            "empty": {},
+            "integer": layers | {"step": jnp.zeros(2, int)},
+            "number": layers | {"scale": 1.0},
+            "bare": jnp.zeros(3),
+        }
         return wrong.get(what, layers | {"in.w": jnp.zeros(1)} if what == "twice" else layers)
 
     def apply(params: Any, x: jax.Array) -> Any:
-        assert x.dtype == jnp.zeros(1).dtype, "arrays that a user makes are of the framework's precision"
+        assert x.dtype == jnp.zeros(1).dtype, (
+            "arrays that a user makes are of the framework's precision"
+        )
         hidden = jnp.tanh(jnp.einsum("nhwc,hwck->nk", x, params["in"]["w"]))
         logits = hidden @ params["out"][0] + params["out"][1]
-        return {"few": logits[:, :2], "pair": (logits, hidden), "hits": logits > 0}.get(what, logits)
+        return {"few": logits[:, :2], "pair": (logits, hidden), "hits": logits > 0}.get(
+            what, logits
+        )
 
     return "a string" if what == "string" else (init, apply)
 
@@ -66,36 +79,90 @@ def test_the_users_own_function_trains() -> None:
     rng = np.random.default_rng(0)
     x = rng.integers(0, 256, (6, 5, 4, 2), dtype=np.uint8)
     y = np.array([0, 1, 2, 2, 2, 1])
-    one.step([one.to_device({"x": x, "y": y})], Hyper(lr=0.6, momentum=0.0, weight_decay=0.0, batch=6), 0)
-    expected = 0.6 * (np.array([1, 2, 3]) / 6 - 1 / 3)  # zero logits: the gradient of the last bias is 1/3 - share of the label
+    one.step(
+        [one.to_device({"x": x, "y": y})], Hyper(lr=0.6, momentum=0.0, weight_decay=0.0, batch=6), 0
+    )
+    expected = 0.6 * (
+        np.array([1, 2, 3]) / 6 - 1 / 3
+    )  # zero logits: the gradient of the last bias is 1/3 - share of the label
     np.testing.assert_allclose(one.state()["p.out.1"], expected, rtol=1e-12)
     hidden = np.tanh(np.einsum("nhwc,hwck->nk", (x / 255 - TASK.mean) / TASK.std, before["p.in.w"]))
-    np.testing.assert_allclose(one.state()["p.out.0"], 0.1 * hidden.T @ (np.eye(3)[y] - 1 / 3), rtol=1e-9, atol=1e-15)
+    np.testing.assert_allclose(
+        one.state()["p.out.0"], 0.1 * hidden.T @ (np.eye(3)[y] - 1 / 3), rtol=1e-9, atol=1e-15
+    )
 
 
 def test_the_users_own_function_makes_arrays_in_the_frameworks_precision() -> None:
     for precision in ("fp32", "fp64", "fp32"):
         one = learner(OWN, f"speed.precision={precision}")
-        sums = one.evaluate(one.to_device({"x": np.zeros((1, 5, 4, 2), np.uint8), "y": np.array([1])}))
-        assert float(sums["loss"]) == pytest.approx(np.log(3), rel=1e-6 if precision == "fp32" else 1e-15)
+        sums = one.evaluate(
+            one.to_device({"x": np.zeros((1, 5, 4, 2), np.uint8), "y": np.array([1])})
+        )
+        assert float(sums["loss"]) == pytest.approx(
+            np.log(3), rel=1e-6 if precision == "fp32" else 1e-15
+        )
 
 
 @pytest.mark.parametrize(
     ("words", "what", "fix"),
     [
-        (["speed.device=cuda"], "no CUDA device is visible to jax", "speed.device=cpu, or a jax built for this GPU"),
-        (["optim.name=torch.optim.RMSprop"], "torch.optim.RMSprop is a torch optimizer, framework=jax needs a rule", "framework=torch"),
-        (["model.name=alexnet"], "unknown name for framework=jax: alexnet", "known: convnet, gpt, linear, mlp, resnet101"),
-        (["model.name=mlp", "model.widths=[0]"], "widths (0,) with dropout 0.0 make no network", "1 or more"),
+        (
+            ["speed.device=cuda"],
+            "no CUDA device is visible to jax",
+            "speed.device=cpu, or a jax built for this GPU",
+        ),
+        (
+            ["optim.name=torch.optim.RMSprop"],
+            "torch.optim.RMSprop is a torch optimizer, framework=jax needs a rule",
+            "framework=torch",
+        ),
+        (
+            ["model.name=alexnet"],
+            "unknown name for framework=jax: alexnet",
+            "known: convnet, gpt, linear, mlp, resnet101",
+        ),
+        (
+            ["model.name=mlp", "model.widths=[0]"],
+            "widths (0,) with dropout 0.0 make no network",
+            "1 or more",
+        ),
         (["model.name=convnet", "model.widths=[]"], "widths () make no convolutions", "1 or more"),
         (["model.name=convnet", "model.dense=[0]"], "dense (0,) makes no layers", "1 or more"),
-        ([OWN, "model.depth=3"], "does not fit: got an unexpected keyword argument 'depth'", "model.<name>=<value>"),
-        ([OWN, "model.what=string"], "test_jax_job:own gave a str, not a pair of functions (init, apply)", "init(key) -> parameters"),
-        ([OWN, "model.what=empty"], "test_jax_job:own has no parameter to train", "let init(key) give a dict of arrays"),
-        ([OWN, "model.what=integer"], "parameter step of test_jax_job:own is an array of int64", "arrays of real numbers alone"),
-        ([OWN, "model.what=number"], "parameter scale of test_jax_job:own is a float", "arrays of real numbers alone"),
-        ([OWN, "model.what=bare"], "1 parameters of test_jax_job:own are named ''", "a name of its own, in a dict"),
-        ([OWN, "model.what=twice"], "2 parameters of test_jax_job:own are named 'in.w'", "a name of its own, in a dict"),
+        (
+            [OWN, "model.depth=3"],
+            "does not fit: got an unexpected keyword argument 'depth'",
+            "model.<name>=<value>",
+        ),
+        (
+            [OWN, "model.what=string"],
+            "test_jax_job:own gave a str, not a pair of functions (init, apply)",
+            "init(key) -> parameters",
+        ),
+        (
+            [OWN, "model.what=empty"],
+            "test_jax_job:own has no parameter to train",
+            "let init(key) give a dict of arrays",
+        ),
+        (
+            [OWN, "model.what=integer"],
+            "parameter step of test_jax_job:own is an array of int64",
+            "arrays of real numbers alone",
+        ),
+        (
+            [OWN, "model.what=number"],
+            "parameter scale of test_jax_job:own is a float",
+            "arrays of real numbers alone",
+        ),
+        (
+            [OWN, "model.what=bare"],
+            "1 parameters of test_jax_job:own are named ''",
+            "a name of its own, in a dict",
+        ),
+        (
+            [OWN, "model.what=twice"],
+            "2 parameters of test_jax_job:own are named 'in.w'",
+            "a name of its own, in a dict",
+        ),
         (
             [OWN, "model.what=few"],
             "images (2, 5, 4, 2) the model gives float64 (2, 2), not logits (2, 3)",
@@ -106,10 +173,16 @@ def test_the_users_own_function_makes_arrays_in_the_frameworks_precision() -> No
             "for images (2, 5, 4, 2) the model gives tuple, not logits (2, 3)",
             "outputs of that shape",
         ),
-        ([OWN, "model.what=hits"], "the model gives bool (2, 3), not logits (2, 3)", "outputs of that shape"),
+        (
+            [OWN, "model.what=hits"],
+            "the model gives bool (2, 3), not logits (2, 3)",
+            "outputs of that shape",
+        ),
     ],
 )
-def test_impossible_settings_are_refused_at_build_time(words: list[str], what: str, fix: str) -> None:
+def test_impossible_settings_are_refused_at_build_time(
+    words: list[str], what: str, fix: str
+) -> None:
     if "speed.device=cuda" in words and jax.devices()[0].platform == "gpu":
         pytest.skip("a CUDA device is here")
     with pytest.raises(UserError) as caught:
@@ -120,14 +193,25 @@ def test_impossible_settings_are_refused_at_build_time(words: list[str], what: s
 
 @pytest.mark.parametrize(
     ("found", "what"),
-    [(None, "framework=jax needs jax: "), (SimpleNamespace(__version__="0.6.2"), "framework=jax needs jax 0.8 or later; this is 0.6.2")],
+    [
+        (None, "framework=jax needs jax: "),
+        (
+            SimpleNamespace(__version__="0.6.2"),
+            "framework=jax needs jax 0.8 or later; this is 0.6.2",
+        ),
+    ],
 )
-def test_a_missing_or_old_jax_is_refused(found: Any, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_or_old_jax_is_refused(
+    found: Any, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "jax", found)
     with pytest.raises(UserError) as caught:
         learner()
     assert caught.value.what.startswith(what)
-    assert (caught.value.where, caught.value.fix) == ("framework, command line", "pip install 'hvdtrain[jax]'")
+    assert (caught.value.where, caught.value.fix) == (
+        "framework, command line",
+        "pip install 'hvdtrain[jax]'",
+    )
 
 
 class FourOnThisHost(SingleProcessCommunicator):
@@ -136,19 +220,38 @@ class FourOnThisHost(SingleProcessCommunicator):
 
 
 @pytest.mark.parametrize(
-    ("env", "threads"), [({}, None), ({"OMP_NUM_THREADS": "3"}, "3"), ({"OMP_NUM_THREADS": "3", "PJRT_NPROC": "5"}, "5")]
+    ("env", "threads"),
+    [
+        ({}, None),
+        ({"OMP_NUM_THREADS": "3"}, "3"),
+        ({"OMP_NUM_THREADS": "3", "PJRT_NPROC": "5"}, "5"),
+    ],
 )
-def test_jax_starts_with_this_ranks_part_of_the_cores(env: dict, threads: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jax_starts_with_this_ranks_part_of_the_cores(
+    env: dict, threads: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[str | None] = []
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    start_threads(SimpleNamespace(devices=lambda: seen.append(os.environ.get("PJRT_NPROC"))), FourOnThisHost())
-    assert seen == [threads or str(max(1, len(os.sched_getaffinity(0)) // 2))]  # two of the four have the same cores
+    start_threads(
+        SimpleNamespace(devices=lambda: seen.append(os.environ.get("PJRT_NPROC"))), FourOnThisHost()
+    )
+    assert seen == [
+        threads or str(max(1, len(os.sched_getaffinity(0)) // 2))
+    ]  # two of the four have the same cores
     assert os.environ.get("PJRT_NPROC") == env.get("PJRT_NPROC"), "left as it was"
 
 
-WORDS = ["-m", "hvdtrain", "model.name=mlp", "speed.precision=fp64", "batch.size=33", "optim.base_lr=0.05", "recipe.warmup=0.5"]
+WORDS = [
+    "-m",
+    "hvdtrain",
+    "model.name=mlp",
+    "speed.precision=fp64",
+    "batch.size=33",
+    "optim.base_lr=0.05",
+    "recipe.warmup=0.5",
+]
 
 
 def job(size: int, run: Path, *words: str) -> Result:
@@ -160,7 +263,11 @@ def job(size: int, run: Path, *words: str) -> Result:
 
 
 def epochs(run: Path) -> list[dict]:
-    return [e for e in map(json.loads, (run / "events.jsonl").read_text().splitlines()) if e["kind"] == "epoch"]
+    return [
+        e
+        for e in map(json.loads, (run / "events.jsonl").read_text().splitlines())
+        if e["kind"] == "epoch"
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -174,8 +281,13 @@ def torchs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return first, rest
 
 
-@pytest.mark.parametrize("engine", [ENGINES[0], *[pytest.param("horovod", marks=[*ENGINES[1].marks, pytest.mark.slow])] * FULL])
-def test_two_ranks_continue_a_job_of_torch(engine: str, torchs: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "engine",
+    [ENGINES[0], *[pytest.param("horovod", marks=[*ENGINES[1].marks, pytest.mark.slow])] * FULL],
+)
+def test_two_ranks_continue_a_job_of_torch(
+    engine: str, torchs: tuple[Path, Path], tmp_path: Path
+) -> None:
     run, (first, rest) = tmp_path / "run", torchs
     found = job(2, run, "framework=jax", "epochs=3", f"resume={first}", f"comm.engine={engine}")
     assert "mlp, 9,610 parameters, jax float64 on cpu:0, gradients by one allreduce" in found.stdout
@@ -187,8 +299,11 @@ def test_two_ranks_continue_a_job_of_torch(engine: str, torchs: tuple[Path, Path
     assert epochs(run)[-1]["val_accuracy"] > 0.9
 
 
-def test_a_convnet_is_the_same_network_in_both_frameworks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With norms, its default: JAX goes on where torch stopped, and torch where JAX did, with the losses of torch alone."""
+def test_a_convnet_is_the_same_network_in_both_frameworks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With norms, its default: JAX goes on where torch stopped, and torch where JAX did, with the
+    losses of torch alone."""
     small = [
         "data.name=digits",
         "model.name=convnet",
@@ -206,11 +321,17 @@ def test_a_convnet_is_the_same_network_in_both_frameworks(tmp_path: Path, capsys
     whole = losses("whole", "stop.steps=3")
     found = losses("first", "stop.steps=1")
     found += losses("second", "framework=jax", "stop.steps=2", f"resume={tmp_path / 'first'}")
-    assert "first weights are drawn by JAX: other numbers than framework=torch draws with the same seed" in capsys.readouterr().out
+    assert (
+        "first weights are drawn by JAX: other numbers than framework=torch draws with the same "
+        "seed" in capsys.readouterr().out
+    )
     found += losses("third", "stop.steps=3", f"resume={tmp_path / 'second'}")
     assert found == pytest.approx(whole, rel=1e-12) and len(found) == 3
 
 
 def test_work_of_a_rank_is_reported_only_where_phases_are_timed() -> None:
     """On one rank nothing waits for the device in a step, but with log.step_times."""
-    assert (learner().waits_only_in_communication, learner("log.step_times=true").waits_only_in_communication) == (False, True)
+    assert (
+        learner().waits_only_in_communication,
+        learner("log.step_times=true").waits_only_in_communication,
+    ) == (False, True)

@@ -1,4 +1,5 @@
-"""Modules of flax, equinox and haiku in framework=jax: what the library itself computes, on ranks, resumed; objects; refusals."""
+"""Modules of flax, equinox and haiku in framework=jax: what the library itself computes, on ranks,
+resumed; objects; refusals."""
 
 from __future__ import annotations
 
@@ -36,15 +37,30 @@ SEED = 5
 
 
 def learner(communicator: Communicator, *words: str) -> Learner:
-    given = ["framework=jax", "speed.precision=fp64", "batch.size=12", "optim.name=sgd", "optim.momentum=0", "optim.weight_decay=0"]
+    given = [
+        "framework=jax",
+        "speed.precision=fp64",
+        "batch.size=12",
+        "optim.name=sgd",
+        "optim.momentum=0",
+        "optim.weight_decay=0",
+    ]
     return build_learner(configure(None, [*given, *words]), TASK, communicator)
 
 
 def take_steps(one: Learner, rank: int | None, first: int = 0, last: int = STEPS) -> None:
     """rank: whose samples it has; None: it has all of them."""
-    batches = [batch(each, number) for each in (range(RANKS) if rank is None else [rank]) for number in range(2)]
+    batches = [
+        batch(each, number)
+        for each in (range(RANKS) if rank is None else [rank])
+        for number in range(2)
+    ]
     for step in range(first, last):
-        one.step([one.to_device(each) for each in batches], Hyper(RATE, 0.0, 0.0, batch=12, step=step), SEED + step)
+        one.step(
+            [one.to_device(each) for each in batches],
+            Hyper(RATE, 0.0, 0.0, batch=12, step=step),
+            SEED + step,
+        )
 
 
 def weights(one: Learner) -> dict[str, np.ndarray]:
@@ -52,7 +68,8 @@ def weights(one: Learner) -> dict[str, np.ndarray]:
 
 
 def by_library(library: str, params: dict[str, Any], ranks: int) -> dict[str, np.ndarray]:
-    """Weights after STEPS steps of SGD on the samples of all ranks, with the library's own dropout for the key of each micro-batch."""
+    """Weights after STEPS steps of SGD on the samples of all ranks, with the library's own dropout
+    for the key of each micro-batch."""
     of_rank = [[batch(rank, number) for number in range(2)] for rank in range(RANKS)]
     of_rank = of_rank if ranks > 1 else [[each for batches in of_rank for each in batches]]
 
@@ -61,7 +78,9 @@ def by_library(library: str, params: dict[str, Any], ranks: int) -> dict[str, np
         for batches, of_batches in zip(of_rank, keys, strict=True):
             for each, key in zip(batches, of_batches, strict=True):
                 if len(each["y"]):
-                    logits = CASES[library].reference.outputs(params, inputs(each["x"]), key_of(key))
+                    logits = CASES[library].reference.outputs(
+                        params, inputs(each["x"]), key_of(key)
+                    )
                     total += -jax.nn.log_softmax(logits)[jnp.arange(len(logits)), each["y"]].sum()
         return total / 12
 
@@ -69,7 +88,10 @@ def by_library(library: str, params: dict[str, Any], ranks: int) -> dict[str, np
         params = {name: jnp.asarray(array) for name, array in params.items()}
         gradient = jax.jit(jax.grad(loss))
         for step in range(STEPS):
-            keys = [[key_data(fold(SEED + step, _DROPOUT, rank, i)) for i in range(len(of_rank[rank]))] for rank in range(ranks)]
+            keys = [
+                [key_data(fold(SEED + step, _DROPOUT, rank, i)) for i in range(len(of_rank[rank]))]
+                for rank in range(ranks)
+            ]
             gradients = gradient(params, keys)
             params = {name: array - RATE * gradients[name] for name, array in params.items()}
         return {name: np.asarray(array) for name, array in params.items()}
@@ -80,7 +102,9 @@ def inputs(x: np.ndarray) -> jax.Array:
 
 
 @pytest.mark.parametrize("library", CASES)
-def test_ranks_have_the_weights_of_the_library_alone_and_go_on_with_the_same_bits(library: str) -> None:
+def test_ranks_have_the_weights_of_the_library_alone_and_go_on_with_the_same_bits(
+    library: str,
+) -> None:
     """By dropout too, which differs between ranks: each count of ranks has its own reference."""
     name, reference = CASES[library]
 
@@ -90,11 +114,19 @@ def test_ranks_have_the_weights_of_the_library_alone_and_go_on_with_the_same_bit
     start = weights(alone)
     other = weights(again)
     assert set(start) == set(reference.names)
-    assert all(not np.array_equal(start[each], other[each]) for each in reference.names if start[each].ndim == 2)
+    assert all(
+        not np.array_equal(start[each], other[each])
+        for each in reference.names
+        if start[each].ndim == 2
+    )
     data = batch(0, 0)
     with jax.enable_x64(True):
-        logits = reference.outputs({each: jnp.asarray(array) for each, array in start.items()}, inputs(data["x"]), None)
-    np.testing.assert_allclose(alone.predict(alone.to_device(data)).outputs, logits, rtol=0, atol=1e-12)
+        logits = reference.outputs(
+            {each: jnp.asarray(array) for each, array in start.items()}, inputs(data["x"]), None
+        )
+    np.testing.assert_allclose(
+        alone.predict(alone.to_device(data)).outputs, logits, rtol=0, atol=1e-12
+    )
 
     def of_rank(communicator: Communicator) -> dict[str, np.ndarray]:
         one = learner(communicator, words)
@@ -111,12 +143,21 @@ def test_ranks_have_the_weights_of_the_library_alone_and_go_on_with_the_same_bit
         for found in states:
             for each, array in expected.items():
                 assert np.abs(array - start[each]).max() > 1e-3
-                np.testing.assert_allclose(found[each], array, rtol=0, atol=1e-12, err_msg=f"{ranks} {each}")
+                np.testing.assert_allclose(
+                    found[each], array, rtol=0, atol=1e-12, err_msg=f"{ranks} {each}"
+                )
 
 
 def test_a_bound_module_has_the_first_weights() -> None:
     """Whatever the seed; on the way to a job's own number type."""
-    a, b = (weights(learner(SingleProcessCommunicator(), "model.name=jax_libraries:linen_bound", f"seed={seed}")) for seed in (1, 2))
+    a, b = (
+        weights(
+            learner(
+                SingleProcessCommunicator(), "model.name=jax_libraries:linen_bound", f"seed={seed}"
+            )
+        )
+        for seed in (1, 2)
+    )
     expected = linen_bound().variables["params"]["first"]["kernel"]
     np.testing.assert_array_equal(a["first.kernel"], np.asarray(expected, np.float64))
     assert a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
@@ -128,16 +169,37 @@ BATCH_NORM = "LayerNorm or GroupNorm in place of BatchNorm"
 @pytest.mark.parametrize(
     ("name", "what", "fix"),
     [
-        ("LinenNormed", "keeps numbers that a pass changes, which ranks and rows of padding would make others: it has the", BATCH_NORM),
+        (
+            "LinenNormed",
+            "keeps numbers that a pass changes, which ranks and rows of padding would make "
+            "others: it has the",
+            BATCH_NORM,
+        ),
         ("linen_normed_bound", 'Cannot update variable "mean" in "/BatchNorm_0"', BATCH_NORM),
         ("NnxNormed", "it changes norm.mean, norm.var", BATCH_NORM),
         ("EquinoxNormed", "it has a layer with a StateIndex", BATCH_NORM),
         ("equinox_with_state", "it has a layer with a StateIndex", BATCH_NORM),
-        ("haiku_normed", "it has the state batch_norm/~/mean_ema, batch_norm/~/var_ema", BATCH_NORM),
-        ("haiku_normed model.with_state=false", "make others: it needs transform_with_state", BATCH_NORM),
-        ("narrow", "for images (2, 3, 3, 1) the model gives float64 (2, 2), not logits (2, 3)", "outputs of that shape"),
+        (
+            "haiku_normed",
+            "it has the state batch_norm/~/mean_ema, batch_norm/~/var_ema",
+            BATCH_NORM,
+        ),
+        (
+            "haiku_normed model.with_state=false",
+            "make others: it needs transform_with_state",
+            BATCH_NORM,
+        ),
+        (
+            "narrow",
+            "for images (2, 3, 3, 1) the model gives float64 (2, 2), not logits (2, 3)",
+            "outputs of that shape",
+        ),
         ("in_float32", "the model gives float32, the job is of float64", "speed.precision=fp32"),
-        ("of_batches", "the model fails for inputs (2, 3, 3, 1) of float64: TypeError: ", "one sample: an image (H, W, C)"),
+        (
+            "of_batches",
+            "the model fails for inputs (2, 3, 3, 1) of float64: TypeError: ",
+            "one sample: an image (H, W, C)",
+        ),
         ("NoParameters", "has no parameter to train", ""),
     ],
 )
@@ -159,6 +221,8 @@ def test_what_a_module_sows_is_a_line(name: str) -> None:
 
 def test_a_script_gives_the_object_and_gets_its_weights(tmp_path: Path) -> None:
     """Of each library, on two ranks."""
-    done = mpirun(2, ["tests/support/jax_library_jobs.py", str(tmp_path / "out.json"), str(tmp_path)])
+    done = mpirun(
+        2, ["tests/support/jax_library_jobs.py", str(tmp_path / "out.json"), str(tmp_path)]
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((tmp_path / "out.json").read_text()).keys() == {*CASES, "pair"}

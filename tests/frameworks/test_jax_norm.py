@@ -1,4 +1,5 @@
-"""norm.kind in JAX: torch's numbers with batch, ghost and synchronized norms, on one rank and on ranks with uneven shares."""
+"""norm.kind in JAX: torch's numbers with batch, ghost and synchronized norms, on one rank and on
+ranks with uneven shares."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def check_same(found: Arrays, expected: Arrays) -> None:
 
 @pytest.mark.parametrize("ghost", [1, 2, 3, 7, 50])
 @pytest.mark.parametrize(
-    ("words", "recompute"), [("norm.statistics=averaged", "none"), ("norm.statistics=sequential model.dense=[7,5]", "all")]
+    ("words", "recompute"),
+    [("norm.statistics=averaged", "none"), ("norm.statistics=sequential model.dense=[7,5]", "all")],
 )
 def test_ghost_norms_are_torchs(ghost: int, words: str, recompute: str) -> None:
     """Of 11 and of 12 samples, which take 12 rows, and of 3; a smaller last ghost is by itself."""
@@ -35,9 +37,14 @@ def test_ghost_norms_are_torchs(ghost: int, words: str, recompute: str) -> None:
     assert jaxs.state_dict_names() == torchs.state_dict_names()
     for number, sizes in enumerate([(11,), (12,), (11, 3)]):
         batches = [batch(n, 10 * number + n) for n in sizes]
-        assert step(jaxs, batches, number, sum(sizes)) == pytest.approx(step(torchs, batches, number, sum(sizes)), rel=1e-12)
+        assert step(jaxs, batches, number, sum(sizes)) == pytest.approx(
+            step(torchs, batches, number, sum(sizes)), rel=1e-12
+        )
     check_same(jaxs.state(), torchs.state())
-    sums = [{name: float(value) for name, value in one.evaluate(one.to_device(batch(7, 99))).items()} for one in (torchs, jaxs)]
+    sums = [
+        {name: float(value) for name, value in one.evaluate(one.to_device(batch(7, 99))).items()}
+        for one in (torchs, jaxs)
+    ]
     assert sums[1] == pytest.approx(sums[0], rel=1e-12)
 
 
@@ -62,13 +69,23 @@ def test_batch_norms_are_torchs_and_a_skipped_step_leaves_their_buffers() -> Non
         (2, "", ""),
         (2, "shard.stage=3", ""),
         pytest.param(3, "", "", marks=pytest.mark.slow),
-        pytest.param(2, "", "model.name=resnet18 model.small_images=true", marks=pytest.mark.slow, id="norms beside each other"),
+        pytest.param(
+            2,
+            "",
+            "model.name=resnet18 model.small_images=true",
+            marks=pytest.mark.slow,
+            id="norms beside each other",
+        ),
     ],
 )
-def test_synchronized_norms_of_ranks_are_the_norms_of_one(size: int, words: str, model: str) -> None:
+def test_synchronized_norms_of_ranks_are_the_norms_of_one(
+    size: int, words: str, model: str
+) -> None:
     """Of uneven shares, some of them empty; buffers are equal on all ranks without a collective."""
     for found in on_ranks("mpi", size, "jax_norms_on_ranks:synchronized", words, model):
-        assert found.keys() == {"loss", "buffers", "state"} and max(found.values()) < (1e-10 if model else 1e-12), found
+        assert found.keys() == {"loss", "buffers", "state"} and max(found.values()) < (
+            1e-10 if model else 1e-12
+        ), found
 
 
 @needs_mpirun
@@ -76,32 +93,50 @@ def test_local_statistics_become_their_mean_over_ranks() -> None:
     (first, found), (second, other) = on_ranks("mpi", 2, "jax_norms_on_ranks:local")
     assert found == other and found.keys() == first.keys() and len(found) == 6
     for name in found:
-        np.testing.assert_allclose(found[name], (np.array(first[name]) + np.array(second[name])) / 2, rtol=1e-14, err_msg=name)
+        np.testing.assert_allclose(
+            found[name],
+            (np.array(first[name]) + np.array(second[name])) / 2,
+            rtol=1e-14,
+            err_msg=name,
+        )
     assert first["b.norm1.running_mean"] != second["b.norm1.running_mean"]
 
 
 @needs_mpirun
 def test_the_error_of_a_collective_keeps_its_type() -> None:
-    assert on_ranks("mpi", 2, "jax_norms_on_ranks:failing") == ["sync_norm.norm1.forward, after 1"] * 2
+    assert (
+        on_ranks("mpi", 2, "jax_norms_on_ranks:failing") == ["sync_norm.norm1.forward, after 1"] * 2
+    )
 
 
-SMALL = Classification((2, 2, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))  # one value of a channel behind a convolution
+SMALL = Classification(
+    (2, 2, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3])
+)  # one value of a channel behind a convolution
 
 
-@pytest.mark.parametrize(("words", "n"), [("", 1), ("norm.kind=ghost norm.ghost=3", 7), ("norm.kind=ghost norm.ghost=1", 4)])
+@pytest.mark.parametrize(
+    ("words", "n"),
+    [("", 1), ("norm.kind=ghost norm.ghost=3", 7), ("norm.kind=ghost norm.ghost=1", 4)],
+)
 def test_one_value_has_no_variance_in_the_words_of_torch(words: str, n: int) -> None:
     said = []
     for framework in ("torch", "jax"):
         one = learner(framework, "model.widths=[4]", *words.split(), task=SMALL)
-        assert not one.trains_one_sample() and learner(framework, *words.split()).trains_one_sample()
+        assert (
+            not one.trains_one_sample() and learner(framework, *words.split()).trains_one_sample()
+        )
         small = {"x": batch(n)["x"][:, :2, :2], "y": batch(n)["y"]}
         with pytest.raises(UserError) as caught:
             step(one, [small], 0, n)
-        said.append((re.sub(r" \(\(.*\)\)", "", caught.value.what), caught.value.where, caught.value.fix))
+        said.append(
+            (re.sub(r" \(\(.*\)\)", "", caught.value.what), caught.value.where, caught.value.fix)
+        )
     assert said[0] == said[1]
 
 
 def test_a_model_without_norms_is_refused() -> None:
-    with pytest.raises(UserError, match="the model has no batch norm layer whose statistics could be chosen") as caught:
+    with pytest.raises(
+        UserError, match="the model has no batch norm layer whose statistics could be chosen"
+    ) as caught:
         learner("jax", "model.name=mlp", "norm.kind=ghost")
     assert (caught.value.where, caught.value.fix) == ("norm.kind=ghost", "norm.kind=batch")

@@ -1,4 +1,5 @@
-"""optim.name=optax:adamw, or a function of the user's, in JAX: the weights of optax alone, on ranks, with shards, resumed; and refusals."""
+"""optim.name=optax:adamw, or a function of the user's, in JAX: the weights of optax alone, on
+ranks, with shards, resumed; and refusals."""
 
 from __future__ import annotations
 
@@ -33,11 +34,19 @@ def rate(step: Any) -> Any:
     return 0.05 / (1 + step)
 
 
-def clipped(learning_rate: float, weight_decay: float = 0.0, limit: float = 0.01) -> optax.GradientTransformation:
-    """A user's own: the norm is of all parameters, whose labels follow from their names, and the decay is left to the caller."""
+def clipped(
+    learning_rate: float, weight_decay: float = 0.0, limit: float = 0.01
+) -> optax.GradientTransformation:
+    """A user's own: the norm is of all parameters, whose labels follow from their names, and the
+    decay is left to the caller."""
     kinds = {"w": optax.adam(learning_rate), "b": optax.sgd(learning_rate, 0.9)}
-    own = optax.multi_transform(kinds, lambda params: jax.tree_util.tree_map_with_path(lambda path, _: kind_of(path), params))
-    return optax.chain(optax.clip_by_global_norm(limit), optax.add_decayed_weights(weight_decay), own)
+    own = optax.multi_transform(
+        kinds,
+        lambda params: jax.tree_util.tree_map_with_path(lambda path, _: kind_of(path), params),
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(limit), optax.add_decayed_weights(weight_decay), own
+    )
 
 
 def kind_of(path: Any) -> str:
@@ -49,26 +58,48 @@ def without_rate(sign: float = -1.0) -> optax.GradientTransformation:
 
 
 def forgetful(weight_decay: float = 0.0) -> optax.GradientTransformation:
-    return optax.chain(*([optax.add_decayed_weights(weight_decay)] if weight_decay else []), optax.sgd(1.0))
+    return optax.chain(
+        *([optax.add_decayed_weights(weight_decay)] if weight_decay else []), optax.sgd(1.0)
+    )
 
 
 def learner(communicator: Communicator, *words: str) -> Learner:
-    given = ["framework=jax", "model.name=linear", "speed.precision=fp64", "batch.size=12", "optim.base_lr=0.05"]
+    given = [
+        "framework=jax",
+        "model.name=linear",
+        "speed.precision=fp64",
+        "batch.size=12",
+        "optim.base_lr=0.05",
+    ]
     return build_learner(configure(None, [*given, *words]), TASK, communicator)
 
 
 def take_steps(one: Learner, rank: int | None, first: int = 0, last: int = STEPS) -> None:
     """rank: whose samples it has; None: it has all of them."""
-    batches = [batch(each, number) for each in (range(RANKS) if rank is None else [rank]) for number in range(2)]
+    batches = [
+        batch(each, number)
+        for each in (range(RANKS) if rank is None else [rank])
+        for number in range(2)
+    ]
     for step in range(first, last):
-        one.step([one.to_device(each) for each in batches], Hyper(rate(step), 0.0, 0.0, batch=12, step=step), 5)
+        one.step(
+            [one.to_device(each) for each in batches],
+            Hyper(rate(step), 0.0, 0.0, batch=12, step=step),
+            5,
+        )
 
 
-def by_optax(transform: optax.GradientTransformation, params: dict[str, Any]) -> dict[str, np.ndarray]:
+def by_optax(
+    transform: optax.GradientTransformation, params: dict[str, Any]
+) -> dict[str, np.ndarray]:
     """Weights after STEPS steps of optax alone, on the samples of all ranks."""
     batches = [batch(rank, number) for rank in range(RANKS) for number in range(2)]
     whole: Batch = {key: np.concatenate([each[key] for each in batches]) for key in ("x", "y")}
-    x = ((whole["x"] / 255 - TASK.mean) / TASK.std).transpose(0, 3, 1, 2).reshape(len(whole["y"]), -1)
+    x = (
+        ((whole["x"] / 255 - TASK.mean) / TASK.std)
+        .transpose(0, 3, 1, 2)
+        .reshape(len(whole["y"]), -1)
+    )
 
     def loss(params: dict[str, Any]) -> jax.Array:
         logits = x @ params["fc.weight"].T + params["fc.bias"]
@@ -90,14 +121,26 @@ def weights(one: Learner) -> dict[str, np.ndarray]:
 MASK = {"fc.weight": True, "fc.bias": False}
 HERE = "optim.name=test_jax_optax:"
 CASES: dict[str, tuple[list[str], Callable[[], Any], bool]] = {
-    "sgd": (["optim.name=optax:sgd", "optim.momentum=0.9", "optim.nesterov=true"], lambda: optax.sgd(rate, 0.9, nesterov=True), True),
-    "adamw": (["optim.name=optax.adamw", "optim.b2=0.98"], lambda: optax.adamw(rate, b2=0.98), True),
+    "sgd": (
+        ["optim.name=optax:sgd", "optim.momentum=0.9", "optim.nesterov=true"],
+        lambda: optax.sgd(rate, 0.9, nesterov=True),
+        True,
+    ),
+    "adamw": (
+        ["optim.name=optax.adamw", "optim.b2=0.98"],
+        lambda: optax.adamw(rate, b2=0.98),
+        True,
+    ),
     "adamw, decay of some": (
         ["optim.name=optax:adamw", "optim.weight_decay=0.3", "optim.momentum=0.8"],
         lambda: optax.adamw(rate, b1=0.8, weight_decay=0.3, mask=MASK),
         True,
     ),
-    "lion": (["optim.name=optax:lion", "optim.weight_decay=0.2", "optim.exclude=none"], lambda: optax.lion(rate, weight_decay=0.2), True),
+    "lion": (
+        ["optim.name=optax:lion", "optim.weight_decay=0.2", "optim.exclude=none"],
+        lambda: optax.lion(rate, weight_decay=0.2),
+        True,
+    ),
     "adafactor": (
         ["optim.name=optax:adafactor", "optim.min_dim_size_to_factor=2"],
         lambda: optax.adafactor(rate, min_dim_size_to_factor=2),
@@ -106,7 +149,9 @@ CASES: dict[str, tuple[list[str], Callable[[], Any], bool]] = {
     "own": ([f"{HERE}clipped", "optim.limit=0.02"], lambda: clipped(rate, limit=0.02), False),  # type: ignore[arg-type]
     "without rate": (
         [f"{HERE}without_rate"],
-        lambda: optax.chain(optax.scale_by_adam(), optax.scale_by_schedule(lambda step: -rate(step))),
+        lambda: optax.chain(
+            optax.scale_by_adam(), optax.scale_by_schedule(lambda step: -rate(step))
+        ),
         True,
     ),
 }
@@ -114,7 +159,8 @@ CASES: dict[str, tuple[list[str], Callable[[], Any], bool]] = {
 
 @pytest.mark.parametrize("case", list(CASES))
 def test_ranks_have_the_weights_of_optax_alone_and_go_on_with_the_same_bits(case: str) -> None:
-    """On one rank and on two, without shards and with those of stages 1 and 2, where the transformation is elementwise."""
+    """On one rank and on two, without shards and with those of stages 1 and 2, where the
+    transformation is elementwise."""
     words, transform, is_elementwise = CASES[case]
     start = weights(learner(SingleProcessCommunicator(), *words))
     expected = by_optax(transform(), start)
@@ -133,9 +179,17 @@ def test_ranks_have_the_weights_of_optax_alone_and_go_on_with_the_same_bits(case
 
     states = [of_rank(SingleProcessCommunicator()), *on_ranks(of_rank)]
     if is_elementwise:
-        states += [state for stage in (1, 2) for state in on_ranks(lambda each, stage=stage: of_rank(each, f"shard.stage={stage}"))]
+        states += [
+            state
+            for stage in (1, 2)
+            for state in on_ranks(lambda each, stage=stage: of_rank(each, f"shard.stage={stage}"))
+        ]
     else:
-        refused(["shard.stage=1", *words], "on parts of a parameter, as ranks with shard.stage make it,", "or shard.stage=0")
+        refused(
+            ["shard.stage=1", *words],
+            "on parts of a parameter, as ranks with shard.stage make it,",
+            "or shard.stage=0",
+        )
     assert states[0].keys() == states[-1].keys()
     for state in states:
         for name, array in expected.items():
@@ -143,13 +197,25 @@ def test_ranks_have_the_weights_of_optax_alone_and_go_on_with_the_same_bits(case
 
 
 def test_the_state_has_lasting_names() -> None:
-    found = {name: learner(SingleProcessCommunicator(), *CASES[name][0]).state() for name in ("sgd", "adamw", "own")}
+    found = {
+        name: learner(SingleProcessCommunicator(), *CASES[name][0]).state()
+        for name in ("sgd", "adamw", "own")
+    }
     parameters = {"p.fc.weight", "p.fc.bias"}
-    assert found["sgd"].keys() == parameters | {"s.fc.weight.0", "s.fc.bias.0", "s.made by optax.sgd"}
+    assert found["sgd"].keys() == parameters | {
+        "s.fc.weight.0",
+        "s.fc.bias.0",
+        "s.made by optax.sgd",
+    }
     assert found["adamw"].keys() == parameters | {"s.made by optax.adamw", "s. 0.count"} | {
         f"s.fc.{which}.{i}" for which in ("weight", "bias") for i in range(2)
     }
-    inner = {"s. 2.inner_states.w.inner_state.0.count", "s.fc.weight.0", "s.fc.weight.1", "s.fc.bias.0"}
+    inner = {
+        "s. 2.inner_states.w.inner_state.0.count",
+        "s.fc.weight.0",
+        "s.fc.weight.1",
+        "s.fc.bias.0",
+    }
     assert found["own"].keys() == parameters | inner | {"s.made by test_jax_optax.clipped"}
 
 
@@ -163,15 +229,43 @@ def refused(words: list[str], what: str, fix: str) -> None:
 @pytest.mark.parametrize(
     ("words", "what", "fix"),
     [
-        (["optim.name=optax:adamw", "optim.beta2=0.9"], "does not fit: got an unexpected keyword argument 'beta2'", "optim.<name>=<value>"),
-        (["optim.name=optax:adamw", "optim.learning_rate=1"], "optim.learning_rate is not an option", "optim.base_lr"),
-        (["optim.name=optax:sgd", "optim.weight_decay=0.1"], "optax:sgd has no weight_decay; it has learning_rate", "leave optim.weight"),
+        (
+            ["optim.name=optax:adamw", "optim.beta2=0.9"],
+            "does not fit: got an unexpected keyword argument 'beta2'",
+            "optim.<name>=<value>",
+        ),
+        (
+            ["optim.name=optax:adamw", "optim.learning_rate=1"],
+            "optim.learning_rate is not an option",
+            "optim.base_lr",
+        ),
+        (
+            ["optim.name=optax:sgd", "optim.weight_decay=0.1"],
+            "optax:sgd has no weight_decay; it has learning_rate",
+            "leave optim.weight",
+        ),
         (["optim.name=optax:adafactor", "optim.weight_decay=0"], "", ""),
         (["optim.name=optax:rmsprop", "optim.momentum=0.5"], "", ""),
-        (["optim.name=optax:adagrad", "optim.momentum=0.5"], "optax:adagrad has no momentum; it has", "leave optim.momentum out"),
-        (["optim.name=optax:lbfgs"], "a step of optax:lbfgs fails: TypeError", "gradients, states and parameters alone"),
-        (["optim.name=optax:global_norm"], "does not fit: missing a required argument", "optim.<name>=<value>"),
-        (["optim.name=optax:constant_schedule", "optim.value=1"], "gave a function, not a GradientTransformation", "optax:adamw"),
+        (
+            ["optim.name=optax:adagrad", "optim.momentum=0.5"],
+            "optax:adagrad has no momentum; it has",
+            "leave optim.momentum out",
+        ),
+        (
+            ["optim.name=optax:lbfgs"],
+            "a step of optax:lbfgs fails: TypeError",
+            "gradients, states and parameters alone",
+        ),
+        (
+            ["optim.name=optax:global_norm"],
+            "does not fit: missing a required argument",
+            "optim.<name>=<value>",
+        ),
+        (
+            ["optim.name=optax:constant_schedule", "optim.value=1"],
+            "gave a function, not a GradientTransformation",
+            "optax:adamw",
+        ),
         (
             ["optim.name=optax:sgd", "optim.momentum=0.5", "optim.accumulator_dtype=what"],
             "optax:sgd fails: data type 'what' not understood",
@@ -197,8 +291,16 @@ def refused(words: list[str], what: str, fix: str) -> None:
             "optax:adamw is a function of optax, framework=numpy needs a rule",
             "framework=jax",
         ),
-        ([f"{HERE}clipped", "framework=torch"], "is not a subclass of torch.optim.Optimizer", "functions of optax are for framework=jax"),
-        (["optim.name=optax:apply_if_finite"], "does not fit: missing a required argument: 'inner'", ""),
+        (
+            [f"{HERE}clipped", "framework=torch"],
+            "is not a subclass of torch.optim.Optimizer",
+            "functions of optax are for framework=jax",
+        ),
+        (
+            ["optim.name=optax:apply_if_finite"],
+            "does not fit: missing a required argument: 'inner'",
+            "",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(words: list[str], what: str, fix: str) -> None:
@@ -213,7 +315,11 @@ def unless_nan(learning_rate: float) -> optax.GradientTransformation:
 
 
 def test_a_decision_of_all_gradients_is_not_elementwise() -> None:
-    refused([f"{HERE}unless_nan", "shard.stage=2"], "gives other numbers than one on the whole", "shard.stage=0")
+    refused(
+        [f"{HERE}unless_nan", "shard.stage=2"],
+        "gives other numbers than one on the whole",
+        "shard.stage=0",
+    )
 
 
 def test_a_state_of_another_optimizer_is_refused() -> None:
@@ -226,12 +332,24 @@ def test_a_state_of_another_optimizer_is_refused() -> None:
             ["optim.name=optax:sgd", "optim.momentum=0.9"],
             "made with optax.sgd, this job has optim.name=optax.lion",
         ),
-        (["optim.name=optax:adam"], ["optim.name=adam"], "made with one of hvdtrain's own optimizers, this job has optim.name=optax.adam"),
-        (["optim.name=adam"], ["optim.name=optax:adam"], "made with optax.adam, this job has optim.name=one of hvdtrain's own"),
+        (
+            ["optim.name=optax:adam"],
+            ["optim.name=adam"],
+            "made with one of hvdtrain's own optimizers, this job has optim.name=optax.adam",
+        ),
+        (
+            ["optim.name=adam"],
+            ["optim.name=optax:adam"],
+            "made with optax.adam, this job has optim.name=one of hvdtrain's own",
+        ),
     ]:
         with pytest.raises(UserError, match=what):
             one(*words).load(one(*former).state())
-    plain = {name: array for name, array in one("optim.name=adam").state().items() if name.startswith("p.")}
+    plain = {
+        name: array
+        for name, array in one("optim.name=adam").state().items()
+        if name.startswith("p.")
+    }
     with pytest.raises(UserError, match="the state lacks s"):
         one("optim.name=optax:adam").load(plain)
 
@@ -239,16 +357,29 @@ def test_a_state_of_another_optimizer_is_refused() -> None:
 @needs_mpirun
 def test_a_job_stops_and_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     """On two ranks with shards; and its numbers are those of one rank."""
-    words = ["-m", "hvdtrain", "framework=jax", "model.name=linear", "speed.precision=fp64", "batch.size=33", "optim.name=optax:adamw"]
+    words = [
+        "-m",
+        "hvdtrain",
+        "framework=jax",
+        "model.name=linear",
+        "speed.precision=fp64",
+        "batch.size=33",
+        "optim.name=optax:adamw",
+    ]
     words += ["optim.base_lr=0.01", "optim.weight_decay=0.1", "recipe.warmup=0.5", "stop.steps=40"]
 
     def trained(size: int, name: str, *more: str) -> dict[str, np.ndarray]:
         argv = [*words, f"run={tmp_path / name}", *more]
         done = mpirun(size, argv) if size > 1 else python(argv)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "recipe  optax:adamw, lr" in done.stdout and "weight decay 0.1 but for norms and biases, optim.weight_decay" in done.stdout
+        assert (
+            "recipe  optax:adamw, lr" in done.stdout
+            and "weight decay 0.1 but for norms and biases, optim.weight_decay" in done.stdout
+        )
         out = tmp_path / f"{name}.safetensors"
-        exported = python(["-m", "hvdtrain", "export", str(tmp_path / name), "--to", str(out), "--force"])
+        exported = python(
+            ["-m", "hvdtrain", "export", str(tmp_path / name), "--to", str(out), "--force"]
+        )
         assert exported.returncode == 0, exported.stdout + exported.stderr
         return load_file(out)
 
@@ -262,34 +393,63 @@ def test_a_job_stops_and_goes_on_with_the_same_bits(tmp_path: Path) -> None:
 
 
 def run_of(folder: Path, *words: str, **given: Any) -> hvdtrain.Run:
-    common = ["model.name=linear", "speed.precision=fp64", "batch.size=100", "epochs=1", "log.display=lines"]
+    common = [
+        "model.name=linear",
+        "speed.precision=fp64",
+        "batch.size=100",
+        "epochs=1",
+        "log.display=lines",
+    ]
     return hvdtrain.train(f"run={folder}", *common, *words, **given)
 
 
 def same(a: hvdtrain.Run, b: hvdtrain.Run, tolerance: float = 1e-14) -> bool:
-    return all(np.allclose(a.weights[name], array, rtol=0, atol=tolerance) for name, array in b.weights.items())
+    return all(
+        np.allclose(a.weights[name], array, rtol=0, atol=tolerance)
+        for name, array in b.weights.items()
+    )
 
 
-def test_a_script_gives_the_transformation_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its rate and its decay are its own; a rate of the recipe is a factor; functions and their names are as optim.name has them."""
+def test_a_script_gives_the_transformation_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its rate and its decay are its own; a rate of the recipe is a factor; functions and their
+    names are as optim.name has them."""
     words = ["framework=jax", "optim.base_lr=0.003", "optim.weight_decay=0.2", "optim.exclude=none"]
     named = run_of(tmp_path / "named", *words, "optim.name=optax:adamw")
     assert np.abs(named.weights["fc.weight"]).max() > 0.02
     given = run_of(tmp_path / "given", optimizer=optax.adamw(0.003, weight_decay=0.2))
     assert same(given, named), "and framework=jax follows"
     assert "GradientTransformationExtraArgs>, its own rate times lr 1\n" in capsys.readouterr().out
-    assert "<object of optax._src.base:GradientTransformationExtraArgs" in (tmp_path / "given" / "config.yaml").read_text()
-    half = run_of(tmp_path / "half", "optim.base_lr=0.5", "optim.momentum=null", optimizer=optax.adamw(0.006, weight_decay=0.2))
+    assert (
+        "<object of optax._src.base:GradientTransformationExtraArgs"
+        in (tmp_path / "given" / "config.yaml").read_text()
+    )
+    half = run_of(
+        tmp_path / "half",
+        "optim.base_lr=0.5",
+        "optim.momentum=null",
+        optimizer=optax.adamw(0.006, weight_decay=0.2),
+    )
     assert same(half, named)
-    assert not same(run_of(tmp_path / "full", optimizer=optax.adamw(0.006, weight_decay=0.2)), named)
+    assert not same(
+        run_of(tmp_path / "full", optimizer=optax.adamw(0.006, weight_decay=0.2)), named
+    )
     assert same(run_of(tmp_path / "function", *words, optimizer=optax.adamw), named, 0)
     assert "name: optax:adamw" in (tmp_path / "function" / "config.yaml").read_text()
     assert same(run_of(tmp_path / "text", *words, optimizer="optax.adamw"), named, 0)
     assert same(
-        run_of(tmp_path / "lambda", *words[:2], optimizer=lambda learning_rate: optax.adamw(learning_rate, weight_decay=0.2)), named
+        run_of(
+            tmp_path / "lambda",
+            *words[:2],
+            optimizer=lambda learning_rate: optax.adamw(learning_rate, weight_decay=0.2),
+        ),
+        named,
     )
     run_of(tmp_path / "halted", "stop.steps=7", optimizer=optax.adamw(0.003, weight_decay=0.2))
-    again = run_of(tmp_path / "halted", "stop.steps=null", optimizer=optax.adamw(0.003, weight_decay=0.2))
+    again = run_of(
+        tmp_path / "halted", "stop.steps=null", optimizer=optax.adamw(0.003, weight_decay=0.2)
+    )
     assert again.steps == given.steps and same(again, given, 0)
     x = np.random.default_rng(0).integers(0, 256, (3, 8, 8, 1), dtype=np.uint8)
     assert hvdtrain.predict(given, x).shape == (3, 10)
@@ -299,13 +459,35 @@ def test_a_script_gives_the_transformation_itself(tmp_path: Path, capsys: pytest
     ("words", "optimizer", "what", "fix"),
     [
         ([], 3, "optimizer is a int", "a class of torch.optim"),
-        (["framework=torch"], optax.sgd(0.1), "optim is of framework=jax, and the job of framework=torch", "framework=jax"),
-        (["optim.momentum=0.5"], optax.sgd(0.1), "has no momentum; it has no parameters", "leave optim.momentum out"),
-        (["optim.b2=0.5"], optax.sgd(0.1), "does not fit: got an unexpected keyword argument 'b2'", "optim.<name>=<value>"),
-        ([], optax.scale(1.0), "what it would add to the weights goes up the gradient", "optax.scale(-1.0)"),
+        (
+            ["framework=torch"],
+            optax.sgd(0.1),
+            "optim is of framework=jax, and the job of framework=torch",
+            "framework=jax",
+        ),
+        (
+            ["optim.momentum=0.5"],
+            optax.sgd(0.1),
+            "has no momentum; it has no parameters",
+            "leave optim.momentum out",
+        ),
+        (
+            ["optim.b2=0.5"],
+            optax.sgd(0.1),
+            "does not fit: got an unexpected keyword argument 'b2'",
+            "optim.<name>=<value>",
+        ),
+        (
+            [],
+            optax.scale(1.0),
+            "what it would add to the weights goes up the gradient",
+            "optax.scale(-1.0)",
+        ),
     ],
 )
-def test_what_is_no_transformation_is_refused(words: list[str], optimizer: Any, what: str, fix: str, tmp_path: Path) -> None:
+def test_what_is_no_transformation_is_refused(
+    words: list[str], optimizer: Any, what: str, fix: str, tmp_path: Path
+) -> None:
     with pytest.raises(UserError) as caught:
         run_of(tmp_path / "refused", *words, optimizer=optimizer)
     assert what in f"{caught.value.what}", caught.value.what
@@ -315,8 +497,16 @@ def test_what_is_no_transformation_is_refused(words: list[str], optimizer: Any, 
 def test_a_run_with_an_object_goes_on_in_its_script_alone(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", "stop.steps=3", optimizer=optax.sgd(0.1))
     for words, what, fix in [
-        ([f"resume={run.folder}"], "is an object of a script, and only that script has it", "optim.name=package.module:function"),
-        ([f"resume={run.folder}", "framework=jax", "optim.name=sgd"], "the checkpoint was made with optim.name=<object of", "resume=no"),
+        (
+            [f"resume={run.folder}"],
+            "is an object of a script, and only that script has it",
+            "optim.name=package.module:function",
+        ),
+        (
+            [f"resume={run.folder}", "framework=jax", "optim.name=sgd"],
+            "the checkpoint was made with optim.name=<object of",
+            "resume=no",
+        ),
     ]:
         with pytest.raises(UserError) as caught:
             hvdtrain.train(*words)

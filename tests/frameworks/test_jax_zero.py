@@ -1,4 +1,5 @@
-"""shard.stage in JAX, with ranks that are threads of this process: their step is that of one, and each has a part of the state."""
+"""shard.stage in JAX, with ranks that are threads of this process: their step is that of one, and
+each has a part of the state."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdtrain.comm.communicator import Communicator, CompletedHandle, Handle, SingleProcessCommunicator, part_of
+from hvdtrain.comm.communicator import (
+    Communicator,
+    CompletedHandle,
+    Handle,
+    SingleProcessCommunicator,
+    part_of,
+)
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch, Piece
 from hvdtrain.core.progress import Hyper
@@ -53,7 +60,9 @@ class Thread(SingleProcessCommunicator):
         return np.concatenate(self._of_all(x))
 
     def start_reduce_scatter(self, x: np.ndarray, name: str) -> Handle:
-        return CompletedHandle(np.sum(self._of_all(x), axis=0)[part_of(len(x), self.rank, self.size)])
+        return CompletedHandle(
+            np.sum(self._of_all(x), axis=0)[part_of(len(x), self.rank, self.size)]
+        )
 
     def start_spread(self, x: np.ndarray, name: str) -> Handle:
         return CompletedHandle(self.allgather(x[part_of(len(x), self.rank, self.size)], name))
@@ -84,30 +93,50 @@ def step(one: Learner, batches: list[Batch], hyper: Hyper) -> float:
 
 def pieces_after(one: Learner, batches: list[Batch]) -> dict[str, Piece]:
     for number in range(2):
-        assert step(one, batches, Hyper(lr=0.1, momentum=0.9, weight_decay=0.02, batch=12, step=number)) == 0
+        assert (
+            step(
+                one, batches, Hyper(lr=0.1, momentum=0.9, weight_decay=0.02, batch=12, step=number)
+            )
+            == 0
+        )
     return {piece.name: piece for piece in one.pieces()}
 
 
 def test_ranks_make_the_steps_of_one_and_each_has_its_part_of_the_state() -> None:
-    """By LARS: the weights have a trust ratio, the bias shows a gradient of another scale. A step that is not finite is skipped."""
+    """By LARS: the weights have a trust ratio, the bias shows a gradient of another scale. A step
+    that is not finite is skipped."""
     alone = learner(SingleProcessCommunicator())
-    whole = pieces_after(alone, [batch(rank, number) for rank in range(RANKS) for number in range(2)])
+    whole = pieces_after(
+        alone, [batch(rank, number) for rank in range(RANKS) for number in range(2)]
+    )
 
     def of_rank(communicator: Communicator) -> dict[str, Piece]:
         one = learner(communicator, "shard.stage=2")
-        assert one.is_sharded and one.describe().endswith("optimizer state and gradients sharded over 2 ranks (ZeRO stage 2)")
+        assert one.is_sharded and one.describe().endswith(
+            "optimizer state and gradients sharded over 2 ranks (ZeRO stage 2)"
+        )
         batches = [batch(communicator.rank, number) for number in range(2)]
         found = pieces_after(one, batches)
         if communicator.rank == 1:
             batches[0]["w"] = np.full(3, np.nan)
-        assert step(one, batches, Hyper(lr=0.1, momentum=0.9, weight_decay=0.02, batch=12, step=2)) == 1 / RANKS, "on both ranks"
+        assert (
+            step(one, batches, Hyper(lr=0.1, momentum=0.9, weight_decay=0.02, batch=12, step=2))
+            == 1 / RANKS
+        ), "on both ranks"
         state = one.state()  # as before that step
         for name, piece in whole.items():
-            np.testing.assert_allclose(state[name], piece.read(), rtol=1e-11, atol=1e-14, err_msg=name)
+            np.testing.assert_allclose(
+                state[name], piece.read(), rtol=1e-11, atol=1e-14, err_msg=name
+            )
         return found
 
     parts = []
     for found in on_ranks(of_rank):
         assert list(found) == list(whole)
-        parts.append({name: (piece.start, piece.stop) for name, piece in found.items() if not piece.is_whole})
-    assert parts == [{"s.fc.bias.0": (0, 3), "s.fc.weight.0": (0, 12)}, {"s.fc.bias.0": (3, 3), "s.fc.weight.0": (12, 27)}]
+        parts.append(
+            {name: (piece.start, piece.stop) for name, piece in found.items() if not piece.is_whole}
+        )
+    assert parts == [
+        {"s.fc.bias.0": (0, 3), "s.fc.weight.0": (0, 12)},
+        {"s.fc.bias.0": (3, 3), "s.fc.weight.0": (12, 27)},
+    ]

@@ -1,4 +1,5 @@
-"""framework=keras on each backend, and all frameworks beside each other: the same weights to 1e-12, on any number of ranks."""
+"""framework=keras on each backend, and all frameworks beside each other: the same weights to 1e-12,
+on any number of ranks."""
 
 from __future__ import annotations
 
@@ -51,8 +52,11 @@ def test_numpy_has_the_linear_weights_of_torch(in_torch: Weights, tmp_path: Path
 @needs_keras
 @needs_mpirun
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_keras_has_the_weights_of_torch_on_any_number_of_ranks(backend: str, in_torch: Weights, tmp_path: Path) -> None:
-    """By all recipes on one rank, by some on three with uneven shares, whose layers add to the loss in one of them."""
+def test_keras_has_the_weights_of_torch_on_any_number_of_ranks(
+    backend: str, in_torch: Weights, tmp_path: Path
+) -> None:
+    """By all recipes on one rank, by some on three with uneven shares, whose layers add to the loss
+    in one of them."""
     assert_near(trained(tmp_path / "1", f"keras-{backend}", 1, *RECIPES), in_torch, *RECIPES)
     some = [*(RECIPES if FULL else ["lamb", "mixed", "convnet"]), "penalized"]
     assert_near(trained(tmp_path / "3", f"keras-{backend}", 3, *some), in_torch, *some)
@@ -78,13 +82,18 @@ def test_a_job_of_one_backend_goes_on_in_another(in_torch: Weights, tmp_path: Pa
     """Stopped on two ranks within an epoch, resumed on one."""
     some = list(RECIPES) if FULL else ["adamw", "smoothed"]
     trained(tmp_path, "keras-torch", 2, *(f"{recipe} stop.steps=17" for recipe in some))
-    assert_near(trained(tmp_path, "keras-jax", 1, *(f"{recipe} stop.steps=null" for recipe in some)), in_torch, *some)
+    assert_near(
+        trained(tmp_path, "keras-jax", 1, *(f"{recipe} stop.steps=null" for recipe in some)),
+        in_torch,
+        *some,
+    )
 
 
 @needs_keras
 @needs_mpirun
 def test_a_job_goes_from_framework_to_framework(in_torch: Weights, tmp_path: Path) -> None:
-    """torch, JAX on two ranks, Keras, torch on two: layers have the same names and shapes in each."""
+    """torch, JAX on two ranks, Keras, torch on two: layers have the same names and shapes in
+    each."""
     ways = [("torch", 1, 17), ("jax", 2, 31), ("keras-torch", 1, 43), ("torch", 2, None)]
     for number, (framework, size, steps) in enumerate(ways):
         stop = "null" if steps is None else str(steps)
@@ -98,6 +107,9 @@ def test_a_job_goes_from_framework_to_framework(in_torch: Weights, tmp_path: Pat
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_check_of_keras_in_one_process_passes(backend: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    result = python(["tests/support/keras_jobs.py", str(out), str(tmp_path)], env={"KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"})
+    result = python(
+        ["tests/support/keras_jobs.py", str(out), str(tmp_path)],
+        env={"KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"},
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     assert {name: failure for name, failure in json.loads(out.read_text()).items() if failure} == {}

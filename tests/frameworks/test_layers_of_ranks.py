@@ -1,4 +1,5 @@
-"""Ranks whose samples, or whose chance, call other layers: the weights of plain torch, or an error that names layer, pass and ranks."""
+"""Ranks whose samples, or whose chance, call other layers: the weights of plain torch, or an error
+that names layer, pass and ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ EXACT = [
     *(("InsideExperts", f"shard.stage={stage}", "") for stage in range(4)),
     *(("Experts", f"shard.stage={stage}", "") for stage in range(3)),
     ("InsideExperts", "shard.stage=3 batch.micro=2", ""),
-    *(("Alike", f"shard.stage=3{more}", "") for more in ("", " shard.reshard=false", " model.recompute=all")),
+    *(
+        ("Alike", f"shard.stage=3{more}", "")
+        for more in ("", " shard.reshard=false", " model.recompute=all")
+    ),
     ("Again", "shard.stage=3", ""),
     *((model, "parallel.tensor=2", "alike") for model in ("Experts", "Alike")),
     *((model, "parallel.tensor=2 shard.stage=3", "alike") for model in ("Experts", "Alike")),
@@ -31,17 +35,53 @@ EXACT = [
     ("ConvExperts", "parallel.dense=c", ""),
 ]
 REFUSED = {
-    ("Experts", "shard.stage=3", ""): "rank 0: forward pass of blocks.0; rank 1: forward pass of blocks.1",
-    ("Experts", "shard.stage=3 model.recompute=all", ""): "rank 0: forward pass of blocks.0; rank 1: forward pass of blocks.1",
-    ("Experts", "shard.stage=3", "lagging"): "rank 0: forward pass of blocks.0; rank 1: forward pass of blocks.1",
+    (
+        "Experts",
+        "shard.stage=3",
+        "",
+    ): "rank 0: forward pass of blocks.0; rank 1: forward pass of blocks.1",
+    (
+        "Experts",
+        "shard.stage=3 model.recompute=all",
+        "",
+    ): "rank 0: forward pass of blocks.0; rank 1: forward pass of blocks.1",
+    (
+        "Experts",
+        "shard.stage=3",
+        "lagging",
+    ): "rank 0: forward pass of blocks.0; rank 1: forward pass of blocks.1",
     ("Drop", "shard.stage=3", ""): "rank 0: forward pass of blocks.",
     ("Depth", "shard.stage=3", ""): "; rank 1: end of the forward pass",
-    ("Unreached", "shard.stage=3", ""): "rank 0: backward pass of blocks.0; rank 1: reduction of the gradients of blocks.2",
-    ("Unreached", "shard.stage=3 shard.reshard=false", ""): "gradients of blocks.1; rank 1: reduction of the gradients of blocks.2",
-    ("EvaluatedExperts", "shard.stage=3", ""): "rank 0: forward pass of blocks.1; rank 1: forward pass of blocks.0",
-    ("NormExperts", "norm.kind=sync", ""): "rank 0: forward pass of norms.0; rank 1: forward pass of norms.1",
-    ("OwnDrop", "parallel.tensor=2", ""): "rank 0: forward pass of blocks.0.2; rank 1: forward pass of blocks.1.2",
-    ("OwnDrop", "parallel.tensor=2 shard.stage=3", ""): "rank 0: forward pass of blocks.0.2; rank 1: forward pass of blocks.1.2",
+    (
+        "Unreached",
+        "shard.stage=3",
+        "",
+    ): "rank 0: backward pass of blocks.0; rank 1: reduction of the gradients of blocks.2",
+    (
+        "Unreached",
+        "shard.stage=3 shard.reshard=false",
+        "",
+    ): "gradients of blocks.1; rank 1: reduction of the gradients of blocks.2",
+    (
+        "EvaluatedExperts",
+        "shard.stage=3",
+        "",
+    ): "rank 0: forward pass of blocks.1; rank 1: forward pass of blocks.0",
+    (
+        "NormExperts",
+        "norm.kind=sync",
+        "",
+    ): "rank 0: forward pass of norms.0; rank 1: forward pass of norms.1",
+    (
+        "OwnDrop",
+        "parallel.tensor=2",
+        "",
+    ): "rank 0: forward pass of blocks.0.2; rank 1: forward pass of blocks.1.2",
+    (
+        "OwnDrop",
+        "parallel.tensor=2 shard.stage=3",
+        "",
+    ): "rank 0: forward pass of blocks.0.2; rank 1: forward pass of blocks.1.2",
 }
 
 
@@ -50,21 +90,40 @@ def needs_torch_2_13(engine: str) -> bool:
 
 
 @needs_mpirun
-@pytest.mark.parametrize("engine", ["mpi", *[pytest.param("torchdist", marks=pytest.mark.slow)] * FULL])
+@pytest.mark.parametrize(
+    "engine", ["mpi", *[pytest.param("torchdist", marks=pytest.mark.slow)] * FULL]
+)
 def test_ranks_with_other_layers_train_as_one_process_or_are_named(engine: str) -> None:
     found = on_ranks(engine, 2, "layers_on_ranks:outcomes", [*EXACT, *REFUSED])[0]
     assert len(found) == len(EXACT) + len(REFUSED)
-    not_started = [case for case in (*EXACT, *REFUSED) if case[1] == "parallel.tensor=2 shard.stage=3" and needs_torch_2_13(engine)]
+    not_started = [
+        case
+        for case in (*EXACT, *REFUSED)
+        if case[1] == "parallel.tensor=2 shard.stage=3" and needs_torch_2_13(engine)
+    ]
     for case in not_started:
         for error in found[" ".join(case).strip()]:
-            assert isinstance(error, str) and "shard.stage=3 with parallel.tensor does not start on this engine with torch" in error
+            assert (
+                isinstance(error, str)
+                and "shard.stage=3 with parallel.tensor does not start on this engine with torch"
+                in error
+            )
     for case in EXACT:
         if case not in not_started:
-            assert all(isinstance(apart, float) and apart < 1e-15 for apart in found[" ".join(case).strip()]), (case, found)
+            assert all(
+                isinstance(apart, float) and apart < 1e-15
+                for apart in found[" ".join(case).strip()]
+            ), (case, found)
     for case, text in REFUSED.items():
         for error in found[" ".join(case).strip()] if case not in not_started else []:
-            assert isinstance(error, str) and "ranks use different layers (rank 0: " in error and text in error, (case, error)
-            (where, *_) = (key for key in ("parallel.tensor", "norm.kind", "shard.stage") if key in case[1])
+            assert (
+                isinstance(error, str)
+                and "ranks use different layers (rank 0: " in error
+                and text in error
+            ), (case, error)
+            (where, *_) = (
+                key for key in ("parallel.tensor", "norm.kind", "shard.stage") if key in case[1]
+            )
             assert f"where: {where}" in error and "fix: the same " in error
 
 
@@ -75,9 +134,12 @@ def test_a_stall_would_be_reported_with_the_unit() -> None:
 
 
 @needs_mpirun
-@pytest.mark.parametrize("engine", ["mpi", *[pytest.param("torchdist", marks=pytest.mark.slow)] * FULL])
+@pytest.mark.parametrize(
+    "engine", ["mpi", *[pytest.param("torchdist", marks=pytest.mark.slow)] * FULL]
+)
 def test_waiting_for_units_is_communication(engine: str) -> None:
-    """4 units are gathered forward, of which backward gathers the 3 blocks anew and reduces all; each pass has an end of its own."""
+    """4 units are gathered forward, of which backward gathers the 3 blocks anew and reduces all;
+    each pass has an end of its own."""
     for entered in on_ranks(engine, 2, "layers_on_ranks:phases")[0]:
         assert entered[:1] == ["data"] and entered[-3:] == ["communication", "update", ""]
         forward = entered.index("forward")
@@ -87,7 +149,8 @@ def test_waiting_for_units_is_communication(engine: str) -> None:
 
 
 def asked(of_ranks: list[list[str]], lags: bool = False) -> list[tuple[int, str]]:
-    """How many questions each rank had an answer to, and its error; the last one is the end of its pass."""
+    """How many questions each rank had an answer to, and its error; the last one is the end of its
+    pass."""
 
     def of_rank(communicator: ThreadRank) -> tuple[int, str]:
         order = SameOrder(communicator, 10 + communicator.rank, "the test", "the fix", lags=lags)
@@ -103,13 +166,20 @@ def asked(of_ranks: list[list[str]], lags: bool = False) -> list[tuple[int, str]
 
 
 def test_what_ranks_are_about_to_do_is_compared() -> None:
-    assert asked([["a", "b", "end"]] * 3) == asked([["a", "b", "end"]] * 3, lags=True) == [(3, "")] * 3
+    assert (
+        asked([["a", "b", "end"]] * 3) == asked([["a", "b", "end"]] * 3, lags=True) == [(3, "")] * 3
+    )
     other = "ranks use different layers (ranks 10, 12: b; rank 11: c)"
     assert asked([["a", "b", "end"], ["a", "c", "end"], ["a", "b", "end"]]) == [(1, other)] * 3
-    assert asked([["a", "b", "end"], ["a", "c", "end"], ["a", "b", "end"]], lags=True) == [(2, other)] * 3, "with the next question"
+    assert (
+        asked([["a", "b", "end"], ["a", "c", "end"], ["a", "b", "end"]], lags=True)
+        == [(2, other)] * 3
+    ), "with the next question"
     fewer = "ranks use different layers (rank 10: b; rank 11: end)"
     assert asked([["a", "b", "end"], ["a", "end"]]) == [(1, fewer)] * 2
-    assert asked([["a", "b", "end"], ["a", "end"]], lags=True) == [(2, fewer), (1, fewer)], "the end waits for its answer"
+    assert asked([["a", "b", "end"], ["a", "end"]], lags=True) == [(2, fewer), (1, fewer)], (
+        "the end waits for its answer"
+    )
 
 
 class Norms(nn.Module):
@@ -155,12 +225,22 @@ def asked_by_norms(called: list[list[int]], used: list[list[int]]) -> list[int |
 def test_ranks_that_come_to_other_synchronized_norms_are_named() -> None:
     """Of equal width, so that their statistics would be mixed."""
     assert asked_by_norms([[0, 1]], [[0, 1]]) == [0], "one rank asks nobody"
-    assert asked_by_norms([[0, 1]] * 2, [[0, 1]] * 2) == [5] * 2, "each norm in both directions, and the end of the forward pass"
+    assert asked_by_norms([[0, 1]] * 2, [[0, 1]] * 2) == [5] * 2, (
+        "each norm in both directions, and the end of the forward pass"
+    )
     of = "ranks use different layers (rank 0: {}; rank 1: {})"
     for called, used, text in (
         ([[0], [1]], [[0], [1]], of.format("forward pass of norms.0", "forward pass of norms.1")),
-        ([[0, 1], [0]], [[0], [0]], of.format("forward pass of norms.1", "end of the forward pass")),
-        ([[0, 1], [0, 1]], [[0], [1]], of.format("backward pass of norms.0", "backward pass of norms.1")),
+        (
+            [[0, 1], [0]],
+            [[0], [0]],
+            of.format("forward pass of norms.1", "end of the forward pass"),
+        ),
+        (
+            [[0, 1], [0, 1]],
+            [[0], [1]],
+            of.format("backward pass of norms.0", "backward pass of norms.1"),
+        ),
     ):
         assert asked_by_norms(called, used) == [text] * 2
 
@@ -169,8 +249,15 @@ def test_ranks_that_come_to_other_synchronized_norms_are_named() -> None:
 def test_a_dense_part_is_called_once_in_a_pass(updates: int) -> None:
     """On a rank that calls it twice, or not, the others would wait."""
     for times, how_often in {0: "not", 2: "twice"}.items():
-        words = f"model.name=layers_on_ranks:OftenDense model.times={times} parallel.dense=c parallel.dense_updates={updates}"
+        words = (
+            f"model.name=layers_on_ranks:OftenDense model.times={times} parallel.dense=c "
+            f"parallel.dense_updates={updates}"
+        )
         learner = build_learner(configure(None, words.split()), TASK, SingleProcessCommunicator())
         own = learner.to_device(all_samples([batch(0, 0, ""), batch(1, 0, "")]))
-        with pytest.raises(UserError, match=f"a pass of the model calls 'dense' {how_often}; all ranks work on it together, once"):
+        with pytest.raises(
+            UserError,
+            match=f"a pass of the model calls 'dense' {how_often}; all ranks work on it together, "
+            "once",
+        ):
             learner.step([own], Hyper(0.1, 0.0, 0.0, len(own)), 0)

@@ -1,4 +1,5 @@
-"""Models of timm by name; and what libraries may download while a job builds its model: nothing, unless model.download says so."""
+"""Models of timm by name; and what libraries may download while a job builds its model: nothing,
+unless model.download says so."""
 
 from __future__ import annotations
 
@@ -22,13 +23,24 @@ from hvdtrain.frameworks.torch.foreign.downloads import download_first
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (12, 32, 32, 1), np.uint8)
 DATA = {"x": IMAGES, "y": np.arange(12) % 10}
-WORDS = ["batch.size=12", "optim.name=sgd", "optim.base_lr=0", "speed.precision=fp64", "log.display=lines"]
+WORDS = [
+    "batch.size=12",
+    "optim.name=sgd",
+    "optim.base_lr=0",
+    "speed.precision=fp64",
+    "log.display=lines",
+]
 SMALL = {"depths": [1, 1, 1, 1], "dims": [8, 8, 12, 12]}
-NET = ["model.name=timm:convnext_atto", *(f"model.{option}={value}".replace(" ", "") for option, value in SMALL.items())]
+NET = [
+    "model.name=timm:convnext_atto",
+    *(f"model.{option}={value}".replace(" ", "") for option, value in SMALL.items()),
+]
 
 
 def train(run: Path, *words: str) -> Any:
-    return hvdtrain.train({"run": str(run), "stop.steps": 1}, *WORDS, *words, train_data=DATA, val_data=DATA)
+    return hvdtrain.train(
+        {"run": str(run), "stop.steps": 1}, *WORDS, *words, train_data=DATA, val_data=DATA
+    )
 
 
 def test_outputs_are_those_of_timm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,15 +57,24 @@ def test_outputs_are_those_of_timm(tmp_path: Path, capsys: pytest.CaptureFixture
     np.testing.assert_allclose(hvdtrain.predict(run, IMAGES), expected, rtol=0, atol=1e-12)
 
 
-def test_layers_of_a_model_whose_first_weights_are_drawn_until_they_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    """Those of a truncated normal distribution: `summary` has tensors without numbers, and `plan --memory` too."""
+def test_layers_of_a_model_whose_first_weights_are_drawn_until_they_fit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Those of a truncated normal distribution: `summary` has tensors without numbers, and `plan
+    --memory` too."""
     import timm
 
     sizes = {"img_size": 8, "patch_size": 4, "depth": 1, "embed_dim": 16, "num_heads": 2}
     net = timm.create_model("vit_tiny_patch16_224", num_classes=10, in_chans=1, **sizes)
-    words = ["model.name=timm:vit_tiny_patch16_224", *(f"model.{option}={value}" for option, value in sizes.items())]
+    words = [
+        "model.name=timm:vit_tiny_patch16_224",
+        *(f"model.{option}={value}" for option, value in sizes.items()),
+    ]
     assert main(["summary", *words]) == 0
-    assert f"{sum(p.numel() for p in net.parameters()):,} parameters, all of them trained" in capsys.readouterr().out
+    assert (
+        f"{sum(p.numel() for p in net.parameters()):,} parameters, all of them trained"
+        in capsys.readouterr().out
+    )
     assert main(["plan", "--memory", *words]) == 0
 
 
@@ -63,7 +84,9 @@ def asks_the_hub(seen: str) -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(1024, 10))
 
 
-def test_the_hub_is_offline_while_a_model_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_is_offline_while_a_model_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     words = ["model.name=test_libraries:asks_the_hub", f"model.seen={tmp_path / 'seen'}"]
     for more, said in (([], "True 1"), (["model.download=true"], "False None")):
@@ -75,9 +98,17 @@ def test_the_hub_is_offline_while_a_model_is_built(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("words", "what", "fix"),
     [
-        (["model.name=timm:convnext_ato"], "timm has no model convnext_ato", "did you mean convnext_atto"),
+        (
+            ["model.name=timm:convnext_ato"],
+            "timm has no model convnext_ato",
+            "did you mean convnext_atto",
+        ),
         ([*NET, "model.dephts=[1]"], "unexpected keyword argument 'dephts'", "timm.create_model"),
-        ([*NET, "framework=jax"], "framework=jax does not support model.name=timm:convnext_atto", "framework=torch"),
+        (
+            [*NET, "framework=jax"],
+            "framework=jax does not support model.name=timm:convnext_atto",
+            "framework=torch",
+        ),
         (
             [*NET, "model.pretrained=true", "model.cache_dir={}"],
             "timm:convnext_atto downloads from the Hugging Face Hub",
@@ -88,15 +119,34 @@ def test_the_hub_is_offline_while_a_model_is_built(tmp_path: Path, monkeypatch: 
             "downloads from the",
             "model.download=true",
         ),
-        (["model.name=timm:local-dir:{}"], "timm has no model local-dir:", "model.name=timm:NAME model.weights=FOLDER/"),
-        ([*NET, "model.pretrained_cfg={{url: 'file:///x'}}"], "names files or addresses", "model.weights=FILE"),
-        ([*NET, "model.checkpoint_path=/x.pth"], "model.checkpoint_path=/x.pth names files or addresses", "model.weights=FILE"),
-        (["model.name=timm:hf_hub:nobody/{}"], "downloads from the Hugging Face Hub", "model.download=true"),
+        (
+            ["model.name=timm:local-dir:{}"],
+            "timm has no model local-dir:",
+            "model.name=timm:NAME model.weights=FOLDER/",
+        ),
+        (
+            [*NET, "model.pretrained_cfg={{url: 'file:///x'}}"],
+            "names files or addresses",
+            "model.weights=FILE",
+        ),
+        (
+            [*NET, "model.checkpoint_path=/x.pth"],
+            "model.checkpoint_path=/x.pth names files or addresses",
+            "model.weights=FILE",
+        ),
+        (
+            ["model.name=timm:hf_hub:nobody/{}"],
+            "downloads from the Hugging Face Hub",
+            "model.download=true",
+        ),
     ],
 )
 def test_what_is_not_made(words: list[str], what: str, fix: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
-        train(tmp_path / "run", *(word.format(tmp_path.name if "hf_hub" in word else tmp_path) for word in words))
+        train(
+            tmp_path / "run",
+            *(word.format(tmp_path.name if "hf_hub" in word else tmp_path) for word in words),
+        )
     assert what in caught.value.what and fix in caught.value.fix, str(caught.value)
 
 
@@ -114,7 +164,8 @@ def test_a_download_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_rank_0_downloads_before_the_others() -> None:
-    """Its caches are full when they begin, and no number is drawn from the stream that they share."""
+    """Its caches are full when they begin, and no number is drawn from the stream that they
+    share."""
     order: list[int] = []
 
     def build(rank: int) -> None:
@@ -122,11 +173,18 @@ def test_rank_0_downloads_before_the_others() -> None:
         order.append(rank)
 
     def of_rank(communicator: ThreadRank) -> None:
-        download_first(configure(None, ["model.download=true"]), communicator, lambda: build(communicator.rank))
+        download_first(
+            configure(None, ["model.download=true"]), communicator, lambda: build(communicator.rank)
+        )
         build(communicator.rank)
 
     in_threads(3, of_rank)
     assert order[0] == 0 and sorted(order) == [0, 0, 1, 2]
     order.clear()
-    in_threads(3, lambda communicator: download_first(configure(None, []), communicator, lambda: build(communicator.rank)))
+    in_threads(
+        3,
+        lambda communicator: download_first(
+            configure(None, []), communicator, lambda: build(communicator.rank)
+        ),
+    )
     assert not order

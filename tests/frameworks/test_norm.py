@@ -1,4 +1,5 @@
-"""Ghost norms against a loop over chunks, and sync norms against one process with the joined batch."""
+"""Ghost norms against a loop over chunks, and sync norms against one process with the joined
+batch."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hvdtrain.comm.communicator import Buffer, CompletedHandle, Handle, SingleProcessCommunicator
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.models import convnet
-from hvdtrain.frameworks.torch.norm import GhostBatchNorm, SyncBatchNorm, deinterleave, interleave, use_norm
+from hvdtrain.frameworks.torch.norm import (
+    GhostBatchNorm,
+    SyncBatchNorm,
+    deinterleave,
+    interleave,
+    use_norm,
+)
 from hvdtrain.horovod.sync_batch_norm import SyncBatchNorm as HorovodsNorm
 
 Statistics = Literal["averaged", "sequential"]
@@ -40,7 +47,11 @@ def pairs() -> list[object]:
             size,
             case,
             id=f"{communicator}-x{size}-{case}",
-            marks=[*marks, *[pytest.mark.ranks4] * (size == 4), *[pytest.mark.slow] * (size > 2 or communicator == "horovod")],
+            marks=[
+                *marks,
+                *[pytest.mark.ranks4] * (size == 4),
+                *[pytest.mark.slow] * (size > 2 or communicator == "horovod"),
+            ],
         )
         for communicator, marks in MARKS.items()
         for size in ((2, 3, 4) if ranks.FULL else (2,))
@@ -50,13 +61,15 @@ def pairs() -> list[object]:
 
 @pytest.mark.parametrize(("engine", "size", "case"), pairs())
 def test_many_ranks_compute_what_one_does(engine: str, size: int, case: str) -> None:
-    """fp32: gradients add up hundreds of numbers in another order; an input around 1000 comes rounded by up to 3e-5."""
+    """fp32: gradients add up hundreds of numbers in another order; an input around 1000 comes
+    rounded by up to 3e-5."""
     limit = 1e-12 if case.endswith("fp64") else 1e-4 if case.startswith("far_from_zero") else 3e-6
     assert max(one[case] for one in apart_on(engine, size)) < limit
 
 
 class Idle(SingleProcessCommunicator):
-    """Two ranks that never hear each other; a host that asked one for the lengths of rows would wait for its device."""
+    """Two ranks that never hear each other; a host that asked one for the lengths of rows would
+    wait for its device."""
 
     name = "idle"
     size = 2
@@ -68,7 +81,9 @@ class Idle(SingleProcessCommunicator):
         return CompletedHandle(x[:1].expand_as(x))
 
 
-@pytest.mark.parametrize("case", ["layer-2d-even-fp64", "net-buckets-even-fp64", "far_from_zero-fp32"])
+@pytest.mark.parametrize(
+    "case", ["layer-2d-even-fp64", "net-buckets-even-fp64", "far_from_zero-fp32"]
+)
 def test_the_comparison_notices_ranks_that_do_not_hear_each_other(case: str) -> None:
     assert norms_on_ranks.cases("idle")[case](Idle()) > 1e-3
 
@@ -77,7 +92,13 @@ def test_the_comparison_notices_ranks_that_do_not_hear_each_other(case: str) -> 
     "device",
     [
         "cpu",
-        pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")]),
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here"),
+            ],
+        ),
     ],
 )
 @pytest.mark.parametrize("momentum", [0.1, None])
@@ -98,14 +119,22 @@ def test_the_host_waits_for_no_device(device: str, momentum: float | None) -> No
 
 
 class NoReading(TorchDispatchMode):
-    """Of no tensor a number becomes one of Python inside, and none a tensor: on a GPU the host would wait."""
+    """Of no tensor a number becomes one of Python inside, and none a tensor: on a GPU the host
+    would wait."""
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        assert function not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.lift_fresh.default), function
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
+        assert function not in (
+            torch.ops.aten._local_scalar_dense.default,
+            torch.ops.aten.lift_fresh.default,
+        ), function
         return function(*arguments, **options or {})
 
 
-def looped(norm: nn.Module, x: torch.Tensor, ghost: int, statistics: Statistics) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def looped(
+    norm: nn.Module, x: torch.Tensor, ghost: int, statistics: Statistics
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The plain norm on one chunk after the other, and the buffers after all."""
     if statistics == "sequential":
         return torch.cat([norm(chunk) for chunk in x.split(ghost)]), list(norm.buffers())
@@ -120,9 +149,15 @@ def looped(norm: nn.Module, x: torch.Tensor, ghost: int, statistics: Statistics)
 
 
 @pytest.mark.parametrize("statistics", ["averaged", "sequential"])
-@pytest.mark.parametrize(("samples", "ghost"), [(12, 4), (14, 4), (6, 4), (4, 4), (3, 4), (6, 2), (5, 1)])
-@pytest.mark.parametrize("layer", ["1d_length", "2d", "3d", "cumulative", "without_affine", "without_running"])
-def test_ghosts_are_chunks_of_the_batch(layer: str, samples: int, ghost: int, statistics: Statistics) -> None:
+@pytest.mark.parametrize(
+    ("samples", "ghost"), [(12, 4), (14, 4), (6, 4), (4, 4), (3, 4), (6, 2), (5, 1)]
+)
+@pytest.mark.parametrize(
+    "layer", ["1d_length", "2d", "3d", "cumulative", "without_affine", "without_running"]
+)
+def test_ghosts_are_chunks_of_the_batch(
+    layer: str, samples: int, ghost: int, statistics: Statistics
+) -> None:
     torch.manual_seed(0)
     plain, shape = norms_on_ranks.LAYERS[layer]()
     plain.double()
@@ -144,7 +179,9 @@ def test_ghosts_are_chunks_of_the_batch(layer: str, samples: int, ghost: int, st
             torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-12)
         for b, c in zip(model.buffers(), buffers, strict=True):
             torch.testing.assert_close(b, c, rtol=0, atol=1e-12)
-    torch.testing.assert_close(model.eval()(x), plain.eval()(x))  # in evaluation it is the plain one
+    torch.testing.assert_close(
+        model.eval()(x), plain.eval()(x)
+    )  # in evaluation it is the plain one
 
 
 def test_sequential_forgets_as_hoffers_code_and_averaged_as_one_update() -> None:
@@ -165,25 +202,38 @@ def test_the_order_within_the_model() -> None:
     assert interleave(x[:6], 4).tolist() == [0, 1, 2, 3, 4, 5]
     for samples in range(11):
         for ghost in range(1, 12):
-            assert deinterleave(interleave(x[:samples], ghost), ghost).tolist() == list(range(samples))
+            assert deinterleave(interleave(x[:samples], ghost), ghost).tolist() == list(
+                range(samples)
+            )
 
 
 def chunked_net(samples: int, ghost: int, memory: torch.memory_format) -> float:
-    """A whole network in ghosts, and the plain one on each chunk: the largest difference of logits and gradients."""
+    """A whole network in ghosts, and the plain one on each chunk: the largest difference of logits
+    and gradients."""
     net = convnet.build("convnet", (8, 8, 1), 5, widths=(4, 6, 8)).double()
-    model = use_norm(copy.deepcopy(net).to(memory_format=memory), "ghost", ghost, "averaged", SingleProcessCommunicator())
+    model = use_norm(
+        copy.deepcopy(net).to(memory_format=memory),
+        "ghost",
+        ghost,
+        "averaged",
+        SingleProcessCommunicator(),
+    )
     x = torch.randn(samples, 1, 8, 8, dtype=torch.float64)
     slope = torch.randn(samples, 5, dtype=torch.float64)
     y = model(x.contiguous(memory_format=memory))
     expected = torch.cat([net(chunk) for chunk in x.split(ghost)])
     (y * slope).sum().backward()
     (expected * slope).sum().backward()
-    return norms_on_ranks.apart([y, *[p.grad for p in model.parameters()]], [expected, *[p.grad for p in net.parameters()]])
+    return norms_on_ranks.apart(
+        [y, *[p.grad for p in model.parameters()]], [expected, *[p.grad for p in net.parameters()]]
+    )
 
 
 @pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize(("samples", "ghost"), [(12, 4), (14, 4)])
-def test_a_network_gives_its_logits_in_the_order_of_the_batch(samples: int, ghost: int, memory: torch.memory_format) -> None:
+def test_a_network_gives_its_logits_in_the_order_of_the_batch(
+    samples: int, ghost: int, memory: torch.memory_format
+) -> None:
     torch.manual_seed(1)
     assert chunked_net(samples, ghost, memory) < 1e-12
 
@@ -197,7 +247,9 @@ class Tokens(nn.Module):
         self.split: Callable[[torch.Tensor], torch.Tensor] = lambda x: x.flatten(0, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.split(x)).reshape(len(x), 3, 4).sum(1)  # (n, 3, 4) -> (3 n, 4) -> (n, 4)
+        return (
+            self.norm(self.split(x)).reshape(len(x), 3, 4).sum(1)
+        )  # (n, 3, 4) -> (3 n, 4) -> (n, 4)
 
 
 def test_rows_of_a_sample_stay_in_its_ghost() -> None:
@@ -227,7 +279,9 @@ def test_a_ghost_of_one_value_is_refused() -> None:
             model(torch.randn(samples, 3))
         assert "a ghost of 1 sample has one value per channel" in str(error.value)
         assert "where: norm.ghost" in str(error.value)
-        assert "fix: a norm.ghost that divides the samples of a rank's forward pass" in str(error.value)
+        assert "fix: a norm.ghost that divides the samples of a rank's forward pass" in str(
+            error.value
+        )
     with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
         model(torch.randn(1, 3))  # a batch of one sample is torch's own matter
 

@@ -1,4 +1,5 @@
-"""What a user's torch model has that a job does not use is a line of the header, and the model stays as it is."""
+"""What a user's torch model has that a job does not use is a line of the header, and the model
+stays as it is."""
 
 from __future__ import annotations
 
@@ -31,7 +32,11 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         hidden = self.body(x)
-        return self.outputs(self.head(hidden), self.aux(hidden)) if self.training else self.head(hidden)
+        return (
+            self.outputs(self.head(hidden), self.aux(hidden))
+            if self.training
+            else self.head(hidden)
+        )
 
     def outputs(self, main: torch.Tensor, aux: torch.Tensor) -> Any:
         return {"out": main, "aux": aux}
@@ -73,7 +78,9 @@ class ForOthers(OneOutput):
 
 def notes_of(net: nn.Module, *words: str) -> list[str]:
     given = given_model(net)
-    config = with_given(configure(None, ["speed.device=cpu", f"model.name={given.name}", *words]), {"model": given})
+    config = with_given(
+        configure(None, ["speed.device=cpu", f"model.name={given.name}", *words]), {"model": given}
+    )
     learner: Any = build_learner(config, TASK, SingleProcessCommunicator())
     for name, array in learner.model.state_dict().items():
         assert torch.equal(array, net.state_dict()[name]), name
@@ -92,7 +99,8 @@ def notes_of(net: nn.Module, *words: str) -> list[str]:
             ForOthers(),
             [
                 "not used: training_step() of ForOthers",
-                "not used: no_weight_decay of body.0.weight, head.weight, which optim.weight_decay=0.1 decays: "
+                "not used: no_weight_decay of body.0.weight, head.weight, which "
+                "optim.weight_decay=0.1 decays: "
                 "optim.groups=[{names: body.0.weight, decay: 0}]",
             ],
         ),
@@ -105,7 +113,14 @@ def test_what_is_not_used_of_a_model_is_a_line(net: nn.Module, lines: list[str])
 
 def test_the_header_has_the_line(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     data = {"x": np.ones((8, 4), np.float32), "y": np.arange(8) % 2}
-    hvdtrain.train("batch.size=8", "stop.steps=1", f"run={tmp_path}/run", model=Net(), train_data=data, val_data=data)
+    hvdtrain.train(
+        "batch.size=8",
+        "stop.steps=1",
+        f"run={tmp_path}/run",
+        model=Net(),
+        train_data=data,
+        val_data=data,
+    )
     assert f"        not used: output aux, {NO_GRADIENT}\n" in capsys.readouterr().out
 
 
@@ -115,18 +130,29 @@ def test_a_hook_of_a_gradient_works_on_the_copy(tmp_path: Any) -> None:
     net = nn.Linear(4, 2)
     net.weight.register_hook(lambda g: g * torch.tensor([[0.0], [1.0]]))
     before = net.weight.detach().clone()
-    words = ["batch.size=8", "stop.steps=2", "optim.base_lr=1", "task.standardize=false", f"run={tmp_path}/run"]
+    words = [
+        "batch.size=8",
+        "stop.steps=2",
+        "optim.base_lr=1",
+        "task.standardize=false",
+        f"run={tmp_path}/run",
+    ]
     data["y"][:6] = 0
     hvdtrain.train(*words, model=net, train_data=data, val_data=data)
     assert torch.equal(net.weight[0], before[0]) and not torch.equal(net.weight[1], before[1])
     with pytest.raises(
-        hvdtrain.UserError, match=r"weight of the model has a hook of its gradient, and shard\.stage gives each rank a part"
+        hvdtrain.UserError,
+        match=r"weight of the model has a hook of its gradient, and shard\.stage gives each rank "
+        r"a part",
     ):
         notes_of(net, "shard.stage=3")
 
 
 def test_a_wrapped_model_is_refused() -> None:
-    with pytest.raises(hvdtrain.UserError, match=r"wrapped in DataParallel, and hvdtrain divides samples.*\n.*\n.*model\.module"):
+    with pytest.raises(
+        hvdtrain.UserError,
+        match=r"wrapped in DataParallel, and hvdtrain divides samples.*\n.*\n.*model\.module",
+    ):
         notes_of(nn.DataParallel(OneOutput()))
 
 
@@ -136,7 +162,20 @@ def test_a_loss_with_weights_is_refused(tmp_path: Any) -> None:
     net = OneOutput()
 
     def penalized(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
-        return nn.functional.cross_entropy(outputs, batch["y"], reduction="none") + net.head.weight.square().sum()
+        return (
+            nn.functional.cross_entropy(outputs, batch["y"], reduction="none")
+            + net.head.weight.square().sum()
+        )
 
-    with pytest.raises(hvdtrain.UserError, match="the loss has a gradient for other tensors than the outputs"):
-        hvdtrain.train("batch.size=8", "stop.steps=1", f"run={tmp_path}/run", model=net, loss=penalized, train_data=data, val_data=data)
+    with pytest.raises(
+        hvdtrain.UserError, match="the loss has a gradient for other tensors than the outputs"
+    ):
+        hvdtrain.train(
+            "batch.size=8",
+            "stop.steps=1",
+            f"run={tmp_path}/run",
+            model=net,
+            loss=penalized,
+            train_data=data,
+            val_data=data,
+        )

@@ -1,4 +1,5 @@
-"""The state of every optimizer of the torch framework: saved, loaded, refused by another optimizer."""
+"""The state of every optimizer of the torch framework: saved, loaded, refused by another
+optimizer."""
 
 from __future__ import annotations
 
@@ -16,11 +17,17 @@ from torch.nn import Parameter
 
 from hvdtrain.core.arrays import digest
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch.optim.rule_optimizer import fill_optimizer_state, load_optimizer_state, make_optimizer, optimizer_state
+from hvdtrain.frameworks.torch.optim.rule_optimizer import (
+    fill_optimizer_state,
+    load_optimizer_state,
+    make_optimizer,
+    optimizer_state,
+)
 
 
 class CountsInGroups(torch.optim.Optimizer):
-    """Lets its rate fall by numbers of several types, all of them in its groups or as Python numbers in its state."""
+    """Lets its rate fall by numbers of several types, all of them in its groups or as Python
+    numbers in its state."""
 
     def __init__(self, params: Any, lr: float = 1.0, eps: float = 0.5, calls: int = 0) -> None:
         super().__init__(params, {"lr": lr, "eps": eps, "calls": calls})
@@ -28,12 +35,19 @@ class CountsInGroups(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             group["calls"] += 1
-            group["odd"], group["sum"] = not group.get("odd", False), group.get("sum", torch.zeros(1)) + group["calls"]
+            group["odd"], group["sum"] = (
+                not group.get("odd", False),
+                group.get("sum", torch.zeros(1)) + group["calls"],
+            )
             for p in group["params"]:
                 state = self.state[p]
                 assert type(state.get("odd", True)) is bool and type(state.get("seen", 0)) is int
                 state["odd"], state["seen"] = group["odd"], state.get("seen", 0) + 1
-                p.data -= group["lr"] * p.grad / (group["eps"] + group["sum"].item() + state["seen"] + 3 * state["odd"])
+                p.data -= (
+                    group["lr"]
+                    * p.grad
+                    / (group["eps"] + group["sum"].item() + state["seen"] + 3 * state["odd"])
+                )
 
 
 BY_GROUP = CountsInGroups, pytorch_optimizer.AdaBelief, pytorch_optimizer.Prodigy
@@ -57,7 +71,9 @@ MAKERS = [
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_saved_state_continues_where_it_was_taken(make: Callable[[list[Parameter]], torch.optim.Optimizer]) -> None:
+def test_saved_state_continues_where_it_was_taken(
+    make: Callable[[list[Parameter]], torch.optim.Optimizer],
+) -> None:
     one, other = parameters(*SHAPES), parameters(*SHAPES)
     a = make(one)
     b = make(other)
@@ -85,7 +101,12 @@ def test_state_that_was_made_ahead_gives_the_same_first_step(rule: Any) -> None:
     assert optimizer_state(a, one[0]) == {} and one[0] not in a.state
     fill_optimizer_state(a)
     shapes = [tuple(tensor.shape) for tensor in optimizer_state(a, one[0]).values()]
-    assert shapes == {"Sgd": [(3, 4)], "Larc": [(3, 4)], "Adam": [(3, 4), (3, 4)], "NovoGrad": [(3, 4), ()]}[type(rule).__name__]
+    assert (
+        shapes
+        == {"Sgd": [(3, 4)], "Larc": [(3, 4)], "Adam": [(3, 4), (3, 4)], "NovoGrad": [(3, 4), ()]}[
+            type(rule).__name__
+        ]
+    )
     assert all(not tensor.any() for p in one for tensor in optimizer_state(a, p).values())
     walk(a, one, range(2))
     walk(b, other, range(2))
@@ -97,9 +118,14 @@ def test_state_that_is_no_tensor_and_state_that_goes_away() -> None:
     optimizer = user(Counting, some)
     walk(optimizer, some, range(3))
     live = optimizer_state(optimizer, some[0])
-    assert list(live) == ["count:int", "z"] and (live["count:int"].item(), live["count:int"].dtype) == (3.0, torch.float64)
+    assert list(live) == ["count:int", "z"] and (
+        live["count:int"].item(),
+        live["count:int"].dtype,
+    ) == (3.0, torch.float64)
     kept = optimizer.state[some[0]]["z"]
-    load_optimizer_state(optimizer, some[0], {"count:int": np.array(7.0), "z": np.array([4.0, 5.0], np.float32)})
+    load_optimizer_state(
+        optimizer, some[0], {"count:int": np.array(7.0), "z": np.array([4.0, 5.0], np.float32)}
+    )
     assert optimizer.state[some[0]]["count"] == 7 and type(optimizer.state[some[0]]["count"]) is int
     assert optimizer.state[some[0]]["z"] is kept and kept.tolist() == [4.0, 5.0]
     with pytest.raises(UserError) as caught:
@@ -116,10 +142,21 @@ def test_what_a_class_counts_in_its_groups_is_state() -> None:
     assert optimizer_state(optimizer, some[0]) == {}, "options and what the recipe sets are none"
     walk(optimizer, some, range(3))
     live = {key: tensor.tolist() for key, tensor in optimizer_state(optimizer, some[1]).items()}
-    assert live == {"group.calls:int": 3.0, "group.odd:bool": 1.0, "group.sum": [6.0], "odd:bool": 1.0, "seen:int": 3.0}
+    assert live == {
+        "group.calls:int": 3.0,
+        "group.odd:bool": 1.0,
+        "group.sum": [6.0],
+        "odd:bool": 1.0,
+        "seen:int": 3.0,
+    }
     load_optimizer_state(optimizer, some[1], {"group.odd:bool": np.array(0.0)})
     weights, biases = optimizer.param_groups
-    assert biases["odd"] is False and biases["calls"] == 0 and "sum" not in biases and not optimizer.state[some[1]]
+    assert (
+        biases["odd"] is False
+        and biases["calls"] == 0
+        and "sum" not in biases
+        and not optimizer.state[some[1]]
+    )
     assert (weights["calls"], weights["odd"]) == (3, True)
 
 
@@ -145,18 +182,37 @@ CANNOT = f"{ADAM} cannot resume from this state: KeyError: 'max_exp_avg_sq'"
 @pytest.mark.parametrize(
     ("before", "after", "what"),
     [
-        ("torch.optim.RMSprop", "torch.optim.Adam", f"{MADE_BY}torch.optim.RMSprop, {HERE}torch.optim.Adam"),
-        ("torch.optim.Adagrad", "torch.optim.Adam", f"{MADE_BY}torch.optim.Adagrad, {HERE}torch.optim.Adam"),
-        ("sgd", "torch.optim.Adam", f"{MADE_BY}one of hvdtrain's own optimizers, {HERE}torch.optim.Adam"),
+        (
+            "torch.optim.RMSprop",
+            "torch.optim.Adam",
+            f"{MADE_BY}torch.optim.RMSprop, {HERE}torch.optim.Adam",
+        ),
+        (
+            "torch.optim.Adagrad",
+            "torch.optim.Adam",
+            f"{MADE_BY}torch.optim.Adagrad, {HERE}torch.optim.Adam",
+        ),
+        (
+            "sgd",
+            "torch.optim.Adam",
+            f"{MADE_BY}one of hvdtrain's own optimizers, {HERE}torch.optim.Adam",
+        ),
         ("torch.optim.Adam", "adam", f"{MADE_BY}torch.optim.Adam, {HERE}adam"),
         ("torch.optim.Adam", "torch.optim.Adam optim.amsgrad=true", CANNOT),
-        ("torch.optim.RMSprop", "torch.optim.RMSprop optim.momentum=0.5", f"{RMSPROP} cannot resume from this state: KeyError: "),
+        (
+            "torch.optim.RMSprop",
+            "torch.optim.RMSprop optim.momentum=0.5",
+            f"{RMSPROP} cannot resume from this state: KeyError: ",
+        ),
         ("torch.optim.Adam", "torch.optim:Adam optim.eps=1e-3", ""),
         ("torch.optim.Adam optim.amsgrad=true", "torch.optim.Adam", ""),
     ],
 )
 def test_the_state_of_another_optimizer_is_refused(before: str, after: str, what: str) -> None:
-    a, b = (learner("model.name=mlp", "model.widths=[3]", *f"optim.name={words}".split()) for words in (before, after))
+    a, b = (
+        learner("model.name=mlp", "model.widths=[3]", *f"optim.name={words}".split())
+        for words in (before, after)
+    )
     a.step([a.to_device(batch(8))], hyper(8), 0)
     if not what:
         b.load(a.state())
@@ -167,7 +223,11 @@ def test_the_state_of_another_optimizer_is_refused(before: str, after: str, what
     assert caught.value.what.startswith(what) and caught.value.where == "state of the optimizer"
     fix = "give the optimizer and options that the checkpoint was made with"
     if what.startswith(MADE_BY):
-        fix = f"optim.name={before}" if "." in before else "the optim.name of its run folder's config.yaml"
+        fix = (
+            f"optim.name={before}"
+            if "." in before
+            else "the optim.name of its run folder's config.yaml"
+        )
     assert caught.value.fix == fix
 
 

@@ -1,4 +1,5 @@
-"""A function of the named parameters that makes an optimizer with groups of its own: its steps are torch's, on any number of ranks."""
+"""A function of the named parameters that makes an optimizer with groups of its own: its steps are
+torch's, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +10,17 @@ import numpy as np
 import pytest
 import torch
 from rank_threads import ThreadRank, in_threads
-from test_ranks_in_threads import HYPER, MLP, SHARES, TASK, WORDS, all_samples, batch, check_equal, train
+from test_ranks_in_threads import (
+    HYPER,
+    MLP,
+    SHARES,
+    TASK,
+    WORDS,
+    all_samples,
+    batch,
+    check_equal,
+    train,
+)
 
 import hvdtrain
 from hvdtrain.comm.communicator import SingleProcessCommunicator
@@ -21,24 +32,33 @@ from hvdtrain.frameworks.torch.parallel.by_library import fits_horovod
 from hvdtrain.training.build import build_learner
 
 
-def by_depth(named: list[tuple[str, torch.nn.Parameter]], slower: float = 0.1) -> torch.optim.Optimizer:
+def by_depth(
+    named: list[tuple[str, torch.nn.Parameter]], slower: float = 0.1
+) -> torch.optim.Optimizer:
     """The last layer's weights fast, without decay; all else slower, with another momentum."""
     matrices = [p for name, p in named if name.endswith("weight")]
     last = matrices[-1]
     rest = [p for _, p in named if p is not last]
     return torch.optim.SGD(
-        [{"params": [last], "momentum": 0.5}, {"params": rest, "lr": slower, "weight_decay": 0.1}], lr=0.5, nesterov=False
+        [{"params": [last], "momentum": 0.5}, {"params": rest, "lr": slower, "weight_decay": 0.1}],
+        lr=0.5,
+        nesterov=False,
     )
 
 
 def adam(named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
     flat = [p for _, p in named if p.ndim < 2]
-    return torch.optim.AdamW([{"params": flat, "weight_decay": 0.0}, {"params": [p for _, p in named if p.ndim >= 2]}], lr=1e-3)
+    return torch.optim.AdamW(
+        [{"params": flat, "weight_decay": 0.0}, {"params": [p for _, p in named if p.ndim >= 2]}],
+        lr=1e-3,
+    )
 
 
 def net() -> torch.nn.Module:
     torch.manual_seed(3)
-    return torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)).double()
+    return torch.nn.Sequential(
+        torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)
+    ).double()
 
 
 RNG = np.random.default_rng(1)
@@ -49,13 +69,21 @@ JOB = ["task.name=regression", "batch.size=24", "speed.precision=fp64", "recipe.
 def job(folder: Path, make: Any, *words: str) -> dict[str, torch.Tensor]:
     model = net()
     hvdtrain.train(
-        {"run": str(folder), "log": {"every_steps": 1}}, *JOB, *words, model=model, optimizer=make, train_data=DATA, val_data=DATA
+        {"run": str(folder), "log": {"every_steps": 1}},
+        *JOB,
+        *words,
+        model=model,
+        optimizer=make,
+        train_data=DATA,
+        val_data=DATA,
     )
     return model.state_dict()
 
 
 @pytest.mark.parametrize("make", [by_depth, adam, lambda named: by_depth(named, 0.02)])
-def test_steps_are_those_of_the_optimizer(make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_are_those_of_the_optimizer(
+    make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = job(tmp_path / "run", make, "stop.steps=6", "recipe.schedule=linear")
     model = net()
     optimizer = make(list(model.named_parameters()))
@@ -80,8 +108,14 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
 
 def learner(communicator: Any, make: Any, state: Any, *words: str) -> Any:
     config = configure(None, [*WORDS, *MLP, *words])
-    given = Given(name_of_object(make), make, {"optimizer": make}, framework="torch", unset={"base_lr": 1.0})
-    one = build_learner(config.replace(optim=config.optim.replace(name=given.name).with_given(given)), TASK, communicator)
+    given = Given(
+        name_of_object(make), make, {"optimizer": make}, framework="torch", unset={"base_lr": 1.0}
+    )
+    one = build_learner(
+        config.replace(optim=config.optim.replace(name=given.name).with_given(given)),
+        TASK,
+        communicator,
+    )
     if state:
         one.load(state)
     return one
@@ -90,13 +124,18 @@ def learner(communicator: Any, make: Any, state: Any, *words: str) -> Any:
 @pytest.mark.parametrize("how", ["comm.reduce=bucket", "shard.stage=1", "shard.stage=2"])
 @pytest.mark.parametrize("make", [by_depth, adam])
 def test_ranks_make_the_steps_of_one_process(make: Any, how: str) -> None:
-    """Uneven shares, one rank without samples; a function that asks for dimensions sees whole parameters."""
+    """Uneven shares, one rank without samples; a function that asks for dimensions sees whole
+    parameters."""
     alone = learner(SingleProcessCommunicator(), make, None, "optim.clip_norm=0.3")
     first = alone.state()
     expected = train(alone, all_samples, HYPER)
 
     def of_rank(rank: ThreadRank) -> Any:
-        return train(learner(rank, make, first, how, "optim.clip_norm=0.3"), lambda step: batch(rank.rank, step), HYPER)
+        return train(
+            learner(rank, make, first, how, "optim.clip_norm=0.3"),
+            lambda step: batch(rank.rank, step),
+            HYPER,
+        )
 
     for found in in_threads(len(SHARES), of_rank):
         check_equal(found, expected)
@@ -131,33 +170,56 @@ def adagrad(named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimize
         (no_optimizer, [], "gives a list, not a torch.optim.Optimizer"),
         (by_depth, ["optim.weight_decay=0.1"], "optim.weight_decay would be without effect"),
         (by_depth, ["optim.momentum=0.9"], "optim.momentum would be without effect"),
-        (by_depth, ["recipe.schedule=one_cycle", "recipe.cycle_momentum=[0.85,0.95]"], "groups with a momentum of their own"),
+        (
+            by_depth,
+            ["recipe.schedule=one_cycle", "recipe.cycle_momentum=[0.85,0.95]"],
+            "groups with a momentum of their own",
+        ),
         (by_depth, ["optim.faster=2"], "unexpected keyword argument 'faster'|got an unexpected"),
         (by_depth, ["optim.ema=0.9"], "optim.ema is of hvdtrain's own optimizers"),
         (by_depth, ["framework=jax"], "is of framework=torch"),
     ],
 )
-def test_what_does_not_fit_is_refused(make: Any, words: list[str], what: str, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused(
+    make: Any, words: list[str], what: str, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match=what):
         job(tmp_path / "run", make, "stop.steps=1", *words)
 
 
-def test_by_import_path_the_rate_that_multiplies_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UserError, match="rates of their own, which optim.base_lr multiplies") as caught:
+def test_by_import_path_the_rate_that_multiplies_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(
+        UserError, match="rates of their own, which optim.base_lr multiplies"
+    ) as caught:
         job(tmp_path / "run", "test_own_groups:by_depth", "stop.steps=3")
     assert caught.value.fix == "optim.base_lr=1"
-    by_path = job(tmp_path / "run", "test_own_groups:by_depth", "stop.steps=3", caught.value.fix, "optim.slower=0.02")
+    by_path = job(
+        tmp_path / "run",
+        "test_own_groups:by_depth",
+        "stop.steps=3",
+        caught.value.fix,
+        "optim.slower=0.02",
+    )
     by_object = job(tmp_path / "other", lambda named: by_depth(named, 0.02), "stop.steps=3")
     assert all((by_path[name] == array).all() for name, array in by_object.items())
 
 
 def test_a_class_follows_the_momentum_of_a_cycle(tmp_path: Path) -> None:
     """As torch's own OneCycleLR with cycle_momentum; a class without momentum is refused."""
-    cycle = ["recipe.schedule=one_cycle", "recipe.cycle_momentum=[0.85,0.95]", "stop.steps=6", "optim.base_lr=0.1"]
+    cycle = [
+        "recipe.schedule=one_cycle",
+        "recipe.cycle_momentum=[0.85,0.95]",
+        "stop.steps=6",
+        "optim.base_lr=0.1",
+    ]
     found = job(tmp_path / "run", "torch.optim.SGD", *cycle)
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=7, pct_start=(0.3 * 6 + 1) / 7)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 0.1, total_steps=7, pct_start=(0.3 * 6 + 1) / 7
+    )
     x, y = (torch.from_numpy(DATA[name]) for name in "xy")
     for _ in range(6):
         optimizer.zero_grad()
@@ -179,23 +241,45 @@ class Strong(torch.optim.SGD):
 
 
 def test_horovod_does_not_get_what_it_would_construct_otherwise() -> None:
-    """It constructs the class again from the groups: what the constructor alone acts on would be lost, all else is in the groups."""
+    """It constructs the class again from the groups: what the constructor alone acts on would be
+    lost, all else is in the groups."""
     named = list(net().named_parameters())
     for optimizer, lost in (
         (adagrad(named), "initial_accumulator_value"),
         (by_depth(named), ""),
         (torch.optim.Adam([p for _, p in named], betas=(0.5, 0.9), amsgrad=True), ""),
-        (Strong([p for _, p in named], weight_decay=0.1), "weight_decay"),  # of a class that is not torch's nobody knows
+        (
+            Strong([p for _, p in named], weight_decay=0.1),
+            "weight_decay",
+        ),  # of a class that is not torch's nobody knows
     ):
         take(optimizer, ())
-        assert fits_horovod(optimizer, named) == f"Horovod would construct {type(optimizer).__name__} again without its {lost}" * bool(lost)
+        assert fits_horovod(
+            optimizer, named
+        ) == f"Horovod would construct {type(optimizer).__name__} again without its {lost}" * bool(
+            lost
+        )
 
 
 @pytest.mark.parametrize("named", ["test_own_groups:Strong", Strong])
 def test_a_class_keeps_its_own_decay(named: Any, tmp_path: Path) -> None:
     found = job(tmp_path / "run", named, "stop.steps=3", "optim.base_lr=0.01", "optim.exclude=none")
-    other = job(tmp_path / "other", named, "stop.steps=3", "optim.base_lr=0.01", "optim.exclude=none", "optim.weight_decay=0.5")
-    without = job(tmp_path / "without", named, "stop.steps=3", "optim.base_lr=0.01", "optim.exclude=none", "optim.weight_decay=0")
+    other = job(
+        tmp_path / "other",
+        named,
+        "stop.steps=3",
+        "optim.base_lr=0.01",
+        "optim.exclude=none",
+        "optim.weight_decay=0.5",
+    )
+    without = job(
+        tmp_path / "without",
+        named,
+        "stop.steps=3",
+        "optim.base_lr=0.01",
+        "optim.exclude=none",
+        "optim.weight_decay=0",
+    )
     assert all((found[name] == array).all() for name, array in other.items())
     assert not all((found[name] == array).all() for name, array in without.items())
 

@@ -8,13 +8,24 @@ import numpy as np
 import pytest
 import torch
 
-from hvdtrain.comm.communicator import Buffer, CompletedHandle, Handle, Op, SingleProcessCommunicator
+from hvdtrain.comm.communicator import (
+    Buffer,
+    CompletedHandle,
+    Handle,
+    Op,
+    SingleProcessCommunicator,
+)
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch import precision
-from hvdtrain.frameworks.torch.precision import FIRST_SCALE, GROW_AFTER, LossScale, is_built_for_bf16
+from hvdtrain.frameworks.torch.precision import (
+    FIRST_SCALE,
+    GROW_AFTER,
+    LossScale,
+    is_built_for_bf16,
+)
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
 
@@ -24,7 +35,10 @@ TASK = Classification((16, 16, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3])
 
 def batch(n: int, seed: int) -> Batch:
     rng = np.random.default_rng(seed)
-    return {"x": rng.integers(0, 256, (n, *TASK.shape), dtype=np.uint8), "y": rng.integers(0, TASK.classes, n)}
+    return {
+        "x": rng.integers(0, 256, (n, *TASK.shape), dtype=np.uint8),
+        "y": rng.integers(0, TASK.classes, n),
+    }
 
 
 class Two(SingleProcessCommunicator):
@@ -59,7 +73,9 @@ def moved(one: object, steps: int = 1) -> np.ndarray:
     for step in range(steps):
         one.step([one.to_device(batch(16, step))], hyper(step), step)
     after = one.state()
-    return np.concatenate([(after[name] - before[name]).ravel() for name in before if name.startswith("p.")])
+    return np.concatenate(
+        [(after[name] - before[name]).ravel() for name in before if name.startswith("p.")]
+    )
 
 
 @pytest.mark.parametrize("norm", ["batch", "ghost", "sync"])
@@ -73,10 +89,22 @@ def test_half_precision_moves_nearly_as_single(precision: str, norm: str) -> Non
 
 def test_joined_statistics_of_half_precision() -> None:
     """norm.kind=sync in bf16 over two ranks of the same samples is norm.kind=batch on one."""
-    config = configure(None, ["batch.size=16", "speed.device=cpu", "model.name=convnet", "norm.kind=sync", "speed.precision=bf16"])
+    config = configure(
+        None,
+        [
+            "batch.size=16",
+            "speed.device=cpu",
+            "model.name=convnet",
+            "norm.kind=sync",
+            "speed.precision=bf16",
+        ],
+    )
     both = build_learner(config, TASK, Two())
     one = learner("model.name=convnet", "speed.precision=bf16")
-    steps = [x.step([x.to_device(batch(8, 3))], hyper()._replace(batch=count), 0) for x, count in ((both, 16), (one, 8))]
+    steps = [
+        x.step([x.to_device(batch(8, 3))], hyper()._replace(batch=count), 0)
+        for x, count in ((both, 16), (one, 8))
+    ]
     assert abs(float(steps[0]["loss"]) - float(steps[1]["loss"])) < 1e-3 * float(steps[1]["loss"])
     a = both.state()
     b = one.state()
@@ -88,7 +116,9 @@ def test_weights_and_optimizer_state_stay_single_and_evaluation_is_half_too() ->
     one = learner("speed.precision=bf16", "model.name=convnet")
     other = learner("model.name=convnet")
     moved(one)
-    assert {a.dtype.name for name, a in one.state().items() if not name.endswith("batches_tracked")} == {"float32"}
+    assert {
+        a.dtype.name for name, a in one.state().items() if not name.endswith("batches_tracked")
+    } == {"float32"}
     other.load(one.state())
     losses = [float(x.evaluate(x.to_device(batch(40, 7)))["loss"]) for x in (one, other)]
     assert 0 < abs(losses[0] - losses[1]) < 0.02 * losses[1]
@@ -96,17 +126,31 @@ def test_weights_and_optimizer_state_stay_single_and_evaluation_is_half_too() ->
 
 
 @pytest.mark.parametrize(("name", "flag"), [("bf16", "avx512_bf16"), ("fp16", "avx512_fp16")])
-def test_the_header_says_where_a_cpu_emulates_a_type(name: str, flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for flags, is_emulated in ((frozenset({"avx2"}), True), (frozenset({"avx2", flag}), False), (frozenset[str](), False)):
+def test_the_header_says_where_a_cpu_emulates_a_type(
+    name: str, flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for flags, is_emulated in (
+        (frozenset({"avx2"}), True),
+        (frozenset({"avx2", flag}), False),
+        (frozenset[str](), False),
+    ):
         monkeypatch.setattr(precision, "cpu_flags", lambda flags=flags: flags)
-        note = f" on cpu ({name} is emulated: this CPU has no instructions for it, and speed.precision=fp32 is several times faster)"
-        assert (note in learner(f"speed.precision={name}", "model.name=linear").describe()) is is_emulated
+        note = (
+            f" on cpu ({name} is emulated: this CPU has no instructions for it, and "
+            "speed.precision=fp32 is several times faster)"
+        )
+        assert (
+            note in learner(f"speed.precision={name}", "model.name=linear").describe()
+        ) is is_emulated
     monkeypatch.setattr(precision, "cpu_flags", lambda: frozenset({"avx2"}))
     assert "emulated" not in learner("model.name=linear").describe()
 
 
 def test_auto_takes_bf16_where_the_processor_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for has, words in ((True, "torch float32 and bfloat16"), (False, "torch float32: no bf16 unit")):
+    for has, words in (
+        (True, "torch float32 and bfloat16"),
+        (False, "torch float32: no bf16 unit"),
+    ):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda has=has: has)
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
         assert is_built_for_bf16(CPU) is has
@@ -119,13 +163,19 @@ def test_a_scale_that_overflows_is_halved_and_the_step_left_out() -> None:
     before = one.state()
     counts = []
     for step in range(30):
-        sums = one.step([one.to_device(batch(16, step) | {"w": np.full(16, 2e3)})], hyper(step, lr=1e-6), step)
+        sums = one.step(
+            [one.to_device(batch(16, step) | {"w": np.full(16, 2e3)})], hyper(step, lr=1e-6), step
+        )
         counts.append(float(sums["nonfinite"]))
         if float(one.scale._scale) < 2.0**24 and "first" not in before:
             before["first"] = np.array(step)
-            assert all(np.array_equal(before[n], a) for n, a in one.state().items() if n.startswith("p.")), "the first overflow is left out"
+            assert all(
+                np.array_equal(before[n], a) for n, a in one.state().items() if n.startswith("p.")
+            ), "the first overflow is left out"
     assert counts == [0.0] * 30 and float(one.scale._scale) < 2.0**22
-    assert any(not np.array_equal(before[n], a) for n, a in one.state().items() if n.startswith("p.")), "later ones are not"
+    assert any(
+        not np.array_equal(before[n], a) for n, a in one.state().items() if n.startswith("p.")
+    ), "later ones are not"
 
 
 def test_without_room_to_halve_a_bad_step_counts() -> None:
@@ -139,7 +189,10 @@ def test_the_scale_doubles_after_many_good_steps() -> None:
     scale = LossScale(CPU)
     good = torch.tensor(False)
     bad = torch.tensor(True)
-    assert not any(scale.update(good) for _ in range(GROW_AFTER - 1)) and float(scale._scale) == FIRST_SCALE
+    assert (
+        not any(scale.update(good) for _ in range(GROW_AFTER - 1))
+        and float(scale._scale) == FIRST_SCALE
+    )
     scale.update(good)
     assert float(scale._scale) == 2 * FIRST_SCALE
     assert scale.update(bad) and float(scale._scale) == FIRST_SCALE
@@ -164,7 +217,12 @@ def test_a_job_continues_in_another_precision() -> None:
 
 
 def test_auto_precision_of_numpy_is_float32() -> None:
-    assert learner("framework=numpy", "model.name=linear", "speed.precision=auto").state()["p.fc.weight"].dtype == np.float32
+    assert (
+        learner("framework=numpy", "model.name=linear", "speed.precision=auto")
+        .state()["p.fc.weight"]
+        .dtype
+        == np.float32
+    )
 
 
 def test_a_gradient_that_this_torch_gets_wrong_is_refused() -> None:
@@ -187,7 +245,10 @@ def test_a_compiled_model_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> N
 def test_images_come_in_the_order_that_is_asked_for(wanted: bool) -> None:
     one = learner(f"speed.channels_last={wanted}".lower(), "model.name=convnet")
     x = one.to_device(batch(3, 0)).arrays["x"]
-    assert x.is_contiguous(memory_format=torch.channels_last) is wanted and x.is_contiguous() is not wanted
+    assert (
+        x.is_contiguous(memory_format=torch.channels_last) is wanted
+        and x.is_contiguous() is not wanted
+    )
 
 
 class Flat(torch.nn.Module):
@@ -204,6 +265,19 @@ class Flat(torch.nn.Module):
 
 def test_a_users_model_gets_contiguous_images_of_one_channel_too() -> None:
     config = configure(None, ["model.name=test_precision:Flat", "batch.size=4", "speed.device=cpu"])
-    one = build_learner(config, Classification((8, 8, 1), 3, np.array([0.4]), np.array([0.2])), SingleProcessCommunicator())
+    one = build_learner(
+        config,
+        Classification((8, 8, 1), 3, np.array([0.4]), np.array([0.2])),
+        SingleProcessCommunicator(),
+    )
     images = np.zeros((4, 8, 8, 1), np.uint8)
-    assert float(one.step([one.to_device({"x": images, "y": np.zeros(4, np.int64)})], hyper()._replace(batch=4), 0)["count"]) == 4
+    assert (
+        float(
+            one.step(
+                [one.to_device({"x": images, "y": np.zeros(4, np.int64)})],
+                hyper()._replace(batch=4),
+                0,
+            )["count"]
+        )
+        == 4
+    )

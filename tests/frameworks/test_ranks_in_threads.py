@@ -1,4 +1,5 @@
-"""Strategies on ranks that are threads of this process: their steps are those of one process with all samples, or a mean by numpy."""
+"""Strategies on ranks that are threads of this process: their steps are those of one process with
+all samples, or a mean by numpy."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ def learner(communicator: Any, state: Arrays | None, *words: str, model: list[st
 
 def batch(rank: int, step: int) -> Batch:
     rng = np.random.default_rng(10 * rank + step)
-    return {"x": rng.integers(0, 256, (SHARES[rank], *TASK.shape), dtype=np.uint8), "y": rng.integers(0, TASK.classes, SHARES[rank])}
+    return {
+        "x": rng.integers(0, 256, (SHARES[rank], *TASK.shape), dtype=np.uint8),
+        "y": rng.integers(0, TASK.classes, SHARES[rank]),
+    }
 
 
 def all_samples(step: int) -> Batch:
@@ -44,12 +48,19 @@ def all_samples(step: int) -> Batch:
 
 def in_micro_batches(whole: Batch) -> list[Batch]:
     half = len(whole["y"]) // 2
-    return [{name: array[part] for name, array in whole.items()} for part in (slice(half), slice(half, None))]
+    return [
+        {name: array[part] for name, array in whole.items()}
+        for part in (slice(half), slice(half, None))
+    ]
 
 
 def train(one: Any, batch_of: Any, words: Hyper, steps: int = 3) -> Arrays:
     for step in range(steps):
-        one.step([one.to_device(each) for each in in_micro_batches(batch_of(step))], words._replace(step=step), step)
+        one.step(
+            [one.to_device(each) for each in in_micro_batches(batch_of(step))],
+            words._replace(step=step),
+            step,
+        )
     state: Arrays = one.state()
     return state
 
@@ -65,7 +76,8 @@ HYPER = Hyper(lr=0.1, momentum=0.9, weight_decay=0.01, batch=sum(SHARES), noise=
 
 @pytest.mark.parametrize("how", ["comm.reduce=bucket", "shard.stage=1", "shard.stage=2"])
 def test_ranks_make_the_steps_of_one_process_with_all_samples(how: str) -> None:
-    """Clipped by the norm of all parameters, with noise, in two micro-batches; one rank has no samples."""
+    """Clipped by the norm of all parameters, with noise, in two micro-batches; one rank has no
+    samples."""
     alone = learner(SingleProcessCommunicator(), None, "optim.clip_norm=0.3")
     first = alone.state()
     expected = train(alone, all_samples, HYPER)
@@ -90,19 +102,30 @@ def test_a_number_that_is_not_finite_in_one_part_leaves_out_the_step_on_every_ra
 
     for counts, found in in_threads(len(SHARES), of_rank):
         assert counts == [pytest.approx(1 / len(SHARES))]
-        check_equal({name: found[name] for name in first if name.startswith("p.")}, {n: a for n, a in first.items() if n.startswith("p.")})
+        check_equal(
+            {name: found[name] for name in first if name.startswith("p.")},
+            {n: a for n, a in first.items() if n.startswith("p.")},
+        )
 
 
 def test_after_local_steps_the_ranks_have_the_mean() -> None:
-    """Each rank steps twice alone, from the mean over its own samples; weights and momentum then are the mean over ranks."""
+    """Each rank steps twice alone, from the mean over its own samples; weights and momentum then
+    are the mean over ranks."""
     alone = [learner(SingleProcessCommunicator(), None) for _ in SHARES]
     first = alone[0].state()
     ends = [
-        train(one, lambda step, rank=rank: batch(rank, step), HYPER._replace(batch=max(1, share), noise=0.0), 2)
+        train(
+            one,
+            lambda step, rank=rank: batch(rank, step),
+            HYPER._replace(batch=max(1, share), noise=0.0),
+            2,
+        )
         for rank, (one, share) in enumerate(zip(alone, SHARES, strict=True))
     ]
     expected = {name: np.mean([end[name] for end in ends], axis=0) for name in first}
-    assert max(float(np.abs(ends[0][name] - ends[2][name]).max()) for name in first) > 1e-3, "they were apart"
+    assert max(float(np.abs(ends[0][name] - ends[2][name]).max()) for name in first) > 1e-3, (
+        "they were apart"
+    )
 
     def of_rank(rank: ThreadRank) -> Arrays:
         one = learner(rank, first, "comm.local_steps=2", "log.every_steps=2")
@@ -121,7 +144,11 @@ def test_running_statistics_become_their_mean_and_other_buffers_those_of_the_fir
         Buffers(model, torch.device("cpu")).sync_buffers(rank)
         return {name: buffer.tolist() for name, buffer in model.named_buffers()}
 
-    mean_of_three = {"running_mean": [1.0, 10.0], "running_var": [pytest.approx(7 / 3)] * 2, "num_batches_tracked": 7}
+    mean_of_three = {
+        "running_mean": [1.0, 10.0],
+        "running_var": [pytest.approx(7 / 3)] * 2,
+        "num_batches_tracked": 7,
+    }
     assert in_threads(3, of_rank) == [mean_of_three] * 3
 
 
@@ -138,9 +165,15 @@ class Scaled(torch.nn.Module):
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("optimizer", ["adam optim.ema=0.9", "novograd", "torch.optim.AdamW", "torch.optim.NAdam", "torch.optim.SGD"])
-def test_a_parameter_without_dimensions_is_trained_and_resumed_in_parts(optimizer: str, stage: int) -> None:
-    """Its state has numbers for the parameter beside those of its one element, which lies on one rank."""
+@pytest.mark.parametrize(
+    "optimizer",
+    ["adam optim.ema=0.9", "novograd", "torch.optim.AdamW", "torch.optim.NAdam", "torch.optim.SGD"],
+)
+def test_a_parameter_without_dimensions_is_trained_and_resumed_in_parts(
+    optimizer: str, stage: int
+) -> None:
+    """Its state has numbers for the parameter beside those of its one element, which lies on one
+    rank."""
     words = [f"optim.name={optimizer}", *["optim.momentum=0.9"] * optimizer.endswith("SGD")]
     model = ["model.name=test_ranks_in_threads:Scaled"]
     hyper = HYPER._replace(noise=0.0, lr=0.02)
@@ -154,7 +187,11 @@ def test_a_parameter_without_dimensions_is_trained_and_resumed_in_parts(optimize
     def of_rank(rank: ThreadRank) -> Arrays:
         state = first
         for _ in range(2):
-            state = train(made(rank, state, f"shard.stage={stage}"), lambda step: batch(rank.rank, step), hyper)
+            state = train(
+                made(rank, state, f"shard.stage={stage}"),
+                lambda step: batch(rank.rank, step),
+                hyper,
+            )
         return state
 
     for found in in_threads(len(SHARES), of_rank):
@@ -164,7 +201,8 @@ def test_a_parameter_without_dimensions_is_trained_and_resumed_in_parts(optimize
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_state_of_before_the_first_step_takes_the_place_of_that_of_a_class(stage: int) -> None:
-    """As guard.nonfinite=rollback to step 0 loads it: rank 0 has it whole, and a class of torch.optim has no state in it."""
+    """As guard.nonfinite=rollback to step 0 loads it: rank 0 has it whole, and a class of
+    torch.optim has no state in it."""
     words = ["optim.name=torch.optim.Adam", f"shard.stage={stage}"]
     first = learner(SingleProcessCommunicator(), None).state()
     first = {name: array for name, array in first.items() if not name.startswith("s.")}

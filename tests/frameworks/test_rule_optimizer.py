@@ -1,4 +1,5 @@
-"""Rules as torch.optim.Optimizers: many parameters in one call, each as in torch's own optimizer; saved and loaded."""
+"""Rules as torch.optim.Optimizers: many parameters in one call, each as in torch's own optimizer;
+saved and loaded."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from torch.nn import Parameter
 
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch.optim.rule_optimizer import RuleOptimizer, TorchOps, make_optimizer, optimizer_state, runs, set_hyper
+from hvdtrain.frameworks.torch.optim.rule_optimizer import (
+    RuleOptimizer,
+    TorchOps,
+    make_optimizer,
+    optimizer_state,
+    runs,
+    set_hyper,
+)
 from hvdtrain.optim.adam import Adam
 from hvdtrain.optim.lamb import Lamb
 from hvdtrain.optim.larc import Larc
@@ -24,7 +32,10 @@ RULES = [Sgd(), Adam(), Larc(), NovoGrad()]
 
 def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[Parameter]:
     generator = torch.Generator().manual_seed(3)
-    return [Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)) for shape in shapes]
+    return [
+        Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype))
+        for shape in shapes
+    ]
 
 
 def named(some: list[Parameter]) -> list[tuple[str, Parameter]]:
@@ -65,7 +76,11 @@ def test_one_by_one_and_together_are_equal(rule: Rule) -> None:
 def test_runs_hold_one_dtype_and_about_so_many_bytes() -> None:
     a, b, c, d = parameters((10,), (1,), (20,), (1,))  # 80, 88, 248, 256 bytes up to their ends
     (e,) = parameters((2,), dtype=torch.float32)
-    assert [[id(p) for p in run] for run in runs([a, b, e, c, d], 100, RuleOptimizer.bytes_of)] == [[id(a), id(b)], [id(c), id(d)], [id(e)]]
+    assert [[id(p) for p in run] for run in runs([a, b, e, c, d], 100, RuleOptimizer.bytes_of)] == [
+        [id(a), id(b)],
+        [id(c), id(d)],
+        [id(e)],
+    ]
     assert list(runs([], 100, RuleOptimizer.bytes_of)) == []
 
 
@@ -74,7 +89,9 @@ def test_dtypes_mix_and_stay(rule: Rule) -> None:
     mixed = [*parameters(*SHAPES), *parameters(*SHAPES, dtype=torch.float32)]
     optimizer = make_optimizer(rule, named(mixed), True)
     walk(optimizer, mixed, range(3))
-    assert all(tensor.dtype == p.dtype for p in mixed for tensor in optimizer_state(optimizer, p).values())
+    assert all(
+        tensor.dtype == p.dtype for p in mixed for tensor in optimizer_state(optimizer, p).values()
+    )
     for p, q in zip(mixed[:4], mixed[4:], strict=True):
         np.testing.assert_allclose(p.detach(), q.detach(), rtol=1e-4, atol=1e-5)
 
@@ -84,7 +101,9 @@ def test_channels_last_weights_have_the_same_norms() -> None:
     strided = p.detach().contiguous(memory_format=torch.channels_last)
     assert not strided.is_contiguous()
     expected = np.linalg.norm(p.detach().numpy())
-    np.testing.assert_allclose(TorchOps().norm([p.detach(), strided]), [expected, expected], rtol=1e-14)
+    np.testing.assert_allclose(
+        TorchOps().norm([p.detach(), strided]), [expected, expected], rtol=1e-14
+    )
 
 
 def test_factors_of_zero_and_one_touch_nothing() -> None:
@@ -108,13 +127,23 @@ def test_two_groups_and_the_numbers_of_each() -> None:
     some = parameters((3, 4), (5,), (2, 3, 2, 2), ())
     optimizer = make_optimizer(Larc(), named(some), True)
     set_hyper(optimizer, Hyper(0.3, 0.7, 0.02, batch=8, step=5))
-    shown = [[[tuple(p.shape) for p in group["params"]], *(group[key] for key in HYPER)] for group in optimizer.param_groups]
-    assert shown == [[[(3, 4), (2, 3, 2, 2)], Larc(), 0.3, 0.7, 0.02, 5], [[(5,), ()], Larc(adapt=False), 0.3, 0.7, 0.0, 5]]
+    shown = [
+        [[tuple(p.shape) for p in group["params"]], *(group[key] for key in HYPER)]
+        for group in optimizer.param_groups
+    ]
+    assert shown == [
+        [[(3, 4), (2, 3, 2, 2)], Larc(), 0.3, 0.7, 0.02, 5],
+        [[(5,), ()], Larc(adapt=False), 0.3, 0.7, 0.0, 5],
+    ]
     (all_alike,) = make_optimizer(Larc(), named(some), False).param_groups
     (only_weights,) = make_optimizer(Larc(), named(some[:1]), True).param_groups
     (only_biases,) = make_optimizer(Larc(), named(some[1:2]), True).param_groups
     assert [len(group["params"]) for group in (all_alike, only_weights, only_biases)] == [4, 1, 1]
-    assert [group["rule"].adapt for group in (all_alike, only_weights, only_biases)] == [True, True, False]
+    assert [group["rule"].adapt for group in (all_alike, only_weights, only_biases)] == [
+        True,
+        True,
+        False,
+    ]
 
 
 HYPER = ["rule", "lr", "momentum", "weight_decay", "step"]
@@ -142,14 +171,20 @@ def test_alone_with_a_scheduler_of_torch_and_a_closure() -> None:
 
 
 def test_an_optimizer_needs_a_rule() -> None:
-    with pytest.raises(ValueError, match="didn't specify a value of required optimization parameter rule"):
+    with pytest.raises(
+        ValueError, match="didn't specify a value of required optimization parameter rule"
+    ):
         RuleOptimizer(parameters((2, 2)))
 
 
 def test_no_gradient_leaves_a_parameter_out_but_its_group_counts_on() -> None:
-    """Adam's first step is lr g / |g|. One step late we have m = 0.1 g / 0.19, v = 0.001 g g / 0.001999; torch counts it as the first."""
+    """Adam's first step is lr g / |g|. One step late we have m = 0.1 g / 0.19, v = 0.001 g g /
+    0.001999; torch counts it as the first."""
     late = {}
-    for make in (lambda some: RuleOptimizer(some, Adam(eps=0.0), lr=1.0), lambda some: torch.optim.Adam(some, lr=1.0, eps=0.0)):
+    for make in (
+        lambda some: RuleOptimizer(some, Adam(eps=0.0), lr=1.0),
+        lambda some: torch.optim.Adam(some, lr=1.0, eps=0.0),
+    ):
         first, second = parameters((1, 1), (1, 1))
         optimizer = make([first, second])
         start = second.item()
@@ -169,7 +204,10 @@ def test_a_sparse_gradient_is_refused() -> None:
     table(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(UserError) as caught:
         optimizer.step()
-    assert caught.value.what == "a parameter of shape (5, 3) has a sparse gradient, which no rule takes"
+    assert (
+        caught.value.what
+        == "a parameter of shape (5, 3) has a sparse gradient, which no rule takes"
+    )
     assert "nn.Embedding: sparse=False" in caught.value.fix
 
 

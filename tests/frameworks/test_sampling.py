@@ -1,4 +1,5 @@
-"""Sampling: the same sequences as without a cache, in whatever batch; the shares that the model says."""
+"""Sampling: the same sequences as without a cache, in whatever batch; the shares that the model
+says."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def model(context: int, vocabulary: int = 9, layers: int = 2, width: int = 16) -
 
 
 @torch.no_grad()
-def without_cache(gpt: GPT, prompts: torch.Tensor, length: int, tokens: int, temperature: float, seed: int) -> torch.Tensor:
+def without_cache(
+    gpt: GPT, prompts: torch.Tensor, length: int, tokens: int, temperature: float, seed: int
+) -> torch.Tensor:
     """The definition: the whole sequence is read for every token."""
     found = prompts
     for at in range(prompts.shape[1], length):
@@ -45,8 +48,13 @@ def test_the_sequences_are_those_without_a_cache() -> None:
     assert torch.equal(found, without_cache(gpt, prompts, 21, 8, 0.7, 4))
     assert found[:, 2:].max() < 8
     assert len({tuple(row) for row in found[:, 2:].tolist()}) == 3
-    assert torch.equal(continue_sequences(gpt, prompts[1:], 21, tokens=8, temperature=0.7, seed=4, first=1), found[1:])
-    assert not torch.equal(continue_sequences(gpt, prompts, 21, tokens=8, temperature=0.7, seed=5), found)
+    assert torch.equal(
+        continue_sequences(gpt, prompts[1:], 21, tokens=8, temperature=0.7, seed=4, first=1),
+        found[1:],
+    )
+    assert not torch.equal(
+        continue_sequences(gpt, prompts, 21, tokens=8, temperature=0.7, seed=5), found
+    )
 
 
 def test_a_rank_without_sequences_keeps_in_step() -> None:
@@ -54,7 +62,9 @@ def test_a_rank_without_sequences_keeps_in_step() -> None:
     prompts = torch.zeros(2, 3, dtype=torch.int64)
     options = {"tokens": 8, "temperature": 1.0, "seed": 1}
     for part in (prompts, prompts[:0]):
-        found = continue_sequences(model(6), part, 12, **options, before_each=lambda: calls.append(0))  # type: ignore[arg-type]
+        found = continue_sequences(
+            model(6), part, 12, **options, before_each=lambda: calls.append(0)
+        )  # type: ignore[arg-type]
         assert found.shape == (len(part), 12)
     assert len(calls) == 2 * 9
 
@@ -72,9 +82,13 @@ def test_tokens_are_as_frequent_as_the_model_says() -> None:
     n = 20_000
     with torch.no_grad():
         shares = (gpt(torch.tensor([[5]]))[0, -1] / 2.0).softmax(0).numpy()
-    drawn = continue_sequences(gpt, torch.full((n, 1), 5), 2, tokens=9, temperature=2.0, seed=3)[:, 1].numpy()
+    drawn = continue_sequences(gpt, torch.full((n, 1), 5), 2, tokens=9, temperature=2.0, seed=3)[
+        :, 1
+    ].numpy()
     counts = np.bincount(drawn, minlength=9)
-    assert ((counts - n * shares) ** 2 / (n * shares)).sum() < 31.8  # chi-square of 8 degrees of freedom, 1 in 10,000
+    assert (
+        (counts - n * shares) ** 2 / (n * shares)
+    ).sum() < 31.8  # chi-square of 8 degrees of freedom, 1 in 10,000
 
 
 def test_beyond_the_context_the_second_half_is_read_again() -> None:
@@ -110,6 +124,8 @@ def test_32_images_are_drawn_ten_times_as_fast_with_the_cache(one_thread: None) 
     cached_s = time.process_time() - began_s
     began_s = time.process_time()
     with torch.no_grad():
-        for at in range(1, 257, 8):  # every eighth token, which is a little less than an eighth of the work
+        for at in range(
+            1, 257, 8
+        ):  # every eighth token, which is a little less than an eighth of the work
             gpt(found[:, :at])
     assert 8 * (time.process_time() - began_s) > 10 * cached_s

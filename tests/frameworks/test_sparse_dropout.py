@@ -1,4 +1,5 @@
-"""Dropout by the gaps between dropped indices: the distribution of the indices, and what happens to numbers and gradients."""
+"""Dropout by the gaps between dropped indices: the distribution of the indices, and what happens to
+numbers and gradients."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def test_gaps_are_geometric() -> None:
 
 @pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_numbers_are_scaled_or_zero_and_so_are_their_gradients(memory: torch.memory_format, dtype: torch.dtype) -> None:
+def test_numbers_are_scaled_or_zero_and_so_are_their_gradients(
+    memory: torch.memory_format, dtype: torch.dtype
+) -> None:
     layer = SparseDropout(0.08)
     x = (torch.rand(16, 5, 7, 9) + 1).to(dtype).to(memory_format=memory).requires_grad_()
     torch.manual_seed(5)

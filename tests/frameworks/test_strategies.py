@@ -1,4 +1,5 @@
-"""Two ranks: local steps, early or late, compression to half the width, Adasum and tuned buckets against arithmetic by hand."""
+"""Two ranks: local steps, early or late, compression to half the width, Adasum and tuned buckets
+against arithmetic by hand."""
 
 from __future__ import annotations
 
@@ -36,19 +37,27 @@ def test_local_steps_end_in_the_mean_of_ranks_that_stepped_alone(engine: str) ->
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_ranks_are_together_up_to_local_from_and_average_every_third_step_after_it(engine: str) -> None:
+def test_ranks_are_together_up_to_local_from_and_average_every_third_step_after_it(
+    engine: str,
+) -> None:
     post_local = found(engine)["post-local"]
     (own, synchronous), *others = post_local["digests"]
     assert own == synchronous and others == [[own, synchronous]], "to the bit"
     assert post_local["distinct"] == [2, 2, 1, 2, 2, 1, 2, 1], "the last by a sync point"
     assert post_local["gap"] < 1e-13
-    assert re.search(r"gradients in 1 (overlapped )?bucket; from 2 steps on 3 local steps between averages", post_local["model"])
+    assert re.search(
+        r"gradients in 1 (overlapped )?bucket; from 2 steps on 3 local steps between averages",
+        post_local["model"],
+    )
 
 
 @pytest.mark.parametrize("words", [(), ("comm.reduce=bucket",)])
 def test_local_steps_of_one_rank_are_its_steps(words: tuple[str, ...]) -> None:
     communicator = SingleProcessCommunicator()
-    plain, late = learner(communicator), learner(communicator, "comm.local_steps=2", "comm.local_from=2steps", *words)
+    plain, late = (
+        learner(communicator),
+        learner(communicator, "comm.local_steps=2", "comm.local_from=2steps", *words),
+    )
     for step in range(5):
         samples = batch(6, step)
         plain.step([plain.to_device(samples)], hyper(6, step), step)
@@ -63,13 +72,17 @@ def test_compression_only_rounds(engine: str) -> None:
     wires = {kind: found(engine)[kind] for kind in ("fp16", "bf16") if kind in found(engine)}
     assert set(wires) == ({"fp16"} if engine == "horovod" else {"fp16", "bf16"})
     for kind, wire in wires.items():
-        assert 1e-6 < wire["gap"] < {"fp16": 2e-3, "bf16": 1e-2}[kind] and len(set(wire["digests"])) == 1
+        assert (
+            1e-6 < wire["gap"] < {"fp16": 2e-3, "bf16": 1e-2}[kind]
+            and len(set(wire["digests"])) == 1
+        )
         assert {"fp16": "as float16", "bf16": "as bfloat16"}[kind] in wire["model"]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_half_numbers_are_summed(engine: str) -> None:
-    """Of numbers up to 9, spaced by 2^-7 and 2^-4 there: two roundings of half a space, of the numbers before."""
+    """Of numbers up to 9, spaced by 2^-7 and 2^-4 there: two roundings of half a space, of the
+    numbers before."""
     sums = found(engine)["sums"]
     assert 0 < sums["torch.float16"] <= 2**-7
     if engine == "horovod":
@@ -82,8 +95,12 @@ def test_half_numbers_are_summed(engine: str) -> None:
 def test_tuned_buckets_are_the_same_on_all_ranks_and_change_nothing(engine: str) -> None:
     tuned = found(engine)["tuned"]
     assert len(set(tuned["models"])) == 1 and tuned["gap"] < 1e-6
-    count, size = re.search(r"in (\d+) (?:overlapped )?buckets? of ([0-9.]+) MiB, as tuned", tuned["models"][0]).groups()
-    assert (int(count), float(size)) in ((3, 0.5), (2, 0.5), (2, 1), (2, 2), (1, 4)), tuned["models"]
+    count, size = re.search(
+        r"in (\d+) (?:overlapped )?buckets? of ([0-9.]+) MiB, as tuned", tuned["models"][0]
+    ).groups()
+    assert (int(count), float(size)) in ((3, 0.5), (2, 0.5), (2, 1), (2, 2), (1, 4)), tuned[
+        "models"
+    ]
 
 
 @needs_mpirun

@@ -1,4 +1,5 @@
-"""Tied weights: what a key takes by one name of an array holds for its other names, or is an error that names both."""
+"""Tied weights: what a key takes by one name of an array holds for its other names, or is an error
+that names both."""
 
 from __future__ import annotations
 
@@ -59,42 +60,74 @@ def train(folder: Path, *words: str, net: nn.Module | None = None) -> tuple[nn.M
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["model.freeze=['head.weight']"], "model.freeze: head.weight is embed.weight too (tied weights)"),
-        (["optim.groups=[{names: 'embed.*', rate: 0}]"], "optim.groups[0]: embed.weight is head.weight too (tied weights)"),
-        (["model.lora=['mid']", "model.lora_rank=1", "model.lora_train=['head.*']"], "model.lora_train: "),
+        (
+            ["model.freeze=['head.weight']"],
+            "model.freeze: head.weight is embed.weight too (tied weights)",
+        ),
+        (
+            ["optim.groups=[{names: 'embed.*', rate: 0}]"],
+            "optim.groups[0]: embed.weight is head.weight too (tied weights)",
+        ),
+        (
+            ["model.lora=['mid']", "model.lora_rank=1", "model.lora_train=['head.*']"],
+            "model.lora_train: ",
+        ),
     ],
 )
-def test_a_name_holds_for_both(words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_holds_for_both(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Against plain torch, four steps of all samples."""
     net, _ = train(tmp_path, *words)
     out = capsys.readouterr().out
     is_lora = "model.lora=['mid']" in words
     assert said in out or is_lora, out
     if is_lora:
-        assert "trained are the adapters of 1 layers, and embed.weight, head.bias; all other weights" in out
-        assert not torch.equal(net.embed.weight, Tied().double().embed.weight) and net.head.weight is net.embed.weight  # type: ignore[union-attr]
+        assert (
+            "trained are the adapters of 1 layers, and embed.weight, head.bias; all other weights"
+            in out
+        )
+        assert (
+            not torch.equal(net.embed.weight, Tied().double().embed.weight)
+            and net.head.weight is net.embed.weight
+        )  # type: ignore[union-attr]
         return
     expected = Tied().double()
     expected.embed.weight.requires_grad_(False)
     optimizer = torch.optim.SGD([p for p in expected.parameters() if p.requires_grad], lr=0.5)
     for _ in range(4):
         optimizer.zero_grad()
-        nn.functional.cross_entropy(expected(torch.from_numpy(X)), torch.from_numpy(DATA["y"])).backward()
+        nn.functional.cross_entropy(
+            expected(torch.from_numpy(X)), torch.from_numpy(DATA["y"])
+        ).backward()
         optimizer.step()
     for name, tensor in expected.state_dict().items():
-        np.testing.assert_allclose(net.state_dict()[name].numpy(), tensor.numpy(), rtol=0, atol=1e-12, err_msg=name)
+        np.testing.assert_allclose(
+            net.state_dict()[name].numpy(), tensor.numpy(), rtol=0, atol=1e-12, err_msg=name
+        )
 
 
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["model.lora=['head']"], "head.weight is embed.weight too (tied weights), and an adapter merged into it would change both"),
+        (
+            ["model.lora=['head']"],
+            "head.weight is embed.weight too (tied weights), and an adapter merged into it would "
+            "change both",
+        ),
         (["model.lora=['*']"], "head.weight is embed.weight too"),
-        (["optim.groups=[{names: 'head.*', rate: 2}]"], "optim.groups[0], head.*, fits head.weight, which is embed.weight too"),
-        (["optim.groups=[{names: 'head.*'}, {names: 'embed.*', rate: 2}]"], "fits head.weight, which is embed.weight too"),
+        (
+            ["optim.groups=[{names: 'head.*', rate: 2}]"],
+            "optim.groups[0], head.*, fits head.weight, which is embed.weight too",
+        ),
+        (
+            ["optim.groups=[{names: 'head.*'}, {names: 'embed.*', rate: 2}]"],
+            "fits head.weight, which is embed.weight too",
+        ),
         (
             ["model.freeze=['*']", "model.thaw=[{at: 1, names: ['head.*']}]"],
-            "model.thaw[0], names=['head.*'], fits head.weight, and not embed.weight, which is the same array",
+            "model.thaw[0], names=['head.*'], fits head.weight, and not embed.weight, which is "
+            "the same array",
         ),
     ],
 )
@@ -106,14 +139,25 @@ def test_one_name_of_two_is_an_error(words: list[str], what: str, tmp_path: Path
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_the_tied_head_of_gpt(framework: str, tmp_path: Path) -> None:
-    words = [f"framework={framework}", "model.name=gpt", "model.layers=1", "model.heads=1", "model.width=4", "model.tied=true"]
+    words = [
+        f"framework={framework}",
+        "model.name=gpt",
+        "model.layers=1",
+        "model.heads=1",
+        "model.width=4",
+        "model.tied=true",
+    ]
     words += ["task.name=language", "stop.steps=1", "batch.size=4", f"run={tmp_path / 'run'}"]
     tokens = NamedArrays({"tokens": X}, {"tokens": 12})
     data = {"train_data": tokens, "val_data": tokens}
-    with pytest.raises(UserError, match=r"optim.groups\[0\], head.*, fits head.weight, which is tokens.weight too"):
+    with pytest.raises(
+        UserError, match=r"optim.groups\[0\], head.*, fits head.weight, which is tokens.weight too"
+    ):
         hvdtrain.train(*words, "optim.groups=[{names: 'head*', rate: 2}]", **data)
     if framework == "torch":
-        with pytest.raises(UserError, match=r"head.weight is tokens.weight too .*merged into it would change both") as caught:
+        with pytest.raises(
+            UserError, match=r"head.weight is tokens.weight too .*merged into it would change both"
+        ) as caught:
             hvdtrain.train(*words, "model.lora=['head']", **data)
         assert "model.tied=false of gpt" in caught.value.fix
 
@@ -121,21 +165,34 @@ def test_the_tied_head_of_gpt(framework: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words", "what"),
     [
-        ({}, ["model.weights_skip=['head.*']"], "model.weights_skip=['head.*'] fits head.weight, and not embed.weight"),
+        (
+            {},
+            ["model.weights_skip=['head.*']"],
+            "model.weights_skip=['head.*'] fits head.weight, and not embed.weight",
+        ),
         (
             {"head.weight": np.ones((12, 6))},
             [],
-            "embed.weight and head.weight are one array of the model (tied weights), and the file has two",
+            "embed.weight and head.weight are one array of the model (tied weights), and the file "
+            "has two",
         ),
-        ({"head.weight": np.ones((12, 6))}, ["model.weights_names=['head.weight=unused.head.weight']"], ""),
+        (
+            {"head.weight": np.ones((12, 6))},
+            ["model.weights_names=['head.weight=unused.head.weight']"],
+            "",
+        ),
         ({}, ["model.weights_skip=['head.*','embed.*']"], ""),
     ],
 )
-def test_weights_of_a_file(change: dict[str, Any], words: list[str], what: str, tmp_path: Path) -> None:
+def test_weights_of_a_file(
+    change: dict[str, Any], words: list[str], what: str, tmp_path: Path
+) -> None:
     arrays = {name: tensor.numpy().copy() for name, tensor in Tied().state_dict().items()} | change
     save_file(arrays, tmp_path / "w.safetensors")
     if not what:
-        net, _ = train(tmp_path, f"model.weights={tmp_path / 'w.safetensors'}", "optim.base_lr=0", *words)
+        net, _ = train(
+            tmp_path, f"model.weights={tmp_path / 'w.safetensors'}", "optim.base_lr=0", *words
+        )
         assert torch.equal(net.mid.weight.float(), Tied().mid.weight)  # type: ignore[union-attr]
         return
     with pytest.raises(UserError) as caught:
@@ -145,8 +202,12 @@ def test_weights_of_a_file(change: dict[str, Any], words: list[str], what: str, 
 
 def test_two_tensors_with_one_memory(tmp_path: Path) -> None:
     net = Tied()
-    net.head.weight = nn.Parameter(net.embed.weight.detach())  # a second parameter, of the same numbers
-    with pytest.raises(UserError, match="embed.weight and head.weight are two tensors with the same memory"):
+    net.head.weight = nn.Parameter(
+        net.embed.weight.detach()
+    )  # a second parameter, of the same numbers
+    with pytest.raises(
+        UserError, match="embed.weight and head.weight are two tensors with the same memory"
+    ):
         train(tmp_path, "speed.precision=fp32", net=net)
     check_overlaps(Tied(), "model")
     check_overlaps(nn.LSTM(3, 4), "model")
@@ -163,7 +224,11 @@ def test_a_merge_keeps_ties() -> None:
     weight = np.eye(2)
     a = np.ones((1, 2))
     b = np.ones((2, 1))
-    both = {f"{name}.{key}": array for name in ("x", "y") for key, array in (("weight", weight), ("lora_A", a), ("lora_B", b))}
+    both = {
+        f"{name}.{key}": array
+        for name in ("x", "y")
+        for key, array in (("weight", weight), ("lora_A", a), ("lora_B", b))
+    }
     found = merged(both, 0.5)
     assert found.keys() == {"x.weight", "y.weight"} and found["x.weight"] is found["y.weight"]
     assert np.array_equal(found["x.weight"], np.eye(2) + 0.5)
@@ -175,7 +240,11 @@ def test_a_merge_keeps_ties() -> None:
 
 def test_names_of_one_array() -> None:
     ties = Ties({"a": "a", "b": "a", "c": "c"})
-    assert ties.spread({"b"}) == {"a", "b"} and ties.others("c") == [] and ties.groups() == [["a", "b"]]
+    assert (
+        ties.spread({"b"}) == {"a", "b"}
+        and ties.others("c") == []
+        and ties.groups() == [["a", "b"]]
+    )
     assert ties.half_fitted(lambda name: name in ("b", "c")) == {"b": ["a"]}
 
 
@@ -198,8 +267,12 @@ def test_the_fix_for_one_name_is_a_list_that_is_taken(word: str, fix: str) -> No
 def test_export_keeps_two_names_of_one_array(tmp_path: Path) -> None:
     from safetensors.numpy import load_file
 
-    net, run = train(tmp_path, "model.lora=['mid']", "model.lora_rank=2", "model.lora_train=['head.*','embed.*']")
-    assert main(["export", str(run.folder), "--to", str(tmp_path / "w.safetensors"), "--merged"]) == 0
+    net, run = train(
+        tmp_path, "model.lora=['mid']", "model.lora_rank=2", "model.lora_train=['head.*','embed.*']"
+    )
+    assert (
+        main(["export", str(run.folder), "--to", str(tmp_path / "w.safetensors"), "--merged"]) == 0
+    )
     found = load_file(tmp_path / "w.safetensors")
     assert np.array_equal(found["head.weight"], found["embed.weight"])
     for name, tensor in net.state_dict().items():

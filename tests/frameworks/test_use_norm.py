@@ -15,11 +15,23 @@ from hvdtrain.frameworks.torch.norm import GhostBatchNorm, SyncBatchNorm, use_no
 
 
 def tied() -> nn.Module:
-    """Norms in lists and dictionaries, one of them in two places, beside norms of other kinds; in a state that is not the first."""
+    """Norms in lists and dictionaries, one of them in two places, beside norms of other kinds; in a
+    state that is not the first."""
     torch.manual_seed(3)
     twice = nn.BatchNorm1d(6, eps=0.1, momentum=0.2)
-    branch = nn.ModuleDict({"sync": nn.SyncBatchNorm(6), "bare": nn.BatchNorm1d(6, affine=False, track_running_stats=False)})
-    model = nn.Sequential(nn.Linear(6, 6), twice, nn.ModuleList([nn.LayerNorm(6), nn.GroupNorm(2, 6), twice]), branch, nn.BatchNorm3d(2))
+    branch = nn.ModuleDict(
+        {
+            "sync": nn.SyncBatchNorm(6),
+            "bare": nn.BatchNorm1d(6, affine=False, track_running_stats=False),
+        }
+    )
+    model = nn.Sequential(
+        nn.Linear(6, 6),
+        twice,
+        nn.ModuleList([nn.LayerNorm(6), nn.GroupNorm(2, 6), twice]),
+        branch,
+        nn.BatchNorm3d(2),
+    )
     for tensor in [*model.parameters(), *model.buffers()]:
         tensor.data.add_(torch.rand(()).to(tensor.dtype))
     branch.eval()
@@ -28,23 +40,38 @@ def tied() -> nn.Module:
 
 
 @pytest.mark.parametrize(("kind", "made"), [("ghost", GhostBatchNorm), ("sync", SyncBatchNorm)])
-def test_the_switch_keeps_everything_but_the_statistics(kind: Literal["ghost", "sync"], made: type) -> None:
+def test_the_switch_keeps_everything_but_the_statistics(
+    kind: Literal["ghost", "sync"], made: type
+) -> None:
     model = tied()
     before = tied()
     parameters = list(model.parameters())
     assert use_norm(model, kind, 4, "averaged", SingleProcessCommunicator()) is model
-    assert [type(m) for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)] == [made] * 4
+    assert [type(m) for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)] == [
+        made
+    ] * 4
     assert model[1] is model[2][2]
     assert [type(m) for m in model[2]] == [nn.LayerNorm, nn.GroupNorm, made]
     assert list(model.state_dict()) == list(before.state_dict())
-    assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))  # an optimizer made before still fits
-    for (name, tensor), other in zip(model.state_dict().items(), before.state_dict().values(), strict=True):
+    assert all(
+        p is q for p, q in zip(model.parameters(), parameters, strict=True)
+    )  # an optimizer made before still fits
+    for (name, tensor), other in zip(
+        model.state_dict().items(), before.state_dict().values(), strict=True
+    ):
         assert torch.equal(tensor, other), name
         assert tensor.dtype == other.dtype
     for path, old in before.named_modules():
         if isinstance(old, nn.modules.batchnorm._BatchNorm):
             new = model.get_submodule(path)
-            for setting in ("num_features", "eps", "momentum", "affine", "track_running_stats", "training"):
+            for setting in (
+                "num_features",
+                "eps",
+                "momentum",
+                "affine",
+                "track_running_stats",
+                "training",
+            ):
                 assert getattr(new, setting) == getattr(old, setting), (path, setting)
     assert not model[1].weight.requires_grad
     model.load_state_dict(before.state_dict())
@@ -56,7 +83,9 @@ def test_plain_statistics_leave_the_model_alone() -> None:
     assert use_norm(model, "batch", 4, "averaged", SingleProcessCommunicator()) is model
     assert list(model.modules()) == before
     plain = linear.build("linear", (8, 8, 1), 10)
-    assert use_norm(plain, "batch", 4, "averaged", SingleProcessCommunicator()) is plain  # without a norm there is nothing to choose
+    assert (
+        use_norm(plain, "batch", 4, "averaged", SingleProcessCommunicator()) is plain
+    )  # without a norm there is nothing to choose
 
 
 class Scaled(nn.BatchNorm2d):
@@ -69,10 +98,23 @@ class Scaled(nn.BatchNorm2d):
     [
         (
             linear.build("linear", (8, 8, 1), 10),
-            ["the model has no batch norm layer whose statistics could be chosen", "norm.kind=ghost", "fix: norm.kind=batch"],
+            [
+                "the model has no batch norm layer whose statistics could be chosen",
+                "norm.kind=ghost",
+                "fix: norm.kind=batch",
+            ],
         ),
-        (nn.Sequential(nn.LazyBatchNorm2d()), ["0 (LazyBatchNorm2d) does not know its number of channels yet", "nn.BatchNorm2d(64)"]),
-        (nn.Sequential(Scaled(3)), ["0 (Scaled) computes in its own way, which ghost would drop", "fix: norm.kind=batch, or torch's own"]),
+        (
+            nn.Sequential(nn.LazyBatchNorm2d()),
+            ["0 (LazyBatchNorm2d) does not know its number of channels yet", "nn.BatchNorm2d(64)"],
+        ),
+        (
+            nn.Sequential(Scaled(3)),
+            [
+                "0 (Scaled) computes in its own way, which ghost would drop",
+                "fix: norm.kind=batch, or torch's own",
+            ],
+        ),
     ],
 )
 def test_what_use_norm_refuses(model: nn.Module, words: list[str]) -> None:

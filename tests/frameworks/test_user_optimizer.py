@@ -1,4 +1,5 @@
-"""A user's own class of torch.optim: what follows the recipe, what is refused, and how Horovod takes it."""
+"""A user's own class of torch.optim: what follows the recipe, what is refused, and how Horovod
+takes it."""
 
 from __future__ import annotations
 
@@ -46,12 +47,22 @@ class Counting(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 p.data -= group["lr"] * p.grad.sign()
-                self.state[p] = {"z": torch.ones(2), "count": self.state[p].get("count", 0) + 1, "note": "text"}
+                self.state[p] = {
+                    "z": torch.ones(2),
+                    "count": self.state[p].get("count", 0) + 1,
+                    "note": "text",
+                }
 
 
 def test_options_and_numbers_reach_a_users_class() -> None:
     ours, theirs = parameters(*SHAPES), parameters(*SHAPES)
-    words = ["optim.alpha=0.9", "optim.eps=1e-3", "optim.centered=true", "optim.momentum=0.5", "optim.weight_decay=0.01"]
+    words = [
+        "optim.alpha=0.9",
+        "optim.eps=1e-3",
+        "optim.centered=true",
+        "optim.momentum=0.5",
+        "optim.weight_decay=0.01",
+    ]
     optimizer = user(torch.optim.RMSprop, ours, *words)
     walk(optimizer, ours, range(4))
     groups = [
@@ -75,13 +86,25 @@ def test_which_numbers_follow_the_recipe() -> None:
         set_hyper(optimizer, h)
         return optimizer.param_groups
 
-    assert [group["weight_decay"] for group in groups(torch.optim.AdamW)] == [0.01, 0.01]  # torch's own, of biases too
-    assert [group["weight_decay"] for group in groups(torch.optim.AdamW, "optim.weight_decay=0")] == [0.02, 0.0]
+    assert [group["weight_decay"] for group in groups(torch.optim.AdamW)] == [
+        0.01,
+        0.01,
+    ]  # torch's own, of biases too
+    assert [
+        group["weight_decay"] for group in groups(torch.optim.AdamW, "optim.weight_decay=0")
+    ] == [0.02, 0.0]
     weights, biases = groups(torch.optim.RMSprop, "optim.weight_decay=0.1")
-    assert (weights["lr"], weights["momentum"], weights["weight_decay"], biases["weight_decay"]) == (0.3, 0, 0.02, 0.0)
+    assert (
+        weights["lr"],
+        weights["momentum"],
+        weights["weight_decay"],
+        biases["weight_decay"],
+    ) == (0.3, 0, 0.02, 0.0)
     assert groups(torch.optim.RMSprop, "optim.momentum=0.5")[1]["momentum"] == 0.7
     assert tuple(groups(torch.optim.AdamW, "optim.betas=[0.8,0.99]")[0]["betas"]) == (0.8, 0.99)
-    assert groups(torch.optim.AdamW, "optim.betas=[0.8,0.99]", "optim.momentum=0.5")[0]["betas"] == (0.7, 0.99)
+    assert groups(torch.optim.AdamW, "optim.betas=[0.8,0.99]", "optim.momentum=0.5")[0][
+        "betas"
+    ] == (0.7, 0.99)
     assert groups(Counting)[0]["lr"] == 0.3 and "weight_decay" not in groups(Counting)[0]
     (together,) = groups(torch.optim.AdamW, "optim.exclude=none", "optim.weight_decay=0.1")
     assert len(together["params"]) == 4 and together["weight_decay"] == 0.02
@@ -100,14 +123,22 @@ def test_a_job_with_a_class_decays_as_the_class_does(
         "log.every_steps=1",
     ]
     words += ["speed.precision=fp64", "checkpoint.every_steps=1"]
-    assert main([*words, "run=own"]) == 0 and main([*words, "run=set", "optim.weight_decay=0.01", "optim.exclude=none"]) == 0
-    own, given = (load_file(f"{run}/checkpoints/step-00000003/weights.safetensors") for run in ("own", "set"))
+    assert (
+        main([*words, "run=own"]) == 0
+        and main([*words, "run=set", "optim.weight_decay=0.01", "optim.exclude=none"]) == 0
+    )
+    own, given = (
+        load_file(f"{run}/checkpoints/step-00000003/weights.safetensors") for run in ("own", "set")
+    )
     out = capsys.readouterr().out
     assert "        weight decay 0.01 of all parameters, the default of torch.optim.AdamW\n" in out
     assert "        weight decay 0.01, optim.weight_decay\n" in out
     assert own.keys() == given.keys() and all((own[name] == given[name]).all() for name in own)
     assert main([*words, "run=none", "optim.weight_decay=0"]) == 0
-    assert any((own[name] != array).any() for name, array in load_file("none/checkpoints/step-00000003/weights.safetensors").items())
+    assert any(
+        (own[name] != array).any()
+        for name, array in load_file("none/checkpoints/step-00000003/weights.safetensors").items()
+    )
 
 
 class NoRate(torch.optim.Optimizer):
@@ -121,48 +152,79 @@ class NoRate(torch.optim.Optimizer):
 @pytest.mark.parametrize(
     ("make", "words", "what", "where", "fix"),
     [
-        (torch.optim.Adam, ["optim.alpha=1"], "got an unexpected keyword argument 'alpha'", "optim.name", "optim.<name>=<value>"),
-        (torch.optim.Adam, ["optim.alpha=1"], "its.Name(params: ", "optim.name", "optim.<name>=<value>"),
-        (torch.optim.Adam, ["optim.eps=-1"], "does not fit: Invalid epsilon value: -1", "optim.name", "optim.<name>=<value>"),
-        (torch.optim.Adam, ["optim.betas=[0.8]"], "does not fit: IndexError: ", "optim.name", "optim.<name>=<value>"),
-        (torch.optim.Adam, ["optim.ep=1e-8"], "got an unexpected keyword argument 'ep'", "optim.name", "did you mean optim.eps?"),
-        (torch.optim.Adam, ["optim.wd=1"], "got an unexpected keyword argument 'wd'", "optim.name", "did you mean optim.weight_decay?"),
-        (torch.optim.Adam, ["optim.lr=1"], "is not optim.lr", "optim.lr, command line", "did you mean optim.base_lr?"),
-        (torch.optim.SGD, ["optim.nesterov=true"], "Nesterov momentum requires a momentum", "optim.name", "optim.<name>=<value>"),
+        (torch.optim.Adam, ["optim.alpha=1"], "got an unexpected keyword argument "
+                                              "'alpha'", "optim.name", "optim.<name>=<value>"),
+        (torch.optim.Adam, ["optim.alpha=1"], "its.Name(params: ", "optim.name", "optim.<name>=<value>"),  # noqa: E501
+        (torch.optim.Adam, ["optim.eps=-1"], "does not fit: Invalid epsilon value: "
+                                             "-1", "optim.name", "optim.<name>=<value>"),
+        (torch.optim.Adam, ["optim.betas=[0.8]"], "does not fit: IndexError: ", "optim.name", "optim.<name>=<value>"),  # noqa: E501
+        (torch.optim.Adam, ["optim.ep=1e-8"], "got an unexpected keyword argument "
+                                              "'ep'", "optim.name", "did you mean optim.eps?"),
+        (torch.optim.Adam, ["optim.wd=1"], "got an unexpected keyword argument "
+                                           "'wd'", "optim.name", "did you mean "
+                                                                 "optim.weight_decay?"),
+        (torch.optim.Adam, ["optim.lr=1"], "is not optim.lr", "optim.lr, command line", "did you mean optim.base_lr?"),  # noqa: E501
+        (torch.optim.SGD, ["optim.nesterov=true"], "Nesterov momentum requires a "
+                                                   "momentum", "optim.name", "optim.<name>=<value>"),  # noqa: E501
         (torch.optim.LBFGS, [], "needs a closure", "optim.name", "one gradient a step"),
         (torch.nn.Linear, [], "its.Name(in_features: int, ", "optim.name", "torch.optim.RMSprop"),
-        (torch.nn.Linear, [], "is not a subclass of torch.optim.Optimizer", "optim.name", "torch.optim.RMSprop"),
-        (torch.add, [], "its.Name(...) is not a subclass of torch.optim.Optimizer", "optim.name", "torch.optim.RMSprop"),
+        (torch.nn.Linear, [], "is not a subclass of "
+                              "torch.optim.Optimizer", "optim.name", "torch.optim.RMSprop"),
+        (torch.add, [], "its.Name(...) is not a subclass of "
+                        "torch.optim.Optimizer", "optim.name", "torch.optim.RMSprop"),
         (NoRate, [], "its.Name has no lr; it has pace", "optim.name", "give another class"),
-        (Counting, ["optim.weight_decay=1"], "has no weight_decay; it has lr", "optim.weight_decay, command line", "leave optim"),
-        (torch.optim.Adagrad, ["optim.momentum=0.9"], "has no momentum; it has ", "optim.momentum, command line", "leave optim"),
+        (Counting, ["optim.weight_decay=1"], "has no weight_decay; it has "
+                                             "lr", "optim.weight_decay, command "
+                                                   "line", "leave optim"),
+        (torch.optim.Adagrad, ["optim.momentum=0.9"], "has no momentum; it has ", "optim.momentum, "
+                                                                                  "command line", "leave optim"),  # noqa: E501
     ],
 )  # fmt: skip
-def test_what_a_users_class_cannot_do_is_refused(make: Any, words: list[str], what: str, where: str, fix: str) -> None:
+def test_what_a_users_class_cannot_do_is_refused(
+    make: Any, words: list[str], what: str, where: str, fix: str
+) -> None:
     with pytest.raises(UserError) as caught:
         user(make, parameters(*SHAPES), *words)
-    assert what in caught.value.what and caught.value.where.startswith(where) and fix in caught.value.fix
+    assert (
+        what in caught.value.what
+        and caught.value.where.startswith(where)
+        and fix in caught.value.fix
+    )
 
 
 def test_the_classes_of_torch_optim_that_optim_name_takes() -> None:
-    """As docs/recipes.md and the key's description say: not LBFGS; torch's Muon of matrices alone."""
-    classes = [one for one in vars(torch.optim).values() if inspect.isclass(one) and issubclass(one, torch.optim.Optimizer)]
+    """As docs/recipes.md and the key's description say: not LBFGS; torch's Muon of matrices
+    alone."""
+    classes = [
+        one
+        for one in vars(torch.optim).values()
+        if inspect.isclass(one) and issubclass(one, torch.optim.Optimizer)
+    ]
     refused = []
     for one in classes:
         try:
             user(one, parameters(*SHAPES))
         except UserError:
             refused.append(one.__name__)
-    assert set(refused) <= {"LBFGS", "Muon", "Optimizer"} and "LBFGS" in refused and len(classes) > 12
+    assert (
+        set(refused) <= {"LBFGS", "Muon", "Optimizer"} and "LBFGS" in refused and len(classes) > 12
+    )
 
 
 def test_momentum_reaches_a_constructor_that_asks_for_it() -> None:
     """SGD takes nesterov with a momentum only."""
     ours, theirs = parameters(*SHAPES), parameters(*SHAPES)
-    words = ["optim.nesterov=true", "optim.momentum=0.9", "optim.weight_decay=0.1"]  # the walk has a decay of its own
+    words = [
+        "optim.nesterov=true",
+        "optim.momentum=0.9",
+        "optim.weight_decay=0.1",
+    ]  # the walk has a decay of its own
     walk(user(torch.optim.SGD, ours, *words), ours, range(3))
     direct = torch.optim.SGD(
-        [{"params": theirs[0::2], "weight_decay": 0.01}, {"params": theirs[1::2]}], lr=1.0, momentum=0.8, nesterov=True
+        [{"params": theirs[0::2], "weight_decay": 0.01}, {"params": theirs[1::2]}],
+        lr=1.0,
+        momentum=0.8,
+        nesterov=True,
     )
     for step in range(3):
         for group in direct.param_groups:
@@ -171,7 +233,10 @@ def test_momentum_reaches_a_constructor_that_asks_for_it() -> None:
         direct.step()
     assert_equal(ours, theirs)
     words = ["optim.momentum=0.5"]
-    assert [user(torch.optim.Adam, ours, *words, *more).defaults["betas"] for more in ([], ["optim.betas=[0.8,0.99]"])] == [
+    assert [
+        user(torch.optim.Adam, ours, *words, *more).defaults["betas"]
+        for more in ([], ["optim.betas=[0.8,0.99]"])
+    ] == [
         (0.5, 0.999),
         (0.5, 0.99),
     ]
@@ -182,21 +247,34 @@ def test_plan_refuses_what_training_refuses(capsys: pytest.CaptureFixture[str]) 
     data = ["plan", "--samples", "100", "--image", "8x8x1", "--classes", "10", "--ranks", "1"]
     for words, what in (
         (["optim.name=os.getcwd"], "os.getcwd(...) is not a subclass of torch.optim.Optimizer"),
-        (["optim.name=builtins.dict"], "builtins.dict(...) is not a subclass of torch.optim.Optimizer"),
+        (
+            ["optim.name=builtins.dict"],
+            "builtins.dict(...) is not a subclass of torch.optim.Optimizer",
+        ),
         (["optim.name=torch.optim.LBFGS"], "torch.optim.LBFGS needs a closure"),
-        (["optim.name=torch.optim.SGD", "optim.nesterov=true"], "Nesterov momentum requires a momentum"),
+        (
+            ["optim.name=torch.optim.SGD", "optim.nesterov=true"],
+            "Nesterov momentum requires a momentum",
+        ),
         (["optim.name=torch.optim.Adam", "optim.lr=1"], "optim.lr is not an option"),
     ):
         assert main([*data, *words]) == 2
         assert what in capsys.readouterr().err
-    assert main([*data, "optim.name=torch.optim.SGD", "optim.nesterov=true", "optim.momentum=0.9"]) == 0
+    assert (
+        main([*data, "optim.name=torch.optim.SGD", "optim.nesterov=true", "optim.momentum=0.9"])
+        == 0
+    )
 
 
 def test_horovod_is_not_given_a_class_with_options() -> None:
-    """It would make the class anew from its groups, where Adagrad's initial_accumulator_value has no effect."""
+    """It would make the class anew from its groups, where Adagrad's initial_accumulator_value has
+    no effect."""
     some = parameters(*SHAPES)
     assert fits_horovod(user(torch.optim.Adagrad, some), named(some)) == ""
-    why = fits_horovod(user(torch.optim.Adagrad, some, "optim.initial_accumulator_value=1.0", "optim.eps=0.1"), named(some))
+    why = fits_horovod(
+        user(torch.optim.Adagrad, some, "optim.initial_accumulator_value=1.0", "optim.eps=0.1"),
+        named(some),
+    )
     assert why == "Horovod would construct Adagrad again without its initial_accumulator_value, eps"
 
 
@@ -252,7 +330,7 @@ own = {name: [walk(name, [hvd.rank], hvd), walk(name, range(hvd.size), SinglePro
 every = hvd.allgather_object(own)
 if hvd.rank == 0:
     json.dump(every, open(sys.argv[1], "w"))
-"""
+"""  # noqa: E501
 
 
 @needs_mpirun
@@ -265,15 +343,24 @@ def test_horovod_sums_the_gradients_of_two_ranks(tmp_path: Any) -> None:
     for own in json.loads(out.read_text()):  # of each rank
         for name, ((together, words), (alone, _)) in own.items():
             np.testing.assert_allclose(together, alone, rtol=1e-12, atol=1e-14, err_msg=name)
-            bucket = "gradients in 1 overlapped bucket: Horovod would construct Adagrad again without its initial_accumulator_value"
+            bucket = (
+                "gradients in 1 overlapped bucket: Horovod would construct Adagrad again without "
+                "its initial_accumulator_value"
+            )
             assert words == (bucket if ":" in name else "gradients by hvd.DistributedOptimizer")
 
 
 def test_an_optimizer_with_modes_evaluates_and_saves_the_weights_to_evaluate() -> None:
-    """z, their mean x and y between them, by their own formulas; a job from the state of a sync point has the same bits."""
+    """z, their mean x and y between them, by their own formulas; a job from the state of a sync
+    point has the same bits."""
 
     def made(state: Any) -> Any:
-        words = ["model.name=linear", "optim.name=schedule_free:ScheduleFree", "speed.precision=fp64", "speed.device=cpu"]
+        words = [
+            "model.name=linear",
+            "optim.name=schedule_free:ScheduleFree",
+            "speed.precision=fp64",
+            "speed.device=cpu",
+        ]
         one = build_learner(configure(None, words), task, alone)
         if state:
             one.load(state)
@@ -281,7 +368,11 @@ def test_an_optimizer_with_modes_evaluates_and_saves_the_weights_to_evaluate() -
 
     def trained(one: Any, steps: range) -> dict[str, np.ndarray]:
         for step in steps:
-            one.step([one.to_device(dict(samples))], Hyper(lr=0.5, momentum=0.0, weight_decay=0.0, batch=8, step=step), step)
+            one.step(
+                [one.to_device(dict(samples))],
+                Hyper(lr=0.5, momentum=0.0, weight_decay=0.0, batch=8, step=step),
+                step,
+            )
             if step % 2:
                 one.sync_buffers(alone)
         return dict(one.state())
@@ -301,7 +392,9 @@ def test_an_optimizer_with_modes_evaluates_and_saves_the_weights_to_evaluate() -
         with torch.no_grad():
             for p, p_x, p_z in zip(net.parameters(), x, z, strict=True):
                 p.copy_(0.1 * p_z + 0.9 * p_x)
-        gradients = torch.autograd.grad(by_hand.forward.train(batch).total / 8, list(net.parameters()))
+        gradients = torch.autograd.grad(
+            by_hand.forward.train(batch).total / 8, list(net.parameters())
+        )
         z = [p_z - 0.5 * g for p_z, g in zip(z, gradients, strict=True)]
         x = [p_x + (p_z - p_x) / (step + 1) for p_x, p_z in zip(x, z, strict=True)]
     middle = trained(one, range(4))
@@ -312,17 +405,28 @@ def test_an_optimizer_with_modes_evaluates_and_saves_the_weights_to_evaluate() -
     resumed = made(middle)
     assert float(resumed.evaluate(batch)["loss"]) == loss
     again = trained(resumed, range(4, 6))
-    assert again.keys() == straight.keys() and all((again[name] == straight[name]).all() for name in straight)
+    assert again.keys() == straight.keys() and all(
+        (again[name] == straight[name]).all() for name in straight
+    )
 
 
 def test_a_rank_cannot_have_parts_of_two_sets_of_weights() -> None:
-    config = configure(None, ["model.name=linear", "optim.name=schedule_free:ScheduleFree", "shard.stage=1"])
-    with pytest.raises(UserError, match=r"train\(\) and eval\(\) of schedule_free:ScheduleFree switch between two sets of weights"):
+    config = configure(
+        None, ["model.name=linear", "optim.name=schedule_free:ScheduleFree", "shard.stage=1"]
+    )
+    with pytest.raises(
+        UserError,
+        match=r"train\(\) and eval\(\) of schedule_free:ScheduleFree switch between two sets of "
+        r"weights",
+    ):
         check_optimizer(config)
 
 
-def test_an_own_loop_switches_an_optimizer_with_modes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Whichever mode the script has set: training computes with y, evaluations and checkpoints have x, 2 steps at a rate of 1."""
+def test_an_own_loop_switches_an_optimizer_with_modes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whichever mode the script has set: training computes with y, evaluations and checkpoints have
+    x, 2 steps at a rate of 1."""
     monkeypatch.chdir(tmp_path)
     data = {"x": np.ones((4, 1)), "y": np.array([0.0, 1.0, 2.0, 3.0])}
     seen: list[float] = []

@@ -7,7 +7,9 @@ from hvdtrain.horovod.engine.requests import Key, Signature
 
 
 def asked(*names: str, bucket: int = 0) -> list[Asked]:
-    return [Asked(Signature(name, "allreduce", "sum", ("float32",), ((3,),)), bucket) for name in names]
+    return [
+        Asked(Signature(name, "allreduce", "sum", ("float32",), ((3,),)), bucket) for name in names
+    ]
 
 
 def key(name: str) -> Key:
@@ -22,9 +24,15 @@ def test_what_all_ask_for_is_made_in_the_order_of_the_first_rank_and_the_rest_wa
 
 def test_calls_of_two_kinds_and_of_several_tensors_share_a_name() -> None:
     one = Signature("a", "allreduce", "sum", ("float32",), ((3,),))
-    signatures = one, one._replace(kind="allgather"), one._replace(dtypes=("float32",) * 2, shapes=((3,), (3,)))
+    signatures = (
+        one,
+        one._replace(kind="allgather"),
+        one._replace(dtypes=("float32",) * 2, shapes=((3,), (3,))),
+    )
     both = [Asked(signature, 0) for signature in signatures]
-    assert [ready.signature for ready in decide([Standing(0, both), Standing(1, both[::-1])]).ready] == list(signatures)
+    assert [
+        ready.signature for ready in decide([Standing(0, both), Standing(1, both[::-1])]).ready
+    ] == list(signatures)
 
 
 def test_a_rank_that_has_joined_takes_part_in_everything() -> None:
@@ -41,7 +49,11 @@ def test_an_average_counts_a_rank_that_asked_for_it_before_it_joined() -> None:
 def test_other_shapes_and_ops_are_named_with_both_ranks_and_values() -> None:
     other = Asked(Signature("a", "allreduce", "max", ("float32",), ((4,),)), 0)
     (refusal,) = decide([Standing(0, asked("a")), Standing(3, [other])]).refused.values()
-    assert refusal.what == "ranks do not agree: op sum on rank 0, max on rank 3, shape (3,) on rank 0, (4,) on rank 3"
+    assert (
+        refusal.what
+        == "ranks do not agree: op sum on rank 0, max on rank 3, shape (3,) on rank 0, (4,) on "
+        "rank 3"
+    )
     assert not refusal.of_missing
 
 

@@ -1,4 +1,5 @@
-"""Legal programs at the edges: threads, shared names, removed process sets, every dtype, bits; and init() after one that failed."""
+"""Legal programs at the edges: threads, shared names, removed process sets, every dtype, bits; and
+init() after one that failed."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from ranks import needs_mpirun
 
 
 @needs_mpirun
-@pytest.mark.parametrize("engine", ["mpi", *[pytest.param("torchdist", marks=pytest.mark.slow)] * ranks.FULL])
+@pytest.mark.parametrize(
+    "engine", ["mpi", *[pytest.param("torchdist", marks=pytest.mark.slow)] * ranks.FULL]
+)
 def test_what_horovod_allows_works_on_three_ranks(engine: str) -> None:
     result = ranks.mpirun(3, ["tests/support/horovod_edges.py"], env={"HVDTRAIN_ENGINE": engine})
     assert result.returncode == 0, result.stdout + result.stderr

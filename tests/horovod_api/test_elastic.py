@@ -1,4 +1,5 @@
-"""hvd.elastic: after the loss of a rank the others go back to the last commit and go on; ElasticSampler divides what is left."""
+"""hvd.elastic: after the loss of a rank the others go back to the last commit and go on;
+ElasticSampler divides what is left."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ def finish(engine: str, out: Path, who: int) -> None:
     """Three ranks: by mpirun with ULFM, or as processes that nothing ends when another one does."""
     argv = ["tests/support/horovod_elastic.py", str(out), str(who)]
     if engine == "mpi":
-        with Job(3, argv, options=["--with-ft", "ulfm"], env={"HVDTRAIN_ENGINE": "mpi"}, is_warm=True) as job:
+        with Job(
+            3, argv, options=["--with-ft", "ulfm"], env={"HVDTRAIN_ENGINE": "mpi"}, is_warm=True
+        ) as job:
             job.wait()
         return
     shared = {
@@ -36,7 +39,9 @@ def finish(engine: str, out: Path, who: int) -> None:
 
 @needs_mpirun
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "who"), [("mpi", 1), ("torchdist", 0), *[("mpi", 0), ("torchdist", 1)] * FULL])
+@pytest.mark.parametrize(
+    ("engine", "who"), [("mpi", 1), ("torchdist", 0), *[("mpi", 0), ("torchdist", 1)] * FULL]
+)
 def test_the_others_go_on_from_the_last_commit(engine: str, who: int, tmp_path: Path) -> None:
     finish(engine, tmp_path / "out.json", who)
     row = json.loads((tmp_path / "out.json").read_text())
@@ -61,5 +66,9 @@ print(len(sampler), sampler.state_dict())
 
 def test_sampler_begins_after_the_samples_that_were_had() -> None:
     result = ranks.python(["-c", SAMPLER], env={"HVDTRAIN_ENGINE": "single"})
-    lines = ["[0, 1, 2, 3, 4, 5, 6, 7, 8, 9] 10", "[4, 5, 6, 7, 8, 9]", "10 {'epoch': 1, 'processed_num': 0}"]
+    lines = [
+        "[0, 1, 2, 3, 4, 5, 6, 7, 8, 9] 10",
+        "[4, 5, 6, 7, 8, 9]",
+        "10 {'epoch': 1, 'processed_num': 0}",
+    ]
     assert result.stdout.splitlines() == lines, result.stderr

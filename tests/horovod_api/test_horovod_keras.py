@@ -1,4 +1,5 @@
-"""hvdtrain.horovod.keras and .tensorflow: training on ranks beside one process, on each backend; skipped where they are not installed."""
+"""hvdtrain.horovod.keras and .tensorflow: training on ranks beside one process, on each backend;
+skipped where they are not installed."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def environment(backend: str) -> dict[str, str]:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_check_of_keras_passes(backend: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    result = ranks.mpirun(2, ["tests/support/keras_on_ranks.py", str(out)], env=environment(backend))
+    result = ranks.mpirun(
+        2, ["tests/support/keras_on_ranks.py", str(out)], env=environment(backend)
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     assert {name: failure for name, failure in json.loads(out.read_text()).items() if failure} == {}
 
@@ -31,14 +34,18 @@ def test_every_check_of_keras_passes(backend: str, tmp_path: Path) -> None:
 @needs_mpirun
 def test_every_check_of_tensorflow_passes(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    result = ranks.mpirun(2, ["tests/support/tensorflow_on_ranks.py", str(out)], env=environment("tensorflow"))
+    result = ranks.mpirun(
+        2, ["tests/support/tensorflow_on_ranks.py", str(out)], env=environment("tensorflow")
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     assert {name: failure for name, failure in json.loads(out.read_text()).items() if failure} == {}
 
 
 def failures_of_gradients(size: int, module: str, folder: Path) -> dict[str, str]:
     out = folder / f"{size}.json"
-    result = ranks.mpirun(size, ["tests/support/gradients_on_ranks.py", str(out), module], env=environment("jax"))
+    result = ranks.mpirun(
+        size, ["tests/support/gradients_on_ranks.py", str(out), module], env=environment("jax")
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     return {name: failure for name, failure in json.loads(out.read_text()).items() if failure}
 
@@ -47,7 +54,9 @@ def failures_of_gradients(size: int, module: str, folder: Path) -> dict[str, str
 @needs_tensorflow
 @needs_mpirun
 @pytest.mark.parametrize("size", [2, 3])
-def test_the_gradient_of_each_collective_is_horovods_on_torch_tensorflow_jax_and_keras(size: int, tmp_path: Path) -> None:
+def test_the_gradient_of_each_collective_is_horovods_on_torch_tensorflow_jax_and_keras(
+    size: int, tmp_path: Path
+) -> None:
     assert failures_of_gradients(size, "hvdtrain.horovod", tmp_path) == {}
 
 
@@ -73,7 +82,7 @@ if "join" in sys.argv:
     assert last == 1 and apart[0] != apart[1] and together == [apart[1]] * 2, (last, apart, together)
     assert hvd.allgather_object(int(model.optimizer.iterations)) == [3, 3]
 print("done", hvd.rank(), flush=True)
-"""
+"""  # noqa: E501
 
 
 @needs_keras
@@ -104,19 +113,26 @@ print("done", flush=True)
 @needs_keras
 @needs_mpirun
 def test_jax_trains_on_ranks_that_are_pinned_to_a_core() -> None:
-    """As mpirun pins two ranks; JAX has one thread there, which would run the step and wait for the arrays of the call in it."""
+    """As mpirun pins two ranks; JAX has one thread there, which would run the step and wait for the
+    arrays of the call in it."""
     result = ranks.mpirun(2, ["-c", ON_ONE_CORE], env=environment("jax"))
     assert result.returncode == 0 and result.stdout.split() == ["done", "done"], result.stderr
     result = ranks.mpirun(2, ["-c", ON_ONE_CORE, "late"], env=environment("jax"))
-    assert result.returncode != 0 and "JAX has computed before hvd.init()" in result.stderr, result.stderr
+    assert result.returncode != 0 and "JAX has computed before hvd.init()" in result.stderr, (
+        result.stderr
+    )
 
 
 @needs_keras
 @needs_mpirun
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_ranks_with_unequal_batches_are_equal_after_join_and_a_broadcast_as_the_page_says(backend: str) -> None:
+def test_ranks_with_unequal_batches_are_equal_after_join_and_a_broadcast_as_the_page_says(
+    backend: str,
+) -> None:
     result = ranks.mpirun(2, ["-c", UNEVEN, "join"], env=environment(backend))
-    assert result.returncode == 0 and sorted(result.stdout.split()) == ["0", "1", "done", "done"], result.stderr
+    assert result.returncode == 0 and sorted(result.stdout.split()) == ["0", "1", "done", "done"], (
+        result.stderr
+    )
 
 
 @needs_keras

@@ -32,7 +32,15 @@ class Interrupted(Request):
 
 
 def test_a_thread_looks_into_the_queue_while_another_one_fills_it() -> None:
-    lane = Lane(ThreadCommunicator(ThreadRanks(1), 0), Alone(), [0], Settings(), Timeline(), Callers(), lambda _: None)  # type: ignore[arg-type]
+    lane = Lane(
+        ThreadCommunicator(ThreadRanks(1), 0),
+        Alone(),
+        [0],
+        Settings(),
+        Timeline(),
+        Callers(),
+        lambda _: None,
+    )  # type: ignore[arg-type]
     later = threading.Thread(target=lane.submit, args=(barrier(Request, "later"),))
 
     def interrupt() -> int:
@@ -58,13 +66,18 @@ def test_arrays_of_numpy_are_compressed() -> None:
         wire, ctx = kind.compress(np.array([1.0, 2.5]))
         assert wire.dtype in (torch.float16, torch.bfloat16)
         found = kind.decompress(wire, ctx)
-        assert isinstance(found, np.ndarray) and found.dtype == np.float64 and found.tolist() == [1.0, 2.5]
+        assert (
+            isinstance(found, np.ndarray)
+            and found.dtype == np.float64
+            and found.tolist() == [1.0, 2.5]
+        )
         whole = np.array([3])
         assert kind.decompress(*kind.compress(whole)) is whole
 
 
 def test_idle_threads_ask_for_nothing() -> None:
-    """The thread of a pool without work, and one that waits for a queue; but not one that works, nor one that waits for a time."""
+    """The thread of a pool without work, and one that waits for a queue; but not one that works,
+    nor one that waits for a time."""
     callers = Callers()
     place = object()
     work = queue.Queue[int]()
@@ -109,13 +122,16 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 class Breaking(Alone):
-    """The connection breaks, as of Gloo where a rank is killed; some of three ranks are still there to say so."""
+    """The connection breaks, as of Gloo where a rank is killed; some of three ranks are still there
+    to say so."""
 
     def __init__(self, present: set[int] | None) -> None:
         self._present = present
 
     def done(self) -> bool:
-        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:25009")
+        raise RuntimeError(
+            "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:25009"
+        )
 
     def said(self) -> dict[Word, set[int]]:
         if self._present is None:
@@ -125,21 +141,39 @@ class Breaking(Alone):
 
 @pytest.mark.parametrize(
     ("present", "words"),
-    [({0, 2}, "rank 7 is lost"), ({0}, "one of ranks 7, 9 is lost"), (None, "one of ranks 7, 9 is lost")],
+    [
+        ({0, 2}, "rank 7 is lost"),
+        ({0}, "one of ranks 7, 9 is lost"),
+        (None, "one of ranks 7, 9 is lost"),
+    ],
     ids=["one", "two", "no store"],
 )
-def test_a_rank_that_is_lost_is_named_with_the_call_before_the_librarys_text(present: set[int] | None, words: str) -> None:
+def test_a_rank_that_is_lost_is_named_with_the_call_before_the_librarys_text(
+    present: set[int] | None, words: str
+) -> None:
     """ranks: their numbers in the job."""
     communicator: Any = ThreadCommunicator(ThreadRanks(3), 0)
-    lane = Lane(communicator, Breaking(present), [5, 7, 9], Settings(), Timeline(), Callers(), lambda _: None)
+    lane = Lane(
+        communicator,
+        Breaking(present),
+        [5, 7, 9],
+        Settings(),
+        Timeline(),
+        Callers(),
+        lambda _: None,
+    )
     request = barrier(Request, "last")
     lane.submit(request)
     lane.show()
     with pytest.raises(
-        Missing, match=rf"^{words}: RuntimeError: \[gloo/.*\n  where: barrier 'last'\n  fix: look for the first error"
+        Missing,
+        match=rf"^{words}: RuntimeError: \[gloo/.*\n  where: barrier 'last'\n  fix: look for the "
+        r"first error",
     ) as raised:
         lane.finish(request)
-    assert raised.value.code == LOST and isinstance(raised.value.__cause__, RuntimeError)  # by which elastic.run() knows a loss
+    assert raised.value.code == LOST and isinstance(
+        raised.value.__cause__, RuntimeError
+    )  # by which elastic.run() knows a loss
     assert request.error is raised.value
 
 
@@ -149,8 +183,15 @@ GAVE_UP = "rank 0 gave up waiting before all ranks came"
 class InThreads(Alone):
     """Of ranks in threads of this process."""
 
-    def __init__(self, blocks: dict[int, dict[int, np.ndarray]], words: set[tuple[int, int, Word]], rank: int, size: int) -> None:
-        """blocks: of each exchange, by rank; words: exchange, rank and what it said. All ranks have the same ones."""
+    def __init__(
+        self,
+        blocks: dict[int, dict[int, np.ndarray]],
+        words: set[tuple[int, int, Word]],
+        rank: int,
+        size: int,
+    ) -> None:
+        """blocks: of each exchange, by rank; words: exchange, rank and what it said. All ranks have
+        the same ones."""
         self._blocks = blocks
         self._words = words
         self._rank = rank
@@ -177,7 +218,10 @@ class InThreads(Alone):
 
     def said(self) -> dict[Word, set[int]]:
         words = list(self._words)
-        return {word: {rank for number, rank, other in words if (number, other) == (self._number, word)} for word in WORDS}
+        return {
+            word: {rank for number, rank, other in words if (number, other) == (self._number, word)}
+            for word in WORDS
+        }
 
 
 class LanesInThreads:
@@ -252,10 +296,19 @@ def test_where_a_rank_gives_up_all_get_the_error_leave_and_may_come_back() -> No
 
 @pytest.mark.parametrize(
     ("word", "expected"),
-    [("here", ["done"] * 2), ("given up", [f"barrier 'late': {what}" for what in ("rank 1 did not come within 0.4 s", GAVE_UP)])],
+    [
+        ("here", ["done"] * 2),
+        (
+            "given up",
+            [f"barrier 'late': {what}" for what in ("rank 1 did not come within 0.4 s", GAVE_UP)],
+        ),
+    ],
 )
-def test_a_rank_that_comes_as_another_one_gives_up_ends_as_that_one_does(word: Word, expected: list[str]) -> None:
-    """Rank 1 starts the exchange before rank 0 looks for it for the last time; or after that, and before rank 0 says that it gives up."""
+def test_a_rank_that_comes_as_another_one_gives_up_ends_as_that_one_does(
+    word: Word, expected: list[str]
+) -> None:
+    """Rank 1 starts the exchange before rank 0 looks for it for the last time; or after that, and
+    before rank 0 says that it gives up."""
     ranks = LanesInThreads(2)
     comes = threading.Event()
     came = threading.Event()

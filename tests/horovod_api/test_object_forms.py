@@ -45,8 +45,23 @@ class Colour(Enum):
 THINGS: list[Any] = [
     {"a": [1, 2.5, None, True, "text"], 3: (b"\x00\xff", 1 + 2j), (1, 2): {4, 5}},
     OrderedDict([("z", frozenset({1})), ("a", np.float32(2.5))]),
-    [Counter("aab"), defaultdict(list, a=[1]), deque([1, 2], maxlen=3), bytearray(b"x"), range(1, 9, 2), slice(None, 3)],
-    [Path("/a/b"), PurePosixPath("c"), Pair(1, [Path("d")]), Colour.RED, SimpleNamespace(a=1), np.int64(3), np.bool_(True)],
+    [
+        Counter("aab"),
+        defaultdict(list, a=[1]),
+        deque([1, 2], maxlen=3),
+        bytearray(b"x"),
+        range(1, 9, 2),
+        slice(None, 3),
+    ],
+    [
+        Path("/a/b"),
+        PurePosixPath("c"),
+        Pair(1, [Path("d")]),
+        Colour.RED,
+        SimpleNamespace(a=1),
+        np.int64(3),
+        np.bool_(True),
+    ],
     [datetime(2026, 11, 24, 1, 2, 3, 4, UTC), date(2026, 11, 24), timedelta(days=-1, seconds=5)],
     torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD([torch.ones(1)]), [2, 2, 5]).state_dict(),
     argparse.Namespace(lr=0.1, layers=[1, 2]),
@@ -62,11 +77,19 @@ def test_objects_come_back_equal_and_of_the_same_classes(thing: Any) -> None:
     assert type(found) is type(thing) and repr(found) == repr(thing)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.int8])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.int8]
+)
 def test_tensors_come_back_equal(dtype: torch.dtype) -> None:
-    for tensor in (torch.arange(6).reshape(2, 3).to(dtype), torch.ones((), dtype=dtype), torch.ones(0, 2, dtype=dtype)):
+    for tensor in (
+        torch.arange(6).reshape(2, 3).to(dtype),
+        torch.ones((), dtype=dtype),
+        torch.ones(0, 2, dtype=dtype),
+    ):
         found = unpacked(packed({"x": tensor}, "test"))["x"]
-        assert found.dtype == dtype and found.shape == tensor.shape and bool((found == tensor).all())
+        assert (
+            found.dtype == dtype and found.shape == tensor.shape and bool((found == tensor).all())
+        )
 
 
 class Own:
@@ -76,7 +99,10 @@ class Own:
 def test_an_object_of_ones_own_class_is_refused_with_what_to_send_instead() -> None:
     with pytest.raises(BadCall, match="an object of .*Own is not sent to other ranks") as raised:
         packed([Own()], "broadcast_object 'x'")
-    assert "numbers, strings, bytes" in raised.value.fix and raised.value.where == "broadcast_object 'x'"
+    assert (
+        "numbers, strings, bytes" in raised.value.fix
+        and raised.value.where == "broadcast_object 'x'"
+    )
 
 
 def test_what_is_refused_is_named_with_its_place() -> None:
@@ -84,11 +110,23 @@ def test_what_is_refused_is_named_with_its_place() -> None:
         ({"a": [1, Own()]}, r"Own is not sent .*, at object\['a'\]\[1\]"),
         (
             {"a": defaultdict(lambda: 1)},
-            r"a.*defaultdict is not sent to other ranks: it has the default factory <function .*, at object\['a'\]",
+            r"a.*defaultdict is not sent to other ranks: it has the default factory <function .*, "
+            r"at object\['a'\]",
         ),
-        ({"a": [Cached(2)]}, r"Cached is not sent to other ranks: it has attributes that are no fields: more, at object\['a'\]\[0\]"),
-        ([Slotted(a=1)], r"Slotted is not sent to other ranks: it has more in it than items and attributes, at object\[0\]"),
-        (pd.DataFrame({"a": pd.interval_range(0, 2)}), r"a column of dtype interval.* is not sent|Interval is not sent"),
+        (
+            {"a": [Cached(2)]},
+            r"Cached is not sent to other ranks: it has attributes that are no fields: more, at "
+            r"object\['a'\]\[0\]",
+        ),
+        (
+            [Slotted(a=1)],
+            r"Slotted is not sent to other ranks: it has more in it than items and attributes, at "
+            r"object\[0\]",
+        ),
+        (
+            pd.DataFrame({"a": pd.interval_range(0, 2)}),
+            r"a column of dtype interval.* is not sent|Interval is not sent",
+        ),
     ):
         with pytest.raises(BadCall, match=words):
             packed(thing, "test")
@@ -129,19 +167,29 @@ def test_a_dataclass_is_its_fields_and_none_of_its_code_runs() -> None:
     thing.runs.append(torch.ones(2))
     found = sent([Frozen(thing, Path("a"))])[0]
     assert type(found) is Frozen and found.path == Path("a") and type(found.cached) is Cached
-    assert found.cached.a == 1 and found.cached.runs[0] == "made" and len(found.cached.runs) == 2 and found.cached.double == 2
+    assert (
+        found.cached.a == 1
+        and found.cached.runs[0] == "made"
+        and len(found.cached.runs) == 2
+        and found.cached.double == 2
+    )
 
 
 def test_a_dataclass_with_other_fields_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     content = packed(Cached(1), "test")
-    monkeypatch.setattr(sys.modules[__name__], "Cached", dataclasses.make_dataclass("Cached", ["a"]))
+    monkeypatch.setattr(
+        sys.modules[__name__], "Cached", dataclasses.make_dataclass("Cached", ["a"])
+    )
     with pytest.raises(BadCall, match=r"Cached has other fields than \('a', 'runs'\)"):
         unpacked(content)
     monkeypatch.setattr(sys.modules[__name__], "Cached", Own)
     with pytest.raises(BadCall, match="Cached is no dataclass on this rank"):
         unpacked(content)
     monkeypatch.delattr(sys.modules[__name__], "Cached")
-    with pytest.raises(BadCall, match="this rank has not loaded the class .*Cached\n.*\n  fix: import it on every rank"):
+    with pytest.raises(
+        BadCall,
+        match="this rank has not loaded the class .*Cached\n.*\n  fix: import it on every rank",
+    ):
         unpacked(content)
 
 
@@ -180,16 +228,29 @@ def test_dicts_of_other_classes_come_back_with_their_attributes() -> None:
     mirrored.y = 2
     found = sent({"plain": plain, "itself": itself, "mirrored": mirrored})
     assert type(found["plain"]) is Plain and dict(found["plain"]) == {"a": 1}
-    assert type(found["itself"]) is Itself and vars(found["itself"]) is found["itself"] and found["itself"] == {"a": [1]}
+    assert (
+        type(found["itself"]) is Itself
+        and vars(found["itself"]) is found["itself"]
+        and found["itself"] == {"a": [1]}
+    )
     attributes = vars(found["mirrored"])
     assert type(found["mirrored"]) is Mirrored and list(found["mirrored"]) == ["x", "y"]
     assert attributes["x"] is found["mirrored"]["x"] and attributes["x"] == {"deep": [1]}
 
 
 VALUES: list[Any] = [
-    [Decimal("1.50"), Decimal("NaN"), Fraction(-1, 3), uuid.UUID(int=5), MappingProxyType({"a": [1]})],
+    [
+        Decimal("1.50"),
+        Decimal("NaN"),
+        Fraction(-1, 3),
+        uuid.UUID(int=5),
+        MappingProxyType({"a": [1]}),
+    ],
     np.array([(1, (2.0, 3.0)), (4, (5.0, 6.0))], [("a", ">i4"), ("b", "f8", (2,))]),
-    np.zeros(2, np.dtype({"names": ["a", "b"], "formats": ["i1", "f8"], "offsets": [0, 8], "itemsize": 16})),
+    np.zeros(
+        2,
+        np.dtype({"names": ["a", "b"], "formats": ["i1", "f8"], "offsets": [0, 8], "itemsize": 16}),
+    ),
     np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
     np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")])[0],
     np.array([1, "a", None, {"x": np.float32(1)}], object).reshape(2, 2),
@@ -212,7 +273,12 @@ def test_compressed_tensors_and_memory_come_back() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*beta state")
         one = torch.tensor([[1.0, 0, 0, 0], [0, 0, 2, 3], [0, 0, 0, 0], [4, 0, 0, 0]])
-        for tensor in (one.to_sparse_csr(), one.to_sparse_csc(), one.to_sparse_bsr((2, 2)), one.to_sparse_bsc((2, 2))):
+        for tensor in (
+            one.to_sparse_csr(),
+            one.to_sparse_csc(),
+            one.to_sparse_bsr((2, 2)),
+            one.to_sparse_bsc((2, 2)),
+        ):
             found = sent(tensor)
             assert found.layout == tensor.layout and bool((found.to_dense() == one).all())
     memory = sent(np.arange(6.0).reshape(2, 3).data)
@@ -224,7 +290,16 @@ def test_indices_of_a_sparse_tensor_are_checked() -> None:
     with pytest.raises(RuntimeError, match="size is inconsistent with indices"):
         restore(["coo", torch.tensor([[5]]), torch.ones(1), True, [2], False])
     with pytest.raises(RuntimeError, match="col_indices"):
-        restore(["torch.sparse_csr", (torch.tensor([0, 1]), torch.tensor([5])), torch.ones(1), None, [1, 2], False])
+        restore(
+            [
+                "torch.sparse_csr",
+                (torch.tensor([0, 1]), torch.tensor([5])),
+                torch.ones(1),
+                None,
+                [1, 2],
+                False,
+            ]
+        )
 
 
 DRAWS: list[tuple[Any, Callable[[Any], Any]]] = [
@@ -264,15 +339,31 @@ def tables() -> list[Any]:
     table.attrs["source"] = "test"
     twice = table.rename(columns={"int": "text"})
     dated = table.set_index(pd.date_range("2020", periods=2, freq="D", name="when"))
-    levels = pd.DataFrame(np.eye(2), columns=pd.MultiIndex.from_tuples([("a", 1), ("b", 2)], names=["x", None]))
-    return [table, table.set_index(["int", "text"]), twice, dated, levels, table[[]], table.iloc[:0], table["zone"], table["objects"]]
+    levels = pd.DataFrame(
+        np.eye(2), columns=pd.MultiIndex.from_tuples([("a", 1), ("b", 2)], names=["x", None])
+    )
+    return [
+        table,
+        table.set_index(["int", "text"]),
+        twice,
+        dated,
+        levels,
+        table[[]],
+        table.iloc[:0],
+        table["zone"],
+        table["objects"],
+    ]
 
 
 @pytest.mark.parametrize("place", range(9))
 def test_tables_come_back_as_their_columns(place: int) -> None:
     table = tables()[place]
     found = sent({"table": table})["table"]
-    equal = pd.testing.assert_frame_equal if isinstance(table, pd.DataFrame) else pd.testing.assert_series_equal
+    equal = (
+        pd.testing.assert_frame_equal
+        if isinstance(table, pd.DataFrame)
+        else pd.testing.assert_series_equal
+    )
     equal(found, table)
     assert found.attrs == table.attrs
 
@@ -288,14 +379,22 @@ def test_a_rank_without_pandas_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_has_a_state_is_sent_by_it(kind: str) -> None:
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
-    things = {"model": model, "optimizer": optimizer, "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+    things = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1),
+    }
     with pytest.raises(BadCall, match="is not sent to other ranks") as raised:
         packed(things[kind], "test")
-    assert raised.value.fix == "its state_dict(), which the others give to load_state_dict() of theirs"
+    assert (
+        raised.value.fix == "its state_dict(), which the others give to load_state_dict() of theirs"
+    )
 
 
 @pytest.mark.parametrize(
-    "thing", [lambda: 1, functools.partial(max, 1), int, ValueError("x"), UserDict(a=1), sys], ids=lambda thing: type(thing).__name__
+    "thing",
+    [lambda: 1, functools.partial(max, 1), int, ValueError("x"), UserDict(a=1), sys],
+    ids=lambda thing: type(thing).__name__,
 )
 def test_code_and_what_has_code_is_refused(thing: Any) -> None:
     with pytest.raises(BadCall, match="is not sent to other ranks"):

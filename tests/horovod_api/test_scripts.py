@@ -27,4 +27,6 @@ def test_losses_are_those_of_horovod(size: int, tmp_path: Path) -> None:
     expected = losses("horovod.torch", "", size, tmp_path)
     assert expected[2] < expected[0] and expected[3] > 0.5, expected  # it learns
     for engine in ("mpi", "torchdist", "horovod") if FULL else ("mpi",):
-        assert losses("hvdtrain.horovod", engine, size, tmp_path) == pytest.approx(expected, rel=1e-4), engine
+        assert losses("hvdtrain.horovod", engine, size, tmp_path) == pytest.approx(
+            expected, rel=1e-4
+        ), engine

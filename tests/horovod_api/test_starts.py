@@ -24,10 +24,17 @@ def test_ranks_start_in_parts_and_again_and_reduce_to_the_same_bits(tmp_path: Pa
     # rank, size, sums of 1 + the ranks' numbers in the world
     refused = "rank 1 is not one of the ranks [0, 2] that the job has"
     assert found["some_ranks"] == [[0, 2, 4.0, 4.0], refused, [1, 2, 4.0, 4.0]]
-    assert found["communicators"] == [[0, 2, 4.0, 4.0, 2.0], [0, 1, 2.0, 2.0, 1.0], [1, 2, 4.0, 4.0, 2.0]]
+    assert found["communicators"] == [
+        [0, 2, 4.0, 4.0, 2.0],
+        [0, 1, 2.0, 2.0, 1.0],
+        [1, 2, 4.0, 4.0, 2.0],
+    ]
     assert found["again"] == [[[rank, 3, 6.0, 6.0, 1], NOT_INITIALIZED] * 2 for rank in range(3)]
     assert found["bits"] == [[1, True]] * 3
-    calls = {f"grad {i}": [["NEGOTIATE_ALLREDUCE", "[5000]", None], ["ALLREDUCE", "[5000]", 3]] for i in range(3)}
+    calls = {
+        f"grad {i}": [["NEGOTIATE_ALLREDUCE", "[5000]", None], ["ALLREDUCE", "[5000]", 3]]
+        for i in range(3)
+    }
     calls["small"] = [["NEGOTIATE_BROADCAST", "[2]", None], ["BROADCAST", "[2]", 1]]
     calls["rows"] = [["NEGOTIATE_ALLGATHER", "[-1, 3]", None], ["ALLGATHER", "[-1, 3]", 1]]
     assert found["timeline"] == [[calls, calls, [True, False]]] * 3
@@ -55,11 +62,16 @@ if hvd.rank() == 0:
 @pytest.mark.slow
 @pytest.mark.clock
 @pytest.mark.parametrize("engine", ["mpi", *["torchdist"] * FULL])
-def test_after_a_stall_that_the_script_catches_ranks_leave_and_may_start_again(engine: str, tmp_path: Path) -> None:
+def test_after_a_stall_that_the_script_catches_ranks_leave_and_may_start_again(
+    engine: str, tmp_path: Path
+) -> None:
     env = {"HVDTRAIN_ENGINE": engine, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"}
     result = ranks.mpirun(2, alone("late_ranks:main", str(tmp_path)), env=env)
     assert (result.returncode, result.stderr) == (0, "")
-    errors = ["allreduce 'late': rank 1 did not come within 3 s", "allreduce 'late': rank 0 gave up waiting before all ranks came"]
+    errors = [
+        "allreduce 'late': rank 1 did not come within 3 s",
+        "allreduce 'late': rank 0 gave up waiting before all ranks came",
+    ]
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert found == [[error, error, 3.0] for error in errors]
 

@@ -1,4 +1,5 @@
-"""The order between a script's streams and its collectives, with streams that write down what they are told; on a GPU: tests/gpu."""
+"""The order between a script's streams and its collectives, with streams that write down what they
+are told; on a GPU: tests/gpu."""
 
 from __future__ import annotations
 
@@ -83,7 +84,15 @@ def test_a_collective_follows_the_stream_that_asks_and_the_one_that_waits_follow
     lane._streams = lane._performer._streams = Streams(gpus)
     length = 1000  # too long for the block of a round
     request = Request(
-        Signature("weights", "broadcast", dtypes=("float32",), shapes=((length,),), root=0, devices=("cpu",)), [torch.full((length,), 7.0)]
+        Signature(
+            "weights",
+            "broadcast",
+            dtypes=("float32",),
+            shapes=((length,),),
+            root=0,
+            devices=("cpu",),
+        ),
+        [torch.full((length,), 7.0)],
     )
 
     def wait() -> None:
@@ -106,7 +115,10 @@ def test_a_collective_follows_the_stream_that_asks_and_the_one_that_waits_follow
 
 @needs_mpirun
 @pytest.mark.parametrize("size", [2, 3])
-def test_rows_of_sums_are_those_of_one_reduce_scatter_and_of_one_for_each_uneven_tensor(size: int) -> None:
-    """As on NCCL, by Gloo: tensors that split evenly go together; a row more is the first rank's."""
+def test_rows_of_sums_are_those_of_one_reduce_scatter_and_of_one_for_each_uneven_tensor(
+    size: int,
+) -> None:
+    """As on NCCL, by Gloo: tensors that split evenly go together; a row more is the first
+    rank's."""
     for calls, failure in on_ranks("torchdist", size, "one_call_on_ranks:scattered"):
         assert not failure and calls == 3  # one of even tensors, two of uneven ones

@@ -20,7 +20,9 @@ def engine(settings: Settings) -> OwnEngine:
 
 
 def request(name: str, length: int) -> Request:
-    return Request(Signature(name, "allreduce", "sum", ("float32",), ((length,),)), [torch.ones(length)])
+    return Request(
+        Signature(name, "allreduce", "sum", ("float32",), ((length,),)), [torch.ones(length)]
+    )
 
 
 def events_of(path: Path, kind: str) -> list[dict[str, Any]]:
@@ -37,16 +39,32 @@ def test_a_range_of_waiting_and_one_of_making_for_each_call(tmp_path: Path) -> N
         own.wait(handle)
     own.wait(own.submit(GLOBAL, request("small", 2)))
     own.leave()
-    names = {event["tid"]: event["args"]["name"] for event in events_of(path, "M") if event["name"] == "thread_name"}
+    names = {
+        event["tid"]: event["args"]["name"]
+        for event in events_of(path, "M")
+        if event["name"] == "thread_name"
+    }
     ranges = events_of(path, "X")
-    assert [(names[event["tid"]], event["name"], event["args"].get("tensors_in_collective")) for event in ranges] == [
+    assert [
+        (names[event["tid"]], event["name"], event["args"].get("tensors_in_collective"))
+        for event in ranges
+    ] == [
         *(("a", "NEGOTIATE_ALLREDUCE", None), ("b", "NEGOTIATE_ALLREDUCE", None)),
         *(("a", "ALLREDUCE", 2), ("b", "ALLREDUCE", 2)),
         *(("small", "NEGOTIATE_ALLREDUCE", None), ("small", "ALLREDUCE", 1)),
     ]
     waiting, _, making, *_ = ranges
-    assert start_us <= waiting["ts"] and waiting["dur"] >= 10_000 and making["ts"] >= waiting["ts"] + waiting["dur"]
-    assert making["args"] == {"dtype": "float32", "shape": "[9000]", "op": "sum", "tensors_in_collective": 2}
+    assert (
+        start_us <= waiting["ts"]
+        and waiting["dur"] >= 10_000
+        and making["ts"] >= waiting["ts"] + waiting["dur"]
+    )
+    assert making["args"] == {
+        "dtype": "float32",
+        "shape": "[9000]",
+        "op": "sum",
+        "tensors_in_collective": 2,
+    }
     assert len(events_of(path, "i")) == 2  # rounds
 
 
@@ -70,12 +88,27 @@ def test_a_call_is_in_the_file_when_it_returns(tmp_path: Path) -> None:
     for name, length in (("inline", 3), ("alone", 9000)):
         own.wait(own.submit(GLOBAL, request(name, length)))
         written = json.loads((tmp_path / "trace.json").read_text() + "]")
-        rows = {event["tid"]: event["args"]["name"] for event in written if event["name"] == "thread_name"}
-        assert [event["name"] for event in written if rows.get(event.get("tid")) == name][1:] == ["NEGOTIATE_ALLREDUCE", "ALLREDUCE"]
+        rows = {
+            event["tid"]: event["args"]["name"]
+            for event in written
+            if event["name"] == "thread_name"
+        }
+        assert [event["name"] for event in written if rows.get(event.get("tid")) == name][1:] == [
+            "NEGOTIATE_ALLREDUCE",
+            "ALLREDUCE",
+        ]
     own.stop_timeline()
 
 
 def test_horovods_variables() -> None:
-    assert settings_of({"HOROVOD_TIMELINE": "/tmp/x.json", "HOROVOD_TIMELINE_MARK_CYCLES": "1"}).timeline == "/tmp/x.json"
+    assert (
+        settings_of(
+            {"HOROVOD_TIMELINE": "/tmp/x.json", "HOROVOD_TIMELINE_MARK_CYCLES": "1"}
+        ).timeline
+        == "/tmp/x.json"
+    )
     assert settings_of({"HOROVOD_TIMELINE_MARK_CYCLES": "1"}).marks_cycles
-    assert settings_of({"HOROVOD_TIMELINE": "DYNAMIC", "HOROVOD_STALL_CHECK_DISABLE": "1"}).timeline is None
+    assert (
+        settings_of({"HOROVOD_TIMELINE": "DYNAMIC", "HOROVOD_STALL_CHECK_DISABLE": "1"}).timeline
+        is None
+    )

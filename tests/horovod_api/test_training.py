@@ -1,4 +1,5 @@
-"""DistributedOptimizer, broadcasts of state and SyncBatchNorm: the weights of one process, on ranks."""
+"""DistributedOptimizer, broadcasts of state and SyncBatchNorm: the weights of one process, on
+ranks."""
 
 from __future__ import annotations
 

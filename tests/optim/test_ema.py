@@ -15,7 +15,12 @@ from torch.optim.swa_utils import AveragedModel
 from hvdtrain.__main__ import main
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import DONE
-from hvdtrain.frameworks.torch.optim.rule_optimizer import TorchOps, average, make_optimizer, set_hyper
+from hvdtrain.frameworks.torch.optim.rule_optimizer import (
+    TorchOps,
+    average,
+    make_optimizer,
+    set_hyper,
+)
 from hvdtrain.optim.adam import Adam
 from hvdtrain.optim.around import Averaged, averages
 from hvdtrain.optim.rule import ArrayOps
@@ -23,7 +28,15 @@ from hvdtrain.optim.sgd import Sgd
 from hvdtrain.report.run import read_run
 from hvdtrain.training.checkpoint.files import read_arrays
 
-WORDS = ["batch.size=100", "epochs=2", "optim.base_lr=0.1", "speed.precision=fp64", "recipe.warmup=0", "log.every_steps=7", "seed=3"]
+WORDS = [
+    "batch.size=100",
+    "epochs=2",
+    "optim.base_lr=0.1",
+    "speed.precision=fp64",
+    "recipe.warmup=0",
+    "log.every_steps=7",
+    "seed=3",
+]
 
 
 def test_the_average_is_that_of_averaged_model() -> None:
@@ -36,7 +49,9 @@ def test_the_average_is_that_of_averaged_model() -> None:
         return a + (p - a) * (1 - decay) / (1 - decay ** (float(n) + 1))
 
     theirs = AveragedModel(model, avg_fn=avg_fn)
-    optimizer = make_optimizer(Averaged(Adam(), decay), list(model.named_parameters()), exclude=True)
+    optimizer = make_optimizer(
+        Averaged(Adam(), decay), list(model.named_parameters()), exclude=True
+    )
     for p in model.parameters():
         assert torch.equal(average(optimizer, p), p) if optimizer.state[p] else True
     for step in range(12):
@@ -46,7 +61,10 @@ def test_the_average_is_that_of_averaged_model() -> None:
         optimizer.zero_grad()
         theirs.update_parameters(model)
     for p, expected in zip(model.parameters(), theirs.module.parameters(), strict=True):
-        assert average(optimizer, p) == pytest.approx(expected.detach(), abs=1e-13) and (p - expected).abs().max() > 1e-4
+        assert (
+            average(optimizer, p) == pytest.approx(expected.detach(), abs=1e-13)
+            and (p - expected).abs().max() > 1e-4
+        )
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.9])
@@ -70,32 +88,67 @@ def test_the_average_by_hand_in_arrays_of_any_framework(decay: float) -> None:
             assert np.array_equal(read(p), read(plain))
             seen.append(read(p).copy())
         factors = np.array([decay ** (len(seen) - 1 - t) for t in range(len(seen))])
-        assert read(state[-2]) == pytest.approx(np.einsum("t,tij->ij", factors / factors.sum(), seen), rel=1e-14)
+        assert read(state[-2]) == pytest.approx(
+            np.einsum("t,tij->ij", factors / factors.sum(), seen), rel=1e-14
+        )
 
 
 def test_which_arrays_are_averages() -> None:
-    arrays = {"p.a.b": 1, "p.c": 2, "s.a.b.0": 3, "s.a.b.1": 4, "s.a.b.2": 5, "s.c.0": 6, "s.c.1": 7, "b.x": 8, "s.odd": 9, "s.lone.3": 10}
+    arrays = {
+        "p.a.b": 1,
+        "p.c": 2,
+        "s.a.b.0": 3,
+        "s.a.b.1": 4,
+        "s.a.b.2": 5,
+        "s.c.0": 6,
+        "s.c.1": 7,
+        "b.x": 8,
+        "s.odd": 9,
+        "s.lone.3": 10,
+    }
     assert averages(arrays) == {"p.a.b": 4, "p.c": 6}
 
 
 @pytest.mark.parametrize(
-    ("framework", "model"), [("numpy", "linear"), ("jax", "mlp"), ("torch", "mlp"), ("torch", "convnet model.widths=[4,6]")]
+    ("framework", "model"),
+    [
+        ("numpy", "linear"),
+        ("jax", "mlp"),
+        ("torch", "mlp"),
+        ("torch", "convnet model.widths=[4,6]"),
+    ],
 )
 def test_evaluations_are_of_the_averages(
-    framework: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    framework: str,
+    model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Weights are as without averages; a resumed job is the same to the last bit; evaluate and export use the averages."""
+    """Weights are as without averages; a resumed job is the same to the last bit; evaluate and
+    export use the averages."""
     monkeypatch.chdir(tmp_path)
     words = [f"framework={framework}", *f"model.name={model}".split(), *WORDS]
     assert main([*words, "run=plain"]) == main([*words, "optim.ema=0.95", "run=ema"]) == DONE
-    assert main([*words, "optim.ema=0.95", "run=two", "stop.steps=9"]) == main([*words, "optim.ema=0.95", "run=two"]) == DONE
-    plain, ema, two = (read_arrays(sorted((tmp_path / run / "checkpoints").iterdir())[-1], 2**30) for run in ("plain", "ema", "two"))
+    assert (
+        main([*words, "optim.ema=0.95", "run=two", "stop.steps=9"])
+        == main([*words, "optim.ema=0.95", "run=two"])
+        == DONE
+    )
+    plain, ema, two = (
+        read_arrays(sorted((tmp_path / run / "checkpoints").iterdir())[-1], 2**30)
+        for run in ("plain", "ema", "two")
+    )
     assert {name for name in plain if not np.array_equal(plain[name], ema[name])} == set()
     assert ema.keys() == two.keys() and all(np.array_equal(ema[name], two[name]) for name in ema)
-    last = {run: read_run(Path(run)).epoch_events()[-1]["val_loss"] for run in ("plain", "ema", "two")}
+    last = {
+        run: read_run(Path(run)).epoch_events()[-1]["val_loss"] for run in ("plain", "ema", "two")
+    }
     assert last["ema"] == last["two"] != last["plain"]
     capsys.readouterr()
-    assert main(["evaluate", "ema"]) == DONE and ", averages of optim.ema\n" in capsys.readouterr().out
+    assert (
+        main(["evaluate", "ema"]) == DONE and ", averages of optim.ema\n" in capsys.readouterr().out
+    )
     for words, run in (([], "ema"), (["optim.ema=null"], "plain")):
         assert main(["evaluate", "ema", "--json", *words]) == DONE
         assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(last[run], rel=1e-9)
@@ -104,22 +157,47 @@ def test_evaluations_are_of_the_averages(
         assert "the averages of the weights are written" in capsys.readouterr().out
         weights = load_file("m.safetensors")
         expected = averages(ema)
-        assert expected and all(np.array_equal(weights[name.removeprefix("p.")], array) for name, array in expected.items())
+        assert expected and all(
+            np.array_equal(weights[name.removeprefix("p.")], array)
+            for name, array in expected.items()
+        )
 
 
 @pytest.mark.slow
 @needs_mpirun
-def test_averages_are_the_same_on_ranks_and_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_averages_are_the_same_on_ranks_and_in_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for framework, stages in (("torch", (0, 1, 2) if FULL else (2,)), *[("jax", (0, 2))] * FULL):
-        words = [f"framework={framework}", "model.name=mlp", *WORDS, "optim.name=adam", "optim.base_lr=0.01", "optim.ema=0.9"]
+        words = [
+            f"framework={framework}",
+            "model.name=mlp",
+            *WORDS,
+            "optim.name=adam",
+            "optim.base_lr=0.01",
+            "optim.ema=0.9",
+        ]
         assert main([*words, f"run={tmp_path / framework}"]) == DONE
         expected = [event["val_loss"] for event in read_run(tmp_path / framework).epoch_events()]
         for stage in stages:
             run = tmp_path / f"{framework}-{stage}"
-            result = mpirun(2, ["-m", "hvdtrain", *words, "comm.engine=mpi", f"shard.stage={stage}", "comm.bucket_mb=0.01", f"run={run}"])
+            result = mpirun(
+                2,
+                [
+                    "-m",
+                    "hvdtrain",
+                    *words,
+                    "comm.engine=mpi",
+                    f"shard.stage={stage}",
+                    "comm.bucket_mb=0.01",
+                    f"run={run}",
+                ],
+            )
             assert result.returncode == DONE, result
-            assert [event["val_loss"] for event in read_run(run).epoch_events()] == pytest.approx(expected, rel=1e-12)
+            assert [event["val_loss"] for event in read_run(run).epoch_events()] == pytest.approx(
+                expected, rel=1e-12
+            )
             alone = read_arrays(sorted((tmp_path / framework / "checkpoints").iterdir())[-1], 2**30)
             found = read_arrays(sorted((run / "checkpoints").iterdir())[-1], 2**30)
             for name, array in averages(alone).items():

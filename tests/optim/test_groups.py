@@ -1,4 +1,5 @@
-"""Groups of parameters by name: their rate, decay and momentum against torch's own parameter groups, and what is refused at the start."""
+"""Groups of parameters by name: their rate, decay and momentum against torch's own parameter
+groups, and what is refused at the start."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from hvdtrain.optim.muon import Muon
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
 
-GROUPS = 'optim.groups=[{"names":"[01]","rate":64,"decay":0.1},{"names":"*2","momentum":0.5},{"names":"0","rate":1000000}]'
+GROUPS = 'optim.groups=[{"names":"[01]","rate":64,"decay":0.1},{"names":"*2","momentum":0.5},{"names":"0","rate":1000000}]'  # noqa: E501
 SHAPES = {"stem.weight": (4, 2, 3, 3), "stem.bias": (4,), "fc.weight": (3, 4), "fc.bias": (3,)}
 
 
@@ -28,20 +29,36 @@ def config_of(*words: str) -> Any:
     return configure(None, list(words))
 
 
-@pytest.mark.parametrize(("name", "theirs"), [("sgd", torch.optim.SGD), ("adamw", torch.optim.AdamW)])
-def test_groups_are_torchs_parameter_groups_on_every_framework(name: str, theirs: type[torch.optim.Optimizer]) -> None:
+@pytest.mark.parametrize(
+    ("name", "theirs"), [("sgd", torch.optim.SGD), ("adamw", torch.optim.AdamW)]
+)
+def test_groups_are_torchs_parameter_groups_on_every_framework(
+    name: str, theirs: type[torch.optim.Optimizer]
+) -> None:
     run = Run(0.001, decay=0.05, exclude=False)
     rule = build_rule(config_of(f"optim.name={name}", GROUPS))
     assert rule.momentum == 0.9, "that of the optimizer"
     weights = [torch.nn.Parameter(torch.tensor(w)) for w in run.weights()]
-    shares = [(64, 0.1, M), (64, 0.1, M), (1, 1, 0.5), (1, 1, M), (1, 1, M)]  # of the arrays 0 to 4: the first entry counts
+    shares = [
+        (64, 0.1, M),
+        (64, 0.1, M),
+        (1, 1, 0.5),
+        (1, 1, M),
+        (1, 1, M),
+    ]  # of the arrays 0 to 4: the first entry counts
     groups = [
-        {"params": [w], "weight_decay": run.decay * decay, **({"momentum": m} if name == "sgd" else {"betas": (m, 0.999)})}
+        {
+            "params": [w],
+            "weight_decay": run.decay * decay,
+            **({"momentum": m} if name == "sgd" else {"betas": (m, 0.999)}),
+        }
         for w, (_, decay, m) in zip(weights, shares, strict=True)
     ]
     optimizer: Any = theirs(groups)  # type: ignore[call-arg]
     for h in run.hypers():
-        for w, g, group, (rate, _, _) in zip(weights, run.gradients(h.step), optimizer.param_groups, shares, strict=True):
+        for w, g, group, (rate, _, _) in zip(
+            weights, run.gradients(h.step), optimizer.param_groups, shares, strict=True
+        ):
             w.grad, group["lr"] = torch.tensor(g), h.lr * rate
         optimizer.step()
     expected = [w.detach().numpy() for w in weights]
@@ -52,26 +69,52 @@ def test_groups_are_torchs_parameter_groups_on_every_framework(name: str, theirs
 
 def test_a_group_scales_what_muon_leaves_to_another_rule_too() -> None:
     rule = build_rule(
-        config_of("optim.name=muon", 'optim.groups=[{"names":"*.bias","rate":4,"momentum":0.5},{"names":"stem.*","rate":0.5}]')
+        config_of(
+            "optim.name=muon",
+            'optim.groups=[{"names":"*.bias","rate":4,"momentum":0.5},{"names":"stem.*","rate":0.5}]',
+        )
     )
     of = {name: rule.of_parameter(name, shape, len(shape) < 2) for name, shape in SHAPES.items()}
     assert str(of["stem.bias"]) == "adamw at 0.06 of the rate, momentum 0.5"
     assert str(of["fc.weight"]) == "adamw at 0.015 of the rate, momentum 0.9"
     stem = of["stem.weight"]
-    assert isinstance(stem, Scaled) and isinstance(stem.rule, Muon) and str(stem) == "muon at 0.5 of the rate"
+    assert (
+        isinstance(stem, Scaled)
+        and isinstance(stem.rule, Muon)
+        and str(stem) == "muon at 0.5 of the rate"
+    )
 
 
 @pytest.mark.parametrize("framework", ["torch", "numpy", "jax"])
 def test_a_step_of_a_learner_by_hand(framework: str) -> None:
-    """From zero gradients: decoupled decay alone moves the weights, by rate x decay of each group."""
+    """From zero gradients: decoupled decay alone moves the weights, by rate x decay of each
+    group."""
     task = Classification((2, 2, 1), 3, np.array([0.4]), np.array([0.2]))
-    words = [f"framework={framework}", "model.name=linear", "speed.precision=fp64", "optim.name=adamw", "optim.exclude=none"]
-    config = config_of(*words, 'optim.groups=[{"names":"*.bias","rate":8,"decay":0.25},{"names":"fc.w*","decay":3}]')
+    words = [
+        f"framework={framework}",
+        "model.name=linear",
+        "speed.precision=fp64",
+        "optim.name=adamw",
+        "optim.exclude=none",
+    ]
+    config = config_of(
+        *words,
+        'optim.groups=[{"names":"*.bias","rate":8,"decay":0.25},{"names":"fc.w*","decay":3}]',
+    )
     learner = build_learner(config, task, SingleProcessCommunicator())
-    before = {name: np.ones_like(array) if name.startswith("p.") else array for name, array in learner.state().items()}
+    before = {
+        name: np.ones_like(array) if name.startswith("p.") else array
+        for name, array in learner.state().items()
+    }
     learner.load(before)
-    images = {"x": np.zeros((2, 2, 2, 1), np.uint8), "y": np.zeros(2, np.int64), "w": np.zeros(2)}  # weights of 0: no gradient
-    learner.step([learner.to_device(images)], Hyper(lr=0.01, momentum=0.9, weight_decay=0.1, batch=2), 0)
+    images = {
+        "x": np.zeros((2, 2, 2, 1), np.uint8),
+        "y": np.zeros(2, np.int64),
+        "w": np.zeros(2),
+    }  # weights of 0: no gradient
+    learner.step(
+        [learner.to_device(images)], Hyper(lr=0.01, momentum=0.9, weight_decay=0.1, batch=2), 0
+    )
     after = learner.state()
     np.testing.assert_allclose(after["p.fc.bias"], 1 - 0.08 * 0.025, rtol=1e-13)
     np.testing.assert_allclose(after["p.fc.weight"], 1 - 0.01 * 0.3, rtol=1e-13)
@@ -80,8 +123,16 @@ def test_a_step_of_a_learner_by_hand(framework: str) -> None:
 @pytest.mark.parametrize(
     ("groups", "what", "fix"),
     [
-        ('[{"names":"fc.wieght"}]', "optim.groups[0], names=fc.wieght, fits no parameter of the model", "did you mean fc.weight?"),
-        ('[{"names":"bias"}]', "optim.groups[0], names=bias, fits no parameter of the model", "did you mean fc.bias?"),
+        (
+            '[{"names":"fc.wieght"}]',
+            "optim.groups[0], names=fc.wieght, fits no parameter of the model",
+            "did you mean fc.weight?",
+        ),
+        (
+            '[{"names":"bias"}]',
+            "optim.groups[0], names=bias, fits no parameter of the model",
+            "did you mean fc.bias?",
+        ),
         (
             '[{"names":"q"}]',
             "optim.groups[0], names=q, fits no parameter of the model",
@@ -94,24 +145,37 @@ def test_a_step_of_a_learner_by_hand(framework: str) -> None:
         ),
         (
             '[{"names":"*.bias","decay":0.1}]',
-            "optim.groups[0], names=*.bias, has decay=0.1, and optim.exclude=norms_and_biases leaves stem.bias without decay",
+            "optim.groups[0], names=*.bias, has decay=0.1, and optim.exclude=norms_and_biases "
+            "leaves stem.bias without decay",
             "optim.exclude=none, or an entry without decay",
         ),
     ],
 )
-def test_an_entry_that_would_change_nothing_is_an_error_at_the_start(groups: str, what: str, fix: str) -> None:
+def test_an_entry_that_would_change_nothing_is_an_error_at_the_start(
+    groups: str, what: str, fix: str
+) -> None:
     with pytest.raises(UserError) as caught:
         check_patterns(config_of(f"optim.groups={groups}"), SHAPES)
-    assert (caught.value.what, caught.value.where, caught.value.fix) == (what, "optim.groups, command line", fix)
-    check_patterns(config_of('optim.groups=[{"names":"*.bias","rate":2},{"names":"fc.*","decay":3}]'), SHAPES)
+    assert (caught.value.what, caught.value.where, caught.value.fix) == (
+        what,
+        "optim.groups, command line",
+        fix,
+    )
+    check_patterns(
+        config_of('optim.groups=[{"names":"*.bias","rate":2},{"names":"fc.*","decay":3}]'), SHAPES
+    )
 
 
-def test_a_name_in_muons_rest_that_fits_no_parameter_is_an_error_and_its_default_may_fit_none() -> None:
+def test_a_name_in_muons_rest_that_fits_no_parameter_is_an_error_and_its_default_may_fit_none() -> (
+    None
+):
     for names, fix in (
         ("[stem.*,fc.wieght]", "did you mean fc.weight?"),
         ("[stem.*,lm_head.*]", "a name with *, as in '*.bias'; known: stem.we"),
     ):
-        with pytest.raises(UserError, match=r"optim\.rest\[1\], .*, fits no parameter of the model") as caught:
+        with pytest.raises(
+            UserError, match=r"optim\.rest\[1\], .*, fits no parameter of the model"
+        ) as caught:
             check_patterns(config_of("optim.name=muon", f"optim.rest={names}"), SHAPES)
         assert caught.value.where == "optim.rest, command line" and caught.value.fix.startswith(fix)
     check_patterns(config_of("optim.name=muon"), {"conv.weight": (4, 2, 3, 3)})
@@ -126,28 +190,53 @@ def test_a_name_in_muons_rest_that_fits_no_parameter_is_an_error_and_its_default
         ("optim.name=muon optim.rest=[head.*]", r"optim\.rest\[0\], head\.\*, fits no parameter"),
     ],
 )
-def test_every_framework_judges_the_names_before_the_first_step(words: str, what: str, framework: str) -> None:
+def test_every_framework_judges_the_names_before_the_first_step(
+    words: str, what: str, framework: str
+) -> None:
     task = Classification((2, 2, 1), 3, np.array([0.4]), np.array([0.2]))
     with pytest.raises(UserError, match=what):
-        build_learner(config_of(f"framework={framework}", "model.name=linear", *words.split()), task, SingleProcessCommunicator())
+        build_learner(
+            config_of(f"framework={framework}", "model.name=linear", *words.split()),
+            task,
+            SingleProcessCommunicator(),
+        )
 
 
 def test_rates_by_depth() -> None:
     """Of layer n of three 2 x 0.5^(2 - n), by the number that # stands for."""
-    rule = build_rule(config_of('optim.groups=[{"names":"blocks.#.*","rate":2,"layer_rate":0.5,"layers":3}]'))
-    shapes = {f"blocks.{n}.fc.weight": (2, 3) for n in range(3)} | {"head.weight": (2, 3), "blocks.x.weight": (2, 3)}
-    rates = {name: getattr(rule.of_parameter(name, shape, False), "rate", 1) for name, shape in shapes.items()}
+    rule = build_rule(
+        config_of('optim.groups=[{"names":"blocks.#.*","rate":2,"layer_rate":0.5,"layers":3}]')
+    )
+    shapes = {f"blocks.{n}.fc.weight": (2, 3) for n in range(3)} | {
+        "head.weight": (2, 3),
+        "blocks.x.weight": (2, 3),
+    }
+    rates = {
+        name: getattr(rule.of_parameter(name, shape, False), "rate", 1)
+        for name, shape in shapes.items()
+    }
     assert list(rates.values()) == [0.5, 1, 2, 1, 1]
-    check_patterns(config_of('optim.groups=[{"names":"blocks.#.*","layer_rate":0.5,"layers":3}]'), shapes)
+    check_patterns(
+        config_of('optim.groups=[{"names":"blocks.#.*","layer_rate":0.5,"layers":3}]'), shapes
+    )
 
 
 @pytest.mark.parametrize(
     ("group", "what"),
     [
-        ('{"names":"blocks.#.*","layer_rate":0.5,"layers":4}', "layers=4, and the model's are numbered from 0 to 2"),
+        (
+            '{"names":"blocks.#.*","layer_rate":0.5,"layers":4}',
+            "layers=4, and the model's are numbered from 0 to 2",
+        ),
         ('{"names":"blocks.#.*","layer_rate":0.5}', "needs layer_rate, layers and one # together"),
-        ('{"names":"blocks.*","layer_rate":0.5,"layers":3}', "needs layer_rate, layers and one # together"),
-        ('{"names":"blocks.#.#","layer_rate":0.5,"layers":3}', "needs layer_rate, layers and one # together|fits no parameter"),
+        (
+            '{"names":"blocks.*","layer_rate":0.5,"layers":3}',
+            "needs layer_rate, layers and one # together",
+        ),
+        (
+            '{"names":"blocks.#.#","layer_rate":0.5,"layers":3}',
+            "needs layer_rate, layers and one # together|fits no parameter",
+        ),
         ('{"names":"layers.#.*","layer_rate":0.5,"layers":3}', "fits no parameter of the model"),
     ],
 )

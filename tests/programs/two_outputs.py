@@ -11,7 +11,9 @@ class Normal(torch.nn.Module):
         self.heads = torch.nn.Linear(32, 2)
 
     def forward(self, x):
-        return self.heads(torch.tanh(self.body(x))).unbind(1)  # mean and logarithm of the deviation, (n,) each
+        return self.heads(torch.tanh(self.body(x))).unbind(
+            1
+        )  # mean and logarithm of the deviation, (n,) each
 
 
 def likelihood(outputs, batch):

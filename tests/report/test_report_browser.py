@@ -30,8 +30,16 @@ def shown(page: Path, folder: Path, width: int) -> Seen:
     """What Chromium does with a page."""
     folder.mkdir()
     quiet = ["quic", "background-networking", "component-update", "sync", "gpu"]
-    options = {"user-data-dir": folder, "enable-logging": "stderr", "log-net-log": folder / "net.json", "screenshot": folder / "page.png"}
-    arguments = [*(f"--disable-{name}" for name in quiet), *(f"--{name}={value}" for name, value in options.items())]
+    options = {
+        "user-data-dir": folder,
+        "enable-logging": "stderr",
+        "log-net-log": folder / "net.json",
+        "screenshot": folder / "page.png",
+    }
+    arguments = [
+        *(f"--disable-{name}" for name in quiet),
+        *(f"--{name}={value}" for name, value in options.items()),
+    ]
     arguments += ["--no-sandbox", "--no-first-run", f"--window-size={width},4000"]
     ran = subprocess.run(
         ["chromium-headless-shell", *arguments, page.absolute().as_uri()],
@@ -43,7 +51,11 @@ def shown(page: Path, folder: Path, width: int) -> Seen:
     )
     log = json.loads((folder / "net.json").read_text())
     request = log["constants"]["logSourceType"]["URL_REQUEST"]
-    asked = {event["params"]["url"] for event in log["events"] if event["source"]["type"] == request and "url" in event.get("params", {})}
+    asked = {
+        event["params"]["url"]
+        for event in log["events"]
+        if event["source"]["type"] == request and "url" in event.get("params", {})
+    }
     with Image.open(folder / "page.png") as picture:
         pixels = np.asarray(picture.convert("RGB")).astype(int)
     return Seen(
@@ -55,7 +67,8 @@ def shown(page: Path, folder: Path, width: int) -> Seen:
 
 @pytest.mark.cluster
 def test_the_page_in_chromium(tmp_path: Path) -> None:
-    """At two widths: pictures shown, console empty, no request. Pages that do otherwise are caught."""
+    """At two widths: pictures shown, console empty, no request. Pages that do otherwise are
+    caught."""
     need("chromium-headless-shell")
     run = write(tmp_path / SCRIPT.replace("/", "_"), FULL, CONFIG | {"model.name": SCRIPT})
     assert main(["report", str(run), "--to", str(tmp_path / "to")]) == 0
@@ -64,15 +77,26 @@ def test_the_page_in_chromium(tmp_path: Path) -> None:
         seen = shown(page, tmp_path / f"{width}", width)
         assert seen.console == [] and seen.requests == set()
         blue = np.abs(seen.pixels - [0x00, 0x72, 0xB2]).sum(2) < 40
-        assert seen.pixels.shape == (4000, width, 3) and blue.sum() > 1000  # the figures' first colour is on none but them
+        assert (
+            seen.pixels.shape == (4000, width, 3) and blue.sum() > 1000
+        )  # the figures' first colour is on none but them
 
     loud = tmp_path / "loud.html"
-    loud.write_text(f'<link rel="icon" href="data:,"><img src="{OUTSIDE}"><script>console.error("a mistake")</script>')
+    loud.write_text(
+        f'<link rel="icon" href="data:,"><img src="{OUTSIDE}"><script>console.error("a '
+        'mistake")</script>'
+    )
     seen = shown(loud, tmp_path / "loud", 420)
     assert seen.requests == {OUTSIDE} and any("a mistake" in line for line in seen.console)
 
-    broken_out = tmp_path / "broken_out.html"  # had text escaped the escaping, the content security policy would still stop it
-    broken_out.write_text(page.read_text().replace("</main>", f'<img src="{OUTSIDE}"><script>console.error("a mistake")</script></main>'))
+    broken_out = (
+        tmp_path / "broken_out.html"
+    )  # had text escaped the escaping, the content security policy would still stop it
+    broken_out.write_text(
+        page.read_text().replace(
+            "</main>", f'<img src="{OUTSIDE}"><script>console.error("a mistake")</script></main>'
+        )
+    )
     seen = shown(broken_out, tmp_path / "broken_out", 420)
     assert seen.requests == set() and not any("a mistake" in line for line in seen.console)
     assert sum("Content Security Policy" in line for line in seen.console) == 2

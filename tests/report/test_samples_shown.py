@@ -1,4 +1,5 @@
-"""The report's rows of samples: in the order of the steps, escaped, and only of what is a picture or a text."""
+"""The report's rows of samples: in the order of the steps, escaped, and only of what is a picture
+or a text."""
 
 from __future__ import annotations
 
@@ -29,13 +30,26 @@ def page_of(folder: Path) -> str:
 
 
 def test_a_row_for_each_step(tmp_path: Path) -> None:
-    files = {"step-00000020.png": PICTURE, "step-00000000.png": PICTURE, "step-00000010.txt": f"{SCRIPT}\nab".encode()}
+    files = {
+        "step-00000020.png": PICTURE,
+        "step-00000000.png": PICTURE,
+        "step-00000010.txt": f"{SCRIPT}\nab".encode(),
+    }
     page = page_of(run_with(tmp_path / "run", files))
     seen = PageParser(page)
-    rows = [seen.text.index(row) for row in ("step 0", "step 10: validation accuracy 70.00%", "step 20: validation accuracy 60.00%")]
+    rows = [
+        seen.text.index(row)
+        for row in (
+            "step 0",
+            "step 10: validation accuracy 70.00%",
+            "step 20: validation accuracy 60.00%",
+        )
+    ]
     assert rows == sorted(rows) and "What the model draws" in seen.text
     pictures = [attrs for tag, attrs in seen.tags if tag == "img"]
-    assert [attrs["src"] for attrs in pictures] == [f"data:image/png;base64,{base64.b64encode(PICTURE).decode()}"] * 2
+    assert [attrs["src"] for attrs in pictures] == [
+        f"data:image/png;base64,{base64.b64encode(PICTURE).decode()}"
+    ] * 2
     assert SCRIPT not in page and SCRIPT in seen.text
 
 
@@ -50,14 +64,16 @@ def test_what_is_no_sample_is_left_out(tmp_path: Path) -> None:
     }
     run = run_with(tmp_path / "run", files)
     (run / "samples" / "step-00000004.txt").symlink_to("/etc/hostname")
-    assert [(row.title, row.url, row.text) for row in read_samples(read_run(run), SAMPLE_KINDS[0])] == [
-        ("step 3", "", "\N{REPLACEMENT CHARACTER}")
-    ]
+    assert [
+        (row.title, row.url, row.text) for row in read_samples(read_run(run), SAMPLE_KINDS[0])
+    ] == [("step 3", "", "\N{REPLACEMENT CHARACTER}")]
     assert "What the model draws" not in page_of(write(tmp_path / "none", COMPLETE, CONFIG))
 
 
 def test_masks_have_a_part_of_their_own(tmp_path: Path) -> None:
-    files = {f"masks-{step:08}.png": PICTURE for step in range(10, 60, 10)} | {"step-00000010.png": PICTURE}
+    files = {f"masks-{step:08}.png": PICTURE for step in range(10, 60, 10)} | {
+        "step-00000010.png": PICTURE
+    }
     seen = PageParser(page_of(run_with(tmp_path / "run", files)))
     pictures = [attrs["alt"] for tag, attrs in seen.tags if tag == "img"]
     shown = ["step 10: validation accuracy 70.00%", "step 30", "step 50"]

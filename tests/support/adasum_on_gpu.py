@@ -1,4 +1,5 @@
-"""Runs on 2 ranks that share a GPU: Adasum of tensors that stay there, as NCCL leaves them, and messages by way of the host."""
+"""Runs on 2 ranks that share a GPU: Adasum of tensors that stay there, as NCCL leaves them, and
+messages by way of the host."""
 
 from __future__ import annotations
 
@@ -19,7 +20,10 @@ def main() -> None:
         flat = torch.from_numpy((a, b)[communicator.rank]).cuda()
         adasum_(communicator, flat, f"of {length}")
         expected = (1 - a @ b / (2 * (a @ a))) * a + (1 - a @ b / (2 * (b @ b))) * b
-        assert flat.is_cuda and np.allclose(flat.cpu().numpy(), expected, rtol=1e-14, atol=1e-14), (flat, expected)
+        assert flat.is_cuda and np.allclose(flat.cpu().numpy(), expected, rtol=1e-14, atol=1e-14), (
+            flat,
+            expected,
+        )
     print("as by the formula")
 
 

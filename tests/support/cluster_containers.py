@@ -1,4 +1,5 @@
-"""Containers as on a cluster: images by buildah from a base image of our own, podman, and the real apptainer; no registry."""
+"""Containers as on a cluster: images by buildah from a base image of our own, podman, and the real
+apptainer; no registry."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from ranks import HANG_S, ROOT, Result, environment
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdtrain-cluster"
 HOROVOD = CACHE.parent / "hvdtrain"  # Horovod's wheels
-BUILT_S = 7200.0  # for an image with all that it is made of: minutes on an idle machine with a fast network
+# for an image with all that it is made of: minutes on an idle machine with a fast network
+BUILT_S = 7200.0
 LAYERS = 60  # of an image and of those that it replaced; then all is built anew
 BASE = "docker.io/library/debian:bookworm-slim"
 
@@ -43,8 +45,9 @@ cgroup_manager = "cgroupfs"
 events_logger = "none"
 runtime = "runc"
 """
-# bookworm has no apptainer, so sid's runs from sid's root directory, in a mount namespace of its own. A new root, not chroot:
-# apptainer changes the propagation of "/", which must be a mount. The machine's home, /tmp, /dev/shm and names of hosts are seen there.
+# bookworm has no apptainer, so sid's runs from sid's root directory, in a mount namespace of its
+# own. A new root, not chroot: apptainer changes the propagation of "/", which must be a mount. The
+# machine's home, /tmp, /dev/shm and names of hosts are seen there.
 _APPTAINER = """#!/bin/bash
 set -eu
 if [ -z "${HVDTRAIN_APPTAINER:-}" ]; then HVDTRAIN_APPTAINER=1 exec unshare -m --propagation private "$0" "$@"; fi
@@ -63,15 +66,26 @@ export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 cd "$here"
 umount -l /.old
 exec /usr/bin/apptainer "$@"
-"""
+"""  # noqa: E501
 
 
 def run(command: Sequence[str | Path], *, timeout_s: float = HANG_S, cwd: Path = ROOT) -> Result:
-    """A command to its end, in the environment of these containers; 124 is the status of one that ran past timeout_s."""
+    """A command to its end, in the environment of these containers; 124 is the status of one that
+    ran past timeout_s."""
     began = time.monotonic()
     words = ["timeout", "-k", "5", str(timeout_s), *map(str, command)]
-    env = environment({**settings(), "PYTHONPATH": ""})  # what is in the image is run, also where this folder is seen inside
-    ran = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, cwd=cwd, env=env, check=False)
+    env = environment(
+        {**settings(), "PYTHONPATH": ""}
+    )  # what is in the image is run, also where this folder is seen inside
+    ran = subprocess.run(
+        words,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        cwd=cwd,
+        env=env,
+        check=False,
+    )
     return Result(ran.returncode, ran.stdout, ran.stderr, time.monotonic() - began)
 
 
@@ -79,37 +93,51 @@ def must(command: Sequence[str | Path], *, timeout_s: float = HANG_S) -> str:
     """What a command says that must not fail."""
     ran = run(command, timeout_s=timeout_s)
     assert ran.returncode == 0, (
-        f"{shlex.join(map(str, command))}: {ran.returncode} after {ran.seconds:.0f} s\n{ran.stdout[-3000:]}\n{ran.stderr[-3000:]}"
+        f"{shlex.join(map(str, command))}: {ran.returncode} after {ran.seconds:.0f} "
+        f"s\n{ran.stdout[-3000:]}\n{ran.stderr[-3000:]}"
     )
     return ran.stdout
 
 
 @functools.cache
 def settings() -> dict[str, str]:
-    """The environment variables of buildah and podman: storage of our own, no daemon, no registry."""
+    """The environment variables of buildah and podman: storage of our own, no daemon, no
+    registry."""
     CACHE.mkdir(parents=True, exist_ok=True)
     (CACHE / "storage.conf").write_text(_STORAGE.format(cache=CACHE))
     (CACHE / "containers.conf").write_text(_CONTAINERS)
-    conf = {"CONTAINERS_STORAGE_CONF": str(CACHE / "storage.conf"), "CONTAINERS_CONF": str(CACHE / "containers.conf")}
+    conf = {
+        "CONTAINERS_STORAGE_CONF": str(CACHE / "storage.conf"),
+        "CONTAINERS_CONF": str(CACHE / "containers.conf"),
+    }
     return {**conf, "BUILDAH_ISOLATION": "chroot"}
 
 
 def need_podman() -> None:
     """Skips, with the reason, where images cannot be built."""
     if os.geteuid():
-        pytest.skip("needs root: a base image is made by mmdebstrap, and apptainer runs from a root directory of its own")
+        pytest.skip(
+            "needs root: a base image is made by mmdebstrap, and apptainer runs from a root "
+            "directory of its own"
+        )
     need("buildah", "podman", "runc", "mmdebstrap")
 
 
 @functools.cache
 def image(target: str) -> str:
-    """The name of the image that the Containerfile makes for a target; layers that did not change are those of the run before.
+    """The name of the image that the Containerfile makes for a target; layers that did not change
+    are those of the run before.
 
-    The first one of a machine keeps none: to write 2.7 GB of layers takes longer than a test machine lives that is used once.
+    The first one of a machine keeps none: to write 2.7 GB of layers takes longer than a test
+    machine lives that is used once.
     """
     need_podman()
     name = f"localhost/hvdtrain-{target}"
-    below = [] if target == "runtime" else ["--build-context", f"runtime=container-image://{image('runtime')}"]  # not built twice
+    below = (
+        []
+        if target == "runtime"
+        else ["--build-context", f"runtime=container-image://{image('runtime')}"]
+    )  # not built twice
     HOROVOD.mkdir(parents=True, exist_ok=True)
     _base_image()
     with FileLock(CACHE / "images.lock"):
@@ -123,20 +151,29 @@ def image(target: str) -> str:
         ]
         # A machine with pip settings of its own has its own place for torch.
         arguments = [f"--build-arg=BASE={BASE}", *(["--build-arg=TORCH_INDEX="] if pip else [])]
-        must(["buildah", "bud", *words, *below, *arguments, "--target", target, "-t", name, ROOT], timeout_s=BUILT_S)
+        must(
+            ["buildah", "bud", *words, *below, *arguments, "--target", target, "-t", name, ROOT],
+            timeout_s=BUILT_S,
+        )
     return name
 
 
 @functools.cache
 def _base_image() -> None:
-    """debian:bookworm-slim, nearly: what debootstrap makes of Debian's own archive. Before that, too many images are thrown away."""
+    """debian:bookworm-slim, nearly: what debootstrap makes of Debian's own archive. Before that,
+    too many images are thrown away."""
     with FileLock(CACHE / "images.lock"):
         if len(must(["buildah", "images", "--all", "--quiet"]).split()) > LAYERS:
             must(["buildah", "rmi", "--all", "--force"])
         if run(["podman", "image", "exists", BASE]).returncode:
             tar = CACHE / "base.tar"
             # debian:bookworm-slim has dpkg not wait for the disk either
-            options = ["--variant=apt", "--mode=root", "--aptopt=Acquire::Languages none", "--dpkgopt=force-unsafe-io"]
+            options = [
+                "--variant=apt",
+                "--mode=root",
+                "--aptopt=Acquire::Languages none",
+                "--dpkgopt=force-unsafe-io",
+            ]
             words = ["--quiet", *options, "bookworm", tar]
             must(["mmdebstrap", *words], timeout_s=BUILT_S)
             must(["podman", "import", "--quiet", "--change", "CMD bash", tar, BASE])
@@ -144,25 +181,40 @@ def _base_image() -> None:
 
 
 def _pip_mounts() -> list[str]:
-    """This machine's own pip settings as bind mounts for a build: nothing of them is written into an image."""
+    """This machine's own pip settings as bind mounts for a build: nothing of them is written into
+    an image."""
     options: dict[str, str] = {}
     for line in must([sys.executable, "-m", "pip", "config", "list"]).splitlines():
         key, _, value = line.partition("=")
-        options[key.rpartition(".")[2].removeprefix("default-")] = str(ast.literal_eval(value))  # variables come after the files, and win
-    kept = {key: value for key, value in options.items() if key in ("index-url", "extra-index-url", "find-links", "proxy", "timeout")}
-    mounts = {f"{folder}:{folder}:ro" for value in kept.values() for word in value.split() if (folder := _folder(word))}
+        options[key.rpartition(".")[2].removeprefix("default-")] = str(
+            ast.literal_eval(value)
+        )  # variables come after the files, and win
+    kept = {
+        key: value
+        for key, value in options.items()
+        if key in ("index-url", "extra-index-url", "find-links", "proxy", "timeout")
+    }
+    mounts = {
+        f"{folder}:{folder}:ro"
+        for value in kept.values()
+        for word in value.split()
+        if (folder := _folder(word))
+    }
     if certificates := options.get("cert") or os.environ.get("REQUESTS_CA_BUNDLE"):
         shutil.copy(certificates, CACHE / "pip-cert.pem")
         kept["cert"] = "/run/pip-cert.pem"
         mounts.add(f"{CACHE / 'pip-cert.pem'}:/run/pip-cert.pem:ro")
     if not kept:
         return []
-    (CACHE / "pip.conf").write_text("\n".join(["[global]", *(f"{key} = {value}" for key, value in kept.items())]) + "\n")
+    (CACHE / "pip.conf").write_text(
+        "\n".join(["[global]", *(f"{key} = {value}" for key, value in kept.items())]) + "\n"
+    )
     return [f"{CACHE / 'pip.conf'}:/etc/pip.conf:ro", *sorted(mounts)]
 
 
 def _folder(word: str) -> str | None:
-    """The folder on this machine that a place of packages means; an index by its parent, because its pages point beside it."""
+    """The folder on this machine that a place of packages means; an index by its parent, because
+    its pages point beside it."""
     path = unquote(urlsplit(word).path) if word.startswith("file:") else word
     if not path.startswith("/") or not Path(path).exists():
         return None
@@ -182,22 +234,43 @@ def apptainer() -> Path:
             _sid(root)
         program.parent.mkdir(exist_ok=True)
         # Folders of the test run, where a site keeps them elsewhere than under /tmp and /root.
-        binds = " ".join(sorted({str(Path(path)) for path in (f"/{ROOT.parts[1]}", f"/{Path(sys.prefix).resolve().parts[1]}")}))
-        program.write_text(_APPTAINER.replace("ROOT", shlex.quote(str(root))).replace("BINDS", binds))
+        binds = " ".join(
+            sorted(
+                {
+                    str(Path(path))
+                    for path in (f"/{ROOT.parts[1]}", f"/{Path(sys.prefix).resolve().parts[1]}")
+                }
+            )
+        )
+        program.write_text(
+            _APPTAINER.replace("ROOT", shlex.quote(str(root))).replace("BINDS", binds)
+        )
         program.chmod(0o755)
     return program
 
 
 def _sid(root: Path) -> None:
-    """A root directory with Debian sid's apptainer; a reason to skip where the archive does not give it."""
+    """A root directory with Debian sid's apptainer; a reason to skip where the archive does not
+    give it."""
     shutil.rmtree(root, ignore_errors=True)
     fresh = root.with_suffix(".fresh")
     shutil.rmtree(fresh, ignore_errors=True)
-    unchecked = ["--aptopt=Acquire::Check-Valid-Until false", "--aptopt=Acquire::Check-Date false"]  # a mirror may be behind
-    words = ["--quiet", "--variant=apt", "--mode=root", *unchecked, "--include=apptainer,ca-certificates,mount"]
+    unchecked = [
+        "--aptopt=Acquire::Check-Valid-Until false",
+        "--aptopt=Acquire::Check-Date false",
+    ]  # a mirror may be behind
+    words = [
+        "--quiet",
+        "--variant=apt",
+        "--mode=root",
+        *unchecked,
+        "--include=apptainer,ca-certificates,mount",
+    ]
     ran = run(["mmdebstrap", *words, "sid", fresh], timeout_s=BUILT_S)
     if ran.returncode:
-        pytest.skip(f"mmdebstrap could not get apptainer from Debian sid: {ran.stderr.strip()[-500:]}")
+        pytest.skip(
+            f"mmdebstrap could not get apptainer from Debian sid: {ran.stderr.strip()[-500:]}"
+        )
     for name in ("localtime", "hosts", "resolv.conf"):  # what is mounted over them has to find them
         (fresh / "etc" / name).touch()
     fresh.rename(root)
@@ -217,9 +290,11 @@ exec chroot ROOT /usr/bin/env -i HOME=/root PATH=/usr/bin:/bin "$@"
 
 
 def debian_13(command: Sequence[str | Path], *, timeout_s: float = HANG_S) -> Result:
-    """Runs a command as root of a Debian 13 with Python, make and a compiler, whose folder /src has the files of this clone.
+    """Runs a command as root of a Debian 13 with Python, make and a compiler, whose folder /src has
+    the files of this clone.
 
-    The folder outlives the tests: the next one finds the environment that `make` has made in it, and the machine's wheels of Horovod.
+    The folder outlives the tests: the next one finds the environment that `make` has made in it,
+    and the machine's wheels of Horovod.
     """
     need_podman()
     root = CACHE / "debian-13"
@@ -228,7 +303,16 @@ def debian_13(command: Sequence[str | Path], *, timeout_s: float = HANG_S) -> Re
             fresh = root.with_suffix(".fresh")
             shutil.rmtree(fresh, ignore_errors=True)
             words = ["--quiet", "--variant=apt", "--mode=root", "--aptopt=Acquire::Languages none"]
-            must(["mmdebstrap", *words, "--include=python3-venv,python3-dev,g++,make,ca-certificates", "trixie", fresh], timeout_s=BUILT_S)
+            must(
+                [
+                    "mmdebstrap",
+                    *words,
+                    "--include=python3-venv,python3-dev,g++,make,ca-certificates",
+                    "trixie",
+                    fresh,
+                ],
+                timeout_s=BUILT_S,
+            )
             for name in ("hosts", "resolv.conf"):
                 (fresh / "etc" / name).touch()
             fresh.rename(root)
@@ -237,14 +321,24 @@ def debian_13(command: Sequence[str | Path], *, timeout_s: float = HANG_S) -> Re
                 (root / "src" / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, root / "src" / name)
         HOROVOD.mkdir(parents=True, exist_ok=True)
-        mounts = [*_pip_mounts(), f"{HOROVOD}:/root/.cache/hvdtrain", *(f"/etc/{name}:/etc/{name}" for name in ("hosts", "resolv.conf"))]
-        script = _DEBIAN_13.replace("ROOT", shlex.quote(str(root))).replace("MOUNTS", shlex.join(mounts))
-        return run(["unshare", "-m", "--propagation", "private", "bash", "-c", script, "bash", *command], timeout_s=timeout_s)
+        mounts = [
+            *_pip_mounts(),
+            f"{HOROVOD}:/root/.cache/hvdtrain",
+            *(f"/etc/{name}:/etc/{name}" for name in ("hosts", "resolv.conf")),
+        ]
+        script = _DEBIAN_13.replace("ROOT", shlex.quote(str(root))).replace(
+            "MOUNTS", shlex.join(mounts)
+        )
+        return run(
+            ["unshare", "-m", "--propagation", "private", "bash", "-c", script, "bash", *command],
+            timeout_s=timeout_s,
+        )
 
 
 @functools.cache
 def sif(target: str) -> Path:
-    """The image as one file for apptainer, by jobs/hvdtrain.def; made anew when the image is another."""
+    """The image as one file for apptainer, by jobs/hvdtrain.def; made anew when the image is
+    another."""
     name = image(target)
     program = apptainer()
     identity = must(["podman", "image", "inspect", "--format", "{{.Id}}", name]).strip()
@@ -255,10 +349,23 @@ def sif(target: str) -> Path:
                 old.unlink()
             archive = CACHE / "archive.tar"
             fresh = path.with_suffix(".fresh")
-            archive.unlink(missing_ok=True)  # of a run that was ended; buildah does not write over it
+            archive.unlink(
+                missing_ok=True
+            )  # of a run that was ended; buildah does not write over it
             must(["buildah", "push", name, f"docker-archive:{archive}:hvdtrain:latest"])
             fast = ["--force", "--mksquashfs-args", "-comp lz4"]
-            must([program, "build", *fast, "--build-arg", f"ARCHIVE={archive}", fresh, ROOT / "jobs/hvdtrain.def"], timeout_s=BUILT_S)
+            must(
+                [
+                    program,
+                    "build",
+                    *fast,
+                    "--build-arg",
+                    f"ARCHIVE={archive}",
+                    fresh,
+                    ROOT / "jobs/hvdtrain.def",
+                ],
+                timeout_s=BUILT_S,
+            )
             archive.unlink()
             fresh.rename(path)
     return path

@@ -1,4 +1,5 @@
-"""Debian packages that the cluster tests need: installed where they are missing; where that fails, the tests are skipped with a reason."""
+"""Debian packages that the cluster tests need: installed where they are missing; where that fails,
+the tests are skipped with a reason."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _POLICY = Path("/usr/sbin/policy-rc.d")  # what packages ask before they start a
 
 
 def need(*packages: str) -> None:
-    """Has these packages installed; skips the test, with the reason, without root or apt-get, or where apt-get fails."""
+    """Has these packages installed; skips the test, with the reason, without root or apt-get, or
+    where apt-get fails."""
     if not (missing := [package for package in packages if not _installed(package)]):
         return
     if os.geteuid() or not shutil.which("apt-get"):
@@ -31,11 +33,18 @@ def need(*packages: str) -> None:
                 env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
             )
             if ran.returncode:
-                pytest.skip(f"apt-get {' '.join(words)}: {(ran.stderr or ran.stdout).strip()[-500:]}")
+                pytest.skip(
+                    f"apt-get {' '.join(words)}: {(ran.stderr or ran.stdout).strip()[-500:]}"
+                )
 
 
 def _installed(package: str) -> bool:
-    ran = subprocess.run(["dpkg-query", "-W", "-f", "${db:Status-Status}", package], capture_output=True, check=False, text=True)
+    ran = subprocess.run(
+        ["dpkg-query", "-W", "-f", "${db:Status-Status}", package],
+        capture_output=True,
+        check=False,
+        text=True,
+    )
     return ran.stdout == "installed"
 
 

@@ -1,4 +1,5 @@
-"""A SLURM for tests: munged, slurmctld and a slurmd for each node, with all state in a temporary folder and nothing in /etc."""
+"""A SLURM for tests: munged, slurmctld and a slurmd for each node, with all state in a temporary
+folder and nothing in /etc."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ PartitionName=ci Nodes=n[1-{count}] Default=YES MaxTime=INFINITE State=UP
 
 
 class Slurm:
-    """A context manager: nodes n1, n2, ..., which are these hosts, or two on the loopback address; leaving it ends jobs and daemons."""
+    """A context manager: nodes n1, n2, ..., which are these hosts, or two on the loopback address;
+    leaving it ends jobs and daemons."""
 
     def __init__(self, hosts: Hosts | None) -> None:
         self.hosts = hosts
@@ -71,11 +73,19 @@ class Slurm:
         need("slurm-wlm", "slurm-client", "munge", "libpmix2")
         if os.geteuid():
             pytest.skip("only root can start these daemons")
-        for library in Path("/").glob(_PMIX):  # SLURM loads the name that only libpmix-dev would bring
+        for library in Path("/").glob(
+            _PMIX
+        ):  # SLURM loads the name that only libpmix-dev would bring
             with suppress(FileExistsError):
                 library.with_suffix("").symlink_to(library.name)
         with self._stack:
-            self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdtrain-slurm-", ignore_cleanup_errors=True)))
+            self.folder = Path(
+                self._stack.enter_context(
+                    tempfile.TemporaryDirectory(
+                        prefix="hvdtrain-slurm-", ignore_cleanup_errors=True
+                    )
+                )
+            )
             self.folder.chmod(0o755)
             self._stack.callback(self._stop)
             self._start()
@@ -85,16 +95,30 @@ class Slurm:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
-    def run(self, *argv: str, env: Mapping[str, str] | None = None, timeout_s: float = HANG_S) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *argv: str, env: Mapping[str, str] | None = None, timeout_s: float = HANG_S
+    ) -> subprocess.CompletedProcess[str]:
         """A client's command on n1, to its end."""
         command = ["timeout", "-k", "5", str(timeout_s), *self._on("n1", argv)]
         there = {**environment(env), "SLURM_CONF": str(self.folder / "slurm.conf")}
-        return subprocess.run(command, env=there, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+        return subprocess.run(
+            command,
+            env=there,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
 
-    def must(self, *argv: str, env: Mapping[str, str] | None = None, timeout_s: float = HANG_S) -> str:
+    def must(
+        self, *argv: str, env: Mapping[str, str] | None = None, timeout_s: float = HANG_S
+    ) -> str:
         """What a client's command says that must not fail."""
         ran = self.run(*argv, env=env, timeout_s=timeout_s)
-        assert ran.returncode == 0, f"{argv}: {ran.returncode}\n{ran.stdout[-3000:]}\n{ran.stderr[-3000:]}"
+        assert ran.returncode == 0, (
+            f"{argv}: {ran.returncode}\n{ran.stdout[-3000:]}\n{ran.stderr[-3000:]}"
+        )
         return ran.stdout.strip()
 
     def job(self, number: str) -> dict[str, str]:
@@ -103,22 +127,43 @@ class Slurm:
 
     def logs(self) -> str:
         """The last lines of every daemon, for a test that fails."""
-        return "\n".join(f"{path.name}:\n{path.read_text()[-2000:]}" for path in sorted(self.folder.glob("*.log")))
+        return "\n".join(
+            f"{path.name}:\n{path.read_text()[-2000:]}"
+            for path in sorted(self.folder.glob("*.log"))
+        )
 
     def _start(self) -> None:
         (self.folder / "munge.key").write_bytes(secrets.token_bytes(128))
         (self.folder / "munge.key").chmod(0o600)
-        for name in ("state", *(f"{kind}.{node}" for kind in ("spool", "tmp") for node in self.nodes)):
+        for name in (
+            "state",
+            *(f"{kind}.{node}" for kind in ("spool", "tmp") for node in self.nodes),
+        ):
             (self.folder / name).mkdir()
         (self.folder / "slurm.conf").write_text(self._conf())
-        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # else slurmd looks for one by itself
-        files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
-        self._daemon("", "munged", "--force", *(f"--{option}={self.folder}/munge.{name}" for option, name in files.items()))
+        (self.folder / "cgroup.conf").write_text(
+            "CgroupPlugin=cgroup/v1\n"
+        )  # else slurmd looks for one by itself
+        files = {
+            "key-file": "key",
+            "socket": "socket",
+            "pid-file": "pid",
+            "log-file": "log",
+            "seed-file": "seed",
+        }
+        self._daemon(
+            "",
+            "munged",
+            "--force",
+            *(f"--{option}={self.folder}/munge.{name}" for option, name in files.items()),
+        )
         self._daemon("n1", "slurmctld", "-c")
         for node in self.nodes:
             self._daemon(node, "slurmd", "-N", node)
         end_s = time.monotonic() + START_S
-        while self.run("sinfo", "-h", "-t", "idle", "-o", "%D").stdout.strip() != str(len(self.nodes)):
+        while self.run("sinfo", "-h", "-t", "idle", "-o", "%D").stdout.strip() != str(
+            len(self.nodes)
+        ):
             assert time.monotonic() < end_s, f"no idle nodes: {self.logs()}"
             time.sleep(0.05)
 
@@ -134,12 +179,29 @@ class Slurm:
             for node, address, port in zip(self.nodes, addresses, ports[1:], strict=True)
         ]
         controller = f"n1({NET}.1)" if self.hosts else f"{here}(127.0.0.1)"
-        return _CONF.format(folder=self.folder, controller=controller, port=ports[0], nodes="\n".join(nodes), count=len(nodes))
+        return _CONF.format(
+            folder=self.folder,
+            controller=controller,
+            port=ports[0],
+            nodes="\n".join(nodes),
+            count=len(nodes),
+        )
 
     def _daemon(self, node: str, *argv: str) -> None:
         """Starts a program that goes to the background by itself."""
-        env = {**environment(), "SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": f"{os.environ['PATH']}:/usr/sbin"}
-        ran = subprocess.run(self._on(node, argv), env=env, capture_output=True, text=True, check=False, timeout=START_S)
+        env = {
+            **environment(),
+            "SLURM_CONF": str(self.folder / "slurm.conf"),
+            "PATH": f"{os.environ['PATH']}:/usr/sbin",
+        }
+        ran = subprocess.run(
+            self._on(node, argv),
+            env=env,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=START_S,
+        )
         assert ran.returncode == 0, f"{argv}: {ran.stderr}"
 
     def _on(self, node: str, argv: Sequence[str]) -> list[str]:
@@ -150,7 +212,9 @@ class Slurm:
         end_s = time.monotonic() + STOP_S
         while self.run("squeue", "-h").stdout.strip() and time.monotonic() < end_s:
             time.sleep(0.1)
-        daemons = [int(path.read_text()) for path in self.folder.glob("*.pid") if path.read_text().strip()]
+        daemons = [
+            int(path.read_text()) for path in self.folder.glob("*.pid") if path.read_text().strip()
+        ]
         for number in (signal.SIGTERM, signal.SIGKILL):
             for pid in daemons:
                 with suppress(ProcessLookupError):

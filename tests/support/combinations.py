@@ -1,13 +1,20 @@
-"""Every pair of features as a tiny job on ranks, beside one process without what the ranks are for; docs/combinations.md is its result.
+"""Every pair of features as a tiny job on ranks, beside one process without what the ranks are for;
+docs/combinations.md is its result.
 
-    python tests/support/combinations.py docs/combinations.md                          runs every pair that is not refused; writes the page
-    python tests/support/combinations.py docs/combinations.md --results FILE --for-s 500     as many as that time allows; again: the rest
-    python tests/support/combinations.py --jobs-only "comm.local_steps=2 + optim.ema=0.8"    these pairs, with their commands
-    python tests/support/combinations.py --framework jax --results FILE                all pairs with framework=jax, or keras; no page
+    python tests/support/combinations.py docs/combinations.md                          runs every
+        pair that is not refused; writes the page
+    python tests/support/combinations.py docs/combinations.md --results FILE --for-s 500     as many
+        as that time allows; again: the rest
+    python tests/support/combinations.py --jobs-only "comm.local_steps=2 + optim.ema=0.8"    these
+        pairs, with their commands
+    python tests/support/combinations.py --framework jax --results FILE                all pairs
+        with framework=jax, or keras; no page
 
-Jobs compute in float64 with SGD, on two ranks or four. Weights, losses and rates are those of one process to 1e-12. Where another number
-is right by definition, `bound_of()` and `HAS_NO_TWIN` say which. Each job is also resumed from its middle: half of the pairs begin on the
-ranks and end on one process, the others begin on one process; those without one process to compare with are resumed on their ranks.
+Jobs compute in float64 with SGD, on two ranks or four. Weights, losses and rates are those of one
+process to 1e-12. Where another number is right by definition, `bound_of()` and `HAS_NO_TWIN` say
+which. Each job is also resumed from its middle: half of the pairs begin on the ranks and end on one
+process, the others begin on one process; those without one process to compare with are resumed on
+their ranks.
 """
 
 from __future__ import annotations
@@ -37,8 +44,10 @@ from hvdtrain.features.job_feature import as_yaml
 
 LIMIT_S = 120.0  # of a job
 COMMON = (
-    "speed.precision=fp64 optim.name=sgd optim.base_lr=0.05 batch.size=12 stop.steps=4 epochs=50 log.every_steps=2 guard.equal_steps=2 "
-    "checkpoint.every_minutes=null checkpoint.every_steps=2 checkpoint.keep_last=99 comm.bucket_mb=0.001"
+    "speed.precision=fp64 optim.name=sgd optim.base_lr=0.05 batch.size=12 stop.steps=4 epochs=50 "
+    "log.every_steps=2 guard.equal_steps=2 "
+    "checkpoint.every_minutes=null checkpoint.every_steps=2 checkpoint.keep_last=99 "
+    "comm.bucket_mb=0.001"
 )
 PER_DAY = 24  # pairs that the tests run: each takes about two seconds of a core
 STOPPED = 2  # steps after which a job is resumed elsewhere
@@ -51,14 +60,20 @@ MODELS = {  # the first one that has what both features need
     "convnet": f"{IMAGES} model.name=convnet model.widths=[3,4] model.dense=[8,6] model.norm=false",
     "linear": f"{IMAGES} model.name=linear",
     "gpt": f"{SAMPLES} task.name=language data.name=drawn_job:tokens {GPT}",
-    "pixels": f"task.name=language data.name=image_tokens data.source=synthetic data.colours=6 data.side=4 {PIXELS} {GPT}",
-    "numbers": f"{SAMPLES} task.name=regression data.name=drawn_job:numbers model.name=mlp model.widths=[10,8,6]",
-    "labels": f"{SAMPLES} task.name=multilabel data.name=example_objects:labels model.name=mlp model.widths=[10,8,6]",
-    "masks": f"{SAMPLES} task.name=segmentation data.name=example_objects:masks model.name=example_objects:Pixels",
+    "pixels": "task.name=language data.name=image_tokens data.source=synthetic data.colours=6 "
+    f"data.side=4 {PIXELS} {GPT}",
+    "numbers": f"{SAMPLES} task.name=regression data.name=drawn_job:numbers model.name=mlp "
+    "model.widths=[10,8,6]",
+    "labels": f"{SAMPLES} task.name=multilabel data.name=example_objects:labels model.name=mlp "
+    "model.widths=[10,8,6]",
+    "masks": f"{SAMPLES} task.name=segmentation data.name=example_objects:masks "
+    "model.name=example_objects:Pixels",
     "sequences": f"{SAMPLES} task.name=language data.name=example_objects:sequences {GPT}",
     "keras": f"{IMAGES} model.name=example_objects:keras_model",
-    "fields": f"{SAMPLES} task.name=classification data.name=example_objects:fields model.name=example_objects:Both",
-    "resnet": f"{IMAGES} model.name=wide_resnet model.widths=[4,4,4,4] model.dropout=0 norm.kind=ghost norm.ghost=3",
+    "fields": f"{SAMPLES} task.name=classification data.name=example_objects:fields "
+    "model.name=example_objects:Both",
+    "resnet": f"{IMAGES} model.name=wide_resnet model.widths=[4,4,4,4] model.dropout=0 "
+    "norm.kind=ghost norm.ghost=3",
 }
 OF_CLASSES = ("mlp", "convnet", "resnet", "linear")
 OF_IMAGES = (*OF_CLASSES, "labels", "masks", "keras")
@@ -97,34 +112,77 @@ SMALLER = {  # what replaces a word of an example; None: the word of the model
     "data.name=image_tokens": None,
     "task.name=mine:measured": "example_objects:measured",
     "hooks=[mine:Hook]": "[example_objects:Hook]",
-    "augment.color_jitter=[0.4,0.4,0.4,0.1]": "[0.4,0.4]",  # images of one channel have no saturation or hue
-    **{f"task.name={name}": None for name in ("regression", "language", "multilabel", "segmentation")},
+    # images of one channel have no saturation or hue
+    "augment.color_jitter=[0.4,0.4,0.4,0.1]": "[0.4,0.4]",
+    **{
+        f"task.name={name}": None
+        for name in ("regression", "language", "multilabel", "segmentation")
+    },
 }
 BASE = "base.safetensors"  # of an example; the run folder of a job with the same model replaces it
-OF_PRETRAINED = ("model.weights", "model.lora", "model.freeze", "model.thaw")  # keys that the base job does not have
-ON_RANKS = ("comm.", "shard.", "parallel.", "servers.", "guard.lost", "log.noise_scale")  # what one process does without
+OF_PRETRAINED = (
+    "model.weights",
+    "model.lora",
+    "model.freeze",
+    "model.thaw",
+)  # keys that the base job does not have
+ON_RANKS = (
+    "comm.",
+    "shard.",
+    "parallel.",
+    "servers.",
+    "guard.lost",
+    "log.noise_scale",
+)  # what one process does without
 SAME_NUMBERS = (  # keys that change no number, beside what has no twin
-    *("comm.tune", "comm.cycle_ms", "comm.fusion_mb", "comm.hierarchical", "comm.reduce", "data.readers", "log.", "guard.", "checkpoint."),
-    *("model.recompute", "batch.micro", "parallel.sequence", "shard.", "hooks", "stop.target", "evaluate.", "data.bucket_by"),
+    *(
+        "comm.tune",
+        "comm.cycle_ms",
+        "comm.fusion_mb",
+        "comm.hierarchical",
+        "comm.reduce",
+        "data.readers",
+        "log.",
+        "guard.",
+        "checkpoint.",
+    ),
+    *(
+        "model.recompute",
+        "batch.micro",
+        "parallel.sequence",
+        "shard.",
+        "hooks",
+        "stop.target",
+        "evaluate.",
+        "data.bucket_by",
+    ),
 )
 HAS_NO_TWIN = {  # keys that make other numbers than one process, by definition
     "comm.local_steps": "each rank steps by itself",
     "comm.op": "Adasum is no mean",
 }
-IN_16_BITS = {"comm.compression": 4e-3, "speed.precision": 1e-1}  # key -> what is left of what 16 bits round, of weights in float32
+IN_16_BITS = {
+    "comm.compression": 4e-3,
+    "speed.precision": 1e-1,
+}  # key -> what is left of what 16 bits round, of weights in float32
 
 BY_RANK = {  # a pair of words -> why its numbers depend on the ranks
-    ("norm.kind=ghost", "data.sampling=partition"): "which samples are in a ghost batch depends on the ranks",
+    (
+        "norm.kind=ghost",
+        "data.sampling=partition",
+    ): "which samples are in a ghost batch depends on the ranks",
     (
         "norm.kind=ghost",
         "recipe.growth",
-    ): "a larger batch has the same number of passes on any number of ranks, whose parts are other samples",
+    ): "a larger batch has the same number of passes on any number of ranks, whose parts are "
+    "other samples",
     ("norm.kind=ghost", "batch.micro"): "running statistics have an update for each pass of a rank",
 }
 MULTIPLY_ROUNDING = (  # what 16 bits round
     "norm.kind",  # statistics of three samples
     "optim.name=muon",  # see OF_MUON
-    "task.name=regression",  # numbers as they are: a sum over all samples is out of fp16's range where that of a rank is not
+    # numbers as they are: a sum over all samples is out of fp16's range where that of a rank is not
+    "task.name=regression",
 )
 
 
@@ -162,13 +220,21 @@ def job_of(pair: Pair, model: str, words: str) -> DrawnJob:
     """Words of a pair as a job: those that one process has too, and its place with the others."""
     found = smaller(words)
     updates = "parallel.dense_updates" in found  # of the dense part, which one process can make too
-    on_ranks = {key for key in found if key.startswith(ON_RANKS) and not (updates and key.startswith("parallel.dense"))}
+    on_ranks = {
+        key
+        for key in found
+        if key.startswith(ON_RANKS) and not (updates and key.startswith("parallel.dense"))
+    }
     alone = as_words({key: value for key, value in found.items() if key not in on_ranks})
     if found.get("comm.reduce") == "ddp" and "speed.compile" in found:
         alone = joined(alone, "comm.bucket_mb=1")
     if "comm.compression" in pair.words:
         alone = joined("speed.precision=fp32", alone)
-    place = Place(engine_of(pair), ranks_of(pair.words), as_words({key: found[key] for key in found if key in on_ranks}))
+    place = Place(
+        engine_of(pair),
+        ranks_of(pair.words),
+        as_words({key: found[key] for key in found if key in on_ranks}),
+    )
     words = joined(COMMON, MODELS[model], alone)
     if "norm.kind=sync" in words:
         words = words.replace(" norm.ghost=3", "")  # of the model, and without effect
@@ -176,7 +242,8 @@ def job_of(pair: Pair, model: str, words: str) -> DrawnJob:
 
 
 def twin_of(pair: Pair, model: str, job: DrawnJob) -> DrawnJob | None:
-    """One process; where a feature makes other numbers, the ranks without the other feature, if that one changes no number."""
+    """One process; where a feature makes other numbers, the ranks without the other feature, if
+    that one changes no number."""
     if rounds_much(pair) or by_rank(pair):
         return None
     makes_others = [example for example in pair.both if example.keys & HAS_NO_TWIN.keys()]
@@ -190,12 +257,16 @@ def twin_of(pair: Pair, model: str, job: DrawnJob) -> DrawnJob | None:
 
 def rounds_much(pair: Pair) -> bool:
     """Whether a feature multiplies what 16 bits round."""
-    return any(key in pair.words for key in MULTIPLY_ROUNDING) and any(key in assigned(pair.words) for key in IN_16_BITS)
+    return any(key in pair.words for key in MULTIPLY_ROUNDING) and any(
+        key in assigned(pair.words) for key in IN_16_BITS
+    )
 
 
 def by_rank(pair: Pair) -> str:
     """Why a pair's numbers depend on the ranks by definition, or nothing."""
-    return next((why for words, why in BY_RANK.items() if all(word in pair.words for word in words)), "")
+    return next(
+        (why for words, why in BY_RANK.items() if all(word in pair.words for word in words)), ""
+    )
 
 
 def model_of(pair: Pair) -> str | None:
@@ -224,16 +295,23 @@ def engine_of(pair: Pair) -> str:
 
 
 def ranks_of(words: str) -> int:
-    """Two; three for a server and two workers that wait for each other; four where parts of a model are also divided, or given twice."""
+    """Two; three for a server and two workers that wait for each other; four where parts of a model
+    are also divided, or given twice."""
     found = assigned(words)
     if "servers.count" in found:
         return 2 if "servers.bound" in found else 3
     cut = [key for key in ("parallel.tensor", "parallel.pipeline") if key in found]
-    return 4 if len(cut) == 2 or (cut and any(key.startswith(("shard.", "comm.compression")) for key in found)) else 2
+    return (
+        4
+        if len(cut) == 2
+        or (cut and any(key.startswith(("shard.", "comm.compression")) for key in found))
+        else 2
+    )
 
 
 def bound_of(words: Iterable[str]) -> float:
-    """How far numbers may be apart: rounding; that of 16 bits; of muon, whose steps multiply what is rounded."""
+    """How far numbers may be apart: rounding; that of 16 bits; of muon, whose steps multiply what
+    is rounded."""
     found = assigned(" ".join(words))
     in_16_bits = [bound for key, bound in IN_16_BITS.items() if found.get(key) in ("fp16", "bf16")]
     return max([ROUNDING, *in_16_bits, *[OF_MUON] * (found.get("optim.name") == "muon")])
@@ -241,7 +319,9 @@ def bound_of(words: Iterable[str]) -> float:
 
 def needs_ulfm(part: Part) -> bool:
     """Whether mpirun has to be told that ranks may be lost."""
-    return "guard.lost=shrink" in part.place.words or (part.place.engine == "mpi" and "guard.lost" in part.place.words)
+    return "guard.lost=shrink" in part.place.words or (
+        part.place.engine == "mpi" and "guard.lost" in part.place.words
+    )
 
 
 def run_with_ulfm(part: Part) -> Verdict | None:
@@ -250,10 +330,19 @@ def run_with_ulfm(part: Part) -> Verdict | None:
     argv = ["-m", "hvdtrain", *part.words, f"run={part.run}"]
     options = ("--with-ft", "ulfm")
     with Job(
-        part.place.ranks, argv, timeout_s=LIMIT_S, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"}, options=options, is_warm=True
+        part.place.ranks,
+        argv,
+        timeout_s=LIMIT_S,
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"},
+        options=options,
+        is_warm=True,
     ) as job:
         result = job.wait()
-    return None if result.returncode == DONE else Verdict("failed", f"exit code {result.returncode}\n{result.stderr[-3000:]}")
+    return (
+        None
+        if result.returncode == DONE
+        else Verdict("failed", f"exit code {result.returncode}\n{result.stderr[-3000:]}")
+    )
 
 
 class Runner:
@@ -265,17 +354,24 @@ class Runner:
         self._bases: dict[str, Path] = {}
 
     def run(self, planned: Planned) -> Found:
-        """A pair on its ranks, compared with its twin; then from its middle at another place, compared with its ranks."""
+        """A pair on its ranks, compared with its twin; then from its middle at another place,
+        compared with its ranks."""
         job = self._with_base(planned.job)
         part = Part(job, job.place, self._folder / "ranks")
         command = part.command()
         instead = run_with_ulfm(part) if needs_ulfm(part) else run_part(part, LIMIT_S)
         if instead is not None:
-            is_known = instead.kind == "refused" and all(names(instead.why, example.keys) for example in planned.pair.both)
+            is_known = instead.kind == "refused" and all(
+                names(instead.why, example.keys) for example in planned.pair.both
+            )
             return Found("refused" if is_known else "failed", instead.why, job=command)
         if planned.twin is None:
             reasons = [why for key, why in HAS_NO_TWIN.items() if key in planned.pair.words]
-            why = "; ".join(reasons) or by_rank(planned.pair) or "the other feature multiplies what 16 bits round"
+            why = (
+                "; ".join(reasons)
+                or by_rank(planned.pair)
+                or "the other feature multiplies what 16 bits round"
+            )
             return self._resumed(part, Found("runs", why, job=command), part, part.place)
         twin = self._twin(self._with_base(planned.twin))
         if isinstance(twin, Verdict):
@@ -287,7 +383,11 @@ class Runner:
             return self._resumed(part, Found("alike", "", verdict.apart, command), part, part.place)
         result = Found(verdict.kind, "", verdict.apart, command)
         begins_alone = zlib.crc32(planned.pair.name.encode()) % 2  # half of the pairs
-        return self._resumed(part, result, twin, part.place) if begins_alone else self._resumed(part, result, part, ONE)
+        return (
+            self._resumed(part, result, twin, part.place)
+            if begins_alone
+            else self._resumed(part, result, part, ONE)
+        )
 
     def _resumed(self, part: Part, straight: Found, stopped: Part, place: Place) -> Found:
         """What a pair came to, after a second run from the middle of `stopped` at `place`."""
@@ -297,10 +397,17 @@ class Runner:
         way = f"{stopped.place.engine} x {stopped.place.ranks} -> {place.engine} x {place.ranks}"
         instead = run_part(again, LIMIT_S)
         if instead is not None:
-            return straight._replace(kind="failed", why=f"resumed, {way}: {instead.why}", job=again.command())
+            return straight._replace(
+                kind="failed", why=f"resumed, {way}: {instead.why}", job=again.command()
+            )
         verdict = compare(left_of(part.run), left_of(again.run), STOPPED, bound_of(part.words))
         if verdict.kind == "failed":
-            return straight._replace(kind="failed", why=f"resumed, {way}: {verdict.why}", apart=verdict.apart, job=again.command())
+            return straight._replace(
+                kind="failed",
+                why=f"resumed, {way}: {verdict.why}",
+                apart=verdict.apart,
+                job=again.command(),
+            )
         return straight._replace(apart=max(straight.apart, verdict.apart), resumed=way)
 
     def _twin(self, job: DrawnJob) -> Part | Verdict:
@@ -314,8 +421,16 @@ class Runner:
         """The job with pretrained weights: those of its model after a step with another seed."""
         if f"model.weights={BASE}" not in job.words:
             return job
-        of_model = [word for word in job.words.split() if word.startswith(("data.", "task.", "model.", "framework=", "norm."))]
-        words = joined(COMMON, *(word for word in of_model if not word.startswith(OF_PRETRAINED)), "stop.steps=1 seed=7")
+        of_model = [
+            word
+            for word in job.words.split()
+            if word.startswith(("data.", "task.", "model.", "framework=", "norm."))
+        ]
+        words = joined(
+            COMMON,
+            *(word for word in of_model if not word.startswith(OF_PRETRAINED)),
+            "stop.steps=1 seed=7",
+        )
         if words not in self._bases:
             part = Part(job._replace(words=words), ONE, self._folder / f"base-{len(self._bases)}")
             instead = run_part(part, LIMIT_S)
@@ -325,7 +440,8 @@ class Runner:
 
 
 def run_pairs(pairs: Sequence[Pair], for_s: float) -> Iterator[tuple[Pair, Found]]:
-    """What each pair came to: those on ranks of one kind one after the other, those that torch compiles last."""
+    """What each pair came to: those on ranks of one kind one after the other, those that torch
+    compiles last."""
     end_s = time.monotonic() + for_s
     planned = [(pair, plan(pair)) for pair in pairs]
     yield from ((pair, found) for pair, found in planned if isinstance(found, Found))
@@ -363,14 +479,19 @@ SIGNS = {
     "same key": ".",
 }
 MEANINGS = {
-    "equal": "runs, and is resumed from its middle on another world, with the weights of one process to 1e-12 (muon: 1e-8)",
+    "equal": "runs, and is resumed from its middle on another world, with the weights of one "
+    "process to 1e-12 (muon: 1e-8)",
     "close": "runs, with those of one process but for what 16 bits round",
-    "alike": "runs, with the weights of the same ranks without the other feature, which changes no number; one process has others",
-    "runs": "runs; no other job has these numbers: with local SGD each rank steps by itself, Adasum is no mean, ghost batches "
-    "are of each rank's passes, and norms, muon and numbers that are not scaled multiply what 16 bits round",
+    "alike": "runs, with the weights of the same ranks without the other feature, which changes "
+    "no number; one process has others",
+    "runs": "runs; no other job has these numbers: with local SGD each rank steps by itself, "
+    "Adasum is no mean, ghost batches "
+    "are of each rank's passes, and norms, muon and numbers that are not scaled multiply what 16 "
+    "bits round",
     "refused": "refused, with both keys in the message",
     "no model": "no model of the tool has what both need",
-    "once": "runs as one of the above in an earlier version; has not been resumed from its middle yet",
+    "once": "runs as one of the above in an earlier version; has not been resumed from its middle "
+    "yet",
     "failed": "differs, or ends with an error",
     "not run": "not run yet",
     "same key": "two values of one key, or of what one key has",
@@ -386,16 +507,24 @@ def page(results: dict[str, Found]) -> str:
     lines = [
         "# What goes together",
         "",
-        "Every pair of features, each by the words that turn it on, as a job of four steps on two to four ranks, in float64 with SGD.",
-        f"`python tests/support/combinations.py docs/combinations.md` runs them and writes this page. Of {len(results)} pairs of "
-        f"{len(EXAMPLES)} settings {running} run, {counts['refused']} are refused before data are read, {counts['no model']} have no "
+        "Every pair of features, each by the words that turn it on, as a job of four steps on two "
+        "to four ranks, in float64 with SGD.",
+        "`python tests/support/combinations.py docs/combinations.md` runs them and writes this "
+        f"page. Of {len(results)} pairs of "
+        f"{len(EXAMPLES)} settings {running} run, {counts['refused']} are refused before data are "
+        f"read, {counts['no model']} have no "
         f"model in common, {counts['failed']} are wrong{later}.",
         "All ranks are on one host, on which `shard.group=node` has one group.",
-        f"The slow tests run at most {PER_DAY} of the resumed pairs a day, in turn; `HVDTRAIN_TEST_DAY=2026-11-28` chooses a day.",
+        f"The slow tests run at most {PER_DAY} of the resumed pairs a day, in turn; "
+        "`HVDTRAIN_TEST_DAY=2026-11-28` chooses a day.",
         "",
         "| sign | pairs | |",
         "|---|---|---|",
-        *(f"| `{SIGNS[kind]}` | {counts[kind]} | {meaning} |" for kind, meaning in MEANINGS.items() if counts[kind]),
+        *(
+            f"| `{SIGNS[kind]}` | {counts[kind]} | {meaning} |"
+            for kind, meaning in MEANINGS.items()
+            if counts[kind]
+        ),
         "",
         "Line and column of a sign are the two numbers of a pair.",
         "",
@@ -404,7 +533,8 @@ def page(results: dict[str, Found]) -> str:
         "```",
         "",
         "## Why pairs are refused",
-        "`not made yet` is a matter of work; the other reasons are of the mathematics, or of the library that does it.",
+        "`not made yet` is a matter of work; the other reasons are of the mathematics, or of the "
+        "library that does it.",
         "",
         "| with | cannot go | because |",
         "|---|---|---|",
@@ -427,24 +557,42 @@ def kind_of(name: str, found: Found) -> str:
 
 def signs_of(text: str) -> dict[str, str]:
     """Pair -> its sign in the matrix of the page."""
-    rows = re.findall(r"^ *\d+  (.+?)  +(\S+)$", text.partition("```text")[2].partition("```")[0], re.MULTILINE)
+    rows = re.findall(
+        r"^ *\d+  (.+?)  +(\S+)$", text.partition("```text")[2].partition("```")[0], re.MULTILINE
+    )
     assert [words for words, _ in rows] == [example.words for example in EXAMPLES[1:]]
-    of_row = {words: dict(zip((example.words for example in EXAMPLES), signs, strict=False)) for words, signs in rows}
+    of_row = {
+        words: dict(zip((example.words for example in EXAMPLES), signs, strict=False))
+        for words, signs in rows
+    }
     signs = {f"{one} + {other}": sign for other, row in of_row.items() for one, sign in row.items()}
     return {name: sign for name, sign in signs.items() if sign != SIGNS["same key"]}
 
 
 def pairs_of_day(day: date, page_text: str) -> list[Pair]:
-    """The pairs that the tests run on a day, at most PER_DAY: on two ranks of MPI, not compiled, and resumed when the page was written.
+    """The pairs that the tests run on a day, at most PER_DAY: on two ranks of MPI, not compiled,
+    and resumed when the page was written.
 
-    A pair has a day of the month, by its name. Where a day has too many pairs, each month takes some of them: all have run after as many
-    months as the most crowded day needs.
+    A pair has a day of the month, by its name. Where a day has too many pairs, each month takes
+    some of them: all have run after as many months as the most crowded day needs.
     """
     known = [SIGNS[kind] for kind in RUNNING]
-    names = [name for name, sign in signs_of(page_text).items() if sign in known and 1 + zlib.crc32(name.encode()) % 31 == day.day]
+    names = [
+        name
+        for name, sign in signs_of(page_text).items()
+        if sign in known and 1 + zlib.crc32(name.encode()) % 31 == day.day
+    ]
     pairs = {pair.name: pair for pair in all_pairs()}
-    quick = [pairs[name] for name in names if not any(word in name for word in ("speed.compile", "framework=jax"))]
-    on_two = [pair for pair in quick if isinstance(planned := plan(pair), Planned) and planned.job.place[:2] == ("mpi", 2)]
+    quick = [
+        pairs[name]
+        for name in names
+        if not any(word in name for word in ("speed.compile", "framework=jax"))
+    ]
+    on_two = [
+        pair
+        for pair in quick
+        if isinstance(planned := plan(pair), Planned) and planned.job.place[:2] == ("mpi", 2)
+    ]
     months = -(-len(on_two) // PER_DAY) or 1
     return on_two[(12 * day.year + day.month) % months :: months]
 
@@ -452,9 +600,14 @@ def pairs_of_day(day: date, page_text: str) -> list[Pair]:
 def _matrix(kinds: dict[str, str]) -> Iterator[str]:
     width = max(len(example.words) for example in EXAMPLES)
     for place in (10, 1):
-        yield " " * (width + 7) + "".join(str(number // place % 10) for number in range(1, len(EXAMPLES)))
+        yield " " * (width + 7) + "".join(
+            str(number // place % 10) for number in range(1, len(EXAMPLES))
+        )
     for number, example in enumerate(EXAMPLES, start=1):
-        signs = "".join(SIGNS[kinds.get(Pair(other, example).name, "same key")] for other in EXAMPLES[: number - 1])
+        signs = "".join(
+            SIGNS[kinds.get(Pair(other, example).name, "same key")]
+            for other in EXAMPLES[: number - 1]
+        )
         yield f"{number:3}  {example.words:{width}}  {signs}".rstrip()
 
 
@@ -478,18 +631,38 @@ def read_results(path: Path | None) -> dict[str, Found]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("page", type=Path, nargs="?", help="docs/combinations.md")
-    parser.add_argument("--jobs-only", nargs="+", metavar="PAIR", help="these pairs, and no page: 'comm.local_steps=2 + optim.ema=0.8'")
-    parser.add_argument("--framework", choices=("jax", "keras"), help="all pairs with this framework, and no page")
-    parser.add_argument("--results", type=Path, help="a file of results, to which those of more pairs are added")
-    parser.add_argument("--for-s", type=float, default=float("inf"), help="after these seconds no job begins")
+    parser.add_argument(
+        "--jobs-only",
+        nargs="+",
+        metavar="PAIR",
+        help="these pairs, and no page: 'comm.local_steps=2 + optim.ema=0.8'",
+    )
+    parser.add_argument(
+        "--framework", choices=("jax", "keras"), help="all pairs with this framework, and no page"
+    )
+    parser.add_argument(
+        "--results", type=Path, help="a file of results, to which those of more pairs are added"
+    )
+    parser.add_argument(
+        "--for-s", type=float, default=float("inf"), help="after these seconds no job begins"
+    )
     args = parser.parse_args()
-    pairs = {pair.name: pair for pair in all_pairs(f"framework={args.framework}" if args.framework else "")}
+    pairs = {
+        pair.name: pair
+        for pair in all_pairs(f"framework={args.framework}" if args.framework else "")
+    }
     if unknown := [name for name in args.jobs_only or () if name not in pairs]:
         parser.error(f"no pair: {unknown[0]}; known are, as examples: {', '.join(list(pairs)[:3])}")
     results = {} if args.jobs_only else read_results(args.results)
-    todo = [pair for name, pair in pairs.items() if name not in results and (not args.jobs_only or name in args.jobs_only)]
+    todo = [
+        pair
+        for name, pair in pairs.items()
+        if name not in results and (not args.jobs_only or name in args.jobs_only)
+    ]
     with (args.results or Path("/dev/null")).open("a") as file:
         for pair, found in run_pairs(todo, args.for_s):
             results[pair.name] = found
@@ -498,7 +671,10 @@ def main() -> int:
             if found.kind not in ("refused", "no model") or args.jobs_only:
                 print(shown(pair.name, found), flush=True)
     end_all()
-    print(f"{len(results)} of {len(args.jobs_only or pairs)} pairs: {dict(Counter(found.kind for found in results.values()))}")
+    print(
+        f"{len(results)} of {len(args.jobs_only or pairs)} pairs: "
+        f"{dict(Counter(found.kind for found in results.values()))}"
+    )
     if args.page and not args.jobs_only and not args.framework:
         args.page.write_text(page({name: results.get(name, Found("not run")) for name in pairs}))
     return int(any(found.kind == "failed" for found in results.values()))

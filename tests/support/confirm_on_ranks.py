@@ -1,6 +1,7 @@
 """Three MPI ranks, under mpirun --with-ft ulfm, of which one dies between two collectives.
 
-Rank 0 leaves out the lost rank as if a collective had failed there, while rank 1 waits in confirm(). OUT gets what each of them saw.
+Rank 0 leaves out the lost rank as if a collective had failed there, while rank 1 waits in
+confirm(). OUT gets what each of them saw.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def main(out: str) -> None:
             seen = f"{ranks.is_loss(error)}, {ranks.is_loss(MPI.Exception(MPI.ERR_OTHER))}"
     lost = ranks.shrink()
     ranks.confirm()
-    own_error = ranks.is_loss(ValueError("of this rank")) or ranks.is_loss(MPI.Exception(MPI.ERR_OTHER))  # nobody else is lost
+    own_error = ranks.is_loss(ValueError("of this rank")) or ranks.is_loss(
+        MPI.Exception(MPI.ERR_OTHER)
+    )  # nobody else is lost
     after = ranks.allreduce(np.array([float(ranks.rank + 1)]), "sum")
     found = ranks.allgather_object([first, total.tolist(), seen, lost, own_error, after.tolist()])
     if ranks.rank == 0:

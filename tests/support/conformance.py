@@ -1,8 +1,10 @@
-"""Checks of the Communicator protocol, as one program for the ranks; it writes {check: failure or ""}.
+"""Checks of the Communicator protocol, as one program for the ranks; it writes {check: failure or
+""}.
 
 python tests/support/conformance.py ENGINE OUT.json
 
-Inputs differ by rank, expected values are formulas in rank and size: a check fails on an engine whose collective does nothing.
+Inputs differ by rank, expected values are formulas in rank and size: a check fails on an engine
+whose collective does nothing.
 """
 
 from __future__ import annotations
@@ -25,17 +27,26 @@ import numpy as np
 import torch
 
 from hvdtrain.comm import horovod, mpi_calls
-from hvdtrain.comm.communicator import NUMBER_TYPES, Communicator, CompletedHandle, Op, part_of, point_to_point
+from hvdtrain.comm.communicator import (
+    NUMBER_TYPES,
+    Communicator,
+    CompletedHandle,
+    Op,
+    part_of,
+    point_to_point,
+)
 from hvdtrain.comm.engines import MEANINGS, features_of
 from hvdtrain.comm.placement import placement
 from hvdtrain.config import plugins
 from hvdtrain.errors import UserError
 
 Kind = Literal["numpy", "torch"]
-# What was found, and the kind, values and dtype that were expected. All of a check's collectives run before its first claim is judged: a
-# rank where one fails must still reach the others.
+# What was found, and the kind, values and dtype that were expected. All of a check's collectives
+# run before its first claim is judged: a rank where one fails must still reach the others.
 Claims = Iterator[tuple[Any, Kind, np.ndarray, str]]
-Check = Callable[[Communicator, str], Claims]  # of the engine, and of the name that its collectives take
+Check = Callable[
+    [Communicator, str], Claims
+]  # of the engine, and of the name that its collectives take
 
 SHAPES = ((), (0,), (1,), (11,), (7, 3), (4, 0), (2, 3, 5))
 ROWS: tuple[Callable[[int, int], int], ...] = (  # a rank's rows of an allgather, from rank and size
@@ -49,12 +60,14 @@ LARGE = 1_250_001  # elements; 5 MB of float32
 
 
 def weights(shape: tuple[int, ...]) -> np.ndarray:
-    """1 2 3 4 5 6 7 1 2 ...: neighbours differ. With 4 ranks every sum stays below 128, so it is exact in int8 and float16."""
+    """1 2 3 4 5 6 7 1 2 ...: neighbours differ. With 4 ranks every sum stays below 128, so it is
+    exact in int8 and float16."""
     return (np.arange(math.prod(shape)) % 7 + 1).reshape(shape)
 
 
 def share(shape: tuple[int, ...], rank: int, size: int) -> np.ndarray:
-    """A rank's input: over all ranks each element is weights * (1 .. size), in an order that turns with the element."""
+    """A rank's input: over all ranks each element is weights * (1 .. size), in an order that turns
+    with the element."""
     return weights(shape) * ((np.arange(math.prod(shape)).reshape(shape) + rank) % size + 1)
 
 
@@ -76,19 +89,29 @@ def buffer(kind: Kind, values: np.ndarray, dtype: str) -> Any:
 def expect(result: Any, kind: Kind, values: np.ndarray, dtype: str) -> None:
     """The result has this type, dtype, shape and content, to the last bit."""
     wanted = np.array(values % 2 if dtype == "bool" else values, dtype)
-    assert isinstance(result, torch.Tensor if kind == "torch" else np.ndarray), f"a {kind} buffer became {type(result)}"
+    assert isinstance(result, torch.Tensor if kind == "torch" else np.ndarray), (
+        f"a {kind} buffer became {type(result)}"
+    )
     found = result.detach().numpy() if kind == "torch" else result
-    assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape), f"{found.dtype} {found.shape}, not {dtype} {wanted.shape}"
+    assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape), (
+        f"{found.dtype} {found.shape}, not {dtype} {wanted.shape}"
+    )
     wrong = np.argwhere(found != wanted)
     assert not len(wrong), (
-        f"{wanted.shape}: {len(wrong)} wrong: {found[tuple(wrong[0])]}, not {wanted[tuple(wrong[0])]} at {tuple(wrong[0])}"
+        f"{wanted.shape}: {len(wrong)} wrong: {found[tuple(wrong[0])]}, not "
+        f"{wanted[tuple(wrong[0])]} at {tuple(wrong[0])}"
     )
 
 
 def allreduce(op: Op, dtype: str, kind: Kind, communicator: Communicator, name: str) -> Claims:
     for shape in SHAPES:
         x = buffer(kind, share(shape, communicator.rank, communicator.size), dtype)
-        yield communicator.allreduce(x, f"{name} {shape}", op), kind, reduced(shape, op, communicator.size), dtype
+        yield (
+            communicator.allreduce(x, f"{name} {shape}", op),
+            kind,
+            reduced(shape, op, communicator.size),
+            dtype,
+        )
 
 
 def start_allreduce(dtype: str, kind: Kind, communicator: Communicator, name: str) -> Claims:
@@ -105,11 +128,18 @@ def start_allreduce(dtype: str, kind: Kind, communicator: Communicator, name: st
 def broadcast(dtype: str, kind: Kind, communicator: Communicator, name: str) -> Claims:
     for shape, root in itertools.product(SHAPES, sorted({0, communicator.size - 1})):
         x = buffer(kind, ranked(shape, communicator.rank), dtype)
-        yield communicator.broadcast(x, f"{name} {shape} {root}", root), kind, ranked(shape, root), dtype
+        yield (
+            communicator.broadcast(x, f"{name} {shape} {root}", root),
+            kind,
+            ranked(shape, root),
+            dtype,
+        )
     under_way = []
     for shape, root in itertools.product(SHAPES, range(communicator.size)):
         x = buffer(kind, ranked(shape, communicator.rank), dtype)
-        under_way.append((communicator.start_broadcast(x, f"{name} {shape} {root} start", root), shape, root))
+        under_way.append(
+            (communicator.start_broadcast(x, f"{name} {shape} {root} start", root), shape, root)
+        )
     for handle, shape, root in reversed(under_way):
         yield handle.wait(), kind, ranked(shape, root), dtype
 
@@ -121,7 +151,9 @@ def start_reduce(dtype: str, kind: Kind, communicator: Communicator, name: str) 
     under_way = []
     for shape, root in itertools.product(SHAPES, range(size)):
         x = buffer(kind, share(shape, rank, size), dtype)
-        under_way.append((communicator.start_reduce(x, f"{name} {shape} {root}", root), shape, root))
+        under_way.append(
+            (communicator.start_reduce(x, f"{name} {shape} {root}", root), shape, root)
+        )
     for handle, shape, root in reversed(under_way):
         found = handle.wait()
         if rank == root:
@@ -137,11 +169,26 @@ def reduce_scatter(dtype: str, kind: Kind, communicator: Communicator, name: str
 
 
 def sharded(dtype: str, kind: Kind, communicator: Communicator, name: str) -> Claims:
-    """Reduced to the parts of the ranks, and spread again; several under way, also where some ranks have no part."""
+    """Reduced to the parts of the ranks, and spread again; several under way, also where some ranks
+    have no part."""
     rank = communicator.rank
     size = communicator.size
-    shapes = ((1,), (2 * size,), (3 * size + 1,), (0,), (70_001,), (1, 2), (2 * size + 1, 3), (0, 3))
-    sums = [communicator.start_reduce_scatter(buffer(kind, share(s, rank, size), dtype), f"{name} {s} to owners") for s in shapes]
+    shapes = (
+        (1,),
+        (2 * size,),
+        (3 * size + 1,),
+        (0,),
+        (70_001,),
+        (1, 2),
+        (2 * size + 1, 3),
+        (0, 3),
+    )
+    sums = [
+        communicator.start_reduce_scatter(
+            buffer(kind, share(s, rank, size), dtype), f"{name} {s} to owners"
+        )
+        for s in shapes
+    ]
     for shape, handle in zip(shapes, sums, strict=True):
         yield handle.wait(), kind, np.array_split(reduced(shape, "sum", size), size)[rank], dtype
     spread = []
@@ -155,63 +202,119 @@ def sharded(dtype: str, kind: Kind, communicator: Communicator, name: str) -> Cl
 
 def allgather(dtype: str, kind: Kind, communicator: Communicator, name: str) -> Claims:
     for rows, columns in itertools.product(ROWS, ((), (3,), (2, 1), (0,))):
-        parts = [ranked((rows(rank, communicator.size), *columns), rank) for rank in range(communicator.size)]
+        parts = [
+            ranked((rows(rank, communicator.size), *columns), rank)
+            for rank in range(communicator.size)
+        ]
         x = buffer(kind, parts[communicator.rank], dtype)
-        yield communicator.allgather(x, f"{name} {ROWS.index(rows)} {columns}"), kind, np.concatenate(parts), dtype
+        yield (
+            communicator.allgather(x, f"{name} {ROWS.index(rows)} {columns}"),
+            kind,
+            np.concatenate(parts),
+            dtype,
+        )
 
 
 def places(communicator: Communicator, name: str) -> Claims:
     """Ranks are 0 .. size - 1, and local ranks too, in any order: all test ranks share one host."""
     ranks, local_ranks, *sizes = zip(
-        *communicator.allgather_object((communicator.rank, communicator.local_rank, communicator.size, communicator.local_size)),
+        *communicator.allgather_object(
+            (communicator.rank, communicator.local_rank, communicator.size, communicator.local_size)
+        ),
         strict=True,
     )
-    yield np.array([ranks, sorted(local_ranks)]), "numpy", np.array([range(communicator.size)] * 2), "int64"
+    yield (
+        np.array([ranks, sorted(local_ranks)]),
+        "numpy",
+        np.array([range(communicator.size)] * 2),
+        "int64",
+    )
     yield np.array(sizes), "numpy", np.full((2, communicator.size), communicator.size), "int64"
 
 
 def features(communicator: Communicator, name: str) -> Claims:
-    """A connected engine has all features of its file, none without a meaning, and returns early from start_allreduce() as it says."""
+    """A connected engine has all features of its file, none without a meaning, and returns early
+    from start_allreduce() as it says."""
     handle = communicator.start_allreduce(np.ones(1), name)
     handle.wait()
     asynchronous = not isinstance(handle, CompletedHandle)
     known = features_of(communicator.name) <= communicator.features <= MEANINGS.keys()
-    yield np.array([known, asynchronous == ("asynchronous" in communicator.features)]), "numpy", np.ones(2), "bool"
+    yield (
+        np.array([known, asynchronous == ("asynchronous" in communicator.features)]),
+        "numpy",
+        np.ones(2),
+        "bool",
+    )
 
 
 def allgather_object(communicator: Communicator, name: str) -> Claims:
     """Objects of uneven length, None, arrays, in rank order, again and again."""
-    things = [{"rank": rank, "text": "x" * 3000 * rank, "nothing": None, "array": np.arange(rank)} for rank in range(communicator.size)]
-    same = [str(communicator.allgather_object(things[communicator.rank])) == str(things) for _ in range(3)]
+    things = [
+        {"rank": rank, "text": "x" * 3000 * rank, "nothing": None, "array": np.arange(rank)}
+        for rank in range(communicator.size)
+    ]
+    same = [
+        str(communicator.allgather_object(things[communicator.rank])) == str(things)
+        for _ in range(3)
+    ]
     yield np.array(same), "numpy", np.ones(3), "bool"
 
 
 def broadcast_object(communicator: Communicator, name: str) -> Claims:
-    """Objects of uneven length, None, arrays, of each rank in turn: on all ranks that of the root."""
-    things = [{"rank": rank, "text": "x" * 3000 * rank, "nothing": None, "array": np.arange(rank)} for rank in range(communicator.size)]
-    found = [str(communicator.broadcast_object(things[communicator.rank], root)) for root in range(communicator.size)]
-    yield np.array([found == [str(thing) for thing in things], communicator.broadcast_object(None) is None]), "numpy", np.ones(2), "bool"
+    """Objects of uneven length, None, arrays, of each rank in turn: on all ranks that of the
+    root."""
+    things = [
+        {"rank": rank, "text": "x" * 3000 * rank, "nothing": None, "array": np.arange(rank)}
+        for rank in range(communicator.size)
+    ]
+    found = [
+        str(communicator.broadcast_object(things[communicator.rank], root))
+        for root in range(communicator.size)
+    ]
+    yield (
+        np.array(
+            [found == [str(thing) for thing in things], communicator.broadcast_object(None) is None]
+        ),
+        "numpy",
+        np.ones(2),
+        "bool",
+    )
 
 
 def side_channel(communicator: Communicator, name: str) -> Claims:
-    """Messages of every rank, large ones too, reach rank 0 by a second thread, while the main threads of the others are in a collective
-    that rank 0 enters later."""
+    """Messages of every rank, large ones too, reach rank 0 by a second thread, while the main
+    threads of the others are in a collective that rank 0 enters later."""
     for turn, length in enumerate((10, 1_000_000)):
         messages = [f"{rank} {turn} {'x' * (length + rank)}" for rank in range(communicator.size)]
         found: list[Any] = []
-        thread = threading.Thread(target=_gather_into, args=(found, communicator, messages[communicator.rank], 600.0))
+        thread = threading.Thread(
+            target=_gather_into, args=(found, communicator, messages[communicator.rank], 600.0)
+        )
         thread.start()
         if not communicator.rank:
             thread.join()
         rank_sum = communicator.allreduce(np.array([communicator.rank]), name)
         thread.join()
-        communicator.allgather_object(None)  # no gather begins before all have returned from this one
-        yield np.array([found == [[] if communicator.rank else messages]]), "numpy", np.ones(1), "bool"
-        yield rank_sum, "numpy", np.array([communicator.size * (communicator.size - 1) // 2]), "int64"
+        communicator.allgather_object(
+            None
+        )  # no gather begins before all have returned from this one
+        yield (
+            np.array([found == [[] if communicator.rank else messages]]),
+            "numpy",
+            np.ones(1),
+            "bool",
+        )
+        yield (
+            rank_sum,
+            "numpy",
+            np.array([communicator.size * (communicator.size - 1) // 2]),
+            "int64",
+        )
 
 
 def side_channel_of_some(communicator: Communicator, name: str) -> Claims:
-    """The last rank is late, then silent, then in time: None after the wait, no late reply to an old request, and no end with one."""
+    """The last rank is late, then silent, then in time: None after the wait, no late reply to an
+    old request, and no end with one."""
     rank = communicator.rank
     last = communicator.size - 1
     for turn, how in enumerate(("late", "silent", "in time")):
@@ -225,9 +328,14 @@ def side_channel_of_some(communicator: Communicator, name: str) -> Claims:
         if missing and rank == last and how == "late":
             _gather_into(found, communicator, f"{rank} {turn}", 0.3)
         communicator.allgather_object(None)
-        messages = [None if missing and one == last else f"{one} {turn}" for one in range(communicator.size)]
+        messages = [
+            None if missing and one == last else f"{one} {turn}" for one in range(communicator.size)
+        ]
         if missing and not rank:  # on a slow machine others may be late too
-            messages = [message if theirs is not None else None for message, theirs in zip(messages, found[0], strict=True)]
+            messages = [
+                message if theirs is not None else None
+                for message, theirs in zip(messages, found[0], strict=True)
+            ]
         expected = [messages] if not rank else [] if how == "silent" and rank == last else [[]]
         waited = seconds > 0.2 or not missing or rank > 0
         yield np.array([found == expected, waited]), "numpy", np.ones(2), "bool"
@@ -238,15 +346,34 @@ def _gather_into(found: list[Any], communicator: Communicator, message: str, wai
 
 
 def many_steps(communicator: Communicator, name: str) -> Claims:
-    """The same names, step after step, with values that change; an allreduce, an allgather and a broadcast share one name."""
+    """The same names, step after step, with values that change; an allreduce, an allgather and a
+    broadcast share one name."""
     rank = communicator.rank
     size = communicator.size
     for step in range(40):
-        handles = [communicator.start_allreduce(np.full(5, step * (rank + 1.0 + i)), f"{name} {i}") for i in range(3)]
-        yield communicator.allgather(np.array([step + rank]), f"{name} 0"), "numpy", np.arange(step, step + size), "int64"
-        yield communicator.broadcast(np.array([step * 2 + rank]), f"{name} 0"), "numpy", np.array([step * 2]), "int64"
+        handles = [
+            communicator.start_allreduce(np.full(5, step * (rank + 1.0 + i)), f"{name} {i}")
+            for i in range(3)
+        ]
+        yield (
+            communicator.allgather(np.array([step + rank]), f"{name} 0"),
+            "numpy",
+            np.arange(step, step + size),
+            "int64",
+        )
+        yield (
+            communicator.broadcast(np.array([step * 2 + rank]), f"{name} 0"),
+            "numpy",
+            np.array([step * 2]),
+            "int64",
+        )
         for i, handle in enumerate(handles):
-            yield handle.wait(), "numpy", np.full(5, step * (size * (size + 1) / 2 + size * i)), "float64"
+            yield (
+                handle.wait(),
+                "numpy",
+                np.full(5, step * (size * (size + 1) / 2 + size * i)),
+                "float64",
+            )
 
 
 def large(kind: Kind, communicator: Communicator, name: str) -> Claims:
@@ -260,9 +387,24 @@ def large(kind: Kind, communicator: Communicator, name: str) -> Claims:
     parts = [ranked((LARGE // size + r,), r) for r in range(size)]
     handle = communicator.start_allreduce(buffer(kind, mine, dtype), f"{name} start")
     yield communicator.allreduce(buffer(kind, mine, dtype), name), kind, total, dtype
-    yield communicator.broadcast(buffer(kind, ranked(shape, rank), dtype), name), kind, ranked(shape, 0), dtype
-    yield communicator.reduce_scatter(buffer(kind, mine, dtype), name), kind, np.array_split(total, size)[rank], dtype
-    yield communicator.allgather(buffer(kind, parts[rank], dtype), name), kind, np.concatenate(parts), dtype
+    yield (
+        communicator.broadcast(buffer(kind, ranked(shape, rank), dtype), name),
+        kind,
+        ranked(shape, 0),
+        dtype,
+    )
+    yield (
+        communicator.reduce_scatter(buffer(kind, mine, dtype), name),
+        kind,
+        np.array_split(total, size)[rank],
+        dtype,
+    )
+    yield (
+        communicator.allgather(buffer(kind, parts[rank], dtype), name),
+        kind,
+        np.concatenate(parts),
+        dtype,
+    )
     yield handle.wait(), kind, total, dtype
 
 
@@ -285,15 +427,24 @@ def beyond_an_int(kind: Kind, communicator: Communicator, name: str) -> Claims:
 
 
 def extremes(kind: Kind, communicator: Communicator, name: str) -> Claims:
-    """int64 passes through no float, uint8 wraps around, and float16 beyond 65504 is inf without a warning: loss scaling looks for it."""
+    """int64 passes through no float, uint8 wraps around, and float16 beyond 65504 is inf without a
+    warning: loss scaling looks for it."""
     rank = communicator.rank
     size = communicator.size
     # 0 + 1 + .. + size - 1
     big = 2**53 + 1
     ranks = size * (size - 1) // 2
-    cases = {"int64": (big + rank, big * size + ranks), "uint8": (200 + rank, (200 * size + ranks) % 256)}
+    cases = {
+        "int64": (big + rank, big * size + ranks),
+        "uint8": (200 + rank, (200 * size + ranks) % 256),
+    }
     for dtype, (mine, total) in {**cases, "float16": (4e4, 4e4 if size == 1 else np.inf)}.items():
-        yield communicator.allreduce(buffer(kind, np.array([mine]), dtype), f"{name} {dtype}"), kind, np.array([total]), dtype
+        yield (
+            communicator.allreduce(buffer(kind, np.array([mine]), dtype), f"{name} {dtype}"),
+            kind,
+            np.array([total]),
+            dtype,
+        )
 
 
 def kept_inputs(communicator: Communicator, name: str) -> Claims:
@@ -303,17 +454,34 @@ def kept_inputs(communicator: Communicator, name: str) -> Claims:
     read_only.flags.writeable = False
     parameter = torch.from_numpy(read_only.copy()).requires_grad_()
     yield communicator.allreduce(read_only, f"{name} sum"), "numpy", sum(shares), "float32"
-    yield communicator.allgather(read_only, f"{name} all"), "numpy", np.concatenate(shares), "float32"
-    yield communicator.broadcast(read_only, f"{name} last", communicator.size - 1), "numpy", shares[-1], "float32"
+    yield (
+        communicator.allgather(read_only, f"{name} all"),
+        "numpy",
+        np.concatenate(shares),
+        "float32",
+    )
+    yield (
+        communicator.broadcast(read_only, f"{name} last", communicator.size - 1),
+        "numpy",
+        shares[-1],
+        "float32",
+    )
     yield read_only, "numpy", shares[communicator.rank], "float32"
     yield communicator.allreduce(parameter, f"{name} parameter"), "torch", sum(shares), "float32"
 
 
 def groups(communicator: Communicator, name: str) -> Claims:
-    """The collectives of the ranks of one color, of a group of all but the last rank, and of all; then those of all ranks once more."""
+    """The collectives of the ranks of one color, of a group of all but the last rank, and of all;
+    then those of all ranks once more."""
     rank = communicator.rank
     size = communicator.size
-    for turn, colors in enumerate(([r % 2 for r in range(size)], [7 if r < size - 1 else None for r in range(size)], [3] * size)):
+    for turn, colors in enumerate(
+        (
+            [r % 2 for r in range(size)],
+            [7 if r < size - 1 else None for r in range(size)],
+            [3] * size,
+        )
+    ):
         group = communicator.split(colors[rank])
         members = [r for r in range(size) if colors[r] == colors[rank]]
         yield np.array([group is None]), "numpy", np.array([colors[rank] is None]), "bool"
@@ -321,19 +489,38 @@ def groups(communicator: Communicator, name: str) -> Claims:
             continue
         placed = [group.rank, group.size, group.local_rank, group.local_size]
         yield np.array(placed), "numpy", np.array([members.index(rank), len(members)] * 2), "int64"
-        yield group.allgather(np.array([rank]), f"{name} {turn} ranks"), "numpy", np.array(members), "int64"
+        yield (
+            group.allgather(np.array([rank]), f"{name} {turn} ranks"),
+            "numpy",
+            np.array(members),
+            "int64",
+        )
         same = group.allgather_object({"rank": rank}) == [{"rank": member} for member in members]
         same = same and group.broadcast_object([rank], len(members) - 1) == [members[-1]]
-        yield np.array([same, group.side_channel_gather("x", 0.1) is None or group is communicator]), "numpy", np.ones(2), "bool"
-        for check in (partial(allreduce, "max", "float32", "torch"), partial(start_allreduce, "float64", "numpy")):
+        yield (
+            np.array([same, group.side_channel_gather("x", 0.1) is None or group is communicator]),
+            "numpy",
+            np.ones(2),
+            "bool",
+        )
+        for check in (
+            partial(allreduce, "max", "float32", "torch"),
+            partial(start_allreduce, "float64", "numpy"),
+        ):
             yield from check(group, f"{name} {turn} reduced")
         for check in (broadcast, reduce_scatter, sharded, allgather):
             yield from check("float32", "torch", group, f"{name} {turn} {check.__name__}")
-    yield communicator.allreduce(np.array([rank]), f"{name} all"), "numpy", np.array([size * (size - 1) // 2]), "int64"
+    yield (
+        communicator.allreduce(np.array([rank]), f"{name} all"),
+        "numpy",
+        np.array([size * (size - 1) // 2]),
+        "int64",
+    )
 
 
 def messages(communicator: Communicator, name: str) -> Claims:
-    """Of every number type, empty and of 5 MB, from each rank to each other one, in a group too: received in another order than sent.
+    """Of every number type, empty and of 5 MB, from each rank to each other one, in a group too:
+    received in another order than sent.
 
     Without the feature "p2p": a UserError.
     """
@@ -343,24 +530,42 @@ def messages(communicator: Communicator, name: str) -> Claims:
         try:
             yield point_to_point(communicator, name), "numpy", np.array("a UserError"), "U"
         except UserError as error:
-            yield np.array(f"the {communicator.name} engine has no messages" in str(error)), "numpy", np.array(True), "bool"
+            yield (
+                np.array(f"the {communicator.name} engine has no messages" in str(error)),
+                "numpy",
+                np.array(True),
+                "bool",
+            )
         return
     group_of_all = communicator.split(0)
     assert group_of_all is not None
     others = [other for other in range(size) if other != rank]
     for group in (point_to_point(communicator, name), point_to_point(group_of_all, name)):
         cases: list[tuple[Kind, str, tuple[int, ...]]] = [
-            (kind, dtype, (rows, 2)) for kind in ("numpy", "torch") for dtype in (*NUMBER_TYPES, "bool") for rows in (3, 0)
+            (kind, dtype, (rows, 2))
+            for kind in ("numpy", "torch")
+            for dtype in (*NUMBER_TYPES, "bool")
+            for rows in (3, 0)
         ]
         cases.append(("torch", "float32", (LARGE,)))
         sent = []
         received = []
         for tag, (kind, dtype, shape) in enumerate(cases, start=1):
-            sent += [group.start_send(buffer(kind, ranked(shape, rank) + other, dtype), other, name, tag) for other in others]
+            sent += [
+                group.start_send(buffer(kind, ranked(shape, rank) + other, dtype), other, name, tag)
+                for other in others
+            ]
         for tag, (kind, dtype, shape) in reversed(list(enumerate(cases, start=1))):
             for other in others:
                 x = buffer(kind, np.zeros(shape), dtype)
-                received.append((group.start_recv(x, other, name, tag), kind, ranked(shape, other) + rank, dtype))
+                received.append(
+                    (
+                        group.start_recv(x, other, name, tag),
+                        kind,
+                        ranked(shape, other) + rank,
+                        dtype,
+                    )
+                )
         half = torch.full((3,), rank + 1, dtype=torch.bfloat16)
         sent += [group.start_send(half, other, name) for other in others]
         for other in others:
@@ -371,7 +576,10 @@ def messages(communicator: Communicator, name: str) -> Claims:
         for handle in sent:
             handle.wait()
         if rank == 0:
-            senders = [(group.recv_from_any(x := np.empty(2, np.int64), name, 77), *x.tolist()) for _ in others]
+            senders = [
+                (group.recv_from_any(x := np.empty(2, np.int64), name, 77), *x.tolist())
+                for _ in others
+            ]
             wanted = np.array([(other, other, 7) for other in others], np.int64)
             yield np.array(sorted(senders), np.int64), "numpy", wanted, "int64"
             if group.name == "mpi":
@@ -391,11 +599,16 @@ def refuses_pieces_from_any(group: Any) -> bool:
 
 
 def refused(collective: str, x: Any, dtype: str, communicator: Communicator, name: str) -> Claims:
-    """A UserError that names dtype, engine, collective and the buffer's name, on every rank, before anything is sent."""
+    """A UserError that names dtype, engine, collective and the buffer's name, on every rank, before
+    anything is sent."""
     try:
         yield getattr(communicator, collective)(x, name), "numpy", np.array("a UserError"), "U"
     except UserError as error:
-        missing = [word for word in (dtype, communicator.name, collective.removeprefix("start_"), name) if word not in str(error)]
+        missing = [
+            word
+            for word in (dtype, communicator.name, collective.removeprefix("start_"), name)
+            if word not in str(error)
+        ]
         assert not missing, f"{missing} not in the message: {error}"
 
 
@@ -414,29 +627,57 @@ def _table() -> dict[str, Check]:
     for kind in ("numpy", "torch"):
         for dtype in (*NUMBER_TYPES, "bool"):
             at = f"{dtype}-{kind}"
-            checks |= {f"broadcast-{at}": partial(broadcast, dtype, kind), f"allgather-{at}": partial(allgather, dtype, kind)}
+            checks |= {
+                f"broadcast-{at}": partial(broadcast, dtype, kind),
+                f"allgather-{at}": partial(allgather, dtype, kind),
+            }
             if dtype != "bool":
-                checks |= {f"allreduce-{op}-{at}": partial(allreduce, op, dtype, kind) for op in ("sum", "min", "max")}
+                checks |= {
+                    f"allreduce-{op}-{at}": partial(allreduce, op, dtype, kind)
+                    for op in ("sum", "min", "max")
+                }
                 checks |= {f"start_allreduce-{at}": partial(start_allreduce, dtype, kind)}
                 checks |= {f"start_reduce-{at}": partial(start_reduce, dtype, kind)}
-                checks |= {f"reduce_scatter-{at}": partial(reduce_scatter, dtype, kind), f"sharded-{at}": partial(sharded, dtype, kind)}
-        checks |= {f"{f.__name__}-{kind}": partial(f, kind) for f in (large, beyond_an_int, extremes)}
+                checks |= {
+                    f"reduce_scatter-{at}": partial(reduce_scatter, dtype, kind),
+                    f"sharded-{at}": partial(sharded, dtype, kind),
+                }
+        checks |= {
+            f"{f.__name__}-{kind}": partial(f, kind) for f in (large, beyond_an_int, extremes)
+        }
     return checks
 
 
 def _refusals() -> dict[str, Check]:
-    strange = [np.ones(3, np.complex64), torch.ones(3, dtype=torch.complex64), torch.ones(3, dtype=torch.bfloat16), np.ones(3, ">f4")]
+    strange = [
+        np.ones(3, np.complex64),
+        torch.ones(3, dtype=torch.complex64),
+        torch.ones(3, dtype=torch.bfloat16),
+        np.ones(3, ">f4"),
+    ]
     strange += [np.ones((4, 3)).T, torch.ones(4, 3).T, np.ones(6)[::2]]
-    refusals = [(c, x) for c in ("allreduce", "start_allreduce", "broadcast", "reduce_scatter", "allgather") for x in strange]
     refusals = [
-        (c, x) for c, x in refusals if x.dtype != torch.bfloat16 or c not in ("allreduce", "start_allreduce")
+        (c, x)
+        for c in ("allreduce", "start_allreduce", "broadcast", "reduce_scatter", "allgather")
+        for x in strange
+    ]
+    refusals = [
+        (c, x)
+        for c, x in refusals
+        if x.dtype != torch.bfloat16 or c not in ("allreduce", "start_allreduce")
     ]  # tests/support/strategies_on_ranks.py
-    refusals += [(c, x) for c in ("allreduce", "reduce_scatter") for x in (np.ones(3, bool), torch.ones(3).bool())]
-    refusals += [(c, x) for c in ("allgather", "reduce_scatter") for x in (np.array(1.0), torch.tensor(1.0))]
+    refusals += [
+        (c, x)
+        for c in ("allreduce", "reduce_scatter")
+        for x in (np.ones(3, bool), torch.ones(3).bool())
+    ]
+    refusals += [
+        (c, x) for c in ("allgather", "reduce_scatter") for x in (np.array(1.0), torch.tensor(1.0))
+    ]
     checks: dict[str, Check] = {}
     for collective, x in refusals:
         dtype = str(x.dtype).removeprefix("torch.")
-        what = f"{collective}-{dtype}-{'x'.join(map(str, x.shape)) or 'scalar'}-{'torch' if torch.is_tensor(x) else 'numpy'}"
+        what = f"{collective}-{dtype}-{'x'.join(map(str, x.shape)) or 'scalar'}-{'torch' if torch.is_tensor(x) else 'numpy'}"  # noqa: E501
         checks[f"refused-{what}"] = partial(refused, collective, x, dtype)
     return checks
 
@@ -454,11 +695,15 @@ def failures(communicator: Communicator) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, check in checks_of(communicator.name).items():
         try:
-            for claim in list(check(communicator, name.removesuffix("-numpy").removesuffix("-torch"))):
+            for claim in list(
+                check(communicator, name.removesuffix("-numpy").removesuffix("-torch"))
+            ):
                 expect(*claim)
             found[name] = ""
         except Exception as error:
-            found[name] = f"rank {communicator.rank} of {communicator.size}: {type(error).__name__}: {error}"
+            found[name] = (
+                f"rank {communicator.rank} of {communicator.size}: {type(error).__name__}: {error}"
+            )
     return found
 
 
@@ -468,7 +713,14 @@ def main(name: str, out: str) -> None:
     warnings.simplefilter("error")
     everyone = communicator.allgather_object(failures(communicator))
     if communicator.rank == 0:
-        Path(out).write_text(json.dumps({check: "; ".join(filter(None, (mine[check] for mine in everyone))) for check in everyone[0]}))
+        Path(out).write_text(
+            json.dumps(
+                {
+                    check: "; ".join(filter(None, (mine[check] for mine in everyone)))
+                    for check in everyone[0]
+                }
+            )
+        )
     communicator.close()
 
 

@@ -1,4 +1,5 @@
-"""What a Context does on several ranks with uneven shares, against formulas; then a mistake that one rank alone makes."""
+"""What a Context does on several ranks with uneven shares, against formulas; then a mistake that
+one rank alone makes."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ DATA = {"x": X, "y": X.sum(1)}
 
 def main(folder: str, mistake: str) -> None:  # noqa: PLR0915
     run = Path(folder)
-    with ht.init(f"run={run}", "comm.engine=mpi", "log.every_steps=1", "checkpoint.every_steps=2") as ctx:
+    with ht.init(
+        f"run={run}", "comm.engine=mpi", "log.every_steps=1", "checkpoint.every_steps=2"
+    ) as ctx:
         model = torch.nn.Linear(2, 1).double().to(ctx.device)
         model.register_buffer("running_mean", torch.zeros(1, device=ctx.device))
         scaler = torch.amp.GradScaler(ctx.device.type, init_scale=8.0, growth_interval=3)
@@ -33,7 +36,9 @@ def main(folder: str, mistake: str) -> None:  # noqa: PLR0915
             assert len(batch["x"]) == max(1, batch.count)
             counts.append(batch.count)
             own = batch["x"][: batch.count].tolist()
-            everyone = np.array([row for rows in ctx.mesh.world.allgather_object(own) for row in rows])
+            everyone = np.array(
+                [row for rows in ctx.mesh.world.allgather_object(own) for row in rows]
+            )
             assert len(everyone) == 2
             error = everyone @ weight + bias - everyone.sum(1)
             gradient = np.append(error @ everyone, error.sum())  # 2 / 2 of the mean of squares
@@ -83,5 +88,7 @@ def evaluate(ctx: ht.Context, model: Any) -> None:
     everyone = ctx.mesh.world.allgather_object([rows, [count for _, count in rows]])
     counts = [of_rank[1] for of_rank in everyone]
     assert counts == [[2, 0], [2, 0], [2, 1]], counts
-    seen = sorted(value for of_rank in everyone for values, count in of_rank[0] for value in values[:count])
+    seen = sorted(
+        value for of_rank in everyone for values, count in of_rank[0] for value in values[:count]
+    )
     assert seen == sorted(DATA["x"][:, 0].tolist())

@@ -1,6 +1,8 @@
-"""Dense layers cut over ranks, schemes a, b and c: {case: largest difference to one process}, on the ranks.
+"""Dense layers cut over ranks, schemes a, b and c: {case: largest difference to one process}, on
+the ranks.
 
-The differences are relative, of the losses and of all gradients of three steps of SGD with momentum in float64.
+The differences are relative, of the losses and of all gradients of three steps of SGD with momentum
+in float64.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ UPDATES = {"a": 1, "b": 3, "c": 3}  # of the dense part in a step of the variabl
 
 
 class Step(NamedTuple):
-    """What a step came to: the mean loss of the global batch, and the gradients by the parameters' names."""
+    """What a step came to: the mean loss of the global batch, and the gradients by the parameters'
+    names."""
 
     loss: float
     gradients: dict[str, torch.Tensor]
@@ -36,14 +39,25 @@ class Step(NamedTuple):
 def model_of(name: str) -> torch.nn.Module:
     torch.manual_seed(7)
     if name == "alexnet":
-        return alexnet.build("alexnet", (16, 16, 2), CLASSES, widths=(4, 5, 4, 3, 6), dense=(13, 9), dropout=0.0).double()
-    dense = {"convnet": (11,), "convnet fc": (), "convnet narrow": (3,)}[name]  # 4 ranks have 3 neurons
-    return convnet.build("convnet", (8, 8, 2), CLASSES, widths=(4, 6), norm=False, dense=dense).double()
+        return alexnet.build(
+            "alexnet", (16, 16, 2), CLASSES, widths=(4, 5, 4, 3, 6), dense=(13, 9), dropout=0.0
+        ).double()
+    dense = {"convnet": (11,), "convnet fc": (), "convnet narrow": (3,)}[
+        name
+    ]  # 4 ranks have 3 neurons
+    return convnet.build(
+        "convnet", (8, 8, 2), CLASSES, widths=(4, 6), norm=False, dense=dense
+    ).double()
 
 
 def shares(size: int) -> list[list[int]]:
-    """Samples of each rank in each step: even, uneven, and some ranks or all but one without any."""
-    return [[4] * size, [3 + 2 * rank for rank in range(size)], [0 if rank % 2 == 0 else 5 for rank in range(size)]]
+    """Samples of each rank in each step: even, uneven, and some ranks or all but one without
+    any."""
+    return [
+        [4] * size,
+        [3 + 2 * rank for rank in range(size)],
+        [0 if rank % 2 == 0 else 5 for rank in range(size)],
+    ]
 
 
 def samples(name: str, count: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,7 +73,10 @@ def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in model.named_parameters()
+    }
 
 
 def one_process(name: str, size: int) -> Iterator[Step]:
@@ -74,33 +91,49 @@ def one_process(name: str, size: int) -> Iterator[Step]:
         optimizer.zero_grad()
 
 
-def on_ranks(name: str, scheme: Scheme, communicator: Communicator, faulty: Communicator | None = None) -> Iterator[Step]:
-    """As training does it: forward of a rank's own samples, backward of their losses / global batch, gradients of the rest summed."""
+def on_ranks(
+    name: str, scheme: Scheme, communicator: Communicator, faulty: Communicator | None = None
+) -> Iterator[Step]:
+    """As training does it: forward of a rank's own samples, backward of their losses / global
+    batch, gradients of the rest summed."""
     model = model_of(name)
     wholes = [p.clone() for p in model.parameters()]
     hybrid = HybridModel(model, faulty or communicator, scheme)
     for p, first in zip(model.parameters(), wholes, strict=True):
-        assert torch.equal(p, hybrid.cuts()[p].of(first).view(p.shape) if p in hybrid.cuts() else first)
+        assert torch.equal(
+            p, hybrid.cuts()[p].of(first).view(p.shape) if p in hybrid.cuts() else first
+        )
     optimizer = optimizer_of(model.parameters())
     for step, rows in enumerate(shares(communicator.size)):
         x, y = own_part(samples(name, sum(rows), step), rows, communicator.rank)
         loss = cross_entropy(hybrid(x), y, reduction="none").sum() / sum(rows)
         loss.backward()
         sum_others(hybrid, communicator)
-        yield Step(over_ranks(float(loss.detach()), communicator), whole(gradients(model), hybrid, communicator))
+        yield Step(
+            over_ranks(float(loss.detach()), communicator),
+            whole(gradients(model), hybrid, communicator),
+        )
         optimizer.step()
         optimizer.zero_grad()
 
 
 def in_buckets(name: str, scheme: Scheme, communicator: Communicator) -> Iterator[Step]:
-    """As on_ranks(), in two micro-batches, and with the strategy that sums the other gradients in overlapped buckets."""
+    """As on_ranks(), in two micro-batches, and with the strategy that sums the other gradients in
+    overlapped buckets."""
     model = model_of(name)
     hybrid = HybridModel(model, communicator, scheme)
     dense = {id(p) for p in hybrid.dense_parameters()}
-    strategy = Buckets([(n, p) for n, p in model.named_parameters() if id(p) not in dense], communicator, 300, HostStopwatch())
+    strategy = Buckets(
+        [(n, p) for n, p in model.named_parameters() if id(p) not in dense],
+        communicator,
+        300,
+        HostStopwatch(),
+    )
     optimizer = optimizer_of(model.parameters())
 
-    def one_pass(micro: tuple[torch.Tensor, torch.Tensor], divisor: int, is_last: bool) -> dict[str, Any]:
+    def one_pass(
+        micro: tuple[torch.Tensor, torch.Tensor], divisor: int, is_last: bool
+    ) -> dict[str, Any]:
         loss = cross_entropy(hybrid(micro[0]), micro[1], reduction="none").sum() / divisor
         loss.backward()
         return {"loss": loss.detach()}
@@ -110,12 +143,17 @@ def in_buckets(name: str, scheme: Scheme, communicator: Communicator) -> Iterato
         half = len(x) // 2
         sums = strategy.run([(x[:half], y[:half]), (x[half:], y[half:])], sum(rows), one_pass)
         strategy.reduce()
-        yield Step(over_ranks(float(sums["loss"]), communicator), whole(gradients(model), hybrid, communicator))
+        yield Step(
+            over_ranks(float(sums["loss"]), communicator),
+            whole(gradients(model), hybrid, communicator),
+        )
         optimizer.step()
         optimizer.zero_grad()
 
 
-def own_part(batch: tuple[torch.Tensor, torch.Tensor], rows: list[int], rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+def own_part(
+    batch: tuple[torch.Tensor, torch.Tensor], rows: list[int], rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     own = slice(sum(rows[:rank]), sum(rows[: rank + 1]))
     return batch[0][own], batch[1][own]
 
@@ -129,28 +167,42 @@ def sum_others(hybrid: HybridModel, communicator: Communicator) -> None:
     dense = {id(p) for p in hybrid.dense_parameters()}
     for name, p in hybrid.model.named_parameters():
         if id(p) not in dense:
-            p.grad = communicator.allreduce(torch.zeros_like(p) if p.grad is None else p.grad, f"gradient.{name}")
+            p.grad = communicator.allreduce(
+                torch.zeros_like(p) if p.grad is None else p.grad, f"gradient.{name}"
+            )
 
 
-def whole(found: dict[str, torch.Tensor], hybrid: HybridModel, communicator: Communicator) -> dict[str, torch.Tensor]:
+def whole(
+    found: dict[str, torch.Tensor], hybrid: HybridModel, communicator: Communicator
+) -> dict[str, torch.Tensor]:
     """The parts of the dense parameters put together."""
     dense = {id(p) for p in hybrid.dense_parameters()}
     parameters = dict(hybrid.model.named_parameters())
-    return {name: communicator.allgather(g, f"whole.{name}") if id(parameters[name]) in dense else g for name, g in found.items()}
+    return {
+        name: communicator.allgather(g, f"whole.{name}") if id(parameters[name]) in dense else g
+        for name, g in found.items()
+    }
 
 
 def largest_difference(found: Iterator[Step], expected: Iterator[Step]) -> float:
     """Relative; NaN where something is not finite."""
     gaps = []
     for ours, theirs in zip(found, expected, strict=True):
-        assert ours.gradients.keys() == theirs.gradients.keys(), (ours.gradients.keys(), theirs.gradients.keys())
+        assert ours.gradients.keys() == theirs.gradients.keys(), (
+            ours.gradients.keys(),
+            theirs.gradients.keys(),
+        )
         gaps.append(abs(ours.loss - theirs.loss) / theirs.loss)
-        gaps += [float((g - theirs.gradients[name]).norm() / theirs.gradients[name].norm()) for name, g in ours.gradients.items()]
+        gaps += [
+            float((g - theirs.gradients[name]).norm() / theirs.gradients[name].norm())
+            for name, g in ours.gradients.items()
+        ]
     return float(torch.tensor(gaps).max())  # which keeps a NaN
 
 
 def one_process_in_turns(name: str, scheme: Scheme, size: int) -> Iterator[Step]:
-    """Variable batch: after each turn the dense part steps by the mean over its samples; the gradient of the others is added up.
+    """Variable batch: after each turn the dense part steps by the mean over its samples; the
+    gradient of the others is added up.
 
     In place of the dense parameters' gradients their values behind the step.
     """
@@ -163,17 +215,31 @@ def one_process_in_turns(name: str, scheme: Scheme, size: int) -> Iterator[Step]
         (all_x, all_y), total = samples(name, sum(rows), step), 0.0
         order = torch.arange(len(all_x))
         updates = UPDATES[scheme]
-        for turn in [order[turn::updates] for turn in range(updates)] if scheme == "c" else order.tensor_split(updates):
+        for turn in (
+            [order[turn::updates] for turn in range(updates)]
+            if scheme == "c"
+            else order.tensor_split(updates)
+        ):
             x = all_x[turn]
             y = all_y[turn]
             loss = cross_entropy(model(x), y)
             share = len(x) / sum(rows)
             found = torch.autograd.grad(loss, [*dense, *others])
             for p, g in zip([*dense, *others], found, strict=True):
-                p.grad = g if any(p is d for d in dense) else g * share + (0 if p.grad is None else p.grad)
+                p.grad = (
+                    g
+                    if any(p is d for d in dense)
+                    else g * share + (0 if p.grad is None else p.grad)
+                )
             dense_step(dense_optimizer, len(x), sum(rows))
             total += float(loss.detach()) * share
-        yield Step(total, {n: p.grad if p.grad is not None else p.detach().clone() for n, p in model.named_parameters()})
+        yield Step(
+            total,
+            {
+                n: p.grad if p.grad is not None else p.detach().clone()
+                for n, p in model.named_parameters()
+            },
+        )
         optimizer.step()
         optimizer.zero_grad()
 
@@ -201,14 +267,18 @@ def on_ranks_in_turns(name: str, scheme: Scheme, communicator: Communicator) -> 
             dense_step(dense_optimizer, turn.samples, sum(rows))
             total += float(loss.detach()) / sum(rows)
         sum_others(hybrid, communicator)
-        found = {n: p.grad if p.grad is not None else p.detach().clone() for n, p in model.named_parameters()}
+        found = {
+            n: p.grad if p.grad is not None else p.detach().clone()
+            for n, p in model.named_parameters()
+        }
         yield Step(over_ranks(total, communicator), whole(found, hybrid, communicator))
         optimizer.step()
         optimizer.zero_grad()
 
 
 class NotSummed:
-    """A communicator that gives back a rank's own rows of the gradient of gathered activations, without what other ranks have of it."""
+    """A communicator that gives back a rank's own rows of the gradient of gathered activations,
+    without what other ranks have of it."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -217,7 +287,11 @@ class NotSummed:
         return getattr(self._communicator, name)
 
     def start_reduce(self, x: Buffer, name: str, root: int = 0) -> Handle:
-        return CompletedHandle(x) if name.startswith("dense.rows") else self._communicator.start_reduce(x, name, root)
+        return (
+            CompletedHandle(x)
+            if name.startswith("dense.rows")
+            else self._communicator.start_reduce(x, name, root)
+        )
 
     def start_reduce_scatter(self, x: Buffer, name: str) -> Handle:
         if not name.startswith("dense.rows"):
@@ -243,11 +317,19 @@ def by_case(communicator: Communicator) -> dict[str, float]:
     found: dict[str, float] = {}
     for scheme in SCHEMES:
         for name in ("convnet", "convnet fc", "convnet narrow", "alexnet"):
-            found[f"{name} {scheme}"] = largest_difference(on_ranks(name, scheme, communicator), one_process(name, size))
-        found[f"in buckets {scheme}"] = largest_difference(in_buckets("convnet", scheme, communicator), one_process("convnet", size))
+            found[f"{name} {scheme}"] = largest_difference(
+                on_ranks(name, scheme, communicator), one_process(name, size)
+            )
+        found[f"in buckets {scheme}"] = largest_difference(
+            in_buckets("convnet", scheme, communicator), one_process("convnet", size)
+        )
         found[f"evaluated {scheme}"] = evaluated("alexnet", scheme, communicator)
         in_turns = on_ranks_in_turns("alexnet", scheme, communicator)
-        found[f"variable batch {scheme}"] = largest_difference(in_turns, one_process_in_turns("alexnet", scheme, size))
+        found[f"variable batch {scheme}"] = largest_difference(
+            in_turns, one_process_in_turns("alexnet", scheme, size)
+        )
         faulty: Any = NotSummed(communicator)
-        found[f"faulty {scheme}"] = largest_difference(on_ranks("convnet", scheme, communicator, faulty), one_process("convnet", size))
+        found[f"faulty {scheme}"] = largest_difference(
+            on_ranks("convnet", scheme, communicator, faulty), one_process("convnet", size)
+        )
     return found

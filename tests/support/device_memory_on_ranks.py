@@ -1,4 +1,5 @@
-"""Collectives of MPI of tensors on GPUs, by both ways of comm.device_memory: of a stand-in for a GPU, and of a real one."""
+"""Collectives of MPI of tensors on GPUs, by both ways of comm.device_memory: of a stand-in for a
+GPU, and of a real one."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ CYCLES = 400_000_000  # about 200 ms, in which what is reduced is not there
 def failures(ranks: MpiCommunicator, way: Way) -> tuple[int, dict[str, str]]:
     """How many of the checks of every engine are made of tensors, and those that fail."""
     group = _group(ranks, LateGpu(), way)
-    checks = {name: check for name, check in conformance.checks_of("mpi").items() if name.endswith("-torch")}
+    checks = {
+        name: check
+        for name, check in conformance.checks_of("mpi").items()
+        if name.endswith("-torch")
+    }
     found = {}
     for name, check in checks.items():
         try:
@@ -37,7 +42,8 @@ def failures(ranks: MpiCommunicator, way: Way) -> tuple[int, dict[str, str]]:
 
 
 def late(ranks: MpiCommunicator, way: Way) -> list[str]:
-    """Collectives of a tensor that the GPU fills as late as it may: the names of those whose result is wrong."""
+    """Collectives of a tensor that the GPU fills as late as it may: the names of those whose result
+    is wrong."""
     gpus = LateGpu()
     group = _group(ranks, gpus, way)
     size = group.size
@@ -46,19 +52,37 @@ def late(ranks: MpiCommunicator, way: Way) -> list[str]:
     total = size * (size + 1) / 2
     for name, start, expected in (
         ("allreduce", lambda x: group.start_allreduce(x, "late"), [total] * (2 * size)),
-        ("broadcast", lambda x: group.start_broadcast(x, "late", size - 1), [float(size)] * (2 * size)),
+        (
+            "broadcast",
+            lambda x: group.start_broadcast(x, "late", size - 1),
+            [float(size)] * (2 * size),
+        ),
         ("reduce_scatter", lambda x: group.start_reduce_scatter(x, "late"), [total] * 2),
-        ("spread", lambda x: group.start_spread(x, "late"), [1.0 + r for r in range(size) for _ in range(2)]),
+        (
+            "spread",
+            lambda x: group.start_spread(x, "late"),
+            [1.0 + r for r in range(size) for _ in range(2)],
+        ),
         ("16 bits", lambda x: group.start_allreduce(x, "late"), [total] * (2 * size)),
     ):
-        x = torch.full((2 * size,), math.nan, dtype=torch.float16 if name == "16 bits" else torch.float32)
+        x = torch.full(
+            (2 * size,), math.nan, dtype=torch.float16 if name == "16 bits" else torch.float32
+        )
         gpus.present(HOST).give(lambda x=x: x.fill_(rank + 1.0))
         found = start(x).wait().tolist()
         if found != expected:
             wrong.append(f"{name}: {found}")
     for name, make, expected in (
-        ("blocking allreduce", lambda x: group.allreduce(x, "late", "max"), [float(size)] * (2 * size)),
-        ("allgather", lambda x: group.allgather(x, "late"), [1.0 + r for r in range(size) for _ in range(2 * size)]),
+        (
+            "blocking allreduce",
+            lambda x: group.allreduce(x, "late", "max"),
+            [float(size)] * (2 * size),
+        ),
+        (
+            "allgather",
+            lambda x: group.allgather(x, "late"),
+            [1.0 + r for r in range(size) for _ in range(2 * size)],
+        ),
         ("blocking reduce_scatter", lambda x: group.reduce_scatter(x, "late"), [total] * 2),
     ):
         x = torch.full((2 * size,), math.nan)
@@ -69,8 +93,11 @@ def late(ranks: MpiCommunicator, way: Way) -> list[str]:
     return wrong
 
 
-def asked(ranks: MpiCommunicator, wish: str, on_gpu: list[bool]) -> tuple[str, list[str], list[str], bool]:
-    """What use_gpus() raises, its notes, which features it adds, and whether groups that were made before and after have them."""
+def asked(
+    ranks: MpiCommunicator, wish: str, on_gpu: list[bool]
+) -> tuple[str, list[str], list[str], bool]:
+    """What use_gpus() raises, its notes, which features it adds, and whether groups that were made
+    before and after have them."""
     group = ranks.split(0)
     assert isinstance(group, MpiCommunicator)
     before = group.split(0)
@@ -96,14 +123,23 @@ def mixed(ranks: MpiCommunicator) -> list[float]:
     assert isinstance(group, MpiCommunicator)
     group.use_gpus(gpus if group.rank == 0 else None, "auto", "a test")
     x = torch.full((3,), group.rank + 1.0)
-    found: list[float] = group.start_allreduce(x.clone(), "mixed").wait().tolist() + group.allreduce(x, "mixed").tolist()
+    found: list[float] = (
+        group.start_allreduce(x.clone(), "mixed").wait().tolist()
+        + group.allreduce(x, "mixed").tolist()
+    )
     ranks.free_group(group)
     return found
 
 
 def farthest_weight(ranks: MpiCommunicator, way: Way, stage: int) -> tuple[str, float]:
-    """What three steps of SGD on the stand-in's tensors are called, and how far the weights are from those of tensors in host memory."""
-    words = (f"shard.stage={stage}", "optim.name=sgd", "speed.precision=fp64", "comm.bucket_mb=0.01")
+    """What three steps of SGD on the stand-in's tensors are called, and how far the weights are
+    from those of tensors in host memory."""
+    words = (
+        f"shard.stage={stage}",
+        "optim.name=sgd",
+        "speed.precision=fp64",
+        "comm.bucket_mb=0.01",
+    )
     sizes = [5 + 3 * rank for rank in range(ranks.size)]
     group = _group(ranks, LateGpu(), way)
     plain, moved = learner(ranks, *words), learner(group, *words)
@@ -116,7 +152,8 @@ def farthest_weight(ranks: MpiCommunicator, way: Way, stage: int) -> tuple[str, 
 
 
 def on_gpu(ranks: MpiCommunicator) -> tuple[list[str], bool, str]:
-    """The notes; whether the host went on before the tensor was filled; what is wrong with the sums, of a tensor that is filled late."""
+    """The notes; whether the host went on before the tensor was filled; what is wrong with the
+    sums, of a tensor that is filled late."""
     torch.cuda.set_device(0)
     group = ranks.split(0)
     assert isinstance(group, MpiCommunicator)
@@ -141,9 +178,15 @@ def on_gpu(ranks: MpiCommunicator) -> tuple[list[str], bool, str]:
                 spread = group.start_spread(own, "spread").wait().double().sum()
             side.synchronize()
             expected = size * (size + 1) / 2 * length
-            parts = sum((rank + 1) * len(range(length)[part_of(length, rank, size)]) for rank in range(size))
+            parts = sum(
+                (rank + 1) * len(range(length)[part_of(length, rank, size)]) for rank in range(size)
+            )
             if (float(found), float(spread)) != (expected, parts):
-                wrong = wrong or f"{dtype}, {length}: {float(found)}, {float(spread)}, not {expected}, {parts}"
+                wrong = (
+                    wrong
+                    or f"{dtype}, {length}: {float(found)}, {float(spread)}, not {expected}, "
+                    f"{parts}"
+                )
     notes = list(group.notes)
     ranks.free_group(group)
     return notes, all(went_on), wrong

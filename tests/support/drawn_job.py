@@ -1,7 +1,9 @@
-"""A job drawn from a seed: its words, where it runs, and where it goes on; and the data and the model that its words name.
+"""A job drawn from a seed: its words, where it runs, and where it goes on; and the data and the
+model that its words name.
 
-In float64, and of nothing whose numbers depend on the ranks by its definition: no dropout, no statistics of one rank's samples, no local
-steps. What a place does not support is rarely drawn for it, so that most jobs train.
+In float64, and of nothing whose numbers depend on the ranks by its definition: no dropout, no
+statistics of one rank's samples, no local steps. What a place does not support is rarely drawn for
+it, so that most jobs train.
 """
 
 from __future__ import annotations
@@ -17,12 +19,27 @@ from torch import nn
 
 VOCABULARY = 11
 RATES = {  # so that a few steps change the loss, and none diverges
-    **{"sgd": 0.05, "adam": 0.01, "adamw": 0.01, "lars": 0.05, "larc": 0.02, "lamb": 0.02, "novograd": 0.02, "muon": 0.02},
-    **{"torch.optim.SGD": 0.05, "torch.optim.RMSprop": 0.002, "torch.optim.Adam": 0.01, "torch.optim.NAdam": 0.005},
+    **{
+        "sgd": 0.05,
+        "adam": 0.01,
+        "adamw": 0.01,
+        "lars": 0.05,
+        "larc": 0.02,
+        "lamb": 0.02,
+        "novograd": 0.02,
+        "muon": 0.02,
+    },
+    **{
+        "torch.optim.SGD": 0.05,
+        "torch.optim.RMSprop": 0.002,
+        "torch.optim.Adam": 0.01,
+        "torch.optim.NAdam": 0.005,
+    },
     **{"torch.optim.Adagrad": 0.01, "torch.optim.Adamax": 0.005},
 }
-# Batches that no number of classes divides. The linear model starts with zeros, so all its outputs are equal, and where as many samples are
-# of each class, the gradient of a bias is zero but for rounding; Adam divides that by itself, and what is left is above OF_ADAM.
+# Batches that no number of classes divides. The linear model starts with zeros, so all its outputs
+# are equal, and where as many samples are of each class, the gradient of a bias is zero but for
+# rounding; Adam divides that by itself, and what is left is above OF_ADAM.
 NOT_DIVISIBLE = (11, 13, 17, 19, 23, 29)
 
 
@@ -61,23 +78,54 @@ def draw(seed: int, limits: Limits) -> DrawnJob:
     if (task, model) == ("classification", "linear"):
         batch = dice.choice(NOT_DIVISIBLE)
     optimizer = dice.choice(
-        [name for name in RATES if framework == "torch" or ("." not in name and (framework == "jax" or name != "muon"))]
+        [
+            name
+            for name in RATES
+            if framework == "torch" or ("." not in name and (framework == "jax" or name != "muon"))
+        ]
     )
     options = _Options(dice, framework, task, model, optimizer, batch, samples, steps)
     at = dice.randint(1, 3)
-    words = " ".join([f"checkpoint.every_steps={at}", *options.common(), *options.optimizer(), *options.recipe(), *options.inputs()])
+    words = " ".join(
+        [
+            f"checkpoint.every_steps={at}",
+            *options.common(),
+            *options.optimizer(),
+            *options.recipe(),
+            *options.inputs(),
+        ]
+    )
     words = " ".join([words, *options.others(random.Random(f"others {seed}"), words)])
     place = _place(dice, limits, framework, model, optimizer, words)
-    next_place = _place(dice, limits, framework, model, optimizer, words) if dice.random() < 0.5 else None
+    next_place = (
+        _place(dice, limits, framework, model, optimizer, words) if dice.random() < 0.5 else None
+    )
     return DrawnJob(seed, words, place, next_place, at)
 
 
 MODELS = {  # framework -> tasks and models
     "torch": [
-        *(("classification", model) for model in ("mlp", "mlp", "linear", "convnet", "convnet", "sync", "alexnet", "own", "own")),
+        *(
+            ("classification", model)
+            for model in (
+                "mlp",
+                "mlp",
+                "linear",
+                "convnet",
+                "convnet",
+                "sync",
+                "alexnet",
+                "own",
+                "own",
+            )
+        ),
         *(("regression", "mlp"), ("regression", "linear"), *[("language", "gpt")] * 3),
     ],
-    "jax": [*(("classification", model) for model in ("mlp", "linear", "convnet")), ("regression", "mlp"), ("regression", "linear")],
+    "jax": [
+        *(("classification", model) for model in ("mlp", "linear", "convnet")),
+        ("regression", "mlp"),
+        ("regression", "linear"),
+    ],
     "numpy": [("classification", "linear"), ("regression", "linear")],
 }
 WORDS_OF_MODEL = {
@@ -97,7 +145,15 @@ class _Options:
     """Draws the words of a job, section by section."""
 
     def __init__(
-        self, dice: random.Random, framework: str, task: str, model: str, optimizer: str, batch: int, samples: int, steps: int
+        self,
+        dice: random.Random,
+        framework: str,
+        task: str,
+        model: str,
+        optimizer: str,
+        batch: int,
+        samples: int,
+        steps: int,
     ) -> None:
         self.dice = dice
         self.framework = framework
@@ -108,84 +164,147 @@ class _Options:
         self.samples = samples
         self.steps = steps
         self.in_torch_alone = "." in optimizer
-        self.images = task == "classification" and (model not in ("mlp-a", "mlp-b", "linear") or dice.random() < 0.5)
+        self.images = task == "classification" and (
+            model not in ("mlp-a", "mlp-b", "linear") or dice.random() < 0.5
+        )
 
     def sometimes(self, share: float, *words: str) -> list[str]:
         return [self.dice.choice(words)] if self.dice.random() < share else []
 
     def common(self) -> list[str]:
         dice = self.dice
-        words = [f"framework={self.framework}", "speed.precision=fp64", f"seed={dice.randint(0, 99)}", f"task.name={self.task}"]
+        words = [
+            f"framework={self.framework}",
+            "speed.precision=fp64",
+            f"seed={dice.randint(0, 99)}",
+            f"task.name={self.task}",
+        ]
         words += [f"batch.size={self.batch}", "log.every_steps=1", "checkpoint.keep_last=99"]
-        words += ["guard.equal_steps=2", "checkpoint.every_minutes=null", f"batch.evaluate={dice.choice((3, 7, 500))}"]
-        words += [f"data.samples={self.samples}", f"data.val_samples={dice.randint(5, 30)}", WORDS_OF_MODEL[self.model]]
+        words += [
+            "guard.equal_steps=2",
+            "checkpoint.every_minutes=null",
+            f"batch.evaluate={dice.choice((3, 7, 500))}",
+        ]
+        words += [
+            f"data.samples={self.samples}",
+            f"data.val_samples={dice.randint(5, 30)}",
+            WORDS_OF_MODEL[self.model],
+        ]
         if self.model == "convnet":
-            words += ["model.norm=false", *self.sometimes(0.5 * (self.framework == "torch"), "model.dense=[7,5]", "model.dense=[6]")]
+            words += [
+                "model.norm=false",
+                *self.sometimes(
+                    0.5 * (self.framework == "torch"), "model.dense=[7,5]", "model.dense=[6]"
+                ),
+            ]
         if self.images:
             side = dice.choice(((4, 4, 2), (8, 8, 1), (9, 7, 3)))
-            words += ["data.name=synthetic", f"data.shape=[{','.join(map(str, side))}]", f"data.classes={dice.randint(2, 7)}"]
+            words += [
+                "data.name=synthetic",
+                f"data.shape=[{','.join(map(str, side))}]",
+                f"data.classes={dice.randint(2, 7)}",
+            ]
         else:
-            words += [f"data.name=drawn_job:{ {'classification': 'classes', 'regression': 'numbers', 'language': 'tokens'}[self.task] }"]
+            words += [
+                f"data.name=drawn_job:{ {'classification': 'classes', 'regression': 'numbers', 'language': 'tokens'}[self.task] }"  # noqa: E501
+            ]
         by_steps = [f"stop.steps={self.steps}", "epochs=50"]
-        return words + dice.choice((by_steps, [f"epochs={self.steps * self.batch / self.samples:.3f}"]))
+        return words + dice.choice(
+            (by_steps, [f"epochs={self.steps * self.batch / self.samples:.3f}"])
+        )
 
     def optimizer(self) -> list[str]:
         words = [f"optim.name={self.name}", f"optim.base_lr={RATES[self.name]}"]
         words += self.sometimes(0.4, "optim.weight_decay=0.01", "optim.weight_decay=0.1")
-        words += self.sometimes(0.2, "optim.exclude=none") + self.sometimes(0.3, "optim.clip_norm=0.5", "optim.clip_norm=0.05")
-        words += self.sometimes(0.2, "optim.clip_value=0.02") + self.sometimes(0.2, "optim.momentum=0.5", "optim.momentum=0")
+        words += self.sometimes(0.2, "optim.exclude=none") + self.sometimes(
+            0.3, "optim.clip_norm=0.5", "optim.clip_norm=0.05"
+        )
+        words += self.sometimes(0.2, "optim.clip_value=0.02") + self.sometimes(
+            0.2, "optim.momentum=0.5", "optim.momentum=0"
+        )
         if not self.in_torch_alone:
             words += self.sometimes(0.2, "optim.ema=0.8")
             if self.model != "own":
-                words += self.sometimes(0.15, 'optim.groups=[{"names":"*.bias","rate":3}]', 'optim.groups=[{"names":"*.weight","rate":2}]')
+                words += self.sometimes(
+                    0.15,
+                    'optim.groups=[{"names":"*.bias","rate":3}]',
+                    'optim.groups=[{"names":"*.weight","rate":2}]',
+                )
         return words
 
     def recipe(self) -> list[str]:
         dice = self.dice
-        words = self.sometimes(0.3, "recipe.warmup=0.3", "recipe.warmup=2steps", "recipe.warmup=20%")
-        schedules = ("cosine", "linear", "polynomial", "exponential", "steps recipe.milestones=[2steps] recipe.gamma=0.5")
+        words = self.sometimes(
+            0.3, "recipe.warmup=0.3", "recipe.warmup=2steps", "recipe.warmup=20%"
+        )
+        schedules = (
+            "cosine",
+            "linear",
+            "polynomial",
+            "exponential",
+            "steps recipe.milestones=[2steps] recipe.gamma=0.5",
+        )
         words += self.sometimes(0.5, *(f"recipe.schedule={name}" for name in schedules))
         if self.model != "sync" and dice.random() < 0.25:
             larger = dice.randint(self.batch + 1, min(2 * self.batch, self.samples))
-            words.append(f"recipe.growth=milestones recipe.grow_at=[2steps] recipe.grow_to=[{larger}]")
+            words.append(
+                f"recipe.growth=milestones recipe.grow_at=[2steps] recipe.grow_to=[{larger}]"
+            )
         if self.task != "language" and dice.random() < 0.15:
             words.append(f"optim.base_batch={max(1, self.batch // 2)} recipe.sample_noise=0.5")
-        words += self.sometimes(0.2, "guard.nonfinite=skip", *["guard.nonfinite=rollback"] * (not self.in_torch_alone))
+        words += self.sometimes(
+            0.2, "guard.nonfinite=skip", *["guard.nonfinite=rollback"] * (not self.in_torch_alone)
+        )
         return words + self.sometimes(0.1, "recipe.gradient_noise=0.01")
 
     def inputs(self) -> list[str]:
-        words = self.sometimes(0.3, "data.sampling=partition") + self.sometimes(0.3, "evaluate.every_steps=2", "evaluate.every_steps=3")
+        words = self.sometimes(0.3, "data.sampling=partition") + self.sometimes(
+            0.3, "evaluate.every_steps=2", "evaluate.every_steps=3"
+        )
         words += self.sometimes(0.2, "evaluate.samples=4")
         if self.model != "sync":
             words += self.sometimes(0.4, "batch.micro=2", "batch.micro=3", "batch.micro=5")
         if self.task == "classification":
             words += self.sometimes(0.2, "model.label_smoothing=0.1", "model.loss=squared_error")
         if self.images:
-            words += self.sometimes(0.2, "augment.flip=true", "augment.flip=alternating") + self.sometimes(0.2, "augment.crop=1")
+            words += self.sometimes(
+                0.2, "augment.flip=true", "augment.flip=alternating"
+            ) + self.sometimes(0.2, "augment.crop=1")
             words += (
                 self.sometimes(0.1, "augment.cutout=2")
                 + self.sometimes(0.1, "augment.mixup=0.3")
                 + self.sometimes(0.15, "evaluate.views=2")
             )
         if self.model.startswith("gpt"):
-            words += self.sometimes(0.2, "model.recompute=all") + self.sometimes(0.3, "task.ignore=0")
+            words += self.sometimes(0.2, "model.recompute=all") + self.sometimes(
+                0.3, "task.ignore=0"
+            )
         return words
 
     def others(self, dice: random.Random, words: str) -> list[str]:
-        """Words of features that came later, by dice of their own, so that a seed keeps its other words."""
+        """Words of features that came later, by dice of their own, so that a seed keeps its other
+        words."""
         found = ["hooks=[example_objects:Hook]"] if dice.random() < 0.15 else []
         if dice.random() < 0.15 and self.framework == "torch" and self.model != "own":
             found.append('model.freeze=["*bias"]')
         by_weight = self.task == "classification" and not any(
-            word in words for word in ("data.sampling", "augment.mixup", "flip=alternating", "sample_noise")
+            word in words
+            for word in ("data.sampling", "augment.mixup", "flip=alternating", "sample_noise")
         )
         kind = dice.choice(("blocks", "weights", "", "", ""))
         if kind == "blocks" and "data.sampling" not in words:
-            found.append(f"data.shuffle=blocks data.shuffle_block={dice.randint(1, 9)} data.shuffle_window={dice.randint(1, 5)}")
+            found.append(
+                f"data.shuffle=blocks data.shuffle_block={dice.randint(1, 9)} "
+                f"data.shuffle_window={dice.randint(1, 5)}"
+            )
         elif kind == "weights" and by_weight:
             found.append("data.sample_weights=balanced")
         if self.images:
-            for word in ("augment.erase=0.5", "augment.rand_augment=2", "augment.color_jitter=[0.4,0.4]"):
+            for word in (
+                "augment.erase=0.5",
+                "augment.rand_augment=2",
+                "augment.color_jitter=[0.4,0.4]",
+            ):
                 found += [word] if dice.random() < 0.1 else []
             if "sample_weights" not in " ".join(found) and dice.random() < 0.1:
                 found.append("augment.cutmix=1.0")
@@ -194,23 +313,46 @@ class _Options:
         return found
 
 
-def _place(dice: random.Random, limits: Limits, framework: str, model: str, optimizer: str, words: str) -> Place:
-    """With the parts that the engine, the model and the optimizer have; now and then with others."""
+def _place(
+    dice: random.Random, limits: Limits, framework: str, model: str, optimizer: str, words: str
+) -> Place:
+    """With the parts that the engine, the model and the optimizer have; now and then with
+    others."""
     engine = dice.choice(limits.engines)
     ranks = dice.choice(limits.sizes)
     parts = [""] if framework != "torch" else ["", "comm.reduce=bucket comm.bucket_mb=0.001"]
     if framework != "numpy":
-        parts += ["shard.stage=1", "shard.stage=2 comm.bucket_mb=0.001"] if optimizer != "muon" or framework == "torch" else []
+        parts += (
+            ["shard.stage=1", "shard.stage=2 comm.bucket_mb=0.001"]
+            if optimizer != "muon" or framework == "torch"
+            else []
+        )
     if framework == "jax" and optimizer != "muon":
         parts += ["shard.stage=3", "shard.stage=3 shard.reshard=false"]
     if framework == "torch":
         parts += _torch_parts(dice, engine, model, optimizer, words)
     if dice.random() < 0.03:
-        parts = [dice.choice(("shard.stage=3", "parallel.tensor=2", "parallel.pipeline=2", "parallel.dense=a", "servers.count=1"))]
-    return Place(engine, ranks + ranks % 2 if "=2" in (part := dice.choice(parts)) and "parallel" in part else ranks, part)
+        parts = [
+            dice.choice(
+                (
+                    "shard.stage=3",
+                    "parallel.tensor=2",
+                    "parallel.pipeline=2",
+                    "parallel.dense=a",
+                    "servers.count=1",
+                )
+            )
+        ]
+    return Place(
+        engine,
+        ranks + ranks % 2 if "=2" in (part := dice.choice(parts)) and "parallel" in part else ranks,
+        part,
+    )
 
 
-def _torch_parts(dice: random.Random, engine: str, model: str, optimizer: str, words: str) -> list[str]:
+def _torch_parts(
+    dice: random.Random, engine: str, model: str, optimizer: str, words: str
+) -> list[str]:
     parts = ["comm.reduce=ddp"] * (engine == "torchdist")
     if "optim.ema" in words:
         return parts
@@ -219,12 +361,20 @@ def _torch_parts(dice: random.Random, engine: str, model: str, optimizer: str, w
         return parts
     stage = dice.choice(("", " shard.stage=1", " shard.stage=2"))
     if model in ("mlp-a", "mlp-b", "gpt-a", "gpt-b"):
-        parts += [f"parallel.tensor=2{stage}", "parallel.tensor=2 shard.stage=3"[: 17 if engine == "horovod" else None]]
+        parts += [
+            f"parallel.tensor=2{stage}",
+            "parallel.tensor=2 shard.stage=3"[: 17 if engine == "horovod" else None],
+        ]
         parts += [f"parallel.tensor=2 parallel.sequence=true{stage}"] * model.startswith("gpt")
         if engine != "horovod" and "evaluate.views" not in words:
-            schedules = [f" parallel.schedule={name}" for name in ("gpipe", "1f1b", *["zero_bubble"] * ("recompute" not in words))]
+            schedules = [
+                f" parallel.schedule={name}"
+                for name in ("gpipe", "1f1b", *["zero_bubble"] * ("recompute" not in words))
+            ]
             parts += [f"parallel.pipeline=2{schedule}{stage}" for schedule in schedules]
-            parts += [f"parallel.pipeline=2 parallel.schedule=interleaved{stage}"] * (model in ("mlp-b", "gpt-b"))
+            parts += [f"parallel.pipeline=2 parallel.schedule=interleaved{stage}"] * (
+                model in ("mlp-b", "gpt-b")
+            )
     if model in ("convnet", "alexnet"):
         parts += [f"parallel.dense={scheme}{stage}" for scheme in "abc"]
     if engine != "horovod" and "." not in optimizer and model != "sync":
@@ -236,11 +386,15 @@ def numbers(split: str, samples: int = 100, val_samples: int = 20) -> dict[str, 
     """Two numbers that follow from five, with noise."""
     dice, count = _dice_of(split, samples, val_samples)
     x = dice.normal(3.0, 2.0, (count, 5))
-    return {"x": x, "y": x @ np.linspace(-1.0, 1.0, 10).reshape(5, 2) + dice.normal(0.0, 0.3, (count, 2))}
+    return {
+        "x": x,
+        "y": x @ np.linspace(-1.0, 1.0, 10).reshape(5, 2) + dice.normal(0.0, 0.3, (count, 2)),
+    }
 
 
 def classes(split: str, samples: int = 100, val_samples: int = 20) -> dict[str, np.ndarray]:
-    """Five columns, and which of three sums of them is the largest; the first three samples are of three classes."""
+    """Five columns, and which of three sums of them is the largest; the first three samples are of
+    three classes."""
     dice, count = _dice_of(split, samples, val_samples)
     x = dice.normal(0.0, 1.0, (count, 5))
     y = (x @ np.linspace(-1.0, 1.0, 15).reshape(5, 3)).argmax(1)
@@ -253,22 +407,31 @@ def tokens(split: str, samples: int = 100, val_samples: int = 20) -> Any:
     from hvdtrain.data.source import NamedArrays
 
     dice, count = _dice_of(split, samples, val_samples)
-    found = (dice.integers(1, VOCABULARY, (count, 1)) + np.arange(8) * dice.integers(1, 3, (count, 1))) % (VOCABULARY - 1) + 1
+    found = (
+        dice.integers(1, VOCABULARY, (count, 1)) + np.arange(8) * dice.integers(1, 3, (count, 1))
+    ) % (VOCABULARY - 1) + 1
     found[np.arange(8) >= dice.integers(3, 12, (count, 1))] = 0
-    return NamedArrays({"tokens": found.astype(np.uint16)}, {"tokens": VOCABULARY}, f"tokens, {split}")
+    return NamedArrays(
+        {"tokens": found.astype(np.uint16)}, {"tokens": VOCABULARY}, f"tokens, {split}"
+    )
 
 
 def _dice_of(split: str, samples: int, val_samples: int) -> tuple[np.random.Generator, int]:
-    return np.random.default_rng(["train", "val"].index(split)), samples if split == "train" else val_samples
+    return np.random.default_rng(
+        ["train", "val"].index(split)
+    ), samples if split == "train" else val_samples
 
 
 class Net(nn.Module):
-    """A user's model: blocks, a norm of each sample, a weight that two layers have, a frozen parameter, one without use, a buffer."""
+    """A user's model: blocks, a norm of each sample, a weight that two layers have, a frozen
+    parameter, one without use, a buffer."""
 
     def __init__(self, shape: tuple[int, ...], outputs: int) -> None:
         super().__init__()
         self.first = nn.Linear(math.prod(shape), 6)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.Tanh()) for _ in range(2)
+        )
         self.again = nn.Linear(6, 6)
         self.again.weight = self.first_square = nn.Parameter(torch.eye(6) + 0.1)
         self.frozen = nn.Parameter(torch.ones(6), requires_grad=False)

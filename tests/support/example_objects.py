@@ -1,4 +1,5 @@
-"""A user's data, models, hook and task, for the examples of features: `mine:Hook` of an example is `example_objects:Hook`."""
+"""A user's data, models, hook and task, for the examples of features: `mine:Hook` of an example is
+`example_objects:Hook`."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ def _images(split: str, samples: int, val_samples: int) -> tuple[np.random.Gener
 def labels(split: str, samples: int = 36, val_samples: int = 12) -> dict[str, np.ndarray]:
     """Images, and of each whether three of its quarters are light."""
     _, x = _images(split, samples, val_samples)
-    means = np.stack([x[:, :4, :4].mean((1, 2, 3)), x[:, :4, 4:].mean((1, 2, 3)), x[:, 4:, :4].mean((1, 2, 3))], 1)
+    means = np.stack(
+        [x[:, :4, :4].mean((1, 2, 3)), x[:, :4, 4:].mean((1, 2, 3)), x[:, 4:, :4].mean((1, 2, 3))],
+        1,
+    )
     return {"x": x, "y": (means > means.mean(0)).astype(np.uint8)}
 
 
@@ -53,7 +57,10 @@ def fields(split: str, samples: int = 36, val_samples: int = 12) -> dict[str, np
 def sequences(split: str, samples: int = 36, val_samples: int = 12) -> dict[str, list[np.ndarray]]:
     """Sequences of 2 to LONGEST tokens; the first one is the longest."""
     dice = np.random.default_rng(["train", "val"].index(split))
-    lengths = [LONGEST, *dice.integers(2, LONGEST + 1, (samples if split == "train" else val_samples) - 1)]
+    lengths = [
+        LONGEST,
+        *dice.integers(2, LONGEST + 1, (samples if split == "train" else val_samples) - 1),
+    ]
     return {"tokens": [dice.integers(1, VOCABULARY, length) for length in lengths]}
 
 
@@ -67,7 +74,9 @@ class Both(nn.Module):
         self.both = nn.Linear(12, CLASSES)
 
     def forward(self, image: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.both(torch.cat([self.image(image.flatten(1)).tanh(), self.table(table).tanh()], 1))
+        found: torch.Tensor = self.both(
+            torch.cat([self.image(image.flatten(1)).tanh(), self.table(table).tanh()], 1)
+        )
         return found
 
 
@@ -75,7 +84,11 @@ def keras_model() -> Any:
     import keras
 
     keras.utils.set_random_seed(3)
-    layers = [keras.layers.Flatten(), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(CLASSES)]
+    layers = [
+        keras.layers.Flatten(),
+        keras.layers.Dense(8, activation="tanh"),
+        keras.layers.Dense(CLASSES),
+    ]
     return keras.Sequential([keras.layers.Input((SIDE, SIDE, 1)), *layers])
 
 
@@ -111,7 +124,9 @@ class Hook(hvdtrain.Hook):
 
 def measured(train: Source, val: Source, users_model: bool) -> Task:
     """Classification, with a metric of torchmetrics."""
-    from torchmetrics.classification import MulticlassF1Score  # takes a second, of the ranks that want it
+    from torchmetrics.classification import (
+        MulticlassF1Score,
+    )  # takes a second, of the ranks that want it
 
     found = classification.build("classification", train, val, "task.name", users_model)
     metric = MulticlassF1Score(num_classes=CLASSES, average="macro")

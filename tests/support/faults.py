@@ -1,4 +1,5 @@
-"""Jobs that are damaged and started again: what it cost, and whether they end as a job without damage."""
+"""Jobs that are damaged and started again: what it cost, and whether they end as a job without
+damage."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ Tree = dict[str, Any]
 
 
 class Command(NamedTuple):
-    """The same command at every start. 60 steps are an epoch; no job ends by itself before its fault, on a slow machine neither."""
+    """The same command at every start. 60 steps are an epoch; no job ends by itself before its
+    fault, on a slow machine neither."""
 
     engine: str
     size: int
@@ -90,7 +92,9 @@ class Row(NamedTuple):
     fault: str
     seconds: list[float]  # of each trial, from the fault until every process of the job is gone
     lost: int | None = None  # steps, at most
-    equal: bool | None = None  # final weights, optimizer state and sums are bitwise those of the uninterrupted run
+    equal: bool | None = (
+        None  # final weights, optimizer state and sums are bitwise those of the uninterrupted run
+    )
     codes: list[int] | None = None  # exit codes of the launcher that were seen
 
 
@@ -98,7 +102,10 @@ def record(row: Row) -> None:
     """Prints the row, and appends it to the file $HVDTRAIN_FAULTS_OUT as a JSON line."""
     s = row.seconds
     spread = f"{min(s):.1f}-{statistics.median(s):.1f}-{max(s):.1f} s" if s else "no end"
-    print(f"{row.engine} x {row.ranks}: {row.fault}: {len(s)} ends, {spread}, lost {row.lost}, equal {row.equal}, codes {row.codes}")
+    print(
+        f"{row.engine} x {row.ranks}: {row.fault}: {len(s)} ends, {spread}, lost {row.lost}, "
+        f"equal {row.equal}, codes {row.codes}"
+    )
     if out := os.environ.get("HVDTRAIN_FAULTS_OUT"):
         with Path(out).open("a") as file:
             file.write(json.dumps(row._asdict()) + "\n")
@@ -115,7 +122,8 @@ def told(run: Path) -> list[Tree]:
 
 
 def json_lines(path: Path) -> list[Tree]:
-    """Complete lines only: a running job may be writing one, and SIGKILL may cut one off at the end of a page, which readers skip."""
+    """Complete lines only: a running job may be writing one, and SIGKILL may cut one off at the end
+    of a page, which readers skip."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     found = list[Tree]()
     cut_off = 0
@@ -130,35 +138,64 @@ def json_lines(path: Path) -> list[Tree]:
 
 def reached(run: Path, since: int = 0) -> int:
     """The step of the last sync point among the events from number `since` on."""
-    return max((e["step"] for e in events(run)[since:] if e["kind"] in ("start", "step")), default=0)
+    return max(
+        (e["step"] for e in events(run)[since:] if e["kind"] in ("start", "step")), default=0
+    )
 
 
 def newest(run: Path) -> int:
     """The step of the newest checkpoint."""
-    return max((int(path.name[5:]) for path in (run / "checkpoints").glob("step-*") if path.name[5:].isdecimal()), default=0)
+    return max(
+        (
+            int(path.name[5:])
+            for path in (run / "checkpoints").glob("step-*")
+            if path.name[5:].isdecimal()
+        ),
+        default=0,
+    )
 
 
 def outcome(run: Path) -> Tree:
-    """What must not depend on interruptions: the last checkpoint, the loss at every sync point, and every epoch."""
+    """What must not depend on interruptions: the last checkpoint, the loss at every sync point, and
+    every epoch."""
     folder = run / "checkpoints" / f"step-{newest(run):08d}"
     numbers = json.loads((folder / "progress.json").read_text())
-    train_state = numbers["train_state"]  # its sums are empty after the last evaluation, full before
-    arrays = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in ("weights.safetensors", "optimizer.safetensors")}
-    losses = {(e["kind"], e["step"]): [e.get(key) for key in _LOSSES] for e in events(run) if e["kind"] in ("step", "epoch")}
-    return arrays | {key: train_state[key] for key in ("progress", "nonfinite", "lr", "batch")} | {"losses": losses}
+    train_state = numbers[
+        "train_state"
+    ]  # its sums are empty after the last evaluation, full before
+    arrays = {
+        name: hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        for name in ("weights.safetensors", "optimizer.safetensors")
+    }
+    losses = {
+        (e["kind"], e["step"]): [e.get(key) for key in _LOSSES]
+        for e in events(run)
+        if e["kind"] in ("step", "epoch")
+    }
+    return (
+        arrays
+        | {key: train_state[key] for key in ("progress", "nonfinite", "lr", "batch")}
+        | {"losses": losses}
+    )
 
 
 _LOSSES = ("loss", "lr", "batch", "train_loss", "val_loss", "val_accuracy")
 
 
 def same_end(run: Path, other: Path, step: int) -> None:
-    """Up to rounding: weights and optimizer state after `step` steps, and the loss at every sync point."""
+    """Up to rounding: weights and optimizer state after `step` steps, and the loss at every sync
+    point."""
     for name in ("weights", "optimizer"):
-        found, wanted = (load_file(path / "checkpoints" / f"step-{step:08d}" / f"{name}.safetensors") for path in (run, other))
+        found, wanted = (
+            load_file(path / "checkpoints" / f"step-{step:08d}" / f"{name}.safetensors")
+            for path in (run, other)
+        )
         assert found.keys() == wanted.keys() and wanted
         for key, array in wanted.items():
             np.testing.assert_allclose(found[key], array, rtol=1e-12, atol=1e-14, err_msg=key)
-    losses, expected = ({e["step"]: e["loss"] for e in events(path) if e["kind"] == "step"} for path in (run, other))
+    losses, expected = (
+        {e["step"]: e["loss"] for e in events(path) if e["kind"] == "step"} for path in (run, other)
+    )
     assert losses == pytest.approx(expected, rel=1e-12) and len(losses) >= step / 10
 
 
@@ -171,12 +208,14 @@ def straight(command: Command) -> Tree:
 
 
 def next_end(run: Path) -> int:
-    """The step at which the epoch after the newest checkpoint ends: there a job that had its faults may end."""
+    """The step at which the epoch after the newest checkpoint ends: there a job that had its faults
+    may end."""
     return EPOCH * (newest(run) // EPOCH + 1)
 
 
 def ends_as_straight(command: Command, run: Path) -> bool:
-    """Starts the job once more, up to its next epoch's end: whether it ends as one that never stopped."""
+    """Starts the job once more, up to its next epoch's end: whether it ends as one that never
+    stopped."""
     last = command.up_to(next_end(run))
     last.finish(run)
     return outcome(run) == straight(last)
@@ -200,13 +239,16 @@ def said_by_ranks(result: Result) -> str:
 def gone(job: Job, since_s: float, limit_s: float = GONE_S) -> float:
     """Seconds from since_s (of time.monotonic) until every process of the job is gone."""
     while job.processes():
-        assert time.monotonic() < since_s + limit_s, f"orphans after {limit_s:g} s: {job.processes()}; {job.output()}"
+        assert time.monotonic() < since_s + limit_s, (
+            f"orphans after {limit_s:g} s: {job.processes()}; {job.output()}"
+        )
         time.sleep(2 * GLANCE_S)
     return time.monotonic() - since_s
 
 
 def once(job: Job, find: Callable[[], int | None]) -> int:
-    """A pid, once it is found. Never 0 or less, which a signal would take for a group of processes: that of the tests."""
+    """A pid, once it is found. Never 0 or less, which a signal would take for a group of processes:
+    that of the tests."""
     found: list[int] = []
 
     def look() -> bool:
@@ -220,12 +262,26 @@ def once(job: Job, find: Callable[[], int | None]) -> int:
 
 def launcher(job: Job) -> int:
     """The pid of mpirun, once it is there."""
-    return once(job, lambda: next((pid for pid in sorted(job.processes()) if _name(pid) in ("mpirun", "prterun", "orterun")), None))
+    return once(
+        job,
+        lambda: next(
+            (
+                pid
+                for pid in sorted(job.processes())
+                if _name(pid) in ("mpirun", "prterun", "orterun")
+            ),
+            None,
+        ),
+    )
 
 
 def supervisor(job: Job) -> int:
     """The pid of `launch --elastic`."""
-    return next(pid for pid in sorted(job.processes()) if b"\0--elastic\0" in _cmdline(pid) and not _cmdline(pid).startswith(b"timeout"))
+    return next(
+        pid
+        for pid in sorted(job.processes())
+        if b"\0--elastic\0" in _cmdline(pid) and not _cmdline(pid).startswith(b"timeout")
+    )
 
 
 def _cmdline(pid: int) -> bytes:
@@ -266,7 +322,13 @@ def kills(seed: int, size: int, count: int) -> list[Kill]:
     for turn in range(count):
         rank = (0, -1, random.randrange(1, size))[turn % 3]
         early = turn % 9 in (3, 4, 5)
-        plan.append(Kill(rank, 0 if early else random.randrange(1, 40), random.uniform(0, 0.5 if early else 0.03)))
+        plan.append(
+            Kill(
+                rank,
+                0 if early else random.randrange(1, 40),
+                random.uniform(0, 0.5 if early else 0.03),
+            )
+        )
     return plan
 
 

@@ -15,10 +15,17 @@ from hvdtrain.comm.placement import placement
 
 
 class Faulty(nn.Module):
-    """A linear model; rank `bad_rank` raises (or with `leave` exits) in forward number `bad_step`, and writes into `stamp` when."""
+    """A linear model; rank `bad_rank` raises (or with `leave` exits) in forward number `bad_step`,
+    and writes into `stamp` when."""
 
     def __init__(
-        self, shape: tuple[int, int, int], classes: int, bad_rank: int = -1, bad_step: int = 10, stamp: str = "", leave: bool = False
+        self,
+        shape: tuple[int, int, int],
+        classes: int,
+        bad_rank: int = -1,
+        bad_step: int = 10,
+        stamp: str = "",
+        leave: bool = False,
     ) -> None:
         super().__init__()
         self.fc = nn.Linear(shape[0] * shape[1] * shape[2], classes)
@@ -43,7 +50,8 @@ def not_a_model(shape: tuple[int, int, int]) -> str:
 
 
 class Views(nn.Module):
-    """A model as many people write it: x.view(x.size(0), -1) takes contiguous memory only, and no batch of none."""
+    """A model as many people write it: x.view(x.size(0), -1) takes contiguous memory only, and no
+    batch of none."""
 
     def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
         super().__init__()
@@ -91,10 +99,17 @@ class Late(nn.Module):
 
 
 class Staged(nn.Sequential):
-    """Three linear units; the last one fails, or with `hang` stays, in training forward number `bad_step`."""
+    """Three linear units; the last one fails, or with `hang` stays, in training forward number
+    `bad_step`."""
 
-    def __init__(self, shape: tuple[int, int, int], classes: int, bad_step: int = 10, hang: bool = False) -> None:
-        super().__init__(nn.Flatten(), nn.Linear(shape[0] * shape[1] * shape[2], 16), Bad(classes, bad_step, hang))
+    def __init__(
+        self, shape: tuple[int, int, int], classes: int, bad_step: int = 10, hang: bool = False
+    ) -> None:
+        super().__init__(
+            nn.Flatten(),
+            nn.Linear(shape[0] * shape[1] * shape[2], 16),
+            Bad(classes, bad_step, hang),
+        )
 
 
 class Bad(nn.Linear):

@@ -1,5 +1,6 @@
-"""Small networks with the same first weights in every framework, trained by several recipes: on the ranks of this start, one after the
-other. `FRAMEWORK OUT FOLDER JOB ...`: rank 0 writes the weights that each job came to.
+"""Small networks with the same first weights in every framework, trained by several recipes: on the
+ranks of this start, one after the other. `FRAMEWORK OUT FOLDER JOB ...`: rank 0 writes the weights
+that each job came to.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ import numpy as np
 import hvdtrain
 
 HIDDEN = 12
-COMMON = "epochs=2 batch.size=50 batch.evaluate=60 log.every_steps=5 log.display=lines speed.precision=fp64 optim.base_lr=0.1"
+COMMON = (
+    "epochs=2 batch.size=50 batch.evaluate=60 log.every_steps=5 log.display=lines "
+    "speed.precision=fp64 optim.base_lr=0.1"
+)
 RECIPES = {
     "sgd": "optim.name=sgd optim.momentum=0.9 optim.weight_decay=0.001",
     "adamw": "optim.name=adamw optim.base_lr=0.01",
@@ -33,9 +37,15 @@ RECIPES = {
     "muon": "optim.name=muon optim.base_lr=0.02 optim.rounds=4 optim.ema=0.9",
 }
 CONVNETS = "convnet", "muon"
-PENALIZED = {"penalized": "optim.name=sgd optim.momentum=0.9 batch.micro=7"}  # by layers of Keras; in torch by decay and the job's loss
-PENALTY = 2.0**-7  # in float32 too, in which TensorFlow has it: of the square of each weight, and of each output of a sample
-PASSED_ON = {"passed_on": "optim.name=adamw optim.base_lr=0.01 recipe.warmup=20steps optim.ema=0.9"}  # by layers of the same names
+PENALIZED = {
+    "penalized": "optim.name=sgd optim.momentum=0.9 batch.micro=7"
+}  # by layers of Keras; in torch by decay and the job's loss
+PENALTY = (
+    2.0**-7
+)  # in float32 too, in which TensorFlow has it: of the square of each weight, and of each output of a sample  # noqa: E501
+PASSED_ON = {
+    "passed_on": "optim.name=adamw optim.base_lr=0.01 recipe.warmup=20steps optim.ema=0.9"
+}  # by layers of the same names
 
 
 ALL = RECIPES | PENALIZED | PASSED_ON
@@ -47,10 +57,20 @@ def first_weights(recipe: str) -> list[np.ndarray]:
     if recipe == "linear":
         return [np.zeros((10, 64)), np.zeros(10)]
     if recipe in CONVNETS:
-        kernels = draw(0, 0.3, (4, 1, 3, 3)), draw(0, 0.1, 4), draw(0, 0.3, (6, 4, 3, 3)), draw(0, 0.1, 6)
+        kernels = (
+            draw(0, 0.3, (4, 1, 3, 3)),
+            draw(0, 0.1, 4),
+            draw(0, 0.3, (6, 4, 3, 3)),
+            draw(0, 0.1, 6),
+        )
         return [*kernels, draw(0, 0.3, (10, 6)), draw(0, 0.1, 10)]
     outputs = outputs_of(recipe)
-    return [draw(0, 0.2, (HIDDEN, 64)), draw(0, 0.1, HIDDEN), draw(0, 0.2, (outputs, HIDDEN)), draw(0, 0.1, outputs)]
+    return [
+        draw(0, 0.2, (HIDDEN, 64)),
+        draw(0, 0.1, HIDDEN),
+        draw(0, 0.2, (outputs, HIDDEN)),
+        draw(0, 0.1, outputs),
+    ]
 
 
 def outputs_of(recipe: str) -> int:
@@ -64,10 +84,20 @@ def in_torch(recipe: str) -> Any:
 
     layers: dict[str, list[nn.Module]] = {
         "linear": [nn.Flatten(), nn.Linear(64, 10)],
-        "convnet": [nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Conv2d(4, 6, 3, stride=2), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(6, 10)],
+        "convnet": [
+            nn.Conv2d(1, 4, 3),
+            nn.Tanh(),
+            nn.Conv2d(4, 6, 3, stride=2),
+            nn.AvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(6, 10),
+        ],
     }
     dense = OrderedDict[str, nn.Module](
-        flat=nn.Flatten(), one=nn.Linear(64, HIDDEN), tanh=nn.Tanh(), two=nn.Linear(HIDDEN, outputs_of(recipe))
+        flat=nn.Flatten(),
+        one=nn.Linear(64, HIDDEN),
+        tanh=nn.Tanh(),
+        two=nn.Linear(HIDDEN, outputs_of(recipe)),
     )
     network = "convnet" if recipe in CONVNETS else recipe
     net = nn.Sequential(*layers[network]) if network in layers else nn.Sequential(dense)
@@ -84,7 +114,10 @@ def in_jax(recipe: str) -> Any:
     def init(key: Any) -> dict[str, Any]:
         given = [jnp.asarray(weight) for weight in first_weights(recipe)]
         names = ["one", "two", "three"]
-        return {name: {"weight": given[2 * n], "bias": given[2 * n + 1]} for n, name in enumerate(names[: len(given) // 2])}
+        return {
+            name: {"weight": given[2 * n], "bias": given[2 * n + 1]}
+            for n, name in enumerate(names[: len(given) // 2])
+        }
 
     def dense(params: Any, x: Any) -> Any:
         return x @ params["weight"].T + params["bias"]
@@ -92,11 +125,19 @@ def in_jax(recipe: str) -> Any:
     def convolved(params: Any, x: Any, stride: int) -> Any:
         kernel = params["weight"].transpose(2, 3, 1, 0)
         dimensions = ("NHWC", "HWIO", "NHWC")
-        return jax.lax.conv_general_dilated(x, kernel, (stride, stride), "VALID", dimension_numbers=dimensions) + params["bias"]
+        return (
+            jax.lax.conv_general_dilated(
+                x, kernel, (stride, stride), "VALID", dimension_numbers=dimensions
+            )
+            + params["bias"]
+        )
 
     def apply(params: Any, x: Any) -> Any:
         if recipe in CONVNETS:
-            return dense(params["three"], convolved(params["two"], jnp.tanh(convolved(params["one"], x, 1)), 2).mean((1, 2)))
+            return dense(
+                params["three"],
+                convolved(params["two"], jnp.tanh(convolved(params["one"], x, 1)), 2).mean((1, 2)),
+            )
         return dense(params["two"], jnp.tanh(dense(params["one"], x.reshape(len(x), -1))))
 
     return init, apply
@@ -116,26 +157,44 @@ def in_keras(recipe: str = "") -> Any:
     of_weights = {"kernel_regularizer": penalty, "bias_regularizer": penalty}
     networks: dict[str, list[Any]] = {
         "linear": [make.Flatten(), make.Dense(10)],
-        "convnet": [make.Conv2D(4, 3, activation="tanh"), make.Conv2D(6, 3, 2), make.GlobalAveragePooling2D(), make.Dense(10)],
+        "convnet": [
+            make.Conv2D(4, 3, activation="tanh"),
+            make.Conv2D(6, 3, 2),
+            make.GlobalAveragePooling2D(),
+            make.Dense(10),
+        ],
         "penalized": [
             make.Flatten(),
             make.Dense(HIDDEN, "tanh", **of_weights),
             make.Dense(10, **of_weights, activity_regularizer=penalty),
         ],
-        "passed_on": [make.Flatten(), rows(HIDDEN, name="one"), make.Activation("tanh"), rows(10, name="two")],
+        "passed_on": [
+            make.Flatten(),
+            rows(HIDDEN, name="one"),
+            make.Activation("tanh"),
+            rows(10, name="two"),
+        ],
     }
     layers = networks.get(
-        "convnet" if recipe in CONVNETS else recipe, [make.Flatten(), make.Dense(HIDDEN, activation="tanh"), make.Dense(outputs_of(recipe))]
+        "convnet" if recipe in CONVNETS else recipe,
+        [make.Flatten(), make.Dense(HIDDEN, activation="tanh"), make.Dense(outputs_of(recipe))],
     )
     model = keras.Sequential([make.Input((8, 8, 1)), *layers])
-    model.set_weights([weight if recipe == "passed_on" else as_in_keras(weight) for weight in first_weights(recipe)])
+    model.set_weights(
+        [
+            weight if recipe == "passed_on" else as_in_keras(weight)
+            for weight in first_weights(recipe)
+        ]
+    )
     return model
 
 
 def penalized_loss(outputs: Any, batch: Any) -> Any:
     from torch.nn import functional
 
-    return functional.cross_entropy(outputs, batch["y"], reduction="none") + PENALTY * outputs.square().sum(1)
+    return functional.cross_entropy(
+        outputs, batch["y"], reduction="none"
+    ) + PENALTY * outputs.square().sum(1)
 
 
 def rows(units: int, name: str) -> Any:
@@ -173,9 +232,18 @@ def main(framework: str, out: str, folder: str, *jobs: str) -> None:
         model: dict[str, Any] = {} if is_ours else {"model": MAKERS[framework](name)}
         own = ["model.name=linear"] if is_ours else []
         if name in PENALIZED:
-            own = ["optim.exclude=none", f"optim.weight_decay={0 if framework.startswith('keras') else 2 * PENALTY}"]
+            own = [
+                "optim.exclude=none",
+                f"optim.weight_decay={0 if framework.startswith('keras') else 2 * PENALTY}",
+            ]
             model |= {} if framework.startswith("keras") else {"loss": penalized_loss}
-        run = hvdtrain.train(f"framework={framework.rsplit(maxsplit=1)[-1]}", f"run={folder}/{name}", *recipe, *own, **model)
+        run = hvdtrain.train(
+            f"framework={framework.rsplit(maxsplit=1)[-1]}",
+            f"run={folder}/{name}",
+            *recipe,
+            *own,
+            **model,
+        )
         found[name] = [weight.tolist() for weight in weights_of(run, name)]
         if run.rank == 0:
             Path(out).write_text(json.dumps(found))
@@ -184,7 +252,11 @@ def main(framework: str, out: str, folder: str, *jobs: str) -> None:
 def weights_of(run: hvdtrain.Run, recipe: str) -> Sequence[np.ndarray]:
     """As first_weights() has them."""
     arrays = list(run.weights.values())
-    by_shape = {array.shape: array for each in arrays for array in (each.transpose(3, 2, 0, 1) if each.ndim == 4 else each.T, each)}
+    by_shape = {
+        array.shape: array
+        for each in arrays
+        for array in (each.transpose(3, 2, 0, 1) if each.ndim == 4 else each.T, each)
+    }
     expected = first_weights(recipe)
     assert len(arrays) == len(expected), list(run.weights)
     return [by_shape[weight.shape] for weight in expected]

@@ -11,7 +11,23 @@ from typing import Any
 
 from numpy.random import Generator
 
-NUMBERS = (0, 1, 2, 127, 128, 255, 256, 2**15, 2**16 - 1, 2**16, 2**24, 2**28, 2**31 - 1, 2**31, 2**32 - 1)
+NUMBERS = (
+    0,
+    1,
+    2,
+    127,
+    128,
+    255,
+    256,
+    2**15,
+    2**16 - 1,
+    2**16,
+    2**24,
+    2**28,
+    2**31 - 1,
+    2**31,
+    2**32 - 1,
+)
 
 
 def chance(rng: Generator, share: float) -> bool:
@@ -26,7 +42,9 @@ def mutated(rng: Generator, data: bytes) -> bytes:
     """`data` after one to four harms, half of them in its first 64 bytes."""
     changed = bytearray(data)
     for _ in range(int(rng.integers(1, 5))):
-        place = int(rng.integers(0, 1 + (min(64, len(changed)) if chance(rng, 0.5) else len(changed))))
+        place = int(
+            rng.integers(0, 1 + (min(64, len(changed)) if chance(rng, 0.5) else len(changed)))
+        )
         length = int(2 ** rng.uniform(0, 8))
         match int(rng.integers(7)):
             case 0 if place < len(changed):
@@ -40,7 +58,9 @@ def mutated(rng: Generator, data: bytes) -> bytes:
             case 4:
                 del changed[place:]
             case 5:
-                changed[place : place + 4] = struct.pack(pick(rng, ("<I", ">I")), pick(rng, NUMBERS))
+                changed[place : place + 4] = struct.pack(
+                    pick(rng, ("<I", ">I")), pick(rng, NUMBERS)
+                )
             case _:
                 changed[place : place + length] = changed[: len(changed[place : place + length])]
     return bytes(changed)
@@ -59,12 +79,16 @@ def odd(rng: Generator, path: Path) -> None:
         case 3:
             with path.open("wb") as file:
                 file.write(rng.bytes(16))
-                file.truncate(pick(rng, (2**33, 3073 * 10**6)))  # sparse: no disk, and more than any memory here
+                file.truncate(
+                    pick(rng, (2**33, 3073 * 10**6))
+                )  # sparse: no disk, and more than any memory here
         case 4:
             path.symlink_to(path.name)
         case 5:
             with socket.socket(socket.AF_UNIX) as door:
-                near = os.open(path.parent, os.O_RDONLY)  # the path itself may be too long for a socket
+                near = os.open(
+                    path.parent, os.O_RDONLY
+                )  # the path itself may be too long for a socket
                 try:
                     door.bind(f"/proc/self/fd/{near}/{path.name}")
                 except OSError:
@@ -72,11 +96,26 @@ def odd(rng: Generator, path: Path) -> None:
                 finally:
                     os.close(near)
         case _:
-            path.symlink_to(pick(rng, ("/dev/zero", "/dev/urandom", "/dev/null", "/etc/passwd", "/nowhere", "..", "/proc/self/mem")))
+            path.symlink_to(
+                pick(
+                    rng,
+                    (
+                        "/dev/zero",
+                        "/dev/urandom",
+                        "/dev/null",
+                        "/etc/passwd",
+                        "/nowhere",
+                        "..",
+                        "/proc/self/mem",
+                    ),
+                )
+            )
 
 
 def zeros(length: int) -> bytes:
     """A raw deflate stream of so many zeros: one byte for about 1000."""
     pack = zlib.compressobj(9, zlib.DEFLATED, -15)
-    block = pack.compress(bytes(2**20)) + pack.flush(zlib.Z_FULL_FLUSH)  # a block after a full flush needs nothing before it
+    block = pack.compress(bytes(2**20)) + pack.flush(
+        zlib.Z_FULL_FLUSH
+    )  # a block after a full flush needs nothing before it
     return block * (length // 2**20) + pack.compress(bytes(length % 2**20)) + pack.flush()

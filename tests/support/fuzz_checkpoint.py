@@ -30,9 +30,31 @@ from hvdtrain.training.checkpoint.shards import Parts, WrittenByAll
 from hvdtrain.training.checkpoint.sums import CHUNK_BYTES, as_text, sums_of
 from hvdtrain.training.progress.train_state import TrainState
 
-IDENTITY = {"seed": 1, "data": {"samples": 50, "shape": [2, 2, 1], "classes": 3, "mean": [0.5], "std": [0.5]}}
+IDENTITY = {
+    "seed": 1,
+    "data": {"samples": 50, "shape": [2, 2, 1], "classes": 3, "mean": [0.5], "std": [0.5]},
+}
 VALUES = (
-    *(None, True, -1, 0, 1, 2**31, 2**63 - 1, 2**63, 10**400, 0.5, -1e308, 1e308, "x", "", "../../x", "__metadata__", "\ud800", "\x1b[2J"),
+    *(
+        None,
+        True,
+        -1,
+        0,
+        1,
+        2**31,
+        2**63 - 1,
+        2**63,
+        10**400,
+        0.5,
+        -1e308,
+        1e308,
+        "x",
+        "",
+        "../../x",
+        "__metadata__",
+        "\ud800",
+        "\x1b[2J",
+    ),
     *(
         [],
         [1],
@@ -55,12 +77,24 @@ VALUES = (
 
 @functools.cache
 def job() -> tuple[Learner, Recipe, dict[bool, dict[str, bytes]]]:
-    """A small one, and the files of a checkpoint of it: with a checksum of each array file, or of its chunks."""
+    """A small one, and the files of a checkpoint of it: with a checksum of each array file, or of
+    its chunks."""
     config = configure(
         None,
-        ["framework=numpy", "model.name=linear", "recipe.growth=milestones", "recipe.grow_at=[1]", "recipe.grow_to=[40]", "batch.size=20"],
+        [
+            "framework=numpy",
+            "model.name=linear",
+            "recipe.growth=milestones",
+            "recipe.grow_at=[1]",
+            "recipe.grow_to=[40]",
+            "batch.size=20",
+        ],
     )
-    learner = build_learner(config, Classification((2, 2, 1), 3, np.array([0.5]), np.array([0.5])), SingleProcessCommunicator())
+    learner = build_learner(
+        config,
+        Classification((2, 2, 1), 3, np.array([0.5]), np.array([0.5])),
+        SingleProcessCommunicator(),
+    )
     return learner, build_recipe(config, 50, None), {}
 
 
@@ -71,9 +105,16 @@ def good_files(home: Path, by_chunks: bool) -> dict[str, bytes]:
         run.mkdir()
         state: Arrays | WrittenByAll = learner.state()
         if by_chunks:
-            parts = Parts([whole(name, array) for name, array in learner.state().items()], files.ARRAYS, files.file_of, 0)
+            parts = Parts(
+                [whole(name, array) for name, array in learner.state().items()],
+                files.ARRAYS,
+                files.file_of,
+                0,
+            )
             state = WrittenByAll(parts, [], ["n1"], files.unfinished_name(3, "0123456789abcdef"))
-        folder = files.write(run, TrainState(Progress(50, 500, 3, 192)), state, IDENTITY, {"a.b": "p.fc.bias"})
+        folder = files.write(
+            run, TrainState(Progress(50, 500, 3, 192)), state, IDENTITY, {"a.b": "p.fc.bias"}
+        )
         kept[by_chunks] = {path.name: path.read_bytes() for path in folder.iterdir()}
     return kept[by_chunks]
 
@@ -81,10 +122,22 @@ def good_files(home: Path, by_chunks: bool) -> dict[str, bytes]:
 def checksums_that_fit(there: dict[str, bytes], by_chunks: bool) -> dict[str, bytes]:
     """The files, with checksums of what is in them."""
     if by_chunks:
-        data = {sums_of(name): [there[name][i : i + CHUNK_BYTES] for i in range(0, len(there[name]), CHUNK_BYTES)] for name in files.ARRAYS}
-        there |= {name: as_text(hashlib.sha256(chunk).hexdigest() for chunk in chunks).encode() for name, chunks in data.items()}
+        data = {
+            sums_of(name): [
+                there[name][i : i + CHUNK_BYTES] for i in range(0, len(there[name]), CHUNK_BYTES)
+            ]
+            for name in files.ARRAYS
+        }
+        there |= {
+            name: as_text(hashlib.sha256(chunk).hexdigest() for chunk in chunks).encode()
+            for name, chunks in data.items()
+        }
     without = ("SHA256SUMS", *(files.ARRAYS if by_chunks else ()))
-    sums = [f"{hashlib.sha256(content).hexdigest()}  {name}\n" for name, content in there.items() if name not in without]
+    sums = [
+        f"{hashlib.sha256(content).hexdigest()}  {name}\n"
+        for name, content in there.items()
+        if name not in without
+    ]
     return there | {"SHA256SUMS": "".join(sums).encode()}
 
 
@@ -103,7 +156,12 @@ def read_checkpoint(rng: Generator, home: Path) -> Callable[[], None]:
             there[name] = other_header(rng, good[name])
     if chance(rng, 0.8):
         there = checksums_that_fit(there, by_chunks)
-    folder = home / "run" / "checkpoints" / pick(rng, ("step-00000003", "step-3", "step-99999999999999999999", "step-\u0663"))
+    folder = (
+        home
+        / "run"
+        / "checkpoints"
+        / pick(rng, ("step-00000003", "step-3", "step-99999999999999999999", "step-\u0663"))
+    )
     folder.mkdir(parents=True)
     for name, data in there.items():
         (folder / name).write_bytes(data)
@@ -130,12 +188,15 @@ def other_header(rng: Generator, data: bytes) -> bytes:
     """Of safetensors: 8 bytes of length, JSON, numbers."""
     (length,) = struct.unpack("<Q", data[:8])
     header = json.dumps(harmed(rng, json.loads(data[8 : 8 + length]))).encode()
-    length_field = len(header) if chance(rng, 0.9) else pick(rng, (0, 1, 2**31, 2**40, 2**63, 2**64 - 1))
+    length_field = (
+        len(header) if chance(rng, 0.9) else pick(rng, (0, 1, 2**31, 2**40, 2**63, 2**64 - 1))
+    )
     return struct.pack("<Q", length_field) + header + data[8 + length :]
 
 
 def go_on(run: Path) -> None:
-    """As a job that resumes: what is taken must be whole, and the next step must know its numbers."""
+    """As a job that resumes: what is taken must be whole, and the next step must know its
+    numbers."""
     learner, recipe, _ = job()
     before = learner.state()
     found, arrays, _ = newest_good(run, 2**20)

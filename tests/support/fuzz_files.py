@@ -1,4 +1,5 @@
-"""Hostile data files for the readers of data sets: valid files, and what a broken disk or an attacker makes of them."""
+"""Hostile data files for the readers of data sets: valid files, and what a broken disk or an
+attacker makes of them."""
 
 from __future__ import annotations
 
@@ -30,28 +31,45 @@ def zeros_in_gzip(head: bytes, room: int) -> bytes:
     for _ in range(length // 2**20):
         checksum = zlib.crc32(block, checksum)
     checksum = zlib.crc32(bytes(length % 2**20), checksum)
-    stored = b"\0" + struct.pack("<HH", len(head), len(head) ^ 0xFFFF) + head  # a deflate block as it is
-    return bytes.fromhex("1f8b08000000000000ff") + stored + zeros(length) + struct.pack("<II", checksum, room % 2**32)
+    stored = (
+        b"\0" + struct.pack("<HH", len(head), len(head) ^ 0xFFFF) + head
+    )  # a deflate block as it is
+    return (
+        bytes.fromhex("1f8b08000000000000ff")
+        + stored
+        + zeros(length)
+        + struct.pack("<II", checksum, room % 2**32)
+    )
 
 
 def idx_file(rng: Generator, lengths: tuple[int, ...]) -> bytes:
     """Sound, or with a header of other or huge lengths."""
     body = rng.integers(0, 10, int(np.prod(lengths)), np.uint8).tobytes()
     if chance(rng, 0.3):
-        lengths = tuple(pick(rng, (*lengths, *NUMBERS)) for _ in range(pick(rng, (len(lengths), 0, 1, 2, 3, 9))))
+        lengths = tuple(
+            pick(rng, (*lengths, *NUMBERS)) for _ in range(pick(rng, (len(lengths), 0, 1, 2, 3, 9)))
+        )
     kind = 8 if chance(rng, 0.95) else int(rng.integers(256))
     return bytes((0, 0, kind, len(lengths))) + struct.pack(f">{len(lengths)}I", *lengths) + body
 
 
 def idx_bomb(rng: Generator, dimensions: int) -> bytes:
-    """1 GiB of zeros in 1 MB, with a header that asks for all of them, or for less, or that nests."""
+    """1 GiB of zeros in 1 MB, with a header that asks for all of them, or for less, or that
+    nests."""
     match int(rng.integers(4)):
         case 0 if dimensions == 1:
-            return zeros_in_gzip(bytes((0, 0, 8, 1)) + struct.pack(">I", BOMB_BYTES - 8), BOMB_BYTES)
+            return zeros_in_gzip(
+                bytes((0, 0, 8, 1)) + struct.pack(">I", BOMB_BYTES - 8), BOMB_BYTES
+            )
         case 0:
-            return zeros_in_gzip(bytes((0, 0, 8, 3)) + struct.pack(">3I", BOMB_BYTES // 16 - 1, 16, 1), BOMB_BYTES)
+            return zeros_in_gzip(
+                bytes((0, 0, 8, 3)) + struct.pack(">3I", BOMB_BYTES // 16 - 1, 16, 1), BOMB_BYTES
+            )
         case 1:
-            return zeros_in_gzip(bytes((0, 0, 8, dimensions)) + struct.pack(f">{dimensions}I", *[5] * dimensions), BOMB_BYTES)
+            return zeros_in_gzip(
+                bytes((0, 0, 8, dimensions)) + struct.pack(f">{dimensions}I", *[5] * dimensions),
+                BOMB_BYTES,
+            )
         case 2:
             return gzip.compress(zeros_in_gzip(b"", BOMB_BYTES))
         case _:
@@ -78,10 +96,18 @@ def read_cifar(rng: Generator, home: Path) -> Callable[[], None]:
     name, classes, labels = pick(rng, (("cifar10", 10, 1), ("cifar100", 100, 2)))
     edition = home / {"cifar10": "cifar-10-batches-bin", "cifar100": "cifar-100-binary"}[name]
     edition.mkdir()
-    files = ("train.bin", "test.bin", "test_batch.bin", *(f"data_batch_{part}.bin" for part in range(1, 6)))
+    files = (
+        "train.bin",
+        "test.bin",
+        "test_batch.bin",
+        *(f"data_batch_{part}.bin" for part in range(1, 6)),
+    )
     for file in files:
         top = classes if chance(rng, 0.9) else 256
-        records = [rng.integers(0, top, labels, np.uint8).tobytes() + rng.bytes(3072) for _ in range(int(rng.integers(1, 4)))]
+        records = [
+            rng.integers(0, top, labels, np.uint8).tobytes() + rng.bytes(3072)
+            for _ in range(int(rng.integers(1, 4)))
+        ]
         data = b"".join(records)
         (edition / file).write_bytes(mutated(rng, data) if chance(rng, 0.1) else data)
         if chance(rng, 0.05):
@@ -90,7 +116,16 @@ def read_cifar(rng: Generator, home: Path) -> Callable[[], None]:
     return lambda: check_source(cifar.build(name, home, split, download=False))
 
 
-NAMES = (b"a.png", b"\xff\xfe.png", b"new\nline.jpg", b"-rf.png", b"x" * 250 + b".png", b"a b.PNG", "é\u202e.bmp".encode(), b".hidden.png")
+NAMES = (
+    b"a.png",
+    b"\xff\xfe.png",
+    b"new\nline.jpg",
+    b"-rf.png",
+    b"x" * 250 + b".png",
+    b"a b.PNG",
+    "é\u202e.bmp".encode(),
+    b".hidden.png",
+)
 
 
 def read_folder(rng: Generator, home: Path) -> Callable[[], None]:
@@ -101,14 +136,28 @@ def read_folder(rng: Generator, home: Path) -> Callable[[], None]:
             place = os.path.join(os.fsencode(home), split.encode(), label)
             os.makedirs(place)
             for number in range(int(rng.integers(1, 4))):
-                path = Path(os.fsdecode(os.path.join(place, pick(rng, NAMES) if chance(rng, 0.2) else b"%d.png" % number)))
-                path.write_bytes(broken_image(rng) if chance(rng, 0.1) else pick(rng, sound_images()[:18]))
+                path = Path(
+                    os.fsdecode(
+                        os.path.join(
+                            place, pick(rng, NAMES) if chance(rng, 0.2) else b"%d.png" % number
+                        )
+                    )
+                )
+                path.write_bytes(
+                    broken_image(rng) if chance(rng, 0.1) else pick(rng, sound_images()[:18])
+                )
                 if chance(rng, 0.02):
                     odd(rng, path)
-    size = pick(rng, (None, None, 1, 16, 33, 257)) if chance(rng, 0.9) else pick(rng, (-1, 0, 2**12, 10**6, 2**31, 2**63))
+    size = (
+        pick(rng, (None, None, 1, 16, 33, 257))
+        if chance(rng, 0.9)
+        else pick(rng, (-1, 0, 2**12, 10**6, 2**31, 2**63))
+    )
     split = pick(rng, ("train", "val"))
     channels = pick(rng, (1, 3))
-    return lambda: check_source(folder.build("folder", home, split, size=size, channels=channels, cache=home / "cache"))
+    return lambda: check_source(
+        folder.build("folder", home, split, size=size, channels=channels, cache=home / "cache")
+    )
 
 
 def read_cache(rng: Generator, home: Path) -> Callable[[], None]:
@@ -118,7 +167,10 @@ def read_cache(rng: Generator, home: Path) -> Callable[[], None]:
     check_source(folder.build("folder", home, "train", cache=home / "cache"))
     kept = next((home / "cache").glob("*/images.npy"))
     data = kept.read_bytes()
-    for word, other in ((b"|u1", pick(rng, (b"|O", b"V9", b">f8"))), (b"16", pick(rng, (b"1e", b"-9", b"()")))):
+    for word, other in (
+        (b"|u1", pick(rng, (b"|O", b"V9", b">f8"))),
+        (b"16", pick(rng, (b"1e", b"-9", b"()"))),
+    ):
         data = data.replace(word, other) if chance(rng, 0.2) else data
     kept.write_bytes(data if chance(rng, 0.3) else mutated(rng, data))
     if chance(rng, 0.2):
@@ -134,8 +186,20 @@ def check_source(source: Source) -> None:
     height, width, channels = source.shape
     last = len(source) - 1
     batch = source.read(np.unique([0, last // 2, last]))
-    assert batch["x"].dtype == np.uint8 and batch["x"].shape == (len(batch["y"]), height, width, channels), batch["x"].shape
-    assert batch["y"].dtype == np.int64 and min(batch["y"]) >= 0 and max(batch["y"]) < source.classes, batch["y"]
+    assert batch["x"].dtype == np.uint8 and batch["x"].shape == (
+        len(batch["y"]),
+        height,
+        width,
+        channels,
+    ), batch["x"].shape
+    assert (
+        batch["y"].dtype == np.int64 and min(batch["y"]) >= 0 and max(batch["y"]) < source.classes
+    ), batch["y"]
     if len(source) * height * width * channels < 2**22:
         mean, deviation = source.stats()
-        assert np.isfinite([mean, deviation]).all() and (deviation > 0).all() and (mean >= 0).all() and (mean <= 1).all(), (mean, deviation)
+        assert (
+            np.isfinite([mean, deviation]).all()
+            and (deviation > 0).all()
+            and (mean >= 0).all()
+            and (mean <= 1).all()
+        ), (mean, deviation)

@@ -21,13 +21,23 @@ def chunk(kind: bytes, body: bytes) -> bytes:
 
 
 def png_of(width: int, height: int, depth: int = 8, colour: int = 0, extra: bytes = b"") -> bytes:
-    """An image of zeros, grey with these defaults; its pixels are all there where they are at most 256 MiB."""
+    """An image of zeros, grey with these defaults; its pixels are all there where they are at most
+    256 MiB."""
     channels = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}.get(colour, 1)
     length = min(height * (1 + (width * depth * channels + 7) // 8), 2**28)
-    packed = b"\x78\x9c" + zeros(length) + struct.pack(">I", (length % 65521) << 16 | 1)  # Adler's checksum of zeros
+    packed = (
+        b"\x78\x9c" + zeros(length) + struct.pack(">I", (length % 65521) << 16 | 1)
+    )  # Adler's checksum of zeros
     header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
     palette = chunk(b"PLTE", bytes(768)) if colour == 3 else b""
-    return PNG + chunk(b"IHDR", header) + palette + extra + chunk(b"IDAT", packed) + chunk(b"IEND", b"")
+    return (
+        PNG
+        + chunk(b"IHDR", header)
+        + palette
+        + extra
+        + chunk(b"IDAT", packed)
+        + chunk(b"IEND", b"")
+    )
 
 
 def rle_bmp(width: int, height: int) -> bytes:
@@ -44,11 +54,21 @@ def sound_images() -> tuple[bytes, ...]:
     """16 x 16 in every mode of every format that is read, and in some that are not."""
     pixels = np.arange(16 * 16 * 4, dtype=np.uint16).reshape(16, 16, 4)
     colour = Image.fromarray(pixels.astype(np.uint8), "RGBA")
-    ways: list[tuple[str, str, dict[str, Any]]] = [("PNG", mode, {}) for mode in ("1", "L", "LA", "P", "RGB", "RGBA")]
-    ways += [("JPEG", mode, {"progressive": late}) for mode in ("L", "RGB", "CMYK") for late in (False, True)]
+    ways: list[tuple[str, str, dict[str, Any]]] = [
+        ("PNG", mode, {}) for mode in ("1", "L", "LA", "P", "RGB", "RGBA")
+    ]
+    ways += [
+        ("JPEG", mode, {"progressive": late})
+        for mode in ("L", "RGB", "CMYK")
+        for late in (False, True)
+    ]
     ways += [("BMP", mode, {}) for mode in ("1", "L", "P", "RGB", "RGBA")]
-    ways += [("WEBP", mode, {"lossless": exact}) for mode in ("RGB", "RGBA") for exact in (False, True)]
-    ways += [(other, "RGB", {}) for other in ("GIF", "TIFF", "ICO", "PPM", "TGA", "PDF", "EPS", "MPO")]
+    ways += [
+        ("WEBP", mode, {"lossless": exact}) for mode in ("RGB", "RGBA") for exact in (False, True)
+    ]
+    ways += [
+        (other, "RGB", {}) for other in ("GIF", "TIFF", "ICO", "PPM", "TGA", "PDF", "EPS", "MPO")
+    ]
     files = [rle_bmp(16, 16), png_of(16, 16, 16)]
     for kind, mode, options in ways:
         out = io.BytesIO()
@@ -70,9 +90,22 @@ def image_bombs() -> tuple[bytes, ...]:
     few = chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(2**20 - 9), 9))
     profile = chunk(b"iCCP", b"a\0\0" + zlib.compress(bytes(2**28), 9))
     return (
-        *(png_of(side, side, 8, colour) for side, colour in ((9000, 0), (9000, 6), (8000, 4), (6000, 6), (60000, 0), (2**31 - 1, 2))),
+        *(
+            png_of(side, side, 8, colour)
+            for side, colour in (
+                (9000, 0),
+                (9000, 6),
+                (8000, 4),
+                (6000, 6),
+                (60000, 0),
+                (2**31 - 1, 2),
+            )
+        ),
         *(png_of(width, 1) for width in (2**16, 2**26, 2**28)),
-        *(png_of(16, 16, extra=extra) for extra in (text, few * 100, profile, chunk(b"acTL", b"\xff" * 8) * 1000)),
+        *(
+            png_of(16, 16, extra=extra)
+            for extra in (text, few * 100, profile, chunk(b"acTL", b"\xff" * 8) * 1000)
+        ),
         scans[:last] + scans[last:-2] * 3000 + scans[-2:],
         rle_bmp(9000, 9000),
         rle_bmp(60000, 1400),
@@ -86,7 +119,10 @@ def broken_image(rng: Generator) -> bytes:
     data = pick(rng, sound_images())
     if not data.startswith(PNG) or chance(rng, 0.5):
         return mutated(rng, data)
-    kind, width, height = pick(rng, (b"IDAT", b"PLTE", b"tRNS", b"zTXt", b"iCCP", b"eXIf", b"fdAT", b"gAMA")), *pick_sides(rng)
+    kind, width, height = (
+        pick(rng, (b"IDAT", b"PLTE", b"tRNS", b"zTXt", b"iCCP", b"eXIf", b"fdAT", b"gAMA")),
+        *pick_sides(rng),
+    )
     extra = chunk(kind, rng.bytes(int(2 ** rng.uniform(0, 10)))) * int(rng.integers(3))
     header = data[16:24] if chance(rng, 0.5) else struct.pack(">II", width, height)
     header += mutated(rng, data[24:29])[:5].ljust(5, b"\0") if chance(rng, 0.5) else data[24:29]

@@ -1,4 +1,5 @@
-"""Every reader that is fuzzed; here those of names and options. As a script: the child process of fuzzing.fuzz(), or one input again."""
+"""Every reader that is fuzzed; here those of names and options. As a script: the child process of
+fuzzing.fuzz(), or one input again."""
 
 from __future__ import annotations
 
@@ -30,10 +31,22 @@ ctypes:CDLL code:interact importlib:import_module shutil:rmtree pathlib:Path thi
 numpy:array numpy.random:default_rng numpy:float64 numpy:pi numpy:nothing numpy:__class__ numpy:__loader__ numpy:__dict__
 numpy.ctypeslib:ctypes numpy.ufunc numpy:frombuffer numpy:add hvdtrain.errors:UserError hvdtrain.data:idx hvdtrain.config.plugins:re
 hvdtrain:__version__ no_such:x no.such:x numpy.no:x fuzz_readers:forge fuzz_readers:sys fuzz_readers:pick fuzz_readers:PLAIN
-"""
+"""  # noqa: E501
 NAMES = (
     *PLAIN.split(),
-    *("class:def", "None:x", "\ud800:x", "a\0b:c", "x" * 9999, "a" + ".b" * 2000, "a" + ".b" * 90 + ":c", "", " ", "mlp ", "mlp\n"),
+    *(
+        "class:def",
+        "None:x",
+        "\ud800:x",
+        "a\0b:c",
+        "x" * 9999,
+        "a" + ".b" * 2000,
+        "a" + ".b" * 90 + ":c",
+        "",
+        " ",
+        "mlp ",
+        "mlp\n",
+    ),
 )
 forge = sys.exit  # a name of this module for a function of Python's own
 
@@ -54,7 +67,14 @@ def check_dotted(name: str) -> None:
     plugins.check_names(config)
     found = plugins.load_dotted(config.model.name, "model.name")
     inspect.signature(found)
-    home = getattr(found if isinstance(found, type) or inspect.isroutine(found) else type(found), "__module__", None) or ""
+    home = (
+        getattr(
+            found if isinstance(found, type) or inspect.isroutine(found) else type(found),
+            "__module__",
+            None,
+        )
+        or ""
+    )
     assert callable(found) and home.split(".")[0] not in sys.stdlib_module_names, found
 
 
@@ -65,8 +85,40 @@ def check_name(folder: str, name: str) -> None:
 
 
 OPTIONS = (
-    *(None, True, 0, 1, -1, 3, 2**31, 2**62, 1e30, 0.5, float("nan"), float("inf"), -1e308, "x", "1", "~nobodyhere/x", "a/b"),
-    *([], [1], [1, 2, 3], [4, 4, 1, 1], [0, 0, 0], [10**9] * 3, [2**62] * 3, ["a"], [[1]], [None], {}, {"a": 1}, [1.5, 2.5, 3.5]),
+    *(
+        None,
+        True,
+        0,
+        1,
+        -1,
+        3,
+        2**31,
+        2**62,
+        1e30,
+        0.5,
+        float("nan"),
+        float("inf"),
+        -1e308,
+        "x",
+        "1",
+        "~nobodyhere/x",
+        "a/b",
+    ),
+    *(
+        [],
+        [1],
+        [1, 2, 3],
+        [4, 4, 1, 1],
+        [0, 0, 0],
+        [10**9] * 3,
+        [2**62] * 3,
+        ["a"],
+        [[1]],
+        [None],
+        {},
+        {"a": 1},
+        [1.5, 2.5, 3.5],
+    ),
     *((8, 8, 3), [60000, 60000, 3], [2048, 2048, 1], "???", "[1, 2, 3]", "1e3", "-0", [1] * 999),
 )
 
@@ -78,8 +130,12 @@ def read_options(rng: Generator, home: Path) -> Callable[[], None]:
     names = tuple(name for name in plugins.files(folder) if name != "digits")  # it reads nothing
     name = pick(rng, names) if chance(rng, 0.6) else {"data": "synthetic", "optim": "adam"}[section]
     build = plugins.load(folder, name, "").build
-    given = {option: pick(rng, OPTIONS) for option in build.__kwdefaults__ or () if chance(rng, 0.5)}
-    settings = DataConfig(name=name, **given) if section == "data" else OptimConfig(name=name, **given)
+    given = {
+        option: pick(rng, OPTIONS) for option in build.__kwdefaults__ or () if chance(rng, 0.5)
+    }
+    settings = (
+        DataConfig(name=name, **given) if section == "data" else OptimConfig(name=name, **given)
+    )
     (home / "train" / "a").mkdir(parents=True)
     (home / "train" / "a" / "1.png").write_bytes(fuzz_images.sound_images()[2])
 
@@ -88,11 +144,18 @@ def read_options(rng: Generator, home: Path) -> Callable[[], None]:
         if section == "optim":
             build(**options)
         elif name in ("folder", "webdataset"):
-            fuzz_files.check_source(build(name, home, "train", **{"cache": home / "cache", **options}))
+            fuzz_files.check_source(
+                build(name, home, "train", **{"cache": home / "cache", **options})
+            )
         elif name == "synthetic":
             fuzz_files.check_source(build(name, None, "train", **options))
         else:
-            build(name, home, "train", **({"download": False} if "download" in (build.__kwdefaults__ or ()) else {}))
+            build(
+                name,
+                home,
+                "train",
+                **({"download": False} if "download" in (build.__kwdefaults__ or ()) else {}),
+            )
 
     return read
 

@@ -28,7 +28,9 @@ def sound(folder: Path, random: np.random.Generator) -> list[tuple[Path, Build]]
     np.savez_compressed(folder / "b.npz", x=x, y=y)
     lines = [f"{a},{b},{c}" for a, b, c in zip(x[:, 0, 0], x[:, 0, 1], y, strict=True)]
     (folder / "a.csv").write_text("\n".join(["a,b,y", *lines]))
-    found: list[tuple[Path, Build]] = [(folder / name, lambda path: npz.build("npz", path, "train")) for name in ("a.npz", "b.npz")]
+    found: list[tuple[Path, Build]] = [
+        (folder / name, lambda path: npz.build("npz", path, "train")) for name in ("a.npz", "b.npz")
+    ]
     found.append((folder / "a.csv", lambda path: csv.build("csv", path, "train")))
     if importlib.util.find_spec("h5py"):
         import h5py
@@ -41,17 +43,28 @@ def sound(folder: Path, random: np.random.Generator) -> list[tuple[Path, Build]]
         import pyarrow
         import pyarrow.parquet
 
-        pyarrow.parquet.write_table(pyarrow.table({"a": x[:, 0, 0], "y": y}), folder / "a.parquet", row_group_size=20)
+        pyarrow.parquet.write_table(
+            pyarrow.table({"a": x[:, 0, 0], "y": y}), folder / "a.parquet", row_group_size=20
+        )
         found.append((folder / "a.parquet", lambda path: parquet.build("parquet", path, "train")))
     return found
 
 
 def damaged(raw: bytes, random: np.random.Generator) -> bytes:
-    """One to three bytes changed, most near the beginning or the end; in one of three files the rest cut off."""
+    """One to three bytes changed, most near the beginning or the end; in one of three files the
+    rest cut off."""
     content = bytearray(raw[: random.integers(0, len(raw))] if random.random() < 0.3 else raw)
     for _ in range(random.integers(1, 4) if content else 0):
-        near = random.integers(0, 600) if random.random() < 0.5 else len(content) - 1 - random.integers(0, 400)
-        place = random.integers(0, len(content)) if random.random() < 0.5 else np.clip(near, 0, len(content) - 1)
+        near = (
+            random.integers(0, 600)
+            if random.random() < 0.5
+            else len(content) - 1 - random.integers(0, 400)
+        )
+        place = (
+            random.integers(0, len(content))
+            if random.random() < 0.5
+            else np.clip(near, 0, len(content) - 1)
+        )
         content[place] = random.integers(0, 256)
     return bytes(content)
 

@@ -1,4 +1,5 @@
-"""Hostile arguments, configuration files, names and options: what an attacker could write into a file that is given to hvdtrain."""
+"""Hostile arguments, configuration files, names and options: what an attacker could write into a
+file that is given to hvdtrain."""
 
 from __future__ import annotations
 
@@ -35,12 +36,39 @@ ${model.a} ¦ [${seed}] ¦ {a: ${seed}} ¦ [${oc.env:SECRET}] ¦ {${seed}: 1} ¦
 [1, 2] ¦ (1, 2) ¦ {kind: cosine} ¦ [{kind: cosine}] ¦ [{kind: x}] ¦ [{king: cosine}] ¦ [{length: .nan}] ¦ [{milestones: [.inf]}] ¦ x: y: z
 [{<<: {kind: steps}}] ¦ &a [*a] ¦ &a {b: *a} ¦ *nothing ¦ &a ¦ &a 1 ¦ ' ¦ " ¦ %x ¦ @x ¦ `x` ¦ --- a ¦ ... ¦ # ¦ / ¦ /etc ¦ . ¦ os:system
 10% ¦ 5 days ¦ 500 steps ¦ builtins:exec ¦ mlp ¦ torch.optim.SGD ¦ linear ¦ resnet18 ¦ auto ¦ digits ¦ synthetic ¦ folder ¦ jax ¦ numpy
-"""
+"""  # noqa: E501
 VALUES = (
     *(value for row in PLAIN.strip().splitlines() for value in row.split(SPLIT)),
-    *("", "0x" + "f" * 9999, "9" * 4000, "9" * 9999, "1" + "_" * 999, ":".join(["1"] * 2000), "${epochs}" * 200, "${a" * 500, "x" * 70000),
-    *("a\x00b", "\x1b[31m", "\ufeff", "\u2028", "\x85", "é" * 50, "|\n  x\n", ">-\n  x\n", "[" * 3000, "{a: " * 2000, "[" * 60 + "]" * 60),
-    *("{a: " * 60 + "1" + "}" * 60, "[" * 300 + "]" * 300, "[1" + ", 1" * 9999 + "]", "[1" + ", 1" * 999 + "]"),
+    *(
+        "",
+        "0x" + "f" * 9999,
+        "9" * 4000,
+        "9" * 9999,
+        "1" + "_" * 999,
+        ":".join(["1"] * 2000),
+        "${epochs}" * 200,
+        "${a" * 500,
+        "x" * 70000,
+    ),
+    *(
+        "a\x00b",
+        "\x1b[31m",
+        "\ufeff",
+        "\u2028",
+        "\x85",
+        "é" * 50,
+        "|\n  x\n",
+        ">-\n  x\n",
+        "[" * 3000,
+        "{a: " * 2000,
+        "[" * 60 + "]" * 60,
+    ),
+    *(
+        "{a: " * 60 + "1" + "}" * 60,
+        "[" * 300 + "]" * 300,
+        "[1" + ", 1" * 9999 + "]",
+        "[1" + ", 1" * 999 + "]",
+    ),
 )
 WORDS = (
     "",
@@ -68,12 +96,30 @@ WORDS = (
 NINE = range(9)
 MANY = range(1, 40)
 BOMBS: tuple[Callable[[str], str], ...] = (
-    lambda key: "l0: &l0 [x]\n" + "".join(f"l{n}: &l{n} [{nine(n)}]\n" for n in range(1, 12)) + f"{key}: *l11\n",
-    lambda key: f"{key}: &l0 [x]\n" + "".join(f"{key}{n}: &l{n} [{nine(n)}]\n" for n in range(1, 12)),
-    lambda key: "model:\n  l0: &l0 {a: 1}\n" + "".join(f"  l{n}: &l{n} {{a: *l{n - 1}, b: *l{n - 1}}}\n" for n in MANY),
-    lambda key: "model:\n  l0: [&l0 {a: 1}]\n" + "".join(f"  l{n}: [&l{n} {{<<: [{nine(n)}]}}]\n" for n in range(1, 12)),
-    lambda key: "model:\n  l0: x\n" + "".join(f"  l{n}: {refer(n)}{refer(n)}\n" for n in MANY) + f"run: ${{{key}}}\n",
-    lambda key: "model:\n  l0: [x]\n" + "".join(f"  l{n}: ['{refer(n)}', '{refer(n)}']\n" for n in MANY),
+    lambda key: (
+        "l0: &l0 [x]\n"
+        + "".join(f"l{n}: &l{n} [{nine(n)}]\n" for n in range(1, 12))
+        + f"{key}: *l11\n"
+    ),
+    lambda key: (
+        f"{key}: &l0 [x]\n" + "".join(f"{key}{n}: &l{n} [{nine(n)}]\n" for n in range(1, 12))
+    ),
+    lambda key: (
+        "model:\n  l0: &l0 {a: 1}\n"
+        + "".join(f"  l{n}: &l{n} {{a: *l{n - 1}, b: *l{n - 1}}}\n" for n in MANY)
+    ),
+    lambda key: (
+        "model:\n  l0: [&l0 {a: 1}]\n"
+        + "".join(f"  l{n}: [&l{n} {{<<: [{nine(n)}]}}]\n" for n in range(1, 12))
+    ),
+    lambda key: (
+        "model:\n  l0: x\n"
+        + "".join(f"  l{n}: {refer(n)}{refer(n)}\n" for n in MANY)
+        + f"run: ${{{key}}}\n"
+    ),
+    lambda key: (
+        "model:\n  l0: [x]\n" + "".join(f"  l{n}: ['{refer(n)}', '{refer(n)}']\n" for n in MANY)
+    ),
     lambda key: "model:\n  l0: ''\n" + "".join(f"  l{n}: {refer(n)}{refer(n)}\n" for n in MANY),
     lambda key: "? &l0 [x]\n: 1\n" + "".join(f"? &l{n} [{nine(n)}]\n: 1\n" for n in range(1, 12)),
     lambda key: "".join(f"model.a{n}: 1\n" for n in range(9999)),
@@ -86,7 +132,11 @@ BOMBS: tuple[Callable[[str], str], ...] = (
     lambda key: "".join(f"{' ' * n}a:\n" for n in range(300)),
     lambda key: f"model.{'a.' * 3000}a: 1\n",
     lambda key: f"{key}: " + "${a." * 3000 + "}" * 3000,
-    lambda key: "run: ${model.l0}\nmodel:\n" + "".join(f"  l{n}: ${{model.l{n + 1}}}\n" for n in range(400)) + "  l400: 1\n",
+    lambda key: (
+        "run: ${model.l0}\nmodel:\n"
+        + "".join(f"  l{n}: ${{model.l{n + 1}}}\n" for n in range(400))
+        + "  l400: 1\n"
+    ),
 )
 
 
@@ -100,7 +150,14 @@ def refer(number: int) -> str:
 
 @functools.cache
 def keys() -> tuple[str, ...]:
-    return (*known_keys(), *SECTIONS, *(f"{section}.{word}" for section in SECTIONS for word in WORDS), *WORDS, "model.l11", "model.l39")
+    return (
+        *known_keys(),
+        *SECTIONS,
+        *(f"{section}.{word}" for section in SECTIONS for word in WORDS),
+        *WORDS,
+        "model.l11",
+        "model.l39",
+    )
 
 
 def pair(rng: Generator, sound: float) -> tuple[str, str]:
@@ -115,7 +172,13 @@ def pair(rng: Generator, sound: float) -> tuple[str, str]:
         "true or false": ("true", "no"),
         "a text": ("x", "~/x"),
     }
-    return key, pick(rng, choices or words.get(type_name(field.annotation).removesuffix(", or null"), ("[]", "[1]", "[{kind: steps}]")))
+    return key, pick(
+        rng,
+        choices
+        or words.get(
+            type_name(field.annotation).removesuffix(", or null"), ("[]", "[1]", "[{kind: steps}]")
+        ),
+    )
 
 
 def line(rng: Generator) -> str:
@@ -124,7 +187,11 @@ def line(rng: Generator) -> str:
     section, _, name = key.partition(".")
     if not name or chance(rng, 0.5):
         return f"{key}: {value}\n"
-    return f"{section}:\n  {name}: {value}\n" if chance(rng, 0.7) else f"{section}: {{{name}: {value}}}\n"
+    return (
+        f"{section}:\n  {name}: {value}\n"
+        if chance(rng, 0.7)
+        else f"{section}: {{{name}: {value}}}\n"
+    )
 
 
 def document(rng: Generator) -> bytes:
@@ -155,9 +222,9 @@ def read_words(rng: Generator, home: Path) -> Callable[[], None]:
     for _ in range(int(rng.integers(1, 4))):
         word = "=".join(pair(rng, 0.5))
         if chance(rng, 0.2):
-            word = mutated(rng, word.encode(errors="surrogateescape" if "\ud800" not in word else "replace")).decode(
-                errors="surrogateescape"
-            )
+            word = mutated(
+                rng, word.encode(errors="surrogateescape" if "\ud800" not in word else "replace")
+            ).decode(errors="surrogateescape")
         words.append(f"--{word}" if chance(rng, 0.1) else word)
     return lambda: check_configuration(None, words)
 
@@ -169,5 +236,7 @@ def check_configuration(path: str | None, words: list[str]) -> None:
     assert CANARY not in text, text
     again = Path("again.yaml")
     again.write_text(text, encoding="utf-8")
-    assert repr(configure(str(again), [])) == repr(config), f"{config!r}\nis not what this reads as\n{text}"  # repr: nan is not nan
+    assert repr(configure(str(again), [])) == repr(config), (
+        f"{config!r}\nis not what this reads as\n{text}"
+    )  # repr: nan is not nan
     plugins.check_names(config)

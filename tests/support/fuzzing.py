@@ -1,4 +1,5 @@
-"""A child process that gives readers one hostile input after another, monitored, with limits of memory and time."""
+"""A child process that gives readers one hostile input after another, monitored, with limits of
+memory and time."""
 
 from __future__ import annotations
 
@@ -30,8 +31,25 @@ LIMIT_BYTES = 2**30  # of address space above what the process had before the fi
 LIMIT_TEXT = 4000  # characters of a message
 CANARY = "8c1f-canary-of-the-environment"  # the value of $SECRET: no configuration may hold it
 
-STARTS = ("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty", "pty.spawn", "ctypes.dlopen")
-TALKS = ("socket.connect", "socket.bind", "socket.getaddrinfo", "socket.gethostbyname", "urllib.Request", "webbrowser.open")
+STARTS = (
+    "os.system",
+    "subprocess.Popen",
+    "os.exec",
+    "os.posix_spawn",
+    "os.spawn",
+    "os.fork",
+    "os.forkpty",
+    "pty.spawn",
+    "ctypes.dlopen",
+)
+TALKS = (
+    "socket.connect",
+    "socket.bind",
+    "socket.getaddrinfo",
+    "socket.gethostbyname",
+    "urllib.Request",
+    "webbrowser.open",
+)
 LINKS = ("os.symlink", "os.link")  # whose first path may be anywhere
 TWO = (*LINKS, "os.rename")
 CHANGES = (
@@ -46,7 +64,9 @@ CHANGES = (
     "os.chown",
     "shutil.rmtree",
 )
-Reader = Callable[[np.random.Generator, Path], Callable[[], object]]  # lays an input into a folder; what it returns reads it, and checks
+Reader = Callable[
+    [np.random.Generator, Path], Callable[[], object]
+]  # lays an input into a folder; what it returns reads it, and checks
 
 
 class Forbidden(BaseException):
@@ -72,18 +92,29 @@ class Report:
 
     def __str__(self) -> str:
         return "\n".join(
-            f"{name:8} {t.tried:7} inputs: {t.read} read, {t.refused} refused, slowest {t.slowest_s:.2f} s (number {t.slowest})"
+            f"{name:8} {t.tried:7} inputs: {t.read} read, {t.refused} refused, slowest "
+            f"{t.slowest_s:.2f} s (number {t.slowest})"
             for name, t in self.tallies.items()
         )
 
 
 class Watchdog:
-    """An audit hook: while it is on, nothing is started, called over the network, or touched outside `home`."""
+    """An audit hook: while it is on, nothing is started, called over the network, or touched
+    outside `home`."""
 
     def __init__(self, home: Path) -> None:
         self.on = False
         self.inside = (str(home), "/dev/null")
-        self.readable = (*self.inside, str(PROJECT), sys.prefix, sys.base_prefix, "/proc/self", "/usr", "/etc/ld.so.cache", "/sys")
+        self.readable = (
+            *self.inside,
+            str(PROJECT),
+            sys.prefix,
+            sys.base_prefix,
+            "/proc/self",
+            "/usr",
+            "/etc/ld.so.cache",
+            "/sys",
+        )
 
     def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
         if self.on and self._forbidden(event, arguments):
@@ -93,11 +124,16 @@ class Watchdog:
         if event == "exec":
             return "<string>" in repr(arguments[0]) and not self._of_python()
         if event in CHANGES:
-            return not all(self._within(path, self.inside) for path in arguments[event in LINKS : 1 + (event in TWO)])
+            return not all(
+                self._within(path, self.inside)
+                for path in arguments[event in LINKS : 1 + (event in TWO)]
+            )
         if event == "open" and isinstance(arguments[0], (str, bytes, os.PathLike)):
             flags = arguments[2]
             if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC):
-                return not self._within(arguments[0], self.inside, follow=not flags & (os.O_NOFOLLOW | os.O_EXCL))
+                return not self._within(
+                    arguments[0], self.inside, follow=not flags & (os.O_NOFOLLOW | os.O_EXCL)
+                )
             return not self._within(arguments[0], self.readable)
         return event in STARTS or event in TALKS
 
@@ -107,12 +143,19 @@ class Watchdog:
 
     def _within(self, path: Any, places: tuple[str, ...], follow: bool = False) -> bool:
         text = os.fsdecode(path)
-        whole = os.path.realpath(text) if follow else os.path.join(os.path.realpath(os.path.dirname(text)), os.path.basename(text))
+        whole = (
+            os.path.realpath(text)
+            if follow
+            else os.path.join(os.path.realpath(os.path.dirname(text)), os.path.basename(text))
+        )
         return any(whole == place or whole.startswith(f"{place}/") for place in places)
 
     def _of_python(self) -> bool:
-        """Whether it is Python that writes a method of a dataclass or named tuple, or reads an annotation."""
-        return sys._getframe(3).f_code.co_filename.endswith(("dataclasses.py", "collections/__init__.py", "typing.py"))
+        """Whether it is Python that writes a method of a dataclass or named tuple, or reads an
+        annotation."""
+        return sys._getframe(3).f_code.co_filename.endswith(
+            ("dataclasses.py", "collections/__init__.py", "typing.py")
+        )
 
 
 def generator(name: str, seed: int, number: int) -> np.random.Generator:
@@ -120,7 +163,9 @@ def generator(name: str, seed: int, number: int) -> np.random.Generator:
     return np.random.default_rng([seed, sum(name.encode()), number])
 
 
-def one(name: str, reader: Reader, seed: int, number: int, watch: Watchdog, scratch: Path) -> tuple[str, str]:
+def one(
+    name: str, reader: Reader, seed: int, number: int, watch: Watchdog, scratch: Path
+) -> tuple[str, str]:
     """("read" | "refused" | "finding", what was found)."""
     home = scratch / "input"
     home.mkdir()
@@ -151,12 +196,16 @@ def check_refusal(error: UserError) -> tuple[str, str]:
     if any(isinstance(cause, (MemoryError, Forbidden)) for cause in causes):
         return "finding", f"out of memory, reported as: {error}"
     if not error.what or not error.where or len(str(error)) > LIMIT_TEXT or CANARY in str(error):
-        return "finding", f"a message of {len(str(error))} characters, or with a secret: {str(error)[:300]!r}"
+        return (
+            "finding",
+            f"a message of {len(str(error))} characters, or with a secret: {str(error)[:300]!r}",
+        )
     return "refused", ""
 
 
 def child(order: Mapping[str, Any], readers: Mapping[str, Reader]) -> None:
-    """Works through its order; leaves in `now` what it was at, for the parent to read where this process dies."""
+    """Works through its order; leaves in `now` what it was at, for the parent to read where this
+    process dies."""
     scratch = Path(order["scratch"])
     report = {name: Tally(**tally) for name, tally in order["tallies"].items()}
     watch = Watchdog(scratch / "input")
@@ -170,7 +219,10 @@ def child(order: Mapping[str, Any], readers: Mapping[str, Reader]) -> None:
             number = tally.tried
             tally.tried += 1
             now.seek(0)
-            now.write(json.dumps([name, number, {key: asdict(value) for key, value in report.items()}]) + "\n")
+            now.write(
+                json.dumps([name, number, {key: asdict(value) for key, value in report.items()}])
+                + "\n"
+            )
             now.flush()
             faulthandler.dump_traceback_later(order["limit_s"], exit=True)
             begun = time.perf_counter()
@@ -189,7 +241,8 @@ def child(order: Mapping[str, Any], readers: Mapping[str, Reader]) -> None:
 
 
 def limit_memory(more: int) -> None:
-    """Of this process: `more` bytes of address space than it has, files of 4 GiB, and no core file."""
+    """Of this process: `more` bytes of address space than it has, files of 4 GiB, and no core
+    file."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     for what, limit in (
         (resource.RLIMIT_AS, pages * resource.getpagesize() + more),
@@ -200,13 +253,25 @@ def limit_memory(more: int) -> None:
 
 
 def fuzz(
-    script: Path, names: tuple[str, ...], seed: int, seconds: float, limit_s: float = LIMIT_S, most: int = 20, least: int = 0
+    script: Path,
+    names: tuple[str, ...],
+    seed: int,
+    seconds: float,
+    limit_s: float = LIMIT_S,
+    most: int = 20,
+    least: int = 0,
 ) -> Report:
-    """Gives each reader of `script` its equal share of the seconds, and `least` inputs on a machine however slow; a child that dies is a
-    finding, and another one goes on, up to `most`.
+    """Gives each reader of `script` its equal share of the seconds, and `least` inputs on a machine
+    however slow; a child that dies is a finding, and another one goes on, up to `most`.
     """
     report = Report({name: Tally() for name in names})
-    environment = {**os.environ, "SECRET": CANARY, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "MALLOC_ARENA_MAX": "2"}
+    environment = {
+        **os.environ,
+        "SECRET": CANARY,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "MALLOC_ARENA_MAX": "2",
+    }
     environment["PYTHONPATH"] = os.pathsep.join([str(PROJECT), str(Path(__file__).parent)])
     with tempfile.TemporaryDirectory() as scratch:
         environment["XDG_CACHE_HOME"] = os.path.join(scratch, "input", ".cache")
@@ -223,7 +288,15 @@ def fuzz(
             }
             order |= {"limit_bytes": LIMIT_BYTES}
             command = [sys.executable, str(script), json.dumps(order)]
-            ended = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, errors="replace", check=False)
+            ended = subprocess.run(
+                command,
+                cwd=PROJECT,
+                env=environment,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                check=False,
+            )
             lines = [json.loads(line) for line in ended.stdout.splitlines()]
             report.findings += [line for line in lines if isinstance(line, str)]
             if lines and isinstance(lines[-1], dict):
@@ -235,5 +308,8 @@ def fuzz(
             name, number, tallies = json.loads(now[0])
             report.tallies = {key: Tally(**tally) for key, tally in tallies.items()}
             report.tallies[name].spent_s += limit_s
-            report.findings.append(f"{name} {number}: the process ended with {ended.returncode}: {ended.stderr[-1500:]}")
+            report.findings.append(
+                f"{name} {number}: the process ended with {ended.returncode}: "
+                f"{ended.stderr[-1500:]}"
+            )
     return report

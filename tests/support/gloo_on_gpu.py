@@ -1,6 +1,8 @@
-"""The rest of the command line as a program, whose torchdist engine reduces tensors on a GPU by Gloo.
+"""The rest of the command line as a program, whose torchdist engine reduces tensors on a GPU by
+Gloo.
 
-Two ranks may then share a GPU, which NCCL refuses; all that hvdtrain does with tensors that stay on a device is that of NCCL.
+Two ranks may then share a GPU, which NCCL refuses; all that hvdtrain does with tensors that stay on
+a device is that of NCCL.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""The gradient of each collective by Horovod's definition, on torch, TensorFlow, JAX and Keras, as one program for the ranks.
+"""The gradient of each collective by Horovod's definition, on torch, TensorFlow, JAX and Keras, as
+one program for the ranks.
 
-python tests/support/gradients_on_ranks.py OUT.json MODULE        writes {check: failure or ""}; MODULE: hvdtrain.horovod or horovod.torch
+python tests/support/gradients_on_ranks.py OUT.json MODULE        writes {check: failure or ""};
+    MODULE: hvdtrain.horovod or horovod.torch
 """
 
 from __future__ import annotations
@@ -21,8 +23,17 @@ IS_HOROVOD = sys.argv[2] == "horovod.torch"
 NEAR = 1e-12
 COLUMNS = 2
 ROWS = 3
-AS_DERIVATIVES = ("min", "max", "product")  # whose gradients Horovod reduces by the same op: no derivative
-OF_ANY_ROWS = ("uneven allgather", "empty allgather", "alltoall of splits", "grouped_allgather")  # JAX has to know their shapes
+AS_DERIVATIVES = (
+    "min",
+    "max",
+    "product",
+)  # whose gradients Horovod reduces by the same op: no derivative
+OF_ANY_ROWS = (
+    "uneven allgather",
+    "empty allgather",
+    "alltoall of splits",
+    "grouped_allgather",
+)  # JAX has to know their shapes
 Call = Callable[[Any], Any]
 
 
@@ -41,7 +52,8 @@ def inputs(rank: int, rows: int) -> np.ndarray:
 
 
 def weights(rank: int, rows: int) -> np.ndarray:
-    """What the result of this rank is multiplied by: the gradient that comes back into the collective."""
+    """What the result of this rank is multiplied by: the gradient that comes back into the
+    collective."""
     return (1.0 + rank) * (1.0 + np.arange(1.0 * rows * COLUMNS).reshape(rows, COLUMNS))
 
 
@@ -50,7 +62,8 @@ def summed(rows: int = ROWS) -> np.ndarray:
 
 
 def of_extreme(pick: Callable[..., np.ndarray]) -> Callable[[int], np.ndarray]:
-    """The sum of the gradients, in equal parts on the ranks that have the extreme; times the factors 2 and 3."""
+    """The sum of the gradients, in equal parts on the ranks that have the extreme; times the
+    factors 2 and 3."""
 
     def gradient(rank: int) -> np.ndarray:
         everybody = np.stack([inputs(other, ROWS) for other in range(hvd.size())])
@@ -61,11 +74,14 @@ def of_extreme(pick: Callable[..., np.ndarray]) -> Callable[[int], np.ndarray]:
 
 
 def of_product(rank: int) -> np.ndarray:
-    return summed() * np.prod([inputs(other, ROWS) for other in range(hvd.size()) if other != rank], 0)
+    return summed() * np.prod(
+        [inputs(other, ROWS) for other in range(hvd.size()) if other != rank], 0
+    )
 
 
 def of_adasum(_: int) -> np.ndarray:
-    """Adasum of two multiples of a vector is their average (Maleki et al. 2020, arXiv:2006.02924, eq. 7). Of three: 0 and 2, then 1."""
+    """Adasum of two multiples of a vector is their average (Maleki et al. 2020, arXiv:2006.02924,
+    eq. 7). Of three: 0 and 2, then 1."""
     first, second, third = (weights(rank, ROWS) for rank in (0, 1, 2))
     return (first + second) / 2 if hvd.size() == 2 else ((first + third) / 2 + second) / 2
 
@@ -87,7 +103,8 @@ def splits(rank: int) -> list[int]:
 
 
 def of_exchanged(rank: int) -> np.ndarray:
-    """The gradients of the ranks that the rows went to; 0 for the last row, which went to nobody."""
+    """The gradients of the ranks that the rows went to; 0 for the last row, which went to
+    nobody."""
     parts = []
     for other in range(hvd.size()):
         counts = [splits(sender)[other] for sender in range(hvd.size())]
@@ -98,12 +115,16 @@ def of_exchanged(rank: int) -> np.ndarray:
 
 def of_equal_parts(rank: int) -> np.ndarray:
     rows = 2 * hvd.size()
-    return np.concatenate([weights(other, rows)[2 * rank : 2 * rank + 2] for other in range(hvd.size())])
+    return np.concatenate(
+        [weights(other, rows)[2 * rank : 2 * rank + 2] for other in range(hvd.size())]
+    )
 
 
 def of_scattered(factor: float) -> Callable[[int], np.ndarray]:
     """The gradients of all ranks' rows: three on the first rank, two on the others."""
-    return lambda _: factor * np.concatenate([weights(rank, 2 + (rank == 0)) for rank in range(hvd.size())])
+    return lambda _: (
+        factor * np.concatenate([weights(rank, 2 + (rank == 0)) for rank in range(hvd.size())])
+    )
 
 
 def cases() -> dict[str, Case]:
@@ -124,36 +145,74 @@ def cases() -> dict[str, Case]:
         return 2 * size + 1
 
     found = {
-        "average": Case(same, lambda m, x: m.allreduce(x, name="average"), lambda _: summed() / size),
-        "sum": Case(same, lambda m, x: m.allreduce(x, op=hvd.Sum, **factors), lambda _: summed() * 6.0),
+        "average": Case(
+            same, lambda m, x: m.allreduce(x, name="average"), lambda _: summed() / size
+        ),
+        "sum": Case(
+            same, lambda m, x: m.allreduce(x, op=hvd.Sum, **factors), lambda _: summed() * 6.0
+        ),
         "min": Case(same, lambda m, x: m.allreduce(x, op=hvd.Min, **factors), of_extreme(np.min)),
         "max": Case(same, lambda m, x: m.allreduce(x, op=hvd.Max, **factors), of_extreme(np.max)),
-        "product": Case(same, lambda m, x: m.allreduce(x, op=hvd.Product, name="product"), of_product),
+        "product": Case(
+            same, lambda m, x: m.allreduce(x, op=hvd.Product, name="product"), of_product
+        ),
         "adasum": Case(same, lambda m, x: m.allreduce(x, op=hvd.Adasum), of_adasum),
         "allgather": Case(same, lambda m, x: m.allgather(x, name="allgather"), of_gathered(same)),
         "uneven allgather": Case(growing, lambda m, x: m.allgather(x), of_gathered(growing)),
         "empty allgather": Case(even, lambda m, x: m.allgather(x), of_gathered(even)),
-        "broadcast": Case(same, lambda m, x: m.broadcast(x, last), lambda rank: summed() / size * (rank == last)),
+        "broadcast": Case(
+            same, lambda m, x: m.broadcast(x, last), lambda rank: summed() / size * (rank == last)
+        ),
         "alltoall": Case(lambda _: 2 * size, lambda m, x: m.alltoall(x), of_equal_parts),
         "alltoall of splits": Case(
             lambda rank: sum(splits(rank)) + (not IS_HOROVOD),
             lambda m, x: m.alltoall(x, torch.tensor(splits(hvd.rank()), dtype=torch.int32))[0],
-            lambda rank: of_exchanged(rank)[:-1] if IS_HOROVOD else of_exchanged(rank),  # all rows are sent there
+            lambda rank: (
+                of_exchanged(rank)[:-1] if IS_HOROVOD else of_exchanged(rank)
+            ),  # all rows are sent there
         ),
-        "reducescatter": Case(scattered, lambda m, x: m.reducescatter(x, op=hvd.Average), of_scattered(1.0)),
-        "reducescatter of sums": Case(scattered, lambda m, x: m.reducescatter(x, op=hvd.Sum, **factors), of_scattered(6.0 * size)),
-        "grouped_allreduce": Case(same, lambda m, x: m.grouped_allreduce([x, x * 2], op=hvd.Sum)[1], lambda _: 2 * summed()),
-        "grouped_allgather": Case(growing, lambda m, x: m.grouped_allgather([x * 2, x])[0], lambda rank: 2 * of_gathered(growing)(rank)),
-        "grouped_reducescatter": Case(scattered, lambda m, x: m.grouped_reducescatter([x * 2, x], op=hvd.Average)[0], of_scattered(2.0)),
+        "reducescatter": Case(
+            scattered, lambda m, x: m.reducescatter(x, op=hvd.Average), of_scattered(1.0)
+        ),
+        "reducescatter of sums": Case(
+            scattered,
+            lambda m, x: m.reducescatter(x, op=hvd.Sum, **factors),
+            of_scattered(6.0 * size),
+        ),
+        "grouped_allreduce": Case(
+            same,
+            lambda m, x: m.grouped_allreduce([x, x * 2], op=hvd.Sum)[1],
+            lambda _: 2 * summed(),
+        ),
+        "grouped_allgather": Case(
+            growing,
+            lambda m, x: m.grouped_allgather([x * 2, x])[0],
+            lambda rank: 2 * of_gathered(growing)(rank),
+        ),
+        "grouped_reducescatter": Case(
+            scattered,
+            lambda m, x: m.grouped_reducescatter([x * 2, x], op=hvd.Average)[0],
+            of_scattered(2.0),
+        ),
     }
     if IS_HOROVOD:
-        return {name: case for name, case in found.items() if name not in (*AS_DERIVATIVES, "adasum")}
+        return {
+            name: case for name, case in found.items() if name not in (*AS_DERIVATIVES, "adasum")
+        }
     if size > 2:
         some = hvd.add_process_set([0, size - 1])
         both = weights(0, ROWS) + weights(last, ROWS)
-        found["sum of some"] = Case(same, lambda m, x: m.allreduce(x, op=hvd.Sum, process_set=some), lambda _: both, (0, last))
+        found["sum of some"] = Case(
+            same,
+            lambda m, x: m.allreduce(x, op=hvd.Sum, process_set=some),
+            lambda _: both,
+            (0, last),
+        )
         found["broadcast to some"] = Case(
-            same, lambda m, x: m.broadcast(x, last, process_set=some), lambda rank: both / 2 * (rank == last), (0, last)
+            same,
+            lambda m, x: m.broadcast(x, last, process_set=some),
+            lambda rank: both / 2 * (rank == last),
+            (0, last),
         )
     return found
 
@@ -196,7 +255,9 @@ def of_jax(compiled: bool) -> Callable[[Call, np.ndarray, np.ndarray], np.ndarra
 def ways() -> dict[str, tuple[Any, Callable[[Call, np.ndarray, np.ndarray], np.ndarray]]]:
     if IS_HOROVOD:
         return {"horovod": (hvd, of_torch)}
-    keras, tensorflow = (importlib.import_module(f"hvdtrain.horovod.{name}") for name in ("keras", "tensorflow"))
+    keras, tensorflow = (
+        importlib.import_module(f"hvdtrain.horovod.{name}") for name in ("keras", "tensorflow")
+    )
     return {
         "torch": (hvd, of_torch),
         "keras on torch": (keras, of_torch),
@@ -228,8 +289,13 @@ def failures() -> dict[str, str]:
             try:
                 result = gradient(lambda tensor: case.call(module, tensor), x, weight)  # noqa: B023 (called in this turn)
                 expected = case.gradient(rank)
-                is_right = result.shape == expected.shape and np.abs(result - expected).max(initial=0.0) < NEAR * 1e3
-                found[f"{way}: {name}"] = "" if is_right else f"rank {rank}: {result.tolist()}, not {expected.tolist()}"
+                is_right = (
+                    result.shape == expected.shape
+                    and np.abs(result - expected).max(initial=0.0) < NEAR * 1e3
+                )
+                found[f"{way}: {name}"] = (
+                    "" if is_right else f"rank {rank}: {result.tolist()}, not {expected.tolist()}"
+                )
             except Exception:
                 found[f"{way}: {name}"] = traceback.format_exc()
     return found
@@ -240,7 +306,9 @@ def second_derivatives() -> dict[str, str]:
     import jax
     import tensorflow as tf
 
-    keras, tensorflow = (importlib.import_module(f"hvdtrain.horovod.{name}") for name in ("keras", "tensorflow"))
+    keras, tensorflow = (
+        importlib.import_module(f"hvdtrain.horovod.{name}") for name in ("keras", "tensorflow")
+    )
     rank = hvd.rank()
     x = inputs(rank, ROWS)
     weight = np.cos(weights(rank, ROWS))
@@ -269,7 +337,11 @@ def second_derivatives() -> dict[str, str]:
             ("jax.jit", jax.jit(by_jax)(jax.numpy.asarray(x))),
         ):
             is_right = np.allclose(np.asarray(result), expected, rtol=1e-9)
-            found[f"{way}: {name} twice"] = "" if is_right else f"rank {rank}: {np.asarray(result).tolist()}, not {expected.tolist()}"
+            found[f"{way}: {name} twice"] = (
+                ""
+                if is_right
+                else f"rank {rank}: {np.asarray(result).tolist()}, not {expected.tolist()}"
+            )
     return found
 
 
@@ -279,11 +351,14 @@ ALL: dict[str, Case] = {}
 def cases_of(way: str, module: Any) -> dict[str, Case]:
     if not ALL:
         ALL.update(cases())
-    known = {name: case for name, case in ALL.items() if case.ranks is None or hvd.rank() in case.ranks}
+    known = {
+        name: case for name, case in ALL.items() if case.ranks is None or hvd.rank() in case.ranks
+    }
     return {
         name: case
         for name, case in known.items()
-        if not (way.startswith("jax") and name in OF_ANY_ROWS) and not ("grouped" in name and not hasattr(module, name))
+        if not (way.startswith("jax") and name in OF_ANY_ROWS)
+        and not ("grouped" in name and not hasattr(module, name))
     }
 
 

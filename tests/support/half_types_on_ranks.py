@@ -1,4 +1,5 @@
-"""shard.stage=3 in 16 bits on the ranks: what is alive after a forward pass, and weights against those of stage 0."""
+"""shard.stage=3 in 16 bits on the ranks: what is alive after a forward pass, and weights against
+those of stage 0."""
 
 from __future__ import annotations
 
@@ -36,8 +37,9 @@ SHARES = (3, 2)
 
 
 class Odd(nn.Module):
-    """Weights of which some are read in float32: a frozen layer, a router, a matrix without a layer, torch's encoder layer, a layer whose
-    weight's norm is taken, and one that is called for images of zeros alone.
+    """Weights of which some are read in float32: a frozen layer, a router, a matrix without a
+    layer, torch's encoder layer, a layer whose weight's norm is taken, and one that is called for
+    images of zeros alone.
     """
 
     def __init__(self, outputs: int) -> None:
@@ -55,7 +57,9 @@ class Odd(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             shares = self.router(h.float()).softmax(1)
         h = h + (torch.einsum("nd,edf->nef", h, self.experts) * shares.unsqueeze(2)).sum(1)
-        h = self.encoder(h.float().unsqueeze(1)).squeeze(1)  # float32: in evaluation torch takes no other on a CPU
+        h = self.encoder(h.float().unsqueeze(1)).squeeze(
+            1
+        )  # float32: in evaluation torch takes no other on a CPU
         if x.mean() == 0:
             h = h + self.rare(h)
         outputs: torch.Tensor = self.last(h) * self.last.weight.norm()
@@ -73,7 +77,11 @@ class Sixteen(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves((result, (kwargs or {}).get("out"))):
-            if isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.bfloat16, torch.float16) and leaf.layout == torch.strided:
+            if (
+                isinstance(leaf, torch.Tensor)
+                and leaf.dtype in (torch.bfloat16, torch.float16)
+                and leaf.layout == torch.strided
+            ):
                 storage = leaf.untyped_storage()
                 if storage.nbytes() >= self._least:
                     self._found[storage._cdata] = weakref.ref(storage)
@@ -85,24 +93,34 @@ class Sixteen(TorchDispatchMode):
 
 
 def alive_after_forward(communicator: Communicator, cases: list[str]) -> dict[str, int]:
-    """Bytes of weights in 16 bits that this rank has when the second step's forward pass ends, one sample a rank."""
+    """Bytes of weights in 16 bits that this rank has when the second step's forward pass ends, one
+    sample a rank."""
     found = {}
     for case in cases:
-        learner: Any = build_learner(configure(None, f"{GPT} {case}".split()), LANGUAGE, communicator)
-        batch = {name: np.zeros((1, *field.shape), field.dtype) for name, field in LANGUAGE.fields.items()}
+        learner: Any = build_learner(
+            configure(None, f"{GPT} {case}".split()), LANGUAGE, communicator
+        )
+        batch = {
+            name: np.zeros((1, *field.shape), field.dtype)
+            for name, field in LANGUAGE.fields.items()
+        }
         alive = []
         live = Sixteen(2 * SMALLEST)
-        learner.forward._training.register_forward_hook(lambda *_, live=live, alive=alive: alive.append(live.alive_bytes()))
+        learner.forward._training.register_forward_hook(
+            lambda *_, live=live, alive=alive: alive.append(live.alive_bytes())
+        )
         with live:
             for step in range(2):
-                learner.step([learner.to_device(batch)], Hyper(0.1, 0.9, 0.0, communicator.size, step), step)
+                learner.step(
+                    [learner.to_device(batch)], Hyper(0.1, 0.9, 0.0, communicator.size, step), step
+                )
         found[case] = alive[-1]
     return found
 
 
 def apart(communicator: Communicator, cases: list[str]) -> dict[str, Any]:
-    """By how much weights after some steps of SGD differ from those of stage 0, and those in float32 do, as shares of the largest change;
-    and what describes the learner.
+    """By how much weights after some steps of SGD differ from those of stage 0, and those in
+    float32 do, as shares of the largest change; and what describes the learner.
     """
     found = {}
     for case in cases:
@@ -112,25 +130,37 @@ def apart(communicator: Communicator, cases: list[str]) -> dict[str, Any]:
         exact, _ = _weights(f"{whole} speed.precision=fp32", communicator, STEPS)
         sharded, describes = _weights(f"{case} shard.stage=3", communicator, STEPS)
         change = _apart(expected, first)
-        found[case] = [_apart(sharded, expected) / change, _apart(exact, expected) / change, describes]
+        found[case] = [
+            _apart(sharded, expected) / change,
+            _apart(exact, expected) / change,
+            describes,
+        ]
     return found
 
 
 def _apart(one: dict[str, Any], other: dict[str, Any]) -> float:
-    return max(float(np.abs(one[name].astype(float) - other[name].astype(float)).max()) for name in other)
+    return max(
+        float(np.abs(one[name].astype(float) - other[name].astype(float)).max()) for name in other
+    )
 
 
 def _weights(words: str, communicator: Communicator, steps: int) -> tuple[dict[str, Any], str]:
-    """Of steps of two passes, with an evaluation after each; the second pass of rank 1 has zeros."""
+    """Of steps of two passes, with an evaluation after each; the second pass of rank 1 has
+    zeros."""
     task: Any = LANGUAGE if "language" in words else IMAGES
-    learner: Any = build_learner(configure(None, f"optim.name=sgd speed.precision=bf16 {words}".split()), task, communicator)
+    learner: Any = build_learner(
+        configure(None, f"optim.name=sgd speed.precision=bf16 {words}".split()), task, communicator
+    )
     rank = learner.data.rank
     size = learner.data.size
     draw = np.random.default_rng(rank)
     for step in range(steps):
         micro = []
         for samples, most in ((SHARES[rank], 10), (1, 1 if rank else 10)):
-            batch = {name: draw.integers(0, most, (samples, *field.shape)).astype(field.dtype) for name, field in task.fields.items()}
+            batch = {
+                name: draw.integers(0, most, (samples, *field.shape)).astype(field.dtype)
+                for name, field in task.fields.items()
+            }
             micro.append(learner.to_device(batch))
         learner.step(micro, Hyper(LR, 0.9, 0.0, sum(SHARES[:size]) + size, step), step)
         learner.evaluate(micro[0])

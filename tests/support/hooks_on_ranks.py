@@ -14,7 +14,8 @@ import numpy as np
 import hvdtrain
 
 JOB = (
-    "model.name=linear epochs=3 batch.size=60 batch.evaluate=90 optim.base_lr=0.1 speed.precision=fp64 log.every_steps=7 log.display=lines"
+    "model.name=linear epochs=3 batch.size=60 batch.evaluate=90 optim.base_lr=0.1 "
+    "speed.precision=fp64 log.every_steps=7 log.display=lines"
 )
 
 
@@ -31,7 +32,10 @@ class Recorder(hvdtrain.Hook):
     def after_step(self, training: Any) -> None:
         self.steps.append(training.step)
         training.log(
-            weight=training.model.fc.weight.detach().square().sum(), my_rank=training.rank, own_loss=training.loss, step=training.step
+            weight=training.model.fc.weight.detach().square().sum(),
+            my_rank=training.rank,
+            own_loss=training.loss,
+            step=training.step,
         )
 
     def after_evaluation(self, training: Any, metrics: Mapping[str, float]) -> None:
@@ -85,18 +89,29 @@ class Gathers(hvdtrain.Hook):
     def on_end(self, training: Any) -> None:
         found = training.weights()
         if training.rank == 0:
-            self.path.write_text(json.dumps({name: np.asarray(array).tolist() for name, array in found.items()}))
+            self.path.write_text(
+                json.dumps({name: np.asarray(array).tolist() for name, array in found.items()})
+            )
 
 
 def jobs(folder: str, engine: str) -> None:
-    """One after the other: stopped and resumed, ended by a hook, and with weights that ranks have in parts."""
+    """One after the other: stopped and resumed, ended by a hook, and with weights that ranks have
+    in parts."""
     words, whole = [*JOB.split(), f"comm.engine={engine}"], Path(folder)
     for steps in (10, 1000):
         recorder = Recorder()
-        hvdtrain.train({"run": str(whole / "resumed"), "stop.steps": steps}, *words, hooks=[recorder, OfRank0()])
+        hvdtrain.train(
+            {"run": str(whole / "resumed"), "stop.steps": steps},
+            *words,
+            hooks=[recorder, OfRank0()],
+        )
     run = hvdtrain.train({"run": str(whole / "ended")}, *words, hooks=[Ends()])
     assert (run.code, run.why, run.steps) == (0, "hook Ends: nine steps are enough", 14), run
-    hvdtrain.train({"run": str(whole / "parts"), "shard.stage": 3, "epochs": 1}, *words, hooks=[Gathers(whole / "weights.json")])
+    hvdtrain.train(
+        {"run": str(whole / "parts"), "shard.stage": 3, "epochs": 1},
+        *words,
+        hooks=[Gathers(whole / "weights.json")],
+    )
     if run.rank:
         (whole / "recorder.json").write_text(json.dumps(recorder.steps))
 
@@ -105,5 +120,7 @@ def job_that_loses_a_rank(folder: str) -> None:
     """Three ranks, of which two go on."""
     recorder = Recorder()
     words = [*JOB.split(), "comm.engine=mpi", "guard.lost=shrink"]
-    run = hvdtrain.train({"run": str(Path(folder) / "shrunk"), "epochs": 1}, *words, hooks=[recorder, Kills()])
+    run = hvdtrain.train(
+        {"run": str(Path(folder) / "shrunk"), "epochs": 1}, *words, hooks=[recorder, Kills()]
+    )
     assert recorder.steps == list(range(1, run.steps + 1)), recorder.steps

@@ -1,4 +1,5 @@
-"""What legal programs may do at the edges of Horovod's API, as one program for 3 ranks: python tests/support/horovod_edges.py"""
+"""What legal programs may do at the edges of Horovod's API, as one program for 3 ranks: python
+tests/support/horovod_edges.py"""
 
 from __future__ import annotations
 
@@ -17,19 +18,31 @@ from waiting import wait_until
 import hvdtrain.horovod as hvd
 
 SIZES = (1, 50, 113, 1000, 10_000, 30_000, 262_144)
-NUMBERS = torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64
+NUMBERS = (
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+)
 FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
 OPS = "Average", "Sum", "Min", "Max", "Product", "Adasum"
 
 
 def given(length: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
     made = torch.Generator().manual_seed(length * 10 + rank)
-    return (torch.randn(length, generator=made) * 10.0 ** torch.randint(-3, 3, (length,), generator=made)).to(dtype)
+    return (
+        torch.randn(length, generator=made)
+        * 10.0 ** torch.randint(-3, 3, (length,), generator=made)
+    ).to(dtype)
 
 
 def bits_are_the_programs() -> None:
-    """The same on every rank and each time, whatever rank is late. Small sums are those in the order of ranks, in the block of a round and,
-    where ranks ask for different calls, out of it."""
+    """The same on every rank and each time, whatever rank is late. Small sums are those in the
+    order of ranks, in the block of a round and, where ranks ask for different calls, out of it."""
     for dtype in (torch.float32, torch.bfloat16):
         mine = {n: given(n, hvd.rank(), dtype) for n in SIZES}
         found = [sums_of(mine, late) for late in range(3)]
@@ -50,7 +63,10 @@ def sums_of(mine: dict[int, torch.Tensor], late: int) -> str:
     handles = [hvd.allreduce_async(mine[n], op=hvd.Sum) for n in reversed(SIZES)]
     if hvd.rank() == late:
         time.sleep(0.01)
-    found = [*hvd.grouped_allreduce(list(mine.values()), op=hvd.Sum), *hvd.grouped_allreduce([mine[n] for n in SIZES[:4]], op=hvd.Sum)]
+    found = [
+        *hvd.grouped_allreduce(list(mine.values()), op=hvd.Sum),
+        *hvd.grouped_allreduce([mine[n] for n in SIZES[:4]], op=hvd.Sum),
+    ]
     found += [hvd.synchronize(handle) for handle in handles]
     found += [hvd.allreduce(x, op=hvd.Sum) for x in mine.values()]
     return hashlib.sha256(torch.cat(found).float().numpy().tobytes()).hexdigest()
@@ -65,7 +81,8 @@ def minima_keep_a_nan() -> None:
 
 
 def threads_ask_in_other_orders() -> None:
-    """Each rank waits in its main thread for what a thread of another one asks for later than a deadlock would be told."""
+    """Each rank waits in its main thread for what a thread of another one asks for later than a
+    deadlock would be told."""
     found: list[float] = []
 
     def call(name: str) -> None:
@@ -98,14 +115,21 @@ def removed_sets_leave_no_threads() -> None:
     counts = []
     for _turn in range(4):
         pair = hvd.add_process_set([0, 1])
-        handle = hvd.allreduce_async(torch.ones(5000), op=hvd.Sum, process_set=pair) if pair.included() else None
+        handle = (
+            hvd.allreduce_async(torch.ones(5000), op=hvd.Sum, process_set=pair)
+            if pair.included()
+            else None
+        )
         hvd.allreduce(torch.ones(2_000_000))  # while the thread of the set makes its rounds
         assert hvd.remove_process_set(pair)
         if handle is not None:
             assert hvd.synchronize(handle)[0] == 2
         hvd.barrier()
         counts.append(threading.active_count())
-    wait_until(lambda: threading.active_count() <= counts[0], f"the end of all threads but the {counts[0]} of the first turn")
+    wait_until(
+        lambda: threading.active_count() <= counts[0],
+        f"the end of all threads but the {counts[0]} of the first turn",
+    )
 
 
 def every_dtype_leaves_the_queue_whole() -> None:
@@ -117,10 +141,15 @@ def every_dtype_leaves_the_queue_whole() -> None:
                 try:
                     found = hvd.allreduce(x, op=getattr(hvd, op), **factors)
                 except ValueError:
-                    assert dtype in (torch.bool, torch.complex64, torch.float8_e4m3fn) or op == "Adasum", (dtype, op)
+                    assert (
+                        dtype in (torch.bool, torch.complex64, torch.float8_e4m3fn)
+                        or op == "Adasum"
+                    ), (dtype, op)
                     continue
                 if dtype in NUMBERS and op == "Average":
-                    assert found.tolist() == [value * (6 if factors else 1) for value in (2, 3, 4)], (dtype, found)
+                    assert found.tolist() == [
+                        value * (6 if factors else 1) for value in (2, 3, 4)
+                    ], (dtype, found)
     assert hvd.allreduce(torch.ones(2), op=hvd.Sum)[0] == 3
 
 
@@ -140,7 +169,10 @@ def a_poll_goes_on_with_other_process_sets() -> None:
 
 
 def small_tensors_of_all_dtypes_travel_together() -> None:
-    given = [torch.ones(1, dtype=dtype) for dtype in (torch.float32, torch.complex128, torch.int8, torch.complex64, torch.float64)]
+    given = [
+        torch.ones(1, dtype=dtype)
+        for dtype in (torch.float32, torch.complex128, torch.int8, torch.complex64, torch.float64)
+    ]
     assert [x.item() for x in hvd.grouped_allreduce(given, op=hvd.Sum)] == [hvd.size()] * len(given)
 
 
@@ -149,11 +181,19 @@ def sparse_gradients_are_trained() -> None:
     for rows in ([hvd.rank(), hvd.rank(), 4], [5]):
         net = torch.nn.Embedding(6, 3, sparse=True)
         torch.nn.init.ones_(net.weight)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.3), named_parameters=net.named_parameters())
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(net.parameters(), 0.3), named_parameters=net.named_parameters()
+        )
         net(torch.tensor(rows)).sum().backward()
         optimizer.step()
-        touched = [sum(rows.count(row) for rows in every) for every in [hvd.allgather_object(rows)] for row in range(6)]
-        assert torch.allclose(net.weight[:, 0], 1 - 0.1 * torch.tensor(touched, dtype=torch.float32)), (touched, net.weight)
+        touched = [
+            sum(rows.count(row) for rows in every)
+            for every in [hvd.allgather_object(rows)]
+            for row in range(6)
+        ]
+        assert torch.allclose(
+            net.weight[:, 0], 1 - 0.1 * torch.tensor(touched, dtype=torch.float32)
+        ), (touched, net.weight)
 
 
 def results_may_be_changed_in_place() -> None:
@@ -177,21 +217,34 @@ def results_may_be_changed_in_place() -> None:
 
 
 def second_derivatives_go_through_collectives() -> None:
-    """Of the sum over ranks of L, the sum of y^2 of each: y = x^2 summed over ranks r with x = 1 + r there, or gathered."""
+    """Of the sum over ranks of L, the sum of y^2 of each: y = x^2 summed over ranks r with x = 1 +
+    r there, or gathered."""
     size = hvd.size()
     mine = 1.0 + hvd.rank()
     total = sum((1.0 + rank) ** 2 for rank in range(size))
     for call, first, second in (
         (lambda y: hvd.allreduce(y, op=hvd.Sum), 4 * size * total * mine, None),
-        (hvd.allgather, 4 * mine**3, (4 + 8 / size) * mine**2),  # its gradient is the average over ranks, as Horovod's is
+        (
+            hvd.allgather,
+            4 * mine**3,
+            (4 + 8 / size) * mine**2,
+        ),  # its gradient is the average over ranks, as Horovod's is
     ):
         x = torch.full((1,), mine, dtype=torch.float64, requires_grad=True)
         (grad,) = torch.autograd.grad(call(x**2).square().sum(), x, create_graph=True)
         assert torch.allclose(grad, torch.tensor([first], dtype=torch.float64)), (grad, first)
         (curvature,) = torch.autograd.grad(grad.sum(), x)
-        # the derivative of the sum over ranks of grad: of rank s it has 4 size (2 x_r) x_s, and of this one 4 size total
-        expected = second if second is not None else 4 * size * total + 8 * size * mine * sum(1.0 + rank for rank in range(size))
-        assert torch.allclose(curvature, torch.tensor([expected], dtype=torch.float64)), (curvature, expected)
+        # the derivative of the sum over ranks of grad: of rank s it has 4 size (2 x_r) x_s, and of
+        # this one 4 size total
+        expected = (
+            second
+            if second is not None
+            else 4 * size * total + 8 * size * mine * sum(1.0 + rank for rank in range(size))
+        )
+        assert torch.allclose(curvature, torch.tensor([expected], dtype=torch.float64)), (
+            curvature,
+            expected,
+        )
 
 
 def a_schedule_of_the_optimizer_before_it_was_wrapped_goes_on() -> None:
@@ -209,7 +262,9 @@ def a_schedule_of_the_optimizer_before_it_was_wrapped_goes_on() -> None:
 
 def misuse_of_an_optimizer_is_an_error() -> None:
     net = torch.nn.Linear(3, 2)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), backward_passes_per_step=2)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.1), backward_passes_per_step=2
+    )
     net(torch.ones(1, 3)).sum().backward()
     with pytest.raises(AssertionError, match="before optimizer.step"):
         optimizer.zero_grad()
@@ -223,9 +278,13 @@ def misuse_of_an_optimizer_is_an_error() -> None:
 
 
 def an_object_that_is_no_data_is_an_error_everywhere() -> None:
-    with pytest.raises(ValueError, match="rank 0: an object of builtins.object is not sent to other ranks"):
+    with pytest.raises(
+        ValueError, match="rank 0: an object of builtins.object is not sent to other ranks"
+    ):
         hvd.broadcast_object({"a": object()} if hvd.rank() == 0 else None)
-    with pytest.raises(ValueError, match="rank 2: an object of builtins.object is not sent to other ranks"):
+    with pytest.raises(
+        ValueError, match="rank 2: an object of builtins.object is not sent to other ranks"
+    ):
         hvd.allgather_object(object() if hvd.rank() == 2 else 1)
     endless: list[object] = []
     endless.append(endless)
@@ -247,15 +306,25 @@ def a_handle_ends_with_its_job() -> None:
 
 
 def calls_in_inference_mode_leave_the_queue_whole() -> None:
-    """Small tensors, those of a shared buffer, and what is reduced into a tensor of that mode outside of it."""
+    """Small tensors, those of a shared buffer, and what is reduced into a tensor of that mode
+    outside of it."""
     for length in (3, 20_000):
         for name in ("before", "after"):
             with torch.inference_mode():
-                made = [hvd.allreduce_async(torch.ones(length), op=hvd.Sum, name=f"{name}.{length}.{i}") for i in range(2)]
+                made = [
+                    hvd.allreduce_async(torch.ones(length), op=hvd.Sum, name=f"{name}.{length}.{i}")
+                    for i in range(2)
+                ]
                 assert all(hvd.synchronize(handle).sum() == 3 * length for handle in made)
-                assert len(hvd.allgather(torch.ones(length))) == 3 * length and hvd.broadcast_object(length, 0) == length
+                assert (
+                    len(hvd.allgather(torch.ones(length))) == 3 * length
+                    and hvd.broadcast_object(length, 0) == length
+                )
                 inside = torch.ones(length)
-            outside = [hvd.allreduce_async(torch.ones(length + 1), op=hvd.Sum, name=f"{name}.{length}.{i}") for i in range(2)]
+            outside = [
+                hvd.allreduce_async(torch.ones(length + 1), op=hvd.Sum, name=f"{name}.{length}.{i}")
+                for i in range(2)
+            ]
             assert all(hvd.synchronize(handle).sum() == 3 * length + 3 for handle in outside)
             assert hvd.allreduce_(inside, op=hvd.Sum) is inside and inside.sum() == 3 * length
 
@@ -305,18 +374,24 @@ def an_optimizer_state_keeps_its_dtypes() -> None:
             weight.grad = torch.full_like(weight, 0.1)
             optimizer.step()
         hvd.broadcast_optimizer_state(optimizer, 0)
-        found = {name: (str(x.dtype), x.double().tolist()) for name, x in optimizer.state[weight].items()}
+        found = {
+            name: (str(x.dtype), x.double().tolist()) for name, x in optimizer.state[weight].items()
+        }
         assert found[entry][0] == "torch.float32" and hvd.allgather_object(found) == [found] * 3
 
 
 def lbfgs_is_the_same_on_all_ranks() -> None:
-    """A search along a line, whose length is of the losses: of all ranks, or they would call the closure another number of times."""
+    """A search along a line, whose length is of the losses: of all ranks, or they would call the
+    closure another number of times."""
     made = torch.Generator().manual_seed(hvd.rank())
     x = torch.randn(20, 4, generator=made)
     y = torch.randn(20, 3, generator=made)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
-    optimizer = hvd.DistributedOptimizer(torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe"), model.named_parameters())
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe"),
+        model.named_parameters(),
+    )
     calls = 0
 
     def closure() -> torch.Tensor:
@@ -346,7 +421,8 @@ def a_state_is_synchronized_as_it_is() -> None:
 
 
 def a_default_device_of_the_script_is_the_scripts_alone() -> None:
-    """As after torch.set_default_device("cuda"); here a device without numbers, so that a tensor of hvdtrain's own on it would show."""
+    """As after torch.set_default_device("cuda"); here a device without numbers, so that a tensor of
+    hvdtrain's own on it would show."""
     size = hvd.size()
     ranks = torch.arange(hvd.size())
     x = torch.arange(6.0) + hvd.rank()
@@ -358,9 +434,17 @@ def a_default_device_of_the_script_is_the_scripts_alone() -> None:
     empty = torch.empty(0)
     torch.set_default_device("meta")
     try:
-        things = hvd.broadcast_object({"w": x, "none": empty} if hvd.rank() == 1 else None, 1), hvd.allgather_object(x)
+        things = (
+            hvd.broadcast_object({"w": x, "none": empty} if hvd.rank() == 1 else None, 1),
+            hvd.allgather_object(x),
+        )
         rows, received = hvd.alltoall(x, splits=[2, 2, 2], name="on no device")
-        found = hvd.allgather(x), hvd.reducescatter(x, op=hvd.Sum), hvd.allreduce(x, op=hvd.Adasum), hvd.allreduce(x, op=hvd.Product)
+        found = (
+            hvd.allgather(x),
+            hvd.reducescatter(x, op=hvd.Sum),
+            hvd.allreduce(x, op=hvd.Adasum),
+            hvd.allreduce(x, op=hvd.Product),
+        )
         added = hvd.sparse_allreduce_async(sparse, name="sparse on no device", op=hvd.Sum)()
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         for _ in range(2):
@@ -371,13 +455,24 @@ def a_default_device_of_the_script_is_the_scripts_alone() -> None:
         hvd.join()
     finally:
         torch.set_default_device("cpu")
-    assert torch.equal(things[0]["w"], torch.arange(6.0) + 1) and len(things[0]["none"]) == 0 and len(things[1]) == size
+    assert (
+        torch.equal(things[0]["w"], torch.arange(6.0) + 1)
+        and len(things[0]["none"]) == 0
+        and len(things[1]) == size
+    )
     assert received.tolist() == [2] * size and torch.equal(
         rows.view(3, 2) - ranks.view(3, 1), 2.0 * hvd.rank() + torch.tensor([[0.0, 1.0]] * 3)
     )
-    assert [len(tensor) for tensor in found] == [18, 2, 6, 6] and torch.equal(added.to_dense(), torch.tensor([0.0, 4.0 * size]))
+    assert [len(tensor) for tensor in found] == [18, 2, 6, 6] and torch.equal(
+        added.to_dense(), torch.tensor([0.0, 4.0 * size])
+    )
     assert not any(
-        tensor.is_meta for tensor in (*found, *model.parameters(), *(state["momentum_buffer"] for state in optimizer.state.values()))
+        tensor.is_meta
+        for tensor in (
+            *found,
+            *model.parameters(),
+            *(state["momentum_buffer"] for state in optimizer.state.values()),
+        )
     )
 
 

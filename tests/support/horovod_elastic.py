@@ -1,6 +1,8 @@
-"""Three ranks train with hvd.elastic, one is killed, two go on: python tests/support/horovod_elastic.py OUT.json [WHO]
+"""Three ranks train with hvd.elastic, one is killed, two go on: python
+tests/support/horovod_elastic.py OUT.json [WHO]
 
-OUT: what rank 0 has in the end, and what one process computes that is told when the rank was lost. WHO: the rank that is killed; -1: none.
+OUT: what rank 0 has in the end, and what one process computes that is told when the rank was lost.
+WHO: the rank that is killed; -1: none.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ def alone(sizes: list[int]) -> torch.Tensor:
     weight = torch.ones(1, 2, dtype=torch.float64)
     velocity = torch.zeros(1, 2, dtype=torch.float64)
     for batch, size in enumerate(sizes):
-        velocity = 0.9 * velocity + sum(gradient(weight, batch, rank) for rank in range(size)) / size
+        velocity = (
+            0.9 * velocity + sum(gradient(weight, batch, rank) for rank in range(size)) / size
+        )
         weight = weight - 0.01 * velocity
     return weight
 
@@ -63,10 +67,19 @@ def main() -> None:
     state.register_reset_callbacks([lambda: resets.append(hvd.size())])
     train(state)
     committed = KILLED_AT // COMMIT_EVERY * COMMIT_EVERY
-    sizes = [first_size] * BATCHES if who < 0 else [first_size] * committed + [first_size - 1] * (BATCHES - committed)
+    sizes = (
+        [first_size] * BATCHES
+        if who < 0
+        else [first_size] * committed + [first_size - 1] * (BATCHES - committed)
+    )
     found = hvd.allgather(model.weight.detach())
     if hvd.rank() == 0:
-        row = {"found": found.tolist(), "expected": alone(sizes).tolist(), "resets": resets, "size": hvd.size()}
+        row = {
+            "found": found.tolist(),
+            "expected": alone(sizes).tolist(),
+            "resets": resets,
+            "size": hvd.size(),
+        }
         Path(sys.argv[1]).write_text(json.dumps(row))
 
 

@@ -1,4 +1,5 @@
-"""A script as Horovod's users write them, for any module with Horovod's names: python tests/support/horovod_script.py MODULE OUT.json"""
+"""A script as Horovod's users write them, for any module with Horovod's names: python
+tests/support/horovod_script.py MODULE OUT.json"""
 
 import importlib
 import json
@@ -50,7 +51,11 @@ hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 compression = hvd.Compression.fp16 if "--fp16" in sys.argv else hvd.Compression.none
 optimizer = hvd.DistributedOptimizer(
-    optimizer, named_parameters=model.named_parameters(), compression=compression, op=hvd.Average, gradient_predivide_factor=1.0
+    optimizer,
+    named_parameters=model.named_parameters(),
+    compression=compression,
+    op=hvd.Average,
+    gradient_predivide_factor=1.0,
 )
 losses = []
 for epoch in range(3):

@@ -1,6 +1,8 @@
-"""init() of some ranks and again after shutdown(), bits of fused reductions, the timeline, as one program for 3 ranks of MPI.
+"""init() of some ranks and again after shutdown(), bits of fused reductions, the timeline, as one
+program for 3 ranks of MPI.
 
-python tests/support/horovod_starts.py OUT.json FOLDER        writes {check: what it found on each rank}
+python tests/support/horovod_starts.py OUT.json FOLDER        writes {check: what it found on each
+    rank}
 """
 
 from __future__ import annotations
@@ -24,9 +26,15 @@ FOLDER = Path(sys.argv[2])
 
 
 def sum_of_ranks() -> list[float]:
-    """Rank, size, and the sum of the ranks' numbers in the world, by a small and a large reduction."""
+    """Rank, size, and the sum of the ranks' numbers in the world, by a small and a large
+    reduction."""
     x = torch.full((9000,), float(MPI.COMM_WORLD.rank + 1))
-    return [hvd.rank(), hvd.size(), hvd.allreduce(x[:2], op=hvd.Sum)[0].item(), hvd.allreduce(x, op=hvd.Sum)[-1].item()]
+    return [
+        hvd.rank(),
+        hvd.size(),
+        hvd.allreduce(x[:2], op=hvd.Sum)[0].item(),
+        hvd.allreduce(x, op=hvd.Sum)[-1].item(),
+    ]
 
 
 def some_ranks() -> Any:
@@ -41,7 +49,8 @@ def some_ranks() -> Any:
 
 
 def communicators() -> Any:
-    """Two jobs side by side: of the even and the odd ranks. Their user's own messages on the communicator do not disturb."""
+    """Two jobs side by side: of the even and the odd ranks. Their user's own messages on the
+    communicator do not disturb."""
     own = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2)
     hvd.init(comm=own)
     handle = hvd.allreduce_async(torch.ones(9000), op=hvd.Sum)
@@ -68,7 +77,8 @@ def again() -> Any:
 
 
 def digest(seed: int, delays: random.Random) -> str:
-    """Of the results of 80 reductions, begun and waited for in orders of each rank's own, with delays."""
+    """Of the results of 80 reductions, begun and waited for in orders of each rank's own, with
+    delays."""
     dice = random.Random(seed * 100 + hvd.rank())
     made = torch.Generator().manual_seed(seed * 100 + hvd.rank())
     tensors = [torch.randn(1 + i * i % 3000, generator=made) * 10 ** (i % 5) for i in range(80)]
@@ -85,7 +95,8 @@ def digest(seed: int, delays: random.Random) -> str:
 
 
 def bits() -> Any:
-    """One digest for each of four programs of the same calls, whose ranks are late at other places."""
+    """One digest for each of four programs of the same calls, whose ranks are late at other
+    places."""
     hvd.init()
     found = [digest(1, random.Random(turn * 10 + hvd.rank())) for turn in range(4)]
     other = digest(2, random.Random(0))
@@ -94,7 +105,8 @@ def bits() -> Any:
 
 
 def timeline() -> Any:
-    """{call: [events of waiting, events of making, tensors in a collective]} of each rank's own file; rank 0's alone, by a plain path."""
+    """{call: [events of waiting, events of making, tensors in a collective]} of each rank's own
+    file; rank 0's alone, by a plain path."""
     hvd.init()
     for path, marks in ((FOLDER / "own-{rank}.json", True), (FOLDER / "first.json", False)):
         hvd.start_timeline(str(path), mark_cycles=marks)
@@ -107,19 +119,29 @@ def timeline() -> Any:
         hvd.barrier()
     own = json.loads((FOLDER / f"own-{hvd.rank()}.json").read_text())
     first = json.loads((FOLDER / "first.json").read_text())
-    assert {event["pid"] for event in own} == {hvd.rank()} and {event["pid"] for event in first} == {0}
+    assert {event["pid"] for event in own} == {hvd.rank()} and {
+        event["pid"] for event in first
+    } == {0}
     hvd.shutdown()
-    return [_calls(own), _calls(first), [any(event["name"] == "CYCLE_START" for event in events) for events in (own, first)]]
+    return [
+        _calls(own),
+        _calls(first),
+        [any(event["name"] == "CYCLE_START" for event in events) for events in (own, first)],
+    ]
 
 
 def _calls(events: list[dict[str, Any]]) -> dict[str, Any]:
-    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    rows = {
+        event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"
+    }
     found: dict[str, Any] = {}
     for event in events:
         if event["ph"] == "X":
             assert event["dur"] >= 0
             more = event["args"].get("tensors_in_collective")
-            found.setdefault(rows[event["tid"]], []).append([event["name"], event["args"]["shape"], more])
+            found.setdefault(rows[event["tid"]], []).append(
+                [event["name"], event["args"]["shape"], more]
+            )
     return found
 
 

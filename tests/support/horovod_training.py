@@ -1,4 +1,5 @@
-"""Training with hvdtrain.horovod's optimizer, checked against one process, as one program for the ranks.
+"""Training with hvdtrain.horovod's optimizer, checked against one process, as one program for the
+ranks.
 
 python tests/support/horovod_training.py OUT.json        writes {check: failure or ""}
 """
@@ -33,7 +34,9 @@ def model() -> nn.Module:
 
 def data(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     made = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(ROWS, 4, generator=made, dtype=torch.float64), torch.randint(0, 3, (ROWS,), generator=made)
+    return torch.randn(ROWS, 4, generator=made, dtype=torch.float64), torch.randint(
+        0, 3, (ROWS,), generator=made
+    )
 
 
 def loss_of(net: nn.Module, step: int, rank: int) -> torch.Tensor:
@@ -60,7 +63,9 @@ def trained(change: Callable[[Any, int], None] | None = None, **options: Any) ->
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     if callable(options.get("groups")):
         options["groups"] = options["groups"](net)
-    wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=net.named_parameters(), **options)
+    wrapped = hvd.DistributedOptimizer(
+        optimizer, named_parameters=net.named_parameters(), **options
+    )
     passes = options.get("backward_passes_per_step", 1)
     for step in range(STEPS):
         wrapped.zero_grad()
@@ -125,7 +130,9 @@ def of_a_set(_: Any) -> Any:
 
 def by_closure(_: Any) -> Any:
     net = model()
-    wrapped = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), net.named_parameters())
+    wrapped = hvd.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), net.named_parameters()
+    )
     for step in range(STEPS):
 
         def closure(step: int = step) -> torch.Tensor:
@@ -139,36 +146,53 @@ def by_closure(_: Any) -> Any:
 
 
 def scheduled(_: Any) -> Any:
-    """A schedule of the learning rate, made before the optimizer is wrapped or after: 0.1, then 0.05."""
+    """A schedule of the learning rate, made before the optimizer is wrapped or after: 0.1, then
+    0.05."""
     for is_first in (True, False):
         nets = model(), model()
         optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
-        schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) for optimizer in optimizers[: 2 if is_first else 1]]
+        schedules = [
+            torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+            for optimizer in optimizers[: 2 if is_first else 1]
+        ]
         wrapped = hvd.DistributedOptimizer(optimizers[1], nets[1].named_parameters())
         schedules += [] if is_first else [torch.optim.lr_scheduler.StepLR(wrapped, 2, 0.5)]
         for step in range(STEPS):
             for optimizer in (optimizers[0], wrapped):
                 optimizer.zero_grad()
-            (sum(loss_of(nets[0], step, rank) for rank in range(hvd.size())) / hvd.size()).backward()  # type: ignore[union-attr]
+            (
+                sum(loss_of(nets[0], step, rank) for rank in range(hvd.size())) / hvd.size()
+            ).backward()  # type: ignore[union-attr]
             loss_of(nets[1], step, hvd.rank()).backward()
             optimizers[0].step()
             wrapped.step()
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the one that was made first does not see the steps of the wrapped optimizer
+                warnings.simplefilter(
+                    "ignore"
+                )  # the one that was made first does not see the steps of the wrapped optimizer
                 for schedule in schedules:
                     schedule.step()
         assert wrapped.param_groups[0]["lr"] == 0.025, wrapped.param_groups[0]["lr"]
-        yield from same([p.detach() for p in nets[1].parameters()], [p.detach() for p in nets[0].parameters()])
+        yield from same(
+            [p.detach() for p in nets[1].parameters()], [p.detach() for p in nets[0].parameters()]
+        )
 
 
 def scaled(_: Any) -> Any:
-    """GradScaler, as Horovod's documentation uses it; a gradient that overflows on one rank skips the step on all of them."""
+    """GradScaler, as Horovod's documentation uses it; a gradient that overflows on one rank skips
+    the step on all of them."""
     net = model()
-    wrapped = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), net.named_parameters())
+    wrapped = hvd.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), net.named_parameters()
+    )
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for step in (0, 1, -1, 2, 3):
         wrapped.zero_grad()
-        loss = loss_of(net, step, hvd.rank()) if step >= 0 else loss_of(net, 0, hvd.rank()) * (torch.inf if hvd.rank() == 0 else 1.0)
+        loss = (
+            loss_of(net, step, hvd.rank())
+            if step >= 0
+            else loss_of(net, 0, hvd.rank()) * (torch.inf if hvd.rank() == 0 else 1.0)
+        )
         scaler.scale(loss).backward()
         wrapped.synchronize()
         scaler.unscale_(wrapped)
@@ -183,7 +207,9 @@ def compiled(_: Any) -> Any:
     """torch.compile around the model: the same gradients start."""
     net = model()
     fast = torch.compile(net, backend="aot_eager")
-    wrapped = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), fast.named_parameters())
+    wrapped = hvd.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), fast.named_parameters()
+    )
     for step in range(STEPS):
         wrapped.zero_grad()
         loss_of(fast, step, hvd.rank()).backward()
@@ -192,10 +218,13 @@ def compiled(_: Any) -> Any:
 
 
 def by_lbfgs(_: Any) -> Any:
-    """An optimizer that calls its closure several times in a step, with the mean loss of all ranks."""
+    """An optimizer that calls its closure several times in a step, with the mean loss of all
+    ranks."""
     net = model()
     other = model()
-    wrapped = hvd.DistributedOptimizer(torch.optim.LBFGS(net.parameters(), line_search_fn="strong_wolfe"), net.named_parameters())
+    wrapped = hvd.DistributedOptimizer(
+        torch.optim.LBFGS(net.parameters(), line_search_fn="strong_wolfe"), net.named_parameters()
+    )
     plain = torch.optim.LBFGS(other.parameters(), line_search_fn="strong_wolfe")
 
     def closure() -> torch.Tensor:
@@ -213,7 +242,9 @@ def by_lbfgs(_: Any) -> Any:
     wrapped.step(closure)
     plain.step(alone_closure)
     found = [p.detach().float() for p in net.parameters()]
-    for one, expected in zip(found, [p.detach().float().numpy() for p in other.parameters()], strict=True):
+    for one, expected in zip(
+        found, [p.detach().float().numpy() for p in other.parameters()], strict=True
+    ):
         yield one, (expected, "float32")
 
 
@@ -221,7 +252,9 @@ def unused_parameters(_: Any) -> Any:
     """A rank that does not use a layer reduces zeros for it."""
     net = nn.ModuleList([nn.Linear(2, 1).double(), nn.Linear(2, 1).double()])
     hvd.broadcast_parameters(net.state_dict(), 0)
-    wrapped = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), net.named_parameters())
+    wrapped = hvd.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=1.0), net.named_parameters()
+    )
     before = [layer.weight.detach().clone() for layer in net]  # type: ignore[union-attr]
     x = torch.ones(1, 2, dtype=torch.float64)
     sum(layer(x) for layer in net[: 1 if hvd.rank() else 2]).sum().backward()  # type: ignore[union-attr,arg-type]
@@ -236,7 +269,9 @@ def sparse_gradients(_: Any) -> Any:
         table = nn.Embedding(6, 2, sparse=True).double()
         before = table.weight.detach().clone()
         optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
-        wrapped = hvd.DistributedOptimizer(optimizer, table.named_parameters(), sparse_as_dense=as_dense)
+        wrapped = hvd.DistributedOptimizer(
+            optimizer, table.named_parameters(), sparse_as_dense=as_dense
+        )
         table(torch.tensor([hvd.rank(), 5])).sum().backward()
         wrapped.step()
         step = torch.zeros(6, 2, dtype=torch.float64)
@@ -246,21 +281,27 @@ def sparse_gradients(_: Any) -> Any:
 
 
 def adasum_steps(_: Any) -> Any:
-    """Equal changes on all ranks are averaged: the weights are those of one rank that trains with rank 0's data."""
+    """Equal changes on all ranks are averaged: the weights are those of one rank that trains with
+    rank 0's data."""
     net = model()
     other = model()
-    wrapped = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters(), op=hvd.Adasum)
+    wrapped = hvd.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters(), op=hvd.Adasum
+    )
     plain = torch.optim.SGD(other.parameters(), lr=0.1)
     for step in range(STEPS):
         for each, optimizer in ((net, wrapped), (other, plain)):
             optimizer.zero_grad()
             loss_of(each, step, 0).backward()
             optimizer.step()
-    yield from same([p.detach() for p in net.parameters()], [p.detach() for p in other.parameters()])
+    yield from same(
+        [p.detach() for p in net.parameters()], [p.detach() for p in other.parameters()]
+    )
 
 
 def optimizer_state(_: Any) -> Any:
-    """Rank 0's state and settings on all ranks, and no weight changed; where only rank 0 has a state, too."""
+    """Rank 0's state and settings on all ranks, and no weight changed; where only rank 0 has a
+    state, too."""
     for has_state in (hvd.rank() == 0, True):
         net = model()
         optimizer = torch.optim.Adam(net.parameters(), lr=0.1 * (hvd.rank() + 1))
@@ -275,7 +316,11 @@ def optimizer_state(_: Any) -> Any:
         loss_of(other, 0, 0).backward()
         expected.step()
         assert optimizer.param_groups[0]["lr"] == 0.1, optimizer.param_groups[0]["lr"]
-        states = zip(optimizer.state_dict()["state"].values(), expected.state_dict()["state"].values(), strict=True)
+        states = zip(
+            optimizer.state_dict()["state"].values(),
+            expected.state_dict()["state"].values(),
+            strict=True,
+        )
         for own, wanted in states:
             yield own["exp_avg"], (wanted["exp_avg"].numpy(), "float64")
             yield own["step"], (wanted["step"].numpy(), "float32")
@@ -283,7 +328,9 @@ def optimizer_state(_: Any) -> Any:
 
 def errors(_: Any) -> Any:
     net = model()
-    wrapped = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
+    wrapped = hvd.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters()
+    )
     if hvd.size() == 1:
         return
     loss_of(net, 0, 0).backward()
@@ -291,7 +338,9 @@ def errors(_: Any) -> Any:
         try:
             wrong()
         except AssertionError as error:
-            assert "optimizer.zero_grad() was called" in str(error) or "more than backward_passes_per_step times" in str(error)
+            assert "optimizer.zero_grad() was called" in str(
+                error
+            ) or "more than backward_passes_per_step times" in str(error)
         else:
             raise RuntimeError(f"{wrong} passed")
     wrapped.synchronize()
@@ -303,7 +352,8 @@ def errors(_: Any) -> Any:
 
 
 def batch_norm(_: Any) -> Any:
-    """Output, gradients and running statistics of uneven batches, against torch's batch norm of all samples in one process."""
+    """Output, gradients and running statistics of uneven batches, against torch's batch norm of all
+    samples in one process."""
     torch.manual_seed(4)
     rows = [3 + rank for rank in range(hvd.size())]
     whole = torch.randn(sum(rows), 2, 5, dtype=torch.float64)
@@ -318,7 +368,10 @@ def batch_norm(_: Any) -> Any:
     reference = nn.functional.batch_norm(whole, None, None, layers[0].weight, layers[0].bias, True)
     yield found.detach(), (reference[start:end].detach().numpy(), "float64")
     yield inputs[1].grad, (inputs[0].grad[start:end].numpy(), "float64")  # type: ignore[index]
-    yield hvd.allreduce(layers[1].weight.grad, op=hvd.Sum), (layers[0].weight.grad.numpy(), "float64")  # type: ignore[union-attr]
+    yield (
+        hvd.allreduce(layers[1].weight.grad, op=hvd.Sum),
+        (layers[0].weight.grad.numpy(), "float64"),
+    )  # type: ignore[union-attr]
     yield layers[1].running_var, (layers[0].running_var.numpy(), "float64")  # type: ignore[union-attr]
     yield layers[1].running_mean, (layers[0].running_mean.numpy(), "float64")  # type: ignore[union-attr]
 
@@ -348,7 +401,8 @@ def jax_arrays(_: Any) -> Any:
 
 
 def empty_step(_: Any) -> Any:
-    """HVDTRAIN_HOROVOD_EMPTY_STEP=1: a fresh optimizer makes a step with gradients of 0 first, as Horovod's, wrapped or not."""
+    """HVDTRAIN_HOROVOD_EMPTY_STEP=1: a fresh optimizer makes a step with gradients of 0 first, as
+    Horovod's, wrapped or not."""
     for wraps in (False, True):
         net = model()
         by_hand = model()
@@ -358,9 +412,14 @@ def empty_step(_: Any) -> Any:
         for variable in ("1", "2"):
             os.environ["HVDTRAIN_HOROVOD_EMPTY_STEP"] = variable
             try:
-                hvd.broadcast_optimizer_state(optimizer, 0)  # the second time there is a state, and no step
+                hvd.broadcast_optimizer_state(
+                    optimizer, 0
+                )  # the second time there is a state, and no step
             except UserError as error:
-                assert variable == "2" and "HVDTRAIN_HOROVOD_EMPTY_STEP='2' is neither 0 nor 1" in str(error)
+                assert (
+                    variable == "2"
+                    and "HVDTRAIN_HOROVOD_EMPTY_STEP='2' is neither 0 nor 1" in str(error)
+                )
             finally:
                 del os.environ["HVDTRAIN_HOROVOD_EMPTY_STEP"]
         rule = torch.optim.AdamW(by_hand.parameters(), lr=0.1, weight_decay=0.1)
@@ -375,7 +434,10 @@ def empty_step(_: Any) -> Any:
             rule.zero_grad()
             loss_of(by_hand, step, 0).backward()
             rule.step()
-        yield from same([parameter.detach() for parameter in net.parameters()], [parameter.detach() for parameter in by_hand.parameters()])
+        yield from same(
+            [parameter.detach() for parameter in net.parameters()],
+            [parameter.detach() for parameter in by_hand.parameters()],
+        )
 
 
 CHECKS = (

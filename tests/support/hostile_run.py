@@ -1,10 +1,11 @@
 """Run folders as a stranger may make them, and what the commands do with them.
 
-`hostile_run.py FOLDER planted [N [NAME ...]]` plants odd things under names and runs each command: all cases, or N of them.
-`hostile_run.py FOLDER swapped N` swaps names for links while a job writes, for N jobs.
-`hostile_run.py FOLDER mutated N [FILE ...]` damages the bytes of files, N times each; of a checkpoint every other time with sums that fit.
-A line of JSON for each case that went wrong, and one with the counts at the end. Commands sync what they write: a FOLDER in memory
-(/dev/shm) takes a third of the time.
+`hostile_run.py FOLDER planted [N [NAME ...]]` plants odd things under names and runs each command:
+all cases, or N of them. `hostile_run.py FOLDER swapped N` swaps names for links while a job writes,
+for N jobs. `hostile_run.py FOLDER mutated N [FILE ...]` damages the bytes of files, N times each;
+of a checkpoint every other time with sums that fit. A line of JSON for each case that went wrong,
+and one with the counts at the end. Commands sync what they write: a FOLDER in memory (/dev/shm)
+takes a third of the time.
 """
 
 from __future__ import annotations
@@ -43,17 +44,53 @@ from hvdtrain.report.page import render_page
 from hvdtrain.report.run import read_run
 from hvdtrain.report.summary import labels
 
-warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)  # of os.fork(), since Python 3.12
+warnings.filterwarnings(
+    "ignore", "This process .* is multi-threaded", DeprecationWarning
+)  # of os.fork(), since Python 3.12
 
-JOB = ["framework=numpy", "model.name=linear", "comm.engine=single", "data.name=synthetic", "data.shape=[4,4,1]", "data.samples=16"]
+JOB = [
+    "framework=numpy",
+    "model.name=linear",
+    "comm.engine=single",
+    "data.name=synthetic",
+    "data.shape=[4,4,1]",
+    "data.samples=16",
+]
 JOB += ["data.val_samples=8", "batch.size=8", "checkpoint.every_steps=1", "log.every_steps=1"]
 STEP = "checkpoints/step-00000002"
-CHECKPOINT = tuple(f"{STEP}/{name}" for name in ("weights.safetensors", "optimizer.safetensors", "progress.json", "SHA256SUMS"))
+CHECKPOINT = tuple(
+    f"{STEP}/{name}"
+    for name in ("weights.safetensors", "optimizer.safetensors", "progress.json", "SHA256SUMS")
+)
 MUTATED = ("config.yaml", "events.jsonl", "mlflow_run.json", *CHECKPOINT)
-TEMPORARY = (".config.yaml.unfinished", f".report.html.{os.getpid()}.unfinished", "checkpoints/.step-00000003.unfinished")
+TEMPORARY = (
+    ".config.yaml.unfinished",
+    f".report.html.{os.getpid()}.unfinished",
+    "checkpoints/.step-00000003.unfinished",
+)
 DRAWN = "samples/step-00000002.png"
-FOLDERS = ("checkpoints", STEP, "samples", "ranks", "tensorboard", "mlflow", "wandb", "profile", "checkpoints/step-00000003.replaced")
-NAMES = (*MUTATED, DRAWN, ".hvdtrain", "wandb_run.json", "ranks/rank-00000.log", "report.html", "report-loss.png", *TEMPORARY, *FOLDERS)
+FOLDERS = (
+    "checkpoints",
+    STEP,
+    "samples",
+    "ranks",
+    "tensorboard",
+    "mlflow",
+    "wandb",
+    "profile",
+    "checkpoints/step-00000003.replaced",
+)
+NAMES = (
+    *MUTATED,
+    DRAWN,
+    ".hvdtrain",
+    "wandb_run.json",
+    "ranks/rank-00000.log",
+    "report.html",
+    "report-loss.png",
+    *TEMPORARY,
+    *FOLDERS,
+)
 READERS = {  # the commands that read a file
     "config.yaml": ("resume=", "--config", "export", "evaluate", "predict"),
     "events.jsonl": ("run=", "evaluate", "read", "report"),
@@ -62,7 +99,16 @@ READERS = {  # the commands that read a file
 }
 MEMORY_BYTES = 2**30  # that a command may take more than this process has
 LIMIT_S = 800  # for a case that hangs
-STARTS = ("os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "subprocess.Popen", "socket.connect", "socket.bind")
+STARTS = (
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.fork",
+    "os.forkpty",
+    "subprocess.Popen",
+    "socket.connect",
+    "socket.bind",
+)
 
 
 def sound_run(run: Path) -> None:
@@ -75,12 +121,15 @@ def sound_run(run: Path) -> None:
 
 
 def outside_folder(top: Path) -> Path:
-    """What nothing may touch: a file, a folder with a file, another run with checkpoints, images, the home and the current folder."""
+    """What nothing may touch: a file, a folder with a file, another run with checkpoints, images,
+    the home and the current folder."""
     outside = top / "outside"
     for name in ("folder", "home", "images"):
         (outside / name).mkdir(parents=True)
     for number in range(3):
-        Image.fromarray(np.full((4, 4), 80 * number, np.uint8)).save(outside / "images" / f"{number}.png")
+        Image.fromarray(np.full((4, 4), 80 * number, np.uint8)).save(
+            outside / "images" / f"{number}.png"
+        )
     for path in (outside / "file", outside / "folder" / "file"):
         path.write_text("precious")
     for step in (1, 2, 3):
@@ -95,8 +144,12 @@ def tree(folder: Path) -> dict[str, str]:
     found = {}
     for path in sorted([folder, *folder.rglob("*")]):
         status = path.lstat()
-        content = hashlib.sha256(path.read_bytes()).hexdigest() if stat.S_ISREG(status.st_mode) else ""
-        found[str(path)] = f"{status.st_mode:o} {status.st_size} {status.st_mtime_ns} {status.st_ino} {content}"
+        content = (
+            hashlib.sha256(path.read_bytes()).hexdigest() if stat.S_ISREG(status.st_mode) else ""
+        )
+        found[str(path)] = (
+            f"{status.st_mode:o} {status.st_size} {status.st_mtime_ns} {status.st_ino} {content}"
+        )
     return found
 
 
@@ -104,7 +157,8 @@ def nested(levels: int) -> Callable[[Path, Path], Any]:
     def plant(path: Path, outside: Path) -> None:
         tail = "]" * levels
         path.write_text(
-            f'{{"time": 1.0, "kind": "step", "step": 1, "format": 3, "run_id": {"[" * levels}{tail}, "x": {"[" * levels}{tail}}}\n'
+            f'{{"time": 1.0, "kind": "step", "step": 1, "format": 3, "run_id": '
+            f'{"[" * levels}{tail}, "x": {"[" * levels}{tail}}}\n'
         )
 
     return plant
@@ -126,7 +180,9 @@ def bind_socket(path: Path, outside: Path) -> None:
 KINDS: dict[str, Callable[[Path, Path], Any]] = {
     "link to a file": lambda path, outside: path.symlink_to(outside / "file"),
     "link to a folder": lambda path, outside: path.symlink_to(outside / "folder"),
-    "link to the checkpoints of another run": lambda path, outside: path.symlink_to(outside / "run" / "checkpoints"),
+    "link to the checkpoints of another run": lambda path, outside: path.symlink_to(
+        outside / "run" / "checkpoints"
+    ),
     "link to a name that is free": lambda path, outside: path.symlink_to(outside / "new"),
     "link to itself": lambda path, outside: path.symlink_to(path.name),
     "link to a device": lambda path, outside: path.symlink_to("/dev/zero"),
@@ -159,9 +215,19 @@ def commands(run: Path, top: Path, *, page: bool = False) -> dict[str, Callable[
         return DONE
 
     return {
-        "run=": lambda: main([*JOB, "log.per_rank=true", "max_steps=3", f"run={run}", "resume=auto"]),
+        "run=": lambda: main(
+            [*JOB, "log.per_rank=true", "max_steps=3", f"run={run}", "resume=auto"]
+        ),
         "resume=": lambda: main(["comm.engine=single", "max_steps=4", f"resume={run}"]),
-        "--config": lambda: main(["--config", str(run / "config.yaml"), "comm.engine=single", "max_steps=1", f"run={to / 'run'}"]),
+        "--config": lambda: main(
+            [
+                "--config",
+                str(run / "config.yaml"),
+                "comm.engine=single",
+                "max_steps=1",
+                f"run={to / 'run'}",
+            ]
+        ),
         "export": lambda: main(["export", str(run), "--to", str(to / "m.safetensors"), "--force"]),
         "evaluate": lambda: main(["evaluate", str(run), "comm.engine=single"]),
         "predict": lambda: main(
@@ -204,12 +270,17 @@ def outcome(command: Callable[[], int]) -> str:
         except BaseException:
             return traceback.format_exc()[-1500:]
     text = captured.getvalue()
-    in_words = code in (DONE, USER, DIVERGED)  # altered weights whose sums fit may be so large that the loss overflows
+    in_words = code in (
+        DONE,
+        USER,
+        DIVERGED,
+    )  # altered weights whose sums fit may be so large that the loss overflows
     return "" if in_words and "Traceback" not in text else text[-1500:]
 
 
 def in_child(work: Callable[[], str]) -> str:
-    """What work() says in a process of its own with little memory, which may start and connect nothing."""
+    """What work() says in a process of its own with little memory, which may start and connect
+    nothing."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -247,7 +318,8 @@ def clear(path: Path) -> None:
 
 
 def planted(top: Path, names: list[str], most: int) -> Iterator[tuple[str, str]]:
-    """(case, what went wrong) of every kind under each name with each command; `most`: so many of them, the same in every run; 0: all."""
+    """(case, what went wrong) of every kind under each name with each command; `most`: so many of
+    them, the same in every run; 0: all."""
     outside = top / "outside"
     run = top / "run"
     before = tree(outside)
@@ -259,7 +331,9 @@ def planted(top: Path, names: list[str], most: int) -> Iterator[tuple[str, str]]
             KINDS[kind](run / name, outside)
         except PermissionError:
             continue  # a device, without root
-        wrong = in_child(lambda name=name, which=which: outcome(commands(run, top, page="report" in name)[which]))  # type: ignore[misc]
+        wrong = in_child(
+            lambda name=name, which=which: outcome(commands(run, top, page="report" in name)[which])
+        )  # type: ignore[misc]
         if (now := tree(outside)) != before:
             wrong = f"outside has changed: {set(now.items()) ^ set(before.items())}; {wrong}"
             before = now
@@ -267,14 +341,20 @@ def planted(top: Path, names: list[str], most: int) -> Iterator[tuple[str, str]]
 
 
 def swapped(top: Path, rounds: int) -> Iterator[tuple[str, str]]:
-    """A job trains and writes while another process swaps a name of the run folder for a link and back, at random moments."""
+    """A job trains and writes while another process swaps a name of the run folder for a link and
+    back, at random moments."""
     outside = top / "outside"
     run = top / "run"
     before = tree(outside)
     for number in range(rounds):
         random = Random(number)
         copied(top / "sound", run)
-        targets = [outside / "file", outside / "folder", outside / "run" / "checkpoints", outside / "new"]
+        targets = [
+            outside / "file",
+            outside / "folder",
+            outside / "run" / "checkpoints",
+            outside / "new",
+        ]
         swapper = os.fork()
         if not swapper:
             parent = os.getppid()
@@ -294,7 +374,19 @@ def swapped(top: Path, rounds: int) -> Iterator[tuple[str, str]]:
                     if is_there:
                         os.rename(kept, path)
                 time.sleep(random.random() / 500)
-        wrong = in_child(lambda: outcome(lambda: main([*JOB, "log.per_rank=true", "max_steps=30", f"run={run}", "checkpoint.keep_last=1"])))
+        wrong = in_child(
+            lambda: outcome(
+                lambda: main(
+                    [
+                        *JOB,
+                        "log.per_rank=true",
+                        "max_steps=30",
+                        f"run={run}",
+                        "checkpoint.keep_last=1",
+                    ]
+                )
+            )
+        )
         wrong = wrong or in_child(lambda: outcome(lambda: export_for_torch(run, top)))
         os.kill(swapper, signal.SIGKILL)
         os.waitpid(swapper, 0)
@@ -337,22 +429,31 @@ def several(top: Path, name: str, first: int) -> str:
 
 
 def shorten_config(run: Path) -> None:
-    """The same configuration without the keys that have their defaults: it is read in a tenth of the time."""
+    """The same configuration without the keys that have their defaults: it is read in a tenth of
+    the time."""
     with (run / "config.yaml").open("w") as file:
-        file.writelines(f"{key}: {value}\n" for key, _, value in (word.partition("=") for word in [*JOB, "log.per_rank=true"]))
+        file.writelines(
+            f"{key}: {value}\n"
+            for key, _, value in (word.partition("=") for word in [*JOB, "log.per_rank=true"])
+        )
 
 
 def make_sums_fit(checkpoint: Path) -> None:
     """As whoever alters a checkpoint on purpose does."""
     names = [Path(path).name for path in CHECKPOINT[:-1]]
-    sums = [f"{hashlib.sha256((checkpoint / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
+    sums = [
+        f"{hashlib.sha256((checkpoint / name).read_bytes()).hexdigest()}  {name}\n"
+        for name in names
+    ]
     (checkpoint / "SHA256SUMS").write_text("".join(sums))
 
 
 def work(top: Path, what: str, *arguments: str) -> int:
     """Prints each case that went wrong, then the counts; 1 where one did."""
     began_s = time.monotonic()
-    fonts = str(Path.home() / ".cache" / "matplotlib")  # which it would make in another home, with a program
+    fonts = str(
+        Path.home() / ".cache" / "matplotlib"
+    )  # which it would make in another home, with a program
     home = outside_folder(top) / "home"
     os.environ |= {"HOME": str(home), "MPLCONFIGDIR": fonts}
     os.chdir(home)
@@ -362,11 +463,15 @@ def work(top: Path, what: str, *arguments: str) -> int:
         usual = list(commands(copy, top).values())
         if what == "swapped":
             usual.append(lambda: export_for_torch(copy, top))
-        for command in usual:  # what they import is there, and has started what it may, before memory and starts are counted
+        for command in usual:
+            # what they import is there, and has started what it may, before memory and starts are
+            # counted
             copied(top / "sound", copy)
             assert command() == DONE
     if what == "planted":
-        cases = planted(top, list(arguments[1:]) or list(NAMES), int(arguments[0]) if arguments else 0)
+        cases = planted(
+            top, list(arguments[1:]) or list(NAMES), int(arguments[0]) if arguments else 0
+        )
     elif what == "swapped":
         cases = swapped(top, int(arguments[0]))
     else:
@@ -379,7 +484,16 @@ def work(top: Path, what: str, *arguments: str) -> int:
             failed += 1
             print(json.dumps({"case": case, "wrong": re.sub(r"\s+", " ", wrong)}), flush=True)
     largest_mib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024
-    print(json.dumps({"tried": tried, "wrong": failed, "largest_mib": largest_mib, "seconds": round(time.monotonic() - began_s, 1)}))
+    print(
+        json.dumps(
+            {
+                "tried": tried,
+                "wrong": failed,
+                "largest_mib": largest_mib,
+                "seconds": round(time.monotonic() - began_s, 1),
+            }
+        )
+    )
     return 1 if failed else 0
 
 

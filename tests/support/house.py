@@ -1,8 +1,11 @@
-"""How large the house is, and how far things lie apart: `python tests/support/house.py [hvdtrain's folder, or that of another commit]`.
+"""How large the house is, and how far things lie apart: `python tests/support/house.py [hvdtrain's
+folder, or that of another commit]`.
 
-Modules, their lines, protocols, classes that share a name, and the modules outside its own files that name a feature are counted in the
-source. The smallest job, 2 steps of a linear model on digits, is run on two ranks of MPI for the modules that it imports, and for the
-frames of hvdtrain, and their files, that lie between main() and backward(), and between main() and the engine's allreduce of a gradient.
+Modules, their lines, protocols, classes that share a name, and the modules outside its own files
+that name a feature are counted in the source. The smallest job, 2 steps of a linear model on
+digits, is run on two ranks of MPI for the modules that it imports, and for the frames of hvdtrain,
+and their files, that lie between main() and backward(), and between main() and the engine's
+allreduce of a gradient.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ from hvdtrain.__main__ import main
 code = main(sys.argv[1:])
 ours = [name for name in sys.modules if name.startswith("hvdtrain.")]
 print("found", code, len(ours), *(f"{what}={frames}/{files}" for what, (frames, files) in deepest.items()))
-"""
+"""  # noqa: E501
 JOB = "framework=torch model.name=linear data.name=digits stop.steps=2 log.every_steps=1"
 
 
@@ -64,28 +67,40 @@ def modules(root: Path) -> dict[Path, str]:
 
 
 def classes(texts: dict[Path, str]) -> list[ast.ClassDef]:
-    return [node for text in texts.values() for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
+    return [
+        node
+        for text in texts.values()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ClassDef)
+    ]
 
 
 def is_protocol(node: ast.ClassDef) -> bool:
-    return any(ast.unparse(base).partition("[")[0] in ("Protocol", "typing.Protocol") for base in node.bases)
+    return any(
+        ast.unparse(base).partition("[")[0] in ("Protocol", "typing.Protocol")
+        for base in node.bases
+    )
 
 
 def code_of(text: str) -> str:
     """Without comments and docstrings, in which a feature may be named."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(node, clean=False):
+        if isinstance(
+            node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        ) and ast.get_docstring(node, clean=False):
             node.body = node.body[1:] or [ast.Pass()]
     return ast.unparse(tree)
 
 
 def named_outside(texts: dict[Path, str], root: Path) -> dict[str, int]:
-    """Modules outside of a feature's own files whose code has its word, as a name or a part of one."""
+    """Modules outside of a feature's own files whose code has its word, as a name or a part of
+    one."""
     codes = {path.relative_to(root).as_posix(): code_of(text) for path, text in texts.items()}
     return {
         words: sum(
-            not any(part in path for part in (*own, *DATA)) and bool(re.search(rf"(?<![a-zA-Z])({words})", code))
+            not any(part in path for part in (*own, *DATA))
+            and bool(re.search(rf"(?<![a-zA-Z])({words})", code))
             for path, code in codes.items()
         )
         for words, own in FEATURES.items()
@@ -95,10 +110,24 @@ def named_outside(texts: dict[Path, str], root: Path) -> dict[str, int]:
 def measured(root: Path) -> str:
     """What PROBE says of the smallest job on the tree of `root`."""
     with tempfile.TemporaryDirectory() as folder:
-        start = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable, "-c", PROBE]
+        start = [
+            "mpirun",
+            "--allow-run-as-root",
+            "--oversubscribe",
+            "-np",
+            "2",
+            sys.executable,
+            "-c",
+            PROBE,
+        ]
         command = [*start, *JOB.split(), "comm.engine=mpi", f"run={folder}/run"]
         done = subprocess.run(
-            command, cwd=folder, env={**os.environ, "PYTHONPATH": str(root.parent)}, capture_output=True, text=True, check=False
+            command,
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(root.parent)},
+            capture_output=True,
+            text=True,
+            check=False,
         )
     found = re.search(r"^found (.*)$", done.stdout, re.MULTILINE)
     return found[1] if found else f"not measured: {done.stderr[-500:]}"
@@ -111,10 +140,14 @@ def main() -> None:
     found = classes(texts)
     shared = {name: n for name, n in Counter(node.name for node in found).items() if n > 1}
     print(
-        f"modules        {len(texts)}, without __init__; {sum(lines):,} lines, median {statistics.median(lines):.0f}, largest {max(lines)}"
+        f"modules        {len(texts)}, without __init__; {sum(lines):,} lines, median "
+        f"{statistics.median(lines):.0f}, largest {max(lines)}"
     )
     print(f"short modules  {sum(n < SHORT for n in lines)} under {SHORT} lines")
-    print(f"protocols      {sum(map(is_protocol, found))} of {len(found)} classes; {len(shared)} class names in several modules")
+    print(
+        f"protocols      {sum(map(is_protocol, found))} of {len(found)} classes; {len(shared)} "
+        "class names in several modules"
+    )
     print(
         "features       named by modules outside of their own files: "
         + ", ".join(f"{k} {n}" for k, n in named_outside(texts, root).items())

@@ -1,4 +1,5 @@
-"""Image files in memory, made when they are read: worker processes import this module in a quarter of a second."""
+"""Image files in memory, made when they are read: worker processes import this module in a quarter
+of a second."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def pixels_of(value: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class InMemory:
-    """PNG files, each with `padding` bytes behind it; one of them may be no image, and one may take forever."""
+    """PNG files, each with `padding` bytes behind it; one of them may be no image, and one may take
+    forever."""
 
     images: int
     broken: int = -1

@@ -1,7 +1,9 @@
-"""The import graph of hvdtrain: `python tests/support/import_graph.py` prints each package with the packages it imports, top floor first.
+"""The import graph of hvdtrain: `python tests/support/import_graph.py` prints each package with the
+packages it imports, top floor first.
 
-With --mermaid the same as a diagram for docs/design.md. Exit code 1 where an arrow points up or runs in a circle.
-Imports inside functions and under TYPE_CHECKING count like all others; a plugin that is loaded by its name is no import.
+With --mermaid the same as a diagram for docs/design.md. Exit code 1 where an arrow points up or
+runs in a circle. Imports inside functions and under TYPE_CHECKING count like all others; a plugin
+that is loaded by its name is no import.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 
 
 def module_of(path: Path) -> str:
-    """hvdtrain/training/loop.py -> training.loop; hvdtrain/training/__init__.py -> training; hvdtrain/__init__.py -> __init__."""
+    """hvdtrain/training/loop.py -> training.loop; hvdtrain/training/__init__.py -> training;
+    hvdtrain/__init__.py -> __init__."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
@@ -39,7 +42,8 @@ MODULES = {module_of(path): path for path in sorted(ROOT.rglob("*.py"))}
 
 
 def imported_names(path: Path) -> set[str]:
-    """Everything that a file imports, absolute and dotted: package.module and package.module.name."""
+    """Everything that a file imports, absolute and dotted: package.module and
+    package.module.name."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -80,7 +84,8 @@ def arrows() -> dict[str, set[str]]:
 
 
 def package_arrows(*, top: bool) -> dict[str, set[str]]:
-    """package -> the packages that it imports: whole top-level packages, or each folder by itself."""
+    """package -> the packages that it imports: whole top-level packages, or each folder by
+    itself."""
     name = top_of if top else package_of
     graph: dict[str, set[str]] = defaultdict(set)
     for module, targets in arrows().items():
@@ -129,10 +134,19 @@ def main() -> int:
         return 0
     graph = package_arrows(top=False)
     for package in sorted(graph, key=lambda name: (-FLOOR[top_of(name)], name)):
-        print(f"{FLOOR[top_of(package)]}  {package:30} -> {', '.join(sorted(graph[package])) or 'nothing'}")
+        print(
+            f"{FLOOR[top_of(package)]}  {package:30} -> "
+            f"{', '.join(sorted(graph[package])) or 'nothing'}"
+        )
     count = sum(len(targets) for targets in graph.values())
-    wrong = [*upward(), *(f"a circle: {' -> '.join(ring)}" for ring in (circle(arrows()), circle(graph)) if ring)]
-    print(f"\n{len(MODULES)} modules, {len(graph)} packages, {count} arrows between packages; upward or in a circle: {len(wrong)}")
+    wrong = [
+        *upward(),
+        *(f"a circle: {' -> '.join(ring)}" for ring in (circle(arrows()), circle(graph)) if ring),
+    ]
+    print(
+        f"\n{len(MODULES)} modules, {len(graph)} packages, {count} arrows between packages; "
+        f"upward or in a circle: {len(wrong)}"
+    )
     print("\n".join(wrong))
     return bool(wrong)
 

@@ -1,4 +1,5 @@
-"""One small network in each library of JAX, for images (3, 3, 1) of three classes, with dropout; and models that are refused."""
+"""One small network in each library of JAX, for images (3, 3, 1) of three classes, with dropout;
+and models that are refused."""
 
 from __future__ import annotations
 
@@ -31,12 +32,19 @@ class LinenNet(nn.Module):
 
 class NnxNet(nnx.Module):
     def __init__(self, shape: tuple[int, ...], classes: int, rngs: nnx.Rngs) -> None:
-        self.layers = nnx.List([nnx.Linear(int(np.prod(shape)), HIDDEN, rngs=rngs), nnx.Linear(HIDDEN, classes, rngs=rngs)])
+        self.layers = nnx.List(
+            [
+                nnx.Linear(int(np.prod(shape)), HIDDEN, rngs=rngs),
+                nnx.Linear(HIDDEN, classes, rngs=rngs),
+            ]
+        )
         self.drop = nnx.Dropout(DROP, rngs=rngs)
         self.table = nnx.Variable(jnp.ones(HIDDEN))
 
     def __call__(self, x: Any) -> Any:
-        return self.layers[1](self.drop(jnp.tanh(self.layers[0](x.reshape(len(x), -1)))) * self.table[...])
+        return self.layers[1](
+            self.drop(jnp.tanh(self.layers[0](x.reshape(len(x), -1)))) * self.table[...]
+        )
 
 
 class EquinoxNet(eqx.Module):
@@ -45,7 +53,10 @@ class EquinoxNet(eqx.Module):
 
     def __init__(self, shape: tuple[int, ...], classes: int, key: Any) -> None:
         one, two = jax.random.split(key)
-        self.layers = [eqx.nn.Linear(int(np.prod(shape)), HIDDEN, key=one), eqx.nn.Linear(HIDDEN, classes, key=two)]
+        self.layers = [
+            eqx.nn.Linear(int(np.prod(shape)), HIDDEN, key=one),
+            eqx.nn.Linear(HIDDEN, classes, key=two),
+        ]
         self.drop = eqx.nn.Dropout(DROP)
 
     def __call__(self, x: Any, key: Any = None) -> Any:
@@ -76,8 +87,16 @@ class OfLinen:
     names = ("first.kernel", "first.bias", "Dense_0.kernel", "Dense_0.bias")
 
     def outputs(self, arrays: Arrays, x: Any, key: Any | None) -> Any:
-        params = {layer: {part: arrays[f"{layer}.{part}"] for part in ("kernel", "bias")} for layer in ("first", "Dense_0")}
-        return LinenNet(3).apply({"params": params}, x, train=key is not None, rngs={} if key is None else {"dropout": key})
+        params = {
+            layer: {part: arrays[f"{layer}.{part}"] for part in ("kernel", "bias")}
+            for layer in ("first", "Dense_0")
+        }
+        return LinenNet(3).apply(
+            {"params": params},
+            x,
+            train=key is not None,
+            rngs={} if key is None else {"dropout": key},
+        )
 
     def of_pytree(self, pytree: Any, x: Any) -> Any:
         return LinenNet(3).apply({"params": pytree}, x)
@@ -89,9 +108,13 @@ class OfNnx:
     def outputs(self, arrays: Arrays, x: Any, key: Any | None) -> Any:
         net = NnxNet((3, 3, 1), 3, nnx.Rngs(0))
         for number, layer in enumerate(net.layers):
-            layer.kernel, layer.bias = (nnx.Param(arrays[f"layers.{number}.{part}"]) for part in ("kernel", "bias"))
+            layer.kernel, layer.bias = (
+                nnx.Param(arrays[f"layers.{number}.{part}"]) for part in ("kernel", "bias")
+            )
         rngs = None if key is None else nnx.Rngs(jax.random.fold_in(key, 0))
-        hidden = net.drop(jnp.tanh(net.layers[0](x.reshape(len(x), -1))), deterministic=key is None, rngs=rngs)
+        hidden = net.drop(
+            jnp.tanh(net.layers[0](x.reshape(len(x), -1))), deterministic=key is None, rngs=rngs
+        )
         return net.layers[1](hidden)
 
     def of_pytree(self, pytree: Any, x: Any) -> Any:
@@ -103,7 +126,9 @@ class OfEquinox:
 
     def outputs(self, arrays: Arrays, x: Any, key: Any | None) -> Any:
         net = eqx.tree_at(
-            lambda net: [getattr(layer, part) for layer in net.layers for part in ("weight", "bias")],
+            lambda net: [
+                getattr(layer, part) for layer in net.layers for part in ("weight", "bias")
+            ],
             EquinoxNet((3, 3, 1), 3, jax.random.key(0)),
             [arrays[name] for name in self.names],
         )
@@ -119,7 +144,10 @@ class OfHaiku:
     names = ("mlp.linear_0.w", "mlp.linear_0.b", "mlp.linear_1.w", "mlp.linear_1.b")
 
     def outputs(self, arrays: Arrays, x: Any, key: Any | None) -> Any:
-        params = {f"mlp/~/linear_{number}": {part: arrays[f"mlp.linear_{number}.{part}"] for part in "wb"} for number in (0, 1)}
+        params = {
+            f"mlp/~/linear_{number}": {part: arrays[f"mlp.linear_{number}.{part}"] for part in "wb"}
+            for number in (0, 1)
+        }
         return haiku_net(3).apply(params, key, x, is_training=key is not None)
 
     def of_pytree(self, pytree: Any, x: Any) -> Any:

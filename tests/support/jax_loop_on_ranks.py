@@ -1,4 +1,5 @@
-"""A script's own loop in JAX, as the ranks of this start make it in one way after the other; and a plain loop of JAX and optax."""
+"""A script's own loop in JAX, as the ranks of this start make it in one way after the other; and a
+plain loop of JAX and optax."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ DATA = {"x": X, "y": X.prod(1)}
 OPTIMIZERS = {
     "sgd": optax.sgd(0.2, 0.9),
     "adamw": optax.adamw(optax.linear_schedule(0.05, 0.01, STEPS), weight_decay=0.1),
-    "chain": optax.chain(optax.clip_by_global_norm(0.1), optax.inject_hyperparams(optax.adam)(0.03)),
+    "chain": optax.chain(
+        optax.clip_by_global_norm(0.1), optax.inject_hyperparams(optax.adam)(0.03)
+    ),
 }
 
 
@@ -61,29 +64,38 @@ def plain(optimizer: str, batch: int) -> dict[str, Any]:
         return {"losses": losses, "weights": named(params)}
 
 
-COUNTED = DATA | {"counts": np.random.default_rng(1).integers(0, 2, (SAMPLES, 3)).astype(float) * (np.arange(SAMPLES) % 3 > 0)[:, None]}
+COUNTED = DATA | {
+    "counts": np.random.default_rng(1).integers(0, 2, (SAMPLES, 3)).astype(float)
+    * (np.arange(SAMPLES) % 3 > 0)[:, None]
+}
 
 
 def counted_loss_of(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-    """A mean over what counts in the samples of the batch, NaN where nothing does, and how much that is."""
+    """A mean over what counts in the samples of the batch, NaN where nothing does, and how much
+    that is."""
     hidden = jnp.tanh(batch["x"] @ params["first"]["w"] + params["first"]["b"])
     squares = jnp.square(hidden @ params["rest"][0] - batch["y"][:, None])
     return (squares * batch["counts"]).sum() / batch["counts"].sum(), batch["counts"].sum()
 
 
 def counted(size: int, *words: str) -> float:
-    """The largest difference between a loop of such means and one of JAX and optax with whole batches."""
+    """The largest difference between a loop of such means and one of JAX and optax with whole
+    batches."""
     with jax.enable_x64(True), ht.init("framework=jax", *words) as ctx:
         transformation = optax.sgd(0.2, 0.9)
         params, state = ctx.prepare(start(), transformation)
         expected = jax.tree.map(jnp.asarray, start())
         expected_state = transformation.init(expected)
         for batch in ctx.samples(COUNTED, batch=size, epochs=0.4, seed=1):
-            loss, gradient = ctx.value_and_grad(counted_loss_of, has_count=True, at_most=1 + batch.step % 2)(params, batch)
+            loss, gradient = ctx.value_and_grad(
+                counted_loss_of, has_count=True, at_most=1 + batch.step % 2
+            )(params, batch)
             params, state = ctx.update(gradient, state, params)
             rows = positions_of_rank(size * batch.step, size, 0, 1, SAMPLES, 1).samples
             whole = {name: jnp.asarray(array[rows]) for name, array in COUNTED.items()}
-            (of_all, _), gradient = jax.value_and_grad(counted_loss_of, has_aux=True)(expected, whole)
+            (of_all, _), gradient = jax.value_and_grad(counted_loss_of, has_aux=True)(
+                expected, whole
+            )
             updates, expected_state = transformation.update(gradient, expected_state, expected)
             expected = optax.apply_updates(expected, updates)
             np.testing.assert_allclose(ctx.mean({"loss": loss})["loss"], of_all, rtol=1e-12)
@@ -105,7 +117,9 @@ def trained(optimizer: str, size: str, steps: str, *words: str) -> dict[str, Any
     batch_size = int(size)
     has_folder = any(word.startswith("run=") for word in words)
     with ht.init("framework=jax", "log.every_steps=4", "guard.equal_steps=4", *words) as ctx:
-        params, state = ctx.prepare(start(ctx.rank), OPTIMIZERS[optimizer])  # other parameters on each rank: those of rank 0 count
+        params, state = ctx.prepare(
+            start(ctx.rank), OPTIMIZERS[optimizer]
+        )  # other parameters on each rank: those of rank 0 count
         kept: dict[str, Any] = {}
         if has_folder:
             params, state, kept = ctx.resume(params, state)
@@ -113,7 +127,9 @@ def trained(optimizer: str, size: str, steps: str, *words: str) -> dict[str, Any
         losses = []
         counts = []
         keys = []
-        for batch in ctx.samples(DATA, batch=batch_size, epochs=int(steps) * batch_size / SAMPLES, seed=1):
+        for batch in ctx.samples(
+            DATA, batch=batch_size, epochs=int(steps) * batch_size / SAMPLES, seed=1
+        ):
             if batch.step % 3 == 2:  # in parts, equally many on all ranks
                 loss, gradient = ctx.value_and_grad(loss_of, at_most=2)(params, batch)
             elif batch.step % 3 == 1:

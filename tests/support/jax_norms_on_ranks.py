@@ -1,4 +1,5 @@
-"""Batch norms of JAX over ranks, beside torch's in one process: largest differences, on the ranks."""
+"""Batch norms of JAX over ranks, beside torch's in one process: largest differences, on the
+ranks."""
 
 from __future__ import annotations
 
@@ -16,10 +17,15 @@ from hvdtrain.training.build import build_learner
 
 TASK = Classification((5, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
 CONVNET = "model.name=convnet model.widths=[4,6]"
-SHARES = {2: [(8, 4), (12, 0), (1, 11)], 3: [(5, 4, 3), (0, 12, 0)]}  # ranks -> samples of each in a step
+SHARES = {
+    2: [(8, 4), (12, 0), (1, 11)],
+    3: [(5, 4, 3), (0, 12, 0)],
+}  # ranks -> samples of each in a step
 
 
-def learner(framework: str, *words: str, communicator: Communicator | None = None, task: Any = TASK) -> Learner:
+def learner(
+    framework: str, *words: str, communicator: Communicator | None = None, task: Any = TASK
+) -> Learner:
     model = [] if any(word.startswith("model.name=") for word in words) else CONVNET.split()
     given = [f"framework={framework}", "speed.precision=fp64", "batch.size=12", *model, *words]
     return build_learner(configure(None, given), task, communicator or SingleProcessCommunicator())
@@ -32,7 +38,10 @@ def batch(n: int, seed: int = 0) -> Batch:
 
 def step(one: Learner, batches: list[Batch], number: int, size: int) -> dict[str, float]:
     hyper = Hyper(lr=0.1, momentum=0.9, weight_decay=0.01, batch=size, step=number)
-    return {name: float(value) for name, value in one.step([one.to_device(each) for each in batches], hyper, 3).items()}
+    return {
+        name: float(value)
+        for name, value in one.step([one.to_device(each) for each in batches], hyper, 3).items()
+    }
 
 
 def apart(found: Arrays, expected: Arrays) -> float:
@@ -42,11 +51,14 @@ def apart(found: Arrays, expected: Arrays) -> float:
 
 def buffers_of(one: Learner) -> Arrays:
     """Those of this rank, without a collective."""
-    return {piece.name: piece.read().copy() for piece in one.pieces() if piece.name.startswith("b.")}
+    return {
+        piece.name: piece.read().copy() for piece in one.pieces() if piece.name.startswith("b.")
+    }
 
 
 def synchronized(communicator: Communicator, words: str, model: str) -> dict[str, float]:
-    """The steps of ranks with norm.kind=sync beside those of torch, which has the samples of all ranks in one batch."""
+    """The steps of ranks with norm.kind=sync beside those of torch, which has the samples of all
+    ranks in one batch."""
     alone, one = (
         learner("torch", *model.split()),
         learner("jax", "norm.kind=sync", *words.split(), *model.split(), communicator=communicator),
@@ -56,8 +68,12 @@ def synchronized(communicator: Communicator, words: str, model: str) -> dict[str
     for number, shares in enumerate(SHARES[communicator.size]):
         of_ranks = [batch(n, 100 * number + rank) for rank, n in enumerate(shares)]
         whole = {key: np.concatenate([each[key] for each in of_ranks]) for key in ("x", "y")}
-        losses = communicator.allgather_object(step(one, [of_ranks[communicator.rank]], number, 12)["loss"])
-        found["loss"] = max(found["loss"], abs(sum(losses) - step(alone, [whole], number, 12)["loss"]))
+        losses = communicator.allgather_object(
+            step(one, [of_ranks[communicator.rank]], number, 12)["loss"]
+        )
+        found["loss"] = max(
+            found["loss"], abs(sum(losses) - step(alone, [whole], number, 12)["loss"])
+        )
         own = {name: array for name, array in alone.state().items() if name.startswith("b.")}
         found["buffers"] = max(found["buffers"], apart(buffers_of(one), own))
     one.sync_buffers(communicator)
@@ -70,7 +86,10 @@ def local(communicator: Communicator) -> list[dict[str, Any]]:
     step(one, [batch(6, communicator.rank)], 0, 12)
     before = buffers_of(one)
     one.sync_buffers(communicator)
-    return [{name: array.tolist() for name, array in arrays.items()} for arrays in (before, buffers_of(one))]
+    return [
+        {name: array.tolist() for name, array in arrays.items()}
+        for arrays in (before, buffers_of(one))
+    ]
 
 
 class Lost(Exception):

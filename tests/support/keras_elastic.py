@@ -1,6 +1,8 @@
-"""Three ranks call fit() with hvd.elastic, one is killed, two go on: KERAS_BACKEND=... python tests/support/keras_elastic.py OUT.json
+"""Three ranks call fit() with hvd.elastic, one is killed, two go on: KERAS_BACKEND=... python
+tests/support/keras_elastic.py OUT.json
 
-OUT: what rank 0 has in the end, and the weight that is expected where the epoch of the loss is made again by the ranks that are left.
+OUT: what rank 0 has in the end, and the weight that is expected where the epoch of the loss is made
+again by the ranks that are left.
 """
 
 from __future__ import annotations
@@ -60,7 +62,15 @@ def train(state: Any, first_rank: int) -> None:
         Killed(state, first_rank),
     ]
     y = np.array([[target(batch, hvd.rank())] for batch in range(BATCHES)])
-    state.model.fit(np.ones((BATCHES, 1)), y, batch_size=1, epochs=EPOCHS - state.epoch, shuffle=False, verbose=0, callbacks=callbacks)
+    state.model.fit(
+        np.ones((BATCHES, 1)),
+        y,
+        batch_size=1,
+        epochs=EPOCHS - state.epoch,
+        shuffle=False,
+        verbose=0,
+        callbacks=callbacks,
+    )
 
 
 def alone(sizes: list[int]) -> float:
@@ -83,7 +93,13 @@ def main() -> None:
     train(state, hvd.rank())
     found = hvd.allgather(np.array([float(keras.ops.convert_to_numpy(model.weights[0]))]))
     if hvd.rank() == 0:
-        row = {"found": found.tolist(), "expected": alone([3, 2, 2]), "resets": resets, "size": hvd.size(), "epoch": state.epoch}
+        row = {
+            "found": found.tolist(),
+            "expected": alone([3, 2, 2]),
+            "resets": resets,
+            "size": hvd.size(),
+            "epoch": state.epoch,
+        }
         Path(sys.argv[1]).write_text(json.dumps(row))
 
 

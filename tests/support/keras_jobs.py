@@ -1,4 +1,5 @@
-"""framework=keras in one process, on the backend of KERAS_BACKEND: `OUT.json FOLDER` writes {check: failure or ""}."""
+"""framework=keras in one process, on the backend of KERAS_BACKEND: `OUT.json FOLDER` writes {check:
+failure or ""}."""
 
 from __future__ import annotations
 
@@ -94,7 +95,11 @@ def own_loss(shape: tuple[int, ...], classes: int) -> Any:
 def constrained(shape: tuple[int, ...], classes: int) -> Any:
     layers = keras.layers
     return keras.Sequential(
-        [layers.Input(shape), layers.Flatten(), layers.Dense(classes, kernel_constraint=keras.constraints.MaxNorm(1.0))]
+        [
+            layers.Input(shape),
+            layers.Flatten(),
+            layers.Dense(classes, kernel_constraint=keras.constraints.MaxNorm(1.0)),
+        ]
     )
 
 
@@ -103,7 +108,9 @@ def no_model(shape: tuple[int, ...]) -> int:
 
 
 def too_few(shape: tuple[int, ...]) -> Any:
-    return keras.Sequential([keras.layers.Input(shape), keras.layers.Flatten(), keras.layers.Dense(9)])
+    return keras.Sequential(
+        [keras.layers.Input(shape), keras.layers.Flatten(), keras.layers.Dense(9)]
+    )
 
 
 def flat_alone(shape: tuple[int, ...]) -> Any:
@@ -132,7 +139,10 @@ def check_resumed_bits(folder: Path) -> None:
         == theirs.keys()
         == {
             *("conv2d.kernel", "conv2d.bias", "dense.kernel", "dense.bias"),
-            *(f"batch_normalization.{part}" for part in ("gamma", "beta", "moving_mean", "moving_variance")),
+            *(
+                f"batch_normalization.{part}"
+                for part in ("gamma", "beta", "moving_mean", "moving_variance")
+            ),
         }
     ), ours.keys()
     assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
@@ -140,18 +150,32 @@ def check_resumed_bits(folder: Path) -> None:
 
 
 def check_object_and_file(folder: Path) -> None:
-    """A model object has the trained weights afterwards, and so has the file of Keras that is exported."""
+    """A model object has the trained weights afterwards, and so has the file of Keras that is
+    exported."""
     model = in_keras()
     run = train(folder / "object", "speed.precision=fp64", "optim.ema=0.8", model=model)
     x = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 1)).astype(np.uint8)
     found = np.asarray(keras.ops.convert_to_numpy(model(run.transform(x))))
     np.testing.assert_allclose(hvdtrain.predict(run, x, model=model), found, rtol=0, atol=1e-12)
     weights = model.get_weights()
-    trained = train(folder / "named", "model.name=framework_jobs:in_keras", "speed.precision=fp64").weights
+    trained = train(
+        folder / "named", "model.name=framework_jobs:in_keras", "speed.precision=fp64"
+    ).weights
     assert {w.shape for w in weights} == {w.shape for w in trained.values()}
     to = folder / "model.keras"
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        assert hvdtrain_main(["export", f"{folder / 'named'}", "--to", f"{to}", "model.name=framework_jobs:in_keras"]) == 0
+        assert (
+            hvdtrain_main(
+                [
+                    "export",
+                    f"{folder / 'named'}",
+                    "--to",
+                    f"{to}",
+                    "model.name=framework_jobs:in_keras",
+                ]
+            )
+            == 0
+        )
     assert "keras.saving.load_model" in said.getvalue()
     loaded = keras.saving.load_model(to)
     by_shape = {array.shape: array for array in trained.values()}
@@ -160,12 +184,24 @@ def check_object_and_file(folder: Path) -> None:
 
 def narrow(shape: tuple[int, ...], classes: int) -> Any:
     layers = keras.layers
-    return keras.Sequential([layers.Input(shape), layers.Dense(7), layers.BatchNormalization(), layers.Dropout(0.2), layers.Dense(classes)])
+    return keras.Sequential(
+        [
+            layers.Input(shape),
+            layers.Dense(7),
+            layers.BatchNormalization(),
+            layers.Dropout(0.2),
+            layers.Dense(classes),
+        ]
+    )
 
 
 def check_skipped_step(folder: Path) -> None:
-    """A step whose loss is not finite leaves weights, running statistics and optimizer state to the last bit; another one changes all."""
-    words = "framework=keras model.name=keras_jobs:narrow speed.precision=fp64 guard.nonfinite=skip optim.name=sgd"
+    """A step whose loss is not finite leaves weights, running statistics and optimizer state to the
+    last bit; another one changes all."""
+    words = (
+        "framework=keras model.name=keras_jobs:narrow speed.precision=fp64 guard.nonfinite=skip "
+        "optim.name=sgd"
+    )
     task = Classification((12,), 10, np.array([0.0]), np.array([1.0]), dtype="float32")
     learner = build_learner(configure(None, words.split()), task, SingleProcessCommunicator())
     x = np.random.default_rng(0).normal(size=(6, 12)).astype("float32")
@@ -184,26 +220,52 @@ def check_names(folder: Path) -> None:
     """They do not depend on what the process has made before."""
     names = []
     for _ in range(2):
-        layers = [Twice(), keras.layers.Dense(2), Twice(), Affine(3), keras.layers.Dense(1, name="head")]
+        layers = [
+            Twice(),
+            keras.layers.Dense(2),
+            Twice(),
+            Affine(3),
+            keras.layers.Dense(1, name="head"),
+        ]
         model = keras.Sequential([keras.layers.Input((3,)), *layers])
         names.append([name for name, _ in named_variables(model)])
         assert len(names[-1]) == len(model.weights)
     of_twice = [f"{layer}.{part}" for layer in ("dense", "last") for part in ("kernel", "bias")]
-    expected = [*(f"twice.{name}" for name in of_twice), "dense.kernel", "dense.bias", *(f"twice_1.{name}" for name in of_twice)]
-    assert names[0] == names[1] == [*expected, "affine.matrix", "affine.variable", "head.kernel", "head.bias"], names
+    expected = [
+        *(f"twice.{name}" for name in of_twice),
+        "dense.kernel",
+        "dense.bias",
+        *(f"twice_1.{name}" for name in of_twice),
+    ]
+    assert (
+        names[0]
+        == names[1]
+        == [*expected, "affine.matrix", "affine.variable", "head.kernel", "head.bias"]
+    ), names
 
 
 def penalized() -> Any:
     """With everything that layers of Keras add to a loss, and a constraint."""
     penalty = keras.regularizers.L2(0.05)
     make = keras.layers
-    hidden = make.Dense(3, "tanh", kernel_regularizer=penalty, bias_regularizer=keras.regularizers.L1(0.01), activity_regularizer=penalty)
-    last = make.Dense(2, kernel_constraint=keras.constraints.MaxNorm(0.6), bias_constraint=keras.constraints.NonNeg())
+    hidden = make.Dense(
+        3,
+        "tanh",
+        kernel_regularizer=penalty,
+        bias_regularizer=keras.regularizers.L1(0.01),
+        activity_regularizer=penalty,
+    )
+    last = make.Dense(
+        2,
+        kernel_constraint=keras.constraints.MaxNorm(0.6),
+        bias_constraint=keras.constraints.NonNeg(),
+    )
     return keras.Sequential([make.Input((4,)), hidden, Penalty(), last])
 
 
 def check_what_layers_add(folder: Path) -> None:
-    """Weights, losses of training and losses of an evaluation are those of Keras' fit() and evaluate(); passes are of unequal size."""
+    """Weights, losses of training and losses of an evaluation are those of Keras' fit() and
+    evaluate(); passes are of unequal size."""
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
     x = np.random.default_rng(0).normal(size=(40, 4))
@@ -213,11 +275,22 @@ def check_what_layers_add(folder: Path) -> None:
         job, by_keras = (keras.models.clone_model(first) for _ in range(2))
         for model in (job, by_keras):
             model.set_weights(first.get_weights())
-        by_keras.compile(keras.optimizers.SGD(0.5, 0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True), run_eagerly=True)
-        losses = by_keras.fit(data["x"], data["y"], batch_size=40, epochs=4, shuffle=False, verbose=0).history["loss"]
-        words = "batch.size=40 batch.micro=16 batch.evaluate=16 epochs=4 optim.base_lr=0.5 optim.momentum=0.9 optim.weight_decay=0"
+        by_keras.compile(
+            keras.optimizers.SGD(0.5, 0.9),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            run_eagerly=True,
+        )
+        losses = by_keras.fit(
+            data["x"], data["y"], batch_size=40, epochs=4, shuffle=False, verbose=0
+        ).history["loss"]
+        words = (
+            "batch.size=40 batch.micro=16 batch.evaluate=16 epochs=4 optim.base_lr=0.5 "
+            "optim.momentum=0.9 optim.weight_decay=0"
+        )
         words += f" framework={framework} speed.precision=fp64 log.display=lines"
-        run = hvdtrain.train(f"run={folder / framework}", *words.split(), model=job, train_data=data, val_data=data)
+        run = hvdtrain.train(
+            f"run={folder / framework}", *words.split(), model=job, train_data=data, val_data=data
+        )
         for ours, theirs in zip(job.get_weights(), by_keras.get_weights(), strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
         assert np.linalg.norm(job.get_weights()[2], axis=0).max() <= 0.6 + 1e-6
@@ -225,11 +298,18 @@ def check_what_layers_add(folder: Path) -> None:
         found = [event["train_loss"] for event in events if event["kind"] == "epoch"]
         np.testing.assert_allclose(found, losses, rtol=0, atol=1e-6)
         by_keras.evaluate(data["x"], data["y"], batch_size=16, verbose=0)
-        assert abs(hvdtrain.evaluate(run, data, model=job)["loss"] - by_keras.evaluate(x, data["y"], batch_size=16, verbose=0)) < 1e-6
+        assert (
+            abs(
+                hvdtrain.evaluate(run, data, model=job)["loss"]
+                - by_keras.evaluate(x, data["y"], batch_size=16, verbose=0)
+            )
+            < 1e-6
+        )
 
 
 def check_objects_are_trained(folder: Path) -> None:
-    """One whose variables have no names, which has no variables before it is called; what is not used of it is said."""
+    """One whose variables have no names, which has no variables before it is called; what is not
+    used of it is said."""
     model = OwnTest([keras.layers.Flatten(), Affine(10)])
     model.compile("adam", "mse")
     with contextlib.redirect_stdout(io.StringIO()) as said:
@@ -238,22 +318,55 @@ def check_objects_are_trained(folder: Path) -> None:
     found = np.asarray(keras.ops.convert_to_numpy(model(run.transform(x))))
     np.testing.assert_allclose(hvdtrain.predict(run, x, model=model), found, rtol=0, atol=1e-5)
     assert run.last > 0.5
-    for line in ("not used: test_step() of OwnTest", "not used: compile(optimizer=Adam, loss=mse): the loss is that of the task"):
+    for line in (
+        "not used: test_step() of OwnTest",
+        "not used: compile(optimizer=Adam, loss=mse): the loss is that of the task",
+    ):
         assert line in said.getvalue(), said.getvalue()
 
 
 def check_what_is_refused(folder: Path) -> None:
     """What, where and fix of what cannot be."""
     for words, what, fix in [
-        (["model.name=mlp"], "trains a model of yours, and model.name=mlp is hvdtrain's", "package.module:function"),
+        (
+            ["model.name=mlp"],
+            "trains a model of yours, and model.name=mlp is hvdtrain's",
+            "package.module:function",
+        ),
         (["model.name=keras_jobs:no_model"], "gave a int, not a keras.Model", "keras.Sequential"),
-        (["model.name=keras_jobs:too_few"], "the model gives (2, 9), not logits (2, 10)", "without softmax"),
-        (["model.name=keras_jobs:flat_alone"], "the model fails for inputs (2, 8, 8, 1) of float32", "the model gets (n, 8, 8, 1)"),
-        (["model.name=keras_jobs:own_loss"], "OwnLoss has its own compute_loss(), which hvdtrain.train() does not call", "add_loss()"),
-        (["model.name=keras_jobs:normed", "shard.stage=1"], "framework=keras does not support shard.stage=1", "framework=torch"),
+        (
+            ["model.name=keras_jobs:too_few"],
+            "the model gives (2, 9), not logits (2, 10)",
+            "without softmax",
+        ),
+        (
+            ["model.name=keras_jobs:flat_alone"],
+            "the model fails for inputs (2, 8, 8, 1) of float32",
+            "the model gets (n, 8, 8, 1)",
+        ),
+        (
+            ["model.name=keras_jobs:own_loss"],
+            "OwnLoss has its own compute_loss(), which hvdtrain.train() does not call",
+            "add_loss()",
+        ),
+        (
+            ["model.name=keras_jobs:normed", "shard.stage=1"],
+            "framework=keras does not support shard.stage=1",
+            "framework=torch",
+        ),
         (["model.name=keras_jobs:normed", "optim.name=torch.optim.SGD"], "", ""),
-        (["model.name=keras_jobs:normed", "framework=jax"], "gave a Sequential, not a pair of functions", "framework=keras with KERAS"),
-        *[(["model.name=keras_jobs:normed", "framework=torch", "optim.name=muon"], "takes the first axis of a matrix", "framework=keras")]
+        (
+            ["model.name=keras_jobs:normed", "framework=jax"],
+            "gave a Sequential, not a pair of functions",
+            "framework=keras with KERAS",
+        ),
+        *[
+            (
+                ["model.name=keras_jobs:normed", "framework=torch", "optim.name=muon"],
+                "takes the first axis of a matrix",
+                "framework=keras",
+            )
+        ]
         * (keras.backend.backend() == "torch"),
         *[
             (
@@ -273,14 +386,22 @@ def check_what_is_refused(folder: Path) -> None:
     masks = {"x": np.zeros((4, 8, 8, 1), np.uint8), "y": np.arange(256).reshape(4, 8, 8) % 2}
     try:
         train(
-            folder / "refused", "model.name=keras_jobs:too_few", "task.name=segmentation", "batch.size=4", train_data=masks, val_data=masks
+            folder / "refused",
+            "model.name=keras_jobs:too_few",
+            "task.name=segmentation",
+            "batch.size=4",
+            train_data=masks,
+            val_data=masks,
         )
     except UserError as error:
         assert "does not compute with framework=keras" in error.what, f"{error}"
     else:
         raise AssertionError("segmentation runs")
     keras.config.set_dtype_policy("float32")
-    wrong = [(["speed.precision=fp64"], "the model has numbers of float32"), (["framework=jax"], "the job of framework=jax")]
+    wrong = [
+        (["speed.precision=fp64"], "the model has numbers of float32"),
+        (["framework=jax"], "the job of framework=jax"),
+    ]
     if keras.backend.backend() != "torch":
         wrong.append((["framework=torch"], "and framework=torch trains models of torch"))
     for words, what in wrong:
@@ -301,15 +422,25 @@ class KeepsNorm(hvdtrain.Hook):
     def after_step(self, training: Any) -> None:
         import keras
 
-        arrays = [np.asarray(keras.ops.convert_to_numpy(v.value)) for v in training.model.trainable_variables]
+        arrays = [
+            np.asarray(keras.ops.convert_to_numpy(v.value))
+            for v in training.model.trainable_variables
+        ]
         self.norms.append(float(sum((array.astype(np.float64) ** 2).sum() for array in arrays)))
 
 
 def check_a_hook_sees_the_model(folder: Path) -> None:
     hook = KeepsNorm()
     run = train(folder / "run", "stop.steps=4", model=normed((8, 8, 1), 10), hooks=[hook])
-    trained = sum((array.astype(np.float64) ** 2).sum() for name, array in run.weights.items() if "moving" not in name)
-    assert len(set(hook.norms)) == 4 and abs(hook.norms[-1] - trained) <= 1e-9 * trained, (hook.norms, trained)
+    trained = sum(
+        (array.astype(np.float64) ** 2).sum()
+        for name, array in run.weights.items()
+        if "moving" not in name
+    )
+    assert len(set(hook.norms)) == 4 and abs(hook.norms[-1] - trained) <= 1e-9 * trained, (
+        hook.norms,
+        trained,
+    )
 
 
 CHECKS: list[Callable[[Path], None]] = [

@@ -1,5 +1,5 @@
-"""Layers that know of the other ranks, and layers that ranks train alone: hvdtrain.horovod.keras checked in float64 against Keras in one
-process and against NumPy. keras_on_ranks.py runs them.
+"""Layers that know of the other ranks, and layers that ranks train alone: hvdtrain.horovod.keras
+checked in float64 against Keras in one process and against NumPy. keras_on_ranks.py runs them.
 """
 
 from __future__ import annotations
@@ -31,20 +31,34 @@ def shares() -> list[list[tuple[np.ndarray, np.ndarray]]]:
     """(x, y) by step and rank: uneven shares, far from 0."""
     made = np.random.default_rng(5)
     sizes = [rows_of(rank) for rank in range(hvd.size())]
-    return [[(made.normal(2, 3, size=(n, 5)), made.normal(size=(n, 1))) for n in sizes] for _ in range(STEPS)]
+    return [
+        [(made.normal(2, 3, size=(n, 5)), made.normal(size=(n, 1))) for n in sizes]
+        for _ in range(STEPS)
+    ]
 
 
 def with_norms(norm: Norm) -> Any:
     """Two norms: of channels in the last axis, and of channels before places."""
     keras.utils.set_random_seed(1)
     layers = keras.layers
-    inner = [layers.Dense(6), layers.Reshape((2, 3)), norm(axis=1, momentum=0.7), layers.Flatten(), layers.Activation("tanh")]
-    return keras.Sequential([keras.Input((5,)), *inner, norm(momentum=0.8, center=False), layers.Dense(1)])
+    inner = [
+        layers.Dense(6),
+        layers.Reshape((2, 3)),
+        norm(axis=1, momentum=0.7),
+        layers.Flatten(),
+        layers.Activation("tanh"),
+    ]
+    return keras.Sequential(
+        [keras.Input((5,)), *inner, norm(momentum=0.8, center=False), layers.Dense(1)]
+    )
 
 
 def fitted(net: Any, optimizer: Any, *, whole: bool) -> list[np.ndarray]:
-    """All weights after an epoch, by the sum of squares: whatever the shares, the sum of ranks is that of the whole batch."""
-    steps = [[each] if not whole else of_all for of_all in shares() for each in [of_all[hvd.rank()]]]
+    """All weights after an epoch, by the sum of squares: whatever the shares, the sum of ranks is
+    that of the whole batch."""
+    steps = [
+        [each] if not whole else of_all for of_all in shares() for each in [of_all[hvd.rank()]]
+    ]
     joined = [[np.concatenate(parts) for parts in zip(*step, strict=True)] for step in steps]
     x, y = (np.concatenate(parts) for parts in zip(*joined, strict=True))
     net.compile(optimizer=optimizer, loss=keras.losses.MeanSquaredError(reduction="sum"))
@@ -54,14 +68,25 @@ def fitted(net: Any, optimizer: Any, *, whole: bool) -> list[np.ndarray]:
 
 def norms_are_those_of_the_whole_batch() -> str:
     in_float64()
-    found = fitted(with_norms(hvd.SyncBatchNormalization), hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), op=hvd.Sum), whole=False)
-    expected = fitted(with_norms(keras.layers.BatchNormalization), keras.optimizers.SGD(0.01), whole=True)
+    found = fitted(
+        with_norms(hvd.SyncBatchNormalization),
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), op=hvd.Sum),
+        whole=False,
+    )
+    expected = fitted(
+        with_norms(keras.layers.BatchNormalization), keras.optimizers.SGD(0.01), whole=True
+    )
     if ON_TORCH:
         own = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), op=hvd.Sum)
-        assert far(fitted(with_norms(keras.layers.BatchNormalization), own, whole=False), expected) > 1e-3, "norms of one rank are the same"
+        assert (
+            far(fitted(with_norms(keras.layers.BatchNormalization), own, whole=False), expected)
+            > 1e-3
+        ), "norms of one rank are the same"
     distance = far(found, expected)
     assert distance < NEAR, distance
-    again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(hvd.SyncBatchNormalization(momentum=0.7)))
+    again = keras.saving.deserialize_keras_object(
+        keras.saving.serialize_keras_object(hvd.SyncBatchNormalization(momentum=0.7))
+    )
     assert isinstance(again, hvd.SyncBatchNormalization) and again.momentum == 0.7
     return f"{distance:.1e}"
 
@@ -75,8 +100,13 @@ def norms_leave_out_what_is_masked_and_take_ranks_without_rows() -> str:
     found = hvd.SyncBatchNormalization(name="masked")
     expected = keras.layers.BatchNormalization()
     here = slice(None, rows[hvd.rank()])
-    out = found(x[hvd.rank(), here], mask=keras.ops.convert_to_tensor(mask[hvd.rank(), here]), training=True)
-    whole = [np.concatenate([part[:n] for part, n in zip(parts, rows, strict=True)]) for parts in (x, mask)]
+    out = found(
+        x[hvd.rank(), here], mask=keras.ops.convert_to_tensor(mask[hvd.rank(), here]), training=True
+    )
+    whole = [
+        np.concatenate([part[:n] for part, n in zip(parts, rows, strict=True)])
+        for parts in (x, mask)
+    ]
     of_all = expected(whole[0], mask=keras.ops.convert_to_tensor(whole[1]), training=True)
     if rows[hvd.rank()]:
         start = sum(rows[: hvd.rank()])
@@ -87,16 +117,24 @@ def norms_leave_out_what_is_masked_and_take_ranks_without_rows() -> str:
 
 
 def a_local_layer_is_that_of_each_rank() -> str:
-    """Beside NumPy: the first layer by averaged gradients, the second by those of the rank, over its size unless they are not scaled."""
+    """Beside NumPy: the first layer by averaged gradients, the second by those of the rank, over
+    its size unless they are not scaled."""
     in_float64()
     worst = 0.0
     of_torch = ({"scale_local_gradients": False}, 1), ({}, 1)  # the same code on each backend
     for options, passes in (({}, 2), *of_torch * ON_TORCH):
         keras.utils.set_random_seed(1)
-        net = keras.Sequential([keras.Input((5,)), keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)])
+        net = keras.Sequential(
+            [keras.Input((5,)), keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)]
+        )
         first = net.get_weights()
-        optimizer = keras.optimizers.SGD(0.05, gradient_accumulation_steps=passes if passes > 1 else None)
-        net.compile(hvd.PartialDistributedOptimizer(optimizer, local_layers=net.layers[1:], **options), loss="mse")
+        optimizer = keras.optimizers.SGD(
+            0.05, gradient_accumulation_steps=passes if passes > 1 else None
+        )
+        net.compile(
+            hvd.PartialDistributedOptimizer(optimizer, local_layers=net.layers[1:], **options),
+            loss="mse",
+        )
         steps = [[(x[:3], y[:3]) for x, y in step] for step in (shares() + shares())[:4]]
         mine = [step[hvd.rank()] for step in steps]
         x, y = (np.concatenate(parts) for parts in zip(*mine, strict=True))
@@ -110,14 +148,22 @@ def a_local_layer_is_that_of_each_rank() -> str:
     return f"{worst:.1e}"
 
 
-def by_numpy(first: list[np.ndarray], steps: list[list[tuple[np.ndarray, np.ndarray]]], passes: int, scale: int) -> list[list[np.ndarray]]:
+def by_numpy(
+    first: list[np.ndarray],
+    steps: list[list[tuple[np.ndarray, np.ndarray]]],
+    passes: int,
+    scale: int,
+) -> list[list[np.ndarray]]:
     """The weights of each rank."""
     ranks = [[array.copy() for array in first] for _ in steps[0]]
     for start in range(0, len(steps), passes):
         of_ranks = [
             [
                 sum(parts) / passes
-                for parts in zip(*(gradients(weights, *step[rank]) for step in steps[start : start + passes]), strict=True)
+                for parts in zip(
+                    *(gradients(weights, *step[rank]) for step in steps[start : start + passes]),
+                    strict=True,
+                )
             ]
             for rank, weights in enumerate(ranks)
         ]
@@ -143,15 +189,28 @@ def local_variables_are_not_broadcast() -> str:
     own = net.get_weights()
     of_root = hvd.broadcast_object(own, 0)
     local = net.layers[1].trainable_variables
-    net.compile(hvd.PartialDistributedOptimizer(keras.optimizers.SGD(0.0), local_layers=net.layers[1]), loss="mse")
+    net.compile(
+        hvd.PartialDistributedOptimizer(keras.optimizers.SGD(0.0), local_layers=net.layers[1]),
+        loss="mse",
+    )
     x, y = shares()[0][0]
-    net.fit(x, y, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=local)])
-    assert far(net.get_weights(), [*of_root[:2], *own[2:]]) == 0.0 and (hvd.rank() == 0 or far(own, of_root) > 0.01)
+    net.fit(
+        x,
+        y,
+        verbose=0,
+        callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=local)],
+    )
+    assert far(net.get_weights(), [*of_root[:2], *own[2:]]) == 0.0 and (
+        hvd.rank() == 0 or far(own, of_root) > 0.01
+    )
     return ""
 
 
 def far(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
-    return max(float(np.abs(one - other).max(initial=0.0)) for one, other in zip(found, expected, strict=True))
+    return max(
+        float(np.abs(one - other).max(initial=0.0))
+        for one, other in zip(found, expected, strict=True)
+    )
 
 
 def array(tensor: Any) -> np.ndarray:

@@ -1,7 +1,8 @@
-"""Jobs of one process that SIGKILL themselves before call number n of a checkpoint: `killed_at.py FOLDER` tries every n; JSON lines out.
+"""Jobs of one process that SIGKILL themselves before call number n of a checkpoint: `killed_at.py
+FOLDER` tries every n; JSON lines out.
 
-The calls are those at the border to the operating system, in the thread that writes. Every job is forked from this process, which has
-trained once: nothing is left to import.
+The calls are those at the border to the operating system, in the thread that writes. Every job is
+forked from this process, which has trained once: nothing is left to import.
 """
 
 from __future__ import annotations
@@ -25,17 +26,38 @@ from hvdtrain.__main__ import main
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.training.checkpoint.resume import newest_good
 
-WORDS = ["framework=numpy", "model.name=linear", "comm.engine=single", "optim.name=adam", "epochs=3", "checkpoint.every_steps=4"]
-ONE_CHECKPOINT = ["checkpoint.keep_last=1", "guard.nonfinite=rollback"]  # one checkpoint alone, which is there from the first step on
-DATA = ["data.name=synthetic", "data.shape=[8,8,1]", "data.samples=32", "batch.size=8"]  # 4 steps are an epoch
-STOPPABLE = ["data.val_samples=8", "batch.evaluate=1", "log.every_s=0", "log.every_steps=4"]  # an evaluation checks for signals, too
+WORDS = [
+    "framework=numpy",
+    "model.name=linear",
+    "comm.engine=single",
+    "optim.name=adam",
+    "epochs=3",
+    "checkpoint.every_steps=4",
+]
+ONE_CHECKPOINT = [
+    "checkpoint.keep_last=1",
+    "guard.nonfinite=rollback",
+]  # one checkpoint alone, which is there from the first step on
+DATA = [
+    "data.name=synthetic",
+    "data.shape=[8,8,1]",
+    "data.samples=32",
+    "batch.size=8",
+]  # 4 steps are an epoch
+STOPPABLE = [
+    "data.val_samples=8",
+    "batch.evaluate=1",
+    "log.every_s=0",
+    "log.every_steps=4",
+]  # an evaluation checks for signals, too
 LIMIT_BYTES = 2**20
 CALLS = ("mkdir", "open", "fsync", "rename", "unlink", "rmdir")
 RANDOM_PART = re.compile(r"\.[0-9a-f]{16}(?=\.)")  # of a temporary name
 
 
 class Killer:
-    """Kills this process before call `at` of checkpoint `write`, both counted from 1; 0 kills never. A write has its own thread."""
+    """Kills this process before call `at` of checkpoint `write`, both counted from 1; 0 kills
+    never. A write has its own thread."""
 
     def __init__(self, write: int, at: int) -> None:
         self.write = write
@@ -105,7 +127,8 @@ def _path(path: Any) -> Path:
 
 
 class SignalOnPrint(io.StringIO):
-    """A standard output that sends this process a signal when the line of step 8 is written, before an evaluation."""
+    """A standard output that sends this process a signal when the line of step 8 is written, before
+    an evaluation."""
 
     def write(self, text: str) -> int:
         if text.startswith("  step 8,"):
@@ -118,7 +141,8 @@ def command(run: Path) -> list[str]:
 
 
 def run_job(run: Path, write: int = 0, at: int = 0, *, stop: bool = False) -> int:
-    """Runs the job in a new process: its exit code, or minus the signal that ended it. `stop`: in the evaluation after step 8."""
+    """Runs the job in a new process: its exit code, or minus the signal that ended it. `stop`: in
+    the evaluation after step 8."""
     child = os.fork()
     if not child:
         killer = Killer(write, at)
@@ -131,7 +155,8 @@ def run_job(run: Path, write: int = 0, at: int = 0, *, stop: bool = False) -> in
 
 
 def tries(begin: Path, write: int, first: int = 1, last: int = 1000) -> None:
-    """One trial for each call, `first` to `last`, of checkpoint `write` of a job that goes on from the run `begin`, if that is there."""
+    """One trial for each call, `first` to `last`, of checkpoint `write` of a job that goes on from
+    the run `begin`, if that is there."""
     top = Path(sys.argv[1])
     folder = top / f"trial-{begin.name}"
     at = first
@@ -146,12 +171,15 @@ def tries(begin: Path, write: int, first: int = 1, last: int = 1000) -> None:
         found["starts"] = [e["step"] for e in events(run)[begun:] if e["kind"] == "start"]
         found["left"] = sorted(path.name for path in (run / "checkpoints").iterdir())
         with results_file(begin).open("a") as file:
-            print(json.dumps(found | {"equal": outcome(run) == outcome(top / "straight")}), file=file)
+            print(
+                json.dumps(found | {"equal": outcome(run) == outcome(top / "straight")}), file=file
+            )
         at += 1
 
 
 def results_file(begin: Path) -> Path:
-    """The results of the trials from `begin`: several processes on one output would mix their lines."""
+    """The results of the trials from `begin`: several processes on one output would mix their
+    lines."""
     return begin.parent / f"{begin.name}.jsonl"
 
 
@@ -172,8 +200,9 @@ def good(run: Path) -> int:
 
 
 def all_tries(folder: Path) -> None:
-    """The checkpoint of step 8 of a new job, the first one of a job that was stopped in the evaluation after it, and the removal of one
-    that is torn. The last job goes on from a whole one, and is not killed: what it went on from is left alone until the next one is there.
+    """The checkpoint of step 8 of a new job, the first one of a job that was stopped in the
+    evaluation after it, and the removal of one that is torn. The last job goes on from a whole one,
+    and is not killed: what it went on from is left alone until the next one is there.
     """
     with contextlib.redirect_stdout(None):
         assert main(command(folder / "straight")) == DONE

@@ -1,8 +1,10 @@
-"""hvdtrain on ranks that SIGKILL themselves: python tests/support/killed_ranks.py PLAN ARGUMENTS of hvdtrain ...
+"""hvdtrain on ranks that SIGKILL themselves: python tests/support/killed_ranks.py PLAN ARGUMENTS of
+hvdtrain ...
 
-PLAN: "2 step 7, 0 evaluate 1": rank 2 at the seventh call of a function called `step` in its process, in any thread. With a file before
-the name only that file's: "1 mpi.py:shrink 1". With a time behind the call it does nothing for so many seconds before: "2 step 7 0.5", so
-that the others come to where they wait for it. Ranks are those of the launcher. "-": none.
+PLAN: "2 step 7, 0 evaluate 1": rank 2 at the seventh call of a function called `step` in its
+process, in any thread. With a file before the name only that file's: "1 mpi.py:shrink 1". With a
+time behind the call it does nothing for so many seconds before: "2 step 7 0.5", so that the others
+come to where they wait for it. Ranks are those of the launcher. "-": none.
 """
 
 from __future__ import annotations
@@ -30,12 +32,17 @@ class Kill(NamedTuple):
 
     def is_of(self, frame: FrameType) -> bool:
         file, _, name = self.function.rpartition(":")
-        return frame.f_code.co_name == name and (not file or Path(frame.f_code.co_filename).name == file)
+        return frame.f_code.co_name == name and (
+            not file or Path(frame.f_code.co_filename).name == file
+        )
 
 
 def parse(plan: str) -> list[Kill]:
     kills = [words.split() for words in plan.split(",") if words.strip() not in ("", "-")]
-    return [Kill(int(rank), function, int(call), *map(float, pause)) for rank, function, call, *pause in kills]
+    return [
+        Kill(int(rank), function, int(call), *map(float, pause))
+        for rank, function, call, *pause in kills
+    ]
 
 
 def die_at(kills: list[Kill]) -> None:

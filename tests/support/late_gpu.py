@@ -1,4 +1,5 @@
-"""A stand-in for a GPU, whose work is done as late as it may be: once something waits for it. Its tensors are in host memory.
+"""A stand-in for a GPU, whose work is done as late as it may be: once something waits for it. Its
+tensors are in host memory.
 
 A copy or a collective that does not wait for what fills its tensor gets other numbers.
 """
@@ -31,7 +32,8 @@ class LateStream:
         return LateEvent(self, len(self._work))
 
     def wait_event(self, event: LateEvent) -> None:
-        """What this stream gets from now on is done at once, so the other one's work is done now."""
+        """What this stream gets from now on is done at once, so the other one's work is done
+        now."""
         self._log.append(f"{self.name} waits for {event.stream.name}")
         event.synchronize()
 
@@ -55,7 +57,8 @@ class LateEvent:
 
 
 class LateGpu(Cuda):
-    """Each thread has a present stream of its own. What each stream waits for, and which tensors it keeps, is in `log`."""
+    """Each thread has a present stream of its own. What each stream waits for, and which tensors it
+    keeps, is in `log`."""
 
     kind = "cpu"
 
@@ -66,7 +69,9 @@ class LateGpu(Cuda):
 
     def present(self, device: torch.device) -> Stream:
         if not hasattr(self._of_thread, "stream"):
-            self._of_thread.stream = LateStream(f"stream of {threading.current_thread().name}", self.log)
+            self._of_thread.stream = LateStream(
+                f"stream of {threading.current_thread().name}", self.log
+            )
         return self._of_thread.stream
 
     def new(self, device: torch.device) -> Stream:

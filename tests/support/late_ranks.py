@@ -1,4 +1,5 @@
-"""A rank that comes once the other one has given up waiting for it; the script catches the error, and goes on after shutdown()."""
+"""A rank that comes once the other one has given up waiting for it; the script catches the error,
+and goes on after shutdown()."""
 
 from __future__ import annotations
 

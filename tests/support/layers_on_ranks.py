@@ -1,4 +1,5 @@
-"""Models whose layers depend on the samples of a rank or on chance, on the ranks: what some steps and an evaluation give, or the error."""
+"""Models whose layers depend on the samples of a rank or on chance, on the ranks: what some steps
+and an evaluation give, or the error."""
 
 from __future__ import annotations
 
@@ -36,7 +37,10 @@ class Blocks(nn.Module):
         super().__init__()
         self.inputs = nn.Linear(math.prod(shape), WIDTH)
         self.outputs = nn.Linear(WIDTH, classes)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
+            for _ in range(3)
+        )
 
     def choose(self, x: torch.Tensor) -> list[int]:
         return [0, 1, 2]
@@ -138,7 +142,11 @@ class OftenDense(ConvExperts):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found = self.experts[0](x.flatten(1))
         for _ in range(self.times):
-            found = self.dense(found if found.shape[1] == WIDTH else functional.pad(found, (0, WIDTH - found.shape[1])))
+            found = self.dense(
+                found
+                if found.shape[1] == WIDTH
+                else functional.pad(found, (0, WIDTH - found.shape[1]))
+            )
         return found[:, : TASK.classes]
 
 
@@ -162,7 +170,8 @@ class Depth(Blocks):
 
 
 class Alike(Blocks):
-    """LayerDrop (Fan et al. 2019, arXiv:1909.11556) with the same choice on all ranks: of 4 steps each leaves out others."""
+    """LayerDrop (Fan et al. 2019, arXiv:1909.11556) with the same choice on all ranks: of 4 steps
+    each leaves out others."""
 
     step = 0
 
@@ -216,7 +225,8 @@ class EvaluatedExperts(Blocks):
 
 
 def batch(rank: int, step: int, how: str) -> Batch:
-    """The first pixel of a sample, which chooses its expert, is that of its rank, or of `alike` samples now one and now the other."""
+    """The first pixel of a sample, which chooses its expert, is that of its rank, or of `alike`
+    samples now one and now the other."""
     rng = np.random.default_rng(10 * rank + step)
     x = rng.integers(0, 256, (SHARES[rank], *TASK.shape), dtype=np.uint8)
     x[:, 0, 0, 0] = np.arange(SHARES[rank]) % 2 * 255 if how == "alike" else 255 * (1 - rank % 2)
@@ -228,14 +238,17 @@ def all_samples(batches: list[Batch]) -> Batch:
 
 
 def by_hand(model: nn.Module, how: str, readers: int) -> dict[str, np.ndarray]:
-    """The weights after the steps of plain torch: each rank's samples in a pass of their own, which add up to the mean over all."""
+    """The weights after the steps of plain torch: each rank's samples in a pass of their own, which
+    add up to the mean over all."""
     model = model.double().train()
     for step in range(STEPS):
         model.step = step  # type: ignore[assignment]
         batches = [batch(rank, step, how) for rank in range(len(SHARES))]
         for each in batches if readers > 1 else [all_samples(batches)]:
             x = torch.from_numpy(each["x"]).double().permute(0, 3, 1, 2) / 255
-            loss = functional.cross_entropy(model(x), torch.from_numpy(each["y"]), reduction="sum") / sum(SHARES)
+            loss = functional.cross_entropy(
+                model(x), torch.from_numpy(each["y"]), reduction="sum"
+            ) / sum(SHARES)
             loss.backward()
         with torch.no_grad():
             for p in model.parameters():
@@ -245,13 +258,17 @@ def by_hand(model: nn.Module, how: str, readers: int) -> dict[str, np.ndarray]:
     return {name: p.detach().numpy() for name, p in model.named_parameters()}
 
 
-def outcome(communicator: Communicator, model: str, words: str, how: str, change: Callable[[Any], None]) -> str | float:
-    """The text of the error; else how far the weights after the steps are from those of plain torch."""
+def outcome(
+    communicator: Communicator, model: str, words: str, how: str, change: Callable[[Any], None]
+) -> str | float:
+    """The text of the error; else how far the weights after the steps are from those of plain
+    torch."""
     make = globals()[model]
     config = configure(
         None,
         [
-            *f"model.name=layers_on_ranks:{model} speed.precision=fp64 optim.name=sgd optim.momentum=0".split(),
+            *f"model.name=layers_on_ranks:{model} speed.precision=fp64 optim.name=sgd "
+            "optim.momentum=0".split(),
             *f"comm.bucket_mb=0.001 batch.size={sum(SHARES)} {words}".split(),
         ],
     )
@@ -260,14 +277,20 @@ def outcome(communicator: Communicator, model: str, words: str, how: str, change
     except UserError as error:
         return str(error)
     change(learner)
-    first = {name.removeprefix("p."): torch.from_numpy(array) for name, array in learner.state().items() if name.startswith("p.")}
+    first = {
+        name.removeprefix("p."): torch.from_numpy(array)
+        for name, array in learner.state().items()
+        if name.startswith("p.")
+    }
     reader = learner.data
     try:
         for step in range(STEPS):
             learner.model.step = step
             batches = [batch(rank, step, how) for rank in range(len(SHARES))]
             own = batches[reader.rank] if reader.size > 1 else all_samples(batches)
-            learner.step([learner.to_device(own)], Hyper(LR, 0.0, 0.0, sum(SHARES), step=step), step)
+            learner.step(
+                [learner.to_device(own)], Hyper(LR, 0.0, 0.0, sum(SHARES), step=step), step
+            )
             learner.evaluate(learner.to_device(own))
     except UserError as error:
         return str(error)
@@ -290,8 +313,11 @@ def lagging(learner: Any) -> None:
         order._lags = True
 
 
-def outcomes(communicator: Communicator, cases: list[tuple[str, str, str]]) -> dict[str, list[str | float]]:
-    """By model and words: of each rank. The third of a case: alike, as batch() has it; or a change of the learner."""
+def outcomes(
+    communicator: Communicator, cases: list[tuple[str, str, str]]
+) -> dict[str, list[str | float]]:
+    """By model and words: of each rank. The third of a case: alike, as batch() has it; or a change
+    of the learner."""
     found = {}
     for model, words, how in cases:
         own = outcome(communicator, model, words, how, lagging if how == "lagging" else seeded)
@@ -300,7 +326,8 @@ def outcomes(communicator: Communicator, cases: list[tuple[str, str, str]]) -> d
 
 
 def under_way(communicator: Communicator) -> list[list[str]]:
-    """What the report of a stall would say of each rank, in the middle block of forward and backward, and after the step."""
+    """What the report of a stall would say of each rank, in the middle block of forward and
+    backward, and after the step."""
     words = "model.name=layers_on_ranks:Blocks speed.precision=fp64 shard.stage=3 batch.size=8"
     learner: Any = build_learner(configure(None, words.split()), TASK, communicator)
     found: list[str] = []
@@ -312,7 +339,11 @@ def under_way(communicator: Communicator) -> list[list[str]]:
     middle = learner.model.blocks[1][1]
     middle.register_forward_hook(note)
     middle.register_full_backward_hook(note)
-    learner.step([learner.to_device(batch(communicator.rank, 0, "alike"))], Hyper(LR, 0.0, 0.0, sum(SHARES)), 0)
+    learner.step(
+        [learner.to_device(batch(communicator.rank, 0, "alike"))],
+        Hyper(LR, 0.0, 0.0, sum(SHARES)),
+        0,
+    )
     note()
     return communicator.allgather_object(found)
 

@@ -1,7 +1,8 @@
 """Four ranks of torchdist of which rank 0 is lost.
 
-Of the others rank 1 waits for rank 3 in a collective that rank 3 does not begin, and rank 3 for rank 1 in one that rank 1 has given up.
-Each line of OUT: the rank before, after, who is lost, the seconds that it took to go on, and a sum of the ranks that are left.
+Of the others rank 1 waits for rank 3 in a collective that rank 3 does not begin, and rank 3 for
+rank 1 in one that rank 1 has given up. Each line of OUT: the rank before, after, who is lost, the
+seconds that it took to go on, and a sum of the ranks that are left.
 """
 
 from __future__ import annotations

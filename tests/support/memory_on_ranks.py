@@ -1,7 +1,9 @@
-"""Counts on the ranks the tensors of real steps, and what they send: {case: {"counted": ..., "predicted": ...}}.
+"""Counts on the ranks the tensors of real steps, and what they send: {case: {"counted": ...,
+"predicted": ...}}.
 
 A case: "stage recompute passes WORDS", as "2 all 1 speed.precision=bf16", of a small image GPT;
-or SAMPLES:MODEL WORDS, as "4:wide_resnet model.widths=[16,160,320,640] shard.stage=1", of images of 32x32 or of 256 tokens
+or SAMPLES:MODEL WORDS, as "4:wide_resnet model.widths=[16,160,320,640] shard.stage=1", of images of
+32x32 or of 256 tokens
 """
 
 from __future__ import annotations
@@ -30,27 +32,46 @@ SAMPLES = 8
 
 
 def measured(
-    config: Config, task: Task, communicator: Communicator, moved: list[Moved], passes: int, samples: int
+    config: Config,
+    task: Task,
+    communicator: Communicator,
+    moved: list[Moved],
+    passes: int,
+    samples: int,
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """The kinds at the peak of the second step, of real numbers; and the bytes that it sends, by kind. `moved`: where they are counted.
+    """The kinds at the peak of the second step, of real numbers; and the bytes that it sends, by
+    kind. `moved`: where they are counted.
 
-    With comm.local_from two steps are made in which the ranks reduce gradients, then two by themselves: the most of all but the first.
+    With comm.local_from two steps are made in which the ranks reduce gradients, then two by
+    themselves: the most of all but the first.
     """
     live = LiveStorages()
     largest = dict[str, int]()
-    together = [True, True, False, False] if read_length(config.comm.local_from).amount else [False, False]
+    together = (
+        [True, True, False, False] if read_length(config.comm.local_from).amount else [False, False]
+    )
     with live:
         learner: Any = build_learner(config, task, communicator)
         for p in learner.parameters:
             p.register_post_accumulate_grad_hook(lambda p: live.mark([p.grad], "gradients"))
-        zeros = {name: np.zeros((samples // passes, *field.shape), field.dtype) for name, field in task.fields.items()}
+        zeros = {
+            name: np.zeros((samples // passes, *field.shape), field.dtype)
+            for name, field in task.fields.items()
+        }
         with learner.stopwatch.replaced_by(live):
             for step, reduces in enumerate(together):
                 mark(learner, live)
                 live.reset_peak()
                 moved.clear()
-                micro = [learner.to_device({name: array.copy() for name, array in zeros.items()}) for _ in range(passes)]
-                learner.step(micro, Hyper(1e-3, 0.9, 0.0, samples * learner.data.size, step, together=reduces), step)
+                micro = [
+                    learner.to_device({name: array.copy() for name, array in zeros.items()})
+                    for _ in range(passes)
+                ]
+                learner.step(
+                    micro,
+                    Hyper(1e-3, 0.9, 0.0, samples * learner.data.size, step, together=reduces),
+                    step,
+                )
                 sent = by_kind(moved)
                 if step == len(together) - 1:
                     learner.sync_buffers(communicator)
@@ -70,7 +91,9 @@ def by_case(communicator: Communicator, cases: list[str]) -> dict[str, Any]:
     """What each case takes and sends, and what was planned."""
     found = {}
     moved = list[Moved]()
-    communicator = counted(communicator, moved)  # once: torch keeps the first one that it makes process groups of
+    communicator = counted(
+        communicator, moved
+    )  # once: torch keeps the first one that it makes process groups of
     for case in cases:
         if ":" in case:
             words = case.partition(":")[2].split()
@@ -86,8 +109,20 @@ def by_case(communicator: Communicator, cases: list[str]) -> dict[str, Any]:
             passes = int(case.split()[2])
             samples = SAMPLES
             task = Language(Field("int64", (65,), 64))
-            words = ["model.name=gpt", "model.layers=3", "model.width=64", f"shard.stage={stage}", f"model.recompute={recompute}"]
-            words += [*case.split()[3:], "task.name=language", "optim.name=adamw", "optim.clip_norm=1", "comm.bucket_mb=0.2"]
+            words = [
+                "model.name=gpt",
+                "model.layers=3",
+                "model.width=64",
+                f"shard.stage={stage}",
+                f"model.recompute={recompute}",
+            ]
+            words += [
+                *case.split()[3:],
+                "task.name=language",
+                "optim.name=adamw",
+                "optim.clip_norm=1",
+                "comm.bucket_mb=0.2",
+            ]
         config = configure(None, words)
         if config.parallel.pipeline > 1:
             passes = 2 * config.parallel.pipeline
@@ -96,7 +131,14 @@ def by_case(communicator: Communicator, cases: list[str]) -> dict[str, Any]:
         works = planned_work(config, task, step, communicator.size, communicator.features)
         planned = max((work.footprint for work in works), key=lambda footprint: footprint.total)
         ranks = communicator.allgather_object((sum(real.values()), sent))
-        found[case] = {"counted": real, "sum": max(size for size, _ in ranks), "predicted": planned.named(), "step": planned.step}
-        found[case]["sent"] = [sent for _, sent in ranks][: len(works)]  # by the first rank of each stage
+        found[case] = {
+            "counted": real,
+            "sum": max(size for size, _ in ranks),
+            "predicted": planned.named(),
+            "step": planned.step,
+        }
+        found[case]["sent"] = [sent for _, sent in ranks][
+            : len(works)
+        ]  # by the first rank of each stage
         found[case]["planned to send"] = [by_kind(work.moved) for work in works]
     return found

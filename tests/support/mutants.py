@@ -1,10 +1,12 @@
-"""Wrong changes of the product, each of which a fast test beside the code has to find: do the tests bite?
+"""Wrong changes of the product, each of which a fast test beside the code has to find: do the tests
+bite?
 
     make mutants                        all of them; the exit status is 1 where one survives
     make mutants ARGS="zero.owner"      some, by name
     make mutants ARGS=--list            what there is
 
-Each change is made in a copy of the tree, in a temporary folder, in which the tests of its row then run. The tree itself stays as it is.
+Each change is made in a copy of the tree, in a temporary folder, in which the tests of its row then
+run. The tree itself stays as it is.
 """
 
 from __future__ import annotations
@@ -22,7 +24,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("hvdtrain", "tests", "configs", "docs", "setup.cfg", "pyproject.toml", "README.md", "CHANGELOG.md")
+COPIED = (
+    "hvdtrain",
+    "tests",
+    "configs",
+    "docs",
+    "setup.cfg",
+    "pyproject.toml",
+    "README.md",
+    "CHANGELOG.md",
+)
 MARKS = "not slow and not faults and not cluster and not gpu and not clock"
 LIMIT_S = 600  # of one run of pytest: a change may also make ranks wait for ever
 # exit statuses of pytest; others are of a run that could not begin
@@ -79,8 +90,20 @@ MUTANTS = (
         "firsts = range(start, end, batch)",
         ("tests/data/test_sampler.py",),
     ),
-    Mutant("checkpoint.sync_of_the_new_folder", CHECKPOINTS, "                new.sync()\n", "", ("tests/training/test_checkpoint.py",)),
-    Mutant("checkpoint.sync_behind_the_rename", CHECKPOINTS, "        checkpoints.sync()\n", "", ("tests/training/test_checkpoint.py",)),
+    Mutant(
+        "checkpoint.sync_of_the_new_folder",
+        CHECKPOINTS,
+        "                new.sync()\n",
+        "",
+        ("tests/training/test_checkpoint.py",),
+    ),
+    Mutant(
+        "checkpoint.sync_behind_the_rename",
+        CHECKPOINTS,
+        "        checkpoints.sync()\n",
+        "",
+        ("tests/training/test_checkpoint.py",),
+    ),
     Mutant(
         "loop.confirm",
         LOOP,
@@ -113,7 +136,8 @@ MUTANTS = (
         "zero.owner",
         f"{PARALLEL}/zero.py",
         "self._own = part_of(len(self._weights), self._mesh.shard.rank, self._mesh.shard.size)",
-        "self._own = part_of(len(self._weights), self._mesh.shard.size - 1 - self._mesh.shard.rank, self._mesh.shard.size)",
+        "self._own = part_of(len(self._weights), self._mesh.shard.size - 1 - "
+        "self._mesh.shard.rank, self._mesh.shard.size)",
         ("tests/frameworks/test_ranks_in_threads.py",),
     ),
     Mutant(
@@ -168,8 +192,8 @@ MUTANTS = (
     Mutant(
         "step.noise_of_each_rank",
         LEARNER,
-        "make(bad, hyper.noise, seed, ",
-        "make(bad, hyper.noise, seed + self.data.rank, ",
+        "bad, hyper.noise, seed, lambda bad",
+        "bad, hyper.noise, seed + self.data.rank, lambda bad",
         ("tests/frameworks/test_ranks_in_threads.py",),
     ),
     Mutant(
@@ -203,8 +227,8 @@ MUTANTS = (
     Mutant(
         "zero.sum_of_passes",
         f"{PARALLEL}/zero.py",
-        "self._sum = self._sum.copy_(part) if self._sums == 0 else self._sum.add_(part.to(self._sum.device))",
-        "self._sum = self._sum.copy_(part)",
+        "self._sum.copy_(part) if self._sums == 0 else self._sum.add_(part.to(self._sum.device))",
+        "self._sum.copy_(part)",
         ("tests/frameworks/test_ranks_in_threads.py",),
     ),
     Mutant(
@@ -212,28 +236,36 @@ MUTANTS = (
         f"{PARALLEL}/by_library.py",
         "named_parameters=named, op=hvd.Sum)",
         "named_parameters=named, op=hvd.Average)",
-        ("tests/training/test_invariance.py::test_other_ways_to_have_a_model_on_ranks_have_the_curve_of_one",),
+        (
+            "tests/training/test_invariance.py::test_other_ways_to_have_a_model_on_ranks_have_the_curve_of_one",
+        ),
     ),
     Mutant(
         "tensor.gradient_of_what_all_have",
         f"{PARALLEL}/tensor/collectives.py",
         '        return ctx.link.sum(dy, "backward"), None\n',
         "        return dy, None\n",
-        ("tests/training/test_invariance.py::test_other_ways_to_have_a_model_on_ranks_have_the_curve_of_one",),
+        (
+            "tests/training/test_invariance.py::test_other_ways_to_have_a_model_on_ranks_have_the_curve_of_one",
+        ),
     ),
     Mutant(
         "pipeline.tied",
         f"{PARALLEL}/pipeline/executor.py",
         "p.grad = torch.stack([copies[rank] for rank in ranks]).sum(0)",
         "p.grad = torch.stack([copies[rank] for rank in ranks]).mean(0)",
-        ("tests/training/test_invariance.py::test_other_ways_to_have_a_model_on_ranks_have_the_curve_of_one",),
+        (
+            "tests/training/test_invariance.py::test_other_ways_to_have_a_model_on_ranks_have_the_curve_of_one",
+        ),
     ),
     Mutant(
         "servers.gradients_of_the_others",
         f"{PARALLEL}/parameter_server/server.py",
         "            gradient += other.received\n",
         "            pass\n",
-        ("tests/training/test_invariance.py::test_other_ways_to_have_a_model_on_ranks_have_the_curve_of_one",),
+        (
+            "tests/training/test_invariance.py::test_other_ways_to_have_a_model_on_ranks_have_the_curve_of_one",
+        ),
     ),
     Mutant(
         "checkpoint.checksum",
@@ -260,39 +292,63 @@ MUTANTS = (
 
 
 def troubles(mutants: Iterable[Mutant] = MUTANTS, root: Path = ROOT) -> list[str]:
-    """What a table says that the tree does not have: a text that a file has not exactly once, a test that is not there."""
+    """What a table says that the tree does not have: a text that a file has not exactly once, a
+    test that is not there."""
     found = []
     for mutant in mutants:
-        times = (root / mutant.file).read_text().count(mutant.before) if (root / mutant.file).is_file() else 0
+        times = (
+            (root / mutant.file).read_text().count(mutant.before)
+            if (root / mutant.file).is_file()
+            else 0
+        )
         if times != 1:
-            found.append(f"{mutant.name}: {mutant.file} has the text to change {times} times, not once: {mutant.before.strip()!r}")
+            found.append(
+                f"{mutant.name}: {mutant.file} has the text to change {times} times, not once: "
+                f"{mutant.before.strip()!r}"
+            )
         for test in mutant.tests:
             file, _, name = test.partition("::")
-            if not (root / file).is_file() or (name and f"def {name}(" not in (root / file).read_text()):
+            if not (root / file).is_file() or (
+                name and f"def {name}(" not in (root / file).read_text()
+            ):
                 found.append(f"{mutant.name}: there is no {test}")
     return found
 
 
 def copy_tree(folder: Path) -> None:
-    """What the tests of the table need. Compiled modules too: they are taken where time and size of the source are the same."""
+    """What the tests of the table need. Compiled modules too: they are taken where time and size of
+    the source are the same."""
     for name in COPIED:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.pyc.*"))  # another Python writes one
+            shutil.copytree(
+                ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.pyc.*")
+            )  # another Python writes one
         else:
             shutil.copy2(ROOT / name, folder / name)
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """For a Python that imports hvdtrain from the folder, before the one that is installed here to be edited."""
+    """For a Python that imports hvdtrain from the folder, before the one that is installed here to
+    be edited."""
     return {**os.environ, "PYTHONPATH": str(folder)}
 
 
 def check_import(folder: Path) -> None:
     """Raises SystemExit where Python would test the tree itself."""
     code = "import hvdtrain; print(hvdtrain.__file__)"
-    done = subprocess.run([sys.executable, "-c", code], cwd="/", env=environment(folder), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd="/",
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     if not done.stdout.startswith(f"{folder}{os.sep}"):
-        raise SystemExit(f"mutants: hvdtrain is imported from {done.stdout.strip()}, not from the copy in {folder}")
+        raise SystemExit(
+            f"mutants: hvdtrain is imported from {done.stdout.strip()}, not from the copy in "
+            f"{folder}"
+        )
 
 
 def run_tests(tests: Sequence[str], mutant: Mutant | None = None) -> Verdict:
@@ -303,14 +359,31 @@ def run_tests(tests: Sequence[str], mutant: Mutant | None = None) -> Verdict:
         check_import(folder)
         if mutant:
             mutant.apply(folder)
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", MARKS, *tests]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            MARKS,
+            *tests,
+        ]
         return _run(command, folder)
 
 
 def _run(command: Sequence[str], folder: Path) -> Verdict:
     began_s = time.perf_counter()
     process = subprocess.Popen(
-        command, cwd=folder, env=environment(folder), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        command,
+        cwd=folder,
+        env=environment(folder),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
     try:
         output = process.communicate(timeout=LIMIT_S)[0]
@@ -323,11 +396,15 @@ def _run(command: Sequence[str], folder: Path) -> Verdict:
 
 
 def check_unchanged(mutants: Sequence[Mutant]) -> None:
-    """Raises SystemExit where the tests do not pass as they are: what they find then says nothing."""
+    """Raises SystemExit where the tests do not pass as they are: what they find then says
+    nothing."""
     tests = list(dict.fromkeys(test for mutant in mutants for test in mutant.tests))
     run = run_tests(tests)
     if run.status != PASSED:
-        raise SystemExit(f"{run.output}\nmutants: the tests fail without a change: {run.first_failed or f'exit status {run.status}'}")
+        raise SystemExit(
+            f"{run.output}\nmutants: the tests fail without a change: "
+            f"{run.first_failed or f'exit status {run.status}'}"
+        )
     print(f"unchanged: the tests pass in {run.seconds:.0f} s", flush=True)
 
 
@@ -335,9 +412,16 @@ def try_out(mutant: Mutant) -> bool:
     """Prints which test finds it; whether one does. Raises SystemExit where pytest cannot begin."""
     run = run_tests(mutant.tests, mutant)
     if run.status not in (PASSED, FAILED, None):
-        raise SystemExit(f"{run.output}\nmutants: {mutant.name}: pytest ends with exit status {run.status}: the change is no Python")
+        raise SystemExit(
+            f"{run.output}\nmutants: {mutant.name}: pytest ends with exit status {run.status}: "
+            "the change is no Python"
+        )
     is_found = run.status != PASSED
-    print(f"{mutant.name}: {f'found by {run.first_failed}' if is_found else 'SURVIVED'}, {run.seconds:.1f} s", flush=True)
+    print(
+        f"{mutant.name}: {f'found by {run.first_failed}' if is_found else 'SURVIVED'}, "
+        f"{run.seconds:.1f} s",
+        flush=True,
+    )
     return is_found
 
 
@@ -349,7 +433,9 @@ def chosen(names: Sequence[str]) -> list[Mutant]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--list", action="store_true", help="print the table")
     parser.add_argument("names", nargs="*", metavar="NAME")
     options = parser.parse_args()
@@ -364,7 +450,10 @@ def main() -> int:
     for number, mutant in enumerate(mutants, start=1):
         print(f"{number:2} of {len(mutants)}  ", end="", flush=True)
         survived += [] if try_out(mutant) else [mutant.name]
-    print(f"{len(mutants) - len(survived)} of {len(mutants)} found" + f"; survived: {', '.join(survived)}" * bool(survived))
+    print(
+        f"{len(mutants) - len(survived)} of {len(mutants)} found"
+        + f"; survived: {', '.join(survived)}" * bool(survived)
+    )
     return 1 if survived else 0
 
 

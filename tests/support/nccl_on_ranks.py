@@ -1,4 +1,5 @@
-"""A job on torchdist in which one rank has NCCL, as where hosts with and without a GPU train together."""
+"""A job on torchdist in which one rank has NCCL, as where hosts with and without a GPU train
+together."""
 
 from __future__ import annotations
 

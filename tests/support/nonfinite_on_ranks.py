@@ -28,7 +28,8 @@ TASK = Classification((4, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
 
 
 class Net(nn.Module):
-    """A norm, and buffers that count for themselves. Training pass `bad_pass` multiplies the logits by infinity, on the last rank alone."""
+    """A norm, and buffers that count for themselves. Training pass `bad_pass` multiplies the logits
+    by infinity, on the last rank alone."""
 
     def __init__(self, shape: tuple[int, int, int], classes: int, bad_pass: int = 0) -> None:
         super().__init__()
@@ -57,7 +58,16 @@ class AllKinds(nn.Module):
     """Buffers of many dtypes and shapes, of which each rank has its own."""
 
     SHAPES: tuple[tuple[int, ...], ...] = ((), (3,), (2, 3), (0,))
-    OTHERS = (torch.bool, torch.int8, torch.uint8, torch.int64, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
+    OTHERS = (
+        torch.bool,
+        torch.int8,
+        torch.uint8,
+        torch.int64,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+    )
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -73,17 +83,31 @@ class AllKinds(nn.Module):
 
 
 def learner(communicator: Communicator, *words: str) -> Learner:
-    config = configure(None, ["speed.precision=fp64", "batch.size=16", "guard.nonfinite=skip", *words])
+    config = configure(
+        None, ["speed.precision=fp64", "batch.size=16", "guard.nonfinite=skip", *words]
+    )
     return build_learner(config, TASK, communicator)
 
 
 def batch(n: int, seed: int) -> Batch:
     rng = np.random.default_rng(seed)
-    return {"x": rng.integers(0, 256, (n, *TASK.shape), dtype=np.uint8), "y": rng.integers(0, TASK.classes, n)}
+    return {
+        "x": rng.integers(0, 256, (n, *TASK.shape), dtype=np.uint8),
+        "y": rng.integers(0, TASK.classes, n),
+    }
 
 
 def hyper(batch: int, step: int, **numbers: float) -> Hyper:
-    return Hyper(**{"lr": 0.02 * (step + 1), "momentum": 0.9, "weight_decay": 0.01, "batch": batch, "step": step} | numbers)
+    return Hyper(
+        **{
+            "lr": 0.02 * (step + 1),
+            "momentum": 0.9,
+            "weight_decay": 0.01,
+            "batch": batch,
+            "step": step,
+        }
+        | numbers
+    )
 
 
 def same(a: Arrays, b: Arrays) -> bool:
@@ -91,10 +115,21 @@ def same(a: Arrays, b: Arrays) -> bool:
     return a.keys() == b.keys() and digest(a) == digest(b)
 
 
-def train(communicator: Communicator, words: str, passes: int, bad: bool) -> tuple[Learner, dict[str, Any]]:
-    """Three steps, of which the second is bad or left out: the learner, and what a skipped step did."""
-    model = "" if "framework=" in words else f"model.name=nonfinite_on_ranks:Net model.bad_pass={passes + 1 if bad else 0}"
-    one, found, whole = learner(communicator, *words.split(), *model.split()), [], 7 * communicator.size * passes
+def train(
+    communicator: Communicator, words: str, passes: int, bad: bool
+) -> tuple[Learner, dict[str, Any]]:
+    """Three steps, of which the second is bad or left out: the learner, and what a skipped step
+    did."""
+    model = (
+        ""
+        if "framework=" in words
+        else f"model.name=nonfinite_on_ranks:Net model.bad_pass={passes + 1 if bad else 0}"
+    )
+    one, found, whole = (
+        learner(communicator, *words.split(), *model.split()),
+        [],
+        7 * communicator.size * passes,
+    )
     kept = True
     for step in (0, 1, 2) if bad else (0, 2):
         micro = [batch(7, 100 * communicator.rank + 10 * step + i) for i in range(passes)]
@@ -112,7 +147,9 @@ def skipped(communicator: Communicator, words: str, passes: int = 1) -> dict[str
     straight, _ = train(communicator, words, passes, bad=False)
     state = one.state()
     found["as if it had not been"] = same(state, straight.state())
-    found["learned"] = digest({name: array for name, array in state.items() if not name.startswith("b.")})
+    found["learned"] = digest(
+        {name: array for name, array in state.items() if not name.startswith("b.")}
+    )
     one.sync_buffers(communicator)
     return found | {"synchronized": digest(one.state()), "model": one.describe()}
 
@@ -125,7 +162,13 @@ def synchronized_buffers(communicator: Communicator) -> dict[str, Any]:
     first.norm.running_mean.mul_((communicator.size + 1) / 2)
     first.norm.running_var.mul_((communicator.size + 1) / 2)
     pairs = zip(model.named_buffers(), first.named_buffers(), strict=True)
-    return {"wrong": [name for (name, b), (_, c) in pairs if b.dtype != c.dtype or b.shape != c.shape or not torch.equal(b, c)]}
+    return {
+        "wrong": [
+            name
+            for (name, b), (_, c) in pairs
+            if b.dtype != c.dtype or b.shape != c.shape or not torch.equal(b, c)
+        ]
+    }
 
 
 def cases(communicator: Communicator, engine: str) -> dict[str, dict[str, Any]]:
@@ -133,8 +176,12 @@ def cases(communicator: Communicator, engine: str) -> dict[str, dict[str, Any]]:
         "torch": skipped(communicator, "norm.kind=batch"),
         "torch, two passes": skipped(communicator, "norm.kind=batch", passes=2),
         "torch, sync norm": skipped(communicator, "norm.kind=sync"),
-        "torch, RMSprop": skipped(communicator, "optim.name=torch.optim.RMSprop optim.momentum=0.5"),
-        "torch, small buckets": skipped(communicator, "comm.reduce=bucket comm.bucket_mb=0.001 optim.name=lamb"),
+        "torch, RMSprop": skipped(
+            communicator, "optim.name=torch.optim.RMSprop optim.momentum=0.5"
+        ),
+        "torch, small buckets": skipped(
+            communicator, "comm.reduce=bucket comm.bucket_mb=0.001 optim.name=lamb"
+        ),
         "numpy": skipped(communicator, "framework=numpy model.name=linear"),
         "jax": skipped(communicator, "framework=jax model.name=linear"),
         "synchronized": synchronized_buffers(communicator),
@@ -143,8 +190,15 @@ def cases(communicator: Communicator, engine: str) -> dict[str, dict[str, Any]]:
         words = f"norm.kind=batch optim.name=lamb shard.stage={stage}"
         found[f"torch, stage {stage}, two passes"] = skipped(communicator, words, passes=2)
     one = learner(communicator, "model.name=linear", "guard.nonfinite=stop")
-    data = batch(7, communicator.rank) | ({"w": np.full(7, math.nan)} if communicator.rank == communicator.size - 1 else {})
-    found["stop"] = {"nonfinite": [float(one.step([one.to_device(data)], hyper(14, step), step)["nonfinite"]) for step in range(2)]}
+    data = batch(7, communicator.rank) | (
+        {"w": np.full(7, math.nan)} if communicator.rank == communicator.size - 1 else {}
+    )
+    found["stop"] = {
+        "nonfinite": [
+            float(one.step([one.to_device(data)], hyper(14, step), step)["nonfinite"])
+            for step in range(2)
+        ]
+    }
     return found
 
 

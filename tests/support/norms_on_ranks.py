@@ -1,6 +1,7 @@
 """Norms over ranks beside one process: {case: largest difference}, on the ranks.
 
-Every case computes on all ranks before results are compared, so that a wrong number on one rank lets no other rank wait.
+Every case computes on all ranks before results are compared, so that a wrong number on one rank
+lets no other rank wait.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ SHARES: dict[str, Callable[[int, int], int]] = {  # samples of a rank, from rank
     "only_last": lambda rank, size: 15 * (rank == size - 1),
     "one_each": lambda rank, size: 1,
 }
-LAYERS: dict[str, Callable[[], tuple[nn.Module, tuple[int, ...]]]] = {  # a layer, and the shape of a sample
+LAYERS: dict[
+    str, Callable[[], tuple[nn.Module, tuple[int, ...]]]
+] = {  # a layer, and the shape of a sample
     "1d": lambda: (nn.BatchNorm1d(3), (3,)),
     "1d_length": lambda: (nn.BatchNorm1d(3), (3, 5)),
     "2d": lambda: (nn.BatchNorm2d(3, eps=0.01, momentum=0.3), (3, 4, 5)),
@@ -46,7 +49,14 @@ def apart(mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> float
     """The largest difference, as a share of the largest number where that is above 1."""
     pairs = [(a.detach(), b.detach()) for a, b in zip(mine, theirs, strict=True)]
     assert all(a.shape == b.shape for a, b in pairs), [(a.shape, b.shape) for a, b in pairs]
-    return max([float((a - b).abs().max()) / max(1.0, float(b.abs().max())) for a, b in pairs if b.numel()], default=0.0)
+    return max(
+        [
+            float((a - b).abs().max()) / max(1.0, float(b.abs().max()))
+            for a, b in pairs
+            if b.numel()
+        ],
+        default=0.0,
+    )
 
 
 def cut(communicator: Communicator, shares: Callable[[int, int], int]) -> tuple[int, slice]:
@@ -65,13 +75,16 @@ def buffers(model: nn.Module) -> list[torch.Tensor]:
 
 
 def sync_layer(layer: str, shares: str, dtype: torch.dtype, communicator: Communicator) -> float:
-    """Three steps of one layer on all ranks, and the plain layer on the joined batch: outputs, gradients, buffers; then evaluation."""
+    """Three steps of one layer on all ranks, and the plain layer on the joined batch: outputs,
+    gradients, buffers; then evaluation."""
     torch.manual_seed(7)
     plain, shape = LAYERS[layer]()
     plain = plain.to(dtype)
     for p in plain.parameters():
         nn.init.uniform_(p, 0.5, 2)
-    model = use_norm(nn.Sequential(nn.Identity(), copy.deepcopy(plain)), "sync", 1, "averaged", communicator)
+    model = use_norm(
+        nn.Sequential(nn.Identity(), copy.deepcopy(plain)), "sync", 1, "averaged", communicator
+    )
     total, mine = cut(communicator, SHARES[shares])
     found: list[torch.Tensor] = []
     expected: list[torch.Tensor] = []
@@ -83,16 +96,29 @@ def sync_layer(layer: str, shares: str, dtype: torch.dtype, communicator: Commun
         joined = plain(whole)
         (outputs * slope[mine]).sum().backward()
         (joined * slope).sum().backward()
-        found += [outputs, part.grad, *summed(communicator, [p.grad for p in model.parameters()]), *buffers(model)]
-        expected += [joined[mine], whole.grad[mine], *[p.grad.clone() for p in plain.parameters()], *buffers(plain)]
+        found += [
+            outputs,
+            part.grad,
+            *summed(communicator, [p.grad for p in model.parameters()]),
+            *buffers(model),
+        ]
+        expected += [
+            joined[mine],
+            whole.grad[mine],
+            *[p.grad.clone() for p in plain.parameters()],
+            *buffers(plain),
+        ]
     if layer != "without_running":
         found, expected = [*found, model.eval()(part)], [*expected, plain.eval()(whole)[mine]]
-    same = len(set(communicator.allgather_object(str([b.tolist() for b in buffers(model)])))) == 1  # to the last bit
+    same = (
+        len(set(communicator.allgather_object(str([b.tolist() for b in buffers(model)])))) == 1
+    )  # to the last bit
     return apart(found, expected) if same else float("inf")
 
 
 def far_from_zero(communicator: Communicator) -> float:
-    """fp32 around 1000 with deviation 1, each rank around another mean: sums of squares would lose the variance."""
+    """fp32 around 1000 with deviation 1, each rank around another mean: sums of squares would lose
+    the variance."""
     torch.manual_seed(8)
     whole = (
         torch.randn(16 * communicator.size, 2, 3, 3)
@@ -102,7 +128,10 @@ def far_from_zero(communicator: Communicator) -> float:
     model = use_norm(nn.BatchNorm2d(2, momentum=1.0), "sync", 1, "averaged", communicator)
     plain = nn.BatchNorm2d(2, momentum=1.0).double()
     mine = slice(16 * communicator.rank, 16 * communicator.rank + 16)
-    return apart([model(whole[mine]).double(), *buffers(model)], [plain(whole.double())[mine], *buffers(plain)])
+    return apart(
+        [model(whole[mine]).double(), *buffers(model)],
+        [plain(whole.double())[mine], *buffers(plain)],
+    )
 
 
 def small_net(dtype: torch.dtype) -> nn.Module:
@@ -115,14 +144,16 @@ def images(count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def learn(model: nn.Module, x: torch.Tensor, y: torch.Tensor, batch: int) -> torch.Tensor:
-    """Backward from the loss summed over these samples, as a share of the global batch; the logits."""
+    """Backward from the loss summed over these samples, as a share of the global batch; the
+    logits."""
     logits = model(x)
     (functional.cross_entropy(logits, y, reduction="sum") / batch).backward()
     return logits
 
 
 def sync_net(shares: str, dtype: torch.dtype, kind: str, communicator: Communicator) -> float:
-    """A network whose gradients are reduced in backward, as its norms are: two passes, the second of them the last of the step."""
+    """A network whose gradients are reduced in backward, as its norms are: two passes, the second
+    of them the last of the step."""
     plain = small_net(dtype)
     model = use_norm(copy.deepcopy(plain), "sync", 1, "averaged", communicator)
     named = list(model.named_parameters())
@@ -136,7 +167,11 @@ def sync_net(shares: str, dtype: torch.dtype, kind: str, communicator: Communica
         joined.append(learn(plain, x, y, divisor)[mine])
         return zero_sums(("loss", "right"))
 
-    strategy = HorovodOptimizer(named, communicator) if kind == "optimizer" else Buckets(named, communicator, 256, HostStopwatch())
+    strategy = (
+        HorovodOptimizer(named, communicator)
+        if kind == "optimizer"
+        else Buckets(named, communicator, 256, HostStopwatch())
+    )
     strategy.wrap(model, torch.optim.SGD(model.parameters(), lr=0.0))
     strategy.run([range(0), range(0)], total, one_pass)
     strategy.reduce()
@@ -145,7 +180,8 @@ def sync_net(shares: str, dtype: torch.dtype, kind: str, communicator: Communica
 
 
 def ghosts_of_ranks(dtype: torch.dtype, per_rank: int, communicator: Communicator) -> float:
-    """`size` ranks with `per_rank` ghosts of 32 each are one rank with all these ghosts: outputs, summed gradients, mean statistics."""
+    """`size` ranks with `per_rank` ghosts of 32 each are one rank with all these ghosts: outputs,
+    summed gradients, mean statistics."""
     alone = use_norm(small_net(dtype), "ghost", 32, "averaged", SingleProcessCommunicator())
     model = use_norm(small_net(dtype), "ghost", 32, "averaged", communicator)
     samples = 32 * per_rank
@@ -156,18 +192,28 @@ def ghosts_of_ranks(dtype: torch.dtype, per_rank: int, communicator: Communicato
         x, y = images(total, dtype)
         found.append(learn(model, x[mine], y[mine], total))
         expected.append(learn(alone, x, y, total)[mine])
-    running = [b / communicator.size for b in buffers(model)]  # sync_buffers() averages; the counts of updates are equal on all ranks
-    found += [*summed(communicator, [p.grad for p in model.parameters()]), *summed(communicator, running)]
+    running = [
+        b / communicator.size for b in buffers(model)
+    ]  # sync_buffers() averages; the counts of updates are equal on all ranks
+    found += [
+        *summed(communicator, [p.grad for p in model.parameters()]),
+        *summed(communicator, running),
+    ]
     return apart(found, [*expected, *[p.grad for p in alone.parameters()], *buffers(alone)])
 
 
 def one_value_in_all(communicator: Communicator) -> float:
-    """One sample of one value on the last rank, none elsewhere: every rank says what torch says, and none waits."""
+    """One sample of one value on the last rank, none elsewhere: every rank says what torch says,
+    and none waits."""
     model = use_norm(nn.BatchNorm1d(3), "sync", 1, "averaged", communicator)
     try:
         model(torch.zeros(int(communicator.rank == communicator.size - 1), 3))
     except ValueError as error:
-        return 0.0 if "Expected more than 1 value per channel when training" in str(error) else float("inf")
+        return (
+            0.0
+            if "Expected more than 1 value per channel when training" in str(error)
+            else float("inf")
+        )
     return float("inf")
 
 
@@ -175,10 +221,19 @@ def cases(engine: str) -> dict[str, Case]:
     kinds = {"fp64": torch.float64, "fp32": torch.float32}
     found: dict[str, Case] = {}
     for name, dtype in kinds.items():
-        found |= {f"layer-{layer}-{s}-{name}": partial(sync_layer, layer, s, dtype) for layer in LAYERS for s in SHARES}
+        found |= {
+            f"layer-{layer}-{s}-{name}": partial(sync_layer, layer, s, dtype)
+            for layer in LAYERS
+            for s in SHARES
+        }
         for strategy in ("buckets", *(["optimizer"] * (engine == "horovod"))):
-            found |= {f"net-{strategy}-{s}-{name}": partial(sync_net, s, dtype, strategy) for s in SHARES}
-        found |= {f"ghosts-{per_rank}-{name}": partial(ghosts_of_ranks, dtype, per_rank) for per_rank in (1, 2)}
+            found |= {
+                f"net-{strategy}-{s}-{name}": partial(sync_net, s, dtype, strategy) for s in SHARES
+            }
+        found |= {
+            f"ghosts-{per_rank}-{name}": partial(ghosts_of_ranks, dtype, per_rank)
+            for per_rank in (1, 2)
+        }
     return found | {"far_from_zero-fp32": far_from_zero, "one_value-fp32": one_value_in_all}
 
 

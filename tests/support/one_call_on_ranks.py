@@ -1,4 +1,5 @@
-"""Reductions to owners and gathers: as NCCL makes them, by Gloo, while those that go rank by rank raise; and by which calls MPI does."""
+"""Reductions to owners and gathers: as NCCL makes them, by Gloo, while those that go rank by rank
+raise; and by which calls MPI does."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def conforms(communicator: Any) -> int:
     """How many results are as expected."""
     right = 0
     with _in_one_call(communicator):
-        for check, dtype in product((sharded, reduce_scatter, allgather), ("int16", "uint8", "float32")):
+        for check, dtype in product(
+            (sharded, reduce_scatter, allgather), ("int16", "uint8", "float32")
+        ):
             for claim in check(dtype, "torch", communicator, f"{check.__name__} {dtype}"):
                 expect(*claim)
                 right += 1
@@ -32,10 +35,14 @@ def conforms(communicator: Any) -> int:
 
 
 def farthest_weight(communicator: Any, stage: int) -> float:
-    """From stage 0, relative to the largest, after three steps of SGD; of the two buckets one does not split evenly over 2 or 3 ranks."""
+    """From stage 0, relative to the largest, after three steps of SGD; of the two buckets one does
+    not split evenly over 2 or 3 ranks."""
     words = ("optim.name=sgd", "speed.precision=fp64", "comm.bucket_mb=0.01")
     sizes = [5 + 3 * rank for rank in range(communicator.size)]
-    whole, parts = learner(communicator, *words), learner(communicator, f"shard.stage={stage}", *words)
+    whole, parts = (
+        learner(communicator, *words),
+        learner(communicator, f"shard.stage={stage}", *words),
+    )
     train(whole, communicator, 3, sizes)
     with _in_one_call(communicator):
         train(parts, communicator, 3, sizes)
@@ -45,7 +52,8 @@ def farthest_weight(communicator: Any, stage: int) -> float:
 
 
 def calls_of_mpi(communicator: Any, numbers: int) -> tuple[list[str], float]:
-    """By which calls of MPI float64 numbers are reduced to their owners and spread again; the relative error of the sums."""
+    """By which calls of MPI float64 numbers are reduced to their owners and spread again; the
+    relative error of the sums."""
     random = np.random.default_rng(0).standard_normal((communicator.size, numbers))
     x = random[communicator.rank].copy()
     own = part_of(numbers, communicator.rank, communicator.size)
@@ -65,32 +73,41 @@ def calls_of_mpi(communicator: Any, numbers: int) -> tuple[list[str], float]:
 
 
 def scattered(communicator: Any) -> tuple[int, str]:
-    """How many reduce-scatters of torch.distributed give a rank its rows of the sums of five tensors; what is wrong with those rows."""
+    """How many reduce-scatters of torch.distributed give a rank its rows of the sums of five
+    tensors; what is wrong with those rows."""
     size = communicator.size
     rank = communicator.rank
     shapes = [(2 * size, 3), (size + 1, 2), (size,), (1,), (3 * size, 1, 2)]
     wholes = [torch.arange(float(math.prod(shape))).view(shape) for shape in shapes]
     with (
         _in_one_call(communicator),
-        mock.patch.object(torch_groups, "_reduce_scatter", wraps=torch_groups._reduce_scatter) as calls,
+        mock.patch.object(
+            torch_groups, "_reduce_scatter", wraps=torch_groups._reduce_scatter
+        ) as calls,
     ):
         found = scattered_sums(communicator, [whole * (rank + 1) for whole in wholes], "rows")
     total = size * (size + 1) // 2
     for whole, rows in zip(wholes, found, strict=True):
         expected = whole[part_of(len(whole), rank, size)] * total
         if not torch.equal(rows, expected):
-            return calls.call_count, f"{tuple(whole.shape)}: {rows.tolist()}, not {expected.tolist()}"
+            return (
+                calls.call_count,
+                f"{tuple(whole.shape)}: {rows.tolist()}, not {expected.tolist()}",
+            )
     return calls.call_count, ""
 
 
 def on_gpu(communicator: Any) -> bool:
-    """Whether sums and gathers of 1, 6 and 70,001 rows in a GPU's memory are as worked out here, by NCCL."""
+    """Whether sums and gathers of 1, 6 and 70,001 rows in a GPU's memory are as worked out here, by
+    NCCL."""
     right = []
     for rows in (1, 6, 70_001):
         numbers = torch.arange(float(rows), device="cuda")
         own = part_of(rows, communicator.rank, communicator.size)
         with mock.patch.object(dist, "reduce", None):
-            found = communicator.start_reduce_scatter(numbers * (communicator.rank + 1), f"{rows} reduced").wait()
+            found = communicator.start_reduce_scatter(
+                numbers * (communicator.rank + 1), f"{rows} reduced"
+            ).wait()
         ranks = communicator.size * (communicator.size + 1) // 2
         right.append(found.is_cuda and torch.equal(found, (numbers * ranks)[own]))
         mine = torch.zeros_like(numbers)

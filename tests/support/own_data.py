@@ -1,4 +1,5 @@
-"""Data and tasks as a user's own module has them: data.name=own_data:numbers, task.name=own_data:quantile."""
+"""Data and tasks as a user's own module has them: data.name=own_data:numbers,
+task.name=own_data:quantile."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ def numbers(split: str, outputs: int = 2) -> dict[str, np.ndarray]:
     random = np.random.default_rng(["train", "val"].index(split))
     samples = SAMPLES[split]
     x = random.normal(3.0, 2.0, (samples, 3, 2))
-    y = x.reshape(samples, 6) @ np.linspace(-1.0, 1.0, 6 * outputs).reshape(6, outputs) + 5.0 + random.normal(0.0, 0.3, (samples, outputs))
+    y = (
+        x.reshape(samples, 6) @ np.linspace(-1.0, 1.0, 6 * outputs).reshape(6, outputs)
+        + 5.0
+        + random.normal(0.0, 0.3, (samples, outputs))
+    )
     return {"x": x, "y": y if outputs > 1 else y[:, 0]}
 
 
@@ -42,7 +47,8 @@ def labels(split: str) -> dict[str, np.ndarray]:
 
 
 def shapes(split: str) -> dict[str, np.ndarray]:
-    """Noisy images with a rectangle and a disc, and the class of each pixel; the last rows of some have none, 255."""
+    """Noisy images with a rectangle and a disc, and the class of each pixel; the last rows of some
+    have none, 255."""
     random = np.random.default_rng(["train", "val"].index(split))
     samples = {"train": 40, "val": 12}[split]
     rows, columns = np.mgrid[:16, :16]
@@ -61,28 +67,40 @@ def partly_labelled(split: str) -> dict[str, np.ndarray]:
     """The same; two of five samples, and all of the first twenty, have no class."""
     found = classes(split)
     number = np.arange(SAMPLES[split])
-    return {"x": found["x"], "y": np.where((number % 5 < 2) | (number < 20), UNLABELLED, found["y"]).astype(np.int16)}
+    return {
+        "x": found["x"],
+        "y": np.where((number % 5 < 2) | (number < 20), UNLABELLED, found["y"]).astype(np.int16),
+    }
 
 
 def tokens(split: str, length: int = 9) -> NamedArrays:
     """Windows that count on, by 1 or 2; most are padded at their end, every seventh whole."""
     random = np.random.default_rng(["train", "val"].index(split))
     samples = SAMPLES[split]
-    found = (random.integers(1, VOCABULARY, (samples, 1)) + np.arange(length) * random.integers(1, 3, (samples, 1))) % (VOCABULARY - 1) + 1
+    found = (
+        random.integers(1, VOCABULARY, (samples, 1))
+        + np.arange(length) * random.integers(1, 3, (samples, 1))
+    ) % (VOCABULARY - 1) + 1
     found[np.arange(length) >= random.integers(2, length + 3, (samples, 1))] = PADDING
     found[::7] = PADDING
-    return NamedArrays({"tokens": found.astype(np.uint16)}, {"tokens": VOCABULARY}, f"tokens, {split}")
+    return NamedArrays(
+        {"tokens": found.astype(np.uint16)}, {"tokens": VOCABULARY}, f"tokens, {split}"
+    )
 
 
 @dataclass(frozen=True)
 class Quantile:
-    """A user's own task: the quantile `share` of one number, by the pinball loss; and how often it is below."""
+    """A user's own task: the quantile `share` of one number, by the pinball loss; and how often it
+    is below."""
 
     shape: tuple[int, ...]
     share: float
 
     name = "quantile"
-    metrics = (Metric("loss", ratio("loss", "count"), "min"), Metric("below", ratio("below", "count"), "min"))
+    metrics = (
+        Metric("loss", ratio("loss", "count"), "min"),
+        Metric("below", ratio("below", "count"), "min"),
+    )
     objective = "loss"
     sample_weight = 1
 
@@ -128,7 +146,10 @@ class Balanced(Classification):
 
     name = "balanced"
     objective = "balanced"
-    metrics = (*classification.metrics_over("count"), Metric("balanced", lambda sums: recall(sums["confusion"]), "max", percent=True))
+    metrics = (
+        *classification.metrics_over("count"),
+        Metric("balanced", lambda sums: recall(sums["confusion"]), "max", percent=True),
+    )
 
     @property
     def sums(self) -> dict[str, int]:  # type: ignore[override]
@@ -149,7 +170,9 @@ class BalancedInTorch:
 
         each = self.part.each(outputs, batch, training)
         cell = batch["y"] * self.classes + outputs.argmax(1)
-        return each._replace(terms=each.terms | {"confusion": torch.nn.functional.one_hot(cell, self.classes**2)})
+        return each._replace(
+            terms=each.terms | {"confusion": torch.nn.functional.one_hot(cell, self.classes**2)}
+        )
 
 
 def recall(confusion: Any) -> float:

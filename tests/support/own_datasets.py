@@ -1,4 +1,5 @@
-"""Map-style Datasets as users write them, without torch: worker processes import this module in half a second."""
+"""Map-style Datasets as users write them, without torch: worker processes import this module in
+half a second."""
 
 from __future__ import annotations
 
@@ -83,12 +84,17 @@ def ragged_rows(samples: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def ragged_on_rank_1(split: str) -> Any:
-    """A Dataset whose collate function gives another shape on rank 1, of all samples but the first and the last."""
+    """A Dataset whose collate function gives another shape on rank 1, of all samples but the first
+    and the last."""
 
     def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
         batch = rows(samples)
         inner = 0 < batch["x"][0, 0, 0] // 1 < 39
-        return batch | {"x": batch["x"][:, :1]} if inner and os.environ["OMPI_COMM_WORLD_RANK"] == "1" and steps_began() else batch
+        return (
+            batch | {"x": batch["x"][:, :1]}
+            if inner and os.environ["OMPI_COMM_WORLD_RANK"] == "1" and steps_began()
+            else batch
+        )
 
     return Flawed(), collate
 

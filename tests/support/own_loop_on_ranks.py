@@ -1,7 +1,9 @@
-"""A loop of 15 lines on this rank, which takes [--kill STEP RANK] [--signal STEP RANK] [--run PLAN] key=value ...
+"""A loop of 15 lines on this rank, which takes [--kill STEP RANK] [--signal STEP RANK] [--run PLAN]
+key=value ...
 
-Rank 0 writes the weights, the losses and how the loop ended; --kill and --signal send a rank SIGKILL or SIGUSR2 after a step. --run:
-hvdtrain.run() calls the loop, of ranks that kill themselves by a plan of killed_ranks.py.
+Rank 0 writes the weights, the losses and how the loop ended; --kill and --signal send a rank
+SIGKILL or SIGUSR2 after a step. --run: hvdtrain.run() calls the loop, of ranks that kill themselves
+by a plan of killed_ranks.py.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ def main(out: str, *words: str) -> int:
     faults = {}
     arguments = list(words)
     while arguments and arguments[0] in ("--kill", "--signal"):
-        faults[int(arguments[1]), int(arguments[2])] = {"--kill": signal.SIGKILL, "--signal": signal.SIGUSR2}[arguments[0]]
+        faults[int(arguments[1]), int(arguments[2])] = {
+            "--kill": signal.SIGKILL,
+            "--signal": signal.SIGUSR2,
+        }[arguments[0]]
         arguments = arguments[3:]
     keys = ("checkpoint.every_steps=10", "log.every_steps=5")
     if arguments and arguments[0] == "--run":
@@ -46,7 +51,13 @@ def loop(ctx: ht.Context, out: str, faults: Mapping[tuple[int, int], int]) -> in
     losses = {}
     notes = []
     torch.manual_seed(ctx.rank)  # another model on each rank: that of rank 0 counts
-    net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1), torch.nn.Flatten(0)).double().to(ctx.device)
+    net = (
+        torch.nn.Sequential(
+            torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1), torch.nn.Flatten(0)
+        )
+        .double()
+        .to(ctx.device)
+    )
     optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9)
     model, optimizer = ctx.prepare(net, optimizer)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [9, 21], 0.5)
@@ -72,18 +83,25 @@ def loop(ctx: ht.Context, out: str, faults: Mapping[tuple[int, int], int]) -> in
         notes = [*notes[-1:], batch.step + 1]
         ctx.checkpoint(model, optimizer, scheduler=scheduler, notes=notes)
         if not began and (batch.step + 1, ctx.rank) in faults:  # the first start alone
-            while not (Path(ctx.run or "") / "checkpoints" / f"step-{batch.step // 10 * 10:08d}").is_dir():
+            while not (
+                Path(ctx.run or "") / "checkpoints" / f"step-{batch.step // 10 * 10:08d}"
+            ).is_dir():
                 time.sleep(0.01)  # it is written in the background
             os.kill(os.getpid(), faults[batch.step + 1, ctx.rank])
         if ctx.should_stop:
             break
-    weights = {name: getattr(p, "full_tensor", lambda p=p: p)().tolist() for name, p in net.state_dict().items()}  # of shard.stage=3 whole
+    weights = {
+        name: getattr(p, "full_tensor", lambda p=p: p)().tolist()
+        for name, p in net.state_dict().items()
+    }  # of shard.stage=3 whole
     steps = ctx.step
     code = ctx.close()
     if ctx.rank == 0:
         result = {
             "weights": weights,
-            "own_numbers": sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in net.parameters()),  # of the weights on this rank
+            "own_numbers": sum(
+                getattr(p, "to_local", lambda p=p: p)().numel() for p in net.parameters()
+            ),  # of the weights on this rank
             "losses": losses,
             "began": began,
             "steps": steps,
@@ -94,5 +112,7 @@ def loop(ctx: ht.Context, out: str, faults: Mapping[tuple[int, int], int]) -> in
     return code
 
 
-if __name__ == "__main__":  # as a script of a user's: launch --elastic looks for the run folder in its words
+if (
+    __name__ == "__main__"
+):  # as a script of a user's: launch --elastic looks for the run folder in its words
     sys.exit(main(*sys.argv[1:]))

@@ -16,4 +16,7 @@ class NoisyInTorch(torch.utils.data.Dataset[Any]):
         return len(self.x)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"x": self.x[index] + 0.2 * torch.randn(3, 2, dtype=torch.float64), "y": self.y[index]}
+        return {
+            "x": self.x[index] + 0.2 * torch.randn(3, 2, dtype=torch.float64),
+            "y": self.y[index],
+        }

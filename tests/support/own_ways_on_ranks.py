@@ -1,4 +1,5 @@
-"""A script's own loop, as the ranks of this start make it in one way after the other: weights, losses and an evaluation of each."""
+"""A script's own loop, as the ranks of this start make it in one way after the other: weights,
+losses and an evaluation of each."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ class Net(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = torch.nn.Linear(6, 8)
-        self.dense = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.Tanh(), torch.nn.Linear(12, 4))
+        self.dense = torch.nn.Sequential(
+            torch.nn.Linear(8, 12), torch.nn.Tanh(), torch.nn.Linear(12, 4)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.dense(torch.tanh(self.first(x)))  # type: ignore[no-any-return]
@@ -38,12 +41,19 @@ class Net(torch.nn.Module):
 
     def pipeline_units(self) -> list[Unit]:
         first = Unit("first", (self.first,), lambda x: torch.tanh(self.first(x)))
-        return [first, *(Unit(f"dense.{name}", (layer,), layer) for name, layer in self.dense.named_children())]
+        return [
+            first,
+            *(
+                Unit(f"dense.{name}", (layer,), layer)
+                for name, layer in self.dense.named_children()
+            ),
+        ]
 
 
 def main(out: str, *ways: str) -> None:
-    """ways: "key=value key=value ...", with "until=STEP" first for a part of the steps, "gpt" for a model of tokens, "counted" for a mean
-    over the targets that count, of which some parts and ranks have none.
+    """ways: "key=value key=value ...", with "until=STEP" first for a part of the steps, "gpt" for a
+    model of tokens, "counted" for a mean over the targets that count, of which some parts and ranks
+    have none.
 
     Rank 0 writes what each gave.
     """
@@ -72,7 +82,11 @@ def trained(arguments: list[str]) -> dict[str, Any]:  # noqa: PLR0915
         compute = mean_of_counted
     ctx = ht.init("log.every_steps=4", *arguments)
     torch.manual_seed(ctx.rank)  # another model on each rank: that of rank 0 counts
-    net = (gpt.build("gpt", 5, 7, layers=2, heads=2, width=8) if is_gpt else Net()).double().to(ctx.device)
+    net = (
+        (gpt.build("gpt", 5, 7, layers=2, heads=2, width=8) if is_gpt else Net())
+        .double()
+        .to(ctx.device)
+    )
     optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9, weight_decay=0.01)
     model, optimizer = ctx.prepare(net, optimizer, example=torch.from_numpy(x[:4]))
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [4, 8], 0.5)
@@ -84,7 +98,11 @@ def trained(arguments: list[str]) -> dict[str, Any]:  # noqa: PLR0915
 
     def loss_of(part: Any) -> Any:
         outputs = model(part["x"])
-        return compute(outputs, part["y"]) if not is_counted else (compute(outputs, part["y"], part["counts"]), part["counts"].sum())
+        return (
+            compute(outputs, part["y"])
+            if not is_counted
+            else (compute(outputs, part["y"], part["counts"]), part["counts"].sum())
+        )
 
     for batch in ctx.samples(data, batch=BATCH, epochs=until * BATCH / SAMPLES, seed=1):
         if is_counted and batch.step % 2 and ctx.mesh.pipe.size == 1:
@@ -107,7 +125,12 @@ def trained(arguments: list[str]) -> dict[str, Any]:  # noqa: PLR0915
             total += float(loss) * count if count else 0.0
             items += count
     state = ctx._learner.state()
-    result = {"weights": {name: array.tolist() for name, array in state.items() if not name.startswith("s.")}, "losses": losses}
+    result = {
+        "weights": {
+            name: array.tolist() for name, array in state.items() if not name.startswith("s.")
+        },
+        "losses": losses,
+    }
     evaluated = ctx.mean({"loss": total / max(1.0, items)}, count=items)["loss"]
     result |= {"rank": ctx.rank, "says": ctx._learner.describe(), "evaluated": evaluated}
     ctx.close()
@@ -124,7 +147,9 @@ def counted_data() -> dict[str, np.ndarray]:
     return {"x": x, "y": y, "counts": counts}
 
 
-def mean_of_counted(outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def mean_of_counted(
+    outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor
+) -> torch.Tensor:
     """The mean of squares over the targets that count; NaN where none does."""
     return ((outputs - targets).square() * counts).sum() / counts.sum()
 
@@ -167,7 +192,10 @@ def local_steps(_: str) -> None:
         momentum = 0.9 * momentum + 2 * of_rank.T @ (of_rank @ w - y) / len(y)
         w = w - 0.1 * momentum
         if batch.step % 2:
-            w, momentum = (np.asarray(ctx.mesh.world.allreduce(each.copy(), "by hand")) / ctx.size for each in (w, momentum))
+            w, momentum = (
+                np.asarray(ctx.mesh.world.allreduce(each.copy(), "by hand")) / ctx.size
+                for each in (w, momentum)
+            )
         np.testing.assert_allclose(model.weight.detach().numpy()[0], w, rtol=0, atol=1e-14)
     ctx.close()
     if ctx.rank == 0:

@@ -1,11 +1,14 @@
-"""Runs the code of a page of docs/ in page order, and compares its output with the output that the page shows.
+"""Runs the code of a page of docs/ in page order, and compares its output with the output that the
+page shows.
 
     ```python             run in one namespace, __main__, as the cells of a notebook are
     ```python script.py   written to that file (any language), for a later block to run
     ```sh                 run by bash
-    ```text               what the block above it prints, in part: `...` stands for lines or for the rest of a line that are left out
+    ```text               what the block above it prints, in part: `...` stands for lines or for the
+    rest of a line that are left out
 
-`python pages.py PAGE FOLDER` runs a page in a folder and writes the results there, as lines of JSON in pages.json.
+`python pages.py PAGE FOLDER` runs a page in a folder and writes the results there, as lines of JSON
+in pages.json.
 """
 
 from __future__ import annotations
@@ -29,8 +32,12 @@ from ranks import HANG_S, python
 RESULTS = "pages.json"
 TOLERANCE = 0.03  # of a loss or an accuracy on another machine, where sums round otherwise
 _FENCE = re.compile(r"^```(\w*) ?(\S*)$")
-_TIMING = re.compile(r"\d+\.\d+(?= s\b)|[\d,]+(?= (?:images|samples|tokens)/s)")  # differs from run to run
-_EPOCH = re.compile(r"^( +\d+) +\d+\.\d +\d+\.\d +\d+ (?= )")  # a line of hvdtrain: epoch, seconds, epoch s, images/s or samples/s
+_TIMING = re.compile(
+    r"\d+\.\d+(?= s\b)|[\d,]+(?= (?:images|samples|tokens)/s)"
+)  # differs from run to run
+_EPOCH = re.compile(
+    r"^( +\d+) +\d+\.\d +\d+\.\d +\d+ (?= )"
+)  # a line of hvdtrain: epoch, seconds, epoch s, images/s or samples/s
 _NUMBER = re.compile(r"(?<![\w.])-?\d+\.\d{4,}(?!\d)")  # a loss or an accuracy
 _MPIRUN = f'mpirun() {{ timeout -k 5 {HANG_S:g} mpirun "$@"; }}\n'
 
@@ -68,7 +75,15 @@ def blocks(page: Path) -> list[Block]:
     for number, line in enumerate(lines, start=1):
         if opened and line == "```":
             first, language, file = opened
-            found.append(Block(len(found) + 1, first + 1, language, file, "\n".join(lines[first : number - 1]) + "\n"))
+            found.append(
+                Block(
+                    len(found) + 1,
+                    first + 1,
+                    language,
+                    file,
+                    "\n".join(lines[first : number - 1]) + "\n",
+                )
+            )
             opened = None
         elif not opened and (fence := _FENCE.match(line)):
             opened = (number, fence[1], fence[2])
@@ -77,25 +92,38 @@ def blocks(page: Path) -> list[Block]:
 
 
 def run_page(page: Path, folder: Path) -> dict[int, Result]:
-    """Runs a page in a process of its own, up to the first block that fails; returns the outcome of each block by its number."""
+    """Runs a page in a process of its own, up to the first block that fails; returns the outcome of
+    each block by its number."""
     done = python([__file__, str(page.resolve()), str(folder)])
     path = folder / RESULTS
-    results = [Result(**fields) for fields in map(json.loads, path.read_text().splitlines() if path.exists() else ())]
+    results = [
+        Result(**fields)
+        for fields in map(json.loads, path.read_text().splitlines() if path.exists() else ())
+    ]
     last = results[-1].number if results else 0
-    assert done.returncode == 0, f"{page.name}: exit code {done.returncode} behind block {last}\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0, (
+        f"{page.name}: exit code {done.returncode} behind block "
+        f"{last}\n{done.stdout}\n{done.stderr}"
+    )
     return {result.number: result for result in results}
 
 
 def failures(page: Path, results: dict[int, Result]) -> list[str]:
-    """A message for each block that failed, did not run, or printed something else than the page shows."""
+    """A message for each block that failed, did not run, or printed something else than the page
+    shows."""
     found_failures: list[str] = []
     before: Block | None = None
     for block in blocks(page):
         if block.language == "text":
-            assert before and block.text.strip(), f"{page.name}:{block.line}: output of nothing, or no output"
+            assert before and block.text.strip(), (
+                f"{page.name}:{block.line}: output of nothing, or no output"
+            )
             result = results.get(before.number)
             if result and not result.error:
-                found_failures += [f"{page.name}, output of {before.name}: {one}" for one in differences(block.text, result.output)]
+                found_failures += [
+                    f"{page.name}, output of {before.name}: {one}"
+                    for one in differences(block.text, result.output)
+                ]
         elif not block.file:
             before = block
             if block.number not in results:
@@ -108,7 +136,8 @@ def failures(page: Path, results: dict[int, Result]) -> list[str]:
 def differences(shown: str, output: str) -> list[str]:
     """A message for each line of the page that is not among the lines printed, in the same order.
 
-    Times are not compared; losses and accuracies (numbers with four decimals or more) up to TOLERANCE; the rest exactly, except blanks.
+    Times are not compared; losses and accuracies (numbers with four decimals or more) up to
+    TOLERANCE; the rest exactly, except blanks.
     """
     found_failures: list[str] = []
     printed = output.splitlines()
@@ -119,7 +148,10 @@ def differences(shown: str, output: str) -> list[str]:
         found = next((at for at in range(place, len(printed)) if _alike(line, printed[at])), None)
         if found is None:
             rest = "\n".join(printed[place:])
-            found_failures.append(f"no line like\n  {line}\nin what was printed{' after the line before it' * bool(place)}:\n{rest}")
+            found_failures.append(
+                f"no line like\n  {line}\nin what was "
+                f"printed{' after the line before it' * bool(place)}:\n{rest}"
+            )
         else:
             place = found + 1
     return found_failures
@@ -132,13 +164,17 @@ def _alike(shown: str, printed: str) -> bool:
         printed = re.match(rf"\s*(?:\S+\s*){{0,{words}}}", printed)[0]  # type: ignore[index]
     shape, numbers = _parts(shown)
     printed_shape, printed_numbers = _parts(printed)
-    return shape == printed_shape and all(abs(a - b) <= TOLERANCE for a, b in zip(numbers, printed_numbers, strict=True))
+    return shape == printed_shape and all(
+        abs(a - b) <= TOLERANCE for a, b in zip(numbers, printed_numbers, strict=True)
+    )
 
 
 def _parts(line: str) -> tuple[str, list[float]]:
     """The words of a line, without times and numbers, and its numbers that are compared."""
     line = _TIMING.sub(" # ", _EPOCH.sub(r"\1 # ", line))
-    return " ".join(_NUMBER.sub(" = ", line).split()), [float(number) for number in _NUMBER.findall(line)]
+    return " ".join(_NUMBER.sub(" = ", line).split()), [
+        float(number) for number in _NUMBER.findall(line)
+    ]
 
 
 def _run(page: Path, folder: Path) -> None:
@@ -164,7 +200,12 @@ def _run_block(block: Block, page: Path, main: types.ModuleType) -> Result:
     error = ""
     with _captured() as printed:
         if block.language == "sh":
-            done = subprocess.run(["bash", "-euo", "pipefail", "-c", _MPIRUN + block.text], stderr=subprocess.PIPE, text=True, check=False)
+            done = subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", _MPIRUN + block.text],
+                stderr=subprocess.PIPE,
+                text=True,
+                check=False,
+            )
             error = f"exit code {done.returncode}\n{done.stderr}" * (done.returncode != 0)
         else:
             try:

@@ -1,4 +1,5 @@
-"""Pairs of features: the words that turn both on, and what is said of them on each engine before data or a model exist."""
+"""Pairs of features: the words that turn both on, and what is said of them on each engine before
+data or a model exist."""
 
 from __future__ import annotations
 
@@ -15,7 +16,11 @@ from hvdtrain.features.every_feature import FEATURES
 from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, as_yaml
 from hvdtrain.training.conflicts import refuse_conflicts
 
-ENGINES = ("mpi", "torchdist", "horovod")  # the first one that takes a pair is the one that it runs on
+ENGINES = (
+    "mpi",
+    "torchdist",
+    "horovod",
+)  # the first one that takes a pair is the one that it runs on
 RANKS = 4  # that every example is for
 
 
@@ -31,7 +36,10 @@ class Example(NamedTuple):
 
 
 EXAMPLES = [  # but for Keras, whose ranks need packages of their own
-    Example(feature, words) for feature in FEATURES for words in feature.examples if "framework=keras" not in words
+    Example(feature, words)
+    for feature in FEATURES
+    for words in feature.examples
+    if "framework=keras" not in words
 ]
 
 
@@ -104,20 +112,33 @@ def names(error: UserError | str, keys: Iterable[str]) -> bool:
 
 
 def refusal(pair: Pair) -> UserError | None:
-    """What is said of a pair that no engine takes: the one that names both features, where there is one."""
+    """What is said of a pair that no engine takes: the one that names both features, where there is
+    one."""
     errors: list[UserError] = []
     for engine in ENGINES:
         error = verdict(pair.words, engine)
         if error is None:
             return None
         errors.append(error)
-    return next((error for error in errors if names(error, pair.one.keys) and names(error, pair.other.keys)), errors[0])
+    return next(
+        (
+            error
+            for error in errors
+            if names(error, pair.one.keys) and names(error, pair.other.keys)
+        ),
+        errors[0],
+    )
 
 
 def rows(feature: JobFeature) -> Iterator[tuple[Exclusion, str, UserError]]:
-    """What a feature cannot go with: the row, the words of a job that has both, and what it is told."""
+    """What a feature cannot go with: the row, the words of a job that has both, and what it is
+    told."""
     for row in feature.excludes:
-        yield row, (words := joined(feature.examples[0], row.words, _excluded(row))), _told(feature, row, words)
+        yield (
+            row,
+            (words := joined(feature.examples[0], row.words, _excluded(row))),
+            _told(feature, row, words),
+        )
 
 
 def rows_without(feature: JobFeature) -> Iterator[tuple[Exclusion, str, UserError]]:
@@ -131,4 +152,6 @@ def _excluded(row: Exclusion) -> str:
 
 
 def _told(feature: JobFeature, row: Exclusion, words: str) -> UserError:
-    return feature.error(row, PlannedJob(configure(None, words.split()), "mpi", features_of("mpi"), RANKS))
+    return feature.error(
+        row, PlannedJob(configure(None, words.split()), "mpi", features_of("mpi"), RANKS)
+    )

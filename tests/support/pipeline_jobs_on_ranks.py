@@ -30,18 +30,24 @@ JOBS = {
     "mlp": f"{MLP} {SGD}",
     "mlp, lamb": f"{MLP} optim.name=lamb optim.base_lr=0.02 optim.exclude=none {CLIPPED}",
     "gpt, recomputed": f"{GPT} model.recompute=all",
-    "mlp, noise": f"{MLP} {SGD} recipe.gradient_noise=0.01 recipe.sample_noise=0.5 optim.base_batch=24 batch.micro=3 guard.nonfinite=skip",
-    **{f"mlp, {rule}": f"{MLP} optim.name={rule} optim.base_lr=0.02 {CLIPPED}" for rule in ("adam", "novograd", "torch.optim.RMSprop")},
+    "mlp, noise": f"{MLP} {SGD} recipe.gradient_noise=0.01 recipe.sample_noise=0.5 "
+    "optim.base_batch=24 batch.micro=3 guard.nonfinite=skip",
+    **{
+        f"mlp, {rule}": f"{MLP} optim.name={rule} optim.base_lr=0.02 {CLIPPED}"
+        for rule in ("adam", "novograd", "torch.optim.RMSprop")
+    },
 }
 FEW = ("gpt, tied", "mlp, lamb")
 HALF = (
-    f"{GPT} data.side=4 optim.name=adamw optim.base_lr=0.005 model.residual_dropout=0.1 model.label_smoothing=0 batch.micro=8 max_steps=40"
+    f"{GPT} data.side=4 optim.name=adamw optim.base_lr=0.005 model.residual_dropout=0.1 "
+    "model.label_smoothing=0 batch.micro=8 max_steps=40"
 )
 OF_FILES = f"{MLP} optim.name=novograd optim.base_lr=0.02"
 
 
 def altered(communicator: Communicator) -> list[str]:
-    """The errors where ranks are compared: first as they are, then with another copy of the tied weight on the last stage."""
+    """The errors where ranks are compared: first as they are, then with another copy of the tied
+    weight on the last stage."""
     found: list[str] = []
 
     def compare(learner: Any) -> None:
@@ -50,7 +56,9 @@ def altered(communicator: Communicator) -> list[str]:
             with torch.no_grad():
                 tied[0, 0] += change * (communicator.rank == communicator.size - 1)
             try:
-                check_equal(communicator, learner, Hyper(0.1, 0.9, 0.0, 8, 0), ["n1"] * communicator.size)
+                check_equal(
+                    communicator, learner, Hyper(0.1, 0.9, 0.0, 8, 0), ["n1"] * communicator.size
+                )
                 found.append("")
             except Diverged as error:
                 found.append(error.what)
@@ -61,15 +69,25 @@ def altered(communicator: Communicator) -> list[str]:
 
 def in_16_bits(communicator: Communicator) -> dict[str, dict]:
     """The curves of stages in bf16 and fp16, and on rank 0 that of one process in 32 bits."""
-    found = {"fp32": invariance.losses(f"{HALF} speed.precision=fp32", SingleProcessCommunicator())} if communicator.rank == 0 else {}
+    found = (
+        {"fp32": invariance.losses(f"{HALF} speed.precision=fp32", SingleProcessCommunicator())}
+        if communicator.rank == 0
+        else {}
+    )
     for precision in ("bf16", "fp16"):
-        found[precision] = invariance.losses(f"{HALF} speed.precision={precision} parallel.pipeline=2", communicator)
+        found[precision] = invariance.losses(
+            f"{HALF} speed.precision={precision} parallel.pipeline=2", communicator
+        )
     return found
 
 
 def overflow(communicator: Communicator) -> list[list[dict[str, Any]]]:
-    """What each of three steps in fp16 did on each rank; in the second one a number of a gradient of the last stage is infinite."""
-    words = "speed.precision=fp16 guard.nonfinite=stop model.name=mlp model.widths=[8,8] parallel.pipeline=2"
+    """What each of three steps in fp16 did on each rank; in the second one a number of a gradient
+    of the last stage is infinite."""
+    words = (
+        "speed.precision=fp16 guard.nonfinite=stop model.name=mlp model.widths=[8,8] "
+        "parallel.pipeline=2"
+    )
     learner: Any = nonfinite_on_ranks.learner(communicator, *words.split())
     passes = 0
     micro = [nonfinite_on_ranks.batch(7, seed) for seed in range(4)]
@@ -77,36 +95,65 @@ def overflow(communicator: Communicator) -> list[list[dict[str, Any]]]:
     def make_infinite(gradient: torch.Tensor) -> torch.Tensor:
         nonlocal passes
         passes += 1
-        return gradient.index_fill(0, torch.tensor([0]), torch.inf) if passes == len(micro) + 2 else gradient
+        return (
+            gradient.index_fill(0, torch.tensor([0]), torch.inf)
+            if passes == len(micro) + 2
+            else gradient
+        )
 
     *_, last = learner.model.parameters()
     last.register_hook(make_infinite)  # which is called where the gradient is computed
     found = []
     for step in range(3):
         before = {name: np.array(array) for name, array in learner.state().items()}
-        sums = learner.step([learner.to_device(part) for part in micro], nonfinite_on_ranks.hyper(28, step), step)
+        sums = learner.step(
+            [learner.to_device(part) for part in micro], nonfinite_on_ranks.hyper(28, step), step
+        )
         after = learner.state()
-        changed = [name for name, array in before.items() if name != LOSS_SCALE and not np.array_equal(array, after[name])]
+        changed = [
+            name
+            for name, array in before.items()
+            if name != LOSS_SCALE and not np.array_equal(array, after[name])
+        ]
         scale = float(learner.scale.tensors[LOSS_SCALE])
-        found.append({"changed": changed, "scale": scale, "nonfinite": float(sums["nonfinite"]), "passes of the last stage": passes})
+        found.append(
+            {
+                "changed": changed,
+                "scale": scale,
+                "nonfinite": float(sums["nonfinite"]),
+                "passes of the last stage": passes,
+            }
+        )
     return communicator.allgather_object(found)
 
 
-def curves(communicator: Communicator, folder: str, meshes: list[str], few: bool, faulty: bool) -> dict[str, Any]:
+def curves(
+    communicator: Communicator, folder: str, meshes: list[str], few: bool, faulty: bool
+) -> dict[str, Any]:
     """By job and mesh; folder: of the checkpoints. Without a mesh: one process."""
     results: dict[str, Any] = {}
     for mesh in meshes or ("shard.stage=0",):
         options = mesh.replace(",", " ")
         jobs = {job: words_of for job, words_of in JOBS.items() if not few or job in FEW}
-        results |= {f"{job} / {mesh}": invariance.losses(f"{words_of} {options}", communicator) for job, words_of in jobs.items()}
-        results[f"files / {mesh}"] = shards_on_ranks.checkpoint(Path(folder, str(len(results))), f"{OF_FILES} {options}", communicator)
+        results |= {
+            f"{job} / {mesh}": invariance.losses(f"{words_of} {options}", communicator)
+            for job, words_of in jobs.items()
+        }
+        results[f"files / {mesh}"] = shards_on_ranks.checkpoint(
+            Path(folder, str(len(results))), f"{OF_FILES} {options}", communicator
+        )
     if faulty:
-        with mock.patch.object(Pipelined, "add_tied", lambda self: None):  # each copy has the gradient of its own stage
+        with mock.patch.object(
+            Pipelined, "add_tied", lambda self: None
+        ):  # each copy has the gradient of its own stage
             results["altered"] = altered(communicator)
-            results["faulty"] = invariance.losses(f"{JOBS['gpt, tied']} parallel.pipeline=2", communicator)
+            results["faulty"] = invariance.losses(
+                f"{JOBS['gpt, tied']} parallel.pipeline=2", communicator
+            )
     return results
 
 
 def half(communicator: Communicator) -> dict[str, Any]:
-    """Jobs in 16 bits, beside one in 32 bits of one process, and a step in which a gradient of the last stage overflows."""
+    """Jobs in 16 bits, beside one in 32 bits of one process, and a step in which a gradient of the
+    last stage overflows."""
     return {"overflow": overflow(communicator), **in_16_bits(communicator)}

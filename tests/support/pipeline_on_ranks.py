@@ -1,7 +1,9 @@
-"""Pipelines of every schedule beside the whole model: {case: the largest relative difference}, on the ranks.
+"""Pipelines of every schedule beside the whole model: {case: the largest relative difference}, on
+the ranks.
 
-Three steps of SGD in float64: losses, every gradient, and what the last model gives in evaluation mode. Each rank trains the whole model
-beside. The names that begin with "faulty" are pipelines with a fault, which the test must notice.
+Three steps of SGD in float64: losses, every gradient, and what the last model gives in evaluation
+mode. Each rank trains the whole model beside. The names that begin with "faulty" are pipelines with
+a fault, which the test must notice.
 """
 
 from __future__ import annotations
@@ -33,7 +35,13 @@ SHARES = (  # of each data-parallel rank, the samples of its micro-batches
     ((3, 3, 1, 2, 0, 2, 1), (0, 0, 0, 0, 0, 0, 0)),
     ((0, 0), (0, 3)),
 )
-SCHEDULES: tuple[tuple[Schedule, int], ...] = (("gpipe", 1), ("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2), ("interleaved", 3))
+SCHEDULES: tuple[tuple[Schedule, int], ...] = (
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("zero_bubble", 1),
+    ("interleaved", 2),
+    ("interleaved", 3),
+)
 
 
 class Case(NamedTuple):
@@ -45,20 +53,29 @@ class Case(NamedTuple):
 
 def cases() -> list[Case]:
     shares = {"gpt": SHARES, "tied gpt": SHARES[2:3], "mlp": SHARES[:1]}
-    return [Case(model, *schedule, these) for model in shares for schedule in SCHEDULES for these in shares[model]]
+    return [
+        Case(model, *schedule, these)
+        for model in shares
+        for schedule in SCHEDULES
+        for these in shares[model]
+    ]
 
 
 def model_of(name: str, stages: int) -> nn.Module:
     torch.manual_seed(3)
     if name == "mlp":
         return mlp.build("mlp", (4, 3, 1), 5, widths=(8,) * stages).double()
-    return gpt.build("gpt", CONTEXT, TOKENS, layers=stages - 1, heads=2, width=8, tied=name == "tied gpt").double()
+    return gpt.build(
+        "gpt", CONTEXT, TOKENS, layers=stages - 1, heads=2, width=8, tied=name == "tied gpt"
+    ).double()
 
 
 def batch_of(name: str, samples: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     if name == "mlp":
-        return torch.randn(samples, 4, 3, 1, generator=generator, dtype=torch.float64), torch.randint(5, (samples,), generator=generator)
+        return torch.randn(
+            samples, 4, 3, 1, generator=generator, dtype=torch.float64
+        ), torch.randint(5, (samples,), generator=generator)
     tokens = torch.randint(TOKENS, (samples, CONTEXT + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 
@@ -77,12 +94,18 @@ class Doubled:
         return getattr(self._communicator, name)
 
     def start_send(self, x: Buffer, to: int, name: str, tag: int = 0) -> Handle:
-        return self._communicator.start_send(x * 2 if name.endswith("gradient") else x, to, name, tag)
+        return self._communicator.start_send(
+            x * 2 if name.endswith("gradient") else x, to, name, tag
+        )
 
 
 def gap(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Relative to the largest number."""
-    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-300)) if expected.numel() else 0.0
+    return (
+        float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-300))
+        if expected.numel()
+        else 0.0
+    )
 
 
 def difference(case: Case, pipe: Communicator, data: Communicator, fault: str = "") -> float:
@@ -104,15 +127,24 @@ def difference(case: Case, pipe: Communicator, data: Communicator, fault: str = 
     found = 0.0
     for step in range(STEPS):
         batches = [
-            [batch_of(case.model, n, 1000 * step + 100 * rank + i) for i, n in enumerate(share)] for rank, share in enumerate(shares)
+            [batch_of(case.model, n, 1000 * step + 100 * rank + i) for i, n in enumerate(share)]
+            for rank, share in enumerate(shares)
         ]
-        expected = sum([loss_of(whole(x), y) for share in batches for x, y in share if len(x)], torch.zeros(())) / total
+        expected = (
+            sum(
+                [loss_of(whole(x), y) for share in batches for x, y in share if len(x)],
+                torch.zeros(()),
+            )
+            / total
+        )
         if expected.requires_grad:
             expected.backward()
 
         losses: list[torch.Tensor] = []
 
-        def loss(number: int, outputs: torch.Tensor, ys: Any = batches[data.rank], losses: Any = losses) -> torch.Tensor:
+        def loss(
+            number: int, outputs: torch.Tensor, ys: Any = batches[data.rank], losses: Any = losses
+        ) -> torch.Tensor:
             losses.append(loss_of(outputs, ys[number][1]) / total)
             return losses[-1]
 
@@ -122,7 +154,11 @@ def difference(case: Case, pipe: Communicator, data: Communicator, fault: str = 
             p.grad = data.allreduce(own_gradient.clone(), f"gradient.{names[id(p)]}")
         if fault != "not tied":
             pipeline.add_tied(tied)
-        own_loss = torch.stack([each.detach() for each in losses]).sum() if losses else torch.zeros((), dtype=torch.float64)
+        own_loss = (
+            torch.stack([each.detach() for each in losses]).sum()
+            if losses
+            else torch.zeros((), dtype=torch.float64)
+        )
         sums = data.allreduce(own_loss.clone(), "loss")
         if pipe.rank == pipe.size - 1:
             found = max(found, gap(sums, expected.detach().double()))
@@ -130,22 +166,30 @@ def difference(case: Case, pipe: Communicator, data: Communicator, fault: str = 
         with torch.no_grad():
             for p in parameters:
                 other = theirs[names[id(p)]]
-                found = max(found, gap(p.grad, torch.zeros_like(other) if other.grad is None else other.grad))
+                found = max(
+                    found,
+                    gap(p.grad, torch.zeros_like(other) if other.grad is None else other.grad),
+                )
             for p in (*parameters, *theirs.values()):
                 if p.grad is not None:
                     p.sub_(0.5 * p.grad)
                 p.grad = None
     outputs: dict[int, torch.Tensor] = {}
-    pipeline.evaluate(mine, lambda number: batch_of(case.model, mine[number], number)[0], outputs.__setitem__)
+    pipeline.evaluate(
+        mine, lambda number: batch_of(case.model, mine[number], number)[0], outputs.__setitem__
+    )
     if pipe.rank == pipe.size - 1:
         assert sorted(outputs) == [number for number, n in enumerate(mine) if n], sorted(outputs)
         for number, each in outputs.items():
-            found = max(found, gap(each, whole(batch_of(case.model, mine[number], number)[0]).detach()))
+            found = max(
+                found, gap(each, whole(batch_of(case.model, mine[number], number)[0]).detach())
+            )
     return found
 
 
 def torchs_own(pipe: Communicator, schedule: Any) -> float:
-    """A schedule of torch.distributed.pipelining over the process group of a communicator, with its own exchange of shapes."""
+    """A schedule of torch.distributed.pipelining over the process group of a communicator, with its
+    own exchange of shapes."""
     start_process_group(pipe)
     whole = model_of("gpt", pipe.size)
     model = model_of("gpt", pipe.size)
@@ -153,8 +197,15 @@ def torchs_own(pipe: Communicator, schedule: Any) -> float:
     loss_of(whole(x), y).backward()
     cuts = balanced_cuts([1.0] * len(units_of(model, "test")), pipe.size)
     stage = stages_of(model, cuts, "test")[pipe.rank]
-    runner = schedule(PipelineStage(stage, pipe.rank, pipe.size, torch.device("cpu")), 4, loss_fn=loss_of, scale_grads=False)
-    runner.step(*([x] if pipe.rank == 0 else []), **({"target": y} if pipe.rank == pipe.size - 1 else {}))
+    runner = schedule(
+        PipelineStage(stage, pipe.rank, pipe.size, torch.device("cpu")),
+        4,
+        loss_fn=loss_of,
+        scale_grads=False,
+    )
+    runner.step(
+        *([x] if pipe.rank == 0 else []), **({"target": y} if pipe.rank == pipe.size - 1 else {})
+    )
     theirs = dict(whole.named_parameters())
     names = {id(p): name for name, p in model.named_parameters()}
     return max(gap(p.grad, theirs[names[id(p)]].grad) for p in stage.parameters())
@@ -179,8 +230,11 @@ class SlowLayer(nn.Linear):
         return Slow.apply(super().forward(x))
 
 
-def bubbles(pipe: Communicator, schedule: Schedule, virtual: int, micro: int) -> tuple[float, float]:
-    """The share of waiting that was measured, the mean over ranks, and the one predicted; of up to 3 jobs, on a busy machine."""
+def bubbles(
+    pipe: Communicator, schedule: Schedule, virtual: int, micro: int
+) -> tuple[float, float]:
+    """The share of waiting that was measured, the mean over ranks, and the one predicted; of up to
+    3 jobs, on a busy machine."""
     predicted = timeline(schedule, pipe.size, micro, virtual).bubble
     measured = [1.0]
     while len(measured) <= 3 and min(measured) > predicted + 0.1:
@@ -192,15 +246,24 @@ def bubble_of_a_job(pipe: Communicator, schedule: Schedule, virtual: int, micro:
     """The same on all ranks."""
     model = nn.Sequential(*(SlowLayer(4, 4) for _ in range(pipe.size * virtual)))
     stages = stages_of(model, range(pipe.size * virtual), "test")
-    pipeline = Pipeline({i: stage for i, stage in enumerate(stages) if i % pipe.size == pipe.rank}, pipe, schedule, CPU, "test")
+    pipeline = Pipeline(
+        {i: stage for i, stage in enumerate(stages) if i % pipe.size == pipe.rank},
+        pipe,
+        schedule,
+        CPU,
+        "test",
+    )
     pipe.allgather_object(0)  # all begin together
-    pipeline.train([1] * micro, lambda number: torch.ones(1, 4), lambda number, outputs: outputs.sum())
+    pipeline.train(
+        [1] * micro, lambda number: torch.ones(1, 4), lambda number, outputs: outputs.sum()
+    )
     spent = [Spent(*each) for each in pipe.allgather_object(tuple(pipeline.spent))]
     return measured_bubble(spent)
 
 
 def apart_by_case(communicator: Communicator, engine: str, size: int) -> dict[str, Any]:
-    """The largest difference from the whole model, of pipelines of `size` ranks; and the share of time that stages wait."""
+    """The largest difference from the whole model, of pipelines of `size` ranks; and the share of
+    time that stages wait."""
     pipe = communicator.split(communicator.rank // size)
     data = communicator.split(communicator.rank % size)
     assert pipe is not None and data is not None
@@ -210,10 +273,14 @@ def apart_by_case(communicator: Communicator, engine: str, size: int) -> dict[st
         found[name] = max(communicator.allgather_object(difference(case, pipe, data)))
     tied = Case("tied gpt", "1f1b", 1, SHARES[0])
     for fault in ("doubled", "not tied"):
-        found[f"faulty: {fault}"] = max(communicator.allgather_object(difference(tied, pipe, data, fault)))
+        found[f"faulty: {fault}"] = max(
+            communicator.allgather_object(difference(tied, pipe, data, fault))
+        )
     if engine == "mpi" and pipe.size == communicator.size:
         for schedule in (ScheduleGPipe, Schedule1F1B):
-            found[f"torch's {schedule.__name__}"] = max(communicator.allgather_object(torchs_own(pipe, schedule)))
+            found[f"torch's {schedule.__name__}"] = max(
+                communicator.allgather_object(torchs_own(pipe, schedule))
+            )
     return found
 
 
@@ -224,4 +291,8 @@ def measured_bubbles(communicator: Communicator, size: int) -> dict[str, Any]:
     return {f"{schedule} {m}": bubbles(pipe, schedule, v, m) for schedule, v, m in BUBBLES}
 
 
-BUBBLES: tuple[tuple[Schedule, int, int], ...] = (("gpipe", 1, 1), ("1f1b", 1, 6), ("interleaved", 2, 4))
+BUBBLES: tuple[tuple[Schedule, int, int], ...] = (
+    ("gpipe", 1, 1),
+    ("1f1b", 1, 6),
+    ("interleaved", 2, 4),
+)

@@ -1,10 +1,13 @@
-"""Ranks that a test session starts once for an engine and a size, and calls functions of tests/support on.
+"""Ranks that a test session starts once for an engine and a size, and calls functions of
+tests/support on.
 
-    on_ranks("mpi", 2, "norms_on_ranks:apart_by_case", "mpi")        what the function returned on each rank, through JSON
+    on_ranks("mpi", 2, "norms_on_ranks:apart_by_case", "mpi")        what the function returned on
+    each rank, through JSON
 
-A call that fails or hangs, and one after which a rank's environment is another, ends the ranks; the next call gets new ones. A call
-that has failed is not made again: a hundred tests that ask for one result do not wait a hundred times for what hangs. Tests whose ranks
-are signalled or ended start their own, by `alone()`.
+A call that fails or hangs, and one after which a rank's environment is another, ends the ranks; the
+next call gets new ones. A call that has failed is not made again: a hundred tests that ask for one
+result do not wait a hundred times for what hangs. Tests whose ranks are signalled or ended start
+their own, by `alone()`.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from typing import Any
 
 from ranks import HANG_S, Job
 
-AT_MOST = 2  # kinds of ranks that wait at a time in a process of pytest: each rank has torch in its memory
+# kinds of ranks that wait at a time in a process of pytest: each rank has torch in its memory
+AT_MOST = 2
 START_S = 300.0
 OTHERS_S = 2.0  # for the errors of other ranks, after the first one
 
@@ -30,11 +34,19 @@ Kind = tuple[Any, ...]
 
 
 def on_ranks(
-    engine: str, size: int, function: str, *arguments: Any, env: dict[str, str] | None = None, hosts: int = 1, limit_s: float = HANG_S
+    engine: str,
+    size: int,
+    function: str,
+    *arguments: Any,
+    env: dict[str, str] | None = None,
+    hosts: int = 1,
+    limit_s: float = HANG_S,
 ) -> list[Any]:
-    """What `module:function(communicator, *arguments)` returned on each rank. Raises AssertionError with the tracebacks of ranks.
+    """What `module:function(communicator, *arguments)` returned on each rank. Raises AssertionError
+    with the tracebacks of ranks.
 
-    env: of new ranks, where those that wait have another one; hosts: how many the ranks believe to be on.
+    env: of new ranks, where those that wait have another one; hosts: how many the ranks believe to
+    be on.
     """
     kind = (engine, size, hosts, tuple(sorted((env or {}).items())))
     asked = (kind, function, json.dumps(arguments))
@@ -57,7 +69,8 @@ def on_ranks(
 
 
 def alone(function: str, *arguments: Any) -> list[str]:
-    """The arguments of Python for ranks of a test's own, which call `module:function(*arguments)` once; its result is the exit code."""
+    """The arguments of Python for ranks of a test's own, which call `module:function(*arguments)`
+    once; its result is the exit code."""
     return ["tests/support/on_ranks.py", function, json.dumps(arguments)]
 
 
@@ -72,7 +85,9 @@ class WaitingRanks:
 
     def __init__(self, engine: str, size: int, hosts: int, env: dict[str, str]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="hvd")
-        self._sleeps = engine == "horovod"  # Horovod's thread looks for work each millisecond, for a fifth of a core on each rank
+        self._sleeps = (
+            engine == "horovod"
+        )  # Horovod's thread looks for work each millisecond, for a fifth of a core on each rank
         self._pids: list[int] = []
         address = str(Path(self._folder.name, "calls"))
         program = alone("waiting_rank:wait", engine, hosts, address)
@@ -80,8 +95,16 @@ class WaitingRanks:
             listener.bind(address)
             listener.listen(size)
             listener.settimeout(0.2)
-            self._job = Job(0 if engine == "single" else size, program, timeout_s=24 * 3600, env=env, is_warm=True)
-            self._connections: dict[int, tuple[socket.socket, Any]] = {}  # with the file that its answers are read from
+            self._job = Job(
+                0 if engine == "single" else size,
+                program,
+                timeout_s=24 * 3600,
+                env=env,
+                is_warm=True,
+            )
+            self._connections: dict[
+                int, tuple[socket.socket, Any]
+            ] = {}  # with the file that its answers are read from
             try:
                 self._accept(listener, size)
             except BaseException:
@@ -91,7 +114,9 @@ class WaitingRanks:
     def _accept(self, listener: socket.socket, size: int) -> None:
         end_s = time.monotonic() + START_S
         while len(self._connections) < size:
-            assert time.monotonic() < end_s and self._job.is_running(), f"ranks that do not start: {self._job.errors()}"
+            assert time.monotonic() < end_s and self._job.is_running(), (
+                f"ranks that do not start: {self._job.errors()}"
+            )
             try:
                 connection, _ = listener.accept()
             except TimeoutError:
@@ -107,10 +132,17 @@ class WaitingRanks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def call(self, function: str, arguments: tuple[Any, ...], limit_s: float) -> tuple[list[Any], bool]:
+    def call(
+        self, function: str, arguments: tuple[Any, ...], limit_s: float
+    ) -> tuple[list[Any], bool]:
         """The results, and whether each rank's process is as it was before."""
         self._signal(signal.SIGCONT)
-        message = json.dumps({"function": function, "arguments": arguments, "limit_s": limit_s - 5}).encode() + b"\n"
+        message = (
+            json.dumps(
+                {"function": function, "arguments": arguments, "limit_s": limit_s - 5}
+            ).encode()
+            + b"\n"
+        )
         for connection, _ in self._connections.values():
             connection.sendall(message)
         answers = self._answers(time.monotonic() + limit_s)
@@ -119,9 +151,13 @@ class WaitingRanks:
         if failed or missing:
             errors = [f"rank {rank}:\n{error}" for rank, error in sorted(failed.items())]
             silent = [f"without an answer: ranks {missing}"] if missing else []
-            raise AssertionError("\n".join([f"{function}{arguments}", *errors, *silent, self._job.errors()[-6000:]]))
+            raise AssertionError(
+                "\n".join([f"{function}{arguments}", *errors, *silent, self._job.errors()[-6000:]])
+            )
         self._signal(signal.SIGSTOP)
-        return [answers[rank]["result"] for rank in sorted(answers)], not any(answer["changed"] for answer in answers.values())
+        return [answers[rank]["result"] for rank in sorted(answers)], not any(
+            answer["changed"] for answer in answers.values()
+        )
 
     def _answers(self, end_s: float) -> dict[int, dict[str, Any]]:
         """Of all ranks; after an error, of those that answer soon."""

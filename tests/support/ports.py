@@ -1,4 +1,5 @@
-"""Ports for tests that run at the same time: no two get the same one, and the system gives it to nobody else."""
+"""Ports for tests that run at the same time: no two get the same one, and the system gives it to
+nobody else."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ import itertools
 import os
 import socket
 
-PORTS = range(10_000, 20_000)  # below those that Linux gives to outgoing connections, and those of hvdtrain.comm.rendezvous
+PORTS = range(
+    10_000, 20_000
+)  # below those that Linux gives to outgoing connections, and those of hvdtrain.comm.rendezvous
 _turns = itertools.count(101 * os.getpid())
 
 
@@ -20,7 +23,8 @@ def free_port() -> int:
 
 
 def _reserve(port: int) -> bool:
-    """By a socket with the port's name, which no other process can have meanwhile, and which the system closes with this process."""
+    """By a socket with the port's name, which no other process can have meanwhile, and which the
+    system closes with this process."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as reservation:
         try:
             reservation.bind(f"\0hvdtrain-test-port-{port}")

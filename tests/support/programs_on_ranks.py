@@ -1,4 +1,5 @@
-"""Programs of new users on the ranks, one after the other, each in a folder of its own; what each ended with, as JSON from rank 0.
+"""Programs of new users on the ranks, one after the other, each in a folder of its own; what each
+ended with, as JSON from rank 0.
 
 resumed, as the last one: the job of FOLDER/resumed goes on, with a worker on each rank.
 """
@@ -27,7 +28,8 @@ RESUMED = {
 
 def main(home: str, *names: str) -> None:
     folder, *programs = map(Path, (home, *names))
-    define_missing_operators()  # a program imports torchvision, here maybe a CUDA build beside a CPU build of torch
+    # a program imports torchvision, here maybe a CUDA build beside a CPU build of torch
+    define_missing_operators()
     ended = {}
     for program in programs:
         here = folder / program.stem
@@ -37,6 +39,12 @@ def main(home: str, *names: str) -> None:
             run = hvdtrain.train(RESUMED, f"run={here}", "data.workers=1")
         else:
             run = runpy.run_path(str(program), run_name="__main__")["run"]
-        ended[program.stem] = {"rank": run.rank, "code": run.code, "why": run.why, "objective": run.objective, "best": run.best}
+        ended[program.stem] = {
+            "rank": run.rank,
+            "code": run.code,
+            "why": run.why,
+            "objective": run.objective,
+            "best": run.best,
+        }
     if run.rank == 0:
         (folder / "ended.json").write_text(json.dumps(ended))

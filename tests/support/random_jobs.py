@@ -1,9 +1,12 @@
-"""Random jobs, in float64, on one process and on ranks of every engine, stage and mesh; half of them go on elsewhere from their middle.
+"""Random jobs, in float64, on one process and on ranks of every engine, stage and mesh; half of
+them go on elsewhere from their middle.
 
-    python tests/support/random_jobs.py --jobs 300 --seed 0          seeds 0 to 299; --engines mpi --sizes 2 --frameworks torch: fewer kinds
+    python tests/support/random_jobs.py --jobs 300 --seed 0          seeds 0 to 299; --engines mpi
+        --sizes 2 --frameworks torch: fewer kinds
 
-Each job has the losses, rates, evaluations, weights and optimizer state of one process, or is refused with code 2 and a key. Anything else
-is tried again by the command itself, in processes of its own, and printed with its seed and its commands.
+Each job has the losses, rates, evaluations, weights and optimizer state of one process, or is
+refused with code 2 and a key. Anything else is tried again by the command itself, in processes of
+its own, and printed with its seed and its commands.
 """
 
 from __future__ import annotations
@@ -44,18 +47,38 @@ from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.run_lock import RunLock
 from hvdtrain.training.train_job import train_job
 
-LINEAR = ("sgd", "lars", "larc", "novograd", "torch.optim.SGD")  # optimizers whose steps are as exact as their gradients
+LINEAR = (
+    "sgd",
+    "lars",
+    "larc",
+    "novograd",
+    "torch.optim.SGD",
+)  # optimizers whose steps are as exact as their gradients
 ROUNDING = 1e-12  # of these
-OF_ADAM = 1e-10  # and others: a gradient that is zero but for rounding, as of the biases of keys, is divided by Adam's eps of 1e-8
-OF_MUON = 1e-8  # whose steps multiply a direction that is nearly absent by 3.4445 ** 5, and with it what it was rounded by
+# and others: a gradient that is zero but for rounding, as of the biases of keys, is divided by
+# Adam's eps of 1e-8
+OF_ADAM = 1e-10
+# whose steps multiply a direction that is nearly absent by 3.4445 ** 5, and with it what it was
+# rounded by
+OF_MUON = 1e-8
 ROOM = 2**22  # bytes of a file of a checkpoint
 ONE = Place("single", 1, "")
-FIELDS = ("loss", "lr", "batch", "train_loss", "val_loss", "val_accuracy", "val_r2", "val_perplexity")  # of events
+FIELDS = (
+    "loss",
+    "lr",
+    "batch",
+    "train_loss",
+    "val_loss",
+    "val_accuracy",
+    "val_r2",
+    "val_perplexity",
+)  # of events
 AT_A_TIME = 60  # jobs whose runs are kept, so that ranks of a kind start once for them
 
 
 class Verdict(NamedTuple):
-    """equal, refused or failed; why: the key of a refusal, or what is wrong; apart: the largest relative difference."""
+    """equal, refused or failed; why: the key of a refusal, or what is wrong; apart: the largest
+    relative difference."""
 
     kind: str
     why: str = ""
@@ -93,7 +116,8 @@ class Part(NamedTuple):
 
 
 def train(communicator: Communicator, run: str, words: list[str]) -> dict[str, Any]:
-    """One job as the command does it, without the watchdog: its exit code, and the text of its refusal. Every rank calls it."""
+    """One job as the command does it, without the watchdog: its exit code, and the text of its
+    refusal. Every rank calls it."""
     config = resolve_batch_size(_configured(" ".join(words)).replace(run=run), communicator.size)
     try:
         refuse_conflicts(config, communicator.name, communicator.size)
@@ -103,7 +127,12 @@ def train(communicator: Communicator, run: str, words: list[str]) -> dict[str, A
         heartbeat = Heartbeat()
         signals = Signals(communicator.rank)
         with contextlib.redirect_stdout(io.StringIO()), RunLock(heartbeat, signals) as lock:
-            return {"code": train_job(config, datasets, communicator, "for the test", signals, heartbeat, lock).code, "text": ""}
+            return {
+                "code": train_job(
+                    config, datasets, communicator, "for the test", signals, heartbeat, lock
+                ).code,
+                "text": "",
+            }
     except UserError as error:
         return {"code": error.code, "text": str(error)}
 
@@ -112,11 +141,19 @@ _configured = functools.cache(lambda words: configure(None, words.split()))
 
 
 def run_part(part: Part, limit_s: float) -> Verdict | None:
-    """None where it has trained to its end, on waiting ranks or by the command; else what was said instead."""
+    """None where it has trained to its end, on waiting ranks or by the command; else what was said
+    instead."""
     part.prepare()
     place = part.place
     try:
-        found = on_ranks(place.engine, place.ranks, "random_jobs:train", str(part.run), part.words, limit_s=limit_s)
+        found = on_ranks(
+            place.engine,
+            place.ranks,
+            "random_jobs:train",
+            str(part.run),
+            part.words,
+            limit_s=limit_s,
+        )
     except AssertionError as error:
         return _by_command(part, limit_s, str(error))
     code = found[0]["code"]
@@ -126,29 +163,43 @@ def run_part(part: Part, limit_s: float) -> Verdict | None:
 
 def judged(code: int, text: str) -> Verdict | None:
     """The refusal that it is, if it is one."""
-    key = next((key for key in re.findall(r"\b[a-z]+\.[a-z_]+\b", text) if key in known_keys()), None)
-    return Verdict("refused", f"{key}: {text.splitlines()[0]}") if code == USER and key and "Traceback" not in text else None
+    key = next(
+        (key for key in re.findall(r"\b[a-z]+\.[a-z_]+\b", text) if key in known_keys()), None
+    )
+    return (
+        Verdict("refused", f"{key}: {text.splitlines()[0]}")
+        if code == USER and key and "Traceback" not in text
+        else None
+    )
 
 
 def _by_command(part: Part, limit_s: float, before: str) -> Verdict | None:
-    """The same in processes of its own; ranks that wait are ended by what it may have done to them."""
+    """The same in processes of its own; ranks that wait are ended by what it may have done to
+    them."""
     part.prepare()
     result = by_command(part, limit_s)
     if result.returncode == DONE:
         return Verdict("failed", f"on waiting ranks alone: {before[-3000:]}")
     text = result.stdout + result.stderr
-    return judged(result.returncode, text) or Verdict("failed", f"exit code {result.returncode}\n{text[-3000:]}")
+    return judged(result.returncode, text) or Verdict(
+        "failed", f"exit code {result.returncode}\n{text[-3000:]}"
+    )
 
 
 def by_command(part: Part, limit_s: float) -> Result:
     env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"}
     argv = ["-m", "hvdtrain", *part.words, f"run={part.run}"]
     ranks = part.place.ranks
-    return mpirun(ranks, argv, timeout_s=limit_s, env=env) if ranks > 1 else python(argv, timeout_s=limit_s, env=env)
+    return (
+        mpirun(ranks, argv, timeout_s=limit_s, env=env)
+        if ranks > 1
+        else python(argv, timeout_s=limit_s, env=env)
+    )
 
 
 class Left(NamedTuple):
-    """What a run left: numbers of its events by kind and step, and the arrays of its last checkpoint."""
+    """What a run left: numbers of its events by kind and step, and the arrays of its last
+    checkpoint."""
 
     events: dict[tuple[str, int], dict[str, float]]
     arrays: dict[str, np.ndarray]
@@ -157,7 +208,9 @@ class Left(NamedTuple):
 def left_of(run: Path) -> Left:
     lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     events = {
-        (e["kind"], e["step"]): {key: e[key] for key in FIELDS if e.get(key) is not None} for e in lines if e["kind"] in ("step", "epoch")
+        (e["kind"], e["step"]): {key: e[key] for key in FIELDS if e.get(key) is not None}
+        for e in lines
+        if e["kind"] in ("step", "epoch")
     }
     return Left(events, files.read_arrays(files.finished(run)[-1], ROOM))
 
@@ -167,7 +220,11 @@ def compare(one: Left, other: Left, first_step: int, rounding: float) -> Verdict
     events = {key: numbers for key, numbers in one.events.items() if key[1] > first_step}
     found = {key: numbers for key, numbers in other.events.items() if key[1] > first_step}
     if events.keys() != found.keys() or one.arrays.keys() != other.arrays.keys():
-        return Verdict("failed", f"of one alone: {sorted(events.keys() ^ found.keys())} {sorted(one.arrays.keys() ^ other.arrays.keys())}")
+        return Verdict(
+            "failed",
+            f"of one alone: {sorted(events.keys() ^ found.keys())} "
+            f"{sorted(one.arrays.keys() ^ other.arrays.keys())}",
+        )
     apart = {
         f"{kind} {step} {name}": _apart(number, found[kind, step].get(name, np.nan))
         for (kind, step), numbers in events.items()
@@ -178,7 +235,11 @@ def compare(one: Left, other: Left, first_step: int, rounding: float) -> Verdict
     first = next((name for name, distance in apart.items() if distance >= rounding), None)
     if first is None:
         return Verdict("equal", apart=apart[worst])
-    return Verdict("failed", f"{first} differs by {apart[first]:.1e}, {worst} by {apart[worst]:.1e}", apart[worst])
+    return Verdict(
+        "failed",
+        f"{first} differs by {apart[first]:.1e}, {worst} by {apart[worst]:.1e}",
+        apart[worst],
+    )
 
 
 def _apart(a: Any, b: Any) -> float:
@@ -192,17 +253,26 @@ def _apart(a: Any, b: Any) -> float:
     return 0.0 if np.array_equal(a, b) else float(np.abs(a - b).max() / (np.abs(a).max() or 1.0))
 
 
-def run_jobs(seeds: Sequence[int], limits: Limits, folder: Path, limit_s: float) -> Iterator[tuple[DrawnJob, Verdict, list[Part]]]:
-    """The verdict of each job, as soon as it is known. Parts on ranks of one kind run one after the other, so that these start once."""
+def run_jobs(
+    seeds: Sequence[int], limits: Limits, folder: Path, limit_s: float
+) -> Iterator[tuple[DrawnJob, Verdict, list[Part]]]:
+    """The verdict of each job, as soon as it is known. Parts on ranks of one kind run one after the
+    other, so that these start once."""
     jobs = [draw(seed, limits) for seed in seeds]
     parts: dict[int, list[Part]] = {}
     for job in jobs:
         runs = [folder / f"{job.seed}-{name}" for name in ("one", "ranks", "next")]
         of_job = [Part(job, ONE, runs[0]), Part(job, job.place, runs[1])]
-        parts[job.seed] = of_job + ([Part(job, job.next_place, runs[2], runs[1])] if job.next_place else [])
+        parts[job.seed] = of_job + (
+            [Part(job, job.next_place, runs[2], runs[1])] if job.next_place else []
+        )
     over = set[int]()
     for which in range(3):
-        todo = [parts[job.seed][which] for job in jobs if job.seed not in over and len(parts[job.seed]) > which]
+        todo = [
+            parts[job.seed][which]
+            for job in jobs
+            if job.seed not in over and len(parts[job.seed]) > which
+        ]
         for part in sorted(todo, key=lambda part: part.place[:2]):
             job = part.job
             of_job = parts[part.job.seed]
@@ -218,7 +288,10 @@ def compared(parts: list[Part]) -> Verdict:
     """Of the part that is furthest from one process."""
     one = left_of(parts[0].run)
     rounding = _rounding_of(parts[0].job)
-    verdicts = [compare(one, left_of(part.run), part.job.steps if part.from_run else 0, rounding) for part in parts[1:]]
+    verdicts = [
+        compare(one, left_of(part.run), part.job.steps if part.from_run else 0, rounding)
+        for part in parts[1:]
+    ]
     return max(verdicts, key=lambda verdict: (verdict.kind == "failed", verdict.apart))
 
 
@@ -229,25 +302,40 @@ def _rounding_of(job: DrawnJob) -> float:
 
 def shown(job: DrawnJob, verdict: Verdict, parts: list[Part]) -> str:
     """A line; of a failure the commands as well, and how to repeat it."""
-    places = " then ".join(f"{place.engine} x {place.ranks} {place.words}".strip() for place in (job.place, job.next_place) if place)
+    places = " then ".join(
+        f"{place.engine} x {place.ranks} {place.words}".strip()
+        for place in (job.place, job.next_place)
+        if place
+    )
     line = f"{job.seed:5} {verdict.kind:8} {verdict.apart:8.1e}  {places}"
     if verdict.kind == "refused":
         return f"{line}\n      {verdict.why}"
     if verdict.kind == "equal":
         return line
     commands = "\n".join(f"      {part.command()}" for part in parts)
-    return f"{line}\n      {verdict.why}\n      in an empty folder, with PYTHONPATH={ROOT / 'tests/support'}:\n{commands}"
+    return (
+        f"{line}\n      {verdict.why}\n      in an empty folder, with "
+        f"PYTHONPATH={ROOT / 'tests/support'}:\n{commands}"
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    default = Limits(engines=("mpi", "torchdist", "horovod") if _has_horovod() else ("mpi", "torchdist"))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    default = Limits(
+        engines=("mpi", "torchdist", "horovod") if _has_horovod() else ("mpi", "torchdist")
+    )
     parser.add_argument("--jobs", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0, help="of the first job; the next ones follow")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the first job; the next ones follow"
+    )
     parser.add_argument("--engines", nargs="+", default=default.engines)
     parser.add_argument("--sizes", nargs="+", type=int, default=default.sizes)
     parser.add_argument("--frameworks", nargs="+", default=default.frameworks)
-    parser.add_argument("--limit-s", type=float, default=120.0, help="after which a part of a job hangs")
+    parser.add_argument(
+        "--limit-s", type=float, default=120.0, help="after which a part of a job hangs"
+    )
     args = parser.parse_args()
     if mpirun_path() is None:
         parser.error("no mpirun on the path")
@@ -269,7 +357,10 @@ def main() -> int:
                     failing.append(job.seed)
                 worst = max(worst, verdict.apart if verdict.kind == "equal" else 0.0)
     end_all()
-    print(f"{args.jobs} jobs in {time.monotonic() - began:.0f} s: {dict(counts)}, equal within {worst:.1e}")
+    print(
+        f"{args.jobs} jobs in {time.monotonic() - began:.0f} s: {dict(counts)}, equal within "
+        f"{worst:.1e}"
+    )
     for reason, count in reasons.most_common():
         print(f"{count:5} refused: {reason}")
     print(f"failing seeds: {failing or 'none'}")

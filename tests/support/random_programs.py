@@ -1,6 +1,8 @@
-"""Random programs of hvdtrain.horovod against NumPy, as one program for the ranks: seeded calls, names, sizes, sets, orders of waiting.
+"""Random programs of hvdtrain.horovod against NumPy, as one program for the ranks: seeded calls,
+names, sizes, sets, orders of waiting.
 
-python tests/support/random_programs.py FIRST_SEED PROGRAMS OUT.json        writes {seed: failure} of those that fail
+python tests/support/random_programs.py FIRST_SEED PROGRAMS OUT.json        writes {seed: failure}
+    of those that fail
 """
 
 from __future__ import annotations
@@ -37,12 +39,29 @@ def steps_of(dice: random.Random, sets: list[list[int]], named: bool, number: in
     found = []
     for i in range(dice.randint(1, 12)):
         place = dice.randrange(len(sets))
-        kind = dice.choice(("allreduce", "allreduce", "allreduce", "broadcast", "allgather", "alltoall", "reducescatter"))
+        kind = dice.choice(
+            (
+                "allreduce",
+                "allreduce",
+                "allreduce",
+                "broadcast",
+                "allgather",
+                "alltoall",
+                "reducescatter",
+            )
+        )
         dtype = dice.choice(DTYPES)
-        shape = tuple(dice.choice((0, 1, 2, 3, 7, 40, 300)) for _ in range(dice.randint(0 if kind in ("allreduce", "broadcast") else 1, 2)))
+        shape = tuple(
+            dice.choice((0, 1, 2, 3, 7, 40, 300))
+            for _ in range(dice.randint(0 if kind in ("allreduce", "broadcast") else 1, 2))
+        )
         if dice.random() < 0.04:
             shape = (dice.randint(100_000, 1_500_000),)
-        op = dice.choice(("Sum", "Min", "Max", "Product") if dtype == "bool" else ("Average", "Sum", "Min", "Max", "Product"))
+        op = dice.choice(
+            ("Sum", "Min", "Max", "Product")
+            if dtype == "bool"
+            else ("Average", "Sum", "Min", "Max", "Product")
+        )
         name = f"step {number}.{i}" if named or dice.random() < 0.5 else None
         found.append(Step(kind, dtype, shape, op, dice.choice(sets[place]), place, name))
     return found
@@ -53,16 +72,24 @@ def begin(step: Step, process_set: Any, rank: int, in_place: bool) -> int:
     keywords = {"name": step.name, "process_set": process_set}
     match step.kind:
         case "allreduce":
-            return (hvd.allreduce_async_ if in_place else hvd.allreduce_async)(x, op=getattr(hvd, step.op), **keywords)
+            return (hvd.allreduce_async_ if in_place else hvd.allreduce_async)(
+                x, op=getattr(hvd, step.op), **keywords
+            )
         case "broadcast":
-            return (hvd.broadcast_async_ if in_place else hvd.broadcast_async)(x, step.root, **keywords)
+            return (hvd.broadcast_async_ if in_place else hvd.broadcast_async)(
+                x, step.root, **keywords
+            )
         case "allgather":
-            return hvd.allgather_async(given((step.shape[0] + rank, *step.shape[1:]), rank, step.dtype), **keywords)
+            return hvd.allgather_async(
+                given((step.shape[0] + rank, *step.shape[1:]), rank, step.dtype), **keywords
+            )
         case "reducescatter":
             return hvd.reducescatter_async(x, op=getattr(hvd, step.op), **keywords)
     ranks = process_set.ranks
     return hvd.alltoall_async(
-        given((sum(splits(step, rank, ranks)), *step.shape[1:]), rank, step.dtype), splits(step, rank, ranks), **keywords
+        given((sum(splits(step, rank, ranks)), *step.shape[1:]), rank, step.dtype),
+        splits(step, rank, ranks),
+        **keywords,
     )
 
 
@@ -77,24 +104,38 @@ def expected(step: Step, ranks: list[int], rank: int) -> np.ndarray:
         case "broadcast":
             return wide(given(step.shape, step.root, step.dtype))
         case "allgather":
-            return np.concatenate(parts_of(ranks, lambda r: step.shape[0] + r, step.shape[1:], step.dtype))
+            return np.concatenate(
+                parts_of(ranks, lambda r: step.shape[0] + r, step.shape[1:], step.dtype)
+            )
         case "reducescatter":
-            return np.array_split(reduced(step.shape, ranks, step.dtype, step.op), len(ranks))[ranks.index(rank)]
+            return np.array_split(reduced(step.shape, ranks, step.dtype, step.op), len(ranks))[
+                ranks.index(rank)
+            ]
     sources = parts_of(ranks, lambda r: sum(splits(step, r, ranks)), step.shape[1:], step.dtype)
     mine = ranks.index(rank)
     starts = [sum(splits(step, r, ranks)[:mine]) for r in ranks]
-    return np.concatenate([s[start : start + splits(step, r, ranks)[mine]] for s, start, r in zip(sources, starts, ranks, strict=True)])
+    return np.concatenate(
+        [
+            s[start : start + splits(step, r, ranks)[mine]]
+            for s, start, r in zip(sources, starts, ranks, strict=True)
+        ]
+    )
 
 
 def run(seed: int, sets: list[Any]) -> None:
-    """Named requests are begun and waited for in an order of each rank's own; unnamed ones in that of the program."""
+    """Named requests are begun and waited for in an order of each rank's own; unnamed ones in that
+    of the program."""
     common = random.Random(seed)
     own = random.Random(seed * 1000 + hvd.rank())
     rank = hvd.rank()
     all_ranks = [process_set.ranks for process_set in sets]
     for number in range(common.randint(1, 4)):
         named = common.random() < 0.7
-        steps = [step for step in steps_of(common, all_ranks, named, number) if rank in all_ranks[step.place]]
+        steps = [
+            step
+            for step in steps_of(common, all_ranks, named, number)
+            if rank in all_ranks[step.place]
+        ]
         order = own.sample(steps, len(steps)) if named else steps
         handles = []
         for step in order:
@@ -105,7 +146,11 @@ def run(seed: int, sets: list[Any]) -> None:
             own.shuffle(handles)
         for handle, step in handles:
             found = hvd.synchronize(handle)
-            judge(found[0] if step.kind == "alltoall" else found, expected(step, all_ranks[step.place], rank), step.dtype)
+            judge(
+                found[0] if step.kind == "alltoall" else found,
+                expected(step, all_ranks[step.place], rank),
+                step.dtype,
+            )
 
 
 def main() -> None:

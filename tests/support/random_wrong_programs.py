@@ -1,8 +1,10 @@
-"""Random programs of hvdtrain.horovod with one fault on one rank, many in one start: how each of them ends on every rank.
+"""Random programs of hvdtrain.horovod with one fault on one rank, many in one start: how each of
+them ends on every rank.
 
 python tests/support/random_wrong_programs.py FIRST_SEED PROGRAMS OUT.json
 
-OUT: {"wrong": {program: what is wrong with its end}, "slowest_s": seconds until a rank was told, at most}
+OUT: {"wrong": {program: what is wrong with its end}, "slowest_s": seconds until a rank was told, at
+most}
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ def end_of(steps: list[Step]) -> End:
 def wrong_with(ends: list[End], step: Step, culprit: int) -> str:
     """Every rank is told of the culprit, and all others of the call; "" where nothing is wrong."""
     for rank, end in enumerate(ends):
-        if f"rank {culprit}" not in end.message or (rank != culprit and f"{step.kind} {step.name!r}" not in end.message):
+        if f"rank {culprit}" not in end.message or (
+            rank != culprit and f"{step.kind} {step.name!r}" not in end.message
+        ):
             return f"rank {rank}: {end}"
     return ""
 
@@ -78,7 +82,10 @@ def main() -> None:
         place = dice.randrange(len(steps) - 1)
         fault = FAULTS[seed % len(FAULTS)]
         ends = [
-            End(*end) for end in hvd.allgather_object(tuple(end_of(with_fault(steps, place, fault) if hvd.rank() == culprit else steps)))
+            End(*end)
+            for end in hvd.allgather_object(
+                tuple(end_of(with_fault(steps, place, fault) if hvd.rank() == culprit else steps))
+            )
         ]
         slowest_s = max(slowest_s, *(end.seconds for end in ends))
         if wrong := wrong_with(ends, steps[place], culprit):

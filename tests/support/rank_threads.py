@@ -1,4 +1,5 @@
-"""Ranks that are threads of this process, for tests of strategies: no MPI to start, and sums by numpy."""
+"""Ranks that are threads of this process, for tests of strategies: no MPI to start, and sums by
+numpy."""
 
 from __future__ import annotations
 
@@ -34,4 +35,6 @@ def in_threads(size: int, of_rank: Callable[[ThreadRank], T]) -> list[T]:
     """What of_rank(communicator) returns on each of `size` ranks. Raises the first error of any."""
     ranks = ThreadRanks(size)
     ranks.barrier = threading.Barrier(size, timeout=LIMIT_S)
-    return run_threads([ranks], [lambda rank=rank: of_rank(ThreadRank(ranks, rank)) for rank in range(size)])  # type: ignore[misc]
+    return run_threads(
+        [ranks], [lambda rank=rank: of_rank(ThreadRank(ranks, rank)) for rank in range(size)]
+    )  # type: ignore[misc]

@@ -1,4 +1,5 @@
-"""Starts MPI ranks for tests: with a time limit, on a machine of any size; no process outlives its test."""
+"""Starts MPI ranks for tests: with a time limit, on a machine of any size; no process outlives its
+test."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ from hvdtrain.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# For small machines: more ranks than cores, no pinning, waiting ranks yield the core, root may start ranks; without a probe for cluster
-# networks MPI starts 1 s faster.
+# For small machines: more ranks than cores, no pinning, waiting ranks yield the core, root may
+# start ranks; without a probe for cluster networks MPI starts 1 s faster.
 _SMALL_MACHINE = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -46,21 +47,35 @@ def mpirun_path() -> str | None:
 # If tests skip although a compiler could have built Horovod, test_horovod_build.py fails.
 needs_mpirun = pytest.mark.skipif(mpirun_path() is None, reason="no mpirun on the path")
 needs_horovod = pytest.mark.skipif(
-    not importlib.util.find_spec("horovod"), reason="Horovod is not installed: python -m hvdtrain.cli.horovod"
+    not importlib.util.find_spec("horovod"),
+    reason="Horovod is not installed: python -m hvdtrain.cli.horovod",
 )
-needs_keras = pytest.mark.skipif(not importlib.util.find_spec("keras"), reason="Keras is not installed: make test-keras")
-needs_tensorflow = pytest.mark.skipif(not importlib.util.find_spec("tensorflow"), reason="TensorFlow is not installed: make test-keras")
-ENGINES = [pytest.param("mpi", marks=needs_mpirun), pytest.param("horovod", marks=[needs_mpirun, needs_horovod])]
+needs_keras = pytest.mark.skipif(
+    not importlib.util.find_spec("keras"), reason="Keras is not installed: make test-keras"
+)
+needs_tensorflow = pytest.mark.skipif(
+    not importlib.util.find_spec("tensorflow"),
+    reason="TensorFlow is not installed: make test-keras",
+)
+ENGINES = [
+    pytest.param("mpi", marks=needs_mpirun),
+    pytest.param("horovod", marks=[needs_mpirun, needs_horovod]),
+]
 
 
 HANG_S = 900.0  # whatever takes so long hangs: on an idle machine the longest takes a minute
-FULL = os.environ.get("HVDTRAIN_TEST_ROUNDS") == "full"  # every row of the largest tables, which take an hour or more; else some of each
+FULL = (
+    os.environ.get("HVDTRAIN_TEST_ROUNDS") == "full"
+)  # every row of the largest tables, which take an hour or more; else some of each
 
 ONE_ENGINE = {
-    engine: [each for each in ENGINES if FULL or each.values == (engine,)] for engine in ("mpi", "horovod")
+    engine: [each for each in ENGINES if FULL or each.values == (engine,)]
+    for engine in ("mpi", "horovod")
 }  # one of them, or both
 
-in_full_rounds = pytest.mark.skipif(not FULL, reason="one of the dearest: HVDTRAIN_TEST_ROUNDS=full")
+in_full_rounds = pytest.mark.skipif(
+    not FULL, reason="one of the dearest: HVDTRAIN_TEST_ROUNDS=full"
+)
 
 
 class Result(NamedTuple):
@@ -73,11 +88,16 @@ class Result(NamedTuple):
 
 
 def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a process that no launcher started, with settings for a small machine; `env` overrides it.
+    """The environment of a process that no launcher started, with settings for a small machine;
+    `env` overrides it.
 
     Without PYTHONUNBUFFERED: it hides what happens to output that is not flushed.
     """
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(_LAUNCHED) and key != "PYTHONUNBUFFERED"}
+    inherited = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(_LAUNCHED) and key != "PYTHONUNBUFFERED"
+    }
     path = os.pathsep.join(filter(None, (str(ROOT), inherited.get("PYTHONPATH"))))
     return {**inherited, **_SMALL_MACHINE, "PYTHONPATH": path, **(env or {})}
 
@@ -91,12 +111,19 @@ def mpirun(
     cwd: Path = ROOT,
     is_warm: bool = True,
 ) -> Result:
-    """`mpirun -np SIZE python ARGV`, to its end; 124 is the exit status of a job that ran past timeout_s."""
+    """`mpirun -np SIZE python ARGV`, to its end; 124 is the exit status of a job that ran past
+    timeout_s."""
     with Job(size, argv, timeout_s=timeout_s, env=env, cwd=cwd, is_warm=is_warm) as job:
         return job.wait()
 
 
-def python(argv: Sequence[str], *, timeout_s: float = HANG_S, env: Mapping[str, str] | None = None, is_warm: bool = True) -> Result:
+def python(
+    argv: Sequence[str],
+    *,
+    timeout_s: float = HANG_S,
+    env: Mapping[str, str] | None = None,
+    is_warm: bool = True,
+) -> Result:
     """`python ARGV` without a launcher, to its end; `env` may have the variables of one."""
     with Job(0, argv, timeout_s=timeout_s, env=env, is_warm=is_warm) as job:
         return job.wait()
@@ -126,7 +153,8 @@ class Job:
         pythons = warm.command(argv, env) if is_warm else [sys.executable, *argv]
         command = ["timeout", "-k", "5", str(timeout_s), *launcher, *pythons]
         self._stdout, self._stderr = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by __exit__)
-        # A killed mpirun does not remove the folder of its session; another mpirun with the same process number would fail to start there.
+        # A killed mpirun does not remove the folder of its session; another mpirun with the same
+        # process number would fail to start there.
         self._sessions = tempfile.mkdtemp(prefix="hvd")
         self._start = time.monotonic()
         self._limit_s = timeout_s + 10
@@ -138,7 +166,9 @@ class Job:
             stdin=subprocess.DEVNULL,
             env={"TMPDIR": self._sessions, **env},
             cwd=cwd,
-            process_group=0,  # Linux gives a session a whole share of the cores, also where its ranks only wait (sched(7), autogroup)
+            # Linux gives a session a whole share of the cores, also where its ranks only wait
+            # (sched(7), autogroup)
+            process_group=0,
         )
 
     def __enter__(self) -> Job:
@@ -155,7 +185,8 @@ class Job:
         shutil.rmtree(self._sessions, ignore_errors=True)
 
     def processes(self) -> set[int]:
-        """The job's processes that are alive: descendants of mpirun, and former descendants that mpirun did not end."""
+        """The job's processes that are alive: descendants of mpirun, and former descendants that
+        mpirun did not end."""
         self._seen = {pid for pid in self._seen | _below(self._process.pid) if _alive(pid)}
         return self._seen
 
@@ -187,17 +218,23 @@ class Job:
         """Waits until mpirun ends."""
         self.processes()
         code = self._process.wait(self._limit_s)
-        return Result(code, _text(self._stdout), _text(self._stderr), time.monotonic() - self._start)
+        return Result(
+            code, _text(self._stdout), _text(self._stderr), time.monotonic() - self._start
+        )
 
 
 def _text(stream: IO[str]) -> str:
-    return os.pread(stream.fileno(), 1 << 24, 0).decode(errors="replace")  # the job writes at this file's position: leave it alone
+    return os.pread(stream.fileno(), 1 << 24, 0).decode(
+        errors="replace"
+    )  # the job writes at this file's position: leave it alone
 
 
 def _below(root: int) -> set[int]:
     """The descendants of a process."""
     parents = {
-        int(path.name): parent for path in Path("/proc").iterdir() if path.name.isdigit() and (parent := _parent(path))
+        int(path.name): parent
+        for path in Path("/proc").iterdir()
+        if path.name.isdigit() and (parent := _parent(path))
     } | warm.forks()
     below = {root}
     while more := {pid for pid, parent in parents.items() if parent in below} - below:
@@ -207,7 +244,9 @@ def _below(root: int) -> set[int]:
 
 def _parent(process: Path) -> int:
     try:
-        return int((process / "stat").read_text().rpartition(")")[2].split()[1])  # after the name: state, parent
+        return int(
+            (process / "stat").read_text().rpartition(")")[2].split()[1]
+        )  # after the name: state, parent
     except OSError:
         return 0
 

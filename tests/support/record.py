@@ -1,4 +1,5 @@
-"""What tests took, as lines of JSON in the file that HVDTRAIN_TEST_RECORD names; `python tests/support/record.py FILE` sums them up."""
+"""What tests took, as lines of JSON in the file that HVDTRAIN_TEST_RECORD names; `python
+tests/support/record.py FILE` sums them up."""
 
 from __future__ import annotations
 
@@ -29,7 +30,10 @@ def summary(rows: list[dict[str, Any]]) -> str:
         of_core[row["test"]] += row.get("cpu_s", 0.0)
     again = sorted({row["test"] for row in rows if row.get("outcome") == "rerun"})
     tests = {row["test"] for row in rows if "seconds" in row}
-    slowest = [f"{taken:7.1f} s {of_core[test]:7.1f} s  {test}" for test, taken in seconds.most_common(SLOWEST)]
+    slowest = [
+        f"{taken:7.1f} s {of_core[test]:7.1f} s  {test}"
+        for test, taken in seconds.most_common(SLOWEST)
+    ]
     return "\n".join(
         [
             f"{len(tests)} tests, {len(starts)} starts of MPI with {sum(starts)} ranks",

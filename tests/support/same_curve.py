@@ -7,7 +7,8 @@ import pytest
 
 
 def check_same(name: str, job: dict, one: dict) -> None:
-    """Fails where what invariance.losses() gave for `job` differs from `one` by more than rounding, or the job learned nothing."""
+    """Fails where what invariance.losses() gave for `job` differs from `one` by more than rounding,
+    or the job learned nothing."""
     losses = np.array(job["losses"])
     expected = np.array(one["losses"])
     assert len(losses) >= 4 and losses[-1] != losses[0], name

@@ -1,4 +1,5 @@
-"""Compares the ranks of a job of which the last one differs, in seven ways: {case: message}, on the ranks."""
+"""Compares the ranks of a job of which the last one differs, in seven ways: {case: message}, on the
+ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ from hvdtrain.training.build import build_task
 from hvdtrain.training.datasets import Datasets, data_facts
 from hvdtrain.training.replicas.same_job import check_same_facts, facts
 
-NET = "from mine.layers import SCALE\n\ndef build(shape, classes):\n    raise RuntimeError('nobody runs this')\n"
+NET = (
+    "from mine.layers import SCALE\n\ndef build(shape, classes):\n    raise RuntimeError('nobody "
+    "runs this')\n"
+)
 
 
 def source(change: Callable[[np.ndarray, np.ndarray], None] | None) -> ArraySource:
@@ -36,7 +40,9 @@ def source(change: Callable[[np.ndarray, np.ndarray], None] | None) -> ArraySour
 def datasets(change: Callable[[np.ndarray, np.ndarray], None] | None = None) -> Datasets:
     train = source(change)
     val = source(None)
-    return Datasets(train, val, build_task(source(None), val, Config()))  # mean and deviation do not show the change
+    return Datasets(
+        train, val, build_task(source(None), val, Config())
+    )  # mean and deviation do not show the change
 
 
 def relabel(x: np.ndarray, y: np.ndarray) -> None:
@@ -69,7 +75,9 @@ def cases(communicator: Communicator, home: Path) -> dict[str, Any]:
 
     def message(config: Any, data: Datasets) -> str:
         try:
-            check_same_facts(communicator, facts(config, data_facts(config, data), communicator.name))
+            check_same_facts(
+                communicator, facts(config, data_facts(config, data), communicator.name)
+            )
         except UserError as error:
             return str(error)
         return ""
@@ -82,7 +90,12 @@ def cases(communicator: Communicator, home: Path) -> dict[str, Any]:
     found["labels"] = message(config, datasets(relabel if odd else None))
     found["pixels"] = message(config, datasets(alter_two_pixels if odd else None))
     found["data order"] = message(config, datasets(reorder if odd else None))
-    found["configuration"] = message(configure(None, ["framework=numpy", "model.name=linear", "batch.size=6", f"seed={1 + odd}"]), same)
+    found["configuration"] = message(
+        configure(
+            None, ["framework=numpy", "model.name=linear", "batch.size=6", f"seed={1 + odd}"]
+        ),
+        same,
+    )
     if odd:
         os.environ["PYTHONHASHSEED"] = "7"
     found["environment"] = message(config, same)

@@ -1,4 +1,5 @@
-"""Jobs on samples of different lengths, on the ranks of this start; and their steps by hand, one sample at a time without padding."""
+"""Jobs on samples of different lengths, on the ranks of this start; and their steps by hand, one
+sample at a time without padding."""
 
 from __future__ import annotations
 
@@ -44,7 +45,10 @@ class NextToken(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         sums = self.embedding(tokens).cumsum(1)
-        return self.head(sums / torch.arange(1, tokens.shape[1] + 1, device=tokens.device, dtype=sums.dtype)[:, None])
+        return self.head(
+            sums
+            / torch.arange(1, tokens.shape[1] + 1, device=tokens.device, dtype=sums.dtype)[:, None]
+        )
 
 
 class OfRows(nn.Module):
@@ -91,7 +95,10 @@ def made(kind: type[nn.Module]) -> nn.Module:
 def tokens(samples: int = SAMPLES, seed: int = 1) -> list[np.ndarray]:
     """Sequences of 1 to 23 tokens, 0 among them."""
     random = np.random.default_rng(seed)
-    return [random.integers(0, VOCABULARY, length) for length in [1, *random.integers(1, 24, samples - 1)]]
+    return [
+        random.integers(0, VOCABULARY, length)
+        for length in [1, *random.integers(1, 24, samples - 1)]
+    ]
 
 
 def rows(samples: int = SAMPLES, seed: int = 2) -> dict[str, list[np.ndarray]]:
@@ -100,17 +107,25 @@ def rows(samples: int = SAMPLES, seed: int = 2) -> dict[str, list[np.ndarray]]:
     return {"x": x, "y": [one.sum(1) + 0.1 * random.normal(size=len(one)) for one in x]}
 
 
-def language(run: str, *words: str, of: Callable[[list[np.ndarray]], Any] = lambda found: {"tokens": found}) -> dict[str, np.ndarray]:
+def language(
+    run: str, *words: str, of: Callable[[list[np.ndarray]], Any] = lambda found: {"tokens": found}
+) -> dict[str, np.ndarray]:
     """What a job on tokens trains in STEPS steps, or as words say."""
     data = {"train_data": of(tokens()), "val_data": of(tokens(20, 8))}
     job: dict[str, Any] = {"run": run, "stop.steps": STEPS, "task.name": "language"}
-    return dict(hvdtrain.train(job, *JOB, PAD_TOKENS, *words, model=made(NextToken), **data).weights)
+    return dict(
+        hvdtrain.train(job, *JOB, PAD_TOKENS, *words, model=made(NextToken), **data).weights
+    )
 
 
 def of_rows(run: str, *words: str) -> dict[str, np.ndarray]:
     data = {"train_data": rows(), "val_data": rows(20, 9)}
     job: dict[str, Any] = {"run": run, "stop.steps": STEPS}
-    return dict(hvdtrain.train(job, *JOB, *PAD_ROWS, *words, model=made(OfRows), loss=loss_of_rows, **data).weights)
+    return dict(
+        hvdtrain.train(
+            job, *JOB, *PAD_ROWS, *words, model=made(OfRows), loss=loss_of_rows, **data
+        ).weights
+    )
 
 
 def own_loop(run: str, *words: str) -> dict[str, np.ndarray]:
@@ -124,7 +139,9 @@ def own_loop(run: str, *words: str) -> dict[str, np.ndarray]:
             else:
                 ctx.backward(loss_of_rows(model(batch["x"]), batch).mean())
             optimizer.step()
-        return {name: parameter.detach().numpy().copy() for name, parameter in model.named_parameters()}
+        return {
+            name: parameter.detach().numpy().copy() for name, parameter in model.named_parameters()
+        }
 
 
 def sentences(samples: int = SAMPLES, seed: int = 1) -> dict[str, Any]:
@@ -134,7 +151,12 @@ def sentences(samples: int = SAMPLES, seed: int = 1) -> dict[str, Any]:
 
 def of_sentences(run: str, *words: str) -> dict[str, np.ndarray]:
     data = {"train_data": sentences(), "val_data": sentences(20, 8)}
-    job: dict[str, Any] = {"run": run, "stop.steps": STEPS, "data.pad": {"tokens": 0}, "data.mask": {"tokens": "mask"}}
+    job: dict[str, Any] = {
+        "run": run,
+        "stop.steps": STEPS,
+        "data.pad": {"tokens": 0},
+        "data.mask": {"tokens": "mask"},
+    }
     return dict(hvdtrain.train(job, *JOB, *words, model=made(OfSentence), **data).weights)
 
 
@@ -145,7 +167,13 @@ WAYS = {
     "language-stopped": (language, "batch.micro=3", "data.bucket_by=length", "stop.steps=4"),
     "sentences": (of_sentences,),
     "sentences-buckets": (of_sentences, "batch.micro=5", "data.bucket_by=length"),
-    "sentences-stage": (of_sentences, "batch.size=3", "batch.micro=1", "shard.stage=3", "stop.steps=3"),
+    "sentences-stage": (
+        of_sentences,
+        "batch.size=3",
+        "batch.micro=1",
+        "shard.stage=3",
+        "stop.steps=3",
+    ),
     "rows": (of_rows,),
     "rows-own-loop": (own_loop,),
     "rows-buckets": (of_rows, "batch.micro=2", "data.bucket_by=y"),
@@ -163,9 +191,13 @@ def on_ranks(folder: str) -> int:
 
 
 def by_hand(
-    model: nn.Module, loss: Callable[[nn.Module, int], tuple[torch.Tensor, int]], samples: int = SAMPLES, batch: int = BATCH
+    model: nn.Module,
+    loss: Callable[[nn.Module, int], tuple[torch.Tensor, int]],
+    samples: int = SAMPLES,
+    batch: int = BATCH,
 ) -> dict[str, np.ndarray]:
-    """The weights after STEPS steps of the mean over each batch, where loss(model, sample) is a sum and the weight of it."""
+    """The weights after STEPS steps of the mean over each batch, where loss(model, sample) is a sum
+    and the weight of it."""
     model = copy.deepcopy(model)
     for step in range(STEPS):
         drawn = positions_of_rank(step * batch, batch, 0, 1, samples, 5).samples
@@ -195,7 +227,9 @@ def sentences_by_hand() -> dict[str, np.ndarray]:
     def loss(model: nn.Module, sample: int) -> tuple[torch.Tensor, int]:
         one = torch.from_numpy(found["tokens"][sample])[None]
         label = torch.tensor([int(found["y"][sample])])
-        return functional.cross_entropy(model(one, torch.ones(one.shape, dtype=torch.bool)), label), 1
+        return functional.cross_entropy(
+            model(one, torch.ones(one.shape, dtype=torch.bool)), label
+        ), 1
 
     return by_hand(made(OfSentence), loss)
 

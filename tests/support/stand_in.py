@@ -1,4 +1,5 @@
-"""Rank 0 of a job, of a check and of a checkpoint that ranks write together, whose other ranks do not exist: what it receives and does.
+"""Rank 0 of a job, of a check and of a checkpoint that ranks write together, whose other ranks do
+not exist: what it receives and does.
 
 python tests/support/stand_in.py [RANKS ...]
 """
@@ -21,7 +22,13 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.cli.check.command import RankInspection, TimeLimit, compare_ranks, connected_facts, inspect_job
+from hvdtrain.cli.check.command import (
+    RankInspection,
+    TimeLimit,
+    compare_ranks,
+    connected_facts,
+    inspect_job,
+)
 from hvdtrain.cli.check.dry_run import LARGE_BYTES
 from hvdtrain.cli.check.report import Report, to_text
 from hvdtrain.comm.communicator import Buffer, CompletedHandle, Handle, Op
@@ -33,7 +40,14 @@ from hvdtrain.core.progress import Progress
 from hvdtrain.frameworks.torch.parallel.communicators import PlannedCommunicator
 from hvdtrain.recipe.batch import resolve_batch_size
 from hvdtrain.training.checkpoint import files
-from hvdtrain.training.checkpoint.shards import WORD, Parts, Share, WrittenByAll, of_read, of_written
+from hvdtrain.training.checkpoint.shards import (
+    WORD,
+    Parts,
+    Share,
+    WrittenByAll,
+    of_read,
+    of_written,
+)
 from hvdtrain.training.datasets import open_datasets
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.signals import Signals
@@ -43,8 +57,20 @@ from hvdtrain.training.run_lock import RunLock
 from hvdtrain.training.train_job import train_job
 
 RANKS_OF_HOST = 8
-WORDS = ["framework=numpy", "model.name=linear", "batch.size=16384", "recipe.schedule=constant", "log.every_steps=1", "stop.steps=3"]
-WORDS += ["data.name=synthetic", "data.shape=[2,2,1]", "data.samples=65536", "data.val_samples=16384"]
+WORDS = [
+    "framework=numpy",
+    "model.name=linear",
+    "batch.size=16384",
+    "recipe.schedule=constant",
+    "log.every_steps=1",
+    "stop.steps=3",
+]
+WORDS += [
+    "data.name=synthetic",
+    "data.shape=[2,2,1]",
+    "data.samples=65536",
+    "data.val_samples=16384",
+]
 
 
 @dataclass
@@ -126,7 +152,9 @@ def phases_of(size: int, run: Path, words: Sequence[str] = WORDS) -> dict[str, C
         watchdog.attach(communicator)
         heartbeat.beat("reading the data", 0, 0)
         datasets = open_datasets(config, communicator)
-        train_job(config, datasets, communicator, "a stand-in", signals, heartbeat, lock, None, watchdog)
+        train_job(
+            config, datasets, communicator, "a stand-in", signals, heartbeat, lock, None, watchdog
+        )
         heartbeat.beat("", 0, 0)
     return dict(heartbeat.counts)
 
@@ -135,7 +163,9 @@ class StandInOfCheck(StandIn):
     """The others have numbers and hosts of their own."""
 
     def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
-        return super().allreduce(x, name, op) if x.nbytes < LARGE_BYTES else x  # by which check measures the engine
+        return (
+            super().allreduce(x, name, op) if x.nbytes < LARGE_BYTES else x
+        )  # by which check measures the engine
 
     def allgather_object(self, thing: Any) -> list[Any]:
         packed = pickle.dumps(thing)
@@ -145,11 +175,21 @@ class StandInOfCheck(StandIn):
 
 
 def _of_rank(rank: int, thing: Any) -> Any:
-    """What rank 0 sends, as another rank would: in the first place of a pair what of its facts is not rank 0's."""
+    """What rank 0 sends, as another rank would: in the first place of a pair what of its facts is
+    not rank 0's."""
     if isinstance(thing, tuple) and isinstance(thing[0], dict):
         host = f"host{rank // RANKS_OF_HOST}"
-        own = {"rank": rank, "local_rank": rank % RANKS_OF_HOST, "host": host, "machine": f"boot id of {host}", "pid": 100_000 + rank}
-        own |= {"networks": {"eth0": f"10.0.{rank // 256}.{rank % 256}"}, "clock_s": 1e9 + rank / 1e6}
+        own = {
+            "rank": rank,
+            "local_rank": rank % RANKS_OF_HOST,
+            "host": host,
+            "machine": f"boot id of {host}",
+            "pid": 100_000 + rank,
+        }
+        own |= {
+            "networks": {"eth0": f"10.0.{rank // 256}.{rank % 256}"},
+            "clock_s": 1e9 + rank / 1e6,
+        }
         thing[0].update({name: [value] for name, value in own.items()})
     return thing
 
@@ -172,7 +212,8 @@ def check_of(size: int, run: Path) -> tuple[Counts, Report]:
 
 
 class OtherWriters(threading.Thread):
-    """All ranks but 0 of a checkpoint: each reports what a rank does that has no part of the small state, and reads its share."""
+    """All ranks but 0 of a checkpoint: each reports what a rank does that has no part of the small
+    state, and reads its share."""
 
     def __init__(self, parts: Parts, size: int, folder: Path) -> None:
         super().__init__()
@@ -191,7 +232,9 @@ class OtherWriters(threading.Thread):
                 time.sleep(0.01)
             for rank in range(1, self._size):
                 share = Share(self._parts.layout.sizes, rank, self._size).read(folder, lambda: None)
-                self._report(of_read(rank), {"sums": list(share.sums.values()), "checksums": share.checksums})
+                self._report(
+                    of_read(rank), {"sums": list(share.sums.values()), "checksums": share.checksums}
+                )
 
     def _report(self, name: str, report: dict[str, Any]) -> None:
         text = json.dumps(report)
@@ -202,23 +245,30 @@ class OtherWriters(threading.Thread):
 
 
 def checkpoint_of(size: int, run: Path) -> Counts:
-    """Of a checkpoint that `size` ranks write together; collectives: looks at the folder and reports that are read."""
+    """Of a checkpoint that `size` ranks write together; collectives: looks at the folder and
+    reports that are read."""
     run.mkdir()
     name = files.unfinished_name(3, "0123456789abcdef")
     state = {"p.w": np.arange(1000.0), "s.w.0": np.arange(1000.0)}
-    pieces = [whole("p.w", state["p.w"]), whole("s.w.0", state["s.w.0"])._replace(shape=(1000,), is_whole=False, is_mine=True)]
+    pieces = [
+        whole("p.w", state["p.w"]),
+        whole("s.w.0", state["s.w.0"])._replace(shape=(1000,), is_whole=False, is_mine=True),
+    ]
     parts = Parts(pieces, files.ARRAYS, files.file_of, 0)
     others = OtherWriters(parts, size, run / "checkpoints" / name)
     others.start()
     began_s = time.thread_time()
-    written = WrittenByAll(parts, range(1, size), [f"host{rank // RANKS_OF_HOST}" for rank in range(size)], name)
+    written = WrittenByAll(
+        parts, range(1, size), [f"host{rank // RANKS_OF_HOST}" for rank in range(size)], name
+    )
     files.write(run, TrainState(Progress(10, 100, 3, 24)), written, {})
     others.join()
     return Counts(0, others.reported_bytes, time.thread_time() - began_s)
 
 
 def print_phases(size: int) -> None:
-    """Twice: what is imported in the first run counts for no number of ranks. Memory with tracemalloc, which takes time, in a third one."""
+    """Twice: what is imported in the first run counts for no number of ranks. Memory with
+    tracemalloc, which takes time, in a third one."""
     with tempfile.TemporaryDirectory() as folder:
         phases_of(size, Path(folder) / "first")
         counts = phases_of(size, Path(folder) / "second")
@@ -231,7 +281,10 @@ def print_phases(size: int) -> None:
         tracemalloc.stop()
     print(f"{size} ranks: Python's memory {peak_bytes / 1e6:.1f} MB at most", file=sys.stderr)
     for phase, of in counts.items():
-        line = f"{size:6} {phase:40} {of.collectives:5} collectives {of.received_bytes:12,} bytes {of.processor_s:8.3f} s of a processor"
+        line = (
+            f"{size:6} {phase:40} {of.collectives:5} collectives {of.received_bytes:12,} bytes "
+            f"{of.processor_s:8.3f} s of a processor"
+        )
         print(line, file=sys.stderr)
 
 

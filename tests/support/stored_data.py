@@ -1,4 +1,5 @@
-"""Files of science for tests: the same samples in each format, and a job on them on one or more ranks beside the job on arrays."""
+"""Files of science for tests: the same samples in each format, and a job on them on one or more
+ranks beside the job on arrays."""
 
 from __future__ import annotations
 
@@ -13,8 +14,21 @@ import hvdtrain
 from hvdtrain.comm.placement import placement
 
 SAMPLES = 203
-JOB = {"task.name": "regression", "model.name": "mlp", "model.widths": [7], "speed.precision": "fp64", "optim.name": "sgd"}
-JOB |= {"optim.base_lr": 0.05, "epochs": 2, "batch.size": 24, "data.val_share": 0.1, "comm.engine": "auto", "task.standardize": True}
+JOB = {
+    "task.name": "regression",
+    "model.name": "mlp",
+    "model.widths": [7],
+    "speed.precision": "fp64",
+    "optim.name": "sgd",
+}
+JOB |= {
+    "optim.base_lr": 0.05,
+    "epochs": 2,
+    "batch.size": 24,
+    "data.val_share": 0.1,
+    "comm.engine": "auto",
+    "task.standardize": True,
+}
 
 
 def samples() -> dict[str, np.ndarray]:
@@ -35,7 +49,9 @@ def write(folder: Path, name: str) -> None:
         import h5py
 
         with h5py.File(folder / "data.h5", "w") as file:
-            file.create_dataset("fields/u", data=x[:, 0], chunks=(16, 4, 2), compression="gzip", shuffle=True)
+            file.create_dataset(
+                "fields/u", data=x[:, 0], chunks=(16, 4, 2), compression="gzip", shuffle=True
+            )
             file.create_dataset("fields/v", data=x[:, 1], chunks=(25, 3, 3))
             file["y"] = y
     elif name == "zarr":
@@ -54,7 +70,10 @@ def write(folder: Path, name: str) -> None:
     elif name == "csv":
         columns = {f"x{place}": column for place, column in enumerate(x.reshape(SAMPLES, 24).T)}
         columns |= {f"y{place}": column for place, column in enumerate(y.T)}
-        lines = [",".join(repr(float(number)) for number in row) for row in np.stack(list(columns.values()), 1)]
+        lines = [
+            ",".join(repr(float(number)) for number in row)
+            for row in np.stack(list(columns.values()), 1)
+        ]
         (folder / "data.csv").write_text("\n".join([",".join(columns), *lines]) + "\n")
 
 
@@ -71,7 +90,9 @@ WORDS: dict[str, tuple[str, ...]] = {
 def weights(name: str | None, run: str, *words: str) -> dict[str, np.ndarray]:
     """What a job on a format, or on arrays, trains."""
     if name is not None:
-        return dict(hvdtrain.train(JOB, f"run={run}", f"data.name={name}", *WORDS[name], *words).weights)
+        return dict(
+            hvdtrain.train(JOB, f"run={run}", f"data.name={name}", *WORDS[name], *words).weights
+        )
     data = samples()
     if "flat" in run:
         data["x"] = data["x"].reshape(SAMPLES, 24)

@@ -1,4 +1,5 @@
-"""Files of weights as a damaged disk or a stranger may make them: name -> bytes, for torch's two formats and for safetensors."""
+"""Files of weights as a damaged disk or a stranger may make them: name -> bytes, for torch's two
+formats and for safetensors."""
 
 from __future__ import annotations
 
@@ -51,7 +52,10 @@ def _trees() -> dict[str, Any]:
         }
     return {
         **{kind: {"w": tensor} for kind, tensor in odd.items()},
-        **{f"{dimensions} dimensions": {"w": torch.zeros([1] * dimensions)} for dimensions in (33, 64, 65, 100)},
+        **{
+            f"{dimensions} dimensions": {"w": torch.zeros([1] * dimensions)}
+            for dimensions in (33, 64, 65, 100)
+        },
         **{
             f"{dtype}": {"w": ARRAY.to(dtype)}
             for dtype in (
@@ -100,16 +104,30 @@ def torch_files() -> Iterator[tuple[str, bytes]]:
         for length in (0, 1, 5, len(whole) // 3, len(whole) // 2, len(whole) - 30, len(whole) - 1):
             yield f"{length} bytes, zip {zipped}", whole[:length]
         for at in range(20, len(whole), len(whole) // 12):
-            yield f"byte {at} altered, zip {zipped}", whole[:at] + bytes([whole[at] ^ 255]) + whole[at + 1 :]
+            yield (
+                f"byte {at} altered, zip {zipped}",
+                whole[:at] + bytes([whole[at] ^ 255]) + whole[at + 1 :],
+            )
         yield f"zeros, zip {zipped}", bytes(len(whole))
     whole = saved({"w": ARRAY})
     is_data: Callable[[str], bool] = lambda name: name.endswith("/data/0")  # noqa: E731
     yield "zip compressed", _rezipped(whole, lambda name, data: data)
     yield "zip bomb", _rezipped(whole, lambda name, data: bytes(2**26) if is_data(name) else data)
-    yield "zip bomb of a pickle", _rezipped(whole, lambda name, data: data + bytes(2**26) if name.endswith("data.pkl") else data)
+    yield (
+        "zip bomb of a pickle",
+        _rezipped(
+            whole, lambda name, data: data + bytes(2**26) if name.endswith("data.pkl") else data
+        ),
+    )
     yield "zip without data", _rezipped(whole, lambda name, data: None if is_data(name) else data)
-    yield "zip without a pickle", _rezipped(whole, lambda name, data: None if name.endswith("data.pkl") else data)
-    yield "zip with less data", _rezipped(whole, lambda name, data: data[:8] if is_data(name) else data)
+    yield (
+        "zip without a pickle",
+        _rezipped(whole, lambda name, data: None if name.endswith("data.pkl") else data),
+    )
+    yield (
+        "zip with less data",
+        _rezipped(whole, lambda name, data: data[:8] if is_data(name) else data),
+    )
     yield "zip of nothing", b"PK\5\6" + bytes(18)
     yield "more numbers than the file", whole.replace(b"K\x0c", b"K\xff")
     yield "a shape beyond the storage", whole.replace(b"K\x03K\x04\x86", b"K\x63K\x63\x86")
@@ -120,7 +138,10 @@ def torch_files() -> Iterator[tuple[str, bytes]]:
 
 def _rezipped(whole: bytes, change: Callable[[str, bytes], bytes | None]) -> bytes:
     file = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(whole)) as old, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as new:
+    with (
+        zipfile.ZipFile(io.BytesIO(whole)) as old,
+        zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as new,
+    ):
         for entry in old.infolist():
             if (data := change(entry.filename, old.read(entry))) is not None:
                 new.writestr(entry.filename, data)
@@ -155,8 +176,19 @@ def safetensors_files() -> Iterator[tuple[str, bytes]]:
     ):
         yield f"header {header!r:.20}", tensors_file(header)
     yield "numbers in the metadata", tensors_file({"__metadata__": 3, "w": ENTRY})
-    for shape in ([-3, -4], [3.0, 4], [2**62, 4], [2**32, 2**32], [3, 4] + [1] * 100, [12] + [1] * 63, [12] + [1] * 64):
-        yield f"shape {str(shape)[:20]} of {len(shape)}", tensors_file({"w": {**ENTRY, "shape": shape}})
+    for shape in (
+        [-3, -4],
+        [3.0, 4],
+        [2**62, 4],
+        [2**32, 2**32],
+        [3, 4] + [1] * 100,
+        [12] + [1] * 63,
+        [12] + [1] * 64,
+    ):
+        yield (
+            f"shape {str(shape)[:20]} of {len(shape)}",
+            tensors_file({"w": {**ENTRY, "shape": shape}}),
+        )
     for offsets in ([0, 480], [48, 0], [-1, 47], [0, 1, 2], None):
         yield f"offsets {offsets}", tensors_file({"w": {**ENTRY, "data_offsets": offsets}})
     for dtype, numbers in {
@@ -170,16 +202,27 @@ def safetensors_files() -> Iterator[tuple[str, bytes]]:
         "C64": 6,
         "BF16": 24,
     }.items():
-        yield f"type {dtype}", tensors_file({"w": {"dtype": dtype, "shape": [numbers], "data_offsets": [0, 48]}})
+        yield (
+            f"type {dtype}",
+            tensors_file({"w": {"dtype": dtype, "shape": [numbers], "data_offsets": [0, 48]}}),
+        )
     yield "overlapping", tensors_file({"a": ENTRY, "b": ENTRY})
     yield (
         "with a gap",
-        tensors_file({"a": {**ENTRY, "shape": [1], "data_offsets": [0, 4]}, "b": {**ENTRY, "shape": [1], "data_offsets": [44, 48]}}),
+        tensors_file(
+            {
+                "a": {**ENTRY, "shape": [1], "data_offsets": [0, 4]},
+                "b": {**ENTRY, "shape": [1], "data_offsets": [44, 48]},
+            }
+        ),
     )
     yield "one name twice", tensors_file(b'{"w":' + entry + b',"w":' + entry + b"}")
     yield "name with codes", tensors_file({"a\nb\0": ENTRY})
     yield "half a letter", tensors_file(b'{"\\ud800":' + entry + b"}")
     yield "a byte more", tensors_file({"w": ENTRY}, DATA + b"x")
     yield "a byte less", tensors_file({"w": ENTRY}, DATA[:-1])
-    yield "80 dimensions of nothing", tensors_file({"w": {**ENTRY, "shape": [0] * 80, "data_offsets": [0, 0]}}, b"")
+    yield (
+        "80 dimensions of nothing",
+        tensors_file({"w": {**ENTRY, "shape": [0] * 80, "data_offsets": [0, 0]}}, b""),
+    )
     yield "plain", tensors_file({"w": ENTRY})

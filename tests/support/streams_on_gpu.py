@@ -1,4 +1,5 @@
-"""A script of ranks that share a GPU, which asks on one stream, waits on another one, and uses the memory of both again."""
+"""A script of ranks that share a GPU, which asks on one stream, waits on another one, and uses the
+memory of both again."""
 
 from __future__ import annotations
 
@@ -29,7 +30,10 @@ def main() -> None:
                     "allreduce_": (hvd.allreduce_async_(changed, op=hvd.Sum), total * length),
                     "broadcast": (hvd.broadcast_async(late, 0), length),
                     "allgather": (hvd.allgather_async(late), total * length),
-                    "reducescatter": (hvd.reducescatter_async(late, op=hvd.Sum), total * length // hvd.size()),
+                    "reducescatter": (
+                        hvd.reducescatter_async(late, op=hvd.Sum),
+                        total * length // hvd.size(),
+                    ),
                 }
                 del late, changed
             for name, (handle, expected) in handles.items():

@@ -1,6 +1,7 @@
 """Layers cut over ranks beside the whole model: {case: {what: largest difference}}, on the ranks.
 
-Every rank has the whole model too, and the same samples. Each case computes on all ranks before results are compared.
+Every rank has the whole model too, and the same samples. Each case computes on all ranks before
+results are compared.
 """
 
 from __future__ import annotations
@@ -29,10 +30,23 @@ VOCABULARY = 20
 CONTEXT = 7
 PADDING = 3
 Found = dict[str, float]
-FAULTS = ("fc1.backward", "attention.inputs.backward", "head.backward", "fc2.forward", "tokens.forward")
+FAULTS = (
+    "fc1.backward",
+    "attention.inputs.backward",
+    "head.backward",
+    "fc2.forward",
+    "tokens.forward",
+)
 
 
-SEQUENCE_FAULTS = ("fc1.backward", "attention.inputs.backward", "head.backward", "fc2.forward", "tokens.forward", "norm1.weight")
+SEQUENCE_FAULTS = (
+    "fc1.backward",
+    "attention.inputs.backward",
+    "head.backward",
+    "fc2.forward",
+    "tokens.forward",
+    "norm1.weight",
+)
 
 
 class Forgetful:
@@ -74,17 +88,25 @@ def gathered(part: torch.Tensor, cut: Cut, communicator: Communicator) -> torch.
     whole = part.new_full(cut.whole_shape(tuple(part.shape)), float("nan"))
     cuts = [cut._replace(part=rank) for rank in range(communicator.size)]
     lengths = [math.prod(each.local_shape(tuple(whole.shape))) for each in cuts]
-    for each, found in zip(cuts, communicator.allgather(part.flatten(), "parts").split(lengths), strict=True):
+    for each, found in zip(
+        cuts, communicator.allgather(part.flatten(), "parts").split(lengths), strict=True
+    ):
         each.put(whole, found)
     return whole
 
 
 def gradients(
-    model: nn.Module, whole: nn.Module, cuts: Mapping[nn.Parameter, Cut], communicator: Communicator, sequence: bool = False
+    model: nn.Module,
+    whole: nn.Module,
+    cuts: Mapping[nn.Parameter, Cut],
+    communicator: Communicator,
+    sequence: bool = False,
 ) -> Found:
-    """The difference of every parameter's gradient; infinite where one is missing, or is not the same on all ranks.
+    """The difference of every parameter's gradient; infinite where one is missing, or is not the
+    same on all ranks.
 
-    sequence: a rank has a part of the positions, and the gradients of whole parameters are sums over ranks.
+    sequence: a rank has a part of the positions, and the gradients of whole parameters are sums
+    over ranks.
     """
     theirs = dict(whole.named_parameters())
     assert dict(model.named_parameters()).keys() == theirs.keys()
@@ -94,15 +116,21 @@ def gradients(
         if sequence and p not in cuts:
             p.grad = communicator.allreduce(p.grad, name)
         grad = gathered(p.grad, cuts[p], communicator) if p in cuts else p.grad
-        is_same = len(set(communicator.allgather_object(str(grad.tolist())))) == 1  # to the last bit
+        is_same = (
+            len(set(communicator.allgather_object(str(grad.tolist())))) == 1
+        )  # to the last bit
         found[name] = apart(grad, theirs[name].grad) if is_same else float("inf")
     return found
 
 
 def language(
-    options: dict[str, Any], communicator: Communicator, recompute: Literal["none", "all"] = "none", sequence: bool = False
+    options: dict[str, Any],
+    communicator: Communicator,
+    recompute: Literal["none", "all"] = "none",
+    sequence: bool = False,
 ) -> Found:
-    """Logits, the loss of each sample with smoothing and padding, and gradients of two passes; then without gradients."""
+    """Logits, the loss of each sample with smoothing and padding, and gradients of two passes; then
+    without gradients."""
     whole = small_gpt(**options)
     model = copy.deepcopy(whole)
     recompute_blocks(model, recompute, "tests")
@@ -127,9 +155,18 @@ def language(
         assert torch.equal(mine.terms["tokens"], theirs.terms["tokens"])
     found |= gradients(model, whole, cuts, communicator, sequence)
     with torch.no_grad():
-        mine, theirs = (part.each(m.eval()(part.inputs(batch)), batch, training=False) for m in (model, whole))
+        mine, theirs = (
+            part.each(m.eval()(part.inputs(batch)), batch, training=False) for m in (model, whole)
+        )
         found["evaluation"] = apart(mine.loss, theirs.loss)
-        draw = partial(continue_sequences, prompts=batch["tokens"][:, :2].long(), length=12, tokens=VOCABULARY, temperature=1.0, seed=4)
+        draw = partial(
+            continue_sequences,
+            prompts=batch["tokens"][:, :2].long(),
+            length=12,
+            tokens=VOCABULARY,
+            temperature=1.0,
+            seed=4,
+        )
         found["drawn"] = float((draw(model) != draw(whole)).sum())  # type: ignore[arg-type]
     is_tied = bool(options.get("tied"))
     assert (model.head.weight is model.tokens.weight) == is_tied
@@ -150,11 +187,16 @@ def perceptron(widths: tuple[int, ...], communicator: Communicator) -> Found:
     x.grad = None
     functional.cross_entropy(expected, y).backward()
     assert grad is not None and x.grad is not None
-    return {"logits": apart(logits, expected), "x": apart(grad, x.grad), **gradients(model, whole, cuts, communicator)}
+    return {
+        "logits": apart(logits, expected),
+        "x": apart(grad, x.grad),
+        **gradients(model, whole, cuts, communicator),
+    }
 
 
 def half_numbers(communicator: Communicator, sequence: bool = False) -> Found:
-    """Under autocast with bfloat16, of which the engine may have no sums: to its 8 bits. Gradients are those of float32 weights."""
+    """Under autocast with bfloat16, of which the engine may have no sums: to its 8 bits. Gradients
+    are those of float32 weights."""
     whole = small_gpt().float()
     model = copy.deepcopy(whole)
     cut_model(model, plan_of(model, "tests"), communicator, sequence=sequence)
@@ -165,16 +207,22 @@ def half_numbers(communicator: Communicator, sequence: bool = False) -> Found:
     assert found.local.dtype == expected.dtype == torch.bfloat16
     loss = found.to(torch.float32).cross_entropy(tokens, 0.1, -100)
     loss.mean().backward()
-    functional.cross_entropy(expected.float().flatten(0, 1), tokens.flatten(), label_smoothing=0.1).backward()
+    functional.cross_entropy(
+        expected.float().flatten(0, 1), tokens.flatten(), label_smoothing=0.1
+    ).backward()
     theirs = dict(whole.named_parameters())["blocks.0.norm1.weight"].grad
     mine = dict(model.named_parameters())["blocks.0.norm1.weight"].grad
     assert mine is not None and theirs is not None
     mine = communicator.allreduce(mine, "norm1.weight") if sequence else mine
-    return {"logits": apart(whole_logits(found).float(), expected.float()), "gradient": apart(mine, theirs)}
+    return {
+        "logits": apart(whole_logits(found).float(), expected.float()),
+        "gradient": apart(mine, theirs),
+    }
 
 
 def kept_of_a_block(communicator: Communicator, sequence: bool) -> float:
-    """Numbers that forward keeps for backward: those of a model with one block more, without the parameters."""
+    """Numbers that forward keeps for backward: those of a model with one block more, without the
+    parameters."""
     found = []
     for layers in (1, 2):
         model = gpt.build("gpt", CONTEXT, VOCABULARY, layers=layers, heads=4, width=16).double()
@@ -194,15 +242,22 @@ def kept_of_a_block(communicator: Communicator, sequence: bool) -> float:
 
 
 def kept(communicator: Communicator) -> Found:
-    """Against the count of Korthikanti et al. 2022, table 2: sbh (10 + 24 / t) bytes of 16-bit numbers with masks of dropout; with parts of
-    the positions sbh 34 / t. Without masks these are 4 + 12 / t and 16 / t numbers; the statistics of norms and of attention come to them.
+    """Against the count of Korthikanti et al. 2022, table 2: sbh (10 + 24 / t) bytes of 16-bit
+    numbers with masks of dropout; with parts of the positions sbh 34 / t. Without masks these are 4
+    + 12 / t and 16 / t numbers; the statistics of norms and of attention come to them.
     """
     size = communicator.size
     positions = 3 * CONTEXT
     mine = len(range(CONTEXT)[part_of(CONTEXT, communicator.rank, size)]) * 3
     of_cut_layers = positions * (12 * 16 + 4) / size
-    expected = {False: 4 * (16 + 1) * positions + of_cut_layers, True: 4 * (16 + 1) * mine + of_cut_layers}
-    return {f"sequence={way}": abs(kept_of_a_block(communicator, way) - numbers) for way, numbers in expected.items()}
+    expected = {
+        False: 4 * (16 + 1) * positions + of_cut_layers,
+        True: 4 * (16 + 1) * mine + of_cut_layers,
+    }
+    return {
+        f"sequence={way}": abs(kept_of_a_block(communicator, way) - numbers)
+        for way, numbers in expected.items()
+    }
 
 
 def without(ending: str, communicator: Communicator, sequence: bool = False) -> Found:
@@ -222,10 +277,15 @@ def cases() -> dict[str, Callable[[Communicator], Found]]:
         "half": half_numbers,
         "kept": kept,
         "gpt-sequence": partial(language, {}, sequence=True),
-        "gpt-sequence-recomputed": partial(language, {"tied": True, "vocabulary": VOCABULARY + 1}, recompute="all", sequence=True),
+        "gpt-sequence-recomputed": partial(
+            language, {"tied": True, "vocabulary": VOCABULARY + 1}, recompute="all", sequence=True
+        ),
         "half-sequence": partial(half_numbers, sequence=True),
         **{f"without-{ending}": partial(without, ending) for ending in FAULTS},
-        **{f"without-{ending}-sequence": partial(without, ending, sequence=True) for ending in SEQUENCE_FAULTS},
+        **{
+            f"without-{ending}-sequence": partial(without, ending, sequence=True)
+            for ending in SEQUENCE_FAULTS
+        },
     }
 
 

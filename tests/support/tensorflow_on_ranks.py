@@ -1,4 +1,5 @@
-"""hvdtrain.horovod.tensorflow in loops of one's own, checked against TensorFlow in one process, as one program for the ranks.
+"""hvdtrain.horovod.tensorflow in loops of one's own, checked against TensorFlow in one process, as
+one program for the ranks.
 
 python tests/support/tensorflow_on_ranks.py OUT.json        writes {check: failure or ""}
 """
@@ -50,7 +51,8 @@ def loss_of(weights: list[tf.Variable], x: Any, y: Any) -> Any:
 
 
 def trained(how: str, seed: int = 1, whole: bool = False, **options: Any) -> list[np.ndarray]:
-    """The weights after a loop as Horovod's examples have it: the weights of rank 0 are sent after the first step."""
+    """The weights after a loop as Horovod's examples have it: the weights of rank 0 are sent after
+    the first step."""
     weights = variables(seed)
     optimizer = keras.optimizers.SGD(0.2, momentum=0.9)
 
@@ -74,12 +76,17 @@ def a_loop_is_that_of_one_process() -> str:
     for how in HOW:
         found = trained(how)
         expected = trained(how, whole=True)
-        worst = max(worst, *(float(np.abs(one - other).max()) for one, other in zip(found, expected, strict=True)))
+        worst = max(
+            worst,
+            *(float(np.abs(one - other).max()) for one, other in zip(found, expected, strict=True)),
+        )
         assert worst < NEAR, (how, worst)
         for value in found:
             assert (hvd.allgather(tf.constant(value[None])).numpy() == value).all(), "ranks differ"
         later = trained(how, seed=1 + hvd.rank())
-        assert all((hvd.broadcast(tf.constant(value), 0).numpy() == value).all() for value in later), "rank 0 did not begin"
+        assert all(
+            (hvd.broadcast(tf.constant(value), 0).numpy() == value).all() for value in later
+        ), "rank 0 did not begin"
     return f"{worst:.1e}"
 
 
@@ -87,7 +94,9 @@ def a_tape_has_options() -> str:
     sums = trained("graph", op=hvd.Sum)
     weight = tf.Variable([1.0, 2.0])
     unused = tf.Variable(1.0)
-    with hvd.DistributedGradientTape(tf.GradientTape(persistent=True), compression=hvd.Compression.fp16) as tape:
+    with hvd.DistributedGradientTape(
+        tf.GradientTape(persistent=True), compression=hvd.Compression.fp16
+    ) as tape:
         loss = tf.reduce_sum(weight * (1.0 + hvd.rank()))
     found = tape.gradient(loss, {"weight": weight, "unused": unused})
     assert found["unused"] is None and found["weight"].dtype == tf.float32
@@ -106,7 +115,10 @@ def slices_are_gathered() -> str:
             def gradient(places: Any) -> Any:
                 with tf.GradientTape() as tape:
                     loss = tf.reduce_sum(tf.gather(table, places))  # noqa: B023 (called in this turn)
-                return hvd.DistributedGradientTape(tape, sparse_as_dense=as_dense).gradient(loss, table)  # noqa: B023
+                return hvd.DistributedGradientTape(tape, sparse_as_dense=as_dense).gradient(  # noqa: B023
+                    loss,
+                    table,  # noqa: B023
+                )
 
             found = gradient(tf.constant([0, hvd.rank() + 1, 0][: 2 + hvd.rank()]))
             assert isinstance(found, tf.IndexedSlices) != as_dense
@@ -124,12 +136,28 @@ def an_embedding_fits_as_in_one_process() -> str:
     for whole in (False, True):
         keras.utils.set_random_seed(1)
         table = keras.layers.Embedding(9, 3, dtype="float64")
-        net = keras.Sequential([keras.Input((2,), dtype="int32"), table, keras.layers.Flatten(), keras.layers.Dense(1, dtype="float64")])
+        net = keras.Sequential(
+            [
+                keras.Input((2,), dtype="int32"),
+                table,
+                keras.layers.Flatten(),
+                keras.layers.Dense(1, dtype="float64"),
+            ]
+        )
         optimizer = keras.optimizers.Adam(0.05)
-        net.compile(optimizer=optimizer if whole else hvd.DistributedOptimizer(optimizer), loss="mse")
+        net.compile(
+            optimizer=optimizer if whole else hvd.DistributedOptimizer(optimizer), loss="mse"
+        )
         rows = places if whole else places[:, hvd.rank() : hvd.rank() + 1]
         size = 4 * rows.shape[1]
-        net.fit(rows.reshape(-1, 2), rows.sum(-1).reshape(-1, 1).astype(float), batch_size=size, epochs=2, shuffle=False, verbose=0)
+        net.fit(
+            rows.reshape(-1, 2),
+            rows.sum(-1).reshape(-1, 1).astype(float),
+            batch_size=size,
+            epochs=2,
+            shuffle=False,
+            verbose=0,
+        )
         found.append(net.get_weights())
     distance = max(float(np.abs(one - other).max()) for one, other in zip(*found, strict=True))
     assert distance < 1e-6, distance  # the loss is in float32
@@ -159,31 +187,46 @@ def calls_take_what_tensorflow_has() -> str:
 
 
 def calls_are_those_of_torch() -> str:
-    """Values, dtypes and shapes: of integers with factors, truth values, 16 bits; of scalars and of what is empty."""
+    """Values, dtypes and shapes: of integers with factors, truth values, 16 bits; of scalars and of
+    what is empty."""
     common = hvdtrain.horovod
     cases: dict[str, Callable[[Any, Any], Any]] = {
-        "scaled": lambda module, x: module.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0),
+        "scaled": lambda module, x: module.allreduce(
+            x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0
+        ),
         "average": lambda module, x: module.allreduce(x),
-        "product": lambda module, x: module.allreduce(x, op=hvd.Product, compression=hvd.Compression.bf16),
+        "product": lambda module, x: module.allreduce(
+            x, op=hvd.Product, compression=hvd.Compression.bf16
+        ),
         "allgather": lambda module, x: module.allgather(x),
         "broadcast": lambda module, x: module.broadcast(x, hvd.size() - 1),
-        "alltoall": lambda module, x: module.alltoall(x, splits=[len(x) - hvd.rank()] + [hvd.rank()] * (hvd.size() - 1)),
+        "alltoall": lambda module, x: module.alltoall(
+            x, splits=[len(x) - hvd.rank()] + [hvd.rank()] * (hvd.size() - 1)
+        ),
         "reducescatter": lambda module, x: module.reducescatter(x, op=hvd.Sum),
     }
     for dtype, shape, (name, call) in itertools.product(
         (bool, "uint8", "int64", "float16", "float64"), ((3, 2), (), (0, 2)), cases.items()
     ):
-        if (dtype is bool and name in ("scaled", "average")) or (not shape and name not in ("scaled", "average", "product", "broadcast")):
+        if (dtype is bool and name in ("scaled", "average")) or (
+            not shape and name not in ("scaled", "average", "product", "broadcast")
+        ):
             continue  # what torch does not have
         if name == "alltoall" and 0 in shape:
             continue
-        array = np.array(np.arange(1.0, 1 + np.prod(shape)).reshape(shape) + 3 * hvd.rank()).astype(dtype)
+        array = np.array(np.arange(1.0, 1 + np.prod(shape)).reshape(shape) + 3 * hvd.rank()).astype(
+            dtype
+        )
         expected = call(common, array)
         for compiled in HOW.values():
             found = compiled(lambda x: call(hvd, x))(tf.constant(array))  # noqa: B023 (called in this turn)
-            for one, other in zip(found, expected, strict=True) if name == "alltoall" else [(found, expected)]:
+            for one, other in (
+                zip(found, expected, strict=True) if name == "alltoall" else [(found, expected)]
+            ):
                 assert np.array_equal(one.numpy(), np.asarray(other)), (dtype, shape, name)
-                assert one.dtype == tf.as_dtype(np.asarray(other).dtype) and one.shape == other.shape, (dtype, shape, name)
+                assert (
+                    one.dtype == tf.as_dtype(np.asarray(other).dtype) and one.shape == other.shape
+                ), (dtype, shape, name)
     return ""
 
 
@@ -226,8 +269,14 @@ def slices_are_grouped_with_tensors() -> str:
         for op, divisor in ((hvd.Average, size), (hvd.Sum, 1)):
 
             def call(op: int = op) -> Any:
-                slices = tf.IndexedSlices(tf.constant([[1.0 + rank], [10.0]]), tf.constant([rank % 3, 3]), tf.constant([4, 1]))
-                one, dense, other = hvd.grouped_allreduce([slices, tf.constant([1.0 + rank]), slices], op=op, name=f"group {op}")
+                slices = tf.IndexedSlices(
+                    tf.constant([[1.0 + rank], [10.0]]),
+                    tf.constant([rank % 3, 3]),
+                    tf.constant([4, 1]),
+                )
+                one, dense, other = hvd.grouped_allreduce(
+                    [slices, tf.constant([1.0 + rank]), slices], op=op, name=f"group {op}"
+                )
                 return tf.convert_to_tensor(one), dense, tf.convert_to_tensor(other)
 
             one, dense, other = compiled(call)()
@@ -240,7 +289,8 @@ def slices_are_grouped_with_tensors() -> str:
 
 
 def a_tape_has_adasum() -> str:
-    """Each gradient by itself, as hvdtrain.horovod.allreduce() combines it: not the concatenation of both."""
+    """Each gradient by itself, as hvdtrain.horovod.allreduce() combines it: not the concatenation
+    of both."""
     made = np.random.default_rng(hvd.rank()).normal(size=(2, 3))
     one = tf.Variable(np.zeros(3))
     other = tf.Variable(np.zeros(3))
@@ -250,11 +300,15 @@ def a_tape_has_adasum() -> str:
         def gradients() -> Any:
             with tf.GradientTape() as tape:
                 loss = tf.reduce_sum(one * made[0]) + tf.reduce_sum(other * made[1])
-            return hvd.DistributedGradientTape(tape, op=hvd.Adasum).gradient(loss, [one, other], use_generic_names=True)
+            return hvd.DistributedGradientTape(tape, op=hvd.Adasum).gradient(
+                loss, [one, other], use_generic_names=True
+            )
 
         for found, row in zip(gradients(), made, strict=True):
             close(found, hvdtrain.horovod.allreduce(row, op=hvd.Adasum))
-    refused("Adasum too", lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=hvd.Adasum))
+    refused(
+        "Adasum too", lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=hvd.Adasum)
+    )
     return ""
 
 
@@ -286,7 +340,10 @@ def a_state_is_that_of_the_last_commit() -> str:
     state = hvd.elastic.TensorFlowKerasState(net, keras.optimizers.SGD(0.1), epoch=hvd.rank())
     state.sync()
     close(hvd.allreduce(net.weights[0], op=hvd.Max), net.weights[0].numpy())
-    refused("Model must be built first", lambda: hvd.elastic.TensorFlowKerasState(keras.Sequential([keras.layers.Dense(1)])))
+    refused(
+        "Model must be built first",
+        lambda: hvd.elastic.TensorFlowKerasState(keras.Sequential([keras.layers.Dense(1)])),
+    )
     return ""
 
 
@@ -298,12 +355,15 @@ def names_are_those_of_horovod() -> str:
     check_extension cross_rank cross_size cuda_built ddl_built elastic global_process_set gloo_built gloo_enabled grouped_allgather
     grouped_allreduce grouped_reducescatter init is_homogeneous is_initialized join local_rank local_rank_op local_size local_size_op
     mpi_built mpi_enabled mpi_threads_supported nccl_built process_set_included_op rank rank_op reducescatter remove_process_set
-    rocm_built shutdown size size_op start_timeline stop_timeline"""
+    rocm_built shutdown size size_op start_timeline stop_timeline"""  # noqa: E501
     in_keras = """Adasum Average Compression DistributedOptimizer PartialDistributedOptimizer ProcessSet Sum add_process_set allgather
     allreduce broadcast broadcast_global_variables callbacks ccl_built cross_rank cross_size cuda_built ddl_built elastic
     global_process_set gloo_built gloo_enabled init is_initialized load_model local_rank local_size mpi_built mpi_enabled
-    mpi_threads_supported nccl_built rank reducescatter remove_process_set rocm_built shutdown size start_timeline stop_timeline"""
-    inside = "compression.Compression functions.broadcast_variables mpi_ops.rank_op sync_batch_norm.SyncBatchNormalization"
+    mpi_threads_supported nccl_built rank reducescatter remove_process_set rocm_built shutdown size start_timeline stop_timeline"""  # noqa: E501
+    inside = (
+        "compression.Compression functions.broadcast_variables mpi_ops.rank_op "
+        "sync_batch_norm.SyncBatchNormalization"
+    )
     assert [name for name in here.split() if not hasattr(hvd, name)] == []
     for module in (hvd_keras, hvdtrain.horovod.keras):
         assert [name for name in in_keras.split() if not hasattr(module, name)] == []
@@ -325,8 +385,22 @@ def names_are_those_of_horovod() -> str:
 
 def ranks_are_tensors() -> str:
     for how in HOW.values():
-        found = how(lambda: [hvd.rank_op(), hvd.size_op(), hvd.local_rank_op(), hvd.local_size_op(), hvd.process_set_included_op()])()
-        assert [int(each) for each in found] == [hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), 1]
+        found = how(
+            lambda: [
+                hvd.rank_op(),
+                hvd.size_op(),
+                hvd.local_rank_op(),
+                hvd.local_size_op(),
+                hvd.process_set_included_op(),
+            ]
+        )()
+        assert [int(each) for each in found] == [
+            hvd.rank(),
+            hvd.size(),
+            hvd.local_rank(),
+            hvd.local_size(),
+            1,
+        ]
         assert all(each.dtype == tf.int32 and each.shape == () for each in found)
     return ""
 
@@ -345,16 +419,29 @@ def a_tape_leaves_local_layers_to_each_rank() -> str:
 
             @compiled
             def gradients() -> Any:
-                with hvd.PartialDistributedGradientTape(tf.GradientTape(), local_layers=local, scale_local_gradients=scale) as tape:  # noqa: B023
-                    loss = tf.reduce_sum(local(x)) + tf.reduce_sum(weight * x) + tf.reduce_sum(tf.gather(table, [1]) * x)
+                with hvd.PartialDistributedGradientTape(
+                    tf.GradientTape(),
+                    local_layers=local,
+                    scale_local_gradients=scale,  # noqa: B023
+                ) as tape:
+                    loss = (
+                        tf.reduce_sum(local(x))
+                        + tf.reduce_sum(weight * x)
+                        + tf.reduce_sum(tf.gather(table, [1]) * x)
+                    )
                 tape.register_local_source(table)
-                (own, of_table), common = tape.get_local_and_global_gradients(loss, [local.kernel, weight, table])
+                (own, of_table), common = tape.get_local_and_global_gradients(
+                    loss, [local.kernel, weight, table]
+                )
                 return own[1], of_table[1], common[0][1]
 
             own, of_table, common = gradients()
             divisor = size if scale else 1
             close(own, np.full((2, 1), (1.0 + rank) / divisor))
-            close(tf.convert_to_tensor(of_table), np.array([[0.0] * 2, [(1.0 + rank) / divisor] * 2, [0.0] * 2]))
+            close(
+                tf.convert_to_tensor(of_table),
+                np.array([[0.0] * 2, [(1.0 + rank) / divisor] * 2, [0.0] * 2]),
+            )
             close(common, np.full(2, (1.0 + size) / 2))
     return ""
 
@@ -363,19 +450,36 @@ def errors_say_what_to_do() -> str:
     tape = tf.GradientTape()
     for call, text in (
         (lambda: hvd.DistributedGradientTape(tape, groups=2), "groups=2 has no meaning"),
-        (lambda: hvd.DistributedGradientTape(tape, op=hvd.Min), "gradients are averaged or summed here"),
-        (lambda: hvd.DistributedGradientTape(hvd.DistributedGradientTape(tape)), "is a DistributedGradientTape already"),
-        (lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), use_locking=True), "use_locking=True has no meaning"),
+        (
+            lambda: hvd.DistributedGradientTape(tape, op=hvd.Min),
+            "gradients are averaged or summed here",
+        ),
+        (
+            lambda: hvd.DistributedGradientTape(hvd.DistributedGradientTape(tape)),
+            "is a DistributedGradientTape already",
+        ),
+        (
+            lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), use_locking=True),
+            "use_locking=True has no meaning",
+        ),
         (lambda: hvd.BroadcastGlobalVariablesHook(0), "a SessionRunHook is of TensorFlow 1"),
         (lambda: hvd.broadcast_object(1, session=1), "a session is of TensorFlow 1"),
-        (lambda: hvd.allreduce(tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0])), op=hvd.Max), "IndexedSlices are summed or averaged"),
-        (lambda: tf.function(hvdtrain.horovod.allreduce, autograph=False)(tf.ones(2)), "import hvdtrain.horovod.tensorflow as hvd"),
+        (
+            lambda: hvd.allreduce(tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0])), op=hvd.Max),
+            "IndexedSlices are summed or averaged",
+        ),
+        (
+            lambda: tf.function(hvdtrain.horovod.allreduce, autograph=False)(tf.ones(2)),
+            "import hvdtrain.horovod.tensorflow as hvd",
+        ),
     ):
         refused(text, call)
     try:
         tf.function(hvd.allreduce, jit_compile=True)(tf.ones(2))
     except Exception as error:
-        assert "hvdtrain_allreduce_runs_on_the_host_without_XLA" in str(error), f"{type(error).__name__}: {error}"
+        assert "hvdtrain_allreduce_runs_on_the_host_without_XLA" in str(error), (
+            f"{type(error).__name__}: {error}"
+        )
     else:
         raise AssertionError("XLA compiles it")
     return ""
@@ -392,7 +496,10 @@ def refused(text: str, call: Callable[[], Any]) -> None:
 
 def close(found: Any, expected: Any) -> None:
     array = found.numpy()
-    assert array.shape == np.shape(expected) and np.abs(array - expected).max(initial=0.0) < NEAR, (array, expected)
+    assert array.shape == np.shape(expected) and np.abs(array - expected).max(initial=0.0) < NEAR, (
+        array,
+        expected,
+    )
 
 
 CHECKS = (

@@ -1,4 +1,5 @@
-"""A user's own model that has one fault, once: model.name=trouble:Trouble model.fault=sleep model.once=FILE."""
+"""A user's own model that has one fault, once: model.name=trouble:Trouble model.fault=sleep
+model.once=FILE."""
 
 from __future__ import annotations
 
@@ -13,19 +14,32 @@ from torch import nn
 from hvdtrain.comm.placement import placement
 
 SLOW_S = 0.2  # a pass of an evaluation in trouble
-for _method in vars(torch.optim.Optimizer).values():  # saves each rank of each test the 1.2 s that import torch._dynamo takes
+for _method in vars(
+    torch.optim.Optimizer
+).values():  # saves each rank of each test the 1.2 s that import torch._dynamo takes
     if hasattr(_method, "__wrapped__"):
-        _method.__wrapped__.__dynamo_disable = _method.__wrapped__  # what torch itself would put there after that import
+        _method.__wrapped__.__dynamo_disable = (
+            _method.__wrapped__
+        )  # what torch itself would put there after that import
 
 
 class Trouble(nn.Module):
-    """Buffers, optimizer state, dropout. Rank `rank` does `fault` in training pass `at` of its process, unless the file `once` exists.
+    """Buffers, optimizer state, dropout. Rank `rank` does `fault` in training pass `at` of its
+    process, unless the file `once` exists.
 
-    `once` gets the time of the fault, so the same command goes on without it. fault=build: while it is made; evaluate: slow evaluations.
+    `once` gets the time of the fault, so the same command goes on without it. fault=build: while it
+    is made; evaluate: slow evaluations.
     """
 
     def __init__(
-        self, shape: tuple[int, int, int], classes: int, fault: str = "", rank: int = 1, at: int = 25, once: str = "", pass_s: float = 0.0
+        self,
+        shape: tuple[int, int, int],
+        classes: int,
+        fault: str = "",
+        rank: int = 1,
+        at: int = 25,
+        once: str = "",
+        pass_s: float = 0.0,
     ) -> None:
         super().__init__()
         self.layers = nn.Sequential(
@@ -40,7 +54,11 @@ class Trouble(nn.Module):
         self.at = at
         self.once = Path(once)
         self.pass_s = pass_s
-        self.fault = fault if placement(os.environ).rank == rank and not (once and self.once.exists()) else ""
+        self.fault = (
+            fault
+            if placement(os.environ).rank == rank and not (once and self.once.exists())
+            else ""
+        )
         if self.fault == "build":
             self.begin()
             time.sleep(1000)

@@ -1,4 +1,5 @@
-"""Data with an image and a table of each sample, and models that get both; importable as a user's own code is."""
+"""Data with an image and a table of each sample, and models that get both; importable as a user's
+own code is."""
 
 from __future__ import annotations
 
@@ -16,7 +17,11 @@ def fields(split: str = "train") -> dict[str, np.ndarray]:
     random = np.random.default_rng(split == "val")
     image = random.integers(0, 256, (SAMPLES, 6, 5, 1), np.uint8)
     table = random.normal(3.0, 2.0, (SAMPLES, 3))
-    return {"image": image, "table": table, "y": table @ [0.5, -1.0, 0.3] + image.mean((1, 2, 3)) / 50}
+    return {
+        "image": image,
+        "table": table,
+        "y": table @ [0.5, -1.0, 0.3] + image.mean((1, 2, 3)) / 50,
+    }
 
 
 def classes(split: str = "train") -> dict[str, np.ndarray]:
@@ -73,7 +78,9 @@ class Net(nn.Module):
         self.both = nn.Linear(8, outputs)
 
     def forward(self, image: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.both(torch.cat([self.image(image.flatten(1)).tanh(), self.table(table).tanh()], 1))
+        found: torch.Tensor = self.both(
+            torch.cat([self.image(image.flatten(1)).tanh(), self.table(table).tanh()], 1)
+        )
         return found
 
 

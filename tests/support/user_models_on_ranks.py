@@ -1,4 +1,5 @@
-"""Models that a script gives to hvdtrain.train(), on the ranks: what each object says after training, and what was reported."""
+"""Models that a script gives to hvdtrain.train(), on the ranks: what each object says after
+training, and what was reported."""
 
 from __future__ import annotations
 
@@ -20,7 +21,11 @@ BASE = {
     "guard.equal_steps": None,
     "speed.precision": "fp64",
 }
-WORSE = "stop.restore_best=true checkpoint.keep_last=1 epochs=4 recipe.schedule=exponential recipe.gamma=3"  # the longer it trains
+# the longer it trains
+WORSE = (
+    "stop.restore_best=true checkpoint.keep_last=1 epochs=4 recipe.schedule=exponential "
+    "recipe.gamma=3"
+)
 STRATEGIES = {  # name -> words of a job
     "one process's": "",
     "averages": "optim.ema=0.9",
@@ -42,7 +47,8 @@ STRATEGIES = {  # name -> words of a job
 
 
 class Net(nn.Sequential):
-    """A model that every strategy can take: units of a pipeline, a dense part, layers to cut; a buffer that training changes."""
+    """A model that every strategy can take: units of a pipeline, a dense part, layers to cut; a
+    buffer that training changes."""
 
     dense_part = "dense"
 
@@ -62,7 +68,8 @@ def data(samples: int, seed: int) -> dict[str, np.ndarray]:
 
 
 def after_training(folder: str, engine: str, strategies: list[str]) -> dict[str, Any]:
-    """By strategy: the loss of the last evaluation, that of the object, how far this moved, and how far it is from run.weights."""
+    """By strategy: the loss of the last evaluation, that of the object, how far this moved, and how
+    far it is from run.weights."""
     train = data(65, 0)
     val = data(33, 1)
     found = {}
@@ -71,15 +78,27 @@ def after_training(folder: str, engine: str, strategies: list[str]) -> dict[str,
         net = Net("pipeline" not in strategy).double()  # whose stages have no running statistics
         before = [p.detach().clone() for p in net.parameters()]
         words = [*STRATEGIES[strategy].split(), f"comm.engine={engine}", f"run={folder}/{number}"]
-        run = hvdtrain.train(BASE, *words, model=net, train_data=train, val_data=val, loss=nn.MSELoss())
+        run = hvdtrain.train(
+            BASE, *words, model=net, train_data=train, val_data=val, loss=nn.MSELoss()
+        )
         with torch.no_grad():
-            loss = nn.functional.mse_loss(net(torch.tensor(val["x"])), torch.tensor(val["y"])).item()
-        moved = max((p - old).abs().max().item() for p, old in zip(net.parameters(), before, strict=True))
+            loss = nn.functional.mse_loss(
+                net(torch.tensor(val["x"])), torch.tensor(val["y"])
+            ).item()
+        moved = max(
+            (p - old).abs().max().item() for p, old in zip(net.parameters(), before, strict=True)
+        )
         state = net.state_dict()
         raw = {name: torch.from_numpy(array) for name, array in run.weights.items()}
         assert state.keys() == raw.keys(), strategy
         apart = max((state[name] - raw[name]).abs().max().item() for name in state)
-        found[strategy] = {"reported": run.last, "best": run.best, "object": loss, "moved": moved, "from_raw": apart}
+        found[strategy] = {
+            "reported": run.last,
+            "best": run.best,
+            "object": loss,
+            "moved": moved,
+            "from_raw": apart,
+        }
     return found
 
 

@@ -10,7 +10,8 @@ GLANCE_S = 0.02  # between two looks
 
 
 def wait_until(condition: Callable[[], object], what: str, limit_s: float = 300) -> None:
-    """Until the condition holds. `what` is said where it does not hold within limit_s, which only ends a test that hangs."""
+    """Until the condition holds. `what` is said where it does not hold within limit_s, which only
+    ends a test that hangs."""
     end = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end, f"not within {limit_s:g} s: {what}"
@@ -18,9 +19,13 @@ def wait_until(condition: Callable[[], object], what: str, limit_s: float = 300)
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether every thread of a process has stopped by SIGSTOP: kill() returns before, and a thread ends its system call first."""
+    """Whether every thread of a process has stopped by SIGSTOP: kill() returns before, and a thread
+    ends its system call first."""
     try:
-        states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+        states = [
+            path.read_text().rpartition(")")[2].split()[0]
+            for path in Path(f"/proc/{pid}/task").glob("*/stat")
+        ]
     except (FileNotFoundError, ProcessLookupError):  # a thread ended meanwhile
         return False
     return set(states) == {"T"}

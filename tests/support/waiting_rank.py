@@ -23,12 +23,14 @@ from hvdtrain.comm.placement import placement
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import CommConfig
 
-BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"  # which torch sets when its compiler is first imported: no reason for new ranks
+# which torch sets when its compiler is first imported: no reason for new ranks
+BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
 SEED = torch.initial_seed()  # of a new process
 
 
 def wait(engine: str, hosts: int, address: str) -> None:
-    """Connects this rank; answers each call with {"result": ...} or {"error": traceback}, and with what of this process has changed."""
+    """Connects this rank; answers each call with {"result": ...} or {"error": traceback}, and with
+    what of this process has changed."""
     communicator = connect(engine, hosts)
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
@@ -39,7 +41,15 @@ def wait(engine: str, hosts: int, address: str) -> None:
             call = json.loads(line)
             answer = answered(communicator, engine, **call)
             after = state()
-            send(lines, answer | {"changed": [name for name in {**before, **after} if before.get(name) != after.get(name)]})
+            send(
+                lines,
+                answer
+                | {
+                    "changed": [
+                        name for name in {**before, **after} if before.get(name) != after.get(name)
+                    ]
+                },
+            )
     os._exit(0)  # the tests are over; the other ranks need not be there any more
 
 
@@ -51,12 +61,19 @@ def connect(engine: str, hosts: int) -> Communicator:
     if hosts > 1:
         rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
         of_host = int(os.environ["OMPI_COMM_WORLD_SIZE"]) // hosts
-        os.environ |= {"OMPI_COMM_WORLD_LOCAL_RANK": str(rank % of_host), "OMPI_COMM_WORLD_LOCAL_SIZE": str(of_host)}
-    communicator: Communicator = plugins.load("comm", engine, "tests").connect(placement(os.environ), CommConfig(engine=engine))
+        os.environ |= {
+            "OMPI_COMM_WORLD_LOCAL_RANK": str(rank % of_host),
+            "OMPI_COMM_WORLD_LOCAL_SIZE": str(of_host),
+        }
+    communicator: Communicator = plugins.load("comm", engine, "tests").connect(
+        placement(os.environ), CommConfig(engine=engine)
+    )
     return communicator
 
 
-def answered(communicator: Communicator, engine: str, function: str, arguments: list[Any], limit_s: float) -> dict[str, Any]:
+def answered(
+    communicator: Communicator, engine: str, function: str, arguments: list[Any], limit_s: float
+) -> dict[str, Any]:
     torch.manual_seed(SEED)
     random.seed(0)
     np.random.seed(0)
@@ -80,7 +97,16 @@ def state() -> dict[str, Any]:
         "default dtype": torch.get_default_dtype(),
         "threads": torch.get_num_threads(),
         "path": list(sys.path),
-        "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)],
+        "signals": [
+            signal.getsignal(number)
+            for number in (
+                signal.SIGINT,
+                signal.SIGTERM,
+                signal.SIGUSR1,
+                signal.SIGUSR2,
+                signal.SIGALRM,
+            )
+        ],
     }
 
 

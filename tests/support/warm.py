@@ -1,13 +1,16 @@
-"""Pythons that begin with torch imported: one process imports it, and a fork of that process runs what `python ARGUMENTS` would.
+"""Pythons that begin with torch imported: one process imports it, and a fork of that process runs
+what `python ARGUMENTS` would.
 
-Importing torch takes 3 s of a core, nine tenths of a tiny job, and the tests start a thousand of them. `command(argv, env)` stands for
-`python *argv`: it is a small client (warm_client.py) in the place where a launcher starts a rank, with that rank's environment, folder and
-standard streams. It hands them to the server, which forks; it passes signals on, and ends as the fork ends. Where the client is killed, so
-is the fork. The fork imports hvdtrain itself, as any Python does, and MPI is not started before it.
+Importing torch takes 3 s of a core, nine tenths of a tiny job, and the tests start a thousand of
+them. `command(argv, env)` stands for `python *argv`: it is a small client (warm_client.py) in the
+place where a launcher starts a rank, with that rank's environment, folder and standard streams. It
+hands them to the server, which forks; it passes signals on, and ends as the fork ends. Where the
+client is killed, so is the fork. The fork imports hvdtrain itself, as any Python does, and MPI is
+not started before it.
 
-What differs from a Python that starts by itself: the seed of hashes is the server's, /proc has the server's command and environment, memory
-shared with the server is counted, and modules are not taken apart at the end, nor is what they left open flushed. Tests of these say
-is_warm=False.
+What differs from a Python that starts by itself: the seed of hashes is the server's, /proc has the
+server's command and environment, memory shared with the server is counted, and modules are not
+taken apart at the end, nor is what they left open flushed. Tests of these say is_warm=False.
 """
 
 from __future__ import annotations
@@ -36,8 +39,21 @@ from typing import NamedTuple, NoReturn
 from record import note
 
 ADDRESS = "HVDTRAIN_TEST_WARM"  # the variable with the server's socket
-# What Python and libraries read once, at their start: a process for which it differs starts by itself.
-AT_START = ("PYTHON", "OMP_", "OPENBLAS_", "MKL_", "LD_", "MALLOC_", "TORCH_", "CUDA_", "LC_", "LANG", "TZ")
+# What Python and libraries read once, at their start: a process for which it differs starts by
+# itself.
+AT_START = (
+    "PYTHON",
+    "OMP_",
+    "OPENBLAS_",
+    "MKL_",
+    "LD_",
+    "MALLOC_",
+    "TORCH_",
+    "CUDA_",
+    "LC_",
+    "LANG",
+    "TZ",
+)
 PATH = "PYTHONPATH"  # of these, the fork can set it
 # What each job imports beside torch and hvdtrain: 0.2 of its 0.6 s of a core.
 LIBRARIES = (
@@ -51,13 +67,17 @@ LIBRARIES = (
     "yaml",
     "zoneinfo",
 )
-FORKS = "forks"  # a folder beside the socket: a link for each fork that runs, from its client's number to its own
+# a folder beside the socket: a link for each fork that runs, from its client's number to its own
+FORKS = "forks"
 
-_servers: list[tuple[subprocess.Popen[bytes], tempfile.TemporaryDirectory[str]]] = []  # of this process: none or one
+_servers: list[
+    tuple[subprocess.Popen[bytes], tempfile.TemporaryDirectory[str]]
+] = []  # of this process: none or one
 
 
 def start(env: dict[str, str]) -> None:
-    """Starts the server with `env`, where this process and the one that started it have none; end() ends it, and so does our end."""
+    """Starts the server with `env`, where this process and the one that started it have none; end()
+    ends it, and so does our end."""
     if ADDRESS in os.environ:
         return
     folder = tempfile.TemporaryDirectory(prefix="hvd")
@@ -67,7 +87,10 @@ def start(env: dict[str, str]) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(address))
         listener.listen(512)  # who comes while torch is imported waits
-        program = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r}); import warm; warm.serve({listener.fileno()})"
+        program = (
+            f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r}); import warm; "
+            f"warm.serve({listener.fileno()})"
+        )
         server = subprocess.Popen(
             [sys.executable, "-c", program],
             stdin=subprocess.PIPE,
@@ -89,15 +112,25 @@ def end() -> None:
 
 
 def command(argv: Sequence[str], env: dict[str, str]) -> list[str]:
-    """The command that runs `python *argv` under `env`, in a fork of the server where that can be."""
+    """The command that runs `python *argv` under `env`, in a fork of the server where that can
+    be."""
     is_known = bool(argv) and (argv[0] in ("-m", "-c") or argv[0].endswith(".py"))
     if not is_known or not os.environ.get(ADDRESS):
         return [sys.executable, *argv]
     servers = json.loads(Path(os.environ[ADDRESS]).with_suffix(".json").read_text())
-    differing = {name for name in env.keys() | servers.keys() if env.get(name) != servers.get(name)} - {PATH}
+    differing = {
+        name for name in env.keys() | servers.keys() if env.get(name) != servers.get(name)
+    } - {PATH}
     if any(name.startswith(AT_START) for name in differing):
         return [sys.executable, *argv]
-    return [sys.executable, "-I", "-S", str(Path(__file__).with_name("warm_client.py")), os.environ[ADDRESS], *argv]
+    return [
+        sys.executable,
+        "-I",
+        "-S",
+        str(Path(__file__).with_name("warm_client.py")),
+        os.environ[ADDRESS],
+        *argv,
+    ]
 
 
 def forks() -> dict[int, int]:
@@ -105,7 +138,9 @@ def forks() -> dict[int, int]:
     folder = Path(os.environ.get(ADDRESS, "/nowhere")).parent / FORKS
     found = {}
     for link in folder.iterdir() if folder.is_dir() else ():
-        with contextlib.suppress(FileNotFoundError):  # this one has ended, and its link is gone, since the folder was read
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # this one has ended, and its link is gone, since the folder was read
             found[int(os.readlink(link))] = int(link.name)
     return found
 
@@ -129,7 +164,8 @@ class Fork(NamedTuple):
 
 
 def serve(listener_fd: int) -> None:
-    """Forks for each client until the standard input ends; a fork returns when what it was to run has ended."""
+    """Forks for each client until the standard input ends; a fork returns when what it was to run
+    has ended."""
     import torch
 
     sys.modules["torchvision"] = None  # type: ignore[assignment]  # what follows would import it, where it is there
@@ -195,10 +231,14 @@ class Server:
         for stream in streams:
             os.close(stream)
         descriptor = os.pidfd_open(pid)
-        (of_client,) = struct.unpack("i8x", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))  # its pid, uid and gid
+        (of_client,) = struct.unpack(
+            "i8x", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        )  # its pid, uid and gid
         link = Path(self._listener.getsockname()).parent / FORKS / str(of_client)
         link.symlink_to(str(pid))
-        self._forks[descriptor] = Fork(pid, client, link, request.env.get("PYTEST_CURRENT_TEST", ""))
+        self._forks[descriptor] = Fork(
+            pid, client, link, request.env.get("PYTEST_CURRENT_TEST", "")
+        )
         self._selector.register(descriptor, selectors.EVENT_READ)
         self._selector.register(client, selectors.EVENT_READ, pid)
         with contextlib.suppress(OSError):
@@ -260,18 +300,27 @@ def _code_of(request: Request, libraries: list[str]) -> int:
 
 
 def _leave(code: int) -> NoReturn:
-    """Ends this process as Python does, but for taking its modules apart: 0.5 s of a core for those of torch."""
+    """Ends this process as Python does, but for taking its modules apart: 0.5 s of a core for those
+    of torch."""
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
     atexit._run_exitfuncs()
     sys.stdout.flush()
     mpi = sys.modules.get("mpi4py.MPI")
-    # mpi4py does so after the modules, unless it is told not to: hvdtrain does so itself, but for ranks that have lost others
-    if mpi and sys.modules["mpi4py"].rc.finalize is not False and mpi.Is_initialized() and not mpi.Is_finalized():
+    # mpi4py does so after the modules, unless it is told not to: hvdtrain does so itself, but for
+    # ranks that have lost others
+    if (
+        mpi
+        and sys.modules["mpi4py"].rc.finalize is not False
+        and mpi.Is_initialized()
+        and not mpi.Is_finalized()
+    ):
         mpi.Finalize()
     if code < 0:
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
-    ctypes.PyDLL(None).exit(code & 0xFF)  # with the ends of C libraries, while no other thread runs Python
+    ctypes.PyDLL(None).exit(
+        code & 0xFF
+    )  # with the ends of C libraries, while no other thread runs Python
     raise AssertionError
 
 

@@ -1,6 +1,8 @@
-"""Stands for `python ARGUMENTS`, which a fork of the server of warm.py runs: python -I -S warm_client.py ADDRESS ARGUMENTS...
+"""Stands for `python ARGUMENTS`, which a fork of the server of warm.py runs: python -I -S
+warm_client.py ADDRESS ARGUMENTS...
 
-It has the fork's environment, folder and standard streams, passes on the signals that it gets, and ends as the fork ends.
+It has the fork's environment, folder and standard streams, passes on the signals that it gets, and
+ends as the fork ends.
 """
 
 import contextlib
@@ -17,7 +19,10 @@ def main(address: str, argv: list[str]) -> None:
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(address)
         socket.send_fds(server, [b" "], [0, 1, 2])
-        server.sendall(json.dumps({"argv": argv, "env": dict(os.environ), "folder": os.getcwd()}).encode() + b"\n")
+        server.sendall(
+            json.dumps({"argv": argv, "env": dict(os.environ), "folder": os.getcwd()}).encode()
+            + b"\n"
+        )
         with server.makefile("rb") as answers:
             pid = int(answers.readline())
             for number in passed_on:

@@ -59,13 +59,20 @@ def main(name: str, stall_s: float, start_s: float, *words: str) -> None:
     place = placement(os.environ)
     heartbeat = Heartbeat()
     guard = GuardConfig(stall_s=stall_s or None, start_s=start_s or None)
-    engine = None if name == "single" else plugins.load("comm", name, "tests")  # before the limits count: an import takes a second
-    with Signals(place.rank) as signals, Watchdog(heartbeat, signals, guard, place.rank) as watchdog:
+    engine = (
+        None if name == "single" else plugins.load("comm", name, "tests")
+    )  # before the limits count: an import takes a second
+    with (
+        Signals(place.rank) as signals,
+        Watchdog(heartbeat, signals, guard, place.rank) as watchdog,
+    ):
         heartbeat.beat("reading the data", 0, 0)
         if hangs.get(place.rank) == "never":
             say(place.rank, "never connects")
             time.sleep(1000)  # before it connects
-        communicator: Communicator = engine.connect(place) if engine else SingleProcessCommunicator()
+        communicator: Communicator = (
+            engine.connect(place) if engine else SingleProcessCommunicator()
+        )
         heartbeat.beat("attaching the watchdog", 0, 0)
         watchdog.attach(communicator)
         if hangs.get(place.rank) == "start":

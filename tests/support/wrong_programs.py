@@ -33,7 +33,10 @@ def main(case: str) -> None:  # noqa: PLR0912, PLR0915 (a branch for each case)
                 hvd.allreduce(one, name="missing")
             hvd.allreduce(one, name="after")
         case "another shape of many":
-            handles = [hvd.allreduce_async_(torch.ones(2000 + (i == 5) * rank), name=f"grad {i}") for i in range(9)]
+            handles = [
+                hvd.allreduce_async_(torch.ones(2000 + (i == 5) * rank), name=f"grad {i}")
+                for i in range(9)
+            ]
             for handle in handles:
                 hvd.synchronize(handle)
         case "another call":

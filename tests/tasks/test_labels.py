@@ -1,4 +1,5 @@
-"""Labels of classes: every integer type and container, those that are no class, samples without one, and validation sets by class."""
+"""Labels of classes: every integer type and container, those that are no class, samples without
+one, and validation sets by class."""
 
 from __future__ import annotations
 
@@ -74,14 +75,18 @@ CONTAINERS = {
     "a Dataset": lambda y: Samples(COLUMNS, y),
     "a list of pairs": lambda y: list(zip(COLUMNS, y, strict=True)),
     "a Hugging Face Dataset": lambda y: hugging_face(native(y)),
-    "a Subset": lambda y: Subset(TensorDataset(torch.tensor(COLUMNS), torch.as_tensor(native(y))), range(N)),
+    "a Subset": lambda y: Subset(
+        TensorDataset(torch.tensor(COLUMNS), torch.as_tensor(native(y))), range(N)
+    ),
 }
 
 
 def hugging_face(y: np.ndarray) -> Any:
     """One with a transform, whose samples are read one by one."""
     rows = datasets.Dataset.from_dict({"x": COLUMNS, "label": y})
-    return rows.with_transform(lambda batch: {"x": [np.asarray(x) for x in batch["x"]], "label": batch["label"]})
+    return rows.with_transform(
+        lambda batch: {"x": [np.asarray(x) for x in batch["x"]], "label": batch["label"]}
+    )
 
 
 def native(y: np.ndarray) -> np.ndarray:
@@ -94,7 +99,9 @@ def source(given: object) -> Source:
 
 def declared(given: object, ignore_label: int | None = None) -> tuple[Source, Classification]:
     found = source(given)
-    task = classification.build("classification", found, found, "task.name", ignore_label=ignore_label)
+    task = classification.build(
+        "classification", found, found, "task.name", ignore_label=ignore_label
+    )
     return as_declared(found, task.fields), task
 
 
@@ -120,7 +127,11 @@ def test_every_integer_type_is_read_as_int64(container: str) -> None:
     for dtype in TYPES:
         found, task = declared(CONTAINERS[container](LABELS.astype(dtype)))
         batch = found.read(every)
-        assert batch["y"].dtype == np.int64 and (batch["y"] == LABELS).all() and task.facts() == of_int64.facts(), dtype
+        assert (
+            batch["y"].dtype == np.int64
+            and (batch["y"] == LABELS).all()
+            and task.facts() == of_int64.facts()
+        ), dtype
         assert batch["x"].tobytes() == expected.read(every)["x"].tobytes()
 
 
@@ -129,11 +140,16 @@ def test_a_step_on_uint8_labels_is_that_on_int64(framework: str) -> None:
     states = []
     for dtype in (np.uint8, np.int64):
         found, task = declared({"x": COLUMNS, "y": LABELS.astype(dtype)})
-        learner = build_learner(configure(None, [f"framework={framework}", "model.name=linear"]), task, SingleProcessCommunicator())
+        learner = build_learner(
+            configure(None, [f"framework={framework}", "model.name=linear"]),
+            task,
+            SingleProcessCommunicator(),
+        )
         learner.step([learner.to_device(found.read(np.arange(N)))], hyper(N), 0)
         states.append(learner.state())
     assert (
-        all(np.array_equal(array, states[1][name]) for name, array in states[0].items()) and np.abs(states[0]["p.fc.weight"]).max() > 1e-3
+        all(np.array_equal(array, states[1][name]) for name, array in states[0].items())
+        and np.abs(states[0]["p.fc.weight"]).max() > 1e-3
     )
 
 
@@ -147,21 +163,37 @@ def test_booleans_are_two_classes() -> None:
 def test_a_label_below_zero_is_an_error_with_its_sample(container: str, label: int) -> None:
     wrong = np.where(np.arange(N) == 7, label, LABELS)
     with pytest.raises(
-        UserError, match=rf"field y of sample 7 has {label}, expected 0 to 2\n  where: mine.*\n  fix: .*task\.ignore_label=N"
+        UserError,
+        match=rf"field y of sample 7 has {label}, expected 0 to 2\n  where: mine.*\n  fix: "
+        r".*task\.ignore_label=N",
     ):
         declared(CONTAINERS[container](wrong))[0].read(np.array([2, 7]))
 
 
 def test_a_label_beyond_the_classes_is_an_error_with_its_sample() -> None:
     with pytest.raises(
-        UserError, match=r"field y of sample 2 has 3, expected 0 to 2\n.*\n  fix: labels count from 0 to 2: y - 1 where they begin"
+        UserError,
+        match=r"field y of sample 2 has 3, expected 0 to 2\n.*\n  fix: labels count from 0 to 2: "
+        r"y - 1 where they begin",
     ):
         declared(Samples(COLUMNS, LABELS + 1))[0].read(np.arange(N))
-    with pytest.raises(UserError, match="field y of sample 5 has 18446744073709551615: too many classes"):
-        declared({"x": COLUMNS, "y": np.where(np.arange(N) == 5, np.uint64(2**64 - 1), LABELS.astype(np.uint64))})
+    with pytest.raises(
+        UserError, match="field y of sample 5 has 18446744073709551615: too many classes"
+    ):
+        declared(
+            {
+                "x": COLUMNS,
+                "y": np.where(np.arange(N) == 5, np.uint64(2**64 - 1), LABELS.astype(np.uint64)),
+            }
+        )
     task = declared({"x": COLUMNS, "y": LABELS})[1]
-    with pytest.raises(UserError, match="field y of sample 1 has 3, expected 0 to 2"):  # of another set, as in evaluate
-        as_declared(source({"x": COLUMNS, "y": np.where(np.arange(N) == 1, 3, LABELS).astype(np.uint8)}), task.fields)
+    with pytest.raises(
+        UserError, match="field y of sample 1 has 3, expected 0 to 2"
+    ):  # of another set, as in evaluate
+        as_declared(
+            source({"x": COLUMNS, "y": np.where(np.arange(N) == 1, 3, LABELS).astype(np.uint8)}),
+            task.fields,
+        )
 
 
 @pytest.mark.parametrize(
@@ -189,13 +221,24 @@ def test_samples_without_a_number_are_refused() -> None:
 def test_a_loss_of_torch_names_the_sample_of_a_label_that_is_no_class() -> None:
     for label, ignored in ((-1, -100), (3, -1)):
         data = {"x": COLUMNS, "y": np.where(np.arange(N) == 9, label, LABELS)}
-        given = {"data": given_data(data, data), "task": given_task(torch.nn.CrossEntropyLoss(ignore_index=ignored), None, None)}
-        config = configured(given, "model.name=torch.nn:Linear", "model.in_features=5", "model.out_features=3", "batch.size=2")
+        given = {
+            "data": given_data(data, data),
+            "task": given_task(torch.nn.CrossEntropyLoss(ignore_index=ignored), None, None),
+        }
+        config = configured(
+            given,
+            "model.name=torch.nn:Linear",
+            "model.in_features=5",
+            "model.out_features=3",
+            "batch.size=2",
+        )
         found = open_datasets(config)
         learner = build_learner(config, found.task, SingleProcessCommunicator())
         batch = learner.to_device(found.train.read(np.arange(N)))
         with pytest.raises(
-            UserError, match=f"sample 9 of the training set has {label} in y, and loss=CrossEntropyLoss of a model with 3 outputs"
+            UserError,
+            match=f"sample 9 of the training set has {label} in y, and loss=CrossEntropyLoss of a "
+            "model with 3 outputs",
         ):
             learner.step([batch], hyper(N), 0)
 
@@ -215,14 +258,21 @@ def test_a_loss_of_torch_names_the_sample_of_a_label_that_is_no_class() -> None:
         ("numpy", "model.loss=squared_error", 2**20),
     ],
 )
-def test_a_step_is_that_of_the_samples_with_a_class(framework: str, words: str, label: int, jax_compilation_cache: None) -> None:
+def test_a_step_is_that_of_the_samples_with_a_class(
+    framework: str, words: str, label: int, jax_compilation_cache: None
+) -> None:
     """On the same job without the other samples."""
     has_class = np.arange(N) % 3 > 0
     data = {"x": COLUMNS, "y": np.where(has_class, LABELS, label).astype(np.int32)}
     found, task = declared(data, ignore_label=label)
     of_classes = Classification(task.shape, task.classes, task.mean, task.std, task.dtype)
-    config = configure(None, [f"framework={framework}", "model.name=linear", "speed.precision=fp64", *words.split()])
-    one, other = (build_learner(config, each, SingleProcessCommunicator()) for each in (task, of_classes))
+    config = configure(
+        None,
+        [f"framework={framework}", "model.name=linear", "speed.precision=fp64", *words.split()],
+    )
+    one, other = (
+        build_learner(config, each, SingleProcessCommunicator()) for each in (task, of_classes)
+    )
     micro = [one.to_device(found.read(rows)) for rows in (np.arange(5), np.arange(5, N))]
     rest = found.read(np.flatnonzero(has_class))
     sums = host(one.step(micro, hyper(N), 0))
@@ -242,29 +292,53 @@ def test_a_step_is_that_of_the_samples_with_a_class(framework: str, words: str, 
 
 @pytest.mark.parametrize("framework", ["torch", "numpy"])
 def test_ranks_divide_by_the_samples_of_all_that_have_a_class(framework: str) -> None:
-    """Rank 0 has none with a class, rank 1 some, rank 2 all: the weights are those of one process."""
-    y = np.where(np.arange(N) < 8, UNLABELLED, np.where(np.arange(N) % 2 < (np.arange(N) < 16), UNLABELLED, LABELS))
+    """Rank 0 has none with a class, rank 1 some, rank 2 all: the weights are those of one
+    process."""
+    y = np.where(
+        np.arange(N) < 8,
+        UNLABELLED,
+        np.where(np.arange(N) % 2 < (np.arange(N) < 16), UNLABELLED, LABELS),
+    )
     found, task = declared({"x": COLUMNS, "y": y}, ignore_label=UNLABELLED)
-    config = configure(None, [f"framework={framework}", "model.name=linear", "speed.precision=fp64"])
+    config = configure(
+        None, [f"framework={framework}", "model.name=linear", "speed.precision=fp64"]
+    )
 
     def weights(communicator: Communicator, rows: np.ndarray) -> np.ndarray:
         learner = build_learner(config, task, communicator)
-        learner.step([learner.to_device(found.read(part)) for part in (rows[:3], rows[3:])], hyper(N), 0)
+        learner.step(
+            [learner.to_device(found.read(part)) for part in (rows[:3], rows[3:])], hyper(N), 0
+        )
         return learner.state()["p.fc.weight"]
 
     assert np.count_nonzero(y != UNLABELLED) == 12
     alone = weights(SingleProcessCommunicator(), np.arange(N))
-    for found_on_rank in in_threads(3, lambda rank: weights(rank, np.arange(N)[8 * rank.rank : 8 * rank.rank + 8])):
+    for found_on_rank in in_threads(
+        3, lambda rank: weights(rank, np.arange(N)[8 * rank.rank : 8 * rank.rank + 8])
+    ):
         np.testing.assert_allclose(found_on_rank, alone, rtol=1e-12)
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax", "numpy"])
-def test_a_batch_without_any_class_changes_nothing(framework: str, jax_compilation_cache: None) -> None:
-    found, task = declared({"x": COLUMNS, "y": np.where(np.arange(N) < 8, UNLABELLED, LABELS)}, ignore_label=UNLABELLED)
-    learner = build_learner(configure(None, [f"framework={framework}", "model.name=linear"]), task, SingleProcessCommunicator())
+def test_a_batch_without_any_class_changes_nothing(
+    framework: str, jax_compilation_cache: None
+) -> None:
+    found, task = declared(
+        {"x": COLUMNS, "y": np.where(np.arange(N) < 8, UNLABELLED, LABELS)}, ignore_label=UNLABELLED
+    )
+    learner = build_learner(
+        configure(None, [f"framework={framework}", "model.name=linear"]),
+        task,
+        SingleProcessCommunicator(),
+    )
     before = learner.state()
     sums = host(learner.step([learner.to_device(found.read(np.arange(8)))], hyper(8), 0))
-    assert (sums["loss"], sums["labelled"], sums["count"], sums["nonfinite"]) == (0.0, 0.0, 8.0, 0.0)
+    assert (sums["loss"], sums["labelled"], sums["count"], sums["nonfinite"]) == (
+        0.0,
+        0.0,
+        8.0,
+        0.0,
+    )
     assert all(np.array_equal(array, before[name]) for name, array in learner.state().items())
     assert math.isnan(task.metrics[0].of(sums))
 
@@ -282,7 +356,11 @@ def test_an_ignored_label_is_no_class_in_any_container(container: str) -> None:
 def test_a_plan_is_of_the_classes_without_the_ignored_label() -> None:
     images = source({"x": IMAGES, "y": np.where(np.arange(N) % 4 == 0, 255, LABELS)})
     planned = planned_task(configure(None, ["task.ignore_label=255"]), images)
-    assert isinstance(planned, PartlyLabelled) and planned.classes == 3 and planned.fields["y"].ignored == 255
+    assert (
+        isinstance(planned, PartlyLabelled)
+        and planned.classes == 3
+        and planned.fields["y"].ignored == 255
+    )
     assert planned_task(configure(None, []), images).sizes["classes"] == 256
 
 
@@ -293,9 +371,14 @@ def test_unlabelled_images_are_in_no_count_of_an_evaluation() -> None:
     config = configure(None, ["model.name=linear", "batch.evaluate=7"])
     learner = build_learner(config, task, SingleProcessCommunicator())  # of zeros: it says class 0
     result = evaluate(config, learner, found, task, SingleProcessCommunicator(), Heartbeat())
-    assert result.classes is not None and result.classes.samples.tolist() == np.bincount(y[y < 255]).tolist()
+    assert (
+        result.classes is not None
+        and result.classes.samples.tolist() == np.bincount(y[y < 255]).tolist()
+    )
     assert result.classes.right.tolist() == [int((y == 0).sum()), 0, 0]
-    assert result.metrics == pytest.approx({"loss": math.log(3), "accuracy": (y == 0).sum() / (y < 255).sum()}, rel=1e-6)
+    assert result.metrics == pytest.approx(
+        {"loss": math.log(3), "accuracy": (y == 0).sum() / (y < 255).sum()}, rel=1e-6
+    )
 
 
 def test_what_does_not_go_with_an_ignored_label() -> None:
@@ -303,18 +386,30 @@ def test_what_does_not_go_with_an_ignored_label() -> None:
         (["augment.mixup=0.2"], "augment.mixup mixes each sample with any other"),
         (["augment.cutmix=0.2"], "augment.cutmix mixes each sample with any other"),
         (["task.ignore_label=4294967296"], "task.ignore_label=4294967296 is no label"),
-        (["log.noise_scale=true", "comm.engine=mpi"], "log.noise_scale compares means over samples"),
+        (
+            ["log.noise_scale=true", "comm.engine=mpi"],
+            "log.noise_scale compares means over samples",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             config = configure(None, ["task.ignore_label=3", *words])
             refuse_conflicts(config, "mpi", 2)
             open_datasets(config)
-    config = configured({"task": given_task(torch.nn.CrossEntropyLoss(), None, None)}, "task.ignore_label=3")
-    with pytest.raises(UserError, match=r"task\.ignore_label is of task\.name=classification; this job has the loss CrossEntropyLoss"):
+    config = configured(
+        {"task": given_task(torch.nn.CrossEntropyLoss(), None, None)}, "task.ignore_label=3"
+    )
+    with pytest.raises(
+        UserError,
+        match=r"task\.ignore_label is of task\.name=classification; this job has the loss "
+        r"CrossEntropyLoss",
+    ):
         refuse_conflicts(config, "single", 1)
     for y, message in (
         (np.full(N, -1), "no training sample has a class: every label is task.ignore_label=-1"),
-        (np.full(N, -2), "no training sample has a class: every label is task.ignore_label=-1, or below zero"),
+        (
+            np.full(N, -2),
+            "no training sample has a class: every label is task.ignore_label=-1, or below zero",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             declared({"x": COLUMNS, "y": y}, ignore_label=-1)
@@ -327,9 +422,13 @@ def test_the_header_says_what_is_left_out_and_that_labels_begin_at_1() -> None:
 
     assert lines(LABELS) == []
     assert lines(LABELS + 1) == [
-        "labels begin at 1: no training sample is of class 0, one of the 4 outputs of the model; y - 1 counts from 0"
+        "labels begin at 1: no training sample is of class 0, one of the 4 outputs of the model; "
+        "y - 1 counts from 0"
     ]
-    left_out = "task.ignore_label=0: 8 of 24 training samples and 8 of 24 validation samples are in no loss, metric or count"
+    left_out = (
+        "task.ignore_label=0: 8 of 24 training samples and 8 of 24 validation samples are in no "
+        "loss, metric or count"
+    )
     assert lines(LABELS, 0)[0] == left_out and len(lines(LABELS, 0)) == 2
     assert lines(np.where(LABELS == 2, -1, LABELS), -1) == [left_out.replace("=0", "=-1")]
 
@@ -338,19 +437,24 @@ def test_the_header_says_what_is_left_out_and_that_labels_begin_at_1() -> None:
 
 
 def divided(given: object, *words: str, loss: Any = None) -> Datasets:
-    makers = {"data": given_data(given, None)} | ({} if loss is None else {"task": given_task(loss, None, None)})
+    makers = {"data": given_data(given, None)} | (
+        {} if loss is None else {"task": given_task(loss, None, None)}
+    )
     return open_datasets(configured(makers, "data.val_share=0.25", "batch.size=2", *words))
 
 
 @pytest.mark.parametrize("container", [name for name in CONTAINERS if name != "a Dataset"])
 def test_classes_are_found_and_divided_with_a_share_for_validation(container: str) -> None:
-    """Of each class, 8 samples, a quarter; the largest class is in the training set alone where it has one sample."""
+    """Of each class, 8 samples, a quarter; the largest class is in the training set alone where it
+    has one sample."""
     found = divided(CONTAINERS[container](LABELS.astype(np.int32)))
     assert found.task.sizes["classes"] == 3
     for part, count in ((found.train, 6), (found.val, 2)):
         assert np.bincount(part.read(np.arange(len(part)))["y"]).tolist() == [count] * 3
     alone = divided(CONTAINERS[container](np.where(np.arange(N) == 3, 5, LABELS)))
-    assert alone.task.sizes["classes"] == 6 and 5 not in alone.val.read(np.arange(len(alone.val)))["y"]
+    assert (
+        alone.task.sizes["classes"] == 6 and 5 not in alone.val.read(np.arange(len(alone.val)))["y"]
+    )
 
 
 def test_classes_of_parts_and_sums_of_datasets() -> None:
@@ -367,10 +471,16 @@ def test_classes_of_parts_and_sums_of_datasets() -> None:
     found = known_labels(source(ConcatDataset([first, of_class_0])))
     assert found is not None and found.tolist() == [*LABELS[list(first.indices)], *[0] * 8]
     with pytest.raises(UserError, match="the number of classes is not known"):
-        build_task(source(ConcatDataset([tensors, Hidden(COLUMNS, LABELS)])), source(first), configure(None, []))
+        build_task(
+            source(ConcatDataset([tensors, Hidden(COLUMNS, LABELS)])),
+            source(first),
+            configure(None, []),
+        )
 
 
-@pytest.mark.parametrize("loss", [torch.nn.CrossEntropyLoss(), lambda outputs, batch: outputs.sum(1) + batch["y"]])
+@pytest.mark.parametrize(
+    "loss", [torch.nn.CrossEntropyLoss(), lambda outputs, batch: outputs.sum(1) + batch["y"]]
+)
 def test_validation_is_by_class_whatever_the_loss(loss: Any) -> None:
     """Of 60, 31, 10 and 2 samples a quarter, at least one: 15, 8, 2, 1."""
     y = np.random.default_rng(3).permutation(np.repeat(np.arange(4), (60, 31, 10, 2)))
@@ -382,7 +492,10 @@ def test_validation_is_by_class_whatever_the_loss(loss: Any) -> None:
 def test_integers_that_are_no_classes_are_divided_alike() -> None:
     """Counts to predict, and more values than samples that validate."""
     data = {"x": COLUMNS, "y": np.arange(N)}
-    for words, loss in (("task.name=regression", None), ("", lambda outputs, batch: outputs.sum(1))):
+    for words, loss in (
+        ("task.name=regression", None),
+        ("", lambda outputs, batch: outputs.sum(1)),
+    ):
         found = divided(data, *words.split(), loss=loss)
         assert (len(found.train), len(found.val)) == (18, 6)
 
@@ -390,7 +503,11 @@ def test_integers_that_are_no_classes_are_divided_alike() -> None:
 def test_labels_that_are_read_with_the_samples_are_named() -> None:
     found = divided(Samples(COLUMNS, LABELS))
     config = configure(None, ["data.val_share=0.25"])
-    assert len(found.val) == 6 and "data.val_share takes of all samples alike, not of each class" in notes(config, found)[0]
+    assert (
+        len(found.val) == 6
+        and "data.val_share takes of all samples alike, not of each class"
+        in notes(config, found)[0]
+    )
     assert not any("alike" in line for line in notes(config, divided({"x": COLUMNS, "y": LABELS})))
 
 
@@ -403,17 +520,26 @@ def test_partly_labelled_sets_are_those_of_the_invariance_test() -> None:
     ("name", "y", "classes", "ignored", "lines"),
     [
         ("classification", [0, 1, 2, 1], 3, None, []),
-        ("classification", [0, 1, 255], 256, None, ["no sample is of class 2 to 254: the model has an output for each of 256; "
-                                                    "task.ignore_label=255 if 255 stands for no class"]),
+        ("classification", [0, 1, 255], 256, None, ["no sample is of class 2 to 254: the model "
+                                                    "has an output for each of 256; "
+                                                    "task.ignore_label=255 if 255 stands for no "
+                                                    "class"]),
         ("classification", [0, 1, 255], 2, 255, []),
-        ("classification", [0, 3, 3, 1], 5, None, ["no sample is of class 2, 4: the model has an output for each of 5"]),
-        ("segmentation", [[[0, 255], [1, 1]]] * 4, 256, None, ["no pixel is of class 2 to 254: the model has an output for each of 256; "
-                                                              "task.ignore_label=255 if 255 stands for no class"]),
+        ("classification", [0, 3, 3, 1], 5, None, ["no sample is of class 2, 4: the model has an "
+                                                   "output for each of 5"]),
+        ("segmentation", [[[0, 255], [1, 1]]] * 4, 256, None, ["no pixel is of class 2 to 254: "
+                                                               "the model has an output for each "
+                                                               "of 256; "
+                                                              "task.ignore_label=255 if 255 "
+                                                              "stands for no class"]),
         ("segmentation", [[[0, 255], [1, 1]]] * 4, 2, 255, []),
-        ("multilabel", [[0, 1, 0], [0, 1, 1]], 3, None, ["no sample has label 0: the model has an output for each of 3"]),
+        ("multilabel", [[0, 1, 0], [0, 1, 1]], 3, None, ["no sample has label 0: the model has an "
+                                                         "output for each of 3"]),
     ],
 )  # fmt: skip
-def test_gaps_in_labels_are_reported(name: str, y: list[Any], classes: int, ignored: int | None, lines: list[str]) -> None:
+def test_gaps_in_labels_are_reported(
+    name: str, y: list[Any], classes: int, ignored: int | None, lines: list[str]
+) -> None:
     labels = np.array(y)
     source = as_source({"x": np.zeros((len(labels), 2)), "y": labels}, "data", "train_data")
     assert notes_on_gaps(source, name, classes, ignored) == lines

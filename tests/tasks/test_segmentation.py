@@ -1,4 +1,5 @@
-"""Classes of pixels: losses and gradients beside torch's, mean IoU beside scikit-learn's, masks that move with images, whole jobs."""
+"""Classes of pixels: losses and gradients beside torch's, mean IoU beside scikit-learn's, masks
+that move with images, whole jobs."""
 
 from __future__ import annotations
 
@@ -37,18 +38,32 @@ from hvdtrain.training.datasets import open_datasets
 from hvdtrain.training.input import read_batch
 
 UNET = ["model.name=unet", "model.widths=[4,6]", "model.norm=group", "model.groups=2"]
-WORDS = ["data.name=own_data:shapes", "task.name=segmentation", "task.ignore_label=255", *UNET, "speed.precision=fp64", "optim.name=sgd"]
+WORDS = [
+    "data.name=own_data:shapes",
+    "task.name=segmentation",
+    "task.ignore_label=255",
+    *UNET,
+    "speed.precision=fp64",
+    "optim.name=sgd",
+]
 HYPER = Hyper(lr=0.3, momentum=0.0, weight_decay=0.0, batch=12)
 SHARES = {1: [0, 12], 2: [0, 9, 12], 3: [0, 1, 3, 12]}  # where the ranks' samples begin and end
 
 
 def declared(split: str = "val", **options: Any) -> tuple[Source, Segmentation]:
     source = as_source(own_data.shapes(split), "mine", "data.name")
-    task = segmentation.build("segmentation", source, source, "task.name", **{"ignore_label": 255, **options})
+    task = segmentation.build(
+        "segmentation", source, source, "task.name", **{"ignore_label": 255, **options}
+    )
     return as_declared(source, task.fields), task
 
 
-def learner_of(task: Segmentation, communicator: Communicator, first: dict[str, np.ndarray] | None = None, *words: str) -> Any:
+def learner_of(
+    task: Segmentation,
+    communicator: Communicator,
+    first: dict[str, np.ndarray] | None = None,
+    *words: str,
+) -> Any:
     """first: its weights, since ranks that are threads draw from one generator."""
     found: Any = build_learner(configure(None, [*WORDS[1:], *words]), task, communicator)
     found.load(first or found.state())
@@ -60,8 +75,11 @@ def normalized(task: Segmentation, rows: slice = slice(None)) -> torch.Tensor:
     return torch.tensor(x).permute(0, 3, 1, 2)
 
 
-def loss_by_hand(logits: torch.Tensor, y: torch.Tensor, dice: float, weights: tuple[float, ...] | None) -> torch.Tensor:
-    """The mean over all pixels with a class; Dice of each sample and class by a loop, weighted by the pixels of the sample."""
+def loss_by_hand(
+    logits: torch.Tensor, y: torch.Tensor, dice: float, weights: tuple[float, ...] | None
+) -> torch.Tensor:
+    """The mean over all pixels with a class; Dice of each sample and class by a loop, weighted by
+    the pixels of the sample."""
     label = y.where(y != 255, 0)
     nats = -logits.log_softmax(1).gather(1, label[:, None])[:, 0]
     total = (nats * torch.tensor(weights or (1.0,) * 3, dtype=torch.float64)[label])[y != 255].sum()
@@ -77,7 +95,9 @@ def loss_by_hand(logits: torch.Tensor, y: torch.Tensor, dice: float, weights: tu
 
 
 @pytest.mark.parametrize(("dice", "weights"), [(0.0, None), (0.4, None), (0.4, (0.25, 0.0, 3.0))])
-def test_steps_are_those_of_torch_on_any_number_of_ranks(dice: float, weights: tuple[float, ...] | None) -> None:
+def test_steps_are_those_of_torch_on_any_number_of_ranks(
+    dice: float, weights: tuple[float, ...] | None
+) -> None:
     """Samples have different numbers of pixels with a class."""
     source, task = declared(dice=dice, class_weights=weights)
     y = torch.tensor(own_data.shapes("val")["y"]).long()
@@ -88,7 +108,9 @@ def test_steps_are_those_of_torch_on_any_number_of_ranks(dice: float, weights: t
     for _ in range(2):
         loss = loss_by_hand(model(normalized(task)), y, dice, weights)
         with torch.no_grad():
-            for p, gradient in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True):
+            for p, gradient in zip(
+                model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
+            ):
                 p.sub_(gradient, alpha=0.3)
     expected = {f"p.{name}": p.detach().numpy() for name, p in model.named_parameters()}
 
@@ -97,7 +119,9 @@ def test_steps_are_those_of_torch_on_any_number_of_ranks(dice: float, weights: t
         rows = np.arange(edges[rank.rank], edges[rank.rank + 1])
         for step in range(2):
             micro = [one.to_device(source.read(part)) for part in (rows[:4], rows[4:])]
-            one.step(micro, Hyper(lr=0.3, momentum=0.0, weight_decay=0.0, batch=12, step=step), step)
+            one.step(
+                micro, Hyper(lr=0.3, momentum=0.0, weight_decay=0.0, batch=12, step=step), step
+            )
         found: dict[str, np.ndarray] = one.state()
         return found
 
@@ -109,10 +133,14 @@ def test_steps_are_those_of_torch_on_any_number_of_ranks(dice: float, weights: t
             np.testing.assert_allclose(one[name], array, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("words", [[], ["model.norm=none", "framework=jax"], ["framework=jax", "speed.precision=fp32"]])
+@pytest.mark.parametrize(
+    "words", [[], ["model.norm=none", "framework=jax"], ["framework=jax", "speed.precision=fp32"]]
+)
 def test_metrics_are_those_of_scikit_learn_on_uneven_shares(words: list[str]) -> None:
     source, task = declared()
-    alone = learner_of(task, SingleProcessCommunicator(), None, *words[:1] * ("model.norm=none" in words))
+    alone = learner_of(
+        task, SingleProcessCommunicator(), None, *words[:1] * ("model.norm=none" in words)
+    )
     logits = alone.model(normalized(task)).detach()
     first = alone.state()
     y = own_data.shapes("val")["y"]
@@ -121,9 +149,16 @@ def test_metrics_are_those_of_scikit_learn_on_uneven_shares(words: list[str]) ->
     said = logits.argmax(1).numpy()[known]
 
     def evaluated(rank: Communicator) -> dict[str, float]:
-        one, sums, rows = learner_of(task, rank, first, *words), zero_sums(task.sums), SHARES[3][rank.rank : rank.rank + 2]
+        one, sums, rows = (
+            learner_of(task, rank, first, *words),
+            zero_sums(task.sums),
+            SHARES[3][rank.rank : rank.rank + 2],
+        )
         for start in range(*rows, 4):
-            sums = add_sums(sums, one.evaluate(one.to_device(source.read(np.arange(start, min(start + 4, rows[1]))))))
+            sums = add_sums(
+                sums,
+                one.evaluate(one.to_device(source.read(np.arange(start, min(start + 4, rows[1]))))),
+            )
         total = allreduce_sums(rank, sums, "test", task.sums)
         return {metric.name: metric.of(total) for metric in task.metrics}
 
@@ -133,23 +168,40 @@ def test_metrics_are_those_of_scikit_learn_on_uneven_shares(words: list[str]) ->
         "mean_iou": jaccard_score(labels, said, average="macro", labels=np.unique([labels, said])),
     }
     for found in in_threads(3, evaluated):
-        assert found == pytest.approx(expected, rel=1e-6 if "speed.precision=fp32" in words else 1e-12)
+        assert found == pytest.approx(
+            expected, rel=1e-6 if "speed.precision=fp32" in words else 1e-12
+        )
 
 
 def test_classes_that_are_nowhere_are_not_in_the_mean() -> None:
-    sums = {"count": 1, "pixels": 4.0, "confusion": np.array([2.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0])}
-    assert segmentation.mean_iou(sums) == pytest.approx((2 / 3 + 1 / 2) / 2) and segmentation.pixel_accuracy(sums) == 0.75
-    assert np.isnan(segmentation.mean_iou(sums | {"pixels": 0.0})) and np.isnan(segmentation.iou_of_classes(sums["confusion"])[2])
+    sums = {
+        "count": 1,
+        "pixels": 4.0,
+        "confusion": np.array([2.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]),
+    }
+    assert (
+        segmentation.mean_iou(sums) == pytest.approx((2 / 3 + 1 / 2) / 2)
+        and segmentation.pixel_accuracy(sums) == 0.75
+    )
+    assert np.isnan(segmentation.mean_iou(sums | {"pixels": 0.0})) and np.isnan(
+        segmentation.iou_of_classes(sums["confusion"])[2]
+    )
 
 
 # masks that move
 
 
 @pytest.mark.parametrize(
-    "words", ["augment.flip=true", "augment.crop=3 augment.flip=true", "augment.crop=3 augment.pad=reflect augment.flip=alternating"]
+    "words",
+    [
+        "augment.flip=true",
+        "augment.crop=3 augment.flip=true",
+        "augment.crop=3 augment.pad=reflect augment.flip=alternating",
+    ],
 )
 def test_masks_move_as_their_images_do(words: str) -> None:
-    """Of images that are their masks: black pixels from outside of an image are 0 in it, and 9 in the mask."""
+    """Of images that are their masks: black pixels from outside of an image are 0 in it, and 9 in
+    the mask."""
     masks = np.random.default_rng(1).integers(1, 9, (40, 10, 8)).astype(np.uint8)
     config = configure(None, words.split()).augment
     samples = np.arange(40)
@@ -160,13 +212,20 @@ def test_masks_move_as_their_images_do(words: str) -> None:
     assert (np.where(images == 0, 9, images) == moved).all() and (moved != masks).any()
     source = as_source({"x": masks[..., None], "y": masks}, "mine", "data.name")
     found = with_moved_masks(source, {"y": 9}, config)
-    assert isinstance(found, MovedMasks) and (found.read_in_epochs(samples, epochs, 7)["y"] == moved).all()
-    assert (found.read(samples)["y"] == masks).all() and (found.read_in_epochs(samples[3:5], epochs[3:5], 7)["y"] == moved[3:5]).all()
+    assert (
+        isinstance(found, MovedMasks)
+        and (found.read_in_epochs(samples, epochs, 7)["y"] == moved).all()
+    )
+    assert (found.read(samples)["y"] == masks).all() and (
+        found.read_in_epochs(samples[3:5], epochs[3:5], 7)["y"] == moved[3:5]
+    ).all()
 
 
 def test_a_resized_crop_takes_the_nearest_pixel() -> None:
     """Of images with large areas: pixels that are not mixed with others are those of the mask."""
-    masks = np.kron(np.random.default_rng(2).integers(0, 2, (30, 2, 2)), np.ones((8, 8))).astype(np.uint8)
+    masks = np.kron(np.random.default_rng(2).integers(0, 2, (30, 2, 2)), np.ones((8, 8))).astype(
+        np.uint8
+    )
     config = configure(None, ["augment.resized_crop=0.3", "augment.flip=true"]).augment
     parameters = augment.draw(config, 3, np.zeros(30, np.int64), np.arange(30), (16, 16, 1))
     images = augment.apply(255 * masks[..., None], parameters)[..., 0]
@@ -177,29 +236,56 @@ def test_a_resized_crop_takes_the_nearest_pixel() -> None:
 
 
 def test_cutmix_pastes_masks_as_images() -> None:
-    """Of images that are their masks; no label is mixed. The second sample moves with its own parameters."""
+    """Of images that are their masks; no label is mixed. The second sample moves with its own
+    parameters."""
     masks = np.random.default_rng(1).integers(1, 9, (40, 10, 8)).astype(np.uint8)
     source = as_source({"x": masks[..., None], "y": masks}, "mine", "data.name")
-    config = configure(None, ["augment.cutmix=1", "augment.crop=2", "augment.flip=true", "augment.erase=0"])
+    config = configure(
+        None, ["augment.cutmix=1", "augment.crop=2", "augment.flip=true", "augment.erase=0"]
+    )
     positions = Positions(np.arange(40), np.arange(40) // 10)
-    batch = read_batch(with_moved_masks(source, {"y": 0}, config.augment), positions, HYPER, config, cached_on_device=False)
+    batch = read_batch(
+        with_moved_masks(source, {"y": 0}, config.augment),
+        positions,
+        HYPER,
+        config,
+        cached_on_device=False,
+    )
     assert not batch.keys() & {"mixup_weight", "partner_y"}
     images = augment.augment_batch(batch)["x"][..., 0]
     assert (images == batch["y"]).all() and (batch["cutmix_box"][:, 1] > 0).mean() > 0.8
     alone = configure(None, ["augment.crop=2", "augment.flip=true"])
-    without = read_batch(with_moved_masks(source, {"y": 0}, alone.augment), positions, HYPER, alone, cached_on_device=False)
+    without = read_batch(
+        with_moved_masks(source, {"y": 0}, alone.augment),
+        positions,
+        HYPER,
+        alone,
+        cached_on_device=False,
+    )
     assert 0.1 < (without["y"] != batch["y"]).mean() < 0.6
 
 
 def test_steps_with_moved_and_pasted_masks_are_those_of_torch_on_any_number_of_ranks() -> None:
-    """The sum over pixels of what one process reads of all 12 samples, with all augmentations of masks."""
-    words = "augment.rand_augment=2 augment.magnitude=20 augment.cutmix=1.0 augment.erase=0.5 augment.color_jitter=[0.4,0.4,0.4,0.1]"
+    """The sum over pixels of what one process reads of all 12 samples, with all augmentations of
+    masks."""
+    words = (
+        "augment.rand_augment=2 augment.magnitude=20 augment.cutmix=1.0 augment.erase=0.5 "
+        "augment.color_jitter=[0.4,0.4,0.4,0.1]"
+    )
     config = configure(None, [*WORDS, *words.split(), "batch.size=12"])
     plain, task = declared()
     source = with_moved_masks(plain, task.masks, config.augment)
 
     def read(one: Any, rows: np.ndarray, step: int) -> Any:
-        return one.to_device(read_batch(source, Positions(rows, np.full(len(rows), step)), HYPER, config, cached_on_device=False))
+        return one.to_device(
+            read_batch(
+                source,
+                Positions(rows, np.full(len(rows), step)),
+                HYPER,
+                config,
+                cached_on_device=False,
+            )
+        )
 
     alone = learner_of(task, SingleProcessCommunicator())
     model = alone.model
@@ -207,10 +293,14 @@ def test_steps_with_moved_and_pasted_masks_are_those_of_torch_on_any_number_of_r
     for step in range(2):
         batch = read(alone, np.arange(12), step)
         assert (batch.arrays["y"].numpy() != own_data.shapes("val")["y"]).mean() > 0.1
-        x = torch.tensor((batch.arrays["x"].permute(0, 2, 3, 1).numpy() / 255 - task.mean) / task.std).permute(0, 3, 1, 2)
+        x = torch.tensor(
+            (batch.arrays["x"].permute(0, 2, 3, 1).numpy() / 255 - task.mean) / task.std
+        ).permute(0, 3, 1, 2)
         loss = loss_by_hand(model(x), batch.arrays["y"].long(), 0.0, None)
         with torch.no_grad():
-            for p, gradient in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True):
+            for p, gradient in zip(
+                model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
+            ):
                 p.sub_(gradient, alpha=0.3)
     expected = {f"p.{name}": p.detach().numpy() for name, p in model.named_parameters()}
 
@@ -220,7 +310,9 @@ def test_steps_with_moved_and_pasted_masks_are_those_of_torch_on_any_number_of_r
         rows = np.arange(edges[rank.rank], edges[rank.rank + 1])
         for step in range(2):
             micro = [read(one, part, step) for part in (rows[:4], rows[4:])]
-            one.step(micro, Hyper(lr=0.3, momentum=0.0, weight_decay=0.0, batch=12, step=step), step)
+            one.step(
+                micro, Hyper(lr=0.3, momentum=0.0, weight_decay=0.0, batch=12, step=step), step
+            )
         found: dict[str, np.ndarray] = one.state()
         return found
 
@@ -232,9 +324,17 @@ def test_steps_with_moved_and_pasted_masks_are_those_of_torch_on_any_number_of_r
 
 def test_what_comes_from_outside_needs_a_label() -> None:
     source, _ = declared()
-    with pytest.raises(UserError, match=r"rand_augment=2 shows black .* no class\n.*\n  fix: task\.ignore_label=255 .*rand_augment=0"):
+    with pytest.raises(
+        UserError,
+        match=r"rand_augment=2 shows black .* no class\n.*\n  fix: task\.ignore_label=255 "
+        r".*rand_augment=0",
+    ):
         with_moved_masks(source, {"y": None}, configure(None, ["augment.rand_augment=2"]).augment)
-    with pytest.raises(UserError, match=r"which have no class\n.*\n  fix: task\.ignore_label=255 leaves them out; or augment\.pad=reflect"):
+    with pytest.raises(
+        UserError,
+        match=r"which have no class\n.*\n  fix: task\.ignore_label=255 leaves them out; or "
+        r"augment\.pad=reflect",
+    ):
         with_moved_masks(source, {"y": None}, configure(None, ["augment.crop=2"]).augment)
     assert with_moved_masks(source, {"y": None}, AugmentConfig()) is source
 
@@ -242,19 +342,42 @@ def test_what_comes_from_outside_needs_a_label() -> None:
 # whole jobs
 
 
-def test_a_stopped_job_goes_on_as_one_that_was_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_job_goes_on_as_one_that_was_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    words = [*WORDS, "batch.size=7", "batch.micro=4", "optim.base_lr=0.5", "augment.crop=2", "augment.flip=true", "task.dice=0.3"]
+    words = [
+        *WORDS,
+        "batch.size=7",
+        "batch.micro=4",
+        "optim.base_lr=0.5",
+        "augment.crop=2",
+        "augment.flip=true",
+        "task.dice=0.3",
+    ]
     words += ["augment.rand_augment=2", "augment.cutmix=1", "augment.erase=0.5"]
-    for run, more in (("whole", ["max_steps=9"]), ("parts", ["max_steps=4"]), ("parts", ["max_steps=9", "resume=auto"])):
+    for run, more in (
+        ("whole", ["max_steps=9"]),
+        ("parts", ["max_steps=4"]),
+        ("parts", ["max_steps=9", "resume=auto"]),
+    ):
         assert main([*words, f"run={run}", *more]) == 0
-    weights = [files.read_arrays(files.finished(tmp_path / run)[-1], 2**20)["p.head.weight"] for run in ("whole", "parts")]
+    weights = [
+        files.read_arrays(files.finished(tmp_path / run)[-1], 2**20)["p.head.weight"]
+        for run in ("whole", "parts")
+    ]
     assert np.array_equal(*weights)
 
 
 def test_shapes_are_learned_from_arrays_of_a_script() -> None:
     data = {split: own_data.shapes(split) for split in ("train", "val")}
-    config = {"task.name": "segmentation", "task.ignore_label": 255, "model.name": "unet", "model.widths": [8, 16], "epochs": 8}
+    config = {
+        "task.name": "segmentation",
+        "task.ignore_label": 255,
+        "model.name": "unet",
+        "model.widths": [8, 16],
+        "epochs": 8,
+    }
     config |= {"batch.size": 8, "optim.name": "adamw", "optim.base_lr": 0.02, "optim.base_batch": 8}
     run = hvdtrain.train(config, train_data=data["train"], val_data=data["val"])
     assert run.objective == "mean_iou" and run.last > 0.8
@@ -263,7 +386,10 @@ def test_shapes_are_learned_from_arrays_of_a_script() -> None:
 def test_unet_is_the_same_function_in_jax() -> None:
     """With the weights and running statistics of torch after a step."""
     source, task = declared()
-    alone = [learner_of(task, SingleProcessCommunicator(), None, "model.norm=batch", f"framework={name}") for name in ("torch", "jax")]
+    alone = [
+        learner_of(task, SingleProcessCommunicator(), None, "model.norm=batch", f"framework={name}")
+        for name in ("torch", "jax")
+    ]
     alone[1].load(alone[0].state())
     outputs = []
     for one in alone:
@@ -294,25 +420,47 @@ def test_ones_own_net_of_jax_may_give_its_classes_last() -> None:
     floats = {"x": np.random.default_rng(1).normal(size=(12, 3, 16, 16)), "y": images["y"]}
     for data in (images, floats):
         source = as_source(data, "mine", "data.name")
-        task = segmentation.build("segmentation", source, source, "task.name", ignore_label=255, users_model=True)
+        task = segmentation.build(
+            "segmentation", source, source, "task.name", ignore_label=255, users_model=True
+        )
         source = as_declared(source, task.fields)
-        x = (np.moveaxis(images["x"], 3, 1) / 255 - task.mean[:, None, None]) / task.std[:, None, None] if data is images else data["x"]
+        x = (
+            (np.moveaxis(images["x"], 3, 1) / 255 - task.mean[:, None, None])
+            / task.std[:, None, None]
+            if data is images
+            else data["x"]
+        )
         for last in ("true", "false"):
-            words = ["framework=jax", "speed.precision=fp64", "model.name=test_segmentation:jax_net", f"model.last={last}"]
-            one: Any = build_learner(configure(None, [*WORDS[1:3], *words]), task, SingleProcessCommunicator())
+            words = [
+                "framework=jax",
+                "speed.precision=fp64",
+                "model.name=test_segmentation:jax_net",
+                f"model.last={last}",
+            ]
+            one: Any = build_learner(
+                configure(None, [*WORDS[1:3], *words]), task, SingleProcessCommunicator()
+            )
             found = one.predict(one.to_device(source.read(np.arange(12)))).outputs
-            np.testing.assert_allclose(found, np.einsum("nchw,co->nohw", x, weights), rtol=1e-12, atol=1e-13)
+            np.testing.assert_allclose(
+                found, np.einsum("nchw,co->nohw", x, weights), rtol=1e-12, atol=1e-13
+            )
 
 
 def test_nets_of_torchvision_give_dicts() -> None:
-    words = ["model.name=torchvision.models.segmentation:lraspp_mobilenet_v3_large", "model.num_classes=3", "model.weights_backbone=null"]
+    words = [
+        "model.name=torchvision.models.segmentation:lraspp_mobilenet_v3_large",
+        "model.num_classes=3",
+        "model.weights_backbone=null",
+    ]
     source, task = declared()
     config = configure(None, [*WORDS[1:3], *words, "speed.precision=fp64"])
     one: Any = build_learner(config, task, SingleProcessCommunicator())
     batch = one.to_device(source.read(np.arange(4)))
     found = one.predict(batch)
     expected = one.model(normalized(task, slice(4)))["out"].detach().numpy()
-    assert found.outputs.shape == (4, 3, 16, 16) and np.allclose(found.outputs, expected, rtol=1e-9, atol=1e-12)
+    assert found.outputs.shape == (4, 3, 16, 16) and np.allclose(
+        found.outputs, expected, rtol=1e-9, atol=1e-12
+    )
     before = one.state()["p.classifier.low_classifier.weight"].copy()
     one.step([batch], Hyper(lr=0.3, momentum=0.0, weight_decay=0.0, batch=4), 0)
     assert not np.array_equal(before, one.state()["p.classifier.low_classifier.weight"])
@@ -330,10 +478,18 @@ class Several(torch.nn.Module):
 
 def test_a_dict_of_outputs_needs_one_that_is_known() -> None:
     _, task = declared()
-    config = configure(None, [*WORDS[1:3], "model.name=test_segmentation:Several", "model.names=aux+logits"])
+    config = configure(
+        None, [*WORDS[1:3], "model.name=test_segmentation:Several", "model.names=aux+logits"]
+    )
     assert build_learner(config, task, SingleProcessCommunicator())
-    with pytest.raises(UserError, match="a dict of first, second, and which of them is learned from is not known"):
-        build_learner(configure(None, [*WORDS[1:3], *config_words("first+second")]), task, SingleProcessCommunicator())
+    with pytest.raises(
+        UserError, match="a dict of first, second, and which of them is learned from is not known"
+    ):
+        build_learner(
+            configure(None, [*WORDS[1:3], *config_words("first+second")]),
+            task,
+            SingleProcessCommunicator(),
+        )
 
 
 def config_words(names: str) -> list[str]:
@@ -354,23 +510,55 @@ def test_unet_keeps_the_size_and_looks_at_its_surroundings(norm: Any) -> None:
     ("words", "message"),
     [
         (["model.widths=[4,8,16,32,64,128]"], r"images of 16 x 16 pixels cannot be halved 5 times"),
-        (["model.norm=group", "model.groups=3"], "model.groups=3 does not divide the widths 16, 32, 64"),
+        (
+            ["model.norm=group", "model.groups=3"],
+            "model.groups=3 does not divide the widths 16, 32, 64",
+        ),
         (["model.widths=[0]"], "make no layers"),
     ],
 )
 def test_nets_that_cannot_be_made_are_refused(words: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        build_learner(configure(None, [*WORDS[1:3], "model.name=unet", *words]), declared()[1], SingleProcessCommunicator())
+        build_learner(
+            configure(None, [*WORDS[1:3], "model.name=unet", *words]),
+            declared()[1],
+            SingleProcessCommunicator(),
+        )
 
 
 @pytest.mark.parametrize(
     ("x", "y", "options", "message"),
     [
-        (np.zeros((4, 8, 8), np.uint8), np.zeros((4, 8, 8), int), {}, r"needs images x; x is uint8 \(8, 8\)\n.*\n  fix: x\[\.\.\., None\]"),
-        (np.zeros((4, 8, 8, 3), np.uint8), np.zeros((4, 1, 8, 8), int), {}, r"y is int64 \(1, 8, 8\)\n.*\n  fix: y\[:, 0\]"),
-        (np.zeros((4, 8, 8, 3), np.uint8), np.ones((4, 8, 8)), {}, r"masks y \(8, 8\) of integers; y is float64"),
-        (np.zeros((4, 8, 8, 3), np.uint8), np.zeros((4, 8, 8), int), {}, "1 classes of pixels, of which 2 to 1,000 can be counted"),
-        (np.zeros((4, 8, 8, 3), np.uint8), np.full((4, 8, 8), 7), {"classes": 3}, "field y of sample 0 has 7, expected 0 to 2"),
+        (
+            np.zeros((4, 8, 8), np.uint8),
+            np.zeros((4, 8, 8), int),
+            {},
+            r"needs images x; x is uint8 \(8, 8\)\n.*\n  fix: x\[\.\.\., None\]",
+        ),
+        (
+            np.zeros((4, 8, 8, 3), np.uint8),
+            np.zeros((4, 1, 8, 8), int),
+            {},
+            r"y is int64 \(1, 8, 8\)\n.*\n  fix: y\[:, 0\]",
+        ),
+        (
+            np.zeros((4, 8, 8, 3), np.uint8),
+            np.ones((4, 8, 8)),
+            {},
+            r"masks y \(8, 8\) of integers; y is float64",
+        ),
+        (
+            np.zeros((4, 8, 8, 3), np.uint8),
+            np.zeros((4, 8, 8), int),
+            {},
+            "1 classes of pixels, of which 2 to 1,000 can be counted",
+        ),
+        (
+            np.zeros((4, 8, 8, 3), np.uint8),
+            np.full((4, 8, 8), 7),
+            {"classes": 3},
+            "field y of sample 0 has 7, expected 0 to 2",
+        ),
         (np.zeros((4, 8, 8, 3), np.uint8), np.ones((4, 8, 8), int), {"dice": -1.0}, "task.dice=-1"),
         (
             np.zeros((4, 8, 8, 3), np.uint8),
@@ -378,16 +566,34 @@ def test_nets_that_cannot_be_made_are_refused(words: list[str], message: str) ->
             {"class_weights": (1.0,)},
             "class_weights has 1 weights, for 2 classes",
         ),
-        (np.zeros((4, 8, 8, 3), np.uint8), np.ones((4, 8, 8), int), {"class_weights": (1.0, -2.0)}, r"task.class_weights=\[1.0, -2.0\]"),
+        (
+            np.zeros((4, 8, 8, 3), np.uint8),
+            np.ones((4, 8, 8), int),
+            {"class_weights": (1.0, -2.0)},
+            r"task.class_weights=\[1.0, -2.0\]",
+        ),
     ],
 )
-def test_data_that_do_not_fit_are_refused(x: np.ndarray, y: np.ndarray, options: dict[str, Any], message: str) -> None:
+def test_data_that_do_not_fit_are_refused(
+    x: np.ndarray, y: np.ndarray, options: dict[str, Any], message: str
+) -> None:
     source = as_source({"x": x, "y": y}, "mine", "data.name")
     with pytest.raises(UserError, match=message):
-        as_declared(source, segmentation.build("segmentation", source, source, "task.name", **options).fields)
+        as_declared(
+            source,
+            segmentation.build("segmentation", source, source, "task.name", **options).fields,
+        )
 
 
-@pytest.mark.parametrize("word", ["augment.mixup=0.3", "augment.mixup=0.3 augment.cutmix=1.0", "framework=numpy", "data.resident=true"])
+@pytest.mark.parametrize(
+    "word",
+    [
+        "augment.mixup=0.3",
+        "augment.mixup=0.3 augment.cutmix=1.0",
+        "framework=numpy",
+        "data.resident=true",
+    ],
+)
 def test_what_segmentation_cannot_do_is_refused(word: str) -> None:
     config = configure(None, [*WORDS, "batch.size=8", *word.split()])
     with pytest.raises(UserError, match=word.partition("=")[0]):
@@ -407,26 +613,41 @@ def test_facts_make_the_task_again() -> None:
 
 
 def written(folder: Path, mode: str = "P") -> Path:
-    """The shapes as files: images as PNG and masks with a palette; those of val in 20 x 16 pixels, with a border left and right."""
+    """The shapes as files: images as PNG and masks with a palette; those of val in 20 x 16 pixels,
+    with a border left and right."""
     for split in ("train", "val"):
         data = own_data.shapes(split)
         for part in ("images", "masks"):
             (folder / split / part / "a").mkdir(parents=True)
         for number, (image, mask) in enumerate(zip(data["x"], data["y"], strict=True)):
             if split == "val":
-                image, mask = (np.pad(array, ((0, 0), (2, 2), (0, 0))[: array.ndim]) for array in (image, mask))  # noqa: PLW2901
+                image, mask = (  # noqa: PLW2901
+                    np.pad(array, ((0, 0), (2, 2), (0, 0))[: array.ndim]) for array in (image, mask)
+                )
             Image.fromarray(image).save(folder / split / "images" / "a" / f"{number:02}.bmp")
             saved = Image.fromarray(mask).convert(mode)
             if mode == "P":
                 saved = Image.fromarray(mask, "P")
-                saved.putpalette([value for colour in range(256) for value in (colour, 255 - colour, 7)])
+                saved.putpalette(
+                    [value for colour in range(256) for value in (colour, 255 - colour, 7)]
+                )
             saved.save(folder / split / "masks" / "a" / f"{number:02}.png")
     return folder
 
 
 def folder_job(root: Path, *words: str) -> Any:
     return open_datasets(
-        configure(None, ["data.name=image_masks", f"data.root={root}", *WORDS[1:], "task.classes=3", "batch.size=8", *words])
+        configure(
+            None,
+            [
+                "data.name=image_masks",
+                f"data.root={root}",
+                *WORDS[1:],
+                "task.classes=3",
+                "batch.size=8",
+                *words,
+            ],
+        )
     )
 
 
@@ -434,14 +655,26 @@ def test_a_folder_of_images_and_masks_is_read_as_the_arrays_are(tmp_path: Path) 
     found = folder_job(written(tmp_path), "data.size=16")
     for split, source in (("train", found.train), ("val", found.val)):
         batch = source.read(np.arange(len(source)))
-        assert all(np.array_equal(batch[name], array) for name, array in own_data.shapes(split).items())
+        assert all(
+            np.array_equal(batch[name], array) for name, array in own_data.shapes(split).items()
+        )
     moved = folder_job(tmp_path, "data.size=16", "augment.flip=true").train
     samples = np.arange(40)
-    flips = augment.draw(configure(None, ["augment.flip=true"]).augment, 1, 0 * samples, samples, (16, 16, 3)).flipped
+    flips = augment.draw(
+        configure(None, ["augment.flip=true"]).augment, 1, 0 * samples, samples, (16, 16, 3)
+    ).flipped
     assert flips is not None
-    expected = np.where(flips[:, None, None], own_data.shapes("train")["y"][:, :, ::-1], own_data.shapes("train")["y"])
+    expected = np.where(
+        flips[:, None, None],
+        own_data.shapes("train")["y"][:, :, ::-1],
+        own_data.shapes("train")["y"],
+    )
     assert np.array_equal(moved.read_in_epochs(samples, 0 * samples, 1)["y"], expected)
-    with pytest.raises(UserError, match=r"it has 20 x 16 pixels, and the first image 16 x 16\n  where: .*00.bmp\n  fix: data\.size=N"):
+    with pytest.raises(
+        UserError,
+        match=r"it has 20 x 16 pixels, and the first image 16 x 16\n  where: .*00.bmp\n  fix: "
+        r"data\.size=N",
+    ):
         folder_job(tmp_path).val.read(np.arange(1))
 
 
@@ -450,11 +683,20 @@ def test_a_folder_that_lacks_something_is_refused(tmp_path: Path) -> None:
     (root / "train" / "masks" / "a" / "03.png").unlink()
     with pytest.raises(UserError, match=r"a/03.bmp has no mask"):
         folder_job(root, "data.size=16")
-    with pytest.raises(UserError, match=r"the mask has pixels of mode RGB, not the number of a class\n  where: .*00.png"):
+    with pytest.raises(
+        UserError,
+        match=r"the mask has pixels of mode RGB, not the number of a class\n  where: .*00.png",
+    ):
         folder_job(written(tmp_path / "colours", "RGB"), "data.size=16").train.read(np.arange(1))
     with pytest.raises(UserError, match=r"field y of sample 0 has 2, expected 0 to 1"):
-        folder_job(written(tmp_path / "classes"), "data.size=16", "task.classes=2").train.read(np.arange(40))
-    with pytest.raises(UserError, match=r"the number of classes is not known: masks are read sample by sample\n.*\n  fix: task.classes=N"):
+        folder_job(written(tmp_path / "classes"), "data.size=16", "task.classes=2").train.read(
+            np.arange(40)
+        )
+    with pytest.raises(
+        UserError,
+        match=r"the number of classes is not known: masks are read sample by sample\n.*\n  fix: "
+        r"task.classes=N",
+    ):
         folder_job(tmp_path / "classes", "data.size=16", "task.classes=null")
     with pytest.raises(UserError, match=r"no folder masks"):
         folder_job(tmp_path, f"data.root={_without_masks(tmp_path / 'none')}")
@@ -465,7 +707,9 @@ def _without_masks(folder: Path) -> Path:
     return folder
 
 
-def test_predict_writes_a_mask_for_each_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_writes_a_mask_for_each_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     root = written(tmp_path / "data")
     assert (
@@ -491,7 +735,10 @@ def test_predict_writes_a_mask_for_each_image(tmp_path: Path, monkeypatch: pytes
         mask = Image.open(tmp_path / "masks" / "a" / f"{number:02}.png")
         assert mask.mode == "P" and np.array_equal(np.array(mask), classes)
     assert len(np.unique(said)) > 1
-    for to, message in (("masks", "masks exists already"), ("said.csv", "masks are PNG files in a folder, and said.csv is none")):
+    for to, message in (
+        ("masks", "masks exists already"),
+        ("said.csv", "masks are PNG files in a folder, and said.csv is none"),
+    ):
         assert main(["predict", "out", "--images", str(images), "--to", to]) == 2
         assert message in capsys.readouterr().err
     assert main(["predict", "out", "--images", str(images), "--to", "masks", "--force"]) == 0

@@ -1,4 +1,5 @@
-"""The tasks: their metrics and gradients against formulas by hand, facts that make a task again, and data that do not fit."""
+"""The tasks: their metrics and gradients against formulas by hand, facts that make a task again,
+and data that do not fit."""
 
 from __future__ import annotations
 
@@ -45,9 +46,23 @@ def host(sums: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_directions_and_nan() -> None:
-    assert is_better(2.0, 1.0, "max") and not is_better(1.0, 1.0, "max") and is_better(1.0, 2.0, "min") and not is_better(2.0, 1.0, "min")
-    assert is_better(5.0, math.nan, "max") and is_better(5.0, math.nan, "min") and not is_better(math.nan, 5.0, "min")
-    assert reaches(1.0, 1.0, "max") and reaches(1.0, 1.0, "min") and reaches(0.9, 1.0, "min") and not reaches(math.nan, 1.0, "min")
+    assert (
+        is_better(2.0, 1.0, "max")
+        and not is_better(1.0, 1.0, "max")
+        and is_better(1.0, 2.0, "min")
+        and not is_better(2.0, 1.0, "min")
+    )
+    assert (
+        is_better(5.0, math.nan, "max")
+        and is_better(5.0, math.nan, "min")
+        and not is_better(math.nan, 5.0, "min")
+    )
+    assert (
+        reaches(1.0, 1.0, "max")
+        and reaches(1.0, 1.0, "min")
+        and reaches(0.9, 1.0, "min")
+        and not reaches(math.nan, 1.0, "min")
+    )
     assert math.isnan(ratio("loss", "tokens")({"loss": 0.0, "tokens": 0}))
 
 
@@ -56,9 +71,14 @@ def test_vectors_of_ranks_without_samples_have_the_length_of_the_others() -> Non
     empty = zero_sums(lengths)
     assert empty == {"loss": 0.0, "target": 0.0, "count": 0}
     found = allreduce_sums(SingleProcessCommunicator(), empty, "test", lengths)
-    assert found["target"].tolist() == [0.0, 0.0, 0.0] and (found["loss"], found["count"]) == (0.0, 0.0)
+    assert found["target"].tolist() == [0.0, 0.0, 0.0] and (found["loss"], found["count"]) == (
+        0.0,
+        0.0,
+    )
     more = {"loss": torch.tensor(0.5), "target": torch.tensor([1.0, 2.0, 3.0]), "count": 2}
-    one = allreduce_sums(SingleProcessCommunicator(), add_sums(add_sums(empty, more), more), "test", lengths)
+    one = allreduce_sums(
+        SingleProcessCommunicator(), add_sums(add_sums(empty, more), more), "test", lengths
+    )
     assert one["target"].tolist() == [2.0, 4.0, 6.0] and one["loss"] == 1.0
     assert add_sums({"target": (1.0, 2.0)}, {"target": (0.5, 0.5)}) == {"target": (1.5, 2.5)}
 
@@ -73,14 +93,20 @@ def regression_task(outputs: int = 2, **options: Any) -> Any:
 
 @pytest.mark.parametrize("framework", ["torch", "numpy", "jax"])
 @pytest.mark.parametrize("outputs", [1, 2])
-def test_errors_of_a_linear_model_by_hand(framework: str, outputs: int, jax_compilation_cache: None) -> None:
-    """All outputs are the biases, so that the errors are those of constants; two batches, one of a single sample."""
+def test_errors_of_a_linear_model_by_hand(
+    framework: str, outputs: int, jax_compilation_cache: None
+) -> None:
+    """All outputs are the biases, so that the errors are those of constants; two batches, one of a
+    single sample."""
     task = regression_task(outputs)
     data = own_data.numbers("val", outputs)
     one = learner_of(task, f"framework={framework}", "model.name=linear")
     bias = np.array([4.0, -1.0])[:outputs]
     one.load(one.state() | {"p.fc.bias": bias})
-    batches = [{name: array[rows] for name, array in data.items()} for rows in (slice(0, 46), slice(46, 47))]
+    batches = [
+        {name: array[rows] for name, array in data.items()}
+        for rows in (slice(0, 46), slice(46, 47))
+    ]
     sums = zero_sums(task.sums)
     for batch in batches:
         sums = add_sums(sums, one.evaluate(one.to_device(batch)))
@@ -89,7 +115,11 @@ def test_errors_of_a_linear_model_by_hand(framework: str, outputs: int, jax_comp
     y = data["y"].reshape(47, outputs)
     residual = ((y - bias) ** 2).sum(0)
     spread = ((y - y.mean(0)) ** 2).sum(0)
-    expected = {"mse": ((y - bias) ** 2).mean(), "mae": np.abs(y - bias).mean(), "r2": (1 - residual / spread).mean()}
+    expected = {
+        "mse": ((y - bias) ** 2).mean(),
+        "mae": np.abs(y - bias).mean(),
+        "r2": (1 - residual / spread).mean(),
+    }
     assert found == pytest.approx({"loss": expected["mse"], **expected}, rel=1e-12)
     assert total["count"] == 47
 
@@ -122,7 +152,9 @@ def test_r2_keeps_its_digits_for_targets_far_from_zero_and_is_unknown_for_consta
     task = regression.build("regression", source, source, "task.name")
     one = learner_of(task, "framework=numpy", "model.name=linear")
     one.load(one.state() | {"p.fc.bias": np.array([1e8])})
-    total = allreduce_sums(SingleProcessCommunicator(), one.evaluate(one.to_device(data)), "test", task.sums)
+    total = allreduce_sums(
+        SingleProcessCommunicator(), one.evaluate(one.to_device(data)), "test", task.sums
+    )
     expected = 1 - ((data["y"] - 1e8) ** 2).sum() / ((data["y"] - data["y"].mean()) ** 2).sum()
     assert regression.r2(total) == pytest.approx(expected, rel=1e-6)
     same = {"count": 3, "residual": [1.0], "target": [6.0], "target_square": [12.0]}
@@ -138,7 +170,13 @@ def test_images_can_be_inputs_of_regression() -> None:
     for framework in ("torch", "numpy"):
         one: Any = learner_of(task, f"framework={framework}", "model.name=linear")
         batch = one.to_device(source.read(np.arange(9)))
-        inputs.append(np.asarray(one.forward._part.inputs(batch.arrays).flatten(1) if framework == "torch" else batch.x))
+        inputs.append(
+            np.asarray(
+                one.forward._part.inputs(batch.arrays).flatten(1)
+                if framework == "torch"
+                else batch.x
+            )
+        )
     expected = ((images / 255 - task.mean) / task.std).transpose(0, 3, 1, 2).reshape(9, -1)
     for found in inputs:
         np.testing.assert_allclose(found, expected, rtol=1e-12)
@@ -157,48 +195,67 @@ def test_columns_are_exact_in_any_order() -> None:
 
 
 def language_task(**options: Any) -> Any:
-    return language.build("language", own_data.tokens("train"), own_data.tokens("val"), "task.name", **options)
+    return language.build(
+        "language", own_data.tokens("train"), own_data.tokens("val"), "task.name", **options
+    )
 
 
 GPT = ("model.name=gpt", "model.layers=1", "model.width=8", "model.heads=2", "optim.name=sgd")
 
 
 @pytest.mark.parametrize("ignore", [None, PADDING])
-def test_a_step_of_language_is_the_mean_over_tokens_whatever_the_micro_batches(ignore: int | None) -> None:
-    """Against one cross_entropy of torch over all tokens; the micro-batches have from no token to 14."""
+def test_a_step_of_language_is_the_mean_over_tokens_whatever_the_micro_batches(
+    ignore: int | None,
+) -> None:
+    """Against one cross_entropy of torch over all tokens; the micro-batches have from no token to
+    14."""
     task = language_task(ignore=ignore)
     batch = own_data.tokens("train").read(np.arange(6))  # sample 0 is padding alone
     one: Any = learner_of(task, *GPT)
     before = {name: p.detach().clone() for name, p in one.model.named_parameters()}
     tokens = torch.tensor(batch["tokens"].astype(np.int64))
-    targets = tokens[:, 1:].masked_fill(tokens[:, 1:] == PADDING, -100) if ignore is not None else tokens[:, 1:]
+    targets = (
+        tokens[:, 1:].masked_fill(tokens[:, 1:] == PADDING, -100)
+        if ignore is not None
+        else tokens[:, 1:]
+    )
     count = int((targets != -100).sum())
     assert count == 48 if ignore is None else 6 < count < 40
-    loss = torch.nn.functional.cross_entropy(one.model.train()(tokens[:, :-1]).flatten(0, 1), targets.flatten())
+    loss = torch.nn.functional.cross_entropy(
+        one.model.train()(tokens[:, :-1]).flatten(0, 1), targets.flatten()
+    )
     expected = torch.autograd.grad(loss, list(one.model.parameters()))
-    micro = [one.to_device({"tokens": batch["tokens"][rows]}) for rows in ([0], [1, 2, 3], [4, 5], [])]
+    micro = [
+        one.to_device({"tokens": batch["tokens"][rows]}) for rows in ([0], [1, 2, 3], [4, 5], [])
+    ]
     sums = host(one.step(micro, HYPER, 0))
     assert (sums["tokens"], sums["count"]) == (count, 6)
     assert sums["loss"] / count == pytest.approx(loss.item(), rel=1e-12)
     for (name, p), gradient in zip(one.model.named_parameters(), expected, strict=True):
-        torch.testing.assert_close(p.detach() - before[name], -0.1 * gradient, rtol=1e-10, atol=1e-14)
+        torch.testing.assert_close(
+            p.detach() - before[name], -0.1 * gradient, rtol=1e-10, atol=1e-14
+        )
     metrics = {metric.name: metric.of(sums) for metric in task.metrics}
-    assert metrics["perplexity"] == pytest.approx(math.exp(loss.item()), rel=1e-12) and metrics["bits"] == pytest.approx(
-        loss.item() / math.log(2)
-    )
+    assert metrics["perplexity"] == pytest.approx(math.exp(loss.item()), rel=1e-12) and metrics[
+        "bits"
+    ] == pytest.approx(loss.item() / math.log(2))
 
 
 def test_a_batch_without_any_token_to_predict_changes_nothing() -> None:
     one: Any = learner_of(language_task(ignore=PADDING), *GPT)
     before = one.state()
-    sums = host(one.step([one.to_device({"tokens": np.full((3, 9), PADDING, np.uint16)})], HYPER, 0))
+    sums = host(
+        one.step([one.to_device({"tokens": np.full((3, 9), PADDING, np.uint16)})], HYPER, 0)
+    )
     assert (sums["loss"], sums["tokens"], sums["count"], sums["nonfinite"]) == (0.0, 0.0, 3.0, 0.0)
     assert all(np.array_equal(array, before[name]) for name, array in one.state().items())
 
 
 def test_nats_beyond_a_float_are_an_infinite_perplexity() -> None:
     perplexity = next(metric for metric in language_task().metrics if metric.name == "perplexity")
-    assert perplexity.of({"loss": 1e4, "tokens": 1.0}) == math.inf and math.isnan(perplexity.of({"loss": 0.0, "tokens": 0.0}))
+    assert perplexity.of({"loss": 1e4, "tokens": 1.0}) == math.inf and math.isnan(
+        perplexity.of({"loss": 0.0, "tokens": 0.0})
+    )
 
 
 # facts
@@ -217,7 +274,10 @@ def test_a_task_is_made_again_from_its_facts(task: Any) -> None:
     config = configure(None, [f"task.name={task.name}"])
     facts = json.loads(json.dumps(task.facts()))
     again = restore_task(config, facts)
-    assert json.loads(json.dumps(again.facts())) == facts and (again.sizes, again.fields) == (task.sizes, task.fields)
+    assert json.loads(json.dumps(again.facts())) == facts and (again.sizes, again.fields) == (
+        task.sizes,
+        task.fields,
+    )
     for name in facts:
         if name in ("objective", "ignore"):
             continue
@@ -254,15 +314,29 @@ def test_facts_of_all_ranks_are_those_of_the_task() -> None:
     ("arrays", "values", "message"),
     [
         ({}, {}, "do not have the same samples: none"),
-        ({"x": np.zeros(3), "y": np.zeros(4)}, {}, r"do not have the same samples: x float64 \(3,\), y float64 \(4,\)"),
+        (
+            {"x": np.zeros(3), "y": np.zeros(4)},
+            {},
+            r"do not have the same samples: x float64 \(3,\), y float64 \(4,\)",
+        ),
         ({"x": np.array(3.0)}, {}, "do not have the same samples"),
         ({"x": np.array(["a", "b"])}, {}, "field x is <U1 .*, expected numbers"),
-        ({"y": np.array([[1.0, 2.0], [3.0, np.nan]])}, {}, "field y of sample 1 has nan, expected a finite number"),
-        ({"tokens": np.array([[0, 1], [7, 1]], np.uint16)}, {"tokens": 7}, "field tokens of sample 1 has 7, expected 0 to 6"),
+        (
+            {"y": np.array([[1.0, 2.0], [3.0, np.nan]])},
+            {},
+            "field y of sample 1 has nan, expected a finite number",
+        ),
+        (
+            {"tokens": np.array([[0, 1], [7, 1]], np.uint16)},
+            {"tokens": 7},
+            "field tokens of sample 1 has 7, expected 0 to 6",
+        ),
         ({"tokens": np.array([[0, -1]])}, {"tokens": 7}, "field tokens of sample 0 has -1"),
     ],
 )
-def test_arrays_that_are_no_data_set(arrays: dict[str, np.ndarray], values: dict[str, int], message: str) -> None:
+def test_arrays_that_are_no_data_set(
+    arrays: dict[str, np.ndarray], values: dict[str, int], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         NamedArrays(arrays, values)
 
@@ -274,19 +348,48 @@ def numbers(**arrays: np.ndarray) -> NamedArrays:
 @pytest.mark.parametrize(
     ("words", "train", "message"),
     [
-        ("", numbers(x=np.zeros((4, 2)), y=np.zeros(4)), r"with integer labels y; the data have x float64 \(2,\)"),
-        ("task.name=regression", numbers(x=np.zeros(4)), "needs a field y, the numbers to predict; the data have x float64"),
+        (
+            "",
+            numbers(x=np.zeros((4, 2)), y=np.zeros(4)),
+            r"with integer labels y; the data have x float64 \(2,\)",
+        ),
+        (
+            "task.name=regression",
+            numbers(x=np.zeros(4)),
+            "needs a field y, the numbers to predict; the data have x float64",
+        ),
         ("task.name=language", numbers(x=np.zeros(4)), "needs a field tokens, integers"),
-        ("task.name=language", numbers(tokens=np.zeros((4, 3), np.int64)), r"tokens are int64 \(3,\)"),
-        ("task.name=language task.ignore=11", own_data.tokens("train"), "task.ignore=11 is no token: they are 0 to 10"),
-        ("task.name=regression augment.mixup=0.2", numbers(x=np.zeros(4), y=np.zeros(4)), "augment.mixup mixes the labels of classes"),
-        ("task.name=regression augment.cutmix=1.0", numbers(x=np.zeros(4), y=np.zeros(4)), "augment.cutmix mixes the labels of classes"),
+        (
+            "task.name=language",
+            numbers(tokens=np.zeros((4, 3), np.int64)),
+            r"tokens are int64 \(3,\)",
+        ),
+        (
+            "task.name=language task.ignore=11",
+            own_data.tokens("train"),
+            "task.ignore=11 is no token: they are 0 to 10",
+        ),
+        (
+            "task.name=regression augment.mixup=0.2",
+            numbers(x=np.zeros(4), y=np.zeros(4)),
+            "augment.mixup mixes the labels of classes",
+        ),
+        (
+            "task.name=regression augment.cutmix=1.0",
+            numbers(x=np.zeros(4), y=np.zeros(4)),
+            "augment.cutmix mixes the labels of classes",
+        ),
         (
             "task.name=segmentation augment.mixup=0.2",
             numbers(**own_data.shapes("train")),
-            r"augment.mixup mixes the labels of classes(.|\n)*fix: augment.mixup=0; or augment.cutmix, which pastes boxes of images with",
+            r"augment.mixup mixes the labels of classes(.|\n)*fix: augment.mixup=0; or "
+            r"augment.cutmix, which pastes boxes of images with",
         ),
-        ("task.name=language task.ignore=0 log.noise_scale=true", own_data.tokens("train"), "log.noise_scale compares means over samples"),
+        (
+            "task.name=language task.ignore=0 log.noise_scale=true",
+            own_data.tokens("train"),
+            "log.noise_scale compares means over samples",
+        ),
     ],
 )
 def test_data_that_do_not_fit_a_task(words: str, train: NamedArrays, message: str) -> None:
@@ -295,8 +398,16 @@ def test_data_that_do_not_fit_a_task(words: str, train: NamedArrays, message: st
 
 
 def test_sets_that_do_not_fit_each_other() -> None:
-    with pytest.raises(UserError, match=r"y is float64 \(2,\) in the training set, float64 \(\) in the validation set"):
-        regression.build("regression", NamedArrays(own_data.numbers("train")), NamedArrays(own_data.numbers("val", 1)), "task.name")
+    with pytest.raises(
+        UserError,
+        match=r"y is float64 \(2,\) in the training set, float64 \(\) in the validation set",
+    ):
+        regression.build(
+            "regression",
+            NamedArrays(own_data.numbers("train")),
+            NamedArrays(own_data.numbers("val", 1)),
+            "task.name",
+        )
     with pytest.raises(UserError, match="training windows have 9 tokens, validation windows 5"):
         language.build("language", own_data.tokens("train"), own_data.tokens("val", 5), "task.name")
 
@@ -319,7 +430,11 @@ def test_sets_that_do_not_fit_each_other() -> None:
             "model.name=mlp",
             "mlp is built from shape and outputs, and task.name=language has context, vocabulary",
         ),
-        (language_task(), "framework=jax model.name=mlp", "model.name=mlp is built from shape|task.name=language does not compute with"),
+        (
+            language_task(),
+            "framework=jax model.name=mlp",
+            "model.name=mlp is built from shape|task.name=language does not compute with",
+        ),
         (regression_task(), "model.name=torch.nn:Flatten", "has no parameter to train"),
         (
             regression_task(),
@@ -340,11 +455,16 @@ def test_a_division_of_data_without_classes_has_each_sample_once() -> None:
         assert train.fields == val.fields == source.fields and train.identity() != val.identity()
         name = next(iter(source.fields))
         whole = np.concatenate([part.read(np.arange(len(part)))[name] for part in (train, val)])
-        assert sorted(map(str, whole.tolist())) == sorted(map(str, source.read(np.arange(131))[name].tolist()))
+        assert sorted(map(str, whole.tolist())) == sorted(
+            map(str, source.read(np.arange(131))[name].tolist())
+        )
 
 
 def test_fields_are_shown() -> None:
-    assert str(Field("uint16", (9,), VOCABULARY)) == "uint16 (9,) below 11" and str(Field("float64", ())) == "float64 ()"
+    assert (
+        str(Field("uint16", (9,), VOCABULARY)) == "uint16 (9,) below 11"
+        and str(Field("float64", ())) == "float64 ()"
+    )
     images = ArraySource(np.zeros((3, 4, 5, 2), np.uint8), np.zeros(3, np.int64), 7)
     assert images.fields == {"x": Field("uint8", (4, 5, 2)), "y": Field("int64", (), 7)}
 
@@ -397,14 +517,24 @@ class Losses(own_data.Quantile):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("mean", r"each\(\) of task.name=quantile gives loss of shape \(\), not \(2,\): one row for each sample"),
+        (
+            "mean",
+            r"each\(\) of task.name=quantile gives loss of shape \(\), not \(2,\): one row for "
+            r"each sample",
+        ),
         ("matrix", r"gives loss of shape \(2, 2\), not \(2,\)"),
         ("number", r"gives a Tensor, not Each\(loss, terms\)"),
         ("undeclared", "gives above, below, loss, not the sums below, loss"),
-        ("fails", r"the loss of task.name=quantile fails for what the model gives: RuntimeError[^:]*: .*(.|\n)*outputs.cross\("),
+        (
+            "fails",
+            r"the loss of task.name=quantile fails for what the model gives: RuntimeError[^:]*: "
+            r".*(.|\n)*outputs.cross\(",
+        ),
     ],
 )
-def test_a_loss_that_is_not_one_of_each_sample(how: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_that_is_not_one_of_each_sample(
+    how: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Losses, "how", how)
     with pytest.raises(UserError, match=message):
         learner_of(Losses((3, 2), 0.5), "model.name=linear")
@@ -414,15 +544,30 @@ def test_what_is_wrong_with_a_task_of_the_users_own() -> None:
     source = NamedArrays(own_data.numbers("train", 1))
     for name, message in (
         ("test_tasks:no_task", "test_tasks:no_task gave a Wrong without name, fields"),
-        ("test_tasks:of_no_metric", "the metrics loss, below, the sums loss, below and the objective accuracy"),
+        (
+            "test_tasks:of_no_metric",
+            "the metrics loss, below, the sums loss, below and the objective accuracy",
+        ),
         ("test_tasks:of_a_taken_name", "has a metric or a sum named lr"),
         ("own_data:missing", "own_data has no missing"),
     ):
         with pytest.raises(UserError, match=message):
             build_task(source, source, configure(None, [f"task.name={name}"]))
-    with pytest.raises(UserError, match=r"own_data:quantile\(train.* does not fit: got an unexpected keyword argument 'shrae'"):
-        build_task(source, source, configure(None, ["task.name=own_data:quantile", "task.shrae=0.3"]))
-    task = build_task(source, source, configure(None, ["task.name=own_data:quantile", "task.share=0.25"]))
-    assert isinstance(task, own_data.Quantile) and task.share == 0.25 and isinstance(task.metrics[0], Metric)
+    with pytest.raises(
+        UserError,
+        match=r"own_data:quantile\(train.* does not fit: got an unexpected keyword argument "
+        r"'shrae'",
+    ):
+        build_task(
+            source, source, configure(None, ["task.name=own_data:quantile", "task.shrae=0.3"])
+        )
+    task = build_task(
+        source, source, configure(None, ["task.name=own_data:quantile", "task.share=0.25"])
+    )
+    assert (
+        isinstance(task, own_data.Quantile)
+        and task.share == 0.25
+        and isinstance(task.metrics[0], Metric)
+    )
     with pytest.raises(UserError, match="task.name=quantile does not compute with framework=numpy"):
         learner_of(task, "framework=numpy", "model.name=linear")

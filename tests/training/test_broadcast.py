@@ -30,7 +30,9 @@ class SecondOfTwo(SingleProcessCommunicator):
     rank = 1
     size = 2
 
-    def __init__(self, exchanged: list[Any], broadcasts: dict[str, np.ndarray] | None = None) -> None:
+    def __init__(
+        self, exchanged: list[Any], broadcasts: dict[str, np.ndarray] | None = None
+    ) -> None:
         self.exchanged = list(exchanged)
         self.broadcasts = broadcasts or {}
 
@@ -43,7 +45,9 @@ class SecondOfTwo(SingleProcessCommunicator):
 
 def learner(seed: int) -> Any:
     config = configure(None, ["model.name=mlp", "model.widths=[3]", f"seed={seed}"])
-    return build_learner(config, Classification((2, 2, 1), 3, np.zeros(1), np.ones(1)), SingleProcessCommunicator())
+    return build_learner(
+        config, Classification((2, 2, 1), 3, np.zeros(1), np.ones(1)), SingleProcessCommunicator()
+    )
 
 
 def test_rank_0s_state_reaches_the_others() -> None:
@@ -52,7 +56,9 @@ def test_rank_0s_state_reaches_the_others() -> None:
     state = zero.state()
     assert digest(one.state()) != digest(state)
     schema = [(name, array.shape, array.dtype.str) for name, array in state.items()]
-    communicator = SecondOfTwo([(False, schema), digest(state)], {f"state.{name}": array for name, array in state.items()})
+    communicator = SecondOfTwo(
+        [(False, schema), digest(state)], {f"state.{name}": array for name, array in state.items()}
+    )
     assert broadcast_state(communicator, one, None) == digest(state) == digest(one.state())
 
 
@@ -92,7 +98,11 @@ def test_rank_0_sends_its_own_memory_and_loads_only_what_it_restored() -> None:
     assert np.shares_memory(sent, learner.weight) and learner.loads == 0
     restored = {"p.w": np.full((2, 3), 7.0)}
     assert broadcast_state(communicator, learner, restored) == digest(restored)  # type: ignore[arg-type]
-    assert np.shares_memory(communicator.sent[1], restored["p.w"]) and learner.loads == 1 and (learner.weight == 7).all()
+    assert (
+        np.shares_memory(communicator.sent[1], restored["p.w"])
+        and learner.loads == 1
+        and (learner.weight == 7).all()
+    )
 
 
 def test_ranks_that_differ_after_the_start_stop() -> None:
@@ -128,7 +138,9 @@ def test_ranks_that_may_use_the_same_cores_share_them(monkeypatch: pytest.Monkey
         assert fair_threads(SecondOfTwo([first])) == threads, first
 
 
-def test_torch_takes_its_share_of_the_cores_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_takes_its_share_of_the_cores_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
     before = torch.get_num_threads()
     try:

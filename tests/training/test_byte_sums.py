@@ -17,27 +17,43 @@ def sum_of(data: np.ndarray, *cuts: int) -> ByteSum:
     """Of the stretches between these places, the last one first."""
     total = ByteSum()
     for begin, end in reversed([*zip((0, *cuts), (*cuts, len(data)), strict=True)]):
-        total = total.plus(ByteSum().with_bytes(begin, memoryview(np.ascontiguousarray(data[begin:end]))))
+        total = total.plus(
+            ByteSum().with_bytes(begin, memoryview(np.ascontiguousarray(data[begin:end])))
+        )
     return total
 
 
 def test_it_is_the_sum_of_words_times_random_numbers_of_their_places() -> None:
     data = DATA[:11]
     numbers = np.random.Philox(key=0).random_raw(3).tolist()
-    multiple = int.from_bytes(hashlib.blake2b(bytes(8), digest_size=8, person=b"span").digest(), "little") | 1
+    multiple = (
+        int.from_bytes(hashlib.blake2b(bytes(8), digest_size=8, person=b"span").digest(), "little")
+        | 1
+    )
     words = [int.from_bytes(data[begin : begin + 4].tobytes(), "little") for begin in (0, 4, 8)]
-    assert sum_of(data).value == multiple * sum(word * number for word, number in zip(words, numbers, strict=True)) % 2**64
+    assert (
+        sum_of(data).value
+        == multiple
+        * sum(word * number for word, number in zip(words, numbers, strict=True))
+        % 2**64
+    )
 
 
-@pytest.mark.parametrize("cuts", [(1,), (2, 3), (5, SPAN - 1, SPAN + 1), (SPAN,), tuple(range(7, 9000, 7)), (2 * SPAN + 12,)])
+@pytest.mark.parametrize(
+    "cuts",
+    [(1,), (2, 3), (5, SPAN - 1, SPAN + 1), (SPAN,), tuple(range(7, 9000, 7)), (2 * SPAN + 12,)],
+)
 def test_it_does_not_depend_on_who_adds_up_which(cuts: tuple[int, ...]) -> None:
     assert sum_of(DATA, *cuts) == sum_of(DATA)
     assert sum_of(DATA, *cuts).covers(len(DATA))
 
 
 def test_other_bytes_have_another_sum() -> None:
-    """One bit; two signs; two words, and two spans, that have changed their places; a page of zeros."""
-    flips = [{place: 1 << bit} for place, bit in ((0, 0), (SPAN - 1, 7), (2 * SPAN + 12, 3))] + [{3: 128, 4003: 128}]
+    """One bit; two signs; two words, and two spans, that have changed their places; a page of
+    zeros."""
+    flips = [{place: 1 << bit} for place, bit in ((0, 0), (SPAN - 1, 7), (2 * SPAN + 12, 3))] + [
+        {3: 128, 4003: 128}
+    ]
     others = [DATA.copy() for _ in flips]
     for other, flip in zip(others, flips, strict=True):
         for place, bits in flip.items():
@@ -53,7 +69,15 @@ def test_other_bytes_have_another_sum() -> None:
 
 
 @pytest.mark.parametrize(
-    "stretches", [[(0, 5), (6, 9)], [(0, 5), (4, 9)], [(0, 5), (5, 8)], [(0, 9), (3, 5)], [(0, 4), (3, 5), (5, 8), (9, 9)], []]
+    "stretches",
+    [
+        [(0, 5), (6, 9)],
+        [(0, 5), (4, 9)],
+        [(0, 5), (5, 8)],
+        [(0, 9), (3, 5)],
+        [(0, 4), (3, 5), (5, 8), (9, 9)],
+        [],
+    ],
 )
 def test_a_byte_of_nobody_or_of_two_is_noticed(stretches: list[tuple[int, int]]) -> None:
     """Of zeros, whose sum is the same."""
@@ -61,4 +85,6 @@ def test_a_byte_of_nobody_or_of_two_is_noticed(stretches: list[tuple[int, int]])
     for begin, end in stretches:
         total = total.with_bytes(begin, memoryview(bytes(end - begin)))
     assert not total.covers(9) and total.value == 0
-    assert ByteSum().with_bytes(4, memoryview(bytes(5))).with_bytes(0, memoryview(bytes(4))).covers(9)
+    assert (
+        ByteSum().with_bytes(4, memoryview(bytes(5))).with_bytes(0, memoryview(bytes(4))).covers(9)
+    )

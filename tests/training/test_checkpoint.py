@@ -27,7 +27,10 @@ from hvdtrain.training.checkpoint.files import Damaged
 from hvdtrain.training.datasets import identity, open_datasets
 from hvdtrain.training.progress.train_state import Reached, TrainState
 
-IDENTITY = {"seed": 5, "data": {"samples": 10, "shape": [1, 2, 3], "classes": 4, "mean": [0.5], "labels": "0f"}}
+IDENTITY = {
+    "seed": 5,
+    "data": {"samples": 10, "shape": [1, 2, 3], "classes": 4, "mean": [0.5], "labels": "0f"},
+}
 FILES = ["SHA256SUMS", "optimizer.safetensors", "progress.json", "weights.safetensors"]
 ROOM = 2**20
 KINDS = ("p", ""), ("s", ".0"), ("s", ".1")  # of arrays: a parameter, and its two moments
@@ -74,11 +77,19 @@ def test_what_is_written_is_read_back_to_the_last_bit(tmp_path: Path) -> None:
     assert folder == tmp_path / "checkpoints" / "step-00000003"
     assert sorted(path.name for path in folder.iterdir()) == FILES
     assert os.listdir(tmp_path / "checkpoints") == ["step-00000003"]
-    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1, "all of them as the umask says"
-    held = {name.partition(".")[0]: {*load_file(folder / name)} for name in FILES if name.endswith("safetensors")}
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1, (
+        "all of them as the umask says"
+    )
+    held = {
+        name.partition(".")[0]: {*load_file(folder / name)}
+        for name in FILES
+        if name.endswith("safetensors")
+    }
     assert held == {"weights": {"p.w", "b.count"}, "optimizer": {"s.w.0"}}
     found = files.read_numbers(folder)
-    assert repr(found) == repr(type(found)(folder, train_state(3), IDENTITY, {}))  # a nan is equal to none
+    assert repr(found) == repr(
+        type(found)(folder, train_state(3), IDENTITY, {})
+    )  # a nan is equal to none
     again = read(folder)
     assert again.keys() == arrays().keys()
     for name, array in arrays().items():
@@ -86,8 +97,11 @@ def test_what_is_written_is_read_back_to_the_last_bit(tmp_path: Path) -> None:
         assert (again[name].dtype, again[name].shape) == (array.dtype, array.shape)
 
 
-def test_files_and_folders_are_on_the_disk_before_and_after_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The calls of a write by which it survives a loss of power; of a later one those without the folders that are there."""
+def test_files_and_folders_are_on_the_disk_before_and_after_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The calls of a write by which it survives a loss of power; of a later one those without the
+    folders that are there."""
     calls: list[str] = []
     fsync = os.fsync
     rename = os.rename
@@ -114,12 +128,27 @@ def test_files_and_folders_are_on_the_disk_before_and_after_the_name(tmp_path: P
         calls.clear()
         save(run, step)
         new = unfinished.format(step)
-        contents = [f"fsync {new}/{name}" for name in ("weights.safetensors", "optimizer.safetensors", "progress.json", "SHA256SUMS")]
-        assert calls == [*folders, *contents, f"fsync {new}", f"rename to step-0000000{step}", "fsync run/checkpoints"]
+        contents = [
+            f"fsync {new}/{name}"
+            for name in (
+                "weights.safetensors",
+                "optimizer.safetensors",
+                "progress.json",
+                "SHA256SUMS",
+            )
+        ]
+        assert calls == [
+            *folders,
+            *contents,
+            f"fsync {new}",
+            f"rename to step-0000000{step}",
+            "fsync run/checkpoints",
+        ]
 
 
 def test_two_writers_of_one_step_never_mix_their_files(tmp_path: Path) -> None:
-    """50 rounds of two threads: what is there is wholly one writer's; a write may fail, and says so."""
+    """50 rounds of two threads: what is there is wholly one writer's; a write may fail, and says
+    so."""
     failed = []
 
     def write(value: int) -> None:
@@ -147,14 +176,25 @@ def test_no_accuracy_yet_is_no_number(tmp_path: Path) -> None:
 
 
 def test_a_metric_of_infinity_is_written_and_read_back(tmp_path: Path) -> None:
-    """As words, in sums and in what the rate's rule keeps too; the best checkpoint is known by it."""
+    """As words, in sums and in what the rate's rule keeps too; the best checkpoint is known by
+    it."""
     numbers = {"to_beat": -math.inf, "last": math.inf, "best": math.inf, "evaluated": 3}
-    sums = {"loss": 0.5, "m_sum": math.inf, "m_count": math.nan, "rows": (1.0, -math.inf, math.nan), "count": 8.0}
+    sums = {
+        "loss": 0.5,
+        "m_sum": math.inf,
+        "m_count": math.nan,
+        "rows": (1.0, -math.inf, math.nan),
+        "count": 8.0,
+    }
     reached = (Reached(0.5, math.inf, 1.0, 1.0, 8, None),)
-    folder = save(tmp_path, 3, **numbers, sums=sums, reached=reached, plateau=Plateau(0.5, math.inf, 1, 0))
+    folder = save(
+        tmp_path, 3, **numbers, sums=sums, reached=reached, plateau=Plateau(0.5, math.inf, 1, 0)
+    )
     assert '"last": "inf"' in (folder / "progress.json").read_text()
     found = files.read_numbers(folder).train_state
-    assert {name: getattr(found, name) for name in numbers} == numbers and found.plateau == Plateau(0.5, math.inf, 1, 0)
+    assert {name: getattr(found, name) for name in numbers} == numbers and found.plateau == Plateau(
+        0.5, math.inf, 1, 0
+    )
     assert found.reached == reached and found.sums.keys() == sums.keys()
     for name, value in sums.items():
         np.testing.assert_array_equal(found.sums[name], value)
@@ -163,17 +203,33 @@ def test_a_metric_of_infinity_is_written_and_read_back(tmp_path: Path) -> None:
 
 def test_sha256sum_checks_it_too(tmp_path: Path) -> None:
     folder = save(tmp_path, 3)
-    done = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=folder, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["sha256sum", "-c", "SHA256SUMS"], cwd=folder, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [f"{name}: OK" for name in ("weights.safetensors", "optimizer.safetensors", "progress.json")]
+    assert done.stdout.splitlines() == [
+        f"{name}: OK" for name in ("weights.safetensors", "optimizer.safetensors", "progress.json")
+    ]
 
 
 def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
-    """Accuracies 0.5, 0.7, 0.7 of evaluations at steps 1 to 3; step 4 was not evaluated, though it names the last accuracy."""
-    for step, accuracy, evaluated in ((1, 0.5, 1), (2, 0.7, 2), (3, 0.7, 3), (4, 0.7, 3), (5, 0.6, 5), (6, 0.1, 6)):
+    """Accuracies 0.5, 0.7, 0.7 of evaluations at steps 1 to 3; step 4 was not evaluated, though it
+    names the last accuracy."""
+    for step, accuracy, evaluated in (
+        (1, 0.5, 1),
+        (2, 0.7, 2),
+        (3, 0.7, 3),
+        (4, 0.7, 3),
+        (5, 0.6, 5),
+        (6, 0.1, 6),
+    ):
         folder = save(tmp_path, step, last=accuracy, evaluated=evaluated)
         files.prune(tmp_path, 2, 1, folder)
-    assert [path.name for path in files.finished(tmp_path)] == ["step-00000002", "step-00000005", "step-00000006"]
+    assert [path.name for path in files.finished(tmp_path)] == [
+        "step-00000002",
+        "step-00000005",
+        "step-00000006",
+    ]
 
 
 def test_evaluations_of_other_samples_are_not_compared(tmp_path: Path) -> None:
@@ -186,15 +242,31 @@ def test_evaluations_of_other_samples_are_not_compared(tmp_path: Path) -> None:
         found = point.train_state
         reset = math.isnan(best)
         assert (found.best, found.last) == pytest.approx((best, best), nan_ok=True)
-        assert (found.evaluates, found.best_epoch, found.at_target) == (7, 0 if reset else 1, 0 if reset else 1)
-        assert ("evaluations are of 7 samples, and were of 10: the best one and stop.patience begin anew" in point.notes) == reset
+        assert (found.evaluates, found.best_epoch, found.at_target) == (
+            7,
+            0 if reset else 1,
+            0 if reset else 1,
+        )
+        assert (
+            "evaluations are of 7 samples, and were of 10: the best one and stop.patience begin "
+            "anew" in point.notes
+        ) == reset
         files.remove(tmp_path / "checkpoints" / "step-00000002")
     save(tmp_path, 2, evaluates=7, best=0.95, best_epoch=1, views=6)
     point, _ = resume.find_resume_point(tmp_path, config, IDENTITY, beginning, ROOM)
     assert math.isnan(point.train_state.best) and point.train_state.views == 1
-    assert "evaluations are of 1 view of each sample, and were of 6: the best one and stop.patience begin anew" in point.notes
+    assert (
+        "evaluations are of 1 view of each sample, and were of 6: the best one and stop.patience "
+        "begin anew" in point.notes
+    )
     files.remove(tmp_path / "checkpoints" / "step-00000002")
-    for step, accuracy, evaluates in ((1, 0.5, 10), (2, 0.9, 10), (3, 0.7, 7), (4, 0.6, 7), (5, 0.5, 7)):
+    for step, accuracy, evaluates in (
+        (1, 0.5, 10),
+        (2, 0.9, 10),
+        (3, 0.7, 7),
+        (4, 0.6, 7),
+        (5, 0.5, 7),
+    ):
         folder = save(tmp_path, step, last=accuracy, evaluated=step, evaluates=evaluates)
         files.prune(tmp_path, 1, 1, folder)
     assert [path.name for path in files.finished(tmp_path)] == ["step-00000003", "step-00000005"]
@@ -206,19 +278,27 @@ def test_the_checkpoint_just_written_stays_beside_newer_damaged_ones(tmp_path: P
     save(tmp_path, 4)
     folder = save(tmp_path, 5)
     files.prune(tmp_path, 2, 0, folder)
-    assert [path.name[-1] for path in files.finished(tmp_path)] == ["4", "5", "8", "9"], "damaged ones do not count"
+    assert [path.name[-1] for path in files.finished(tmp_path)] == ["4", "5", "8", "9"], (
+        "damaged ones do not count"
+    )
     files.prune(tmp_path, 1, 0, folder)
     assert folder.exists()
     found, _, notes = resume.newest_good(tmp_path, ROOM)
     assert found.folder == folder
-    assert notes == [f"damaged step-0000000{n} is skipped: SHA256SUMS: No such file or directory" for n in (9, 8)]
+    assert notes == [
+        f"damaged step-0000000{n} is skipped: SHA256SUMS: No such file or directory" for n in (9, 8)
+    ]
 
 
-def test_a_full_disk_costs_the_oldest_first_the_best_last_and_never_the_newest_good_one(tmp_path: Path) -> None:
+def test_a_full_disk_costs_the_oldest_first_the_best_last_and_never_the_newest_good_one(
+    tmp_path: Path,
+) -> None:
     for step, accuracy in ((1, 0.5), (2, 0.9), (3, 0.7), (4, 0.6), (5, 0.6)):
         save(tmp_path, step, last=accuracy, evaluated=step)
     (tmp_path / "checkpoints" / "step-00000005" / "SHA256SUMS").unlink()
-    assert room.give_up_one(tmp_path, 10**18, 1, ROOM) is None, "all of them together are not enough: none is lost in vain"
+    assert room.give_up_one(tmp_path, 10**18, 1, ROOM) is None, (
+        "all of them together are not enough: none is lost in vain"
+    )
     assert len(files.finished(tmp_path)) == 5
     assert [room.give_up_one(tmp_path, 100, 1, ROOM) for _ in range(4)] == [1, 3, 2, None]
     assert [path.name[-1] for path in files.finished(tmp_path)] == ["4", "5"]
@@ -244,7 +324,9 @@ def test_no_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["missing", "cut", "garbage", "empty", "flipped", "folder"])
-def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(tmp_path: Path, name: str, damage: str) -> None:
+def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(
+    tmp_path: Path, name: str, damage: str
+) -> None:
     good = save(tmp_path, 2)
     path = save(tmp_path, 3) / name
     whole = path.read_bytes()
@@ -255,7 +337,14 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(tmp_path: Pat
         path.mkdir()
     elif damage != "missing":
         garbage = b"\x80\x04cposix\nsystem\n" * 9
-        path.write_bytes({"cut": whole[: len(whole) // 2], "garbage": garbage, "empty": b"", "flipped": bytes(flipped)}[damage])
+        path.write_bytes(
+            {
+                "cut": whole[: len(whole) // 2],
+                "garbage": garbage,
+                "empty": b"",
+                "flipped": bytes(flipped),
+            }[damage]
+        )
     with pytest.raises(Damaged, match="the checkpoint is damaged: ") as caught:
         read(path.parent)
     assert caught.value.where == str(path.parent)
@@ -266,7 +355,9 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(tmp_path: Pat
     if damage in ("missing", "folder"):
         assert name in notes[0]
     (good / "optimizer.safetensors").write_bytes(b"")
-    with pytest.raises(UserError, match="no checkpoint of .* is good: damaged step-00000003 is skipped"):
+    with pytest.raises(
+        UserError, match="no checkpoint of .* is good: damaged step-00000003 is skipped"
+    ):
         resume.newest_good(tmp_path, ROOM)
 
 
@@ -289,24 +380,42 @@ def test_a_file_too_large_for_the_model_is_not_read(tmp_path: Path) -> None:
     folder = save(tmp_path, 3)
     with (folder / "weights.safetensors").open("r+b") as file:
         file.truncate(1 << 40)  # a terabyte of nothing, on paper
-    with pytest.raises(Damaged, match="weights.safetensors: 1099511627776 bytes, where this model and optimizer have at most 1048576"):
+    with pytest.raises(
+        Damaged,
+        match="weights.safetensors: 1099511627776 bytes, where this model and optimizer have at "
+        "most 1048576",
+    ):
         read(folder)
 
 
 def test_a_checkpoint_of_many_arrays_is_read_back(tmp_path: Path) -> None:
     """45,000 parameters with the state of Adam: a header of 10 MB; safetensors reads 100."""
     names = [f"transformer.layers.{n}.attention.weight" for n in range(45000)]
-    many = {f"{kind}.{name}{state}": np.full((1, 2), n, np.float32) for n, name in enumerate(names) for kind, state in KINDS}
-    folder = files.write(tmp_path, train_state(3), many, IDENTITY, {f"p.{name}": f"model.{name}" for name in names})
+    many = {
+        f"{kind}.{name}{state}": np.full((1, 2), n, np.float32)
+        for n, name in enumerate(names)
+        for kind, state in KINDS
+    }
+    folder = files.write(
+        tmp_path, train_state(3), many, IDENTITY, {f"p.{name}": f"model.{name}" for name in names}
+    )
     assert files.read_numbers(folder).names["p." + names[7]] == "model." + names[7]
     assert (folder / "optimizer.safetensors").stat().st_size > 2**23
-    found = files.read_arrays(folder, 2**20 + 8 * sum(array.nbytes + HEADER_BYTES for array in many.values()))
-    assert found.keys() == many.keys() and found["s." + names[-1] + ".1"].tolist() == [[44999.0, 44999.0]]
+    found = files.read_arrays(
+        folder, 2**20 + 8 * sum(array.nbytes + HEADER_BYTES for array in many.values())
+    )
+    assert found.keys() == many.keys() and found["s." + names[-1] + ".1"].tolist() == [
+        [44999.0, 44999.0]
+    ]
 
 
-def test_what_no_reader_takes_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_reader_takes_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(array_file, "MOST_HEADER_BYTES", 100)
-    with pytest.raises(ValueError, match=r"a header of \d+ bytes for 2 arrays, where safetensors reads at most 100"):
+    with pytest.raises(
+        ValueError, match=r"a header of \d+ bytes for 2 arrays, where safetensors reads at most 100"
+    ):
         save(tmp_path, 3)
     assert files.finished(tmp_path) == [] and os.listdir(tmp_path / "checkpoints") == []
 
@@ -322,7 +431,10 @@ def rewrite(folder: Path, change: dict) -> None:
             node = node[parent]
         node[last] = value
     path.write_text(json.dumps(tree))
-    sums = [f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in (*files.ARRAYS, "progress.json")]
+    sums = [
+        f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n"
+        for name in (*files.ARRAYS, "progress.json")
+    ]
     (folder / "SHA256SUMS").write_text("".join(sums))
 
 
@@ -371,7 +483,14 @@ def test_numbers_that_cannot_be_are_refused(tmp_path: Path, key: str, value: obj
         read(folder)
 
 
-ODD_TREES = ["[]", "3", "{}", '{"format": 3}', '{"format": 3, "identity": 3, "names": {}, "train_state": {}}', "[" * 100000]
+ODD_TREES = [
+    "[]",
+    "3",
+    "{}",
+    '{"format": 3}',
+    '{"format": 3, "identity": 3, "names": {}, "train_state": {}}',
+    "[" * 100000,
+]
 
 
 @pytest.mark.parametrize("text", ODD_TREES)
@@ -403,5 +522,7 @@ def test_another_job_is_refused(tmp_path: Path, key: str, value: object, what: s
 
 @pytest.mark.parametrize(("samples", "version"), [(2**24, None), (2**24 + 1, "feistel-1")])
 def test_a_checkpoint_names_the_shuffle_of_a_large_set(samples: int, version: str | None) -> None:
-    config = configure(None, ["data.name=synthetic", f"data.samples={samples}", "data.shape=[2,2,1]"])
+    config = configure(
+        None, ["data.name=synthetic", f"data.samples={samples}", "data.shape=[2,2,1]"]
+    )
     assert identity(config, open_datasets(config))["data"].get("shuffle") == version

@@ -1,4 +1,5 @@
-"""Pairs of features that are not refused train, and compute what one process computes; docs/combinations.md says what is so."""
+"""Pairs of features that are not refused train, and compute what one process computes;
+docs/combinations.md says what is so."""
 
 from __future__ import annotations
 
@@ -9,7 +10,20 @@ from datetime import date
 from pathlib import Path
 
 import pytest
-from combinations import PER_DAY, SIGNS, Found, Planned, bound_of, kind_of, page, pairs_of_day, plan, run_pairs, shown, signs_of
+from combinations import (
+    PER_DAY,
+    SIGNS,
+    Found,
+    Planned,
+    bound_of,
+    kind_of,
+    page,
+    pairs_of_day,
+    plan,
+    run_pairs,
+    shown,
+    signs_of,
+)
 from pairs import all_pairs, refusal
 from ranks import FULL, needs_horovod, needs_mpirun
 
@@ -21,10 +35,15 @@ PAIRS = {pair.name: pair for pair in all_pairs()}
 @needs_horovod
 @pytest.mark.slow
 def test_pairs_are_equal_to_one_process_or_refused() -> None:
-    """The pairs of today, or of HVDTRAIN_TEST_DAY=2026-11-28; all pairs on every engine in full rounds, which take hours."""
+    """The pairs of today, or of HVDTRAIN_TEST_DAY=2026-11-28; all pairs on every engine in full
+    rounds, which take hours."""
     day = date.fromisoformat(os.environ.get("HVDTRAIN_TEST_DAY") or date.today().isoformat())
     text = PAGE.read_text()
-    jobs = [pair for pair in PAIRS.values() if isinstance(plan(pair), Planned)] if FULL else pairs_of_day(day, text)
+    jobs = (
+        [pair for pair in PAIRS.values() if isinstance(plan(pair), Planned)]
+        if FULL
+        else pairs_of_day(day, text)
+    )
     results = dict(run_pairs(jobs, float("inf")))
     print("\n".join(shown(pair.name, each) for pair, each in results.items()))
     assert len(results) == len(jobs) > 0
@@ -44,11 +63,15 @@ def test_the_days_of_some_months_have_every_quick_pair_that_has_been_resumed() -
     seen = dict[int, set[str]]()
     for number in (1, 8, 31):
         of_months = [pairs_of_day(date(2026, month, number), text) for month in (1, 3, 5, 7)]
-        assert all(len(pairs) <= PER_DAY for pairs in of_months) and of_months[0] == pairs_of_day(date(2026, 1, number), text)
+        assert all(len(pairs) <= PER_DAY for pairs in of_months) and of_months[0] == pairs_of_day(
+            date(2026, 1, number), text
+        )
         seen[number] = {pair.name for pairs in of_months for pair in pairs}
     assert not seen[1] & seen[8] and not seen[8] & seen[31] and all(seen.values())
     resumed = page(dict.fromkeys(PAIRS, Found("equal", resumed="mpi x 2 -> single x 1")))
-    days = [{pair.name for pair in pairs_of_day(date(2026, month, 1), resumed)} for month in range(1, 5)]
+    days = [
+        {pair.name for pair in pairs_of_day(date(2026, month, 1), resumed)} for month in range(1, 5)
+    ]
     assert all(0 < len(names) <= PER_DAY for names in days) and len(days[0] | days[1]) > PER_DAY
     assert pairs_of_day(date(2026, 1, 1), page(dict.fromkeys(PAIRS, Found("equal")))) == []
 
@@ -60,7 +83,11 @@ def test_a_job_on_ranks_is_compared_with_the_one_that_has_its_numbers() -> None:
     assert "optim.clip_norm=0.05" in found.twin.words and found.twin.words == found.job.words
     alike = plan(PAIRS["comm.local_steps=2 + model.recompute=all"])
     assert isinstance(alike, Planned) and alike.twin is not None
-    assert "model.recompute=all" in alike.job.words and "recompute" not in alike.twin.words and alike.twin.place == alike.job.place
+    assert (
+        "model.recompute=all" in alike.job.words
+        and "recompute" not in alike.twin.words
+        and alike.twin.place == alike.job.place
+    )
     alone = plan(PAIRS["comm.local_steps=2 + optim.clip_norm=0.05"])
     assert isinstance(alone, Planned) and alone.twin is None
     refused = plan(PAIRS["parallel.dense=a + comm.tune=true"])
@@ -89,6 +116,13 @@ def test_a_page_of_other_results_says_so() -> None:
     name = "shard.stage=1 + optim.clip_norm=0.05"
     other = "shard.stage=2 + optim.clip_norm=0.05"
     resumed = Found("equal", resumed="mpi x 2 -> single x 1")
-    text = page(dict.fromkeys(PAIRS, resumed) | {name: Found("failed", "apart"), other: Found("equal")})
+    text = page(
+        dict.fromkeys(PAIRS, resumed) | {name: Found("failed", "apart"), other: Found("equal")}
+    )
     assert signs_of(text)[other] == "o" and "| `o` | 1 |" in text
-    assert signs_of(text)[name] == "!" and "| `!` | 1 |" in text and ", 1 are wrong." in text and "not run yet" not in text
+    assert (
+        signs_of(text)[name] == "!"
+        and "| `!` | 1 |" in text
+        and ", 1 are wrong." in text
+        and "not run yet" not in text
+    )

@@ -1,4 +1,5 @@
-"""What excludes what: every row of hvdtrain/features, every pair of features; train, check and plan say it before data exist."""
+"""What excludes what: every row of hvdtrain/features, every pair of features; train, check and plan
+say it before data exist."""
 
 from __future__ import annotations
 
@@ -32,87 +33,132 @@ from hvdtrain.config.schema import known_keys
 from hvdtrain.errors import USER, UserError
 from hvdtrain.features.every_feature import FEATURES
 from hvdtrain.features.job_feature import Exclusion, JobFeature
-from hvdtrain.training.conflicts import refuse_before_connecting, refuse_conflicts, refuse_on_every_engine
+from hvdtrain.training.conflicts import (
+    refuse_before_connecting,
+    refuse_conflicts,
+    refuse_on_every_engine,
+)
 
 ROOT = Path(__file__).parents[2]
-# Rules that are no pair, and some rows of each kind of sentence, as they are read: (the configuration, what the message says, the key that
-# it names, how to fix it), in a job of one process
+# Rules that are no pair, and some rows of each kind of sentence, as they are read: (the
+# configuration, what the message says, the key that it names, how to fix it), in a job of one
+# process
 OF_ONE_PROCESS = [
-    ("comm.local_steps=3", "comm.local_steps=3 does not divide log.every_steps=10; ranks synchronize at both", "comm.local_steps",
+    ("comm.local_steps=3", "comm.local_steps=3 does not divide log.every_steps=10; ranks "
+                           "synchronize at both", "comm.local_steps",
      "log.every_steps=12, or another multiple of 3"),
     ("comm.local_steps=2 checkpoint.every_steps=7",
-     "comm.local_steps=2 does not divide checkpoint.every_steps=7; ranks synchronize at both", "comm.local_steps",
+     "comm.local_steps=2 does not divide checkpoint.every_steps=7; ranks synchronize at "
+     "both", "comm.local_steps",
      "checkpoint.every_steps=8, or another multiple of 2"),
     ("norm.kind=sync batch.size=64 batch.micro=auto",
-     "batch.micro=auto makes the passes of a step, over each of which norm.kind=sync normalizes, depend on the number of ranks",
-     "batch.micro", "leave batch.micro out: a batch that grows has the same passes on any number of ranks; or norm.kind=batch or ghost"),
+     "batch.micro=auto makes the passes of a step, over each of which norm.kind=sync normalizes, "
+     "depend on the number of ranks",
+     "batch.micro", "leave batch.micro out: a batch that grows has the same passes on any number "
+                    "of ranks; or norm.kind=batch or ghost"),
     ("norm.kind=sync batch.size=64 batch.micro=63",
-     "batch.micro=63 makes the passes of a step, over each of which norm.kind=sync normalizes, depend on the number of ranks",
-     "batch.micro", "leave batch.micro out: a batch that grows has the same passes on any number of ranks; or norm.kind=batch or ghost"),
+     "batch.micro=63 makes the passes of a step, over each of which norm.kind=sync normalizes, "
+     "depend on the number of ranks",
+     "batch.micro", "leave batch.micro out: a batch that grows has the same passes on any number "
+                    "of ranks; or norm.kind=batch or ghost"),
     ("norm.kind=sync batch.size=64 batch.micro=64 data.sampling=partition",
-     "batch.micro=64 makes the passes of a step, over each of which norm.kind=sync normalizes, depend on the number of ranks",
-     "batch.micro", "leave batch.micro out: a batch that grows has the same passes on any number of ranks; or norm.kind=batch or ghost"),
-    ("norm.kind=sync batch.size=64 batch.micro=64 recipe.growth=milestones recipe.grow_at=[1] recipe.grow_to=[65]",
-     "batch.micro=64 makes the passes of a step, over each of which norm.kind=sync normalizes, depend on the number of ranks",
-     "batch.micro", "leave batch.micro out: a batch that grows has the same passes on any number of ranks; or norm.kind=batch or ghost"),
-    ("comm.local_from=3", "comm.local_from=3 is where comm.local_steps begins, and comm.local_steps=1 reduces every gradient",
+     "batch.micro=64 makes the passes of a step, over each of which norm.kind=sync normalizes, "
+     "depend on the number of ranks",
+     "batch.micro", "leave batch.micro out: a batch that grows has the same passes on any number "
+                    "of ranks; or norm.kind=batch or ghost"),
+    ("norm.kind=sync batch.size=64 batch.micro=64 recipe.growth=milestones recipe.grow_at=[1] "
+     "recipe.grow_to=[65]",
+     "batch.micro=64 makes the passes of a step, over each of which norm.kind=sync normalizes, "
+     "depend on the number of ranks",
+     "batch.micro", "leave batch.micro out: a batch that grows has the same passes on any number "
+                    "of ranks; or norm.kind=batch or ghost"),
+    ("comm.local_from=3", "comm.local_from=3 is where comm.local_steps begins, and "
+                          "comm.local_steps=1 reduces every gradient",
      "comm.local_from", "comm.local_steps=4, say, or leave comm.local_from out"),
     ("comm.local_steps=2 comm.local_from=50% stop.time=1h",
-     "comm.local_from: 50% is a share of the job; stop.time=1h alone ends the job, at a step that is not known before", "comm.local_from",
+     "comm.local_from: 50% is a share of the job; stop.time=1h alone ends the job, at a step that "
+     "is not known before", "comm.local_from",
      "a length in epochs, steps, samples or tokens; or stop.steps or epochs as well"),
-    ("comm.local_steps=2 comm.local_from=1 comm.compression=fp16", "comm.compression=fp16 and comm.local_steps=2 exclude each other",
+    ("comm.local_steps=2 comm.local_from=1 "
+     "comm.compression=fp16", "comm.compression=fp16 and comm.local_steps=2 exclude each other",
      "comm.local_steps", "keep one of them"),
-    ("comm.local_steps=2 comm.compression=fp16", "comm.compression=fp16 and comm.local_steps=2 exclude each other", "comm.local_steps",
+    ("comm.local_steps=2 "
+     "comm.compression=fp16", "comm.compression=fp16 and comm.local_steps=2 exclude each "
+                              "other", "comm.local_steps",
      "keep one of them"),
-    ("comm.compression=fp16 comm.reduce=ddp", "comm.reduce=ddp does not support comm.compression=fp16", "comm.reduce", "comm.reduce=auto"),
-    ("guard.lost=shrink shard.stage=3", "guard.lost=shrink does not go on with shard.stage=3 on fewer ranks", "guard.lost",
+    ("comm.compression=fp16 "
+     "comm.reduce=ddp", "comm.reduce=ddp does not support "
+                        "comm.compression=fp16", "comm.reduce", "comm.reduce=auto"),
+    ("guard.lost=shrink "
+     "shard.stage=3", "guard.lost=shrink does not go on with shard.stage=3 on fewer "
+                      "ranks", "guard.lost",
      "guard.lost=restart, or shard.stage=2"),
-    ("comm.op=adasum", "comm.op=adasum needs the horovod engine; this is single", "comm.op", "comm.engine=horovod, or comm.op=mean"),
-    ("comm.reduce=distributed_optimizer", "comm.reduce=distributed_optimizer needs the horovod engine; this is single", "comm.reduce",
+    ("comm.op=adasum", "comm.op=adasum needs the horovod engine; this is "
+                       "single", "comm.op", "comm.engine=horovod, or comm.op=mean"),
+    ("comm.reduce=distributed_optimizer", "comm.reduce=distributed_optimizer needs the horovod "
+                                          "engine; this is single", "comm.reduce",
      "comm.engine=horovod, or comm.reduce=auto"),
     ("comm.reduce=ddp", "comm.reduce=ddp needs the torchdist engine; this is single", "comm.reduce",
      "comm.engine=torchdist, or comm.reduce=auto"),
-    ("comm.cycle_ms=1", "comm.cycle_ms is a setting of Horovod; this is the single engine", "comm.cycle_ms",
+    ("comm.cycle_ms=1", "comm.cycle_ms is a setting of Horovod; this is the single "
+                        "engine", "comm.cycle_ms",
      "leave comm.cycle_ms out, or comm.engine=horovod"),
-    ("comm.fusion_mb=1", "comm.fusion_mb is a setting of Horovod; this is the single engine", "comm.fusion_mb",
+    ("comm.fusion_mb=1", "comm.fusion_mb is a setting of Horovod; this is the single "
+                         "engine", "comm.fusion_mb",
      "leave comm.fusion_mb out, or comm.engine=horovod"),
-    ("comm.hierarchical=true", "comm.hierarchical is a setting of Horovod; this is the single engine", "comm.hierarchical",
+    ("comm.hierarchical=true", "comm.hierarchical is a setting of Horovod; this is the single "
+                               "engine", "comm.hierarchical",
      "leave comm.hierarchical out, or comm.engine=horovod"),
-    ("comm.device_memory=device", "comm.device_memory=device is of the mpi engine; this is the single engine", "comm.device_memory",
+    ("comm.device_memory=device", "comm.device_memory=device is of the mpi engine; this is the "
+                                  "single engine", "comm.device_memory",
      "leave comm.device_memory out, or comm.engine=mpi"),
     ("comm.address=n1", "'n1' is not HOST:PORT", "comm.address", "comm.address=n1:29500"),
-    ("log.samples=8", "log.samples=8 draws tokens; the job has task.name=classification", "log.samples",
+    ("log.samples=8", "log.samples=8 draws tokens; the job has "
+                      "task.name=classification", "log.samples",
      "task.name=language or segmentation, or leave it out"),
-    ("log.noise_scale=true", "log.noise_scale compares each rank's gradient with their mean; the job has 1 rank", "log.noise_scale",
+    ("log.noise_scale=true", "log.noise_scale compares each rank's gradient with their mean; the "
+                             "job has 1 rank", "log.noise_scale",
      "two ranks or more, or log.noise_scale=false"),
-    ("shard.group=node", "shard.group=node is of shard.stage=1 or more; this is 0", "shard.group", "shard.stage=1"),
-    ("stop.target=85", "stop.target is 85: accuracy is 0 to 1", "stop.target", "stop.target=0.9 for 90 %"),
-    ("log.targets=[0.5,95]", "log.targets has 95: accuracies are 0 to 1", "log.targets", "log.targets=[0.9] for 90 %"),
+    ("shard.group=node", "shard.group=node is of shard.stage=1 or more; this is "
+                         "0", "shard.group", "shard.stage=1"),
+    ("stop.target=85", "stop.target is 85: accuracy is 0 to "
+                       "1", "stop.target", "stop.target=0.9 for 90 %"),
+    ("log.targets=[0.5,95]", "log.targets has 95: accuracies are 0 to "
+                             "1", "log.targets", "log.targets=[0.9] for 90 %"),
     ("profile.steps=banana", "profile.steps=banana is no range of steps", "profile.steps",
      "profile.steps=10:15 traces the five steps that follow step 10"),
     ("guard.max_time=soon", "'soon' is not a length of time", "guard.max_time",
      "write 90 (seconds), 45m, 3.5h, 2d, 45:00 (minutes), 1:30:00 or 2-00:00:00"),
-    ("augment.crop=4 augment.resized_crop=0.5", "augment.crop=4 and augment.resized_crop=0.5 both crop the image", "augment.crop",
+    ("augment.crop=4 "
+     "augment.resized_crop=0.5", "augment.crop=4 and augment.resized_crop=0.5 both crop the "
+                                 "image", "augment.crop",
      "keep one of them"),
     ("augment.magnitude=7", "augment.magnitude=7 needs augment.rand_augment", "augment.magnitude",
      "augment.rand_augment=2, or leave augment.magnitude out"),
-    ("augment.color_jitter=[0,0,0,0.6]", "augment.color_jitter turns hues by up to 0.6 of the colour circle; 0.5 is all of it",
+    ("augment.color_jitter=[0,0,0,0.6]", "augment.color_jitter turns hues by up to 0.6 of the "
+                                         "colour circle; 0.5 is all of it",
      "augment.color_jitter", "brightness, contrast, saturation, hue: [0.4,0.4,0.4,0.1]"),
-    ("framework=numpy model.name=mlp", "framework=numpy does not support model.name=mlp", "model.name",
+    ("framework=numpy "
+     "model.name=mlp", "framework=numpy does not support model.name=mlp", "model.name",
      "model.name=linear, or framework=torch"),
-    ("framework=jax model.name=linear data.resident=true", "framework=jax does not support data.resident=true", "data.resident",
+    ("framework=jax model.name=linear "
+     "data.resident=true", "framework=jax does not support data.resident=true", "data.resident",
      "data.resident=null, or framework=torch"),
     ("framework=jax model.name=linear optim.name=torch.optim.SGD",
      "torch.optim.SGD is a torch optimizer, framework=jax needs a rule or a function of optax",
      "optim.name", "framework=torch, or a name of `list`"),
-    ("optim.name=torch.optim.Adam optim.lr=0.1", "optim.lr is not an option: the recipe sets the rate of each step", "optim.lr",
+    ("optim.name=torch.optim.Adam "
+     "optim.lr=0.1", "optim.lr is not an option: the recipe sets the rate of each step", "optim.lr",
      "optim.base_lr=..."),
     ("comm.local_steps=4 log.every_steps=8 evaluate.every_steps=10",
-     "comm.local_steps=4 does not divide evaluate.every_steps=10; ranks synchronize at both", "comm.local_steps",
+     "comm.local_steps=4 does not divide evaluate.every_steps=10; ranks synchronize at "
+     "both", "comm.local_steps",
      "evaluate.every_steps=12, or another multiple of 4"),
     ("stop.time=soon", "'soon' is not a length of time", "stop.time",
      "write 90 (seconds), 45m, 3.5h, 2d, 45:00 (minutes), 1:30:00 or 2-00:00:00"),
-    ("recipe.schedule=cosine recipe.warmup=10", "a warm-up of 10 epochs leaves nothing of 10 epochs to the schedule", "recipe.warmup",
+    ("recipe.schedule=cosine "
+     "recipe.warmup=10", "a warm-up of 10 epochs leaves nothing of 10 epochs to the "
+                         "schedule", "recipe.warmup",
      "recipe.warmup=10% is a tenth of the job, however short; or epochs=11 or more"),
     ("optim.name=adam optim.beta2=1", "a beta2 of 1.0 makes no running mean", "optim.beta2",
      "give 0 or more and less than 1, as in optim.beta2=0.999"),
@@ -120,91 +166,139 @@ OF_ONE_PROCESS = [
 
 # the same on several ranks: (the configuration, the engine, ranks, ...)
 OF_SEVERAL_RANKS = [
-    ("parallel.dense=a comm.op=adasum", "horovod", 2, "parallel.dense=a does not support comm.op=adasum", "comm.op",
+    ("parallel.dense=a "
+     "comm.op=adasum", "horovod", 2, "parallel.dense=a does not support comm.op=adasum", "comm.op",
      "leave comm.op out, or parallel.dense=none"),
     ("parallel.dense=c parallel.tensor=2", "mpi", 2,
-     "parallel.dense=c and parallel.tensor=2 both divide layers: parallel.dense over all ranks", "parallel.dense", "keep one of them"),
-    ("optim.name=muon servers.count=1", "mpi", 2, "optim.name=muon does not support servers.count=1", "servers.count",
+     "parallel.dense=c and parallel.tensor=2 both divide layers: parallel.dense over all "
+     "ranks", "parallel.dense", "keep one of them"),
+    ("optim.name=muon "
+     "servers.count=1", "mpi", 2, "optim.name=muon does not support "
+                                  "servers.count=1", "servers.count",
      "leave servers.count out, or optim.name=adamw"),
     ("parallel.dense=a parallel.dense_updates=2", "mpi", 2,
-     "parallel.dense_updates=2 needs turns; parallel.dense=a has all samples in one", "parallel.dense_updates", "parallel.dense=c or b"),
+     "parallel.dense_updates=2 needs turns; parallel.dense=a has all samples in "
+     "one", "parallel.dense_updates", "parallel.dense=c or b"),
     ("parallel.dense=b parallel.dense_updates=8 batch.size=7", "mpi", 2,
-     "batch 7 does not split into the turns of parallel.dense_updates=8: some would have no sample", "parallel.dense_updates",
+     "batch 7 does not split into the turns of parallel.dense_updates=8: some would have no "
+     "sample", "parallel.dense_updates",
      "parallel.dense_updates=7 or fewer"),
-    ("parallel.dense=c parallel.dense_updates=2 batch.micro=8", "mpi", 2, "parallel.dense_updates=2 does not support batch.micro=8",
+    ("parallel.dense=c parallel.dense_updates=2 "
+     "batch.micro=8", "mpi", 2, "parallel.dense_updates=2 does not support batch.micro=8",
      "batch.micro", "leave batch.micro out, or parallel.dense_updates=1"),
-    ("batch.size=3", "mpi", 4, "batch 3 does not split over 4 ranks: some would have no sample", "batch.size",
+    ("batch.size=3", "mpi", 4, "batch 3 does not split over 4 ranks: some would have no "
+                               "sample", "batch.size",
      "4 or more, or fewer ranks"),
     ("recipe.growth=milestones recipe.grow_at=[1] recipe.grow_to=[3]", "mpi", 4,
-     "batch 3 does not split over 4 ranks: some would have no sample", "recipe.grow_to", "4 or more, or fewer ranks"),
+     "batch 3 does not split over 4 ranks: some would have no "
+     "sample", "recipe.grow_to", "4 or more, or fewer ranks"),
     ("parallel.sequence=true", "mpi", 2,
-     "parallel.sequence=true divides positions over the ranks of a tensor group; this is parallel.tensor=1", "parallel.sequence",
+     "parallel.sequence=true divides positions over the ranks of a tensor group; this is "
+     "parallel.tensor=1", "parallel.sequence",
      "parallel.tensor=2, or parallel.sequence=false"),
-    ("parallel.tensor=2", "mpi", 3, "parallel.tensor=2 does not divide the 3 ranks of the job", "parallel.tensor",
+    ("parallel.tensor=2", "mpi", 3, "parallel.tensor=2 does not divide the 3 ranks of the "
+                                    "job", "parallel.tensor",
      "a multiple of 2 ranks, or another parallel.tensor"),
-    ("parallel.tensor=2 comm.local_steps=2", "mpi", 2, "parallel.tensor=2 does not support comm.local_steps=2", "comm.local_steps",
+    ("parallel.tensor=2 "
+     "comm.local_steps=2", "mpi", 2, "parallel.tensor=2 does not support "
+                                     "comm.local_steps=2", "comm.local_steps",
      "leave comm.local_steps out, or parallel.tensor=1"),
-    ("parallel.tensor=2 batch.size=1", "mpi", 4, "batch 1 does not split over 2 ranks: some would have no sample", "batch.size",
+    ("parallel.tensor=2 "
+     "batch.size=1", "mpi", 4, "batch 1 does not split over 2 ranks: some would have no "
+                               "sample", "batch.size",
      "2 or more, or fewer ranks"),
-    ("parallel.pipeline=2 parallel.tensor=2", "mpi", 6, "parallel.pipeline=2 x parallel.tensor=2 does not divide the 6 ranks of the job",
+    ("parallel.pipeline=2 "
+     "parallel.tensor=2", "mpi", 6, "parallel.pipeline=2 x parallel.tensor=2 does not divide the "
+                                    "6 ranks of the job",
      "parallel.tensor", "a multiple of 4 ranks, or another parallel.tensor"),
-    ("servers.count=1", "horovod", 2, "servers.count=1 sends from one rank to another, which the horovod engine does not", "comm.engine",
+    ("servers.count=1", "horovod", 2, "servers.count=1 sends from one rank to another, which the "
+                                      "horovod engine does not", "comm.engine",
      "comm.engine=mpi with the same mpirun, or comm.engine=torchdist"),
-    ("servers.count=3", "mpi", 3, "servers.count=3 leaves no worker: the job has 3 ranks", "servers.count",
+    ("servers.count=3", "mpi", 3, "servers.count=3 leaves no worker: the job has 3 "
+                                  "ranks", "servers.count",
      "4 ranks or more, or fewer servers"),
-    ("servers.count=1 comm.local_steps=2", "mpi", 2, "servers.count=1 does not support comm.local_steps=2", "comm.local_steps",
+    ("servers.count=1 "
+     "comm.local_steps=2", "mpi", 2, "servers.count=1 does not support "
+                                     "comm.local_steps=2", "comm.local_steps",
      "leave comm.local_steps out, or servers.count=0"),
-    ("guard.lost=shrink servers.count=1", "torchdist", 2, "guard.lost=shrink does not go on with servers.count=1 on the torchdist engine",
+    ("guard.lost=shrink "
+     "servers.count=1", "torchdist", 2, "guard.lost=shrink does not go on with servers.count=1 on "
+                                        "the torchdist engine",
      "guard.lost", "comm.engine=mpi (mpirun --with-ft ulfm), or guard.lost=stop"),
     ("guard.lost=restart servers.count=1", "torchdist", 2,
      "guard.lost=restart does not go on with servers.count=1 on the torchdist engine", "guard.lost",
      "comm.engine=mpi (mpirun --with-ft ulfm), or guard.lost=stop"),
     ("servers.count=1 servers.bound=4 servers.log=true log.every_steps=70000", "mpi", 2,
-     "servers.log needs a sync point every 65535 steps or less, this is log.every_steps=70000", "log.every_steps",
+     "servers.log needs a sync point every 65535 steps or less, this is "
+     "log.every_steps=70000", "log.every_steps",
      "log.every_steps=65535"),
-    ("parallel.pipeline=2", "horovod", 2, "parallel.pipeline=2 sends from one rank to another, which the horovod engine does not",
+    ("parallel.pipeline=2", "horovod", 2, "parallel.pipeline=2 sends from one rank to another, "
+                                          "which the horovod engine does not",
      "comm.engine", "comm.engine=mpi with the same mpirun, or comm.engine=torchdist"),
-    ("parallel.pipeline=2 parallel.balance=3", "mpi", 2, "parallel.balance=[3] has 1 stage, the pipeline has 2", "parallel.balance",
+    ("parallel.pipeline=2 "
+     "parallel.balance=3", "mpi", 2, "parallel.balance=[3] has 1 stage, the pipeline has "
+                                     "2", "parallel.balance",
      "2 numbers of units: hvdtrain plan --pipeline shows them"),
-    ("parallel.pipeline=2 parallel.balance=3,2,1", "mpi", 2, "parallel.balance=[3, 2, 1] has 3 stages, the pipeline has 2",
+    ("parallel.pipeline=2 "
+     "parallel.balance=3,2,1", "mpi", 2, "parallel.balance=[3, 2, 1] has 3 stages, the pipeline "
+                                         "has 2",
      "parallel.balance", "2 numbers of units: hvdtrain plan --pipeline shows them"),
     ("parallel.pipeline=2 parallel.virtual=2", "mpi", 2,
-     "parallel.schedule=1f1b has one stage on each rank, parallel.virtual=2 wants more", "parallel.virtual",
+     "parallel.schedule=1f1b has one stage on each rank, parallel.virtual=2 wants "
+     "more", "parallel.virtual",
      "parallel.schedule=interleaved, or leave parallel.virtual out"),
     ("parallel.pipeline=2 parallel.schedule=interleaved parallel.virtual=1", "mpi", 2,
-     "parallel.schedule=interleaved with parallel.virtual=1 has one stage on each rank, which is 1f1b", "parallel.virtual",
+     "parallel.schedule=interleaved with parallel.virtual=1 has one stage on each rank, which is "
+     "1f1b", "parallel.virtual",
      "parallel.virtual=2, or parallel.schedule=1f1b"),
     ("parallel.pipeline=2 parallel.micro_batches=4 batch.micro=8", "mpi", 2,
-     "parallel.micro_batches=4 and batch.micro=8 both say how many micro-batches a step has", "batch.micro", "leave one of them out"),
-    ("comm.engine=single", "single", 2, "comm.engine=single is for one process; the job has 2 ranks", "comm.engine", "comm.engine=auto"),
-    ("shard.stage=3", "horovod", 2, "shard.stage=3 runs on torch's process groups, which the horovod engine does not make", "comm.engine",
+     "parallel.micro_batches=4 and batch.micro=8 both say how many micro-batches a step "
+     "has", "batch.micro", "leave one of them out"),
+    ("comm.engine=single", "single", 2, "comm.engine=single is for one process; the job has 2 "
+                                        "ranks", "comm.engine", "comm.engine=auto"),
+    ("shard.stage=3", "horovod", 2, "shard.stage=3 runs on torch's process groups, which the "
+                                    "horovod engine does not make", "comm.engine",
      "comm.engine=mpi with the same mpirun, or shard.stage=2"),
-    ("speed.devices=2", "mpi", 2, "framework=torch has one device on each rank, not speed.devices=2", "speed.devices",
+    ("speed.devices=2", "mpi", 2, "framework=torch has one device on each rank, not "
+                                  "speed.devices=2", "speed.devices",
      "as many ranks as there are devices; or framework=jax"),
     ("framework=jax model.name=mlp speed.devices=2 shard.stage=3", "mpi", 2,
-     "speed.devices=2 and shard.stage=3 do not go together: a unit is gathered on one device", "speed.devices", "shard.stage=2"),
+     "speed.devices=2 and shard.stage=3 do not go together: a unit is gathered on one "
+     "device", "speed.devices", "shard.stage=2"),
     ("framework=jax model.name=mlp model.recompute=2 shard.stage=3", "mpi", 2,
-     "shard.stage=3 in JAX computes every block again, so model.recompute=2 has no effect", "model.recompute",
+     "shard.stage=3 in JAX computes every block again, so model.recompute=2 has no "
+     "effect", "model.recompute",
      "model.recompute=all or none"),
     ("framework=jax speed.devices=2 norm.kind=sync", "mpi", 2,
-     "speed.devices=2 and norm.kind=sync do not go together: ranks exchange statistics of one device", "speed.devices",
+     "speed.devices=2 and norm.kind=sync do not go together: ranks exchange statistics of one "
+     "device", "speed.devices",
      "norm.kind=batch, whose statistics are of all devices of a rank"),
-    ("shard.stage=3 log.noise_scale=true", "mpi", 2, "log.noise_scale reads each rank's own gradients, which shard.stage=3 does not keep",
+    ("shard.stage=3 "
+     "log.noise_scale=true", "mpi", 2, "log.noise_scale reads each rank's own gradients, which "
+                                       "shard.stage=3 does not keep",
      "log.noise_scale", "shard.stage=1, or log.noise_scale=false"),
     ("shard.stage=2 log.noise_scale=true batch.size=64 batch.micro=8", "mpi", 2,
-     "log.noise_scale reads each rank's own gradients of several micro-batches, which shard.stage=2 does not keep", "log.noise_scale",
+     "log.noise_scale reads each rank's own gradients of several micro-batches, which "
+     "shard.stage=2 does not keep", "log.noise_scale",
      "shard.stage=1, or log.noise_scale=false"),
     ("comm.op=adasum", "mpi", 2, "comm.op=adasum needs the horovod engine; this is mpi", "comm.op",
      "comm.engine=horovod, or comm.op=mean"),
-    ("comm.op=adasum", "horovod", 3, "comm.op=adasum needs 2, 4, 8, ... ranks; the job has 3", "comm.op",
+    ("comm.op=adasum", "horovod", 3, "comm.op=adasum needs 2, 4, 8, ... ranks; the job has "
+                                     "3", "comm.op",
      "another number of ranks, or comm.op=mean"),
-    ("comm.op=adasum comm.reduce=distributed_optimizer", "horovod", 2, "comm.reduce=distributed_optimizer does not support comm.op=adasum",
+    ("comm.op=adasum "
+     "comm.reduce=distributed_optimizer", "horovod", 2, "comm.reduce=distributed_optimizer does "
+                                                        "not support comm.op=adasum",
      "comm.reduce", "comm.reduce=auto"),
-    ("comm.compression=bf16", "horovod", 2, "comm.compression=bf16 needs sums of bfloat16, which the horovod engine does not have",
+    ("comm.compression=bf16", "horovod", 2, "comm.compression=bf16 needs sums of bfloat16, which "
+                                            "the horovod engine does not have",
      "comm.compression", "comm.compression=fp16, or another comm.engine"),
 ]  # fmt: skip
 
-DATA = ["data.name=folder", "data.root=nowhere"]  # which train, check and plan would refuse, had they come so far
+DATA = [
+    "data.name=folder",
+    "data.root=nowhere",
+]  # which train, check and plan would refuse, had they come so far
 ROWS = [(feature, *row) for feature in FEATURES for row in rows(feature)]
 ROWS_WITHOUT = [(feature, *row) for feature in FEATURES for row in rows_without(feature)]
 
@@ -218,10 +312,13 @@ def _ids(table: list[tuple[JobFeature, Exclusion, str, UserError]]) -> list[str]
 def test_what_a_feature_excludes_is_the_message_of_some_engine_and_names_both(
     feature: JobFeature, row: Exclusion, words: str, told: UserError, order: Callable[[str], str]
 ) -> None:
-    """Its row, which no rule before it hides; without the excluded value, and without the feature, it is not said."""
+    """Its row, which no rule before it hides; without the excluded value, and without the feature,
+    it is not said."""
     given = [str(error) for engine in ENGINES if (error := verdict(order(words), engine))]
     assert str(told) in given, given
-    assert names(told, assigned(joined(feature.examples[0], row.words))) and names(told, [row.key, row.where or row.key]), told
+    assert names(told, assigned(joined(feature.examples[0], row.words))) and names(
+        told, [row.key, row.where or row.key]
+    ), told
     alone = " ".join(word for word in words.split() if word.partition("=")[0] != row.key)
     assert not any(_says(told, verdict(alone, engine)) for engine in ENGINES)
 
@@ -240,9 +337,15 @@ def _says(told: UserError, error: UserError | None) -> bool:
 
 
 def test_every_feature_has_examples() -> None:
-    """Or says why no test of pairs can turn it on; a rule without a feature is in conflicts_of()."""
+    """Or says why no test of pairs can turn it on; a rule without a feature is in
+    conflicts_of()."""
     without = {feature.key: feature.no_examples for feature in FEATURES if not feature.examples}
-    assert without.keys() == {"comm.device_memory", "speed.devices", "checkpoint.every", "stop.patience"} and all(without.values()), without
+    assert without.keys() == {
+        "comm.device_memory",
+        "speed.devices",
+        "checkpoint.every",
+        "stop.patience",
+    } and all(without.values()), without
     assert [feature.key for feature in FEATURES if feature.on(configure(None, []))] == []
 
 
@@ -252,7 +355,9 @@ def test_each_feature_alone_is_accepted_by_an_engine(example: Example) -> None:
     assert engines_of(example.words)
 
 
-def test_each_pair_of_features_is_accepted_or_refused_with_both_keys_and_in_both_orders_alike() -> None:
+def test_each_pair_of_features_is_accepted_or_refused_with_both_keys_and_in_both_orders_alike() -> (
+    None
+):
     """The other order for every fifth pair, which halves the time."""
     pairs = all_pairs()
     accepted = 0
@@ -272,10 +377,15 @@ def test_each_pair_of_features_is_accepted_or_refused_with_both_keys_and_in_both
 
 
 def _unnamed(pair: Pair, error: UserError) -> list[str]:
-    """A message that names one feature alone: of the pair, or of an engine that takes each of the two."""
+    """A message that names one feature alone: of the pair, or of an engine that takes each of the
+    two."""
     both = set(engines_of(pair.one.words)) & set(engines_of(pair.other.words))
     errors = [error, *(found for engine in both if (found := verdict(pair.words, engine)))]
-    return [f"{pair.name}: {e}" for e in errors if not (names(e, pair.one.keys) and names(e, pair.other.keys))]
+    return [
+        f"{pair.name}: {e}"
+        for e in errors
+        if not (names(e, pair.one.keys) and names(e, pair.other.keys))
+    ]
 
 
 def test_no_two_features_have_one_key_and_one_value() -> None:
@@ -287,7 +397,9 @@ def test_no_two_features_have_one_key_and_one_value() -> None:
     ("words", "engine", "ranks", "what", "key", "fix"),
     [*((words, "single", 1, *rest) for words, *rest in OF_ONE_PROCESS), *OF_SEVERAL_RANKS],
 )
-def test_a_conflict_is_named_with_its_key_and_a_fix(words: str, engine: str, ranks: int, what: str, key: str, fix: str) -> None:
+def test_a_conflict_is_named_with_its_key_and_a_fix(
+    words: str, engine: str, ranks: int, what: str, key: str, fix: str
+) -> None:
     with pytest.raises(UserError) as caught:
         refuse_conflicts(configure(None, words.split()), engine, ranks)
     error = caught.value
@@ -297,13 +409,23 @@ def test_a_conflict_is_named_with_its_key_and_a_fix(words: str, engine: str, ran
 
 @pytest.mark.parametrize(("words", "what", "key", "fix"), OF_ONE_PROCESS)
 def test_train_check_and_plan_give_the_same_message(
-    words: str, what: str, key: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: str,
+    what: str,
+    key: str,
+    fix: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     given = [*DATA, *words.split()]
     assert main([*given, "run=run"]) == USER
     trained = capsys.readouterr().err.splitlines()
-    assert trained == [f"hvdtrain: {what}", trained[1], f"  fix: {fix}"] and trained[1].startswith("  where: ") and key in trained[1]
+    assert (
+        trained == [f"hvdtrain: {what}", trained[1], f"  fix: {fix}"]
+        and trained[1].startswith("  where: ")
+        and key in trained[1]
+    )
     assert not (tmp_path / "run").exists()
     assert main(["plan", "--ranks", "1", *given]) == USER
     assert capsys.readouterr().err.splitlines() == trained
@@ -319,7 +441,12 @@ def test_train_check_and_plan_give_the_same_message(
         ("comm.op=adasum", "horovod", 4),
         ("comm.compression=bf16", "mpi", 3),
         ("comm.reduce=ddp", "torchdist", 2),
-        ("comm.reduce=distributed_optimizer comm.cycle_ms=1 comm.fusion_mb=4 comm.hierarchical=true", "horovod", 2),
+        (
+            "comm.reduce=distributed_optimizer comm.cycle_ms=1 comm.fusion_mb=4 "
+            "comm.hierarchical=true",
+            "horovod",
+            2,
+        ),
         ("comm.local_steps=5 checkpoint.every_steps=20", "mpi", 2),
         ("comm.local_steps=5 comm.local_from=50% comm.reduce=bucket", "mpi", 2),
         ("framework=numpy model.name=linear speed.precision=auto", "mpi", 2),
@@ -329,7 +456,11 @@ def test_train_check_and_plan_give_the_same_message(
         ("norm.kind=sync batch.size=64 batch.micro=32", "mpi", 2),
         ("shard.stage=2 log.noise_scale=true", "mpi", 2),
         ("framework=jax model.name=mlp shard.stage=2 log.noise_scale=true", "horovod", 3),
-        ("shard.stage=3 shard.group=node shard.reshard=false shard.offload=parameters", "torchdist", 4),
+        (
+            "shard.stage=3 shard.group=node shard.reshard=false shard.offload=parameters",
+            "torchdist",
+            4,
+        ),
     ],
 )
 def test_what_goes_together_is_not_refused(words: str, engine: str, ranks: int) -> None:
@@ -338,7 +469,11 @@ def test_what_goes_together_is_not_refused(words: str, engine: str, ranks: int) 
 
 def test_the_commands_of_the_page_of_meshes_are_not_refused() -> None:
     text = (ROOT / "docs" / "parallel.md").read_text()
-    commands = re.findall(r"^(?:\$ )?(?:mpirun -np (\d+) )?hvdtrain (?:plan )?[^\n]*--config (configs/\S+) ([^\n]+)$", text, re.MULTILINE)
+    commands = re.findall(
+        r"^(?:\$ )?(?:mpirun -np (\d+) )?hvdtrain (?:plan )?[^\n]*--config (configs/\S+) ([^\n]+)$",
+        text,
+        re.MULTILINE,
+    )
     assert len(commands) == 4, commands
     for ranks, path, words in commands:
         config = configure(ROOT / path, words.split())
@@ -346,13 +481,18 @@ def test_the_commands_of_the_page_of_meshes_are_not_refused() -> None:
 
 
 def test_a_launcher_is_judged_before_the_ranks_connect() -> None:
-    """Without one the number of ranks is known once they are connected; with resume=RUN rank 0 alone has the whole configuration."""
+    """Without one the number of ranks is known once they are connected; with resume=RUN rank 0
+    alone has the whole configuration."""
     mpirun = Placement(1, 3, 1, 3, "Open MPI's mpirun")
     with pytest.raises(UserError, match="needs 2, 4, 8, ... ranks; the job has 3"):
         refuse_before_connecting(configure(None, ["comm.op=adasum", "comm.engine=horovod"]), mpirun)
     with pytest.raises(UserError, match="this is mpi"):
-        refuse_before_connecting(configure(None, ["comm.op=adasum", "comm.engine=mpi", "batch.per_rank=2"]), mpirun)
-    refuse_before_connecting(configure(None, ["comm.op=adasum", "comm.engine=horovod"]), NO_LAUNCHER)
+        refuse_before_connecting(
+            configure(None, ["comm.op=adasum", "comm.engine=mpi", "batch.per_rank=2"]), mpirun
+        )
+    refuse_before_connecting(
+        configure(None, ["comm.op=adasum", "comm.engine=horovod"]), NO_LAUNCHER
+    )
     refuse_before_connecting(configure(None, ["comm.op=adasum", "resume=elsewhere"], ()), mpirun)
 
 
@@ -372,7 +512,9 @@ def test_a_plan_of_auto_is_refused_where_every_engine_refuses() -> None:
 def test_a_plan_names_the_rows_that_a_conflict_concerns(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["--samples", "960", "--image", "8x8x3", "--classes", "10", "model.name=mlp"]
     assert main(["plan", "--ranks", "2,3,4", "comm.op=adasum", *shape]) == 0
-    rows = [line for line in capsys.readouterr().out.splitlines() if "needs 2, 4, 8, ... ranks" in line]
+    rows = [
+        line for line in capsys.readouterr().out.splitlines() if "needs 2, 4, 8, ... ranks" in line
+    ]
     assert len(rows) == 1 and rows[0].split()[0] == "3", rows
 
 
@@ -383,7 +525,8 @@ def test_features_have_meanings() -> None:
         features_of("nothing")
 
 
-# Keys that are read only where another one is set: a value by itself, and the words with which it has an effect.
+# Keys that are read only where another one is set: a value by itself, and the words with which it
+# has an effect.
 NEEDS = {
     "recipe.gamma=0.5": "recipe.schedule=steps recipe.milestones=[1]",
     "recipe.power=3": "recipe.schedule=polynomial",
@@ -393,7 +536,10 @@ NEEDS = {
     "recipe.warmup_from=0.01": "recipe.warmup=1",
     "recipe.milestones=[1]": "recipe.schedule=steps",
     "recipe.cycle_momentum=[0.8,0.9]": "recipe.schedule=one_cycle",
-    **{f"recipe.{words}": "recipe.schedule=plateau" for words in ("patience=3", "threshold=0.1", "threshold_mode=abs", "cooldown=2")},
+    **{
+        f"recipe.{words}": "recipe.schedule=plateau"
+        for words in ("patience=3", "threshold=0.1", "threshold_mode=abs", "cooldown=2")
+    },
     "recipe.batch_max=64": "recipe.growth=decays recipe.schedule=steps recipe.milestones=[1]",
     "recipe.grow_at=[1]": "recipe.growth=milestones recipe.grow_to=[64]",
     "recipe.grow_to=[64]": "recipe.growth=milestones recipe.grow_at=[1]",
@@ -427,8 +573,14 @@ NEEDS = {
     "shard.reshard=false": "shard.stage=3",
     "shard.offload=optimizer": "shard.stage=1",
     "servers.bound=2": "servers.count=1",
-    **{f"servers.{words}": "servers.count=1 servers.bound=2" for words in ("correct=scale", "compensation=0.1", "log=true")},
-    **{f"comm.{words}": "comm.engine=horovod" for words in ("hierarchical=true", "cycle_ms=2", "fusion_mb=4")},
+    **{
+        f"servers.{words}": "servers.count=1 servers.bound=2"
+        for words in ("correct=scale", "compensation=0.1", "log=true")
+    },
+    **{
+        f"comm.{words}": "comm.engine=horovod"
+        for words in ("hierarchical=true", "cycle_ms=2", "fusion_mb=4")
+    },
 }
 
 # Keys with an effect by themselves. A new key belongs to one of the two lists.
@@ -448,11 +600,13 @@ stop.steps stop.time stop.target stop.patience stop.restore_best evaluate.every_
 checkpoint.every_steps checkpoint.every_minutes checkpoint.every checkpoint.keep_last checkpoint.keep_best
 guard.max_time guard.stall_s guard.start_s guard.nonfinite guard.lost guard.equal_steps
 log.every_steps log.every_s log.display log.per_rank log.trackers log.targets log.step_times log.samples log.noise_scale profile.steps
-"""
+"""  # noqa: E501
 
 
 def _refused(words: str) -> str:
-    config = configure(None, [*words.split(), "batch.size=32"] if "{" not in words else [words, "batch.size=32"])
+    config = configure(
+        None, [*words.split(), "batch.size=32"] if "{" not in words else [words, "batch.size=32"]
+    )
     engine = "horovod" if "horovod" in words else "mpi"
     try:
         refuse_conflicts(config, engine, 2)

@@ -112,7 +112,9 @@ def test_max_time_counts_from_the_start_of_the_process() -> None:
     limit = deadline("1h", clock)
     assert limit.reason == "guard.max_time=1h"
     assert stops_after(limit, clock) == 3600 - 100 - 2 + 1  # the last 2 s are its margin
-    assert stops_after(limit, clock, longest_s=20, save_s=7) == 3498 - 30 - 14 + 1  # 1.5 intervals between sync points, 2 checkpoints
+    assert (
+        stops_after(limit, clock, longest_s=20, save_s=7) == 3498 - 30 - 14 + 1
+    )  # 1.5 intervals between sync points, 2 checkpoints
 
 
 def test_what_is_left_is_until_the_end_itself() -> None:
@@ -132,7 +134,9 @@ def test_the_end_of_a_slurm_job() -> None:
     assert stops_after(limit, clock) == 600 - 10 + 1
 
 
-@pytest.mark.parametrize(("max_time", "first"), [("5m", "guard.max_time=5m"), ("1h", "SLURM ends job 7 at")])
+@pytest.mark.parametrize(
+    ("max_time", "first"), [("5m", "guard.max_time=5m"), ("1h", "SLURM ends job 7 at")]
+)
 def test_the_earlier_end_counts(max_time: str, first: str) -> None:
     limit = deadline(max_time, Clock(), SLURM_JOB_ID="7", SLURM_JOB_END_TIME=f"{NOW_S + 600:.0f}")
     assert limit.reason.startswith(first)
@@ -147,7 +151,9 @@ def test_without_a_limit_it_is_never_near() -> None:
 
 @pytest.mark.parametrize("end_time", [f"{NOW_S - 1:.0f}", "soon", "-1", "9" * 400])
 def test_an_end_that_is_over_or_no_number_is_ignored(end_time: str, tmp_path: Path) -> None:
-    limit = deadline(None, Clock(), SLURM_JOB_ID="123", SLURM_JOB_END_TIME=end_time, PATH=str(tmp_path))
+    limit = deadline(
+        None, Clock(), SLURM_JOB_ID="123", SLURM_JOB_END_TIME=end_time, PATH=str(tmp_path)
+    )
     assert limit.reason == ""
 
 
@@ -166,7 +172,17 @@ def test_squeue_is_asked_where_the_variable_is_missing(tmp_path: Path) -> None:
     assert stops_after(limit, clock) == 591
 
 
-@pytest.mark.parametrize("script", ["echo NONE", "echo N/A", "echo Unknown", "exit 0", f"echo {AT:%Y-%m-%dT%H:%M:%S}; exit 1", "kill $$"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        "echo NONE",
+        "echo N/A",
+        "echo Unknown",
+        "exit 0",
+        f"echo {AT:%Y-%m-%dT%H:%M:%S}; exit 1",
+        "kill $$",
+    ],
+)
 def test_a_squeue_without_an_answer(tmp_path: Path, script: str) -> None:
     assert deadline(None, Clock(), **squeue(tmp_path, script)).reason == ""
     assert (tmp_path / "asked").exists()
@@ -175,7 +191,10 @@ def test_a_squeue_without_an_answer(tmp_path: Path, script: str) -> None:
 def test_a_squeue_that_hangs(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "never")
     start = time.monotonic()
-    assert deadline(None, Clock(), **squeue(tmp_path, f"read answer < {tmp_path / 'never'}")).reason == ""
+    assert (
+        deadline(None, Clock(), **squeue(tmp_path, f"read answer < {tmp_path / 'never'}")).reason
+        == ""
+    )
     assert time.monotonic() - start > 4
 
 

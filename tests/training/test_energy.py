@@ -1,4 +1,5 @@
-"""Joules: a counter that ranks share is read once; wrap-around by hand; and the message why nothing is measured."""
+"""Joules: a counter that ranks share is read once; wrap-around by hand; and the message why nothing
+is measured."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ import pytest
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.report import summary
 from hvdtrain.report.run import RunRecord
-from hvdtrain.training.telemetry.energy import Claim, Counter, EnergyCounters, EnergyMeter, find_counters
+from hvdtrain.training.telemetry.energy import (
+    Claim,
+    Counter,
+    EnergyCounters,
+    EnergyMeter,
+    find_counters,
+)
 from hvdtrain.training.telemetry.energy import summary as energy_summary
 
 NO_RAPL = "no /sys/class/powercap/intel-rapl here"
@@ -31,7 +38,8 @@ class NVMLError(Exception):
 
 
 class FakeNvml:
-    """The driver of a machine with some GPUs: this one has none. Counters in millijoules, as NVML's."""
+    """The driver of a machine with some GPUs: this one has none. Counters in millijoules, as
+    NVML's."""
 
     NVMLError: type[Exception] = NVMLError
 
@@ -58,7 +66,8 @@ class FakeNvml:
 
 
 class Fake(SingleProcessCommunicator):
-    """One rank of several: its allgather returns its own value and the given values of the others."""
+    """One rank of several: its allgather returns its own value and the given values of the
+    others."""
 
     def __init__(self, rank: int, others: dict[int, Claim]) -> None:
         self.rank, self.size, self._others = rank, len(others) + 1, others  # type: ignore[misc]
@@ -68,7 +77,9 @@ class Fake(SingleProcessCommunicator):
 
 
 def claim(host: str, gpu: str | None = None, cpu: str = "", why: str = "") -> Claim:
-    return Claim(host, f"machine of {host}", gpu, {"cpu": cpu} | ({"gpu": why} if gpu or why else {}))
+    return Claim(
+        host, f"machine of {host}", gpu, {"cpu": cpu} | ({"gpu": why} if gpu or why else {})
+    )
 
 
 def zone(root: Path, name: str, what: str, microjoules: int, most: int = 262_143_328_850) -> Path:
@@ -85,7 +96,9 @@ def add(folder: Path, microjoules: int) -> None:
     file.write_text(f"{int(file.read_text()) + microjoules}\n")
 
 
-def gpus_alone(communicator: SingleProcessCommunicator, nvml: FakeNvml, gpu: str, powercap: Path) -> EnergyCounters:
+def gpus_alone(
+    communicator: SingleProcessCommunicator, nvml: FakeNvml, gpu: str, powercap: Path
+) -> EnergyCounters:
     return find_counters(communicator, f"GPU-{gpu}", powercap=powercap, nvml=nvml)
 
 
@@ -98,7 +111,9 @@ def test_a_counter_that_may_have_started_again_twice_is_not_trusted() -> None:
 def test_keeping_up_loses_nothing_and_hides_no_turn() -> None:
     """100 W on a counter of 65 kJ that is read after half an hour: it has started again twice."""
     now = [0.0]
-    one = EnergyCounters({"cpu": ""}, {"cpu": [Counter(lambda: 100.0 * now[0] % 65536.0, 65536.0)]}, lambda: now[0])
+    one = EnergyCounters(
+        {"cpu": ""}, {"cpu": [Counter(lambda: 100.0 * now[0] % 65536.0, 65536.0)]}, lambda: now[0]
+    )
     for _ in range(180):
         now[0] += 10.0
         one.keep_up()
@@ -139,7 +154,9 @@ def test_a_package_that_starts_again_at_zero(tmp_path: Path) -> None:
 def test_counters_are_read_once_a_second_and_nothing_is_lost(tmp_path: Path) -> None:
     folder = zone(tmp_path, "intel-rapl:0", "package-0", 0)
     clock = Clock()
-    meter = EnergyMeter(find_counters(SingleProcessCommunicator(), None, powercap=tmp_path, clock=clock), 0, clock)
+    meter = EnergyMeter(
+        find_counters(SingleProcessCommunicator(), None, powercap=tmp_path, clock=clock), 0, clock
+    )
     joules = []
     watts = []
     for seconds in (0.5, 0.25, 0.5, 0.5, 0.75):
@@ -148,7 +165,9 @@ def test_counters_are_read_once_a_second_and_nothing_is_lost(tmp_path: Path) -> 
         sums = meter.sync_sums()
         joules.append(sums["joules.cpu"])
         watts.append(meter.update(sums))
-    assert joules == [0.0, 2.0, 0.0, 2.0, 0.0], "where the next sync point is expected more than a second after the last reading"
+    assert joules == [0.0, 2.0, 0.0, 2.0, 0.0], (
+        "where the next sync point is expected more than a second after the last reading"
+    )
     assert math.isnan(watts[0]) and watts[1:] == [2 / 0.75, 2 / 0.75, 2.0, 2.0]
     assert meter.read_sums()["joules.cpu"] == 1.0
 
@@ -177,9 +196,15 @@ def test_the_packages_of_a_machine_count_once_under_two_host_names(tmp_path: Pat
     (tmp_path / "boot_id").write_text("one-machine\n")
     boot_id = tmp_path / "boot_id"
     container = Claim("other-name", "one-machine", None, {"cpu": ""})
-    second = find_counters(Fake(1, {0: container}), None, powercap=tmp_path / "rapl", boot_id=boot_id)
-    first = find_counters(Fake(0, {1: container}), None, powercap=tmp_path / "rapl", boot_id=boot_id)
-    other_machine = find_counters(Fake(1, {0: claim("elsewhere")}), None, powercap=tmp_path / "rapl", boot_id=boot_id)
+    second = find_counters(
+        Fake(1, {0: container}), None, powercap=tmp_path / "rapl", boot_id=boot_id
+    )
+    first = find_counters(
+        Fake(0, {1: container}), None, powercap=tmp_path / "rapl", boot_id=boot_id
+    )
+    other_machine = find_counters(
+        Fake(1, {0: claim("elsewhere")}), None, powercap=tmp_path / "rapl", boot_id=boot_id
+    )
     add(folder, 8_000_000)
     assert [meter.read()["cpu"] for meter in (first, second, other_machine)] == [8.0, 0.0, 8.0]
     assert first.reasons == second.reasons == {"cpu": ""}
@@ -188,9 +213,14 @@ def test_the_packages_of_a_machine_count_once_under_two_host_names(tmp_path: Pat
 def test_one_host_without_a_counter_and_none_counts(tmp_path: Path) -> None:
     folder = zone(tmp_path, "intel-rapl:0", "package-0", 0)
     nvml = FakeNvml(a=0)
-    without = claim("node7", "GPU-z", cpu=NO_RAPL, why="NVML has no counter of GPU-z: Not Supported")
+    without = claim(
+        "node7", "GPU-z", cpu=NO_RAPL, why="NVML has no counter of GPU-z: Not Supported"
+    )
     meter = find_counters(
-        Fake(0, {1: without, 2: without, 3: claim("node8", "GPU-y", cpu="x", why="y")}), "GPU-a", powercap=tmp_path, nvml=nvml
+        Fake(0, {1: without, 2: without, 3: claim("node8", "GPU-y", cpu="x", why="y")}),
+        "GPU-a",
+        powercap=tmp_path,
+        nvml=nvml,
     )
     assert meter.reasons == {
         "gpu": "node7: NVML has no counter of GPU-z: Not Supported (and 1 more host)",
@@ -203,11 +233,14 @@ def test_one_host_without_a_counter_and_none_counts(tmp_path: Path) -> None:
 
 def test_a_reason_that_all_hosts_have_names_none(tmp_path: Path) -> None:
     here = f"no {tmp_path}/intel-rapl here"
-    assert find_counters(Fake(0, {1: claim("node7", cpu=here)}), None, powercap=tmp_path).reasons == {"cpu": here}
+    assert find_counters(
+        Fake(0, {1: claim("node7", cpu=here)}), None, powercap=tmp_path
+    ).reasons == {"cpu": here}
 
 
 def test_every_rank_derives_the_same_reasons(tmp_path: Path) -> None:
-    """Rank 0 has both counters, rank 1 a GPU that the driver does not know and no RAPL, rank 2 no GPU and no RAPL."""
+    """Rank 0 has both counters, rank 1 a GPU that the driver does not know and no RAPL, rank 2 no
+    GPU and no RAPL."""
     zone(tmp_path / "a", "intel-rapl:0", "package-0", 0)
     places = [("GPU-a", tmp_path / "a"), ("GPU-b", tmp_path / "none"), (None, tmp_path / "none")]
     nvml = FakeNvml(a=0)
@@ -225,7 +258,10 @@ def test_every_rank_derives_the_same_reasons(tmp_path: Path) -> None:
         others = {other: c for other, c in enumerate(found) if other != rank}
         whys.append(find_counters(Fake(rank, others), gpu, powercap=powercap, nvml=nvml).reasons)
     host = found[0].host
-    reasons = {"gpu": f"{host}: NVML has no counter of GPU-b: Not Found", "cpu": f"{host}: no {tmp_path}/none/intel-rapl here"}
+    reasons = {
+        "gpu": f"{host}: NVML has no counter of GPU-b: Not Found",
+        "cpu": f"{host}: no {tmp_path}/none/intel-rapl here",
+    }
     assert whys == [reasons] * 3
 
 
@@ -240,7 +276,9 @@ def test_every_rank_derives_the_same_reasons(tmp_path: Path) -> None:
         ("GPU-whole", "", ""),
     ],
 )
-def test_why_a_gpu_is_not_measured(tmp_path: Path, gpu: str | None, gpu_why: str, reason: str) -> None:
+def test_why_a_gpu_is_not_measured(
+    tmp_path: Path, gpu: str | None, gpu_why: str, reason: str
+) -> None:
     class Old(FakeNvml):
         def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
             if handle == "GPU-old":
@@ -275,8 +313,13 @@ def test_no_driver_and_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_real_library_says_why_or_measures(tmp_path: Path) -> None:
     """With a driver there is still no such GPU; without one NVML says that."""
     pytest.importorskip("pynvml")
-    why = find_counters(SingleProcessCommunicator(), "GPU-00000000-0000-0000-0000-000000000000", powercap=tmp_path).reasons["gpu"]
-    assert why.startswith("NVML has no counter of GPU-00000000-0000-0000-0000-000000000000: ") and len(why) > 70
+    why = find_counters(
+        SingleProcessCommunicator(), "GPU-00000000-0000-0000-0000-000000000000", powercap=tmp_path
+    ).reasons["gpu"]
+    assert (
+        why.startswith("NVML has no counter of GPU-00000000-0000-0000-0000-000000000000: ")
+        and len(why) > 70
+    )
 
 
 def test_only_root_may_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +333,10 @@ def test_only_root_may_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         return real(path, *arguments, **options)
 
     monkeypatch.setattr(Path, "read_text", refuse)
-    fix = f"an administrator can open it: chmod a+r {tmp_path}/intel-rapl:*/energy_uj, at each boot, as by a udev rule"
+    fix = (
+        f"an administrator can open it: chmod a+r {tmp_path}/intel-rapl:*/energy_uj, at each "
+        "boot, as by a udev rule"
+    )
     assert find_counters(SingleProcessCommunicator(), None, powercap=tmp_path).reasons == {
         "cpu": f"{folder}/energy_uj can be read by root only since CVE-2020-8694; {fix}"
     }
@@ -309,7 +355,9 @@ def test_a_counter_that_fails_in_mid_run_stays_nan(tmp_path: Path) -> None:
     folder = zone(tmp_path, "intel-rapl:0", "package-0", 0)
     nvml = FakeNvml(a=0)
     clock = Clock()
-    meter = find_counters(SingleProcessCommunicator(), "GPU-a", powercap=tmp_path, nvml=nvml, clock=clock)
+    meter = find_counters(
+        SingleProcessCommunicator(), "GPU-a", powercap=tmp_path, nvml=nvml, clock=clock
+    )
     was = (folder / "energy_uj").read_text()
     (folder / "energy_uj").unlink()
     nvml.counters_mj["GPU-a"] = 4_000
@@ -322,34 +370,73 @@ def test_a_counter_that_fails_in_mid_run_stays_nan(tmp_path: Path) -> None:
 
 
 def test_the_line_of_the_header() -> None:
-    assert energy_summary({"gpu": "", "cpu": NO_RAPL}) == f"energy  GPUs by NVML; processors not measured: {NO_RAPL}"
+    assert (
+        energy_summary({"gpu": "", "cpu": NO_RAPL})
+        == f"energy  GPUs by NVML; processors not measured: {NO_RAPL}"
+    )
     assert energy_summary({"cpu": ""}) == "energy  processors by RAPL"
 
 
 def run_record(*events: dict[str, Any], **energy: str) -> RunRecord:
-    return RunRecord(Path("run"), {}, [{"time": 0.0, "kind": "start", "step": 0, "energy": energy}, *events])
+    return RunRecord(
+        Path("run"), {}, [{"time": 0.0, "kind": "start", "step": 0, "energy": energy}, *events]
+    )
 
 
 def epoch(kinds: dict[str, float], images: int) -> dict[str, Any]:
     """An hour at so many images; its joules by kind."""
     of_one = {"joules_per_sample": sum(kinds.values()) / images} if kinds else {}
-    return {"time": 1.0, "kind": "epoch", "step": 1, "samples_per_s": images / 3600, "epoch_s": 3600.0, "joules": kinds, **of_one}
+    return {
+        "time": 1.0,
+        "kind": "epoch",
+        "step": 1,
+        "samples_per_s": images / 3600,
+        "epoch_s": 3600.0,
+        "joules": kinds,
+        **of_one,
+    }
 
 
 def test_a_counter_that_failed_is_named_in_the_report() -> None:
     failed = "a counter failed during the job"
-    assert summary.energy_summary(run_record(epoch({}, 10), cpu="")) == f"not measured: processors: {failed}"
-    assert summary.energy_summary(run_record(epoch({}, 10), cpu="", gpu="x")) in (f"not measured: processors: {failed}; GPUs: x",)
+    assert (
+        summary.energy_summary(run_record(epoch({}, 10), cpu=""))
+        == f"not measured: processors: {failed}"
+    )
+    assert summary.energy_summary(run_record(epoch({}, 10), cpu="", gpu="x")) in (
+        f"not measured: processors: {failed}; GPUs: x",
+    )
     both = epoch({"gpu": 30.0, "cpu": 60.0}, 10)
     left = epoch({"gpu": 50.0}, 10)
-    assert summary.energy_summary(run_record(both, left, cpu="", gpu="")) == f"5 J (GPUs); not measured: processors: {failed}"
-    ended = {"time": 2.0, "kind": "end", "step": 2, "joules": {"gpu": 80.0}, "joules_per_sample": 4.0}
-    assert summary.energy_summary(run_record(both, both, ended, cpu="", gpu="")) == f"4 J (GPUs); not measured: processors: {failed}"
+    assert (
+        summary.energy_summary(run_record(both, left, cpu="", gpu=""))
+        == f"5 J (GPUs); not measured: processors: {failed}"
+    )
+    ended = {
+        "time": 2.0,
+        "kind": "end",
+        "step": 2,
+        "joules": {"gpu": 80.0},
+        "joules_per_sample": 4.0,
+    }
+    assert (
+        summary.energy_summary(run_record(both, both, ended, cpu="", gpu=""))
+        == f"4 J (GPUs); not measured: processors: {failed}"
+    )
     again = {"time": 1.5, "kind": "start", "step": 1, "energy": {"cpu": ""}}
     other = "not measured: processors: not counted in every start of the job"
-    assert summary.energy_summary(run_record({**ended, "joules": {}, "joules_per_sample": None}, again, epoch({}, 10), cpu="x")) == other
+    assert (
+        summary.energy_summary(
+            run_record(
+                {**ended, "joules": {}, "joules_per_sample": None}, again, epoch({}, 10), cpu="x"
+            )
+        )
+        == other
+    )
 
 
 def test_joules_per_image_while_a_job_runs_are_joules_by_images() -> None:
     """90 J for 30 images and 50 for 10: 140 / 40 = 3.5, not the mean of 3 and 5."""
-    assert summary.joules_per_sample(run_record(epoch({"cpu": 90.0}, 30), epoch({"cpu": 50.0}, 10), cpu="")) == pytest.approx(3.5)
+    assert summary.joules_per_sample(
+        run_record(epoch({"cpu": 90.0}, 30), epoch({"cpu": 50.0}, 10), cpu="")
+    ) == pytest.approx(3.5)

@@ -21,7 +21,11 @@ def words(tmp_path: Path, engine: str, *more: str) -> list[str]:
 
 
 def env() -> dict[str, str]:
-    return {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "support")])}
+    return {
+        "PYTHONPATH": os.pathsep.join(
+            [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "support")]
+        )
+    }
 
 
 @pytest.mark.parametrize("engine", ONE_ENGINE["mpi"])
@@ -37,7 +41,12 @@ def test_an_exception_on_one_rank_ends_all(tmp_path: Path, engine: str) -> None:
 
 @pytest.mark.parametrize("engine", ONE_ENGINE["horovod"])
 def test_a_rank_that_leaves_early_ends_all(tmp_path: Path, engine: str) -> None:
-    options = "model.bad_rank=1", "model.bad_step=50", f"model.stamp={tmp_path / 'stamp'}", "model.leave=true"
+    options = (
+        "model.bad_rank=1",
+        "model.bad_step=50",
+        f"model.stamp={tmp_path / 'stamp'}",
+        "model.leave=true",
+    )
     result = mpirun(2, words(tmp_path, engine, *options), env=env())
     assert result.returncode == 1, result
     assert "SystemExit: 0" in result.stderr
@@ -57,7 +66,11 @@ def test_all_ranks_end_within_seconds(tmp_path: Path, engine: str) -> None:
     """After a kill, and after an exception."""
     assert kill_rank_1(tmp_path / "killed", engine)[1] < LIMIT_S
     stamp = tmp_path / "stamp"
-    result = mpirun(2, words(tmp_path, engine, "model.bad_rank=1", "model.bad_step=50", f"model.stamp={stamp}"), env=env())
+    result = mpirun(
+        2,
+        words(tmp_path, engine, "model.bad_rank=1", "model.bad_step=50", f"model.stamp={stamp}"),
+        env=env(),
+    )
     seconds = time.time() - float(stamp.read_text())
     print(f"{engine}: all gone {seconds:.1f} s after the exception, exit code {result.returncode}")
     assert seconds < LIMIT_S
@@ -77,7 +90,11 @@ def kill_rank_1(folder: Path, engine: str) -> tuple[Result, float]:
 
 
 def test_a_user_error_on_all_ranks_is_printed_once(tmp_path: Path) -> None:
-    result = mpirun(2, words(tmp_path, "mpi", "data.name=folder", f"data.root={tmp_path / 'nowhere'}"), env=env())
+    result = mpirun(
+        2,
+        words(tmp_path, "mpi", "data.name=folder", f"data.root={tmp_path / 'nowhere'}"),
+        env=env(),
+    )
     assert result.returncode == 2, result
     assert result.stderr.count("nowhere") == 1, result.stderr
     assert "Traceback" not in result.stderr
@@ -87,8 +104,10 @@ def test_a_user_error_on_all_ranks_is_printed_once(tmp_path: Path) -> None:
 def test_a_user_error_on_one_rank_names_it(tmp_path: Path, engine: str) -> None:
     """Rank 0 waits in the engine's start for a rank that found no data."""
     code = (
-        "import os, sys; from hvdtrain.__main__ import main; from hvdtrain.comm.placement import placement; "
-        f"sys.exit(main(['run={tmp_path / 'run'}', 'comm.engine={engine}'] + ['data.name=folder', 'data.root=/nowhere']"
+        "import os, sys; from hvdtrain.__main__ import main; from hvdtrain.comm.placement import "
+        "placement; "
+        f"sys.exit(main(['run={tmp_path / 'run'}', 'comm.engine={engine}'] + ['data.name=folder', "
+        "'data.root=/nowhere']"
         " * placement(os.environ).rank))"
     )
     result = mpirun(2, ["-c", code], env=env())
@@ -99,9 +118,13 @@ def test_a_user_error_on_one_rank_names_it(tmp_path: Path, engine: str) -> None:
 
 def test_ranks_that_were_given_different_jobs_are_refused(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from hvdtrain.__main__ import main; from hvdtrain.comm.placement import placement; "
-        f"sys.exit(main(['run={tmp_path / 'run'}', 'comm.engine=mpi', f'seed={{1 + placement(os.environ).rank}}']))"
+        "import os, sys; from hvdtrain.__main__ import main; from hvdtrain.comm.placement import "
+        "placement; "
+        f"sys.exit(main(['run={tmp_path / 'run'}', 'comm.engine=mpi', f'seed={{1 + "
+        f"placement(os.environ).rank}}']))"
     )
     result = mpirun(2, ["-c", code], env=env())
     assert result.returncode == 2, result
-    assert result.stderr.count("seed differs between ranks: 1 on rank 0, 2 on rank 1") == 1, result.stderr
+    assert result.stderr.count("seed differs between ranks: 1 on rank 0, 2 on rank 1") == 1, (
+        result.stderr
+    )

@@ -1,4 +1,5 @@
-"""A clock that is set a day forward or back in mid-training changes nothing: neither a stall report nor an early or late end."""
+"""A clock that is set a day forward or back in mid-training changes nothing: neither a stall report
+nor an early or late end."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ time_t time(time_t *result) {
     if (result) *result = now.tv_sec;
     return now.tv_sec;
 }
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -81,7 +82,10 @@ def clock(tmp_path: Path) -> dict[str, str]:
     if not compiler:
         pytest.skip("no C compiler here, which makes the clock that jumps")
     (tmp_path / "clock.c").write_text(SHIM)
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", tmp_path / "clock.so", tmp_path / "clock.c"], check=True)
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-o", tmp_path / "clock.so", tmp_path / "clock.c"],
+        check=True,
+    )
     return {"LD_PRELOAD": str(tmp_path / "clock.so"), "CLOCK_JUMP": str(tmp_path / "jump")}
 
 
@@ -92,7 +96,10 @@ def jumped_s(emitted: list[Tree]) -> float:
 
 def after_jump(run: Path) -> float:
     """The step after which the clock had jumped; infinite before."""
-    return next((a["step"] for a, b in pairwise(events(run)) if abs(b["time"] - a["time"]) > DAY_S / 2), math.inf)
+    return next(
+        (a["step"] for a, b in pairwise(events(run)) if abs(b["time"] - a["time"]) > DAY_S / 2),
+        math.inf,
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,10 +107,13 @@ def after_jump(run: Path) -> float:
     [
         pytest.param(Command("mpi", 2, framework="numpy"), DAY_S, id="mpi-2-forward"),
         pytest.param(Command("mpi", 2, framework="numpy"), -DAY_S, id="mpi-2-back"),
-        *[pytest.param(Command("horovod", 2), DAY_S, id="horovod-2-forward", marks=needs_horovod)] * FULL,
+        *[pytest.param(Command("horovod", 2), DAY_S, id="horovod-2-forward", marks=needs_horovod)]
+        * FULL,
     ],
 )
-def test_a_clock_that_jumps_is_no_stall(tmp_path: Path, clock: dict[str, str], command: Command, jump_s: int) -> None:
+def test_a_clock_that_jumps_is_no_stall(
+    tmp_path: Path, clock: dict[str, str], command: Command, jump_s: int
+) -> None:
     """It trains on for more than an epoch after the jump, until it is stopped."""
     run = tmp_path / "run"
     limits = ("guard.stall_s=100", "guard.start_s=600", "guard.max_time=100m")
@@ -120,12 +130,24 @@ def test_a_clock_that_jumps_is_no_stall(tmp_path: Path, clock: dict[str, str], c
     seconds = [e["seconds"] for e in emitted if e["kind"] == "epoch"]
     assert seconds == sorted(seconds) and 0 < seconds[-1] < result.seconds
     equal = ends_as_straight(command, run)
-    record(Row(command.engine, 2, f"the clock jumps by {jump_s // DAY_S:+d} day", [], 0, equal, [result.returncode]))
+    record(
+        Row(
+            command.engine,
+            2,
+            f"the clock jumps by {jump_s // DAY_S:+d} day",
+            [],
+            0,
+            equal,
+            [result.returncode],
+        )
+    )
     assert equal
 
 
 @pytest.mark.clock
-def test_the_time_limit_holds_when_the_clock_is_set_back(tmp_path: Path, clock: dict[str, str]) -> None:
+def test_the_time_limit_holds_when_the_clock_is_set_back(
+    tmp_path: Path, clock: dict[str, str]
+) -> None:
     run = tmp_path / "run"
     plain = Command("mpi", 2)
     slow = plain._replace(words=("model.pass_s=0.05", f"--max-time={LIMIT_S:g}"))
@@ -143,5 +165,15 @@ def test_the_time_limit_holds_when_the_clock_is_set_back(tmp_path: Path, clock: 
     last = plain.up_to(next_end(run))
     last._replace(words=(*last.words, f"resume={run}", "model.pass_s=0.0")).finish(run)
     equal = outcome(run) == straight(last)
-    record(Row("mpi", 2, f"--max-time {LIMIT_S:g}, and the clock jumps by -1 day", [seconds], 0, equal, [result.returncode]))
+    record(
+        Row(
+            "mpi",
+            2,
+            f"--max-time {LIMIT_S:g}, and the clock jumps by -1 day",
+            [seconds],
+            0,
+            equal,
+            [result.returncode],
+        )
+    )
     assert equal

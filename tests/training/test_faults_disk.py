@@ -1,4 +1,5 @@
-"""Checkpoints on a bad disk: a kill between any two calls, damaged files, no space. The newest good checkpoint is always there."""
+"""Checkpoints on a bad disk: a kill between any two calls, damaged files, no space. The newest good
+checkpoint is always there."""
 
 from __future__ import annotations
 
@@ -35,7 +36,17 @@ from faults import (
     wait_for,
 )
 from PIL import Image
-from ranks import FULL, HANG_S, Job, Result, environment, mpirun_path, needs_horovod, needs_mpirun, python
+from ranks import (
+    FULL,
+    HANG_S,
+    Job,
+    Result,
+    environment,
+    mpirun_path,
+    needs_horovod,
+    needs_mpirun,
+    python,
+)
 from waiting import wait_until
 
 from hvdtrain.errors import DONE, REQUEUE, USER
@@ -51,28 +62,54 @@ def test_a_kill_before_any_call_of_a_write_leaves_a_good_checkpoint(tmp_path: Pa
     assert result.returncode == 0, result
     trials = [json.loads(line) for line in result.stdout.splitlines()]
     wrong = [t for t in trials if (t["code"], t["equal"]) != (DONE, True) or t["good"] < 4]
-    wrong += [t for t in trials if t["starts"] != [t["good"]] and (t["good"], t["starts"]) != (12, [])]  # a job that is over starts nothing
-    wrong += [t for t in trials if t["left"] != ["step-00000012"] and t["good"] < 12]  # the next checkpoint removes what is left
+    wrong += [
+        t for t in trials if t["starts"] != [t["good"]] and (t["good"], t["starts"]) != (12, [])
+    ]  # a job that is over starts nothing
+    wrong += [
+        t for t in trials if t["left"] != ["step-00000012"] and t["good"] < 12
+    ]  # the next checkpoint removes what is left
     assert not wrong
     calls = {t["begin"]: t["calls"] for t in trials if not t["killed"]}
     assert len(trials) == 13 + len(calls["new"]) + len(calls["stopped"]) > 70
-    begins = [call for call in calls["whole"] if call != "close lock.json"]  # which was read to see that the folder is still this job's
+    begins = [
+        call for call in calls["whole"] if call != "close lock.json"
+    ]  # which was read to see that the folder is still this job's
     assert begins[:2] == ["mkdir checkpoints", "mkdir .step-00000012.unfinished"]
     on_the_disk_before_the_rename(calls["new"])
-    numbers = json.loads((tmp_path / "straight" / "checkpoints" / "step-00000012" / FILES[2]).read_text())
-    assert numbers["train_state"]["evaluated"] == 12  # the one at an epoch's end is written after its evaluation, which keep_best goes by
+    numbers = json.loads(
+        (tmp_path / "straight" / "checkpoints" / "step-00000012" / FILES[2]).read_text()
+    )
+    assert (
+        numbers["train_state"]["evaluated"] == 12
+    )  # the one at an epoch's end is written after its evaluation, which keep_best goes by
     seconds = (time.monotonic() - start) / len(trials)
     record(
-        Row("single", 1, f"SIGKILL before each of {len(trials) - 3} calls of a checkpoint", [seconds] * (len(trials) - 3), 4, True, [-9])
+        Row(
+            "single",
+            1,
+            f"SIGKILL before each of {len(trials) - 3} calls of a checkpoint",
+            [seconds] * (len(trials) - 3),
+            4,
+            True,
+            [-9],
+        )
     )
 
 
 def on_the_disk_before_the_rename(calls: list[str]) -> None:
-    """What a loss of power would need: each file after its last byte, then their folder, the rename, and the folder above."""
+    """What a loss of power would need: each file after its last byte, then their folder, the
+    rename, and the folder above."""
     order = [calls.index(f"write, half written, {name}") for name in FILES]
     synced = [calls.index(f"fsync {name}") for name in FILES]
     assert all(written + 1 == sync for written, sync in zip(order, synced, strict=True)), calls
-    rest = [calls.index(call) for call in ("fsync .step-00000008.unfinished", "rename .step-00000008.unfinished", "fsync checkpoints")]
+    rest = [
+        calls.index(call)
+        for call in (
+            "fsync .step-00000008.unfinished",
+            "rename .step-00000008.unfinished",
+            "fsync checkpoints",
+        )
+    ]
     removed = calls.index("rename step-00000004")
     assert max(synced) < rest[0] < rest[1] < rest[2] < removed, calls
 
@@ -96,11 +133,19 @@ def damage(path: Path, how: str, random: Random) -> None:
     "command",
     [
         pytest.param(NUMPY, id="mpi-2", marks=needs_mpirun),
-        *[pytest.param(Command("horovod", 2, ("checkpoint.keep_last=20",)), id="horovod-2", marks=[needs_mpirun, needs_horovod])] * FULL,
+        *[
+            pytest.param(
+                Command("horovod", 2, ("checkpoint.keep_last=20",)),
+                id="horovod-2",
+                marks=[needs_mpirun, needs_horovod],
+            )
+        ]
+        * FULL,
     ],
 )
 def test_damaged_checkpoints_are_named_and_skipped(tmp_path: Path, command: Command) -> None:
-    """Twelve checkpoints one after the other, each damaged in another way; the one before them is used."""
+    """Twelve checkpoints one after the other, each damaged in another way; the one before them is
+    used."""
     run = tmp_path / "run"
     random = Random(7)
     with command.start(run) as job:
@@ -113,25 +158,45 @@ def test_damaged_checkpoints_are_named_and_skipped(tmp_path: Path, command: Comm
     last = command.up_to(next_end(run))
     result = last.finish(run)
     skipped = re.findall(r"damaged (step-\d+) is skipped: ([^:]+): (.+)", result.stdout)
-    assert [step for step, _, _ in skipped] == [folder.name for folder in reversed(folders)], result.stdout
-    wrong = [(found, file) for found, (file, _) in zip(skipped, reversed(DAMAGES), strict=True) if file not in (found[1], "SHA256SUMS")]
+    assert [step for step, _, _ in skipped] == [folder.name for folder in reversed(folders)], (
+        result.stdout
+    )
+    wrong = [
+        (found, file)
+        for found, (file, _) in zip(skipped, reversed(DAMAGES), strict=True)
+        if file not in (found[1], "SHA256SUMS")
+    ]
     assert not wrong
     began = [e["step"] for e in events(run) if e["kind"] == "start"][-1]
     assert began == int(folders[0].name[5:]) - 10
     equal = outcome(run) == straight(last)
-    record(Row(command.engine, 2, f"{len(DAMAGES)} damaged checkpoints, {len(FILES)} files", [], None, equal, [DONE]))
+    record(
+        Row(
+            command.engine,
+            2,
+            f"{len(DAMAGES)} damaged checkpoints, {len(FILES)} files",
+            [],
+            None,
+            equal,
+            [DONE],
+        )
+    )
     assert equal
 
 
 class Disk:
-    """A small disk of its own, in a mount namespace: the machine's mounts stay as they are. Seen from outside at `path`."""
+    """A small disk of its own, in a mount namespace: the machine's mounts stay as they are. Seen
+    from outside at `path`."""
 
     def __init__(self, inside: Path, size: str) -> None:
         inside.mkdir()
         self.inside = inside
         words = f'mount -t tmpfs -o size={size} none "$0" && echo mounted && exec sleep 100000'
         self.holder = subprocess.Popen(
-            ["unshare", "-m", "sh", "-c", words, str(inside)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            ["unshare", "-m", "sh", "-c", words, str(inside)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         assert self.holder.stdout
         self.answer = self.holder.stdout.readline()
@@ -193,10 +258,15 @@ def test_a_full_disk_is_reported_and_the_write_repeated(disk: Disk) -> None:
         wait_for(job, lambda: job.output().count("no checkpoint of step") >= 3)
         output = job.output()
         room = r"needs (0\.\d+) MB, (0\.\d+) MB free"
-        said = rf"no checkpoint of step \d+: no room on the disk: {room}; the newest is of step (\d+); training goes on"
+        said = (
+            rf"no checkpoint of step \d+: no room on the disk: {room}; the newest is of step "
+            r"(\d+); training goes on"
+        )
         ((needs, free, step),) = re.findall(said, output)
         kept = int(step)
-        assert newest(run) == kept >= written, output  # one that was being written when the disk became full may have had its room
+        assert newest(run) == kept >= written, (
+            output
+        )  # one that was being written when the disk became full may have had its room
         assert float(free) < float(needs) and output.count("tries again") == 1, output
         assert output.count(f": still none since step {kept}\n") >= 2, output
         disk.make_room()
@@ -210,7 +280,17 @@ def test_a_full_disk_is_reported_and_the_write_repeated(disk: Disk) -> None:
     with disk.start(last, "run") as job:
         assert job.wait().returncode == DONE
     equal = outcome(run) == straight(last)
-    record(Row("mpi", 2, "a full disk, later with free space", [seconds], None, equal, [result.returncode]))
+    record(
+        Row(
+            "mpi",
+            2,
+            "a full disk, later with free space",
+            [seconds],
+            None,
+            equal,
+            [result.returncode],
+        )
+    )
     assert equal
 
 
@@ -220,12 +300,19 @@ LARGE = Command("single", 0, ("data.shape=[64,64,3]", "epochs=2"), framework="nu
 
 @needs_mpirun
 def test_a_disk_that_stays_full_is_reported_at_the_end(disk: Disk) -> None:
-    """The only good checkpoint, the first one, is never given up. The next start says before its first step that there is no room."""
-    command, run = LARGE._replace(engine="mpi", size=2, words=(*LARGE.words, "checkpoint.keep_last=1")), disk.path / "run"
+    """The only good checkpoint, the first one, is never given up. The next start says before its
+    first step that there is no room."""
+    command, run = (
+        LARGE._replace(engine="mpi", size=2, words=(*LARGE.words, "checkpoint.keep_last=1")),
+        disk.path / "run",
+    )
     with disk.start(command, "run") as job:
         result = job.wait()
     assert (result.returncode, newest(run)) == (USER, 10), result
-    assert "hvdtrain: the job is done (epochs=2), but its last checkpoint is not written: no room on the disk: needs 1." in result.stderr
+    assert (
+        "hvdtrain: the job is done (epochs=2), but its last checkpoint is not written: no room on "
+        "the disk: needs 1." in result.stderr
+    )
     assert "fix: make room; start it again" in result.stderr
     begun = len(events(run))
     with disk.start(command, "run") as job:
@@ -243,31 +330,56 @@ def test_a_disk_that_stays_full_is_reported_at_the_end(disk: Disk) -> None:
 
 @pytest.mark.parametrize("disk", ["4m"], indirect=True)
 @pytest.mark.parametrize("stop", [False, True])
-def test_the_last_checkpoint_replaces_an_older_one_where_it_does_not_fit_beside_it(disk: Disk, stop: bool) -> None:
+def test_the_last_checkpoint_replaces_an_older_one_where_it_does_not_fit_beside_it(
+    disk: Disk, stop: bool
+) -> None:
     run = disk.path / "run"
-    with disk.start(LARGE._replace(words=(*LARGE.words, "epochs=9000")) if stop else LARGE, "run") as job:
+    with disk.start(
+        LARGE._replace(words=(*LARGE.words, "epochs=9000")) if stop else LARGE, "run"
+    ) as job:
         if stop:
             wait_for(job, lambda: job.output().count(": still none since step 20\n") >= 2)
             os.kill(holder_pid(run), signal.SIGUSR2)
         result = job.wait()
     assert (result.returncode, result.stderr) == (REQUEUE if stop else DONE, ""), result
     said = (
-        r"no checkpoint of step 30: no room on the disk: needs 1\.\d{3} MB, \d\.\d{3} MB free; the newest is of step 20; training goes on"
+        r"no checkpoint of step 30: no room on the disk: needs 1\.\d{3} MB, \d\.\d{3} MB free; "
+        r"the newest is of step 20; training goes on"
     )
-    assert len(re.findall(said, result.stdout)) == 1 and result.stdout.count("tries again every 30 s") == 1, result.stdout
-    assert "no room on the disk for the last checkpoint beside all others: that of step 10 is given up for it" in result.stdout
+    assert (
+        len(re.findall(said, result.stdout)) == 1
+        and result.stdout.count("tries again every 30 s") == 1
+    ), result.stdout
+    assert (
+        "no room on the disk for the last checkpoint beside all others: that of step 10 is given "
+        "up for it" in result.stdout
+    )
     last = newest(run)
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000020", f"step-{last:08d}"] and (stop or last == 120)
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
+        "step-00000020",
+        f"step-{last:08d}",
+    ] and (stop or last == 120)
     (written,) = [e for e in events(run) if "given_up" in e]
     assert (written["kind"], written["step"], written["given_up"]) == ("checkpoint", last, [10])
     equal = None if stop else outcome(run) == straight(LARGE)
-    record(Row("single", 1, f"a disk with room for two checkpoints{', stopped' * stop}", [], None, equal, [result.returncode]))
+    record(
+        Row(
+            "single",
+            1,
+            f"a disk with room for two checkpoints{', stopped' * stop}",
+            [],
+            None,
+            equal,
+            [result.returncode],
+        )
+    )
     assert equal or stop
 
 
 @pytest.mark.parametrize("disk", ["4m"], indirect=True)
 def test_a_disk_that_becomes_read_only_ends_the_job(disk: Disk) -> None:
-    """As a file system after an error of its disk. The next start says it before its first step; once it can write, it goes on."""
+    """As a file system after an error of its disk. The next start says it before its first step;
+    once it can write, it goes on."""
     command = Command("single", 0, framework="numpy")
     run = disk.path / "run"
     with disk.start(command, "run") as job:
@@ -280,11 +392,16 @@ def test_a_disk_that_becomes_read_only_ends_the_job(disk: Disk) -> None:
     inside = disk.inside / "run"
     assert result.returncode == USER and "Traceback" not in result.stderr, result
     what = rf"the run folder {inside} can no longer be written \(Read-only file system\)"
-    said = re.search(rf"{what}; the steps after the checkpoint of step (\d+) are lost", result.stderr)
+    said = re.search(
+        rf"{what}; the steps after the checkpoint of step (\d+) are lost", result.stderr
+    )
     assert said and int(said[1]) <= kept, (result.stderr, kept)
     with disk.start(command, "run") as job:
         refused = job.wait()
-    assert refused.returncode == USER and "cannot write the run folder: [Errno 30] Read-only file system" in refused.stderr, refused
+    assert (
+        refused.returncode == USER
+        and "cannot write the run folder: [Errno 30] Read-only file system" in refused.stderr
+    ), refused
     assert "epoch" not in refused.stdout
     lost = max(0, reached(run) - kept)
     assert lost <= CHECKPOINT_EVERY + SYNC_EVERY
@@ -292,9 +409,23 @@ def test_a_disk_that_becomes_read_only_ends_the_job(disk: Disk) -> None:
     last = command.up_to(next_end(run))
     with disk.start(last, "run") as job:
         again = job.wait()
-    assert (again.returncode, again.stderr, f"resume  from step {kept}" in again.stdout) == (DONE, "", True), again
+    assert (again.returncode, again.stderr, f"resume  from step {kept}" in again.stdout) == (
+        DONE,
+        "",
+        True,
+    ), again
     equal = outcome(run) == straight(last)
-    record(Row("single", 1, "a disk that becomes read-only", [seconds], lost, equal, [result.returncode]))
+    record(
+        Row(
+            "single",
+            1,
+            "a disk that becomes read-only",
+            [seconds],
+            lost,
+            equal,
+            [result.returncode],
+        )
+    )
     assert equal
 
 
@@ -331,19 +462,38 @@ def _cut_off_while_it_is_read(words: list[str], folder: Path) -> Result:
 
 
 def test_a_cache_that_is_cut_off_while_it_is_mapped_is_not_silent(tmp_path: Path) -> None:
-    """The system ends the process; what it was reading is printed, and the same command decodes the file again."""
+    """The system ends the process; what it was reading is printed, and the same command decodes the
+    file again."""
     for split, label in product(("train", "val"), ("a", "b")):
         folder = tmp_path / "images" / split / label
         folder.mkdir(parents=True)
         for number in range(8):
             Image.effect_noise((32, 32), 60 + number).save(folder / f"{number}.png")
-    words = ["framework=numpy", "model.name=linear", "batch.size=4", "data.name=folder", "data.channels=1"]
-    words = ["-m", "hvdtrain", *words, f"data.root={tmp_path / 'images'}", f"data.cache={tmp_path / 'cache'}"]
+    words = [
+        "framework=numpy",
+        "model.name=linear",
+        "batch.size=4",
+        "data.name=folder",
+        "data.channels=1",
+    ]
+    words = [
+        "-m",
+        "hvdtrain",
+        *words,
+        f"data.root={tmp_path / 'images'}",
+        f"data.cache={tmp_path / 'cache'}",
+    ]
     result = _cut_off_while_it_is_read(words, tmp_path)
-    if result.returncode == -signal.SIGSEGV:  # CPython's report itself fails, where another thread runs at that moment: once in 50 times
+    if (
+        result.returncode == -signal.SIGSEGV
+    ):  # CPython's report itself fails, where another thread runs at that moment: once in 50 times
         assert "Fatal Python error: Bus error" in result.stderr, result.stderr
         result = _cut_off_while_it_is_read(words, tmp_path)
     assert result.returncode in (-signal.SIGBUS, 128 + signal.SIGBUS), result
-    assert "Fatal Python error: Bus error" in result.stderr and 'source.py", line ' in result.stderr, result.stderr
+    assert (
+        "Fatal Python error: Bus error" in result.stderr and 'source.py", line ' in result.stderr
+    ), result.stderr
     again = python([*words, "max_steps=5", f"run={tmp_path / 'again'}"], env=ENV)
-    assert again.returncode == DONE and again.stderr.count(" is damaged: decoding again\n") == 2, again
+    assert again.returncode == DONE and again.stderr.count(" is damaged: decoding again\n") == 2, (
+        again
+    )

@@ -12,13 +12,32 @@ from ranks import in_full_rounds, mpirun, needs_mpirun
 from hvdtrain.__main__ import main
 from hvdtrain.errors import DONE
 
-IMAGES = ["data.name=image_tokens", "data.colours=8", "data.side=4", "task.name=language", "optim.name=adamw", "optim.base_lr=3e-3"]
-IMAGES += ["model.name=gpt", "model.layers=2", "model.heads=2", "model.width=16", "optim.clip_norm=1", "batch.size=64", "max_steps=24"]
+IMAGES = [
+    "data.name=image_tokens",
+    "data.colours=8",
+    "data.side=4",
+    "task.name=language",
+    "optim.name=adamw",
+    "optim.base_lr=3e-3",
+]
+IMAGES += [
+    "model.name=gpt",
+    "model.layers=2",
+    "model.heads=2",
+    "model.width=16",
+    "optim.clip_norm=1",
+    "batch.size=64",
+    "max_steps=24",
+]
 TYPES = {"fp32": "float32", "bf16": "float32 and bfloat16", "fp16": "float32 and float16"}
 
 
 def last(run: Path, kind: str) -> dict[str, Any]:
-    return [event for event in map(json.loads, (run / "events.jsonl").read_text().splitlines()) if event["kind"] == kind][-1]
+    return [
+        event
+        for event in map(json.loads, (run / "events.jsonl").read_text().splitlines())
+        if event["kind"] == kind
+    ][-1]
 
 
 @pytest.fixture(scope="module")

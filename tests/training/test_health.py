@@ -59,7 +59,14 @@ class FakeCheckpoints:
 
 def monitor(*arguments: str, checkpoints: Any = None) -> HealthMonitor:
     guard = configure(None, arguments).guard
-    return HealthMonitor(guard, SingleProcessCommunicator(), Signals(0), Heartbeat(), ["here"], checkpoints or FakeCheckpoints())
+    return HealthMonitor(
+        guard,
+        SingleProcessCommunicator(),
+        Signals(0),
+        Heartbeat(),
+        ["here"],
+        checkpoints or FakeCheckpoints(),
+    )
 
 
 def test_a_signal_on_any_rank_stops_all() -> None:
@@ -95,11 +102,15 @@ def test_steps_that_are_not_finite_are_counted_in_the_sums_of_all_ranks() -> Non
     assert nonfinite_steps({"nonfinite": 0.0, "loss": 1.0}) == 0
     assert nonfinite_steps({"nonfinite": 2.0, "loss": math.nan}) == 2
     assert nonfinite_steps({"nonfinite": 1.0, "loss": 1.0}) == 1, "a gradient"
-    assert nonfinite_steps({"nonfinite": 0.0, "loss": math.inf}) == 1, "a sum of losses that overflows"
+    assert nonfinite_steps({"nonfinite": 0.0, "loss": math.inf}) == 1, (
+        "a sum of losses that overflows"
+    )
 
 
 def test_guard_nonfinite_stops_skips_or_rolls_back_up_to_its_limit() -> None:
-    with pytest.raises(Diverged, match="2 of the steps up to 7 had a loss or gradient that is not finite") as caught:
+    with pytest.raises(
+        Diverged, match="2 of the steps up to 7 had a loss or gradient that is not finite"
+    ) as caught:
         monitor("guard.nonfinite=stop").handle_nonfinite(NOW, 2)
     assert caught.value.where == "guard.nonfinite=stop"
     checkpoints = FakeCheckpoints()
@@ -133,14 +144,26 @@ class OfTwo(SingleProcessCommunicator):
 
 @pytest.mark.parametrize("save", [False, True])
 def test_a_skipped_step_does_not_keep_the_ranks_from_being_compared(save: bool) -> None:
-    """Every guard.equal_steps steps, and before a checkpoint, where the loss of the steps up to the sync point is no number, too."""
-    words = ["framework=numpy", "model.name=linear", "guard.nonfinite=skip", f"guard.equal_steps={1000 if save else 10}"]
+    """Every guard.equal_steps steps, and before a checkpoint, where the loss of the steps up to the
+    sync point is no number, too."""
+    words = [
+        "framework=numpy",
+        "model.name=linear",
+        "guard.nonfinite=skip",
+        f"guard.equal_steps={1000 if save else 10}",
+    ]
     config = configure(None, words)
     datasets = open_datasets(config)
     heartbeat = Heartbeat()
     learner = build_learner(config, datasets.task, SingleProcessCommunicator())
     before = begin(config, datasets)
-    here = {"signals": Signals(0), "heartbeat": heartbeat, "log": Log([]), "start": before, "run": None}
+    here = {
+        "signals": Signals(0),
+        "heartbeat": heartbeat,
+        "log": Log([]),
+        "start": before,
+        "run": None,
+    }
     job = make_job(config, datasets, SingleProcessCommunicator(), learner, **here)  # type: ignore[arg-type]
     job.health.communicator = OfTwo()
     job.health.hosts = ["n1", "n2"]
@@ -151,7 +174,9 @@ def test_a_skipped_step_does_not_keep_the_ranks_from_being_compared(save: bool) 
         | {"over": 0.0}
         | {"loss": math.inf, "nonfinite": 1.0, "save": float(save)}
     )
-    window = Window(replace(before.progress, step=10, samples=640), Hyper(0.1, 0.9, 0.0, 64, 9), sums, 0.0)
+    window = Window(
+        replace(before.progress, step=10, samples=640), Hyper(0.1, 0.9, 0.0, 64, 9), sums, 0.0
+    )
     with pytest.raises(Diverged, match="ranks differ after step 10: p.fc.bias"):
         record(job, before, window, sums, 1.0)
     job.prefetcher.close()
@@ -160,10 +185,16 @@ def test_a_skipped_step_does_not_keep_the_ranks_from_being_compared(save: bool) 
 def test_sync_points_follow_from_the_configuration_and_the_step() -> None:
     config = configure(None, ["log.every_steps=4", "checkpoint.every_steps=6", "max_steps=21"])
     before = TrainState(Progress(1000, 9000))
-    sync_points = [step for step in range(1, 30) if is_sync_point(config, before, Progress(1000, 9000, step, step))]
+    sync_points = [
+        step
+        for step in range(1, 30)
+        if is_sync_point(config, before, Progress(1000, 9000, step, step))
+    ]
     assert sync_points == [4, 6, 8, 12, 16, 18, 20, 21, 24, 28]
     assert is_sync_point(config, before, Progress(1000, 9000, 5, 1000)), "the end of an epoch"
-    assert not is_sync_point(config, TrainState(Progress(1000, 9000), epoch=1), Progress(1000, 9000, 5, 1000))
+    assert not is_sync_point(
+        config, TrainState(Progress(1000, 9000), epoch=1), Progress(1000, 9000, 5, 1000)
+    )
 
 
 def test_an_evaluation_is_due_until_it_is_done_and_a_job_is_not_over_before() -> None:

@@ -1,4 +1,5 @@
-"""What copies of the training state take in host memory: from a GPU one array at a time, and of it what the rank needs.
+"""What copies of the training state take in host memory: from a GPU one array at a time, and of it
+what the rank needs.
 
 Without a GPU the arrays of a CPU are copied as if they were a GPU's; with `-m gpu` they are.
 """
@@ -28,10 +29,21 @@ from hvdtrain.training.progress.train_state import Progress, TrainState
 from hvdtrain.training.replicas.compare import broadcast_state, digest_tables
 
 T = TypeVar("T")
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])]
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+        ],
+    ),
+]
 LAYERS = 12
 WIDTH = 256
-WEIGHTS = 4 * ((64 + 1) * WIDTH + (LAYERS - 1) * (WIDTH + 1) * WIDTH + (WIDTH + 1) * 10)  # bytes; Adam has twice as many
+WEIGHTS = 4 * (
+    (64 + 1) * WIDTH + (LAYERS - 1) * (WIDTH + 1) * WIDTH + (WIDTH + 1) * 10
+)  # bytes; Adam has twice as many
 LARGEST = 4 * WIDTH * WIDTH
 
 
@@ -56,17 +68,28 @@ class AsOfAGpu(Counted):
 
 def learner_on(device: str, communicator: Communicator, *words: str) -> Any:
     """With other numbers in each array."""
-    job = ["model.name=mlp", f"model.widths={[WIDTH] * LAYERS}", "optim.name=adam", "speed.precision=fp32", f"speed.device={device}"]
-    learner: Any = build_learner(configure(None, [*job, *words]), without_statistics((8, 8, 1), 10), communicator)
+    job = [
+        "model.name=mlp",
+        f"model.widths={[WIDTH] * LAYERS}",
+        "optim.name=adam",
+        "speed.precision=fp32",
+        f"speed.device={device}",
+    ]
+    learner: Any = build_learner(
+        configure(None, [*job, *words]), without_statistics((8, 8, 1), 10), communicator
+    )
     learner._state._staging = Counted() if device == "cuda" else AsOfAGpu()
     for number, tensor in enumerate(learner._state.tensors().values()):
-        numbers = torch.arange(tensor.numel(), dtype=torch.float32) + number + 1000 * communicator.rank
+        numbers = (
+            torch.arange(tensor.numel(), dtype=torch.float32) + number + 1000 * communicator.rank
+        )
         tensor.detach().copy_(numbers.view(tensor.shape))
     return learner
 
 
 def most_bytes(work: Callable[[], T]) -> tuple[T, int]:
-    """What `work` returns, and the most that arrays of numpy took meanwhile: the buffer is torch's."""
+    """What `work` returns, and the most that arrays of numpy took meanwhile: the buffer is
+    torch's."""
     gc.collect()
     tracemalloc.start()
     try:
@@ -92,12 +115,16 @@ def test_a_rank_copies_what_it_writes_of_a_checkpoint(device: str) -> None:
     """With ZeRO 1 rank 0 writes the weights, and each its half of two numbers for each of them."""
     learners = in_threads(2, lambda communicator: learner_on(device, communicator, "shard.stage=1"))
     for rank, learner in enumerate(learners):
-        parts, most = most_bytes(lambda: Parts(list(learner.pieces()), files.ARRAYS, files.file_of, rank))  # noqa: B023 (called here)
+        parts, most = most_bytes(
+            lambda: Parts(list(learner.pieces()), files.ARRAYS, files.file_of, rank)  # noqa: B023
+        )
         own = sum(piece.read().nbytes for piece in parts._own)
         assert own == pytest.approx(WEIGHTS * (2 if rank == 0 else 1), rel=1e-3)
         assert sum(learner._state._staging.copied) == own and most < own + LARGEST
         learner._state._staging = Staging()
-        plain = {piece.name: piece.read() for piece in (piece.copied() for piece in learner.pieces())}
+        plain = {
+            piece.name: piece.read() for piece in (piece.copied() for piece in learner.pieces())
+        }
         assert all(np.array_equal(piece.read(), plain[piece.name]) for piece in parts._own)
 
 
@@ -126,7 +153,9 @@ def test_a_rank_that_keeps_nothing_has_one_array_at_a_time(device: str) -> None:
     learners = in_threads(2, lambda communicator: learner_on(device, communicator, "shard.stage=2"))
     (kept, nothing), most = most_bytes(lambda: in_threads(2, gathered))
     assert len(kept) == 3 * 2 * (LAYERS + 1) and not nothing
-    assert most < 3 * WEIGHTS + 8 * LARGEST < 4 * WEIGHTS, "beside it what travels: parts and wholes of one array, of both ranks"
+    assert most < 3 * WEIGHTS + 8 * LARGEST < 4 * WEIGHTS, (
+        "beside it what travels: parts and wholes of one array, of both ranks"
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -154,15 +183,28 @@ def test_rank_0_sends_its_first_state_array_by_array(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_buffer_has_the_numbers_in_the_order_of_the_tensor(device: str) -> None:
-    strided = torch.arange(120.0, dtype=torch.float64).view(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
-    tensors = [strided, torch.tensor(7), torch.zeros(0, 3), torch.tensor([True, False]), torch.arange(6.0)[::2], torch.eye(3).t()]
+    strided = (
+        torch.arange(120.0, dtype=torch.float64)
+        .view(2, 3, 4, 5)
+        .contiguous(memory_format=torch.channels_last)
+    )
+    tensors = [
+        strided,
+        torch.tensor(7),
+        torch.zeros(0, 3),
+        torch.tensor([True, False]),
+        torch.arange(6.0)[::2],
+        torch.eye(3).t(),
+    ]
     staging = Counted() if device == "cuda" else AsOfAGpu()
     staging.expect(there := [tensor.to(device) for tensor in tensors])
     first = staging.read(there[1])
     for tensor, of_device in zip(tensors, there, strict=True):
         found = staging.read(of_device)
         assert np.array_equal(found, tensor.numpy()) and found.dtype == tensor.numpy().dtype
-        assert not tensor.numel() or np.shares_memory(found, first), "one buffer, as large as the largest from the beginning"
+        assert not tensor.numel() or np.shares_memory(found, first), (
+            "one buffer, as large as the largest from the beginning"
+        )
     assert staging.read(there[0]).strides == strided.numpy().strides
     if device == "cuda":
         assert staging._buffer is not None and staging._buffer.is_pinned()

@@ -1,4 +1,5 @@
-"""The main job under a real mpirun: what it prints and writes, resume on another number of ranks, and refusals."""
+"""The main job under a real mpirun: what it prints and writes, resume on another number of ranks,
+and refusals."""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ from ranks import FULL, Result, mpirun, needs_horovod, needs_mpirun, python
 from hvdtrain.config.read import configure
 from hvdtrain.training.datasets import open_datasets
 
-WORDS = ["-m", "hvdtrain", "model.widths=[4,4,8,8]", "batch.size=33", "speed.precision=fp64", "optim.base_lr=0.03"]
+WORDS = [
+    "-m",
+    "hvdtrain",
+    "model.widths=[4,4,8,8]",
+    "batch.size=33",
+    "speed.precision=fp64",
+    "optim.base_lr=0.03",
+]
 
 
 def job(size: int, run: Path, *words: str) -> Result:
@@ -25,7 +33,11 @@ def job(size: int, run: Path, *words: str) -> Result:
 
 
 def epochs(run: Path) -> list[dict]:
-    return [e for e in map(json.loads, (run / "events.jsonl").read_text().splitlines()) if e["kind"] == "epoch"]
+    return [
+        e
+        for e in map(json.loads, (run / "events.jsonl").read_text().splitlines())
+        if e["kind"] == "epoch"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -39,15 +51,23 @@ def test_two_ranks_train_and_one_resumes(tmp_path: Path, engine: str, how: str) 
     run = tmp_path / "run"
     first = job(2, run, f"comm.engine={engine}", "epochs=2", "data.sampling=partition")
     lines = first.stdout.splitlines()
-    assert re.match(rf"ranks   2 \(.* x 2\), engine {engine}: comm.engine={engine}", lines[0]), lines
+    assert re.match(rf"ranks   2 \(.* x 2\), engine {engine}: comm.engine={engine}", lines[0]), (
+        lines
+    )
     assert "batch   33 over all ranks, 16 or 17 on each" in lines
     assert [how in line for line in lines if line.startswith("model ")] == [True]
     assert lines[-1] == f"run folder: {run}"
-    assert len([line for line in lines if re.match(r" +\d+ +\d", line)]) == 2, "rank 0 speaks, the other is silent"
+    assert len([line for line in lines if re.match(r" +\d+ +\d", line)]) == 2, (
+        "rank 0 speaks, the other is silent"
+    )
     second = job(0, run, "epochs=3", f"resume={run}")
     assert "resume  from step 88" in second.stdout
     rows = epochs(run)
-    assert [(e["epoch"], e["step"], e["val_count"]) for e in rows] == [(1, 44, 360), (2, 88, 360), (3, 131, 360)]
+    assert [(e["epoch"], e["step"], e["val_count"]) for e in rows] == [
+        (1, 44, 360),
+        (2, 88, 360),
+        (3, 131, 360),
+    ]
     assert rows[2]["val_accuracy"] > 0.6  # 0.1 is chance
 
 
@@ -61,7 +81,8 @@ os.execv(sys.executable, [sys.executable, "-m", "hvdtrain", *sys.argv[3:]])
 @pytest.mark.slow
 @needs_mpirun
 def test_only_rank_0_sees_the_run_folder(tmp_path: Path) -> None:
-    """No shared file system: the other rank has a disk of its own, where nothing is read or written."""
+    """No shared file system: the other rank has a disk of its own, where nothing is read or
+    written."""
     here = tmp_path / "here"
     there = tmp_path / "there"
     here.mkdir()
@@ -84,20 +105,29 @@ def test_only_rank_0_sees_the_run_folder(tmp_path: Path) -> None:
 def test_auto_takes_horovod_under_mpirun() -> None:
     result = mpirun(2, ["-m", "hvdtrain", "batch.size=1"])
     assert result.returncode == 2
-    assert result.stderr.count("batch 1 does not split over 2 ranks: some would have no sample") == 1, result.stderr
+    assert (
+        result.stderr.count("batch 1 does not split over 2 ranks: some would have no sample") == 1
+    ), result.stderr
     code = (
-        "import os; from hvdtrain.training.build import connect; from hvdtrain.config.read import configure\n"
-        "from hvdtrain.comm.placement import placement; engine, why = connect(configure(None, []), placement(os.environ))\n"
+        "import os; from hvdtrain.training.build import connect; from hvdtrain.config.read import "
+        "configure\n"
+        "from hvdtrain.comm.placement import placement; engine, why = connect(configure(None, "
+        "[]), placement(os.environ))\n"
         "print(engine.name, engine.size, why)"
     )
     found = mpirun(2, ["-c", code])
-    assert found.stdout.splitlines() == ["horovod 2 started by Open MPI's mpirun, Horovod is installed"] * 2
+    assert (
+        found.stdout.splitlines()
+        == ["horovod 2 started by Open MPI's mpirun, Horovod is installed"] * 2
+    )
 
 
 def test_single_is_refused_under_mpirun() -> None:
     result = mpirun(2, ["-m", "hvdtrain", "comm.engine=single"])
     assert result.returncode == 2
-    assert result.stderr.count("comm.engine=single is for one process; the job has 2 ranks") == 1, result.stderr
+    assert result.stderr.count("comm.engine=single is for one process; the job has 2 ranks") == 1, (
+        result.stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,11 +137,23 @@ def test_single_is_refused_under_mpirun() -> None:
         pytest.param("mpi", ["comm.bucket_mb=0.001"], marks=pytest.mark.slow),
     ],
 )
-def test_the_noise_scale_is_that_of_the_samples_own_gradients(tmp_path: Path, engine: str, more: list[str]) -> None:
-    """At rest (lr 0) from zero weights a sample's gradient of the squared error is -(one-hot label) x, so |G|^2 and S are sums by hand."""
+def test_the_noise_scale_is_that_of_the_samples_own_gradients(
+    tmp_path: Path, engine: str, more: list[str]
+) -> None:
+    """At rest (lr 0) from zero weights a sample's gradient of the squared error is -(one-hot label)
+    x, so |G|^2 and S are sums by hand."""
     run = tmp_path / "run"
-    words = ["model.name=linear", "model.loss=squared_error", "optim.base_lr=0", "log.noise_scale=true", "epochs=8", "log.every_steps=20"]
-    result = mpirun(2, ["-m", "hvdtrain", *words, "batch.size=33", f"comm.engine={engine}", *more, f"run={run}"])
+    words = [
+        "model.name=linear",
+        "model.loss=squared_error",
+        "optim.base_lr=0",
+        "log.noise_scale=true",
+        "epochs=8",
+        "log.every_steps=20",
+    ]
+    result = mpirun(
+        2, ["-m", "hvdtrain", *words, "batch.size=33", f"comm.engine={engine}", *more, f"run={run}"]
+    )
     assert result.returncode == 0, result.stderr
     config = configure(None, [])
     parts = open_datasets(config)
@@ -124,4 +166,7 @@ def test_the_noise_scale_is_that_of_the_samples_own_gradients(tmp_path: Path, en
     measured = epochs(run)[-1]["noise_scale"]
     assert measured == pytest.approx(noise / signal, rel=0.1)
     assert 10 < measured < 30
-    assert f"noise scale {measured:.0f}: batches far above that many samples save few steps" in result.stdout
+    assert (
+        f"noise scale {measured:.0f}: batches far above that many samples save few steps"
+        in result.stdout
+    )

@@ -1,4 +1,5 @@
-"""Arrays of a weights file that the model has no place for: adapters are merged, prefixes left out, what changes the others is an error."""
+"""Arrays of a weights file that the model has no place for: adapters are merged, prefixes left out,
+what changes the others is an error."""
 
 from __future__ import annotations
 
@@ -19,7 +20,14 @@ from hvdtrain.errors import UserError
 DRAW = np.random.default_rng(0)
 X = DRAW.normal(size=(40, 5))
 DATA = {"train_data": {"x": X, "y": X.sum(1) > 0}, "val_data": {"x": X, "y": X.sum(1) > 0}}
-JOB = ["batch.size=40", "speed.precision=fp64", "task.standardize=false", "optim.name=sgd", "optim.momentum=0", "log.display=lines"]
+JOB = [
+    "batch.size=40",
+    "speed.precision=fp64",
+    "task.standardize=false",
+    "optim.name=sgd",
+    "optim.momentum=0",
+    "log.display=lines",
+]
 NET = ["model.name=mlp", "model.widths=[6]"]
 
 
@@ -47,34 +55,70 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A run with adapters on both layers of a net."""
     folder = tmp_path_factory.mktemp("adapted")
     train(folder / "base", *NET, "stop.steps=1", "optim.base_lr=0.1")
-    lora = [f"model.weights={folder / 'base'}", "model.lora=['*']", "model.lora_rank=2", "model.lora_alpha=3"]
+    lora = [
+        f"model.weights={folder / 'base'}",
+        "model.lora=['*']",
+        "model.lora_rank=2",
+        "model.lora_alpha=3",
+    ]
     return train(folder / "run", *NET, *lora, "stop.steps=20", "optim.base_lr=0.5")
 
 
-def test_adapters_of_a_run_are_merged(adapted: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A plain job, and one with other adapters, begin with the function of the run; one with the same adapters trains them further."""
+def test_adapters_of_a_run_are_merged(
+    adapted: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A plain job, and one with other adapters, begin with the function of the run; one with the
+    same adapters trains them further."""
     expected = hvdtrain.predict(adapted, X)
     steps = ["stop.steps=1", "optim.base_lr=0", f"model.weights={adapted.folder}"]
     plain = train(tmp_path / "plain", *NET, *steps)
-    assert "the adapters of 2 layers are merged into their weights: W + 1.5 B A" in capsys.readouterr().out
+    assert (
+        "the adapters of 2 layers are merged into their weights: W + 1.5 B A"
+        in capsys.readouterr().out
+    )
     assert set(plain.weights) == {"fc1.weight", "fc1.bias", "head.weight", "head.bias"}
     others = train(tmp_path / "others", *NET, *steps, "model.lora=['fc1']", "model.lora_rank=1")
     assert "merged into their weights" in capsys.readouterr().out
-    scaled = train(tmp_path / "scaled", *NET, *steps, "model.lora=['*']", "model.lora_rank=2", "model.lora_alpha=1")
-    same = train(tmp_path / "same", *NET, *steps, "model.lora=['*']", "model.lora_rank=2", "model.lora_alpha=3")
+    scaled = train(
+        tmp_path / "scaled",
+        *NET,
+        *steps,
+        "model.lora=['*']",
+        "model.lora_rank=2",
+        "model.lora_alpha=1",
+    )
+    same = train(
+        tmp_path / "same",
+        *NET,
+        *steps,
+        "model.lora=['*']",
+        "model.lora_rank=2",
+        "model.lora_alpha=3",
+    )
     assert "the adapters of 2 layers are trained further" in capsys.readouterr().out
-    assert np.array_equal(same.weights["fc1.lora_B"], adapted.weights["fc1.lora_B"]) and np.abs(adapted.weights["fc1.lora_B"]).max() > 0.1
+    assert (
+        np.array_equal(same.weights["fc1.lora_B"], adapted.weights["fc1.lora_B"])
+        and np.abs(adapted.weights["fc1.lora_B"]).max() > 0.1
+    )
     for run in (plain, others, scaled, same):
         np.testing.assert_allclose(hvdtrain.predict(run, X), expected, rtol=0, atol=1e-12)
 
 
-def test_export_of_adapters_is_merged_or_an_error(adapted: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_of_adapters_is_merged_or_an_error(
+    adapted: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "w.safetensors"
     assert main(["export", str(adapted.folder), "--to", str(file)]) == 2
-    assert "has adapters (model.lora), without which its weights are another model" in capsys.readouterr().err and not file.exists()
+    assert (
+        "has adapters (model.lora), without which its weights are another model"
+        in capsys.readouterr().err
+        and not file.exists()
+    )
     assert main(["export", str(adapted.folder), "--to", str(file), "--merged"]) == 0
     run = train(tmp_path / "run", *NET, "stop.steps=1", "optim.base_lr=0", f"model.weights={file}")
-    np.testing.assert_allclose(hvdtrain.predict(run, X), hvdtrain.predict(adapted, X), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(
+        hvdtrain.predict(run, X), hvdtrain.predict(adapted, X), rtol=0, atol=1e-12
+    )
 
 
 def state(**change: Any) -> dict[str, np.ndarray]:
@@ -89,17 +133,56 @@ ONES = np.ones(4)
 @pytest.mark.parametrize(
     ("arrays", "what", "fix"),
     [
-        (state(last__lora_A=ONES, last__lora_B=ONES), "last.lora_A, an adapter without its scale", "export RUN --to FILE --merged"),
-        (state(**{"last__lora_A__default__weight": ONES}), "an adapter of peft", "merge_and_unload()"),
-        ({f"base_model.model.{name}": a for name, a in state(last__base_layer__weight=ONES).items()}, "no array of", "weights_names"),
-        (state(first__weight_g=ONES), "first.weight_g, a part of a parametrized weight", "remove_parametrizations"),
-        (state(last__parametrizations__weight__original0=ONES), "a part of a parametrized weight", "remove_parametrizations"),
+        (
+            state(last__lora_A=ONES, last__lora_B=ONES),
+            "last.lora_A, an adapter without its scale",
+            "export RUN --to FILE --merged",
+        ),
+        (
+            state(**{"last__lora_A__default__weight": ONES}),
+            "an adapter of peft",
+            "merge_and_unload()",
+        ),
+        (
+            {
+                f"base_model.model.{name}": a
+                for name, a in state(last__base_layer__weight=ONES).items()
+            },
+            "no array of",
+            "weights_names",
+        ),
+        (
+            state(first__weight_g=ONES),
+            "first.weight_g, a part of a parametrized weight",
+            "remove_parametrizations",
+        ),
+        (
+            state(last__parametrizations__weight__original0=ONES),
+            "a part of a parametrized weight",
+            "remove_parametrizations",
+        ),
         (state(last__weight_mask=ONES), "the mask of a pruned weight", "prune.remove"),
-        (state(last__weight_scale=ONES), "last.weight_scale, a part of a quantized weight", "not quantized"),
+        (
+            state(last__weight_scale=ONES),
+            "last.weight_scale, a part of a quantized weight",
+            "not quantized",
+        ),
         (state(last__SCB=np.ones(4, np.int8)), "a part of a quantized weight", "not quantized"),
-        (state(first__running_mean=ONES), "a running statistic of a batch norm", "the batch norm of the file"),
-        (state(first__bias=ONES), "has first.bias, and the model has the other weights of first", "unused.first.bias"),
-        (state(ema__last__weight=ONES), "has ema.last.weight beside last.weight: averages", "one of them"),
+        (
+            state(first__running_mean=ONES),
+            "a running statistic of a batch norm",
+            "the batch norm of the file",
+        ),
+        (
+            state(first__bias=ONES),
+            "has first.bias, and the model has the other weights of first",
+            "unused.first.bias",
+        ),
+        (
+            state(ema__last__weight=ONES),
+            "has ema.last.weight beside last.weight: averages",
+            "one of them",
+        ),
         (
             {n: a for n, a in state().items() if n != "norm.running_var"},
             "and no norm.running_var",
@@ -112,7 +195,9 @@ ONES = np.ones(4)
         ),
     ],
 )
-def test_what_changes_the_others(arrays: dict[str, np.ndarray], what: str, fix: str, tmp_path: Path) -> None:
+def test_what_changes_the_others(
+    arrays: dict[str, np.ndarray], what: str, fix: str, tmp_path: Path
+) -> None:
     save_file(arrays, tmp_path / "w.safetensors")
     with pytest.raises(UserError) as caught:
         train(tmp_path / "run", f"model.weights={tmp_path / 'w.safetensors'}", model=Net().double())
@@ -127,15 +212,40 @@ def test_what_changes_the_others(arrays: dict[str, np.ndarray], what: str, fix: 
             [],
             "names of the file have _orig_mod. and module., which is left out",
         ),
-        ({f"module.{name}": a for name, a in state().items()} | {"n_averaged": np.array(3)}, [], "begin with module., which is left out"),
-        ({name.replace("last.", "last._orig_mod."): a for name, a in state().items()}, [], "names of the file have _orig_mod."),
-        ({n: a for n, a in state().items() if "tracked" not in n} | {"gone.weight": ONES, "gone.weight_g": ONES}, [], "gone.weight"),
-        (state(first__bias=ONES), ["model.weights_names=['first.bias=unused.first.bias']"], "unused.first.bias"),
-        ({n: a for n, a in state().items() if n != "last.bias"}, ["model.weights_skip=['last.bias']"], "by model.weights_skip: last.bias"),
+        (
+            {f"module.{name}": a for name, a in state().items()} | {"n_averaged": np.array(3)},
+            [],
+            "begin with module., which is left out",
+        ),
+        (
+            {name.replace("last.", "last._orig_mod."): a for name, a in state().items()},
+            [],
+            "names of the file have _orig_mod.",
+        ),
+        (
+            {n: a for n, a in state().items() if "tracked" not in n}
+            | {"gone.weight": ONES, "gone.weight_g": ONES},
+            [],
+            "gone.weight",
+        ),
+        (
+            state(first__bias=ONES),
+            ["model.weights_names=['first.bias=unused.first.bias']"],
+            "unused.first.bias",
+        ),
+        (
+            {n: a for n, a in state().items() if n != "last.bias"},
+            ["model.weights_skip=['last.bias']"],
+            "by model.weights_skip: last.bias",
+        ),
     ],
 )
 def test_what_changes_nothing(
-    arrays: dict[str, np.ndarray], words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arrays: dict[str, np.ndarray],
+    words: list[str],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     save_file(arrays, tmp_path / "w.safetensors")
     net = Net().double()
@@ -145,21 +255,26 @@ def test_what_changes_nothing(
     train(tmp_path / "run", f"model.weights={tmp_path / 'w.safetensors'}", *words, model=net)
     assert said in capsys.readouterr().out
     assert all(
-        torch.equal(net.state_dict()[name].float(), Net().state_dict()[name]) for name in ("first.weight", "norm.weight", "last.weight")
+        torch.equal(net.state_dict()[name].float(), Net().state_dict()[name])
+        for name in ("first.weight", "norm.weight", "last.weight")
     )
 
 
 def test_a_file_with_averages_beside_the_weights(tmp_path: Path) -> None:
     both = {"state_dict": Net().state_dict(), "state_dict_ema": Net().state_dict()}
     torch.save(both, tmp_path / "w.pt")
-    with pytest.raises(UserError, match="has weights as 'state_dict' and averages of them as 'state_dict_ema'"):
+    with pytest.raises(
+        UserError, match="has weights as 'state_dict' and averages of them as 'state_dict_ema'"
+    ):
         train(tmp_path / "run", f"model.weights={tmp_path / 'w.pt'}", model=Net().double())
 
 
 def test_a_folder_of_peft(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 4}))
     save_file({"base_model.model.last.lora_A.weight": ONES}, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(UserError, match="has an adapter of peft, and not the weights that it belongs to") as caught:
+    with pytest.raises(
+        UserError, match="has an adapter of peft, and not the weights that it belongs to"
+    ) as caught:
         train(tmp_path / "run", f"model.weights={tmp_path}", model=Net().double())
     assert "merge_and_unload()" in caught.value.fix
 
@@ -188,11 +303,17 @@ def test_parameters_with_the_names_of_adapters_are_a_models_own(tmp_path: Path) 
         again = Adapted().double()
         words = ["stop.steps=1", "optim.base_lr=0", f"model.weights={weights}"]
         train(tmp_path / f"again-{weights.name}", *words, model=again)
-        assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in net.state_dict().items())
+        assert all(
+            torch.equal(again.state_dict()[name], tensor)
+            for name, tensor in net.state_dict().items()
+        )
 
 
-def test_what_is_trained_beside_adapters(adapted: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing; what model.lora_train names; what model.weights_skip draws anew. A weight that the file lacks is not frozen in silence."""
+def test_what_is_trained_beside_adapters(
+    adapted: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing; what model.lora_train names; what model.weights_skip draws anew. A weight that the
+    file lacks is not frozen in silence."""
     weights = f"model.weights={adapted.folder}"
     lora = ["model.lora=['fc1']", "model.lora_rank=1"]
     for words, trained in (
@@ -203,27 +324,52 @@ def test_what_is_trained_beside_adapters(adapted: Any, tmp_path: Path, capsys: p
     ):
         steps = ["stop.steps=2", "optim.base_lr=0.5", weights]
         runs = [
-            train(tmp_path / f"{len(words)}-{len(trained)}-{rate}", *NET, *lora, *words, *steps, f"optim.base_lr={rate}") for rate in (0, 1)
+            train(
+                tmp_path / f"{len(words)}-{len(trained)}-{rate}",
+                *NET,
+                *lora,
+                *words,
+                *steps,
+                f"optim.base_lr={rate}",
+            )
+            for rate in (0, 1)
         ]
-        moved = {name for name in runs[0].weights if not np.array_equal(runs[0].weights[name], runs[1].weights[name])}
+        moved = {
+            name
+            for name in runs[0].weights
+            if not np.array_equal(runs[0].weights[name], runs[1].weights[name])
+        }
         assert moved == trained | {"fc1.lora_A", "fc1.lora_B"}
         beside = f", and {', '.join(sorted(trained, reverse=True))}" if trained else ""
-        assert f"trained are the adapters of 1 layers{beside}; all other weights" in capsys.readouterr().out
+        assert (
+            f"trained are the adapters of 1 layers{beside}; all other weights"
+            in capsys.readouterr().out
+        )
     for words, what in (
-        (["model.lora_train=['fc1.*']"], "model.lora_train: fc1.* fits no weight that could be trained"),
+        (
+            ["model.lora_train=['fc1.*']"],
+            "model.lora_train: fc1.* fits no weight that could be trained",
+        ),
         (
             ["model.weights_skip=['fc1.*']"],
-            "model.weights_skip leaves fc1.weight as it is drawn, and model.lora or model.freeze freezes it",
+            "model.weights_skip leaves fc1.weight as it is drawn, and model.lora or model.freeze "
+            "freezes it",
         ),
     ):
         with pytest.raises(UserError) as caught:
             train(tmp_path / "no", *NET, *lora, *words, weights)
         assert what in caught.value.what, str(caught.value)
     save_file(
-        {name: array for name, array in runs[0].weights.items() if name.startswith("fc1.w") or name == "fc1.bias"},
+        {
+            name: array
+            for name, array in runs[0].weights.items()
+            if name.startswith("fc1.w") or name == "fc1.bias"
+        },
         tmp_path / "w.safetensors",
     )
-    with pytest.raises(UserError, match="head.weight is not in .*, and model.lora freezes it as it is drawn") as caught:
+    with pytest.raises(
+        UserError, match="head.weight is not in .*, and model.lora freezes it as it is drawn"
+    ) as caught:
         train(tmp_path / "no", *NET, *lora, f"model.weights={tmp_path / 'w.safetensors'}")
     assert "model.weights_skip=['head.*'] trains that layer" in caught.value.fix
 
@@ -231,12 +377,24 @@ def test_what_is_trained_beside_adapters(adapted: Any, tmp_path: Path, capsys: p
 def test_running_statistics_beside_adapters_stay(tmp_path: Path) -> None:
     for words, moves in (([], False), (["model.lora_train=['norm*']"], True)):
         net = Net().double()
-        train(tmp_path / f"{moves}", "stop.steps=2", "optim.base_lr=0.1", "model.lora=['last']", "model.lora_rank=1", *words, model=net)
-        assert (not torch.equal(net.norm.running_mean, torch.zeros(4, dtype=torch.float64))) is moves  # type: ignore[arg-type]
+        train(
+            tmp_path / f"{moves}",
+            "stop.steps=2",
+            "optim.base_lr=0.1",
+            "model.lora=['last']",
+            "model.lora_rank=1",
+            *words,
+            model=net,
+        )
+        assert (
+            not torch.equal(net.norm.running_mean, torch.zeros(4, dtype=torch.float64))
+        ) is moves  # type: ignore[arg-type]
         assert torch.equal(net.norm.weight, torch.ones(4, dtype=torch.float64)) is not moves
 
 
-def test_a_run_from_before_lora_train_keeps_its_meaning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_from_before_lora_train_keeps_its_meaning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its config.yaml lacks the key: all but the layers with adapters were trained."""
     words = [*NET, "model.lora=['fc1']", "model.lora_rank=1", "optim.base_lr=0.1"]
     straight = train(tmp_path / "straight", *words, "model.lora_train=['*']", "stop.steps=4")
@@ -246,5 +404,9 @@ def test_a_run_from_before_lora_train_keeps_its_meaning(tmp_path: Path, capsys: 
     assert "lora_train" not in config.read_text()
     with pytest.raises(UserError, match=r"model.lora_train is \['\*'\] there, \[\] here"):
         train(old.folder, *words, "stop.steps=4")
-    resumed = hvdtrain.train(f"resume={old.folder}", "stop.steps=4", f"run={tmp_path / 'new'}", **DATA)
-    assert all(np.array_equal(array, straight.weights[name]) for name, array in resumed.weights.items())
+    resumed = hvdtrain.train(
+        f"resume={old.folder}", "stop.steps=4", f"run={tmp_path / 'new'}", **DATA
+    )
+    assert all(
+        np.array_equal(array, straight.weights[name]) for name, array in resumed.weights.items()
+    )

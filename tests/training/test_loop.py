@@ -1,4 +1,5 @@
-"""The trainer's loop at its sync points: what all ranks learn there, and what is relied on before a loss is out of the question."""
+"""The trainer's loop at its sync points: what all ranks learn there, and what is relied on before a
+loss is out of the question."""
 
 from __future__ import annotations
 
@@ -21,7 +22,11 @@ from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.start import begin
 
 DATA = ["data.name=synthetic", "data.samples=24", "data.val_samples=8", "data.shape=[4,4,1]"]
-STEPS = ["batch.size=4", "epochs=1", "log.every_steps=2"]  # sync points after steps 2, 4 and 6, where the epoch ends
+STEPS = [
+    "batch.size=4",
+    "epochs=1",
+    "log.every_steps=2",
+]  # sync points after steps 2, 4 and 6, where the epoch ends
 WORDS = ["framework=numpy", "model.name=linear", *DATA, *STEPS]
 
 
@@ -30,7 +35,8 @@ class Lost(Exception):
 
 
 class LosesRanks(SingleProcessCommunicator):
-    """One process; it records what the loop does together with other ranks, and finds a loss when confirm() is called so often."""
+    """One process; it records what the loop does together with other ranks, and finds a loss when
+    confirm() is called so often."""
 
     def __init__(self, lost_at: int = 0) -> None:
         self.calls: list[str] = []

@@ -1,4 +1,5 @@
-"""Jobs of many ranks: 64 real ones on this machine, and rank 0 of 8,192 of which the others do not exist."""
+"""Jobs of many ranks: 64 real ones on this machine, and rank 0 of 8,192 of which the others do not
+exist."""
 
 from __future__ import annotations
 
@@ -21,7 +22,14 @@ from hvdtrain.errors import DONE, REQUEUE
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.array_file import map_arrays
 
-WORDS = ["framework=numpy", "model.name=linear", "speed.precision=fp64", "batch.size=192", "recipe.schedule=constant", "epochs=100000"]
+WORDS = [
+    "framework=numpy",
+    "model.name=linear",
+    "speed.precision=fp64",
+    "batch.size=192",
+    "recipe.schedule=constant",
+    "epochs=100000",
+]
 WORDS += ["log.every_steps=5", "guard.equal_steps=5"]
 
 
@@ -29,7 +37,8 @@ WORDS += ["log.every_steps=5", "guard.equal_steps=5"]
 @pytest.mark.clock  # so that it runs alone: 64 ranks take the cores from every other test
 @needs_mpirun
 def test_64_ranks_train_are_stopped_and_go_on_with_48(tmp_path: Path) -> None:
-    """The last of them gets the signal; the weights are those of one process that was never stopped."""
+    """The last of them gets the signal; the weights are those of one process that was never
+    stopped."""
     run = tmp_path / "run"
     alone = tmp_path / "alone"
     with Job(64, ["-m", "hvdtrain", *WORDS, "comm.engine=mpi", f"run={run}"], is_warm=True) as job:
@@ -37,9 +46,14 @@ def test_64_ranks_train_are_stopped_and_go_on_with_48(tmp_path: Path) -> None:
         assert job.is_running(), job.errors()
         os.kill(job.pids()[63], signal.SIGTERM)
         stopped = job.wait()
-    assert stopped.returncode == REQUEUE and "stopped (a signal on another rank) at step" in stopped.stdout, stopped
+    assert (
+        stopped.returncode == REQUEUE
+        and "stopped (a signal on another rank) at step" in stopped.stdout
+    ), stopped
     end = steps(run) + 10
-    again = mpirun(48, ["-m", "hvdtrain", *WORDS, "comm.engine=mpi", f"run={run}", f"stop.steps={end}"])
+    again = mpirun(
+        48, ["-m", "hvdtrain", *WORDS, "comm.engine=mpi", f"run={run}", f"stop.steps={end}"]
+    )
     assert again.returncode == DONE, again
     assert main([*WORDS, f"run={alone}", f"stop.steps={end}"]) == DONE
     assert [event["ranks"] for event in events(run) if event["kind"] == "start"] == [64, 48]
@@ -52,7 +66,11 @@ def test_64_ranks_train_are_stopped_and_go_on_with_48(tmp_path: Path) -> None:
 
 def events(run: Path) -> list[dict]:
     path = run / "events.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines(True) if line.endswith("\n")] if path.exists() else []
+    return (
+        [json.loads(line) for line in path.read_text().splitlines(True) if line.endswith("\n")]
+        if path.exists()
+        else []
+    )
 
 
 def steps(run: Path) -> int:
@@ -64,8 +82,11 @@ def weights(run: Path, step: int) -> dict[str, np.ndarray]:
         return {name: np.array(values) for name, values in map_arrays(file).items()}
 
 
-def test_what_rank_0_does_grows_by_a_packet_a_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With 8,191 ranks that do not exist: as many collectives as with 63, and below 512 bytes of each rank in a phase."""
+def test_what_rank_0_does_grows_by_a_packet_a_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With 8,191 ranks that do not exist: as many collectives as with 63, and below 512 bytes of
+    each rank in a phase."""
     few = phases_of(64, tmp_path / "few")
     tracemalloc.start()
     capsys.readouterr()
@@ -73,26 +94,41 @@ def test_what_rank_0_does_grows_by_a_packet_a_rank(tmp_path: Path, capsys: pytes
     header = capsys.readouterr().out.splitlines()
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert any(line.startswith("ranks   8192 (host0 x 8, host1 x 8, ") and " and 1,008 more hosts), " in line for line in header), header
-    assert {phase: counts.collectives for phase, counts in many.items()} == {phase: counts.collectives for phase, counts in few.items()}
+    assert any(
+        line.startswith("ranks   8192 (host0 x 8, host1 x 8, ")
+        and " and 1,008 more hosts), " in line
+        for line in header
+    ), header
+    assert {phase: counts.collectives for phase, counts in many.items()} == {
+        phase: counts.collectives for phase, counts in few.items()
+    }
     assert max(counts.received_bytes for counts in many.values()) < 512 * 8192
-    assert sum(counts.collectives for counts in many.values()) > 20 and peak_bytes < 20e6, "7 MB; 1.1 GB with an array of all pairs"
+    assert sum(counts.collectives for counts in many.values()) > 20 and peak_bytes < 20e6, (
+        "7 MB; 1.1 GB with an array of all pairs"
+    )
 
 
 def test_what_rank_0_gets_in_a_check_grows_by_a_packet_a_rank(tmp_path: Path) -> None:
-    """What differs of a rank's facts, of which it has 1.3 kB; findings of 1,024 hosts are few lines."""
+    """What differs of a rank's facts, of which it has 1.3 kB; findings of 1,024 hosts are few
+    lines."""
     (few, _), (many, report) = check_of(64, tmp_path / "few"), check_of(8192, tmp_path / "many")
     assert few.collectives == many.collectives and 0 < many.received_bytes < 512 * 8192, many
     assert [facts["pid"] for facts in report.ranks[1:]] == list(range(100_001, 108_192))
     assert {facts["versions"]["Python"] for facts in report.ranks} == {platform.python_version()}
     lines = to_text(report)
-    assert len(report.findings) > 1000 and len(lines) < 400, "one of each host that shares its cores"
+    assert len(report.findings) > 1000 and len(lines) < 400, (
+        "one of each host that shares its cores"
+    )
     assert any(line.endswith(" more like these; --json has all of them") for line in lines)
 
 
-def test_what_rank_0_gets_of_a_checkpoint_that_ranks_write_together_grows_by_a_packet_a_rank(tmp_path: Path) -> None:
+def test_what_rank_0_gets_of_a_checkpoint_that_ranks_write_together_grows_by_a_packet_a_rank(
+    tmp_path: Path,
+) -> None:
     counts = checkpoint_of(8192, tmp_path / "run")
     assert 0 < counts.received_bytes < 512 * 8192, counts
     (found,) = files.finished(tmp_path / "run")
-    assert sorted(os.listdir(found)) == sorted(["SHA256SUMS", "progress.json", *files.ARRAYS, *(f"{file}.chunks" for file in files.ARRAYS)])
+    assert sorted(os.listdir(found)) == sorted(
+        ["SHA256SUMS", "progress.json", *files.ARRAYS, *(f"{file}.chunks" for file in files.ARRAYS)]
+    )
     assert files.read_arrays(found, 2**20)["s.w.0"].tolist() == list(range(1000))

@@ -1,4 +1,5 @@
-"""What a rank has of its host's memory, the largest micro-batch in it, and what a job records of both."""
+"""What a rank has of its host's memory, the largest micro-batch in it, and what a job records of
+both."""
 
 from __future__ import annotations
 
@@ -61,7 +62,11 @@ def test_the_smallest_limit_of_the_groups_around_a_process_counts(tmp_path: Path
 def test_version_1_of_control_groups(tmp_path: Path) -> None:
     proc, cgroups = host(tmp_path, "9:cpu:/x\n4:memory:/job\n")
     (cgroups / "memory" / "job").mkdir(parents=True)
-    for name, text in {"limit_in_bytes": "2000000", "usage_in_bytes": "500000", "stat": "total_inactive_file 0"}.items():
+    for name, text in {
+        "limit_in_bytes": "2000000",
+        "usage_in_bytes": "500000",
+        "stat": "total_inactive_file 0",
+    }.items():
         (cgroups / "memory" / "job" / f"memory.{name}").write_text(f"{text}\n")
     assert room(1, proc, cgroups) == (1_500_000, "the container's memory.limit_in_bytes")
 
@@ -76,7 +81,12 @@ def test_the_largest_micro_batch_is_found_in_few_guesses(at: int) -> None:
         return max(50, 20 + 3 * samples)
 
     found = largest_micro(size, 300, size(at))
-    assert size(found) == size(at) and found >= at and (found == 300 or size(found + 1) > size(at)) and len(guesses) < 22
+    assert (
+        size(found) == size(at)
+        and found >= at
+        and (found == 300 or size(found + 1) > size(at))
+        and len(guesses) < 22
+    )
     assert largest_micro(size, 300, 49) == 0
 
 
@@ -84,21 +94,54 @@ def test_auto_takes_a_number_that_the_run_keeps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    assert main([*SMALL, "batch.micro=auto", f"run={run}", "checkpoint.every_steps=2", "optim.ema=0.5"]) == 0
+    assert (
+        main(
+            [*SMALL, "batch.micro=auto", f"run={run}", "checkpoint.every_steps=2", "optim.ema=0.5"]
+        )
+        == 0
+    )
     said = capsys.readouterr().out.splitlines()
     (line,) = [number for number, line in enumerate(said) if line.startswith("batch   ")]
-    assert "batch.micro=60 (auto: " in said[line + 1] and said[line + 2].startswith("recipe  ") and "optim.ema=0.5" in said[line + 3]
+    assert (
+        "batch.micro=60 (auto: " in said[line + 1]
+        and said[line + 2].startswith("recipe  ")
+        and "optim.ema=0.5" in said[line + 3]
+    )
     assert "micro: 60\n" in (run / "config.yaml").read_text()
     text = (run / "config.yaml").read_text().replace("micro: 60\n", "micro: 7\n")
     (run / "config.yaml").write_text(text)
-    assert main([*SMALL, "batch.micro=auto", "optim.ema=0.5", f"run={run}", "resume=auto", "max_steps=6"]) == 0
+    assert (
+        main(
+            [
+                *SMALL,
+                "batch.micro=auto",
+                "optim.ema=0.5",
+                f"run={run}",
+                "resume=auto",
+                "max_steps=6",
+            ]
+        )
+        == 0
+    )
     assert "batch.micro=7 (auto: as this run began)" in capsys.readouterr().out
-    ends = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines() if '"kind": "end"' in line]
-    assert all(len(end["rank_memory_mb"]) == 1 and end["memory_base_mb"] > 50 for end in ends) and len(ends) == 2
+    ends = [
+        json.loads(line)
+        for line in (run / "events.jsonl").read_text().splitlines()
+        if '"kind": "end"' in line
+    ]
+    assert (
+        all(len(end["rank_memory_mb"]) == 1 and end["memory_base_mb"] > 50 for end in ends)
+        and len(ends) == 2
+    )
 
 
-@pytest.mark.parametrize(("word", "loaded"), [("parallel.pipeline=2", True), ("parallel.tensor=2", True), ("batch.size=60", False)])
-def test_what_divides_a_model_is_imported_before_memory_is_measured(word: str, loaded: bool) -> None:
+@pytest.mark.parametrize(
+    ("word", "loaded"),
+    [("parallel.pipeline=2", True), ("parallel.tensor=2", True), ("batch.size=60", False)],
+)
+def test_what_divides_a_model_is_imported_before_memory_is_measured(
+    word: str, loaded: bool
+) -> None:
     program = f"""
 import sys
 from hvdtrain.config.read import configure
@@ -111,7 +154,9 @@ print("torch.distributed.pipelining" in sys.modules)
 
 
 def test_auto_needs_a_framework_that_predicts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data.name=digits", "framework=numpy", "model.name=linear", "batch.micro=auto"]) == 2
+    assert (
+        main(["data.name=digits", "framework=numpy", "model.name=linear", "batch.micro=auto"]) == 2
+    )
     assert "batch.micro=auto needs a prediction of the memory" in capsys.readouterr().err
 
 
@@ -137,12 +182,22 @@ class Two(SingleProcessCommunicator):
 
 def test_auto_takes_what_fits_on_ranks_that_have_a_model_together() -> None:
     config = configure(
-        None, ["data.name=digits", "model.name=mlp", "model.widths=[32,32]", "batch.size=256", "batch.micro=auto", "parallel.tensor=2"]
+        None,
+        [
+            "data.name=digits",
+            "model.name=mlp",
+            "model.widths=[32,32]",
+            "batch.size=256",
+            "batch.micro=auto",
+            "parallel.tensor=2",
+        ],
     )
     found = forecast_of_job(config, open_datasets(config), Two())
     assert found.share == 256, "both ranks read the same samples"
     sizes = {micro: found.footprint(micro=micro).total for micro in (1, 16, 256)}
     assert sizes[1] <= sizes[16] <= sizes[256], sizes
     room_bytes = (sizes[16] + sizes[256]) / 2
-    micro = largest_micro(lambda samples: found.footprint(micro=samples).total, found.share, room_bytes)
+    micro = largest_micro(
+        lambda samples: found.footprint(micro=samples).total, found.share, room_bytes
+    )
     assert 16 <= micro <= 256 and found.footprint(micro=micro).total <= room_bytes

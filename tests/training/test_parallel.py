@@ -1,4 +1,5 @@
-"""Ranks that have one model together give the losses, the evaluation, the state and the files of one process, up to rounding."""
+"""Ranks that have one model together give the losses, the evaluation, the state and the files of
+one process, up to rounding."""
 
 from __future__ import annotations
 
@@ -15,9 +16,15 @@ from hvdtrain.config.read import configure
 from hvdtrain.features.mesh import MESH, mesh_lines
 
 slow = pytest.mark.slow
-FOUR = ["parallel.tensor=2", "parallel.tensor=2,shard.stage=1", "parallel.tensor=4,shard.stage=2", "parallel.tensor=2,shard.stage=3"]
+FOUR = [
+    "parallel.tensor=2",
+    "parallel.tensor=2,shard.stage=1",
+    "parallel.tensor=4,shard.stage=2",
+    "parallel.tensor=2,shard.stage=3",
+]
 POSITIONS = [f"{mesh},parallel.sequence=true" for mesh in FOUR]
-STAGES = [  # buckets so small that there are several, which are cut elsewhere on ranks with one token more
+# buckets so small that there are several, which are cut elsewhere on ranks with one token more
+STAGES = [
     "parallel.tensor=2,shard.stage=1,comm.bucket_mb=0.004,parallel.sequence=true",
     "parallel.pipeline=2,parallel.tensor=2,parallel.sequence=true",
 ]
@@ -26,7 +33,15 @@ STAGES = [  # buckets so small that there are several, which are cut elsewhere o
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     """A job's name -> its results without parts."""
-    found = on_ranks("single", 1, "parallel_on_ranks:curves", "single", str(tmp_path_factory.mktemp("one")), [], not FULL)[0]
+    found = on_ranks(
+        "single",
+        1,
+        "parallel_on_ranks:curves",
+        "single",
+        str(tmp_path_factory.mktemp("one")),
+        [],
+        not FULL,
+    )[0]
     return {name.partition(" / ")[0]: job for name, job in found.items()}
 
 
@@ -39,27 +54,66 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
         *[
             pytest.param("mpi", 2, FOUR[:1], True, marks=slow, id="mpi-2"),
             pytest.param("mpi", 4, FOUR, True, marks=[slow, pytest.mark.ranks4], id="mpi-4"),
-            pytest.param("mpi", 4, [*POSITIONS[2:], *STAGES], True, marks=[slow, pytest.mark.ranks4], id="mpi-4-positions"),
-            pytest.param("torchdist", 2, [FOUR[0], POSITIONS[0]], True, marks=slow, id="torchdist-2"),
-            pytest.param("torchdist", 4, [FOUR[0], FOUR[3], POSITIONS[0]], True, marks=[slow, pytest.mark.ranks4], id="torchdist-4"),
-            pytest.param("horovod", 2, [FOUR[0], POSITIONS[0]], True, marks=[slow, needs_horovod], id="horovod-2"),
+            pytest.param(
+                "mpi",
+                4,
+                [*POSITIONS[2:], *STAGES],
+                True,
+                marks=[slow, pytest.mark.ranks4],
+                id="mpi-4-positions",
+            ),
+            pytest.param(
+                "torchdist", 2, [FOUR[0], POSITIONS[0]], True, marks=slow, id="torchdist-2"
+            ),
+            pytest.param(
+                "torchdist",
+                4,
+                [FOUR[0], FOUR[3], POSITIONS[0]],
+                True,
+                marks=[slow, pytest.mark.ranks4],
+                id="torchdist-4",
+            ),
+            pytest.param(
+                "horovod",
+                2,
+                [FOUR[0], POSITIONS[0]],
+                True,
+                marks=[slow, needs_horovod],
+                id="horovod-2",
+            ),
         ]
         * FULL,
     ],
 )
-def test_every_mesh_is_one_process(one_process: dict, tmp_path: Path, engine: str, size: int, meshes: list[str], few: bool) -> None:
-    found = on_ranks(engine, size, "parallel_on_ranks:curves", engine, str(tmp_path), meshes, few)[0]
+def test_every_mesh_is_one_process(
+    one_process: dict, tmp_path: Path, engine: str, size: int, meshes: list[str], few: bool
+) -> None:
+    found = on_ranks(engine, size, "parallel_on_ranks:curves", engine, str(tmp_path), meshes, few)[
+        0
+    ]
     if size == 2 and engine == "mpi":
         refused = found.pop("refused")
-        assert "HalfAPlan, cut as its tensor_plan() says, fails: RuntimeError: mat1 and mat2" in refused["HalfAPlan"]
-        assert "CutOutputs, cut as its tensor_plan() says, gives other outputs than the whole model" in refused["CutOutputs"]
-        difference = np.array(found.pop("unsummed")["losses"]) - np.array(one_process["gpt, tied, recomputed"]["losses"])
+        assert (
+            "HalfAPlan, cut as its tensor_plan() says, fails: RuntimeError: mat1 and mat2"
+            in refused["HalfAPlan"]
+        )
+        assert (
+            "CutOutputs, cut as its tensor_plan() says, gives other outputs than the whole model"
+            in refused["CutOutputs"]
+        )
+        difference = np.array(found.pop("unsummed")["losses"]) - np.array(
+            one_process["gpt, tied, recomputed"]["losses"]
+        )
         assert np.abs(difference).max() > 1e-3, "a sum over tensor ranks that is missing is noticed"
     if size == 2 and meshes[-1] in POSITIONS and engine == "mpi":
         summed, unsummed = map(np.array, found.pop("positions"))
-        assert np.abs(summed - unsummed).max() > 1e-3, "gradients of positions that are not added up are noticed"
+        assert np.abs(summed - unsummed).max() > 1e-3, (
+            "gradients of positions that are not added up are noticed"
+        )
         check_masks(found.pop("masks"))
-    assert found.keys() == {f"{job} / {mesh}" for mesh in meshes for job in (*jobs_on(mesh, few), *files_on(mesh))}
+    assert found.keys() == {
+        f"{job} / {mesh}" for mesh in meshes for job in (*jobs_on(mesh, few), *files_on(mesh))
+    }
     for name, job in found.items():
         one = one_process[name.partition(" / ")[0]]
         if name.startswith("files"):
@@ -72,7 +126,9 @@ def check_masks(masks: dict) -> None:
     """Each rank drops others of its positions, and scales what it keeps."""
     assert len(set(masks["digests"])) == 2, masks
     values = 4 * 32 * 24  # of a micro-batch at half of 64 positions
-    assert masks["shares"] == pytest.approx([DROPPED] * 2, abs=5 * (DROPPED * (1 - DROPPED) / values) ** 0.5)
+    assert masks["shares"] == pytest.approx(
+        [DROPPED] * 2, abs=5 * (DROPPED * (1 - DROPPED) / values) ** 0.5
+    )
     assert masks["scales"] == pytest.approx([1 / (1 - DROPPED)] * 2)
 
 
@@ -94,16 +150,35 @@ def test_the_picture_of_a_mesh() -> None:
 @pytest.mark.ranks4
 def test_ranks_of_a_tensor_group_draw_what_one_process_draws(tmp_path: Path) -> None:
     """And go on where one process stopped, and one process where they did."""
-    words = "task.name=language data.name=image_tokens data.colours=16 model.name=gpt model.layers=1 model.heads=2 model.width=16 "
+    words = (
+        "task.name=language data.name=image_tokens data.colours=16 model.name=gpt model.layers=1 "
+        "model.heads=2 model.width=16 "
+    )
     words += "speed.precision=fp64 evaluate.every_steps=2 recipe.warmup=0 log.samples=3 epochs=1"
     tensor = ["parallel.tensor=2", "comm.engine=mpi"]
     of_positions = [*tensor, "parallel.sequence=true"]
-    starts = [(1, [f"run={tmp_path}/1"], 2), (4, [f"run={tmp_path}/4", *tensor], 2), (2, [f"run={tmp_path}/2", *of_positions], 2)]
-    starts += [(2, [f"resume={tmp_path}/1", *of_positions], 4), (1, [f"resume={tmp_path}/2", "parallel.tensor=1"], 4)]
+    starts = [
+        (1, [f"run={tmp_path}/1"], 2),
+        (4, [f"run={tmp_path}/4", *tensor], 2),
+        (2, [f"run={tmp_path}/2", *of_positions], 2),
+    ]
+    starts += [
+        (2, [f"resume={tmp_path}/1", *of_positions], 4),
+        (1, [f"resume={tmp_path}/2", "parallel.tensor=1"], 4),
+    ]
     for size, how, steps in starts:
-        argv = ["-m", "hvdtrain", *([] if "resume" in how[0] else words.split()), *how, f"stop.steps={steps}"]
+        argv = [
+            "-m",
+            "hvdtrain",
+            *([] if "resume" in how[0] else words.split()),
+            *how,
+            f"stop.steps={steps}",
+        ]
         result = mpirun(size, argv) if size > 1 else python(argv)
         assert result.returncode == 0, result.stderr
-    pictures = {run: {path.name: path.read_bytes() for path in tmp_path.glob(f"{run}/**/step-*.png")} for run in "142"}
+    pictures = {
+        run: {path.name: path.read_bytes() for path in tmp_path.glob(f"{run}/**/step-*.png")}
+        for run in "142"
+    }
     assert len(pictures["1"]) == 3 and pictures["1"] == pictures["2"]
     assert len(pictures["4"]) == 2 and pictures["4"].items() <= pictures["1"].items()

@@ -1,4 +1,5 @@
-"""The prefetcher: the same steps in the same order however far it reads ahead, errors in their step, no thread left behind."""
+"""The prefetcher: the same steps in the same order however far it reads ahead, errors in their
+step, no thread left behind."""
 
 from __future__ import annotations
 
@@ -21,15 +22,30 @@ from hvdtrain.errors import UserError
 from hvdtrain.training.build import build_learner, build_recipe, build_task
 from hvdtrain.training.datasets import build_source
 from hvdtrain.training.health.stall_report import frames_of_work
-from hvdtrain.training.input import DEFAULT_STEPS_AHEAD, Prefetcher, ReadAhead, choose_read_ahead, read_ahead_of
+from hvdtrain.training.input import (
+    DEFAULT_STEPS_AHEAD,
+    Prefetcher,
+    ReadAhead,
+    choose_read_ahead,
+    read_ahead_of,
+)
 
-WORDS = ["data.name=synthetic", "data.samples=50", "data.shape=[6,6,2]", "model.name=mlp", "batch.size=8", "epochs=2", "speed.device=cpu"]
+WORDS = [
+    "data.name=synthetic",
+    "data.samples=50",
+    "data.shape=[6,6,2]",
+    "model.name=mlp",
+    "batch.size=8",
+    "epochs=2",
+    "speed.device=cpu",
+]
 TIMEOUT_S = 300  # of every wait: reached only where a test fails
 FIRST = Progress(50, 100)  # 2 epochs of 50 samples, 13 steps
 
 
 class RecordingSource:
-    """A source that is no array. It records each read and its thread, and calls before_read(samples) first."""
+    """A source that is no array. It records each read and its thread, and calls
+    before_read(samples) first."""
 
     def __init__(self, source: Any, before_read: Callable[[np.ndarray], Any] | None = None) -> None:
         self.source = source
@@ -54,9 +70,12 @@ class RecordingSource:
 
 
 def make(
-    *words: str, before_read: Callable[[np.ndarray], Any] | None = None, of_many_ranks: tuple[str, ...] = ()
+    *words: str,
+    before_read: Callable[[np.ndarray], Any] | None = None,
+    of_many_ranks: tuple[str, ...] = (),
 ) -> tuple[Prefetcher, Any]:
-    """of_many_ranks: words of the prefetcher's configuration that a learner of one process does not take."""
+    """of_many_ranks: words of the prefetcher's configuration that a learner of one process does not
+    take."""
     config = configure(None, [*WORDS, *words])
     images = build_source(config, "train")
     source: Any = ArraySource(*images.read(np.arange(50)).values(), images.classes)
@@ -64,7 +83,13 @@ def make(
     if not config.data.resident:
         source = RecordingSource(source, before_read)
     config = configure(None, [*WORDS, *words, *of_many_ranks])
-    return Prefetcher(config, SingleProcessCommunicator(), build_recipe(config, len(source), None), source, learner), source
+    return Prefetcher(
+        config,
+        SingleProcessCommunicator(),
+        build_recipe(config, len(source), None),
+        source,
+        learner,
+    ), source
 
 
 def take_steps(prefetcher: Prefetcher, steps: int) -> list[dict[str, int]]:
@@ -74,7 +99,11 @@ def take_steps(prefetcher: Prefetcher, steps: int) -> list[dict[str, int]]:
     for _ in range(steps):
         hyper, micro_batches = prefetcher.take(progress)
         assert hyper.step == progress.step
-        tensors = {f"{i}.{name}": value for i, batch in enumerate(micro_batches) for name, value in batch.arrays.items()}
+        tensors = {
+            f"{i}.{name}": value
+            for i, batch in enumerate(micro_batches)
+            for name, value in batch.arrays.items()
+        }
         arrays = {name: tensor.contiguous().numpy() for name, tensor in tensors.items()}
         found.append(digests(arrays.items()))
         progress = progress.advance(hyper.batch)
@@ -83,13 +112,22 @@ def take_steps(prefetcher: Prefetcher, steps: int) -> list[dict[str, int]]:
 
 
 AUGMENTED = (
-    "augment.crop=1 augment.flip=true augment.cutout=2 augment.mixup=0.3 augment.cutmix=1.0 augment.erase=0.5 augment.color_jitter=[0.4] "
+    "augment.crop=1 augment.flip=true augment.cutout=2 augment.mixup=0.3 augment.cutmix=1.0 "
+    "augment.erase=0.5 augment.color_jitter=[0.4] "
     "batch.micro=3 recipe.sample_noise=0.5 optim.base_batch=4"
 )
 
 
 @pytest.mark.parametrize("words", ["", AUGMENTED])
-@pytest.mark.parametrize("how", ["data.ahead=1", "data.ahead=3 data.readers=1", "data.ahead=4 data.readers=3", "data.resident=true"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "data.ahead=1",
+        "data.ahead=3 data.readers=1",
+        "data.ahead=4 data.readers=3",
+        "data.resident=true",
+    ],
+)
 def test_reading_ahead_changes_no_number(how: str, words: str) -> None:
     plain = take_steps(make("data.ahead=0", *words.split())[0], 12)
     assert take_steps(make(*how.split(), *words.split())[0], 12) == plain
@@ -99,11 +137,15 @@ def test_reading_ahead_changes_no_number(how: str, words: str) -> None:
 def test_two_readers_read_three_steps_ahead_at_the_same_time_and_end() -> None:
     threads_before = threading.active_count()
     both_readers = threading.Barrier(2)  # breaks after TIMEOUT_S where a read waits alone
-    prefetcher, source = make("data.ahead=3", "data.readers=2", before_read=lambda _: both_readers.wait(TIMEOUT_S))
+    prefetcher, source = make(
+        "data.ahead=3", "data.readers=2", before_read=lambda _: both_readers.wait(TIMEOUT_S)
+    )
     prefetcher.take(FIRST)
     prefetcher.drain()
     assert len(source.reads) == 4 and not both_readers.broken
-    assert len(source.threads) == 2 and all(name.startswith("hvdtrain-reader") for name in source.threads)
+    assert len(source.threads) == 2 and all(
+        name.startswith("hvdtrain-reader") for name in source.threads
+    )
     prefetcher.close()
     assert threading.active_count() == threads_before
 
@@ -172,7 +214,10 @@ def test_a_step_that_was_not_expected_is_read_anew() -> None:
 def test_evaluation_reads_ahead_and_in_order(ahead: int) -> None:
     prefetcher, source = make(f"data.ahead={ahead}")
     batches = [np.arange(0, 20), np.arange(20, 40), np.arange(40, 40), np.arange(40, 50)]
-    labels = [None if batch is None else batch.arrays["y"].tolist() for batch in prefetcher.evaluation(source, batches)]
+    labels = [
+        None if batch is None else batch.arrays["y"].tolist()
+        for batch in prefetcher.evaluation(source, batches)
+    ]
     y = source.source.read(np.arange(50))["y"].tolist()
     assert labels == [y[:20], y[20:40], None, y[40:]]
     prefetcher.close()
@@ -182,13 +227,18 @@ def test_steps_ahead_and_readers(monkeypatch: pytest.MonkeyPatch) -> None:
     """(steps, readers) where reading is slow and where it is fast; 6 cores, 2 ranks on the host."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)), raising=False)
     cases = {
-        "": ((3, 3), (0, 1)), "data.readers=5": ((5, 5), (5, 5)), "data.ahead=0": ((0, 1), (0, 1)), "data.ahead=1": ((1, 1), (1, 1)),
+        "": ((3, 3), (0, 1)), "data.readers=5": ((5, 5), (5, 5)), "data.ahead=0": ((0, 1), (0, 1)), "data.ahead=1": ((1, 1), (1, 1)),  # noqa: E501
         "data.ahead=4 data.readers=2": ((4, 2), (4, 2)),
     }  # fmt: skip
     for words, (slow, fast) in cases.items():
         config = configure(None, words.split()).data
-        assert (choose_read_ahead(config, False, 2), choose_read_ahead(config, True, 2)) == (slow, fast), words
-    assert choose_read_ahead(configure(None, []).data, False, 6) == ReadAhead(DEFAULT_STEPS_AHEAD, 1)
+        assert (choose_read_ahead(config, False, 2), choose_read_ahead(config, True, 2)) == (
+            slow,
+            fast,
+        ), words
+    assert choose_read_ahead(configure(None, []).data, False, 6) == ReadAhead(
+        DEFAULT_STEPS_AHEAD, 1
+    )
 
 
 def test_a_source_that_is_no_array_cannot_stay_on_the_device() -> None:
@@ -196,11 +246,18 @@ def test_a_source_that_is_no_array_cannot_stay_on_the_device() -> None:
     source = ArraySource(np.zeros((9, 6, 6, 2), np.uint8), np.zeros(9, np.int64), 1)
     learner = build_learner(config, build_task(source, source, config), SingleProcessCommunicator())
     with pytest.raises(UserError, match=r"data\.resident"):
-        Prefetcher(config, SingleProcessCommunicator(), build_recipe(config, 9, None), RecordingSource(source), learner)
+        Prefetcher(
+            config,
+            SingleProcessCommunicator(),
+            build_recipe(config, 9, None),
+            RecordingSource(source),
+            learner,
+        )
 
 
 def test_a_worker_whose_next_ticket_is_not_known_reads_no_other_step() -> None:
-    """Asynchronous parameter servers give a worker any step: what is read ahead would be for nothing, and the step would wait for it."""
+    """Asynchronous parameter servers give a worker any step: what is read ahead would be for
+    nothing, and the step would wait for it."""
     prefetcher, source = make("data.ahead=3", of_many_ranks=("servers.count=1", "servers.bound=4"))
     for step in (0, 2, 5):
         prefetcher.take(Progress(50, 100, step, 8 * step))

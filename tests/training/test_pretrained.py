@@ -1,4 +1,5 @@
-"""model.weights and model.freeze: files of every kind, names and shapes that do not fit; what is frozen stays as it is, on any ranks."""
+"""model.weights and model.freeze: files of every kind, names and shapes that do not fit; what is
+frozen stays as it is, on any ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +50,13 @@ def save(kind: str, folder: Path, weights: dict[str, np.ndarray]) -> Path:
     if kind == "weights.safetensors":
         save_file(more, path)
     elif kind == "state.pt":
-        torch.save({"epoch": 3, "state_dict": {f"module.{name}": tensor for name, tensor in tensors.items()}}, path)
+        torch.save(
+            {
+                "epoch": 3,
+                "state_dict": {f"module.{name}": tensor for name, tensor in tensors.items()},
+            },
+            path,
+        )
     elif kind == "plain.bin":
         torch.save(tensors, path)
     else:
@@ -64,12 +71,16 @@ def save(kind: str, folder: Path, weights: dict[str, np.ndarray]) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["weights.safetensors", "state.pt", "plain.bin", "folder", "run"])
-def test_a_new_job_begins_with_them(kind: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_new_job_begins_with_them(
+    kind: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     expected = weights_of(trained)
     path = trained if kind == "run" else save(kind, tmp_path, expected)
     run = tmp_path / "new"
     words = [*JOB.split(), "optim.base_lr=0", f"model.weights={path}"]
-    hvdtrain.train({"run": str(run), "stop.steps": 1}, *words, "norm.kind=batch", "model.freeze=['norm*']")
+    hvdtrain.train(
+        {"run": str(run), "stop.steps": 1}, *words, "norm.kind=batch", "model.freeze=['norm*']"
+    )
     found = weights_of(run)
     said = capsys.readouterr().out
     assert found.keys() == expected.keys()
@@ -79,48 +90,123 @@ def test_a_new_job_begins_with_them(kind: str, trained: Path, tmp_path: Path, ca
     assert ("begin with module., which is left out" in said) == (kind == "state.pt")
 
 
-def test_bfloat16_and_prefixes(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """16-bit numbers of both kinds of files; names with another beginning; layers that keep their first weights."""
-    tensors = {f"net.{name}": torch.from_numpy(np.array(array)) for name, array in weights_of(trained).items()}
-    halves = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+def test_bfloat16_and_prefixes(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """16-bit numbers of both kinds of files; names with another beginning; layers that keep their
+    first weights."""
+    tensors = {
+        f"net.{name}": torch.from_numpy(np.array(array))
+        for name, array in weights_of(trained).items()
+    }
+    halves = {
+        name: tensor.bfloat16() if tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+    }
     save_torch(halves, tmp_path / "half.safetensors")
     torch.save(halves, tmp_path / "half.pt")
     for number, file in enumerate(("half.safetensors", "half.pt")):
         run = tmp_path / f"run-{number}"
-        words = [f"model.weights={tmp_path / file}", "model.weights_names=['net.=']", "model.weights_skip=['fc.*']", "optim.base_lr=0"]
+        words = [
+            f"model.weights={tmp_path / file}",
+            "model.weights_names=['net.=']",
+            "model.weights_skip=['fc.*']",
+            "optim.base_lr=0",
+        ]
         hvdtrain.train({"run": str(run), "stop.steps": 1}, *JOB.split(), *words)
         found = weights_of(run)
         for name in ("conv1.weight", "norm2.bias"):
             assert np.array_equal(found[name], halves[f"net.{name}"].double().numpy())
         assert not np.allclose(found["fc.weight"], tensors["net.fc.weight"].numpy())
-    assert "2 left as they begin, by model.weights_skip: fc.weight, fc.bias" in capsys.readouterr().out
+    assert (
+        "2 left as they begin, by model.weights_skip: fc.weight, fc.bias" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "words", "what", "fix"),
     [
-        ({"fc.weight": np.ones((7, 4))}, [], "fc.weight is (7, 4) in ", "model.weights_skip=['fc.*'] for a layer of its own"),
+        (
+            {"fc.weight": np.ones((7, 4))},
+            [],
+            "fc.weight is (7, 4) in ",
+            "model.weights_skip=['fc.*'] for a layer of its own",
+        ),
         (None, [], "no array of ", "model.weights_names=['OLD=NEW']"),
-        ({}, ["model.weights_skip=['head.*']"], "model.weights_skip: head.* fits no weight of the model", "its first names are conv1"),
-        ({}, ["model.weights_names=['encoder.=']"], "no array's name begins with 'encoder.'", "the first names are "),
-        ({}, ["model.weights_names=['enc*=*']"], "no array's name fits 'enc*'", "the first names are "),
-        ({}, ["model.weights_names=['*.*=a.*']"], "has 2 * before the = and 1 behind it", "as many"),
-        ({}, ["model.weights_names=['norm1.*=norm2.*']"], "model.weights_names: norm1.*=norm2.* makes norm1.", "fits one of them"),
-        ({}, ["model.weights_names=['encoder']"], "model.weights_names: encoder is not OLD=NEW", "'encoder=' leaves it out"),
-        ({}, ["model.freeze=['convx*']"], "model.freeze: convx* fits no weight of the model", "known: conv1.weight"),
+        (
+            {},
+            ["model.weights_skip=['head.*']"],
+            "model.weights_skip: head.* fits no weight of the model",
+            "its first names are conv1",
+        ),
+        (
+            {},
+            ["model.weights_names=['encoder.=']"],
+            "no array's name begins with 'encoder.'",
+            "the first names are ",
+        ),
+        (
+            {},
+            ["model.weights_names=['enc*=*']"],
+            "no array's name fits 'enc*'",
+            "the first names are ",
+        ),
+        (
+            {},
+            ["model.weights_names=['*.*=a.*']"],
+            "has 2 * before the = and 1 behind it",
+            "as many",
+        ),
+        (
+            {},
+            ["model.weights_names=['norm1.*=norm2.*']"],
+            "model.weights_names: norm1.*=norm2.* makes norm1.",
+            "fits one of them",
+        ),
+        (
+            {},
+            ["model.weights_names=['encoder']"],
+            "model.weights_names: encoder is not OLD=NEW",
+            "'encoder=' leaves it out",
+        ),
+        (
+            {},
+            ["model.freeze=['convx*']"],
+            "model.freeze: convx* fits no weight of the model",
+            "known: conv1.weight",
+        ),
         ({}, ["model.freeze=['*']"], "model.freeze=['*'] leaves nothing to train", "fewer names"),
-        ({}, ["framework=jax", FROZEN], "framework=jax does not support model.freeze=", "framework=torch"),
+        (
+            {},
+            ["framework=jax", FROZEN],
+            "framework=jax does not support model.freeze=",
+            "framework=torch",
+        ),
     ],
 )
-def test_what_does_not_fit(change: dict[str, Any] | None, words: list[str], what: str, fix: str, trained: Path, tmp_path: Path) -> None:
+def test_what_does_not_fit(
+    change: dict[str, Any] | None,
+    words: list[str],
+    what: str,
+    fix: str,
+    trained: Path,
+    tmp_path: Path,
+) -> None:
     weights = {"a": np.ones(2)} if change is None else weights_of(trained) | change
     save_file(weights, tmp_path / "w.safetensors")
     with pytest.raises(UserError) as caught:
-        hvdtrain.train({"run": str(tmp_path / "run")}, *JOB.split(), f"model.weights={tmp_path / 'w.safetensors'}", *words)
+        hvdtrain.train(
+            {"run": str(tmp_path / "run")},
+            *JOB.split(),
+            f"model.weights={tmp_path / 'w.safetensors'}",
+            *words,
+        )
     assert what in caught.value.what and fix in caught.value.fix, str(caught.value)
 
 
-def test_names_are_changed_inside(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_are_changed_inside(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With * for what stays, one entry after the other; a prefix among them."""
     expected = weights_of(trained)
     inner = {name: re.sub(r"(conv|norm)([12])[.]", r"block.\2.the_\1.", name) for name in expected}
@@ -128,7 +214,13 @@ def test_names_are_changed_inside(trained: Path, tmp_path: Path, capsys: pytest.
     assert {"net.block.1.the_conv.weight", "net.block.2.the_norm.running_mean"} < others.keys()
     save_file(others, tmp_path / "w.safetensors")
     renames = "model.weights_names=['net.=','block.*.the_*.*=*.*.*','1.*.*=*1.*','2.*.*=*2.*']"
-    words = ["stop.steps=1", "optim.base_lr=0", "norm.kind=batch", "model.freeze=['norm*']", f"model.weights={tmp_path / 'w.safetensors'}"]
+    words = [
+        "stop.steps=1",
+        "optim.base_lr=0",
+        "norm.kind=batch",
+        "model.freeze=['norm*']",
+        f"model.weights={tmp_path / 'w.safetensors'}",
+    ]
     run = hvdtrain.train({"run": str(tmp_path / "run")}, *JOB.split(), *words, renames)
     assert f"{len(expected)} of {len(expected)} arrays are loaded" in capsys.readouterr().out
     assert all(np.array_equal(array, expected[name]) for name, array in run.weights.items())
@@ -148,10 +240,21 @@ class Tied(torch.nn.Module):
         return y
 
 
-def test_a_tied_weight_is_loaded_by_one_of_its_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    weights = {name: tensor.numpy() for name, tensor in Tied().state_dict().items() if name != "last.weight"}
+def test_a_tied_weight_is_loaded_by_one_of_its_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = {
+        name: tensor.numpy()
+        for name, tensor in Tied().state_dict().items()
+        if name != "last.weight"
+    }
     save_file(weights, tmp_path / "w.safetensors")
-    words = ["model.name=test_pretrained:Tied", f"model.weights={tmp_path / 'w.safetensors'}", "optim.base_lr=0", "stop.steps=1"]
+    words = [
+        "model.name=test_pretrained:Tied",
+        f"model.weights={tmp_path / 'w.safetensors'}",
+        "optim.base_lr=0",
+        "stop.steps=1",
+    ]
     run = hvdtrain.train({"run": str(tmp_path / "run")}, *words)
     said = capsys.readouterr().out
     assert "3 of 3 arrays are loaded" in said and "left as they begin" not in said
@@ -163,8 +266,12 @@ class Evil:
         return print, ("code of a file ran",)
 
 
-@pytest.mark.parametrize("kind", ["missing.pt", "code.pt", "text.pt", "cut.safetensors", "empty", "outside"])
-def test_files_that_are_none(kind: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "kind", ["missing.pt", "code.pt", "text.pt", "cut.safetensors", "empty", "outside"]
+)
+def test_files_that_are_none(
+    kind: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / kind
     if kind == "code.pt":
         torch.save({"a": Evil()}, path)
@@ -176,31 +283,48 @@ def test_files_that_are_none(kind: str, trained: Path, tmp_path: Path, capsys: p
     elif kind != "missing.pt":
         path.mkdir()
     if kind == "outside":
-        (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../w.safetensors"}}))
+        (path / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"a": "../w.safetensors"}})
+        )
     with pytest.raises(UserError) as caught:
         hvdtrain.train({"run": str(tmp_path / "run")}, *JOB.split(), f"model.weights={path}")
-    assert caught.value.where == "model.weights, hvdtrain.train()" and str(path) in caught.value.what, str(caught.value)
+    assert (
+        caught.value.where == "model.weights, hvdtrain.train()" and str(path) in caught.value.what
+    ), str(caught.value)
     assert "code of a file ran" not in capsys.readouterr().out
 
 
 @needs_mpirun
 def test_frozen_layers_stay_on_any_number_of_ranks_and_stage(trained: Path, tmp_path: Path) -> None:
-    """Parameters, running statistics and their optimizer state; what is trained is that of one process to 1e-12."""
+    """Parameters, running statistics and their optimizer state; what is trained is that of one
+    process to 1e-12."""
     before = weights_of(trained)
     done = mpirun(2, alone("pretrained_on_ranks:frozen_jobs", str(tmp_path), str(trained)))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "of them trained" in done.stdout and "model.weights" not in done.stderr
     one = tmp_path / "one"
-    hvdtrain.train({"run": str(one), "stop.steps": 9}, *JOB.split(), FROZEN, f"model.weights={trained}", "optim.momentum=0.9")
+    hvdtrain.train(
+        {"run": str(one), "stop.steps": 9},
+        *JOB.split(),
+        FROZEN,
+        f"model.weights={trained}",
+        "optim.momentum=0.9",
+    )
     expected = weights_of(one)
     for number, way in enumerate(WAYS):
         found = weights_of(tmp_path / f"{number}")
         for name, weight in found.items():
             if not name.startswith("fc."):
                 assert np.array_equal(weight, before[name]), (way, name)
-            np.testing.assert_allclose(weight, expected[name], rtol=0, atol=1e-12, err_msg=f"{way} {name}")
+            np.testing.assert_allclose(
+                weight, expected[name], rtol=0, atol=1e-12, err_msg=f"{way} {name}"
+            )
         assert np.abs(found["fc.weight"] - before["fc.weight"]).max() > 1e-3
-    state = [name for file in (tmp_path / "1" / "checkpoints" / "step-00000009").glob("*.safetensors") for name in load_file(file)]
+    state = [
+        name
+        for file in (tmp_path / "1" / "checkpoints" / "step-00000009").glob("*.safetensors")
+        for name in load_file(file)
+    ]
     assert {name.split(".")[1] for name in state if name.startswith("s.")} == {"fc"}
 
 
@@ -221,15 +345,35 @@ class Net(torch.nn.Module):
 
 @pytest.mark.parametrize("rule", ["sgd", "adamw"])
 def test_weights_are_thawed_as_torch_would(rule: str, tmp_path: Path) -> None:
-    """An optimizer that gets a group more after three steps: its state begins there, and so do running statistics."""
+    """An optimizer that gets a group more after three steps: its state begins there, and so do
+    running statistics."""
     draw = np.random.default_rng(0)
     x = draw.normal(size=(40, 5))
     data = {"x": x, "y": x.sum(1)}
-    words = ["epochs=6", "batch.size=40", "speed.precision=fp64", f"optim.name={rule}", "optim.base_lr=0.05", "optim.weight_decay=0.01"]
-    words += ["optim.momentum=0.9", "optim.exclude=none", "optim.clip_norm=0.3", "task.standardize=false", "log.display=lines"]
-    words += ["task.name=regression", "model.freeze=['first*','norm*']", "model.thaw=[{at: 3, names: ['first*', 'norm*']}]"]
+    words = [
+        "epochs=6",
+        "batch.size=40",
+        "speed.precision=fp64",
+        f"optim.name={rule}",
+        "optim.base_lr=0.05",
+        "optim.weight_decay=0.01",
+    ]
+    words += [
+        "optim.momentum=0.9",
+        "optim.exclude=none",
+        "optim.clip_norm=0.3",
+        "task.standardize=false",
+        "log.display=lines",
+    ]
+    words += [
+        "task.name=regression",
+        "model.freeze=['first*','norm*']",
+        "model.thaw=[{at: 3, names: ['first*', 'norm*']}]",
+    ]
     net = Net().double()
-    hvdtrain.train({"run": str(tmp_path / "run")}, *words, model=net, train_data=data, val_data=data)
+    hvdtrain.train(
+        {"run": str(tmp_path / "run")}, *words, model=net, train_data=data, val_data=data
+    )
 
     expected = Net().double()
     make: Any = torch.optim.SGD if rule == "sgd" else torch.optim.AdamW
@@ -241,16 +385,22 @@ def test_weights_are_thawed_as_torch_would(rule: str, tmp_path: Path) -> None:
         if step < 3:
             expected.norm.eval()
         if step == 3:
-            optimizer.add_param_group({"params": [*expected.first.parameters(), *expected.norm.parameters()]})
+            optimizer.add_param_group(
+                {"params": [*expected.first.parameters(), *expected.norm.parameters()]}
+            )
         optimizer.zero_grad()
-        ((expected(torch.from_numpy(x)).squeeze(1) - torch.from_numpy(data["y"])) ** 2).mean().backward()
+        (
+            (expected(torch.from_numpy(x)).squeeze(1) - torch.from_numpy(data["y"])) ** 2
+        ).mean().backward()
         gradients = [p.grad for p in trained if p.grad is not None]
         norm = torch.sqrt(sum((g.square().sum() for g in gradients), torch.zeros(())))
         for g in gradients:
             g.mul_(min(1.0, 0.3 / float(norm)))
         optimizer.step()
     for name, array in expected.state_dict().items():
-        np.testing.assert_allclose(net.state_dict()[name].double().numpy(), array.numpy(), rtol=0, atol=1e-12, err_msg=name)
+        np.testing.assert_allclose(
+            net.state_dict()[name].double().numpy(), array.numpy(), rtol=0, atol=1e-12, err_msg=name
+        )
 
 
 @needs_mpirun
@@ -264,16 +414,24 @@ def test_weights_are_thawed_on_any_number_of_ranks_and_stage(tmp_path: Path) -> 
         found, expected = (weights_of(tmp_path / name) for name in (f"{number}", f"one{number}"))
         assert found.keys() == expected.keys()
         for name, weight in found.items():
-            np.testing.assert_allclose(weight, expected[name], rtol=0, atol=1e-12, err_msg=f"{way} {name}")
+            np.testing.assert_allclose(
+                weight, expected[name], rtol=0, atol=1e-12, err_msg=f"{way} {name}"
+            )
 
 
 @pytest.mark.parametrize(
     ("words", "what"),
     [
         ("model.thaw=[{at: 2, names: ['fc*']}]", "fits no weight that model.freeze has"),
-        (f"{THAWED.split(' ', 1)[0]} optim.ema=0.9 model.thaw=[{{at: 2, names: ['conv1*']}}]", "model.thaw does not support optim.ema=0.9"),
+        (
+            f"{THAWED.split(' ', 1)[0]} optim.ema=0.9 model.thaw=[{{at: 2, names: ['conv1*']}}]",
+            "model.thaw does not support optim.ema=0.9",
+        ),
         ("model.thaw=[{at: 2}]", "has no names"),
-        ("framework=jax norm.kind=batch model.thaw=[{at: 2, names: ['fc*']}]", "framework=jax does not support model.thaw"),
+        (
+            "framework=jax norm.kind=batch model.thaw=[{at: 2, names: ['fc*']}]",
+            "framework=jax does not support model.thaw",
+        ),
     ],
 )
 def test_what_is_not_thawed(words: str, what: str, tmp_path: Path) -> None:
@@ -283,7 +441,8 @@ def test_what_is_not_thawed(words: str, what: str, tmp_path: Path) -> None:
 
 
 def test_adapters_train_as_their_formula(tmp_path: Path) -> None:
-    """W x + 2 B A x by torch's own gradient, from the adapter that the job began with; export --merged has W + 2 B A."""
+    """W x + 2 B A x by torch's own gradient, from the adapter that the job began with; export
+    --merged has W + 2 B A."""
     draw = np.random.default_rng(0)
     x = draw.normal(size=(40, 5))
     data = {"x": x, "y": x.sum(1, keepdims=True) ** 2}
@@ -304,7 +463,9 @@ def test_adapters_train_as_their_formula(tmp_path: Path) -> None:
     given = Net().double()
     start = runs[0].weights
     end = runs[1].weights
-    a = torch.tensor(start["last.lora_A"], requires_grad=True)  # B is zero, so A does not move in the first step
+    a = torch.tensor(
+        start["last.lora_A"], requires_grad=True
+    )  # B is zero, so A does not move in the first step
     b = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
     given.norm.eval()
     for _ in range(5):
@@ -320,7 +481,18 @@ def test_adapters_train_as_their_formula(tmp_path: Path) -> None:
     np.testing.assert_allclose(end["last.lora_B"], b.detach().numpy(), rtol=0, atol=1e-12)
     whole = given.last.weight.detach() + 2 * b.detach() @ a.detach()
     np.testing.assert_allclose(net.last.weight.detach().numpy(), whole.numpy(), rtol=0, atol=1e-12)
-    assert main(["export", str(runs[1].folder), "--to", str(tmp_path / "merged.safetensors"), "--merged"]) == 0
+    assert (
+        main(
+            [
+                "export",
+                str(runs[1].folder),
+                "--to",
+                str(tmp_path / "merged.safetensors"),
+                "--merged",
+            ]
+        )
+        == 0
+    )
     exported = load_file(tmp_path / "merged.safetensors")
     assert exported.keys() == given.state_dict().keys()
     np.testing.assert_allclose(exported["last.weight"], whole.numpy(), rtol=0, atol=1e-12)
@@ -333,12 +505,16 @@ def test_adapters_on_any_number_of_ranks_and_stage(tmp_path: Path) -> None:
     one = {"run": str(tmp_path / "one"), "stop.steps": 9}
     hvdtrain.train(one, *JOB.split()[2:], *LORA.split(), "optim.momentum=0.9")
     expected = weights_of(tmp_path / "one")
-    assert {"fc2.weight", "fc2.lora_A", "fc2.lora_B"} < expected.keys() and np.abs(expected["fc2.lora_B"]).max() > 1e-3
+    assert {"fc2.weight", "fc2.lora_A", "fc2.lora_B"} < expected.keys() and np.abs(
+        expected["fc2.lora_B"]
+    ).max() > 1e-3
     for number, way in enumerate(LORA_WAYS):
         found = weights_of(tmp_path / f"{number}")
         assert found.keys() == expected.keys()
         for name, weight in found.items():
-            np.testing.assert_allclose(weight, expected[name], rtol=0, atol=1e-12, err_msg=f"{way} {name}")
+            np.testing.assert_allclose(
+                weight, expected[name], rtol=0, atol=1e-12, err_msg=f"{way} {name}"
+            )
 
 
 class Around(torch.nn.Module):
@@ -356,13 +532,31 @@ class Around(torch.nn.Module):
     ("words", "what"),
     [
         ("model.name=mlp model.lora=['fc9']", "fits no torch.nn.Linear of the model"),
-        ("model.name=mlp model.lora=['head'] model.lora_rank=11", "model.lora_rank=11 is more than a layer"),
+        (
+            "model.name=mlp model.lora=['head'] model.lora_rank=11",
+            "model.lora_rank=11 is more than a layer",
+        ),
         ("model.name=mlp model.lora_rank=4", "model.lora_rank needs model.lora"),
-        ("model.name=mlp model.weights_names=['a=b']", r"model.weights_names=\['a=b'\] needs model.weights"),
-        ("model.name=mlp model.weights_skip=['fc*']", r"model.weights_skip=\['fc\*'\] needs model.weights"),
-        ("model.name=mlp model.lora=['fc1'] parallel.dense=b", "model.lora does not support parallel.dense=b"),
-        ("framework=jax model.name=mlp model.lora=['fc1']", "framework=jax does not support model.lora"),
-        ("model.name=test_pretrained:Around model.lora=['fc']", "the model does not call its layer fc: its adapter would do nothing"),
+        (
+            "model.name=mlp model.weights_names=['a=b']",
+            r"model.weights_names=\['a=b'\] needs model.weights",
+        ),
+        (
+            "model.name=mlp model.weights_skip=['fc*']",
+            r"model.weights_skip=\['fc\*'\] needs model.weights",
+        ),
+        (
+            "model.name=mlp model.lora=['fc1'] parallel.dense=b",
+            "model.lora does not support parallel.dense=b",
+        ),
+        (
+            "framework=jax model.name=mlp model.lora=['fc1']",
+            "framework=jax does not support model.lora",
+        ),
+        (
+            "model.name=test_pretrained:Around model.lora=['fc']",
+            "the model does not call its layer fc: its adapter would do nothing",
+        ),
     ],
 )
 def test_what_has_no_adapter_or_no_weights(words: str, what: str, tmp_path: Path) -> None:
@@ -370,19 +564,28 @@ def test_what_has_no_adapter_or_no_weights(words: str, what: str, tmp_path: Path
         hvdtrain.train({"run": str(tmp_path / "run"), "stop.steps": 1}, *words.split())
 
 
-def test_a_run_without_adapters_has_nothing_to_merge(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_adapters_has_nothing_to_merge(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["export", str(trained), "--to", str(tmp_path / "w.safetensors"), "--merged"]) == 2
     assert "has no adapters" in capsys.readouterr().err
 
 
-def test_a_net_of_torchvision_gives_what_the_library_gives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_net_of_torchvision_gives_what_the_library_gives(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its weights from a file, with the mean and deviation that they were trained with."""
     torch.manual_seed(0)
     library = import_torchvision().models.resnet18(num_classes=10)
     torch.save(library.state_dict(), tmp_path / "resnet18.pt")
     x = np.random.default_rng(0).integers(0, 256, (12, 32, 32, 3), np.uint8)
     data = {"x": x, "y": np.arange(12) % 10}
-    words = ["model.name=torchvision.models:resnet18", "model.num_classes=10", f"model.weights={tmp_path / 'resnet18.pt'}", "batch.size=12"]
+    words = [
+        "model.name=torchvision.models:resnet18",
+        "model.num_classes=10",
+        f"model.weights={tmp_path / 'resnet18.pt'}",
+        "batch.size=12",
+    ]
     words += [
         "optim.base_lr=0",
         "speed.precision=fp64",
@@ -390,7 +593,9 @@ def test_a_net_of_torchvision_gives_what_the_library_gives(tmp_path: Path, capsy
         "data.mean=[0.485,0.456,0.406]",
         "data.std=[0.229,0.224,0.225]",
     ]
-    run = hvdtrain.train({"run": str(tmp_path / "run"), "stop.steps": 1}, *words, train_data=data, val_data=data)
+    run = hvdtrain.train(
+        {"run": str(tmp_path / "run"), "stop.steps": 1}, *words, train_data=data, val_data=data
+    )
     assert "by channel: mean 0.485 0.456 0.406, std 0.229 0.224 0.225" in capsys.readouterr().out
     mean, std = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]], dtype=torch.float64)
     inputs = ((torch.from_numpy(x).double() / 255 - mean) / std).permute(0, 3, 1, 2)
@@ -399,7 +604,14 @@ def test_a_net_of_torchvision_gives_what_the_library_gives(tmp_path: Path, capsy
         expected = library.double().eval()(inputs).numpy()
     np.testing.assert_allclose(hvdtrain.predict(run, x), expected, rtol=0, atol=1e-10)
     with pytest.raises(UserError, match="the checkpoint has another task.mean|another .*mean"):
-        hvdtrain.train(f"resume={run.folder}", "stop.steps=2", words[0], "data.mean=[0.5,0.5,0.5]", train_data=data, val_data=data)
+        hvdtrain.train(
+            f"resume={run.folder}",
+            "stop.steps=2",
+            words[0],
+            "data.mean=[0.5,0.5,0.5]",
+            train_data=data,
+            val_data=data,
+        )
 
 
 @pytest.mark.parametrize(
@@ -408,13 +620,21 @@ def test_a_net_of_torchvision_gives_what_the_library_gives(tmp_path: Path, capsy
         ("data.mean=[0.5,0.5]", "of images with 1 channel"),
         ("data.mean=[0.5] data.std=[0]", "of images with 1 channel"),
         ("data.std=[0.5]", "of images with 1 channel"),
-        ("data.mean=[0.5] data.std=[0.5] task.standardize=false", "task.standardize=false leaves data.mean and data.std without effect"),
-        ("data.mean=[0.5] data.std=[0.5] task.name=language data.name=image_tokens", "are of images"),
+        (
+            "data.mean=[0.5] data.std=[0.5] task.standardize=false",
+            "task.standardize=false leaves data.mean and data.std without effect",
+        ),
+        (
+            "data.mean=[0.5] data.std=[0.5] task.name=language data.name=image_tokens",
+            "are of images",
+        ),
     ],
 )
 def test_a_mean_that_does_not_fit(words: str, what: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=what):
-        hvdtrain.train({"run": str(tmp_path / "run"), "stop.steps": 1, "model.name": "linear"}, *words.split())
+        hvdtrain.train(
+            {"run": str(tmp_path / "run"), "stop.steps": 1, "model.name": "linear"}, *words.split()
+        )
 
 
 def downloads(url: str) -> torch.nn.Module:
@@ -424,16 +644,26 @@ def downloads(url: str) -> torch.nn.Module:
     return net
 
 
-def test_a_model_downloads_nothing_unless_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_downloads_nothing_unless_it_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))
     weights = {"1.weight": torch.randn(10, 64), "1.bias": torch.randn(10)}
     torch.save(weights, tmp_path / "weights.pt")
-    words = ["model.name=test_pretrained:downloads", f"model.url={(tmp_path / 'weights.pt').as_uri()}", "optim.base_lr=0"]
+    words = [
+        "model.name=test_pretrained:downloads",
+        f"model.url={(tmp_path / 'weights.pt').as_uri()}",
+        "optim.base_lr=0",
+    ]
     with pytest.raises(UserError, match="downloads file:///.*weights.pt"):
         hvdtrain.train({"run": str(tmp_path / "run"), "stop.steps": 1}, *words)
-    run = hvdtrain.train({"run": str(tmp_path / "run"), "stop.steps": 1}, *words, "model.download=true")
+    run = hvdtrain.train(
+        {"run": str(tmp_path / "run"), "stop.steps": 1}, *words, "model.download=true"
+    )
     assert np.array_equal(run.weights["1.weight"], weights["1.weight"].numpy())
-    torch.hub.download_url_to_file(words[1].partition("=")[2], str(tmp_path / "copy.pt"), progress=False)
+    torch.hub.download_url_to_file(
+        words[1].partition("=")[2], str(tmp_path / "copy.pt"), progress=False
+    )
     assert (tmp_path / "copy.pt").stat().st_size == (tmp_path / "weights.pt").stat().st_size
 
 
@@ -450,19 +680,29 @@ READ = {  # what files that are read have
 }
 INDEXES: list[tuple[Any, str]] = [
     ({"weight_map": {"w": "a.safetensors"}}, ""),
-    *(({"weight_map": {"w": name}}, "which is no file of that folder") for name in ("../a.safetensors", "/etc/passwd", "a\0", ".", "b/c")),
+    *(
+        ({"weight_map": {"w": name}}, "which is no file of that folder")
+        for name in ("../a.safetensors", "/etc/passwd", "a\0", ".", "b/c")
+    ),
     *(({"weight_map": {"w": name}}, "a folder, not a file") for name in ("..", "", "folder")),
     *(({"weight_map": {"w": name}}, "cannot read") for name in ("none.safetensors", 3, "x" * 5000)),
     ({"weight_map": {"w": "pipe"}}, "a pipe, not a file"),
-    ({"weight_map": {"w": "a.safetensors", "v": "b.safetensors"}}, "w is in b.safetensors and in another file"),
+    (
+        {"weight_map": {"w": "a.safetensors", "v": "b.safetensors"}},
+        "w is in b.safetensors and in another file",
+    ),
     ({"weight_map": {"v": "a.safetensors"}}, "names v, which the files do not have"),
     ({"weight_map": {}}, "has no arrays by name"),
-    *((tree, "is no index of weights") for tree in ({"weight_map": ["a.safetensors"]}, {}, [], 3, None)),
+    *(
+        (tree, "is no index of weights")
+        for tree in ({"weight_map": ["a.safetensors"]}, {}, [], 3, None)
+    ),
 ]
 
 
 def test_strange_files_are_read_right_or_refused(tmp_path: Path) -> None:
-    """About 190 files: none ends with another exception than UserError, and none takes more memory than it has bytes."""
+    """About 190 files: none ends with another exception than UserError, and none takes more memory
+    than it has bytes."""
     read = 0
     refused = 0
     for suffix, made in ((".pt", torch_files()), (".safetensors", safetensors_files())):
@@ -472,12 +712,16 @@ def test_strange_files_are_read_right_or_refused(tmp_path: Path) -> None:
             try:
                 found = next(iter(read_weights(path, "model.weights")[0].values()))
             except UserError as error:
-                assert str(path) in error.what and "\n" not in error.what and "\x1b" not in error.what, (name, error.what)
+                assert (
+                    str(path) in error.what and "\n" not in error.what and "\x1b" not in error.what
+                ), (name, error.what)
                 assert name.partition(",")[0] not in READ, (name, error.what)
                 refused += 1
             else:
                 expected = READ.get(name.partition(",")[0])
-                assert expected is None or found.flat[:12].tobytes()[: len(expected)] == expected, name
+                assert expected is None or found.flat[:12].tobytes()[: len(expected)] == expected, (
+                    name
+                )
                 read += 1
     assert read > 30 and refused > 110, (read, refused)
 
@@ -499,8 +743,17 @@ def test_an_index_of_weights(tmp_path: Path) -> None:
         read_weights(tmp_path, "model.weights")
 
 
-def test_names_with_brackets(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_with_brackets(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """They are shown as they are."""
-    save_file({**weights_of(trained), "[/bold]": np.ones(3), "a[0]": np.ones(3)}, tmp_path / "w.safetensors")
-    hvdtrain.train({"run": str(tmp_path / "run"), "stop.steps": 1}, *JOB.split(), f"model.weights={tmp_path / 'w.safetensors'}")
+    save_file(
+        {**weights_of(trained), "[/bold]": np.ones(3), "a[0]": np.ones(3)},
+        tmp_path / "w.safetensors",
+    )
+    hvdtrain.train(
+        {"run": str(tmp_path / "run"), "stop.steps": 1},
+        *JOB.split(),
+        f"model.weights={tmp_path / 'w.safetensors'}",
+    )
     assert "2 of the file are not of the model: [/bold], a[0]" in capsys.readouterr().out

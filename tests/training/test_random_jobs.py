@@ -1,4 +1,5 @@
-"""Jobs drawn from seeds: on ranks of any engine, stage and mesh, and resumed elsewhere, they compute what one process computes."""
+"""Jobs drawn from seeds: on ranks of any engine, stage and mesh, and resumed elsewhere, they
+compute what one process computes."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from hvdtrain.errors import UserError
 from hvdtrain.recipe.batch import resolve_batch_size
 from hvdtrain.training.conflicts import refuse_conflicts
 
-ON_2 = Limits(engines=("mpi", "torchdist"), sizes=(2,), frameworks=("torch",) * 8 + ("jax", "numpy"))
+ON_2 = Limits(
+    engines=("mpi", "torchdist"), sizes=(2,), frameworks=("torch",) * 8 + ("jax", "numpy")
+)
 SEEDS = range(12)
 
 
@@ -42,32 +45,66 @@ def test_a_seed_gives_one_job_and_few_jobs_are_refused() -> None:
         for place in filter(None, (job.place, job.next_place)):
             seen |= {word.partition("=")[0] for word in (*job.words.split(), *place.words.split())}
             try:
-                config = configure(None, f"{job.words} {place.words} comm.engine={place.engine}".split())
+                config = configure(
+                    None, f"{job.words} {place.words} comm.engine={place.engine}".split()
+                )
                 refuse_conflicts(resolve_batch_size(config, place.ranks), place.engine, place.ranks)
             except UserError:
                 refused += 1
     assert refused <= 3
-    assert {"shard.stage", "parallel.tensor", "optim.ema", "optim.clip_norm", "recipe.growth", "batch.micro", "framework"} <= seen
+    assert {
+        "shard.stage",
+        "parallel.tensor",
+        "optim.ema",
+        "optim.clip_norm",
+        "recipe.growth",
+        "batch.micro",
+        "framework",
+    } <= seen
 
 
-@pytest.mark.parametrize(("words", "kind"), [("", "equal"), ("optim.base_lr=0.0200001", "failed"), ("evaluate.every_steps=1", "failed")])
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [("", "equal"), ("optim.base_lr=0.0200001", "failed"), ("evaluate.every_steps=1", "failed")],
+)
 def test_other_numbers_and_other_events_are_found(tmp_path: Path, words: str, kind: str) -> None:
     """The job of one process, beside the same job with another rate or more evaluations."""
-    job: Any = next(job for job in (draw(seed, ON_2) for seed in range(50)) if "=torch " in job.words and job.next_place)
-    parts = [Part(job, ONE, tmp_path / "one"), Part(job, Place("single", 1, words), tmp_path / "other")]
+    job: Any = next(
+        job
+        for job in (draw(seed, ON_2) for seed in range(50))
+        if "=torch " in job.words and job.next_place
+    )
+    parts = [
+        Part(job, ONE, tmp_path / "one"),
+        Part(job, Place("single", 1, words), tmp_path / "other"),
+    ]
     parts.append(Part(job, ONE, tmp_path / "next", tmp_path / "one"))
     for part in parts:
         part.prepare()
-        assert train(SingleProcessCommunicator(), str(part.run), part.words) == {"code": 0, "text": ""}
+        assert train(SingleProcessCommunicator(), str(part.run), part.words) == {
+            "code": 0,
+            "text": "",
+        }
     verdict = compared(parts)
-    assert (verdict.kind, verdict.apart == 0.0) == (kind, words != "optim.base_lr=0.0200001"), verdict
+    assert (verdict.kind, verdict.apart == 0.0) == (kind, words != "optim.base_lr=0.0200001"), (
+        verdict
+    )
     text = shown(job, verdict, parts)
-    assert (f"cp -r one/checkpoints/step-{job.steps:08d} next/checkpoints; hvdtrain" in text) == (kind == "failed")
+    assert (f"cp -r one/checkpoints/step-{job.steps:08d} next/checkpoints; hvdtrain" in text) == (
+        kind == "failed"
+    )
 
 
 def test_a_refusal_is_one_with_code_2_that_names_a_key() -> None:
     text = "shard.stage=3 does not\n  where: shard.stage"
     assert judged(2, text) == Verdict("refused", "shard.stage: shard.stage=3 does not")
-    assert judged(1, text) is None and judged(2, "no.key is wrong") is None and judged(2, f"Traceback\n{text}") is None
+    assert (
+        judged(1, text) is None
+        and judged(2, "no.key is wrong") is None
+        and judged(2, f"Traceback\n{text}") is None
+    )
     config = draw(0, ON_2).words.split()
-    assert judged(**train(SingleProcessCommunicator(), "unused", [*config, "parallel.tensor=2"])) is not None
+    assert (
+        judged(**train(SingleProcessCommunicator(), "unused", [*config, "parallel.tensor=2"]))
+        is not None
+    )

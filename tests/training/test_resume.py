@@ -1,4 +1,5 @@
-"""Interrupted and resumed equals uninterrupted: to the last bit where it began, up to rounding on other ranks, engines and frameworks."""
+"""Interrupted and resumed equals uninterrupted: to the last bit where it began, up to rounding on
+other ranks, engines and frameworks."""
 
 from __future__ import annotations
 
@@ -49,14 +50,25 @@ class Jobs:
 
     def start(self, size: int, plan: dict[str, list[Work]]) -> None:
         """One start of MPI, or of one process, for all jobs of all engines on so many ranks."""
-        plan_json, out_json = (self.folder / f"{name}-{len(self.runs)}.json" for name in ("plan", "out"))
+        plan_json, out_json = (
+            self.folder / f"{name}-{len(self.runs)}.json" for name in ("plan", "out")
+        )
         plan_json.write_text(json.dumps(plan))
-        env = {"PYTHONPATH": PATH, "JAX_COMPILATION_CACHE_DIR": str(self.folder / "jax")}  # 1.3 s of a job without, 0.2 s with it
-        env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+        env = {
+            "PYTHONPATH": PATH,
+            "JAX_COMPILATION_CACHE_DIR": str(self.folder / "jax"),
+        }  # 1.3 s of a job without, 0.2 s with it
+        env |= {
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
         argv = ["tests/support/resume_matrix.py", str(plan_json), str(out_json)]
         result = python(argv, env=env) if size == 1 else mpirun(size, argv, env=env)
         assert result.returncode == 0, result.stderr
-        print(f"{size} ranks, {', '.join(plan)}: {sum(map(len, plan.values()))} jobs in {result.seconds:.1f} s")
+        print(
+            f"{size} ranks, {', '.join(plan)}: {sum(map(len, plan.values()))} jobs in "
+            f"{result.seconds:.1f} s"
+        )
         for run, outcome in json.loads(out_json.read_text()).items():
             self.runs[run] = read_run(Path(run), Outcome(*outcome))
 
@@ -71,18 +83,24 @@ class Jobs:
 
 
 def kinds_on(engine: str) -> list[str]:
-    """The kinds of state that are resumed on an engine: every second one on each, all on both with HVDTRAIN_TEST_ROUNDS=full."""
+    """The kinds of state that are resumed on an engine: every second one on each, all on both with
+    HVDTRAIN_TEST_ROUNDS=full."""
     place = [str(param.values[0]) for param in ENGINES].index(engine)
     return [kind for i, kind in enumerate(KINDS) if FULL or i % len(ENGINES) != place]
 
 
 class Matrix:
-    """Every setting's job stopped at every point, and gone on with in every setting; where both are the same, from every point."""
+    """Every setting's job stopped at every point, and gone on with in every setting; where both are
+    the same, from every point."""
 
     def __init__(self, folder: Path, engines: list[str], sizes: tuple[int, ...]) -> None:
         self.jobs = Jobs(folder)
         on = {size: engines if FULL or size > 1 else [] for size in sizes}
-        self.engines = {size: (["single"] if size == 1 else []) + on[size] for size in sizes if size == 1 or engines}
+        self.engines = {
+            size: (["single"] if size == 1 else []) + on[size]
+            for size in sizes
+            if size == 1 or engines
+        }
         self.settings = [
             Setting(engine, size, framework)
             for size in self.engines
@@ -106,36 +124,55 @@ class Matrix:
             if here[:2] == (engine, size):
                 yield Work(self.jobs.run("straight", *here), words)
                 for point, step in POINTS.items():
-                    yield Work(self.jobs.run("stopped", *here, point), words, Stop("train", step, size - 1))
+                    yield Work(
+                        self.jobs.run("stopped", *here, point), words, Stop("train", step, size - 1)
+                    )
         for place, (kind, words) in enumerate(KINDS.items() if size == 2 else ()):
             if kind not in kinds_on(engine):
                 continue
             stop = Stop("val", 6, 1) if "evaluation" in kind else Stop("train", 7, place % 2)
             yield Work(self.jobs.run("straight", engine, kind), f"{words} comm.engine={engine}")
-            yield Work(self.jobs.run("stopped", engine, kind), f"{words} comm.engine={engine}", stop)
+            yield Work(
+                self.jobs.run("stopped", engine, kind), f"{words} comm.engine={engine}", stop
+            )
 
     def _go_on(self, engine: str, size: int) -> Iterator[Work]:
         """In another process than the one that was stopped: nothing stays behind in its memory."""
         for saved, here, point in self.pairs:
             if here[:2] == (engine, size):
-                run = self.jobs.resumable(self.jobs.run("stopped", *saved, point), "resumed", *saved, *here, point)
+                run = self.jobs.resumable(
+                    self.jobs.run("stopped", *saved, point), "resumed", *saved, *here, point
+                )
                 yield Work(run, f"{LINEAR} comm.engine={engine} framework={here.framework}")
         for kind, words in KINDS.items() if size == 2 else ():
             if kind not in kinds_on(engine):
                 continue
-            run = self.jobs.resumable(self.jobs.run("stopped", engine, kind), "resumed", engine, kind)
+            run = self.jobs.resumable(
+                self.jobs.run("stopped", engine, kind), "resumed", engine, kind
+            )
             yield Work(run, f"{words} comm.engine={engine}")
 
     def kind(self, engine: str, kind: str) -> Cell:
-        return Cell(*(self.jobs.runs[self.jobs.run(part, engine, kind)] for part in ("straight", "stopped", "resumed")))
+        return Cell(
+            *(
+                self.jobs.runs[self.jobs.run(part, engine, kind)]
+                for part in ("straight", "stopped", "resumed")
+            )
+        )
 
     def cells(self) -> Iterator[tuple[Setting, Setting, Cell]]:
         for saved, resumed, point in self.pairs:
-            runs = (("straight", *saved), ("stopped", *saved, point), ("resumed", *saved, *resumed, point))
+            runs = (
+                ("straight", *saved),
+                ("stopped", *saved, point),
+                ("resumed", *saved, *resumed, point),
+            )
             yield saved, resumed, Cell(*(self.jobs.runs[self.jobs.run(*names)] for names in runs))
 
 
-Entries = dict[tuple[str, str], list[tuple[bool, float]]]  # (row, column) -> [(alike in what the table does not show, difference)]
+Entries = dict[
+    tuple[str, str], list[tuple[bool, float]]
+]  # (row, column) -> [(alike in what the table does not show, difference)]
 
 
 def table(corner: str, entries: Entries) -> str:
@@ -145,8 +182,18 @@ def table(corner: str, entries: Entries) -> str:
     for row in names:
         cells = []
         for column in names:
-            found = [max((number for alike, number in entries[row, column] if alike == wanted), default=None) for wanted in (True, False)]
-            cells.append(" / ".join(f"{number:.0e}" if number else "0" for number in found if number is not None))
+            found = [
+                max(
+                    (number for alike, number in entries[row, column] if alike == wanted),
+                    default=None,
+                )
+                for wanted in (True, False)
+            ]
+            cells.append(
+                " / ".join(
+                    f"{number:.0e}" if number else "0" for number in found if number is not None
+                )
+            )
         lines.append(f"| {row} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -157,7 +204,9 @@ def report(matrix: Matrix) -> str:
     frameworks: Entries = defaultdict(list)
     for saved, resumed, cell in matrix.cells():
         number = difference(cell)
-        places[f"{saved.engine} {saved.size}", f"{resumed.engine} {resumed.size}"].append((saved.framework == resumed.framework, number))
+        places[f"{saved.engine} {saved.size}", f"{resumed.engine} {resumed.size}"].append(
+            (saved.framework == resumed.framework, number)
+        )
         frameworks[saved.framework, resumed.framework].append((saved[:2] == resumed[:2], number))
     return f"""Largest relative difference to the uninterrupted run: {len(matrix.pairs)} resumes between {len(matrix.settings)} settings.
 
@@ -168,15 +217,20 @@ Communicator and ranks; in an entry: in the same framework / in another framewor
 Framework; in an entry: on the same engine and ranks / on others.
 
 {table("saved in, resumed in", frameworks)}
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")
 def matrix(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    """Starts four ranks only where a test was asked for that needs them, which are of full rounds."""
+    """Starts four ranks only where a test was asked for that needs them, which are of full
+    rounds."""
     here = [item for item in request.session.items if item.path == request.path]
     sizes = SIZES if FULL and any(item.get_closest_marker("ranks4") for item in here) else SIZES[:2]
-    engines = [str(engine.values[0]) for engine in ENGINES if not any(mark.args[0] for mark in engine.marks)]  # type: ignore[union-attr]
+    engines = [
+        str(engine.values[0])
+        for engine in ENGINES
+        if not any(mark.args[0] for mark in engine.marks)
+    ]  # type: ignore[union-attr]
     return Matrix(tmp_path_factory.mktemp("resume"), engines, sizes)
 
 
@@ -185,8 +239,12 @@ def matrix(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_interrupted_and_resumed_equals_uninterrupted(matrix: Matrix, ranks: int) -> None:
     """`ranks` are the most of the two settings."""
     cells = [found for found in matrix.cells() if max(found[0].size, found[1].size) == ranks]
-    here, less = (len([s for s in matrix.settings if s.size in sizes]) for sizes in ([ranks], range(ranks)))
-    assert len(cells) == (here + less) ** 2 - less**2 + 2 * here  # from all three points where both settings are the same
+    here, less = (
+        len([s for s in matrix.settings if s.size in sizes]) for sizes in ([ranks], range(ranks))
+    )
+    assert (
+        len(cells) == (here + less) ** 2 - less**2 + 2 * here
+    )  # from all three points where both settings are the same
     for saved, resumed, cell in cells:
         print(*saved, "->", *resumed)
         if saved == resumed:
@@ -198,9 +256,15 @@ def test_interrupted_and_resumed_equals_uninterrupted(matrix: Matrix, ranks: int
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "kind"),
-    [pytest.param(engine.values[0], kind, marks=engine.marks) for engine in ENGINES for kind in kinds_on(str(engine.values[0]))],
+    [
+        pytest.param(engine.values[0], kind, marks=engine.marks)
+        for engine in ENGINES
+        for kind in kinds_on(str(engine.values[0]))
+    ],
 )
-def test_every_kind_of_state_resumes_to_the_last_bit(matrix: Matrix, engine: str, kind: str) -> None:
+def test_every_kind_of_state_resumes_to_the_last_bit(
+    matrix: Matrix, engine: str, kind: str
+) -> None:
     cell = matrix.kind(engine, kind)
     check_same(cell)
     assert cell.stopped.train_state["progress"]["step"] == (6 if "evaluation" in kind else 9)
@@ -228,22 +292,52 @@ def test_the_table(matrix: Matrix) -> None:
                 (3, "torchdist", "shard.stage=0 parallel.tensor=1"),
                 (2, "mpi", "parallel.pipeline=2 parallel.micro_batches=5"),
                 (1, "single", "shard.stage=1 parallel.pipeline=1"),
-                *[(2, "horovod", "shard.stage=2"), (2, "mpi", "shard.stage=0 parallel.tensor=2")] * FULL,
+                *[(2, "horovod", "shard.stage=2"), (2, "mpi", "shard.stage=0 parallel.tensor=2")]
+                * FULL,
             ],
             marks=pytest.mark.ranks4,
         ),
-        ("jax", [(3, "mpi", "shard.stage=3"), (2, "mpi", "shard.stage=2"), *[(2, "horovod", f"shard.stage={n}") for n in (3, 1)] * FULL]),
+        (
+            "jax",
+            [
+                (3, "mpi", "shard.stage=3"),
+                (2, "mpi", "shard.stage=2"),
+                *[(2, "horovod", f"shard.stage={n}") for n in (3, 1)] * FULL,
+            ],
+        ),
     ],
 )
 def test_a_job_in_parts_goes_on_with_other_parts_ranks_and_engine(
     framework: str, starts: list[tuple[int, str, str]], tmp_path: Path
 ) -> None:
-    words = [*["data.name=digits", "model.name=mlp", "optim.name=sgd", "optim.base_lr=0.05", "optim.clip_norm=1", "batch.size=31"]]
-    words += [*["speed.precision=fp64", "log.every_s=60", "comm.bucket_mb=0.01", "recipe.schedule=constant", "recipe.warmup=0"]]
+    words = [
+        *[
+            "data.name=digits",
+            "model.name=mlp",
+            "optim.name=sgd",
+            "optim.base_lr=0.05",
+            "optim.clip_norm=1",
+            "batch.size=31",
+        ]
+    ]
+    words += [
+        *[
+            "speed.precision=fp64",
+            "log.every_s=60",
+            "comm.bucket_mb=0.01",
+            "recipe.schedule=constant",
+            "recipe.warmup=0",
+        ]
+    ]
     words += [f"framework={framework}"]
     one = tmp_path / "one"
     chain = tmp_path / "chain"
-    assert python(["-m", "hvdtrain", f"run={one}", *words, f"stop.steps={30 * len(starts)}"]).returncode == 0
+    assert (
+        python(
+            ["-m", "hvdtrain", f"run={one}", *words, f"stop.steps={30 * len(starts)}"]
+        ).returncode
+        == 0
+    )
     for place, (size, engine, parts) in enumerate(starts, start=1):
         place_words = [f"comm.engine={engine}", *parts.split(), f"stop.steps={30 * place}"]
         place_words += [f"resume={chain}"] if place > 1 else [f"run={chain}", *words]
@@ -265,33 +359,61 @@ def moved(stopped: Path, run: Path, **changes: Any) -> Path:
     return run
 
 
-def test_the_comparison_notices_lost_optimizer_state_and_samples_that_are_read_twice(tmp_path: Path) -> None:
+def test_the_comparison_notices_lost_optimizer_state_and_samples_that_are_read_twice(
+    tmp_path: Path,
+) -> None:
     def run(folder: Path, stop: Stop | None = None) -> Run:
-        return read_run(folder, do(Work(str(folder), f"{LINEAR} framework=numpy", stop), SingleProcessCommunicator()))
+        return read_run(
+            folder,
+            do(Work(str(folder), f"{LINEAR} framework=numpy", stop), SingleProcessCommunicator()),
+        )
 
     straight = run(tmp_path / "straight")
     stopped = run(tmp_path / "stopped", Stop("train", 7, 0))
     no_state = {name: array * (not name.startswith("s.")) for name, array in stopped.arrays.items()}
-    cases = {"whole": {}, "optimizer state": {"arrays": no_state}, "samples": {"progress": Progress(157, 471, 8, 278)}}
-    cells = {name: Cell(straight, stopped, run(moved(tmp_path / "stopped", tmp_path / name, **changes))) for name, changes in cases.items()}
+    cases = {
+        "whole": {},
+        "optimizer state": {"arrays": no_state},
+        "samples": {"progress": Progress(157, 471, 8, 278)},
+    }
+    cells = {
+        name: Cell(straight, stopped, run(moved(tmp_path / "stopped", tmp_path / name, **changes)))
+        for name, changes in cases.items()
+    }
     check_same(cells["whole"])
     assert difference(cells["optimizer state"]) > 1e-3
     assert difference(cells["samples"]) > 1e-3
-    assert {name: reads_the_rest(cell) for name, cell in cells.items()} == {"whole": True, "optimizer state": True, "samples": False}
+    assert {name: reads_the_rest(cell) for name, cell in cells.items()} == {
+        "whole": True,
+        "optimizer state": True,
+        "samples": False,
+    }
 
 
 @pytest.mark.clock
 def test_the_first_step_comes_as_soon_after_a_million_steps(tmp_path: Path) -> None:
     """Nothing is replayed: neither samples, nor batches, nor schedules."""
-    words = f"{LINEAR} framework=numpy epochs=1000000 recipe.growth=none recipe.grow_at=[] recipe.grow_to=[] max_steps="
+    words = (
+        f"{LINEAR} framework=numpy epochs=1000000 recipe.growth=none recipe.grow_at=[] "
+        "recipe.grow_to=[] max_steps="
+    )
     do(Work(str(tmp_path / "short"), f"{words}4"), SingleProcessCommunicator())
     seconds: dict[int, list[float]] = {4: [], 10**6: []}
     for turn, step in itertools.product(range(5), seconds):
         progress = Progress(157, 157 * 10**6, step, 31 * step)
-        run = moved(tmp_path / "short", tmp_path / f"{step}-{turn}", progress=progress, epoch=progress.epoch, evaluated=step - 1)
+        run = moved(
+            tmp_path / "short",
+            tmp_path / f"{step}-{turn}",
+            progress=progress,
+            epoch=progress.epoch,
+            evaluated=step - 1,
+        )
         outcome = do(Work(str(run), f"{words}{step + 3}"), SingleProcessCommunicator())
         assert outcome.rows == [indices(31 * step, 93, 0, 1, 157, seed=1).tolist()]
         seconds[step].append(outcome.start_s)
     early, late = (statistics.median(times) for times in seconds.values())
-    print(f"to the first sample: {1e3 * early:.1f} ms from step 4, {1e3 * late:.1f} ms from step 1,000,000 (medians of 5)")
+    print(
+        f"to the first sample: {1e3 * early:.1f} ms from step 4, {1e3 * late:.1f} ms from step "
+        "1,000,000 (medians of 5)"
+    )
     assert late < 10 * early + 0.05

@@ -1,4 +1,5 @@
-"""The run folder: one of its own, marked, without links; a folder of something else is refused and stays as it was."""
+"""The run folder: one of its own, marked, without links; a folder of something else is refused and
+stays as it was."""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ from hvdtrain.config.read import configure
 from hvdtrain.errors import DONE, USER, UserError
 from hvdtrain.training.run_folder import FILES, FOLDERS, MARKER, check_run_folder, make_run_folder
 
-JOB = ["framework=numpy", "model.name=linear", "comm.engine=single", "data.name=synthetic", "data.shape=[8,8,1]", "data.samples=32"]
+JOB = [
+    "framework=numpy",
+    "model.name=linear",
+    "comm.engine=single",
+    "data.name=synthetic",
+    "data.shape=[8,8,1]",
+    "data.samples=32",
+]
 JOB += ["data.val_samples=8", "batch.size=8", "epochs=1"]
 
 
@@ -30,7 +38,13 @@ def tree(folder: Path) -> dict[str, str]:
     """Each path below a folder, with what it is and the hash of what it holds."""
     found = {}
     for path in sorted(folder.rglob("*")):
-        content = os.readlink(path) if path.is_symlink() else hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "-"
+        content = (
+            os.readlink(path)
+            if path.is_symlink()
+            else hashlib.sha256(path.read_bytes()).hexdigest()
+            if path.is_file()
+            else "-"
+        )
         found[str(path.relative_to(folder))] = f"{path.lstat().st_mode:o} {content}"
     return found
 
@@ -51,15 +65,30 @@ def test_a_new_and_an_empty_folder_become_a_run_folder(there: list[str] | None) 
     assert make("run=run") == Path("run"), "what is in a run folder by now does not matter"
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "events.jsonl", "checkpoints/model.ckpt", "report.html", "thesis.tex", ".bashrc"])
-def test_a_folder_of_something_else_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.yaml",
+        "events.jsonl",
+        "checkpoints/model.ckpt",
+        "report.html",
+        "thesis.tex",
+        ".bashrc",
+    ],
+)
+def test_a_folder_of_something_else_is_refused(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = Path("run") / name
     path.parent.mkdir(parents=True)
     path.write_text("precious: true\n")
     before = tree(Path())
     assert main([*JOB, "run=run"]) == USER
     first = name.partition("/")[0]
-    expected = f"run is no run folder: {first} in it is not of hvdtrain\n  where: run, command line\n  fix: give run= a folder of its own"
+    expected = (
+        f"run is no run folder: {first} in it is not of hvdtrain\n  where: run, command line\n  "
+        "fix: give run= a folder of its own"
+    )
     assert f"{expected}, such as run=run/run-1\n" in capsys.readouterr().err
     assert tree(Path()) == before
 
@@ -68,13 +97,17 @@ def test_a_start_without_room_for_a_checkpoint_ends_before_its_first_step() -> N
     run = make("run=run")
     check_run_folder(run, 10**4)
     with pytest.raises(
-        UserError, match=r"^no room on the disk for a checkpoint: needs 1000000000000\.0 MB, \d+\.\d+ MB free\n  where: run\n"
+        UserError,
+        match=r"^no room on the disk for a checkpoint: needs 1000000000000\.0 MB, \d+\.\d+ MB "
+        r"free\n  where: run\n",
     ):
         check_run_folder(run, 10**18)
 
 
 @pytest.mark.parametrize("run", ["~", "/", ".", "link"])
-def test_the_home_folder_is_no_run_folder(run: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_home_folder_is_no_run_folder(
+    run: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Path("link").symlink_to(home)
     if run == ".":
         monkeypatch.chdir(home)
@@ -103,7 +136,11 @@ def test_a_link_in_a_run_folder_is_refused(name: str) -> None:
     (run / name).unlink(missing_ok=True)
     (run / name).symlink_to(outside)
     before = tree(Path())
-    with pytest.raises(UserError, match=f"^run/{name} is a link, not a (file|folder)\n  where: run, command line\n  fix: .*do not trust"):
+    with pytest.raises(
+        UserError,
+        match=f"^run/{name} is a link, not a (file|folder)\n  where: run, command line\n  fix: "
+        ".*do not trust",
+    ):
         make("run=run")
     assert tree(Path()) == before
 

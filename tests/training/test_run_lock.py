@@ -1,4 +1,5 @@
-"""One job at a time in a run folder: who is refused, who waits, who takes over, and what a job says that has lost its folder."""
+"""One job at a time in a run folder: who is refused, who waits, who takes over, and what a job says
+that has lost its folder."""
 
 from __future__ import annotations
 
@@ -34,8 +35,22 @@ from hvdtrain.training.progress.train_state import Progress, TrainState
 from hvdtrain.training.run_folder import write_config
 from hvdtrain.training.run_lock import LOCK, RunLock, read_holder
 
-DATA = ["data.name=synthetic", "data.shape=[8,8,1]", "data.samples=64", "data.val_samples=8", "batch.size=8"]  # 8 steps are an epoch
-JOB = ["-m", "hvdtrain", *DATA, "framework=numpy", "model.name=linear", "comm.engine=single", "log.every_s=0"]
+DATA = [
+    "data.name=synthetic",
+    "data.shape=[8,8,1]",
+    "data.samples=64",
+    "data.val_samples=8",
+    "batch.size=8",
+]  # 8 steps are an epoch
+JOB = [
+    "-m",
+    "hvdtrain",
+    *DATA,
+    "framework=numpy",
+    "model.name=linear",
+    "comm.engine=single",
+    "log.every_s=0",
+]
 LONG = ["epochs=100000", "log.every_steps=5", "checkpoint.every_steps=40"]
 MINE = this_process()
 ELSEWHERE = MINE._replace(token="0123456789abcdef", host="n7", machine="another", since_s=1.8e9)
@@ -55,7 +70,9 @@ class At(Heartbeat):
             self._action()
 
 
-def new_lock(stale_s: float = 60.0, start_s: float | None = None, heartbeat: Heartbeat | None = None) -> RunLock:
+def new_lock(
+    stale_s: float = 60.0, start_s: float | None = None, heartbeat: Heartbeat | None = None
+) -> RunLock:
     return RunLock(heartbeat or Heartbeat(), Signals(0), start_s, stale_s)
 
 
@@ -84,7 +101,10 @@ def test_a_living_job_is_named_and_what_is_given_back_is_free(run: Path) -> None
     with new_lock() as first, new_lock() as second:
         assert first.acquire(run) == []
         first.check()
-        with pytest.raises(UserError, match=rf"run is in use by another job: process {os.getpid()} on \S+, since 20") as caught:
+        with pytest.raises(
+            UserError,
+            match=rf"run is in use by another job: process {os.getpid()} on \S+, since 20",
+        ) as caught:
             second.acquire(run)
         assert caught.value.code == USER and str(run / LOCK) in caught.value.fix
         second.release()
@@ -93,7 +113,8 @@ def test_a_living_job_is_named_and_what_is_given_back_is_free(run: Path) -> None
 
 
 def test_its_thread_has_ended_with_it(run: Path) -> None:
-    """With the job, to which it has a reference: torch aborts a process where a thread frees a tensor while the interpreter ends."""
+    """With the job, to which it has a reference: torch aborts a process where a thread frees a
+    tensor while the interpreter ends."""
     with new_lock() as run_lock:
         run_lock.acquire(run)
         (thread,) = [thread for thread in threading.enumerate() if thread.name == "run lock"]
@@ -103,34 +124,52 @@ def test_its_thread_has_ended_with_it(run: Path) -> None:
 
 def test_the_lock_of_an_ended_process_is_taken_over_at_once(run: Path) -> None:
     gone = ended_process()
-    for left in (gone, gone._replace(pid=os.getpid())):  # its number may have been given to another process
+    for left in (
+        gone,
+        gone._replace(pid=os.getpid()),
+    ):  # its number may have been given to another process
         write(run, left)
         with new_lock() as run_lock:
-            assert run_lock.acquire(run) == [f"the lock of a job that ended without giving it back is taken over: {left}"]
+            assert run_lock.acquire(run) == [
+                f"the lock of a job that ended without giving it back is taken over: {left}"
+            ]
     assert os.listdir(run) == []
 
 
-def test_a_job_on_another_host_is_judged_by_its_signs_of_life(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_on_another_host_is_judged_by_its_signs_of_life(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write(run, ELSEWHERE)
     alive = At(4, lambda: write(run, ELSEWHERE._replace(beats=1)))
-    with new_lock(heartbeat=alive) as run_lock, pytest.raises(UserError, match=r"in use by another job: process \d+ on n7, since 2027-"):
+    with (
+        new_lock(heartbeat=alive) as run_lock,
+        pytest.raises(UserError, match=r"in use by another job: process \d+ on n7, since 2027-"),
+    ):
         run_lock.acquire(run)
     assert alive.beats == 5  # it is seen with the next look
     with new_lock(stale_s=0.8) as run_lock:
         began_s = time.monotonic()
         assert "on n7, since" in run_lock.acquire(run)[0]
         assert time.monotonic() - began_s > 0.8
-    assert re.search(r"n7, since 2027-01-1\d .*, not seen from here: no sign of life for", capsys.readouterr().err)
+    assert re.search(
+        r"n7, since 2027-01-1\d .*, not seen from here: no sign of life for",
+        capsys.readouterr().err,
+    )
 
 
 def test_the_wait_for_signs_of_life_ends_before_the_other_ranks_give_up(run: Path) -> None:
     write(run, ELSEWHERE)
-    with new_lock(start_s=1.0) as run_lock, pytest.raises(UserError, match=r"on n7, since .*, without a sign of life for \d+ s"):
+    with (
+        new_lock(start_s=1.0) as run_lock,
+        pytest.raises(UserError, match=r"on n7, since .*, without a sign of life for \d+ s"),
+    ):
         run_lock.acquire(run)
     assert holder_of(run) == ELSEWHERE
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff" * 2000, b'{"token": "../../x", "host": 3}', b"cut off"])
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"[]", b"\xff" * 2000, b'{"token": "../../x", "host": 3}', b"cut off"]
+)
 def test_a_lock_that_cannot_be_read_is_waited_for_and_taken_over(run: Path, data: bytes) -> None:
     (run / LOCK).write_bytes(to_bytes(MINE)[:100] if data == b"cut off" else data)
     with new_lock(stale_s=0.4) as run_lock:
@@ -139,7 +178,9 @@ def test_a_lock_that_cannot_be_read_is_waited_for_and_taken_over(run: Path, data
     assert os.listdir(run) == []
 
 
-def test_a_job_waits_for_the_last_checkpoint_of_the_one_before(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_waits_for_the_last_checkpoint_of_the_one_before(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with new_lock() as first:
         waiting = At(5, first.release)
         with new_lock(heartbeat=waiting) as second:
@@ -152,7 +193,9 @@ def test_a_job_waits_for_the_last_checkpoint_of_the_one_before(run: Path, capsys
 
 
 @pytest.mark.slow
-def test_a_job_shows_that_it_lives_and_that_it_stops(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_shows_that_it_lives_and_that_it_stops(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By a thread: the main one may be in a long step."""
     monkeypatch.setattr("hvdtrain.training.run_lock.BEAT_S", 0.5)
     signals = Signals(0)
@@ -174,7 +217,9 @@ def test_of_many_that_find_a_stale_lock_one_takes_it(run: Path) -> None:
         held = list[RunLock]()
         refused = list[UserError]()
 
-        def take(run_lock: RunLock, held: list[RunLock] = held, refused: list[UserError] = refused) -> None:
+        def take(
+            run_lock: RunLock, held: list[RunLock] = held, refused: list[UserError] = refused
+        ) -> None:
             try:
                 run_lock.acquire(run)
                 held.append(run_lock)
@@ -201,8 +246,11 @@ def test_a_claim_that_a_crash_left_holds_nobody_up(run: Path) -> None:
     assert os.listdir(run) == []
 
 
-def test_a_claim_that_has_come_in_the_place_of_another_is_as_old_as_it_is(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three that wait for a dead one's claim, one removes it, and the next makes its own: the third may not remove that."""
+def test_a_claim_that_has_come_in_the_place_of_another_is_as_old_as_it_is(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three that wait for a dead one's claim, one removes it, and the next makes its own: the
+    third may not remove that."""
     now_s = [0.0]
     claim = run / ".lock-token"
     claim.touch()
@@ -225,10 +273,16 @@ def test_a_claim_that_has_come_in_the_place_of_another_is_as_old_as_it_is(run: P
 def test_what_is_lost_is_said(run: Path) -> None:
     (run / "checkpoints" / "step-00000040").mkdir(parents=True)
     losses = {
-        "renamed to .*/elsewhere while the job ran; the steps after the checkpoint": lambda: run.rename(run.parent / "elsewhere"),
-        "deleted while the job ran: its checkpoints and its events are lost": lambda: shutil.rmtree(run),
+        "renamed to .*/elsewhere while the job ran; the steps after the checkpoint": lambda: (
+            run.rename(run.parent / "elsewhere")
+        ),
+        "deleted while the job ran: its checkpoints and its events are lost": lambda: shutil.rmtree(
+            run
+        ),
         "another job has taken the run folder .*: process .* on n7": lambda: write(run, ELSEWHERE),
-        "the lock of .* was removed, or the folder is being deleted; the steps after": (run / LOCK).unlink,
+        "the lock of .* was removed, or the folder is being deleted; the steps after": (
+            run / LOCK
+        ).unlink,
     }
     for words, lose in losses.items():
         run.mkdir(exist_ok=True)
@@ -252,10 +306,16 @@ def test_what_is_lost_is_said(run: Path) -> None:
         (ELSEWHERE, "warning", r"on n7, since 2027-.*, without a sign of life for \d+ s"),
     ],
 )
-def test_check_reports_who_has_the_folder(run: Path, holder: Holder, level: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_reports_who_has_the_folder(
+    run: Path, holder: Holder, level: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dry_run, "BEAT_S", 0.1)
     write(run, holder)
-    found = [finding for finding in dry_run.try_run_folder(configure(None, [f"run={run}"])).findings if LOCK in finding.where]
+    found = [
+        finding
+        for finding in dry_run.try_run_folder(configure(None, [f"run={run}"])).findings
+        if LOCK in finding.where
+    ]
     assert [finding.level for finding in found] == [level]
     assert re.search(words, found[0].what)
     assert holder_of(run) == holder
@@ -269,11 +329,14 @@ def start(run: Path, *words: str) -> Job:
 
 
 def is_one_job(run: Path) -> bool:
-    """Whether the steps of events follow each other: those of two jobs at the same time would be mixed."""
+    """Whether the steps of events follow each other: those of two jobs at the same time would be
+    mixed."""
     steps: list[int] = []
     for event in events(run):
         if event["kind"] == "start":
-            steps = steps[: next((i for i, step in enumerate(steps) if step > event["step"]), len(steps))]
+            steps = steps[
+                : next((i for i, step in enumerate(steps) if step > event["step"]), len(steps))
+            ]
         elif event["kind"] == "step":
             steps.append(event["step"])
     return steps == sorted(set(steps)) != []
@@ -281,7 +344,8 @@ def is_one_job(run: Path) -> bool:
 
 @pytest.mark.parametrize("pairs", [1, pytest.param(50 if FULL else 2, marks=pytest.mark.slow)])
 def test_two_jobs_never_mix(tmp_path: Path, pairs: int) -> None:
-    """The second one is refused, or it waits and finds a job that is over; the run is that of one job."""
+    """The second one is refused, or it waits and finds a job that is over; the run is that of one
+    job."""
     chance = random.Random(pairs)
     codes = list[tuple[int, int]]()
     for pair in range(pairs):
@@ -293,12 +357,22 @@ def test_two_jobs_never_mix(tmp_path: Path, pairs: int) -> None:
                 results = [one.wait(), two.wait()]
         assert {result.returncode for result in results} <= {DONE, USER}, results
         refused = [result for result in results if result.returncode == USER]
-        assert all("run-" in r.stderr and "is in use by another job: process" in r.stderr for r in refused), results
+        assert all(
+            "run-" in r.stderr and "is in use by another job: process" in r.stderr for r in refused
+        ), results
         codes.append((results[0].returncode, results[1].returncode))
         assert len(refused) < 2 and is_one_job(run), codes
-        assert newest(run) == 480 and [e["step"] for e in events(run) if e["kind"] == "epoch"] == list(range(8, 481, 8))
-        assert not [e for e in events(run) if e["kind"] == "checkpoint_failed"] and not (run / LOCK).exists()
-    print(f"{pairs} pairs: {sum(USER in pair for pair in codes)} refused, {codes.count((DONE, DONE))} one after the other")
+        assert newest(run) == 480 and [
+            e["step"] for e in events(run) if e["kind"] == "epoch"
+        ] == list(range(8, 481, 8))
+        assert (
+            not [e for e in events(run) if e["kind"] == "checkpoint_failed"]
+            and not (run / LOCK).exists()
+        )
+    print(
+        f"{pairs} pairs: {sum(USER in pair for pair in codes)} refused, "
+        f"{codes.count((DONE, DONE))} one after the other"
+    )
 
 
 @pytest.fixture
@@ -308,7 +382,9 @@ def long_job(tmp_path: Path) -> Iterator[Job]:
         yield job
 
 
-def test_a_killed_job_is_taken_over_and_a_stopped_one_gives_its_lock_back(tmp_path: Path, long_job: Job) -> None:
+def test_a_killed_job_is_taken_over_and_a_stopped_one_gives_its_lock_back(
+    tmp_path: Path, long_job: Job
+) -> None:
     run = tmp_path / "r"
     refused = start_and_wait(run, *LONG)
     assert refused.returncode == USER and "r is in use by another job: process " in refused.stderr
@@ -321,7 +397,11 @@ def test_a_killed_job_is_taken_over_and_a_stopped_one_gives_its_lock_back(tmp_pa
         wait_for(again, lambda: newest(run) > begun)
         os.kill(holder_of(run).pid, signal.SIGUSR2)  # type: ignore[union-attr]
         assert again.wait().returncode == REQUEUE
-    assert f"taken over: process {pid} on " in again_notes(run) and not (run / LOCK).exists() and is_one_job(run)
+    assert (
+        f"taken over: process {pid} on " in again_notes(run)
+        and not (run / LOCK).exists()
+        and is_one_job(run)
+    )
 
 
 def start_and_wait(run: Path, *words: str) -> Result:
@@ -334,7 +414,9 @@ def again_notes(run: Path) -> str:
 
 
 @pytest.mark.parametrize("what", ["events", "checkpoint", "config.yaml"])
-def test_a_folder_that_takes_the_place_of_the_locked_one_gets_no_file(run: Path, tmp_path: Path, what: str) -> None:
+def test_a_folder_that_takes_the_place_of_the_locked_one_gets_no_file(
+    run: Path, tmp_path: Path, what: str
+) -> None:
     """Not even between the look at the lock and the write."""
     there = tmp_path / "there"
 
@@ -350,7 +432,13 @@ def test_a_folder_that_takes_the_place_of_the_locked_one_gets_no_file(run: Path,
         if what == "events":
             JsonLinesWriter(run / "events.jsonl", run_lock)(Event(0.0, "start", 0, {}))
         elif what == "checkpoint":
-            files.write(run, TrainState(Progress(8, 80, 3, 24)), {"p.w": np.zeros(2)}, {}, open_run=run_lock.open)
+            files.write(
+                run,
+                TrainState(Progress(8, 80, 3, 24)),
+                {"p.w": np.zeros(2)},
+                {},
+                open_run=run_lock.open,
+            )
         else:
             write_config(configure(None, []), run, run_lock)
         assert os.listdir(run) == [] and len(os.listdir(there)) == 2
@@ -359,7 +447,9 @@ def test_a_folder_that_takes_the_place_of_the_locked_one_gets_no_file(run: Path,
 
 
 @pytest.mark.parametrize("how", ["deleted", "renamed", "replaced"])
-def test_a_run_folder_that_is_gone_ends_the_job_and_is_never_recreated(tmp_path: Path, long_job: Job, how: str) -> None:
+def test_a_run_folder_that_is_gone_ends_the_job_and_is_never_recreated(
+    tmp_path: Path, long_job: Job, how: str
+) -> None:
     run = tmp_path / "r"
     there = tmp_path / "there"
     pid = holder_of(run).pid  # type: ignore[union-attr]
@@ -373,10 +463,20 @@ def test_a_run_folder_that_is_gone_ends_the_job_and_is_never_recreated(tmp_path:
     os.kill(pid, signal.SIGCONT)
     result = long_job.wait()
     assert result.returncode == USER, result
-    words = "deleted while the job ran: its checkpoints and its events are lost" if how == "deleted" else f"renamed to {there} while"
-    assert f"the run folder {run} was {words}" in result.stderr and "Traceback" not in result.stderr, result.stderr
-    assert os.listdir(run) == [] if how == "replaced" else not run.exists(), "not recreated in halves"
+    words = (
+        "deleted while the job ran: its checkpoints and its events are lost"
+        if how == "deleted"
+        else f"renamed to {there} while"
+    )
+    assert (
+        f"the run folder {run} was {words}" in result.stderr and "Traceback" not in result.stderr
+    ), result.stderr
+    assert os.listdir(run) == [] if how == "replaced" else not run.exists(), (
+        "not recreated in halves"
+    )
     if how != "deleted":
         said = re.search(r"the steps after the checkpoint of step (\d+) are lost", result.stderr)
-        assert said and 40 <= int(said[1]) <= newest(there) <= int(said[1]) + 40, "one may have been under way"
+        assert said and 40 <= int(said[1]) <= newest(there) <= int(said[1]) + 40, (
+            "one may have been under way"
+        )
         assert f"run={there}" in result.stderr

@@ -1,4 +1,5 @@
-"""When a checkpoint is written, that training does not wait for the disk, and what happens when the disk does not take it."""
+"""When a checkpoint is written, that training does not wait for the disk, and what happens when the
+disk does not take it."""
 
 from __future__ import annotations
 
@@ -90,7 +91,8 @@ def test_every_so_many_steps(tmp_path: Path) -> None:
 
 
 def test_the_interval_follows_from_what_a_checkpoint_costs(tmp_path: Path) -> None:
-    """The first one is written after a guess; then its measured cost counts, which the event tells, and the first line."""
+    """The first one is written after a guess; then its measured cost counts, which the event tells,
+    and the first line."""
     job = SavedRun(tmp_path, every="auto")
     job.saver.due(1)
     job.clock.now += 3600
@@ -99,7 +101,9 @@ def test_the_interval_follows_from_what_a_checkpoint_costs(tmp_path: Path) -> No
     (event,) = job.events
     pause_s = event.fields["pause_s"]
     whole_s = event.fields["pause_s"] + event.fields["write_s"]
-    assert event.fields["every_s"] == pytest.approx(max(optimal_interval_s(pause_s, 24 * 3600), 10 * whole_s, 10.0), abs=0.1)
+    assert event.fields["every_s"] == pytest.approx(
+        max(optimal_interval_s(pause_s, 24 * 3600), 10 * whole_s, 10.0), abs=0.1
+    )
     (line,) = event.fields["lines"]
     assert line.startswith("checkpoint every ") and line.endswith("a fault every 24 h (0 so far)")
     job.clock.now += event.fields["every_s"] - 0.01
@@ -129,8 +133,11 @@ def test_at_the_end_of_an_epoch_once(tmp_path: Path) -> None:
     assert job.learner.copies == 1
 
 
-def test_training_goes_on_while_the_disk_is_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The write waits until the state has been changed behind its back: what is on the disk is the state of the call."""
+def test_training_goes_on_while_the_disk_is_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The write waits until the state has been changed behind its back: what is on the disk is the
+    state of the call."""
     free = threading.Event()
     writing = threading.Event()
     open_file = os.open
@@ -153,7 +160,10 @@ def test_training_goes_on_while_the_disk_is_busy(tmp_path: Path, monkeypatch: py
     free.set()
     job.saver.close()
     assert job.steps() == [2]
-    assert files.read_arrays(tmp_path / "checkpoints" / "step-00000002", 2**20)["p.w"].tolist() == [1.0] * 3
+    assert (
+        files.read_arrays(tmp_path / "checkpoints" / "step-00000002", 2**20)["p.w"].tolist()
+        == [1.0] * 3
+    )
     (event,) = job.events
     assert event.fields["pause_s"] < event.fields["write_s"]
 
@@ -189,7 +199,8 @@ def test_a_write_that_fails_is_reported_and_repeated_later(tmp_path: Path) -> No
     assert (event.kind, event.step) == ("checkpoint_failed", 20)
     reason = event.fields["reason"]
     assert event.fields["lines"] == [
-        f"no checkpoint of step 20: {reason}; the newest is of step 10; training goes on, and tries again every {RETRY_S:.0f} s"
+        f"no checkpoint of step 20: {reason}; the newest is of step 10; training goes on, and "
+        f"tries again every {RETRY_S:.0f} s"
     ]
     assert job.saver.finish(at(22), job.learner) == reason != ""  # type: ignore[arg-type]
     job.clock.now += RETRY_S - 1
@@ -217,7 +228,9 @@ def test_a_write_without_memory_says_so(tmp_path: Path, monkeypatch: pytest.Monk
         patched.setattr(os, "open", exhausted)
         job.synchronize(10, 11)
     assert job.events[-1].kind == "checkpoint_failed"
-    assert re.fullmatch(r"out of memory to write a checkpoint of \d+\.\d MB", job.events[-1].fields["reason"])
+    assert re.fullmatch(
+        r"out of memory to write a checkpoint of \d+\.\d MB", job.events[-1].fields["reason"]
+    )
 
 
 def test_an_evaluation_after_the_checkpoint_of_its_step_is_written_too(tmp_path: Path) -> None:
@@ -257,7 +270,9 @@ class LostInTheSecondSum(SingleProcessCommunicator):
         return x
 
 
-def test_a_rank_that_is_lost_before_it_writes_its_part_is_noticed_by_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_lost_before_it_writes_its_part_is_noticed_by_rank_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The writer waits for the part, until somebody notices; rank 0 would wait for its writer."""
     monkeypatch.setattr(checkpoints, "LOOK_S", 0.01)
     job = SavedRun(tmp_path, every_steps=4)
@@ -275,7 +290,9 @@ def test_a_rank_that_is_lost_before_it_writes_its_part_is_noticed_by_rank_0(tmp_
     given_up.set()
 
 
-def test_the_last_checkpoint_may_take_any_time_while_bytes_come_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_checkpoint_may_take_any_time_while_bytes_come_to_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """guard.start_s counts from the last of them, on the ranks that wait, too."""
     monkeypatch.setattr(files, "SYNC_BYTES", 1)
     monkeypatch.setattr(on_all_ranks, "MEET_S", 0.0)
@@ -305,8 +322,13 @@ def test_a_stop_that_comes_too_late_for_a_checkpoint_says_so(
     job.saver.measured_s = 96.0
     limit = Deadline("1h", {}, started_s=0.0, now_s=0.0, clock=lambda: 3600 - left_s)
     of_job = Checkpoints(SingleProcessCommunicator(), job.learner, tmp_path, 2**20, job.saver)  # type: ignore[arg-type]
-    loop: Any = SimpleNamespace(heartbeat=Heartbeat(), checkpoints=of_job, health=SimpleNamespace(deadline=limit))
+    loop: Any = SimpleNamespace(
+        heartbeat=Heartbeat(), checkpoints=of_job, health=SimpleNamespace(deadline=limit)
+    )
     for _ in range(2):  # the second time it is on the disk
         assert write_last_checkpoint(loop, at(2), "guard.max_time=1h", is_over=False) == ""
-    line = "guard.max_time=1h: 95 s are left for the last checkpoint, and one of this run has taken 96 s; where it is cut off, "
+    line = (
+        "guard.max_time=1h: 95 s are left for the last checkpoint, and one of this run has taken "
+        "96 s; where it is cut off, "
+    )
     assert capfd.readouterr().err == f"hvdtrain: {line}the newest is of step 1\n" * is_told

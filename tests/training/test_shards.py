@@ -1,4 +1,5 @@
-"""A checkpoint that several ranks write: the same bytes for any number of them, and an error where one of them fails."""
+"""A checkpoint that several ranks write: the same bytes for any number of them, and an error where
+one of them fails."""
 
 from __future__ import annotations
 
@@ -58,7 +59,11 @@ def pieces(rank: int, ranks: int, state: Arrays = STATE) -> list[Piece]:
         if name in SHARDED:
             own = part_of(array.size, rank, ranks)
             part = whole(name, array.reshape(-1)[own])
-            found.append(part._replace(shape=array.shape, start=own.start, stop=own.stop, is_whole=False, is_mine=True))
+            found.append(
+                part._replace(
+                    shape=array.shape, start=own.start, stop=own.stop, is_whole=False, is_mine=True
+                )
+            )
         else:
             found.append(whole(name, array))
     return found
@@ -68,10 +73,15 @@ def test_a_cut_lies_in_stretches_of_the_whole() -> None:
     whole_array = np.arange(24.0).reshape(6, 4)
     for cut in (WHOLE, Cut(0, 1, 2, 1), Cut(1, 1, 2, 0), Cut(1, 1, 4, 3), Cut(0, 3, 2, 1)):
         part = cut.of(whole_array)
-        assert cut.whole_shape(part.shape) == whole_array.shape and cut.local_shape(whole_array.shape) == part.shape
+        assert (
+            cut.whole_shape(part.shape) == whole_array.shape
+            and cut.local_shape(whole_array.shape) == part.shape
+        )
         for start, stop in ((0, part.size), (1, part.size - 1), (part.size // 2, part.size // 2)):
             runs = cut.runs(whole_array.shape, start, stop)
-            found = [number for first, behind in runs for number in whole_array.reshape(-1)[first:behind]]
+            found = [
+                number for first, behind in runs for number in whole_array.reshape(-1)[first:behind]
+            ]
             assert found == part.reshape(-1)[start:stop].tolist(), (cut, start, stop)
         copy = np.zeros_like(whole_array)
         cut.put(copy, part)
@@ -79,14 +89,19 @@ def test_a_cut_lies_in_stretches_of_the_whole() -> None:
 
 
 @pytest.mark.parametrize("several_hosts", [False, True])
-def test_ranks_with_columns_write_the_bytes_of_one_process(tmp_path: Path, several_hosts: bool) -> None:
+def test_ranks_with_columns_write_the_bytes_of_one_process(
+    tmp_path: Path, several_hosts: bool
+) -> None:
     def columns(rank: int) -> list[Piece]:
         # one column of five
         cut = Cut(1, 1, 5, rank)
         name = "s.body.weight.0"
         part = whole(name, cut.of(STATE[name]).reshape(-1))
         column = part._replace(shape=STATE[name].shape, is_whole=False, is_mine=True, cut=cut)
-        return [column if piece.name == name else piece._replace(is_mine=rank == 0) for piece in pieces(0, 1)]
+        return [
+            column if piece.name == name else piece._replace(is_mine=rank == 0)
+            for piece in pieces(0, 1)
+        ]
 
     def other(rank: int) -> None:
         write_parts(of_rank(rank), run, name, lambda: False)
@@ -109,21 +124,35 @@ def test_ranks_with_columns_write_the_bytes_of_one_process(tmp_path: Path, sever
 
 
 def parts(rank: int, ranks: int, state: Arrays = STATE, several_hosts: bool = False) -> Parts:
-    return Parts(pieces(rank, ranks, state), files.ARRAYS, files.file_of, rank, several_hosts=several_hosts)
+    return Parts(
+        pieces(rank, ranks, state), files.ARRAYS, files.file_of, rank, several_hosts=several_hosts
+    )
 
 
-def write(run: Path, ranks: int, other: Callable[[int], None] | None = None, state: Arrays = STATE, several_hosts: bool = False) -> Path:
+def write(
+    run: Path,
+    ranks: int,
+    other: Callable[[int], None] | None = None,
+    state: Arrays = STATE,
+    several_hosts: bool = False,
+) -> Path:
     """By rank 0 in this thread, and by the others in threads; `other`: what they do instead."""
     run.mkdir()
     name = files.unfinished_name(3, "0123456789abcdef")
     is_over = threading.Event()
-    does = other or (lambda rank: write_parts(parts(rank, ranks, state, several_hosts), run, name, is_over.is_set))
+    does = other or (
+        lambda rank: write_parts(
+            parts(rank, ranks, state, several_hosts), run, name, is_over.is_set
+        )
+    )
     threads = [threading.Thread(target=does, args=(rank,)) for rank in range(1, ranks)]
     for thread in threads:
         thread.start()
     try:
         of_rank_0 = parts(0, ranks, state, several_hosts)
-        return files.write(run, NOW, WrittenByAll(of_rank_0, range(1, ranks), ["n1"] * ranks, name), IDENTITY)
+        return files.write(
+            run, NOW, WrittenByAll(of_rank_0, range(1, ranks), ["n1"] * ranks, name), IDENTITY
+        )
     finally:
         is_over.set()  # a rank may come to a folder that rank 0 has removed
         for thread in threads:
@@ -136,22 +165,31 @@ def test_the_bytes_do_not_depend_on_the_number_of_ranks(tmp_path: Path, ranks: i
     alone = files.write(tmp_path / "alone", NOW, STATE, IDENTITY)
     one = write(tmp_path / "one", 1)
     many = write(tmp_path / "many", ranks)
-    assert {path.name: path.read_bytes() for path in one.iterdir()} == {path.name: path.read_bytes() for path in many.iterdir()}
+    assert {path.name: path.read_bytes() for path in one.iterdir()} == {
+        path.name: path.read_bytes() for path in many.iterdir()
+    }
     assert all((alone / file).read_bytes() == (many / file).read_bytes() for file in files.ARRAYS)
     for mapped in (True, False):
         read = files.read_arrays(many, 2**20, mapped=mapped)
-        assert read.keys() == STATE.keys() and all(np.array_equal(read[name], STATE[name]) for name in STATE)
+        assert read.keys() == STATE.keys() and all(
+            np.array_equal(read[name], STATE[name]) for name in STATE
+        )
 
 
 class NfsClients:
-    """os.pwrite as clients of NFS may do it: whole pages are written, in which all but the rank's own bytes are as the file began."""
+    """os.pwrite as clients of NFS may do it: whole pages are written, in which all but the rank's
+    own bytes are as the file began."""
 
     def __init__(self, page_bytes: int) -> None:
         self._page_bytes = page_bytes
         self._pwrite = os.pwrite
         self._lock = threading.Lock()
-        self._first: dict[str, bytes] = {}  # by the file's path: an inode is used again after a write that failed
-        self._pages: dict[tuple[threading.Thread, str], bytearray] = {}  # by the thread, which is a host of its own, and the file
+        self._first: dict[
+            str, bytes
+        ] = {}  # by the file's path: an inode is used again after a write that failed
+        self._pages: dict[
+            tuple[threading.Thread, str], bytearray
+        ] = {}  # by the thread, which is a host of its own, and the file
 
     def __call__(self, handle: int, data: memoryview, begin: int) -> int:
         if fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY:
@@ -184,7 +222,9 @@ def test_hosts_whose_clients_write_whole_pages_do_not_undo_each_others_bytes(
     one = write(tmp_path / "one", 1, state=LARGE)
     monkeypatch.setattr(os, "pwrite", NfsClients(page_bytes))
     many = write(tmp_path / "many", ranks, state=LARGE, several_hosts=True)
-    assert {path.name: path.read_bytes() for path in one.iterdir()} == {path.name: path.read_bytes() for path in many.iterdir()}
+    assert {path.name: path.read_bytes() for path in one.iterdir()} == {
+        path.name: path.read_bytes() for path in many.iterdir()
+    }
 
 
 class ShardedLearner:
@@ -207,11 +247,18 @@ class ShardedLearner:
 
 
 @pytest.mark.parametrize("hosts", [["n1", "n2"], ["n1", "n1"]])
-def test_a_job_on_several_hosts_writes_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: list[str]) -> None:
-    """Two ranks that take each other for one host's write single bytes: the checksums find what such clients undo."""
+def test_a_job_on_several_hosts_writes_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: list[str]
+) -> None:
+    """Two ranks that take each other for one host's write single bytes: the checksums find what
+    such clients undo."""
 
     def finish(communicator: ThreadRank) -> LastWrite:
-        saver = None if communicator.rank else Saver(tmp_path / "run", CheckpointConfig(), IDENTITY, Log([]))
+        saver = (
+            None
+            if communicator.rank
+            else Saver(tmp_path / "run", CheckpointConfig(), IDENTITY, Log([]))
+        )
         learner: Any = ShardedLearner(communicator.rank, communicator.size)
         return Checkpoints(communicator, learner, tmp_path / "run", 2**20, saver, hosts).finish(NOW)
 
@@ -220,20 +267,32 @@ def test_a_job_on_several_hosts_writes_so(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "pwrite", NfsClients(4096))
     failure = in_threads(2, finish)[0].failure
     if hosts == ["n1", "n1"]:
-        assert re.search("are not what was written", failure) and files.finished(tmp_path / "run") == []
+        assert (
+            re.search("are not what was written", failure)
+            and files.finished(tmp_path / "run") == []
+        )
     else:
         (many,) = files.finished(tmp_path / "run")
-        assert not failure and all((one / file).read_bytes() == (many / file).read_bytes() for file in files.ARRAYS)
+        assert not failure and all(
+            (one / file).read_bytes() == (many / file).read_bytes() for file in files.ARRAYS
+        )
 
 
-def test_ranks_that_wait_for_rank_0_make_progress_as_long_as_it_writes_or_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """guard.start_s and guard.stall_s count from the last bytes; so does the timeout of a collective where one reads."""
+def test_ranks_that_wait_for_rank_0_make_progress_as_long_as_it_writes_or_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """guard.start_s and guard.stall_s count from the last bytes; so does the timeout of a
+    collective where one reads."""
 
     def finish_and_read(communicator: ThreadRank) -> tuple[int, int]:
         beats = Heartbeat()
-        saver = None if communicator.rank else Saver(tmp_path, CheckpointConfig(), IDENTITY, Log([]))
+        saver = (
+            None if communicator.rank else Saver(tmp_path, CheckpointConfig(), IDENTITY, Log([]))
+        )
         learner: Any = ShardedLearner(communicator.rank, communicator.size)
-        of_rank = Checkpoints(communicator, learner, tmp_path, 2**20, saver, ["n1", "n1"], beats.go_on)
+        of_rank = Checkpoints(
+            communicator, learner, tmp_path, 2**20, saver, ["n1", "n1"], beats.go_on
+        )
         assert of_rank.finish(NOW) == ("", True)
         written = beats.beats
         assert of_rank.roll_back() == NOW
@@ -242,16 +301,31 @@ def test_ranks_that_wait_for_rank_0_make_progress_as_long_as_it_writes_or_reads(
     monkeypatch.setattr(on_all_ranks, "MEET_S", 0.0)
     found = in_threads(2, finish_and_read)
     assert all(written > 0 for written, _ in found)
-    assert [read for _, read in found] == [3 + len(LARGE)] * 2  # pieces of files that rank 0 checked, and arrays that travelled
+    assert [read for _, read in found] == [
+        3 + len(LARGE)
+    ] * 2  # pieces of files that rank 0 checked, and arrays that travelled
 
 
-def test_a_checkpoint_that_waits_for_a_long_write_makes_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle of training and without shards, too: each fsync takes 0.03 s here, and there is one for each 64 KiB."""
+def test_a_checkpoint_that_waits_for_a_long_write_makes_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of training and without shards, too: each fsync takes 0.03 s here, and there is
+    one for each 64 KiB."""
 
     def train(communicator: ThreadRank) -> list[int]:
         beats = Heartbeat()
-        saver = None if communicator.rank else Saver(tmp_path, CheckpointConfig(), IDENTITY, Log([]))
-        of_rank = Checkpoints(communicator, WholeLearner(), tmp_path, 2**20, saver, ["n1"] * communicator.size, beats.go_on)
+        saver = (
+            None if communicator.rank else Saver(tmp_path, CheckpointConfig(), IDENTITY, Log([]))
+        )
+        of_rank = Checkpoints(
+            communicator,
+            WholeLearner(),
+            tmp_path,
+            2**20,
+            saver,
+            ["n1"] * communicator.size,
+            beats.go_on,
+        )
         found = list[int]()
         for step in (3, 4):
             of_rank.expect()
@@ -267,8 +341,14 @@ def test_a_checkpoint_that_waits_for_a_long_write_makes_progress(tmp_path: Path,
     monkeypatch.setattr(array_file, "PIECE_BYTES", 2**16)
     for ranks in (1, 2):
         for first, second in in_threads(ranks, train):
-            assert first == 0 and second > 2, (first, second)  # 280 kB of weights in five pieces, 728 kB in twelve
-        assert [folder.name for folder in files.finished(tmp_path)] == ["step-00000003", "step-00000004"]
+            assert first == 0 and second > 2, (
+                first,
+                second,
+            )  # 280 kB of weights in five pieces, 728 kB in twelve
+        assert [folder.name for folder in files.finished(tmp_path)] == [
+            "step-00000003",
+            "step-00000004",
+        ]
 
 
 class WholeLearner:
@@ -286,19 +366,32 @@ class WholeLearner:
 def test_whole_blocks_are_a_ranks_own_and_the_rest_is_left() -> None:
     block = BLOCK_BYTES
     blocks = WholeBlocks(
-        [(3 * block + 5, 3 * block + 9), (10, block), (block, 2 * block + 7), (4 * block - 1, 4 * block + 30)], 4 * block + 30
+        [
+            (3 * block + 5, 3 * block + 9),
+            (10, block),
+            (block, 2 * block + 7),
+            (4 * block - 1, 4 * block + 30),
+        ],
+        4 * block + 30,
     )
     assert list(blocks.split(10, block)) == [(10, block, False)]
-    assert list(blocks.split(block, 2 * block + 7)) == [(block, 2 * block, True), (2 * block, 2 * block + 7, False)]
+    assert list(blocks.split(block, 2 * block + 7)) == [
+        (block, 2 * block, True),
+        (2 * block, 2 * block + 7, False),
+    ]
     assert list(blocks.split(block + 1, block + 4)) == [(block + 1, block + 4, True)]
-    assert list(blocks.split(3 * block + 5, 3 * block + 9)) == [(3 * block + 5, 3 * block + 9, False)]
+    assert list(blocks.split(3 * block + 5, 3 * block + 9)) == [
+        (3 * block + 5, 3 * block + 9, False)
+    ]
     end = [(4 * block - 1, 4 * block, False), (4 * block, 4 * block + 30, True)]
     assert list(blocks.split(4 * block - 1, 4 * block + 30)) == end  # the file ends there
 
 
 def report(run: Path, **content: object) -> None:
     """What rank 1 says, which has written nothing."""
-    folder = shards._wait_for_folder(run, files.unfinished_name(3, "0123456789abcdef"), lambda: False)
+    folder = shards._wait_for_folder(
+        run, files.unfinished_name(3, "0123456789abcdef"), lambda: False
+    )
     assert folder is not None
     with folder:
         folder.replace("rank-00001.written", json.dumps(content).encode())
@@ -307,7 +400,9 @@ def report(run: Path, **content: object) -> None:
 def test_a_rank_that_cannot_write_is_named_and_nothing_stays(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with pytest.raises(OSError, match=r"No space left on device \(rank 1 on n1\)") as caught:
-        write(run, 2, lambda rank: report(run, errno=errno.ENOSPC, failure="No space left on device"))
+        write(
+            run, 2, lambda rank: report(run, errno=errno.ENOSPC, failure="No space left on device")
+        )
     assert caught.value.errno == errno.ENOSPC and list((run / "checkpoints").iterdir()) == []
 
 
@@ -323,9 +418,15 @@ class Wrong(Parts):
 
 
 @pytest.mark.parametrize(
-    ("more", "words"), [(ByteSum(0, 1), "were not written, or not by one rank"), (ByteSum(1, 0), "are not what was written")]
+    ("more", "words"),
+    [
+        (ByteSum(0, 1), "were not written, or not by one rank"),
+        (ByteSum(1, 0), "are not what was written"),
+    ],
 )
-def test_a_rank_that_writes_too_little_or_something_else_is_found(tmp_path: Path, more: ByteSum, words: str) -> None:
+def test_a_rank_that_writes_too_little_or_something_else_is_found(
+    tmp_path: Path, more: ByteSum, words: str
+) -> None:
     run = tmp_path / "run"
     name = files.unfinished_name(3, "0123456789abcdef")
     with pytest.raises(OSError, match=f"bytes of weights.safetensors {words}"):
@@ -334,7 +435,9 @@ def test_a_rank_that_writes_too_little_or_something_else_is_found(tmp_path: Path
 
 
 @pytest.mark.parametrize("several_hosts", [False, True])
-def test_each_rank_reads_an_equal_share_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, several_hosts: bool) -> None:
+def test_each_rank_reads_an_equal_share_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, several_hosts: bool
+) -> None:
     for module in (sums, shards):
         monkeypatch.setattr(module, "CHUNK_BYTES", 2**16)
     read: Counter[str] = Counter()
@@ -377,7 +480,9 @@ def test_a_rank_that_has_written_reads_its_share_though_its_job_ends(tmp_path: P
     is_over = threading.Event()
 
     class LastOne(Parts):
-        def write(self, folder: Folder, on_disk: Callable[[], None] = lambda: None) -> list[ByteSum]:
+        def write(
+            self, folder: Folder, on_disk: Callable[[], None] = lambda: None
+        ) -> list[ByteSum]:
             is_over.set()
             return super().write(folder, on_disk)
 
@@ -386,14 +491,18 @@ def test_a_rank_that_has_written_reads_its_share_though_its_job_ends(tmp_path: P
     assert is_over.is_set() and files.read_arrays(found, 2**20).keys() == STATE.keys()
 
 
-def test_a_rank_whose_job_ends_does_not_wait_long_for_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_whose_job_ends_does_not_wait_long_for_rank_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shards, "CLOSING_S", 0.2)
     name = files.unfinished_name(3, "0123456789abcdef")
     is_over = threading.Event()
     of_rank = parts(1, 2)
     with Folder.make(tmp_path, "checkpoints", name) as folder:
         WrittenByAll(of_rank, [1], ["n1", "n1"], name).prepare(folder)
-        thread = threading.Thread(target=write_parts, args=(of_rank, tmp_path, name, is_over.is_set))
+        thread = threading.Thread(
+            target=write_parts, args=(of_rank, tmp_path, name, is_over.is_set)
+        )
         thread.start()
         wait_until(lambda: "rank-00001.written" in folder.names(), "rank 1 has written")
         thread.join(1.0)
@@ -403,16 +512,25 @@ def test_a_rank_whose_job_ends_does_not_wait_long_for_rank_0(tmp_path: Path, mon
         assert not thread.is_alive() and "rank-00001.read" not in folder.names()
 
 
-@pytest.mark.parametrize(("sizes", "ranks"), [((10, 3), 4), ((0, 5), 3), ((1, 0), 2), ((7, 9), 1), ((2, 1), 5)])
+@pytest.mark.parametrize(
+    ("sizes", "ranks"), [((10, 3), 4), ((0, 5), 3), ((1, 0), 2), ((7, 9), 1), ((2, 1), 5)]
+)
 def test_shares_are_equal_and_every_chunk_is_in_one(sizes: tuple[int, int], ranks: int) -> None:
     """sizes: of two files, in chunks, of which the last ones have one byte."""
-    in_bytes = {file: max(0, (count - 1) * sums.CHUNK_BYTES + 1) if count else 0 for file, count in zip("ab", sizes, strict=True)}
+    in_bytes = {
+        file: max(0, (count - 1) * sums.CHUNK_BYTES + 1) if count else 0
+        for file, count in zip("ab", sizes, strict=True)
+    }
     shares = [shards.Share(in_bytes, rank, ranks)._chunks for rank in range(ranks)]
-    assert [chunk for share in shares for chunk in share] == [("a", n) for n in range(sizes[0])] + [("b", n) for n in range(sizes[1])]
+    assert [chunk for share in shares for chunk in share] == [("a", n) for n in range(sizes[0])] + [
+        ("b", n) for n in range(sizes[1])
+    ]
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def test_every_flipped_bit_and_every_missing_file_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_flipped_bit_and_every_missing_file_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in (sums, shards):
         monkeypatch.setattr(module, "CHUNK_BYTES", 2**6)
     folder = write(tmp_path / "run", 3)
@@ -451,25 +569,36 @@ def test_a_chunk_that_is_damaged_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     with (folder / "optimizer.safetensors").open("r+b") as file:
         file.seek(300_000)
         file.write(b"?")
-    with pytest.raises(Damaged, match="optimizer.safetensors: bytes 262144 to 327680 do not have their checksum"):
+    with pytest.raises(
+        Damaged, match="optimizer.safetensors: bytes 262144 to 327680 do not have their checksum"
+    ):
         read(folder)
 
 
 def test_chunks_are_checked_by_hand(tmp_path: Path) -> None:
     """The two commands of docs/reliability.md, of files of 9 MB and of some bytes."""
     folder = write(tmp_path / "run", 2, state={"p.w": np.arange(9e6 / 8), "s.head.0": np.zeros(2)})
-    done = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=folder, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["sha256sum", "-c", "SHA256SUMS"], cwd=folder, capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines() == [
-        f"{name}: OK" for name in ("weights.safetensors.chunks", "optimizer.safetensors.chunks", "progress.json")
+        f"{name}: OK"
+        for name in ("weights.safetensors.chunks", "optimizer.safetensors.chunks", "progress.json")
     ]
     for file in files.ARRAYS:
         command = f"split -b 4M --filter=sha256sum {file} | cut -c 1-64 | cmp - {file}.chunks"
-        assert subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=folder, check=False).returncode == 0, command
+        assert (
+            subprocess.run(
+                ["bash", "-o", "pipefail", "-c", command], cwd=folder, check=False
+            ).returncode
+            == 0
+        ), command
     assert len((folder / "weights.safetensors.chunks").read_text().splitlines()) == 3
 
 
 class SlowRank:
-    """The clock of rank 0, 10 s further at each look, and a rank that writes until 1,500 s and tells so every 200 s, as long as `moves`.
+    """The clock of rank 0, 10 s further at each look, and a rank that writes until 1,500 s and
+    tells so every 200 s, as long as `moves`.
 
     It reads until 1,700 s.
     """
@@ -481,14 +610,23 @@ class SlowRank:
 
     def __call__(self) -> float:
         self.now_s += 10
-        with Folder.open(self._run, "checkpoints", files.unfinished_name(3, "0123456789abcdef")) as folder:
+        with Folder.open(
+            self._run, "checkpoints", files.unfinished_name(3, "0123456789abcdef")
+        ) as folder:
             if self.now_s % 200 == 0 and self._moves:
                 shards._tell_progress(folder, 1)
             if self.now_s == 1500:
-                folder.replace("rank-00001.written", json.dumps({"sums": parts(1, 2).write(folder)}).encode())
+                folder.replace(
+                    "rank-00001.written", json.dumps({"sums": parts(1, 2).write(folder)}).encode()
+                )
             if self.now_s == 1700:
                 share = shards.Share(parts(1, 2).layout.sizes, 1, 2).read(folder, lambda: None)
-                folder.replace("rank-00001.read", json.dumps({"sums": [*share.sums.values()], "checksums": share.checksums}).encode())
+                folder.replace(
+                    "rank-00001.read",
+                    json.dumps(
+                        {"sums": [*share.sums.values()], "checksums": share.checksums}
+                    ).encode(),
+                )
         return float(self.now_s)
 
 
@@ -500,19 +638,28 @@ def test_a_rank_may_write_for_any_time_and_is_named_where_it_writes_nothing(
     run = tmp_path / "run"
     clock = SlowRank(tmp_path / "run", moves)
     run.mkdir()
-    written = WrittenByAll(parts(0, 2), [1], ["n1", "n2"], files.unfinished_name(3, "0123456789abcdef"), clock=clock)
+    written = WrittenByAll(
+        parts(0, 2), [1], ["n1", "n2"], files.unfinished_name(3, "0123456789abcdef"), clock=clock
+    )
     if moves:
         moves = list[int]()
         found = files.write(run, NOW, written, IDENTITY, moved=lambda: moves.append(clock.now_s))
-        assert (found / files.ARRAYS[1]).read_bytes() == (write(tmp_path / "one", 1) / files.ARRAYS[1]).read_bytes()
+        assert (found / files.ARRAYS[1]).read_bytes() == (
+            write(tmp_path / "one", 1) / files.ARRAYS[1]
+        ).read_bytes()
         assert moves[:7] == [210, 410, 610, 810, 1010, 1210, 1410] and clock.now_s == 1700
     else:
-        with pytest.raises(OSError, match="rank 1 on n2 has neither written nor read anything of its part for 300 s"):
+        with pytest.raises(
+            OSError,
+            match="rank 1 on n2 has neither written nor read anything of its part for 300 s",
+        ):
             files.write(run, NOW, written, IDENTITY)
         assert clock.now_s == 320  # its first look is at 10 s
 
 
-def test_a_rank_tells_of_what_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_tells_of_what_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shared_file, "SYNC_BYTES", 2**17)
     monkeypatch.setattr(shared_file, "PIECE_BYTES", 2**16)
     of_rank_0 = WrittenByAll(parts(0, 1, LARGE), [], ["n1"], "")
@@ -541,19 +688,29 @@ def test_a_part_that_nobody_waits_for_is_not_written(tmp_path: Path) -> None:
 @needs_mpirun
 @pytest.mark.slow
 def test_ranks_that_do_not_see_one_disk_gather_the_state_and_say_so(tmp_path: Path) -> None:
-    """Each rank starts in a folder of its own, and run= is relative: rank 1 sees no run folder. The files are those of a shared one."""
+    """Each rank starts in a folder of its own, and run= is relative: rank 1 sees no run folder. The
+    files are those of a shared one."""
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
-    words = "model.name=mlp model.widths=[8] optim.base_lr=0.01 batch.size=64 epochs=1 comm.engine=mpi shard.stage=2 speed.precision=fp64"
-    start = f"cd {tmp_path}/$OMPI_COMM_WORLD_RANK && exec {sys.executable} -m hvdtrain run=r {words}"
+    words = (
+        "model.name=mlp model.widths=[8] optim.base_lr=0.01 batch.size=64 epochs=1 "
+        "comm.engine=mpi shard.stage=2 speed.precision=fp64"
+    )
+    start = (
+        f"cd {tmp_path}/$OMPI_COMM_WORLD_RANK && exec {sys.executable} -m hvdtrain run=r {words}"
+    )
     result = mpirun_of(["sh", "-c", start])
     assert result.returncode == 0, result
-    assert "rank 1 on " in result.stderr and "does not see the run folder r of rank 0" in result.stderr, result.stderr
+    assert (
+        "rank 1 on " in result.stderr and "does not see the run folder r of rank 0" in result.stderr
+    ), result.stderr
     assert not (tmp_path / "1" / "r" / "checkpoints").exists()
     shared = mpirun(2, ["-m", "hvdtrain", f"run={tmp_path}/shared", *words.split()])
     assert shared.returncode == 0 and "does not see" not in shared.stderr, shared
     for file in files.ARRAYS:
-        newest = [files.finished(run)[-1] / file for run in (tmp_path / "0" / "r", tmp_path / "shared")]
+        newest = [
+            files.finished(run)[-1] / file for run in (tmp_path / "0" / "r", tmp_path / "shared")
+        ]
         assert newest[0].read_bytes() == newest[1].read_bytes()
 
 
@@ -561,5 +718,10 @@ def mpirun_of(command: list[str]) -> subprocess.CompletedProcess[str]:
     """Two ranks of another program than Python."""
     environ = {**environment(), "PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [str(mpirun_path()), "-np", "2", *command], capture_output=True, text=True, timeout=HANG_S, check=False, env=environ
+        [str(mpirun_path()), "-np", "2", *command],
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+        env=environ,
     )

@@ -1,4 +1,5 @@
-"""Masks for the report: pixels of the picture beside those of the data and of predict, on several ranks, in a job."""
+"""Masks for the report: pixels of the picture beside those of the data and of predict, on several
+ranks, in a job."""
 
 from __future__ import annotations
 
@@ -26,16 +27,25 @@ from hvdtrain.training.samples import SampleSeries
 from hvdtrain.training.shown_masks import Masks, palette, picture
 from hvdtrain.training.start import begin
 
-UNET = ["model.name=unet", "model.widths=[4,6]", "model.norm=group", "model.groups=2", "batch.size=8"]
+UNET = [
+    "model.name=unet",
+    "model.widths=[4,6]",
+    "model.norm=group",
+    "model.groups=2",
+    "batch.size=8",
+]
 WORDS = ["data.name=own_data:shapes", "task.name=segmentation", "task.ignore_label=255", *UNET]
 
 
 def tiles_of(page: np.ndarray, samples: int, side: int) -> np.ndarray:
-    """(samples, 3, side, side, 3) of a picture of small square images; lines of text have 20 pixels, gaps 6."""
+    """(samples, 3, side, side, 3) of a picture of small square images; lines of text have 20
+    pixels, gaps 6."""
     factor = 192 // side
     rows = [40 + row * (20 + 192 + 6) for row in range(samples)]
     columns = [column * (192 + 6) for column in range(3)]
-    return np.array([[page[y : y + 192 : factor, x : x + 192 : factor] for x in columns] for y in rows])
+    return np.array(
+        [[page[y : y + 192 : factor, x : x + 192 : factor] for x in columns] for y in rows]
+    )
 
 
 def test_each_pixel_has_the_colour_of_its_class() -> None:
@@ -47,7 +57,10 @@ def test_each_pixel_has_the_colour_of_its_class() -> None:
     colours = np.array([[0, 0, 0], [128, 0, 0], [0, 128, 0]], np.uint8)
     assert np.array_equal(images, data["x"][3:5]) and np.array_equal(model, colours[said])
     has_class = data["y"][3:5] != 255
-    assert np.array_equal(true[has_class], colours[data["y"][3:5][has_class]]) and (true[~has_class] == 205).all()
+    assert (
+        np.array_equal(true[has_class], colours[data["y"][3:5][has_class]])
+        and (true[~has_class] == 205).all()
+    )
     legend = {tuple(pixel) for pixel in page[-20:].reshape(-1, 3).tolist()}
     assert {*map(tuple, colours.tolist()), (205, 205, 205)} <= legend
 
@@ -57,8 +70,14 @@ def test_floats_are_grey_from_the_least_to_the_largest_and_large_images_smaller(
     y = np.arange(600)[None, None, :].repeat(1000, 1) // 300 * 299
     page = picture(Masks(np.array([0]), x, y, y, None))
     assert page.shape == (20 + 20 + 334 + 6 + 22, 3 * 206 - 6, 3), "every third pixel"
-    assert page[40:374, :200].min() == 0 and page[40:374, :200].max() == 255 and np.ptp(page[40:374, :200], 2).max() == 0
-    assert np.array_equal(page[40, 206], palette()[0]) and np.array_equal(page[40, 405], palette()[299 - 256])
+    assert (
+        page[40:374, :200].min() == 0
+        and page[40:374, :200].max() == 255
+        and np.ptp(page[40:374, :200], 2).max() == 0
+    )
+    assert np.array_equal(page[40, 206], palette()[0]) and np.array_equal(
+        page[40, 405], palette()[299 - 256]
+    )
 
 
 def test_ranks_make_one_picture_of_their_masks(tmp_path: Path) -> None:
@@ -74,7 +93,16 @@ def test_ranks_make_one_picture_of_their_masks(tmp_path: Path) -> None:
         (run := tmp_path / f"{rank.size}").mkdir(exist_ok=True)
         health: Any = None  # of sequences alone
         series = SampleSeries(
-            config, datasets.task, datasets.val, rank, learner, Heartbeat(), health, Log([]), run=run, open_run=Folder.open
+            config,
+            datasets.task,
+            datasets.val,
+            rank,
+            learner,
+            Heartbeat(),
+            health,
+            Log([]),
+            run=run,
+            open_run=Folder.open,
         )
         series.draw(begin(config, datasets))
 
@@ -84,21 +112,49 @@ def test_ranks_make_one_picture_of_their_masks(tmp_path: Path) -> None:
     assert one.read_bytes() == three.read_bytes()
     shown = tiles_of(np.asarray(Image.open(io.BytesIO(one.read_bytes()))), 2, 16)
     data = own_data.shapes("val")
-    said = first.predict(first.to_device({name: array[[0, 11]] for name, array in data.items()})).outputs.argmax(1)
-    assert np.array_equal(shown[:, 0], data["x"][[0, 11]]) and np.array_equal(shown[:, 2], palette()[said])
+    said = first.predict(
+        first.to_device({name: array[[0, 11]] for name, array in data.items()})
+    ).outputs.argmax(1)
+    assert np.array_equal(shown[:, 0], data["x"][[0, 11]]) and np.array_equal(
+        shown[:, 2], palette()[said]
+    )
 
 
-def test_a_job_ends_with_a_picture_and_has_more_of_them_where_it_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_ends_with_a_picture_and_has_more_of_them_where_it_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    for run, word in (("usual", "log.samples=null"), ("more", "log.samples=99"), ("none", "log.samples=0")):
-        assert main([*WORDS, word, "epochs=2", "optim.ema=0.5", "optim.base_lr=0.3", f"run={run}"]) == 0
-    found = {run: sorted(path.name for path in (tmp_path / run).glob("samples/*")) for run in ("usual", "more", "none")}
+    for run, word in (
+        ("usual", "log.samples=null"),
+        ("more", "log.samples=99"),
+        ("none", "log.samples=0"),
+    ):
+        assert (
+            main([*WORDS, word, "epochs=2", "optim.ema=0.5", "optim.base_lr=0.3", f"run={run}"])
+            == 0
+        )
+    found = {
+        run: sorted(path.name for path in (tmp_path / run).glob("samples/*"))
+        for run in ("usual", "more", "none")
+    }
     names = [f"masks-{step:08}.png" for step in (0, 5, 10)]
     assert found == {"usual": names[-1:], "more": names, "none": []}
-    assert '"kind": "samples", "step": 5, "count": 12,' in (tmp_path / "more" / "events.jsonl").read_text(), "all of them"
-    events = [json.loads(line) for line in (tmp_path / "usual" / "events.jsonl").read_text().splitlines()]
-    assert [(event["step"], event["count"]) for event in events if event["kind"] == "samples"] == [(10, 4)]
+    assert (
+        '"kind": "samples", "step": 5, "count": 12,'
+        in (tmp_path / "more" / "events.jsonl").read_text()
+    ), "all of them"
+    events = [
+        json.loads(line) for line in (tmp_path / "usual" / "events.jsonl").read_text().splitlines()
+    ]
+    assert [(event["step"], event["count"]) for event in events if event["kind"] == "samples"] == [
+        (10, 4)
+    ]
     shown = tiles_of(np.asarray(Image.open(tmp_path / "usual" / "samples" / names[-1])), 4, 16)
-    said = hvdtrain.predict("usual", own_data.shapes("val")["x"]).argmax(1)  # by the averaged weights, too
+    said = hvdtrain.predict("usual", own_data.shapes("val")["x"]).argmax(
+        1
+    )  # by the averaged weights, too
     assert np.array_equal(shown[:, 2], palette()[said[[0, 3, 7, 11]]])
-    assert main([*WORDS, "epochs=2", "optim.ema=0.5", "optim.base_lr=0.3", "resume=auto", "run=usual"]) == 0, "it is over"
+    assert (
+        main([*WORDS, "epochs=2", "optim.ema=0.5", "optim.base_lr=0.3", "resume=auto", "run=usual"])
+        == 0
+    ), "it is over"

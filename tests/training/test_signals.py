@@ -1,4 +1,5 @@
-"""A signal is a flag, also while the main thread is inside MPI; a second one kills; children and earlier handlers are not affected."""
+"""A signal is a flag, also while the main thread is inside MPI; a second one kills; children and
+earlier handlers are not affected."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def test_the_first_signal_is_received_and_the_former_handlers_come_back() -> Non
 
 
 def test_poll_receives_a_signal_before_its_handler_runs() -> None:
-    """The kernel's part only, as while the main thread is inside C code: the number is in the socket, the handler has not run."""
+    """The kernel's part only, as while the main thread is inside C code: the number is in the
+    socket, the handler has not run."""
     with Signals(0) as signals:
         for number in HANDLED:
             signal.signal(number, lambda number, frame: None)
@@ -119,7 +121,9 @@ def test_what_the_parent_ignores_stays_ignored() -> None:
         signal.signal(signal.SIGINT, former)
 
 
-@pytest.mark.filterwarnings("ignore:.*fork")  # of a process that other tests have given threads: this child only sleeps
+@pytest.mark.filterwarnings(
+    "ignore:.*fork"
+)  # of a process that other tests have given threads: this child only sleeps
 def test_a_forked_child_ends_by_sigterm_and_its_parent_receives_nothing() -> None:
     """As a pool of readers, which its parent ends by SIGTERM."""
     reader, writer = os.pipe()
@@ -138,10 +142,12 @@ def test_a_forked_child_ends_by_sigterm_and_its_parent_receives_nothing() -> Non
     os.close(writer)
 
 
-@pytest.mark.parametrize(("engine", "how"), [("single", "loop"), pytest.param("mpi", "alone", marks=needs_mpirun)])
+@pytest.mark.parametrize(
+    ("engine", "how"), [("single", "loop"), pytest.param("mpi", "alone", marks=needs_mpirun)]
+)
 def test_a_second_signal_kills_at_once(engine: str, how: str) -> None:
-    """In an endless loop, and in a collective that the other rank never joins. A repetition within a second is the same signal, so the
-    second one comes again and again.
+    """In an endless loop, and in a collective that the other rank never joins. A repetition within
+    a second is the same signal, so the second one comes again and again.
     """
     size = 2 if engine == "mpi" else 0
     hangs = ["0:sleep", "1:alone"] if size else ["0:loop"]
@@ -159,7 +165,10 @@ def test_a_second_signal_kills_at_once(engine: str, how: str) -> None:
         wait_until(is_gone, "the second signal kills")
         result = job.wait()
     assert result.returncode == 128 + signal.SIGTERM, result
-    assert f"hvdtrain: rank {1 if size else 0} on {HOST}: second SIGTERM: killed without a checkpoint\n" in result.stderr
+    assert (
+        f"hvdtrain: rank {1 if size else 0} on {HOST}: second SIGTERM: killed without a "
+        "checkpoint\n" in result.stderr
+    )
 
 
 @pytest.mark.clock
@@ -203,10 +212,18 @@ sys.exit(program.main())
 
 def test_a_signal_before_the_job_can_listen_is_handed_over(tmp_path: Path) -> None:
     """It ends a start that takes long; a short one goes on to the first sync point, which saves."""
-    result = python(["-c", EARLY, "framework=numpy", "model.name=linear", f"run={tmp_path / 'run'}"], is_warm=False)
+    result = python(
+        ["-c", EARLY, "framework=numpy", "model.name=linear", f"run={tmp_path / 'run'}"],
+        is_warm=False,
+    )
     assert result.returncode == REQUEUE, result
-    of_start = f"hvdtrain: rank 0 on {HOST}: SIGUSR2 during the start .*: nothing to save; the same command starts again\n"
-    assert re.fullmatch(of_start, result.stderr) or ("SIGUSR2" in result.stdout and list(tmp_path.glob("run/checkpoints/step-*"))), result
+    of_start = (
+        f"hvdtrain: rank 0 on {HOST}: SIGUSR2 during the start .*: nothing to save; the same "
+        "command starts again\n"
+    )
+    assert re.fullmatch(of_start, result.stderr) or (
+        "SIGUSR2" in result.stdout and list(tmp_path.glob("run/checkpoints/step-*"))
+    ), result
 
 
 def test_a_command_that_saves_nothing_is_killed_as_ever() -> None:
@@ -214,11 +231,23 @@ def test_a_command_that_saves_nothing_is_killed_as_ever() -> None:
 
 
 def test_what_is_imported_before_the_first_signal_can_be_remembered_is_light() -> None:
-    """The time before it is Python's own start: 5 ms of difflib in hvdtrain.errors were a third of the rest."""
+    """The time before it is Python's own start: 5 ms of difflib in hvdtrain.errors were a third of
+    the rest."""
     code = "import sys, hvdtrain.__main__; print(*sys.modules)"
-    modules = python(["-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {code}"]).stdout.split()
+    modules = python(
+        ["-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {code}"]
+    ).stdout.split()
     assert "hvdtrain.core.early_signals" in modules
-    assert not {"difflib", "socket", "traceback", "subprocess", "pathlib", "numpy", "pydantic", "argparse"} & set(modules), modules
+    assert not {
+        "difflib",
+        "socket",
+        "traceback",
+        "subprocess",
+        "pathlib",
+        "numpy",
+        "pydantic",
+        "argparse",
+    } & set(modules), modules
 
 
 LATE = """

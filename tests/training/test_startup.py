@@ -1,4 +1,5 @@
-"""The duration of the start: its phases add up and are reported, and nothing is imported that the job does not use."""
+"""The duration of the start: its phases add up and are reported, and nothing is imported that the
+job does not use."""
 
 from __future__ import annotations
 
@@ -28,17 +29,27 @@ def test_phases_are_those_between_the_beats(monkeypatch: pytest.MonkeyPatch) -> 
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     for phase, seconds, step in [
-        ("connecting the ranks", 0.5, 0), ("reading the data", 2.0, 0), ("building the model", 0.25, 0),
+        ("connecting the ranks", 0.5, 0), ("reading the data", 2.0, 0), ("building the model", 0.25, 0),  # noqa: E501
         ("reading the checkpoint", 0.125, 0),
-        ("reading samples", 0.5, 7), ("step", 1.0, 7), ("reading samples", 9.0, 8), ("step", 9.0, 8), ("synchronizing", 9.0, 9),
+        ("reading samples", 0.5, 7), ("step", 1.0, 7), ("reading samples", 9.0, 8), ("step", 9.0, 8), ("synchronizing", 9.0, 9),  # noqa: E501
     ]:  # fmt: skip
         heartbeat.beat(phase, 0, step)
         now[0] += seconds
     found = phases(heartbeat)
     before = {name: found.pop(name) for name in ("launcher", "Python") if name in found}
-    assert found == {"ranks": 0.5, "data": 2.0, "model": 0.25, "state": 0.125, "first samples": 0.5, "first step": 1.0}
+    assert found == {
+        "ranks": 0.5,
+        "data": 2.0,
+        "model": 0.25,
+        "state": 0.125,
+        "first samples": 0.5,
+        "first step": 1.0,
+    }
     assert all(seconds >= 0 for seconds in before.values())
-    assert summary({"ranks": 0.5, "data": 2.04, "state": 0.01}) == "start   2.5 s to the end of the first step: ranks 0.5, data 2.0"
+    assert (
+        summary({"ranks": 0.5, "data": 2.04, "state": 0.01})
+        == "start   2.5 s to the end of the first step: ranks 0.5, data 2.0"
+    )
     assert summary({"data": 0.04, "model": 0.02}) == "start   0.1 s to the end of the first step"
 
 
@@ -53,7 +64,8 @@ class Kept:
 
 
 def after_two_steps(first_s: float, second_s: float, *arguments: str) -> list[Event]:
-    """Of a job of 20 epochs of 6,400 samples, 64 in a step, that goes on from step 100: 1,898 steps are left after its second one."""
+    """Of a job of 20 epochs of 6,400 samples, 64 in a step, that goes on from step 100: 1,898 steps
+    are left after its second one."""
     kept = Kept()
     clock = iter([5.0, 5.0 + first_s, 5.0 + first_s + second_s])
     first_step = FirstStep(configure(None, arguments), Log([kept]), lambda: next(clock))
@@ -73,10 +85,18 @@ def after_two_steps(first_s: float, second_s: float, *arguments: str) -> list[Ev
         (64.0, ["speed.compile=default"], "the second 64 s; about 34 h at that rate"),
     ],
 )
-def test_slow_steps_say_how_long_the_job_takes(second_s: float, arguments: list[str], line: str) -> None:
+def test_slow_steps_say_how_long_the_job_takes(
+    second_s: float, arguments: list[str], line: str
+) -> None:
     (event,) = after_two_steps(300.0, second_s, *arguments)
     expected = ("first_step", 102, [f"first step 300 s, {line}"], 300.0, second_s)
-    assert (event.kind, event.step, event.fields["lines"], event.fields["step_s"], event.fields["second_s"]) == expected
+    assert (
+        event.kind,
+        event.step,
+        event.fields["lines"],
+        event.fields["step_s"],
+        event.fields["second_s"],
+    ) == expected
 
 
 def test_a_slow_first_step_is_no_rate() -> None:
@@ -97,8 +117,16 @@ def test_a_process_has_an_age() -> None:
     [
         ("mpirun bash sshd", False, 0),  # one host
         ("sh prted mpirun python", False, 2),  # a wrapper below; `launch` above
-        ("hydra_pmi_proxy hydra_bstrap_pr mpiexec.hydra mpirun bash", False, 3),  # Intel MPI; Linux keeps 15 letters of a name
-        ("mpirun bash slurmstepd slurmd", False, 0),  # sbatch, mpirun: slurmstepd runs the script, which had other commands
+        (
+            "hydra_pmi_proxy hydra_bstrap_pr mpiexec.hydra mpirun bash",
+            False,
+            3,
+        ),  # Intel MPI; Linux keeps 15 letters of a name
+        (
+            "mpirun bash slurmstepd slurmd",
+            False,
+            0,
+        ),  # sbatch, mpirun: slurmstepd runs the script, which had other commands
         ("prterun slurmstepd slurmd", False, 0),  # the script's last command, by exec
         ("slurmstepd slurmd", True, 0),  # srun
         ("bash slurmstepd slurmd", True, 1),
@@ -114,27 +142,59 @@ def test_the_launcher_of_this_start(above: str, by_srun: bool, began: int | None
 
 
 def test_earlier_commands_of_a_batch_script_are_no_part_of_the_start(tmp_path: Path) -> None:
-    """slurmstepd -> mpirun -> sh -> us, where the script slept before: mpirun's age counts, not slurmstepd's; srun's step has its own."""
-    code = "import os; from hvdtrain.training.telemetry.startup import _age_s, _launcher_age_s as age; print(age(), _age_s(os.getpid()))"
+    """slurmstepd -> mpirun -> sh -> us, where the script slept before: mpirun's age counts, not
+    slurmstepd's; srun's step has its own."""
+    code = (
+        "import os; from hvdtrain.training.telemetry.startup import _age_s, _launcher_age_s as "
+        "age; print(age(), _age_s(os.getpid()))"
+    )
     for name in ("slurmstepd", "mpirun"):
         shutil.copy(shutil.which("bash") or "", tmp_path / name)
     us = f"sh -c '{sys.executable} -c \"{code}\"; true'; true"
     (tmp_path / "inner").write_text(us)
     scripts = [f"sleep 5; {tmp_path}/mpirun {tmp_path}/inner; true", f"sleep 5; {us}"]
-    step = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_NODEID": "0"}
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "OMPI_", "PMI"))}
-    jobs = [(scripts[0], {}), (scripts[1], {}), (scripts[1], step), (scripts[1], step | {"SLURM_PTY_PORT": "1"})]
+    step = {
+        "SLURM_PROCID": "0",
+        "SLURM_STEP_NUM_TASKS": "1",
+        "SLURM_LOCALID": "0",
+        "SLURM_STEP_TASKS_PER_NODE": "1",
+        "SLURM_NODEID": "0",
+    }
+    clean = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("SLURM_", "OMPI_", "PMI"))
+    }
+    jobs = [
+        (scripts[0], {}),
+        (scripts[1], {}),
+        (scripts[1], step),
+        (scripts[1], step | {"SLURM_PTY_PORT": "1"}),
+    ]
     running = [
-        subprocess.Popen([tmp_path / "slurmstepd", "-c", script], env=clean | more, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [tmp_path / "slurmstepd", "-c", script],
+            env=clean | more,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for script, more in jobs
     ]
-    of_mpirun, of_script, of_step, of_shell = [job.communicate(timeout=HANG_S)[0].split() for job in running]
+    of_mpirun, of_script, of_step, of_shell = [
+        job.communicate(timeout=HANG_S)[0].split() for job in running
+    ]
     assert of_script[0] == of_shell[0] == "None"
-    before_mpirun, before_step = (float(of_launcher) - float(ours) for of_launcher, ours in (of_mpirun, of_step))
-    assert -0.1 < before_mpirun < 4.9 < before_step  # mpirun has begun just before us, and the step before it slept
+    before_mpirun, before_step = (
+        float(of_launcher) - float(ours) for of_launcher, ours in (of_mpirun, of_step)
+    )
+    assert (
+        -0.1 < before_mpirun < 4.9 < before_step
+    )  # mpirun has begun just before us, and the step before it slept
 
 
-def test_a_job_searches_for_garbage_only_after_its_imports_and_never_among_them(tmp_path: Path) -> None:
+def test_a_job_searches_for_garbage_only_after_its_imports_and_never_among_them(
+    tmp_path: Path,
+) -> None:
     program = f"""
 import gc
 from hvdtrain.cli.train import train
@@ -148,24 +208,53 @@ assert gc.isenabled() and frozen and min(frozen) > 50_000, frozen
 
 
 def test_the_end_of_a_command_searches_nothing_for_garbage() -> None:
-    program = "import gc, sys; from hvdtrain.__main__ import main; sys.argv[1:] = ['--version']; main(); print(len(gc.get_objects()))"
+    program = (
+        "import gc, sys; from hvdtrain.__main__ import main; sys.argv[1:] = ['--version']; "
+        "main(); print(len(gc.get_objects()))"
+    )
     done = ranks.python(["-c", program], is_warm=False)
     assert done.returncode == 0 and int(done.stdout.split()[-1]) < 100, done  # of some 30,000
 
 
 @needs_mpirun
 def test_a_job_reports_its_start_once(tmp_path: Path) -> None:
-    result = ranks.mpirun(2, ["-m", "hvdtrain", *JOB, "comm.engine=mpi", "log.every_steps=1", f"run={tmp_path}"], is_warm=False)
+    result = ranks.mpirun(
+        2,
+        ["-m", "hvdtrain", *JOB, "comm.engine=mpi", "log.every_steps=1", f"run={tmp_path}"],
+        is_warm=False,
+    )
     assert result.returncode == 0, result.stderr
-    (event,) = [line for line in map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines()) if line["kind"] == "started"]
-    assert list(event["start_s"])[:2] == ["launcher", "Python"] and sum(event["start_s"].values()) < result.seconds + 0.5
+    (event,) = [
+        line
+        for line in map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+        if line["kind"] == "started"
+    ]
+    assert (
+        list(event["start_s"])[:2] == ["launcher", "Python"]
+        and sum(event["start_s"].values()) < result.seconds + 0.5
+    )
     assert event["start_s"]["ranks"] > 0 and event["start_s"]["first step"] > 0
     assert result.stdout.count("s to the end of the first step: ") == 1
 
 
 def test_nothing_is_imported_that_the_job_does_not_use(tmp_path: Path) -> None:
-    heavy = "sympy", "torch._dynamo", "torch._inductor", "torchvision", "jax", "mpi4py", "horovod", "matplotlib", "sklearn", "scipy", "PIL"
-    code = f"import sys; from hvdtrain.__main__ import main; code = main({[*JOB, f'run={tmp_path}']!r}); assert code == 0, code\n"
+    heavy = (
+        "sympy",
+        "torch._dynamo",
+        "torch._inductor",
+        "torchvision",
+        "jax",
+        "mpi4py",
+        "horovod",
+        "matplotlib",
+        "sklearn",
+        "scipy",
+        "PIL",
+    )
+    code = (
+        "import sys; from hvdtrain.__main__ import main; code = "
+        f"main({[*JOB, f'run={tmp_path}']!r}); assert code == 0, code\n"
+    )
     code += f"print('loaded', [name for name in {heavy} if name in sys.modules])"
     result = ranks.python(["-c", code], is_warm=False)
     assert result.stdout.splitlines()[-1] == "loaded []", result.stdout[-500:] + result.stderr

@@ -1,4 +1,5 @@
-"""Telemetry of whole jobs: joules of jobs that stop and of steps that are not finite, and memory of a process that another one started."""
+"""Telemetry of whole jobs: joules of jobs that stop and of steps that are not finite, and memory of
+a process that another one started."""
 
 from __future__ import annotations
 
@@ -39,7 +40,12 @@ class Metered(torch.nn.Module):
         return self.head(x.flatten(1)) * Metered.before_step(Metered.steps)
 
 
-JOB = [f"model.name={__name__}:Metered", "log.every_steps=5", "comm.engine=single", "speed.device=cpu"]
+JOB = [
+    f"model.name={__name__}:Metered",
+    "log.every_steps=5",
+    "comm.engine=single",
+    "speed.device=cpu",
+]
 
 
 def events(run: Path) -> list[dict[str, Any]]:
@@ -57,8 +63,16 @@ def joule_a_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     }
     read_text = Path.read_text
     glob = Path.glob
-    monkeypatch.setattr(Path, "read_text", lambda path, *more, **options: files.get(path, lambda: read_text(path, *more, **options))())
-    monkeypatch.setattr(Path, "glob", lambda path, pattern: iter([zone]) if path == POWERCAP else glob(path, pattern))
+    monkeypatch.setattr(
+        Path,
+        "read_text",
+        lambda path, *more, **options: files.get(path, lambda: read_text(path, *more, **options))(),
+    )
+    monkeypatch.setattr(
+        Path,
+        "glob",
+        lambda path, pattern: iter([zone]) if path == POWERCAP else glob(path, pattern),
+    )
     Metered.steps = 0
     Metered.before_step = lambda step: 1.0
     yield
@@ -81,15 +95,26 @@ def test_a_stop_keeps_the_joules_of_all_its_steps(tmp_path: Path) -> None:
     assert stop["step"] >= 27 and stop["joules"] == {"cpu": stop["step"]}
     assert (found[-1]["kind"], found[-1]["joules"]) == ("end", {"cpu": 40.0})
     epochs = [e for e in found if e["kind"] == "epoch"]
-    assert sum(e["joules"]["cpu"] for e in epochs) == 40.0 and epochs[0]["joules_per_sample"] == pytest.approx(1 / 64, rel=1e-3)
+    assert sum(e["joules"]["cpu"] for e in epochs) == 40.0 and epochs[0][
+        "joules_per_sample"
+    ] == pytest.approx(1 / 64, rel=1e-3)
 
 
 def test_the_joules_of_steps_that_are_not_finite_are_counted(tmp_path: Path) -> None:
     Metered.before_step = lambda step: float("inf") if 11 <= step <= 15 else 1.0
-    assert main([*JOB, "max_steps=30", "log.step_times=true", "guard.nonfinite=skip", f"run={tmp_path}"]) == 0
+    assert (
+        main(
+            [*JOB, "max_steps=30", "log.step_times=true", "guard.nonfinite=skip", f"run={tmp_path}"]
+        )
+        == 0
+    )
     found = events(tmp_path)
-    assert [e["step"] for e in found if e["kind"] == "nonfinite"] == [15] and 15 not in [e["step"] for e in found if e["kind"] == "step"]
-    assert [e["step"] for e in found if e["kind"] == "step_times"] == list(range(1, 31)), "one for each step"
+    assert [e["step"] for e in found if e["kind"] == "nonfinite"] == [15] and 15 not in [
+        e["step"] for e in found if e["kind"] == "step"
+    ]
+    assert [e["step"] for e in found if e["kind"] == "step_times"] == list(range(1, 31)), (
+        "one for each step"
+    )
     assert found[-1]["joules"] == {"cpu": 30.0}
 
 
@@ -115,7 +140,9 @@ class Idle:
 
 def test_where_sync_points_are_far_apart_the_counters_are_read_in_time() -> None:
     now = [100.0]
-    counters = EnergyCounters({"cpu": ""}, {"cpu": [Counter(lambda: 50.0 * now[0])]}, lambda: now[0])
+    counters = EnergyCounters(
+        {"cpu": ""}, {"cpu": [Counter(lambda: 50.0 * now[0])]}, lambda: now[0]
+    )
     meter = EnergyMeter(counters, 0, lambda: now[0])
     train_state = TrainState(Progress(10, 20))
     watts = []
@@ -125,12 +152,22 @@ def test_where_sync_points_are_far_apart_the_counters_are_read_in_time() -> None
         sums = telemetry.sync_sums()
         watts.append(telemetry.sync_fields(sums, step, 0.7).get("watts"))
         train_state = train_state.add_energy(sums)
-    assert watts == [None, 50.0, 50.0, 50.0], "the sync point after the second would be more than a second after the first reading"
-    assert telemetry.finish(train_state).cpu_j == pytest.approx(50 * 2.8) and meter.read_sums()["joules.cpu"] == 0
+    assert watts == [None, 50.0, 50.0, 50.0], (
+        "the sync point after the second would be more than a second after the first reading"
+    )
+    assert (
+        telemetry.finish(train_state).cpu_j == pytest.approx(50 * 2.8)
+        and meter.read_sums()["joules.cpu"] == 0
+    )
 
 
 def test_memory_is_that_of_this_process_and_not_of_the_one_that_started_it() -> None:
-    ask = "from hvdtrain.training.telemetry.telemetry import peak_memory_bytes as most; print(most())"
-    big = f"import subprocess, sys; much = bytearray(b'x') * 700_000_000; subprocess.run([sys.executable, '-c', {ask!r}], check=True)"
+    ask = (
+        "from hvdtrain.training.telemetry.telemetry import peak_memory_bytes as most; print(most())"
+    )
+    big = (
+        "import subprocess, sys; much = bytearray(b'x') * 700_000_000; "
+        f"subprocess.run([sys.executable, '-c', {ask!r}], check=True)"
+    )
     said = subprocess.run([sys.executable, "-c", big], capture_output=True, text=True, check=True)
     assert 10e6 < int(said.stdout) < 600e6 and peak_memory_bytes() > 10e6

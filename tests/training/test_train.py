@@ -1,4 +1,5 @@
-"""Whole jobs on one process through the command line: lines, events, early stop, resume, and the messages about bad input."""
+"""Whole jobs on one process through the command line: lines, events, early stop, resume, and the
+messages about bad input."""
 
 from __future__ import annotations
 
@@ -34,7 +35,11 @@ from hvdtrain.training.input import split_step
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.train_job import check_smallest_pass
 
-FAULTY = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "support")])}
+FAULTY = {
+    "PYTHONPATH": os.pathsep.join(
+        [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "support")]
+    )
+}
 FAST = ["model.name=linear", "optim.base_lr=0.05"]
 
 
@@ -47,10 +52,16 @@ def without_a_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def events(run: Path, kind: str) -> list[dict]:
-    return [e for e in map(json.loads, (run / "events.jsonl").read_text().splitlines()) if e["kind"] == kind]
+    return [
+        e
+        for e in map(json.loads, (run / "events.jsonl").read_text().splitlines())
+        if e["kind"] == kind
+    ]
 
 
-def test_a_job_prints_its_configuration_its_results_and_its_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_prints_its_configuration_its_results_and_its_run_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*FAST, "epochs=3", "run=out", "log.every_s=0"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert re.match(r"ranks   1 \(.* x 1\), engine single: no launcher", lines[0])
@@ -64,7 +75,16 @@ def test_a_job_prints_its_configuration_its_results_and_its_run_folder(tmp_path:
     assert lines[5] == "recipe  sgd, lr 0.05"
     assert "650 parameters, torch float32 on cpu" in lines[6]
     head = next(line for line in lines if line.startswith("epoch"))
-    assert re.split(r"  +", head) == ["epoch", "seconds", "epoch s", "images/s", "train loss", "val loss", "val acc", "lr"]
+    assert re.split(r"  +", head) == [
+        "epoch",
+        "seconds",
+        "epoch s",
+        "images/s",
+        "train loss",
+        "val loss",
+        "val acc",
+        "lr",
+    ]
     rows = [line.split() for line in lines if re.match(r" +\d", line)]
     assert [row[0] for row in rows] == ["1", "2", "3"]
     assert all(len(row) == 8 for row in rows)
@@ -96,7 +116,9 @@ def test_train_loss_of_an_epoch_is_the_mean_over_its_samples() -> None:
     steps, (epoch,) = events(Path("out"), "step"), events(Path("out"), "epoch")
     assert len(steps) == 23  # 1437 samples in steps of 64
     assert epoch["train_loss"] == pytest.approx(np.mean([s["loss"] for s in steps]), rel=1e-12)
-    assert steps[0]["loss"] == pytest.approx(np.log(10), rel=1e-6)  # zero weights: every class is as likely
+    assert steps[0]["loss"] == pytest.approx(
+        np.log(10), rel=1e-6
+    )  # zero weights: every class is as likely
 
 
 def test_warmup_rises_by_step() -> None:
@@ -106,18 +128,32 @@ def test_warmup_rises_by_step() -> None:
     assert lrs == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_job_stops_once_the_target_is_held_for_so_many_evaluations(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_stops_once_the_target_is_held_for_so_many_evaluations(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main([*FAST, "epochs=9", "run=out", "stop.target=0.5", "stop.target_for=2"]) == 0
     reached = [e["val_accuracy"] >= 0.5 for e in events(Path("out"), "epoch")]
     assert reached[-2:] == [True, True]
     assert len(reached) < 9
     assert not any(a and b for a, b in itertools.pairwise(reached[:-1]))
-    assert "done (stop.target=0.5 held for 2 evaluations): validation accuracy 0." in capsys.readouterr().out
+    assert (
+        "done (stop.target=0.5 held for 2 evaluations): validation accuracy 0."
+        in capsys.readouterr().out
+    )
 
 
-def test_a_job_stops_without_a_better_evaluation_and_goes_on_with_more_patience(capsys: pytest.CaptureFixture[str]) -> None:
-    """At a rate at which nothing changes, the first evaluation stays the best; the count goes on where a job is resumed."""
-    words = ["model.name=mlp", "model.widths=[4]", "optim.base_lr=1e-20", "run=out", "stop.patience=3"]
+def test_a_job_stops_without_a_better_evaluation_and_goes_on_with_more_patience(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """At a rate at which nothing changes, the first evaluation stays the best; the count goes on
+    where a job is resumed."""
+    words = [
+        "model.name=mlp",
+        "model.widths=[4]",
+        "optim.base_lr=1e-20",
+        "run=out",
+        "stop.patience=3",
+    ]
     assert main([*words, "epochs=2"]) == 0
     assert "done (epochs=2)" in capsys.readouterr().out
     assert main(["resume=out", "epochs=9"]) == 0
@@ -125,7 +161,10 @@ def test_a_job_stops_without_a_better_evaluation_and_goes_on_with_more_patience(
     found = events(Path("out"), "epoch")
     assert [round(e["epochs"]) for e in found] == [1, 2, 3, 4]
     best = f"{found[0]['val_accuracy']:.4f}"
-    assert f"done (stop.patience=3: 3 evaluations without a better accuracy than {best}): validation accuracy {best}" in said
+    assert (
+        f"done (stop.patience=3: 3 evaluations without a better accuracy than {best}): validation "
+        f"accuracy {best}" in said
+    )
     assert "resume=out stop.patience=6\n" in said
     assert main(["resume=out", "stop.patience=5"]) == 0
     assert len(events(Path("out"), "epoch")) == 6
@@ -155,7 +194,18 @@ def test_a_resumed_job_equals_one_that_never_stopped() -> None:
 def test_evaluation_does_not_depend_on_its_batches() -> None:
     found = []
     for size in (360, 100, 7):
-        assert main([*FAST, "epochs=1", f"run=out{size}", f"batch.evaluate={size}", "speed.precision=fp64"]) == 0
+        assert (
+            main(
+                [
+                    *FAST,
+                    "epochs=1",
+                    f"run=out{size}",
+                    f"batch.evaluate={size}",
+                    "speed.precision=fp64",
+                ]
+            )
+            == 0
+        )
         found += events(Path(f"out{size}"), "epoch")
     for other in found[1:]:
         assert other["val_accuracy"] == found[0]["val_accuracy"]
@@ -182,7 +232,9 @@ def test_jobs_of_the_same_second_get_folders_of_their_own(monkeypatch: pytest.Mo
     assert names == [f"digits-linear-20260102-030405{suffix}" for suffix in ("", "-2", "-3")]
 
 
-def test_a_refused_resume_leaves_the_run_folder_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_resume_leaves_the_run_folder_as_it_was(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main([*FAST, "epochs=1", "run=out"]) == 0
     before = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
     assert main(["resume=out", "model.name=mlp", "epochs=2"]) == 2
@@ -190,7 +242,9 @@ def test_a_refused_resume_leaves_the_run_folder_as_it_was(capsys: pytest.Capture
     assert {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()} == before
 
 
-def test_a_job_whose_checkpoints_are_all_damaged_does_not_start_over(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_whose_checkpoints_are_all_damaged_does_not_start_over(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     job = [*FAST, "checkpoint.every_steps=20", "max_steps=40"]
     assert main([*job, "run=out"]) == 0
     for folder in files.finished(Path("out")):
@@ -200,8 +254,14 @@ def test_a_job_whose_checkpoints_are_all_damaged_does_not_start_over(capsys: pyt
         capsys.readouterr()
         assert main(words) == 2
         said = capsys.readouterr().err
-        assert "no checkpoint of out is good: damaged step-00000040 is skipped: weights.safetensors" in said, said
-        assert "fix: repair or remove out/checkpoints; without it the job starts over" in said and contents("out") == before
+        assert (
+            "no checkpoint of out is good: damaged step-00000040 is skipped: weights.safetensors"
+            in said
+        ), said
+        assert (
+            "fix: repair or remove out/checkpoints; without it the job starts over" in said
+            and contents("out") == before
+        )
 
 
 def test_what_says_where_a_job_runs_needs_no_asking(capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,11 +269,23 @@ def test_what_says_where_a_job_runs_needs_no_asking(capsys: pytest.CaptureFixtur
     job = [*FAST, "max_steps=20", "run=out"]
     assert main(job) == 0
     capsys.readouterr()
-    assert main([*job, "max_steps=40", "log.every_steps=7", "batch.micro=16", "checkpoint.keep_last=3"]) == 0
+    assert (
+        main(
+            [*job, "max_steps=40", "log.every_steps=7", "batch.micro=16", "checkpoint.keep_last=3"]
+        )
+        == 0
+    )
     said = capsys.readouterr().out
-    changes = ("batch.micro: None -> 16", "checkpoint.keep_last: 2 -> 3", "log.every_steps: 10 -> 7", "stop.steps: 20 -> 40")
+    changes = (
+        "batch.micro: None -> 16",
+        "checkpoint.keep_last: 2 -> 3",
+        "log.every_steps: 10 -> 7",
+        "stop.steps: 20 -> 40",
+    )
     assert all(f"        changed {change}\n" in said for change in changes), said
-    assert "resume  from step 20" in said and files.finished(Path("out"))[-1].name == "step-00000040"
+    assert (
+        "resume  from step 20" in said and files.finished(Path("out"))[-1].name == "step-00000040"
+    )
 
 
 def test_with_local_steps_sync_points_decide_what_is_learned() -> None:
@@ -221,7 +293,9 @@ def test_with_local_steps_sync_points_decide_what_is_learned() -> None:
     found = [Change("checkpoint.every_steps", 20, 30), Change("guard.stall_s", 300, 60)]
     now = TrainState(Progress(1437, 2874, 20, 1280))
     refuse_another_job(found, configure(None, []), Path("r"), now)
-    with pytest.raises(UserError, match="^r holds another job: checkpoint.every_steps is 20 there, 30 here\n"):
+    with pytest.raises(
+        UserError, match="^r holds another job: checkpoint.every_steps is 20 there, 30 here\n"
+    ):
         refuse_another_job(found, configure(None, ["comm.local_steps=3"]), Path("r"), now)
 
 
@@ -237,26 +311,43 @@ def over(capsys: pytest.CaptureFixture[str]) -> dict[Path, bytes]:
     return contents("r")
 
 
-def test_a_run_that_is_over_is_never_rewritten(over: dict[Path, bytes], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_over_is_never_rewritten(
+    over: dict[Path, bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
     rate = "optim.base_lr is 0.05 there, 0.1 here"
     for words, change, fix in (
         (["run=r", "epochs=1"], "epochs is 2 there, 1 here", "epochs=4"),
         (["resume=r", "optim.base_lr=0.1"], rate, "optim.base_lr=0.1 epochs=4"),
         (["run=r", "epochs=2", "optim.base_lr=0.1"], rate, "optim.base_lr=0.1 epochs=4"),
-        (["run=r", "epochs=2", "max_steps=9"], "stop.steps is None there, 9 here", "stop.steps=90 epochs=4"),
+        (
+            ["run=r", "epochs=2", "max_steps=9"],
+            "stop.steps is None there, 9 here",
+            "stop.steps=90 epochs=4",
+        ),
     ):
         assert main([*FAST, *words] if words[0] == "run=r" else words) == 2
         said = capsys.readouterr().err
-        assert "r is over (" in said and f"nothing would be trained with the change: {change}\n" in said, said
-        assert f"fix: run=ANOTHER for a new job; to train on with it: {command_line()} resume=r {fix}\n" in said, said
+        assert (
+            "r is over (" in said
+            and f"nothing would be trained with the change: {change}\n" in said
+        ), said
+        assert (
+            f"fix: run=ANOTHER for a new job; to train on with it: {command_line()} resume=r "
+            f"{fix}\n" in said
+        ), said
         assert contents("r") == over
-    assert main(shlex.split(said.rpartition(f"{command_line()} ")[2])) == 0, "what it says to type works"
+    assert main(shlex.split(said.rpartition(f"{command_line()} ")[2])) == 0, (
+        "what it says to type works"
+    )
 
 
 @pytest.mark.parametrize(
     ("argument", "misfit"),
     [
-        ("model.name=mlp", "the model lacks p.fc.bias and 1 more"),  # the optimizer's state has another name for each
+        (
+            "model.name=mlp",
+            "the model lacks p.fc.bias and 1 more",
+        ),  # the optimizer's state has another name for each
         ("optim.ema=0.9", "the state lacks s.fc.bias.1 and 1 more"),
     ],
 )
@@ -265,13 +356,20 @@ def test_no_command_is_proposed_that_cannot_load_the_checkpoint(
 ) -> None:
     assert main(["resume=r", argument]) == 2
     fix = capsys.readouterr().err.partition("fix: ")[2]
-    assert fix.startswith("run=ANOTHER resume=no for a new job; none can go on from there with the change: ") and contents("r") == over
+    assert (
+        fix.startswith(
+            "run=ANOTHER resume=no for a new job; none can go on from there with the change: "
+        )
+        and contents("r") == over
+    )
     assert main(["resume=r", argument, "epochs=4"]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"hvdtrain: {fix.partition('change: ')[2].strip()}\n"), said
 
 
-def test_the_same_command_of_a_job_that_is_over_writes_nothing(over: dict[Path, bytes], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_command_of_a_job_that_is_over_writes_nothing(
+    over: dict[Path, bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
     """As a requeued job does, and with another log, too: that is the same job."""
     for more in ([], ["log.every_steps=7", "guard.stall_s=99", "log.per_rank=true"]):
         assert main([*FAST, "epochs=2", "run=r", *more]) == 0
@@ -279,14 +377,20 @@ def test_the_same_command_of_a_job_that_is_over_writes_nothing(over: dict[Path, 
         assert contents("r") == over
 
 
-def test_another_job_in_the_folder_of_one_that_is_not_over(capsys: pytest.CaptureFixture[str]) -> None:
-    """Only resume=RUN changes what is learned; config.yaml is the one that the newest weights were trained with."""
+def test_another_job_in_the_folder_of_one_that_is_not_over(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Only resume=RUN changes what is learned; config.yaml is the one that the newest weights were
+    trained with."""
     assert main([*FAST, "epochs=4", "max_steps=40", "run=r"]) == 0
     before = contents("r")
     capsys.readouterr()
     assert main([*FAST, "epochs=4", "optim.momentum=0.5", "optim.base_lr=0.1", "run=r"]) == 2
     said = capsys.readouterr().err
-    assert "r holds another job: optim.base_lr is 0.05 there, 0.1 here; optim.momentum is None there, 0.5 here\n" in said, said
+    assert (
+        "r holds another job: optim.base_lr is 0.05 there, 0.1 here; optim.momentum is None "
+        "there, 0.5 here\n" in said
+    ), said
     assert "where: r/config.yaml\n" in said and contents("r") == before
     command = shlex.split(said.rpartition(f"{command_line()} ")[2])
     assert command == ["resume=r", "optim.base_lr=0.1", "optim.momentum=0.5", "stop.steps=null"]
@@ -301,48 +405,87 @@ def test_another_job_in_the_folder_of_one_that_is_not_over(capsys: pytest.Captur
     ]
 
 
-def test_the_state_of_one_optimizer_is_not_given_to_another(over: dict[Path, bytes], capsys: pytest.CaptureFixture[str]) -> None:
-    """The momentum of sgd is a sum of gradients, that of lars one of gradients times the layer's ratio; their arrays are alike."""
-    for words in (["resume=r", "optim.name=lars", "epochs=4"], [*FAST, "epochs=4", "run=r", "optim.name=lars"]):
+def test_the_state_of_one_optimizer_is_not_given_to_another(
+    over: dict[Path, bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The momentum of sgd is a sum of gradients, that of lars one of gradients times the layer's
+    ratio; their arrays are alike."""
+    for words in (
+        ["resume=r", "optim.name=lars", "epochs=4"],
+        [*FAST, "epochs=4", "run=r", "optim.name=lars"],
+    ):
         assert main(words) == 2
         said = capsys.readouterr().err
-        assert "the checkpoint was made with optim.name=sgd, this job has optim.name=lars: the optimizer's state would mean" in said, said
-        assert "where: r\n  fix: optim.name=sgd; or run=ANOTHER resume=no for a new job\n" in said and contents("r") == over
+        assert (
+            "the checkpoint was made with optim.name=sgd, this job has optim.name=lars: the "
+            "optimizer's state would mean" in said
+        ), said
+        assert (
+            "where: r\n  fix: optim.name=sgd; or run=ANOTHER resume=no for a new job\n" in said
+            and contents("r") == over
+        )
 
 
-def test_the_momentum_of_one_form_of_lars_is_not_given_to_the_other(capsys: pytest.CaptureFixture[str]) -> None:
-    """With form=paper the learning rate is inside it: as that of form=torch it would be too small by that factor."""
+def test_the_momentum_of_one_form_of_lars_is_not_given_to_the_other(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With form=paper the learning rate is inside it: as that of form=torch it would be too small
+    by that factor."""
     lars = [*FAST, "optim.name=lars"]
     assert main([*lars, "epochs=1", "run=r"]) == 0
     before = contents("r")
-    for words in (["resume=r", "optim.form=paper", "epochs=2"], [*lars, "epochs=2", "run=r", "optim.form=paper"]):
+    for words in (
+        ["resume=r", "optim.form=paper", "epochs=2"],
+        [*lars, "epochs=2", "run=r", "optim.form=paper"],
+    ):
         assert main(words) == 2
         said = capsys.readouterr().err
-        assert "the checkpoint was made with optim.form=torch, this job has optim.form=paper: the optimizer's state would mean" in said, (
-            said
+        assert (
+            "the checkpoint was made with optim.form=torch, this job has optim.form=paper: the "
+            "optimizer's state would mean" in said
+        ), said
+        assert (
+            "where: r\n  fix: optim.form=torch; or run=ANOTHER resume=no for a new job\n" in said
+            and contents("r") == before
         )
-        assert "where: r\n  fix: optim.form=torch; or run=ANOTHER resume=no for a new job\n" in said and contents("r") == before
     assert main(["resume=r", "optim.form=torch", "epochs=2"]) == 0, "its default"
 
 
-def test_config_yaml_changes_with_the_first_checkpoint_that_was_trained_with_it(tmp_path: Path) -> None:
-    """A job that dies before its first checkpoint leaves the former weights, and their configuration."""
+def test_config_yaml_changes_with_the_first_checkpoint_that_was_trained_with_it(
+    tmp_path: Path,
+) -> None:
+    """A job that dies before its first checkpoint leaves the former weights, and their
+    configuration."""
     assert main(["model.name=trouble:Trouble", "max_steps=30", "run=r"]) == 0
     before = Path("r/config.yaml").read_bytes()
-    change = ["model.name=trouble:Trouble", f"resume={tmp_path / 'r'}", "optim.base_lr=0.1", "max_steps=60"]
+    change = [
+        "model.name=trouble:Trouble",
+        f"resume={tmp_path / 'r'}",
+        "optim.base_lr=0.1",
+        "max_steps=60",
+    ]
     fault = ["model.fault=os_exit", "model.rank=0", "model.at=9", f"model.once={tmp_path / 'once'}"]
     python(["-m", "hvdtrain", *change, *fault], env=FAULTY)
     assert Path("once").exists()
-    assert [(e["step"], e["config"]["optim.base_lr"]) for e in events(Path("r"), "start")] == [(0, 0.02), (30, 0.1)]
+    assert [(e["step"], e["config"]["optim.base_lr"]) for e in events(Path("r"), "start")] == [
+        (0, 0.02),
+        (30, 0.1),
+    ]
     assert Path("r/config.yaml").read_bytes() == before
     assert main([*change, *fault]) == 0
     assert "base_lr: 0.1\n" in Path("r/config.yaml").read_text()
 
 
-def test_a_saved_configuration_says_what_a_job_is_not_where(over: dict[Path, bytes], capsys: pytest.CaptureFixture[str]) -> None:
-    """The configuration of a resumed run began another job as a copy of its checkpoint, which was over at once."""
+def test_a_saved_configuration_says_what_a_job_is_not_where(
+    over: dict[Path, bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The configuration of a resumed run began another job as a copy of its checkpoint, which was
+    over at once."""
     assert main(["resume=r", "run=a", "epochs=3"]) == 0
-    assert [start["resumed_from"] for start in (*events(Path("r"), "start"), *events(Path("a"), "start"))] == [None, "r"]
+    assert [
+        start["resumed_from"]
+        for start in (*events(Path("r"), "start"), *events(Path("a"), "start"))
+    ] == [None, "r"]
     capsys.readouterr()
     assert main(["--config", "a/config.yaml", "run=b"]) == 0
     assert "resume  " not in capsys.readouterr().out.partition("epoch ")[0]
@@ -375,15 +518,27 @@ def test_epochs_at_another_target_do_not_count(capsys: pytest.CaptureFixture[str
 def test_the_best_evaluation_is_of_as_many_samples(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*FAST, "epochs=1", "run=out"]) == 0
     assert main(["resume=out", "epochs=2", "evaluate.samples=20"]) == 0
-    assert "evaluations are of 20 samples, and were of 360: the best one and stop.patience begin anew" in capsys.readouterr().out
+    assert (
+        "evaluations are of 20 samples, and were of 360: the best one and stop.patience begin anew"
+        in capsys.readouterr().out
+    )
     end = events(Path("out"), "end")[-1]
-    assert end["best_accuracy"] == events(Path("out"), "epoch")[-1]["val_accuracy"] and end["best_epoch"] == 2
+    assert (
+        end["best_accuracy"] == events(Path("out"), "epoch")[-1]["val_accuracy"]
+        and end["best_epoch"] == 2
+    )
 
 
 def test_numbers_that_are_none_are_null_in_the_events() -> None:
-    JsonLinesWriter(Path("events.jsonl"))(Event(1.0, "epoch", 3, {"train_loss": math.nan, "val_loss": -math.inf, "lr": 0.1}))
+    JsonLinesWriter(Path("events.jsonl"))(
+        Event(1.0, "epoch", 3, {"train_loss": math.nan, "val_loss": -math.inf, "lr": 0.1})
+    )
     text = Path("events.jsonl").read_text()  # json.loads would take NaN: read the text
-    assert text == '{"time": 1.0, "kind": "epoch", "step": 3, "train_loss": null, "val_loss": null, "lr": 0.1}\n'
+    assert (
+        text
+        == '{"time": 1.0, "kind": "epoch", "step": 3, "train_loss": null, "val_loss": null, "lr": '
+        "0.1}\n"
+    )
 
 
 def test_micro_batches_are_bounded_equally_many_and_follow_the_sampling() -> None:
@@ -397,7 +552,10 @@ def test_micro_batches_are_bounded_equally_many_and_follow_the_sampling() -> Non
             rows = split_step(config, p, 31, 31, communicator)
             expected = indices(start, 31, rank, 3, 1437, config.seed, "partition")
             np.testing.assert_array_equal(np.concatenate([part.samples for part in rows]), expected)
-            assert set(np.concatenate([part.epochs for part in rows])) == {start // 1437, (start + 30) // 1437}
+            assert set(np.concatenate([part.epochs for part in rows])) == {
+                start // 1437,
+                (start + 30) // 1437,
+            }
             assert max(len(part.samples) for part in rows) <= 4
             counts.append(len(rows))
         assert len(set(counts)) == 1
@@ -409,34 +567,61 @@ def test_a_grown_batch_takes_more_passes_not_more_memory() -> None:
     for batch, lengths in ((10, [10]), (30, [10, 10, 10]), (25, [9, 8, 8]), (4, [4])):
         rows = split_step(config, p, batch, 10, SingleProcessCommunicator())
         assert [len(part.samples) for part in rows] == lengths
-        np.testing.assert_array_equal(np.concatenate([part.samples for part in rows]), indices(1430, batch, 0, 1, 1437, config.seed))
-        assert np.concatenate([part.epochs for part in rows]).tolist() == [(1430 + i) // 1437 for i in range(batch)]
+        np.testing.assert_array_equal(
+            np.concatenate([part.samples for part in rows]),
+            indices(1430, batch, 0, 1, 1437, config.seed),
+        )
+        assert np.concatenate([part.epochs for part in rows]).tolist() == [
+            (1430 + i) // 1437 for i in range(batch)
+        ]
 
 
 @pytest.mark.parametrize("sampling", ["global", "partition"])
 def test_a_pass_of_a_grown_batch_has_the_same_samples_on_any_number_of_ranks(sampling: str) -> None:
-    """The passes of one process are the contiguous parts of the step; on several ranks each has a share of each, and none has none."""
+    """The passes of one process are the contiguous parts of the step; on several ranks each has a
+    share of each, and none has none."""
     config = configure(None, ["batch.size=8", f"data.sampling={sampling}"])
     p = Progress(1437, 99999, 7, 1430)
-    for batch, lengths in ((8, [8]), (30, [8, 8, 7, 7]), (9, [5, 4])):  # 1437 - 1430 = 7 are of the epoch before
+    for batch, lengths in (
+        (8, [8]),
+        (30, [8, 8, 7, 7]),
+        (9, [5, 4]),
+    ):  # 1437 - 1430 = 7 are of the epoch before
         stream = indices(1430, batch, 0, 1, 1437, config.seed)
         for size in (1, 2, 3, 8):
             of_ranks = []
             for rank in range(size):
                 communicator = SingleProcessCommunicator()
                 communicator.rank, communicator.size = rank, size  # type: ignore[misc]
-                of_ranks.append([part.samples for part in split_step(config, p, batch, 8, communicator)])
+                of_ranks.append(
+                    [part.samples for part in split_step(config, p, batch, 8, communicator)]
+                )
             passes = [np.concatenate(shares) for shares in zip(*of_ranks, strict=True)]
-            assert [sorted(samples) for samples in passes] == [sorted(samples) for samples in np.split(stream, np.cumsum(lengths)[:-1])]
+            assert [sorted(samples) for samples in passes] == [
+                sorted(samples) for samples in np.split(stream, np.cumsum(lengths)[:-1])
+            ]
             if sampling == "global":
-                assert [samples.tolist() for samples in passes] == [part.tolist() for part in np.split(stream, np.cumsum(lengths)[:-1])]
-                assert {sum(map(len, shares)) for shares in of_ranks} <= {batch // size, -(-batch // size)}
-                assert all(np.ptp([len(shares[k]) for shares in of_ranks]) <= 1 for k in range(len(lengths)))
+                assert [samples.tolist() for samples in passes] == [
+                    part.tolist() for part in np.split(stream, np.cumsum(lengths)[:-1])
+                ]
+                assert {sum(map(len, shares)) for shares in of_ranks} <= {
+                    batch // size,
+                    -(-batch // size),
+                }
+                assert all(
+                    np.ptp([len(shares[k]) for shares in of_ranks]) <= 1
+                    for k in range(len(lengths))
+                )
 
 
 def normed(shape: tuple[int, int, int], classes: int) -> torch.nn.Module:
     pixels = int(np.prod(shape))
-    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(pixels, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, classes))
+    return torch.nn.Sequential(
+        torch.nn.Flatten(),
+        torch.nn.Linear(pixels, 8),
+        torch.nn.BatchNorm1d(8),
+        torch.nn.Linear(8, classes),
+    )
 
 
 @pytest.mark.parametrize(
@@ -444,14 +629,31 @@ def normed(shape: tuple[int, int, int], classes: int) -> torch.nn.Module:
     [
         ("batch.size=5", 4, "a batch of 5 on 4 ranks has a pass of one sample", "batch.size"),
         ("batch.size=1", 1, "a batch of 1 on 1 rank has a pass of one sample", "batch.size"),
-        ("batch.size=5 batch.micro=2", 1, "a batch of 5 on 1 rank in passes of batch.micro=2 has a pass of one sample", "batch.micro"),
-        ("batch.size=4 recipe.growth=milestones recipe.grow_at=[1] recipe.grow_to=[5]", 2, "a batch of 5 on 2 ranks", "recipe.growth"),
+        (
+            "batch.size=5 batch.micro=2",
+            1,
+            "a batch of 5 on 1 rank in passes of batch.micro=2 has a pass of one sample",
+            "batch.micro",
+        ),
+        (
+            "batch.size=4 recipe.growth=milestones recipe.grow_at=[1] recipe.grow_to=[5]",
+            2,
+            "a batch of 5 on 2 ranks",
+            "recipe.growth",
+        ),
         ("batch.size=8", 4, None, ""),
-        ("batch.size=5 model.name=convnet model.widths=[4]", 4, None, ""),  # an image has several values per channel
+        (
+            "batch.size=5 model.name=convnet model.widths=[4]",
+            4,
+            None,
+            "",
+        ),  # an image has several values per channel
         ("batch.size=5 model.name=mlp", 4, None, ""),
     ],
 )
-def test_a_batch_norm_of_one_sample_is_found_before_the_first_step(words: str, ranks: int, what: str | None, key: str) -> None:
+def test_a_batch_norm_of_one_sample_is_found_before_the_first_step(
+    words: str, ranks: int, what: str | None, key: str
+) -> None:
     config = configure(None, ["model.name=test_train:normed", *words.split()])
     datasets = open_datasets(config, SingleProcessCommunicator())
     learner = build_learner(config, datasets.task, SingleProcessCommunicator())
@@ -461,13 +663,18 @@ def test_a_batch_norm_of_one_sample_is_found_before_the_first_step(words: str, r
     else:
         with pytest.raises(UserError, match=re.escape(what)) as caught:
             check_smallest_pass(config, recipe_of(config, datasets).batch, learner, ranks)
-        assert caught.value.where.startswith(key) and ("norm.kind=sync" in caught.value.fix) == (ranks > 1)
+        assert caught.value.where.startswith(key) and ("norm.kind=sync" in caught.value.fix) == (
+            ranks > 1
+        )
     assert digest(learner.state()) == before
 
 
-def test_a_job_whose_batch_grows_counts_every_sample_and_resumes(capsys: pytest.CaptureFixture[str]) -> None:
-    """1437 samples: batch 64 up to epoch 1 (23 steps, 1472 samples), then 200: 7 steps to 2872, 8 to 3072 > 2874."""
-    words = [*FAST, "batch.size=64", "log.every_steps=1", "recipe.schedule=steps", "recipe.milestones=[1]", "recipe.gamma=0.25",
+def test_a_job_whose_batch_grows_counts_every_sample_and_resumes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """1437 samples: batch 64 up to epoch 1 (23 steps, 1472 samples), then 200: 7 steps to 2872, 8
+    to 3072 > 2874."""
+    words = [*FAST, "batch.size=64", "log.every_steps=1", "recipe.schedule=steps", "recipe.milestones=[1]", "recipe.gamma=0.25",  # noqa: E501
              "recipe.growth=decays", "recipe.batch_max=200"]  # fmt: skip
     assert main([*words, "epochs=2", "run=whole"]) == 0
     out = capsys.readouterr().out
@@ -483,7 +690,20 @@ def test_a_job_whose_batch_grows_counts_every_sample_and_resumes(capsys: pytest.
 
 
 def test_a_rank_may_say_its_own_batch() -> None:
-    assert main([*FAST, "epochs=1", "run=out", "batch.per_rank=48", "optim.base_batch=16", "optim.base_lr=0.01", "max_steps=2"]) == 0
+    assert (
+        main(
+            [
+                *FAST,
+                "epochs=1",
+                "run=out",
+                "batch.per_rank=48",
+                "optim.base_batch=16",
+                "optim.base_lr=0.01",
+                "max_steps=2",
+            ]
+        )
+        == 0
+    )
     (epoch,) = events(Path("out"), "epoch")
     assert (epoch["batch"], epoch["lr"]) == (48, pytest.approx(0.03))
     text = Path("out/config.yaml").read_text()
@@ -502,36 +722,64 @@ def idx_root() -> str:
     raw = Path("data/FashionMNIST/raw")
     raw.mkdir(parents=True)
     for part in ("train", "t10k"):
-        (raw / f"{part}-images-idx3-ubyte").write_bytes(bytes.fromhex("00000803 00000002 0000001c 0000001c") + b"\1" * 28 * 28)
-        (raw / f"{part}-labels-idx1-ubyte").write_bytes(bytes.fromhex("00000801 00000002") + b"\1\2")
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(
+            bytes.fromhex("00000803 00000002 0000001c 0000001c") + b"\1" * 28 * 28
+        )
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(
+            bytes.fromhex("00000801 00000002") + b"\1\2"
+        )
     return "data"
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["bach.size=3"], ["no such key: bach.size", "where: command line", "did you mean batch.size?"]),
-        (["epochs=many"], ["wrong value for epochs: 'many'", "epochs takes a number, or null: epochs=10"]),
-        (["model.name=wide_resnt"], ["unknown name: wide_resnt", "where: model.name, command line", "did you mean wide_resnet?"]),
-        (["model.widhts=3"], ["model.name=wide_resnet has no option widhts", "did you mean widths?"]),
+        (
+            ["bach.size=3"],
+            ["no such key: bach.size", "where: command line", "did you mean batch.size?"],
+        ),
+        (
+            ["epochs=many"],
+            ["wrong value for epochs: 'many'", "epochs takes a number, or null: epochs=10"],
+        ),
+        (
+            ["model.name=wide_resnt"],
+            [
+                "unknown name: wide_resnt",
+                "where: model.name, command line",
+                "did you mean wide_resnet?",
+            ],
+        ),
+        (
+            ["model.widhts=3"],
+            ["model.name=wide_resnet has no option widhts", "did you mean widths?"],
+        ),
         (["data.name=digts"], ["unknown name: digts", "did you mean digits?"]),
         (["data.name=folder", "data.root=nowhere"], ["nowhere"]),
         (["data.name=fashion_mnist", "data.root=IDX"], ["train-images-idx3-ubyte", "found"]),
         (["comm.engine=hovorod"], ["unknown name: hovorod", "did you mean horovod?"]),
         (["resume=nowhere"], ["there is no run folder nowhere", "where: resume, command line"]),
         (["--config"], ["--config needs a value"]),
-        (["--max-time=soon"], ["'soon' is not a length of time", "where: guard.max_time, command line", "3.5h"]),
+        (
+            ["--max-time=soon"],
+            ["'soon' is not a length of time", "where: guard.max_time, command line", "3.5h"],
+        ),
         (["--config", "nowhere.yaml"], ["cannot read the configuration", "nowhere.yaml"]),
         (["run=/proc/nope"], ["cannot write the run folder", "where: run, command line"]),
         (["--config="], ["cannot read the configuration", "where: --config"]),
         (["data.root=/x"], ["data.name=digits reads no folder"]),
         (["batch.size=1438"], ["batch 1438 is more than the 1437 training samples"]),
-        (["data.name=synthetic", "data.shape=[2,2,1]"], ["images of 2x2 pixels cannot be halved twice"]),
+        (
+            ["data.name=synthetic", "data.shape=[2,2,1]"],
+            ["images of 2x2 pixels cannot be halved twice"],
+        ),
         (["log.noise_scale=true"], ["the job has 1 rank", "two ranks or more"]),
         (["framework=torhc"], ["unknown name: torhc", "did you mean torch?"]),
     ],
 )
-def test_bad_input_is_one_short_message_and_code_2(words: list[str], says: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_short_message_and_code_2(
+    words: list[str], says: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     root = idx_root()
     assert main([word.replace("IDX", root) for word in words]) == 2
     text = capsys.readouterr().err
@@ -544,7 +792,14 @@ def test_bad_input_is_one_short_message_and_code_2(words: list[str], says: list[
 
 def test_a_bug_shows_its_traceback_and_code_1(tmp_path: Path) -> None:
     result = python(
-        ["-m", "hvdtrain", "model.name=faulty:Faulty", "model.bad_rank=0", "model.bad_step=2", f"model.stamp={tmp_path / 'stamp'}"],
+        [
+            "-m",
+            "hvdtrain",
+            "model.name=faulty:Faulty",
+            "model.bad_rank=0",
+            "model.bad_step=2",
+            f"model.stamp={tmp_path / 'stamp'}",
+        ],
         env=FAULTY,
     )
     assert result.returncode == 1

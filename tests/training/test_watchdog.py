@@ -1,4 +1,5 @@
-"""A rank that makes no progress ends the job within seconds of its limit, and the report names it; a suspended job continues."""
+"""A rank that makes no progress ends the job within seconds of its limit, and the report names it;
+a suspended job continues."""
 
 from __future__ import annotations
 
@@ -13,7 +14,18 @@ from dataclasses import replace
 
 import pytest
 from pool import alone
-from ranks import FULL, HANG_S, ONE_ENGINE, Job, Result, environment, mpirun, needs_horovod, needs_mpirun, python
+from ranks import (
+    FULL,
+    HANG_S,
+    ONE_ENGINE,
+    Job,
+    Result,
+    environment,
+    mpirun,
+    needs_horovod,
+    needs_mpirun,
+    python,
+)
 from waiting import is_stopped, wait_until
 
 from hvdtrain.comm.mesh import PIECES, ranks_summary
@@ -37,14 +49,20 @@ def hung_s(result: Result) -> float:
 
 def expect_end(result: Result, what: str) -> None:
     seconds = hung_s(result)
-    print(f"{what}: ended {seconds:.1f} s after the hang (limit {STALL_S:g} s), exit code {result.returncode}")
+    print(
+        f"{what}: ended {seconds:.1f} s after the hang (limit {STALL_S:g} s), exit code "
+        f"{result.returncode}"
+    )
     assert result.returncode == STALLED, result
     assert seconds > STALL_S
     assert result.stderr.count("hvdtrain: ") == 1, result.stderr  # one report
     assert "Traceback" not in result.stderr
 
 
-HANGS = [*(pytest.param(*e.values, "sleep", marks=e.marks) for e in ONE_ENGINE["horovod"]), ("mpi", "loop")]
+HANGS = [
+    *(pytest.param(*e.values, "sleep", marks=e.marks) for e in ONE_ENGINE["horovod"]),
+    ("mpi", "loop"),
+]
 
 
 @pytest.mark.parametrize(("engine", "how"), HANGS)
@@ -53,12 +71,22 @@ def test_a_rank_that_hangs_is_named(engine: str, how: str) -> None:
     result = mpirun(2, words(engine, f"1:{how}"))
     expect_end(result, f"{engine}, rank 1 in {how}")
     lines = result.stderr[result.stderr.index("hvdtrain: ") :].splitlines()
-    assert lines[:2] == ["hvdtrain: no progress for 1 s (guard.stall_s); the job ends with exit code 81", "behind:"]
+    assert lines[:2] == [
+        "hvdtrain: no progress for 1 s (guard.stall_s); the job ends with exit code 81",
+        "behind:",
+    ]
     assert re.fullmatch(
-        rf"  rank 1 on {HOST}, pid \d+: reading samples, epoch 3, step 21, for \d+ s, since \d+-\d+-\d+ \d+:\d+:\d+", lines[2]
+        rf"  rank 1 on {HOST}, pid \d+: reading samples, epoch 3, step 21, for \d+ s, since "
+        r"\d+-\d+-\d+ \d+:\d+:\d+",
+        lines[2],
     )
-    last = next(place for place, line in enumerate(lines) if not line.startswith("  ") and place > 2)
-    calls = {"sleep": [SLEEP_LINE], "loop": ["in loop: while True:", "in loop: pass  # a loop without an end"]}
+    last = next(
+        place for place, line in enumerate(lines) if not line.startswith("  ") and place > 2
+    )
+    calls = {
+        "sleep": [SLEEP_LINE],
+        "loop": ["in loop: while True:", "in loop: pass  # a loop without an end"],
+    }
     assert lines[last - 1].endswith(tuple(calls[how])), lines
     assert lines[last] == "waiting: rank 0 at step 21, epoch 3: step"
 
@@ -67,7 +95,8 @@ def test_a_rank_that_hangs_is_named(engine: str, how: str) -> None:
 @needs_mpirun
 @pytest.mark.parametrize(("how", "within_s"), [*[("sleep", 20)] * FULL, ("stop", 50)])
 def test_a_hang_ends_the_job_within_seconds_of_the_limit(how: str, within_s: float) -> None:
-    """Where nothing else runs: 1.7 s after a rank sleeps, and 4.7 s after it was stopped, of which 3 are for its answer."""
+    """Where nothing else runs: 1.7 s after a rank sleeps, and 4.7 s after it was stopped, of which
+    3 are for its answer."""
     result = mpirun(2, words("mpi", f"1:{how}"))
     expect_end(result, f"mpi, rank 1 in {how}")
     assert hung_s(result) < within_s
@@ -97,7 +126,10 @@ def test_a_stopped_rank_gives_no_answer(engine: str) -> None:
         result = job.wait()
         expect_end(result, f"{engine}, rank 1 stopped")
         wait_until(lambda: not job.processes(), "the stopped rank is gone, too")
-    assert f"no answer ({SILENCE}):\n  rank 1 on {HOST}\nwaiting: rank 0 at step 21, epoch 3: step\n" in result.stderr
+    assert (
+        f"no answer ({SILENCE}):\n  rank 1 on {HOST}\nwaiting: rank 0 at step 21, epoch 3: step\n"
+        in result.stderr
+    )
     assert "in alone: communicator.allreduce" in result.stderr  # what it waits in
 
 
@@ -106,7 +138,10 @@ def test_a_stopped_rank_gives_no_answer(engine: str) -> None:
 def test_a_rank_whose_c_code_keeps_the_interpreter_is_named_by_the_others() -> None:
     result = mpirun(2, words("mpi", "1:hold"))
     expect_end(result, "mpi, rank 1 holds the interpreter lock")
-    assert f"no answer ({SILENCE}):\n  rank 1 on {HOST}\nwaiting: rank 0 at step 21, epoch 3: step\n" in result.stderr
+    assert (
+        f"no answer ({SILENCE}):\n  rank 1 on {HOST}\nwaiting: rank 0 at step 21, epoch 3: step\n"
+        in result.stderr
+    )
 
 
 @needs_mpirun
@@ -117,8 +152,8 @@ def test_without_rank_0_the_others_end_the_job() -> None:
         expect_end(result, "mpi, rank 0 stopped")
         wait_until(lambda: not job.processes(), "the stopped rank is gone, too")
     assert (
-        f"hvdtrain: rank 1 on {HOST}: no progress for 1 s (guard.stall_s), and rank 0 on {HOST} does not answer; exit code 81"
-        in result.stderr
+        f"hvdtrain: rank 1 on {HOST}: no progress for 1 s (guard.stall_s), and rank 0 on {HOST} "
+        "does not answer; exit code 81" in result.stderr
     )
 
 
@@ -126,10 +161,14 @@ def test_without_rank_0_the_others_end_the_job() -> None:
 @needs_mpirun
 @needs_horovod
 def test_a_rank_that_never_connects_is_named() -> None:
-    """Rank 0 waits inside hvd.init, and leaves the word, for a second, to the rank that is behind."""
+    """Rank 0 waits inside hvd.init, and leaves the word, for a second, to the rank that is
+    behind."""
     result = mpirun(2, words("horovod", "1:never", start_s=STALL_S))
     expect_end(result, "horovod, rank 1 never connects")
-    assert f"hvdtrain: rank 1 on {HOST}: no progress for 1 s (guard.start_s); exit code 81\n  rank 1" in result.stderr
+    assert (
+        f"hvdtrain: rank 1 on {HOST}: no progress for 1 s (guard.start_s); exit code 81\n  rank 1"
+        in result.stderr
+    )
     assert ": reading the data, epoch 0, step 0, for" in result.stderr
     assert "time.sleep(1000)  # before it connects" in result.stderr
 
@@ -149,7 +188,10 @@ def test_a_signal_during_the_start_ends_all_ranks_at_once(how: str) -> None:
         seconds = time.monotonic() - sent_s
     print(f"signal during the start: ended after {seconds:.1f} s")
     phase = {"never": "reading the data", "start": "attaching the watchdog"}[how]
-    line = f"hvdtrain: rank 0 on {HOST}: SIGUSR2 during the start ({phase}): nothing to save; the same command starts again\n"
+    line = (
+        f"hvdtrain: rank 0 on {HOST}: SIGUSR2 during the start ({phase}): nothing to save; the "
+        "same command starts again\n"
+    )
     assert (result.returncode, seconds < 10) == (REQUEUE, True), result
     assert line in result.stderr
     assert "rank 1 on" not in result.stderr
@@ -194,7 +236,7 @@ with Signals(0) as signals, Watchdog(heartbeat, signals, GuardConfig().replace(s
     goes_on.set()
     time.sleep(0.02)
 print("asked again", communicator.asked.acquire(blocking=False))
-"""
+"""  # noqa: E501
 
 
 def fake(in_gather: str, hang: str, found: str) -> Result:
@@ -203,11 +245,19 @@ def fake(in_gather: str, hang: str, found: str) -> Result:
 
 def test_a_stall_that_passes_before_the_report_is_out_is_forgotten() -> None:
     result = fake("goes_on.wait()", "communicator.asked.acquire()", "[thing]")
-    assert (result.returncode, result.stdout, result.stderr) == (0, "asked False\nasked again False\n", "")
+    assert (result.returncode, result.stdout, result.stderr) == (
+        0,
+        "asked False\nasked again False\n",
+        "",
+    )
 
 
-@pytest.mark.parametrize(("found", "first"), [("[thing]", "hvdtrain: "), ("None", f"hvdtrain: rank 0 on {HOST}: ")])
-def test_a_single_process_or_a_rank_without_a_side_channel_reports_itself(found: str, first: str) -> None:
+@pytest.mark.parametrize(
+    ("found", "first"), [("[thing]", "hvdtrain: "), ("None", f"hvdtrain: rank 0 on {HOST}: ")]
+)
+def test_a_single_process_or_a_rank_without_a_side_channel_reports_itself(
+    found: str, first: str
+) -> None:
     result = fake("pass", "time.sleep(1e6)", found)
     assert result.returncode == STALLED
     assert result.stderr.startswith(f"{first}no progress for 0.3 s (guard.stall_s); ")
@@ -215,10 +265,15 @@ def test_a_single_process_or_a_rank_without_a_side_channel_reports_itself(found:
 
 
 def test_a_gather_that_hangs_or_a_full_pipe_does_not_keep_the_job() -> None:
-    """The pipe: the main thread hangs in a print, with the lock of stdout, which a clean end would wait for."""
-    program = FAKE.format(in_gather="pass", hang="print('x' * 1000000, flush=True)", found="[thing]")
+    """The pipe: the main thread hangs in a print, with the lock of stdout, which a clean end would
+    wait for."""
+    program = FAKE.format(
+        in_gather="pass", hang="print('x' * 1000000, flush=True)", found="[thing]"
+    )
     reader, writer = os.pipe()
-    piped = subprocess.Popen([sys.executable, "-c", program], stdout=writer, stderr=writer, env=environment())
+    piped = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=writer, stderr=writer, env=environment()
+    )
     result = fake("time.sleep(1e6)", "time.sleep(1e6)", "[thing]")
     code = piped.wait(HANG_S)
     os.close(reader)
@@ -230,7 +285,10 @@ def test_a_gather_that_hangs_or_a_full_pipe_does_not_keep_the_job() -> None:
 def test_a_report_that_fails_does_not_keep_the_job() -> None:
     result = fake("pass", "heartbeat.under_way = lambda: 1 / 0; time.sleep(1e6)", "[thing]")
     assert result.returncode == STALLED
-    assert result.stderr.startswith(f"hvdtrain: rank 0 on {HOST}: no progress for 0.3 s (guard.stall_s); the job ends with exit code 81")
+    assert result.stderr.startswith(
+        f"hvdtrain: rank 0 on {HOST}: no progress for 0.3 s (guard.stall_s); the job ends with "
+        "exit code 81"
+    )
     assert "ZeroDivisionError" in result.stderr
 
 
@@ -247,12 +305,28 @@ def test_idle_seconds_of_a_process_that_slept() -> None:
     assert idle.seconds == 0
 
 
-def report(rank: int, waiting: bool, phase: str = "step", step: int = 121, calls: int = 1) -> Report:
+def report(
+    rank: int, waiting: bool, phase: str = "step", step: int = 121, calls: int = 1
+) -> Report:
     stack = tuple(f"job.py:{call} in f{call}: g()" for call in range(calls))
-    return Report(rank, f"node{rank // 8}", 100 + rank, phase, 3, step, 301.4, "2026-11-21 10:31:07", waiting, stack)
+    return Report(
+        rank,
+        f"node{rank // 8}",
+        100 + rank,
+        phase,
+        3,
+        step,
+        301.4,
+        "2026-11-21 10:31:07",
+        waiting,
+        stack,
+    )
 
 
-TODO = "to do: look at the ranks named first; if they were only slow, raise guard.stall_s, now 300 (null: no limit)"
+TODO = (
+    "to do: look at the ranks named first; if they were only slow, raise guard.stall_s, now 300 "
+    "(null: no limit)"
+)
 FIRST = "hvdtrain: no progress for 300 s (guard.stall_s); the job ends with exit code 81"
 
 
@@ -267,10 +341,12 @@ def test_report_of_one_behind_one_silent_and_six_waiting() -> None:
     assert render(received, hosts(8), 300.0, "guard.stall_s").splitlines() == [
         FIRST,
         "behind:",
-        "  rank 1 on node0, pid 101: reading samples, epoch 3, step 120, for 301 s, since 2026-11-21 10:31:07",
+        "  rank 1 on node0, pid 101: reading samples, epoch 3, step 120, for 301 s, since "
+        "2026-11-21 10:31:07",
         "    job.py:0 in f0: g()",
         "    job.py:1 in f1: g()",
-        "no answer (still busy, stopped, swapping, its host is down, or a C extension holds the interpreter):",
+        "no answer (still busy, stopped, swapping, its host is down, or a C extension holds the "
+        "interpreter):",
         "  rank 2 on node0",
         "waiting: rank 7 at step 120, epoch 3: evaluation",
         "waiting: ranks 0, 3-6 at step 121, epoch 3: step",
@@ -299,39 +375,71 @@ def test_report_where_every_rank_waits() -> None:
 
 
 def test_report_of_ranks_in_different_collectives() -> None:
-    received = [report(0, True), report(1, True), report(2, True, calls=2), report(3, True, calls=2)]
+    received = [
+        report(0, True),
+        report(1, True),
+        report(2, True, calls=2),
+        report(3, True, calls=2),
+    ]
     lines = render(received, hosts(4), 300.0, "guard.stall_s").splitlines()
     assert lines[1] == "behind: no rank: all wait for each other at the same step"
-    assert [line[:8] for line in lines[2:7]] == ["  rank 0", "    job.", "  rank 2", "    job.", "    job."]
+    assert [line[:8] for line in lines[2:7]] == [
+        "  rank 0",
+        "    job.",
+        "  rank 2",
+        "    job.",
+        "    job.",
+    ]
     assert lines[-2] == "  and ranks 1, 3 at step 121, epoch 3: step"
 
 
 def in_pipeline(rank: int, doing: str, waits_for: int | None = None) -> Report:
-    return replace(report(rank, True), place=f"stage {rank // 2}, data {rank % 2}", doing=doing, waits_for=waits_for)
+    return replace(
+        report(rank, True),
+        place=f"stage {rank // 2}, data {rank % 2}",
+        doing=doing,
+        waits_for=waits_for,
+    )
 
 
 def test_report_of_a_pipeline_names_the_rank_that_others_wait_for() -> None:
     first = "backward pass of micro-batch 1 in stage 0, waits for stage 1"
     last = "backward pass of micro-batch 1 in stage 1"
-    received = [in_pipeline(0, first, 2), in_pipeline(1, first, 3), in_pipeline(2, last), in_pipeline(3, f"{last}, waits for stage 0", 1)]
+    received = [
+        in_pipeline(0, first, 2),
+        in_pipeline(1, first, 3),
+        in_pipeline(2, last),
+        in_pipeline(3, f"{last}, waits for stage 0", 1),
+    ]
     lines = render(received, hosts(4), 300.0, "guard.stall_s").splitlines()
     assert lines[1] == "behind (others wait for their messages, and they in another collective):"
     assert lines[2] == (
-        "  rank 2 on node0 (stage 1, data 0), pid 102: step, epoch 3, step 121, for 301 s, since 2026-11-21 10:31:07, in the " + last
+        "  rank 2 on node0 (stage 1, data 0), pid 102: step, epoch 3, step 121, for 301 s, since "
+        "2026-11-21 10:31:07, in the " + last
     )
     assert lines[4:6] == [
         f"waiting: ranks 0-1 at step 121, epoch 3: step, {first} (ranks 2-3)",
         f"waiting: rank 3 at step 121, epoch 3: step, {last}, waits for stage 0 (rank 1)",
     ]
     places = [f"stage {rank // 2}, data {rank % 2}" for rank in range(4)]
-    silent = render([*received[:2], None, None], hosts(4), 300.0, "guard.stall_s", places).splitlines()
-    assert silent[2:4] == ["  rank 2 on node0 (stage 1, data 0)", "  rank 3 on node0 (stage 1, data 1)"]
+    silent = render(
+        [*received[:2], None, None], hosts(4), 300.0, "guard.stall_s", places
+    ).splitlines()
+    assert silent[2:4] == [
+        "  rank 2 on node0 (stage 1, data 0)",
+        "  rank 3 on node0 (stage 1, data 1)",
+    ]
     busy = replace(received[2], waiting=False)
-    assert render([*received[:2], busy, received[3]], hosts(4), 300.0, "guard.stall_s").splitlines()[1:3] == ["behind:", lines[2]]
+    assert render(
+        [*received[:2], busy, received[3]], hosts(4), 300.0, "guard.stall_s"
+    ).splitlines()[1:3] == ["behind:", lines[2]]
 
 
 def test_report_of_many_ranks_fits_one_screen() -> None:
-    received = [None if rank % 5 == 0 else report(rank, rank % 3 == 0, f"phase {rank % 7}", rank, 30) for rank in range(1024)]
+    received = [
+        None if rank % 5 == 0 else report(rank, rank % 3 == 0, f"phase {rank % 7}", rank, 30)
+        for rank in range(1024)
+    ]
     lines = render(received, hosts(1024), 300.0, "guard.stall_s").splitlines()
     assert len(lines) <= 40
     assert max(map(len, lines)) < 250
@@ -343,12 +451,21 @@ def test_report_of_one_rank_alone() -> None:
     text = render_alone(report(9, False, "building"), 600.0, "guard.start_s")
     assert text.splitlines() == [
         "hvdtrain: rank 9 on node1: no progress for 600 s (guard.start_s); exit code 81",
-        "  rank 9 on node1, pid 109: building, epoch 3, step 121, for 301 s, since 2026-11-21 10:31:07",
+        "  rank 9 on node1, pid 109: building, epoch 3, step 121, for 301 s, since 2026-11-21 "
+        "10:31:07",
         "    job.py:0 in f0: g()",
-        "to do: look at the ranks named first; if they were only slow, raise guard.start_s, now 600 (null: no limit)",
+        "to do: look at the ranks named first; if they were only slow, raise guard.start_s, now "
+        "600 (null: no limit)",
     ]
 
 
 def test_names_of_ranks() -> None:
-    assert [ranks_summary(ranks) for ranks in ([3], [0, 1], [0, 2, 3, 4, 9])] == ["rank 3", "ranks 0-1", "ranks 0, 2-4, 9"]
-    assert ranks_summary(range(0, 1024, 2)) == f"ranks {', '.join(str(2 * piece) for piece in range(PIECES))}, ... (512 ranks)"
+    assert [ranks_summary(ranks) for ranks in ([3], [0, 1], [0, 2, 3, 4, 9])] == [
+        "rank 3",
+        "ranks 0-1",
+        "ranks 0, 2-4, 9",
+    ]
+    assert (
+        ranks_summary(range(0, 1024, 2))
+        == f"ranks {', '.join(str(2 * piece) for piece in range(PIECES))}, ... (512 ranks)"
+    )

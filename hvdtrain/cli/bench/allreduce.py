@@ -1,6 +1,8 @@
-"""bench allreduce: how fast the ranks sum vectors, compared with one plain MPI_Allreduce and a copy of memory in the same run.
+"""bench allreduce: how fast the ranks sum vectors, compared with one plain MPI_Allreduce and a copy
+of memory in the same run.
 
-Every method must first give the known sum of values that differ by rank. The seconds of a method are those of the slowest rank.
+Every method must first give the known sum of values that differ by rank. The seconds of a method
+are those of the slowest rank.
 """
 
 from __future__ import annotations
@@ -30,14 +32,19 @@ MAX_ROUNDS = 101
 WARM_UP_ROUNDS = 2
 QUIET_S = 2.0  # after that, progress is printed
 SMALL_TENSORS = "160 small tensors"
-# Channels of ResNet-50's 53 norms, in order: each norm has a weight and a bias; repeated up to 160 tensors of 64 to 2048 elements.
+# Channels of ResNet-50's 53 norms, in order: each norm has a weight and a bias; repeated up to 160
+# tensors of 64 to 2048 elements.
 _BLOCKS = ((64, 3), (128, 4), (256, 6), (512, 3))
-_NORMS = [64, *(n for width, blocks in _BLOCKS for n in (4 * width, *(width, width, 4 * width) * blocks))]
+_NORMS = [
+    64,
+    *(n for width, blocks in _BLOCKS for n in (4 * width, *(width, width, 4 * width) * blocks)),
+]
 SMALL_TENSOR_SIZES = [_NORMS[index // 2 % len(_NORMS)] for index in range(160)]
 
 
 class Method(NamedTuple):
-    """One method that makes a vector its sum over ranks, in place; the copy alone leaves it as it is."""
+    """One method that makes a vector its sum over ranks, in place; the copy alone leaves it as it
+    is."""
 
     name: str
     run: Callable[[], object]
@@ -52,7 +59,8 @@ class Ranks(NamedTuple):
 
 
 def bench_allreduce(arguments: Sequence[str]) -> int:
-    """The command behind `bench allreduce`; returns the exit code. Every rank calls it, rank 0 prints. Raises UserError."""
+    """The command behind `bench allreduce`; returns the exit code. Every rank calls it, rank 0
+    prints. Raises UserError."""
     parser = BenchParser("allreduce")
     parser.add_argument("--sizes", type=read_sizes, default=SIZES)
     parser.add_argument("--budget", type=float, default=40.0)
@@ -63,10 +71,14 @@ def bench_allreduce(arguments: Sequence[str]) -> int:
         bucket_bytes = max(4, int(config.comm.bucket_mb * 2**20))
         ranks = Ranks(communicator, _connect_mpi(communicator, placement(os.environ)), bucket_bytes)
         payloads = measure(ranks, options.sizes, options.budget)
-        host_of_rank = communicator.allgather_object((socket.gethostname(), len(os.sched_getaffinity(0))))
+        host_of_rank = communicator.allgather_object(
+            (socket.gethostname(), len(os.sched_getaffinity(0)))
+        )
         if communicator.rank == 0:
             hosts = count_hosts(host_of_rank)
-            result = AllreduceResult(communicator.name, engine_reason, communicator.size, bucket_bytes, hosts, payloads)
+            result = AllreduceResult(
+                communicator.name, engine_reason, communicator.size, bucket_bytes, hosts, payloads
+            )
             print_result(options.json, to_text(result), to_json(result))
 
     return run_on_ranks(config, work)
@@ -82,16 +94,27 @@ def _connect_mpi(communicator: Communicator, place: Placement) -> Any | None:
 
 
 def measure(ranks: Ranks, sizes: Sequence[int], budget_s: float) -> list[PayloadTimes]:
-    """One vector of each size in bytes, then many small tensors, by all methods. A collective; every rank gets the same times."""
+    """One vector of each size in bytes, then many small tensors, by all methods. A collective;
+    every rank gets the same times."""
     payload_budget_s = budget_s / (len(sizes) + 1)
     began = time.perf_counter()
     payloads: list[PayloadTimes] = []
     for size_bytes in sizes:
-        vector = np.empty(size_bytes // 4, np.float32) if size_bytes % 4 == 0 else np.empty(size_bytes, np.uint8)
-        times = _time_methods(ranks, vector, list(_methods_for_vector(ranks, vector)), payload_budget_s)
+        vector = (
+            np.empty(size_bytes // 4, np.float32)
+            if size_bytes % 4 == 0
+            else np.empty(size_bytes, np.uint8)
+        )
+        times = _time_methods(
+            ranks, vector, list(_methods_for_vector(ranks, vector)), payload_budget_s
+        )
         payloads.append(PayloadTimes(format_bytes(size_bytes), size_bytes, times))
         if ranks.communicator.rank == 0 and time.perf_counter() - began > QUIET_S:
-            print(f"bench allreduce: {payloads[-1].name} done, {len(payloads)} of {len(sizes) + 1}", file=sys.stderr, flush=True)
+            print(
+                f"bench allreduce: {payloads[-1].name} done, {len(payloads)} of {len(sizes) + 1}",
+                file=sys.stderr,
+                flush=True,
+            )
     flat = np.empty(sum(SMALL_TENSOR_SIZES), np.float32)
     times = _time_methods(ranks, flat, list(_methods_for_tensors(ranks, flat)), payload_budget_s)
     payloads.append(PayloadTimes(SMALL_TENSORS, flat.nbytes, times))
@@ -104,17 +127,24 @@ def _methods_for_vector(ranks: Ranks, vector: np.ndarray) -> Iterator[Method]:
     if ranks.mpi_world is not None:
         mpi_allreduce = _mpi_allreduce(ranks.mpi_world)
         yield Method(MPI, lambda: mpi_allreduce(vector))
-    yield Method("allreduce", lambda: _copy_unless_same(vector, communicator.allreduce(vector, name)))
+    yield Method(
+        "allreduce", lambda: _copy_unless_same(vector, communicator.allreduce(vector, name))
+    )
     bucket_elements = max(1, ranks.bucket_bytes // vector.itemsize)
-    buckets = [vector[start : start + bucket_elements] for start in range(0, len(vector), bucket_elements)]
-    yield Method(f"in {plural(len(buckets), 'bucket')}", lambda: _allreduce_all(communicator, buckets, name))
+    buckets = [
+        vector[start : start + bucket_elements] for start in range(0, len(vector), bucket_elements)
+    ]
+    yield Method(
+        f"in {plural(len(buckets), 'bucket')}", lambda: _allreduce_all(communicator, buckets, name)
+    )
     yield Method(IN_PARTS, lambda: _in_parts(communicator, vector, name))
     target = np.empty_like(vector)
     yield Method(COPY, lambda: np.copyto(target, vector))
 
 
 def _in_parts(communicator: Communicator, vector: np.ndarray, name: str) -> None:
-    """The sum of each rank's part to that rank, then all parts to all ranks, as sharded training state is reduced."""
+    """The sum of each rank's part to that rank, then all parts to all ranks, as sharded training
+    state is reduced."""
     own = part_of(len(vector), communicator.rank, communicator.size)
     part = communicator.start_reduce_scatter(vector, f"{name}.parts").wait()
     _copy_unless_same(vector[own], part)
@@ -130,7 +160,8 @@ def _mpi_allreduce(mpi_world: Any) -> Callable[[np.ndarray], None]:
 
 
 def _methods_for_tensors(ranks: Ranks, flat: np.ndarray) -> Iterator[Method]:
-    """Methods for many small tensors, which are views of `flat`. Those that reduce one bucket copy the tensors in and out, timed too."""
+    """Methods for many small tensors, which are views of `flat`. Those that reduce one bucket copy
+    the tensors in and out, timed too."""
     communicator = ranks.communicator
     bucket = np.empty_like(flat)
     tensors = np.split(flat, np.cumsum(SMALL_TENSOR_SIZES)[:-1])
@@ -166,13 +197,17 @@ def _methods_for_tensors(ranks: Ranks, flat: np.ndarray) -> Iterator[Method]:
 
         torch, hvd = horovod.load()
         torch_tensors = [torch.from_numpy(tensor) for tensor in tensors]
-        yield Method(GROUPED, lambda: hvd.grouped_allreduce_(torch_tensors, name="bench.grouped", op=hvd.Sum))
+        yield Method(
+            GROUPED, lambda: hvd.grouped_allreduce_(torch_tensors, name="bench.grouped", op=hvd.Sum)
+        )
     yield Method(COPY, lambda: np.copyto(bucket, flat))
 
 
 def _allreduce_all(communicator: Communicator, arrays: Sequence[np.ndarray], name: str) -> None:
     """Starts an allreduce of each array, then waits for all."""
-    handles = [communicator.start_allreduce(array, f"{name}.{index}") for index, array in enumerate(arrays)]
+    handles = [
+        communicator.start_allreduce(array, f"{name}.{index}") for index, array in enumerate(arrays)
+    ]
     for array, handle in zip(arrays, handles, strict=True):
         _copy_unless_same(array, handle.wait())
 
@@ -183,8 +218,11 @@ def _copy_unless_same(target: np.ndarray, result: np.ndarray) -> None:
         target[...] = result
 
 
-def _time_methods(ranks: Ranks, vector: np.ndarray, methods: Sequence[Method], budget_s: float) -> list[MethodTimes]:
-    """The slowest rank's seconds of each method in each round. A round runs all methods once, starting with another one each time."""
+def _time_methods(
+    ranks: Ranks, vector: np.ndarray, methods: Sequence[Method], budget_s: float
+) -> list[MethodTimes]:
+    """The slowest rank's seconds of each method in each round. A round runs all methods once,
+    starting with another one each time."""
     for method in methods:
         check_sum(ranks.communicator, vector, method)
     vector.fill(0)  # repeated sums in place would overflow; zeros stay zeros
@@ -193,10 +231,18 @@ def _time_methods(ranks: Ranks, vector: np.ndarray, methods: Sequence[Method], b
         _run_round(ranks, methods, first=0)
     local_round_s = np.array([(time.perf_counter() - began) / WARM_UP_ROUNDS])
     round_s = float(ranks.communicator.allreduce(local_round_s, "bench.round", "max")[0])
-    rounds = int(min(MAX_ROUNDS, max(MIN_ROUNDS, budget_s / round_s)))  # equal on all ranks, as round_s is
-    local_seconds = np.array([_run_round(ranks, methods, first=number % len(methods)) for number in range(rounds)])
-    slowest = ranks.communicator.allreduce(local_seconds, "bench.slowest", "max")  # (rounds, methods)
-    return [MethodTimes(method.name, slowest[:, index].tolist()) for index, method in enumerate(methods)]
+    rounds = int(
+        min(MAX_ROUNDS, max(MIN_ROUNDS, budget_s / round_s))
+    )  # equal on all ranks, as round_s is
+    local_seconds = np.array(
+        [_run_round(ranks, methods, first=number % len(methods)) for number in range(rounds)]
+    )
+    slowest = ranks.communicator.allreduce(
+        local_seconds, "bench.slowest", "max"
+    )  # (rounds, methods)
+    return [
+        MethodTimes(method.name, slowest[:, index].tolist()) for index, method in enumerate(methods)
+    ]
 
 
 def _run_round(ranks: Ranks, methods: Sequence[Method], first: int) -> list[float]:
@@ -217,13 +263,18 @@ def _run_round(ranks: Ranks, methods: Sequence[Method], first: int) -> list[floa
 def check_sum(communicator: Communicator, vector: np.ndarray, method: Method) -> None:
     """Raises UserError on every rank where the method gives a wrong sum on any rank.
 
-    Element i of rank r is (r + 1) x (i % 7 + 1), so its sum over n ranks is n (n + 1) / 2 x (i % 7 + 1); modulo 256 in uint8.
+    Element i of rank r is (r + 1) x (i % 7 + 1), so its sum over n ranks is n (n + 1) / 2 x (i % 7
+    + 1); modulo 256 in uint8.
     """
     dtype = vector.dtype.type
     pattern = (np.arange(len(vector)) % 7 + 1).astype(dtype)
     vector[...] = pattern * dtype((communicator.rank + 1) % 256)
     method.run()
-    factor = communicator.rank + 1 if method.name == COPY else communicator.size * (communicator.size + 1) // 2
+    factor = (
+        communicator.rank + 1
+        if method.name == COPY
+        else communicator.size * (communicator.size + 1) // 2
+    )
     expected = pattern * dtype(factor % 256 if dtype is np.uint8 else factor)
     wrong_elements = communicator.allgather_object(int((vector != expected).sum()))
     if any(wrong_elements):
@@ -290,18 +341,27 @@ def bus_bytes_per_s(method: str, size_bytes: int, ranks: int, seconds: float) ->
 
 def oversubscription_warning(hosts: Iterable[Host]) -> list[str]:
     """A line where hosts have more ranks than cores, which makes times incomparable."""
-    crowded = [f"{host.ranks} ranks on {host.cores} cores" for host in hosts if host.ranks > host.cores]
+    crowded = [
+        f"{host.ranks} ranks on {host.cores} cores" for host in hosts if host.ranks > host.cores
+    ]
     if not crowded:
         return []
-    return [f"OVERSUBSCRIBED: {', '.join(crowded)}: ranks share cores, so times are longer than with a core for each rank"]
+    return [
+        f"OVERSUBSCRIBED: {', '.join(crowded)}: ranks share cores, so times are longer than with "
+        "a core for each rank"
+    ]
 
 
 def to_text(result: AllreduceResult) -> list[str]:
     """The lines for people."""
     return [
-        f"hvdtrain bench allreduce: {plural(result.ranks, 'rank')}, engine {result.engine} ({result.engine_reason}), "
+        f"hvdtrain bench allreduce: {plural(result.ranks, 'rank')}, engine {result.engine} "
+        f"({result.engine_reason}), "
         f"buckets of {format_bytes(result.bucket_bytes)}",
-        "; ".join(f"{host.name}: {plural(host.ranks, 'rank')}, {host.cores} cores" for host in result.hosts),
+        "; ".join(
+            f"{host.name}: {plural(host.ranks, 'rank')}, {host.cores} cores"
+            for host in result.hosts
+        ),
         *oversubscription_warning(result.hosts),
         "",
         *align([_COLUMNS, *_rows(result)], left=(0, 1)),
@@ -324,7 +384,7 @@ def _rows(result: AllreduceResult) -> list[tuple[str, ...]]:
                     str(len(seconds)),
                     format_seconds(median),
                     f"{format_seconds(low)} .. {format_seconds(high)}",
-                    f"{bus_bytes_per_s(method, payload.size_bytes, result.ranks, median) / 1e9:.3g}",
+                    f"{bus_bytes_per_s(method, payload.size_bytes, result.ranks, median) / 1e9:.3g}",  # noqa: E501
                     f"{median_speedup(seconds, mpi_seconds):.2f}" if mpi_seconds else "",
                 )
             )
@@ -343,7 +403,10 @@ def _compared_with_grouped(payloads: Sequence[PayloadTimes]) -> list[str]:
         if grouped_seconds is None:
             continue
         others = [times for times in payload.methods if times.method not in (GROUPED, COPY)]
-        shares = ", ".join(f"{times.method} {1 / median_speedup(times.seconds, grouped_seconds):.2f}" for times in others)
+        shares = ", ".join(
+            f"{times.method} {1 / median_speedup(times.seconds, grouped_seconds):.2f}"
+            for times in others
+        )
         lines.append(f"{payload.name}, time / time of {GROUPED}: {shares}")
     return lines
 
@@ -361,7 +424,9 @@ def to_json(result: AllreduceResult) -> dict[str, Any]:
                     "method": method,
                     "n": len(seconds),
                     "quartiles_s": [low, median, high],
-                    "bytes_per_s": bus_bytes_per_s(method, payload.size_bytes, result.ranks, median),
+                    "bytes_per_s": bus_bytes_per_s(
+                        method, payload.size_bytes, result.ranks, median
+                    ),
                     "seconds": seconds,
                 }
             )

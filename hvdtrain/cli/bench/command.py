@@ -1,4 +1,5 @@
-"""hvdtrain bench: how fast this machine does what a job consists of. Nothing that a bench trains is kept."""
+"""hvdtrain bench: how fast this machine does what a job consists of. Nothing that a bench trains is
+kept."""
 
 from __future__ import annotations
 
@@ -27,19 +28,24 @@ hvdtrain bench scaling [--config FILE] [key=value ...] real jobs on 1, 2, 4 rank
     --per-node 8              ranks on a node, for the prediction
     --limit 300               seconds that one job may take
     --png FILE                a picture of efficiency and prediction
-each of them: --json FILE writes the result as JSON; --json or --json - prints it instead of the text"""
+each of them: --json FILE writes the result as JSON; --json or --json - prints it instead of the text"""  # noqa: E501
 NAMES = ("step", "allreduce", "data", "scaling")
 
 
 def bench(arguments: Sequence[str]) -> int:
-    """The command behind `bench`; returns the exit code. Raises UserError for an unknown bench or option."""
+    """The command behind `bench`; returns the exit code. Raises UserError for an unknown bench or
+    option."""
     if not arguments or {"-h", "--help"} & set(arguments):
         print(USAGE)
         return DONE
     name, *rest = arguments
     if name not in NAMES:
-        raise UserError(f"there is no bench {short(name)}", "command line of bench", nearest(name, NAMES))
-    command: Callable[[list[str]], int] = getattr(importlib.import_module(f"hvdtrain.cli.bench.{name}"), f"bench_{name}")
+        raise UserError(
+            f"there is no bench {short(name)}", "command line of bench", nearest(name, NAMES)
+        )
+    command: Callable[[list[str]], int] = getattr(
+        importlib.import_module(f"hvdtrain.cli.bench.{name}"), f"bench_{name}"
+    )
     return command(with_json_value(rest))
 
 

@@ -1,4 +1,5 @@
-"""What a step would cost on more ranks: an alpha-beta model of allreduce and a model of a step, fitted to measurements. Arithmetic only.
+"""What a step would cost on more ranks: an alpha-beta model of allreduce and a model of a step,
+fitted to measurements. Arithmetic only.
 
 alpha is the latency of a message, beta the seconds of a byte (Hockney 1994).
 """
@@ -14,10 +15,14 @@ import numpy as np
 
 from hvdtrain.errors import UserError
 
-BACKWARD = 2 / 3  # share of a step's computing: two matrix products for each one of the forward pass
+BACKWARD = (
+    2 / 3
+)  # share of a step's computing: two matrix products for each one of the forward pass
 _PREFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
-_LINK = re.compile(r"([\w.-]+):(\d+(?:\.\d+)?(?:e-?\d+)?)(ns|us|ms|s):(\d+(?:\.\d+)?)([KMGT]?)B/s", re.ASCII)
+_LINK = re.compile(
+    r"([\w.-]+):(\d+(?:\.\d+)?(?:e-?\d+)?)(ns|us|ms|s):(\d+(?:\.\d+)?)([KMGT]?)B/s", re.ASCII
+)
 
 
 class Link(NamedTuple):
@@ -51,11 +56,14 @@ class MeasuredStep(NamedTuple):
 
 
 class StepModel(NamedTuple):
-    """Seconds of a step: oversubscription x (fixed + per_sample x samples) x (1 + contention) + exposed communication."""
+    """Seconds of a step: oversubscription x (fixed + per_sample x samples) x (1 + contention) +
+    exposed communication."""
 
     fixed_s: float
     per_sample_s: float
-    contention: float  # of two ranks or more: computing takes 1 + this times as long (memory, caches, readers, the slowest rank)
+    # of two ranks or more: computing takes 1 + this times as long (memory, caches, readers, the
+    # slowest rank)
+    contention: float
     exposed: float  # share of the communication that computing does not hide, 0 to 1
 
     def compute_s(self, samples: float, alone: bool = False) -> float:
@@ -77,7 +85,8 @@ def tree_s(ranks: int, size_bytes: float, link: Link) -> float:
 def halving_doubling_s(ranks: int, size_bytes: float, link: Link) -> float:
     """Recursive halving, then doubling (Thakur, Rabenseifner, Gropp 2005, section 3.3).
 
-    Ranks beyond a power of two send their vector first and receive the sum last: two more messages of the whole vector.
+    Ranks beyond a power of two send their vector first and receive the sum last: two more messages
+    of the whole vector.
     """
     power = 2 ** int(math.log2(ranks))
     beyond_s = 2 * (link.latency_s + size_bytes / link.bytes_per_s) if power < ranks else 0.0
@@ -86,25 +95,34 @@ def halving_doubling_s(ranks: int, size_bytes: float, link: Link) -> float:
     return latency_s + transfer_s + beyond_s
 
 
-def flat_s(cost: Callable[[int, float, Link], float], ranks: int, size_bytes: float, cluster: Cluster) -> float:
-    """An algorithm that ignores nodes: on two nodes or more, the slower of the two links determines its time."""
+def flat_s(
+    cost: Callable[[int, float, Link], float], ranks: int, size_bytes: float, cluster: Cluster
+) -> float:
+    """An algorithm that ignores nodes: on two nodes or more, the slower of the two links determines
+    its time."""
     if ranks <= cluster.per_node:
         return cost(ranks, size_bytes, cluster.inside)
     return max(cost(ranks, size_bytes, link) for link in (cluster.inside, cluster.between))
 
 
 def hierarchical_ring_s(ranks: int, size_bytes: float, cluster: Cluster) -> float:
-    """Rings inside nodes; between nodes each rank's share of the vector goes round a ring, all shares at the same time."""
+    """Rings inside nodes; between nodes each rank's share of the vector goes round a ring, all
+    shares at the same time."""
     local_ranks = min(ranks, cluster.per_node)
     nodes = math.ceil(ranks / cluster.per_node)
-    return ring_s(local_ranks, size_bytes, cluster.inside) + ring_s(nodes, size_bytes / local_ranks, cluster.between)
+    return ring_s(local_ranks, size_bytes, cluster.inside) + ring_s(
+        nodes, size_bytes / local_ranks, cluster.between
+    )
 
 
 def hierarchical_tree_s(ranks: int, size_bytes: float, cluster: Cluster) -> float:
-    """Trees inside nodes; between nodes one rank of each node sends the whole vector up and down a tree."""
+    """Trees inside nodes; between nodes one rank of each node sends the whole vector up and down a
+    tree."""
     local_ranks = min(ranks, cluster.per_node)
     nodes = math.ceil(ranks / cluster.per_node)
-    return tree_s(local_ranks, size_bytes, cluster.inside) + tree_s(nodes, size_bytes, cluster.between)
+    return tree_s(local_ranks, size_bytes, cluster.inside) + tree_s(
+        nodes, size_bytes, cluster.between
+    )
 
 
 def _flat_ring_s(ranks: int, size_bytes: float, cluster: Cluster) -> float:
@@ -136,23 +154,28 @@ def comm_s(algorithm: str, ranks: int, bucket_bytes: Sequence[float], cluster: C
 
 
 def step_s(model: StepModel, samples: float, comm: float, oversubscription: float = 1.0) -> float:
-    """Seconds of one step with `comm` seconds of communication, 0 for one rank alone. The backward pass hides at most its own length."""
+    """Seconds of one step with `comm` seconds of communication, 0 for one rank alone. The backward
+    pass hides at most its own length."""
     compute = oversubscription * model.compute_s(samples, alone=not comm)
     return compute + max(model.exposed * comm, comm - BACKWARD * compute)
 
 
 def fit_link(points: Sequence[MeasuredAllreduce], ranks: int, name: str = "measured") -> Link:
     """Latency and bandwidth of ring allreduces, by the least sum of squared relative errors."""
-    rows = np.array([[2 * (ranks - 1), 2 * (ranks - 1) / ranks * point.size_bytes] for point in points])
+    rows = np.array(
+        [[2 * (ranks - 1), 2 * (ranks - 1) / ranks * point.size_bytes] for point in points]
+    )
     latency, beta = _least_squares(rows, np.array([point.seconds for point in points]))
     return Link(name, latency, 1 / beta if beta else math.inf)
 
 
 def fit_step(points: Sequence[MeasuredStep]) -> StepModel:
-    """Least sums of squared relative errors: computing from single ranks, then contention and exposed communication from the others.
+    """Least sums of squared relative errors: computing from single ranks, then contention and
+    exposed communication from the others.
 
-    Where the points cannot separate parameters: fixed_s is 0 if all have the same number of samples; contention is 0 if no rank ran
-    alone; exposed is 1 if there was no communication. Time beyond all communication counts as contention, not as the link's.
+    Where the points cannot separate parameters: fixed_s is 0 if all have the same number of
+    samples; contention is 0 if no rank ran alone; exposed is 1 if there was no communication. Time
+    beyond all communication counts as contention, not as the link's.
     """
     alone = [point for point in points if not point.comm_s]
     together = [point for point in points if point.comm_s]
@@ -161,7 +184,9 @@ def fit_step(points: Sequence[MeasuredStep]) -> StepModel:
         return StepModel(fixed_s, per_sample_s, contention=0.0, exposed=1.0)
     if not alone:
         return StepModel(fixed_s, per_sample_s, contention=0.0, exposed=exposed)
-    compute = np.array([point.oversubscription * (fixed_s + per_sample_s * point.samples) for point in together])
+    compute = np.array(
+        [point.oversubscription * (fixed_s + per_sample_s * point.samples) for point in together]
+    )
     communication = np.array([point.comm_s for point in together])
     seconds = np.array([point.step_s for point in together])
     slowdown, exposed = _least_squares(np.stack([compute, communication], axis=1), seconds)
@@ -174,12 +199,22 @@ def fit_step(points: Sequence[MeasuredStep]) -> StepModel:
 def _fit_compute(points: Sequence[MeasuredStep]) -> list[float]:
     """[fixed_s, per_sample_s, exposed]"""
     samples_vary = len({point.samples for point in points}) > 1
-    rows = [[point.oversubscription * samples_vary, point.oversubscription * point.samples, point.comm_s] for point in points]
+    rows = [
+        [
+            point.oversubscription * samples_vary,
+            point.oversubscription * point.samples,
+            point.comm_s,
+        ]
+        for point in points
+    ]
     return _least_squares(np.array(rows), np.array([point.step_s for point in points]))
 
 
-def _least_squares(rows: np.ndarray, seconds: np.ndarray, known: np.ndarray | float = 0.0) -> list[float]:
-    """Factors x >= 0 with rows x + known = seconds, by relative errors. A column whose factor would be negative is left out."""
+def _least_squares(
+    rows: np.ndarray, seconds: np.ndarray, known: np.ndarray | float = 0.0
+) -> list[float]:
+    """Factors x >= 0 with rows x + known = seconds, by relative errors. A column whose factor would
+    be negative is left out."""
     kept = [column for column in range(rows.shape[1]) if rows[:, column].any()]
     while kept:
         relative = rows[:, kept] / seconds[:, None]
@@ -202,13 +237,16 @@ def link_errors(points: Sequence[MeasuredAllreduce], ranks: int) -> list[float]:
 
 
 def step_errors(points: Sequence[MeasuredStep]) -> list[float]:
-    """Relative error of each step, predicted from all others; empty where fewer than four others remain, for four parameters."""
+    """Relative error of each step, predicted from all others; empty where fewer than four others
+    remain, for four parameters."""
     if len(points) < 5:
         return []
     errors = []
     for index, point in enumerate(points):
         model = fit_step([*points[:index], *points[index + 1 :]])
-        errors.append(step_s(model, point.samples, point.comm_s, point.oversubscription) / point.step_s - 1)
+        errors.append(
+            step_s(model, point.samples, point.comm_s, point.oversubscription) / point.step_s - 1
+        )
     return errors
 
 
@@ -219,14 +257,28 @@ def split_buckets(total_bytes: int, bucket_bytes: float) -> list[float]:
 
 
 def read_links(text: str) -> tuple[Link, Link]:
-    """ "nvlink:5us:300GB/s,ib:2us:25GB/s" -> the links inside a node and between nodes; one link is both. Raises UserError."""
+    """ "nvlink:5us:300GB/s,ib:2us:25GB/s" -> the links inside a node and between nodes; one link is
+    both. Raises UserError."""
     links = []
     for item in text.split(","):
         match = _LINK.fullmatch(item.strip())
         if not match or not float(match[4]):
-            fix = "NAME:LATENCY:BANDWIDTH, inside a node and between nodes: --links nvlink:5us:300GB/s,ib:2us:25GB/s"
+            fix = (
+                "NAME:LATENCY:BANDWIDTH, inside a node and between nodes: --links "
+                "nvlink:5us:300GB/s,ib:2us:25GB/s"
+            )
             raise UserError(f"cannot read the link {item!r}", "--links", fix)
-        links.append(Link(match[1], float(match[2]) * _SECONDS[match[3]], float(match[4]) * _PREFIXES[match[5]]))
+        links.append(
+            Link(
+                match[1],
+                float(match[2]) * _SECONDS[match[3]],
+                float(match[4]) * _PREFIXES[match[5]],
+            )
+        )
     if len(links) > 2:
-        raise UserError(f"{len(links)} links, at most two are possible: inside a node, between nodes", "--links", "leave the others out")
+        raise UserError(
+            f"{len(links)} links, at most two are possible: inside a node, between nodes",
+            "--links",
+            "leave the others out",
+        )
     return links[0], links[-1]

@@ -1,4 +1,5 @@
-"""bench data: how fast samples are read and prefetched, compared with how fast the step uses them. Rank 0 prints its own numbers."""
+"""bench data: how fast samples are read and prefetched, compared with how fast the step uses them.
+Rank 0 prints its own numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ MAX_STEPS = 20  # of one block
 
 
 def bench_data(arguments: Sequence[str]) -> int:
-    """The command behind `bench data`; returns the exit code. Every rank calls it, rank 0 prints. Raises UserError."""
+    """The command behind `bench data`; returns the exit code. Every rank calls it, rank 0 prints.
+    Raises UserError."""
     parser = BenchParser("data")
     parser.add_argument("--rounds", type=two_or_more, default=5)
     options, overrides = parser.parse_known_args(arguments)
@@ -39,13 +41,17 @@ def bench_data(arguments: Sequence[str]) -> int:
     return run_on_ranks(config, work)
 
 
-def measure(config: Config, communicator: Communicator, signals: Signals, rounds: int) -> dict[str, Any]:
+def measure(
+    config: Config, communicator: Communicator, signals: Signals, rounds: int
+) -> dict[str, Any]:
     """The result of this rank, as --json prints it. A collective: every rank calls it."""
     began = time.perf_counter()
     datasets = open_datasets(config, communicator)
     prepared_s = time.perf_counter() - began
     trainer = Trainer(config, communicator, signals, datasets)
-    samples_per_step = max(1, trainer.job.recipe.at(trainer.now.progress).batch // trainer.job.learner.data.size)
+    samples_per_step = max(
+        1, trainer.job.recipe.at(trainer.now.progress).batch // trainer.job.learner.data.size
+    )
     steps = max(1, min(MAX_STEPS, len(datasets.train) // samples_per_step))
     prefetchers = _prefetchers(config, communicator, trainer)
     stages = _stages(trainer, prefetchers, samples_per_step, steps)
@@ -69,8 +75,11 @@ def measure(config: Config, communicator: Communicator, signals: Signals, rounds
     }
 
 
-def _prefetchers(config: Config, communicator: Communicator, trainer: Trainer) -> dict[str, Prefetcher]:
-    """The job's own, and those of one and two readers where the job's is different; by the name in the table."""
+def _prefetchers(
+    config: Config, communicator: Communicator, trainer: Trainer
+) -> dict[str, Prefetcher]:
+    """The job's own, and those of one and two readers where the job's is different; by the name in
+    the table."""
     prefetchers = {"prefetch": trainer.prefetcher}
     if trainer.prefetcher.cached_on_device:
         return prefetchers
@@ -81,13 +90,21 @@ def _prefetchers(config: Config, communicator: Communicator, trainer: Trainer) -
         changed = config.replace(data=data, batch=trainer.job.config.batch)
         name = f"prefetch, {plural(readers, 'reader')}"
         prefetchers[name] = Prefetcher(
-            changed, communicator, trainer.job.recipe, trainer.datasets.train, trainer.job.learner, trainer.datasets.draws
+            changed,
+            communicator,
+            trainer.job.recipe,
+            trainer.datasets.train,
+            trainer.job.learner,
+            trainer.datasets.draws,
         )
     return prefetchers
 
 
-def _stages(trainer: Trainer, prefetchers: Mapping[str, Prefetcher], samples_per_step: int, steps: int) -> dict[str, Callable[[], None]]:
-    """What is timed, by name: reading, prefetching, and the step itself. Each handles the samples of `steps` steps."""
+def _stages(
+    trainer: Trainer, prefetchers: Mapping[str, Prefetcher], samples_per_step: int, steps: int
+) -> dict[str, Callable[[], None]]:
+    """What is timed, by name: reading, prefetching, and the step itself. Each handles the samples
+    of `steps` steps."""
     samples = len(trainer.datasets.train)
     shuffle = block_shuffle(trainer.job.config.data)
     order = positions_of_rank(0, samples, 0, 1, samples, 0, shuffle=shuffle).samples
@@ -117,9 +134,13 @@ def _stages(trainer: Trainer, prefetchers: Mapping[str, Prefetcher], samples_per
 
 
 def _time_stages(
-    stages: Mapping[str, Callable[[], None]], prefetchers: Sequence[Prefetcher], communicator: Communicator, rounds: int
+    stages: Mapping[str, Callable[[], None]],
+    prefetchers: Sequence[Prefetcher],
+    communicator: Communicator,
+    rounds: int,
 ) -> dict[str, list[float]]:
-    """Seconds of each stage in each round; a round runs all stages in turn, and one more round before them warms up."""
+    """Seconds of each stage in each round; a round runs all stages in turn, and one more round
+    before them warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in stages}
     for number in range(rounds + 1):
         if communicator.rank == 0 and number > 0:
@@ -141,10 +162,14 @@ def to_text(result: Mapping[str, Any]) -> list[str]:
     needed = result["samples_per_s"]["step"][1]
     rows = [["", "images/s", "quartiles", "x the step's need"]]
     for name, (low, median, high) in result["samples_per_s"].items():
-        rows.append([name, f"{median:,.0f}", f"{low:,.0f} to {high:,.0f}", f"{median / needed:.2f}"])
+        rows.append(
+            [name, f"{median:,.0f}", f"{low:,.0f} to {high:,.0f}", f"{median / needed:.2f}"]
+        )
     return [
-        f"{result['samples']:,} samples of {shape}, {plural(result['ranks'], 'rank')} with {result['batch_of_a_rank']} a step each, "
+        f"{result['samples']:,} samples of {shape}, {plural(result['ranks'], 'rank')} with "
+        f"{result['batch_of_a_rank']} a step each, "
         f"{result['prefetch']}; prepared in {result['prepared_s']:.1f} s",
         *align(rows, left=(0, 1)),
-        f"of one rank, median and quartiles of {result['rounds']} rounds; prefetching reads, augments and copies to the device",
+        f"of one rank, median and quartiles of {result['rounds']} rounds; prefetching reads, "
+        "augments and copies to the device",
     ]

@@ -1,4 +1,5 @@
-"""hvdtrain lr-find: the learning rate range test: a few steps at rates that rise from step to step, a curve of the loss, and a proposal."""
+"""hvdtrain lr-find: the learning rate range test: a few steps at rates that rise from step to step,
+a curve of the loss, and a proposal."""
 
 from __future__ import annotations
 
@@ -33,8 +34,9 @@ hvdtrain lr-find [--from 1e-6] [--to 10] [--steps 100] [--png FILE] [--json [FIL
   --from 1e-6, --to 10       values of optim.base_lr; recipe.scale applies, the other keys of recipe do not
   --steps 100                steps; it ends before where the loss is four times its lowest value
   --png FILE                 a picture of loss over rate
-  --json FILE                the numbers as JSON; --json or --json - prints them instead of the text"""
-WINDOW = 25  # a part of the steps: so many before and after a step are in its mean loss, which has no lag then
+  --json FILE                the numbers as JSON; --json or --json - prints them instead of the text"""  # noqa: E501
+# a part of the steps: so many before and after a step are in its mean loss, which has no lag then
+WINDOW = 25
 RECENT = 0.8  # share of the mean before in the next one, of the loss that ends the test
 DIVERGED = 4.0  # times the lowest such loss: the end
 _SHOWN = 16  # lines of the table
@@ -73,15 +75,26 @@ def lr_find(arguments: Sequence[str]) -> int:
     parser.add_argument("--steps", type=two_or_more, default=100)
     options, overrides = parser.parse_known_args(with_json_value(arguments))
     if options.least >= options.most:
-        raise UserError(f"--from {options.least:g} is not below --to {options.most:g}", parser.where, "--from 1e-6 --to 10")
+        raise UserError(
+            f"--from {options.least:g} is not below --to {options.most:g}",
+            parser.where,
+            "--from 1e-6 --to 10",
+        )
     if options.steps < 2 * _LEAST:
-        raise UserError(f"--steps {options.steps} are too few for a curve", parser.where, "--steps 100")
+        raise UserError(
+            f"--steps {options.steps} are too few for a curve", parser.where, "--steps 100"
+        )
     config = configure(options.config, overrides)
     for key, usual in (("servers.count", 0), ("comm.local_steps", 1)):
         if value_of(config, key) != usual:
-            what = f"lr-find makes one step of all ranks after the other, which {as_set(config, key)} does not"
+            what = (
+                "lr-find makes one step of all ranks after the other, which "
+                f"{as_set(config, key)} does not"
+            )
             raise UserError(what, config.where(key), f"{key}={usual}")
-    config = config.replace(recipe=_plain(config.recipe), optim=config.optim.replace(base_lr=options.most))
+    config = config.replace(
+        recipe=_plain(config.recipe), optim=config.optim.replace(base_lr=options.most)
+    )
 
     def work(communicator: Communicator, engine_reason: str) -> None:
         with Signals(communicator.rank) as signals:
@@ -104,10 +117,14 @@ def _rate(text: str) -> float:
 
 def _plain(recipe: RecipeConfig) -> RecipeConfig:
     """The recipe with the rate and the batch as they are at first."""
-    return RecipeConfig(scale=recipe.scale, sample_noise=recipe.sample_noise, gradient_noise=recipe.gradient_noise)
+    return RecipeConfig(
+        scale=recipe.scale, sample_noise=recipe.sample_noise, gradient_noise=recipe.gradient_noise
+    )
 
 
-def measure(config: Config, communicator: Communicator, signals: Signals, least: float, steps: int) -> list[Point]:
+def measure(
+    config: Config, communicator: Communicator, signals: Signals, least: float, steps: int
+) -> list[Point]:
     """The loss at each rate from `least` to optim.base_lr, the same on every rank. A collective."""
     trainer = Trainer(config, communicator, signals)
     for line in _begin(trainer, communicator):
@@ -121,8 +138,15 @@ def measure(config: Config, communicator: Communicator, signals: Signals, least:
     for number in range(steps):
         rate = least * (config.optim.base_lr / least) ** (number / (steps - 1))
         hyper, micro_batches = job.prefetcher.take(progress)
-        sums = job.learner.step(micro_batches, hyper._replace(lr=rate * scale), fold(job.config.seed, progress.step))
-        total = allreduce_sums(communicator, {name: sums[name] for name in (*job.task.sums, "count")}, "lr_find.sums", job.task.sums)
+        sums = job.learner.step(
+            micro_batches, hyper._replace(lr=rate * scale), fold(job.config.seed, progress.step)
+        )
+        total = allreduce_sums(
+            communicator,
+            {name: sums[name] for name in (*job.task.sums, "count")},
+            "lr_find.sums",
+            job.task.sums,
+        )
         loss = float(next(metric for metric in job.task.metrics if metric.name == "loss").of(total))
         rates.append(rate)
         losses.append(loss)
@@ -131,13 +155,18 @@ def measure(config: Config, communicator: Communicator, signals: Signals, least:
             break
         progress = progress.advance(hyper.batch)
         if communicator.rank == 0 and number % 25 == 24:
-            print(f"lr-find: step {number + 1} of {steps}, rate {rate:.3g}, loss {loss:.4g}", file=sys.stderr, flush=True)
+            print(
+                f"lr-find: step {number + 1} of {steps}, rate {rate:.3g}, loss {loss:.4g}",
+                file=sys.stderr,
+                flush=True,
+            )
     trainer.prefetcher.close()
     return smooth(rates, losses)
 
 
 def _begin(trainer: Trainer, communicator: Communicator) -> list[str]:
-    """Gives the model a job's first weights: of samples, or pretrained ones. Lines for the user, on rank 0. A collective."""
+    """Gives the model a job's first weights: of samples, or pretrained ones. Lines for the user, on
+    rank 0. A collective."""
     job = trainer.job
     datasets = trainer.datasets
     learner = trainer.job.learner
@@ -154,7 +183,10 @@ def smooth(rates: Sequence[float], losses: Sequence[float]) -> list[Point]:
     """With means over the steps around each, fewer at the ends."""
     half = max(1, len(rates) // WINDOW)
     near = [losses[max(0, number - half) : number + half + 1] for number in range(len(rates))]
-    return [Point(rate, loss, sum(around) / len(around)) for rate, loss, around in zip(rates, losses, near, strict=True)]
+    return [
+        Point(rate, loss, sum(around) / len(around))
+        for rate, loss, around in zip(rates, losses, near, strict=True)
+    ]
 
 
 def propose(points: Sequence[Point]) -> Proposal | None:
@@ -163,7 +195,10 @@ def propose(points: Sequence[Point]) -> Proposal | None:
     if len(known) < _LEAST:
         return None
     lowest = min(range(len(known)), key=lambda number: known[number].smoothed)
-    slopes = [later.smoothed - earlier.smoothed for earlier, later in zip(known, known[2 : lowest + 1], strict=False)]
+    slopes = [
+        later.smoothed - earlier.smoothed
+        for earlier, later in zip(known, known[2 : lowest + 1], strict=False)
+    ]
     if not slopes or min(slopes) >= 0:
         return None
     return Proposal(known[slopes.index(min(slopes)) + 1].rate, known[lowest].rate)
@@ -173,11 +208,23 @@ def _show(points: Sequence[Point], config: Config, json_path: str | None, png: s
     found = propose(points)
     every = -(-len(points) // _SHOWN)
     shown = [*points[:-1:every], points[-1]]
-    lines = align([("rate", "loss", "smoothed"), *((f"{p.rate:.3g}", f"{p.loss:.4g}", f"{p.smoothed:.4g}") for p in shown)], left=())
+    lines = align(
+        [
+            ("rate", "loss", "smoothed"),
+            *((f"{p.rate:.3g}", f"{p.loss:.4g}", f"{p.smoothed:.4g}") for p in shown),
+        ],
+        left=(),
+    )
     if len(points) and points[-1].rate < config.optim.base_lr:
-        lines.append(f"the loss has grown to {DIVERGED:g} times its lowest value, or is no number: the steps after it are left out")
+        lines.append(
+            f"the loss has grown to {DIVERGED:g} times its lowest value, or is no number: the "
+            "steps after it are left out"
+        )
     if found is None:
-        lines += ["", "the loss falls at none of these rates: other --from and --to, or more --steps"]
+        lines += [
+            "",
+            "the loss falls at none of these rates: other --from and --to, or more --steps",
+        ]
     else:
         lines += [
             "",
@@ -192,9 +239,16 @@ def _show(points: Sequence[Point], config: Config, json_path: str | None, png: s
     }
     print_result(json_path, lines, result)
     if png is not None:
-        title = f"{config.model.name} on {config.data.name}, {config.optim.name}, batch {config.batch.size}"
+        title = (
+            f"{config.model.name} on {config.data.name}, {config.optim.name}, batch "
+            f"{config.batch.size}"
+        )
         drawn = draw_rates(
-            Path(png), title, [(p.rate, p.loss) for p in points], [(p.rate, p.smoothed) for p in points], found.steepest if found else None
+            Path(png),
+            title,
+            [(p.rate, p.loss) for p in points],
+            [(p.rate, p.smoothed) for p in points],
+            found.steepest if found else None,
         )
         if json_path != STANDARD_OUTPUT:
             print(drawn)

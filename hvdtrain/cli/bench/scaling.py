@@ -1,4 +1,5 @@
-"""bench scaling: real jobs on more and more ranks, how long their steps take, and from that a prediction for more ranks."""
+"""bench scaling: real jobs on more and more ranks, how long their steps take, and from that a
+prediction for more ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +29,14 @@ from hvdtrain.cli.bench.cost_model import (
 )
 from hvdtrain.cli.bench.scaling_report import SCALING_KINDS, Study, Trial, curves, to_json, to_text
 from hvdtrain.cli.bench.trainer import quartiles
-from hvdtrain.cli.launch.launchers import LaunchRequest, MpiKind, available_cores, find_launcher, mpi_library_version, mpirun_command
+from hvdtrain.cli.launch.launchers import (
+    LaunchRequest,
+    MpiKind,
+    available_cores,
+    find_launcher,
+    mpi_library_version,
+    mpirun_command,
+)
 from hvdtrain.cli.options import BenchParser, one_or_more, read_rank_counts
 from hvdtrain.cli.output import plural, print_result
 from hvdtrain.comm.placement import placement
@@ -67,7 +75,9 @@ class JobSettings(NamedTuple):
     overrides: list[str]  # key=value
     steps: int
     limit_s: float
-    threads: str  # OMP_NUM_THREADS: the same in all jobs, or one rank alone would use the cores of all
+    threads: (
+        str  # OMP_NUM_THREADS: the same in all jobs, or one rank alone would use the cores of all
+    )
     launcher: str  # path of mpirun
     launcher_kind: MpiKind
 
@@ -88,7 +98,8 @@ class LinkMeasurement(NamedTuple):
 
 
 def bench_scaling(arguments: Sequence[str]) -> int:
-    """The command behind `bench scaling`; returns the exit code. Raises UserError, also where a job fails."""
+    """The command behind `bench scaling`; returns the exit code. Raises UserError, also where a job
+    fails."""
     parser = BenchParser("scaling")
     parser.add_argument("--png")
     parser.add_argument("--weak", action="store_true")
@@ -113,7 +124,8 @@ def bench_scaling(arguments: Sequence[str]) -> int:
         overrides=[word for word in overrides if word.partition("=")[0] not in _SET_BY_BENCH],
         steps=options.steps,
         limit_s=options.limit,
-        threads=os.environ.get("OMP_NUM_THREADS") or str(max(1, available_cores() // max(options.ranks))),
+        threads=os.environ.get("OMP_NUM_THREADS")
+        or str(max(1, available_cores() // max(options.ranks))),
         launcher=launcher,
         launcher_kind=launcher_kind,
     )
@@ -123,13 +135,17 @@ def bench_scaling(arguments: Sequence[str]) -> int:
     measured_link = _measure_link(settings, options.ranks)
     inside, between = options.links or (measured_link.link, measured_link.link)
     buckets = split_buckets(gradient_bytes, config.comm.bucket_mb * 2**20)
-    steps = list(dict.fromkeys(_measured_step(trial, buckets, measured_link.link) for trial in trials))  # a job may be of two kinds
+    steps = list(
+        dict.fromkeys(_measured_step(trial, buckets, measured_link.link) for trial in trials)
+    )  # a job may be of two kinds
     study = Study(
         trials=trials,
         model=fit_step(steps),
         step_errors=step_errors(steps),
         link=measured_link.link,
-        link_errors=link_errors(measured_link.points, _link_ranks(options.ranks)) if len(measured_link.points) > 2 else [],
+        link_errors=link_errors(measured_link.points, _link_ranks(options.ranks))
+        if len(measured_link.points) > 2
+        else [],
         cluster=Cluster(inside, between, options.per_node),
         buckets=buckets,
         cores=available_cores(),
@@ -145,19 +161,31 @@ def _refuse_launcher() -> None:
     """Raises UserError where a launcher has started this process as one of several ranks."""
     place = placement(os.environ)
     if place.size > 1:
-        what = f"this is already rank {place.rank} of {place.size}, and bench scaling starts ranks itself"
-        raise UserError(what, f"command line of bench scaling, under {place.launcher}", "start it without a launcher")
+        what = (
+            f"this is already rank {place.rank} of {place.size}, and bench scaling starts ranks "
+            "itself"
+        )
+        raise UserError(
+            what,
+            f"command line of bench scaling, under {place.launcher}",
+            "start it without a launcher",
+        )
 
 
 def plan_jobs(kinds: Sequence[str], rank_counts: Sequence[int], batch: int) -> list[PlannedJob]:
-    """`batch` samples a step on the fewest ranks; for strong scaling also one rank alone with each rank's share of the batch.
+    """`batch` samples a step on the fewest ranks; for strong scaling also one rank alone with each
+    rank's share of the batch.
 
     Raises UserError where a rank would have no sample.
     """
     fewest = min(rank_counts)
     batch_of_a_rank = batch // fewest
     if not batch_of_a_rank:
-        raise UserError(f"batch {batch} has no sample for each of {fewest} ranks", "batch.size", f"{fewest} or more, or fewer --ranks")
+        raise UserError(
+            f"batch {batch} has no sample for each of {fewest} ranks",
+            "batch.size",
+            f"{fewest} or more, or fewer --ranks",
+        )
     jobs = []
     for kind in kinds:
         for ranks in rank_counts:
@@ -166,16 +194,24 @@ def plan_jobs(kinds: Sequence[str], rank_counts: Sequence[int], batch: int) -> l
             elif ranks <= batch:
                 jobs.append(PlannedJob(kind, ranks, batch_of_a_rank * fewest))
     if fewest == 1:
-        jobs += [PlannedJob("alone", 1, batch // ranks) for ranks in rank_counts if 1 < ranks <= batch]
+        jobs += [
+            PlannedJob("alone", 1, batch // ranks) for ranks in rank_counts if 1 < ranks <= batch
+        ]
     return jobs
 
 
 def _run_trials(settings: JobSettings, jobs: Sequence[PlannedJob], repeat: int) -> list[Trial]:
     """Runs each job `repeat` times; jobs of two kinds with the same ranks and batch run once."""
     seconds: dict[tuple[int, int], list[float]] = {(job.ranks, job.batch): [] for job in jobs}
-    for number in range(1, repeat + 1):  # all jobs in turn: a machine that slows down slows all of them down
+    for number in range(
+        1, repeat + 1
+    ):  # all jobs in turn: a machine that slows down slows all of them down
         for ranks, batch in seconds:
-            print(f"bench scaling: {plural(ranks, 'rank')}, batch {batch}, {number} of {repeat}", file=sys.stderr, flush=True)
+            print(
+                f"bench scaling: {plural(ranks, 'rank')}, batch {batch}, {number} of {repeat}",
+                file=sys.stderr,
+                flush=True,
+            )
             seconds[ranks, batch] += _run_job(settings, ranks, batch)
     return [Trial(job.kind, job.ranks, job.batch, seconds[job.ranks, job.batch]) for job in jobs]
 
@@ -192,14 +228,22 @@ def _run_job(settings: JobSettings, ranks: int, batch: int) -> list[float]:
             f"epochs={_MANY_EPOCHS}",
             f"log.every_steps={max(1, settings.steps // _SYNC_POINTS)}",
         ]
-        program = ["-m", "hvdtrain", "train", *settings.config_arguments, *settings.overrides, *own_overrides]
+        program = [
+            "-m",
+            "hvdtrain",
+            "train",
+            *settings.config_arguments,
+            *settings.overrides,
+            *own_overrides,
+        ]
         _run_on_ranks(settings, ranks, program)
         with Folder.open(run) as opened:
             return step_seconds(opened.read("events.jsonl", _MOST_BYTES).decode().splitlines())
 
 
 def step_seconds(lines: Sequence[str]) -> list[float]:
-    """Seconds of a step between two sync points, from the lines of a job's events.jsonl; those before the first one are warm-up.
+    """Seconds of a step between two sync points, from the lines of a job's events.jsonl; those
+    before the first one are warm-up.
 
     Raises UserError where the job has no second sync point.
     """
@@ -207,31 +251,54 @@ def step_seconds(lines: Sequence[str]) -> list[float]:
     step_events = [event for event in events if event["kind"] == "step"]
     seconds = [event["batch"] / event["samples_per_s"] for event in step_events[1:]]
     if not seconds:
-        what = f"the job has {plural(len(step_events), 'sync point')}, and the steps before the first one are warm-up"
+        what = (
+            f"the job has {plural(len(step_events), 'sync point')}, and the steps before the "
+            "first one are warm-up"
+        )
         raise UserError(what, "bench scaling --steps", "give more steps")
     return seconds
 
 
 def _run_on_ranks(settings: JobSettings, ranks: int, program: Sequence[str]) -> None:
-    """Runs a Python program on ranks, to its end. Raises UserError with its last lines where it fails or exceeds the limit."""
+    """Runs a Python program on ranks, to its end. Raises UserError with its last lines where it
+    fails or exceeds the limit."""
     oversubscribe = ranks > available_cores()
-    request = LaunchRequest(settings.launcher, ranks, (sys.executable, *program), as_root=os.geteuid() == 0, oversubscribe=oversubscribe)
+    request = LaunchRequest(
+        settings.launcher,
+        ranks,
+        (sys.executable, *program),
+        as_root=os.geteuid() == 0,
+        oversubscribe=oversubscribe,
+    )
     command = mpirun_command(settings.launcher_kind, request)
     environ = {**os.environ, "OMP_NUM_THREADS": settings.threads}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=environ) as job:
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=environ,
+    ) as job:
         try:
             output, _ = job.communicate(timeout=settings.limit_s)
         except subprocess.TimeoutExpired:
             _end(job)
             what = f"the job on {plural(ranks, 'rank')} did not end within {settings.limit_s:g} s"
-            raise UserError(what, " ".join(program), "fewer --steps, a smaller job, or a longer --limit") from None
+            raise UserError(
+                what, " ".join(program), "fewer --steps, a smaller job, or a longer --limit"
+            ) from None
         except BaseException:
             _end(job)
             raise
     if job.returncode:
         last_lines = "\n".join(output.strip().splitlines()[-20:])
         what = f"the job on {plural(ranks, 'rank')} ended with code {job.returncode}:\n{last_lines}"
-        raise UserError(what, " ".join(program), "correct what the lines above report, and start bench scaling again")
+        raise UserError(
+            what,
+            " ".join(program),
+            "correct what the lines above report, and start bench scaling again",
+        )
 
 
 def _end(job: subprocess.Popen[str]) -> None:
@@ -248,7 +315,8 @@ def _link_ranks(rank_counts: Sequence[int]) -> int:
 
 
 def _measure_link(settings: JobSettings, rank_counts: Sequence[int]) -> LinkMeasurement:
-    """The link between ranks here, fitted to what bench allreduce measures for the engine's allreduce of one vector."""
+    """The link between ranks here, fitted to what bench allreduce measures for the engine's
+    allreduce of one vector."""
     if max(rank_counts) == 1:
         return LinkMeasurement(Link("none", 0.0, math.inf), [])
     ranks = _link_ranks(rank_counts)
@@ -256,7 +324,14 @@ def _measure_link(settings: JobSettings, rank_counts: Sequence[int]) -> LinkMeas
     with tempfile.TemporaryDirectory(prefix="hvdtrain-scaling-") as folder:
         path = Path(folder) / "allreduce.json"
         options = ["--sizes", _LINK_SIZES, "--budget", "3", "--json", str(path)]
-        program = ["-m", "hvdtrain.cli.bench.command", "allreduce", *options, *settings.config_arguments, *settings.overrides]
+        program = [
+            "-m",
+            "hvdtrain.cli.bench.command",
+            "allreduce",
+            *options,
+            *settings.config_arguments,
+            *settings.overrides,
+        ]
         _run_on_ranks(settings, ranks, program)
         with Folder.open(path.parent) as opened:
             points = link_points(json.loads(opened.read(path.name, _MOST_BYTES)))
@@ -265,14 +340,20 @@ def _measure_link(settings: JobSettings, rank_counts: Sequence[int]) -> LinkMeas
 
 def link_points(result: Mapping[str, Any]) -> list[MeasuredAllreduce]:
     """The engine's allreduce of one vector, median seconds, from the JSON of bench allreduce."""
-    return [MeasuredAllreduce(row["bytes"], row["quartiles_s"][1]) for row in result["rows"] if row["method"] == "allreduce"]
+    return [
+        MeasuredAllreduce(row["bytes"], row["quartiles_s"][1])
+        for row in result["rows"]
+        if row["method"] == "allreduce"
+    ]
 
 
 def _measured_step(trial: Trial, bucket_bytes: Sequence[float], link: Link) -> MeasuredStep:
     return MeasuredStep(
         samples=trial.batch / trial.ranks,
         oversubscription=max(1.0, trial.ranks / available_cores()),
-        comm_s=sum(ring_s(trial.ranks, size, link) for size in bucket_bytes) if trial.ranks > 1 else 0.0,
+        comm_s=sum(ring_s(trial.ranks, size, link) for size in bucket_bytes)
+        if trial.ranks > 1
+        else 0.0,
         step_s=quartiles(trial.seconds).median,
     )
 
@@ -281,7 +362,9 @@ def _gradient_bytes(config: Config) -> int:
     """Bytes of all gradients as they are reduced; the model is not built."""
     source = build_source(unstaged(config), "train")
     task = planned_task(config, source)
-    shapes = plugins.load("frameworks", config.framework, config.where("framework")).shapes(config, task)
+    shapes = plugins.load("frameworks", config.framework, config.where("framework")).shapes(
+        config, task
+    )
     return int(sum(math.prod(shape) for shape in shapes.values()) * _gradient_element_bytes(config))
 
 

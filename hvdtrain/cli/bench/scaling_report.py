@@ -1,4 +1,5 @@
-"""The result of bench scaling: efficiency of each job, the fitted model with its errors, predictions, and the curves of the picture."""
+"""The result of bench scaling: efficiency of each job, the fitted model with its errors,
+predictions, and the curves of the picture."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ PREDICTED_RANKS = [2**power for power in range(3, 14)]
 class Trial(NamedTuple):
     """One job."""
 
-    kind: str  # weak: constant samples of a rank; strong: constant samples of a step; alone: one rank with the share of a strong step
+    # weak: constant samples of a rank; strong: constant samples of a step; alone: one rank with the
+    # share of a strong step
+    kind: str
     ranks: int
     batch: int  # samples of a step
     seconds: list[float]  # of a step
@@ -55,8 +58,11 @@ class CurveFigure(NamedTuple):
 
 
 def efficiency(trial: Trial, trials: Sequence[Trial]) -> float:
-    """Images a second and rank, divided by those of the trial of the same kind with the fewest ranks."""
-    return _samples_per_s_and_rank(trial) / _samples_per_s_and_rank(_trial_with_fewest_ranks(trials, trial.kind))
+    """Images a second and rank, divided by those of the trial of the same kind with the fewest
+    ranks."""
+    return _samples_per_s_and_rank(trial) / _samples_per_s_and_rank(
+        _trial_with_fewest_ranks(trials, trial.kind)
+    )
 
 
 def _samples_per_s_and_rank(trial: Trial) -> float:
@@ -68,7 +74,8 @@ def _trial_with_fewest_ranks(trials: Sequence[Trial], kind: str) -> Trial:
 
 
 def predictions(study: Study, rank_counts: Sequence[int] = PREDICTED_RANKS) -> list[Prediction]:
-    """For each measured kind of scaling and each algorithm, as far as each rank has a sample. Every rank is given cores of its own."""
+    """For each measured kind of scaling and each algorithm, as far as each rank has a sample. Every
+    rank is given cores of its own."""
     found = []
     for kind in _measured_kinds(study):
         first = _trial_with_fewest_ranks(study.trials, kind)
@@ -77,7 +84,9 @@ def predictions(study: Study, rank_counts: Sequence[int] = PREDICTED_RANKS) -> l
                 samples = first.batch / (first.ranks if kind == "weak" else ranks)
                 if samples < 1:
                     continue
-                seconds = step_s(study.model, samples, comm_s(algorithm, ranks, study.buckets, study.cluster))
+                seconds = step_s(
+                    study.model, samples, comm_s(algorithm, ranks, study.buckets, study.cluster)
+                )
                 if kind == "weak":
                     ideal_s = study.model.compute_s(samples, alone=True)
                 else:
@@ -109,11 +118,14 @@ def _measurements(study: Study) -> list[str]:
                 f"{format_seconds(low)} .. {format_seconds(high)}",
                 f"{trial.batch / median:,.0f}",
                 f"{efficiency(trial, study.trials):.1%}",
-                f"oversubscribed: {trial.ranks} ranks on {study.cores} cores" if trial.ranks > study.cores else "",
+                f"oversubscribed: {trial.ranks} ranks on {study.cores} cores"
+                if trial.ranks > study.cores
+                else "",
             )
         )
     return [
-        f"hvdtrain bench scaling: real jobs, {study.cores} cores here, OMP_NUM_THREADS={study.threads}; "
+        f"hvdtrain bench scaling: real jobs, {study.cores} cores here, "
+        f"OMP_NUM_THREADS={study.threads}; "
         "median over the intervals between sync points",
         "",
         *align(rows, left=(0, 1)),
@@ -124,7 +136,10 @@ def _measurements(study: Study) -> list[str]:
 def _oversubscription_warning(study: Study) -> list[str]:
     if all(trial.ranks <= study.cores for trial in study.trials):
         return []
-    return ["OVERSUBSCRIBED ranks share a core: their efficiency is at most cores / ranks, and says nothing about a cluster"]
+    return [
+        "OVERSUBSCRIBED ranks share a core: their efficiency is at most cores / ranks, and says "
+        "nothing about a cluster"
+    ]
 
 
 def _model(study: Study) -> list[str]:
@@ -132,7 +147,8 @@ def _model(study: Study) -> list[str]:
     link = study.link
     gradients = f"{format_bytes(int(sum(study.buckets)))} in {plural(len(study.buckets), 'bucket')}"
     return [
-        f"model   a step of s samples a rank takes {format_seconds(model.fixed_s)} + s x {format_seconds(model.per_sample_s)};"
+        f"model   a step of s samples a rank takes {format_seconds(model.fixed_s)} + s x "
+        f"{format_seconds(model.per_sample_s)};"
         f" beside other ranks {1 + model.contention:.2f} x as long,",
         f"        plus {model.exposed:.2f} x the communication of {gradients}",
         f"link    {_link_text(link)}",
@@ -143,10 +159,14 @@ def _model(study: Study) -> list[str]:
 
 
 def _latency_warning(link: Link) -> list[str]:
-    """Times so noisy that the latency of least errors would be negative; a link of one rank has no bytes to move."""
+    """Times so noisy that the latency of least errors would be negative; a link of one rank has no
+    bytes to move."""
     if link.latency_s or math.isinf(link.bytes_per_s):
         return []
-    return ["        too noisy for a latency, which counts as 0: many ranks look better than they are; measure on an idle machine"]
+    return [
+        "        too noisy for a latency, which counts as 0: many ranks look better than they "
+        "are; measure on an idle machine"
+    ]
 
 
 def _errors_line(what: str, errors: Sequence[float]) -> str:
@@ -154,16 +174,22 @@ def _errors_line(what: str, errors: Sequence[float]) -> str:
     if not errors:
         return f"error   {what}: unknown, there are too few points to leave one out"
     sizes = [abs(error) for error in errors]
-    return f"error   {what} left out of the fit: median {statistics.median(sizes):.1%}, largest {max(sizes):.1%}, n = {len(sizes)}"
+    return (
+        f"error   {what} left out of the fit: median {statistics.median(sizes):.1%}, largest "
+        f"{max(sizes):.1%}, n = {len(sizes)}"
+    )
 
 
 def _prediction_tables(study: Study) -> list[str]:
-    """A table for each kind of scaling: a row for each number of ranks, a column for each algorithm."""
+    """A table for each kind of scaling: a row for each number of ranks, a column for each
+    algorithm."""
     cluster = study.cluster
     predicted = predictions(study)
     lines = [
-        f"predicted with {_link_text(cluster.inside)} inside a node, {_link_text(cluster.between)} between nodes, "
-        f"{cluster.per_node} ranks a node; each rank has its own cores, slowed down by other ranks as here: "
+        f"predicted with {_link_text(cluster.inside)} inside a node, "
+        f"{_link_text(cluster.between)} between nodes, "
+        f"{cluster.per_node} ranks a node; each rank has its own cores, slowed down by other "
+        "ranks as here: "
         "efficiency compared with one rank, and the step"
     ]
     for kind in _measured_kinds(study):
@@ -228,12 +254,31 @@ def curves(study: Study, model: str) -> CurveFigure:
     for kind in _measured_kinds(study):
         trials = [trial for trial in study.trials if trial.kind == kind]
         efficiencies = [efficiency(trial, study.trials) for trial in trials]
-        lines.append(EfficiencyLine(kind, "measured", [trial.ranks for trial in trials], efficiencies, measured=True))
+        lines.append(
+            EfficiencyLine(
+                kind, "measured", [trial.ranks for trial in trials], efficiencies, measured=True
+            )
+        )
         for algorithm in ALGORITHMS:
-            points = [prediction for prediction in predicted if prediction.kind == kind and prediction.algorithm == algorithm]
+            points = [
+                prediction
+                for prediction in predicted
+                if prediction.kind == kind and prediction.algorithm == algorithm
+            ]
             if points:
                 efficiencies = [point.efficiency for point in points]
-                lines.append(EfficiencyLine(kind, algorithm, [point.ranks for point in points], efficiencies, measured=False))
+                lines.append(
+                    EfficiencyLine(
+                        kind,
+                        algorithm,
+                        [point.ranks for point in points],
+                        efficiencies,
+                        measured=False,
+                    )
+                )
     cluster = study.cluster
-    title = f"{model}: {_link_text(cluster.inside)} inside, {_link_text(cluster.between)} between nodes of {cluster.per_node}"
+    title = (
+        f"{model}: {_link_text(cluster.inside)} inside, {_link_text(cluster.between)} between "
+        f"nodes of {cluster.per_node}"
+    )
     return CurveFigure(title, lines)

@@ -1,6 +1,8 @@
-"""bench step: images/s of training, where the time of a step goes, and how much of the processor's peak it reaches.
+"""bench step: images/s of training, where the time of a step goes, and how much of the processor's
+peak it reaches.
 
-With several ranks the same step is also timed on each rank alone, on all ranks at once: the difference is the exposed communication.
+With several ranks the same step is also timed on each rank alone, on all ranks at once: the
+difference is the exposed communication.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from hvdtrain.training.health.signals import Signals
 
 
 def bench_step(arguments: Sequence[str]) -> int:
-    """The command behind `bench step`; returns the exit code. Every rank calls it, rank 0 prints. Raises UserError."""
+    """The command behind `bench step`; returns the exit code. Every rank calls it, rank 0 prints.
+    Raises UserError."""
     parser = BenchParser("step")
     parser.add_argument("--rounds", type=two_or_more, default=7)
     parser.add_argument("--steps", type=two_or_more, default=20)
@@ -39,7 +42,8 @@ def bench_step(arguments: Sequence[str]) -> int:
 
 
 class OneRank(SingleProcessCommunicator):
-    """A communicator of one rank, on the cores and the device that the rank has among the others of its host."""
+    """A communicator of one rank, on the cores and the device that the rank has among the others of
+    its host."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.local_rank = communicator.local_rank
@@ -47,11 +51,14 @@ class OneRank(SingleProcessCommunicator):
         self._all_ranks = communicator
 
     def allgather_object(self, thing: Any) -> list[Any]:
-        """Over all ranks: fair_threads() shares the cores of a host, and all ranks build their learners at the same time."""
+        """Over all ranks: fair_threads() shares the cores of a host, and all ranks build their
+        learners at the same time."""
         return self._all_ranks.allgather_object(thing)
 
 
-def measure(config: Config, communicator: Communicator, signals: Signals, rounds: int, steps: int) -> dict[str, Any]:
+def measure(
+    config: Config, communicator: Communicator, signals: Signals, rounds: int, steps: int
+) -> dict[str, Any]:
     """The result, as --json prints it; rank 0's counts. A collective: every rank calls it."""
     trainer = Trainer(config, communicator, signals)
     trainers = {"together": trainer}
@@ -75,14 +82,20 @@ def measure(config: Config, communicator: Communicator, signals: Signals, rounds
         "data_wait_ms": 1e3 * trainer.prefetcher.waited_s / (rounds * steps),
     }
     if "alone" in trainers:
-        exposed_s = [together - alone for together, alone in zip(seconds["together"], seconds["alone"], strict=True)]
+        exposed_s = [
+            together - alone
+            for together, alone in zip(seconds["together"], seconds["alone"], strict=True)
+        ]
         result["alone_ms_per_step"] = 1e3 * statistics.median(seconds["alone"])
         result["exposed_communication_ms"] = 1e3 * statistics.median(exposed_s)
     return result | _phases_and_operations(config, trainer, steps, step_s)
 
 
-def _time_blocks(trainers: Mapping[str, Trainer], communicator: Communicator, rounds: int, steps: int) -> dict[str, list[float]]:
-    """Seconds of a step in each round, by trainer; every second round runs them in reverse order."""
+def _time_blocks(
+    trainers: Mapping[str, Trainer], communicator: Communicator, rounds: int, steps: int
+) -> dict[str, list[float]]:
+    """Seconds of a step in each round, by trainer; every second round runs them in reverse
+    order."""
     names = list(trainers)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds + 1):
@@ -100,8 +113,11 @@ def _time_blocks(trainers: Mapping[str, Trainer], communicator: Communicator, ro
 
 
 def _config_of_one_rank(config: Config, size: int) -> Config:
-    """A configuration for one rank without the others: its share of the batch, and nothing that needs several ranks."""
-    share = -(-config.batch.size // size) if config.batch.per_rank is None else config.batch.per_rank
+    """A configuration for one rank without the others: its share of the batch, and nothing that
+    needs several ranks."""
+    share = (
+        -(-config.batch.size // size) if config.batch.per_rank is None else config.batch.per_rank
+    )
     norm_kind = "batch" if config.norm.kind == "sync" else config.norm.kind
     return config.replace(
         batch=config.batch.replace(size=share, per_rank=None),
@@ -112,8 +128,11 @@ def _config_of_one_rank(config: Config, size: int) -> Config:
     )
 
 
-def _phases_and_operations(config: Config, trainer: Trainer, steps: int, step_s: float) -> dict[str, Any]:
-    """Milliseconds by phase, and floating-point operations; nothing where the framework does not count them."""
+def _phases_and_operations(
+    config: Config, trainer: Trainer, steps: int, step_s: float
+) -> dict[str, Any]:
+    """Milliseconds by phase, and floating-point operations; nothing where the framework does not
+    count them."""
     framework = plugins.load("frameworks", config.framework, "framework")
     if not hasattr(framework, "figures"):
         return {}
@@ -153,13 +172,20 @@ def to_text(result: Mapping[str, Any]) -> list[str]:
     ]
     if "exposed_communication_ms" in result:
         alone = f"a step of each rank alone, all at once: {result['alone_ms_per_step']:.2f} ms"
-        lines.append(f"  exposed communication {result['exposed_communication_ms']:.2f} ms a step; {alone}")
+        lines.append(
+            f"  exposed communication {result['exposed_communication_ms']:.2f} ms a step; {alone}"
+        )
     if "phases_ms" in result:
         lines += ["  phases, one after the other:"]
         all_ms = sum(result["phases_ms"].values())
-        lines += [f"    {phase:24} {ms:8.2f} ms {ms / all_ms:6.1%}" for phase, ms in result["phases_ms"].items()]
+        lines += [
+            f"    {phase:24} {ms:8.2f} ms {ms / all_ms:6.1%}"
+            for phase, ms in result["phases_ms"].items()
+        ]
         lines.append(
-            f"  {result['gflop_per_step_of_a_rank']:.1f} GFLOP a step of a rank: {result['gflop_per_s_of_a_rank']:.0f} GFLOP/s, "
-            f"{result['share_of_matmul']:.1%} of the {result['matmul_gflop_per_s']:.0f} of a matrix product"
+            f"  {result['gflop_per_step_of_a_rank']:.1f} GFLOP a step of a rank: "
+            f"{result['gflop_per_s_of_a_rank']:.0f} GFLOP/s, "
+            f"{result['share_of_matmul']:.1%} of the {result['matmul_gflop_per_s']:.0f} of a "
+            "matrix product"
         )
     return lines

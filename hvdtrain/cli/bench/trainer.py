@@ -1,4 +1,5 @@
-"""What benches have in common: work on all ranks, a job that trains in blocks of steps, and statistics of its timings."""
+"""What benches have in common: work on all ranks, a job that trains in blocks of steps, and
+statistics of its timings."""
 
 from __future__ import annotations
 
@@ -34,12 +35,24 @@ from hvdtrain.training.start import begin
 class Trainer:
     """Every rank has one, of the same configuration. The job has no end of its own."""
 
-    def __init__(self, config: Config, communicator: Communicator, signals: Signals, datasets: Datasets | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        communicator: Communicator,
+        signals: Signals,
+        datasets: Datasets | None = None,
+    ) -> None:
         config = resolve_batch_size(config, communicator.size)
         refuse_conflicts(config, communicator.name, communicator.size)
-        endless = config.replace(epochs=10**6, stop=config.stop.replace(steps=None, time=None), guard=config.guard.replace(max_time=None))
+        endless = config.replace(
+            epochs=10**6,
+            stop=config.stop.replace(steps=None, time=None),
+            guard=config.guard.replace(max_time=None),
+        )
         self.datasets = datasets or open_datasets(endless, communicator)
-        endless = resolve_micro(with_blocks(endless, self.datasets.train), self.datasets, communicator)
+        endless = resolve_micro(
+            with_blocks(endless, self.datasets.train), self.datasets, communicator
+        )
         learner = build_learner(endless, self.datasets.task, communicator)
         broadcast_state(communicator, learner, None)
         self.now = begin(endless, self.datasets)
@@ -57,14 +70,17 @@ class Trainer:
         self.prefetcher = self.job.prefetcher
 
     def block(self, steps: int) -> float:
-        """Seconds of so many steps, a multiple of log.every_steps; a checkpoint under way is over at the end."""
+        """Seconds of so many steps, a multiple of log.every_steps; a checkpoint under way is over
+        at the end."""
         job = self.job
         last_step = self.now.progress.step + steps
         job.communicator.allreduce(np.zeros(1), "begin")  # all ranks begin together
         began_s = time.perf_counter()
         while self.now.progress.step < last_step:
             self.now = train_to_sync_point(job, self.now)
-            self.now = dataclasses.replace(self.now, epoch=self.now.progress.epoch)  # as if it was evaluated
+            self.now = dataclasses.replace(
+                self.now, epoch=self.now.progress.epoch
+            )  # as if it was evaluated
             if job.memory_copy:
                 job.memory_copy.keep(self.now)
             job.checkpoints.save_if_due(self.now)
@@ -100,5 +116,8 @@ def quartiles(values: Sequence[float]) -> Quartiles:
 
 
 def median_speedup(seconds: Sequence[float], other_seconds: Sequence[float]) -> float:
-    """How many times as fast as the other: the median of the ratio in each round; both have the same rounds."""
-    return statistics.median(other / ours for ours, other in zip(seconds, other_seconds, strict=True))
+    """How many times as fast as the other: the median of the ratio in each round; both have the
+    same rounds."""
+    return statistics.median(
+        other / ours for ours, other in zip(seconds, other_seconds, strict=True)
+    )

@@ -1,7 +1,9 @@
-"""hvdtrain check: what would go wrong with a job, found by its ranks under its launcher; nothing is trained.
+"""hvdtrain check: what would go wrong with a job, found by its ranks under its launcher; nothing is
+trained.
 
---json FILE (- or nothing: the standard output instead of the text) writes one object: Report, of report.py, with its exit code (0 or 2).
-Its ranks are RankFacts, of rank_facts.py. What is not known is null.
+--json FILE (- or nothing: the standard output instead of the text) writes one object: Report, of
+report.py, with its exit code (0 or 2). Its ranks are RankFacts, of rank_facts.py. What is not known
+is null.
 """
 
 from __future__ import annotations
@@ -17,8 +19,20 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from hvdtrain.cli.check import dry_run
-from hvdtrain.cli.check.differences import differing_code, differing_configuration, find_differences, find_shortages, full_mesh
-from hvdtrain.cli.check.dry_run import RunFolderFacts, measure_speeds, no_speeds, read_clocks, slow_engine
+from hvdtrain.cli.check.differences import (
+    differing_code,
+    differing_configuration,
+    find_differences,
+    find_shortages,
+    full_mesh,
+)
+from hvdtrain.cli.check.dry_run import (
+    RunFolderFacts,
+    measure_speeds,
+    no_speeds,
+    read_clocks,
+    slow_engine,
+)
 from hvdtrain.cli.check.rank_facts import (
     Finding,
     RankFacts,
@@ -35,7 +49,14 @@ from hvdtrain.cli.check.report import Report, one_line, to_json, to_text
 from hvdtrain.cli.options import CommandParser
 from hvdtrain.cli.output import with_json_value
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.placement import LAUNCHERS, SRUN, SUBMITIT, LauncherMismatch, Placement, placement
+from hvdtrain.comm.placement import (
+    LAUNCHERS,
+    SRUN,
+    SUBMITIT,
+    LauncherMismatch,
+    Placement,
+    placement,
+)
 from hvdtrain.config.plugins import check_names
 from hvdtrain.config.read import Assignment, assignments, configure, read_resumed
 from hvdtrain.config.schema import Config
@@ -52,10 +73,16 @@ mpirun -np 8 ... hvdtrain check [--config FILE] [--json [FILE]] [--limit 180] [k
   --config FILE, key=value   the configuration of the job that is checked
   --num-nodes 2 --node-id 0 --num-gpus 4 comm.address=n1:29500   without a launcher: on each host, with its --node-id
   --json FILE                write the result as JSON too; --json or --json - prints it instead of the text
-  --limit 180                seconds that one phase of the check may take, on any rank"""
-PASS_ON_S = 0.5  # a launcher that ends the job at the first exit code above 0 may drop what it has not passed on of the report
-OWN_ERROR_WAIT_S = 1.5  # rank 0 prints first: where the launcher ends the job at the first exit, an error of all ranks is printed once
-SAME_ERROR_WAIT_S = 5.0  # an error that is the same on all ranks is for rank 0 to print, even where rank 0 is late
+  --limit 180                seconds that one phase of the check may take, on any rank"""  # noqa: E501
+# a launcher that ends the job at the first exit code above 0 may drop what it has not passed on of
+# the report
+PASS_ON_S = 0.5
+# rank 0 prints first: where the launcher ends the job at the first exit, an error of all ranks is
+# printed once
+OWN_ERROR_WAIT_S = 1.5
+SAME_ERROR_WAIT_S = (
+    5.0  # an error that is the same on all ranks is for rank 0 to print, even where rank 0 is late
+)
 
 
 class Options(NamedTuple):
@@ -68,7 +95,8 @@ class Options(NamedTuple):
 
 
 def check(arguments: Sequence[str]) -> int:
-    """The command behind `check`; returns the exit code, the same on every rank. Raises UserError for an unknown option."""
+    """The command behind `check`; returns the exit code, the same on every rank. Raises UserError
+    for an unknown option."""
     if {"-h", "--help"} & set(arguments):
         print(USAGE)
         return DONE
@@ -93,7 +121,9 @@ def check(arguments: Sequence[str]) -> int:
         config = _resolve_on_all_ranks(options, rank, communicator) or config
         time_limit.start_work("reading the data")
         run_folder = inspect_job(rank, config, communicator)
-        report = compare_ranks(rank, config, run_folder, communicator, engine_reason, place, time_limit)
+        report = compare_ranks(
+            rank, config, run_folder, communicator, engine_reason, place, time_limit
+        )
         exit_code = _print(options, report) if communicator.rank == 0 else report.exit_code
         if exit_code and communicator.rank == 0 and communicator.size > 1:
             time.sleep(PASS_ON_S)
@@ -107,29 +137,42 @@ def check(arguments: Sequence[str]) -> int:
 
 
 def _let_go(time_limit: TimeLimit, size: int) -> None:
-    """One process, which may be a script's own, waits for nobody after an error; several ranks may, until the limit."""
+    """One process, which may be a script's own, waits for nobody after an error; several ranks may,
+    until the limit."""
     if size == 1:
         time_limit.cancel()
 
 
-def _resolve_on_all_ranks(options: Options, rank: RankInspection, communicator: Communicator) -> Config | None:
-    """The configuration of the job on this number of ranks; None where it is wrong, which is then a finding. A collective.
+def _resolve_on_all_ranks(
+    options: Options, rank: RankInspection, communicator: Communicator
+) -> Config | None:
+    """The configuration of the job on this number of ranks; None where it is wrong, which is then a
+    finding. A collective.
 
     The configuration of a run to resume is read by rank 0, which alone may see the run folder.
     """
     read_by_rank_0: list[Assignment] | None = None
     if communicator.rank == 0:
-        read_by_rank_0 = rank.attempt(lambda: read_resumed(assignments(options.config_path, options.overrides)))
+        read_by_rank_0 = rank.attempt(
+            lambda: read_resumed(assignments(options.config_path, options.overrides))
+        )
     resumed: list[Assignment] = communicator.broadcast_object(read_by_rank_0) or []
-    return rank.attempt(lambda: resolve_batch_size(configure(options.config_path, options.overrides, resumed), communicator.size))
+    return rank.attempt(
+        lambda: resolve_batch_size(
+            configure(options.config_path, options.overrides, resumed), communicator.size
+        )
+    )
 
 
 def _report_unconnected(options: Options, place: Placement, error: Exception) -> int:
-    """Without an engine a rank knows only itself: rank 0 prints the whole report, another rank its own error on one line."""
+    """Without an engine a rank knows only itself: rank 0 prints the whole report, another rank its
+    own error on one line."""
     facts = local_facts(place, os.environ)
     finding = finding_of_error(error, describe_rank(facts))
     if place.rank == 0:
-        return _print(options, Report([facts], "none", None, no_speeds(), [finding, *find_shortages([facts])]))
+        return _print(
+            options, Report([facts], "none", None, no_speeds(), [finding, *find_shortages([facts])])
+        )
     same_on_all_ranks = isinstance(error, LauncherMismatch)
     time.sleep(SAME_ERROR_WAIT_S if same_on_all_ranks else OWN_ERROR_WAIT_S)
     if not same_on_all_ranks:
@@ -138,14 +181,16 @@ def _report_unconnected(options: Options, place: Placement, error: Exception) ->
 
 
 def _assumed_placement() -> Placement:
-    """Where the launcher's variables contradict each other: one of several ranks, numbered by the first variable that has a number."""
+    """Where the launcher's variables contradict each other: one of several ranks, numbered by the
+    first variable that has a number."""
     numbers = (os.environ.get(launcher.rank, "") for launcher in (*LAUNCHERS, SRUN, SUBMITIT))
     rank = next((int(number) for number in numbers if number.isdecimal()), 0)
     return Placement(rank, rank + 2, 0, 1, "not known")
 
 
 def _print(options: Options, report: Report) -> int:
-    """On rank 0. Returns the exit code: the report's, or USER where the file of --json cannot be written."""
+    """On rank 0. Returns the exit code: the report's, or USER where the file of --json cannot be
+    written."""
     as_json = json.dumps(to_json(report), indent=1)
     print(as_json if options.json_path == "-" else "\n".join(to_text(report)), flush=True)
     if options.json_path is not None and options.json_path != "-":
@@ -169,7 +214,8 @@ def _parse(arguments: Sequence[str]) -> Options:
 
 _GRACE_S = 1.5  # for the messages of other ranks: some launchers end the job at the first exit
 _NETWORK_FIX = (
-    "look for the message of another rank; a host without this job, a firewall, or a network interface that other hosts cannot reach "
+    "look for the message of another rank; a host without this job, a firewall, or a network "
+    "interface that other hosts cannot reach "
     "(--mca btl_tcp_if_include eth0, HOROVOD_GLOO_IFACE, NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)"
 )
 
@@ -183,12 +229,14 @@ class TimeLimit:
         self._phase_over = threading.Event()
 
     def start_waiting(self, purpose: str) -> None:
-        """This rank waits for others, as in `purpose="to connect"`. Rank 0 reports for all ranks that wait."""
+        """This rank waits for others, as in `purpose="to connect"`. Rank 0 reports for all ranks
+        that wait."""
         message = f"rank {self._rank} waited {self._limit_s:g} s for other ranks {purpose}"
         self._start_phase(message if self._rank == 0 else None, _NETWORK_FIX)
 
     def start_work(self, activity: str) -> None:
-        """This rank works alone, as in `activity="reading the data"`. Where it does not end, the others wait for this rank."""
+        """This rank works alone, as in `activity="reading the data"`. Where it does not end, the
+        others wait for this rank."""
         message = f"rank {self._rank} is still {activity} after {self._limit_s:g} s"
         self._start_phase(message, "look at this host, or give a longer --limit SECONDS")
 
@@ -199,13 +247,17 @@ class TimeLimit:
     def _start_phase(self, message: str | None, fix: str) -> None:
         self._phase_over.set()
         self._phase_over = threading.Event()
-        threading.Thread(target=self._end_late_phase, args=(self._phase_over, message, fix), daemon=True).start()
+        threading.Thread(
+            target=self._end_late_phase, args=(self._phase_over, message, fix), daemon=True
+        ).start()
 
     def _end_late_phase(self, phase_over: threading.Event, message: str | None, fix: str) -> None:
         if phase_over.wait(self._limit_s):
             return
         if message is not None:
-            report = f"hvdtrain check: error: {message}\n  where: {socket.gethostname()}\n  fix: {fix}"
+            report = (
+                f"hvdtrain check: error: {message}\n  where: {socket.gethostname()}\n  fix: {fix}"
+            )
             print_stderr(report)
         if not phase_over.wait(_GRACE_S):
             exit_now(USER)
@@ -224,7 +276,8 @@ class RankInspection:
     def attempt(self, action: Callable[[], T]) -> T | None:
         """The action's result; where it raises, the error becomes a finding and the result is None.
 
-        The action must call no collective: where it raised on one rank only, the other ranks would wait.
+        The action must call no collective: where it raised on one rank only, the other ranks would
+        wait.
         """
         try:
             return action()
@@ -245,8 +298,11 @@ def connected_facts(place: Placement, communicator: Communicator) -> RankFacts:
     return facts
 
 
-def inspect_job(rank: RankInspection, config: Config, communicator: Communicator) -> RunFolderFacts | None:
-    """Tries this rank's part of the job. Returns the run folder on rank 0, None on the others. No collective is inside."""
+def inspect_job(
+    rank: RankInspection, config: Config, communicator: Communicator
+) -> RunFolderFacts | None:
+    """Tries this rank's part of the job. Returns the run folder on rank 0, None on the others. No
+    collective is inside."""
     from hvdtrain.training.conflicts import refuse_conflicts
 
     if communicator.rank == 0:
@@ -276,44 +332,70 @@ def compare_ranks(
     place: Placement,
     time_limit: TimeLimit,
 ) -> Report:
-    """Brings the facts and findings of all ranks together and compares them. Every rank calls it and gets the whole report."""
+    """Brings the facts and findings of all ranks together and compares them. Every rank calls it
+    and gets the whole report."""
     time_limit.start_waiting("to compare")
     speeds = measure_speeds(communicator, rank.facts, place)
     rank.facts["clock_s"] = read_clocks(communicator)[communicator.rank]
     first = communicator.broadcast_object(rank.facts)
-    gathered = communicator.allgather_object((apart_from(first, rank.facts), [tuple(finding) for finding in rank.findings]))
+    gathered = communicator.allgather_object(
+        (apart_from(first, rank.facts), [tuple(finding) for finding in rank.findings])
+    )
     ranks = [completed(first, sent) for sent, _ in gathered]
     findings = [Finding(*finding) for _, rank_findings in gathered for finding in rank_findings]
     findings += _compare_code_and_configuration(communicator, config, ranks)
-    findings += [*find_differences(ranks), *find_shortages(ranks), *slow_engine(communicator.name, speeds)]
+    findings += [
+        *find_differences(ranks),
+        *find_shortages(ranks),
+        *slow_engine(communicator.name, speeds),
+    ]
     findings += full_mesh(communicator.name, communicator.size)
     if communicator.size > 1 and not count_by_level(findings)["error"]:
         time_limit.start_work("comparing the outputs of the model")
         findings += _compare_outputs(communicator, config, ranks)
-    return Report(ranks, f"{communicator.name}: {engine_reason}", run_folder, speeds, most_severe_first(findings))
+    return Report(
+        ranks,
+        f"{communicator.name}: {engine_reason}",
+        run_folder,
+        speeds,
+        most_severe_first(findings),
+    )
 
 
-def _compare_code_and_configuration(communicator: Communicator, config: Config, ranks: Sequence[RankFacts]) -> list[Finding]:
-    """File by file and key by key, but only where the digests differ. Every rank calls it, with the same `ranks`."""
+def _compare_code_and_configuration(
+    communicator: Communicator, config: Config, ranks: Sequence[RankFacts]
+) -> list[Finding]:
+    """File by file and key by key, but only where the digests differ. Every rank calls it, with the
+    same `ranks`."""
     findings: list[Finding] = []
     if len({facts["code"] for facts in ranks}) > 1:
         digests = [facts["code"] for facts in ranks]
         findings += differing_code(ranks, _of_each_kind(communicator, digests, code_digests()))
     if len({facts["config"] for facts in ranks}) > 1:
         digests = [facts["config"] for facts in ranks]
-        findings += differing_configuration(ranks, _of_each_kind(communicator, digests, values_by_key(config)))
+        findings += differing_configuration(
+            ranks, _of_each_kind(communicator, digests, values_by_key(config))
+        )
     return findings
 
 
-def _of_each_kind(communicator: Communicator, digests: Sequence[str], own: dict[str, str]) -> list[dict[str, str]]:
-    """What each rank has, of which the first rank with each digest alone sends: 27 kB of the code of each rank are 221 MB of 8,192."""
+def _of_each_kind(
+    communicator: Communicator, digests: Sequence[str], own: dict[str, str]
+) -> list[dict[str, str]]:
+    """What each rank has, of which the first rank with each digest alone sends: 27 kB of the code
+    of each rank are 221 MB of 8,192."""
     firsts = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
-    sent = communicator.allgather_object(own if firsts[digests[communicator.rank]] == communicator.rank else None)
+    sent = communicator.allgather_object(
+        own if firsts[digests[communicator.rank]] == communicator.rank else None
+    )
     return [sent[firsts[digest]] for digest in digests]
 
 
-def _compare_outputs(communicator: Communicator, config: Config, ranks: Sequence[RankFacts]) -> list[Finding]:
-    """The model of each rank, with the same weights, for one fixed batch: the same findings on all ranks. Every rank calls it."""
+def _compare_outputs(
+    communicator: Communicator, config: Config, ranks: Sequence[RankFacts]
+) -> list[Finding]:
+    """The model of each rank, with the same weights, for one fixed batch: the same findings on all
+    ranks. Every rank calls it."""
     from hvdtrain.frameworks.learner import Learner
     from hvdtrain.training.build import build_learner, restore_task
     from hvdtrain.training.datasets import facts_of_task
@@ -330,12 +412,18 @@ def _compare_outputs(communicator: Communicator, config: Config, ranks: Sequence
         learner = build_learner(config, task, communicator)
     except Exception as error:
         failure = finding_of_error(error, describe_rank(facts))
-    failures = [Finding(*found) for found in communicator.allgather_object(failure and tuple(failure)) if found]
+    failures = [
+        Finding(*found)
+        for found in communicator.allgather_object(failure and tuple(failure))
+        if found
+    ]
     if failures or learner is None:
         return failures
     broadcast_state(communicator, learner, None)
     try:
-        Probe(config, task).compare(communicator, learner, [rank["host"] for rank in ranks], "before the first step")
+        Probe(config, task).compare(
+            communicator, learner, [rank["host"] for rank in ranks], "before the first step"
+        )
     except Diverged as error:
         return [Finding("error", error.what, error.where, error.fix)]
     return []

@@ -1,4 +1,5 @@
-"""The facts of all ranks side by side: what differs, contradicts itself, or is not enough for the ranks of one machine."""
+"""The facts of all ranks side by side: what differs, contradicts itself, or is not enough for the
+ranks of one machine."""
 
 from __future__ import annotations
 
@@ -6,13 +7,22 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from hvdtrain.cli.check.rank_facts import DeviceFacts, Finding, RankFacts, describe_ranks, group_ranks, number_ranges
+from hvdtrain.cli.check.rank_facts import (
+    DeviceFacts,
+    Finding,
+    RankFacts,
+    describe_ranks,
+    group_ranks,
+    number_ranges,
+)
 from hvdtrain.comm.rendezvous import files_needed
 from hvdtrain.errors import short
 from hvdtrain.training.replicas.software import FIXES
 
 Value = TypeVar("Value")
-CLOCKS_S = 2.0  # largest difference that is no finding: lines of logs and time limits of hosts are then still in order
+# largest difference that is no finding: lines of logs and time limits of hosts are then still in
+# order
+CLOCKS_S = 2.0
 MOST_DIFFERENCES = 4  # files or keys named in one finding
 
 
@@ -39,14 +49,24 @@ def find_differences(ranks: Sequence[RankFacts]) -> list[Finding]:
     ]
 
 
-def differing_code(ranks: Sequence[RankFacts], digests: Sequence[Mapping[str, str]]) -> list[Finding]:
+def differing_code(
+    ranks: Sequence[RankFacts], digests: Sequence[Mapping[str, str]]
+) -> list[Finding]:
     """Which files of hvdtrain differ; `digests` are those of each rank, in rank order."""
-    return list(_differing_items(ranks, digests, _differing_file, "hvdtrain's code differs", FIXES["code"]))
+    return list(
+        _differing_items(ranks, digests, _differing_file, "hvdtrain's code differs", FIXES["code"])
+    )
 
 
-def differing_configuration(ranks: Sequence[RankFacts], values: Sequence[Mapping[str, str]]) -> list[Finding]:
+def differing_configuration(
+    ranks: Sequence[RankFacts], values: Sequence[Mapping[str, str]]
+) -> list[Finding]:
     """Which keys of the configuration differ; `values` are those of each rank, in rank order."""
-    return list(_differing_items(ranks, values, _differing_key, "the configuration differs", FIXES["configuration"]))
+    return list(
+        _differing_items(
+            ranks, values, _differing_key, "the configuration differs", FIXES["configuration"]
+        )
+    )
 
 
 def _differing_items(
@@ -57,7 +77,9 @@ def _differing_items(
     fix: str,
 ) -> Iterator[Finding]:
     """A finding for each group of ranks that differs from the largest group."""
-    groups = list(group_ranks(ranks, lambda facts: tuple(sorted(items[facts["rank"]].items()))).items())
+    groups = list(
+        group_ranks(ranks, lambda facts: tuple(sorted(items[facts["rank"]].items()))).items()
+    )
     majority_items, majority = groups[0]
     expected = dict(majority_items)
     for group_items, group in groups[1:]:
@@ -66,7 +88,11 @@ def _differing_items(
         details = ", ".join(describe(name, found, expected) for name in names[:MOST_DIFFERENCES])
         if len(names) > MOST_DIFFERENCES:
             details += f" and {len(names) - MOST_DIFFERENCES} more"
-        where = f"{describe_ranks(group)}; {len(majority)} other ranks agree" if len(majority) > 1 else describe_ranks(group)
+        where = (
+            f"{describe_ranks(group)}; {len(majority)} other ranks agree"
+            if len(majority) > 1
+            else describe_ranks(group)
+        )
         yield Finding("error", f"{title}: {details}", where, fix)
 
 
@@ -80,7 +106,9 @@ def _differing_key(name: str, found: Mapping[str, str], expected: Mapping[str, s
     return f"{name} is {found.get(name)} instead of {expected.get(name)}"
 
 
-def _minorities(ranks: Sequence[RankFacts], key: Callable[[RankFacts], Value]) -> Iterator[Minority[Value]]:
+def _minorities(
+    ranks: Sequence[RankFacts], key: Callable[[RankFacts], Value]
+) -> Iterator[Minority[Value]]:
     """The groups of ranks whose value differs from the most frequent one."""
     groups = list(group_ranks(ranks, key).items())
     for value, group in groups[1:]:
@@ -95,7 +123,12 @@ def _versions(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             return installed[facts["rank"]].get(name, "not installed")
 
         for version_there, usual, group in _minorities(ranks, version):
-            yield Finding("error", f"{name} is {version_there}; other ranks: {usual}", describe_ranks(group), FIXES["versions"])
+            yield Finding(
+                "error",
+                f"{name} is {version_there}; other ranks: {usual}",
+                describe_ranks(group),
+                FIXES["versions"],
+            )
 
 
 def _installed(facts: RankFacts) -> dict[str, str]:
@@ -126,7 +159,12 @@ def _environment(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             return facts.get("environment", {}).get(name, "not set")
 
         for found, usual, group in _minorities(ranks, value):
-            yield Finding("error", f"{name} is {short(found)}; other ranks: {short(usual)}", describe_ranks(group), FIXES["environment"])
+            yield Finding(
+                "error",
+                f"{name} is {short(found)}; other ranks: {short(usual)}",
+                describe_ranks(group),
+                FIXES["environment"],
+            )
 
 
 def _containers(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
@@ -142,13 +180,17 @@ def _container(kind: str) -> str:
 def _data(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     data_of = {facts["rank"]: facts["data"] for facts in ranks if facts["data"]}
     with_data = [facts for facts in ranks if facts["rank"] in data_of]
-    for name in dict.fromkeys(name for data in data_of.values() for name in data if name != "seconds"):
+    for name in dict.fromkeys(
+        name for data in data_of.values() for name in data if name != "seconds"
+    ):
 
         def value(facts: RankFacts, name: str = name) -> str:
             return str(data_of[facts["rank"]].get(name))
 
         for found, usual, group in _minorities(with_data, value):
-            yield Finding("error", f"{name}: {found} instead of {usual}", describe_ranks(group), FIXES["data"])
+            yield Finding(
+                "error", f"{name}: {found} instead of {usual}", describe_ranks(group), FIXES["data"]
+            )
 
 
 def _host_names(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
@@ -157,15 +199,28 @@ def _host_names(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
         machines = group_ranks(on_host, lambda facts: facts["machine"])
         if len(machines) > 1:
             where = "; ".join(
-                f"ranks {_number_list(group)}" if len(group) > 1 else f"rank {_number_list(group)}" for group in machines.values()
+                f"ranks {_number_list(group)}" if len(group) > 1 else f"rank {_number_list(group)}"
+                for group in machines.values()
             )
-            fix = "give each machine or container its own host name: MPI and local ranks depend on it"
-            yield Finding("warning", f"{len(machines)} machines have the host name {host}", where, fix)
+            fix = (
+                "give each machine or container its own host name: MPI and local ranks depend on it"
+            )
+            yield Finding(
+                "warning", f"{len(machines)} machines have the host name {host}", where, fix
+            )
     for machine, on_machine in group_ranks(ranks, lambda facts: facts["machine"]).items():
         hosts = {facts["host"] for facts in on_machine}
         if machine and len(hosts) > 1:
-            what = f"hosts {', '.join(sorted(hosts))} are one machine (same boot id): their ranks share its cores, memory and GPUs"
-            yield Finding("note", what, describe_ranks(on_machine), "none needed where they are containers or a test")
+            what = (
+                f"hosts {', '.join(sorted(hosts))} are one machine (same boot id): their ranks "
+                "share its cores, memory and GPUs"
+            )
+            yield Finding(
+                "note",
+                what,
+                describe_ranks(on_machine),
+                "none needed where they are containers or a test",
+            )
 
 
 def _number_list(ranks: Sequence[RankFacts]) -> str:
@@ -179,8 +234,14 @@ def _local_ranks(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
         expected = list(range(len(on_host)))
         if found != expected or any(facts["local_size"] != len(on_host) for facts in on_host):
             numbers = ", ".join(map(str, found))
-            what = f"the local ranks on {host} are {numbers}, not 0 to {expected[-1]}: they choose GPUs and numbers of threads"
-            fix = "start all ranks of a host with one launcher, with host names on which the launcher and the hosts agree"
+            what = (
+                f"the local ranks on {host} are {numbers}, not 0 to {expected[-1]}: they choose "
+                "GPUs and numbers of threads"
+            )
+            fix = (
+                "start all ranks of a host with one launcher, with host names on which the "
+                "launcher and the hosts agree"
+            )
             yield Finding("warning", what, describe_ranks(on_host), fix)
 
 
@@ -193,15 +254,23 @@ class _MpiPair(NamedTuple):
 
 
 def _launchers(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    """Open MPI that started the ranks has another major version than Open MPI in them. With two makes of MPI no engine starts."""
+    """Open MPI that started the ranks has another major version than Open MPI in them. With two
+    makes of MPI no engine starts."""
     for pair, group in group_ranks(ranks, _mpi_pair).items():
         launcher_version = _open_mpi_major(pair.launcher)
         library_version = _open_mpi_major(pair.library)
-        if launcher_version is None or library_version is None or launcher_version == library_version:
+        if (
+            launcher_version is None
+            or library_version is None
+            or launcher_version == library_version
+        ):
             continue
         if launcher_version == 4 and library_version < 4:  # "Open MPI 4 or older"
             continue
-        what = f"{pair.launcher} started ranks that use {pair.library}{' in a container' if pair.container else ''}"
+        what = (
+            f"{pair.launcher} started ranks that use "
+            f"{pair.library}{' in a container' if pair.container else ''}"
+        )
         fix = (
             f"use the same major version on both sides: an image with Open MPI {launcher_version}, "
             f"or the host's module of Open MPI {library_version}"
@@ -210,7 +279,11 @@ def _launchers(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 
 def _mpi_pair(facts: RankFacts) -> _MpiPair:
-    library = facts["libraries"]["horovod"] if facts["engine"] == "horovod" else facts["libraries"]["mpi4py"]
+    library = (
+        facts["libraries"]["horovod"]
+        if facts["engine"] == "horovod"
+        else facts["libraries"]["mpi4py"]
+    )
     return _MpiPair(facts["launcher_mpi"], library or "", facts["container"])
 
 
@@ -227,14 +300,25 @@ def _clocks(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     earliest = min(times.values())
     difference_s = max(times.values()) - earliest
     if difference_s > CLOCKS_S:
-        late = [facts for facts in ranks if times.get(facts["rank"], earliest) - earliest > CLOCKS_S]
+        late = [
+            facts for facts in ranks if times.get(facts["rank"], earliest) - earliest > CLOCKS_S
+        ]
         fix = "run a time service (chrony) on every host; time limits use the clock of rank 0"
-        yield Finding("warning", f"the clocks of the hosts differ by {difference_s:.1f} s", describe_ranks(late), fix)
+        yield Finding(
+            "warning",
+            f"the clocks of the hosts differ by {difference_s:.1f} s",
+            describe_ranks(late),
+            fix,
+        )
 
 
-SHARED_BYTES = 64 * 2**20  # of /dev/shm for each rank of a host: MPI's and NCCL's memory between ranks, and data loaders
+SHARED_BYTES = (
+    64 * 2**20
+)  # of /dev/shm for each rank of a host: MPI's and NCCL's memory between ranks, and data loaders
 MANY_RANKS = 1024  # from which on a full mesh is said
-_FIX_BINDING = "mpirun --bind-to none, or --map-by slot:PE=N for N cores each; srun --cpus-per-task=N"
+_FIX_BINDING = (
+    "mpirun --bind-to none, or --map-by slot:PE=N for N cores each; srun --cpus-per-task=N"
+)
 
 
 def find_shortages(ranks: Sequence[RankFacts]) -> list[Finding]:
@@ -242,23 +326,36 @@ def find_shortages(ranks: Sequence[RankFacts]) -> list[Finding]:
     found: list[Finding] = []
     for on_machine in group_ranks(ranks, lambda facts: facts["machine"] or facts["host"]).values():
         found += [*_cores(on_machine), *_threads(on_machine), *_gpus(on_machine)]
-    for on_host in group_ranks(ranks, lambda facts: facts["host"]).values():  # containers of one machine have limits of their own
-        found += [*_shared_memory(on_host), *_locked_memory(on_host), *_open_files(on_host, len(ranks))]
+    for on_host in group_ranks(
+        ranks, lambda facts: facts["host"]
+    ).values():  # containers of one machine have limits of their own
+        found += [
+            *_shared_memory(on_host),
+            *_locked_memory(on_host),
+            *_open_files(on_host, len(ranks)),
+        ]
     return [*found, *_nccl(ranks)]
 
 
 def full_mesh(engine: str, ranks: int) -> list[Finding]:
-    """A note where Gloo, which connects each rank with each, makes very many connections; hvdtrain cannot have it make fewer."""
+    """A note where Gloo, which connects each rank with each, makes very many connections; hvdtrain
+    cannot have it make fewer."""
     if engine != "torchdist" or ranks < MANY_RANKS:
         return []
-    connections = f"{ranks * (ranks - 1) // 2:,} connections, {ranks - 1:,} of each rank, for each group"
+    connections = (
+        f"{ranks * (ranks - 1) // 2:,} connections, {ranks - 1:,} of each rank, for each group"
+    )
     what = f"Gloo connects each of {ranks:,} ranks with each: {connections}"
-    fix = "comm.engine=mpi or horovod, which connect ranks that have something to send; or one rank for each GPU, not for each core"
+    fix = (
+        "comm.engine=mpi or horovod, which connect ranks that have something to send; or one rank "
+        "for each GPU, not for each core"
+    )
     return [Finding("note", what, "comm.engine=torchdist", fix)]
 
 
 def _cores(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    """More ranks than cores among those that may use the same cores; and ranks bound to one core of many."""
+    """More ranks than cores among those that may use the same cores; and ranks bound to one core of
+    many."""
     if len(ranks) < 2:
         return
     host_cores = max(facts["host_cores"] for facts in ranks)
@@ -269,12 +366,22 @@ def _cores(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
         if len(sharing) <= len(cores) or sharing_ranks <= reported:
             continue
         reported |= sharing_ranks
-        what = f"{len(sharing)} ranks share {_cores_text(len(cores))} ({number_ranges(cores)}) of the machine's {host_cores}"
-        fix = _FIX_BINDING if len(cores) < host_cores else "start fewer ranks on each host, or use more hosts"
+        what = (
+            f"{len(sharing)} ranks share {_cores_text(len(cores))} ({number_ranges(cores)}) of "
+            f"the machine's {host_cores}"
+        )
+        fix = (
+            _FIX_BINDING
+            if len(cores) < host_cores
+            else "start fewer ranks on each host, or use more hosts"
+        )
         yield Finding("warning", what, describe_ranks(sharing), fix)
     bound = [facts for facts in ranks if len(facts["cores"]) == 1 and facts["rank"] not in reported]
     if bound and host_cores > len(ranks):
-        what = f"each rank may use 1 of {host_cores} cores, for PyTorch, the engine's thread and reading data together"
+        what = (
+            f"each rank may use 1 of {host_cores} cores, for PyTorch, the engine's thread and "
+            "reading data together"
+        )
         yield Finding("warning", what, describe_ranks(bound), _FIX_BINDING)
 
 
@@ -283,13 +390,21 @@ def _cores_text(count: int) -> str:
 
 
 def _threads(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    """OMP_NUM_THREADS overrides the number of threads that a rank would choose to share the cores fairly."""
-    threads_of = {facts["rank"]: int(facts["omp_num_threads"] or 1) for facts in ranks if (facts["omp_num_threads"] or "").isdecimal()}
+    """OMP_NUM_THREADS overrides the number of threads that a rank would choose to share the cores
+    fairly."""
+    threads_of = {
+        facts["rank"]: int(facts["omp_num_threads"] or 1)
+        for facts in ranks
+        if (facts["omp_num_threads"] or "").isdecimal()
+    }
     setting = [facts for facts in ranks if threads_of.get(facts["rank"], 1) > 1]
     cores = {core for facts in ranks for core in facts["cores"]}
     threads = sum(threads_of[facts["rank"]] for facts in setting) + len(ranks) - len(setting)
     if setting and threads > len(cores):
-        what = f"OMP_NUM_THREADS={setting[0]['omp_num_threads']} starts {threads} threads on {_cores_text(len(cores))}"
+        what = (
+            f"OMP_NUM_THREADS={setting[0]['omp_num_threads']} starts {threads} threads on "
+            f"{_cores_text(len(cores))}"
+        )
         fix = f"unset it, or OMP_NUM_THREADS={max(1, len(cores) // len(ranks))}"
         yield Finding("warning", what, describe_ranks(setting), fix)
 
@@ -297,13 +412,22 @@ def _threads(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 def _gpus(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     """Ranks of one machine that share a GPU, or of which some have none."""
     devices = {facts["rank"]: facts["device"] for facts in ranks if facts["device"] is not None}
-    on_gpus = [facts for facts in ranks if facts["rank"] in devices and devices[facts["rank"]]["id"]]
-    for identity, sharing in group_ranks(on_gpus, lambda facts: _gpu_identity(facts, devices[facts["rank"]])).items():
+    on_gpus = [
+        facts for facts in ranks if facts["rank"] in devices and devices[facts["rank"]]["id"]
+    ]
+    for identity, sharing in group_ranks(
+        on_gpus, lambda facts: _gpu_identity(facts, devices[facts["rank"]])
+    ).items():
         if len(sharing) < 2:
             continue
-        nccl_refuses = any(facts["engine"] == "torchdist" or facts["libraries"]["nccl"] for facts in sharing)
+        nccl_refuses = any(
+            facts["engine"] == "torchdist" or facts["libraries"]["nccl"] for facts in sharing
+        )
         visible = max(devices[facts["rank"]]["visible"] for facts in sharing)
-        what = f"{len(sharing)} ranks train on one GPU ({devices[sharing[0]['rank']]['model']}, {identity})"
+        what = (
+            f"{len(sharing)} ranks train on one GPU ({devices[sharing[0]['rank']]['model']}, "
+            f"{identity})"
+        )
         if nccl_refuses:
             what += ", which NCCL refuses"
         fix = (
@@ -311,10 +435,19 @@ def _gpus(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             "srun --gpus-per-task=1, mpirun --map-by ppr:N:node"
         )
         yield Finding("error" if nccl_refuses else "warning", what, describe_ranks(sharing), fix)
-    on_cpu = [facts for facts in ranks if facts["rank"] in devices and devices[facts["rank"]]["name"] == "cpu"]
+    on_cpu = [
+        facts
+        for facts in ranks
+        if facts["rank"] in devices and devices[facts["rank"]]["name"] == "cpu"
+    ]
     if on_gpus and on_cpu:
-        what = f"{len(on_cpu)} of {len(ranks)} ranks of this machine train on the CPU, the others on GPUs"
-        fix = "make a GPU visible to each rank: CUDA_VISIBLE_DEVICES; --nv or --gpus of the container"
+        what = (
+            f"{len(on_cpu)} of {len(ranks)} ranks of this machine train on the CPU, the others on "
+            "GPUs"
+        )
+        fix = (
+            "make a GPU visible to each rank: CUDA_VISIBLE_DEVICES; --nv or --gpus of the container"
+        )
         yield Finding("warning", what, describe_ranks(on_cpu), fix)
 
 
@@ -325,10 +458,17 @@ def _gpu_identity(facts: RankFacts, device: DeviceFacts) -> str:
 
 
 def _nccl(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    without = [facts for facts in ranks if facts["device"] and facts["device"]["id"] and facts["libraries"]["nccl"] is False]
+    without = [
+        facts
+        for facts in ranks
+        if facts["device"] and facts["device"]["id"] and facts["libraries"]["nccl"] is False
+    ]
     if without:
         what = "Horovod was built without NCCL: gradients on GPUs are copied through host memory"
-        fix = "python -m hvdtrain.cli.horovod --nccl builds it; or comm.engine=torchdist, which includes NCCL"
+        fix = (
+            "python -m hvdtrain.cli.horovod --nccl builds it; or comm.engine=torchdist, which "
+            "includes NCCL"
+        )
         yield Finding("warning", what, describe_ranks(without), fix)
 
 
@@ -338,20 +478,41 @@ def _shared_memory(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     room = facts["shared_memory_bytes"]
     if len(ranks) == 1 or (room is not None and room[1] >= needed):
         return
-    found = "there is none" if room is None else f"{room[1] / 2**20:,.0f} of its {room[0] / 2**20:,.0f} MiB are free"
-    what = f"/dev/shm is small: {found}; {len(ranks)} ranks need {needed // 2**20} MiB for MPI, NCCL and data loaders"
-    fix = "docker or podman: --shm-size=8g or --ipc=host; Kubernetes: an emptyDir of medium Memory at /dev/shm; else delete old files there"
-    where = f"{facts['host']}, in a container ({facts['container']})" if facts["container"] else facts["host"]
+    found = (
+        "there is none"
+        if room is None
+        else f"{room[1] / 2**20:,.0f} of its {room[0] / 2**20:,.0f} MiB are free"
+    )
+    what = (
+        f"/dev/shm is small: {found}; {len(ranks)} ranks need {needed // 2**20} MiB for MPI, NCCL "
+        "and data loaders"
+    )
+    fix = (
+        "docker or podman: --shm-size=8g or --ipc=host; Kubernetes: an emptyDir of medium Memory "
+        "at /dev/shm; else delete old files there"
+    )
+    where = (
+        f"{facts['host']}, in a container ({facts['container']})"
+        if facts["container"]
+        else facts["host"]
+    )
     yield Finding("warning", what, where, fix)
 
 
 def _locked_memory(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    limited = [facts for facts in ranks if facts["infiniband"] and 0 <= facts["locked_memory_bytes"] < SHARED_BYTES]
+    limited = [
+        facts
+        for facts in ranks
+        if facts["infiniband"] and 0 <= facts["locked_memory_bytes"] < SHARED_BYTES
+    ]
     if limited:
         adapters = ", ".join(limited[0]["infiniband"])
         kib = limited[0]["locked_memory_bytes"] // 1024
         what = f"InfiniBand ({adapters}) with a limit of {kib} KiB of locked memory"
-        fix = "ulimit -l unlimited: in limits.conf, for sshd and slurmd too (LimitMEMLOCK=infinity); docker: --ulimit memlock=-1"
+        fix = (
+            "ulimit -l unlimited: in limits.conf, for sshd and slurmd too "
+            "(LimitMEMLOCK=infinity); docker: --ulimit memlock=-1"
+        )
         yield Finding("warning", what, describe_ranks(limited), fix)
 
 
@@ -359,5 +520,9 @@ def _open_files(ranks: Sequence[RankFacts], size: int) -> Iterator[Finding]:
     needed = files_needed(size)
     limited = [facts for facts in ranks if 0 <= facts["open_files"] < needed]
     if limited:
-        what = f"the limit of open files is {limited[0]['open_files']}; {size} ranks may need {needed}"
-        yield Finding("warning", what, describe_ranks(limited), f"ulimit -n {max(4096, 2 * needed)}")
+        what = (
+            f"the limit of open files is {limited[0]['open_files']}; {size} ranks may need {needed}"
+        )
+        yield Finding(
+            "warning", what, describe_ranks(limited), f"ulimit -n {max(4096, 2 * needed)}"
+        )

@@ -1,4 +1,5 @@
-"""The ranks try a job without training: its data, device, libraries and folders, the speed of an allreduce, how far clocks are apart."""
+"""The ranks try a job without training: its data, device, libraries and folders, the speed of an
+allreduce, how far clocks are apart."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ from hvdtrain.core.folder import UNFINISHED, Folder
 from hvdtrain.errors import UserError
 from hvdtrain.training.run_lock import BEAT_S, LOCK, STALE_S, find_holder, in_use
 
-FREE_BYTES = 1e9  # that a run folder needs: a few checkpoints of a ResNet-50 with its optimizer state
+FREE_BYTES = (
+    1e9  # that a run folder needs: a few checkpoints of a ResNet-50 with its optimizer state
+)
 
 
 class RunFolderFacts(TypedDict):
@@ -41,7 +44,8 @@ class RunFolder(NamedTuple):
 
 
 def read_data(config: Config) -> dict[str, Any]:
-    """The data sets, read as the job reads them. All values but the seconds must be equal on all ranks.
+    """The data sets, read as the job reads them. All values but the seconds must be equal on all
+    ranks.
 
     Raises UserError where data are missing or broken.
     """
@@ -60,11 +64,19 @@ def pick_device(config: Config, communicator: Communicator) -> DeviceFacts:
     if config.framework != "torch":
         name = {"numpy": "cpu", "jax": "as JAX chooses"}.get(config.framework, "as Keras chooses")
         return {"name": name, "model": "", "id": "", "bytes": 0, "visible": 0}
-    device = plugins.load("frameworks", "torch", config.where("framework")).pick_device(config, communicator)
+    device = plugins.load("frameworks", "torch", config.where("framework")).pick_device(
+        config, communicator
+    )
     torch: Any = sys.modules["torch"]
     cuda = torch.cuda
     if device.type != "cuda":
-        return {"name": str(device), "model": "", "id": "", "bytes": 0, "visible": cuda.device_count()}
+        return {
+            "name": str(device),
+            "model": "",
+            "id": "",
+            "bytes": 0,
+            "visible": cuda.device_count(),
+        }
     properties = cuda.get_device_properties(device)
     identity = str(getattr(properties, "uuid", "")) or str(device)  # older torch has no uuid
     return {
@@ -77,11 +89,14 @@ def pick_device(config: Config, communicator: Communicator) -> DeviceFacts:
 
 
 def load_libraries(communicator: Communicator) -> LibraryFacts:
-    """The MPI under mpi4py and under Horovod in this process; called after the engine has started."""
+    """The MPI under mpi4py and under Horovod in this process; called after the engine has
+    started."""
     from hvdtrain.comm import mpi
 
     found: LibraryFacts = {"mpi4py": None, "horovod": None, "nccl": None}
-    with contextlib.suppress(UserError):  # mpi4py or its MPI library is missing: the horovod and torchdist engines need neither
+    with contextlib.suppress(
+        UserError
+    ):  # mpi4py or its MPI library is missing: the horovod and torchdist engines need neither
         found["mpi4py"] = library_name(mpi.load().Get_library_version())
     if "horovod_api" in communicator.features:
         from hvdtrain.comm import horovod
@@ -92,7 +107,8 @@ def load_libraries(communicator: Communicator) -> LibraryFacts:
 
 
 def try_run_folder(config: Config) -> RunFolder:
-    """Whether the run folder can be written and has room. Only rank 0 writes there, so only rank 0 calls it. Leaves nothing behind."""
+    """Whether the run folder can be written and has room. Only rank 0 writes there, so only rank 0
+    calls it. Leaves nothing behind."""
     run = Path(config.run).expanduser() if config.run is not None else Path("runs")
     where = config.where("run")
     folder = _nearest_existing(run)
@@ -103,11 +119,20 @@ def try_run_folder(config: Config) -> RunFolder:
         facts["locks"] = _locks_work(folder)
     except OSError as error:
         what = f"cannot write the run folder {run}: {error.strerror or error}"
-        return RunFolder(facts, [Finding("error", what, where, "give run= a folder that can be written")])
+        return RunFolder(
+            facts, [Finding("error", what, where, "give run= a folder that can be written")]
+        )
     findings = []
     if free_bytes < FREE_BYTES:
         what = f"the run folder {run} has {free_bytes / 1e9:.2f} GB of free space"
-        findings.append(Finding("warning", what, where, "free some space; checkpoint.keep_last=1 keeps one checkpoint"))
+        findings.append(
+            Finding(
+                "warning",
+                what,
+                where,
+                "free some space; checkpoint.keep_last=1 keeps one checkpoint",
+            )
+        )
     return RunFolder(facts, [*findings, *_find_other_job(config)])
 
 
@@ -122,21 +147,41 @@ def _find_other_job(config: Config) -> list[Finding]:
         return []
     where = str(Path(run) / LOCK)
     if sign.alive is False:
-        return [Finding("note", f"{run} was left locked by {sign.holder}, which is gone", where, "nothing: the next job takes it over")]
+        return [
+            Finding(
+                "note",
+                f"{run} was left locked by {sign.holder}, which is gone",
+                where,
+                "nothing: the next job takes it over",
+            )
+        ]
     if sign.alive:
         error = in_use(Path(run), sign)
         level: Level = "note" if sign.holder.ending else "error"
-        return [Finding(level, error.what, where, "a job waits for its last checkpoint" if sign.holder.ending else error.fix)]
+        return [
+            Finding(
+                level,
+                error.what,
+                where,
+                "a job waits for its last checkpoint" if sign.holder.ending else error.fix,
+            )
+        ]
     what = f"{run} is locked by {sign.holder}, without a sign of life for {sign.silent_s:.0f} s"
-    return [Finding("warning", what, where, f"a job takes it over after {STALE_S:.0f} s of silence")]
+    return [
+        Finding("warning", what, where, f"a job takes it over after {STALE_S:.0f} s of silence")
+    ]
 
 
 def try_cache_folder(host: str) -> list[Finding]:
-    """Whether the folder for downloaded data and built wheels can be written and locked; one rank of each host calls it."""
+    """Whether the folder for downloaded data and built wheels can be written and locked; one rank
+    of each host calls it."""
     from hvdtrain.data.files.folders import cache_root
 
     folder = cache_root()
-    fix = "give XDG_CACHE_HOME= a folder on a local disk, or data.root=DIR; mount a network file system with locks (flock)"
+    fix = (
+        "give XDG_CACHE_HOME= a folder on a local disk, or data.root=DIR; mount a network file "
+        "system with locks (flock)"
+    )
     try:
         if _locks_work(_nearest_existing(folder)):
             return []
@@ -155,7 +200,8 @@ def _nearest_existing(folder: Path) -> Path:
 
 
 def _locks_work(folder: Path) -> bool:
-    """Whether a second lock of a new file there is refused. Raises OSError where no file can be written."""
+    """Whether a second lock of a new file there is refused. Raises OSError where no file can be
+    written."""
     from hvdtrain.data.files.folders import NO_LOCKS
 
     name = f".hvdtrain-check-{secrets.token_hex(8)}{UNFINISHED}"
@@ -193,7 +239,8 @@ class AllreduceSpeed(TypedDict):
 
 
 class Speeds(TypedDict):
-    """Speed of the engine and of plain MPI beside it; None where it was not measured. In `--json` too."""
+    """Speed of the engine and of plain MPI beside it; None where it was not measured. In `--json`
+    too."""
 
     engine: AllreduceSpeed | None
     mpi: AllreduceSpeed | None
@@ -220,12 +267,17 @@ class _RankDevice(NamedTuple):
 
 
 def _common_device(communicator: Communicator, facts: RankFacts) -> str:
-    """This rank's GPU where every rank has its own and the engine takes GPU memory; else the CPU. A collective."""
+    """This rank's GPU where every rank has its own and the engine takes GPU memory; else the CPU. A
+    collective."""
     device = facts["device"]
     name = device["name"] if device else "cpu"
-    everyone = communicator.allgather_object((name, facts["machine"] or facts["host"], device["id"] if device else None))
+    everyone = communicator.allgather_object(
+        (name, facts["machine"] or facts["host"], device["id"] if device else None)
+    )
     devices = [_RankDevice(*one) for one in everyone]
-    distinct = len({(other.machine, other.id) for other in devices}) == len(devices)  # NCCL refuses two ranks on one GPU
+    distinct = len({(other.machine, other.id) for other in devices}) == len(
+        devices
+    )  # NCCL refuses two ranks on one GPU
     on_gpus = all(other.name.startswith("cuda") for other in devices)
     return name if distinct and on_gpus and "device_memory" in communicator.features else "cpu"
 
@@ -234,7 +286,9 @@ def measure(communicator: Communicator, device: str) -> AllreduceSpeed:
     """Seconds of an allreduce of 8 bytes and of 16 MiB. A collective: every rank calls it."""
     latency_s = _median_s(communicator, device, SMALL_BYTES, _SMALL_REPEATS)
     first_s = _median_s(communicator, device, LARGE_BYTES, 1)
-    repeats = max(1, min(_LARGE_REPEATS, int(_BUDGET_S / first_s)))  # equal on all ranks, as first_s is
+    repeats = max(
+        1, min(_LARGE_REPEATS, int(_BUDGET_S / first_s))
+    )  # equal on all ranks, as first_s is
     seconds = _median_s(communicator, device, LARGE_BYTES, repeats)
     return {"latency_s": latency_s, "seconds": seconds, "bytes_per_s": LARGE_BYTES / seconds}
 
@@ -249,7 +303,9 @@ def _median_s(communicator: Communicator, device: str, size_bytes: int, repeats:
         float(buffer[0])  # the host waits for the device here
         if repeat > 0:  # the first one warms up
             times.append(time.perf_counter() - began)
-    return float(communicator.allreduce(np.array([statistics.median(times)]), "check.slowest", "max")[0])
+    return float(
+        communicator.allreduce(np.array([statistics.median(times)]), "check.slowest", "max")[0]
+    )
 
 
 def _ones(device: str, count: int) -> Any:
@@ -264,18 +320,27 @@ def plain_mpi(communicator: Communicator, place: Placement) -> Communicator | No
     """MPI beside an engine that is not MPI: on every rank, or None on every rank. A collective."""
     if "several_ranks" not in communicator.features or "plain_mpi" in communicator.features:
         return None
-    return _connect_mpi(communicator, place) if all(communicator.allgather_object(_mpi_is_usable())) else None
+    return (
+        _connect_mpi(communicator, place)
+        if all(communicator.allgather_object(_mpi_is_usable()))
+        else None
+    )
 
 
 def _mpi_is_usable() -> bool:
-    """Whether MPI runs in this process with MPI_THREAD_MULTIPLE: Horovod calls it from a thread of its own."""
+    """Whether MPI runs in this process with MPI_THREAD_MULTIPLE: Horovod calls it from a thread of
+    its own."""
     from hvdtrain.comm import mpi
 
     try:
         loaded = mpi.load()
     except UserError:
         return False
-    return bool(loaded.Is_initialized() and not loaded.Is_finalized() and loaded.Query_thread() == loaded.THREAD_MULTIPLE)
+    return bool(
+        loaded.Is_initialized()
+        and not loaded.Is_finalized()
+        and loaded.Query_thread() == loaded.THREAD_MULTIPLE
+    )
 
 
 def _connect_mpi(communicator: Communicator, place: Placement) -> Communicator | None:
@@ -291,15 +356,21 @@ def slow_engine(engine: str, speeds: Speeds) -> list[Finding]:
     mpi = speeds["mpi"]
     if ours is None or mpi is None or ours["bytes_per_s"] >= SLOW * mpi["bytes_per_s"]:
         return []
-    what = f"the {engine} engine reduces {ours['bytes_per_s'] / 1e6:,.0f} MB/s, plain MPI {mpi['bytes_per_s'] / 1e6:,.0f} MB/s"
+    what = (
+        f"the {engine} engine reduces {ours['bytes_per_s'] / 1e6:,.0f} MB/s, plain MPI "
+        f"{mpi['bytes_per_s'] / 1e6:,.0f} MB/s"
+    )
     fix = {
-        "horovod": "give Horovod's thread a core (more than one for each rank: --bind-to none); compare with comm.engine=mpi",
-        "torchdist": "host memory goes through Gloo and TCP: use comm.engine=horovod or mpi; GPU memory goes through NCCL",
+        "horovod": "give Horovod's thread a core (more than one for each rank: --bind-to none); "
+        "compare with comm.engine=mpi",
+        "torchdist": "host memory goes through Gloo and TCP: use comm.engine=horovod or mpi; GPU "
+        "memory goes through NCCL",
     }.get(engine, "compare with comm.engine=mpi")
     return [Finding("warning", what, "an allreduce of 16 MiB over all ranks", fix)]
 
 
 def read_clocks(communicator: Communicator) -> list[float]:
-    """The time of day on every rank, read right after a synchronization: comparable to about a millisecond. A collective."""
+    """The time of day on every rank, read right after a synchronization: comparable to about a
+    millisecond. A collective."""
     communicator.allreduce(np.ones(1, np.float32), "check.clocks")
     return [float(seconds) for seconds in communicator.allgather_object(time.time())]

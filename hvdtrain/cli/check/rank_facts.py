@@ -1,4 +1,5 @@
-"""What one rank knows without asking the others; and a finding, with what, where and fix, and how it names ranks by their facts."""
+"""What one rank knows without asking the others; and a finding, with what, where and fix, and how
+it names ranks by their facts."""
 
 from __future__ import annotations
 
@@ -17,8 +18,19 @@ from hvdtrain.training.replicas.software import code_digests, digest, variables,
 
 UNLIMITED = -1
 NETWORK_VARIABLES = (
-    *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "HOROVOD_GLOO_IFACE", "UCX_NET_DEVICES"),
-    *("OMPI_MCA_btl_tcp_if_include", "PRTE_MCA_prte_if_include", "I_MPI_HYDRA_IFACE", "FI_TCP_IFACE"),
+    *(
+        "GLOO_SOCKET_IFNAME",
+        "NCCL_SOCKET_IFNAME",
+        "NCCL_IB_HCA",
+        "HOROVOD_GLOO_IFACE",
+        "UCX_NET_DEVICES",
+    ),
+    *(
+        "OMPI_MCA_btl_tcp_if_include",
+        "PRTE_MCA_prte_if_include",
+        "I_MPI_HYDRA_IFACE",
+        "FI_TCP_IFACE",
+    ),
 )
 
 
@@ -43,7 +55,8 @@ class LibraryFacts(TypedDict):
 class RankFacts(TypedDict):
     """The facts of one rank, as they are compared and as `--json` prints them.
 
-    Plain objects: ranks exchange them, and a rank with another version of hvdtrain must be able to read them.
+    Plain objects: ranks exchange them, and a rank with another version of hvdtrain must be able to
+    read them.
     """
 
     rank: int
@@ -69,7 +82,9 @@ class RankFacts(TypedDict):
     open_files: int  # UNLIMITED: no limit
     infiniband: list[str]
     networks: dict[str, str]  # {interface: IPv4 address}
-    network_variables: dict[str, str]  # which say what libraries take of them; torchdist sets Gloo's
+    network_variables: dict[
+        str, str
+    ]  # which say what libraries take of them; torchdist sets Gloo's
     engine: str  # "" until the ranks are connected
     device: DeviceFacts | None
     libraries: LibraryFacts
@@ -95,7 +110,9 @@ def local_facts(place: Placement, environ: Mapping[str, str]) -> RankFacts:
         "config": "",
         "modules": {},
         "environment": variables(environ),
-        "cores": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1)),
+        "cores": sorted(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else list(range(os.cpu_count() or 1)),
         "host_cores": os.cpu_count() or 1,
         "omp_num_threads": environ.get("OMP_NUM_THREADS"),
         "shared_memory_bytes": _file_system_bytes("/dev/shm"),
@@ -113,12 +130,18 @@ def local_facts(place: Placement, environ: Mapping[str, str]) -> RankFacts:
 
 
 def apart_from(first: Any, own: Any) -> Any:
-    """What a rank sends of its facts, which have these of rank 0 for the most part: completed() makes all of them of it again.
+    """What a rank sends of its facts, which have these of rank 0 for the most part: completed()
+    makes all of them of it again.
 
-    Of objects {name: value} with all of the names in `first` a dict of what differs, of anything else a list of the whole.
+    Of objects {name: value} with all of the names in `first` a dict of what differs, of anything
+    else a list of the whole.
     """
     if isinstance(first, dict) and isinstance(own, dict) and first.keys() <= own.keys():
-        return {name: apart_from(first.get(name), value) for name, value in own.items() if name not in first or first[name] != value}
+        return {
+            name: apart_from(first.get(name), value)
+            for name, value in own.items()
+            if name not in first or first[name] != value
+        }
     return [own]
 
 
@@ -134,11 +157,21 @@ def launcher_mpi(environ: Mapping[str, str]) -> str:
         version = environ.get("OMPI_VERSION")  # since Open MPI 5
         if version:
             return f"Open MPI {version}"
-        return "Open MPI 4 or older" if any(key.startswith("OMPI_MCA_orte_") for key in environ) else "Open MPI"
+        return (
+            "Open MPI 4 or older"
+            if any(key.startswith("OMPI_MCA_orte_") for key in environ)
+            else "Open MPI"
+        )
     if "MPI_LOCALRANKID" in environ and "PMI_RANK" in environ:
         return "Intel MPI" if any(key.startswith("I_MPI_HYDRA") for key in environ) else "MPICH"
     if "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ:
-        return "srun with PMIx" if "PMIX_RANK" in environ else "srun with PMI2" if "PMI_RANK" in environ else "srun without PMI"
+        return (
+            "srun with PMIx"
+            if "PMIX_RANK" in environ
+            else "srun with PMI2"
+            if "PMI_RANK" in environ
+            else "srun without PMI"
+        )
     return ""
 
 
@@ -197,7 +230,8 @@ MOST_HOSTS = 8  # named in one finding
 
 
 class Finding(NamedTuple):
-    """One problem or fact. An error keeps the job from running correctly; a note needs no action."""
+    """One problem or fact. An error keeps the job from running correctly; a note needs no
+    action."""
 
     level: Level
     what: str
@@ -213,7 +247,12 @@ def finding_of_error(error: Exception, rank_name: str) -> Finding:
     where = rank_name
     if frames := traceback.extract_tb(error.__traceback__):
         where += f", {frames[-1].filename}:{frames[-1].lineno}"
-    return Finding("error", f"{type(error).__name__}: {error}", where, "an unexpected error: training would stop at it, too")
+    return Finding(
+        "error",
+        f"{type(error).__name__}: {error}",
+        where,
+        "an unexpected error: training would stop at it, too",
+    )
 
 
 def describe_rank(facts: RankFacts) -> str:
@@ -226,8 +265,15 @@ def describe_ranks(group: Iterable[RankFacts]) -> str:
     ranks_of_host: dict[str, list[int]] = {}
     for facts in group:
         ranks_of_host.setdefault(facts["host"], []).append(facts["rank"])
-    named = ", ".join(f"{number_ranges(ranks)} on {host}" for host, ranks in list(ranks_of_host.items())[:MOST_HOSTS])
-    more = f" and {len(ranks_of_host) - MOST_HOSTS} more hosts" if len(ranks_of_host) > MOST_HOSTS else ""
+    named = ", ".join(
+        f"{number_ranges(ranks)} on {host}"
+        for host, ranks in list(ranks_of_host.items())[:MOST_HOSTS]
+    )
+    more = (
+        f" and {len(ranks_of_host) - MOST_HOSTS} more hosts"
+        if len(ranks_of_host) > MOST_HOSTS
+        else ""
+    )
     count = sum(len(ranks) for ranks in ranks_of_host.values())
     return f"{'ranks' if count > 1 else 'rank'} {named}{more}"
 
@@ -243,8 +289,11 @@ def number_ranges(numbers: Iterable[int]) -> str:
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
-def group_ranks(ranks: Iterable[RankFacts], key: Callable[[RankFacts], Key]) -> dict[Key, list[RankFacts]]:
-    """The ranks by a value that each has: the largest group first, and of equally large ones that of the lowest rank."""
+def group_ranks(
+    ranks: Iterable[RankFacts], key: Callable[[RankFacts], Key]
+) -> dict[Key, list[RankFacts]]:
+    """The ranks by a value that each has: the largest group first, and of equally large ones that
+    of the lowest rank."""
     groups: dict[Key, list[RankFacts]] = {}
     for facts in ranks:
         groups.setdefault(key(facts), []).append(facts)

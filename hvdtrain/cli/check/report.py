@@ -1,4 +1,5 @@
-"""The result of a check, as text and as JSON: a row for each rank, what they have in common, and the findings."""
+"""The result of a check, as text and as JSON: a row for each rank, what they have in common, and
+the findings."""
 
 from __future__ import annotations
 
@@ -8,7 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.cli.check.dry_run import AllreduceSpeed, RunFolderFacts, Speeds
-from hvdtrain.cli.check.rank_facts import Finding, Level, RankFacts, count_by_level, group_ranks, number_ranges
+from hvdtrain.cli.check.rank_facts import (
+    Finding,
+    Level,
+    RankFacts,
+    count_by_level,
+    group_ranks,
+    number_ranges,
+)
 from hvdtrain.cli.output import align
 from hvdtrain.errors import DONE, USER
 
@@ -46,7 +54,15 @@ def to_json(report: Report) -> dict[str, Any]:
 
 def to_text(report: Report) -> list[str]:
     """The lines for people."""
-    return [_title(report), "", *_rank_table(report.ranks), "", *_in_common(report), "", *_findings(report.findings)]
+    return [
+        _title(report),
+        "",
+        *_rank_table(report.ranks),
+        "",
+        *_in_common(report),
+        "",
+        *_findings(report.findings),
+    ]
 
 
 def one_line(finding: Finding) -> str:
@@ -86,10 +102,13 @@ def _row(facts: RankFacts, threads: int) -> tuple[str, ...]:
 
 
 def _threads(facts: RankFacts, ranks: Sequence[RankFacts]) -> int:
-    """The threads that a rank would compute with, as fair_threads() of frameworks/learner.py chooses them."""
+    """The threads that a rank would compute with, as fair_threads() of frameworks/learner.py
+    chooses them."""
     if (facts["omp_num_threads"] or "").isdecimal():
         return int(facts["omp_num_threads"] or 1)
-    sharing = sum((other["host"], other["cores"]) == (facts["host"], facts["cores"]) for other in ranks)
+    sharing = sum(
+        (other["host"], other["cores"]) == (facts["host"], facts["cores"]) for other in ranks
+    )
     return max(1, len(facts["cores"]) // sharing)
 
 
@@ -97,13 +116,18 @@ def _in_common(report: Report) -> Iterator[str]:
     """What all ranks have in common, or most of them."""
     first = report.ranks[0]
     yield f"engine    {report.engine}"
-    yield f"versions  {', '.join(f'{name} {version}' for name, version in first['versions'].items())}"
+    yield (
+        f"versions  {', '.join(f'{name} {version}' for name, version in first['versions'].items())}"
+    )
     yield from _mpi_line(report.ranks)
     yield from network_lines(report.ranks)
     yield f"digests   code {first['code']}, configuration {first['config'] or '?'}"
     if first["data"]:
         slowest_s = max(facts["data"]["seconds"] for facts in report.ranks if facts["data"])
-        yield f"data      {first['data']['training samples']:,} training samples, read in {slowest_s:g} s"
+        yield (
+            f"data      {first['data']['training samples']:,} training samples, read in "
+            f"{slowest_s:g} s"
+        )
     if report.run:
         yield f"run       {report.run['folder']}, {report.run['bytes_free'] / 1e9:,.1f} GB free"
     if report.speed["engine"]:
@@ -118,11 +142,17 @@ def _in_common(report: Report) -> Iterator[str]:
 def _mpi_line(ranks: Sequence[RankFacts]) -> Iterator[str]:
     """The MPI that started the ranks, and those that they use."""
     parts = []
-    launchers = group_ranks((facts for facts in ranks if facts["launcher_mpi"]), lambda facts: facts["launcher_mpi"])
+    launchers = group_ranks(
+        (facts for facts in ranks if facts["launcher_mpi"]), lambda facts: facts["launcher_mpi"]
+    )
     if launchers:
         parts.append(f"started by {'; '.join(launchers)}")
     libraries = ranks[0]["libraries"]
-    used = [f"{name} uses {library}" for name, library in (("mpi4py", libraries["mpi4py"]), ("horovod", libraries["horovod"])) if library]
+    used = [
+        f"{name} uses {library}"
+        for name, library in (("mpi4py", libraries["mpi4py"]), ("horovod", libraries["horovod"]))
+        if library
+    ]
     if used:
         parts.append(", ".join(used))
     if parts:
@@ -130,12 +160,21 @@ def _mpi_line(ranks: Sequence[RankFacts]) -> Iterator[str]:
 
 
 def network_lines(ranks: Sequence[RankFacts]) -> Iterator[str]:
-    """The interfaces of each host, and the variables that choose among them; hosts where these are alike have one line."""
+    """The interfaces of each host, and the variables that choose among them; hosts where these are
+    alike have one line."""
     hosts = list({facts["host"]: facts for facts in ranks}.values())
-    names = group_ranks(hosts, lambda facts: (tuple(facts["networks"]), tuple(facts["network_variables"].items())))
+    names = group_ranks(
+        hosts, lambda facts: (tuple(facts["networks"]), tuple(facts["network_variables"].items()))
+    )
     for (interfaces, variables), alike in names.items():
-        found = ", ".join(f"{name} {alike[0]['networks'][name]}" for name in interfaces) or "none with an address"
-        chosen = "; ".join(f"{name}={value}" for name, value in variables) or "the engine chooses (docs/clusters.md, Which network)"
+        found = (
+            ", ".join(f"{name} {alike[0]['networks'][name]}" for name in interfaces)
+            or "none with an address"
+        )
+        chosen = (
+            "; ".join(f"{name}={value}" for name, value in variables)
+            or "the engine chooses (docs/clusters.md, Which network)"
+        )
         others = f" and {len(alike) - 1} more hosts" if len(alike) > 1 else ""
         yield f"networks  {alike[0]['host']}{others}: {found}; {chosen}"
 
@@ -146,7 +185,8 @@ def _speed_line(name: str, speed: AllreduceSpeed) -> str:
 
 
 def _findings(findings: Sequence[Finding]) -> Iterator[str]:
-    """Each finding, of those with one fix, as of many hosts, the first ones; and a line that counts them."""
+    """Each finding, of those with one fix, as of many hosts, the first ones; and a line that counts
+    them."""
     with_fix: Counter[tuple[Level, str]] = Counter()
     for finding in findings:
         kind = finding.level, finding.fix
@@ -160,6 +200,8 @@ def _findings(findings: Sequence[Finding]) -> Iterator[str]:
             yield f"{level}: {count - _MOST_ALIKE:,} more like these; --json has all of them"
             yield f"  fix: {fix}"
     counts = count_by_level(findings)
-    summary = ", ".join(f"{count} {level}{'s' if count > 1 else ''}" for level, count in counts.items() if count)
+    summary = ", ".join(
+        f"{count} {level}{'s' if count > 1 else ''}" for level, count in counts.items() if count
+    )
     conclusion = "the job would fail or run incorrectly" if counts["error"] else "the job can start"
     yield f"{summary or 'nothing found'}: {conclusion}"

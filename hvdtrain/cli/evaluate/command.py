@@ -1,4 +1,5 @@
-"""hvdtrain evaluate: loss and accuracy of a checkpoint on a data set, of each class too, on any number of ranks."""
+"""hvdtrain evaluate: loss and accuracy of a checkpoint on a data set, of each class too, on any
+number of ranks."""
 
 from __future__ import annotations
 
@@ -47,20 +48,34 @@ hvdtrain evaluate RUN [--split val] [--checkpoint newest] [--json [FILE]] [key=v
 Under mpirun each rank evaluates its share. The result is the same on any number of ranks, up to rounding of the loss; it is added to
 RUN/events.jsonl, from which `report` draws it.
 A run with shard.stage=3 is evaluated with it on several ranks: each has its parts of the weights (comm.engine=mpi or torchdist).
-shard.stage=0 gives each rank the whole model, as one process has it."""
+shard.stage=0 gives each rank the whole model, as one process has it."""  # noqa: E501
 
 
 def evaluate(arguments: Sequence[str]) -> int:
-    """Runs `evaluate` on this rank; returns the exit code. Raises UserError for a mistake in the command line alone."""
+    """Runs `evaluate` on this rank; returns the exit code. Raises UserError for a mistake in the
+    command line alone."""
     if not arguments or {"-h", "--help"} & set(arguments):
         print(USAGE)
         return DONE
-    parsed = parse("evaluate", USAGE, with_json_value(arguments), {"--split": "val", "--checkpoint": "", "--json": None})
+    parsed = parse(
+        "evaluate",
+        USAGE,
+        with_json_value(arguments),
+        {"--split": "val", "--checkpoint": "", "--json": None},
+    )
     if parsed.options["split"] not in ("train", "val"):
-        raise UserError(f"no such part of a data set: {short(parsed.options['split'])}", "--split", "train or val")
+        raise UserError(
+            f"no such part of a data set: {short(parsed.options['split'])}",
+            "--split",
+            "train or val",
+        )
     try:
         return on_connected_ranks(
-            lambda rank: _evaluate(rank, parsed), None, parsed.of_job(), read_former_run=read_former_run, what="evaluation"
+            lambda rank: _evaluate(rank, parsed),
+            None,
+            parsed.of_job(),
+            read_former_run=read_former_run,
+            what="evaluation",
         )
     except RankFailed as failed:
         return failed.code
@@ -72,12 +87,18 @@ def _evaluate(rank: Rank, parsed: Arguments) -> int:
     split = parsed.options["split"]
     model = load_model(rank, parsed)
     rank.heartbeat.beat("reading the data", 0, 0)
-    source = fit(build_source(config, split, CommonCodebook(communicator, run_folder(rank))), model.task, config)
+    source = fit(
+        build_source(config, split, CommonCodebook(communicator, run_folder(rank))),
+        model.task,
+        config,
+    )
     if communicator.size > 1:
         data = {"samples": len(source), **digests(source, split, config.seed)}
         check_same_facts(communicator, facts(config, data, communicator.name))
     began_s = time.perf_counter()
-    evaluation = evaluate_samples(config, model.learner, source, model.task, communicator, rank.heartbeat)
+    evaluation = evaluate_samples(
+        config, model.learner, source, model.task, communicator, rank.heartbeat
+    )
     if communicator.rank:
         return DONE
     found = {
@@ -86,19 +107,28 @@ def _evaluate(rank: Rank, parsed: Arguments) -> int:
         "evaluate_s": round(time.perf_counter() - began_s, 3),
     }
     note = _record(run_folder(rank), model.checkpoint.train_state.progress.step, found)
-    lines = [*model.notes, *_header(rank, model, source, config, split), *evaluation_lines(evaluation, config.data.class_names), *note]
+    lines = [
+        *model.notes,
+        *_header(rank, model, source, config, split),
+        *evaluation_lines(evaluation, config.data.class_names),
+        *note,
+    ]
     print_result(parsed.options["json"], lines, finite(found))
     return DONE
 
 
 def load_model(rank: Rank, parsed: Arguments) -> TrainedModel:
-    """The model of the run with the weights of --checkpoint, on every rank or in parts. Every rank calls it. Raises UserError."""
+    """The model of the run with the weights of --checkpoint, on every rank or in parts. Every rank
+    calls it. Raises UserError."""
     rank.heartbeat.beat("reading the checkpoint", 0, 0)
     return load_checkpoint(rank, parsed.options["checkpoint"])
 
 
-def load_checkpoint(rank: Rank, which: str, restore: Callable[[Config, dict[str, Any]], Task] = restore_task) -> TrainedModel:
-    """The model of a run with the weights of checkpoint `which`; restore: as load_trained_model()."""
+def load_checkpoint(
+    rank: Rank, which: str, restore: Callable[[Config, dict[str, Any]], Task] = restore_task
+) -> TrainedModel:
+    """The model of a run with the weights of checkpoint `which`; restore: as
+    load_trained_model()."""
     run = run_folder(rank)
     return load_trained_model(
         unstaged(rank.config),
@@ -114,33 +144,57 @@ def run_folder(rank: Rank) -> Path:
 
 
 def fit(source: Source, task: Task, config: Config) -> Source:
-    """The source with the labels that the model knows its classes by. Raises UserError where the model cannot take its samples."""
+    """The source with the labels that the model knows its classes by. Raises UserError where the
+    model cannot take its samples."""
     where = config.where("data.root")
     names = config.data.class_names
     if not isinstance(task, Classification) or not isinstance(source, LabelledImages):
         return _with_fields_of(source, task, where)
     if source.shape != task.shape:
-        what = f"the images are {'x'.join(map(str, source.shape))}, the model takes {'x'.join(map(str, task.shape))}"
+        what = (
+            f"the images are {'x'.join(map(str, source.shape))}, the model takes "
+            f"{'x'.join(map(str, task.shape))}"
+        )
         raise UserError(
-            what, where, f"data.size={task.shape[0]} and data.channels={task.shape[2]}, where data.name has them; or other data"
+            what,
+            where,
+            f"data.size={task.shape[0]} and data.channels={task.shape[2]}, where data.name has "
+            "them; or other data",
         )
     if names and source.class_names:
         if unknown := [name for name in source.class_names if name not in names]:
-            what = f"the model does not know {', '.join(unknown[:5])}{', ...' if unknown[5:] else ''}"
+            what = (
+                f"the model does not know {', '.join(unknown[:5])}{', ...' if unknown[5:] else ''}"
+            )
             raise UserError(what, where, f"data of its classes: {short(', '.join(names))}")
-        return as_declared(source if list(source.class_names) == names else relabelled(source, names), task.fields)
+        return as_declared(
+            source if list(source.class_names) == names else relabelled(source, names), task.fields
+        )
     if classes_of(source, task.ignored) > task.classes:
-        raise UserError(f"the data have {source.classes} classes, the model {task.classes}", where, "data of the classes of the run")
+        raise UserError(
+            f"the data have {source.classes} classes, the model {task.classes}",
+            where,
+            "data of the classes of the run",
+        )
     return as_declared(source, task.fields)
 
 
 def _with_fields_of(source: Source, task: Task, where: str) -> Source:
-    """The source with integers as the task has them. Raises UserError where it lacks a field, or has it in another form."""
+    """The source with integers as the task has them. Raises UserError where it lacks a field, or
+    has it in another form."""
     for name, field in task.fields.items():
         found = source.fields.get(name)
-        too_many = found is not None and field.values and found.values > field.values and found.values - 1 != field.ignored
+        too_many = (
+            found is not None
+            and field.values
+            and found.values > field.values
+            and found.values - 1 != field.ignored
+        )
         if found is None or not field.fits(found) or too_many:
-            what = f"the model takes {name} {field}, the data have {f'it as {found}' if found else ', '.join(source.fields)}"
+            what = (
+                f"the model takes {name} {field}, the data have "
+                f"{f'it as {found}' if found else ', '.join(source.fields)}"
+            )
             raise UserError(what, where, "data with the fields of the run")
     return as_declared(source, task.fields)
 
@@ -158,7 +212,9 @@ def _facts(rank: Rank, model: TrainedModel, config: Config, split: str) -> dict[
     }
 
 
-def _header(rank: Rank, model: TrainedModel, source: Source, config: Config, split: str) -> list[str]:
+def _header(
+    rank: Rank, model: TrainedModel, source: Source, config: Config, split: str
+) -> list[str]:
     size = rank.communicator.size
     progress = model.checkpoint.train_state.progress
     data = f"{config.data.name}{f' in {config.data.root}' if config.data.root else ''}, {split}"
@@ -167,9 +223,11 @@ def _header(rank: Rank, model: TrainedModel, source: Source, config: Config, spl
     described = model.learner.describe()
     return [
         f"ranks    {size}, engine {rank.communicator.name}: {rank.engine_reason}",
-        f"model    {config.model.name}: {described if model.learner.is_sharded else described.rpartition(', ')[0]}",
+        f"model    {config.model.name}: "
+        f"{described if model.learner.is_sharded else described.rpartition(', ')[0]}",
         f"weights  {run_folder(rank)}, step {progress.step}, epoch {progress.epochs:.2f}{averages}",
-        f"data     {data}: {len(source):,} samples{views}, {model.task.summary}{first_names(config.data.class_names)}",
+        f"data     {data}: {len(source):,} samples{views}, "
+        f"{model.task.summary}{first_names(config.data.class_names)}",
     ]
 
 
@@ -179,7 +237,9 @@ def _record(run: Path, step: int, found: dict[str, Any]) -> list[str]:
         append_event(run, Event(time.time(), "evaluation", step, found))
     except OSError as error:
         return [f"not added to {run / 'events.jsonl'}: {error.strerror or error}"]
-    return [f"added to {run / 'events.jsonl'}: {command_line('report', path_argument(run))} draws it"]
+    return [
+        f"added to {run / 'events.jsonl'}: {command_line('report', path_argument(run))} draws it"
+    ]
 
 
 _MOST_ROWS = 20  # classes on the screen: those with the lowest accuracy
@@ -199,7 +259,9 @@ def evaluation_fields(evaluation: Evaluation, class_names: Sequence[str] | None)
         "class_samples": evaluation.classes.samples.tolist(),
         "class_accuracy": class_accuracies(evaluation.classes),
         "class_precision": class_precisions(confusion),
-        "confusion": confusion.tolist() if confusion is not None and len(confusion) <= _MOST_MATRIX else None,
+        "confusion": confusion.tolist()
+        if confusion is not None and len(confusion) <= _MOST_MATRIX
+        else None,
         "confused": most_confused(confusion, _MOST_PAIRS),
     }
 
@@ -211,34 +273,47 @@ def class_accuracies(counts: ClassCounts) -> list[float]:
 
 
 def class_precisions(confusion: np.ndarray | None) -> list[float] | None:
-    """How many of the samples that the model says are of a class are so; NaN where it says none, None without a confusion matrix."""
+    """How many of the samples that the model says are of a class are so; NaN where it says none,
+    None without a confusion matrix."""
     if confusion is None:
         return None
     return [
-        right / said if said else math.nan for right, said in zip(np.diagonal(confusion).tolist(), confusion.sum(0).tolist(), strict=True)
+        right / said if said else math.nan
+        for right, said in zip(
+            np.diagonal(confusion).tolist(), confusion.sum(0).tolist(), strict=True
+        )
     ]
 
 
 def most_confused(confusion: np.ndarray | None, most: int) -> list[list[int]]:
-    """[label, what the model says, how often] of the most frequent mistakes, the most frequent first."""
+    """[label, what the model says, how often] of the most frequent mistakes, the most frequent
+    first."""
     if confusion is None:
         return []
     wrong = confusion.copy()
     np.fill_diagonal(wrong, 0)
     order = np.argsort(-wrong, axis=None, kind="stable")[:most]
     rows, columns = np.unravel_index(order, wrong.shape)
-    return [[int(row), int(column), int(wrong[row, column])] for row, column in zip(rows, columns, strict=True) if wrong[row, column]]
+    return [
+        [int(row), int(column), int(wrong[row, column])]
+        for row, column in zip(rows, columns, strict=True)
+        if wrong[row, column]
+    ]
 
 
 def evaluation_lines(evaluation: Evaluation, class_names: Sequence[str] | None) -> list[str]:
-    """The metrics, then a line for each class, of many classes for those with the lowest accuracy."""
+    """The metrics, then a line for each class, of many classes for those with the lowest
+    accuracy."""
     width = max(8, *(len(name) for name in evaluation.metrics))
     metrics = [f"{name:{width}} {value:.4f}" for name, value in evaluation.metrics.items()]
     if evaluation.classes is None:
         return metrics
     right = int(evaluation.classes.right.sum())
     count = int(evaluation.classes.samples.sum())
-    metrics = [f"{line}: {right:,} of {count:,} right" if line.startswith("accuracy ") else line for line in metrics]
+    metrics = [
+        f"{line}: {right:,} of {count:,} right" if line.startswith("accuracy ") else line
+        for line in metrics
+    ]
     return [*metrics, *_class_lines(evaluation.classes, class_names)]
 
 
@@ -246,17 +321,26 @@ def _class_lines(counts: ClassCounts, class_names: Sequence[str] | None) -> list
     names = [name_of(label, class_names) for label in range(len(counts.samples))]
     accuracies = class_accuracies(counts)
     seen = [label for label in range(len(names)) if counts.samples[label]]
-    shown = seen if len(seen) <= _MOST_ROWS else sorted(seen, key=lambda label: accuracies[label])[:_MOST_ROWS]
+    shown = (
+        seen
+        if len(seen) <= _MOST_ROWS
+        else sorted(seen, key=lambda label: accuracies[label])[:_MOST_ROWS]
+    )
     width = max(5, *(len(names[label]) for label in shown))
     head = f"{'class':{width}}  samples  accuracy  most often taken for"
     rows = [
-        f"{names[label]:{width}}  {counts.samples[label]:7,}  {accuracies[label]:8.4f}  {_mistake(counts.confusion, label, names)}"
+        f"{names[label]:{width}}  {counts.samples[label]:7,}  {accuracies[label]:8.4f}  "
+        f"{_mistake(counts.confusion, label, names)}"
         for label in shown
     ]
     return [
         head,
         *(row.rstrip() for row in rows),
-        *([f"the {_MOST_ROWS} classes with the lowest accuracy, of {len(seen):,}"] if len(shown) < len(seen) else []),
+        *(
+            [f"the {_MOST_ROWS} classes with the lowest accuracy, of {len(seen):,}"]
+            if len(shown) < len(seen)
+            else []
+        ),
     ]
 
 
@@ -273,8 +357,20 @@ def _mistake(confusion: np.ndarray | None, label: int, names: list[str]) -> str:
     return f"{names[int(said.argmax())]} ({said.max():,})" if said.any() else ""
 
 
-# Keys of the run that say what its model is and what its data are. The others say how it was trained, which matters no more.
-_OF_THE_RUN = ("framework", "seed", "data.", "task.", "model.", "norm.", "speed.", "batch.evaluate", "evaluate.views", "optim.ema")
+# Keys of the run that say what its model is and what its data are. The others say how it was
+# trained, which matters no more.
+_OF_THE_RUN = (
+    "framework",
+    "seed",
+    "data.",
+    "task.",
+    "model.",
+    "norm.",
+    "speed.",
+    "batch.evaluate",
+    "evaluate.views",
+    "optim.ema",
+)
 _OF_THE_COMMAND = (  # that may be given as key=value
     "data.",
     "task.",
@@ -298,12 +394,20 @@ class Arguments(NamedTuple):
     overrides: list[str]
 
     def of_job(self) -> list[str]:
-        """The arguments that make the configuration. batch.size, which is of training, is one sample a rank: any number of ranks fits."""
+        """The arguments that make the configuration. batch.size, which is of training, is one
+        sample a rank: any number of ranks fits."""
         return [f"resume={self.run}", *self.overrides, "batch.per_rank=1"]
 
 
-def parse(command: str, usage: str, arguments: Sequence[str], options: Mapping[str, str | None], flags: Sequence[str] = ()) -> Arguments:
-    """options: {"--name": its default}; flags have no value. Raises UserError where the command line is not as `usage` says."""
+def parse(
+    command: str,
+    usage: str,
+    arguments: Sequence[str],
+    options: Mapping[str, str | None],
+    flags: Sequence[str] = (),
+) -> Arguments:
+    """options: {"--name": its default}; flags have no value. Raises UserError where the command
+    line is not as `usage` says."""
     parser = CommandParser(command, usage.partition("\n")[0])
     for name, default in options.items():
         parser.add_argument(name, default=default)
@@ -312,35 +416,62 @@ def parse(command: str, usage: str, arguments: Sequence[str], options: Mapping[s
     parsed, rest = parser.parse_known_args(list(arguments))
     words = [argument for argument in rest if "=" not in argument]
     if unknown := [word for word in words if word.startswith("-")]:
-        parser.error(f"unknown argument '{short(unknown[0])}': {nearest(unknown[0], [*options, *flags])}")
+        parser.error(
+            f"unknown argument '{short(unknown[0])}': {nearest(unknown[0], [*options, *flags])}"
+        )
     if len(words) != 1:
         taken = vars(parsed).get("json") or "-"
-        missing = "RUN is missing" if taken == "-" else f"RUN is missing: {short(taken)} is the FILE of --json"
-        parser.error(f"one RUN is needed, not {len(words)}: {short(' '.join(words))}" if words else missing)
+        missing = (
+            "RUN is missing"
+            if taken == "-"
+            else f"RUN is missing: {short(taken)} is the FILE of --json"
+        )
+        parser.error(
+            f"one RUN is needed, not {len(words)}: {short(' '.join(words))}" if words else missing
+        )
     overrides = [argument for argument in rest if "=" in argument]
     for argument in overrides:
         given = read_argument(argument)
-        if given.key == "optim.ema" and given.value is not None:  # no average is made here, of whatever decay
-            what = f"{command} takes no {short(argument)}: the averages of the weights are those of the run"
-            raise UserError(what, f"command line of {command}", "optim.ema=null for the weights themselves, or leave it out")
+        if (
+            given.key == "optim.ema" and given.value is not None
+        ):  # no average is made here, of whatever decay
+            what = (
+                f"{command} takes no {short(argument)}: the averages of the weights are those of "
+                "the run"
+            )
+            raise UserError(
+                what,
+                f"command line of {command}",
+                "optim.ema=null for the weights themselves, or leave it out",
+            )
         if not given.key.startswith(_OF_THE_COMMAND):
             what = f"{command} takes no {short(argument)}: it does not train"
-            raise UserError(what, f"command line of {command}", f"keys of {', '.join(key.rstrip('.') for key in _OF_THE_COMMAND)}")
+            raise UserError(
+                what,
+                f"command line of {command}",
+                f"keys of {', '.join(key.rstrip('.') for key in _OF_THE_COMMAND)}",
+            )
     return Arguments(words[0], vars(parsed), overrides)
 
 
 def read_former_run(assigned: Sequence[Assignment]) -> list[Assignment]:
-    """What the configuration of the run says about its model and its data. Raises UserError where it cannot be read.
+    """What the configuration of the run says about its model and its data. Raises UserError where
+    it cannot be read.
 
-    Where the command names other data, only the names of the run's classes and the form of its images remain. Of shard.stage 3 remains:
-    its model may fit no rank.
+    Where the command names other data, only the names of the run's classes and the form of its
+    images remain. Of shard.stage 3 remains: its model may fit no rank.
     """
     given = {assignment.key: assignment.value for assignment in assigned}
-    dropped = ("speed.devices", *["data.val_share"] * bool({"data.root", "data.name"} & given.keys()))  # this machine may have fewer
+    dropped = (
+        "speed.devices",
+        *["data.val_share"] * bool({"data.root", "data.name"} & given.keys()),
+    )  # this machine may have fewer
     former = read_resumed(assigned)
     kept = [a for a in former if a.key.startswith(_OF_THE_RUN) and not a.key.startswith(dropped)]
     kept += [a for a in former if a.key == "shard.stage" and a.value == 3]
     recorded = {assignment.key: assignment.value for assignment in kept}
-    if "data.name" in given and given["data.name"] != recorded.get("data.name"):  # its options are those of another data set
+    if "data.name" in given and given["data.name"] != recorded.get(
+        "data.name"
+    ):  # its options are those of another data set
         kept = [a for a in kept if not a.key.startswith("data.") or a.key == "data.class_names"]
     return kept

@@ -1,4 +1,5 @@
-"""hvdtrain export: weights alone, or with --to model.keras the keras.Model of a run with the weights of a checkpoint."""
+"""hvdtrain export: weights alone, or with --to model.keras the keras.Model of a run with the
+weights of a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ from hvdtrain.training.run_rank import Rank, on_connected_ranks
 
 def export(arguments: Sequence[str]) -> int:
     """Runs `export`; returns the exit code. Raises UserError."""
-    if not arguments or {"-h", "--help"} & set(arguments) or not any(word.endswith(".keras") for word in arguments):
+    if (
+        not arguments
+        or {"-h", "--help"} & set(arguments)
+        or not any(word.endswith(".keras") for word in arguments)
+    ):
         return weights.export(arguments)
     options = weights.parse(arguments)
     run = expand(options.run, "RUN")
@@ -27,13 +32,20 @@ def export(arguments: Sequence[str]) -> int:
 
 
 def _export_keras(run: Path, to: Path, which: str, words: Sequence[str]) -> int:
-    """Writes the file; returns the exit code. words: model.name=package.module:function, which makes the model.
+    """Writes the file; returns the exit code. words: model.name=package.module:function, which
+    makes the model.
 
     Raises UserError for a run of another framework, and where the file cannot be written.
     """
     arguments = [f"resume={run}", *words, "batch.per_rank=1", "comm.engine=single"]
     try:
-        return on_connected_ranks(lambda rank: _write(rank, to, which), None, arguments, read_former_run=read_former_run, what="export")
+        return on_connected_ranks(
+            lambda rank: _write(rank, to, which),
+            None,
+            arguments,
+            read_former_run=read_former_run,
+            what="export",
+        )
     except RankFailed as failed:
         return failed.code
 
@@ -49,7 +61,15 @@ def _write(rank: Rank, to: Path, which: str) -> int:
         with Folder.open(to.parent) as folder, folder.replacing(to.name) as file:
             file.write(learner.model.saved())
     except OSError as error:
-        raise UserError(f"cannot write {to}: {error.strerror or error}", "--to", "give a folder that can be written and has room") from None
-    print("\n".join([*loaded.notes, f"{learner.describe()}", f"step {step} of {rank.config.resume} -> {to}"]))
+        raise UserError(
+            f"cannot write {to}: {error.strerror or error}",
+            "--to",
+            "give a folder that can be written and has room",
+        ) from None
+    print(
+        "\n".join(
+            [*loaded.notes, f"{learner.describe()}", f"step {step} of {rank.config.resume} -> {to}"]
+        )
+    )
     print(f"load it  import keras\n         model = keras.saving.load_model('{to}')")
     return DONE

@@ -1,4 +1,5 @@
-"""What a model of task.name=segmentation says about image files: a PNG for each, whose pixels are the numbers of classes."""
+"""What a model of task.name=segmentation says about image files: a PNG for each, whose pixels are
+the numbers of classes."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def check_folder_of_masks(to: str, force: bool) -> None:
     if not path.absolute().parent.is_dir():
         raise UserError(f"there is no folder {path.parent}", _WHERE, f"mkdir -p {path.parent}")
     if os.path.lexists(path) and not (path.is_dir() and (force or not any(path.iterdir()))):
-        raise UserError(f"{to} exists already", _WHERE, "--force writes into the folder; or give another name")
+        raise UserError(
+            f"{to} exists already", _WHERE, "--force writes into the folder; or give another name"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,23 +48,35 @@ class _WithoutMasks(AroundSource):
     y: Field
 
     def read(self, indices: np.ndarray) -> Batch:
-        return {"x": self.source.read(indices)["x"], "y": np.zeros((len(indices), *self.y.shape), self.y.dtype)}
+        return {
+            "x": self.source.read(indices)["x"],
+            "y": np.zeros((len(indices), *self.y.shape), self.y.dtype),
+        }
 
 
-def write_masks(rank: Rank, model: TrainedModel, source: ImageSource, names: Sequence[str], to: str, force: bool) -> int:
-    """Every rank writes those of its images, below the names of these; returns how many there are. Every rank calls it.
+def write_masks(
+    rank: Rank, model: TrainedModel, source: ImageSource, names: Sequence[str], to: str, force: bool
+) -> int:
+    """Every rank writes those of its images, below the names of these; returns how many there are.
+    Every rank calls it.
 
     Raises UserError where two images would have one mask, and where a file cannot be written.
     """
     files = [str(PurePosixPath(name).with_suffix(".png")) for name in names]
     if len(set(files)) < len(files):
         twice = next(name for number, name in enumerate(files) if name in files[:number])
-        raise UserError(f"two images would have the mask {short(twice)}", "--images", "names that differ in more than the suffix")
+        raise UserError(
+            f"two images would have the mask {short(twice)}",
+            "--images",
+            "names that differ in more than the suffix",
+        )
     folder = Path(os.path.expanduser(to))
     on_rank_0(rank.communicator, lambda: check_folder_of_masks(to, force))
     written = 0
     asked = _WithoutMasks(source, model.task.fields["y"])
-    for indices, predictions in predict_samples(rank.config, model.learner, asked, rank.communicator, rank.heartbeat):
+    for indices, predictions in predict_samples(
+        rank.config, model.learner, asked, rank.communicator, rank.heartbeat
+    ):
         for index, classes in zip(indices.tolist(), predictions.outputs.argmax(1), strict=True):
             _write(folder / files[index], classes)
             written += 1
@@ -83,4 +98,8 @@ def _write(path: Path, classes: np.ndarray) -> None:
         image.save(unfinished, "PNG")
         unfinished.replace(path)
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}", _WHERE, "a folder that can be written and has room") from None
+        raise UserError(
+            f"cannot write {path}: {error.strerror or error}",
+            _WHERE,
+            "a folder that can be written and has room",
+        ) from None

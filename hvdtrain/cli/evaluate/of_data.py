@@ -1,4 +1,5 @@
-"""What the model of a run says about data that a script or a command gives, and how well it does on them."""
+"""What the model of a run says about data that a script or a command gives, and how well it does on
+them."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ from hvdtrain.training.replicas.same_job import check_same_facts, facts
 from hvdtrain.training.run_rank import Rank
 from hvdtrain.training.trained_model import OnlyInputs, TrainedModel, asked_source
 
-WITHOUT_TARGETS = Given("<object of hvdtrain:predict>", lambda: None, {})  # a task: a prediction has that of the checkpoint
+WITHOUT_TARGETS = Given(
+    "<object of hvdtrain:predict>", lambda: None, {}
+)  # a task: a prediction has that of the checkpoint
 
 
 class AskedData(NamedTuple):
@@ -40,9 +43,12 @@ def predict_data(
     rank: Rank,
     data: AskedData,
     which: str,
-    of: Callable[[np.ndarray, TrainedModel, np.ndarray | None], np.ndarray] = lambda outputs, model, lengths: outputs,
+    of: Callable[
+        [np.ndarray, TrainedModel, np.ndarray | None], np.ndarray
+    ] = lambda outputs, model, lengths: outputs,
 ) -> tuple[TrainedModel, np.ndarray]:
-    """What checkpoint `which` of the run says: of() the outputs of each sample (n, ...), in the order of the data, on every rank.
+    """What checkpoint `which` of the run says: of() the outputs of each sample (n, ...), in the
+    order of the data, on every rank.
 
     lengths: how many tokens samples have that are padded, int64 (n,); else None.
 
@@ -55,13 +61,16 @@ def predict_data(
     lengths = known_lengths(source, "tokens")
     found = [
         of(predictions.outputs, model, None if lengths is None else lengths[indices])
-        for indices, predictions in predict_samples(config, model.learner, source, communicator, rank.heartbeat)
+        for indices, predictions in predict_samples(
+            config, model.learner, source, communicator, rank.heartbeat
+        )
     ]
     return model, _of_all_ranks(communicator, found)
 
 
 def evaluate_data(rank: Rank, data: AskedData, which: str) -> dict[str, float]:
-    """The metrics of checkpoint `which` of the run on the data. Every rank calls it. Raises UserError where they do not fit the model."""
+    """The metrics of checkpoint `which` of the run on the data. Every rank calls it. Raises
+    UserError where they do not fit the model."""
     config = unstaged(rank.config)
     communicator = rank.communicator
 
@@ -70,12 +79,16 @@ def evaluate_data(rank: Rank, data: AskedData, which: str) -> dict[str, float]:
 
     model = load_checkpoint(rank, which, restore)
     source = _asked(rank, data, model.task)
-    return evaluate_samples(config, model.learner, source, model.task, communicator, rank.heartbeat).metrics
+    return evaluate_samples(
+        config, model.learner, source, model.task, communicator, rank.heartbeat
+    ).metrics
 
 
 def _asked(rank: Rank, data: AskedData, task: Task, with_targets: bool = True) -> Source:
     """The data with the fields of the task, the same on every rank."""
-    source = asked_source(data.given, task.fields, data.name, data.where, rank.config.data.workers, with_targets)
+    source = asked_source(
+        data.given, task.fields, data.name, data.where, rank.config.data.workers, with_targets
+    )
     if rank.communicator.size > 1:
         found = {"samples": len(source), **digests(source, "given", rank.config.seed)}
         check_same_facts(rank.communicator, facts(rank.config, found, rank.communicator.name))
@@ -89,19 +102,32 @@ def _inputs_alone(config: Config, of_checkpoint: dict[str, Any]) -> Task:
         return OnlyInputs(restore_task(config, of_checkpoint))
     if is_object(name):
         outputs = config.task.options.get("outputs")
-        return OnlyInputs(_without_loss(of_checkpoint, outputs if isinstance(outputs, int) else None))
+        return OnlyInputs(
+            _without_loss(of_checkpoint, outputs if isinstance(outputs, int) else None)
+        )
     if plugins.is_dotted(name):
         what = f"the run has task.name={short(name)}, which is code of its own"
-        raise UserError(what, config.where("task.name"), f"if you trust it, add the argument task.name={short(name)}")
-    return OnlyInputs(restore_inputs(of_checkpoint, plugins.load("tasks", name, config.where("task.name")).restore))
+        raise UserError(
+            what,
+            config.where("task.name"),
+            f"if you trust it, add the argument task.name={short(name)}",
+        )
+    return OnlyInputs(
+        restore_inputs(
+            of_checkpoint, plugins.load("tasks", name, config.where("task.name")).restore
+        )
+    )
 
 
 def _without_loss(of_checkpoint: dict[str, Any], outputs: int | None) -> Task:
     return restore_inputs(of_checkpoint, lambda facts: cast("Task", without_loss(facts, outputs)))
 
 
-def _task_of_script(config: Config, of_checkpoint: dict[str, Any], asked: Callable[[Task], Source]) -> Task:
-    """The checkpoint's task, with the loss and the metrics that a script gives. Raises as restore_task()."""
+def _task_of_script(
+    config: Config, of_checkpoint: dict[str, Any], asked: Callable[[Task], Source]
+) -> Task:
+    """The checkpoint's task, with the loss and the metrics that a script gives. Raises as
+    restore_task()."""
     given = config.task.given
     if given is None:
         return restore_task(config, of_checkpoint)
@@ -123,17 +149,25 @@ def _task_of_script(config: Config, of_checkpoint: dict[str, Any], asked: Callab
 
 def _of_script(config: Config, source: Source) -> Any:
     """OwnLoss, or Measured of one."""
-    known = {"name": config.task.name, "train": source, "val": source, "users_model": is_users_model(config.model)}
+    known = {
+        "name": config.task.name,
+        "train": source,
+        "val": source,
+        "users_model": is_users_model(config.model),
+    }
     return plugins.call_own(config.task, known)
 
 
 def _of_all_ranks(communicator: Communicator, mine: Sequence[np.ndarray]) -> np.ndarray:
     """The rows of all ranks, in rank order; a rank may have none."""
     found = np.concatenate(mine) if mine else None
-    forms = communicator.allgather_object(None if found is None else (str(found.dtype), list(found.shape[1:])))
+    forms = communicator.allgather_object(
+        None if found is None else (str(found.dtype), list(found.shape[1:]))
+    )
     dtype, shape = next(form for form in forms if form is not None)
     rows = np.empty((0, *shape), dtype) if found is None else np.ascontiguousarray(found)
     gathered = communicator.allgather(
-        rows.reshape(len(rows), -1) if rows.size else np.empty((0, int(np.prod(shape))), dtype), "predictions"
+        rows.reshape(len(rows), -1) if rows.size else np.empty((0, int(np.prod(shape))), dtype),
+        "predictions",
     )
     return np.asarray(gathered).reshape(-1, *shape)

@@ -1,4 +1,5 @@
-"""hvdtrain predict: what the model of a run says about image files, tables, arrays and tokens, as a table, on any number of ranks."""
+"""hvdtrain predict: what the model of a run says about image files, tables, arrays and tokens, as a
+table, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +25,13 @@ from hvdtrain.core.folder import Folder
 from hvdtrain.data.datasets import csv as csv_files
 from hvdtrain.data.datasets import npz
 from hvdtrain.data.images.decode import SUFFIXES
-from hvdtrain.data.images.image_source import FoundImages, ImageFiles, ImageSource, find_images, left_out_note
+from hvdtrain.data.images.image_source import (
+    FoundImages,
+    ImageFiles,
+    ImageSource,
+    find_images,
+    left_out_note,
+)
 from hvdtrain.data.own.arrays import TARGETS, read_safetensors
 from hvdtrain.errors import DONE, UserError, first_line, short
 from hvdtrain.tasks.classification import Classification
@@ -55,16 +62,23 @@ hvdtrain predict RUN --images DIR|--data FILE|package.module:function --to FILE.
   key=value      options of the function of --data; data.size=N to take the centre square of images of other sizes; evaluate.views,
                  batch.evaluate, speed.*, comm.*, shard.stage, optim.ema=null (as in evaluate)
 Under mpirun each rank reads its share of the images, and has its parts of the weights where the run has shard.stage=3 (on
-comm.engine=mpi or torchdist; shard.stage=0: the whole model)."""
+comm.engine=mpi or torchdist; shard.stage=0: the whole model)."""  # noqa: E501
 _OF_A_FILE = Given("<object of hvdtrain:file>", lambda: None, {})
 
 
 def predict(arguments: Sequence[str]) -> int:
-    """Runs `predict` on this rank; returns the exit code. Raises UserError for a mistake in the command line alone."""
+    """Runs `predict` on this rank; returns the exit code. Raises UserError for a mistake in the
+    command line alone."""
     if not arguments or {"-h", "--help"} & set(arguments):
         print(USAGE)
         return DONE
-    parsed = parse("predict", USAGE, arguments, {"--images": None, "--data": None, "--to": None, "--checkpoint": ""}, ["--force"])
+    parsed = parse(
+        "predict",
+        USAGE,
+        arguments,
+        {"--images": None, "--data": None, "--to": None, "--checkpoint": ""},
+        ["--force"],
+    )
     given = [name for name in ("images", "data") if parsed.options[name] is not None]
     if len(given) != 1 or parsed.options["to"] is None:
         if len(given) == 1:
@@ -84,7 +98,12 @@ def predict(arguments: Sequence[str]) -> int:
         words.append(f"data.name={parsed.options['data']}")
     try:
         return on_connected_ranks(
-            lambda rank: work(rank, parsed), None, words, read_former_run=read_former_run, given=objects, what="prediction"
+            lambda rank: work(rank, parsed),
+            None,
+            words,
+            read_former_run=read_former_run,
+            given=objects,
+            what="prediction",
         )
     except RankFailed as failed:
         return failed.code
@@ -93,7 +112,11 @@ def predict(arguments: Sequence[str]) -> int:
 def _objects(parsed: Arguments) -> dict[str, Given]:
     """What stands for sections of the run: a prediction needs neither its data nor its targets."""
     data = parsed.options["data"]
-    objects = {} if ":" in data and not os.path.lexists(os.path.expanduser(data)) else {"data": _OF_A_FILE}
+    objects = (
+        {}
+        if ":" in data and not os.path.lexists(os.path.expanduser(data))
+        else {"data": _OF_A_FILE}
+    )
     if not any(word.startswith("task.name=") for word in parsed.overrides):
         objects["task"] = WITHOUT_TARGETS
     return objects
@@ -105,7 +128,9 @@ def _predict_data(rank: Rank, parsed: Arguments) -> int:
     if config.data.given is _OF_A_FILE:
         found = read_data_file(Path(os.path.expanduser(name)))
     else:
-        found = plugins.call_own(config.data, {"name": name, "root": config.data.root, "split": "val"})
+        found = plugins.call_own(
+            config.data, {"name": name, "root": config.data.root, "split": "val"}
+        )
     model, numbers = predict_data(
         rank,
         AskedData(found, name, "--data"),
@@ -137,11 +162,19 @@ def _predict(rank: Rank, parsed: Arguments) -> int:
     to = parsed.options["to"]
     is_of_masks = isinstance(task, Segmentation) and is_image(task.x)
     if not is_of_masks and (not isinstance(task, Classification) or not task.is_of_images):
-        what = f"task.name={task.name}" + (f" with the inputs {', '.join(several.each)}" if (several := transforms_of(task)) else "")
+        what = f"task.name={task.name}" + (
+            f" with the inputs {', '.join(several.each)}"
+            if (several := transforms_of(task))
+            else ""
+        )
         raise UserError(f"--images are of images, and the run has {what}", "RUN", "--data FILE")
     source = _source(files, task.sizes["shape"], task.sizes.get("classes", 1), config)
     if communicator.size > 1:
-        data = {"image files": source.image_digest(config.seed), "samples": len(source), "names": "\n".join(files.paths)}
+        data = {
+            "image files": source.image_digest(config.seed),
+            "samples": len(source),
+            "names": "\n".join(files.paths),
+        }
         check_same_facts(communicator, facts(config, data, communicator.name))
     if is_of_masks:
         count = write_masks(rank, model, source, files.paths, to, parsed.options["force"])
@@ -152,9 +185,18 @@ def _predict(rank: Rank, parsed: Arguments) -> int:
         return DONE
     _check_target(to, parsed.options["force"])
     mine = [np.empty((0, 2))]
-    for _, predictions in predict_samples(config, model.learner, source, communicator, rank.heartbeat):
-        mine.append(best(predictions.outputs.astype(np.float64), is_softmax=config.model.loss == "cross_entropy"))
-    found = communicator.allgather(np.concatenate(mine), "predict.best")  # (n, 2), in the order of the files
+    for _, predictions in predict_samples(
+        config, model.learner, source, communicator, rank.heartbeat
+    ):
+        mine.append(
+            best(
+                predictions.outputs.astype(np.float64),
+                is_softmax=config.model.loss == "cross_entropy",
+            )
+        )
+    found = communicator.allgather(
+        np.concatenate(mine), "predict.best"
+    )  # (n, 2), in the order of the files
     if communicator.rank:
         return DONE
     rows = [
@@ -168,27 +210,36 @@ def _predict(rank: Rank, parsed: Arguments) -> int:
 
 
 def list_images(folder: Path) -> FoundImages:
-    """The image files that training would find in the folder and those in it, sorted by path. Raises UserError without any."""
+    """The image files that training would find in the folder and those in it, sorted by path.
+    Raises UserError without any."""
     if not os.path.lexists(folder):
-        raise UserError(f"there is no folder {folder}", "--images", "--images DIR, a folder with image files")
+        raise UserError(
+            f"there is no folder {folder}", "--images", "--images DIR, a folder with image files"
+        )
     try:
         found = find_images(str(folder))
     except OSError as error:
         what = f"cannot list the images: {error.strerror}"
         raise UserError(what, str(error.filename), "give a folder that can be read") from error
     if not found.images:
-        raise UserError(f"no images ({' '.join(SUFFIXES)})", str(folder), "--images DIR, with image files in it")
+        raise UserError(
+            f"no images ({' '.join(SUFFIXES)})", str(folder), "--images DIR, with image files in it"
+        )
     return FoundImages(sorted(found.images), found.left_out)
 
 
-def _source(files: ImageFiles, shape: tuple[int, int, int], classes: int, config: Config) -> ImageSource:
+def _source(
+    files: ImageFiles, shape: tuple[int, int, int], classes: int, config: Config
+) -> ImageSource:
     """The images in the form that the model takes.
 
-    Their centre squares are resized where data.size is set, and where the model is of a data set that has no image files; else all
-    have the model's size.
+    Their centre squares are resized where data.size is set, and where the model is of a data set
+    that has no image files; else all have the model's size.
     """
     sized = config.data.options.get("size") is not None
-    crop = sized or (config.data.name not in ("folder", "webdataset", "image_masks") and shape[0] == shape[1])
+    crop = sized or (
+        config.data.name not in ("folder", "webdataset", "image_masks") and shape[0] == shape[1]
+    )
     return ImageSource(
         encoded=files,
         y=np.zeros(len(files), np.int64),
@@ -210,7 +261,9 @@ def _check_target(to: str, force: bool) -> None:
     if not os.path.isdir(path.parent):
         raise UserError(f"there is no folder {path.parent}", "--to", f"mkdir -p {path.parent}")
     if os.path.lexists(path) and not force:
-        raise UserError(f"{to} exists already", "--to", "--force overwrites it; or give another name")
+        raise UserError(
+            f"{to} exists already", "--to", "--force overwrites it; or give another name"
+        )
 
 
 def _write(to: str, head: Sequence[str], rows: Sequence[Sequence[str]], unit: str) -> None:
@@ -225,9 +278,15 @@ def _write(to: str, head: Sequence[str], rows: Sequence[Sequence[str]], unit: st
     path = Path(os.path.expanduser(to))
     try:
         with Folder.open(path.parent) as folder:
-            folder.replace(path.name, out.getvalue().encode("utf-8", "surrogateescape"))  # a name that is no text keeps its bytes
+            folder.replace(
+                path.name, out.getvalue().encode("utf-8", "surrogateescape")
+            )  # a name that is no text keeps its bytes
     except OSError as error:
-        raise UserError(f"cannot write {to}: {error.strerror or error}", "--to", "give a folder that can be written and has room") from None
+        raise UserError(
+            f"cannot write {to}: {error.strerror or error}",
+            "--to",
+            "give a folder that can be written and has room",
+        ) from None
     print(f"{len(rows):,} {unit} -> {to}")
 
 
@@ -235,12 +294,15 @@ class Said(NamedTuple):
     """How outputs become rows."""
 
     head: Callable[[int], list[str]]  # of so many numbers of a sample
-    numbers: Callable[[np.ndarray, np.ndarray | None], np.ndarray]  # outputs (n, ...), tokens of padded samples -> (n, numbers)
+    numbers: Callable[
+        [np.ndarray, np.ndarray | None], np.ndarray
+    ]  # outputs (n, ...), tokens of padded samples -> (n, numbers)
     row: Callable[[Sequence[Any]], list[str]]  # of a sample's numbers
 
 
 def said(task: Any, config: Config) -> Said:
-    """The most probable class, or token that comes next, with its probability; of all else the outputs."""
+    """The most probable class, or token that comes next, with its probability; of all else the
+    outputs."""
     while isinstance(task, (Measured, SeveralInputs)):
         task = task.task
     is_softmax = config.model.loss == "cross_entropy"
@@ -254,7 +316,9 @@ def said(task: Any, config: Config) -> Said:
     if isinstance(task, Language):
         return Said(
             lambda numbers: ["token", "probability"],
-            lambda outputs, lengths: best(_last(outputs, lengths).astype(np.float64), is_softmax=True),
+            lambda outputs, lengths: best(
+                _last(outputs, lengths).astype(np.float64), is_softmax=True
+            ),
             lambda numbers: [str(int(numbers[0])), f"{numbers[1]:.6f}"],
         )
     if isinstance(task, Segmentation):
@@ -264,19 +328,29 @@ def said(task: Any, config: Config) -> Said:
             lambda numbers: [str(int(number)) for number in numbers],
         )
     return Said(
-        lambda numbers: ["prediction"] if numbers == 1 else [f"prediction_{number + 1}" for number in range(numbers)],
+        lambda numbers: (
+            ["prediction"]
+            if numbers == 1
+            else [f"prediction_{number + 1}" for number in range(numbers)]
+        ),
         lambda outputs, lengths: outputs.reshape(len(outputs), -1),
         lambda numbers: [str(number) for number in numbers],
     )
 
 
 def _last(outputs: np.ndarray, lengths: np.ndarray | None) -> np.ndarray:
-    """(n, V): of outputs (n, T, V) those that say the last token of each sample; of a sample of one token the next."""
-    return outputs[:, -1] if lengths is None else outputs[np.arange(len(outputs)), np.maximum(lengths - 2, 0)]
+    """(n, V): of outputs (n, T, V) those that say the last token of each sample; of a sample of one
+    token the next."""
+    return (
+        outputs[:, -1]
+        if lengths is None
+        else outputs[np.arange(len(outputs)), np.maximum(lengths - 2, 0)]
+    )
 
 
 def best(logits: np.ndarray, is_softmax: bool) -> np.ndarray:
-    """float64 (n, 2): the class with the largest logit, and its probability; without softmax that logit."""
+    """float64 (n, 2): the class with the largest logit, and its probability; without softmax that
+    logit."""
     label = logits.argmax(1)
     largest = logits[np.arange(len(logits)), label]
     if is_softmax:
@@ -288,12 +362,18 @@ TABLE_SUFFIXES = (".csv", ".npy", ".npz", ".safetensors")
 
 
 def read_data_file(path: Path) -> Any:
-    """An array of a table or of a .npy file, arrays by name of the others. Nothing pickled is read. Raises UserError."""
+    """An array of a table or of a .npy file, arrays by name of the others. Nothing pickled is read.
+    Raises UserError."""
     if path.suffix not in TABLE_SUFFIXES:
-        fix = f"a file that ends in {', '.join(SUFFIXES)}; or package.module:function of your own, or --images DIR"
+        fix = (
+            f"a file that ends in {', '.join(SUFFIXES)}; or package.module:function of your own, "
+            "or --images DIR"
+        )
         raise UserError(f"{short(str(path))} is no file of numbers", "--data", fix)
     if not path.is_file():
-        raise UserError(f"there is no file {path}", "--data", "the path of a file, or package.module:function")
+        raise UserError(
+            f"there is no file {path}", "--data", "the path of a file, or package.module:function"
+        )
     if path.suffix == ".csv":
         return read_table(path)
     if path.suffix == ".safetensors":
@@ -301,15 +381,22 @@ def read_data_file(path: Path) -> Any:
     try:
         if path.suffix == ".npy":
             with np.errstate(over="ignore"):
-                return np.load(path, mmap_mode="r", allow_pickle=False)  # takes no memory for what the file does not have
+                return np.load(
+                    path, mmap_mode="r", allow_pickle=False
+                )  # takes no memory for what the file does not have
         archive = npz.NpzFile.of(path)
         return {name: archive.values(name) for name in archive.names}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path} cannot be read: {first_line(error)}", "--data", "a file that numpy.save or numpy.savez wrote") from None
+        raise UserError(
+            f"{path} cannot be read: {first_line(error)}",
+            "--data",
+            "a file that numpy.save or numpy.savez wrote",
+        ) from None
 
 
 def read_table(path: Path) -> np.ndarray:
-    """(n, columns) of the numbers of a CSV file, whole where all are; its first row may name the columns, and a target is left out.
+    """(n, columns) of the numbers of a CSV file, whole where all are; its first row may name the
+    columns, and a target is left out.
 
     Raises UserError for a row of another length, and for what is no number.
     """
@@ -317,24 +404,39 @@ def read_table(path: Path) -> np.ndarray:
         with path.open(newline="", encoding="utf-8-sig") as file:
             rows = [row for row in csv.reader(file) if row]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{path} cannot be read: {first_line(error)}", "--data", "a table of numbers, as UTF-8") from None
+        raise UserError(
+            f"{path} cannot be read: {first_line(error)}", "--data", "a table of numbers, as UTF-8"
+        ) from None
     if not rows:
         raise UserError(f"{path} has no rows", "--data", "a row for each sample")
     names = [] if all(map(_is_number, rows[0])) else rows.pop(0)
-    columns = [column for column in range(len(names or rows[0])) if not names or names[column].strip() not in TARGETS]
+    columns = [
+        column
+        for column in range(len(names or rows[0]))
+        if not names or names[column].strip() not in TARGETS
+    ]
     width = len(names or rows[0])
     for number, row in enumerate(rows):
         if len(row) != width:
-            raise UserError(f"row {number} of {path} has {len(row)} values, the first one {width}", "--data", "as many in each row")
+            raise UserError(
+                f"row {number} of {path} has {len(row)} values, the first one {width}",
+                "--data",
+                "as many in each row",
+            )
         wrong = next((column for column in columns if not _is_number(row[column])), None)
         if wrong is not None:
             what = (
-                f"row {number}, column {short(names[wrong]) if names else wrong} of {path} is {short(repr(row[wrong]))}, expected a number"
+                f"row {number}, column {short(names[wrong]) if names else wrong} of {path} is "
+                f"{short(repr(row[wrong]))}, expected a number"
             )
             raise UserError(what, "--data", "replace it, or leave the row or the column out")
     chosen = [[row[column].strip() for column in columns] for row in rows]
     whole = all(map(csv_files.is_int64, itertools.chain.from_iterable(chosen)))
-    return np.array(chosen, str).astype(np.int64 if whole else np.float64).reshape(len(rows), len(columns))
+    return (
+        np.array(chosen, str)
+        .astype(np.int64 if whole else np.float64)
+        .reshape(len(rows), len(columns))
+    )
 
 
 def _is_number(text: str) -> bool:

@@ -41,7 +41,7 @@ hvdtrain sample RUN [--count 32] [--temperature 1.0] [--png FILE.png] [key=value
   --force        overwrite FILE.png if it exists
   key=value      batch.evaluate: sequences drawn at once by a rank; speed.*, comm.*, shard.stage, optim.ema=null (as in evaluate)
 Under mpirun each rank draws its share, and has its parts of the weights where the run has shard.stage=3 (on comm.engine=mpi or
-torchdist; shard.stage=0: the whole model)."""
+torchdist; shard.stage=0: the whole model)."""  # noqa: E501
 _OPTIONS: dict[str, str | None] = {
     "--count": "32",
     "--temperature": "1",
@@ -54,7 +54,10 @@ _OPTIONS: dict[str, str | None] = {
 _MOST = 2**20  # sequences, and tokens of one
 _OF_IMAGES = ("--png", "--prompt-half")
 _OF_TEXT = ("--prompt", "--length")
-_OF_OTHERS = {"image_tokens": (_OF_TEXT, "text"), "text": (_OF_IMAGES, "images")}  # data.name -> options that are of other data
+_OF_OTHERS = {
+    "image_tokens": (_OF_TEXT, "text"),
+    "text": (_OF_IMAGES, "images"),
+}  # data.name -> options that are of other data
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,8 @@ class Request:
 
 
 def sample(arguments: Sequence[str]) -> int:
-    """Runs `sample` on this rank; returns the exit code. Raises UserError for a mistake in the command line alone."""
+    """Runs `sample` on this rank; returns the exit code. Raises UserError for a mistake in the
+    command line alone."""
     if not arguments or {"-h", "--help"} & set(arguments):
         print(USAGE)
         return DONE
@@ -79,7 +83,11 @@ def sample(arguments: Sequence[str]) -> int:
     request = _read(parsed)
     try:
         return on_connected_ranks(
-            lambda rank: _sample(rank, parsed, request), None, parsed.of_job(), read_former_run=read_former_run, what="sampling"
+            lambda rank: _sample(rank, parsed, request),
+            None,
+            parsed.of_job(),
+            read_former_run=read_former_run,
+            what="sampling",
         )
     except RankFailed as failed:
         return failed.code
@@ -88,22 +96,45 @@ def sample(arguments: Sequence[str]) -> int:
 def _sample(rank: Rank, parsed: Arguments, request: Request) -> int:
     config = unstaged(rank.config)
     if config.data.name not in _OF_OTHERS:
-        what = f"sample draws what data.name=image_tokens and text have; the run has data.name={short(config.data.name)}"
+        what = (
+            "sample draws what data.name=image_tokens and text have; the run has "
+            f"data.name={short(config.data.name)}"
+        )
         raise UserError(what, "RUN", "another run folder")
     options, others = _OF_OTHERS[config.data.name]
     for option in options:
         if parsed.options[option.removeprefix("--").replace("-", "_")] not in (None, False):
-            raise UserError(f"{option} is of {others}; the run has data.name={config.data.name}", option, "leave it out")
+            raise UserError(
+                f"{option} is of {others}; the run has data.name={config.data.name}",
+                option,
+                "leave it out",
+            )
     draw = _images if config.data.name == "image_tokens" else _text
     if draw is _images:
         _check_target(request.png, parsed.options["force"])
     model = load_model(rank, parsed)
     if not isinstance(model.task, Language):
-        raise UserError(f"sample draws tokens, and the run has task.name={model.task.name}", "RUN", "a run with task.name=language")
+        raise UserError(
+            f"sample draws tokens, and the run has task.name={model.task.name}",
+            "RUN",
+            "a run with task.name=language",
+        )
     if not isinstance(model.learner, Sampler):
-        raise UserError(f"framework={config.framework} does not draw tokens", "RUN", "a run with framework=torch")
+        raise UserError(
+            f"framework={config.framework} does not draw tokens",
+            "RUN",
+            "a run with framework=torch",
+        )
     if rank.communicator.rank == 0:
-        print("\n".join([*model.notes, f"weights  {run_folder(rank)}, step {model.checkpoint.train_state.progress.step}"]))
+        print(
+            "\n".join(
+                [
+                    *model.notes,
+                    f"weights  {run_folder(rank)}, step "
+                    f"{model.checkpoint.train_state.progress.step}",
+                ]
+            )
+        )
     draw(rank, config, model.learner, model.task, request)
     return DONE
 
@@ -145,16 +176,23 @@ def _text(rank: Rank, config: Config, learner: Sampler, task: Language, request:
     if not 1 <= len(prompt) <= task.context:
         raise UserError(f"the prompt has {len(prompt)} tokens", "--prompt", f"1 to {task.context}")
     if prompt.max() >= task.tokens.values:
-        what = f"the tokenizer gives the prompt token {prompt.max()}, the model has 0 to {task.tokens.values - 1}"
+        what = (
+            f"the tokenizer gives the prompt token {prompt.max()}, the model has 0 to "
+            f"{task.tokens.values - 1}"
+        )
         raise UserError(what, f"{path}", "the tokenizer that the run was trained with")
     prompts = np.tile(prompt, (request.count, 1))
-    found = _of_all_ranks(rank, learner, prompts, len(prompt) + request.length, task.tokens.values, request)
+    found = _of_all_ranks(
+        rank, learner, prompts, len(prompt) + request.length, task.tokens.values, request
+    )
     if rank.communicator.rank == 0:
         for number, tokens in enumerate(found, start=1):
             print(f"--- {number}\n{decode(tokens, tokenizer)}")
 
 
-def _of_all_ranks(rank: Rank, learner: Sampler, prompts: np.ndarray, length: int, tokens: int, request: Request) -> np.ndarray:
+def _of_all_ranks(
+    rank: Rank, learner: Sampler, prompts: np.ndarray, length: int, tokens: int, request: Request
+) -> np.ndarray:
     """int64 (count, length): each rank continues its share of the prompts."""
     return draw_on_all_ranks(
         rank.communicator,
@@ -172,10 +210,24 @@ def _of_all_ranks(rank: Rank, learner: Sampler, prompts: np.ndarray, length: int
 def _read(parsed: Arguments) -> Request:
     """Raises UserError for values that make no sense."""
     options = parsed.options
-    count = _number(options["count"], int, "--count", lambda n: 1 <= n <= _MOST, "1 or more, as in --count 32")
-    length = _number(options["length"] or "256", int, "--length", lambda n: 1 <= n <= _MOST, "1 or more, as in --length 256")
+    count = _number(
+        options["count"], int, "--count", lambda n: 1 <= n <= _MOST, "1 or more, as in --count 32"
+    )
+    length = _number(
+        options["length"] or "256",
+        int,
+        "--length",
+        lambda n: 1 <= n <= _MOST,
+        "1 or more, as in --length 256",
+    )
     seed = _number(options["seed"], int, "--seed", lambda n: 0 <= n < 2**63, "0 or more")
-    temperature = _number(options["temperature"], float, "--temperature", lambda t: 0 <= t <= 1e6, "0 or more, as in --temperature 0.9")
+    temperature = _number(
+        options["temperature"],
+        float,
+        "--temperature",
+        lambda t: 0 <= t <= 1e6,
+        "0 or more, as in --temperature 0.9",
+    )
     path = Path(os.path.expanduser(options["png"] or "grid.png"))
     prompt = "\n" if options["prompt"] is None else options["prompt"]
     if path.suffix != ".png":
@@ -183,7 +235,9 @@ def _read(parsed: Arguments) -> Request:
     return Request(count, temperature, seed, path, options["prompt_half"], prompt, length)
 
 
-def _number(text: str, kind: Callable[[str], Any], option: str, fits: Callable[[Any], bool], fix: str) -> Any:
+def _number(
+    text: str, kind: Callable[[str], Any], option: str, fits: Callable[[Any], bool], fix: str
+) -> Any:
     try:
         number = kind(text)
     except ValueError:
@@ -198,7 +252,9 @@ def _check_target(path: Path, force: bool) -> None:
     if not path.parent.is_dir():
         raise UserError(f"there is no folder {path.parent}", "--png", f"mkdir -p {path.parent}")
     if os.path.lexists(path) and not force:
-        raise UserError(f"{path} exists already", "--png", "--force overwrites it; or give another name")
+        raise UserError(
+            f"{path} exists already", "--png", "--force overwrites it; or give another name"
+        )
 
 
 def _check_codebook(codebook: Codebook, colours: int, run: Path) -> None:

@@ -1,1 +1,2 @@
-"""`python -m hvdtrain.cli.horovod`: builds Horovod for the installed torch and MPI, installs and verifies it."""
+"""`python -m hvdtrain.cli.horovod`: builds Horovod for the installed torch and MPI, installs and
+verifies it."""

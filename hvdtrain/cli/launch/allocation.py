@@ -1,4 +1,5 @@
-"""The hosts of a job: -H, a hostfile, or what the batch system has given to the job that this process belongs to."""
+"""The hosts of a job: -H, a hostfile, or what the batch system has given to the job that this
+process belongs to."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from hvdtrain.errors import UserError, short
 LARGEST_BYTES = 2**24  # of a hostfile
 _HOST = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::([0-9]{1,6}))?")
 _HOST_FIX = "hosts and the slots of each, as in -H n1:4,n2:4"
-_HOSTFILES = (  # a batch system, a variable of its jobs, the variable that names the file with the job's hosts
+# a batch system, a variable of its jobs, the variable that names the file with the job's hosts
+_HOSTFILES = (
     ("PBS", "PBS_JOBID", "PBS_NODEFILE"),
     ("Cobalt", "COBALT_JOBID", "COBALT_NODEFILE"),
     ("OAR", "OAR_JOB_ID", "OAR_NODEFILE"),
@@ -40,28 +42,46 @@ class Allocation(NamedTuple):
 
     def with_room_for(self, ranks: int) -> tuple[Host, ...]:
         """The hosts; one host alone has as many slots as ranks are asked for."""
-        return (self.hosts[0]._replace(slots=max(ranks, self.slots)),) if len(self.hosts) == 1 else self.hosts
+        return (
+            (self.hosts[0]._replace(slots=max(ranks, self.slots)),)
+            if len(self.hosts) == 1
+            else self.hosts
+        )
 
 
 def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
-    """What the batch system's variables say; None outside of its jobs. Raises UserError where they name no hosts that can be read."""
+    """What the batch system's variables say; None outside of its jobs. Raises UserError where they
+    name no hosts that can be read."""
     if "SLURM_JOB_ID" in environ:
         return _of_slurm(environ)
     for system, job, file in _HOSTFILES:
         if job in environ:
-            return Allocation(system, _of_lsf_lists(environ) or _of_file(system, job, file, environ))
+            return Allocation(
+                system, _of_lsf_lists(environ) or _of_file(system, job, file, environ)
+            )
     tasks = environ.get("NSLOTS", "")
     if "JOB_ID" in environ and tasks.isdecimal() and int(tasks) > 1:
         raise _unreadable("SGE", f"NSLOTS={tasks}, but PE_HOSTFILE is not set", "NSLOTS")
     if "FLUX_URI" in environ:
         fix = "flux run -N 2 -n 8 python -m hvdtrain ...; or launch -np 8 ..., for this host"
-        raise UserError("launch does not read the hosts of this Flux instance", f"FLUX_URI={short(environ['FLUX_URI'])}", fix)
+        raise UserError(
+            "launch does not read the hosts of this Flux instance",
+            f"FLUX_URI={short(environ['FLUX_URI'])}",
+            fix,
+        )
     return None
 
 
 def _unreadable(system: str, reason: str, variable: str) -> UserError:
-    fix = f"name them: launch -H n1:4,n2:4 ...; or unset {variable} where the ranks are for this machine"
-    return UserError(f"the hosts of this {system} job cannot be read: {reason}", f"the variables of {system}", fix)
+    fix = (
+        f"name them: launch -H n1:4,n2:4 ...; or unset {variable} where the ranks are for this "
+        "machine"
+    )
+    return UserError(
+        f"the hosts of this {system} job cannot be read: {reason}",
+        f"the variables of {system}",
+        fix,
+    )
 
 
 def _of_slurm(environ: Mapping[str, str]) -> Allocation:
@@ -77,7 +97,8 @@ def _of_slurm(environ: Mapping[str, str]) -> Allocation:
 
 
 def _of_lsf_lists(environ: Mapping[str, str]) -> tuple[Host, ...]:
-    """LSF's hosts in variables, where it names no file: LSB_MCPU_HOSTS "n1 4 n2 4", LSB_HOSTS "n1 n1 n2"; none of another system."""
+    """LSF's hosts in variables, where it names no file: LSB_MCPU_HOSTS "n1 4 n2 4", LSB_HOSTS "n1
+    n1 n2"; none of another system."""
     if "LSB_JOBID" not in environ or "LSB_DJOB_HOSTFILE" in environ:
         return ()
     words = environ.get("LSB_MCPU_HOSTS", "").split()
@@ -89,7 +110,11 @@ def _of_lsf_lists(environ: Mapping[str, str]) -> tuple[Host, ...]:
 def _of_file(system: str, job: str, variable: str, environ: Mapping[str, str]) -> tuple[Host, ...]:
     path = environ.get(variable)
     if not path:
-        unset = f"{variable}, LSB_MCPU_HOSTS and LSB_HOSTS are not set" if system == "LSF" else f"{variable} is not set"
+        unset = (
+            f"{variable}, LSB_MCPU_HOSTS and LSB_HOSTS are not set"
+            if system == "LSF"
+            else f"{variable} is not set"
+        )
         raise _unreadable(system, unset, job)
     try:
         hosts = read_hostfile(read_text(Path(path)).splitlines(), f"{variable}={path}")
@@ -107,23 +132,29 @@ def read_text(path: Path) -> str:
 
 
 def read_hosts(value: str) -> tuple[Host, ...]:
-    """ "n1:4,n2" -> 4 slots and 1; slots of a host that is named twice are added. Raises UserError."""
+    """ "n1:4,n2" -> 4 slots and 1; slots of a host that is named twice are added. Raises
+    UserError."""
     return _merged(_read_host(host, f"-H {short(value)}") for host in value.split(","))
 
 
 def read_hostfile(lines: Iterable[str], path: str) -> tuple[Host, ...]:
-    """Lines `n1 slots=4`, `n1:4` or `n1`, as Open MPI, Hydra, PBS and Cobalt write them, or `n1 4 QUEUE ...`, as SGE does.
+    """Lines `n1 slots=4`, `n1:4` or `n1`, as Open MPI, Hydra, PBS and Cobalt write them, or `n1 4
+    QUEUE ...`, as SGE does.
 
     # begins a comment. Raises UserError.
     """
     hosts = []
     for number, line in enumerate(lines, start=1):
         name, *options = re.sub(r"\s*=\s*", "=", line.partition("#")[0]).split() or [""]
-        slots = next((option.partition("=")[2] for option in options if option.startswith("slots=")), None)
+        slots = next(
+            (option.partition("=")[2] for option in options if option.startswith("slots=")), None
+        )
         if slots is None and options and options[0].isdecimal():
             slots = options[0]
         if name:
-            hosts.append(_read_host(name if slots is None else f"{name}:{slots}", f"{path}:{number}"))
+            hosts.append(
+                _read_host(name if slots is None else f"{name}:{slots}", f"{path}:{number}")
+            )
     if not hosts:
         raise UserError("no host in the file", path, "a host in each line, as in: n1 slots=4")
     return _merged(hosts)

@@ -1,4 +1,5 @@
-"""hvdtrain launch: finds the command that starts ranks with the MPI of this machine; prints it, and runs it."""
+"""hvdtrain launch: finds the command that starts ranks with the MPI of this machine; prints it, and
+runs it."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hvdtrain.cli.launch import elastic
-from hvdtrain.cli.launch.allocation import Allocation, Host, find_allocation, read_hostfile, read_hosts, read_text
+from hvdtrain.cli.launch.allocation import (
+    Allocation,
+    Host,
+    find_allocation,
+    read_hostfile,
+    read_hosts,
+    read_text,
+)
 from hvdtrain.cli.launch.launchers import (
     MPIS,
     LaunchRequest,
@@ -59,7 +67,7 @@ hvdtrain launch [-np 8] [-H n1:4,n2:4 | --hostfile FILE] [--logs DIR] [--plain] 
   --dry-run           print the command line and exit
   --mpi NAME          with --dry-run: the command line for another machine, with openmpi, mpich, intel, srun, flux, pals or lsf (jsrun);
                       needs -np or hosts. srun gets --mpi=pmix, as Open MPI needs it; MPICH and Intel MPI need --mpi=pmi2. With --container
-                      the ranks run in an image there, by apptainer"""
+                      the ranks run in an image there, by apptainer"""  # noqa: E501
 _COMMAND_LINE = "command line of launch"
 _PORT_ELSEWHERE = 29500  # torchrun's own, where nobody can look which one is free
 
@@ -73,7 +81,9 @@ def launch(arguments: Sequence[str]) -> int:
         print(f"{USAGE}\n{elastic.USAGE}")
         return DONE
     options = _parse(own_arguments)
-    program = read_program(job, [option for action in _parser()._actions for option in action.option_strings])
+    program = read_program(
+        job, [option for action in _parser()._actions for option in action.option_strings]
+    )
     if program.is_job and (options.logs or options.plain):
         option = "--logs" if options.logs else "--plain"
         fix = "without it: rank 0 speaks for all ranks, and run=DIR has what the job tells"
@@ -97,29 +107,42 @@ def _elastic(options: argparse.Namespace, program: Program) -> int:
 
     def find() -> MpiLauncher:
         container = _container_prefix(options)
-        return find_launcher(mpi_library_version([*container, "python3"] if container else [sys.executable]))
+        return find_launcher(
+            mpi_library_version([*container, "python3"] if container else [sys.executable])
+        )
 
-    named = any(value is not None for value in (options.hosts, options.hostfile, options.hosts_from))
+    named = any(
+        value is not None for value in (options.hosts, options.hostfile, options.hosts_from)
+    )
     allocation = None if named else _allocation(options, os.environ)
-    return elastic.launch_elastic(options, program, command, find, _ranks(options, (), None, os.environ), allocation)
+    return elastic.launch_elastic(
+        options, program, command, find, _ranks(options, (), None, os.environ), allocation
+    )
 
 
 def compose(options: argparse.Namespace, program: Program, environ: Mapping[str, str]) -> list[str]:
-    """The command line for the options on this machine; `program`: what each rank runs. Raises UserError."""
+    """The command line for the options on this machine; `program`: what each rank runs. Raises
+    UserError."""
     if options.mpi is not None:
         return _for_another_machine(options, program)
     if options.container is None:
         check_exists(program)
     current = placement(environ)
     if current.size > 1:
-        what = f"this is already rank {current.rank} of {current.size}, started by {current.launcher}"
-        raise UserError(what, _COMMAND_LINE, "one launcher only: hvdtrain under it, or launch without it")
+        what = (
+            f"this is already rank {current.rank} of {current.size}, started by {current.launcher}"
+        )
+        raise UserError(
+            what, _COMMAND_LINE, "one launcher only: hvdtrain under it, or launch without it"
+        )
     hosts = _hosts(options)
     allocation = None if hosts else _allocation(options, environ)
     may_use_other_hosts = bool(hosts) or allocation is not None
     ranks = _ranks(options, hosts, allocation, environ)
     shares = ranks_per_host(hosts or (allocation.with_room_for(ranks) if allocation else ()), ranks)
-    if allocation is not None and not allocation.ranks:  # else mpirun and srun know the hosts of their SLURM job themselves
+    if (
+        allocation is not None and not allocation.ranks
+    ):  # else mpirun and srun know the hosts of their SLURM job themselves
         hosts = allocation.with_room_for(ranks)
     container = _container_prefix(options)
     python = [*container, "python3"] if container else [sys.executable]
@@ -127,12 +150,15 @@ def compose(options: argparse.Namespace, program: Program, environ: Mapping[str,
     request = LaunchRequest(
         launcher="",
         ranks=ranks,
-        program=_command_of(program, python, options, shares, None if "MASTER_PORT" in environ else free_port()),
+        program=_command_of(
+            program, python, options, shares, None if "MASTER_PORT" in environ else free_port()
+        ),
         hosts=hosts,
         forwarded=forwarded_variables(environ, options.env) if may_use_other_hosts else (),
         as_root=os.geteuid() == 0,
         oversubscribe=options.oversubscribe or (on_this_machine_only and ranks > available_cores()),
-        fault_tolerant=value_of(program.words, "guard.lost") in ("shrink", "restart"),  # its launcher must not end the other ranks
+        fault_tolerant=value_of(program.words, "guard.lost")
+        in ("shrink", "restart"),  # its launcher must not end the other ranks
     )
     if options.slurm:
         return _with_srun(request, mpi_library_version(python), environ)
@@ -143,26 +169,47 @@ def compose(options: argparse.Namespace, program: Program, environ: Mapping[str,
 
 
 def _command_of(
-    program: Program, python: Sequence[str], options: argparse.Namespace, shares: Sequence[Host], port: int | None
+    program: Program,
+    python: Sequence[str],
+    options: argparse.Namespace,
+    shares: Sequence[Host],
+    port: int | None,
 ) -> tuple[str, ...]:
-    """The command line of a rank. shares: the ranks of each host, where hosts are known; port: where torch.distributed may meet."""
+    """The command line of a rank. shares: the ranks of each host, where hosts are known; port:
+    where torch.distributed may meet."""
     hosts = ",".join(f"{host.name}:{host.slots}" for host in shares) if len(shares) > 1 else None
     return program.command(python, plain=options.plain, logs=options.logs, hosts=hosts, port=port)
 
 
 def _for_another_machine(options: argparse.Namespace, program: Program) -> list[str]:
-    """The command line for --mpi. Raises UserError where an option asks for something of this machine."""
+    """The command line for --mpi. Raises UserError where an option asks for something of this
+    machine."""
     if options.mpi not in MPIS:
-        raise UserError(f"--mpi {short(options.mpi)} is not known", _COMMAND_LINE, nearest(options.mpi, MPIS))
+        raise UserError(
+            f"--mpi {short(options.mpi)} is not known", _COMMAND_LINE, nearest(options.mpi, MPIS)
+        )
     if not options.dry_run:
-        fix = f"launch --mpi {options.mpi} --dry-run ...; without --mpi, launch takes the MPI of this machine"
-        raise UserError("--mpi is for another machine: its command line is printed, not run", _COMMAND_LINE, fix)
+        fix = (
+            f"launch --mpi {options.mpi} --dry-run ...; without --mpi, launch takes the MPI of "
+            "this machine"
+        )
+        raise UserError(
+            "--mpi is for another machine: its command line is printed, not run", _COMMAND_LINE, fix
+        )
     of_here = [option for option in ("inside", "slurm") if getattr(options, option)]
     if of_here:
-        raise UserError(f"--{of_here[0]} looks at this machine, --mpi is for another", _COMMAND_LINE, "one of them")
+        raise UserError(
+            f"--{of_here[0]} looks at this machine, --mpi is for another",
+            _COMMAND_LINE,
+            "one of them",
+        )
     hosts = _hosts(options)
     if options.ranks is None and not hosts:
-        raise UserError("how many ranks?", _COMMAND_LINE, f"-np, as in launch -np 8 --mpi {options.mpi} --dry-run; or -H n1:4,n2:4")
+        raise UserError(
+            "how many ranks?",
+            _COMMAND_LINE,
+            f"-np, as in launch -np 8 --mpi {options.mpi} --dry-run; or -H n1:4,n2:4",
+        )
     python = ["python"]
     if options.container is not None:  # apptainer shows it the current folder by itself
         binds = [word for folder in options.bind for word in ("--bind", folder)]
@@ -172,22 +219,34 @@ def _for_another_machine(options: argparse.Namespace, program: Program) -> list[
     return command_for(options.mpi, ranks, hosts, command, options.env, options.oversubscribe)
 
 
-def _with_srun(request: LaunchRequest, library_version: str, environ: Mapping[str, str]) -> list[str]:
+def _with_srun(
+    request: LaunchRequest, library_version: str, environ: Mapping[str, str]
+) -> list[str]:
     srun = shutil.which("srun")
     if srun is None:
         fix = "run it on a SLURM cluster's login node or inside a job; elsewhere without --slurm"
         raise UserError("no srun found", "--slurm, PATH", fix)
     pmi = select_pmi(output_of([srun, "--mpi=list"]), identify_mpi(library_version))
     cores = environ.get("SLURM_CPUS_PER_TASK", "")
-    return srun_command(replace(request, launcher=srun), pmi, int(cores) if cores.isdecimal() else None)
+    return srun_command(
+        replace(request, launcher=srun), pmi, int(cores) if cores.isdecimal() else None
+    )
 
 
-def _with_mpirun_of_image(request: LaunchRequest, container: Sequence[str], options: argparse.Namespace, program: Program) -> list[str]:
+def _with_mpirun_of_image(
+    request: LaunchRequest, container: Sequence[str], options: argparse.Namespace, program: Program
+) -> list[str]:
     """The command line inside the container, on one host."""
     kind = identify_mpi(output_of([*container, "mpirun", "--version"]))
     if kind is None:
-        fix = "an image with a known mpirun on its PATH; or without --inside, with the host's mpirun"
-        raise UserError("the container has no mpirun that hvdtrain knows", f"--inside, {short(options.container)}", fix)
+        fix = (
+            "an image with a known mpirun on its PATH; or without --inside, with the host's mpirun"
+        )
+        raise UserError(
+            "the container has no mpirun that hvdtrain knows",
+            f"--inside, {short(options.container)}",
+            fix,
+        )
     inside = replace(
         request,
         launcher="mpirun",
@@ -207,14 +266,27 @@ def _container_prefix(options: argparse.Namespace) -> list[str]:
             raise UserError(f"{option} needs --container", _COMMAND_LINE, "--container IMAGE")
         return []
     if options.inside and (options.hosts or options.hostfile or options.slurm):
-        what = "the mpirun of the image starts ranks on one host only: it cannot leave the container"
-        raise UserError(what, "--inside with -H, --hostfile or --slurm", "without --inside: the host's launcher starts ranks in containers")
+        what = (
+            "the mpirun of the image starts ranks on one host only: it cannot leave the container"
+        )
+        raise UserError(
+            what,
+            "--inside with -H, --hostfile or --slurm",
+            "without --inside: the host's launcher starts ranks in containers",
+        )
     runtime = shutil.which("apptainer") or shutil.which("singularity")
     if runtime is None:
-        raise UserError("neither apptainer nor singularity found", "--container, PATH", "load the site's module, or install apptainer")
+        raise UserError(
+            "neither apptainer nor singularity found",
+            "--container, PATH",
+            "load the site's module, or install apptainer",
+        )
     image = expand(options.container, "--container").absolute()
     if not image.exists():
-        fix = "the path of a .sif file or of an unpacked image; fetch one first: apptainer pull image.sif docker://..."
+        fix = (
+            "the path of a .sif file or of an unpacked image; fetch one first: apptainer pull "
+            "image.sif docker://..."
+        )
         raise UserError(f"there is no image {image}", "--container", fix)
     folders = [os.getcwd(), *(str(expand(folder, "--bind").absolute()) for folder in options.bind)]
     return container_command(runtime, str(image), folders, nvidia_devices() > 0, ())
@@ -229,13 +301,20 @@ def _hosts(options: argparse.Namespace) -> tuple[Host, ...]:
     if options.hostfile is None:
         return ()
     try:
-        return read_hostfile(read_text(expand(options.hostfile, "--hostfile")).splitlines(), options.hostfile)
+        return read_hostfile(
+            read_text(expand(options.hostfile, "--hostfile")).splitlines(), options.hostfile
+        )
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the hosts: {error}", "--hostfile", "a text file with a host in each line: n1 slots=4") from None
+        raise UserError(
+            f"cannot read the hosts: {error}",
+            "--hostfile",
+            "a text file with a host in each line: n1 slots=4",
+        ) from None
 
 
 def _allocation(options: argparse.Namespace, environ: Mapping[str, str]) -> Allocation | None:
-    """The hosts of the batch job that this process is of, each with a slot for each GPU where the job was submitted without ranks.
+    """The hosts of the batch job that this process is of, each with a slot for each GPU where the
+    job was submitted without ranks.
 
     Raises UserError where they cannot be read.
     """
@@ -245,16 +324,32 @@ def _allocation(options: argparse.Namespace, environ: Mapping[str, str]) -> Allo
     if allocation is None:
         return None
     if options.inside and len(allocation.hosts) > 1 and options.ranks is None:
-        what = f"the mpirun of the image starts ranks on one host only, and this {allocation.system} job has {len(allocation.hosts)}"
-        raise UserError(what, "--inside", "without --inside: the host's launcher starts ranks in containers; or -np 4, for this host")
+        what = (
+            f"the mpirun of the image starts ranks on one host only, and this {allocation.system} "
+            f"job has {len(allocation.hosts)}"
+        )
+        raise UserError(
+            what,
+            "--inside",
+            "without --inside: the host's launcher starts ranks in containers; or -np 4, for this "
+            "host",
+        )
     gpus = visible_gpus(environ)
     if gpus and not allocation.ranks and (allocation.system == "SLURM" or allocation.slots == 1):
-        return allocation._replace(hosts=tuple(host._replace(slots=gpus) for host in allocation.hosts))
+        return allocation._replace(
+            hosts=tuple(host._replace(slots=gpus) for host in allocation.hosts)
+        )
     return allocation
 
 
-def _ranks(options: argparse.Namespace, hosts: Sequence[Host], allocation: Allocation | None, environ: Mapping[str, str]) -> int:
-    """-np, or its default as USAGE says. Raises UserError where it is more than the hosts have slots."""
+def _ranks(
+    options: argparse.Namespace,
+    hosts: Sequence[Host],
+    allocation: Allocation | None,
+    environ: Mapping[str, str],
+) -> int:
+    """-np, or its default as USAGE says. Raises UserError where it is more than the hosts have
+    slots."""
     if options.ranks is None and allocation is not None:
         return allocation.ranks or allocation.slots
     if allocation is not None and len(allocation.hosts) > 1 and not options.inside:
@@ -263,14 +358,22 @@ def _ranks(options: argparse.Namespace, hosts: Sequence[Host], allocation: Alloc
     if options.ranks is None:
         return slots or visible_gpus(environ) or 1
     if not re.fullmatch("[1-9][0-9]{0,6}", options.ranks):
-        raise UserError(f"-np {short(options.ranks)} is no number of ranks", _COMMAND_LINE, "1 or more, as in -np 8")
+        raise UserError(
+            f"-np {short(options.ranks)} is no number of ranks",
+            _COMMAND_LINE,
+            "1 or more, as in -np 8",
+        )
     ranks = int(options.ranks)
     if hosts and ranks > slots and not options.oversubscribe:
         given = ",".join(f"{host.name}:{host.slots}" for host in hosts)
-        enough = ",".join(f"{host.name}:{-(-ranks * host.slots // slots)}" for host in hosts)  # in proportion, rounded up
+        enough = ",".join(
+            f"{host.name}:{-(-ranks * host.slots // slots)}" for host in hosts
+        )  # in proportion, rounded up
         fix = f"-np {slots}; or more slots, as in -H {short(enough)}; or --oversubscribe"
         raise UserError(
-            f"{ranks} ranks, but the hosts have {slots} slot{'s' if slots > 1 else ''}", f"-np {ranks}, hosts {short(given)}", fix
+            f"{ranks} ranks, but the hosts have {slots} slot{'s' if slots > 1 else ''}",
+            f"-np {ranks}, hosts {short(given)}",
+            fix,
         )
     return ranks
 

@@ -31,10 +31,18 @@ hvdtrain launch --elastic ... -- script.py [run=DIR] [arguments]
   --patience 10m      how long to wait for --min; then it ends with exit code 84
   --every 5           seconds between two looks at the offered hosts
   --answer 20         seconds after which a host where mpirun cannot start `echo` counts as lost; less where others
-                      answer in less than a fifth of that"""
+                      answer in less than a fifth of that"""  # noqa: E501
 _WHERE = "command line of launch --elastic"
-_OWN = ("min", "max", "hosts_from", "patience", "every", "answer")  # options that --elastic alone has
-# Open MPI 5 notices a lost host after time + probes x intvl seconds; without these after 8 minutes, or when TCP does.
+_OWN = (
+    "min",
+    "max",
+    "hosts_from",
+    "patience",
+    "every",
+    "answer",
+)  # options that --elastic alone has
+# Open MPI 5 notices a lost host after time + probes x intvl seconds; without these after 8 minutes,
+# or when TCP does.
 _KEEPALIVE = {"time": "3", "intvl": "1", "probes": "2"}
 
 
@@ -48,7 +56,11 @@ def refuse_without_elastic(options: Namespace) -> None:
     """Raises UserError for an option that only --elastic has."""
     for name in _OWN:
         if getattr(options, name) is not None:
-            raise UserError(f"--{name.replace('_', '-')} needs --elastic", "command line of launch", "launch --elastic ... -- run=DIR ...")
+            raise UserError(
+                f"--{name.replace('_', '-')} needs --elastic",
+                "command line of launch",
+                "launch --elastic ... -- run=DIR ...",
+            )
 
 
 def launch_elastic(
@@ -61,18 +73,24 @@ def launch_elastic(
 ) -> int:
     """Runs a supervisor; returns the exit code.
 
-    command: launch's line for options with hosts and ranks. find: this machine's mpirun. slots_here: ranks where no hosts are named,
-    and allocation is None: those of the batch job are taken otherwise.
-    Raises UserError.
+    command: launch's line for options with hosts and ranks. find: this machine's mpirun.
+    slots_here: ranks where no hosts are named, and allocation is None: those of the batch job are
+    taken otherwise. Raises UserError.
     """
     _refuse_others(options)
     run = _run_folder(program)
     limits = _limits(options)
-    offer = hosts.fixed(allocation.hosts) if allocation else _offer(options, limits.most or slots_here)
+    offer = (
+        hosts.fixed(allocation.hosts) if allocation else _offer(options, limits.most or slots_here)
+    )
     if options.dry_run:
         chosen = choose(offer.read(), limits.most)
         if not chosen:
-            raise UserError("no host is offered now", _WHERE, "a host in the list, as n1:4; without --dry-run launch waits for one")
+            raise UserError(
+                "no host is offered now",
+                _WHERE,
+                "a host in the list, as n1:4; without --dry-run launch waits for one",
+            )
         print(shlex.join(command(_with_hosts(options, offer, chosen))))
         return DONE
     for key, value in _KEEPALIVE.items():
@@ -80,7 +98,9 @@ def launch_elastic(
     launcher = find()
 
     def probe(name: str) -> list[str]:
-        request = LaunchRequest(launcher.path, 1, PROGRAM, (Host(name, 1),), as_root=os.geteuid() == 0)
+        request = LaunchRequest(
+            launcher.path, 1, PROGRAM, (Host(name, 1),), as_root=os.geteuid() == 0
+        )
         return mpirun_command(launcher.kind, request)
 
     def start(hosts: Sequence[Host]) -> LauncherRun:
@@ -90,14 +110,25 @@ def launch_elastic(
 
 
 def _refuse_others(options: Namespace) -> None:
-    for name, option in {"ranks": "-np", "mpi": "--mpi", "slurm": "--slurm", "inside": "--inside"}.items():
+    for name, option in {
+        "ranks": "-np",
+        "mpi": "--mpi",
+        "slurm": "--slurm",
+        "inside": "--inside",
+    }.items():
         if getattr(options, name):
-            fix = {"ranks": f"--max {short(options.ranks)}", "slurm": "without --slurm: mpirun starts the ranks in the allocation"}
-            raise UserError(f"{option} does not go with --elastic", _WHERE, fix.get(name, f"without {option}"))
+            fix = {
+                "ranks": f"--max {short(options.ranks)}",
+                "slurm": "without --slurm: mpirun starts the ranks in the allocation",
+            }
+            raise UserError(
+                f"{option} does not go with --elastic", _WHERE, fix.get(name, f"without {option}")
+            )
 
 
 def _run_folder(program: Program) -> Path | None:
-    """The run folder in the job's arguments; None of a script without one. Raises UserError where the job would not go on in it."""
+    """The run folder in the job's arguments; None of a script without one. Raises UserError where
+    the job would not go on in it."""
     job = program.words
     if program.is_job and job and job[0] == "check":
         raise UserError("check runs once", _WHERE, "launch ... -- check without --elastic")
@@ -106,9 +137,15 @@ def _run_folder(program: Program) -> Path | None:
         if not program.is_job:
             return None
         fix = "launch --elastic ... -- run=DIR ..., a folder that the first host sees"
-        raise UserError("the job needs a run folder, where each start goes on", f"{_WHERE}, after --", fix)
+        raise UserError(
+            "the job needs a run folder, where each start goes on", f"{_WHERE}, after --", fix
+        )
     if value_of(job, "resume") == "no":
-        raise UserError("with resume=no each start would begin anew", f"{_WHERE}, after --", "without it: run=DIR goes on")
+        raise UserError(
+            "with resume=no each start would begin anew",
+            f"{_WHERE}, after --",
+            "without it: run=DIR goes on",
+        )
     return expand(f"{run}", "run")
 
 
@@ -127,15 +164,21 @@ def _count(value: str | None, option: str) -> int | None:
     if value is None:
         return None
     if not (value.isdecimal() and 0 < int(value) < 10**7):
-        raise UserError(f"{option} {short(value)} is no number of ranks", _WHERE, f"1 or more, as in {option} 8")
+        raise UserError(
+            f"{option} {short(value)} is no number of ranks", _WHERE, f"1 or more, as in {option} 8"
+        )
     return int(value)
 
 
 def _offer(options: Namespace, slots_here: int) -> Offer:
     """Raises UserError where more than one option names hosts."""
-    named = [name for name in ("hosts", "hostfile", "hosts_from") if getattr(options, name) is not None]
+    named = [
+        name for name in ("hosts", "hostfile", "hosts_from") if getattr(options, name) is not None
+    ]
     if len(named) > 1:
-        raise UserError("more than one option names hosts", _WHERE, "one of -H, --hostfile and --hosts-from")
+        raise UserError(
+            "more than one option names hosts", _WHERE, "one of -H, --hostfile and --hosts-from"
+        )
     if options.hosts is not None:
         return hosts.fixed(read_hosts(options.hosts))
     if options.hostfile is not None:

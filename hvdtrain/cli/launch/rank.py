@@ -1,4 +1,5 @@
-"""python -m hvdtrain.cli.launch.rank [--plain] [--logs DIR] ... script|module|program WORD ...: one rank of `launch -- train.py`."""
+"""python -m hvdtrain.cli.launch.rank [--plain] [--logs DIR] ... script|module|program WORD ...: one
+rank of `launch -- train.py`."""
 
 from __future__ import annotations
 
@@ -26,13 +27,22 @@ from hvdtrain.core.ends_with_parent import end_with_parent
 from hvdtrain.core.folder import NO_LINKS, Folder, WrongKind
 from hvdtrain.core.process import exit_now, flush_output, print_stderr
 from hvdtrain.errors import LOST, USER, UserError, exit_code_of, short
-from hvdtrain.training.failure import ECHO_S, abort_every_rank, end_every_rank, report_crashes, wait_for_the_report_of_another
+from hvdtrain.training.failure import (
+    ECHO_S,
+    abort_every_rank,
+    end_every_rank,
+    report_crashes,
+    wait_for_the_report_of_another,
+)
 
 # ranks that fail at the same moment report one after the other: the first one ends the others
 APART_S = 0.25
 APART_RANKS = 8
-CONSEQUENCE_S = 4.0  # what a lost connection, or a request to stop, raises waits for the rank that was the cause
-LEAVE_S = 10  # for a rank that ends with an exit code: MPI waits at the end for ranks that may never come
+# what a lost connection, or a request to stop, raises waits for the rank that was the cause
+CONSEQUENCE_S = 4.0
+LEAVE_S = (
+    10  # for a rank that ends with an exit code: MPI waits at the end for ranks that may never come
+)
 _LAUNCHER = str(Path(__file__).parents[0])
 Tell = Callable[[int], None]
 
@@ -42,7 +52,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="hvdtrain.cli.launch.rank", allow_abbrev=False)
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--logs")
-    parser.add_argument("--hosts", help="n1:4,n2:4, the ranks of each host, where there are several")
+    parser.add_argument(
+        "--hosts", help="n1:4,n2:4, the ranks of each host, where there are several"
+    )
     parser.add_argument("--port", help="of MASTER_PORT, where the environment has none")
     parser.add_argument("kind", choices=("script", "module", "program"))
     parser.add_argument("words", nargs=argparse.REMAINDER)
@@ -57,11 +69,16 @@ def main() -> int:
         return error.code
     tag = b"" if options.plain else f"[{rank}] ".encode()
     run = {"script": run_script, "module": run_module, "program": run_program}[options.kind]
-    return Watched(lambda tell: run(options.words, rank, tell), prints_calls=options.kind != "program").run(tag, log)
+    return Watched(
+        lambda tell: run(options.words, rank, tell), prints_calls=options.kind != "program"
+    ).run(tag, log)
 
 
-def set_torch_variables(place: Placement, environ: MutableMapping[str, str], hosts: str | None, port: str | None) -> None:
-    """Sets what torchrun sets, so that torch.distributed starts; MASTER_ADDR and MASTER_PORT stay as the user has set them.
+def set_torch_variables(
+    place: Placement, environ: MutableMapping[str, str], hosts: str | None, port: str | None
+) -> None:
+    """Sets what torchrun sets, so that torch.distributed starts; MASTER_ADDR and MASTER_PORT stay
+    as the user has set them.
 
     Raises UserError where another one is set to something else.
     """
@@ -70,8 +87,13 @@ def set_torch_variables(place: Placement, environ: MutableMapping[str, str], hos
     wanted = torchrun_variables(place, _node(place, shares, environ))
     for key, value in wanted.items():
         if environ.get(key, value) != value:
-            what = f"{key}={short(environ[key])} is set, but this is rank {place.rank} of {place.size}, whose {key} is {value}"
-            raise UserError(what, f"the environment; the launcher is {place.launcher}", f"unset {key}")
+            what = (
+                f"{key}={short(environ[key])} is set, but this is rank {place.rank} of "
+                f"{place.size}, whose {key} is {value}"
+            )
+            raise UserError(
+                what, f"the environment; the launcher is {place.launcher}", f"unset {key}"
+            )
     environ.update(wanted, **{BY_LAUNCH: "1"})
     if place.local_size == place.size:
         environ.setdefault("MASTER_ADDR", LOOPBACK)
@@ -81,8 +103,11 @@ def set_torch_variables(place: Placement, environ: MutableMapping[str, str], hos
         environ.setdefault("MASTER_PORT", port)
 
 
-def _node(place: Placement, shares: Sequence[Host], environ: Mapping[str, str]) -> tuple[int, int] | None:
-    """The number of this host and how many there are; None where they are not known, or ranks do not fill the hosts one after the other."""
+def _node(
+    place: Placement, shares: Sequence[Host], environ: Mapping[str, str]
+) -> tuple[int, int] | None:
+    """The number of this host and how many there are; None where they are not known, or ranks do
+    not fill the hosts one after the other."""
     if place.local_size == place.size:
         return 0, 1
     if "SLURM_NODEID" in environ and place.launcher == SRUN.name:
@@ -96,7 +121,8 @@ def _node(place: Placement, shares: Sequence[Host], environ: Mapping[str, str]) 
 
 
 class StopRequest(EarlySignals):
-    """SIGUSR2, which `launch` sends for Ctrl-C: a script without a handler of its own gets the KeyboardInterrupt that is usual."""
+    """SIGUSR2, which `launch` sends for Ctrl-C: a script without a handler of its own gets the
+    KeyboardInterrupt that is usual."""
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         super().__call__(number, frame)
@@ -117,19 +143,24 @@ def run_module(words: Sequence[str], rank: int, tell: Tell) -> int:
 
 
 def run_program(words: Sequence[str], rank: int, tell: Tell) -> int:
-    """Runs the program WORDS. Python in it does not keep lines back, unless the environment says something else."""
+    """Runs the program WORDS. Python in it does not keep lines back, unless the environment says
+    something else."""
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     try:
         os.execvp(words[0], list(words))
     except OSError as error:
-        print(f"hvdtrain launch: rank {rank} cannot run {words[0]}: {error.strerror}", file=sys.stderr)
+        print(
+            f"hvdtrain launch: rank {rank} cannot run {words[0]}: {error.strerror}", file=sys.stderr
+        )
         return USER
 
 
 def _run(code: Callable[[], object], rank: int, tell: Tell) -> int:
     report_crashes()
     signal.signal(signal.SIGUSR2, StopRequest())
-    faulthandler.register(CALLS, all_threads=False)  # in C: where MPI waits, no handler of Python runs
+    faulthandler.register(
+        CALLS, all_threads=False
+    )  # in C: where MPI waits, no handler of Python runs
     try:
         code()
     except SystemExit as ending:
@@ -140,7 +171,9 @@ def _run(code: Callable[[], object], rank: int, tell: Tell) -> int:
         error.__traceback__ = _own_part(error.__traceback__)
         echo_s = APART_S * min(rank, APART_RANKS)
         echo_s += CONSEQUENCE_S if exit_code_of(error) == LOST else ECHO_S if rank else 0.0
-        if sys.excepthook is not sys.__excepthook__:  # the script's own, or that of its open hvdtrain.init()
+        if (
+            sys.excepthook is not sys.__excepthook__
+        ):  # the script's own, or that of its open hvdtrain.init()
             time.sleep(echo_s)
             wait_for_the_report_of_another()
             sys.excepthook(type(error), error, error.__traceback__)
@@ -148,13 +181,16 @@ def _run(code: Callable[[], object], rank: int, tell: Tell) -> int:
             exit_now(exit_code_of(error))
         exit_now(end_every_rank(error, None, "script", echo_s=echo_s))
     finally:
-        faulthandler.unregister(CALLS)  # the end of Python does so anyway, before that of MPI, which may wait
+        faulthandler.unregister(
+            CALLS
+        )  # the end of Python does so anyway, before that of MPI, which may wait
         signal.signal(CALLS, signal.SIG_IGN)
     return 0
 
 
 def _leave(code: object, tell: Tell) -> int:
-    """The exit code that the script asked for. Whoever waits for other ranks after that is ended by an alarm."""
+    """The exit code that the script asked for. Whoever waits for other ranks after that is ended by
+    an alarm."""
     if code is None or code == 0:
         return 0
     if not isinstance(code, int):
@@ -174,9 +210,19 @@ def _own_part(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-# A launcher sends them to this process alone: the child is in a session of its own, so that it gets none of them twice.
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
-CALLS = signal.SIGRTMIN + 5  # asks a child that listens for it to print its calls on its standard error
+# A launcher sends them to this process alone: the child is in a session of its own, so that it gets
+# none of them twice.
+FORWARDED = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGCONT,
+)
+CALLS = (
+    signal.SIGRTMIN + 5
+)  # asks a child that listens for it to print its calls on its standard error
 SLOW_S = 3.0  # after a request to stop the child is asked for its calls: it may hang in one
 IDLE_S = 0.5  # after which the beginning of a line is passed on without its end
 DRAIN_S = 2.0  # after the child's end, for output of processes that it has left
@@ -186,7 +232,8 @@ _STDERR = 2
 
 
 def log_of(folder: str | None, rank: int) -> io.FileIO | None:
-    """The rank's file in the folder, which is made on its host, opened to write at its end. Raises UserError."""
+    """The rank's file in the folder, which is made on its host, opened to write at its end. Raises
+    UserError."""
     if folder is None:
         return None
     name = f"rank-{rank}.log"
@@ -196,16 +243,23 @@ def log_of(folder: str | None, rank: int) -> io.FileIO | None:
     except WrongKind as error:
         raise UserError(f"{name} is {error.strerror}", f"--logs {folder}", NO_LINKS) from None
     except OSError as error:
-        raise UserError(f"cannot write {name}: {error.strerror}", f"--logs {folder}", "a folder that each host may write to") from None
+        raise UserError(
+            f"cannot write {name}: {error.strerror}",
+            f"--logs {folder}",
+            "a folder that each host may write to",
+        ) from None
 
 
 class Watched:
-    """target: called in the child with a function that tells this process the exit code that the child means to end with; it returns it.
+    """target: called in the child with a function that tells this process the exit code that the
+    child means to end with; it returns it.
 
     prints_calls: whether the child listens for CALLS.
     """
 
-    def __init__(self, target: Callable[[Callable[[int], None]], int], *, prints_calls: bool = False) -> None:
+    def __init__(
+        self, target: Callable[[Callable[[int], None]], int], *, prints_calls: bool = False
+    ) -> None:
         self._target = target
         self._prints_calls = prints_calls
         self._tag = b""
@@ -216,16 +270,21 @@ class Watched:
     def run(self, tag: bytes, log: io.FileIO | None) -> int:
         """Runs the child to its end; returns its exit code, 128 + signal where one ended it.
 
-        tag: before each line; log: for the bytes as they are. Call it before there are other threads.
+        tag: before each line; log: for the bytes as they are. Call it before there are other
+        threads.
         """
         self._tag = tag
         output = os.pipe()
         errors = os.pipe()
         word = os.pipe()
-        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until both processes know what to do with them
+        signal.pthread_sigmask(
+            signal.SIG_BLOCK, FORWARDED
+        )  # until both processes know what to do with them
         former = {number: signal.getsignal(number) for number in FORWARDED}
         for number, handler in former.items():
-            if handler is not signal.SIG_IGN:  # the parent process set it so, as nohup does with SIGHUP
+            if (
+                handler is not signal.SIG_IGN
+            ):  # the parent process set it so, as nohup does with SIGHUP
                 signal.signal(number, self._forward)
         ours = os.getpid()
         self._child = os.fork()
@@ -236,7 +295,9 @@ class Watched:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         for _, of_the_child in (output, errors, word):
             os.close(of_the_child)
-        _Streams({output[0]: (_STDOUT, TaggedLines(tag)), errors[0]: (_STDERR, TaggedLines(tag))}, log).pass_on(self._has_ended)
+        _Streams(
+            {output[0]: (_STDOUT, TaggedLines(tag)), errors[0]: (_STDERR, TaggedLines(tag))}, log
+        ).pass_on(self._has_ended)
         told = os.read(word[0], 16)
         code = os.waitstatus_to_exitcode(self._status)
         if code == -signal.SIGALRM and told:  # it meant to end, and hung
@@ -256,9 +317,18 @@ class Watched:
             pid, self._status = os.waitpid(self._child, os.WNOHANG)
             if pid:
                 self._child = 0
-        if self._child and self._prints_calls and self._asked_s is not None and time.monotonic() - self._asked_s > SLOW_S:
+        if (
+            self._child
+            and self._prints_calls
+            and self._asked_s is not None
+            and time.monotonic() - self._asked_s > SLOW_S
+        ):
             self._asked_s = math.inf  # once
-            _write(_STDERR, self._tag + f"hvdtrain launch: not ended {SLOW_S:g} s after the request to stop\n".encode())
+            _write(
+                _STDERR,
+                self._tag
+                + f"hvdtrain launch: not ended {SLOW_S:g} s after the request to stop\n".encode(),
+            )
             os.kill(self._child, CALLS)
         return not self._child
 
@@ -310,7 +380,9 @@ class _Streams:
             try:
                 self._log.write(data)
             except OSError as error:
-                print_stderr(f"hvdtrain launch: the log file of this rank ends here: {error.strerror}")
+                print_stderr(
+                    f"hvdtrain launch: the log file of this rank ends here: {error.strerror}"
+                )
                 self._log = None
 
 
@@ -325,7 +397,8 @@ LONGEST = 2**16  # bytes of a line that are kept until its end comes
 
 
 class TaggedLines:
-    """Tags the lines of one stream. Progress bars, whose lines end with a carriage return, get the tag each time."""
+    """Tags the lines of one stream. Progress bars, whose lines end with a carriage return, get the
+    tag each time."""
 
     def __init__(self, tag: bytes) -> None:
         self._tag = tag
@@ -351,7 +424,8 @@ class TaggedLines:
         return self._tagged(rest) if rest else b""
 
     def end(self) -> bytes:
-        """The rest, tagged, where nothing follows: it gets the end that it lacks, so that no other rank's line goes on in it."""
+        """The rest, tagged, where nothing follows: it gets the end that it lacks, so that no other
+        rank's line goes on in it."""
         rest = self.flush() + b"\n" * self._is_within
         self._is_within = False
         return rest

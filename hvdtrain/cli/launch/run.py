@@ -1,4 +1,5 @@
-"""Ranks as children of this process: a launcher, which the terminal's signals do not reach, and spawn(), without MPI or SLURM."""
+"""Ranks as children of this process: a launcher, which the terminal's signals do not reach, and
+spawn(), without MPI or SLURM."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from typing import NamedTuple
 
 from hvdtrain.cli.launch.launchers import visible_gpus
 from hvdtrain.comm.placement import Placement, torchrun_variables
-from hvdtrain.comm.rendezvous import LOOPBACK, SECRET, free_port, new_secret, parse_address, secret_of
+from hvdtrain.comm.rendezvous import (
+    LOOPBACK,
+    SECRET,
+    free_port,
+    new_secret,
+    parse_address,
+    secret_of,
+)
 from hvdtrain.core.early_signals import EarlySignals
 from hvdtrain.core.process import print_stderr, start_child
 from hvdtrain.errors import REQUEUE, UserError
@@ -24,9 +32,11 @@ ECHO_S = 1.0  # a repetition within this time is the same signal
 
 
 class LauncherRun:
-    """One launcher, from its start to its end: Ctrl-C stops the job with a checkpoint, again it kills.
+    """One launcher, from its start to its end: Ctrl-C stops the job with a checkpoint, again it
+    kills.
 
-    is_job: its ranks run hvdtrain, which saves a checkpoint when it is asked to stop; a script may do something else.
+    is_job: its ranks run hvdtrain, which saves a checkpoint when it is asked to stop; a script may
+    do something else.
     """
 
     def __init__(self, command: Sequence[str], *, is_job: bool = True) -> None:
@@ -48,12 +58,14 @@ class LauncherRun:
         self._send(signal.SIGUSR2)
 
     def kill(self) -> None:
-        """Ends the launcher; called again it does not leave that to the launcher. Its ranks have ended."""
+        """Ends the launcher; called again it does not leave that to the launcher. Its ranks have
+        ended."""
         self._send(signal.SIGKILL if self._is_terminated else signal.SIGTERM)
         self._is_terminated = True
 
     def run(self, look: Callable[[], None] | None = None, look_s: float = 1.0) -> int:
-        """Returns the exit code of the launcher; 75 where a job was stopped before its ranks could listen.
+        """Returns the exit code of the launcher; 75 where a job was stopped before its ranks could
+        listen.
 
         look: called every look_s seconds while the launcher runs.
         """
@@ -62,9 +74,12 @@ class LauncherRun:
             for number, handler in former.items():
                 if isinstance(handler, EarlySignals) and handler.received:
                     self._stopped_s = time.monotonic()
-                if handler is not signal.SIG_IGN:  # the parent process set it so, as nohup does with SIGHUP
+                if (
+                    handler is not signal.SIG_IGN
+                ):  # the parent process set it so, as nohup does with SIGHUP
                     signal.signal(number, self._stop)
-            # In a session of its own no signal of the terminal reaches the launcher, which would kill the ranks within half a second.
+            # In a session of its own no signal of the terminal reaches the launcher, which would
+            # kill the ranks within half a second.
             self._child = start_child(self._command, os.environ, signal.SIGTERM, new_session=True)
             if self._stopped_s is not None:  # before there was a child
                 self._child.send_signal(signal.SIGUSR2)
@@ -74,7 +89,9 @@ class LauncherRun:
                 signal.signal(number, handler)
 
     @staticmethod
-    def _wait(child: subprocess.Popen[bytes], look: Callable[[], None] | None, look_s: float) -> int:
+    def _wait(
+        child: subprocess.Popen[bytes], look: Callable[[], None] | None, look_s: float
+    ) -> int:
         if look is None:
             return child.wait()
         while True:
@@ -88,7 +105,10 @@ class LauncherRun:
             self._stopped_s = time.monotonic()
             if not self._asked:  # a second request would kill the ranks
                 self._send(signal.SIGUSR2)
-            print_stderr(f"hvdtrain launch: stopping{' at the next sync point' * self._is_job}; again to kill")
+            print_stderr(
+                f"hvdtrain launch: stopping{' at the next sync point' * self._is_job}; again to "
+                "kill"
+            )
         elif time.monotonic() - self._stopped_s > ECHO_S:
             self._send(signal.SIGKILL if self._killed else signal.SIGTERM)
             self._killed = number
@@ -101,12 +121,15 @@ class LauncherRun:
         if self._killed:
             return 128 + self._killed
         code = status if status >= 0 else 128 - status
-        was_starting = code == 128 + signal.SIGUSR2  # it has ended the launcher, or a rank whose Python was not running yet
+        was_starting = (
+            code == 128 + signal.SIGUSR2
+        )  # it has ended the launcher, or a rank whose Python was not running yet
         return REQUEUE if self._stopped_s is not None and was_starting and self._is_job else code
 
 
 OPTIONS = ("--num-nodes", "--node-id", "--num-gpus")
-GRACE_S = 15.0  # after the first failure of a rank: the other ranks report their errors, then they are killed
+# after the first failure of a rank: the other ranks report their errors, then they are killed
+GRACE_S = 15.0
 POLL_S = 0.05
 _EXAMPLE = "hvdtrain --num-nodes 2 --node-id 0 --num-gpus 4 comm.address=n1:29500"
 
@@ -119,28 +142,43 @@ class NodeOptions(NamedTuple):
     processes: int  # of each node: --num-gpus
 
     def environments(self, address: str) -> list[dict[str, str]]:
-        """Variables for each process of this node, under torchrun's names; `address`: host:port of rank 0."""
+        """Variables for each process of this node, under torchrun's names; `address`: host:port of
+        rank 0."""
         host, port = parse_address(address)
         address_of_rank_0 = {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
         size = self.num_nodes * self.processes
         first_rank = self.node_id * self.processes
-        places = [Placement(first_rank + local, size, local, self.processes, "torchrun") for local in range(self.processes)]
-        return [torchrun_variables(place, (self.node_id, self.num_nodes)) | address_of_rank_0 for place in places]
+        places = [
+            Placement(first_rank + local, size, local, self.processes, "torchrun")
+            for local in range(self.processes)
+        ]
+        return [
+            torchrun_variables(place, (self.node_id, self.num_nodes)) | address_of_rank_0
+            for place in places
+        ]
 
 
 def spawn(arguments: Sequence[str]) -> int:
-    """Starts the ranks of this node (torchdist): `--num-nodes N --node-id I --num-gpus G`, given on each host, starts G processes there.
+    """Starts the ranks of this node (torchdist): `--num-nodes N --node-id I --num-gpus G`, given on
+    each host, starts G processes there.
 
     Waits for them; returns the exit code of the first that fails, else 0. Raises UserError.
     """
     options, job = parse_node_options(arguments)
     if "RANK" in os.environ:
         fix = "either a launcher, or these options"
-        raise UserError("this process was started by a launcher: RANK is set", ", ".join(OPTIONS), fix)
+        raise UserError(
+            "this process was started by a launcher: RANK is set", ", ".join(OPTIONS), fix
+        )
     environments = options.environments(_address(options, job))
     command = [sys.executable, "-m", "hvdtrain", *job]
-    secret = secret_of(os.environ) or (new_secret() if options.num_nodes == 1 else "")  # other hosts would have another one
-    children = [start_child(command, {**os.environ, **variables, SECRET: secret}, signal.SIGKILL) for variables in environments]
+    secret = secret_of(os.environ) or (
+        new_secret() if options.num_nodes == 1 else ""
+    )  # other hosts would have another one
+    children = [
+        start_child(command, {**os.environ, **variables, SECRET: secret}, signal.SIGKILL)
+        for variables in environments
+    ]
 
     def forward(number: int, frame: FrameType | None) -> None:
         for child in children:
@@ -156,7 +194,8 @@ def spawn(arguments: Sequence[str]) -> int:
 
 
 def parse_node_options(arguments: Sequence[str]) -> tuple[NodeOptions, list[str]]:
-    """The options of OPTIONS, and the other arguments, which belong to the job. Raises UserError."""
+    """The options of OPTIONS, and the other arguments, which belong to the job. Raises
+    UserError."""
     values = {"--num-nodes": 1, "--node-id": 0, "--num-gpus": max(1, visible_gpus(os.environ))}
     job: list[str] = []
     left = list(arguments)
@@ -173,14 +212,24 @@ def parse_node_options(arguments: Sequence[str]) -> tuple[NodeOptions, list[str]
         values[option] = int(value)
     options = NodeOptions(values["--num-nodes"], values["--node-id"], values["--num-gpus"])
     if options.num_nodes < 1 or options.processes < 1 or options.node_id >= options.num_nodes:
-        what = f"impossible: node {options.node_id} of {options.num_nodes} with {options.processes} processes"
-        raise UserError(what, "command line", f"--node-id from 0 to --num-nodes - 1, --num-gpus of at least 1: {_EXAMPLE}")
+        what = (
+            f"impossible: node {options.node_id} of {options.num_nodes} with {options.processes} "
+            "processes"
+        )
+        raise UserError(
+            what,
+            "command line",
+            f"--node-id from 0 to --num-nodes - 1, --num-gpus of at least 1: {_EXAMPLE}",
+        )
     return options, job
 
 
 def _address(options: NodeOptions, job: Sequence[str]) -> str:
-    """comm.address of the job's arguments; on a single node without one a free port of this host."""
-    addresses = [argument.partition("=")[2] for argument in job if argument.startswith("comm.address=")]
+    """comm.address of the job's arguments; on a single node without one a free port of this
+    host."""
+    addresses = [
+        argument.partition("=")[2] for argument in job if argument.startswith("comm.address=")
+    ]
     if addresses:
         return addresses[-1]
     if options.num_nodes > 1:
@@ -190,7 +239,8 @@ def _address(options: NodeOptions, job: Sequence[str]) -> str:
 
 
 def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
-    """The exit code of the first child that fails, 128 + signal where a signal ended it. The others are killed after GRACE_S."""
+    """The exit code of the first child that fails, 128 + signal where a signal ended it. The others
+    are killed after GRACE_S."""
     failure = 0
     failed_s = 0.0
     while any(child.poll() is None for child in children):

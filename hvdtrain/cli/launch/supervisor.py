@@ -1,4 +1,5 @@
-"""Starts ranks, sees how they end, and starts them again on the hosts that are there: one supervisor for one job."""
+"""Starts ranks, sees how they end, and starts them again on the hosts that are there: one
+supervisor for one job."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ from hvdtrain.events.log import CLOSE_S
 
 LOOK_S = 0.2  # between two looks at what goes on
 LEFT_OUT = 3  # looks at the offered hosts, for which a host is left out after its first failure
-# For a launcher to end after the job's last word, beside what sinks may take: mpirun with ULFM may hang where a rank is lost meanwhile.
+# For a launcher to end after the job's last word, beside what sinks may take: mpirun with ULFM may
+# hang where a rank is lost meanwhile.
 OVER_S = 30.0 + CLOSE_S
 SETTLED = 2  # looks at the offered hosts while a job trains, before its hosts are changed
 
@@ -49,7 +51,8 @@ class Limits(NamedTuple):
 
 
 class Supervisor:
-    """run: the job's folder, None of a script that has none, whose exit code counts; launcher: for hosts with their ranks.
+    """run: the job's folder, None of a script that has none, whose exit code counts; launcher: for
+    hosts with their ranks.
 
     probe: the launcher's line that runs PROGRAM of hosts.py on a host.
     """
@@ -76,7 +79,8 @@ class Supervisor:
         self._offer_error = self._probe_error = ""
 
     def run(self) -> int:
-        """Returns the exit code: the job's, or 84 where fewer hosts than it needs are left. Raises UserError from the first offer."""
+        """Returns the exit code: the job's, or 84 where fewer hosts than it needs are left. Raises
+        UserError from the first offer."""
         former = {number: signal.getsignal(number) for number in STOPPING}
         for number, handler in former.items():
             if isinstance(handler, EarlySignals):
@@ -84,7 +88,9 @@ class Supervisor:
             if handler is not signal.SIG_IGN:
                 signal.signal(number, self._signals)
         try:
-            self._book.offer(self._offer.read())  # an offer that cannot be read at first is a mistake
+            self._book.offer(
+                self._offer.read()
+            )  # an offer that cannot be read at first is a mistake
             while True:
                 hosts = self._wait_for_hosts()
                 if self._signals.received:
@@ -111,12 +117,23 @@ class Supervisor:
                 if slots_of(hosts) >= self._limits.least:
                     return hosts
                 if time.monotonic() - since_s > self._limits.patience_s:
-                    text = f"{slots_of(hosts)} slots for {self._limits.patience_s:g} s, at least {self._limits.least} are needed: given up"
-                    self._record.add("given_up", f"{text}, exit code {LOST}; the same command resumes the job", code=LOST)
+                    text = (
+                        f"{slots_of(hosts)} slots for {self._limits.patience_s:g} s, at least "
+                        f"{self._limits.least} are needed: given up"
+                    )
+                    self._record.add(
+                        "given_up",
+                        f"{text}, exit code {LOST}; the same command resumes the job",
+                        code=LOST,
+                    )
                     return ()
                 if not told:
                     short = f"{slots_of(hosts)} slots, at least {self._limits.least} are needed"
-                    self._record.add("waits", f"{short}: waits for up to {self._limits.patience_s:g} s", slots=slots_of(hosts))
+                    self._record.add(
+                        "waits",
+                        f"{short}: waits for up to {self._limits.patience_s:g} s",
+                        slots=slots_of(hosts),
+                    )
                 told = True
             time.sleep(LOOK_S)
         return ()
@@ -138,11 +155,18 @@ class Supervisor:
                 self._book.answered(name)
             else:
                 pause_s = self._book.failed(name, now_s)
-                self._record.add("host_lost", f"{name} does not answer: left out for {pause_s:g} s", host=name, left_out_s=pause_s)
+                self._record.add(
+                    "host_lost",
+                    f"{name} does not answer: left out for {pause_s:g} s",
+                    host=name,
+                    left_out_s=pause_s,
+                )
         if self._probes.error != self._probe_error:
             self._probe_error = self._probes.error
             if self._probe_error:
-                self._record.add("warning", f"no host can be asked whether it answers: {self._probe_error}")
+                self._record.add(
+                    "warning", f"no host can be asked whether it answers: {self._probe_error}"
+                )
 
     def _read_offer(self) -> None:
         """Where it cannot be read, that is said once, and the last one stays."""
@@ -151,23 +175,33 @@ class Supervisor:
             self._offer_error = ""
         except UserError as error:
             if error.what != self._offer_error:
-                self._record.add("warning", f"the hosts are those of before: {error.what} ({error.where})")
+                self._record.add(
+                    "warning", f"the hosts are those of before: {error.what} ({error.where})"
+                )
             self._offer_error = error.what
 
     def _start(self, hosts: tuple[Host, ...]) -> int | None:
-        """One start of the ranks, to its end; returns the exit code where the job is not started again."""
+        """One start of the ranks, to its end; returns the exit code where the job is not started
+        again."""
         self._starts += 1
         self._job.begin()
         began_s = time.monotonic()
         launcher = self._launcher(hosts)
         start = _Start(hosts, launcher)
         ranks = slots_of(hosts)
-        self._record.add("start", f"start {self._starts}: {ranks} ranks on {hosts_text(hosts)}", ranks=ranks, hosts=hosts_field(hosts))
+        self._record.add(
+            "start",
+            f"start {self._starts}: {ranks} ranks on {hosts_text(hosts)}",
+            ranks=ranks,
+            hosts=hosts_field(hosts),
+        )
         code = launcher.run(lambda: self._watch(start), LOOK_S)
         self._job.poll()
         self._book.worked((host.name for host in hosts), time.monotonic() - began_s)
         if start.is_cut_off:
-            code = {"end": DONE, "stop": REQUEUE, "failed": self._job.exit_code}.get(self._job.ending, code)
+            code = {"end": DONE, "stop": REQUEUE, "failed": self._job.exit_code}.get(
+                self._job.ending, code
+            )
         ended = Ended(code, self._job.ending, self._job.step, launcher.stopped, start.asked)
         return self._after(start, ended)
 
@@ -179,39 +213,63 @@ class Supervisor:
         now_s = time.monotonic()
         if self._job.trains and start.trains_since_s is None:
             start.trains_since_s = now_s
-            self._record.add("trains", f"step {self._job.step} on {self._job.ranks} ranks", step=self._job.step, ranks=self._job.ranks)
+            self._record.add(
+                "trains",
+                f"step {self._job.step} on {self._job.ranks} ranks",
+                step=self._job.step,
+                ranks=self._job.ranks,
+            )
         self._see_losses(start, now_s)
         if self._is_over_for_long(start, now_s):
             return
-        if start.asked or start.trains_since_s is None or now_s - start.trains_since_s < SETTLED * self._limits.every_s:
+        if (
+            start.asked
+            or start.trains_since_s is None
+            or now_s - start.trains_since_s < SETTLED * self._limits.every_s
+        ):
             return
         chosen = choose(self._book.usable(), self._limits.most)
-        why = reason_to_change(start.hosts, start.ranks, self._book.offered, chosen, self._limits.least)
+        why = reason_to_change(
+            start.hosts, start.ranks, self._book.offered, chosen, self._limits.least
+        )
         if why:
             start.asked = True
-            self._record.add("change", f"{why}: the job stops at its next sync point, to go on there", step=self._job.step)
+            self._record.add(
+                "change",
+                f"{why}: the job stops at its next sync point, to go on there",
+                step=self._job.step,
+            )
             start.launcher.ask_to_stop()
 
     def _is_over_for_long(self, start: _Start, now_s: float) -> bool:
-        """The job has said its last word, and its launcher has not ended: it is killed, and the word counts."""
+        """The job has said its last word, and its launcher has not ended: it is killed, and the
+        word counts."""
         is_over = bool(self._job.ending) and self._job.step >= 0
         start.over_since_s = (start.over_since_s or now_s) if is_over else None
         if start.over_since_s is None or now_s - start.over_since_s < OVER_S:
             return False
         if not start.is_cut_off:
             start.is_cut_off = True
-            text = f"the job has ended ({self._job.ending}), its launcher has not for {OVER_S:g} s: it is killed"
+            text = (
+                f"the job has ended ({self._job.ending}), its launcher has not for {OVER_S:g} s: "
+                "it is killed"
+            )
             self._record.add("warning", text, step=self._job.step)
         start.launcher.kill()
         return True
 
     def _see_losses(self, start: _Start, now_s: float) -> None:
-        """The job has gone on without some of its ranks (guard.lost=shrink): whether their hosts answer has to be asked anew."""
+        """The job has gone on without some of its ranks (guard.lost=shrink): whether their hosts
+        answer has to be asked anew."""
         before = start.ranks
         start.ranks = self._job.ranks or start.ranks
         if start.ranks < before:
             fields = {"step": self._job.step, "ranks": start.ranks, "lost": before - start.ranks}
-            self._record.add("shrunk", f"{before - start.ranks} of {before} ranks lost, {start.ranks} left", **fields)
+            self._record.add(
+                "shrunk",
+                f"{before - start.ranks} of {before} ranks lost, {start.ranks} left",
+                **fields,
+            )
             if start.trains_since_s is not None:
                 start.trains_since_s = now_s
             self._book.doubt(host.name for host in start.hosts)
@@ -219,7 +277,12 @@ class Supervisor:
     def _after(self, start: _Start, ended: Ended) -> int | None:
         decision = decide(ended)
         if decision.action == "finish":
-            self._record.add("end", f"the job ended with {decision.code}, {at_step(ended.step)}", step=ended.step, code=decision.code)
+            self._record.add(
+                "end",
+                f"the job ended with {decision.code}, {at_step(ended.step)}",
+                step=ended.step,
+                code=decision.code,
+            )
             return decision.code
         return None if decision.action == "change" else self._after_failure(start, ended)
 
@@ -227,7 +290,13 @@ class Supervisor:
         was = f"the launcher ended with {ended.code}, {at_step(ended.step)}"
         lost = self._lost(start.hosts)
         if lost:
-            self._record.add("lost", f"{was}: {', '.join(lost)} lost", step=ended.step, code=ended.code, hosts=lost)
+            self._record.add(
+                "lost",
+                f"{was}: {', '.join(lost)} lost",
+                step=ended.step,
+                code=ended.code,
+                hosts=lost,
+            )
             return None
         if self._signals.received or ended.is_of_a_job_that_was_over:
             return REQUEUE if self._signals.received else DONE
@@ -235,9 +304,16 @@ class Supervisor:
         why = reason_to_give_up(self._failures, self._starts == 1)
         if why:
             code = ended.code or LOST
-            self._record.add("given_up", f"{was}: not started again, {why}", step=ended.step, code=code)
+            self._record.add(
+                "given_up", f"{was}: not started again, {why}", step=ended.step, code=code
+            )
             return code
-        self._record.add("failed", f"{was}: its hosts answer, so it is started again", step=ended.step, code=ended.code)
+        self._record.add(
+            "failed",
+            f"{was}: its hosts answer, so it is started again",
+            step=ended.step,
+            code=ended.code,
+        )
         return None
 
     def _lost(self, hosts: Sequence[Host]) -> list[str]:
@@ -276,14 +352,17 @@ _ENDINGS = ("end", "stop", "failed")
 class JobEvents:
     """The job that writes to the run folder. begin() forgets what the starts before have told.
 
-    run=None: a script without one, which looks as a job that was over before: its exit code has to tell.
+    run=None: a script without one, which looks as a job that was over before: its exit code has to
+    tell.
     """
 
     def __init__(self, run: Path | None) -> None:
         self._run = run
         self._offset = 0
         self._rest = b""
-        self.ending = "" if run else "end"  # as Ended's; of the start before until there is an event of this one
+        self.ending = (
+            "" if run else "end"
+        )  # as Ended's; of the start before until there is an event of this one
         self._forget()
 
     def begin(self) -> None:
@@ -292,7 +371,8 @@ class JobEvents:
         self._forget()
 
     def poll(self) -> None:
-        """Reads what has come since. A folder that is not there yet, or cannot be read, tells nothing."""
+        """Reads what has come since. A folder that is not there yet, or cannot be read, tells
+        nothing."""
         if self._run is None:
             return
         try:
@@ -340,7 +420,8 @@ FILE = "launch.jsonl"
 
 
 class Record:
-    """The run folder is made by the job: lines wait until its first event is there. Without one (None) they are on the standard error."""
+    """The run folder is made by the job: lines wait until its first event is there. Without one
+    (None) they are on the standard error."""
 
     def __init__(self, run: Path | None) -> None:
         self._run = run

@@ -1,4 +1,5 @@
-"""hvdtrain plan: what a job would do on several numbers of ranks, as a table and a picture; nothing is trained."""
+"""hvdtrain plan: what a job would do on several numbers of ranks, as a table and a picture; nothing
+is trained."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ from typing import NamedTuple
 
 from hvdtrain.cli.options import CommandParser
 from hvdtrain.cli.output import STANDARD_OUTPUT, print_result, with_json_value
-from hvdtrain.cli.plan.faults import fault_lines, faults_json, goodputs, read_fault_times, with_faults_value
+from hvdtrain.cli.plan.faults import (
+    fault_lines,
+    faults_json,
+    goodputs,
+    read_fault_times,
+    with_faults_value,
+)
 from hvdtrain.cli.plan.forecast import (
     RANKS,
     Forecast,
@@ -26,7 +33,14 @@ from hvdtrain.cli.plan.forecast import (
 )
 from hvdtrain.cli.plan.machine import add_options
 from hvdtrain.cli.plan.meshes import Data
-from hvdtrain.cli.plan.parallel import PARALLEL_RANKS, draw_parallel, pipeline_json, pipeline_lines, pipeline_plan, plan_parallel
+from hvdtrain.cli.plan.parallel import (
+    PARALLEL_RANKS,
+    draw_parallel,
+    pipeline_json,
+    pipeline_lines,
+    pipeline_plan,
+    plan_parallel,
+)
 from hvdtrain.cli.plan.table import Plan, batch_label, one_line, plan_lines, ranks_label, to_json
 from hvdtrain.config import plugins
 from hvdtrain.config.read import configure
@@ -68,11 +82,17 @@ hvdtrain plan --parallel [--ranks 4] [--memory 16GiB] [--json [FILE]] [key=value
   --between 1.25GB/s,30us    those of a node to the others, shared by its ranks
   --ranks-per-node 8         ranks on a node
   --measured FILE,FILE       these numbers from JSON of bench step (of ranks that each have the whole model) and of bench allreduce\
-"""
+"""  # noqa: E501
 _RANKS = (1, 8, 64, 512)
 _CURVE_POINTS = 2000
 _OPTIONS_OF_JOBS = ("png", "parallel_picture", "all")  # without --pipeline and --parallel
-_OPTIONS_OF_MESHES = ("gflops", "inside", "between", "ranks_per_node", "measured")  # with --parallel
+_OPTIONS_OF_MESHES = (
+    "gflops",
+    "inside",
+    "between",
+    "ranks_per_node",
+    "measured",
+)  # with --parallel
 
 
 class TrainingData(NamedTuple):
@@ -100,12 +120,17 @@ def plan(arguments: Sequence[str]) -> int:
     limit = read_size(options.memory) if options.memory else None
     times = None if options.faults is None else read_fault_times(options.faults)
     data = training_data(options, config)
-    forecasts = [forecast(config, data.samples, ranks, tokens_of_sample(data.task)) for ranks in options.ranks]
+    forecasts = [
+        forecast(config, data.samples, ranks, tokens_of_sample(data.task))
+        for ranks in options.ranks
+    ]
     feasible = [one for one in forecasts if isinstance(one, Forecast)]
     if not feasible:
         raise _none_feasible([one for one in forecasts if isinstance(one, Infeasible)])
     rule = _rule(config)
-    shapes = plugins.load("frameworks", config.framework, config.where("framework")).shapes(config, data.task)
+    shapes = plugins.load("frameworks", config.framework, config.where("framework")).shapes(
+        config, data.task
+    )
     check_patterns(config, shapes)
     planned = Plan(config, data.task, data.samples, data.origin, forecasts, shapes, rule)
     of_memory = None
@@ -115,15 +140,22 @@ def plan(arguments: Sequence[str]) -> int:
     found = to_json(planned)
     if times is not None:
         rows = goodputs(times)
-        lines, found = [*lines, "", *fault_lines(times, rows)], found | {"faults": faults_json(times, rows)}
-    print_result(options.json, lines, found | ({"memory": memory_json(of_memory)} if of_memory else {}))
+        lines, found = (
+            [*lines, "", *fault_lines(times, rows)],
+            found | {"faults": faults_json(times, rows)},
+        )
+    print_result(
+        options.json, lines, found | ({"memory": memory_json(of_memory)} if of_memory else {})
+    )
     if options.png is not None:
         curves = [_curve(group) for group in group_by_recipe(feasible)]
         drawn = draw_recipe(Path(options.png), _title(config, data.samples, feasible[-1]), curves)
         if options.json != STANDARD_OUTPUT:
             print(f"\n{drawn}")
     if options.parallel_picture is not None:
-        drawn = draw_parallel(options.parallel_picture, feasible[0].config, data.task, feasible[0].ranks)
+        drawn = draw_parallel(
+            options.parallel_picture, feasible[0].config, data.task, feasible[0].ranks
+        )
         if options.json != STANDARD_OUTPUT:
             print(f"\n{drawn}")
     return DONE
@@ -132,22 +164,36 @@ def plan(arguments: Sequence[str]) -> int:
 def _refuse_combinations(options: argparse.Namespace) -> None:
     """Raises UserError for an option that the kind of plan does not read."""
     kind = next((kind for kind in ("pipeline", "parallel") if getattr(options, kind)), None)
-    others = _OPTIONS_OF_JOBS + (("pipeline",) if kind == "parallel" else ("parallel", "memory", *_OPTIONS_OF_MESHES))
+    others = _OPTIONS_OF_JOBS + (
+        ("pipeline",) if kind == "parallel" else ("parallel", "memory", *_OPTIONS_OF_MESHES)
+    )
     if kind is None:
         others = _OPTIONS_OF_MESHES
     for name in others:
         if getattr(options, name) not in (None, False):
             option = f"--{name.replace('_', '-')}"
             if kind is None:
-                raise UserError(f"plan without --parallel does not read {option}", option, f"plan --parallel ..., or leave {option} out")
-            raise UserError(f"plan --{kind} does not read {option}", option, f"leave one of them out: --{kind} or {option}")
+                raise UserError(
+                    f"plan without --parallel does not read {option}",
+                    option,
+                    f"plan --parallel ..., or leave {option} out",
+                )
+            raise UserError(
+                f"plan --{kind} does not read {option}",
+                option,
+                f"leave one of them out: --{kind} or {option}",
+            )
 
 
 def _plan_pipelines(options: argparse.Namespace, config: Config) -> int:
     """Prints plans of parallel.pipeline ranks; without that key of --ranks."""
     sizes = [config.parallel.pipeline] if config.parallel.pipeline > 1 else options.ranks
     if 1 in sizes:
-        raise UserError("a pipeline has 2 ranks or more", "--ranks", "plan --pipeline --ranks 2,4, or parallel.pipeline=2")
+        raise UserError(
+            "a pipeline has 2 ranks or more",
+            "--ranks",
+            "plan --pipeline --ranks 2,4, or parallel.pipeline=2",
+        )
     task = training_data(options, config).task
     plans = [pipeline_plan(config, task, size) for size in sizes]
     lines = [line for each in plans for line in ["", *pipeline_lines(each)]]
@@ -175,7 +221,9 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add_data_options(parser)
     parser.add_argument("--all", action="store_true")
     add_options(parser)
-    options, others = parser.parse_known_args(with_faults_value(with_memory_value(with_json_value(arguments))))
+    options, others = parser.parse_known_args(
+        with_faults_value(with_memory_value(with_json_value(arguments)))
+    )
     if options.parallel:
         defaults: Sequence[int] = [PARALLEL_RANKS]
     elif options.pipeline:
@@ -197,14 +245,22 @@ def add_data_options(parser: CommandParser) -> None:
 
 def _read_count(value: str) -> int:
     if not (value.isdecimal() and int(value)):
-        raise UserError(f"{value} is no number of samples or classes", "--samples, --classes", "give 1 or more, as in --samples 1281167")
+        raise UserError(
+            f"{value} is no number of samples or classes",
+            "--samples, --classes",
+            "give 1 or more, as in --samples 1281167",
+        )
     return int(value)
 
 
 def _read_ranks(value: str) -> list[int]:
     ranks = value.split(",")
     if not all(number.isdecimal() and int(number) for number in ranks):
-        raise UserError(f"cannot read the numbers of ranks {value!r}", "--ranks", "give them as in --ranks 1,8,64,512")
+        raise UserError(
+            f"cannot read the numbers of ranks {value!r}",
+            "--ranks",
+            "give them as in --ranks 1,8,64,512",
+        )
     return sorted({int(number) for number in ranks})
 
 
@@ -212,41 +268,64 @@ def _read_image(value: str) -> tuple[int, ...]:
     """(height, width, channels)"""
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", value)
     if not match:
-        raise UserError(f"cannot read the shape {value!r}", "--image", "give height x width x channels, as in --image 224x224x3")
+        raise UserError(
+            f"cannot read the shape {value!r}",
+            "--image",
+            "give height x width x channels, as in --image 224x224x3",
+        )
     return tuple(map(int, match.groups()))
 
 
 def training_data(options: argparse.Namespace, config: Config) -> TrainingData:
-    """From the command line; without that read as a job reads it, but for the statistics, which take a pass over all pixels."""
+    """From the command line; without that read as a job reads it, but for the statistics, which
+    take a pass over all pixels."""
     given = [options.samples, options.image, options.classes]
     example = "--samples 1281167 --image 224x224x3 --classes 1000"
     if None not in given:
         origin = "by --samples, --image and --classes; no data is read"
-        return TrainingData(options.samples, without_statistics(options.image, options.classes), origin)
+        return TrainingData(
+            options.samples, without_statistics(options.image, options.classes), origin
+        )
     if any(given):
-        raise UserError("--samples, --image and --classes need each other", "command line", f"give all three: {example}")
+        raise UserError(
+            "--samples, --image and --classes need each other",
+            "command line",
+            f"give all three: {example}",
+        )
     without_data = f"plan without data, as in {example}"
     try:
         with tempfile.TemporaryDirectory(prefix="hvdtrain-plan-") as scratch:
             source = build_source(unwritten(config, Path(scratch)), "train")
             check_augmentation(config, source)
-            return TrainingData(len(source), planned_task(config, source), f"data.name={config.data.name}")
+            return TrainingData(
+                len(source), planned_task(config, source), f"data.name={config.data.name}"
+            )
     except FilesMissing as error:
         sizes = published(config) if config.task.name == "classification" else None
         if sizes is None:
             what = error.what.replace("data.download is false", "plan downloads nothing")
             raise UserError(what, error.where, f"{error.fix}; or {without_data}") from None
         samples, shape, classes = sizes
-        origin = f"as data.name={config.data.name} is published; its files are not here, and plan downloads nothing"
+        origin = (
+            f"as data.name={config.data.name} is published; its files are not here, and plan "
+            "downloads nothing"
+        )
         return TrainingData(samples, without_statistics(shape, classes), origin)
     except UserError as error:
-        raise UserError(error.what, error.where, f"{error.fix}; or {without_data}" if error.fix else without_data) from None
+        raise UserError(
+            error.what,
+            error.where,
+            f"{error.fix}; or {without_data}" if error.fix else without_data,
+        ) from None
 
 
 def _rule(config: Config) -> Rule | None:
-    """The optimizer; None for a user's own or one of torch.optim or optax, whose state is known only after its first step."""
+    """The optimizer; None for a user's own or one of torch.optim or optax, whose state is known
+    only after its first step."""
     if is_made_with_the_model(config):
-        plugins.load("frameworks", config.framework, config.where("framework")).check_optimizer(config)
+        plugins.load("frameworks", config.framework, config.where("framework")).check_optimizer(
+            config
+        )
         return None
     return build_rule(config)
 
@@ -257,18 +336,23 @@ def _none_feasible(rejected: list[Infeasible]) -> UserError:
         return rejected[0].error
     reasons = "".join(f"\n  {one.ranks}: {one_line(one.error)}" for one in rejected)
     return UserError(
-        f"the job can run on none of these numbers of ranks:{reasons}", rejected[0].error.where, "other --ranks, or another batch"
+        f"the job can run on none of these numbers of ranks:{reasons}",
+        rejected[0].error.where,
+        "other --ranks, or another batch",
     )
 
 
 def _curve(group: list[Forecast]) -> RecipeCurve:
-    """The curve of forecasts with equal recipes: all steps, or about as many as a picture can show, and every change of the batch."""
+    """The curve of forecasts with equal recipes: all steps, or about as many as a picture can show,
+    and every change of the batch."""
     one = group[0]
     evenly_spaced = {point * one.steps // _CURVE_POINTS for point in range(_CURVE_POINTS)}
     steps = sorted(evenly_spaced | {phase.first_step for phase in one.batch_phases})
     hypers = [one.hyper(step) for step in steps]
     hypers.append(hypers[-1])  # holds up to the end of the job
-    label = f"{ranks_label(group)}: batch {batch_label(one)}, lr {from_config.peak_lr(one.config):g}"
+    label = (
+        f"{ranks_label(group)}: batch {batch_label(one)}, lr {from_config.peak_lr(one.config):g}"
+    )
     epochs = [*(one.progress(step).epochs for step in steps), one.epochs]
     return RecipeCurve(label, epochs, [h.lr for h in hypers], [h.batch for h in hypers])
 

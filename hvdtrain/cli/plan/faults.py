@@ -1,4 +1,5 @@
-"""plan --faults: goodput, the share of time that moves a job, on 8 to 8,192 ranks, where a fault stops it, restarts it or takes a rank."""
+"""plan --faults: goodput, the share of time that moves a job, on 8 to 8,192 ranks, where a fault
+stops it, restarts it or takes a rank."""
 
 from __future__ import annotations
 
@@ -23,19 +24,23 @@ _EXAMPLE = "--faults, or --faults restart_s=60,rank_mtbf_hours=20000"
 class FaultTimes(NamedTuple):
     """What --faults KEY=VALUE,... sets: seconds, but for the first.
 
-    rank_mtbf_hours: of one rank with its share of host and network. 419 unexpected interruptions in 54 days of 16,384 GPUs (Llama 3,
-    arXiv:2407.21783, table 5) are one in 50,700 h. detect_s, restart_s, reform_s: measured with 2 ranks on one host, of this project.
+    rank_mtbf_hours: of one rank with its share of host and network. 419 unexpected interruptions in
+    54 days of 16,384 GPUs (Llama 3, arXiv:2407.21783, table 5) are one in 50,700 h. detect_s,
+    restart_s, reform_s: measured with 2 ranks on one host, of this project.
     """
 
     rank_mtbf_hours: float = 50_700.0
     checkpoint_s: float = 1.0  # that a checkpoint stops training
     sync_s: float = 10.0  # between two sync points, where guard.lost=shrink and restart go back to
-    detect_s: float = 1.0  # a rank that dies; a host that is cut off takes mpirun 16 s under launch --elastic
+    detect_s: float = (
+        1.0  # a rank that dies; a host that is cut off takes mpirun 16 s under launch --elastic
+    )
     restart_s: float = 5.0  # from there to the next step: launch --elastic, torchrun
     reform_s: float = 0.05  # the same of guard.lost=shrink
     requeue_s: float = 600.0  # until somebody, or a queue, starts a job that has ended
     repair_s: float = 600.0  # until a lost rank can come back
-    lost_speed: float = 1.0  # of a rank's share of the speed, what goes with it: 0 where the others are as fast without it
+    # of a rank's share of the speed, what goes with it: 0 where the others are as fast without it
+    lost_speed: float = 1.0
     seed: int = 1
 
 
@@ -52,12 +57,15 @@ class Goodput(NamedTuple):
 
 
 def with_faults_value(arguments: Sequence[str]) -> list[str]:
-    """The arguments, with an empty value for a --faults that has none: an option follows, a file, or a key of a job; seed is its own."""
+    """The arguments, with an empty value for a --faults that has none: an option follows, a file,
+    or a key of a job; seed is its own."""
     completed = []
     keys_of_a_job = known_keys().keys() - FaultTimes._fields
     for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue="--"):
         key, equals, _ = following.partition("=")
-        is_value = bool(equals) and not key.startswith("-") and "." not in key and key not in keys_of_a_job
+        is_value = (
+            bool(equals) and not key.startswith("-") and "." not in key and key not in keys_of_a_job
+        )
         completed.append("--faults=" if argument == "--faults" and not is_value else argument)
     return completed
 
@@ -68,16 +76,29 @@ def read_fault_times(text: str) -> FaultTimes:
     for part in filter(None, text.split(",")):
         key, _, value = part.partition("=")
         if key not in FaultTimes._fields:
-            raise UserError(f"--faults has no {key!r}", "--faults", nearest(key, FaultTimes._fields))
+            raise UserError(
+                f"--faults has no {key!r}", "--faults", nearest(key, FaultTimes._fields)
+            )
         try:
             values[key] = int(value) if key == "seed" else float(value)
         except ValueError:
             raise UserError(f"{key}={value} is no number", "--faults", _EXAMPLE) from None
-        if not (0 <= values[key] < 1e9) or (key in ("rank_mtbf_hours", "sync_s", "checkpoint_s") and not values[key]):
-            raise UserError(f"{key}={value} is out of range", "--faults", f"more than 0, less than 1e9: {_EXAMPLE}")
+        if not (0 <= values[key] < 1e9) or (
+            key in ("rank_mtbf_hours", "sync_s", "checkpoint_s") and not values[key]
+        ):
+            raise UserError(
+                f"{key}={value} is out of range",
+                "--faults",
+                f"more than 0, less than 1e9: {_EXAMPLE}",
+            )
         if key == "lost_speed" and values[key] > RANKS[0]:
-            what = f"lost_speed={value}: of {RANKS[0]} ranks none would be left with any speed after a loss"
-            raise UserError(what, "--faults", "0 to 1: the share of its own speed that goes with a lost rank")
+            what = (
+                f"lost_speed={value}: of {RANKS[0]} ranks none would be left with any speed after "
+                "a loss"
+            )
+            raise UserError(
+                what, "--faults", "0 to 1: the share of its own speed that goes with a lost rank"
+            )
     return FaultTimes(**values)  # type: ignore[arg-type]  # seed is an int
 
 
@@ -87,8 +108,14 @@ def goodputs(times: FaultTimes, ranks: Sequence[int] = RANKS) -> list[Goodput]:
     for count in ranks:
         mtbf_s = 3600 * times.rank_mtbf_hours / count
         every_s = optimal_interval_s(times.checkpoint_s, mtbf_s)
-        downs_s = (times.detect_s + times.requeue_s + times.restart_s, times.detect_s + times.restart_s)
-        stop, elastic = (simulate_restarts(every_s, times.checkpoint_s, mtbf_s, down_s, Random(times.seed)) for down_s in downs_s)
+        downs_s = (
+            times.detect_s + times.requeue_s + times.restart_s,
+            times.detect_s + times.restart_s,
+        )
+        stop, elastic = (
+            simulate_restarts(every_s, times.checkpoint_s, mtbf_s, down_s, Random(times.seed))
+            for down_s in downs_s
+        )
         restart = simulate_last_checkpoints(times, mtbf_s, every_s, Random(times.seed))
         shrink = simulate_shrink(times, count, every_s, Random(times.seed))
         found.append(Goodput(count, mtbf_s, every_s, stop, elastic, restart, shrink))
@@ -96,9 +123,16 @@ def goodputs(times: FaultTimes, ranks: Sequence[int] = RANKS) -> list[Goodput]:
 
 
 def simulate_restarts(
-    every_s: float, checkpoint_s: float, mtbf_s: float, down_s: float, random: Random, faults: int = _FAULTS, while_down: bool = True
+    every_s: float,
+    checkpoint_s: float,
+    mtbf_s: float,
+    down_s: float,
+    random: Random,
+    faults: int = _FAULTS,
+    while_down: bool = True,
 ) -> float:
-    """Goodput of a job that goes back to its newest checkpoint after each fault and stands still for down_s.
+    """Goodput of a job that goes back to its newest checkpoint after each fault and stands still
+    for down_s.
 
     while_down: faults come then, too; not in a drill, which waits until the job goes on.
     """
@@ -106,12 +140,15 @@ def simulate_restarts(
     for _ in range(faults):
         until_fault_s = random.expovariate(1 / mtbf_s)
         useful_s += every_s * math.floor(until_fault_s / (every_s + checkpoint_s))
-        total_s += until_fault_s + (_until_it_runs(down_s, mtbf_s, random) if while_down else down_s)
+        total_s += until_fault_s + (
+            _until_it_runs(down_s, mtbf_s, random) if while_down else down_s
+        )
     return useful_s / total_s
 
 
 def _until_it_runs(down_s: float, mtbf_s: float, random: Random) -> float:
-    """A fault in the meantime begins it anew; where that is nearly certain, the mean, without the many draws."""
+    """A fault in the meantime begins it anew; where that is nearly certain, the mean, without the
+    many draws."""
     if down_s > _SURE * mtbf_s:
         return mtbf_s * math.expm1(min(down_s / mtbf_s, _LARGEST))
     total_s = down_s
@@ -122,32 +159,46 @@ def _until_it_runs(down_s: float, mtbf_s: float, random: Random) -> float:
 
 def restarts_formula(every_s: float, checkpoint_s: float, mtbf_s: float, down_s: float) -> float:
     """The expectation of simulate_restarts() (Daly 2006, eq. 20)."""
-    return every_s / (mtbf_s * math.exp(down_s / mtbf_s) * math.expm1((every_s + checkpoint_s) / mtbf_s))
+    return every_s / (
+        mtbf_s * math.exp(down_s / mtbf_s) * math.expm1((every_s + checkpoint_s) / mtbf_s)
+    )
 
 
 def simulate_last_checkpoints(
-    times: FaultTimes, mtbf_s: float, every_s: float, random: Random, faults: int = _FAULTS, while_down: bool = True
+    times: FaultTimes,
+    mtbf_s: float,
+    every_s: float,
+    random: Random,
+    faults: int = _FAULTS,
+    while_down: bool = True,
 ) -> float:
-    """Goodput of a job whose living ranks write a checkpoint of the last sync point before it starts again: guard.lost=restart."""
+    """Goodput of a job whose living ranks write a checkpoint of the last sync point before it
+    starts again: guard.lost=restart."""
     down_s = times.detect_s + times.checkpoint_s + times.restart_s
     useful_s = total_s = 0.0
     share = every_s / (every_s + times.checkpoint_s)
     for _ in range(faults):
         until_fault_s = random.expovariate(1 / mtbf_s)
         useful_s += max(0.0, until_fault_s - random.uniform(0, times.sync_s)) * share
-        total_s += until_fault_s + (_until_it_runs(down_s, mtbf_s, random) if while_down else down_s)
+        total_s += until_fault_s + (
+            _until_it_runs(down_s, mtbf_s, random) if while_down else down_s
+        )
     return useful_s / total_s
 
 
 def last_checkpoints_formula(times: FaultTimes, mtbf_s: float, every_s: float) -> float:
-    """The expectation of simulate_last_checkpoints(): of max(0, X - U), X exponential, U uniform, it is M^2 (1 - exp(-sync / M)) / sync."""
+    """The expectation of simulate_last_checkpoints(): of max(0, X - U), X exponential, U uniform,
+    it is M^2 (1 - exp(-sync / M)) / sync."""
     kept_s = -(mtbf_s**2) * math.expm1(-times.sync_s / mtbf_s) / times.sync_s
     down_s = times.detect_s + times.checkpoint_s + times.restart_s
     return kept_s * every_s / (every_s + times.checkpoint_s) / (mtbf_s * math.exp(down_s / mtbf_s))
 
 
-def simulate_shrink(times: FaultTimes, ranks: int, every_s: float, random: Random, faults: int = _FAULTS) -> float:
-    """Goodput of a job whose living ranks go on from the last sync point; a lost rank is back after repair_s, by a restart without a loss.
+def simulate_shrink(
+    times: FaultTimes, ranks: int, every_s: float, random: Random, faults: int = _FAULTS
+) -> float:
+    """Goodput of a job whose living ranks go on from the last sync point; a lost rank is back after
+    repair_s, by a restart without a loss.
 
     Where no rank is left, the job waits for one.
     """
@@ -159,13 +210,19 @@ def simulate_shrink(times: FaultTimes, ranks: int, every_s: float, random: Rando
         until_s = now_s + random.expovariate(1 / mtbf_of(times, ranks))
         while now_s < until_s:
             next_s = min(until_s, returns[0]) if returns else until_s
-            useful_s += max(0.0, next_s - now_s) * _speed(times, ranks, len(returns)) * speed_of_checkpoints
+            useful_s += (
+                max(0.0, next_s - now_s) * _speed(times, ranks, len(returns)) * speed_of_checkpoints
+            )
             now_s = max(now_s, next_s)
             if returns and returns[0] <= now_s:
                 while returns and returns[0] <= now_s:
                     heapq.heappop(returns)
                 now_s += times.restart_s
-        useful_s -= random.uniform(0, times.sync_s) * _speed(times, ranks, len(returns)) * speed_of_checkpoints
+        useful_s -= (
+            random.uniform(0, times.sync_s)
+            * _speed(times, ranks, len(returns))
+            * speed_of_checkpoints
+        )
         now_s += down_s
         if len(returns) < ranks - 1:
             heapq.heappush(returns, now_s + times.repair_s)
@@ -177,11 +234,17 @@ def _speed(times: FaultTimes, ranks: int, missing: int) -> float:
 
 
 def shrink_formula(times: FaultTimes, ranks: int, every_s: float) -> float:
-    """simulate_shrink() to first order: where what a fault costs is short against the time between two."""
+    """simulate_shrink() to first order: where what a fault costs is short against the time between
+    two."""
     mtbf_s = mtbf_of(times, ranks)
     per_fault_s = times.sync_s / 2 + times.detect_s + times.reform_s + times.restart_s
     missing = times.repair_s / (3600 * times.rank_mtbf_hours)  # share of a rank's time
-    return every_s / (every_s + times.checkpoint_s) * (1 - per_fault_s / mtbf_s) * (1 - times.lost_speed * missing)
+    return (
+        every_s
+        / (every_s + times.checkpoint_s)
+        * (1 - per_fault_s / mtbf_s)
+        * (1 - times.lost_speed * missing)
+    )
 
 
 def mtbf_of(times: FaultTimes, ranks: int) -> float:
@@ -195,15 +258,21 @@ def fault_lines(times: FaultTimes, rows: Sequence[Goodput]) -> list[str]:
     lines = [
         "faults: share of time that moves the job (goodput), simulated",
         f"  {assumed}",
-        f"  {'ranks':>6} {'fault every':>12} {'checkpoint every':>17} {'stop':>8} {'elastic':>8} {'restart':>8} {'shrink':>8}",
+        f"  {'ranks':>6} {'fault every':>12} {'checkpoint every':>17} {'stop':>8} {'elastic':>8} "
+        f"{'restart':>8} {'shrink':>8}",
     ]
     for row in rows:
-        shares = " ".join(f"{100 * share:7.2f}%" for share in (row.stop, row.elastic, row.restart, row.shrink))
+        shares = " ".join(
+            f"{100 * share:7.2f}%" for share in (row.stop, row.elastic, row.restart, row.shrink)
+        )
         lines.append(f"  {row.ranks:>6,} {_time(row.mtbf_s):>12} {_time(row.every_s):>17} {shares}")
     lines += [
-        "  stop: the job ends, and is started again after requeue_s from the newest checkpoint; elastic: at once, by launch --elastic;",
-        "  restart: launch --elastic and guard.lost=restart, where the living ranks write a checkpoint of the last sync point first;",
-        "  shrink: guard.lost=shrink goes on without the lost ranks, which launch --elastic adds again after repair_s",
+        "  stop: the job ends, and is started again after requeue_s from the newest checkpoint; "
+        "elastic: at once, by launch --elastic;",
+        "  restart: launch --elastic and guard.lost=restart, where the living ranks write a "
+        "checkpoint of the last sync point first;",
+        "  shrink: guard.lost=shrink goes on without the lost ranks, which launch --elastic adds "
+        "again after repair_s",
     ]
     return lines
 

@@ -1,4 +1,5 @@
-"""What a job would do, computed without a step: its steps on any number of ranks, the memory of a rank, and with --memory what fits."""
+"""What a job would do, computed without a step: its steps on any number of ranks, the memory of a
+rank, and with --memory what fits."""
 
 from __future__ import annotations
 
@@ -28,7 +29,14 @@ from hvdtrain.tasks.task import Task
 from hvdtrain.training.build import build_recipe
 from hvdtrain.training.conflicts import refuse_on_every_engine
 from hvdtrain.training.input import passes_of_step
-from hvdtrain.training.memory import MARGIN, MemoryForecast, forecast_memory, gib, may_recompute, stages_of
+from hvdtrain.training.memory import (
+    MARGIN,
+    MemoryForecast,
+    forecast_memory,
+    gib,
+    may_recompute,
+    stages_of,
+)
 
 Shapes = Mapping[str, tuple[int, ...]]  # of the trained parameters, by name
 
@@ -66,7 +74,9 @@ class Forecast:
 
     def after_warmup(self) -> Hyper | None:
         """Hyper of the first step after the warm-up; None if the job ends before."""
-        epochs = from_config.warmup_epochs(self.config, clock(self.config, self.dataset, self.context), self.recipe.batch)
+        epochs = from_config.warmup_epochs(
+            self.config, clock(self.config, self.dataset, self.context), self.recipe.batch
+        )
         for phase in self.batch_phases:
             steps = steps_until(epochs, phase.samples, phase.batch, self.dataset)
             if steps < phase.steps:
@@ -83,7 +93,8 @@ class Forecast:
         return self.config.readers(self.ranks)
 
     def forward_passes(self, batch: int) -> int:
-        """Passes of a rank in a step; data.sampling=partition may take one more in a step that reaches into the next epoch."""
+        """Passes of a rank in a step; data.sampling=partition may take one more in a step that
+        reaches into the next epoch."""
         most = largest_share(0, batch, self._readers, self.dataset, self.config.data.sampling)
         return passes_of_step(self.config, most, batch, self.recipe.batch.first)
 
@@ -104,8 +115,11 @@ def find_conflict(config: Config, ranks: int) -> Infeasible | None:
     return None
 
 
-def forecast(config: Config, dataset: int, ranks: int, context: int | None = None) -> Forecast | Infeasible:
-    """The job on `ranks` ranks, or why the configuration or the recipe does not fit them, or its steps are not known.
+def forecast(
+    config: Config, dataset: int, ranks: int, context: int | None = None
+) -> Forecast | Infeasible:
+    """The job on `ranks` ranks, or why the configuration or the recipe does not fit them, or its
+    steps are not known.
 
     dataset: training samples; context: tokens of each, where they have tokens.
     """
@@ -118,13 +132,21 @@ def forecast(config: Config, dataset: int, ranks: int, context: int | None = Non
         return Infeasible(ranks, error)
     if recipe.epochs == math.inf:
         what = f"stop.time={config.stop.time} alone ends the job: its steps are not known"
-        return Infeasible(ranks, UserError(what, config.where("stop.time"), "plan with stop.steps=N or epochs=N as well"))
-    phases = phases_of_job(recipe, dataset, total_samples(config, dataset), config.stop.steps or math.inf)
+        return Infeasible(
+            ranks,
+            UserError(
+                what, config.where("stop.time"), "plan with stop.steps=N or epochs=N as well"
+            ),
+        )
+    phases = phases_of_job(
+        recipe, dataset, total_samples(config, dataset), config.stop.steps or math.inf
+    )
     return Forecast(ranks, config, recipe, dataset, context, phases)
 
 
 def group_by_recipe(forecasts: Sequence[Forecast]) -> list[list[Forecast]]:
-    """Forecasts of equal recipes together: their steps have the same learning rates and batches, on any number of ranks."""
+    """Forecasts of equal recipes together: their steps have the same learning rates and batches, on
+    any number of ranks."""
     groups: list[list[Forecast]] = []
     for one in forecasts:
         group = next((group for group in groups if group[0].recipe == one.recipe), None)
@@ -135,7 +157,9 @@ def group_by_recipe(forecasts: Sequence[Forecast]) -> list[list[Forecast]]:
     return groups
 
 
-def phases_of_job(recipe: Recipe, dataset: int, total: int, step_limit: float) -> tuple[BatchPhase, ...]:
+def phases_of_job(
+    recipe: Recipe, dataset: int, total: int, step_limit: float
+) -> tuple[BatchPhase, ...]:
     """Up to the first step that has read `total` samples, or to `step_limit` steps."""
     phases: list[BatchPhase] = []
     for phase in batch_phases(recipe.batch, dataset):
@@ -157,21 +181,53 @@ class Memory(NamedTuple):
 
 
 def memory(shapes: Shapes, rule: Rule | None, precision: str) -> Memory:
-    """Computed from shapes: nothing of that size is allocated. `rule` is None for a class of torch.optim."""
-    dtype = np.dtype("float64" if precision == "fp64" else "float32")  # weights of half precision are float32
-    arrays = [np.broadcast_to(np.zeros((), dtype), shape) for shape in shapes.values()]  # one number each, whatever the shape
+    """Computed from shapes: nothing of that size is allocated. `rule` is None for a class of
+    torch.optim."""
+    dtype = np.dtype(
+        "float64" if precision == "fp64" else "float32"
+    )  # weights of half precision are float32
+    arrays = [
+        np.broadcast_to(np.zeros((), dtype), shape) for shape in shapes.values()
+    ]  # one number each, whatever the shape
     weights = sum(array.nbytes for array in arrays)
     ops = ArrayOps(SimpleNamespace(zeros_like=lambda array: array, zeros=np.zeros))
     optimizer_state = None
     if rule is not None:
         rules = [rule.of_parameter(name, shape, False) for name, shape in shapes.items()]
-        optimizer_state = sum(state.nbytes for one, array in zip(rules, arrays, strict=True) for state in one.init(array, ops))
+        optimizer_state = sum(
+            state.nbytes
+            for one, array in zip(rules, arrays, strict=True)
+            for state in one.init(array, ops)
+        )
     return Memory(weights, weights, optimizer_state, weights)
 
 
 RANKS = (1, 2, 4, 8)  # without --ranks
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_HEADER = ("ranks", "stage", "recompute", "micro", "weights", "gradients", "state", "activations", "on its way", "other", "peak", "largest")
+_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
+_HEADER = (
+    "ranks",
+    "stage",
+    "recompute",
+    "micro",
+    "weights",
+    "gradients",
+    "state",
+    "activations",
+    "on its way",
+    "other",
+    "peak",
+    "largest",
+)
 
 
 class Row(NamedTuple):
@@ -192,13 +248,17 @@ class Row(NamedTuple):
 
     def largest_micro(self, room: float) -> int:
         """Samples of the largest pass that fits; 0: none does."""
-        evaluation = MARGIN * (self.footprint.evaluation + self.footprint.total - self.footprint.tensors)
+        evaluation = MARGIN * (
+            self.footprint.evaluation + self.footprint.total - self.footprint.tensors
+        )
         beside = self.footprint.total - self.footprint.tensors + self.footprint.step
         if evaluation > room:
             return 0
         if self.bytes_per_sample <= 0:  # a step takes most elsewhere, in the update
             return self.share if MARGIN * beside <= room else 0
-        return max(0, min(self.share, self.micro + int((room / MARGIN - beside) // self.bytes_per_sample)))
+        return max(
+            0, min(self.share, self.micro + int((room / MARGIN - beside) // self.bytes_per_sample))
+        )
 
 
 @dataclass(frozen=True)
@@ -219,7 +279,11 @@ def read_size(value: str) -> int:
     """16GiB, 16G, 500MB -> bytes. Raises UserError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(|[kmgt]i?)b?", value.strip().lower())
     if not found or not float(found[1]):
-        raise UserError(f"cannot read the size {value!r}", "--memory", "give it as in --memory 16GiB or --memory 500MB")
+        raise UserError(
+            f"cannot read the size {value!r}",
+            "--memory",
+            "give it as in --memory 16GiB or --memory 500MB",
+        )
     return int(float(found[1]) * _UNITS[found[2]])
 
 
@@ -232,8 +296,11 @@ def with_memory_value(arguments: Sequence[str]) -> list[str]:
     return completed
 
 
-def memory_plan(config: Config, task: Task, forecasts: Sequence[Forecast], limit: int | None, libraries: int) -> MemoryPlan:
-    """Predicts with one rank and with two, and computes what more ranks take of their parts; of meshes with each number of ranks.
+def memory_plan(
+    config: Config, task: Task, forecasts: Sequence[Forecast], limit: int | None, libraries: int
+) -> MemoryPlan:
+    """Predicts with one rank and with two, and computes what more ranks take of their parts; of
+    meshes with each number of ranks.
 
     Raises UserError where it cannot.
     """
@@ -241,9 +308,24 @@ def memory_plan(config: Config, task: Task, forecasts: Sequence[Forecast], limit
     several = [one for one in forecasts if one.ranks > 1]
     for recompute in ("none", "all") if may_recompute(config) else ("none",):
         try:
-            rows += [row for one in forecasts if one.ranks == 1 for row in _rows(one, task, [0], recompute, [one])]
-            groups = [[one] for one in several] if config.parallel.ranks > 1 else [several] if several else []  # parts of layers: no rule
-            rows += [row for group in groups for row in _rows(group[0], task, stages_of(config), recompute, group)]
+            rows += [
+                row
+                for one in forecasts
+                if one.ranks == 1
+                for row in _rows(one, task, [0], recompute, [one])
+            ]
+            groups = (
+                [[one] for one in several]
+                if config.parallel.ranks > 1
+                else [several]
+                if several
+                else []
+            )  # parts of layers: no rule
+            rows += [
+                row
+                for group in groups
+                for row in _rows(group[0], task, stages_of(config), recompute, group)
+            ]
         except UserError:
             if recompute == "none":
                 raise
@@ -251,7 +333,13 @@ def memory_plan(config: Config, task: Task, forecasts: Sequence[Forecast], limit
     return MemoryPlan(rows, libraries, limit, config)
 
 
-def _rows(first: Forecast, task: Task, stages: Sequence[int], recompute: str, forecasts: Sequence[Forecast]) -> list[Row]:
+def _rows(
+    first: Forecast,
+    task: Task,
+    stages: Sequence[int],
+    recompute: str,
+    forecasts: Sequence[Forecast],
+) -> list[Row]:
     """Rows of all these forecasts, from predictions for the first of them."""
     reference = _memory_forecast(first, task)
     micro = reference.step().micro
@@ -270,7 +358,9 @@ def _rows(first: Forecast, task: Task, stages: Sequence[int], recompute: str, fo
             scaled = on_ranks(found, stage, first.ranks, one.ranks, weights)
             more = int(per_sample * (step.micro - micro))
             scaled = scaled._replace(activations=max(0, scaled.activations + more))
-            rows.append(Row(one.ranks, stage, recompute, step.micro, scaled, per_sample, step.samples))
+            rows.append(
+                Row(one.ranks, stage, recompute, step.micro, scaled, per_sample, step.samples)
+            )
     return rows
 
 
@@ -301,9 +391,15 @@ def on_ranks(found: Footprint, stage: int, ranks: int, wanted: int, weights: int
 
 def _memory_forecast(one: Forecast, task: Task) -> MemoryForecast:
     engines = possible_engines(one.config.comm.engine, one.ranks)
-    sends = [engine for engine in engines if "p2p" in features_of(engine)] if one.config.parallel.pipeline > 1 else []
+    sends = (
+        [engine for engine in engines if "p2p" in features_of(engine)]
+        if one.config.parallel.pipeline > 1
+        else []
+    )
     features: frozenset[Feature] = features_of((sends or engines)[0])
-    return forecast_memory(one.config, task, one.recipe, one.ranks, features, one.dataset, one.config.batch.evaluate, 0)
+    return forecast_memory(
+        one.config, task, one.recipe, one.ranks, features, one.dataset, one.config.batch.evaluate, 0
+    )
 
 
 def memory_lines(plan: MemoryPlan) -> list[str]:
@@ -311,22 +407,26 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
     precision = plan.config.speed.precision
     limit = plan.limit
     lines = [
-        f"memory of one rank at its peak, MiB ({precision}, {plan.config.optim.name}), beside {gib(plan.libraries)} of libraries and data"
+        f"memory of one rank at its peak, MiB ({precision}, {plan.config.optim.name}), beside "
+        f"{gib(plan.libraries)} of libraries and data"
     ]
     cells = [_cells(row, plan) for row in plan.rows]
     header = [*_HEADER[:-1], _HEADER[-1] if limit else ""]
     lines += align([header, *cells], left=(), gap=" ")
     lines += [
-        "  state: of the optimizer; on its way: between ranks; other: buffers, workspace, samples, copies (checkpoint, guard.lost)",
-        f"  peak: of tensors and copies; a rank needs {MARGIN:g} times that, and its libraries and data"
-        + ("; largest: samples in a pass that fit" if limit else ""),
+        "  state: of the optimizer; on its way: between ranks; other: buffers, workspace, "
+        "samples, copies (checkpoint, guard.lost)",
+        f"  peak: of tensors and copies; a rank needs {MARGIN:g} times that, and its libraries "
+        "and data" + ("; largest: samples in a pass that fit" if limit else ""),
     ]
     if plan.rows and plan.config.speed.device != "cpu":
         copies = max(row.footprint.checkpoint + row.footprint.copies for row in plan.rows)
         staging = max(row.footprint.staging for row in plan.rows)
         lines += [
-            f"  on a GPU: the copies, at most {gib(copies)}, are on its host and not in its memory; there is a page-locked buffer, too,",
-            f"  of {gib(staging)}: arrays come to the host through it one by one, and it is as large as the largest",
+            f"  on a GPU: the copies, at most {gib(copies)}, are on its host and not in its "
+            "memory; there is a page-locked buffer, too,",
+            f"  of {gib(staging)}: arrays come to the host through it one by one, and it is as "
+            "large as the largest",
         ]
     if any(row.footprint.evaluation > row.footprint.step for row in plan.rows):
         lines.append("  *: the evaluation takes most: a smaller batch.evaluate takes less")
@@ -337,8 +437,22 @@ def _cells(row: Row, plan: MemoryPlan) -> list[str]:
     found = row.footprint
     other = found.buffers + found.workspace + found.inputs + found.checkpoint + found.copies
     evaluates = found.evaluation > found.step
-    sizes = [found.weights, found.gradients, found.optimizer_state, found.activations, found.communication, other, found.total]
-    cells = [str(row.ranks), str(row.stage), row.recompute, str(row.micro), *(f"{size / 2**20:,.1f}" for size in sizes)]
+    sizes = [
+        found.weights,
+        found.gradients,
+        found.optimizer_state,
+        found.activations,
+        found.communication,
+        other,
+        found.total,
+    ]
+    cells = [
+        str(row.ranks),
+        str(row.stage),
+        row.recompute,
+        str(row.micro),
+        *(f"{size / 2**20:,.1f}" for size in sizes),
+    ]
     cells[-1] += "*" * evaluates
     if plan.limit is None:
         return [*cells, ""]
@@ -346,24 +460,44 @@ def _cells(row: Row, plan: MemoryPlan) -> list[str]:
 
 
 def sentence(plan: MemoryPlan) -> str:
-    """Which to take, for the most ranks that are shown: the first that fits of those that cost least time."""
+    """Which to take, for the most ranks that are shown: the first that fits of those that cost
+    least time."""
     ranks = max(row.ranks for row in plan.rows)
-    rows = sorted((row for row in plan.rows if row.ranks == ranks), key=lambda row: (row.recompute != "none", row.stage))
+    rows = sorted(
+        (row for row in plan.rows if row.ranks == ranks),
+        key=lambda row: (row.recompute != "none", row.stage),
+    )
     plain = rows[0]
     of_ranks = f"{ranks} rank{'s' if ranks > 1 else ''}"
     if plan.limit is None:
         least = min(rows, key=lambda row: row.footprint.total)
-        return f"on {of_ranks} {_words(least)} takes least, {gib(least.needs)}; {_words(plain)} takes {gib(plain.needs)}"
+        return (
+            f"on {of_ranks} {_words(least)} takes least, {gib(least.needs)}; {_words(plain)} "
+            f"takes {gib(plain.needs)}"
+        )
     for row in rows:
         if row.needs <= plan.room:
-            rest = "" if row is plain else f"; {_words(plain)} needs {gib(plain.needs + plan.libraries)}"
-            return f"{_words(row)} fits in {gib(plan.limit)} on {of_ranks}, with {gib(row.needs + plan.libraries)}{rest}"
+            rest = (
+                ""
+                if row is plain
+                else f"; {_words(plain)} needs {gib(plain.needs + plan.libraries)}"
+            )
+            return (
+                f"{_words(row)} fits in {gib(plan.limit)} on {of_ranks}, with "
+                f"{gib(row.needs + plan.libraries)}{rest}"
+            )
     smaller = [(row, row.largest_micro(plan.room)) for row in rows]
     for row, micro in smaller:
         if micro:
-            return f"{_words(row)} batch.micro={micro} fits in {gib(plan.limit)} on {of_ranks}; as configured none does"
+            return (
+                f"{_words(row)} batch.micro={micro} fits in {gib(plan.limit)} on {of_ranks}; as "
+                "configured none does"
+            )
     least = min(rows, key=lambda row: row.footprint.total)
-    return f"nothing fits in {gib(plan.limit)} on {of_ranks}: {_words(least)} needs {gib(least.needs + plan.libraries)}"
+    return (
+        f"nothing fits in {gib(plan.limit)} on {of_ranks}: {_words(least)} needs "
+        f"{gib(least.needs + plan.libraries)}"
+    )
 
 
 def _words(row: Row) -> str:

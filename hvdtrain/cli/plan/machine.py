@@ -1,4 +1,5 @@
-"""Machine: how fast ranks compute and send, as options of `plan --parallel` or measurements of `bench` say."""
+"""Machine: how fast ranks compute and send, as options of `plan --parallel` or measurements of
+`bench` say."""
 
 from __future__ import annotations
 
@@ -24,8 +25,12 @@ INSIDE = Link("inside", 5e-6, 10e9)  # ranks of one host
 BETWEEN = Link("between", 30e-6, 1.25e9)  # 10 Gbit/s Ethernet
 RANKS_PER_NODE = 8
 LARGE = 2**20  # bytes, whose time is not that of messages without any
-FLOPS_PER_BYTE = 10.0  # of products in the time in which other operations read or write a byte: A100 10, H100 20, a core of a CPU 5
-UPDATE_TOUCHES = 8.0  # times the bytes of the weights, that an update reads and writes: Adam's weights, gradients and state
+# of products in the time in which other operations read or write a byte: A100 10, H100 20, a core
+# of a CPU 5
+FLOPS_PER_BYTE = 10.0
+# times the bytes of the weights, that an update reads and writes: Adam's weights, gradients and
+# state
+UPDATE_TOUCHES = 8.0
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 _PREFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _LINK = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)B/s(?:,(\d+(?:\.\d+)?)(ns|us|ms|s))?", re.ASCII)
@@ -34,7 +39,8 @@ _PRODUCTS = 7
 
 
 class Machine(NamedTuple):
-    """Speed and links of each rank while all ranks work; nodes are filled with ranks one after the other."""
+    """Speed and links of each rank while all ranks work; nodes are filled with ranks one after the
+    other."""
 
     flops_per_s: float  # of matrix products, convolutions and attention
     touched_bytes_per_s: float  # which other operations read and write
@@ -42,7 +48,9 @@ class Machine(NamedTuple):
     inside: Link  # between two ranks of a node
     between: Link  # of a node with the others: its ranks share it
     per_node: int  # ranks
-    in_parts: float  # times the seconds of a ring, a reduction of each rank's part to it or the opposite on more than two ranks
+    # times the seconds of a ring, a reduction of each rank's part to it or the opposite on more
+    # than two ranks
+    in_parts: float
     assumed: tuple[str, ...]  # for people: where these numbers come from
 
 
@@ -59,16 +67,22 @@ def read_link(text: str, option: str, default: Link) -> Link:
     """ "1.25GB/s,30us"; without a latency that of the default. Raises UserError."""
     found = _LINK.fullmatch(text.strip())
     if not found or not float(found[1]):
-        raise UserError(f"cannot read the link {text!r}", option, f"bandwidth and latency of a message, as in {option} 1.25GB/s,30us")
+        raise UserError(
+            f"cannot read the link {text!r}",
+            option,
+            f"bandwidth and latency of a message, as in {option} 1.25GB/s,30us",
+        )
     latency_s = float(found[3]) * _SECONDS[found[4]] if found[3] else default.latency_s
     return Link(default.name, latency_s, float(found[1]) * _PREFIXES[found[2]])
 
 
-def machine_of(options: argparse.Namespace, ranks: int, weight_bytes: int, plain: PlannedWork) -> Machine:
+def machine_of(
+    options: argparse.Namespace, ranks: int, weight_bytes: int, plain: PlannedWork
+) -> Machine:
     """What the options say, else what was measured, else assumptions.
 
-    weight_bytes, plain: of the whole model and of a step of ranks that each have it, to which a measured step belongs. Raises UserError
-    for a file that is no result of bench.
+    weight_bytes, plain: of the whole model and of a step of ranks that each have it, to which a
+    measured step belongs. Raises UserError for a file that is no result of bench.
     """
     per_node = min(ranks, options.ranks_per_node or RANKS_PER_NODE)
     measured = _Measured(weight_bytes, plain)
@@ -89,21 +103,41 @@ def machine_of(options: argparse.Namespace, ranks: int, weight_bytes: int, plain
         product = _product_flops()
         flops = product / per_node
         assumed.append(
-            f"a rank computes {flops / 1e9:.3g} GFLOP/s: a matrix product's {product / 1e9:.3g} on this host, divided by {per_node} ranks; "
+            f"a rank computes {flops / 1e9:.3g} GFLOP/s: a matrix product's {product / 1e9:.3g} "
+            f"on this host, divided by {per_node} ranks; "
             "--gflops or --measured says better"
         )
     if not touched:
         touched = flops / FLOPS_PER_BYTE
-        assumed.append(f"other operations read and write {touched / 1e9:.3g} GB/s ({FLOPS_PER_BYTE:g} operations in the time of a byte)")
+        assumed.append(
+            f"other operations read and write {touched / 1e9:.3g} GB/s ({FLOPS_PER_BYTE:g} "
+            "operations in the time of a byte)"
+        )
     if not updated:
         updated = touched / UPDATE_TOUCHES
-        assumed.append(f"the optimizer updates {updated / 1e9:.3g} GB of weights a second ({UPDATE_TOUCHES:g} bytes touched for each)")
+        assumed.append(
+            f"the optimizer updates {updated / 1e9:.3g} GB of weights a second "
+            f"({UPDATE_TOUCHES:g} bytes touched for each)"
+        )
     for found, default, option in ((inside, INSIDE, "--inside"), (between, BETWEEN, "--between")):
         if found is None and (option == "--inside" or per_node < ranks):
             assumed.append(f"{_link_words(default)} {option[2:]} nodes ({option} says better)")
     if per_node < ranks:
-        assumed.append(f"{per_node} ranks on a node, which share its link to others" if per_node > 1 else "1 rank on a node")
-    return Machine(flops, touched, updated, inside or INSIDE, between or BETWEEN, per_node, measured.in_parts, tuple(assumed))
+        assumed.append(
+            f"{per_node} ranks on a node, which share its link to others"
+            if per_node > 1
+            else "1 rank on a node"
+        )
+    return Machine(
+        flops,
+        touched,
+        updated,
+        inside or INSIDE,
+        between or BETWEEN,
+        per_node,
+        measured.in_parts,
+        tuple(assumed),
+    )
 
 
 class _Measured:
@@ -127,16 +161,25 @@ class _Measured:
             else:
                 self._read_allreduce(found, path)
             speeds = [self.in_parts, *(link.bytes_per_s for link in self.links.values())]
-            speeds += [self.flops_per_s, self.touched_bytes_per_s, self.updated_bytes_per_s] if "phases_ms" in found else []
+            speeds += (
+                [self.flops_per_s, self.touched_bytes_per_s, self.updated_bytes_per_s]
+                if "phases_ms" in found
+                else []
+            )
             if not all(0 < speed < math.inf for speed in speeds):
                 raise ValueError(speeds)
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}", "--measured", fix) from None
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
-            raise UserError(f"{path} is no result of bench step, or of bench allreduce on 2 ranks or more", "--measured", fix) from None
+            raise UserError(
+                f"{path} is no result of bench step, or of bench allreduce on 2 ranks or more",
+                "--measured",
+                fix,
+            ) from None
 
     def _read_step(self, found: Mapping[str, Any], path: str) -> None:
-        """What products do not explain of the seconds of forward and backward is the time of other operations."""
+        """What products do not explain of the seconds of forward and backward is the time of other
+        operations."""
         phases = found["phases_ms"]
         flops = 1e9 * found["gflop_per_step_of_a_rank"]
         passes_s = (phases["forward"] + phases["backward"]) / 1e3
@@ -146,8 +189,10 @@ class _Measured:
         self.touched_bytes_per_s = self._plain.touched_bytes * flops / self._plain.flops / others_s
         self.updated_bytes_per_s = self._weight_bytes / (phases["update"] / 1e3)
         self.notes.append(
-            f"a rank computes {self.flops_per_s / 1e9:.3g} GFLOP/s, reads and writes {self.touched_bytes_per_s / 1e9:.3g} GB/s in other "
-            f"operations, and updates {self.updated_bytes_per_s / 1e9:.3g} GB of weights a second ({path}, {found['ranks']} ranks)"
+            f"a rank computes {self.flops_per_s / 1e9:.3g} GFLOP/s, reads and writes "
+            f"{self.touched_bytes_per_s / 1e9:.3g} GB/s in other "
+            f"operations, and updates {self.updated_bytes_per_s / 1e9:.3g} GB of weights a second "
+            f"({path}, {found['ranks']} ranks)"
         )
 
     def _read_allreduce(self, found: Mapping[str, Any], path: str) -> None:
@@ -157,11 +202,16 @@ class _Measured:
         self.notes.append(f"{_link_words(link)} {where} nodes ({path}, {found['ranks']} ranks)")
         medians = {(row["method"], row["bytes"]): row["quartiles_s"][1] for row in found["rows"]}
         ratios = [
-            seconds / medians["allreduce", size] for (method, size), seconds in medians.items() if method == IN_PARTS and size >= LARGE
+            seconds / medians["allreduce", size]
+            for (method, size), seconds in medians.items()
+            if method == IN_PARTS and size >= LARGE
         ]
         if ratios and found["ranks"] > 2:
             self.in_parts = statistics.median(ratios)
-            self.notes.append(f"a reduce-scatter and an all-gather take {self.in_parts:.2g} times the seconds of an allreduce ({path})")
+            self.notes.append(
+                f"a reduce-scatter and an all-gather take {self.in_parts:.2g} times the seconds "
+                f"of an allreduce ({path})"
+            )
 
 
 def _link_words(link: Link) -> str:
@@ -169,8 +219,11 @@ def _link_words(link: Link) -> str:
 
 
 def _product_flops() -> float:
-    """Operations per second of a matrix product on all cores that this process may use: the median."""
-    a, b = (np.random.default_rng(seed).standard_normal((_SIZE, _SIZE), np.float32) for seed in (0, 1))
+    """Operations per second of a matrix product on all cores that this process may use: the
+    median."""
+    a, b = (
+        np.random.default_rng(seed).standard_normal((_SIZE, _SIZE), np.float32) for seed in (0, 1)
+    )
     seconds = []
     for _ in range(_PRODUCTS + 2):
         start = time.perf_counter()
@@ -185,7 +238,11 @@ def _read_gflops(text: str) -> float:
     except ValueError:
         found = 0.0
     if not 0 < found < float("inf"):
-        raise UserError(f"{text} is no speed", "--gflops", "10^9 floating-point operations a second of one rank, as in --gflops 50")
+        raise UserError(
+            f"{text} is no speed",
+            "--gflops",
+            "10^9 floating-point operations a second of one rank, as in --gflops 50",
+        )
     return found
 
 

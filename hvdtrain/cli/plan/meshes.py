@@ -1,4 +1,5 @@
-"""The meshes of a job on so many ranks: what each takes, sends and needs in a step, in bytes and seconds, or why it cannot be."""
+"""The meshes of a job on so many ranks: what each takes, sends and needs in a step, in bytes and
+seconds, or why it cannot be."""
 
 from __future__ import annotations
 
@@ -39,14 +40,20 @@ class Mesh(NamedTuple):
         """ "2 data x 2 tensor, shard.stage=1" """
         sizes = {"pipeline": self.pipeline, "data": self.data, "tensor": self.tensor}
         found = " x ".join(f"{size} {name}" for name, size in sizes.items() if size > 1) or "1 data"
-        return found + f", shard.stage={self.stage}" * (self.stage > 0) + f", dense={self.dense}" * (self.dense != "none")
+        return (
+            found
+            + f", shard.stage={self.stage}" * (self.stage > 0)
+            + f", dense={self.dense}" * (self.dense != "none")
+        )
 
     @property
     def words(self) -> str:
         """The mesh as words of a configuration; empty where every rank has everything."""
         sizes = {"parallel.pipeline": self.pipeline, "parallel.tensor": self.tensor}
         words = [f"{key}={size}" for key, size in sizes.items() if size > 1]
-        words += [f"shard.stage={self.stage}"] * (self.stage > 0) + [f"parallel.dense={self.dense}"] * (self.dense != "none")
+        words += [f"shard.stage={self.stage}"] * (self.stage > 0) + [
+            f"parallel.dense={self.dense}"
+        ] * (self.dense != "none")
         return " ".join(words)
 
 
@@ -99,24 +106,37 @@ def meshes(ranks: int, has_dense_part: bool) -> Iterator[Mesh]:
 
 
 def without_mesh(config: Config, ranks: int) -> Config:
-    """The job, all ranks data parallel, with its batch as samples of a step: the same for every mesh."""
+    """The job, all ranks data parallel, with its batch as samples of a step: the same for every
+    mesh."""
     plain = config.replace(parallel=ParallelConfig(), shard=ShardConfig())
     return resolve_batch_size(plain, ranks)
 
 
 def with_mesh(config: Config, mesh: Mesh, original: Config) -> Config:
-    """original: whose schedule a pipeline has, how many micro-batches, and which stages; whose parallel.sequence a tensor group."""
+    """original: whose schedule a pipeline has, how many micro-batches, and which stages; whose
+    parallel.sequence a tensor group."""
     of_pipeline: dict[str, Any] = {}
     if mesh.pipeline > 1:
-        of_pipeline = {name: getattr(original.parallel, name) for name in _OF_A_PIPELINE} | {"balance": _balance(original, mesh.pipeline)}
+        of_pipeline = {name: getattr(original.parallel, name) for name in _OF_A_PIPELINE} | {
+            "balance": _balance(original, mesh.pipeline)
+        }
     sequence = original.parallel.sequence and mesh.tensor > 1
-    parallel = config.parallel.replace(tensor=mesh.tensor, pipeline=mesh.pipeline, dense=mesh.dense, sequence=sequence, **of_pipeline)
-    log = config.log.replace(samples=0) if mesh.pipeline > 1 else config.log  # no rank has the whole model to draw with
+    parallel = config.parallel.replace(
+        tensor=mesh.tensor,
+        pipeline=mesh.pipeline,
+        dense=mesh.dense,
+        sequence=sequence,
+        **of_pipeline,
+    )
+    log = (
+        config.log.replace(samples=0) if mesh.pipeline > 1 else config.log
+    )  # no rank has the whole model to draw with
     return config.replace(parallel=parallel, shard=config.shard.replace(stage=mesh.stage), log=log)
 
 
 def _balance(original: Config, pipeline: int) -> list[int] | str:
-    """The given units of each stage where they are for a pipeline of so many ranks; others are cut by operations: nothing is measured."""
+    """The given units of each stage where they are for a pipeline of so many ranks; others are cut
+    by operations: nothing is measured."""
     balance = original.parallel.balance
     fits = isinstance(balance, list) and len(balance) == pipeline * original.parallel.stages_of_rank
     return balance if fits else "operations"
@@ -128,14 +148,27 @@ def _assumed(config: Config, ranks: int) -> list[str]:
     if balance == "operations" or ranks == 1:
         return []
     if balance == "seconds":
-        return ["stages are cut by operations; parallel.balance=seconds measures at the start of a job (hvdtrain plan --pipeline)"]
-    return [f"parallel.balance={','.join(map(str, balance))} cuts pipelines of {len(balance)} stages; others are cut by operations"]
+        return [
+            "stages are cut by operations; parallel.balance=seconds measures at the start of a "
+            "job (hvdtrain plan --pipeline)"
+        ]
+    return [
+        f"parallel.balance={','.join(map(str, balance))} cuts pipelines of {len(balance)} stages; "
+        "others are cut by operations"
+    ]
 
 
 def plan_meshes(
-    config: Config, data: Data, ranks: int, machine: Machine, room: float, has_dense_part: bool, says: Callable[[str], None]
+    config: Config,
+    data: Data,
+    ranks: int,
+    machine: Machine,
+    room: float,
+    has_dense_part: bool,
+    says: Callable[[str], None],
 ) -> MeshPlan:
-    """says: is told which mesh is next. Raises UserError where the job cannot run on so many ranks, whatever the mesh."""
+    """says: is told which mesh is next. Raises UserError where the job cannot run on so many ranks,
+    whatever the mesh."""
     plain = without_mesh(config, ranks)
     features = _features(config, several_nodes=machine.per_node < ranks)
     rows = list[Row]()
@@ -148,15 +181,30 @@ def plan_meshes(
             excluded.append(Excluded(mesh, error.what))
             continue
         if found.needs > room:
-            excluded.append(Excluded(mesh, f"needs {gib(found.needs)} of the {gib(room)} that a rank has beside libraries and data"))
+            excluded.append(
+                Excluded(
+                    mesh,
+                    f"needs {gib(found.needs)} of the {gib(room)} that a rank has beside "
+                    "libraries and data",
+                )
+            )
         else:
             rows.append(found)
     rows.sort(key=lambda row: row.time.seconds)
-    return MeshPlan(rows, excluded, ranks, plain.batch.size, room, machine, [*machine.assumed, *_assumed(config, ranks)])
+    return MeshPlan(
+        rows,
+        excluded,
+        ranks,
+        plain.batch.size,
+        room,
+        machine,
+        [*machine.assumed, *_assumed(config, ranks)],
+    )
 
 
 def plain_work(config: Config, data: Data, ranks: int) -> PlannedWork:
-    """Work of a step of ranks that each have the whole model. Raises UserError where the job cannot run on so many."""
+    """Work of a step of ranks that each have the whole model. Raises UserError where the job cannot
+    run on so many."""
     one = forecast(without_mesh(config, ranks), data.samples, ranks, tokens_of_sample(data.task))
     if isinstance(one, Infeasible):
         raise one.error
@@ -170,7 +218,14 @@ def _features(config: Config, several_nodes: bool) -> frozenset[Feature]:
     return features_of(engine) | beside
 
 
-def _row(config: Config, mesh: Mesh, data: Data, machine: Machine, features: frozenset[Feature], ranks: int) -> Row:
+def _row(
+    config: Config,
+    mesh: Mesh,
+    data: Data,
+    machine: Machine,
+    features: frozenset[Feature],
+    ranks: int,
+) -> Row:
     """Raises UserError where the job cannot be divided so."""
     one = forecast(config, data.samples, ranks, tokens_of_sample(data.task))
     if isinstance(one, Infeasible):
@@ -179,13 +234,25 @@ def _row(config: Config, mesh: Mesh, data: Data, machine: Machine, features: fro
     footprint = max((work.footprint for work in works), key=lambda found: found.total)
     overlaps = "asynchronous" in features and mesh.pipeline == 1
     time = step_time(one.config, works, machine, overlaps)
-    return Row(mesh, time, max(work.sent_bytes for work in works), MARGIN * footprint.total, footprint.evaluation > footprint.step)
+    return Row(
+        mesh,
+        time,
+        max(work.sent_bytes for work in works),
+        MARGIN * footprint.total,
+        footprint.evaluation > footprint.step,
+    )
 
 
-def _works(one: Forecast, task: Task, ranks: int, features: frozenset[Feature]) -> list[PlannedWork]:
+def _works(
+    one: Forecast, task: Task, ranks: int, features: frozenset[Feature]
+) -> list[PlannedWork]:
     config = one.config
-    step = forecast_memory(config, task, one.recipe, ranks, features, one.dataset, config.batch.evaluate, 0).step()
-    found: list[PlannedWork] = framework_of(config).planned_work(config, task, step, ranks, features)
+    step = forecast_memory(
+        config, task, one.recipe, ranks, features, one.dataset, config.batch.evaluate, 0
+    ).step()
+    found: list[PlannedWork] = framework_of(config).planned_work(
+        config, task, step, ranks, features
+    )
     return found
 
 
@@ -193,7 +260,11 @@ def framework_of(config: Config) -> Any:
     """Raises UserError for one that has no meshes."""
     framework: Any = plugins.load("frameworks", config.framework, config.where("framework"))
     if not hasattr(framework, "planned_work"):
-        raise UserError(f"framework={config.framework} has no meshes to plan", config.where("framework"), "framework=torch")
+        raise UserError(
+            f"framework={config.framework} has no meshes to plan",
+            config.where("framework"),
+            "framework=torch",
+        )
     return framework
 
 
@@ -207,7 +278,8 @@ _OF_GRADIENTS = re.compile(r"gradient(\.\d+)?")
 
 
 class StepTime(NamedTuple):
-    """A step of the slowest rank; seconds is no more than the sum of the others, since some communication hides behind computing."""
+    """A step of the slowest rank; seconds is no more than the sum of the others, since some
+    communication hides behind computing."""
 
     seconds: float
     compute_s: float  # of passes and update
@@ -218,9 +290,10 @@ class StepTime(NamedTuple):
 def moved_s(moved: Moved, machine: Machine) -> float:
     """Seconds of one collective.
 
-    Rings: an allreduce of B bytes on n ranks has 2 (n - 1) messages of B / n one after the other, a reduce-scatter and an all-gather n - 1;
-    trees: a broadcast and a reduction have log2 n messages of B, rounded up. On several nodes the slower link counts. The ranks of a node
-    share its link: all groups like this one send at the same time.
+    Rings: an allreduce of B bytes on n ranks has 2 (n - 1) messages of B / n one after the other, a
+    reduce-scatter and an all-gather n - 1; trees: a broadcast and a reduction have log2 n messages
+    of B, rounded up. On several nodes the slower link counts. The ranks of a node share its link:
+    all groups like this one send at the same time.
     """
     n = len(moved.ranks)
     size = moved.size_bytes
@@ -233,7 +306,9 @@ def moved_s(moved: Moved, machine: Machine) -> float:
         "message": (1, size),
     }[moved.kind]
     factor = machine.in_parts if n > 2 and moved.kind in ("reduce-scatter", "all-gather") else 1.0
-    return factor * max(steps * (link.latency_s + part / link.bytes_per_s) for link in _links(moved.ranks, machine))
+    return factor * max(
+        steps * (link.latency_s + part / link.bytes_per_s) for link in _links(moved.ranks, machine)
+    )
 
 
 def _links(ranks: Sequence[int], machine: Machine) -> list[Link]:
@@ -247,8 +322,11 @@ def _links(ranks: Sequence[int], machine: Machine) -> list[Link]:
     return [machine.inside, shared]
 
 
-def step_time(config: Config, works: Sequence[PlannedWork], machine: Machine, overlaps: bool) -> StepTime:
-    """works: of the first rank of each stage. overlaps: whether reductions of gradients go on while backward computes."""
+def step_time(
+    config: Config, works: Sequence[PlannedWork], machine: Machine, overlaps: bool
+) -> StepTime:
+    """works: of the first rank of each stage. overlaps: whether reductions of gradients go on while
+    backward computes."""
     if config.parallel.pipeline > 1:
         return _of_pipeline(config, works, machine)
     (work,) = works
@@ -259,7 +337,9 @@ def step_time(config: Config, works: Sequence[PlannedWork], machine: Machine, ov
     if overlaps and gradients:  # of the last bucket nothing is left to hide behind
         hidden_s = min(reduction_s - gradients[-1], BACKWARD * passes_s / work.passes)
     communication_s = sum(in_passes) + reduction_s + sum(rest)
-    return StepTime(passes_s + update_s + communication_s - hidden_s, passes_s + update_s, communication_s, 0.0)
+    return StepTime(
+        passes_s + update_s + communication_s - hidden_s, passes_s + update_s, communication_s, 0.0
+    )
 
 
 def computing_s(work: PlannedWork, machine: Machine) -> tuple[float, float]:
@@ -268,7 +348,9 @@ def computing_s(work: PlannedWork, machine: Machine) -> tuple[float, float]:
     return passes_s, work.updated_bytes / machine.updated_bytes_per_s
 
 
-def _sorted(moved: Sequence[Moved], machine: Machine) -> tuple[list[float], list[float], list[float]]:
+def _sorted(
+    moved: Sequence[Moved], machine: Machine
+) -> tuple[list[float], list[float], list[float]]:
     """Seconds inside of passes, of gradients, of all else; without messages between stages."""
     in_passes = list[float]()
     gradients = list[float]()
@@ -286,11 +368,14 @@ def _sorted(moved: Sequence[Moved], machine: Machine) -> tuple[list[float], list
 
 
 def _of_pipeline(config: Config, works: Sequence[PlannedWork], machine: Machine) -> StepTime:
-    """Passes by the schedule's simulation, then what is reduced and updated, of the rank that takes longest."""
+    """Passes by the schedule's simulation, then what is reduced and updated, of the rank that takes
+    longest."""
     parallel = config.parallel
     micro = works[0].passes
     virtual = parallel.stages_of_rank
-    share = 1 / (4 if config.model.recompute != "none" else 3)  # of the operations, which a forward pass has
+    share = 1 / (
+        4 if config.model.recompute != "none" else 3
+    )  # of the operations, which a forward pass has
     seconds = []
     transfers = [0.0] * (len(works) * virtual)
     after_s = 0.0
@@ -300,7 +385,9 @@ def _of_pipeline(config: Config, works: Sequence[PlannedWork], machine: Machine)
         passes_s, update_s = computing_s(work, machine)
         in_passes, gradients, rest = _sorted(work.moved, machine)
         forward_s = (share * passes_s + sum(in_passes) / 2) / micro / virtual
-        seconds.append(Seconds(forward_s, (passes_s + sum(in_passes)) / micro / virtual - forward_s))
+        seconds.append(
+            Seconds(forward_s, (passes_s + sum(in_passes)) / micro / virtual - forward_s)
+        )
         of_messages = 0.0
         for each in work.moved:
             found = _BETWEEN_STAGES.fullmatch(each.name) if each.kind == "message" else None
@@ -310,6 +397,10 @@ def _of_pipeline(config: Config, works: Sequence[PlannedWork], machine: Machine)
                 of_messages += one_s
         after_s = max(after_s, sum(gradients) + sum(rest) + update_s)
         compute_s = max(compute_s, passes_s + update_s)
-        communication_s = max(communication_s, sum(in_passes) + sum(gradients) + sum(rest) + of_messages)
-    passes = timeline(parallel.schedule, len(works), micro, virtual, seconds * virtual, transfers=transfers)
+        communication_s = max(
+            communication_s, sum(in_passes) + sum(gradients) + sum(rest) + of_messages
+        )
+    passes = timeline(
+        parallel.schedule, len(works), micro, virtual, seconds * virtual, transfers=transfers
+    )
     return StepTime(passes.seconds + after_s, compute_s, communication_s, passes.bubble)

@@ -1,4 +1,5 @@
-"""plan --parallel: a row for each mesh, and why the best is best; plan --pipeline: where stages are cut, and how long their ranks wait."""
+"""plan --parallel: a row for each mesh, and why the best is best; plan --pipeline: where stages are
+cut, and how long their ranks wait."""
 
 from __future__ import annotations
 
@@ -15,11 +16,25 @@ from typing import Any, NamedTuple, get_args
 from hvdtrain.cli.output import align, print_result
 from hvdtrain.cli.plan.forecast import read_size
 from hvdtrain.cli.plan.machine import machine_of
-from hvdtrain.cli.plan.meshes import Data, MeshPlan, Row, framework_of, plain_work, plan_meshes, without_mesh
+from hvdtrain.cli.plan.meshes import (
+    Data,
+    MeshPlan,
+    Row,
+    framework_of,
+    plain_work,
+    plan_meshes,
+    without_mesh,
+)
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Schedule, UnitCost, formula, of_stages, timeline
+from hvdtrain.frameworks.torch.parallel.pipeline.schedule import (
+    Schedule,
+    UnitCost,
+    formula,
+    of_stages,
+    timeline,
+)
 from hvdtrain.recipe.batch import resolve_batch_size
 from hvdtrain.report.figures.commands import draw_layout
 from hvdtrain.tasks.task import Task
@@ -35,13 +50,19 @@ _QUIET_S = 5.0  # after that, progress is printed
 def plan_parallel(options: argparse.Namespace, config: Config, data: Data) -> None:
     """Raises UserError."""
     if len(options.ranks) > 1:
-        raise UserError("plan --parallel ranks the meshes of one number of ranks", "--ranks", "one number, as in --ranks 8")
+        raise UserError(
+            "plan --parallel ranks the meshes of one number of ranks",
+            "--ranks",
+            "one number, as in --ranks 8",
+        )
     (ranks,) = options.ranks
     limit = read_size(options.memory) if options.memory else None
     framework = framework_of(config)
     plain = without_mesh(config, ranks)
     shapes = framework.shapes(plain, data.task)
-    weight_bytes = sum(math.prod(shape) for shape in shapes.values()) * (8 if config.speed.precision == "fp64" else 4)
+    weight_bytes = sum(math.prod(shape) for shape in shapes.values()) * (
+        8 if config.speed.precision == "fp64" else 4
+    )
     machine = machine_of(options, ranks, weight_bytes, plain_work(config, data, ranks))
     room = math.inf if limit is None else max(0, limit - resident_bytes())
     start = time.monotonic()
@@ -50,7 +71,9 @@ def plan_parallel(options: argparse.Namespace, config: Config, data: Data) -> No
         if time.monotonic() - start > _QUIET_S:
             print(f"plan --parallel: {name}", file=sys.stderr, flush=True)
 
-    plan = plan_meshes(config, data, ranks, machine, room, framework.has_dense_part(plain, data.task), says)
+    plan = plan_meshes(
+        config, data, ranks, machine, room, framework.has_dense_part(plain, data.task), says
+    )
     print_result(options.json, mesh_lines(plan), mesh_json(plan))
 
 
@@ -58,10 +81,15 @@ _OPTION = "--parallel-picture"
 
 
 def draw_parallel(path: str, config: Config, task: Task, ranks: int) -> str:
-    """Writes a PNG; returns a line for people. Raises UserError where the framework has no such picture, or the file cannot be written."""
+    """Writes a PNG; returns a line for people. Raises UserError where the framework has no such
+    picture, or the file cannot be written."""
     framework = plugins.load("frameworks", config.framework, config.where("framework"))
     if not hasattr(framework, "layout"):
-        raise UserError(f"framework={config.framework} has every model whole on each rank", _OPTION, "framework=torch")
+        raise UserError(
+            f"framework={config.framework} has every model whole on each rank",
+            _OPTION,
+            "framework=torch",
+        )
     return draw_layout(Path(path), framework.layout(config, task, ranks), _OPTION)
 
 
@@ -73,15 +101,18 @@ _CLOSE = 1.05  # times the seconds of the best: a prediction does not tell these
 def mesh_lines(plan: MeshPlan) -> list[str]:
     nodes = math.ceil(plan.ranks / plan.machine.per_node)
     lines = [
-        f"hvdtrain plan --parallel: meshes of {plan.ranks} rank{'s' if plan.ranks > 1 else ''} on {nodes} node{'s' if nodes > 1 else ''}, "
+        f"hvdtrain plan --parallel: meshes of {plan.ranks} rank{'s' if plan.ranks > 1 else ''} on "
+        f"{nodes} node{'s' if nodes > 1 else ''}, "
         f"steps of {plan.batch:,} samples, the fastest first; nothing is trained",
         "",
     ]
     cells = [_HEADER, *(_cells(row) for row in plan.rows)]
     lines += align(cells)
     lines += [
-        "  ms/step: predicted; compute, comm: of the busiest rank, ms; some comm may hide behind compute; bubble: waiting for other stages",
-        f"  MB sent: of the rank that sends most, in a step; memory: of the rank that needs most, {MARGIN:g} x its tensors",
+        "  ms/step: predicted; compute, comm: of the busiest rank, ms; some comm may hide behind "
+        "compute; bubble: waiting for other stages",
+        "  MB sent: of the rank that sends most, in a step; memory: of the rank that needs most, "
+        f"{MARGIN:g} x its tensors",
     ]
     if any(row.evaluates for row in plan.rows):
         lines.append("  *: the evaluation takes most: a smaller batch.evaluate takes less")
@@ -120,13 +151,22 @@ def _by_reason(plan: MeshPlan) -> dict[str, list[str]]:
 def sentence(plan: MeshPlan) -> str:
     """Which mesh to take, and why."""
     if not plan.rows:
-        return "no mesh fits: more ranks, more memory for each, model.recompute=all or a smaller batch.size"
+        return (
+            "no mesh fits: more ranks, more memory for each, model.recompute=all or a smaller "
+            "batch.size"
+        )
     best = plan.rows[0]
     close = [row for row in plan.rows[1:] if row.time.seconds <= _CLOSE * best.time.seconds]
-    words = f"take {best.mesh.words or 'no key: every rank has the whole model'}, {_ms(best.time.seconds)} ms a step: {_why(best, plan)}"
+    words = (
+        f"take {best.mesh.words or 'no key: every rank has the whole model'}, "
+        f"{_ms(best.time.seconds)} ms a step: {_why(best, plan)}"
+    )
     if close:
         least = min([best, *close], key=lambda row: row.needs)
-        words += f"; as fast by prediction (within {_CLOSE - 1:.0%}): {'; '.join(row.mesh.name for row in close)}"
+        words += (
+            f"; as fast by prediction (within {_CLOSE - 1:.0%}): "
+            f"{'; '.join(row.mesh.name for row in close)}"
+        )
         if least is not best:
             words += f", of which {least.mesh.name} needs least memory, {gib(least.needs)}"
     return words
@@ -139,15 +179,21 @@ def _why(best: Row, plan: MeshPlan) -> str:
         kinds = "every rank with the whole model does not fit"
         return f"{kinds}, and of the meshes that do it takes least time"
     if best is plain:
-        other = next((row for row in plan.rows if row.mesh.pipeline > 1 or row.mesh.tensor > 1), None)
+        other = next(
+            (row for row in plan.rows if row.mesh.pipeline > 1 or row.mesh.tensor > 1), None
+        )
         if other is None:
             return "nothing that is cut is faster"
-        return f"its gradients take {_ms(best.time.communication_s)} ms, once a step, and {_difference(other, best)}"
+        return (
+            f"its gradients take {_ms(best.time.communication_s)} ms, once a step, and "
+            f"{_difference(other, best)}"
+        )
     return _difference(plain, best)
 
 
 def _difference(slower: Row, faster: Row) -> str:
-    """What the slower one has more of: of communication, computing and waiting that which is most."""
+    """What the slower one has more of: of communication, computing and waiting that which is
+    most."""
     wait_s = [row.time.bubble * row.time.seconds for row in (slower, faster)]
     more = {
         "communication": (slower.time.communication_s, faster.time.communication_s),
@@ -155,11 +201,20 @@ def _difference(slower: Row, faster: Row) -> str:
         "waiting for other stages": (wait_s[0], wait_s[1]),
     }
     kind = max(more, key=lambda name: more[name][0] - more[name][1])
-    return f"{slower.mesh.name} has {_ms(more[kind][0])} ms of {kind}, this one {_ms(more[kind][1])}"
+    return (
+        f"{slower.mesh.name} has {_ms(more[kind][0])} ms of {kind}, this one {_ms(more[kind][1])}"
+    )
 
 
 def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent="  ",
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def mesh_json(plan: MeshPlan) -> dict[str, Any]:
@@ -172,8 +227,14 @@ def mesh_json(plan: MeshPlan) -> dict[str, Any]:
             "flops_per_s": machine.flops_per_s,
             "touched_bytes_per_s": machine.touched_bytes_per_s,
             "updated_bytes_per_s": machine.updated_bytes_per_s,
-            "inside": {"latency_s": machine.inside.latency_s, "bytes_per_s": machine.inside.bytes_per_s},
-            "between": {"latency_s": machine.between.latency_s, "bytes_per_s": machine.between.bytes_per_s},
+            "inside": {
+                "latency_s": machine.inside.latency_s,
+                "bytes_per_s": machine.inside.bytes_per_s,
+            },
+            "between": {
+                "latency_s": machine.between.latency_s,
+                "bytes_per_s": machine.between.bytes_per_s,
+            },
             "ranks_per_node": machine.per_node,
             "in_parts": machine.in_parts,
         },
@@ -191,7 +252,10 @@ def mesh_json(plan: MeshPlan) -> dict[str, Any]:
             }
             for row in plan.rows
         ],
-        "excluded": [{"mesh": each.mesh._asdict(), "words": each.mesh.words.split(), "reason": each.reason} for each in plan.excluded],
+        "excluded": [
+            {"mesh": each.mesh._asdict(), "words": each.mesh.words.split(), "reason": each.reason}
+            for each in plan.excluded
+        ],
         "advice": sentence(plan),
     }
 
@@ -229,10 +293,13 @@ class PipelinePlan(NamedTuple):
 
 
 def pipeline_plan(config: Config, task: Task, ranks: int) -> PipelinePlan:
-    """Measures the units of the model in this process. `ranks`: of the pipeline, where parallel.pipeline=1. Raises UserError."""
+    """Measures the units of the model in this process. `ranks`: of the pipeline, where
+    parallel.pipeline=1. Raises UserError."""
     if config.parallel.pipeline == 1:
         config = config.replace(parallel=config.parallel.replace(pipeline=ranks))
-    config = config.replace(log=config.log.replace(samples=0))  # no rank has the whole model to draw with
+    config = config.replace(
+        log=config.log.replace(samples=0)
+    )  # no rank has the whole model to draw with
     config = resolve_batch_size(config, config.parallel.ranks)
     refuse_on_every_engine(config, config.parallel.ranks)
     framework: Any = plugins.load("frameworks", config.framework, config.where("framework"))
@@ -243,7 +310,12 @@ def pipeline_plan(config: Config, task: Task, ranks: int) -> PipelinePlan:
     stages = config.parallel.pipeline * config.parallel.stages_of_rank
     cuts = sorted(_cuts(config, units, stages), key=lambda cut: cut.by != _label(config))
     numbers = sorted({micro, *(factor * config.parallel.pipeline for factor in (1, 2, 4, 8))})
-    bubbles = [bubble for number in numbers for schedule in _SCHEDULES for bubble in _bubbles(config, units, schedule, number)]
+    bubbles = [
+        bubble
+        for number in numbers
+        for schedule in _SCHEDULES
+        for bubble in _bubbles(config, units, schedule, number)
+    ]
     return PipelinePlan(config, samples, micro, units, cuts, bubbles)
 
 
@@ -254,7 +326,10 @@ def _label(config: Config) -> str:
 
 def _cuts(config: Config, units: Sequence[UnitCost], stages: int) -> list[Cut]:
     """By operations, by seconds, and as the job gives them, where that is for so many stages."""
-    from hvdtrain.frameworks.torch.parallel.pipeline.cuts import balanced_cuts, given_cuts  # torch, which other plans do without
+    from hvdtrain.frameworks.torch.parallel.pipeline.cuts import (
+        balanced_cuts,
+        given_cuts,
+    )  # torch, which other plans do without
 
     balance = config.parallel.balance
     found = [
@@ -262,11 +337,20 @@ def _cuts(config: Config, units: Sequence[UnitCost], stages: int) -> list[Cut]:
         Cut("seconds", balanced_cuts([sum(unit.seconds) for unit in units], stages)),
     ]
     if isinstance(balance, list) and len(balance) == stages:
-        found.append(Cut(_label(config), given_cuts(balance, [unit.name for unit in units], config.where("parallel.balance"))))
+        found.append(
+            Cut(
+                _label(config),
+                given_cuts(
+                    balance, [unit.name for unit in units], config.where("parallel.balance")
+                ),
+            )
+        )
     return found
 
 
-def _bubbles(config: Config, units: Sequence[UnitCost], schedule: Schedule, micro: int) -> list[Bubble]:
+def _bubbles(
+    config: Config, units: Sequence[UnitCost], schedule: Schedule, micro: int
+) -> list[Bubble]:
     """None where the model has fewer units than stages."""
     ranks = config.parallel.pipeline
     virtual = (config.parallel.virtual or 2) if schedule == "interleaved" else 1
@@ -275,7 +359,13 @@ def _bubbles(config: Config, units: Sequence[UnitCost], schedule: Schedule, micr
     equal = formula(schedule, ranks, micro, virtual)
     seconds = [unit.seconds for unit in units]
     return [
-        Bubble(micro, schedule, by, equal, timeline(schedule, ranks, micro, virtual, of_stages(seconds, first)).bubble)
+        Bubble(
+            micro,
+            schedule,
+            by,
+            equal,
+            timeline(schedule, ranks, micro, virtual, of_stages(seconds, first)).bubble,
+        )
         for by, first in _cuts(config, units, ranks * virtual)
     ]
 
@@ -284,7 +374,8 @@ def pipeline_lines(plan: PipelinePlan) -> list[str]:
     """Units, the stages of each cut, and the shares of waiting."""
     parallel = plan.config.parallel
     lines = [
-        f"{plan.config.model.name} on a pipeline of {parallel.pipeline} ranks, {parallel.schedule}: "
+        f"{plan.config.model.name} on a pipeline of {parallel.pipeline} ranks, "
+        f"{parallel.schedule}: "
         f"{plan.micro} micro-batches of {plan.samples} samples",
         "",
         *_units(plan.units),
@@ -309,7 +400,8 @@ def _units(units: Sequence[UnitCost]) -> list[str]:
     ]
     return [
         *align([["unit", "forward ms", "backward ms", "% of time", "% of operations"], *rows]),
-        "  the fastest of 5 passes of a micro-batch in this process, without the loss; operations: of the forward pass's matrix products",
+        "  the fastest of 5 passes of a micro-batch in this process, without the loss; "
+        "operations: of the forward pass's matrix products",
     ]
 
 
@@ -317,12 +409,26 @@ def _stages(plan: PipelinePlan, cut: Cut) -> list[str]:
     """A bar for each."""
     seconds = [sum(each) for each in of_stages([unit.seconds for unit in plan.units], cut.first)]
     is_of_job = cut.by == _label(plan.config)
-    head = f"cut by {cut.by}" if cut.by in ("operations", "seconds") else f"cut as parallel.balance={cut.by}"
+    head = (
+        f"cut by {cut.by}"
+        if cut.by in ("operations", "seconds")
+        else f"cut as parallel.balance={cut.by}"
+    )
     rows = [
-        [f"  {number}", _names(plan.units[start:stop]), f"{100 * each / sum(seconds):.1f} %", "#" * round(_BAR * each / max(seconds))]
-        for number, ((start, stop), each) in enumerate(zip(_ranges(cut, len(plan.units)), seconds, strict=True))
+        [
+            f"  {number}",
+            _names(plan.units[start:stop]),
+            f"{100 * each / sum(seconds):.1f} %",
+            "#" * round(_BAR * each / max(seconds)),
+        ]
+        for number, ((start, stop), each) in enumerate(
+            zip(_ranges(cut, len(plan.units)), seconds, strict=True)
+        )
     ]
-    return [f"{head}: {_counts(plan, cut)} units{', as this job' if is_of_job else ''}", *align(rows, left=(0, 1, 3))]
+    return [
+        f"{head}: {_counts(plan, cut)} units{', as this job' if is_of_job else ''}",
+        *align(rows, left=(0, 1, 3)),
+    ]
 
 
 def _ranges(cut: Cut, units: int) -> list[tuple[int, int]]:
@@ -341,14 +447,28 @@ def _names(units: Sequence[UnitCost]) -> str:
 def _shares(plan: PipelinePlan) -> list[str]:
     """A row for each schedule and cut, a column for each number of micro-batches."""
     numbers = sorted({bubble.micro for bubble in plan.bubbles})
-    rows = [["schedule", "cut by", *(f"m={number}{'*' if number == plan.micro else ''}" for number in numbers)]]
+    rows = [
+        [
+            "schedule",
+            "cut by",
+            *(f"m={number}{'*' if number == plan.micro else ''}" for number in numbers),
+        ]
+    ]
     for schedule, by in dict.fromkeys((bubble.schedule, bubble.by) for bubble in plan.bubbles):
-        of = {bubble.micro: bubble for bubble in plan.bubbles if (bubble.schedule, bubble.by) == (schedule, by)}
+        of = {
+            bubble.micro: bubble
+            for bubble in plan.bubbles
+            if (bubble.schedule, bubble.by) == (schedule, by)
+        }
         is_of_job = (schedule, by) == (plan.config.parallel.schedule, _label(plan.config))
-        cells = [f"{100 * of[number].formula:.1f} > {100 * of[number].measured_times:.1f}" for number in numbers]
+        cells = [
+            f"{100 * of[number].formula:.1f} > {100 * of[number].measured_times:.1f}"
+            for number in numbers
+        ]
         rows.append([f"{schedule}{'*' * is_of_job}", by, *cells])
     return [
-        "share of a step in which a rank waits, %: of equal stages by the formula > with the times above; m: micro-batches of a step",
+        "share of a step in which a rank waits, %: of equal stages by the formula > with the "
+        "times above; m: micro-batches of a step",
         *align(rows, left=(0, 1)),
         "  *: of this job",
     ]
@@ -356,14 +476,23 @@ def _shares(plan: PipelinePlan) -> list[str]:
 
 def _advice(plan: PipelinePlan) -> str:
     """Whether another cut is faster."""
-    slowest = {cut.by: max(sum(each) for each in of_stages([unit.seconds for unit in plan.units], cut.first)) for cut in plan.cuts}
+    slowest = {
+        cut.by: max(
+            sum(each) for each in of_stages([unit.seconds for unit in plan.units], cut.first)
+        )
+        for cut in plan.cuts
+    }
     own = plan.cuts[0]
     best = min(plan.cuts, key=lambda cut: slowest[cut.by])
     ratio = slowest[own.by] / slowest[best.by]
     if ratio < 1.02:
-        return f"parallel.balance={own.by}, as this job: no other cut has a slowest stage that is faster by 2 % or more"
+        return (
+            f"parallel.balance={own.by}, as this job: no other cut has a slowest stage that is "
+            "faster by 2 % or more"
+        )
     return (
-        f"parallel.balance={own.by}, as this job, has a slowest stage of {ratio:.2f} times the time of that of "
+        f"parallel.balance={own.by}, as this job, has a slowest stage of {ratio:.2f} times the "
+        "time of that of "
         f"parallel.balance={_counts(plan, best)}, cut by {best.by}"
     )
 
@@ -376,8 +505,14 @@ def pipeline_json(plan: PipelinePlan) -> dict[str, Any]:
         "balance": plan.config.parallel.balance,
         "micro_batches": plan.micro,
         "samples": plan.samples,
-        "units": [{"name": unit.name, "operations": unit.operations, **unit.seconds._asdict()} for unit in plan.units],
-        "cuts": [{"by": cut.by, "units": [stop - start for start, stop in _ranges(cut, len(plan.units))]} for cut in plan.cuts],
+        "units": [
+            {"name": unit.name, "operations": unit.operations, **unit.seconds._asdict()}
+            for unit in plan.units
+        ],
+        "cuts": [
+            {"by": cut.by, "units": [stop - start for start, stop in _ranges(cut, len(plan.units))]}
+            for cut in plan.cuts
+        ],
         "bubbles": [bubble._asdict() for bubble in plan.bubbles],
         "advice": _advice(plan),
     }

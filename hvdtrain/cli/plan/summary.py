@@ -1,4 +1,5 @@
-"""hvdtrain summary: the layers of a model with shapes, parameters and operations; nothing is trained."""
+"""hvdtrain summary: the layers of a model with shapes, parameters and operations; nothing is
+trained."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ USAGE = """\
 hvdtrain summary [--json [FILE]] [--config FILE] [key=value ...]
   prints the layers of the model: shapes, parameters trained and frozen, operations of a forward pass of one sample; trains nothing
   --samples 1281167 --image 224x224x3 --classes 1000   the data, which then is not read; without it: read, not downloaded
-  --json FILE   the rows as JSON; --json or --json - prints them instead of the text"""
+  --json FILE   the rows as JSON; --json or --json - prints them instead of the text"""  # noqa: E501
 
 
 def summary(arguments: Sequence[str]) -> int:
@@ -35,7 +36,11 @@ def summary(arguments: Sequence[str]) -> int:
     config = configure(options.config, overrides)
     plugins.check_names(config)
     rows = layers_of(config, training_data(options, config).task)
-    print_result(options.json, text(config, rows), {"layers": [row._asdict() for row in rows], **totals(rows)})
+    print_result(
+        options.json,
+        text(config, rows),
+        {"layers": [row._asdict() for row in rows], **totals(rows)},
+    )
     return DONE
 
 
@@ -52,7 +57,9 @@ def layers_of(config: Config, task: Task) -> list[LayerSummary]:
 def _operations(flops: int) -> str:
     """8.18 Gflop"""
     unit, factor = next(
-        (unit, factor) for unit, factor in (("Tflop", 1e12), ("Gflop", 1e9), ("Mflop", 1e6), ("flop", 1)) if flops >= factor
+        (unit, factor)
+        for unit, factor in (("Tflop", 1e12), ("Gflop", 1e9), ("Mflop", 1e6), ("flop", 1))
+        if flops >= factor
     )
     return f"{flops / factor:.3g} {unit}"
 
@@ -70,7 +77,14 @@ def totals(rows: Sequence[LayerSummary]) -> dict[str, int | None]:
 def text(config: Config, rows: Sequence[LayerSummary]) -> list[str]:
     """Lines for people."""
     has_frozen = any(row.trained != row.parameters for row in rows)
-    header = ("layer", "kind", "outputs", "parameters", *(["trained"] if has_frozen else []), "Mflop")
+    header = (
+        "layer",
+        "kind",
+        "outputs",
+        "parameters",
+        *(["trained"] if has_frozen else []),
+        "Mflop",
+    )
     cells = [
         (
             row.name or "(the model)",
@@ -89,5 +103,8 @@ def text(config: Config, rows: Sequence[LayerSummary]) -> list[str]:
         line += f"; framework={config.framework} has counted no operations"
     else:
         work = _operations(total["flops"])
-        line += f"; {work} for a forward pass of one sample (matrix products and convolutions, 2 for a multiply-add)"
+        line += (
+            f"; {work} for a forward pass of one sample (matrix products and convolutions, 2 for "
+            "a multiply-add)"
+        )
     return [*align([header, *cells], left=(0, 1)), "", line]

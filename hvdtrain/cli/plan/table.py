@@ -1,4 +1,5 @@
-"""A plan as lines and as JSON: data, recipe, a row for each number of ranks, parameters, and the memory of one rank."""
+"""A plan as lines and as JSON: data, recipe, a row for each number of ranks, parameters, and the
+memory of one rank."""
 
 from __future__ import annotations
 
@@ -8,7 +9,16 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from hvdtrain.cli.output import align
-from hvdtrain.cli.plan.forecast import BatchPhase, Forecast, Infeasible, MemoryPlan, Shapes, group_by_recipe, memory, memory_lines
+from hvdtrain.cli.plan.forecast import (
+    BatchPhase,
+    Forecast,
+    Infeasible,
+    MemoryPlan,
+    Shapes,
+    group_by_recipe,
+    memory,
+    memory_lines,
+)
 from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
@@ -21,9 +31,22 @@ from hvdtrain.tasks.task import Task
 
 _WIDTH = 100  # characters of a line; the name of a parameter may be longer
 _MOST_NAMES = 8  # of parameters without decay, unless --all
-_HEADER = ("ranks", "batch", "each", "passes", "epochs", "steps/epoch", "steps", "lr: start", "warm", "end", "momentum")
+_HEADER = (
+    "ranks",
+    "batch",
+    "each",
+    "passes",
+    "epochs",
+    "steps/epoch",
+    "steps",
+    "lr: start",
+    "warm",
+    "end",
+    "momentum",
+)
 _NOTES = (
-    "batch: samples of a step over all ranks; each: of one rank; passes: forward passes of one rank",
+    "batch: samples of a step over all ranks; each: of one rank; passes: forward passes of one "
+    "rank",
     "steps/epoch: samples / batch; a step may start in one epoch and end in the next",
     "lr: of the first step, of the first step after the warm-up, of the last step",
 )
@@ -42,7 +65,8 @@ class Plan(NamedTuple):
 
 
 def plan_lines(plan: Plan, all_names: bool, memory: MemoryPlan | None = None) -> list[str]:
-    """All lines, with empty ones between the sections; `all_names`: of every parameter that is not decayed."""
+    """All lines, with empty ones between the sections; `all_names`: of every parameter that is not
+    decayed."""
     feasible = [one for one in plan.forecasts if isinstance(one, Forecast)]
     sections = [
         ["hvdtrain plan: what the job would do; nothing is trained", "", *_data_and_model(plan)],
@@ -72,8 +96,14 @@ def batch_label(forecast: Forecast) -> str:
 def _data_and_model(plan: Plan) -> list[str]:
     config = plan.config
     return [
-        *_labelled("data", f"{plan.samples:,} training samples, {_fields(plan.task)} ({plan.origin})"),
-        *_labelled("model", f"{config.model.name}: {_count(plan.shapes)}, framework={config.framework}, {config.speed.precision}"),
+        *_labelled(
+            "data", f"{plan.samples:,} training samples, {_fields(plan.task)} ({plan.origin})"
+        ),
+        *_labelled(
+            "model",
+            f"{config.model.name}: {_count(plan.shapes)}, framework={config.framework}, "
+            f"{config.speed.precision}",
+        ),
         *_labelled("optimizer", f"{config.optim.name}, {_decay(config)}"),
     ]
 
@@ -83,7 +113,10 @@ def _fields(task: Task) -> str:
     if not isinstance(task, Classification) or not task.is_of_images:
         return task.summary
     height, width, channels = task.shape
-    return f"images of {height}x{width} pixels and {channels} channel{'s' if channels > 1 else ''}, {task.classes:,} classes"
+    return (
+        f"images of {height}x{width} pixels and {channels} channel{'s' if channels > 1 else ''}, "
+        f"{task.classes:,} classes"
+    )
 
 
 def _recipes(plan: Plan, feasible: list[Forecast]) -> list[str]:
@@ -111,7 +144,12 @@ def _table(forecasts: Sequence[Forecast | Infeasible]) -> list[str]:
             table.append(of_ranks[one.ranks])
         else:
             start = f"{one.ranks:>{first}}  impossible: "
-            table += textwrap.wrap(one_line(one.error), _WIDTH, initial_indent=start, subsequent_indent=" " * (first + 2))
+            table += textwrap.wrap(
+                one_line(one.error),
+                _WIDTH,
+                initial_indent=start,
+                subsequent_indent=" " * (first + 2),
+            )
     return table
 
 
@@ -126,7 +164,9 @@ def _cells(forecast: Forecast) -> list[str]:
         str(forecast.ranks),
         batch_label(forecast),
         _from_to(_share(forecast, first_batch), _share(forecast, last_batch)),
-        _from_to(f"{forecast.forward_passes(first_batch):,}", f"{forecast.forward_passes(last_batch):,}"),
+        _from_to(
+            f"{forecast.forward_passes(first_batch):,}", f"{forecast.forward_passes(last_batch):,}"
+        ),
         f"{forecast.epochs:.4g}" if forecast.epochs < 1000 else f"{forecast.epochs:,.0f}",
         _from_to(f"{forecast.dataset / first_batch:,.1f}", f"{forecast.dataset / last_batch:,.1f}"),
         f"{forecast.steps:,}",
@@ -149,19 +189,34 @@ def _notes(plan: Plan, feasible: list[Forecast]) -> list[str]:
         notes.append("a>b: the batch changes from a to b, maybe in several steps")
     config = plan.config
     if config.stop.target is not None:
-        notes.append(f"the job ends early once validation {plan.task.objective} {config.stop.target:g} is held (stop.target)")
+        notes.append(
+            f"the job ends early once validation {plan.task.objective} {config.stop.target:g} is "
+            "held (stop.target)"
+        )
     if config.stop.time is not None:
         notes.append(f"the job ends early after stop.time={config.stop.time}")
-    return [wrapped for note in notes for wrapped in textwrap.wrap(note, _WIDTH, initial_indent="  ", subsequent_indent="    ")]
+    return [
+        wrapped
+        for note in notes
+        for wrapped in textwrap.wrap(note, _WIDTH, initial_indent="  ", subsequent_indent="    ")
+    ]
 
 
 def _parameters(plan: Plan, most_names: int) -> list[str]:
     """Which parameters have weight decay and layer-wise ratios, and which are excluded."""
     excludes = plan.config.optim.exclude == "norms_and_biases"
-    excluded = {name: shape for name, shape in plan.shapes.items() if excludes and is_excluded(shape)}
+    excluded = {
+        name: shape for name, shape in plan.shapes.items() if excludes and is_excluded(shape)
+    }
     included = {name: shape for name, shape in plan.shapes.items() if name not in excluded}
-    has_trust_ratio = plan.rule is not None and plan.rule.of_parameter("", (1,), True) != plan.rule.of_parameter("", (1,), False)
-    with_both, without = ("decayed and adapted layer by layer", "neither") if has_trust_ratio else ("decayed", "not decayed")
+    has_trust_ratio = plan.rule is not None and plan.rule.of_parameter(
+        "", (1,), True
+    ) != plan.rule.of_parameter("", (1,), False)
+    with_both, without = (
+        ("decayed and adapted layer by layer", "neither")
+        if has_trust_ratio
+        else ("decayed", "not decayed")
+    )
     lines = _labelled("parameters", f"{_count(included)}: {with_both}")
     if not excluded:
         lines += _labelled("", f"{without}: none (optim.exclude={plan.config.optim.exclude})")
@@ -174,11 +229,16 @@ def _parameters(plan: Plan, most_names: int) -> list[str]:
 
 def _listed(names: Iterable[str], most: int) -> str:
     some = list(names)
-    return ", ".join(some if len(some) <= most else [*some[:most], f"and {len(some) - most} more (--all lists them)"])
+    return ", ".join(
+        some
+        if len(some) <= most
+        else [*some[:most], f"and {len(some) - most} more (--all lists them)"]
+    )
 
 
 def _of_other_rules(plan: Plan) -> dict[str, Shapes]:
-    """The parameters that optim.name leaves to another rule, and those of optim.groups, by what their rule says of itself."""
+    """The parameters that optim.name leaves to another rule, and those of optim.groups, by what
+    their rule says of itself."""
     found: dict[str, Shapes] = {}
     if plan.rule is None:
         return found
@@ -196,12 +256,17 @@ def _memory(plan: Plan) -> list[str]:
     digits = 1 if found.weights >= 10 * 2**20 else 4
 
     def row(label: str, size_bytes: int | None, note: str = "") -> str:
-        size = "known only after its first step" if size_bytes is None else _mib(size_bytes, digits).rjust(10)
+        size = (
+            "known only after its first step"
+            if size_bytes is None
+            else _mib(size_bytes, digits).rjust(10)
+        )
         return f"  {label:20} {size}   {note}".rstrip()
 
     total = found.weights + found.gradients + (found.optimizer_state or 0)
     lines = [
-        f"memory of one rank, MiB ({plan.config.speed.precision}); without activations, running statistics and workspace",
+        f"memory of one rank, MiB ({plan.config.speed.precision}); without activations, running "
+        "statistics and workspace",
         row("weights", found.weights),
         row("gradients", found.gradients),
         row("optimizer state", found.optimizer_state),
@@ -209,7 +274,9 @@ def _memory(plan: Plan) -> list[str]:
     sum_label = "sum" if found.optimizer_state is not None else "sum of what is known"
     if not _may_use_buckets(plan):
         return [*lines, row(sum_label, total)]
-    strategy = "comm.reduce=bucket" + (" (auto without Horovod)" if plan.config.comm.reduce == "auto" else "")
+    strategy = "comm.reduce=bucket" + (
+        " (auto without Horovod)" if plan.config.comm.reduce == "auto" else ""
+    )
     return [
         *lines,
         row("reduction buffers", found.buckets, f"with {strategy}, 2 ranks or more"),
@@ -220,7 +287,11 @@ def _memory(plan: Plan) -> list[str]:
 def _may_use_buckets(plan: Plan) -> bool:
     """Whether a forecast of the plan may reduce gradients in our own buckets."""
     several_ranks = any(one.ranks > 1 for one in plan.forecasts)
-    return several_ranks and plan.config.framework == "torch" and plan.config.comm.reduce != "distributed_optimizer"
+    return (
+        several_ranks
+        and plan.config.framework == "torch"
+        and plan.config.comm.reduce != "distributed_optimizer"
+    )
 
 
 def _mib(size_bytes: int, digits: int) -> str:
@@ -228,7 +299,8 @@ def _mib(size_bytes: int, digits: int) -> str:
 
 
 def has_momentum_of_its_class(config: Config) -> bool:
-    """A class of torch.optim has the default momentum of its constructor where the configuration has none."""
+    """A class of torch.optim has the default momentum of its constructor where the configuration
+    has none."""
     return config.optim.momentum is None and "." in config.optim.name
 
 
@@ -240,7 +312,10 @@ def _decay(config: Config) -> str:
 
 
 def _count(shapes: Shapes) -> str:
-    return f"{len(shapes):,} tensor{'s' if len(shapes) != 1 else ''}, {sum(map(math.prod, shapes.values())):,} numbers"
+    return (
+        f"{len(shapes):,} tensor{'s' if len(shapes) != 1 else ''}, "
+        f"{sum(map(math.prod, shapes.values())):,} numbers"
+    )
 
 
 def _from_to(first: str, last: str) -> str:
@@ -250,7 +325,14 @@ def _from_to(first: str, last: str) -> str:
 def _labelled(label: str, text: str) -> list[str]:
     """A paragraph to the right of its label."""
     pad = " " * 12
-    return textwrap.wrap(text, _WIDTH, initial_indent=f"{label:12}", subsequent_indent=pad, break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=f"{label:12}",
+        subsequent_indent=pad,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
@@ -269,7 +351,9 @@ def to_json(plan: Plan) -> dict[str, Any]:
             "precision": config.speed.precision,
             "parameters": sum(map(math.prod, plan.shapes.values())),
             "shapes": {name: list(shape) for name, shape in plan.shapes.items()},
-            "not_decayed": [name for name, shape in plan.shapes.items() if excludes and is_excluded(shape)],
+            "not_decayed": [
+                name for name, shape in plan.shapes.items() if excludes and is_excluded(shape)
+            ],
         },
         "forecasts": [_forecast(one) for one in plan.forecasts],
         "memory_bytes": memory(plan.shapes, plan.rule, config.speed.precision)._asdict(),
@@ -279,7 +363,10 @@ def to_json(plan: Plan) -> dict[str, Any]:
 def _forecast(one: Forecast | Infeasible) -> dict[str, Any]:
     """The forecast for one number of ranks: the job, or `impossible` with the error."""
     if isinstance(one, Infeasible):
-        return {"ranks": one.ranks, "impossible": {"what": one.error.what, "where": one.error.where, "fix": one.error.fix}}
+        return {
+            "ranks": one.ranks,
+            "impossible": {"what": one.error.what, "where": one.error.where, "fix": one.error.fix},
+        }
     warm = one.after_warmup()
     return {
         "ranks": one.ranks,
@@ -305,10 +392,17 @@ def _batch(one: Forecast, phase: BatchPhase) -> dict[str, Any]:
 
 def _hyper(one: Forecast, hyper: Hyper) -> dict[str, Any]:
     momentum = None if has_momentum_of_its_class(one.config) else hyper.momentum
-    return {"lr": hyper.lr, "momentum": momentum, "weight_decay": decay(one.config), "batch": hyper.batch}
+    return {
+        "lr": hyper.lr,
+        "momentum": momentum,
+        "weight_decay": decay(one.config),
+        "batch": hyper.batch,
+    }
 
 
 def _sizes(task: Task) -> dict[str, Any]:
     """What models are built from, as JSON has it; of classes not also as outputs."""
     names = [name for name in task.sizes if name != "outputs" or "classes" not in task.sizes]
-    return {name: list(size) if isinstance(size := task.sizes[name], tuple) else size for name in names}
+    return {
+        name: list(size) if isinstance(size := task.sizes[name], tuple) else size for name in names
+    }

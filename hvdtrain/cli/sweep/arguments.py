@@ -10,7 +10,16 @@ from typing import NamedTuple
 from hvdtrain.cli.options import CommandParser
 from hvdtrain.cli.output import with_json_value
 from hvdtrain.cli.sweep import optuna_study
-from hvdtrain.cli.sweep.space import GRID_EXAMPLE, MOST_TRIALS, Point, Space, grid_points, probes, random_points, read_space
+from hvdtrain.cli.sweep.space import (
+    GRID_EXAMPLE,
+    MOST_TRIALS,
+    Point,
+    Space,
+    grid_points,
+    probes,
+    random_points,
+    read_space,
+)
 from hvdtrain.cli.sweep.trials import Sweep
 from hvdtrain.config.plugins import check_names
 from hvdtrain.config.read import assignments, configure, expand, to_yaml
@@ -36,10 +45,13 @@ hvdtrain sweep [--config FILE] [key=value ...] --grid KEY=VALUE,VALUE [--random 
   --json [FILE]              the result as JSON
 prints a table, the best first, and writes it with a figure into FOLDER (sweep.txt, sweep.png). Ctrl-C or SIGUSR2 stops all trials with
 a checkpoint. Exit codes: 0: all trials ended, at least one is done; 82: none is done, all diverged; 1: none is done, at least one failed
-(the table says why; the same command tries it again); 75: stopped, the same command goes on"""
+(the table says why; the same command tries it again); 75: stopped, the same command goes on"""  # noqa: E501
 _COMMAND_LINE = "command line of sweep"
 _SAMPLERS = ("grid", "random", "optuna")
-_OF_THE_SWEEP = {"run": "each trial has a run folder of its own, in --out", "resume": "each trial resumes its own run folder"}
+_OF_THE_SWEEP = {
+    "run": "each trial has a run folder of its own, in --out",
+    "resume": "each trial resumes its own run folder",
+}
 
 
 class Options(NamedTuple):
@@ -72,15 +84,22 @@ def _parser() -> CommandParser:
 
 
 def read_options(arguments: Sequence[str]) -> tuple[Options, Sweep]:
-    """The options, and the sweep that they make. Raises UserError for what no trial could start with."""
+    """The options, and the sweep that they make. Raises UserError for what no trial could start
+    with."""
     parser = _parser()
     parsed, shared = parser.parse_known_args(with_json_value(arguments))
     _refuse_unknown(shared, parser.names())
     if not parsed.out:
-        raise UserError("where do the trials go?", _COMMAND_LINE, "--out FOLDER, as in --out sweeps/rates")
+        raise UserError(
+            "where do the trials go?", _COMMAND_LINE, "--out FOLDER, as in --out sweeps/rates"
+        )
     sampler = parsed.sampler or ("random" if parsed.random else "grid")
     if sampler not in _SAMPLERS:
-        raise UserError(f"there is no sampler {short(sampler)}", f"--sampler {short(sampler)}", nearest(sampler, _SAMPLERS))
+        raise UserError(
+            f"there is no sampler {short(sampler)}",
+            f"--sampler {short(sampler)}",
+            nearest(sampler, _SAMPLERS),
+        )
     options = Options(
         config=parsed.config,
         shared=shared,
@@ -98,14 +117,20 @@ def read_options(arguments: Sequence[str]) -> tuple[Options, Sweep]:
     for point in points or probes(options.space):
         _check_point(options, point)
     lines = to_yaml(config).splitlines()
-    return options, Sweep(sampler, options.seed, parsed.grid, parsed.random, options.ranks, lines, points)
+    return options, Sweep(
+        sampler, options.seed, parsed.grid, parsed.random, options.ranks, lines, points
+    )
 
 
 def _refuse_unknown(shared: Sequence[str], known: Sequence[str]) -> None:
     """Refuses an unknown argument that is not key=value."""
     for argument in shared:
         if "=" not in argument:
-            fix = _option(argument, known) if argument.startswith("-") else f"key=value; a list to try: {GRID_EXAMPLE}"
+            fix = (
+                _option(argument, known)
+                if argument.startswith("-")
+                else f"key=value; a list to try: {GRID_EXAMPLE}"
+            )
             raise UserError(f"unknown argument '{short(argument)}'", _COMMAND_LINE, fix)
 
 
@@ -117,22 +142,36 @@ def _option(argument: str, known: Sequence[str]) -> str:
 
 def _count(text: str, option: str, most: int, least: int = 1) -> int:
     if not re.fullmatch("[0-9]{1,10}", text) or not least <= int(text) <= most:
-        raise UserError(f"{option} {short(text)} is no number from {least} to {most:,}", option, f"{option} {max(least, 4)}")
+        raise UserError(
+            f"{option} {short(text)} is no number from {least} to {most:,}",
+            option,
+            f"{option} {max(least, 4)}",
+        )
     return int(text)
 
 
 def _check_shared(options: Options) -> Config:
-    """What all trials share. Raises UserError where it has a key that the sweep sets, or one that is swept."""
+    """What all trials share. Raises UserError where it has a key that the sweep sets, or one that
+    is swept."""
     swept = options.space.keys
     for key, fix in _OF_THE_SWEEP.items():
         if key in swept:
             raise UserError(f"{key} cannot be swept", "--grid, --random", fix)
-    given = {assignment.key: assignment.origin for assignment in assignments(options.config, options.shared)}
+    given = {
+        assignment.key: assignment.origin
+        for assignment in assignments(options.config, options.shared)
+    }
     for key, fix in _OF_THE_SWEEP.items():
         if key in given:
-            raise UserError(f"a sweep sets {key} itself", f"{key}, {given[key]}", f"leave it out: {fix}")
+            raise UserError(
+                f"a sweep sets {key} itself", f"{key}, {given[key]}", f"leave it out: {fix}"
+            )
     for key in {assignment.key for assignment in assignments(None, options.shared)} & set(swept):
-        raise UserError(f"{key} is given, and swept", f"{key}, command line", f"leave {key}= out, or its --grid or --random")
+        raise UserError(
+            f"{key} is given, and swept",
+            f"{key}, command line",
+            f"leave {key}= out, or its --grid or --random",
+        )
     return configure(options.config, options.shared)
 
 
@@ -155,4 +194,6 @@ def _check_point(options: Options, point: Point) -> None:
         check_names(config)
         refuse_on_every_engine(resolve_batch_size(config, options.ranks), options.ranks)
     except UserError as error:
-        raise UserError(error.what, f"{error.where}; in the trial {' '.join(point)}", error.fix) from None
+        raise UserError(
+            error.what, f"{error.where}; in the trial {' '.join(point)}", error.fix
+        ) from None

@@ -1,4 +1,5 @@
-"""hvdtrain sweep: trains with many settings, each in a run folder of its own, and shows which is best."""
+"""hvdtrain sweep: trains with many settings, each in a run folder of its own, and shows which is
+best."""
 
 from __future__ import annotations
 
@@ -59,7 +60,11 @@ def sweep(arguments: Sequence[str]) -> int:
     current = placement(os.environ)
     if current.size > 1:
         what = f"this is rank {current.rank} of {current.size}, started by {current.launcher}"
-        raise UserError(what, "command line of sweep", "sweep without a launcher: --ranks-per-trial 4 starts ranks")
+        raise UserError(
+            what,
+            "command line of sweep",
+            "sweep without a launcher: --ranks-per-trial 4 starts ranks",
+        )
     options, planned = read_options(arguments)
     command = command_line("sweep", *arguments)
     with locked_sweep(options.out):
@@ -81,17 +86,27 @@ class _Job:
         self._results = {trial: self._result(trial) for trial in self._trials()}
         self._kept = sum(result.state in KEPT for result in self._results.values())
         self._ended = 0  # in this start
-        self._total = max(len(planned.trials), (options.trials or 0) if options.sampler == "optuna" else 0)
-        self._beside = SideBySide(options.at_once, self._command, lambda trial: self._folder(trial).with_suffix(".log"))
+        self._total = max(
+            len(planned.trials), (options.trials or 0) if options.sampler == "optuna" else 0
+        )
+        self._beside = SideBySide(
+            options.at_once, self._command, lambda trial: self._folder(trial).with_suffix(".log")
+        )
 
     def run(self) -> None:
-        _say(f"sweep       {self._options.out}: {self._total} trials, {self._kept} kept from before, {self._options.at_once} at once")
+        _say(
+            f"sweep       {self._options.out}: {self._total} trials, {self._kept} kept from "
+            f"before, {self._options.at_once} at once"
+        )
         proposals = self._proposals()
 
         def following() -> Trial | None:
             trial = proposals.following()
             if trial is not None:
-                _say(f"{trial.name}  {'goes on' if self._folder(trial).exists() else 'starts'}: {' '.join(trial.point)}")
+                _say(
+                    f"{trial.name}  {'goes on' if self._folder(trial).exists() else 'starts'}: "
+                    f"{' '.join(trial.point)}"
+                )
             return trial
 
         def ended(trial: Trial, code: int, was_hopeless: bool) -> None:
@@ -108,16 +123,31 @@ class _Job:
         lines = [*table_lines(rows, metric), *self._failures()]
         _write(options.out, "\n".join(lines) + "\n")
         picture = self._draw(rows)
-        footer = [f"table       {options.out / TABLE}", picture] if picture else [f"table       {options.out / TABLE}"]
+        footer = (
+            [f"table       {options.out / TABLE}", picture]
+            if picture
+            else [f"table       {options.out / TABLE}"]
+        )
         if rows and rows[0].done:
             footer.append(f"best        {command_line(*options.arguments, *rows[0].point)}")
-            best = [path_argument(options.out / trial.name) for trial in rows[0].trials if self._results[trial].state == "done"]
+            best = [
+                path_argument(options.out / trial.name)
+                for trial in rows[0].trials
+                if self._results[trial].state == "done"
+            ]
             footer.append(f"report      {command_line('report', *best)}")
         states: list[State] = [result.state for result in self._results.values()]
         missing = self._total - sum(state in KEPT or state == "failed" for state in states)
         if missing:
-            footer.append(f"stopped: {missing} of {self._total} trials are not done; the same command goes on: {command}")
-        print_result(options.json, [*lines, *footer], {"out": str(options.out), **to_json(rows, self._results, metric)})
+            footer.append(
+                f"stopped: {missing} of {self._total} trials are not done; the same command goes "
+                f"on: {command}"
+            )
+        print_result(
+            options.json,
+            [*lines, *footer],
+            {"out": str(options.out), **to_json(rows, self._results, metric)},
+        )
         if options.json == STANDARD_OUTPUT and missing:
             _say(footer[-1])
         return exit_code(states, missing)
@@ -138,7 +168,14 @@ class _Job:
             kept = {trial.name for trial, result in self._results.items() if result.state in KEPT}
             return Listed(self._trials(), kept)
         points = self._planned.trials
-        return OptunaStudy(self._options.space, self._options.seed, self._total, list(points), self._result, self._add)
+        return OptunaStudy(
+            self._options.space,
+            self._options.seed,
+            self._total,
+            list(points),
+            self._result,
+            self._add,
+        )
 
     def _add(self, point: Point) -> None:
         self._planned.trials.append(point)
@@ -149,32 +186,55 @@ class _Job:
     def _command(self, trial: Trial) -> list[str]:
         """The trial's command as a user would type it."""
         job = [*self._options.arguments, *trial.point, f"run={self._folder(trial)}"]
-        launch = ["launch", "-np", str(self._options.ranks), "--"] if self._options.ranks > 1 else []
+        launch = (
+            ["launch", "-np", str(self._options.ranks), "--"] if self._options.ranks > 1 else []
+        )
         return [sys.executable, "-m", "hvdtrain", *launch, *job]
 
     def _environment(self, slot: int) -> Mapping[str, str]:
-        return {**os.environ, **shares(os.environ, slot, self._options.at_once, self._options.ranks)}
+        return {
+            **os.environ,
+            **shares(os.environ, slot, self._options.at_once, self._options.ranks),
+        }
 
     def _note(self, trial: Trial, code: int, was_hopeless: bool) -> None:
         """A trial that ended."""
         state = state_of(code, was_hopeless)
-        if state == "failed" and self._beside.is_stopped and code > 128:  # killed by the second signal
+        if (
+            state == "failed" and self._beside.is_stopped and code > 128
+        ):  # killed by the second signal
             state = "stopped"
-        error = error_line(self._folder(trial).with_suffix(".log")) if state in ("failed", "diverged") else ""
+        error = (
+            error_line(self._folder(trial).with_suffix(".log"))
+            if state in ("failed", "diverged")
+            else ""
+        )
         append_exit(self._options.out, trial.name, code, state, error)
         self._exits[trial.name] = (state, error)
         self._results[trial] = result = self._result(trial)
         self._ended += 1
-        value = f", {result.metric.name} {result.metric.shown(result.last)}" if math.isfinite(result.last) else ""
+        value = (
+            f", {result.metric.name} {result.metric.shown(result.last)}"
+            if math.isfinite(result.last)
+            else ""
+        )
         left = self._total - self._kept - self._ended
         passed_s = time.monotonic() - self._began_s
-        more = f", about {_time(passed_s / self._ended * left)} left" if left and not self._beside.is_stopped else ""
+        more = (
+            f", about {_time(passed_s / self._ended * left)} left"
+            if left and not self._beside.is_stopped
+            else ""
+        )
         because = f": {error}" if error else ""
-        _say(f"{trial.name}  {state}{value}{because} ({self._kept + self._ended} of {self._total}{more})")
+        _say(
+            f"{trial.name}  {state}{value}{because} ({self._kept + self._ended} of "
+            f"{self._total}{more})"
+        )
 
     def _failures(self) -> list[str]:
         return [
-            f"{trial.name} {result.state}: {result.error}; {self._folder(trial).with_suffix('.log')}"
+            f"{trial.name} {result.state}: {result.error}; "
+            f"{self._folder(trial).with_suffix('.log')}"
             for trial, result in self._results.items()
             if result.error
         ]
@@ -185,7 +245,9 @@ class _Job:
         if not points:
             return ""
         title = f"{self._options.out.name}: {sum(row.done for row in rows)} trials"
-        return draw_sweep(self._options.out / PICTURE, title, metric_of(self._results), points).replace("picture: ", "figure      ")
+        return draw_sweep(
+            self._options.out / PICTURE, title, metric_of(self._results), points
+        ).replace("picture: ", "figure      ")
 
 
 def exit_code(states: Collection[State], missing: int) -> int:
@@ -198,10 +260,15 @@ def exit_code(states: Collection[State], missing: int) -> int:
 
 
 def shares(environ: Mapping[str, str], slot: int, at_once: int, ranks: int) -> dict[str, str]:
-    """Variables for a trial beside others: its part of the cores, and its own GPUs where there are enough."""
+    """Variables for a trial beside others: its part of the cores, and its own GPUs where there are
+    enough."""
     if at_once == 1:
         return {}
-    found = {} if environ.get("OMP_NUM_THREADS") else {"OMP_NUM_THREADS": str(max(1, available_cores() // (at_once * ranks)))}
+    found = (
+        {}
+        if environ.get("OMP_NUM_THREADS")
+        else {"OMP_NUM_THREADS": str(max(1, available_cores() // (at_once * ranks)))}
+    )
     gpus = visible_gpus(environ)
     if gpus >= at_once * ranks:
         names = listed_devices(environ) or [str(number) for number in range(gpus)]
@@ -222,7 +289,11 @@ def _write(folder: Path, text: str) -> None:
         with Folder.open(folder) as opened:
             opened.replace(TABLE, text.encode())
     except OSError as error:
-        raise UserError(f"cannot write {folder / TABLE}: {error.strerror}", "--out", "make room, and give the same command again") from None
+        raise UserError(
+            f"cannot write {folder / TABLE}: {error.strerror}",
+            "--out",
+            "make room, and give the same command again",
+        ) from None
 
 
 def _say(line: str) -> None:
@@ -274,7 +345,9 @@ class _Running:
 class SideBySide:
     """Starts trials as long as there are some, at most so many at a time."""
 
-    def __init__(self, at_once: int, command: Callable[[Trial], Sequence[str]], log: Callable[[Trial], Path]) -> None:
+    def __init__(
+        self, at_once: int, command: Callable[[Trial], Sequence[str]], log: Callable[[Trial], Path]
+    ) -> None:
         self._at_once = at_once
         self._command = command
         self._log = log
@@ -295,13 +368,15 @@ class SideBySide:
     ) -> None:
         """To the end of all trials that `following` gives.
 
-        ended: called with the exit code of each, and whether it was stopped as hopeless. environment: of a slot. is_hopeless: asked each
-        second of the trials that run.
+        ended: called with the exit code of each, and whether it was stopped as hopeless.
+        environment: of a slot. is_hopeless: asked each second of the trials that run.
         """
         former = {number: signal.getsignal(number) for number in STOPPING}
         try:
             for number, handler in former.items():
-                if handler is not signal.SIG_IGN:  # the parent process set it so, as nohup does with SIGHUP
+                if (
+                    handler is not signal.SIG_IGN
+                ):  # the parent process set it so, as nohup does with SIGHUP
                     signal.signal(number, self._stop)
                 if isinstance(handler, EarlySignals) and handler.received:
                     self._stopped_s = time.monotonic()
@@ -317,13 +392,23 @@ class SideBySide:
             for number, handler in former.items():
                 signal.signal(number, handler)
 
-    def _start(self, following: Callable[[], Trial | None], environment: Callable[[int], Mapping[str, str]]) -> bool:
+    def _start(
+        self, following: Callable[[], Trial | None], environment: Callable[[int], Mapping[str, str]]
+    ) -> bool:
         """Fills the free slots; returns whether anything runs."""
         for slot in range(self._at_once):
             if slot in self._running or self.is_stopped or (trial := following()) is None:
                 continue
-            with self._log(trial).open("ab") as log:  # a session of its own: no signal of the terminal reaches it
-                child = start_child(self._command(trial), environment(slot), signal.SIGTERM, new_session=True, output=log)
+            with self._log(trial).open(
+                "ab"
+            ) as log:  # a session of its own: no signal of the terminal reaches it
+                child = start_child(
+                    self._command(trial),
+                    environment(slot),
+                    signal.SIGTERM,
+                    new_session=True,
+                    output=log,
+                )
             self._running[slot] = _Running(trial, child)
             if self.is_stopped:  # meanwhile
                 self._ask(self._running[slot])
@@ -335,7 +420,9 @@ class SideBySide:
             if status is not None:
                 del self._running[slot]
                 code = status if status >= 0 else 128 - status
-                was_starting = code == 128 + signal.SIGUSR2 and (self.is_stopped or one.is_asked)  # its Python was not running yet
+                was_starting = code == 128 + signal.SIGUSR2 and (
+                    self.is_stopped or one.is_asked
+                )  # its Python was not running yet
                 ended(one.trial, REQUEUE if was_starting else code, one.is_hopeless)
 
     def _stop_hopeless(self, is_hopeless: Callable[[Trial], bool]) -> None:
@@ -350,7 +437,9 @@ class SideBySide:
             self._stopped_s = time.monotonic()
             for one in list(self._running.values()):
                 self._ask(one)
-            os.write(2, b"hvdtrain sweep: stopping all trials with a checkpoint; again to kill them\n")
+            os.write(
+                2, b"hvdtrain sweep: stopping all trials with a checkpoint; again to kill them\n"
+            )
         elif time.monotonic() - self._stopped_s > ECHO_S:
             self._send(signal.SIGKILL)
 

@@ -1,4 +1,5 @@
-"""Optuna's proposals: each trial from the results of those before it; poor ones are stopped by their evaluations."""
+"""Optuna's proposals: each trial from the results of those before it; poor ones are stopped by
+their evaluations."""
 
 from __future__ import annotations
 
@@ -14,19 +15,26 @@ from hvdtrain.errors import UserError
 def check_space(space: Space) -> None:
     """Raises UserError where Optuna is missing, or would choose the luckiest seed."""
     if SEED in space.keys:
-        fix = f"leave it out; then repeat the best trials with --sampler grid and --grid {SEED}=1,2,3"
+        fix = (
+            f"leave it out; then repeat the best trials with --sampler grid and --grid {SEED}=1,2,3"
+        )
         raise UserError("the seed is no value to search for", "--sampler optuna, --grid seed", fix)
     try:
         import optuna  # noqa: F401
     except ModuleNotFoundError:
-        raise UserError("optuna is not installed", "--sampler optuna", "pip install 'optuna>=4,<5', or --sampler random") from None
+        raise UserError(
+            "optuna is not installed",
+            "--sampler optuna",
+            "pip install 'optuna>=4,<5', or --sampler random",
+        ) from None
 
 
 class OptunaStudy:
-    """Trials 1, 2, ... `trials`: first those that are recorded already, of which the interrupted ones go on.
+    """Trials 1, 2, ... `trials`: first those that are recorded already, of which the interrupted
+    ones go on.
 
-    Nothing of Optuna is stored: the study is made again from the recorded trials and their events, so what it proposes after an
-    interruption is not what it would have proposed without.
+    Nothing of Optuna is stored: the study is made again from the recorded trials and their events,
+    so what it proposes after an interruption is not what it would have proposed without.
     """
 
     def __init__(
@@ -48,10 +56,14 @@ class OptunaStudy:
         self._result_of = result_of
         self._add = add
         distributions: Any = optuna.distributions
-        self._distributions = {choice.key: _distribution(choice, distributions) for choice in space.choices}
+        self._distributions = {
+            choice.key: _distribution(choice, distributions) for choice in space.choices
+        }
         self._distributions |= {one.key: _distribution(one, distributions) for one in space.ranges}
         # Maximizes: which way the objective goes is known once a trial has started.
-        self._study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
+        self._study = optuna.create_study(
+            direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed)
+        )
         self._asked: dict[str, Any] = {}  # by the name of a trial
         self._reported: dict[str, int] = {}  # evaluations
         self._interrupted: list[Trial] = []
@@ -88,7 +100,8 @@ class OptunaStudy:
             self._study.tell(self._asked[trial.name], state=state.FAIL)
 
     def is_hopeless(self, trial: Trial) -> bool:
-        """Below the median of the others at the same evaluation, once five have ended (Optuna's MedianPruner)."""
+        """Below the median of the others at the same evaluation, once five have ended (Optuna's
+        MedianPruner)."""
         self._report(trial, self._result_of(trial))
         return bool(self._asked[trial.name].should_prune())
 

@@ -1,4 +1,5 @@
-"""What a sweep tries: the lists of --grid, the ranges of --random, and the trials that are made of them."""
+"""What a sweep tries: the lists of --grid, the ranges of --random, and the trials that are made of
+them."""
 
 from __future__ import annotations
 
@@ -75,10 +76,16 @@ def read_space(grids: Sequence[str], randoms: Sequence[str]) -> Space:
     """The space that the options' texts describe. Raises UserError."""
     space = Space(tuple(map(_read_choice, grids)), tuple(map(_read_range, randoms)))
     if not space.keys:
-        raise UserError("nothing to sweep", "command line of sweep", f"{GRID_EXAMPLE}, or {RANGE_EXAMPLE}")
+        raise UserError(
+            "nothing to sweep", "command line of sweep", f"{GRID_EXAMPLE}, or {RANGE_EXAMPLE}"
+        )
     for key in space.keys:
         if space.keys.count(key) > 1:
-            raise UserError(f"{key} is swept twice", "--grid, --random", f"one list or range for each key: {GRID_EXAMPLE}")
+            raise UserError(
+                f"{key} is swept twice",
+                "--grid, --random",
+                f"one list or range for each key: {GRID_EXAMPLE}",
+            )
     return space
 
 
@@ -88,9 +95,15 @@ def _read_choice(text: str) -> Choice:
     read = [read_argument(f"{key}={value}") for value in texts]
     for index, one in enumerate(read):
         if not texts[index]:
-            raise UserError(f"{key} has an empty value", f"--grid {short(text)}", f"null unsets a key; as in {GRID_EXAMPLE}")
+            raise UserError(
+                f"{key} has an empty value",
+                f"--grid {short(text)}",
+                f"null unsets a key; as in {GRID_EXAMPLE}",
+            )
         if one.value in [other.value for other in read[:index]]:
-            raise UserError(f"{key}={texts[index]} is listed twice", f"--grid {short(text)}", "each value once")
+            raise UserError(
+                f"{key}={texts[index]} is listed twice", f"--grid {short(text)}", "each value once"
+            )
     return Choice(read[0].key, tuple(texts))
 
 
@@ -112,18 +125,32 @@ def _read_range(text: str) -> Range:
     where = f"--random {short(text)}"
     kind, *ends = value.split(":")
     if kind not in KINDS and "," in value:
-        raise UserError(f"{short(value)} is a list, not a range", where, f"--grid {short(text)}; it is drawn from with --sampler random")
+        raise UserError(
+            f"{short(value)} is a list, not a range",
+            where,
+            f"--grid {short(text)}; it is drawn from with --sampler random",
+        )
     if kind not in KINDS:
-        raise UserError(f"there is no range {short(kind)}", where, f"{nearest(kind, KINDS)}; as in {RANGE_EXAMPLE}")
+        raise UserError(
+            f"there is no range {short(kind)}",
+            where,
+            f"{nearest(kind, KINDS)}; as in {RANGE_EXAMPLE}",
+        )
     found = Range(read_argument(f"{key}=0").key, kind, *ends) if len(ends) == 2 else None
     if found is None or not all(_is_number(end, found.is_int) for end in ends):
         numbers = "two whole numbers" if kind in ("int", "logint") else "two numbers"
-        raise UserError(f"{kind} takes {numbers}, its ends", where, f"{kind}:1:16" if "int" in kind else f"{kind}:0.01:1")
+        raise UserError(
+            f"{kind} takes {numbers}, its ends",
+            where,
+            f"{kind}:1:16" if "int" in kind else f"{kind}:0.01:1",
+        )
     if not float(found.low) < float(found.high):
         raise UserError(f"{found.low} is not below {found.high}", where, f"{kind}:LOW:HIGH")
     if found.is_log and float(found.low) <= 0:
         raise UserError(
-            f"a logarithmic range begins above 0, not at {found.low}", where, f"{kind.replace('log', '') or 'uniform'}, or more than 0"
+            f"a logarithmic range begins above 0, not at {found.low}",
+            where,
+            f"{kind.replace('log', '') or 'uniform'}, or more than 0",
         )
     return found
 
@@ -150,14 +177,27 @@ def grid_points(space: Space, most: int | None) -> list[Point]:
     count = math.prod(len(choice.values) for choice in space.choices)
     if count > (most or MOST_TRIALS):
         sizes = " x ".join(str(len(choice.values)) for choice in space.choices)
-        fix = f"--sampler random draws {most} of them" if most else "--sampler random --trials 20 draws some of them"
+        fix = (
+            f"--sampler random draws {most} of them"
+            if most
+            else "--sampler random --trials 20 draws some of them"
+        )
         more = f"--trials {count}; or " if count <= MOST_TRIALS else ""
-        raise UserError(f"the grid has {count:,} trials ({sizes})", f"--trials {most or MOST_TRIALS}", f"{more}shorter lists; or {fix}")
-    return list(itertools.product(*([f"{choice.key}={value}" for value in choice.values] for choice in space.choices)))
+        raise UserError(
+            f"the grid has {count:,} trials ({sizes})",
+            f"--trials {most or MOST_TRIALS}",
+            f"{more}shorter lists; or {fix}",
+        )
+    return list(
+        itertools.product(
+            *([f"{choice.key}={value}" for value in choice.values] for choice in space.choices)
+        )
+    )
 
 
 def random_points(space: Space, trials: int, seed: int) -> list[Point]:
-    """At most so many trials, each draw with every value of `seed` where that is swept; more trials begin with the same ones.
+    """At most so many trials, each draw with every value of `seed` where that is swept; more trials
+    begin with the same ones.
 
     Raises UserError where there are not as many different ones.
     """
@@ -169,7 +209,9 @@ def random_points(space: Space, trials: int, seed: int) -> list[Point]:
         raise UserError("only the seed is swept", "--sampler random", "--sampler grid")
     if not draws:
         what = f"each draw is trained with {len(repetitions)} seeds, and there are {trials} trials"
-        raise UserError(what, f"--trials {trials}", f"--trials {len(repetitions) * 10}, or fewer seeds")
+        raise UserError(
+            what, f"--trials {trials}", f"--trials {len(repetitions) * 10}, or fewer seeds"
+        )
     random = Random(seed)
     drawn: dict[Point, None] = {}  # in order
     for _ in range(draws * _MOST_TRIES):
@@ -178,12 +220,22 @@ def random_points(space: Space, trials: int, seed: int) -> list[Point]:
         listed = tuple(f"{choice.key}={random.choice(choice.values)}" for choice in choices)
         drawn[(*listed, *(f"{one.key}={one.draw(random)}" for one in space.ranges))] = None
     if len(drawn) < draws:
-        raise UserError(f"these lists have {len(drawn)} combinations", f"--trials {trials}", "--sampler grid tries all of them")
+        raise UserError(
+            f"these lists have {len(drawn)} combinations",
+            f"--trials {trials}",
+            "--sampler grid tries all of them",
+        )
     return [(*point, *repetition) for point in drawn for repetition in repetitions]
 
 
 def probes(space: Space) -> list[Point]:
     """Points that together have every value of the lists and both ends of the ranges."""
-    texts = {choice.key: choice.values for choice in space.choices} | {one.key: (one.low, one.high) for one in space.ranges}
+    texts = {choice.key: choice.values for choice in space.choices} | {
+        one.key: (one.low, one.high) for one in space.ranges
+    }
     first = {key: values[0] for key, values in texts.items()}
-    return [tuple(f"{name}={text}" for name, text in (first | {key: value}).items()) for key, values in texts.items() for value in values]
+    return [
+        tuple(f"{name}={text}" for name, text in (first | {key: value}).items())
+        for key, values in texts.items()
+        for value in values
+    ]

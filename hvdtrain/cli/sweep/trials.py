@@ -1,4 +1,5 @@
-"""The trials of a sweep: the run folder, command and result of one, the table of all, and the files that say what has been tried."""
+"""The trials of a sweep: the run folder, command and result of one, the table of all, and the files
+that say what has been tried."""
 
 from __future__ import annotations
 
@@ -25,7 +26,11 @@ from hvdtrain.errors import DIVERGED, DONE, REQUEUE, UserError, short
 from hvdtrain.report.run import ACCURACY, RunMetric, RunRecord, number, objective_of, read_run
 
 State = Literal["done", "diverged", "pruned", "failed", "stopped", "waiting"]
-KEPT: tuple[State, ...] = ("done", "diverged", "pruned")  # the same command does not start them again
+KEPT: tuple[State, ...] = (
+    "done",
+    "diverged",
+    "pruned",
+)  # the same command does not start them again
 _LOG_BYTES = 100_000  # of the end of a log
 _ABOVE = "the error above ends the"  # in the line after a traceback
 
@@ -61,7 +66,8 @@ class Result(NamedTuple):
 
 
 def state_of(code: int, was_hopeless: bool) -> State:
-    """By the exit code. was_hopeless: it was stopped for its results, not by a signal from outside."""
+    """By the exit code. was_hopeless: it was stopped for its results, not by a signal from
+    outside."""
     if code == DONE:
         return "done"
     if code == REQUEUE:
@@ -90,11 +96,16 @@ def _run(folder: Path) -> RunRecord | None:
 
 
 def error_line(log: Path) -> str:
-    """The line of a log that says most about why the job failed: hvdtrain's own, or the last one of a traceback."""
+    """The line of a log that says most about why the job failed: hvdtrain's own, or the last one of
+    a traceback."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _LOG_BYTES))
-            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+            lines = [
+                line.strip()
+                for line in file.read().decode(errors="replace").splitlines()
+                if line.strip()
+            ]
     except OSError as error:
         return f"no log: {error.strerror}"
     own = [line.removeprefix("hvdtrain: ") for line in lines if line.startswith("hvdtrain: ")]
@@ -132,17 +143,35 @@ def rows_of(results: Results) -> list[Row]:
     """Sorted by the objective; those without a trial that is done are last."""
     groups: dict[Point, list[Trial]] = {}
     for trial in results:
-        groups.setdefault(tuple(argument for argument in trial.point if not argument.startswith(f"{SEED}=")), []).append(trial)
+        groups.setdefault(
+            tuple(argument for argument in trial.point if not argument.startswith(f"{SEED}=")), []
+        ).append(trial)
     sign = 1 if metric_of(results).lower_is_better else -1
-    rows = [_row(point, {trial: results[trial] for trial in trials}) for point, trials in groups.items()]
-    return sorted(rows, key=lambda row: (not math.isfinite(row.mean), sign * row.mean if math.isfinite(row.mean) else 0.0))
+    rows = [
+        _row(point, {trial: results[trial] for trial in trials}) for point, trials in groups.items()
+    ]
+    return sorted(
+        rows,
+        key=lambda row: (
+            not math.isfinite(row.mean),
+            sign * row.mean if math.isfinite(row.mean) else 0.0,
+        ),
+    )
 
 
 def _row(point: Point, results: Results) -> Row:
-    done = [result for result in results.values() if result.state == "done" and math.isfinite(result.last)]
+    done = [
+        result
+        for result in results.values()
+        if result.state == "done" and math.isfinite(result.last)
+    ]
     last = [result.last for result in done]
     counts = Counter(result.state for result in results.values())
-    states = ", ".join(f"{count} {state}" for state, count in counts.items()) if len(results) > 1 else next(iter(counts))
+    states = (
+        ", ".join(f"{count} {state}" for state, count in counts.items())
+        if len(results) > 1
+        else next(iter(counts))
+    )
     return Row(
         point=point,
         mean=_mean(last),
@@ -165,8 +194,23 @@ def table_lines(rows: Sequence[Row], metric: RunMetric) -> list[str]:
     cells = [["", *keys, metric.name, "sd", "n", "best", "epochs", "seconds", "trials", ""]]
     for place, row in enumerate(rows, start=1):
         values = [row.values.get(key, "") for key in keys]
-        measured = [metric.shown(row.mean), metric.shown(row.sd), str(row.done), metric.shown(row.best)]
-        cells.append([str(place), *values, *measured, _shown(row.epochs, 2), _shown(row.seconds, 1), _numbers(row), row.states])
+        measured = [
+            metric.shown(row.mean),
+            metric.shown(row.sd),
+            str(row.done),
+            metric.shown(row.best),
+        ]
+        cells.append(
+            [
+                str(place),
+                *values,
+                *measured,
+                _shown(row.epochs, 2),
+                _shown(row.seconds, 1),
+                _numbers(row),
+                row.states,
+            ]
+        )
     return align(cells, left=(len(cells[0]) - 1,))
 
 
@@ -200,7 +244,12 @@ def to_json(rows: Sequence[Row], results: Results, metric: RunMetric) -> dict[st
 
 
 def _trial_json(trial: Trial, result: Result) -> dict[str, Any]:
-    found = {"arguments": list(trial.point), "state": result.state, "last": _finite(result.last), "best": _finite(result.best)}
+    found = {
+        "arguments": list(trial.point),
+        "state": result.state,
+        "last": _finite(result.last),
+        "best": _finite(result.best),
+    }
     found |= {"epochs": _finite(result.epochs), "seconds": _finite(result.seconds)}
     return found | ({"error": result.error} if result.error else {})
 
@@ -214,7 +263,13 @@ EXITS = "exits.jsonl"
 LOCK = ".sweep.lock"
 _MOST_BYTES = 2**26
 _VERSION = 1
-_OPTIONS = {"sampler": "--sampler", "seed": "--seed", "grid": "--grid", "random": "--random", "ranks_per_trial": "--ranks-per-trial"}
+_OPTIONS = {
+    "sampler": "--sampler",
+    "seed": "--seed",
+    "grid": "--grid",
+    "random": "--random",
+    "ranks_per_trial": "--ranks-per-trial",
+}
 
 
 @dataclass
@@ -232,17 +287,24 @@ class Sweep:
 
 @contextmanager
 def locked_sweep(folder: Path) -> Iterator[None]:
-    """Makes the folder, and holds it for this process. Raises UserError where another one sweeps in it, or it cannot be written."""
+    """Makes the folder, and holds it for this process. Raises UserError where another one sweeps in
+    it, or it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK).open("a")
     except OSError as error:
-        raise UserError(f"cannot write in {folder}: {error.strerror}", "--out", "give a folder that can be written") from None
+        raise UserError(
+            f"cannot write in {folder}: {error.strerror}",
+            "--out",
+            "give a folder that can be written",
+        ) from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"another sweep runs in {folder}", "--out", "wait for its end, or another --out") from None
+            raise UserError(
+                f"another sweep runs in {folder}", "--out", "wait for its end, or another --out"
+            ) from None
         except OSError:  # a file system without locks: each run folder has a lock of its own
             pass
         yield
@@ -255,7 +317,8 @@ def write_sweep(folder: Path, sweep: Sweep) -> None:
 
 
 def take_up_sweep(folder: Path, sweep: Sweep, command: str) -> Sweep:
-    """The sweep that is recorded in the folder, if it is this one, with further trials of this one behind its own; or this one.
+    """The sweep that is recorded in the folder, if it is this one, with further trials of this one
+    behind its own; or this one.
 
     Raises UserError where it is another.
     """
@@ -282,7 +345,9 @@ def _former(found: Any, folder: Path) -> Sweep:
         trials = [tuple(map(str, point)) for point in found.pop("trials")]
         return Sweep(**found, trials=trials)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{folder / FILE} is no record of a sweep: {error}", "--out", "another --out") from None
+        raise UserError(
+            f"{folder / FILE} is no record of a sweep: {error}", "--out", "another --out"
+        ) from None
 
 
 def _refuse_another(former: Sweep, sweep: Sweep, folder: Path, command: str) -> None:
@@ -290,16 +355,25 @@ def _refuse_another(former: Sweep, sweep: Sweep, folder: Path, command: str) -> 
         before = getattr(former, name)
         now = getattr(sweep, name)
         if before != now:
-            raise _another(folder, f"{option} {_shown_value(now)}, there it is {_shown_value(before)}", command)
+            raise _another(
+                folder, f"{option} {_shown_value(now)}, there it is {_shown_value(before)}", command
+            )
     try:
         there = _values(former.config)
         here = _values(sweep.config)
     except (yaml.YAMLError, ValueError) as error:
-        raise UserError(f"{folder / FILE} is no record of a sweep: {error}", "--out", "another --out") from None
+        raise UserError(
+            f"{folder / FILE} is no record of a sweep: {error}", "--out", "another --out"
+        ) from None
     for key in {**there, **here}:
         before, now = (str(values.get(key, "not set")) for values in (there, here))
         if before != now:
-            raise _another(folder, f"their configurations differ: {key} is {short(now)} here, there it is {short(before)}", command)
+            raise _another(
+                folder,
+                f"their configurations differ: {key} is {short(now)} here, there it is "
+                f"{short(before)}",
+                command,
+            )
     shared = min(len(former.trials), len(sweep.trials))
     if former.trials[:shared] != sweep.trials[:shared]:
         raise _another(folder, "its trials are others", command)
@@ -307,7 +381,10 @@ def _refuse_another(former: Sweep, sweep: Sweep, folder: Path, command: str) -> 
 
 def _values(config: list[str]) -> dict[str, Any]:
     """{"batch.size": 8, ...}, of the lines of a configuration."""
-    return {leaf.key: value_of(leaf.node, as_text=False) for leaf in leaves(compose("\n".join(config)), ())}
+    return {
+        leaf.key: value_of(leaf.node, as_text=False)
+        for leaf in leaves(compose("\n".join(config)), ())
+    }
 
 
 def _shown_value(value: Any) -> str:
@@ -315,16 +392,23 @@ def _shown_value(value: Any) -> str:
 
 
 def _another(folder: Path, difference: str, command: str) -> UserError:
-    return UserError(f"{folder} holds another sweep: {difference}", command, "another --out; or that sweep's command, to go on with it")
+    return UserError(
+        f"{folder} holds another sweep: {difference}",
+        command,
+        "another --out; or that sweep's command, to go on with it",
+    )
 
 
 def append_exit(folder: Path, name: str, code: int, state: State, error: str) -> None:
     with Folder.open(folder) as opened, opened.append(EXITS) as file:
-        file.write(f"{json.dumps({'trial': name, 'code': code, 'state': state, 'error': error})}\n".encode())
+        file.write(
+            f"{json.dumps({'trial': name, 'code': code, 'state': state, 'error': error})}\n".encode()  # noqa: E501
+        )
 
 
 def read_exits(folder: Path) -> dict[str, tuple[State, str]]:
-    """{name of a trial: (its state, its error)}, of those that ended; the last line of each counts."""
+    """{name of a trial: (its state, its error)}, of those that ended; the last line of each
+    counts."""
     found: dict[str, tuple[State, str]] = {}
     with contextlib.suppress(FileNotFoundError), Folder.open(folder) as opened:
         for line in opened.read(EXITS, _MOST_BYTES).splitlines():

@@ -1,4 +1,5 @@
-"""CIFAR-10 and CIFAR-100 in their binary version; the pickled one, which could run code, is never read."""
+"""CIFAR-10 and CIFAR-100 in their binary version; the pickled one, which could run code, is never
+read."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ _CIFAR100_CLASSES = """
     orange orchid otter palm_tree pear pickup_truck pine_tree plain plate poppy porcupine possum rabbit raccoon ray road rocket rose
     sea seal shark shrew skunk skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone television
     tiger tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm
-"""  # in the order of fine_label_names.txt
+"""  # in the order of fine_label_names.txt  # noqa: E501
 
 
 class _Edition(NamedTuple):
@@ -44,7 +45,10 @@ _EDITIONS = {
         "cifar-10-binary.tar.gz",
         "c32a1d4ab5d03f1284b67883e8d87530",
         "cifar-10-batches-bin",
-        {"train": tuple(f"data_batch_{part}.bin" for part in range(1, 6)), "val": ("test_batch.bin",)},
+        {
+            "train": tuple(f"data_batch_{part}.bin" for part in range(1, 6)),
+            "val": ("test_batch.bin",),
+        },
         1,
         tuple(_CIFAR10_CLASSES.split()),
         "cifar-10-batches-py",
@@ -61,30 +65,46 @@ _EDITIONS = {
 }
 
 
-TRAINING = {"cifar10": (50_000, (32, 32, 3), 10), "cifar100": (50_000, (32, 32, 3), 100)}  # samples, shape, classes, as published
+TRAINING = {
+    "cifar10": (50_000, (32, 32, 3), 10),
+    "cifar100": (50_000, (32, 32, 3), 100),
+}  # samples, shape, classes, as published
 
 
 def build(name: str, root: Path | None, split: Split, *, download: bool = True) -> LabelledImages:
-    """cifar10 or cifar100 (its 100 fine classes): 50000 training and 10000 validation images, 32x32x3.
+    """cifar10 or cifar100 (its 100 fine classes): 50000 training and 10000 validation images,
+    32x32x3.
 
-    The files are in <root>/cifar-10-batches-bin or <root>/cifar-100-binary. Without a root: $XDG_CACHE_HOME/hvdtrain/data, or
-    ~/.cache/hvdtrain/data.
+    The files are in <root>/cifar-10-batches-bin or <root>/cifar-100-binary. Without a root:
+    $XDG_CACHE_HOME/hvdtrain/data, or ~/.cache/hvdtrain/data.
 
     download: fetch missing files, by one process on a machine while the others wait (true or false)
 
     Raises UserError for another name, and where files are missing or damaged.
     """
     if name not in _EDITIONS:
-        raise UserError(f"{name} is not a CIFAR data set", "data.name", f"one of {', '.join(_EDITIONS)}")
+        raise UserError(
+            f"{name} is not a CIFAR data set", "data.name", f"one of {', '.join(_EDITIONS)}"
+        )
     edition = _EDITIONS[name]
     folder = data_root(root) / edition.folder
     paths = [folder / file for file in edition.files[split]]
     if not all(path.is_file() for path in paths):
         _download(name, data_root(root), download)
-    records = [_read_records(path, edition.label_bytes, _MOST_BYTES // len(paths)) for path in paths]
-    x = np.concatenate([record[:, edition.label_bytes :] for record in records]).reshape(-1, 3, 32, 32)  # (n, C, H, W)
+    records = [
+        _read_records(path, edition.label_bytes, _MOST_BYTES // len(paths)) for path in paths
+    ]
+    x = np.concatenate([record[:, edition.label_bytes :] for record in records]).reshape(
+        -1, 3, 32, 32
+    )  # (n, C, H, W)
     y = np.concatenate([record[:, edition.label_bytes - 1] for record in records]).astype(np.int64)
-    return ArraySource(np.ascontiguousarray(x.transpose(0, 2, 3, 1)), y, len(edition.classes), str(folder), edition.classes)
+    return ArraySource(
+        np.ascontiguousarray(x.transpose(0, 2, 3, 1)),
+        y,
+        len(edition.classes),
+        str(folder),
+        edition.classes,
+    )
 
 
 def _download(name: str, root: Path, allowed: bool) -> None:
@@ -93,23 +113,32 @@ def _download(name: str, root: Path, allowed: bool) -> None:
     files = [f"{edition.folder}/{file}" for files in edition.files.values() for file in files]
     required = RequiredFiles(name, root, files, f"unpack {_HOST}{edition.archive} in {root}")
     if (root / edition.pickled_folder).is_dir():
-        raise required.missing_error(f"{edition.pickled_folder} is not read: it holds pickles, which can run code")
+        raise required.missing_error(
+            f"{edition.pickled_folder} is not read: it holds pickles, which can run code"
+        )
     if not allowed:
         raise required.missing_error("data.download is false")
     download(required, lambda folder: _download_archive(edition, folder))
 
 
 def _download_archive(edition: _Edition, folder: Path) -> None:
-    import_torchvision().datasets.utils.download_and_extract_archive(_HOST + edition.archive, str(folder), md5=edition.md5)
+    import_torchvision().datasets.utils.download_and_extract_archive(
+        _HOST + edition.archive, str(folder), md5=edition.md5
+    )
 
 
 def _read_records(path: Path, label_bytes: int, most: int) -> np.ndarray:
-    """uint8 (n, label bytes + 3072), one row for each image. Raises UserError where the length is not of whole records, or above `most`."""
+    """uint8 (n, label bytes + 3072), one row for each image. Raises UserError where the length is
+    not of whole records, or above `most`."""
     record = label_bytes + _PIXELS
     try:
         length = path.stat().st_size
         if length == 0 or length % record:
-            raise UserError(f"found {length} bytes, expected a multiple of {record}, one record for each image", str(path), _FIX)
+            raise UserError(
+                f"found {length} bytes, expected a multiple of {record}, one record for each image",
+                str(path),
+                _FIX,
+            )
         if length > most:
             raise UserError(f"found {length} bytes, expected at most {most}", str(path), _FIX)
         return np.fromfile(path, np.uint8, count=length).reshape(-1, record)

@@ -1,4 +1,5 @@
-"""Tables of text, .csv and .tsv: a job first finds the ends of their lines, and parses a block of lines when a sample of it is read."""
+"""Tables of text, .csv and .tsv: a job first finds the ends of their lines, and parses a block of
+lines when a sample of it is read."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ _MOST_HEADER = 2**20
 _NEWLINE = 10
 _MOST_LINE = 2**26  # bytes
 _WHOLE = re.compile(r"[-+]?[0-9]+")
-_NUMBER = re.compile(r"[-+]?(([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?|nan|inf(inity)?)", re.IGNORECASE)
+_NUMBER = re.compile(
+    r"[-+]?(([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?|nan|inf(inity)?)", re.IGNORECASE
+)
 _EXACT = 2.0**53  # a float64 has all whole numbers up to it
 
 
@@ -43,13 +46,17 @@ def build(
     cache_mb: int = 256,
     delimiter: str | None = None,
 ) -> Source:
-    """Columns of train.csv and val.csv in data.root, of several such files, or of one file with data.val_share or data.split_by.
+    """Columns of train.csv and val.csv in data.root, of several such files, or of one file with
+    data.val_share or data.split_by.
 
-    The first line has the names of the columns. A column of whole numbers in the first lines is int64, any other float64.
+    The first line has the names of the columns. A column of whole numbers in the first lines is
+    int64, any other float64.
 
-    fields: the column of each field, {x: [height, width], y: label} (default: y, label, labels or target is y, all other columns are x)
+    fields: the column of each field, {x: [height, width], y: label} (default: y, label, labels or
+        target is y, all other columns are x)
     dtypes: number types that fields are converted to, {x: float32}
-    split_by: a column that tells validation samples from others: train, val; or the values of split_val
+    split_by: a column that tells validation samples from others: train, val; or the values of
+        split_val
     split_val: values of split_by that validate
     cache_mb: most megabytes of parsed blocks that a rank keeps for each set
     delimiter: what stands between two columns (default: a comma, of .tsv a tab)
@@ -74,13 +81,23 @@ class CsvFile:
 
     @staticmethod
     def of(path: Path, delimiter: str) -> CsvFile:
-        """Reads the file once, for the ends of its lines: a second for each GB. Raises UserError where it has no header."""
+        """Reads the file once, for the ends of its lines: a second for each GB. Raises UserError
+        where it has no header."""
         if len(delimiter) != 1:
-            raise UserError(f"data.delimiter={delimiter!r:.40} is no character", "data.delimiter", "one character: ';'")
+            raise UserError(
+                f"data.delimiter={delimiter!r:.40} is no character",
+                "data.delimiter",
+                "one character: ';'",
+            )
         file = FileOnDisk.of(path)
         with file.opened() as text:
             first, newline, _ = text.read(0, min(file.size, _MOST_HEADER)).partition(b"\n")
-        header = next(iter(_split(_text(first, path, 1).lstrip("\ufeff").rstrip("\r"), delimiter, f"{path}:1")), [])
+        header = next(
+            iter(
+                _split(_text(first, path, 1).lstrip("\ufeff").rstrip("\r"), delimiter, f"{path}:1")
+            ),
+            [],
+        )
         header = [name.strip() for name in header]
         if "" in header:
             wrong = "a column without a name"
@@ -88,12 +105,21 @@ class CsvFile:
             wrong = "two columns of the same name"
         else:
             wrong = ""
-        if not header or not newline or wrong or any(re.fullmatch(r"[-+.\deE]+", name) for name in header):
-            what = f"the first line has {wrong or 'no names of columns'}: {short(first.decode(errors='replace'), 60)}"
+        if (
+            not header
+            or not newline
+            or wrong
+            or any(re.fullmatch(r"[-+.\deE]+", name) for name in header)
+        ):
+            what = (
+                f"the first line has {wrong or 'no names of columns'}: "
+                f"{short(first.decode(errors='replace'), 60)}"
+            )
             raise UserError(
                 what,
                 f"{path}:1",
-                "names of the columns in the first line (frame.to_csv(index=False)); data.delimiter=';' where that divides them",
+                "names of the columns in the first line (frame.to_csv(index=False)); "
+                "data.delimiter=';' where that divides them",
             )
         return CsvFile(file, header, delimiter, *_index(file, len(first) + 1))
 
@@ -117,8 +143,14 @@ class CsvFile:
     def values(self, name: str) -> np.ndarray:
         """Numbers, or texts without blanks around them."""
         place = self.place(name)
-        texts = [row[place].strip() for block in range(len(self.edges) - 1) for row in self.rows(block)]
-        return np.array([int(text) for text in texts], np.int64) if all(map(is_int64, texts)) else np.array(texts, str)
+        texts = [
+            row[place].strip() for block in range(len(self.edges) - 1) for row in self.rows(block)
+        ]
+        return (
+            np.array([int(text) for text in texts], np.int64)
+            if all(map(is_int64, texts))
+            else np.array(texts, str)
+        )
 
     def place(self, name: str) -> int:
         if name not in self.header:
@@ -127,24 +159,37 @@ class CsvFile:
 
     def lines(self, block: int) -> str:
         with self.file.opened() as file:
-            raw = file.read(int(self.offsets[block]), int(self.offsets[block + 1] - self.offsets[block]))
+            raw = file.read(
+                int(self.offsets[block]), int(self.offsets[block + 1] - self.offsets[block])
+            )
         return _text(raw, self.file.path, int(self.edges[block]) + 2)
 
     def rows(self, block: int) -> list[list[str]]:
         """Raises UserError for a line that has not as many columns as the first."""
-        rows = _split(self.lines(block), self.delimiter, f"{self.file.path}:{self.edges[block] + 2}")
+        rows = _split(
+            self.lines(block), self.delimiter, f"{self.file.path}:{self.edges[block] + 2}"
+        )
         first = self.edges[block]
         last = self.edges[block + 1]
-        wrong = next((number for number, row in enumerate(rows) if len(row) != len(self.header)), None)
+        wrong = next(
+            (number for number, row in enumerate(rows) if len(row) != len(self.header)), None
+        )
         if wrong is not None or len(rows) != last - first:
             line = int(first) + 2 + (wrong or 0)
-            found = "no column" if wrong is None or not rows[wrong] else f"{len(rows[wrong])} columns"
-            raise UserError(f"the line has {found}, the first line {len(self.header)}", f"{self.file.path}:{line}", "correct or remove it")
+            found = (
+                "no column" if wrong is None or not rows[wrong] else f"{len(rows[wrong])} columns"
+            )
+            raise UserError(
+                f"the line has {found}, the first line {len(self.header)}",
+                f"{self.file.path}:{line}",
+                "correct or remove it",
+            )
         return rows
 
 
 def number(text: str) -> float:
-    """The float64 of a text. Raises ValueError for what is no number to every program, as 1_000, and for one that float64 does not have."""
+    """The float64 of a text. Raises ValueError for what is no number to every program, as 1_000,
+    and for one that float64 does not have."""
     text = text.strip()
     if not _NUMBER.fullmatch(text):
         raise ValueError(f"could not convert {short(repr(text), 40)}")
@@ -179,7 +224,9 @@ def _split(lines: str, delimiter: str, where: str) -> list[list[str]]:
         return list(csv.reader(io.StringIO(lines, newline=""), delimiter=delimiter))
     except csv.Error as error:
         raise UserError(
-            f"the lines from here on cannot be divided into columns: {error}", where, "correct the quotes and ends of lines"
+            f"the lines from here on cannot be divided into columns: {error}",
+            where,
+            "correct the quotes and ends of lines",
         ) from None
 
 
@@ -188,11 +235,16 @@ def _text(raw: bytes, path: Path, line: int) -> str:
         return raw.decode()
     except UnicodeDecodeError as error:
         number = line + raw.count(b"\n", 0, error.start)
-        raise UserError(f"a byte is no UTF-8: {error.reason}", f"{path}:{number}", "convert the text: iconv -t UTF-8") from None
+        raise UserError(
+            f"a byte is no UTF-8: {error.reason}",
+            f"{path}:{number}",
+            "convert the text: iconv -t UTF-8",
+        ) from None
 
 
 def _index(file: FileOnDisk, start: int) -> tuple[np.ndarray, np.ndarray]:
-    """Blocks of lines behind the header: their first rows and bytes, and the ends of the last one."""
+    """Blocks of lines behind the header: their first rows and bytes, and the ends of the last
+    one."""
     rows = 0
     edges = [0]
     offsets = [start]
@@ -201,7 +253,11 @@ def _index(file: FileOnDisk, start: int) -> tuple[np.ndarray, np.ndarray]:
         for place in range(start, file.size, _PIECE_BYTES):
             raw = text.read(place, min(_PIECE_BYTES, file.size - place))
             ends = place + 1 + np.flatnonzero(np.frombuffer(raw, np.uint8) == _NEWLINE)
-            blocks = np.flatnonzero(np.diff((ends - begin) // _BLOCK_BYTES, prepend=(offsets[-1] - begin) // _BLOCK_BYTES))
+            blocks = np.flatnonzero(
+                np.diff(
+                    (ends - begin) // _BLOCK_BYTES, prepend=(offsets[-1] - begin) // _BLOCK_BYTES
+                )
+            )
             edges += [rows + int(number) + 1 for number in blocks]
             offsets += [int(end) for end in ends[blocks]]
             rows += len(ends)
@@ -211,7 +267,9 @@ def _index(file: FileOnDisk, start: int) -> tuple[np.ndarray, np.ndarray]:
         edges, offsets = [*edges, rows], [*offsets, file.size]
     if len(long := np.flatnonzero(np.diff(offsets) > _MOST_LINE)):
         what = f"a line from here on has more than {_MOST_LINE:,} bytes"
-        raise UserError(what, f"{file.path}:{edges[long[0]] + 2}", "a file whose lines end in a newline")
+        raise UserError(
+            what, f"{file.path}:{edges[long[0]] + 2}", "a file whose lines end in a newline"
+        )
     return np.array(edges, np.int64), np.array(offsets, np.int64)
 
 
@@ -231,9 +289,17 @@ class TextColumns:
         places = tuple(table.place(name) for name in names)
         samples = int(table.edges[-1])
         shape = (samples,) if is_single else (samples, len(names))
-        texts = [row[place].strip() for row in (table.rows(0) if samples else []) for place in places]
+        texts = [
+            row[place].strip() for row in (table.rows(0) if samples else []) for place in places
+        ]
         is_whole = all(map(_WHOLE.fullmatch, texts))
-        return TextColumns(table, places, np.dtype("int64" if is_whole and is_single else "float64"), shape, table.edges)
+        return TextColumns(
+            table,
+            places,
+            np.dtype("int64" if is_whole and is_single else "float64"),
+            shape,
+            table.edges,
+        )
 
     def decode(self, block: int, box: Box) -> np.ndarray:
         lines = self.table.lines(block)
@@ -244,12 +310,22 @@ class TextColumns:
         return found[(slice(None), *box.slices)]
 
     def _parsed(self, lines: str, rows: int) -> np.ndarray | None:
-        """Numbers (rows, columns); None where a line is not as it has to be: loadtxt() would take one with more columns."""
-        if '"' in lines or any(line.count(self.table.delimiter) != len(self.table.header) - 1 for line in lines.splitlines()):
+        """Numbers (rows, columns); None where a line is not as it has to be: loadtxt() would take
+        one with more columns."""
+        if '"' in lines or any(
+            line.count(self.table.delimiter) != len(self.table.header) - 1
+            for line in lines.splitlines()
+        ):
             return None
         try:
             found = np.loadtxt(
-                io.StringIO(lines), self.dtype, comments=None, delimiter=self.table.delimiter, usecols=self.places, quotechar='"', ndmin=2
+                io.StringIO(lines),
+                self.dtype,
+                comments=None,
+                delimiter=self.table.delimiter,
+                usecols=self.places,
+                quotechar='"',
+                ndmin=2,
             )
         except (ValueError, IndexError, OverflowError):
             return None
@@ -264,7 +340,11 @@ class TextColumns:
             try:
                 rows.append([convert(row[place]) for place in self.places])
             except ValueError as error:
-                kind = "a whole number, as the first lines have" if convert is whole_number else "a number"
+                kind = (
+                    "a whole number, as the first lines have"
+                    if convert is whole_number
+                    else "a number"
+                )
                 what = f"expected {kind}: {first_line(error)}"
                 fix = "correct it, leave the line out, or leave the column out of data.fields"
                 raise UserError(what, f"{self.table.file.path}:{line}", fix) from None

@@ -1,4 +1,5 @@
-"""A folder of images for each class; decoded once into array files, or each image whenever it is read."""
+"""A folder of images for each class; decoded once into array files, or each image whenever it is
+read."""
 
 from __future__ import annotations
 
@@ -13,14 +14,28 @@ import numpy as np
 
 from hvdtrain.config.read import expand
 from hvdtrain.data.files.folders import cache_root, check_folder
-from hvdtrain.data.images.decode import SUFFIXES, check_file, check_image_options, height_and_width, read_file
-from hvdtrain.data.images.image_source import ImageFiles, ImageSource, find_images, is_hidden, left_out_note
+from hvdtrain.data.images.decode import (
+    SUFFIXES,
+    check_file,
+    check_image_options,
+    height_and_width,
+    read_file,
+)
+from hvdtrain.data.images.image_source import (
+    ImageFiles,
+    ImageSource,
+    find_images,
+    is_hidden,
+    left_out_note,
+)
 from hvdtrain.data.images.pack import pack
 from hvdtrain.data.source import LabelledImages, Split, smallest
 from hvdtrain.errors import UserError, short
 
 _FOLDERS: dict[Split, tuple[str, ...]] = {"train": ("train",), "val": ("val", "validation", "test")}
-ImagesByClass = dict[str, list[str]]  # class -> names of its images in its folder, both in sorted order
+ImagesByClass = dict[
+    str, list[str]
+]  # class -> names of its images in its folder, both in sorted order
 
 
 def build(
@@ -34,32 +49,48 @@ def build(
     cache: Path | None = None,
     exif: Literal["ignore", "apply"] = "ignore",
 ) -> LabelledImages:
-    """Images in <root>/<split>/<class>/ and folders in it; `split` is train, and val, validation or test (the first that exists).
+    """Images in <root>/<split>/<class>/ and folders in it; `split` is train, and val, validation or
+    test (the first that exists).
 
-    Files are jpg, jpeg, png, bmp, webp, tif, tiff, gif, ppm and pgm, of several frames the first; others are named in the header. Class
-    numbers follow the sorted names of train's folders. The first run decodes every image once and keeps the pixels in array files of
-    1 GiB; a change of any file's name, size or time makes new ones. Mean and deviation are of all images if one file holds them, else of at
-    most 2,000, the same in every run.
+    Files are jpg, jpeg, png, bmp, webp, tif, tiff, gif, ppm and pgm, of several frames the first;
+    others are named in the header. Class numbers follow the sorted names of train's folders. The
+    first run decodes every image once and keeps the pixels in array files of 1 GiB; a change of any
+    file's name, size or time makes new ones. Mean and deviation are of all images if one file holds
+    them, else of at most 2,000, the same in every run.
 
-    size: height and width of the images, made from the centre square of each (pixels; none: all have one size already)
+    size: height and width of the images, made from the centre square of each (pixels; none: all
+        have one size already)
     channels: 3 for colour, 1 for grey
-    packed: false: no array files are written, each image is decoded whenever it is read (true or false)
-    cache: folder of the array files (none: $XDG_CACHE_HOME/hvdtrain/folders, or ~/.cache/hvdtrain/folders)
-    exif: apply: images are turned as the EXIF orientation in the file says; ignore: pixels are as they are stored
+    packed: false: no array files are written, each image is decoded whenever it is read (true or
+        false)
+    cache: folder of the array files (none: $XDG_CACHE_HOME/hvdtrain/folders, or
+        ~/.cache/hvdtrain/folders)
+    exif: apply: images are turned as the EXIF orientation in the file says; ignore: pixels are as
+        they are stored
 
     Raises UserError without a root, and where images cannot be listed or decoded.
     """
     if root is None:
-        raise UserError("data.name=folder needs data.root", "data.root", "data.root=DIR, with images in DIR/train/<class>/")
+        raise UserError(
+            "data.name=folder needs data.root",
+            "data.root",
+            "data.root=DIR, with images in DIR/train/<class>/",
+        )
     check_image_options(size, channels)
     root = expand(root, "data.root")
     try:
         found = _find_images(root, split)
-        key = _key(found, f"{size} {channels}{' exif' if exif == 'apply' else ''}") if packed else ""
+        key = (
+            _key(found, f"{size} {channels}{' exif' if exif == 'apply' else ''}") if packed else ""
+        )
     except OSError as error:
-        raise UserError(f"cannot list the images: {error}", str(root), "repair or remove what is named") from error
+        raise UserError(
+            f"cannot list the images: {error}", str(root), "repair or remove what is named"
+        ) from error
     first = found.first_of_train
-    height, width = (size, size) if size else height_and_width(read_file(first), lambda: first, exif == "apply")
+    height, width = (
+        (size, size) if size else height_and_width(read_file(first), lambda: first, exif == "apply")
+    )
     paths = [f"{label}/{image}" for label, images in found.classes.items() for image in images]
     y = np.repeat(np.arange(len(found.classes)), [len(images) for images in found.classes.values()])
     source = ImageSource(
@@ -89,7 +120,8 @@ class _Found(NamedTuple):
 
 
 def check_splits(root: Path | None) -> None:
-    """Raises UserError where train or val is missing, or they have different classes. It reads the names of folders alone: no image."""
+    """Raises UserError where train or val is missing, or they have different classes. It reads the
+    names of folders alone: no image."""
     if root is None:  # build() refuses it
         return
     root = expand(root, "data.root")
@@ -98,16 +130,22 @@ def check_splits(root: Path | None) -> None:
     try:
         _compare_classes(_class_names(train), _class_names(val), val)
     except OSError as error:
-        raise UserError(f"cannot list the images: {error}", str(root), "repair or remove what is named") from error
+        raise UserError(
+            f"cannot list the images: {error}", str(root), "repair or remove what is named"
+        ) from error
 
 
 def _find_images(root: Path, split: Split) -> _Found:
-    """Raises UserError where train and the split have different classes, or a class has no images; OSError.
+    """Raises UserError where train and the split have different classes, or a class has no images;
+    OSError.
 
-    A validation set without train has the classes of its own folders: a model that exists already is evaluated with it.
+    A validation set without train has the classes of its own folders: a model that exists already
+    is evaluated with it.
     """
     folder = _split_folder(root, split)
-    train_folder = folder if split == "val" and not (root / "train").is_dir() else _split_folder(root, "train")
+    train_folder = (
+        folder if split == "val" and not (root / "train").is_dir() else _split_folder(root, "train")
+    )
     train, left_out = _list_classes(train_folder)
     classes, left_out = (train, left_out) if folder == train_folder else _list_classes(folder)
     _compare_classes(train, classes, folder)
@@ -136,28 +174,39 @@ def _split_folder(root: Path, split: Split) -> Path:
 
 def _class_names(folder: Path) -> list[str]:
     """The names of the class folders, sorted; hidden ones are skipped."""
-    return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not is_hidden(entry.name))
+    return sorted(
+        entry.name for entry in os.scandir(folder) if entry.is_dir() and not is_hidden(entry.name)
+    )
 
 
 def _list_classes(folder: Path) -> tuple[ImagesByClass, list[str]]:
-    """The image files of each class, and what else is there. Raises UserError where a class has none."""
+    """The image files of each class, and what else is there. Raises UserError where a class has
+    none."""
     found = {name: find_images(str(folder / name)) for name in _class_names(folder)}
     classes = {name: images for name, (images, _) in found.items()}
-    left_out = sorted(f"{entry.name}{'/' * entry.is_dir()}" for entry in os.scandir(folder) if entry.name not in found)
+    left_out = sorted(
+        f"{entry.name}{'/' * entry.is_dir()}"
+        for entry in os.scandir(folder)
+        if entry.name not in found
+    )
     left_out += [f"{name}/{file}" for name, (_, files) in found.items() for file in files]
     empty = [name for name, files in classes.items() if not files]
     if empty or not classes:
         what = "no class folders"
         if empty:
             what = f"no images ({' '.join(SUFFIXES)}) in class {', '.join(map(short, empty))}"
-        raise UserError(what, str(folder), "one folder for each class, with images in it or in its folders")
+        raise UserError(
+            what, str(folder), "one folder for each class, with images in it or in its folders"
+        )
     return classes, left_out
 
 
 def _key(found: _Found, options: str) -> str:
-    """Names the array files: changes with the options, any file's name, size or time, and the content of each class's first image.
+    """Names the array files: changes with the options, any file's name, size or time, and the
+    content of each class's first image.
 
-    The content is hashed too because unpacking an archive may give all files the same time. Raises OSError, UserError.
+    The content is hashed too because unpacking an archive may give all files the same time. Raises
+    OSError, UserError.
     """
     hashed = hashlib.blake2b(options.encode(), digest_size=12)
     for label, images in found.classes.items():
@@ -166,5 +215,9 @@ def _key(found: _Found, options: str) -> str:
             status = check_file(path)
             if number == 0:
                 hashed.update(path.read_bytes())
-            hashed.update(f"{label}/{image}\0{status.st_size} {status.st_mtime_ns}\n".encode(errors="surrogateescape"))
+            hashed.update(
+                f"{label}/{image}\0{status.st_size} {status.st_mtime_ns}\n".encode(
+                    errors="surrogateescape"
+                )
+            )
     return hashed.hexdigest()

@@ -1,4 +1,5 @@
-"""Arrays of HDF5 files, netCDF-4 among them: chunks are found once, then read and unpacked without the library, by several threads."""
+"""Arrays of HDF5 files, netCDF-4 among them: chunks are found once, then read and unpacked without
+the library, by several threads."""
 
 from __future__ import annotations
 
@@ -18,15 +19,33 @@ from hvdtrain.data.stored.build import Wanted, build_stored
 from hvdtrain.data.stored.files import FileOnDisk, cut_off
 from hvdtrain.data.stored.packing import WORDS, is_packed, unpacked, unpacked_dtype
 from hvdtrain.data.stored.selection import Box
-from hvdtrain.data.stored.stored_array import Blocks, PlainRows, StoredArray, block_edges, check_chunks, check_dtype, check_shape, no_such
+from hvdtrain.data.stored.stored_array import (
+    Blocks,
+    PlainRows,
+    StoredArray,
+    block_edges,
+    check_chunks,
+    check_dtype,
+    check_shape,
+    no_such,
+)
 from hvdtrain.errors import UserError, first_line
 
 # as HDF5 numbers its filters
 _SHUFFLE = 2
 _DEFLATE = 1
 _MOST_LINKS = 16  # soft ones that are followed for one name, as many as the library follows
-_BLOCK_BYTES = 2**20  # about, that are read at once through the library where an array has no chunks
-_DAMAGE = (OSError, RuntimeError, ValueError, LookupError, ArithmeticError, TypeError)  # what h5py raises
+_BLOCK_BYTES = (
+    2**20
+)  # about, that are read at once through the library where an array has no chunks
+_DAMAGE = (
+    OSError,
+    RuntimeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    TypeError,
+)  # what h5py raises
 
 
 def build(
@@ -40,31 +59,41 @@ def build(
     split_val: list[int | str] | None = None,
     cache_mb: int = 256,
 ) -> Source:
-    """Arrays of train.h5 and val.h5 in data.root, of several such files, or of one file with data.val_share or data.split_by.
+    """Arrays of train.h5 and val.h5 in data.root, of several such files, or of one file with
+    data.val_share or data.split_by.
 
-    fields: array of each field, {x: /u, y: /labels}; "/u[:, 0:3]" is a part, of a list axis 1, {split} is train or val (default: x, y)
+    fields: array of each field, {x: /u, y: /labels}; "/u[:, 0:3]" is a part, of a list axis 1,
+        {split} is train or val (default: x, y)
     dtypes: number types that fields are converted to, {x: float32}
-    split_by: an array (n,) that tells validation samples from others: train, val; or the values of split_val
+    split_by: an array (n,) that tells validation samples from others: train, val; or the values of
+        split_val
     split_val: values of split_by that validate
     cache_mb: most megabytes of decoded chunks that a rank keeps for each set
 
     Raises UserError without h5py, and where files are damaged, lack a field, or hold no numbers.
     """
     wanted = Wanted(fields, dtypes or {}, split_by, split_val, cache_mb)
-    return build_stored(name, root, split, (".h5", ".hdf5", ".hdf", ".nc", ".nc4"), Hdf5File.of, wanted)
+    return build_stored(
+        name, root, split, (".h5", ".hdf5", ".hdf", ".nc", ".nc4"), Hdf5File.of, wanted
+    )
 
 
 def _h5py() -> Any:
     try:
         import h5py
     except ImportError:
-        raise UserError("HDF5 and netCDF files need the package h5py", "data.name", "pip install 'hvdtrain[hdf5]'") from None
+        raise UserError(
+            "HDF5 and netCDF files need the package h5py",
+            "data.name",
+            "pip install 'hvdtrain[hdf5]'",
+        ) from None
     return h5py
 
 
 @contextlib.contextmanager
 def _opened(file: FileOnDisk) -> Iterator[Any]:
-    """The file by the library, which a script may open too. Raises UserError where it is none of HDF5, or has changed."""
+    """The file by the library, which a script may open too. Raises UserError where it is none of
+    HDF5, or has changed."""
     with file.opened() as raw:
         beginning = raw.read(0, min(3, file.size))
     try:
@@ -72,7 +101,9 @@ def _opened(file: FileOnDisk) -> Iterator[Any]:
     except OSError as error:
         if beginning == b"CDF":
             fix = f"nccopy -k nc4 {file.path.name} new.nc"
-            raise UserError("the file is of netCDF's classic format, which is not HDF5", str(file.path), fix) from None
+            raise UserError(
+                "the file is of netCDF's classic format, which is not HDF5", str(file.path), fix
+            ) from None
         raise cut_off(file.path, f"it is no HDF5 file ({first_line(error)})") from None
     with opened:
         yield opened
@@ -93,7 +124,12 @@ class Hdf5File:
         found: list[str] = []
 
         def visit(name: str, entry: Any) -> None:
-            if hasattr(entry, "chunks") and entry.dtype.kind in "iufb" and not _is_elsewhere(entry) and entry.shape:
+            if (
+                hasattr(entry, "chunks")
+                and entry.dtype.kind in "iufb"
+                and not _is_elsewhere(entry)
+                and entry.shape
+            ):
                 found.append(f"/{name}")
 
         with _opened(self.file) as file:
@@ -116,7 +152,12 @@ class Hdf5File:
     def note(self, name: str) -> str:
         with self._dataset(name) as dataset:
             absent, of = _unwritten(dataset)
-            return f"{absent:,} of {of:,} chunks of {name} are not there, and are read as {dataset.fillvalue}" if absent else ""
+            return (
+                f"{absent:,} of {of:,} chunks of {name} are not there, and are read as "
+                f"{dataset.fillvalue}"
+                if absent
+                else ""
+            )
 
     def array(self, name: str) -> StoredArray:
         with self._dataset(name) as dataset:
@@ -132,19 +173,51 @@ class Hdf5File:
             check_chunks(shape, dataset.chunks, dtype.itemsize, name, self.file.path)
         attributes = _attributes(dataset)
         is_whole = shape and not dataset.file.userblock_size and _is_whole(dataset)
-        if is_whole and not is_packed(attributes) and dataset.chunks is None and dataset.id.get_offset() is not None:
+        if (
+            is_whole
+            and not is_packed(attributes)
+            and dataset.chunks is None
+            and dataset.id.get_offset() is not None
+        ):
             return PlainRows(self.file, dataset.id.get_offset(), dtype, shape)
-        if is_whole and dataset.chunks is not None and (filters := _filters(dataset)) is not None and hasattr(dataset.id, "chunk_iter"):
-            chunks = Chunks(self.file, name, dtype, shape, dataset.chunks, filters, dataset.fillvalue, *_places(dataset))
-            return Unpacked(chunks, attributes, unpacked_dtype(dtype, attributes)) if is_packed(attributes) else chunks
-        rows = dataset.chunks[0] if dataset.chunks else max(1, _BLOCK_BYTES // max(1, math.prod(shape[1:]) * dtype.itemsize))
+        if (
+            is_whole
+            and dataset.chunks is not None
+            and (filters := _filters(dataset)) is not None
+            and hasattr(dataset.id, "chunk_iter")
+        ):
+            chunks = Chunks(
+                self.file,
+                name,
+                dtype,
+                shape,
+                dataset.chunks,
+                filters,
+                dataset.fillvalue,
+                *_places(dataset),
+            )
+            return (
+                Unpacked(chunks, attributes, unpacked_dtype(dtype, attributes))
+                if is_packed(attributes)
+                else chunks
+            )
+        rows = (
+            dataset.chunks[0]
+            if dataset.chunks
+            else max(1, _BLOCK_BYTES // max(1, math.prod(shape[1:]) * dtype.itemsize))
+        )
         return ThroughLibrary(
-            self.file, name, unpacked_dtype(dataset.dtype, attributes), shape, block_edges(shape[0] if shape else 0, rows)
+            self.file,
+            name,
+            unpacked_dtype(dataset.dtype, attributes),
+            shape,
+            block_edges(shape[0] if shape else 0, rows),
         )
 
     @contextlib.contextmanager
     def _dataset(self, name: str) -> Iterator[Any]:
-        """An array by the library. Raises UserError where there is none, it is damaged, or its numbers are in another file."""
+        """An array by the library. Raises UserError where there is none, it is damaged, or its
+        numbers are in another file."""
         with _opened(self.file) as file:
             try:
                 dataset = self._found(file, name)
@@ -155,15 +228,21 @@ class Hdf5File:
                 if _is_elsewhere(dataset):
                     raise self._in_another_file(name)
                 if dataset.shape is None:
-                    raise UserError(f"{name} is empty: it has neither a shape nor numbers", str(self.file.path), "another array")
+                    raise UserError(
+                        f"{name} is empty: it has neither a shape nor numbers",
+                        str(self.file.path),
+                        "another array",
+                    )
                 yield dataset
             except _DAMAGE as error:
                 raise cut_off(self.file.path, f"{name}: {first_line(error)}") from None
 
     def _found(self, file: Any, name: str) -> Any | None:
-        """What a path leads to, link by link: the library would open another file, and wait for a pipe, only to say that a name is there.
+        """What a path leads to, link by link: the library would open another file, and wait for a
+        pipe, only to say that a name is there.
 
-        None where there is nothing. Raises UserError for a link to another file, and for links that lead to each other.
+        None where there is nothing. Raises UserError for a link to another file, and for links that
+        lead to each other.
         """
         h5l = _h5py().h5l
         entry = file
@@ -184,17 +263,27 @@ class Hdf5File:
                 entry = file if target.startswith(b"/") else entry
                 parts += [one for one in reversed(target.split(b"/")) if one not in (b"", b".")]
             elif kind == h5l.TYPE_SOFT:
-                raise UserError(f"the links of {name} lead to each other: {shown}", str(self.file.path), "another array")
+                raise UserError(
+                    f"the links of {name} lead to each other: {shown}",
+                    str(self.file.path),
+                    "another array",
+                )
             else:
                 raise self._in_another_file(
                     name,
-                    f", {links.get_val(part)[0].decode(errors='replace'):.100} by the link {shown}" if kind == h5l.TYPE_EXTERNAL else "",
+                    f", {links.get_val(part)[0].decode(errors='replace'):.100} by the link {shown}"
+                    if kind == h5l.TYPE_EXTERNAL
+                    else "",
                 )
         return entry
 
     def _in_another_file(self, name: str, which: str = "") -> UserError:
         fix = "the file that has them as data.root, or h5repack"
-        return UserError(f"the numbers of {name} are in another file{which}, to which this one has a link", str(self.file.path), fix)
+        return UserError(
+            f"the numbers of {name} are in another file{which}, to which this one has a link",
+            str(self.file.path),
+            fix,
+        )
 
     def columns(self, names: list[str]) -> Blocks | None:
         return None
@@ -207,21 +296,35 @@ class Hdf5File:
             if dataset.dtype.kind in "SO":
                 return np.array([text.strip("\0 ") for text in dataset.asstr()[:]], str)
             attributes = _attributes(dataset)
-            return unpacked(dataset[:], attributes, unpacked_dtype(dataset.dtype, attributes), f"{name} of {self.file.path}")
+            return unpacked(
+                dataset[:],
+                attributes,
+                unpacked_dtype(dataset.dtype, attributes),
+                f"{name} of {self.file.path}",
+            )
 
 
 def _is_elsewhere(dataset: Any) -> bool:
-    """Whether its numbers are in other files. To be asked before its shape, for which the library may open them."""
+    """Whether its numbers are in other files. To be asked before its shape, for which the library
+    may open them."""
     return bool(dataset.is_virtual or dataset.external)
 
 
 _NETCDF_FILL = 2.0**119 * 15  # of floats; netcdf.h, NC_FILL_FLOAT
-_NETCDF_FILLS: dict[str, float] = {"i2": -32767, "u2": 65535, "i4": -2147483647, "u4": 4294967295, "i8": 2 - 2**63, "u8": 2**64 - 2}
+_NETCDF_FILLS: dict[str, float] = {
+    "i2": -32767,
+    "u2": 65535,
+    "i4": -2147483647,
+    "u4": 4294967295,
+    "i8": 2 - 2**63,
+    "u8": 2**64 - 2,
+}
 _NETCDF_FILLS |= {"f4": _NETCDF_FILL, "f8": _NETCDF_FILL}
 
 
 def _attributes(dataset: Any) -> dict[str, Any]:
-    """What its attributes say that its numbers stand for. Numbers of netCDF that were never written are missing, though none says so."""
+    """What its attributes say that its numbers stand for. Numbers of netCDF that were never written
+    are missing, though none says so."""
     found = {word: dataset.attrs[word] for word in WORDS if word in dataset.attrs}
     fill = _NETCDF_FILLS.get(dataset.dtype.str[1:])
     if fill is not None and dataset.fillvalue == fill:
@@ -234,18 +337,22 @@ def _text(attribute: Any) -> str:
 
 
 def _unwritten(dataset: Any) -> tuple[int, int]:
-    """Chunks that are not in the file, and how many there should be; an array without chunks counts as one."""
+    """Chunks that are not in the file, and how many there should be; an array without chunks counts
+    as one."""
     layout = dataset.id.get_create_plist().get_layout()
     if not dataset.size or layout == _h5py().h5d.COMPACT:
         return 0, 0
     if dataset.chunks is None:
         return int(dataset.id.get_storage_size() == 0), 1
-    of = math.prod(-(-size // chunk) for size, chunk in zip(dataset.shape, dataset.chunks, strict=True))
+    of = math.prod(
+        -(-size // chunk) for size, chunk in zip(dataset.shape, dataset.chunks, strict=True)
+    )
     return of - dataset.id.get_num_chunks(), of
 
 
 def _is_whole(dataset: Any) -> bool:
-    """Whether the file has the numbers byte for byte as numpy does: not in fewer bits, as floats of another kind, or of a set of names."""
+    """Whether the file has the numbers byte for byte as numpy does: not in fewer bits, as floats of
+    another kind, or of a set of names."""
     library = _h5py()
     kind = dataset.id.get_type()
     dtype = np.dtype(dataset.dtype)
@@ -256,32 +363,45 @@ def _is_whole(dataset: Any) -> bool:
 
 
 def _filters(dataset: Any) -> tuple[int, ...] | None:
-    """The filters in the order in which they were applied; None where there is another one than shuffle and deflate."""
+    """The filters in the order in which they were applied; None where there is another one than
+    shuffle and deflate."""
     plist = dataset.id.get_create_plist()
     found = tuple(plist.get_filter(number)[0] for number in range(plist.get_nfilters()))
     return found if set(found) <= {_SHUFFLE, _DEFLATE} else None
 
 
 def _places(dataset: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Offset in the file, bytes and mask of left-out filters of each chunk, in the grid of chunks; 0 bytes: never written."""
-    grid = tuple(-(-size // chunk) for size, chunk in zip(dataset.shape, dataset.chunks, strict=True))
+    """Offset in the file, bytes and mask of left-out filters of each chunk, in the grid of chunks;
+    0 bytes: never written."""
+    grid = tuple(
+        -(-size // chunk) for size, chunk in zip(dataset.shape, dataset.chunks, strict=True)
+    )
     offsets = np.zeros(grid, np.int64)
     sizes = np.zeros(grid, np.int64)
     masks = np.zeros(grid, np.int32)
 
     def note(chunk: Any) -> None:
-        place = tuple(first // size for first, size in zip(chunk.chunk_offset, dataset.chunks, strict=True))
-        offsets[place], sizes[place], masks[place] = chunk.byte_offset, chunk.size, chunk.filter_mask
+        place = tuple(
+            first // size for first, size in zip(chunk.chunk_offset, dataset.chunks, strict=True)
+        )
+        offsets[place], sizes[place], masks[place] = (
+            chunk.byte_offset,
+            chunk.size,
+            chunk.filter_mask,
+        )
 
     dataset.id.chunk_iter(note)
-    if (offsets + sizes).max(initial=0) > Path(dataset.file.filename).stat().st_size or offsets.min(initial=0) < 0:
+    if (offsets + sizes).max(initial=0) > Path(dataset.file.filename).stat().st_size or offsets.min(
+        initial=0
+    ) < 0:
         raise ValueError("a chunk is outside of the file")
     return offsets, sizes, masks
 
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """A chunked array, uncompressed or by deflate, with or without the shuffle of bytes. A block is the chunks of the same rows."""
+    """A chunked array, uncompressed or by deflate, with or without the shuffle of bytes. A block is
+    the chunks of the same rows."""
 
     file: FileOnDisk
     name: str
@@ -301,7 +421,10 @@ class Chunks:
     def decode(self, block: int, box: Box) -> np.ndarray:
         rows = int(self.edges[block + 1] - self.edges[block])
         found = np.empty((rows, *box.shape), self.dtype)
-        grid = [range(low // size, -(-high // size)) for low, high, size in zip(box.first, box.last, self.chunks[1:], strict=True)]
+        grid = [
+            range(low // size, -(-high // size))
+            for low, high, size in zip(box.first, box.last, self.chunks[1:], strict=True)
+        ]
         with self.file.opened() as file:
             for inner in itertools.product(*grid):
                 place = (block, *inner)
@@ -318,7 +441,9 @@ class Chunks:
         """Where a chunk is in the box, and what of the chunk that is."""
         into = []
         of = []
-        for number, size, low, high in zip(inner, self.chunks[1:], box.first, box.last, strict=True):
+        for number, size, low, high in zip(
+            inner, self.chunks[1:], box.first, box.last, strict=True
+        ):
             first = max(low, number * size)
             last = min(high, (number + 1) * size)
             into.append(slice(first - low, last - low))
@@ -326,12 +451,17 @@ class Chunks:
         return into, of
 
     def _unpacked(self, raw: bytes | np.ndarray, place: tuple[int, ...]) -> np.ndarray:
-        """The numbers of a chunk, whole. Raises UserError where they are not as many as they have to be."""
+        """The numbers of a chunk, whole. Raises UserError where they are not as many as they have
+        to be."""
         wanted = math.prod(self.chunks) * self.dtype.itemsize
         for number, kind in reversed(list(enumerate(self.filters))):
             if int(self.masks[place]) >> number & 1:
                 continue
-            raw = _inflated(raw, wanted) if kind == _DEFLATE else _unshuffled(raw, self.dtype.itemsize)
+            raw = (
+                _inflated(raw, wanted)
+                if kind == _DEFLATE
+                else _unshuffled(raw, self.dtype.itemsize)
+            )
         if len(raw) != wanted:
             raise cut_off(self.file.path, f"a chunk of {self.name}, {place}, cannot be unpacked")
         return np.frombuffer(raw, self.dtype).reshape(self.chunks)
@@ -369,18 +499,24 @@ def _inflated(raw: bytes | np.ndarray, most: int) -> bytes:
 
 
 def _unshuffled(raw: bytes | np.ndarray, item: int) -> np.ndarray:
-    """uint8 (n,): the bytes of numbers, of which all first bytes came first, then all second ones. Faster than a transposition."""
+    """uint8 (n,): the bytes of numbers, of which all first bytes came first, then all second ones.
+    Faster than a transposition."""
     array = np.frombuffer(raw, np.uint8)
     numbers = len(array) // item
     found = np.empty((numbers, item), np.uint8)
     for byte in range(item):
         found[:, byte] = array[byte * numbers : (byte + 1) * numbers]
-    return np.concatenate([found.ravel(), array[numbers * item :]]) if numbers * item < len(array) else found.ravel()
+    return (
+        np.concatenate([found.ravel(), array[numbers * item :]])
+        if numbers * item < len(array)
+        else found.ravel()
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class ThroughLibrary:
-    """An array that h5py reads, with one lock for all threads: of other filters, of packed numbers, or without a place in the file."""
+    """An array that h5py reads, with one lock for all threads: of other filters, of packed numbers,
+    or without a place in the file."""
 
     file: FileOnDisk
     name: str
@@ -391,4 +527,6 @@ class ThroughLibrary:
     def decode(self, block: int, box: Box) -> np.ndarray:
         with Hdf5File(self.file)._dataset(self.name) as dataset:
             raw = dataset[(slice(int(self.edges[block]), int(self.edges[block + 1])), *box.slices)]
-            return unpacked(raw, _attributes(dataset), self.dtype, f"{self.name} of {self.file.path}")
+            return unpacked(
+                raw, _attributes(dataset), self.dtype, f"{self.name} of {self.file.path}"
+            )

@@ -26,14 +26,29 @@ class _Dataset(NamedTuple):
 
 
 _FAMILY = {
-    "mnist": _Dataset("MNIST", "https://ossci-datasets.s3.amazonaws.com/mnist/", tuple("0123456789")),
+    "mnist": _Dataset(
+        "MNIST", "https://ossci-datasets.s3.amazonaws.com/mnist/", tuple("0123456789")
+    ),
     "fashion_mnist": _Dataset(
         "FashionMNIST",
         "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
-        ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+        (
+            "T-shirt/top",
+            "Trouser",
+            "Pullover",
+            "Dress",
+            "Coat",
+            "Sandal",
+            "Shirt",
+            "Sneaker",
+            "Bag",
+            "Ankle boot",
+        ),
     ),
     "kmnist": _Dataset(
-        "KMNIST", "http://codh.rois.ac.jp/kmnist/dataset/kmnist/", ("o", "ki", "su", "tsu", "na", "ha", "ma", "ya", "re", "wo")
+        "KMNIST",
+        "http://codh.rois.ac.jp/kmnist/dataset/kmnist/",
+        ("o", "ki", "su", "tsu", "na", "ha", "ma", "ya", "re", "wo"),
     ),
 }
 _FILES: dict[Split, tuple[str, str]] = {
@@ -42,39 +57,65 @@ _FILES: dict[Split, tuple[str, str]] = {
 }
 _CLASSES = 10
 _BLOCK_BYTES = 2**20
-_MOST_BYTES = {3: 2**28, 1: 2**24}  # of images: six times MNIST; of labels, each of which takes eight bytes of memory
-_DEFLATE_RATIO = 1032  # no gzip stream holds more bytes for each byte of file (zlib's technical details)
+_MOST_BYTES = {
+    3: 2**28,
+    1: 2**24,
+}  # of images: six times MNIST; of labels, each of which takes eight bytes of memory
+_DEFLATE_RATIO = (
+    1032  # no gzip stream holds more bytes for each byte of file (zlib's technical details)
+)
 
 
-TRAINING = dict.fromkeys(_FAMILY, (60000, (28, 28, 1), _CLASSES))  # samples, shape, classes, as published
+TRAINING = dict.fromkeys(
+    _FAMILY, (60000, (28, 28, 1), _CLASSES)
+)  # samples, shape, classes, as published
 
 
 def build(name: str, root: Path | None, split: Split, *, download: bool = True) -> LabelledImages:
-    """mnist, fashion_mnist or kmnist: 60000 training and 10000 validation images, 28x28x1, 10 classes.
+    """mnist, fashion_mnist or kmnist: 60000 training and 10000 validation images, 28x28x1, 10
+    classes.
 
-    The files are in <root>/<MNIST|FashionMNIST|KMNIST>/raw, or in <root> itself, as they are or as .gz. Without a root:
-    $XDG_CACHE_HOME/hvdtrain/data, or ~/.cache/hvdtrain/data.
+    The files are in <root>/<MNIST|FashionMNIST|KMNIST>/raw, or in <root> itself, as they are or as
+    .gz. Without a root: $XDG_CACHE_HOME/hvdtrain/data, or ~/.cache/hvdtrain/data.
 
     download: fetch missing files, by one process on a machine while the others wait (true or false)
 
-    Raises UserError for another name, and where files are missing, damaged or do not belong together.
+    Raises UserError for another name, and where files are missing, damaged or do not belong
+    together.
     """
     if name not in _FAMILY:
-        raise UserError(f"{name} is not of the MNIST family", "data.name", f"one of {', '.join(_FAMILY)}")
+        raise UserError(
+            f"{name} is not of the MNIST family", "data.name", f"one of {', '.join(_FAMILY)}"
+        )
     images, labels = _find_or_download(name, data_root(root), split, download)
     x = _read_idx(images, 3)
     y = _read_idx(labels, 1)
     if len(x) != len(y):
-        raise UserError(f"{len(x)} images but {len(y)} labels", f"{images} and {labels}", "replace both by one pair that belongs together")
-    return ArraySource(x[..., None], y.astype(np.int64), _CLASSES, str(images), _FAMILY[name].classes)
+        raise UserError(
+            f"{len(x)} images but {len(y)} labels",
+            f"{images} and {labels}",
+            "replace both by one pair that belongs together",
+        )
+    return ArraySource(
+        x[..., None], y.astype(np.int64), _CLASSES, str(images), _FAMILY[name].classes
+    )
 
 
 def _find_or_download(name: str, root: Path, split: Split, allowed: bool) -> list[Path]:
-    """Paths of the split's images and labels. A download brings both splits. Raises UserError where files are missing."""
+    """Paths of the split's images and labels. A download brings both splits. Raises UserError where
+    files are missing."""
     dataset = _FAMILY[name]
     if not all(_find(root, dataset, file) for file in _FILES[split]):
-        absent = [f"{dataset.folder}/raw/{file}" for files in _FILES.values() for file in files if not _find(root, dataset, file)]
-        fix = f"put them there, from {dataset.url} (.gz as they are), or set data.root to the folder that holds {dataset.folder}/raw"
+        absent = [
+            f"{dataset.folder}/raw/{file}"
+            for files in _FILES.values()
+            for file in files
+            if not _find(root, dataset, file)
+        ]
+        fix = (
+            f"put them there, from {dataset.url} (.gz as they are), or set data.root to the "
+            f"folder that holds {dataset.folder}/raw"
+        )
         required = RequiredFiles(name, root, absent, fix)
         if not allowed:
             raise required.missing_error("data.download is false")
@@ -83,16 +124,23 @@ def _find_or_download(name: str, root: Path, split: Split, allowed: bool) -> lis
 
 
 def _find(root: Path, dataset: _Dataset, file: str) -> Path | None:
-    paths = (folder / f"{file}{suffix}" for folder in (root / dataset.folder / "raw", root) for suffix in ("", ".gz"))
+    paths = (
+        folder / f"{file}{suffix}"
+        for folder in (root / dataset.folder / "raw", root)
+        for suffix in ("", ".gz")
+    )
     return next((path for path in paths if path.is_file()), None)
 
 
 def _download_files(dataset: _Dataset, folder: Path) -> None:
-    getattr(import_torchvision().datasets, dataset.folder)(str(folder), download=True)  # torchvision has the URLs and checksums
+    getattr(import_torchvision().datasets, dataset.folder)(
+        str(folder), download=True
+    )  # torchvision has the URLs and checksums
 
 
 def _read_idx(path: Path, dimensions: int) -> np.ndarray:
-    """The uint8 array of an IDX file with so many dimensions. Raises UserError, before memory is taken, where its length does not fit."""
+    """The uint8 array of an IDX file with so many dimensions. Raises UserError, before memory is
+    taken, where its length does not fit."""
     try:
         with path.open("rb") as raw:
             length = os.fstat(raw.fileno()).st_size
@@ -101,17 +149,28 @@ def _read_idx(path: Path, dimensions: int) -> np.ndarray:
             with gzip.open(raw) as unpacked:
                 return _parse(unpacked, length * _DEFLATE_RATIO, path, dimensions)
     except (OSError, EOFError, zlib.error) as error:
-        raise _defect(path, f"an error: {error}", "an IDX file in gzip" if path.suffix == ".gz" else "an IDX file") from error
+        raise _defect(
+            path,
+            f"an error: {error}",
+            "an IDX file in gzip" if path.suffix == ".gz" else "an IDX file",
+        ) from error
 
 
-def _parse(file: IO[bytes] | gzip.GzipFile, capacity: int, path: Path, dimensions: int) -> np.ndarray:
-    """`capacity` is the length of a plain file, and an upper bound of the content of a compressed one, in bytes."""
+def _parse(
+    file: IO[bytes] | gzip.GzipFile, capacity: int, path: Path, dimensions: int
+) -> np.ndarray:
+    """`capacity` is the length of a plain file, and an upper bound of the content of a compressed
+    one, in bytes."""
     compressed = path.suffix == ".gz"
     start = 4 + 4 * dimensions
     header = file.read(start)
     magic = bytes((0, 0, 8, dimensions))  # 8: unsigned bytes
     if header[:4] != magic:
-        raise _defect(path, f"first bytes {header[:4].hex() or 'none'}", f"{magic.hex()} (unsigned bytes, {dimensions} dimensions)")
+        raise _defect(
+            path,
+            f"first bytes {header[:4].hex() or 'none'}",
+            f"{magic.hex()} (unsigned bytes, {dimensions} dimensions)",
+        )
     if len(header) < start:
         raise _defect(path, f"a header of {len(header)} bytes", f"{start}")
     shape = tuple(int(length) for length in np.frombuffer(header, ">u4", offset=4))
@@ -120,7 +179,11 @@ def _parse(file: IO[bytes] | gzip.GzipFile, capacity: int, path: Path, dimension
     if start + length > capacity or (not compressed and start + length < capacity):
         raise _defect(path, f"{'at most ' if compressed else ''}{capacity} bytes", expected)
     if not 0 < length <= _MOST_BYTES[dimensions]:
-        raise _defect(path, f"{length} bytes in the shape {shape} of its header", f"1 to {_MOST_BYTES[dimensions]}")
+        raise _defect(
+            path,
+            f"{length} bytes in the shape {shape} of its header",
+            f"1 to {_MOST_BYTES[dimensions]}",
+        )
     body = _read_blocks(file, length + 1)
     if len(body) > length:
         raise _defect(path, f"more than {start + length} bytes", expected)
@@ -138,4 +201,8 @@ def _read_blocks(file: IO[bytes] | gzip.GzipFile, limit: int) -> bytearray:
 
 
 def _defect(path: Path, found: str, expected: str) -> UserError:
-    return UserError(f"not a valid IDX file: found {found}, expected {expected}", str(path), "delete the file and fetch it again")
+    return UserError(
+        f"not a valid IDX file: found {found}, expected {expected}",
+        str(path),
+        "delete the file and fetch it again",
+    )

@@ -1,4 +1,5 @@
-"""A folder of images beside one of masks, of the same names: each pixel of a mask is the number of a class."""
+"""A folder of images beside one of masks, of the same names: each pixel of a mask is the number of
+a class."""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ from hvdtrain.config.read import expand
 from hvdtrain.core.arrays import digest
 from hvdtrain.core.progress import fold
 from hvdtrain.data.files.folders import check_folder
-from hvdtrain.data.images.decode import Undecoded, centre_square, check_image_options, height_and_width, mask_numbers, read_file
+from hvdtrain.data.images.decode import (
+    Undecoded,
+    centre_square,
+    check_image_options,
+    height_and_width,
+    mask_numbers,
+    read_file,
+)
 from hvdtrain.data.images.image_source import find_images, left_out_note
 from hvdtrain.data.source import Field, Split, check_indices
 from hvdtrain.errors import UserError, short
@@ -28,7 +36,8 @@ _DIGEST_SAMPLES = 16
 
 @dataclass(frozen=True, eq=False)
 class MaskedImages:
-    """A source of {"x": uint8 (n, H, W, C), "y": uint8 (n, H, W)}, each pair decoded whenever it is read. Several threads may read."""
+    """A source of {"x": uint8 (n, H, W, C), "y": uint8 (n, H, W)}, each pair decoded whenever it is
+    read. Several threads may read."""
 
     folder: str
     images: tuple[str, ...]  # below images/
@@ -65,9 +74,14 @@ class MaskedImages:
         for size, file in zip(sizes, (image_file, mask_file), strict=True):
             if size != wanted:
                 what = (
-                    f"it has {size[1]} x {size[0]} pixels, and {'its image' if self.crop else 'the first image'} {wanted[1]} x {wanted[0]}"
+                    f"it has {size[1]} x {size[0]} pixels, and "
+                    f"{'its image' if self.crop else 'the first image'} {wanted[1]} x {wanted[0]}"
                 )
-                fix = "a mask as large as its image" if self.crop else "data.size=N resizes the centre square of each pair to N x N"
+                fix = (
+                    "a mask as large as its image"
+                    if self.crop
+                    else "data.size=N resizes the centre square of each pair to N x N"
+                )
                 raise UserError(what, file, fix)
         box = centre_square(image.height, image.width) if self.crop else None
         pixels = np.frombuffer(image.pixels(self.shape, box), np.uint8).reshape(self.shape)
@@ -76,47 +90,63 @@ class MaskedImages:
     def digests(self, seed: int) -> dict[str, str]:
         """Digests of all names, and of 16 pairs that the seed draws."""
         drawn = fold(seed, np.arange(_DIGEST_SAMPLES, dtype=np.uint64)) % np.uint64(len(self))
-        return {**self.identity(), "images": digest(dict(self.read(np.unique(drawn).astype(np.int64))))}
+        return {
+            **self.identity(),
+            "images": digest(dict(self.read(np.unique(drawn).astype(np.int64)))),
+        }
 
     def identity(self) -> dict[str, str]:
         names = "\n".join((*self.images, *self.masks)).encode("utf-8", "surrogateescape")
         return {"names": digest({"names": np.frombuffer(names, np.uint8)})}
 
 
-def build(name: str, root: Path | None, split: Split, *, size: int | None = None, channels: int = 3) -> MaskedImages:
-    """Images in <root>/<split>/images/, with masks of the same names but for the suffix in <root>/<split>/masks/.
+def build(
+    name: str, root: Path | None, split: Split, *, size: int | None = None, channels: int = 3
+) -> MaskedImages:
+    """Images in <root>/<split>/images/, with masks of the same names but for the suffix in
+    <root>/<split>/masks/.
 
-    Masks are images of 8 bits without colours, or with a palette, whose numbers are classes: task.classes=N. `split` is train, and
-    val, validation or test (the first that exists).
+    Masks are images of 8 bits without colours, or with a palette, whose numbers are classes:
+    task.classes=N. `split` is train, and val, validation or test (the first that exists).
 
-    size: height and width of the images, made from the centre squares, of masks by the nearest pixel (none: all have one size already)
+    size: height and width of the images, made from the centre squares, of masks by the nearest
+        pixel (none: all have one size already)
     channels: 3 for colour, 1 for grey
 
     Raises UserError without a root, where an image has no mask, and where one cannot be read.
     """
     if root is None:
-        raise UserError(f"data.name={name} needs data.root", "data.root", f"data.root=DIR, with {_HOW}")
+        raise UserError(
+            f"data.name={name} needs data.root", "data.root", f"data.root=DIR, with {_HOW}"
+        )
     check_image_options(size, channels)
     root = expand(root, "data.root")
     check_folder(root, f"data.root=DIR, with {_HOW}")
     folder = _split_folder(root, split)
     images, masks, left_out = _pairs(folder)
     first_folder = _split_folder(root, "train") if (root / "train").is_dir() else folder
-    first = f"{first_folder}/images/{images[0] if first_folder == folder else _pairs(first_folder)[0][0]}"
+    first = f"{first_folder}/images/{images[0] if first_folder == folder else _pairs(first_folder)[0][0]}"  # noqa: E501
     height, width = (size, size) if size else height_and_width(read_file(first), lambda: first)
     notes = left_out_note(left_out, str(folder / "images"))
-    return MaskedImages(str(folder), images, masks, (height, width, channels), size is not None, notes)
+    return MaskedImages(
+        str(folder), images, masks, (height, width, channels), size is not None, notes
+    )
 
 
 def _split_folder(root: Path, split: Split) -> Path:
     for folder in _SPLITS[split]:
         if (root / folder).is_dir():
             return root / folder
-    raise UserError(f"no folder {' or '.join(_SPLITS[split])}", str(root), f"data.root=DIR, with {_HOW}; or data.val_share=0.1")
+    raise UserError(
+        f"no folder {' or '.join(_SPLITS[split])}",
+        str(root),
+        f"data.root=DIR, with {_HOW}; or data.val_share=0.1",
+    )
 
 
 def _pairs(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...], list[str]]:
-    """Names of images and of their masks, and what is left out. Raises UserError where one is without the other."""
+    """Names of images and of their masks, and what is left out. Raises UserError where one is
+    without the other."""
     for part in ("images", "masks"):
         if not (folder / part).is_dir():
             raise UserError(f"no folder {part}", str(folder), f"data.root=DIR, with {_HOW}")
@@ -124,10 +154,16 @@ def _pairs(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...], list[str]]:
         found = find_images(str(folder / "images"))
         of_masks = find_images(str(folder / "masks"))
     except OSError as error:
-        raise UserError(f"cannot list the images: {error}", str(folder), "repair or remove what is named") from error
+        raise UserError(
+            f"cannot list the images: {error}", str(folder), "repair or remove what is named"
+        ) from error
     by_name = {str(PurePosixPath(mask).with_suffix("")): mask for mask in of_masks.images}
     masks = [by_name.get(str(PurePosixPath(image).with_suffix(""))) for image in found.images]
     if not masks or None in masks:
-        what = f"{short(found.images[masks.index(None)])} has no mask" if masks else "there are no images"
+        what = (
+            f"{short(found.images[masks.index(None)])} has no mask"
+            if masks
+            else "there are no images"
+        )
         raise UserError(what, str(folder), _HOW)
     return tuple(found.images), tuple(mask for mask in masks if mask), found.left_out

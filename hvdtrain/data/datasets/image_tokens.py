@@ -1,4 +1,5 @@
-"""Images of another data set as sequences of tokens: the numbers of few colours, which k-means finds."""
+"""Images of another data set as sequences of tokens: the numbers of few colours, which k-means
+finds."""
 
 from __future__ import annotations
 
@@ -21,9 +22,11 @@ def build(
     side: int | None = None,
     colours: int = 16,
 ) -> UnencodedImages:
-    """The images of data.source, for task.name=language: windows of side^2 + 1 tokens, a start token and then the pixels row by row.
+    """The images of data.source, for task.name=language: windows of side^2 + 1 tokens, a start
+    token and then the pixels row by row.
 
-    The codebook (Chen et al. 2020, "Generative Pretraining from Pixels", 3.2) is made of 65,536 pixels that counters draw from the training
+    The codebook (Chen et al. 2020, "Generative Pretraining from Pixels", 3.2) is made of 65,536
+    pixels that counters draw from the training
     images: rank 0 makes it, all ranks get it, and the run folder keeps it as codebook.json.
 
     source: the data set whose images are read, as data.name would name it
@@ -31,15 +34,26 @@ def build(
     side: height and width; images are reduced by the means of squares of pixels (none: as they are)
     colours: tokens of the codebook, 2 to 32768
 
-    Raises UserError where the other data set does, and for a side that does not divide the images' own.
+    Raises UserError where the other data set does, and for a side that does not divide the images'
+    own.
     """
     where = "data.source"
     if source == name or plugins.is_dotted(source):
-        raise UserError(f"data.source={source} names no images", where, "cifar10, digits, folder, ...")
+        raise UserError(
+            f"data.source={source} names no images", where, "cifar10, digits, folder, ..."
+        )
     if own := sorted(DataConfig.model_fields.keys() & (source_options or {}).keys()):
-        raise UserError(f"{own[0]} is a key of data, not an option of data.source={source}", "data.source_options", f"data.{own[0]}=...")
-    options = plugins.convert_options(DataConfig.model_validate({"name": source} | (source_options or {})), "data/datasets")
+        raise UserError(
+            f"{own[0]} is a key of data, not an option of data.source={source}",
+            "data.source_options",
+            f"data.{own[0]}=...",
+        )
+    options = plugins.convert_options(
+        DataConfig.model_validate({"name": source} | (source_options or {})), "data/datasets"
+    )
     images = plugins.load("data/datasets", source, where).build(source, root, split, **options)
     if not isinstance(images, LabelledImages):
-        raise UserError(f"data.source={source} has no images", where, "cifar10, digits, folder, ...")
+        raise UserError(
+            f"data.source={source} has no images", where, "cifar10, digits, folder, ..."
+        )
     return UnencodedImages(images, side, colours)

@@ -1,4 +1,5 @@
-"""Arrays of .npz files: those that numpy.savez wrote are read row by row from the archive, those of savez_compressed whole."""
+"""Arrays of .npz files: those that numpy.savez wrote are read row by row from the archive, those of
+savez_compressed whole."""
 
 from __future__ import annotations
 
@@ -18,13 +19,30 @@ from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.build import Wanted, build_stored
 from hvdtrain.data.stored.files import FileOnDisk, cut_off
 from hvdtrain.data.stored.selection import Box
-from hvdtrain.data.stored.stored_array import Blocks, PlainRows, StoredArray, check_dtype, check_shape, no_such
+from hvdtrain.data.stored.stored_array import (
+    Blocks,
+    PlainRows,
+    StoredArray,
+    check_dtype,
+    check_shape,
+    no_such,
+)
 from hvdtrain.errors import UserError, first_line
 
-_LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip file's member: signature, lengths of its name and of what follows
+_LOCAL_HEADER = struct.Struct(
+    "<4s22xHH"
+)  # of a zip file's member: signature, lengths of its name and of what follows
 _HEADER_BYTES = 2**16  # at most, of an array
 _MOST_VALUES = 2**34  # bytes of an array that is read whole
-_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError, RuntimeError, struct.error)
+_DAMAGE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    EOFError,
+    ValueError,
+    NotImplementedError,
+    RuntimeError,
+    struct.error,
+)
 
 
 def build(
@@ -38,15 +56,19 @@ def build(
     split_val: list[int | str] | None = None,
     cache_mb: int = 256,
 ) -> Source:
-    """Arrays of train.npz and val.npz in data.root, of several such files, or of one file with data.val_share or data.split_by.
+    """Arrays of train.npz and val.npz in data.root, of several such files, or of one file with
+    data.val_share or data.split_by.
 
-    fields: the array of each field, {x: inputs, y: labels}; "inputs[:, 0:3]" is a part, a list is stacked (default: arrays x and y)
+    fields: the array of each field, {x: inputs, y: labels}; "inputs[:, 0:3]" is a part, a list is
+        stacked (default: arrays x and y)
     dtypes: number types that fields are converted to, {x: float32}
-    split_by: an array (n,) that tells validation samples from others: train, val; or the values of split_val
+    split_by: an array (n,) that tells validation samples from others: train, val; or the values of
+        split_val
     split_val: values of split_by that validate
     cache_mb: most megabytes of decoded blocks that a rank keeps for each set
 
-    Raises UserError where files are damaged, lack a field, or hold pickled objects, which are never loaded.
+    Raises UserError where files are damaged, lack a field, or hold pickled objects, which are never
+    loaded.
     """
     wanted = Wanted(fields, dtypes or {}, split_by, split_val, cache_mb)
     return build_stored(name, root, split, (".npz",), NpzFile.of, wanted)
@@ -63,7 +85,11 @@ class NpzFile:
         file = FileOnDisk.of(path)
         try:
             with zipfile.ZipFile(path) as archive:
-                members = {info.filename.removesuffix(".npy"): info for info in archive.infolist() if info.filename.endswith(".npy")}
+                members = {
+                    info.filename.removesuffix(".npy"): info
+                    for info in archive.infolist()
+                    if info.filename.endswith(".npy")
+                }
         except (OSError, *_DAMAGE) as error:
             raise cut_off(path, f"it is no .npz archive ({first_line(error)})") from None
         return NpzFile(file, members)
@@ -86,7 +112,9 @@ class NpzFile:
         """A member that lies in the archive as it is."""
         path = self.file.path
         with self.file.opened() as file:
-            signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(file.read(info.header_offset, _LOCAL_HEADER.size))
+            signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(
+                file.read(info.header_offset, _LOCAL_HEADER.size)
+            )
             start = info.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
             if signature != b"PK\3\4":
                 raise cut_off(path, f"{name} is not where its archive says")
@@ -99,7 +127,9 @@ class NpzFile:
         found = PlainRows(self.file, start + head.tell(), dtype, shape)
         if head.tell() + math.prod(shape) * dtype.itemsize != info.file_size:
             raise cut_off(path, f"{name} has {info.file_size} bytes, which are no {dtype} {shape}")
-        return WholeMember(self.file, name, dtype, shape) if is_fortran and len(shape) > 1 else found
+        return (
+            WholeMember(self.file, name, dtype, shape) if is_fortran and len(shape) > 1 else found
+        )
 
     @property
     def coordinates(self) -> Collection[str]:
@@ -118,12 +148,17 @@ class NpzFile:
         dtype, shape = _compressed_header(self.file, self.members[name], name)
         check_shape(shape, name, self.file.path)
         if math.prod(shape) * dtype.itemsize > _MOST_VALUES:
-            what = f"{name} is {dtype} {shape}, at most {_MOST_VALUES:,} bytes of an array that is read whole"
+            what = (
+                f"{name} is {dtype} {shape}, at most {_MOST_VALUES:,} bytes of an array that is "
+                "read whole"
+            )
             raise UserError(what, str(self.file.path), "a smaller one; or a file of numpy.save")
         return _load(self.file, name)
 
 
-def _compressed_header(file: FileOnDisk, info: zipfile.ZipInfo, name: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
+def _compressed_header(
+    file: FileOnDisk, info: zipfile.ZipInfo, name: str
+) -> tuple[np.dtype[Any], tuple[int, ...]]:
     """Type and shape of a member. Raises UserError where it has not as many bytes as they say."""
     try:
         with zipfile.ZipFile(file.path) as archive, archive.open(info) as member:
@@ -137,12 +172,19 @@ def _compressed_header(file: FileOnDisk, info: zipfile.ZipInfo, name: str) -> tu
 
 
 def _array_header(file: IO[bytes]) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
-    """Type, shape and whether the first axis is the fastest; the file is then at the numbers. Raises ValueError."""
+    """Type, shape and whether the first axis is the fastest; the file is then at the numbers.
+    Raises ValueError."""
     try:
         version = np.lib.format.read_magic(file)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        read = (
+            np.lib.format.read_array_header_1_0
+            if version == (1, 0)
+            else np.lib.format.read_array_header_2_0
+        )
         shape, is_fortran, dtype = read(file)
-    except Exception as error:  # numpy raises ValueError, tokenize.TokenError and more for a damaged header
+    except (
+        Exception
+    ) as error:  # numpy raises ValueError, tokenize.TokenError and more for a damaged header
         raise ValueError(first_line(error)) from None
     if min(shape, default=0) < 0:
         raise ValueError(f"its shape is {shape}")
@@ -176,5 +218,9 @@ class WholeMember:
     def decode(self, block: int, box: Box) -> np.ndarray:
         found = _load(self.file, self.name)
         if found.shape != self.shape or found.dtype != self.dtype:
-            raise UserError(f"{self.name} is {found.dtype} {found.shape} now", str(self.file.path), "start again")
+            raise UserError(
+                f"{self.name} is {found.dtype} {found.shape} now",
+                str(self.file.path),
+                "start again",
+            )
         return found[(slice(None), *box.slices)]

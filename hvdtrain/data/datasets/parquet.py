@@ -31,25 +31,38 @@ def build(
     split_val: list[int | str] | None = None,
     cache_mb: int = 256,
 ) -> Source:
-    """Columns of train.parquet and val.parquet in data.root, of several such files, or of one with data.val_share or data.split_by.
+    """Columns of train.parquet and val.parquet in data.root, of several such files, or of one with
+    data.val_share or data.split_by.
 
-    fields: the column of each field, {x: [height, width], y: label} (default: y, label, labels or target is y, all other columns are x)
+    fields: the column of each field, {x: [height, width], y: label} (default: y, label, labels or
+        target is y, all other columns are x)
     dtypes: number types that fields are converted to, {x: float32}
-    split_by: a column that tells validation samples from others: train, val; or the values of split_val
+    split_by: a column that tells validation samples from others: train, val; or the values of
+        split_val
     split_val: values of split_by that validate
     cache_mb: most megabytes of decoded row groups that a rank keeps for each set
 
-    Raises UserError without pyarrow, where files are damaged or lack a column, and for columns with missing values or without numbers.
+    Raises UserError without pyarrow, where files are damaged or lack a column, and for columns with
+    missing values or without numbers.
     """
     wanted = Wanted(fields, dtypes or {}, split_by, split_val, cache_mb)
-    return build_stored(name, root, split, (".parquet", ".pq"), partial(ParquetFile.of, most_bytes=_BLOCKS * cache_mb * 10**6), wanted)
+    return build_stored(
+        name,
+        root,
+        split,
+        (".parquet", ".pq"),
+        partial(ParquetFile.of, most_bytes=_BLOCKS * cache_mb * 10**6),
+        wanted,
+    )
 
 
 def _pyarrow() -> Any:
     try:
         import pyarrow.parquet
     except ImportError:
-        raise UserError("Parquet files need the package pyarrow", "data.name", "pip install 'hvdtrain[parquet]'") from None
+        raise UserError(
+            "Parquet files need the package pyarrow", "data.name", "pip install 'hvdtrain[parquet]'"
+        ) from None
     return pyarrow
 
 
@@ -71,10 +84,15 @@ class ParquetFile:
         pyarrow = _pyarrow()
         try:
             with pyarrow.parquet.ParquetFile(path) as opened:
-                rows = [opened.metadata.row_group(number).num_rows for number in range(opened.num_row_groups)]
+                rows = [
+                    opened.metadata.row_group(number).num_rows
+                    for number in range(opened.num_row_groups)
+                ]
                 names = list(opened.schema_arrow.names)
                 coordinates = _index_columns(names, opened.schema_arrow.metadata or {})
-                return ParquetFile(file, names, np.cumsum([0, *rows], dtype=np.int64), coordinates, most_bytes)
+                return ParquetFile(
+                    file, names, np.cumsum([0, *rows], dtype=np.int64), coordinates, most_bytes
+                )
         except (OSError, ValueError, pyarrow.ArrowException) as error:
             raise cut_off(path, f"it is no Parquet file ({first_line(error)})") from None
 
@@ -95,21 +113,42 @@ class ParquetFile:
         groups = range(len(self.edges) - 1)
         values = [value for group in groups for value in self.read(group, [name])[0].to_pylist()]
         if absent := sum(value is None for value in values):
-            raise UserError(f"column {name} lacks {absent:,} values", str(self.file.path), "fill them, or remove these rows")
+            raise UserError(
+                f"column {name} lacks {absent:,} values",
+                str(self.file.path),
+                "fill them, or remove these rows",
+            )
         if any(isinstance(value, (list, dict)) for value in values):
-            raise UserError(f"column {name} has lists, expected one value for each row", str(self.file.path), "another column")
+            raise UserError(
+                f"column {name} has lists, expected one value for each row",
+                str(self.file.path),
+                "another column",
+            )
         are_numbers = all(isinstance(value, (bool, int, float)) for value in values)
-        return np.array(values) if are_numbers else np.array([str(value).strip() for value in values], str)  # dates too
+        return (
+            np.array(values)
+            if are_numbers
+            else np.array([str(value).strip() for value in values], str)
+        )  # dates too
 
     def _check_size(self, metadata: Any, group: int, names: Sequence[str]) -> None:
         """Raises UserError where columns of a row group would take more memory than they may."""
         columns = [metadata.column(place) for place in range(metadata.num_columns)]
         size = sum(
-            _bytes_of(column) for column in columns if column.path_in_schema.split(".")[0] in names or column.path_in_schema in names
+            _bytes_of(column)
+            for column in columns
+            if column.path_in_schema.split(".")[0] in names or column.path_in_schema in names
         )
         if size > self.most_bytes:
-            what = f"{', '.join(names)} of row group {group} takes {size / 1e6:,.0f} MB in memory, at most {self.most_bytes / 1e6:,.0f}"
-            raise UserError(what, str(self.file.path), f"data.cache_mb={1 + size // (_BLOCKS * 10**6)}, or smaller row groups")
+            what = (
+                f"{', '.join(names)} of row group {group} takes {size / 1e6:,.0f} MB in memory, "
+                f"at most {self.most_bytes / 1e6:,.0f}"
+            )
+            raise UserError(
+                what,
+                str(self.file.path),
+                f"data.cache_mb={1 + size // (_BLOCKS * 10**6)}, or smaller row groups",
+            )
 
     def read(self, group: int, names: Sequence[str]) -> list[Any]:
         """Columns of a row group, as arrays of pyarrow. Raises UserError where they are damaged."""
@@ -120,7 +159,9 @@ class ParquetFile:
         with self.file.opened():  # that it has not changed
             pass
         try:
-            with pyarrow.parquet.ParquetFile(self.file.path, page_checksum_verification=True) as opened:
+            with pyarrow.parquet.ParquetFile(
+                self.file.path, page_checksum_verification=True
+            ) as opened:
                 self._check_size(opened.metadata.row_group(group), group, names)
                 table = opened.read_row_group(group, columns=list(names), use_threads=False)
                 table.validate(full=True)
@@ -130,23 +171,30 @@ class ParquetFile:
 
 
 def _bytes_of(column: Any) -> int:
-    """What a column of a row group takes at least in memory, as the file says: a dictionary, or few bytes for very many rows."""
-    return max(column.total_uncompressed_size, column.num_values * _ITEM_BYTES.get(column.physical_type, 1))
+    """What a column of a row group takes at least in memory, as the file says: a dictionary, or few
+    bytes for very many rows."""
+    return max(
+        column.total_uncompressed_size, column.num_values * _ITEM_BYTES.get(column.physical_type, 1)
+    )
 
 
 def _index_columns(names: Sequence[str], metadata: Mapping[bytes, bytes]) -> list[str]:
-    """The columns that hold the index of a frame of pandas, whose writer names them in the file's metadata."""
+    """The columns that hold the index of a frame of pandas, whose writer names them in the file's
+    metadata."""
     try:
         listed = json.loads(metadata.get(b"pandas", b"{}"))["index_columns"]
     except (ValueError, LookupError, TypeError):
         listed = []
-    written = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []  # a range is not a column
+    written = (
+        [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    )  # a range is not a column
     return [name for name in names if name in written or is_index(name)]
 
 
 @dataclass(frozen=True, eq=False)
 class RowGroups:
-    """One column of numbers, or of lists of equally many, (n, ...); or several columns of single numbers (n, columns)."""
+    """One column of numbers, or of lists of equally many, (n, ...); or several columns of single
+    numbers (n, columns)."""
 
     table: ParquetFile
     names: tuple[str, ...]
@@ -156,22 +204,38 @@ class RowGroups:
 
     @staticmethod
     def of(table: ParquetFile, names: list[str]) -> RowGroups:
-        """Type and shape are those of the first row group. Raises UserError where it has something else than numbers."""
+        """Type and shape are those of the first row group. Raises UserError where it has something
+        else than numbers."""
         first = _numbers(table, 0, names) if len(table.edges) > 1 else np.empty((0,))
-        return RowGroups(table, tuple(names), whole(first.dtype), (int(table.edges[-1]), *first.shape[1:]), table.edges)
+        return RowGroups(
+            table,
+            tuple(names),
+            whole(first.dtype),
+            (int(table.edges[-1]), *first.shape[1:]),
+            table.edges,
+        )
 
     def decode(self, block: int, box: Box) -> np.ndarray:
         found = _numbers(self.table, block, self.names)
         if found.shape[1:] != self.shape[1:] or found.dtype != self.dtype:
-            what = f"{', '.join(self.names)} is {found.dtype} {found.shape[1:]} in row group {block}, "
+            what = (
+                f"{', '.join(self.names)} is {found.dtype} {found.shape[1:]} in row group {block}, "
+            )
             what += f"{self.dtype} {self.shape[1:]} in the first"
-            raise UserError(what, str(self.table.file.path), "lists of one length, and one type, in the whole column")
+            raise UserError(
+                what,
+                str(self.table.file.path),
+                "lists of one length, and one type, in the whole column",
+            )
         return found[(slice(None), *box.slices)]
 
 
 def _numbers(table: ParquetFile, group: int, names: Sequence[str]) -> np.ndarray:
     path = table.file.path
-    columns = [from_arrow(values, name, path.name, str(path)) for name, values in zip(names, table.read(group, names), strict=True)]
+    columns = [
+        from_arrow(values, name, path.name, str(path))
+        for name, values in zip(names, table.read(group, names), strict=True)
+    ]
     for name, column in zip(names, columns, strict=True):
         check_dtype(column.dtype, name, path)
     rows = int(table.edges[group + 1] - table.edges[group])
@@ -179,7 +243,13 @@ def _numbers(table: ParquetFile, group: int, names: Sequence[str]) -> np.ndarray
         raise cut_off(path, f"row group {group} has not the {rows} rows that the file says")
     if len(columns) == 1:
         return columns[0]
-    wrong = next((name for name, column in zip(names, columns, strict=True) if column.ndim > 1), None)
+    wrong = next(
+        (name for name, column in zip(names, columns, strict=True) if column.ndim > 1), None
+    )
     if wrong is not None:
-        raise UserError(f"column {wrong} has lists, and is beside other columns in a field", str(path), "a field of its own in data.fields")
+        raise UserError(
+            f"column {wrong} has lists, and is beside other columns in a field",
+            str(path),
+            "a field of its own in data.fields",
+        )
     return np.stack(columns, axis=1)

@@ -1,4 +1,5 @@
-"""Images computed from counters: of any size and number, without files or memory, and with classes that can be learned."""
+"""Images computed from counters: of any size and number, without files or memory, and with classes
+that can be learned."""
 
 from __future__ import annotations
 
@@ -43,17 +44,25 @@ def build(
     shape: height, width, channels of an image (pixels)
     classes: classes, equally frequent
 
-    Raises UserError where data.root is set, and for a shape or number of classes that is impossible.
+    Raises UserError where data.root is set, and for a shape or number of classes that is
+    impossible.
     """
     if root is not None:
-        raise UserError("data.name=synthetic reads no folder", "data.root", "leave data.root out, or choose another data.name")
+        raise UserError(
+            "data.name=synthetic reads no folder",
+            "data.root",
+            "leave data.root out, or choose another data.name",
+        )
     height, width, channels = shape
     _check_limit("samples", samples, _MOST_SAMPLES)
     _check_limit("val_samples", val_samples, _MOST_SAMPLES)
     _check_limit("classes", classes, _MOST_CLASSES)
     _check_limit("shape", min(height, width, channels), _MOST_VALUES)
     if height * width * channels > _MOST_VALUES:
-        raise UserError(f"images of {height * width * channels} values are too large, at most {_MOST_VALUES}", "data.shape")
+        raise UserError(
+            f"images of {height * width * channels} values are too large, at most {_MOST_VALUES}",
+            "data.shape",
+        )
     stream, length = (_TRAIN, samples) if split == "train" else (_VAL, val_samples)
     return _Synthetic((height, width, channels), classes, length, stream)
 
@@ -90,7 +99,8 @@ class _Synthetic(ImagesBase):
         return {"x": self._pattern(y) // 4 + (noise - noise // 4), "y": y}  # at most 63 + 192 = 255
 
     def stats(self) -> ChannelStats:
-        """Exact over the first 1024 samples or all, if fewer; of large images over 2**28 values. All samples have the same distribution."""
+        """Exact over the first 1024 samples or all, if fewer; of large images over 2**28 values.
+        All samples have the same distribution."""
         samples = min(self.length, _STATS_SAMPLES, -(-_STATS_VALUES // math.prod(self.shape)))
         return stats_of_images(self, np.arange(samples))
 
@@ -102,7 +112,11 @@ class _Synthetic(ImagesBase):
         """The patterns of classes y, int64 (n,): uint8 (n, H, W, C)."""
         height, width, channels = self.shape
         cells = np.arange(_GRID * _GRID * channels, dtype=np.uint64)
-        grid = (fold(_PATTERN, y.astype(np.uint64)[:, None], cells) >> 56).astype(np.uint8).reshape(-1, _GRID, _GRID, channels)
+        grid = (
+            (fold(_PATTERN, y.astype(np.uint64)[:, None], cells) >> 56)
+            .astype(np.uint8)
+            .reshape(-1, _GRID, _GRID, channels)
+        )
         rows = np.arange(height) * _GRID // height
         columns = np.arange(width) * _GRID // width
         return grid[:, rows[:, None], columns]  # (n, H, W, C)
@@ -111,5 +125,7 @@ class _Synthetic(ImagesBase):
         """Random bytes of the samples, uint8 (n, H, W, C)."""
         values = math.prod(self.shape)
         counters = np.arange(-(-values // 8), dtype=np.uint64)
-        seeds = fold(self.stream, indices.astype(np.uint64)[:, None], counters)  # (n, counters), eight values each
+        seeds = fold(
+            self.stream, indices.astype(np.uint64)[:, None], counters
+        )  # (n, counters), eight values each
         return seeds.astype("<u8").view(np.uint8)[:, :values].reshape(-1, *self.shape)

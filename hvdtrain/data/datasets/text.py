@@ -1,4 +1,5 @@
-"""Text as windows of tokens: the bytes of a UTF-8 file, or the tokens of a file of the tokenizers package."""
+"""Text as windows of tokens: the bytes of a UTF-8 file, or the tokens of a file of the tokenizers
+package."""
 
 from __future__ import annotations
 
@@ -23,34 +24,49 @@ _BYTES = 256
 _NAMES: dict[Split, str] = {"train": "train.txt", "val": "val.txt"}
 
 
-def build(name: str, root: Path | None, split: Split, *, context: int = 256, tokenizer: Path | None = None) -> Source:
-    """A file of text, or a folder with train.txt and val.txt, for task.name=language: windows of context + 1 tokens.
+def build(
+    name: str, root: Path | None, split: Split, *, context: int = 256, tokenizer: Path | None = None
+) -> Source:
+    """A file of text, or a folder with train.txt and val.txt, for task.name=language: windows of
+    context + 1 tokens.
 
-    A window begins with the last token of the one before it, so that each token but the first is predicted once; a rest that is shorter is
-    left out. One file has no validation set of its own: data.val_share=0.1 takes a tenth of its windows.
+    A window begins with the last token of the one before it, so that each token but the first is
+    predicted once; a rest that is shorter is left out. One file has no validation set of its own:
+    data.val_share=0.1 takes a tenth of its windows.
 
     context: tokens that are read to predict the next
     tokenizer: a tokenizer.json of the tokenizers package (none: each byte is a token)
 
-    Raises UserError without a root, where the text is no UTF-8 or shorter than a window, and where a file is damaged.
+    Raises UserError without a root, where the text is no UTF-8 or shorter than a window, and where
+    a file is damaged.
     """
     if root is None:
-        raise UserError("data.name=text needs data.root", "data.root", "data.root=FILE, or a folder with train.txt and val.txt")
+        raise UserError(
+            "data.name=text needs data.root",
+            "data.root",
+            "data.root=FILE, or a folder with train.txt and val.txt",
+        )
     if not 1 <= context <= 2**20:
-        raise UserError(f"a context of {context} tokens is impossible", "data.context", "1 to 1048576")
+        raise UserError(
+            f"a context of {context} tokens is impossible", "data.context", "1 to 1048576"
+        )
     path = expand(root, "data.root")
     if path.is_dir():
         path = path / _NAMES[split]
     elif split == "val":
         what = f"{path.name} is one file, without a validation set"
-        raise UserError(what, "data.root", "data.val_share=0.1, or a folder with train.txt and val.txt")
+        raise UserError(
+            what, "data.root", "data.val_share=0.1, or a folder with train.txt and val.txt"
+        )
     text = _read(path)
     notes: list[str] = []
     of_file = read_tokenizer(expand(tokenizer, "data.tokenizer"), notes) if tokenizer else None
     tokens, vocabulary = encode(text, path, of_file)
     if len(tokens) <= context:
         what = f"{len(tokens)} tokens are no window of data.context={context} and one more"
-        raise UserError(what, str(path), f"a longer text, or data.context={max(1, len(tokens) - 1)} or less")
+        raise UserError(
+            what, str(path), f"a longer text, or data.context={max(1, len(tokens) - 1)} or less"
+        )
     return Windows(tokens, context, vocabulary, tuple(notes))
 
 
@@ -58,10 +74,16 @@ def _read(path: Path) -> bytes:
     try:
         size = check_regular(path).st_size
         if size > MOST_BYTES:
-            raise UserError(f"found {size} bytes, expected at most {MOST_BYTES}", str(path), "a part of the text")
+            raise UserError(
+                f"found {size} bytes, expected at most {MOST_BYTES}",
+                str(path),
+                "a part of the text",
+            )
         return np.fromfile(path, np.uint8, count=size).tobytes()
     except OSError as error:
-        raise UserError(f"the file cannot be read: {error.strerror or error}", str(path), "data.root=FILE") from None
+        raise UserError(
+            f"the file cannot be read: {error.strerror or error}", str(path), "data.root=FILE"
+        ) from None
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,10 +122,16 @@ def encode(text: bytes, path: Path, tokenizer: Tokenizer | None) -> tuple[np.nda
         characters = text.decode()
     except UnicodeDecodeError as error:
         line = text.count(b"\n", 0, error.start) + 1
-        raise UserError(f"byte {error.start} is no UTF-8: {error.reason}", f"{path}:{line}", "convert the text: iconv -t UTF-8") from None
+        raise UserError(
+            f"byte {error.start} is no UTF-8: {error.reason}",
+            f"{path}:{line}",
+            "convert the text: iconv -t UTF-8",
+        ) from None
     if tokenizer is None:
         return np.frombuffer(text, np.uint8), _BYTES
-    return np.array(tokenizer.encode(characters), np.uint16 if tokenizer.vocabulary <= 2**16 else np.uint32), tokenizer.vocabulary
+    return np.array(
+        tokenizer.encode(characters), np.uint16 if tokenizer.vocabulary <= 2**16 else np.uint32
+    ), tokenizer.vocabulary
 
 
 def decode(tokens: np.ndarray, tokenizer: Tokenizer | None) -> str:

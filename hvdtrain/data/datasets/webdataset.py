@@ -1,4 +1,5 @@
-"""Images in WebDataset's tar archives, read by their position in any order, so shuffled and resumed like any other data set."""
+"""Images in WebDataset's tar archives, read by their position in any order, so shuffled and resumed
+like any other data set."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 # of the index
 _PLACES = "places.npy"
 _LABELS = "labels.npy"
-_HEAD_BYTES = 4096  # of each archive, part of the key of its index: copying may give all files the same time
+_HEAD_BYTES = (
+    4096  # of each archive, part of the key of its index: copying may give all files the same time
+)
 
 
 def build(
@@ -43,17 +46,24 @@ def build(
     cache: Path | None = None,
     exif: Literal["ignore", "apply"] = "ignore",
 ) -> LabelledImages:
-    """Samples KEY.jpg (jpeg, png, webp) with KEY.cls, in <root>/<split>/*.tar or <root>/<split>-*.tar, `split` as for image folders.
+    """Samples KEY.jpg (jpeg, png, webp) with KEY.cls, in <root>/<split>/*.tar or
+    <root>/<split>-*.tar, `split` as for image folders.
 
-    The archives are plain tar files. The first run writes an index of the images; each is then decoded from its archive whenever it is
-    read, in any order. Mean and deviation are of at most 2,000 images, the same in every run.
+    The archives are plain tar files. The first run writes an index of the images; each is then
+    decoded from its archive whenever it is read, in any order. Mean and deviation are of at most
+    2,000 images, the same in every run.
 
-    size: height and width of the images, made from the centre square of each (pixels; none: all have one size already)
+    size: height and width of the images, made from the centre square of each (pixels; none: all
+        have one size already)
     channels: 3 for colour, 1 for grey
-    classes: number of classes (none: train's largest label plus 1; without train that of the split, to evaluate a model with it)
-    packed: true: decode every image once, into array files, as data.name=folder does (true or false)
-    cache: folder of the index and the array files (none: $XDG_CACHE_HOME/hvdtrain/webdataset, or ~/.cache/hvdtrain/webdataset)
-    exif: apply: images are turned as the EXIF orientation in the file says; ignore: pixels are as they are stored
+    classes: number of classes (none: train's largest label plus 1; without train that of the split,
+        to evaluate a model with it)
+    packed: true: decode every image once, into array files, as data.name=folder does (true or
+        false)
+    cache: folder of the index and the array files (none: $XDG_CACHE_HOME/hvdtrain/webdataset, or
+        ~/.cache/hvdtrain/webdataset)
+    exif: apply: images are turned as the EXIF orientation in the file says; ignore: pixels are as
+        they are stored
 
     Raises UserError without a root, and where an archive is damaged.
     """
@@ -66,11 +76,17 @@ def build(
     root = expand(root, "data.root")
     cache = expand(cache, "data.cache") if cache else cache_root() / "webdataset"
     archives = _open_archives(root, split, cache)
-    train = archives if split == "train" or not _has_train(root) else _open_archives(root, "train", cache)
+    train = (
+        archives
+        if split == "train" or not _has_train(root)
+        else _open_archives(root, "train", cache)
+    )
     classes = classes or int(train.labels.max()) + 1
     _check_labels(archives, classes)
     first = partial(train.name, 0)
-    height, width = (size, size) if size else height_and_width(train.content(0), first, exif == "apply")
+    height, width = (
+        (size, size) if size else height_and_width(train.content(0), first, exif == "apply")
+    )
     source = ImageSource(
         encoded=archives,
         y=archives.labels,
@@ -82,7 +98,10 @@ def build(
     )
     if not packed:
         return source
-    key = hashlib.blake2b(f"{archives.key} {size} {channels}{' exif' if exif == 'apply' else ''}".encode(), digest_size=12).hexdigest()
+    key = hashlib.blake2b(
+        f"{archives.key} {size} {channels}{' exif' if exif == 'apply' else ''}".encode(),
+        digest_size=12,
+    ).hexdigest()
     return pack(source, cache / key)
 
 
@@ -101,7 +120,9 @@ class _Archives:
     where: str
     files: list[_Archive]
     key: str  # changes with the name, size, time and beginning of each archive
-    folder: Path  # of the index, whose two arrays are mapped: ranks read no more of it than the places of their own images
+    # of the index, whose two arrays are mapped: ranks read no more of it than the places of their
+    # own images
+    folder: Path
     places: np.ndarray  # int64 (3, n): number of the archive, offset in it, size
     labels: np.ndarray  # of the smallest unsigned type, (n,)
 
@@ -113,18 +134,25 @@ class _Archives:
         return _mapped, (self.where, self.files, self.key, self.folder)
 
     def place(self, index: int) -> tuple[_Archive, int, int]:
-        """The archive of one image file, the offset in it and the size. Raises UserError where the index has been damaged."""
+        """The archive of one image file, the offset in it and the size. Raises UserError where the
+        index has been damaged."""
         number, offset, size = self.places[:, index].tolist()
-        if 0 <= number < len(self.files) and 0 <= offset <= offset + size <= self.files[number].size:
+        if (
+            0 <= number < len(self.files)
+            and 0 <= offset <= offset + size <= self.files[number].size
+        ):
             return self.files[number], offset, size
         what = f"the index of {self.where} is damaged: image {index} is outside of its archive"
-        raise UserError(what, str(self.folder), "remove this folder, and start again: the index is made anew")
+        raise UserError(
+            what, str(self.folder), "remove this folder, and start again: the index is made anew"
+        )
 
     def content(self, index: int) -> bytes:
         """The bytes of one image file.
 
-        The archive is opened each time: there may be more archives than a process may hold open, and the page cache makes it cheap.
-        Raises UserError where it has changed since the index was made, or cannot be read.
+        The archive is opened each time: there may be more archives than a process may hold open,
+        and the page cache makes it cheap. Raises UserError where it has changed since the index was
+        made, or cannot be read.
         """
         archive, offset, size = self.place(index)
         try:
@@ -135,7 +163,11 @@ class _Archives:
             finally:
                 os.close(file)
         except OSError as error:
-            raise UserError(f"the archive cannot be read: {error}", str(archive.path), "repair it, and start again") from error
+            raise UserError(
+                f"the archive cannot be read: {error}",
+                str(archive.path),
+                "repair it, and start again",
+            ) from error
         if len(content) != size:
             what = f"the archive ends in the middle of an image, at byte {offset + len(content)}"
             raise UserError(what, str(archive.path), "copy it again")
@@ -152,36 +184,52 @@ def _mapped(where: str, files: list[_Archive], key: str, folder: Path) -> _Archi
 
 def _check_unchanged(archive: _Archive, status: os.stat_result) -> None:
     if (status.st_size, status.st_mtime_ns) != (archive.size, archive.mtime_ns):
-        raise UserError("the archive has changed since the job began", str(archive.path), "start again: a new index is made")
+        raise UserError(
+            "the archive has changed since the job began",
+            str(archive.path),
+            "start again: a new index is made",
+        )
 
 
 def _open_archives(root: Path, split: Split, cache: Path) -> _Archives:
-    """The archives of one split and their index, which is read from the cache or made. Raises UserError."""
+    """The archives of one split and their index, which is read from the cache or made. Raises
+    UserError."""
     try:
         found = _find_archives(root, split)
         if found is None:
             patterns = " or ".join(f"{name}/*.tar or {name}-*.tar" for name in _SPLITS[split])
-            raise UserError(f"no archives {patterns}", str(root), f"data.root=DIR, with archives DIR/{split}/*.tar")
+            raise UserError(
+                f"no archives {patterns}",
+                str(root),
+                f"data.root=DIR, with archives DIR/{split}/*.tar",
+            )
         files = []
         for path in found.paths:
             status = path.stat()
             files.append(_Archive(path, status.st_size, status.st_mtime_ns))
         key = _key(files)
     except OSError as error:
-        raise UserError(f"cannot list the archives: {error}", str(root), "repair or remove what is named") from error
+        raise UserError(
+            f"cannot list the archives: {error}", str(root), "repair or remove what is named"
+        ) from error
     try:
         return _mapped(found.where, files, key, cache / key)
     except OSError as error:
         fix = "data.cache=DIR, a folder that you may write to"
-        raise UserError(f"cannot write the index of the archives: {error}", str(cache / key), fix) from error
+        raise UserError(
+            f"cannot write the index of the archives: {error}", str(cache / key), fix
+        ) from error
 
 
 def _has_train(root: Path) -> bool:
-    """Whether there are training archives; a model that exists already is evaluated without them. Raises UserError."""
+    """Whether there are training archives; a model that exists already is evaluated without them.
+    Raises UserError."""
     try:
         return _find_archives(root, "train") is not None
     except OSError as error:
-        raise UserError(f"cannot list the archives: {error}", str(root), "repair or remove what is named") from error
+        raise UserError(
+            f"cannot list the archives: {error}", str(root), "repair or remove what is named"
+        ) from error
 
 
 class _Found(NamedTuple):
@@ -190,16 +238,27 @@ class _Found(NamedTuple):
 
 
 def _find_archives(root: Path, split: Split) -> _Found | None:
-    """The tar files in <root>/<split>/ or, if there are none, <root>/<split>-*.tar; None for none. Raises UserError, OSError."""
+    """The tar files in <root>/<split>/ or, if there are none, <root>/<split>-*.tar; None for none.
+    Raises UserError, OSError."""
     check_folder(root, f"data.root=DIR, with archives DIR/{split}/*.tar")
     for name_of_split in _SPLITS[split]:
         for folder, prefix in ((root / name_of_split, ""), (root, f"{name_of_split}-")):
-            names = sorted(name for name in os.listdir(folder) if name.startswith(prefix)) if folder.is_dir() else []
+            names = (
+                sorted(name for name in os.listdir(folder) if name.startswith(prefix))
+                if folder.is_dir()
+                else []
+            )
             compressed = [name for name in names if name.lower().endswith(_COMPRESSED)]
             if compressed:
                 fix = "decompress it: images are read by their position in the archive"
-                raise UserError("the archive is compressed", str(folder / short(compressed[0])), fix)
-            paths = [folder / name for name in names if name.endswith(".tar") and not name.startswith(".")]
+                raise UserError(
+                    "the archive is compressed", str(folder / short(compressed[0])), fix
+                )
+            paths = [
+                folder / name
+                for name in names
+                if name.endswith(".tar") and not name.startswith(".")
+            ]
             if paths:
                 return _Found(str(folder / prefix) if prefix else str(folder), paths)
     return None
@@ -208,7 +267,11 @@ def _find_archives(root: Path, split: Split) -> _Found | None:
 def _key(files: list[_Archive]) -> str:
     hashed = hashlib.blake2b(digest_size=12)
     for archive in files:
-        hashed.update(f"{archive.path.name}\0{archive.size} {archive.mtime_ns}\n".encode(errors="surrogateescape"))
+        hashed.update(
+            f"{archive.path.name}\0{archive.size} {archive.mtime_ns}\n".encode(
+                errors="surrogateescape"
+            )
+        )
         if archive.path.is_file():  # opening a pipe would hang; index_samples() reports it
             with archive.path.open("rb") as file:
                 hashed.update(file.read(_HEAD_BYTES))
@@ -223,7 +286,8 @@ class _Index(NamedTuple):
 
 
 def _load_or_make_index(where: str, files: list[_Archive], folder: Path) -> _Index:
-    """From the arrays in `folder`; one process of the machine makes them, the others wait. Raises UserError, OSError."""
+    """From the arrays in `folder`; one process of the machine makes them, the others wait. Raises
+    UserError, OSError."""
     index = _load_index(folder)
     if index is None:
         with locked(folder, f"indexes the images of {where}"):
@@ -240,24 +304,40 @@ def _make_index(where: str, files: list[_Archive], folder: Path) -> None:
     began_s = perf_counter()
     rows = []
     for number, archive in enumerate(files):
-        rows.append(np.array([(number, *location) for location in index_samples(archive.path)], np.int64).reshape(-1, 4))
+        rows.append(
+            np.array(
+                [(number, *location) for location in index_samples(archive.path)], np.int64
+            ).reshape(-1, 4)
+        )
     index = np.ascontiguousarray(np.concatenate(rows).T)
     if not index.size:
         raise UserError("the archives hold no samples", where, "members KEY.jpg and KEY.cls")
     labels = smallest(index[3])
-    for path, array in ((folder / _PLACES, index[:3]), (folder / _LABELS, labels.astype(labels.dtype.newbyteorder("<")))):
+    for path, array in (
+        (folder / _PLACES, index[:3]),
+        (folder / _LABELS, labels.astype(labels.dtype.newbyteorder("<"))),
+    ):
         with write_npy(path, array.dtype.str, array.shape) as out:
             out.write(array.tobytes())
     seconds = perf_counter() - began_s
-    print(f"found {index.shape[1]} images in {len(files)} archives of {where}: {seconds:.1f} s", file=sys.stderr, flush=True)
+    print(
+        f"found {index.shape[1]} images in {len(files)} archives of {where}: {seconds:.1f} s",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _load_index(folder: Path) -> _Index | None:
-    """None where it is absent or cut off. A place is checked when its image is read: all of them may take 24 GB."""
+    """None where it is absent or cut off. A place is checked when its image is read: all of them
+    may take 24 GB."""
     places = load_npy(folder / _PLACES, np.dtype("<i8"), (3, None))
     found = (load_npy(folder / _LABELS, np.dtype(of), (None,)) for of in ("u1", "<u2", "<u4"))
     labels = next((array for array in found if array is not None), None)
-    return None if places is None or labels is None or not 0 < len(labels) == places.shape[1] else _Index(places, labels)
+    return (
+        None
+        if places is None or labels is None or not 0 < len(labels) == places.shape[1]
+        else _Index(places, labels)
+    )
 
 
 def _check_labels(archives: _Archives, classes: int) -> None:

@@ -1,4 +1,5 @@
-"""Arrays of Zarr groups in folders and zip files, versions 2 and 3: chunks of the same rows are read when a sample of them is."""
+"""Arrays of Zarr groups in folders and zip files, versions 2 and 3: chunks of the same rows are
+read when a sample of them is."""
 
 from __future__ import annotations
 
@@ -22,14 +23,32 @@ from hvdtrain.data.stored.build import Wanted, build_stored
 from hvdtrain.data.stored.files import FileOnDisk, cut_off
 from hvdtrain.data.stored.packing import is_packed, unpacked, unpacked_dtype
 from hvdtrain.data.stored.selection import Box
-from hvdtrain.data.stored.stored_array import Blocks, StoredArray, block_edges, check_chunks, check_dtype, no_such
+from hvdtrain.data.stored.stored_array import (
+    Blocks,
+    StoredArray,
+    block_edges,
+    check_chunks,
+    check_dtype,
+    no_such,
+)
 from hvdtrain.errors import UserError, first_line
 
 _CODEC_KEYS = ("filters", "compressor", "codecs", "index_codecs")
 # of numcodecs and zarr, without pickle, which may run code, and msgpack2
 _COMPRESSORS = {"blosc", "bz2", "gzip", "lz4", "lzma", "pcodec", "zfpy", "zlib", "zstd"}
 _CHECKSUMS = {"adler32", "crc32", "crc32c", "fletcher32", "jenkins_lookup3"}
-_NUMBERS = {"astype", "bitround", "bytes", "delta", "fixedscaleoffset", "packbits", "quantize", "sharding_indexed", "shuffle", "transpose"}
+_NUMBERS = {
+    "astype",
+    "bitround",
+    "bytes",
+    "delta",
+    "fixedscaleoffset",
+    "packbits",
+    "quantize",
+    "sharding_indexed",
+    "shuffle",
+    "transpose",
+}
 _TEXTS = {"base64", "categorize", "json2", "vlen-array", "vlen-bytes", "vlen-utf8"}
 _CODECS = _COMPRESSORS | _CHECKSUMS | _NUMBERS | _TEXTS
 _DESCRIPTIONS = (".zarray", "zarr.json")
@@ -46,15 +65,19 @@ def build(
     split_val: list[int | str] | None = None,
     cache_mb: int = 256,
 ) -> Source:
-    """Arrays of train.zarr and val.zarr (or .zarr.zip) in data.root, of several, or of one with data.val_share or data.split_by.
+    """Arrays of train.zarr and val.zarr (or .zarr.zip) in data.root, of several, or of one with
+    data.val_share or data.split_by.
 
-    fields: array of each field, {x: u, y: labels}; "u[:, 0:3]" is a part, of a list axis 1, {split} is train or val (default: x, y)
+    fields: array of each field, {x: u, y: labels}; "u[:, 0:3]" is a part, of a list axis 1, {split}
+        is train or val (default: x, y)
     dtypes: number types that fields are converted to, {x: float32}
-    split_by: an array (n,) that tells validation samples from others: train, val; or the values of split_val
+    split_by: an array (n,) that tells validation samples from others: train, val; or the values of
+        split_val
     split_val: values of split_by that validate
     cache_mb: most megabytes of decoded chunks that a rank keeps for each set
 
-    Raises UserError without zarr, and where groups are damaged, lack a field or a chunk, or hold no numbers.
+    Raises UserError without zarr, and where groups are damaged, lack a field or a chunk, or hold no
+    numbers.
     """
     wanted = Wanted(fields, dtypes or {}, split_by, split_val, cache_mb)
     return build_stored(name, root, split, (".zarr", ".zarr.zip"), ZarrGroup.of, wanted)
@@ -64,13 +87,16 @@ def _zarr() -> Any:
     try:
         import zarr
     except ImportError:
-        raise UserError("Zarr groups need the package zarr", "data.name", "pip install 'hvdtrain[zarr]'") from None
+        raise UserError(
+            "Zarr groups need the package zarr", "data.name", "pip install 'hvdtrain[zarr]'"
+        ) from None
     return zarr
 
 
 @functools.cache
 def _folder_store() -> type[Any]:
-    """The library's store of a folder, which opens regular files only, as a pipe would never end, and none behind a link out of it."""
+    """The library's store of a folder, which opens regular files only, as a pipe would never end,
+    and none behind a link out of it."""
     store: Any = _zarr().storage.LocalStore
 
     class RegularFiles(store):
@@ -96,7 +122,12 @@ def _opened(path: Path) -> Any:
     if not path.is_dir():
         FileOnDisk.of(path)  # that it is a file
     try:
-        return zarr.open_group(_folder_store()(path, read_only=True) if path.is_dir() else zarr.storage.ZipStore(path, mode="r"), mode="r")
+        return zarr.open_group(
+            _folder_store()(path, read_only=True)
+            if path.is_dir()
+            else zarr.storage.ZipStore(path, mode="r"),
+            mode="r",
+        )
     except Exception as error:  # the library and its codecs raise of their own
         _refuse_inner_folder(path)
         raise cut_off(path, f"it is no Zarr group ({first_line(error)})") from None
@@ -105,9 +136,19 @@ def _opened(path: Path) -> Any:
 def _refuse_inner_folder(path: Path) -> None:
     """Raises UserError where a zip file has the folder of a group, and not what is in it."""
     entries: list[PurePosixPath] = []
-    with contextlib.suppress(zipfile.BadZipFile, OSError, ValueError, NotImplementedError), zipfile.ZipFile(path) as file:
+    with (
+        contextlib.suppress(zipfile.BadZipFile, OSError, ValueError, NotImplementedError),
+        zipfile.ZipFile(path) as file,
+    ):
         entries = [PurePosixPath(name) for name in file.namelist()]
-    top = next((entry.parts[0] for entry in entries if len(entry.parts) == 2 and entry.name in (".zgroup", "zarr.json")), None)
+    top = next(
+        (
+            entry.parts[0]
+            for entry in entries
+            if len(entry.parts) == 2 and entry.name in (".zgroup", "zarr.json")
+        ),
+        None,
+    )
     if top is not None:
         what = f"the zip file has the folder {top}, and a Zarr group has its arrays at the top"
         raise UserError(what, str(path), f"zip the contents: cd {top} && zip -0r ../{path.name} .")
@@ -118,13 +159,17 @@ def _described(path: Path) -> list[str]:
     if path.is_file():
         with zipfile.ZipFile(path) as file:
             entries = [PurePosixPath(name) for name in file.namelist()]
-        return sorted({str(entry.parent) for entry in entries if entry.name in _DESCRIPTIONS} - {"."})
+        return sorted(
+            {str(entry.parent) for entry in entries if entry.name in _DESCRIPTIONS} - {"."}
+        )
     found = []
     for folder, folders, files in os.walk(path):
         if there := [name for name in _DESCRIPTIONS if name in files]:
             found.append(Path(folder).relative_to(path).as_posix())
             with FileOnDisk.of(Path(folder) / there[0]).opened() as file:
-                is_array = there[0] == ".zarray" or b'"chunk_grid"' in file.read(0, FileOnDisk.of(file.path).size)
+                is_array = there[0] == ".zarray" or b'"chunk_grid"' in file.read(
+                    0, FileOnDisk.of(file.path).size
+                )
             if is_array:
                 folders.clear()  # chunks, maybe a million of them
     return sorted(name for name in found if name != ".")
@@ -141,7 +186,9 @@ class ZarrGroup:
 
     @property
     def names(self) -> list[str]:
-        return sorted(name for name, array in self._members() if array.shape and array.dtype.kind in "iufb")
+        return sorted(
+            name for name, array in self._members() if array.shape and array.dtype.kind in "iufb"
+        )
 
     def _members(self) -> list[tuple[str, Any]]:
         group = _opened(self.path)
@@ -158,17 +205,28 @@ class ZarrGroup:
         check_dtype(array.dtype, name, self.path)
         rows = array.chunks[0] if array.shape else 1
         edges = block_edges(array.shape[0] if array.shape else 0, max(1, rows))
-        return ZarrChunks(self, name, unpacked_dtype(array.dtype, _attributes(array)), tuple(array.shape), edges)
+        return ZarrChunks(
+            self, name, unpacked_dtype(array.dtype, _attributes(array)), tuple(array.shape), edges
+        )
 
     @property
     def coordinates(self) -> Collection[str]:
         """Coordinates of dimensions, as xarray writes them."""
-        return [name for name, array in self._members() if _dimensions(array) == [PurePosixPath(name).name]]
+        return [
+            name
+            for name, array in self._members()
+            if _dimensions(array) == [PurePosixPath(name).name]
+        ]
 
     def note(self, name: str) -> str:
         array = self.opened(name)
         absent = array.nchunks - array.nchunks_initialized
-        return f"{absent:,} of {array.nchunks:,} chunks of {name} are not there, and are read as {array.fill_value}" if absent else ""
+        return (
+            f"{absent:,} of {array.nchunks:,} chunks of {name} are not there, and are read as "
+            f"{array.fill_value}"
+            if absent
+            else ""
+        )
 
     def opened(self, name: str) -> Any:
         """The array by the library. Raises UserError where there is none."""
@@ -184,8 +242,14 @@ class ZarrGroup:
             raise no_such(f"array {name}, which is a group", self.names, self.path)
         check_chunks(tuple(found.shape), tuple(found.chunks), found.dtype.itemsize, name, self.path)
         if strange := sorted(_codecs(found.metadata.to_dict()) - _CODECS):
-            what = f"{name} is stored by the codec {strange[0]!r:.40}, which is not among those that hvdtrain reads"
-            fix = "write it again with one of them: blosc, gzip, lz4, zlib, zstd; pickle is never read, as it could run code"
+            what = (
+                f"{name} is stored by the codec {strange[0]!r:.40}, which is not among those that "
+                "hvdtrain reads"
+            )
+            fix = (
+                "write it again with one of them: blosc, gzip, lz4, zlib, zstd; pickle is never "
+                "read, as it could run code"
+            )
             raise UserError(what, str(self.path), fix)
         return found
 
@@ -195,20 +259,30 @@ class ZarrGroup:
     def values(self, name: str) -> np.ndarray:
         array = self.opened(name)
         if len(array.shape) != 1:
-            raise UserError(f"{name} is of shape {array.shape}, expected one value for each sample", str(self.path), "another array")
+            raise UserError(
+                f"{name} is of shape {array.shape}, expected one value for each sample",
+                str(self.path),
+                "another array",
+            )
         try:
             found = np.asarray(array[:])
         except Exception as error:
             raise cut_off(self.path, f"{name}: {first_line(error)}") from None
         if found.dtype.kind in "iufb":
             attributes = _attributes(array)
-            return unpacked(found, attributes, unpacked_dtype(array.dtype, attributes), f"{name} of {self.path}")
-        return np.array([text.decode() if isinstance(text, bytes) else str(text) for text in found.tolist()], str)
+            return unpacked(
+                found, attributes, unpacked_dtype(array.dtype, attributes), f"{name} of {self.path}"
+            )
+        return np.array(
+            [text.decode() if isinstance(text, bytes) else str(text) for text in found.tolist()],
+            str,
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class ZarrChunks:
-    """An array, of which the library reads the chunks of the same rows; each process opens it when it reads first."""
+    """An array, of which the library reads the chunks of the same rows; each process opens it when
+    it reads first."""
 
     group: ZarrGroup
     name: str
@@ -227,9 +301,16 @@ class ZarrChunks:
         try:
             found = np.array(self._array[0][(rows, *box.slices)])
         except Exception as error:  # the library and its codecs raise of their own
-            raise cut_off(self.group.path, f"{self.name}, samples {rows.start} to {rows.stop - 1}: {first_line(error)}") from None
+            raise cut_off(
+                self.group.path,
+                f"{self.name}, samples {rows.start} to {rows.stop - 1}: {first_line(error)}",
+            ) from None
         if found.shape != (rows.stop - rows.start, *box.shape):
-            raise UserError(f"{self.name} has changed since the job began", str(self.group.path), "start again, once nobody writes to it")
+            raise UserError(
+                f"{self.name} has changed since the job began",
+                str(self.group.path),
+                "start again, once nobody writes to it",
+            )
         attributes = _attributes(self._array[0])
         if is_packed(attributes):
             return unpacked(found, attributes, self.dtype, f"{self.name} of {self.group.path}")
@@ -240,31 +321,41 @@ def _check_attributes(member: Any) -> None:
     """Raises ValueError where the library would fail later."""
     if not isinstance(member.metadata.attributes, Mapping):
         raise ValueError(
-            f"the attributes of {member.path or 'the group'} are {member.metadata.attributes!r:.40}, expected names with values"
+            f"the attributes of {member.path or 'the group'} are "
+            f"{member.metadata.attributes!r:.40}, expected names with values"
         )
 
 
 def _codecs(value: Any, key: str = "") -> set[str]:
-    """Names of the codecs in the description of an array: `id` in version 2, `name` in version 3, of a shard those inside of it too."""
+    """Names of the codecs in the description of an array: `id` in version 2, `name` in version 3,
+    of a shard those inside of it too."""
     if isinstance(value, (list, tuple)):
         return {name for one in value for name in _codecs(one, key)}
     if not isinstance(value, Mapping):
         return {str(value)} if key in _CODEC_KEYS and value is not None else set()
-    found = {name for one, inner in value.items() if one not in ("attributes", "id", "name") for name in _codecs(inner, one)}
+    found = {
+        name
+        for one, inner in value.items()
+        if one not in ("attributes", "id", "name")
+        for name in _codecs(inner, one)
+    }
     name = value.get("id", value.get("name")) if key in _CODEC_KEYS else None
     return found if name is None else found | {str(name).removeprefix("numcodecs.")}
 
 
 def _dimensions(array: Any) -> list[Any]:
-    """Names of the axes: an attribute that xarray writes in version 2, the format's own in version 3."""
+    """Names of the axes: an attribute that xarray writes in version 2, the format's own in version
+    3."""
     found = array.attrs.get("_ARRAY_DIMENSIONS", getattr(array.metadata, "dimension_names", None))
     return list(found) if isinstance(found, (list, tuple)) else []
 
 
 def _attributes(array: Any) -> dict[str, Any]:
-    """Its attributes; a fill value that xarray has written as text, of 8 bytes in base64, is a number.
+    """Its attributes; a fill value that xarray has written as text, of 8 bytes in base64, is a
+    number.
 
-    In version 2 xarray writes `_FillValue` as the array's own fill_value. That of the library is 0, which is no missing number.
+    In version 2 xarray writes `_FillValue` as the array's own fill_value. That of the library is 0,
+    which is no missing number.
     """
     found = dict(array.attrs)
     if "_ARRAY_DIMENSIONS" in found and array.dtype.kind in "iuf" and array.fill_value:

@@ -1,4 +1,5 @@
-"""Copies many files on several threads: each complete or absent, and read back against its checksum."""
+"""Copies many files on several threads: each complete or absent, and read back against its
+checksum."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class FileState(NamedTuple):
 
 
 class FileSelection(NamedTuple):
-    """Some files below a root: those in `folder` whose names match `pattern`; if recursive, all files below `folder`."""
+    """Some files below a root: those in `folder` whose names match `pattern`; if recursive, all
+    files below `folder`."""
 
     folder: str
     pattern: str = "*"
@@ -46,10 +48,12 @@ class CopyThread:
 
 
 def list_files(root: Path, selections: Sequence[FileSelection]) -> dict[str, FileState]:
-    """{path inside root: state} of the selected files, sorted by path. Hidden names are skipped, links are followed.
+    """{path inside root: state} of the selected files, sorted by path. Hidden names are skipped,
+    links are followed.
 
-    A link may lead out of `root`: its content is copied, as the data set would read it. Raises OSError, and UserError for a circle of
-    links, a broken link, and what is not a regular file (reading a pipe would hang).
+    A link may lead out of `root`: its content is copied, as the data set would read it. Raises
+    OSError, and UserError for a circle of links, a broken link, and what is not a regular file
+    (reading a pipe would hang).
     """
     found: dict[str, FileState] = {}
     for selection in selections:
@@ -58,11 +62,15 @@ def list_files(root: Path, selections: Sequence[FileSelection]) -> dict[str, Fil
     return dict(sorted(found.items()))
 
 
-def _walk(root: Path, folder: str, selection: FileSelection, parents: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, FileState]]:
+def _walk(
+    root: Path, folder: str, selection: FileSelection, parents: tuple[tuple[int, int], ...]
+) -> Iterator[tuple[str, FileState]]:
     """`parents` are (device, inode) of the folders above `folder`."""
     this = os.stat(root / folder)
     if (this.st_dev, this.st_ino) in parents:
-        raise UserError("a link leads back to a folder above it", str(root / folder), "remove the link")
+        raise UserError(
+            "a link leads back to a folder above it", str(root / folder), "remove the link"
+        )
     with os.scandir(root / folder) as entries:
         for entry in entries:
             if entry.name.startswith("."):
@@ -79,17 +87,26 @@ def _file_state(path: Path) -> FileState:
     try:
         found = os.stat(path)
     except FileNotFoundError:
-        raise UserError("a link to a file that does not exist", str(path), "remove the link, or restore its file") from None
+        raise UserError(
+            "a link to a file that does not exist",
+            str(path),
+            "remove the link, or restore its file",
+        ) from None
     if not stat.S_ISREG(found.st_mode):
-        raise UserError("not a regular file, but a pipe, a socket or a device", str(path), "remove it from the data")
+        raise UserError(
+            "not a regular file, but a pipe, a socket or a device",
+            str(path),
+            "remove it from the data",
+        )
     return FileState(found.st_size, found.st_mtime_ns)
 
 
 def copy_file(source: Path, expected: FileState, target: Path, thread: CopyThread) -> str:
-    """Copies a file with its modification time, reads the copy back from the disk, and returns its checksum.
+    """Copies a file with its modification time, reads the copy back from the disk, and returns its
+    checksum.
 
-    Raises UserError where the file is not in the `expected` state at the end of the copy, and OSError, also where the copy read back
-    differs.
+    Raises UserError where the file is not in the `expected` state at the end of the copy, and
+    OSError, also where the copy read back differs.
     """
     import xxhash
 
@@ -104,11 +121,19 @@ def copy_file(source: Path, expected: FileState, target: Path, thread: CopyThrea
         out.flush()
         found = os.fstat(file.fileno())
         if FileState(found.st_size, found.st_mtime_ns) != expected or out.tell() != expected.size:
-            raise UserError("changed while it was copied", str(source), "start again once no process writes to the data")
+            raise UserError(
+                "changed while it was copied",
+                str(source),
+                "start again once no process writes to the data",
+            )
         os.utime(partial, ns=(found.st_mtime_ns, found.st_mtime_ns))
         _drop_from_page_cache(out.fileno())
     if checksum(partial, thread.buffer) != hashed.hexdigest():
-        raise OSError(errno.EIO, "the copy read back from the disk differs from what was written", str(partial))
+        raise OSError(
+            errno.EIO,
+            "the copy read back from the disk differs from what was written",
+            str(partial),
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     os.replace(partial, target)
     thread.files += 1
@@ -134,11 +159,16 @@ def checksum(path: Path, buffer: memoryview) -> str:
 
 
 def for_each_file(
-    paths: Sequence[str], work: Callable[[str, CopyThread], None], folder: Path, show_progress: Callable[[int, int], None]
+    paths: Sequence[str],
+    work: Callable[[str, CopyThread], None],
+    folder: Path,
+    show_progress: Callable[[int, int], None],
 ) -> None:
-    """work(path, thread) for every path, on several threads that write below `folder`; show_progress(files, bytes done) every 2 s.
+    """work(path, thread) for every path, on several threads that write below `folder`;
+    show_progress(files, bytes done) every 2 s.
 
-    The first error ends all threads and is raised: OSError where the disk or a quota is full, UserError for any other OSError of a file.
+    The first error ends all threads and is raised: OSError where the disk or a quota is full,
+    UserError for any other OSError of a file.
     """
     threads = [CopyThread(folder / f"{number}.part") for number in range(min(_THREADS, len(paths)))]
     stop = Event()
@@ -153,13 +183,21 @@ def for_each_file(
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 what = f"{short(path)} cannot be copied: {error.strerror or error}"
-                raise UserError(what, str(error.filename or path), "repair what is named; the files copied so far are kept") from error
+                raise UserError(
+                    what,
+                    str(error.filename or path),
+                    "repair what is named; the files copied so far are kept",
+                ) from error
 
     with ThreadPoolExecutor(max(1, len(threads))) as pool:
         futures = [pool.submit(run, first) for first in range(len(threads))]
         try:
-            while wait(futures, _PROGRESS_S, FIRST_EXCEPTION).not_done and not any(f.done() and f.exception() for f in futures):
-                show_progress(sum(thread.files for thread in threads), sum(thread.bytes for thread in threads))
+            while wait(futures, _PROGRESS_S, FIRST_EXCEPTION).not_done and not any(
+                f.done() and f.exception() for f in futures
+            ):
+                show_progress(
+                    sum(thread.files for thread in threads), sum(thread.bytes for thread in threads)
+                )
         finally:
             stop.set()
     for future in futures:
@@ -170,5 +208,7 @@ def format_bytes(size: float) -> str:
     """1.2 GB, 390 MB, 12.0 kB, 7 bytes."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= scale:
-            return f"{size / scale:.1f} {unit}" if size < 100 * scale else f"{size / scale:.0f} {unit}"
+            return (
+                f"{size / scale:.1f} {unit}" if size < 100 * scale else f"{size / scale:.0f} {unit}"
+            )
     return f"{size:.0f} bytes"

@@ -1,4 +1,5 @@
-"""The folders of data sets and caches: which they are, one process at a time prepares one, and files come into them whole."""
+"""The folders of data sets and caches: which they are, one process at a time prepares one, and
+files come into them whole."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def data_root(root: Path | None) -> Path:
 
 
 def check_folder(root: Path, fix: str) -> None:
-    """Raises UserError where data.root is not there, or is a file; OSError where it cannot be seen."""
+    """Raises UserError where data.root is not there, or is a file; OSError where it cannot be
+    seen."""
     try:
         is_folder = stat.S_ISDIR(root.stat().st_mode)
     except FileNotFoundError:
@@ -41,17 +43,25 @@ def check_folder(root: Path, fix: str) -> None:
         raise UserError(f"{root} is not a folder", "data.root", fix)
 
 
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what flock() answers on a file system that is mounted without them
+NO_LOCKS = (
+    errno.ENOLCK,
+    errno.ENOSYS,
+    errno.EOPNOTSUPP,
+)  # what flock() answers on a file system that is mounted without them
 _SILENT_S = 2.0
-_FIX = "a folder on a local disk by data.cache=, data.stage= or $XDG_CACHE_HOME; or mount it with locks (NFS: lockd, Lustre: -o flock)"
+_FIX = (
+    "a folder on a local disk by data.cache=, data.stage= or $XDG_CACHE_HOME; or mount it with "
+    "locks (NFS: lockd, Lustre: -o flock)"
+)
 
 
 @contextmanager
 def locked(folder: Path, work: str) -> Iterator[None]:
-    """Holds the lock of `folder`, which is made if absent. A process that waits 2 s prints once that another one does `work`.
+    """Holds the lock of `folder`, which is made if absent. A process that waits 2 s prints once
+    that another one does `work`.
 
-    The system releases the lock of a process that ends, also of one that is killed. Raises UserError where the file system has no locks,
-    and OSError.
+    The system releases the lock of a process that ends, also of one that is killed. Raises
+    UserError where the file system has no locks, and OSError.
     """
     from filelock import FileLock, Timeout
 
@@ -60,11 +70,15 @@ def locked(folder: Path, work: str) -> Iterator[None]:
     try:
         lock.acquire(timeout=_SILENT_S)
     except Timeout:
-        print(f"waiting for another process on this machine: it {work}", file=sys.stderr, flush=True)
+        print(
+            f"waiting for another process on this machine: it {work}", file=sys.stderr, flush=True
+        )
         lock.acquire()
     except OSError as error:
         if error.errno in NO_LOCKS:
-            raise UserError(f"the file system of {folder} has no locks: {error.strerror}", str(folder), _FIX) from None
+            raise UserError(
+                f"the file system of {folder} has no locks: {error.strerror}", str(folder), _FIX
+            ) from None
         raise
     try:
         yield
@@ -94,25 +108,43 @@ class RequiredFiles:
     def missing_error(self, reason: str) -> FilesMissing:
         """The error that names the missing files, and why they cannot be downloaded."""
         files = ", ".join(self.missing() or self.files)
-        return FilesMissing(f"the files of {self.name} are missing, and {reason}", f"{self.root}: {files}", self.fix)
+        return FilesMissing(
+            f"the files of {self.name} are missing, and {reason}", f"{self.root}: {files}", self.fix
+        )
 
 
-def download(required: RequiredFiles, fetch: Callable[[Path], None], timeout_s: float = 20.0) -> None:
-    """Brings the missing files into their root: one process calls fetch(empty folder), the others wait for it.
+def download(
+    required: RequiredFiles, fetch: Callable[[Path], None], timeout_s: float = 20.0
+) -> None:
+    """Brings the missing files into their root: one process calls fetch(empty folder), the others
+    wait for it.
 
-    A file appears by a rename, complete, and replaces none that is there. A connection that is silent for `timeout_s` ends the attempt.
-    Raises UserError, with the names of files and folder, where the download fails.
+    A file appears by a rename, complete, and replaces none that is there. A connection that is
+    silent for `timeout_s` ends the attempt. Raises UserError, with the names of files and folder,
+    where the download fails.
     """
     try:
         with locked(required.root, f"downloads {required.name} into {required.root}"):
             if required.missing():
-                print(f"downloading {required.name} into {required.root}", file=sys.stderr, flush=True)
+                print(
+                    f"downloading {required.name} into {required.root}", file=sys.stderr, flush=True
+                )
                 _fetch_and_place(required, fetch, timeout_s)
-    except (OSError, HTTPException, EOFError, RuntimeError, UserError) as error:  # torchvision gives up with a RuntimeError
-        raise required.missing_error(f"the download failed: {' '.join(str(error).split())}") from error
+    except (
+        OSError,
+        HTTPException,
+        EOFError,
+        RuntimeError,
+        UserError,
+    ) as error:  # torchvision gives up with a RuntimeError
+        raise required.missing_error(
+            f"the download failed: {' '.join(str(error).split())}"
+        ) from error
 
 
-def _fetch_and_place(required: RequiredFiles, fetch: Callable[[Path], None], timeout_s: float) -> None:
+def _fetch_and_place(
+    required: RequiredFiles, fetch: Callable[[Path], None], timeout_s: float
+) -> None:
     folder = required.root / _DOWNLOADS
     shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed
     folder.mkdir()

@@ -1,4 +1,5 @@
-"""Arrays in .npy files: written whole or not at all, read back memory-mapped, and where they are images, with a checksum of each block."""
+"""Arrays in .npy files: written whole or not at all, read back memory-mapped, and where they are
+images, with a checksum of each block."""
 
 from __future__ import annotations
 
@@ -18,15 +19,19 @@ from hvdtrain.errors import UserError
 
 
 def load_npy(path: Path, dtype: np.dtype[Any], shape: tuple[int | None, ...]) -> np.ndarray | None:
-    """The array in the file, memory-mapped; None where the file is absent, holds another array, or has not the length of its header.
+    """The array in the file, memory-mapped; None where the file is absent, holds another array, or
+    has not the length of its header.
 
-    None in `shape` is any length. The numbers in the array are not checked. Pickled arrays are never loaded.
+    None in `shape` is any length. The numbers in the array are not checked. Pickled arrays are
+    never loaded.
     """
     if not path.is_file():
         return None
     try:
         x = np.lib.format.open_memmap(path, mode="r")
-    except Exception:  # numpy raises OSError, ValueError, EOFError, tokenize.TokenError and more for a damaged header
+    except Exception:
+        # numpy raises OSError, ValueError, EOFError, tokenize.TokenError and more for a damaged
+        # header
         return None
     if x.dtype != dtype or len(x.shape) != len(shape) or not x.flags.c_contiguous:
         return None
@@ -37,7 +42,8 @@ def load_npy(path: Path, dtype: np.dtype[Any], shape: tuple[int | None, ...]) ->
 
 @contextmanager
 def write_npy(path: Path, dtype: str, shape: tuple[int, ...]) -> Iterator[IO[bytes]]:
-    """A file to which the array's bytes are written, behind its header. It gets its name once it is complete and on the disk.
+    """A file to which the array's bytes are written, behind its header. It gets its name once it is
+    complete and on the disk.
 
     It is removed where that fails. Raises OSError.
     """
@@ -45,7 +51,9 @@ def write_npy(path: Path, dtype: str, shape: tuple[int, ...]) -> Iterator[IO[byt
     partial.unlink(missing_ok=True)  # left by a process that was killed
     try:
         with partial.open("xb") as out:  # x: never through a link
-            np.lib.format.write_array_header_1_0(out, {"descr": dtype, "fortran_order": False, "shape": shape})
+            np.lib.format.write_array_header_1_0(
+                out, {"descr": dtype, "fortran_order": False, "shape": shape}
+            )
             out.flush()
             yield out
             out.flush()
@@ -62,14 +70,18 @@ _AGAIN = "start again: its images are decoded again"
 
 
 def rows_of_block(shape: tuple[int, ...]) -> int:
-    """How many images, of shape[1:], a checksum is of: a power of two, so that it divides MOST_ROWS."""
+    """How many images, of shape[1:], a checksum is of: a power of two, so that it divides
+    MOST_ROWS."""
     rows = min(MOST_ROWS, max(1, _BLOCK_BYTES // math.prod(shape[1:])))
     return 1 << rows.bit_length() - 1
 
 
 def checksums(images: np.ndarray, rows: int) -> list[int]:
     """XXH3 of each block of so many images, 64 bits; the last block may be shorter."""
-    return [xxhash.xxh3_64_intdigest(images[start : start + rows].data) for start in range(0, len(images), rows)]
+    return [
+        xxhash.xxh3_64_intdigest(images[start : start + rows].data)
+        for start in range(0, len(images), rows)
+    ]
 
 
 def checksum_path(path: Path) -> Path:
@@ -85,9 +97,11 @@ def write_checksums(path: Path, sums: np.ndarray) -> None:
 
 @dataclass(frozen=True, eq=False)
 class CheckedArray:
-    """An array file of images; a block is compared with its checksum when an image of it is read for the first time.
+    """An array file of images; a block is compared with its checksum when an image of it is read
+    for the first time.
 
-    A file that shrinks while it is mapped would end the process with a bus error, so each read asks for its length first.
+    A file that shrinks while it is mapped would end the process with a bus error, so each read asks
+    for its length first.
     """
 
     path: Path
@@ -102,10 +116,13 @@ class CheckedArray:
         return len(self.images)
 
     def read(self, rows: np.ndarray) -> np.ndarray:
-        """The images at `rows`, int64 (n,), in fresh memory. Safe to call from several threads. Raises UserError for a damaged block."""
+        """The images at `rows`, int64 (n,), in fresh memory. Safe to call from several threads.
+        Raises UserError for a damaged block."""
         with contextlib.suppress(FileNotFoundError):  # removed: what is mapped stays
             if self.path.stat().st_size < self.images.nbytes:
-                raise UserError("cached images were cut off while they were in use", str(self.path), _AGAIN)
+                raise UserError(
+                    "cached images were cut off while they were in use", str(self.path), _AGAIN
+                )
         blocks = rows // rows_of_block(self.images.shape)
         for block in np.unique(blocks[~self.checked[blocks]]).tolist():
             if not self._is_sound(block):
@@ -119,20 +136,29 @@ class CheckedArray:
 
     def _is_sound(self, block: int) -> bool:
         rows = rows_of_block(self.images.shape)
-        return checksums(self.images[block * rows : (block + 1) * rows], rows) == [int(self.sums[block])]
+        return checksums(self.images[block * rows : (block + 1) * rows], rows) == [
+            int(self.sums[block])
+        ]
 
     def _damaged(self, block: int) -> UserError:
-        """Removes the file, so that the next start makes it again; this process and others still have it mapped."""
+        """Removes the file, so that the next start makes it again; this process and others still
+        have it mapped."""
         with contextlib.suppress(OSError):
             self.path.unlink()
         rows = rows_of_block(self.images.shape)
         last = min((block + 1) * rows, len(self)) - 1
-        what = f"cached images were altered after they had been written: images {block * rows} to {last} of the file"
-        return UserError(what, str(self.path), f"remove it; {_AGAIN}" if self.path.exists() else _AGAIN)
+        what = (
+            f"cached images were altered after they had been written: images {block * rows} to "
+            f"{last} of the file"
+        )
+        return UserError(
+            what, str(self.path), f"remove it; {_AGAIN}" if self.path.exists() else _AGAIN
+        )
 
 
 def load_checked(path: Path, shape: tuple[int, ...]) -> CheckedArray | None:
-    """The array file at `path` with its checksums; None where either is absent, or is not of this shape."""
+    """The array file at `path` with its checksums; None where either is absent, or is not of this
+    shape."""
     images = load_npy(path, np.dtype(np.uint8), shape)
     sums = load_npy(checksum_path(path), np.dtype("<u8"), (-(-shape[0] // rows_of_block(shape)),))
     return None if images is None or sums is None else CheckedArray(path, images, sums)

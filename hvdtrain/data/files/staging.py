@@ -1,4 +1,5 @@
-"""data.stage: a verified copy of the data on each node's own disk; an interrupted copy is completed by the next start."""
+"""data.stage: a verified copy of the data on each node's own disk; an interrupted copy is completed
+by the next start."""
 
 from __future__ import annotations
 
@@ -17,22 +18,41 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdtrain.config.read import expand
-from hvdtrain.data.files.copying import CopyThread, FileSelection, FileState, checksum, copy_file, for_each_file, format_bytes, list_files
+from hvdtrain.data.files.copying import (
+    CopyThread,
+    FileSelection,
+    FileState,
+    checksum,
+    copy_file,
+    for_each_file,
+    format_bytes,
+    list_files,
+)
 from hvdtrain.data.files.folders import data_root, locked
 from hvdtrain.errors import UserError
 
 _WITHOUT_FILES = ("digits", "synthetic")
 _READ_ONCE = ("image_tokens", "text")  # and kept in memory
-_USER_IMAGES = ("folder", "webdataset")  # never downloaded; the arrays and the index made of them go into the stage, too
+_USER_IMAGES = (
+    "folder",
+    "webdataset",
+)  # never downloaded; the arrays and the index made of them go into the stage, too
 _USER_TABLES = ("csv", "hdf5", "netcdf", "npz", "parquet", "zarr")  # never downloaded
 _IDX_FOLDERS = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST", "kmnist": "KMNIST"}
-_SELECTIONS: dict[str, tuple[FileSelection, ...]] = {  # what a data set reads below its root; any other reads all of it
-    **{name: (FileSelection(f"{folder}/raw", "*-ubyte*"), FileSelection("", "*-ubyte*")) for name, folder in _IDX_FOLDERS.items()},
+_SELECTIONS: dict[
+    str, tuple[FileSelection, ...]
+] = {  # what a data set reads below its root; any other reads all of it
+    **{
+        name: (FileSelection(f"{folder}/raw", "*-ubyte*"), FileSelection("", "*-ubyte*"))
+        for name, folder in _IDX_FOLDERS.items()
+    },
     "cifar10": (FileSelection("cifar-10-batches-bin", "*.bin"),),
     "cifar100": (FileSelection("cifar-100-binary", "*.bin"),),
 }
 _BLOCK_BYTES = 4096  # of a disk: a file occupies whole blocks
-_NO_SPACE_FIX = "a larger data.stage, or free space there; or data.stage=null, which reads {source} itself"
+_NO_SPACE_FIX = (
+    "a larger data.stage, or free space there; or data.stage=null, which reads {source} itself"
+)
 
 
 class StagedData(NamedTuple):
@@ -50,7 +70,9 @@ class Fingerprint(NamedTuple):
     ctime_ns: int
 
 
-_NO_FINGERPRINT = Fingerprint(0, 0, 0)  # of a copy that is gone: equal to none, so the next start copies the file again
+_NO_FINGERPRINT = Fingerprint(
+    0, 0, 0
+)  # of a copy that is gone: equal to none, so the next start copies the file again
 
 
 class ManifestEntry(NamedTuple):
@@ -69,22 +91,36 @@ class VerifiedFiles(NamedTuple):
     reread: int  # files whose bytes were read for that
 
 
-def stage_data(name: str, root: Path | None, options: dict[str, Any], folder: str, where: str) -> StagedData:
-    """Copies the files of data set `name` below `folder`, on this node's disk; returns what it is built with there.
+def stage_data(
+    name: str, root: Path | None, options: dict[str, Any], folder: str, where: str
+) -> StagedData:
+    """Copies the files of data set `name` below `folder`, on this node's disk; returns what it is
+    built with there.
 
-    One process of the node copies, the others wait. Where the source has no files yet, they are downloaded into the stage folder.
-    Raises UserError; `where` is the place of data.stage in the configuration.
+    One process of the node copies, the others wait. Where the source has no files yet, they are
+    downloaded into the stage folder. Raises UserError; `where` is the place of data.stage in the
+    configuration.
     """
     if name in _WITHOUT_FILES:
-        raise UserError(f"{name} has no files, there is nothing to stage", where, "leave data.stage out, or choose another data.name")
+        raise UserError(
+            f"{name} has no files, there is nothing to stage",
+            where,
+            "leave data.stage out, or choose another data.name",
+        )
     if name in _READ_ONCE:
-        raise UserError(f"{name} reads its files once, at the start: a copy would be read once, too", where, "leave data.stage out")
+        raise UserError(
+            f"{name} reads its files once, at the start: a copy would be read once, too",
+            where,
+            "leave data.stage out",
+        )
     if name in (*_USER_IMAGES, *_USER_TABLES) and root is None:
         return StagedData(root, options)  # building the data set reports the missing root
     source = data_root(root).resolve()
     if name in _USER_TABLES and (source.is_file() or source.suffix == ".zarr"):
         what = f"data.stage copies a folder of files, and data.root is {source.name} alone"
-        raise UserError(what, where, "data.root=FOLDER, with this file in it; or leave data.stage out")
+        raise UserError(
+            what, where, "data.root=FOLDER, with this file in it; or leave data.stage out"
+        )
     stage = _user_folder(folder, source, where)
     target = stage / f"{name}-{hashlib.sha256(os.fsencode(source)).hexdigest()[:12]}"
     if not ensure_staged(name, source, target, where):
@@ -96,15 +132,24 @@ def stage_data(name: str, root: Path | None, options: dict[str, Any], folder: st
 
 
 def _user_folder(folder: str, source: Path, where: str) -> Path:
-    """This user's folder in the stage folder, which users may share; no other user may write to it."""
+    """This user's folder in the stage folder, which users may share; no other user may write to
+    it."""
     if not folder:
-        raise UserError("data.stage is empty", where, "a folder on a disk of each node (is the variable set here?), or data.stage=null")
+        raise UserError(
+            "data.stage is empty",
+            where,
+            "a folder on a disk of each node (is the variable set here?), or data.stage=null",
+        )
     if "$" in folder:
         what = f"data.stage contains a variable that the shell has not expanded: {folder}"
         raise UserError(what, where, "data.stage=$TMPDIR, without quotes")
     shared = expand(folder, where).absolute()
     if shared.resolve().is_relative_to(source):
-        raise UserError(f"{shared} is inside the folder of the data, {source}", where, "a folder on a disk of each node")
+        raise UserError(
+            f"{shared} is inside the folder of the data, {source}",
+            where,
+            "a folder on a disk of each node",
+        )
     private = shared / f"hvdtrain-{os.geteuid()}"
     try:
         for path in (shared, private):
@@ -113,16 +158,24 @@ def _user_folder(folder: str, source: Path, where: str) -> Path:
         found = private.lstat()
     except OSError as error:
         fix = "an existing folder on a disk of each node, that you may write to"
-        raise UserError(f"cannot stage data on {socket.gethostname()}: {error}", where, fix) from None
+        raise UserError(
+            f"cannot stage data on {socket.gethostname()}: {error}", where, fix
+        ) from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        what = f"{private} belongs to user {found.st_uid}, mode {stat.filemode(found.st_mode)}: others could change the data"
+        what = (
+            f"{private} belongs to user {found.st_uid}, mode {stat.filemode(found.st_mode)}: "
+            "others could change the data"
+        )
         raise UserError(what, where, "remove it, or another data.stage")
     return private
 
 
-@functools.cache  # training and validation data are built one after the other: a process compares source and copy once
+# training and validation data are built one after the other: a process compares source and copy
+# once
+@functools.cache
 def ensure_staged(name: str, source: Path, target: Path, where: str) -> bool:
-    """Brings target/files up to date with the source. False where the source has no files. Raises UserError where there is no room."""
+    """Brings target/files up to date with the source. False where the source has no files. Raises
+    UserError where there is no room."""
     try:
         asked_s = time.time()
         target.mkdir(mode=0o700, exist_ok=True)
@@ -139,12 +192,15 @@ def ensure_staged(name: str, source: Path, target: Path, where: str) -> bool:
 
 
 def _selections(name: str, source: Path) -> tuple[FileSelection, ...]:
-    """What the data set reads of its root; of user images train and the first validation split that exists."""
+    """What the data set reads of its root; of user images train and the first validation split that
+    exists."""
     if name not in _USER_IMAGES:
         return _SELECTIONS.get(name, (FileSelection("", recursive=True),))
     archives = name == "webdataset"  # in train/, or train-*.tar in the root
     existing = (
-        split for split in ("val", "validation", "test") if (source / split).is_dir() or (archives and any(source.glob(f"{split}-*")))
+        split
+        for split in ("val", "validation", "test")
+        if (source / split).is_dir() or (archives and any(source.glob(f"{split}-*")))
     )
     splits = ("train", next(existing, "val"))
     folders = tuple(FileSelection(split, recursive=not archives) for split in splits)
@@ -152,7 +208,8 @@ def _selections(name: str, source: Path) -> tuple[FileSelection, ...]:
 
 
 def _verified_since(target: Path, asked_s: float) -> bool:
-    """Whether another process of the same start has verified the copy while this one waited for the lock."""
+    """Whether another process of the same start has verified the copy while this one waited for the
+    lock."""
     try:
         return (target / "verified").stat().st_mtime >= asked_s
     except FileNotFoundError:
@@ -162,7 +219,8 @@ def _verified_since(target: Path, asked_s: float) -> bool:
 class StagedCopy:
     """A copy of the folder `source` in the folder `target`.
 
-    files/ holds the copies, manifest.jsonl a line for each, partial/ files under way; the time of `verified` is that of the last update().
+    files/ holds the copies, manifest.jsonl a line for each, partial/ files under way; the time of
+    `verified` is that of the last update().
     """
 
     def __init__(self, source: Path, target: Path) -> None:
@@ -174,7 +232,8 @@ class StagedCopy:
         self._host = socket.gethostname()
 
     def update(self, wanted: Mapping[str, FileState]) -> None:
-        """Makes files/ hold the `wanted` files of the source, and no others. Raises UserError, OSError."""
+        """Makes files/ hold the `wanted` files of the source, and no others. Raises UserError,
+        OSError."""
         began_s = time.perf_counter()
         self._verified.unlink(missing_ok=True)
         self._files.mkdir(exist_ok=True)
@@ -189,28 +248,43 @@ class StagedCopy:
         if missing:
             self._copy(missing, len(verified.entries), began_s)
         elif verified.reread:
-            self._print(f"{len(wanted):,} staged files are intact, {verified.reread:,} of them were read again: {self._files}")
+            self._print(
+                f"{len(wanted):,} staged files are intact, {verified.reread:,} of them were read "
+                f"again: {self._files}"
+            )
         self._verified.touch()
         os.utime(self._verified, ns=(time.time_ns(), time.time_ns()))
 
     def _verify(self, current: Mapping[str, ManifestEntry]) -> VerifiedFiles:
-        """The copies that hold what was copied. The bytes of those whose fingerprint has changed are read.
+        """The copies that hold what was copied. The bytes of those whose fingerprint has changed
+        are read.
 
-        After a restart of the machine all are read: a crash may lose unwritten data of a file that has its name already.
+        After a restart of the machine all are read: a crash may lose unwritten data of a file that
+        has its name already.
         """
         same_boot = self._manifest_boot_id() == _boot_id()
         fingerprints = {path: _fingerprint(self._files / path) for path in current}
-        intact = {path: entry for path, entry in current.items() if same_boot and fingerprints[path] == entry.fingerprint}
+        intact = {
+            path: entry
+            for path, entry in current.items()
+            if same_boot and fingerprints[path] == entry.fingerprint
+        }
         doubtful = []
         for path, entry in current.items():
             fingerprint = fingerprints[path]
-            if path not in intact and fingerprint is not None and fingerprint.size == entry.source.size:
+            if (
+                path not in intact
+                and fingerprint is not None
+                and fingerprint.size == entry.source.size
+            ):
                 doubtful.append(path)
 
         def read_back(path: str, thread: CopyThread) -> None:
             entry = current[path]
             if checksum(self._files / path, thread.buffer) == entry.checksum:
-                intact[path] = entry._replace(fingerprint=_fingerprint(self._files / path) or _NO_FINGERPRINT)
+                intact[path] = entry._replace(
+                    fingerprint=_fingerprint(self._files / path) or _NO_FINGERPRINT
+                )
             thread.files += 1
             thread.bytes += entry.source.size
 
@@ -218,14 +292,20 @@ class StagedCopy:
             self._print(f"checking: {files:,} / {len(doubtful):,} files, {format_bytes(size)}")
 
         for_each_file(doubtful, read_back, self._partial, show_progress)
-        changed = sorted(current.keys() - intact.keys())  # the manifest has them as they were completed
+        changed = sorted(
+            current.keys() - intact.keys()
+        )  # the manifest has them as they were completed
         if changed:
             more = ", ..." if len(changed) > 1 else ""
-            self._print(f"{len(changed):,} staged files differ from what was copied, and are copied again: {changed[0]}{more}")
+            self._print(
+                f"{len(changed):,} staged files differ from what was copied, and are copied "
+                f"again: {changed[0]}{more}"
+            )
         return VerifiedFiles(intact, len(doubtful))
 
     def _copy(self, missing: Mapping[str, FileState], present: int, began_s: float) -> None:
-        """Copies the missing files; a line of the manifest is written as soon as its file is complete."""
+        """Copies the missing files; a line of the manifest is written as soon as its file is
+        complete."""
         self._check_free_space(missing)
         total = sum(state.size for state in missing.values())
         manifest = os.open(self._manifest, os.O_WRONLY | os.O_APPEND)
@@ -233,32 +313,50 @@ class StagedCopy:
         def copy(path: str, thread: CopyThread) -> None:
             target = self._files / path
             copied = copy_file(self._source / path, missing[path], target, thread)
-            os.write(manifest, _line(ManifestEntry(path, missing[path], copied, _fingerprint(target) or _NO_FINGERPRINT)))
+            os.write(
+                manifest,
+                _line(
+                    ManifestEntry(
+                        path, missing[path], copied, _fingerprint(target) or _NO_FINGERPRINT
+                    )
+                ),
+            )
 
         def show_progress(files: int, size: int) -> None:
             rate = format_bytes(size / (time.perf_counter() - began_s))
-            self._print(f"staging: {files:,} / {len(missing):,} files, {format_bytes(size)} / {format_bytes(total)} ({rate}/s)")
+            self._print(
+                f"staging: {files:,} / {len(missing):,} files, {format_bytes(size)} / "
+                f"{format_bytes(total)} ({rate}/s)"
+            )
 
         try:
             for_each_file(list(missing), copy, self._partial, show_progress)
         except OSError as error:
             what = f"{self._host} ran out of space for the data: {error.strerror}"
-            raise UserError(what, str(self._files), _NO_SPACE_FIX.format(source=self._source)) from error
+            raise UserError(
+                what, str(self._files), _NO_SPACE_FIX.format(source=self._source)
+            ) from error
         finally:
             os.close(manifest)
             shutil.rmtree(self._partial, ignore_errors=True)
         seconds = time.perf_counter() - began_s
         speed = f"{format_bytes(total)} in {seconds:.1f} s ({format_bytes(total / seconds)}/s)"
         more = f"; {present:,} more were already there" if present else ""
-        self._print(f"staged {len(missing):,} files, {speed} from {self._source} to {self._files}{more}")
+        self._print(
+            f"staged {len(missing):,} files, {speed} from {self._source} to {self._files}{more}"
+        )
 
     def _check_free_space(self, missing: Mapping[str, FileState]) -> None:
         needed = sum(-(-state.size // _BLOCK_BYTES) * _BLOCK_BYTES for state in missing.values())
         free = shutil.disk_usage(self._files).free
         if needed > free:
-            sizes = f"{len(missing):,} files take {format_bytes(needed)}, {format_bytes(free)} are free"
+            sizes = (
+                f"{len(missing):,} files take {format_bytes(needed)}, {format_bytes(free)} are free"
+            )
             what = f"no space for the data on {self._host}: {sizes}"
-            raise UserError(what, f"data.stage, {self._files}", _NO_SPACE_FIX.format(source=self._source))
+            raise UserError(
+                what, f"data.stage, {self._files}", _NO_SPACE_FIX.format(source=self._source)
+            )
 
     def _manifest_boot_id(self) -> bytes:
         """The start of the machine at which the manifest was written; empty where there is none."""
@@ -271,9 +369,13 @@ class StagedCopy:
         entries: dict[str, ManifestEntry] = {}
         lines = self._manifest.read_bytes().splitlines() if self._manifest.exists() else []
         for line in lines[1:]:
-            with contextlib.suppress(ValueError, TypeError):  # a line that a killed process has not finished
+            with contextlib.suppress(
+                ValueError, TypeError
+            ):  # a line that a killed process has not finished
                 path, size, mtime_ns, copied, *fingerprint = json.loads(line)
-                entries[path] = ManifestEntry(path, FileState(size, mtime_ns), copied, Fingerprint(*fingerprint))
+                entries[path] = ManifestEntry(
+                    path, FileState(size, mtime_ns), copied, Fingerprint(*fingerprint)
+                )
         return entries
 
     def _write_manifest(self, entries: Iterable[ManifestEntry]) -> None:
@@ -298,11 +400,17 @@ def _fingerprint(path: Path) -> Fingerprint | None:
         found = path.lstat()
     except FileNotFoundError:
         return None
-    return Fingerprint(found.st_size, found.st_mtime_ns, found.st_ctime_ns) if stat.S_ISREG(found.st_mode) else None
+    return (
+        Fingerprint(found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        if stat.S_ISREG(found.st_mode)
+        else None
+    )
 
 
 def _line(entry: ManifestEntry) -> bytes:
-    return json.dumps([entry.path, *entry.source, entry.checksum, *entry.fingerprint]).encode() + b"\n"
+    return (
+        json.dumps([entry.path, *entry.source, entry.checksum, *entry.fingerprint]).encode() + b"\n"
+    )
 
 
 def _boot_id() -> bytes:

@@ -1,6 +1,7 @@
 """Augmentation of training images: their random parameters, and their effect on a batch.
 
-The parameters of a sample are a pure function of (seed, epoch, sample): they depend neither on the ranks nor on the rest of the batch.
+The parameters of a sample are a pure function of (seed, epoch, sample): they depend neither on the
+ranks nor on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from hvdtrain.data.images.random_operations import color_jitter, rand_augment
 from hvdtrain.data.images.resized_crop import crop_boxes, draw_keys, integers, resized_crop, uniform
 from hvdtrain.errors import UserError
 
-# Each parameter has its own counters, so switching one augmentation on changes no parameter of another; from 16 on: resized_crop.py;
-# from 64 on: random_operations.py; from 104 on: erasing.py.
+# Each parameter has its own counters, so switching one augmentation on changes no parameter of
+# another; from 16 on: resized_crop.py; from 64 on: random_operations.py; from 104 on: erasing.py.
 _SHIFT = range(0, 2)
 _FLIP = range(2, 3)
 _CUTOUT = range(3, 5)
@@ -29,23 +30,47 @@ _PARTNER = range(7, 8)  # of mixup and of CutMix
 _CUTMIX_WEIGHT = range(40, 42)
 _CUTMIX_CENTRE = range(42, 44)
 _IS_CUTMIX = range(44, 45)
-MIXUP_WEIGHT_STEPS = 2**16  # a mixup weight is a multiple of 1 / this, so that float32 mixes bytes exactly: 8 + 16 bits
+MIXUP_WEIGHT_STEPS = (
+    2**16
+)  # a mixup weight is a multiple of 1 / this, so that float32 mixes bytes exactly: 8 + 16 bits
 
 
 class AugmentationParameters(NamedTuple):
-    """Parameters for n images, in the order of application; None where an augmentation is off. Only one of the first three is set."""
+    """Parameters for n images, in the order of application; None where an augmentation is off. Only
+    one of the first three is set."""
 
-    crop_box: np.ndarray | None = None  # int64 (n, 4): top, left, height, width of the box that is resized to the image's size
-    shift: np.ndarray | None = None  # int64 (n, 2), down and right, of a window of the image's size; outside of the image it is black
-    reflected_shift: np.ndarray | None = None  # the same where the image goes on mirrored outside, without the pixels of its border
+    crop_box: np.ndarray | None = (
+        # int64 (n, 4): top, left, height, width of the box that is resized to the image's size
+        None
+    )
+    shift: np.ndarray | None = (
+        # int64 (n, 2), down and right, of a window of the image's size; outside of the image it is
+        # black
+        None
+    )
+    reflected_shift: np.ndarray | None = (
+        None  # the same where the image goes on mirrored outside, without the pixels of its border
+    )
     flipped: np.ndarray | None = None  # bool (n,), left to right
-    operation: np.ndarray | None = None  # int64 (n, k), of operations.py, by RandAugment and then colour jitter
+    operation: np.ndarray | None = (
+        None  # int64 (n, k), of operations.py, by RandAugment and then colour jitter
+    )
     argument: np.ndarray | None = None  # float64 (n, k), of the operations
-    erase_box: np.ndarray | None = None  # int64 (n, 4): top, bottom, left, right of the box of random pixels; 0, 0, 0, 0 without one
+    erase_box: np.ndarray | None = (
+        # int64 (n, 4): top, bottom, left, right of the box of random pixels; 0, 0, 0, 0 without one
+        None
+    )
     erase_key: np.ndarray | None = None  # uint64 (n,), which the random pixels follow from
-    cutout_box: np.ndarray | None = None  # int64 (n, 4): top, bottom, left, right of the black box, clipped at the border
-    cutmix_box: np.ndarray | None = None  # int64 (n, 4), of the partner's pixels; without a pixel where mixup has been drawn
-    mixup_weight: np.ndarray | None = None  # float64 (n,), of the image's own label: lambda of Zhang 2017, of Yun 2019 after clipping
+    cutout_box: np.ndarray | None = (
+        None  # int64 (n, 4): top, bottom, left, right of the black box, clipped at the border
+    )
+    cutmix_box: np.ndarray | None = (
+        None  # int64 (n, 4), of the partner's pixels; without a pixel where mixup has been drawn
+    )
+    mixup_weight: np.ndarray | None = (
+        # float64 (n,), of the image's own label: lambda of Zhang 2017, of Yun 2019 after clipping
+        None
+    )
 
 
 def is_enabled(augment: AugmentConfig) -> bool:
@@ -54,7 +79,8 @@ def is_enabled(augment: AugmentConfig) -> bool:
 
 
 def check_augmentation(augment: AugmentConfig, shape: tuple[int, int, int]) -> None:
-    """Raises UserError where an image of `shape`, (H, W, C), might become all black, or has no colours that can be changed so."""
+    """Raises UserError where an image of `shape`, (H, W, C), might become all black, or has no
+    colours that can be changed so."""
     height, width, channels = shape
     _check_channels(augment, channels)
     images = f"images of {height} x {width} pixels"
@@ -74,17 +100,36 @@ def _check_channels(augment: AugmentConfig, channels: int) -> None:
     else:
         changes = ""
     if changes and channels not in (1, 3):
-        what = f"augment.{changes} computes the grey of images of 1 or 3 channels; these have {channels}"
-        fix = f"leave augment.{changes} out; brightness alone, augment.erase and augment.cutmix take any channels"
+        what = (
+            f"augment.{changes} computes the grey of images of 1 or 3 channels; these have "
+            f"{channels}"
+        )
+        fix = (
+            f"leave augment.{changes} out; brightness alone, augment.erase and augment.cutmix "
+            "take any channels"
+        )
         raise UserError(what, augment.where(changes), fix)
     if channels == 1 and any(augment.color_jitter[2:]):
-        what = "augment.color_jitter has a saturation or a hue, which images of 1 channel do not have"
+        what = (
+            "augment.color_jitter has a saturation or a hue, which images of 1 channel do not have"
+        )
         shown = ",".join(f"{width:g}" for width in augment.color_jitter[:2])
-        raise UserError(what, augment.where("color_jitter"), f"augment.color_jitter=[{shown}]: brightness and contrast")
+        raise UserError(
+            what,
+            augment.where("color_jitter"),
+            f"augment.color_jitter=[{shown}]: brightness and contrast",
+        )
 
 
-def draw(augment: AugmentConfig, seed: int, epochs: np.ndarray, samples: np.ndarray, shape: tuple[int, int, int]) -> AugmentationParameters:
-    """The parameters of samples int64 (n,) in their epochs, int64 (n,); the images are of `shape`, (H, W, C)."""
+def draw(
+    augment: AugmentConfig,
+    seed: int,
+    epochs: np.ndarray,
+    samples: np.ndarray,
+    shape: tuple[int, int, int],
+) -> AugmentationParameters:
+    """The parameters of samples int64 (n,) in their epochs, int64 (n,); the images are of `shape`,
+    (H, W, C)."""
     height, width, _ = shape
     keys = draw_keys(seed, epochs, samples)
     crop_box = shift = reflected_shift = flipped = cutout_box = erase_box = erase_key = None
@@ -95,7 +140,9 @@ def draw(augment: AugmentConfig, seed: int, epochs: np.ndarray, samples: np.ndar
         if augment.pad == "reflect":
             shift, reflected_shift = None, shift
     if augment.flip == "alternating":
-        flipped = (uniform(draw_keys(seed, np.zeros_like(epochs), samples), _FLIP)[:, 0] < 0.5) ^ (epochs % 2 == 1)
+        flipped = (uniform(draw_keys(seed, np.zeros_like(epochs), samples), _FLIP)[:, 0] < 0.5) ^ (
+            epochs % 2 == 1
+        )
     elif augment.flip:
         flipped = uniform(keys, _FLIP)[:, 0] < 0.5
     if augment.erase:
@@ -108,7 +155,9 @@ def draw(augment: AugmentConfig, seed: int, epochs: np.ndarray, samples: np.ndar
     return AugmentationParameters(*places, *colours, *_mixtures(augment, keys, height, width))
 
 
-def _operations(augment: AugmentConfig, keys: np.ndarray, height: int, width: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+def _operations(
+    augment: AugmentConfig, keys: np.ndarray, height: int, width: int
+) -> tuple[np.ndarray | None, np.ndarray | None]:
     """AugmentationParameters.operation and argument."""
     drawn = []
     if augment.rand_augment:
@@ -121,8 +170,11 @@ def _operations(augment: AugmentConfig, keys: np.ndarray, height: int, width: in
     return np.concatenate(operations, 1), np.concatenate(arguments, 1)
 
 
-def _mixtures(augment: AugmentConfig, keys: np.ndarray, height: int, width: int) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """AugmentationParameters.cutmix_box and mixup_weight; with both, each sample has one of them with probability 1/2, as in timm."""
+def _mixtures(
+    augment: AugmentConfig, keys: np.ndarray, height: int, width: int
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """AugmentationParameters.cutmix_box and mixup_weight; with both, each sample has one of them
+    with probability 1/2, as in timm."""
     weight = _beta(uniform(keys, _MIXUP_WEIGHT), augment.mixup) if augment.mixup else None
     if not augment.cutmix:
         return None, weight
@@ -135,12 +187,16 @@ def _mixtures(augment: AugmentConfig, keys: np.ndarray, height: int, width: int)
     return box, np.where(is_cutmix, remaining_shares(box, height, width), weight)
 
 
-def partners_of(augment: AugmentConfig, seed: int, epochs: np.ndarray, samples: np.ndarray, dataset: int) -> np.ndarray | None:
-    """The sample that each is mixed with, int64 (n,): any of the data set, itself included, with equal probability.
+def partners_of(
+    augment: AugmentConfig, seed: int, epochs: np.ndarray, samples: np.ndarray, dataset: int
+) -> np.ndarray | None:
+    """The sample that each is mixed with, int64 (n,): any of the data set, itself included, with
+    equal probability.
 
     None without mixup and CutMix.
 
-    Zhang 2017 and Yun 2019 mix a batch with a permutation of itself; that would depend on how it is split into ranks and micro-batches.
+    Zhang 2017 and Yun 2019 mix a batch with a permutation of itself; that would depend on how it is
+    split into ranks and micro-batches.
     """
     if not augment.mixup and not augment.cutmix:
         return None
@@ -148,7 +204,8 @@ def partners_of(augment: AugmentConfig, seed: int, epochs: np.ndarray, samples: 
 
 
 def augment_batch(batch: Batch) -> Batch:
-    """Applies "augmentation" to "x" and "partner_augmentation" to "partner_x", then mixes both by "mixup_weight" and "cutmix_box".
+    """Applies "augmentation" to "x" and "partner_augmentation" to "partner_x", then mixes both by
+    "mixup_weight" and "cutmix_box".
 
     The result lacks "augmentation", "partner_x", "partner_augmentation" and "cutmix_box".
     """
@@ -159,7 +216,9 @@ _CONSUMED = ("augmentation", "partner_x", "partner_augmentation", "cutmix_box")
 
 
 def augment_batch_with(
-    apply_to: Callable[[Any, AugmentationParameters], Any], mix_both: Callable[[Any, Any, Any, Any], Any], batch: Batch
+    apply_to: Callable[[Any, AugmentationParameters], Any],
+    mix_both: Callable[[Any, Any, Any, Any], Any],
+    batch: Batch,
 ) -> Batch:
     """augment_batch() with a framework's own apply() and mix()."""
     augmented = {key: value for key, value in batch.items() if key not in _CONSUMED}
@@ -170,7 +229,9 @@ def augment_batch_with(
         if batch.get("partner_augmentation") is not None:
             partner = apply_to(partner, batch["partner_augmentation"])
         boxes = batch.get("cutmix_box")
-        augmented["x"] = mix_both(augmented["x"], partner, blend_weights(batch.get("mixup_weight"), boxes), boxes)
+        augmented["x"] = mix_both(
+            augmented["x"], partner, blend_weights(batch.get("mixup_weight"), boxes), boxes
+        )
     return augmented
 
 
@@ -181,7 +242,11 @@ def apply(x: np.ndarray, parameters: AugmentationParameters) -> np.ndarray:
         x = resized_crop(x, parameters.crop_box, parameters.flipped)
     else:
         x = x if parameters.shift is None else _shift(x, parameters.shift)
-        x = x if parameters.reflected_shift is None else _shift(x, parameters.reflected_shift, reflects=True)
+        x = (
+            x
+            if parameters.reflected_shift is None
+            else _shift(x, parameters.reflected_shift, reflects=True)
+        )
         x = x if parameters.flipped is None else _flip(x, parameters.flipped)
     if parameters.operation is not None and parameters.argument is not None:
         x = apply_operations(x, parameters.operation, parameters.argument, HostArrays())
@@ -190,19 +255,26 @@ def apply(x: np.ndarray, parameters: AugmentationParameters) -> np.ndarray:
     return x if parameters.cutout_box is None else _cutout(x, parameters.cutout_box)
 
 
-def mix(x: np.ndarray, partner: np.ndarray, weights: np.ndarray | None, boxes: np.ndarray | None) -> np.ndarray:
+def mix(
+    x: np.ndarray, partner: np.ndarray, weights: np.ndarray | None, boxes: np.ndarray | None
+) -> np.ndarray:
     """mixup() by weights, and paste() in boxes, where there are any; uint8 (n, H, W, C)."""
     x = x if weights is None else mixup(x, partner, weights)
     return x if boxes is None else paste(x, partner, boxes)
 
 
 def mixup(x: np.ndarray, partner: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """weight x + (1 - weight) partner, uint8 (n, H, W, C), rounded half up; exact for multiples of 1 / MIXUP_WEIGHT_STEPS.
+    """weight x + (1 - weight) partner, uint8 (n, H, W, C), rounded half up; exact for multiples of
+    1 / MIXUP_WEIGHT_STEPS.
 
     Zhang 2017 mixes real numbers; here a byte differs from that by half a level at most.
     """
-    weight = (np.rint(weight * MIXUP_WEIGHT_STEPS) / MIXUP_WEIGHT_STEPS).astype(np.float32)[:, None, None, None]
-    mixed: np.ndarray = (x * weight + partner * (1 - weight) + np.float32(0.5)).astype(np.uint8)  # no step of this rounds
+    weight = (np.rint(weight * MIXUP_WEIGHT_STEPS) / MIXUP_WEIGHT_STEPS).astype(np.float32)[
+        :, None, None, None
+    ]
+    mixed: np.ndarray = (x * weight + partner * (1 - weight) + np.float32(0.5)).astype(
+        np.uint8
+    )  # no step of this rounds
     return mixed
 
 
@@ -211,14 +283,20 @@ def _shift(x: np.ndarray, shift: np.ndarray, reflects: bool = False) -> np.ndarr
     border = int(np.abs(shift).max(initial=0))
     around = (0, 0), (border, border), (border, border), (0, 0)
     padded = np.pad(x, around, mode="reflect") if reflects else np.pad(x, around)
-    windows = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(1, 2))  # (n, 2 border + 1, 2 border + 1, C, H, W)
-    return np.ascontiguousarray(np.moveaxis(windows, 3, -1)[np.arange(n), border + shift[:, 0], border + shift[:, 1]])
+    windows = np.lib.stride_tricks.sliding_window_view(
+        padded, (height, width), axis=(1, 2)
+    )  # (n, 2 border + 1, 2 border + 1, C, H, W)
+    return np.ascontiguousarray(
+        np.moveaxis(windows, 3, -1)[np.arange(n), border + shift[:, 0], border + shift[:, 1]]
+    )
 
 
 def _flip(x: np.ndarray, flipped: np.ndarray) -> np.ndarray:
     n, height, width, channels = x.shape
     result = x.copy()
-    pixels = result.reshape(n, height, width * channels).view(f"V{channels}")  # (n, H, W): whole pixels move twice as fast as bytes
+    pixels = result.reshape(n, height, width * channels).view(
+        f"V{channels}"
+    )  # (n, H, W): whole pixels move twice as fast as bytes
     pixels[flipped] = pixels[flipped][:, :, ::-1]
     return result
 
@@ -235,29 +313,40 @@ def _cutout(x: np.ndarray, box: np.ndarray) -> np.ndarray:
     top, bottom, left, right = (edge[:, None] for edge in box.T)
     rows = np.arange(height)
     columns = np.arange(width * channels) // channels
-    black = ((rows >= top) & (rows < bottom))[:, :, None] & ((columns >= left) & (columns < right))[:, None]  # (n, H, W C)
+    black = ((rows >= top) & (rows < bottom))[:, :, None] & ((columns >= left) & (columns < right))[
+        :, None
+    ]  # (n, H, W C)
     return (x.reshape(black.shape) * ~black).reshape(x.shape)
 
 
 def _cutout_boxes(drawn: np.ndarray, side: int, height: int, width: int) -> np.ndarray:
     """Squares with their centre on any pixel, clipped at the border (DeVries 2017, section 3.2).
 
-    Their code makes a square of 2 (side // 2) pixels and sets it to 0 after normalization, the mean colour; here it has `side` pixels and
-    is black.
+    Their code makes a square of 2 (side // 2) pixels and sets it to 0 after normalization, the mean
+    colour; here it has `side` pixels and is black.
     """
     centre = (drawn * (height, width)).astype(np.int64)
     first = centre - side // 2  # (n, 2)
-    return np.stack([first, first + side], axis=2).clip(0, np.array([[height], [width]])).reshape(-1, 4)
+    return (
+        np.stack([first, first + side], axis=2)
+        .clip(0, np.array([[height], [width]]))
+        .reshape(-1, 4)
+    )
 
 
 def _beta(drawn: np.ndarray, alpha: float) -> np.ndarray:
-    """Beta(alpha, alpha) in closed form from two uniform numbers, float64 (n,), rounded to a multiple of 1 / MIXUP_WEIGHT_STEPS.
+    """Beta(alpha, alpha) in closed form from two uniform numbers, float64 (n,), rounded to a
+    multiple of 1 / MIXUP_WEIGHT_STEPS.
 
-    t = sqrt(alpha (u^(-1/alpha) - 1)) cos(2 pi v) sqrt(2) follows Student's t-distribution with 2 alpha degrees of freedom (Bailey 1994,
-    "Polar generation of random variates with the t-distribution"), and 1/2 + t / (2 sqrt(2 alpha + t^2)) is then Beta(alpha, alpha).
-    Computed with u^(1/alpha), which goes to 0 where its inverse would be infinite.
+    t = sqrt(alpha (u^(-1/alpha) - 1)) cos(2 pi v) sqrt(2) follows Student's t-distribution with 2
+    alpha degrees of freedom (Bailey 1994, "Polar generation of random variates with the
+    t-distribution"), and 1/2 + t / (2 sqrt(2 alpha + t^2)) is then Beta(alpha, alpha). Computed
+    with u^(1/alpha), which goes to 0 where its inverse would be infinite.
     """
     power = np.log(drawn[:, 0]) / alpha
     cosine = np.cos(2 * np.pi * drawn[:, 1])
     spread = np.exp(power) / (-np.expm1(power) * cosine**2)  # 2 alpha / t^2
-    return np.rint((0.5 + 0.5 * np.sign(cosine) / np.sqrt(1 + spread)) * MIXUP_WEIGHT_STEPS) / MIXUP_WEIGHT_STEPS
+    return (
+        np.rint((0.5 + 0.5 * np.sign(cosine) / np.sqrt(1 + spread)) * MIXUP_WEIGHT_STEPS)
+        / MIXUP_WEIGHT_STEPS
+    )

@@ -1,4 +1,5 @@
-"""One encoded image -> pixels, in bounded memory and time; every defect is a UserError that names the image."""
+"""One encoded image -> pixels, in bounded memory and time; every defect is a UserError that names
+the image."""
 
 from __future__ import annotations
 
@@ -20,19 +21,32 @@ if TYPE_CHECKING:
     from PIL.ImageFile import ImageFile
 
 
-Name = Callable[[], str]  # the name of an image in messages: called only for an error, since an archive is searched for it
+Name = Callable[
+    [], str
+]  # the name of an image in messages: called only for an error, since an archive is searched for it
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")
 _MOST_SIDE = 2**13  # pixels, of data.size
-_FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "GIF", "PPM")  # by content, whatever the suffix: some formats of PIL start other programs
+_FORMATS = (
+    "JPEG",
+    "PNG",
+    "BMP",
+    "WEBP",
+    "TIFF",
+    "GIF",
+    "PPM",
+)  # by content, whatever the suffix: some formats of PIL start other programs
 _MOST_BEFORE_EXIF = 2**18  # bytes of a JPEG file: its segments have at most 64 KiB each
 MOST_BYTES = 2**27  # of an image file
 _MOST_PIXELS = 2**26  # ImageNet's largest image has 61 million
 _ORIENTATION = 0x112  # the tag of EXIF
-_MOST_SCANS = 100  # of a JPEG file and its thumbnail. Encoders write 10; each is a pass over all pixels: 400 kB of scans take 80 s
+# of a JPEG file and its thumbnail. Encoders write 10; each is a pass over all pixels: 400 kB of
+# scans take 80 s
+_MOST_SCANS = 100
 
 
 class _PixelBudget:
-    """Limits the pixels that all threads together decode at once; a pixel takes up to 11 bytes of memory."""
+    """Limits the pixels that all threads together decode at once; a pixel takes up to 11 bytes of
+    memory."""
 
     def __init__(self, pixels: int) -> None:
         self._free = pixels
@@ -59,30 +73,42 @@ def check_image_options(size: int | None, channels: int) -> None:
     """Raises UserError for a data.size or data.channels that no image can have."""
     if channels not in _MODES or (size is not None and not 1 <= size <= _MOST_SIDE):
         what = f"images of size {size} with {channels} channels are impossible"
-        raise UserError(what, "data.size, data.channels", f"data.channels is 1 or 3, data.size is 1 to {_MOST_SIDE}")
+        raise UserError(
+            what,
+            "data.size, data.channels",
+            f"data.channels is 1 or 3, data.size is 1 to {_MOST_SIDE}",
+        )
 
 
 def check_file(file: str | Path) -> os.stat_result:
-    """The status of a regular file of at most MOST_BYTES: a pipe or a device may have no end. Raises UserError for any other, OSError."""
+    """The status of a regular file of at most MOST_BYTES: a pipe or a device may have no end.
+    Raises UserError for any other, OSError."""
     status = os.stat(file)
     if not stat.S_ISREG(status.st_mode):
         raise UserError("the image is not a regular file", str(file), "remove it")
     if status.st_size > MOST_BYTES:
-        raise UserError(f"the image is a file of {status.st_size} bytes, at most {MOST_BYTES}", str(file), "make it smaller, or remove it")
+        raise UserError(
+            f"the image is a file of {status.st_size} bytes, at most {MOST_BYTES}",
+            str(file),
+            "make it smaller, or remove it",
+        )
     return status
 
 
 def read_file(file: str) -> bytes:
     """The bytes of an image file. Raises UserError.
 
-    `file` is a string and the calls are the system's: a Path, and Python's own file object, take as long as the reading itself.
+    `file` is a string and the calls are the system's: a Path, and Python's own file object, take as
+    long as the reading itself.
     """
     try:
         size = check_file(file).st_size
         opened = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         try:
             content = os.read(opened, size)
-            while len(content) < size and (more := os.read(opened, size - len(content))):  # a network file system may give less at once
+            while len(content) < size and (
+                more := os.read(opened, size - len(content))
+            ):  # a network file system may give less at once
                 content += more
             return content
         finally:
@@ -108,7 +134,8 @@ def centre_square(height: int, width: int) -> Box:
 
 
 class Undecoded:
-    """An image file of which only the header has been read. Raises UserError where that is damaged, or decoding would cost too much."""
+    """An image file of which only the header has been read. Raises UserError where that is damaged,
+    or decoding would cost too much."""
 
     def __init__(self, content: bytes, name: Name, upright: bool = False) -> None:
         """upright: the image is turned as its EXIF orientation says, before all else."""
@@ -123,15 +150,26 @@ class Undecoded:
         self.height, self.width = self._stored if self._orientation < 5 else self._stored[::-1]
 
     def pixels(self, shape: tuple[int, ...], box: Box | None) -> bytes:
-        """uint8 of `shape`, (H, W, C), row by row: the box, resized with antialiasing; without a box the whole image, which is H x W.
+        """uint8 of `shape`, (H, W, C), row by row: the box, resized with antialiasing; without a
+        box the whole image, which is H x W.
 
-        Safe to call from several threads; PIL releases the interpreter lock. Raises UserError where the image is damaged.
+        Safe to call from several threads; PIL releases the interpreter lock. Raises UserError where
+        the image is damaged.
         """
         with _pixel_budget.reserve(self.height * self.width * (1 if self._orientation == 1 else 2)):
             if self._jpeg is not None:
-                scale = coarsest_scale((box.height, box.width), shape[:2]) if box is not None and box.may_be_coarse else 1
+                scale = (
+                    coarsest_scale((box.height, box.width), shape[:2])
+                    if box is not None and box.may_be_coarse
+                    else 1
+                )
                 with suppress(ValueError):  # it is damaged: PIL.Image.open() says how
-                    return _resized(_turned(decode_jpeg(self._content, self._jpeg, scale), self._orientation), shape, box, scale)
+                    return _resized(
+                        _turned(decode_jpeg(self._content, self._jpeg, scale), self._orientation),
+                        shape,
+                        box,
+                        scale,
+                    )
             image = self._image or _open(self._content, self.name)
             if image.mode[0] in "IF":
                 what = f"the image has more than 8 bits a channel (mode {image.mode})"
@@ -160,7 +198,8 @@ def height_and_width(content: bytes, name: Name, upright: bool = False) -> tuple
 
 
 def mask_numbers(content: bytes, shape: tuple[int, int], box: Box | None, name: Name) -> np.ndarray:
-    """uint8 (H, W): the numbers of a mask's pixels, those of its palette where it has one; the box by its nearest pixels, or the whole.
+    """uint8 (H, W): the numbers of a mask's pixels, those of its palette where it has one; the box
+    by its nearest pixels, or the whole.
 
     Raises UserError for an image with colours or more than 8 bits, and for a damaged one.
     """
@@ -180,7 +219,8 @@ def mask_numbers(content: bytes, shape: tuple[int, int], box: Box | None, name: 
 
 
 def _turned(image: Image, orientation: int) -> Image:
-    """The image upright; EXIF's orientation says which row and column of the scene are the first of the file."""
+    """The image upright; EXIF's orientation says which row and column of the scene are the first of
+    the file."""
     from PIL.Image import Transpose
 
     if orientation == 1:
@@ -207,12 +247,15 @@ def _resized(image: Image, shape: tuple[int, ...], box: Box | None, scale: int) 
     if box is not None:  # cut out and resized in one step
         edges = box.left, box.top, box.left + box.width, box.top + box.height
         left, top, right, bottom = (edge / scale for edge in edges)
-        converted = converted.resize((width, height), Resampling.BILINEAR, (left, top, right, bottom))
+        converted = converted.resize(
+            (width, height), Resampling.BILINEAR, (left, top, right, bottom)
+        )
     return converted.tobytes()
 
 
 def _usual_jpeg(content: bytes) -> JpegHeader | None:
-    """None where the image is no usual JPEG file, or would cost too much: PIL.Image.open() reads those, or says what they are."""
+    """None where the image is no usual JPEG file, or would cost too much: PIL.Image.open() reads
+    those, or says what they are."""
     header = read_header(content)
     if header is None or header.height * header.width > _MOST_PIXELS:
         return None
@@ -220,7 +263,8 @@ def _usual_jpeg(content: bytes) -> JpegHeader | None:
 
 
 def _scans(content: bytes) -> int:
-    """Number of scans of a JPEG file and of its thumbnail. Reads all of it: 2 % of the time that decoding takes."""
+    """Number of scans of a JPEG file and of its thumbnail. Reads all of it: 2 % of the time that
+    decoding takes."""
     return content.count(b"\xff\xda")
 
 
@@ -245,31 +289,54 @@ def _named_errors(name: Name) -> Iterator[None]:
         raise
     except (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning) as error:
         raise _too_large(name(), str(error)) from error
-    except PIL.UnidentifiedImageError as error:  # its own message holds a memory address, which differs between ranks
-        raise _unreadable(type(error)("neither JPEG nor PNG, BMP, WebP, TIFF, GIF, PPM"), name()) from error
-    except Exception as error:  # decoders raise OSError, SyntaxError, ValueError, struct.error and more
+    except (
+        PIL.UnidentifiedImageError
+    ) as error:  # its own message holds a memory address, which differs between ranks
+        raise _unreadable(
+            type(error)("neither JPEG nor PNG, BMP, WebP, TIFF, GIF, PPM"), name()
+        ) from error
+    except (
+        Exception
+    ) as error:  # decoders raise OSError, SyntaxError, ValueError, struct.error and more
         raise _unreadable(error, name()) from error
 
 
 def _check_cost(image: ImageFile, content: bytes, name: Name) -> None:
-    """Raises UserError for an image that takes far more memory or time than the size of its file suggests."""
+    """Raises UserError for an image that takes far more memory or time than the size of its file
+    suggests."""
     pixels = image.width * image.height
     if pixels > _MOST_PIXELS:
-        raise _too_large(name(), f"Image size ({pixels} pixels) exceeds limit of {_MOST_PIXELS} pixels")
+        raise _too_large(
+            name(), f"Image size ({pixels} pixels) exceeds limit of {_MOST_PIXELS} pixels"
+        )
     if image.format in ("JPEG", "MPO") and (scans := _scans(content)) > _MOST_SCANS:
-        raise UserError(f"the image has {scans} scans, at most {_MOST_SCANS}", name(), "save it again with another program")
+        raise UserError(
+            f"the image has {scans} scans, at most {_MOST_SCANS}",
+            name(),
+            "save it again with another program",
+        )
     if image.tile and image.tile[0][0] == "bmp_rle":  # PIL decodes it byte by byte: 10 s for 7 kB
-        raise UserError("the image is a BMP file with run-length encoding", name(), "convert it to PNG")
+        raise UserError(
+            "the image is a BMP file with run-length encoding", name(), "convert it to PNG"
+        )
     if image.tile and image.tile[0][0] == "ppm_plain":  # the same of numbers as text
         raise UserError("the image is a PPM file of decimal numbers", name(), "convert it to PNG")
 
 
 def _too_large(name: str, what: str) -> UserError:
-    return UserError(f"the image is too large to be decoded safely: {what}", name, "make it smaller, or remove it")
+    return UserError(
+        f"the image is too large to be decoded safely: {what}",
+        name,
+        "make it smaller, or remove it",
+    )
 
 
 def _unreadable(error: Exception, name: str) -> UserError:
-    return UserError(f"the image cannot be read: {type(error).__name__}: {error}", name, "repair or remove the file")
+    return UserError(
+        f"the image cannot be read: {type(error).__name__}: {error}",
+        name,
+        "repair or remove the file",
+    )
 
 
 _SEGMENT = Struct(">BBH")  # 255, marker, length
@@ -277,7 +344,13 @@ _FRAME = Struct(">BHHB")  # bits, height, width, channels
 _PROGRESSIVE = 0xC2
 _SCAN = 0xDA
 _FRAMES = (0xC0, 0xC1, _PROGRESSIVE)  # baseline, extended
-_OTHERS = (*range(0xE0, 0xF0), 0xC4, 0xDB, 0xDD, 0xFE)  # applications' own, tables, restarts, comment: before frame and scan
+_OTHERS = (
+    *range(0xE0, 0xF0),
+    0xC4,
+    0xDB,
+    0xDD,
+    0xFE,
+)  # applications' own, tables, restarts, comment: before frame and scan
 _MODES = {1: "L", 3: "RGB"}
 _SCALES = (8, 4, 2)  # of the decoder: it leaves out the high frequencies, and the work for them
 
@@ -290,7 +363,8 @@ class JpegHeader(NamedTuple):
 
 
 def read_header(content: bytes) -> JpegHeader | None:
-    """The header of a JPEG file with 8 bits a channel in 1 or 3 channels; None of any other file, and of an unusual one."""
+    """The header of a JPEG file with 8 bits a channel in 1 or 3 channels; None of any other file,
+    and of an unusual one."""
     frame = _find(content, 2, _FRAMES) if content[:2] == b"\xff\xd8" else None
     if frame is None:
         return None
@@ -304,7 +378,8 @@ def read_header(content: bytes) -> JpegHeader | None:
 
 
 def _find(content: bytes, at: int, markers: tuple[int, ...]) -> int | None:
-    """Where the first segment of one of these markers begins, from `at` on; None where one that is not usual before it comes first."""
+    """Where the first segment of one of these markers begins, from `at` on; None where one that is
+    not usual before it comes first."""
     while at + _SEGMENT.size + _FRAME.size <= len(content):
         prefix, marker, length = _SEGMENT.unpack_from(content, at)
         if prefix == 0xFF and marker in markers:
@@ -316,7 +391,8 @@ def _find(content: bytes, at: int, markers: tuple[int, ...]) -> int | None:
 
 
 def decode_jpeg(content: bytes, header: JpegHeader, scale: int) -> Image:
-    """All of it, with 1 / scale of its height and width, rounded up. Raises ValueError where it is damaged or cut off."""
+    """All of it, with 1 / scale of its height and width, rounded up. Raises ValueError where it is
+    damaged or cut off."""
     from PIL.Image import frombytes
 
     size = -(-header.width // scale), -(-header.height // scale)
@@ -324,5 +400,9 @@ def decode_jpeg(content: bytes, header: JpegHeader, scale: int) -> Image:
 
 
 def coarsest_scale(box: tuple[float, float], wanted: tuple[int, ...]) -> int:
-    """The coarsest scale for decode_jpeg() at which the box, its height and width, still has the pixels that are wanted."""
-    return next((scale for scale in _SCALES if box[0] >= scale * wanted[0] and box[1] >= scale * wanted[1]), 1)
+    """The coarsest scale for decode_jpeg() at which the box, its height and width, still has the
+    pixels that are wanted."""
+    return next(
+        (scale for scale in _SCALES if box[0] >= scale * wanted[0] and box[1] >= scale * wanted[1]),
+        1,
+    )

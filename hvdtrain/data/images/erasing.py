@@ -8,17 +8,21 @@ from hvdtrain.core.progress import fold
 from hvdtrain.data.images.resized_crop import uniform
 
 _TRIES = 10
-_COUNTERS = range(104, 104 + 2 * _TRIES + 3)  # apart from those in augment.py, random_operations.py and resized_crop.py
+_COUNTERS = range(
+    104, 104 + 2 * _TRIES + 3
+)  # apart from those in augment.py, random_operations.py and resized_crop.py
 _PIXELS = 160  # the counter of random pixels
 _AREA = 0.02, 0.33  # share of the image
 _RATIO = np.log(0.3), np.log(3.3)
 
 
 def erase_boxes(keys: np.ndarray, probability: float, height: int, width: int) -> np.ndarray:
-    """Boxes distributed as those of torchvision's RandomErasing, int64 (n, 4): top, bottom, left, right; 0, 0, 0, 0 without one.
+    """Boxes distributed as those of torchvision's RandomErasing, int64 (n, 4): top, bottom, left,
+    right; 0, 0, 0, 0 without one.
 
-    keys: draw_keys(), uint64 (n,). The area is uniform, the aspect ratio log-uniform; the first of ten tries that is smaller than the
-    image counts, where none is there is no box. The paper has areas up to 0.4 and ratios uniform from 0.3 to 1 / 0.3.
+    keys: draw_keys(), uint64 (n,). The area is uniform, the aspect ratio log-uniform; the first of
+    ten tries that is smaller than the image counts, where none is there is no box. The paper has
+    areas up to 0.4 and ratios uniform from 0.3 to 1 / 0.3.
     """
     drawn = uniform(keys, _COUNTERS)
     area = height * width * (_AREA[0] + (_AREA[1] - _AREA[0]) * drawn[:, :_TRIES])
@@ -29,7 +33,9 @@ def erase_boxes(keys: np.ndarray, probability: float, height: int, width: int) -
     fits = (tall < height) & (wide < width)
     first = np.arange(len(fits)), fits.argmax(1)
     sides = np.stack([tall[first], wide[first]], 1)
-    corner = (drawn[:, 2 * _TRIES : 2 * _TRIES + 2] * (np.array([height, width]) - sides + 1)).astype(np.int64)
+    corner = (
+        drawn[:, 2 * _TRIES : 2 * _TRIES + 2] * (np.array([height, width]) - sides + 1)
+    ).astype(np.int64)
     boxes = np.stack([corner, corner + sides], 2).reshape(-1, 4)
     return np.where((fits.any(1) & (drawn[:, -1] < probability))[:, None], boxes, 0)
 
@@ -40,7 +46,8 @@ def has_box(boxes: np.ndarray) -> np.ndarray:
 
 
 def random_pixels(keys: np.ndarray, height: int, width: int, channels: int) -> np.ndarray:
-    """uint8 (n, H, W, C), each value with equal probability, of which a box is shown. keys: uint64 (n,)."""
+    """uint8 (n, H, W, C), each value with equal probability, of which a box is shown. keys: uint64
+    (n,)."""
     size = height * width * channels
     words = fold(keys[:, None], _PIXELS, np.arange(-(-size // 8), dtype=np.uint64))
     pixels: np.ndarray = words.astype("<u8").view(np.uint8)[:, :size]

@@ -1,4 +1,5 @@
-"""ImageSource: images that are decoded whenever they are read, by threads or workers, and never kept; image files of a folder."""
+"""ImageSource: images that are decoded whenever they are read, by threads or workers, and never
+kept; image files of a folder."""
 
 from __future__ import annotations
 
@@ -63,19 +64,27 @@ class ImageReader:
     def name(self) -> str:
         return self.encoded.where
 
-    def read_into(self, arrays: Mapping[str, np.ndarray], indices: np.ndarray, seeds: np.ndarray | None) -> None:
-        """With draw_keys() as `seeds` random boxes of the images; without them the images as they are evaluated.
+    def read_into(
+        self, arrays: Mapping[str, np.ndarray], indices: np.ndarray, seeds: np.ndarray | None
+    ) -> None:
+        """With draw_keys() as `seeds` random boxes of the images; without them the images as they
+        are evaluated.
 
         Raises UserError where an image cannot be decoded.
         """
         x = arrays["x"]
         for start, images in self._groups(indices.tolist()):
-            boxes = self._own_boxes(images) if seeds is None else self._random_boxes(images, seeds[start : start + len(images)])
+            boxes = (
+                self._own_boxes(images)
+                if seeds is None
+                else self._random_boxes(images, seeds[start : start + len(images)])
+            )
             for row, (image, box) in enumerate(zip(images, boxes, strict=True), start):
                 x[row] = np.frombuffer(image.pixels(self.shape, box), np.uint8).reshape(self.shape)
 
     def _groups(self, indices: list[int]) -> Iterator[tuple[int, list[Undecoded]]]:
-        """The images, with the place of the first of each group: boxes of several are drawn at once, large files are not kept."""
+        """The images, with the place of the first of each group: boxes of several are drawn at
+        once, large files are not kept."""
         images: list[Undecoded] = []
         size = 0
         for place, index in enumerate(indices):
@@ -99,7 +108,9 @@ class ImageReader:
             self._check_sizes(images)
         heights, widths = np.array([(image.height, image.width) for image in images]).T
         found = crop_boxes(keys, self.smallest_box, heights, widths).tolist()
-        return [Box(top, left, height, width, may_be_coarse=True) for top, left, height, width in found]
+        return [
+            Box(top, left, height, width, may_be_coarse=True) for top, left, height, width in found
+        ]
 
     def _check_sizes(self, images: list[Undecoded]) -> None:
         """Raises UserError, with the name of the first image, where one has another size."""
@@ -107,15 +118,18 @@ class ImageReader:
         for image in images:
             if (image.height, image.width) != (height, width):
                 raise UserError(
-                    f"the images differ in size: {width} x {height} and {image.width} x {image.height} pixels",
+                    f"the images differ in size: {width} x {height} and {image.width} x "
+                    f"{image.height} pixels",
                     f"{self.first()} and {image.name()}",
-                    f"data.size={min(height, width)} resizes the centre square of every image to that size",
+                    f"data.size={min(height, width)} resizes the centre square of every image to "
+                    "that size",
                 )
 
 
 @dataclass(frozen=True, eq=False)
 class ImageSource(ImagesBase):
-    """A source that decodes each image when it is read: on the thread that reads it, or in worker processes."""
+    """A source that decodes each image when it is read: on the thread that reads it, or in worker
+    processes."""
 
     encoded: EncodedImages
     y: np.ndarray  # integers (n,), each in 0..classes-1
@@ -125,7 +139,9 @@ class ImageSource(ImagesBase):
     first: Name  # the image that `shape` was read from
     class_names: tuple[str, ...] = ()
     workers: WorkerPool | None = None
-    smallest_box: float = 0.0  # augment.resized_crop: reading for training takes a random box of each image; 0: as for evaluation
+    # augment.resized_crop: reading for training takes a random box of each image; 0: as for
+    # evaluation
+    smallest_box: float = 0.0
     upright: bool = False  # images are turned as their EXIF orientation says
     notes: tuple[str, ...] = ()  # for the user
     small_images_lock: Lock = field(default_factory=Lock)
@@ -142,12 +158,15 @@ class ImageSource(ImagesBase):
         return self.smallest_box > 0
 
     def read(self, indices: np.ndarray) -> Batch:
-        """The images as they are evaluated. Raises UserError where an image cannot be decoded, or a worker process ended."""
+        """The images as they are evaluated. Raises UserError where an image cannot be decoded, or a
+        worker process ended."""
         return self._read(indices, None)
 
     def read_in_epochs(self, indices: np.ndarray, epochs: np.ndarray, seed: int) -> Batch:
         """The images as they are trained on in these epochs, int64 (n,)."""
-        return self._read(indices, draw_keys(seed, epochs, indices) if self.crops_at_random else None)
+        return self._read(
+            indices, draw_keys(seed, epochs, indices) if self.crops_at_random else None
+        )
 
     def _read(self, indices: np.ndarray, keys: np.ndarray | None) -> Batch:
         check_indices(indices, len(self))
@@ -161,27 +180,35 @@ class ImageSource(ImagesBase):
 
     @property
     def reader(self) -> ImageReader:
-        return ImageReader(self.encoded, self.shape, self.crop, self.first, self.smallest_box, self.upright)
+        return ImageReader(
+            self.encoded, self.shape, self.crop, self.first, self.smallest_box, self.upright
+        )
 
     def read_by(self, workers: int) -> ImageSource:
         """This source with images decoded in so many processes of their own."""
         return replace(self, workers=WorkerPool(self.reader, workers))
 
     def cropped(self, smallest_box: float) -> ImageSource:
-        """This source with crops: images that are trained on are random boxes of at least this share of the whole image."""
+        """This source with crops: images that are trained on are random boxes of at least this
+        share of the whole image."""
         return replace(self, smallest_box=smallest_box)
 
     def is_small(self, index: int) -> bool:
-        """Whether the image's file is small: decoding it is mostly Python, so one thread is as fast as several."""
+        """Whether the image's file is small: decoding it is mostly Python, so one thread is as fast
+        as several."""
         return len(self.encoded.content(index)) < _SMALL_BYTES
 
     def _one_thread_if_small(self, indices: np.ndarray) -> AbstractContextManager[object]:
         """Batches of small images are read one after the other.
 
-        Two threads pass the interpreter lock to and fro at every file: of 32 x 32 images they read 0.56 times as many as one thread, of
-        500 x 375 images 1.65 times as many.
+        Two threads pass the interpreter lock to and fro at every file: of 32 x 32 images they read
+        0.56 times as many as one thread, of 500 x 375 images 1.65 times as many.
         """
-        return self.small_images_lock if len(indices) > 0 and self.is_small(int(indices[0])) else nullcontext()
+        return (
+            self.small_images_lock
+            if len(indices) > 0 and self.is_small(int(indices[0]))
+            else nullcontext()
+        )
 
 
 @dataclass(frozen=True)
@@ -204,24 +231,36 @@ class ImageFiles:
 class FoundImages(NamedTuple):
     """Names relative to the folder, with /; folders that are left out end with it."""
 
-    images: list[str]  # folder by folder in the order of their paths, in each by name: as torchvision's ImageFolder has them
+    images: list[
+        str
+    ]  # folder by folder in the order of their paths, in each by name: as torchvision's ImageFolder has them  # noqa: E501
     left_out: list[str]  # hidden files and folders, and files with another suffix
 
 
 def find_images(folder: str) -> FoundImages:
-    """All image files below a folder; links are followed. Raises UserError for a circle of links, OSError for what cannot be listed."""
+    """All image files below a folder; links are followed. Raises UserError for a circle of links,
+    OSError for what cannot be listed."""
     found: list[tuple[str, list[str]]] = []
     left_out: list[str] = []
     _walk(folder, "", found, left_out)
-    return FoundImages([below + name for below, names in sorted(found, key=_folder) for name in names], sorted(left_out))
+    return FoundImages(
+        [below + name for below, names in sorted(found, key=_folder) for name in names],
+        sorted(left_out),
+    )
 
 
 def left_out_note(left_out: Sequence[str], folder: str) -> tuple[str, ...]:
     """A line for the user, where something is left out."""
     if not left_out:
         return ()
-    named = ", ".join(map(short, left_out[:_MOST_NAMED])) + (", ..." if len(left_out) > _MOST_NAMED else "")
-    what = "1 file or folder that is" if len(left_out) == 1 else f"{len(left_out):,} files and folders that are"
+    named = ", ".join(map(short, left_out[:_MOST_NAMED])) + (
+        ", ..." if len(left_out) > _MOST_NAMED else ""
+    )
+    what = (
+        "1 file or folder that is"
+        if len(left_out) == 1
+        else f"{len(left_out):,} files and folders that are"
+    )
     return (f"{folder}: left out {what} hidden or no image ({' '.join(SUFFIXES)}): {named}",)
 
 
@@ -235,7 +274,8 @@ def _folder(found: tuple[str, list[str]]) -> str:
 
 
 def _walk(folder: str, below: str, found: list[tuple[str, list[str]]], left_out: list[str]) -> None:
-    """Adds the images of a folder and of those in it; below: its path in the whole, "" or ending with /."""
+    """Adds the images of a folder and of those in it; below: its path in the whole, "" or ending
+    with /."""
     names = []
     folders = []
     with os.scandir(folder) as entries:
@@ -258,4 +298,8 @@ def _refuse_circle(entry: os.DirEntry[str], folder: str) -> None:
         target = os.path.realpath(entry.path)
         here = os.path.realpath(folder)
         if os.path.commonpath([target, here]) == target:
-            raise UserError(f"a circle of links: it leads back to {short(target)}", entry.path, "remove the link")
+            raise UserError(
+                f"a circle of links: it leads back to {short(target)}",
+                entry.path,
+                "remove the link",
+            )

@@ -1,4 +1,5 @@
-"""Masks that move with their images: the nearest pixel under the crop, shift, flip and RandAugment that are drawn for a sample."""
+"""Masks that move with their images: the nearest pixel under the crop, shift, flip and RandAugment
+that are drawn for a sample."""
 
 from __future__ import annotations
 
@@ -26,10 +27,13 @@ def moves_pixels(augment: AugmentConfig) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class MovedMasks(AroundSource):
-    """A source whose masks are read for training as augmentation moves the image x of the same sample in the same epoch."""
+    """A source whose masks are read for training as augmentation moves the image x of the same
+    sample in the same epoch."""
 
     source: Source
-    masks: Mapping[str, int]  # fields (n, H, W) of integers, and the label of what is outside of the image
+    masks: Mapping[
+        str, int
+    ]  # fields (n, H, W) of integers, and the label of what is outside of the image
     augment: AugmentConfig
 
     def read(self, indices: np.ndarray) -> Batch:
@@ -39,28 +43,43 @@ class MovedMasks(AroundSource):
         batch = read_in_epochs(self.source, indices, epochs, seed)
         height, width, channels = self.source.fields["x"].shape
         parameters = draw(self.augment, seed, epochs, indices, (height, width, channels))
-        return {**batch, **{name: move(batch[name], parameters, outside) for name, outside in self.masks.items()}}
+        return {
+            **batch,
+            **{
+                name: move(batch[name], parameters, outside) for name, outside in self.masks.items()
+            },
+        }
 
 
-def with_moved_masks(source: Source, masks: Mapping[str, int | None], augment: AugmentConfig) -> Source:
-    """The source, whose masks move where augmentation moves pixels. Raises UserError where pixels from outside would have no class."""
+def with_moved_masks(
+    source: Source, masks: Mapping[str, int | None], augment: AugmentConfig
+) -> Source:
+    """The source, whose masks move where augmentation moves pixels. Raises UserError where pixels
+    from outside would have no class."""
     if not masks or not (moves_pixels(augment) or augment.cutmix):
         return source
     key = "crop" if augment.crop and augment.pad == "zeros" else "rand_augment"
     if getattr(augment, key) and None in masks.values():
-        what = f"augment.{key}={getattr(augment, key)} shows black pixels from outside of the image, which have no class"
+        what = (
+            f"augment.{key}={getattr(augment, key)} shows black pixels from outside of the image, "
+            "which have no class"
+        )
         instead = "augment.pad=reflect" if key == "crop" else "augment.rand_augment=0"
-        raise UserError(what, augment.where(key), f"task.ignore_label=255 leaves them out; or {instead}")
+        raise UserError(
+            what, augment.where(key), f"task.ignore_label=255 leaves them out; or {instead}"
+        )
     return MovedMasks(source, {name: outside or 0 for name, outside in masks.items()}, augment)
 
 
 def moved_masks(source: Source) -> tuple[str, ...]:
-    """The fields that are masks of x, where their pixels move, or are pasted by CutMix, with those of x."""
+    """The fields that are masks of x, where their pixels move, or are pasted by CutMix, with those
+    of x."""
     return tuple(source.masks) if isinstance(source, MovedMasks) else ()
 
 
 def move(masks: np.ndarray, parameters: AugmentationParameters, outside: int) -> np.ndarray:
-    """Masks of integers (n, H, W) with the pixels that apply() of augment.py gives their images; of a resized crop the nearest."""
+    """Masks of integers (n, H, W) with the pixels that apply() of augment.py gives their images; of
+    a resized crop the nearest."""
     rows, columns = _sources_of_pixels(parameters, *masks.shape)
     moved = _taken(masks, rows[:, :, None], columns[:, None], outside)
     if parameters.operation is None or parameters.argument is None:
@@ -74,18 +93,24 @@ def move(masks: np.ndarray, parameters: AugmentationParameters, outside: int) ->
 
 
 def _taken(masks: np.ndarray, rows: np.ndarray, columns: np.ndarray, outside: int) -> np.ndarray:
-    """The pixels in these rows and columns of masks (n, H, W), integers that broadcast to its shape; `outside` of what is not in it."""
+    """The pixels in these rows and columns of masks (n, H, W), integers that broadcast to its
+    shape; `outside` of what is not in it."""
     n, height, width = masks.shape
     found = masks[np.arange(n)[:, None, None], rows.clip(0, height - 1), columns.clip(0, width - 1)]
     is_inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
     return np.where(is_inside, found, np.asarray(outside, masks.dtype))
 
 
-def _sources_of_pixels(parameters: AugmentationParameters, n: int, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """The row and the column that each pixel comes from, int64 (n, H) and (n, W), which may be outside of the image."""
+def _sources_of_pixels(
+    parameters: AugmentationParameters, n: int, height: int, width: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The row and the column that each pixel comes from, int64 (n, H) and (n, W), which may be
+    outside of the image."""
     if parameters.crop_box is not None:
         down, across = interpolate_box(parameters.crop_box, parameters.flipped, height, width)
-        rows, columns = (np.where(2 * axis.weight < WEIGHT_ONE, axis.low, axis.high) for axis in (down, across))
+        rows, columns = (
+            np.where(2 * axis.weight < WEIGHT_ONE, axis.low, axis.high) for axis in (down, across)
+        )
         return rows, columns
     shift = parameters.shift if parameters.shift is not None else parameters.reflected_shift
     shift = np.zeros((n, 2), np.int64) if shift is None else shift

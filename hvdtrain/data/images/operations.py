@@ -1,8 +1,10 @@
-"""Operations of RandAugment and of colour jitter on batches of images: each image has its own, those of a kind are computed together.
+"""Operations of RandAugment and of colour jitter on batches of images: each image has its own,
+those of a kind are computed together.
 
-All pixels are computed in integers, so numpy and torch on any device give the same bytes, whatever else is in the batch. Each operation is
-torchvision's function of the same name on uint8: to the bit, or to one grey level where torchvision computes in float32; a pixel that a
-shear or rotation puts halfway between two may be the other one.
+All pixels are computed in integers, so numpy and torch on any device give the same bytes, whatever
+else is in the batch. Each operation is torchvision's function of the same name on uint8: to the
+bit, or to one grey level where torchvision computes in float32; a pixel that a shear or rotation
+puts halfway between two may be the other one.
 """
 
 from __future__ import annotations
@@ -34,13 +36,23 @@ class Operation(IntEnum):
     HUE = 14  # turns of the colour circle: -1/2 ... 1/2; an image of one channel stays as it is
 
 
-GEOMETRIC = (Operation.SHEAR_X, Operation.SHEAR_Y, Operation.TRANSLATE_X, Operation.TRANSLATE_Y, Operation.ROTATE)
+GEOMETRIC = (
+    Operation.SHEAR_X,
+    Operation.SHEAR_Y,
+    Operation.TRANSLATE_X,
+    Operation.TRANSLATE_Y,
+    Operation.ROTATE,
+)
 _OF_TABLES = (
     *(Operation.BRIGHTNESS, Operation.CONTRAST, Operation.POSTERIZE),
     *(Operation.SOLARIZE, Operation.AUTO_CONTRAST, Operation.EQUALIZE),
 )
 _ONE = 2**16  # the factor 1
-_GREY = (19589, 38470, 7471)  # 0.2989, 0.587, 0.114 of _ONE, as torchvision weighs red, green and blue
+_GREY = (
+    19589,
+    38470,
+    7471,
+)  # 0.2989, 0.587, 0.114 of _ONE, as torchvision weighs red, green and blue
 _FINE = 2**32  # the coordinate 1: rounding moves a pixel at the far end of a row of 2^14 by 2^-19
 
 
@@ -88,7 +100,8 @@ class HostArrays:
 
 
 def apply_operations(x: Any, operations: np.ndarray, arguments: np.ndarray, arrays: Arrays) -> Any:
-    """Images uint8 (n, H, W, C) after their operations, int64 (n, K), with their arguments, float64 (n, K), one column after the other.
+    """Images uint8 (n, H, W, C) after their operations, int64 (n, K), with their arguments, float64
+    (n, K), one column after the other.
 
     `x` is not changed.
     """
@@ -106,24 +119,35 @@ def apply_operations(x: Any, operations: np.ndarray, arguments: np.ndarray, arra
     return result
 
 
-def moved_pixels(operation: np.ndarray, argument: np.ndarray, height: int, width: int, arrays: Arrays) -> tuple[Any, Any]:
-    """The row and the column that each pixel of GEOMETRIC operations comes from, int32 (m, H, W), which may be outside of the image.
+def moved_pixels(
+    operation: np.ndarray, argument: np.ndarray, height: int, width: int, arrays: Arrays
+) -> tuple[Any, Any]:
+    """The row and the column that each pixel of GEOMETRIC operations comes from, int32 (m, H, W),
+    which may be outside of the image.
 
-    The nearest pixel, as torchvision has it by default; where two are equally near, the lower or right one.
+    The nearest pixel, as torchvision has it by default; where two are equally near, the lower or
+    right one.
     """
     matrix, centre = _matrices(operation, argument, height, width)
     down = 2 * np.arange(height)[:, None] + 1  # of pixels' centres, in halves
     right = 2 * np.arange(width)[None, :] + 1
     column, row = (
         arrays.put(weight_x * (right - centre[:, :1, None]) + shift)  # (m, 1, W)
-        + arrays.put(weight_y * (down - centre[:, 1:, None]) + centre[:, axis, None, None] * _FINE)  # (m, H, 1)
-        for axis, (weight_x, weight_y, shift) in enumerate(matrix.transpose(1, 2, 0)[..., None, None])
+        + arrays.put(
+            weight_y * (down - centre[:, 1:, None]) + centre[:, axis, None, None] * _FINE
+        )  # (m, H, 1)
+        for axis, (weight_x, weight_y, shift) in enumerate(
+            matrix.transpose(1, 2, 0)[..., None, None]
+        )
     )
     return arrays.cast(row >> 33, "int32"), arrays.cast(column >> 33, "int32")
 
 
-def _matrices(operation: np.ndarray, argument: np.ndarray, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """From places in the result to places in the image, int64 (m, 2, 3) of _FINE, for x and y; and the point that stays, in half pixels.
+def _matrices(
+    operation: np.ndarray, argument: np.ndarray, height: int, width: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """From places in the result to places in the image, int64 (m, 2, 3) of _FINE, for x and y; and
+    the point that stays, in half pixels.
 
     The shift is of half pixels, too.
     """
@@ -146,29 +170,51 @@ def _moved(x: Any, operation: np.ndarray, argument: np.ndarray, arrays: Arrays) 
     row, column = moved_pixels(operation, argument, height, width, arrays)
     near_row = row.clip(0, height - 1)
     near_column = column.clip(0, width - 1)
-    first = arrays.put((height * width * np.arange(m)[:, None, None]).astype(np.int32 if m * height * width < 2**31 else np.int64))
+    first = arrays.put(
+        (height * width * np.arange(m)[:, None, None]).astype(
+            np.int32 if m * height * width < 2**31 else np.int64
+        )
+    )
     pixels = x.reshape(-1, channels)
-    place = arrays.xp.where((near_row == row) & (near_column == column), first + near_row * width + near_column, len(pixels))
-    return arrays.take(arrays.xp.concatenate([pixels, pixels[:1] * 0]), place)  # the last one is black
+    place = arrays.xp.where(
+        (near_row == row) & (near_column == column),
+        first + near_row * width + near_column,
+        len(pixels),
+    )
+    return arrays.take(
+        arrays.xp.concatenate([pixels, pixels[:1] * 0]), place
+    )  # the last one is black
 
 
 def _by_tables(x: Any, operation: np.ndarray, argument: np.ndarray, arrays: Arrays) -> Any:
-    """Each value of a channel becomes another one, whatever its place: by a table of 256 for each channel of each image."""
+    """Each value of a channel becomes another one, whatever its place: by a table of 256 for each
+    channel of each image."""
     channels = x.shape[-1]
-    tables = arrays.put(np.tile(_given_tables(operation, argument)[:, None], (1, channels, 1)))  # uint8 (m, C, 256)
-    for kind, function in ((Operation.CONTRAST, _contrast), (Operation.AUTO_CONTRAST, _auto_contrast), (Operation.EQUALIZE, _equalize)):
+    tables = arrays.put(
+        np.tile(_given_tables(operation, argument)[:, None], (1, channels, 1))
+    )  # uint8 (m, C, 256)
+    for kind, function in (
+        (Operation.CONTRAST, _contrast),
+        (Operation.AUTO_CONTRAST, _auto_contrast),
+        (Operation.EQUALIZE, _equalize),
+    ):
         rows = np.flatnonzero(operation == kind)
         if len(rows):
             index = arrays.put(rows)
-            tables[index] = arrays.cast(function(x[index], argument[rows], arrays).clip(0, 255), "uint8")
+            tables[index] = arrays.cast(
+                function(x[index], argument[rows], arrays).clip(0, 255), "uint8"
+            )
     return arrays.take(tables.reshape(-1), _table_places(x, arrays)).reshape(x.shape)
 
 
 def _table_places(x: Any, arrays: Arrays) -> Any:
-    """Where each value is in tables of 256, one for each channel of each image, laid end to end: int32 (m, H, W C)."""
+    """Where each value is in tables of 256, one for each channel of each image, laid end to end:
+    int32 (m, H, W C)."""
     m, height, width, channels = x.shape
     first = 256 * np.arange(m * channels, dtype=np.int32).reshape(m, 1, channels)
-    return x.reshape(m, height, width * channels) + arrays.put(np.tile(first, (1, 1, width)))  # rows: three channels are a slow loop
+    return x.reshape(m, height, width * channels) + arrays.put(
+        np.tile(first, (1, 1, width))
+    )  # rows: three channels are a slow loop
 
 
 def _given_tables(operation: np.ndarray, argument: np.ndarray) -> np.ndarray:
@@ -176,7 +222,9 @@ def _given_tables(operation: np.ndarray, argument: np.ndarray) -> np.ndarray:
     values = np.arange(256)
     tables = np.tile(values.astype(np.uint8), (len(operation), 1))
     bright = operation == Operation.BRIGHTNESS
-    tables[bright] = (values.astype(np.float32) * argument[bright].astype(np.float32)[:, None]).clip(0, 255)
+    tables[bright] = (
+        values.astype(np.float32) * argument[bright].astype(np.float32)[:, None]
+    ).clip(0, 255)
     few = operation == Operation.POSTERIZE
     tables[few] &= (0xFF00 >> argument[few].astype(np.int64)).astype(np.uint8)[:, None]
     solar = operation == Operation.SOLARIZE
@@ -196,19 +244,25 @@ def _contrast(x: Any, factor: np.ndarray, arrays: Arrays) -> Any:
 
 
 def _auto_contrast(x: Any, _: np.ndarray, arrays: Arrays) -> Any:
-    """The darkest value of a channel becomes 0, the brightest 255; one that has a single value stays."""
+    """The darkest value of a channel becomes 0, the brightest 255; one that has a single value
+    stays."""
     xp = arrays.xp
     values = arrays.put(np.arange(256))
-    low, high = (arrays.cast(limit(limit(x, 1), 1), "int64")[..., None] for limit in (xp.amin, xp.amax))  # (m, C, 1)
+    low, high = (
+        arrays.cast(limit(limit(x, 1), 1), "int64")[..., None] for limit in (xp.amin, xp.amax)
+    )  # (m, C, 1)
     return xp.where(high > low, 255 * (values - low) // (high - low).clip(1), values)
 
 
 def _equalize(x: Any, _: np.ndarray, arrays: Arrays) -> Any:
-    """Values of a channel by their rank, about equally many pixels between any two: Pillow's integers, as torchvision has them."""
+    """Values of a channel by their rank, about equally many pixels between any two: Pillow's
+    integers, as torchvision has them."""
     m, height, width, channels = x.shape
     counts = arrays.counts(_table_places(x, arrays), m * channels * 256).reshape(m, channels, 256)
     until = counts.cumsum(-1)
-    most = arrays.xp.amax(arrays.xp.where(counts > 0, arrays.put(np.arange(256)), 0), -1)  # the brightest value that is there
+    most = arrays.xp.amax(
+        arrays.xp.where(counts > 0, arrays.put(np.arange(256)), 0), -1
+    )  # the brightest value that is there
     of_most = (counts * (arrays.put(np.arange(256)) == most[..., None])).sum(-1)[..., None]
     step = (height * width - of_most) // 255  # (m, C, 1)
     table = (until - counts + step // 2) // step.clip(1)
@@ -225,7 +279,8 @@ def _color(x: Any, _: np.ndarray, factor: np.ndarray, arrays: Arrays) -> Any:
 
 
 def _sharpness(x: Any, _: np.ndarray, factor: np.ndarray, arrays: Arrays) -> Any:
-    """Beside an image blurred by 3 x 3 pixels, of which the middle weighs 5, the others 1; its border stays as it is."""
+    """Beside an image blurred by 3 x 3 pixels, of which the middle weighs 5, the others 1; its
+    border stays as it is."""
     if min(x.shape[1:3]) <= 2:
         return x
     wide = arrays.cast(x, "int32")
@@ -249,16 +304,23 @@ def _hue(x: Any, _: np.ndarray, turns: np.ndarray, arrays: Arrays) -> Any:
     is_red = high == red
     is_green = high == green
     across = xp.where(is_red, green - blue, xp.where(is_green, blue - red, red - green))
-    sector = arrays.cast(~is_red, "int32") * (4 - 2 * arrays.cast(is_green, "int32"))  # red at 0, green at 2, blue at 4; 6 are a turn
+    sector = arrays.cast(~is_red, "int32") * (
+        4 - 2 * arrays.cast(is_green, "int32")
+    )  # red at 0, green at 2, blue at 4; 6 are a turn
     turn = arrays.put(_fixed(6 * turns)[:, None, None].astype(np.int32))
     angle = (sector * _ONE + across * _ONE // chroma.clip(1) + turn) % (6 * _ONE)
-    parts = abs(angle - 3 * _ONE) - _ONE, 2 * _ONE - abs(angle - 2 * _ONE), 2 * _ONE - abs(angle - 4 * _ONE)
+    parts = (
+        abs(angle - 3 * _ONE) - _ONE,
+        2 * _ONE - abs(angle - 2 * _ONE),
+        2 * _ONE - abs(angle - 4 * _ONE),
+    )
     colours = [(low * _ONE + chroma * part.clip(0, _ONE) + _ONE // 2) >> 16 for part in parts]
     return arrays.cast(xp.stack(colours, -1), "uint8")
 
 
 def _blend(x: Any, other: Any, fixed: Any, arrays: Arrays) -> Any:
-    """factor x + (1 - factor) other, int32 of one shape, rounded down to uint8; `fixed` is the factor by _fixed(), int32."""
+    """factor x + (1 - factor) other, int32 of one shape, rounded down to uint8; `fixed` is the
+    factor by _fixed(), int32."""
     return arrays.cast((((x - other) * fixed >> 16) + other).clip(0, 255), "uint8")
 
 
@@ -280,8 +342,12 @@ def _fixed(factor: np.ndarray) -> np.ndarray:
 
 
 _FUNCTIONS = (_moved, _by_tables, _color, _sharpness, _hue)
-_KIND = np.zeros(len(Operation), np.int64)  # by operation: which of the functions, counted from 1; 0: none
-for _number, _operations in enumerate((GEOMETRIC, _OF_TABLES, (Operation.COLOR,), (Operation.SHARPNESS,), (Operation.HUE,)), 1):
+_KIND = np.zeros(
+    len(Operation), np.int64
+)  # by operation: which of the functions, counted from 1; 0: none
+for _number, _operations in enumerate(
+    (GEOMETRIC, _OF_TABLES, (Operation.COLOR,), (Operation.SHARPNESS,), (Operation.HUE,)), 1
+):
     _KIND[list(_operations)] = _number
 
 

@@ -1,4 +1,5 @@
-"""Packing: every image is decoded once, into memory-mapped array files of bounded size; only missing files are decoded again."""
+"""Packing: every image is decoded once, into memory-mapped array files of bounded size; only
+missing files are decoded again."""
 
 from __future__ import annotations
 
@@ -20,7 +21,15 @@ from typing import IO, TYPE_CHECKING
 import numpy as np
 
 from hvdtrain.data.files.folders import locked
-from hvdtrain.data.files.npy import MOST_ROWS, CheckedArray, checksums, load_checked, rows_of_block, write_checksums, write_npy
+from hvdtrain.data.files.npy import (
+    MOST_ROWS,
+    CheckedArray,
+    checksums,
+    load_checked,
+    rows_of_block,
+    write_checksums,
+    write_npy,
+)
 from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.source import ArraySource, ImagesBase, LabelledImages, check_indices, read_labels
 from hvdtrain.data.worker_pool import WorkerPool
@@ -32,7 +41,9 @@ if TYPE_CHECKING:
 _SHARD_BYTES = 2**30  # of pixels: an interrupted packing loses at most the work for one file
 _PROGRESS_S = 2.0
 _FLUSH_S = 0.25
-_BLOCK_BYTES = 2**22  # a thread decodes and writes at most this much at once, and at most MOST_ROWS images
+_BLOCK_BYTES = (
+    2**22
+)  # a thread decodes and writes at most this much at once, and at most MOST_ROWS images
 _MOST_THREADS = 16  # or processes
 _BLOCKS_FOR_WORKERS = 4  # of small images, that a thread asks worker processes for at once
 # images for which processes make up for the time that they take to start
@@ -40,12 +51,19 @@ _WORTH_WORKERS = 4000
 _WORTH_WORKERS_OF_LARGE = 2000
 
 
-def pack(images: ImageSource, folder: Path, shard_bytes: int = _SHARD_BYTES, worth_workers: int | None = None) -> LabelledImages:
-    """The images from array files in `folder`; one process of the machine decodes what is missing, the others wait.
+def pack(
+    images: ImageSource,
+    folder: Path,
+    shard_bytes: int = _SHARD_BYTES,
+    worth_workers: int | None = None,
+) -> LabelledImages:
+    """The images from array files in `folder`; one process of the machine decodes what is missing,
+    the others wait.
 
-    One file and an ArraySource where the pixels take no more than `shard_bytes`, else several files and a PackedSource. Processes decode
-    `worth_workers` images and more (None: as many as make up for their start), threads fewer.
-    Raises UserError where an image cannot be decoded or the files cannot be written.
+    One file and an ArraySource where the pixels take no more than `shard_bytes`, else several files
+    and a PackedSource. Processes decode `worth_workers` images and more (None: as many as make up
+    for their start), threads fewer. Raises UserError where an image cannot be decoded or the files
+    cannot be written.
     """
     shape = images.shape
     rows = max(1, shard_bytes // math.prod(shape))
@@ -54,11 +72,24 @@ def pack(images: ImageSource, folder: Path, shard_bytes: int = _SHARD_BYTES, wor
     for number in range(count):
         name = "images.npy" if count == 1 else f"images-{number:05}-of-{count:05}.npy"
         start = number * rows
-        shards.append(_Shard(folder / name, start, (min(rows, len(images) - start), *shape), is_only=count == 1))
+        shards.append(
+            _Shard(
+                folder / name, start, (min(rows, len(images) - start), *shape), is_only=count == 1
+            )
+        )
     arrays = _load_or_decode(images, shards, folder, worth_workers)
     if count == 1:
-        return ArraySource(arrays[0].images, images.y, images.classes, images.encoded.where, images.class_names, images.notes)
-    return PackedSource(tuple(arrays), images.y, images.classes, shape, images.class_names, images.notes)
+        return ArraySource(
+            arrays[0].images,
+            images.y,
+            images.classes,
+            images.encoded.where,
+            images.class_names,
+            images.notes,
+        )
+    return PackedSource(
+        tuple(arrays), images.y, images.classes, shape, images.class_names, images.notes
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,14 +127,17 @@ class _Shard:
     path: Path
     start: int
     shape: tuple[int, ...]  # (rows, H, W, C)
-    is_only: bool  # all of it is read at the start, for mean and deviation: then it is also checked at the start
+    # all of it is read at the start, for mean and deviation: then it is also checked at the start
+    is_only: bool
 
     def load(self) -> CheckedArray | None:
         found = load_checked(self.path, self.shape)
         return None if found is None or (self.is_only and not found.is_sound()) else found
 
 
-def _load_or_decode(images: ImageSource, shards: list[_Shard], folder: Path, worth_workers: int | None) -> list[CheckedArray]:
+def _load_or_decode(
+    images: ImageSource, shards: list[_Shard], folder: Path, worth_workers: int | None
+) -> list[CheckedArray]:
     arrays = _load(shards)
     if len(arrays) < len(shards):
         try:
@@ -122,11 +156,15 @@ def _load_or_decode(images: ImageSource, shards: list[_Shard], folder: Path, wor
 
 
 @contextmanager
-def _readers(images: ImageSource, missing: list[_Shard], worth_workers: int | None) -> Iterator[list[ImageSource]]:
-    """The source of images once for each thread that decodes, or waits for worker processes and writes.
+def _readers(
+    images: ImageSource, missing: list[_Shard], worth_workers: int | None
+) -> Iterator[list[ImageSource]]:
+    """The source of images once for each thread that decodes, or waits for worker processes and
+    writes.
 
-    Small images take the interpreter's lock too often for two threads: one thread decodes them, the others wait for processes. Of large
-    ones all wait, for as many processes as cores: 1.11 times as fast as threads that decode, 1.03 as with one (docs/performance.md).
+    Small images take the interpreter's lock too often for two threads: one thread decodes them, the
+    others wait for processes. Of large ones all wait, for as many processes as cores: 1.11 times as
+    fast as threads that decode, 1.03 as with one (docs/performance.md).
     """
     # not on macOS
     cores = _cores()
@@ -134,7 +172,11 @@ def _readers(images: ImageSource, missing: list[_Shard], worth_workers: int | No
     are_small = images.is_small(missing[0].start)
     if worth_workers is None:
         worth_workers = _WORTH_WORKERS if are_small else _WORTH_WORKERS_OF_LARGE
-    if cores == 1 or not can_start_workers or sum(shard.shape[0] for shard in missing) < worth_workers:
+    if (
+        cores == 1
+        or not can_start_workers
+        or sum(shard.shape[0] for shard in missing) < worth_workers
+    ):
         yield [images] * (1 if are_small else cores)
     else:
         workers = WorkerPool(images.reader, cores - are_small, "packing")
@@ -147,7 +189,9 @@ def _readers(images: ImageSource, missing: list[_Shard], worth_workers: int | No
 
 def _cores() -> int:
     """That packing may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return min(cores, _MOST_THREADS)
 
 
@@ -157,11 +201,16 @@ def _load(shards: list[_Shard]) -> list[CheckedArray]:
 
 
 def _decode(readers: list[ImageSource], missing: list[_Shard], folder: Path) -> None:
-    """Writes every missing file, one after the other, on a thread for each reader; prints progress every 2 s."""
+    """Writes every missing file, one after the other, on a thread for each reader; prints progress
+    every 2 s."""
     images = readers[0]
     for shard in missing:
         if shard.path.exists():
-            print(f"the cached array {shard.path} is damaged: decoding again", file=sys.stderr, flush=True)
+            print(
+                f"the cached array {shard.path} is damaged: decoding again",
+                file=sys.stderr,
+                flush=True,
+            )
     if shutil.disk_usage(folder).free < sum(math.prod(shard.shape) for shard in missing):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     total = sum(shard.shape[0] for shard in missing)
@@ -170,7 +219,11 @@ def _decode(readers: list[ImageSource], missing: list[_Shard], folder: Path) -> 
     def show_progress(before: int, in_shard: int, rest: str = "") -> None:
         done = before + in_shard
         rate = f"{done / (perf_counter() - began_s):.0f} images/s"
-        print(f"decoded {images.encoded.where}: {done} / {total} images, {rate}{rest}", file=sys.stderr, flush=True)
+        print(
+            f"decoded {images.encoded.where}: {done} / {total} images, {rate}{rest}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     done = 0
     for shard in missing:
@@ -178,18 +231,25 @@ def _decode(readers: list[ImageSource], missing: list[_Shard], folder: Path) -> 
             write_checksums(shard.path, _fill(readers, shard, out, partial(show_progress, done)))
         done += shard.shape[0]
     present = f", {len(images) - total} more were already there" if total < len(images) else ""
-    show_progress(total, 0, f"{present}, written to {missing[0].path if len(missing) == 1 else folder}")
+    show_progress(
+        total, 0, f"{present}, written to {missing[0].path if len(missing) == 1 else folder}"
+    )
 
 
-def _fill(readers: list[ImageSource], shard: _Shard, out: IO[bytes], show_progress: Callable[[int], None]) -> np.ndarray:
-    """Decodes the images of a shard and writes each at its place in the file; returns the checksums of its blocks."""
+def _fill(
+    readers: list[ImageSource], shard: _Shard, out: IO[bytes], show_progress: Callable[[int], None]
+) -> np.ndarray:
+    """Decodes the images of a shard and writes each at its place in the file; returns the checksums
+    of its blocks."""
     done = [0] * len(readers)
     stop = Event()
     offset = out.tell()
     stride = math.prod(shard.shape[1:])
     block = min(max(1, _BLOCK_BYTES // stride), MOST_ROWS)
     checked_rows = rows_of_block(shard.shape)
-    if readers[0].workers is not readers[-1].workers:  # a thread decodes beside processes: small images
+    if (
+        readers[0].workers is not readers[-1].workers
+    ):  # a thread decodes beside processes: small images
         block *= _BLOCKS_FOR_WORKERS
     starts = iter(range(0, shard.shape[0], block))  # of blocks that no thread has taken yet
     sums = np.zeros(-(-shard.shape[0] // checked_rows), np.uint64)

@@ -1,4 +1,5 @@
-"""Which operations of operations.py an image has: RandAugment's, and those of colour jitter, drawn by counters."""
+"""Which operations of operations.py an image has: RandAugment's, and those of colour jitter, drawn
+by counters."""
 
 from __future__ import annotations
 
@@ -11,19 +12,30 @@ from hvdtrain.data.images.resized_crop import integers, uniform
 
 MOST_OPERATIONS = 16  # of RandAugment for an image, by the counters that it has
 MAGNITUDES = 30  # the largest one; RandAugment's scale begins at 0
-_RAND_AUGMENT = range(64, 64 + 2 * MOST_OPERATIONS)  # apart from those in augment.py, erasing.py and resized_crop.py
+_RAND_AUGMENT = range(
+    64, 64 + 2 * MOST_OPERATIONS
+)  # apart from those in augment.py, erasing.py and resized_crop.py
 _FACTORS = range(96, 100)
 _ORDER = range(100, 104)
 _FARTHEST = 150 / 331  # of the image's side, moved with the largest magnitude
 _OF_RAND_AUGMENT = [operation for operation in Operation if operation != Operation.HUE]
-_JITTERED = (Operation.BRIGHTNESS, Operation.CONTRAST, Operation.COLOR, Operation.HUE)  # as augment.color_jitter has them
+_JITTERED = (
+    Operation.BRIGHTNESS,
+    Operation.CONTRAST,
+    Operation.COLOR,
+    Operation.HUE,
+)  # as augment.color_jitter has them
 
 
-def rand_augment(keys: np.ndarray, count: int, magnitude: int, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Operations int64 (n, count) and their arguments float64 (n, count) of images with keys uint64 (n,), in the order of application.
+def rand_augment(
+    keys: np.ndarray, count: int, magnitude: int, height: int, width: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Operations int64 (n, count) and their arguments float64 (n, count) of images with keys uint64
+    (n,), in the order of application.
 
-    Each is any of 14 with equal probability, and its direction is drawn (Cubuk 2020, arXiv:1909.13719). Magnitudes are
-    torchvision's: 30 is a shear of 0.3, a rotation of 30 degrees, a move by 150 of 331 parts of the side, a factor of 0.1 or 1.9.
+    Each is any of 14 with equal probability, and its direction is drawn (Cubuk 2020,
+    arXiv:1909.13719). Magnitudes are torchvision's: 30 is a shear of 0.3, a rotation of 30 degrees,
+    a move by 150 of 331 parts of the side, a factor of 0.1 or 1.9.
     """
     drawn = uniform(keys, _RAND_AUGMENT[: 2 * count])
     operations = integers(drawn[:, ::2], len(_OF_RAND_AUGMENT))
@@ -46,18 +58,24 @@ def _sizes(magnitude: int, height: int, width: int) -> np.ndarray:
         Operation.POSTERIZE: round(8 - 4 * part),
         Operation.SOLARIZE: 255 * (MAGNITUDES - magnitude) / MAGNITUDES,
     }
-    factors = dict.fromkeys((Operation.BRIGHTNESS, Operation.COLOR, Operation.CONTRAST, Operation.SHARPNESS), 0.9 * part)
+    factors = dict.fromkeys(
+        (Operation.BRIGHTNESS, Operation.COLOR, Operation.CONTRAST, Operation.SHARPNESS), 0.9 * part
+    )
     return np.array([(sizes | factors).get(operation, 0.0) for operation in _OF_RAND_AUGMENT])
 
 
 def color_jitter(keys: np.ndarray, widths: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Operations int64 (n, k) and arguments float64 (n, k) of images with keys uint64 (n,), in a random order: torchvision's ColorJitter.
+    """Operations int64 (n, k) and arguments float64 (n, k) of images with keys uint64 (n,), in a
+    random order: torchvision's ColorJitter.
 
-    widths: of brightness, contrast, saturation, whose factors are uniform from max(0, 1 - width) to 1 + width, and of hue, uniform from
-    -width to width; up to four, of which those that are not 0 count.
+    widths: of brightness, contrast, saturation, whose factors are uniform from max(0, 1 - width) to
+    1 + width, and of hue, uniform from -width to width; up to four, of which those that are not 0
+    count.
     """
     used = [place for place, width in enumerate(widths) if width]
-    low = np.array([max(0.0, 1 - width) for width in widths[:3]] + [-width for width in widths[3:]])[used]
+    low = np.array(
+        [max(0.0, 1 - width) for width in widths[:3]] + [-width for width in widths[3:]]
+    )[used]
     high = np.array([1 + width for width in widths[:3]] + list(widths[3:]))[used]
     factors = low + (high - low) * uniform(keys, _FACTORS)[:, used]
     order = uniform(keys, _ORDER)[:, used].argsort(1)

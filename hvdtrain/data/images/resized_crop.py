@@ -1,4 +1,5 @@
-"""Random resized crop: boxes drawn by counters, resized bilinearly in integers, so that every device gives the same bytes."""
+"""Random resized crop: boxes drawn by counters, resized bilinearly in integers, so that every
+device gives the same bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ import numpy as np
 
 from hvdtrain.core.progress import fold
 
-_STREAM = 0xA063E470  # a counter that shuffles, sample weights, dropout and gradient noise do not use
+_STREAM = (
+    0xA063E470  # a counter that shuffles, sample weights, dropout and gradient noise do not use
+)
 
 
 def draw_keys(seed: int, epochs: np.ndarray, samples: np.ndarray) -> np.ndarray:
@@ -18,7 +21,8 @@ def draw_keys(seed: int, epochs: np.ndarray, samples: np.ndarray) -> np.ndarray:
 
 
 def uniform(keys: np.ndarray, counters: range) -> np.ndarray:
-    """uint64 (n,) -> float64 (n, counters), strictly between 0 and 1: (k + 1/2) / 2^52 for 52 random bits k."""
+    """uint64 (n,) -> float64 (n, counters), strictly between 0 and 1: (k + 1/2) / 2^52 for 52
+    random bits k."""
     bits = fold(keys[:, None], np.array(counters, np.uint64))
     return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) / 2.0**52
 
@@ -32,12 +36,16 @@ _TRIES = 10
 _COUNTERS = range(16, 16 + 2 * _TRIES + 2)  # apart from those in augment.py
 
 
-def crop_boxes(keys: np.ndarray, smallest: float, height: int | np.ndarray, width: int | np.ndarray) -> np.ndarray:
-    """Boxes distributed as those of torchvision's RandomResizedCrop, int64 (n, 4): top, left, height, width.
+def crop_boxes(
+    keys: np.ndarray, smallest: float, height: int | np.ndarray, width: int | np.ndarray
+) -> np.ndarray:
+    """Boxes distributed as those of torchvision's RandomResizedCrop, int64 (n, 4): top, left,
+    height, width.
 
-    keys: draw_keys(), uint64 (n,). smallest: share of the area. height, width: of all images, or of each, int64 (n,).
-    The area is uniform from `smallest` of the image to all of it, the aspect ratio log-uniform from 3/4 to 4/3. The first of ten tries that
-    fits into the image counts; where none does, the largest centred box of an allowed ratio.
+    keys: draw_keys(), uint64 (n,). smallest: share of the area. height, width: of all images, or of
+    each, int64 (n,). The area is uniform from `smallest` of the image to all of it, the aspect
+    ratio log-uniform from 3/4 to 4/3. The first of ten tries that fits into the image counts; where
+    none does, the largest centred box of an allowed ratio.
     """
     drawn = uniform(keys, _COUNTERS)
     height = np.broadcast_to(height, len(keys))
@@ -50,18 +58,27 @@ def crop_boxes(keys: np.ndarray, smallest: float, height: int | np.ndarray, widt
     any_fits = fits.any(1)[:, None]
     first = (np.arange(len(fits)), fits.argmax(1))
     centred = np.minimum(height, np.rint(width * 4 / 3)), np.minimum(width, np.rint(height * 4 / 3))
-    sides = np.where(any_fits, np.stack([tall[first], wide[first]], 1), np.stack(centred, 1).astype(np.int64))
+    sides = np.where(
+        any_fits, np.stack([tall[first], wide[first]], 1), np.stack(centred, 1).astype(np.int64)
+    )
     margin = np.stack([height, width], 1) - sides
-    corner = np.where(any_fits, (drawn[:, 2 * _TRIES :] * (margin + 1)).astype(np.int64), margin // 2)
+    corner = np.where(
+        any_fits, (drawn[:, 2 * _TRIES :] * (margin + 1)).astype(np.int64), margin // 2
+    )
     return np.concatenate([corner, sides], 1)
 
 
-WEIGHT_ONE = 2**11  # the weight 1: 8 + 11 + 11 bits fit into int32, and a result is at most 0.13 of 255 levels off
-_BLOCK_NUMBERS = 2**16  # int32 numbers computed at once: they stay in the cache, and their memory is reused
+WEIGHT_ONE = (
+    2**11
+)  # the weight 1: 8 + 11 + 11 bits fit into int32, and a result is at most 0.13 of 255 levels off
+_BLOCK_NUMBERS = (
+    2**16
+)  # int32 numbers computed at once: they stay in the cache, and their memory is reused
 
 
 class Interpolation(NamedTuple):
-    """Along one axis: each of the P points of the result lies between two rows (or columns) of the image. Arrays of shape (n, P)."""
+    """Along one axis: each of the P points of the result lies between two rows (or columns) of the
+    image. Arrays of shape (n, P)."""
 
     low: np.ndarray  # int64, number of the row
     high: np.ndarray  # int64
@@ -69,7 +86,8 @@ class Interpolation(NamedTuple):
 
 
 def interpolate_axis(start: np.ndarray, length: np.ndarray, points: int) -> Interpolation:
-    """`length` rows from `start` on, int64 (n,) both, resampled at `points` points. The centre of a pixel is at its half."""
+    """`length` rows from `start` on, int64 (n,) both, resampled at `points` points. The centre of a
+    pixel is at its half."""
     at = (np.arange(points) + 0.5) * (length[:, None] / points) - 0.5
     at = at.clip(0)
     low = at.astype(np.int64)
@@ -78,17 +96,23 @@ def interpolate_axis(start: np.ndarray, length: np.ndarray, points: int) -> Inte
     return Interpolation(start[:, None] + low, start[:, None] + high, weight)
 
 
-def interpolate_box(box: np.ndarray, flipped: np.ndarray | None, height: int, width: int) -> tuple[Interpolation, Interpolation]:
-    """Along the height and along the width, for boxes int64 (n, 4) of top, left, height, width; flipped is bool (n,), left to right."""
+def interpolate_box(
+    box: np.ndarray, flipped: np.ndarray | None, height: int, width: int
+) -> tuple[Interpolation, Interpolation]:
+    """Along the height and along the width, for boxes int64 (n, 4) of top, left, height, width;
+    flipped is bool (n,), left to right."""
     top, left, tall, wide = box.T
     across = interpolate_axis(left, wide, width)
     if flipped is not None:
-        across = Interpolation(*(np.where(flipped[:, None], each[:, ::-1], each) for each in across))
+        across = Interpolation(
+            *(np.where(flipped[:, None], each[:, ::-1], each) for each in across)
+        )
     return interpolate_axis(top, tall, height), across
 
 
 def resized_crop(x: np.ndarray, box: np.ndarray, flipped: np.ndarray | None = None) -> np.ndarray:
-    """uint8 (n, H, W, C), contiguous -> the box of each image, resized to H x W. No antialiasing. `box` and `flipped` as above."""
+    """uint8 (n, H, W, C), contiguous -> the box of each image, resized to H x W. No antialiasing.
+    `box` and `flipped` as above."""
     n, height, width, channels = x.shape
     down, across = interpolate_box(box, flipped, height, width)
     image_of_row = np.arange(n).repeat(height)  # (n H,)
@@ -103,7 +127,9 @@ def resized_crop(x: np.ndarray, box: np.ndarray, flipped: np.ndarray | None = No
     block = max(1, _BLOCK_NUMBERS // (width * channels))
     for first in range(0, n * height, block):
         rows = slice(first, first + block)
-        lines = _between(source.take(low_rows[rows], 0), source.take(high_rows[rows], 0), row_weight[rows])  # (rows, W C)
+        lines = _between(
+            source.take(low_rows[rows], 0), source.take(high_rows[rows], 0), row_weight[rows]
+        )  # (rows, W C)
         image = image_of_row[rows]
         start = width * np.arange(len(image))[:, None]
         pixels = lines.reshape(-1, channels)  # (rows W, C)

@@ -1,4 +1,5 @@
-"""Where the samples of a WebDataset archive are: a plain tar, whose headers are read; nothing is extracted."""
+"""Where the samples of a WebDataset archive are: a plain tar, whose headers are read; nothing is
+extracted."""
 
 from __future__ import annotations
 
@@ -20,8 +21,16 @@ _LABEL_SUFFIX = "cls"
 _MOST_CLASSES = 2**20
 _MOST_HEADER_BYTES = 2**20  # of a long name or of extended fields
 _MOST_LABEL_BYTES = 64
-_END_BYTES = 2**16  # checked after the end mark: tar pads to 10 KiB, so an appended archive begins within
-_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\3\4": "zip"}
+_END_BYTES = (
+    2**16
+)  # checked after the end mark: tar pads to 10 KiB, so an appended archive begins within
+_COMPRESSED = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"PK\3\4": "zip",
+}
 _REWRITE_FIX = "write it again, with `tar --sort=name` or a WebDataset writer"
 
 
@@ -34,7 +43,8 @@ class SampleLocation(NamedTuple):
 
 
 class _Member(NamedTuple):
-    """A member of the archive; WebDataset splits its name at the first dot of the last path component."""
+    """A member of the archive; WebDataset splits its name at the first dot of the last path
+    component."""
 
     key: str
     suffix: str
@@ -42,21 +52,29 @@ class _Member(NamedTuple):
 
 
 def index_samples(path: Path) -> list[SampleLocation]:
-    """Every sample of the archive, in order: adjacent members KEY.jpg (jpeg, png, webp) and KEY.cls; other members of a KEY are skipped.
+    """Every sample of the archive, in order: adjacent members KEY.jpg (jpeg, png, webp) and
+    KEY.cls; other members of a KEY are skipped.
 
-    Raises UserError for an incomplete sample, one that is there twice, a label that is no class, and a damaged or compressed archive.
+    Raises UserError for an incomplete sample, one that is there twice, a label that is no class,
+    and a damaged or compressed archive.
     """
     found = []
     keys: set[str] = set()
     with _opened(path) as file:
         named = (member for info in _members(path, file) if (member := _split_name(info)))
         for key, group in groupby(named, lambda member: member.key):
-            members = [member for member in group if member.suffix == _LABEL_SUFFIX or member.suffix in _IMAGE_SUFFIXES]
+            members = [
+                member
+                for member in group
+                if member.suffix == _LABEL_SUFFIX or member.suffix in _IMAGE_SUFFIXES
+            ]
             if members:
                 if key in keys:
                     what = f"sample {short(key)} is in the archive twice: other members lie between"
                     raise UserError(
-                        what, f"{path}: {short(members[0].info.name)}", f"one name for each sample, its files side by side: {_REWRITE_FIX}"
+                        what,
+                        f"{path}: {short(members[0].info.name)}",
+                        f"one name for each sample, its files side by side: {_REWRITE_FIX}",
                     )
                 keys.add(key)
                 found.append(_sample(path, file, key, members))
@@ -64,7 +82,8 @@ def index_samples(path: Path) -> list[SampleLocation]:
 
 
 def name_at(path: Path, offset: int) -> str:
-    """The archive and the member whose content begins at `offset`, for a message; the headers are read for that."""
+    """The archive and the member whose content begins at `offset`, for a message; the headers are
+    read for that."""
     with contextlib.suppress(UserError), _opened(path) as file:
         for info in _members(path, file):
             if info.offset_data == offset:
@@ -93,10 +112,18 @@ def _sample(path: Path, file: IO[bytes], key: str, members: list[_Member]) -> Sa
 
 def _read_label(path: Path, file: IO[bytes], info: tarfile.TarInfo) -> int:
     content = os.pread(file.fileno(), min(info.size, _MOST_LABEL_BYTES), info.offset_data).strip()
-    if info.size > _MOST_LABEL_BYTES or not re.fullmatch(rb"[0-9]{1,18}", content) or int(content) >= _MOST_CLASSES:
+    if (
+        info.size > _MOST_LABEL_BYTES
+        or not re.fullmatch(rb"[0-9]{1,18}", content)
+        or int(content) >= _MOST_CLASSES
+    ):
         shown = short(content.decode("ascii", "backslashreplace"), 40)
         fix = "the number of the class in decimal digits"
-        raise UserError(f"the label is {shown!r}, expected 0 to {_MOST_CLASSES - 1}", f"{path}: {short(info.name)}", fix)
+        raise UserError(
+            f"the label is {shown!r}, expected 0 to {_MOST_CLASSES - 1}",
+            f"{path}: {short(info.name)}",
+            fix,
+        )
     return int(content)
 
 
@@ -112,7 +139,8 @@ def _split_name(info: tarfile.TarInfo) -> _Member | None:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """The archive, open for reading. Raises UserError where it is compressed, not a regular file or cannot be read."""
+    """The archive, open for reading. Raises UserError where it is compressed, not a regular file or
+    cannot be read."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise UserError("the archive is not a regular file", str(path), "remove it")
@@ -125,11 +153,14 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
             file.seek(0)
             yield file
     except OSError as error:
-        raise UserError(f"the archive cannot be read: {error}", str(path), "repair or remove it") from error
+        raise UserError(
+            f"the archive cannot be read: {error}", str(path), "repair or remove it"
+        ) from error
 
 
 def _members(path: Path, file: IO[bytes]) -> Iterator[tarfile.TarInfo]:
-    """All members, in order, each completely inside the file. Raises UserError for a damaged archive."""
+    """All members, in order, each completely inside the file. Raises UserError for a damaged
+    archive."""
     size = os.fstat(file.fileno()).st_size
     last = -1
     try:
@@ -138,20 +169,27 @@ def _members(path: Path, file: IO[bytes]) -> Iterator[tarfile.TarInfo]:
                 if info.size < 0 or info.offset <= last:
                     raise _damaged(path, f"{short(info.name)} has an impossible size, {info.size}")
                 if info.isreg() and not info.issparse() and info.offset_data + info.size > size:
-                    raise _damaged(path, f"{short(info.name)} ends at byte {info.offset_data + info.size}, the file at {size}")
+                    raise _damaged(
+                        path,
+                        f"{short(info.name)} ends at byte {info.offset_data + info.size}, the "
+                        f"file at {size}",
+                    )
                 last = info.offset
                 tar.members.clear()  # type: ignore[attr-defined]  # else tarfile keeps all of them
                 yield info
             end = tar.offset
     except (UserError, GeneratorExit):
         raise
-    except Exception as error:  # tarfile raises TarError, ValueError, OverflowError, RecursionError and more for hostile headers
+    except Exception as error:
+        # tarfile raises TarError, ValueError, OverflowError, RecursionError and more for hostile
+        # headers
         raise _damaged(path, f"{type(error).__name__}: {first_line(error)}") from error
     _check_end(path, file, end)
 
 
 def _check_end(path: Path, file: IO[bytes], end: int) -> None:
-    """Raises UserError where the archive does not end by its end mark: tarfile takes a damaged header, too, for the end."""
+    """Raises UserError where the archive does not end by its end mark: tarfile takes a damaged
+    header, too, for the end."""
     file.seek(end)
     rest = file.read(_END_BYTES)
     if len(rest) < tarfile.BLOCKSIZE:
@@ -159,11 +197,16 @@ def _check_end(path: Path, file: IO[bytes], end: int) -> None:
     if any(rest[: tarfile.BLOCKSIZE]):
         raise _damaged(path, f"a damaged header at byte {end}")
     if any(rest):
-        raise _damaged(path, f"another archive behind the end of this one, which would not be read, at byte {end}")
+        raise _damaged(
+            path,
+            f"another archive behind the end of this one, which would not be read, at byte {end}",
+        )
 
 
 def _damaged(path: Path, what: str) -> UserError:
-    return UserError(f"the archive is damaged or cut off: {what}", str(path), "copy it again, or " + _REWRITE_FIX)
+    return UserError(
+        f"the archive is damaged or cut off: {what}", str(path), "copy it again, or " + _REWRITE_FIX
+    )
 
 
 class _BoundedReader:

@@ -1,4 +1,5 @@
-"""Test-time views of images, as evaluate.views says: the mean of what a model gives for an image, its mirror image and shifted ones."""
+"""Test-time views of images, as evaluate.views says: the mean of what a model gives for an image,
+its mirror image and shifted ones."""
 
 from __future__ import annotations
 
@@ -15,42 +16,60 @@ class View(NamedTuple):
     """One view of an image."""
 
     weight: float  # in the mean
-    shift: int  # -1, 0 or 1 pixel down and right, of a window of the image's size; outside the image goes on mirrored: augment.pad=reflect
+    # -1, 0 or 1 pixel down and right, of a window of the image's size; outside the image goes on
+    # mirrored: augment.pad=reflect
+    shift: int
     mirrored: bool  # left to right, after the shift
 
 
-# By evaluate.views. As Jordan's evaluations weigh them (2024, arXiv:2404.00498, and KellerJordan/cifar10-airbench): with six views the
-# image and its mirror image have half of the weight, and so have the four shifted ones. The weights are powers of 2: they round nothing.
+# By evaluate.views. As Jordan's evaluations weigh them (2024, arXiv:2404.00498, and
+# KellerJordan/cifar10-airbench): with six views the image and its mirror image have half of the
+# weight, and so have the four shifted ones. The weights are powers of 2: they round nothing.
 VIEWS: dict[int, tuple[View, ...]] = {
     1: (View(1.0, 0, mirrored=False),),
     2: tuple(View(0.5, 0, mirrored) for mirrored in (False, True)),
-    6: tuple(View(0.25 if shift == 0 else 0.125, shift, mirrored) for shift in (0, -1, 1) for mirrored in (False, True)),
+    6: tuple(
+        View(0.25 if shift == 0 else 0.125, shift, mirrored)
+        for shift in (0, -1, 1)
+        for mirrored in (False, True)
+    ),
 }
 
 
 @dataclass(frozen=True)
 class Views:
-    """The views of images in one job. The mean over the views of a sample follows from that sample alone."""
+    """The views of images in one job. The mean over the views of a sample follows from that sample
+    alone."""
 
     views: tuple[View, ...] = VIEWS[1]
     axes: tuple[int, int] = (1, 2)  # height and width of a batch in the order that the data have
 
     def mean(
-        self, arrays: Mapping[str, Any], outputs_of: Callable[[Mapping[str, Any]], Any], xp: Any, axes: tuple[int, int] | None = None
+        self,
+        arrays: Mapping[str, Any],
+        outputs_of: Callable[[Mapping[str, Any]], Any],
+        xp: Any,
+        axes: tuple[int, int] | None = None,
     ) -> Any:
-        """The sum over the views of weight times outputs_of(arrays with that view of "x"); of one view outputs_of(arrays).
+        """The sum over the views of weight times outputs_of(arrays with that view of "x"); of one
+        view outputs_of(arrays).
 
-        xp: numpy, jax.numpy or torch, of whose kind "x" is; axes: height and width of "x", where they are not those of the data.
+        xp: numpy, jax.numpy or torch, of whose kind "x" is; axes: height and width of "x", where
+        they are not those of the data.
         """
         if len(self.views) == 1:
             return outputs_of(arrays)
         x = arrays["x"]
-        weighted = (view.weight * outputs_of({**arrays, "x": _seen(x, view, xp, axes or self.axes)}) for view in self.views)
+        weighted = (
+            view.weight * outputs_of({**arrays, "x": _seen(x, view, xp, axes or self.axes)})
+            for view in self.views
+        )
         return sum(weighted, start=0.0)
 
 
 def make_views(config: Config, fields: Mapping[str, Field]) -> Views:
-    """What evaluate.views means for samples of these fields: x uint8 (H, W, C), or other numbers (C, H, W). Raises UserError for others."""
+    """What evaluate.views means for samples of these fields: x uint8 (H, W, C), or other numbers
+    (C, H, W). Raises UserError for others."""
     count = config.evaluate.views
     if count == 1:
         return Views()
@@ -72,7 +91,8 @@ def _seen(x: Any, view: View, xp: Any, axes: tuple[int, int]) -> Any:
 
 
 def _shift(x: Any, shift: int, xp: Any, axis: int) -> Any:
-    """Along one axis the elements 1, 2, ..., n-1, n-2 of n with shift 1, and 1, 0, 1, ..., n-2 with shift -1."""
+    """Along one axis the elements 1, 2, ..., n-1, n-2 of n with shift 1, and 1, 0, 1, ..., n-2 with
+    shift -1."""
 
     def part(start: int | None, stop: int | None) -> Any:
         return x[(slice(None),) * axis + (slice(start, stop),)]

@@ -1,4 +1,5 @@
-"""Whole arrays as a source: of numpy in memory or memory-mapped, torch's tensors, tables of named columns, a .safetensors file."""
+"""Whole arrays as a source: of numpy in memory or memory-mapped, torch's tensors, tables of named
+columns, a .safetensors file."""
 
 from __future__ import annotations
 
@@ -21,11 +22,18 @@ MOST_CLASSES = 2**20  # of images with whole numbers: larger ones are no classes
 
 def is_array(value: object) -> bool:
     """Whether this is an array of numpy or torch, a Series or a DataFrame."""
-    return hasattr(value, "shape") and (hasattr(value, "__array__") or hasattr(value, "to_numpy")) and not isinstance(value, np.generic)
+    return (
+        hasattr(value, "shape")
+        and (hasattr(value, "__array__") or hasattr(value, "to_numpy"))
+        and not isinstance(value, np.generic)
+    )
 
 
-def flat_fields(given: Mapping[Any, Any], name: str, where: str) -> tuple[Mapping[Any, Any], tuple[str, ...]]:
-    """{"x": {"image": ..., "table": ...}, "y": ...} without the inner dict, and the names that it has; anything else as it is.
+def flat_fields(
+    given: Mapping[Any, Any], name: str, where: str
+) -> tuple[Mapping[Any, Any], tuple[str, ...]]:
+    """{"x": {"image": ..., "table": ...}, "y": ...} without the inner dict, and the names that it
+    has; anything else as it is.
 
     Raises UserError where two fields have one name.
     """
@@ -35,19 +43,30 @@ def flat_fields(given: Mapping[Any, Any], name: str, where: str) -> tuple[Mappin
     others = {field: value for field, value in given.items() if field != "x"}
     both = [field for field in inner if field in others]
     if both:
-        raise UserError(f"{name} has {both[0]} inside of x and beside it", where, "another name for one of them")
+        raise UserError(
+            f"{name} has {both[0]} inside of x and beside it", where, "another name for one of them"
+        )
     return {**inner, **others}, tuple(inner)
 
 
-def from_arrays(given: Mapping[Any, Any], name: str, where: str, inputs: tuple[str, ...] = ()) -> Source:
-    """The source of arrays by field. Images x with labels y are a data set of images and classes. inputs: fields that were inside of x.
+def from_arrays(
+    given: Mapping[Any, Any], name: str, where: str, inputs: tuple[str, ...] = ()
+) -> Source:
+    """The source of arrays by field. Images x with labels y are a data set of images and classes.
+    inputs: fields that were inside of x.
 
     Raises UserError where they are not numbers, or not of the same samples.
     """
     for field in given:
         if not isinstance(field, str) or not field.isidentifier():
-            raise UserError(f"{name} has a field named {field!r}", where, "names of fields are words: x, y, tokens")
-    arrays = {field: to_numpy(value, f"field {field} of {name}", where) for field, value in given.items()}
+            raise UserError(
+                f"{name} has a field named {field!r}",
+                where,
+                "names of fields are words: x, y, tokens",
+            )
+    arrays = {
+        field: to_numpy(value, f"field {field} of {name}", where) for field, value in given.items()
+    }
     if set(arrays) == {"x", "y"}:
         images = as_images(arrays["x"])
         y = arrays["y"]
@@ -56,7 +75,9 @@ def from_arrays(given: Mapping[Any, Any], name: str, where: str, inputs: tuple[s
                 return NamedArrays({"x": images, "y": y}, where=name)
             source = ArraySource(images, y, int(y.max()) + 1, name)
             return source if images.nbytes <= LARGE_BYTES else SubsetOfImages(source, None)
-    arrays = {field: array if field == "y" else _channels_last(array) for field, array in arrays.items()}
+    arrays = {
+        field: array if field == "y" else _channels_last(array) for field, array in arrays.items()
+    }
     return NamedArrays(arrays, where=name, nested_inputs=inputs)
 
 
@@ -67,35 +88,54 @@ def _channels_last(array: np.ndarray) -> np.ndarray:
 
 
 def to_numpy(value: Any, what: str, where: str) -> np.ndarray:
-    """Its numbers, in its own memory where that is possible. Raises UserError where it has no numbers."""
+    """Its numbers, in its own memory where that is possible. Raises UserError where it has no
+    numbers."""
     if hasattr(value, "detach"):  # of torch
         value = _of_torch(value, what, where)
     if isinstance(value, np.ma.MaskedArray):
-        shown = f"{what} is a masked array ({np.ma.count_masked(value):,} of {value.size:,} values are masked), whose mask would be lost"
-        raise UserError(shown, where, "leave these samples out, or say what stands for them: .filled(0)")
+        shown = (
+            f"{what} is a masked array ({np.ma.count_masked(value):,} of {value.size:,} values "
+            "are masked), whose mask would be lost"
+        )
+        raise UserError(
+            shown, where, "leave these samples out, or say what stands for them: .filled(0)"
+        )
     array = value.to_numpy() if hasattr(value, "to_numpy") else np.asanyarray(value)
     if array.dtype.kind not in "iufb" or array.dtype.itemsize > 8:
-        raise UserError(f"{what} is {array.dtype} {array.shape}, expected numbers", where, _fix_of_numbers(array))
+        raise UserError(
+            f"{what} is {array.dtype} {array.shape}, expected numbers",
+            where,
+            _fix_of_numbers(array),
+        )
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def _fix_of_numbers(array: np.ndarray) -> str:
     fix = "convert it to integers or floats"
-    return fix if array.dtype.kind not in "OSU" else f"{fix}; np.unique(y, return_inverse=True)[1] counts the classes of names from 0"
+    return (
+        fix
+        if array.dtype.kind not in "OSU"
+        else f"{fix}; np.unique(y, return_inverse=True)[1] counts the classes of names from 0"
+    )
 
 
 def _of_torch(tensor: Any, what: str, where: str) -> np.ndarray:
     try:
         tensor = tensor.detach().cpu()
-        found: np.ndarray = tensor.float().numpy() if str(tensor.dtype) == "torch.bfloat16" else tensor.numpy()
+        found: np.ndarray = (
+            tensor.float().numpy() if str(tensor.dtype) == "torch.bfloat16" else tensor.numpy()
+        )
     except (TypeError, RuntimeError, NotImplementedError) as error:  # sparse, quantized, masked
         fix = "a dense tensor of numbers: .to_dense(), .dequantize()"
-        raise UserError(f"{what} is a tensor without an array: {first_line(error)}", where, fix) from None
+        raise UserError(
+            f"{what} is a tensor without an array: {first_line(error)}", where, fix
+        ) from None
     return found
 
 
 def as_images(x: np.ndarray) -> np.ndarray | None:
-    """uint8 (n, H, W, C) of images (n, H, W, C), (n, C, H, W) with 1 or 3 channels, or grey ones (n, H, W); None of anything else."""
+    """uint8 (n, H, W, C) of images (n, H, W, C), (n, C, H, W) with 1 or 3 channels, or grey ones
+    (n, H, W); None of anything else."""
     if x.dtype != np.uint8 or x.ndim not in (3, 4) or 0 in x.shape[1:]:
         return None
     if x.ndim == 3:
@@ -117,27 +157,39 @@ _INDEX = re.compile(r"__index_level_\d+__|Unnamed: 0(\.\d+)*")
 
 
 def is_index(column: str) -> bool:
-    """Whether a column has the name that pandas gives to an index without one, in Parquet files and where it reads a CSV file."""
+    """Whether a column has the name that pandas gives to an index without one, in Parquet files and
+    where it reads a CSV file."""
     return _INDEX.fullmatch(column) is not None
 
 
 def columns_of_frame(frame: Any, name: str, where: str) -> dict[str, np.ndarray]:
-    """{"x": (n, columns), "y": (n,)} of a pandas DataFrame: see inputs_and_target(). Raises UserError for a column without numbers."""
+    """{"x": (n, columns), "y": (n,)} of a pandas DataFrame: see inputs_and_target(). Raises
+    UserError for a column without numbers."""
     columns = {}
     for column in frame.columns:
         try:
             columns[str(column)] = _numbers(frame[column].to_numpy(), column, name, where)
         except (TypeError, ValueError):  # a missing value of pandas
-            raise UserError(f"column {column!r} of {name} is {frame[column].dtype}, expected numbers", where, _CONVERT) from None
+            raise UserError(
+                f"column {column!r} of {name} is {frame[column].dtype}, expected numbers",
+                where,
+                _CONVERT,
+            ) from None
     return inputs_and_target(columns, name, where)
 
 
-def columns_of_hugging_face(dataset: Any, name: str, where: str, padding: Collection[str] = ()) -> dict[str, Any]:
-    """Columns of a Hugging Face Dataset whose columns are numbers, or lists of equally many numbers, read whole.
+def columns_of_hugging_face(
+    dataset: Any, name: str, where: str, padding: Collection[str] = ()
+) -> dict[str, Any]:
+    """Columns of a Hugging Face Dataset whose columns are numbers, or lists of equally many
+    numbers, read whole.
 
-    padding: columns whose lists have different lengths, each as Ragged; the others keep their names then, but for the target.
+    padding: columns whose lists have different lengths, each as Ragged; the others keep their names
+    then, but for the target.
     """
-    table = dataset.with_format("arrow")[:]  # in the order of the data set, which a shuffle or a filter gave it
+    table = dataset.with_format("arrow")[
+        :
+    ]  # in the order of the data set, which a shuffle or a filter gave it
     columns: dict[str, Any] = {}
     for column in table.column_names:
         values = table[column].combine_chunks()
@@ -154,19 +206,29 @@ def columns_of_hugging_face(dataset: Any, name: str, where: str, padding: Collec
 def _ragged(values: Any, column: str, name: str, where: str) -> Ragged:
     """Lists of different lengths as one."""
     if values.null_count:
-        raise UserError(f"column {column!r} of {name} lacks {values.null_count} values", where, "fill them, or remove these rows")
+        raise UserError(
+            f"column {column!r} of {name} lacks {values.null_count} values",
+            where,
+            "fill them, or remove these rows",
+        )
     lengths = values.value_lengths().to_numpy(zero_copy_only=False)
     flat = _numbers(from_arrow(values.flatten(), column, name, where), column, name, where)
     return Ragged(flat, np.cumsum([0, *lengths], dtype=np.int64))
 
 
 def is_read_by_row(dataset: Any) -> bool:
-    """Whether a Hugging Face Dataset has images to decode, or a function that makes its rows: it is then read as a torch Dataset is."""
-    return dataset.format["type"] == "custom" or any(type(feature).__name__ == "Image" for feature in dataset.features.values())
+    """Whether a Hugging Face Dataset has images to decode, or a function that makes its rows: it is
+    then read as a torch Dataset is."""
+    return dataset.format["type"] == "custom" or any(
+        type(feature).__name__ == "Image" for feature in dataset.features.values()
+    )
 
 
-def inputs_and_target(columns: Mapping[str, np.ndarray], name: str, where: str) -> dict[str, np.ndarray]:
-    """A column x stays as it is; else all columns but the target, single numbers, are x in their order: float32 where all are, or float64.
+def inputs_and_target(
+    columns: Mapping[str, np.ndarray], name: str, where: str
+) -> dict[str, np.ndarray]:
+    """A column x stays as it is; else all columns but the target, single numbers, are x in their
+    order: float32 where all are, or float64.
 
     Without a target every column is a field.
     """
@@ -175,43 +237,85 @@ def inputs_and_target(columns: Mapping[str, np.ndarray], name: str, where: str) 
         return dict(columns)
     inputs = {column: array for column, array in columns.items() if column != target}
     if (index := next(filter(is_index, inputs), None)) is not None and "x" not in inputs:
-        fix = f"leave it out: frame.drop(columns={index!r}), dataset.remove_columns({index!r}); or give it another name"
-        raise UserError(f"column {index!r} of {name} is the index of a table of pandas, which numbers its rows", where, fix)
+        fix = (
+            f"leave it out: frame.drop(columns={index!r}), dataset.remove_columns({index!r}); or "
+            "give it another name"
+        )
+        raise UserError(
+            f"column {index!r} of {name} is the index of a table of pandas, which numbers its rows",
+            where,
+            fix,
+        )
     if not inputs:
-        raise UserError(f"{name} has the target {target} and no other column", where, "columns to predict it from")
+        raise UserError(
+            f"{name} has the target {target} and no other column",
+            where,
+            "columns to predict it from",
+        )
     if "x" in inputs or len(inputs) == 1:
-        return {("x" if len(inputs) == 1 else column): array for column, array in inputs.items()} | {"y": columns[target]}
+        return {
+            ("x" if len(inputs) == 1 else column): array for column, array in inputs.items()
+        } | {"y": columns[target]}
     wrong = next((column for column, array in inputs.items() if array.ndim > 1), None)
     if wrong is not None:
-        what = f"column {wrong!r} of {name} has lists, beside other columns of inputs ({', '.join(inputs)})"
+        what = (
+            f"column {wrong!r} of {name} has lists, beside other columns of inputs "
+            f"({', '.join(inputs)})"
+        )
         raise UserError(what, where, "name one column x, or give a dict of arrays")
-    dtype = np.float32 if all(array.dtype == np.float32 for array in inputs.values()) else np.float64
-    return {"x": np.stack(list(inputs.values()), axis=1).astype(dtype, copy=False), "y": columns[target]}
+    dtype = (
+        np.float32 if all(array.dtype == np.float32 for array in inputs.values()) else np.float64
+    )
+    return {
+        "x": np.stack(list(inputs.values()), axis=1).astype(dtype, copy=False),
+        "y": columns[target],
+    }
 
 
 def from_arrow(values: Any, column: str, name: str, where: str) -> np.ndarray:
     """(n, ...) of an array of numbers, or of lists of lists of them that are all as long."""
     values = getattr(values, "storage", values)  # of datasets.Array2D and the like
     if values.null_count:
-        raise UserError(f"column {column!r} of {name} lacks {values.null_count} values", where, "fill them, or remove these rows")
+        raise UserError(
+            f"column {column!r} of {name} lacks {values.null_count} values",
+            where,
+            "fill them, or remove these rows",
+        )
     if not hasattr(values.type, "value_type") or not hasattr(values, "flatten"):
         found: np.ndarray = values.to_numpy(zero_copy_only=False)
         return found
     is_fixed = hasattr(values.type, "list_size")
-    lengths = np.array([values.type.list_size]) if is_fixed else np.unique(values.value_lengths().to_numpy(zero_copy_only=False))
+    lengths = (
+        np.array([values.type.list_size])
+        if is_fixed
+        else np.unique(values.value_lengths().to_numpy(zero_copy_only=False))
+    )
     if len(lengths) > 1:
-        what = f"column {column!r} of {name} has lists of {lengths.min()} to {lengths.max()} numbers"
-        raise UserError(what, where, f"{padded_by(column)}, which pads those of a pass to its longest; or lists of one length")
+        what = (
+            f"column {column!r} of {name} has lists of {lengths.min()} to {lengths.max()} numbers"
+        )
+        raise UserError(
+            what,
+            where,
+            f"{padded_by(column)}, which pads those of a pass to its longest; or lists of one "
+            "length",
+        )
     inner = from_arrow(values.flatten(), column, name, where)
     return inner.reshape(len(values), int(lengths[0]) if len(lengths) else 0, *inner.shape[1:])
 
 
 def _numbers(array: np.ndarray, column: Any, name: str, where: str) -> np.ndarray:
     if array.dtype.kind not in "iufb":
-        raise UserError(f"column {column!r} of {name} is {array.dtype}, expected numbers", where, _CONVERT)
+        raise UserError(
+            f"column {column!r} of {name} is {array.dtype}, expected numbers", where, _CONVERT
+        )
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         row = int(np.nonzero(~np.isfinite(array))[0][0])
-        raise UserError(f"column {column!r} of {name} has {array[row]} in row {row}, expected a finite number", where, _FILL)
+        raise UserError(
+            f"column {column!r} of {name} has {array[row]} in row {row}, expected a finite number",
+            where,
+            _FILL,
+        )
     return array
 
 
@@ -220,35 +324,62 @@ _FILL = "fill it, or leave the row out"
 
 
 _DTYPES = {
-    **{"BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8", "I64": "<i8"},
+    **{
+        "BOOL": "?",
+        "U8": "u1",
+        "I8": "i1",
+        "U16": "<u2",
+        "I16": "<i2",
+        "U32": "<u4",
+        "I32": "<i4",
+        "U64": "<u8",
+        "I64": "<i8",
+    },
     **{"F16": "<f2", "F32": "<f4", "F64": "<f8"},
 }
 
 
 def read_safetensors(path: Path, name: str, where: str) -> dict[str, np.ndarray]:
-    """Its arrays by name. Raises UserError where it is none, is damaged, or has numbers of a type that numpy does not know."""
+    """Its arrays by name. Raises UserError where it is none, is damaged, or has numbers of a type
+    that numpy does not know."""
     from safetensors import SafetensorError, safe_open
 
     if path.suffix != ".safetensors":
-        raise UserError(f"{name} gave the path {path}", where, "a file NAME.safetensors (safetensors.numpy.save_file writes it), or arrays")
+        raise UserError(
+            f"{name} gave the path {path}",
+            where,
+            "a file NAME.safetensors (safetensors.numpy.save_file writes it), or arrays",
+        )
     try:
         check_regular(path)
-        with safe_open(path, framework="numpy"):  # checks the header, and that the arrays fill the file exactly
+        with safe_open(
+            path, framework="numpy"
+        ):  # checks the header, and that the arrays fill the file exactly
             pass
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
     except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"{name} cannot be read: {first_line(error)}", str(path), "a file that safetensors.numpy.save_file wrote") from None
+        raise UserError(
+            f"{name} cannot be read: {first_line(error)}",
+            str(path),
+            "a file that safetensors.numpy.save_file wrote",
+        ) from None
     arrays = {}
     for field, entry in header.items():
         if field == "__metadata__":
             continue
         if entry["dtype"] not in _DTYPES:
-            raise UserError(f"{name} has {field} as {entry['dtype']}, which numpy does not know", str(path), "save it as F32 or F16")
+            raise UserError(
+                f"{name} has {field} as {entry['dtype']}, which numpy does not know",
+                str(path),
+                "save it as F32 or F16",
+            )
         dtype = np.dtype(_DTYPES[entry["dtype"]])
         start = 8 + length + entry["data_offsets"][0]
         shape = tuple(entry["shape"])
         empty = 0 in shape
-        arrays[field] = np.zeros(shape, dtype) if empty else np.memmap(path, dtype, "r", start, shape)
+        arrays[field] = (
+            np.zeros(shape, dtype) if empty else np.memmap(path, dtype, "r", start, shape)
+        )
     return arrays

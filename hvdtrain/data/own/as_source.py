@@ -1,4 +1,5 @@
-"""What the user gives as data, as a Source: told by what it is, without importing a library; its numbers are checked when they are read."""
+"""What the user gives as data, as a Source: told by what it is, without importing a library; its
+numbers are checked when they are read."""
 
 from __future__ import annotations
 
@@ -43,11 +44,16 @@ if TYPE_CHECKING:
 
 _NO_PADDING: Mapping[str, Padding] = MappingProxyType({})
 _GIVE = (
-    'give a dict of arrays, one row for each sample: {"x": x, "y": y}; a pair of them; a list of a pair (x, y) for each sample; '
-    "the path of a .safetensors file; a pandas DataFrame; a Hugging Face Dataset; a torch Dataset, or a tuple of it and its collate "
+    'give a dict of arrays, one row for each sample: {"x": x, "y": y}; a pair of them; a list of '
+    "a pair (x, y) for each sample; "
+    "the path of a .safetensors file; a pandas DataFrame; a Hugging Face Dataset; a torch "
+    "Dataset, or a tuple of it and its collate "
     "function, or its DataLoader; or a source (docs/tasks.md)"
 )
-_INDEX = "a Dataset with __len__ and __getitem__, an index of where each sample is; or data.name=webdataset, which makes one of tar files"
+_INDEX = (
+    "a Dataset with __len__ and __getitem__, an index of where each sample is; or "
+    "data.name=webdataset, which makes one of tar files"
+)
 _SOURCE = ("fields", "read", "digests", "identity", "__len__")
 
 
@@ -59,12 +65,14 @@ def as_source(
     kept: tuple[str, ...] = (),
     padding: Mapping[str, Padding] = _NO_PADDING,
 ) -> Source:
-    """The source of a dict of arrays, a .safetensors file, a table, a torch Dataset (docs/data.md), or of a class of the user's own.
+    """The source of a dict of arrays, a .safetensors file, a table, a torch Dataset (docs/data.md),
+    or of a class of the user's own.
 
-    name: of the data in messages: "mine:numbers, train". where: the key or the call that gave them. workers: processes that read a
-    torch Dataset; None: those of its DataLoader, else none. kept: names of fields that stay in place of x and y: image, label.
-    padding: of fields whose samples have different lengths.
-    Raises UserError for anything else, and where the data are not as they have to be.
+    name: of the data in messages: "mine:numbers, train". where: the key or the call that gave them.
+    workers: processes that read a torch Dataset; None: those of its DataLoader, else none. kept:
+    names of fields that stay in place of x and y: image, label. padding: of fields whose samples
+    have different lengths. Raises UserError for anything else, and where the data are not as they
+    have to be.
     """
     source = _as_source(given, name, where, workers, kept, padding)
     if not len(source):
@@ -72,7 +80,14 @@ def as_source(
     return source
 
 
-def _as_source(given: object, name: str, where: str, workers: int | None, kept: tuple[str, ...], padding: Mapping[str, Padding]) -> Source:
+def _as_source(
+    given: object,
+    name: str,
+    where: str,
+    workers: int | None,
+    kept: tuple[str, ...],
+    padding: Mapping[str, Padding],
+) -> Source:
     if isinstance(given, (str, Path)):
         given = read_safetensors(Path(given).expanduser(), name, where)
     elif _is_a(given, "pandas", "DataFrame"):
@@ -91,7 +106,10 @@ def _as_source(given: object, name: str, where: str, workers: int | None, kept: 
     _refuse_lists(given, name, where)
     if isinstance(given, Mapping) and given and all(is_array(value) for value in given.values()):
         if workers:
-            what = f"data.workers={workers} are processes that read a torch Dataset; {name} is arrays, which need none"
+            what = (
+                f"data.workers={workers} are processes that read a torch Dataset; {name} is "
+                "arrays, which need none"
+            )
             raise UserError(what, where, "leave data.workers out")
         return from_arrays(given, name, where, inputs)
     if all(hasattr(given, member) for member in _SOURCE):
@@ -99,9 +117,15 @@ def _as_source(given: object, name: str, where: str, workers: int | None, kept: 
         return _checked(cast("Source", given), name)
     dataset, collate, loader = _parts(given)
     if type(dataset).__name__ == "DatasetDict":
-        raise UserError(f"{name} is all splits at once: {', '.join(cast('Any', dataset))}", where, "give the split that is asked for")
+        raise UserError(
+            f"{name} is all splits at once: {', '.join(cast('Any', dataset))}",
+            where,
+            "give the split that is asked for",
+        )
     _refuse_iterable(dataset, name, where)
-    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")) or isinstance(dataset, (Mapping, np.ndarray)):
+    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")) or isinstance(
+        dataset, (Mapping, np.ndarray)
+    ):
         raise UserError(f"{name} is {_described(given)}", where, _GIVE)
     return from_dataset(dataset, collate, loader, name, where, workers, kept, padding)
 
@@ -110,12 +134,18 @@ def _refuse_padding(source: Source, padding: Mapping[str, Padding], name: str, w
     """Raises UserError where a source of the user's own does not pad a field itself."""
     for name_of_field in padding:
         if name_of_field not in source.fields or source.fields[name_of_field].padding is None:
-            what = f"data.pad or data.pack is of {name_of_field}, and {name} is a source whose samples all have one length"
-            raise UserError(what, where, "leave it out; or a torch Dataset, or a dict with a list of arrays")
+            what = (
+                f"data.pad or data.pack is of {name_of_field}, and {name} is a source whose "
+                "samples all have one length"
+            )
+            raise UserError(
+                what, where, "leave it out; or a torch Dataset, or a dict with a list of arrays"
+            )
 
 
 def _checked(source: Source, name: str) -> Source:
-    """A source that checks what it reads; all labels of images are compared with the number of classes at once."""
+    """A source that checks what it reads; all labels of images are compared with the number of
+    classes at once."""
     if isinstance(source, LabelledImages):
         check_numbers("y", source.labels(), source.fields["y"], name)
         return source
@@ -139,10 +169,19 @@ def _parts(given: object) -> tuple[object, Any, Any]:
 
 
 def _refuse_iterable(dataset: object, name: str, where: str) -> None:
-    if _is_a(dataset, "torch", "IterableDataset") or _is_a(dataset, "datasets", "IterableDataset") or _only_iterates(dataset):
-        what = f"{name} is a {type(dataset).__name__}, whose samples come in an order of its own: no rank can take its exact share"
+    if (
+        _is_a(dataset, "torch", "IterableDataset")
+        or _is_a(dataset, "datasets", "IterableDataset")
+        or _only_iterates(dataset)
+    ):
+        what = (
+            f"{name} is a {type(dataset).__name__}, whose samples come in an order of its own: no "
+            "rank can take its exact share"
+        )
         fix = (
-            _INDEX if _is_a(dataset, "torch", "Dataset") or _is_a(dataset, "datasets", "IterableDataset") else f"list() of it; or {_INDEX}"
+            _INDEX
+            if _is_a(dataset, "torch", "Dataset") or _is_a(dataset, "datasets", "IterableDataset")
+            else f"list() of it; or {_INDEX}"
         )
         raise UserError(f"{what}, and no job can go on where it stopped", where, fix)
 
@@ -155,24 +194,46 @@ def _only_iterates(dataset: object) -> bool:
 
 def _tensors(tensors: Any, name: str, where: str) -> dict[str, Any]:
     if len(tensors) > 2:
-        raise UserError(f"{name} is a TensorDataset of {len(tensors)} tensors without names", where, 'give a dict: {"x": ..., "y": ...}')
+        raise UserError(
+            f"{name} is a TensorDataset of {len(tensors)} tensors without names",
+            where,
+            'give a dict: {"x": ..., "y": ...}',
+        )
     return dict(zip(("x", "y"), tensors, strict=False))
 
 
 def _refuse_lists(given: object, name: str, where: str) -> None:
     """Raises UserError for lists in the place of arrays, and for x without a name."""
     if isinstance(given, Mapping):
-        wrong = next((field for field, value in given.items() if isinstance(value, (list, tuple, range))), None)
+        wrong = next(
+            (field for field, value in given.items() if isinstance(value, (list, tuple, range))),
+            None,
+        )
         if wrong is not None:
-            raise UserError(f"{wrong} of {name} is a {type(given[wrong]).__name__}", where, f"an array: np.array({wrong}), or a tensor")
-    if isinstance(given, (tuple, list)) and len(given) == 2 and all(_is_column(value) for value in given):
-        what = f"{name} is a pair of {' and '.join(f'a {type(value).__name__} of {len(value)}' for value in given)}"
-        raise UserError(what, where, "arrays: (np.array(x), np.array(y)); or one list of pairs: list(zip(x, y))")
+            raise UserError(
+                f"{wrong} of {name} is a {type(given[wrong]).__name__}",
+                where,
+                f"an array: np.array({wrong}), or a tensor",
+            )
+    if (
+        isinstance(given, (tuple, list))
+        and len(given) == 2
+        and all(_is_column(value) for value in given)
+    ):
+        what = (
+            f"{name} is a pair of "
+            f"{' and '.join(f'a {type(value).__name__} of {len(value)}' for value in given)}"
+        )
+        raise UserError(
+            what, where, "arrays: (np.array(x), np.array(y)); or one list of pairs: list(zip(x, y))"
+        )
 
 
 def _is_column(value: object) -> bool:
     """Whether it is a list, or an array, of more than a pair has: x or y of all samples."""
-    return (isinstance(value, list) and len(value) > 2) or (is_array(value) and cast("Any", value).ndim > 0)
+    return (isinstance(value, list) and len(value) > 2) or (
+        is_array(value) and cast("Any", value).ndim > 0
+    )
 
 
 def _described(given: object) -> str:
@@ -187,21 +248,30 @@ def _described(given: object) -> str:
     missing = [member for member in _SOURCE if not hasattr(given, member)]
     name = type(given).__name__
     article = "an" if name[0] in "aeiouAEIOU" else "a"
-    return f"{article} {name}{'' if len(missing) >= len(_SOURCE) - 1 else ' without ' + ', '.join(missing)}"
+    return (
+        f"{article} "
+        f"{name}{'' if len(missing) >= len(_SOURCE) - 1 else ' without ' + ', '.join(missing)}"
+    )
 
 
 def _is_a(given: object, package: str, class_name: str) -> bool:
     """Whether it is an object of a class of that package, or of one that is made of it."""
-    return any(base.__name__ == class_name and base.__module__.partition(".")[0] == package for base in type(given).__mro__)
+    return any(
+        base.__name__ == class_name and base.__module__.partition(".")[0] == package
+        for base in type(given).__mro__
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class CheckedSource(AroundSource):
-    """A source that checks samples: an integer that its field may not have, or a number that is not finite, raises UserError."""
+    """A source that checks samples: an integer that its field may not have, or a number that is not
+    finite, raises UserError."""
 
     source: Source
     where: str
-    declared: Mapping[str, Field] = field(default_factory=dict)  # of integers, in place of the source's own
+    declared: Mapping[str, Field] = field(
+        default_factory=dict
+    )  # of integers, in place of the source's own
 
     @property
     def fields(self) -> Mapping[str, Field]:
@@ -219,25 +289,41 @@ class CheckedSource(AroundSource):
     def _checked(self, batch: Batch, indices: np.ndarray) -> Batch:
         for name, kind in self.fields.items():
             check_numbers(name, batch[name], kind, self.where, indices)
-        return {**batch, **{name: batch[name].astype(kind.dtype, copy=False) for name, kind in self.declared.items()}}
+        return {
+            **batch,
+            **{
+                name: batch[name].astype(kind.dtype, copy=False)
+                for name, kind in self.declared.items()
+            },
+        }
 
 
 def as_declared(source: Source, fields: Mapping[str, Field]) -> Source:
-    """The source with its integers as the fields of a task have them: labels of any integer type are int64 of known classes.
+    """The source with its integers as the fields of a task have them: labels of any integer type
+    are int64 of known classes.
 
-    Raises UserError where an integer is none that its field may have: of sources in memory at once, of all others when it is read.
+    Raises UserError where an integer is none that its field may have: of sources in memory at once,
+    of all others when it is read.
     """
     if isinstance(source, LabelledImages):
         if "y" in fields:
             check_numbers("y", source.labels(), fields["y"], where_of(source))
         return source
     found = source.fields
-    declared = {name: kind for name, kind in fields.items() if name in found and _are_integers(found[name], kind)}
+    declared = {
+        name: kind
+        for name, kind in fields.items()
+        if name in found and _are_integers(found[name], kind)
+    }
     if isinstance(source, Subset):
         return dataclasses.replace(source, source=as_declared(source.source, fields))
     if isinstance(source, NamedArrays):
-        return _arrays_as_declared(source, {name: kind for name, kind in declared.items() if found[name] != kind})
-    is_own = not isinstance(source, CheckedSource) and not isinstance(_innermost(source), DatasetSource)
+        return _arrays_as_declared(
+            source, {name: kind for name, kind in declared.items() if found[name] != kind}
+        )
+    is_own = not isinstance(source, CheckedSource) and not isinstance(
+        _innermost(source), DatasetSource
+    )
     if is_own and all(found[name] == kind for name, kind in declared.items()):
         return source  # hvdtrain's own, as of tokens, whose numbers are what its fields say
     inner = source.source if isinstance(source, CheckedSource) else source
@@ -259,19 +345,34 @@ def _arrays_as_declared(source: NamedArrays, declared: Mapping[str, Field]) -> S
     if not declared:
         return source
     for name, kind in declared.items() if not source.is_large else ():
-        check_numbers(name, source.arrays[name], kind, source.where)  # in the type that they have: a cast would change wrong numbers
-    if source.is_large and any(source.fields[name].dtype != kind.dtype for name, kind in declared.items()):
+        check_numbers(
+            name, source.arrays[name], kind, source.where
+        )  # in the type that they have: a cast would change wrong numbers
+    if source.is_large and any(
+        source.fields[name].dtype != kind.dtype for name, kind in declared.items()
+    ):
         return CheckedSource(source, source.where, declared)
-    arrays = {name: array.astype(declared[name].dtype, copy=False) if name in declared else array for name, array in source.arrays.items()}
+    arrays = {
+        name: array.astype(declared[name].dtype, copy=False) if name in declared else array
+        for name, array in source.arrays.items()
+    }
     values = {**source.values, **{name: kind.values for name, kind in declared.items()}}
     ignored = {name: kind.ignored for name, kind in declared.items() if kind.ignored is not None}
     return NamedArrays(arrays, values, source.where, ignored, source.nested_inputs)
 
 
 def bounded_alike(*sources: Source) -> list[Source]:
-    """The sources with padded fields up to the longest sample, and below the largest value, of any of them."""
-    kinds = [(name, kind) for source in sources for name, kind in source.fields.items() if kind.padding is not None]
-    longest = {name: max(kind.shape[0] for other, kind in kinds if other == name) for name, _ in kinds}
+    """The sources with padded fields up to the longest sample, and below the largest value, of any
+    of them."""
+    kinds = [
+        (name, kind)
+        for source in sources
+        for name, kind in source.fields.items()
+        if kind.padding is not None
+    ]
+    longest = {
+        name: max(kind.shape[0] for other, kind in kinds if other == name) for name, _ in kinds
+    }
     values = {name: max(kind.values for other, kind in kinds if other == name) for name, _ in kinds}
     return [_bounded(source, longest, values) for source in sources] if kinds else list(sources)
 
@@ -280,9 +381,16 @@ def _bounded(source: Source, longest: Mapping[str, int], values: Mapping[str, in
     if isinstance(source, (PaddedArrays, DatasetSource)):
         return source.with_bounds(longest, values)
     inner = getattr(source, "source", None)
-    return source if inner is None else dataclasses.replace(source, source=_bounded(inner, longest, values))  # type: ignore[type-var]
+    return (
+        source
+        if inner is None
+        else dataclasses.replace(source, source=_bounded(inner, longest, values))  # type: ignore[type-var]
+    )
 
 
 def where_of(source: Source) -> str:
     """What messages call a source: its path or name."""
-    return str(getattr(source, "where", "") or (where_of(source.source) if hasattr(source, "source") else "data.name"))
+    return str(
+        getattr(source, "where", "")
+        or (where_of(source.source) if hasattr(source, "source") else "data.name")
+    )

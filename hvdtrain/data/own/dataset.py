@@ -1,4 +1,5 @@
-"""DatasetSource: a torch Dataset as a source, read in this process or in worker processes, with a random state for each sample."""
+"""DatasetSource: a torch Dataset as a source, read in this process or in worker processes, with a
+random state for each sample."""
 
 from __future__ import annotations
 
@@ -35,9 +36,11 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class DatasetSource:
-    """Samples by index; those of training are drawn anew in each epoch, by (seed, epoch, sample), those of evaluation are always the same.
+    """Samples by index; those of training are drawn anew in each epoch, by (seed, epoch, sample),
+    those of evaluation are always the same.
 
-    Without workers the thread that needs samples reads them: the generators of a process are of all its threads.
+    Without workers the thread that needs samples reads them: the generators of a process are of all
+    its threads.
     """
 
     def __init__(
@@ -63,7 +66,9 @@ class DatasetSource:
         for name, kind in self._samples.fields.items():
             if name in padding:
                 rows = max(LEAST, kind.shape[0], self._longest.get(name, 0))
-                bounded = kind._replace(shape=(rows, *kind.shape[1:]), values=self._values.get(name, kind.values))
+                bounded = kind._replace(
+                    shape=(rows, *kind.shape[1:]), values=self._values.get(name, kind.values)
+                )
                 found |= padded_fields(name, bounded, padding[name])
             elif name.isidentifier():
                 found[name] = kind
@@ -98,7 +103,8 @@ class DatasetSource:
         return self._samples.samples
 
     def known_labels(self) -> np.ndarray | None:
-        """Labels that the Dataset has beside its samples; what it gives with a sample may be something else."""
+        """Labels that the Dataset has beside its samples; what it gives with a sample may be
+        something else."""
         return self._labels
 
     def read(self, indices: np.ndarray) -> Batch:
@@ -125,19 +131,36 @@ class DatasetSource:
 
     def _read(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
         check_indices(indices, len(self))
-        return self._trimmed(self._read_here(indices, seeds) if self._pool is None else self._pool.read(indices, seeds))
+        return self._trimmed(
+            self._read_here(indices, seeds)
+            if self._pool is None
+            else self._pool.read(indices, seeds)
+        )
 
     def _trimmed(self, batch: Batch) -> Batch:
         """Padded fields cut to their longest sample, with their masks."""
         for name, padding in self._samples.padding.items():
             lengths = batch.pop(lengths_of(name))
-            rows = min(padded_length(lengths, self.fields[name].shape[0]), self.fields[name].shape[0])
+            rows = min(
+                padded_length(lengths, self.fields[name].shape[0]), self.fields[name].shape[0]
+            )
             array = batch[name]
             if rows > array.shape[1]:  # of no samples, or one row alone
                 array = np.concatenate(
-                    [array, np.full((len(array), rows - array.shape[1], *array.shape[2:]), padding.value, array.dtype)], 1
+                    [
+                        array,
+                        np.full(
+                            (len(array), rows - array.shape[1], *array.shape[2:]),
+                            padding.value,
+                            array.dtype,
+                        ),
+                    ],
+                    1,
                 )
-            batch[name], batch[padding.mask] = np.ascontiguousarray(array[:, :rows]), mask_of(lengths, rows)
+            batch[name], batch[padding.mask] = (
+                np.ascontiguousarray(array[:, :rows]),
+                mask_of(lengths, rows),
+            )
         return batch
 
     def _read_here(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
@@ -155,49 +178,85 @@ def from_dataset(
     kept: tuple[str, ...] = (),
     padding: Mapping[str, Padding] = _NOTHING,
 ) -> DatasetSource:
-    """The source of a map-style Dataset, of which the first sample is read; with padding all, where it does not tell their lengths.
+    """The source of a map-style Dataset, of which the first sample is read; with padding all, where
+    it does not tell their lengths.
 
     kept: names of fields that stay in place of x and y.
 
-    Raises UserError where it cannot be read, a sample read again is another one, or worker processes cannot have it.
+    Raises UserError where it cannot be read, a sample read again is another one, or worker
+    processes cannot have it.
     """
     notes: list[str] = []
     if loader is not None:
         _check_loader(loader, name, where)
-        collate = None if getattr(collate, "__module__", "").startswith("torch.utils.data.") else collate
+        collate = (
+            None if getattr(collate, "__module__", "").startswith("torch.utils.data.") else collate
+        )
         workers = loader.num_workers if workers is None else workers
-        notes = [f"{name}: of its DataLoader dataset, collate_fn and num_workers are used; batches and their order are hvdtrain's own"]
+        notes = [
+            f"{name}: of its DataLoader dataset, collate_fn and num_workers are used; batches and "
+            "their order are hvdtrain's own"
+        ]
     seeds = evaluation_seeds(np.arange(len(dataset) if hasattr(dataset, "__len__") else 1)[:1])
     whole, labels = (labels_of(dataset, whole) for whole in (True, False))
     with random_state_kept():
-        samples = probed(dataset, collate, _values(dataset, whole), name, int(seeds[0]) if len(seeds) else 0, where, kept, padding)
+        samples = probed(
+            dataset,
+            collate,
+            _values(dataset, whole),
+            name,
+            int(seeds[0]) if len(seeds) else 0,
+            where,
+            kept,
+            padding,
+        )
         lengths = read_lengths(samples) if padding else {}
-        samples = with_longest(samples, {field: int(found.max()) for field, found in lengths.items()})
+        samples = with_longest(
+            samples, {field: int(found.max()) for field, found in lengths.items()}
+        )
         _check_repeats(samples, where)
     known = labels if labels is not None and len(labels) == samples.samples else None
     return DatasetSource(samples, workers or 0, tuple(notes), known, lengths)
 
 
 def _check_repeats(samples: Samples, where: str) -> None:
-    """Raises UserError where the first sample is another one when it is read again, after the last one, with the same random state."""
+    """Raises UserError where the first sample is another one when it is read again, after the last
+    one, with the same random state."""
     indices = np.array([0, samples.samples - 1, 0])
     batch = samples.read(indices, evaluation_seeds(indices))
     for name, array in batch.items():
         if array[0].tobytes() != array[2].tobytes():
-            what = f"sample 0 of {samples.name} differs in {name} when it is read again: it draws from a generator of its own"
-            fix = "draw from random, numpy.random or torch's generator: they are seeded for each sample by (seed, epoch, sample)"
+            what = (
+                f"sample 0 of {samples.name} differs in {name} when it is read again: it draws "
+                "from a generator of its own"
+            )
+            fix = (
+                "draw from random, numpy.random or torch's generator: they are seeded for each "
+                "sample by (seed, epoch, sample)"
+            )
             raise UserError(what, where, fix)
 
 
 def _check_loader(loader: Any, name: str, where: str) -> None:
     sampler = type(loader.sampler).__name__
-    if sampler not in ("RandomSampler", "SequentialSampler", "DistributedSampler") or type(loader.batch_sampler).__name__ != "BatchSampler":
-        what = f"the DataLoader of {name} has a {sampler}: which samples a step reads is computed from the seed and the step alone"
-        raise UserError(what, where, "give its Dataset; a torch.utils.data.Subset has some samples, or some of them twice")
+    if (
+        sampler not in ("RandomSampler", "SequentialSampler", "DistributedSampler")
+        or type(loader.batch_sampler).__name__ != "BatchSampler"
+    ):
+        what = (
+            f"the DataLoader of {name} has a {sampler}: which samples a step reads is computed "
+            "from the seed and the step alone"
+        )
+        raise UserError(
+            what,
+            where,
+            "give its Dataset; a torch.utils.data.Subset has some samples, or some of them twice",
+        )
 
 
 def _values(dataset: Any, labels: np.ndarray | None) -> dict[str, int]:
-    """Field.values by field, as the Dataset says: {"tokens": 50257}; of y the number of its classes, declared or by the labels."""
+    """Field.values by field, as the Dataset says: {"tokens": 50257}; of y the number of its
+    classes, declared or by the labels."""
     declared = getattr(dataset, "values", None)
     classes = declared_classes(dataset)
     if not classes and labels is not None and len(labels) and labels.min() >= 0:
@@ -211,7 +270,8 @@ _DEEPEST = 8  # a Subset of a Subset of ...
 
 
 def declared_classes(dataset: Any, depth: int = 0) -> int:
-    """How many there are, by `classes` (names, or their number) or the features of the Dataset; 0 where it does not say."""
+    """How many there are, by `classes` (names, or their number) or the features of the Dataset; 0
+    where it does not say."""
     classes = getattr(dataset, "classes", None)
     if isinstance(classes, (int, np.integer)):
         return int(classes)
@@ -228,7 +288,8 @@ def declared_classes(dataset: Any, depth: int = 0) -> int:
 
 
 def labels_of(dataset: Any, whole: bool, depth: int = 0) -> np.ndarray | None:
-    """Integers (n,); None where they are only read with samples. whole: of a Subset those of all that it is a part of."""
+    """Integers (n,); None where they are only read with samples. whole: of a Subset those of all
+    that it is a part of."""
     if type(dataset) in (list, tuple):
         return _of_pairs(dataset)
     found = next((getattr(dataset, name) for name in _LABELS if hasattr(dataset, name)), None)
@@ -244,22 +305,34 @@ def labels_of(dataset: Any, whole: bool, depth: int = 0) -> np.ndarray | None:
     if not parts or any(part is None for part in parts):
         return None
     joined = np.concatenate([part for part in parts if part is not None])
-    return joined if whole or not hasattr(dataset, "indices") else joined[np.asarray(dataset.indices, np.int64)]
+    return (
+        joined
+        if whole or not hasattr(dataset, "indices")
+        else joined[np.asarray(dataset.indices, np.int64)]
+    )
 
 
 def _parts(dataset: Any) -> list[Any]:
     """What a torch Subset or ConcatDataset is made of."""
     if hasattr(dataset, "dataset"):
         return [dataset.dataset]
-    return list(dataset.datasets) if isinstance(getattr(dataset, "datasets", None), (list, tuple)) else []
+    return (
+        list(dataset.datasets)
+        if isinstance(getattr(dataset, "datasets", None), (list, tuple))
+        else []
+    )
 
 
 def _is_tensor_dataset(dataset: Any) -> bool:
-    return any(base.__name__ == "TensorDataset" for base in type(dataset).__mro__) and len(dataset.tensors) == 2
+    return (
+        any(base.__name__ == "TensorDataset" for base in type(dataset).__mro__)
+        and len(dataset.tensors) == 2
+    )
 
 
 def _column(dataset: Any) -> Any:
-    """The labels of a Hugging Face Dataset whose samples are read one by one: this column alone is read, without its transform."""
+    """The labels of a Hugging Face Dataset whose samples are read one by one: this column alone is
+    read, without its transform."""
     name = next((name for name in _FIELDS if name in dataset.features), None)
     return None if name is None else dataset.select_columns([name]).with_format("numpy")[:][name]
 

@@ -1,4 +1,5 @@
-"""Samples of a Dataset as arrays of fixed types and shapes, each read with a random state of its own: in any process the same bits."""
+"""Samples of a Dataset as arrays of fixed types and shapes, each read with a random state of its
+own: in any process the same bits."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ _INPUTS = ("x", "image", "img", "pixel_values")  # the first of them that a samp
 
 @dataclass(frozen=True)
 class Samples:
-    """A Dataset with its collate function, and what each of its samples has. A worker process gets it whole."""
+    """A Dataset with its collate function, and what each of its samples has. A worker process gets
+    it whole."""
 
     dataset: Any
     collate: Callable[[list[Any]], Any] | None
@@ -42,23 +44,39 @@ class Samples:
     name: str  # for messages
     kept: tuple[str, ...] = ()  # names of fields that stay in place of x and y
     nested_inputs: tuple[str, ...] = ()  # fields that a sample has inside of x
-    padding: Mapping[str, Padding] = dataclasses.field(default_factory=dict)  # of fields whose rows are padded to shape[0]
+    padding: Mapping[str, Padding] = dataclasses.field(
+        default_factory=dict
+    )  # of fields whose rows are padded to shape[0]
 
     def read(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
-        """The samples in fresh arrays; the generators of this process are left as the last of them left them."""
-        arrays = {name: np.empty((len(indices), *field.shape), field.dtype) for name, field in self.fields.items()}
+        """The samples in fresh arrays; the generators of this process are left as the last of them
+        left them."""
+        arrays = {
+            name: np.empty((len(indices), *field.shape), field.dtype)
+            for name, field in self.fields.items()
+        }
         self.read_into(arrays, indices, seeds)
         return arrays
 
-    def read_into(self, arrays: Mapping[str, np.ndarray], indices: np.ndarray, seeds: np.ndarray | None) -> None:
-        """Reads samples as read() does, into the first rows of arrays that are there already; without seeds as they are evaluated.
+    def read_into(
+        self, arrays: Mapping[str, np.ndarray], indices: np.ndarray, seeds: np.ndarray | None
+    ) -> None:
+        """Reads samples as read() does, into the first rows of arrays that are there already;
+        without seeds as they are evaluated.
 
         Raises UserError where the user's code fails, or a sample is not like the first.
         """
         found = len(self.dataset)
         if found != self.samples:
-            what = f"{self.name} has {found:,} samples now, and had {self.samples:,} when the job started"
-            raise UserError(what, defined_at(type(self.dataset).__len__), "a data set must not change while a job reads it")
+            what = (
+                f"{self.name} has {found:,} samples now, and had {self.samples:,} when the job "
+                "started"
+            )
+            raise UserError(
+                what,
+                defined_at(type(self.dataset).__len__),
+                "a data set must not change while a job reads it",
+            )
         seeds = evaluation_seeds(indices) if seeds is None else seeds
         for row, (index, seed) in enumerate(zip(indices.tolist(), seeds.tolist(), strict=True)):
             sample = self.sample(index, seed)
@@ -75,7 +93,9 @@ class Samples:
         """One sample, as its Dataset gives it with this random state."""
         return self.sample_and_inputs(index, seed)[0]
 
-    def sample_and_inputs(self, index: int, seed: int) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
+    def sample_and_inputs(
+        self, index: int, seed: int
+    ) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
         """sample(), and the names of what it has inside of x."""
         set_random_state(seed)
         what = f"sample {index} of {self.name}"
@@ -88,42 +108,75 @@ class Samples:
             raise
         except Exception as error:
             fix = "correct it there, or leave the sample out of the data set"
-            raise UserError(f"{what}: {type(error).__name__}: {first_line(error)}", own_line(error), fix) from error
+            raise UserError(
+                f"{what}: {type(error).__name__}: {first_line(error)}", own_line(error), fix
+            ) from error
         batch, inputs = _fields_of(collated, what, self._where(), self.kept)
         return self._first_rows(batch, what), inputs
 
     def _first_rows(self, batch: dict[str, np.ndarray], what: str) -> dict[str, np.ndarray]:
         wrong = next((name for name, array in batch.items() if array.shape[:1] != (1,)), None)
         if wrong is not None:
-            shown = f"{what}: the collate function gives {wrong} as {batch[wrong].dtype} {batch[wrong].shape} of a list of one sample"
-            raise UserError(shown, self._where(), f"{wrong} of shape (1, ...): one row for each sample of the list")
+            shown = (
+                f"{what}: the collate function gives {wrong} as {batch[wrong].dtype} "
+                f"{batch[wrong].shape} of a list of one sample"
+            )
+            raise UserError(
+                shown,
+                self._where(),
+                f"{wrong} of shape (1, ...): one row for each sample of the list",
+            )
         return {name: array[0] for name, array in batch.items()}
 
     def _check(self, index: int, sample: Mapping[str, np.ndarray]) -> None:
         what = f"sample {index} of {self.name}"
         fields = {name: field for name, field in self.fields.items() if name.isidentifier()}
         if sample.keys() != fields.keys():
-            raise UserError(f"{what} has {_names(sample)}, the first one {_names(fields)}", self._where(), "the same names in all samples")
+            raise UserError(
+                f"{what} has {_names(sample)}, the first one {_names(fields)}",
+                self._where(),
+                "the same names in all samples",
+            )
         for name, field in fields.items():
             array = sample[name]
-            if name in self.padding and array.dtype == field.dtype and array.shape[1:] == field.shape[1:]:
+            if (
+                name in self.padding
+                and array.dtype == field.dtype
+                and array.shape[1:] == field.shape[1:]
+            ):
                 self._check_length(what, name, array)
             elif array.dtype != field.dtype or array.shape != field.shape:
-                shown = f"{what} has {name} as {array.dtype} {array.shape}, the first one as {field.dtype} {field.shape}"
+                shown = (
+                    f"{what} has {name} as {array.dtype} {array.shape}, the first one as "
+                    f"{field.dtype} {field.shape}"
+                )
                 fix = "the same type and shape in all samples: convert, resize, cut or pad them"
-                is_longer = array.dtype == field.dtype and array.ndim and array.shape[1:] == field.shape[1:]
+                is_longer = (
+                    array.dtype == field.dtype and array.ndim and array.shape[1:] == field.shape[1:]
+                )
                 fix += f"; or {padded_by(name)}, which pads those of a pass" if is_longer else ""
                 raise UserError(shown, self._where(), fix)
             if array.dtype.kind == "f" and not np.isfinite(array).all():
-                shown = f"{what} has {array[~np.isfinite(array)].flat[0]} in {name}, expected finite numbers"
-                raise UserError(shown, self._where(), "replace it, or leave the sample out of the data set")
+                shown = (
+                    f"{what} has {array[~np.isfinite(array)].flat[0]} in {name}, expected finite "
+                    "numbers"
+                )
+                raise UserError(
+                    shown, self._where(), "replace it, or leave the sample out of the data set"
+                )
 
     def _check_length(self, what: str, name: str, array: np.ndarray) -> None:
         longest = self.fields[name].shape[0]
         if len(array) > longest:
-            shown = f"{what} has {len(array)} rows of {name}, and the longest one had {longest} when the job started"
+            shown = (
+                f"{what} has {len(array)} rows of {name}, and the longest one had {longest} when "
+                "the job started"
+            )
             raise UserError(
-                shown, self._where(), "cut it; or an attribute `lengths` of the Dataset, with the most that each sample may have"
+                shown,
+                self._where(),
+                "cut it; or an attribute `lengths` of the Dataset, with the most that each sample "
+                "may have",
             )
 
     @property
@@ -140,7 +193,8 @@ class Samples:
 
 
 def lengths_of(name: str) -> str:
-    """What the lengths of a padded field are called among the arrays that are read: no field has such a name."""
+    """What the lengths of a padded field are called among the arrays that are read: no field has
+    such a name."""
     return f"{name}.length"
 
 
@@ -156,33 +210,42 @@ def probed(
 ) -> Samples:
     """The samples of a Dataset with the fields of its first one; values: Field.values of integers.
 
-    padding: of fields whose samples have different lengths; their longest is that of the first one here.
-    Raises UserError where it has none, or it cannot be read.
+    padding: of fields whose samples have different lengths; their longest is that of the first one
+    here. Raises UserError where it has none, or it cannot be read.
     """
     try:
         samples = len(dataset)
     except Exception as error:
-        raise UserError(f"len() of {name}: {type(error).__name__}: {first_line(error)}", own_line(error), "correct it there") from error
+        raise UserError(
+            f"len() of {name}: {type(error).__name__}: {first_line(error)}",
+            own_line(error),
+            "correct it there",
+        ) from error
     if not samples:
         raise UserError(f"{name} has no samples", where, "a Dataset with one sample or more")
     bare = Samples(dataset, collate, samples, {}, name, kept)
     first, inputs = bare.sample_and_inputs(0, seed)
     fields = {
-        field: Field(str(array.dtype), array.shape, values.get(field, 0) if array.dtype.kind in "iu" else 0)
+        field: Field(
+            str(array.dtype), array.shape, values.get(field, 0) if array.dtype.kind in "iu" else 0
+        )
         for field, array in first.items()
     }
     check_padding(padding, {field: kind.dtype for field, kind in fields.items()}, where)
     for field in padding:
         if not fields[field].shape:
             raise UserError(
-                f"data.pad has {field}, and {field} of {name} is one number", where, "fields with a row or more for each sample"
+                f"data.pad has {field}, and {field} of {name} is one number",
+                where,
+                "fields with a row or more for each sample",
             )
         fields[lengths_of(field)] = Field("int64", ())
     return dataclasses.replace(bare, fields=fields, nested_inputs=inputs, padding=dict(padding))
 
 
 def read_lengths(samples: Samples) -> dict[str, np.ndarray]:
-    """int64 (n,) of each padded field: as the attribute `lengths` of the Dataset says, else of every sample, as it is evaluated.
+    """int64 (n,) of each padded field: as the attribute `lengths` of the Dataset says, else of
+    every sample, as it is evaluated.
 
     Raises UserError where the attribute is none, or a sample cannot be read.
     """
@@ -199,19 +262,31 @@ def read_lengths(samples: Samples) -> dict[str, np.ndarray]:
     found = {name: np.asarray(by_name.get(name, ())) for name in samples.padding}
     for name, array in found.items():
         if array.shape != (samples.samples,) or array.dtype.kind not in "iu" or array.min() < 0:
-            what = f"`lengths` of {samples.name} has {array.dtype} {array.shape} for {name}, and there are {samples.samples} samples"
-            raise UserError(what, samples.defined_at, "whole numbers from 0 on, one for each sample")
+            what = (
+                f"`lengths` of {samples.name} has {array.dtype} {array.shape} for {name}, and "
+                f"there are {samples.samples} samples"
+            )
+            raise UserError(
+                what, samples.defined_at, "whole numbers from 0 on, one for each sample"
+            )
     return {name: array.astype(np.int64) for name, array in found.items()}
 
 
 def with_longest(samples: Samples, longest: Mapping[str, int]) -> Samples:
     """The samples with so many rows of each padded field at most."""
-    fields = {name: kind._replace(shape=(longest[name], *kind.shape[1:])) for name, kind in samples.fields.items() if name in longest}
+    fields = {
+        name: kind._replace(shape=(longest[name], *kind.shape[1:]))
+        for name, kind in samples.fields.items()
+        if name in longest
+    }
     return dataclasses.replace(samples, fields={**samples.fields, **fields})
 
 
-def _fields_of(item: Any, what: str, where: str, kept: tuple[str, ...]) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
-    """{name: array} of a dict, of a pair (x, y), or of x alone, where x may be a dict too; and the names inside of x."""
+def _fields_of(
+    item: Any, what: str, where: str, kept: tuple[str, ...]
+) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
+    """{name: array} of a dict, of a pair (x, y), or of x alone, where x may be a dict too; and the
+    names inside of x."""
     names: Mapping[Any, Any]
     if isinstance(item, Mapping):
         names = {key if key in kept else _name(key, item): value for key, value in item.items()}
@@ -220,15 +295,21 @@ def _fields_of(item: Any, what: str, where: str, kept: tuple[str, ...]) -> tuple
     elif isinstance(item, (tuple, list)) and not _is_numbers(item):
         if len(item) not in (1, 2):
             raise UserError(
-                f"{what} is a {type(item).__name__} of {len(item)}, without names", where, 'x, y; or a dict: {"x": ..., "y": ...}'
+                f"{what} is a {type(item).__name__} of {len(item)}, without names",
+                where,
+                'x, y; or a dict: {"x": ..., "y": ...}',
             )
         names = dict(zip(("x", "y"), item, strict=False))
     else:
         names = {"x": item}
     names, inputs = flat_fields(names, what, where)
-    wrong = next((name for name in names if not isinstance(name, str) or not name.isidentifier()), None)
+    wrong = next(
+        (name for name in names if not isinstance(name, str) or not name.isidentifier()), None
+    )
     if not names or wrong is not None:
-        raise UserError(f"{what} has a field named {wrong!r}", where, "names of fields are words: x, y, tokens")
+        raise UserError(
+            f"{what} has a field named {wrong!r}", where, "names of fields are words: x, y, tokens"
+        )
     return {name: _array(name, value, what, where) for name, value in names.items()}, inputs
 
 
@@ -242,22 +323,36 @@ def _name(key: Any, item: Mapping[Any, Any]) -> Any:
 
 def _is_numbers(item: Any) -> bool:
     """Whether a list is of plain numbers: one array."""
-    return isinstance(item, list) and len(item) > 0 and all(isinstance(value, (int, float)) for value in item)
+    return (
+        isinstance(item, list)
+        and len(item) > 0
+        and all(isinstance(value, (int, float)) for value in item)
+    )
 
 
 def _array(name: str, value: Any, what: str, where: str) -> np.ndarray:
     shown = f"{name} of {what}"
     if hasattr(value, "getbands") and hasattr(value, "convert"):  # of PIL
-        value = np.asarray(value if value.mode in ("L", "RGB", "I;16", "I", "F") else value.convert("RGB"))
+        value = np.asarray(
+            value if value.mode in ("L", "RGB", "I;16", "I", "F") else value.convert("RGB")
+        )
     if isinstance(value, (bool, int, np.integer)):
         return np.array(value, np.int64)
     if isinstance(value, (list, tuple)):
         try:
-            value = np.array([to_numpy(one, shown, where) if is_array(one) else one for one in value])
+            value = np.array(
+                [to_numpy(one, shown, where) if is_array(one) else one for one in value]
+            )
         except ValueError:
-            raise UserError(f"{shown} is a {type(value).__name__} of unequal parts", where, "one array") from None
+            raise UserError(
+                f"{shown} is a {type(value).__name__} of unequal parts", where, "one array"
+            ) from None
     if not isinstance(value, (float, np.generic)) and not is_array(value):
-        raise UserError(f"{shown} is a {type(value).__name__}: {short(value, 60)}", where, "an array, a tensor, an image or a number")
+        raise UserError(
+            f"{shown} is a {type(value).__name__}: {short(value, 60)}",
+            where,
+            "an array, a tensor, an image or a number",
+        )
     array = to_numpy(value, shown, where)
     if name == "y" and array.ndim == 0 and array.dtype.kind in "iu":
         return array.astype(np.int64)
@@ -271,7 +366,10 @@ def _array(name: str, value: Any, what: str, where: str) -> np.ndarray:
 def defined_at(function: Any) -> str:
     """file:line where a function is defined; its name where it has no file."""
     try:
-        return f"{inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]}, {function.__qualname__}"
+        return (
+            f"{inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]}, "
+            f"{function.__qualname__}"
+        )
     except (TypeError, OSError, AttributeError):
         return str(getattr(function, "__qualname__", type(function).__qualname__))
 
@@ -282,7 +380,9 @@ def _names(fields: Mapping[str, Any]) -> str:
 
 def training_seeds(indices: np.ndarray, epochs: np.ndarray, seed: int) -> np.ndarray:
     """uint64 (n,): of the samples at `indices` in their epochs, whatever process reads them."""
-    return np.asarray(fold(fold(_TRAINING, seed), epochs.astype(np.uint64), indices.astype(np.uint64)), np.uint64)
+    return np.asarray(
+        fold(fold(_TRAINING, seed), epochs.astype(np.uint64), indices.astype(np.uint64)), np.uint64
+    )
 
 
 def evaluation_seeds(indices: np.ndarray) -> np.ndarray:
@@ -291,7 +391,8 @@ def evaluation_seeds(indices: np.ndarray) -> np.ndarray:
 
 
 def set_random_state(seed: int) -> None:
-    """20 microseconds. torch's generator is seeded where torch is imported; that of a device is not."""
+    """20 microseconds. torch's generator is seeded where torch is imported; that of a device is
+    not."""
     random.seed(seed)
     np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
     if "torch" in sys.modules:
@@ -300,7 +401,8 @@ def set_random_state(seed: int) -> None:
 
 @contextlib.contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Inside it torch computes on one thread, as in a worker process; at its end all is as before."""
+    """Inside it torch computes on one thread, as in a worker process; at its end all is as
+    before."""
     torch = sys.modules.get("torch")
     states = random.getstate(), np.random.get_state()
     of_torch = (torch.default_generator.get_state(), torch.get_num_threads()) if torch else None

@@ -1,6 +1,8 @@
-"""Samples that later steps read, kept when the block that they are in is decoded: which samples a rank reads is known in advance.
+"""Samples that later steps read, kept when the block that they are in is decoded: which samples a
+rank reads is known in advance.
 
-Dryden et al. 2021, "Clairvoyant prefetching for distributed machine learning I/O", arXiv:2101.08734.
+Dryden et al. 2021, "Clairvoyant prefetching for distributed machine learning I/O",
+arXiv:2101.08734.
 """
 
 from __future__ import annotations
@@ -22,22 +24,32 @@ _Rows = dict[int, dict[str, np.ndarray]]  # fields of a sample, by sample
 
 
 class SamplesAhead:
-    """Reads samples, and with them others of the same blocks that are expected. Safe to call from several threads.
+    """Reads samples, and with them others of the same blocks that are expected. Safe to call from
+    several threads.
 
-    most: samples in memory beside those of a read. blocks_of: a number for each of samples, int64 (n,), the same for those that are decoded
-    together, below 0 for one that is read alone. read: samples in fresh arrays.
+    most: samples in memory beside those of a read. blocks_of: a number for each of samples, int64
+    (n,), the same for those that are decoded together, below 0 for one that is read alone. read:
+    samples in fresh arrays.
     """
 
-    def __init__(self, most: int, blocks_of: Callable[[np.ndarray], np.ndarray], read: Callable[[np.ndarray], Batch]) -> None:
+    def __init__(
+        self,
+        most: int,
+        blocks_of: Callable[[np.ndarray], np.ndarray],
+        read: Callable[[np.ndarray], Batch],
+    ) -> None:
         self._most = most
         self._blocks_of = blocks_of
         self._read = read
         self._lock = threading.Lock()
-        self._due: defaultdict[int, Counter[int]] = defaultdict(Counter)  # by block: how often a sample is still to be read, the next first
+        self._due: defaultdict[int, Counter[int]] = defaultdict(
+            Counter
+        )  # by block: how often a sample is still to be read, the next first
         self._kept: dict[int, Future[_Rows]] = {}  # what has the sample, once it is read
 
     def expect(self, samples: np.ndarray, anew: bool) -> None:
-        """These samples will be read after those that were expected so far; anew: no others will be."""
+        """These samples will be read after those that were expected so far; anew: no others will
+        be."""
         blocks = self._blocks_of(samples)
         with self._lock:
             if anew:
@@ -56,7 +68,9 @@ class SamplesAhead:
         except BaseException:
             self._withdraw(others, reading)
             raise
-        reading.set_result({sample: _row(found, place) for place, sample in enumerate(others, len(missing))})
+        reading.set_result(
+            {sample: _row(found, place) for place, sample in enumerate(others, len(missing))}
+        )
         if not kept and len(missing) == len(samples):
             return {name: array[: len(missing)] for name, array in found.items()}
         rows = {sample: _row(found, place) for place, sample in enumerate(missing)}
@@ -64,19 +78,33 @@ class SamplesAhead:
             rows[sample] = self._taken(sample, source)
         return _stacked([rows[sample] for sample in samples.tolist()])
 
-    def _claim(self, samples: Sequence[int], reading: Future[_Rows]) -> tuple[dict[int, Future[_Rows]], list[int], list[int]]:
-        """Which of the samples are kept, or are being read by another thread; those to read; and others to read with them."""
-        blocks = dict(zip(samples, self._blocks_of(np.array(samples, np.int64)).tolist(), strict=True))
+    def _claim(
+        self, samples: Sequence[int], reading: Future[_Rows]
+    ) -> tuple[dict[int, Future[_Rows]], list[int], list[int]]:
+        """Which of the samples are kept, or are being read by another thread; those to read; and
+        others to read with them."""
+        blocks = dict(
+            zip(samples, self._blocks_of(np.array(samples, np.int64)).tolist(), strict=True)
+        )
         with self._lock:
             for sample in samples:
                 self._count_read(sample, blocks[sample])
             kept = {sample: self._kept[sample] for sample in blocks if sample in self._kept}
             missing = [sample for sample in blocks if sample not in kept]
-            for sample in [sample for sample in kept if sample not in self._due.get(blocks[sample], ())]:
+            for sample in [
+                sample for sample in kept if sample not in self._due.get(blocks[sample], ())
+            ]:
                 del self._kept[sample]
-            room = min(max(0, self._most - len(self._kept)), max(self._most // 8, len(samples)))  # a read has its own memory, too
+            room = min(
+                max(0, self._most - len(self._kept)), max(self._most // 8, len(samples))
+            )  # a read has its own memory, too
             near = dict.fromkeys(blocks[sample] for sample in missing)
-            others = [sample for block in near for sample in self._due.get(block, ()) if sample not in blocks and sample not in self._kept]
+            others = [
+                sample
+                for block in near
+                for sample in self._due.get(block, ())
+                if sample not in blocks and sample not in self._kept
+            ]
             self._kept.update(dict.fromkeys(others[:room], reading))
         return kept, missing, others[:room]
 
@@ -90,7 +118,8 @@ class SamplesAhead:
                 del self._due[block]
 
     def _taken(self, sample: int, reading: Future[_Rows]) -> dict[str, np.ndarray]:
-        """A sample that another read has brought; read here where that one failed, whose error is of other samples perhaps."""
+        """A sample that another read has brought; read here where that one failed, whose error is
+        of other samples perhaps."""
         try:
             rows = reading.result()
         except UserError:

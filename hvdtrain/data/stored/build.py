@@ -1,4 +1,5 @@
-"""What every data set of stored arrays is made by: its files opened, its fields found and compared, its split by a column."""
+"""What every data set of stored arrays is made by: its files opened, its fields found and compared,
+its split by a column."""
 
 from __future__ import annotations
 
@@ -40,28 +41,52 @@ class Wanted:
     cache_mb: int = 256
 
 
-def build_stored(name: str, root: Path | None, split: Split, suffixes: tuple[str, ...], open_file: Open, wanted: Wanted) -> Source:
-    """The samples of a split, read lazily. open_file: of a path, which is pickled by the arrays it gives.
+def build_stored(
+    name: str,
+    root: Path | None,
+    split: Split,
+    suffixes: tuple[str, ...],
+    open_file: Open,
+    wanted: Wanted,
+) -> Source:
+    """The samples of a split, read lazily. open_file: of a path, which is pickled by the arrays it
+    gives.
 
-    Raises UserError without a root, for a field that the files lack, and for files that do not fit each other.
+    Raises UserError without a root, for a field that the files lack, and for files that do not fit
+    each other.
     """
     if root is None:
-        fix = f"data.root=FILE{suffixes[0]}, or a folder with train{suffixes[0]} and val{suffixes[0]}"
+        fix = (
+            f"data.root=FILE{suffixes[0]}, or a folder with train{suffixes[0]} and val{suffixes[0]}"
+        )
         raise UserError(f"data.name={name} needs data.root", "data.root", fix)
     _check(wanted)
     paths, of_split_alone = files_of_split(expand(root, "data.root"), split, suffixes, name)
     files = [open_file(path) for path in paths]
     fields = _fields(wanted, split, files[0], paths[0])
     kinds, parts = _parts(files, paths, fields, wanted)
-    samples = _samples(f"{name} {paths[0]}" if len(paths) == 1 else f"{name} {paths[0].parent}", parts, kinds, paths, fields, wanted)
+    samples = _samples(
+        f"{name} {paths[0]}" if len(paths) == 1 else f"{name} {paths[0].parent}",
+        parts,
+        kinds,
+        paths,
+        fields,
+        wanted,
+    )
     if not samples.parts:
-        raise UserError("the files have no samples", str(paths[0].parent), "data with one sample or more")
+        raise UserError(
+            "the files have no samples", str(paths[0].parent), "data with one sample or more"
+        )
     if (total := sum(part.samples for part in parts)) > MOST_ROWS:
         raise UserError(
-            f"the files have {total:,} samples, at most {MOST_ROWS:,}", str(paths[0].parent), "data.root=FOLDER with fewer of them"
+            f"the files have {total:,} samples, at most {MOST_ROWS:,}",
+            str(paths[0].parent),
+            "data.root=FOLDER with fewer of them",
         )
     notes = [*_left_out(files[0], fields, wanted), *_notes(files, paths, fields, wanted)]
-    values = _split_values(files, paths, parts, wanted.split_by) if wanted.split_by is not None else None
+    values = (
+        _split_values(files, paths, parts, wanted.split_by) if wanted.split_by is not None else None
+    )
     if values is not None and wanted.split_val is None:
         notes += _in_neither(values, split, f"data.split_by={wanted.split_by}")
     source = StoredSource(samples, tuple(notes))
@@ -75,37 +100,80 @@ def build_stored(name: str, root: Path | None, split: Split, suffixes: tuple[str
     return checked
 
 
-def _notes(files: list[StoredFile], paths: list[Path], fields: Mapping[str, list[str]], wanted: Wanted) -> Iterator[str]:
+def _notes(
+    files: list[StoredFile], paths: list[Path], fields: Mapping[str, list[str]], wanted: Wanted
+) -> Iterator[str]:
     """Lines for the user of each array that has one."""
-    texts = dict.fromkeys([text for group in fields.values() for text in group] + [one for one in [wanted.split_by] if one is not None])
+    texts = dict.fromkeys(
+        [text for group in fields.values() for text in group]
+        + [one for one in [wanted.split_by] if one is not None]
+    )
     names = dict.fromkeys(name_and_words(text)[0] for text in texts)
     for file, path in zip(files, paths, strict=True):
         yield from (f"{path}: {note}" for name in names if (note := file.note(name)))
 
 
 def _left_out(file: StoredFile, fields: Mapping[str, list[str]], wanted: Wanted) -> Iterator[str]:
-    """A line for the user where a table has columns that number its rows, and are not among the inputs."""
+    """A line for the user where a table has columns that number its rows, and are not among the
+    inputs."""
     names = (
-        [name for name in file.names if name in file.coordinates and name not in (*fields["x"], wanted.split_by)] if "x" in fields else []
+        [
+            name
+            for name in file.names
+            if name in file.coordinates and name not in (*fields["x"], wanted.split_by)
+        ]
+        if "x" in fields
+        else []
     )
     if wanted.fields is None and names:
-        yield f"not in x, as they number the rows or the points of an axis: {', '.join(names)} (data.fields takes them)"
+        yield (
+            f"not in x, as they number the rows or the points of an axis: {', '.join(names)} "
+            "(data.fields takes them)"
+        )
 
 
 def _check(wanted: Wanted) -> None:
     if wanted.cache_mb < 1:
-        raise UserError(f"data.cache_mb={wanted.cache_mb} is no memory", "data.cache_mb", "megabytes, as 256")
+        raise UserError(
+            f"data.cache_mb={wanted.cache_mb} is no memory", "data.cache_mb", "megabytes, as 256"
+        )
     if wanted.split_val is not None and wanted.split_by is None:
-        raise UserError("data.split_val are values of a column, and there is no data.split_by", "data.split_val", "data.split_by=COLUMN")
+        raise UserError(
+            "data.split_val are values of a column, and there is no data.split_by",
+            "data.split_val",
+            "data.split_by=COLUMN",
+        )
     for name, dtype in (wanted.dtypes or {}).items():
-        if dtype not in ("float16", "float32", "float64", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "bool"):
-            raise UserError(f"data.dtypes has {name} as {dtype!r:.40}", "data.dtypes", "float32, float64, int64, uint8, ...")
+        if dtype not in (
+            "float16",
+            "float32",
+            "float64",
+            "int8",
+            "uint8",
+            "int16",
+            "uint16",
+            "int32",
+            "uint32",
+            "int64",
+            "bool",
+        ):
+            raise UserError(
+                f"data.dtypes has {name} as {dtype!r:.40}",
+                "data.dtypes",
+                "float32, float64, int64, uint8, ...",
+            )
         if wanted.fields is not None and name not in wanted.fields:
-            raise UserError(f"data.dtypes names the field {name}, which data.fields lacks", "data.dtypes", f"{', '.join(wanted.fields)}")
+            raise UserError(
+                f"data.dtypes names the field {name}, which data.fields lacks",
+                "data.dtypes",
+                f"{', '.join(wanted.fields)}",
+            )
 
 
 def _names_split(wanted: Wanted) -> bool:
-    return any("{split}" in text for texts in (wanted.fields or {}).values() for text in _listed(texts))
+    return any(
+        "{split}" in text for texts in (wanted.fields or {}).values() for text in _listed(texts)
+    )
 
 
 def _listed(texts: str | list[str]) -> list[str]:
@@ -113,16 +181,30 @@ def _listed(texts: str | list[str]) -> list[str]:
 
 
 def _fields(wanted: Wanted, split: Split, file: StoredFile, path: Path) -> dict[str, list[str]]:
-    """Arrays of each field, as written: data.fields, else x and y of the file, else of a table the target and all other columns."""
+    """Arrays of each field, as written: data.fields, else x and y of the file, else of a table the
+    target and all other columns."""
     if wanted.fields is not None:
         for name, texts in wanted.fields.items():
             if not name.isidentifier() or not _listed(texts):
-                raise UserError(f"data.fields has a field named {name!r:.40}", "data.fields", f"names of fields are words: {_FIELDS}")
-        return {name: [text.replace("{split}", split) for text in _listed(texts)] for name, texts in wanted.fields.items()}
-    names = [name for name in file.names if name != _split_name(wanted) and name not in file.coordinates]
+                raise UserError(
+                    f"data.fields has a field named {name!r:.40}",
+                    "data.fields",
+                    f"names of fields are words: {_FIELDS}",
+                )
+        return {
+            name: [text.replace("{split}", split) for text in _listed(texts)]
+            for name, texts in wanted.fields.items()
+        }
+    names = [
+        name for name in file.names if name != _split_name(wanted) and name not in file.coordinates
+    ]
     target = next((name for name in TARGETS if name in names or f"/{name}" in names), None)
     if target is None or (len(names) < 2):
-        raise UserError(f"which arrays are x and y? The file has {', '.join(names[:24]) or 'none'}", str(path), _FIELDS)
+        raise UserError(
+            f"which arrays are x and y? The file has {', '.join(names[:24]) or 'none'}",
+            str(path),
+            _FIELDS,
+        )
     known = {name.lstrip("/"): name for name in names}
     others = [name for name in names if name.lstrip("/") != target]
     inputs = [known["x"]] if "x" in known else others
@@ -141,18 +223,38 @@ def _parts(
     """The fields, as the first file has them, and the samples of each file."""
     keys = count()
     arrays = [
-        {field_name: list(_selected(file, path, texts, keys)) for field_name, texts in fields.items()}
+        {
+            field_name: list(_selected(file, path, texts, keys))
+            for field_name, texts in fields.items()
+        }
         for file, path in zip(files, paths, strict=True)
     ]
     kinds = {field_name: _kind(field_name, arrays[0][field_name], wanted) for field_name in fields}
-    return kinds, tuple(_part(found, kinds, path, wanted) for found, path in zip(arrays, paths, strict=True))
+    return kinds, tuple(
+        _part(found, kinds, path, wanted) for found, path in zip(arrays, paths, strict=True)
+    )
 
 
 def _samples(
-    name: str, parts: tuple[Part, ...], kinds: dict[str, Field], paths: list[Path], fields: dict[str, list[str]], wanted: Wanted
+    name: str,
+    parts: tuple[Part, ...],
+    kinds: dict[str, Field],
+    paths: list[Path],
+    fields: dict[str, list[str]],
+    wanted: Wanted,
 ) -> StoredSamples:
-    key = "" if any(path.is_dir() for path in paths) else f"{[_state(path) for path in paths]} {fields} {kinds}"
-    return StoredSamples(kinds, tuple(part for part in parts if part.samples), name, BlockCache(wanted.cache_mb * 10**6), key)
+    key = (
+        ""
+        if any(path.is_dir() for path in paths)
+        else f"{[_state(path) for path in paths]} {fields} {kinds}"
+    )
+    return StoredSamples(
+        kinds,
+        tuple(part for part in parts if part.samples),
+        name,
+        BlockCache(wanted.cache_mb * 10**6),
+        key,
+    )
 
 
 def _state(path: Path) -> tuple[str, int, int]:
@@ -160,56 +262,103 @@ def _state(path: Path) -> tuple[str, int, int]:
     return str(path.resolve()), file.size, file.mtime_ns
 
 
-def _selected(file: StoredFile, path: Path, texts: list[str], keys: Iterator[int]) -> Iterator[Selected]:
-    """Each array of a field with what is selected of it; columns that a table reads together are one array."""
+def _selected(
+    file: StoredFile, path: Path, texts: list[str], keys: Iterator[int]
+) -> Iterator[Selected]:
+    """Each array of a field with what is selected of it; columns that a table reads together are
+    one array."""
     pairs = [name_and_words(text) for text in texts]
-    together = file.columns([name for name, _ in pairs]) if len(pairs) > 1 and not any(words for _, words in pairs) else None
+    together = (
+        file.columns([name for name, _ in pairs])
+        if len(pairs) > 1 and not any(words for _, words in pairs)
+        else None
+    )
     if together is not None:
         shown = ", ".join(texts)
         check_shape(together.shape, shown, path)
-        yield Selected(together, select("", together.shape, shown, str(path)), together.dtype, next(keys), shown, str(path))
+        yield Selected(
+            together,
+            select("", together.shape, shown, str(path)),
+            together.dtype,
+            next(keys),
+            shown,
+            str(path),
+        )
         return
     for text, (name, words) in zip(texts, pairs, strict=True):
         array = file.array(name)
         if not array.shape:
-            raise UserError(f"{name} is a single number, not one row for each sample", str(path), _FIELDS)
+            raise UserError(
+                f"{name} is a single number, not one row for each sample", str(path), _FIELDS
+            )
         check_shape(array.shape, name, path)
-        yield Selected(array, select(words, array.shape, text, str(path)), array.dtype, next(keys), text, str(path))
+        yield Selected(
+            array,
+            select(words, array.shape, text, str(path)),
+            array.dtype,
+            next(keys),
+            text,
+            str(path),
+        )
 
 
 def _kind(name: str, arrays: list[Selected], wanted: Wanted) -> Field:
     """Type and shape of a field, of its arrays in the first file."""
     asked = (wanted.dtypes or {}).get(name)
-    dtype = np.dtype(asked) if asked else whole(np.result_type(*(one.array.dtype for one in arrays)))
+    dtype = (
+        np.dtype(asked) if asked else whole(np.result_type(*(one.array.dtype for one in arrays)))
+    )
     return Field(str(dtype), _shape(name, arrays[0], len(arrays), dtype))
 
 
 def _shape(name: str, one: Selected, arrays: int, dtype: np.dtype[Any]) -> tuple[int, ...]:
     """Shape of a sample of a field; images x are (H, W, C), also where the file has (C, H, W)."""
     shape = one.shape if arrays == 1 else (arrays, *one.shape)
-    return (*shape[1:], shape[0]) if name == "x" and dtype == np.uint8 and has_channels_first(shape) else shape
+    return (
+        (*shape[1:], shape[0])
+        if name == "x" and dtype == np.uint8 and has_channels_first(shape)
+        else shape
+    )
 
 
-def _part(arrays: dict[str, list[Selected]], kinds: Mapping[str, Field], path: Path, wanted: Wanted) -> Part:
-    """One file's samples. Raises UserError where its arrays do not fit each other, or the first file's."""
+def _part(
+    arrays: dict[str, list[Selected]], kinds: Mapping[str, Field], path: Path, wanted: Wanted
+) -> Part:
+    """One file's samples. Raises UserError where its arrays do not fit each other, or the first
+    file's."""
     lengths = {one.text: one.selection.samples for group in arrays.values() for one in group}
     if len(set(lengths.values())) > 1:
         shown = ", ".join(f"{text} {length}" for text, length in lengths.items())
-        raise UserError(f"the arrays do not have the same samples: {shown}", str(path), "one row of each array for each sample")
+        raise UserError(
+            f"the arrays do not have the same samples: {shown}",
+            str(path),
+            "one row of each array for each sample",
+        )
     found = {}
     for name, group in arrays.items():
         kind = kinds[name]
         for one in group:
             shape = _shape(name, one, len(group), np.dtype(kind.dtype))
             if shape != kind.shape or (
-                whole(np.result_type(*(each.array.dtype for each in group))) != kind.dtype and name not in wanted.dtypes
+                whole(np.result_type(*(each.array.dtype for each in group))) != kind.dtype
+                and name not in wanted.dtypes
             ):
-                what = f"{name} is {whole(one.array.dtype)} {shape}, and {kind.dtype} {kind.shape} in the first array or file"
+                what = (
+                    f"{name} is {whole(one.array.dtype)} {shape}, and {kind.dtype} {kind.shape} "
+                    "in the first array or file"
+                )
                 raise UserError(
-                    what, str(path), "the same type and shape everywhere; data.dtypes={" + name + ": float32} converts the type"
+                    what,
+                    str(path),
+                    "the same type and shape everywhere; data.dtypes={"
+                    + name
+                    + ": float32} converts the type",
                 )
             _check_block(one, path, wanted)
-        found[name] = tuple(Selected(one.array, one.selection, np.dtype(kind.dtype), one.key, one.text, one.where) for one in group)
+        found[name] = tuple(
+            Selected(one.array, one.selection, np.dtype(kind.dtype), one.key, one.text, one.where)
+            for one in group
+        )
     return Part(next(iter(lengths.values())), found)
 
 
@@ -218,41 +367,70 @@ def _check_block(one: Selected, path: Path, wanted: Wanted) -> None:
     if isinstance(one.array, PlainRows) or len(one.array.edges) < 2:
         return
     rows = int(np.diff(one.array.edges).max())
-    block_mb = rows * int(np.prod(one.selection.box.shape, dtype=np.int64)) * one.array.dtype.itemsize / 1e6
+    block_mb = (
+        rows
+        * int(np.prod(one.selection.box.shape, dtype=np.int64))
+        * one.array.dtype.itemsize
+        / 1e6
+    )
     if block_mb > wanted.cache_mb:
         what = (
-            f"{one.text} is stored in blocks of {rows:,} samples, {block_mb:,.0f} MB, which are read whole; data.cache_mb={wanted.cache_mb}"
+            f"{one.text} is stored in blocks of {rows:,} samples, {block_mb:,.0f} MB, which are "
+            f"read whole; data.cache_mb={wanted.cache_mb}"
         )
-        raise UserError(what, str(path), f"data.cache_mb={2 * int(block_mb) + 1}, or write it again in smaller blocks (chunks, row groups)")
+        raise UserError(
+            what,
+            str(path),
+            f"data.cache_mb={2 * int(block_mb) + 1}, or write it again in smaller blocks (chunks, "
+            "row groups)",
+        )
 
 
-def _split_values(files: list[StoredFile], paths: list[Path], parts: tuple[Part, ...], text: str) -> np.ndarray:
+def _split_values(
+    files: list[StoredFile], paths: list[Path], parts: tuple[Part, ...], text: str
+) -> np.ndarray:
     """The values of data.split_by (n,) for all samples."""
     found = [_split_values_of(*one, text) for one in zip(files, paths, parts, strict=True)]
     kinds = {values.dtype.kind == "U" for values in found}
     if len(kinds) > 1:
         raise UserError(
-            f"data.split_by={text} has texts in some files and numbers in others", str(paths[0].parent), "one kind in all files"
+            f"data.split_by={text} has texts in some files and numbers in others",
+            str(paths[0].parent),
+            "one kind in all files",
         )
     return np.concatenate(found)
 
 
 def _split_values_of(file: StoredFile, path: Path, part: Part, text: str) -> np.ndarray:
-    """The values for the samples of a file. Raises UserError where it has another number of them, or one is missing."""
+    """The values for the samples of a file. Raises UserError where it has another number of them,
+    or one is missing."""
     name, words = name_and_words(text)
     values = file.values(name)
     if values.ndim != 1:
         raise UserError(
-            f"{name} is of shape {values.shape}, expected one value for each sample", str(path), "another array as data.split_by"
+            f"{name} is of shape {values.shape}, expected one value for each sample",
+            str(path),
+            "another array as data.split_by",
         )
     selection = select(words, values.shape, text, str(path))
     found = values[selection.first :: selection.step][: selection.samples]
     if len(found) != part.samples:
         fields = ", ".join(one.text for arrays in part.arrays.values() for one in arrays)
-        what = f"data.split_by={text} has {len(found):,} values, and the file has {part.samples:,} samples ({fields})"
-        raise UserError(what, str(path), "one value for each sample; an array may be cut as in data.fields: 'year[:-1]'")
+        what = (
+            f"data.split_by={text} has {len(found):,} values, and the file has {part.samples:,} "
+            f"samples ({fields})"
+        )
+        raise UserError(
+            what,
+            str(path),
+            "one value for each sample; an array may be cut as in data.fields: 'year[:-1]'",
+        )
     if found.dtype.kind == "f" and (absent := int(np.isnan(found).sum())):
-        raise UserError(f"data.split_by={text} lacks {absent:,} values", str(path), "fill them, or remove these samples")
+        raise UserError(
+            f"data.split_by={text} lacks {absent:,} values",
+            str(path),
+            "fill them, or remove these samples",
+        )
     return found
 
 
@@ -262,27 +440,47 @@ def _in_neither(values: np.ndarray, split: Split, key: str) -> Iterator[str]:
         return
     others = values[~np.isin(np.char.lower(values), (*_TRAIN, *_VALIDATE))]
     if len(others):
-        yield f"{len(others):,} samples are in neither set: {key} has {', '.join(np.unique(others)[:8].tolist())} for them"
+        yield (
+            f"{len(others):,} samples are in neither set: {key} has "
+            f"{', '.join(np.unique(others)[:8].tolist())} for them"
+        )
 
 
 def _of_split(values: np.ndarray, paths: list[Path], wanted: Wanted, split: Split) -> np.ndarray:
-    """The samples of a split, int64 (n,), by the values of a column. Raises UserError where there are none."""
+    """The samples of a split, int64 (n,), by the values of a column. Raises UserError where there
+    are none."""
     if wanted.split_val is not None:
         known = np.unique(values)
         absent = [value for value in wanted.split_val if value not in known.tolist()]
         if absent:
             what = (
-                f"no sample has {', '.join(map(str, absent))}: {wanted.split_by} has the values {', '.join(map(str, known[:12].tolist()))}"
+                f"no sample has {', '.join(map(str, absent))}: {wanted.split_by} has the values "
+                f"{', '.join(map(str, known[:12].tolist()))}"
             )
             raise UserError(what, "data.split_val", "values of that column")
-        mask = np.isin(values, np.array(wanted.split_val, values.dtype) if values.dtype.kind in "iufb" else wanted.split_val)
+        mask = np.isin(
+            values,
+            np.array(wanted.split_val, values.dtype)
+            if values.dtype.kind in "iufb"
+            else wanted.split_val,
+        )
         chosen = np.flatnonzero(mask == (split == "val"))
     elif values.dtype.kind == "U":
-        chosen = np.flatnonzero(np.isin(np.char.lower(values), _TRAIN if split == "train" else _VALIDATE))
+        chosen = np.flatnonzero(
+            np.isin(np.char.lower(values), _TRAIN if split == "train" else _VALIDATE)
+        )
     else:
-        raise UserError(f"{wanted.split_by} has numbers: which of them validate?", "data.split_by", "data.split_val=[4]")
+        raise UserError(
+            f"{wanted.split_by} has numbers: which of them validate?",
+            "data.split_by",
+            "data.split_val=[4]",
+        )
     if not len(chosen):
         shown = ", ".join(map(str, np.unique(values)[:12].tolist()))
         what = f"no sample is of {split}: {wanted.split_by} has the values {shown}"
-        raise UserError(what, str(paths[0]), "data.split_val=[VALUE, ...], those that validate; or the words train and val")
+        raise UserError(
+            what,
+            str(paths[0]),
+            "data.split_val=[VALUE, ...], those that validate; or the words train and val",
+        )
     return chosen.astype(np.int64, copy=False)

@@ -1,4 +1,5 @@
-"""Decoded blocks in memory, up to so many bytes: a block that several threads need is decoded by one of them, once."""
+"""Decoded blocks in memory, up to so many bytes: a block that several threads need is decoded by
+one of them, once."""
 
 from __future__ import annotations
 
@@ -25,11 +26,13 @@ class BlockCache:
         return BlockCache, (self.most_bytes,)
 
     def shrink(self, share: float) -> None:
-        """From now on blocks have this share of the memory: the rest is for what they were decoded for."""
+        """From now on blocks have this share of the memory: the rest is for what they were decoded
+        for."""
         self._room = int(self.most_bytes * share)
 
     def get(self, key: Hashable, decode: Callable[[], np.ndarray]) -> np.ndarray:
-        """A block, read-only; decode() makes one that is not here. Safe to call from several threads. Raises what decode() raises."""
+        """A block, read-only; decode() makes one that is not here. Safe to call from several
+        threads. Raises what decode() raises."""
         with self._lock:
             found = self._blocks.get(key)
             if found is None:
@@ -38,7 +41,9 @@ class BlockCache:
                 self._blocks.move_to_end(key)
         return found.result() if found is not None else self._decode(key, pending, decode)
 
-    def _decode(self, key: Hashable, pending: Future[np.ndarray], decode: Callable[[], np.ndarray]) -> np.ndarray:
+    def _decode(
+        self, key: Hashable, pending: Future[np.ndarray], decode: Callable[[], np.ndarray]
+    ) -> np.ndarray:
         try:
             block = decode()
         except BaseException as error:
@@ -55,7 +60,8 @@ class BlockCache:
         return block
 
     def _evict(self, newest: Hashable) -> None:
-        """Removes the oldest blocks but the newest one; what is being decoded does not count yet."""
+        """Removes the oldest blocks but the newest one; what is being decoded does not count
+        yet."""
         for key in [key for key, block in self._blocks.items() if block.done() and key != newest]:
             if self._bytes <= self._room:
                 return

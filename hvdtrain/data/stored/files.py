@@ -1,4 +1,5 @@
-"""The files of a stored data set: which are of a split, and reading bytes of one that must not change while a job reads it."""
+"""The files of a stored data set: which are of a split, and reading bytes of one that must not
+change while a job reads it."""
 
 from __future__ import annotations
 
@@ -25,30 +26,46 @@ class FileOnDisk:
 
     @staticmethod
     def of(path: Path) -> FileOnDisk:
-        """Raises UserError where it cannot be seen, and where it is a pipe or a device, which opening would wait for."""
+        """Raises UserError where it cannot be seen, and where it is a pipe or a device, which
+        opening would wait for."""
         try:
             status = check_regular(path)
         except OSError as error:
-            raise UserError(f"the file cannot be read: {error.strerror or error}", str(path), "data.root=FILE or FOLDER") from None
+            raise UserError(
+                f"the file cannot be read: {error.strerror or error}",
+                str(path),
+                "data.root=FILE or FOLDER",
+            ) from None
         return FileOnDisk(path, status.st_size, status.st_mtime_ns)
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[OpenFile]:
-        """The file, opened anew: there may be more than a process may hold open, and the page cache makes it cheap.
+        """The file, opened anew: there may be more than a process may hold open, and the page cache
+        makes it cheap.
 
         Raises UserError where it has changed since of(), and where it cannot be read.
         """
         try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+            descriptor = os.open(
+                self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+            )
             try:
                 status = os.fstat(descriptor)
                 if (status.st_size, status.st_mtime_ns) != (self.size, self.mtime_ns):
-                    raise UserError("the file has changed since the job began", str(self.path), "start again, once nobody writes to it")
+                    raise UserError(
+                        "the file has changed since the job began",
+                        str(self.path),
+                        "start again, once nobody writes to it",
+                    )
                 yield OpenFile(descriptor, self.path)
             finally:
                 os.close(descriptor)
         except OSError as error:
-            raise UserError(f"the file cannot be read: {error.strerror or error}", str(self.path), "repair it, and start again") from error
+            raise UserError(
+                f"the file cannot be read: {error.strerror or error}",
+                str(self.path),
+                "repair it, and start again",
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -62,20 +79,30 @@ class OpenFile:
         while len(found) < count:
             more = os.pread(self.descriptor, count - len(found), offset + len(found))
             if not more:
-                raise cut_off(self.path, f"it ends at byte {offset + len(found)}, and an array goes on to {offset + count}")
+                raise cut_off(
+                    self.path,
+                    f"it ends at byte {offset + len(found)}, and an array goes on to "
+                    f"{offset + count}",
+                )
             found += more
         return found
 
 
 def cut_off(path: Path, how: str) -> UserError:
-    return UserError(f"the file is cut off or damaged: {how}", str(path), "copy it again, or write it again")
+    return UserError(
+        f"the file is cut off or damaged: {how}", str(path), "copy it again, or write it again"
+    )
 
 
-def files_of_split(root: Path, split: Split, suffixes: tuple[str, ...], name: str) -> tuple[list[Path], bool]:
-    """The files of a split in order, and whether they are of this split alone; else all samples are in the same files.
+def files_of_split(
+    root: Path, split: Split, suffixes: tuple[str, ...], name: str
+) -> tuple[list[Path], bool]:
+    """The files of a split in order, and whether they are of this split alone; else all samples are
+    in the same files.
 
-    root: a file; a folder with train/*.h5 and val/*.h5 or train*.h5 and val*.h5 (or validation, test); or a folder of such files.
-    A .zarr folder counts as a file. Raises UserError where there are none.
+    root: a file; a folder with train/*.h5 and val/*.h5 or train*.h5 and val*.h5 (or validation,
+    test); or a folder of such files. A .zarr folder counts as a file. Raises UserError where there
+    are none.
     """
     if root.name.endswith(suffixes) or root.is_file():
         return [root], False
@@ -85,23 +112,38 @@ def files_of_split(root: Path, split: Split, suffixes: tuple[str, ...], name: st
                 return found, True
         everything = [] if _has_splits(root, suffixes) else _inside(root, "", suffixes)
     except OSError as error:
-        raise UserError(f"the files cannot be listed: {error.strerror or error}", str(root), "data.root=FILE or FOLDER") from None
+        raise UserError(
+            f"the files cannot be listed: {error.strerror or error}",
+            str(root),
+            "data.root=FILE or FOLDER",
+        ) from None
     if everything:
         return everything, False
-    wanted = " or ".join(f"{word}/*{suffixes[0]}, {word}*{suffixes[0]}" for word in _SPLITS[split][:1])
+    wanted = " or ".join(
+        f"{word}/*{suffixes[0]}, {word}*{suffixes[0]}" for word in _SPLITS[split][:1]
+    )
     what = f"no files {wanted}" if root.is_dir() else "no such file or folder"
     raise UserError(
-        what, str(root), f"data.name={name} data.root=FILE{suffixes[0]}, or a folder with train{suffixes[0]} and val{suffixes[0]}"
+        what,
+        str(root),
+        f"data.name={name} data.root=FILE{suffixes[0]}, or a folder with train{suffixes[0]} and "
+        f"val{suffixes[0]}",
     )
 
 
 def _has_splits(root: Path, suffixes: tuple[str, ...]) -> bool:
     words = [word for words in _SPLITS.values() for word in words]
-    return any(_inside(root / word, "", suffixes) or _inside(root, word, suffixes) for word in words)
+    return any(
+        _inside(root / word, "", suffixes) or _inside(root, word, suffixes) for word in words
+    )
 
 
 def _inside(folder: Path, beginning: str, suffixes: tuple[str, ...]) -> list[Path]:
     if not folder.is_dir() or folder.name.endswith(suffixes):
         return []
     names = (entry.name for entry in os.scandir(folder))
-    return [folder / name for name in sorted(names) if name.startswith(beginning) and name.endswith(suffixes) and name[0] != "."]
+    return [
+        folder / name
+        for name in sorted(names)
+        if name.startswith(beginning) and name.endswith(suffixes) and name[0] != "."
+    ]

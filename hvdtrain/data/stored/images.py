@@ -1,4 +1,5 @@
-"""Stored pixels with labels as images with classes: what arrays of the same numbers in memory would be."""
+"""Stored pixels with labels as images with classes: what arrays of the same numbers in memory would
+be."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class StoredImages(ImagesBase):
-    """Images (H, W, C) of a field x of uint8 (H, W, C), (C, H, W) or (H, W), with labels from 0 on."""
+    """Images (H, W, C) of a field x of uint8 (H, W, C), (C, H, W) or (H, W), with labels from 0
+    on."""
 
     source: StoredSource
     shape: tuple[int, int, int]
@@ -44,7 +46,9 @@ class StoredImages(ImagesBase):
 
     def read(self, indices: np.ndarray) -> Batch:
         is_alone = self.source.pool is None and not self.source.foresight
-        pixels = as_images(self.source.read_field("x", indices) if is_alone else self.source.read(indices)["x"])
+        pixels = as_images(
+            self.source.read_field("x", indices) if is_alone else self.source.read(indices)["x"]
+        )
         assert pixels is not None
         return {"x": np.ascontiguousarray(pixels), "y": read_labels(self.labels(), indices)}
 
@@ -71,7 +75,14 @@ def images_of(source: StoredSource) -> StoredImages | None:
     x = source.fields["x"]
     one = as_images(np.empty((1, *x.shape), x.dtype))
     labels = source.known_labels() if one is not None else None
-    if one is None or labels is None or labels.dtype.kind == "b" or not len(labels) or labels.min() < 0 or labels.max() >= MOST_CLASSES:
+    if (
+        one is None
+        or labels is None
+        or labels.dtype.kind == "b"
+        or not len(labels)
+        or labels.min() < 0
+        or labels.max() >= MOST_CLASSES
+    ):
         return None
     _, height, width, channels = one.shape
     return StoredImages(source, (height, width, channels), int(labels.max()) + 1)

@@ -1,4 +1,5 @@
-"""Numbers of files that stand for others: packed, unsigned and missing ones, by the conventions of netCDF (CF 1.11, 2.5.1 and 8.1)."""
+"""Numbers of files that stand for others: packed, unsigned and missing ones, by the conventions of
+netCDF (CF 1.11, 2.5.1 and 8.1)."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ WORDS = (*_SCALE, *_MISSING, *_RANGE, "_Unsigned")  # the attributes that are lo
 
 def is_packed(attributes: Mapping[str, Any]) -> bool:
     """Whether the numbers of the file are not those that they stand for."""
-    return any(word in attributes for word in (*_SCALE, *_MISSING, *_RANGE)) or _is_unsigned(attributes)
+    return any(word in attributes for word in (*_SCALE, *_MISSING, *_RANGE)) or _is_unsigned(
+        attributes
+    )
 
 
 def _is_unsigned(attributes: Mapping[str, Any]) -> bool:
@@ -39,19 +42,29 @@ def _unsigned(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(dtype.str.replace("i", "u")) if dtype.kind == "i" else dtype
 
 
-def unpacked(raw: np.ndarray, attributes: Mapping[str, Any], dtype: np.dtype[Any], where: str) -> np.ndarray:
+def unpacked(
+    raw: np.ndarray, attributes: Mapping[str, Any], dtype: np.dtype[Any], where: str
+) -> np.ndarray:
     """The numbers that are meant: missing ones NaN, all others raw * scale_factor + add_offset.
 
-    Raises UserError where integers have missing ones, which would be trained on as numbers, and for an attribute that is no number.
+    Raises UserError where integers have missing ones, which would be trained on as numbers, and for
+    an attribute that is no number.
     """
     found, numbers = {}, (*_SCALE, *_MISSING, *_RANGE)
     for word in numbers:
         if word in attributes:
             found[word] = np.ravel(np.asarray(attributes[word]))
             if found[word].dtype.kind not in "iufb" or not found[word].size:
-                raise UserError(f"the attribute {word} is {attributes[word]!r:.40}, not a number", where, "write it without this attribute")
+                raise UserError(
+                    f"the attribute {word} is {attributes[word]!r:.40}, not a number",
+                    where,
+                    "write it without this attribute",
+                )
     if _is_unsigned(attributes) and raw.dtype.kind == "i":
-        found = {word: one if word in _SCALE else _as_unsigned(one, raw.dtype) for word, one in found.items()}
+        found = {
+            word: one if word in _SCALE else _as_unsigned(one, raw.dtype)
+            for word, one in found.items()
+        }
         raw = raw.view(_unsigned(raw.dtype))
     values = raw.astype(dtype)
     for word, operate in zip(_SCALE, (np.multiply, np.add), strict=True):
@@ -60,7 +73,10 @@ def unpacked(raw: np.ndarray, attributes: Mapping[str, Any], dtype: np.dtype[Any
     absent = _absent(raw, values, found)
     if absent.any():
         if dtype.kind != "f":
-            what = f"{int(absent.sum()):,} numbers are missing ({', '.join(word for word in found if word not in _SCALE)})"
+            what = (
+                f"{int(absent.sum()):,} numbers are missing "
+                f"({', '.join(word for word in found if word not in _SCALE)})"
+            )
             fix = "write it as floats; or without the attribute, where task.ignore_label=N is meant"
             raise UserError(f"{what}, and integers have no NaN", where, fix)
         values[absent] = np.nan
@@ -68,7 +84,8 @@ def unpacked(raw: np.ndarray, attributes: Mapping[str, Any], dtype: np.dtype[Any
 
 
 def _absent(raw: np.ndarray, values: np.ndarray, found: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Which numbers are missing; a valid range of another kind of number than the file's is one of unpacked numbers."""
+    """Which numbers are missing; a valid range of another kind of number than the file's is one of
+    unpacked numbers."""
     absent = np.zeros(raw.shape, bool)
     for word in _MISSING:
         if word in found:
@@ -81,26 +98,40 @@ def _absent(raw: np.ndarray, values: np.ndarray, found: Mapping[str, np.ndarray]
     for bound, is_outside in ((low, np.less), (high, np.greater)):
         if bound.size:
             compared = raw if bound.dtype.kind == raw.dtype.kind else values
-            absent |= is_outside(compared, bound[0].astype(compared.dtype) if compared.dtype.kind == "f" else bound[0])
+            absent |= is_outside(
+                compared,
+                bound[0].astype(compared.dtype) if compared.dtype.kind == "f" else bound[0],
+            )
     return absent
 
 
 def _in_type(numbers: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-    """The numbers of an attribute in the type of the array, as far as it has them: float32(1e20) is not the float64 1e20.
+    """The numbers of an attribute in the type of the array, as far as it has them: float32(1e20) is
+    not the float64 1e20.
 
-    An attribute of fewer bits than the array is also what its shortest decimal says: 0.1 and 1e20 of float32 are those of float64.
+    An attribute of fewer bits than the array is also what its shortest decimal says: 0.1 and 1e20
+    of float32 are those of float64.
     """
     if dtype.kind == "f":
         with np.errstate(over="ignore"):
             exact = numbers.astype(dtype)
-        return np.concatenate([exact, np.array([str(number) for number in numbers], dtype)]) if numbers.dtype.kind == "f" else exact
+        return (
+            np.concatenate([exact, np.array([str(number) for number in numbers], dtype)])
+            if numbers.dtype.kind == "f"
+            else exact
+        )
     limits = np.iinfo(np.uint8 if dtype.kind == "b" else dtype)
-    whole_numbers = [int(number) for number in numbers.tolist() if np.isfinite(number) and int(number) == number]
-    return np.array([number for number in whole_numbers if limits.min <= number <= limits.max], dtype)
+    whole_numbers = [
+        int(number) for number in numbers.tolist() if np.isfinite(number) and int(number) == number
+    ]
+    return np.array(
+        [number for number in whole_numbers if limits.min <= number <= limits.max], dtype
+    )
 
 
 def _as_unsigned(numbers: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-    """The numbers of an attribute, which may have a sign, as the integers without one of this type that are meant."""
+    """The numbers of an attribute, which may have a sign, as the integers without one of this type
+    that are meant."""
     if numbers.dtype.kind == "f":
         return np.where(numbers < 0, numbers + 2.0 ** (8 * dtype.itemsize), numbers)
     if dtype.itemsize == 8:

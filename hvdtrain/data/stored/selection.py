@@ -1,4 +1,5 @@
-"""What of a stored array a field is: `/fields/u[:, 0:3, ::2]`, by numpy's own words, with a slice of the samples first."""
+"""What of a stored array a field is: `/fields/u[:, 0:3, ::2]`, by numpy's own words, with a slice
+of the samples first."""
 
 from __future__ import annotations
 
@@ -10,8 +11,12 @@ import numpy as np
 
 from hvdtrain.errors import UserError
 
-_PART = re.compile(r"\s*(?:(-?\d*):(-?\d*)(?::(-?\d*))?|(-?\d+)|\[([\d\s,-]*)\])\s*")  # a slice, a number or a list
-_FIX = "NAME[samples, axis, ...], of slices (0:3, ::2), numbers and lists ([0, 2]): /fields/u[:, 0:3]"
+_PART = re.compile(
+    r"\s*(?:(-?\d*):(-?\d*)(?::(-?\d*))?|(-?\d+)|\[([\d\s,-]*)\])\s*"
+)  # a slice, a number or a list
+_FIX = (
+    "NAME[samples, axis, ...], of slices (0:3, ::2), numbers and lists ([0, 2]): /fields/u[:, 0:3]"
+)
 
 
 class Box(NamedTuple):
@@ -55,12 +60,17 @@ def name_and_words(text: str) -> tuple[str, str]:
 
 
 def select(words: str, shape: tuple[int, ...], text: str, where: str) -> Selection:
-    """What `words`, as `:, 0:3`, are of an array of this shape; without words all of it. Raises UserError where it has no such part."""
+    """What `words`, as `:, 0:3`, are of an array of this shape; without words all of it. Raises
+    UserError where it has no such part."""
     parts = _parts(words, text, where) or [slice(None)]
     if not isinstance(parts[0], slice) or (parts[0].step or 1) < 1:
         raise UserError(f"{text} does not begin with a slice of the samples", where, _FIX)
     if len(parts) > len(shape):
-        raise UserError(f"{text} has {len(parts)} axes, and the array is of shape {shape}", where, "leave axes out")
+        raise UserError(
+            f"{text} has {len(parts)} axes, and the array is of shape {shape}",
+            where,
+            "leave axes out",
+        )
     first, last, step = parts[0].indices(shape[0])
     samples = len(range(first, last, step))
     lows = []
@@ -71,20 +81,33 @@ def select(words: str, shape: tuple[int, ...], text: str, where: str) -> Selecti
         try:
             chosen = _places(part, size)
         except IndexError:
-            raise UserError(f"{text} is outside of the array, of shape {shape}", where, f"0 to {size - 1} along axis {axis}") from None
+            raise UserError(
+                f"{text} is outside of the array, of shape {shape}",
+                where,
+                f"0 to {size - 1} along axis {axis}",
+            ) from None
         if not len(chosen):
-            raise UserError(f"{text} selects nothing along axis {axis} of the array, of shape {shape}", where, _FIX)
+            raise UserError(
+                f"{text} selects nothing along axis {axis} of the array, of shape {shape}",
+                where,
+                _FIX,
+            )
         low = min(chosen[0], chosen[-1]) if isinstance(chosen, range) else min(chosen)
         high = 1 + (max(chosen[0], chosen[-1]) if isinstance(chosen, range) else max(chosen))
-        is_whole = list(chosen) == list(range(low, high)) if isinstance(chosen, list) else chosen.step == 1
+        is_whole = (
+            list(chosen) == list(range(low, high)) if isinstance(chosen, list) else chosen.step == 1
+        )
         lows.append(low)
         highs.append(high)
-        inside.append(0 if isinstance(part, int) else slice(None) if is_whole else np.array(chosen) - low)
+        inside.append(
+            0 if isinstance(part, int) else slice(None) if is_whole else np.array(chosen) - low
+        )
     return Selection(first, step, samples, Box(tuple(lows), tuple(highs)), tuple(inside))
 
 
 def _places(part: slice | int | list[int], size: int) -> range | list[int]:
-    """Places along an axis of so many, which may be very many: those of a slice take no memory. Raises IndexError."""
+    """Places along an axis of so many, which may be very many: those of a slice take no memory.
+    Raises IndexError."""
     every = range(size)
     if isinstance(part, slice):
         return every[part]

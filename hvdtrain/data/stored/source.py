@@ -1,4 +1,5 @@
-"""StoredSource: fields of samples from arrays in files, of which a read decodes each block once and a cache keeps the last ones."""
+"""StoredSource: fields of samples from arrays in files, of which a read decodes each block once and
+a cache keeps the last ones."""
 
 from __future__ import annotations
 
@@ -48,12 +49,20 @@ class Selected:
     def shape(self) -> tuple[int, ...]:
         """Shape of one sample."""
         inside = zip(self.selection.inside, self.selection.box.shape, strict=True)
-        return tuple(size if isinstance(part, slice) else len(part) for part, size in inside if not isinstance(part, int))
+        return tuple(
+            size if isinstance(part, slice) else len(part)
+            for part, size in inside
+            if not isinstance(part, int)
+        )
 
     @property
     def rows_of_block(self) -> int:
         """Samples of the largest block; 1 where each is read alone."""
-        return 1 if isinstance(self.array, PlainRows) else int(np.diff(self.array.edges).max()) // self.selection.step
+        return (
+            1
+            if isinstance(self.array, PlainRows)
+            else int(np.diff(self.array.edges).max()) // self.selection.step
+        )
 
     def block_of(self, samples: np.ndarray) -> np.ndarray:
         """The block of each of samples, int64 (n,)."""
@@ -66,7 +75,9 @@ class Selected:
         rows = self.selection.first + samples * self.selection.step
         if isinstance(self.array, PlainRows):
             box = self.selection.box
-            out[:] = self._converted(self.selection.pick(self.array.read(rows)[(slice(None), *box.slices)]))
+            out[:] = self._converted(
+                self.selection.pick(self.array.read(rows)[(slice(None), *box.slices)])
+            )
             return
         blocks = self.block_of(samples)
         starts = np.flatnonzero(np.diff(blocks, prepend=-1))
@@ -76,21 +87,27 @@ class Selected:
             out[start:end] = block[rows[start:end] - self.array.edges[number]]
 
     def _decode(self, array: Blocks, block: int) -> np.ndarray:
-        return np.ascontiguousarray(self._converted(self.selection.pick(array.decode(block, self.selection.box))))
+        return np.ascontiguousarray(
+            self._converted(self.selection.pick(array.decode(block, self.selection.box)))
+        )
 
     def _converted(self, rows: np.ndarray) -> np.ndarray:
-        """The rows in the field's number type. Raises UserError where that would change a whole number, or make one of a fraction."""
+        """The rows in the field's number type. Raises UserError where that would change a whole
+        number, or make one of a fraction."""
         with np.errstate(invalid="ignore"):
             found = rows.astype(self.dtype, copy=False)
         if self.dtype.kind in "iub" and self.dtype != rows.dtype and (wrong := found != rows).any():
             what = f"{self.text} has {rows[wrong].flat[0]}, which is no {self.dtype}"
-            raise UserError(what, self.where, "leave this field out of data.dtypes, or correct the data")
+            raise UserError(
+                what, self.where, "leave this field out of data.dtypes, or correct the data"
+            )
         return found
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Samples of one file: for each field one array, or several along a new axis behind that of the samples."""
+    """Samples of one file: for each field one array, or several along a new axis behind that of the
+    samples."""
 
     samples: int
     arrays: Mapping[str, tuple[Selected, ...]]
@@ -98,8 +115,15 @@ class Part:
     @property
     def largest(self) -> Selected | None:
         """The array with the most numbers in a block; None where all are read row by row."""
-        stored = [one for arrays in self.arrays.values() for one in arrays if not isinstance(one.array, PlainRows)]
-        return max(stored, key=lambda one: one.rows_of_block * math.prod(one.array.shape[1:]), default=None)
+        stored = [
+            one
+            for arrays in self.arrays.values()
+            for one in arrays
+            if not isinstance(one.array, PlainRows)
+        ]
+        return max(
+            stored, key=lambda one: one.rows_of_block * math.prod(one.array.shape[1:]), default=None
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,14 +134,18 @@ class StoredSamples:
     parts: tuple[Part, ...]
     name: str  # for messages
     cache: BlockCache
-    key: str = ""  # changes with the name, size and time of each file, and with what is read of it; empty of folders, which show no change
+    # changes with the name, size and time of each file, and with what is read of it; empty of
+    # folders, which show no change
+    key: str = ""
     defined_at = "hvdtrain/data/stored"
 
     @property
     def ends(self) -> np.ndarray:
         return np.cumsum([part.samples for part in self.parts])
 
-    def read_into(self, arrays: Mapping[str, np.ndarray], indices: np.ndarray, seeds: np.ndarray | None) -> None:
+    def read_into(
+        self, arrays: Mapping[str, np.ndarray], indices: np.ndarray, seeds: np.ndarray | None
+    ) -> None:
         """Readable.read_into(); samples are the same in every epoch."""
         order = np.argsort(indices, kind="stable")
         rising = indices[order]
@@ -127,11 +155,14 @@ class StoredSamples:
             found = np.empty((len(indices), *field_.shape), field_.dtype)
             for part, first, last, end in zip(self.parts, edges, edges[1:], ends, strict=False):
                 if first < last:
-                    self._read_part(found[first:last], part, name, rising[first:last] - (end - part.samples))
+                    self._read_part(
+                        found[first:last], part, name, rising[first:last] - (end - part.samples)
+                    )
             arrays[name][order] = found
 
     def blocks_of(self, samples: np.ndarray) -> np.ndarray:
-        """A number for each of samples, int64 (n,), the same for those whose largest block is the same; -1 where each is read alone."""
+        """A number for each of samples, int64 (n,), the same for those whose largest block is the
+        same; -1 where each is read alone."""
         found = np.full(len(samples), -1, np.int64)
         ends = self.ends
         parts = np.searchsorted(ends, samples, "right")
@@ -145,7 +176,9 @@ class StoredSamples:
 
     @property
     def bytes_of_sample(self) -> int:
-        return sum(math.prod(kind.shape) * np.dtype(kind.dtype).itemsize for kind in self.fields.values())
+        return sum(
+            math.prod(kind.shape) * np.dtype(kind.dtype).itemsize for kind in self.fields.values()
+        )
 
     def _read_part(self, out: np.ndarray, part: Part, name: str, samples: np.ndarray) -> None:
         arrays = part.arrays[name]
@@ -158,7 +191,8 @@ class StoredSamples:
 
 @dataclass(frozen=True, eq=False)
 class StoredSource:
-    """Samples of files, read when a step needs them; a block that several samples of a read are in is decoded once.
+    """Samples of files, read when a step needs them; a block that several samples of a read are in
+    is decoded once.
 
     At most cache.most_bytes of decoded blocks stay in memory, and those that are being read.
     """
@@ -166,7 +200,9 @@ class StoredSource:
     samples: StoredSamples
     notes: tuple[str, ...] = ()  # for the user
     pool: WorkerPool | None = None
-    _known: dict[str, Any] = field(default_factory=dict)  # what is computed once: labels, the digest
+    _known: dict[str, Any] = field(
+        default_factory=dict
+    )  # what is computed once: labels, the digest
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     @property
@@ -193,17 +229,23 @@ class StoredSource:
 
     @property
     def foresight(self) -> Foresight | None:
-        """None where all fit into memory, or blocks are decoded no less often with what is known in advance."""
+        """None where all fit into memory, or blocks are decoded no less often with what is known in
+        advance."""
         found: Foresight | None = self._once("foresight", self._foresight)
         return found
 
     def _foresight(self) -> Foresight | None:
         need = self._need
         fits = self.samples.cache.most_bytes / self.samples.bytes_of_sample
-        return need if need.rows > 1 and need.samples > fits and need.decoded < 1 - fits / need.samples else None
+        return (
+            need
+            if need.rows > 1 and need.samples > fits and need.decoded < 1 - fits / need.samples
+            else None
+        )
 
     def decodes_of_block(self, own: bool) -> float:
-        """How often a block is decoded in an epoch of a full shuffle, about. own: each rank reads blocks that others do not."""
+        """How often a block is decoded in an epoch of a full shuffle, about. own: each rank reads
+        blocks that others do not."""
         need = self._need
         fits = self.samples.cache.most_bytes / self.samples.bytes_of_sample
         if self.foresight is None:
@@ -217,7 +259,8 @@ class StoredSource:
         return Foresight(len(self), self.rows_of_block or 1, kept)
 
     def expect(self, indices: np.ndarray, anew: bool) -> None:
-        """See data.source.expect(). The first call divides the memory between these samples and blocks."""
+        """See data.source.expect(). The first call divides the memory between these samples and
+        blocks."""
         self._once("ahead", self._begin_ahead).expect(indices, anew)
 
     def _begin_ahead(self) -> SamplesAhead:
@@ -226,11 +269,19 @@ class StoredSource:
 
     def _read(self, indices: np.ndarray) -> Batch:
         if self.pool is None:
-            found = {name: np.empty((len(indices), *kind.shape), kind.dtype) for name, kind in self.fields.items()}
+            found = {
+                name: np.empty((len(indices), *kind.shape), kind.dtype)
+                for name, kind in self.fields.items()
+            }
             self.samples.read_into(found, indices, None)
             return found
-        order = np.argsort(indices, kind="stable")  # a worker gets neighbours: few blocks are decoded by two of them
-        return {name: _unsorted(rows, order) for name, rows in self.pool.read(indices[order], None).items()}
+        order = np.argsort(
+            indices, kind="stable"
+        )  # a worker gets neighbours: few blocks are decoded by two of them
+        return {
+            name: _unsorted(rows, order)
+            for name, rows in self.pool.read(indices[order], None).items()
+        }
 
     def read_field(self, name: str, indices: np.ndarray) -> np.ndarray:
         """One field of samples, in this process."""
@@ -248,14 +299,20 @@ class StoredSource:
 
     def _all(self, name: str) -> np.ndarray:
         pieces = range(0, len(self), 2**20)
-        return np.concatenate([self.read_field(name, np.arange(start, min(len(self), start + 2**20))) for start in pieces])
+        return np.concatenate(
+            [
+                self.read_field(name, np.arange(start, min(len(self), start + 2**20)))
+                for start in pieces
+            ]
+        )
 
     def read_together(self, ranks: Ranks) -> None:
         """From now on statistics are computed by these ranks together."""
         self._known["ranks"] = ranks
 
     def known_stats(self, name: str, indices: np.ndarray | None) -> np.ndarray | None:
-        """Mean and deviation of a field, float64 (2, C) over its last axis, of all samples or of some: one pass, which is kept.
+        """Mean and deviation of a field, float64 (2, C) over its last axis, of all samples or of
+        some: one pass, which is kept.
 
         None where no ranks read together. Every rank calls it.
         """
@@ -267,7 +324,13 @@ class StoredSource:
 
         def read(rows: np.ndarray) -> np.ndarray:
             found = self.read_field(name, rows if indices is None else indices[rows])
-            check_numbers(name, found, self.fields[name], self.where, rows if indices is None else indices[rows])
+            check_numbers(
+                name,
+                found,
+                self.fields[name],
+                self.where,
+                rows if indices is None else indices[rows],
+            )
             return found
 
         def compute() -> np.ndarray:
@@ -275,7 +338,11 @@ class StoredSource:
 
         text = f"{name} {self.samples.key} {chosen} {self.identity()}"
         key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest() if self.samples.key else ""
-        return np.asarray(self._once(f"statistics {text}", lambda: kept(key, shape[-1] if shape else 1, ranks, compute)))
+        return np.asarray(
+            self._once(
+                f"statistics {text}", lambda: kept(key, shape[-1] if shape else 1, ranks, compute)
+            )
+        )
 
     def digests(self, seed: int) -> dict[str, str]:
         """A digest of all labels and of some samples at fixed places."""
@@ -302,8 +369,17 @@ class StoredSource:
 
     @property
     def rows_of_block(self) -> int | None:
-        """Neighbouring samples that are decoded together: the most of any array; None where each is read alone."""
-        most = max((one.rows_of_block for part in self.samples.parts for arrays in part.arrays.values() for one in arrays), default=1)
+        """Neighbouring samples that are decoded together: the most of any array; None where each is
+        read alone."""
+        most = max(
+            (
+                one.rows_of_block
+                for part in self.samples.parts
+                for arrays in part.arrays.values()
+                for one in arrays
+            ),
+            default=1,
+        )
         return most if most > 1 else None
 
 

@@ -1,4 +1,5 @@
-"""Mean and deviation of a field of a large set: one pass over its samples, of which each rank reads a part; the same bits on any number."""
+"""Mean and deviation of a field of a large set: one pass over its samples, of which each rank reads
+a part; the same bits on any number."""
 
 from __future__ import annotations
 
@@ -21,30 +22,46 @@ class Ranks(NamedTuple):
 
     rank: int
     size: int
-    add_up: Callable[[np.ndarray, str], np.ndarray]  # the sum of float64 arrays over the ranks, by name
+    add_up: Callable[
+        [np.ndarray, str], np.ndarray
+    ]  # the sum of float64 arrays over the ranks, by name
 
 
 ALONE = Ranks(0, 1, lambda array, name: array)
 
 
-def mean_and_std(read: Callable[[np.ndarray], np.ndarray], samples: int, shape: tuple[int, ...], ranks: Ranks) -> np.ndarray:
-    """float64 (2, C), over the last axis: the mean and the deviation, 1 where a column is constant. Every rank calls it.
+def mean_and_std(
+    read: Callable[[np.ndarray], np.ndarray], samples: int, shape: tuple[int, ...], ranks: Ranks
+) -> np.ndarray:
+    """float64 (2, C), over the last axis: the mean and the deviation, 1 where a column is constant.
+    Every rank calls it.
 
     read: of samples, int64 (n,), the numbers (n, *shape).
     """
     columns = shape[-1] if shape else 1
     rows = max(1, _VALUES // max(1, math.prod(shape)))
     firsts = range(0, samples, rows)
-    pieces = np.zeros((len(firsts), 3, columns))  # of each piece: how many, mean, sum of squares about it
-    for number in range(len(firsts) * ranks.rank // ranks.size, len(firsts) * (ranks.rank + 1) // ranks.size):
-        values = read(np.arange(firsts[number], min(samples, firsts[number] + rows))).astype(np.float64).reshape(-1, columns)
+    pieces = np.zeros(
+        (len(firsts), 3, columns)
+    )  # of each piece: how many, mean, sum of squares about it
+    for number in range(
+        len(firsts) * ranks.rank // ranks.size, len(firsts) * (ranks.rank + 1) // ranks.size
+    ):
+        values = (
+            read(np.arange(firsts[number], min(samples, firsts[number] + rows)))
+            .astype(np.float64)
+            .reshape(-1, columns)
+        )
         mean = values.mean(0)
-        pieces[number] = np.stack([np.full(columns, len(values)), mean, np.square(values - mean).sum(0)])
+        pieces[number] = np.stack(
+            [np.full(columns, len(values)), mean, np.square(values - mean).sum(0)]
+        )
     return _together(ranks.add_up(pieces.ravel(), "statistics.pieces").reshape(pieces.shape))
 
 
 def _together(pieces: np.ndarray) -> np.ndarray:
-    """Chan, Golub, LeVeque 1979, "Updating formulae and a pairwise algorithm", eq. 2.1, for all pieces at once, with exact sums."""
+    """Chan, Golub, LeVeque 1979, "Updating formulae and a pairwise algorithm", eq. 2.1, for all
+    pieces at once, with exact sums."""
     found = []
     for counts, means, squares in pieces.transpose(2, 1, 0):
         count = math.fsum(counts)
@@ -55,7 +72,8 @@ def _together(pieces: np.ndarray) -> np.ndarray:
 
 
 def kept(key: str, columns: int, ranks: Ranks, compute: Callable[[], np.ndarray]) -> np.ndarray:
-    """What compute() gave, float64 (2, columns), on this machine before, or gives now: rank 0 has the file. Every rank calls it.
+    """What compute() gave, float64 (2, columns), on this machine before, or gives now: rank 0 has
+    the file. Every rank calls it.
 
     key: names the file; empty: nothing is kept.
     """
@@ -81,7 +99,11 @@ def _read(path: Path, columns: int) -> np.ndarray | None:
         found = np.array(json.loads(path.read_text()), np.float64)
     except (OSError, ValueError, TypeError):
         return None
-    return found if found.shape == (2, columns) and np.isfinite(found).all() and (found[1] > 0).all() else None
+    return (
+        found
+        if found.shape == (2, columns) and np.isfinite(found).all() and (found[1] > 0).all()
+        else None
+    )
 
 
 def _write(path: Path, found: np.ndarray) -> None:

@@ -1,4 +1,5 @@
-"""An array in a file: rows that are read alone by their place in it, or blocks of rows that are decoded together."""
+"""An array in a file: rows that are read alone by their place in it, or blocks of rows that are
+decoded together."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from hvdtrain.errors import UserError
 
 
 class Blocks(Protocol):
-    """An array whose rows are stored in blocks, as compressed ones are. A worker process gets a copy, pickled."""
+    """An array whose rows are stored in blocks, as compressed ones are. A worker process gets a
+    copy, pickled."""
 
     @property
     def dtype(self) -> np.dtype[Any]: ...
@@ -27,7 +29,8 @@ class Blocks(Protocol):
         """int64 (blocks + 1,): block b has the rows edges[b] ... edges[b + 1] - 1."""
 
     def decode(self, block: int, box: Box) -> np.ndarray:
-        """(rows, *box.shape), in fresh memory. Safe to call from several threads. Raises UserError where the block is damaged."""
+        """(rows, *box.shape), in fresh memory. Safe to call from several threads. Raises UserError
+        where the block is damaged."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,13 +52,17 @@ class PlainRows:
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     def read(self, rows: np.ndarray) -> np.ndarray:
-        """(n, *shape[1:]) of rising rows, int64 (n,); neighbours are read at once. Raises UserError where the file is cut off."""
+        """(n, *shape[1:]) of rising rows, int64 (n,); neighbours are read at once. Raises UserError
+        where the file is cut off."""
         found = np.empty((len(rows), *self.shape[1:]), self.dtype)
         flat = found.reshape(len(rows), -1).view(np.uint8) if self.row_bytes else found
         starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
         with self.file.opened() as file:
             for start, end in zip(starts, [*starts[1:], len(rows)], strict=True):
-                raw = file.read(self.offset + int(rows[start]) * self.row_bytes, int(end - start) * self.row_bytes)
+                raw = file.read(
+                    self.offset + int(rows[start]) * self.row_bytes,
+                    int(end - start) * self.row_bytes,
+                )
                 flat[start:end] = np.frombuffer(raw, np.uint8).reshape(end - start, -1)
         return found
 
@@ -72,19 +79,22 @@ class StoredFile(Protocol):
 
     @property
     def coordinates(self) -> Collection[str]:
-        """Names among them that only number the rows or the points of an axis, as pandas' index: no input unless data.fields says so."""
+        """Names among them that only number the rows or the points of an axis, as pandas' index: no
+        input unless data.fields says so."""
 
     def array(self, name: str) -> StoredArray:
         """Raises UserError where there is none of this name, or it has no numbers."""
 
     def columns(self, names: list[str]) -> Blocks | None:
-        """Several columns as one array (n, columns), where the format reads them together; None: each is read by itself."""
+        """Several columns as one array (n, columns), where the format reads them together; None:
+        each is read by itself."""
 
     def values(self, name: str) -> np.ndarray:
         """All of a column of numbers or texts (n,). Raises UserError where there is none."""
 
     def note(self, name: str) -> str:
-        """A line for the user of an array of which a part was never written, so that its fill value is read; empty of any other."""
+        """A line for the user of an array of which a part was never written, so that its fill value
+        is read; empty of any other."""
 
 
 MOST_ROWS = 2**31  # of an array along any axis: the numbers of its samples alone take 16 GiB
@@ -93,24 +103,38 @@ _MOST_CHUNK_BYTES = 2**32  # as HDF5 has it
 
 
 def check_shape(shape: tuple[int, ...], name: str, path: Path) -> None:
-    """Raises UserError for a shape that no array can have, or whose samples could not be numbered, before memory is taken for it."""
+    """Raises UserError for a shape that no array can have, or whose samples could not be numbered,
+    before memory is taken for it."""
     if min(shape, default=0) < 0:
         raise cut_off(path, f"{name} is of shape {shape}")
     if max(shape, default=0) > MOST_ROWS:
-        raise UserError(f"{name} is of shape {shape}, at most {MOST_ROWS:,} along each axis", str(path), "parts of it in several files")
+        raise UserError(
+            f"{name} is of shape {shape}, at most {MOST_ROWS:,} along each axis",
+            str(path),
+            "parts of it in several files",
+        )
 
 
-def check_chunks(shape: tuple[int, ...], chunks: tuple[int, ...], item_bytes: int, name: str, path: Path) -> None:
-    """Raises UserError for chunks that are empty, too large to be unpacked, or too many to be listed in memory."""
+def check_chunks(
+    shape: tuple[int, ...], chunks: tuple[int, ...], item_bytes: int, name: str, path: Path
+) -> None:
+    """Raises UserError for chunks that are empty, too large to be unpacked, or too many to be
+    listed in memory."""
     check_shape(shape, name, path)
     if min(chunks, default=1) < 1:
         raise cut_off(path, f"{name} has chunks of shape {chunks}")
     if math.prod(chunks) * item_bytes > _MOST_CHUNK_BYTES:
-        what = f"{name} has chunks of shape {chunks}, at most {_MOST_CHUNK_BYTES:,} bytes, which are read whole"
+        what = (
+            f"{name} has chunks of shape {chunks}, at most {_MOST_CHUNK_BYTES:,} bytes, which are "
+            "read whole"
+        )
         raise UserError(what, str(path), "write it again in smaller chunks")
     count = math.prod(-(-size // chunk) for size, chunk in zip(shape, chunks, strict=True))
     if count > _MOST_CHUNKS:
-        what = f"{name}, of shape {shape}, is stored in {count:,} chunks of shape {chunks}, at most {_MOST_CHUNKS:,}"
+        what = (
+            f"{name}, of shape {shape}, is stored in {count:,} chunks of shape {chunks}, at most "
+            f"{_MOST_CHUNKS:,}"
+        )
         raise UserError(what, str(path), "write it again in larger chunks")
 
 
@@ -121,19 +145,38 @@ def block_edges(rows: int, of_block: int) -> np.ndarray:
 
 
 def check_dtype(dtype: np.dtype[Any], name: str, path: Path) -> None:
-    """Raises UserError for what is no number of at most 64 bits: objects, which could only be unpickled, texts, records."""
+    """Raises UserError for what is no number of at most 64 bits: objects, which could only be
+    unpickled, texts, records."""
     if dtype.kind in "iufb" and dtype.itemsize <= 8:
         return
-    kinds = {"O": "objects", "S": "texts", "U": "texts", "V": "records", "c": "complex numbers", "M": "times", "m": "times"}
-    what = f"{name} has {kinds.get(dtype.kind, 'numbers of more than 64 bits')} ({dtype}), expected integers or floats"
+    kinds = {
+        "O": "objects",
+        "S": "texts",
+        "U": "texts",
+        "V": "records",
+        "c": "complex numbers",
+        "M": "times",
+        "m": "times",
+    }
+    what = (
+        f"{name} has {kinds.get(dtype.kind, 'numbers of more than 64 bits')} ({dtype}), expected "
+        "integers or floats"
+    )
     unread = "; objects are never read: unpickling them could run code" if dtype.kind == "O" else ""
-    raise UserError(what + unread, str(path), "another array in data.fields, or write it again as numbers")
+    raise UserError(
+        what + unread, str(path), "another array in data.fields, or write it again as numbers"
+    )
 
 
 def no_such(name: str, names: list[str], path: Path) -> UserError:
     """The error that a file has no array of this name."""
-    shown = ", ".join(names[:24]) + (f" and {len(names) - 24} more" if len(names) > 24 else "") or "none"
-    return UserError(f"the file has no {name}; it has {shown}", str(path), "data.fields={x: NAME, y: NAME}")
+    shown = (
+        ", ".join(names[:24]) + (f" and {len(names) - 24} more" if len(names) > 24 else "")
+        or "none"
+    )
+    return UserError(
+        f"the file has no {name}; it has {shown}", str(path), "data.fields={x: NAME, y: NAME}"
+    )
 
 
 def whole(dtype: np.dtype[Any]) -> np.dtype[Any]:

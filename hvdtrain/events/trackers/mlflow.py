@@ -1,4 +1,5 @@
-"""MLflow: parameters, the numbers of each event, and how the job ended, on a tracking server or in RUN/mlflow."""
+"""MLflow: parameters, the numbers of each event, and how the job ended, on a tracking server or in
+RUN/mlflow."""
 
 from __future__ import annotations
 
@@ -9,7 +10,15 @@ from typing import TYPE_CHECKING
 from hvdtrain.config.schema import Config
 from hvdtrain.core.folder import Folder
 from hvdtrain.events.log import Event
-from hvdtrain.events.tracker_data import METRICS, flat_config, load_run_id, metric_names, require_package, save_run_id, scalars
+from hvdtrain.events.tracker_data import (
+    METRICS,
+    flat_config,
+    load_run_id,
+    metric_names,
+    require_package,
+    save_run_id,
+    scalars,
+)
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -19,7 +28,8 @@ STATUS = {"end": "FINISHED", "stop": "KILLED"}  # else FAILED
 
 
 def build(config: Config, run: Path) -> Mlflow:
-    """A tracker for the server of MLFLOW_TRACKING_URI, else RUN/mlflow; in the experiment MLFLOW_EXPERIMENT_NAME, else hvdtrain.
+    """A tracker for the server of MLFLOW_TRACKING_URI, else RUN/mlflow; in the experiment
+    MLFLOW_EXPERIMENT_NAME, else hvdtrain.
 
     Raises UserError where mlflow is not installed; it is imported at the first event.
     Show RUN/mlflow with: MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri RUN/mlflow
@@ -29,7 +39,8 @@ def build(config: Config, run: Path) -> Mlflow:
 
 
 class Mlflow:
-    """One MLflow run for a job, however often it is resumed. Steps that a resumed job repeats have two values."""
+    """One MLflow run for a job, however often it is resumed. Steps that a resumed job repeats have
+    two values."""
 
     def __init__(self, config: Config, run: Path) -> None:
         self._metrics = METRICS
@@ -50,7 +61,9 @@ class Mlflow:
         if numbers:
             from mlflow.entities import Metric
 
-            metrics = [Metric(tag, number, self._time_ms, event.step) for tag, number in numbers.items()]
+            metrics = [
+                Metric(tag, number, self._time_ms, event.step) for tag, number in numbers.items()
+            ]
             self._client.log_batch(self._run_id, metrics=metrics, synchronous=True)
         self._status = STATUS.get(event.kind, self._status)
 
@@ -59,7 +72,8 @@ class Mlflow:
             self._client.set_terminated(self._run_id, self._status, self._time_ms)
 
     def _continue(self, client: MlflowClient, first: Event) -> str:
-        """Sets the status of the job's run to RUNNING and returns its id; empty without one, or where the server does not know it."""
+        """Sets the status of the job's run to RUNNING and returns its id; empty without one, or
+        where the server does not know it."""
         from mlflow.exceptions import MlflowException
 
         run_id = load_run_id(self._folder / "mlflow_run.json", first)
@@ -76,32 +90,54 @@ class Mlflow:
         return run_id
 
     def _create(self, client: MlflowClient) -> str:
-        run = client.create_run(_experiment(client), start_time=self._time_ms, run_name=self._folder.name)
+        run = client.create_run(
+            _experiment(client), start_time=self._time_ms, run_name=self._folder.name
+        )
         self._log_config(client, run)
         save_run_id(self._folder / "mlflow_run.json", run.info.run_id)
         return str(run.info.run_id)
 
     def _log_config(self, client: MlflowClient, run: Run) -> None:
-        """Parameters of a run cannot change: where a resumed job has another value, that is a tag, "resumed.batch.size"."""
+        """Parameters of a run cannot change: where a resumed job has another value, that is a tag,
+        "resumed.batch.size"."""
         from mlflow.entities import Param, RunTag
-        from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH, MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH
+        from mlflow.utils.validation import (
+            MAX_ENTITY_KEY_LENGTH,
+            MAX_PARAM_VAL_LENGTH,
+            MAX_PARAMS_TAGS_PER_BATCH,
+        )
 
-        values = {key[: MAX_ENTITY_KEY_LENGTH - 10]: value[:MAX_PARAM_VAL_LENGTH] for key, value in flat_config(self._config).items()}
+        values = {
+            key[: MAX_ENTITY_KEY_LENGTH - 10]: value[:MAX_PARAM_VAL_LENGTH]
+            for key, value in flat_config(self._config).items()
+        }
         old = run.data.params
         new = [Param(key, value) for key, value in values.items() if key not in old]
-        changed = [RunTag(f"resumed.{key}", value) for key, value in values.items() if old.get(key, value) != value]
-        for first in range(0, max(len(new), len(changed)), MAX_PARAMS_TAGS_PER_BATCH // 2):  # the limit is on both together
+        changed = [
+            RunTag(f"resumed.{key}", value)
+            for key, value in values.items()
+            if old.get(key, value) != value
+        ]
+        for first in range(
+            0, max(len(new), len(changed)), MAX_PARAMS_TAGS_PER_BATCH // 2
+        ):  # the limit is on both together
             some = slice(first, first + MAX_PARAMS_TAGS_PER_BATCH // 2)
-            client.log_batch(run.info.run_id, params=new[some], tags=changed[some], synchronous=True)
+            client.log_batch(
+                run.info.run_id, params=new[some], tags=changed[some], synchronous=True
+            )
 
 
 def _connect(run: Path) -> MlflowClient:
-    """A client. MLflow's fluent functions belong to the thread that started a run, and change state that the user's own code sees."""
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read at the import; otherwise MLflow reports each use to its vendor
+    """A client. MLflow's fluent functions belong to the thread that started a run, and change state
+    that the user's own code sees."""
+    os.environ.setdefault(
+        "MLFLOW_DISABLE_TELEMETRY", "true"
+    )  # read at the import; otherwise MLflow reports each use to its vendor
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     if not uri:
-        # Files, for which MLflow needs the variable below. SQLite needs sqlalchemy and alembic, which mlflow-skinny lacks, takes 1.8 s
-        # to create its tables and 8 ms instead of 2 for an event, and locks its file, which network file systems do badly.
+        # Files, for which MLflow needs the variable below. SQLite needs sqlalchemy and alembic,
+        # which mlflow-skinny lacks, takes 1.8 s to create its tables and 8 ms instead of 2 for an
+        # event, and locks its file, which network file systems do badly.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         with Folder.make(run, "mlflow") as folder:
             folder.refuse_links()

@@ -1,4 +1,5 @@
-"""TensorBoard: the numbers of each event, and the configuration and the header as text, in RUN/tensorboard/NAME, NAME that of the run."""
+"""TensorBoard: the numbers of each event, and the configuration and the header as text, in
+RUN/tensorboard/NAME, NAME that of the run."""
 
 from __future__ import annotations
 
@@ -12,12 +13,19 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.folder import Folder
 from hvdtrain.events.log import Event
 from hvdtrain.events.redaction import redact_urls
-from hvdtrain.events.tracker_data import METRICS, flat_config, metric_names, require_package, scalars
+from hvdtrain.events.tracker_data import (
+    METRICS,
+    flat_config,
+    metric_names,
+    require_package,
+    scalars,
+)
 
 if TYPE_CHECKING:
     from tensorboard.summary.writer.record_writer import RecordWriter
 
-# The tags that come first: TensorBoard sorts groups by their names, capital letters before small ones.
+# The tags that come first: TensorBoard sorts groups by their names, capital letters before small
+# ones.
 _CURVES = {
     "train/loss": "Loss/train",
     "val/loss": "Loss/val",
@@ -55,7 +63,9 @@ class TensorBoard:
             self._write_restart(event)
             self._start = event
         if numbers:
-            values = [{"tag": _CURVES.get(tag, tag), "simple_value": x} for tag, x in numbers.items()]
+            values = [
+                {"tag": _CURVES.get(tag, tag), "simple_value": x} for tag, x in numbers.items()
+            ]
             self._write(event.time, event.step, summary={"value": values})
             self._write_texts()
         self._records.flush()
@@ -66,32 +76,45 @@ class TensorBoard:
             self._records.close()
 
     def _open(self) -> RecordWriter:
-        # Its import takes 0.2 s, torch.utils.tensorboard 2 s. EventFileWriter also imports TensorFlow where that is installed.
+        # Its import takes 0.2 s, torch.utils.tensorboard 2 s. EventFileWriter also imports
+        # TensorFlow where that is installed.
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        # Readers take the files of a folder in the order of their names: the time comes first, in microseconds for quick restarts.
+        # Readers take the files of a folder in the order of their names: the time comes first, in
+        # microseconds for quick restarts.
         name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
         with Folder.make(self._run, "tensorboard", self._run.absolute().name) as folder:
             return RecordWriter(folder.create(name))
 
     def _write_restart(self, event: Event) -> None:
-        """A resumed job repeats steps that an earlier start did after this one: readers drop the earlier ones."""
+        """A resumed job repeats steps that an earlier start did after this one: readers drop the
+        earlier ones."""
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
         self._write(event.time, event.step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def _write_texts(self) -> None:
-        """The configuration and the header, behind the first numbers: a page that is opened before them would begin with the texts."""
+        """The configuration and the header, behind the first numbers: a page that is opened before
+        them would begin with the texts."""
         event = self._start
         self._start = None
         if event is None:
             return
-        rows = "".join(f"| {key} | `{value.replace('|', '&#124;')}` |\n" for key, value in flat_config(self._config).items())
+        rows = "".join(
+            f"| {key} | `{value.replace('|', '&#124;')}` |\n"
+            for key, value in flat_config(self._config).items()
+        )
         texts = {"config": f"| key | value |\n| --- | --- |\n{rows}"}
         if event.fields.get("lines"):
-            lines = [f"    {redact_urls(line)}" for line in event.fields["lines"]]  # indented: Markdown shows it as it is
+            lines = [
+                f"    {redact_urls(line)}" for line in event.fields["lines"]
+            ]  # indented: Markdown shows it as it is
             texts["header"] = "\n".join(lines)
-        self._write(event.time, event.step, summary={"value": [_text(tag, text) for tag, text in texts.items()]})
+        self._write(
+            event.time,
+            event.step,
+            summary={"value": [_text(tag, text) for tag, text in texts.items()]},
+        )
 
     def _write(self, time_s: float, step: int, **content: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event as Record

@@ -1,4 +1,5 @@
-"""Weights & Biases: the configuration and the numbers of each event; online where a login exists, else in RUN/wandb."""
+"""Weights & Biases: the configuration and the numbers of each event; online where a login exists,
+else in RUN/wandb."""
 
 from __future__ import annotations
 
@@ -17,7 +18,15 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import BUG, DONE, REQUEUE, UserError
 from hvdtrain.events.log import Event
-from hvdtrain.events.tracker_data import METRICS, load_run_id, metric_names, redacted_config, require_package, save_run_id, scalars
+from hvdtrain.events.tracker_data import (
+    METRICS,
+    load_run_id,
+    metric_names,
+    redacted_config,
+    require_package,
+    save_run_id,
+    scalars,
+)
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -27,26 +36,37 @@ _HOST = "https://api.wandb.ai"
 
 
 def build(config: Config, run: Path) -> Wandb:
-    """A tracker that is online or offline as WANDB_MODE says; without that online where WANDB_API_KEY or a login in ~/.netrc exists.
+    """A tracker that is online or offline as WANDB_MODE says; without that online where
+    WANDB_API_KEY or a login in ~/.netrc exists.
 
-    wandb reads WANDB_PROJECT, WANDB_NAME, WANDB_ENTITY, WANDB_BASE_URL and its other variables. Upload an offline run with:
-    wandb sync RUN/wandb/offline-run-*. wandb receives numbers, the configuration and the host's name, and measures the host; it receives
-    no console output, code, git state, command line or list of packages. Where the uploads of an online run hang, wandb's clean-up
-    delays the end of the process; what is in RUN/wandb can be uploaded with wandb sync later.
+    wandb reads WANDB_PROJECT, WANDB_NAME, WANDB_ENTITY, WANDB_BASE_URL and its other variables.
+    Upload an offline run with: wandb sync RUN/wandb/offline-run-*. wandb receives numbers, the
+    configuration and the host's name, and measures the host; it receives no console output, code,
+    git state, command line or list of packages. Where the uploads of an online run hang, wandb's
+    clean-up delays the end of the process; what is in RUN/wandb can be uploaded with wandb sync
+    later.
 
-    Raises UserError where wandb is not installed, or WANDB_MODE=online has no login; wandb is imported at the first event.
+    Raises UserError where wandb is not installed, or WANDB_MODE=online has no login; wandb is
+    imported at the first event.
     """
     require_package("wandb", "wandb")
     return Wandb(config, run.resolve(), mode(os.environ))
 
 
 def mode(environment: Mapping[str, str]) -> str:
-    """online, offline or disabled. Raises UserError where wandb would ask for a key at the terminal."""
+    """online, offline or disabled. Raises UserError where wandb would ask for a key at the
+    terminal."""
     requested = environment.get("WANDB_MODE")
     logged_in = _logged_in(environment)
     if requested == "online" and not logged_in:
-        what = f"WANDB_MODE=online, but there is no key for {environment.get('WANDB_BASE_URL', _HOST)}"
-        raise UserError(what, "log.trackers", "run wandb login or set WANDB_API_KEY; WANDB_MODE=offline keeps the run in its folder")
+        what = (
+            f"WANDB_MODE=online, but there is no key for {environment.get('WANDB_BASE_URL', _HOST)}"
+        )
+        raise UserError(
+            what,
+            "log.trackers",
+            "run wandb login or set WANDB_API_KEY; WANDB_MODE=offline keeps the run in its folder",
+        )
     return requested or ("online" if logged_in else "offline")
 
 
@@ -55,16 +75,22 @@ def _logged_in(environment: Mapping[str, str]) -> bool:
         return True
     host = urlsplit(environment.get("WANDB_BASE_URL", _HOST)).netloc
     try:
-        return netrc.netrc(Path(environment.get("NETRC", "~/.netrc")).expanduser()).authenticators(host) is not None
+        return (
+            netrc.netrc(Path(environment.get("NETRC", "~/.netrc")).expanduser()).authenticators(
+                host
+            )
+            is not None
+        )
     except (OSError, RuntimeError, netrc.NetrcParseError):
         return False
 
 
 class Wandb:
-    """One W&B run for a job, however often it is resumed. The x axis of all curves is "step", not wandb's own count.
+    """One W&B run for a job, however often it is resumed. The x axis of all curves is "step", not
+    wandb's own count.
 
-    wandb drops values that are logged for an earlier step of its own count, as a resumed job does. With "step" the steps that a
-    resumed job repeats have two values.
+    wandb drops values that are logged for an earlier step of its own count, as a resumed job does.
+    With "step" the steps that a resumed job repeats have two values.
     """
 
     def __init__(self, config: Config, run: Path, mode: str) -> None:
@@ -91,16 +117,25 @@ class Wandb:
             folder = Path(self._run.settings.sync_dir)
             self._run.finish(exit_code=self._code)
             if self._mode == "offline":
-                print(f"wandb    kept offline; to send it: wandb sync {shlex.quote(str(folder))}", flush=True)
+                print(
+                    f"wandb    kept offline; to send it: wandb sync {shlex.quote(str(folder))}",
+                    flush=True,
+                )
 
     def _open(self, first: Event) -> Run:
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # read at the import; otherwise wandb reports its failures to its vendor
-        os.environ.setdefault("WANDB_SILENT", "true")  # a setting of init() comes too late for the messages of a login
+        os.environ.setdefault(
+            "WANDB_ERROR_REPORTING", "false"
+        )  # read at the import; otherwise wandb reports its failures to its vendor
+        os.environ.setdefault(
+            "WANDB_SILENT", "true"
+        )  # a setting of init() comes too late for the messages of a login
         with _restore_exit_hooks():
             import wandb
 
             with Folder.make(self._folder, "wandb") as folder:
-                folder.refuse_links(below=False)  # below are earlier starts, which it only reads, with links to its cache
+                folder.refuse_links(
+                    below=False
+                )  # below are earlier starts, which it only reads, with links to its cache
             path = self._folder / "wandb_run.json"
             run_id = load_run_id(path, first) or uuid.uuid4().hex[:8]
             run = wandb.init(
@@ -128,7 +163,8 @@ class Wandb:
 
 @contextlib.contextmanager
 def _restore_exit_hooks() -> Iterator[None]:
-    """Restores sys.exit and sys.excepthook, which wandb replaces to learn the exit code; close() passes it on."""
+    """Restores sys.exit and sys.excepthook, which wandb replaces to learn the exit code; close()
+    passes it on."""
     before = sys.exit, sys.excepthook
     try:
         yield

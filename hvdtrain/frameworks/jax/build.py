@@ -1,4 +1,5 @@
-"""The JAX framework: builds a rank's learner; checks what JAX does not support, and sets up JAX's device and threads."""
+"""The JAX framework: builds a rank's learner; checks what JAX does not support, and sets up JAX's
+device and threads."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
     from hvdtrain.frameworks.jax.model import Target, build_model
 
     first, *others = pick_devices(jax, config, communicator)
-    target = Target(first, np.dtype("float64" if config.speed.precision == "fp64" else "float32"), tuple(others))
+    target = Target(
+        first, np.dtype("float64" if config.speed.precision == "fp64" else "float32"), tuple(others)
+    )
     model = build_model(config, task, target, communicator)
     shapes = {name: p.shape for name, p in zip(model.names, model.start, strict=True)}
     ties = model.functions.ties
@@ -36,22 +39,26 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
 
 
 def load_jax(where: str) -> Any:
-    """The module jax. Raises UserError where it is missing, or too old to switch float64 on for a part of a program."""
+    """The module jax. Raises UserError where it is missing, or too old to switch float64 on for a
+    part of a program."""
     fix = "pip install 'hvdtrain[jax]'"
     try:
         jax = importlib.import_module("jax")
     except ModuleNotFoundError as error:
         raise UserError(f"framework=jax needs jax: {error}", where, fix) from error
     if not hasattr(jax, "enable_x64"):
-        raise UserError(f"framework=jax needs jax 0.8 or later; this is {jax.__version__}", where, fix)
+        raise UserError(
+            f"framework=jax needs jax 0.8 or later; this is {jax.__version__}", where, fix
+        )
     return jax
 
 
 def start_threads(jax: Any, communicator: Communicator) -> None:
     """Starts JAX with this rank's part of the cores that it may use. Every rank calls it.
 
-    JAX takes as many threads as the process may use cores, once, at its start; it does not read OMP_NUM_THREADS, and no XLA flag changes
-    the number. PJRT_NPROC sets it: the user's value wins, then OMP_NUM_THREADS. No effect where JAX has started before.
+    JAX takes as many threads as the process may use cores, once, at its start; it does not read
+    OMP_NUM_THREADS, and no XLA flag changes the number. PJRT_NPROC sets it: the user's value wins,
+    then OMP_NUM_THREADS. No effect where JAX has started before.
     """
     fair = fair_threads(communicator)
     ours = "PJRT_NPROC" not in os.environ
@@ -68,7 +75,9 @@ def pick_device(jax: Any, config: Config, communicator: Communicator) -> Any:
 
     Raises UserError where speed.device=cuda finds none.
     """
-    devices = jax.local_devices(backend="cpu") if config.speed.device == "cpu" else jax.local_devices()
+    devices = (
+        jax.local_devices(backend="cpu") if config.speed.device == "cpu" else jax.local_devices()
+    )
     if config.speed.device == "cuda" and devices[0].platform != "gpu":
         fix = "speed.device=cpu, or a jax built for this GPU: pip install 'jax[cuda12]'"
         raise UserError("no CUDA device is visible to jax", config.where("speed.device"), fix)
@@ -76,7 +85,8 @@ def pick_device(jax: Any, config: Config, communicator: Communicator) -> Any:
 
 
 def pick_devices(jax: Any, config: Config, communicator: Communicator) -> list[Any]:
-    """The speed.devices of this rank: of those that JAX prefers a part for each local rank, or the CPU's.
+    """The speed.devices of this rank: of those that JAX prefers a part for each local rank, or the
+    CPU's.
 
     Raises UserError where there are fewer.
     """
@@ -85,17 +95,26 @@ def pick_devices(jax: Any, config: Config, communicator: Communicator) -> list[A
     if wanted == 1:
         return [first]
     devices = jax.local_devices(backend=first.platform)
-    sees_its_own = first.platform == "cpu" or len(devices) == wanted  # by CUDA_VISIBLE_DEVICES of each rank
+    sees_its_own = (
+        first.platform == "cpu" or len(devices) == wanted
+    )  # by CUDA_VISIBLE_DEVICES of each rank
     start = 0 if sees_its_own else communicator.local_rank * wanted
     if start + wanted > len(devices):
-        what = f"local rank {communicator.local_rank} takes devices {start} to {start + wanted - 1} of JAX, which has {len(devices)} here"
-        fix = "fewer, or fewer ranks on this host; of a CPU: XLA_FLAGS=--xla_force_host_platform_device_count=N in the environment"
+        what = (
+            f"local rank {communicator.local_rank} takes devices {start} to {start + wanted - 1} "
+            f"of JAX, which has {len(devices)} here"
+        )
+        fix = (
+            "fewer, or fewer ranks on this host; of a CPU: "
+            "XLA_FLAGS=--xla_force_host_platform_device_count=N in the environment"
+        )
         raise UserError(what, config.where("speed.devices"), fix)
     return list(devices[start : start + wanted])
 
 
 def check_optimizer(config: Config) -> None:
-    """Raises UserError where build() would refuse the function that optim.name means, whatever the model."""
+    """Raises UserError where build() would refuse the function that optim.name means, whatever the
+    model."""
     load_jax(config.where("framework"))
     from hvdtrain.frameworks.jax.user_optimizer import UserFunction
 
@@ -103,9 +122,15 @@ def check_optimizer(config: Config) -> None:
 
 
 def shapes(config: Config, task: Task) -> dict[str, tuple[int, ...]]:
-    """The parameters by name, as build() makes them. Takes the memory of the weights, which init() may draw outside of JAX."""
+    """The parameters by name, as build() makes them. Takes the memory of the weights, which init()
+    may draw outside of JAX."""
     jax = load_jax(config.where("framework"))
     from hvdtrain.frameworks.jax.model import Target, build_model
 
-    model = build_model(config, task, Target(jax.local_devices(backend="cpu")[0], np.dtype("float32")), SingleProcessCommunicator())
+    model = build_model(
+        config,
+        task,
+        Target(jax.local_devices(backend="cpu")[0], np.dtype("float32")),
+        SingleProcessCommunicator(),
+    )
     return {name: array.shape for name, array in zip(model.names, model.start, strict=True)}

@@ -1,12 +1,15 @@
-"""shard.stage=3 in JAX: each rank has its part of every weight and gradient, and whole weights of one block at a time.
+"""shard.stage=3 in JAX: each rank has its part of every weight and gradient, and whole weights of
+one block at a time.
 
-The host drives a pass: it gathers a block's weights, runs the compiled block, drops the weights and goes on; in backward it gathers them
-again, and reduces the block's gradient before it goes on. Nothing compiled waits for another rank. A callback inside of one compiled
-pass would not do: XLA chooses when it is made and what is alive then, its errors lose their type, and where JAX has one thread, as on one
-core, a callback that takes large arrays hangs.
+The host drives a pass: it gathers a block's weights, runs the compiled block, drops the weights and
+goes on; in backward it gathers them again, and reduces the block's gradient before it goes on.
+Nothing compiled waits for another rank. A callback inside of one compiled pass would not do: XLA
+chooses when it is made and what is alive then, its errors lose their type, and where JAX has one
+thread, as on one core, a callback that takes large arrays hangs.
 
-What is in no block (an embedding, a head, a weight of several blocks, a model without blocks) is one more unit, whole through a step's
-passes. Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.3; Zhao et al. 2023, arXiv:2304.11277.
+What is in no block (an embedding, a head, a weight of several blocks, a model without blocks) is
+one more unit, whole through a step's passes. Source: Rajbhandari et al. 2020, arXiv:1910.02054,
+section 5.3; Zhao et al. 2023, arXiv:2304.11277.
 """
 
 from __future__ import annotations
@@ -37,25 +40,42 @@ def with_marked_blocks(model: Model) -> Model:
     apply = model.functions.apply
     if "wrap" not in inspect.signature(apply).parameters:
         return model
-    return model._replace(functions=model.functions._replace(apply=functools.partial(apply, wrap=mark)))
+    return model._replace(
+        functions=model.functions._replace(apply=functools.partial(apply, wrap=mark))
+    )
 
 
 class Units:
     """The units of a model: the rest, then its blocks, and which parameters each has."""
 
-    def __init__(self, training: CutPass, shapes: Sequence[tuple[int, ...]], communicator: Communicator) -> None:
+    def __init__(
+        self, training: CutPass, shapes: Sequence[tuple[int, ...]], communicator: Communicator
+    ) -> None:
         """training: a pass of any batch."""
         users: dict[int, set[int | None]] = {i: set() for i in range(len(shapes))}
         for segment in training.segments:
             for i in segment.parameters:
                 users[i].add(segment.block)
-        blocks = sorted({segment.block for segment in training.segments if segment.block is not None})
-        self._number: dict[int | None, int] = {block: number for number, block in enumerate(blocks, start=1)}
-        self.of_parameter = [self._number.get(used.pop(), REST) if len(used) == 1 else REST for used in users.values()]
-        members = [[i for i, unit in enumerate(self.of_parameter) if unit == number] for number in range(len(blocks) + 1)]
+        blocks = sorted(
+            {segment.block for segment in training.segments if segment.block is not None}
+        )
+        self._number: dict[int | None, int] = {
+            block: number for number, block in enumerate(blocks, start=1)
+        }
+        self.of_parameter = [
+            self._number.get(used.pop(), REST) if len(used) == 1 else REST
+            for used in users.values()
+        ]
+        members = [
+            [i for i, unit in enumerate(self.of_parameter) if unit == number]
+            for number in range(len(blocks) + 1)
+        ]
         self.cut = CutUnits(shapes, members, communicator.rank, communicator.size)
         share = 1 - self.cut.units[REST].cut.length / self.cut.length
-        self.summary = f" in {len(blocks)} block{'s' if len(blocks) > 1 else ''} with {share:.1%} of them, and the rest"
+        self.summary = (
+            f" in {len(blocks)} block{'s' if len(blocks) > 1 else ''} with {share:.1%} of them, "
+            "and the rest"
+        )
         if not any(members[1:]):
             self.summary = " as one unit: the model shows no blocks"
 
@@ -68,9 +88,12 @@ class Units:
 
 
 class WholeUnits:
-    """Whole weights of the units that passes need: of the rest, and of the block that was asked for last."""
+    """Whole weights of the units that passes need: of the rest, and of the block that was asked for
+    last."""
 
-    def __init__(self, cut: CutUnits, communicator: Communicator, target: Target, keeps_all: bool) -> None:
+    def __init__(
+        self, cut: CutUnits, communicator: Communicator, target: Target, keeps_all: bool
+    ) -> None:
         """keeps_all: those of blocks stay until drop()."""
         self._cut = cut
         self._communicator = communicator
@@ -80,7 +103,8 @@ class WholeUnits:
         self._found: dict[int, Weights] = {}
 
     def of(self, number: int, parts: Weights) -> Weights:
-        """The whole weights of a unit. A collective, unless the unit is here, which it is on all ranks alike."""
+        """The whole weights of a unit. A collective, unless the unit is here, which it is on all
+        ranks alike."""
         if parts is not self._parts:
             self._parts = parts
             self._found = {}
@@ -94,7 +118,9 @@ class WholeUnits:
         unit = self._cut.units[number]
         if not unit.parameters:
             return []
-        row = np.empty(unit.cut.length, self._target.dtype)  # new: the weights on a CPU may be views of it
+        row = np.empty(
+            unit.cut.length, self._target.dtype
+        )  # new: the weights on a CPU may be views of it
         np.concatenate([np.asarray(parts[i]) for i in unit.parameters], out=row[unit.cut.own])
         row = self._communicator.start_spread(row, f"weights.{number}").wait()
         return [self._target.to_device(array) for array in unit.cut.split(row)]
@@ -110,7 +136,8 @@ class WholeUnits:
 class BlockPasses:
     """The passes of a model whose weights are parts, (n,) of each parameter. Each is a collective.
 
-    A rank without samples computes nothing, and gives zeros; where synchronized norms wait for it, it computes one row of padding.
+    A rank without samples computes nothing, and gives zeros; where synchronized norms wait for it,
+    it computes one row of padding.
     """
 
     are_collective = True
@@ -141,8 +168,11 @@ class BlockPasses:
         self.cut = self.units.cut
         self.whole = WholeUnits(self.cut, communicator, target, keeps_all=not reshards)
 
-    def gradient(self, weights: Weights, buffers: Params, batch: DeviceBatch, divisor: int, key: np.ndarray) -> Gradient:
-        """What Formulas.gradient() gives, of whose row this rank's part of the sum over ranks; without samples there are no sums."""
+    def gradient(
+        self, weights: Weights, buffers: Params, batch: DeviceBatch, divisor: int, key: np.ndarray
+    ) -> Gradient:
+        """What Formulas.gradient() gives, of whose row this rank's part of the sum over ranks;
+        without samples there are no sums."""
         arguments = self._on_device(buffers, batch, divisor, key)
         cut = self._cut(self.formulas.loss, arguments)
         computes = batch.n > 0 or self.norm_ranks is not None
@@ -183,10 +213,14 @@ class BlockPasses:
         """The whole weights that a segment reads, in its order."""
         found: dict[int, jax.Array] = {}
         for number in self.units.needed_by(segment):
-            found |= zip(self.cut.units[number].parameters, self.whole.of(number, parts), strict=True)
+            found |= zip(
+                self.cut.units[number].parameters, self.whole.of(number, parts), strict=True
+            )
         return [found[i] for i in segment.parameters]
 
-    def _evaluate(self, function: Callable[..., Any], parts: Weights, buffers: Params, batch: DeviceBatch) -> Any:
+    def _evaluate(
+        self, function: Callable[..., Any], parts: Weights, buffers: Params, batch: DeviceBatch
+    ) -> Any:
         arguments = self._on_device(buffers, batch)
         cut = self._cut(function, arguments)
         variables = cut.begin(arguments) if batch.n else None
@@ -210,7 +244,10 @@ class BlockPasses:
 
     def _on_device(self, *arguments: Any) -> tuple[Any, ...]:
         """Numbers as arrays too: what is compiled takes nothing else."""
-        return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else self.target.to_device(np.asarray(x)), arguments)
+        return jax.tree.map(
+            lambda x: x if isinstance(x, jax.Array) else self.target.to_device(np.asarray(x)),
+            arguments,
+        )
 
 
 def _forget(variables: Variables, cut: CutPass, number: int) -> None:
@@ -222,10 +259,14 @@ def _forget(variables: Variables, cut: CutPass, number: int) -> None:
 
 
 class Training:
-    """One pass in training, forward and backward. Arrays between segments stay until backward has used them."""
+    """One pass in training, forward and backward. Arrays between segments stay until backward has
+    used them."""
 
-    def __init__(self, passes: BlockPasses, parts: Weights, cut: CutPass, arguments: tuple[Any, ...] | None) -> None:
-        """arguments: None on a rank that computes nothing, and takes part in what ranks send each other."""
+    def __init__(
+        self, passes: BlockPasses, parts: Weights, cut: CutPass, arguments: tuple[Any, ...] | None
+    ) -> None:
+        """arguments: None on a rank that computes nothing, and takes part in what ranks send each
+        other."""
         self._passes = passes
         self._parts = parts
         self._cut = cut
@@ -233,21 +274,28 @@ class Training:
         self._cotangents: Variables = {}
         self._of_rest: dict[int, jax.Array] = {}  # number of a parameter -> its gradient so far
         self._rows: dict[int, jax.Array] = {}  # unit -> its gradient so far
-        self._own: dict[int, np.ndarray] = {}  # number of a parameter -> this rank's part of the sum over ranks
+        self._own: dict[
+            int, np.ndarray
+        ] = {}  # number of a parameter -> this rank's part of the sum over ranks
         self._finite: Any = None
         self._gather(lambda: passes.whole.of(REST, parts))
 
     def forward(self, segment: Segment) -> None:
         weights = self._weights(segment)
         if self.variables is not None:
-            self._store(segment, self._run(segment, "forward", segment.forward, weights, self._inputs(segment)))
+            self._store(
+                segment,
+                self._run(segment, "forward", segment.forward, weights, self._inputs(segment)),
+            )
 
     def turn(self, last: Segment) -> None:
         """The last segment, forward and backward."""
         weights = self._weights(last)
         if self.variables is None:
             return
-        outputs, gradients, carried = self._run(last, "both", last.both, weights, self._inputs(last))
+        outputs, gradients, carried = self._run(
+            last, "both", last.both, weights, self._inputs(last)
+        )
         self._store(last, outputs)
         _, (_, _, self._finite) = self._cut.results(self.variables)
         self._add_to_rest(last.parameters, gradients)
@@ -270,26 +318,34 @@ class Training:
         if self.variables is not None and unit.parameters:
             whole = self._passes.whole.of(REST, self._parts)
             found = [self._of_rest.pop(i, None) for i in unit.parameters]
-            gradients = [jnp.zeros_like(p) if g is None else g for g, p in zip(found, whole, strict=True)]
+            gradients = [
+                jnp.zeros_like(p) if g is None else g for g, p in zip(found, whole, strict=True)
+            ]
             row = self._passes.programs.run("rest", _row, gradients, self._finite)
         self._reduce(REST, row)
 
     def row(self) -> jax.Array:
         """This rank's parts of the gradients of all parameters, one after the other."""
-        return self._passes.target.to_device(np.concatenate([self._own[i] for i in range(len(self._parts))]))
+        return self._passes.target.to_device(
+            np.concatenate([self._own[i] for i in range(len(self._parts))])
+        )
 
     def _pull(self, segment: Segment, number: int, weights: Weights) -> None:
         assert self.variables is not None
         cotangents = [self._cotangents.pop(segment.outputs[i]) for i in segment.wanted]
         unit = self._passes.cut.units[number]
         backward = functools.partial(_backward, segment, unit if number != REST else None)
-        row, gradients, carried = self._run(segment, "backward", backward, weights, self._inputs(segment), cotangents, self._finite)
+        row, gradients, carried = self._run(
+            segment, "backward", backward, weights, self._inputs(segment), cotangents, self._finite
+        )
         for v in segment.outputs:
             if not self._cut.is_result(v):
                 self.variables.pop(v)
         if row is not None:
             self._rows[number] = self._rows[number] + row if number in self._rows else row
-        self._add_to_rest([i for i in segment.parameters if self._passes.units.of_parameter[i] == REST], gradients)
+        self._add_to_rest(
+            [i for i in segment.parameters if self._passes.units.of_parameter[i] == REST], gradients
+        )
         self._add_cotangents(segment, carried)
 
     def _is_first(self, segment: Segment) -> bool:
@@ -309,7 +365,9 @@ class Training:
         assert self.variables is not None
         return [self.variables[v] for v in segment.inputs]
 
-    def _run(self, segment: Segment, kind: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _run(
+        self, segment: Segment, kind: str, function: Callable[..., Any], *arguments: Any
+    ) -> Any:
         found = self._passes.programs.run((segment, kind), function, *arguments)
         if self._passes.norm_ranks:  # whose collectives are over before the next one of this thread
             jax.block_until_ready(found)
@@ -325,34 +383,52 @@ class Training:
             self._of_rest[i] = self._of_rest[i] + gradient if i in self._of_rest else gradient
 
     def _add_cotangents(self, segment: Segment, carried: Sequence[Any]) -> None:
-        carrying = [v for v, carries in zip(segment.inputs, segment.carries, strict=True) if carries]
+        carrying = [
+            v for v, carries in zip(segment.inputs, segment.carries, strict=True) if carries
+        ]
         for v, cotangent in zip(carrying, carried, strict=True):
-            self._cotangents[v] = self._cotangents[v] + cotangent if v in self._cotangents else cotangent
+            self._cotangents[v] = (
+                self._cotangents[v] + cotangent if v in self._cotangents else cotangent
+            )
 
     def _reduce(self, number: int, row: jax.Array | None) -> None:
-        """Keeps this rank's part of the sum over ranks of a unit's gradient; row: None where this rank has no samples."""
+        """Keeps this rank's part of the sum over ranks of a unit's gradient; row: None where this
+        rank has no samples."""
         unit = self._passes.cut.units[number]
         passes = self._passes
         if not unit.parameters:
             return
-        on_host = np.zeros(unit.cut.length, passes.target.dtype) if row is None else np.asarray(row)  # the host waits for the device here
+        on_host = (
+            np.zeros(unit.cut.length, passes.target.dtype) if row is None else np.asarray(row)
+        )  # the host waits for the device here
         passes.phases.enter("communication")
         part = passes.communicator.start_reduce_scatter(on_host, f"gradient.{number}").wait()
         passes.phases.enter("compute")
-        own = np.split(np.array(part), np.cumsum(unit.cut.lengths)[:-1])  # a copy: it may be a view of the whole
+        own = np.split(
+            np.array(part), np.cumsum(unit.cut.lengths)[:-1]
+        )  # a copy: it may be a view of the whole
         self._own |= zip(unit.parameters, own, strict=True)
 
 
 def _backward(
-    segment: Segment, unit: Unit | None, weights: Weights, inputs: list[Any], cotangents: list[Any], finite: Any
+    segment: Segment,
+    unit: Unit | None,
+    weights: Weights,
+    inputs: list[Any],
+    cotangents: list[Any],
+    finite: Any,
 ) -> tuple[jax.Array | None, list[Any], list[Any]]:
-    """The gradient of a block's own parameters in one row; of other weights that it reads, in order; and of its inputs."""
+    """The gradient of a block's own parameters in one row; of other weights that it reads, in
+    order; and of its inputs."""
     found, carried = segment.backward(weights, inputs, cotangents)
     gradients = dict(zip(segment.parameters, found, strict=True))
     if unit is None:
         return None, found, carried
     own = [gradients.pop(i, None) for i in unit.parameters]
-    arrays = [jnp.zeros(shape, cotangents[0].dtype) if g is None else g for g, shape in zip(own, unit.cut.shapes, strict=True)]
+    arrays = [
+        jnp.zeros(shape, cotangents[0].dtype) if g is None else g
+        for g, shape in zip(own, unit.cut.shapes, strict=True)
+    ]
     return _row(arrays, finite) if arrays else None, list(gradients.values()), carried
 
 

@@ -12,15 +12,25 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object, which differs between
 
 
 def given_model(model: Any) -> Given | None:
-    """A module of one of the libraries, or a pair of functions (init, apply), that a script gives; None for all else."""
+    """A module of one of the libraries, or a pair of functions (init, apply), that a script gives;
+    None for all else."""
     is_pair = isinstance(model, tuple) and len(model) == 2 and all(map(callable, model))
     library = library_of(model)
     if library is None and not is_pair:
         return None
     kept = Trained(model, library)
-    facts = {"model, init": model[0], "model, apply": model[1]} if is_pair else {"model": type(model)}
+    facts = (
+        {"model, init": model[0], "model, apply": model[1]} if is_pair else {"model": type(model)}
+    )
     form = {} if library is None else {"model, its form": _ADDRESS.sub("", library.form(model))}
-    return Given(name_of_object(model[1] if is_pair else model), lambda: model, facts | form, kept.take, "jax", trained=kept.get)
+    return Given(
+        name_of_object(model[1] if is_pair else model),
+        lambda: model,
+        facts | form,
+        kept.take,
+        "jax",
+        trained=kept.get,
+    )
 
 
 class Trained:
@@ -32,10 +42,13 @@ class Trained:
         self._found = None
 
     def take(self, learner: Any) -> None:
-        """Keeps the weights that an evaluation has, the averages where there are some. A collective."""
+        """Keeps the weights that an evaluation has, the averages where there are some. A
+        collective."""
         with learner.averaged():
             params = learner.tree()
-        self._found = params if self._library is None else self._library.trained(self._model, params)
+        self._found = (
+            params if self._library is None else self._library.trained(self._model, params)
+        )
 
     def get(self) -> Any:
         """None before the end of a job."""

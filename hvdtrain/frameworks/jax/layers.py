@@ -1,4 +1,5 @@
-"""Layers as functions of their parameters, with the names, layouts and initial weights of torch's own."""
+"""Layers as functions of their parameters, with the names, layouts and initial weights of torch's
+own."""
 
 from __future__ import annotations
 
@@ -12,9 +13,15 @@ import numpy as np
 
 Params = dict[str, Any]  # arrays: {"fc.weight": ..., "fc.bias": ...}
 Init = Callable[[jax.Array], Params]  # key -> parameters
-Block = Callable[[Params, Any], Any]  # one of several parts of a model: of activations, or of a Flow
-Wrap = Callable[[int, Block], Block]  # number of a block, from 0, and the block -> what is called in its place
-Apply = Callable[..., Any]  # parameters, images (n, H, W, C) -> logits (n, classes); or a Flow of them
+Block = Callable[
+    [Params, Any], Any
+]  # one of several parts of a model: of activations, or of a Flow
+Wrap = Callable[
+    [int, Block], Block
+]  # number of a block, from 0, and the block -> what is called in its place
+Apply = Callable[
+    ..., Any
+]  # parameters, images (n, H, W, C) -> logits (n, classes); or a Flow of them
 
 
 def as_it_is(number: int, block: Block) -> Block:
@@ -22,7 +29,10 @@ def as_it_is(number: int, block: Block) -> Block:
     return block
 
 
-OTHER_NUMBERS = "first weights are drawn by JAX: other numbers than framework=torch draws with the same seed, by the same law"
+OTHER_NUMBERS = (
+    "first weights are drawn by JAX: other numbers than framework=torch draws with the same seed, "
+    "by the same law"
+)
 
 
 class Reader(Protocol):
@@ -35,8 +45,11 @@ class Reader(Protocol):
     def empty_cache(self, sequences: int, dtype: np.dtype) -> Any:
         """A cache for `context` positions of so many sequences: arrays in a tree."""
 
-    def read(self, params: Params, tokens: jax.Array, cache: Any, first: Any) -> tuple[jax.Array, Any]:
-        """Tokens (n, m) at the positions from `first` on -> logits (n, m, vocabulary), and the cache with them."""
+    def read(
+        self, params: Params, tokens: jax.Array, cache: Any, first: Any
+    ) -> tuple[jax.Array, Any]:
+        """Tokens (n, m) at the positions from `first` on -> logits (n, m, vocabulary), and the
+        cache with them."""
 
 
 class Flow(NamedTuple):
@@ -44,25 +57,34 @@ class Flow(NamedTuple):
 
     x: jax.Array  # (rows, ..., C)
     buffers: Params  # of the norms that it has come to, as they are after the pass
-    turn: jax.Array  # what a synchronized norm gives to the next one: so ranks come to them in one order, and back
+    # what a synchronized norm gives to the next one: so ranks come to them in one order, and back
+    turn: jax.Array
 
 
 class Functions(NamedTuple):
     """A model: what build() of a plugin returns. A user's own is a pair (init, apply)."""
 
     init: Init
-    apply: Apply  # may have parameters `wrap`, `key`, of dropout, None in evaluation, and `norms`, of norm.py, with which it gives a Flow
+    # may have parameters `wrap`, `key`, of dropout, None in evaluation, and `norms`, of norm.py,
+    # with which it gives a Flow
+    apply: Apply
     notes: tuple[str, ...] = ()  # lines for the header of a job
     ties: Mapping[str, str] = {}  # further name in a state dict -> the parameter that it is
     reader: Reader | None = None
     norms: Mapping[str, int] = {}  # batch norm -> channels
-    name_of: Callable[[str], str] = str  # of a parameter, by its path in what init() gives, "fc.weight"
+    name_of: Callable[[str], str] = (
+        str  # of a parameter, by its path in what init() gives, "fc.weight"
+    )
 
 
-def start(key: jax.Array, shapes: Mapping[str, tuple[int, ...]], without_bias: Collection[str] = ()) -> Params:
-    """Layer -> shape of its weights, (outputs, inputs, ...). Weights and biases are uniform within 1 / sqrt(fan in), as torch starts them.
+def start(
+    key: jax.Array, shapes: Mapping[str, tuple[int, ...]], without_bias: Collection[str] = ()
+) -> Params:
+    """Layer -> shape of its weights, (outputs, inputs, ...). Weights and biases are uniform within
+    1 / sqrt(fan in), as torch starts them.
 
-    All are parts of one draw: each draw of another shape would be compiled by itself, which takes longer than many small jobs.
+    All are parts of one draw: each draw of another shape would be compiled by itself, which takes
+    longer than many small jobs.
     """
     sizes = {name: (math.prod(shape), shape[0]) for name, shape in shapes.items()}
     row = np.asarray(jax.random.uniform(key, (sum(map(sum, sizes.values())),), minval=-1, maxval=1))
@@ -77,10 +99,14 @@ def start(key: jax.Array, shapes: Mapping[str, tuple[int, ...]], without_bias: C
 
 
 def start_normal(key: jax.Array, stds: Mapping[str, tuple[tuple[int, ...], float]]) -> Params:
-    """Layer -> shape and standard deviation of its weights, which are normal, and parts of one draw."""
+    """Layer -> shape and standard deviation of its weights, which are normal, and parts of one
+    draw."""
     sizes = [math.prod(shape) for shape, _ in stds.values()]
     parts = np.split(np.asarray(jax.random.normal(key, (sum(sizes),))), np.cumsum(sizes)[:-1])
-    return {f"{name}.weight": std * part.reshape(shape) for (name, (shape, std)), part in zip(stds.items(), parts, strict=True)}
+    return {
+        f"{name}.weight": std * part.reshape(shape)
+        for (name, (shape, std)), part in zip(stds.items(), parts, strict=True)
+    }
 
 
 def start_norms(norms: Mapping[str, int]) -> Params:
@@ -98,14 +124,19 @@ def layer_norm(params: Params, name: str, x: jax.Array) -> jax.Array:
     """(..., width), the numbers of each position by themselves; eps 1e-5."""
     centred = x - x.mean(-1, keepdims=True)
     variance = jnp.square(centred).mean(-1, keepdims=True)
-    return centred * jax.lax.rsqrt(variance + 1e-5) * params[f"{name}.weight"] + params[f"{name}.bias"]
+    return (
+        centred * jax.lax.rsqrt(variance + 1e-5) * params[f"{name}.weight"] + params[f"{name}.bias"]
+    )
 
 
 def dropout(key: jax.Array | None, x: jax.Array, share: float) -> jax.Array:
-    """0 for `share` of the numbers, the others divided by 1 - share; x itself without a key, in evaluation."""
+    """0 for `share` of the numbers, the others divided by 1 - share; x itself without a key, in
+    evaluation."""
     if key is None or not share:
         return x
-    return jnp.where(jax.random.bernoulli(key, 1.0 - share, x.shape), x / (1.0 - share), jnp.zeros((), x.dtype))
+    return jnp.where(
+        jax.random.bernoulli(key, 1.0 - share, x.shape), x / (1.0 - share), jnp.zeros((), x.dtype)
+    )
 
 
 def key_for(key: jax.Array | None, number: int) -> jax.Array | None:
@@ -114,22 +145,29 @@ def key_for(key: jax.Array | None, number: int) -> jax.Array | None:
 
 
 def flatten(x: jax.Array) -> jax.Array:
-    """(n, H, W, C) -> (n, C H W), the order that torch flattens in; of other inputs (n, ...) -> (n, features)."""
+    """(n, H, W, C) -> (n, C H W), the order that torch flattens in; of other inputs (n, ...) -> (n,
+    features)."""
     return (jnp.transpose(x, (0, 3, 1, 2)) if x.ndim == 4 else x).reshape(len(x), -1)
 
 
 def max_pool(x: jax.Array, size: int, stride: int, padding: int = 0) -> jax.Array:
-    """The largest number of each square: (n, H, W, C) -> (n, (H + 2 padding - size) // stride + 1, ..., C)"""
+    """The largest number of each square: (n, H, W, C) -> (n, (H + 2 padding - size) // stride + 1,
+    ..., C)"""
     sides = ((0, 0), (padding, padding), (padding, padding), (0, 0))
-    found: jax.Array = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, size, size, 1), (1, stride, stride, 1), sides)
+    found: jax.Array = jax.lax.reduce_window(
+        x, -jnp.inf, jax.lax.max, (1, size, size, 1), (1, stride, stride, 1), sides
+    )
     return found
 
 
 def convolve(params: Params, name: str, x: jax.Array, stride: int = 1) -> jax.Array:
-    """A cross-correlation of odd size K with K // 2 rows of zeros on each side: (n, H, W, inputs) -> (n, ceil(H / stride), ..., outputs)"""
+    """A cross-correlation of odd size K with K // 2 rows of zeros on each side: (n, H, W, inputs)
+    -> (n, ceil(H / stride), ..., outputs)"""
     weight = params[f"{name}.weight"]  # (outputs, inputs, K, K), as torch has them
     layout = ("NHWC", "OIHW", "NHWC")
     padding = weight.shape[2] // 2
     sides = ((padding, padding),) * 2
-    found = jax.lax.conv_general_dilated(x, weight, (stride, stride), sides, dimension_numbers=layout)
+    found = jax.lax.conv_general_dilated(
+        x, weight, (stride, stride), sides, dimension_numbers=layout
+    )
     return found + params[f"{name}.bias"] if f"{name}.bias" in params else found

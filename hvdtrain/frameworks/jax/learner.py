@@ -1,4 +1,5 @@
-"""JaxLearner: one rank's model in JAX. Batches are padded to few shapes, and what is done to them is compiled."""
+"""JaxLearner: one rank's model in JAX. Batches are padded to few shapes, and what is done to them
+is compiled."""
 
 from __future__ import annotations
 
@@ -26,7 +27,15 @@ from hvdtrain.frameworks.jax.fully_sharded import BlockPasses, with_marked_block
 from hvdtrain.frameworks.jax.layers import Params
 from hvdtrain.frameworks.jax.model import Model, Target, device_dtype, key_data
 from hvdtrain.frameworks.jax.sampling import Decoder
-from hvdtrain.frameworks.jax.step import AnyOptimizer, DeviceBatch, Formulas, Optimizer, Passes, Phases, WholePasses
+from hvdtrain.frameworks.jax.step import (
+    AnyOptimizer,
+    DeviceBatch,
+    Formulas,
+    Optimizer,
+    Passes,
+    Phases,
+    WholePasses,
+)
 from hvdtrain.frameworks.jax.strategy import Replicated, Strategy, whole_piece
 from hvdtrain.frameworks.jax.user_optimizer import UserOptimizer
 from hvdtrain.frameworks.jax.zero import Zero
@@ -53,7 +62,13 @@ class JaxLearner(Learner):
     """A JAX model of samples (n, ...), each sample by itself: batches are padded with copies."""
 
     def __init__(
-        self, config: Config, model: Model, optimizer: AnyOptimizer, task: Task, communicator: Communicator, target: Target
+        self,
+        config: Config,
+        model: Model,
+        optimizer: AnyOptimizer,
+        task: Task,
+        communicator: Communicator,
+        target: Target,
     ) -> None:
         self.task = task
         self.communicator = communicator
@@ -63,15 +78,22 @@ class JaxLearner(Learner):
             model = model._replace(start=[_of_rank_0(communicator, p) for p in model.start])
         self.model = model._replace(start=[])  # whose memory is free after the first step
         self.notes = model.functions.notes  # lines for the header
-        micro = config.batch.micro if isinstance(config.batch.micro, int) else None  # auto is refused before
+        micro = (
+            config.batch.micro if isinstance(config.batch.micro, int) else None
+        )  # auto is refused before
         self.largest = largest_micro_batch(config.batch.size, micro, communicator.size)
         self.stopwatch: Stopwatch = HostStopwatch()
         self._has_averages = config.optim.ema is not None
         self._skips = config.guard.nonfinite == "skip"
-        self._phases = Phases(self.stopwatch, communicates=communicator.size > 1, waits=config.log.step_times)
+        self._phases = Phases(
+            self.stopwatch, communicates=communicator.size > 1, waits=config.log.step_times
+        )
         self.waits_only_in_communication = self._phases.are_timed and model.norms.ranks is None
         start = model.norms.start()
-        self.buffers = {name: target.to_device(b if b.dtype.kind == "i" else b.astype(target.dtype)) for name, b in start.items()}
+        self.buffers = {
+            name: target.to_device(b if b.dtype.kind == "i" else b.astype(target.dtype))
+            for name, b in start.items()
+        }
         with target.enable_x64():
             part = part_of(task, "jax", config, Place(target.dtype))
             views = make_views(config, task.fields)
@@ -81,10 +103,20 @@ class JaxLearner(Learner):
         if config.shard.stage == 3:
             passes = BlockPasses(
                 Formulas(with_marked_blocks(self.model), part, views),
-                *(optimizer.shapes, self.buffers, self._row_of_padding(), communicator, target, self._phases, config.shard.reshard),
+                *(
+                    optimizer.shapes,
+                    self.buffers,
+                    self._row_of_padding(),
+                    communicator,
+                    target,
+                    self._phases,
+                    config.shard.reshard,
+                ),
             )
             in_units = passes.units.summary
-            self._strategy = Zero(config, model, optimizer, communicator, target, self._phases, passes.cut, in_units)
+            self._strategy = Zero(
+                config, model, optimizer, communicator, target, self._phases, passes.cut, in_units
+            )
             self._passes = passes
         else:
             strategy = Zero if config.shard.stage else Replicated
@@ -103,26 +135,51 @@ class JaxLearner(Learner):
     def to_device(self, batch: Batch) -> DeviceBatch:
         n = len(next(batch[name] for name in self.task.fields))
         if n == 0:
-            return DeviceBatch(0, 0, self._row_of_padding() if self.model.norms.ranks or self._passes.are_collective else {})
+            return DeviceBatch(
+                0,
+                0,
+                self._row_of_padding()
+                if self.model.norms.ranks or self._passes.are_collective
+                else {},
+            )
         weight = self.task.weight(batch)
         batch = augment.augment_batch(batch)
         padding = rows_for(n, self.largest, 1 + len(self.target.others)) - n
-        dtypes = {name: device_dtype(field, self.target.dtype) for name, field in self.task.fields.items()}
-        dtypes |= {f"partner_{name}": dtype for name, dtype in dtypes.items()} | {"mixup_weight": self.target.dtype}
-        padded = {name: _pad(batch[name].astype(dtype), padding) for name, dtype in dtypes.items() if name in batch}
+        dtypes = {
+            name: device_dtype(field, self.target.dtype) for name, field in self.task.fields.items()
+        }
+        dtypes |= {f"partner_{name}": dtype for name, dtype in dtypes.items()} | {
+            "mixup_weight": self.target.dtype
+        }
+        padded = {
+            name: _pad(batch[name].astype(dtype), padding)
+            for name, dtype in dtypes.items()
+            if name in batch
+        }
         arrays = {name: self.target.rows_to_devices(array) for name, array in padded.items()}
-        sample_weights = np.concatenate([batch.get("w", np.ones(n)), np.zeros(padding)]).astype(self.target.dtype)
+        sample_weights = np.concatenate([batch.get("w", np.ones(n)), np.zeros(padding)]).astype(
+            self.target.dtype
+        )
         return DeviceBatch(n, weight, arrays | {"w": self.target.rows_to_devices(sample_weights)})
 
     def _row_of_padding(self) -> dict[str, jax.Array]:
-        """What a rank without samples computes the collectives of synchronized norms with, and what a pass of blocks is traced with."""
-        arrays = {name: np.zeros((1, *field.shape), device_dtype(field, self.target.dtype)) for name, field in self.task.fields.items()}
-        return {name: self.target.to_device(array) for name, array in (arrays | {"w": np.zeros(1, self.target.dtype)}).items()}
+        """What a rank without samples computes the collectives of synchronized norms with, and what
+        a pass of blocks is traced with."""
+        arrays = {
+            name: np.zeros((1, *field.shape), device_dtype(field, self.target.dtype))
+            for name, field in self.task.fields.items()
+        }
+        return {
+            name: self.target.to_device(array)
+            for name, array in (arrays | {"w": np.zeros(1, self.target.dtype)}).items()
+        }
 
     def step(self, micro: Sequence[DeviceBatch], hyper: Hyper, seed: int) -> Sums:
         sums = zero_sums(self.task.sums)
         buffers = self.buffers
-        divisor = global_weight(self.task, sum(batch.weight for batch in micro), hyper.batch, self.communicator)
+        divisor = global_weight(
+            self.task, sum(batch.weight for batch in micro), hyper.batch, self.communicator
+        )
         self._phases.begin()
         with self.target.enable_x64():
             for number, batch in enumerate(micro):
@@ -132,12 +189,16 @@ class JaxLearner(Learner):
         self.weights, nonfinite, squares = self._strategy.update(self.weights, hyper, seed)
         if self._skips and buffers:
             with self.target.enable_x64():
-                self.buffers = jax.tree.map(functools.partial(jnp.where, nonfinite > 0), buffers, self.buffers)
+                self.buffers = jax.tree.map(
+                    functools.partial(jnp.where, nonfinite > 0), buffers, self.buffers
+                )
         self._phases.wait_for(self.weights)
         self._phases.enter("")
         if squares:
             with self.target.enable_x64():
-                found = noise_scale_sums(squares.own, squares.mean, sums["count"], hyper.batch, self.communicator.size)
+                found = noise_scale_sums(
+                    squares.own, squares.mean, sums["count"], hyper.batch, self.communicator.size
+                )
                 sums |= {key: jnp.where(nonfinite > 0, 0.0, value) for key, value in found.items()}
         return self._host_float64(sums | {"nonfinite": nonfinite})
 
@@ -161,13 +222,16 @@ class JaxLearner(Learner):
         return self.model.norms.takes(1)
 
     def sync_buffers(self, communicator: Communicator) -> None:
-        """The weights are equal; running statistics become their mean over ranks, counts of updates the first rank's."""
+        """The weights are equal; running statistics become their mean over ranks, counts of updates
+        the first rank's."""
         if communicator.size == 1 or not self.buffers:
             return
         arrays = {name: np.asarray(array) for name, array in self.buffers.items()}
         counts = {name: array for name, array in arrays.items() if array.dtype.kind == "i"}
         running = {name: array for name, array in arrays.items() if name not in counts}
-        flat = communicator.allreduce(np.concatenate([array / communicator.size for array in running.values()]), "settle")
+        flat = communicator.allreduce(
+            np.concatenate([array / communicator.size for array in running.values()]), "settle"
+        )
         numbers = communicator.broadcast(np.stack(list(counts.values())), "settle.others")
         means = np.split(flat, np.cumsum([len(array) for array in running.values()])[:-1])
         found = dict(zip(running, means, strict=True)) | dict(zip(counts, numbers, strict=True))
@@ -177,8 +241,12 @@ class JaxLearner(Learner):
     def averaged(self) -> Iterator[None]:
         weights = self.weights
         try:
-            if self._has_averages and all(float(state[-1]) > 0 for state in self._strategy.optimizer_state):
-                self.weights = self._strategy.put_together([state[-2] for state in self._strategy.optimizer_state])
+            if self._has_averages and all(
+                float(state[-1]) > 0 for state in self._strategy.optimizer_state
+            ):
+                self.weights = self._strategy.put_together(
+                    [state[-2] for state in self._strategy.optimizer_state]
+                )
             yield
         finally:
             self.weights = weights
@@ -190,7 +258,11 @@ class JaxLearner(Learner):
             found = self._passes.sums(self.weights, self.buffers, batch)
             if not self._counts_exactly:
                 return self._host_float64(_add(zero_sums(self.task.sums), found, batch.n))
-        return zero_sums(self.task.sums) | {name: host_value(value) for name, value in found.items()} | {"count": batch.n}
+        return (
+            zero_sums(self.task.sums)
+            | {name: host_value(value) for name, value in found.items()}
+            | {"count": batch.n}
+        )
 
     def predict(self, batch: DeviceBatch) -> Predictions:
         with self.target.enable_x64():
@@ -215,7 +287,9 @@ class JaxLearner(Learner):
         self._decoder = self._decoder or Decoder(reader, self.model.tree, self.target)
         numbers = sampling_numbers(seed, first + np.arange(len(prompts)), np.arange(length))
         weights = self._passes.all_weights(self.weights)
-        return self._decoder.continue_sequences(weights, prompts, numbers, tokens, temperature, before_each)
+        return self._decoder.continue_sequences(
+            weights, prompts, numbers, tokens, temperature, before_each
+        )
 
     def tree(self) -> Params:
         """The parameters as init() gave them, whole. A collective."""
@@ -232,29 +306,47 @@ class JaxLearner(Learner):
         parameters = len(self.model.names)
         for number, (names, state) in enumerate(self._named_state()):
             for name, array in zip(names, state, strict=True):
-                yield self._strategy.piece(name, number, array) if number < parameters else whole_piece(name, array)
+                yield (
+                    self._strategy.piece(name, number, array)
+                    if number < parameters
+                    else whole_piece(name, array)
+                )
         if self._optimizer.made_by:
             yield whole_piece(MADE_BY + self._optimizer.made_by, self._zero)
 
     def state_dict_names(self) -> dict[str, str]:
         ties = {name: f"p.{of}" for name, of in self.model.functions.ties.items()}
-        return plain_names([*(f"p.{name}" for name in self.model.names), *(f"b.{name}" for name in self.buffers)]) | ties
+        return (
+            plain_names(
+                [
+                    *(f"p.{name}" for name in self.model.names),
+                    *(f"b.{name}" for name in self.buffers),
+                ]
+            )
+            | ties
+        )
 
     def load(self, state: Arrays | ArrayStream) -> None:
         live = {piece.name: piece for piece in self.pieces()}
         stream = as_stream(state)
         check_maker(self._optimizer.made_by, stream.shapes)
-        check_fit({name: piece.shape for name, piece in live.items()}, stream.shapes, stream.is_partial)
+        check_fit(
+            {name: piece.shape for name, piece in live.items()}, stream.shapes, stream.is_partial
+        )
         loaded = {name: self._part_on_device(live[name], array) for name, array in stream.arrays}
         names = self.model.names
-        self.weights = [loaded.get(f"p.{name}", old) for name, old in zip(names, self.weights, strict=True)]
+        self.weights = [
+            loaded.get(f"p.{name}", old) for name, old in zip(names, self.weights, strict=True)
+        ]
         self.buffers = {name: loaded.get(f"b.{name}", old) for name, old in self.buffers.items()}
         self._strategy.optimizer_state = [
-            tuple(loaded.get(name, old) for name, old in zip(names, state, strict=True)) for names, state in self._named_state()
+            tuple(loaded.get(name, old) for name, old in zip(names, state, strict=True))
+            for names, state in self._named_state()
         ]
 
     def _named_state(self) -> Iterator[tuple[list[str], tuple[jax.Array, ...]]]:
-        """The optimizer state of each parameter, then what is no parameter's, with the names of its arrays."""
+        """The optimizer state of each parameter, then what is no parameter's, with the names of its
+        arrays."""
         state = self._strategy.optimizer_state
         return zip(self._optimizer.state_names(state), state, strict=True)
 
@@ -264,23 +356,35 @@ class JaxLearner(Learner):
         return self.target.to_device(np.array(part, piece.dtype))
 
     def describe(self) -> str:
-        device = f"{self.target.device.platform}:{self.target.device.id}" + "".join(f"+{other.id}" for other in self.target.others)
+        device = f"{self.target.device.platform}:{self.target.device.id}" + "".join(
+            f"+{other.id}" for other in self.target.others
+        )
         count = sum(math.prod(shape) for shape in self._optimizer.shapes)
         return (
-            f"{self.model.title}, {count:,} parameters, jax {self.target.dtype} on {device}, {self._strategy.summary}{self._on_their_way}"
+            f"{self.model.title}, {count:,} parameters, jax {self.target.dtype} on {device}, "
+            f"{self._strategy.summary}{self._on_their_way}"
         )
 
     @property
     def _on_their_way(self) -> str:
         """How numbers of a GPU reach other ranks, for the header."""
-        return ", through host memory" if self.target.device.platform != "cpu" and self.communicator.size > 1 else ""
+        return (
+            ", through host memory"
+            if self.target.device.platform != "cpu" and self.communicator.size > 1
+            else ""
+        )
 
     def gpu(self) -> Gpu | None:
         device = self.target.device
         if device.platform == "cpu":
             return None
         why = "JAX does not report the identity of the GPU"
-        return Gpu("", why, device.device_kind, lambda: (device.memory_stats() or {}).get("peak_bytes_in_use", 0))
+        return Gpu(
+            "",
+            why,
+            device.device_kind,
+            lambda: (device.memory_stats() or {}).get("peak_bytes_in_use", 0),
+        )
 
     def profile(self, path: Path) -> AbstractContextManager[None]:
         return jax.profiler.trace(str(path), create_perfetto_trace=True)
@@ -289,7 +393,10 @@ class JaxLearner(Learner):
         """float64 sums as Python's own: outside of enable_x64() JAX would add them as float32."""
         if self.target.dtype != np.float64:
             return sums
-        return {name: tuple(np.asarray(value).tolist()) if np.ndim(value) else float(value) for name, value in sums.items()}
+        return {
+            name: tuple(np.asarray(value).tolist()) if np.ndim(value) else float(value)
+            for name, value in sums.items()
+        }
 
 
 def make_optimizer(config: Config, model: Model) -> AnyOptimizer:
@@ -321,10 +428,11 @@ def largest_micro_batch(batch: int, micro: int | None, size: int) -> int:
 
 
 def rows_for(n: int, largest: int, devices: int = 1) -> int:
-    """Rows, with padding, for n samples: a function of n alone, so that a resumed job computes as a straight one.
+    """Rows, with padding, for n samples: a function of n alone, so that a resumed job computes as a
+    straight one.
 
-    It has few values, since each is compiled: `largest` for a little less, and any other n is rounded up to one of 8 in each doubling;
-    each to as many rows for each device.
+    It has few values, since each is compiled: `largest` for a little less, and any other n is
+    rounded up to one of 8 in each doubling; each to as many rows for each device.
     """
     step = max(1, 1 << n.bit_length() >> 4)
     rows = largest if largest - max(1, largest // 8) <= n <= largest else -(-n // step) * step
@@ -332,9 +440,14 @@ def rows_for(n: int, largest: int, devices: int = 1) -> int:
 
 
 def _pad(array: np.ndarray, padding: int) -> np.ndarray:
-    """The array, and its last row `padding` times: what a model computes of copies is finite where the data's is."""
+    """The array, and its last row `padding` times: what a model computes of copies is finite where
+    the data's is."""
     return np.concatenate([array, np.repeat(array[-1:], padding, axis=0)]) if padding else array
 
 
 def _add(sums: Sums, more: Sums, samples: int) -> Sums:
-    return sums | {name: sums[name] + value for name, value in more.items()} | {"count": sums["count"] + samples}
+    return (
+        sums
+        | {name: sums[name] + value for name, value in more.items()}
+        | {"count": sums["count"] + samples}
+    )

@@ -1,4 +1,5 @@
-"""Modules of flax (linen and nnx), equinox and haiku as functions of their parameters, and with trained ones."""
+"""Modules of flax (linen and nnx), equinox and haiku as functions of their parameters, and with
+trained ones."""
 
 from __future__ import annotations
 
@@ -18,7 +19,13 @@ from hvdtrain.core.own_line import own_line
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.jax.layers import Functions, Params
 
-_FLAGS = {"train": True, "training": True, "is_training": True, "deterministic": False, "inference": False}  # values in training
+_FLAGS = {
+    "train": True,
+    "training": True,
+    "is_training": True,
+    "deterministic": False,
+    "inference": False,
+}  # values in training
 
 
 class ChangedByPass(Exception):
@@ -37,11 +44,13 @@ class Library(Protocol):
         """What is the same on all ranks where they have the same module, whatever its weights."""
 
     def trained(self, module: Any, params: Params) -> Any:
-        """What a script gets: of a module that has its weights inside one with these, else the parameters themselves."""
+        """What a script gets: of a module that has its weights inside one with these, else the
+        parameters themselves."""
 
 
 class Linen:
-    """flax.linen.Module: a description of layers; a bound one has weights too, and training begins with them."""
+    """flax.linen.Module: a description of layers; a bound one has weights too, and training begins
+    with them."""
 
     takes = "a module takes (n, ...): images (n, H, W, C)"
 
@@ -50,7 +59,11 @@ class Linen:
         if module.scope is not None:
             module, bound = module.unbind()
         flags = _flags_of(type(module).__call__)
-        constants = {name: values for name, values in bound.items() if name not in ("params", "intermediates")}
+        constants = {
+            name: values
+            for name, values in bound.items()
+            if name not in ("params", "intermediates")
+        }
 
         def first(key: jax.Array) -> Any:
             return module.init({"params": key}, _zeros(x), **flags(True))
@@ -60,21 +73,33 @@ class Linen:
             return params
 
         def apply(params: Params, x: jax.Array, key: jax.Array | None = None) -> Any:
-            rngs = {} if key is None else {"params": key}  # a stream without a key of its own draws from this one
+            rngs = (
+                {} if key is None else {"params": key}
+            )  # a stream without a key of its own draws from this one
             try:
-                return module.apply({"params": params, **constants}, x, rngs=rngs, **flags(key is not None))
+                return module.apply(
+                    {"params": params, **constants}, x, rngs=rngs, **flags(key is not None)
+                )
             except Exception as error:
                 if type(error).__name__ == "ModifyScopeVariableError":
                     raise ChangedByPass(f"{error}".partition(" (http")[0]) from error
                 raise
 
         def sown(params: Params, x: jax.Array) -> Any:
-            _, collections = module.apply({"params": params, **constants}, x, mutable=["intermediates"], **flags(False))
+            _, collections = module.apply(
+                {"params": params, **constants}, x, mutable=["intermediates"], **flags(False)
+            )
             return collections.get("intermediates", {})
 
-        if kept := [] if bound else sorted(set(jax.eval_shape(first, key)) - {"params", "intermediates"}):
+        if (
+            kept := []
+            if bound
+            else sorted(set(jax.eval_shape(first, key)) - {"params", "intermediates"})
+        ):
             raise ChangedByPass(f"it has the collection {', '.join(kept)}")
-        return Functions(init, apply, _sown(_by_path(jax.eval_shape(sown, jax.eval_shape(init, key), x))))
+        return Functions(
+            init, apply, _sown(_by_path(jax.eval_shape(sown, jax.eval_shape(init, key), x)))
+        )
 
     def form(self, module: Any) -> str:
         return repr(module)
@@ -127,7 +152,8 @@ class Haiku:
 
 
 class Nnx:
-    """flax.nnx.Module, which has its weights inside, and changes as it is called: each pass is one of a copy."""
+    """flax.nnx.Module, which has its weights inside, and changes as it is called: each pass is one
+    of a copy."""
 
     takes = "a module takes (n, ...): images (n, H, W, C)"
 
@@ -143,17 +169,31 @@ class Nnx:
         sown: set[str] = set()
 
         def apply(params: Params, x: jax.Array, key: jax.Array | None = None) -> Any:
-            own = keys if key is None else [_keys_like(old, jax.random.fold_in(key, i)) for i, old in enumerate(keys)]
+            own = (
+                keys
+                if key is None
+                else [_keys_like(old, jax.random.fold_in(key, i)) for i, old in enumerate(keys)]
+            )
             zeros = counts if key is None else [jnp.zeros_like(count) for count in counts]
-            numbers = [jax.tree.leaves(params), own, zeros, [_as(jnp.result_type(float), jnp.asarray(array)) for array in others]]
-            parts = [jax.tree.unflatten(form, leaves) for (_, form), leaves in zip(flat, numbers, strict=True)]
+            numbers = [
+                jax.tree.leaves(params),
+                own,
+                zeros,
+                [_as(jnp.result_type(float), jnp.asarray(array)) for array in others],
+            ]
+            parts = [
+                jax.tree.unflatten(form, leaves)
+                for (_, form), leaves in zip(flat, numbers, strict=True)
+            ]
             before = _by_path(parts[3])
             copy = nnx.merge(graph, *parts)
             (copy.eval if key is None else copy.train)()
             more = {"rngs": nnx.Rngs(key)} if key is not None and "rngs" in wanted else {}
             outputs = copy(x, **flags(key is not None), **more)
             after = _by_path(nnx.split(copy, nnx.Param, nnx.RngKey, nnx.RngCount, ...)[-1])
-            if changed := sorted(path for path, array in before.items() if after.get(path) is not array):
+            if changed := sorted(
+                path for path, array in before.items() if after.get(path) is not array
+            ):
                 raise ChangedByPass(f"it changes {', '.join(changed)}")
             sown.update(after.keys() - before.keys())
             return outputs
@@ -186,7 +226,10 @@ class Equinox:
     def functions(self, module: Any, x: jax.ShapeDtypeStruct, key: jax.Array) -> Functions:
         import equinox
 
-        if any(isinstance(part, equinox.nn.StateIndex) for part in _parts(module, equinox.nn.StateIndex)):
+        if any(
+            isinstance(part, equinox.nn.StateIndex)
+            for part in _parts(module, equinox.nn.StateIndex)
+        ):
             raise ChangedByPass("it has a layer with a StateIndex")
         params, static = equinox.partition(module, equinox.is_inexact_array)
         wanted = inspect.signature(type(module).__call__).parameters
@@ -225,34 +268,70 @@ _LIBRARIES: dict[str, Library] = {  # by the class that a model is an object of
 
 
 def library_of(model: Any) -> Library | None:
-    """By the names of its classes: no library is imported for it. A pair (module, state) of equinox is one of its modules."""
-    module = model[0] if isinstance(model, tuple) and len(model) == 2 and not callable(model[1]) else model
-    return next((found for kind in type(module).__mro__ if (found := _LIBRARIES.get(f"{kind.__module__}.{kind.__name__}"))), None)
+    """By the names of its classes: no library is imported for it. A pair (module, state) of equinox
+    is one of its modules."""
+    module = (
+        model[0]
+        if isinstance(model, tuple) and len(model) == 2 and not callable(model[1])
+        else model
+    )
+    return next(
+        (
+            found
+            for kind in type(module).__mro__
+            if (found := _LIBRARIES.get(f"{kind.__module__}.{kind.__name__}"))
+        ),
+        None,
+    )
 
 
-def functions_of(library: Library, module: Any, x: jax.ShapeDtypeStruct, dtype: np.dtype, key: jax.Array, config: Config) -> Functions:
+def functions_of(
+    library: Library,
+    module: Any,
+    x: jax.ShapeDtypeStruct,
+    dtype: np.dtype,
+    key: jax.Array,
+    config: Config,
+) -> Functions:
     """A module as functions whose outputs are of the number type of the job. Nothing is computed.
 
-    Raises UserError where it fails for inputs like x, gives smaller numbers than the float64 of a job, or keeps numbers that a pass
-    changes: running statistics would count rows of padding, and differ between ranks.
+    Raises UserError where it fails for inputs like x, gives smaller numbers than the float64 of a
+    job, or keeps numbers that a pass changes: running statistics would count rows of padding, and
+    differ between ranks.
     """
     where = config.where("model.name")
     try:
         functions = library.functions(module, x, key)
-        params = jax.eval_shape(lambda: jax.tree.map(lambda array: _as(dtype, array), functions.init(key)))
+        params = jax.eval_shape(
+            lambda: jax.tree.map(lambda array: _as(dtype, array), functions.init(key))
+        )
         of_passes = [jax.eval_shape(functions.apply, params, x, *more) for more in ((), (key,))]
     except ChangedByPass as error:
-        what = f"{config.model.name} keeps numbers that a pass changes, which ranks and rows of padding would make others: {error}"
-        fix = "LayerNorm or GroupNorm in place of BatchNorm; hvdtrain's own models have batch norms, model.name=resnet18"
+        what = (
+            f"{config.model.name} keeps numbers that a pass changes, which ranks and rows of "
+            f"padding would make others: {error}"
+        )
+        fix = (
+            "LayerNorm or GroupNorm in place of BatchNorm; hvdtrain's own models have batch "
+            "norms, model.name=resnet18"
+        )
         raise UserError(what, where, fix) from error
     except Exception as error:
         message = next(iter(f"{error}".splitlines()), "")
-        what = f"the model fails for inputs {x.shape} of {x.dtype}: {type(error).__name__}: {message}"
+        what = (
+            f"the model fails for inputs {x.shape} of {x.dtype}: {type(error).__name__}: {message}"
+        )
         raise UserError(what, f"{where}; {own_line(error)}", library.takes) from error
-    small = {f"{y.dtype}" for y in jax.tree.leaves(of_passes) if jnp.issubdtype(y.dtype, jnp.floating)} - {"float64"}
+    small = {
+        f"{y.dtype}" for y in jax.tree.leaves(of_passes) if jnp.issubdtype(y.dtype, jnp.floating)
+    } - {"float64"}
     if dtype == np.float64 and small:
         what = f"the model gives {', '.join(sorted(small))}, the job is of float64"
-        raise UserError(what, config.where("speed.precision"), "layers without a dtype of their own; or speed.precision=fp32")
+        raise UserError(
+            what,
+            config.where("speed.precision"),
+            "layers without a dtype of their own; or speed.precision=fp32",
+        )
 
     def apply(params: Params, x: jax.Array, key: jax.Array | None = None) -> Any:
         return jax.tree.map(lambda y: _as(dtype, y), functions.apply(params, x, key))
@@ -261,17 +340,22 @@ def functions_of(library: Library, module: Any, x: jax.ShapeDtypeStruct, dtype: 
 
 
 def random_arguments(config: Config, key: jax.Array) -> dict[str, Any]:
-    """What draws the first weights: `key`, or `rngs` of flax.nnx, where the user's function or class has such a parameter."""
+    """What draws the first weights: `key`, or `rngs` of flax.nnx, where the user's function or
+    class has such a parameter."""
     if not plugins.is_dotted(config.model.name):
         return {}
     wanted = plugins.signature_of(plugins.own_function(config.model)).parameters
     nnx = sys.modules.get("flax.nnx")
-    return ({"key": key} if "key" in wanted else {}) | ({"rngs": nnx.Rngs(key)} if nnx and "rngs" in wanted else {})
+    return ({"key": key} if "key" in wanted else {}) | (
+        {"rngs": nnx.Rngs(key)} if nnx and "rngs" in wanted else {}
+    )
 
 
 def _flags_of(call: Any) -> Callable[[bool], dict[str, bool]]:
     """Whether it is training -> those of its arguments that say so."""
-    wanted = {name: value for name, value in _FLAGS.items() if name in inspect.signature(call).parameters}
+    wanted = {
+        name: value for name, value in _FLAGS.items() if name in inspect.signature(call).parameters
+    }
     return lambda training: {name: value == training for name, value in wanted.items()}
 
 
@@ -281,16 +365,24 @@ def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
 
 def _as(dtype: np.dtype, array: Any) -> Any:
     """Real numbers in this number type."""
-    return array.astype(dtype) if hasattr(array, "dtype") and jnp.issubdtype(array.dtype, jnp.floating) else array
+    return (
+        array.astype(dtype)
+        if hasattr(array, "dtype") and jnp.issubdtype(array.dtype, jnp.floating)
+        else array
+    )
 
 
 def _by_path(state: Any) -> dict[str, Any]:
     paths, _ = jax.tree_util.tree_flatten_with_path(state)
-    return {jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"): array for path, array in paths}
+    return {
+        jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"): array
+        for path, array in paths
+    }
 
 
 def _sown(paths: Iterable[str]) -> tuple[str, ...]:
-    """A line of the header for what a module sows, such as a penalty that its own training loop adds to the loss."""
+    """A line of the header for what a module sows, such as a penalty that its own training loop
+    adds to the loss."""
     names = sorted({re.sub(r"(\.value)?(\.\d+)+$", "", path) for path in paths})
     return (f"not used: what the model sows: {', '.join(names)}",) if names else ()
 
@@ -306,4 +398,7 @@ def _parts(tree: Any, kind: type) -> list[Any]:
 
 def _like(old: list[jax.Array], params: Params) -> list[jax.Array]:
     """The numbers of the parameters in the number types of the old ones."""
-    return [jnp.asarray(np.asarray(new), array.dtype) for array, new in zip(old, jax.tree.leaves(params), strict=True)]
+    return [
+        jnp.asarray(np.asarray(new), array.dtype)
+        for array, new in zip(old, jax.tree.leaves(params), strict=True)
+    ]

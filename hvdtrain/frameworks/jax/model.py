@@ -1,4 +1,5 @@
-"""A JAX model: a plugin of jax/models/ or the user's own pair (init, apply), checked, its parameters named and in one order."""
+"""A JAX model: a plugin of jax/models/ or the user's own pair (init, apply), checked, its
+parameters named and in one order."""
 
 from __future__ import annotations
 
@@ -34,18 +35,25 @@ class Target(NamedTuple):
     others: tuple[jax.Device, ...] = ()  # further ones of this rank
 
     def enable_x64(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside, and in this thread alone, JAX makes float64 arrays if that is `dtype`; no global setting changes."""
+        """Inside, and in this thread alone, JAX makes float64 arrays if that is `dtype`; no global
+        setting changes."""
         return jax.enable_x64(self.dtype == np.float64)
 
     def to_device(self, array: np.ndarray) -> jax.Array:
-        """The array on every device, which may keep a view of its memory: do not write into it afterwards."""
+        """The array on every device, which may keep a view of its memory: do not write into it
+        afterwards."""
         with self.enable_x64():
             return jax.device_put(array, self.everywhere or self.device)
 
     def rows_to_devices(self, array: np.ndarray) -> jax.Array:
         """The array of which each device has as many rows; else as of to_device()."""
         with self.enable_x64():
-            return jax.device_put(array, _sharding((self.device, *self.others), by_rows=True) if self.others else self.device)
+            return jax.device_put(
+                array,
+                _sharding((self.device, *self.others), by_rows=True)
+                if self.others
+                else self.device,
+            )
 
     @property
     def everywhere(self) -> jax.sharding.Sharding | None:
@@ -56,7 +64,9 @@ class Target(NamedTuple):
 @functools.cache
 def _sharding(devices: tuple[jax.Device, ...], by_rows: bool) -> jax.sharding.NamedSharding:
     mesh = jax.sharding.Mesh(np.array(devices), ("rows",))
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows") if by_rows else jax.sharding.PartitionSpec())
+    return jax.sharding.NamedSharding(
+        mesh, jax.sharding.PartitionSpec("rows") if by_rows else jax.sharding.PartitionSpec()
+    )
 
 
 class Pass(NamedTuple):
@@ -77,15 +87,20 @@ class Model(NamedTuple):
     norms: BatchNorms
     outputs_of: Callable[[Any], Any]  # what the task takes of what the model gives
 
-    def outputs(self, weights: list[jax.Array], buffers: Params, x: jax.Array, of_pass: Pass | None = None) -> tuple[jax.Array, Params]:
-        """x (rows, ...), as the task prepares it -> (rows, ...), and the buffers after the pass. of_pass: None in evaluation."""
+    def outputs(
+        self, weights: list[jax.Array], buffers: Params, x: jax.Array, of_pass: Pass | None = None
+    ) -> tuple[jax.Array, Params]:
+        """x (rows, ...), as the task prepares it -> (rows, ...), and the buffers after the pass.
+        of_pass: None in evaluation."""
         apply = self.functions.apply
         params = self.tree(weights)
         known = inspect.signature(apply).parameters
         more = {"key": of_pass.key} if of_pass and "key" in known else {}
         if "norms" not in known:
             return self.outputs_of(apply(params, x, **more)), buffers
-        norms = self.norms.of_pass(of_pass.samples if of_pass else len(x), training=of_pass is not None)
+        norms = self.norms.of_pass(
+            of_pass.samples if of_pass else len(x), training=of_pass is not None
+        )
         flow = apply({**params, **buffers}, x, norms=norms, **more)
         return self.outputs_of(flow.x), buffers | flow.buffers
 
@@ -96,7 +111,8 @@ class Model(NamedTuple):
 
 
 def key_data(seed: int) -> np.ndarray:
-    """64 bits of seed as the two words of a threefry key: jax.random.key() itself would drop the upper 32 without float64."""
+    """64 bits of seed as the two words of a threefry key: jax.random.key() itself would drop the
+    upper 32 without float64."""
     return np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)
 
 
@@ -105,7 +121,8 @@ def key_of(data: Any) -> jax.Array:
 
 
 def build_model(config: Config, task: Task, target: Target, communicator: Communicator) -> Model:
-    """The model with its initial weights, equal on all ranks. Raises UserError for what is not a model of JAX's kind."""
+    """The model with its initial weights, equal on all ranks. Raises UserError for what is not a
+    model of JAX's kind."""
     name = config.model.name
     where = config.where("model.name")
     with target.enable_x64(), jax.default_device(target.device):
@@ -116,84 +133,146 @@ def build_model(config: Config, task: Task, target: Target, communicator: Commun
         functions = _functions(config, task, inputs, key, target.dtype)
         norms = BatchNorms(config.norm, functions.norms, communicator)
         paths, structure = jax.tree_util.tree_flatten_with_path(functions.init(key))
-        names = [functions.name_of(jax.tree_util.keystr(path, simple=True, separator=".")) for path, _ in paths]
+        names = [
+            functions.name_of(jax.tree_util.keystr(path, simple=True, separator="."))
+            for path, _ in paths
+        ]
         _check_parameters(name, names, [array for _, array in paths], where)
         title = class_of_object(name) if is_object(name) else name
-        model = Model(title, names, [np.array(array, target.dtype) for _, array in paths], structure, functions, norms, outputs_of(part))
+        model = Model(
+            title,
+            names,
+            [np.array(array, target.dtype) for _, array in paths],
+            structure,
+            functions,
+            norms,
+            outputs_of(part),
+        )
         _check_outputs(model, config, task, part, batch, inputs)
     return model
 
 
 def _two_samples(task: Task, target: Target) -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes and number types of a batch."""
-    return {name: jax.ShapeDtypeStruct((2, *field.shape), device_dtype(field, target.dtype)) for name, field in task.fields.items()}
+    return {
+        name: jax.ShapeDtypeStruct((2, *field.shape), device_dtype(field, target.dtype))
+        for name, field in task.fields.items()
+    }
 
 
-def _functions(config: Config, task: Task, inputs: jax.ShapeDtypeStruct, key: jax.Array, dtype: np.dtype) -> Functions:
+def _functions(
+    config: Config, task: Task, inputs: jax.ShapeDtypeStruct, key: jax.Array, dtype: np.dtype
+) -> Functions:
     """The functions of a plugin by name, of a module of a library, or the user's own pair."""
     name = config.model.name
     where = config.where("model.name")
-    model = by_name.build_model(config, task, "frameworks/jax/models", random_arguments(config, key))
+    model = by_name.build_model(
+        config, task, "frameworks/jax/models", random_arguments(config, key)
+    )
     if library := library_of(model):
         model = functions_of(library, model, inputs, dtype, key, config)
-    is_pair = isinstance(model, tuple) and len(model) == 2 and callable(model[0]) and callable(model[1])
+    is_pair = (
+        isinstance(model, tuple) and len(model) == 2 and callable(model[0]) and callable(model[1])
+    )
     if not isinstance(model, Functions) and not is_pair:
         what = f"{name} gave a {type(model).__name__}, not a pair of functions (init, apply)"
-        fix = "init(key) -> parameters, apply(parameters, images (n, H, W, C)) -> logits (n, classes); or a module of a library of JAX"
+        fix = (
+            "init(key) -> parameters, apply(parameters, images (n, H, W, C)) -> logits (n, "
+            "classes); or a module of a library of JAX"
+        )
         keras = sys.modules.get("keras")
         if keras is not None and isinstance(model, keras.Model):
             fix = "framework=keras with KERAS_BACKEND=jax"
         raise UserError(what, where, fix)
     functions = Functions(*model)
-    return functions._replace(apply=with_recompute(functions.apply, name, config.model.recompute, config.where("model.recompute")))
+    return functions._replace(
+        apply=with_recompute(
+            functions.apply, name, config.model.recompute, config.where("model.recompute")
+        )
+    )
 
 
 def _check_parameters(model: str, names: list[str], arrays: list[Any], where: str) -> None:
     if not names:
-        raise UserError(f"{model} has no parameter to train", where, "let init(key) give a dict of arrays")
+        raise UserError(
+            f"{model} has no parameter to train", where, "let init(key) give a dict of arrays"
+        )
     for name, array in zip(names, arrays, strict=True):
-        if not isinstance(array, (np.ndarray, jax.Array)) or not jnp.issubdtype(array.dtype, jnp.floating):
-            kind = f"an array of {array.dtype}" if hasattr(array, "dtype") else f"a {type(array).__name__}"
-            raise UserError(f"parameter {name} of {model} is {kind}", where, "let init(key) give arrays of real numbers alone")
+        if not isinstance(array, (np.ndarray, jax.Array)) or not jnp.issubdtype(
+            array.dtype, jnp.floating
+        ):
+            kind = (
+                f"an array of {array.dtype}"
+                if hasattr(array, "dtype")
+                else f"a {type(array).__name__}"
+            )
+            raise UserError(
+                f"parameter {name} of {model} is {kind}",
+                where,
+                "let init(key) give arrays of real numbers alone",
+            )
         if names.count(name) > 1 or not name:
             raise UserError(
-                f"{names.count(name)} parameters of {model} are named {name!r}", where, "give each a name of its own, in a dict"
+                f"{names.count(name)} parameters of {model} are named {name!r}",
+                where,
+                "give each a name of its own, in a dict",
             )
 
 
-def _check_outputs(model: Model, config: Config, task: Task, part: Part, batch: Any, inputs: jax.ShapeDtypeStruct) -> None:
+def _check_outputs(
+    model: Model, config: Config, task: Task, part: Part, batch: Any, inputs: jax.ShapeDtypeStruct
+) -> None:
     """Shapes alone, nothing is computed: the model gives what the task needs for two samples."""
     weights = [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in model.start]
     found, _ = jax.eval_shape(model.outputs, weights, model.norms.start(), inputs)
     fits = isinstance(found, jax.ShapeDtypeStruct) and task.fits(found.shape, 2)
     if not fits or not jnp.issubdtype(found.dtype, jnp.floating):
-        shape = f"{found.dtype} {found.shape}" if isinstance(found, jax.ShapeDtypeStruct) else type(found).__name__
-        what = f"for {'images' if inputs.ndim == 4 else 'inputs'} {inputs.shape} the model gives {shape}, not {task.outputs(2)}"
+        shape = (
+            f"{found.dtype} {found.shape}"
+            if isinstance(found, jax.ShapeDtypeStruct)
+            else type(found).__name__
+        )
+        what = (
+            f"for {'images' if inputs.ndim == 4 else 'inputs'} {inputs.shape} the model gives "
+            f"{shape}, not {task.outputs(2)}"
+        )
         fix = f"end the model with outputs of that shape, for task.name={task.name}: {task.summary}"
         raise UserError(what, config.where("model.name"), fix)
     each = jax.eval_shape(lambda outputs, batch: part.each(outputs, batch, True), found, batch)
     if wrong := wrong_shapes(task, each, 2):
-        raise UserError(f"each() of task.name={task.name} {wrong}", config.where("task.name"), "docs/tasks.md has an example")
+        raise UserError(
+            f"each() of task.name={task.name} {wrong}",
+            config.where("task.name"),
+            "docs/tasks.md has an example",
+        )
 
 
 def device_dtype(field: Field, dtype: np.dtype) -> np.dtype:
-    """The number type that a field has on the device: images as they are, numbers of a range as int32, all others as the model's."""
+    """The number type that a field has on the device: images as they are, numbers of a range as
+    int32, all others as the model's."""
     if field.dtype == "uint8" and len(field.shape) == 3:
         return np.dtype(np.uint8)
     return np.dtype(np.int32) if field.values else dtype
 
 
-def with_recompute(apply: Callable[..., Any], name: str, which: Literal["none", "all"] | int, where: str) -> Callable[..., Any]:
+def with_recompute(
+    apply: Callable[..., Any], name: str, which: Literal["none", "all"] | int, where: str
+) -> Callable[..., Any]:
     """The function of a model whose blocks recompute: all, or the N-th, 2 N-th, ...
 
-    The function calls each block as wrap(number, block)(parameters, x), where `wrap` is its own parameter. Raises UserError where it has
-    none.
+    The function calls each block as wrap(number, block)(parameters, x), where `wrap` is its own
+    parameter. Raises UserError where it has none.
     """
     if which == "none":
         return apply
     if "wrap" not in inspect.signature(apply).parameters:
-        what = f"model.recompute={which} computes blocks again; the function of model.name={name} has no parameter `wrap` for them"
-        raise UserError(what, where, "model.recompute=none, or a model that has blocks: gpt, resnet18, mlp ...")
+        what = (
+            f"model.recompute={which} computes blocks again; the function of model.name={name} "
+            "has no parameter `wrap` for them"
+        )
+        raise UserError(
+            what, where, "model.recompute=none, or a model that has blocks: gpt, resnet18, mlp ..."
+        )
     every = 1 if which == "all" else which
     return functools.partial(apply, wrap=functools.partial(_wrap, every))
 

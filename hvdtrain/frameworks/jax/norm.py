@@ -1,4 +1,5 @@
-"""Batch norm in JAX, by norm.kind: over a rank's samples, over ghosts of them, or over the samples of all ranks; torch's numbers."""
+"""Batch norm in JAX, by norm.kind: over a rank's samples, over ghosts of them, or over the samples
+of all ranks; torch's numbers."""
 
 from __future__ import annotations
 
@@ -31,29 +32,44 @@ class Statistics(NamedTuple):
 class BatchNorms:
     """The batch norms of a model, whose statistics norm.kind chooses."""
 
-    def __init__(self, norm: NormConfig, layers: Mapping[str, int], communicator: Communicator) -> None:
-        """layers: name -> channels. Raises UserError where the model has none, and norm.kind speaks of them."""
+    def __init__(
+        self, norm: NormConfig, layers: Mapping[str, int], communicator: Communicator
+    ) -> None:
+        """layers: name -> channels. Raises UserError where the model has none, and norm.kind speaks
+        of them."""
         if norm.kind != "batch" and not layers:
             raise UserError(
-                "the model has no batch norm layer whose statistics could be chosen", f"norm.kind={norm.kind}", "norm.kind=batch"
+                "the model has no batch norm layer whose statistics could be chosen",
+                f"norm.kind={norm.kind}",
+                "norm.kind=batch",
             )
         self.layers = layers
-        self.ranks = NormRanks(communicator) if norm.kind == "sync" and communicator.size > 1 else None
+        self.ranks = (
+            NormRanks(communicator) if norm.kind == "sync" and communicator.size > 1 else None
+        )
         self.ghost = norm.ghost if norm.kind == "ghost" else None
         self.one_by_one = norm.statistics == "sequential"
-        self.least_values = 2**31  # of a channel in one sample, over the layers: known once a pass has been traced
+        self.least_values = (
+            2**31
+        )  # of a channel in one sample, over the layers: known once a pass has been traced
 
     def start(self) -> dict[str, np.ndarray]:
         """The buffers of all norms before the first step."""
         buffers = {}
         for name, channels in self.layers.items():
-            buffers[f"{name}.running_mean"], buffers[f"{name}.running_var"] = np.zeros(channels), np.ones(channels)
+            buffers[f"{name}.running_mean"], buffers[f"{name}.running_var"] = (
+                np.zeros(channels),
+                np.ones(channels),
+            )
             buffers[f"{name}.num_batches_tracked"] = np.zeros((), np.int32)
         return buffers
 
     def takes(self, samples: int) -> bool:
-        """Whether each ghost of so many samples has a variance; of synchronized norms the other ranks decide."""
-        last = samples % self.ghost or self.ghost if self.ghost and samples > self.ghost else samples
+        """Whether each ghost of so many samples has a variance; of synchronized norms the other
+        ranks decide."""
+        last = (
+            samples % self.ghost or self.ghost if self.ghost and samples > self.ghost else samples
+        )
         return self.ranks is not None or min(last, self.ghost or last) * self.least_values > 1
 
     def check(self, samples: int) -> None:
@@ -62,9 +78,18 @@ class BatchNorms:
             return
         if self.ghost and samples > self.ghost:
             what = "a ghost of 1 sample has one value per channel, and so no variance"
-            raise UserError(what, "norm.ghost", "a norm.ghost that divides the samples of a rank's forward pass, or leaves two over")
+            raise UserError(
+                what,
+                "norm.ghost",
+                "a norm.ghost that divides the samples of a rank's forward pass, or leaves two "
+                "over",
+            )
         what = "a pass has one sample, of which a batch norm takes no variance"
-        raise UserError(what, "a step in training", "a larger batch.size, data.sampling=global, or norm.kind=sync")
+        raise UserError(
+            what,
+            "a step in training",
+            "a larger batch.size, data.sampling=global, or norm.kind=sync",
+        )
 
     def of_pass(self, samples: Any, training: bool) -> Norms:
         return Norms(self, samples, training)
@@ -83,7 +108,8 @@ class Norms:
         return Flow(x, {}, jnp.zeros((), jnp.float32))
 
     def __call__(self, params: Params, name: str, flow: Flow) -> Flow:
-        """x (rows, ..., C), normalized, scaled and shifted; in training the flow has the norm's new buffers."""
+        """x (rows, ..., C), normalized, scaled and shifted; in training the flow has the norm's new
+        buffers."""
         x = flow.x
         weight = params[f"{name}.weight"]
         bias = params[f"{name}.bias"]
@@ -96,14 +122,19 @@ class Norms:
         if self._rule.ranks is None:
             y, statistics = over_ghosts(x, weight, bias, self._samples, self._rule.ghost or len(x))
         else:
-            y, turn, mean, variance = _over_ranks(self._rule.ranks, name, x, weight, bias, turn, self._samples)
+            y, turn, mean, variance = _over_ranks(
+                self._rule.ranks, name, x, weight, bias, turn, self._samples
+            )
             statistics = Statistics(mean[None], variance[None], 1)
         changed = _updated(params, name, jax.lax.stop_gradient(statistics), self._rule.one_by_one)
         return Flow(y, flow.buffers | changed, turn)
 
 
-def over_ghosts(x: jax.Array, weight: jax.Array, bias: jax.Array, samples: Any, ghost: int) -> tuple[jax.Array, Statistics]:
-    """Sample i belongs to ghost i // `ghost`, a smaller last one is by itself; rows from `samples` on are in no statistics.
+def over_ghosts(
+    x: jax.Array, weight: jax.Array, bias: jax.Array, samples: Any, ghost: int
+) -> tuple[jax.Array, Statistics]:
+    """Sample i belongs to ghost i // `ghost`, a smaller last one is by itself; rows from `samples`
+    on are in no statistics.
 
     Hoffer 2017, arXiv:1705.08741, algorithm 1.
     """
@@ -124,7 +155,8 @@ def over_ghosts(x: jax.Array, weight: jax.Array, bias: jax.Array, samples: Any, 
 
 
 def _updated(params: Params, name: str, statistics: Statistics, one_by_one: bool) -> Params:
-    """The norm's buffers after the pass: by one update with the mean over its ghosts, or by one with each in order."""
+    """The norm's buffers after the pass: by one update with the mean over its ghosts, or by one
+    with each in order."""
     means, variances, count = statistics
     number = jnp.arange(len(means))
     if one_by_one:
@@ -138,14 +170,17 @@ def _updated(params: Params, name: str, statistics: Statistics, one_by_one: bool
     return {
         f"{name}.running_mean": keep * params[f"{name}.running_mean"] + (weights * means).sum(0),
         f"{name}.running_var": keep * params[f"{name}.running_var"] + (weights * variances).sum(0),
-        f"{name}.num_batches_tracked": tracked + jnp.asarray(count if one_by_one else 1, tracked.dtype),
+        f"{name}.num_batches_tracked": tracked
+        + jnp.asarray(count if one_by_one else 1, tracked.dtype),
     }
 
 
 class NormRanks:
-    """The collectives of synchronized norms, which compiled passes call: the host's main thread waits for the pass meanwhile.
+    """The collectives of synchronized norms, which compiled passes call: the host's main thread
+    waits for the pass meanwhile.
 
-    An error of one would lose its type on its way through JAX: it is kept, the norms after it do nothing, and raise_error() raises it.
+    An error of one would lose its type on its way through JAX: it is kept, the norms after it do
+    nothing, and raise_error() raises it.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -153,13 +188,18 @@ class NormRanks:
         self._error: BaseException | None = None
 
     def spread(self, name: str, row: jax.Array, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Each rank's row, (size, n); and `turn`, which the next collective takes, so that it comes after this one on every rank."""
+        """Each rank's row, (size, n); and `turn`, which the next collective takes, so that it comes
+        after this one on every rank."""
         shape = (self._communicator.size, *row.shape)
-        return self._called(functools.partial(self._spread, f"sync_norm.{name}.forward"), shape, row, turn)
+        return self._called(
+            functools.partial(self._spread, f"sync_norm.{name}.forward"), shape, row, turn
+        )
 
     def add(self, name: str, sums: jax.Array, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The sum over ranks, (n,); and `turn`."""
-        return self._called(functools.partial(self._add, f"sync_norm.{name}.backward"), sums.shape, sums, turn)
+        return self._called(
+            functools.partial(self._add, f"sync_norm.{name}.backward"), sums.shape, sums, turn
+        )
 
     def raise_error(self) -> None:
         """Raises what a collective raised in passes that are complete."""
@@ -168,12 +208,18 @@ class NormRanks:
             self._error = None
             raise error
 
-    def _called(self, call: Any, shape: tuple[int, ...], x: jax.Array, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Numbers go as words of 32 bits: in the thread that JAX makes the call in, it would round float64 to float32."""
+    def _called(
+        self, call: Any, shape: tuple[int, ...], x: jax.Array, turn: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Numbers go as words of 32 bits: in the thread that JAX makes the call in, it would round
+        float64 to float32."""
         # (..., 2) of float64
         dtype = np.dtype(x.dtype)
         words = jax.lax.bitcast_convert_type(x, jnp.uint32)
-        results = jax.ShapeDtypeStruct((*shape, *words.shape[x.ndim :]), words.dtype), jax.ShapeDtypeStruct((), turn.dtype)
+        results = (
+            jax.ShapeDtypeStruct((*shape, *words.shape[x.ndim :]), words.dtype),
+            jax.ShapeDtypeStruct((), turn.dtype),
+        )
 
         def collective(words: jax.Array, turn: jax.Array) -> tuple[np.ndarray, np.ndarray]:
             found = np.zeros(shape, dtype)
@@ -182,7 +228,9 @@ class NormRanks:
                     found = call(np.array(words).view(dtype).reshape(x.shape))
             except BaseException as error:
                 self._error = error
-            return np.ascontiguousarray(found).view(np.uint32).reshape(results[0].shape), np.zeros((), np.float32)
+            return np.ascontiguousarray(found).view(np.uint32).reshape(results[0].shape), np.zeros(
+                (), np.float32
+            )
 
         found, turn = jax.pure_callback(collective, results, words, turn)
         return jax.lax.bitcast_convert_type(found, dtype), turn
@@ -192,7 +240,10 @@ class NormRanks:
         rows[self._communicator.rank] = row
         rows = self._communicator.start_spread(rows, name).wait()
         if rows[:, 0].sum() <= 1:
-            what = "a pass has one sample on all ranks together, of which a synchronized norm takes no variance"
+            what = (
+                "a pass has one sample on all ranks together, of which a synchronized norm takes "
+                "no variance"
+            )
             raise UserError(what, "a step in training", "a larger batch.size, or norm.kind=batch")
         return rows
 
@@ -203,30 +254,56 @@ class NormRanks:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _over_ranks(
-    ranks: NormRanks, name: str, x: jax.Array, weight: jax.Array, bias: jax.Array, turn: jax.Array, samples: Any
+    ranks: NormRanks,
+    name: str,
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array,
+    turn: jax.Array,
+    samples: Any,
 ) -> tuple[jax.Array, ...]:
-    """y, turn, mean and unbiased variance (C,) over the samples of all ranks, whose shares may differ and be empty."""
+    """y, turn, mean and unbiased variance (C,) over the samples of all ranks, whose shares may
+    differ and be empty."""
     return _forward(ranks, name, x, weight, bias, turn, samples)[0]
 
 
 def _forward(
-    ranks: NormRanks, name: str, x: jax.Array, weight: jax.Array, bias: jax.Array, turn: jax.Array, samples: Any
+    ranks: NormRanks,
+    name: str,
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array,
+    turn: jax.Array,
+    samples: Any,
 ) -> tuple[tuple[jax.Array, ...], tuple[Any, ...]]:
-    """Counts, means and variances of the ranks in one collective (Chan, Golub, LeVeque 1979, eq. 2.1), as torch's SyncBatchNorm."""
+    """Counts, means and variances of the ranks in one collective (Chan, Golub, LeVeque 1979, eq.
+    2.1), as torch's SyncBatchNorm."""
     _, own = over_ghosts(x, weight, bias, samples, len(x))
     values = jnp.asarray(samples * (x[0].size // x.shape[-1]), x.dtype)
     biased = own.variances[0] * (jnp.maximum(values - 1.0, 1.0) / jnp.maximum(values, 1.0))
     rows, turn = ranks.spread(name, jnp.concatenate([values[None], own.means[0], biased]), turn)
-    counts, means, variances = jnp.split(rows, [1, 1 + x.shape[-1]], axis=1)  # (size, 1), (size, C), (size, C)
+    counts, means, variances = jnp.split(
+        rows, [1, 1 + x.shape[-1]], axis=1
+    )  # (size, 1), (size, C), (size, C)
     total = counts.sum()
     mean = (counts / total * means).sum(0)
     variance = (counts / total * (variances + jnp.square(means - mean))).sum(0)
     y = (x - mean) * jax.lax.rsqrt(variance + EPS) * weight + bias
-    return (y, turn, mean, variance * (total / (total - 1.0))), (x, weight, mean, variance, total, samples)
+    return (y, turn, mean, variance * (total / (total - 1.0))), (
+        x,
+        weight,
+        mean,
+        variance,
+        total,
+        samples,
+    )
 
 
-def _backward(ranks: NormRanks, name: str, kept: tuple[Any, ...], cotangents: tuple[jax.Array, ...]) -> tuple[Any, ...]:
-    """Over all N values: dx = w / sqrt(var + eps) (dy - sum(dy) / N - xhat sum(dy xhat) / N); of weight and bias this rank's part."""
+def _backward(
+    ranks: NormRanks, name: str, kept: tuple[Any, ...], cotangents: tuple[jax.Array, ...]
+) -> tuple[Any, ...]:
+    """Over all N values: dx = w / sqrt(var + eps) (dy - sum(dy) / N - xhat sum(dy xhat) / N); of
+    weight and bias this rank's part."""
     x, weight, mean, variance, total, samples = kept
     dy, turn, *_ = cotangents
     axes = tuple(range(x.ndim - 1))

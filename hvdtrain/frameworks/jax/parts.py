@@ -1,4 +1,5 @@
-"""Which part of the parameters a rank has: of all in one row, or of each unit of shard.stage=3 by itself."""
+"""Which part of the parameters a rank has: of all in one row, or of each unit of shard.stage=3 by
+itself."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from hvdtrain.comm.communicator import part_of
 
 
 class Cut:
-    """A rank's part of all parameters in one row, and what it has of each of them: a range of its elements, maybe an empty one."""
+    """A rank's part of all parameters in one row, and what it has of each of them: a range of its
+    elements, maybe an empty one."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], rank: int, size: int) -> None:
         sizes = [math.prod(shape) for shape in shapes]
@@ -24,7 +26,8 @@ class Cut:
         self.own = part_of(self.length, rank, size)
         begins = [0, *self.ends]
         self.ranges = [
-            slice(*np.clip([self.own.start - at, self.own.stop - at], 0, n).tolist()) for at, n in zip(begins, sizes, strict=True)
+            slice(*np.clip([self.own.start - at, self.own.stop - at], 0, n).tolist())
+            for at, n in zip(begins, sizes, strict=True)
         ]
         self.lengths = [range_.stop - range_.start for range_ in self.ranges]
 
@@ -38,7 +41,10 @@ class Cut:
 
     def split(self, row: Any) -> list[Any]:
         """A row of all parameters as arrays of their shapes, which may be views."""
-        return [array.reshape(shape) for array, shape in zip(np.split(row, self.ends), self.shapes, strict=True)]
+        return [
+            array.reshape(shape)
+            for array, shape in zip(np.split(row, self.ends), self.shapes, strict=True)
+        ]
 
 
 class Unit(NamedTuple):
@@ -51,11 +57,19 @@ class Unit(NamedTuple):
 class CutUnits:
     """A rank's part of each unit, and by that of each parameter."""
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]], units: Sequence[list[int]], rank: int, size: int) -> None:
+    def __init__(
+        self, shapes: Sequence[tuple[int, ...]], units: Sequence[list[int]], rank: int, size: int
+    ) -> None:
         """units: numbers of parameters, each of which is in one unit."""
         self.shapes = list(shapes)
-        self.units = [Unit(numbers, Cut([shapes[i] for i in numbers], rank, size)) for numbers in units]
-        ranges = {i: own for unit in self.units for i, own in zip(unit.parameters, unit.cut.ranges, strict=True)}
+        self.units = [
+            Unit(numbers, Cut([shapes[i] for i in numbers], rank, size)) for numbers in units
+        ]
+        ranges = {
+            i: own
+            for unit in self.units
+            for i, own in zip(unit.parameters, unit.cut.ranges, strict=True)
+        }
         self.ranges = [ranges[i] for i in range(len(shapes))]
         self.lengths = [own.stop - own.start for own in self.ranges]
         self.length = sum(math.prod(shape) for shape in shapes)
@@ -67,7 +81,12 @@ class CutUnits:
     def of_row(self, row: Any) -> Any:
         """This rank's parts of a row of all parameters, one after the other."""
         begins = itertools.accumulate((math.prod(shape) for shape in self.shapes), initial=0)
-        return jnp.concatenate([row[at + own.start : at + own.stop] for at, own in zip(begins, self.ranges, strict=False)])
+        return jnp.concatenate(
+            [
+                row[at + own.start : at + own.stop]
+                for at, own in zip(begins, self.ranges, strict=False)
+            ]
+        )
 
 
 def _in_ranges(arrays: Sequence[Any], ranges: Sequence[slice]) -> list[Any]:

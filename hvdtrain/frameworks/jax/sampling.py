@@ -1,4 +1,5 @@
-"""Sequences drawn token by token from a JAX model that keeps what it has read in a cache; the tokens that torch draws."""
+"""Sequences drawn token by token from a JAX model that keeps what it has read in a cache; the
+tokens that torch draws."""
 
 from __future__ import annotations
 
@@ -13,14 +14,19 @@ from hvdtrain.frameworks.jax.model import Target
 
 
 class Decoder:
-    """Reads with a model's Reader: compiled once for each number of sequences, and of positions that are read together."""
+    """Reads with a model's Reader: compiled once for each number of sequences, and of positions
+    that are read together."""
 
-    def __init__(self, reader: Reader, tree: Callable[[list[jax.Array]], Params], target: Target) -> None:
+    def __init__(
+        self, reader: Reader, tree: Callable[[list[jax.Array]], Params], target: Target
+    ) -> None:
         """tree: the parameters of a list of weights."""
         self._reader = reader
         self._target = target
 
-        def last(weights: list[jax.Array], tokens: jax.Array, cache: Any, first: Any) -> tuple[jax.Array, Any]:
+        def last(
+            weights: list[jax.Array], tokens: jax.Array, cache: Any, first: Any
+        ) -> tuple[jax.Array, Any]:
             logits, cache = reader.read(tree(weights), tokens, cache, first)
             return logits[:, -1], cache
 
@@ -35,7 +41,8 @@ class Decoder:
         temperature: float,
         before_each: Callable[[], None],
     ) -> np.ndarray:
-        """Prompts, int64 (n, m), continued to int64 (n, length), as Sampler.continue_sequences() says; numbers: (n, length)."""
+        """Prompts, int64 (n, m), continued to int64 (n, length), as Sampler.continue_sequences()
+        says; numbers: (n, length)."""
         (n, at_first), length, context = prompts.shape, numbers.shape[1], self._reader.context
         found = np.concatenate([prompts, np.zeros((n, length - at_first), np.int64)], 1)
         begin = read = 0  # the cache has positions begin ... read - 1
@@ -49,13 +56,19 @@ class Decoder:
                 cache = None
             with self._target.enable_x64():
                 cache = self._empty_cache(n) if cache is None else cache
-                logits, cache = self._last(weights, found[:, read:at].astype(np.int32), cache, np.int32(read - begin))
+                logits, cache = self._last(
+                    weights, found[:, read:at].astype(np.int32), cache, np.int32(read - begin)
+                )
             read = at
-            found[:, at] = draw(np.asarray(logits, np.float64)[:, :tokens], temperature, numbers[:, at])
+            found[:, at] = draw(
+                np.asarray(logits, np.float64)[:, :tokens], temperature, numbers[:, at]
+            )
         return found
 
     def _empty_cache(self, sequences: int) -> Any:
-        return jax.tree.map(self._target.to_device, self._reader.empty_cache(sequences, self._target.dtype))
+        return jax.tree.map(
+            self._target.to_device, self._reader.empty_cache(sequences, self._target.dtype)
+        )
 
 
 def draw(logits: np.ndarray, temperature: float, numbers: np.ndarray) -> np.ndarray:

@@ -1,4 +1,5 @@
-"""A traced pass in segments, a block of the model or what lies between two, each compiled by itself: the host runs one after the other."""
+"""A traced pass in segments, a block of the model or what lies between two, each compiled by
+itself: the host runs one after the other."""
 
 from __future__ import annotations
 
@@ -29,28 +30,46 @@ def mark(number: int, block: Block) -> Block:
 
 
 class Segment:
-    """Consecutive operations of a pass as a function of weights and of arrays that the segments before it made."""
+    """Consecutive operations of a pass as a function of weights and of arrays that the segments
+    before it made."""
 
-    def __init__(self, whole: Any, block: int | None, operations: list[Any], weights: dict[Any, int], later: set[Any]) -> None:
-        """whole: the traced pass; weights: variable -> number of the parameter; later: variables that are read after the segment."""
+    def __init__(
+        self,
+        whole: Any,
+        block: int | None,
+        operations: list[Any],
+        weights: dict[Any, int],
+        later: set[Any],
+    ) -> None:
+        """whole: the traced pass; weights: variable -> number of the parameter; later: variables
+        that are read after the segment."""
         made = list(dict.fromkeys(v for each in operations for v in each.outvars))
-        read = dict.fromkeys(v for each in operations for v in each.invars if not isinstance(v, core.Literal))
+        read = dict.fromkeys(
+            v for each in operations for v in each.invars if not isinstance(v, core.Literal)
+        )
         outside = [v for v in read if v not in set(made)]
         self.block = block
         self.parameters = [weights[v] for v in outside if v in weights]
         self.inputs = [v for v in outside if v not in weights]
         self.outputs = [v for v in made if v in later]
-        self.carries: list[bool] = []  # of each input: whether it depends on weights, so that a gradient goes back through it
+        self.carries: list[
+            bool
+        ] = []  # of each input: whether it depends on weights, so that a gradient goes back through it  # noqa: E501
         self.wanted: list[int] = []  # numbers of the outputs that a gradient comes back through
         order = [v for v in outside if v in weights] + self.inputs
-        self._closed = core.ClosedJaxpr(whole.replace(constvars=[], invars=order, outvars=self.outputs, eqns=operations), [])
+        self._closed = core.ClosedJaxpr(
+            whole.replace(constvars=[], invars=order, outvars=self.outputs, eqns=operations), []
+        )
 
     def forward(self, weights: list[Any], inputs: list[Any]) -> list[Any]:
         """The outputs."""
         return list(core.jaxpr_as_fun(self._closed)(*weights, *inputs))
 
-    def backward(self, weights: list[Any], inputs: list[Any], cotangents: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Gradients of the weights, and of the inputs that carry one, from those of the outputs that are wanted. Computes forward again."""
+    def backward(
+        self, weights: list[Any], inputs: list[Any], cotangents: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Gradients of the weights, and of the inputs that carry one, from those of the outputs
+        that are wanted. Computes forward again."""
 
         def wanted(weights: list[Any], carrying: list[Any]) -> list[Any]:
             outputs = self.forward(weights, self._all_inputs(inputs, carrying))
@@ -61,7 +80,8 @@ class Segment:
         return found
 
     def both(self, weights: list[Any], inputs: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """The outputs of the last segment, the only wanted one of which is the loss, and what backward() gives for it."""
+        """The outputs of the last segment, the only wanted one of which is the loss, and what
+        backward() gives for it."""
 
         def loss(weights: list[Any], carrying: list[Any]) -> tuple[Any, list[Any]]:
             outputs = self.forward(weights, self._all_inputs(inputs, carrying))
@@ -75,14 +95,20 @@ class Segment:
 
     def _all_inputs(self, inputs: list[Any], carrying: list[Any]) -> list[Any]:
         of_carrying = iter(carrying)
-        return [next(of_carrying) if carries else x for x, carries in zip(inputs, self.carries, strict=True)]
+        return [
+            next(of_carrying) if carries else x
+            for x, carries in zip(inputs, self.carries, strict=True)
+        ]
 
 
 class CutPass:
     """A function of weights and other arguments, traced for their shapes, in segments."""
 
-    def __init__(self, function: Callable[..., Any], weights: Sequence[Any], arguments: Sequence[Any]) -> None:
-        """function(weights, *arguments) -> a tree of arrays; in training the loss is its first one."""
+    def __init__(
+        self, function: Callable[..., Any], weights: Sequence[Any], arguments: Sequence[Any]
+    ) -> None:
+        """function(weights, *arguments) -> a tree of arrays; in training the loss is its first
+        one."""
         closed, results = jax.make_jaxpr(function, return_shape=True)(list(weights), *arguments)
         self._results = jax.tree.structure(results)
         traced = closed.jaxpr
@@ -108,7 +134,8 @@ class CutPass:
         return jax.tree.unflatten(self._results, found)
 
     def _find_the_way_back(self, weights: dict[Any, int]) -> None:
-        """Which arrays between segments have a gradient: they depend on weights, and the loss on them."""
+        """Which arrays between segments have a gradient: they depend on weights, and the loss on
+        them."""
         depend = set(weights)
         for segment in self.segments:
             segment.carries = [v in depend for v in segment.inputs]
@@ -118,36 +145,53 @@ class CutPass:
         for segment in reversed(self.segments):
             segment.wanted = [i for i, v in enumerate(segment.outputs) if v in back]
             if segment.wanted:
-                back |= {v for v, carries in zip(segment.inputs, segment.carries, strict=True) if carries}
+                back |= {
+                    v for v, carries in zip(segment.inputs, segment.carries, strict=True) if carries
+                }
 
 
 def _segments(whole: Any, weights: dict[Any, int]) -> Iterator[Segment]:
     groups = [(block, list(group)) for block, group in itertools.groupby(whole.eqns, _block_of)]
     for i, (block, operations) in enumerate(groups):
         later = [each.invars for _, after in groups[i + 1 :] for each in after]
-        read = {v for variables in (*later, whole.outvars) for v in variables if not isinstance(v, core.Literal)}
+        read = {
+            v
+            for variables in (*later, whole.outvars)
+            for v in variables
+            if not isinstance(v, core.Literal)
+        }
         yield Segment(whole, block, list(map(_without_number, operations)), weights, read)
 
 
 def _block_of(operation: Any) -> int | None:
     name = operation.params.get("name", "")
-    return int(name.removeprefix(_BLOCK)) if isinstance(name, str) and name.startswith(_BLOCK) else None
+    return (
+        int(name.removeprefix(_BLOCK))
+        if isinstance(name, str) and name.startswith(_BLOCK)
+        else None
+    )
 
 
 def _without_number(operation: Any) -> Any:
     """A block as one that another block may be equal to; any other operation as it is."""
-    return operation if _block_of(operation) is None else operation.replace(params={**operation.params, "name": "block"})
+    return (
+        operation
+        if _block_of(operation) is None
+        else operation.replace(params={**operation.params, "name": "block"})
+    )
 
 
 class Programs:
-    """Compiled functions; those of equal text are one, since the blocks of a model are alike and each takes seconds to compile."""
+    """Compiled functions; those of equal text are one, since the blocks of a model are alike and
+    each takes seconds to compile."""
 
     def __init__(self) -> None:
         self._by_text: dict[Any, Any] = {}
         self._of_function: dict[Any, Any] = {}
 
     def run(self, name: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-        """function(*arguments), compiled at the first call of this name: a function has one, and arguments of the same shapes."""
+        """function(*arguments), compiled at the first call of this name: a function has one, and
+        arguments of the same shapes."""
         if name not in self._of_function:
             self._of_function[name] = self._compiled(function, arguments)
         return self._of_function[name](*arguments)

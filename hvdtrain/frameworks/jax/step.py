@@ -1,4 +1,5 @@
-"""A step in JAX: loss, gradient and update, as pure functions of weights and batches which are compiled; and the phases that are timed."""
+"""A step in JAX: loss, gradient and update, as pure functions of weights and batches which are
+compiled; and the phases that are timed."""
 
 from __future__ import annotations
 
@@ -25,12 +26,14 @@ OptimizerState = list[tuple[Any, ...]]  # of each parameter, in the order of Mod
 
 
 class DeviceBatch(NamedTuple):
-    """A micro-batch on the device: n samples, then padding, whose weight "w" is 0. Without samples it has no arrays, or one row."""
+    """A micro-batch on the device: n samples, then padding, whose weight "w" is 0. Without samples
+    it has no arrays, or one row."""
 
     n: int
     weight: int = 0  # of Task.weight()
-    # (rows, ...) each: the fields, augmented, images as uint8, other integers as int32; "w" of the samples' losses; "mixup_weight" of a
-    # sample in its mixture, and the fields of its partner, as "partner_y"
+    # (rows, ...) each: the fields, augmented, images as uint8, other integers as int32; "w" of the
+    # samples' losses; "mixup_weight" of a sample in its mixture, and the fields of its partner, as
+    # "partner_y"
     arrays: dict[str, jax.Array] = {}  # noqa: RUF012 (never written)
 
 
@@ -64,33 +67,51 @@ class Formulas:
         outputs: jax.Array = self.views.mean(batch.arrays, of_view, jnp)
         return outputs
 
-    def gradient(self, weights: Weights, buffers: Params, batch: DeviceBatch, divisor: int, key: Any) -> Gradient:
-        """The gradient of the sum of losses over `divisor`, in one row. key: the data of one, for dropout.
+    def gradient(
+        self, weights: Weights, buffers: Params, batch: DeviceBatch, divisor: int, key: Any
+    ) -> Gradient:
+        """The gradient of the sum of losses over `divisor`, in one row. key: the data of one, for
+        dropout.
 
         The row is NaN where the loss is not finite: the reduction brings that to every rank.
         """
-        gradients, (sums, changed, finite) = jax.grad(self.loss, has_aux=True)(weights, buffers, batch, divisor, key)
-        return Gradient(jnp.where(finite, jnp.concatenate([g.ravel() for g in gradients]), jnp.nan), sums, changed)
+        gradients, (sums, changed, finite) = jax.grad(self.loss, has_aux=True)(
+            weights, buffers, batch, divisor, key
+        )
+        return Gradient(
+            jnp.where(finite, jnp.concatenate([g.ravel() for g in gradients]), jnp.nan),
+            sums,
+            changed,
+        )
 
     def loss(
         self, weights: Weights, buffers: Params, batch: DeviceBatch, divisor: Any, key: Any
     ) -> tuple[jax.Array, tuple[Sums, Params, jax.Array]]:
-        """The sum of losses over `divisor`, which over ranks adds up to the mean over the global batch; and sums, buffers, and whether all
-        losses are finite.
+        """The sum of losses over `divisor`, which over ranks adds up to the mean over the global
+        batch; and sums, buffers, and whether all losses are finite.
         """
-        outputs, changed = self.model.outputs(weights, buffers, self.part.inputs(batch.arrays), Pass(key_of(key), batch.n))
+        outputs, changed = self.model.outputs(
+            weights, buffers, self.part.inputs(batch.arrays), Pass(key_of(key), batch.n)
+        )
         each = self.part.each(outputs, batch.arrays, True)
         sample_weights = batch.arrays["w"]
         sums = _sums(each, batch.n)
-        return (each.loss * sample_weights).sum() / divisor, (sums, changed, jnp.isfinite(sums["loss"] * sample_weights).all())
+        return (each.loss * sample_weights).sum() / divisor, (
+            sums,
+            changed,
+            jnp.isfinite(sums["loss"] * sample_weights).all(),
+        )
 
 
 class Passes(Protocol):
-    """The passes of a learner's model; what weights and the gradient's row are is the Strategy's matter."""
+    """The passes of a learner's model; what weights and the gradient's row are is the Strategy's
+    matter."""
 
     are_collective: bool  # every rank makes the same ones, also without samples
 
-    def gradient(self, weights: Weights, buffers: Params, batch: DeviceBatch, divisor: int, key: np.ndarray) -> Gradient:
+    def gradient(
+        self, weights: Weights, buffers: Params, batch: DeviceBatch, divisor: int, key: np.ndarray
+    ) -> Gradient:
         """Formulas.gradient()"""
 
     def sums(self, weights: Weights, buffers: Params, batch: DeviceBatch) -> Sums:
@@ -126,15 +147,23 @@ class WholePasses:
 
 
 def _sums(each: Each, samples: Any, exactly: bool = False) -> Sums:
-    """Over the samples, whatever their weight, without the padding. exactly: whole numbers stay whole numbers."""
+    """Over the samples, whatever their weight, without the padding. exactly: whole numbers stay
+    whole numbers."""
     real = jnp.arange(len(each.loss)) < samples
 
     def total(term: jax.Array) -> jax.Array:
         mask = real.reshape(-1, *(1,) * (term.ndim - 1))
         summed = jnp.where(mask, term, jnp.zeros((), term.dtype)).sum(0)
-        return summed if exactly and jnp.issubdtype(summed.dtype, jnp.integer) else summed.astype(each.loss.dtype)
+        return (
+            summed
+            if exactly and jnp.issubdtype(summed.dtype, jnp.integer)
+            else summed.astype(each.loss.dtype)
+        )
 
-    return {"loss": jnp.where(real, each.loss, 0.0).sum(), **{name: total(term) for name, term in each.terms.items()}}
+    return {
+        "loss": jnp.where(real, each.loss, 0.0).sum(),
+        **{name: total(term) for name, term in each.terms.items()},
+    }
 
 
 class Update:
@@ -146,9 +175,16 @@ class Update:
         self.ranks = ranks
 
     def update(
-        self, weights: Weights, optimizer_state: OptimizerState, row: Any, hyper: Hyper, key: Any, noisy: bool
+        self,
+        weights: Weights,
+        optimizer_state: OptimizerState,
+        row: Any,
+        hyper: Hyper,
+        key: Any,
+        noisy: bool,
     ) -> tuple[Weights, OptimizerState, jax.Array]:
-        """One step along the mean gradient over all ranks, in one row, and this rank's part of "nonfinite".
+        """One step along the mean gradient over all ranks, in one row, and this rank's part of
+        "nonfinite".
 
         `noisy` is a constant of the compiled function.
         """
@@ -156,7 +192,10 @@ class Update:
         bad = ~jnp.isfinite(row).all()
         gradients = clip(_split(row, weights), optim.clip_norm, optim.clip_value, jnp)
         if noisy:
-            gradients = [g + part for g, part in zip(gradients, _split(noise(hyper, key, row), weights), strict=True)]
+            gradients = [
+                g + part
+                for g, part in zip(gradients, _split(noise(hyper, key, row), weights), strict=True)
+            ]
         new = self.optimizer.apply(gradients, optimizer_state, weights, hyper, ArrayOps(jnp))
         if self.config.guard.nonfinite == "skip":
             new = jax.tree.map(functools.partial(jnp.where, bad), (weights, optimizer_state), new)
@@ -164,7 +203,8 @@ class Update:
 
 
 class AnyOptimizer(Protocol):
-    """What updates the parameters of a model: one of hvdtrain's rules, or a function of the user's."""
+    """What updates the parameters of a model: one of hvdtrain's rules, or a function of the
+    user's."""
 
     shapes: list[tuple[int, ...]]
 
@@ -173,10 +213,16 @@ class AnyOptimizer(Protocol):
         """The path of a user's function; empty for a rule."""
 
     def start(self, weights: Sequence[Any]) -> OptimizerState:
-        """The state before the first step, for each array of `weights`: that of each, then maybe what is no parameter's."""
+        """The state before the first step, for each array of `weights`: that of each, then maybe
+        what is no parameter's."""
 
     def apply(
-        self, gradients: Sequence[Any], optimizer_state: OptimizerState, weights: Weights, hyper: Hyper, ops: Ops
+        self,
+        gradients: Sequence[Any],
+        optimizer_state: OptimizerState,
+        weights: Weights,
+        hyper: Hyper,
+        ops: Ops,
     ) -> tuple[Weights, OptimizerState]:
         """New weights and state of every parameter, or of one part of each."""
 
@@ -189,11 +235,17 @@ class Optimizer:
 
     made_by = ""
 
-    def __init__(self, config: Config, rule: Rule, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> None:
+    def __init__(
+        self, config: Config, rule: Rule, names: Sequence[str], shapes: Sequence[tuple[int, ...]]
+    ) -> None:
         self.shapes = list(shapes)
         self._names = list(names)
-        self._excluded = [config.optim.exclude == "norms_and_biases" and is_excluded(shape) for shape in shapes]
-        self._rules = [rule.of_parameter(*each) for each in zip(names, shapes, self._excluded, strict=True)]
+        self._excluded = [
+            config.optim.exclude == "norms_and_biases" and is_excluded(shape) for shape in shapes
+        ]
+        self._rules = [
+            rule.of_parameter(*each) for each in zip(names, shapes, self._excluded, strict=True)
+        ]
 
     def state_names(self, optimizer_state: OptimizerState) -> list[list[str]]:
         of_each = zip(self._names, optimizer_state, strict=True)
@@ -203,14 +255,30 @@ class Optimizer:
         return [rule.init(p, ArrayOps(jnp)) for rule, p in zip(self._rules, weights, strict=True)]
 
     def apply(
-        self, gradients: Sequence[Any], optimizer_state: OptimizerState, weights: Weights, hyper: Hyper, ops: Ops
+        self,
+        gradients: Sequence[Any],
+        optimizer_state: OptimizerState,
+        weights: Weights,
+        hyper: Hyper,
+        ops: Ops,
     ) -> tuple[Weights, OptimizerState]:
         new_weights: Weights = []
         new_states: OptimizerState = []
-        for rule, excluded, g, state, p in zip(self._rules, self._excluded, gradients, optimizer_state, weights, strict=True):
-            new_p, new_state = rule.update(g, state, p, hyper._replace(weight_decay=0.0) if excluded else hyper, ops)
-            new_weights.append(new_p.astype(p.dtype))  # the dtypes stay as they were, or the next step would be compiled again
-            new_states.append(tuple(jnp.asarray(new).astype(old.dtype) for new, old in zip(new_state, state, strict=True)))
+        for rule, excluded, g, state, p in zip(
+            self._rules, self._excluded, gradients, optimizer_state, weights, strict=True
+        ):
+            new_p, new_state = rule.update(
+                g, state, p, hyper._replace(weight_decay=0.0) if excluded else hyper, ops
+            )
+            new_weights.append(
+                new_p.astype(p.dtype)
+            )  # the dtypes stay as they were, or the next step would be compiled again
+            new_states.append(
+                tuple(
+                    jnp.asarray(new).astype(old.dtype)
+                    for new, old in zip(new_state, state, strict=True)
+                )
+            )
         return new_weights, new_states
 
 
@@ -226,7 +294,8 @@ def _split(row: Any, weights: Weights) -> list[jax.Array]:
 
 
 class Phases:
-    """JAX only starts its work. Phases are timed where the host waits for it: before it communicates, or as log.step_times asks."""
+    """JAX only starts its work. Phases are timed where the host waits for it: before it
+    communicates, or as log.step_times asks."""
 
     def __init__(self, stopwatch: Stopwatch, communicates: bool, waits: bool) -> None:
         """waits: the host waits for the device at the end of each phase, to time it."""

@@ -1,4 +1,5 @@
-"""Strategy: how the gradients of the ranks become one, and which rank updates what; and the one in which every rank updates everything."""
+"""Strategy: how the gradients of the ranks become one, and which rank updates what; and the one in
+which every rank updates everything."""
 
 from __future__ import annotations
 
@@ -35,8 +36,9 @@ class Updated(NamedTuple):
 class Strategy(Protocol):
     """Sums gradients over ranks and applies the optimizer, whose state it has.
 
-    The losses of a step are divided by the weight of the global batch before, so that the sum over ranks is the mean over it. Every
-    method is called on every rank: add() for each micro-batch of a step, then update().
+    The losses of a step are divided by the weight of the global batch before, so that the sum over
+    ranks is the mean over it. Every method is called on every rank: add() for each micro-batch of a
+    step, then update().
     """
 
     summary: str  # for the line that describes the learner
@@ -47,31 +49,42 @@ class Strategy(Protocol):
         """What this rank has of the weights on the device, of whole ones on the host."""
 
     def add(self, gradient: jax.Array | None) -> None:
-        """The gradient of a micro-batch, of all parameters in one row; None where it has no samples. May be a collective.
+        """The gradient of a micro-batch, of all parameters in one row; None where it has no
+        samples. May be a collective.
 
         Called inside of Target.enable_x64().
         """
 
     def update(self, weights: Weights, hyper: Hyper, seed: int) -> Updated:
-        """One step along the sum of what was added, over all ranks. `weights` are not used again. A collective."""
+        """One step along the sum of what was added, over all ranks. `weights` are not used again. A
+        collective."""
 
     def put_together(self, parts: Weights) -> Weights:
-        """Whole arrays from those of the optimizer state, one for each parameter. May be a collective."""
+        """Whole arrays from those of the optimizer state, one for each parameter. May be a
+        collective."""
 
     def weight(self, name: str, parameter: int, array: jax.Array) -> Piece:
         """What this rank has of a parameter, called `name` in the state."""
 
     def piece(self, name: str, parameter: int, array: jax.Array) -> Piece:
-        """What this rank has of an array of the optimizer state of a parameter, as an array of the state called `name`."""
+        """What this rank has of an array of the optimizer state of a parameter, as an array of the
+        state called `name`."""
 
 
 class Replicated:
-    """Every rank has everything, and makes the same step: gradients are reduced in one allreduce."""
+    """Every rank has everything, and makes the same step: gradients are reduced in one
+    allreduce."""
 
     is_sharded = False
 
     def __init__(
-        self, config: Config, model: Model, optimizer: AnyOptimizer, communicator: Communicator, target: Target, phases: Phases
+        self,
+        config: Config,
+        model: Model,
+        optimizer: AnyOptimizer,
+        communicator: Communicator,
+        target: Target,
+        phases: Phases,
     ) -> None:
         self._communicator = communicator
         self._target = target
@@ -79,7 +92,9 @@ class Replicated:
         self._measures = config.log.noise_scale
         self.summary = "gradients by one allreduce" if communicator.size > 1 else "no reduction"
         update = Update(config, optimizer, communicator.size).update
-        self._update = jax.jit(update, static_argnames="noisy", donate_argnums=(0, 1), out_shardings=target.everywhere)
+        self._update = jax.jit(
+            update, static_argnames="noisy", donate_argnums=(0, 1), out_shardings=target.everywhere
+        )
         self.optimizer_state = start_state(optimizer, model.start, target)
         self._length = sum(p.size for p in model.start)
         self._row: jax.Array | None = None  # the gradients so far
@@ -98,7 +113,9 @@ class Replicated:
             row = self._target.to_device(np.zeros(self._length, self._target.dtype))
         mean = self._mean(row)
         self._phases.enter("update")
-        with jax.enable_x64(True):  # so that a rule's own numbers (1 - beta^t) are float64, as Python's are; arrays stay what they are
+        with jax.enable_x64(True):
+            # so that a rule's own numbers (1 - beta^t) are float64, as Python's are; arrays stay
+            # what they are
             weights, self.optimizer_state, nonfinite = self._update(
                 weights, self.optimizer_state, mean, hyper, key_data(seed), noisy=hyper.noise > 0
             )
@@ -128,11 +145,26 @@ class Replicated:
 
 
 def whole_piece(name: str, array: jax.Array) -> Piece:
-    """A piece of an array that every rank has; of a GPU's JAX keeps the host copy as long as the array."""
-    return Piece(name, array.shape, 0, array.size, np.dtype(array.dtype), functools.partial(np.asarray, array), True)
+    """A piece of an array that every rank has; of a GPU's JAX keeps the host copy as long as the
+    array."""
+    return Piece(
+        name,
+        array.shape,
+        0,
+        array.size,
+        np.dtype(array.dtype),
+        functools.partial(np.asarray, array),
+        True,
+    )
 
 
-def start_state(optimizer: AnyOptimizer, weights: list[np.ndarray], target: Target) -> OptimizerState:
-    """The optimizer state before the first step, on the device, for arrays of weights or parts of them."""
+def start_state(
+    optimizer: AnyOptimizer, weights: list[np.ndarray], target: Target
+) -> OptimizerState:
+    """The optimizer state before the first step, on the device, for arrays of weights or parts of
+    them."""
     with target.enable_x64():
-        return [tuple(target.to_device(np.array(array)) for array in state) for state in optimizer.start(weights)]
+        return [
+            tuple(target.to_device(np.array(array)) for array in state)
+            for state in optimizer.start(weights)
+        ]

@@ -1,4 +1,5 @@
-"""optim.name=optax:adamw in JAX: a transformation of gradients of optax's kind, for all parameters of a model at once."""
+"""optim.name=optax:adamw in JAX: a transformation of gradients of optax's kind, for all parameters
+of a model at once."""
 
 from __future__ import annotations
 
@@ -25,14 +26,16 @@ _SMALL = 3  # elements along each dimension of the arrays that a transformation 
 
 
 class UserFunction:
-    """A function that makes a transformation, a pair init(params), update(gradients, state, params), and the arguments it gets.
+    """A function that makes a transformation, a pair init(params), update(gradients, state,
+    params), and the arguments it gets.
 
-    learning_rate follows the recipe, where it has such a parameter; weight_decay, and momentum or b1, are those of `optim` where they are
-    set, else its own defaults hold.
+    learning_rate follows the recipe, where it has such a parameter; weight_decay, and momentum or
+    b1, are those of `optim` where they are set, else its own defaults hold.
     """
 
     def __init__(self, config: Config) -> None:
-        """Raises UserError where the function lacks what the configuration sets, or its options do not fit."""
+        """Raises UserError where the function lacks what the configuration sets, or its options do
+        not fit."""
         optim = config.optim
         self.name = config.optim.name
         self._where = config.where("optim.name")
@@ -48,13 +51,25 @@ class UserFunction:
         if optim.momentum is not None:
             self._set(momentum, "momentum", optim.momentum, signature, config)
         if optim.weight_decay is not None and (optim.decay > 0 or "weight_decay" in has):
-            self._set("weight_decay" if "weight_decay" in has else None, "weight_decay", optim.decay, signature, config)
-        self.decays_some = optim.weight_decay is not None and optim.decay > 0 and optim.exclude == "norms_and_biases"
+            self._set(
+                "weight_decay" if "weight_decay" in has else None,
+                "weight_decay",
+                optim.decay,
+                signature,
+                config,
+            )
+        self.decays_some = (
+            optim.weight_decay is not None
+            and optim.decay > 0
+            and optim.exclude == "norms_and_biases"
+        )
         try:
             signature.bind(**self._all_arguments(optim.base_lr, decays=True))
         except TypeError as error:
             fix = fix_of_parameters(optim, signature)
-            raise UserError(f"{self.name}{signature} does not fit: {error}", self._where, fix) from None
+            raise UserError(
+                f"{self.name}{signature} does not fit: {error}", self._where, fix
+            ) from None
         self._check_made(optim.base_lr)
 
     @property
@@ -70,10 +85,24 @@ class UserFunction:
         """For one rate, a number or a traced one; without weight decay where not `decays`."""
         return self._function(**self._all_arguments(rate, decays))
 
-    def _set(self, key: str | None, wanted: str, value: float, signature: inspect.Signature, config: Config) -> None:
+    def _set(
+        self,
+        key: str | None,
+        wanted: str,
+        value: float,
+        signature: inspect.Signature,
+        config: Config,
+    ) -> None:
         if key is None:
-            what = f"{self.name} has no {wanted}; it has {', '.join(signature.parameters) or 'no parameters'}"
-            raise UserError(what, config.where(f"optim.{wanted}"), f"leave optim.{wanted} out, or give another function")
+            what = (
+                f"{self.name} has no {wanted}; it has "
+                f"{', '.join(signature.parameters) or 'no parameters'}"
+            )
+            raise UserError(
+                what,
+                config.where(f"optim.{wanted}"),
+                f"leave optim.{wanted} out, or give another function",
+            )
         self._arguments[key] = value
 
     def _all_arguments(self, rate: Any, decays: bool) -> dict[str, Any]:
@@ -85,27 +114,47 @@ class UserFunction:
         try:
             made = self.transformation(rate)
         except Exception as error:  # of the user's code, or a number that makes no sense
-            message = f"{error}" if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: {error}"
-            raise UserError(f"{self.name} fails: {message}", self._where, "give its parameters as optim.<name>=<value>") from error
+            message = (
+                f"{error}"
+                if isinstance(error, (TypeError, ValueError))
+                else f"{type(error).__name__}: {error}"
+            )
+            raise UserError(
+                f"{self.name} fails: {message}",
+                self._where,
+                "give its parameters as optim.<name>=<value>",
+            ) from error
         if not (callable(getattr(made, "init", None)) and callable(getattr(made, "update", None))):
             what = f"{self.name} gave a {type(made).__name__}, not a GradientTransformation"
-            raise UserError(what, self._where, "a function that returns one, as optim.name=optax:adamw")
+            raise UserError(
+                what, self._where, "a function that returns one, as optim.name=optax:adamw"
+            )
 
 
 class UserOptimizer:
-    """What a UserFunction makes, with the methods of Optimizer. The state is that of each parameter, then one tuple of all else.
+    """What a UserFunction makes, with the methods of Optimizer. The state is that of each
+    parameter, then one tuple of all else.
 
-    An array of the state belongs to a parameter where its path in the state ends with the parameter's own.
+    An array of the state belongs to a parameter where its path in the state ends with the
+    parameter's own.
     """
 
-    def __init__(self, config: Config, names: Sequence[str], shapes: Sequence[tuple[int, ...]], structure: Any) -> None:
+    def __init__(
+        self,
+        config: Config,
+        names: Sequence[str],
+        shapes: Sequence[tuple[int, ...]],
+        structure: Any,
+    ) -> None:
         """structure: of the user's tree of parameters. Raises UserError where a step fails."""
         self.function = UserFunction(config)
         self.shapes = list(shapes)
         self._names = list(names)
         self._where = config.where("optim.name")
         self._params = structure
-        self._excluded = [is_excluded(shape) for shape in shapes] if self.function.decays_some else []
+        self._excluded = (
+            [is_excluded(shape) for shape in shapes] if self.function.decays_some else []
+        )
         self._rate = config.optim.base_lr
         paths, _ = jax.tree_util.tree_flatten_with_path(self._tree([np.zeros(())] * len(names)))
         self._paths = [path for path, _ in paths]
@@ -122,29 +171,55 @@ class UserOptimizer:
         return self._split(self._state_of(self._tree([jnp.asarray(p) for p in weights])))
 
     def apply(
-        self, gradients: Sequence[Any], optimizer_state: OptimizerState, weights: Weights, hyper: Hyper, ops: Ops
+        self,
+        gradients: Sequence[Any],
+        optimizer_state: OptimizerState,
+        weights: Weights,
+        hyper: Hyper,
+        ops: Ops,
     ) -> tuple[Weights, OptimizerState]:
         updates, new = self._update(gradients, optimizer_state, weights, hyper.lr, decays=True)
         if any(self._excluded):
-            plain, plain_state = self._update(gradients, optimizer_state, weights, hyper.lr, decays=False)
-            updates = [u if is_out else old for u, old, is_out in zip(plain, updates, self._excluded, strict=True)]
-            new = [plain_state[i] if i < len(plain) and self._excluded[i] else state for i, state in enumerate(new)]
+            plain, plain_state = self._update(
+                gradients, optimizer_state, weights, hyper.lr, decays=False
+            )
+            updates = [
+                u if is_out else old
+                for u, old, is_out in zip(plain, updates, self._excluded, strict=True)
+            ]
+            new = [
+                plain_state[i] if i < len(plain) and self._excluded[i] else state
+                for i, state in enumerate(new)
+            ]
         rate = 1.0 if self.function.has_rate else hyper.lr
-        new_weights = [(p + rate * u).astype(p.dtype) for p, u in zip(weights, updates, strict=True)]
-        pairs = (zip(state, old, strict=True) for state, old in zip(new, optimizer_state, strict=True))
-        return new_weights, [tuple(jnp.asarray(array).astype(old.dtype) for array, old in each) for each in pairs]
+        new_weights = [
+            (p + rate * u).astype(p.dtype) for p, u in zip(weights, updates, strict=True)
+        ]
+        pairs = (
+            zip(state, old, strict=True) for state, old in zip(new, optimizer_state, strict=True)
+        )
+        return new_weights, [
+            tuple(jnp.asarray(array).astype(old.dtype) for array, old in each) for each in pairs
+        ]
 
     def state_names(self, optimizer_state: OptimizerState) -> list[list[str]]:
-        """s.PARAMETER.0, ...; of all else the path in the state, with a space, which no parameter's name begins with."""
+        """s.PARAMETER.0, ...; of all else the path in the state, with a space, which no parameter's
+        name begins with."""
         of_each = zip(self._names, optimizer_state[:-1], strict=True)
-        return [[f"s.{name}.{i}" for i in range(len(state))] for name, state in of_each] + [self._others]
+        return [[f"s.{name}.{i}" for i in range(len(state))] for name, state in of_each] + [
+            self._others
+        ]
 
     def check_elementwise(self) -> None:
-        """Raises UserError where steps on two parts of the parameters are not those on the whole, as shard.stage needs it.
+        """Raises UserError where steps on two parts of the parameters are not those on the whole,
+        as shard.stage needs it.
 
-        Four steps of small arrays in the user's tree tell, the last of which has a NaN; and the shapes of the state.
+        Four steps of small arrays in the user's tree tell, the last of which has a NaN; and the
+        shapes of the state.
         """
-        state = jax.eval_shape(self.start, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in self.shapes])
+        state = jax.eval_shape(
+            self.start, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in self.shapes]
+        )
         wrong = [
             f"has state of shape {array.shape} for {name} of shape {shape}"
             for name, shape, arrays in zip(self._names, self.shapes, state[:-1], strict=True)
@@ -153,29 +228,47 @@ class UserOptimizer:
         ]
         with jax.enable_x64(True):
             whole = self._small()
-            parts = [[p.ravel()[half] for p in self._small()] for half in (slice(0, 2), slice(2, None))]
+            parts = [
+                [p.ravel()[half] for p in self._small()] for half in (slice(0, 2), slice(2, None))
+            ]
             try:
-                found = [jnp.concatenate(both) for both in zip(*map(self._steps, parts), strict=True)]
+                found = [
+                    jnp.concatenate(both) for both in zip(*map(self._steps, parts), strict=True)
+                ]
                 expected = [p.ravel() for p in self._steps(whole)]
             except Exception as error:
                 wrong.append(f"fails: {type(error).__name__}: {error}")
             else:
-                if not all(np.allclose(a, b, rtol=1e-9, atol=1e-12, equal_nan=True) for a, b in zip(found, expected, strict=True)):
+                if not all(
+                    np.allclose(a, b, rtol=1e-9, atol=1e-12, equal_nan=True)
+                    for a, b in zip(found, expected, strict=True)
+                ):
                     wrong.append("gives other numbers than one on the whole")
         if wrong:
-            what = f"a step of {self.function.name} on parts of a parameter, as ranks with shard.stage make it, {wrong[0]}"
-            fix = "an optimizer of hvdtrain's own, an elementwise one as optax:adamw, or shard.stage=0"
+            what = (
+                f"a step of {self.function.name} on parts of a parameter, as ranks with "
+                f"shard.stage make it, {wrong[0]}"
+            )
+            fix = (
+                "an optimizer of hvdtrain's own, an elementwise one as optax:adamw, or "
+                "shard.stage=0"
+            )
             raise UserError(what, self._where, fix)
 
     def _tree(self, arrays: Sequence[Any]) -> Any:
         return jax.tree_util.tree_unflatten(self._params, arrays)
 
     def _state_of(self, params: Any) -> Any:
-        """The state before the first step, as the transformation has it; takes note of what its arrays belong to."""
+        """The state before the first step, as the transformation has it; takes note of what its
+        arrays belong to."""
         state = self.function.transformation(self._rate).init(params)
         paths, self._structure = jax.tree_util.tree_flatten_with_path(state)
         self._owners = [owner_of(path, self._paths) for path, _ in paths]
-        self._others = [name_of_other(path) for (path, _), owner in zip(paths, self._owners, strict=True) if owner is None]
+        self._others = [
+            name_of_other(path)
+            for (path, _), owner in zip(paths, self._owners, strict=True)
+            if owner is None
+        ]
         return state
 
     def _split(self, state: Any) -> OptimizerState:
@@ -186,74 +279,122 @@ class UserOptimizer:
 
     def _joined(self, optimizer_state: OptimizerState) -> Any:
         rest = [iter(arrays) for arrays in optimizer_state]
-        return jax.tree_util.tree_unflatten(self._structure, [next(rest[-1 if owner is None else owner]) for owner in self._owners])
+        return jax.tree_util.tree_unflatten(
+            self._structure, [next(rest[-1 if owner is None else owner]) for owner in self._owners]
+        )
 
     def _update(
-        self, gradients: Sequence[Any], optimizer_state: OptimizerState, weights: Sequence[Any], rate: Any, *, decays: bool
+        self,
+        gradients: Sequence[Any],
+        optimizer_state: OptimizerState,
+        weights: Sequence[Any],
+        rate: Any,
+        *,
+        decays: bool,
     ) -> tuple[list[Any], OptimizerState]:
         """What is added to each parameter, and the new state."""
         made = self.function.transformation(rate, decays=decays)
         old = self._joined(optimizer_state)
         updates, new = made.update(self._tree(list(gradients)), old, self._tree(list(weights)))
         if (found := jax.tree_util.tree_structure(new)) != self._structure:
-            raise ValueError(f"its state after a step is another tree than before: {found}, {self._structure}")
+            raise ValueError(
+                f"its state after a step is another tree than before: {found}, {self._structure}"
+            )
         return jax.tree_util.tree_leaves(updates), self._split(new)
 
     def _small(self) -> list[Any]:
         """Parameters of a few numbers each, in as many dimensions as the model's."""
         shapes = [tuple(min(size, _SMALL) for size in shape) for shape in self.shapes]
-        return [jnp.cos(jnp.arange(math.prod(shape)) + i).reshape(shape) for i, shape in enumerate(shapes)]
+        return [
+            jnp.cos(jnp.arange(math.prod(shape)) + i).reshape(shape)
+            for i, shape in enumerate(shapes)
+        ]
 
     def _steps(self, weights: Sequence[Any]) -> list[Any]:
-        """Weights after four steps, whose gradients follow from them; the last has a NaN where an array has a number above 0.999."""
+        """Weights after four steps, whose gradients follow from them; the last has a NaN where an
+        array has a number above 0.999."""
         state = self.start(weights)
         start = list(weights)
         now = list(weights)
         for step in range(4):
             gradients = [jnp.sin((step + 2) * 3 * p) for p in start]
             if step == 3:
-                gradients = [jnp.where(p > 0.999, jnp.nan, g) for p, g in zip(start, gradients, strict=True)]
-            now, state = self.apply(gradients, state, now, Hyper(self._rate, 0.0, 0.0, batch=1, step=step), _OPS)
+                gradients = [
+                    jnp.where(p > 0.999, jnp.nan, g) for p, g in zip(start, gradients, strict=True)
+                ]
+            now, state = self.apply(
+                gradients, state, now, Hyper(self._rate, 0.0, 0.0, batch=1, step=step), _OPS
+            )
         return now
 
     def _try(self, config: Config) -> None:
-        """Raises UserError where a step fails, where it needs what no job gives it, or goes up the gradient."""
+        """Raises UserError where a step fails, where it needs what no job gives it, or goes up the
+        gradient."""
         weights = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in self.shapes]
         hyper = Hyper(self._rate, 0.0, 0.0, batch=1)
         name = self.function.name
         try:
             state = jax.eval_shape(self.start, weights)
             if any(self._excluded):
-                plain = jax.eval_shape(self.function.transformation(self._rate, decays=False).init, self._tree(weights))
+                plain = jax.eval_shape(
+                    self.function.transformation(self._rate, decays=False).init, self._tree(weights)
+                )
                 if jax.tree_util.tree_structure(plain) != self._structure:
-                    what = f"{name} keeps another state with weight_decay=0, which norms and biases would have"
-                    raise UserError(what, self._where, "optim.exclude=none, or a function whose state has one form")
-            jax.eval_shape(lambda g, s, p: self.apply(g, s, p, hyper, _OPS), weights, state, weights)
+                    what = (
+                        f"{name} keeps another state with weight_decay=0, which norms and biases "
+                        "would have"
+                    )
+                    raise UserError(
+                        what,
+                        self._where,
+                        "optim.exclude=none, or a function whose state has one form",
+                    )
+            jax.eval_shape(
+                lambda g, s, p: self.apply(g, s, p, hyper, _OPS), weights, state, weights
+            )
         except UserError:
             raise
         except Exception as error:
-            what = f"a step of {name} fails: {type(error).__name__}: {f'{error}'.splitlines()[0] if f'{error}' else ''}"
-            raise UserError(what, self._where, "a transformation of gradients, states and parameters alone") from error
+            what = (
+                f"a step of {name} fails: {type(error).__name__}: "
+                f"{f'{error}'.splitlines()[0] if f'{error}' else ''}"
+            )
+            raise UserError(
+                what, self._where, "a transformation of gradients, states and parameters alone"
+            ) from error
         arrays = [array for arrays in state for array in arrays]
         if any(jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key) for array in arrays):
-            raise UserError(f"{name} keeps a random key, which no checkpoint holds", self._where, "jax.random.PRNGKey(), an array")
+            raise UserError(
+                f"{name} keeps a random key, which no checkpoint holds",
+                self._where,
+                "jax.random.PRNGKey(), an array",
+            )
         if not self.function.has_rate:
             small = self._small()
             updates, _ = self._update(small, self.start(small), small, self._rate, decays=True)
             if sum(float(jnp.vdot(u, g)) for u, g in zip(updates, small, strict=True)) > 0:
-                what = f"{name} has no parameter learning_rate, and what it would add to the weights goes up the gradient"
-                raise UserError(what, self._where, "end it with optax.scale(-1.0), or give it a parameter learning_rate")
+                what = (
+                    f"{name} has no parameter learning_rate, and what it would add to the weights "
+                    "goes up the gradient"
+                )
+                raise UserError(
+                    what,
+                    self._where,
+                    "end it with optax.scale(-1.0), or give it a parameter learning_rate",
+                )
 
 
 Path = tuple[Any, ...]  # of an array in a tree
 
 
 def owner_of(path: Path, paths: Sequence[Path]) -> int | None:
-    """The number of the parameter that an array of the state belongs to: its path ends with the parameter's own, one of `paths`."""
+    """The number of the parameter that an array of the state belongs to: its path ends with the
+    parameter's own, one of `paths`."""
     fitting = [number for number, own in enumerate(paths) if path[-len(own) :] == own]
     return max(fitting, key=lambda number: len(paths[number]), default=None)
 
 
 def name_of_other(path: Path) -> str:
-    """The name of an array of the state that is no parameter's: its path, with a space, which no parameter's name begins with."""
+    """The name of an array of the state that is no parameter's: its path, with a space, which no
+    parameter's name begins with."""
     return f"s. {jax.tree_util.keystr(path, simple=True, separator='.')}"

@@ -1,4 +1,5 @@
-"""shard.stage in JAX: each rank has the optimizer state of its part of all weights, and updates that part alone (ZeRO).
+"""shard.stage in JAX: each rank has the optimizer state of its part of all weights, and updates
+that part alone (ZeRO).
 
 Source: Rajbhandari et al. 2020, arXiv:1910.02054.
 """
@@ -25,10 +26,12 @@ from hvdtrain.optim.rule import ArrayOps, clip
 class Zero:
     """All weights in one row, or each unit of stage 3 in one, cut into one part for each rank.
 
-    Each rank gets the sum over ranks of its part of the gradient, applies the optimizer to it, and the updated parts reach all ranks.
-    Stage 1 adds up the gradients of micro-batches first; stage 2 reduces those of each micro-batch and adds up the parts. jax.grad makes
-    the gradient of all parameters at once: a rank holds one of them, and a copy in host memory, while it is reduced. In stage 3 a pass
-    reduces its gradients itself (fully_sharded.py), and weights are parts here: (n,) of each parameter.
+    Each rank gets the sum over ranks of its part of the gradient, applies the optimizer to it, and
+    the updated parts reach all ranks. Stage 1 adds up the gradients of micro-batches first; stage 2
+    reduces those of each micro-batch and adds up the parts. jax.grad makes the gradient of all
+    parameters at once: a rank holds one of them, and a copy in host memory, while it is reduced. In
+    stage 3 a pass reduces its gradients itself (fully_sharded.py), and weights are parts here: (n,)
+    of each parameter.
     """
 
     is_sharded = True
@@ -55,7 +58,9 @@ class Zero:
         formulas = ShardUpdate(config, optimizer, cut)
         self._gradient_sums = jax.jit(formulas.gradient_sums)
         self._norm_sums = jax.jit(formulas.norm_sums, static_argnames="noisy")
-        self._update = jax.jit(formulas.update, static_argnames="noisy", donate_argnums=(0, 1) if units else 1)
+        self._update = jax.jit(
+            formulas.update, static_argnames="noisy", donate_argnums=(0, 1) if units else 1
+        )
         self.optimizer_state = start_state(optimizer, cut.of(model.start), target)
         self._row: jax.Array | None = None  # of stage 1: this rank's gradients so far
         self._part: jax.Array | None = None  # of the sum over ranks so far
@@ -87,13 +92,19 @@ class Zero:
         self._part = None
         self._phases.enter("update")
         with jax.enable_x64(True):  # as in Replicated.update()
-            bad, square, mean_square = self._sum_over_ranks(self._gradient_sums(part), "shards.gradient")
+            bad, square, mean_square = self._sum_over_ranks(
+                self._gradient_sums(part), "shards.gradient"
+            )
             if not (bad and self._skips):
                 key = key_data(seed)
                 noisy = hyper.noise > 0
-                squares = self._norm_sums(weights, self.optimizer_state, part, square, hyper, key, noisy=noisy)
+                squares = self._norm_sums(
+                    weights, self.optimizer_state, part, square, hyper, key, noisy=noisy
+                )
                 squares = self._sum_over_ranks(squares, "shards.norms")
-                own, self.optimizer_state = self._update(weights, self.optimizer_state, part, square, squares, hyper, key, noisy=noisy)
+                own, self.optimizer_state = self._update(
+                    weights, self.optimizer_state, part, square, squares, hyper, key, noisy=noisy
+                )
                 weights = self._spread(own) if isinstance(self._cut, Cut) else own
         measured = Squares(self._own_square, mean_square) if self._measures else None
         return Updated(weights, bool(bad) / self._communicator.size, measured)
@@ -109,13 +120,21 @@ class Zero:
         found = whole_piece(name, array)
         if array.ndim == 0:  # a number for the parameter, which every rank has
             return found
-        return found._replace(shape=self._cut.shapes[parameter], start=own.start, stop=own.stop, is_whole=False, is_mine=True)
+        return found._replace(
+            shape=self._cut.shapes[parameter],
+            start=own.start,
+            stop=own.stop,
+            is_whole=False,
+            is_mine=True,
+        )
 
     def _reduce(self, row: jax.Array | None) -> None:
         """Adds this rank's part of the sum over ranks of a gradient."""
         if self._measures:
             self._own_square = 0.0 if row is None else jnp.vdot(row, row)
-        on_host = np.zeros(self._cut.length, self._target.dtype) if row is None else np.asarray(row)  # the host waits for the device here
+        on_host = (
+            np.zeros(self._cut.length, self._target.dtype) if row is None else np.asarray(row)
+        )  # the host waits for the device here
         self._phases.enter("communication")
         part = self._communicator.start_reduce_scatter(on_host, "gradient.0").wait()
         self._phases.enter("compute")
@@ -133,7 +152,9 @@ class Zero:
     def _spread(self, own: Weights) -> Weights:
         """All weights, of which each rank gives its part."""
         assert isinstance(self._cut, Cut)
-        row = np.empty(self._cut.length, self._target.dtype)  # new: the weights on a CPU may be views of it
+        row = np.empty(
+            self._cut.length, self._target.dtype
+        )  # new: the weights on a CPU may be views of it
         np.concatenate([np.asarray(part).reshape(-1) for part in own], out=row[self._cut.own])
         self._phases.enter("communication")
         row = self._communicator.start_spread(row, "weights.0").wait()
@@ -142,7 +163,8 @@ class Zero:
 
 
 class ShardUpdate:
-    """One step of a rank's part. The results of gradient_sums() and norm_sums() are added up over ranks before the next function."""
+    """One step of a rank's part. The results of gradient_sums() and norm_sums() are added up over
+    ranks before the next function."""
 
     def __init__(self, config: Config, optimizer: AnyOptimizer, cut: Cut | CutUnits) -> None:
         self.optim = config.optim
@@ -150,7 +172,8 @@ class ShardUpdate:
         self.cut = cut
 
     def gradient_sums(self, part: jax.Array) -> jax.Array:
-        """(3,): whether a number of the mean gradient is not finite, its squared norm for clipping, and without clipping by value."""
+        """(3,): whether a number of the mean gradient is not finite, its squared norm for clipping,
+        and without clipping by value."""
         squares = [jnp.zeros((), part.dtype)]
 
         def keep(square: jax.Array) -> jax.Array:
@@ -162,9 +185,17 @@ class ShardUpdate:
         return jnp.stack([bad.astype(part.dtype), squares[-1], jnp.vdot(part, part)])
 
     def norm_sums(
-        self, weights: Weights, optimizer_state: OptimizerState, part: jax.Array, square: Any, hyper: Hyper, key: Any, noisy: bool
+        self,
+        weights: Weights,
+        optimizer_state: OptimizerState,
+        part: jax.Array,
+        square: Any,
+        hyper: Hyper,
+        key: Any,
+        noisy: bool,
     ) -> jax.Array:
-        """(n,): the squares of the norms that the rule takes of its arrays, in its order; n is 0 where it takes none."""
+        """(n,): the squares of the norms that the rule takes of its arrays, in its order; n is 0
+        where it takes none."""
         ops = LocalSquares()
         self._apply(weights, optimizer_state, part, square, hyper, key, noisy, ops)
         return jnp.stack([jnp.zeros((), part.dtype), *ops.squares])[1:]
@@ -180,8 +211,11 @@ class ShardUpdate:
         key: Any,
         noisy: bool,
     ) -> tuple[Weights, OptimizerState]:
-        """This rank's parts of the new weights, and its new state. square, squares: the sums over ranks."""
-        return self._apply(weights, optimizer_state, part, square, hyper, key, noisy, GivenSquares(squares))
+        """This rank's parts of the new weights, and its new state. square, squares: the sums over
+        ranks."""
+        return self._apply(
+            weights, optimizer_state, part, square, hyper, key, noisy, GivenSquares(squares)
+        )
 
     def _apply(
         self,
@@ -194,9 +228,13 @@ class ShardUpdate:
         noisy: bool,
         ops: ArrayOps,
     ) -> tuple[Weights, OptimizerState]:
-        (clipped,) = clip([part], self.optim.clip_norm, self.optim.clip_value, jnp, lambda _: square)
+        (clipped,) = clip(
+            [part], self.optim.clip_norm, self.optim.clip_value, jnp, lambda _: square
+        )
         if noisy:
-            clipped = clipped + self.cut.of_row(noise(hyper, key, jax.ShapeDtypeStruct((self.cut.length,), part.dtype)))
+            clipped = clipped + self.cut.of_row(
+                noise(hyper, key, jax.ShapeDtypeStruct((self.cut.length,), part.dtype))
+            )
         gradients = jnp.split(clipped, np.cumsum(self.cut.lengths)[:-1])
         own = self.cut.of(weights) if isinstance(self.cut, Cut) else weights
         return self.optimizer.apply(gradients, optimizer_state, own, hyper, ops)
@@ -218,7 +256,8 @@ class LocalSquares(ArrayOps):
 
 
 class GivenSquares(ArrayOps):
-    """The norm of an array of which each rank has a part is that of all parts; the sums of squares are in the order of the calls."""
+    """The norm of an array of which each rank has a part is that of all parts; the sums of squares
+    are in the order of the calls."""
 
     def __init__(self, squares: Any) -> None:
         super().__init__(jnp)

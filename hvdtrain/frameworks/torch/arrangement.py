@@ -1,4 +1,5 @@
-"""Arrangement: how the ranks of a job have its model, from the making of it to the strategy and the passes of its steps."""
+"""Arrangement: how the ranks of a job have its model, from the making of it to the strategy and the
+passes of its steps."""
 
 from __future__ import annotations
 
@@ -21,7 +22,11 @@ from hvdtrain.frameworks.torch.device import compiled
 from hvdtrain.frameworks.torch.forward import WhenEmpty
 from hvdtrain.frameworks.torch.model import example, normed_model
 from hvdtrain.frameworks.torch.norm import orders_of_norms
-from hvdtrain.frameworks.torch.parallel.buckets import COMPRESSED_TYPES, Buckets, fastest_bucket_bytes
+from hvdtrain.frameworks.torch.parallel.buckets import (
+    COMPRESSED_TYPES,
+    Buckets,
+    fastest_bucket_bytes,
+)
 from hvdtrain.frameworks.torch.parallel.by_library import Ddp, HorovodOptimizer, fits_horovod
 from hvdtrain.frameworks.torch.parallel.local_sgd import LocalSGD, PostLocalSGD
 from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, Strategy
@@ -36,14 +41,31 @@ class Given(NamedTuple):
     """A script's own model, in the place of the one that model.name means."""
 
     model: torch.nn.Module  # on its device, in the number type of its weights
-    inputs: Called | None  # (n, ...) what it is called with, on its device; None: the script has given none
+    inputs: (
+        Called | None
+    )  # (n, ...) what it is called with, on its device; None: the script has given none
 
     def example(self, count: int | None, config: Config) -> Called:
-        """Rows of the inputs, again and again; count: None: as many as there are. Raises UserError where the script has given none."""
+        """Rows of the inputs, again and again; count: None: as many as there are. Raises UserError
+        where the script has given none."""
         if self.inputs is None:
-            key = next((key for key in ("parallel.tensor", "parallel.pipeline") if config.origin(key) != DEFAULT), "shard.stage")
-            fix = "model, optimizer = ctx.prepare(model, optimizer, example=x), x: what the model is called with, for some samples"
-            raise UserError(f"{key} has to see what the model is called with", f"ctx.prepare(), {config.where(key)}", fix)
+            key = next(
+                (
+                    key
+                    for key in ("parallel.tensor", "parallel.pipeline")
+                    if config.origin(key) != DEFAULT
+                ),
+                "shard.stage",
+            )
+            fix = (
+                "model, optimizer = ctx.prepare(model, optimizer, example=x), x: what the model "
+                "is called with, for some samples"
+            )
+            raise UserError(
+                f"{key} has to see what the model is called with",
+                f"ctx.prepare(), {config.where(key)}",
+                fix,
+            )
         one = any_of(self.inputs)
         rows = torch.arange(count or len(one), device=one.device) % len(one)
         return each_of(self.inputs, lambda x: x[rows])
@@ -58,11 +80,14 @@ class Making(NamedTuple):
     device: torch.device
     precision: Precision
     stopwatch: ReplaceableStopwatch  # that passes and collectives enter
-    planned: frozenset[Feature] | None = None  # the features of an engine: tensors have no numbers then, and no rank is connected
+    planned: frozenset[Feature] | None = (
+        None  # the features of an engine: tensors have no numbers then, and no rank is connected
+    )
     given: Given | None = None
 
     def example(self, count: int = 2) -> Called:
-        """What the model is called with for `count` samples: of zeros, or those that a script has given."""
+        """What the model is called with for `count` samples: of zeros, or those that a script has
+        given."""
         if self.given is not None:
             return self.given.example(count, self.config)
         assert self.task is not None, "the script has given no model"
@@ -87,7 +112,9 @@ class Arrangement:
 
     orders: Sequence[SameOrder] = ()  # in which ranks come to layers
     keeps_memory_order = False  # of the weights
-    without_samples: WhenEmpty = "skip"  # what a forward pass does then: the collectives of the other ranks may wait for it
+    without_samples: WhenEmpty = (
+        "skip"  # what a forward pass does then: the collectives of the other ranks may wait for it
+    )
 
     def __init__(self, making: Making) -> None:
         self.making = making
@@ -113,8 +140,11 @@ class Arrangement:
         return compiled(self.model, self.making.config.speed.compile)
 
     def strategy(self, named: NamedParameters, optimizer: torch.optim.Optimizer) -> Strategy:
-        """The strategy of the trained parameters; the optimizer is as the configuration says, and the strategy has not wrapped it yet."""
-        return select_strategy(self.making.config, self.making.mesh, named, optimizer, self.making.stopwatch)
+        """The strategy of the trained parameters; the optimizer is as the configuration says, and
+        the strategy has not wrapped it yet."""
+        return select_strategy(
+            self.making.config, self.making.mesh, named, optimizer, self.making.stopwatch
+        )
 
     def passes(self, strategy: Strategy, *of_passes: Any) -> Passes:
         """of_passes: what Passes is made of."""
@@ -132,7 +162,8 @@ class Arrangement:
 
 @torch.no_grad()
 def send_from_rank_0(model: torch.nn.Module, mesh: Mesh) -> None:
-    """Gives every rank the weights and buffers that rank 0's model has, before it keeps a part of them. A collective."""
+    """Gives every rank the weights and buffers that rank 0's model has, before it keeps a part of
+    them. A collective."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.numel():
             host = tensor.detach().cpu().contiguous()
@@ -154,18 +185,24 @@ def select_strategy(
     optimizer: torch.optim.Optimizer,
     stopwatch: Stopwatch,
 ) -> Strategy:
-    """The strategy for the trained parameters and their optimizer, which it has not wrapped yet; not of
-    shard.stage=3, parallel.* and servers.*, whose arrangements have others. Every rank calls it.
+    """The strategy for the trained parameters and their optimizer, which it has not wrapped yet;
+    not of shard.stage=3, parallel.* and servers.*, whose arrangements have others. Every rank calls
+    it.
 
-    training/conflicts.py has refused what the configuration or the engine excludes. Raises UserError where Horovod cannot wrap this
-    optimizer or these parameters, and comm.reduce=distributed_optimizer asks for it.
+    training/conflicts.py has refused what the configuration or the engine excludes. Raises
+    UserError where Horovod cannot wrap this optimizer or these parameters, and
+    comm.reduce=distributed_optimizer asks for it.
     """
     comm = config.comm
     communicator = mesh.data
     if config.shard.stage in (1, 2):
         on_host = config.shard.offload != "none"
-        return Zero(named, mesh, config.shard.stage, int(comm.bucket_mb * 2**20), stopwatch, on_host)
-    needs_buckets = comm.compression != "none" or comm.op == "adasum" or comm.local_steps > 1  # Horovod's optimizer has none of these
+        return Zero(
+            named, mesh, config.shard.stage, int(comm.bucket_mb * 2**20), stopwatch, on_host
+        )
+    needs_buckets = (
+        comm.compression != "none" or comm.op == "adasum" or comm.local_steps > 1
+    )  # Horovod's optimizer has none of these
     unfit = "" if needs_buckets else fits_horovod(optimizer, named)
     if comm.reduce == "distributed_optimizer" and unfit:
         raise UserError(unfit, config.where("comm.reduce"), "comm.reduce=auto")
@@ -175,7 +212,13 @@ def select_strategy(
         return Strategy(named)
     if comm.local_steps > 1:
         return _local_steps(config, named, communicator, stopwatch)
-    if "horovod_api" in communicator.features and comm.reduce != "bucket" and not unfit and not needs_buckets and mesh.tensor.size == 1:
+    if (
+        "horovod_api" in communicator.features
+        and comm.reduce != "bucket"
+        and not unfit
+        and not needs_buckets
+        and mesh.tensor.size == 1
+    ):
         return HorovodOptimizer(named, communicator)
     buckets = _buckets(config, named, communicator, stopwatch)
     if unfit and comm.reduce == "auto" and "horovod_api" in communicator.features:
@@ -183,7 +226,9 @@ def select_strategy(
     return buckets
 
 
-def _local_steps(config: Config, named: NamedParameters, communicator: Communicator, stopwatch: Stopwatch) -> LocalSGD | PostLocalSGD:
+def _local_steps(
+    config: Config, named: NamedParameters, communicator: Communicator, stopwatch: Stopwatch
+) -> LocalSGD | PostLocalSGD:
     bucket_bytes = int(config.comm.bucket_mb * 2**20)
     begin = read_length(config.comm.local_from)
     local = LocalSGD(named, communicator, config.comm.local_steps, bucket_bytes, stopwatch)
@@ -193,14 +238,20 @@ def _local_steps(config: Config, named: NamedParameters, communicator: Communica
     return PostLocalSGD(together, local, begin.words(epoch_multiplier(config)))
 
 
-def _buckets(config: Config, named: NamedParameters, communicator: Communicator, stopwatch: Stopwatch) -> Buckets:
+def _buckets(
+    config: Config, named: NamedParameters, communicator: Communicator, stopwatch: Stopwatch
+) -> Buckets:
     comm = config.comm
-    if comm.op == "adasum":  # a bucket of its own for each tensor: Adasum takes their angles one by one
+    if (
+        comm.op == "adasum"
+    ):  # a bucket of its own for each tensor: Adasum takes their angles one by one
         return Buckets(named, communicator, 0, stopwatch, op="adasum")
     compressed = COMPRESSED_TYPES.get(comm.compression)
     if not comm.tune or communicator.size == 1:
         return Buckets(named, communicator, int(comm.bucket_mb * 2**20), stopwatch, compressed)
     tuned = fastest_bucket_bytes(named, communicator, compressed)
     buckets = Buckets(named, communicator, tuned.bucket_bytes, stopwatch, compressed)
-    buckets.summary += f" of {tuned.bucket_bytes / 2**20:g} MiB, as tuned ({1e3 * tuned.seconds:.2g} ms for all)"
+    buckets.summary += (
+        f" of {tuned.bucket_bytes / 2**20:g} MiB, as tuned ({1e3 * tuned.seconds:.2g} ms for all)"
+    )
     return buckets

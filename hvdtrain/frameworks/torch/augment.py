@@ -17,16 +17,21 @@ from hvdtrain.data.images.resized_crop import WEIGHT_ONE, interpolate_box
 
 
 def augment_batch(batch: Batch) -> Batch:
-    """Augmentation of data/images/augment.py for tensors "x", "partner_x" uint8 (n, C, H, W); the other values may be arrays or tensors."""
+    """Augmentation of data/images/augment.py for tensors "x", "partner_x" uint8 (n, C, H, W); the
+    other values may be arrays or tensors."""
     return augment.augment_batch_with(apply, mix, batch)
 
 
 def apply(x: torch.Tensor, parameters: AugmentationParameters) -> torch.Tensor:
-    """uint8 (n, C, H, W) in channels_last order -> the same, augmented by all but mixup and CutMix. `x` is not changed.
+    """uint8 (n, C, H, W) in channels_last order -> the same, augmented by all but mixup and CutMix.
+    `x` is not changed.
 
-    In host memory numpy does it, on a view: faster than torch's gathers, and without waking threads that others need.
+    In host memory numpy does it, on a view: faster than torch's gathers, and without waking threads
+    that others need.
     """
-    pixels = x.permute(0, 2, 3, 1).contiguous()  # (n, H, W, C): a view where the order is channels_last
+    pixels = x.permute(
+        0, 2, 3, 1
+    ).contiguous()  # (n, H, W, C): a view where the order is channels_last
     if x.device.type == "cpu":
         return torch.from_numpy(augment.apply(pixels.numpy(), parameters)).permute(0, 3, 1, 2)
     return apply_by_gathers(pixels, parameters).permute(0, 3, 1, 2)
@@ -37,11 +42,15 @@ def apply_by_gathers(pixels: torch.Tensor, parameters: AugmentationParameters) -
     if parameters.crop_box is not None:
         pixels = _resized_crop(pixels, parameters.crop_box, parameters.flipped)
     elif parameters.reflected_shift is not None:
-        pixels = _shift_and_flip(pixels, parameters.reflected_shift, parameters.flipped, reflects=True)
+        pixels = _shift_and_flip(
+            pixels, parameters.reflected_shift, parameters.flipped, reflects=True
+        )
     elif parameters.shift is not None or parameters.flipped is not None:
         pixels = _shift_and_flip(pixels, parameters.shift, parameters.flipped)
     if parameters.operation is not None and parameters.argument is not None:
-        pixels = apply_operations(pixels, parameters.operation, parameters.argument, DeviceArrays(pixels))
+        pixels = apply_operations(
+            pixels, parameters.operation, parameters.argument, DeviceArrays(pixels)
+        )
     if parameters.erase_box is not None and parameters.erase_key is not None:
         pixels = _erase(pixels, parameters.erase_box, parameters.erase_key)
     return pixels if parameters.cutout_box is None else _cutout(pixels, parameters.cutout_box)
@@ -67,16 +76,22 @@ class DeviceArrays:
 
     def counts(self, index: torch.Tensor, length: int) -> torch.Tensor:
         ones = torch.ones((), dtype=torch.int64, device=index.device).expand(index.numel())
-        return torch.zeros(length, dtype=torch.int64, device=index.device).scatter_add_(0, index.reshape(-1).long(), ones)
+        return torch.zeros(length, dtype=torch.int64, device=index.device).scatter_add_(
+            0, index.reshape(-1).long(), ones
+        )
 
 
-def mix(x: torch.Tensor, partner: torch.Tensor, weights: np.ndarray | None, boxes: np.ndarray | None) -> torch.Tensor:
+def mix(
+    x: torch.Tensor, partner: torch.Tensor, weights: np.ndarray | None, boxes: np.ndarray | None
+) -> torch.Tensor:
     """mixup() by weights, and the partners' pixels in boxes, where there are any."""
     x = x if weights is None else mixup(x, partner, weights)
     if boxes is None:
         return x
     if x.device.type == "cpu":
-        images, partners = (tensor.permute(0, 2, 3, 1).contiguous().numpy() for tensor in (x, partner))
+        images, partners = (
+            tensor.permute(0, 2, 3, 1).contiguous().numpy() for tensor in (x, partner)
+        )
         return torch.from_numpy(paste(images, partners, boxes)).permute(0, 3, 1, 2)
     return paste_on_device(x, partner, boxes)
 
@@ -86,22 +101,39 @@ def paste_on_device(x: torch.Tensor, partner: torch.Tensor, boxes: np.ndarray) -
     return torch.where(_in_boxes(boxes, x, *x.shape[2:])[:, None], partner, x)
 
 
-def mixup(x: torch.Tensor, partner: torch.Tensor, weight: torch.Tensor | np.ndarray) -> torch.Tensor:
+def mixup(
+    x: torch.Tensor, partner: torch.Tensor, weight: torch.Tensor | np.ndarray
+) -> torch.Tensor:
     """weight x + (1 - weight) partner, rounded half up, in the memory order of `x`."""
     if x.device.type == "cpu":
-        images, partners = (tensor.permute(0, 2, 3, 1).contiguous().numpy() for tensor in (x, partner))
-        return torch.from_numpy(augment.mixup(images, partners, np.asarray(weight))).permute(0, 3, 1, 2)
+        images, partners = (
+            tensor.permute(0, 2, 3, 1).contiguous().numpy() for tensor in (x, partner)
+        )
+        return torch.from_numpy(augment.mixup(images, partners, np.asarray(weight))).permute(
+            0, 3, 1, 2
+        )
     return mixup_on_device(x, partner, weight)
 
 
-def mixup_on_device(x: torch.Tensor, partner: torch.Tensor, weight: torch.Tensor | np.ndarray) -> torch.Tensor:
-    """mixup() on any device. float32 is exact here, so a device that fuses products and sums computes the same bytes."""
-    exact = torch.as_tensor(weight, device=x.device).mul(MIXUP_WEIGHT_STEPS).round() / MIXUP_WEIGHT_STEPS
+def mixup_on_device(
+    x: torch.Tensor, partner: torch.Tensor, weight: torch.Tensor | np.ndarray
+) -> torch.Tensor:
+    """mixup() on any device. float32 is exact here, so a device that fuses products and sums
+    computes the same bytes."""
+    exact = (
+        torch.as_tensor(weight, device=x.device).mul(MIXUP_WEIGHT_STEPS).round()
+        / MIXUP_WEIGHT_STEPS
+    )
     factor = exact.float()[:, None, None, None]
     return (x * factor + partner * (1 - factor) + 0.5).to(torch.uint8)
 
 
-def _shift_and_flip(pixels: torch.Tensor, shift: np.ndarray | None, flipped: np.ndarray | None, reflects: bool = False) -> torch.Tensor:
+def _shift_and_flip(
+    pixels: torch.Tensor,
+    shift: np.ndarray | None,
+    flipped: np.ndarray | None,
+    reflects: bool = False,
+) -> torch.Tensor:
     """Both by one gather of pixels from images with a border that is black, or reflects them."""
     n, height, width, channels = pixels.shape
     border = 0 if shift is None else int(np.abs(shift).max(initial=0))
@@ -110,20 +142,34 @@ def _shift_and_flip(pixels: torch.Tensor, shift: np.ndarray | None, flipped: np.
     padded = pixels
     if border and reflects:
         for axis, size in ((1, height), (2, width)):
-            padded = padded.index_select(axis, _to_device(np.pad(np.arange(size), border, mode="reflect"), pixels))
+            padded = padded.index_select(
+                axis, _to_device(np.pad(np.arange(size), border, mode="reflect"), pixels)
+            )
     elif border:
         padded = pixels.new_zeros(n, tall, wide, channels)
         padded[:, border : border + height, border : border + width] = pixels
-    index_type = np.int32 if n * tall * wide < 2**31 else np.int64  # half the memory, and the gather takes either
+    index_type = (
+        np.int32 if n * tall * wide < 2**31 else np.int64
+    )  # half the memory, and the gather takes either
     across = np.arange(width)
-    windows = (wide * np.arange(height)[:, None] + np.stack([across, across[::-1]])[:, None]).reshape(2, height * width)
+    windows = (
+        wide * np.arange(height)[:, None] + np.stack([across, across[::-1]])[:, None]
+    ).reshape(2, height * width)
     start = tall * wide * np.arange(n)  # of each image's window
     if shift is not None:
         start = start + (border + shift[:, 0]) * wide + border + shift[:, 1]
     index = _to_device(windows.astype(index_type), pixels)
-    index = index[:1] if flipped is None else index.index_select(0, _to_device(flipped.astype(np.int64), pixels))  # (n, H W)
+    index = (
+        index[:1]
+        if flipped is None
+        else index.index_select(0, _to_device(flipped.astype(np.int64), pixels))
+    )  # (n, H W)
     index = index + _to_device(start.astype(index_type), pixels)[:, None]
-    return padded.view(n * tall * wide, channels).index_select(0, index.view(-1)).view(n, height, width, channels)
+    return (
+        padded.view(n * tall * wide, channels)
+        .index_select(0, index.view(-1))
+        .view(n, height, width, channels)
+    )
 
 
 def _erase(pixels: torch.Tensor, boxes: np.ndarray, keys: np.ndarray) -> torch.Tensor:
@@ -133,40 +179,65 @@ def _erase(pixels: torch.Tensor, boxes: np.ndarray, keys: np.ndarray) -> torch.T
     index = _to_device(rows, pixels)
     inside = _in_boxes(boxes[rows], pixels, height, width)[..., None]
     pixels = pixels.clone()
-    pixels[index] = torch.where(inside, _to_device(random_pixels(keys[rows], height, width, channels), pixels), pixels[index])
+    pixels[index] = torch.where(
+        inside,
+        _to_device(random_pixels(keys[rows], height, width, channels), pixels),
+        pixels[index],
+    )
     return pixels
 
 
 def _in_boxes(boxes: np.ndarray, like: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """bool (n, H, W)"""
-    top, bottom, left, right = _to_device(boxes.astype(np.int32), like)[:, :, None].unbind(1)  # (n, 1) each
-    rows, columns = (torch.arange(size, device=like.device, dtype=torch.int32) for size in (height, width))
-    return ((rows >= top) & (rows < bottom))[:, :, None] & ((columns >= left) & (columns < right))[:, None]
+    top, bottom, left, right = _to_device(boxes.astype(np.int32), like)[:, :, None].unbind(
+        1
+    )  # (n, 1) each
+    rows, columns = (
+        torch.arange(size, device=like.device, dtype=torch.int32) for size in (height, width)
+    )
+    return ((rows >= top) & (rows < bottom))[:, :, None] & ((columns >= left) & (columns < right))[
+        :, None
+    ]
 
 
 def _cutout(pixels: torch.Tensor, box: np.ndarray) -> torch.Tensor:
     _, height, width, channels = pixels.shape
-    top, bottom, left, right = _to_device(box.astype(np.int32), pixels)[:, :, None].unbind(1)  # (n, 1) each
+    top, bottom, left, right = _to_device(box.astype(np.int32), pixels)[:, :, None].unbind(
+        1
+    )  # (n, 1) each
     rows = torch.arange(height, device=pixels.device, dtype=torch.int32)
-    columns = torch.arange(width, device=pixels.device, dtype=torch.int32).repeat_interleave(channels, output_size=width * channels)
-    black = ((rows >= top) & (rows < bottom))[:, :, None] & ((columns >= left) & (columns < right))[:, None]  # (n, H, W C)
+    columns = torch.arange(width, device=pixels.device, dtype=torch.int32).repeat_interleave(
+        channels, output_size=width * channels
+    )
+    black = ((rows >= top) & (rows < bottom))[:, :, None] & ((columns >= left) & (columns < right))[
+        :, None
+    ]  # (n, H, W C)
     return (pixels.view(black.shape) * ~black).view(pixels.shape)
 
 
-def _resized_crop(pixels: torch.Tensor, box: np.ndarray, flipped: np.ndarray | None) -> torch.Tensor:
+def _resized_crop(
+    pixels: torch.Tensor, box: np.ndarray, flipped: np.ndarray | None
+) -> torch.Tensor:
     n, height, width, channels = pixels.shape
     (upper, lower, down), (before, after, right) = (
-        [_to_device(array, pixels) for array in axis] for axis in interpolate_box(box, flipped, height, width)
+        [_to_device(array, pixels) for array in axis]
+        for axis in interpolate_box(box, flipped, height, width)
     )
     rows = pixels.view(n * height, width * channels)
     first_row = height * _arange(n, pixels)[:, None]
-    above, below = (rows.index_select(0, (first_row + row).view(-1)).view(n, height, width * channels) for row in (upper, lower))
+    above, below = (
+        rows.index_select(0, (first_row + row).view(-1)).view(n, height, width * channels)
+        for row in (upper, lower)
+    )
     weight = down[:, :, None]
     mixed = above * (WEIGHT_ONE - weight) + below * weight  # int32 (n, H, W C)
     points = mixed.view(n * height * width, channels)
     first_point = (width * _arange(n * height, pixels)).view(n, height, 1)
     left_point, right_point = (
-        points.index_select(0, (first_point + column[:, None]).view(-1)).view(n, height, width, channels) for column in (before, after)
+        points.index_select(0, (first_point + column[:, None]).view(-1)).view(
+            n, height, width, channels
+        )
+        for column in (before, after)
     )
     weight = right[:, None, :, None]
     total = left_point * (WEIGHT_ONE - weight) + right_point * weight  # at most 255 x 2^22
@@ -179,4 +250,8 @@ def _arange(n: int, like: torch.Tensor) -> torch.Tensor:
 
 def _to_device(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
     tensor = torch.from_numpy(array)
-    return tensor if like.device.type == "cpu" else tensor.pin_memory().to(like.device, non_blocking=True)
+    return (
+        tensor
+        if like.device.type == "cpu"
+        else tensor.pin_memory().to(like.device, non_blocking=True)
+    )

@@ -22,10 +22,21 @@ from hvdtrain.frameworks.learner import Learner, fair_threads
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
 from hvdtrain.frameworks.torch import step_costs
 from hvdtrain.frameworks.torch.arrangement import Making
-from hvdtrain.frameworks.torch.device import check_compiler, check_shared, keep_freed_memory, pick_device, return_large_memory
+from hvdtrain.frameworks.torch.device import (
+    check_compiler,
+    check_shared,
+    keep_freed_memory,
+    pick_device,
+    return_large_memory,
+)
 from hvdtrain.frameworks.torch.foreign.downloads import download_first
 from hvdtrain.frameworks.torch.learner import arrangement_of, assemble, make_optimizer
-from hvdtrain.frameworks.torch.model import build_model, check_first_samples, check_outputs, checked_model
+from hvdtrain.frameworks.torch.model import (
+    build_model,
+    check_first_samples,
+    check_outputs,
+    checked_model,
+)
 from hvdtrain.frameworks.torch.not_used import lines_of_not_used
 from hvdtrain.frameworks.torch.optim.user_optimizer import check_elementwise
 from hvdtrain.frameworks.torch.parallel.communicators import timed_mesh
@@ -36,7 +47,8 @@ from hvdtrain.tasks.task import Task
 def build(config: Config, task: Task, communicator: Communicator) -> Learner:
     """The learner of framework=torch. Every rank calls it.
 
-    Raises UserError where the device, the model, the optimizer or the engine cannot do what the configuration asks for.
+    Raises UserError where the device, the model, the optimizer or the engine cannot do what the
+    configuration asks for.
     """
     device = device_of_rank(config, communicator)
     precision = pick_precision(config, device, communicator)
@@ -44,13 +56,22 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
     if config.shard.stage or config.parallel.cuts or config.servers.count:
         check_optimizer(config)
     stopwatch = ReplaceableStopwatch(step_costs.stopwatch_for(device))
-    making = Making(config, task, timed_mesh(make_mesh(communicator, config), config, device, stopwatch), device, precision, stopwatch)
+    making = Making(
+        config,
+        task,
+        timed_mesh(make_mesh(communicator, config), config, device, stopwatch),
+        device,
+        precision,
+        stopwatch,
+    )
     download_first(config, communicator, lambda: build_model(config, task))
     torch.manual_seed(fold(config.seed) & (2**63 - 1))
     arrangement = arrangement_of(config)(making)
     check_outputs(arrangement.model, config, task, making.like)
     check_first_samples(arrangement.model, config)
-    refuse_tiny_images(arrangement.model, making.example(), precision, config.where("speed.precision"))
+    refuse_tiny_images(
+        arrangement.model, making.example(), precision, config.where("speed.precision")
+    )
     not_used = lines_of_not_used(arrangement.model, config, task, making.like)
     arrangement.cut()
     learner = assemble(arrangement)
@@ -59,9 +80,11 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
 
 
 def device_of_rank(config: Config, communicator: Communicator) -> torch.device:
-    """Where this rank computes; its threads and the memory that it keeps are set for that. Every rank calls it.
+    """Where this rank computes; its threads and the memory that it keeps are set for that. Every
+    rank calls it.
 
-    Raises UserError where there is no such device, or NCCL would have to reduce for two ranks on one.
+    Raises UserError where there is no such device, or NCCL would have to reduce for two ranks on
+    one.
     """
     threads = fair_threads(communicator)
     if "OMP_NUM_THREADS" not in os.environ:
@@ -70,14 +93,17 @@ def device_of_rank(config: Config, communicator: Communicator) -> torch.device:
     check_shared(device, communicator, config.where("speed.device"))
     if "plain_mpi" in communicator.features:
         gpus = Cuda() if device.type == "cuda" else None
-        cast(Any, communicator).use_gpus(gpus, config.comm.device_memory, config.where("comm.device_memory"))
+        cast(Any, communicator).use_gpus(
+            gpus, config.comm.device_memory, config.where("comm.device_memory")
+        )
     if device.type == "cpu":
         return_large_memory() if config.shard.stage == 3 else keep_freed_memory()
     return device
 
 
 def load_libraries(config: Config) -> None:
-    """Imports what build() and the first steps would: some 70 MB with recomputation, stage 3 or parallel.*, no tensors of the job."""
+    """Imports what build() and the first steps would: some 70 MB with recomputation, stage 3 or
+    parallel.*, no tensors of the job."""
     if config.model.recompute != "none" or config.shard.stage == 3:
         import torch._dynamo  # noqa: F401  # torch.utils.checkpoint imports it when it is first called, and fully_shard()
     if config.shard.stage == 3:
@@ -87,7 +113,8 @@ def load_libraries(config: Config) -> None:
 
 
 def check_optimizer(config: Config) -> None:
-    """Raises UserError where build() would refuse the optimizer that optim.name means, whatever the model.
+    """Raises UserError where build() would refuse the optimizer that optim.name means, whatever the
+    model.
 
     A function that makes groups of a model's parameters is called by build() alone.
     """
@@ -99,7 +126,8 @@ def check_optimizer(config: Config) -> None:
 
 
 def unit_costs(config: Config, task: Task, samples: int) -> list[Any]:
-    """Name, operations and measured seconds of each unit at which parallel.pipeline may cut the model, with so many samples.
+    """Name, operations and measured seconds of each unit at which parallel.pipeline may cut the
+    model, with so many samples.
 
     Raises UserError where the model does not say where it may be cut.
     """
@@ -120,21 +148,32 @@ def figures() -> Any:
     return step_costs
 
 
-def footprint(config: Config, task: Task, step: PlannedStep, ranks: int, features: frozenset[Feature]) -> Footprint:
-    """The memory of the rank that takes most of so many, predicted. Raises UserError where the model needs numbers to compute shapes,
-    and for parameter servers.
+def footprint(
+    config: Config, task: Task, step: PlannedStep, ranks: int, features: frozenset[Feature]
+) -> Footprint:
+    """The memory of the rank that takes most of so many, predicted. Raises UserError where the
+    model needs numbers to compute shapes, and for parameter servers.
     """
     if config.servers.count:
         what = "the memory of parameter servers and their workers is not predicted"
-        raise UserError(what, config.where("servers.count"), "train some steps: a job prints at its end what its ranks took")
-    from hvdtrain.frameworks.torch.predict_memory import predict  # tensors without numbers: commands that predict nothing do not load them
+        raise UserError(
+            what,
+            config.where("servers.count"),
+            "train some steps: a job prints at its end what its ranks took",
+        )
+    from hvdtrain.frameworks.torch.predict_memory import (
+        predict,
+    )  # tensors without numbers: commands that predict nothing do not load them
 
     return predict(config, task, step, ranks, features)
 
 
 def layout(config: Config, task: Task, ranks: int) -> Layout:
-    """Which of so many ranks has which part of each layer. Raises UserError where the model cannot be cut so."""
-    from hvdtrain.frameworks.torch.layout import layout as layout_of  # torch.distributed.pipelining: half a second
+    """Which of so many ranks has which part of each layer. Raises UserError where the model cannot
+    be cut so."""
+    from hvdtrain.frameworks.torch.layout import (
+        layout as layout_of,
+    )  # torch.distributed.pipelining: half a second
 
     return layout_of(config, task, ranks)
 
@@ -146,15 +185,19 @@ def summarize(config: Config, task: Task) -> list[LayerSummary]:
     return summary.summarize(config, task)
 
 
-def planned_work(config: Config, task: Task, step: PlannedStep, ranks: int, features: frozenset[Feature]) -> list[PlannedWork]:
-    """What one rank of each stage of a pipeline does in a step, without one rank 0. Raises UserError as footprint() does."""
+def planned_work(
+    config: Config, task: Task, step: PlannedStep, ranks: int, features: frozenset[Feature]
+) -> list[PlannedWork]:
+    """What one rank of each stage of a pipeline does in a step, without one rank 0. Raises
+    UserError as footprint() does."""
     from hvdtrain.frameworks.torch import predict_memory
 
     return predict_memory.planned_work(config, task, step, ranks, features)
 
 
 def free_device_bytes(config: Config, communicator: Communicator) -> int | None:
-    """Free bytes of this rank's GPU, for each of the ranks that share it; None where it computes on the CPU."""
+    """Free bytes of this rank's GPU, for each of the ranks that share it; None where it computes on
+    the CPU."""
     device = pick_device(config, communicator)
     if device.type == "cpu":
         return None
@@ -168,8 +211,13 @@ def has_dense_part(config: Config, task: Task) -> bool:
 
 
 def shapes(config: Config, task: Task) -> dict[str, tuple[int, ...]]:
-    """The trained parameters by name, as build() makes them: without memory or work, unless the model reads its own numbers."""
-    return {name: tuple(p.shape) for name, p in _model_without_memory(config, task).named_parameters() if p.requires_grad}
+    """The trained parameters by name, as build() makes them: without memory or work, unless the
+    model reads its own numbers."""
+    return {
+        name: tuple(p.shape)
+        for name, p in _model_without_memory(config, task).named_parameters()
+        if p.requires_grad
+    }
 
 
 def _model_without_memory(config: Config, task: Task) -> torch.nn.Module:

@@ -1,4 +1,5 @@
-"""What a torch model is called with: one tensor, or several by the names of its parameters, or as a dict."""
+"""What a torch model is called with: one tensor, or several by the names of its parameters, or as a
+dict."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ Called = torch.Tensor | dict[str, torch.Tensor]  # (n, ...), or several of as ma
 
 
 def call(model: torch.nn.Module, inputs: Called) -> Any:
-    """The outputs of a model: of several inputs by name where its forward() has parameters of these names, else as one dict."""
+    """The outputs of a model: of several inputs by name where its forward() has parameters of these
+    names, else as one dict."""
     if isinstance(inputs, torch.Tensor):
         return model(inputs)
     return model(**inputs) if takes_by_name(model, tuple(inputs)) else model(inputs)
@@ -29,12 +31,15 @@ def takes_by_name(model: torch.nn.Module, names: tuple[str, ...]) -> bool:
 
 @functools.lru_cache(64)
 def _parameters(forward: Any) -> frozenset[str]:
-    """Names that it can be called with; none where its signature cannot be read, as that of TorchScript."""
+    """Names that it can be called with; none where its signature cannot be read, as that of
+    TorchScript."""
     try:
         parameters = inspect.signature(forward).parameters.values()
     except (TypeError, ValueError):
         return frozenset()
-    return frozenset(one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY))
+    return frozenset(
+        one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+    )
 
 
 def any_of(inputs: Called) -> torch.Tensor:
@@ -47,12 +52,18 @@ def only_one(inputs: Called) -> torch.Tensor:
     if isinstance(inputs, torch.Tensor):
         return inputs
     what = f"the model gets {', '.join(inputs)}, and parallel.* cuts models with one input"
-    raise UserError(what, "parallel", "shard.stage=3 divides the weights of such a model among ranks")
+    raise UserError(
+        what, "parallel", "shard.stage=3 divides the weights of such a model among ranks"
+    )
 
 
 def each_of(inputs: Called, change: Callable[[torch.Tensor], torch.Tensor]) -> Called:
     """The inputs, each of them changed."""
-    return change(inputs) if isinstance(inputs, torch.Tensor) else {name: change(tensor) for name, tensor in inputs.items()}
+    return (
+        change(inputs)
+        if isinstance(inputs, torch.Tensor)
+        else {name: change(tensor) for name, tensor in inputs.items()}
+    )
 
 
 def shapes_of(inputs: Called) -> str:

@@ -1,4 +1,5 @@
-"""Dense: the arrangement of parallel.dense, and the variable batch, in which the dense layers are updated several times a step."""
+"""Dense: the arrangement of parallel.dense, and the variable batch, in which the dense layers are
+updated several times a step."""
 
 from __future__ import annotations
 
@@ -19,12 +20,19 @@ from hvdtrain.frameworks.torch.optim import rule_optimizer
 from hvdtrain.frameworks.torch.parallel.communicators import timed
 from hvdtrain.frameworks.torch.parallel.dense.cut import turn_learning_rate
 from hvdtrain.frameworks.torch.parallel.dense.hybrid import Hybrid, HybridModel
-from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, OnePass, Shard, Strategy, fill_missing
+from hvdtrain.frameworks.torch.parallel.strategy import (
+    NamedParameters,
+    OnePass,
+    Shard,
+    Strategy,
+    fill_missing,
+)
 from hvdtrain.frameworks.torch.step import Passes, Update
 
 
 class Dense(Arrangement):
-    """The arrangement of parallel.dense: every rank has the convolutions, and its part of the dense layers."""
+    """The arrangement of parallel.dense: every rank has the convolutions, and its part of the dense
+    layers."""
 
     without_samples = "call"
 
@@ -36,7 +44,11 @@ class Dense(Arrangement):
         assert scheme != "none", "arrangement_of() asks for it"
         if making.planned is None:
             send_from_rank_0(self.model, making.mesh)
-        world = timed(making.mesh.world, making.stopwatch) if making.device.type == "cpu" else making.mesh.world
+        world = (
+            timed(making.mesh.world, making.stopwatch)
+            if making.device.type == "cpu"
+            else making.mesh.world
+        )
         self._hybrid = HybridModel(self.model, world, scheme, config.where("parallel.dense"))
 
     @property
@@ -44,8 +56,12 @@ class Dense(Arrangement):
         return self._hybrid
 
     def strategy(self, named: NamedParameters, optimizer: torch.optim.Optimizer) -> Strategy:
-        batch = None if self.making.given is not None else self.making.config.batch.size  # which an own loop has not said yet
-        return Hybrid(self.making.config, self.making.mesh, named, self._hybrid, self.making.stopwatch, batch)
+        batch = (
+            None if self.making.given is not None else self.making.config.batch.size
+        )  # which an own loop has not said yet
+        return Hybrid(
+            self.making.config, self.making.mesh, named, self._hybrid, self.making.stopwatch, batch
+        )
 
     def passes(self, strategy: Strategy, *of_passes: Any) -> Passes:
         if self.making.config.parallel.dense_updates == 1:
@@ -54,23 +70,33 @@ class Dense(Arrangement):
 
 
 class DenseUpdates(Passes):
-    """The variable batch (Krizhevsky 2014, arXiv:1404.5997, section 3.2): a step's passes with an update of the dense part after each turn.
+    """The variable batch (Krizhevsky 2014, arXiv:1404.5997, section 3.2): a step's passes with an
+    update of the dense part after each turn.
 
     The step's end is left with the update of all other parameters, from their gradients.
 
-    An update of the dense part is made of its turn alone: the mean gradient over the turn's samples, clipped by itself, the turn's share of
-    the learning rate, and a rule's count of updates. Where a step with numbers that are not finite is to be left out, it is from the first
+    An update of the dense part is made of its turn alone: the mean gradient over the turn's
+    samples, clipped by itself, the turn's share of the learning rate, and a rule's count of
+    updates. Where a step with numbers that are not finite is to be left out, it is from the first
     such turn on: the updates before it stay.
     """
 
-    def __init__(self, config: Config, *of_passes: Any, model: HybridModel, strategy: Strategy) -> None:
-        """of_passes: as Passes has them. Raises UserError for a task whose samples do not all weigh the same."""
+    def __init__(
+        self, config: Config, *of_passes: Any, model: HybridModel, strategy: Strategy
+    ) -> None:
+        """of_passes: as Passes has them. Raises UserError for a task whose samples do not all weigh
+        the same."""
         super().__init__(config, *of_passes)
         forward = self._forward
         scale = self._scale
         if forward.task.sample_weight is None:
-            what = "the samples of this task do not all weigh the same, and the weight of a turn is not known"
-            raise UserError(what, config.where("parallel.dense_updates"), "parallel.dense_updates=1")
+            what = (
+                "the samples of this task do not all weigh the same, and the weight of a turn is "
+                "not known"
+            )
+            raise UserError(
+                what, config.where("parallel.dense_updates"), "parallel.dense_updates=1"
+            )
         self._config = config
         self._model = model
         self._strategy = strategy
@@ -78,7 +104,9 @@ class DenseUpdates(Passes):
         self._sample_weight = forward.task.sample_weight
         self._leaves_out = config.guard.nonfinite == "skip" or bool(scale.tensors)
         self._dense = [p for p in model.dense_parameters() if p.requires_grad]
-        self._bad = torch.zeros((), dtype=torch.bool)  # whether a gradient of the step so far is not finite; of this rank
+        self._bad = torch.zeros(
+            (), dtype=torch.bool
+        )  # whether a gradient of the step so far is not finite; of this rank
 
     def updated_after(self, shards: Sequence[Shard]) -> Sequence[Shard]:
         dense = set(self._dense)
@@ -90,16 +118,28 @@ class DenseUpdates(Passes):
     def of_step(self, hyper: Hyper, optimizer: torch.optim.Optimizer) -> OnePass:
         return lambda batch, divisor, is_last: self._all_turns(batch, hyper, optimizer)
 
-    def _all_turns(self, batch: DeviceBatch, hyper: Hyper, optimizer: torch.optim.Optimizer) -> Sums:
-        """Forward and backward of this rank's samples of the step, and the updates of the dense part. A collective.
+    def _all_turns(
+        self, batch: DeviceBatch, hyper: Hyper, optimizer: torch.optim.Optimizer
+    ) -> Sums:
+        """Forward and backward of this rank's samples of the step, and the updates of the dense
+        part. A collective.
 
-        Leaves in all other parameters the gradient of the sum of own losses / weight of the global batch.
+        Leaves in all other parameters the gradient of the sum of own losses / weight of the global
+        batch.
         """
         x = only_one(self._forward.inputs_of(batch))
         sums = zero_sums(self._forward.task.sums)
         self._bad = torch.zeros((), dtype=torch.bool, device=x.device)
         shards = [self._strategy.shard(p) for p in self._dense]
-        update = Update(self._config, optimizer, self._strategy, shards, self._scale, lambda: None, lambda optimizer: optimizer.step())
+        update = Update(
+            self._config,
+            optimizer,
+            self._strategy,
+            shards,
+            self._scale,
+            lambda: None,
+            lambda optimizer: optimizer.step(),
+        )
         self._stopwatch.enter("forward")
         autocast = functools.partial(self._forward.precision.autocast, x.device)
         for number, turn in enumerate(self._model.turns(x, self._updates, autocast)):
@@ -109,16 +149,22 @@ class DenseUpdates(Passes):
             self._scaled(losses, turn.samples * self._sample_weight).backward()
             self._stopwatch.enter("update")
             lr = turn_learning_rate(hyper.lr, turn.samples, hyper.batch)
-            rule_optimizer.set_hyper(optimizer, hyper._replace(lr=lr, step=hyper.step * self._updates + number))
+            rule_optimizer.set_hyper(
+                optimizer, hyper._replace(lr=lr, step=hyper.step * self._updates + number)
+            )
             self._end_turn(update)
-            self._stopwatch.enter("forward" if number < self._updates - 1 else "backward")  # of the convolutions, behind the last turn
+            self._stopwatch.enter(
+                "forward" if number < self._updates - 1 else "backward"
+            )  # of the convolutions, behind the last turn
         rule_optimizer.set_hyper(optimizer, hyper)
         return sums
 
     def _end_turn(self, update: Update) -> None:
         fill_missing(self._dense)
         self._bad = self._bad | update.unscaled_are_bad()
-        if not (self._leaves_out and update.anywhere(self._bad)):  # the host waits for the device here
+        if not (
+            self._leaves_out and update.anywhere(self._bad)
+        ):  # the host waits for the device here
             update.apply()  # of the parameters that have a gradient: these alone
         for p in self._dense:
             p.grad = None

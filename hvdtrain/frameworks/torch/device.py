@@ -1,7 +1,9 @@
-"""The device of a rank, and whether it is another rank's too; the generators that layers draw from; kept memory; torch.compile.
+"""The device of a rank, and whether it is another rank's too; the generators that layers draw from;
+kept memory; torch.compile.
 
-Freed memory stays with the process: returning it to the system and asking for it again cost a CPU step up to 15,000 page faults. With
-shard.stage=3 large memory does not stay: weights of blocks come and go among activations, and would leave holes between them.
+Freed memory stays with the process: returning it to the system and asking for it again cost a CPU
+step up to 15,000 page faults. With shard.stage=3 large memory does not stay: weights of blocks come
+and go among activations, and would leave holes between them.
 """
 
 from __future__ import annotations
@@ -25,10 +27,15 @@ from hvdtrain.frameworks.learner import Gpu
 
 
 def pick_device(config: Config, communicator: Communicator) -> torch.device:
-    """The GPU of this rank's local rank, or the CPU. Raises UserError where speed.device=cuda and there is none."""
+    """The GPU of this rank's local rank, or the CPU. Raises UserError where speed.device=cuda and
+    there is none."""
     count = torch.cuda.device_count()
     if config.speed.device == "cuda" and not count:
-        raise UserError("no CUDA device is visible", config.where("speed.device"), "speed.device=cpu, or a torch built for this GPU")
+        raise UserError(
+            "no CUDA device is visible",
+            config.where("speed.device"),
+            "speed.device=cpu, or a torch built for this GPU",
+        )
     if config.speed.device != "cpu" and count:
         device = torch.device("cuda", communicator.local_rank % count)
         torch.cuda.set_device(device)
@@ -39,7 +46,8 @@ def pick_device(config: Config, communicator: Communicator) -> torch.device:
 
 
 def give_same_bits() -> None:
-    """From here on this process computes with CUDA's deterministic kernels alone; see no_such_kernel()."""
+    """From here on this process computes with CUDA's deterministic kernels alone; see
+    no_such_kernel()."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
     torch.backends.cudnn.benchmark = False
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -48,7 +56,8 @@ def give_same_bits() -> None:
 
 @contextlib.contextmanager
 def no_such_kernel(config: Config) -> Iterator[None]:
-    """Raises UserError where speed.deterministic asks torch for an operation inside that it has no such kernel of."""
+    """Raises UserError where speed.deterministic asks torch for an operation inside that it has no
+    such kernel of."""
     try:
         yield
     except RuntimeError as error:
@@ -56,7 +65,9 @@ def no_such_kernel(config: Config) -> Iterator[None]:
         if not found:
             raise
         fix = "speed.deterministic=false, or a model without this operation"
-        raise UserError(f"torch has no deterministic {operation}", config.where("speed.deterministic"), fix) from error
+        raise UserError(
+            f"torch has no deterministic {operation}", config.where("speed.deterministic"), fix
+        ) from error
 
 
 def gpu(device: torch.device) -> Gpu | None:
@@ -69,28 +80,39 @@ def gpu(device: torch.device) -> Gpu | None:
     if torch.version.hip:
         uuid = ""
         why = "NVML counts GPUs of NVIDIA, and this one is AMD's"
-    kind = "MIG" if " MIG " in name else "GPU"  # of a part of a GPU: NVIDIA A100-SXM4-40GB MIG 1g.5gb
-    return Gpu(f"{kind}-{uuid}" * bool(uuid), why, name, lambda: torch.cuda.max_memory_allocated(device))
+    kind = (
+        "MIG" if " MIG " in name else "GPU"
+    )  # of a part of a GPU: NVIDIA A100-SXM4-40GB MIG 1g.5gb
+    return Gpu(
+        f"{kind}-{uuid}" * bool(uuid), why, name, lambda: torch.cuda.max_memory_allocated(device)
+    )
 
 
 def _uuid(device: torch.device) -> str:
-    """UUID of a GPU, or of the part of one that this process sees; "" where torch does not know it."""
+    """UUID of a GPU, or of the part of one that this process sees; "" where torch does not know
+    it."""
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 
 def describe_device(device: torch.device) -> str:
     """cpu; cuda:0; cuda:0 (ROCm 6.4), as torch calls a GPU of AMD."""
-    return f"{device} (ROCm {torch.version.hip})" if device.type == "cuda" and torch.version.hip else str(device)
+    return (
+        f"{device} (ROCm {torch.version.hip})"
+        if device.type == "cuda" and torch.version.hip
+        else str(device)
+    )
 
 
 def dropout_stream(mesh: Mesh, readers: Communicator, config: Config) -> int:
-    """A number for dropout, of samples, stage and positions: ranks of a tensor group that have all positions drop the same."""
+    """A number for dropout, of samples, stage and positions: ranks of a tensor group that have all
+    positions drop the same."""
     part = mesh.tensor.rank if config.parallel.sequence else 0
     return readers.rank + readers.size * (mesh.pipe.rank + mesh.pipe.size * part)
 
 
 def seed_dropout(seed: int, device: torch.device) -> None:
-    """Seeds the generators that layers draw from. A hundredth of the time of torch.manual_seed(), which looks for devices of every kind."""
+    """Seeds the generators that layers draw from. A hundredth of the time of torch.manual_seed(),
+    which looks for devices of every kind."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
@@ -105,11 +127,14 @@ class RankGpu(NamedTuple):
 
 
 def check_shared(device: torch.device, communicator: Communicator, where: str) -> None:
-    """Raises UserError on every rank where NCCL, which refuses that, would reduce for two ranks on one GPU. A collective."""
+    """Raises UserError on every rank where NCCL, which refuses that, would reduce for two ranks on
+    one GPU. A collective."""
     if communicator.size == 1:
         return
     gpu = (_uuid(device) or None) if device.type == "cuda" else None
-    ranks = communicator.allgather_object(RankGpu(socket.gethostname(), gpu, "nccl" in communicator.features))
+    ranks = communicator.allgather_object(
+        RankGpu(socket.gethostname(), gpu, "nccl" in communicator.features)
+    )
     shared = shared_gpu([(rank.host, rank.gpu) for rank in ranks])
     if shared and any(rank.uses_nccl for rank in ranks):
         fix = "as many ranks on a host as it has GPUs, or comm.engine=mpi, or speed.device=cpu"
@@ -117,7 +142,8 @@ def check_shared(device: torch.device, communicator: Communicator, where: str) -
 
 
 def shared_gpu(owners: Sequence[tuple[str, str | None]]) -> str:
-    """A text, "ranks 0, 2 on HOST train on one GPU", for the first GPU of two ranks, or ""; `owners` has each rank's host and GPU."""
+    """A text, "ranks 0, 2 on HOST train on one GPU", for the first GPU of two ranks, or "";
+    `owners` has each rank's host and GPU."""
     for host, gpu in dict.fromkeys(owners):
         ranks = [rank for rank, owner in enumerate(owners) if owner == (host, gpu)]
         if gpu is not None and len(ranks) > 1:
@@ -136,21 +162,26 @@ SETTINGS_OF_GLIBC = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_
 
 
 def keep_freed_memory(wanted: bool = True) -> bool:
-    """Whether glibc now keeps what is freed, up to 2 GiB at the heap's end. Settings in the environment win; no other libc has this."""
+    """Whether glibc now keeps what is freed, up to 2 GiB at the heap's end. Settings in the
+    environment win; no other libc has this."""
     mallopt = _mallopt()
     if mallopt is None:
         return False
     trim, mmap = KEPT_BYTES if wanted else DEFAULT_BYTES
-    if mallopt(M_MMAP_THRESHOLD, mmap) != 1 and mallopt(M_MMAP_THRESHOLD, DEFAULT_BYTES[1]) != 1:  # older glibc takes 32 MiB at most
+    if (
+        mallopt(M_MMAP_THRESHOLD, mmap) != 1 and mallopt(M_MMAP_THRESHOLD, DEFAULT_BYTES[1]) != 1
+    ):  # older glibc takes 32 MiB at most
         return False
     return mallopt(M_TRIM_THRESHOLD, trim) == 1 and wanted
 
 
 def return_large_memory() -> bool:
-    """Whether glibc now returns what has LARGE_BYTES or more as soon as it is freed. Settings in the environment win here, too.
+    """Whether glibc now returns what has LARGE_BYTES or more as soon as it is freed. Settings in
+    the environment win here, too.
 
-    12 layers of width 256 and 256 tokens, adamw, stage 3 on 2 ranks: 156 MB of resident memory in place of 270, of which 151 are tensors
-    and libraries; the time of a step is the same (benchmarks/memory.md).
+    12 layers of width 256 and 256 tokens, adamw, stage 3 on 2 ranks: 156 MB of resident memory in
+    place of 270, of which 151 are tensors and libraries; the time of a step is the same
+    (benchmarks/memory.md).
     """
     mallopt = _mallopt()
     return mallopt is not None and mallopt(M_MMAP_THRESHOLD, LARGE_BYTES) == 1
@@ -158,7 +189,11 @@ def return_large_memory() -> bool:
 
 def _mallopt() -> Any:
     """glibc's; None where the environment has settings of its own, and with another libc."""
-    return None if any(name in os.environ for name in SETTINGS_OF_GLIBC) else getattr(ctypes.CDLL(None), "mallopt", None)
+    return (
+        None
+        if any(name in os.environ for name in SETTINGS_OF_GLIBC)
+        else getattr(ctypes.CDLL(None), "mallopt", None)
+    )
 
 
 COMPILERS = ("g++", "clang++", "c++")
@@ -166,24 +201,41 @@ GRAPHS = ("reduce-overhead", "max-autotune")  # torch.compile's modes with CUDA 
 
 
 def compiled(model: torch.nn.Module, mode: str) -> torch.nn.Module:
-    """The model, which torch.compile turns into kernels at its first call: a minute, once for each shape, kept on disk by torch."""
+    """The model, which torch.compile turns into kernels at its first call: a minute, once for each
+    shape, kept on disk by torch."""
     return model if mode == "none" else torch.compile(model, mode=mode)  # type: ignore[return-value]
 
 
 def keep_gradients(mode: str, parameters: list[torch.nn.Parameter]) -> None:
-    """Between two passes of a step: CUDA graphs write the next pass's gradients into the memory of this one's."""
+    """Between two passes of a step: CUDA graphs write the next pass's gradients into the memory of
+    this one's."""
     if mode in GRAPHS and parameters[0].device.type == "cuda":
         for p in parameters:
             p.grad = None if p.grad is None else p.grad.clone()
 
 
 def check_compiler(config: Config, device: torch.device) -> None:
-    """Raises UserError where torch.compile would fail at the first step: it calls a C++ compiler, and on a GPU triton."""
-    if config.speed.compile != "none" and device.type == "cuda" and not importlib.util.find_spec("triton"):
-        raise UserError("torch.compile on a GPU needs triton", config.where("speed.compile"), "pip install triton, or speed.compile=none")
+    """Raises UserError where torch.compile would fail at the first step: it calls a C++ compiler,
+    and on a GPU triton."""
+    if (
+        config.speed.compile != "none"
+        and device.type == "cuda"
+        and not importlib.util.find_spec("triton")
+    ):
+        raise UserError(
+            "torch.compile on a GPU needs triton",
+            config.where("speed.compile"),
+            "pip install triton, or speed.compile=none",
+        )
     chosen = os.environ.get("CXX", "")
-    if config.speed.compile != "none" and not any(shutil.which(name) for name in (chosen, *COMPILERS) if name):
-        what = "torch.compile needs a C++ compiler; none of " + ", ".join(COMPILERS) + " is on the path"
+    if config.speed.compile != "none" and not any(
+        shutil.which(name) for name in (chosen, *COMPILERS) if name
+    ):
+        what = (
+            "torch.compile needs a C++ compiler; none of "
+            + ", ".join(COMPILERS)
+            + " is on the path"
+        )
         raise UserError(what, config.where("speed.compile"), "install g++, or speed.compile=none")
 
 

@@ -1,4 +1,5 @@
-"""Forward passes: from a batch on the device to the sum of its losses, in training and in evaluation; sequences, token by token."""
+"""Forward passes: from a batch on the device to the sum of its losses, in training and in
+evaluation; sequences, token by token."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ WhenEmpty = Literal["skip", "call", "call with zeros"]
 
 
 class AddsLoss(torch.nn.Module):
-    """A model whose layers add to the loss besides its outputs, and may have constraints; as it stands here it does neither."""
+    """A model whose layers add to the loss besides its outputs, and may have constraints; as it
+    stands here it does neither."""
 
     notes: Sequence[str] = ()  # lines for the header
 
@@ -39,11 +41,13 @@ class AddsLoss(torch.nn.Module):
 
 
 class TrainingModel(torch.nn.Module):
-    """A model's outputs for n samples; of none outputs whose gradients are 0, without statistics of nothing.
+    """A model's outputs for n samples; of none outputs whose gradients are 0, without statistics of
+    nothing.
 
-    when_empty: what is done without samples. skip: the output is a scalar 0; call: the model is called, as the statistics of
-    norm.kind=sync and the dense layers of parallel.dense are collectives; call with zeros: it is called with two samples of zeros, since
-    the weights of shard.stage=3 are gathered in a collective, and not every model takes no samples.
+    when_empty: what is done without samples. skip: the output is a scalar 0; call: the model is
+    called, as the statistics of norm.kind=sync and the dense layers of parallel.dense are
+    collectives; call with zeros: it is called with two samples of zeros, since the weights of
+    shard.stage=3 are gathered in a collective, and not every model takes no samples.
     """
 
     def __init__(self, model: torch.nn.Module, when_empty: WhenEmpty) -> None:
@@ -56,11 +60,14 @@ class TrainingModel(torch.nn.Module):
             return call(self.model, inputs)
         if self._when_empty == "call with zeros":
             return call_with_zeros(self.model, inputs)
-        return torch.stack([p.sum() for p in self.model.parameters() if p.requires_grad]).sum() * 0.0
+        return (
+            torch.stack([p.sum() for p in self.model.parameters() if p.requires_grad]).sum() * 0.0
+        )
 
 
 def first_of(outputs: Any) -> Any:
-    """A model's output, or the first of several in a tuple, a list or a dict, of which one may be named; all else is what it is."""
+    """A model's output, or the first of several in a tuple, a list or a dict, of which one may be
+    named; all else is what it is."""
     if isinstance(outputs, dict) and outputs:
         named = (outputs[name] for name in MAIN_OUTPUTS if name in outputs)
         return first_of(next(named, next(iter(outputs.values()))))
@@ -70,9 +77,12 @@ def first_of(outputs: Any) -> Any:
 
 
 def call_with_zeros(model: torch.nn.Module, inputs: Called) -> Any:
-    """The outputs (0, ...) for inputs (0, ...); the model's buffers stay as they are. Masks are of samples that are all real."""
+    """The outputs (0, ...) for inputs (0, ...); the model's buffers stay as they are. Masks are of
+    samples that are all real."""
     with copied_buffers(model):
-        outputs = call(model, each_of(inputs, lambda x: x.new_full((2, *x.shape[1:]), x.dtype == torch.bool)))
+        outputs = call(
+            model, each_of(inputs, lambda x: x.new_full((2, *x.shape[1:]), x.dtype == torch.bool))
+        )
     if isinstance(outputs, SplitLogits):
         return outputs.local.sum() * 0.0
     return rows_of(outputs, slice(0))
@@ -80,18 +90,24 @@ def call_with_zeros(model: torch.nn.Module, inputs: Called) -> Any:
 
 @contextlib.contextmanager
 def _with_enough_samples(count: int) -> Iterator[None]:
-    """An error of torch's batch norms, where data.sampling=partition leaves a rank one sample at the end of an epoch, says what to do."""
+    """An error of torch's batch norms, where data.sampling=partition leaves a rank one sample at
+    the end of an epoch, says what to do."""
     try:
         yield
     except ValueError as error:
         if count != 1 or ONE_VALUE not in f"{error}":
             raise
         what = "a pass has one sample, of which a batch norm takes no variance"
-        raise UserError(what, "a step in training", "a larger batch.size, data.sampling=global, or norm.kind=sync") from error
+        raise UserError(
+            what,
+            "a step in training",
+            "a larger batch.size, data.sampling=global, or norm.kind=sync",
+        ) from error
 
 
 def in_type(outputs: Any, dtype: torch.dtype) -> Any:
-    """Outputs of a model in a number type: a tensor, or several of them in a tuple, a list or a dict."""
+    """Outputs of a model in a number type: a tensor, or several of them in a tuple, a list or a
+    dict."""
     if isinstance(outputs, SplitLogits):
         return outputs.to(dtype)
     if isinstance(outputs, dict):
@@ -108,12 +124,15 @@ class Losses(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    outputs: Any  # (n, ...) of the model, in the weights' own number type; or several of them in a tuple or a dict
+    # (n, ...) of the model, in the weights' own number type; or several of them in a tuple or a
+    # dict
+    outputs: Any
     sums: Sums
 
 
 class Forward:
-    """Prepares samples as the task says, calls the model in its precision, and computes the losses in the weights' own number type."""
+    """Prepares samples as the task says, calls the model in its precision, and computes the losses
+    in the weights' own number type."""
 
     def __init__(
         self,
@@ -135,7 +154,9 @@ class Forward:
         self.task = task
         self._part = part
         model = getattr(evaluation, "_orig_mod", evaluation)  # of torch.compile
-        self._added_loss = model.added_loss if isinstance(model, AddsLoss) else AddsLoss().added_loss
+        self._added_loss = (
+            model.added_loss if isinstance(model, AddsLoss) else AddsLoss().added_loss
+        )
 
     def inputs_of(self, batch: DeviceBatch) -> Called:
         """(n, ...) what the model is called with."""
@@ -143,7 +164,8 @@ class Forward:
         return inputs
 
     def losses(self, outputs: Any, batch: DeviceBatch, *, training: bool) -> Losses:
-        """Losses of the model's outputs for a batch with samples, whose labels may still be on their way to the device: it waits for them.
+        """Losses of the model's outputs for a batch with samples, whose labels may still be on
+        their way to the device: it waits for them.
 
         The last stage of a pipeline has read no inputs of this batch.
         """
@@ -157,12 +179,16 @@ class Forward:
             outputs = self._training(inputs)
         if isinstance(outputs, torch.Tensor) and outputs.ndim == 0:  # of no samples
             return Losses(outputs, zero_sums(self.task.sums))
-        return self._losses(in_type(outputs, self.precision.weights), batch, training=True, added=self._added_loss())
+        return self._losses(
+            in_type(outputs, self.precision.weights), batch, training=True, added=self._added_loss()
+        )
 
     def evaluate(self, batch: DeviceBatch) -> Evaluated:
-        """The evaluation of samples that are not learned from; the model is in evaluation mode, and gradients are off.
+        """The evaluation of samples that are not learned from; the model is in evaluation mode, and
+        gradients are off.
 
-        The outputs are the mean over the views of each sample; the model is called for one view after the other.
+        The outputs are the mean over the views of each sample; the model is called for one view
+        after the other.
         """
         arrays = self.inputs.arrays(batch)
         added: list[torch.Tensor | float] = []  # of each view
@@ -172,13 +198,19 @@ class Forward:
             added.append(self._added_loss())
             return outputs
 
-        outputs = self._views.mean(arrays, evaluated, torch, axes=(2, 3))  # images are (n, C, H, W) here
+        outputs = self._views.mean(
+            arrays, evaluated, torch, axes=(2, 3)
+        )  # images are (n, C, H, W) here
         if not batch.samples:
             return Evaluated(outputs, zero_sums(self.task.sums))
-        return Evaluated(outputs, self._losses(outputs, batch, training=False, added=sum(added) / len(added)).sums)
+        return Evaluated(
+            outputs,
+            self._losses(outputs, batch, training=False, added=sum(added) / len(added)).sums,
+        )
 
     def _evaluated(self, arrays: Mapping[str, torch.Tensor]) -> Any:
-        """The model's outputs; of no samples an input, after what the collectives of the others wait for."""
+        """The model's outputs; of no samples an input, after what the collectives of the others
+        wait for."""
         inputs = self._part.inputs(arrays)
         x = any_of(inputs)
         with self.precision.autocast(x.device):
@@ -190,10 +222,15 @@ class Forward:
                 call(self._evaluation, inputs)
         return in_type(outputs, self.precision.weights) if len(x) else x
 
-    def _losses(self, outputs: Any, batch: DeviceBatch, training: bool, added: torch.Tensor | float = 0.0) -> Losses:
-        """added: what the model adds to the mean loss of its samples, which counts by their share of the global batch."""
+    def _losses(
+        self, outputs: Any, batch: DeviceBatch, training: bool, added: torch.Tensor | float = 0.0
+    ) -> Losses:
+        """added: what the model adds to the mean loss of its samples, which counts by their share
+        of the global batch."""
         each = self._part.each(outputs, batch.arrays, training)
-        terms = {name: term.detach().sum(0, dtype=torch.float64) for name, term in each.terms.items()}
+        terms = {
+            name: term.detach().sum(0, dtype=torch.float64) for name, term in each.terms.items()
+        }
         total = (each.loss * batch.arrays["w"] if "w" in batch.arrays else each.loss).sum()
         loss = each.loss.detach().double().sum()
         if isinstance(added, torch.Tensor):
@@ -226,16 +263,20 @@ def continue_sequences(
     first: int = 0,
     before_each: Callable[[], None] = lambda: None,
 ) -> torch.Tensor:
-    """Prompts, int64 (n, m) with m >= 1, continued to int64 (n, length) by tokens 0 ... tokens - 1; the model is in evaluation mode.
+    """Prompts, int64 (n, m) with m >= 1, continued to int64 (n, length) by tokens 0 ... tokens - 1;
+    the model is in evaluation mode.
 
-    Each is drawn from softmax(logits / temperature); with temperature 0 the most probable one is taken. The random number of position t of
-    sequence i is fold(seed, first + i, t): a sequence does not depend on the batch that it is drawn in, up to rounding of the logits.
-    Beyond the context the model reads the second half of its context again, and goes on from there. before_each() is called before each
-    position.
+    Each is drawn from softmax(logits / temperature); with temperature 0 the most probable one is
+    taken. The random number of position t of sequence i is fold(seed, first + i, t): a sequence
+    does not depend on the batch that it is drawn in, up to rounding of the logits. Beyond the
+    context the model reads the second half of its context again, and goes on from there.
+    before_each() is called before each position.
     """
     n = len(prompts)
     found = torch.cat([prompts, prompts.new_zeros(n, length - prompts.shape[1])], 1)
-    numbers = torch.from_numpy(sampling_numbers(seed, first + np.arange(n), np.arange(length))).to(prompts.device)  # (n, length)
+    numbers = torch.from_numpy(sampling_numbers(seed, first + np.arange(n), np.arange(length))).to(
+        prompts.device
+    )  # (n, length)
     # the cache has positions begin ... read - 1
     cache = model.empty_cache()
     begin = 0
@@ -247,7 +288,9 @@ def continue_sequences(
         if at - begin > model.context:
             begin = read = at - max(1, model.context // 2)
             cache = model.empty_cache()
-        logits = whole_logits(model(found[:, read:at], cache))[:, -1, :tokens].double()  # (n, tokens)
+        logits = whole_logits(model(found[:, read:at], cache))[
+            :, -1, :tokens
+        ].double()  # (n, tokens)
         read = at
         found[:, at] = _draw(logits, temperature, numbers[:, at])
     return found

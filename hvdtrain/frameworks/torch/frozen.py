@@ -1,4 +1,5 @@
-"""Which weights of a torch model are trained: model.freeze, model.thaw, and what model.lora leaves beside its adapters."""
+"""Which weights of a torch model are trained: model.freeze, model.thaw, and what model.lora leaves
+beside its adapters."""
 
 from __future__ import annotations
 
@@ -23,22 +24,30 @@ _SHOWN = 6  # names in a line
 
 
 def freeze(model: nn.Module, config: ModelConfig) -> None:
-    """No gradient for frozen weights that model.thaw does not have, and running statistics that stay as they are.
+    """No gradient for frozen weights that model.thaw does not have, and running statistics that
+    stay as they are.
 
-    Frozen is what model.freeze fits, and with model.lora all but the adapters, model.lora_train and model.weights_skip. An array with
-    several names is frozen by any of them. Raises UserError where a pattern fits nothing, or changes nothing.
+    Frozen is what model.freeze fits, and with model.lora all but the adapters, model.lora_train and
+    model.weights_skip. An array with several names is frozen by any of them. Raises UserError where
+    a pattern fits nothing, or changes nothing.
     """
     ties = ties_of(model)
     adapted = _adapted_names(model)
     names = [name for name in all_names(model) if not (config.lora and is_adapter(name))]
-    _check_fits("model.freeze", config.freeze, names, "no weight of the model", config.where("freeze"))
+    _check_fits(
+        "model.freeze", config.freeze, names, "no weight of the model", config.where("freeze")
+    )
     frozen = ties.spread(_fitting(names, config.freeze))
     if config.lora:
         _check_trained(config, names, frozen | adapted)
-        frozen |= set(names) - ties.spread(_fitting(names, [*config.lora_train, *config.weights_skip]))
+        frozen |= set(names) - ties.spread(
+            _fitting(names, [*config.lora_train, *config.weights_skip])
+        )
         frozen |= ties.spread(adapted)
     entries = [entry.names for entry in config.thaw]
-    _check_thaw(config, entries, [name for name in names if name in frozen and name not in adapted], ties)
+    _check_thaw(
+        config, entries, [name for name in names if name in frozen and name not in adapted], ties
+    )
 
     def stays(name: str) -> bool:
         return name in frozen and (name in adapted or number_of_entry(name, entries) is None)
@@ -47,21 +56,38 @@ def freeze(model: nn.Module, config: ModelConfig) -> None:
         if stays(name):
             p.requires_grad_(False)
     for name, module in model.named_modules():
-        if any(stays(f"{name}.{buffer}".removeprefix(".")) for buffer in RUNNING if buffer in module._buffers):
+        if any(
+            stays(f"{name}.{buffer}".removeprefix("."))
+            for buffer in RUNNING
+            if buffer in module._buffers
+        ):
             stay(module)
 
 
 def _adapted_names(model: nn.Module) -> set[str]:
     """Names of the own weights and biases of layers with an adapter."""
-    layers = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, LoraLinear)]
-    return {f"{name}.{own}".removeprefix(".") for name, layer in layers for own in ("weight", "bias") if getattr(layer, own) is not None}
+    layers = [
+        (name, module)
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, LoraLinear)
+    ]
+    return {
+        f"{name}.{own}".removeprefix(".")
+        for name, layer in layers
+        for own in ("weight", "bias")
+        if getattr(layer, own) is not None
+    }
 
 
 def _fitting(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
-    return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+    return [
+        name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    ]
 
 
-def _check_fits(key: str, patterns: Iterable[str], names: Sequence[str], what: str, where: str) -> None:
+def _check_fits(
+    key: str, patterns: Iterable[str], names: Sequence[str], what: str, where: str
+) -> None:
     """Raises UserError where a pattern fits none of these names; what: these, with their "no"."""
     for pattern in patterns:
         if not _fitting(names, [pattern]):
@@ -69,23 +95,44 @@ def _check_fits(key: str, patterns: Iterable[str], names: Sequence[str], what: s
 
 
 def _check_trained(config: ModelConfig, names: Sequence[str], frozen: Collection[str]) -> None:
-    """frozen: what model.freeze has, and layers with adapters. Raises UserError for what is to be trained, and is of these."""
+    """frozen: what model.freeze has, and layers with adapters. Raises UserError for what is to be
+    trained, and is of these."""
     free = [name for name in names if name not in frozen]
-    what = "no weight that could be trained: the rest is of model.freeze, or of layers with an adapter"
-    _check_fits("model.lora_train", config.lora_train, free or ["none"], what, config.where("lora_train"))
-    for name in _fitting((name for name in names if name not in free), config.weights_skip) if config.weights is not None else ():
+    what = (
+        "no weight that could be trained: the rest is of model.freeze, or of layers with an adapter"
+    )
+    _check_fits(
+        "model.lora_train", config.lora_train, free or ["none"], what, config.where("lora_train")
+    )
+    for name in (
+        _fitting((name for name in names if name not in free), config.weights_skip)
+        if config.weights is not None
+        else ()
+    ):
         layer = name.rpartition(".")[0]
-        what = f"model.weights_skip leaves {name} as it is drawn, and model.lora or model.freeze freezes it"
+        what = (
+            f"model.weights_skip leaves {name} as it is drawn, and model.lora or model.freeze "
+            "freezes it"
+        )
         raise UserError(
-            what, config.where("weights_skip"), f"leave {layer} out of model.lora and model.freeze: it is trained without an adapter"
+            what,
+            config.where("weights_skip"),
+            f"leave {layer} out of model.lora and model.freeze: it is trained without an adapter",
         )
 
 
-def _check_thaw(config: ModelConfig, entries: Sequence[Sequence[str]], frozen: Sequence[str], ties: Ties) -> None:
-    """Raises UserError where an entry of model.thaw has no frozen weight, or only those of entries before it."""
+def _check_thaw(
+    config: ModelConfig, entries: Sequence[Sequence[str]], frozen: Sequence[str], ties: Ties
+) -> None:
+    """Raises UserError where an entry of model.thaw has no frozen weight, or only those of entries
+    before it."""
     where = config.where("thaw")
     if entries and not frozen:
-        raise UserError(f"model.thaw: {short(entries[0][0])} fits no weight that model.freeze has", where, "model.freeze=[...] with it")
+        raise UserError(
+            f"model.thaw: {short(entries[0][0])} fits no weight that model.freeze has",
+            where,
+            "model.freeze=[...] with it",
+        )
     for number, patterns in enumerate(entries):
         _check_fits("model.thaw", patterns, frozen, "no weight that model.freeze has", where)
         if not any(number_of_entry(name, entries) == number for name in frozen):
@@ -107,7 +154,8 @@ def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def lines(model: nn.Module, config: ModelConfig) -> list[str]:
-    """Lines of the header: what is trained beside adapters, and arrays that a key has by one of their names."""
+    """Lines of the header: what is trained beside adapters, and arrays that a key has by one of
+    their names."""
     ties = ties_of(model)
     names = all_names(model)
     found = [
@@ -116,45 +164,73 @@ def lines(model: nn.Module, config: ModelConfig) -> list[str]:
     ]
     if not config.lora:
         return found
-    trained = [name for name, p in model.named_parameters() if p.requires_grad and not is_adapter(name)]
+    trained = [
+        name for name, p in model.named_parameters() if p.requires_grad and not is_adapter(name)
+    ]
     layers = sum(isinstance(module, LoraLinear) for module in model.modules())
     beside = f", and {_some(trained)}" if trained else ""
-    first = f"model.lora: trained are the adapters of {layers} layers{beside}; all other weights and running statistics are frozen"
+    first = (
+        f"model.lora: trained are the adapters of {layers} layers{beside}; all other weights and "
+        "running statistics are frozen"
+    )
     drawn = config.weights is None and not config.given and not plugins.is_dotted(config.name)
-    return [first, *["model.lora without model.weights: what is frozen is as it was drawn"] * drawn, *found]
+    return [
+        first,
+        *["model.lora without model.weights: what is frozen is as it was drawn"] * drawn,
+        *found,
+    ]
 
 
 def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    return ", ".join(names[:_SHOWN]) + (
+        f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    )
 
 
 def all_names(model: nn.Module) -> list[str]:
     """Every name of every weight, then of every buffer."""
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
     return [name for name, _ in named]
 
 
 def ties_of(model: nn.Module) -> Ties:
     """Which names of weights and buffers are one tensor."""
     first: dict[int, str] = {}
-    named: list[tuple[str, torch.Tensor]] = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    named: list[tuple[str, torch.Tensor]] = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
     return Ties({name: first.setdefault(id(tensor), name) for name, tensor in named})
 
 
 def check_overlaps(model: nn.Module, where: str) -> None:
-    """Raises UserError where a weight has memory of another weight or of a buffer: an update of one would change the other."""
-    spans: dict[int, list[tuple[int, int, str]]] = {}  # of each storage: first byte, behind the last one, name
+    """Raises UserError where a weight has memory of another weight or of a buffer: an update of one
+    would change the other."""
+    spans: dict[
+        int, list[tuple[int, int, str]]
+    ] = {}  # of each storage: first byte, behind the last one, name
     buffers = {name for name, _ in model.named_buffers()}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if nn.parameter.is_lazy(tensor) or not tensor.numel() or tensor.layout is not torch.strided:
             continue
         first = int(tensor.storage_offset())
-        count = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        count = 1 + sum(
+            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
         span = (first * tensor.element_size(), int(first + count) * tensor.element_size(), name)
         spans.setdefault(tensor.untyped_storage()._cdata, []).append(span)
     for storage in map(sorted, spans.values()):
         for (_, end, name), (begin, _, other) in itertools.pairwise(storage):
             if begin < end and not {name, other} <= buffers:
-                what = f"{name} and {other} are two tensors with the same memory, so an update of one changes the other"
-                fix = "one nn.Parameter under both names, as in head.weight = embed.weight; of a part of it, a slice in forward()"
+                what = (
+                    f"{name} and {other} are two tensors with the same memory, so an update of "
+                    "one changes the other"
+                )
+                fix = (
+                    "one nn.Parameter under both names, as in head.weight = embed.weight; of a "
+                    "part of it, a slice in forward()"
+                )
                 raise UserError(what, where, fix)

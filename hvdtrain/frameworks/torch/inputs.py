@@ -1,4 +1,5 @@
-"""How a torch model's samples reach the device: copied ahead of need, or gathered from a data set that stays there."""
+"""How a torch model's samples reach the device: copied ahead of need, or gathered from a data set
+that stays there."""
 
 from __future__ import annotations
 
@@ -26,8 +27,9 @@ class DeviceBatch:
 
     samples: int
     weight: int  # of Task.weight()
-    # The fields of the samples, images as uint8 (n, C, H, W); and where they apply, (n,) each: "w" and "mixup_weight" in the model's number
-    # type, and the fields of the partners in a mixture, as "partner_y"
+    # The fields of the samples, images as uint8 (n, C, H, W); and where they apply, (n,) each: "w"
+    # and "mixup_weight" in the model's number type, and the fields of the partners in a mixture, as
+    # "partner_y"
     arrays: dict[str, torch.Tensor]
     copied: torch.cuda.Event | None = None  # the copy to a GPU is over
 
@@ -36,7 +38,8 @@ class DeviceBatch:
 
 
 def split_batch(batch: DeviceBatch, count: int) -> list[DeviceBatch]:
-    """Its samples in order, in `count` parts, of which some may be empty; their weight is not known."""
+    """Its samples in order, in `count` parts, of which some may be empty; their weight is not
+    known."""
     edges = [len(batch) * i // count for i in range(count + 1)]
     return [samples_of(batch, slice(start, stop)) for start, stop in itertools.pairwise(edges)]
 
@@ -44,53 +47,82 @@ def split_batch(batch: DeviceBatch, count: int) -> list[DeviceBatch]:
 def samples_of(batch: DeviceBatch, rows: slice) -> DeviceBatch:
     """Some of its samples, which may be none; their weight is not known."""
     arrays = {name: array[rows] for name, array in batch.arrays.items()}
-    return dataclasses.replace(batch, samples=len(range(batch.samples)[rows]), weight=0, arrays=arrays)
+    return dataclasses.replace(
+        batch, samples=len(range(batch.samples)[rows]), weight=0, arrays=arrays
+    )
 
 
 class Inputs:
-    """Inputs of one rank. to_device() may be called from other threads than the one that trains: on a GPU it has a stream of its own."""
+    """Inputs of one rank. to_device() may be called from other threads than the one that trains: on
+    a GPU it has a stream of its own."""
 
-    def __init__(self, task: Task, device: torch.device, dtype: torch.dtype, channels_last: bool) -> None:
+    def __init__(
+        self, task: Task, device: torch.device, dtype: torch.dtype, channels_last: bool
+    ) -> None:
         self.device = device
         self._task = task
         self._dtype = dtype
         self._channels_last = channels_last
-        self._images = {name for name, field in task.fields.items() if field.dtype == "uint8" and len(field.shape) == 3}
-        self._cached: dict[str, torch.Tensor] = {}  # by field, the whole training set; images are (n, H, W, C)
+        self._images = {
+            name
+            for name, field in task.fields.items()
+            if field.dtype == "uint8" and len(field.shape) == 3
+        }
+        self._cached: dict[
+            str, torch.Tensor
+        ] = {}  # by field, the whole training set; images are (n, H, W, C)
         self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def cache_on_device(self, source: Source, wanted: bool | None) -> bool:
-        """Whether the set is on the device from now on: as data.resident says, or where it takes at most SHARE of a GPU's free memory.
+        """Whether the set is on the device from now on: as data.resident says, or where it takes at
+        most SHARE of a GPU's free memory.
 
-        Raises UserError where it is wanted of a data set that is read sample by sample, or whose samples do not all weigh the same.
+        Raises UserError where it is wanted of a data set that is read sample by sample, or whose
+        samples do not all weigh the same.
         """
         whole = arrays_in_memory(source)
         arrays = None if whole is None else {name: whole[name] for name in self._task.fields}
         if wanted and arrays is None:
-            raise UserError("this data set is read sample by sample: it cannot stay on the device", "data.resident=true", "leave it out")
+            raise UserError(
+                "this data set is read sample by sample: it cannot stay on the device",
+                "data.resident=true",
+                "leave it out",
+            )
         if wanted and self._task.sample_weight is None:
-            what = "the host counts the tokens or labels of each batch: the data set cannot stay on the device alone"
+            what = (
+                "the host counts the tokens or labels of each batch: the data set cannot stay on "
+                "the device alone"
+            )
             raise UserError(what, "data.resident=true", "leave it out")
         if arrays is None or wanted is False or self._task.sample_weight is None:
             return False
         if wanted is None and not self._has_room(sum(array.nbytes for array in arrays.values())):
             return False
-        self._cached = {name: torch.from_numpy(np.array(array)).to(self.device) for name, array in arrays.items()}
+        self._cached = {
+            name: torch.from_numpy(np.array(array)).to(self.device)
+            for name, array in arrays.items()
+        }
         return True
 
     def to_device(self, batch: Batch) -> DeviceBatch:
         """The batch on the device, augmented by "augmentation" and "partner_augmentation".
 
-        With "indices" in the place of the fields the samples come from the cached set, with "partner_indices" their partners in a mixture.
+        With "indices" in the place of the fields the samples come from the cached set, with
+        "partner_indices" their partners in a mixture.
         """
         if self._copy_stream is None:
             return self._device_batch(batch)
-        torch.cuda.set_device(self.device)  # of a thread of its own it is GPU 0, where leaving the stream would open a context
+        torch.cuda.set_device(
+            self.device
+        )  # of a thread of its own it is GPU 0, where leaving the stream would open a context
         with torch.cuda.stream(self._copy_stream):
-            return dataclasses.replace(self._device_batch(batch), copied=self._copy_stream.record_event())
+            return dataclasses.replace(
+                self._device_batch(batch), copied=self._copy_stream.record_event()
+            )
 
     def arrays(self, batch: DeviceBatch) -> dict[str, torch.Tensor]:
-        """The batch's arrays, on the stream that trains: it waits for the copy, not the host; their memory stays until it has read it."""
+        """The batch's arrays, on the stream that trains: it waits for the copy, not the host; their
+        memory stays until it has read it."""
         if batch.copied is not None:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(batch.copied)
@@ -102,10 +134,17 @@ class Inputs:
         """Samples of zeros that are all real, in memory as to_device() leaves them."""
         fields = self._task.fields.items()
         arrays = {
-            name: torch.full((samples, *field.shape), field.is_mask, dtype=getattr(torch, field.dtype), device=self.device)
+            name: torch.full(
+                (samples, *field.shape),
+                field.is_mask,
+                dtype=getattr(torch, field.dtype),
+                device=self.device,
+            )
             for name, field in fields
         }
-        arrays = self._contiguous({name: self._in_order(name, tensor) for name, tensor in arrays.items()})
+        arrays = self._contiguous(
+            {name: self._in_order(name, tensor) for name, tensor in arrays.items()}
+        )
         return DeviceBatch(samples, samples * (self._task.sample_weight or 1), arrays)
 
     def _device_batch(self, batch: Batch) -> DeviceBatch:
@@ -116,14 +155,23 @@ class Inputs:
             arrays |= {"x": augment.augment_batch(augmentation | arrays)["x"]}
             arrays.pop("partner_x", None)
         arrays = self._contiguous(arrays)
-        arrays |= {name: self._copy(batch[name]).to(self._dtype) for name in ("w", "mixup_weight") if name in batch}
+        arrays |= {
+            name: self._copy(batch[name]).to(self._dtype)
+            for name in ("w", "mixup_weight")
+            if name in batch
+        }
         each = self._task.sample_weight
-        return DeviceBatch(samples, self._task.weight(batch) if each is None else samples * each, arrays)
+        return DeviceBatch(
+            samples, self._task.weight(batch) if each is None else samples * each, arrays
+        )
 
     def _copy_fields(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """The batch's fields, and those of the partners; images as uint8 (n, C, H, W) in channels_last order."""
+        """The batch's fields, and those of the partners; images as uint8 (n, C, H, W) in
+        channels_last order."""
         names = [f"{prefix}{name}" for prefix in ("", "partner_") for name in self._task.fields]
-        return {name: self._in_order(name, self._copy(batch[name])) for name in names if name in batch}
+        return {
+            name: self._in_order(name, self._copy(batch[name])) for name in names if name in batch
+        }
 
     def _gather_cached(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Tensors of the samples "indices" and "partner_indices" of the cached set."""
@@ -132,33 +180,52 @@ class Inputs:
             if indices in batch:
                 index = self._copy(batch[indices])
                 for name in self._task.fields:
-                    arrays[prefix + name] = self._in_order(name, self._cached[name].index_select(0, index))
+                    arrays[prefix + name] = self._in_order(
+                        name, self._cached[name].index_select(0, index)
+                    )
         return arrays
 
     def _in_order(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.permute(0, 3, 1, 2) if name.removeprefix("partner_") in self._images else tensor
+        return (
+            tensor.permute(0, 3, 1, 2) if name.removeprefix("partner_") in self._images else tensor
+        )
 
     def _contiguous(self, arrays: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Images in the order of their indices, where they are not to be in channels_last order."""
         if self._channels_last:
             return arrays
         # .contiguous() would leave one channel's strides as they are
-        return arrays | {name: arrays[name].clone(memory_format=torch.contiguous_format) for name in self._images}
+        return arrays | {
+            name: arrays[name].clone(memory_format=torch.contiguous_format) for name in self._images
+        }
 
     def _copy(self, array: np.ndarray) -> torch.Tensor:
         """A tensor of the array's numbers, which the caller does not use any more."""
         tensor = torch.from_numpy(array)
-        return tensor if self._copy_stream is None else tensor.pin_memory().to(self.device, non_blocking=True)
+        return (
+            tensor
+            if self._copy_stream is None
+            else tensor.pin_memory().to(self.device, non_blocking=True)
+        )
 
     def _has_room(self, size: int) -> bool:
-        return self.device.type == "cuda" and size <= SHARE * torch.cuda.mem_get_info(self.device)[0]
+        return (
+            self.device.type == "cuda" and size <= SHARE * torch.cuda.mem_get_info(self.device)[0]
+        )
 
 
-def use_channels_last(asked: bool | None, is_users_class: bool, model: torch.nn.Module, device: torch.device, sharded: bool) -> bool:
-    """Whether images come with their channels innermost: by default for all but a class of the user's own, which may view them flat.
+def use_channels_last(
+    asked: bool | None,
+    is_users_class: bool,
+    model: torch.nn.Module,
+    device: torch.device,
+    sharded: bool,
+) -> bool:
+    """Whether images come with their channels innermost: by default for all but a class of the
+    user's own, which may view them flat.
 
-    On a GPU the weights of convolutions are brought to that order too; a CPU's library keeps them in an order of its own, and the rows that
-    a rank has of a `sharded` model stay as they travel.
+    On a GPU the weights of convolutions are brought to that order too; a CPU's library keeps them
+    in an order of its own, and the rows that a rank has of a `sharded` model stay as they travel.
     """
     wanted = not is_users_class if asked is None else asked
     if wanted and device.type == "cuda" and not sharded:

@@ -1,4 +1,5 @@
-"""KerasModule: a keras.Model on Keras' torch backend as a torch module, whose weights have the names of framework=keras."""
+"""KerasModule: a keras.Model on Keras' torch backend as a torch module, whose weights have the
+names of framework=keras."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.keras import load_keras
-from hvdtrain.frameworks.keras_objects import added_loss, build_variables, check_and_describe, named_variables, users_object
+from hvdtrain.frameworks.keras_objects import (
+    added_loss,
+    build_variables,
+    check_and_describe,
+    named_variables,
+    users_object,
+)
 from hvdtrain.frameworks.torch.forward import AddsLoss
 from hvdtrain.tasks.inputs import transform_of
 from hvdtrain.tasks.several_inputs import transforms_of
@@ -33,28 +40,44 @@ def _number_type(config: Config) -> np.dtype[Any]:
 
 
 def as_module(model: Any, config: Config, task: Task) -> Any:
-    """A model of Keras as a torch module; anything else as it is. Raises UserError for one of another backend."""
+    """A model of Keras as a torch module; anything else as it is. Raises UserError for one of
+    another backend."""
     keras = sys.modules.get("keras")
     if keras is None or not isinstance(model, keras.Model):
         return model
     where = config.where("model.name")
     if keras.backend.backend() != "torch":
-        what = f"the model is of Keras on {keras.backend.backend()}, and framework=torch trains models of torch"
+        what = (
+            f"the model is of Keras on {keras.backend.backend()}, and framework=torch trains "
+            "models of torch"
+        )
         raise UserError(what, where, "KERAS_BACKEND=torch; or framework=keras")
     if config.shard.stage == 3:
         what = "shard.stage=3 gives the weights of a model other tensors, and Keras keeps its own"
         raise UserError(what, config.where("shard.stage"), "shard.stage=2")
     if config.optim.name == "muon":
-        what = "optim.name=muon takes the first axis of a matrix for its outputs, and in kernels of Keras it is the last one"
+        what = (
+            "optim.name=muon takes the first axis of a matrix for its outputs, and in kernels of "
+            "Keras it is the last one"
+        )
         raise UserError(what, config.where("optim.name"), "framework=keras, or another optim.name")
     wanted = _number_type(config).name
     load_keras(where, _number_type(config))  # its operations are of that type, too
     if wrong := {str(v.dtype) for v in model.trainable_variables} - {wanted}:
         what = f"the model has numbers of {', '.join(sorted(wrong))}, the job of {wanted}"
-        raise UserError(what, config.where("speed.precision"), f"keras.config.set_dtype_policy('{wanted}') before the model is made")
+        raise UserError(
+            what,
+            config.where("speed.precision"),
+            f"keras.config.set_dtype_policy('{wanted}') before the model is made",
+        )
     if (several := transforms_of(task)) is not None:
-        what = f"the job gives the model {', '.join(several.each)}, and a model of Keras is called with one x"
-        raise UserError(what, where, "one field x, or a module of torch whose forward() has these parameters")
+        what = (
+            f"the job gives the model {', '.join(several.each)}, and a model of Keras is called "
+            "with one x"
+        )
+        raise UserError(
+            what, where, "one field x, or a module of torch whose forward() has these parameters"
+        )
     transform = transform_of(task)
     is_of_images = transform is not None and transform.is_of_images
     notes = check_and_describe(users_object(model, config), where)
@@ -64,7 +87,8 @@ def as_module(model: Any, config: Config, task: Task) -> Any:
 
 
 def _refuse_constraints(model: Any, config: Config) -> None:
-    """Raises UserError where an update would not see a whole weight, or would not be one of all ranks."""
+    """Raises UserError where an update would not see a whole weight, or would not be one of all
+    ranks."""
     keys = {
         "shard.stage": bool(config.shard.stage),
         "servers.count": bool(config.servers.count),
@@ -72,8 +96,13 @@ def _refuse_constraints(model: Any, config: Config) -> None:
         "model.thaw": bool(config.model.thaw),
     }
     for key in (key for key, is_on in keys.items() if is_on):
-        if name := next((name for name, v in named_variables(model) if v.constraint is not None), None):
-            what = f"{name} of the model has a constraint, which needs the whole weight after each update on every rank, and {key} is set"
+        if name := next(
+            (name for name, v in named_variables(model) if v.constraint is not None), None
+        ):
+            what = (
+                f"{name} of the model has a constraint, which needs the whole weight after each "
+                f"update on every rank, and {key} is set"
+            )
             raise UserError(what, config.where(key), f"leave {key} out, or the constraint")
 
 
@@ -81,7 +110,8 @@ class KerasModule(AddsLoss):
     """Calls the model, whose variables' own tensors are its parameters and buffers."""
 
     def __init__(self, model: Any, is_of_images: bool, notes: list[str]) -> None:
-        """model: with its variables; is_of_images: it is called with (n, channels, height, width); notes: lines for the header."""
+        """model: with its variables; is_of_images: it is called with (n, channels, height, width);
+        notes: lines for the header."""
         super().__init__()
         self.notes = notes
         self._model: tuple[Any] = (model,)  # no submodule: its parameters have names of their own

@@ -1,4 +1,5 @@
-"""Layers: the arrangement of ranks that have one model together, in stages of its layers, parts of each layer, or both; costs of units."""
+"""Layers: the arrangement of ranks that have one model together, in stages of its layers, parts of
+each layer, or both; costs of units."""
 
 from __future__ import annotations
 
@@ -39,7 +40,14 @@ from hvdtrain.frameworks.torch.parallel.pipeline.schedule import UnitCost
 from hvdtrain.frameworks.torch.parallel.pipeline.stages import units_of
 from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, OnePass, Strategy
 from hvdtrain.frameworks.torch.parallel.tensor.layers import give_whole_logits
-from hvdtrain.frameworks.torch.parallel.tensor.plan import check_cut, cut_model, not_zeros, order_of_layers, outputs_of, plan_of
+from hvdtrain.frameworks.torch.parallel.tensor.plan import (
+    check_cut,
+    cut_model,
+    not_zeros,
+    order_of_layers,
+    outputs_of,
+    plan_of,
+)
 from hvdtrain.frameworks.torch.precision import pick_precision
 from hvdtrain.frameworks.torch.step import Passes
 from hvdtrain.tasks.task import Task
@@ -49,12 +57,17 @@ class Layers(Arrangement):
     """The arrangement of parallel.tensor and parallel.pipeline."""
 
     def cut(self) -> None:
-        """Raises UserError where the model says not how it is cut, or its parts would compute something else."""
+        """Raises UserError where the model says not how it is cut, or its parts would compute
+        something else."""
         config = self.making.config
         mesh = self.making.mesh
         self._cuts = dict[torch.nn.Parameter, Cut]()
         self.pipelined = None
-        plan = plan_of(self.model, config.where("parallel.tensor")) if config.parallel.tensor > 1 else {}
+        plan = (
+            plan_of(self.model, config.where("parallel.tensor"))
+            if config.parallel.tensor > 1
+            else {}
+        )
         first = self._first_units() if config.parallel.pipeline > 1 else []
         if self.making.planned is None:
             send_from_rank_0(self.model, mesh)
@@ -71,7 +84,9 @@ class Layers(Arrangement):
         x = not_zeros(only_one(making.example())) if has_numbers else None
         expected = outputs_of(model, x) if x is not None else None
         order: SameOrder = order_of_layers(making.config, making.mesh, making.device)
-        self._cuts = cut_model(model, plan, making.mesh.tensor, where, making.config.parallel.sequence, order)
+        self._cuts = cut_model(
+            model, plan, making.mesh.tensor, where, making.config.parallel.sequence, order
+        )
         model.register_forward_hook(lambda *_: order.end("end of the forward pass"))
         self.orders = [order]
         if making.given is not None:
@@ -91,20 +106,43 @@ class Layers(Arrangement):
             x = only_one(making.example(samples_of_pass(config, making.mesh.data.size)))
         autocast = making.precision.autocast
         world = making.mesh.world
-        return first_units(self.model, config, only_one(making.example()), lambda units: agreed_seconds(units, x, autocast, world))
+        return first_units(
+            self.model,
+            config,
+            only_one(making.example()),
+            lambda units: agreed_seconds(units, x, autocast, world),
+        )
 
     def _in_stages(self, first: list[int]) -> Pipelined:
         making = self.making
         if making.planned is not None:
             pipe: Any = making.mesh.pipe
-            pipe.messages.update(planned_forms(self.model, first, only_one(making.example()), making.precision.autocast))
-        return Pipelined(self.model, first, making.mesh.pipe, making.config, making.precision.autocast, making.device)
+            pipe.messages.update(
+                planned_forms(
+                    self.model, first, only_one(making.example()), making.precision.autocast
+                )
+            )
+        return Pipelined(
+            self.model,
+            first,
+            making.mesh.pipe,
+            making.config,
+            making.precision.autocast,
+            making.device,
+        )
 
     def strategy(self, named: NamedParameters, optimizer: torch.optim.Optimizer) -> Strategy:
         reduced = self.pipelined.updated(named) if self.pipelined else named
         within = super().strategy(reduced, optimizer)
         parameters = [p for _, p in named]
-        return Divided(within, self.making.mesh, parameters, self._cuts, self.pipelined, self.making.config.parallel.sequence)
+        return Divided(
+            within,
+            self.making.mesh,
+            parameters,
+            self._cuts,
+            self.pipelined,
+            self.making.config.parallel.sequence,
+        )
 
     def passes(self, strategy: Strategy, *of_passes: Any) -> Passes:
         if self.pipelined is None:
@@ -113,7 +151,8 @@ class Layers(Arrangement):
 
 
 class PipelinePasses(Passes):
-    """The passes of parallel.pipeline: all micro-batches of a step at once, of whose sums the last stage's rank has the numbers."""
+    """The passes of parallel.pipeline: all micro-batches of a step at once, of whose sums the last
+    stage's rank has the numbers."""
 
     def __init__(self, config: Config, *of_passes: Any, pipelined: Pipelined, mesh: Mesh) -> None:
         """of_passes: as Passes has them."""
@@ -152,7 +191,11 @@ class PipelinePasses(Passes):
 
     def predict(self, batch: DeviceBatch) -> Evaluated:
         what = "the outputs of a pipeline are on its last rank alone, and its samples too"
-        raise UserError(what, self._config.where("parallel.pipeline"), "predict with parallel.pipeline=1, as evaluate does")
+        raise UserError(
+            what,
+            self._config.where("parallel.pipeline"),
+            "predict with parallel.pipeline=1, as evaluate does",
+        )
 
     def read_waited(self) -> Waited:
         return self._pipelined.read_waited()
@@ -166,13 +209,17 @@ class PipelinePasses(Passes):
         if found is None or found.waits_for is None:
             return found
         apart = mesh.world.size // mesh.pipe.size  # of the ranks of a pipeline
-        return found._replace(waits_for=mesh.world.rank + (found.waits_for - mesh.pipe.rank) * apart)
+        return found._replace(
+            waits_for=mesh.world.rank + (found.waits_for - mesh.pipe.rank) * apart
+        )
 
 
 def unit_costs(config: Config, task: Task, samples: int) -> list[UnitCost]:
-    """Costs of the units of the job's model, with `samples` samples, in this process. Raises UserError for a model that a pipeline refuses.
+    """Costs of the units of the job's model, with `samples` samples, in this process. Raises
+    UserError for a model that a pipeline refuses.
 
-    Computes with as many threads as a rank has where all ranks that have the model share this machine.
+    Computes with as many threads as a rank has where all ranks that have the model share this
+    machine.
     """
     alone = SingleProcessCommunicator()
     threads = torch.get_num_threads()
@@ -189,7 +236,12 @@ def unit_costs(config: Config, task: Task, samples: int) -> list[UnitCost]:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, threads // config.parallel.ranks))
     try:
-        seconds = own_seconds(units, only_one(example(samples, config, task, like)), precision.autocast)
+        seconds = own_seconds(
+            units, only_one(example(samples, config, task, like)), precision.autocast
+        )
     finally:
         torch.set_num_threads(threads)
-    return [UnitCost(unit.name, flops, each) for unit, flops, each in zip(units, operations, seconds, strict=True)]
+    return [
+        UnitCost(unit.name, flops, each)
+        for unit, flops, each in zip(units, operations, seconds, strict=True)
+    ]

@@ -1,4 +1,5 @@
-"""The layout of a torch model over the ranks of a configuration: what each has of every layer, from the cuts that a job makes."""
+"""The layout of a torch model over the ranks of a configuration: what each has of every layer, from
+the cuts that a job makes."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class _Cut(NamedTuple):
 
 
 def layout(config: Config, task: Task, ranks: int) -> Layout:
-    """The layout of a job on so many ranks; nothing is trained. Raises UserError where the model cannot be cut so."""
+    """The layout of a job on so many ranks; nothing is trained. Raises UserError where the model
+    cannot be cut so."""
     parallel = config.parallel
     model = checked_model(config, task)
     like = torch.empty(0)
@@ -54,12 +56,17 @@ def layout(config: Config, task: Task, ranks: int) -> Layout:
     readers = ranks // parallel.ranks
     places = [coordinates(rank, readers, parallel.tensor) for rank in range(ranks)]
     groups = _alike(layers, stage_of, cuts)
-    rows = [_row(alike, cuts.get(alike[0].name), stage_of.get(alike[0].name, 0), config, places) for alike in groups.values()]
+    rows = [
+        _row(alike, cuts.get(alike[0].name), stage_of.get(alike[0].name, 0), config, places)
+        for alike in groups.values()
+    ]
     found = Layout(
         title=f"{config.model.name}: {', '.join(_ways(config, readers))} on {ranks} ranks",
         ranks=[place_of(rank, ranks, parallel) or f"data {rank}" for rank in range(ranks)],
         rows=rows,
-        together=[0 if parallel.dense != "none" else rank // parallel.tensor for rank in range(ranks)],
+        together=[
+            0 if parallel.dense != "none" else rank // parallel.tensor for rank in range(ranks)
+        ],
         updates=[_updated(rows, rank, place, config, readers) for rank, place in enumerate(places)],
         between_stages=between,
         gradients="",
@@ -91,7 +98,15 @@ def _layers(model: nn.Module, x: torch.Tensor) -> list[_Layer]:
             continue
         largest = max(own.values(), key=lambda p: p.numel())
         label = name or ", ".join(own)
-        found.append(_Layer(label, tuple(largest.shape), sum(p.nbytes for p in own.values()), largest.nbytes, *sent.get(module, (0, 0))))
+        found.append(
+            _Layer(
+                label,
+                tuple(largest.shape),
+                sum(p.nbytes for p in own.values()),
+                largest.nbytes,
+                *sent.get(module, (0, 0)),
+            )
+        )
     return found
 
 
@@ -113,9 +128,13 @@ def _tensor_cuts(model: nn.Module, config: Config, layers: list[_Layer]) -> dict
         inputs = shown_bytes(by_name[name].inputs)
         outputs = shown_bytes(by_name[name].outputs)
         if way.kind == "columns":
-            found[name] = _Cut("columns", f"backward: sum of gradients, {inputs} a sample", way.groups)
+            found[name] = _Cut(
+                "columns", f"backward: sum of gradients, {inputs} a sample", way.groups
+            )
         elif way.kind == "rows":
-            found[name] = _Cut("rows", f"forward: sum of outputs, {outputs} a sample", way.groups, axis=1)
+            found[name] = _Cut(
+                "rows", f"forward: sum of outputs, {outputs} a sample", way.groups, axis=1
+            )
         elif isinstance(model.get_submodule(name), nn.Embedding):
             found[name] = _Cut("rows", f"forward: sum of outputs, {outputs} a sample")
         else:
@@ -123,18 +142,35 @@ def _tensor_cuts(model: nn.Module, config: Config, layers: list[_Layer]) -> dict
     return found
 
 
-def _dense_cuts(model: nn.Module, config: Config, ranks: int, layers: list[_Layer]) -> dict[str, _Cut]:
+def _dense_cuts(
+    model: nn.Module, config: Config, ranks: int, layers: list[_Layer]
+) -> dict[str, _Cut]:
     """Cuts of the layers of the dense part, whose neurons are on all ranks."""
     if config.parallel.dense == "none":
         return {}
-    hybrid = HybridModel(model, PlannedCommunicator(ranks, frozenset()), config.parallel.dense, config.where("parallel.dense"))
+    hybrid = HybridModel(
+        model,
+        PlannedCommunicator(ranks, frozenset()),
+        config.parallel.dense,
+        config.where("parallel.dense"),
+    )
     of_cuts = hybrid.cuts()
-    names = list(dict.fromkeys(name.rpartition(".")[0] for name, p in model.named_parameters() if p in of_cuts))
+    names = list(
+        dict.fromkeys(
+            name.rpartition(".")[0] for name, p in model.named_parameters() if p in of_cuts
+        )
+    )
     by_name = {layer.name: layer for layer in layers}
     found = {}
     for number, name in enumerate(names):
-        rows = f"rows of all ranks, {shown_bytes(by_name[name].inputs)} a sample; " if not number else ""
-        found[name] = _Cut("columns", f"{rows}neurons of all ranks, {shown_bytes(by_name[name].outputs)} a sample")
+        rows = (
+            f"rows of all ranks, {shown_bytes(by_name[name].inputs)} a sample; "
+            if not number
+            else ""
+        )
+        found[name] = _Cut(
+            "columns", f"{rows}neurons of all ranks, {shown_bytes(by_name[name].outputs)} a sample"
+        )
     return found
 
 
@@ -159,10 +195,15 @@ def _stages(model: nn.Module, config: Config, task: Task) -> tuple[dict[str, int
     by_layer: dict[str, int] = {}
     for name, p in model.named_parameters():
         by_layer.setdefault(name.rpartition(".")[0] or name, stage_of[p])
-    return by_layer, f"activations, {shown_bytes(_bytes_of_sample(x))} a sample; their gradients come back"
+    return (
+        by_layer,
+        f"activations, {shown_bytes(_bytes_of_sample(x))} a sample; their gradients come back",
+    )
 
 
-def _alike(layers: list[_Layer], stage_of: dict[str, int], cuts: Mapping[str, _Cut]) -> dict[tuple[Any, ...], list[_Layer]]:
+def _alike(
+    layers: list[_Layer], stage_of: dict[str, int], cuts: Mapping[str, _Cut]
+) -> dict[tuple[Any, ...], list[_Layer]]:
     """Layers of blocks that are alike, of one stage, together: in the order of the first ones."""
     found: dict[tuple[Any, ...], list[_Layer]] = {}
     for layer in layers:
@@ -172,7 +213,9 @@ def _alike(layers: list[_Layer], stage_of: dict[str, int], cuts: Mapping[str, _C
     return found
 
 
-def _row(alike: list[_Layer], cut: _Cut | None, stage: int, config: Config, places: list[Coordinates]) -> LayoutRow:
+def _row(
+    alike: list[_Layer], cut: _Cut | None, stage: int, config: Config, places: list[Coordinates]
+) -> LayoutRow:
     parallel = config.parallel
     readers = len(places) // config.parallel.ranks
     way: Way = cut.way if cut else "rows" if config.shard.stage == 3 else "whole"
@@ -189,11 +232,24 @@ def _row(alike: list[_Layer], cut: _Cut | None, stage: int, config: Config, plac
             held.append(part if config.shard.stage < 3 else _within(part, place.data, readers))
     sent, count = (cut.sent, cut.groups) if cut else ("", 1)
     whole = sum(layer.bytes - layer.weight_bytes for layer in alike) if cut and cut.axis == 1 else 0
-    return LayoutRow(_name(alike), alike[0].shape, sum(layer.bytes for layer in alike), whole, way, count, held, sent, stage)
+    return LayoutRow(
+        _name(alike),
+        alike[0].shape,
+        sum(layer.bytes for layer in alike),
+        whole,
+        way,
+        count,
+        held,
+        sent,
+        stage,
+    )
 
 
-def _updated(rows: list[LayoutRow], rank: int, place: Coordinates, config: Config, readers: int) -> float:
-    """Bytes of weights of which a rank has the optimizer state: of those that a tensor group has whole its first rank."""
+def _updated(
+    rows: list[LayoutRow], rank: int, place: Coordinates, config: Config, readers: int
+) -> float:
+    """Bytes of weights of which a rank has the optimizer state: of those that a tensor group has
+    whole its first rank."""
     total = 0.0
     for row in rows:
         held = row.held[rank]
@@ -201,7 +257,9 @@ def _updated(rows: list[LayoutRow], rank: int, place: Coordinates, config: Confi
         if held is None or (not is_cut and place.tensor):
             continue
         shards = config.shard.stage in (1, 2) or (config.parallel.dense != "none" and not is_cut)
-        part = (row.bytes - row.whole_bytes) * (held.stop - held.start) + row.whole_bytes * (not place.tensor)
+        part = (row.bytes - row.whole_bytes) * (held.stop - held.start) + row.whole_bytes * (
+            not place.tensor
+        )
         total += part / (readers if shards else 1)
     return total
 
@@ -212,7 +270,9 @@ def _name(alike: list[_Layer]) -> str:
         return alike[0].name
     first = alike[0].name.split(".")
     last = alike[-1].name.split(".")
-    return ".".join(one if one == other else f"{one}-{other}" for one, other in zip(first, last, strict=True))
+    return ".".join(
+        one if one == other else f"{one}-{other}" for one, other in zip(first, last, strict=True)
+    )
 
 
 def _share(index: int, parts: int) -> Share:
@@ -247,10 +307,16 @@ def _gradients(config: Config, found: Layout, readers: int) -> str:
         sent = sum(row.bytes for row in found.rows if row.way == "whole")
     if config.shard.stage == 3:
         whole = sum(row.bytes for row in found.rows)
-        return f"weights gathered in each pass, gradients summed to their owners: {shown_bytes(whole)} each"
+        return (
+            "weights gathered in each pass, gradients summed to their owners: "
+            f"{shown_bytes(whole)} each"
+        )
     if config.shard.stage or config.parallel.dense != "none":
         return f"gradients summed to their owners, new weights sent back: {shown_bytes(sent)} each"
-    return f"gradients summed over the ranks of data: {'up to ' if config.parallel.pipeline > 1 else ''}{shown_bytes(sent)}"
+    return (
+        "gradients summed over the ranks of data: "
+        f"{'up to ' if config.parallel.pipeline > 1 else ''}{shown_bytes(sent)}"
+    )
 
 
 def _notes(config: Config) -> list[str]:

@@ -1,6 +1,7 @@
 """model.lora: low-rank adapters beside the frozen weights of linear layers.
 
-Source: Hu et al. 2021, arXiv:2106.09685, 4.1: W x + (alpha / rank) B A x, A drawn as torch draws a linear layer's weights, B zero.
+Source: Hu et al. 2021, arXiv:2106.09685, 4.1: W x + (alpha / rank) B A x, A drawn as torch draws a
+linear layer's weights, B zero.
 """
 
 from __future__ import annotations
@@ -28,20 +29,35 @@ class LoraLinear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = functional.linear(x, self.weight, self.bias)
         x = functional.dropout(x, self.lora_dropout, self.training) if self.lora_dropout else x
-        return y + self.lora_scale * functional.linear(functional.linear(x, self.lora_A), self.lora_B)
+        return y + self.lora_scale * functional.linear(
+            functional.linear(x, self.lora_A), self.lora_B
+        )
 
 
 def adapt(model: nn.Module, config: ModelConfig) -> None:
     """Gives each linear layer that model.lora fits an adapter, and freezes its weight and bias.
 
-    Raises UserError where a pattern fits none, or the weight of a layer is another layer's too: a merge would change both.
+    Raises UserError where a pattern fits none, or the weight of a layer is another layer's too: a
+    merge would change both.
     """
-    layers = {name: module for name, module in model.named_modules(remove_duplicate=False) if type(module) is nn.Linear}
+    layers = {
+        name: module
+        for name, module in model.named_modules(remove_duplicate=False)
+        if type(module) is nn.Linear
+    }
     for pattern in config.lora:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in layers):
             what = f"model.lora: {short(pattern)} fits no torch.nn.Linear of the model"
-            raise UserError(what, config.where("lora"), nearest(pattern, list(layers)) if layers else "a model with linear layers")
-    adapted = {name: layer for name, layer in layers.items() if any(fnmatch.fnmatchcase(name, pattern) for pattern in config.lora)}
+            raise UserError(
+                what,
+                config.where("lora"),
+                nearest(pattern, list(layers)) if layers else "a model with linear layers",
+            )
+    adapted = {
+        name: layer
+        for name, layer in layers.items()
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in config.lora)
+    }
     for name, layer in adapted.items():
         _check_weight(model, name, layer, config)
     for layer in dict.fromkeys(adapted.values()):  # a layer may have several names
@@ -49,16 +65,23 @@ def adapt(model: nn.Module, config: ModelConfig) -> None:
 
 
 def _check_weight(model: nn.Module, name: str, layer: nn.Linear, config: ModelConfig) -> None:
-    """Raises UserError where a layer's weight is tied to another module's, or is computed from other parameters."""
+    """Raises UserError where a layer's weight is tied to another module's, or is computed from
+    other parameters."""
     where = config.where("lora")
     if not isinstance(weight := layer._parameters.get("weight"), nn.Parameter):
-        what = f"model.lora: the weight of {name} is computed from other parameters, as weight_norm does"
+        what = (
+            f"model.lora: the weight of {name} is computed from other parameters, as weight_norm "
+            "does"
+        )
         raise UserError(what, where, "fewer names in model.lora, or the layer without it")
     for other_name, module in model.named_modules():
         for own, p in module._parameters.items():
             if p is weight and module is not layer:
                 other = f"{other_name}.{own}".removeprefix(".")
-                what = f"model.lora: {name}.weight is {other} too (tied weights), and an adapter merged into it would change both"
+                what = (
+                    f"model.lora: {name}.weight is {other} too (tied weights), and an adapter "
+                    "merged into it would change both"
+                )
                 untied = "model.tied=false of gpt, model.tie_word_embeddings=false of transformers"
                 fix = f"leave {name} out of model.lora; or a model that does not tie them: {untied}"
                 raise UserError(what, where, fix)
@@ -68,7 +91,10 @@ def _adapt(layer: nn.Linear, config: ModelConfig) -> None:
     weight = layer.weight
     rank = config.lora_rank
     if rank > min(weight.shape):
-        what = f"model.lora_rank={rank} is more than a layer of {weight.shape[1]} inputs and {weight.shape[0]} outputs has"
+        what = (
+            f"model.lora_rank={rank} is more than a layer of {weight.shape[1]} inputs and "
+            f"{weight.shape[0]} outputs has"
+        )
         raise UserError(what, config.where("lora_rank"), f"{min(weight.shape)} or less")
     layer.requires_grad_(False)
     layer.__class__ = LoraLinear
@@ -81,10 +107,16 @@ def _adapt(layer: nn.Linear, config: ModelConfig) -> None:
 
 
 def check_calls(model: nn.Module, inputs: Called, config: ModelConfig) -> None:
-    """Raises UserError where a forward pass takes the weight of an adapted layer without calling the layer."""
-    waiting = {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+    """Raises UserError where a forward pass takes the weight of an adapted layer without calling
+    the layer."""
+    waiting = {
+        name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)
+    }
     called: set[nn.Module] = set()
-    hooks = [module.register_forward_hook(lambda module, *_: called.add(module)) for module in waiting.values()]
+    hooks = [
+        module.register_forward_hook(lambda module, *_: called.add(module))
+        for module in waiting.values()
+    ]
     training = model.training
     try:
         with torch.no_grad():

@@ -1,4 +1,5 @@
-"""The torch model that model.name means, or a script gives; its norms and first weights; the check that it gives what the task needs."""
+"""The torch model that model.name means, or a script gives; its norms and first weights; the check
+that it gives what the task needs."""
 
 from __future__ import annotations
 
@@ -40,11 +41,14 @@ from hvdtrain.tasks.user_tasks import Measured, OwnLoss
 
 
 def normed_model(config: Config, task: Task, communicator: Communicator) -> torch.nn.Module:
-    """The model, with the norms of norm.kind, the classifier of model.classifier_std, and the blocks of model.recompute."""
+    """The model, with the norms of norm.kind, the classifier of model.classifier_std, and the
+    blocks of model.recompute."""
     model = build_model(config, task)
     if config.model.classifier_std is not None:
         outputs = task.sizes.get("outputs", task.sizes.get("vocabulary", 0))
-        init_classifier(model, outputs, config.model.classifier_std, config.where("model.classifier_std"))
+        init_classifier(
+            model, outputs, config.model.classifier_std, config.where("model.classifier_std")
+        )
     norm = config.norm
     model = use_norm(model, norm.kind, norm.ghost, norm.statistics, communicator)
     recompute_blocks(model, config.model.recompute, config.where("model.recompute"))
@@ -54,14 +58,23 @@ def normed_model(config: Config, task: Task, communicator: Communicator) -> torc
         _check_adapters(model, config, task)
     freeze(model, config.model)
     if not any(p.requires_grad for p in model.parameters()):
-        raise UserError(f"model.freeze={list(config.model.freeze)} leaves nothing to train", config.where("model.freeze"), "fewer names")
+        raise UserError(
+            f"model.freeze={list(config.model.freeze)} leaves nothing to train",
+            config.where("model.freeze"),
+            "fewer names",
+        )
     return model
 
 
 def _check_adapters(model: nn.Module, config: Config, task: Task) -> None:
-    """Raises UserError where one would do nothing. What else is wrong with the model is said where it is checked."""
+    """Raises UserError where one would do nothing. What else is wrong with the model is said where
+    it is checked."""
     try:
-        lora.check_calls(model, example(2, config, task, next(model.parameters()).detach().new_empty(0)), config.model)
+        lora.check_calls(
+            model,
+            example(2, config, task, next(model.parameters()).detach().new_empty(0)),
+            config.model,
+        )
     except UserError:
         raise
     except Exception:
@@ -69,36 +82,61 @@ def _check_adapters(model: nn.Module, config: Config, task: Task) -> None:
 
 
 def first_samples_of(model: torch.nn.Module) -> int:
-    """How many training samples model.begin_with(inputs) takes before the first step: its first_samples; 0 of a model without it."""
-    return int(getattr(model, "first_samples", 5000)) if callable(getattr(model, "begin_with", None)) else 0
+    """How many training samples model.begin_with(inputs) takes before the first step: its
+    first_samples; 0 of a model without it."""
+    return (
+        int(getattr(model, "first_samples", 5000))
+        if callable(getattr(model, "begin_with", None))
+        else 0
+    )
 
 
 def check_first_samples(model: torch.nn.Module, config: Config) -> None:
-    """Raises UserError where first_samples is no count, or rank 0 would have only a part of the weights that begin_with() computes."""
-    count = getattr(model, "first_samples", 1) if callable(getattr(model, "begin_with", None)) else 1
+    """Raises UserError where first_samples is no count, or rank 0 would have only a part of the
+    weights that begin_with() computes."""
+    count = (
+        getattr(model, "first_samples", 1) if callable(getattr(model, "begin_with", None)) else 1
+    )
     if not isinstance(count, int) or count < 1:
         what = f"first_samples of model.name={config.model.name} is {short(repr(count))}"
-        raise UserError(what, config.where("model.name"), "a whole number of training samples for begin_with(), 1 or more")
-    keys = {"shard.stage": config.shard.stage == 3, "parallel": config.parallel.cuts, "parallel.dense": config.parallel.dense != "none"}
+        raise UserError(
+            what,
+            config.where("model.name"),
+            "a whole number of training samples for begin_with(), 1 or more",
+        )
+    keys = {
+        "shard.stage": config.shard.stage == 3,
+        "parallel": config.parallel.cuts,
+        "parallel.dense": config.parallel.dense != "none",
+    }
     for key in (key for key, cuts in keys.items() if cuts and first_samples_of(model)):
         what = f"begin_with() of model.name={config.model.name} needs whole weights on rank 0"
-        raise UserError(what, config.where(key) if "." in key else key, f"leave {key} out, or shard.stage=2")
+        raise UserError(
+            what, config.where(key) if "." in key else key, f"leave {key} out, or shard.stage=2"
+        )
 
 
 class MasksWithGaps(TorchDispatchMode):
-    """Answers whether a mask without numbers is true everywhere, as libraries ask to leave it out: no, which takes the most memory."""
+    """Answers whether a mask without numbers is true everywhere, as libraries ask to leave it out:
+    no, which takes the most memory."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_asked = func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool
+        is_asked = (
+            func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool
+        )
         if is_asked and (args[0].is_meta or isinstance(args[0], FakeTensor)):
             return False
         return func(*args, **(kwargs or {}))
 
 
-def check_outputs(model: torch.nn.Module, config: Config, task: Task, like: torch.Tensor | None = None) -> None:
-    """Raises UserError where a forward pass of two samples of zeros does not give what the task needs; with norm.kind=sync also of none.
+def check_outputs(
+    model: torch.nn.Module, config: Config, task: Task, like: torch.Tensor | None = None
+) -> None:
+    """Raises UserError where a forward pass of two samples of zeros does not give what the task
+    needs; with norm.kind=sync also of none.
 
-    like: has the device of the inputs and the number type of the weights; None: the model's first parameter.
+    like: has the device of the inputs and the number type of the weights; None: the model's first
+    parameter.
     """
     first = next(model.parameters()) if like is None else like
     where = config.where("model.name")
@@ -114,14 +152,27 @@ def check_outputs(model: torch.nn.Module, config: Config, task: Task, like: torc
         except UserError:
             raise
         except Exception as error:
-            what = f"the model fails for {kind} {shapes_of(inputs)}: {type(error).__name__}: {error}"
-            fix = f"the model gets {_sizes(inputs)}" if count else "x.flatten(1) takes an empty batch, which norm.kind=sync may give a rank"
+            what = (
+                f"the model fails for {kind} {shapes_of(inputs)}: {type(error).__name__}: {error}"
+            )
+            fix = (
+                f"the model gets {_sizes(inputs)}"
+                if count
+                else "x.flatten(1) takes an empty batch, which norm.kind=sync may give a rank"
+            )
             raise UserError(what, f"{where}; {own_line(error)}", fix) from error
         found = first_of(whole_logits(outputs))  # a loss of the user's own may take several
         if not isinstance(found, torch.Tensor) or not task.fits(tuple(found.shape), count):
             shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
-            what = f"for {kind} {shapes_of(inputs)} the model gives {shape}, not {task.outputs(count)}"
-            raise UserError(what, where, f"end the model with outputs of that shape, for task.name={task.name}: {task.summary}")
+            what = (
+                f"for {kind} {shapes_of(inputs)} the model gives {shape}, not {task.outputs(count)}"
+            )
+            raise UserError(
+                what,
+                where,
+                f"end the model with outputs of that shape, for task.name={task.name}: "
+                f"{task.summary}",
+            )
         if first.device.type != "meta":  # shapes() has no numbers
             _check_loss(part, outputs, batch, config, task)
     if isinstance(task, (OwnLoss, Measured)) and first.device.type != "meta":
@@ -129,25 +180,43 @@ def check_outputs(model: torch.nn.Module, config: Config, task: Task, like: torc
 
 
 def _check_names(model: torch.nn.Module, part: Part, where: str) -> None:
-    """Raises UserError where forward() lacks a parameter of an input that a model has to take by its name."""
+    """Raises UserError where forward() lacks a parameter of an input that a model has to take by
+    its name."""
     names = getattr(part, "by_name", ())
     if not takes_by_name(model, names):
-        what = f"forward() of {type(model).__name__} has no parameters {' and '.join(names)}, and the job gives it these"
-        raise UserError(what, where, f"def forward(self, {', '.join(names)}), with regard to each; or model.name=gpt")
+        what = (
+            f"forward() of {type(model).__name__} has no parameters {' and '.join(names)}, and "
+            "the job gives it these"
+        )
+        raise UserError(
+            what,
+            where,
+            f"def forward(self, {', '.join(names)}), with regard to each; or model.name=gpt",
+        )
 
 
-def _check_functions(model: torch.nn.Module, part: Part, task: OwnLoss | Measured, like: torch.Tensor) -> None:
-    """Raises UserError where a function of the user's own gives for a sample what depends on others."""
+def _check_functions(
+    model: torch.nn.Module, part: Part, task: OwnLoss | Measured, like: torch.Tensor
+) -> None:
+    """Raises UserError where a function of the user's own gives for a sample what depends on
+    others."""
     batch = {}
     for name, field in task.fields.items():
         tensor = torch.from_numpy(task.examples[name]).to(like.device)
-        batch[name] = tensor.permute(0, 3, 1, 2) if field.dtype == "uint8" and len(field.shape) == 3 else tensor
+        batch[name] = (
+            tensor.permute(0, 3, 1, 2)
+            if field.dtype == "uint8" and len(field.shape) == 3
+            else tensor
+        )
     with torch.no_grad():
         check_alone(part, call(model.eval(), part.inputs(batch)), batch)
 
 
-def _check_loss(part: Part, outputs: Any, batch: dict[str, torch.Tensor], config: Config, task: Task) -> None:
-    """Raises UserError where the task's loss fails for these outputs, or is not one of each sample."""
+def _check_loss(
+    part: Part, outputs: Any, batch: dict[str, torch.Tensor], config: Config, task: Task
+) -> None:
+    """Raises UserError where the task's loss fails for these outputs, or is not one of each
+    sample."""
     where = config.where("task.name")
     try:
         with torch.enable_grad():  # the outputs have none: a gradient is that of something else
@@ -155,15 +224,26 @@ def _check_loss(part: Part, outputs: Any, batch: dict[str, torch.Tensor], config
     except UserError:
         raise
     except Exception as error:
-        what = f"the loss of task.name={task.name} fails for what the model gives: {type(error).__name__}: {error}"
-        raise UserError(what, f"{where}; {own_line(error)}", "another model, or another task.name") from error
+        what = (
+            f"the loss of task.name={task.name} fails for what the model gives: "
+            f"{type(error).__name__}: {error}"
+        )
+        raise UserError(
+            what, f"{where}; {own_line(error)}", "another model, or another task.name"
+        ) from error
     if wrong := wrong_shapes(task, each, len(next(iter(batch.values())))):
-        raise UserError(f"each() of task.name={task.name} {wrong}", where, "docs/tasks.md has an example")
+        raise UserError(
+            f"each() of task.name={task.name} {wrong}", where, "docs/tasks.md has an example"
+        )
     if isinstance(each.loss, torch.Tensor) and each.loss.requires_grad:
         what = (
-            "the loss has a gradient for other tensors than the outputs: parameters of its own, or of the script's model, of which a copy "
+            "the loss has a gradient for other tensors than the outputs: parameters of its own, "
+            "or of the script's model, of which a copy "
         )
-        fix = "parameters of the model, from which it makes the outputs; optim.weight_decay for a penalty of weights"
+        fix = (
+            "parameters of the model, from which it makes the outputs; optim.weight_decay for a "
+            "penalty of weights"
+        )
         raise UserError(f"{what}is trained", where, fix)
 
 
@@ -171,93 +251,143 @@ def _sizes(inputs: Called) -> str:
     """(n, 1, 8, 8): n images of 1 channel and 8x8 pixels; x.flatten(1) is (n, 64)"""
     if not isinstance(inputs, torch.Tensor):
         return ", ".join(
-            f"{name} {str(each.dtype).removeprefix('torch.')} (n{''.join(f', {size}' for size in each.shape[1:])})"
+            f"{name} {str(each.dtype).removeprefix('torch.')} "
+            f"(n{''.join(f', {size}' for size in each.shape[1:])})"
             for name, each in inputs.items()
         )
     sizes = f"(n, {', '.join(map(str, inputs.shape[1:]))})"
     if inputs.dtype == torch.int64:
-        return f"{sizes} of int64, as the data have them; for floats x.float() in forward(), floats in the data, or task.standardize=true"
+        return (
+            f"{sizes} of int64, as the data have them; for floats x.float() in forward(), floats "
+            "in the data, or task.standardize=true"
+        )
     if inputs.ndim != 4:
         return f"{sizes} of {str(inputs.dtype).removeprefix('torch.')}"
     _, channels, height, width = inputs.shape
-    return f"{sizes}: n images of {channels} channels and {height}x{width} pixels; x.flatten(1) is (n, {channels * height * width})"
+    return (
+        f"{sizes}: n images of {channels} channels and {height}x{width} pixels; x.flatten(1) is "
+        f"(n, {channels * height * width})"
+    )
 
 
 def example(count: int, config: Config, task: Task, like: torch.Tensor) -> Called:
-    """What the model is called with for `count` samples of zeros, on the device and in the number type of `like`."""
-    inputs: Called = part_of(task, "torch", config, Place(like.dtype, like.device)).inputs(zeros(count, task, like))
+    """What the model is called with for `count` samples of zeros, on the device and in the number
+    type of `like`."""
+    inputs: Called = part_of(task, "torch", config, Place(like.dtype, like.device)).inputs(
+        zeros(count, task, like)
+    )
     return inputs
 
 
 def zeros(count: int, task: Task, like: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The fields of `count` samples of zeros that are all real, images as (n, C, H, W), on the device of `like`."""
+    """The fields of `count` samples of zeros that are all real, images as (n, C, H, W), on the
+    device of `like`."""
     batch = {}
     for name, field in task.fields.items():
         is_image = field.dtype == "uint8" and len(field.shape) == 3
         shape = (field.shape[2], *field.shape[:2]) if is_image else field.shape
-        batch[name] = torch.full((count, *shape), field.is_mask, dtype=getattr(torch, field.dtype), device=like.device)
+        batch[name] = torch.full(
+            (count, *shape), field.is_mask, dtype=getattr(torch, field.dtype), device=like.device
+        )
     return batch
 
 
 def build_model(config: Config, task: Task) -> torch.nn.Module:
-    """A plugin of torch/models/ by name, or the user's own package.module:Class. Raises UserError where it is not a model to train."""
+    """A plugin of torch/models/ by name, or the user's own package.module:Class. Raises UserError
+    where it is not a model to train."""
     name = config.model.name
     where = config.where("model.name")
     try:
         with watched(config), counted(most_bytes()):
             set_number_type(config)
-            model: torch.nn.Module = as_module(by_name.build_model(config, task, "frameworks/torch/models"), config, task)
+            model: torch.nn.Module = as_module(
+                by_name.build_model(config, task, "frameworks/torch/models"), config, task
+            )
     except TooLarge as error:
-        raise UserError(f"{name} has {error}", where, "fewer or smaller layers; shard.stage=3 gives each rank a part of them") from None
+        raise UserError(
+            f"{name} has {error}",
+            where,
+            "fewer or smaller layers; shard.stage=3 gives each rank a part of them",
+        ) from None
     if not isinstance(model, torch.nn.Module):
         raise UserError(
-            f"{name} gave a {type(model).__name__}, not a torch.nn.Module", where, "give a class of modules, or another framework="
+            f"{name} gave a {type(model).__name__}, not a torch.nn.Module",
+            where,
+            "give a class of modules, or another framework=",
         )
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        what = f"the model is wrapped in {type(model).__name__}, and hvdtrain divides samples and reduces gradients itself"
+        what = (
+            f"the model is wrapped in {type(model).__name__}, and hvdtrain divides samples and "
+            "reduces gradients itself"
+        )
         raise UserError(what, where, "the model inside of it: model.module")
     _refuse_hooks_on_parts(model, config)
     without_past(model)
     if not any(p.requires_grad for p in model.parameters()):
-        raise UserError(f"{name} has no parameter to train", where, "give a model with parameters that require a gradient")
+        raise UserError(
+            f"{name} has no parameter to train",
+            where,
+            "give a model with parameters that require a gradient",
+        )
     return model
 
 
 def checked_model(config: Config, task: Task) -> torch.nn.Module:
     """The model of one rank; a user's own class is checked by a forward pass."""
     model = normed_model(config, task, SingleProcessCommunicator())
-    if plugins.is_dotted(config.model.name):  # the plugins fit every task; lazy layers of a user's get their shapes here
+    if plugins.is_dotted(
+        config.model.name
+    ):  # the plugins fit every task; lazy layers of a user's get their shapes here
         check_outputs(model, config, task)
     return model
 
 
 def init_classifier(model: nn.Module, classes: int, std: float, where: str) -> None:
-    """Draws the weights of the last linear layer with `classes` outputs from N(0, std^2), and sets its bias to 0.
+    """Draws the weights of the last linear layer with `classes` outputs from N(0, std^2), and sets
+    its bias to 0.
 
-    Goyal 2017, arXiv:1706.02677, 5.1: std 0.01. Last is by the order in which the model's layers were made.
+    Goyal 2017, arXiv:1706.02677, 5.1: std 0.01. Last is by the order in which the model's layers
+    were made.
 
     Raises UserError where the model has no such layer.
     """
-    layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear) and layer.out_features == classes]
+    layers = [
+        layer
+        for layer in model.modules()
+        if isinstance(layer, nn.Linear) and layer.out_features == classes
+    ]
     if not layers:
-        what = f"{type(model).__name__} has no linear layer with {classes} outputs, one for each class"
-        raise UserError(what, where, "leave model.classifier_std out, or end the model with an nn.Linear")
+        what = (
+            f"{type(model).__name__} has no linear layer with {classes} outputs, one for each class"
+        )
+        raise UserError(
+            what, where, "leave model.classifier_std out, or end the model with an nn.Linear"
+        )
     nn.init.normal_(layers[-1].weight, std=std)
     if layers[-1].bias is not None:
         nn.init.zeros_(layers[-1].bias)
 
 
 def recompute_blocks(model: nn.Module, which: Literal["none", "all"] | int, where: str) -> None:
-    """Makes blocks of the model's `blocks` recompute: all, or the N-th, 2 N-th, ... Names of parameters and buffers stay as they are.
+    """Makes blocks of the model's `blocks` recompute: all, or the N-th, 2 N-th, ... Names of
+    parameters and buffers stay as they are.
 
-    Dropout has the same mask again, and buffers change once (Chen et al. 2016, arXiv:1604.06174). Raises UserError without `blocks`.
+    Dropout has the same mask again, and buffers change once (Chen et al. 2016, arXiv:1604.06174).
+    Raises UserError without `blocks`.
     """
     if which == "none":
         return
     blocks = list(getattr(model, "blocks", ()))
     if not all(isinstance(block, nn.Module) for block in blocks) or not blocks:
-        what = f"model.recompute={which} computes blocks again; {type(model).__name__} has no attribute `blocks` with its modules"
-        raise UserError(what, where, "model.recompute=none, or a model that has blocks: gpt, wide_resnet, resnet18 ...")
+        what = (
+            f"model.recompute={which} computes blocks again; {type(model).__name__} has no "
+            "attribute `blocks` with its modules"
+        )
+        raise UserError(
+            what,
+            where,
+            "model.recompute=none, or a model that has blocks: gpt, wide_resnet, resnet18 ...",
+        )
     every = 1 if which == "all" else which
     for block in blocks[every - 1 :: every]:
         block.forward = functools.partial(_recomputed, block, block.forward)
@@ -266,16 +396,25 @@ def recompute_blocks(model: nn.Module, which: Literal["none", "all"] | int, wher
 def _recomputed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not (block.training and is_grad_enabled()):
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=functools.partial(_contexts, block), **kwargs)
+    return checkpoint(
+        forward,
+        *args,
+        use_reentrant=False,
+        context_fn=functools.partial(_contexts, block),
+        **kwargs,
+    )
 
 
-def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _contexts(
+    block: nn.Module,
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """What the first computation and the second one run in."""
     return contextlib.nullcontext(), copied_buffers(block)
 
 
 def _copy_marks(original: nn.Parameter, p: nn.Parameter) -> None:
-    """Attributes that a script has set, and hooks of its gradient, which a copy of a parameter lacks."""
+    """Attributes that a script has set, and hooks of its gradient, which a copy of a parameter
+    lacks."""
     vars(p).update({name: value for name, value in vars(original).items() if name not in vars(p)})
     for hook in (original._backward_hooks or {}).values():
         p.register_hook(hook)
@@ -284,13 +423,21 @@ def _copy_marks(original: nn.Parameter, p: nn.Parameter) -> None:
 
 
 def _refuse_hooks_on_parts(model: nn.Module, config: Config) -> None:
-    """Raises UserError where parameters are replaced by their parts, without the hooks of their gradients."""
+    """Raises UserError where parameters are replaced by their parts, without the hooks of their
+    gradients."""
     key = "shard.stage" if config.shard.stage == 3 else "parallel"
     if (config.shard.stage == 3 or config.parallel.cuts) and (
         name := next((n for n, p in model.named_parameters() if p._backward_hooks), "")
     ):
-        what = f"{name} of the model has a hook of its gradient, and {key} gives each rank a part of it"
-        raise UserError(what, config.where(key) if "." in key else key, "shard.stage=2, or the hook in a module's backward pass")
+        what = (
+            f"{name} of the model has a hook of its gradient, and {key} gives each rank a part of "
+            "it"
+        )
+        raise UserError(
+            what,
+            config.where(key) if "." in key else key,
+            "shard.stage=2, or the hook in a module's backward pass",
+        )
 
 
 class Trained(Protocol):
@@ -303,7 +450,8 @@ class Trained(Protocol):
 
 
 class GivenModel:
-    """Makes the model of a job from one that a script gives: a copy is trained, whose weights become the script's model's at the end.
+    """Makes the model of a job from one that a script gives: a copy is trained, whose weights
+    become the script's model's at the end.
 
     The script's own stays as it is until take(): hooks, norms and parts of a job are the copy's.
     """
@@ -312,25 +460,34 @@ class GivenModel:
         self.model = model
 
     def __call__(self) -> torch.nn.Module:
-        """Raises UserError where the model cannot be copied, or two of its tensors have the same memory, as those of a copy would not."""
+        """Raises UserError where the model cannot be copied, or two of its tensors have the same
+        memory, as those of a copy would not."""
         check_overlaps(self.model, "hvdtrain.train(), model")
         try:
             found = copy.deepcopy(self.model)
         except Exception as error:
-            what = f"model={type(self.model).__name__} cannot be copied: {type(error).__name__}: {error}"
-            raise UserError(what, "hvdtrain.train(), model", "a class or function that makes the model") from error
+            what = (
+                f"model={type(self.model).__name__} cannot be copied: {type(error).__name__}: "
+                f"{error}"
+            )
+            raise UserError(
+                what, "hvdtrain.train(), model", "a class or function that makes the model"
+            ) from error
         for original, p in zip(self.model.parameters(), found.parameters(), strict=True):
             _copy_marks(original, p)
         return found
 
     def take(self, learner: Trained) -> None:
-        """Copies the learner's weights and buffers into the script's model, which keeps its device and number type. A collective."""
+        """Copies the learner's weights and buffers into the script's model, which keeps its device
+        and number type. A collective."""
         arrays = learner.weights()
         has_adapters = bool(learner.config.model.lora)
         if has_adapters:
             arrays = merged(arrays, learner.config.model.lora_scale)
         state = {
-            name: torch.from_numpy(arrays[name]) if name in arrays else value  # a module's extra state is no array
+            name: torch.from_numpy(arrays[name])
+            if name in arrays
+            else value  # a module's extra state is no array
             for name, value in learner.model.state_dict().items()
             if not (has_adapters and is_adapter(name))
         }

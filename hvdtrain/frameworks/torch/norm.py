@@ -1,4 +1,5 @@
-"""norm.kind: use_norm() replaces a model's batch norms, by ghost batch norms or by those over the samples of all ranks."""
+"""norm.kind: use_norm() replaces a model's batch norms, by ghost batch norms or by those over the
+samples of all ranks."""
 
 from __future__ import annotations
 
@@ -22,12 +23,17 @@ Kind = Literal["batch", "ghost", "sync"]
 Statistics = Literal["averaged", "sequential"]
 
 
-def use_norm(model: nn.Module, kind: Kind, ghost: int, statistics: Statistics, communicator: Communicator) -> nn.Module:
-    """Replaces BatchNorm1d, 2d, 3d and SyncBatchNorm layers, at any depth, by ghost or sync norms; with kind=batch by nothing.
+def use_norm(
+    model: nn.Module, kind: Kind, ghost: int, statistics: Statistics, communicator: Communicator
+) -> nn.Module:
+    """Replaces BatchNorm1d, 2d, 3d and SyncBatchNorm layers, at any depth, by ghost or sync norms;
+    with kind=batch by nothing.
 
-    In place, except for a model that is itself a norm. The new layers have the weights, buffers, settings and state_dict names of the old,
-    not their hooks. With ghost, call the model as model(batch, ...): its first input and its output have a row for each sample, in the
-    order of the batch. With sync, every rank calls it equally often, a rank without samples with an empty batch.
+    In place, except for a model that is itself a norm. The new layers have the weights, buffers,
+    settings and state_dict names of the old, not their hooks. With ghost, call the model as
+    model(batch, ...): its first input and its output have a row for each sample, in the order of
+    the batch. With sync, every rank calls it equally often, a rank without samples with an empty
+    batch.
 
     Raises UserError where the model has no such layer, or one that cannot be replaced.
     """
@@ -44,7 +50,11 @@ def use_norm(model: nn.Module, kind: Kind, ghost: int, statistics: Statistics, c
             else:
                 replacements[norm] = SyncBatchNorm(norm, communicator, name or "model", order)
     if not replacements:
-        raise UserError("the model has no batch norm layer whose statistics could be chosen", f"norm.kind={kind}", "norm.kind=batch")
+        raise UserError(
+            "the model has no batch norm layer whose statistics could be chosen",
+            f"norm.kind={kind}",
+            "norm.kind=batch",
+        )
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if child in replacements:
@@ -63,37 +73,60 @@ def check_replaceable(norm: _BatchNorm, name: str, kind: Kind) -> None:
     layer = f"{name or 'the model'} ({type(norm).__name__})"
     where = f"norm.kind={kind}"
     if isinstance(norm, LazyModuleMixin):
-        raise UserError(f"{layer} does not know its number of channels yet", where, "give it: nn.BatchNorm2d(64), not nn.LazyBatchNorm2d()")
+        raise UserError(
+            f"{layer} does not know its number of channels yet",
+            where,
+            "give it: nn.BatchNorm2d(64), not nn.LazyBatchNorm2d()",
+        )
     if type(norm).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
-        raise UserError(f"{layer} computes in its own way, which {kind} would drop", where, "norm.kind=batch, or torch's own BatchNorm")
+        raise UserError(
+            f"{layer} computes in its own way, which {kind} would drop",
+            where,
+            "norm.kind=batch, or torch's own BatchNorm",
+        )
 
 
 class GhostBatchNorm(_BatchNorm):
-    """Batch norm over each ghost of `ghosts.ghost` samples, a smaller last one by itself; with one ghost at most it is the plain one.
+    """Batch norm over each ghost of `ghosts.ghost` samples, a smaller last one by itself; with one
+    ghost at most it is the plain one.
 
-    (Hoffer 2017, arXiv:1705.08741, algorithm 1.) Sample i of a forward pass belongs to ghost i // g, and each ghost is normalised by
-    itself. A contiguous (n, C, L) tensor is, without a copy, one of (g, S C, L), which one plain kernel normalises; but its S ghosts are
-    then those of the samples i mod S. So the model's input is interleaved once, such that the samples of ghost s are at s, s + S,
-    s + 2 S, ..., and its output is put back in order. Hooks on the model do both: callers see the order of the batch.
+    (Hoffer 2017, arXiv:1705.08741, algorithm 1.) Sample i of a forward pass belongs to ghost i //
+    g, and each ghost is normalised by itself. A contiguous (n, C, L) tensor is, without a copy, one
+    of (g, S C, L), which one plain kernel normalises; but its S ghosts are then those of the
+    samples i mod S. So the model's input is interleaved once, such that the samples of ghost s are
+    at s, s + S, s + 2 S, ..., and its output is put back in order. Hooks on the model do both:
+    callers see the order of the batch.
 
-    Inside the model of use_norm ghosts are contiguous samples of the batch; a layer called without it takes the samples i mod S. A sample
-    may give several rows, (n T, C), if they lie together. Any memory format is right; channels_last costs a copy.
+    Inside the model of use_norm ghosts are contiguous samples of the batch; a layer called without
+    it takes the samples i mod S. A sample may give several rows, (n T, C), if they lie together.
+    Any memory format is right; channels_last costs a copy.
     """
 
     def __init__(self, norm: _BatchNorm, ghosts: Ghosts, statistics: Statistics) -> None:
-        super().__init__(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats, device="meta")
+        super().__init__(
+            norm.num_features,
+            norm.eps,
+            norm.momentum,
+            norm.affine,
+            norm.track_running_stats,
+            device="meta",
+        )
         take_over(self, norm)
         self.ghosts = ghosts
         self.statistics = statistics
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (n, C, ...), normalized. Raises UserError where the rows of x do not split evenly among the samples."""
+        """x (n, C, ...), normalized. Raises UserError where the rows of x do not split evenly among
+        the samples."""
         samples = self.ghosts.samples or len(x)
         ghost = self.ghosts.ghost
         if not self.training or samples <= ghost:
             return super().forward(x)
         if len(x) % samples:
-            what = f"a batch norm gets {len(x)} rows from {samples} samples, so it cannot be split into ghosts"
+            what = (
+                f"a batch norm gets {len(x)} rows from {samples} samples, so it cannot be split "
+                "into ghosts"
+            )
             raise UserError(what, "norm.kind=ghost", "norm.kind=sync or norm.kind=batch")
         rows = len(x) // samples
         full, rest = divmod(samples, ghost)  # ghosts, samples of a smaller last one
@@ -109,22 +142,45 @@ class GhostBatchNorm(_BatchNorm):
         update_running(self, means, variances, one_by_one=self.statistics == "sequential")
         return y
 
-    def _normalise(self, x: torch.Tensor, count: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x in `count` ghosts of equally many samples of `rows` rows; the mean and the unbiased variance of each ghost, (count, C)."""
+    def _normalise(
+        self, x: torch.Tensor, count: int, rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x in `count` ghosts of equally many samples of `rows` rows; the mean and the unbiased
+        variance of each ghost, (count, C)."""
         channels = self.num_features
         plane = math.prod(x.shape[2:])
-        if len(x) * plane == count:  # torch refuses such a batch too; here the batch may be large and only its last ghost too small
-            what = f"a ghost of {len(x) // rows // count} sample has one value per channel ({tuple(x.shape)}), and so no variance"
-            raise UserError(what, "norm.ghost", "a norm.ghost that divides the samples of a rank's forward pass, or leaves two over")
+        if len(x) * plane == count:
+            # torch refuses such a batch too; here the batch may be large and only its last ghost
+            # too small
+            what = (
+                f"a ghost of {len(x) // rows // count} sample has one value per channel "
+                f"({tuple(x.shape)}), and so no variance"
+            )
+            raise UserError(
+                what,
+                "norm.ghost",
+                "a norm.ghost that divides the samples of a rank's forward pass, or leaves two "
+                "over",
+            )
         x_ghosts = x.reshape(-1, count, rows, channels, plane).transpose(2, 3)  # (g, S, C, rows, L)
-        flat = x_ghosts.reshape(-1, count * channels, rows * plane)  # a view of x, if it is contiguous and rows is 1
-        like = x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32)) if self.running_mean is None else self.running_mean
+        flat = x_ghosts.reshape(
+            -1, count * channels, rows * plane
+        )  # a view of x, if it is contiguous and rows is 1
+        like = (
+            x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32))
+            if self.running_mean is None
+            else self.running_mean
+        )
         means = like.new_zeros(count * channels)
         variances = like.new_zeros(count * channels)
         weight, bias = (None if p is None else p.repeat(count) for p in (self.weight, self.bias))
-        y = functional.batch_norm(flat, means, variances, weight, bias, training=True, momentum=1.0, eps=self.eps)
+        y = functional.batch_norm(
+            flat, means, variances, weight, bias, training=True, momentum=1.0, eps=self.eps
+        )
         y = y.view(x_ghosts.shape).transpose(2, 3).contiguous()
-        y = torch.ops.aten._unsafe_view(y, x.shape)  # no view to autograd: ReLU in place on a view costs backward three copies
+        y = torch.ops.aten._unsafe_view(
+            y, x.shape
+        )  # no view to autograd: ReLU in place on a view costs backward three copies
         return y, means.view(count, channels), variances.view(count, channels)
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
@@ -132,12 +188,15 @@ class GhostBatchNorm(_BatchNorm):
 
 
 class Ghosts:
-    """The size of a ghost and of the present batch, which a model shares with all its norms; and the hooks that reorder samples."""
+    """The size of a ghost and of the present batch, which a model shares with all its norms; and
+    the hooks that reorder samples."""
 
     def __init__(self, ghost: int) -> None:
         self.ghost = ghost
         self.samples: int | None = (
-            None  # of the model's present forward pass, or of its last, which activation checkpointing repeats in backward
+            # of the model's present forward pass, or of its last, which activation checkpointing
+            # repeats in backward
+            None
         )
 
     def before_forward(self, model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -145,13 +204,16 @@ class Ghosts:
         self.samples = len(inputs[0])
         return (interleave(inputs[0], self.ghost), *inputs[1:]) if model.training else inputs
 
-    def after_forward(self, model: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+    def after_forward(
+        self, model: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor
+    ) -> torch.Tensor:
         """A forward hook: the output has a row for each sample."""
         return deinterleave(output, self.ghost) if model.training else output
 
 
 def interleave(x: torch.Tensor, ghost: int) -> torch.Tensor:
-    """The first sample of every full ghost, then the second of every full ghost, ...; those of a smaller last ghost stay last."""
+    """The first sample of every full ghost, then the second of every full ghost, ...; those of a
+    smaller last ghost stay last."""
     return _transpose_samples(x, len(x) // ghost, ghost)
 
 
@@ -161,7 +223,8 @@ def deinterleave(x: torch.Tensor, ghost: int) -> torch.Tensor:
 
 
 def _transpose_samples(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """The first rows * columns samples of (n, ...), a matrix in row-major order, in column-major order; the rest as it is."""
+    """The first rows * columns samples of (n, ...), a matrix in row-major order, in column-major
+    order; the rest as it is."""
     full = rows * columns
     if min(rows, columns) < 2:  # the order is the same
         return x
@@ -170,16 +233,27 @@ def _transpose_samples(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor
 
 
 class SyncBatchNorm(_BatchNorm):
-    """In training the batch is that of all ranks together, whose shares may differ and be empty; in evaluation it is the plain norm.
+    """In training the batch is that of all ranks together, whose shares may differ and be empty; in
+    evaluation it is the plain norm.
 
-    In training every rank must call it equally often, in the same order, and go backward through each call once if its input requires a
-    gradient: a rank without samples with an empty batch, (0, C, ...). Gradients of weight and bias are this rank's part of the sum.
-    Running statistics come out equal on all ranks, to the last bit. One value per channel over all ranks is torch's ValueError, and ranks
-    that come to different norms of `order` a UserError.
+    In training every rank must call it equally often, in the same order, and go backward through
+    each call once if its input requires a gradient: a rank without samples with an empty batch, (0,
+    C, ...). Gradients of weight and bias are this rank's part of the sum. Running statistics come
+    out equal on all ranks, to the last bit. One value per channel over all ranks is torch's
+    ValueError, and ranks that come to different norms of `order` a UserError.
     """
 
-    def __init__(self, norm: _BatchNorm, communicator: Communicator, layer: str, order: SameOrder) -> None:
-        super().__init__(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats, device="meta")
+    def __init__(
+        self, norm: _BatchNorm, communicator: Communicator, layer: str, order: SameOrder
+    ) -> None:
+        super().__init__(
+            norm.num_features,
+            norm.eps,
+            norm.momentum,
+            norm.affine,
+            norm.track_running_stats,
+            device="meta",
+        )
         take_over(self, norm)
         self.communicator = communicator
         self.layer = layer
@@ -190,29 +264,46 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(x)
         self.order.ask(f"forward pass of {self.layer}")
         total, mean, var = self._gather_statistics(x.detach())
-        update_running(self, mean.unsqueeze(0), (var * (total / (total - 1))).unsqueeze(0), one_by_one=False)
+        update_running(
+            self, mean.unsqueeze(0), (var * (total / (total - 1))).unsqueeze(0), one_by_one=False
+        )
         return _Normalise.apply(x, self.weight, self.bias, (total, mean, var), self)
 
-    def _gather_statistics(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Over all ranks: values per channel (1,), mean (C,) and biased variance (C,), by one collective of rows of equal length.
+    def _gather_statistics(
+        self, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Over all ranks: values per channel (1,), mean (C,) and biased variance (C,), by one
+        collective of rows of equal length.
 
-        The counts travel with the rest, so a host that uses a GPU waits for no device. Means and variances of parts combine without
-        cancellation (Chan, Golub, LeVeque 1979, eq. 2.1): sums of squares would not.
+        The counts travel with the rest, so a host that uses a GPU waits for no device. Means and
+        variances of parts combine without cancellation (Chan, Golub, LeVeque 1979, eq. 2.1): sums
+        of squares would not.
         """
         channels = self.num_features
         local = x.numel() // self.num_features
         ranks = self.communicator
-        rows = x.new_zeros((ranks.size, 1 + 2 * channels), dtype=torch.promote_types(x.dtype, torch.float32))
+        rows = x.new_zeros(
+            (ranks.size, 1 + 2 * channels), dtype=torch.promote_types(x.dtype, torch.float32)
+        )
         if local:
             mine = rows[ranks.rank]
             mine[0].fill_(local)
-            mine[1:] = torch.cat(torch.batch_norm_update_stats(x.to(rows.dtype), None, None, 1.0))  # mean, biased variance
-        handle = ranks.start_spread(rows.to(reduction_device(x.device, ranks)), f"sync_norm.{self.layer}.forward")
-        counts, means, variances = handle.wait().to(x.device).split([1, channels, channels], dim=1)  # (size, 1), (size, C), (size, C)
+            mine[1:] = torch.cat(
+                torch.batch_norm_update_stats(x.to(rows.dtype), None, None, 1.0)
+            )  # mean, biased variance
+        handle = ranks.start_spread(
+            rows.to(reduction_device(x.device, ranks)), f"sync_norm.{self.layer}.forward"
+        )
+        counts, means, variances = (
+            handle.wait().to(x.device).split([1, channels, channels], dim=1)
+        )  # (size, 1), (size, C), (size, C)
         total = counts.sum(0)
-        if local <= 1 and total <= 1:  # a larger batch needs no look at the total, for which the host waits
+        if (
+            local <= 1 and total <= 1
+        ):  # a larger batch needs no look at the total, for which the host waits
             raise ValueError(
-                f"Expected more than 1 value per channel when training, got input size {x.shape} and {int(total)} on all ranks"
+                f"Expected more than 1 value per channel when training, got input size {x.shape} "
+                f"and {int(total)} on all ranks"
             )
         share = counts / total
         mean = (share * means).sum(0)
@@ -223,10 +314,12 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Normalise(torch.autograd.Function):
-    """y = w xhat + b, xhat = (x - mean) / sqrt(var + eps), where mean and var depend on the x of every rank.
+    """y = w xhat + b, xhat = (x - mean) / sqrt(var + eps), where mean and var depend on the x of
+    every rank.
 
-    Backward, over all N values of a channel: dx = w / sqrt(var + eps) (dy - sum(dy) / N - xhat sum(dy xhat) / N)
-    (Ioffe and Szegedy 2015, arXiv:1502.03167, section 3). torch's kernel for fixed statistics gives the first term, and both sums.
+    Backward, over all N values of a channel: dx = w / sqrt(var + eps) (dy - sum(dy) / N - xhat
+    sum(dy xhat) / N) (Ioffe and Szegedy 2015, arXiv:1502.03167, section 3). torch's kernel for
+    fixed statistics gives the first term, and both sums.
     """
 
     @staticmethod
@@ -241,11 +334,17 @@ class _Normalise(torch.autograd.Function):
         total, mean, var = statistics
         ctx.norm = norm
         ctx.save_for_backward(x, weight, total, mean, var)
-        return functional.batch_norm(x, mean, var, weight, bias, eps=norm.eps) if len(x) else torch.empty_like(x)
+        return (
+            functional.batch_norm(x, mean, var, weight, bias, eps=norm.eps)
+            if len(x)
+            else torch.empty_like(x)
+        )
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None]:
+    def backward(
+        ctx: Any, dy: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None]:
         x, weight, total, mean, var = ctx.saved_tensors
         norm: SyncBatchNorm = ctx.norm
         dx = torch.empty_like(x)
@@ -253,29 +352,62 @@ class _Normalise(torch.autograd.Function):
         db = torch.zeros_like(mean)
         if len(x):
             fixed = torch.ops.aten.native_batch_norm_backward
-            dx, dw, db = fixed(dy.contiguous(), x, weight, mean, var, None, None, False, norm.eps, [True, True, True])
+            dx, dw, db = fixed(
+                dy.contiguous(),
+                x,
+                weight,
+                mean,
+                var,
+                None,
+                None,
+                False,
+                norm.eps,
+                [True, True, True],
+            )
         if ctx.needs_input_grad[0]:
             norm.order.ask(f"backward pass of {norm.layer}")
             sums = torch.cat([dw, db]).to(reduction_device(x.device, norm.communicator))
-            sums = norm.communicator.allreduce(sums, f"sync_norm.{norm.layer}.backward").to(x.device)
-            slope = (var + norm.eps).rsqrt() if weight is None else weight * (var + norm.eps).rsqrt()
+            sums = norm.communicator.allreduce(sums, f"sync_norm.{norm.layer}.backward").to(
+                x.device
+            )
+            slope = (
+                (var + norm.eps).rsqrt() if weight is None else weight * (var + norm.eps).rsqrt()
+            )
             dw_mean, db_mean = (sums / total).split(len(mean))
             if len(x):
-                dx = dx - functional.batch_norm(x, mean, var, slope * dw_mean, slope * db_mean, eps=norm.eps)
-        return dx, dw if ctx.needs_input_grad[1] else None, db if ctx.needs_input_grad[2] else None, None, None
+                dx = dx - functional.batch_norm(
+                    x, mean, var, slope * dw_mean, slope * db_mean, eps=norm.eps
+                )
+        return (
+            dx,
+            dw if ctx.needs_input_grad[1] else None,
+            db if ctx.needs_input_grad[2] else None,
+            None,
+            None,
+        )
 
 
 def order_of_norms(communicator: Communicator) -> SameOrder:
-    fix = "the same norms on every rank: with a weight of 0, or chosen by what all ranks have; or norm.kind=batch or ghost"
-    return SameOrder(communicator, communicator.rank, "norm.kind=sync", fix, lags="nccl" in communicator.features)
+    fix = (
+        "the same norms on every rank: with a weight of 0, or chosen by what all ranks have; or "
+        "norm.kind=batch or ghost"
+    )
+    return SameOrder(
+        communicator, communicator.rank, "norm.kind=sync", fix, lags="nccl" in communicator.features
+    )
 
 
 def orders_of_norms(model: torch.nn.Module) -> list[SameOrder]:
-    return list(dict.fromkeys(module.order for module in model.modules() if isinstance(module, SyncBatchNorm)))
+    return list(
+        dict.fromkeys(
+            module.order for module in model.modules() if isinstance(module, SyncBatchNorm)
+        )
+    )
 
 
 def end_forward(order: SameOrder, model: torch.nn.Module, inputs: Any, outputs: Any) -> None:
-    """A forward hook of the model: a rank with fewer norms goes on to collectives of another kind."""
+    """A forward hook of the model: a rank with fewer norms goes on to collectives of another
+    kind."""
     if model.training:
         order.end("end of the forward pass")
 
@@ -290,11 +422,14 @@ def take_over(new: _BatchNorm, old: _BatchNorm) -> None:
     new.training = old.training
 
 
-def update_running(norm: _BatchNorm, means: torch.Tensor, variances: torch.Tensor, one_by_one: bool) -> None:
-    """Moves the running statistics towards those of S batches, (S, C): by one update with their mean, or by one with each in order.
+def update_running(
+    norm: _BatchNorm, means: torch.Tensor, variances: torch.Tensor, one_by_one: bool
+) -> None:
+    """Moves the running statistics towards those of S batches, (S, C): by one update with their
+    mean, or by one with each in order.
 
-    One by one, batch s ends with the weight m (1 - m)^(S - 1 - s), and the old value with (1 - m)^S. momentum=None is the mean over all
-    updates until now, each of equal weight.
+    One by one, batch s ends with the weight m (1 - m)^(S - 1 - s), and the old value with (1 -
+    m)^S. momentum=None is the mean over all updates until now, each of equal weight.
     """
     if norm.running_mean is None or norm.running_var is None or norm.num_batches_tracked is None:
         return
@@ -302,14 +437,18 @@ def update_running(norm: _BatchNorm, means: torch.Tensor, variances: torch.Tenso
     norm.num_batches_tracked += updates
     keep: float | torch.Tensor
     if one_by_one and norm.momentum is not None:
-        later = torch.arange(updates - 1, -1, -1, dtype=means.dtype, device=means.device)  # updates after each
+        later = torch.arange(
+            updates - 1, -1, -1, dtype=means.dtype, device=means.device
+        )  # updates after each
         weights = norm.momentum * (1 - norm.momentum) ** later
         keep = (1 - norm.momentum) ** updates
     elif norm.momentum is not None:
         weights = means.new_full((len(means),), norm.momentum / len(means))
         keep = 1 - norm.momentum
     else:
-        share = updates / norm.num_batches_tracked.double()  # on the device, for which the host would have to wait
+        share = (
+            updates / norm.num_batches_tracked.double()
+        )  # on the device, for which the host would have to wait
         weights = (share / len(means)).to(means.dtype).expand(len(means))
         keep = 1 - share
     with torch.no_grad():

@@ -1,4 +1,5 @@
-"""What a torch model has that a job does not use: outputs that no loss takes, methods of other trainers, parameters without decay."""
+"""What a torch model has that a job does not use: outputs that no loss takes, methods of other
+trainers, parameters without decay."""
 
 from __future__ import annotations
 
@@ -22,17 +23,28 @@ _METHODS = ("training_step", "validation_step", "configure_optimizers")  # of Li
 _MOST = 4  # names in a line
 
 
-def lines_of_not_used(model: nn.Module, config: Config, task: Task, like: torch.Tensor) -> list[str]:
-    """Lines for the header of a user's model. A collective where its forward pass is; it leaves the model as it is.
+def lines_of_not_used(
+    model: nn.Module, config: Config, task: Task, like: torch.Tensor
+) -> list[str]:
+    """Lines for the header of a user's model. A collective where its forward pass is; it leaves the
+    model as it is.
 
     like: has the device of the inputs and the number type of the weights.
     """
     if not plugins.is_dotted(config.model.name):
         return []
     found = _methods(model) + _without_decay(model, config)
-    is_whole = config.shard.stage < 3 and not config.parallel.cuts and config.parallel.dense == "none"
-    if is_whole and not isinstance(getattr(task, "task", task), OwnLoss):  # a loss of the script's takes what it wants
-        found += _outputs(model, part_of(task, "torch", config, Place(like.dtype, like.device)), zeros(2, task, like))
+    is_whole = (
+        config.shard.stage < 3 and not config.parallel.cuts and config.parallel.dense == "none"
+    )
+    if is_whole and not isinstance(
+        getattr(task, "task", task), OwnLoss
+    ):  # a loss of the script's takes what it wants
+        found += _outputs(
+            model,
+            part_of(task, "torch", config, Place(like.dtype, like.device)),
+            zeros(2, task, like),
+        )
     return found
 
 
@@ -43,22 +55,31 @@ def _methods(model: nn.Module) -> list[str]:
 
 
 def _without_decay(model: nn.Module, config: Config) -> list[str]:
-    """Parameters that the model would have without decay, as those of timm say it and those of state space models, and that have one."""
+    """Parameters that the model would have without decay, as those of timm say it and those of
+    state space models, and that have one."""
     if not config.optim.weight_decay or config.optim.groups:
         return []
     asks = getattr(model, "no_weight_decay", None)
     names = set(asks()) if callable(asks) else set()
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    wanted = [(name, p) for name, p in parameters if name in names or getattr(p, "_no_weight_decay", False)]
+    wanted = [
+        (name, p)
+        for name, p in parameters
+        if name in names or getattr(p, "_no_weight_decay", False)
+    ]
     excludes = config.optim.exclude == "norms_and_biases"
     if decayed := [name for name, p in wanted if not (excludes and is_excluded(tuple(p.shape)))]:
         fix = f"optim.groups=[{{names: {decayed[0]}, decay: 0}}]"
-        return [f"not used: no_weight_decay of {_some(decayed)}, which optim.weight_decay={config.optim.weight_decay:g} decays: {fix}"]
+        return [
+            f"not used: no_weight_decay of {_some(decayed)}, which "
+            f"optim.weight_decay={config.optim.weight_decay:g} decays: {fix}"
+        ]
     return []
 
 
 def _outputs(model: nn.Module, part: Part, batch: dict[str, torch.Tensor]) -> list[str]:
-    """Outputs in training that the task's loss does not depend on, and the parameters that it does not depend on either."""
+    """Outputs in training that the task's loss does not depend on, and the parameters that it does
+    not depend on either."""
     was_training = [module for module in model.modules() if module.training]
     try:
         _train(model)
@@ -74,7 +95,8 @@ def _outputs(model: nn.Module, part: Part, batch: dict[str, torch.Tensor]) -> li
 
 
 def _train(model: nn.Module) -> None:
-    """In training mode, but for dropout and norms, whose statistics may be a collective, and for Keras, which keeps its own."""
+    """In training mode, but for dropout and norms, whose statistics may be a collective, and for
+    Keras, which keeps its own."""
     for module in model.modules():
         module.training = not isinstance(model, AddsLoss) and any(True for _ in module.children())
 
@@ -88,8 +110,16 @@ def _described(model: nn.Module, part: Part, batch: dict[str, torch.Tensor]) -> 
     named = dict(_tensors(outputs))
     main = first_of(outputs)
     loss = part.each(outputs, batch, training=True).loss.sum()
-    others = {name: tensor for name, tensor in named.items() if tensor is not main and tensor.requires_grad}
-    reached = torch.autograd.grad(loss, list(others.values()), allow_unused=True, retain_graph=True) if others else ()
+    others = {
+        name: tensor
+        for name, tensor in named.items()
+        if tensor is not main and tensor.requires_grad
+    }
+    reached = (
+        torch.autograd.grad(loss, list(others.values()), allow_unused=True, retain_graph=True)
+        if others
+        else ()
+    )
     unused = [name for name, g in zip(others, reached, strict=True) if g is None]
     if not unused:
         return []
@@ -101,7 +131,8 @@ def _described(model: nn.Module, part: Part, batch: dict[str, torch.Tensor]) -> 
 
 
 def _tensors(outputs: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """aux, 1, hidden_states.0: the tensors of real numbers in dicts, lists and tuples, by name or place."""
+    """aux, 1, hidden_states.0: the tensors of real numbers in dicts, lists and tuples, by name or
+    place."""
     if isinstance(outputs, torch.Tensor):
         if outputs.is_floating_point():
             yield path, outputs
@@ -115,4 +146,6 @@ def _tensors(outputs: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]
 
 
 def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:_MOST]) + (f" and {len(names) - _MOST} more" if len(names) > _MOST else "")
+    return ", ".join(names[:_MOST]) + (
+        f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+    )

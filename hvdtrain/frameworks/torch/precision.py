@@ -1,4 +1,5 @@
-"""In which number types a torch model computes, and the scale that keeps fp16 gradients from vanishing."""
+"""In which number types a torch model computes, and the scale that keeps fp16 gradients from
+vanishing."""
 
 from __future__ import annotations
 
@@ -24,38 +25,57 @@ GROW_AFTER = 2000  # good steps, as in torch.amp.GradScaler
 
 
 class Precision(NamedTuple):
-    """Weights, gradients and optimizer state are of one type; with `layers` matrix products and convolutions compute in another."""
+    """Weights, gradients and optimizer state are of one type; with `layers` matrix products and
+    convolutions compute in another."""
 
     weights: torch.dtype
     layers: torch.dtype | None
     summary: str  # "float32 and bfloat16"
     note: str = ""  # what slows it down on this device, to follow the device's name
-    keeps_casts: bool = True  # one cast of a weight for a whole pass, whose copy stays until its end
+    keeps_casts: bool = (
+        True  # one cast of a weight for a whole pass, whose copy stays until its end
+    )
 
     def autocast(self, device: torch.device) -> torch.autocast:
         """The context of a forward pass on the device."""
         enabled = self.layers is not None
-        return torch.autocast(device.type, self.layers or torch.bfloat16, enabled=enabled, cache_enabled=self.keeps_casts)
+        return torch.autocast(
+            device.type,
+            self.layers or torch.bfloat16,
+            enabled=enabled,
+            cache_enabled=self.keeps_casts,
+        )
 
 
 def pick_precision(config: Config, device: torch.device, communicator: Communicator) -> Precision:
-    """What speed.precision means on this device; auto is bf16 where the devices of all ranks are built for it. Every rank calls it."""
+    """What speed.precision means on this device; auto is bf16 where the devices of all ranks are
+    built for it. Every rank calls it."""
     name = config.speed.precision
     why = ""
     if name == "auto":
         able = all(communicator.allgather_object(is_built_for_bf16(device)))
-        name, why = ("bf16", ", which this device is built for") if able else ("fp32", ": no bf16 unit")
+        name, why = (
+            ("bf16", ", which this device is built for") if able else ("fp32", ": no bf16 unit")
+        )
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
     weights = torch.float64 if name == "fp64" else torch.float32
-    summary = str(weights).removeprefix("torch.") + (f" and {str(half).removeprefix('torch.')}" if half else "") + why
+    summary = (
+        str(weights).removeprefix("torch.")
+        + (f" and {str(half).removeprefix('torch.')}" if half else "")
+        + why
+    )
     note = ""
     if half is not None and is_emulated(half, device):
-        note = f" ({name} is emulated: this CPU has no instructions for it, and speed.precision=fp32 is several times faster)"
+        note = (
+            f" ({name} is emulated: this CPU has no instructions for it, and speed.precision=fp32 "
+            "is several times faster)"
+        )
     return Precision(weights, half, summary, note, keeps_casts=config.shard.stage < 3)
 
 
 def is_built_for_bf16(device: torch.device) -> bool:
-    """Whether the device multiplies bfloat16 faster than float32: AVX512-BF16 or AMX, or tensor cores of 2020 and later."""
+    """Whether the device multiplies bfloat16 faster than float32: AVX512-BF16 or AMX, or tensor
+    cores of 2020 and later."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
@@ -80,21 +100,40 @@ def cpu_flags() -> frozenset[str]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return frozenset()
-    return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), ()))
+    return frozenset(
+        next(
+            (
+                line.partition(":")[2].split()
+                for line in lines
+                if line.startswith(("flags", "Features"))
+            ),
+            (),
+        )
+    )
 
 
-def refuse_tiny_images(model: torch.nn.Module, inputs: Called, precision: Precision, where: str) -> None:
-    """Raises UserError for a convolution with a stride that gets images of 1x1: its bf16 gradient on a CPU is uninitialised memory.
+def refuse_tiny_images(
+    model: torch.nn.Module, inputs: Called, precision: Precision, where: str
+) -> None:
+    """Raises UserError for a convolution with a stride that gets images of 1x1: its bf16 gradient
+    on a CPU is uninitialised memory.
 
-    A bug of oneDNN in torch 2.13, for kernels of 3x3 and larger; tests that compare gradients with those in float32 found it.
+    A bug of oneDNN in torch 2.13, for kernels of 3x3 and larger; tests that compare gradients with
+    those in float32 found it.
     """
     if precision.layers is not torch.bfloat16 or any_of(inputs).device.type != "cpu":
         return
     found: list[str] = []
     hooks = []
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Conv2d) and max(module.stride) > 1 and max(module.kernel_size) > 1:
-            hooks.append(module.register_forward_pre_hook(functools.partial(_note_tiny, found, name)))
+        if (
+            isinstance(module, torch.nn.Conv2d)
+            and max(module.stride) > 1
+            and max(module.kernel_size) > 1
+        ):
+            hooks.append(
+                module.register_forward_pre_hook(functools.partial(_note_tiny, found, name))
+            )
     try:
         with torch.no_grad():
             call(model.eval(), inputs)
@@ -102,18 +141,28 @@ def refuse_tiny_images(model: torch.nn.Module, inputs: Called, precision: Precis
         for hook in hooks:
             hook.remove()
     if found:
-        what = f"{found[0]} strides over an image of 1x1, for which this torch computes a wrong bf16 gradient on a CPU"
-        raise UserError(what, where, "larger images, a model that halves them less often, or speed.precision=fp32")
+        what = (
+            f"{found[0]} strides over an image of 1x1, for which this torch computes a wrong bf16 "
+            "gradient on a CPU"
+        )
+        raise UserError(
+            what,
+            where,
+            "larger images, a model that halves them less often, or speed.precision=fp32",
+        )
 
 
-def _note_tiny(found: list[str], name: str, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+def _note_tiny(
+    found: list[str], name: str, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]
+) -> None:
     """A forward pre-hook of the convolution `name`."""
     if max(inputs[0].shape[2:]) == 1:
         found.append(name)
 
 
 class Scale:
-    """What the loss is multiplied by before backward: 1, for number types whose gradients need no scale."""
+    """What the loss is multiplied by before backward: 1, for number types whose gradients need no
+    scale."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -126,34 +175,43 @@ class Scale:
         """Divides every p.grad by the scale."""
 
     def update(self, bad: torch.Tensor) -> bool:
-        """Whether the step is to be left out because the scale was too large; `bad`: () bool, whether a gradient was not finite."""
+        """Whether the step is to be left out because the scale was too large; `bad`: () bool,
+        whether a gradient was not finite."""
         return False
 
 
 class LossScale(Scale):
-    """Gradients are computed of the loss times a power of two, which halves where they overflow and doubles after GROW_AFTER good steps.
+    """Gradients are computed of the loss times a power of two, which halves where they overflow and
+    doubles after GROW_AFTER good steps.
 
-    Micikevicius et al. 2018, arXiv:1710.03740, section 3.2, as torch.amp.GradScaler. All ranks see the same mean gradient, so their
-    scales stay equal. A step that overflows is left out and does not count as one with bad numbers, unless the scale cannot become smaller.
+    Micikevicius et al. 2018, arXiv:1710.03740, section 3.2, as torch.amp.GradScaler. All ranks see
+    the same mean gradient, so their scales stay equal. A step that overflows is left out and does
+    not count as one with bad numbers, unless the scale cannot become smaller.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._scale = torch.tensor(FIRST_SCALE, dtype=torch.float32, device=device)
-        self._good = torch.zeros((), dtype=torch.int64, device=device)  # steps since the scale changed
+        self._good = torch.zeros(
+            (), dtype=torch.int64, device=device
+        )  # steps since the scale changed
         self.tensors = {NAME: self._scale, f"{NAME} steps": self._good}
 
     def scale(self, factor: torch.Tensor) -> torch.Tensor:
         return factor * self._scale
 
     def unscale_(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Divides every p.grad by the scale: all lie on the model's device, or with shard.offload all in host memory."""
+        """Divides every p.grad by the scale: all lie on the model's device, or with shard.offload
+        all in host memory."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         if gradients:
-            factor = (1.0 / self._scale).to(gradients[0].device)  # the host waits where the gradients were copied to it, too
+            factor = (1.0 / self._scale).to(
+                gradients[0].device
+            )  # the host waits where the gradients were copied to it, too
             torch._foreach_mul_(gradients, factor)
 
     def update(self, bad: torch.Tensor) -> bool:
-        """Scale.update(), for which the host waits for the device here, in each step: bf16 needs none of this."""
+        """Scale.update(), for which the host waits for the device here, in each step: bf16 needs
+        none of this."""
         if bad:
             cannot_shrink = bool(self._scale <= 1.0)
             self._scale.mul_(0.5).clamp_(min=1.0)
@@ -172,7 +230,8 @@ def loss_scale(precision: Precision, device: torch.device) -> Scale:
 
 
 def load_loss_scale(scale: Scale, state: Arrays) -> None:
-    """Takes over the scale of a state, where both have one: a job may go on in another precision."""
+    """Takes over the scale of a state, where both have one: a job may go on in another
+    precision."""
     for name, tensor in scale.tensors.items():
         if name in state:
             tensor.copy_(torch.from_numpy(np.asarray(state[name])))

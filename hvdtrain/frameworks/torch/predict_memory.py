@@ -1,5 +1,5 @@
-"""What a rank of a job takes and does before it starts: its own learner makes two steps on tensors without numbers; what is alive, what is
-computed and what is sent are counted."""
+"""What a rank of a job takes and does before it starts: its own learner makes two steps on tensors
+without numbers; what is alive, what is computed and what is sent are counted."""
 
 from __future__ import annotations
 
@@ -30,59 +30,104 @@ from hvdtrain.frameworks.torch.precision import pick_precision
 from hvdtrain.frameworks.torch.step_costs import FlopCounter, stopwatch_for
 from hvdtrain.tasks.task import Task
 
-_PASSES = 2  # of a step that has more: the second one adds to the gradients of the first, as all others do
+# of a step that has more: the second one adds to the gradients of the first, as all others do
+_PASSES = 2
 _FUSION_MB = 4.0  # as comm.fusion_mb says
-KIND_OF_PHASE = {"forward": "activations", "backward": "activations", "communication": "communication", "update": "workspace"}
+KIND_OF_PHASE = {
+    "forward": "activations",
+    "backward": "activations",
+    "communication": "communication",
+    "update": "workspace",
+}
 
 
-def predict(config: Config, task: Task, step: PlannedStep, ranks: int, features: frozenset[Feature]) -> Footprint:
-    """Memory of the rank that takes most of so many, with an engine of these features. Nothing is allocated; a second for each stage
-    of a pipeline, and no rank's help.
+def predict(
+    config: Config, task: Task, step: PlannedStep, ranks: int, features: frozenset[Feature]
+) -> Footprint:
+    """Memory of the rank that takes most of so many, with an engine of these features. Nothing is
+    allocated; a second for each stage of a pipeline, and no rank's help.
 
     Raises UserError where the model cannot be called with tensors that have no numbers, or cut.
     """
     most = _PASSES if config.parallel.pipeline == 1 else step.passes
-    return max((one.footprint for one in _works(config, task, step, ranks, features, most)), key=lambda found: found.total)
+    return max(
+        (one.footprint for one in _works(config, task, step, ranks, features, most)),
+        key=lambda found: found.total,
+    )
 
 
-def planned_work(config: Config, task: Task, step: PlannedStep, ranks: int, features: frozenset[Feature]) -> list[PlannedWork]:
-    """Work of the first rank of each stage of the pipeline, or of rank 0 without one: what it computes, sends and keeps in a step.
+def planned_work(
+    config: Config, task: Task, step: PlannedStep, ranks: int, features: frozenset[Feature]
+) -> list[PlannedWork]:
+    """Work of the first rank of each stage of the pipeline, or of rank 0 without one: what it
+    computes, sends and keeps in a step.
 
     Raises UserError as predict() does.
     """
     return _works(config, task, step, ranks, features, step.passes)
 
 
-def _works(config: Config, task: Task, step: PlannedStep, ranks: int, features: frozenset[Feature], most_passes: int) -> list[PlannedWork]:
+def _works(
+    config: Config,
+    task: Task,
+    step: PlannedStep,
+    ranks: int,
+    features: frozenset[Feature],
+    most_passes: int,
+) -> list[PlannedWork]:
     try:
         with _side_effects_undone():
             plain = _without_libraries(config)
-            return [_count(plain, task, step, ranks, features, stage, most_passes) for stage in range(config.parallel.pipeline)]
+            return [
+                _count(plain, task, step, ranks, features, stage, most_passes)
+                for stage in range(config.parallel.pipeline)
+            ]
     except UserError:
         raise
     except Exception as error:  # of the user's model: it reads numbers, or calls what is not torch
-        what = f"the memory of {config.model.name} cannot be predicted: {type(error).__name__}: {first_line(error)}"
-        raise UserError(what, config.where("model.name"), "a model that needs no numbers to compute shapes") from error
+        what = (
+            f"the memory of {config.model.name} cannot be predicted: {type(error).__name__}: "
+            f"{first_line(error)}"
+        )
+        raise UserError(
+            what, config.where("model.name"), "a model that needs no numbers to compute shapes"
+        ) from error
 
 
 def _without_libraries(config: Config) -> Config:
     """torch.compile keeps about what eager mode keeps; DDP's buckets are as large as ours."""
     reduce = "auto" if config.comm.reduce == "ddp" else config.comm.reduce
-    return config.replace(speed=config.speed.replace(compile="none", device="cpu"), comm=config.comm.replace(tune=False, reduce=reduce))
+    return config.replace(
+        speed=config.speed.replace(compile="none", device="cpu"),
+        comm=config.comm.replace(tune=False, reduce=reduce),
+    )
 
 
 def _horovod_reduces(config: Config, ranks: int, features: frozenset[Feature]) -> bool:
-    """Whether hvd.DistributedOptimizer does: in the memory of the gradients, through Horovod's fusion buffer."""
+    """Whether hvd.DistributedOptimizer does: in the memory of the gradients, through Horovod's
+    fusion buffer."""
     comm = config.comm
-    needs_buckets = comm.compression != "none" or comm.op == "adasum" or comm.local_steps > 1 or comm.reduce == "bucket"
+    needs_buckets = (
+        comm.compression != "none"
+        or comm.op == "adasum"
+        or comm.local_steps > 1
+        or comm.reduce == "bucket"
+    )
     needs_buckets |= config.parallel.cuts
     return ranks > 1 and "horovod_api" in features and not config.shard.stage and not needs_buckets
 
 
 def _count(
-    config: Config, task: Task, step: PlannedStep, ranks: int, features: frozenset[Feature], stage: int, most_passes: int
+    config: Config,
+    task: Task,
+    step: PlannedStep,
+    ranks: int,
+    features: frozenset[Feature],
+    stage: int,
+    most_passes: int,
 ) -> PlannedWork:
-    """most_passes: of a step; memory needs two, of which the second adds to gradients, or those that a pipeline has under way."""
+    """most_passes: of a step; memory needs two, of which the second adds to gradients, or those
+    that a pipeline has under way."""
     fuses = _horovod_reduces(config, ranks, features)
     moved = list[Moved]()
     mesh = planned_mesh(config, 1 if fuses else ranks, features, stage, moved)
@@ -92,11 +137,19 @@ def _count(
             learner = _learner(config, task, mesh, features)
         inputs = learner.forward.inputs
         micro = [inputs.zeros(step.micro)] * min(step.passes, most_passes)
-        hyper = Hyper(1e-3, 0.9, config.optim.decay, step.samples * mesh.data.size, thaw=(0,) * len(config.model.thaw))
+        hyper = Hyper(
+            1e-3,
+            0.9,
+            config.optim.decay,
+            step.samples * mesh.data.size,
+            thaw=(0,) * len(config.model.thaw),
+        )
         for p in learner.parameters:
             p.register_post_accumulate_grad_hook(lambda p: live.mark([p.grad], "gradients"))
         with learner.stopwatch.replaced_by(live):
-            for _ in range(2):  # the first may make optimizer state and buffers that the second has from the beginning
+            for _ in range(2):
+                # the first may make optimizer state and buffers that the second has from the
+                # beginning
                 mark(learner, live)
                 live.reset_peak()
                 moved.clear()
@@ -113,7 +166,15 @@ def _count(
         sample = sum(array.nbytes for array in inputs.zeros(1).arrays.values())
     if fuses:
         gradients = sum(p.nbytes for p in learner.parameters)
-        of_step = (Moved("allreduce", "gradient", tuple(range(ranks)), gradients, 2 * gradients * (ranks - 1) // ranks),)
+        of_step = (
+            Moved(
+                "allreduce",
+                "gradient",
+                tuple(range(ranks)),
+                gradients,
+                2 * gradients * (ranks - 1) // ranks,
+            ),
+        )
         step_peak["communication"] += int((config.comm.fusion_mb or _FUSION_MB) * 2**20)
     footprint = Footprint(
         **step_peak,
@@ -124,7 +185,14 @@ def _count(
         largest_array=max(t.nbytes for t in state_tensors(learner)),
     )
     updated = sum(p.nbytes for p in learner.updated)
-    return PlannedWork(footprint, float(live.counter.flops), float(live.touched_bytes), updated, len(micro), of_step)
+    return PlannedWork(
+        footprint,
+        float(live.counter.flops),
+        float(live.touched_bytes),
+        updated,
+        len(micro),
+        of_step,
+    )
 
 
 def _learner(config: Config, task: Task, mesh: Mesh, features: frozenset[Feature]) -> TorchLearner:
@@ -132,18 +200,30 @@ def _learner(config: Config, task: Task, mesh: Mesh, features: frozenset[Feature
     device = torch.device("cpu")
     stopwatch = ReplaceableStopwatch(stopwatch_for(device))
     precision = pick_precision(config, device, mesh.world)
-    making = Making(config, task, timed_mesh(mesh, config, device, stopwatch), device, precision, stopwatch, features)
+    making = Making(
+        config,
+        task,
+        timed_mesh(mesh, config, device, stopwatch),
+        device,
+        precision,
+        stopwatch,
+        features,
+    )
     arrangement = arrangement_of(config)(making)
     arrangement.cut()
     return assemble(arrangement)
 
 
 def mark(learner: TorchLearner, live: LiveStorages) -> None:
-    """Tells what is known by name from what is known by the phase that made it; between two steps."""
+    """Tells what is known by name from what is known by the phase that made it; between two
+    steps."""
     live.mark([p.data for p in learner.model.parameters()], "weights")
     live.mark(learner.model.buffers(), "buffers")
     states = [learner.optimizer.state[p] for p in learner.updated if p in learner.optimizer.state]
-    live.mark([t for state in states for t in state.values() if isinstance(t, torch.Tensor)], "optimizer_state")
+    live.mark(
+        [t for state in states for t in state.values() if isinstance(t, torch.Tensor)],
+        "optimizer_state",
+    )
     held = learner.strategy.held()
     live.mark(held.gradients, "gradients")
     live.mark(held.in_transit, "communication")
@@ -163,7 +243,8 @@ def state_tensors(learner: TorchLearner) -> list[torch.Tensor]:
 
 
 def copies_bytes(learner: TorchLearner) -> int:
-    """Bytes of what guard.lost keeps: the same, and of parts the neighbour's too, all of them of two sync points."""
+    """Bytes of what guard.lost keeps: the same, and of parts the neighbour's too, all of them of
+    two sync points."""
     states = [learner.optimizer.state.get(shard.parameter, {}) for shard in learner.shards]
     parts = sum(t.nbytes for state in states for t in state.values() if isinstance(t, torch.Tensor))
     return state_bytes(learner) + 3 * parts * learner.is_sharded
@@ -171,7 +252,8 @@ def copies_bytes(learner: TorchLearner) -> int:
 
 @contextmanager
 def _side_effects_undone() -> Iterator[None]:
-    """Random numbers are drawn anew, and torch logs no error of what cannot be predicted: predict() raises it."""
+    """Random numbers are drawn anew, and torch logs no error of what cannot be predicted: predict()
+    raises it."""
     log = logging.getLogger(FakeTensorMode.__module__)
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -183,9 +265,12 @@ def _side_effects_undone() -> Iterator[None]:
 
 
 class _CopiedWithoutNumbers(TorchFunctionMode):
-    """Inside FakeTensorMode copy.deepcopy() of a tensor that is no parameter, as a buffer, would copy its numbers into one without."""
+    """Inside FakeTensorMode copy.deepcopy() of a tensor that is no parameter, as a buffer, would
+    copy its numbers into one without."""
 
-    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
         if function is not torch.Tensor.__deepcopy__:
             return function(*arguments, **(options or {}))
         tensor, memo = arguments
@@ -195,12 +280,15 @@ class _CopiedWithoutNumbers(TorchFunctionMode):
 
 
 class LiveStorages(TorchDispatchMode):
-    """Counts each storage once, from the operation that returns it to its end. It is the stopwatch too, which tells it the phase.
+    """Counts each storage once, from the operation that returns it to its end. It is the stopwatch
+    too, which tells it the phase.
 
-    What an operation of torch allocates and frees within itself is not seen. Inside of a FakeTensorMode nothing is allocated.
+    What an operation of torch allocates and frees within itself is not seen. Inside of a
+    FakeTensorMode nothing is allocated.
 
-    FSDP2 frees whole weights by resizing their storages to nothing, which is not an operation, and later back. reset_peak() finds those
-    that have been freed; from then on one that has memory again counts from the operation that fills it, until its size is nothing.
+    FSDP2 frees whole weights by resizing their storages to nothing, which is not an operation, and
+    later back. reset_peak() finds those that have been freed; from then on one that has memory
+    again counts from the operation that fills it, until its size is nothing.
     """
 
     def __init__(self) -> None:
@@ -209,8 +297,12 @@ class LiveStorages(TorchDispatchMode):
         self.peak = dict(self.now)  # of each kind when their sum was largest
         self.peak_bytes = 0  # that sum
         self._bytes = 0
-        self._live: dict[int, tuple[str, int, Any]] = {}  # by number: kind, bytes, a reference that tells the end
-        self._number_of: dict[int, int] = {}  # of a storage, by its address, which another one may have later
+        self._live: dict[
+            int, tuple[str, int, Any]
+        ] = {}  # by number: kind, bytes, a reference that tells the end
+        self._number_of: dict[
+            int, int
+        ] = {}  # of a storage, by its address, which another one may have later
         self._numbers = 0
         self._whole = set[int]()  # numbers of the storages that were resized, and have memory
         self._kind = "workspace"
@@ -293,7 +385,8 @@ class LiveStorages(TorchDispatchMode):
 
 
 def _in_transit(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The buffer that an operation of FSDP2 fills before a collective: of an all-gather, of a reduce-scatter."""
+    """The buffer that an operation of FSDP2 fills before a collective: of an all-gather, of a
+    reduce-scatter."""
     if func is torch.ops.fsdp.all_gather_copy_in.default:
         return [args[1]]
     return [kwargs["out"]] if func is torch.ops.fsdp.chunk_cat.default else []
@@ -304,11 +397,14 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
     return getattr(tensor, "_local_tensor", tensor).untyped_storage()
 
 
-ASKS_FOR_NUMBER = torch.ops.aten._local_scalar_dense.default  # the host waits for it: float(tensor), `if mask.any()` of torch.nn.init
+ASKS_FOR_NUMBER = (
+    torch.ops.aten._local_scalar_dense.default
+)  # the host waits for it: float(tensor), `if mask.any()` of torch.nn.init
 
 
 def answer(tensor: torch.Tensor) -> bool | float:
-    """What the host is told of a tensor without numbers: false, no gradient was bad, or 1, the number of a step."""
+    """What the host is told of a tensor without numbers: false, no gradient was bad, or 1, the
+    number of a step."""
     if tensor.dtype == torch.bool:
         return False
     if tensor.is_floating_point():

@@ -1,4 +1,5 @@
-"""Replay: asynchronous training again, in one process, from the log of its updates: servers and one worker as threads."""
+"""Replay: asynchronous training again, in one process, from the log of its updates: servers and one
+worker as threads."""
 
 from __future__ import annotations
 
@@ -22,7 +23,12 @@ from hvdtrain.frameworks.torch.learner import TorchLearner, assemble
 from hvdtrain.frameworks.torch.model import normed_model
 from hvdtrain.frameworks.torch.parallel.parameter_server.ranges import Ranges
 from hvdtrain.frameworks.torch.parallel.parameter_server.server import Server
-from hvdtrain.frameworks.torch.parallel.parameter_server.turns import LEADER, NO_TICKET, TICKET, Read
+from hvdtrain.frameworks.torch.parallel.parameter_server.turns import (
+    LEADER,
+    NO_TICKET,
+    TICKET,
+    Read,
+)
 from hvdtrain.frameworks.torch.parallel.parameter_server.worker import Worker
 from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, Strategy
 from hvdtrain.frameworks.torch.precision import pick_precision
@@ -33,7 +39,8 @@ StepInput = tuple[Hyper, list[Any]]  # what Learner.step() takes
 
 
 class Replayed:
-    """Turns as they were: the one worker gets the weights that the worker of the log had, and its gradient is the next one."""
+    """Turns as they were: the one worker gets the weights that the worker of the log had, and its
+    gradient is the next one."""
 
     def __init__(self, updates: Sequence[WorkerUpdate], world: PointToPoint) -> None:
         self._updates = updates
@@ -73,9 +80,11 @@ def replay(
     input_of: Callable[[TorchLearner, Progress], StepInput],
     threads: int,
 ) -> Arrays:
-    """Learner.state() after these updates of a new job, update i being that of steps[i]: the same bits as on servers.count + any ranks.
+    """Learner.state() after these updates of a new job, update i being that of steps[i]: the same
+    bits as on servers.count + any ranks.
 
-    threads: that each rank computed with. input_of: of the learner of a server, which reads no samples, or of the worker.
+    threads: that each rank computed with. input_of: of the learner of a server, which reads no
+    samples, or of the worker.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -92,12 +101,21 @@ def replay(
             learner.sync_buffers(learner.mesh.world)
             return learner.state()
 
-        return run_threads([world, group], [lambda learner=learner: train(learner) for learner in learners])[0]  # type: ignore[misc]
+        return run_threads(
+            [world, group],
+            [lambda learner=learner: train(learner) for learner in learners],  # type: ignore[misc]
+        )[0]
     finally:
         torch.set_num_threads(before)
 
 
-def _learners(config: Config, task: Task, updates: Sequence[WorkerUpdate], world: ThreadRanks, group: ThreadRanks) -> list[TorchLearner]:
+def _learners(
+    config: Config,
+    task: Task,
+    updates: Sequence[WorkerUpdate],
+    world: ThreadRanks,
+    group: ThreadRanks,
+) -> list[TorchLearner]:
     """The learners of the servers, and of the worker."""
     device = pick_device(config, ALONE)
     precision = pick_precision(config, device, ALONE)
@@ -107,14 +125,18 @@ def _learners(config: Config, task: Task, updates: Sequence[WorkerUpdate], world
     for rank in range(world.size):
         stopwatch = ReplaceableStopwatch(stopwatch_for(device))
         making = Making(config, task, _mesh(world, group, rank), device, precision, stopwatch)
-        learners.append(assemble(_InOneProcess(making, model if not rank else copy.deepcopy(model), updates)))
+        learners.append(
+            assemble(_InOneProcess(making, model if not rank else copy.deepcopy(model), updates))
+        )
     return learners
 
 
 class _InOneProcess(Arrangement):
     """A rank that is a thread."""
 
-    def __init__(self, making: Making, model: torch.nn.Module, updates: Sequence[WorkerUpdate]) -> None:
+    def __init__(
+        self, making: Making, model: torch.nn.Module, updates: Sequence[WorkerUpdate]
+    ) -> None:
         self._given = model
         self._updates = updates
         super().__init__(making)

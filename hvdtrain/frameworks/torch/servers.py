@@ -1,4 +1,5 @@
-"""Servers: the arrangement of servers.count, in which some ranks hold the weights and the others learn from samples; the role of a rank."""
+"""Servers: the arrangement of servers.count, in which some ranks hold the weights and the others
+learn from samples; the role of a rank."""
 
 from __future__ import annotations
 
@@ -15,13 +16,20 @@ from hvdtrain.frameworks.torch.arrangement import Arrangement
 from hvdtrain.frameworks.torch.parallel.parameter_server.losses import Agreement, go_on_from
 from hvdtrain.frameworks.torch.parallel.parameter_server.ranges import Ranges
 from hvdtrain.frameworks.torch.parallel.parameter_server.server import Server
-from hvdtrain.frameworks.torch.parallel.parameter_server.turns import LEADER, AllWorkers, Follower, Leader, Turns
+from hvdtrain.frameworks.torch.parallel.parameter_server.turns import (
+    LEADER,
+    AllWorkers,
+    Follower,
+    Leader,
+    Turns,
+)
 from hvdtrain.frameworks.torch.parallel.parameter_server.worker import Worker
 from hvdtrain.frameworks.torch.parallel.strategy import Around, NamedParameters, Strategy, Wrapped
 
 
 class Servers(Arrangement):
-    """The arrangement of servers.count: some ranks hold the weights, the others learn from samples."""
+    """The arrangement of servers.count: some ranks hold the weights, the others learn from
+    samples."""
 
     def strategy(self, named: NamedParameters, optimizer: torch.optim.Optimizer) -> Strategy:
         return Role(self.making.config, self.making.mesh, named, self.making.stopwatch)
@@ -33,7 +41,9 @@ class Role(Around):
     The first servers.count ranks are servers; after a loss a rank may have another role.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, named: NamedParameters, stopwatch: Stopwatch) -> None:
+    def __init__(
+        self, config: Config, mesh: Mesh, named: NamedParameters, stopwatch: Stopwatch
+    ) -> None:
         self._config = config
         self._named = named
         self._stopwatch = stopwatch
@@ -65,14 +75,19 @@ class Role(Around):
         if self._config.guard.lost != "shrink":
             return None
         self._now.cut_off()
-        return go_on_from(self._world.allgather_object(self._now.report(former_rank, kept)), self._config.servers.count)
+        return go_on_from(
+            self._world.allgather_object(self._now.report(former_rank, kept)),
+            self._config.servers.count,
+        )
 
     def go_on(self, how: GoOn, kept: int, mesh: Mesh) -> None:
         self._now.go_on(how, kept, mesh)
         self.summary = self._now.summary
 
 
-def server_or_worker(config: Config, mesh: Mesh, named: NamedParameters, stopwatch: Stopwatch) -> Server | Worker:
+def server_or_worker(
+    config: Config, mesh: Mesh, named: NamedParameters, stopwatch: Stopwatch
+) -> Server | Worker:
     """The strategy of this rank's role."""
     servers = config.servers
     world = point_to_point(mesh.world, config.where("servers.count"))
@@ -86,5 +101,9 @@ def server_or_worker(config: Config, mesh: Mesh, named: NamedParameters, stopwat
         if config.guard.lost == "shrink" and mesh.servers > 1:
             agreement = Agreement(interruptible(mesh.world, config.where("guard.lost")), mesh.role)
         is_leader = world.rank == LEADER
-        turns = Leader(world, mesh.servers, workers, servers.most_stale) if is_leader else Follower(world, workers)
+        turns = (
+            Leader(world, mesh.servers, workers, servers.most_stale)
+            if is_leader
+            else Follower(world, workers)
+        )
     return Server(servers, ranges, world, mesh.role, turns, stopwatch, agreement)

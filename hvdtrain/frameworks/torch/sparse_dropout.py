@@ -1,4 +1,5 @@
-"""Dropout that draws the dropped indices, not a random number for each: on a CPU torch's own took a quarter of a wide_resnet's step."""
+"""Dropout that draws the dropped indices, not a random number for each: on a CPU torch's own took a
+quarter of a wide_resnet's step."""
 
 from __future__ import annotations
 
@@ -12,27 +13,42 @@ LARGEST = 0.1  # share that is dropped; above it torch's own dropout is as fast
 
 
 class SparseDropout(nn.Dropout):
-    """nn.Dropout: 0 with probability p, else divided by 1 - p. On a CPU, for small p, by the gaps between the dropped ones."""
+    """nn.Dropout: 0 with probability p, else divided by 1 - p. On a CPU, for small p, by the gaps
+    between the dropped ones."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not (self.training and 0 < self.p <= LARGEST and x.device.type == "cpu" and x.numel() and _is_dense(x)):
+        if not (
+            self.training
+            and 0 < self.p <= LARGEST
+            and x.device.type == "cpu"
+            and x.numel()
+            and _is_dense(x)
+        ):
             return super().forward(x)
-        dropped: torch.Tensor = _Drop.apply(x, dropped_indices(x.numel(), self.p), 1.0 / (1.0 - self.p))
+        dropped: torch.Tensor = _Drop.apply(
+            x, dropped_indices(x.numel(), self.p), 1.0 / (1.0 - self.p)
+        )
         return dropped
 
 
 def dropped_indices(count: int, p: float) -> torch.Tensor:
-    """Which of `count` independent trials of probability p succeed: int64, rising. The gaps between them are geometric.
+    """Which of `count` independent trials of probability p succeed: int64, rising. The gaps between
+    them are geometric.
 
-    By inversion, floor(log(1 - U) / log(1 - p)) + 1 (Devroye 1986, "Non-Uniform Random Variate Generation", X.2, p. 499). U has 24 bits,
-    so no gap is longer than 16.6 / p, which one in 17 million would be.
+    By inversion, floor(log(1 - U) / log(1 - p)) + 1 (Devroye 1986, "Non-Uniform Random Variate
+    Generation", X.2, p. 499). U has 24 bits, so no gap is longer than 16.6 / p, which one in 17
+    million would be.
     """
     rate = math.log1p(-p)
     most = int(count * p + 6 * math.sqrt(count * p)) + 8
     indices: list[torch.Tensor] = []
     last = torch.tensor(-1)
-    while not indices or bool(last < count):  # a second round is as rare as 6 sigma; predict_memory.py's tensors without numbers have none
-        gaps = torch.rand(most).neg_().log1p_().div_(rate).to(torch.int64).add_(1)  # a conversion cuts the fraction off
+    while not indices or bool(last < count):
+        # a second round is as rare as 6 sigma; predict_memory.py's tensors without numbers have
+        # none
+        gaps = (
+            torch.rand(most).neg_().log1p_().div_(rate).to(torch.int64).add_(1)
+        )  # a conversion cuts the fraction off
         indices.append(gaps.cumsum(0) + last)
         last = indices[-1][-1]
     found = torch.cat(indices)
@@ -65,7 +81,9 @@ class _Drop(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (indices,) = ctx.saved_tensors
         if gradient.stride() != ctx.strides:
-            gradient = torch.empty_strided(gradient.shape, ctx.strides, dtype=gradient.dtype).copy_(gradient)
+            gradient = torch.empty_strided(gradient.shape, ctx.strides, dtype=gradient.dtype).copy_(
+                gradient
+            )
         out = gradient * ctx.scale
         _flat(out).index_fill_(0, indices, 0.0)
         return out, None, None

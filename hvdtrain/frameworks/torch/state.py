@@ -1,4 +1,5 @@
-"""A torch learner's state as arrays by name: weights, buffers, optimizer state and loss scale; how they come from a GPU to the host."""
+"""A torch learner's state as arrays by name: weights, buffers, optimizer state and loss scale; how
+they come from a GPU to the host."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ class LearnerState:
         self._optimizer = optimizer
         self._scale = scale
         self._strategy = strategy
-        self._parameters = dict(model.named_parameters())  # of shard.stage=3: during a pass the model has others
+        self._parameters = dict(
+            model.named_parameters()
+        )  # of shard.stage=3: during a pass the model has others
         self._staging = Staging()
 
     def pieces(self) -> Iterator[Piece]:
@@ -48,11 +51,23 @@ class LearnerState:
         for name, tensor in tensors.items():
             dtype = numpy_type(tensor.dtype)
             read = functools.partial(self._staging.read, tensor)
-            shard = (in_parts.get(name) or in_parts.get(name.rpartition(".")[0])) if in_parts else None
+            shard = (
+                (in_parts.get(name) or in_parts.get(name.rpartition(".")[0])) if in_parts else None
+            )
             if shard is not None and tensor.shape == shard.parameter.shape:
                 is_mine = self._is_first_replica and shard.is_mine
                 flat = functools.partial(self._read_flat, tensor)
-                yield Piece(name, shard.shape, shard.start, shard.stop, dtype, flat, False, is_mine, shard.cut)
+                yield Piece(
+                    name,
+                    shard.shape,
+                    shard.start,
+                    shard.stop,
+                    dtype,
+                    flat,
+                    False,
+                    is_mine,
+                    shard.cut,
+                )
             else:
                 yield Piece(name, tuple(tensor.shape), 0, tensor.numel(), dtype, read, True)
 
@@ -60,13 +75,18 @@ class LearnerState:
         return self._staging.read(tensor).reshape(-1)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every live tensor that a resume needs, by the names of Learner.state(); of what is cut this rank's part."""
-        tensors: dict[str, torch.Tensor] = {f"p.{name}": self._strategy.part(p).parameter for name, p in self._parameters.items()}
+        """Every live tensor that a resume needs, by the names of Learner.state(); of what is cut
+        this rank's part."""
+        tensors: dict[str, torch.Tensor] = {
+            f"p.{name}": self._strategy.part(p).parameter for name, p in self._parameters.items()
+        }
         tensors |= {f"b.{name}": b for name, b in self._model.named_buffers()}
         optimizer_state = {
             f"s.{name}.{key}": tensor
             for name, shard in self._trained()
-            for key, tensor in rule_optimizer.optimizer_state(self._optimizer, shard.parameter).items()
+            for key, tensor in rule_optimizer.optimizer_state(
+                self._optimizer, shard.parameter
+            ).items()
         }
         if optimizer_state:
             optimizer_state |= rule_optimizer.class_entry(self._optimizer)
@@ -76,18 +96,23 @@ class LearnerState:
         """Names in a state dict: Learner.state_dict_names()."""
         ours = {id(p): f"p.{name}" for name, p in self._parameters.items()}
         ours |= {id(b): f"b.{name}" for name, b in self._model.named_buffers()}
-        theirs = self._model.state_dict(keep_vars=True)  # buffers that are not persistent are not in it
+        theirs = self._model.state_dict(
+            keep_vars=True
+        )  # buffers that are not persistent are not in it
         return {name: ours[id(tensor)] for name, tensor in theirs.items() if id(tensor) in ours}
 
     def load(self, state: Arrays | ArrayStream) -> None:
-        """Loads a state: Learner.load(). Raises UserError where the state is of another model or another class of optimizer."""
+        """Loads a state: Learner.load(). Raises UserError where the state is of another model or
+        another class of optimizer."""
         stream = as_stream(state)
         live = self.tensors()
         shapes = without_loss_scale(stream.shapes)
         rule_optimizer.check_class(self._optimizer, shapes)
         model_has: Shapes = without_loss_scale({piece.name: piece.shape for piece in self.pieces()})
         state_has: Shapes = shapes
-        if not isinstance(self._optimizer, RuleOptimizer):  # the state of a user's class comes with its first step
+        if not isinstance(
+            self._optimizer, RuleOptimizer
+        ):  # the state of a user's class comes with its first step
             model_has = _without_optimizer(model_has)
             state_has = _without_optimizer(shapes)
         check_fit(model_has, state_has, stream.is_partial)
@@ -97,7 +122,9 @@ class LearnerState:
             for name, shard in shards.items()
             if shard.shape == () and not shard.is_whole
         }
-        states: dict[str, Arrays] = {} if stream.is_partial else {name: {} for name in shards}  # of the optimizer, for each parameter
+        states: dict[str, Arrays] = (
+            {} if stream.is_partial else {name: {} for name in shards}
+        )  # of the optimizer, for each parameter
         scale: Arrays = {}
         held = {f"p.{name}": self._strategy.part(p) for name, p in self._parameters.items()}
         with torch.no_grad():
@@ -106,8 +133,12 @@ class LearnerState:
                     scale[name] = array
                 elif name.startswith("s."):
                     for parameter, key in _places(name, shards):
-                        is_number = key in numbers.get(parameter, ()) or key.startswith(rule_optimizer.GROUP)
-                        states.setdefault(parameter, {})[key] = array if is_number else _part(array, shards[parameter])
+                        is_number = key in numbers.get(parameter, ()) or key.startswith(
+                            rule_optimizer.GROUP
+                        )
+                        states.setdefault(parameter, {})[key] = (
+                            array if is_number else _part(array, shards[parameter])
+                        )
                 elif name in held and not held[name].is_whole:
                     live[name].view(-1).copy_(torch.from_numpy(held[name].of(np.asarray(array))))
                 else:
@@ -115,22 +146,35 @@ class LearnerState:
         self._strategy.weights_changed()
         load_loss_scale(self._scale, scale)
         for name, arrays in states.items():
-            if stream.is_partial:  # of a parameter it may have the number, and not the array of which ranks have parts
+            if (
+                stream.is_partial
+            ):  # of a parameter it may have the number, and not the array of which ranks have parts
                 own = rule_optimizer.optimizer_state(self._optimizer, shards[name].parameter)
-                missing = {key: tensor.cpu().numpy() for key, tensor in own.items() if key not in arrays}  # of one parameter at a time
-                rule_optimizer.load_optimizer_state(self._optimizer, shards[name].parameter, arrays | missing)
+                missing = {
+                    key: tensor.cpu().numpy() for key, tensor in own.items() if key not in arrays
+                }  # of one parameter at a time
+                rule_optimizer.load_optimizer_state(
+                    self._optimizer, shards[name].parameter, arrays | missing
+                )
             else:
                 rule_optimizer.load_optimizer_state(self._optimizer, shards[name].parameter, arrays)
 
     def _trained(self) -> list[tuple[str, Shard]]:
-        return [(name, self._strategy.shard(p)) for name, p in self._parameters.items() if p.requires_grad]
+        return [
+            (name, self._strategy.shard(p))
+            for name, p in self._parameters.items()
+            if p.requires_grad
+        ]
 
 
 def _part(array: np.ndarray, shard: Shard) -> np.ndarray:
-    """What a shard has of the state of a whole parameter; a number for the parameter is every shard's."""
+    """What a shard has of the state of a whole parameter; a number for the parameter is every
+    shard's."""
     if shard.is_whole or array.shape != shard.shape:
         return array
-    return shard.of(array).reshape(shard.parameter.shape).copy()  # the whole may be of this moment only
+    return (
+        shard.of(array).reshape(shard.parameter.shape).copy()
+    )  # the whole may be of this moment only
 
 
 def _places(name: str, shards: dict[str, Shard]) -> Iterator[tuple[str, str]]:
@@ -147,8 +191,11 @@ def _without_optimizer(shapes: Shapes) -> Shapes:
 
 
 @contextmanager
-def averaged(optimizer: torch.optim.Optimizer, strategy: Strategy, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-    """Learner.averaged(), where there are averages. To enter it is a collective where ranks have parts of them."""
+def averaged(
+    optimizer: torch.optim.Optimizer, strategy: Strategy, parameters: Sequence[torch.nn.Parameter]
+) -> Iterator[None]:
+    """Learner.averaged(), where there are averages. To enter it is a collective where ranks have
+    parts of them."""
     found = strategy.put_together(lambda p: rule_optimizer.average(optimizer, p), parameters)
     weights = {p: p.data for p in found}
     try:
@@ -161,22 +208,27 @@ def averaged(optimizer: torch.optim.Optimizer, strategy: Strategy, parameters: S
 
 
 class Staging:
-    """Host memory of one rank, as large as the largest tensor on its GPU; none where all lie in host memory."""
+    """Host memory of one rank, as large as the largest tensor on its GPU; none where all lie in
+    host memory."""
 
     def __init__(self) -> None:
         self._largest_bytes = 0
         self._buffer: torch.Tensor | None = None
 
     def expect(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These may be read next: the buffer gets the size of the largest with the first of them."""
-        self._largest_bytes = max((tensor.nbytes for tensor in tensors if not self.is_on_host(tensor)), default=0)
+        """These may be read next: the buffer gets the size of the largest with the first of
+        them."""
+        self._largest_bytes = max(
+            (tensor.nbytes for tensor in tensors if not self.is_on_host(tensor)), default=0
+        )
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
         """Whether its numbers are read where they lie."""
         return tensor.device.type == "cpu"
 
     def read(self, tensor: torch.Tensor) -> np.ndarray:
-        """The numbers of a tensor in its shape: where they lie in host memory, or in the buffer, where the next call overwrites them.
+        """The numbers of a tensor in its shape: where they lie in host memory, or in the buffer,
+        where the next call overwrites them.
 
         The host waits for the GPU.
         """
@@ -184,11 +236,14 @@ class Staging:
         return (tensor if self.is_on_host(tensor) else self.copy(tensor)).numpy()
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in the buffer, whose numbers are in the same order in memory: the GPU needs no other one in between."""
+        """A copy in the buffer, whose numbers are in the same order in memory: the GPU needs no
+        other one in between."""
         nbytes = max(tensor.nbytes, self._largest_bytes)
         if self._buffer is None or self._buffer.nbytes < nbytes:
             self._buffer = None  # before there is a larger one
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=tensor.is_cuda)
+            self._buffer = torch.empty(
+                nbytes, dtype=torch.uint8, device="cpu", pin_memory=tensor.is_cuda
+            )
         numbers = self._buffer[: tensor.nbytes].view(tensor.dtype)
         strides = torch.empty_like(tensor, device="meta").stride()  # as tensor.cpu() would have
         return numbers.as_strided(tensor.shape, strides).copy_(tensor)

@@ -1,4 +1,5 @@
-"""A step in torch: passes leave gradients, and an update measures, clips and takes them; for the trainer, an own loop and a dense part."""
+"""A step in torch: passes leave gradients, and an update measures, clips and takes them; for the
+trainer, an own loop and a dense part."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ Total = Callable[[torch.Tensor], torch.Tensor]  # Strategy.total
 
 
 class Update:
-    """The end of a step, from gradients that are the sum over ranks: they are unscaled, left out where they are not finite, clipped, given
-    noise, and the optimizer makes its step.
+    """The end of a step, from gradients that are the sum over ranks: they are unscaled, left out
+    where they are not finite, clipped, given noise, and the optimizer makes its step.
     """
 
     def __init__(
@@ -40,8 +41,8 @@ class Update:
         restore: Callable[[], None],
         step: Callable[[torch.optim.Optimizer], None] | None = None,
     ) -> None:
-        """shards: whose gradients are taken. restore: makes buffers what they were, where a step is left out. step: in the place of
-        Strategy.optimizer_step().
+        """shards: whose gradients are taken. restore: makes buffers what they were, where a step is
+        left out. step: in the place of Strategy.optimizer_step().
         """
         self._optimizer = optimizer
         self._strategy = strategy
@@ -54,25 +55,35 @@ class Update:
         self._step = step or strategy.optimizer_step
 
     def unscaled_are_bad(self) -> torch.Tensor:
-        """Divides every gradient by the loss scale. () bool, whether any number of this rank's is not finite: clipping would hide it."""
+        """Divides every gradient by the loss scale. () bool, whether any number of this rank's is
+        not finite: clipping would hide it."""
         self._scale.unscale_(self._parameters)
         return any_nonfinite(self._parameters)
 
     def anywhere(self, bad: torch.Tensor) -> torch.Tensor:
-        """() bool, whether it is so on any rank that updates another part. A collective where there are such ranks."""
+        """() bool, whether it is so on any rank that updates another part. A collective where there
+        are such ranks."""
         return self._strategy.total(bad.double()) > 0
 
     def apply(self, noise: float = 0.0, seed: int = 0) -> None:
-        """Clips, adds noise, and makes the optimizer's step. A collective where the strategy's is."""
+        """Clips, adds noise, and makes the optimizer's step. A collective where the strategy's
+        is."""
         clip_(self._shards, *self._clip, self._strategy.total)
         add_noise_(self._shards, noise, seed)
         self._step(self._optimizer)
 
-    def make(self, bad: torch.Tensor, noise: float = 0.0, seed: int = 0, measure: Callable[[torch.Tensor], Sums] = lambda bad: {}) -> Sums:
+    def make(
+        self,
+        bad: torch.Tensor,
+        noise: float = 0.0,
+        seed: int = 0,
+        measure: Callable[[torch.Tensor], Sums] = lambda bad: {},
+    ) -> Sums:
         """All that follows unscaled_are_bad(), whose result is `bad`. Clears the gradients.
 
-        measure: called before they are clipped, with what anywhere() says. Returns what it does, and "nonfinite": ranks with the same
-        gradient each report a share, so that the sum over ranks counts the step once.
+        measure: called before they are clipped, with what anywhere() says. Returns what it does,
+        and "nonfinite": ranks with the same gradient each report a share, so that the sum over
+        ranks counts the step once.
         """
         bad = self.anywhere(bad)
         overflowed = self._scale.update(bad)
@@ -87,9 +98,11 @@ class Update:
 
 
 class Passes:
-    """The forward and backward passes of a step, one micro-batch after the other, and those of an evaluation.
+    """The forward and backward passes of a step, one micro-batch after the other, and those of an
+    evaluation.
 
-    This class makes them as one process does. Others say what they do differently: through stages, in turns.
+    This class makes them as one process does. Others say what they do differently: through stages,
+    in turns.
     """
 
     def __init__(
@@ -118,11 +131,13 @@ class Passes:
         return self._one
 
     def left_bad(self, bad: torch.Tensor) -> torch.Tensor:
-        """() bool, whether `bad`, or a gradient that the passes of this step have used up was not finite."""
+        """() bool, whether `bad`, or a gradient that the passes of this step have used up was not
+        finite."""
         return bad
 
     def _one(self, batch: DeviceBatch, divisor: int, is_last: bool) -> Sums:
-        """Forward and backward of one micro-batch: adds to p.grad the gradient of (sum of its losses) / divisor."""
+        """Forward and backward of one micro-batch: adds to p.grad the gradient of (sum of its
+        losses) / divisor."""
         if is_last:
             self._meter.last_pass()
         self._stopwatch.enter("forward")
@@ -138,7 +153,8 @@ class Passes:
         return losses.total / divisor * self._scale.scale(one_or_nan(losses.total))
 
     def evaluate(self, batch: DeviceBatch) -> Sums:
-        """The sums of Learner.evaluate(); gradients are off, and the model is in evaluation mode."""
+        """The sums of Learner.evaluate(); gradients are off, and the model is in evaluation
+        mode."""
         return self._forward.evaluate(batch).sums
 
     def predict(self, batch: DeviceBatch) -> Evaluated:
@@ -158,15 +174,19 @@ class Passes:
 
 
 class Meter:
-    """The squared norms from which recipe/noise.py computes the gradient noise scale, without another pass over the data.
+    """The squared norms from which recipe/noise.py computes the gradient noise scale, without
+    another pass over the data.
 
-    Construct it before the strategy: its hooks then see a rank's own gradient before the strategy's reduce it.
+    Construct it before the strategy: its hooks then see a rank's own gradient before the strategy's
+    reduce it.
     """
 
     def __init__(self, parameters: list[torch.nn.Parameter], world: Communicator) -> None:
         self._world = world
         self._is_last_pass = False
-        self._local_square = torch.zeros((), dtype=torch.float64, device=parameters[0].device)  # of this rank's own gradient
+        self._local_square = torch.zeros(
+            (), dtype=torch.float64, device=parameters[0].device
+        )  # of this rank's own gradient
         for p in parameters:
             p.register_post_accumulate_grad_hook(self._add)
 
@@ -176,11 +196,16 @@ class Meter:
         self._local_square.zero_()
 
     def read(self, hyper: Hyper, count: int, shards: Sequence[Shard], total: Total) -> Sums:
-        """This rank's part of NOISE_SCALE_KEYS, as device scalars, of `count` samples; the shards have the global batch's mean by now."""
+        """This rank's part of NOISE_SCALE_KEYS, as device scalars, of `count` samples; the shards
+        have the global batch's mean by now."""
         self._is_last_pass = False
         square = total(sum((_square(shard.parameter) for shard in shards), torch.zeros(())))
-        global_square = square.to(self._local_square.device)  # with shard.offload it is in host memory
-        return noise_scale_sums(self._local_square, global_square, count, hyper.batch, self._world.size)
+        global_square = square.to(
+            self._local_square.device
+        )  # with shard.offload it is in host memory
+        return noise_scale_sums(
+            self._local_square, global_square, count, hyper.batch, self._world.size
+        )
 
     def _add(self, p: torch.Tensor) -> None:
         if self._is_last_pass:
@@ -206,45 +231,63 @@ def clip_(shards: Sequence[Shard], norm: float | None, value: float | None, tota
     """optim/rule.py's clip() of all gradients; None: not."""
     if norm is not None or value is not None:
         parameters = [shard.parameter for shard in shards]
-        for p, g in zip(parameters, clip([p.grad for p in parameters], norm, value, torch, total), strict=True):
+        for p, g in zip(
+            parameters, clip([p.grad for p in parameters], norm, value, torch, total), strict=True
+        ):
             p.grad = g
 
 
 def add_noise_(shards: Sequence[Shard], variance: float, seed: int) -> None:
-    """Adds normal noise of this variance to each number of the gradients; of a parameter the same on every rank, since the seed is."""
+    """Adds normal noise of this variance to each number of the gradients; of a parameter the same
+    on every rank, since the seed is."""
     if variance:
         generator: Any = torch.Generator(shards[0].parameter.device).manual_seed(seed & (2**63 - 1))
         for shard in shards:
             g = shard.parameter.grad
             assert g is not None
-            noise = torch.empty_like(g) if shard.is_whole else torch.empty(shard.shape, dtype=g.dtype, device=g.device)
+            noise = (
+                torch.empty_like(g)
+                if shard.is_whole
+                else torch.empty(shard.shape, dtype=g.dtype, device=g.device)
+            )
             noise.normal_(0.0, variance**0.5, generator=generator)
             g += noise if shard.is_whole else shard.of(noise).view(g.shape)
 
 
 def one_or_nan(loss: torch.Tensor) -> torch.Tensor:
-    """A factor for the loss: 1, but NaN where it is not finite. The gradients become NaN, and the reduction brings that to every rank.
+    """A factor for the loss: 1, but NaN where it is not finite. The gradients become NaN, and the
+    reduction brings that to every rank.
 
-    It is a factor, not the argument of backward(), which imports sympy to look at its shape: half a second. A clamp between the last
-    parameter and the loss would keep NaN from the parameters.
+    It is a factor, not the argument of backward(), which imports sympy to look at its shape: half a
+    second. A clamp between the last parameter and the loss would keep NaN from the parameters.
     """
-    return loss.detach() * 0.0 + 1.0  # torch.where(..., 1.0, nan) would copy both numbers to the device, and wait
+    return (
+        loss.detach() * 0.0 + 1.0
+    )  # torch.where(..., 1.0, nan) would copy both numbers to the device, and wait
 
 
 def any_nonfinite(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
-    """Whether any number of p.grad is NaN or infinite: () bool. Of each number by itself: a norm of finite ones may overflow."""
-    gradients = [p.grad._values() if p.grad.is_sparse else p.grad for p in parameters if p.grad is not None]
+    """Whether any number of p.grad is NaN or infinite: () bool. Of each number by itself: a norm of
+    finite ones may overflow."""
+    gradients = [
+        p.grad._values() if p.grad.is_sparse else p.grad for p in parameters if p.grad is not None
+    ]
     nonempty = [g for g in gradients if g.numel()]  # aminmax of no numbers is an error
     if not nonempty:
         return torch.zeros((), dtype=torch.bool, device=parameters[0].device)
     if nonempty[0].device.type == "cpu":
-        extremes = [extreme for g in nonempty for extreme in torch.aminmax(g)]  # a fifth to a twentieth of the time of _foreach_norm
+        extremes = [
+            extreme for g in nonempty for extreme in torch.aminmax(g)
+        ]  # a fifth to a twentieth of the time of _foreach_norm
     else:
-        extremes = list(torch._foreach_norm(nonempty, math.inf))  # few kernels for all; a NaN among them gives NaN
+        extremes = list(
+            torch._foreach_norm(nonempty, math.inf)
+        )  # few kernels for all; a NaN among them gives NaN
     return ~torch.stack(extremes).isfinite().all()
 
 
 def zero_where(bad: torch.Tensor, sums: Sums) -> Sums:
-    """The sums as device scalars, all 0 where `bad`, () bool, is true: it may be of offloaded gradients, in host memory."""
+    """The sums as device scalars, all 0 where `bad`, () bool, is true: it may be of offloaded
+    gradients, in host memory."""
     found = {name: (~bad).double() * value for name, value in sums.items()}
     return {name: value.masked_fill(bad.to(value.device), 0.0) for name, value in found.items()}

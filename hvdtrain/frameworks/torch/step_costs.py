@@ -1,4 +1,5 @@
-"""What a step costs on a device: the time of each phase, a trace, its floating-point operations, and the most that the device could do."""
+"""What a step costs on a device: the time of each phase, a trace, its floating-point operations,
+and the most that the device could do."""
 
 from __future__ import annotations
 
@@ -17,11 +18,18 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import Hyper
-from hvdtrain.frameworks.stopwatch import HostStopwatch, PhaseTimes, ReplaceableStopwatch, Stopwatch, phase_times
+from hvdtrain.frameworks.stopwatch import (
+    HostStopwatch,
+    PhaseTimes,
+    ReplaceableStopwatch,
+    Stopwatch,
+    phase_times,
+)
 
 
 class CudaStopwatch:
-    """A phase is the GPU's time between two events: "data" is then the time for which it had nothing to do between two steps.
+    """A phase is the GPU's time between two events: "data" is then the time for which it had
+    nothing to do between two steps.
 
     The host waits only where they are read.
     """
@@ -43,7 +51,9 @@ class CudaStopwatch:
         for _, event in stamps:  # a hook may have recorded on another stream than the last one
             if not event.query():
                 event.synchronize()
-        return phase_times([(phase, a.elapsed_time(b) / 1e3) for (phase, a), (_, b) in itertools.pairwise(stamps)])
+        return phase_times(
+            [(phase, a.elapsed_time(b) / 1e3) for (phase, a), (_, b) in itertools.pairwise(stamps)]
+        )
 
 
 def stopwatch_for(device: torch.device) -> Stopwatch:
@@ -61,7 +71,9 @@ class TracingStopwatch:
 
     def enter(self, phase: str) -> None:
         self.inner.enter(phase)
-        if threading.get_ident() != self._thread:  # a hook in backward's own thread: a range ends on the thread where it began
+        if (
+            threading.get_ident() != self._thread
+        ):  # a hook in backward's own thread: a range ends on the thread where it began
             return
         if self._range is not None:
             self._range.__exit__(None, None, None)
@@ -77,7 +89,8 @@ class TracingStopwatch:
 def profile(stopwatch: ReplaceableStopwatch, device: torch.device, path: Path) -> Iterator[None]:
     """Traces what is done inside, with the phases of `stopwatch`, into PATH/trace.json.gz.
 
-    The file is for https://ui.perfetto.dev or chrome://tracing. Starting a trace takes a second or two.
+    The file is for https://ui.perfetto.dev or chrome://tracing. Starting a trace takes a second or
+    two.
     """
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
@@ -95,14 +108,19 @@ PRODUCTS = 7
 
 
 def synchronizing_stopwatch(device: torch.device) -> HostStopwatch:
-    """A stopwatch that waits for the device at the end of each phase, so that no two phases overlap."""
-    return HostStopwatch((lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else None)
+    """A stopwatch that waits for the device at the end of each phase, so that no two phases
+    overlap."""
+    return HostStopwatch(
+        (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else None
+    )
 
 
 class FlopCounter(TorchDispatchMode):
-    """Adds up the operations of matrix products, convolutions and attention, and the bytes that all others read and write.
+    """Adds up the operations of matrix products, convolutions and attention, and the bytes that all
+    others read and write.
 
-    By torch's own formulas, without its FlopCounterMode, whose hooks on modules a backward pass in two parts does not take.
+    By torch's own formulas, without its FlopCounterMode, whose hooks on modules a backward pass in
+    two parts does not take.
     """
 
     def __init__(self) -> None:
@@ -117,22 +135,42 @@ class FlopCounter(TorchDispatchMode):
         if formula is not None:
             self.flops += formula(*args, **kwargs, out_val=result)
         elif not func.is_view and func.overloadpacket not in _WITHOUT_WORK:
-            tensors = {id(x): x.nbytes for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor) and not x.is_meta}
+            tensors = {
+                id(x): x.nbytes
+                for x in tree_leaves((args, kwargs, result))
+                if isinstance(x, torch.Tensor) and not x.is_meta
+            }
             self.touched_bytes += sum(tensors.values())
         return result
 
 
-def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> int:
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+) -> int:
     return int(sdpa_flop_count(query.shape, key.shape, value.shape))
 
 
-def _attention_backward(gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> int:
+def _attention_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *_: Any,
+    **__: Any,
+) -> int:
     return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
 
 
 _aten: Any = torch.ops.aten
 _WITHOUT_WORK = {
-    *(_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten._unsafe_view, _aten._local_scalar_dense),
+    *(
+        _aten.empty,
+        _aten.empty_like,
+        _aten.new_empty,
+        _aten.empty_strided,
+        _aten._unsafe_view,
+        _aten._local_scalar_dense,
+    ),
     torch.ops.prim.device,  # which fake tensors ask for
 }
 _FORMULAS: dict[Any, Any] = {
@@ -143,7 +181,8 @@ _FORMULAS: dict[Any, Any] = {
 
 
 def step_flops(learner: Any, micro: Sequence[Batch], hyper: Hyper) -> int:
-    """Operations of the matrix products and convolutions of one step, forward and backward, which this makes; a multiply-add counts as two.
+    """Operations of the matrix products and convolutions of one step, forward and backward, which
+    this makes; a multiply-add counts as two.
 
     Every rank calls it. What torch.compile fuses is not counted.
     """
@@ -153,7 +192,8 @@ def step_flops(learner: Any, micro: Sequence[Batch], hyper: Hyper) -> int:
 
 
 def peak_flops(learner: Any, size: int = 2048) -> float:
-    """Operations per second of a square matrix product in the number type of the layers: the median of PRODUCTS, after two to warm up."""
+    """Operations per second of a square matrix product in the number type of the layers: the median
+    of PRODUCTS, after two to warm up."""
     dtype = learner.forward.precision.layers or learner.dtype
     a, b = (torch.randn(size, size, device=learner.device).to(dtype) for _ in range(2))
     stopwatch = synchronizing_stopwatch(learner.device)

@@ -1,4 +1,5 @@
-"""The layers of a model in the order of a forward pass: shapes, parameters, operations; computed on tensors without numbers."""
+"""The layers of a model in the order of a forward pass: shapes, parameters, operations; computed on
+tensors without numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _SAMPLES = 2  # of the forward pass
 
 
 def summarize(config: Config, task: Task) -> list[LayerSummary]:
-    """Modules with parameters or operations of their own. Raises UserError where the model needs numbers to compute shapes."""
+    """Modules with parameters or operations of their own. Raises UserError where the model needs
+    numbers to compute shapes."""
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             with _Answered():  # not in the forward pass, whose shapes may depend on the numbers
@@ -32,12 +34,18 @@ def summarize(config: Config, task: Task) -> list[LayerSummary]:
     except UserError:
         raise
     except Exception as error:  # of the user's model
-        what = f"{config.model.name} cannot be called without numbers: {type(error).__name__}: {first_line(error)}"
-        raise UserError(what, config.where("model.name"), "a model that needs no numbers to compute shapes") from error
+        what = (
+            f"{config.model.name} cannot be called without numbers: {type(error).__name__}: "
+            f"{first_line(error)}"
+        )
+        raise UserError(
+            what, config.where("model.name"), "a model that needs no numbers to compute shapes"
+        ) from error
 
 
 class _Answered(TorchDispatchMode):
-    """Inside, the host is told a number of a tensor without numbers, as first weights that are drawn anew until they fit ask for."""
+    """Inside, the host is told a number of a tensor without numbers, as first weights that are
+    drawn anew until they fit ask for."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return answer(args[0]) if func is ASKS_FOR_NUMBER else func(*args, **(kwargs or {}))
@@ -50,7 +58,9 @@ class _Calls:
         self._model = model
         self._outputs: dict[nn.Module, Any] = {}
         self._flops: dict[nn.Module, int] = {}  # without those of modules inside
-        self._inside: list[int] = []  # of each call that is under way: operations of the calls inside
+        self._inside: list[
+            int
+        ] = []  # of each call that is under way: operations of the calls inside
         hooks = [module.register_forward_pre_hook(self._begin) for module in model.modules()]
         hooks += [module.register_forward_hook(self._end) for module in model.modules()]
         self._began: list[int] = []
@@ -83,12 +93,22 @@ class _Calls:
             if own or flops:
                 trained = sum(p.numel() for p in own if p.requires_grad)
                 outputs = _shape(self._outputs.get(module))
-                found.append(LayerSummary(name, type(module).__name__, outputs, sum(p.numel() for p in own), trained, flops // _SAMPLES))
+                found.append(
+                    LayerSummary(
+                        name,
+                        type(module).__name__,
+                        outputs,
+                        sum(p.numel() for p in own),
+                        trained,
+                        flops // _SAMPLES,
+                    )
+                )
         return found
 
 
 def _shape(outputs: Any) -> tuple[int, ...] | None:
-    """Shape of the first tensor for one sample; None of a module that was not called, or gives something else."""
+    """Shape of the first tensor for one sample; None of a module that was not called, or gives
+    something else."""
     while isinstance(outputs, (tuple, list)) and outputs:
         outputs = outputs[0]
     return tuple(outputs.shape[1:]) if isinstance(outputs, torch.Tensor) else None

@@ -1,5 +1,5 @@
-"""model.thaw: weights that are frozen until a step. Their gradients are cleared and their norms stay in evaluation mode; that nothing
-updates them the rule says (optim/around.py)."""
+"""model.thaw: weights that are frozen until a step. Their gradients are cleared and their norms
+stay in evaluation mode; that nothing updates them the rule says (optim/around.py)."""
 
 from __future__ import annotations
 
@@ -17,16 +17,34 @@ from hvdtrain.optim.around import number_of_entry
 class Thaw:
     """What each entry of model.thaw has of a rank's model."""
 
-    def __init__(self, model: nn.Module, entries: Sequence[Sequence[str]], updated: Sequence[torch.Tensor]) -> None:
-        """updated: what this rank updates of each trained parameter of the model, in their order."""
-        trained = [name for name, p in model.named_parameters() if p.requires_grad] if entries else []
+    def __init__(
+        self, model: nn.Module, entries: Sequence[Sequence[str]], updated: Sequence[torch.Tensor]
+    ) -> None:
+        """updated: what this rank updates of each trained parameter of the model, in their
+        order."""
+        trained = (
+            [name for name, p in model.named_parameters() if p.requires_grad] if entries else []
+        )
         self._updated = [
-            [p for name, p in zip(trained, updated, strict=True) if number_of_entry(name, entries) == n] for n in range(len(entries))
+            [
+                p
+                for name, p in zip(trained, updated, strict=True)
+                if number_of_entry(name, entries) == n
+            ]
+            for n in range(len(entries))
         ]
         self._norms: list[list[nn.Module]] = [[] for _ in entries]
         for name, module in model.named_modules() if entries else ():
-            running = [f"{name}.{buffer}".removeprefix(".") for buffer in RUNNING if buffer in module._buffers]
-            numbers = {number for buffer in running if (number := number_of_entry(buffer, entries)) is not None}
+            running = [
+                f"{name}.{buffer}".removeprefix(".")
+                for buffer in RUNNING
+                if buffer in module._buffers
+            ]
+            numbers = {
+                number
+                for buffer in running
+                if (number := number_of_entry(buffer, entries)) is not None
+            }
             for number in numbers:
                 self._norms[number].append(module)
         self._is_frozen: list[bool | None] = [None] * len(entries)  # None: before the first step
@@ -41,7 +59,8 @@ class Thaw:
                     stay(norm) if is_frozen else _train(norm)
 
     def clear_gradients(self) -> None:
-        """Clears those of what is frozen: they are in no norm, no measure and no check of numbers."""
+        """Clears those of what is frozen: they are in no norm, no measure and no check of
+        numbers."""
         for is_frozen, parameters in zip(self._is_frozen, self._updated, strict=True):
             for p in parameters if is_frozen else ():
                 if p.grad is not None:

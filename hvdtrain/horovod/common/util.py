@@ -1,5 +1,12 @@
 """Where horovod.common.util has what there is to know of a build."""
 
-from hvdtrain.horovod.basics import ccl_built, check_extension, ddl_built, gloo_built, mpi_built, nccl_built
+from hvdtrain.horovod.basics import (
+    ccl_built,
+    check_extension,
+    ddl_built,
+    gloo_built,
+    mpi_built,
+    nccl_built,
+)
 
 __all__ = ["ccl_built", "check_extension", "ddl_built", "gloo_built", "mpi_built", "nccl_built"]

@@ -1,4 +1,5 @@
-"""What the ranks of a process set make next, a pure function of what each asks for; and the block by which a rank tells it in a round."""
+"""What the ranks of a process set make next, a pure function of what each asks for; and the block
+by which a rank tells it in a round."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ class Standing(NamedTuple):
     asked: Sequence[Asked]  # in the order of its program
     joined: bool = False  # takes part in everything, with nothing of its own
     leaving: bool = False  # asks for nothing more
-    blocked: bool = False  # every thread of it waits, and asks for nothing more until it has what it waits for
+    blocked: bool = (
+        False  # every thread of it waits, and asks for nothing more until it has what it waits for
+    )
     overdue: bool = False  # has waited for long without any progress
 
 
@@ -47,12 +50,17 @@ class Refusal(NamedTuple):
 class Decision(NamedTuple):
     ready: list[Ready]  # in the order of the first rank that has not joined
     refused: dict[Key, Refusal]
-    missing: dict[Key, list[int]]  # the ranks that have not asked for it yet; only what is neither ready nor refused
+    missing: dict[
+        Key, list[int]
+    ]  # the ranks that have not asked for it yet; only what is neither ready nor refused
 
 
 def decide(standings: Sequence[Standing]) -> Decision:
     """standings: in the order of ranks."""
-    by_rank = {standing.rank: {asked.signature.key: asked for asked in standing.asked} for standing in standings}
+    by_rank = {
+        standing.rank: {asked.signature.key: asked for asked in standing.asked}
+        for standing in standings
+    }
     active = [standing.rank for standing in standings if not standing.joined]
     joined = [standing.rank for standing in standings if standing.joined]
     leaving = [standing.rank for standing in standings if standing.leaving]
@@ -63,7 +71,9 @@ def decide(standings: Sequence[Standing]) -> Decision:
         asked = {rank: by_rank[rank][key] for rank in by_rank if key in by_rank[rank]}
         absent = [rank for rank in active if rank not in asked]
         if gone := [rank for rank in absent if rank in leaving]:
-            refused[key] = Refusal(f"{ranks_text(gone)} ended without it; {ranks_text(list(asked))} asked for it", True)
+            refused[key] = Refusal(
+                f"{ranks_text(gone)} ended without it; {ranks_text(list(asked))} asked for it", True
+            )
         elif absent:
             missing[key] = absent
         elif (root := next(iter(asked.values())).signature.root) in joined:
@@ -71,13 +81,23 @@ def decide(standings: Sequence[Standing]) -> Decision:
         elif difference := differing({rank: each.signature for rank, each in asked.items()}):
             refused[key] = Refusal(difference, False)
         else:
-            ready.append(Ready(next(iter(asked.values())).signature, tuple(each.bucket for each in asked.values())))
+            ready.append(
+                Ready(
+                    next(iter(asked.values())).signature,
+                    tuple(each.bucket for each in asked.values()),
+                )
+            )
     if _is_deadlock(standings, ready, refused, missing):
         return Decision([], _deadlock(standings, missing), {})
     return Decision(ready, refused, missing)
 
 
-def _is_deadlock(standings: Sequence[Standing], ready: Sequence[Ready], refused: dict[Key, Refusal], missing: dict[Key, list[int]]) -> bool:
+def _is_deadlock(
+    standings: Sequence[Standing],
+    ready: Sequence[Ready],
+    refused: dict[Key, Refusal],
+    missing: dict[Key, list[int]],
+) -> bool:
     if ready or refused or not missing or not any(standing.overdue for standing in standings):
         return False
     return all(standing.blocked or standing.joined or standing.leaving for standing in standings)
@@ -86,7 +106,10 @@ def _is_deadlock(standings: Sequence[Standing], ready: Sequence[Ready], refused:
 def _deadlock(standings: Sequence[Standing], missing: dict[Key, list[int]]) -> dict[Key, Refusal]:
     """Everything that is asked for, with what each rank waits for."""
     text = "; ".join(_waits(standing) for standing in standings)
-    return {key: Refusal(f"{ranks_text(absent)} did not ask for it and cannot: {text}", True) for key, absent in missing.items()}
+    return {
+        key: Refusal(f"{ranks_text(absent)} did not ask for it and cannot: {text}", True)
+        for key, absent in missing.items()
+    }
 
 
 def _waits(standing: Standing) -> str:
@@ -106,7 +129,9 @@ def differing(signatures: dict[int, Signature]) -> str:
         if other != one:
             fields = [field for field in FIELDS if getattr(one, field) != getattr(other, field)]
             found = ", ".join(
-                f"{FIELDS[field]} {_value(one, field)} on rank {first}, {_value(other, field)} on rank {rank}" for field in fields
+                f"{FIELDS[field]} {_value(one, field)} on rank {first}, {_value(other, field)} on "
+                f"rank {rank}"
+                for field in fields
             )
             return f"ranks do not agree: {found}"
     return ""
@@ -125,7 +150,8 @@ FIELDS = {
 
 
 def _value(signature: Signature, field: str) -> str:
-    """A field as a message shows it: the tensor itself where there is one alone, "any" for a length that may differ."""
+    """A field as a message shows it: the tensor itself where there is one alone, "any" for a length
+    that may differ."""
     value = getattr(signature, field)
     if field in ("dtypes", "shapes", "devices") and len(value) == 1:
         value = value[0]
@@ -146,8 +172,12 @@ BLOCKED = 1
 OVERDUE = 2
 _COMPARED = 4  # numbers at the beginning that are equal where nothing needs a second exchange
 _BYTES = 8  # of a number
-_PLACES = 16  # bytes, of which the place of a tensor is a multiple: a view as complex128 begins there
-INLINE_BYTES = 448  # of small tensors: with the header 496 bytes of every rank, which take no longer than the header alone
+_PLACES = (
+    16  # bytes, of which the place of a tensor is a multiple: a view as complex128 begins there
+)
+# of small tensors: with the header 496 bytes of every rank, which take no longer than the header
+# alone
+INLINE_BYTES = 448
 INLINE_RANKS = 8  # sets of more ranks exchange headers alone
 INLINE_REQUESTS = 16
 _INLINE_OPS = ("average", "sum", "min", "max", "product")
@@ -175,12 +205,21 @@ class Block:
 
     def fill(self, requests: Sequence[Request], special: int, own: int) -> None:
         """requests: what this rank asks for, in order; buckets count relative to the first."""
-        self.own[:HEADER] = len(requests), _digest(requests), special, self._put_inline(requests), own, 0
+        self.own[:HEADER] = (
+            len(requests),
+            _digest(requests),
+            special,
+            self._put_inline(requests),
+            own,
+            0,
+        )
 
     def is_equal(self) -> bool:
         """Whether every rank asks for the same, and none of them has joined or is leaving."""
         first = self.rows[0, :_COMPARED].tobytes()
-        return not self.rows[0, 2] and all(row[:_COMPARED].tobytes() == first for row in self.rows[1:])
+        return not self.rows[0, 2] and all(
+            row[:_COMPARED].tobytes() == first for row in self.rows[1:]
+        )
 
     @property
     def has_tensors(self) -> bool:
@@ -202,11 +241,15 @@ class Block:
 
     def _place(self, start: int, numbers: int, dtype: torch.dtype) -> Place:
         end = start + numbers * dtype.itemsize
-        own, *of_ranks = (torch.from_numpy(row[HEADER:].view(np.uint8))[start:end].view(dtype) for row in (self.own, *self.rows))
+        own, *of_ranks = (
+            torch.from_numpy(row[HEADER:].view(np.uint8))[start:end].view(dtype)
+            for row in (self.own, *self.rows)
+        )
         return Place(own, of_ranks)
 
     def _put_inline(self, requests: Sequence[Request]) -> int:
-        """The number of bytes; 0 where the tensors do not fit, -1 where there is nothing to send."""
+        """The number of bytes; 0 where the tensors do not fit, -1 where there is nothing to
+        send."""
         if not self._has_inline or not 0 < len(requests) <= INLINE_REQUESTS:
             return 0
         total = sum(_inline_bytes(request) for request in requests)
@@ -230,7 +273,9 @@ def _digest(requests: Sequence[Request]) -> int:
 def _inline_bytes(request: Request) -> int:
     """More than fits for what cannot be sent inline."""
     signature = request.signature
-    if not (signature.kind == "allreduce" and signature.op in _INLINE_OPS) and signature.kind not in ("broadcast", "barrier"):
+    if not (
+        signature.kind == "allreduce" and signature.op in _INLINE_OPS
+    ) and signature.kind not in ("broadcast", "barrier"):
         return INLINE_BYTES + 1
     if any(tensor.device.type != "cpu" for tensor in request.inputs):
         return INLINE_BYTES + 1
@@ -243,7 +288,8 @@ def _rounded(tensor: torch.Tensor) -> int:
 
 
 def outside_of_inference(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, outside of the caller's torch.inference_mode(): tensors that are made in that mode cannot be changed after it.
+    """The function, outside of the caller's torch.inference_mode(): tensors that are made in that
+    mode cannot be changed after it.
 
     What rounds keep from call to call has to be of use outside of it, too.
     """

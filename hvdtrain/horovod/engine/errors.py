@@ -18,10 +18,13 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 class HorovodVersionMismatchError(ImportError):
-    """A library has another version than Horovod was built with. Never raised here, where nothing is built; a script may catch it."""
+    """A library has another version than Horovod was built with. Never raised here, where nothing
+    is built; a script may catch it."""
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:
-        super().__init__(f"{name} has version {version}, and Horovod was built with {installed_version}")
+        super().__init__(
+            f"{name} has version {version}, and Horovod was built with {installed_version}"
+        )
         self.name = name
         self.version = version
         self.installed_version = installed_version
@@ -32,11 +35,13 @@ class BadCall(UserError, ValueError):
 
 
 class NoSuchReduction(BadCall, HorovodInternalError):
-    """An op that a collective does not have; Horovod's own error for it is a HorovodInternalError, as it comes from a round."""
+    """An op that a collective does not have; Horovod's own error for it is a HorovodInternalError,
+    as it comes from a round."""
 
 
 class Mismatch(UserError, HorovodInternalError):
-    """Ranks called a collective of one name differently; raised on every rank of the process set."""
+    """Ranks called a collective of one name differently; raised on every rank of the process
+    set."""
 
 
 class Missing(UserError, HorovodInternalError):

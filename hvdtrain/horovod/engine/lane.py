@@ -33,18 +33,26 @@ from hvdtrain.horovod.engine.perform import Performer, Streams
 from hvdtrain.horovod.engine.reduce import finish_inline, stand_in
 from hvdtrain.horovod.engine.requests import Key, Request, Settings, Signature
 from hvdtrain.horovod.engine.timeline import Timeline, now_us
-from hvdtrain.horovod.engine.waiting import ANNOUNCE_S, Callers, Waiting, lost_ranks, wait_for, wait_without_word
+from hvdtrain.horovod.engine.waiting import (
+    ANNOUNCE_S,
+    Callers,
+    Waiting,
+    lost_ranks,
+    wait_for,
+    wait_without_word,
+)
 
 IDLE_S = 0.005  # between two rounds in which nothing could be made
-LOOK_S = 0.001  # between two looks of a thread whether another one, which makes the rounds, has made its request
+# between two looks of a thread whether another one, which makes the rounds, has made its request
+LOOK_S = 0.001
 _FIX_NAMES = "the same calls, with the same names, on every rank of the process set"
 
 
 class Lane:
     """Requests of the ranks of one process set, of which this process is one.
 
-    A request is seen by the other ranks once this rank waits for any of its requests, or enough of them are queued: what a round makes
-    depends on the programs of the ranks alone, not on time.
+    A request is seen by the other ranks once this rank waits for any of its requests, or enough of
+    them are queued: what a round makes depends on the programs of the ranks alone, not on time.
     """
 
     def __init__(
@@ -58,7 +66,8 @@ class Lane:
         change: Callable[[Signature], Any],
         streams: Streams | None = None,
     ) -> None:
-        """ranks: of the job, those of the communicator. callers: threads of this process. streams: of this set alone.
+        """ranks: of the job, those of the communicator. callers: threads of this process. streams:
+        of this set alone.
 
         change: makes or removes a process set that all ranks have agreed on.
         """
@@ -70,7 +79,9 @@ class Lane:
         self.communicator = communicator
         self._exchange = exchange
         self._streams = streams or Streams()
-        self._performer = Performer(communicator, ranks, settings.fusion_bytes, timeline, self._streams)
+        self._performer = Performer(
+            communicator, ranks, settings.fusion_bytes, timeline, self._streams
+        )
         self._block = Block(len(self.ranks))
         self._queue: dict[Key, Request] = {}  # in the order of the program
         self._lock = threading.Lock()  # of the queue
@@ -79,7 +90,9 @@ class Lane:
         self._bucket_bytes = 0
         self._bucket_is_empty = True
         self._asked: list[Request] | None = None  # of a round that has begun
-        self._begun_s = self._before_s = 0.0  # time.monotonic() where the last round began, and the one before
+        self._begun_s = self._before_s = (
+            0.0  # time.monotonic() where the last round began, and the one before
+        )
         self._last_asked: list[Request] = []  # of the last one
         self.names_lost = True  # in the error where a connection breaks; which takes a moment
         self._own_flags = 0
@@ -87,7 +100,9 @@ class Lane:
         self._last_joined = -1
         self._joined_before = set[int]()
         self._all_joined = self._all_leaving = False
-        self._ended_meanwhile: list[int] = []  # ranks, where the others have joined: they will not join any more
+        self._ended_meanwhile: list[
+            int
+        ] = []  # ranks, where the others have joined: they will not join any more
         self._idle_since: float | None = None  # of rounds without progress
         self._missing: dict[Key, list[int]] = {}
         self._thread: CommThread | None = None
@@ -97,17 +112,23 @@ class Lane:
         self.has_left = False  # once every rank has
 
     def submit(self, request: Request) -> bool:
-        """Queues a request; True where enough are queued. Raises BadCall where one of this name is under way."""
+        """Queues a request; True where enough are queued. Raises BadCall where one of this name is
+        under way."""
         if self._broken is not None:
             raise self._broken
         self._streams.ask(request)
         with self._lock:
             if request.key in self._queue:
                 what = (
-                    "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor that is currently "
+                    "Requested to allreduce, allgather, or broadcast a tensor with the same name "
+                    "as another tensor that is currently "
                     "being processed."
                 )
-                raise BadCall(what, request.signature.where, "another name, or synchronize() the first one before")
+                raise BadCall(
+                    what,
+                    request.signature.where,
+                    "another name, or synchronize() the first one before",
+                )
             request.bucket = self._bucket
             self._queue[request.key] = request
             self._bucket_bytes += request.size_bytes
@@ -125,7 +146,8 @@ class Lane:
                 self._bucket_is_empty = True
 
     def finish(self, request: Request) -> None:
-        """Returns once it is done, by rounds of this thread or of another one. Raises Stalled where it is not done in time."""
+        """Returns once it is done, by rounds of this thread or of another one. Raises Stalled where
+        it is not done in time."""
         start = time.monotonic()
         self._callers.wait(self)
         try:
@@ -142,12 +164,14 @@ class Lane:
             self._callers.go_on()
 
     def result(self, request: Request) -> Any:
-        """The result of a request that is done. On a GPU it is there for what the present streams of this thread are given from now on."""
+        """The result of a request that is done. On a GPU it is there for what the present streams
+        of this thread are given from now on."""
         self._streams.receive(request)
         return request.result
 
     def step(self, request: Request) -> bool:
-        """Whether it is done; makes what can be made without waiting for a rank that has not come. Raises Stalled as finish() does."""
+        """Whether it is done; makes what can be made without waiting for a rank that has not come.
+        Raises Stalled as finish() does."""
         if not request.done and self._rounds.acquire(blocking=False):
             if request.polled_s is None:
                 request.polled_s = time.monotonic()
@@ -162,7 +186,8 @@ class Lane:
         return request.done
 
     def start(self) -> None:
-        """Begins rounds on a thread of this set, which go on while want() is True and something is asked for."""
+        """Begins rounds on a thread of this set, which go on while want() is True and something is
+        asked for."""
         with self._lock:
             if self._is_queued:
                 return
@@ -179,7 +204,8 @@ class Lane:
             return any(request.bucket < self._bucket for request in self._queue.values())
 
     def join(self) -> int:
-        """Takes part in everything that the others ask for, until all have joined; returns the rank that came last."""
+        """Takes part in everything that the others ask for, until all have joined; returns the rank
+        that came last."""
         self.show()
         with self._rounds:
             self._special |= JOINED
@@ -189,7 +215,11 @@ class Lane:
                     self._round()
                     self._pause()
                     if self._ended_meanwhile:
-                        raise Missing(f"{ranks_text(self._ended_meanwhile)} ended without it", "hvd.join()", _FIX_NAMES)
+                        raise Missing(
+                            f"{ranks_text(self._ended_meanwhile)} ended without it",
+                            "hvd.join()",
+                            _FIX_NAMES,
+                        )
             finally:
                 self._special &= ~JOINED
                 self._joined_before = set()
@@ -197,7 +227,8 @@ class Lane:
         return self._last_joined
 
     def leave(self) -> None:
-        """Makes what is asked for until every rank leaves; they may come back, also after a round in which one gave up.
+        """Makes what is asked for until every rank leaves; they may come back, also after a round
+        in which one gave up.
 
         It waits without end for a rank that still works alone.
         """
@@ -217,7 +248,8 @@ class Lane:
         self.has_left = True
 
     def _come_together(self) -> None:
-        """After a round in which a rank gave up: every rank has begun it, at the latest here, and none makes what it was for."""
+        """After a round in which a rank gave up: every rank has begun it, at the latest here, and
+        none makes what it was for."""
         if self._asked is not None:
             wait_without_word(self._waiting([], Settings(end_s=None, warn_s=self._settings.warn_s)))
         self._asked = self._broken = self._idle_since = None
@@ -296,7 +328,9 @@ class Lane:
         asked = self._asked
         assert asked is not None, "no round has begun"
         if not self._exchange.done() or time.monotonic() - self._before_s > ANNOUNCE_S:
-            settings = self._settings._replace(end_s=None) if self._special & LEAVING else self._settings
+            settings = (
+                self._settings._replace(end_s=None) if self._special & LEAVING else self._settings
+            )
             wait_for(self._waiting(asked, settings), self._before_s)
         self._asked = None
         if not self._block.is_equal():
@@ -311,7 +345,13 @@ class Lane:
             self._timeline.round_ends()
 
     def _waiting(self, asked: Sequence[Request], settings: Settings) -> Waiting:
-        return Waiting(self._exchange, settings, self.ranks, self.communicator.rank, lambda: self._purpose(asked))
+        return Waiting(
+            self._exchange,
+            settings,
+            self.ranks,
+            self.communicator.rank,
+            lambda: self._purpose(asked),
+        )
 
     def _purpose(self, asked: Sequence[Request]) -> str:
         if not asked:
@@ -340,7 +380,10 @@ class Lane:
         decision = decide(standings)
         own = {request.key: request for request in asked}
         self._missing = decision.missing
-        ready = [(own.get(each.signature.key) or self._stand_in(each.signature), each.buckets) for each in decision.ready]
+        ready = [
+            (own.get(each.signature.key) or self._stand_in(each.signature), each.buckets)
+            for each in decision.ready
+        ]
         if ready:
             self._make(ready)
         self._refuse(decision, own)
@@ -357,7 +400,12 @@ class Lane:
         own = self._own_flags
         rank = self.ranks[self.communicator.rank]
         listed = [Asked(request.signature, request.bucket) for request in asked]
-        flags = bool(special & JOINED), bool(special & LEAVING), bool(own & BLOCKED), bool(own & OVERDUE)
+        flags = (
+            bool(special & JOINED),
+            bool(special & LEAVING),
+            bool(own & BLOCKED),
+            bool(own & OVERDUE),
+        )
         packed = np.frombuffer(pack(Standing(rank, listed, *flags), ""), np.uint8)
         lengths = self.communicator.allgather(np.array([len(packed)]), "standings")
         parts = np.split(self.communicator.allgather(packed, "standings"), np.cumsum(lengths)[:-1])
@@ -371,7 +419,11 @@ class Lane:
             if request.inputs:
                 continue
             kind = request.signature.kind
-            request.finish(self._change(request.signature) if kind in ("add_process_set", "remove_process_set") else [])
+            request.finish(
+                self._change(request.signature)
+                if kind in ("add_process_set", "remove_process_set")
+                else []
+            )
         self._forget([request for request, _ in requests])
 
     def _refuse(self, decision: Decision, own: dict[Key, Request]) -> None:
@@ -383,7 +435,11 @@ class Lane:
                     self._timeline.negotiated([request])
                 request.fail(error := kind(refusal.what, request.signature.where, _FIX_NAMES))
                 if self._special & LEAVING:  # nobody will ask for its result
-                    print(f"hvdtrain.horovod: never synchronized: {error}", file=sys.stderr, flush=True)
+                    print(
+                        f"hvdtrain.horovod: never synchronized: {error}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 self._forget([request])
 
     def _forget(self, requests: Sequence[Request]) -> None:
@@ -401,7 +457,9 @@ class Lane:
         self._all_joined = len(joined) == len(standings)
         self._all_leaving = all(standing.leaving for standing in standings)
         ended = [standing.rank for standing in standings if standing.leaving]
-        self._ended_meanwhile = ended if all(standing.leaving or standing.joined for standing in standings) else []
+        self._ended_meanwhile = (
+            ended if all(standing.leaving or standing.joined for standing in standings) else []
+        )
 
     def _note_progress(self, *, progress: bool) -> None:
         if progress:
@@ -411,12 +469,14 @@ class Lane:
             self._idle_since = time.monotonic()
 
     def _pause(self) -> None:
-        """After a round in which nothing could be made. Not within the rounds' lock where another thread may be waiting for it."""
+        """After a round in which nothing could be made. Not within the rounds' lock where another
+        thread may be waiting for it."""
         if self._idle_since is not None:
             time.sleep(IDLE_S)
 
     def _break(self, error: BaseException) -> BaseException:
-        """No round is possible any more: what is asked for fails, and so does every later call. Returns what this one raises."""
+        """No round is possible any more: what is asked for fails, and so does every later call.
+        Returns what this one raises."""
         broken = error
         if not isinstance(error, (UserError, HorovodInternalError)):
             broken = self._named(error)
@@ -429,10 +489,23 @@ class Lane:
         return broken if isinstance(error, Exception) else error
 
     def _named(self, error: BaseException) -> HorovodInternalError:
-        """An error of a collective: with the ranks that are lost, and the call, where a connection broke."""
+        """An error of a collective: with the ranks that are lost, and the call, where a connection
+        broke."""
         text = f"{type(error).__name__}: {error}"
-        if exit_code_of(error) != LOST or "plain_mpi" in self.communicator.features or not self.names_lost:
+        if (
+            exit_code_of(error) != LOST
+            or "plain_mpi" in self.communicator.features
+            or not self.names_lost
+        ):
             return HorovodInternalError(text)
         lost = lost_ranks(self._exchange, self.ranks, self.communicator.rank)
-        what = f"{ranks_text(lost)} is lost" if len(lost) == 1 else f"one of {ranks_text(lost)} is lost"
-        return Missing(f"{what}: {text}", self._purpose(self._last_asked), "look for the first error of that rank or its host")
+        what = (
+            f"{ranks_text(lost)} is lost"
+            if len(lost) == 1
+            else f"one of {ranks_text(lost)} is lost"
+        )
+        return Missing(
+            f"{what}: {text}",
+            self._purpose(self._last_asked),
+            "look for the first error of that rank or its host",
+        )

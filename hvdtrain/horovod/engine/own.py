@@ -23,7 +23,8 @@ from hvdtrain.horovod.engine.waiting import Callers
 
 
 class OwnEngine:
-    """Several threads may call it. Where there are several process sets, each makes its rounds on a thread of its own while one waits."""
+    """Several threads may call it. Where there are several process sets, each makes its rounds on a
+    thread of its own while one waits."""
 
     def __init__(self, communicator: Communicator, settings: Settings) -> None:
         """A collective."""
@@ -50,7 +51,13 @@ class OwnEngine:
         self.local_size = communicator.local_size
         places = communicator.allgather_object((communicator.local_rank, communicator.local_size))
         hosts = split_groups(communicator, 0).hosts if self.size > 1 else [0]
-        beside = sorted({hosts[rank] for rank, (local_rank, _) in enumerate(places) if local_rank == self.local_rank})
+        beside = sorted(
+            {
+                hosts[rank]
+                for rank, (local_rank, _) in enumerate(places)
+                if local_rank == self.local_rank
+            }
+        )
         self.cross_rank = beside.index(hosts[self.rank])
         self.cross_size = len(beside)
         self.is_homogeneous = len({local_size for _, local_size in places}) == 1
@@ -64,7 +71,11 @@ class OwnEngine:
         if lane is None:
             ranks = self.ranks_of(set_id)
             what = f"rank {self.rank} is not a member of the process set of ranks {ranks}"
-            raise BadCall(what, request.signature.where, "call it on these ranks alone: process_set.included()")
+            raise BadCall(
+                what,
+                request.signature.where,
+                "call it on these ranks alone: process_set.included()",
+            )
         self._callers.ask()
         if lane.submit(request) and (self._is_asynchronous or len(self._lanes) > 1):
             lane.show()
@@ -76,7 +87,9 @@ class OwnEngine:
     def poll(self, handle: int) -> bool:
         lane, request = self._handles[handle]
         self._show()
-        for other in list(self._lanes.values()):  # another rank may wait for what this one has asked there
+        for other in list(
+            self._lanes.values()
+        ):  # another rank may wait for what this one has asked there
             if other is not lane and other.has_shown():
                 other.start()
         if is_done := lane.step(request):
@@ -103,12 +116,23 @@ class OwnEngine:
 
     def add_set(self, ranks: Sequence[int]) -> int:
         if not self._has_threads:
-            what = "MPI was started without MPI_THREAD_MULTIPLE, by which the rounds of a process set run beside those of the others"
-            raise BadCall(what, "hvd.add_process_set()", "hvd.init() before mpi4py.MPI is imported; or HVDTRAIN_ENGINE=torchdist")
+            what = (
+                "MPI was started without MPI_THREAD_MULTIPLE, by which the rounds of a process "
+                "set run beside those of the others"
+            )
+            raise BadCall(
+                what,
+                "hvd.add_process_set()",
+                "hvd.init() before mpi4py.MPI is imported; or HVDTRAIN_ENGINE=torchdist",
+            )
         found = self._agree_on("add_process_set", ranks)
         if isinstance(found, int):
             return found
-        raise BadCall(f"there is a process set of ranks {list(ranks)} already", "hvd.add_process_set()", "use that one")
+        raise BadCall(
+            f"there is a process set of ranks {list(ranks)} already",
+            "hvd.add_process_set()",
+            "use that one",
+        )
 
     def remove_set(self, set_id: int) -> bool:
         if set_id == GLOBAL or set_id not in self._sets:
@@ -128,7 +152,11 @@ class OwnEngine:
 
     def ranks_of(self, set_id: int) -> list[int]:
         if set_id not in self._sets:
-            raise BadCall("this process set was not added, or was removed", f"process set {set_id}", "hvd.add_process_set()")
+            raise BadCall(
+                "this process set was not added, or was removed",
+                f"process set {set_id}",
+                "hvd.add_process_set()",
+            )
         return self._sets[set_id]
 
     def be_ready_to_shrink(self) -> None:
@@ -136,7 +164,9 @@ class OwnEngine:
             return
         try:
             elastic(self._communicator, "hvd.elastic.run()").be_ready_to_shrink(gpu=True)
-        except UserError:  # on every rank: this job ends with a loss, as it would without elastic.run()
+        except (
+            UserError
+        ):  # on every rank: this job ends with a loss, as it would without elastic.run()
             return
         self._can_shrink = True
         for lane in self._lanes.values():
@@ -150,7 +180,9 @@ class OwnEngine:
                 raise HorovodInternalError("a rank is lost") from error
 
     def recover(self, error: BaseException) -> None:
-        communicator = elastic(self._communicator, "hvd.elastic.run()") if self._can_shrink else None
+        communicator = (
+            elastic(self._communicator, "hvd.elastic.run()") if self._can_shrink else None
+        )
         cause = error.__cause__ or error
         if communicator is None or not communicator.is_loss(cause):
             raise error
@@ -165,7 +197,9 @@ class OwnEngine:
 
     def start_timeline(self, path: str, *, mark_cycles: bool) -> None:
         if self.rank == 0 or RANK in path:
-            self._timeline.start(Path(path.replace(RANK, str(self.rank))), self.rank, marks_rounds=mark_cycles)
+            self._timeline.start(
+                Path(path.replace(RANK, str(self.rank))), self.rank, marks_rounds=mark_cycles
+            )
 
     def stop_timeline(self) -> None:
         self._timeline.stop()
@@ -202,9 +236,19 @@ class OwnEngine:
         self._communicator.abort(code)
 
     def _lane(self, communicator: Communicator, ranks: Sequence[int]) -> Lane:
-        exchange: Exchange = cast(Any, communicator).exchange() if communicator.size > 1 else Alone()
+        exchange: Exchange = (
+            cast(Any, communicator).exchange() if communicator.size > 1 else Alone()
+        )
         self._has_threads = exchange.threads
-        lane = Lane(communicator, exchange, ranks, self._settings, self._timeline, self._callers, self._change)
+        lane = Lane(
+            communicator,
+            exchange,
+            ranks,
+            self._settings,
+            self._timeline,
+            self._callers,
+            self._change,
+        )
         lane.names_lost = not self._can_shrink  # else the living go on at once
         return lane
 
@@ -213,7 +257,8 @@ class OwnEngine:
         return self.wait(self.submit(GLOBAL, Request(signature, list[torch.Tensor]())))
 
     def _change(self, signature: Signature) -> int | None:
-        """On every rank at the same place among the requests of all: the id of the process set; None where there was one already."""
+        """On every rank at the same place among the requests of all: the id of the process set;
+        None where there was one already."""
         ranks = list(signature.ranks)
         known = next((set_id for set_id, members in self._sets.items() if members == ranks), None)
         if signature.kind == "remove_process_set":
@@ -236,7 +281,8 @@ class OwnEngine:
 
     @contextmanager
     def _others_going_on(self, lane: Lane) -> Iterator[None]:
-        """While this thread waits, what it has asked other process sets for is made too: other ranks may wait for it first."""
+        """While this thread waits, what it has asked other process sets for is made too: other
+        ranks may wait for it first."""
         self._show()
         others = [other for other in list(self._lanes.values()) if other is not lane]
         with self._lock:

@@ -1,4 +1,5 @@
-"""Makes the collectives of batches, on streams of their own: packs several tensors into one buffer, and hands out the results."""
+"""Makes the collectives of batches, on streams of their own: packs several tensors into one buffer,
+and hands out the results."""
 
 from __future__ import annotations
 
@@ -12,7 +13,16 @@ import torch
 from hvdtrain.comm.communicator import Communicator, part_of
 from hvdtrain.comm.staging import Cuda, Stream
 from hvdtrain.horovod.engine.errors import BadCall
-from hvdtrain.horovod.engine.reduce import as_bytes, finish_reduction_, is_for_engine, reduced, scale_, scattered_sums, start_reduce_, swap
+from hvdtrain.horovod.engine.reduce import (
+    as_bytes,
+    finish_reduction_,
+    is_for_engine,
+    reduced,
+    scale_,
+    scattered_sums,
+    start_reduce_,
+    swap,
+)
 from hvdtrain.horovod.engine.requests import Batch, Request, Unit, batches, runs
 from hvdtrain.horovod.engine.timeline import Timeline
 
@@ -22,14 +32,23 @@ Results = dict[tuple[int, int], Any]  # (id of the request, index of the tensor)
 class Performer:
     """Makes the collectives of the ranks of one process set."""
 
-    def __init__(self, communicator: Communicator, ranks: Sequence[int], fusion_bytes: int, timeline: Timeline, streams: Streams) -> None:
+    def __init__(
+        self,
+        communicator: Communicator,
+        ranks: Sequence[int],
+        fusion_bytes: int,
+        timeline: Timeline,
+        streams: Streams,
+    ) -> None:
         """ranks: of the job, those of the communicator."""
         self._streams = streams
         self._communicator = communicator
         self._ranks = list(ranks)
         self._fusion_bytes = fusion_bytes
         self._timeline = timeline
-        self._buffers: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}  # reused from batch to batch
+        self._buffers: dict[
+            tuple[torch.dtype, torch.device], torch.Tensor
+        ] = {}  # reused from batch to batch
         self._start = {
             "allreduce": self._start_allreduce,
             "broadcast": self._broadcast,
@@ -39,7 +58,8 @@ class Performer:
         }
 
     def perform(self, requests: Sequence[tuple[Request, tuple[int, ...]]]) -> None:
-        """Every rank of the set calls it with the same requests, in the same order. Each has the buckets of the ranks that asked for it."""
+        """Every rank of the set calls it with the same requests, in the same order. Each has the
+        buckets of the ranks that asked for it."""
         results: Results = {}
         with self._streams.behind([request for request, _ in requests]) as streams:
             waits = [self._begin(batch, results) for batch in batches(requests, self._fusion_bytes)]
@@ -47,7 +67,9 @@ class Performer:
                 wait()
             made = [stream.record_event() for stream in streams]
         for request, _ in requests:
-            request.finish([results[id(request), index] for index in range(len(request.inputs))], made)
+            request.finish(
+                [results[id(request), index] for index in range(len(request.inputs))], made
+            )
 
     def _begin(self, batch: Batch, results: Results) -> Callable[[], None]:
         """What it returns ends the collective."""
@@ -56,14 +78,21 @@ class Performer:
         if not self._timeline.is_on:
             return start(batch, results)
         is_done_at_once = kind != "allreduce" or "asynchronous" not in self._communicator.features
-        return self._timeline.timed(batch, lambda: start(batch, results), is_done_at_once=is_done_at_once)
+        return self._timeline.timed(
+            batch, lambda: start(batch, results), is_done_at_once=is_done_at_once
+        )
 
     def _start_allreduce(self, batch: Batch, results: Results) -> Callable[[], None]:
         signature = batch.signature
         targets = [self._target(unit) for unit in batch.units]
         is_alone = len(targets) == 1 and self._stays(targets[0]) and targets[0].is_contiguous()
-        # A collective under way needs a buffer of its own: the shared one is for engines whose start_allreduce() waits.
-        flat, pieces = (targets[0].view(-1), targets) if is_alone else self._packed([unit.source for unit in batch.units])
+        # A collective under way needs a buffer of its own: the shared one is for engines whose
+        # start_allreduce() waits.
+        flat, pieces = (
+            (targets[0].view(-1), targets)
+            if is_alone
+            else self._packed([unit.source for unit in batch.units])
+        )
         if is_alone and targets[0].data_ptr() != batch.units[0].source.data_ptr():
             targets[0].copy_(batch.units[0].source)
         _prescale_(flat, batch)
@@ -84,7 +113,11 @@ class Performer:
 
     def _target(self, unit: Unit) -> torch.Tensor:
         target = unit.target()
-        return torch.empty_like(unit.source, memory_format=torch.contiguous_format) if target is None else target
+        return (
+            torch.empty_like(unit.source, memory_format=torch.contiguous_format)
+            if target is None
+            else target
+        )
 
     def _stays(self, tensor: torch.Tensor) -> bool:
         """Whether the engine takes it where it is; else it is copied to host memory."""
@@ -100,7 +133,9 @@ class Performer:
         else:
             whole = self._buffers.get((first.dtype, device))
             if whole is None or whole.numel() < total:
-                whole = self._buffers[first.dtype, device] = torch.empty(total, dtype=first.dtype, device=device)
+                whole = self._buffers[first.dtype, device] = torch.empty(
+                    total, dtype=first.dtype, device=device
+                )
             flat = whole[:total]
         pieces = _pieces(flat, sources)
         if total:
@@ -116,7 +151,11 @@ class Performer:
             for unit, target in zip(batch.units, targets, strict=True):
                 if target.data_ptr() != unit.source.data_ptr():
                     target.copy_(unit.source)
-        flat, pieces = (targets[0].view(-1), targets) if is_alone else self._packed([unit.source for unit in batch.units])
+        flat, pieces = (
+            (targets[0].view(-1), targets)
+            if is_alone
+            else self._packed([unit.source for unit in batch.units])
+        )
         if flat.numel():
             self._communicator.broadcast(as_bytes(flat), batch.signature.name, root)
             if not is_alone and not is_root:
@@ -137,17 +176,30 @@ class Performer:
     def _gather(self, units: Sequence[Unit], lengths: np.ndarray, results: Results) -> None:
         """lengths: of axis 0, of each rank's units."""
         flats = [as_bytes(self._placed(unit.source).reshape(-1)) for unit in units]
-        is_copy = len(units) == 1 and self._communicator.size > 1  # what one rank gathers from itself is its own memory
+        is_copy = (
+            len(units) == 1 and self._communicator.size > 1
+        )  # what one rank gathers from itself is its own memory
         widths = [_row_bytes(unit.source) for unit in units]
-        gathered = self._gathered(_joined(flats), lengths @ np.array(widths), units[0].request.signature.name)
-        parts = gathered.split([length * width for row in lengths.tolist() for length, width in zip(row, widths, strict=True)])
+        gathered = self._gathered(
+            _joined(flats), lengths @ np.array(widths), units[0].request.signature.name
+        )
+        parts = gathered.split(
+            [
+                length * width
+                for row in lengths.tolist()
+                for length, width in zip(row, widths, strict=True)
+            ]
+        )
         for index, unit in enumerate(units):  # of rank 0 every unit, of rank 1 every unit, ...
             whole = gathered if is_copy else torch.cat(parts[index :: len(units)])
-            whole = whole.view(unit.source.dtype).view(int(lengths[:, index].sum()), *unit.source.shape[1:])
+            whole = whole.view(unit.source.dtype).view(
+                int(lengths[:, index].sum()), *unit.source.shape[1:]
+            )
             results[id(unit.request), unit.place] = whole.to(unit.source.device)
 
     def _gathered(self, flat: torch.Tensor, of_ranks: np.ndarray, name: str) -> torch.Tensor:
-        """The bytes of every rank. of_ranks: how many of each: the engine need not ask, for which a host would wait for its GPU."""
+        """The bytes of every rank. of_ranks: how many of each: the engine need not ask, for which a
+        host would wait for its GPU."""
         if len(set(of_ranks.tolist())) > 1 or self._communicator.size == 1:
             return self._communicator.allgather(flat, name)
         rows = flat.new_empty((self._communicator.size, len(flat)))
@@ -163,28 +215,46 @@ class Performer:
         rank = self._communicator.rank
         for unit in batch.units:
             splits = list(unit.request.splits)
-            table = self._communicator.allgather(np.array(splits, np.int64), batch.signature.name).reshape(size, size)
+            table = self._communicator.allgather(
+                np.array(splits, np.int64), batch.signature.name
+            ).reshape(size, size)
             received = [int(n) for n in table[:, rank]]
             source = unit.source.cpu()
             rows = source.new_empty((sum(received), *source.shape[1:]))
-            swap(self._communicator, source[: sum(splits)].split(splits), rows.split(received), batch.signature.name)
+            swap(
+                self._communicator,
+                source[: sum(splits)].split(splits),
+                rows.split(received),
+                batch.signature.name,
+            )
             results[id(unit.request), unit.place] = rows.to(unit.source.device), received
         return lambda: None
 
     def _reducescatter(self, batch: Batch, results: Results) -> Callable[[], None]:
-        """Each rank gets its rows from all, and reduces them: the first ranks have one more where they do not split evenly."""
+        """Each rank gets its rows from all, and reduces them: the first ranks have one more where
+        they do not split evenly."""
         signature = batch.signature
         size = self._communicator.size
         rank = self._communicator.rank
         if batch.units[0].source.device.type != "cpu" and self._stays(batch.units[0].source):
             return self._reducescatter_on_device(batch, results)
         sources = [unit.source.cpu() for unit in batch.units]
-        mine = [_joined([source[part_of(len(source), other, size)].view(-1) for source in sources]) for other in range(size)]
+        mine = [
+            _joined([source[part_of(len(source), other, size)].view(-1) for source in sources])
+            for other in range(size)
+        ]
         if signature.prescale != 1.0:
             mine = [part.clone() for part in mine]
             for other, part in enumerate(mine):
-                _prescale_(part, batch, [source[part_of(len(source), other, size)].numel() for source in sources])
-        theirs = [part if other == rank else torch.empty_like(mine[rank]) for other, part in enumerate(mine)]
+                _prescale_(
+                    part,
+                    batch,
+                    [source[part_of(len(source), other, size)].numel() for source in sources],
+                )
+        theirs = [
+            part if other == rank else torch.empty_like(mine[rank])
+            for other, part in enumerate(mine)
+        ]
         swap(self._communicator, mine, theirs, signature.name)
         total = reduced("sum" if signature.op == "average" else signature.op, theirs, rank)
         finish_reduction_(total, signature.op, batch.givers, signature.postscale)
@@ -194,16 +264,26 @@ class Performer:
         return lambda: None
 
     def _reducescatter_on_device(self, batch: Batch, results: Results) -> Callable[[], None]:
-        """Sums by the engine's reduce-scatter, the rest by an allreduce, of which this rank keeps its rows."""
+        """Sums by the engine's reduce-scatter, the rest by an allreduce, of which this rank keeps
+        its rows."""
         signature = batch.signature
-        if signature.op in ("sum", "average") and is_for_engine(self._communicator, batch.units[0].source, "sum"):
+        if signature.op in ("sum", "average") and is_for_engine(
+            self._communicator, batch.units[0].source, "sum"
+        ):
             return self._scatter_sums(batch, results)
         flat, pieces = self._packed([unit.source for unit in batch.units])
         _prescale_(flat, batch)
-        start_reduce_(self._communicator, flat, "sum" if signature.op == "average" else signature.op, signature.name)()
+        start_reduce_(
+            self._communicator,
+            flat,
+            "sum" if signature.op == "average" else signature.op,
+            signature.name,
+        )()
         finish_reduction_(flat, signature.op, batch.givers, signature.postscale)
         for unit, whole in zip(batch.units, pieces, strict=True):
-            results[id(unit.request), unit.place] = whole[part_of(len(whole), self._communicator.rank, self._communicator.size)].clone()
+            results[id(unit.request), unit.place] = whole[
+                part_of(len(whole), self._communicator.rank, self._communicator.size)
+            ].clone()
         return lambda: None
 
     def _scatter_sums(self, batch: Batch, results: Results) -> Callable[[], None]:
@@ -220,7 +300,8 @@ class Performer:
 
 
 def _prescale_(flat: torch.Tensor, batch: Batch, numbers: Sequence[int] = ()) -> None:
-    """The units' tensors, which stand behind one another in `flat`; numbers: of each, where they are not whole. No stand-in is scaled."""
+    """The units' tensors, which stand behind one another in `flat`; numbers: of each, where they
+    are not whole. No stand-in is scaled."""
     if not any(unit.request.is_stand_in for unit in batch.units):
         scale_(flat, batch.signature.prescale)
         return
@@ -231,11 +312,20 @@ def _prescale_(flat: torch.Tensor, batch: Batch, numbers: Sequence[int] = ()) ->
 
 
 def check_splits(splits: Sequence[int], rows: int, size: int, where: str) -> None:
-    """Raises BadCall where they are not one for each rank of the set, or more than there are rows."""
+    """Raises BadCall where they are not one for each rank of the set, or more than there are
+    rows."""
     if len(splits) != size:
-        raise BadCall(f"{len(splits)} splits for {size} ranks", where, "one number of rows for each rank of the process set")
+        raise BadCall(
+            f"{len(splits)} splits for {size} ranks",
+            where,
+            "one number of rows for each rank of the process set",
+        )
     if min(splits, default=0) < 0 or sum(splits) > rows:
-        raise BadCall(f"splits {list(splits)[:16]} of {rows} rows", where, "numbers from 0, whose sum is at most the rows of the tensor")
+        raise BadCall(
+            f"splits {list(splits)[:16]} of {rows} rows",
+            where,
+            "numbers from 0, whose sum is at most the rows of the tensor",
+        )
 
 
 def _pieces(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -258,11 +348,13 @@ def _row_bytes(tensor: torch.Tensor) -> int:
 
 
 class Streams:
-    """The streams of one process set: it has one for each GPU that has tensors of its requests, so that sets do not wait for each other.
+    """The streams of one process set: it has one for each GPU that has tensors of its requests, so
+    that sets do not wait for each other.
 
-    They see what the caller's stream has computed, and that stream sees their results. A stream is a queue of work for a GPU; what is in
-    several of them runs side by side. The order between two streams is told to the GPU by events, so the host waits for neither. What
-    waits is only what follows in the stream that is told to wait.
+    They see what the caller's stream has computed, and that stream sees their results. A stream is
+    a queue of work for a GPU; what is in several of them runs side by side. The order between two
+    streams is told to the GPU by events, so the host waits for neither. What waits is only what
+    follows in the stream that is told to wait.
     """
 
     def __init__(self, gpus: Cuda | None = None) -> None:
@@ -270,13 +362,17 @@ class Streams:
         self._own: dict[torch.device, Stream] = {}
 
     def ask(self, request: Request) -> None:
-        """By the thread that asks: the collective will follow what its present streams have been given until now."""
+        """By the thread that asks: the collective will follow what its present streams have been
+        given until now."""
         if self._gpus.kind not in request.signature.devices:
             return
-        request.asked = [self._gpus.present(device).record_event() for device in self._devices(request.inputs)]
+        request.asked = [
+            self._gpus.present(device).record_event() for device in self._devices(request.inputs)
+        ]
 
     def behind(self, requests: Sequence[Request]) -> AbstractContextManager[Sequence[Stream]]:
-        """By the thread that makes the collectives: inside, its present streams are those of the set, behind what the requests follow."""
+        """By the thread that makes the collectives: inside, its present streams are those of the
+        set, behind what the requests follow."""
         on_gpus = [request for request in requests if self._gpus.kind in request.signature.devices]
         return self._behind(on_gpus) if on_gpus else nullcontext(())
 
@@ -307,7 +403,11 @@ class Streams:
 
     def _devices(self, tensors: Iterable[torch.Tensor]) -> list[torch.device]:
         """GPUs, each once."""
-        return list(dict.fromkeys(tensor.device for tensor in tensors if tensor.device.type == self._gpus.kind))
+        return list(
+            dict.fromkeys(
+                tensor.device for tensor in tensors if tensor.device.type == self._gpus.kind
+            )
+        )
 
     def _stream(self, device: torch.device) -> Stream:
         if device not in self._own:

@@ -1,4 +1,5 @@
-"""Reductions over ranks, of every dtype that torch can add up, in collectives or from the blocks of a round; and Adasum."""
+"""Reductions over ranks, of every dtype that torch can add up, in collectives or from the blocks of
+a round; and Adasum."""
 
 from __future__ import annotations
 
@@ -16,10 +17,21 @@ from hvdtrain.horovod.engine.requests import ANY, Request, Signature, name_of
 SWAP_TAG = 22  # of the messages of swap()
 GATHER_BYTES = 4 << 20  # of one piece that every rank gets from every other, on a device
 WHOLE_BYTES = 64 << 10  # so much is sent whole to every rank: one exchange in place of two
-PIECE_BYTES = 16 << 20  # of more each rank reduces a part; a part of each piece, which bounds the memory that it takes
+PIECE_BYTES = (
+    16 << 20
+)  # of more each rank reduces a part; a part of each piece, which bounds the memory that it takes
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+_WHOLE = (
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+)
 _COMPUTED = frozenset({*_FLOATS, *_WHOLE, *_REAL, torch.bool})
 _OPS: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
@@ -30,31 +42,44 @@ _OPS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def check_op(op: str, dtype: torch.dtype, has_factors: bool, where: str) -> None:
-    """Raises BadCall for a reduction that means nothing, or that torch does not compute: within a round it would end the job."""
+    """Raises BadCall for a reduction that means nothing, or that torch does not compute: within a
+    round it would end the job."""
     wrong = ""
     if dtype not in _COMPUTED:
         wrong = "torch does not compute with it"
     elif dtype == torch.bool and (op == "average" or has_factors):
-        wrong = "an average of bool is no bool" if op == "average" else "bool times a factor is no bool"
+        wrong = (
+            "an average of bool is no bool" if op == "average" else "bool times a factor is no bool"
+        )
     elif dtype.is_complex and op in ("min", "max", "adasum"):
         wrong = "complex numbers have no order" if op != "adasum" else "Adasum is for real numbers"
     elif op == "adasum" and not dtype.is_floating_point:
         wrong = "Adasum is for floating-point numbers"
     if wrong:
-        fix = "hvd.Sum or hvd.Max (or), hvd.Min or hvd.Product (and)" if dtype == torch.bool else "another op, or convert it first"
+        fix = (
+            "hvd.Sum or hvd.Max (or), hvd.Min or hvd.Product (and)"
+            if dtype == torch.bool
+            else "another op, or convert it first"
+        )
         raise BadCall(f"no {op} of {name_of(dtype)}: {wrong}", where, fix)
 
 
 def check_moved(dtype: torch.dtype, where: str) -> None:
     """Raises BadCall for quantized numbers, and for those of less than a byte."""
     if dtype not in _COMPUTED and not name_of(dtype).startswith("float8_"):
-        raise BadCall(f"{name_of(dtype)} is not sent", where, "tensor.dequantize(), or a view as torch.uint8")
+        raise BadCall(
+            f"{name_of(dtype)} is not sent", where, "tensor.dequantize(), or a view as torch.uint8"
+        )
 
 
-def start_reduce_(communicator: Communicator, flat: torch.Tensor, op: str, name: str) -> Callable[[], None]:
-    """Begins to replace a contiguous tensor of one dimension by its reduction over ranks; what it returns waits for the result.
+def start_reduce_(
+    communicator: Communicator, flat: torch.Tensor, op: str, name: str
+) -> Callable[[], None]:
+    """Begins to replace a contiguous tensor of one dimension by its reduction over ranks; what it
+    returns waits for the result.
 
-    op: sum, min, max, product, adasum. A bool is a sum or maximum where any is, a minimum or product where all are.
+    op: sum, min, max, product, adasum. A bool is a sum or maximum where any is, a minimum or
+    product where all are.
     """
     if flat.numel() == 0 or communicator.size == 1:
         return lambda: None
@@ -63,7 +88,9 @@ def start_reduce_(communicator: Communicator, flat: torch.Tensor, op: str, name:
     if flat.dtype in _REAL and op == "sum":
         return start_reduce_(communicator, torch.view_as_real(flat).view(-1), op, name)
     if flat.dtype == torch.bool:
-        return start_reduce_(communicator, flat.view(torch.uint8), "max" if op in ("sum", "max") else "min", name)
+        return start_reduce_(
+            communicator, flat.view(torch.uint8), "max" if op in ("sum", "max") else "min", name
+        )
     if is_for_engine(communicator, flat, op):
         handle = communicator.start_allreduce(flat, name, op)  # type: ignore[arg-type]  # one of sum, min, max here
         return lambda: _take(flat, handle.wait())
@@ -74,35 +101,53 @@ def start_reduce_(communicator: Communicator, flat: torch.Tensor, op: str, name:
 def is_for_engine(communicator: Communicator, flat: torch.Tensor, op: str) -> bool:
     """Whether the engine reduces it, in an order of its own, which the size of the buffer decides.
 
-    Not minima and maxima of floating-point numbers: MPI's and Gloo's lose a nan. Nor sums that are small enough for the blocks of a round,
-    where they are made in the order of ranks: whether they travel there is a matter of time, and their bits are not.
+    Not minima and maxima of floating-point numbers: MPI's and Gloo's lose a nan. Nor sums that are
+    small enough for the blocks of a round, where they are made in the order of ranks: whether they
+    travel there is a matter of time, and their bits are not.
     """
     dtype = name_of(flat.dtype)
-    if op == "product" or not (dtype in NUMBER_TYPES or (dtype == "bfloat16" and op == "sum" and "bfloat16_sums" in communicator.features)):
+    if op == "product" or not (
+        dtype in NUMBER_TYPES
+        or (dtype == "bfloat16" and op == "sum" and "bfloat16_sums" in communicator.features)
+    ):
         return False
     if flat.device.type != "cpu" or not flat.is_floating_point():
         return True
-    return op == "sum" and (flat.nbytes > INLINE_BYTES or communicator.size == 2 or communicator.size > INLINE_RANKS)
+    return op == "sum" and (
+        flat.nbytes > INLINE_BYTES or communicator.size == 2 or communicator.size > INLINE_RANKS
+    )
 
 
-def scattered_sums(communicator: Communicator, tensors: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
-    """This rank's rows of each tensor's sum over ranks, by reduce-scatters of the engine: one for all whose rows split evenly.
+def scattered_sums(
+    communicator: Communicator, tensors: Sequence[torch.Tensor], name: str
+) -> list[torch.Tensor]:
+    """This rank's rows of each tensor's sum over ranks, by reduce-scatters of the engine: one for
+    all whose rows split evenly.
 
-    tensors: of one dtype, contiguous, of at least one dimension; they may be overwritten. The first ranks have a row more of the others.
+    tensors: of one dtype, contiguous, of at least one dimension; they may be overwritten. The first
+    ranks have a row more of the others.
     """
     size = communicator.size
-    rows = [tensor.view(size, tensor.numel() // size) for tensor in tensors if len(tensor) % size == 0]
+    rows = [
+        tensor.view(size, tensor.numel() // size) for tensor in tensors if len(tensor) % size == 0
+    ]
     parts: Iterator[torch.Tensor] = iter(())
     if rows:
         joined = rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
-        parts = iter(communicator.start_reduce_scatter(joined, name).wait().split([row.shape[1] for row in rows], dim=1))
+        parts = iter(
+            communicator.start_reduce_scatter(joined, name)
+            .wait()
+            .split([row.shape[1] for row in rows], dim=1)
+        )
     sums = []
     for tensor in tensors:
         if len(tensor) % size == 0:
             own = next(parts).reshape(len(tensor) // size, *tensor.shape[1:])
         else:
             own = communicator.start_reduce_scatter(tensor, name).wait()
-        sums.append(own.clone())  # memory of its own: the engine may have made it a view of the whole
+        sums.append(
+            own.clone()
+        )  # memory of its own: the engine may have made it a view of the whole
     return sums
 
 
@@ -126,20 +171,29 @@ def _reduce_in_order_(communicator: Communicator, flat: torch.Tensor, op: str, n
         swap(communicator, [parts[rank]] * size, parts, name)
 
 
-def _reduced_of_all(communicator: Communicator, mine: Sequence[torch.Tensor], op: str, name: str) -> torch.Tensor:
+def _reduced_of_all(
+    communicator: Communicator, mine: Sequence[torch.Tensor], op: str, name: str
+) -> torch.Tensor:
     """The reduction of what the ranks have for this one. mine: what this one has for each."""
     rank = communicator.rank
-    theirs = [part if other == rank else torch.empty_like(mine[rank]) for other, part in enumerate(mine)]
+    theirs = [
+        part if other == rank else torch.empty_like(mine[rank]) for other, part in enumerate(mine)
+    ]
     swap(communicator, mine, theirs, name)
     return reduced(op, theirs, rank)
 
 
 def _reduce_gathered_(communicator: Communicator, flat: torch.Tensor, op: str, name: str) -> None:
-    """Reduces in order of ranks what every rank gets whole from every other: there are no messages between devices."""
+    """Reduces in order of ranks what every rank gets whole from every other: there are no messages
+    between devices."""
     step = max(1, GATHER_BYTES // flat.element_size())
     for start in range(0, flat.numel(), step):
         piece = flat[start : start + step]
-        parts = communicator.allgather(as_bytes(piece), name).view(flat.dtype).view(communicator.size, -1)
+        parts = (
+            communicator.allgather(as_bytes(piece), name)
+            .view(flat.dtype)
+            .view(communicator.size, -1)
+        )
         total = parts[0].clone()
         for part in parts[1:]:
             combine(op, total, part, total)
@@ -147,7 +201,8 @@ def _reduce_gathered_(communicator: Communicator, flat: torch.Tensor, op: str, n
 
 
 def reduced(op: str, parts: Sequence[torch.Tensor], own: int) -> torch.Tensor:
-    """In the order of ranks. parts: of each rank, of which all but that of rank `own` may be overwritten."""
+    """In the order of ranks. parts: of each rank, of which all but that of rank `own` may be
+    overwritten."""
     if len(parts) == 1:
         return parts[0].clone()
     total = combine(op, parts[0], parts[1], parts[1] if own == 0 else parts[0])
@@ -156,8 +211,11 @@ def reduced(op: str, parts: Sequence[torch.Tensor], own: int) -> torch.Tensor:
     return total
 
 
-def combine(op: str, one: torch.Tensor, other: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Elementwise, into `out` or new memory. By numpy for the unsigned integers that torch does not compute with."""
+def combine(
+    op: str, one: torch.Tensor, other: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Elementwise, into `out` or new memory. By numpy for the unsigned integers that torch does not
+    compute with."""
     if name_of(one.dtype) in ("uint16", "uint32", "uint64"):
         function = {"sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}[op]
         total = torch.from_numpy(function(one.cpu().numpy(), other.cpu().numpy())).to(one.device)
@@ -176,10 +234,15 @@ def scale_(tensor: torch.Tensor, factor: float) -> None:
 
 
 def average_(tensor: torch.Tensor, ranks: int, factor: float) -> None:
-    """The sum over so many ranks, divided, and multiplied by `factor`, in place. Integers are divided exactly, then truncated."""
+    """The sum over so many ranks, divided, and multiplied by `factor`, in place. Integers are
+    divided exactly, then truncated."""
     if factor != 1.0 or tensor.is_floating_point() or tensor.is_complex():
         scale_(tensor, factor / ranks)
-    elif tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):  # in host memory: torch does not divide them
+    elif tensor.dtype in (
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+    ):  # in host memory: torch does not divide them
         array = tensor.numpy()
         array //= ranks
     else:
@@ -209,12 +272,17 @@ def neutral(op: str, dtype: torch.dtype) -> float | bool:
 
 
 def stand_in(signature: Signature, size: int) -> Request:
-    """What a rank that has joined gives to a request of the others: nothing that changes their results. size: ranks of the set."""
+    """What a rank that has joined gives to a request of the others: nothing that changes their
+    results. size: ranks of the set."""
     inputs = []
-    for dtype_name, shape, device in zip(signature.dtypes, signature.shapes, signature.devices, strict=True):
+    for dtype_name, shape, device in zip(
+        signature.dtypes, signature.shapes, signature.devices, strict=True
+    ):
         dtype = getattr(torch, dtype_name)
         lengths = [0 if length == ANY else length for length in shape]
-        value = neutral(signature.op, dtype) if signature.kind in ("allreduce", "reducescatter") else 0
+        value = (
+            neutral(signature.op, dtype) if signature.kind in ("allreduce", "reducescatter") else 0
+        )
         inputs.append(torch.full(lengths, value, dtype=dtype, device=device))
     request = Request(signature, inputs, splits=[0] * size if signature.kind == "alltoall" else ())
     request.is_stand_in = True
@@ -222,7 +290,8 @@ def stand_in(signature: Signature, size: int) -> Request:
 
 
 def finish_inline(block: Block, requests: Sequence[Request], ranks: Sequence[int]) -> None:
-    """Results of small tensors that came with a round's blocks: every rank computes them from all ranks' values, in the order of ranks.
+    """Results of small tensors that came with a round's blocks: every rank computes them from all
+    ranks' values, in the order of ranks.
 
     ranks: of the job, those of the set.
     """
@@ -253,8 +322,14 @@ def _result(request: Request, place: Place, ranks: Sequence[int]) -> torch.Tenso
     return total
 
 
-def swap(communicator: Communicator, mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], name: str) -> None:
-    """Exchanges tensors in host memory: mine[r] goes to rank r; theirs[r], which is contiguous, takes what rank r sends.
+def swap(
+    communicator: Communicator,
+    mine: Sequence[torch.Tensor],
+    theirs: Sequence[torch.Tensor],
+    name: str,
+) -> None:
+    """Exchanges tensors in host memory: mine[r] goes to rank r; theirs[r], which is contiguous,
+    takes what rank r sends.
 
     Of this rank both may be the same memory.
     """
@@ -265,8 +340,16 @@ def swap(communicator: Communicator, mine: Sequence[torch.Tensor], theirs: Seque
     if not others:
         return
     wire = point_to_point(communicator, f"messages of {name!r}")
-    handles = [wire.start_recv(as_bytes(theirs[other].view(-1)), other, name, SWAP_TAG) for other in others if theirs[other].numel()]
-    handles += [wire.start_send(as_bytes(mine[other].reshape(-1)), other, name, SWAP_TAG) for other in others if mine[other].numel()]
+    handles = [
+        wire.start_recv(as_bytes(theirs[other].view(-1)), other, name, SWAP_TAG)
+        for other in others
+        if theirs[other].numel()
+    ]
+    handles += [
+        wire.start_send(as_bytes(mine[other].reshape(-1)), other, name, SWAP_TAG)
+        for other in others
+        if mine[other].numel()
+    ]
     for handle in handles:
         handle.wait()
 
@@ -275,7 +358,9 @@ def as_bytes(flat: torch.Tensor) -> torch.Tensor:
     """A view, of a contiguous tensor of one dimension."""
     if not flat.numel():
         return flat.new_empty(0, dtype=torch.uint8)
-    if flat.stride(0) != 1:  # of one number, as of a row of a transposed tensor: any stride is contiguous then
+    if (
+        flat.stride(0) != 1
+    ):  # of one number, as of a row of a transposed tensor: any stride is contiguous then
         flat = flat.as_strided((1,), (1,))
     return flat.view(torch.uint8)
 
@@ -283,19 +368,24 @@ def as_bytes(flat: torch.Tensor) -> torch.Tensor:
 ADASUM_TAG = 21  # of its messages
 
 
-def adasum_of_two(a: torch.Tensor, b: torch.Tensor, aa: float, bb: float, ab: float) -> torch.Tensor:
-    """Adasum of two vectors (section 3.1: (1 - ab / 2 aa) a + (1 - ab / 2 bb) b), or of a part of each; aa, bb, ab of the whole vectors."""
+def adasum_of_two(
+    a: torch.Tensor, b: torch.Tensor, aa: float, bb: float, ab: float
+) -> torch.Tensor:
+    """Adasum of two vectors (section 3.1: (1 - ab / 2 aa) a + (1 - ab / 2 bb) b), or of a part of
+    each; aa, bb, ab of the whole vectors."""
     of_a = 1.0 - ab / (2.0 * aa) if aa else 1.0
     of_b = 1.0 - ab / (2.0 * bb) if bb else 1.0
     return a * of_a + b * of_b
 
 
 def adasum_(communicator: Communicator, flat: torch.Tensor, name: str) -> None:
-    """In place, of one vector of each rank, orthogonal ones added, parallel ones averaged (Maleki et al. 2020, arXiv:2006.02924).
+    """In place, of one vector of each rank, orthogonal ones added, parallel ones averaged (Maleki
+    et al. 2020, arXiv:2006.02924).
 
     Pairs of ranks, then pairs of pairs (section 4.2: halves of the vector, twice the distance).
 
-    The ranks beyond the largest power of two come first: each adds its vector to that of a rank below. Products are float64.
+    The ranks beyond the largest power of two come first: each adds its vector to that of a rank
+    below. Products are float64.
     """
     if communicator.size == 1:
         return
@@ -323,7 +413,9 @@ def _halve_and_double_(wire: _Wire, flat: torch.Tensor, rank: int, power: int) -
         partner = rank ^ distance
         is_lower = not rank & distance
         middle = part.numel() // 2
-        mine, theirs = (part[:middle], part[middle:]) if is_lower else (part[middle:], part[:middle])
+        mine, theirs = (
+            (part[:middle], part[middle:]) if is_lower else (part[middle:], part[:middle])
+        )
         other = wire.swap(theirs, mine, partner)
         a, b = (mine, other) if is_lower else (other, mine)
         products = torch.tensor(_products(a, b), dtype=torch.float64, device="cpu")
@@ -338,8 +430,11 @@ def _halve_and_double_(wire: _Wire, flat: torch.Tensor, rank: int, power: int) -
     _spread_(wire, flat, part, kept, rank)
 
 
-def _spread_(wire: _Wire, flat: torch.Tensor, part: torch.Tensor, kept: list[tuple[int, int]], rank: int) -> None:
-    """The parts of all ranks on every one, the way back. kept: the ranges that this rank has had, the whole first."""
+def _spread_(
+    wire: _Wire, flat: torch.Tensor, part: torch.Tensor, kept: list[tuple[int, int]], rank: int
+) -> None:
+    """The parts of all ranks on every one, the way back. kept: the ranges that this rank has had,
+    the whole first."""
     start, end = kept[-1]
     flat[start:end] = part
     for level in range(len(kept) - 2, -1, -1):
@@ -365,13 +460,17 @@ class _Wire:
         self._communicator.start_send(x.cpu().contiguous(), to, self._name, ADASUM_TAG).wait()
 
     def receive(self, like: torch.Tensor, source: int) -> torch.Tensor:
-        found: torch.Tensor = self._communicator.start_recv(_on_host(like), source, self._name, ADASUM_TAG).wait()
+        found: torch.Tensor = self._communicator.start_recv(
+            _on_host(like), source, self._name, ADASUM_TAG
+        ).wait()
         return found.to(like.device)
 
     def swap(self, mine: torch.Tensor, like: torch.Tensor, partner: int) -> torch.Tensor:
         """What the partner sends, a tensor like `like`."""
         receiving = self._communicator.start_recv(_on_host(like), partner, self._name, ADASUM_TAG)
-        self._communicator.start_send(mine.cpu().contiguous(), partner, self._name, ADASUM_TAG).wait()
+        self._communicator.start_send(
+            mine.cpu().contiguous(), partner, self._name, ADASUM_TAG
+        ).wait()
         found: torch.Tensor = receiving.wait()
         return found.to(like.device)
 

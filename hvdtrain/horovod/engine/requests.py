@@ -1,4 +1,5 @@
-"""What a rank asks an engine for: a collective of tensors, and which travel together; the engine, and its settings from variables."""
+"""What a rank asks an engine for: a collective of tensors, and which travel together; the engine,
+and its settings from variables."""
 
 from __future__ import annotations
 
@@ -11,19 +12,40 @@ import xxhash
 
 from hvdtrain.errors import UserError
 
-Kind = Literal["allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier", "add_process_set", "remove_process_set"]
+Kind = Literal[
+    "allreduce",
+    "allgather",
+    "broadcast",
+    "alltoall",
+    "reducescatter",
+    "barrier",
+    "add_process_set",
+    "remove_process_set",
+]
 ReduceOp = Literal["average", "sum", "adasum", "min", "max", "product"]
 ANY = -1  # a length that may differ over ranks
-Key = tuple[str, str, bool]  # what a request is known by among those under way: kind, name, whether it has several tensors
-_DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+Key = tuple[
+    str, str, bool
+]  # what a request is known by among those under way: kind, name, whether it has several tensors
+_DTYPE_NAMES = {
+    dtype: str(dtype).removeprefix("torch.")
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
 _digests: dict[Signature, int] = {}
 _MOST_DIGESTS = 100_000
-ALONE_BYTES = 1 << 20  # a tensor of so many is moved where it is: two copies would cost more than a collective of its own
-_ANY_ROWS = ("allgather", "alltoall")  # their sizes differ over ranks, so that nothing may depend on them
+ALONE_BYTES = (
+    1 << 20
+)  # a tensor of so many is moved where it is: two copies would cost more than a collective of its own  # noqa: E501
+_ANY_ROWS = (
+    "allgather",
+    "alltoall",
+)  # their sizes differ over ranks, so that nothing may depend on them
 
 
 class Signature(NamedTuple):
-    """What describes a request: equal on every rank that takes part, or an error names the ranks and what differs."""
+    """What describes a request: equal on every rank that takes part, or an error names the ranks
+    and what differs."""
 
     name: str
     kind: str
@@ -38,7 +60,9 @@ class Signature(NamedTuple):
 
     @property
     def where(self) -> str:
-        return f"{self.kind} {self.name!r}" + f" of {len(self.shapes)} tensors" * (len(self.shapes) > 1)
+        return f"{self.kind} {self.name!r}" + f" of {len(self.shapes)} tensors" * (
+            len(self.shapes) > 1
+        )
 
     @property
     def key(self) -> Key:
@@ -55,9 +79,14 @@ class Request:
     )
 
     def __init__(
-        self, signature: Signature, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor] = (), splits: Sequence[int] = ()
+        self,
+        signature: Signature,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor] = (),
+        splits: Sequence[int] = (),
     ) -> None:
-        """inputs: contiguous, not changed unless they are outputs too. outputs: whose memory takes the results; new memory where empty.
+        """inputs: contiguous, not changed unless they are outputs too. outputs: whose memory takes
+        the results; new memory where empty.
 
         splits: of alltoall, the rows for each rank of the set.
         """
@@ -67,16 +96,21 @@ class Request:
         self.splits = splits
         self.key = signature.key
         self.bucket = 0  # requests of one bucket may be fused
-        self.is_stand_in = False  # of a rank that has joined: its tensors leave the results to the others
+        self.is_stand_in = (
+            False  # of a rank that has joined: its tensors leave the results to the others
+        )
         self.polled_s: float | None = None  # time.monotonic() of the first poll()
-        self.asked: Sequence[Any] = ()  # events of streams of GPUs: the inputs are there behind them
+        self.asked: Sequence[
+            Any
+        ] = ()  # events of streams of GPUs: the inputs are there behind them
         self.made: Sequence[Any] = ()  # the same, of the results
         self.done = False
         self.result: Any = None  # a list: of each tensor
         self.error: BaseException | None = None
 
     def finish(self, result: Any, made: Sequence[Any] = ()) -> None:
-        """made: events of streams, behind which tensors of the result that are on a GPU are there."""
+        """made: events of streams, behind which tensors of the result that are on a GPU are
+        there."""
         self.result = result
         self.made = made
         self.done = True  # last: another thread may look
@@ -127,17 +161,21 @@ class Batch(NamedTuple):
 
     signature: Signature  # of the first; the others have its kind, op, factors and root
     units: list[Unit]
-    givers: int  # ranks that asked for it: an average is over these, and not over those that have joined
+    # ranks that asked for it: an average is over these, and not over those that have joined
+    givers: int
 
 
 def batches(requests: Sequence[tuple[Request, tuple[int, ...]]], fusion_bytes: int) -> list[Batch]:
-    """In the order of their first units, which is the same on every rank. requests: each with the buckets that it has on the ranks.
+    """In the order of their first units, which is the same on every rank. requests: each with the
+    buckets that it has on the ranks.
 
-    Only requests of one bucket on every rank share a batch: a bucket ends where its rank waits, so that batches do not depend on the time
-    at which ranks come to an agreement.
+    Only requests of one bucket on every rank share a batch: a bucket ends where its rank waits, so
+    that batches do not depend on the time at which ranks come to an agreement.
     """
     found: list[Batch] = []
-    last: dict[tuple[object, ...], tuple[list[Unit], int]] = {}  # what can be fused -> its newest batch, the bytes of that
+    last: dict[
+        tuple[object, ...], tuple[list[Unit], int]
+    ] = {}  # what can be fused -> its newest batch, the bytes of that
     for request, buckets in requests:
         signature = request.signature
         kind = signature.kind
@@ -191,7 +229,8 @@ class Engine(Protocol):
     is_homogeneous: bool
 
     def submit(self, set_id: int, request: Request) -> int:
-        """A handle. Raises BadCall where this rank is not in the set, or a request of this name is under way."""
+        """A handle. Raises BadCall where this rank is not in the set, or a request of this name is
+        under way."""
 
     def poll(self, handle: int) -> bool:
         """Whether wait() would return at once."""
@@ -200,10 +239,12 @@ class Engine(Protocol):
         """The result of a request, once for each handle. Raises the error of the request."""
 
     def join(self) -> int:
-        """Takes part in what other ranks ask for until all have joined; returns the rank that came last."""
+        """Takes part in what other ranks ask for until all have joined; returns the rank that came
+        last."""
 
     def add_set(self, ranks: Sequence[int]) -> int:
-        """The id of a new process set. Every rank of the job calls it. Raises BadCall where there is one of these ranks."""
+        """The id of a new process set. Every rank of the job calls it. Raises BadCall where there
+        is one of these ranks."""
 
     def remove_set(self, set_id: int) -> bool:
         """Whether there was one. Every rank of the job calls it."""
@@ -215,19 +256,23 @@ class Engine(Protocol):
         """So that recover() can leave out ranks, where the engine can. A collective."""
 
     def confirm(self) -> None:
-        """Before what was computed is kept: raises HorovodInternalError on every living rank where one was lost. A collective."""
+        """Before what was computed is kept: raises HorovodInternalError on every living rank where
+        one was lost. A collective."""
 
     def recover(self, error: BaseException) -> None:
-        """After an error on every living rank: leaves out those that are lost. Raises the error where no rank is lost, or it cannot."""
+        """After an error on every living rank: leaves out those that are lost. Raises the error
+        where no rank is lost, or it cannot."""
 
     def start_timeline(self, path: str, *, mark_cycles: bool) -> None:
-        """Traces the requests from now on, on rank 0, or on every rank where the path has "{rank}"."""
+        """Traces the requests from now on, on rank 0, or on every rank where the path has
+        "{rank}"."""
 
     def stop_timeline(self) -> None:
         """The file is complete. Nothing where none is written."""
 
     def leave(self) -> None:
-        """Ends what is under way, and every process set but that of all ranks, once every rank does."""
+        """Ends what is under way, and every process set but that of all ranks, once every rank
+        does."""
 
     def abort(self, code: int) -> NoReturn:
         """Ends every rank at once."""
@@ -238,7 +283,9 @@ class Settings(NamedTuple):
 
     fusion_bytes: int = FUSION_BYTES  # HOROVOD_FUSION_THRESHOLD
     warn_s: float | None = 60.0  # HOROVOD_STALL_CHECK_TIME_SECONDS
-    end_s: float | None = 300.0  # HOROVOD_STALL_SHUTDOWN_TIME_SECONDS; guard.stall_s has the same default
+    end_s: float | None = (
+        300.0  # HOROVOD_STALL_SHUTDOWN_TIME_SECONDS; guard.stall_s has the same default
+    )
     timeline: str | None = None  # HOROVOD_TIMELINE: a path
     marks_cycles: bool = False  # HOROVOD_TIMELINE_MARK_CYCLES
     deadlock_s: float = 2.0  # without progress while every rank waits: no rank can go on
@@ -263,7 +310,11 @@ def settings_of(environ: Mapping[str, str]) -> Settings:
 def _fusion_bytes(environ: Mapping[str, str]) -> int:
     number = _number(environ, "HOROVOD_FUSION_THRESHOLD", FUSION_BYTES) or 0
     if math.isinf(number):
-        raise _unusable(environ, "HOROVOD_FUSION_THRESHOLD", "a number of bytes, as 67108864; 0: nothing is fused")
+        raise _unusable(
+            environ,
+            "HOROVOD_FUSION_THRESHOLD",
+            "a number of bytes, as 67108864; 0: nothing is fused",
+        )
     return int(number)
 
 
@@ -282,4 +333,6 @@ def _number(environ: Mapping[str, str], name: str, default: float | None) -> flo
 
 
 def _unusable(environ: Mapping[str, str], name: str, fix: str) -> UserError:
-    return UserError(f"{name}={environ[name]!r} is not a number of 0 or more", "the environment", fix)
+    return UserError(
+        f"{name}={environ[name]!r} is not a number of 0 or more", "the environment", fix
+    )

@@ -16,9 +16,20 @@ from hvdtrain.config.schema import CommConfig
 from hvdtrain.horovod.engine.errors import BadCall, HorovodInternalError
 from hvdtrain.horovod.engine.requests import GLOBAL, Request, Signature
 
-# What Horovod does not take, as what it takes: bytes are moved for it, and sums are made in the wider type.
-_MOVED_AS = {torch.bool: torch.uint8, torch.bfloat16: torch.int16, torch.complex64: torch.float32, torch.complex128: torch.float64}
-_REDUCED_AS = {torch.bfloat16: torch.float32, torch.uint8: torch.int32, torch.int8: torch.int32, torch.int16: torch.int32}
+# What Horovod does not take, as what it takes: bytes are moved for it, and sums are made in the
+# wider type.
+_MOVED_AS = {
+    torch.bool: torch.uint8,
+    torch.bfloat16: torch.int16,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+}
+_REDUCED_AS = {
+    torch.bfloat16: torch.float32,
+    torch.uint8: torch.int32,
+    torch.int8: torch.int32,
+    torch.int16: torch.int32,
+}
 
 
 class HorovodEngine:
@@ -37,16 +48,32 @@ class HorovodEngine:
         self.local_size = hvd.local_size()
         self.cross_rank = hvd.cross_rank()
         self.cross_size = hvd.cross_size()
-        self.is_homogeneous = len(set(hvd.allgather(torch.tensor([self.local_size], device="cpu")).tolist())) == 1
-        self._ops = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
+        self.is_homogeneous = (
+            len(set(hvd.allgather(torch.tensor([self.local_size], device="cpu")).tolist())) == 1
+        )
+        self._ops = {
+            "average": hvd.Average,
+            "sum": hvd.Sum,
+            "adasum": hvd.Adasum,
+            "min": hvd.Min,
+            "max": hvd.Max,
+            "product": hvd.Product,
+        }
         self._sets = {GLOBAL: hvd.global_process_set}
         self._handles: dict[int, tuple[Request, Any]] = {}
         self._numbers = itertools.count(1)
 
     def submit(self, set_id: int, request: Request) -> int:
         if self.rank not in self.ranks_of(set_id):
-            what = f"rank {self.rank} is not a member of the process set of ranks {self.ranks_of(set_id)}"
-            raise BadCall(what, request.signature.where, "call it on these ranks alone: process_set.included()")
+            what = (
+                f"rank {self.rank} is not a member of the process set of ranks "
+                f"{self.ranks_of(set_id)}"
+            )
+            raise BadCall(
+                what,
+                request.signature.where,
+                "call it on these ranks alone: process_set.included()",
+            )
         handle = next(self._numbers)
         self._handles[handle] = request, _Under(self._hvd, self._sets[set_id], self._ops, request)
         return handle
@@ -66,17 +93,29 @@ class HorovodEngine:
 
     def add_set(self, ranks: Sequence[int]) -> int:
         if any(members.ranks == list(ranks) for members in self._sets.values()):
-            raise BadCall(f"there is a process set of ranks {list(ranks)} already", "hvd.add_process_set()", "use that one")
+            raise BadCall(
+                f"there is a process set of ranks {list(ranks)} already",
+                "hvd.add_process_set()",
+                "use that one",
+            )
         added = self._hvd.add_process_set(list(ranks))
         self._sets[added.process_set_id] = added
         return int(added.process_set_id)
 
     def remove_set(self, set_id: int) -> bool:
-        return set_id != GLOBAL and set_id in self._sets and bool(self._hvd.remove_process_set(self._sets.pop(set_id)))
+        return (
+            set_id != GLOBAL
+            and set_id in self._sets
+            and bool(self._hvd.remove_process_set(self._sets.pop(set_id)))
+        )
 
     def ranks_of(self, set_id: int) -> list[int]:
         if set_id not in self._sets:
-            raise BadCall("this process set was not added, or was removed", f"process set {set_id}", "hvd.add_process_set()")
+            raise BadCall(
+                "this process set was not added, or was removed",
+                f"process set {set_id}",
+                "hvd.add_process_set()",
+            )
         return list(self._sets[set_id].ranks)
 
     def be_ready_to_shrink(self) -> None:
@@ -113,9 +152,14 @@ class _Under:
         signature = request.signature
         kind = request.signature.kind
         reduces = kind in ("allreduce", "reducescatter")
-        self._wires = [_as_reduced(x, signature) if reduces else _as_moved(x) for x in request.inputs]
+        self._wires = [
+            _as_reduced(x, signature) if reduces else _as_moved(x) for x in request.inputs
+        ]
         one = len(self._wires) == 1
-        self._handles = [self._start(wire, signature.name if one else f"{signature.name}.{i}") for i, wire in enumerate(self._wires)]
+        self._handles = [
+            self._start(wire, signature.name if one else f"{signature.name}.{i}")
+            for i, wire in enumerate(self._wires)
+        ]
 
     def _start(self, wire: torch.Tensor, name: str) -> Any:
         hvd = self._hvd
@@ -133,7 +177,12 @@ class _Under:
             case "broadcast":
                 return hvd.broadcast_async(wire, signature.root, name, group)
             case "alltoall":
-                return hvd.alltoall_async(wire, torch.tensor(self._request.splits, dtype=torch.int32, device="cpu"), name, group)
+                return hvd.alltoall_async(
+                    wire,
+                    torch.tensor(self._request.splits, dtype=torch.int32, device="cpu"),
+                    name,
+                    group,
+                )
         raise AssertionError(signature.kind)
 
     def is_done(self) -> bool:

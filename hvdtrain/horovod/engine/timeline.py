@@ -1,4 +1,5 @@
-"""A trace of the requests of this rank, in Chrome's format: how long each waits for other ranks, and how long its collective takes."""
+"""A trace of the requests of this rank, in Chrome's format: how long each waits for other ranks,
+and how long its collective takes."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ RANK = "{rank}"  # in a path: each rank has a file of its own; otherwise rank 0 
 
 
 class Timeline:
-    """Several threads may call it. A row of the trace for each name; its process is the rank. Times: of the host's clock, microseconds."""
+    """Several threads may call it. A row of the trace for each name; its process is the rank.
+    Times: of the host's clock, microseconds."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -56,7 +58,8 @@ class Timeline:
                 self._range(f"NEGOTIATE_{request.signature.kind.upper()}", request, begun, now)
 
     def round_ends(self) -> None:
-        """What is written so far is in the file before the calls of the round return: a job that is killed loses nothing of it."""
+        """What is written so far is in the file before the calls of the round return: a job that is
+        killed loses nothing of it."""
         with self._lock:
             if self._file is not None:
                 self._file.flush()
@@ -65,8 +68,11 @@ class Timeline:
         if self._marks_rounds:
             self._write({"name": "CYCLE_START", "ph": "i", "s": "p", "ts": now_us()})
 
-    def timed(self, batch: Batch, start: Callable[[], Callable[[], None]], *, is_done_at_once: bool) -> Callable[[], None]:
-        """What start() returns. is_done_at_once: the collective is made when start() returns, not when what it returns was called."""
+    def timed(
+        self, batch: Batch, start: Callable[[], Callable[[], None]], *, is_done_at_once: bool
+    ) -> Callable[[], None]:
+        """What start() returns. is_done_at_once: the collective is made when start() returns, not
+        when what it returns was called."""
         begun = now_us()
         wait = start()
         if is_done_at_once:
@@ -83,18 +89,40 @@ class Timeline:
         """Their tensors came with the agreement. begun: now_us() of then."""
         now = now_us()
         for request in requests:
-            self._range(request.signature.kind.upper(), request, begun, now, tensors_in_collective=len(requests))
+            self._range(
+                request.signature.kind.upper(),
+                request,
+                begun,
+                now,
+                tensors_in_collective=len(requests),
+            )
 
     def _made(self, batch: Batch, begun: int) -> None:
         now = now_us()
         tensors = len(batch.units)
         for request in {id(unit.request): unit.request for unit in batch.units}.values():
-            self._range(request.signature.kind.upper(), request, begun, now, tensors_in_collective=tensors)
+            self._range(
+                request.signature.kind.upper(), request, begun, now, tensors_in_collective=tensors
+            )
 
     def _range(self, what: str, request: Request, begun: int, end: int, **more: int) -> None:
         signature = request.signature
-        args = {"dtype": ", ".join(signature.dtypes), "shape": ", ".join(map(str, map(list, signature.shapes))), "op": signature.op, **more}
-        self._write({"name": what, "ph": "X", "ts": begun, "dur": end - begun, "tid": self._row(signature.name), "args": args})
+        args = {
+            "dtype": ", ".join(signature.dtypes),
+            "shape": ", ".join(map(str, map(list, signature.shapes))),
+            "op": signature.op,
+            **more,
+        }
+        self._write(
+            {
+                "name": what,
+                "ph": "X",
+                "ts": begun,
+                "dur": end - begun,
+                "tid": self._row(signature.name),
+                "args": args,
+            }
+        )
 
     def _row(self, name: str) -> int:
         row = self._rows.get(name)

@@ -1,7 +1,9 @@
-"""Waits for the other ranks of a set: says who is missing, and ends the wait where they do not come; whether all threads of a rank wait.
+"""Waits for the other ranks of a set: says who is missing, and ends the wait where they do not
+come; whether all threads of a rank wait.
 
-Ranks agree on whether an exchange counts. One that waits for long says "here", and how its wait ends: "taken" or "given up". One that
-was away for long looks for these words, and takes the result only if nobody gives up.
+Ranks agree on whether an exchange counts. One that waits for long says "here", and how its wait
+ends: "taken" or "given up". One that was away for long looks for these words, and takes the result
+only if nobody gives up.
 """
 
 from __future__ import annotations
@@ -22,23 +24,33 @@ from hvdtrain.horovod.engine.errors import Stalled
 from hvdtrain.horovod.engine.requests import Settings
 
 SPIN_S = 0.0002  # without a sleep: the others are about to come
-SHARE = (
-    8  # of what it has waited, it sleeps one in so many at once: a rank that looks all the time slows down its neighbour on the same core
-)
+# of what it has waited, it sleeps one in so many at once: a rank that looks all the time slows down
+# its neighbour on the same core
+SHARE = 8
 SLEEP_S = 0.0005  # at most
 ANNOUNCE_S = 0.5  # of waiting, until the others are told of it
 WORD_S = 0.002  # between two looks for how the waits of the others end
 LOOK_S = 0.1  # after that, between two looks whether another rank gives up
 NOTICE_S = 1.0  # for the "here" of other ranks to come
 END_S = 10.0  # for the other ranks to say how their wait ends; one that is killed never does
-_FIX = "look at what these ranks do instead (py-spy dump); or HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=... (0: wait forever)"
+_FIX = (
+    "look at what these ranks do instead (py-spy dump); or "
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=... (0: wait forever)"
+)
 _FIX_LATE = (
-    "look at which rank came late, in the message of the one that gave up; or HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=... (0: wait forever)"
+    "look at which rank came late, in the message of the one that gave up; or "
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=... (0: wait forever)"
 )
 POLLING_S = 5.0  # of poll() after poll() of a thread, until it is taken for one that waits
 _PAUSE_S = 1.0  # a longer one between two of them is work of its own
-_COMPILERS = ("tensorflow", "jax", "jaxlib")  # which run a compiled function, and what it calls, on threads of their own
-_POOL_WORKER = concurrent.futures.thread._worker.__code__  # innermost only while the thread waits for work
+_COMPILERS = (
+    "tensorflow",
+    "jax",
+    "jaxlib",
+)  # which run a compiled function, and what it calls, on threads of their own
+_POOL_WORKER = (
+    concurrent.futures.thread._worker.__code__
+)  # innermost only while the thread waits for work
 _WAIT = threading.Condition.wait.__code__  # of a queue's get(), of an event, of a semaphore
 
 
@@ -53,9 +65,11 @@ class Waiting(NamedTuple):
 
 
 def wait_for(waiting: Waiting, since: float) -> None:
-    """Returns once every rank is in the exchange and takes it. Raises Stalled on all of them where one gives up, after settings.end_s.
+    """Returns once every rank is in the exchange and takes it. Raises Stalled on all of them where
+    one gives up, after settings.end_s.
 
-    since: time.monotonic() where this rank started the exchange before, which the others may have been waiting from.
+    since: time.monotonic() where this rank started the exchange before, which the others may have
+    been waiting from.
     """
     exchange = waiting.exchange
     wait_without_word(waiting, lambda: _raise_if_given_up(waiting))
@@ -69,7 +83,8 @@ def wait_for(waiting: Waiting, since: float) -> None:
 
 
 def wait_without_word(waiting: Waiting, look: Callable[[], object] = lambda: None) -> None:
-    """Returns once every rank is in the exchange; other ranks are not told that it is taken. Raises what look() raises, and Stalled."""
+    """Returns once every rank is in the exchange; other ranks are not told that it is taken. Raises
+    what look() raises, and Stalled."""
     exchange = waiting.exchange
     settings = waiting.settings
     start = time.perf_counter()
@@ -98,7 +113,10 @@ def _give_up(waiting: Waiting) -> None:
     if waiting.exchange.done():
         return
     waiting.exchange.say("given up")
-    what = f"{waiting.purpose()}: {ranks_text(missing)} did not come within {waiting.settings.end_s:g} s"
+    what = (
+        f"{waiting.purpose()}: {ranks_text(missing)} did not come within "
+        f"{waiting.settings.end_s:g} s"
+    )
     raise Stalled(what, "hvdtrain.horovod", _FIX)
 
 
@@ -117,7 +135,10 @@ def _warn(waiting: Waiting, waited_s: float) -> None:
     missing = _missing(waiting.exchange, waiting.ranks)
     present = [other for other in waiting.ranks if other not in missing]
     if missing and present and waiting.ranks[waiting.rank] == present[0]:
-        text = f"hvdtrain.horovod: {waiting.purpose()}: {ranks_text(present)} waited {waited_s:.0f} s for {ranks_text(missing)}"
+        text = (
+            f"hvdtrain.horovod: {waiting.purpose()}: {ranks_text(present)} waited {waited_s:.0f} "
+            f"s for {ranks_text(missing)}"
+        )
         print(text, file=sys.stderr, flush=True)
 
 
@@ -131,11 +152,14 @@ def _missing(exchange: Exchange, ranks: Sequence[int]) -> list[int]:
 
 
 def lost_ranks(exchange: Exchange, ranks: Sequence[int], rank: int) -> list[int]:
-    """After a connection broke: those of the other ranks that do not announce themselves; several where some are still at work alone."""
+    """After a connection broke: those of the other ranks that do not announce themselves; several
+    where some are still at work alone."""
     others = {place for place in range(len(ranks)) if place != rank}
     absent = set(others)
     end = time.monotonic() + NOTICE_S
-    with contextlib.suppress(Exception):  # the store of torch.distributed is gone with the rank that has it
+    with contextlib.suppress(
+        Exception
+    ):  # the store of torch.distributed is gone with the rank that has it
         exchange.say("here")
         while len(absent) > 1 and time.monotonic() < end:
             absent = others - exchange.said()["here"]
@@ -163,7 +187,9 @@ class Callers:
 
     def __init__(self) -> None:
         self._stays: dict[int, Stay] = {}
-        self._known = WeakSet[threading.Thread]()  # that have asked for something; a thread's number may become that of another one
+        self._known = WeakSet[
+            threading.Thread
+        ]()  # that have asked for something; a thread's number may become that of another one
         self._waiting: dict[int, object] = {}  # thread -> where it waits
         self._polling: dict[int, Polling] = {}
 
@@ -178,7 +204,9 @@ class Callers:
         thread = threading.get_ident()
         known = self._polling.get(thread)
         goes_on = known is not None and known.place is place and now - known.last_s < _PAUSE_S
-        self._polling[thread] = Polling(place, known.first_s if known is not None and goes_on else now, now)
+        self._polling[thread] = Polling(
+            place, known.first_s if known is not None and goes_on else now, now
+        )
 
     def wait(self, place: object) -> None:
         self._waiting[threading.get_ident()] = place
@@ -187,12 +215,15 @@ class Callers:
         self._waiting.pop(threading.get_ident(), None)
 
     def all_wait(self, place: object) -> bool:
-        """Whether every thread that may ask for something waits at `place`, or has done nothing but poll there for POLLING_S.
+        """Whether every thread that may ask for something waits at `place`, or has done nothing but
+        poll there for POLLING_S.
 
-        One may that has asked before, or that is no daemon: those of libraries are, and call nothing here. Threads that Python has not
-        started are those of autograd, which ask within a backward() that another thread waits for, and those that run a function which
-        TensorFlow or JAX has compiled: where one of them waits, so does the thread that has called the function. The idle thread of a pool
-        may not, and one that has never asked may not while it waits without a limit for what other threads put or set.
+        One may that has asked before, or that is no daemon: those of libraries are, and call
+        nothing here. Threads that Python has not started are those of autograd, which ask within a
+        backward() that another thread waits for, and those that run a function which TensorFlow or
+        JAX has compiled: where one of them waits, so does the thread that has called the function.
+        The idle thread of a pool may not, and one that has never asked may not while it waits
+        without a limit for what other threads put or set.
         """
         frames = sys._current_frames()
         return all(
@@ -201,7 +232,8 @@ class Callers:
             or self._is_idle(thread, frames.get(ident))
             or self._is_within_compiled(ident, frames.get(ident))
             for thread in threading.enumerate()
-            if not isinstance(thread, threading._DummyThread) and (not thread.daemon or thread in self._known)
+            if not isinstance(thread, threading._DummyThread)
+            and (not thread.daemon or thread in self._known)
             for ident in [thread.ident or 0]
         )
 
@@ -214,13 +246,27 @@ class Callers:
             return bool(found["work_queue"].empty())
         if frame.f_code is not _WAIT or thread in self._known or thread is threading.main_thread():
             return False
-        return found["timeout"] is None and found.get("waiter") in found["self"]._waiters  # which lacks it once it is woken
+        return (
+            found["timeout"] is None and found.get("waiter") in found["self"]._waiters
+        )  # which lacks it once it is woken
 
     def _is_within_compiled(self, thread: int, frame: FrameType | None) -> bool:
-        """Whether it stays in one place of a library that compiles, while a thread that Python has not started waits for ranks."""
-        started = {each.ident for each in threading.enumerate() if not isinstance(each, threading._DummyThread)}
-        library = str(frame.f_globals.get("__name__")).partition(".")[0] if frame is not None else ""
-        if frame is None or library not in _COMPILERS or thread in self._waiting or started.issuperset(self._waiting):
+        """Whether it stays in one place of a library that compiles, while a thread that Python has
+        not started waits for ranks."""
+        started = {
+            each.ident
+            for each in threading.enumerate()
+            if not isinstance(each, threading._DummyThread)
+        }
+        library = (
+            str(frame.f_globals.get("__name__")).partition(".")[0] if frame is not None else ""
+        )
+        if (
+            frame is None
+            or library not in _COMPILERS
+            or thread in self._waiting
+            or started.issuperset(self._waiting)
+        ):
             self._stays.pop(thread, None)
             return False
         now = time.monotonic()
@@ -235,4 +281,6 @@ class Callers:
         found = self._polling.get(thread)
         if found is None or found.place is not place or thread in self._waiting:
             return False
-        return found.last_s - found.first_s > POLLING_S and time.monotonic() - found.last_s < _PAUSE_S
+        return (
+            found.last_s - found.first_s > POLLING_S and time.monotonic() - found.last_s < _PAUSE_S
+        )

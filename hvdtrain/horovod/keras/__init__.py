@@ -1,4 +1,5 @@
-"""Horovod's API for Keras 3 on the engines of hvdtrain, whatever its backend: `import hvdtrain.horovod.keras as hvd`."""
+"""Horovod's API for Keras 3 on the engines of hvdtrain, whatever its backend: `import
+hvdtrain.horovod.keras as hvd`."""
 
 from __future__ import annotations
 
@@ -54,13 +55,17 @@ from hvdtrain.horovod.keras.calls import broadcast as broadcast
 from hvdtrain.horovod.keras.calls import init as init
 from hvdtrain.horovod.keras.calls import reducescatter as reducescatter
 from hvdtrain.horovod.keras.optimizer import DistributedOptimizer as DistributedOptimizer
-from hvdtrain.horovod.keras.optimizer import PartialDistributedOptimizer as PartialDistributedOptimizer
+from hvdtrain.horovod.keras.optimizer import (
+    PartialDistributedOptimizer as PartialDistributedOptimizer,
+)
 from hvdtrain.horovod.keras.optimizer import load_model as load_model
 from hvdtrain.horovod.keras.sync_batch_norm import SyncBatchNormalization as SyncBatchNormalization
 from hvdtrain.horovod.not_built import not_built
 from hvdtrain.horovod.objects import allgather_object as allgather_object
 from hvdtrain.horovod.objects import broadcast_object as broadcast_object
-from hvdtrain.horovod.traced.variables import broadcast_global_variables as broadcast_global_variables
+from hvdtrain.horovod.traced.variables import (
+    broadcast_global_variables as broadcast_global_variables,
+)
 from hvdtrain.horovod.traced.variables import broadcast_variables as broadcast_variables
 
 

@@ -1,4 +1,5 @@
-"""Callbacks for model.fit() on several ranks: equal beginnings, metrics over all ranks, rates, and the best model of a run."""
+"""Callbacks for model.fit() on several ranks: equal beginnings, metrics over all ranks, rates, and
+the best model of a run."""
 
 from __future__ import annotations
 
@@ -19,29 +20,47 @@ from hvdtrain.horovod.traced.variables import broadcast_variables
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Weights and optimizer of rank `root_rank` on all ranks, before the first step of fit(). Random seeds stay those of each rank.
+    """Weights and optimizer of rank `root_rank` on all ranks, before the first step of fit().
+    Random seeds stay those of each rank.
 
     A model that has no weights before it has seen data gets them after the first step.
     """
 
     def __init__(
-        self, root_rank: int, device: str = "", local_variables: Any = None, *, process_set: ProcessSet = global_process_set
+        self,
+        root_rank: int,
+        device: str = "",
+        local_variables: Any = None,
+        *,
+        process_set: ProcessSet = global_process_set,
     ) -> None:
-        """local_variables: one or several that each rank keeps as they are; the optimizer's are those of the root all the same."""
+        """local_variables: one or several that each rank keeps as they are; the optimizer's are
+        those of the root all the same."""
         super().__init__()
         refuse_placements(type(self).__name__, device=device)
         self._root = root_rank
         self._process_set = process_set
         self._is_done = False
         self._local: list[Any] = []
-        for variable in [local_variables] if isinstance(local_variables, keras.Variable) else local_variables or ():
+        for variable in (
+            [local_variables]
+            if isinstance(local_variables, keras.Variable)
+            else local_variables or ()
+        ):
             self.register_local_var(variable)
 
     def register_local_var(self, var: Any) -> None:
         """Leaves this variable of the model to each rank."""
         if not isinstance(var, keras.Variable):
-            what = f"a local variable is a {type(var).__module__}.{type(var).__qualname__}, not a variable of Keras"
-            raise BadCall(what, type(self).__name__, "local_variables=model.layers[0].trainable_variables, say")
+            what = (
+                f"a local variable is a {type(var).__module__}.{type(var).__qualname__}, not a "
+                "variable of Keras"
+            )
+            raise BadCall(
+                what,
+                type(self).__name__,
+                "local_variables=model.layers[0].trainable_variables, say",
+            )
         self._local.append(var)
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -60,12 +79,17 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             optimizer.build(model.trainable_variables)
         local = {id(variable) for variable in self._local}
         common = [variable for variable in model.weights if id(variable) not in local]
-        broadcast_variables([*common, *(optimizer.variables if optimizer is not None else ())], self._root, self._process_set)
+        broadcast_variables(
+            [*common, *(optimizer.variables if optimizer is not None else ())],
+            self._root,
+            self._process_set,
+        )
         self._is_done = True
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """At the end of an epoch each metric is its mean over ranks, for the callbacks behind this one and for the history."""
+    """At the end of an epoch each metric is its mean over ranks, for the callbacks behind this one
+    and for the history."""
 
     def __init__(self, device: str = "", process_set: ProcessSet = global_process_set) -> None:
         super().__init__()
@@ -77,16 +101,22 @@ class MetricAverageCallback(keras.callbacks.Callback):
             return
         names = sorted(name for name, value in logs.items() if np.ndim(value) == 0)
         values = np.array([float(logs[name]) for name in names])
-        means = allreduce(values, name=f"metrics of epoch {epoch + 1}: {', '.join(names)}", op=Average, process_set=self._process_set)
+        means = allreduce(
+            values,
+            name=f"metrics of epoch {epoch + 1}: {', '.join(names)}",
+            op=Average,
+            process_set=self._process_set,
+        )
         logs.update(zip(names, means.tolist(), strict=True))
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
     """The learning rate is initial_lr x multiplier, from start_epoch on, before end_epoch.
 
-    multiplier: a function of the epoch; a number is the factor of each epoch, multiplier ** (epoch - start_epoch), as in Horovod.
-    staircase: it changes at the beginning of an epoch, else with each batch: the epoch is then a fraction. momentum_correction: what an
-    optimizer's momentum has gathered changes in proportion (Goyal et al. 2017, arXiv:1706.02677, section 2.1).
+    multiplier: a function of the epoch; a number is the factor of each epoch, multiplier ** (epoch
+    - start_epoch), as in Horovod. staircase: it changes at the beginning of an epoch, else with
+    each batch: the epoch is then a fraction. momentum_correction: what an optimizer's momentum has
+    gathered changes in proportion (Goyal et al. 2017, arXiv:1706.02677, section 2.1).
     """
 
     def __init__(
@@ -101,7 +131,9 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         if initial_lr is None:
-            raise BadCall("Parameter `initial_lr` is required", type(self).__name__, "initial_lr=0.1, say")
+            raise BadCall(
+                "Parameter `initial_lr` is required", type(self).__name__, "initial_lr=0.1, say"
+            )
         self._initial = initial_lr
         self._staircase = staircase
         self._corrects = momentum_correction
@@ -115,7 +147,10 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         if self._steps is None and not self._staircase:
             self._steps = (self.params or {}).get("steps")
             if not self._steps:
-                what = "steps_per_epoch is not known, by which a rate that changes within an epoch is computed"
+                what = (
+                    "steps_per_epoch is not known, by which a rate that changes within an epoch "
+                    "is computed"
+                )
                 raise BadCall(what, type(self).__name__, "steps_per_epoch=N")
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -130,7 +165,9 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             self._set(self._epoch + batch / self._steps)
 
     def _set(self, epoch: float) -> None:
-        optimizer = self.model.optimizer  # Callback.model: with JAX the variables are those of this moment
+        optimizer = (
+            self.model.optimizer
+        )  # Callback.model: with JAX the variables are those of this moment
         before = rate_of(optimizer)
         now = self._initial * self._factor(epoch)
         optimizer.learning_rate = now
@@ -139,7 +176,11 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
                 velocity.assign(velocity * (now / before))
 
     def _factor(self, epoch: float) -> float:
-        return self._multiplier(epoch) if callable(self._multiplier) else self._multiplier ** (epoch - self._start)
+        return (
+            self._multiplier(epoch)
+            if callable(self._multiplier)
+            else self._multiplier ** (epoch - self._start)
+        )
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if logs is not None:
@@ -147,7 +188,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """The rate grows from initial_lr / size to initial_lr within the first warmup_epochs (Goyal et al. 2017, section 2.2)."""
+    """The rate grows from initial_lr / size to initial_lr within the first warmup_epochs (Goyal et
+    al. 2017, section 2.2)."""
 
     def __init__(
         self,
@@ -162,17 +204,23 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             epoch += 1.0 / self._steps  # the last batch has the whole rate
             return 1.0 / JOB.engine.size * (epoch * (JOB.engine.size - 1) / warmup_epochs + 1)
 
-        super().__init__(initial_lr, multiplier, 0, warmup_epochs, False, momentum_correction, steps_per_epoch)
+        super().__init__(
+            initial_lr, multiplier, 0, warmup_epochs, False, momentum_correction, steps_per_epoch
+        )
         self._verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)
         if epoch == self._end - 1 and self._verbose and JOB.engine.rank == 0:
-            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate_of(self.model.optimizer):g}.")
+            print(
+                f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to "
+                f"{rate_of(self.model.optimizer):g}."
+            )
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """ModelCheckpoint with save_best_only, which rank 0 alone writes; behind MetricAverageCallback it judges by all ranks."""
+    """ModelCheckpoint with save_best_only, which rank 0 alone writes; behind MetricAverageCallback
+    it judges by all ranks."""
 
     def __init__(
         self,
@@ -184,7 +232,11 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         filepath: Any,
         save_weights_only: bool = False,
     ) -> None:
-        how: dict[str, Any] = {"mode": mode, "save_freq": save_freq, "save_weights_only": save_weights_only}
+        how: dict[str, Any] = {
+            "mode": mode,
+            "save_freq": save_freq,
+            "save_weights_only": save_weights_only,
+        }
         super().__init__(filepath, monitor=monitor, verbose=verbose, save_best_only=True, **how)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

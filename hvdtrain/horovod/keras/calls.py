@@ -1,4 +1,5 @@
-"""The calls of horovod.keras: on arrays and on tensors of Keras' backend, also inside of a train_step() that is compiled."""
+"""The calls of horovod.keras: on arrays and on tensors of Keras' backend, also inside of a
+train_step() that is compiled."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def allreduce(
     compression: type[Compressor] = Compression.none,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The reduction over ranks. op: Average (default), Sum, Min, Max or Product; `average` is a former name of it."""
+    """The reduction over ranks. op: Average (default), Sum, Min, Max or Product; `average` is a
+    former name of it."""
     (found,) = collectives.allreduce(
         [_tensor(value)],
         given_op(op, average),
@@ -46,18 +48,32 @@ def allreduce(
     return found
 
 
-def allgather(value: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
-    """The values of all ranks along axis 0, whose lengths may differ, but not inside of a function that JAX compiles."""
+def allgather(
+    value: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """The values of all ranks along axis 0, whose lengths may differ, but not inside of a function
+    that JAX compiles."""
     return collectives.allgather([_tensor(value)], name=name, process_set=process_set)[0]
 
 
-def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
+def broadcast(
+    value: Any,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
     """The value of rank `root_rank`."""
     return collectives.broadcast(_tensor(value), root_rank, name=name, process_set=process_set)
 
 
-def alltoall(value: Any, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
-    """The rows that every rank sends to this one; where splits are given, (rows, received splits)."""
+def alltoall(
+    value: Any,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """The rows that every rank sends to this one; where splits are given, (rows, received
+    splits)."""
     return collectives.alltoall(_tensor(value), splits, name=name, process_set=process_set)
 
 
@@ -71,12 +87,17 @@ def reducescatter(
 ) -> Any:
     """This rank's rows of the reduction over ranks."""
     factors: dict[str, Any] = {"prescale": prescale_factor, "postscale": postscale_factor}
-    return collectives.reducescatter([_tensor(value)], op, name=name, process_set=process_set, **factors)[0]
+    return collectives.reducescatter(
+        [_tensor(value)], op, name=name, process_set=process_set, **factors
+    )[0]
 
 
 def _tensor(value: Any) -> Any:
-    """Numbers and lists as tensors of the backend; what has a shape as it is, but within a tf.function."""
+    """Numbers and lists as tensors of the backend; what has a shape as it is, but within a
+    tf.function."""
     is_array = isinstance(value, (np.ndarray, np.generic))
-    if hasattr(value, "shape") and not (is_array and is_in_graph()):  # where the call would be made once, with the graph
+    if hasattr(value, "shape") and not (
+        is_array and is_in_graph()
+    ):  # where the call would be made once, with the graph
         return value
     return keras.ops.convert_to_tensor(value)

@@ -1,4 +1,5 @@
-"""hvd.elastic for Keras: a model that goes on from its last commit when a rank is lost, and callbacks that commit in fit()."""
+"""hvd.elastic for Keras: a model that goes on from its last commit when a rank is lost, and
+callbacks that commit in fit()."""
 
 from __future__ import annotations
 
@@ -14,11 +15,16 @@ from hvdtrain.horovod.traced.elastic import VariablesState, run
 class KerasState(VariablesState):
     """A model with its optimizer, and values: KerasState(model, batch=0, epoch=0)."""
 
-    def __init__(self, model: Any, optimizer: Any = None, backend: None = None, **values: Any) -> None:
-        """optimizer: where it is not that of model.compile(). Raises BadCall for a model that is not built."""
+    def __init__(
+        self, model: Any, optimizer: Any = None, backend: None = None, **values: Any
+    ) -> None:
+        """optimizer: where it is not that of model.compile(). Raises BadCall for a model that is
+        not built."""
         if not model.built:
             raise BadCall(
-                "Model must be built first", "hvd.elastic.KerasState()", "keras.Input(...) as its first layer, or model.build(shape)"
+                "Model must be built first",
+                "hvd.elastic.KerasState()",
+                "keras.Input(...) as its first layer, or model.build(shape)",
             )
         self.model = model
         self.optimizer = model.optimizer if optimizer is None else optimizer
@@ -58,7 +64,8 @@ class CommitStateCallback(keras.callbacks.Callback):
 
 
 class UpdateBatchStateCallback(keras.callbacks.Callback):
-    """state.batch is the last batch of the epoch, 0 after it. Before CommitStateCallback in the list."""
+    """state.batch is the last batch of the epoch, 0 after it. Before CommitStateCallback in the
+    list."""
 
     def __init__(self, state: Any) -> None:
         super().__init__()
@@ -72,7 +79,8 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):
-    """state.epoch counts epochs over all calls of fit(), each of which counts from 0. Before CommitStateCallback in the list."""
+    """state.epoch counts epochs over all calls of fit(), each of which counts from 0. Before
+    CommitStateCallback in the list."""
 
     def __init__(self, state: Any) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""DistributedOptimizer: an optimizer of Keras whose gradients are combined over ranks before it applies them, all or but for those of some
-layers; models that have one.
+"""DistributedOptimizer: an optimizer of Keras whose gradients are combined over ranks before it
+applies them, all or but for those of some layers; models that have one.
 """
 
 from __future__ import annotations
@@ -35,27 +35,46 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """The optimizer, of a class below its own, with its variables: gradients are combined over ranks before it applies them.
+    """The optimizer, of a class below its own, with its variables: gradients are combined over
+    ranks before it applies them.
 
-    name: of the reductions. backward_passes_per_step: the sum of so many gradients is applied, with average_aggregated_gradients their
-    mean; it is Keras' gradient_accumulation_steps, and ranks reduce once in so many passes. With a LossScaleOptimizer, which has to judge
-    the gradients of all ranks, they reduce in every pass; under the policy mixed_float16 an optimizer without a loss scale gets one here.
+    name: of the reductions. backward_passes_per_step: the sum of so many gradients is applied, with
+    average_aggregated_gradients their mean; it is Keras' gradient_accumulation_steps, and ranks
+    reduce once in so many passes. With a LossScaleOptimizer, which has to judge the gradients of
+    all ranks, they reduce in every pass; under the policy mixed_float16 an optimizer without a loss
+    scale gets one here.
 
-    register_local_var(variable) of what is returned leaves a variable to each rank: its gradient is not reduced, but divided by the
-    number of ranks where scale_local_gradients is True.
+    register_local_var(variable) of what is returned leaves a variable to each rank: its gradient is
+    not reduced, but divided by the number of ranks where scale_local_gradients is True.
 
     Raises BadCall for arguments of Horovod's that would do nothing: devices, groups.
     """
-    refuse_placements(_WHERE, device_dense=device_dense, device_sparse=device_sparse, num_groups=num_groups, groups=groups)
+    refuse_placements(
+        _WHERE,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        num_groups=num_groups,
+        groups=groups,
+    )
     if isinstance(optimizer, (Reducing, ReducingScaled)):
         raise BadCall("this optimizer is a DistributedOptimizer already", _WHERE, _ONCE)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-        what = f"{type(optimizer).__module__}.{type(optimizer).__qualname__} is no optimizer of Keras 3"
+        what = (
+            f"{type(optimizer).__module__}.{type(optimizer).__qualname__} is no optimizer of "
+            "Keras 3"
+        )
         raise BadCall(what, _WHERE, "keras.optimizers.SGD(...), say")
     optimizer = _with_loss_scale(optimizer)
     factor = _accumulate(optimizer, backward_passes_per_step, average_aggregated_gradients)
     name = name or f"gradients of {optimizer.name}"
-    how = compression, op, gradient_predivide_factor, sparse_as_dense, process_set, scale_local_gradients
+    how = (
+        compression,
+        op,
+        gradient_predivide_factor,
+        sparse_as_dense,
+        process_set,
+        scale_local_gradients,
+    )
     return _below(optimizer, GradientReduction(name, _WHERE, *how), factor)
 
 
@@ -75,9 +94,15 @@ def PartialDistributedOptimizer(
 ) -> Any:
     """A DistributedOptimizer for which the variables of some layers are local, each rank's own.
 
-    local_layers: a layer that is built, or several. BroadcastGlobalVariablesCallback(local_variables=...) leaves them out as well.
+    local_layers: a layer that is built, or several.
+    BroadcastGlobalVariablesCallback(local_variables=...) leaves them out as well.
     """
-    how: dict[str, Any] = {"compression": compression, "op": op, "groups": groups, "process_set": process_set}
+    how: dict[str, Any] = {
+        "compression": compression,
+        "op": op,
+        "groups": groups,
+        "process_set": process_set,
+    }
     found = DistributedOptimizer(
         optimizer,
         name,
@@ -94,15 +119,24 @@ def PartialDistributedOptimizer(
 
 
 def variables_of_layers(local_layers: Any, where: str) -> list[Any]:
-    """The trainable variables of a layer, or of several. Raises BadCall for what is none, and for one that is not built."""
+    """The trainable variables of a layer, or of several. Raises BadCall for what is none, and for
+    one that is not built."""
     if local_layers is None:
         return []
     layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers)
     if not all(isinstance(layer, keras.layers.Layer) for layer in layers):
-        raise BadCall("All local layers must be of keras.layers.Layer type", where, "local_layers=[model.layers[0]], say")
+        raise BadCall(
+            "All local layers must be of keras.layers.Layer type",
+            where,
+            "local_layers=[model.layers[0]], say",
+        )
     if unbuilt := [layer.name for layer in layers if not layer.built]:
         what = f"local layers without variables yet: {', '.join(unbuilt)}"
-        raise BadCall(what, where, "keras.Input(...) as the model's first layer, or model.build(shape), before")
+        raise BadCall(
+            what,
+            where,
+            "keras.Input(...) as the model's first layer, or model.build(shape), before",
+        )
     return [variable for layer in layers for variable in layer.trainable_weights]
 
 
@@ -114,12 +148,18 @@ def load_model(
     legacy_opts: bool = False,
     **arguments: Any,
 ) -> Any:
-    """The model of a file, as keras.saving.load_model() loads it, whose optimizer is a DistributedOptimizer with the state of the file.
+    """The model of a file, as keras.saving.load_model() loads it, whose optimizer is a
+    DistributedOptimizer with the state of the file.
 
-    arguments: of DistributedOptimizer. The file is as one that was saved without it, and Keras alone loads it too.
+    arguments: of DistributedOptimizer. The file is as one that was saved without it, and Keras
+    alone loads it too.
     """
     if legacy_opts:
-        raise BadCall("legacy_opts=True: Keras 3 has no keras.optimizers.legacy", "hvd.load_model()", "the call without it")
+        raise BadCall(
+            "legacy_opts=True: Keras 3 has no keras.optimizers.legacy",
+            "hvd.load_model()",
+            "the call without it",
+        )
     objects = {kind.__name__: kind for kind in custom_optimizers or ()} | dict(custom_objects or {})
     model = keras.saving.load_model(filepath, custom_objects=objects)
     if model.optimizer is None:
@@ -128,8 +168,15 @@ def load_model(
         raise BadCall(what, "hvd.load_model()", fix)
     known = {id(variable) for variable in model.optimizer._trainable_variables}
     if model.optimizer.built and known != {id(variable) for variable in model.trainable_variables}:
-        what = f"{filepath}: Keras {keras.__version__} loads an optimizer without the variables of its model, as from .h5 files"
-        raise BadCall(what, "hvd.load_model()", "a file whose name ends in .keras; or model.compile() with a new optimizer")
+        what = (
+            f"{filepath}: Keras {keras.__version__} loads an optimizer without the variables of "
+            "its model, as from .h5 files"
+        )
+        raise BadCall(
+            what,
+            "hvd.load_model()",
+            "a file whose name ends in .keras; or model.compile() with a new optimizer",
+        )
     model.optimizer = DistributedOptimizer(model.optimizer, compression=compression, **arguments)
     return model
 
@@ -145,11 +192,15 @@ class Reducing:
     def register_local_var(self, var: Any) -> None:
         """Leaves this variable to each rank: its gradient is that of this rank."""
         if not isinstance(var, keras.Variable):
-            what = f"a local variable is a {type(var).__module__}.{type(var).__qualname__}, not a variable of Keras"
+            what = (
+                f"a local variable is a {type(var).__module__}.{type(var).__qualname__}, not a "
+                "variable of Keras"
+            )
             raise BadCall(what, _WHERE, "one of model.trainable_variables")
         if getattr(self, "global_clipnorm", None):
             what = (
-                "local layers with global_clipnorm: its norm has their gradients in it, and ranks would scale the common ones differently"
+                "local layers with global_clipnorm: its norm has their gradients in it, and ranks "
+                "would scale the common ones differently"
             )
             raise BadCall(what, _WHERE, "clipnorm= or clipvalue=, of each variable by itself")
         self._reduction.local.add(id(var))
@@ -161,27 +212,40 @@ class Reducing:
         given = None if trainable_variables is None else list(trainable_variables)
         found = self._trainable_variables if given is None else given
         if self.gradient_accumulation_steps:
-            self.__dict__["_accumulated"] = [variable for grad, variable in zip(grads, found, strict=True) if grad is not None]
+            self.__dict__["_accumulated"] = [
+                variable for grad, variable in zip(grads, found, strict=True) if grad is not None
+            ]
             return base.apply(grads, given)
         return base.apply(self._reduced(grads, found), given)
 
     @as_written
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
-        """Keras calls it for the gradients that are applied; on JAX in other passes too, where it does not use the result."""
+        """Keras calls it for the gradients that are applied; on JAX in other passes too, where it
+        does not use the result."""
         base: Any = super()
         if self.gradient_accumulation_steps:
             found = self.__dict__["_accumulated"]
-            grads = self._reduced_in_update(grads, found) if keras.backend.backend() == "jax" else self._reduced(grads, found)
+            grads = (
+                self._reduced_in_update(grads, found)
+                if keras.backend.backend() == "jax"
+                else self._reduced(grads, found)
+            )
         return base._clip_gradients(grads)
 
     def _reduced_in_update(self, grads: Sequence[Any], variables: Sequence[Any]) -> Any:
         optimizer: Any = self
         is_update = (optimizer._iterations + 1) % optimizer.gradient_accumulation_steps == 0
-        return keras.ops.cond(is_update, lambda: self._reduced(grads, variables), lambda: list(grads))
+        return keras.ops.cond(
+            is_update, lambda: self._reduced(grads, variables), lambda: list(grads)
+        )
 
     def _reduced(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         reduced = self._reduction.reduce(grads, [id(variable) for variable in variables])
-        return reduced if self._factor == 1 else [grad if grad is None else grad * self._factor for grad in reduced]
+        return (
+            reduced
+            if self._factor == 1
+            else [grad if grad is None else grad * self._factor for grad in reduced]
+        )
 
     @property
     def loss_scale_factor(self) -> float | None:
@@ -190,32 +254,44 @@ class Reducing:
 
     @loss_scale_factor.setter
     def loss_scale_factor(self, value: float | None) -> None:
-        """Raises BadCall where a LossScaleOptimizer is put around this one, as by compile(): it would judge each rank's gradients alone."""
+        """Raises BadCall where a LossScaleOptimizer is put around this one, as by compile(): it
+        would judge each rank's gradients alone."""
         if value is None and "loss_scale_factor" in self.__dict__:
             what = (
-                "a LossScaleOptimizer around a DistributedOptimizer leaves out a step on one rank, while the others wait for its gradients"
+                "a LossScaleOptimizer around a DistributedOptimizer leaves out a step on one "
+                "rank, while the others wait for its gradients"
             )
-            raise BadCall(what, _WHERE, "hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))")
+            raise BadCall(
+                what,
+                _WHERE,
+                "hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))",
+            )
         self.__dict__["loss_scale_factor"] = value
 
 
 class ReducingScaled:
-    """The methods that DistributedOptimizer puts before those of a LossScaleOptimizer: it judges what all ranks have added up."""
+    """The methods that DistributedOptimizer puts before those of a LossScaleOptimizer: it judges
+    what all ranks have added up."""
 
     _reduction: GradientReduction
     _factor: float
 
     def register_local_var(self, var: Any) -> NoReturn:
-        """Raises BadCall: a rank would leave out a step by a gradient that the others do not have."""
+        """Raises BadCall: a rank would leave out a step by a gradient that the others do not
+        have."""
         what = "local layers with a LossScaleOptimizer: ranks would leave out different steps"
-        raise BadCall(what, _WHERE, "the policy mixed_bfloat16, or an optimizer with loss_scale_factor")
+        raise BadCall(
+            what, _WHERE, "the policy mixed_bfloat16, or an optimizer with loss_scale_factor"
+        )
 
     @as_written
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         base: Any = super()
         return base.apply(self._reduced(grads), trainable_variables)
 
-    def stateless_apply(self, optimizer_variables: Any, grads: Sequence[Any], trainable_variables: Any) -> Any:
+    def stateless_apply(
+        self, optimizer_variables: Any, grads: Sequence[Any], trainable_variables: Any
+    ) -> Any:
         """Keras' own does not call apply()."""
         base: Any = super()
         return base.stateless_apply(optimizer_variables, self._reduced(grads), trainable_variables)
@@ -234,25 +310,36 @@ def _with_loss_scale(optimizer: Any) -> Any:
 
 
 def _accumulate(optimizer: Any, passes: int, is_mean: bool) -> float:
-    """Has Keras accumulate over so many passes; the factor of the reduced gradients, by which their mean becomes Horovod's sum."""
+    """Has Keras accumulate over so many passes; the factor of the reduced gradients, by which their
+    mean becomes Horovod's sum."""
     if passes <= 0:
         raise BadCall("backward_passes_per_step must be > 0", _WHERE, "1 or more")
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if passes == 1:
         return 1.0
     if inner.gradient_accumulation_steps:
-        what = f"backward_passes_per_step={passes}, and gradient_accumulation_steps={inner.gradient_accumulation_steps} of the optimizer"
+        what = (
+            f"backward_passes_per_step={passes}, and "
+            f"gradient_accumulation_steps={inner.gradient_accumulation_steps} of the optimizer"
+        )
         raise BadCall(what, _WHERE, "one of them")
     if inner.built:
-        raise BadCall("this optimizer is built without accumulated gradients", _WHERE, "backward_passes_per_step before the first step")
+        raise BadCall(
+            "this optimizer is built without accumulated gradients",
+            _WHERE,
+            "backward_passes_per_step before the first step",
+        )
     inner.gradient_accumulation_steps = passes
     return 1.0 if is_mean else float(passes)
 
 
 def _below(optimizer: Any, reduction: GradientReduction, factor: float) -> Any:
-    """This optimizer, of a class that has its class' name and the methods that reduce before its own."""
+    """This optimizer, of a class that has its class' name and the methods that reduce before its
+    own."""
     kind = type(optimizer)
-    methods = ReducingScaled if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else Reducing
+    methods = (
+        ReducingScaled if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else Reducing
+    )
     settings = {"_reduction": reduction, "_factor": factor, "__module__": kind.__module__}
     found: Any = object.__new__(type(kind.__name__, (methods, kind), settings))
     found.__dict__.update(optimizer.__dict__)

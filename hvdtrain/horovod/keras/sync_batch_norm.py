@@ -1,4 +1,5 @@
-"""SyncBatchNormalization: batch norm by the mean and variance of the samples of all ranks, on each backend of Keras."""
+"""SyncBatchNormalization: batch norm by the mean and variance of the samples of all ranks, on each
+backend of Keras."""
 
 from __future__ import annotations
 
@@ -14,27 +15,38 @@ from hvdtrain.horovod.traced.collectives import allreduce
 
 @keras.saving.register_keras_serializable(package="hvdtrain")
 class SyncBatchNormalization(keras.layers.BatchNormalization):
-    """Batch norm as keras.layers.BatchNormalization; in training the statistics are those of the samples of all ranks.
+    """Batch norm as keras.layers.BatchNormalization; in training the statistics are those of the
+    samples of all ranks.
 
-    Ranks may have batches of other sizes, and none: each sample counts once, where Horovod averages the statistics of ranks. Every rank
-    comes to the same of these layers in the same order. Forward and backward are two allreduces each, of at most 2 x channels numbers.
+    Ranks may have batches of other sizes, and none: each sample counts once, where Horovod averages
+    the statistics of ranks. Every rank comes to the same of these layers in the same order. Forward
+    and backward are two allreduces each, of at most 2 x channels numbers.
     """
 
     def __init__(self, fused: bool | None = False, **of_keras: Any) -> None:
         """Raises BadCall for what would take the statistics of one rank."""
         if fused is not False or of_keras.get("synchronized"):
-            what = "SyncBatchNormalization does not support fused=True" if fused is not False else "synchronized=True is tf.distribute's"
+            what = (
+                "SyncBatchNormalization does not support fused=True"
+                if fused is not False
+                else "synchronized=True is tf.distribute's"
+            )
             raise BadCall(what, "hvd.SyncBatchNormalization()", "the call without it")
         super().__init__(**of_keras)
 
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
-        """Mean and variance (C,), for inputs (..., C, ...) in float32 or float64. mask: the inputs' shape but for its last axis."""
+        """Mean and variance (C,), for inputs (..., C, ...) in float32 or float64. mask: the inputs'
+        shape but for its last axis."""
         if JOB.engine.size == 1:
             found: tuple[Any, Any] = super()._moments(inputs, mask)
             return found
         ops = keras.ops
         axes = self._reduction_axes
-        counts = ops.ones_like(inputs) if mask is None else ops.cast(ops.broadcast_to(mask[..., None], ops.shape(inputs)), inputs.dtype)
+        counts = (
+            ops.ones_like(inputs)
+            if mask is None
+            else ops.cast(ops.broadcast_to(mask[..., None], ops.shape(inputs)), inputs.dtype)
+        )
         count, total = self._summed("mean", ops.sum(counts, axes), ops.sum(inputs * counts, axes))
         count = count if mask is None else count + keras.config.epsilon()  # as Keras divides
         mean = total / count

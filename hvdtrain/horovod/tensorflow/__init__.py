@@ -1,4 +1,5 @@
-"""Horovod's API for TensorFlow on the engines of hvdtrain: `import hvdtrain.horovod.tensorflow as hvd`."""
+"""Horovod's API for TensorFlow on the engines of hvdtrain: `import hvdtrain.horovod.tensorflow as
+hvd`."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ import importlib.util
 from typing import Any
 
 if importlib.util.find_spec("tensorflow") is None:
-    raise ImportError("hvdtrain.horovod.tensorflow needs TensorFlow\n  fix: pip install 'hvdtrain[tensorflow]'")
+    raise ImportError(
+        "hvdtrain.horovod.tensorflow needs TensorFlow\n  fix: pip install 'hvdtrain[tensorflow]'"
+    )
 
 from hvdtrain.horovod.basics import ProcessSet as ProcessSet
 from hvdtrain.horovod.basics import add_process_set as add_process_set
@@ -50,7 +53,9 @@ from hvdtrain.horovod.engine.errors import HorovodInternalError as HorovodIntern
 from hvdtrain.horovod.engine.errors import HostsUpdatedInterrupt as HostsUpdatedInterrupt
 from hvdtrain.horovod.not_built import not_built
 from hvdtrain.horovod.tensorflow import elastic as elastic
-from hvdtrain.horovod.tensorflow.calls import BroadcastGlobalVariablesHook as BroadcastGlobalVariablesHook
+from hvdtrain.horovod.tensorflow.calls import (
+    BroadcastGlobalVariablesHook as BroadcastGlobalVariablesHook,
+)
 from hvdtrain.horovod.tensorflow.calls import allgather as allgather
 from hvdtrain.horovod.tensorflow.calls import allgather_object as allgather_object
 from hvdtrain.horovod.tensorflow.calls import allreduce as allreduce
@@ -70,17 +75,24 @@ from hvdtrain.horovod.tensorflow.calls import reducescatter as reducescatter
 from hvdtrain.horovod.tensorflow.calls import size_op as size_op
 from hvdtrain.horovod.tensorflow.gradients import DistributedGradientTape as DistributedGradientTape
 from hvdtrain.horovod.tensorflow.gradients import DistributedOptimizer as DistributedOptimizer
-from hvdtrain.horovod.tensorflow.gradients import PartialDistributedGradientTape as PartialDistributedGradientTape
-from hvdtrain.horovod.traced.variables import broadcast_global_variables as broadcast_global_variables
+from hvdtrain.horovod.tensorflow.gradients import (
+    PartialDistributedGradientTape as PartialDistributedGradientTape,
+)
+from hvdtrain.horovod.traced.variables import (
+    broadcast_global_variables as broadcast_global_variables,
+)
 from hvdtrain.horovod.traced.variables import broadcast_variables as broadcast_variables
 
 
 def __getattr__(name: str) -> Any:
-    """What needs Keras, and modules of Horovod's. AttributeError for a name of Horovod's that is not built here."""
+    """What needs Keras, and modules of Horovod's. AttributeError for a name of Horovod's that is
+    not built here."""
     if name in ("compression", "functions", "mpi_ops", "sync_batch_norm"):
         return importlib.import_module(f"hvdtrain.horovod.tensorflow.{name}")
     if name == "SyncBatchNormalization":
         return importlib.import_module("hvdtrain.horovod.keras").SyncBatchNormalization
     if message := not_built(name):
         raise AttributeError(message)
-    raise AttributeError(f"hvdtrain.horovod.tensorflow has no {name!r}: docs/keras.md lists what it has")
+    raise AttributeError(
+        f"hvdtrain.horovod.tensorflow has no {name!r}: docs/keras.md lists what it has"
+    )

@@ -1,4 +1,5 @@
-"""The calls of horovod.tensorflow, with its arguments: on tensors, variables and slices of TensorFlow, also inside of a tf.function.
+"""The calls of horovod.tensorflow, with its arguments: on tensors, variables and slices of
+TensorFlow, also inside of a tf.function.
 
 Names are used as they are, whatever ignore_name_scope says.
 """
@@ -17,7 +18,11 @@ from hvdtrain.horovod.call import Average, Compression, Compressor, given_op
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.job import JOB
 from hvdtrain.horovod.traced import collectives
-from hvdtrain.horovod.traced.gradient_reduction import check_slices, reduce_slices, refuse_placements
+from hvdtrain.horovod.traced.gradient_reduction import (
+    check_slices,
+    reduce_slices,
+    refuse_placements,
+)
 from hvdtrain.horovod.traced.variables import broadcast_variables
 
 
@@ -34,7 +39,8 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
 ) -> Any:
-    """The reduction over ranks; tf.IndexedSlices are summed or averaged as the slices of all ranks, without compression and factors.
+    """The reduction over ranks; tf.IndexedSlices are summed or averaged as the slices of all ranks,
+    without compression and factors.
 
     op: Average (default), Sum, Min, Max, Product or Adasum; `average` is a former name of it.
     """
@@ -44,7 +50,14 @@ def allreduce(
         check_slices(op, prescale_factor, postscale_factor, "hvd.allreduce()")
         return reduce_slices([tensor], op, name=name, process_set=process_set)[0]
     factors: dict[str, Any] = {"prescale": prescale_factor, "postscale": postscale_factor}
-    return collectives.allreduce([_tensor(tensor)], op, name=name, compression=compression, process_set=process_set, **factors)[0]
+    return collectives.allreduce(
+        [_tensor(tensor)],
+        op,
+        name=name,
+        compression=compression,
+        process_set=process_set,
+        **factors,
+    )[0]
 
 
 def grouped_allreduce(
@@ -60,8 +73,11 @@ def grouped_allreduce(
     ignore_name_scope: bool = False,
     name: str | None = None,
 ) -> list[Any]:
-    """An allreduce() of several tensors: the dense ones as one request, the tf.IndexedSlices as two."""
-    refuse_placements("hvd.grouped_allreduce()", device_dense=device_dense, device_sparse=device_sparse)
+    """An allreduce() of several tensors: the dense ones as one request, the tf.IndexedSlices as
+    two."""
+    refuse_placements(
+        "hvd.grouped_allreduce()", device_dense=device_dense, device_sparse=device_sparse
+    )
     factors: dict[str, Any] = {"prescale": prescale_factor, "postscale": postscale_factor}
     op = given_op(op, average)
     slices = [each for each in tensors if isinstance(each, tf.IndexedSlices)]
@@ -70,7 +86,9 @@ def grouped_allreduce(
         check_slices(op, prescale_factor, postscale_factor, "hvd.grouped_allreduce()")
         slices = reduce_slices(slices, op, name=name and f"{name}.slices", process_set=process_set)
     if dense:
-        dense = collectives.allreduce(dense, op, name=name, compression=compression, process_set=process_set, **factors)
+        dense = collectives.allreduce(
+            dense, op, name=name, compression=compression, process_set=process_set, **factors
+        )
     return [(slices if isinstance(each, tf.IndexedSlices) else dense).pop(0) for each in tensors]
 
 
@@ -86,7 +104,16 @@ def reducescatter(
     postscale_factor: float = 1.0,
 ) -> Any:
     """This rank's rows of the reduction over ranks: equally many, the first ranks one more."""
-    return grouped_reducescatter([tensor], device_dense, compression, op, process_set, prescale_factor, postscale_factor, name)[0]
+    return grouped_reducescatter(
+        [tensor],
+        device_dense,
+        compression,
+        op,
+        process_set,
+        prescale_factor,
+        postscale_factor,
+        name,
+    )[0]
 
 
 def grouped_reducescatter(
@@ -103,20 +130,35 @@ def grouped_reducescatter(
     refuse_placements("hvd.reducescatter()", device_dense=device_dense)
     factors: dict[str, Any] = {"prescale": prescale_factor, "postscale": postscale_factor}
     return collectives.reducescatter(
-        [_tensor(each) for each in tensors], op, name=name, compression=compression, process_set=process_set, **factors
+        [_tensor(each) for each in tensors],
+        op,
+        name=name,
+        compression=compression,
+        process_set=process_set,
+        **factors,
     )
 
 
-def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = False, process_set: ProcessSet = global_process_set) -> Any:
+def allgather(
+    tensor: Any,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
     """The tensors of all ranks along axis 0, whose lengths may differ."""
     return collectives.allgather([_tensor(tensor)], name=name, process_set=process_set)[0]
 
 
 def grouped_allgather(
-    tensors: Sequence[Any], name: str | None = None, ignore_name_scope: bool = False, process_set: ProcessSet = global_process_set
+    tensors: Sequence[Any],
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """An allgather() of several tensors as one request."""
-    return collectives.allgather([_tensor(each) for each in tensors], name=name, process_set=process_set)
+    return collectives.allgather(
+        [_tensor(each) for each in tensors], name=name, process_set=process_set
+    )
 
 
 def broadcast(
@@ -131,7 +173,10 @@ def broadcast(
 
 
 def broadcast_(
-    variables: Iterable[Any], root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    variables: Iterable[Any],
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """The variables themselves, with their values of rank `root_rank`."""
     found = list(variables)
@@ -146,12 +191,17 @@ def alltoall(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The rows that every rank sends to this one; where splits are given, (rows, received splits)."""
+    """The rows that every rank sends to this one; where splits are given, (rows, received
+    splits)."""
     return collectives.alltoall(_tensor(tensor), splits, name=name, process_set=process_set)
 
 
 def broadcast_object(
-    obj: Any, root_rank: int = 0, session: None = None, name: str | None = None, process_set: ProcessSet = global_process_set
+    obj: Any,
+    root_rank: int = 0,
+    session: None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> Any:
     """The object of rank `root_rank`, as data: hvdtrain.horovod.broadcast_object()."""
     _refuse_session(session, "hvd.broadcast_object()")
@@ -159,21 +209,30 @@ def broadcast_object(
 
 
 def broadcast_object_fn(
-    root_rank: int = 0, session: None = None, name: str | None = None, process_set: ProcessSet = global_process_set
+    root_rank: int = 0,
+    session: None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
     """A broadcast_object() of this root."""
     _refuse_session(session, "hvd.broadcast_object_fn()")
     return lambda obj: objects.broadcast_object(obj, root_rank, name, process_set)
 
 
-def allgather_object(obj: Any, session: None = None, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+def allgather_object(
+    obj: Any,
+    session: None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
     """The objects of all ranks, as data."""
     _refuse_session(session, "hvd.allgather_object()")
     return objects.allgather_object(obj, name, process_set)
 
 
 def rank_op(name: str | None = None) -> Any:
-    """rank() as an int32 tensor, of the moment in which a tf.function runs; it differs after an elastic reset."""
+    """rank() as an int32 tensor, of the moment in which a tf.function runs; it differs after an
+    elastic reset."""
     return _number(basics.rank)
 
 
@@ -208,7 +267,11 @@ def _number(value: Callable[[], int]) -> Any:
 def BroadcastGlobalVariablesHook(root_rank: int, device: str = "") -> NoReturn:
     """Raises BadCall: there is no session to hook into."""
     what = "a SessionRunHook is of TensorFlow 1"
-    raise BadCall(what, "hvd.BroadcastGlobalVariablesHook()", "hvd.broadcast_variables(variables, root_rank=0) after the first step")
+    raise BadCall(
+        what,
+        "hvd.BroadcastGlobalVariablesHook()",
+        "hvd.broadcast_variables(variables, root_rank=0) after the first step",
+    )
 
 
 def _tensor(value: Any) -> Any:

@@ -13,7 +13,9 @@ from hvdtrain.horovod.traced.elastic import VariablesState, run
 class TensorFlowState(VariablesState):
     """Variables of TensorFlow, and values: TensorFlowState(variables, batch=0)."""
 
-    def __init__(self, variables: Sequence[Any] | None = None, session: None = None, **values: Any) -> None:
+    def __init__(
+        self, variables: Sequence[Any] | None = None, session: None = None, **values: Any
+    ) -> None:
         if variables is None or session is not None:
             what = "global variables and sessions are of TensorFlow 1"
             raise BadCall(what, "hvd.elastic.TensorFlowState()", "variables=[...], without session")
@@ -21,11 +23,21 @@ class TensorFlowState(VariablesState):
         super().__init__(lambda: list(self.variables), **values)
 
 
-def TensorFlowKerasState(model: Any, optimizer: Any = None, backend: None = None, **values: Any) -> VariablesState:
+def TensorFlowKerasState(
+    model: Any, optimizer: Any = None, backend: None = None, **values: Any
+) -> VariablesState:
     """The KerasState of hvdtrain.horovod.keras.elastic."""
     from hvdtrain.horovod.keras.elastic import KerasState
 
     return KerasState(model, optimizer, backend, **values)
 
 
-__all__ = ["ObjectState", "State", "TensorFlowKerasState", "TensorFlowState", "init", "run", "shutdown"]
+__all__ = [
+    "ObjectState",
+    "State",
+    "TensorFlowKerasState",
+    "TensorFlowState",
+    "init",
+    "run",
+    "shutdown",
+]

@@ -1,4 +1,5 @@
-"""DistributedGradientTape and DistributedOptimizer: gradients of TensorFlow that are combined over ranks."""
+"""DistributedGradientTape and DistributedOptimizer: gradients of TensorFlow that are combined over
+ranks."""
 
 from __future__ import annotations
 
@@ -30,20 +31,40 @@ def DistributedGradientTape(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """The tape, whose gradient() is that of all ranks; jacobian() and batch_jacobian() are those of this rank.
+    """The tape, whose gradient() is that of all ranks; jacobian() and batch_jacobian() are those of
+    this rank.
 
-    register_local_source(variable) of what is returned leaves a variable to each rank: its gradient is not reduced, but divided by the
-    number of ranks where scale_local_gradients is True.
+    register_local_source(variable) of what is returned leaves a variable to each rank: its gradient
+    is not reduced, but divided by the number of ranks where scale_local_gradients is True.
 
     Raises BadCall for arguments of Horovod's that would do nothing: devices, groups.
     """
-    refuse_placements(_WHERE, device_dense=device_dense, device_sparse=device_sparse, num_groups=num_groups, groups=groups)
+    refuse_placements(
+        _WHERE,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        num_groups=num_groups,
+        groups=groups,
+    )
     if isinstance(gradtape, ReducingTape):
-        raise BadCall("this tape is a DistributedGradientTape already", _WHERE, "wrap the tape of TensorFlow, once")
-    how = compression, op, gradient_predivide_factor, sparse_as_dense, process_set, scale_local_gradients
+        raise BadCall(
+            "this tape is a DistributedGradientTape already",
+            _WHERE,
+            "wrap the tape of TensorFlow, once",
+        )
+    how = (
+        compression,
+        op,
+        gradient_predivide_factor,
+        sparse_as_dense,
+        process_set,
+        scale_local_gradients,
+    )
     reduction = GradientReduction("gradients of a tape", _WHERE, *how, has_adasum=True)
     kind = type(gradtape)
-    found: Any = object.__new__(type(kind.__name__, (ReducingTape, kind), {"_reduction": reduction}))
+    found: Any = object.__new__(
+        type(kind.__name__, (ReducingTape, kind), {"_reduction": reduction})
+    )
     found.__dict__.update(gradtape.__dict__)
     return found
 
@@ -63,13 +84,23 @@ def PartialDistributedGradientTape(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """A DistributedGradientTape for which the variables of some layers of Keras are local, each rank's own.
+    """A DistributedGradientTape for which the variables of some layers of Keras are local, each
+    rank's own.
 
     local_layers: a layer that is built, or several.
     """
     from hvdtrain.horovod.keras.optimizer import variables_of_layers
 
-    how = compression, sparse_as_dense, op, gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients
+    how = (
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        num_groups,
+        groups,
+        process_set,
+        scale_local_gradients,
+    )
     found = DistributedGradientTape(gradtape, device_dense, device_sparse, *how)
     for variable in variables_of_layers(local_layers, "hvd.PartialDistributedGradientTape()"):
         found.register_local_source(variable)
@@ -96,15 +127,22 @@ class ReducingTape:
         *,
         use_generic_names: bool = False,
     ) -> Any:
-        """That of the tape, reduced; None where a source has none. use_generic_names: changes nothing, names are those of the calls."""
+        """That of the tape, reduced; None where a source has none. use_generic_names: changes
+        nothing, names are those of the calls."""
         base: Any = super()
         grads = base.gradient(target, sources, output_gradients, unconnected_gradients)
-        found = self._reduction.reduce(tf.nest.flatten(grads), [_identity(source) for source in tf.nest.flatten(sources)])
+        found = self._reduction.reduce(
+            tf.nest.flatten(grads), [_identity(source) for source in tf.nest.flatten(sources)]
+        )
         return tf.nest.pack_sequence_as(grads, found)
 
     @as_written
     def get_local_and_global_gradients(
-        self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        use_generic_names: bool = False,
     ) -> tuple[list[Any], list[Any]]:
         """Pairs of (source, gradient): of the local ones, and of the others."""
         pairs = list(zip(sources, self.gradient(target, sources, output_gradients), strict=True))
@@ -135,7 +173,8 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """The DistributedOptimizer of hvdtrain.horovod.keras, in the order of arguments of horovod.tensorflow."""
+    """The DistributedOptimizer of hvdtrain.horovod.keras, in the order of arguments of
+    horovod.tensorflow."""
     from hvdtrain.horovod.keras.optimizer import DistributedOptimizer as for_keras
 
     refuse_placements("hvd.DistributedOptimizer()", use_locking=use_locking)

@@ -3,4 +3,9 @@
 from hvdtrain.horovod.objects import allgather_object, broadcast_object
 from hvdtrain.horovod.parameters import broadcast_optimizer_state, broadcast_parameters
 
-__all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
+__all__ = [
+    "allgather_object",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+]

@@ -1,1 +1,2 @@
-"""Calls on tensors of TensorFlow, JAX and Keras, also inside of functions that TensorFlow or JAX compiles."""
+"""Calls on tensors of TensorFlow, JAX and Keras, also inside of functions that TensorFlow or JAX
+compiles."""

@@ -1,4 +1,5 @@
-"""The collectives of hvdtrain.horovod on tensors of TensorFlow, JAX and Keras: in compiled functions too, and with gradients."""
+"""The collectives of hvdtrain.horovod on tensors of TensorFlow, JAX and Keras: in compiled
+functions too, and with gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ from hvdtrain.horovod.basics import ProcessSet, global_process_set
 from hvdtrain.horovod.call import Average, Compression, Compressor, Max, Min, Product, synchronize
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.job import JOB
-from hvdtrain.horovod.libraries import as_written, is_of_tensorflow, is_traced_by_jax, library_of, value_of
+from hvdtrain.horovod.libraries import (
+    as_written,
+    is_of_tensorflow,
+    is_traced_by_jax,
+    library_of,
+    value_of,
+)
 from hvdtrain.horovod.traced.on_host import Shape, Work, on_host
 
 # of the gradients of the results, the tensors, and the results -> the gradients of the tensors
@@ -36,17 +43,30 @@ def allreduce(
     factors = prescale, postscale
 
     def work(given: list[Any]) -> Sequence[Any]:
-        how: dict[str, Any] = {"prescale_factor": prescale, "postscale_factor": postscale, "process_set": process_set}
+        how: dict[str, Any] = {
+            "prescale_factor": prescale,
+            "postscale_factor": postscale,
+            "process_set": process_set,
+        }
         return reductions.grouped_allreduce(given, name=name, op=op, **how)
 
     def of_inputs(grads: list[Any], given: Sequence[Any], results: Sequence[Any]) -> list[Any]:
         shares = None
         if op == Product:  # a call of its own: the second derivative goes through its result
-            results = allreduce(given, op, name=_of_gradient(name), prescale=prescale, postscale=postscale, process_set=process_set)
+            results = allreduce(
+                given,
+                op,
+                name=_of_gradient(name),
+                prescale=prescale,
+                postscale=postscale,
+                process_set=process_set,
+            )
         if op in (Min, Max, Product):
             shares = gradients.shares(op, factors, given, results)
         library = library_of(grads)
-        found = gradients.of_allreduce(op, factors, grads, shares, _reduce_over(process_set, name), library)
+        found = gradients.of_allreduce(
+            op, factors, grads, shares, _reduce_over(process_set, name), library
+        )
         if op == Product:
             on_host(check_inputs, [library.constant(x) for x in given], call=call)
         return found
@@ -57,12 +77,19 @@ def allreduce(
 
     compressed = [compression.compress(value_of(tensor)) for tensor in tensors]
     found = _call(call, work, [wire for wire, _ in compressed], None, of_inputs)
-    return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(found, compressed, strict=True)]
+    return [
+        compression.decompress(tensor, ctx)
+        for tensor, (_, ctx) in zip(found, compressed, strict=True)
+    ]
 
 
 @as_written
 def allgather(
-    tensors: Sequence[Any], *, name: str | None = None, process_set: ProcessSet = global_process_set, totals: Sequence[int] = ()
+    tensors: Sequence[Any],
+    *,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    totals: Sequence[int] = (),
 ) -> list[Any]:
     """The rows of all ranks, as one request. JAX compiles it where ranks have equally many rows.
 
@@ -84,21 +111,33 @@ def allgather(
 
     shapes = [_with_rows(tensor, lambda rows: rows * size) for tensor in values]
     if totals and not is_of_tensorflow(values):
-        shapes = [_with_rows(tensor, lambda _, total=total: total) for tensor, total in zip(values, totals, strict=True)]  # type: ignore[misc]
+        shapes = [
+            _with_rows(tensor, lambda _, total=total: total)  # type: ignore[misc]
+            for tensor, total in zip(values, totals, strict=True)
+        ]
     return _call(call, work, values, shapes, of_inputs)
 
 
-def _places(grads: Sequence[Any], tensors: Sequence[Any], call: str, process_set: ProcessSet) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Where the rows of this rank begin among those of all ranks, and how many they are, of each tensor."""
-    if not is_of_tensorflow(tensors):  # traced by JAX: equal shares, the first ranks with one row more
+def _places(
+    grads: Sequence[Any], tensors: Sequence[Any], call: str, process_set: ProcessSet
+) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Where the rows of this rank begin among those of all ranks, and how many they are, of each
+    tensor."""
+    if not is_of_tensorflow(
+        tensors
+    ):  # traced by JAX: equal shares, the first ranks with one row more
         rank = process_set.rank() or 0
         size = process_set.size() or 1
         totals = [grad.shape[0] for grad in grads]
-        return [rank * (total // size) + min(rank, total % size) for total in totals], [tensor.shape[0] for tensor in tensors]
+        return [rank * (total // size) + min(rank, total % size) for total in totals], [
+            tensor.shape[0] for tensor in tensors
+        ]
     tf = sys.modules["tensorflow"]
 
     def starts(given: list[Any]) -> list[Any]:
-        lengths = collectives.allgather(np.asarray(given[0])[None], None, process_set)  # (ranks, tensors)
+        lengths = collectives.allgather(
+            np.asarray(given[0])[None], None, process_set
+        )  # (ranks, tensors)
         return [lengths[: process_set.rank()].sum(0, dtype=lengths.dtype)]
 
     counts = tf.stack([tf.shape(tensor)[0] for tensor in tensors])
@@ -106,16 +145,32 @@ def _places(grads: Sequence[Any], tensors: Sequence[Any], call: str, process_set
     return tf.unstack(tf.convert_to_tensor(begins), len(tensors)), tf.unstack(counts, len(tensors))
 
 
-def _check_rows(tensors: Sequence[Any], gathered: Sequence[Any], totals: Sequence[int], size: int, call: str) -> None:
-    """Raises BadCall, on one rank at least, where ranks have other numbers of rows than JAX was told."""
-    for own, rows, total in zip(tensors, gathered, totals or [size * len(own) for own in tensors], strict=True):
+def _check_rows(
+    tensors: Sequence[Any], gathered: Sequence[Any], totals: Sequence[int], size: int, call: str
+) -> None:
+    """Raises BadCall, on one rank at least, where ranks have other numbers of rows than JAX was
+    told."""
+    for own, rows, total in zip(
+        tensors, gathered, totals or [size * len(own) for own in tensors], strict=True
+    ):
         if len(rows) != total:
-            what = f"this rank has {len(own)} rows of {len(rows)}, and JAX traces this call: each of {size} ranks needs equally many"
-            raise BadCall(what, call, "the call outside of jax.jit() and jax.grad(), or rows of zeros")
+            what = (
+                f"this rank has {len(own)} rows of {len(rows)}, and JAX traces this call: each of "
+                f"{size} ranks needs equally many"
+            )
+            raise BadCall(
+                what, call, "the call outside of jax.jit() and jax.grad(), or rows of zeros"
+            )
 
 
 @as_written
-def broadcast(tensor: Any, root_rank: int, *, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
+def broadcast(
+    tensor: Any,
+    root_rank: int,
+    *,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
     """The tensor of rank `root_rank`."""
 
     def work(given: list[Any]) -> list[Any]:
@@ -123,14 +178,25 @@ def broadcast(tensor: Any, root_rank: int, *, name: str | None = None, process_s
 
     def of_inputs(grads: list[Any], _: Sequence[Any], __: Sequence[Any]) -> list[Any]:
         is_root = JOB.engine.rank == root_rank
-        return [gradients.of_broadcast(grads[0], is_root, _reduce_over(process_set, name), library_of(grads))]
+        return [
+            gradients.of_broadcast(
+                grads[0], is_root, _reduce_over(process_set, name), library_of(grads)
+            )
+        ]
 
     return _call(_title("broadcast", name), work, [tensor], None, of_inputs)[0]
 
 
 @as_written
-def alltoall(tensor: Any, splits: Any = None, *, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
-    """The rows that every rank sends to this one; where splits are given, (rows, received splits)."""
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    *,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """The rows that every rank sends to this one; where splits are given, (rows, received
+    splits)."""
     tensor = value_of(tensor)
     call = _title("alltoall", name)
     if is_of_tensorflow([tensor]):
@@ -138,7 +204,11 @@ def alltoall(tensor: Any, splits: Any = None, *, name: str | None = None, proces
         return found if splits is None else (found, received)
     if splits is not None and is_traced_by_jax([tensor]):
         what = "JAX traces this call, and does not know how many rows the other ranks send"
-        raise BadCall(what, call, "the call outside of jax.jit() and jax.grad(), or equal parts without splits")
+        raise BadCall(
+            what,
+            call,
+            "the call outside of jax.jit() and jax.grad(), or equal parts without splits",
+        )
     if splits is not None:
         return collectives.alltoall(tensor, splits, name, process_set)
 
@@ -154,14 +224,21 @@ def alltoall(tensor: Any, splits: Any = None, *, name: str | None = None, proces
     return _call(call, work, [tensor], None, of_inputs)[0]
 
 
-def _alltoall_of_tensorflow(tensor: Any, splits: Any, name: str | None, process_set: ProcessSet) -> Any:
+def _alltoall_of_tensorflow(
+    tensor: Any, splits: Any, name: str | None, process_set: ProcessSet
+) -> Any:
     tf = sys.modules["tensorflow"]
 
     def work(given: list[Any]) -> list[Any]:
         rows, numbers = given
-        handle = collectives.alltoall_async(rows, None if splits is None else [int(n) for n in numbers], name, process_set)
+        handle = collectives.alltoall_async(
+            rows, None if splits is None else [int(n) for n in numbers], name, process_set
+        )
         found, received = synchronize(handle)
-        return [found, tf.constant(received.numpy()) if is_of_tensorflow([rows]) else received.numpy()]
+        return [
+            found,
+            tf.constant(received.numpy()) if is_of_tensorflow([rows]) else received.numpy(),
+        ]
 
     @tf.custom_gradient
     def call(rows: Any, numbers: Any) -> Any:
@@ -173,7 +250,10 @@ def _alltoall_of_tensorflow(tensor: Any, splits: Any, name: str | None, process_
 
         def of_inputs(grad: Any, _: Any) -> list[Any]:
             unsent = None if splits is None else tf.shape(rows)[0] - tf.reduce_sum(numbers)
-            return [gradients.of_alltoall(grad, received, unsent, exchange, library_of([grad])), None]
+            return [
+                gradients.of_alltoall(grad, received, unsent, exchange, library_of([grad])),
+                None,
+            ]
 
         return (found, received), of_inputs
 
@@ -203,7 +283,9 @@ def reducescatter(
         gradients.check_reducescatter(op, call)
 
         def gather(scaled: list[Any]) -> Sequence[Any]:
-            return allgather(scaled, name=_of_gradient(name), process_set=process_set, totals=totals)
+            return allgather(
+                scaled, name=_of_gradient(name), process_set=process_set, totals=totals
+            )
 
         return gradients.of_reducescatter(op, (prescale, postscale), size, grads, gather)
 
@@ -214,11 +296,21 @@ def reducescatter(
     wires = [wire for wire, _ in compressed]
     totals = [wire.shape[0] for wire in wires if wire.ndim] if is_traced_by_jax(wires) else []
     found = _call(call, work, wires, [_with_rows(wire, rows_here) for wire in wires], of_inputs)
-    return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(found, compressed, strict=True)]
+    return [
+        compression.decompress(tensor, ctx)
+        for tensor, (_, ctx) in zip(found, compressed, strict=True)
+    ]
 
 
-def _call(call: str, work: Work, tensors: Sequence[Any], shapes: Sequence[Shape] | None, of_inputs: Gradients) -> list[Any]:
-    """The results of work(), with these gradients for TensorFlow, and for JAX in what it traces. torch has its own."""
+def _call(
+    call: str,
+    work: Work,
+    tensors: Sequence[Any],
+    shapes: Sequence[Shape] | None,
+    of_inputs: Gradients,
+) -> list[Any]:
+    """The results of work(), with these gradients for TensorFlow, and for JAX in what it traces.
+    torch has its own."""
     found = [value_of(tensor) for tensor in tensors]
     if is_of_tensorflow(found):
         return _with_gradients_of_tensorflow(call, work, found, shapes, of_inputs)
@@ -228,7 +320,11 @@ def _call(call: str, work: Work, tensors: Sequence[Any], shapes: Sequence[Shape]
 
 
 def _with_gradients_of_tensorflow(
-    title: str, work: Work, tensors: Sequence[Any], shapes: Sequence[Shape] | None, of_inputs: Gradients
+    title: str,
+    work: Work,
+    tensors: Sequence[Any],
+    shapes: Sequence[Shape] | None,
+    of_inputs: Gradients,
 ) -> list[Any]:
     @sys.modules["tensorflow"].custom_gradient
     def call(*given: Any) -> Any:
@@ -239,13 +335,19 @@ def _with_gradients_of_tensorflow(
 
 
 def _with_gradients_of_jax(
-    title: str, work: Work, tensors: Sequence[Any], shapes: Sequence[Shape] | None, of_inputs: Gradients
+    title: str,
+    work: Work,
+    tensors: Sequence[Any],
+    shapes: Sequence[Shape] | None,
+    of_inputs: Gradients,
 ) -> list[Any]:
     def forward(*given: Any) -> tuple[Any, Any]:
         results = call(*given)  # this call, not its work: the second derivative goes through it
         return results, (given, results)
 
-    call = sys.modules["jax"].custom_vjp(lambda *given: tuple(on_host(work, given, shapes, call=title)))
+    call = sys.modules["jax"].custom_vjp(
+        lambda *given: tuple(on_host(work, given, shapes, call=title))
+    )
     call.defvjp(forward, lambda known, grads: tuple(of_inputs(list(grads), *known)))
     return list(call(*tensors))
 
@@ -254,13 +356,21 @@ def _reduce_over(process_set: ProcessSet, name: str | None) -> gradients.Reduce:
     """The reductions of a gradient."""
 
     def reduce(tensors: list[Any], op: int, before: float, after: float) -> list[Any]:
-        return allreduce(tensors, op, name=_of_gradient(name), prescale=before, postscale=after, process_set=process_set)
+        return allreduce(
+            tensors,
+            op,
+            name=_of_gradient(name),
+            prescale=before,
+            postscale=after,
+            process_set=process_set,
+        )
 
     return reduce
 
 
 def _with_rows(tensor: Any, rows_of: Callable[[int], int | None]) -> Shape:
-    """The shape with rows_of(rows) rows; a tensor of TensorFlow may have another number of rows on each rank."""
+    """The shape with rows_of(rows) rows; a tensor of TensorFlow may have another number of rows on
+    each rank."""
     if is_of_tensorflow([tensor]):
         return sys.modules["tensorflow"].TensorShape([None]).concatenate(tensor.shape[1:])
     return (rows_of(tensor.shape[0]), *tensor.shape[1:]) if tensor.ndim else ()

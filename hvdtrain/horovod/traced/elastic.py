@@ -1,4 +1,5 @@
-"""What elastic training needs of variables, and of errors that a compiled function gives in its library's own form."""
+"""What elastic training needs of variables, and of errors that a compiled function gives in its
+library's own form."""
 
 from __future__ import annotations
 
@@ -16,9 +17,11 @@ from hvdtrain.horovod.traced.variables import broadcast_variables
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates func(state, ...) as hvdtrain.horovod.elastic.run() does: after the loss of a rank the others go on from their last commit.
+    """Decorates func(state, ...) as hvdtrain.horovod.elastic.run() does: after the loss of a rank
+    the others go on from their last commit.
 
-    The errors of TensorFlow and JAX for a function that they have compiled count, where a call of hvdtrain.horovod failed in it.
+    The errors of TensorFlow and JAX for a function that they have compiled count, where a call of
+    hvdtrain.horovod failed in it.
     """
 
     @functools.wraps(func)

@@ -1,4 +1,5 @@
-"""How the gradients of a model are combined over ranks: those of Keras' optimizers and of TensorFlow's tapes."""
+"""How the gradients of a model are combined over ranks: those of Keras' optimizers and of
+TensorFlow's tapes."""
 
 from __future__ import annotations
 
@@ -16,10 +17,12 @@ from hvdtrain.horovod.traced.collectives import allgather, allreduce
 
 @dataclass(frozen=True)
 class GradientReduction:
-    """A reduction over the ranks of a process set. predivide: divides before the sum, and the sum is divided by size / predivide.
+    """A reduction over the ranks of a process set. predivide: divides before the sum, and the sum
+    is divided by size / predivide.
 
-    Gradients of local variables stay those of each rank. scales_local: they are divided by size, as Horovod does: they are then this rank's
-    part of the average, for which learning rates are chosen.
+    Gradients of local variables stay those of each rank. scales_local: they are divided by size, as
+    Horovod does: they are then this rank's part of the average, for which learning rates are
+    chosen.
     """
 
     name: str
@@ -40,11 +43,16 @@ class GradientReduction:
             fix = "op=hvd.Average or hvd.Sum; hvd.DistributedGradientTape() has Adasum too"
             raise BadCall(f"op={self.op!r}: gradients are averaged or summed here", self.where, fix)
         if self.predivide != 1.0 and self.op != Average:
-            raise BadCall("gradient_predivide_factor not supported with op != Average", self.where, "op=hvd.Average")
+            raise BadCall(
+                "gradient_predivide_factor not supported with op != Average",
+                self.where,
+                "op=hvd.Average",
+            )
 
     @as_written
     def reduce(self, grads: Sequence[Any], variables: Sequence[int] = ()) -> list[Any]:
-        """The gradients of all ranks, where there are any: dense ones as one request, slices of TensorFlow by gathers.
+        """The gradients of all ranks, where there are any: dense ones as one request, slices of
+        TensorFlow by gathers.
 
         variables: their identities, where some are local.
         """
@@ -52,30 +60,54 @@ class GradientReduction:
             return list(grads)
         if not self.local:
             return self._reduce_all(grads)
-        found = [self._scaled(grad) if variable in self.local else None for grad, variable in zip(grads, variables, strict=True)]
-        common = [None if variable in self.local else grad for grad, variable in zip(grads, variables, strict=True)]
-        return [one if other is None else other for one, other in zip(found, self._reduce_all(common), strict=True)]
+        found = [
+            self._scaled(grad) if variable in self.local else None
+            for grad, variable in zip(grads, variables, strict=True)
+        ]
+        common = [
+            None if variable in self.local else grad
+            for grad, variable in zip(grads, variables, strict=True)
+        ]
+        return [
+            one if other is None else other
+            for one, other in zip(found, self._reduce_all(common), strict=True)
+        ]
 
     def _scaled(self, grad: Any) -> Any:
         """The gradient of a local variable."""
         size = self.process_set.size() or 1
         if grad is None or not self.scales_local:
             return grad
-        return tensorflow().IndexedSlices(grad.values / size, grad.indices, grad.dense_shape) if _is_sparse(grad) else grad / size
+        return (
+            tensorflow().IndexedSlices(grad.values / size, grad.indices, grad.dense_shape)
+            if _is_sparse(grad)
+            else grad / size
+        )
 
     @as_written
     def _reduce_all(self, grads: Sequence[Any]) -> list[Any]:
         found = list(grads)
         if self.sparse_as_dense:
-            found = [tensorflow().convert_to_tensor(grad) if _is_sparse(grad) else grad for grad in found]
+            found = [
+                tensorflow().convert_to_tensor(grad) if _is_sparse(grad) else grad for grad in found
+            ]
         sparse = [place for place, grad in enumerate(found) if _is_sparse(grad)]
-        dense = [place for place, grad in enumerate(found) if grad is not None and place not in sparse]
+        dense = [
+            place for place, grad in enumerate(found) if grad is not None and place not in sparse
+        ]
         if dense:
-            for place, grad in zip(dense, self._reduce_dense([found[place] for place in dense]), strict=True):
+            for place, grad in zip(
+                dense, self._reduce_dense([found[place] for place in dense]), strict=True
+            ):
                 found[place] = grad
         if sparse:
             check_slices(self.op, 1.0, 1.0, self.where)
-            slices = reduce_slices([found[place] for place in sparse], self.op, name=f"{self.name}.slices", process_set=self.process_set)
+            slices = reduce_slices(
+                [found[place] for place in sparse],
+                self.op,
+                name=f"{self.name}.slices",
+                process_set=self.process_set,
+            )
             for place, grad in zip(sparse, slices, strict=True):
                 found[place] = grad
         return found
@@ -93,15 +125,20 @@ class GradientReduction:
 
 
 @as_written
-def reduce_slices(slices: Sequence[Any], op: int, *, name: str | None, process_set: ProcessSet) -> list[Any]:
-    """Sums or averages of tf.IndexedSlices: those of all ranks behind each other, as slices of one batch are."""
+def reduce_slices(
+    slices: Sequence[Any], op: int, *, name: str | None, process_set: ProcessSet
+) -> list[Any]:
+    """Sums or averages of tf.IndexedSlices: those of all ranks behind each other, as slices of one
+    batch are."""
     names = (None, None) if name is None else (f"{name}.values", f"{name}.indices")
     values = allgather([each.values for each in slices], name=names[0], process_set=process_set)
     indices = allgather([each.indices for each in slices], name=names[1], process_set=process_set)
     if op == Average:
         values = [each / (process_set.size() or 1) for each in values]
     found = zip(values, indices, slices, strict=True)
-    return [tensorflow().IndexedSlices(value, index, each.dense_shape) for value, index, each in found]
+    return [
+        tensorflow().IndexedSlices(value, index, each.dense_shape) for value, index, each in found
+    ]
 
 
 def check_slices(op: int, prescale: float, postscale: float, where: str) -> None:
@@ -112,10 +149,14 @@ def check_slices(op: int, prescale: float, postscale: float, where: str) -> None
 
 
 def refuse_placements(where: str, **arguments: Any) -> None:
-    """Raises BadCall for arguments of Horovod's that say where or in which groups tensors are reduced: they would do nothing here."""
+    """Raises BadCall for arguments of Horovod's that say where or in which groups tensors are
+    reduced: they would do nothing here."""
     for name, value in arguments.items():
         if value:
-            what = f"{name}={value!r:.60} has no meaning: tensors are reduced in host memory, all gradients as one group"
+            what = (
+                f"{name}={value!r:.60} has no meaning: tensors are reduced in host memory, all "
+                "gradients as one group"
+            )
             raise BadCall(what, where, f"the call without {name}")
 
 

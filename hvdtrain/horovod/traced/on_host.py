@@ -1,4 +1,5 @@
-"""Work in host memory on tensors of any library: at once, or each time that a function runs which TensorFlow or JAX has compiled."""
+"""Work in host memory on tensors of any library: at once, or each time that a function runs which
+TensorFlow or JAX has compiled."""
 
 from __future__ import annotations
 
@@ -12,19 +13,26 @@ import numpy as np
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.libraries import is_of_tensorflow, is_traced_by_jax, tensorflow
 
-IN_GRAPH = "runs_on_the_host_without_XLA"  # behind the call, in the name of the node, which TensorFlow's errors have
-FAILURES: list[BaseException] = []  # the last error of a call within a compiled function, whose library raises another one for it
+# behind the call, in the name of the node, which TensorFlow's errors have
+IN_GRAPH = "runs_on_the_host_without_XLA"
+FAILURES: list[
+    BaseException
+] = []  # the last error of a call within a compiled function, whose library raises another one for it  # noqa: E501
 Shape = Sequence[int | None]  # None: known once the function runs
 Work = Callable[[list[Any]], Sequence[Any]]
 
 
-def on_host(work: Work, tensors: Sequence[Any], shapes: Sequence[Shape] | None = None, *, call: str) -> list[Any]:
+def on_host(
+    work: Work, tensors: Sequence[Any], shapes: Sequence[Shape] | None = None, *, call: str
+) -> list[Any]:
     """The results of work(tensors), which have the dtypes of the first tensors.
 
-    shapes: of the results; None where there is one for each tensor, of its shape. call: what the errors of a tf.function name.
+    shapes: of the results; None where there is one for each tensor, of its shape. call: what the
+    errors of a tf.function name.
 
-    Inside of a compiled function work() gets and returns arrays of NumPy, in the order of the program; elsewhere it gets the tensors
-    themselves. TensorFlow cannot compile it by XLA, and JAX has to know shapes.
+    Inside of a compiled function work() gets and returns arrays of NumPy, in the order of the
+    program; elsewhere it gets the tensors themselves. TensorFlow cannot compile it by XLA, and JAX
+    has to know shapes.
     """
     shapes = [tensor.shape for tensor in tensors] if shapes is None else shapes
     if is_of_tensorflow(tensors) and not tensorflow().executing_eagerly():
@@ -35,22 +43,32 @@ def on_host(work: Work, tensors: Sequence[Any], shapes: Sequence[Shape] | None =
 
 
 def give_jax_two_threads() -> None:
-    """So that JAX can hand arrays to the work: on one core it has one thread, which would run the function and wait for them.
+    """So that JAX can hand arrays to the work: on one core it has one thread, which would run the
+    function and wait for them.
 
     Raises BadCall where it is too late.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     if cores > 1 or "NPROC" in os.environ:
         return
     import jax
 
     if jax._src.xla_bridge.backends_are_initialized():
-        what = "JAX has computed before hvd.init(), and has one thread on this core: a function that waits for ranks would hang"
-        raise BadCall(what, "hvd.init()", "hvd.init() before the model is made; or mpirun --bind-to none")
+        what = (
+            "JAX has computed before hvd.init(), and has one thread on this core: a function that "
+            "waits for ranks would hang"
+        )
+        raise BadCall(
+            what, "hvd.init()", "hvd.init() before the model is made; or mpirun --bind-to none"
+        )
     os.environ["NPROC"] = "2"  # which XLA reads once it begins
 
 
-def _within_tensorflow(work: Work, tensors: Sequence[Any], shapes: Sequence[Shape], call: str) -> list[Any]:
+def _within_tensorflow(
+    work: Work, tensors: Sequence[Any], shapes: Sequence[Shape], call: str
+) -> list[Any]:
     tf = tensorflow()
     node = re.sub("[^A-Za-z0-9_.]+", "_", f"hvdtrain {call} {IN_GRAPH}")
     dtypes = [tensor.dtype for tensor, _ in zip(tensors, shapes, strict=False)]
@@ -64,7 +82,10 @@ def _within_jax(work: Work, tensors: Sequence[Any], shapes: Sequence[Shape]) -> 
     import jax
     from jax.experimental import io_callback
 
-    forms = [jax.ShapeDtypeStruct(shape, tensor.dtype) for shape, tensor in zip(shapes, tensors, strict=False)]
+    forms = [
+        jax.ShapeDtypeStruct(shape, tensor.dtype)
+        for shape, tensor in zip(shapes, tensors, strict=False)
+    ]
     return list(io_callback(_on_arrays(work), forms, *tensors, ordered=True))
 
 

@@ -16,11 +16,15 @@ from hvdtrain.horovod.traced.on_host import on_host
 
 @as_written
 def broadcast_variables(
-    variables: Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set, inplace: bool = True
+    variables: Iterable[Any],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+    inplace: bool = True,
 ) -> None:
     """Each variable gets the value that it has on rank `root_rank`.
 
-    Every rank gives as many variables, of the same shapes and dtypes, in one order. inplace: changes nothing, as all are.
+    Every rank gives as many variables, of the same shapes and dtypes, in one order. inplace:
+    changes nothing, as all are.
     """
     found = list(variables)
     if JOB.engine.size == 1 or not found:
@@ -28,7 +32,9 @@ def broadcast_variables(
 
     def send(values: list[Any]) -> list[Any]:
         handles = [
-            broadcast_async(value, root_rank, f"variable {number} {_name_of(variable)}", process_set)
+            broadcast_async(
+                value, root_rank, f"variable {number} {_name_of(variable)}", process_set
+            )
             for number, (variable, value) in enumerate(zip(found, values, strict=True))
         ]
         return [synchronize(handle) for handle in handles]
@@ -41,7 +47,10 @@ def broadcast_variables(
 def broadcast_global_variables(root_rank: int) -> NoReturn:
     """Raises BadCall, as Horovod's own raises an error with TensorFlow 2."""
     what = "global variables are of TensorFlow 1: a model and its optimizer have theirs"
-    fix = "hvd.broadcast_variables([*model.weights, *optimizer.variables], root_rank=0), or callbacks.BroadcastGlobalVariablesCallback(0)"
+    fix = (
+        "hvd.broadcast_variables([*model.weights, *optimizer.variables], root_rank=0), or "
+        "callbacks.BroadcastGlobalVariablesCallback(0)"
+    )
     raise BadCall(what, "hvd.broadcast_global_variables()", fix)
 
 

@@ -1,4 +1,5 @@
-"""What all figures share: colours, axes, legends, lines with a bounded number of points; and how they become SVG, PNG and files."""
+"""What all figures share: colours, axes, legends, lines with a bounded number of points; and how
+they become SVG, PNG and files."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette, whose colours colour-blind readers can tell apart; dashes too, since lines may cover each other.
+# Okabe and Ito's palette, whose colours colour-blind readers can tell apart; dashes too, since
+# lines may cover each other.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)))
 GREY = "#777777"
@@ -41,8 +43,11 @@ class TimeUnit(NamedTuple):
     name: str
 
 
-def new_figure(rows: int = 1, columns: int = 1, height: float = HEIGHT, width: float = WIDTH, **shared: Any) -> tuple[Figure, list[Axes]]:
-    """An empty figure of so many inches, and its axes row by row; `shared`: further arguments of Figure.subplots.
+def new_figure(
+    rows: int = 1, columns: int = 1, height: float = HEIGHT, width: float = WIDTH, **shared: Any
+) -> tuple[Figure, list[Axes]]:
+    """An empty figure of so many inches, and its axes row by row; `shared`: further arguments of
+    Figure.subplots.
 
     Without pyplot, which looks for a display and keeps every figure.
     """
@@ -64,9 +69,11 @@ def run_style(index: int) -> LineStyle:
 
 
 def draw_line(axes: Axes, x: Sequence[float], y: Sequence[float], **style: Any) -> bool:
-    """Draws a line through the finite points, or a marker where there is only one; returns whether there was anything to draw.
+    """Draws a line through the finite points, or a marker where there is only one; returns whether
+    there was anything to draw.
 
-    Above MOST_POINTS points a pale line has the extremes and a second one the means; a line with a drawstyle (stairs) has no second one.
+    Above MOST_POINTS points a pale line has the extremes and a second one the means; a line with a
+    drawstyle (stairs) has no second one.
     """
     points = [(a, b) for a, b in zip(x, y, strict=True) if math.isfinite(a) and math.isfinite(b)]
     if not points:
@@ -94,11 +101,15 @@ def _sections(points: Sequence[Point], count: int) -> list[range]:
 
 def _means(points: Sequence[Point]) -> list[Point]:
     """The mean point of each of _MEANS sections."""
-    return [(fmean(points[i][0] for i in section), fmean(points[i][1] for i in section)) for section in _sections(points, _MEANS)]
+    return [
+        (fmean(points[i][0] for i in section), fmean(points[i][1] for i in section))
+        for section in _sections(points, _MEANS)
+    ]
 
 
 def downsample(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """At most so many points: the lowest and the highest of each section, so that no peak is lost."""
+    """At most so many points: the lowest and the highest of each section, so that no peak is
+    lost."""
     if len(points) <= most:
         return list(points)
     kept: list[Point] = []
@@ -117,11 +128,15 @@ def legend(figure: Figure, entries: Sequence[LegendEntry]) -> None:
         return
     names = [literal(label) for label, _ in entries]
     longest = max(map(len, names))
-    columns = min(len(entries), 4 if longest <= 11 else 3 if longest <= 17 else 2 if longest <= 30 else 1)
+    columns = min(
+        len(entries), 4 if longest <= 11 else 3 if longest <= 17 else 2 if longest <= 30 else 1
+    )
     rows = math.ceil(len(entries) / columns)
     figure.set_figheight(figure.get_figheight() + 0.18 * rows)
     handles = [Line2D([], [], **{"linewidth": 1.8, **style}) for _, style in entries]
-    figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False, fontsize=8.5)
+    figure.legend(
+        handles, names, loc="outside lower center", ncols=columns, frameon=False, fontsize=8.5
+    )
 
 
 def run_entries(labels: Sequence[str], **style: Any) -> list[LegendEntry]:
@@ -132,7 +147,8 @@ def run_entries(labels: Sequence[str], **style: Any) -> list[LegendEntry]:
 
 
 def literal(label: str) -> str:
-    """A label that matplotlib shows as it is: no formula between dollars, no leading underscore, which a legend leaves out."""
+    """A label that matplotlib shows as it is: no formula between dollars, no leading underscore,
+    which a legend leaves out."""
     return (" " if label.startswith("_") else "") + label.replace("$", r"\$")
 
 
@@ -151,7 +167,8 @@ def integer_ticks(*sides: Axis) -> None:
 
 
 def log_scale(axes: Axes) -> None:
-    """A logarithmic y axis with plain numbers, between the powers of ten too where there are few of those."""
+    """A logarithmic y axis with plain numbers, between the powers of ten too where there are few of
+    those."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.set_yscale("log")
@@ -175,12 +192,18 @@ def time_unit(seconds: float) -> TimeUnit:
     return TimeUnit(60.0, "min") if seconds > 2 * 60 else TimeUnit(1.0, "s")
 
 
-# Letters as paths: the page looks the same where the font is missing. No LaTeX, whatever the user's matplotlibrc says.
-_SETTINGS: dict[Any, Any] = {"svg.fonttype": "path", "svg.hashsalt": "hvdtrain", "text.usetex": False}
+# Letters as paths: the page looks the same where the font is missing. No LaTeX, whatever the user's
+# matplotlibrc says.
+_SETTINGS: dict[Any, Any] = {
+    "svg.fonttype": "path",
+    "svg.hashsalt": "hvdtrain",
+    "text.usetex": False,
+}
 
 
 def save_png(path: Path, draw: Callable[[], Figure], option: str = "--png") -> str:
-    """Writes the figure that `draw()` returns; returns a line for people: where it is, or that matplotlib is missing.
+    """Writes the figure that `draw()` returns; returns a line for people: where it is, or that
+    matplotlib is missing.
 
     option: that the path was given with. Raises UserError where the file cannot be written.
     """
@@ -193,7 +216,9 @@ def save_png(path: Path, draw: Callable[[], Figure], option: str = "--png") -> s
     try:
         path.write_bytes(data)
     except OSError as error:
-        raise UserError(f"cannot write the picture: {error}", option, "give a file that can be written") from None
+        raise UserError(
+            f"cannot write the picture: {error}", option, "give a file that can be written"
+        ) from None
     return f"picture: {path}"
 
 
@@ -201,7 +226,9 @@ def svg(figure: Figure) -> bytes:
     """The figure as SVG, without a date: one run always gives the same bytes."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
-    return _render(lambda out: FigureCanvasSVG(figure).print_figure(out, format="svg", metadata={"Date": None}))
+    return _render(
+        lambda out: FigureCanvasSVG(figure).print_figure(out, format="svg", metadata={"Date": None})
+    )
 
 
 def png(figure: Figure) -> bytes:
@@ -215,7 +242,9 @@ def _render(print_to: Callable[[io.BytesIO], None]) -> bytes:
 
     out = io.BytesIO()
     with matplotlib.rc_context(_SETTINGS), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # letters of a run's name that the font lacks: they become boxes
+        warnings.simplefilter(
+            "ignore", UserWarning
+        )  # letters of a run's name that the font lacks: they become boxes
         print_to(out)
     return out.getvalue()
 

@@ -1,4 +1,5 @@
-"""The figures of `sweep`, `plan` and `bench scaling`: objective, learning rate and batch, a model over ranks, efficiency."""
+"""The figures of `sweep`, `plan` and `bench scaling`: objective, learning rate and batch, a model
+over ranks, efficiency."""
 
 from __future__ import annotations
 
@@ -35,17 +36,24 @@ class SweepPoint(NamedTuple):
 
 
 def draw_sweep(path: Path, title: str, metric: RunMetric, points: Sequence[SweepPoint]) -> str:
-    """Writes a PNG; points: the best first. Returns a line for people. Raises UserError as save_png()."""
+    """Writes a PNG; points: the best first. Returns a line for people. Raises UserError as
+    save_png()."""
     return save_png(path, lambda: _sweep_figure(title, metric, points), "--out")
 
 
 def _sweep_figure(title: str, metric: RunMetric, points: Sequence[SweepPoint]) -> Figure:
     """A panel for each key that has several values; lines where one other key has few."""
     keys = list(points[0].values) if points else []
-    swept = [key for key in keys if len({point.values[key] for point in points}) > 1][:_MOST_PANELS] or keys[:1] or [""]
+    swept = (
+        [key for key in keys if len({point.values[key] for point in points}) > 1][:_MOST_PANELS]
+        or keys[:1]
+        or [""]
+    )
     rows = math.ceil(len(swept) / _COLUMNS)
     columns = min(len(swept), _COLUMNS)
-    figure, all_axes = new_figure(rows, columns, height=0.6 + 3.2 * rows, width=1.0 + 4.2 * columns, sharey=True)
+    figure, all_axes = new_figure(
+        rows, columns, height=0.6 + 3.2 * rows, width=1.0 + 4.2 * columns, sharey=True
+    )
     scale = 100.0 if metric.percent else 1.0
     scaled = [SweepPoint(point.values, scale * point.mean, scale * point.sd) for point in points]
     for axes, key in zip(all_axes, swept, strict=False):
@@ -65,24 +73,58 @@ def _panel(axes: Axes, key: str, other: str | None, points: Sequence[SweepPoint]
     names = sorted(groups, key=_sorted) if 1 < len(groups) <= _MOST_LINES else []
     if names:
         for index, name in enumerate(names):
-            _line(axes, places, key, [point for point in points if point.values[str(other)] == name], index, f"{other}={name}")
+            _line(
+                axes,
+                places,
+                key,
+                [point for point in points if point.values[str(other)] == name],
+                index,
+                f"{other}={name}",
+            )
         axes.legend(frameon=False, fontsize=8)
     elif other is None and len(points[:1]) and len(points[0].values) == 1:
         _line(axes, places, key, points, 0, None)
     else:
-        axes.plot([places[point.values.get(key, "")] for point in points], [point.mean for point in points], "o", color=COLOURS[0], ms=4)
+        axes.plot(
+            [places[point.values.get(key, "")] for point in points],
+            [point.mean for point in points],
+            "o",
+            color=COLOURS[0],
+            ms=4,
+        )
     if points:
-        axes.plot(places[points[0].values.get(key, "")], points[0].mean, "o", mfc="none", mec="#000000", ms=11)  # the best
+        axes.plot(
+            places[points[0].values.get(key, "")],
+            points[0].mean,
+            "o",
+            mfc="none",
+            mec="#000000",
+            ms=11,
+        )  # the best
     _name_axis(axes, key, places)
 
 
-def _line(axes: Axes, places: Mapping[str, float], key: str, points: Sequence[SweepPoint], index: int, label: str | None) -> None:
+def _line(
+    axes: Axes,
+    places: Mapping[str, float],
+    key: str,
+    points: Sequence[SweepPoint],
+    index: int,
+    label: str | None,
+) -> None:
     ordered = sorted(points, key=lambda point: places[point.values[key]])
     x = [places[point.values[key]] for point in ordered]
     y = [point.mean for point in ordered]
     sd = [point.sd if math.isfinite(point.sd) else 0.0 for point in ordered]
     axes.errorbar(
-        x, y, yerr=sd if any(sd) else None, marker="o", ms=4, capsize=3, label=literal(label) if label else None, **run_style(index)
+        x,
+        y,
+        yerr=sd if any(sd) else None,
+        marker="o",
+        ms=4,
+        capsize=3,
+        label=literal(label) if label else None,
+        **run_style(index),
     )
 
 
@@ -129,15 +171,27 @@ class RecipeCurve(NamedTuple):
 
 
 def draw_recipe(path: Path, title: str, curves: Sequence[RecipeCurve]) -> str:
-    """Writes a PNG; returns a line for people: where it is, or that matplotlib is missing. Raises UserError as save_png()."""
+    """Writes a PNG; returns a line for people: where it is, or that matplotlib is missing. Raises
+    UserError as save_png()."""
     return save_png(path, lambda: _recipe_figure(title, curves))
 
 
 def _recipe_figure(title: str, curves: Sequence[RecipeCurve]) -> Figure:
-    figure, (lr_axes, batch_axes) = new_figure(2, height=6.4, width=9.6, sharex=True, height_ratios=(2, 1))
+    figure, (lr_axes, batch_axes) = new_figure(
+        2, height=6.4, width=9.6, sharex=True, height_ratios=(2, 1)
+    )
     for index, curve in enumerate(curves):
-        lr_axes.plot(curve.epochs, curve.lr, label=curve.label, drawstyle="steps-post", linewidth=1.8, **run_style(index))
-        batch_axes.plot(curve.epochs, curve.batch, drawstyle="steps-post", linewidth=1.8, **run_style(index))
+        lr_axes.plot(
+            curve.epochs,
+            curve.lr,
+            label=curve.label,
+            drawstyle="steps-post",
+            linewidth=1.8,
+            **run_style(index),
+        )
+        batch_axes.plot(
+            curve.epochs, curve.batch, drawstyle="steps-post", linewidth=1.8, **run_style(index)
+        )
     _scale_lr(lr_axes, [value for curve in curves for value in curve.lr if value > 0])
     _scale_batch(batch_axes, [value for curve in curves for value in curve.batch])
     lr_axes.set_ylabel("learning rate")
@@ -152,7 +206,8 @@ def _recipe_figure(title: str, curves: Sequence[RecipeCurve]) -> Figure:
 
 
 def _scale_lr(axes: Axes, positive: list[float]) -> None:
-    """A logarithmic axis where more than a tenth of the values would lie flat on a linear one; else an axis from 0."""
+    """A logarithmic axis where more than a tenth of the values would lie flat on a linear one; else
+    an axis from 0."""
     tenth_percentile = sorted(positive)[len(positive) // 10] if positive else 0.0
     if positive and max(positive) > 200 * tenth_percentile:
         axes.set_yscale("log", nonpositive="mask")
@@ -163,7 +218,8 @@ def _scale_lr(axes: Axes, positive: list[float]) -> None:
 
 
 def _scale_batch(axes: Axes, batches: list[int]) -> None:
-    """Powers of two where the largest batch is 8 times the smallest; a tick for every batch if they are few."""
+    """Powers of two where the largest batch is 8 times the smallest; a tick for every batch if they
+    are few."""
     if max(batches) >= 8 * min(batches):
         axes.set_yscale("log", base=2)
         axes.set_ylim(min(batches) / 1.5, max(batches) * 1.5)
@@ -187,7 +243,8 @@ class EfficiencyLine(NamedTuple):
 
 
 def draw_scaling(path: Path, title: str, lines: Sequence[EfficiencyLine]) -> str:
-    """Writes a PNG; returns a line for people: where it is, or that matplotlib is missing. Raises UserError as save_png()."""
+    """Writes a PNG; returns a line for people: where it is, or that matplotlib is missing. Raises
+    UserError as save_png()."""
     return save_png(path, lambda: _scaling_figure(title, lines))
 
 
@@ -200,16 +257,30 @@ def _scaling_figure(title: str, lines: Sequence[EfficiencyLine]) -> Figure:
         for line in measured:
             axes.plot(line.ranks, line.efficiency, "o", color="#000000", label=line.label)
         for index, line in enumerate(predicted):
-            axes.plot(line.ranks, line.efficiency, linewidth=1.8, label=f"predicted: {line.label}", **run_style(index))
+            axes.plot(
+                line.ranks,
+                line.efficiency,
+                linewidth=1.8,
+                label=f"predicted: {line.label}",
+                **run_style(index),
+            )
         axes.set_xscale("log", base=2)
         axes.set_xlabel("ranks")
         axes.set_title(f"{panel} scaling", fontsize=10)
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     figure.axes[0].set_ylabel("efficiency")
-    figure.axes[0].set_ylim(0, max(1.05, *(1.05 * value for line in lines for value in line.efficiency)))
+    figure.axes[0].set_ylim(
+        0, max(1.05, *(1.05 * value for line in lines for value in line.efficiency))
+    )
     figure.suptitle(title, fontsize=10)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    figure.legend(
+        *figure.axes[0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=3,
+        frameon=False,
+        fontsize=9,
+    )
     return figure
 
 
@@ -249,10 +320,27 @@ def layout_figure(layout: Layout) -> Figure:
     axes.set_xlim(-_LABELS / _COLUMN, ranks + _SENT / _COLUMN)
     axes.set_ylim(height, -2.2)
     axes.axis("off")
-    axes.text(-_LABELS / _COLUMN + 0.1, -1.7, literal(layout.title), fontsize=10, weight="bold", va="center")
+    axes.text(
+        -_LABELS / _COLUMN + 0.1,
+        -1.7,
+        literal(layout.title),
+        fontsize=10,
+        weight="bold",
+        va="center",
+    )
     for rank in range(ranks):
-        axes.text(rank + 0.5, -1.0, f"rank {rank}", ha="center", va="center", fontsize=8.5, weight="bold")
-        axes.text(rank + 0.5, -0.45, _in_lines(layout.ranks[rank]), ha="center", va="center", fontsize=6.5, color=GREY)
+        axes.text(
+            rank + 0.5, -1.0, f"rank {rank}", ha="center", va="center", fontsize=8.5, weight="bold"
+        )
+        axes.text(
+            rank + 0.5,
+            -0.45,
+            _in_lines(layout.ranks[rank]),
+            ha="center",
+            va="center",
+            fontsize=6.5,
+            color=GREY,
+        )
     for level, row in zip(levels, rows, strict=True):
         _draw_row(axes, level, row, ranks, layout.together)
     _draw_stages(axes, layout, rows, levels, ranks)
@@ -290,7 +378,9 @@ def _box(axes: Axes, rank: int, level: float, width: float = _BOX, colour: str =
     from matplotlib.patches import Rectangle
 
     corner = rank + 0.5 - _BOX / 2, level - _HIGH / 2
-    axes.add_patch(Rectangle(corner, width, _HIGH, facecolor=colour, edgecolor="#AAB2BA", linewidth=0.6))
+    axes.add_patch(
+        Rectangle(corner, width, _HIGH, facecolor=colour, edgecolor="#AAB2BA", linewidth=0.6)
+    )
 
 
 def _fill_box(axes: Axes, rank: int, level: float, held: Share, row: LayoutRow) -> None:
@@ -303,17 +393,30 @@ def _fill_box(axes: Axes, rank: int, level: float, held: Share, row: LayoutRow) 
     for group in range(row.groups):
         start = (group + held.start) / row.groups
         if row.way == "columns":
-            axes.add_patch(Rectangle((left + _BOX * start, top), _BOX * share, _HIGH, facecolor=_HAS))
+            axes.add_patch(
+                Rectangle((left + _BOX * start, top), _BOX * share, _HIGH, facecolor=_HAS)
+            )
         else:
-            axes.add_patch(Rectangle((left, top + _HIGH * start), _BOX, _HIGH * share, facecolor=_HAS))
+            axes.add_patch(
+                Rectangle((left, top + _HIGH * start), _BOX, _HIGH * share, facecolor=_HAS)
+            )
 
 
 def _tell(axes: Axes, ranks: int, level: float, text: str) -> None:
     """What is sent, to the right of the ranks."""
-    axes.text(ranks + 0.1, level, literal(textwrap.fill(text, _LONGEST)), fontsize=7, va="center", color=_ARROW)
+    axes.text(
+        ranks + 0.1,
+        level,
+        literal(textwrap.fill(text, _LONGEST)),
+        fontsize=7,
+        va="center",
+        color=_ARROW,
+    )
 
 
-def _draw_stages(axes: Axes, layout: Layout, rows: list[LayoutRow], levels: list[float], ranks: int) -> None:
+def _draw_stages(
+    axes: Axes, layout: Layout, rows: list[LayoutRow], levels: list[float], ranks: int
+) -> None:
     """An arrow from the last layer of a stage to the first one of the next."""
     for number, (before, row) in enumerate(itertools.pairwise(rows)):
         if before.stage == row.stage:
@@ -323,32 +426,65 @@ def _draw_stages(axes: Axes, layout: Layout, rows: list[LayoutRow], levels: list
         takers = [rank for rank in range(ranks) if row.held[rank] is not None]
         for sender, taker in zip(senders, takers, strict=False):
             side = 0.12 if taker > sender else -0.12
-            _arrow(axes, (sender + 0.5 + side, levels[number] + _HIGH / 2), (taker + 0.5 - side, levels[number + 1] - _HIGH / 2), "<->")
+            _arrow(
+                axes,
+                (sender + 0.5 + side, levels[number] + _HIGH / 2),
+                (taker + 0.5 - side, levels[number + 1] - _HIGH / 2),
+                "<->",
+            )
         _tell(axes, ranks, middle, layout.between_stages)
 
 
 def _draw_sums(axes: Axes, layout: Layout, level: float, ranks: int) -> None:
-    """Below the layers: weights and optimizer state of each rank, and what goes over the ranks of data."""
+    """Below the layers: weights and optimizer state of each rank, and what goes over the ranks of
+    data."""
     _name_row(axes, level, "weights of a rank")
     _name_row(axes, level + 1, "updates", "whose optimizer state it has")
     whole = sum(row.bytes for row in layout.rows)
     for rank in range(ranks):
-        axes.text(rank + 0.5, level, shown_bytes(layout.weight_bytes(rank)), ha="center", va="center", fontsize=8)
+        axes.text(
+            rank + 0.5,
+            level,
+            shown_bytes(layout.weight_bytes(rank)),
+            ha="center",
+            va="center",
+            fontsize=8,
+        )
         _box(axes, rank, level + 1)
         _box(axes, rank, level + 1, _BOX * layout.updates[rank] / whole, _STATE)
-        axes.text(rank + 0.5, level + 1, shown_bytes(layout.updates[rank]), ha="center", va="center", fontsize=7.5)
+        axes.text(
+            rank + 0.5,
+            level + 1,
+            shown_bytes(layout.updates[rank]),
+            ha="center",
+            va="center",
+            fontsize=7.5,
+        )
     if layout.gradients:
         groups = [
-            [rank for rank in range(ranks) if _without_data(layout.ranks[rank]) == place] for place in _names_of_places(layout, ranks)
+            [rank for rank in range(ranks) if _without_data(layout.ranks[rank]) == place]
+            for place in _names_of_places(layout, ranks)
         ]
         for depth, group in enumerate(group for group in groups if len(group) > 1):
             at = level + 1.75 + 0.22 * (depth % 4)
             _arrow(axes, (group[0] + 0.5, at), (group[-1] + 0.5, at), "<->")
-            axes.plot([rank + 0.5 for rank in group], [at] * len(group), "o", color=_ARROW, markersize=3)
+            axes.plot(
+                [rank + 0.5 for rank in group], [at] * len(group), "o", color=_ARROW, markersize=3
+            )
         _tell(axes, ranks, level + 1.85, layout.gradients)
-    notes = [*layout.notes, *([f"the first {ranks} of {len(layout.ranks)} ranks"] if len(layout.ranks) > ranks else [])]
+    notes = [
+        *layout.notes,
+        *([f"the first {ranks} of {len(layout.ranks)} ranks"] if len(layout.ranks) > ranks else []),
+    ]
     if notes:
-        axes.text(-_LABELS / _COLUMN + 0.1, level + 2.1, literal("; ".join(notes)), fontsize=7, va="center", color=GREY)
+        axes.text(
+            -_LABELS / _COLUMN + 0.1,
+            level + 2.1,
+            literal("; ".join(notes)),
+            fontsize=7,
+            va="center",
+            color=GREY,
+        )
 
 
 def _names_of_places(layout: Layout, ranks: int) -> list[str]:
@@ -373,27 +509,55 @@ def _name_row(axes: Axes, level: float, name: str, detail: str = "") -> None:
 
 
 def _arrow(axes: Axes, start: tuple[float, float], stop: tuple[float, float], style: str) -> None:
-    axes.annotate("", stop, start, arrowprops={"arrowstyle": style, "color": _ARROW, "linewidth": 1.1, "shrinkA": 0, "shrinkB": 0})
+    axes.annotate(
+        "",
+        stop,
+        start,
+        arrowprops={
+            "arrowstyle": style,
+            "color": _ARROW,
+            "linewidth": 1.1,
+            "shrinkA": 0,
+            "shrinkB": 0,
+        },
+    )
 
 
 def draw_rates(
-    path: Path, title: str, losses: Sequence[tuple[float, float]], smoothed: Sequence[tuple[float, float]], proposal: float | None
+    path: Path,
+    title: str,
+    losses: Sequence[tuple[float, float]],
+    smoothed: Sequence[tuple[float, float]],
+    proposal: float | None,
 ) -> str:
-    """Writes a PNG of (rate, loss) in each step, of the smoothed loss, and of the proposed rate. Returns a line for people."""
+    """Writes a PNG of (rate, loss) in each step, of the smoothed loss, and of the proposed rate.
+    Returns a line for people."""
     return save_png(path, lambda: _rates_figure(title, losses, smoothed, proposal))
 
 
 def _rates_figure(
-    title: str, losses: Sequence[tuple[float, float]], smoothed: Sequence[tuple[float, float]], proposal: float | None
+    title: str,
+    losses: Sequence[tuple[float, float]],
+    smoothed: Sequence[tuple[float, float]],
+    proposal: float | None,
 ) -> Figure:
     figure, (axes,) = new_figure(1, height=4.8, width=8.0)
     axes.plot(*zip(*losses, strict=True), ".", color=GREY, label="each step")
     axes.plot(*zip(*smoothed, strict=True), color=COLOURS[0], linewidth=1.8, label="smoothed")
     if proposal is not None:
-        axes.axvline(proposal, color=COLOURS[1], linestyle="--", linewidth=1.2, label=f"optim.base_lr={proposal:.2g}")
+        axes.axvline(
+            proposal,
+            color=COLOURS[1],
+            linestyle="--",
+            linewidth=1.2,
+            label=f"optim.base_lr={proposal:.2g}",
+        )
     first = smoothed[0][1]
     lowest = min(loss for _, loss in smoothed)
-    axes.set_ylim(max(0.0, lowest - 0.1 * (first - lowest)), first + 0.6 * max(first - lowest, 0.1 * abs(first)))
+    axes.set_ylim(
+        max(0.0, lowest - 0.1 * (first - lowest)),
+        first + 0.6 * max(first - lowest, 0.1 * abs(first)),
+    )
     axes.set_xscale("log")
     axes.set_xlabel("optim.base_lr")
     axes.set_ylabel("training loss")

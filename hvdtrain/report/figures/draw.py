@@ -1,4 +1,5 @@
-"""The figures of a report, in their order; here are those of training: loss, metrics, classes, learning rate and batch, noise scale."""
+"""The figures of a report, in their order; here are those of training: loss, metrics, classes,
+learning rate and batch, noise scale."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_LOG_SCALE_FROM = 50  # the axis is logarithmic where the largest value is so many times the tenth percentile
+_LOG_SCALE_FROM = (
+    50  # the axis is logarithmic where the largest value is so many times the tenth percentile
+)
 _MOST_METRICS = 6  # in a figure
 _TRAIN: LineStyle = {"linewidth": 1.0}
 _VAL: LineStyle = {"marker": "o", "markersize": 3.5}
@@ -58,7 +61,8 @@ _DARK = 0.5  # shares from here on are written in white
 
 
 def loss(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
-    """Training loss of every step event, validation loss of every evaluation; None where no run has any."""
+    """Training loss of every step event, validation loss of every evaluation; None where no run has
+    any."""
     figure, (axes,) = new_figure()
     legend_entries = _draw_train_and_val(axes, runs, "loss")
     if not legend_entries:
@@ -86,7 +90,9 @@ def accuracy(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
 def metrics(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
     """The other metrics of the runs' tasks, axes for each; None where no run has any."""
     names = [name for run in runs for name in metrics_of(run) if name not in ("loss", "accuracy")]
-    known = list(dict.fromkeys(name for name in names if any(_has(run, name) for run in runs)))[:_MOST_METRICS]
+    known = list(dict.fromkeys(name for name in names if any(_has(run, name) for run in runs)))[
+        :_MOST_METRICS
+    ]
     if not known:
         return None
     figure, all_axes = new_figure(len(known), sharex=True, height=HEIGHT * (1 + len(known)) / 2)
@@ -102,9 +108,14 @@ def metrics(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
 
 
 def logged(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
-    """What scripts have logged but for what other figures have, axes for each name; None where no run has any."""
-    names = dict.fromkeys(name for run in runs for name in logged_names(run) if name not in ("loss", "val_loss"))
-    known = [name for name in names if any(finite_values(run, name) for run in runs)][:_MOST_METRICS]
+    """What scripts have logged but for what other figures have, axes for each name; None where no
+    run has any."""
+    names = dict.fromkeys(
+        name for run in runs for name in logged_names(run) if name not in ("loss", "val_loss")
+    )
+    known = [name for name in names if any(finite_values(run, name) for run in runs)][
+        :_MOST_METRICS
+    ]
     if not known:
         return None
     figure, all_axes = new_figure(len(known), sharex=True, height=HEIGHT * (1 + len(known)) / 2)
@@ -120,11 +131,15 @@ def logged(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
 
 
 def _has(run: RunRecord, metric: str) -> bool:
-    return bool(finite(number(event, f"val_{metric}") for event in run.epoch_events()) or finite(_train_values(run, metric)[1]))
+    return bool(
+        finite(number(event, f"val_{metric}") for event in run.epoch_events())
+        or finite(_train_values(run, metric)[1])
+    )
 
 
 def _draw_train_and_val(axes: Axes, runs: Sequence[RunRecord], metric: str) -> list[LegendEntry]:
-    """Draws a metric over the epochs; returns legend entries for training and validation, where there is any.
+    """Draws a metric over the epochs; returns legend entries for training and validation, where
+    there is any.
 
     A colour for each run; with a single run one for training and one for validation.
     """
@@ -134,8 +149,15 @@ def _draw_train_and_val(axes: Axes, runs: Sequence[RunRecord], metric: str) -> l
         train_events, train = _train_values(run, metric)
         val_events = run.epoch_events()
         val = [number(event, f"val_{metric}") for event in val_events]
-        has_train |= draw_line(axes, _epochs(run, train_events), train, **run_style(index) | _TRAIN | {"alpha": 0.8})
-        has_val |= draw_line(axes, _epochs(run, val_events), val, **run_style(1 if single else index) | _VAL | {"linewidth": 1.6})
+        has_train |= draw_line(
+            axes, _epochs(run, train_events), train, **run_style(index) | _TRAIN | {"alpha": 0.8}
+        )
+        has_val |= draw_line(
+            axes,
+            _epochs(run, val_events),
+            val,
+            **run_style(1 if single else index) | _VAL | {"linewidth": 1.6},
+        )
     axes.set_xlabel("epochs done")
     axes.set_xlim(left=0)
     entries: list[LegendEntry] = []
@@ -155,13 +177,18 @@ def _train_values(run: RunRecord, metric: str) -> tuple[list[Fields], list[float
 
 
 def _epochs(run: RunRecord, events: Sequence[Fields]) -> list[float]:
-    """Epochs done at each event, with the fraction: a job may be evaluated, and end, in the middle of an epoch."""
+    """Epochs done at each event, with the fraction: a job may be evaluated, and end, in the middle
+    of an epoch."""
     done = {event["step"]: number(event, "epochs") for event in run.step_events()}
-    return [done.get(event["step"], first_finite(number(event, "epochs"), number(event, "epoch"))) for event in events]
+    return [
+        done.get(event["step"], first_finite(number(event, "epochs"), number(event, "epoch")))
+        for event in events
+    ]
 
 
 def _scale_loss(axes: Axes) -> None:
-    """A logarithmic axis where most of the loss would lie flat on a linear one; else an axis from 0."""
+    """A logarithmic axis where most of the loss would lie flat on a linear one; else an axis from
+    0."""
     values = sorted(drawn_values(axes))
     tenth_percentile = values[len(values) // 10]
     if values[0] > 0 and values[-1] > _LOG_SCALE_FROM * tenth_percentile:
@@ -171,21 +198,37 @@ def _scale_loss(axes: Axes) -> None:
 
 
 def _draw_targets(axes: Axes, runs: Sequence[RunRecord], metric: str) -> None:
-    """A horizontal line for each target that a run reached or is configured with, where the metric is its objective."""
+    """A horizontal line for each target that a run reached or is configured with, where the metric
+    is its objective."""
     runs = [run for run in runs if objective_of(run).name == metric]
     values = {target.value for run in runs for target in targets(run)}
     values |= {number({"target": run.config.get("stop.target")}, "target") for run in runs}
-    position: dict[str, Any] = {"textcoords": "offset points", "xycoords": ("axes fraction", "data"), "va": "bottom", "ha": "left"}
+    position: dict[str, Any] = {
+        "textcoords": "offset points",
+        "xycoords": ("axes fraction", "data"),
+        "va": "bottom",
+        "ha": "left",
+    }
     background = {"facecolor": "#FFFFFF", "edgecolor": "none", "alpha": 0.75, "pad": 0.5}
     for value in sorted(finite(values)):
         shown = f"{100 * value:.4g}%" if objective_of(runs[0]).percent else f"{value:.4g}"
         axes.axhline(value, color=GREY, linewidth=1.0, linestyle=(0, (4, 3)))
-        axes.annotate(f"target {shown}", (0, value), (4, 2), color="#444444", fontsize=8, bbox=background, **position)
+        axes.annotate(
+            f"target {shown}",
+            (0, value),
+            (4, 2),
+            color="#444444",
+            fontsize=8,
+            bbox=background,
+            **position,
+        )
 
 
 def rates(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
     """Learning rate and global batch of each step event."""
-    figure, (lr_axes, batch_axes) = new_figure(2, sharex=True, height=HEIGHT + 0.5, height_ratios=(3, 2))
+    figure, (lr_axes, batch_axes) = new_figure(
+        2, sharex=True, height=HEIGHT + 0.5, height_ratios=(3, 2)
+    )
     drawn = False
     for index, run in enumerate(runs):
         events = run.step_events() or run.epoch_events()
@@ -215,7 +258,12 @@ def noise_scale(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | No
         has_steps = finite(number(event, "noise_scale") for event in run.step_events())
         events = run.step_events() if has_steps else run.epoch_events()
         x = _epochs(run, events)
-        if draw_line(axes, x, [number(event, "noise_scale") for event in events], **run_style(index) | {"linewidth": 1.4}):
+        if draw_line(
+            axes,
+            x,
+            [number(event, "noise_scale") for event in events],
+            **run_style(index) | {"linewidth": 1.4},
+        ):
             drawn = True
             batch = [number(event, "batch") for event in events]
             draw_line(axes, x, batch, color=run_style(index)["color"], linewidth=1.0, linestyle=":")
@@ -226,12 +274,20 @@ def noise_scale(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | No
     axes.set_xlim(left=0)
     axes.set_ylabel("samples")
     style = {"color": GREY if len(labels) > 1 else run_style(0)["color"], "linewidth": 1.4}
-    legend(figure, [*run_entries(labels), ("noise scale", style), ("global batch", style | {"linestyle": ":"})])
+    legend(
+        figure,
+        [
+            *run_entries(labels),
+            ("noise scale", style),
+            ("global batch", style | {"linestyle": ":"}),
+        ],
+    )
     return figure
 
 
 def confusion(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
-    """Shares of each class's samples by what the model says, of one run; None for several runs, and without a confusion matrix."""
+    """Shares of each class's samples by what the model says, of one run; None for several runs, and
+    without a confusion matrix."""
     last = next(reversed(evaluations_of(runs[0])), None) if len(runs) == 1 else None
     shares = confusion_shares(last) if last else None
     if last is None or shares is None:
@@ -254,14 +310,24 @@ def confusion(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None
             for column, share in enumerate(values):
                 if share >= 0.005:
                     colour = "white" if share >= _DARK else "black"
-                    axes.text(column, row, f"{100 * share:.0f}", ha="center", va="center", fontsize=7, color=colour)
+                    axes.text(
+                        column,
+                        row,
+                        f"{100 * share:.0f}",
+                        ha="center",
+                        va="center",
+                        fontsize=7,
+                        color=colour,
+                    )
     axes.set_xlabel("what the model says")
     axes.set_ylabel("class")
     axes.set_title(literal(evaluated_data(last)[:80]), fontsize=9)
     return figure
 
 
-_Draw = Callable[[Sequence[RunRecord], Sequence[str]], "Figure | None"]  # of runs and their labels; None where there is nothing to show
+_Draw = Callable[
+    [Sequence[RunRecord], Sequence[str]], "Figure | None"
+]  # of runs and their labels; None where there is nothing to show
 
 
 class FigureKind(NamedTuple):
@@ -278,27 +344,94 @@ class DrawnFigure(NamedTuple):
 
 KINDS = (
     FigureKind("loss", "Loss", "Training and validation loss over the epochs.", loss),
-    FigureKind("accuracy", "Accuracy", "Training and validation accuracy over the epochs, with the targets.", accuracy),
-    FigureKind("metrics", "Metrics", "The other metrics of training and validation over the epochs, with the targets.", metrics),
-    FigureKind("logged", "Logged by the script", "What a script with a loop of its own has logged, over the epochs.", logged),
-    FigureKind("confusion", "What each class is taken for", "Percent of each class's samples, in the last evaluation.", confusion),
-    FigureKind("rates", "Learning rate and batch", "Learning rate and global batch over the epochs.", rates),
-    FigureKind("throughput", "Throughput", "Training samples per second over the time of the job.", speed.throughput),
-    FigureKind("phases", "Time of a step", "Milliseconds of a step by phase; communication is waiting for gradients.", speed.phases),
-    FigureKind("ranks", "Ranks", "Each rank's own work in a step, without communication, and the slowest rank.", ranks.own_work),
     FigureKind(
-        "mesh", "Time of each rank", "Milliseconds of a step: computing, waiting for other stages, communication.", ranks.time_of_ranks
+        "accuracy",
+        "Accuracy",
+        "Training and validation accuracy over the epochs, with the targets.",
+        accuracy,
     ),
-    FigureKind("pipeline", "Passes of a pipeline", "One step over time, numbered by micro-batch; gaps are waiting.", ranks.timeline),
-    FigureKind("scaling", "More ranks", "Speed-up, efficiency and energy relative to the fewest ranks.", ranks.scaling),
-    FigureKind("noise", "Noise scale", "The gradient noise scale: batches far above it save few steps.", noise_scale),
-    FigureKind("memory", "Memory", "Memory of the largest rank over the time of the job.", speed.memory),
-    FigureKind("power", "Power and energy", "Watts over the time of the job, and joules per image of each epoch.", speed.power),
+    FigureKind(
+        "metrics",
+        "Metrics",
+        "The other metrics of training and validation over the epochs, with the targets.",
+        metrics,
+    ),
+    FigureKind(
+        "logged",
+        "Logged by the script",
+        "What a script with a loop of its own has logged, over the epochs.",
+        logged,
+    ),
+    FigureKind(
+        "confusion",
+        "What each class is taken for",
+        "Percent of each class's samples, in the last evaluation.",
+        confusion,
+    ),
+    FigureKind(
+        "rates", "Learning rate and batch", "Learning rate and global batch over the epochs.", rates
+    ),
+    FigureKind(
+        "throughput",
+        "Throughput",
+        "Training samples per second over the time of the job.",
+        speed.throughput,
+    ),
+    FigureKind(
+        "phases",
+        "Time of a step",
+        "Milliseconds of a step by phase; communication is waiting for gradients.",
+        speed.phases,
+    ),
+    FigureKind(
+        "ranks",
+        "Ranks",
+        "Each rank's own work in a step, without communication, and the slowest rank.",
+        ranks.own_work,
+    ),
+    FigureKind(
+        "mesh",
+        "Time of each rank",
+        "Milliseconds of a step: computing, waiting for other stages, communication.",
+        ranks.time_of_ranks,
+    ),
+    FigureKind(
+        "pipeline",
+        "Passes of a pipeline",
+        "One step over time, numbered by micro-batch; gaps are waiting.",
+        ranks.timeline,
+    ),
+    FigureKind(
+        "scaling",
+        "More ranks",
+        "Speed-up, efficiency and energy relative to the fewest ranks.",
+        ranks.scaling,
+    ),
+    FigureKind(
+        "noise",
+        "Noise scale",
+        "The gradient noise scale: batches far above it save few steps.",
+        noise_scale,
+    ),
+    FigureKind(
+        "memory", "Memory", "Memory of the largest rank over the time of the job.", speed.memory
+    ),
+    FigureKind(
+        "power",
+        "Power and energy",
+        "Watts over the time of the job, and joules per image of each epoch.",
+        speed.power,
+    ),
 )
 
 
-def draw_all(runs: Sequence[RunRecord], labels: Sequence[str], progress: Callable[[str], None] = lambda _: None) -> list[DrawnFigure]:
-    """The figures that have something to show. `progress` receives a line before each. Raises UserError where matplotlib is missing."""
+def draw_all(
+    runs: Sequence[RunRecord],
+    labels: Sequence[str],
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[DrawnFigure]:
+    """The figures that have something to show. `progress` receives a line before each. Raises
+    UserError where matplotlib is missing."""
     try:
         new_figure()
     except ModuleNotFoundError:

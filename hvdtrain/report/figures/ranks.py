@@ -1,4 +1,5 @@
-"""The figures of ranks: their own work in a step, scaling over ranks, and what ranks do that have one model together."""
+"""The figures of ranks: their own work in a step, scaling over ranks, and what ranks do that have
+one model together."""
 
 from __future__ import annotations
 
@@ -7,10 +8,30 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvdtrain.report.compare import ScalingComparison, Spread, scaling_comparisons
-from hvdtrain.report.figures.canvas import COLOURS, GREY, HEIGHT, LineStyle, integer_ticks, legend, literal, new_figure, run_style
+from hvdtrain.report.figures.canvas import (
+    COLOURS,
+    GREY,
+    HEIGHT,
+    LineStyle,
+    integer_ticks,
+    legend,
+    literal,
+    new_figure,
+    run_style,
+)
 from hvdtrain.report.figures.speed import PHASES
 from hvdtrain.report.run import Fields, RunRecord, number, numbers
-from hvdtrain.report.summary import MOST_RANKS, Straggler, bubble, finite, host_of, mesh_of, predicted_bubble, rank_work_ms, straggler
+from hvdtrain.report.summary import (
+    MOST_RANKS,
+    Straggler,
+    bubble,
+    finite,
+    host_of,
+    mesh_of,
+    predicted_bubble,
+    rank_work_ms,
+    straggler,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,7 +41,13 @@ if TYPE_CHECKING:
 _FEW_RANKS = 8
 _FEW_EPOCHS = 4
 _BLACK = "#000000"
-_RING: LineStyle = {"marker": "o", "linestyle": "none", "markerfacecolor": "none", "color": COLOURS[1], "markersize": 8}
+_RING: LineStyle = {
+    "marker": "o",
+    "linestyle": "none",
+    "markerfacecolor": "none",
+    "color": COLOURS[1],
+    "markersize": 8,
+}
 _IDEAL: LineStyle = {"color": GREY, "linewidth": 1.0, "linestyle": (0, (4, 3))}
 _MOST_BARS = 48  # ranks
 _WAITING = "#E4E4E4"
@@ -34,8 +61,13 @@ class _RunWithStraggler(NamedTuple):
 
 
 def own_work(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
-    """Milliseconds of each rank's own work in a step, without communication; the slowest rank is named."""
-    measured = [_RunWithStraggler(label, run, found) for label, run in zip(labels, runs, strict=True) if (found := straggler(run))]
+    """Milliseconds of each rank's own work in a step, without communication; the slowest rank is
+    named."""
+    measured = [
+        _RunWithStraggler(label, run, found)
+        for label, run in zip(labels, runs, strict=True)
+        if (found := straggler(run))
+    ]
     if not measured:
         return None
     if len(runs) > 1:
@@ -43,18 +75,40 @@ def own_work(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
     run = measured[0].run
     slowest = measured[0].slowest
     ranks = len(rank_work_ms(run))
-    epochs = [row for event in run.epoch_events() if len(row := numbers(event, "rank_work_ms")) == ranks]
-    return _work_points(epochs, slowest) if ranks <= _FEW_RANKS or len(epochs) <= _FEW_EPOCHS else _work_map(epochs, slowest)
+    epochs = [
+        row for event in run.epoch_events() if len(row := numbers(event, "rank_work_ms")) == ranks
+    ]
+    return (
+        _work_points(epochs, slowest)
+        if ranks <= _FEW_RANKS or len(epochs) <= _FEW_EPOCHS
+        else _work_map(epochs, slowest)
+    )
 
 
 def _work_points(epochs: list[list[float]], slowest: Straggler) -> Figure:
-    """A column of points for each rank, one for each evaluation, and their mean. `epochs`: milliseconds by evaluation and rank."""
+    """A column of points for each rank, one for each evaluation, and their mean. `epochs`:
+    milliseconds by evaluation and rank."""
     figure, (axes,) = new_figure()
     for row in epochs:
-        axes.plot(range(len(row)), row, "o", color=COLOURS[0], markersize=3.5, alpha=0.35, markeredgewidth=0)
+        axes.plot(
+            range(len(row)),
+            row,
+            "o",
+            color=COLOURS[0],
+            markersize=3.5,
+            alpha=0.35,
+            markeredgewidth=0,
+        )
     known = [finite(rank) for rank in zip(*epochs, strict=True)]
     means = [sum(values) / len(values) if values else math.nan for values in known]
-    axes.plot(range(len(means)), means, "_", color=_BLACK, markersize=12 if len(means) <= 24 else 4, markeredgewidth=1.6)
+    axes.plot(
+        range(len(means)),
+        means,
+        "_",
+        color=_BLACK,
+        markersize=12 if len(means) <= 24 else 4,
+        markeredgewidth=1.6,
+    )
     _mark_slowest(axes, slowest.rank, slowest.work_ms, slowest)
     axes.set_xlabel("rank")
     axes.set_ylabel("own work in a step (ms)")
@@ -62,34 +116,51 @@ def _work_points(epochs: list[list[float]], slowest: Straggler) -> Figure:
     axes.set_ylim(0, 1.25 * max(value for row in epochs for value in finite(row)))
     integer_ticks(axes.xaxis)
     point: LineStyle = {"marker": "o", "linestyle": "none", "color": COLOURS[0], "markersize": 4}
-    legend(figure, [("an evaluation", point), ("mean", {"color": _BLACK, "linewidth": 1.6}), ("slowest", _RING)])
+    legend(
+        figure,
+        [
+            ("an evaluation", point),
+            ("mean", {"color": _BLACK, "linewidth": 1.6}),
+            ("slowest", _RING),
+        ],
+    )
     return figure
 
 
 def _mark_slowest(axes: Axes, x: float, y: float, slowest: Straggler) -> None:
-    """A ring around the point of the slowest rank, with its number and host on the side that has more room."""
+    """A ring around the point of the slowest rank, with its number and host on the side that has
+    more room."""
     axes.plot(x, y, **_RING)
     name = literal(f"rank {slowest.rank}" + (f" on {slowest.host:.20}" if slowest.host else ""))
     in_right_half = x > sum(axes.get_xlim()) / 2
     offset = (4 if in_right_half else -4, 7)
-    position: dict[str, Any] = {"textcoords": "offset points", "ha": "right" if in_right_half else "left", "va": "bottom"}
+    position: dict[str, Any] = {
+        "textcoords": "offset points",
+        "ha": "right" if in_right_half else "left",
+        "va": "bottom",
+    }
     axes.annotate(name, (x, y), offset, color=COLOURS[1], fontsize=8.5, **position)
 
 
 def _work_map(epochs: list[list[float]], slowest: Straggler) -> Figure:
-    """A heat map of ranks by evaluations; matplotlib drops pixels where there are more ranks than pixels."""
+    """A heat map of ranks by evaluations; matplotlib drops pixels where there are more ranks than
+    pixels."""
     figure, (axes,) = new_figure()
     axes.grid(visible=False)
     ranks = [list(rank) for rank in zip(*epochs, strict=True)]
     extent = (0.5, len(epochs) + 0.5, len(ranks) - 0.5, -0.5)
-    image = axes.imshow(ranks, aspect="auto", cmap="cividis", interpolation="nearest", extent=extent)
+    image = axes.imshow(
+        ranks, aspect="auto", cmap="cividis", interpolation="nearest", extent=extent
+    )
     bar = figure.colorbar(image, ax=axes)
     bar.set_label("own work in a step (ms)")
     bar.outline.set_visible(False)
     axes.set_xlabel("evaluation")
     axes.set_ylabel("rank")
     name = f"rank {slowest.rank}" + (f" on {slowest.host:.30}" if slowest.host else "")
-    axes.set_title(literal(f"slowest: {name}, {slowest.work_ms:.3g} ms"), fontsize=9, color=COLOURS[1])
+    axes.set_title(
+        literal(f"slowest: {name}, {slowest.work_ms:.3g} ms"), fontsize=9, color=COLOURS[1]
+    )
     integer_ticks(axes.xaxis, axes.yaxis)
     return figure
 
@@ -99,7 +170,15 @@ def _work_of_runs(measured: Sequence[_RunWithStraggler]) -> Figure:
     figure, (axes,) = new_figure(height=1.5 + 0.34 * len(measured))
     for row, one in enumerate(measured):
         work_ms = rank_work_ms(one.run)
-        axes.plot(work_ms, [row] * len(work_ms), "o", color=COLOURS[0], markersize=4, alpha=0.6, markeredgewidth=0)
+        axes.plot(
+            work_ms,
+            [row] * len(work_ms),
+            "o",
+            color=COLOURS[0],
+            markersize=4,
+            alpha=0.6,
+            markeredgewidth=0,
+        )
         _mark_slowest(axes, one.slowest.work_ms, row, one.slowest)
     axes.set_yticks(range(len(measured)), [literal(one.label) for one in measured], fontsize=8.5)
     axes.set_ylim(len(measured) - 0.4, -0.7)
@@ -109,7 +188,8 @@ def _work_of_runs(measured: Sequence[_RunWithStraggler]) -> Figure:
 
 
 def scaling(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
-    """Speed-up, efficiency, and energy where it was measured, of each comparison relative to its fewest ranks."""
+    """Speed-up, efficiency, and energy where it was measured, of each comparison relative to its
+    fewest ranks."""
     comparisons = scaling_comparisons(runs)
     if not comparisons or not finite(row.speed_up for one in comparisons for row in one.rows[1:]):
         return None
@@ -121,7 +201,11 @@ def scaling(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
     panels[0].plot([1, most], [1, most], **_IDEAL)
     panels[1].axhline(1.0, **_IDEAL)
     for index, comparison in enumerate(comparisons):
-        _draw_comparison(panels, comparison, run_style(index) | {"linewidth": 1.6, "marker": "o", "markersize": 4, "capsize": 3})
+        _draw_comparison(
+            panels,
+            comparison,
+            run_style(index) | {"linewidth": 1.6, "marker": "o", "markersize": 4, "capsize": 3},
+        )
     from_one_rank = all(one.rows[0].ranks == 1 for one in comparisons)
     for axes, title in zip(panels, titles, strict=True):
         axes.set_title(title, fontsize=9.5)
@@ -134,7 +218,9 @@ def scaling(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
     return figure
 
 
-def _draw_comparison(panels: Sequence[Axes], comparison: ScalingComparison, style: LineStyle) -> None:
+def _draw_comparison(
+    panels: Sequence[Axes], comparison: ScalingComparison, style: LineStyle
+) -> None:
     """With error bars of the deviation over seeds, where there are several."""
     base = comparison.rows[0]
     rows = comparison.rows
@@ -144,7 +230,9 @@ def _draw_comparison(panels: Sequence[Axes], comparison: ScalingComparison, styl
     panels[0].errorbar(x, [row.speed_up for row in rows], speed_errors, **style)
     panels[1].errorbar(x, [row.efficiency for row in rows], efficiency_errors, **style)
     if len(panels) > 2:
-        energy_errors = [_relative_sd(row.joules_per_sample, base.joules_per_sample) for row in rows]
+        energy_errors = [
+            _relative_sd(row.joules_per_sample, base.joules_per_sample) for row in rows
+        ]
         panels[2].errorbar(x, [row.energy_ratio for row in rows], energy_errors, **style)
 
 
@@ -153,7 +241,11 @@ def _relative_sd(spread: Spread, base: Spread) -> float:
     return spread.sd / base.mean if math.isfinite(spread.sd) and base.mean else 0.0
 
 
-_PARTS = {"computing": PHASES["forward"], "waiting for stages": "#CCCCCC", "communication": PHASES["communication"]}
+_PARTS = {
+    "computing": PHASES["forward"],
+    "waiting for stages": "#CCCCCC",
+    "communication": PHASES["communication"],
+}
 _KINDS = {
     "forward": PHASES["forward"],
     "backward": PHASES["backward"],
@@ -173,18 +265,27 @@ class _Pass(NamedTuple):
 
 
 def time_of_ranks(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
-    """A bar for each rank of a single run, in the order of the mesh: own work, waiting for other stages, other communication."""
+    """A bar for each rank of a single run, in the order of the mesh: own work, waiting for other
+    stages, other communication."""
     if len(runs) > 1:
         return None
-    work, communication, waiting = (_of_ranks(runs[0], f"rank_{name}_ms") for name in ("work", "communication", "waiting"))
+    work, communication, waiting = (
+        _of_ranks(runs[0], f"rank_{name}_ms") for name in ("work", "communication", "waiting")
+    )
     if not work or len(work) != len(communication):
         return None
     mesh = mesh_of(runs[0])
     mesh = mesh if mesh and len(mesh.places) == len(work) else None
     waiting = waiting if len(waiting) == len(work) else [0.0] * len(work)
-    order = sorted(range(len(work)), key=lambda rank: mesh.places[rank] if mesh else (rank,))[:_MOST_BARS]
+    order = sorted(range(len(work)), key=lambda rank: mesh.places[rank] if mesh else (rank,))[
+        :_MOST_BARS
+    ]
     figure, (axes,) = new_figure(height=1.2 + 0.24 * len(order))
-    lengths = [work, waiting, [max(0.0, all_ms - waited) for all_ms, waited in zip(communication, waiting, strict=True)]]
+    lengths = [
+        work,
+        waiting,
+        [max(0.0, all_ms - waited) for all_ms, waited in zip(communication, waiting, strict=True)],
+    ]
     left = [0.0] * len(order)
     entries = []
     for (name, colour), of_ranks in zip(_PARTS.items(), lengths, strict=True):
@@ -197,13 +298,17 @@ def time_of_ranks(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | 
     axes.set_yticks(range(len(order)), names, fontsize=8)
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
-    axes.set_xlabel("ms of one step" + (f", the first {_MOST_BARS} of {len(work):,} ranks" if len(work) > _MOST_BARS else ""))
+    axes.set_xlabel(
+        "ms of one step"
+        + (f", the first {_MOST_BARS} of {len(work):,} ranks" if len(work) > _MOST_BARS else "")
+    )
     legend(figure, entries)
     return figure
 
 
 def timeline(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
-    """The passes of the last step before the last evaluation of a single run: a row for each rank of one pipeline; gaps are waiting."""
+    """The passes of the last step before the last evaluation of a single run: a row for each rank
+    of one pipeline; gaps are waiting."""
     event = next(reversed(runs[0].events_of("passes")), {}) if len(runs) == 1 else {}
     rows = _passes(event)
     ranks = _ranks(event)
@@ -211,23 +316,42 @@ def timeline(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
         return None
     figure, (axes,) = new_figure(height=1.3 + 0.36 * len(rows))
     for row, passes in enumerate(rows):
-        axes.broken_barh([(one.wait_ms, one.start_ms - one.wait_ms) for one in passes], (row - 0.12, 0.24), color=_WAITING)
+        axes.broken_barh(
+            [(one.wait_ms, one.start_ms - one.wait_ms) for one in passes],
+            (row - 0.12, 0.24),
+            color=_WAITING,
+        )
         for kind, colour in _KINDS.items():
-            spans = [(one.start_ms, one.stop_ms - one.start_ms) for one in passes if one.kind == kind]
+            spans = [
+                (one.start_ms, one.stop_ms - one.start_ms) for one in passes if one.kind == kind
+            ]
             if spans:
-                axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=colour, edgecolors="white", linewidth=0.4)
+                axes.broken_barh(
+                    spans, (row - 0.4, 0.8), facecolors=colour, edgecolors="white", linewidth=0.4
+                )
         if len(passes) <= _MOST_NUMBERS:
-            _number_passes(axes, row, passes, max(one.stop_ms for of_rank in rows for one in of_rank))
+            _number_passes(
+                axes, row, passes, max(one.stop_ms for of_rank in rows for one in of_rank)
+            )
     mesh = mesh_of(runs[0])
-    places = [f" (stage {mesh.places[rank].stage})" if mesh and rank < len(mesh.places) else "" for rank in ranks]
-    axes.set_yticks(range(len(rows)), [_name(runs[0], rank, place) for rank, place in zip(ranks, places, strict=True)], fontsize=8)
+    places = [
+        f" (stage {mesh.places[rank].stage})" if mesh and rank < len(mesh.places) else ""
+        for rank in ranks
+    ]
+    axes.set_yticks(
+        range(len(rows)),
+        [_name(runs[0], rank, place) for rank, place in zip(ranks, places, strict=True)],
+        fontsize=8,
+    )
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(left=0)
     axes.grid(visible=False)
     axes.set_xlabel("ms")
     axes.set_title(f"step {number(event, 'step'):.0f}{_bubble(runs[0])}", fontsize=9)
     used = {one.kind for passes in rows for one in passes}
-    names = [(name, {"color": colour, "linewidth": 6}) for name, colour in _KINDS.items() if name in used]
+    names = [
+        (name, {"color": colour, "linewidth": 6}) for name, colour in _KINDS.items() if name in used
+    ]
     legend(figure, [*names, ("waits", {"color": _WAITING, "linewidth": 4})])
     return figure
 
@@ -237,7 +361,9 @@ def _number_passes(axes: Any, row: int, passes: Sequence[_Pass], whole_ms: float
     for one in passes:
         if one.stop_ms - one.start_ms > 0.02 * whole_ms:
             middle = (one.start_ms + one.stop_ms) / 2
-            axes.text(middle, row, f"{one.micro:.0f}", ha="center", va="center", fontsize=7, color="white")
+            axes.text(
+                middle, row, f"{one.micro:.0f}", ha="center", va="center", fontsize=7, color="white"
+            )
 
 
 def _bubble(run: RunRecord) -> str:
@@ -245,7 +371,9 @@ def _bubble(run: RunRecord) -> str:
     predicted = predicted_bubble(run)
     if not waiting:
         return ""
-    by_schedule = f", {predicted:.0%} by the schedule with equal stages" if math.isfinite(predicted) else ""
+    by_schedule = (
+        f", {predicted:.0%} by the schedule with equal stages" if math.isfinite(predicted) else ""
+    )
     return f"; bubble of the job {sum(waiting) / len(waiting):.0%}{by_schedule}"
 
 
@@ -269,14 +397,30 @@ def _passes(event: Fields) -> list[list[_Pass]]:
         return []
     found = []
     for row in rows:
-        if not isinstance(row, list) or len(row) > _MOST_PASSES or not all(isinstance(one, list) and len(one) == 6 for one in row):
+        if (
+            not isinstance(row, list)
+            or len(row) > _MOST_PASSES
+            or not all(isinstance(one, list) and len(one) == 6 for one in row)
+        ):
             return []
-        of_rank = [_Pass(str(one[0]), *numbers({"pass": [one[2], *one[3:]]}, "pass")) for one in row]
-        found.append([one for one in of_rank if one.kind in _KINDS and all(math.isfinite(value) for value in one[1:])])
+        of_rank = [
+            _Pass(str(one[0]), *numbers({"pass": [one[2], *one[3:]]}, "pass")) for one in row
+        ]
+        found.append(
+            [
+                one
+                for one in of_rank
+                if one.kind in _KINDS and all(math.isfinite(value) for value in one[1:])
+            ]
+        )
     return found if any(found) else []
 
 
 def _ranks(event: Fields) -> list[int]:
     """Whose passes they are; empty where one of them is no rank."""
     found = numbers(event, "passes_of_ranks")
-    return [int(rank) for rank in found] if all(0 <= rank < MOST_RANKS and rank.is_integer() for rank in found) else []
+    return (
+        [int(rank) for rank in found]
+        if all(0 <= rank < MOST_RANKS and rank.is_integer() for rank in found)
+        else []
+    )

@@ -50,7 +50,9 @@ class _Series(NamedTuple):
     style: LineStyle
 
     def has_values(self, runs: Sequence[RunRecord]) -> bool:
-        return bool(finite(number(event, self.field) for run in runs for event in self.events_of(run)))
+        return bool(
+            finite(number(event, self.field) for run in runs for event in self.events_of(run))
+        )
 
 
 def throughput(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
@@ -69,7 +71,9 @@ def throughput(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | Non
 def memory(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
     """Memory of the rank that uses most."""
     single = len(runs) == 1
-    gpu_style: LineStyle = {"linewidth": 1.6, "linestyle": (0, (1, 1.2))} | ({"color": COLOURS[1]} if single else {})
+    gpu_style: LineStyle = {"linewidth": 1.6, "linestyle": (0, (1, 1.2))} | (
+        {"color": COLOURS[1]} if single else {}
+    )
     host = _Series("memory_mb", RunRecord.step_events, {"linewidth": 1.6, "linestyle": "-"})
     gpu = _Series("gpu_memory_mb", RunRecord.step_events, gpu_style)
     drawn = [series for series in (host, gpu) if series.has_values(runs)]
@@ -116,15 +120,23 @@ def _draw_over_time(axes: Axes, runs: Sequence[RunRecord], series: Sequence[_Ser
         for one in series:
             events = one.events_of(run)
             times = [run.seconds_at(event) / unit.seconds for event in events]
-            draw_line(axes, times, [number(event, one.field) for event in events], **run_style(index) | one.style)
+            draw_line(
+                axes,
+                times,
+                [number(event, one.field) for event in events],
+                **run_style(index) | one.style,
+            )
     axes.set_xlabel(f"time of the job ({unit.name})")
     axes.set_xlim(left=0)
     scale_from_zero(axes)
 
 
 def phases(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
-    """Milliseconds of a step by phase: over the epochs of a single run, or a bar for each of several."""
-    timed = [(label, run) for label, run in zip(labels, runs, strict=True) if phase_ms(run.step_events())]
+    """Milliseconds of a step by phase: over the epochs of a single run, or a bar for each of
+    several."""
+    timed = [
+        (label, run) for label, run in zip(labels, runs, strict=True) if phase_ms(run.step_events())
+    ]
     if not timed:
         return None
     if len(runs) == 1:
@@ -144,7 +156,12 @@ def _phases_of_epochs(run: RunRecord) -> Figure:
     epochs = _timed_steps_by_epoch(run)
     epochs_per_bar = math.ceil(len(epochs) / _MOST_BARS)
     starts = range(0, len(epochs), epochs_per_bar)
-    bars = [phase_ms([event for _, events in epochs[start : start + epochs_per_bar] for event in events]) for start in starts]
+    bars = [
+        phase_ms(
+            [event for _, events in epochs[start : start + epochs_per_bar] for event in events]
+        )
+        for start in starts
+    ]
     figure, (axes,) = new_figure()
     entries = _stack_bars(bars, axes.bar, "bottom")
     labelled = range(0, len(bars), math.ceil(len(bars) / _MOST_BAR_LABELS))
@@ -157,20 +174,30 @@ def _phases_of_epochs(run: RunRecord) -> Figure:
 
 
 def _timed_steps_by_epoch(run: RunRecord) -> list[tuple[int, list[Fields]]]:
-    """(epoch, step events with phases): epochs end with their evaluation, even where the last step reaches into the next epoch."""
+    """(epoch, step events with phases): epochs end with their evaluation, even where the last step
+    reaches into the next epoch."""
     evaluations = run.epoch_events()
     last_steps = [event["step"] for event in evaluations]
     epochs: dict[int, list[Fields]] = {}
     for event in run.step_events():
         if isinstance(event.get("phase_ms"), dict):
-            before = bisect.bisect_left(last_steps, event["step"])  # evaluations, of which some may lie within an epoch
-            ended = [one for one in evaluations[:before] if not number(one, "epochs") < number(one, "epoch")]
+            before = bisect.bisect_left(
+                last_steps, event["step"]
+            )  # evaluations, of which some may lie within an epoch
+            ended = [
+                one
+                for one in evaluations[:before]
+                if not number(one, "epochs") < number(one, "epoch")
+            ]
             epochs.setdefault(1 + len(ended), []).append(event)
     return list(epochs.items())
 
 
-def _stack_bars(bars: Sequence[dict[str, float]], draw: Callable[..., Any], start: str) -> list[LegendEntry]:
-    """Draws stacked bars by axes.bar or axes.barh, whose argument for the start of a bar is named `start`; returns legend entries."""
+def _stack_bars(
+    bars: Sequence[dict[str, float]], draw: Callable[..., Any], start: str
+) -> list[LegendEntry]:
+    """Draws stacked bars by axes.bar or axes.barh, whose argument for the start of a bar is named
+    `start`; returns legend entries."""
     others = sorted({name for bar in bars for name in bar} - set(PHASES))
     names = [name for name in [*PHASES, *others] if any(bar.get(name) for bar in bars)]
     entries: list[LegendEntry] = []
@@ -185,7 +212,8 @@ def _stack_bars(bars: Sequence[dict[str, float]], draw: Callable[..., Any], star
 
 
 def phase_ms(events: Sequence[Fields]) -> dict[str, float]:
-    """Milliseconds of one step by phase: the mean of step events, weighted by their numbers of steps; empty where none has phases."""
+    """Milliseconds of one step by phase: the mean of step events, weighted by their numbers of
+    steps; empty where none has phases."""
     sums: dict[str, float] = {}
     total_steps = 0.0
     for event in events:

@@ -1,4 +1,5 @@
-"""Arrays as a safetensors file, which is written from where they lie in memory, with the checksum of exactly these bytes."""
+"""Arrays as a safetensors file, which is written from where they lie in memory, with the checksum
+of exactly these bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ _NAMES = {  # of number types in a safetensors file
     "bool": "BOOL",
     "complex64": "C64",
 }
-_TYPES = {code: np.dtype(name).newbyteorder("<") for name, code in _NAMES.items()} | {"BF16": np.dtype("<u2")}  # bfloat16: read alone
+_TYPES = {code: np.dtype(name).newbyteorder("<") for name, code in _NAMES.items()} | {
+    "BF16": np.dtype("<u2")
+}  # bfloat16: read alone
 _ALIGNMENT = 8  # of the first array
 HEADER_BYTES = 256  # of an array in a header, unless its name is long
 MOST_HEADER_BYTES = 100_000_000  # the library safetensors reads no larger one: about 800,000 arrays
@@ -35,9 +38,13 @@ PIECE_BYTES = 2**22  # that are hashed and then written, while they are in the p
 
 
 def write_arrays(
-    file: BinaryIO, arrays: Arrays, metadata: dict[str, str] | None = None, on_piece: Callable[[int], None] = lambda nbytes: None
+    file: BinaryIO,
+    arrays: Arrays,
+    metadata: dict[str, str] | None = None,
+    on_piece: Callable[[int], None] = lambda nbytes: None,
 ) -> str:
-    """Writes them without a second copy in memory; returns the SHA-256 of what was written, as sha256sum prints it.
+    """Writes them without a second copy in memory; returns the SHA-256 of what was written, as
+    sha256sum prints it.
 
     on_piece: called with the bytes of each piece that was written.
 
@@ -55,9 +62,11 @@ def write_arrays(
 
 
 def map_arrays(file: BufferedReader) -> Arrays:
-    """Views of the arrays of a file that was checked, read-only: they count towards no limit of the process (ulimit -d).
+    """Views of the arrays of a file that was checked, read-only: they count towards no limit of the
+    process (ulimit -d).
 
-    Raises KeyError for a type of numbers that is not read, and ValueError for two arrays of one name, or one of too many dimensions.
+    Raises KeyError for a type of numbers that is not read, and ValueError for two arrays of one
+    name, or one of too many dimensions.
     """
     file.seek(0)
     length = int.from_bytes(file.read(8), "little")
@@ -72,7 +81,9 @@ def map_arrays(file: BufferedReader) -> Arrays:
     for name, of in tree.items():
         begin, end = of["data_offsets"]
         numbers = data[begin:end].view(_TYPES[of["dtype"]]).reshape(of["shape"])
-        arrays[name] = (numbers.astype(np.uint32) << 16).view(np.float32) if of["dtype"] == "BF16" else numbers
+        arrays[name] = (
+            (numbers.astype(np.uint32) << 16).view(np.float32) if of["dtype"] == "BF16" else numbers
+        )
     return arrays
 
 
@@ -89,7 +100,8 @@ def in_order(arrays: Arrays) -> Arrays:
 
 
 def make_header(arrays: Arrays, metadata: dict[str, str] | None = None) -> bytes:
-    """8 bytes of length, and JSON: {"p.fc.weight": {"dtype": "F32", "shape": [10, 64], "data_offsets": [0, 2560]}, ...}.
+    """8 bytes of length, and JSON: {"p.fc.weight": {"dtype": "F32", "shape": [10, 64],
+    "data_offsets": [0, 2560]}, ...}.
 
     Raises ValueError for what no reader takes.
     """
@@ -97,18 +109,28 @@ def make_header(arrays: Arrays, metadata: dict[str, str] | None = None) -> bytes
     end = 0
     for name, array in arrays.items():
         if array.dtype.name not in _NAMES:
-            raise ValueError(f"{name} has numbers of type {array.dtype}, which safetensors does not have")
+            raise ValueError(
+                f"{name} has numbers of type {array.dtype}, which safetensors does not have"
+            )
         begin = end
         end = end + array.nbytes
-        tree[name] = {"dtype": _NAMES[array.dtype.name], "shape": list(array.shape), "data_offsets": [begin, end]}
+        tree[name] = {
+            "dtype": _NAMES[array.dtype.name],
+            "shape": list(array.shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(tree, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     if len(text) > MOST_HEADER_BYTES:
-        raise ValueError(f"a header of {len(text)} bytes for {len(arrays)} arrays, where safetensors reads at most {MOST_HEADER_BYTES}")
+        raise ValueError(
+            f"a header of {len(text)} bytes for {len(arrays)} arrays, where safetensors reads at "
+            f"most {MOST_HEADER_BYTES}"
+        )
     return len(text).to_bytes(8, "little") + text
 
 
 def to_bytes(array: np.ndarray) -> memoryview:
-    """Bytes of the numbers in the order of C, low byte first; an array that has them otherwise is copied."""
+    """Bytes of the numbers in the order of C, low byte first; an array that has them otherwise is
+    copied."""
     numbers: np.ndarray = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)
     return numbers.reshape(-1).view(np.uint8).data

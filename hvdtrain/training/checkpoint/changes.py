@@ -1,4 +1,5 @@
-"""What a command changes in the configuration of the run that it goes on from, and the command that goes on from a run folder."""
+"""What a command changes in the configuration of the run that it goes on from, and the command that
+goes on from a run folder."""
 
 from __future__ import annotations
 
@@ -20,11 +21,17 @@ from hvdtrain.errors import UserError, short
 from hvdtrain.events import redaction
 from hvdtrain.recipe.clock import total_samples
 from hvdtrain.training.progress.train_state import TrainState
-from hvdtrain.training.progress.triggers import patience_is_over, stop_reason, target_is_held, time_is_over
+from hvdtrain.training.progress.triggers import (
+    patience_is_over,
+    stop_reason,
+    target_is_held,
+    time_is_over,
+)
 
 PLACE = ("run", "resume")  # where a job is, not what it is: neither saved nor compared
 
-# With other values of these a job is the same job: where it runs, how fast, what it writes. What it learns is equal up to rounding.
+# With other values of these a job is the same job: where it runs, how fast, what it writes. What it
+# learns is equal up to rounding.
 _SAME_JOB = (
     *(
         "framework",
@@ -40,7 +47,16 @@ _SAME_JOB = (
         "batch.evaluate",
         "evaluate.every_steps",
     ),
-    *("comm.engine", "comm.address", "comm.timeout_s", "comm.reduce", "comm.bucket_mb", "comm.tune", "comm.hierarchical", "comm.cycle_ms"),
+    *(
+        "comm.engine",
+        "comm.address",
+        "comm.timeout_s",
+        "comm.reduce",
+        "comm.bucket_mb",
+        "comm.tune",
+        "comm.hierarchical",
+        "comm.cycle_ms",
+    ),
     *(
         "comm.fusion_mb",
         "comm.device_memory",
@@ -52,7 +68,11 @@ _SAME_JOB = (
     ),
     *("hooks", "checkpoint.", "guard.", "log.", "profile."),
 )
-_SYNC_POINTS = ("log.every_steps", "checkpoint.every_steps", "evaluate.every_steps")  # where comm.local_steps averages the weights, too
+_SYNC_POINTS = (
+    "log.every_steps",
+    "checkpoint.every_steps",
+    "evaluate.every_steps",
+)  # where comm.local_steps averages the weights, too
 _LENGTH = ("epochs", "stop.")  # when it is over
 _FORM = "form"  # an option of lars: its momentum has the learning rate inside, or outside
 _MOST_SHOWN = 6  # changes in a message
@@ -93,9 +113,11 @@ def ended_by_hook(now: TrainState, found: Sequence[Change]) -> TrainState:
 
 
 def refuse_another_optimizer(found: list[Change], config: Config, run: Path) -> None:
-    """Raises UserError where the optimizer's state in the run's checkpoints means something else to the optimizer of this job.
+    """Raises UserError where the optimizer's state in the run's checkpoints means something else to
+    the optimizer of this job.
 
-    Two classes of torch.optim are compared where the state is loaded: one class may have several import paths.
+    Two classes of torch.optim are compared where the state is loaded: one class may have several
+    import paths.
     """
     changed = {key: (before, now) for key, before, now in found}
     for key in ("optim.name", f"optim.{_FORM}"):
@@ -103,28 +125,46 @@ def refuse_another_optimizer(found: list[Change], config: Config, run: Path) -> 
         if key == "optim.name" and before != now and is_dotted(before) and is_dotted(now):
             return
         if key != "optim.name":
-            before, now = (_default_form(config) if form is None else form for form in (before, now))
+            before, now = (
+                _default_form(config) if form is None else form for form in (before, now)
+            )
         if before != now:
-            what = f"the checkpoint was made with {key}={before}, this job has {key}={now}: the optimizer's state would mean something else"
-            raise UserError(what, str(run), f"{key}={before}; or run=ANOTHER resume=no for a new job")
+            what = (
+                f"the checkpoint was made with {key}={before}, this job has {key}={now}: the "
+                "optimizer's state would mean something else"
+            )
+            raise UserError(
+                what, str(run), f"{key}={before}; or run=ANOTHER resume=no for a new job"
+            )
 
 
 def refuse_another_model(found: list[Change], config: Config, run: Path) -> None:
-    """Raises UserError where an option of the model, as convnet's norm, has another default in the framework that the run had before."""
+    """Raises UserError where an option of the model, as convnet's norm, has another default in the
+    framework that the run had before."""
     changed = {change.key: change for change in found}
     name = config.model.name
     if "framework" not in changed or is_dotted(name):
         return
     former = changed["framework"].before
-    before, now = (_defaults_of(name, framework, config) for framework in (former, config.framework))
-    for option in sorted(option for option in before.keys() & now.keys() if before[option] != now[option]):
+    before, now = (
+        _defaults_of(name, framework, config) for framework in (former, config.framework)
+    )
+    for option in sorted(
+        option for option in before.keys() & now.keys() if before[option] != now[option]
+    ):
         key = f"model.{option}"
         value = config.model.options.get(option, now[option])
         known = changed[key].before if key in changed else config.model.options.get(option)
         trained = before[option] if known is None else known
         if trained != value:
-            what = f"the checkpoint was made with {key}={json.dumps(trained)}, and framework={config.framework} has {json.dumps(value)}"
-            fix = f"framework={former}; or run=ANOTHER resume=no for a new job, with {key} set: defaults differ"
+            what = (
+                f"the checkpoint was made with {key}={json.dumps(trained)}, and "
+                f"framework={config.framework} has {json.dumps(value)}"
+            )
+            fix = (
+                f"framework={former}; or run=ANOTHER resume=no for a new job, with {key} set: "
+                "defaults differ"
+            )
             raise UserError(what, str(run), fix)
 
 
@@ -141,27 +181,39 @@ def _default_form(config: Config) -> Any:
     """Default form of the job's optimizer, where it has forms."""
     if is_dotted(config.optim.name):
         return None
-    field = plugins.options_of(plugins.find("optim", config.optim.name, config.where("optim.name"))).model_fields.get(_FORM)
+    field = plugins.options_of(
+        plugins.find("optim", config.optim.name, config.where("optim.name"))
+    ).model_fields.get(_FORM)
     return field and field.default
 
 
-def refuse_another_job(found: list[Change], config: Config, run: Path, now: TrainState, misfit: str = "") -> None:
-    """Raises UserError where the run's weights would stand under a configuration that they were not trained with.
+def refuse_another_job(
+    found: list[Change], config: Config, run: Path, now: TrainState, misfit: str = ""
+) -> None:
+    """Raises UserError where the run's weights would stand under a configuration that they were not
+    trained with.
 
-    misfit: why its checkpoint cannot be loaded with the changes, so that no command goes on with them; empty where it can.
+    misfit: why its checkpoint cannot be loaded with the changes, so that no command goes on with
+    them; empty where it can.
 
-    That is a job that is over, with any change in what it learns or how long; and one that is not over, with a change in what it
-    learns that resume=RUN does not ask for. A secret is no such change.
+    That is a job that is over, with any change in what it learns or how long; and one that is not
+    over, with a change in what it learns that resume=RUN does not ask for. A secret is no such
+    change.
     """
     over = stop_reason(config, now)
     learns = _SYNC_POINTS if config.comm.local_steps > 1 else ()
     if config.recipe.schedule == "plateau":
         learns = (*learns, "evaluate.every_steps")  # evaluations change the rate
-    same = [change for change in found if _is_one_of(change.key, _SAME_JOB) and change.key not in learns]
+    same = [
+        change for change in found if _is_one_of(change.key, _SAME_JOB) and change.key not in learns
+    ]
     relevant = [change for change in found if change.before != change.now and change not in same]
     learned = [change for change in relevant if not _is_one_of(change.key, _LENGTH)]
     if over and relevant:
-        what = f"{run} is over ({over}), and nothing would be trained with the change: {_differences(relevant)}"
+        what = (
+            f"{run} is over ({over}), and nothing would be trained with the change: "
+            f"{_differences(relevant)}"
+        )
         then, arguments = "train on with it", [*map(_argument, learned), *further(config, now)]
     elif learned and config.resume in ("auto", "no"):
         what = f"{run} holds another job: {_differences(learned)}"
@@ -170,7 +222,10 @@ def refuse_another_job(found: list[Change], config: Config, run: Path, now: Trai
     else:
         return
     if misfit:
-        fix = f"run=ANOTHER resume=no for a new job; none can go on from there with the change: {misfit}"
+        fix = (
+            "run=ANOTHER resume=no for a new job; none can go on from there with the change: "
+            f"{misfit}"
+        )
     else:
         fix = f"run=ANOTHER for a new job; to {then}: {resume_command(config, run, *arguments)}"
     raise UserError(what, str(run / "config.yaml"), fix)
@@ -180,7 +235,9 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"data.name": ..., "model.widths": ...}"""
     found: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        found |= (
+            flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        )
     return found
 
 
@@ -190,8 +247,13 @@ def _is_one_of(key: str, keys: Sequence[str]) -> bool:
 
 
 def _differences(found: list[Change]) -> str:
-    shown = [f"{key} is {short(before, 60)} there, {short(now, 60)} here" for key, before, now in found[:_MOST_SHOWN]]
-    return "; ".join(shown) + (f"; and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else "")
+    shown = [
+        f"{key} is {short(before, 60)} there, {short(now, 60)} here"
+        for key, before, now in found[:_MOST_SHOWN]
+    ]
+    return "; ".join(shown) + (
+        f"; and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
+    )
 
 
 def _argument(change: Change) -> str:
@@ -199,10 +261,16 @@ def _argument(change: Change) -> str:
 
 
 def resume_command(config: Config, run: Path, *arguments: str) -> str:
-    """With these arguments more. Code and a cache that a run folder names are used only where the command names them too."""
+    """With these arguments more. Code and a cache that a run folder names are used only where the
+    command names them too."""
     sections = (config.data, config.task, config.model, config.optim)
     of_script = any(
-        name.startswith("__main__:") for name in (*(section.name for section in sections), *config.hooks, config.recipe.function or "")
+        name.startswith("__main__:")
+        for name in (
+            *(section.name for section in sections),
+            *config.hooks,
+            config.recipe.function or "",
+        )
     )
     if of_script or any(section.given for section in (config, config.recipe, *sections)):
         return f"the same script, with {shlex.join([f'resume={run}', *arguments])}"
@@ -230,6 +298,8 @@ def further(config: Config, now: TrainState) -> list[str]:
         arguments.append(f"stop.patience={2 * now.without_better}")
     if time_is_over(config, now.seconds):
         arguments.append(f"stop.time={2 * math.ceil(now.seconds)}s")
-    if config.epochs is not None and (now.progress.samples >= total_samples(config, now.progress.dataset) or not arguments):
+    if config.epochs is not None and (
+        now.progress.samples >= total_samples(config, now.progress.dataset) or not arguments
+    ):
         arguments.append(f"epochs={as_given(2 * max(config.epochs, now.epoch))}")
     return arguments

@@ -1,4 +1,5 @@
-"""The checkpoints of a job, on every rank: rank 0 writes and reads them, and what it reads reaches all ranks."""
+"""The checkpoints of a job, on every rank: rank 0 writes and reads them, and what it reads reaches
+all ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class LastWrite(NamedTuple):
 
 
 class Checkpoints:
-    """One on each rank; only rank 0's has a saver. A run without checkpoints (a bench) has none on any rank."""
+    """One on each rank; only rank 0's has a saver. A run without checkpoints (a bench) has none on
+    any rank."""
 
     def __init__(
         self,
@@ -48,7 +50,8 @@ class Checkpoints:
         hosts: Sequence[str] = (),
         go_on: Callable[[], None] = lambda: None,
     ) -> None:
-        """go_on: called on every rank while a write moves on that all wait for, so that its time counts for no limit."""
+        """go_on: called on every rank while a write moves on that all wait for, so that its time
+        counts for no limit."""
         self._communicator = communicator
         self._learner = learner
         self.run = run
@@ -57,7 +60,9 @@ class Checkpoints:
         self._hosts = list(hosts) or [""] * communicator.size
         self._go_on = go_on
         self._moves = 0  # of rank 0's saver, as all ranks know them
-        self._expected = False  # whether the last sync point may be one at which a checkpoint is due
+        self._expected = (
+            False  # whether the last sync point may be one at which a checkpoint is due
+        )
         self._disk_is_shared: bool | None = None
         self._thread: threading.Thread | None = None  # that writes this rank's part
         # nobody needs a part that is not begun; or waits for this rank
@@ -66,11 +71,20 @@ class Checkpoints:
 
     def on_other_ranks(self, hosts: Sequence[str]) -> Checkpoints:
         """Checkpoints of this job where its communicator has other ranks than before."""
-        return Checkpoints(self._communicator, self._learner, self.run, self._limit_bytes, self.saver, hosts, self._go_on)
+        return Checkpoints(
+            self._communicator,
+            self._learner,
+            self.run,
+            self._limit_bytes,
+            self.saver,
+            hosts,
+            self._go_on,
+        )
 
     @property
     def longest_s(self) -> float:
-        """Seconds of the longest write so far, a guess before the first; 0 on ranks without a saver."""
+        """Seconds of the longest write so far, a guess before the first; 0 on ranks without a
+        saver."""
         return self.saver.longest_s if self.saver else 0.0
 
     def due(self, step: int) -> bool:
@@ -82,7 +96,8 @@ class Checkpoints:
         self._expected = True
 
     def save(self, now: TrainState) -> None:
-        """Writes in the background. Every rank calls it: where ranks have parts of the state, each writes its own."""
+        """Writes in the background. Every rank calls it: where ranks have parts of the state, each
+        writes its own."""
         self._wait_for_the_write_before()
         if self._learner.is_sharded:
             self._save_parts(now)
@@ -107,10 +122,15 @@ class Checkpoints:
             self.saver.save_if_due(now, self._learner)
 
     def _save_parts(self, now: TrainState) -> None:
-        """A collective, in which rank 0 decides; after it each rank writes in a thread of its own. No write is under way."""
+        """A collective, in which rank 0 decides; after it each rank writes in a thread of its own.
+        No write is under way."""
 
         def unfinished() -> str:
-            return files.unfinished_name(now.progress.step, secrets.token_hex(8)) if self.saver and self.saver.wants(now) else ""
+            return (
+                files.unfinished_name(now.progress.step, secrets.token_hex(8))
+                if self.saver and self.saver.wants(now)
+                else ""
+            )
 
         name = on_rank_0(self._communicator, unfinished)
         self._stop_writing()
@@ -124,19 +144,30 @@ class Checkpoints:
                 self.saver.save(now, Saved(state, self._learner.state_dict_names()))
             return
         several_hosts = len(set(self._hosts)) > 1
-        parts = Parts(list(self._learner.pieces()), files.ARRAYS, files.file_of, self._communicator.rank, several_hosts=several_hosts)
+        parts = Parts(
+            list(self._learner.pieces()),
+            files.ARRAYS,
+            files.file_of,
+            self._communicator.rank,
+            several_hosts=several_hosts,
+        )
         self._over = threading.Event()
         self._lost = threading.Event()
         if self.saver:
-            written = WrittenByAll(parts, range(1, self._communicator.size), self._hosts, name, self._lost.is_set)
+            written = WrittenByAll(
+                parts, range(1, self._communicator.size), self._hosts, name, self._lost.is_set
+            )
             self.saver.save(now, Saved(written, self._learner.state_dict_names()))
         elif self._communicator.rank:
             arguments = (parts, self.run, name, self._over.is_set, self._lost.is_set)
-            self._thread = threading.Thread(target=write_parts, args=arguments, name="checkpoint", daemon=True)
+            self._thread = threading.Thread(
+                target=write_parts, args=arguments, name="checkpoint", daemon=True
+            )
             self._thread.start()
 
     def _wait_for_the_write_before(self) -> None:
-        """A collective again and again: no limit counts the time in which the write moves on, only that in which it does not.
+        """A collective again and again: no limit counts the time in which the write moves on, only
+        that in which it does not.
 
         The loss of a rank whose part rank 0's writer waits for is seen in it.
         """
@@ -144,7 +175,9 @@ class Checkpoints:
         while is_writing:
             own = self.saver is not None and self.saver.is_writing(LOOK_S)
             state = np.array([own, self.saver.moves if self.saver else 0], np.int64)
-            is_writing, moves = map(int, self._communicator.allreduce(state, "checkpoint.is_writing"))
+            is_writing, moves = map(
+                int, self._communicator.allreduce(state, "checkpoint.is_writing")
+            )
             if moves != self._moves:
                 self._moves = moves
                 self._go_on()
@@ -163,13 +196,16 @@ class Checkpoints:
                 folder.remove(name)
             if blind:
                 warn(
-                    f"rank {blind[0]} on {self._hosts[blind[0]]} does not see the run folder {self.run} of rank 0: for each checkpoint "
-                    "rank 0 gathers the whole training state in its memory; give run= a folder that all hosts share"
+                    f"rank {blind[0]} on {self._hosts[blind[0]]} does not see the run folder "
+                    f"{self.run} of rank 0: for each checkpoint "
+                    "rank 0 gathers the whole training state in its memory; give run= a folder "
+                    "that all hosts share"
                 )
         return not blind
 
     def _stop_writing(self, grace_s: float = 0.0) -> None:
-        """Waits, on a rank other than 0, until rank 0 needs it no more, or after grace_s nobody needs a part that has not begun."""
+        """Waits, on a rank other than 0, until rank 0 needs it no more, or after grace_s nobody
+        needs a part that has not begun."""
         if self._thread is not None:
             self._thread.join(grace_s)
             self._over.set()
@@ -177,12 +213,14 @@ class Checkpoints:
             self._thread = None
 
     def give_up(self) -> None:
-        """After ranks were lost: a checkpoint that each writes a part of, and that is under way, does not wait for theirs."""
+        """After ranks were lost: a checkpoint that each writes a part of, and that is under way,
+        does not wait for theirs."""
         self._lost.set()
         self._stop_writing()
 
     def roll_back(self) -> TrainState:
-        """Loads the newest good checkpoint into every rank, and returns its state. Every rank calls it.
+        """Loads the newest good checkpoint into every rank, and returns its state. Every rank calls
+        it.
 
         Raises UserError where none is good.
         """
@@ -194,14 +232,18 @@ class Checkpoints:
         """Loads the checkpoint whose evaluation was best; None where none was evaluated."""
         return self._load(best_good)
 
-    def _load(self, find: Callable[..., tuple[Checkpoint, Arrays, list[str]] | None]) -> TrainState | None:
+    def _load(
+        self, find: Callable[..., tuple[Checkpoint, Arrays, list[str]] | None]
+    ) -> TrainState | None:
         restored: Arrays | None = None
         self._wait_for_the_write_before()
 
         def read(moved: Callable[[], None]) -> TrainState | None:
             nonlocal restored
             self.close()
-            found = find(self.run, self._limit_bytes, mapped=self._learner.is_sharded, on_piece=moved)
+            found = find(
+                self.run, self._limit_bytes, mapped=self._learner.is_sharded, on_piece=moved
+            )
             if found is None:
                 return None
             restored = found[1]
@@ -220,9 +262,13 @@ class Checkpoints:
             while failure is None:
                 self.save(now)
                 self._wait_for_the_write_before()
-                failure = on_rank_0(self._communicator, lambda: self.saver.last_failure(now) if self.saver else "")
+                failure = on_rank_0(
+                    self._communicator, lambda: self.saver.last_failure(now) if self.saver else ""
+                )
             last = failure
-            return on_rank_0(self._communicator, lambda: LastWrite(last, bool(files.finished(self.run))))
+            return on_rank_0(
+                self._communicator, lambda: LastWrite(last, bool(files.finished(self.run)))
+            )
 
         def write(moved: Callable[[], None]) -> LastWrite:
             failure = self.saver.finish(now, self._learner, moved) if self.saver else ""

@@ -1,6 +1,8 @@
-"""The files of a checkpoint: arrays as safetensors, numbers as JSON, a checksum for each; complete or absent, never a pickle.
+"""The files of a checkpoint: arrays as safetensors, numbers as JSON, a checksum for each; complete
+or absent, never a pickle.
 
-An array file that several ranks have written has a checksum for each chunk, in a file beside it, which has one in SHA256SUMS.
+An array file that several ranks have written has a checksum for each chunk, in a file beside it,
+which has one in SHA256SUMS.
 """
 
 from __future__ import annotations
@@ -19,10 +21,21 @@ from typing import Any, NamedTuple
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.folder import NO_LINKS, UNFINISHED, Folder, WrongKind
 from hvdtrain.errors import UserError
-from hvdtrain.training.checkpoint.array_file import MOST_HEADER_BYTES, PIECE_BYTES, map_arrays, write_arrays
+from hvdtrain.training.checkpoint.array_file import (
+    MOST_HEADER_BYTES,
+    PIECE_BYTES,
+    map_arrays,
+    write_arrays,
+)
 from hvdtrain.training.checkpoint.shards import WrittenByAll
 from hvdtrain.training.checkpoint.shared_file import SYNC_BYTES
-from hvdtrain.training.checkpoint.sums import LINE_BYTES, as_text, check_chunks, count_chunks, sums_of
+from hvdtrain.training.checkpoint.sums import (
+    LINE_BYTES,
+    as_text,
+    check_chunks,
+    count_chunks,
+    sums_of,
+)
 from hvdtrain.training.progress.train_state import TrainState, from_json, to_json
 
 FORMAT = 4
@@ -32,18 +45,24 @@ PROGRESS = "progress.json"
 CHECKSUMS = "SHA256SUMS"
 # What reading a damaged or foreign file may raise.
 _PARSE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
-ASIDE = ".replaced"  # behind the name of a checkpoint that a new one of its step is about to replace
+ASIDE = (
+    ".replaced"  # behind the name of a checkpoint that a new one of its step is about to replace
+)
 _PROGRESS_BYTES = 2**26  # of a progress.json, which has the names of some 500,000 parameters then
 
 OpenFolder = Callable[[Path], Folder]  # RunLock.open, or Folder.open where nothing is locked
-Identity = dict[str, Any]  # what must not change within a job: the seed, and what is known of the data set; JSON
+Identity = dict[
+    str, Any
+]  # what must not change within a job: the seed, and what is known of the data set; JSON
 
 
 class Checkpoint(NamedTuple):
     folder: Path
     train_state: TrainState
     identity: Identity
-    names: dict[str, str]  # as Learner.state_dict_names(); empty where "p." and "b." are all that differs
+    names: dict[
+        str, str
+    ]  # as Learner.state_dict_names(); empty where "p." and "b." are all that differs
 
 
 class Damaged(UserError):
@@ -59,13 +78,20 @@ def write(
     open_run: OpenFolder = Folder.open,
     moved: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Writes checkpoints/step-00000120/ of an existing run folder; returns it. Raises OSError where it cannot; nothing of it stays then.
+    """Writes checkpoints/step-00000120/ of an existing run folder; returns it. Raises OSError where
+    it cannot; nothing of it stays then.
 
     moved: called whenever more of it is on the disk.
-    Complete or absent, also when the machine loses its power: every file, and both folders, are synced before and after the rename.
-    Two writers of one step never mix their files: each writes into a folder of its own.
+    Complete or absent, also when the machine loses its power: every file, and both folders, are
+    synced before and after the rename. Two writers of one step never mix their files: each writes
+    into a folder of its own.
     """
-    numbers = {"format": FORMAT, "identity": identity, "names": names or {}, "train_state": to_json(train_state)}
+    numbers = {
+        "format": FORMAT,
+        "identity": identity,
+        "names": names or {},
+        "train_state": to_json(train_state),
+    }
     name = name_of(train_state.progress.step)
     unfinished = unfinished_name(train_state.progress.step, secrets.token_hex(8))
     with open_run(run) as folder:
@@ -100,7 +126,8 @@ def _checkpoints_to_write(folder: Folder) -> Folder:
 
 
 def _give_name(checkpoints: Folder, unfinished: str, name: str) -> None:
-    """A checkpoint of this name, which is damaged or of the same step before its evaluation, counts until the new one is there."""
+    """A checkpoint of this name, which is damaged or of the same step before its evaluation, counts
+    until the new one is there."""
     if checkpoints.status(name) is not None:
         _remove(checkpoints, f"{name}{ASIDE}")
         with contextlib.suppress(FileNotFoundError):  # another job has just moved it
@@ -118,15 +145,25 @@ def file_of(name: str) -> str:
     return ARRAYS[name.startswith("s.")]
 
 
-def _write_files(folder: Folder, arrays: Arrays | WrittenByAll, numbers: dict[str, Any], moved: Callable[[], None]) -> None:
+def _write_files(
+    folder: Folder,
+    arrays: Arrays | WrittenByAll,
+    numbers: dict[str, Any],
+    moved: Callable[[], None],
+) -> None:
     """Each file is on the disk, and its checksum is that of the bytes that were in memory."""
     text = (json.dumps(numbers, indent=2, allow_nan=False) + "\n").encode()
     if len(text) > _PROGRESS_BYTES:
-        raise ValueError(f"{PROGRESS} would have {len(text)} bytes, where at most {_PROGRESS_BYTES} are read")
+        raise ValueError(
+            f"{PROGRESS} would have {len(text)} bytes, where at most {_PROGRESS_BYTES} are read"
+        )
     small = {PROGRESS: text}
     checksums = dict[str, str]()
     if isinstance(arrays, WrittenByAll):
-        small = {sums_of(name): as_text(chunks).encode() for name, chunks in arrays.fill(folder, moved).items()} | small
+        small = {
+            sums_of(name): as_text(chunks).encode()
+            for name, chunks in arrays.fill(folder, moved).items()
+        } | small
     else:
         for name in ARRAYS:
             of_file = {n: array for n, array in arrays.items() if file_of(n) == name}
@@ -134,7 +171,9 @@ def _write_files(folder: Folder, arrays: Arrays | WrittenByAll, numbers: dict[st
                 checksums[name] = write_arrays(file, of_file, on_piece=_Syncing(file, moved))
                 _sync(file)
     checksums |= {name: hashlib.sha256(data).hexdigest() for name, data in small.items()}
-    small[CHECKSUMS] = "".join(f"{checksum}  {name}\n" for name, checksum in checksums.items()).encode()
+    small[CHECKSUMS] = "".join(
+        f"{checksum}  {name}\n" for name, checksum in checksums.items()
+    ).encode()
     for name, data in small.items():
         with folder.create(name) as file:
             file.write(data)
@@ -163,7 +202,8 @@ def _sync(file: BufferedWriter) -> None:
 
 
 def read_numbers(folder: Path) -> Checkpoint:
-    """The numbers of a checkpoint; its arrays are neither read nor checked. Raises Damaged where they cannot be read."""
+    """The numbers of a checkpoint; its arrays are neither read nor checked. Raises Damaged where
+    they cannot be read."""
     try:
         with _open(folder) as files:
             tree = json.loads(files.read(PROGRESS, _PROGRESS_BYTES).decode())
@@ -179,9 +219,15 @@ def read_numbers(folder: Path) -> Checkpoint:
 
 
 def read_arrays(
-    folder: Path, limit_bytes: int, names: Sequence[str] = ARRAYS, *, mapped: bool = False, on_piece: Callable[[], None] = lambda: None
+    folder: Path,
+    limit_bytes: int,
+    names: Sequence[str] = ARRAYS,
+    *,
+    mapped: bool = False,
+    on_piece: Callable[[], None] = lambda: None,
 ) -> Arrays:
-    """The arrays of these files; `mapped`: where they lie on the disk, so that each takes memory only while it is used.
+    """The arrays of these files; `mapped`: where they lie on the disk, so that each takes memory
+    only while it is used.
 
     on_piece: called after each piece that was read and checked.
 
@@ -193,13 +239,22 @@ def read_arrays(
     arrays: Arrays = {}
     try:
         with _open(folder) as files:
-            lines = (line.partition("  ") for line in files.read(CHECKSUMS, _PROGRESS_BYTES).decode().splitlines())
+            lines = (
+                line.partition("  ")
+                for line in files.read(CHECKSUMS, _PROGRESS_BYTES).decode().splitlines()
+            )
             checksums = {file: checksum for checksum, _, file in lines}
             for name in (*ARRAYS, PROGRESS):
                 with files.open_file(name) as file:
-                    _check_length(file, _PROGRESS_BYTES if name == PROGRESS else limit_bytes, has_header=name != PROGRESS)
+                    _check_length(
+                        file,
+                        _PROGRESS_BYTES if name == PROGRESS else limit_bytes,
+                        has_header=name != PROGRESS,
+                    )
                     if name not in checksums and sums_of(name) in checksums:
-                        check_chunks(file, _read_chunk_sums(files, file, sums_of(name), checksums), on_piece)
+                        check_chunks(
+                            file, _read_chunk_sums(files, file, sums_of(name), checksums), on_piece
+                        )
                     elif checksums.get(name) != _checksum(file, on_piece):
                         raise ValueError("its checksum is not the one in SHA256SUMS")
                     if name in names:
@@ -209,8 +264,11 @@ def read_arrays(
     return arrays
 
 
-def _read_chunk_sums(files: Folder, file: BufferedReader, name: str, checksums: Mapping[str, str]) -> str:
-    """The text file `name`, with a line for each chunk of a file. Raises ValueError where it is not what was written."""
+def _read_chunk_sums(
+    files: Folder, file: BufferedReader, name: str, checksums: Mapping[str, str]
+) -> str:
+    """The text file `name`, with a line for each chunk of a file. Raises ValueError where it is not
+    what was written."""
     data = files.read(name, LINE_BYTES * count_chunks(os.fstat(file.fileno()).st_size))
     if checksums[name] != hashlib.sha256(data).hexdigest():
         raise ValueError(f"the checksum of {name} is not the one in SHA256SUMS")
@@ -239,29 +297,44 @@ def name_of(step: int) -> str:
 
 
 def finished(run: Path) -> list[Path]:
-    """Folders of checkpoints, by step; each was complete when it was written. Raises UserError where they cannot be listed."""
+    """Folders of checkpoints, by step; each was complete when it was written. Raises UserError
+    where they cannot be listed."""
     try:
         with Folder.open(run, "checkpoints") as checkpoints:
-            found = {name for name in checkpoints.names() if name.startswith("step-") and _number(name).isdecimal()}
+            found = {
+                name
+                for name in checkpoints.names()
+                if name.startswith("step-") and _number(name).isdecimal()
+            }
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         fix = NO_LINKS if isinstance(error, WrongKind) else "give a run folder that can be read"
-        raise UserError(f"cannot read the checkpoints: {error.strerror or error}", str(run / "checkpoints"), fix) from None
-    alone = [name for name in found if not name.endswith(ASIDE) or name.removesuffix(ASIDE) not in found]
-    return [run / "checkpoints" / name for name in sorted(alone, key=lambda name: int(_number(name)))]
+        raise UserError(
+            f"cannot read the checkpoints: {error.strerror or error}", str(run / "checkpoints"), fix
+        ) from None
+    alone = [
+        name for name in found if not name.endswith(ASIDE) or name.removesuffix(ASIDE) not in found
+    ]
+    return [
+        run / "checkpoints" / name for name in sorted(alone, key=lambda name: int(_number(name)))
+    ]
 
 
 def _number(name: str) -> str:
     return name.removeprefix("step-").removesuffix(ASIDE)
 
 
-def prune(run: Path, keep_last: int, keep_best: int, written: Path, open_run: OpenFolder = Folder.open) -> None:
-    """Removes all but the newest, the best, those that a script asked for and the one that was just written; and the leftovers of writes
-    that were cut off.
+def prune(
+    run: Path, keep_last: int, keep_best: int, written: Path, open_run: OpenFolder = Folder.open
+) -> None:
+    """Removes all but the newest, the best, those that a script asked for and the one that was just
+    written; and the leftovers of writes that were cut off.
     """
     folders = finished(run)
-    older = folders[: folders.index(written) + 1]  # newer ones are damaged: the job went on from one before them
+    older = folders[
+        : folders.index(written) + 1
+    ]  # newer ones are damaged: the job went on from one before them
     keep = {*older[-keep_last:], *best(folders, keep_best), *asked_for(older[:-keep_last])}
     with open_run(run) as opened, opened.folder("checkpoints") as checkpoints:
         _remove_leftovers(checkpoints)
@@ -271,10 +344,13 @@ def prune(run: Path, keep_last: int, keep_best: int, written: Path, open_run: Op
 
 
 def _remove_leftovers(checkpoints: Folder) -> None:
-    """What writes and removals that were cut off have left; a checkpoint that was about to be replaced stays where no other is there."""
+    """What writes and removals that were cut off have left; a checkpoint that was about to be
+    replaced stays where no other is there."""
     names = set(checkpoints.names())
     for name in names:
-        if name.startswith(".step-") or (name.endswith(ASIDE) and name.removesuffix(ASIDE) in names):
+        if name.startswith(".step-") or (
+            name.endswith(ASIDE) and name.removesuffix(ASIDE) in names
+        ):
             _remove(checkpoints, name)
 
 
@@ -291,7 +367,8 @@ def remove_leftovers(run: Path) -> None:
 
 
 def _remove(checkpoints: Folder, name: str) -> None:
-    """Under another name first: a half-removed checkpoint must not look like one. What cannot be removed stays until the next time."""
+    """Under another name first: a half-removed checkpoint must not look like one. What cannot be
+    removed stays until the next time."""
     hidden = f".{name.lstrip('.')}.{secrets.token_hex(8)}.removed"
     with contextlib.suppress(OSError):
         checkpoints.rename(name, hidden)
@@ -304,7 +381,8 @@ def asked_for(folders: list[Path]) -> list[Path]:
 
 
 def best(folders: list[Path], count: int) -> list[Path]:
-    """Checkpoints that are best in the task's objective, the earlier first among equals; only where one was just evaluated."""
+    """Checkpoints that are best in the task's objective, the earlier first among equals; only where
+    one was just evaluated."""
     return best_first(_states(folders if count else []))[:count]
 
 
@@ -318,11 +396,20 @@ def _states(folders: list[Path]) -> dict[Path, TrainState]:
 
 
 def best_first(states: Mapping[Path, TrainState]) -> list[Path]:
-    """Checkpoints, of some given oldest first, that were evaluated at their own step, on as many samples as the newest one of them."""
-    rated = {folder: state for folder, state in states.items() if state.evaluated == state.progress.step and not math.isnan(state.last)}
+    """Checkpoints, of some given oldest first, that were evaluated at their own step, on as many
+    samples as the newest one of them."""
+    rated = {
+        folder: state
+        for folder, state in states.items()
+        if state.evaluated == state.progress.step and not math.isnan(state.last)
+    }
     newest = next(reversed(rated.values()), None)
-    same = [folder for folder, state in rated.items() if newest is not None and state.comparable(newest)]
-    return sorted(same, key=lambda folder: (rated[folder].rank_of_last, rated[folder].progress.step))
+    same = [
+        folder for folder, state in rated.items() if newest is not None and state.comparable(newest)
+    ]
+    return sorted(
+        same, key=lambda folder: (rated[folder].rank_of_last, rated[folder].progress.step)
+    )
 
 
 def _open(folder: Path) -> Folder:
@@ -331,14 +418,17 @@ def _open(folder: Path) -> Folder:
 
 
 def _check_length(file: BufferedReader, most_bytes: int, has_header: bool) -> None:
-    """Raises ValueError for a file that is too large, or is longer or shorter than its header says, before all of it is read."""
+    """Raises ValueError for a file that is too large, or is longer or shorter than its header says,
+    before all of it is read."""
     size = os.fstat(file.fileno()).st_size
     if size > most_bytes:
         raise ValueError(f"{size} bytes, where this model and optimizer have at most {most_bytes}")
     if not has_header:
         return
     length = int.from_bytes(file.read(8), "little")
-    raw_header = file.read(min(length, MOST_HEADER_BYTES))  # no longer than the file; a parsed header may take 20 times its bytes
+    raw_header = file.read(
+        min(length, MOST_HEADER_BYTES)
+    )  # no longer than the file; a parsed header may take 20 times its bytes
     file.seek(0)
     try:
         header = json.loads(raw_header)
@@ -350,6 +440,14 @@ def _check_length(file: BufferedReader, most_bytes: int, has_header: bool) -> No
 
 
 def _damaged(folder: Path, name: str, error: Exception) -> Damaged:
-    kind = "" if isinstance(error, (OSError, ValueError)) and str(error) else f"{type(error).__name__}: "
+    kind = (
+        ""
+        if isinstance(error, (OSError, ValueError)) and str(error)
+        else f"{type(error).__name__}: "
+    )
     what = error.strerror if isinstance(error, OSError) and error.strerror else f"{kind}{error}"
-    return Damaged(f"the checkpoint is damaged: {name}: {what}", str(folder), "use the checkpoint before it, or another run folder")
+    return Damaged(
+        f"the checkpoint is damaged: {name}: {what}",
+        str(folder),
+        "use the checkpoint before it, or another run folder",
+    )

@@ -1,4 +1,5 @@
-"""checkpoint.every=auto: the time between two checkpoints that costs a job least, from what one costs and how often the job is lost."""
+"""checkpoint.every=auto: the time between two checkpoints that costs a job least, from what one
+costs and how often the job is lost."""
 
 from __future__ import annotations
 
@@ -11,11 +12,17 @@ from typing import NamedTuple
 
 from hvdtrain.core.folder import Folder
 
-UNKNOWN_MTBF_S = 24 * 3600.0  # assumed before the run has told anything: counts as one fault in that time
+UNKNOWN_MTBF_S = (
+    24 * 3600.0
+)  # assumed before the run has told anything: counts as one fault in that time
 LONGEST_S = 24 * 3600.0  # where checkpoint.every_minutes sets no bound
 SHORTEST_S = 10.0
-SHORTEST = 10.0  # times what a checkpoint takes, the write in the background included: the disk has nine tenths of the time for others
-_OF_LAST = 5  # checkpoints, of whose costs the median counts: where others use the machine one may take ten times as long as the next
+# times what a checkpoint takes, the write in the background included: the disk has nine tenths of
+# the time for others
+SHORTEST = 10.0
+# checkpoints, of whose costs the median counts: where others use the machine one may take ten times
+# as long as the next
+_OF_LAST = 5
 _TOLD = 1.5  # a line tells of an interval that has changed by so much
 
 _EVENT = re.compile(rb'\{"time": ?([0-9.]+), ?"kind": ?"(\w+)"')
@@ -23,10 +30,11 @@ _STREAM_BYTES = 2**22
 
 
 def optimal_interval_s(cost_s: float, mtbf_s: float) -> float:
-    """Seconds of training between two checkpoints, of which each stops it for cost_s, where faults are mtbf_s apart on average.
+    """Seconds of training between two checkpoints, of which each stops it for cost_s, where faults
+    are mtbf_s apart on average.
 
-    Young 1974 (Comm. ACM 17(9)): sqrt(2 C M); with the higher order of Daly 2006 (Future Gener. Comput. Syst. 22(3), eq. 37), which is M
-    where a checkpoint costs 2 M or more.
+    Young 1974 (Comm. ACM 17(9)): sqrt(2 C M); with the higher order of Daly 2006 (Future Gener.
+    Comput. Syst. 22(3), eq. 37), which is M where a checkpoint costs 2 M or more.
     """
     if cost_s >= 2 * mtbf_s:
         return mtbf_s
@@ -47,7 +55,8 @@ class Faults(NamedTuple):
 
 
 def faults_of(run: Path) -> Faults:
-    """Faults in events.jsonl: ranks that were lost, starts that failed, and starts without an end before the next one."""
+    """Faults in events.jsonl: ranks that were lost, starts that failed, and starts without an end
+    before the next one."""
     count = 0
     seconds = 0.0
     open_since = math.nan
@@ -75,17 +84,21 @@ def faults_of(run: Path) -> Faults:
                 last_s = time_s
     except OSError:
         return Faults()
-    return Faults(count, seconds + (0.0 if math.isnan(open_since) else max(0.0, last_s - open_since)))
+    return Faults(
+        count, seconds + (0.0 if math.isnan(open_since) else max(0.0, last_s - open_since))
+    )
 
 
 class AutoInterval:
     """The interval of checkpoints on rank 0, which decides for all ranks at a sync point.
 
-    mtbf_hours: guard.mtbf_hours; without it what the run's events tell. longest_s: checkpoint.every_minutes. A checkpoint that is not
-    written yet is taken to cost guessed_s.
+    mtbf_hours: guard.mtbf_hours; without it what the run's events tell. longest_s:
+    checkpoint.every_minutes. A checkpoint that is not written yet is taken to cost guessed_s.
     """
 
-    def __init__(self, run: Path, mtbf_hours: float | None, longest_s: float | None, guessed_s: float) -> None:
+    def __init__(
+        self, run: Path, mtbf_hours: float | None, longest_s: float | None, guessed_s: float
+    ) -> None:
         self._run = run
         self._mtbf_hours = mtbf_hours
         self._longest_s = LONGEST_S if longest_s is None else longest_s
@@ -96,7 +109,8 @@ class AutoInterval:
         self._set(guessed_s, guessed_s)
 
     def measured(self, pause_s: float, write_s: float) -> str:
-        """After a checkpoint for which training paused, and which a thread wrote; returns a line where the interval has changed."""
+        """After a checkpoint for which training paused, and which a thread wrote; returns a line
+        where the interval has changed."""
         self._costs.append((pause_s, pause_s + write_s))
         cost_s, whole_s = map(statistics.median_low, zip(*self._costs, strict=True))
         self._set(cost_s, whole_s)
@@ -104,7 +118,10 @@ class AutoInterval:
         if not changed:
             return ""
         self._told_s = self.seconds
-        return f"checkpoint every {_text(self.seconds)}{self._bound}: it stops training for {cost_s:.3g} s, a fault every {self._why}"
+        return (
+            f"checkpoint every {_text(self.seconds)}{self._bound}: it stops training for "
+            f"{cost_s:.3g} s, a fault every {self._why}"
+        )
 
     def _set(self, pause_s: float, whole_s: float) -> None:
         mtbf_s = self._mtbf_s()
@@ -115,7 +132,11 @@ class AutoInterval:
         if self.seconds == self._longest_s < best_s:
             self._bound = " (checkpoint.every_minutes)"
         elif self.seconds > best_s:
-            self._bound = " (the shortest)" if self.seconds == SHORTEST_S else f" ({SHORTEST:g} times what its write takes)"
+            self._bound = (
+                " (the shortest)"
+                if self.seconds == SHORTEST_S
+                else f" ({SHORTEST:g} times what its write takes)"
+            )
 
     def _mtbf_s(self) -> float:
         if self._mtbf_hours is not None:

@@ -1,4 +1,5 @@
-"""What a job resumes from: the newest good checkpoint of a run folder, if it belongs to this job."""
+"""What a job resumes from: the newest good checkpoint of a run folder, if it belongs to this
+job."""
 
 from __future__ import annotations
 
@@ -32,7 +33,11 @@ from hvdtrain.training.checkpoint.files import Checkpoint, Damaged, Identity
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.progress.triggers import stop_reason, time_is_over
 
-_OF_OBJECTS = ("data.task", "data.loss.", "data.metrics.")  # of a script that gives a task as functions
+_OF_OBJECTS = (
+    "data.task",
+    "data.loss.",
+    "data.metrics.",
+)  # of a script that gives a task as functions
 _OF_CONFIG = "the data and seed that the run folder's config.yaml names"
 _OF_INPUTS = {"data.mean": 0.0, "data.std": 1.0}  # where x is as the data have it
 _FIRST_EVENT_BYTES = 2**20  # a start event has some kilobytes
@@ -58,10 +63,12 @@ def find_resume_point(
     mapped: bool = False,
     on_piece: Callable[[], None] = lambda: None,
 ) -> tuple[ResumePoint, Arrays | None]:
-    """On rank 0: the state to resume from and its arrays, None for a new job, whose state is `beginning`.
+    """On rank 0: the state to resume from and its arrays, None for a new job, whose state is
+    `beginning`.
 
-    run: as former_run(); shapes: of the job's own arrays, with which advice is compared; mapped, on_piece: as read_arrays().
-    Raises UserError where no checkpoint is good, or the newest good one is of another job.
+    run: as former_run(); shapes: of the job's own arrays, with which advice is compared; mapped,
+    on_piece: as read_arrays(). Raises UserError where no checkpoint is good, or the newest good one
+    is of another job.
     """
     if run is None:
         return ResumePoint(None, beginning, [], []), None
@@ -82,26 +89,49 @@ def find_resume_point(
             before = train_state.views
             now = beginning.views
             of = f"view{'s' if beginning.views > 1 else ''} of each sample"
-        counts = ", stop.patience and the count of recipe.schedule=plateau" if config.recipe.schedule == "plateau" else " and stop.patience"
-        notes.append(f"evaluations are of {now:,} {of}, and were of {before:,}: the best one{counts} begin anew")
+        counts = (
+            ", stop.patience and the count of recipe.schedule=plateau"
+            if config.recipe.schedule == "plateau"
+            else " and stop.patience"
+        )
+        notes.append(
+            f"evaluations are of {now:,} {of}, and were of {before:,}: the best one{counts} begin "
+            "anew"
+        )
         train_state = train_state.forget_evaluations()
-    train_state = dataclasses.replace(train_state, evaluates=beginning.evaluates, views=beginning.views)
+    train_state = dataclasses.replace(
+        train_state, evaluates=beginning.evaluates, views=beginning.views
+    )
     try:
         changed = changes(run, config)
     except UserError as error:
-        return ResumePoint(run, ended_by_hook(train_state, []), [*notes, f"changed keys are unknown: {error.what}"], None), arrays
+        return ResumePoint(
+            run,
+            ended_by_hook(train_state, []),
+            [*notes, f"changed keys are unknown: {error.what}"],
+            None,
+        ), arrays
     train_state = ended_by_hook(train_state, changed)
     refuse_another_optimizer(changed, config, run)
     refuse_another_model(changed, config, run)
-    misfit = "" if shapes is None else _misfit(config, shapes, {name: array.shape for name, array in arrays.items()})
+    misfit = (
+        ""
+        if shapes is None
+        else _misfit(config, shapes, {name: array.shape for name, array in arrays.items()})
+    )
     refuse_another_job(changed, config, run, train_state, misfit)
     _refuse_copy(config, run, train_state)
-    return ResumePoint(run, train_state, notes + [str(change) for change in changed], changed), arrays
+    return ResumePoint(
+        run, train_state, notes + [str(change) for change in changed], changed
+    ), arrays
 
 
 def _misfit(config: Config, job: Shapes, checkpoint: Shapes) -> str:
-    """Why arrays of a checkpoint are not those of this job: the state lacks b.norm1.running_mean; empty where they are."""
-    compared = ("p.", "b.") if is_dotted(config.optim.name) else ("p.", "b.", "s.")  # the state of a user's class comes with its first step
+    """Why arrays of a checkpoint are not those of this job: the state lacks b.norm1.running_mean;
+    empty where they are."""
+    compared = (
+        ("p.", "b.") if is_dotted(config.optim.name) else ("p.", "b.", "s.")
+    )  # the state of a user's class comes with its first step
     ours = {name: shape for name, shape in job.items() if name.startswith(compared)}
     theirs = {name: shape for name, shape in checkpoint.items() if name.startswith(compared)}
     if config.parallel.pipeline > 1:  # rank 0 has the arrays of its stage alone
@@ -114,17 +144,23 @@ def _misfit(config: Config, job: Shapes, checkpoint: Shapes) -> str:
 
 
 def former_run(config: Config) -> Path | None:
-    """The run folder to go on from: run's own once it has a checkpoint of this command, else resume's."""
+    """The run folder to go on from: run's own once it has a checkpoint of this command, else
+    resume's."""
     run = Path(config.run).expanduser() if config.run is not None else None
     if config.resume == "no":
         return None
-    if run is not None and files.finished(run) and (config.resume == "auto" or began_from(run) == config.resume):
+    if (
+        run is not None
+        and files.finished(run)
+        and (config.resume == "auto" or began_from(run) == config.resume)
+    ):
         return run
     return None if config.resume == "auto" else Path(config.resume).expanduser()
 
 
 def began_from(run: Path) -> str:
-    """resume= of the command that began a run: the field resumed_from of its first event; empty where that cannot be read."""
+    """resume= of the command that began a run: the field resumed_from of its first event; empty
+    where that cannot be read."""
     try:
         with Folder.open(run) as folder, folder.open_file("events.jsonl") as file:
             first = json.loads(file.readline(_FIRST_EVENT_BYTES))
@@ -134,17 +170,30 @@ def began_from(run: Path) -> str:
 
 
 def _refuse_copy(config: Config, run: Path, now: TrainState) -> None:
-    """Raises UserError where a job that is over would be copied into another folder, and nothing be trained there."""
+    """Raises UserError where a job that is over would be copied into another folder, and nothing be
+    trained there."""
     over = stop_reason(config, now)
     if over and config.run is not None and Path(config.run).expanduser().resolve() != run.resolve():
-        fix = f"to train on: {resume_command(config, run, f'run={config.run}', *further(config, now))}"
-        raise UserError(f"{run} is over ({over}): nothing would be trained in {config.run}", config.where("resume"), fix)
+        fix = (
+            "to train on: "
+            f"{resume_command(config, run, f'run={config.run}', *further(config, now))}"
+        )
+        raise UserError(
+            f"{run} is over ({over}): nothing would be trained in {config.run}",
+            config.where("resume"),
+            fix,
+        )
 
 
 def newest_good(
-    run: Path, limit_bytes: int, *, mapped: bool = False, on_piece: Callable[[], None] = lambda: None
+    run: Path,
+    limit_bytes: int,
+    *,
+    mapped: bool = False,
+    on_piece: Callable[[], None] = lambda: None,
 ) -> tuple[Checkpoint, Arrays, list[str]]:
-    """The newest checkpoint of a run that is as it was written, its arrays, and a line for each newer one that is not.
+    """The newest checkpoint of a run that is as it was written, its arrays, and a line for each
+    newer one that is not.
 
     mapped, on_piece: as read_arrays(). Raises UserError where there is none.
     """
@@ -152,9 +201,14 @@ def newest_good(
 
 
 def best_good(
-    run: Path, limit_bytes: int, *, mapped: bool = False, on_piece: Callable[[], None] = lambda: None
+    run: Path,
+    limit_bytes: int,
+    *,
+    mapped: bool = False,
+    on_piece: Callable[[], None] = lambda: None,
 ) -> tuple[Checkpoint, Arrays, list[str]] | None:
-    """The good checkpoint that was best in the task's objective when it was evaluated; None where none was evaluated."""
+    """The good checkpoint that was best in the task's objective when it was evaluated; None where
+    none was evaluated."""
     folders = files.finished(run)
     rated = files.best(folders, len(folders))
     return _first_good(run, rated, limit_bytes, mapped, on_piece) if rated else None
@@ -167,13 +221,26 @@ def _first_good(
     for folder in folders:
         try:
             found = files.read_numbers(folder)
-            return found, files.read_arrays(folder, limit_bytes, mapped=mapped, on_piece=on_piece), notes
+            return (
+                found,
+                files.read_arrays(folder, limit_bytes, mapped=mapped, on_piece=on_piece),
+                notes,
+            )
         except Damaged as error:
-            notes.append(f"damaged {folder.name} is skipped: {error.what.removeprefix('the checkpoint is damaged: ')}")
+            notes.append(
+                f"damaged {folder.name} is skipped: "
+                f"{error.what.removeprefix('the checkpoint is damaged: ')}"
+            )
     if notes:
         fix = f"repair or remove {run / 'checkpoints'}; without it the job starts over"
-        raise UserError(f"no checkpoint of {run} is good: {notes[0]}", str(run / "checkpoints"), fix)
-    raise UserError(f"no checkpoint in {run}", "resume", "give the run folder: it has a folder checkpoints/step-...")
+        raise UserError(
+            f"no checkpoint of {run} is good: {notes[0]}", str(run / "checkpoints"), fix
+        )
+    raise UserError(
+        f"no checkpoint in {run}",
+        "resume",
+        "give the run folder: it has a folder checkpoints/step-...",
+    )
 
 
 def check_identity(found: Checkpoint, identity: Identity) -> None:
@@ -185,8 +252,14 @@ def check_identity(found: Checkpoint, identity: Identity) -> None:
     if all(theirs.get(name) == value for name, value in ours.items() if name not in _OF_INPUTS):
         _check_inputs(found, theirs, ours)
     for name, value in ours.items():
-        if theirs.get(name) != value or (name == "data.samples" and found.train_state.progress.dataset != value):
-            same = "the loss and metrics that the run began with" if name.startswith(_OF_OBJECTS) else _OF_CONFIG
+        if theirs.get(name) != value or (
+            name == "data.samples" and found.train_state.progress.dataset != value
+        ):
+            same = (
+                "the loss and metrics that the run began with"
+                if name.startswith(_OF_OBJECTS)
+                else _OF_CONFIG
+            )
             fix = f"give {same}; or start another job: run=ANOTHER resume=no"
             before, now = _first_difference(theirs.get(name), value)
             what = f"the checkpoint has another {name}: {before!r:.80}, this job has {now!r:.80}"
@@ -194,20 +267,36 @@ def check_identity(found: Checkpoint, identity: Identity) -> None:
 
 
 def _first_difference(theirs: Any, ours: Any) -> tuple[Any, Any]:
-    """The first entries that differ, of lists in lists of the same length, and what else is there whole."""
-    if isinstance(theirs, list) and isinstance(ours, list) and len(theirs) == len(ours) and len(repr(theirs)) > 80:
-        return next((_first_difference(a, b) for a, b in zip(theirs, ours, strict=True) if a != b), (theirs, ours))
+    """The first entries that differ, of lists in lists of the same length, and what else is there
+    whole."""
+    if (
+        isinstance(theirs, list)
+        and isinstance(ours, list)
+        and len(theirs) == len(ours)
+        and len(repr(theirs)) > 80
+    ):
+        return next(
+            (_first_difference(a, b) for a, b in zip(theirs, ours, strict=True) if a != b),
+            (theirs, ours),
+        )
     return theirs, ours
 
 
 def _check_inputs(found: Checkpoint, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Raises UserError where x is standardized in one of them alone: by task.standardize, or by a version with another default."""
+    """Raises UserError where x is standardized in one of them alone: by task.standardize, or by a
+    version with another default."""
     before, now = (_is_standardized(identity) for identity in (theirs, ours))
     if before != now:
         words = {True: "less its mean, over its deviation", False: "as the data have it"}
-        what = f"the model of the checkpoint got x {words[before]}, this job would give it x {words[now]}"
+        what = (
+            f"the model of the checkpoint got x {words[before]}, this job would give it x "
+            f"{words[now]}"
+        )
         raise UserError(
-            what, str(found.folder), f"resume=RUN task.standardize={str(before).lower()}; or start another job: run=ANOTHER resume=no"
+            what,
+            str(found.folder),
+            f"resume=RUN task.standardize={str(before).lower()}; or start another job: "
+            "run=ANOTHER resume=no",
         )
 
 
@@ -217,10 +306,19 @@ def _is_standardized(identity: Mapping[str, Any]) -> bool:
 
 
 def check_sums(found: Checkpoint, beginning: TrainState) -> None:
-    """Raises UserError where a checkpoint was trained with other metrics than the task declares now."""
+    """Raises UserError where a checkpoint was trained with other metrics than the task declares
+    now."""
     theirs = found.train_state
     ours = beginning
-    if theirs.sums.keys() != ours.sums.keys() or (theirs.objective, theirs.better) != (ours.objective, ours.better):
-        what = f"the checkpoint has the sums {', '.join(sorted(theirs.sums))} and the objective {theirs.objective}, this task has "
+    if theirs.sums.keys() != ours.sums.keys() or (theirs.objective, theirs.better) != (
+        ours.objective,
+        ours.better,
+    ):
+        what = (
+            f"the checkpoint has the sums {', '.join(sorted(theirs.sums))} and the objective "
+            f"{theirs.objective}, this task has "
+        )
         what += f"{', '.join(sorted(ours.sums))} and {ours.objective}"
-        raise UserError(what, str(found.folder), "the task that the run began with, or another run=")
+        raise UserError(
+            what, str(found.folder), "the task that the run began with, or another run="
+        )

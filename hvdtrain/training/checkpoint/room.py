@@ -1,4 +1,5 @@
-"""Room on the disk for a checkpoint: what is missing, in words, and which older checkpoint the last one of a job may replace."""
+"""Room on the disk for a checkpoint: what is missing, in words, and which older checkpoint the last
+one of a job may replace."""
 
 from __future__ import annotations
 
@@ -23,12 +24,15 @@ def needed_bytes(array_bytes: int) -> int:
 
 
 def describe(error: OSError, run: Path, needed: int) -> str:
-    """Why a checkpoint of so many bytes is not there: "no room on the disk: needs 1.412 MB, 0.310 MB free"."""
+    """Why a checkpoint of so many bytes is not there: "no room on the disk: needs 1.412 MB, 0.310
+    MB free"."""
     if error.errno not in _ERRORS:
         return f"{error.strerror or error}"
     free = free_bytes(run)
     quota = "" if free is None or free < needed else ", of which a quota leaves less"
-    return f"{NO_ROOM}: needs {_megabytes(needed)}" + ("" if free is None else f", {_megabytes(free)} free{quota}")
+    return f"{NO_ROOM}: needs {_megabytes(needed)}" + (
+        "" if free is None else f", {_megabytes(free)} free{quota}"
+    )
 
 
 def _megabytes(size: int) -> str:
@@ -48,8 +52,14 @@ def free_bytes(run: Path) -> int | None:
 def cannot_write(error: OSError, where: str) -> UserError:
     """The error for a run folder that does not take its first files."""
     if error.errno in _ERRORS:
-        return UserError(f"cannot write the run folder: {NO_ROOM}", where, "make room, or give run= a folder on another disk")
-    return UserError(f"cannot write the run folder: {error}", where, "give run= a folder that can be written")
+        return UserError(
+            f"cannot write the run folder: {NO_ROOM}",
+            where,
+            "make room, or give run= a folder on another disk",
+        )
+    return UserError(
+        f"cannot write the run folder: {error}", where, "give run= a folder that can be written"
+    )
 
 
 def check_room(run: Path, needed: int) -> None:
@@ -57,13 +67,19 @@ def check_room(run: Path, needed: int) -> None:
     free = free_bytes(run)
     if free is not None and free < needed:
         fix = "make room, or give run= a folder on another disk"
-        raise UserError(f"{NO_ROOM} for a checkpoint: needs {_megabytes(needed)}, {_megabytes(free)} free", str(run), fix)
+        raise UserError(
+            f"{NO_ROOM} for a checkpoint: needs {_megabytes(needed)}, {_megabytes(free)} free",
+            str(run),
+            fix,
+        )
 
 
 def give_up_one(run: Path, needed: int, keep_best: int, limit_bytes: int) -> int | None:
-    """Removes the oldest checkpoint before the newest good one, those to be kept last; returns its step.
+    """Removes the oldest checkpoint before the newest good one, those to be kept last; returns its
+    step.
 
-    None where nothing is removed: there is none before it, or all of them together are not enough. limit_bytes: as read_arrays().
+    None where nothing is removed: there is none before it, or all of them together are not enough.
+    limit_bytes: as read_arrays().
     """
     older = _before_the_newest_good(run, limit_bytes)
     free = free_bytes(run)

@@ -1,4 +1,5 @@
-"""When rank 0 writes a checkpoint, and the thread that writes it: training waits for a copy of the state only."""
+"""When rank 0 writes a checkpoint, and the thread that writes it: training waits for a copy of the
+state only."""
 
 from __future__ import annotations
 
@@ -64,18 +65,25 @@ class WriteResult(NamedTuple):
 
 
 def check_finite(arrays: Arrays) -> None:
-    """Raises Diverged where a weight or optimizer state is not finite. A buffer may hold infinity on purpose, as a mask does."""
+    """Raises Diverged where a weight or optimizer state is not finite. A buffer may hold infinity
+    on purpose, as a mask does."""
     for name, array in arrays.items():
         if not name.startswith("b.") and array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise Diverged(f"{name} is not finite", "checkpoint", "a lower optim.base_lr; the checkpoint before is good")
+            raise Diverged(
+                f"{name} is not finite",
+                "checkpoint",
+                "a lower optim.base_lr; the checkpoint before is good",
+            )
 
 
 class Saver:
-    """Writes checkpoints, on rank 0. Call save_if_due() after every sync point; no collective is inside. Emits events in the main thread.
+    """Writes checkpoints, on rank 0. Call save_if_due() after every sync point; no collective is
+    inside. Emits events in the main thread.
 
-    limit_bytes: that a file of a checkpoint can have; an eighth of it is a guess of its size. record_config: writes the configuration
-    with which this job trains to config.yaml, or raises OSError; it is called once there are weights that were trained with it.
-    open_run: opens the run folder to write in it. mtbf_hours: guard.mtbf_hours, for checkpoint.every=auto.
+    limit_bytes: that a file of a checkpoint can have; an eighth of it is a guess of its size.
+    record_config: writes the configuration with which this job trains to config.yaml, or raises
+    OSError; it is called once there are weights that were trained with it. open_run: opens the run
+    folder to write in it. mtbf_hours: guard.mtbf_hours, for checkpoint.every=auto.
     """
 
     def __init__(
@@ -103,7 +111,10 @@ class Saver:
         self._failed = False
         self._due_step = -1  # the last step that was due
         self._kept_step = -1  # of the newest checkpoint that is to be kept
-        self.newest = (-1, 0)  # (step, step of its last evaluation) of the newest checkpoint of this run on the disk
+        self.newest = (
+            -1,
+            0,
+        )  # (step, step of its last evaluation) of the newest checkpoint of this run on the disk
         self._limit_bytes = limit_bytes
         self._told = ""  # why the last writes failed, as the user knows
         self._given_up: list[int] = []  # steps of checkpoints that were removed for the last one
@@ -112,16 +123,24 @@ class Saver:
         self.longest_s = limit_bytes / 8 / SLOW_DISK  # pause and write together
         self.measured_s = 0.0  # of the longest that this process has written
         longest_s = None if config.every_minutes is None else 60 * config.every_minutes
-        self._auto = AutoInterval(run, mtbf_hours, longest_s, self.longest_s) if config.every == "auto" else None
+        self._auto = (
+            AutoInterval(run, mtbf_hours, longest_s, self.longest_s)
+            if config.every == "auto"
+            else None
+        )
         self._fixed_s = longest_s
 
     def resume_from(self, now: TrainState) -> None:
-        """A checkpoint of this run that the job goes on from is not written again: for a moment there would be none."""
-        if any(folder.name == files.name_of(now.progress.step) for folder in files.finished(self._run)):
+        """A checkpoint of this run that the job goes on from is not written again: for a moment
+        there would be none."""
+        if any(
+            folder.name == files.name_of(now.progress.step) for folder in files.finished(self._run)
+        ):
             self.newest = (now.progress.step, now.evaluated)
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is due at the sync point after `step` steps; call it before, so that the ranks are compared there."""
+        """Whether a checkpoint is due at the sync point after `step` steps; call it before, so that
+        the ranks are compared there."""
         if self._thread and not self._thread.is_alive():
             self._collect()
         every_steps = self._config.every_steps
@@ -142,7 +161,8 @@ class Saver:
             self.save(now, learner)
 
     def save(self, now: TrainState, learner: Source) -> None:
-        """Waits for the write before this one, copies the state, and writes in the background; not what is on the disk already."""
+        """Waits for the write before this one, copies the state, and writes in the background; not
+        what is on the disk already."""
         began = time.perf_counter()
         if not self.wants(now):
             return
@@ -152,11 +172,16 @@ class Saver:
         names = learner.state_dict_names()
         self._tried_s = self._clock()
         pause_s = time.perf_counter() - began
-        self._thread = threading.Thread(target=self._write, args=(now, arrays, names, pause_s), name="checkpoint")
+        self._thread = threading.Thread(
+            target=self._write, args=(now, arrays, names, pause_s), name="checkpoint"
+        )
         self._thread.start()
 
-    def finish(self, now: TrainState, learner: Source, moved: Callable[[], None] = lambda: None) -> str:
-        """Returns once the last checkpoint is on the disk: empty, or why it is not there. It may replace older ones, which is said.
+    def finish(
+        self, now: TrainState, learner: Source, moved: Callable[[], None] = lambda: None
+    ) -> str:
+        """Returns once the last checkpoint is on the disk: empty, or why it is not there. It may
+        replace older ones, which is said.
 
         moved: called in this thread while a write moves on.
         """
@@ -168,14 +193,17 @@ class Saver:
                 return failure
 
     def last_failure(self, now: TrainState) -> str | None:
-        """After save() of the last checkpoint: empty once it is on the disk, why it will not be, or None where it is to be tried again."""
+        """After save() of the last checkpoint: empty once it is on the disk, why it will not be, or
+        None where it is to be tried again."""
         self._collect(training=False, given_up=self._given_up)
         if self.newest == (now.progress.step, now.evaluated):
             return ""
         assert self._result
         self._last_attempts += 1
         if self._result.failure.startswith(room.NO_ROOM):
-            step = room.give_up_one(self._run, self._result.needed_bytes, self._config.keep_best, self._limit_bytes)
+            step = room.give_up_one(
+                self._run, self._result.needed_bytes, self._config.keep_best, self._limit_bytes
+            )
             if step is not None:
                 self._given_up.append(step)
                 return None
@@ -186,7 +214,9 @@ class Saver:
     def wants(self, now: TrainState) -> bool:
         """Whether save() would write; waits for the write before this one."""
         self._collect()
-        return (now.progress.step, now.evaluated) != self.newest or (now.is_kept and now.progress.step != self._kept_step)
+        return (now.progress.step, now.evaluated) != self.newest or (
+            now.is_kept and now.progress.step != self._kept_step
+        )
 
     def close(self) -> None:
         """Waits for a write that is under way."""
@@ -210,11 +240,17 @@ class Saver:
     def _move(self) -> None:
         self.moves += 1
 
-    def _write(self, now: TrainState, arrays: Arrays | WrittenByAll, names: dict[str, str], pause_s: float) -> None:
+    def _write(
+        self, now: TrainState, arrays: Arrays | WrittenByAll, names: dict[str, str], pause_s: float
+    ) -> None:
         """In the thread: the only place that touches the disk."""
         began = time.perf_counter()
         step = now.progress.step
-        array_bytes = arrays.nbytes if isinstance(arrays, WrittenByAll) else sum(array.nbytes for array in arrays.values())
+        array_bytes = (
+            arrays.nbytes
+            if isinstance(arrays, WrittenByAll)
+            else sum(array.nbytes for array in arrays.values())
+        )
         failure = ""
         note = ""
         needed_bytes = room.needed_bytes(array_bytes)
@@ -222,9 +258,19 @@ class Saver:
             if not isinstance(arrays, WrittenByAll):  # each rank looks at its own
                 check_finite(arrays)
             names = {} if names == plain_names(arrays) else names
-            folder = files.write(self._run, now, arrays, self._identity, names, self._open_run, self._move)
-            with contextlib.suppress(OSError):  # what could not be removed now is removed after the next one
-                files.prune(self._run, self._config.keep_last, self._config.keep_best, folder, self._open_run)
+            folder = files.write(
+                self._run, now, arrays, self._identity, names, self._open_run, self._move
+            )
+            with contextlib.suppress(
+                OSError
+            ):  # what could not be removed now is removed after the next one
+                files.prune(
+                    self._run,
+                    self._config.keep_last,
+                    self._config.keep_best,
+                    folder,
+                    self._open_run,
+                )
             note = self._config_note()
         except (Diverged, UserError) as error:
             failure = error.what
@@ -232,24 +278,33 @@ class Saver:
             failure = room.describe(error, self._run, needed_bytes)
         except MemoryError:
             failure = f"{room.NO_MEMORY} to write a checkpoint of {array_bytes / 1e6:.1f} MB"
-        except Exception as error:  # reported in the main thread as a failed write: training must not lose its writer unnoticed
+        except Exception as error:
+            # reported in the main thread as a failed write: training must not lose its writer
+            # unnoticed
             failure = f"{type(error).__name__}: {error}"
         write_s = time.perf_counter() - began
-        self._result = WriteResult(step, now.evaluated, pause_s, write_s, array_bytes / 1e6, failure, note, needed_bytes)
+        self._result = WriteResult(
+            step, now.evaluated, pause_s, write_s, array_bytes / 1e6, failure, note, needed_bytes
+        )
 
     def _config_note(self) -> str:
-        """Records the configuration after the first checkpoint that was trained with it; empty, or why that is not done."""
+        """Records the configuration after the first checkpoint that was trained with it; empty, or
+        why that is not done."""
         if self._record_config is None:
             return ""
         try:
             self._record_config()
         except OSError as error:
-            return f"cannot write config.yaml: {error.strerror or error}; it is still the configuration before this start"
+            return (
+                f"cannot write config.yaml: {error.strerror or error}; it is still the "
+                "configuration before this start"
+            )
         self._record_config = None
         return ""
 
     def _collect(self, training: bool = True, given_up: Sequence[int] = ()) -> None:
-        """Waits for the write that is under way, and emits its event; without `training` no line says that training goes on.
+        """Waits for the write that is under way, and emits its event; without `training` no line
+        says that training goes on.
 
         given_up: steps of checkpoints that were removed for it.
         """
@@ -263,11 +318,20 @@ class Saver:
         self.measured_s = max(self.measured_s, done.pause_s + done.write_s)
         self.longest_s = max(self.longest_s, self.measured_s)
         if done.failure:
-            self._log.emit("checkpoint_failed", done.step, reason=done.failure, lines=[self._failure_line(done)] * training)
+            self._log.emit(
+                "checkpoint_failed",
+                done.step,
+                reason=done.failure,
+                lines=[self._failure_line(done)] * training,
+            )
             return
         self.newest = (done.step, done.evaluated)
         self._told = ""
-        sizes = {"pause_s": round(done.pause_s, 6), "write_s": round(done.write_s, 6), "megabytes": round(done.megabytes, 3)}
+        sizes = {
+            "pause_s": round(done.pause_s, 6),
+            "write_s": round(done.write_s, 6),
+            "megabytes": round(done.megabytes, 3),
+        }
         lines = [done.note] if done.note else []
         if self._auto is not None:
             changed = self._auto.measured(done.pause_s, done.write_s)
@@ -275,9 +339,14 @@ class Saver:
             lines += [changed] if changed else []
         if given_up:
             steps = ", ".join(map(str, given_up))
-            lines.append(f"{room.NO_ROOM} for the last checkpoint beside all others: that of step {steps} is given up for it")
+            lines.append(
+                f"{room.NO_ROOM} for the last checkpoint beside all others: that of step {steps} "
+                "is given up for it"
+            )
         more = {"given_up": list(given_up)} if given_up else {}
-        self._log.emit("checkpoint", done.step, **sizes, **more, **({"lines": lines} if lines else {}))
+        self._log.emit(
+            "checkpoint", done.step, **sizes, **more, **({"lines": lines} if lines else {})
+        )
 
     def _failure_line(self, done: WriteResult) -> str:
         """All of it once; as long as the reason stays, that there is still none."""
@@ -287,5 +356,12 @@ class Saver:
         if kind == former:
             since = f"since step {self.newest[0]}" if self.newest[0] >= 0 else "of this run"
             return f"no checkpoint of step {done.step}: still none {since}"
-        last = f"the newest is of step {self.newest[0]}" if self.newest[0] >= 0 else "there is none of this run yet"
-        return f"no checkpoint of step {done.step}: {done.failure}; {last}; training goes on, and tries again every {RETRY_S:.0f} s"
+        last = (
+            f"the newest is of step {self.newest[0]}"
+            if self.newest[0] >= 0
+            else "there is none of this run yet"
+        )
+        return (
+            f"no checkpoint of step {done.step}: {done.failure}; {last}; training goes on, and "
+            f"tries again every {RETRY_S:.0f} s"
+        )

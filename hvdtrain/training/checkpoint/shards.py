@@ -1,10 +1,13 @@
-"""A checkpoint of which every rank writes its own byte ranges: the bytes of its files are the same for any number of ranks.
+"""A checkpoint of which every rank writes its own byte ranges: the bytes of its files are the same
+for any number of ranks.
 
 Ranks tell each other by files in its folder, since the main threads train meanwhile:
 1. each rank writes its ranges, and a report with a ByteSum of what it had in memory;
-2. once rank 0 has all reports it writes a word, and each rank reads an equal share of the files' chunks, whoever wrote them: it reports
+2. once rank 0 has all reports it writes a word, and each rank reads an equal share of the files'
+  chunks, whoever wrote them: it reports
    their SHA-256, and a ByteSum of what it read;
-3. rank 0 compares the two sums of each file. A report has the same few bytes on any number of ranks, and the checksums of a share.
+3. rank 0 compares the two sums of each file. A report has the same few bytes on any number of
+  ranks, and the checksums of a share.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ from hvdtrain.training.checkpoint.array_file import in_order, make_header, to_by
 from hvdtrain.training.checkpoint.shared_file import SYNC_BYTES, PartWriter, WholeBlocks, join
 from hvdtrain.training.checkpoint.sums import CHUNK_BYTES, ByteSum, count_chunks, read_chunk
 
-WAIT_S = 300.0  # of rank 0 for a rank that writes and reads nothing meanwhile, and of the others for rank 0
+# of rank 0 for a rank that writes and reads nothing meanwhile, and of the others for rank 0
+WAIT_S = 300.0
 CLOSING_S = 30.0  # of a rank whose job ends, for rank 0
 LOOK_S = 0.05  # before the second look at whether a file has come; then twice as long each time
 MOST_LOOK_S = 1.0
@@ -41,16 +45,25 @@ WORD = "all-have-written"  # the file that rank 0 writes: how many ranks there a
 
 
 class Layout:
-    """Where the numbers of each array lie: known to every rank from the names, shapes and dtypes alone."""
+    """Where the numbers of each array lie: known to every rank from the names, shapes and dtypes
+    alone."""
 
-    def __init__(self, pieces: Sequence[Piece], files: Sequence[str], file_of: Callable[[str], str]) -> None:
+    def __init__(
+        self, pieces: Sequence[Piece], files: Sequence[str], file_of: Callable[[str], str]
+    ) -> None:
         self.headers: dict[str, bytes] = {}
         self.sizes: dict[str, int] = {}  # of the files, in bytes
         self._begins: dict[str, int] = {}
         self._file_of = file_of
         self.names = [piece.name for piece in pieces]
         for file in files:
-            ordered = in_order({p.name: np.broadcast_to(np.empty((), p.dtype), p.shape) for p in pieces if file_of(p.name) == file})
+            ordered = in_order(
+                {
+                    p.name: np.broadcast_to(np.empty((), p.dtype), p.shape)
+                    for p in pieces
+                    if file_of(p.name) == file
+                }
+            )
             self.headers[file] = make_header(ordered)
             end = len(self.headers[file])
             for name, array in ordered.items():
@@ -79,29 +92,56 @@ class Parts:
     """What one rank writes of a checkpoint: a host copy of its own pieces."""
 
     def __init__(
-        self, pieces: Sequence[Piece], files: Sequence[str], file_of: Callable[[str], str], rank: int, *, several_hosts: bool = False
+        self,
+        pieces: Sequence[Piece],
+        files: Sequence[str],
+        file_of: Callable[[str], str],
+        rank: int,
+        *,
+        several_hosts: bool = False,
     ) -> None:
         """several_hosts: this rank writes whole blocks alone, and rank 0 what is left of them."""
         self.rank = rank
         self.several_hosts = several_hosts
         self.layout = Layout(pieces, files, file_of)
-        self._own = [piece.copied() for piece in pieces if piece.is_mine or (piece.is_whole and rank == 0)]
+        self._own = [
+            piece.copied() for piece in pieces if piece.is_mine or (piece.is_whole and rank == 0)
+        ]
 
     def check_finite(self) -> None:
         """Raises Diverged where a weight or optimizer state is not finite."""
         for piece in self._own:
-            if not piece.name.startswith("b.") and piece.dtype.kind == "f" and not np.isfinite(piece.read()).all():
-                raise Diverged(f"{piece.name} is not finite", "checkpoint", "a lower optim.base_lr; the checkpoint before is good")
+            if (
+                not piece.name.startswith("b.")
+                and piece.dtype.kind == "f"
+                and not np.isfinite(piece.read()).all()
+            ):
+                raise Diverged(
+                    f"{piece.name} is not finite",
+                    "checkpoint",
+                    "a lower optim.base_lr; the checkpoint before is good",
+                )
 
     def write(self, folder: Folder, on_disk: Callable[[], None] = lambda: None) -> list[ByteSum]:
-        """Writes them into the files of the folder, which have their sizes; returns the sum of each file's. Raises OSError.
+        """Writes them into the files of the folder, which have their sizes; returns the sum of each
+        file's. Raises OSError.
 
         on_disk: as PartWriter's.
         """
         sums = []
-        with folder.create(_apart(self.rank)) if self.several_hosts and self.rank else contextlib.nullcontext() as apart:
+        with (
+            folder.create(_apart(self.rank))
+            if self.several_hosts and self.rank
+            else contextlib.nullcontext() as apart
+        ):
             for number, (file, size) in enumerate(self.layout.sizes.items()):
-                blocks = WholeBlocks(((begin, begin + len(data)) for begin, data in self._places(file)), size) if apart else None
+                blocks = (
+                    WholeBlocks(
+                        ((begin, begin + len(data)) for begin, data in self._places(file)), size
+                    )
+                    if apart
+                    else None
+                )
                 with folder.overwrite(file) as opened:
                     writer = PartWriter(opened, blocks, apart, number, on_disk)
                     for begin, data in self._places(file):
@@ -121,7 +161,8 @@ class Parts:
 
 
 class Share:
-    """The chunks that one rank reads back: an equal share of those of all files, one file after the other."""
+    """The chunks that one rank reads back: an equal share of those of all files, one file after the
+    other."""
 
     def __init__(self, sizes: dict[str, int], rank: int, ranks: int) -> None:
         """sizes: of the files, in bytes."""
@@ -130,13 +171,17 @@ class Share:
         first = 0
         self._chunks: list[tuple[str, int]] = []
         for file, count in counts.items():
-            self._chunks += [(file, number) for number in range(max(own.start - first, 0), min(own.stop - first, count))]
+            self._chunks += [
+                (file, number)
+                for number in range(max(own.start - first, 0), min(own.stop - first, count))
+            ]
             first += count
         self.sums = {file: ByteSum() for file in sizes}
         self.checksums: list[str] = []  # SHA-256 of each chunk, in order
 
     def read(self, folder: Folder, moved: Callable[[], None]) -> Share:
-        """Reads them; moved: called after the first, and whenever SYNC_BYTES more are read. Raises OSError."""
+        """Reads them; moved: called after the first, and whenever SYNC_BYTES more are read. Raises
+        OSError."""
         with contextlib.ExitStack() as stack:
             opened = {file: stack.enter_context(folder.open_file(file)) for file in self.sums}
             for place, (file, number) in enumerate(self._chunks):
@@ -151,7 +196,9 @@ class Share:
 class Patience:
     """What one rank knows of another one that it waits for."""
 
-    def __init__(self, folder: Folder, rank: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, folder: Folder, rank: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._folder = folder
         self._rank = rank
         self._clock = clock
@@ -159,7 +206,8 @@ class Patience:
         self._progress = 0
 
     def look(self, wait_s: float) -> bool:
-        """Whether the other rank has gone on since the last look. Raises TimeoutError where it has not for so long."""
+        """Whether the other rank has gone on since the last look. Raises TimeoutError where it has
+        not for so long."""
         now_s = self._clock()
         before = self._progress
         if now_s - self._looked_s > min(PROGRESS_S, wait_s / 2):
@@ -172,22 +220,39 @@ class Patience:
         return self._progress > before
 
 
-def write_parts(parts: Parts, run: Path, unfinished: str, is_over: Callable[[], bool], is_lost: Callable[[], bool] = lambda: False) -> None:
-    """On a rank other than 0, in a thread: writes this rank's part of a checkpoint into the folder that rank 0 makes, and reads its share.
+def write_parts(
+    parts: Parts,
+    run: Path,
+    unfinished: str,
+    is_over: Callable[[], bool],
+    is_lost: Callable[[], bool] = lambda: False,
+) -> None:
+    """On a rank other than 0, in a thread: writes this rank's part of a checkpoint into the folder
+    that rank 0 makes, and reads its share.
 
-    is_over: whether nobody needs a part that is not begun; is_lost: whether nobody waits for this rank any more.
+    is_over: whether nobody needs a part that is not begun; is_lost: whether nobody waits for this
+    rank any more.
     """
     folder = _wait_for_folder(run, unfinished, is_over)
     if folder is None:
         return
-    with folder, contextlib.suppress(OSError):  # of a report that cannot be written: rank 0 gives up in time
+    with (
+        folder,
+        contextlib.suppress(OSError),
+    ):  # of a report that cannot be written: rank 0 gives up in time
         tell = Teller(folder, parts.rank)
-        if not _report(folder, of_written(parts.rank), lambda: {"sums": _checked_write(parts, folder, tell)}):
+        if not _report(
+            folder, of_written(parts.rank), lambda: {"sums": _checked_write(parts, folder, tell)}
+        ):
             return
         parts.release()
         ranks = _wait_for_word(folder, run, unfinished, is_over, is_lost)
         if ranks:
-            _report(folder, of_read(parts.rank), lambda: _as_report(Share(parts.layout.sizes, parts.rank, ranks).read(folder, tell)))
+            _report(
+                folder,
+                of_read(parts.rank),
+                lambda: _as_report(Share(parts.layout.sizes, parts.rank, ranks).read(folder, tell)),
+            )
 
 
 def _checked_write(parts: Parts, folder: Folder, tell: Callable[[], None]) -> list[ByteSum]:
@@ -200,7 +265,8 @@ def _as_report(share: Share) -> dict[str, Any]:
 
 
 def _report(folder: Folder, name: str, work: Callable[[], dict[str, Any]]) -> bool:
-    """Writes what the work returns into the file `name`, or why it failed; whether it did not. Raises OSError where it cannot."""
+    """Writes what the work returns into the file `name`, or why it failed; whether it did not.
+    Raises OSError where it cannot."""
     try:
         report = work()
     except Diverged as error:
@@ -251,8 +317,15 @@ def _wait_for_folder(run: Path, unfinished: str, is_over: Callable[[], bool]) ->
     return None
 
 
-def _wait_for_word(folder: Folder, run: Path, unfinished: str, is_over: Callable[[], bool], is_lost: Callable[[], bool]) -> int:
-    """How many ranks there are, once all have written; 0 where nobody waits for this one, or rank 0 is gone or has given up."""
+def _wait_for_word(
+    folder: Folder,
+    run: Path,
+    unfinished: str,
+    is_over: Callable[[], bool],
+    is_lost: Callable[[], bool],
+) -> int:
+    """How many ranks there are, once all have written; 0 where nobody waits for this one, or rank 0
+    is gone or has given up."""
     patience = Patience(folder, rank=0)
     for _ in _looks():
         with contextlib.suppress(FileNotFoundError):
@@ -296,17 +369,22 @@ class WrittenByAll:
         return iter(self.parts.layout.names)
 
     def prepare(self, folder: Folder) -> None:
-        """Makes the files in their sizes, before the folder has the name that the others wait for."""
+        """Makes the files in their sizes, before the folder has the name that the others wait
+        for."""
         for file, header in self.parts.layout.headers.items():
             with folder.create(file) as opened:
                 opened.write(header)
                 opened.truncate(self.parts.layout.sizes[file])
 
-    def fill(self, folder: Folder, moved: Callable[[], None] = lambda: None) -> dict[str, list[str]]:
-        """Returns once all ranks have written and read back, and it is all on the disk: the SHA-256 of each chunk of each file.
+    def fill(
+        self, folder: Folder, moved: Callable[[], None] = lambda: None
+    ) -> dict[str, list[str]]:
+        """Returns once all ranks have written and read back, and it is all on the disk: the SHA-256
+        of each chunk of each file.
 
-        moved: called as long as a rank writes or reads. Raises OSError where a rank cannot, or does nothing for WAIT_S, or where what was
-        read is not what was in memory; Diverged where a rank has a number that is not finite.
+        moved: called as long as a rank writes or reads. Raises OSError where a rank cannot, or does
+        nothing for WAIT_S, or where what was read is not what was in memory; Diverged where a rank
+        has a number that is not finite.
         """
 
         tell = Teller(folder, self.parts.rank)
@@ -328,7 +406,10 @@ class WrittenByAll:
 
         Raises OSError where a byte is nobody's, or of two ranks.
         """
-        headers = [ByteSum().with_bytes(0, memoryview(header)) for header in self.parts.layout.headers.values()]
+        headers = [
+            ByteSum().with_bytes(0, memoryview(header))
+            for header in self.parts.layout.headers.values()
+        ]
         sums = [headers, _checked_write(self.parts, folder, self._moved)]
         self.parts.release()
         sums += [_sums(report) for report in self._gather(folder, of_written, readers)]
@@ -343,12 +424,17 @@ class WrittenByAll:
         return total
 
     def _join(self, folder: Folder, rank: int) -> None:
-        """Writes the bytes that a rank has left to rank 0: of blocks that are not wholly its own."""
+        """Writes the bytes that a rank has left to rank 0: of blocks that are not wholly its
+        own."""
         with contextlib.ExitStack() as stack:
-            files = [stack.enter_context(folder.overwrite(file)) for file in self.parts.layout.sizes]
+            files = [
+                stack.enter_context(folder.overwrite(file)) for file in self.parts.layout.sizes
+            ]
             join(files, stack.enter_context(folder.open_file(_apart(rank))))
 
-    def _read_back(self, folder: Folder, readers: ThreadPoolExecutor) -> tuple[list[ByteSum], dict[str, list[str]]]:
+    def _read_back(
+        self, folder: Folder, readers: ThreadPoolExecutor
+    ) -> tuple[list[ByteSum], dict[str, list[str]]]:
         """The sum of each file, of what all ranks have read, and the SHA-256 of its chunks."""
         ranks = 1 + len(self._ranks)
         sizes = self.parts.layout.sizes
@@ -361,13 +447,17 @@ class WrittenByAll:
         }
 
     def _compare(self, in_memory: list[ByteSum], on_disk: list[ByteSum]) -> None:
-        """Raises OSError where a file is not what ranks had in memory, or not all of it was read."""
+        """Raises OSError where a file is not what ranks had in memory, or not all of it was
+        read."""
         for file, written, read in zip(self.parts.layout.sizes, in_memory, on_disk, strict=True):
             if written != read:
                 raise OSError(None, f"bytes of {file} are not what was written")
 
-    def _gather(self, folder: Folder, name_of: Callable[[int], str], readers: ThreadPoolExecutor) -> list[dict[str, Any]]:
-        """What the other ranks report, by rank: one listing of the folder at each look, and _READERS files at a time."""
+    def _gather(
+        self, folder: Folder, name_of: Callable[[int], str], readers: ThreadPoolExecutor
+    ) -> list[dict[str, Any]]:
+        """What the other ranks report, by rank: one listing of the folder at each look, and
+        _READERS files at a time."""
 
         def read(rank: int) -> dict[str, Any] | None:
             with contextlib.suppress(FileNotFoundError):
@@ -381,7 +471,9 @@ class WrittenByAll:
         for _ in _looks():
             there = set(folder.names())
             before = len(missing)
-            come = [rank for rank in missing if name_of(rank) in there] or missing[:1]  # NFS may list what was there a while ago
+            come = [rank for rank in missing if name_of(rank) in there] or missing[
+                :1
+            ]  # NFS may list what was there a while ago
             for rank, report in zip(come, readers.map(read, come), strict=True):
                 if report is not None:
                     found[rank] = self._checked(rank, report)
@@ -404,14 +496,23 @@ class WrittenByAll:
             if patience.look(WAIT_S):
                 self._moved()
         except TimeoutError:
-            what = f"rank {rank} on {self._hosts[rank]} has neither written nor read anything of its part for {WAIT_S:.0f} s"
+            what = (
+                f"rank {rank} on {self._hosts[rank]} has neither written nor read anything of its "
+                f"part for {WAIT_S:.0f} s"
+            )
             raise OSError(None, what) from None
 
     def _checked(self, rank: int, report: dict[str, Any]) -> dict[str, Any]:
         if "diverged" in report:
-            raise Diverged(report["diverged"], "checkpoint", "a lower optim.base_lr; the checkpoint before is good")
+            raise Diverged(
+                report["diverged"],
+                "checkpoint",
+                "a lower optim.base_lr; the checkpoint before is good",
+            )
         if "failure" in report:
-            raise OSError(report["errno"], f"{report['failure']} (rank {rank} on {self._hosts[rank]})")
+            raise OSError(
+                report["errno"], f"{report['failure']} (rank {rank} on {self._hosts[rank]})"
+            )
         return report
 
     def _remove_reports(self, folder: Folder, readers: ThreadPoolExecutor) -> None:
@@ -421,7 +522,11 @@ class WrittenByAll:
             with contextlib.suppress(FileNotFoundError):
                 folder.remove(name)
 
-        names = [name_of(rank) for rank in (0, *self._ranks) for name_of in (of_written, of_read, _apart, _progress)]
+        names = [
+            name_of(rank)
+            for rank in (0, *self._ranks)
+            for name_of in (of_written, of_read, _apart, _progress)
+        ]
         for _ in readers.map(remove, [*names, WORD]):
             pass
 

@@ -1,7 +1,8 @@
-"""A file into which every rank writes its own bytes, from several hosts too: a block that two ranks share is written by rank 0 alone.
+"""A file into which every rank writes its own bytes, from several hosts too: a block that two ranks
+share is written by rank 0 alone.
 
-A client of NFS may write the whole page in which a byte has changed, the rest as it was when the client last read it: two hosts that
-write into one page undo each other's bytes.
+A client of NFS may write the whole page in which a byte has changed, the rest as it was when the
+client last read it: two hosts that write into one page undo each other's bytes.
 """
 
 from __future__ import annotations
@@ -16,15 +17,21 @@ from hvdtrain.training.checkpoint.array_file import PIECE_BYTES
 from hvdtrain.training.checkpoint.sums import ByteSum
 
 BLOCK_BYTES = 2**16  # the largest page of a system that Linux runs on
-SYNC_BYTES = 2**28  # after so many the disk is waited for: what a rank has written is then seen while it writes
-_APART = struct.Struct("<QQQ")  # before bytes that are apart: the number of their file, the place of the first in it, how many they are
+SYNC_BYTES = (
+    2**28
+)  # after so many the disk is waited for: what a rank has written is then seen while it writes
+_APART = struct.Struct(
+    "<QQQ"
+)  # before bytes that are apart: the number of their file, the place of the first in it, how many they are  # noqa: E501
 
 
 class WholeBlocks:
-    """The blocks of a file that stretches of one rank cover from end to end; the last block of a file ends with the file."""
+    """The blocks of a file that stretches of one rank cover from end to end; the last block of a
+    file ends with the file."""
 
     def __init__(self, stretches: Iterable[tuple[int, int]], size: int) -> None:
-        """stretches: (first byte, the one behind the last), in any order; size: of the file, in bytes."""
+        """stretches: (first byte, the one behind the last), in any order; size: of the file, in
+        bytes."""
         self._begins: list[int] = []
         self._ends: list[int] = []
         for begin, end in _joined(stretches):
@@ -35,13 +42,20 @@ class WholeBlocks:
                 self._ends.append(behind)
 
     def split(self, begin: int, end: int) -> Iterator[tuple[int, int, bool]]:
-        """The parts of one of the stretches, or of a piece of it: (first byte, behind the last, whether it lies in these blocks)."""
-        place = bisect_right(self._ends, begin)  # of the only run of whole blocks that may lie in it
+        """The parts of one of the stretches, or of a piece of it: (first byte, behind the last,
+        whether it lies in these blocks)."""
+        place = bisect_right(
+            self._ends, begin
+        )  # of the only run of whole blocks that may lie in it
         first = behind = end
         if place < len(self._ends):
             first = min(max(begin, self._begins[place]), end)
             behind = min(self._ends[place], end)
-        for start, stop, is_whole in ((begin, first, False), (first, behind, True), (behind, end, False)):
+        for start, stop, is_whole in (
+            (begin, first, False),
+            (first, behind, True),
+            (behind, end, False),
+        ):
             if start < stop:
                 yield start, stop, is_whole
 
@@ -60,7 +74,8 @@ def _joined(stretches: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 class PartWriter:
-    """The way of one rank's bytes into a file; `apart` takes those outside of its whole blocks, for join()."""
+    """The way of one rank's bytes into a file; `apart` takes those outside of its whole blocks, for
+    join()."""
 
     def __init__(
         self,
@@ -70,7 +85,8 @@ class PartWriter:
         number: int = 0,
         on_disk: Callable[[], None] = lambda: None,
     ) -> None:
-        """number: of the file, as join() is given it; on_disk: called whenever SYNC_BYTES more are on the disk."""
+        """number: of the file, as join() is given it; on_disk: called whenever SYNC_BYTES more are
+        on the disk."""
         self._file = file
         self._blocks = blocks
         self._apart = apart
@@ -112,7 +128,8 @@ class PartWriter:
 
 
 def join(files: Sequence[FileIO], apart: BufferedReader) -> None:
-    """Writes into the files what PartWriters have put apart. Raises OSError where that is cut off."""
+    """Writes into the files what PartWriters have put apart. Raises OSError where that is cut
+    off."""
     while head := apart.read(_APART.size):
         number, begin, length = _APART.unpack(head)
         data = apart.read(length)

@@ -1,7 +1,9 @@
-"""Sums of the files of a checkpoint that several ranks or threads make at a time: SHA-256 of each chunk, and ByteSum.
+"""Sums of the files of a checkpoint that several ranks or threads make at a time: SHA-256 of each
+chunk, and ByteSum.
 
-By ByteSum ranks compare what they had in memory with what others read from the disk: each sends two numbers, however many stretches
-it has. The chunks by hand: split -b 4M --filter=sha256sum weights.safetensors | cut -c 1-64 | cmp - weights.safetensors.chunks
+By ByteSum ranks compare what they had in memory with what others read from the disk: each sends two
+numbers, however many stretches it has. The chunks by hand: split -b 4M --filter=sha256sum
+weights.safetensors | cut -c 1-64 | cmp - weights.safetensors.chunks
 """
 
 from __future__ import annotations
@@ -16,17 +18,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-_SPAN_BYTES = 2**20  # of a file, whose words have random numbers of their own; those of another span are multiples of them
+_SPAN_BYTES = (
+    2**20
+)  # of a file, whose words have random numbers of their own; those of another span are multiples of them  # noqa: E501
 _WORD_BYTES = 4
 _MODULUS = 2**64
 
 
 class ByteSum(NamedTuple):
-    """Sums over stretches of a file. The file is covered, each byte once, where the sum of all stretches has the edges of the whole.
+    """Sums over stretches of a file. The file is covered, each byte once, where the sum of all
+    stretches has the edges of the whole.
 
-    value: the 32-bit words of the file, low byte first, each times a random number of its place, modulo 2**64: multilinear hashing
-    (Lemire and Kaser 2012, arXiv:1202.4961, section 2). Of other bytes it is another one but for one chance in 2**32.
-    edges: a random number of the end of each stretch less that of its beginning; of stretches that touch, the middle cancels.
+    value: the 32-bit words of the file, low byte first, each times a random number of its place,
+    modulo 2**64: multilinear hashing (Lemire and Kaser 2012, arXiv:1202.4961, section 2). Of other
+    bytes it is another one but for one chance in 2**32. edges: a random number of the end of each
+    stretch less that of its beginning; of stretches that touch, the middle cancels.
     """
 
     value: int = 0
@@ -35,7 +41,9 @@ class ByteSum(NamedTuple):
     def with_bytes(self, begin: int, data: memoryview) -> ByteSum:
         """With bytes begin ... begin + len(data) - 1 of the file too."""
         end = begin + len(data)
-        return self.plus(ByteSum(_value(begin, data), _random(end, b"edge") - _random(begin, b"edge")))
+        return self.plus(
+            ByteSum(_value(begin, data), _random(end, b"edge") - _random(begin, b"edge"))
+        )
 
     def plus(self, other: ByteSum) -> ByteSum:
         return ByteSum((self.value + other.value) % _MODULUS, (self.edges + other.edges) % _MODULUS)
@@ -57,11 +65,14 @@ def _value(begin: int, data: memoryview) -> int:
 
 
 def _value_in_span(offset: int, data: memoryview) -> int:
-    """The value of bytes that begin `offset` bytes behind the first of a span; words that they fill in part are filled up with zeros."""
+    """The value of bytes that begin `offset` bytes behind the first of a span; words that they fill
+    in part are filled up with zeros."""
     first, lead = divmod(offset, _WORD_BYTES)
     words = np.zeros(-(-(lead + len(data)) // _WORD_BYTES), "<u4")
     words.view(np.uint8)[lead : lead + len(data)] = data
-    return int(np.dot(words.astype(np.uint64), _random_words()[first : first + len(words)]))  # modulo 2**64
+    return int(
+        np.dot(words.astype(np.uint64), _random_words()[first : first + len(words)])
+    )  # modulo 2**64
 
 
 @functools.cache
@@ -72,7 +83,10 @@ def _random_words() -> np.ndarray:
 
 def _random(place: int, purpose: bytes) -> int:
     """64 bits, a function of the place."""
-    return int.from_bytes(hashlib.blake2b(place.to_bytes(8, "little"), digest_size=8, person=purpose).digest(), "little")
+    return int.from_bytes(
+        hashlib.blake2b(place.to_bytes(8, "little"), digest_size=8, person=purpose).digest(),
+        "little",
+    )
 
 
 CHUNK_BYTES = 2**22
@@ -95,7 +109,9 @@ def read_chunk(file: BufferedReader, number: int) -> bytes:
     """The last one of a file may be shorter. Raises OSError."""
     begin = number * CHUNK_BYTES
     data = bytearray()
-    while len(data) < CHUNK_BYTES and (piece := os.pread(file.fileno(), CHUNK_BYTES - len(data), begin + len(data))):
+    while len(data) < CHUNK_BYTES and (
+        piece := os.pread(file.fileno(), CHUNK_BYTES - len(data), begin + len(data))
+    ):
         data += piece
     return bytes(data)
 
@@ -104,15 +120,21 @@ def as_text(checksums: Iterable[str]) -> str:
     return "".join(f"{checksum}\n" for checksum in checksums)
 
 
-def check_chunks(file: BufferedReader, text: str, on_chunk: Callable[[], None] = lambda: None) -> None:
-    """Raises ValueError where a chunk of the file does not have the checksum of its line, OSError where it cannot be read.
+def check_chunks(
+    file: BufferedReader, text: str, on_chunk: Callable[[], None] = lambda: None
+) -> None:
+    """Raises ValueError where a chunk of the file does not have the checksum of its line, OSError
+    where it cannot be read.
 
     on_chunk: called in this thread for each chunk that is right.
     """
     expected = text.splitlines()
     size = os.fstat(file.fileno()).st_size
     if len(expected) != count_chunks(size):
-        raise ValueError(f"{size} bytes are {count_chunks(size)} chunks, of which {len(expected)} have a checksum")
+        raise ValueError(
+            f"{size} bytes are {count_chunks(size)} chunks, of which {len(expected)} have a "
+            "checksum"
+        )
 
     def is_right(number: int) -> bool:
         return hashlib.sha256(read_chunk(file, number)).hexdigest() == expected[number]

@@ -1,4 +1,5 @@
-"""What stops a job early or rolls it back: signals, the time limit, numbers that are not finite, replicas that differ.
+"""What stops a job early or rolls it back: signals, the time limit, numbers that are not finite,
+replicas that differ.
 
 All ranks decide alike: the flags of each rank are added up over ranks at the sync points.
 """
@@ -34,7 +35,8 @@ _FLAGS = ("stop.signal", "stop.time", "save")
 
 
 def nonfinite_steps(sums: Sums) -> int:
-    """How many steps since the last sync point had a loss or gradient that is not finite, by the sums of all ranks."""
+    """How many steps since the last sync point had a loss or gradient that is not finite, by the
+    sums of all ranks."""
     return round(sums["nonfinite"]) or int(not math.isfinite(sums["loss"]))
 
 
@@ -52,15 +54,28 @@ class HealthMonitor:
     probe: Probe | None = None  # compares outputs at the next sync point
     longest_s: float = 0.0  # between two updates of the flags
     updated_s: float | None = None  # time.monotonic() of the last update
-    stop_request: str = ""  # why the job stops now, to be resumed; empty while it goes on. The same on every rank
+    stop_request: str = (
+        ""  # why the job stops now, to be resumed; empty while it goes on. The same on every rank
+    )
     stop_code: int = REQUEUE  # the exit code then
-    fix: str = "a lower optim.base_lr, a longer recipe.warmup or optim.clip_norm; or guard.nonfinite=skip or rollback"  # of such numbers
+    # of such numbers
+    fix: str = (
+        "a lower optim.base_lr, a longer recipe.warmup or optim.clip_norm; or "
+        "guard.nonfinite=skip or rollback"
+    )
 
     def flags(self, step: int | None = None) -> Sums:
-        """Flags of this rank, to add up over ranks: whether it asks to stop, and whether it wants a checkpoint after `step` steps."""
-        out_of_time = self.deadline is not None and self.deadline.near(self.longest_s, self.checkpoints.longest_s)
+        """Flags of this rank, to add up over ranks: whether it asks to stop, and whether it wants a
+        checkpoint after `step` steps."""
+        out_of_time = self.deadline is not None and self.deadline.near(
+            self.longest_s, self.checkpoints.longest_s
+        )
         save = step is not None and self.checkpoints.due(step)
-        return {"stop.signal": float(bool(self.signals.received)), "stop.time": float(out_of_time), "save": float(save)}
+        return {
+            "stop.signal": float(bool(self.signals.received)),
+            "stop.time": float(out_of_time),
+            "save": float(save),
+        }
 
     def update(self, sums: Sums) -> None:
         """Takes the flags added up over all ranks."""
@@ -71,12 +86,17 @@ class HealthMonitor:
         if sums["stop.signal"]:
             self.stop_request = self.signals.received or "a signal on another rank"
         elif sums["stop.time"]:
-            self.stop_request = self.deadline.reason if self.deadline else "the time limit that rank 0 knows of"
+            self.stop_request = (
+                self.deadline.reason if self.deadline else "the time limit that rank 0 knows of"
+            )
 
     def agree_to_stop(self) -> bool:
-        """Whether any rank asks to stop, by an allreduce of its own: for long work between two sync points. Every rank calls it."""
+        """Whether any rank asks to stop, by an allreduce of its own: for long work between two sync
+        points. Every rank calls it."""
         flags = self.flags()
-        total = self.communicator.allreduce(np.array([flags[name] for name in _FLAGS]), "guard.flags")
+        total = self.communicator.allreduce(
+            np.array([flags[name] for name in _FLAGS]), "guard.flags"
+        )
         self.update(dict(zip(_FLAGS, total.tolist(), strict=True)))
         return bool(self.stop_request)
 
@@ -86,38 +106,68 @@ class HealthMonitor:
         self.heartbeat.limit = "stall_s"
 
     def handle_nonfinite(self, now: TrainState, bad_steps: int) -> TrainState:
-        """Applies guard.nonfinite to `bad_steps` steps; returns `now` with its count raised by bad_steps (skip) or by 1 (rollback).
+        """Applies guard.nonfinite to `bad_steps` steps; returns `now` with its count raised by
+        bad_steps (skip) or by 1 (rollback).
 
-        stop and a count above guard.nonfinite_limit raise Diverged, the same on every rank; rollback loads the newest checkpoint.
+        stop and a count above guard.nonfinite_limit raise Diverged, the same on every rank;
+        rollback loads the newest checkpoint.
         """
         policy = self.guard.nonfinite
         limit = self.guard.nonfinite_limit
-        what = f"{bad_steps} of the steps up to {now.progress.step} had a loss or gradient that is not finite"
+        what = (
+            f"{bad_steps} of the steps up to {now.progress.step} had a loss or gradient that is "
+            "not finite"
+        )
         if policy == "stop":
-            raise Diverged(what, "guard.nonfinite=stop", f"{self.fix}; the newest checkpoint is from before")
+            raise Diverged(
+                what, "guard.nonfinite=stop", f"{self.fix}; the newest checkpoint is from before"
+            )
         count = now.nonfinite + (bad_steps if policy == "skip" else 1)
         if count > limit:
             what += f"; {count} times in all, {limit} are allowed (guard.nonfinite_limit)"
-            raise Diverged(what, f"guard.nonfinite={policy}", "a lower optim.base_lr, or look at the data around this step")
+            raise Diverged(
+                what,
+                f"guard.nonfinite={policy}",
+                "a lower optim.base_lr, or look at the data around this step",
+            )
         if policy == "rollback":
             self.heartbeat.beat("rolling back", now.progress.epoch, now.progress.step)
             self.checkpoints.roll_back()
         return replace(now, nonfinite=count)
 
-    def compare_ranks(self, learner: HasState, before: TrainState, now: TrainState, last: Hyper, *, before_save: bool) -> None:
-        """Compares the ranks every guard.equal_steps steps, before a checkpoint and before a stop; the first time their outputs too.
+    def compare_ranks(
+        self,
+        learner: HasState,
+        before: TrainState,
+        now: TrainState,
+        last: Hyper,
+        *,
+        before_save: bool,
+    ) -> None:
+        """Compares the ranks every guard.equal_steps steps, before a checkpoint and before a stop;
+        the first time their outputs too.
 
         Every rank calls it.
 
-        `before` and `now`: at the last sync point and at this one; `last` is of the last step. Raises Diverged where a rank differs.
+        `before` and `now`: at the last sync point and at this one; `last` is of the last step.
+        Raises Diverged where a rank differs.
         """
         every = self.guard.equal_steps
         if not every or self.communicator.size == 1:
             return
         if self.probe is not None:
-            self.probe.compare(self.communicator, cast("Learner", learner), self.hosts, f"after step {now.progress.step}")
+            self.probe.compare(
+                self.communicator,
+                cast("Learner", learner),
+                self.hosts,
+                f"after step {now.progress.step}",
+            )
             self.probe = None
-        if before_save or self.stop_request or now.progress.step // every > before.progress.step // every:
+        if (
+            before_save
+            or self.stop_request
+            or now.progress.step // every > before.progress.step // every
+        ):
             check_equal(self.communicator, learner, last, self.hosts)
 
 
@@ -135,14 +185,21 @@ class Limit(NamedTuple):
 
 
 class Deadline:
-    """The earlier of max_time after started_s and the end that SLURM has set. On rank 0 alone: it runs squeue.
+    """The earlier of max_time after started_s and the end that SLURM has set. On rank 0 alone: it
+    runs squeue.
 
-    started_s is of `clock`, a monotonic one; now_s is the time since the epoch (time.time()). SLURM's time of day is converted to the
-    monotonic clock here, once: setting the host's clock later changes nothing.
+    started_s is of `clock`, a monotonic one; now_s is the time since the epoch (time.time()).
+    SLURM's time of day is converted to the monotonic clock here, once: setting the host's clock
+    later changes nothing.
     """
 
     def __init__(
-        self, max_time: str | None, environ: Mapping[str, str], started_s: float, now_s: float, clock: Callable[[], float]
+        self,
+        max_time: str | None,
+        environ: Mapping[str, str],
+        started_s: float,
+        now_s: float,
+        clock: Callable[[], float],
     ) -> None:
         limits: list[Limit] = []
         if max_time is not None:
@@ -160,20 +217,26 @@ class Deadline:
         self._end_s = clock() + first.left_s - first.margin_s if first else None
 
     def near(self, longest_s: float, save_s: float) -> bool:
-        """Whether the job should stop now; longest_s, save_s: the longest time so far between two sync points, and of a checkpoint."""
+        """Whether the job should stop now; longest_s, save_s: the longest time so far between two
+        sync points, and of a checkpoint."""
         if self._end_s is None:
             return False
         return self._end_s - self._clock() < WINDOWS_LEFT * longest_s + SAVES_LEFT * save_s
 
     def left_s(self) -> float:
         """Until the end itself; infinite without one."""
-        return math.inf if self._end_s is None else max(0.0, self._end_s + self._margin_s - self._clock())
+        return (
+            math.inf
+            if self._end_s is None
+            else max(0.0, self._end_s + self._margin_s - self._clock())
+        )
 
 
 def slurm_end(environ: Mapping[str, str], now_s: float) -> float | None:
     """Seconds since the epoch; None without SLURM, without a limit, or where SLURM does not answer.
 
-    An end that is over by now belongs to a job whose shell this process was started from, not to this one.
+    An end that is over by now belongs to a job whose shell this process was started from, not to
+    this one.
     """
     end_time = environ.get("SLURM_JOB_END_TIME", "")
     end_s = float(end_time) if re.fullmatch(r"[0-9]{1,10}", end_time) else _squeue_end(environ)
@@ -188,8 +251,22 @@ def _squeue_end(environ: Mapping[str, str]) -> float | None:
     command = ["squeue", "-h", "-j", job, "-o", "%e"]
     try:
         answer = subprocess.run(
-            command, env=dict(environ), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SQUEUE_S, check=False
+            command,
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=SQUEUE_S,
+            check=False,
         )
-        return None if answer.returncode else datetime.strptime(answer.stdout.strip(), "%Y-%m-%dT%H:%M:%S").timestamp()
-    except (OSError, ValueError, subprocess.TimeoutExpired):  # no squeue here, "N/A", a controller that is down: no limit is known
+        return (
+            None
+            if answer.returncode
+            else datetime.strptime(answer.stdout.strip(), "%Y-%m-%dT%H:%M:%S").timestamp()
+        )
+    except (
+        OSError,
+        ValueError,
+        subprocess.TimeoutExpired,
+    ):  # no squeue here, "N/A", a controller that is down: no limit is known
         return None

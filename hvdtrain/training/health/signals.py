@@ -1,4 +1,5 @@
-"""Signals: a flag that the loop reads at sync points, set even while the main thread is inside C code; a second signal kills."""
+"""Signals: a flag that the loop reads at sync points, set even while the main thread is inside C
+code; a second signal kills."""
 
 from __future__ import annotations
 
@@ -15,18 +16,22 @@ from typing import Any, NoReturn
 from hvdtrain.core.early_signals import EarlySignals
 from hvdtrain.core.process import write_stderr
 
-# SIGUSR2 is the one to send: mpirun and srun pass it on to the ranks and do nothing else. Where mpirun itself is sent SIGTERM, SIGINT or
-# SIGHUP, it kills the ranks within a second, whatever they have to save. SIGHUP: the terminal is gone, as after an ssh connection broke.
+# SIGUSR2 is the one to send: mpirun and srun pass it on to the ranks and do nothing else. Where
+# mpirun itself is sent SIGTERM, SIGINT or SIGHUP, it kills the ranks within a second, whatever they
+# have to save. SIGHUP: the terminal is gone, as after an ssh connection broke.
 HANDLED = (signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-ECHO_S = 1.0  # a launcher and a scheduler may both deliver one signal: a repetition within this time is the same one
+# a launcher and a scheduler may both deliver one signal: a repetition within this time is the same
+# one
+ECHO_S = 1.0
 
 
 class Signals:
     """`received` is "", or the name of the first of HANDLED that came ("SIGUSR2").
 
-    A context manager, in the main thread; in another one no signal is received. The handlers do nothing else, so Ctrl-C raises no
-    KeyboardInterrupt. Python runs handlers between two steps of the main thread, so never in an MPI call that hangs: the numbers go
-    through a socket too, and another thread takes them out with poll(). There a second signal ends this process.
+    A context manager, in the main thread; in another one no signal is received. The handlers do
+    nothing else, so Ctrl-C raises no KeyboardInterrupt. Python runs handlers between two steps of
+    the main thread, so never in an MPI call that hangs: the numbers go through a socket too, and
+    another thread takes them out with poll(). There a second signal ends this process.
     """
 
     def __init__(self, rank: int) -> None:
@@ -43,13 +48,19 @@ class Signals:
             self._install()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._restore()
         self._reader.close()
         self._writer.close()
 
     def poll(self, timeout_s: float = 0.0) -> None:
-        """Waits up to timeout_s for a signal or for wake(), and takes what came. From one thread at a time."""
+        """Waits up to timeout_s for a signal or for wake(), and takes what came. From one thread at
+        a time."""
         self._reader.settimeout(timeout_s)
         with contextlib.suppress(BlockingIOError, TimeoutError):
             for number in self._reader.recv(4096):
@@ -69,25 +80,33 @@ class Signals:
             self._kill(number)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        """The handler. It runs late where the main thread was inside C code: so only poll() takes a second signal for one."""
+        """The handler. It runs late where the main thread was inside C code: so only poll() takes a
+        second signal for one."""
         self.received = self.received or signal.Signals(number).name
 
     def _kill(self, number: int) -> NoReturn:
         name = signal.Signals(number).name
-        write_stderr(f"hvdtrain: rank {self._rank} on {socket.gethostname()}: second {name}: killed without a checkpoint")
+        write_stderr(
+            f"hvdtrain: rank {self._rank} on {socket.gethostname()}: second {name}: killed "
+            "without a checkpoint"
+        )
         os._exit(128 + number)
 
     def _install(self) -> None:
         for number in HANDLED:
             former = signal.getsignal(number)
-            if former is signal.SIG_IGN:  # the parent process set it so, as a shell does with SIGINT for what runs in the background
+            if former is signal.SIG_IGN:
+                # the parent process set it so, as a shell does with SIGINT for what runs in the
+                # background
                 continue
             if isinstance(former, EarlySignals) and former.received:
                 self.received = signal.Signals(former.received).name
                 self._first_s = time.monotonic()
             self._former[number] = signal.SIG_DFL if former is None else former
             signal.signal(number, self._receive)
-            signal.siginterrupt(number, False)  # calls of C libraries go on: most take EINTR for a failure
+            signal.siginterrupt(
+                number, False
+            )  # calls of C libraries go on: most take EINTR for a failure
         self._former_wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         myself = weakref.ref(self)  # the hook below is never removed
         os.register_at_fork(after_in_child=lambda: _forget(myself()))
@@ -101,6 +120,7 @@ class Signals:
 
 
 def _forget(signals: Signals | None) -> None:
-    """In a forked child (a worker that reads data): SIGTERM ends it, as its parent expects, and does not speak to the parent."""
+    """In a forked child (a worker that reads data): SIGTERM ends it, as its parent expects, and
+    does not speak to the parent."""
     if signals is not None:
         signals._restore()

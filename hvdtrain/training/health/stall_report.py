@@ -1,4 +1,5 @@
-"""The report of a stall: what each rank is doing, and on one screen which ranks are behind, do not answer, or wait."""
+"""The report of a stall: what each rank is doing, and on one screen which ranks are behind, do not
+answer, or wait."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from hvdtrain.errors import STALLED
 STACKS = 3  # ranks whose stack is shown
 DEPTHS = {1: 12, 2: 10, 3: 8}  # stacks shown -> lines of each
 DEPTH = max(DEPTHS.values())
-_LAUNCHER = str(Path(__file__).parents[2] / "cli" / "launch" / "rank.py")  # what runs a script under `launch`
+_LAUNCHER = str(
+    Path(__file__).parents[2] / "cli" / "launch" / "rank.py"
+)  # what runs a script under `launch`
 GROUPS = 3  # lines of one section without stacks
 WIDTH = 160  # characters of a line of a stack
 SILENCE = "still busy, stopped, swapping, its host is down, or a C extension holds the interpreter"
@@ -43,7 +46,9 @@ class Report:
 
     @property
     def position(self) -> str:
-        return f"step {self.step}, epoch {self.epoch}: {self.phase}" + (f", {self.doing}" if self.doing else "")
+        return f"step {self.step}, epoch {self.epoch}: {self.phase}" + (
+            f", {self.doing}" if self.doing else ""
+        )
 
     @property
     def name(self) -> str:
@@ -70,13 +75,28 @@ def frames_of(thread: int) -> list[FrameType]:
 
 
 def frames_of_work(thread: int) -> list[FrameType]:
-    """Frames of a thread; of one that waits for samples the calls of the reader that reads them: what hangs is there."""
+    """Frames of a thread; of one that waits for samples the calls of the reader that reads them:
+    what hangs is there."""
     frames = frames_of(thread)
-    innermost = next((frame for frame in frames if f"{frame.f_globals.get('__name__')}".startswith("hvdtrain.")), None)
-    if innermost is None or f"{innermost.f_globals.get('__name__')}.{innermost.f_code.co_name}" != "hvdtrain.training.input.take":
+    innermost = next(
+        (frame for frame in frames if f"{frame.f_globals.get('__name__')}".startswith("hvdtrain.")),
+        None,
+    )
+    if (
+        innermost is None
+        or f"{innermost.f_globals.get('__name__')}.{innermost.f_code.co_name}"
+        != "hvdtrain.training.input.take"
+    ):
         return frames
-    readers = [frames_of(one.ident) for one in threading.enumerate() if one.name.startswith("hvdtrain-reader") and one.ident]
-    return next((found for found in readers if any(frame.f_code.co_name == "prepare" for frame in found)), frames)
+    readers = [
+        frames_of(one.ident)
+        for one in threading.enumerate()
+        if one.name.startswith("hvdtrain-reader") and one.ident
+    ]
+    return next(
+        (found for found in readers if any(frame.f_code.co_name == "prepare" for frame in found)),
+        frames,
+    )
 
 
 def is_waiting(frames: Sequence[FrameType]) -> bool:
@@ -89,8 +109,11 @@ def is_waiting(frames: Sequence[FrameType]) -> bool:
 
 
 def calls_of(frames: Sequence[FrameType], *, sources: bool) -> tuple[str, ...]:
-    """The innermost calls as lines of text, innermost last; with `sources` their lines of code, which are read from files."""
-    kept = [frame for frame in frames if not frame.f_code.co_filename.startswith(("<frozen", _LAUNCHER))][:DEPTH]
+    """The innermost calls as lines of text, innermost last; with `sources` their lines of code,
+    which are read from files."""
+    kept = [
+        frame for frame in frames if not frame.f_code.co_filename.startswith(("<frozen", _LAUNCHER))
+    ][:DEPTH]
     return tuple(_call(frame, sources) for frame in reversed(kept))
 
 
@@ -98,20 +121,38 @@ def _call(frame: FrameType, sources: bool) -> str:
     path = frame.f_code.co_filename
     line = frame.f_lineno
     folders = (*sys.path, str(Path(__file__).parents[3]))  # an editable install is not on the path
-    prefix = max((f"{folder}/" for folder in folders if folder and path.startswith(f"{folder}/")), key=len, default="")
+    prefix = max(
+        (f"{folder}/" for folder in folders if folder and path.startswith(f"{folder}/")),
+        key=len,
+        default="",
+    )
     source = linecache.getline(path, line, frame.f_globals).strip() if sources else ""
-    return f"{path.removeprefix(prefix)}:{line} in {frame.f_code.co_name}" + (f": {source}" if source else "")
+    return f"{path.removeprefix(prefix)}:{line} in {frame.f_code.co_name}" + (
+        f": {source}" if source else ""
+    )
 
 
-def render(reports: Sequence[Report | None], hosts: Sequence[str], limit_s: float, limit_key: str, places: Sequence[str] = ()) -> str:
-    """The report of all ranks; None stands for a rank that sent nothing. places: of each rank in the mesh, where there is one."""
+def render(
+    reports: Sequence[Report | None],
+    hosts: Sequence[str],
+    limit_s: float,
+    limit_key: str,
+    places: Sequence[str] = (),
+) -> str:
+    """The report of all ranks; None stands for a rank that sent nothing. places: of each rank in
+    the mesh, where there is one."""
     received = [report for report in reports if report is not None]
     silent = [rank for rank, report in enumerate(reports) if report is None]
     title, behind, shown = _behind(received, silent)
     waiting = [report for report in received if report not in behind]
-    lines = [f"hvdtrain: no progress for {limit_s:g} s ({limit_key}); the job ends with exit code {STALLED}"]
+    lines = [
+        f"hvdtrain: no progress for {limit_s:g} s ({limit_key}); the job ends with exit code "
+        f"{STALLED}"
+    ]
     lines += [title] * bool(title)
-    lines += [line for report in shown for line in (_heading(report), *_stack(report, DEPTHS[len(shown)]))]
+    lines += [
+        line for report in shown for line in (_heading(report), *_stack(report, DEPTHS[len(shown)]))
+    ]
     lines += _by_position("  and ", [report for report in behind if report not in shown])
     if silent:
         lines += [f"no answer ({SILENCE}):", *_by_host(silent, hosts, places)]
@@ -123,35 +164,64 @@ def render(reports: Sequence[Report | None], hosts: Sequence[str], limit_s: floa
 
 def render_alone(report: Report, limit_s: float, limit_key: str, reason: str = "") -> str:
     """The report of one rank, where those of all ranks cannot be gathered."""
-    first = f"hvdtrain: {report.name}: no progress for {limit_s:g} s ({limit_key}){reason}; exit code {STALLED}"
+    first = (
+        f"hvdtrain: {report.name}: no progress for {limit_s:g} s ({limit_key}){reason}; exit code "
+        f"{STALLED}"
+    )
     return "\n".join([first, _heading(report), *_stack(report, DEPTH), _remedy(limit_s, limit_key)])
 
 
-def _behind(received: Sequence[Report], silent: Sequence[int]) -> tuple[str, list[Report], list[Report]]:
+def _behind(
+    received: Sequence[Report], silent: Sequence[int]
+) -> tuple[str, list[Report], list[Report]]:
     """A title, the ranks that are behind, and those of which more is shown."""
     busy = [report for report in received if not report.waiting]
     if busy or silent or not received:  # those that do not answer are behind too
         return "behind:" * bool(busy), busy, busy[:STACKS]
     awaited = {report.waits_for for report in received}
-    if roots := [report for report in received if report.rank in awaited and report.waits_for is None]:
-        return "behind (others wait for their messages, and they in another collective):", roots, roots[:STACKS]
+    if roots := [
+        report for report in received if report.rank in awaited and report.waits_for is None
+    ]:
+        return (
+            "behind (others wait for their messages, and they in another collective):",
+            roots,
+            roots[:STACKS],
+        )
     positions = {(report.epoch, report.step) for report in received}
     if len(positions) > 1:
         last = [report for report in received if (report.epoch, report.step) == min(positions)]
-        return "behind (every rank waits for the others, these since the earliest step):", last, last[:STACKS]
-    by_stack = {report.stack[-1:]: report for report in reversed(received)}  # different ones: the ranks are in different collectives
+        return (
+            "behind (every rank waits for the others, these since the earliest step):",
+            last,
+            last[:STACKS],
+        )
+    by_stack = {
+        report.stack[-1:]: report for report in reversed(received)
+    }  # different ones: the ranks are in different collectives
     different = sorted(by_stack.values(), key=lambda report: report.rank)
-    return "behind: no rank: all wait for each other at the same step", list(received), different[:STACKS]
+    return (
+        "behind: no rank: all wait for each other at the same step",
+        list(received),
+        different[:STACKS],
+    )
 
 
 def _heading(report: Report) -> str:
-    what = f"{report.phase}, epoch {report.epoch}, step {report.step}, for {report.idle_s:.0f} s, since {report.since}"
-    return f"  {report.name}, pid {report.pid}: {what}" + (f", in the {report.doing}" if report.doing else "")
+    what = (
+        f"{report.phase}, epoch {report.epoch}, step {report.step}, for {report.idle_s:.0f} s, "
+        f"since {report.since}"
+    )
+    return f"  {report.name}, pid {report.pid}: {what}" + (
+        f", in the {report.doing}" if report.doing else ""
+    )
 
 
 def _stack(report: Report, depth: int) -> list[str]:
     """The innermost calls."""
-    return [f"    {line if len(line) <= WIDTH else line[: WIDTH - 3] + '...'}" for line in report.stack[-depth:]]
+    return [
+        f"    {line if len(line) <= WIDTH else line[: WIDTH - 3] + '...'}"
+        for line in report.stack[-depth:]
+    ]
 
 
 def _by_position(start: str, reports: Iterable[Report]) -> list[str]:
@@ -159,7 +229,10 @@ def _by_position(start: str, reports: Iterable[Report]) -> list[str]:
     reports_at: dict[tuple[int, int, str], list[Report]] = {}
     for report in reports:
         reports_at.setdefault((report.epoch, report.step, report.position), []).append(report)
-    groups = [(f"{start}{{}} at {at[-1]}{_awaited(some)}", [report.rank for report in some]) for at, some in sorted(reports_at.items())]
+    groups = [
+        (f"{start}{{}} at {at[-1]}{_awaited(some)}", [report.rank for report in some])
+        for at, some in sorted(reports_at.items())
+    ]
     return _cut(groups, f"{start}{{}} elsewhere")
 
 
@@ -173,16 +246,27 @@ def _by_host(silent: Sequence[int], hosts: Sequence[str], places: Sequence[str])
     """In a mesh a line for each rank."""
     ranks: dict[str, list[int]] = {}
     for rank in silent:
-        ranks.setdefault(hosts[rank] + (f" ({places[rank]})" if places and places[rank] else ""), []).append(rank)
-    return _cut([(f"  {{}} on {host}", some) for host, some in ranks.items()], "  {} on other hosts")
+        ranks.setdefault(
+            hosts[rank] + (f" ({places[rank]})" if places and places[rank] else ""), []
+        ).append(rank)
+    return _cut(
+        [(f"  {{}} on {host}", some) for host, some in ranks.items()], "  {} on other hosts"
+    )
 
 
 def _cut(groups: Sequence[tuple[str, list[int]]], rest: str) -> list[str]:
-    """A line for each (template with {} for the ranks, ranks); of more than GROUPS groups the first ones, and the rest together."""
+    """A line for each (template with {} for the ranks, ranks); of more than GROUPS groups the first
+    ones, and the rest together."""
     if len(groups) > GROUPS:
-        groups = [*groups[: GROUPS - 1], (rest, sorted(rank for _, ranks in groups[GROUPS - 1 :] for rank in ranks))]
+        groups = [
+            *groups[: GROUPS - 1],
+            (rest, sorted(rank for _, ranks in groups[GROUPS - 1 :] for rank in ranks)),
+        ]
     return [template.replace("{}", ranks_summary(ranks), 1) for template, ranks in groups]
 
 
 def _remedy(limit_s: float, limit_key: str) -> str:
-    return f"to do: look at the ranks named first; if they were only slow, raise {limit_key}, now {limit_s:g} (null: no limit)"
+    return (
+        f"to do: look at the ranks named first; if they were only slow, raise {limit_key}, now "
+        f"{limit_s:g} (null: no limit)"
+    )

@@ -1,4 +1,5 @@
-"""The watchdog: a thread that ends the job after a stall, with a report of all ranks, or after a signal during the start."""
+"""The watchdog: a thread that ends the job after a stall, with a report of all ranks, or after a
+signal during the start."""
 
 from __future__ import annotations
 
@@ -18,7 +19,16 @@ from hvdtrain.core.process import exit_now, print_stderr, write_stderr
 from hvdtrain.errors import REQUEUE, STALLED
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.signals import Signals
-from hvdtrain.training.health.stall_report import Report, calls_of, frames_of_work, is_waiting, pack, render, render_alone, unpack
+from hvdtrain.training.health.stall_report import (
+    Report,
+    calls_of,
+    frames_of_work,
+    is_waiting,
+    pack,
+    render,
+    render_alone,
+    unpack,
+)
 
 T = TypeVar("T")
 
@@ -27,7 +37,8 @@ POLL_S = 0.05  # between two checks whether other ranks' reports are there
 RANK_0_FIRST_S = 2.0  # rank 0 prints, and ends the job, so much before the others do
 AT_END_S = 1.0  # for giving back the lock of the run folder
 END_S = 5  # for the report and the end of all ranks
-FLUSH_S = 0.2  # mpirun passes output on in pieces of 4 KB; its own message about the abort would come between them
+# mpirun passes output on in pieces of 4 KB; its own message about the abort would come between them
+FLUSH_S = 0.2
 
 
 class Limit(NamedTuple):
@@ -36,13 +47,20 @@ class Limit(NamedTuple):
 
 
 class Watchdog:
-    """A context manager around all that the entering thread does, from the start to the last checkpoint; leave it before MPI ends.
+    """A context manager around all that the entering thread does, from the start to the last
+    checkpoint; leave it before MPI ends.
 
-    Where C code holds the interpreter of a rank, its watchdog cannot run; the watchdogs of the other ranks report that rank.
+    Where C code holds the interpreter of a rank, its watchdog cannot run; the watchdogs of the
+    other ranks report that rank.
     """
 
     def __init__(
-        self, heartbeat: Heartbeat, signals: Signals, guard: GuardConfig, rank: int, at_end: Callable[[], None] = lambda: None
+        self,
+        heartbeat: Heartbeat,
+        signals: Signals,
+        guard: GuardConfig,
+        rank: int,
+        at_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._at_end = at_end
         self._heartbeat = heartbeat
@@ -63,13 +81,19 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._over.set()
         self._signals.wake()
         self._thread.join()
 
     def attach(self, communicator: Communicator) -> None:
-        """From now on one report covers all ranks, as they are numbered now. Every rank calls it."""
+        """From now on one report covers all ranks, as they are numbered now. Every rank calls
+        it."""
         self._rank = communicator.rank
         self._hosts = communicator.allgather_object(self._host)
         self._communicator = communicator
@@ -84,7 +108,9 @@ class Watchdog:
             if self._signals.received and not self._heartbeat.training:
                 self._stop_during_start()
             elif self._signals.received == "SIGINT" and not self._rank and not answered:
-                print_stderr("hvdtrain: stopping at the next sync point; again to kill")  # Ctrl-C: a person waits
+                print_stderr(
+                    "hvdtrain: stopping at the next sync point; again to kill"
+                )  # Ctrl-C: a person waits
                 answered = True
             elif limit and idle.seconds > limit.seconds:
                 self._stop_after_stall(limit, idle.seconds)
@@ -98,11 +124,15 @@ class Watchdog:
         if self._rank:
             self._wait(RANK_0_FIRST_S, lambda: self._heartbeat.training)
         if not self._heartbeat.training and not self._over.is_set():
-            what = f"{self._signals.received} during the start ({self._heartbeat.phase}): nothing to save; the same command starts again"
+            what = (
+                f"{self._signals.received} during the start ({self._heartbeat.phase}): nothing to "
+                "save; the same command starts again"
+            )
             self._end(f"hvdtrain: rank {self._rank} on {self._host}: {what}", REQUEUE)
 
     def _stop_after_stall(self, limit: Limit, idle_s: float) -> None:
-        """Reports the stall and ends the job; does nothing where the main thread goes on meanwhile."""
+        """Reports the stall and ends the job; does nothing where the main thread goes on
+        meanwhile."""
         beats = self._heartbeat.beats
 
         def goes_on() -> bool:
@@ -110,31 +140,58 @@ class Watchdog:
 
         try:
             without_sources = self._report(idle_s, sources=False)
-            report = self._try(lambda: self._report(idle_s, sources=True), RANK_0_FIRST_S, goes_on)  # sources may be on a disk that hangs
+            report = self._try(
+                lambda: self._report(idle_s, sources=True), RANK_0_FIRST_S, goes_on
+            )  # sources may be on a disk that hangs
             message = self._message(report or without_sources, limit, goes_on)
-        except Exception:  # a fault of hvdtrain's, with which this thread would end, and the job would hang for ever
-            what = f"no progress for {limit.seconds:g} s ({limit.key}); the job ends with exit code {STALLED}; the report of it failed:"
-            message = f"hvdtrain: rank {self._rank} on {self._host}: {what}\n{traceback.format_exc()}"
+        except Exception:
+            # a fault of hvdtrain's, with which this thread would end, and the job would hang for
+            # ever
+            what = (
+                f"no progress for {limit.seconds:g} s ({limit.key}); the job ends with exit code "
+                f"{STALLED}; the report of it failed:"
+            )
+            message = (
+                f"hvdtrain: rank {self._rank} on {self._host}: {what}\n{traceback.format_exc()}"
+            )
         if not goes_on():
             self._end(message, STALLED)
 
     def _message(self, report: Report, limit: Limit, goes_on: Callable[[], bool]) -> str:
-        """On rank 0 the report of all ranks. The other ranks send theirs, and wait for rank 0 to end the job.
+        """On rank 0 the report of all ranks. The other ranks send theirs, and wait for rank 0 to
+        end the job.
 
-        Returned is a report of this rank alone where that cannot be done, or where rank 0 does not end the job in time.
+        Returned is a report of this rank alone where that cannot be done, or where rank 0 does not
+        end the job in time.
         """
         communicator = self._communicator
         wait_s = min(10.0, max(3.0, limit.seconds / 30)) + (2 if self._rank else 0)
         reports: list[str | None] | None = None
         if communicator:
-            reports = self._try(lambda: communicator.side_channel_gather(pack(report), wait_s), wait_s + 1, goes_on)
+            reports = self._try(
+                lambda: communicator.side_channel_gather(pack(report), wait_s), wait_s + 1, goes_on
+            )
         if reports:
-            return render([unpack(packed) if packed else None for packed in reports], self._hosts, limit.seconds, limit.key, self.places)
-        if reports is None:  # no side channel: ranks that are behind print before those that wait for them
-            self._wait((RANK_0_FIRST_S if self._rank else 0.0) + (1.5 * RANK_0_FIRST_S if report.waiting else 0.0), goes_on)
+            return render(
+                [unpack(packed) if packed else None for packed in reports],
+                self._hosts,
+                limit.seconds,
+                limit.key,
+                self.places,
+            )
+        if (
+            reports is None
+        ):  # no side channel: ranks that are behind print before those that wait for them
+            self._wait(
+                (RANK_0_FIRST_S if self._rank else 0.0)
+                + (1.5 * RANK_0_FIRST_S if report.waiting else 0.0),
+                goes_on,
+            )
             return render_alone(report, limit.seconds, limit.key)
         self._wait(wait_s + 0.2 * min(self._rank, 25), goes_on)  # one rank after the other
-        return render_alone(report, limit.seconds, limit.key, f", and rank 0 on {self._hosts[0]} does not answer")
+        return render_alone(
+            report, limit.seconds, limit.key, f", and rank 0 on {self._hosts[0]} does not answer"
+        )
 
     def _report(self, idle_s: float, *, sources: bool) -> Report:
         frames = frames_of_work(self._watched_thread)
@@ -162,7 +219,9 @@ class Watchdog:
             self._signals.poll(POLL_S)
             waited.update(0, time.monotonic())
 
-    def _try(self, function: Callable[[], T], limit_s: float, until: Callable[[], bool]) -> T | None:
+    def _try(
+        self, function: Callable[[], T], limit_s: float, until: Callable[[], bool]
+    ) -> T | None:
         """What the function returns; None where it fails, or hangs for limit_s."""
         results: list[T] = []
         thread = threading.Thread(target=lambda: results.append(function()), daemon=True)
@@ -171,11 +230,14 @@ class Watchdog:
         return results[0] if results else None
 
     def _end(self, message: str, code: int) -> NoReturn:
-        """Prints, and ends all ranks, whatever hangs: a write to a full pipe, the lock of the standard output, MPI."""
+        """Prints, and ends all ranks, whatever hangs: a write to a full pipe, the lock of the
+        standard output, MPI."""
         last_resort = threading.Timer(END_S, os._exit, [code])
         last_resort.daemon = True
         last_resort.start()
-        signal.alarm(2 * END_S)  # mpi4py holds the interpreter in MPI_Abort, so where that hangs no thread can end this process
+        signal.alarm(
+            2 * END_S
+        )  # mpi4py holds the interpreter in MPI_Abort, so where that hangs no thread can end this process  # noqa: E501
         write_stderr(message)
         self._try(self._at_end, AT_END_S, lambda: False)  # on a disk that may hang
         if self._communicator is not None and self._communicator.size > 1:
@@ -198,6 +260,10 @@ class IdleTime:
 
     def update(self, beats: int, now_s: float) -> None:
         """now_s is of time.monotonic()."""
-        self.seconds = self.seconds + min(now_s - self._updated_s, self._most_s) if beats == self._beats else 0.0
+        self.seconds = (
+            self.seconds + min(now_s - self._updated_s, self._most_s)
+            if beats == self._beats
+            else 0.0
+        )
         self._beats = beats
         self._updated_s = now_s

@@ -1,4 +1,5 @@
-"""The fields of the events step, nonfinite and epoch that follow from the state of training (docs/events.md)."""
+"""The fields of the events step, nonfinite and epoch that follow from the state of training
+(docs/events.md)."""
 
 from __future__ import annotations
 
@@ -13,8 +14,11 @@ from hvdtrain.tasks.task import Task
 from hvdtrain.training.progress.train_state import Reached, TrainState
 
 
-def step_fields(task: Task, now: TrainState, sums: Sums, window_s: float, epochs: float) -> dict[str, Any]:
-    """Fields of the steps since the last sync point: their sums over all ranks, and their seconds; `epochs` of the job."""
+def step_fields(
+    task: Task, now: TrainState, sums: Sums, window_s: float, epochs: float
+) -> dict[str, Any]:
+    """Fields of the steps since the last sync point: their sums over all ranks, and their seconds;
+    `epochs` of the job."""
     p = now.progress
     return {
         "epochs": p.epochs,
@@ -39,8 +43,11 @@ def nonfinite_fields(config: Config, now: TrainState) -> dict[str, Any]:
     return {"policy": policy, "count": count, "lines": [line]}
 
 
-def epoch_fields(config: Config, task: Task, before: TrainState, now: TrainState, val: Sums, noise_scale: float) -> dict[str, Any]:
-    """Fields of an evaluation: `before` has the sums of training since the last one, `now` the state after it.
+def epoch_fields(
+    config: Config, task: Task, before: TrainState, now: TrainState, val: Sums, noise_scale: float
+) -> dict[str, Any]:
+    """Fields of an evaluation: `before` has the sums of training since the last one, `now` the
+    state after it.
 
     The epoch is the one that it ends or lies in, counted from 1.
     """
@@ -51,8 +58,15 @@ def epoch_fields(config: Config, task: Task, before: TrainState, now: TrainState
         "seconds": round(now.seconds, 3),
         "epoch_s": round(before.epoch_s, 3),
         "samples_per_s": _rate(trained, before.epoch_s),
-        **({"tokens_per_s": _rate(before.sums["tokens"], before.epoch_s)} if "tokens" in task.sums else {}),
-        **{f"train_{metric.name}": metric.of(before.sums) if trained else math.nan for metric in task.metrics},
+        **(
+            {"tokens_per_s": _rate(before.sums["tokens"], before.epoch_s)}
+            if "tokens" in task.sums
+            else {}
+        ),
+        **{
+            f"train_{metric.name}": metric.of(before.sums) if trained else math.nan
+            for metric in task.metrics
+        },
         **{f"val_{metric.name}": metric.of(val) for metric in task.metrics},
         "val_count": int(val[getattr(task, "counted", "count")]),  # what its metrics are means over
         f"best_{now.objective}": now.best,
@@ -65,18 +79,29 @@ def epoch_fields(config: Config, task: Task, before: TrainState, now: TrainState
 def target_fields(reached: Reached, objective: str) -> dict[str, Any]:
     """Fields of a target that an evaluation was the first to reach."""
     fields = reached._asdict()
-    return {"target": fields.pop("target"), f"val_{objective}": fields.pop("value"), "samples": fields.pop("images"), **fields}
+    return {
+        "target": fields.pop("target"),
+        f"val_{objective}": fields.pop("value"),
+        "samples": fields.pop("images"),
+        **fields,
+    }
 
 
 def energy_fields(now: TrainState, kinds: Collection[str], wall_s: float) -> dict[str, Any]:
-    """Energy fields of the event "epoch": what was used since the last evaluation, by the samples of `now.sums`."""
+    """Energy fields of the event "epoch": what was used since the last evaluation, by the samples
+    of `now.sums`."""
     joules = epoch_energy(now, kinds)
     if not joules or not wall_s:
         return {"joules": {}}
     total = sum(joules.values())
     trained = now.trained_samples
     per_image = {"joules_per_sample": total / trained} if trained else {}
-    return {"joules": joules, "wh": round(total / 3600, 4), "watts": round(total / wall_s, 2), **per_image}
+    return {
+        "joules": joules,
+        "wh": round(total / 3600, 4),
+        "watts": round(total / wall_s, 2),
+        **per_image,
+    }
 
 
 def job_energy(now: TrainState, kinds: Collection[str]) -> dict[str, float]:
@@ -90,4 +115,8 @@ def epoch_energy(now: TrainState, kinds: Collection[str]) -> dict[str, float]:
 
 
 def _measured(joules: dict[str, float], kinds: Collection[str]) -> dict[str, float]:
-    return {kind: round(value, 3) for kind, value in joules.items() if kind in kinds and math.isfinite(value)}
+    return {
+        kind: round(value, 3)
+        for kind, value in joules.items()
+        if kind in kinds and math.isfinite(value)
+    }

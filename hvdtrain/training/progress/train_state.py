@@ -18,9 +18,14 @@ from hvdtrain.recipe.recipe import INFINITIES, NumberOrInfinity, Plateau
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Seconds = Annotated[float, Field(allow_inf_nan=False, ge=0, le=1e11)]
-NumberOrNaN = Annotated[Number, WrapValidator(lambda value, number: math.nan if value is None else number(value))]  # null in JSON
+NumberOrNaN = Annotated[
+    Number, WrapValidator(lambda value, number: math.nan if value is None else number(value))
+]  # null in JSON
 # What metrics give: a division by 0 is theirs.
-Objective = Annotated[NumberOrInfinity, WrapValidator(lambda value, number: math.nan if value is None else number(value))]
+Objective = Annotated[
+    NumberOrInfinity,
+    WrapValidator(lambda value, number: math.nan if value is None else number(value)),
+]
 
 
 def _no_sums() -> dict[str, Any]:
@@ -31,7 +36,11 @@ def _no_sums() -> dict[str, Any]:
 def _check_progress(progress: Progress) -> Progress:
     """Raises ValueError where a count cannot be."""
     counts = asdict(progress)
-    if not all(0 <= count < 2**53 for count in counts.values()) or not progress.dataset or progress.step > progress.samples:
+    if (
+        not all(0 <= count < 2**53 for count in counts.values())
+        or not progress.dataset
+        or progress.step > progress.samples
+    ):
         raise ValueError(f"impossible counts {counts}")
     return progress
 
@@ -49,7 +58,8 @@ class Reached(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainState:
-    """State of the whole job, over all its runs. It is taken at a sync point, so no sum is under way on the device.
+    """State of the whole job, over all its runs. It is taken at a sync point, so no sum is under
+    way on the device.
 
     The types are those of progress.json too: from_json() checks a checkpoint against them.
     """
@@ -61,18 +71,26 @@ class TrainState:
     evaluates: Count = 0  # samples of an evaluation; 0: of a checkpoint that does not tell
     views: Count = 1  # of each of these samples: evaluate.views
     epoch_s: Seconds = 0.0  # seconds of training since the last evaluation
-    sums: dict[str, Objective | tuple[Objective, ...]] = field(default_factory=_no_sums)  # over all ranks, since the last evaluation
-    objective: str = "accuracy"  # the metric that the next fields are of, and which of its values are better
+    sums: dict[str, Objective | tuple[Objective, ...]] = field(
+        default_factory=_no_sums
+    )  # over all ranks, since the last evaluation
+    objective: str = (
+        "accuracy"  # the metric that the next fields are of, and which of its values are better
+    )
     better: Better = "max"
     at_target: Count = 0  # evaluations in a row, up to now, at the value `target`
     target: Number | None = None
-    without_better: Count = 0  # evaluations in a row, up to now, no better than `to_beat` by more than stop.min_delta
+    without_better: Count = (
+        0  # evaluations in a row, up to now, no better than `to_beat` by more than stop.min_delta
+    )
     to_beat: Objective = math.nan  # the last value that was
     last: Objective = math.nan  # of the last evaluation
     best: Objective = math.nan  # of all evaluations
     best_epoch: Count = 0  # that this evaluation ended or lay in, counted from 1
     evaluated_s: Seconds = 0.0  # `seconds` at the last evaluation
-    trained_s: Seconds = 0.0  # of `seconds`: those of steps that were not thrown away, up to the last evaluation
+    trained_s: Seconds = (
+        0.0  # of `seconds`: those of steps that were not thrown away, up to the last evaluation
+    )
     trained_images: Count = 0  # samples of those steps
     gpu_j: NumberOrNaN = 0.0  # joules of the whole job, NaN where some were not measured
     cpu_j: NumberOrNaN = 0.0
@@ -83,10 +101,17 @@ class TrainState:
     lr: NumberOrNaN = 0.0  # of the last step; NaN where a script's transformation alone knows it
     batch: Count = 0  # of the last step
     plateau: Plateau = field(default_factory=Plateau)  # what evaluations have made of the rate
-    noise: tuple[Number, Number] = (0.0, 0.0)  # the moving sums of the gradient noise scale: signal, noise
+    noise: tuple[Number, Number] = (
+        0.0,
+        0.0,
+    )  # the moving sums of the gradient noise scale: signal, noise
     ended_by: str = ""  # the hook that has ended the job, and why
-    hooks: dict[str, Any] = field(default_factory=dict)  # the states of hooks, by their names: trees of JSON
-    is_kept: bool = False  # this checkpoint stays, whatever checkpoint.keep_last is: a script has asked for it
+    hooks: dict[str, Any] = field(
+        default_factory=dict
+    )  # the states of hooks, by their names: trees of JSON
+    is_kept: bool = (
+        False  # this checkpoint stays, whatever checkpoint.keep_last is: a script has asked for it
+    )
 
     def trained(self, sums: Sums, seconds: float, noise: tuple[float, float]) -> TrainState:
         """With the sums and the time of more steps."""
@@ -107,7 +132,9 @@ class TrainState:
 
     def comparable(self, other: TrainState) -> bool:
         """Whether evaluations of both are of as many samples, and of as many views of each."""
-        return self.views == other.views and (self.evaluates == other.evaluates or 0 in (self.evaluates, other.evaluates))
+        return self.views == other.views and (
+            self.evaluates == other.evaluates or 0 in (self.evaluates, other.evaluates)
+        )
 
     @property
     def rank_of_last(self) -> float:
@@ -125,10 +152,17 @@ class TrainState:
         values = replace(self, to_beat=math.nan, last=math.nan, best=math.nan, best_epoch=0)
         return replace(values, at_target=0, without_better=0, plateau=plateau)
 
-    def after_evaluation(self, value: float, target: float | None, seconds: float, min_delta: float = 0.0) -> TrainState:
-        """After an evaluation, `seconds` into the job; `value` is of the objective, `target` stop.target, `min_delta` stop.min_delta."""
+    def after_evaluation(
+        self, value: float, target: float | None, seconds: float, min_delta: float = 0.0
+    ) -> TrainState:
+        """After an evaluation, `seconds` into the job; `value` is of the objective, `target`
+        stop.target, `min_delta` stop.min_delta."""
         improves = is_better(value, self.best, self.better)  # the first one too
-        beats = is_better(value - min_delta if self.better == "max" else value + min_delta, self.to_beat, self.better)
+        beats = is_better(
+            value - min_delta if self.better == "max" else value + min_delta,
+            self.to_beat,
+            self.better,
+        )
         return replace(
             self,
             seconds=seconds,
@@ -137,7 +171,9 @@ class TrainState:
             evaluated_s=seconds,
             epoch_s=0.0,
             sums=zero_sums(name for name in self.sums if name != "count"),
-            at_target=self.at_target + 1 if target is not None and reaches(value, target, self.better) else 0,
+            at_target=self.at_target + 1
+            if target is not None and reaches(value, target, self.better)
+            else 0,
             target=target,
             without_better=0 if beats else self.without_better + 1,
             to_beat=value if beats else self.to_beat,
@@ -151,7 +187,8 @@ class TrainState:
         )
 
 
-# What checkpoints from before hvdtrain 0.1 measured energy, and had other tasks than classification, do not have.
+# What checkpoints from before hvdtrain 0.1 measured energy, and had other tasks than
+# classification, do not have.
 _ADDED: dict[str, Any] = {
     "objective": "accuracy",
     "better": "max",
@@ -188,17 +225,31 @@ def _plain(value: Any) -> Any:
         return [_plain(inner) for inner in value]
     if not isinstance(value, float) or math.isfinite(value):
         return value
-    return None if math.isnan(value) else next(word for word, infinity in INFINITIES.items() if infinity == value)
+    return (
+        None
+        if math.isnan(value)
+        else next(word for word, infinity in INFINITIES.items() if infinity == value)
+    )
 
 
 def from_json(tree: dict[str, Any]) -> TrainState:
-    """Raises ValueError, LookupError or TypeError where a value is missing, of another type, or out of range."""
-    tree = _ADDED | ({"last": tree["accuracy"]} if "accuracy" in tree else {}) | {"to_beat": tree.get("best")} | tree
-    tree = _pick(tree, [each.name for each in fields(TrainState)])  # a default is for a new job: a checkpoint has every value
+    """Raises ValueError, LookupError or TypeError where a value is missing, of another type, or out
+    of range."""
+    tree = (
+        _ADDED
+        | ({"last": tree["accuracy"]} if "accuracy" in tree else {})
+        | {"to_beat": tree.get("best")}
+        | tree
+    )
+    tree = _pick(
+        tree, [each.name for each in fields(TrainState)]
+    )  # a default is for a new job: a checkpoint has every value
     tree["progress"] = _pick(tree["progress"], [each.name for each in fields(Progress)])
     _pick(tree["sums"], ("loss", "count"))
     try:
-        return _adapter().validate_json(json.dumps(tree), strict=True)  # as JSON: a list is a tuple, and true or "1" no number
+        return _adapter().validate_json(
+            json.dumps(tree), strict=True
+        )  # as JSON: a list is a tuple, and true or "1" no number
     except ValidationError as error:
         raise ValueError(_summary(error)) from None
 

@@ -1,4 +1,5 @@
-"""When the ranks synchronize, when they evaluate, which targets are reached and when the job ends, as pure functions of progress."""
+"""When the ranks synchronize, when they evaluate, which targets are reached and when the job ends,
+as pure functions of progress."""
 
 from __future__ import annotations
 
@@ -17,12 +18,20 @@ from hvdtrain.training.progress.train_state import Reached, TrainState
 
 
 def is_sync_point(config: Config, before: TrainState, p: Progress) -> bool:
-    """Whether the ranks synchronize after the step that led to p; a resumed job does so at the same steps as one without a stop."""
+    """Whether the ranks synchronize after the step that led to p; a resumed job does so at the same
+    steps as one without a stop."""
     intervals = (config.log.every_steps, config.checkpoint.every_steps, config.evaluate.every_steps)
-    return any(steps and p.step % steps == 0 for steps in intervals) or p.epoch > before.epoch or p.done or p.step == config.stop.steps
+    return (
+        any(steps and p.step % steps == 0 for steps in intervals)
+        or p.epoch > before.epoch
+        or p.done
+        or p.step == config.stop.steps
+    )
 
 
-def steps_to_sync_point(config: Config, recipe: Recipe, before: TrainState) -> tuple[list[Progress], Progress]:
+def steps_to_sync_point(
+    config: Config, recipe: Recipe, before: TrainState
+) -> tuple[list[Progress], Progress]:
     """Where each of the next steps begins, up to the next sync point; and the progress there."""
     steps = [before.progress]
     p = before.progress
@@ -39,15 +48,21 @@ def is_at_its_end(config: Config, p: Progress) -> bool:
 
 
 def evaluation_due(config: Config, now: TrainState) -> bool:
-    """Whether the end of an epoch, evaluate.every_steps or the last step has come and has not been evaluated yet."""
+    """Whether the end of an epoch, evaluate.every_steps or the last step has come and has not been
+    evaluated yet."""
     p = now.progress
     every = config.evaluate.every_steps
-    is_due = p.epoch > now.epoch or is_at_its_end(config, p) or (every is not None and p.step // every > now.evaluated // every)
+    is_due = (
+        p.epoch > now.epoch
+        or is_at_its_end(config, p)
+        or (every is not None and p.step // every > now.evaluated // every)
+    )
     return p.step > now.evaluated and is_due
 
 
 def time_is_over(config: Config, seconds: float) -> bool:
-    """Whether a job is done that has taken so many seconds, over all its runs: by rank 0's clock, which decides for all ranks."""
+    """Whether a job is done that has taken so many seconds, over all its runs: by rank 0's clock,
+    which decides for all ranks."""
     limit_s = stop_seconds(config)
     return limit_s is not None and seconds >= limit_s
 
@@ -73,27 +88,46 @@ def stop_reason(config: Config, now: TrainState) -> str:
     if evaluation_due(config, now):
         return ""
     if target_is_held(config, now):
-        return f"stop.target={target:g} held for {now.at_target} evaluation{'s' if now.at_target > 1 else ''}"
+        return (
+            f"stop.target={target:g} held for {now.at_target} "
+            f"evaluation{'s' if now.at_target > 1 else ''}"
+        )
     if patience_is_over(config, now):
         by = f" by more than {config.stop.min_delta:g}" if config.stop.min_delta else ""
         count = f"{now.without_better} evaluation{'s' if now.without_better > 1 else ''}"
-        return f"stop.patience={config.stop.patience}: {count} without a better {now.objective} than {now.to_beat:.4f}{by}"
+        return (
+            f"stop.patience={config.stop.patience}: {count} without a better {now.objective} than "
+            f"{now.to_beat:.4f}{by}"
+        )
     if config.stop.steps is not None and now.progress.step >= config.stop.steps:
         return f"stop.steps={config.stop.steps}"
     if not now.progress.done:
         return ""
     is_of_epochs = now.progress.samples >= total_samples(config, now.progress.dataset)
-    return f"epochs={total_epochs(config):g}" if is_of_epochs else now.ended_by or f"stop.time={config.stop.time}"
+    return (
+        f"epochs={total_epochs(config):g}"
+        if is_of_epochs
+        else now.ended_by or f"stop.time={config.stop.time}"
+    )
 
 
 def after_evaluation(
-    config: Config, task: Task, now: TrainState, val: Sums, seconds: float, energy_kinds: Collection[str]
+    config: Config,
+    task: Task,
+    now: TrainState,
+    val: Sums,
+    seconds: float,
+    energy_kinds: Collection[str],
 ) -> tuple[TrainState, list[Reached]]:
-    """The state after the evaluation with the sums `val`, and the targets of log.targets and stop.target that it reached first.
+    """The state after the evaluation with the sums `val`, and the targets of log.targets and
+    stop.target that it reached first.
 
-    A target that an earlier evaluation was as good as was reached at a time that is not known, before a resume added it: it is left out.
+    A target that an earlier evaluation was as good as was reached at a time that is not known,
+    before a resume added it: it is left out.
     """
-    after = now.after_evaluation(objective(task).of(val), config.stop.target, seconds, config.stop.min_delta)
+    after = now.after_evaluation(
+        objective(task).of(val), config.stop.target, seconds, config.stop.min_delta
+    )
     targets = {target for target in (*config.log.targets, config.stop.target) if target is not None}
     open_targets = targets - {past.target for past in now.reached}
     joules = job_energy(after, energy_kinds)

@@ -1,6 +1,8 @@
-"""The ranks begin with the state of rank 0 and stay equal: digests of weights, buffers, optimizer state, learning rate and step compared.
+"""The ranks begin with the state of rank 0 and stay equal: digests of weights, buffers, optimizer
+state, learning rate and step compared.
 
-What all ranks have is compared over all ranks; a part of an array (shard.stage, parallel) over the ranks that have the same part.
+What all ranks have is compared over all ranks; a part of an array (shard.stage, parallel) over the
+ranks that have the same part.
 """
 
 from __future__ import annotations
@@ -21,15 +23,22 @@ from hvdtrain.frameworks.learner import HasState
 MOST_RANKS = 8  # that a message names
 
 
-def check_equal(communicator: Communicator, learner: HasState, last: Hyper, hosts: list[str]) -> str:
-    """Returns the common digest. Every rank calls it, after sync_buffers(); `last` is of the last step.
+def check_equal(
+    communicator: Communicator, learner: HasState, last: Hyper, hosts: list[str]
+) -> str:
+    """Returns the common digest. Every rank calls it, after sync_buffers(); `last` is of the last
+    step.
 
     Raises the same Diverged on every rank where one rank differs.
     """
     tables = digest_tables(learner.pieces())
     tables.whole.update({"learning rate": _bits(last.lr), "step": last.step})
     combined = combine(tables.whole)
-    numbers = [combined, combine(dict.fromkeys(tables.parts, 0)), combine(tables.parts)]  # the second says which parts this rank has
+    numbers = [
+        combined,
+        combine(dict.fromkeys(tables.parts, 0)),
+        combine(tables.parts),
+    ]  # the second says which parts this rank has
     own = np.array([int(number, 16) for number in numbers], np.uint64).view(np.int64)
     of_all = communicator.allgather(own, "equal").reshape(-1, len(own)).tolist()
     copies = {(which, parts) for _, which, parts in of_all}
@@ -41,8 +50,11 @@ def check_equal(communicator: Communicator, learner: HasState, last: Hyper, host
 
 
 def _copies_are_equal(communicator: Communicator, parts: dict[str, int]) -> bool:
-    """Whether each part is the same on all ranks that have it, also where their other parts are not: stages that share a weight."""
-    own = np.array([(int(combine({name: 0}), 16), number) for name, number in parts.items()], np.uint64).reshape(-1, 2)
+    """Whether each part is the same on all ranks that have it, also where their other parts are
+    not: stages that share a weight."""
+    own = np.array(
+        [(int(combine({name: 0}), 16), number) for name, number in parts.items()], np.uint64
+    ).reshape(-1, 2)
     of_all = communicator.allgather(own.view(np.int64), "equal parts")
     return len(np.unique(of_all, axis=0)) == len(np.unique(of_all[:, 0]))
 
@@ -80,8 +92,11 @@ class Minority(NamedTuple):
     where: str  # for messages: the ranks of the minority with their hosts
 
 
-def describe_minority(values: Sequence[Hashable], hosts: Sequence[str], among: Sequence[int] | None = None) -> Minority:
-    """Which ranks of `among` (default: all) differ; values[rank] and hosts[rank] are rank's, and not all values are equal."""
+def describe_minority(
+    values: Sequence[Hashable], hosts: Sequence[str], among: Sequence[int] | None = None
+) -> Minority:
+    """Which ranks of `among` (default: all) differ; values[rank] and hosts[rank] are rank's, and
+    not all values are equal."""
     among = range(len(values)) if among is None else among
     usual, count = Counter(values[rank] for rank in among).most_common(1)[0]
     majority = [rank for rank in among if values[rank] == usual]
@@ -89,34 +104,48 @@ def describe_minority(values: Sequence[Hashable], hosts: Sequence[str], among: S
     named = ", ".join(f"{rank} on {hosts[rank]}" for rank in ranks[:MOST_RANKS])
     if len(ranks) > MOST_RANKS:
         named += f" and {len(ranks) - MOST_RANKS} more"
-    where = f"rank{'s' if len(ranks) > 1 else ''} {named}, against {count} equal rank{'s' if count > 1 else ''}"
+    where = (
+        f"rank{'s' if len(ranks) > 1 else ''} {named}, against {count} equal "
+        f"rank{'s' if count > 1 else ''}"
+    )
     if 2 * count <= len(among):
         where += "; there is no majority, so which of them is wrong is not known"
     return Minority(usual, majority, values[ranks[0]], ranks, where)
 
 
 def explain(tables: Sequence[DigestTables], hosts: list[str], step: int) -> Diverged:
-    """Names the first entry that differs, in the order of the model, and the ranks in the minority; tables[rank] has rank's digests."""
+    """Names the first entry that differs, in the order of the model, and the ranks in the minority;
+    tables[rank] has rank's digests."""
     ranks_of = {name: list(range(len(tables))) for table in tables for name in table.whole}
     for rank, table in enumerate(tables):
         for name in table.parts:
             ranks_of.setdefault(name, []).append(rank)
-    values = {name: [(table.whole | table.parts).get(name) for table in tables] for name in ranks_of}
-    different = [name for name, ranks in ranks_of.items() if len({values[name][rank] for rank in ranks}) > 1]
+    values = {
+        name: [(table.whole | table.parts).get(name) for table in tables] for name in ranks_of
+    }
+    different = [
+        name for name, ranks in ranks_of.items() if len({values[name][rank] for rank in ranks}) > 1
+    ]
     name = different[0]
     others = len(different) - 1
     where = describe_minority(values[name], hosts, ranks_of[name]).where
     fix = (
-        "the newest checkpoint is older: start the same command again; if ranks differ again, the cause is that host's memory, or a "
-        "model that is not the same on all ranks: its forward depends on a random number, a clock or the rank"
+        "the newest checkpoint is older: start the same command again; if ranks differ again, the "
+        "cause is that host's memory, or a "
+        "model that is not the same on all ranks: its forward depends on a random number, a clock "
+        "or the rank"
     )
-    return Diverged(f"ranks differ after step {step}: {name}{f' and {others} more' if others else ''}", where, fix)
+    return Diverged(
+        f"ranks differ after step {step}: {name}{f' and {others} more' if others else ''}",
+        where,
+        fix,
+    )
 
 
 def _part(piece: Piece) -> str:
     """[0:40], or [0:40 of part 2 of 2 along axis 1]"""
     cut = piece.cut
-    return f"[{piece.start}:{piece.stop}{f' of part {cut.part + 1} of {cut.parts} along axis {cut.axis}' * (cut.parts > 1)}]"
+    return f"[{piece.start}:{piece.stop}{f' of part {cut.part + 1} of {cut.parts} along axis {cut.axis}' * (cut.parts > 1)}]"  # noqa: E501
 
 
 def _bits(number: float) -> int:
@@ -131,13 +160,16 @@ def broadcast_state(
     only_weights: bool = False,
     on_array: Callable[[], None] = lambda: None,
 ) -> str:
-    """Loads rank 0's state (what it restored, or its initial one) into every rank's learner; returns the common digest.
+    """Loads rank 0's state (what it restored, or its initial one) into every rank's learner;
+    returns the common digest.
 
-    only_weights: `restored` has no optimizer state; each rank keeps its own. on_array: called after each array that has travelled.
+    only_weights: `restored` has no optimizer state; each rank keeps its own. on_array: called after
+    each array that has travelled.
 
-    Weights, buffers and optimizer state travel as data: a step of the optimizer, to make its state, would change the weights. They
-    travel one by one, and a rank keeps what it has a part of. Initial optimizer state that ranks have in parts is each rank's own: it
-    does not depend on the weights.
+    Weights, buffers and optimizer state travel as data: a step of the optimizer, to make its state,
+    would change the weights. They travel one by one, and a rank keeps what it has a part of.
+    Initial optimizer state that ranks have in parts is each rank's own: it does not depend on the
+    weights.
 
     Raises RuntimeError where digests differ after that.
     """
@@ -147,10 +179,20 @@ def broadcast_state(
     else:
         pieces = [whole(name, array) for name, array in restored.items()]
         is_partial = only_weights
-    own = (is_partial, [(piece.name, piece.shape, piece.dtype.str) for piece in pieces]) if communicator.rank == 0 else None
-    is_partial, schema = communicator.broadcast_object(own)  # only rank 0 knows whether what comes is all
+    own = (
+        (is_partial, [(piece.name, piece.shape, piece.dtype.str) for piece in pieces])
+        if communicator.rank == 0
+        else None
+    )
+    is_partial, schema = communicator.broadcast_object(
+        own
+    )  # only rank 0 knows whether what comes is all
     loads_its_own = restored is None and communicator.rank == 0
-    stream = ArrayStream({name: tuple(shape) for name, shape, _ in schema}, _broadcast(communicator, schema, pieces, on_array), is_partial)
+    stream = ArrayStream(
+        {name: tuple(shape) for name, shape, _ in schema},
+        _broadcast(communicator, schema, pieces, on_array),
+        is_partial,
+    )
     if loads_its_own:
         for _ in stream.arrays:
             pass
@@ -158,15 +200,25 @@ def broadcast_state(
         learner.load(stream)
     state_digests = communicator.allgather_object(combine(digests(whole_arrays(learner.pieces()))))
     if len(set(state_digests)) > 1:
-        raise RuntimeError(f"ranks differ after the start: digests {state_digests}")  # a bug of hvdtrain, or faulty memory
+        raise RuntimeError(
+            f"ranks differ after the start: digests {state_digests}"
+        )  # a bug of hvdtrain, or faulty memory
     return str(state_digests[0])
 
 
 def _broadcast(
-    communicator: Communicator, schema: list[tuple[str, tuple[int, ...], str]], own: list[Piece], on_array: Callable[[], None]
+    communicator: Communicator,
+    schema: list[tuple[str, tuple[int, ...], str]],
+    own: list[Piece],
+    on_array: Callable[[], None],
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Rank 0's arrays, one by one; of one that is mapped from a file, which is read-only, a copy while it is sent."""
+    """Rank 0's arrays, one by one; of one that is mapped from a file, which is read-only, a copy
+    while it is sent."""
     for i, (name, shape, dtype) in enumerate(schema):
-        array = np.require(own[i].read(), requirements=["C", "W"]).reshape(shape) if communicator.rank == 0 else np.zeros(shape, dtype)
+        array = (
+            np.require(own[i].read(), requirements=["C", "W"]).reshape(shape)
+            if communicator.rank == 0
+            else np.zeros(shape, dtype)
+        )
         yield name, communicator.broadcast(array, f"state.{name}")
         on_array()

@@ -1,6 +1,8 @@
-"""Whether the model gives the same outputs on all ranks: its loss for one fixed batch, before the first step and at the first sync point.
+"""Whether the model gives the same outputs on all ranks: its loss for one fixed batch, before the
+first step and at the first sync point.
 
-It finds what no digest of weights shows: a forward that reads another file, another library or the rank.
+It finds what no digest of weights shows: a forward that reads another file, another library or the
+rank.
 """
 
 from __future__ import annotations
@@ -20,17 +22,24 @@ from hvdtrain.frameworks.learner import Learner
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.replicas.compare import describe_minority
 
-# Relative difference of the loss that is taken as rounding: ranks may have other GPUs, cores or numbers of threads. TensorFloat-32, which
-# one GPU has and another has not, is worth 1e-3; bfloat16 keeps 8 bits.
+# Relative difference of the loss that is taken as rounding: ranks may have other GPUs, cores or
+# numbers of threads. TensorFloat-32, which one GPU has and another has not, is worth 1e-3; bfloat16
+# keeps 8 bits.
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3}
 _TOLERANCE_16 = 2e-2
-_SAMPLES = 8  # at most; fewer where a pass of the job has fewer, so that the probe takes no more memory than training
+# at most; fewer where a pass of the job has fewer, so that the probe takes no more memory than
+# training
+_SAMPLES = 8
 _VALUES = 2**24  # of a field, at most
-_FIX = "give every rank the same model: its code and the files, variables and libraries that its forward uses must not differ"
+_FIX = (
+    "give every rank the same model: its code and the files, variables and libraries that its "
+    "forward uses must not differ"
+)
 
 
 class Probe:
-    """A fixed batch for the model of a job; without speed.compile, whose kernels for another shape could change those of training."""
+    """A fixed batch for the model of a job; without speed.compile, whose kernels for another shape
+    could change those of training."""
 
     def __init__(self, config: Config, task: Task) -> None:
         self._task = task
@@ -39,10 +48,14 @@ class Probe:
         self._off = config.speed.compile != "none" or not config.guard.equal_steps or has_parts
         self._batch = config.batch
 
-    def compare(self, communicator: Communicator, learner: Learner, hosts: Sequence[str], when: str) -> None:
-        """A collective. Raises the same Diverged on all ranks where the losses differ by more than rounding.
+    def compare(
+        self, communicator: Communicator, learner: Learner, hosts: Sequence[str], when: str
+    ) -> None:
+        """A collective. Raises the same Diverged on all ranks where the losses differ by more than
+        rounding.
 
-        The model is called twice, in evaluation mode: losses that draw random numbers there are not compared.
+        The model is called twice, in evaluation mode: losses that draw random numbers there are not
+        compared.
         """
         if self._off or communicator.size == 1:
             return
@@ -55,7 +68,10 @@ class Probe:
         if len(set(groups)) > 1:
             minority = describe_minority(groups, hosts)
             usual, other = (of_all[ranks[0], 0] for ranks in (minority.majority, minority.ranks))
-            what = f"the model gives other outputs on some ranks {when}: its loss for a fixed batch is {usual:.9g} on "
+            what = (
+                f"the model gives other outputs on some ranks {when}: its loss for a fixed batch "
+                f"is {usual:.9g} on "
+            )
             what += f"rank {minority.majority[0]}, {other:.9g} on rank {minority.ranks[0]}"
             raise Diverged(what, minority.where, _FIX)
 
@@ -71,7 +87,8 @@ def _loss(learner: Learner, batch: Batch) -> float:
 
 
 def probe_batch(task: Task, most: int = _SAMPLES) -> Batch:
-    """Random numbers, made of counters; labels are 0, so that the loss shows each image's logits and not only their mean.
+    """Random numbers, made of counters; labels are 0, so that the loss shows each image's logits
+    and not only their mean.
 
     Of a task with functions of the user's own, which may take no others, samples of the data.
     """
@@ -83,7 +100,8 @@ def probe_batch(task: Task, most: int = _SAMPLES) -> Batch:
 
 
 def _probe_field(field: Field, samples: int) -> np.ndarray:
-    """(samples, *shape): bytes; integers of its range, 0 where a sample has one; floats of -1 to 1."""
+    """(samples, *shape): bytes; integers of its range, 0 where a sample has one; floats of -1 to
+    1."""
     values = samples * math.prod(field.shape)
     dtype = np.dtype(field.dtype)
     if field.is_mask:
@@ -98,14 +116,21 @@ def _probe_field(field: Field, samples: int) -> np.ndarray:
 
 
 def group_close(losses: Sequence[float], tolerance: float) -> list[int]:
-    """For each rank 0 where its loss is that of most ranks, else a number of its own or of equal ones; no number equals no number."""
+    """For each rank 0 where its loss is that of most ranks, else a number of its own or of equal
+    ones; no number equals no number."""
     values = np.array(losses)
-    distinct, which, counts = np.unique(np.where(np.isfinite(values), values, np.inf), return_inverse=True, return_counts=True)
+    distinct, which, counts = np.unique(
+        np.where(np.isfinite(values), values, np.inf), return_inverse=True, return_counts=True
+    )
 
-    def close_to(loss: float) -> np.ndarray:  # of each distinct one; never of pairs of ranks: 67 million on 8,192
+    def close_to(
+        loss: float,
+    ) -> np.ndarray:  # of each distinct one; never of pairs of ranks: 67 million on 8,192
         with np.errstate(invalid="ignore"):
             return np.where(
-                np.isfinite(distinct) & np.isfinite(loss), np.abs(loss - distinct) <= tolerance * np.abs(distinct), loss == distinct
+                np.isfinite(distinct) & np.isfinite(loss),
+                np.abs(loss - distinct) <= tolerance * np.abs(distinct),
+                loss == distinct,
             )
 
     near = np.array([counts[close_to(loss)].sum() for loss in distinct])

@@ -1,4 +1,5 @@
-"""Whether every rank runs the same job, compared before the first step: versions, code, environment, configuration and data."""
+"""Whether every rank runs the same job, compared before the first step: versions, code,
+environment, configuration and data."""
 
 from __future__ import annotations
 
@@ -19,14 +20,21 @@ Facts = dict[str, dict[str, Any]]  # kind, a key of software.FIXES -> name of a 
 
 
 def facts(config: Config, data: dict[str, Any], engine: str) -> Facts:
-    """What must be equal on all ranks, by kind and by the name that a message gives it. Reads no clock and asks no other rank.
+    """What must be equal on all ranks, by kind and by the name that a message gives it. Reads no
+    clock and asks no other rank.
 
     data: the facts of that kind.
     """
-    packages = {"numpy": None, **dict.fromkeys((*software.USED_BY[config.framework], *software.USED_BY[engine]))}
+    packages = {
+        "numpy": None,
+        **dict.fromkeys((*software.USED_BY[config.framework], *software.USED_BY[engine])),
+    }
     modules = module_digests(named_modules(config))
     return {
-        "versions": {f"the version of {name}": version for name, version in software.versions(packages).items()},
+        "versions": {
+            f"the version of {name}": version
+            for name, version in software.versions(packages).items()
+        },
         "code": {"hvdtrain's code": software.digest(software.code_digests())}
         | {f"the code of {module}": code for module, code in modules.items()},
         "objects": object_digests(config),
@@ -40,12 +48,17 @@ def by_key(config: Config) -> dict[str, Any]:
     """ "batch.size" -> 64, for every key of the configuration."""
     values: dict[str, Any] = {}
     for name, value in config.model_dump().items():
-        values |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
+        values |= (
+            {f"{name}.{key}": inner for key, inner in value.items()}
+            if isinstance(value, dict)
+            else {name: value}
+        )
     return values
 
 
 def check_same_facts(communicator: Communicator, facts: Facts) -> None:
-    """Compares the facts of all ranks, by their digests. A collective; raises the same UserError on all ranks where one differs."""
+    """Compares the facts of all ranks, by their digests. A collective; raises the same UserError on
+    all ranks where one differs."""
     if len(set(communicator.allgather_object(_digest(facts)))) == 1:
         return
     of_all = communicator.allgather_object((socket.gethostname(), facts))
@@ -63,13 +76,24 @@ def check_same_facts(communicator: Communicator, facts: Facts) -> None:
     kind, name, values = first
     minority = describe_minority(values, hosts)
     more = f"; {others} more differ" if others else ""
-    what = f"{name} differs between ranks: {_shown(name, minority.usual)} on rank {minority.majority[0]}, "
-    raise UserError(f"{what}{_shown(name, minority.value)} on rank {minority.ranks[0]}{more}", minority.where, software.FIXES[kind])
+    what = (
+        f"{name} differs between ranks: {_shown(name, minority.usual)} on rank "
+        f"{minority.majority[0]}, "
+    )
+    raise UserError(
+        f"{what}{_shown(name, minority.value)} on rank {minority.ranks[0]}{more}",
+        minority.where,
+        software.FIXES[kind],
+    )
 
 
 def _digest(facts: Facts) -> str:
     """Equal where _text() is, for every kind and name."""
-    texts = {(kind, name): _text(facts, kind, name) for kind, of_kind in facts.items() for name in of_kind}
+    texts = {
+        (kind, name): _text(facts, kind, name)
+        for kind, of_kind in facts.items()
+        for name in of_kind
+    }
     known = sorted((place, text) for place, text in texts.items() if text is not None)
     return hashlib.sha256(repr(known).encode()).hexdigest()
 

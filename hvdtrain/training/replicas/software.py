@@ -1,4 +1,5 @@
-"""What of a process decides what it computes, apart from its data and configuration: versions, hvdtrain's code, environment variables."""
+"""What of a process decides what it computes, apart from its data and configuration: versions,
+hvdtrain's code, environment variables."""
 
 from __future__ import annotations
 
@@ -33,18 +34,44 @@ USED_BY = {  # framework or engine -> names of PACKAGES
     },
     **{"mpi": ("mpi4py",), "horovod": ("torch", "Horovod"), "torchdist": ("torch",)},
 }
-# Variables that change results. Those that differ rightly between hosts (threads, devices, network interfaces) are not among them.
+# Variables that change results. Those that differ rightly between hosts (threads, devices, network
+# interfaces) are not among them.
 VARIABLES = (
     *("KERAS_BACKEND", "PYTHONHASHSEED", "PYTHONOPTIMIZE"),
-    *("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "ATEN_CPU_CAPABILITY"),
-    *("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_MAX_CPU_ISA", "OPENBLAS_CORETYPE"),
-    *("XLA_FLAGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION", "JAX_DEFAULT_PRNG_IMPL", "JAX_THREEFRY_PARTITIONABLE"),
-    *("NCCL_ALGO", "NCCL_PROTO", "HOROVOD_HIERARCHICAL_ALLREDUCE", "HOROVOD_HIERARCHICAL_ALLGATHER"),
+    *(
+        "CUBLAS_WORKSPACE_CONFIG",
+        "NVIDIA_TF32_OVERRIDE",
+        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+        "ATEN_CPU_CAPABILITY",
+    ),
+    *(
+        "MKL_CBWR",
+        "MKL_ENABLE_INSTRUCTIONS",
+        "ONEDNN_MAX_CPU_ISA",
+        "ONEDNN_DEFAULT_FPMATH_MODE",
+        "DNNL_MAX_CPU_ISA",
+        "OPENBLAS_CORETYPE",
+    ),
+    *(
+        "XLA_FLAGS",
+        "JAX_ENABLE_X64",
+        "JAX_DEFAULT_MATMUL_PRECISION",
+        "JAX_DEFAULT_PRNG_IMPL",
+        "JAX_THREEFRY_PARTITIONABLE",
+    ),
+    *(
+        "NCCL_ALGO",
+        "NCCL_PROTO",
+        "HOROVOD_HIERARCHICAL_ALLREDUCE",
+        "HOROVOD_HIERARCHICAL_ALLGATHER",
+    ),
 )
 FIXES = {  # kind of what differs between ranks -> what to do
     "versions": "install the same environment (or use the same container image) on every host",
-    "code": "use one installation that all hosts see, or the same one on each; look for PYTHONPATH and for outdated containers",
-    "objects": "give every rank's hvdtrain.train() the same objects: they must not be made of the rank, a clock or a random number",
+    "code": "use one installation that all hosts see, or the same one on each; look for "
+    "PYTHONPATH and for outdated containers",
+    "objects": "give every rank's hvdtrain.train() the same objects: they must not be made of the "
+    "rank, a clock or a random number",
     "environment": "give every rank the same value, or none: mpirun -x NAME, srun --export",
     "data": "copy the same data to every host, or give data.root= of a shared folder",
     "configuration": "give every rank the same command and the same --config file",
@@ -53,7 +80,8 @@ _SEED = "SEED"  # a variable whose name ends so is compared too: the user's own 
 
 
 def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
-    """name -> version of Python, hvdtrain and these packages, names of PACKAGES; one that is not installed is left out."""
+    """name -> version of Python, hvdtrain and these packages, names of PACKAGES; one that is not
+    installed is left out."""
     found = {"hvdtrain": __version__, "Python": platform.python_version()}
     for name in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -64,7 +92,10 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
 def code_digests() -> dict[str, str]:
     """file -> digest, of hvdtrain's own code."""
     files = sorted(PACKAGE.rglob("*.py"))
-    return {str(path.relative_to(PACKAGE)): hashlib.sha256(path.read_bytes()).hexdigest()[:12] for path in files}
+    return {
+        str(path.relative_to(PACKAGE)): hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+        for path in files
+    }
 
 
 def digest(items: Mapping[str, str]) -> str:
@@ -74,4 +105,8 @@ def digest(items: Mapping[str, str]) -> str:
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment variables that change results, as far as they are set."""
-    return {name: environ[name] for name in sorted(environ) if name in VARIABLES or name.upper().endswith(_SEED)}
+    return {
+        name: environ[name]
+        for name in sorted(environ)
+        if name in VARIABLES or name.upper().endswith(_SEED)
+    }

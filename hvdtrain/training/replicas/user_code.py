@@ -1,4 +1,5 @@
-"""Digests of the user's modules and objects that a configuration names, to compare ranks; nothing is imported or run for it."""
+"""Digests of the user's modules and objects that a configuration names, to compare ranks; nothing
+is imported or run for it."""
 
 from __future__ import annotations
 
@@ -26,18 +27,33 @@ _OWN = __name__.partition(".")[0]  # hvdtrain's own files have a digest of their
 
 
 def named_modules(config: Config) -> list[str]:
-    """The user's classes that a configuration names, and those of the objects that a script gives: package.module:Class."""
-    sections = [section for section in (config.data, config.task, config.model, config.optim) if plugins.is_users_own(section)]
+    """The user's classes that a configuration names, and those of the objects that a script gives:
+    package.module:Class."""
+    sections = [
+        section
+        for section in (config.data, config.task, config.model, config.optim)
+        if plugins.is_users_own(section)
+    ]
     named = [section.name for section in sections if not is_object(section.name)]
-    others = [name for name in (*config.hooks, config.recipe.function) if name is not None and not is_object(name)]
-    return [*named, *others, *sorted({path for thing in given_objects(config).values() for path in paths_of(thing)})]
+    others = [
+        name
+        for name in (*config.hooks, config.recipe.function)
+        if name is not None and not is_object(name)
+    ]
+    return [
+        *named,
+        *others,
+        *sorted({path for thing in given_objects(config).values() for path in paths_of(thing)}),
+    ]
 
 
 def module_digests(names: Iterable[str]) -> dict[str, str]:
-    """import path -> digest of its file, of the modules of `names` (package.module:Class) and of all that their import statements reach.
+    """import path -> digest of its file, of the modules of `names` (package.module:Class) and of
+    all that their import statements reach.
 
-    Packages that are installed (site-packages, pip install --target) have versions: of them only the named module is digested. A module
-    that is not found is left out: importing it reports it. Imports whose name is computed are not seen.
+    Packages that are installed (site-packages, pip install --target) have versions: of them only
+    the named module is digested. A module that is not found is left out: importing it reports it.
+    Imports whose name is computed are not seen.
     """
     found: dict[str, str] = {}
     waiting = [(module, True) for name in names for module in _parents(_module_of(name))]
@@ -93,22 +109,32 @@ def _file(module: str) -> Path | None:
 def _is_installed(path: Path) -> bool:
     """Whether pip or Python itself brought it."""
     python = (Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
-    if {"site-packages", "dist-packages"} & set(path.parts) or any(path.is_relative_to(folder) for folder in python):
+    if {"site-packages", "dist-packages"} & set(path.parts) or any(
+        path.is_relative_to(folder) for folder in python
+    ):
         return True
     folders = [Path(entry) for entry in sys.path if entry and path.is_relative_to(entry)]
     folder = max(folders, key=lambda entry: len(entry.parts), default=None)
-    return folder is not None and path.relative_to(folder).parts[0].removesuffix(".py") in _installed_in(folder)
+    return folder is not None and path.relative_to(folder).parts[0].removesuffix(
+        ".py"
+    ) in _installed_in(folder)
 
 
 @functools.cache
 def _installed_in(folder: Path) -> frozenset[str]:
-    """Packages and modules that `pip install --target` has put into a folder. A checkout that is installed as editable has no RECORD."""
+    """Packages and modules that `pip install --target` has put into a folder. A checkout that is
+    installed as editable has no RECORD."""
     records = [record.read_text(errors="replace") for record in folder.glob("*.dist-info/RECORD")]
-    return frozenset(line.partition("/")[0].partition(",")[0].removesuffix(".py") for record in records for line in record.splitlines())
+    return frozenset(
+        line.partition("/")[0].partition(",")[0].removesuffix(".py")
+        for record in records
+        for line in record.splitlines()
+    )
 
 
 def _imports(source: bytes, module: str, *, is_package: bool) -> Iterator[str]:
-    """The modules that its import statements name, inside of functions too; `from a import b` may mean the module a.b."""
+    """The modules that its import statements name, inside of functions too; `from a import b` may
+    mean the module a.b."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):  # importing it reports the error
@@ -118,7 +144,9 @@ def _imports(source: bytes, module: str, *, is_package: bool) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            levels = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            levels = (
+                package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            )
             origin = ".".join([*filter(None, levels), *([node.module] if node.module else [])])
             if origin:
                 yield origin
@@ -135,18 +163,28 @@ def given_objects(config: Config) -> dict[str, Any]:
     """By what a message calls them; data have digests of their own."""
     sections = (config, config.data, config.task, config.model, config.optim, config.recipe)
     given = [section.given for section in sections if section.given is not None]
-    return {name: thing for one in given for name, thing in one.objects.items() if thing is not None}
+    return {
+        name: thing for one in given for name, thing in one.objects.items() if thing is not None
+    }
 
 
 def object_digests(config: Config) -> dict[str, str]:
-    """Short digests; what cannot be seen, as the state of an object that is no number, is left out."""
-    return {f"the {name} of the script": _digest(thing) for name, thing in given_objects(config).items()}
+    """Short digests; what cannot be seen, as the state of an object that is no number, is left
+    out."""
+    return {
+        f"the {name} of the script": _digest(thing) for name, thing in given_objects(config).items()
+    }
 
 
 def paths_of(thing: Any) -> set[str]:
-    """package.module:Class of an object's class, of all modules of a torch module, and of functions."""
+    """package.module:Class of an object's class, of all modules of a torch module, and of
+    functions."""
     things: Iterable[Any] = thing.modules() if is_torch_module(thing) else [thing]
-    return {f"{kind.__module__}:{kind.__qualname__}" for kind in map(_named, things) if getattr(kind, "__module__", None)}
+    return {
+        f"{kind.__module__}:{kind.__qualname__}"
+        for kind in map(_named, things)
+        if getattr(kind, "__module__", None)
+    }
 
 
 def _named(thing: Any) -> Any:
@@ -169,12 +207,17 @@ def _parts(thing: Any, depth: int) -> Iterator[Any]:
             yield list(_parts(inner, depth - 1))
     elif depth and isinstance(thing, dict):
         for key, inner in thing.items():
-            yield key if isinstance(key, str) else type(key).__name__, list(_parts(inner, depth - 1))
+            yield (
+                key if isinstance(key, str) else type(key).__name__,
+                list(_parts(inner, depth - 1)),
+            )
     elif isinstance(thing, functools.partial):
         yield [list(_parts(inner, depth)) for inner in (thing.func, thing.args, thing.keywords)]
     elif is_torch_module(thing):
         yield _ADDRESS.sub("", repr(thing))
-        yield [(name, _shape(array), str(array.dtype)) for name, array in thing.state_dict().items()]
+        yield [
+            (name, _shape(array), str(array.dtype)) for name, array in thing.state_dict().items()
+        ]
         yield [sorted(_plain(module).items()) for module in thing.modules()]
     elif isinstance(thing, (type, ModuleType)):  # jax.numpy has a shape and a dtype, as arrays have
         yield getattr(thing, "__module__", ""), getattr(thing, "__qualname__", thing.__name__)
@@ -183,7 +226,10 @@ def _parts(thing: Any, depth: int) -> Iterator[Any]:
         if depth:
             cells = [cell.cell_contents for cell in thing.__closure__ or () if cell != type(cell)()]
             cells = [inner for inner in cells if not isinstance(inner, str)]
-            yield [list(_parts(inner, depth - 1)) for inner in (thing.__defaults__, thing.__kwdefaults__, cells)]
+            yield [
+                list(_parts(inner, depth - 1))
+                for inner in (thing.__defaults__, thing.__kwdefaults__, cells)
+            ]
     elif hasattr(thing, "shape") and hasattr(thing, "dtype"):
         yield _array(thing)
     else:
@@ -193,14 +239,22 @@ def _parts(thing: Any, depth: int) -> Iterator[Any]:
 def _plain(thing: Any) -> dict[str, str]:
     """The settings of an object that are numbers; texts, as "cuda:1", may rightly differ."""
     found = getattr(thing, "__dict__", {})
-    return {str(name): repr(value) for name, value in found.items() if isinstance(value, (bool, int, float)) and name != "training"}
+    return {
+        str(name): repr(value)
+        for name, value in found.items()
+        if isinstance(value, (bool, int, float)) and name != "training"
+    }
 
 
 def _code(code: CodeType) -> Iterator[Any]:
     """Without line numbers: those are compared with the file."""
     yield code.co_code, code.co_names
     for constant in code.co_consts:
-        yield list(_code(constant)) if isinstance(constant, CodeType) else _ADDRESS.sub("", repr(constant))
+        yield (
+            list(_code(constant))
+            if isinstance(constant, CodeType)
+            else _ADDRESS.sub("", repr(constant))
+        )
 
 
 def _shape(array: Any) -> tuple[int, ...]:

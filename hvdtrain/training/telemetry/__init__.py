@@ -1,1 +1,2 @@
-"""What is measured of a job: seconds of each phase of a step, memory, energy, the duration of the start."""
+"""What is measured of a job: seconds of each phase of a step, memory, energy, the duration of the
+start."""

@@ -1,4 +1,5 @@
-"""How many joules and watts a job takes, by counters of the hardware: NVML's of each GPU and RAPL's of each processor package."""
+"""How many joules and watts a job takes, by counters of the hardware: NVML's of each GPU and RAPL's
+of each processor package."""
 
 from __future__ import annotations
 
@@ -16,8 +17,13 @@ from hvdtrain.core.metrics import Sums
 POWERCAP = Path("/sys/class/powercap")
 MOST_W = 600.0  # of one processor package
 KEEP_UP_S = 20.0  # RAPL's counters start again at 0 after 64 to 262 kJ: some minutes under load
-KINDS = {"gpu": ("GPUs", "NVML"), "cpu": ("processors", "RAPL")}  # kind -> what is measured, and by what
-_ZONE = re.compile(r"intel-rapl:\d+$")  # of AMD's processors too; intel-rapl:0:0 is a part of intel-rapl:0
+KINDS = {
+    "gpu": ("GPUs", "NVML"),
+    "cpu": ("processors", "RAPL"),
+}  # kind -> what is measured, and by what
+_ZONE = re.compile(
+    r"intel-rapl:\d+$"
+)  # of AMD's processors too; intel-rapl:0:0 is a part of intel-rapl:0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -38,7 +44,9 @@ class Claim(NamedTuple):
     host: str
     machine: str  # the same for two containers of one machine, whose host names differ
     gpu: str | None
-    reasons: dict[str, str]  # kind -> "", or why its counter cannot be read here; no "gpu" where this rank uses none
+    reasons: dict[
+        str, str
+    ]  # kind -> "", or why its counter cannot be read here; no "gpu" where this rank uses none
 
 
 class Counter:
@@ -52,7 +60,8 @@ class Counter:
     def joules(self, since_s: float = 0.0) -> float:
         """Joules since the last call, which was since_s ago. Raises what reading raises.
 
-        NaN where the counter went backwards, since the driver was loaded anew, or may have started again more than once.
+        NaN where the counter went backwards, since the driver was loaded anew, or may have started
+        again more than once.
         """
         now = self._read_j()
         difference = now - self._last
@@ -67,23 +76,34 @@ class Unmeasured(Exception):
 
 
 class EnergyCounters:
-    """The counters that this rank reads, so that all ranks together read each counter of the job once.
+    """The counters that this rank reads, so that all ranks together read each counter of the job
+    once.
 
-    reasons: kind -> "" where it is measured, else why it is not; the same on all ranks. No "gpu" where no rank uses one.
+    reasons: kind -> "" where it is measured, else why it is not; the same on all ranks. No "gpu"
+    where no rank uses one.
     """
 
-    def __init__(self, reasons: dict[str, str], counters: Mapping[str, Sequence[Counter]], clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        reasons: dict[str, str],
+        counters: Mapping[str, Sequence[Counter]],
+        clock: Callable[[], float],
+    ) -> None:
         self.reasons = reasons
         self._clock = clock
         self._counters = {kind: counters.get(kind, ()) for kind in KINDS}
         self._read_s = clock()
         self._failed: set[str] = set()
-        self._unread = dict.fromkeys(KINDS, 0.0)  # joules that keep_up() has seen since the last read()
+        self._unread = dict.fromkeys(
+            KINDS, 0.0
+        )  # joules that keep_up() has seen since the last read()
 
     def read(self) -> dict[str, float]:
-        """{"gpu": J, "cpu": J} since the last call on this rank; added up over all ranks they are the job's.
+        """{"gpu": J, "cpu": J} since the last call on this rank; added up over all ranks they are
+        the job's.
 
-        0.0 for what another rank reads, or no rank. A counter that fails makes its kind NaN from then on, and with it the sum over ranks.
+        0.0 for what another rank reads, or no rank. A counter that fails makes its kind NaN from
+        then on, and with it the sum over ranks.
         """
         self._read_all()
         joules = self._unread
@@ -91,7 +111,8 @@ class EnergyCounters:
         return joules
 
     def keep_up(self) -> None:
-        """Between two reads that may be far apart, so that no counter starts again twice unseen. 0.1 us where it is too early."""
+        """Between two reads that may be far apart, so that no counter starts again twice unseen.
+        0.1 us where it is too early."""
         if self._clock() - self._read_s > KEEP_UP_S:
             self._read_all()
 
@@ -99,14 +120,18 @@ class EnergyCounters:
         now_s = self._clock()
         since_s = now_s - self._read_s
         self._read_s = now_s
-        self._unread = {kind: joules + self._joules(kind, since_s) for kind, joules in self._unread.items()}
+        self._unread = {
+            kind: joules + self._joules(kind, since_s) for kind, joules in self._unread.items()
+        }
 
     def _joules(self, kind: str, since_s: float) -> float:
         joules = math.nan
         if kind not in self._failed:
             try:
                 joules = math.fsum(counter.joules(since_s) for counter in self._counters[kind])
-            except Exception:  # OSError, ValueError, NVML's own: the number is lost, and training goes on without it
+            except Exception:
+                # OSError, ValueError, NVML's own: the number is lost, and training goes on without
+                # it
                 joules = math.nan
         if math.isnan(joules):
             self._failed.add(kind)
@@ -124,9 +149,10 @@ def find_counters(
 ) -> EnergyCounters:
     """The counters of this rank. Every rank calls it.
 
-    gpu: NVML's UUID ("GPU-...") of the device of this rank; None, with gpu_reason, where that is not known. The lowest rank of those
-    that share a GPU, or a machine, reads its counter. A kind counts only if all its counters can be read. A counter is of the whole
-    board, or of the package without its memory: other processes that use them are counted too.
+    gpu: NVML's UUID ("GPU-...") of the device of this rank; None, with gpu_reason, where that is
+    not known. The lowest rank of those that share a GPU, or a machine, reads its counter. A kind
+    counts only if all its counters can be read. A counter is of the whole board, or of the package
+    without its memory: other processes that use them are counted too.
     """
     mine: dict[str, list[Counter]] = {}
     reasons: dict[str, str] = {}
@@ -139,24 +165,35 @@ def find_counters(
         except Unmeasured as error:
             reasons[kind] = str(error)
     host = socket.gethostname()
-    claims: list[Claim] = communicator.allgather_object(Claim(host, _machine(host, boot_id), gpu, reasons))
+    claims: list[Claim] = communicator.allgather_object(
+        Claim(host, _machine(host, boot_id), gpu, reasons)
+    )
     claims_of = {kind: [claim for claim in claims if kind in claim.reasons] for kind in KINDS}
     job_reasons = {kind: _reason_of_all(some, kind) for kind, some in claims_of.items() if some}
     machine = claims[communicator.rank].machine
     reads = {
-        "gpu": gpu is not None and communicator.rank == min(rank for rank, claim in enumerate(claims) if claim.gpu == gpu),
-        "cpu": communicator.rank == min(rank for rank, claim in enumerate(claims) if claim.machine == machine),
+        "gpu": gpu is not None
+        and communicator.rank == min(rank for rank, claim in enumerate(claims) if claim.gpu == gpu),
+        "cpu": communicator.rank
+        == min(rank for rank, claim in enumerate(claims) if claim.machine == machine),
     }
-    counters = {kind: mine.get(kind, []) for kind in KINDS if reads[kind] and job_reasons.get(kind) == ""}
+    counters = {
+        kind: mine.get(kind, []) for kind in KINDS if reads[kind] and job_reasons.get(kind) == ""
+    }
     return EnergyCounters(job_reasons, counters, clock)
 
 
 def summary(reasons: Mapping[str, str]) -> str:
-    """One line: energy  GPUs by NVML; processors not measured: no /sys/class/powercap/intel-rapl here."""
+    """One line: energy  GPUs by NVML; processors not measured: no /sys/class/powercap/intel-rapl
+    here."""
     parts = []
     for kind, (things, method) in KINDS.items():
         if kind in reasons:
-            parts.append(f"{things} not measured: {reasons[kind]}" if reasons[kind] else f"{things} by {method}")
+            parts.append(
+                f"{things} not measured: {reasons[kind]}"
+                if reasons[kind]
+                else f"{things} by {method}"
+            )
     return f"energy  {'; '.join(parts)}"
 
 
@@ -168,7 +205,8 @@ def _machine(host: str, boot_id: Path) -> str:
 
 
 def _reason_of_all(claims: Sequence[Claim], kind: str) -> str:
-    """Empty where all can be read; else the reason of one host, with its name unless all have the same reason."""
+    """Empty where all can be read; else the reason of one host, with its name unless all have the
+    same reason."""
     reasons = [(claim.host, claim.reasons[kind]) for claim in claims if claim.reasons[kind]]
     if not reasons:
         return ""
@@ -177,22 +215,35 @@ def _reason_of_all(claims: Sequence[Claim], kind: str) -> str:
     if len(reasons) == len(claims) and all(other == reason for _, other in reasons):
         return reason
     more = len(different) - 1
-    return f"{host}: {reason}" + (f" (and {more} more host{'s' if more > 1 else ''})" if more else "")
+    return f"{host}: {reason}" + (
+        f" (and {more} more host{'s' if more > 1 else ''})" if more else ""
+    )
 
 
 def package_counters(powercap: Path) -> list[Counter]:
     """RAPL's counter of each processor package here; Unmeasured where one cannot be read."""
     try:
         zones = sorted(path for path in powercap.glob("intel-rapl:*") if _ZONE.match(path.name))
-        zones = [zone for zone in zones if (zone / "name").read_text(encoding="ascii").startswith("package-")]
+        zones = [
+            zone
+            for zone in zones
+            if (zone / "name").read_text(encoding="ascii").startswith("package-")
+        ]
         if not zones:
             raise Unmeasured(f"no {powercap}/intel-rapl here")
         return [_package_counter(zone) for zone in zones]
     except PermissionError as error:
-        fix = f"an administrator can open it: chmod a+r {powercap}/intel-rapl:*/energy_uj, at each boot, as by a udev rule"
-        raise Unmeasured(f"{error.filename} can be read by root only since CVE-2020-8694; {fix}") from None
+        fix = (
+            f"an administrator can open it: chmod a+r {powercap}/intel-rapl:*/energy_uj, at each "
+            "boot, as by a udev rule"
+        )
+        raise Unmeasured(
+            f"{error.filename} can be read by root only since CVE-2020-8694; {fix}"
+        ) from None
     except (OSError, ValueError) as error:
-        raise Unmeasured(f"cannot read {powercap}/intel-rapl: {getattr(error, 'strerror', None) or error}") from None
+        raise Unmeasured(
+            f"cannot read {powercap}/intel-rapl: {getattr(error, 'strerror', None) or error}"
+        ) from None
 
 
 def _package_counter(zone: Path) -> Counter:
@@ -214,7 +265,9 @@ def gpu_counter(gpu: str | None, gpu_reason: str, nvml: Nvml | None = None) -> C
         handle = nvml.nvmlDeviceGetHandleByUUID(gpu)
         if _is_divided(nvml, handle):
             raise Unmeasured(f"{gpu} is divided (MIG), and NVML counts whole GPUs")
-        return Counter(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3)  # millijoules since the driver was loaded
+        return Counter(
+            lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
+        )  # millijoules since the driver was loaded
     except nvml.NVMLError as error:
         raise Unmeasured(f"NVML has no counter of {gpu}: {error}") from None
 
@@ -235,12 +288,15 @@ def _is_divided(nvml: Nvml, handle: Any) -> bool:
         return False
 
 
-READ_EVERY_S = 1.0  # at least, between two readings: each is a call of the driver, or a file of the kernel
+READ_EVERY_S = (
+    1.0  # at least, between two readings: each is a call of the driver, or a file of the kernel
+)
 SHORTEST_S = 0.1  # of a span whose power is computed: over less time it means little
 
 
 class EnergyMeter:
-    """One on each rank. All ranks read their counters at the same sync points, so that the sum over ranks is of one span of time.
+    """One on each rank. All ranks read their counters at the same sync points, so that the sum over
+    ranks is of one span of time.
 
     `clock` is a monotonic one, in seconds; rank 0's decides when the counters are read.
     """
@@ -250,7 +306,9 @@ class EnergyMeter:
         self._decides = rank == 0
         self._clock = clock
         self.reasons = counters.reasons
-        self.kinds = [kind for kind, reason in counters.reasons.items() if not reason]  # that are measured
+        self.kinds = [
+            kind for kind, reason in counters.reasons.items() if not reason
+        ]  # that are measured
         self._read_s = self._synced_s = clock()  # the last reading; the last sync point
         self._interval_s = 0.0  # between the last two sync points
         self._due = False  # all ranks read at the next sync point
@@ -264,11 +322,16 @@ class EnergyMeter:
         self._counters.keep_up()
 
     def sync_sums(self) -> Sums:
-        """This rank's joules at a sync point, to add up over ranks: zeros where the counters are not read at this one."""
+        """This rank's joules at a sync point, to add up over ranks: zeros where the counters are
+        not read at this one."""
         now_s = self._clock()
         self._interval_s = now_s - self._synced_s
         self._synced_s = now_s
-        return self.read_sums() if self._due else self._sums(dict.fromkeys(KINDS, 0.0), now_s - self._read_s)
+        return (
+            self.read_sums()
+            if self._due
+            else self._sums(dict.fromkeys(KINDS, 0.0), now_s - self._read_s)
+        )
 
     def read_sums(self) -> Sums:
         """Sums with a reading whatever the time. Every rank calls it."""
@@ -276,13 +339,17 @@ class EnergyMeter:
         return self._sums(self._counters.read(), 0.0)
 
     def _sums(self, joules: dict[str, float], since_read_s: float) -> Sums:
-        """The next sync point is expected after as much time as this one took: the counters are read there if that is late enough."""
+        """The next sync point is expected after as much time as this one took: the counters are
+        read there if that is late enough."""
         due = self._decides and since_read_s + self._interval_s >= READ_EVERY_S
-        measured = {f"joules.{kind}": math.nan if self.reasons.get(kind) else joules[kind] for kind in KINDS}
+        measured = {
+            f"joules.{kind}": math.nan if self.reasons.get(kind) else joules[kind] for kind in KINDS
+        }
         return {"joules.due": float(due), **measured}
 
     def update(self, sums: Sums) -> float:
-        """Takes the sums over all ranks; returns the watts between the last two readings, NaN before there are two."""
+        """Takes the sums over all ranks; returns the watts between the last two readings, NaN
+        before there are two."""
         self._joules += sum(sums[f"joules.{kind}"] for kind in self.kinds)
         now_s = self._clock()
         passed_s = now_s - self._read_s

@@ -1,4 +1,5 @@
-"""What a feature measures of the steps of all ranks: a gauge, which the telemetry asks at every sync point."""
+"""What a feature measures of the steps of all ranks: a gauge, which the telemetry asks at every
+sync point."""
 
 from __future__ import annotations
 
@@ -12,15 +13,18 @@ class Gauge:
     """A measurement. The defaults are those of one that has nothing to say."""
 
     def values(self, phases: PhaseTimes) -> dict[str, float]:
-        """What this rank measured since the last sync point; `phases`: seconds. fields() gets the values of all ranks."""
+        """What this rank measured since the last sync point; `phases`: seconds. fields() gets the
+        values of all ranks."""
         return {}
 
     def fields(self, sums: Sums, steps: int) -> dict[str, Any]:
-        """Fields of the event "step"; sums: (ranks,) of each name of values(), and of "rank.work" in seconds. Every rank calls it."""
+        """Fields of the event "step"; sums: (ranks,) of each name of values(), and of "rank.work"
+        in seconds. Every rank calls it."""
         return {}
 
     def epoch_fields(self, steps: int) -> dict[str, Any]:
-        """Fields of the event "epoch", of so many steps since the last one: (ranks,) numbers of each rank."""
+        """Fields of the event "epoch", of so many steps since the last one: (ranks,) numbers of
+        each rank."""
         return {}
 
     def emit(self, step: int) -> None:

@@ -1,4 +1,5 @@
-"""What ranks that have one model together measure: how long they wait for each other, and a pipeline's passes on one clock."""
+"""What ranks that have one model together measure: how long they wait for each other, and a
+pipeline's passes on one clock."""
 
 from __future__ import annotations
 
@@ -21,13 +22,19 @@ from hvdtrain.training.telemetry.gauge import Gauge
 MOST_PASSES = 4096  # of an event
 
 
-def gather_passes(communicator: Communicator, own: Sequence[TimedPass], apart: int) -> dict[str, Any]:
-    """Fields of the event, of ranks 0, `apart`, 2 x `apart`, ...: one pipeline. Every rank calls it.
+def gather_passes(
+    communicator: Communicator, own: Sequence[TimedPass], apart: int
+) -> dict[str, Any]:
+    """Fields of the event, of ranks 0, `apart`, 2 x `apart`, ...: one pipeline. Every rank calls
+    it.
 
     Empty where there are more than MOST_PASSES.
     """
     mine = [tuple(each) for each in own] if communicator.rank % apart == 0 else []
-    found = [[TimedPass(*each) for each in of_rank] for of_rank in communicator.allgather_object(mine)[::apart]]
+    found = [
+        [TimedPass(*each) for each in of_rank]
+        for of_rank in communicator.allgather_object(mine)[::apart]
+    ]
     if not 0 < sum(map(len, found)) <= MOST_PASSES:
         return {}
     aligned = on_one_clock(found)
@@ -37,16 +44,23 @@ def gather_passes(communicator: Communicator, own: Sequence[TimedPass], apart: i
 
 
 def _row(one: TimedPass, begin_s: float) -> list[Any]:
-    """[kind, stage, micro-batch, begin of waiting, begin of computing, end], in milliseconds since the first pass."""
+    """[kind, stage, micro-batch, begin of waiting, begin of computing, end], in milliseconds since
+    the first pass."""
     times_s = one.start_s, one.start_s + one.waited_s, one.stop_s
-    return [one.kind, one.stage, one.micro, *(round(1e3 * (time_s - begin_s), 3) for time_s in times_s)]
+    return [
+        one.kind,
+        one.stage,
+        one.micro,
+        *(round(1e3 * (time_s - begin_s), 3) for time_s in times_s),
+    ]
 
 
 def on_one_clock(ranks: Sequence[Sequence[TimedPass]]) -> list[list[TimedPass]]:
     """The passes of each rank by the first one's clock.
 
-    Ranks of one host have one clock. Those of two hosts do not: nothing arrives before it was sent, in both directions, which bounds how
-    far the second clock is ahead; where 0 is not within the bounds, it is taken to be in their middle (as Mills 1991, RFC 5905, does).
+    Ranks of one host have one clock. Those of two hosts do not: nothing arrives before it was sent,
+    in both directions, which bounds how far the second clock is ahead; where 0 is not within the
+    bounds, it is taken to be in their middle (as Mills 1991, RFC 5905, does).
     """
     moved = [list(ranks[0])]
     total_s = 0.0
@@ -54,13 +68,22 @@ def on_one_clock(ranks: Sequence[Sequence[TimedPass]]) -> list[list[TimedPass]]:
         least, most = _bounds(before, passes)
         if not least <= 0.0 <= most and math.isfinite(least) and math.isfinite(most):
             total_s += (least + most) / 2
-        moved.append([one._replace(start_s=one.start_s - total_s, stop_s=one.stop_s - total_s) for one in passes])
+        moved.append(
+            [
+                one._replace(start_s=one.start_s - total_s, stop_s=one.stop_s - total_s)
+                for one in passes
+            ]
+        )
     return moved
 
 
 def _bounds(first: Sequence[TimedPass], second: Sequence[TimedPass]) -> tuple[float, float]:
     """The least and the most seconds by which the clock of `second` may be ahead."""
-    passes = {(one.kind == "forward", one.stage, one.micro): one for one in first if one.kind != "weight gradient"}
+    passes = {
+        (one.kind == "forward", one.stage, one.micro): one
+        for one in first
+        if one.kind != "weight gradient"
+    }
     least = -math.inf
     most = math.inf
     for two in second:
@@ -86,10 +109,13 @@ def medians_of_stages(values: np.ndarray, stages: np.ndarray) -> np.ndarray:
 
 
 def slowest(work_ms: np.ndarray, stages: np.ndarray, hosts: Sequence[str]) -> dict[str, Any]:
-    """Fields of events: the rank that takes longest, relative to the others of its stage, and these; work_ms, stages: (ranks,)."""
+    """Fields of events: the rank that takes longest, relative to the others of its stage, and
+    these; work_ms, stages: (ranks,)."""
     medians = medians_of_stages(work_ms, stages)
     times = work_ms / np.maximum(medians[stages], 1e-9)
-    slowest = int(np.lexsort((work_ms, times.round(6)))[-1])  # where stages have one rank each, the one with most work
+    slowest = int(
+        np.lexsort((work_ms, times.round(6)))[-1]
+    )  # where stages have one rank each, the one with most work
     beside = work_ms[stages == stages[slowest]]
     spread = [float(beside.min()), float(np.median(beside)), float(beside.max())]
     fields = {"work_ms": spread, "slowest_rank": slowest, "slowest_host": hosts[slowest]}
@@ -99,9 +125,12 @@ def slowest(work_ms: np.ndarray, stages: np.ndarray, hosts: Sequence[str]) -> di
 
 
 class MeshGauge(Gauge):
-    """The time that each rank takes for communication, and in a pipeline the share of its passes in which it waits for others."""
+    """The time that each rank takes for communication, and in a pipeline the share of its passes in
+    which it waits for others."""
 
-    def __init__(self, parallel: ParallelConfig, communicator: Communicator, learner: Learner, log: Log) -> None:
+    def __init__(
+        self, parallel: ParallelConfig, communicator: Communicator, learner: Learner, log: Log
+    ) -> None:
         self._communicator = communicator
         self._learner = learner
         self._log = log
@@ -113,12 +142,16 @@ class MeshGauge(Gauge):
         self._forget_epoch()
 
     def _forget_epoch(self) -> None:
-        self._epoch_communication, self._epoch_waiting = (np.zeros(self._communicator.size) for _ in range(2))
+        self._epoch_communication, self._epoch_waiting = (
+            np.zeros(self._communicator.size) for _ in range(2)
+        )
 
     def values(self, phases: PhaseTimes) -> dict[str, float]:
         waited = self._learner.read_waited()
         self._predicted = waited.predicted if waited else 0.0
-        of_passes = {"rank.passes": waited.seconds, "rank.waiting": waited.waiting} if waited else {}
+        of_passes = (
+            {"rank.passes": waited.seconds, "rank.waiting": waited.waiting} if waited else {}
+        )
         return of_passes | {"rank.communication": phases.get("communication", 0.0)}
 
     def fields(self, sums: Sums, steps: int) -> dict[str, Any]:
@@ -145,7 +178,11 @@ class MeshGauge(Gauge):
     def emit(self, step: int) -> None:
         """The event "passes", of the last step of the pipeline that reads the first samples."""
         if self._pipeline > 1:
-            passes = gather_passes(self._communicator, self._learner.last_passes(), self._communicator.size // self._pipeline)
+            passes = gather_passes(
+                self._communicator,
+                self._learner.last_passes(),
+                self._communicator.size // self._pipeline,
+            )
             if passes:
                 self._log.emit("passes", step, **passes)
 
@@ -158,10 +195,16 @@ class MeshGauge(Gauge):
         waits = medians_of_stages(idle, self._stages)
         slowest = int(work_ms.argmax())
         waiting = int(waits.argmax())
-        others = f"the median of stages {np.median(work_ms):.3g}" if len(work_ms) > 2 else f"stage {1 - slowest} {work_ms[1 - slowest]:.3g}"
+        others = (
+            f"the median of stages {np.median(work_ms):.3g}"
+            if len(work_ms) > 2
+            else f"stage {1 - slowest} {work_ms[1 - slowest]:.3g}"
+        )
         return [
-            f"pipeline {idle.mean():.0%} of the time of its passes idle, {ranks}; {self._predicted:.0%} by its schedule with equal stages",
-            f"         stage {slowest} is slowest: {work_ms[slowest]:.3g} ms of own work a step, {others}; "
+            f"pipeline {idle.mean():.0%} of the time of its passes idle, {ranks}; "
+            f"{self._predicted:.0%} by its schedule with equal stages",
+            f"         stage {slowest} is slowest: {work_ms[slowest]:.3g} ms of own work a step, "
+            f"{others}; "
             f"stage {waiting} waits most: {waits[waiting]:.0%}",
         ]
 

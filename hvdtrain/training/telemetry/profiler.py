@@ -14,7 +14,8 @@ from hvdtrain.frameworks.learner import Learner
 
 
 def parse_profile_steps(steps: str | None, where: str) -> tuple[int, int] | None:
-    """(10, 15) of profile.steps=10:15: steps done where the trace begins and where it ends. None of None.
+    """(10, 15) of profile.steps=10:15: steps done where the trace begins and where it ends. None of
+    None.
 
     Raises UserError for anything else; `where` says where the key was set.
     """
@@ -23,13 +24,16 @@ def parse_profile_steps(steps: str | None, where: str) -> tuple[int, int] | None
     match = re.fullmatch(r"(\d{1,15}):(\d{1,15})", steps)
     if not match or int(match[1]) >= int(match[2]):
         raise UserError(
-            f"profile.steps={steps} is no range of steps", where, "profile.steps=10:15 traces the five steps that follow step 10"
+            f"profile.steps={steps} is no range of steps",
+            where,
+            "profile.steps=10:15 traces the five steps that follow step 10",
         )
     return int(match[1]), int(match[2])
 
 
 class StepProfiler:
-    """Traces the steps that follow step `first` up to step `last` into `folder`. A trace that fails is a warning: training goes on."""
+    """Traces the steps that follow step `first` up to step `last` into `folder`. A trace that fails
+    is a warning: training goes on."""
 
     def __init__(self, learner: Learner, log: Log, folder: Path, first: int, last: int) -> None:
         self._learner = learner
@@ -65,7 +69,9 @@ class StepProfiler:
 
     def _begin(self) -> None:
         try:
-            with Folder.make(self.folder.parent.parent, self.folder.parent.name, self.folder.name) as folder:
+            with Folder.make(
+                self.folder.parent.parent, self.folder.parent.name, self.folder.name
+            ) as folder:
                 folder.refuse_links()  # the framework writes by paths
             self._trace = self._learner.profile(self.folder)
             self._trace.__enter__()

@@ -1,4 +1,5 @@
-"""How long a start took, from the launcher to the end of the first step, and how long the job will take by its first two steps."""
+"""How long a start took, from the launcher to the end of the first step, and how long the job will
+take by its first two steps."""
 
 from __future__ import annotations
 
@@ -32,13 +33,25 @@ LAUNCHERS = (
 )
 _NAMES = {name[:15] for name in LAUNCHERS}  # Linux keeps 15 letters
 _STEP = "slurmstepd"
-NAMES = {"step": "first step", "reading samples": "first samples", "reading the checkpoint": "state"}
-NAMES |= {"connecting the ranks": "ranks", "reading the data": "data", "building the model": "model"}
-NAMES |= {"computing the first weights, begin_with()": "begin_with()", "broadcasting the first weights": "broadcast"}
+NAMES = {
+    "step": "first step",
+    "reading samples": "first samples",
+    "reading the checkpoint": "state",
+}
+NAMES |= {
+    "connecting the ranks": "ranks",
+    "reading the data": "data",
+    "building the model": "model",
+}
+NAMES |= {
+    "computing the first weights, begin_with()": "begin_with()",
+    "broadcasting the first weights": "broadcast",
+}
 
 
 def phases(heartbeat: Heartbeat, now_s: float | None = None) -> dict[str, float]:
-    """Seconds of each phase, in order; with "launcher" where /proc shows a launcher's process on this host."""
+    """Seconds of each phase, in order; with "launcher" where /proc shows a launcher's process on
+    this host."""
     marks = list(heartbeat.start_marks.items())
     found: dict[str, float] = {}
     began = _age_s(os.getpid())
@@ -60,22 +73,30 @@ def fields(heartbeat: Heartbeat) -> dict[str, Any]:
 
 
 def summary(found: dict[str, float]) -> str:
-    """One line: start   3.1 s to the end of the first step: launcher 0.4, Python 0.3, ranks 0.5, ..."""
+    """One line: start   3.1 s to the end of the first step: launcher 0.4, Python 0.3, ranks 0.5,
+    ..."""
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in found.items() if seconds >= 0.05)
-    return f"start   {sum(found.values()):.1f} s to the end of the first step{': ' * bool(parts)}{parts}"
+    return (
+        f"start   {sum(found.values()):.1f} s to the end of the first "
+        f"step{': ' * bool(parts)}{parts}"
+    )
 
 
 def _launcher_age_s() -> float | None:
-    by_srun = placement(os.environ).launcher == SRUN.name and "SLURM_PTY_PORT" not in os.environ  # a shell of srun --pty runs many commands
+    by_srun = (
+        placement(os.environ).launcher == SRUN.name and "SLURM_PTY_PORT" not in os.environ
+    )  # a shell of srun --pty runs many commands
     pid = launcher(_above(os.getppid()), by_srun)
     return None if pid is None else _age_s(pid)
 
 
 def launcher(above: Iterable[tuple[str, int]], by_srun: bool) -> int | None:
-    """The process that began this start, of the (name, id) of those above us, nearest first: the uppermost of the first row of launchers.
+    """The process that began this start, of the (name, id) of those above us, nearest first: the
+    uppermost of the first row of launchers.
 
-    Wrappers may be below that row (mpirun -> sh -> us). What is above any other process began other commands before: bash -> mpirun.
-    slurmstepd runs our step only where srun started us, and nothing else did; else it runs the batch script, or another launcher's daemon.
+    Wrappers may be below that row (mpirun -> sh -> us). What is above any other process began other
+    commands before: bash -> mpirun. slurmstepd runs our step only where srun started us, and
+    nothing else did; else it runs the batch script, or another launcher's daemon.
     """
     found = None
     for name, pid in above:
@@ -94,7 +115,8 @@ def _above(pid: int) -> Iterator[tuple[str, int]]:
 
 
 def _age_s(pid: int) -> float | None:
-    """Seconds since a process of this host began; None where the host has no /proc or no such process."""
+    """Seconds since a process of this host began; None where the host has no /proc or no such
+    process."""
     fields = _stat(pid)
     if fields is None or not hasattr(time, "CLOCK_BOOTTIME"):
         return None
@@ -112,16 +134,23 @@ def _stat(pid: int) -> list[str] | None:
 
 
 LATE_S = 10.0  # up to the first sync point, at the pace of the second step
-_UNITS = (("day", 86400.0, 2.0), ("h", 3600.0, 2.0), ("min", 60.0, 2.0))  # a unit is used from so many of it on
+_UNITS = (
+    ("day", 86400.0, 2.0),
+    ("h", 3600.0, 2.0),
+    ("min", 60.0, 2.0),
+)  # a unit is used from so many of it on
 
 
 class FirstStep:
-    """Emits the event "first_step" once, after the second step: the first one reserves memory and compiles, and is no rate.
+    """Emits the event "first_step" once, after the second step: the first one reserves memory and
+    compiles, and is no rate.
 
     On a GPU the host does not wait for a step here: only what keeps the host busy is slow.
     """
 
-    def __init__(self, config: Config, log: Log, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, config: Config, log: Log, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self._config = config
         self._log = log
         self._clock = clock
@@ -138,17 +167,27 @@ class FirstStep:
         step_s = second_s - first_s
         rate_s = third_s - second_s
         if rate_s * self._config.log.every_steps >= LATE_S:
-            left_s = rate_s * (p.total - p.samples) / (p.samples - second.samples) if p.total < ENDLESS else math.inf
+            left_s = (
+                rate_s * (p.total - p.samples) / (p.samples - second.samples)
+                if p.total < ENDLESS
+                else math.inf
+            )
             if self._config.stop.steps is not None:
                 left_s = min(left_s, rate_s * (self._config.stop.steps - p.step))
-            fields = {"step_s": round(step_s, 3), "second_s": round(rate_s, 3), "left_s": round(left_s, 1)}
+            fields = {
+                "step_s": round(step_s, 3),
+                "second_s": round(rate_s, 3),
+                "left_s": round(left_s, 1),
+            }
             self._log.emit("first_step", p.step, **fields, lines=[_line(step_s, rate_s, left_s)])
 
 
 def _line(step_s: float, rate_s: float, left_s: float) -> str:
     """first step 91 s, the second 64 s; about 4 days at that rate"""
     line = f"first step {step_s:.3g} s, the second {rate_s:.3g} s"
-    return line if left_s == math.inf else f"{line}; about {about(left_s)} at that rate"  # inf: only stop.time ends the job
+    return (
+        line if left_s == math.inf else f"{line}; about {about(left_s)} at that rate"
+    )  # inf: only stop.time ends the job
 
 
 def about(seconds: float) -> str:

@@ -1,4 +1,5 @@
-"""Measurements of the steps of all ranks, combined at sync points: seconds of each phase, the slowest rank, memory, energy."""
+"""Measurements of the steps of all ranks, combined at sync points: seconds of each phase, the
+slowest rank, memory, energy."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def make_telemetry(
 ) -> Telemetry:
     """The telemetry of a configuration, with these gauges. Every rank calls it."""
     gpu = learner.gpu()
-    counters = find_counters(communicator, gpu.uuid or None if gpu else None, gpu.why if gpu else "")
+    counters = find_counters(
+        communicator, gpu.uuid or None if gpu else None, gpu.why if gpu else ""
+    )
     energy = EnergyMeter(counters, communicator.rank, time.monotonic)
     steps = parse_profile_steps(config.profile.steps, config.where("profile.steps"))
     folder = run / "profile" / f"rank-{communicator.rank:05d}"
@@ -64,8 +67,16 @@ def make_telemetry(
     )
 
 
-def make_gauges(config: Config, communicator: Communicator, learner: Learner, log: Log, run: Path | None, step: int) -> list[Gauge]:
-    """What the features of a configuration measure in a job that goes on with `step`. Every rank calls it."""
+def make_gauges(
+    config: Config,
+    communicator: Communicator,
+    learner: Learner,
+    log: Log,
+    run: Path | None,
+    step: int,
+) -> list[Gauge]:
+    """What the features of a configuration measure in a job that goes on with `step`. Every rank
+    calls it."""
     gauges: list[Gauge] = []
     if config.parallel.cuts:
         gauges.append(MeshGauge(config.parallel, communicator, learner, log))
@@ -75,9 +86,11 @@ def make_gauges(config: Config, communicator: Communicator, learner: Learner, lo
 
 
 class Telemetry:
-    """One on each rank. The ranks add up what sync_sums() returns with the sums of training; sync_fields() makes an event's fields of it.
+    """One on each rank. The ranks add up what sync_sums() returns with the sums of training;
+    sync_fields() makes an event's fields of it.
 
-    stages: (ranks,), the stage of each, whose ranks do the same work; None: one. step_times: an event for each step (log.step_times).
+    stages: (ranks,), the stage of each, whose ranks do the same work; None: one. step_times: an
+    event for each step (log.step_times).
     """
 
     def __init__(
@@ -103,7 +116,9 @@ class Telemetry:
         self.profiler = profiler
         self.first_step = first_step
         self._steps: list[PhaseTimes] = []  # of this rank, since the last sync point
-        self._epoch_work_s = np.zeros(communicator.size)  # seconds that each rank was busy since the last evaluation
+        self._epoch_work_s = np.zeros(
+            communicator.size
+        )  # seconds that each rank was busy since the last evaluation
         self._epoch_steps = 0
         self._stages = np.zeros(communicator.size, int) if stages is None else stages
         self.gauges = gauges
@@ -118,7 +133,8 @@ class Telemetry:
         self._learner.stopwatch.enter("data")
 
     def sync_sums(self) -> Sums:
-        """Sums of this rank since the last sync point, to add up over ranks; the host waits for the device here."""
+        """Sums of this rank since the last sync point, to add up over ranks; the host waits for the
+        device here."""
         self._steps = self._learner.stopwatch.read()
         phases = total(self._steps)
         gpu = self._learner.gpu()
@@ -139,7 +155,8 @@ class Telemetry:
         return values
 
     def sync_fields(self, sums: Sums, step: int, window_s: float) -> dict[str, Any]:
-        """Fields of the event "step", of the steps since the last sync point, the last being the `step`th. Every rank calls it."""
+        """Fields of the event "step", of the steps since the last sync point, the last being the
+        `step`th. Every rank calls it."""
         steps = max(1, len(self._steps))
         self._epoch_work_s = self._epoch_work_s + sums["rank.work"]
         self._epoch_steps += steps
@@ -157,53 +174,80 @@ class Telemetry:
             LOGGER.info(self._line_of_this_rank(step))
         if self.step_times:
             self._emit_step_times(step)
-        return {key: _rounded(value) for key, value in fields.items()} | {"window_s": round(window_s, 6)}
+        return {key: _rounded(value) for key, value in fields.items()} | {
+            "window_s": round(window_s, 6)
+        }
 
     def _phase_ms(self, sums: Sums, steps: int, window_s: float) -> dict[str, float]:
         """Milliseconds of a step by phase, the mean over ranks; "other" is what no phase has."""
-        phases = {phase: 1e3 * sums[f"phase.{phase}"] / steps / self._communicator.size for phase in PHASES if sums[f"phase.{phase}"]}
+        phases = {
+            phase: 1e3 * sums[f"phase.{phase}"] / steps / self._communicator.size
+            for phase in PHASES
+            if sums[f"phase.{phase}"]
+        }
         return phases | {"other": max(0.0, 1e3 * window_s / steps - sum(phases.values()))}
 
     def _slowest(self, work_ms: np.ndarray) -> dict[str, Any]:
         """work_ms: (ranks,). Nothing where a rank's work has its waiting for other ranks in it.
 
-        The ranks of a stage are compared with each other, since they do the same work; work_ms is of the slowest rank's stage.
+        The ranks of a stage are compared with each other, since they do the same work; work_ms is
+        of the slowest rank's stage.
         """
         if not self._learner.waits_only_in_communication:
             return {}
         return slowest(work_ms, self._stages, self._hosts)
 
     def _emit_step_times(self, last_step: int) -> None:
-        """An event for each step since the last sync point, the last being the `last_step`th. Every rank calls it."""
+        """An event for each step since the last sync point, the last being the `last_step`th. Every
+        rank calls it."""
         mine = [[step.get(phase, 0.0) for phase in PHASES] for step in self._steps]
-        times_ms = 1e3 * self._communicator.allgather(np.array([mine]), "gauges.steps")  # (ranks, steps, phases)
+        times_ms = 1e3 * self._communicator.allgather(
+            np.array([mine]), "gauges.steps"
+        )  # (ranks, steps, phases)
         work_ms = times_ms.sum(2) - times_ms[:, :, PHASES.index("communication")]
         for index in range(len(self._steps)):
             means = dict(zip(PHASES, times_ms[:, index].mean(0).tolist(), strict=True))
-            fields = {"phase_ms": {phase: ms for phase, ms in means.items() if ms}, **self._slowest(work_ms[:, index])}
+            fields = {
+                "phase_ms": {phase: ms for phase, ms in means.items() if ms},
+                **self._slowest(work_ms[:, index]),
+            }
             step = last_step - len(self._steps) + index + 1
-            self.log.emit("step_times", step, **{key: _rounded(value) for key, value in fields.items()})
+            self.log.emit(
+                "step_times", step, **{key: _rounded(value) for key, value in fields.items()}
+            )
 
     def _line_of_this_rank(self, step: int) -> str:
         steps = max(1, len(self._steps))
-        phases = ", ".join(f"{phase} {1e3 * seconds / steps:.2f}" for phase, seconds in total(self._steps).items())
+        phases = ", ".join(
+            f"{phase} {1e3 * seconds / steps:.2f}" for phase, seconds in total(self._steps).items()
+        )
         return f"step {step}, ms of each of {steps} steps: {phases}"
 
     def epoch_fields(self, now: TrainState, val: Sums, seconds: float) -> dict[str, Any]:
-        """Fields of the event "epoch", `seconds` into the job; `val`: the sums of its evaluation. The next epoch begins."""
+        """Fields of the event "epoch", `seconds` into the job; `val`: the sums of its evaluation.
+        The next epoch begins."""
         self.energy.update(val)
         steps = max(1, self._epoch_steps)
-        of_ranks = {"rank_work_ms": 1e3 * self._epoch_work_s / steps} if self._learner.waits_only_in_communication else {}
+        of_ranks = (
+            {"rank_work_ms": 1e3 * self._epoch_work_s / steps}
+            if self._learner.waits_only_in_communication
+            else {}
+        )
         for gauge in self.gauges:
             of_ranks |= gauge.epoch_fields(steps)
         self._epoch_work_s = np.zeros(self._communicator.size)
         self._epoch_steps = 0
         fields = energy_fields(now, self.energy.kinds, seconds - now.evaluated_s)
-        return fields | {name: [round(ms, 3) for ms in of_rank.tolist()] for name, of_rank in of_ranks.items()}
+        return fields | {
+            name: [round(ms, 3) for ms in of_rank.tolist()] for name, of_rank in of_ranks.items()
+        }
 
     def finish(self, now: TrainState) -> TrainState:
-        """Adds the joules since the last reading, and writes a profile that has begun. Every rank calls it, after the last sync point."""
-        now = now.add_energy(allreduce_sums(self._communicator, self.energy.read_sums(), "end.joules"))
+        """Adds the joules since the last reading, and writes a profile that has begun. Every rank
+        calls it, after the last sync point."""
+        now = now.add_energy(
+            allreduce_sums(self._communicator, self.energy.read_sums(), "end.joules")
+        )
         if self.profiler:
             self.profiler.close(now.progress.step)
         return now
@@ -211,7 +255,10 @@ class Telemetry:
 
 def _memory_mb(sums: Sums) -> dict[str, float]:
     """The most of any rank, of what any rank has."""
-    peaks = {"memory_mb": float(sums["rank.memory"].max()) / 1e6, "gpu_memory_mb": float(sums["rank.gpu_memory"].max()) / 1e6}
+    peaks = {
+        "memory_mb": float(sums["rank.memory"].max()) / 1e6,
+        "gpu_memory_mb": float(sums["rank.gpu_memory"].max()) / 1e6,
+    }
     return {key: peak for key, peak in peaks.items() if peak}
 
 
@@ -233,9 +280,12 @@ _STATUS = Path("/proc/self/status")
 
 
 def peak_memory_bytes() -> int:
-    """Peak of the host's memory. Linux's ru_maxrss may be that of the process which started this one: it outlives exec, VmHWM does not."""
+    """Peak of the host's memory. Linux's ru_maxrss may be that of the process which started this
+    one: it outlives exec, VmHWM does not."""
     try:
         (kb,) = re.findall(r"^VmHWM:\s*(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
     except (OSError, ValueError):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+            1 if sys.platform == "darwin" else 1024
+        )
     return 1024 * int(kb)

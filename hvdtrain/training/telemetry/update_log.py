@@ -1,4 +1,5 @@
-"""updates.bin of a run folder, in which order asynchronous updates were made, and how old their gradients are."""
+"""updates.bin of a run folder, in which order asynchronous updates were made, and how old their
+gradients are."""
 
 from __future__ import annotations
 
@@ -24,8 +25,12 @@ from hvdtrain.training.telemetry.gauge import Gauge
 NAME = "updates.bin"
 VERSION = 1
 _MAGIC = b"hvdtrain"
-_HEADER = struct.Struct("<8sIIIIQ")  # magic, version, servers, workers, threads of a rank, first update
-_RECORD = np.dtype([("ahead", "<i4"), ("staleness", "<u2"), ("worker", "<u2")])  # ahead: ticket - number of the update
+_HEADER = struct.Struct(
+    "<8sIIIIQ"
+)  # magic, version, servers, workers, threads of a rank, first update
+_RECORD = np.dtype(
+    [("ahead", "<i4"), ("staleness", "<u2"), ("worker", "<u2")]
+)  # ahead: ticket - number of the update
 MOST_BYTES = 2**32
 _MOST_THREADS = 2**16
 
@@ -43,17 +48,26 @@ class Header(NamedTuple):
 
 
 class UpdateLog:
-    """The log of updates, on rank 0. The place of update n follows from n: a job that goes on from a checkpoint replaces later ones."""
+    """The log of updates, on rank 0. The place of update n follows from n: a job that goes on from
+    a checkpoint replaces later ones."""
 
     def __init__(self, run: Path, header: Header) -> None:
-        """header.first: updates done by now; a log in the folder that reaches up to there goes on."""
+        """header.first: updates done by now; a log in the folder that reaches up to there goes
+        on."""
         self._run = run
         self._first = header.first
         self._next = header.first
         with Folder.open(run) as folder:
             former = read_header(folder) if folder.status(NAME) else None
-            alike = {"first": 0, "workers": 0}  # a job may go on with other workers: they have nothing at a sync point
-            goes_on = former is not None and former._replace(**alike) == header._replace(**alike) and former.first <= header.first
+            alike = {
+                "first": 0,
+                "workers": 0,
+            }  # a job may go on with other workers: they have nothing at a sync point
+            goes_on = (
+                former is not None
+                and former._replace(**alike) == header._replace(**alike)
+                and former.first <= header.first
+            )
             if goes_on and former is not None:
                 self._first = former.first
                 goes_on = self._cut(folder, header.first)
@@ -64,7 +78,8 @@ class UpdateLog:
                 folder.replace(NAME, header.to_bytes())
 
     def cut(self, step: int) -> None:
-        """Update `step` comes next, as where a job goes back to a sync point. Raises UserError where the disk does not take it."""
+        """Update `step` comes next, as where a job goes back to a sync point. Raises UserError
+        where the disk does not take it."""
         try:
             with Folder.open(self._run) as folder:
                 self._cut(folder, step)
@@ -100,10 +115,17 @@ def _keep(folder: Folder, former: Header, header: Header) -> None:
     folder.rename(NAME, kept)
     why = f"updates end before step {header.first}"
     if former.threads != header.threads:
-        why = f"each rank had {former.threads} threads, not {header.threads}: OMP_NUM_THREADS={former.threads} would go on with it"
+        why = (
+            f"each rank had {former.threads} threads, not {header.threads}: "
+            f"OMP_NUM_THREADS={former.threads} would go on with it"
+        )
     elif former.servers != header.servers:
         why = f"there were {former.servers} servers, not {header.servers}"
-    warnings.warn(f"{NAME} begins anew at step {header.first}, and `replay` refuses it: {why}; the former one is {kept}", stacklevel=2)
+    warnings.warn(
+        f"{NAME} begins anew at step {header.first}, and `replay` refuses it: {why}; the former "
+        f"one is {kept}",
+        stacklevel=2,
+    )
 
 
 def open_update_log(run: Path, header: Header) -> UpdateLog:
@@ -117,7 +139,9 @@ def open_update_log(run: Path, header: Header) -> UpdateLog:
 
 
 def _cannot_write(run: Path, error: OSError) -> UserError:
-    return UserError(f"cannot write {NAME}: {error.strerror}", str(run), "make room; or servers.log=false")
+    return UserError(
+        f"cannot write {NAME}: {error.strerror}", str(run), "make room; or servers.log=false"
+    )
 
 
 def read_header(folder: Folder) -> Header | None:
@@ -138,18 +162,33 @@ def read_updates(run: Path) -> tuple[Header, list[WorkerUpdate]]:
             header = read_header(folder)
             data = folder.read(NAME, MOST_BYTES)
     except FileNotFoundError:
-        raise UserError("the run folder has no log of updates", where, "a run that was trained with servers.log=true") from None
+        raise UserError(
+            "the run folder has no log of updates",
+            where,
+            "a run that was trained with servers.log=true",
+        ) from None
     except WrongKind as error:
         raise UserError(f"{NAME} is {error.strerror}", where, NO_LINKS) from None
     except (OSError, ValueError) as error:
         raise UserError(
-            f"cannot read {NAME}: {getattr(error, 'strerror', None) or error}", where, "a run folder that you may read"
+            f"cannot read {NAME}: {getattr(error, 'strerror', None) or error}",
+            where,
+            "a run folder that you may read",
         ) from None
     if header is None:
-        raise UserError(f"{NAME} is no log of version {VERSION}", where, "replay it with the hvdtrain that wrote it")
-    whole = (len(data) - _HEADER.size) // _RECORD.itemsize  # a job that was killed may have written a part of the last one
+        raise UserError(
+            f"{NAME} is no log of version {VERSION}",
+            where,
+            "replay it with the hvdtrain that wrote it",
+        )
+    whole = (
+        len(data) - _HEADER.size
+    ) // _RECORD.itemsize  # a job that was killed may have written a part of the last one
     records = np.frombuffer(data, _RECORD, whole, _HEADER.size)
-    updates = [WorkerUpdate(header.first + i + ahead, staleness, worker) for i, (ahead, staleness, worker) in enumerate(records.tolist())]
+    updates = [
+        WorkerUpdate(header.first + i + ahead, staleness, worker)
+        for i, (ahead, staleness, worker) in enumerate(records.tolist())
+    ]
     _check(header, updates, where)
     return header, updates
 
@@ -168,8 +207,11 @@ def _check(header: Header, updates: Sequence[WorkerUpdate], where: str) -> None:
 _MOST_BARS = 8  # of a line
 
 
-def staleness_gauge(config: ServersConfig, communicator: Communicator, learner: Learner, run: Path | None, step: int) -> StalenessGauge:
-    """With the log of updates where servers.log asks for it and there is a run folder; the job goes on with `step`. A collective."""
+def staleness_gauge(
+    config: ServersConfig, communicator: Communicator, learner: Learner, run: Path | None, step: int
+) -> StalenessGauge:
+    """With the log of updates where servers.log asks for it and there is a run folder; the job goes
+    on with `step`. A collective."""
     log = None
     if config.log and run is not None:
         threads = asked_threads() or fair_threads(communicator)
@@ -181,7 +223,9 @@ def staleness_gauge(config: ServersConfig, communicator: Communicator, learner: 
 class StalenessGauge(Gauge):
     """Counts staleness on rank 0; on other ranks there is nothing to count."""
 
-    def __init__(self, read_updates: Callable[[], Sequence[WorkerUpdate]], log: UpdateLog | None = None) -> None:
+    def __init__(
+        self, read_updates: Callable[[], Sequence[WorkerUpdate]], log: UpdateLog | None = None
+    ) -> None:
         """read_updates: those since it was last called."""
         self._read_updates = read_updates
         self._log = log
@@ -194,7 +238,8 @@ class StalenessGauge(Gauge):
         return self
 
     def fields(self, sums: Sums, steps: int) -> dict[str, Any]:
-        """`staleness`, of the updates since the last event; nothing where no update is asynchronous."""
+        """`staleness`, of the updates since the last event; nothing where no update is
+        asynchronous."""
         updates = self._read_updates()
         if not updates:
             return {}
@@ -205,15 +250,26 @@ class StalenessGauge(Gauge):
             found.setdefault(update.worker, Counter())[update.staleness] += 1
         for worker, counts in found.items():
             self._of_job.setdefault(worker, Counter()).update(counts)
-        return {"staleness": {str(worker): {str(age): n for age, n in sorted(found[worker].items())} for worker in sorted(found)}}
+        return {
+            "staleness": {
+                str(worker): {str(age): n for age, n in sorted(found[worker].items())}
+                for worker in sorted(found)
+            }
+        }
 
     def lines(self) -> list[str]:
         if not self._of_job:
             return []
         every: Counter[int] = sum(self._of_job.values(), Counter())
-        lines = [f"servers  staleness of an update {mean(every):.2f}, at most {max(every)}: {_bars(every)}"]
+        lines = [
+            f"servers  staleness of an update {mean(every):.2f}, at most {max(every)}: "
+            f"{_bars(every)}"
+        ]
         for worker, counts in sorted(self._of_job.items()):
-            lines.append(f"         worker {worker}: {counts.total():,} updates, staleness {mean(counts):.2f}, at most {max(counts)}")
+            lines.append(
+                f"         worker {worker}: {counts.total():,} updates, staleness "
+                f"{mean(counts):.2f}, at most {max(counts)}"
+            )
         return lines
 
 

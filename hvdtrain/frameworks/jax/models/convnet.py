@@ -32,25 +32,41 @@ def build(
     norm: bool = True,
     dense: tuple[int, ...] = (),
 ) -> Functions:
-    """3x3 convolutions that halve the image, each with a norm and ReLU; the mean over what is left of it; dense layers; logits.
+    """3x3 convolutions that halve the image, each with a norm and ReLU; the mean over what is left
+    of it; dense layers; logits.
 
     widths: channels of each convolution
-    norm: true: a batch norm after each convolution; false: none, so that any number of ranks computes the same
+    norm: true: a batch norm after each convolution; false: none, so that any number of ranks
+        computes the same
     dense: neurons of hidden dense layers, each with ReLU
 
     Raises UserError for widths below 1.
     """
     if min(dense, default=1) < 1:
-        raise UserError(f"dense {dense} makes no layers", "model.dense", "1 or more for each hidden dense layer, or leave it out")
+        raise UserError(
+            f"dense {dense} makes no layers",
+            "model.dense",
+            "1 or more for each hidden dense layer, or leave it out",
+        )
     if min(widths, default=0) < 1:
-        raise UserError(f"widths {widths} make no convolutions", "model.widths", "one width of 1 or more for each convolution")
+        raise UserError(
+            f"widths {widths} make no convolutions",
+            "model.widths",
+            "one width of 1 or more for each convolution",
+        )
     convolutions = [f"conv{i}" for i in range(1, len(widths) + 1)]
     norms = {}
     last = [*(f"dense.fc{i}" for i in range(1, len(dense) + 1)), "dense.fc"] if dense else ["fc"]
     sizes = itertools.pairwise((shape[2], *widths))
     shapes: dict[str, tuple[int, ...]] = {
-        layer: (outputs, inputs, 3, 3) for layer, (inputs, outputs) in zip(convolutions, sizes, strict=True)
-    } | {layer: (outputs, inputs) for layer, (inputs, outputs) in zip(last, itertools.pairwise((widths[-1], *dense, outputs)), strict=True)}
+        layer: (outputs, inputs, 3, 3)
+        for layer, (inputs, outputs) in zip(convolutions, sizes, strict=True)
+    } | {
+        layer: (outputs, inputs)
+        for layer, (inputs, outputs) in zip(
+            last, itertools.pairwise((widths[-1], *dense, outputs)), strict=True
+        )
+    }
     if norm:
         norms = {f"norm{i}": width for i, width in enumerate(widths, start=1)}
 
@@ -60,7 +76,9 @@ def build(
     def apply(params: Params, x: jax.Array, norms: Norms, wrap: Wrap = as_it_is) -> Flow:
         flow = norms.begin(x)
         for number in range(len(widths)):
-            flow = wrap(number, functools.partial(_convolution, number + 1, norms if norm else None))(params, flow)
+            flow = wrap(
+                number, functools.partial(_convolution, number + 1, norms if norm else None)
+            )(params, flow)
         return flow._replace(x=_dense(last, params, flow.x.mean((1, 2))))
 
     return Functions(init, apply, (OTHER_NUMBERS,), norms=norms)

@@ -30,7 +30,8 @@ STD = 0.02
 
 
 class KeysAndValues(NamedTuple):
-    """What one block remembers of the positions that were read; of later ones the numbers are of no meaning."""
+    """What one block remembers of the positions that were read; of later ones the numbers are of no
+    meaning."""
 
     keys: Any  # (n, heads, context, width / heads)
     values: Any
@@ -53,8 +54,15 @@ class GPT:
     def init(self, key: jax.Array) -> Params:
         """Weights as init_weights() of torch's model: normal ones; biases 0, norms 1 and 0."""
         stds = self._stds()
-        biases = {f"{name}.bias": np.zeros(shape[0]) for name, (shape, _) in stds.items() if "blocks." in name}
-        norms = ["norm", *(f"blocks.{layer}.norm{i}" for layer in range(self.layers) for i in (1, 2))]
+        biases = {
+            f"{name}.bias": np.zeros(shape[0])
+            for name, (shape, _) in stds.items()
+            if "blocks." in name
+        }
+        norms = [
+            "norm",
+            *(f"blocks.{layer}.norm{i}" for layer in range(self.layers) for i in (1, 2)),
+        ]
         return start_normal(key, stds) | biases | start_norms(dict.fromkeys(norms, self.width))
 
     def _stds(self) -> dict[str, tuple[tuple[int, int], float]]:
@@ -67,29 +75,53 @@ class GPT:
             "fc1": ((4 * width, width), STD),
             "fc2": ((width, 4 * width), last),
         }
-        blocks = {f"blocks.{layer}.{name}": found for layer in range(self.layers) for name, found in of_block.items()}
+        blocks = {
+            f"blocks.{layer}.{name}": found
+            for layer in range(self.layers)
+            for name, found in of_block.items()
+        }
         head = {} if self.tied else {"head": ((self.vocabulary, width), STD)}
-        return {"tokens": ((self.vocabulary, width), STD), "positions": ((self.context, width), 0.01), **blocks, **head}
+        return {
+            "tokens": ((self.vocabulary, width), STD),
+            "positions": ((self.context, width), 0.01),
+            **blocks,
+            **head,
+        }
 
-    def apply(self, params: Params, tokens: jax.Array, wrap: Wrap = as_it_is, key: jax.Array | None = None) -> jax.Array:
+    def apply(
+        self, params: Params, tokens: jax.Array, wrap: Wrap = as_it_is, key: jax.Array | None = None
+    ) -> jax.Array:
         x = dropout(key_for(key, 0), self._embed(params, tokens, 0), self.embedding_dropout)
         for layer in range(self.layers):
-            x = wrap(layer, functools.partial(self._block, layer, key_for(key, layer + 1)))(params, x)
+            x = wrap(layer, functools.partial(self._block, layer, key_for(key, layer + 1)))(
+                params, x
+            )
         return self._logits(params, x)
 
     def empty_cache(self, sequences: int, dtype: np.dtype) -> list[KeysAndValues]:
         shape = (sequences, self.heads, self.context, self.width // self.heads)
-        return [KeysAndValues(np.zeros(shape, dtype), np.zeros(shape, dtype)) for _ in range(self.layers)]
+        return [
+            KeysAndValues(np.zeros(shape, dtype), np.zeros(shape, dtype))
+            for _ in range(self.layers)
+        ]
 
-    def read(self, params: Params, tokens: jax.Array, cache: list[KeysAndValues], first: Any) -> tuple[jax.Array, list[KeysAndValues]]:
-        """apply() of the positions from `first` on, in evaluation, with the cache of those before: only `tokens` are computed."""
+    def read(
+        self, params: Params, tokens: jax.Array, cache: list[KeysAndValues], first: Any
+    ) -> tuple[jax.Array, list[KeysAndValues]]:
+        """apply() of the positions from `first` on, in evaluation, with the cache of those before:
+        only `tokens` are computed."""
         x = self._embed(params, tokens, first)
         found = []
         for layer, before in enumerate(cache):
             name = f"blocks.{layer}"
             queries, *new = self._parts(params, name, x)
             pairs = zip(before, new, strict=True)
-            kept = KeysAndValues(*(jax.lax.dynamic_update_slice_in_dim(old, part, first, axis=2) for old, part in pairs))
+            kept = KeysAndValues(
+                *(
+                    jax.lax.dynamic_update_slice_in_dim(old, part, first, axis=2)
+                    for old, part in pairs
+                )
+            )
             x = self._after(params, name, x, self._mixed(queries, kept, first, None), None)
             found.append(kept)
         return self._logits(params, x), found
@@ -105,7 +137,8 @@ class GPT:
         return layer_norm(params, "norm", x) @ weight.T
 
     def _block(self, layer: int, key: jax.Array | None, params: Params, x: jax.Array) -> jax.Array:
-        """Attention, then two layers for each position by itself; each after a norm and beside a shortcut."""
+        """Attention, then two layers for each position by itself; each after a norm and beside a
+        shortcut."""
         queries, keys, values = self._parts(params, f"blocks.{layer}", x)
         mixed = self._mixed(queries, KeysAndValues(keys, values), 0, key_for(key, 0))
         return self._after(params, f"blocks.{layer}", x, mixed, key)
@@ -113,23 +146,40 @@ class GPT:
     def _parts(self, params: Params, name: str, x: jax.Array) -> list[jax.Array]:
         """Queries, keys and values, (n, heads, m, width / heads) each."""
         n, m, width = x.shape
-        parts = dense(params, f"{name}.attention.inputs", layer_norm(params, f"{name}.norm1", x))  # (n, m, 3 width)
-        return list(parts.reshape(n, m, 3, self.heads, width // self.heads).transpose(2, 0, 3, 1, 4))
+        parts = dense(
+            params, f"{name}.attention.inputs", layer_norm(params, f"{name}.norm1", x)
+        )  # (n, m, 3 width)
+        return list(
+            parts.reshape(n, m, 3, self.heads, width // self.heads).transpose(2, 0, 3, 1, 4)
+        )
 
-    def _mixed(self, queries: jax.Array, kept: KeysAndValues, first: jax.Array | int, key: jax.Array | None) -> jax.Array:
-        """(n, m, width): each of the positions from `first` on looks at itself and those before it."""
+    def _mixed(
+        self, queries: jax.Array, kept: KeysAndValues, first: jax.Array | int, key: jax.Array | None
+    ) -> jax.Array:
+        """(n, m, width): each of the positions from `first` on looks at itself and those before
+        it."""
         n, heads, m, size = queries.shape
         seen = jnp.arange(kept.keys.shape[2]) <= first + jnp.arange(m)[:, None]
         scores = jnp.einsum("nhid,nhjd->nhij", queries, kept.keys) * size**-0.5
         shares = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
-        mixed = jnp.einsum("nhij,nhjd->nihd", dropout(key, shares, self.attention_dropout), kept.values)
+        mixed = jnp.einsum(
+            "nhij,nhjd->nihd", dropout(key, shares, self.attention_dropout), kept.values
+        )
         return mixed.reshape(n, m, heads * size)
 
-    def _after(self, params: Params, name: str, x: jax.Array, mixed: jax.Array, key: jax.Array | None) -> jax.Array:
+    def _after(
+        self, params: Params, name: str, x: jax.Array, mixed: jax.Array, key: jax.Array | None
+    ) -> jax.Array:
         """What a block does once its heads have looked."""
-        x = x + dropout(key_for(key, 1), dense(params, f"{name}.attention.output", mixed), self.residual_dropout)
-        hidden = jax.nn.gelu(dense(params, f"{name}.fc1", layer_norm(params, f"{name}.norm2", x)), approximate=True)
-        return x + dropout(key_for(key, 2), dense(params, f"{name}.fc2", hidden), self.residual_dropout)
+        x = x + dropout(
+            key_for(key, 1), dense(params, f"{name}.attention.output", mixed), self.residual_dropout
+        )
+        hidden = jax.nn.gelu(
+            dense(params, f"{name}.fc1", layer_norm(params, f"{name}.norm2", x)), approximate=True
+        )
+        return x + dropout(
+            key_for(key, 2), dense(params, f"{name}.fc2", hidden), self.residual_dropout
+        )
 
 
 def build(
@@ -145,7 +195,8 @@ def build(
     residual_dropout: float = 0.0,
     tied: bool = False,
 ) -> Functions:
-    """minGPT's model, for sequences of at most `context` tokens below `vocabulary`. GPT-2's smallest: layers 12, heads 12, width 768.
+    """minGPT's model, for sequences of at most `context` tokens below `vocabulary`. GPT-2's
+    smallest: layers 12, heads 12, width 768.
 
     layers: blocks of attention and two linear layers
     heads: parts of the width that attend by themselves
@@ -155,13 +206,38 @@ def build(
     residual_dropout: share of what a block adds to its shortcuts dropped in training, 0 to 1
     tied: true: the last layer has the weights of the token embedding, as in GPT-2 (true or false)
 
-    Raises UserError for sizes below 1, heads that do not divide the width, and a dropout outside of 0 to 1.
+    Raises UserError for sizes below 1, heads that do not divide the width, and a dropout outside of
+    0 to 1.
     """
     if min(layers, heads, width) < 1 or width % heads:
         what = f"{layers} layers of {heads} heads and width {width} make no network"
-        raise UserError(what, "model.layers, model.heads, model.width", "1 or more of each, and a width that is a multiple of heads")
-    for option, share in {"embedding": embedding_dropout, "attention": attention_dropout, "residual": residual_dropout}.items():
+        raise UserError(
+            what,
+            "model.layers, model.heads, model.width",
+            "1 or more of each, and a width that is a multiple of heads",
+        )
+    for option, share in {
+        "embedding": embedding_dropout,
+        "attention": attention_dropout,
+        "residual": residual_dropout,
+    }.items():
         if not 0 <= share < 1:
-            raise UserError(f"a dropout of {share} leaves nothing", f"model.{option}_dropout", "0 or more, below 1")
-    gpt = GPT(context, vocabulary, layers, heads, width, embedding_dropout, attention_dropout, residual_dropout, tied)
-    return Functions(gpt.init, gpt.apply, (OTHER_NUMBERS,), {"head.weight": "tokens.weight"} if tied else {}, gpt)
+            raise UserError(
+                f"a dropout of {share} leaves nothing",
+                f"model.{option}_dropout",
+                "0 or more, below 1",
+            )
+    gpt = GPT(
+        context,
+        vocabulary,
+        layers,
+        heads,
+        width,
+        embedding_dropout,
+        attention_dropout,
+        residual_dropout,
+        tied,
+    )
+    return Functions(
+        gpt.init, gpt.apply, (OTHER_NUMBERS,), {"head.weight": "tokens.weight"} if tied else {}, gpt
+    )

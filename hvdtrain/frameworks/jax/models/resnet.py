@@ -1,4 +1,5 @@
-"""torchvision's residual networks by name, written out: He et al. 2015, arXiv:1512.03385, with the stride in the 3x3 convolutions."""
+"""torchvision's residual networks by name, written out: He et al. 2015, arXiv:1512.03385, with the
+stride in the 3x3 convolutions."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ BLOCKS = {  # blocks of each stage
     "resnet101": (3, 4, 23, 3),
     "resnet152": (3, 8, 36, 3),
 }
-OF_TWO = ("resnet18", "resnet34")  # whose blocks have two convolutions of 3x3; those of the others three, the middle one of 3x3
+OF_TWO = (
+    "resnet18",
+    "resnet34",
+)  # whose blocks have two convolutions of 3x3; those of the others three, the middle one of 3x3
 
 
 class Block(NamedTuple):
@@ -54,19 +58,40 @@ def blocks_of(name: str) -> list[Block]:
             if name in OF_TWO:
                 kernels = {"conv1": (width, before, 3, 3), "conv2": (width, width, 3, 3)}
             else:
-                kernels = {"conv1": (width, before, 1, 1), "conv2": (width, width, 3, 3), "conv3": (4 * width, width, 1, 1)}
+                kernels = {
+                    "conv1": (width, before, 1, 1),
+                    "conv2": (width, width, 3, 3),
+                    "conv3": (4 * width, width, 1, 1),
+                }
             after = width if name in OF_TWO else 4 * width
             shortcut = (after, before, 1, 1) if stride > 1 or before != after else None
-            found.append(Block(f"layer{stage + 1}.{number}", kernels, "conv1" if name in OF_TWO else "conv2", stride, shortcut))
+            found.append(
+                Block(
+                    f"layer{stage + 1}.{number}",
+                    kernels,
+                    "conv1" if name in OF_TWO else "conv2",
+                    stride,
+                    shortcut,
+                )
+            )
             before = after
     return found
 
 
-def build(name: str, shape: tuple[int, int, int], outputs: int, *, small_images: bool = False, zero_gamma: bool = False) -> Functions:
+def build(
+    name: str,
+    shape: tuple[int, int, int],
+    outputs: int,
+    *,
+    small_images: bool = False,
+    zero_gamma: bool = False,
+) -> Functions:
     """resnet18, resnet34, resnet50, resnet101 or resnet152 from random weights.
 
-    small_images: true: a 3x3 first convolution of stride 1 and no first pooling, as is usual for 32x32 pixels and less
-    zero_gamma: true: the last norm of each residual block starts at scale 0, so that the block is its shortcut (Goyal 2017, 5.1)
+    small_images: true: a 3x3 first convolution of stride 1 and no first pooling, as is usual for
+        32x32 pixels and less
+    zero_gamma: true: the last norm of each residual block starts at scale 0, so that the block is
+        its shortcut (Goyal 2017, 5.1)
     """
     blocks = blocks_of(name)
     first = (64, shape[2], 3, 3) if small_images else (64, shape[2], 7, 7)
@@ -75,20 +100,34 @@ def build(name: str, shape: tuple[int, int, int], outputs: int, *, small_images:
     last = []
     for block in blocks:
         kernels |= {f"{block.name}.{conv}": size for conv, size in block.kernels.items()}
-        norms |= {f"{block.name}.bn{i}": size[0] for i, size in enumerate(block.kernels.values(), start=1)}
+        norms |= {
+            f"{block.name}.bn{i}": size[0] for i, size in enumerate(block.kernels.values(), start=1)
+        }
         last.append(f"{block.name}.bn{len(block.kernels)}.weight")
         if block.shortcut:
-            kernels[f"{block.name}.downsample.0"], norms[f"{block.name}.downsample.1"] = block.shortcut, block.shortcut[0]
+            kernels[f"{block.name}.downsample.0"], norms[f"{block.name}.downsample.1"] = (
+                block.shortcut,
+                block.shortcut[0],
+            )
     features = norms[last[-1].removesuffix(".weight")]
-    by_default: dict[str, tuple[int, ...]] = {"fc": (outputs, features)}  # layers that start as a layer of torch does without torchvision
+    by_default: dict[str, tuple[int, ...]] = {
+        "fc": (outputs, features)
+    }  # layers that start as a layer of torch does without torchvision
     if small_images or shape[2] != 3:
         by_default["conv1"] = first
     else:
         kernels["conv1"] = first
 
     def init(key: jax.Array) -> Params:
-        stds = {name: (size, (2.0 / (size[0] * size[2] * size[3])) ** 0.5) for name, size in kernels.items()}  # He et al., fan out
-        params = start_normal(key, stds) | start(jax.random.fold_in(key, 1), by_default, ["conv1"]) | start_norms(norms)
+        stds = {
+            name: (size, (2.0 / (size[0] * size[2] * size[3])) ** 0.5)
+            for name, size in kernels.items()
+        }  # He et al., fan out
+        params = (
+            start_normal(key, stds)
+            | start(jax.random.fold_in(key, 1), by_default, ["conv1"])
+            | start_norms(norms)
+        )
         return params | {name: np.zeros_like(params[name]) for name in last if zero_gamma}
 
     def apply(params: Params, x: jax.Array, norms: Norms, wrap: Wrap = as_it_is) -> Flow:
@@ -102,7 +141,9 @@ def build(name: str, shape: tuple[int, int, int], outputs: int, *, small_images:
     return Functions(init, apply, (OTHER_NUMBERS,), norms=norms)
 
 
-def _normalized(norms: Norms, params: Params, convolution: str, norm: str, flow: Flow, stride: int) -> Flow:
+def _normalized(
+    norms: Norms, params: Params, convolution: str, norm: str, flow: Flow, stride: int
+) -> Flow:
     return norms(params, norm, flow._replace(x=convolve(params, convolution, flow.x, stride)))
 
 
@@ -112,11 +153,20 @@ def _block(block: Block, norms: Norms, params: Params, flow: Flow) -> Flow:
     for number, convolution in enumerate(block.kernels, start=1):
         stride = block.stride if convolution == block.strided else 1
         name = f"{block.name}.{convolution}"
-        flow = _normalized(norms, params, name, f"{block.name}.bn{number}", flow._replace(x=x), stride)
+        flow = _normalized(
+            norms, params, name, f"{block.name}.bn{number}", flow._replace(x=x), stride
+        )
         x = jax.nn.relu(flow.x)
     x = flow.x
     if block.shortcut:
         flow = flow._replace(x=shortcut)
-        flow = _normalized(norms, params, f"{block.name}.downsample.0", f"{block.name}.downsample.1", flow, block.stride)
+        flow = _normalized(
+            norms,
+            params,
+            f"{block.name}.downsample.0",
+            f"{block.name}.downsample.1",
+            flow,
+            block.stride,
+        )
         shortcut = flow.x
     return flow._replace(x=jax.nn.relu(x + shortcut))

@@ -11,7 +11,18 @@ import jax
 import jax.numpy as jnp
 
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.jax.layers import OTHER_NUMBERS, Flow, Functions, Params, Wrap, as_it_is, convolve, max_pool, start, start_norms
+from hvdtrain.frameworks.jax.layers import (
+    OTHER_NUMBERS,
+    Flow,
+    Functions,
+    Params,
+    Wrap,
+    as_it_is,
+    convolve,
+    max_pool,
+    start,
+    start_norms,
+)
 from hvdtrain.frameworks.jax.norm import Norms
 
 AnyNorm = Callable[[Params, str, Flow], Flow]
@@ -26,7 +37,8 @@ def build(
     norm: Literal["batch", "group", "none"] = "batch",
     groups: int = 8,
 ) -> Functions:
-    """Ronneberger et al. 2015, arXiv:1505.04597, with convolutions that keep the size, and a norm behind each.
+    """Ronneberger et al. 2015, arXiv:1505.04597, with convolutions that keep the size, and a norm
+    behind each.
 
     widths: channels at each size of the image, from the whole one on; each next size is half
     norm: batch; group: of each sample alone, so that any number of ranks computes the same; none
@@ -35,7 +47,11 @@ def build(
     Raises UserError for widths that make no layers, or images that cannot be halved so often.
     """
     if min(widths, default=0) < 1:
-        raise UserError(f"widths {widths} make no layers", "model.widths", "one width of 1 or more for each size")
+        raise UserError(
+            f"widths {widths} make no layers",
+            "model.widths",
+            "one width of 1 or more for each size",
+        )
     if norm == "group" and any(width % max(groups, 1) for width in widths):
         what = f"model.groups={groups} does not divide the widths {', '.join(map(str, widths))}"
         raise UserError(what, "model.groups", "a number that divides each of them")
@@ -45,23 +61,36 @@ def build(
         raise UserError(what, "model.widths", f"sides that {factor} divides, or fewer widths")
     second = 2 if norm == "none" else 3  # place of the second convolution in its block
     pairs = list(itertools.pairwise(widths))[::-1]  # from the smallest images to the largest
-    blocks = {f"down.{number}": sizes for number, sizes in enumerate(itertools.pairwise((shape[2], *widths)))}
+    blocks = {
+        f"down.{number}": sizes
+        for number, sizes in enumerate(itertools.pairwise((shape[2], *widths)))
+    }
     blocks |= {f"join.{number}": (2 * narrow, narrow) for number, (narrow, _) in enumerate(pairs)}
     shapes: dict[str, tuple[int, ...]] = {}
     for block, (before, after) in blocks.items():
         shapes |= {f"{block}.0": (after, before, 3, 3), f"{block}.{second}": (after, after, 3, 3)}
     without_bias = [] if norm == "none" else list(shapes)
-    ups: dict[str, tuple[int, ...]] = {f"up.{number}": (wide, narrow, 2, 2) for number, (narrow, wide) in enumerate(pairs)}
+    ups: dict[str, tuple[int, ...]] = {
+        f"up.{number}": (wide, narrow, 2, 2) for number, (narrow, wide) in enumerate(pairs)
+    }
     shapes |= {**ups, "head": (pixel_classes, widths[0], 1, 1)}
-    scales = {f"{block}.{place}": after for block, (_, after) in blocks.items() for place in (1, 4)} if norm != "none" else {}
+    scales = (
+        {f"{block}.{place}": after for block, (_, after) in blocks.items() for place in (1, 4)}
+        if norm != "none"
+        else {}
+    )
 
     def init(key: jax.Array) -> Params:
         params = start(key, shapes, without_bias) | start_norms(scales)
-        return params | {f"{up}.bias": params[f"{up}.bias"][: sizes[1]] for up, sizes in ups.items()}
+        return params | {
+            f"{up}.bias": params[f"{up}.bias"][: sizes[1]] for up, sizes in ups.items()
+        }
 
     def apply(params: Params, x: jax.Array, norms: Norms, wrap: Wrap = as_it_is) -> Flow:
         def block(number: int, name: str, flow: Flow) -> Flow:
-            found: Flow = wrap(number, functools.partial(_twice, name, second, _norm_of(norm, norms, groups)))(params, flow)
+            found: Flow = wrap(
+                number, functools.partial(_twice, name, second, _norm_of(norm, norms, groups))
+            )(params, flow)
             return found
 
         flow = norms.begin(x)
@@ -79,7 +108,8 @@ def build(
 
 
 def _twice(block: str, second: int, norm: AnyNorm | None, params: Params, flow: Flow) -> Flow:
-    """(n, H, W, before) -> (n, H, W, after): two 3x3 convolutions, each with its norm and a ReLU."""
+    """(n, H, W, before) -> (n, H, W, after): two 3x3 convolutions, each with its norm and a
+    ReLU."""
     for place in (0, second):
         flow = flow._replace(x=convolve(params, f"{block}.{place}", flow.x))
         flow = norm(params, f"{block}.{place + 1}", flow) if norm else flow
@@ -99,7 +129,9 @@ def _group_norm(groups: int, params: Params, name: str, flow: Flow) -> Flow:
     parts = flow.x.reshape(n, height, width, groups, channels // groups)
     centred = parts - parts.mean((1, 2, 4), keepdims=True)
     found = centred * jax.lax.rsqrt(jnp.square(centred).mean((1, 2, 4), keepdims=True) + 1e-5)
-    return flow._replace(x=found.reshape(flow.x.shape) * params[f"{name}.weight"] + params[f"{name}.bias"])
+    return flow._replace(
+        x=found.reshape(flow.x.shape) * params[f"{name}.weight"] + params[f"{name}.bias"]
+    )
 
 
 def _doubled(params: Params, name: str, x: jax.Array) -> jax.Array:

@@ -36,36 +36,64 @@ def build(
     widths: tuple[int, int, int, int] = (16, 16, 32, 64),
     dropout: float = 0.01,
 ) -> Functions:
-    """The default is narrow: digits train in seconds. 16,160,320,640 is the full width for 28x28 images.
+    """The default is narrow: digits train in seconds. 16,160,320,640 is the full width for 28x28
+    images.
 
     widths: channels of the stem and of the three pairs of blocks
     dropout: share of activations dropped between the two convolutions of a block, 0 to 1
 
-    Raises UserError for widths below 1, a dropout outside of 0 to 1, and images too small to be halved twice.
+    Raises UserError for widths below 1, a dropout outside of 0 to 1, and images too small to be
+    halved twice.
     """
     if min(widths) < 1 or not 0 <= dropout < 1:
         what = f"widths {widths} with dropout {dropout} make no network"
         where = "model.widths, model.dropout"
         raise UserError(what, where, "widths of 1 or more, 0 <= dropout < 1")
     if min(shape[:2]) < 4:
-        raise UserError(f"images of {shape[0]}x{shape[1]} pixels cannot be halved twice", "model.name=wide_resnet", "model.name=mlp")
+        raise UserError(
+            f"images of {shape[0]}x{shape[1]} pixels cannot be halved twice",
+            "model.name=wide_resnet",
+            "model.name=mlp",
+        )
     blocks = [f"{pair}.{i}" for pair in PAIRS for i in (0, 1)]
     inputs = [width for pair in itertools.pairwise(widths) for width in pair]
-    sizes = dict(zip(blocks, zip(inputs, [width for width in widths[1:] for _ in (0, 1)], strict=True), strict=True))
+    sizes = dict(
+        zip(
+            blocks,
+            zip(inputs, [width for width in widths[1:] for _ in (0, 1)], strict=True),
+            strict=True,
+        )
+    )
     convolutions = {"stem.0": (widths[0], shape[2])}
     for block, (before, after) in sizes.items():
         convolutions |= {f"{block}.first.0": (after, before), f"{block}.second.0": (after, after)}
-    scales = {f"{block}.scale": (after, before, 1, 1) for block, (before, after) in sizes.items() if before != after}
-    shapes = {name: (*size, 3, 3) for name, size in convolutions.items()} | scales | {"fc": (outputs, widths[3])}
+    scales = {
+        f"{block}.scale": (after, before, 1, 1)
+        for block, (before, after) in sizes.items()
+        if before != after
+    }
+    shapes = (
+        {name: (*size, 3, 3) for name, size in convolutions.items()}
+        | scales
+        | {"fc": (outputs, widths[3])}
+    )
     norms = {f"{name.removesuffix('.0')}.1": size[0] for name, size in convolutions.items()}
 
     def init(key: jax.Array) -> Params:
         return start(key, shapes, convolutions) | start_norms(norms)
 
-    def apply(params: Params, x: jax.Array, norms: Norms, wrap: Wrap = as_it_is, key: jax.Array | None = None) -> Flow:
+    def apply(
+        params: Params,
+        x: jax.Array,
+        norms: Norms,
+        wrap: Wrap = as_it_is,
+        key: jax.Array | None = None,
+    ) -> Flow:
         flow = _convolution(norms, params, "stem", norms.begin(x))
         for number, block in enumerate(blocks):
-            flow = wrap(number, functools.partial(_block, block, norms, dropout, key_for(key, number)))(params, flow)
+            flow = wrap(
+                number, functools.partial(_block, block, norms, dropout, key_for(key, number))
+            )(params, flow)
             if block in ("narrow.1", "middle.1"):
                 flow = flow._replace(x=max_pool(flow.x, size=2, stride=2))
         return flow._replace(x=dense(params, "fc", flow.x.mean((1, 2))))
@@ -79,9 +107,16 @@ def _convolution(norms: Norms, params: Params, name: str, flow: Flow) -> Flow:
     return flow._replace(x=jax.nn.relu(flow.x))
 
 
-def _block(name: str, norms: Norms, share: float, key: jax.Array | None, params: Params, flow: Flow) -> Flow:
-    """Two convolutions beside a shortcut, which a 1x1 convolution scales where the number of channels changes."""
-    shortcut = convolve(params, f"{name}.scale", flow.x) if f"{name}.scale.weight" in params else flow.x
+def _block(
+    name: str, norms: Norms, share: float, key: jax.Array | None, params: Params, flow: Flow
+) -> Flow:
+    """Two convolutions beside a shortcut, which a 1x1 convolution scales where the number of
+    channels changes."""
+    shortcut = (
+        convolve(params, f"{name}.scale", flow.x) if f"{name}.scale.weight" in params else flow.x
+    )
     flow = _convolution(norms, params, f"{name}.first", flow)
-    flow = _convolution(norms, params, f"{name}.second", flow._replace(x=dropout(key, flow.x, share)))
+    flow = _convolution(
+        norms, params, f"{name}.second", flow._replace(x=dropout(key, flow.x, share))
+    )
     return flow._replace(x=shortcut + flow.x)

@@ -1,1 +1,2 @@
-"""A script's own JAX parameters and optax transformation, whose loop the script has: what hvdtrain.init() prepares."""
+"""A script's own JAX parameters and optax transformation, whose loop the script has: what
+hvdtrain.init() prepares."""

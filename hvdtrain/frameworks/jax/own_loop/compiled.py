@@ -1,4 +1,5 @@
-"""What is compiled of a script's own loop in JAX: its loss with the weighted gradient, and the update."""
+"""What is compiled of a script's own loop in JAX: its loss with the weighted gradient, and the
+update."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Rules(NamedTuple):
 
 @dataclass(frozen=True)
 class Gives:
-    """What the script's loss_of() returns: the loss by itself, or a tuple of it, its count and another value, as far as it has them."""
+    """What the script's loss_of() returns: the loss by itself, or a tuple of it, its count and
+    another value, as far as it has them."""
 
     count: bool
     aux: bool
@@ -51,11 +53,19 @@ class Gives:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def weighted_pass(loss_of: Callable[..., Any], gives: Gives, row_type: Any, params: Any, weight: Any, *arguments: Any) -> Any:
-    """(loss, count, aux), and `weight` times the count times the gradient: arrays in the order of params, or one row of that type.
+def weighted_pass(
+    loss_of: Callable[..., Any],
+    gives: Gives,
+    row_type: Any,
+    params: Any,
+    weight: Any,
+    *arguments: Any,
+) -> Any:
+    """(loss, count, aux), and `weight` times the count times the gradient: arrays in the order of
+    params, or one row of that type.
 
-    It is NaN where the loss is not finite, which the reduction brings to every rank, and zero of a rank without samples or items. The
-    count is 1 where loss_of gives none.
+    It is NaN where the loss is not finite, which the reduction brings to every rank, and zero of a
+    rank without samples or items. The count is 1 where loss_of gives none.
     """
 
     def loss_and_others(params: Any) -> tuple[Any, Any]:
@@ -69,36 +79,66 @@ def weighted_pass(loss_of: Callable[..., Any], gives: Gives, row_type: Any, para
         what = f"the count is an array of shape {weight.shape}"
         raise UserError(what, WHERE, "one number: how many items the loss is the mean over")
     factor = jnp.where(jnp.isfinite(found[0]), weight, jnp.nan)
-    arrays = [jnp.where(weight == 0, jnp.zeros_like(g), g * factor.astype(g.dtype)) for g in jax.tree_util.tree_leaves(gradient)]
-    return found, arrays if row_type is None else jnp.concatenate([g.ravel().astype(row_type) for g in arrays])
+    arrays = [
+        jnp.where(weight == 0, jnp.zeros_like(g), g * factor.astype(g.dtype))
+        for g in jax.tree_util.tree_leaves(gradient)
+    ]
+    return found, arrays if row_type is None else jnp.concatenate(
+        [g.ravel().astype(row_type) for g in arrays]
+    )
 
 
 def _check_loss(loss: Any) -> None:
-    if isinstance(loss, jax.Array) and loss.shape == () and jnp.issubdtype(loss.dtype, jnp.floating):
+    if (
+        isinstance(loss, jax.Array)
+        and loss.shape == ()
+        and jnp.issubdtype(loss.dtype, jnp.floating)
+    ):
         return
-    found = f"an array of {loss.dtype} {loss.shape}" if isinstance(loss, jax.Array) else f"a {type(loss).__name__}"
-    raise UserError(f"the loss is {found}", WHERE, "one number that depends on the parameters: the mean over this rank's samples")
+    found = (
+        f"an array of {loss.dtype} {loss.shape}"
+        if isinstance(loss, jax.Array)
+        else f"a {type(loss).__name__}"
+    )
+    raise UserError(
+        f"the loss is {found}",
+        WHERE,
+        "one number that depends on the parameters: the mean over this rank's samples",
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def split(kinds: Sequence[tuple[tuple[int, ...], Any]], row: jax.Array) -> list[jax.Array]:
     """The row as an array of each shape and number type."""
     parts = jnp.split(row, np.cumsum([math.prod(shape) for shape, _ in kinds])[:-1])
-    return [part.reshape(shape).astype(dtype) for part, (shape, dtype) in zip(parts, kinds, strict=True)]
+    return [
+        part.reshape(shape).astype(dtype) for part, (shape, dtype) in zip(parts, kinds, strict=True)
+    ]
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def updated(rules: Rules, gradient: Any, state: Any, params: Any, extra: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+def updated(
+    rules: Rules, gradient: Any, state: Any, params: Any, extra: Mapping[str, Any]
+) -> tuple[Any, Any, Any]:
     """New parameters and state, and whether a number of the gradient is not finite."""
     arrays, structure = jax.tree_util.tree_flatten(gradient)
     is_bad = ~jnp.stack([jnp.isfinite(g).all() for g in arrays]).all()
-    clipped = jax.tree_util.tree_unflatten(structure, clip(arrays, rules.clip_norm, rules.clip_value, jnp))
+    clipped = jax.tree_util.tree_unflatten(
+        structure, clip(arrays, rules.clip_norm, rules.clip_value, jnp)
+    )
     updates, new_state = rules.update(clipped, state, params, **extra)
-    new_params = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)  # as optax.apply_updates() has it
+    new_params = jax.tree.map(
+        lambda p, u: (p + u).astype(p.dtype), params, updates
+    )  # as optax.apply_updates() has it
     before: Any = jax.tree_util.tree_structure(state)
     if jax.tree_util.tree_structure(new_state) != before:
-        what = "the state of the transformation after a step is another tree than before, which no checkpoint holds"
+        what = (
+            "the state of the transformation after a step is another tree than before, which no "
+            "checkpoint holds"
+        )
         raise UserError(what, "ctx.update()", "a transformation whose state has one form")
     if rules.skips:
-        new_params, new_state = jax.tree.map(functools.partial(jnp.where, is_bad), (params, state), (new_params, new_state))
+        new_params, new_state = jax.tree.map(
+            functools.partial(jnp.where, is_bad), (params, state), (new_params, new_state)
+        )
     return new_params, new_state, is_bad

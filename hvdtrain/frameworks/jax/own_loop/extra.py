@@ -1,4 +1,5 @@
-"""What a JAX script keeps in a checkpoint beside parameters and state: arrays of any number type as their bytes."""
+"""What a JAX script keeps in a checkpoint beside parameters and state: arrays of any number type as
+their bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""FunctionalLearner: a script's parameters and transformation in JAX as what checkpoints, replicas and health need of a Learner."""
+"""FunctionalLearner: a script's parameters and transformation in JAX as what checkpoints, replicas
+and health need of a Learner."""
 
 from __future__ import annotations
 
@@ -19,8 +20,21 @@ from hvdtrain.core.arrays import Arrays, ArrayStream, Batch, Piece, as_stream
 from hvdtrain.core.progress import fold
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.jax.model import key_data
-from hvdtrain.frameworks.jax.own_loop.compiled import WHERE, Gives, Rules, split, updated, weighted_pass
-from hvdtrain.frameworks.jax.own_loop.prepared import Tree, check_extra, check_given, tree_of_parameters, tree_of_state
+from hvdtrain.frameworks.jax.own_loop.compiled import (
+    WHERE,
+    Gives,
+    Rules,
+    split,
+    updated,
+    weighted_pass,
+)
+from hvdtrain.frameworks.jax.own_loop.prepared import (
+    Tree,
+    check_extra,
+    check_given,
+    tree_of_parameters,
+    tree_of_state,
+)
 from hvdtrain.frameworks.jax.own_loop.samples import KeyedSamples
 from hvdtrain.frameworks.jax.own_loop.script import WORDS, pick_device
 from hvdtrain.frameworks.jax.strategy import whole_piece
@@ -31,29 +45,46 @@ _MOST_FUNCTIONS = 32  # that a script has: more are a new one in each step
 
 
 class FunctionalLearner(LoopLearner):
-    """Every rank makes one, with whole parameters and a whole state. on_step: called after each step of the transformation.
+    """Every rank makes one, with whole parameters and a whole state. on_step: called after each
+    step of the transformation.
 
-    The script gets new trees with each step; what it gives back has to be the newest ones, array by array.
+    The script gets new trees with each step; what it gives back has to be the newest ones, array by
+    array.
     """
 
     words = WORDS
     is_sharded = False
     lr = math.nan  # which only the transformation knows; a script logs it
 
-    def __init__(self, config: Config, mesh: Mesh, params: Any, transformation: Any, on_step: Callable[[], None], example: Any) -> None:
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        params: Any,
+        transformation: Any,
+        on_step: Callable[[], None],
+        example: Any,
+    ) -> None:
         """Raises UserError where they are not what framework=jax trains."""
         check_given(config, params, transformation, example)
         self.data = self.readers = mesh.data
         self.divisor = Divisor(config, mesh.data)
         self._on_step = on_step
         self._transformation = transformation
-        self._x64 = jax.config.read("jax_enable_x64")  # threads that read samples do not see what `with` sets
+        self._x64 = jax.config.read(
+            "jax_enable_x64"
+        )  # threads that read samples do not see what `with` sets
         self._device = pick_device(config, mesh.world)
         self.params, paths = tree_of_parameters(params, self._device)
         self.state_tree = tree_of_state(transformation, self.params, paths, self._device)
         self._row_type = np.result_type(*(p.dtype for p in self.params.arrays))
         self._kinds = tuple((p.shape, p.dtype) for p in self.params.arrays)
-        self._rules = Rules(transformation.update, config.optim.clip_norm, config.optim.clip_value, config.guard.nonfinite == "skip")
+        self._rules = Rules(
+            transformation.update,
+            config.optim.clip_norm,
+            config.optim.clip_value,
+            config.guard.nonfinite == "skip",
+        )
         self._functions: set[Callable[..., Any]] = set()  # that were compiled
         self._bad: Any = 0.0  # this rank's share of the steps with numbers that are not finite
         self._batch: KeyedSamples | None = None  # whose step has not been made yet
@@ -67,7 +98,9 @@ class FunctionalLearner(LoopLearner):
 
     def begin_step(self, batch: KeyedSamples, global_batch: int, seed: int) -> KeyedSamples:
         assert self._batch is None, f"step {batch.step} begins before the one before it was made"
-        self._batch = replace(batch, key_data=key_data(fold(fold(seed, batch.step), self.data.rank)))
+        self._batch = replace(
+            batch, key_data=key_data(fold(fold(seed, batch.step), self.data.rank))
+        )
         self._global_batch = global_batch
         self._gradient = None
         self.divisor.items = None
@@ -80,12 +113,18 @@ class FunctionalLearner(LoopLearner):
     def check_prepared(self, model: Any, optimizer: Any, where: str) -> None:
         self._check_params(model, where)
         if not self.state_tree.is_one(optimizer):
-            fix = f"{WORDS.step}: the state that the last call returned, and ctx.prepare() or ctx.resume() before"
+            fix = (
+                f"{WORDS.step}: the state that the last call returned, and ctx.prepare() or "
+                "ctx.resume() before"
+            )
             raise UserError("the state is not that of the last step", where, fix)
 
     def _check_params(self, params: Any, where: str) -> None:
         if not self.params.is_one(params):
-            fix = f"{WORDS.step}: the params that the last call returned, and ctx.prepare() or ctx.resume() before"
+            fix = (
+                f"{WORDS.step}: the params that the last call returned, and ctx.prepare() or "
+                "ctx.resume() before"
+            )
             raise UserError("the parameters are not those of the last step", where, fix)
 
     def check_resume(self, given: tuple[Any, ...]) -> None:
@@ -97,16 +136,30 @@ class FunctionalLearner(LoopLearner):
     def resumed(self, extra: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
         return (*self.prepared, extra)
 
-    def value_and_grad(self, loss_of: Callable[..., Any], *, has_aux: bool, has_count: bool, at_most: int | None) -> Callable[..., Any]:
+    def value_and_grad(
+        self, loss_of: Callable[..., Any], *, has_aux: bool, has_count: bool, at_most: int | None
+    ) -> Callable[..., Any]:
         if not callable(loss_of):
-            raise UserError(f"{loss_of!r:.60} is no function", WHERE, "def loss_of(params, batch): the mean loss over the batch")
+            raise UserError(
+                f"{loss_of!r:.60} is no function",
+                WHERE,
+                "def loss_of(params, batch): the mean loss over the batch",
+            )
         if has_aux and at_most is not None:
-            raise UserError("has_aux=True with at_most=: each part would give a value of its own", WHERE, "one of the two")
+            raise UserError(
+                "has_aux=True with at_most=: each part would give a value of its own",
+                WHERE,
+                "one of the two",
+            )
         if not has_count:
-            self.divisor.need_count(WHERE, "ctx.value_and_grad(loss_of, has_count=True), and loss_of returns (loss, N)")
+            self.divisor.need_count(
+                WHERE, "ctx.value_and_grad(loss_of, has_count=True), and loss_of returns (loss, N)"
+            )
         self._check_new(loss_of)
         gives = Gives(has_count, has_aux)
-        one_pass = functools.partial(weighted_pass, loss_of, gives, self._row_type if self.data.size > 1 else None)
+        one_pass = functools.partial(
+            weighted_pass, loss_of, gives, self._row_type if self.data.size > 1 else None
+        )
 
         def of_batch(params: Any, *arguments: Any) -> Any:
             batch = self._begin_passes(params, arguments)
@@ -126,22 +179,37 @@ class FunctionalLearner(LoopLearner):
         return of_batch
 
     def _weight(self, part: KeyedSamples, gives: Gives) -> float:
-        """What the gradient of the mean over a part is multiplied with, beside its count where loss_of gives that."""
+        """What the gradient of the mean over a part is multiplied with, beside its count where
+        loss_of gives that."""
         return (bool(part.count) if gives.count else part.count) / self._global_batch
 
     def _items(self, part: KeyedSamples, count: Any) -> float:
-        """The items of a part; the host waits for the device. Raises UserError for what is no count."""
+        """The items of a part; the host waits for the device. Raises UserError for what is no
+        count."""
         return item_count(count, WHERE) if part.count else 0.0
 
     def _check_new(self, loss_of: Callable[..., Any]) -> None:
-        """Raises UserError where each step has a function of its own, or one that cannot be told from others."""
+        """Raises UserError where each step has a function of its own, or one that cannot be told
+        from others."""
         try:
             self._functions.add(loss_of)
         except TypeError as error:
-            raise UserError(f"loss_of cannot be compiled: {error}", WHERE, "a plain function: def loss_of(params, batch)") from None
+            raise UserError(
+                f"loss_of cannot be compiled: {error}",
+                WHERE,
+                "a plain function: def loss_of(params, batch)",
+            ) from None
         if len(self._functions) > _MOST_FUNCTIONS:
-            what = f"more than {_MOST_FUNCTIONS} functions: each is compiled, so a new one in each step is slow"
-            raise UserError(what, WHERE, "one function, defined before the loop; what changes is an argument: (params, batch, rate)")
+            what = (
+                f"more than {_MOST_FUNCTIONS} functions: each is compiled, so a new one in each "
+                "step is slow"
+            )
+            raise UserError(
+                what,
+                WHERE,
+                "one function, defined before the loop; what changes is an argument: (params, "
+                "batch, rate)",
+            )
 
     def _begin_passes(self, params: Any, arguments: Sequence[Any]) -> KeyedSamples:
         """The batch that the script has. Raises UserError where loss_of would get another one."""
@@ -150,20 +218,36 @@ class FunctionalLearner(LoopLearner):
             raise UserError("no batch of ctx.samples() is under way", WHERE, fix)
         if self._gradient is not None:
             what = "a second gradient for one batch: the first one is that of all ranks already"
-            raise UserError(what, WHERE, f"add up the losses; to go through a batch in parts: {WORDS.parts}")
-        if any(isinstance(one, KeyedSamples) and (one.step, one.count) != (self._batch.step, self._batch.count) for one in arguments):
-            raise UserError("loss_of gets another batch than that of this step", WHERE, WORDS.gradient)
+            raise UserError(
+                what, WHERE, f"add up the losses; to go through a batch in parts: {WORDS.parts}"
+            )
+        if any(
+            isinstance(one, KeyedSamples)
+            and (one.step, one.count) != (self._batch.step, self._batch.count)
+            for one in arguments
+        ):
+            raise UserError(
+                "loss_of gets another batch than that of this step", WHERE, WORDS.gradient
+            )
         self._check_params(params, WHERE)
         return self._batch
 
     def _in_parts(
-        self, one_pass: Callable[..., Any], gives: Gives, params: Any, arguments: Sequence[Any], at_most: int
+        self,
+        one_pass: Callable[..., Any],
+        gives: Gives,
+        params: Any,
+        arguments: Sequence[Any],
+        at_most: int,
     ) -> tuple[Any, float, Any]:
-        """The mean loss over this rank's samples or items, their number, and the sum of the parts' weighted gradients."""
+        """The mean loss over this rank's samples or items, their number, and the sum of the parts'
+        weighted gradients."""
         batch = self._batch
         assert batch is not None
         if not any(argument is batch for argument in arguments):
-            raise UserError("at_most= divides the batch, which loss_of does not get", WHERE, WORDS.parts)
+            raise UserError(
+                "at_most= divides the batch, which loss_of does not get", WHERE, WORDS.parts
+            )
         number = math.ceil(math.ceil(self._global_batch / self.data.size) / at_most)
         loss: Any = 0.0
         items = 0.0
@@ -180,18 +264,28 @@ class FunctionalLearner(LoopLearner):
     def _mean(self, gradient: Any, factor: float) -> list[jax.Array]:
         """The sum over ranks of what the samples of each weigh, times the factor. A collective."""
         if self.data.size > 1:
-            host = self.data.allreduce(np.asarray(gradient), "gradient.0")  # the host waits for the device here
+            host = self.data.allreduce(
+                np.asarray(gradient), "gradient.0"
+            )  # the host waits for the device here
             gradient = split(self._kinds, jax.device_put(host, self._device))
         arrays: list[jax.Array] = gradient
         return arrays if factor == 1.0 else [g * jnp.asarray(factor, g.dtype) for g in arrays]
 
-    def update(self, gradient: Any, state: Any, params: Any, extra: Mapping[str, Any]) -> tuple[Any, Any]:
+    def update(
+        self, gradient: Any, state: Any, params: Any, extra: Mapping[str, Any]
+    ) -> tuple[Any, Any]:
         if self._batch is None:
             what = "ctx.update() without a new batch"
             raise UserError(what, "ctx.update()", "one step for each batch of ctx.samples()")
         if self._gradient is None or not self._gradient.is_one(gradient):
-            what = "the gradient is not the one that ctx.value_and_grad() or ctx.grad() gave for this batch, the mean over all ranks"
-            fix = f"{WORDS.whole_step}; what changes gradients is a part of the transformation: optax.chain(...)"
+            what = (
+                "the gradient is not the one that ctx.value_and_grad() or ctx.grad() gave for "
+                "this batch, the mean over all ranks"
+            )
+            fix = (
+                f"{WORDS.whole_step}; what changes gradients is a part of the transformation: "
+                "optax.chain(...)"
+            )
             raise UserError(what, "ctx.update()", fix)
         self.check_prepared(params, state, "ctx.update()")
         check_extra(self._transformation, extra)
@@ -208,7 +302,8 @@ class FunctionalLearner(LoopLearner):
         return self._batch is None
 
     def read_nonfinite(self) -> float:
-        """This rank's share of the steps that had numbers which are not finite, since the last call."""
+        """This rank's share of the steps that had numbers which are not finite, since the last
+        call."""
         found = float(self._bad)
         self._bad = 0.0
         return found
@@ -229,19 +324,37 @@ class FunctionalLearner(LoopLearner):
     def load(self, state: Arrays | ArrayStream) -> None:
         live = {piece.name: piece for piece in self.pieces()}
         stream = as_stream(state)
-        check_fit({name: piece.shape for name, piece in live.items()}, stream.shapes, stream.is_partial)
-        loaded = {name: jax.device_put(np.array(array, live[name].dtype), self._device) for name, array in stream.arrays}
-        self.params, self.state_tree = self.params.with_arrays(loaded), self.state_tree.with_arrays(loaded)
+        check_fit(
+            {name: piece.shape for name, piece in live.items()}, stream.shapes, stream.is_partial
+        )
+        loaded = {
+            name: jax.device_put(np.array(array, live[name].dtype), self._device)
+            for name, array in stream.arrays
+        }
+        self.params, self.state_tree = (
+            self.params.with_arrays(loaded),
+            self.state_tree.with_arrays(loaded),
+        )
         self._batch = self._gradient = None
 
     def describe(self) -> str:
         count = sum(p.size for p in self.params.arrays)
         dtypes = sorted({p.dtype.name for p in self.params.arrays})
         how = "gradients by one allreduce" if self.data.size > 1 else "no reduction"
-        return f"{count:,} parameters, jax {', '.join(dtypes)} on {self._device.platform}:{self._device.id}, {how}"
+        return (
+            f"{count:,} parameters, jax {', '.join(dtypes)} on "
+            f"{self._device.platform}:{self._device.id}, {how}"
+        )
 
 
-def build(config: Config, mesh: Mesh, model: Any, optimizer: Any, on_step: Callable[[], None], example: Any) -> FunctionalLearner:
+def build(
+    config: Config,
+    mesh: Mesh,
+    model: Any,
+    optimizer: Any,
+    on_step: Callable[[], None],
+    example: Any,
+) -> FunctionalLearner:
     """The learner of framework=jax in a script's own loop."""
     return FunctionalLearner(config, mesh, model, optimizer, on_step, example)
 

@@ -1,4 +1,5 @@
-"""A script's parameters, and the state of its transformation: trees of arrays on this rank's device, with their names in a checkpoint."""
+"""A script's parameters, and the state of its transformation: trees of arrays on this rank's
+device, with their names in a checkpoint."""
 
 from __future__ import annotations
 
@@ -34,76 +35,139 @@ class Tree(NamedTuple):
     def is_one(self, tree: Any) -> bool:
         """Whether a tree is made of the same arrays: the objects, not equal numbers."""
         arrays, structure = jax.tree_util.tree_flatten(tree)
-        return structure == self.structure and all(a is b for a, b in zip(arrays, self.arrays, strict=True))
+        return structure == self.structure and all(
+            a is b for a, b in zip(arrays, self.arrays, strict=True)
+        )
 
     def with_arrays(self, named: Mapping[str, jax.Array]) -> Tree:
         """Others of these names, as far as there are any."""
-        return self._replace(arrays=[named.get(name, old) for name, old in zip(self.names, self.arrays, strict=True)])
+        return self._replace(
+            arrays=[named.get(name, old) for name, old in zip(self.names, self.arrays, strict=True)]
+        )
 
 
 def check_given(config: Config, params: Any, transformation: Any, example: Any) -> None:
     """Raises UserError for what is no transformation, and for keys that do nothing here."""
-    is_optax = callable(getattr(transformation, "init", None)) and callable(getattr(transformation, "update", None))
+    is_optax = callable(getattr(transformation, "init", None)) and callable(
+        getattr(transformation, "update", None)
+    )
     kinds = f"a {type(params).__name__} and a {type(transformation).__name__}"
     if any(base.__module__.startswith("torch.") for base in type(params).__mro__):
-        raise UserError(f"{kinds}, and framework=jax", WHERE, "framework=torch, or leave framework= out; or parameters as arrays of JAX")
+        raise UserError(
+            f"{kinds}, and framework=jax",
+            WHERE,
+            "framework=torch, or leave framework= out; or parameters as arrays of JAX",
+        )
     if not is_optax:
-        raise UserError(f"{kinds}, not a tree of arrays and a transformation with init() and update()", WHERE, WORDS.prepare)
+        raise UserError(
+            f"{kinds}, not a tree of arrays and a transformation with init() and update()",
+            WHERE,
+            WORDS.prepare,
+        )
     if config.shard.stage:
-        what = "with framework=jax a script's own loop has whole parameters and a whole state on every rank"
-        raise UserError(what, config.where("shard.stage"), "shard.stage=0; or hvdtrain.train(), which has shards in JAX")
+        what = (
+            "with framework=jax a script's own loop has whole parameters and a whole state on "
+            "every rank"
+        )
+        raise UserError(
+            what,
+            config.where("shard.stage"),
+            "shard.stage=0; or hvdtrain.train(), which has shards in JAX",
+        )
     if config.origin("speed.precision") != DEFAULT:
-        what = "with framework=jax parameters and samples keep the number types that the script gives them"
+        what = (
+            "with framework=jax parameters and samples keep the number types that the script "
+            "gives them"
+        )
         fix = "leave speed.precision out; jax.config.update('jax_enable_x64', True) for float64"
         raise UserError(what, config.where("speed.precision"), fix)
     if example is not None:
-        raise UserError("example= is for models that ranks have in parts, which framework=jax has not", WHERE, WORDS.prepare)
+        raise UserError(
+            "example= is for models that ranks have in parts, which framework=jax has not",
+            WHERE,
+            WORDS.prepare,
+        )
 
 
 def tree_of_parameters(params: Any, device: Any) -> tuple[Tree, list[Path]]:
-    """The parameters, and the path of each. Raises UserError for what is not trained, and for names that a checkpoint cannot tell apart."""
+    """The parameters, and the path of each. Raises UserError for what is not trained, and for names
+    that a checkpoint cannot tell apart."""
     found, structure = jax.tree_util.tree_flatten_with_path(params)
     paths = [path for path, _ in found]
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]
     if not names or not all(names):
-        raise UserError(f"the parameters are {'one array' if names else 'a tree without arrays'}", WHERE, 'a tree: {"w": w}')
+        raise UserError(
+            f"the parameters are {'one array' if names else 'a tree without arrays'}",
+            WHERE,
+            'a tree: {"w": w}',
+        )
     if doubled := [name for name, times in Counter(names).items() if times > 1]:
         raise UserError(f"two parameters are named {doubled[0]}", WHERE, "keys without a dot")
     for name, (_, array) in zip(names, found, strict=True):
         _check_parameter(name, array)
-    return Tree([f"p.{name}" for name in names], structure, [jax.device_put(array, device) for _, array in found]), paths
+    return Tree(
+        [f"p.{name}" for name in names],
+        structure,
+        [jax.device_put(array, device) for _, array in found],
+    ), paths
 
 
 def _check_parameter(name: str, array: Any) -> None:
-    if not isinstance(array, (np.ndarray, jax.Array)) or array.dtype not in (np.float32, np.float64):
-        kind = f"an array of {array.dtype}" if hasattr(array, "dtype") else f"a {type(array).__name__}"
-        fix = "arrays of float32 or float64 alone; what is not trained goes to loss_of beside them, bfloat16 is made inside of it"
+    if not isinstance(array, (np.ndarray, jax.Array)) or array.dtype not in (
+        np.float32,
+        np.float64,
+    ):
+        kind = (
+            f"an array of {array.dtype}" if hasattr(array, "dtype") else f"a {type(array).__name__}"
+        )
+        fix = (
+            "arrays of float32 or float64 alone; what is not trained goes to loss_of beside them, "
+            "bfloat16 is made inside of it"
+        )
         raise UserError(f"the parameter {name} is {kind}", WHERE, fix)
     if isinstance(array, jax.Array) and len(array.devices()) > 1:
-        what = f"the parameter {name} is on {len(array.devices())} devices, and a rank computes on one"
+        what = (
+            f"the parameter {name} is on {len(array.devices())} devices, and a rank computes on one"
+        )
         raise UserError(what, WHERE, "a rank for each device: hvdtrain launch -np N, or mpirun")
 
 
 def tree_of_state(transformation: Any, params: Tree, paths: Sequence[Path], device: Any) -> Tree:
-    """The state before the first step. Raises UserError where it is not made of arrays that a checkpoint holds."""
+    """The state before the first step. Raises UserError where it is not made of arrays that a
+    checkpoint holds."""
     found, structure = jax.tree_util.tree_flatten_with_path(transformation.init(params.whole()))
     names = _state_names([path for path, _ in found], params.names, paths)
     for name, (_, array) in zip(names, found, strict=True):
         dtype = getattr(array, "dtype", None)
-        if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended) or np.dtype(dtype).kind not in "iufb":
+        if (
+            dtype is None
+            or jnp.issubdtype(dtype, jax.dtypes.extended)
+            or np.dtype(dtype).kind not in "iufb"
+        ):
             kind = f"an array of {dtype}" if dtype is not None else f"a {type(array).__name__}"
-            what = f"the state of the transformation has {kind} at {name.removeprefix('s.').strip()}, which no checkpoint holds"
-            raise UserError(what, WHERE, "arrays of numbers: of a random key jax.random.PRNGKey(), which is one")
+            what = (
+                f"the state of the transformation has {kind} at "
+                f"{name.removeprefix('s.').strip()}, which no checkpoint holds"
+            )
+            raise UserError(
+                what, WHERE, "arrays of numbers: of a random key jax.random.PRNGKey(), which is one"
+            )
     return Tree(names, structure, [jax.device_put(array, device) for _, array in found])
 
 
-def _state_names(paths: Sequence[Path], parameters: Sequence[str], paths_of_parameters: Sequence[Path]) -> list[str]:
+def _state_names(
+    paths: Sequence[Path], parameters: Sequence[str], paths_of_parameters: Sequence[Path]
+) -> list[str]:
     """s.PARAMETER.0, ... of arrays that belong to a parameter; of all else the path."""
     counts = Counter[int]()
     names = []
     for path in paths:
         owner = owner_of(path, paths_of_parameters)
-        names.append(name_of_other(path) if owner is None else f"s.{parameters[owner].removeprefix('p.')}.{counts[owner]}")
+        names.append(
+            name_of_other(path)
+            if owner is None
+            else f"s.{parameters[owner].removeprefix('p.')}.{counts[owner]}"
+        )
         if owner is not None:
             counts[owner] += 1
     return names
@@ -112,10 +176,16 @@ def _state_names(paths: Sequence[Path], parameters: Sequence[str], paths_of_para
 def check_extra(transformation: Any, extra: Mapping[str, Any]) -> None:
     """Raises UserError for further arguments that update() of the transformation does not take."""
     if wrong := next((name for name, value in extra.items() if callable(value)), None):
-        what = f"{wrong} is a function: a transformation that computes losses itself would do so on this rank's samples alone"
+        what = (
+            f"{wrong} is a function: a transformation that computes losses itself would do so on "
+            "this rank's samples alone"
+        )
         raise UserError(what, "ctx.update()", "one whose update takes gradients, as adamw")
     try:
         inspect.signature(transformation.update).bind(None, None, None, **extra)
     except TypeError as error:
-        fix = "what it takes, the same on all ranks: ctx.update(gradient, state, params, value=ctx.mean({'loss': loss})['loss'])"
+        fix = (
+            "what it takes, the same on all ranks: ctx.update(gradient, state, params, "
+            "value=ctx.mean({'loss': loss})['loss'])"
+        )
         raise UserError(f"update() of the transformation: {error}", "ctx.update()", fix) from None

@@ -1,4 +1,5 @@
-"""The samples of a script's own loop as a tree of JAX: compiled functions take a batch, and draw by its key."""
+"""The samples of a script's own loop as a tree of JAX: compiled functions take a batch, and draw by
+its key."""
 
 from __future__ import annotations
 
@@ -19,13 +20,15 @@ def _no_key() -> np.ndarray:
 
 @dataclass(frozen=True)
 class KeyedSamples(Samples):
-    """Samples that compiled functions take: a tree of their fields and numbers. The ranks' keys differ."""
+    """Samples that compiled functions take: a tree of their fields and numbers. The ranks' keys
+    differ."""
 
     key_data: Any = field(default_factory=_no_key)
 
     @property
     def key(self) -> jax.Array:
-        """The random key of the seed, the step and the rank, for dropout; of parts of a batch the same."""
+        """The random key of the seed, the step and the rank, for dropout; of parts of a batch the
+        same."""
         return key_of(self.key_data)
 
 
@@ -33,7 +36,9 @@ _NUMBERS = ("count", "step", "epoch", "ends_epoch", "key_data")
 
 
 def _flatten(samples: KeyedSamples) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-    return (*samples.fields.values(), *(getattr(samples, name) for name in _NUMBERS)), tuple(samples.fields)
+    return (*samples.fields.values(), *(getattr(samples, name) for name in _NUMBERS)), tuple(
+        samples.fields
+    )
 
 
 def _unflatten(names: tuple[str, ...], children: Sequence[Any]) -> KeyedSamples:

@@ -1,4 +1,5 @@
-"""What a script has of JAX before prepare(): its start, its device, and its lines in messages. Without JAX, until init() starts it."""
+"""What a script has of JAX before prepare(): its start, its device, and its lines in messages.
+Without JAX, until init() starts it."""
 
 from __future__ import annotations
 
@@ -10,19 +11,23 @@ from hvdtrain.frameworks.own_loop import Words
 
 WORDS = Words(
     prepare="params, state = ctx.prepare(params, optax.adamw(1e-3))",
-    one="one tree of all parameters, with optax.multi_transform() for what is updated by other rules",
+    one="one tree of all parameters, with optax.multi_transform() for what is updated by other "
+    "rules",
     gradient="loss, gradient = ctx.value_and_grad(loss_of)(params, batch)",
     step="params, state = ctx.update(gradient, state, params)",
     resume="params, state, kept = ctx.resume(params, state)",
     parts="ctx.value_and_grad(loss_of, at_most=SAMPLES)(params, batch)",
-    counted="ctx.value_and_grad(loss_of, has_count=True)(params, batch), where loss_of returns (loss, N)",
+    counted="ctx.value_and_grad(loss_of, has_count=True)(params, batch), where loss_of returns "
+    "(loss, N)",
 )
 
 
 def begin(config: Config, communicator: Communicator) -> None:
-    """Starts JAX with this rank's part of the cores, where the script has not started it before. Every rank calls it.
+    """Starts JAX with this rank's part of the cores, where the script has not started it before.
+    Every rank calls it.
 
-    What the script makes lies on this rank's device from here on. Raises UserError where JAX is missing, or the device.
+    What the script makes lies on this rank's device from here on. Raises UserError where JAX is
+    missing, or the device.
     """
     from hvdtrain.frameworks.jax.build import load_jax, start_threads
 

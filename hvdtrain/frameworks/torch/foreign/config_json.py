@@ -1,4 +1,5 @@
-"""The config.json of a stranger's folder: it is within limits, and nothing in it runs code, fetches or opens a file."""
+"""The config.json of a stranger's folder: it is within limits, and nothing in it runs code, fetches
+or opens a file."""
 
 from __future__ import annotations
 
@@ -20,16 +21,25 @@ _IS_COUNT = re.compile(r"^(num|n)_|label|expert|head|group")
 _IS_LAYERS = re.compile(r"layer|block|stage|depth")
 _IS_SIZE = re.compile(r"^(num|n)_|_(size|layers)$")
 _CODE = ("auto_map", "custom_pipelines")  # name code in the folder or on a hub
-_LEFT_OUT = ("_name_or_path", "name_or_path", "_commit_hash", "configuration_files")  # say only where the file was
+_LEFT_OUT = (
+    "_name_or_path",
+    "name_or_path",
+    "_commit_hash",
+    "configuration_files",
+)  # say only where the file was
 _KERNELS = re.compile(r"(attn|experts)_implementation|use_kernels|kernel_config")
 _QUANTIZED = ("quantization_config", "compression_config")
 _FILES = ("checkpoint_path", "cache_dir", "gguf_file", "index_path", "passages_path", "pretrained")
-_MODELS = ("architecture", "backbone")  # names of timm's models; with a colon or a slash they are those of a folder or a hub
+_MODELS = (
+    "architecture",
+    "backbone",
+)  # names of timm's models; with a colon or a slash they are those of a folder or a hub
 _FIX = "the folder of a model of the library, as save_pretrained() writes it"
 
 
 def read_config(path: Path, where: str) -> tuple[dict[str, Any], list[str]]:
-    """What it says, without the code that it names, and the keys that name it. Raises UserError for what is not such a file."""
+    """What it says, without the code that it names, and the keys that name it. Raises UserError for
+    what is not such a file."""
     try:
         if check_regular(path).st_size > _MOST_BYTES:
             raise ValueError(f"it has more than {_MOST_BYTES} bytes")
@@ -41,7 +51,9 @@ def read_config(path: Path, where: str) -> tuple[dict[str, Any], list[str]]:
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}", where, _FIX) from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not a configuration of a model: {error}".partition("\n")[0], where, _FIX) from None
+        raise UserError(
+            f"{path} is not a configuration of a model: {error}".partition("\n")[0], where, _FIX
+        ) from None
 
 
 def check_options(options: Mapping[str, Any], where: str) -> None:
@@ -52,19 +64,24 @@ def check_options(options: Mapping[str, Any], where: str) -> None:
     except (ValueError, RecursionError) as error:
         raise UserError(f"options of the model: {error}", where, "leave it out") from None
     if left_out:
-        raise UserError(f"model.{left_out[0]} names code, which does not run", where, "leave it out")
+        raise UserError(
+            f"model.{left_out[0]} names code, which does not run", where, "leave it out"
+        )
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"{short(next(key for key in keys if keys.count(key) > 1))} is given twice")
+        raise ValueError(
+            f"{short(next(key for key in keys if keys.count(key) > 1))} is given twice"
+        )
     return found
 
 
 def _checked(key: str, value: Any, left_out: list[str], level: int = 0) -> Any:
-    """The value of a key without keys that name code, which come into left_out. Raises ValueError."""
+    """The value of a key without keys that name code, which come into left_out. Raises
+    ValueError."""
     if level > _MOST_LEVELS:
         raise ValueError(f"{short(key)} has more than {_MOST_LEVELS} levels")
     _refuse_actions(key, value)
@@ -95,9 +112,14 @@ def _refuse_number(key: str, value: int) -> None:
 def _refuse_actions(key: str, value: Any) -> None:
     """Raises ValueError for a value by which the library would open or fetch something else."""
     if key in _QUANTIZED and value is not None:
-        raise ValueError(f"{key} is of quantized weights, which are not trained: take the folder of the model before it was quantized")
+        raise ValueError(
+            f"{key} is of quantized weights, which are not trained: take the folder of the model "
+            "before it was quantized"
+        )
     if key in _FILES and value not in (None, False):
-        raise ValueError(f"{key}={short(str(value))} names a file or weights: give them by model.weights")
+        raise ValueError(
+            f"{key}={short(str(value))} names a file or weights: give them by model.weights"
+        )
     if key in _MODELS and isinstance(value, str) and not re.fullmatch(r"[\w.-]+", value):
         raise ValueError(f"{key}={short(value)} is not the name of a model of timm")
     if _KERNELS.search(key) and re.search("[^\\w{}' :,]", str(value)):

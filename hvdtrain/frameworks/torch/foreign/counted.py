@@ -1,4 +1,5 @@
-"""A model is counted while it is made: one that the host cannot have is an error before it takes memory."""
+"""A model is counted while it is made: one that the host cannot have is an error before it takes
+memory."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from torch._subclasses import FakeTensor
 from torch.nn.modules import module as hooks
 from torch.nn.parameter import is_lazy
 
-_MOST_PARTS = 2**18  # modules, parameters and buffers of a model, each of which takes 4 kB beside its numbers
+_MOST_PARTS = (
+    2**18
+)  # modules, parameters and buffers of a model, each of which takes 4 kB beside its numbers
 
 
 class TooLarge(Exception):
@@ -22,8 +25,11 @@ class TooLarge(Exception):
 
 
 @contextlib.contextmanager
-def counted(most_bytes: float, most_parts: int = 2 * _MOST_PARTS, *, of_meta: bool = False) -> Iterator[None]:
-    """Inside, TooLarge is raised where the modules that this thread makes have more bytes on the host, or more parts.
+def counted(
+    most_bytes: float, most_parts: int = 2 * _MOST_PARTS, *, of_meta: bool = False
+) -> Iterator[None]:
+    """Inside, TooLarge is raised where the modules that this thread makes have more bytes on the
+    host, or more parts.
 
     of_meta: tensors without memory count as if they had it.
     """
@@ -42,7 +48,9 @@ def counted(most_bytes: float, most_parts: int = 2 * _MOST_PARTS, *, of_meta: bo
         if parts > most_parts:
             raise TooLarge(f"more than {most_parts} layers and parameters")
         if nbytes > most_bytes:
-            raise TooLarge(f"more than the {most_bytes / 2**30:.1f} GiB of memory that this process can have")
+            raise TooLarge(
+                f"more than the {most_bytes / 2**30:.1f} GiB of memory that this process can have"
+            )
 
     handles = [
         hooks.register_module_parameter_registration_hook(count),
@@ -57,16 +65,20 @@ def counted(most_bytes: float, most_parts: int = 2 * _MOST_PARTS, *, of_meta: bo
 
 
 def _bytes(part: Any, of_meta: bool) -> int:
-    """The size of a tensor on the host; 0 for a module, for one whose shape is not known yet, and for one of FakeTensorMode."""
+    """The size of a tensor on the host; 0 for a module, for one whose shape is not known yet, and
+    for one of FakeTensorMode."""
     if not isinstance(part, torch.Tensor) or is_lazy(part) or isinstance(part, FakeTensor):
         return 0
     return part.nbytes if part.device.type == "cpu" or of_meta else 0
 
 
 def made_within_limits(make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
-    """What make() returns, which is made without memory before. Raises TooLarge, and what make() does."""
+    """What make() returns, which is made without memory before. Raises TooLarge, and what make()
+    does."""
     probe = torch.empty(2**16)
-    if type(probe) is not torch.Tensor or probe.device.type != "cpu":  # of a caller who makes models without memory
+    if (
+        type(probe) is not torch.Tensor or probe.device.type != "cpu"
+    ):  # of a caller who makes models without memory
         with counted(float("inf"), _MOST_PARTS):
             return make()
     before = torch.get_rng_state()
@@ -75,7 +87,9 @@ def made_within_limits(make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
             make()
     except TooLarge:
         raise
-    except Exception:  # a constructor that reads numbers of its tensors; any other error comes again
+    except (
+        Exception
+    ):  # a constructor that reads numbers of its tensors; any other error comes again
         pass
     torch.set_rng_state(before)
     return make()

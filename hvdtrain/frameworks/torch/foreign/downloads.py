@@ -1,4 +1,5 @@
-"""What a model's own code may download while it is built: nothing, unless model.download says so."""
+"""What a model's own code may download while it is built: nothing, unless model.download says
+so."""
 
 from __future__ import annotations
 
@@ -17,14 +18,18 @@ from hvdtrain.comm.on_all_ranks import on_rank_0
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError, short
 
-_WITHOUT_DOWNLOADS: ContextVar[Config | None] = ContextVar("without_downloads", default=None)  # of the job whose model is built
+_WITHOUT_DOWNLOADS: ContextVar[Config | None] = ContextVar(
+    "without_downloads", default=None
+)  # of the job whose model is built
 _urlopen = torch.hub.urlopen
-_HUB = "HF_HUB_OFFLINE"  # of huggingface_hub, by which timm and transformers download: read when it is imported
+# of huggingface_hub, by which timm and transformers download: read when it is imported
+_HUB = "HF_HUB_OFFLINE"
 _REFUSED = {"OfflineModeIsEnabled", "LocalEntryNotFoundError"}  # what it raises then
 
 
 def _open_or_refuse(url: Any, *arguments: Any, **options: Any) -> Any:
-    """The urlopen() of torch.hub; raises UserError where a job builds its model without model.download."""
+    """The urlopen() of torch.hub; raises UserError where a job builds its model without
+    model.download."""
     config = _WITHOUT_DOWNLOADS.get()
     if config is not None:
         raise _refusal(config, f"downloads {short(getattr(url, 'full_url', url))}")
@@ -38,7 +43,8 @@ def _refusal(config: Config, does: str) -> UserError:
 
 @contextlib.contextmanager
 def watched(config: Config) -> Iterator[None]:
-    """Inside, nothing is downloaded through torch.hub or the Hugging Face Hub, unless model.download says that it may.
+    """Inside, nothing is downloaded through torch.hub or the Hugging Face Hub, unless
+    model.download says that it may.
 
     Raises UserError where a library tries. What the hub's cache has is read.
     """
@@ -55,20 +61,24 @@ def watched(config: Config) -> Iterator[None]:
             raise
         if may:
             what = f"{config.model.name} cannot download: {short(str(error))}"
-            raise UserError(what, config.where("model.name"), "a network, or model.weights=FILE") from error
+            raise UserError(
+                what, config.where("model.name"), "a network, or model.weights=FILE"
+            ) from error
         raise _refusal(config, "downloads from the Hugging Face Hub") from error
     finally:
         _WITHOUT_DOWNLOADS.reset(token)
 
 
 def is_download(error: BaseException, may: bool = False) -> bool:
-    """Whether a library failed because it could not download: where it was offline, or where it may, without a network."""
+    """Whether a library failed because it could not download: where it was offline, or where it
+    may, without a network."""
     known = {*_REFUSED, "URLError"} if may else _REFUSED  # the last is of torch.hub
     return any(type(cause).__name__ in known for cause in _causes(error))
 
 
 def download_first(config: Config, communicator: Communicator, build: Callable[[], object]) -> None:
-    """On rank 0 build() fills the caches of libraries, before the other ranks build the same. A collective where model.download is on.
+    """On rank 0 build() fills the caches of libraries, before the other ranks build the same. A
+    collective where model.download is on.
 
     Raises on every rank the UserError that build() raises.
     """
@@ -92,7 +102,8 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 class _Offline:
-    """The offline mode of huggingface_hub, from the first thread that enters to the last one that leaves."""
+    """The offline mode of huggingface_hub, from the first thread that enters to the last one that
+    leaves."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -119,11 +130,14 @@ class _Offline:
             else:
                 os.environ[_HUB] = self._variable
             said = (self._variable or os.environ.get("TRANSFORMERS_OFFLINE") or "").upper()
-            _set_in_library(said in {"1", "ON", "YES", "TRUE"} if self._in_library is None else self._in_library)
+            _set_in_library(
+                said in {"1", "ON", "YES", "TRUE"} if self._in_library is None else self._in_library
+            )
 
 
 def _constants() -> Any:
-    """The module of huggingface_hub that says whether it is offline; None where it is not imported."""
+    """The module of huggingface_hub that says whether it is offline; None where it is not
+    imported."""
     return sys.modules.get("huggingface_hub.constants")
 
 

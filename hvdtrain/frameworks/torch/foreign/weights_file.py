@@ -1,4 +1,5 @@
-"""Files of torch.save() from strangers: no code in them runs, and none takes more memory than its size."""
+"""Files of torch.save() from strangers: no code in them runs, and none takes more memory than its
+size."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ _MOST_DIMENSIONS = 64  # of an array of numpy
 
 
 def read_state_dict(path: Path, inside: Sequence[str], where: str) -> Arrays:
-    """The tensors by name of a file, or of the first of `inside` that it has them under: on the host, bfloat16 as float32.
+    """The tensors by name of a file, or of the first of `inside` that it has them under: on the
+    host, bfloat16 as float32.
 
     Raises UserError for a file of anything else, and for a tensor that is no array.
     """
@@ -29,8 +31,14 @@ def read_state_dict(path: Path, inside: Sequence[str], where: str) -> Arrays:
             _check_one_set(tree, name, path, where)
             tree = tree[name]
     if not isinstance(tree, Mapping):
-        raise UserError(f"{path} has a {type(tree).__name__}", where, "a file of torch.save(model.state_dict(), FILE)")
-    tensors = [(str(name), value) for name, value in tree.items() if isinstance(value, torch.Tensor)]
+        raise UserError(
+            f"{path} has a {type(tree).__name__}",
+            where,
+            "a file of torch.save(model.state_dict(), FILE)",
+        )
+    tensors = [
+        (str(name), value) for name, value in tree.items() if isinstance(value, torch.Tensor)
+    ]
     if len(dict(tensors)) < len(tensors):
         raise UserError(f"{path} has two arrays of one name", where, _FIX)
     return {name: _as_array(name, tensor, path, where) for name, tensor in tensors}
@@ -41,7 +49,12 @@ def _check_one_set(tree: Mapping[Any, Any], name: str, path: Path, where: str) -
     for other, value in tree.items():
         if other != name and isinstance(value, Mapping) and "ema" in str(other).lower():
             what = f"{path} has weights as {short(name)!r} and averages of them as {short(other)!r}"
-            raise UserError(what, where, f"torch.save(torch.load(FILE)['{short(other)}'], 'averages.pt') has one of them alone")
+            raise UserError(
+                what,
+                where,
+                f"torch.save(torch.load(FILE)['{short(other)}'], 'averages.pt') has one of them "
+                "alone",
+            )
 
 
 def _load(path: Path, where: str) -> Any:
@@ -52,23 +65,32 @@ def _load(path: Path, where: str) -> Any:
         raise
     except torch.serialization.pickle.UnpicklingError:
         raise UserError(
-            f"{path} has more than tensors, numbers and texts, or is damaged: only its own code could read it", where, _FIX
+            f"{path} has more than tensors, numbers and texts, or is damaged: only its own code "
+            "could read it",
+            where,
+            _FIX,
         ) from None
     except Exception as error:
-        wrong = UserError(f"{path} has no weights alone: {type(error).__name__}: {first_line(error)}", where, _FIX)
+        wrong = UserError(
+            f"{path} has no weights alone: {type(error).__name__}: {first_line(error)}", where, _FIX
+        )
         if exit_code_of(error) != BUG:  # the memory is full
             wrong.code = exit_code_of(error)
         raise wrong from None
 
 
 def _refuse_compressed(path: Path) -> None:
-    """Raises ValueError for a zip file whose parts are larger than the file; torch.save() compresses none."""
+    """Raises ValueError for a zip file whose parts are larger than the file; torch.save()
+    compresses none."""
     if not zipfile.is_zipfile(path):
         return
     with zipfile.ZipFile(path) as archive:
         size = sum(entry.file_size for entry in archive.infolist())
     if size > path.stat().st_size:
-        raise ValueError(f"its parts have {size} bytes, the file {path.stat().st_size}: torch.save() does not compress")
+        raise ValueError(
+            f"its parts have {size} bytes, the file {path.stat().st_size}: torch.save() does not "
+            "compress"
+        )
 
 
 def _as_array(name: str, tensor: torch.Tensor, path: Path, where: str) -> np.ndarray:
@@ -78,7 +100,8 @@ def _as_array(name: str, tensor: torch.Tensor, path: Path, where: str) -> np.nda
         "is a nested tensor": tensor.is_nested,
         "is sparse": tensor.layout != torch.strided,
         "is quantized": tensor.is_quantized,
-        f"has more than {_MOST_DIMENSIONS} dimensions": not tensor.is_nested and tensor.dim() > _MOST_DIMENSIONS,
+        f"has more than {_MOST_DIMENSIONS} dimensions": not tensor.is_nested
+        and tensor.dim() > _MOST_DIMENSIONS,
     }
     try:
         if wrong := next((kind for kind, is_so in kinds.items() if is_so), None):
@@ -88,5 +111,11 @@ def _as_array(name: str, tensor: torch.Tensor, path: Path, where: str) -> np.nda
         array: np.ndarray = tensor.detach().resolve_conj().resolve_neg().numpy()
         return array
     except (ValueError, TypeError, RuntimeError) as error:
-        wrong = first_line(error) if isinstance(error, ValueError) else f"is of {tensor.dtype}, which is not read"
-        raise UserError(f"{path}: {name} {wrong}", where, "dense tensors of float32, float16 or bfloat16") from None
+        wrong = (
+            first_line(error)
+            if isinstance(error, ValueError)
+            else f"is of {tensor.dtype}, which is not read"
+        )
+        raise UserError(
+            f"{path}: {name} {wrong}", where, "dense tensors of float32, float16 or bfloat16"
+        ) from None

@@ -10,33 +10,58 @@ import torch
 from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.errors import UserError, nearest, short
 
-_HUB = ("hf-hub:", "hf_hub:")  # OWNER/NAME of the Hugging Face Hub; local-dir:FOLDER is not followed
-_FILES = ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay")  # options of timm.create_model()
+_HUB = (
+    "hf-hub:",
+    "hf_hub:",
+)  # OWNER/NAME of the Hugging Face Hub; local-dir:FOLDER is not followed
+_FILES = (
+    "checkpoint_path",
+    "pretrained_cfg",
+    "pretrained_cfg_overlay",
+)  # options of timm.create_model()
 
 
 def model_of(name: str, where: str) -> Callable[..., torch.nn.Module]:
     """What makes the model. Raises UserError where timm is not installed or has no such model.
 
-    Its options are those of timm.create_model() and of the model's class; in_chans and num_classes are the task's where they are not given.
+    Its options are those of timm.create_model() and of the model's class; in_chans and num_classes
+    are the task's where they are not given.
     """
     timm = _load(where)
-    if not name.startswith(_HUB) and (":" in name or not timm.is_model(name.partition(".")[0])):  # a hub's is read when it is made
-        fix = "model.name=timm:NAME model.weights=FOLDER/model.safetensors" if ":" in name else nearest(name, timm.list_models())
+    if not name.startswith(_HUB) and (
+        ":" in name or not timm.is_model(name.partition(".")[0])
+    ):  # a hub's is read when it is made
+        fix = (
+            "model.name=timm:NAME model.weights=FOLDER/model.safetensors"
+            if ":" in name
+            else nearest(name, timm.list_models())
+        )
         raise UserError(f"timm has no model {short(name)}", where, fix)
 
-    def make(outputs: int | None = None, shape: Sequence[int] = (), **options: Any) -> torch.nn.Module:
+    def make(
+        outputs: int | None = None, shape: Sequence[int] = (), **options: Any
+    ) -> torch.nn.Module:
         sizes = {"num_classes": outputs} if outputs else {}
         if len(shape) == 3:
             sizes["in_chans"] = shape[-1]
         if found := next((option for option in _FILES if options.get(option)), None):
-            raise UserError(f"model.{found}={short(str(options[found]))} names files or addresses", where, "model.weights=FILE")
+            raise UserError(
+                f"model.{found}={short(str(options[found]))} names files or addresses",
+                where,
+                "model.weights=FILE",
+            )
         try:
             model: torch.nn.Module = timm.create_model(name, **{**sizes, **options})
         except (TypeError, RuntimeError) as error:
-            if type(error) not in (TypeError, RuntimeError):  # an unknown option; a name, or a tag of weights, that is not known
+            if type(error) not in (
+                TypeError,
+                RuntimeError,
+            ):  # an unknown option; a name, or a tag of weights, that is not known
                 raise
             raise UserError(
-                f"timm does not make {short(name)}: {error}", where, "options of the model's class and of timm.create_model()"
+                f"timm does not make {short(name)}: {error}",
+                where,
+                "options of the model's class and of timm.create_model()",
             ) from error
         return model
 

@@ -1,4 +1,5 @@
-"""model.name=transformers:FOLDER or :CLASS: a model by its configuration; weights whose names the library changes when it reads them."""
+"""model.name=transformers:FOLDER or :CLASS: a model by its configuration; weights whose names the
+library changes when it reads them."""
 
 from __future__ import annotations
 
@@ -25,27 +26,49 @@ from hvdtrain.frameworks.torch.foreign.downloads import is_download
 
 
 def model_of(name: str, where: str) -> Callable[..., torch.nn.Module]:
-    """What makes the model of a folder with config.json, or of a class, whose option `config` is such a folder.
+    """What makes the model of a folder with config.json, or of a class, whose option `config` is
+    such a folder.
 
-    Its other options take the place of those of config.json; num_labels and num_channels are the task's where they are not given. Code of
-    the folder does not run, and nothing is downloaded. Raises UserError where transformers is not installed or has no such class.
+    Its other options take the place of those of config.json; num_labels and num_channels are the
+    task's where they are not given. Code of the folder does not run, and nothing is downloaded.
+    Raises UserError where transformers is not installed or has no such class.
     """
     transformers = _load(where)
     kind = getattr(transformers, name, None) if name.isidentifier() else None
-    if kind is not None and not _is_of_models(transformers, kind) and not _finds_models(transformers, kind):
+    if (
+        kind is not None
+        and not _is_of_models(transformers, kind)
+        and not _finds_models(transformers, kind)
+    ):
         raise UserError(
-            f"transformers.{short(name)} is no class of models", where, "transformers:AutoModelForImageClassification, or a folder"
+            f"transformers.{short(name)} is no class of models",
+            where,
+            "transformers:AutoModelForImageClassification, or a folder",
         )
 
-    def make(config: str | None = None, outputs: int | None = None, shape: Any = (), **options: Any) -> torch.nn.Module:
+    def make(
+        config: str | None = None, outputs: int | None = None, shape: Any = (), **options: Any
+    ) -> torch.nn.Module:
         folder = Path(name if kind is None and config is None else config or "").expanduser()
         if kind is None and config is not None:
-            raise UserError(f"transformers:{short(name)} is a folder, and so is model.config", where, "one of them")
+            raise UserError(
+                f"transformers:{short(name)} is a folder, and so is model.config",
+                where,
+                "one of them",
+            )
         if kind is not None and config is None:
-            raise UserError(f"model.name=transformers:{name} needs the folder of its configuration", where, "model.config=FOLDER")
-        sizes = ({"num_labels": outputs} if outputs else {}) | ({"num_channels": shape[-1]} if len(shape) == 3 else {})
+            raise UserError(
+                f"model.name=transformers:{name} needs the folder of its configuration",
+                where,
+                "model.config=FOLDER",
+            )
+        sizes = ({"num_labels": outputs} if outputs else {}) | (
+            {"num_channels": shape[-1]} if len(shape) == 3 else {}
+        )
         found = _configuration(transformers, folder, sizes, options, where)
-        return _model(transformers, kind or _class_of(transformers, found, folder, where), found, where)
+        return _model(
+            transformers, kind or _class_of(transformers, found, folder, where), found, where
+        )
 
     return make
 
@@ -59,28 +82,55 @@ def _load(where: str) -> Any:
     return transformers
 
 
-def _configuration(transformers: Any, folder: Path, sizes: Mapping[str, int], options: Mapping[str, Any], where: str) -> Any:
-    """That of a folder, with these options in place of its own, and sizes where the options say nothing and it has such a key."""
+def _configuration(
+    transformers: Any,
+    folder: Path,
+    sizes: Mapping[str, int],
+    options: Mapping[str, Any],
+    where: str,
+) -> Any:
+    """That of a folder, with these options in place of its own, and sizes where the options say
+    nothing and it has such a key."""
     if not os.path.lexists(folder / "config.json"):
         what = f"there is no {folder / 'config.json'}"
-        raise UserError(what, where, "a folder of save_pretrained(), or what `hf download OWNER/NAME --local-dir FOLDER` has made")
+        raise UserError(
+            what,
+            where,
+            "a folder of save_pretrained(), or what `hf download OWNER/NAME --local-dir FOLDER` "
+            "has made",
+        )
     check_options(options, where)
     tree, code = read_config(folder / "config.json", where)
     with _copy_of(tree) as copy, _wrong(copy, folder, where):
         own = _read(transformers, copy, {})
-        if unknown := next((option for option in options if option not in own.to_dict() and option != "num_labels"), None):
+        if unknown := next(
+            (
+                option
+                for option in options
+                if option not in own.to_dict() and option != "num_labels"
+            ),
+            None,
+        ):
             raise UserError(
-                f"{own.model_type} of transformers has no option {short(unknown)}", where, nearest(unknown, list(own.to_dict()))
+                f"{own.model_type} of transformers has no option {short(unknown)}",
+                where,
+                nearest(unknown, list(own.to_dict())),
             )
         wanted = {key: size for key, size in sizes.items() if hasattr(own, key)} | dict(options)
         labels = wanted.pop("num_labels", own.num_labels)
         found = _read(transformers, copy, wanted)
         found.name_or_path = str(folder)
-        found.dtype = torch.get_default_dtype()  # the job's number type comes later: first weights are not rounded before
+        found.dtype = (
+            torch.get_default_dtype()
+        )  # the job's number type comes later: first weights are not rounded before
         if labels != found.num_labels:
             found.num_labels = labels  # makes names of classes, too
     if code:
-        warnings.warn(f"{folder / 'config.json'}: {', '.join(code)} names code of the folder or of a hub, which does not run", stacklevel=2)
+        warnings.warn(
+            f"{folder / 'config.json'}: {', '.join(code)} names code of the folder or of a hub, "
+            "which does not run",
+            stacklevel=2,
+        )
     return found
 
 
@@ -94,37 +144,52 @@ def _copy_of(tree: Mapping[str, Any]) -> Iterator[str]:
 
 def _read(transformers: Any, folder: str, options: Mapping[str, Any]) -> Any:
     """A configuration of the library's own. Its warnings are for those who made the folder."""
-    return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options)
+    return transformers.AutoConfig.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False, **options
+    )
 
 
 @contextlib.contextmanager
 def _wrong(copy: str, folder: Path, where: str) -> Iterator[None]:
-    """What the library raises inside is a UserError with its words; not where the memory is full."""
+    """What the library raises inside is a UserError with its words; not where the memory is
+    full."""
     try:
         yield
     except Exception as error:
         if isinstance(error, UserError) or exit_code_of(error) != BUG:
             raise
         _refuse_value(error, folder, where)
-        what = f"transformers does not read {folder / 'config.json'}: {first_line(error).replace(copy, str(folder))}"
+        what = (
+            f"transformers does not read {folder / 'config.json'}: "
+            f"{first_line(error).replace(copy, str(folder))}"
+        )
         raise UserError(what, where, "a configuration of the library's own models") from error
 
 
 def _refuse_value(error: Exception, folder: Path, where: str) -> None:
-    """Raises UserError for a value that a key of a configuration does not take: of huggingface_hub, where transformers has it."""
+    """Raises UserError for a value that a key of a configuration does not take: of huggingface_hub,
+    where transformers has it."""
     if any(kind.__name__ == "StrictDataclassFieldValidationError" for kind in type(error).__mro__):
         what = str(error.__cause__ or error).partition(". Errors:")[0].partition("\n")[0]
-        raise UserError(f"transformers refuses {folder / 'config.json'}: {what}", where, "a value of that type") from error
+        raise UserError(
+            f"transformers refuses {folder / 'config.json'}: {what}", where, "a value of that type"
+        ) from error
 
 
 def _is_of_models(transformers: Any, kind: Any) -> bool:
     """Whether it is a class of the library's own models."""
-    return isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel) and kind is not transformers.PreTrainedModel
+    return (
+        isinstance(kind, type)
+        and issubclass(kind, transformers.PreTrainedModel)
+        and kind is not transformers.PreTrainedModel
+    )
 
 
 def _finds_models(transformers: Any, kind: Any) -> bool:
     """Whether it is one of the classes that find the model's: AutoModelForImageClassification."""
-    return isinstance(kind, type) and issubclass(kind, transformers.models.auto.auto_factory._BaseAutoModelClass)
+    return isinstance(kind, type) and issubclass(
+        kind, transformers.models.auto.auto_factory._BaseAutoModelClass
+    )
 
 
 def _class_of(transformers: Any, config: Any, folder: Path, where: str) -> Any:
@@ -134,34 +199,54 @@ def _class_of(transformers: Any, config: Any, folder: Path, where: str) -> Any:
     kind = getattr(transformers, named, None) if named.isidentifier() else None
     if kind is None or not _is_of_models(transformers, kind):
         lacks = "does not have" if kind is None else "does not have as a model"
-        what = f"{folder / 'config.json'} names the class {short(named)}, which transformers {transformers.__version__} {lacks}"
-        raise UserError(what, where, f"model.name=transformers:CLASS model.config={folder}: AutoModelForImageClassification, ...")
+        what = (
+            f"{folder / 'config.json'} names the class {short(named)}, which transformers "
+            f"{transformers.__version__} {lacks}"
+        )
+        raise UserError(
+            what,
+            where,
+            f"model.name=transformers:CLASS model.config={folder}: "
+            "AutoModelForImageClassification, ...",
+        )
     return kind
 
 
 def _model(transformers: Any, kind: Any, config: Any, where: str) -> torch.nn.Module:
     def make() -> torch.nn.Module:
-        model: torch.nn.Module = kind.from_config(config, trust_remote_code=False) if hasattr(kind, "from_config") else kind(config)
+        model: torch.nn.Module = (
+            kind.from_config(config, trust_remote_code=False)
+            if hasattr(kind, "from_config")
+            else kind(config)
+        )
         return model
 
-    what = f"transformers does not make {kind.__name__} of {config.name_or_path}/config.json, a {type(config).__name__}"
+    what = (
+        f"transformers does not make {kind.__name__} of {config.name_or_path}/config.json, a "
+        f"{type(config).__name__}"
+    )
     try:
         with _never_asking():
             return made_within_limits(make)
     except TooLarge as error:
         raise UserError(
-            f"{kind.__name__} of {config.name_or_path}/config.json has {error}", where, "a smaller model, or shard.stage=3"
+            f"{kind.__name__} of {config.name_or_path}/config.json has {error}",
+            where,
+            "a smaller model, or shard.stage=3",
         ) from None
     except Exception as error:
         if isinstance(error, UserError) or exit_code_of(error) != BUG or is_download(error):
             raise
         fix = "a class that fits the configuration, or other options of `model`"
-        raise UserError(f"{what}: {type(error).__name__}: {first_line(error)}", where, fix) from error
+        raise UserError(
+            f"{what}: {type(error).__name__}: {first_line(error)}", where, fix
+        ) from error
 
 
 @contextlib.contextmanager
 def _never_asking() -> Iterator[None]:
-    """Inside, the library does not ask on the terminal whether code of a folder may run; it raises an error."""
+    """Inside, the library does not ask on the terminal whether code of a folder may run; it raises
+    an error."""
     code: Any = importlib.import_module("transformers.dynamic_module_utils")
     before = code.TIME_OUT_REMOTE_CODE
     code.TIME_OUT_REMOTE_CODE = 0
@@ -172,7 +257,8 @@ def _never_asking() -> Iterator[None]:
 
 
 def without_past(model: torch.nn.Module) -> None:
-    """Models of transformers in it give no keys and values of past tokens, which are no tensors, and which training does not need."""
+    """Models of transformers in it give no keys and values of past tokens, which are no tensors,
+    and which training does not need."""
     transformers: Any = sys.modules.get("transformers")
     for module in model.modules() if transformers is not None else ():
         if isinstance(module, transformers.PreTrainedModel) and hasattr(module.config, "use_cache"):
@@ -180,19 +266,30 @@ def without_past(model: torch.nn.Module) -> None:
 
 
 def in_names_of(model: torch.nn.Module, found: Arrays) -> Arrays | None:
-    """The arrays of a file of transformers by the names that `model`, of this library, has now; None for a model of another one.
+    """The arrays of a file of transformers by the names that `model`, of this library, has now;
+    None for a model of another one.
 
-    Its from_pretrained() renames and joins them. An array that it leaves over has its name in the file; of one with another shape only the
-    shape is right. Raises UserError where it cannot.
+    Its from_pretrained() renames and joins them. An array that it leaves over has its name in the
+    file; of one with another shape only the shape is right. Raises UserError where it cannot.
     """
     transformers: Any = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return None
-    kind: Any = next(kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch."))  # FSDP2 makes a class of its own
+    kind: Any = next(
+        kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch.")
+    )  # FSDP2 makes a class of its own
     tensors = _tensors(found)
-    widest = max((t.dtype for t in tensors.values() if t.is_floating_point()), key=lambda dtype: dtype.itemsize, default=torch.float32)
+    widest = max(
+        (t.dtype for t in tensors.values() if t.is_floating_point()),
+        key=lambda dtype: dtype.itemsize,
+        default=torch.float32,
+    )
     try:
-        with _quiet(transformers), _never_asking(), torch.random.fork_rng(devices=[]):  # it draws what is missing
+        with (
+            _quiet(transformers),
+            _never_asking(),
+            torch.random.fork_rng(devices=[]),
+        ):  # it draws what is missing
             fresh, told = kind.from_pretrained(
                 None,
                 config=model.config,
@@ -203,12 +300,21 @@ def in_names_of(model: torch.nn.Module, found: Arrays) -> Arrays | None:
                 output_loading_info=True,
             )
     except (ValueError, TypeError, RuntimeError, OSError) as error:
-        what = f"{kind.__name__}.from_pretrained() of transformers fails: {type(error).__name__}: {error}".partition("\n")[0]
-        raise UserError(what, "model.weights", "model.weights_names=['='] leaves names as the file has them") from error
-    shapes = {name: np.broadcast_to(np.float32(0), shape) for name, shape, _ in told["mismatched_keys"]}
+        what = (
+            f"{kind.__name__}.from_pretrained() of transformers fails: {type(error).__name__}: "
+            f"{error}"
+        ).partition("\n")[0]
+        raise UserError(
+            what, "model.weights", "model.weights_names=['='] leaves names as the file has them"
+        ) from error
+    shapes = {
+        name: np.broadcast_to(np.float32(0), shape) for name, shape, _ in told["mismatched_keys"]
+    }
     unknown = {name: found.get(name, np.zeros(0)) for name in sorted(told["unexpected_keys"])}
     absent = {*told["missing_keys"], *shapes}
-    loaded = {name: _array(tensor) for name, tensor in fresh.state_dict().items() if name not in absent}
+    loaded = {
+        name: _array(tensor) for name, tensor in fresh.state_dict().items() if name not in absent
+    }
     return {**loaded, **shapes, **unknown}
 
 
@@ -227,7 +333,8 @@ def _array(tensor: torch.Tensor) -> np.ndarray:
 
 @contextlib.contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """Inside, the library prints no table of names and no progress bar: the caller says what was loaded."""
+    """Inside, the library prints no table of names and no progress bar: the caller says what was
+    loaded."""
     log = transformers.utils.logging
     before = log.get_verbosity()
     bars = log.is_progress_bar_enabled()

@@ -1,4 +1,5 @@
-"""airbench: the network that holds the records of training CIFAR-10 to 94 % in the shortest time (Jordan 2024, arXiv:2404.00498)."""
+"""airbench: the network that holds the records of training CIFAR-10 to 94 % in the shortest time
+(Jordan 2024, arXiv:2404.00498)."""
 
 from __future__ import annotations
 
@@ -10,14 +11,16 @@ from torch.nn import functional
 
 from hvdtrain.errors import UserError
 
-PART = 250  # samples whose patches are in memory at once: 46 MB of CIFAR-10's, where those of 5,000 are 0.92 GB
+# samples whose patches are in memory at once: 46 MB of CIFAR-10's, where those of 5,000 are 0.92 GB
+PART = 250
 
 
 class Whitening(nn.Conv2d):
-    """2x2 patches times the eigenvectors of their covariance, each with both signs, so that what comes out is uncorrelated, of variance 1.
+    """2x2 patches times the eigenvectors of their covariance, each with both signs, so that what
+    comes out is uncorrelated, of variance 1.
 
-    (n, C, H, W) -> (n, 8 C, H - 1, W - 1). The kernels come from training samples before the first step and stay; the bias is trained.
-    Without `from_samples` it is an ordinary layer.
+    (n, C, H, W) -> (n, 8 C, H - 1, W - 1). The kernels come from training samples before the first
+    step and stay; the bias is trained. Without `from_samples` it is an ordinary layer.
     """
 
     def __init__(self, channels: int, eps: float, from_samples: bool = True) -> None:
@@ -29,40 +32,65 @@ class Whitening(nn.Conv2d):
 
     @torch.no_grad()
     def begin_with(self, x: torch.Tensor) -> None:
-        """x: (n, C, H, W), samples as the network gets them. Section 3.2 of the paper; they are few numbers, so in float64 on the host."""
+        """x: (n, C, H, W), samples as the network gets them. Section 3.2 of the paper; they are few
+        numbers, so in float64 on the host."""
         products = torch.zeros(self.weight[0].numel(), self.weight[0].numel(), dtype=torch.float64)
         count = 0
         for part in x.detach().split(PART):
-            patches = nn.functional.unfold(part.to("cpu", torch.float64), 2).transpose(1, 2).flatten(0, 1)  # (patches, 4 C)
+            patches = (
+                nn.functional.unfold(part.to("cpu", torch.float64), 2).transpose(1, 2).flatten(0, 1)
+            )  # (patches, 4 C)
             products += patches.T @ patches
             count += len(patches)
         variances, vectors = torch.linalg.eigh(products / count)
-        largest = vectors.flip(1).T / torch.sqrt(variances.flip(0) + self.eps)[:, None]  # a row for each, the largest first
-        largest = largest * torch.where(largest.sum(1, keepdim=True) < 0, -1.0, 1.0)  # the sign of an eigenvector is the library's choice
+        largest = (
+            vectors.flip(1).T / torch.sqrt(variances.flip(0) + self.eps)[:, None]
+        )  # a row for each, the largest first
+        largest = largest * torch.where(
+            largest.sum(1, keepdim=True) < 0, -1.0, 1.0
+        )  # the sign of an eigenvector is the library's choice
         self.weight.copy_(torch.cat([largest, -largest]).view(self.weight.shape))
 
 
 class Block(nn.Sequential):
-    """Two convolutions that begin as the identity of their first channels; the image is halved behind the first."""
+    """Two convolutions that begin as the identity of their first channels; the image is halved
+    behind the first."""
 
     def __init__(self, before: int, after: int, identity: bool) -> None:
         super().__init__(
-            _conv(before, after, identity), nn.MaxPool2d(2), _norm(after), nn.GELU(), _conv(after, after, identity), _norm(after), nn.GELU()
+            _conv(before, after, identity),
+            nn.MaxPool2d(2),
+            _norm(after),
+            nn.GELU(),
+            _conv(after, after, identity),
+            _norm(after),
+            nn.GELU(),
         )
 
 
 class Airbench(nn.Module):
-    """begin_with() is the trainer's to call, with `first_samples` of the training set, once, before the first step."""
+    """begin_with() is the trainer's to call, with `first_samples` of the training set, once, before
+    the first step."""
 
     first_samples = 5000
 
     def __init__(
-        self, channels: int, widths: tuple[int, ...], outputs: int, *, whitening: bool, whitening_eps: float, identity: bool
+        self,
+        channels: int,
+        widths: tuple[int, ...],
+        outputs: int,
+        *,
+        whitening: bool,
+        whitening_eps: float,
+        identity: bool,
     ) -> None:
         super().__init__()
         self.has_whitening = whitening
         self.whitening = Whitening(channels, whitening_eps, from_samples=whitening)
-        self.blocks = nn.Sequential(nn.GELU(), *(Block(*pair, identity) for pair in itertools.pairwise((8 * channels, *widths))))
+        self.blocks = nn.Sequential(
+            nn.GELU(),
+            *(Block(*pair, identity) for pair in itertools.pairwise((8 * channels, *widths))),
+        )
         self.fc = nn.Linear(widths[-1], outputs, bias=False)
         with torch.no_grad():
             self.fc.weight /= self.fc.weight.std()
@@ -73,7 +101,9 @@ class Airbench(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.blocks(self.whitening(x))
-        x = functional.max_pool2d(x, x.shape[2:]).flatten(1)  # adaptive pooling has no deterministic kernel on a GPU
+        x = functional.max_pool2d(x, x.shape[2:]).flatten(
+            1
+        )  # adaptive pooling has no deterministic kernel on a GPU
         return self.fc(x) / x.shape[1]
 
 
@@ -87,7 +117,9 @@ def _conv(before: int, after: int, identity: bool) -> nn.Conv2d:
 
 def _norm(width: int) -> nn.BatchNorm2d:
     """Without a trained weight."""
-    layer = nn.BatchNorm2d(width, eps=1e-12, momentum=0.4)  # momentum: the weight of the new statistics
+    layer = nn.BatchNorm2d(
+        width, eps=1e-12, momentum=0.4
+    )  # momentum: the weight of the new statistics
     layer.weight.requires_grad_(False)
     return layer
 
@@ -102,11 +134,13 @@ def build(
     whitening_eps: float = 5e-4,
     identity: bool = True,
 ) -> nn.Module:
-    """A whitening convolution of 2x2 patches, blocks of two 3x3 convolutions, the largest number of each channel, a linear layer.
+    """A whitening convolution of 2x2 patches, blocks of two 3x3 convolutions, the largest number of
+    each channel, a linear layer.
 
-    Images (n, C, H, W) of 9x9 pixels and more, for three blocks. The first layer is computed from 5,000 training samples. In a block:
-    conv, max-pool of 2, batch norm, GELU, conv, batch norm, GELU; norms have no weight. The last layer's weights have a standard deviation
-    of 1, and its outputs are divided by its width.
+    Images (n, C, H, W) of 9x9 pixels and more, for three blocks. The first layer is computed from
+    5,000 training samples. In a block: conv, max-pool of 2, batch norm, GELU, conv, batch norm,
+    GELU; norms have no weight. The last layer's weights have a standard deviation of 1, and its
+    outputs are divided by its width.
 
     widths: channels of each block
     whitening: the first layer is computed from training samples; false: it is trained as all others
@@ -116,9 +150,22 @@ def build(
     Raises UserError for widths below 1 and images that the blocks halve to nothing.
     """
     if min(widths, default=0) < 1:
-        raise UserError(f"widths {widths} make no convolutions", "model.widths", "one width of 1 or more for each block")
+        raise UserError(
+            f"widths {widths} make no convolutions",
+            "model.widths",
+            "one width of 1 or more for each block",
+        )
     smallest = 2 ** len(widths) + 1
     if min(shape[:2]) < smallest:
         what = f"{len(widths)} blocks halve images of {shape[0]}x{shape[1]} to nothing"
-        raise UserError(what, "model.widths", f"fewer widths, or images of {smallest}x{smallest} and more")
-    return Airbench(shape[2], widths, outputs, whitening=whitening, whitening_eps=whitening_eps, identity=identity)
+        raise UserError(
+            what, "model.widths", f"fewer widths, or images of {smallest}x{smallest} and more"
+        )
+    return Airbench(
+        shape[2],
+        widths,
+        outputs,
+        whitening=whitening,
+        whitening_eps=whitening_eps,
+        identity=identity,
+    )

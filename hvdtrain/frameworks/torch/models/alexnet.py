@@ -1,4 +1,5 @@
-"""Krizhevsky's network for ImageNet in its variant of one tower: most of its work in convolutions, most of its weights in dense layers."""
+"""Krizhevsky's network for ImageNet in its variant of one tower: most of its work in convolutions,
+most of its weights in dense layers."""
 
 from __future__ import annotations
 
@@ -23,15 +24,18 @@ def build(
     dense: tuple[int, ...] = (4096, 4096),
     dropout: float = 0.5,
 ) -> nn.Module:
-    """Five convolutions with ReLU, three of them followed by a maximum over 3x3 in steps of 2; then dense layers. Images (n, C, H, W).
+    """Five convolutions with ReLU, three of them followed by a maximum over 3x3 in steps of 2; then
+    dense layers. Images (n, C, H, W).
 
-    Krizhevsky 2014, arXiv:1404.5997, in the widths of torchvision's alexnet, without response normalization: 61,100,840 parameters for
-    224x224x3 and 1000 classes. Dropout is behind the hidden dense layers, as in Krizhevsky et al. 2012, section 4.2; torchvision has it in
-    front of them. conv1 is 11x11 with stride 4 and 2 rows of zeros on each side; conv2 is 5x5, the others are 3x3, all with as many zeros
-    as keep the size. Images with a side below 64 pixels have a conv1 of 5x5 with stride 1, and a row of padding around each maximum: 32
-    becomes 16, 8, 4.
+    Krizhevsky 2014, arXiv:1404.5997, in the widths of torchvision's alexnet, without response
+    normalization: 61,100,840 parameters for 224x224x3 and 1000 classes. Dropout is behind the
+    hidden dense layers, as in Krizhevsky et al. 2012, section 4.2; torchvision has it in front of
+    them. conv1 is 11x11 with stride 4 and 2 rows of zeros on each side; conv2 is 5x5, the others
+    are 3x3, all with as many zeros as keep the size. Images with a side below 64 pixels have a
+    conv1 of 5x5 with stride 1, and a row of padding around each maximum: 32 becomes 16, 8, 4.
 
-    The dense part is `dense`: fc6 and fc7 (of the widths `dense`), and fc8, the logits. parallel.dense cuts it over ranks.
+    The dense part is `dense`: fc6 and fc7 (of the widths `dense`), and fc8, the logits.
+    parallel.dense cuts it over ranks.
 
     widths: channels of the five convolutions
     dense: neurons of the hidden dense layers
@@ -41,7 +45,11 @@ def build(
     """
     if min((*widths, *dense)) < 1 or not 0 <= dropout < 1:
         what = f"widths {widths} and dense {dense} with dropout {dropout} make no network"
-        raise UserError(what, "model.widths, model.dense, model.dropout", "widths of 1 or more, 0 <= dropout < 1")
+        raise UserError(
+            what,
+            "model.widths, model.dense, model.dropout",
+            "widths of 1 or more, 0 <= dropout < 1",
+        )
     is_small = min(shape[:2]) < SMALL
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     sides = shape[:2] if is_small else tuple((side + 4 - 11) // 4 + 1 for side in shape[:2])

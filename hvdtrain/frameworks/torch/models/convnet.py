@@ -20,28 +20,43 @@ def build(
     norm: bool = True,
     dense: tuple[int, ...] = (),
 ) -> nn.Module:
-    """Convolutions that halve the image, the mean over what is left of it, logits. Images (n, C, H, W) of any size.
+    """Convolutions that halve the image, the mean over what is left of it, logits. Images (n, C, H,
+    W) of any size.
 
-    In order, for i = 1 ... len(widths): conv{i}, a 3x3 cross-correlation of stride 2 with one row of zeros on each of the four sides, so
-    that H becomes ceil(H / 2) (28, 14, 7, 4; 8, 4, 2, 1); norm{i}, a batch norm of eps 1e-5 and momentum 0.1; relu{i}. Then the mean over
-    H and W, and fc, a linear layer. With norm the convolutions have no bias; without it they have one, and the parameters are
-    conv1.weight (widths[0], C, 3, 3), conv1.bias, ..., fc.weight (outputs, widths[-1]), fc.bias. First weights and biases are torch's:
-    uniform between -1 / sqrt(fan_in) and 1 / sqrt(fan_in), where fan_in is 9 times the input channels, or widths[-1] for fc. With hidden
-    dense layers they are in front of fc: dense.fc1, dense.relu1, ..., dense.fc. parallel.dense cuts this dense part over ranks.
+    In order, for i = 1 ... len(widths): conv{i}, a 3x3 cross-correlation of stride 2 with one row
+    of zeros on each of the four sides, so that H becomes ceil(H / 2) (28, 14, 7, 4; 8, 4, 2, 1);
+    norm{i}, a batch norm of eps 1e-5 and momentum 0.1; relu{i}. Then the mean over H and W, and fc,
+    a linear layer. With norm the convolutions have no bias; without it they have one, and the
+    parameters are conv1.weight (widths[0], C, 3, 3), conv1.bias, ..., fc.weight (outputs,
+    widths[-1]), fc.bias. First weights and biases are torch's: uniform between -1 / sqrt(fan_in)
+    and 1 / sqrt(fan_in), where fan_in is 9 times the input channels, or widths[-1] for fc. With
+    hidden dense layers they are in front of fc: dense.fc1, dense.relu1, ..., dense.fc.
+    parallel.dense cuts this dense part over ranks.
 
     widths: channels of each convolution
-    norm: true: a batch norm after each convolution; false: none, so that any number of ranks computes the same
+    norm: true: a batch norm after each convolution; false: none, so that any number of ranks
+        computes the same
     dense: neurons of hidden dense layers, each with ReLU
 
     Raises UserError for widths below 1.
     """
     if min(dense, default=1) < 1:
-        raise UserError(f"dense {dense} makes no layers", "model.dense", "1 or more for each hidden dense layer, or leave it out")
+        raise UserError(
+            f"dense {dense} makes no layers",
+            "model.dense",
+            "1 or more for each hidden dense layer, or leave it out",
+        )
     if min(widths, default=0) < 1:
-        raise UserError(f"widths {widths} make no convolutions", "model.widths", "one width of 1 or more for each convolution")
+        raise UserError(
+            f"widths {widths} make no convolutions",
+            "model.widths",
+            "one width of 1 or more for each convolution",
+        )
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for i, (before, after) in enumerate(itertools.pairwise((shape[2], *widths)), start=1):
-        layers[f"conv{i}"] = nn.Conv2d(before, after, kernel_size=3, stride=2, padding=1, bias=not norm)
+        layers[f"conv{i}"] = nn.Conv2d(
+            before, after, kernel_size=3, stride=2, padding=1, bias=not norm
+        )
         if norm:
             layers[f"norm{i}"] = nn.BatchNorm2d(after)
         layers[f"relu{i}"] = nn.ReLU(inplace=True)

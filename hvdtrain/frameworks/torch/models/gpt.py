@@ -17,19 +17,23 @@ STD = 0.02
 
 @dataclass(eq=False)
 class KeysAndValues:
-    """What one block remembers of the positions that were read: the part of two buffers that is filled.
+    """What one block remembers of the positions that were read: the part of two buffers that is
+    filled.
 
     Keys lie by columns, as the queries of one position multiply them.
     """
 
     context: int
-    weights: tuple[torch.Tensor, ...]  # the block's parameters, for Block.next(); none where a rank has parts of them
+    weights: tuple[
+        torch.Tensor, ...
+    ]  # the block's parameters, for Block.next(); none where a rank has parts of them
     length: int = 0  # positions that were read
     keys: torch.Tensor | None = None  # (n heads, width / heads, context)
     values: torch.Tensor | None = None  # (n heads, context, width / heads)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends keys and values of further positions, (n heads, m, width / heads) each; returns the filled parts of the buffers."""
+        """Appends keys and values of further positions, (n heads, m, width / heads) each; returns
+        the filled parts of the buffers."""
         if self.keys is None or self.values is None:
             rows, _, width = keys.shape
             self.keys = keys.new_empty(rows, width, self.context)
@@ -42,9 +46,12 @@ class KeysAndValues:
 
 
 class Attention(nn.Module):
-    """Each position looks at itself and those before it, in several heads (Vaswani et al. 2017, arXiv:1706.03762, 3.2)."""
+    """Each position looks at itself and those before it, in several heads (Vaswani et al. 2017,
+    arXiv:1706.03762, 3.2)."""
 
-    def __init__(self, width: int, heads: int, attention_dropout: float, residual_dropout: float) -> None:
+    def __init__(
+        self, width: int, heads: int, attention_dropout: float, residual_dropout: float
+    ) -> None:
         super().__init__()
         self.head_size = width // heads
         self.attention_dropout = attention_dropout
@@ -52,27 +59,45 @@ class Attention(nn.Module):
         self.output = nn.Linear(width, width)
         self.dropout = nn.Dropout(residual_dropout)
 
-    def forward(self, x: torch.Tensor, cache: KeysAndValues | None, seen: torch.Tensor | None = None) -> torch.Tensor:
-        inputs = self.inputs(x)  # (n, m, 3 heads head_size); x may have fewer positions, with parallel.sequence
+    def forward(
+        self, x: torch.Tensor, cache: KeysAndValues | None, seen: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        inputs = self.inputs(
+            x
+        )  # (n, m, 3 heads head_size); x may have fewer positions, with parallel.sequence
         n, m, _ = inputs.shape
-        heads = inputs.shape[2] // (3 * self.head_size)  # with tensor parallelism those of this rank
-        queries, keys, values = (part.view(n, m, heads, -1).transpose(1, 2) for part in inputs.chunk(3, 2))
+        heads = inputs.shape[2] // (
+            3 * self.head_size
+        )  # with tensor parallelism those of this rank
+        queries, keys, values = (
+            part.view(n, m, heads, -1).transpose(1, 2) for part in inputs.chunk(3, 2)
+        )
         dropout = self.attention_dropout if self.training else 0.0
         if cache is not None:
             first = cache.length
             keys, values = (
-                part.unflatten(0, (n, heads)) for part in cache.append(keys.flatten(0, 1), values.flatten(0, 1))
+                part.unflatten(0, (n, heads))
+                for part in cache.append(keys.flatten(0, 1), values.flatten(0, 1))
             )  # (n, heads, width / heads, first + m), (n, heads, first + m, width / heads)
             keys = keys.transpose(2, 3)
-            seen = torch.ones(m, first + m, dtype=torch.bool, device=x.device).tril(first) if first else None
-        mixed = functional.scaled_dot_product_attention(queries, keys, values, seen, dropout, is_causal=seen is None)
+            seen = (
+                torch.ones(m, first + m, dtype=torch.bool, device=x.device).tril(first)
+                if first
+                else None
+            )
+        mixed = functional.scaled_dot_product_attention(
+            queries, keys, values, seen, dropout, is_causal=seen is None
+        )
         return self.dropout(self.output(mixed.transpose(1, 2).flatten(2)))
 
 
 class Block(nn.Module):
-    """Attention, then two layers for each position by itself; each after a norm and beside a shortcut, as in GPT-2."""
+    """Attention, then two layers for each position by itself; each after a norm and beside a
+    shortcut, as in GPT-2."""
 
-    def __init__(self, width: int, heads: int, attention_dropout: float, residual_dropout: float) -> None:
+    def __init__(
+        self, width: int, heads: int, attention_dropout: float, residual_dropout: float
+    ) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width)
         self.attention = Attention(width, heads, attention_dropout, residual_dropout)
@@ -81,24 +106,49 @@ class Block(nn.Module):
         self.fc2 = nn.Linear(4 * width, width)
         self.dropout = nn.Dropout(residual_dropout)
 
-    def forward(self, x: torch.Tensor, cache: KeysAndValues | None = None, seen: torch.Tensor | None = None) -> torch.Tensor:
-        """seen: bool (n, 1, m, m), the positions that each one looks at; None: itself and all before it."""
+    def forward(
+        self, x: torch.Tensor, cache: KeysAndValues | None = None, seen: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """seen: bool (n, 1, m, m), the positions that each one looks at; None: itself and all
+        before it."""
         x = x + self.attention(self.norm1(x), cache, seen)
-        return x + self.dropout(self.fc2(functional.gelu(self.fc1(self.norm2(x)), approximate="tanh")))
+        return x + self.dropout(
+            self.fc2(functional.gelu(self.fc1(self.norm2(x)), approximate="tanh"))
+        )
 
     def next(self, x: torch.Tensor, cache: KeysAndValues) -> torch.Tensor:
         """forward() of one more position in evaluation mode: (n, width) -> (n, width).
 
-        It takes the weights from the cache: to look them up in modules, and to call these, would be a fifth of the time of a small model.
+        It takes the weights from the cache: to look them up in modules, and to call these, would be
+        a fifth of the time of a small model.
         """
-        norm1, norm1_bias, inputs, inputs_bias, output, output_bias, norm2, norm2_bias, fc1, fc1_bias, fc2, fc2_bias = cache.weights
+        (
+            norm1,
+            norm1_bias,
+            inputs,
+            inputs_bias,
+            output,
+            output_bias,
+            norm2,
+            norm2_bias,
+            fc1,
+            fc1_bias,
+            fc2,
+            fc2_bias,
+        ) = cache.weights
         n, width = x.shape
         heads = width // self.attention.head_size
-        parts = functional.linear(torch.layer_norm(x, (width,), norm1, norm1_bias), inputs, inputs_bias)  # (n, 3 width)
-        queries, keys, values = parts.view(n, 3, width).transpose(0, 1).reshape(3, n * heads, 1, width // heads)
+        parts = functional.linear(
+            torch.layer_norm(x, (width,), norm1, norm1_bias), inputs, inputs_bias
+        )  # (n, 3 width)
+        queries, keys, values = (
+            parts.view(n, 3, width).transpose(0, 1).reshape(3, n * heads, 1, width // heads)
+        )
         keys, values = cache.append(keys, values)
         scores = torch.bmm(queries, keys) * queries.shape[2] ** -0.5  # (n heads, 1, length)
-        x = x + functional.linear(torch.bmm(scores.softmax(2), values).view(n, width), output, output_bias)
+        x = x + functional.linear(
+            torch.bmm(scores.softmax(2), values).view(n, width), output, output_bias
+        )
         hidden = functional.linear(torch.layer_norm(x, (width,), norm2, norm2_bias), fc1, fc1_bias)
         return x + functional.linear(functional.gelu(hidden, approximate="tanh"), fc2, fc2_bias)
 
@@ -124,17 +174,26 @@ class GPT(nn.Module):
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
         self.dropout = nn.Dropout(embedding_dropout)
-        self.blocks = nn.ModuleList(Block(width, heads, attention_dropout, residual_dropout) for _ in range(layers))
+        self.blocks = nn.ModuleList(
+            Block(width, heads, attention_dropout, residual_dropout) for _ in range(layers)
+        )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         init_weights(self)
         if tied:
             self.head.weight = self.tokens.weight
 
-    def forward(self, tokens: torch.Tensor, cache: list[KeysAndValues] | None = None, segments: torch.Tensor | None = None) -> torch.Tensor:
-        """With the cache of empty_cache() the positions after those that it holds, which are computed once: only `tokens` are new.
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        cache: list[KeysAndValues] | None = None,
+        segments: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """With the cache of empty_cache() the positions after those that it holds, which are
+        computed once: only `tokens` are new.
 
-        segments: int64 (n, m), equal for the tokens of one sequence of several in a row (data.pack), each as if it were alone.
+        segments: int64 (n, m), equal for the tokens of one sequence of several in a row
+        (data.pack), each as if it were alone.
         """
         if segments is not None:
             assert cache is None
@@ -150,18 +209,22 @@ class GPT(nn.Module):
         return self._logits(x)
 
     def _of_segments(self, tokens: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
-        """forward() of rows with several sequences: positions count from the first token of each, which looks at none of the others."""
+        """forward() of rows with several sequences: positions count from the first token of each,
+        which looks at none of the others."""
         at = torch.arange(tokens.shape[1], device=tokens.device)
         begins = functional.pad(segments[:, 1:] != segments[:, :-1], (1, 0))
         positions = at - torch.where(begins, at, 0).cummax(1).values  # (n, m)
-        seen = ((segments[:, :, None] == segments[:, None]) & (at[:, None] >= at))[:, None]  # (n, 1, m, m)
+        seen = ((segments[:, :, None] == segments[:, None]) & (at[:, None] >= at))[
+            :, None
+        ]  # (n, 1, m, m)
         x = self.dropout(self.tokens(tokens) + self.positions(positions))
         for block in self.blocks:
             x = block(x, None, seen)
         return self._logits(x)
 
     def pipeline_units(self) -> list[Unit]:
-        """forward() without a cache, as functions of one tensor: the embeddings, each block, and the logits."""
+        """forward() without a cache, as functions of one tensor: the embeddings, each block, and
+        the logits."""
         blocks = [Unit(f"blocks.{i}", (block,), block) for i, block in enumerate(self.blocks)]
         embed = Unit("embeddings", (self.tokens, self.positions, self.dropout), self._embed)
         return [embed, *blocks, Unit("head", (self.norm, self.head), self._logits)]
@@ -182,12 +245,19 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
     def empty_cache(self) -> list[KeysAndValues]:
-        """For each layer, to read sequences with forward() a few positions at a time; `context` positions in all."""
-        is_whole = all(type(p) is nn.Parameter for p in self.parameters()) and type(self.head) is nn.Linear
-        return [KeysAndValues(self.context, tuple(block.parameters()) if is_whole else ()) for block in self.blocks]
+        """For each layer, to read sequences with forward() a few positions at a time; `context`
+        positions in all."""
+        is_whole = (
+            all(type(p) is nn.Parameter for p in self.parameters()) and type(self.head) is nn.Linear
+        )
+        return [
+            KeysAndValues(self.context, tuple(block.parameters()) if is_whole else ())
+            for block in self.blocks
+        ]
 
     def tensor_plan(self) -> dict[str, str]:
-        """Which layers tensor parallelism cuts, and how (frameworks/torch/parallel/tensor/plan.py): heads, hidden neurons, tokens."""
+        """Which layers tensor parallelism cuts, and how (frameworks/torch/parallel/tensor/plan.py):
+        heads, hidden neurons, tokens."""
         block = self.blocks[0]
         assert isinstance(block, Block)
         by_heads = f"by {block.attention.head_size}"
@@ -205,10 +275,12 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def init_weights(model: GPT) -> None:
-    """Weights as OpenAI's GPT-2 (github.com/openai/gpt-2, src/model.py): N(0, 0.02^2), positions N(0, 0.01^2), biases 0, norms 1 and 0.
+    """Weights as OpenAI's GPT-2 (github.com/openai/gpt-2, src/model.py): N(0, 0.02^2), positions
+    N(0, 0.01^2), biases 0, norms 1 and 0.
 
-    The layers that end a shortcut, 2 for each block, have 0.02 / sqrt(2 layers) (Radford et al. 2019, "Language Models are Unsupervised
-    Multitask Learners", 2.3). minGPT and nanoGPT have 0.02 for positions too; minGPT's image notebook did not yet scale by the depth.
+    The layers that end a shortcut, 2 for each block, have 0.02 / sqrt(2 layers) (Radford et al.
+    2019, "Language Models are Unsupervised Multitask Learners", 2.3). minGPT and nanoGPT have 0.02
+    for positions too; minGPT's image notebook did not yet scale by the depth.
     """
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
@@ -234,10 +306,12 @@ def build(
     residual_dropout: float = 0.0,
     tied: bool = False,
 ) -> nn.Module:
-    """minGPT's model, for sequences of at most `context` tokens below `vocabulary`. GPT-2's smallest: layers 12, heads 12, width 768.
+    """minGPT's model, for sequences of at most `context` tokens below `vocabulary`. GPT-2's
+    smallest: layers 12, heads 12, width 768.
 
-    In order: the embeddings of token and position, added; layers of attention (scaled_dot_product_attention, causal) and of two linear
-    layers with GELU (its tanh form), each behind a LayerNorm (eps 1e-5) and beside a shortcut; a last LayerNorm; logits without a bias.
+    In order: the embeddings of token and position, added; layers of attention
+    (scaled_dot_product_attention, causal) and of two linear layers with GELU (its tanh form), each
+    behind a LayerNorm (eps 1e-5) and beside a shortcut; a last LayerNorm; logits without a bias.
     All other linear layers and the norms have biases.
 
     layers: blocks of attention and two linear layers
@@ -248,14 +322,27 @@ def build(
     residual_dropout: share of what a block adds to its shortcuts dropped in training, 0 to 1
     tied: true: the last layer has the weights of the token embedding, as in GPT-2 (true or false)
 
-    Raises UserError for sizes below 1, heads that do not divide the width, and a dropout outside of 0 to 1.
+    Raises UserError for sizes below 1, heads that do not divide the width, and a dropout outside of
+    0 to 1.
     """
     if min(layers, heads, width) < 1 or width % heads:
         what = f"{layers} layers of {heads} heads and width {width} make no network"
-        raise UserError(what, "model.layers, model.heads, model.width", "1 or more of each, and a width that is a multiple of heads")
-    for option, share in {"embedding": embedding_dropout, "attention": attention_dropout, "residual": residual_dropout}.items():
+        raise UserError(
+            what,
+            "model.layers, model.heads, model.width",
+            "1 or more of each, and a width that is a multiple of heads",
+        )
+    for option, share in {
+        "embedding": embedding_dropout,
+        "attention": attention_dropout,
+        "residual": residual_dropout,
+    }.items():
         if not 0 <= share < 1:
-            raise UserError(f"a dropout of {share} leaves nothing", f"model.{option}_dropout", "0 or more, below 1")
+            raise UserError(
+                f"a dropout of {share} leaves nothing",
+                f"model.{option}_dropout",
+                "0 or more, below 1",
+            )
     return GPT(
         context,
         vocabulary,

@@ -1,4 +1,5 @@
-"""One linear layer from zero weights: softmax regression, or least squares with model.loss=squared_error."""
+"""One linear layer from zero weights: softmax regression, or least squares with
+model.loss=squared_error."""
 
 from __future__ import annotations
 

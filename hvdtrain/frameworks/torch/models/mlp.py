@@ -1,4 +1,5 @@
-"""A multi-layer perceptron with ReLU: no batch statistics, so that any number of ranks computes the same."""
+"""A multi-layer perceptron with ReLU: no batch statistics, so that any number of ranks computes the
+same."""
 
 from __future__ import annotations
 
@@ -16,13 +17,27 @@ class MLP(nn.Sequential):
     """Images flattened, hidden layers, logits."""
 
     def tensor_plan(self) -> dict[str, str]:
-        """Pairs of layers are cut, so that one sum over ranks follows each pair; of an odd number the last one stays whole."""
-        layers = [name for name, layer in self.named_children() if name.startswith("fc") or name == "head"]
+        """Pairs of layers are cut, so that one sum over ranks follows each pair; of an odd number
+        the last one stays whole."""
+        layers = [
+            name for name, layer in self.named_children() if name.startswith("fc") or name == "head"
+        ]
         pairs = zip(layers[::2], layers[1::2], strict=False)
-        return {name: way for columns, rows in pairs for name, way in ((columns, "columns"), (rows, "rows"))}
+        return {
+            name: way
+            for columns, rows in pairs
+            for name, way in ((columns, "columns"), (rows, "rows"))
+        }
 
 
-def build(name: str, shape: tuple[int, ...], outputs: int, *, widths: tuple[int, ...] = (128,), dropout: float = 0.0) -> nn.Module:
+def build(
+    name: str,
+    shape: tuple[int, ...],
+    outputs: int,
+    *,
+    widths: tuple[int, ...] = (128,),
+    dropout: float = 0.0,
+) -> nn.Module:
     """Images flattened, hidden layers, logits.
 
     widths: neurons of each hidden layer

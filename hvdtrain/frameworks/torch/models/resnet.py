@@ -9,18 +9,33 @@ from torch import nn
 from hvdtrain.core.import_torchvision import import_torchvision
 
 
-def build(name: str, shape: tuple[int, int, int], outputs: int, *, small_images: bool = False, zero_gamma: bool = False) -> nn.Module:
+def build(
+    name: str,
+    shape: tuple[int, int, int],
+    outputs: int,
+    *,
+    small_images: bool = False,
+    zero_gamma: bool = False,
+) -> nn.Module:
     """resnet18, resnet34, resnet50, resnet101 or resnet152 from random weights.
 
-    small_images: true: a 3x3 first convolution of stride 1 and no first pooling, as is usual for 32x32 pixels and less
-    zero_gamma: true: the last norm of each residual block starts at scale 0, so that the block is its shortcut (Goyal 2017, 5.1)
+    small_images: true: a 3x3 first convolution of stride 1 and no first pooling, as is usual for
+        32x32 pixels and less
+    zero_gamma: true: the last norm of each residual block starts at scale 0, so that the block is
+        its shortcut (Goyal 2017, 5.1)
     """
-    model: Any = getattr(import_torchvision().models, name)(num_classes=outputs, zero_init_residual=zero_gamma)
+    model: Any = getattr(import_torchvision().models, name)(
+        num_classes=outputs, zero_init_residual=zero_gamma
+    )
     if small_images:
         model.conv1 = nn.Conv2d(shape[2], 64, kernel_size=3, padding=1, bias=False)
         model.maxpool = nn.Identity()
     elif shape[2] != 3:
         model.conv1 = nn.Conv2d(shape[2], 64, kernel_size=7, stride=2, padding=3, bias=False)
-    model.blocks = [block for stage in (model.layer1, model.layer2, model.layer3, model.layer4) for block in stage]  # a list: no new names
+    model.blocks = [
+        block
+        for stage in (model.layer1, model.layer2, model.layer3, model.layer4)
+        for block in stage
+    ]  # a list: no new names
     built: nn.Module = model
     return built

@@ -1,4 +1,5 @@
-"""A small U-Net for the classes of pixels: images halved and doubled again, with the features of each size kept (arXiv:1505.04597)."""
+"""A small U-Net for the classes of pixels: images halved and doubled again, with the features of
+each size kept (arXiv:1505.04597)."""
 
 from __future__ import annotations
 
@@ -16,12 +17,16 @@ Norm = Literal["batch", "group", "none"]
 class UNet(nn.Module):
     """(n, C, H, W) -> (n, classes, H, W), H and W any multiple of 2 ** (len(widths) - 1)."""
 
-    def __init__(self, channels: int, classes: int, widths: tuple[int, ...], norm: Norm, groups: int) -> None:
+    def __init__(
+        self, channels: int, classes: int, widths: tuple[int, ...], norm: Norm, groups: int
+    ) -> None:
         super().__init__()
         before = (channels, *widths)
         self.down = nn.ModuleList(_twice(a, b, norm, groups) for a, b in itertools.pairwise(before))
         pairs = list(itertools.pairwise(widths))[::-1]  # from the smallest images to the largest
-        self.up = nn.ModuleList(nn.ConvTranspose2d(wide, narrow, 2, stride=2) for narrow, wide in pairs)
+        self.up = nn.ModuleList(
+            nn.ConvTranspose2d(wide, narrow, 2, stride=2) for narrow, wide in pairs
+        )
         self.join = nn.ModuleList(_twice(2 * narrow, narrow, norm, groups) for narrow, _ in pairs)
         self.head = nn.Conv2d(widths[0], classes, 1)
 
@@ -33,7 +38,9 @@ class UNet(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         kept = []
         for depth, block in enumerate(self.down):
-            x = block(x if depth == 0 else nn.functional.max_pool2d(x, 2))  # (n, widths[depth], H / 2 ** depth, W / 2 ** depth)
+            x = block(
+                x if depth == 0 else nn.functional.max_pool2d(x, 2)
+            )  # (n, widths[depth], H / 2 ** depth, W / 2 ** depth)
             kept.append(x)
         for up, join, same_size in zip(self.up, self.join, kept[-2::-1], strict=True):
             x = join(torch.cat([same_size, up(x)], 1))
@@ -61,7 +68,8 @@ def build(
     norm: Literal["batch", "group", "none"] = "batch",
     groups: int = 8,
 ) -> nn.Module:
-    """Ronneberger et al. 2015, arXiv:1505.04597, with convolutions that keep the size, and a norm behind each.
+    """Ronneberger et al. 2015, arXiv:1505.04597, with convolutions that keep the size, and a norm
+    behind each.
 
     widths: channels at each size of the image, from the whole one on; each next size is half
     norm: batch; group: of each sample alone, so that any number of ranks computes the same; none
@@ -70,7 +78,11 @@ def build(
     Raises UserError for widths that make no layers, or images that cannot be halved so often.
     """
     if min(widths, default=0) < 1:
-        raise UserError(f"widths {widths} make no layers", "model.widths", "one width of 1 or more for each size")
+        raise UserError(
+            f"widths {widths} make no layers",
+            "model.widths",
+            "one width of 1 or more for each size",
+        )
     if norm == "group" and any(width % max(groups, 1) for width in widths):
         what = f"model.groups={groups} does not divide the widths {', '.join(map(str, widths))}"
         raise UserError(what, "model.groups", "a number that divides each of them")

@@ -1,4 +1,5 @@
-"""A wide residual network for small images: a stem, then three pairs of blocks, each pair wider and coarser than the one before."""
+"""A wide residual network for small images: a stem, then three pairs of blocks, each pair wider and
+coarser than the one before."""
 
 from __future__ import annotations
 
@@ -11,15 +12,22 @@ from hvdtrain.frameworks.torch.sparse_dropout import SparseDropout
 
 def convolution(inputs: int, outputs: int) -> nn.Sequential:
     """3x3 convolution, norm, ReLU; the norm has the bias."""
-    return nn.Sequential(nn.Conv2d(inputs, outputs, kernel_size=3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, kernel_size=3, padding=1, bias=False),
+        nn.BatchNorm2d(outputs),
+        nn.ReLU(inplace=True),
+    )
 
 
 class Block(nn.Module):
-    """Two convolutions beside a shortcut, which a 1x1 convolution scales where the number of channels changes."""
+    """Two convolutions beside a shortcut, which a 1x1 convolution scales where the number of
+    channels changes."""
 
     def __init__(self, inputs: int, outputs: int, dropout: float) -> None:
         super().__init__()
-        self.scale = nn.Conv2d(inputs, outputs, kernel_size=1) if inputs != outputs else nn.Identity()
+        self.scale = (
+            nn.Conv2d(inputs, outputs, kernel_size=1) if inputs != outputs else nn.Identity()
+        )
         self.first = convolution(inputs, outputs)
         self.dropout = SparseDropout(dropout)
         self.second = convolution(outputs, outputs)
@@ -31,7 +39,9 @@ class Block(nn.Module):
 class WideResNet(nn.Module):
     """Images (n, C, H, W) of at least 4x4 -> logits (n, classes)."""
 
-    def __init__(self, channels: int, classes: int, widths: tuple[int, int, int, int], dropout: float) -> None:
+    def __init__(
+        self, channels: int, classes: int, widths: tuple[int, int, int, int], dropout: float
+    ) -> None:
         super().__init__()
         stem, narrow, middle, wide = widths
         self.stem = convolution(channels, stem)
@@ -57,15 +67,18 @@ def build(
     widths: tuple[int, int, int, int] = (16, 16, 32, 64),
     dropout: float = 0.01,
 ) -> nn.Module:
-    """The default is narrow: digits train in seconds. 16,160,320,640 is the full width for 28x28 images.
+    """The default is narrow: digits train in seconds. 16,160,320,640 is the full width for 28x28
+    images.
 
-    It has no zero_gamma as the ResNets have: a block ends in ReLU after its norm, so that with a scale of 0 the ReLU would get 0, where its
-    slope is 0, and neither that norm nor the convolutions before it would ever get a gradient.
+    It has no zero_gamma as the ResNets have: a block ends in ReLU after its norm, so that with a
+    scale of 0 the ReLU would get 0, where its slope is 0, and neither that norm nor the
+    convolutions before it would ever get a gradient.
 
     widths: channels of the stem and of the three pairs of blocks
     dropout: share of activations dropped between the two convolutions of a block, 0 to 1
 
-    Raises UserError for widths below 1, a dropout outside of 0 to 1, and images too small to be halved twice.
+    Raises UserError for widths below 1, a dropout outside of 0 to 1, and images too small to be
+    halved twice.
     """
     if min(widths) < 1 or not 0 <= dropout < 1:
         raise UserError(
@@ -74,5 +87,9 @@ def build(
             "widths of 1 or more, 0 <= dropout < 1",
         )
     if min(shape[:2]) < 4:
-        raise UserError(f"images of {shape[0]}x{shape[1]} pixels cannot be halved twice", "model.name=wide_resnet", "model.name=mlp")
+        raise UserError(
+            f"images of {shape[0]}x{shape[1]} pixels cannot be halved twice",
+            "model.name=wide_resnet",
+            "model.name=mlp",
+        )
     return WideResNet(shape[2], outputs, widths, dropout)

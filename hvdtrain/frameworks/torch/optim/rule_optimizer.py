@@ -1,4 +1,5 @@
-"""The optimizers of the torch framework: a Rule as a torch.optim.Optimizer, or a user's own class, and their state as arrays by name."""
+"""The optimizers of the torch framework: a Rule as a torch.optim.Optimizer, or a user's own class,
+and their state as arrays by name."""
 
 from __future__ import annotations
 
@@ -33,9 +34,11 @@ Row = torch.Tensor  # (n,), one number for each of n parameters
 
 
 class TorchOps:
-    """A rule's arithmetic over lists of tensors. Call it under torch.no_grad(). A Row never goes to the host: nothing waits for a GPU.
+    """A rule's arithmetic over lists of tensors. Call it under torch.no_grad(). A Row never goes to
+    the host: nothing waits for a GPU.
 
-    A Row as a factor costs one kernel for each parameter on a GPU, where a Python number costs one for many.
+    A Row as a factor costs one kernel for each parameter on a GPU, where a Python number costs one
+    for many.
     """
 
     def zeros_like(self, x: Arrays) -> Arrays:
@@ -72,24 +75,32 @@ class TorchOps:
 
     def norm(self, x: Arrays) -> Row:
         if all(t.device.type == "cpu" and t.is_contiguous() for t in x):
-            return torch.stack([torch.dot(t.view(-1), t.view(-1)) for t in x]).sqrt()  # on two cores half the time of vector_norm
+            return torch.stack(
+                [torch.dot(t.view(-1), t.view(-1)) for t in x]
+            ).sqrt()  # on two cores half the time of vector_norm
         return torch.stack(torch._foreach_norm(x))
 
     def orthogonalize(self, x: Arrays, p: Arrays, rounds: int, eps: float, dtype: str) -> Arrays:
-        assert all(t.ndim >= 2 for t in x), [tuple(t.shape) for t in x]  # a flattened part of a matrix would give wrong numbers
+        assert all(t.ndim >= 2 for t in x), [
+            tuple(t.shape) for t in x
+        ]  # a flattened part of a matrix would give wrong numbers
         alike: dict[torch.Size, list[int]] = {}
         for i, t in enumerate(x):
             alike.setdefault(t.flatten(1).shape, []).append(i)
         found = list(x)
         for members in alike.values():
-            stack = torch.stack([x[i].flatten(1) for i in members]).to(getattr(torch, dtype) if dtype else None)  # (n, out, in kh kw)
+            stack = torch.stack([x[i].flatten(1) for i in members]).to(
+                getattr(torch, dtype) if dtype else None
+            )  # (n, out, in kh kw)
             norms = stack.flatten(1).norm(dim=1).view(-1, 1, 1)
             for i, matrix in zip(members, newton_schulz(stack, rounds, eps, norms), strict=True):
                 found[i] = matrix.to(x[i].dtype).reshape(x[i].shape)
         return found
 
     def where(self, condition: torch.Tensor, a: Row | float, b: Row | float) -> Row:
-        assert isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor), f"{a}, {b}: torch would make their dtype the default one"
+        assert isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor), (
+            f"{a}, {b}: torch would make their dtype the default one"
+        )
         return torch.where(condition, a, b)
 
     def sqrt(self, a: Row) -> Row:
@@ -111,25 +122,42 @@ GROUP = "group."  # begins a key of state that belongs to the parameter group
 class RuleOptimizer(torch.optim.Optimizer):
     """What `rule` says, for many parameters in one call.
 
-    A group holds rule, lr, momentum, weight_decay and step, the updates done; state[p] holds the tensors "0", "1", ... of the rule's
-    state, one number for a parameter as a 0-d tensor. Its groups alone construct it again: hvd.DistributedOptimizer does that. A
-    parameter whose grad is None is left out, as torch does, but step counts for the whole group.
+    A group holds rule, lr, momentum, weight_decay and step, the updates done; state[p] holds the
+    tensors "0", "1", ... of the rule's state, one number for a parameter as a 0-d tensor. Its
+    groups alone construct it again: hvd.DistributedOptimizer does that. A parameter whose grad is
+    None is left out, as torch does, but step counts for the whole group.
     """
 
     ops = OPS
-    bytes_of: Callable[[torch.nn.Parameter], int] = staticmethod(lambda p: p.numel() * p.element_size())
-    run_bytes = 8 << 20  # of parameters that a rule updates in one call on a CPU: its temporary tensors then stay in the cache
+    bytes_of: Callable[[torch.nn.Parameter], int] = staticmethod(
+        lambda p: p.numel() * p.element_size()
+    )
+    run_bytes = (
+        8 << 20
+    )  # of parameters that a rule updates in one call on a CPU: its temporary tensors then stay in the cache  # noqa: E501
 
     def __init__(
-        self, params: Iterable[Any], rule: Any = required, lr: float = 0.0, momentum: float | None = None, weight_decay: float = 0.0
+        self,
+        params: Iterable[Any],
+        rule: Any = required,
+        lr: float = 0.0,
+        momentum: float | None = None,
+        weight_decay: float = 0.0,
     ) -> None:
-        super().__init__(params, {"rule": rule, "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "step": 0})
+        super().__init__(
+            params,
+            {"rule": rule, "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "step": 0},
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        add = torch.optim.Optimizer.add_param_group  # what wraps it imports torch's compiler: half a second of every start
+        add = (
+            torch.optim.Optimizer.add_param_group
+        )  # what wraps it imports torch's compiler: half a second of every start
         getattr(add, "__wrapped__", add)(self, param_group)
         group = self.param_groups[-1]
-        group["momentum"] = group["rule"].momentum if group["momentum"] is None else group["momentum"]
+        group["momentum"] = (
+            group["rule"].momentum if group["momentum"] is None else group["momentum"]
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for p in (p for group in self.param_groups for p in group["params"]):
@@ -145,8 +173,16 @@ class RuleOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            hyper = Hyper(float(group["lr"]), float(group["momentum"]), float(group["weight_decay"]), batch=0, step=int(group["step"]))
-            for parameters in runs([p for p in group["params"] if p.grad is not None], self.run_bytes, self.bytes_of):
+            hyper = Hyper(
+                float(group["lr"]),
+                float(group["momentum"]),
+                float(group["weight_decay"]),
+                batch=0,
+                step=int(group["step"]),
+            )
+            for parameters in runs(
+                [p for p in group["params"] if p.grad is not None], self.run_bytes, self.bytes_of
+            ):
                 self._update(group["rule"], rows(group["rule"]), parameters, hyper)
             group["step"] += 1
         return loss
@@ -160,14 +196,21 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _fill(self, rule: Rule, p: torch.nn.Parameter) -> None:
         if "0" not in self.state[p]:
-            self.state[p] |= {str(i): unstack(entry)[0] for i, entry in enumerate(rule.init([p], self.ops))}
+            self.state[p] |= {
+                str(i): unstack(entry)[0] for i, entry in enumerate(rule.init([p], self.ops))
+            }
 
-    def _update(self, rule: Rule, in_rows: tuple[bool, ...], parameters: Parameters, hyper: Hyper) -> None:
+    def _update(
+        self, rule: Rule, in_rows: tuple[bool, ...], parameters: Parameters, hyper: Hyper
+    ) -> None:
         gradients = [dense(p) for p in parameters]
         for p in parameters:
             self._fill(rule, p)
         state = [[self.state[p][str(i)] for p in parameters] for i in range(len(in_rows))]
-        stacked = tuple(torch.stack(entry) if is_row else entry for entry, is_row in zip(state, in_rows, strict=True))
+        stacked = tuple(
+            torch.stack(entry) if is_row else entry
+            for entry, is_row in zip(state, in_rows, strict=True)
+        )
         new_parameters, new_state = rule.update(gradients, stacked, parameters, hyper, self.ops)
         for old, new in zip([parameters, *state], [new_parameters, *new_state], strict=True):
             if new is not old:
@@ -180,8 +223,11 @@ def rows(rule: Any) -> tuple[bool, ...]:
     return tuple(isinstance(entry, torch.Tensor) for entry in rule.init([torch.zeros(1)], OPS))
 
 
-def runs(parameters: Parameters, run_bytes: int, bytes_of: Callable[[torch.nn.Parameter], int]) -> Iterator[Parameters]:
-    """Parameters of one dtype on one device, for one call of a rule: on a GPU all, on a CPU about `run_bytes`.
+def runs(
+    parameters: Parameters, run_bytes: int, bytes_of: Callable[[torch.nn.Parameter], int]
+) -> Iterator[Parameters]:
+    """Parameters of one dtype on one device, for one call of a rule: on a GPU all, on a CPU about
+    `run_bytes`.
 
     bytes_of: of a parameter of which this is a shard, so that every rank makes the same runs.
     """
@@ -193,7 +239,9 @@ def runs(parameters: Parameters, run_bytes: int, bytes_of: Callable[[torch.nn.Pa
             yield members
         else:
             ends = itertools.accumulate(bytes_of(p) for p in members)
-            for _, run in itertools.groupby(zip(ends, members, strict=True), lambda pair: pair[0] // run_bytes):
+            for _, run in itertools.groupby(
+                zip(ends, members, strict=True), lambda pair: pair[0] // run_bytes
+            ):
                 yield [p for _, p in run]
 
 
@@ -201,42 +249,68 @@ def dense(p: torch.nn.Parameter) -> torch.Tensor:
     """The gradient of a parameter. Raises UserError for a sparse one."""
     assert p.grad is not None, tuple(p.shape)
     if p.grad.layout != torch.strided:
-        fix = "build the model without it (nn.Embedding: sparse=False), or optim.name=torch.optim.SparseAdam"
-        raise UserError(f"a parameter of shape {tuple(p.shape)} has a sparse gradient, which no rule takes", "optim.name", fix)
+        fix = (
+            "build the model without it (nn.Embedding: sparse=False), or "
+            "optim.name=torch.optim.SparseAdam"
+        )
+        raise UserError(
+            f"a parameter of shape {tuple(p.shape)} has a sparse gradient, which no rule takes",
+            "optim.name",
+            fix,
+        )
     return p.grad
 
 
 def make_optimizer(rule: Rule, named: NamedParameters, exclude: bool) -> torch.optim.Optimizer:
-    """The optimizer that computes what `rule` says; where `exclude`, norms and biases neither decay nor adapt."""
+    """The optimizer that computes what `rule` says; where `exclude`, norms and biases neither decay
+    nor adapt."""
     follow = ("lr", "momentum", "weight_decay", "step")
     found: dict[tuple[bool, Rule], Parameters] = {}
     for name, p in named:
         excluded = exclude and is_excluded(tuple(p.shape))
-        found.setdefault((excluded, rule.of_parameter(name, tuple(p.shape), excluded)), []).append(p)
+        found.setdefault((excluded, rule.of_parameter(name, tuple(p.shape), excluded)), []).append(
+            p
+        )
     return RuleOptimizer(
         [
             {"params": found[key], "excluded": key[0], "rule": key[1], "follow": follow}
-            for key in sorted(found, key=lambda key: key[0])  # the adapted parameters first, whatever the order of the model's
+            for key in sorted(
+                found, key=lambda key: key[0]
+            )  # the adapted parameters first, whatever the order of the model's
         ]
     )
 
 
 def groups(named: NamedParameters, exclude: bool) -> list[dict[str, Any]]:
     """The adapted parameters and the excluded ones; a group of none is left out."""
-    found: list[dict[str, Any]] = [{"params": [], "excluded": False}, {"params": [], "excluded": True}]
+    found: list[dict[str, Any]] = [
+        {"params": [], "excluded": False},
+        {"params": [], "excluded": True},
+    ]
     for _, p in named:
         found[exclude and is_excluded(tuple(p.shape))]["params"].append(p)
     return [group for group in found if group["params"]]
 
 
-def make_user_optimizer(constructor: Callable[..., Any], name: str, named: NamedParameters, config: Config) -> torch.optim.Optimizer:
-    """A torch.optim.Optimizer of any class, from the options of `optim`; lr follows the recipe, decay and momentum where they are set.
+def make_user_optimizer(
+    constructor: Callable[..., Any], name: str, named: NamedParameters, config: Config
+) -> torch.optim.Optimizer:
+    """A torch.optim.Optimizer of any class, from the options of `optim`; lr follows the recipe,
+    decay and momentum where they are set.
 
-    Without optim.weight_decay the class's own default holds, for every parameter, as in torch. A checkpoint holds the tensors and numbers
-    of its state, and the numbers of its parameter groups that it changes. All else that it keeps (lists, strings, attributes of itself)
-    is dropped, and starts afresh where a job is resumed. Raises UserError where the class or its options do not fit.
+    Without optim.weight_decay the class's own default holds, for every parameter, as in torch. A
+    checkpoint holds the tensors and numbers of its state, and the numbers of its parameter groups
+    that it changes. All else that it keeps (lists, strings, attributes of itself) is dropped, and
+    starts afresh where a job is resumed. Raises UserError where the class or its options do not
+    fit.
     """
-    optimizer = construct(constructor, name, groups(named, config.optim.exclude == "norms_and_biases"), config, config.where("optim.name"))
+    optimizer = construct(
+        constructor,
+        name,
+        groups(named, config.optim.exclude == "norms_and_biases"),
+        config,
+        config.where("optim.name"),
+    )
     for group in optimizer.param_groups:
         group["follow"] = followed(group, name, config)
     return optimizer
@@ -258,24 +332,32 @@ def set_hyper(optimizer: torch.optim.Optimizer, hyper: Hyper) -> None:
 
 
 def fill_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the state of the first step, so that it can be saved, sent and loaded at any time; a user's class makes its own."""
+    """Makes the state of the first step, so that it can be saved, sent and loaded at any time; a
+    user's class makes its own."""
     if isinstance(optimizer, RuleOptimizer):
         optimizer.fill()
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-    """The live state of a parameter by key, sorted; what a user's class counts in its group as "group.step:int".
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, p: torch.nn.Parameter
+) -> dict[str, torch.Tensor]:
+    """The live state of a parameter by key, sorted; what a user's class counts in its group as
+    "group.step:int".
 
-    A Python number is a 0-d float64 tensor of its own, and its key ends with its type; what is neither tensor nor number is left out.
+    A Python number is a 0-d float64 tensor of its own, and its key ends with its type; what is
+    neither tensor nor number is left out.
     """
-    if isinstance(optimizer, RuleOptimizer):  # a copy of the state at every sync point asks for that of every parameter
+    if isinstance(
+        optimizer, RuleOptimizer
+    ):  # a copy of the state at every sync point asks for that of every parameter
         return dict(sorted(optimizer.state.get(p, {}).items()))
     counts = {GROUP + key: count for key, count in counters(group_of(optimizer, p)).items()}
     return dict(sorted((as_tensors(optimizer.state.get(p, {})) | counts).items()))
 
 
 def keys_of_numbers(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> set[str]:
-    """Keys of its own that have one number for a parameter, whatever its shape: of one without dimensions shapes do not tell."""
+    """Keys of its own that have one number for a parameter, whatever its shape: of one without
+    dimensions shapes do not tell."""
     group = group_of(optimizer, p)
     if "construction" not in group:
         return {key for key, tensor in optimizer_state(optimizer, p).items() if not tensor.ndim}
@@ -294,8 +376,11 @@ def group_of(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> dict[st
     return next(group for group in optimizer.param_groups if any(q is p for q in group["params"]))
 
 
-def load_optimizer_state(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter, arrays: dict[str, np.ndarray]) -> None:
-    """Copies arrays into the live state of a parameter, adds entries that are missing, and removes those that the arrays lack.
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer, p: torch.nn.Parameter, arrays: dict[str, np.ndarray]
+) -> None:
+    """Copies arrays into the live state of a parameter, adds entries that are missing, and removes
+    those that the arrays lack.
 
     Raises UserError where a user's class cannot go on from them.
     """
@@ -306,42 +391,67 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter
 
 
 @torch.no_grad()
-def _load(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter, arrays: dict[str, np.ndarray]) -> None:
+def _load(
+    optimizer: torch.optim.Optimizer, p: torch.nn.Parameter, arrays: dict[str, np.ndarray]
+) -> None:
     group = group_of(optimizer, p)
     state = optimizer.state[p]
-    counts_on_host = not any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)  # as torch's own do
+    counts_on_host = not any(
+        group.get("fused") or group.get("capturable") for group in optimizer.param_groups
+    )  # as torch's own do
     own = {key: array for key, array in arrays.items() if not key.startswith(GROUP)}
     load_entries(state, as_tensors(state), own, p.device, counts_on_host)
     if "construction" in group:
-        counts = {key.removeprefix(GROUP): array for key, array in arrays.items() if key.startswith(GROUP)}
+        counts = {
+            key.removeprefix(GROUP): array for key, array in arrays.items() if key.startswith(GROUP)
+        }
         load_entries(group, counters(group), counts, p.device, counts_on_host)
         for key, value in group["construction"].initial.items():
             group.setdefault(name_of(key), value)
 
 
 def class_entry(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """An entry of a learner's state whose name has the user's class in it, since arrays hold no strings; none for a rule."""
+    """An entry of a learner's state whose name has the user's class in it, since arrays hold no
+    strings; none for a rule."""
     first = optimizer.param_groups[0]
-    return {MADE_BY + first["construction"].path: torch.zeros(())} if "construction" in first else {}
+    return (
+        {MADE_BY + first["construction"].path: torch.zeros(())} if "construction" in first else {}
+    )
 
 
 def check_class(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
-    """Raises UserError where the optimizer state among the names of a state is another class's; a state without any fits every class."""
-    classes = {name if name.startswith(MADE_BY) else "" for name in names if name.startswith("s.")}  # "": not an entry of class_entry()
+    """Raises UserError where the optimizer state among the names of a state is another class's; a
+    state without any fits every class."""
+    classes = {
+        name if name.startswith(MADE_BY) else "" for name in names if name.startswith("s.")
+    }  # "": not an entry of class_entry()
     theirs = "".join(classes)
     ours = "".join(class_entry(optimizer))
     if classes and theirs != ours:
         there = _public_name(theirs) if theirs else "one of hvdtrain's own optimizers"
-        rule = without_average(optimizer.param_groups[0]["rule"]) if "rule" in optimizer.param_groups[0] else None
+        rule = (
+            without_average(optimizer.param_groups[0]["rule"])
+            if "rule" in optimizer.param_groups[0]
+            else None
+        )
         rule = rule.rule if isinstance(rule, Thawed) else rule
         own = rule.rule if isinstance(rule, Scaled) else rule
         here = _public_name(ours) if ours else type(own).__module__.rpartition(".")[2]
         fix = f"optim.name={there}" if theirs else "the optim.name of its run folder's config.yaml"
-        raise UserError(f"the checkpoint was made with {there}, this job has optim.name={here}", "state of the optimizer", fix)
+        raise UserError(
+            f"the checkpoint was made with {there}, this job has optim.name={here}",
+            "state of the optimizer",
+            fix,
+        )
 
 
 def _public_name(entry: str) -> str:
-    """torch.optim.RMSprop of a class that torch has in torch.optim.rmsprop; of others the whole path."""
+    """torch.optim.RMSprop of a class that torch has in torch.optim.rmsprop; of others the whole
+    path."""
     path = entry.removeprefix(MADE_BY)
     name = path.rpartition(".")[2]
-    return f"torch.optim.{name}" if path.startswith("torch.optim.") and hasattr(torch.optim, name) else path
+    return (
+        f"torch.optim.{name}"
+        if path.startswith("torch.optim.") and hasattr(torch.optim, name)
+        else path
+    )

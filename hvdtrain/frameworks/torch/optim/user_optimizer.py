@@ -1,4 +1,5 @@
-"""A user's own class of torch.optim: how it is constructed from options, and which of its state a checkpoint can hold."""
+"""A user's own class of torch.optim: how it is constructed from options, and which of its state a
+checkpoint can hold."""
 
 from __future__ import annotations
 
@@ -17,13 +18,21 @@ from hvdtrain.core.own_line import own_line
 from hvdtrain.errors import UserError
 
 OWN_KEYS = {"params", "excluded", "follow", "construction"}  # of a user's parameter groups
-KINDS: dict[str, type] = {"bool": bool, "int": int, "float": float}  # a bool is an int: it comes first
-_IN_CONSTRUCTORS_OF_TORCH = {"initial_accumulator_value", "fused"}  # all other options its step() reads from the groups
+KINDS: dict[str, type] = {
+    "bool": bool,
+    "int": int,
+    "float": float,
+}  # a bool is an int: it comes first
+_IN_CONSTRUCTORS_OF_TORCH = {
+    "initial_accumulator_value",
+    "fused",
+}  # all other options its step() reads from the groups
 FIX = "give the optimizer and options that the checkpoint was made with"
 
 
 class Construction(NamedTuple):
-    """How the optimizer of a parameter group was constructed: the group's entry "construction", which hvd.DistributedOptimizer keeps."""
+    """How the optimizer of a parameter group was constructed: the group's entry "construction",
+    which hvd.DistributedOptimizer keeps."""
 
     constructor: Callable[..., Any]
     arguments: dict[str, Any]  # of the constructor, but for the groups
@@ -38,34 +47,58 @@ class Construction(NamedTuple):
 
 
 def construct(
-    constructor: Callable[..., Any], name: str, groups: list[dict[str, Any]], config: Config, where: str
+    constructor: Callable[..., Any],
+    name: str,
+    groups: list[dict[str, Any]],
+    config: Config,
+    where: str,
 ) -> torch.optim.Optimizer:
-    """The optimizer of a class for groups and options, each group with its Construction. Raises UserError with the class's signature."""
+    """The optimizer of a class for groups and options, each group with its Construction. Raises
+    UserError with the class's signature."""
     signature = signature_of(constructor)
     if signature is None or not issubclass(constructor, torch.optim.Optimizer):  # type: ignore[arg-type]
         what = f"{name}{signature or '(...)'} is not a subclass of torch.optim.Optimizer"
-        fix = "give one, as in optim.name=torch.optim.RMSprop, or a function make(named) of the named parameters that makes one"
+        fix = (
+            "give one, as in optim.name=torch.optim.RMSprop, or a function make(named) of the "
+            "named parameters that makes one"
+        )
         raise UserError(what, where, f"{fix}; functions of optax are for framework=jax")
     check_closure(constructor, name, where)
     if "lr" in config.optim.options:  # the recipe gives it in each step
         raise UserError(
-            "the learning rate of a class of torch.optim is not optim.lr", config.where("optim.lr"), "did you mean optim.base_lr?"
+            "the learning rate of a class of torch.optim is not optim.lr",
+            config.where("optim.lr"),
+            "did you mean optim.base_lr?",
         )
-    construction = Construction(constructor, arguments(signature, config), tuple(config.optim.options), {})
+    construction = Construction(
+        constructor, arguments(signature, config), tuple(config.optim.options), {}
+    )
     try:
         signature.bind(groups, **construction.arguments)
         optimizer: torch.optim.Optimizer = constructor(groups, **construction.arguments)
-    except Exception as error:  # of a number that makes no sense torch raises ValueError, other classes anything
-        message = f"{error}" if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: {error}"
-        raise UserError(f"{name}{signature} does not fit: {message}", where, fix_of_parameters(config.optim, signature)) from error
+    except (
+        Exception
+    ) as error:  # of a number that makes no sense torch raises ValueError, other classes anything
+        message = (
+            f"{error}"
+            if isinstance(error, (TypeError, ValueError))
+            else f"{type(error).__name__}: {error}"
+        )
+        raise UserError(
+            f"{name}{signature} does not fit: {message}",
+            where,
+            fix_of_parameters(config.optim, signature),
+        ) from error
     for group in optimizer.param_groups:
         group["construction"] = construction._replace(initial=numbers(group))
     return optimizer
 
 
-def construct_groups(function: Callable[..., Any], named: list[tuple[str, torch.nn.Parameter]], config: Config) -> torch.optim.Optimizer:
-    """The optimizer that a function of the named parameters makes: rates, decay and momentum are those of its groups, and the recipe
-    multiplies the rates.
+def construct_groups(
+    function: Callable[..., Any], named: list[tuple[str, torch.nn.Parameter]], config: Config
+) -> torch.optim.Optimizer:
+    """The optimizer that a function of the named parameters makes: rates, decay and momentum are
+    those of its groups, and the recipe multiplies the rates.
 
     Raises UserError where it makes no optimizer of all of them.
     """
@@ -83,10 +116,18 @@ def construct_groups(function: Callable[..., Any], named: list[tuple[str, torch.
         raise
     except Exception as error:
         what = f"{config.optim.name} fails: {type(error).__name__}: {error}"
-        raise UserError(what, f"{where}; {own_line(error)}", "a function of `named` that makes an optimizer") from error
+        raise UserError(
+            what, f"{where}; {own_line(error)}", "a function of `named` that makes an optimizer"
+        ) from error
     if not isinstance(optimizer, torch.optim.Optimizer):
-        what = f"{config.optim.name} gives a {type(optimizer).__name__}, not a torch.optim.Optimizer"
-        raise UserError(what, where, 'def make(named): return torch.optim.AdamW([{"params": [...], "lr": 1e-3}, ...])')
+        what = (
+            f"{config.optim.name} gives a {type(optimizer).__name__}, not a torch.optim.Optimizer"
+        )
+        raise UserError(
+            what,
+            where,
+            'def make(named): return torch.optim.AdamW([{"params": [...], "lr": 1e-3}, ...])',
+        )
     check_closure(type(optimizer), config.optim.name, where)
     _check_all_are_there(optimizer, named, where)
     take(optimizer, ("lr",))
@@ -103,61 +144,115 @@ def construct_groups(function: Callable[..., Any], named: list[tuple[str, torch.
 def _check_own_groups(config: Config) -> None:
     """Raises UserError for keys that the groups themselves answer."""
     if config.optim.origin("base_lr") == DEFAULT and config.optim.given is None:
-        what = f"{config.optim.name} makes groups with rates of their own, which optim.base_lr multiplies"
+        what = (
+            f"{config.optim.name} makes groups with rates of their own, which optim.base_lr "
+            "multiplies"
+        )
         raise UserError(what, config.where("optim.name"), "optim.base_lr=1")
     for key in ("weight_decay", "momentum", "exclude"):
-        if config.optim.origin(key) != DEFAULT and getattr(config.optim, key) != type(config.optim).model_fields[key].default:
-            what = f"{config.optim.name} makes groups with a {key} of their own: optim.{key} would be without effect"
-            raise UserError(what, config.where(f"optim.{key}"), f"leave optim.{key} out, and say it in the groups")
+        if (
+            config.optim.origin(key) != DEFAULT
+            and getattr(config.optim, key) != type(config.optim).model_fields[key].default
+        ):
+            what = (
+                f"{config.optim.name} makes groups with a {key} of their own: optim.{key} would "
+                "be without effect"
+            )
+            raise UserError(
+                what,
+                config.where(f"optim.{key}"),
+                f"leave optim.{key} out, and say it in the groups",
+            )
     if config.recipe.cycle_momentum:
         what = f"{config.optim.name} makes groups with a momentum of their own"
-        raise UserError(what, config.where("recipe.cycle_momentum"), "leave it out, or a class of torch.optim for optim.name")
+        raise UserError(
+            what,
+            config.where("recipe.cycle_momentum"),
+            "leave it out, or a class of torch.optim for optim.name",
+        )
     for key in ("tensor", "pipeline"):
         if getattr(config.parallel, key) > 1:
-            what = f"{config.optim.name} makes groups of a model's parameters, of which each rank would have its part alone"
-            raise UserError(what, config.where(f"parallel.{key}"), f"leave parallel.{key} out, or a class of torch.optim for optim.name")
+            what = (
+                f"{config.optim.name} makes groups of a model's parameters, of which each rank "
+                "would have its part alone"
+            )
+            raise UserError(
+                what,
+                config.where(f"parallel.{key}"),
+                f"leave parallel.{key} out, or a class of torch.optim for optim.name",
+            )
 
 
-def _check_all_are_there(optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.nn.Parameter]], where: str) -> None:
+def _check_all_are_there(
+    optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.nn.Parameter]], where: str
+) -> None:
     has = {p for group in optimizer.param_groups for p in group["params"]}
     if not has & {p for _, p in named}:
-        what = "the optimizer has none of the parameters it was given: hvdtrain trains a copy of a script's model"
+        what = (
+            "the optimizer has none of the parameters it was given: hvdtrain trains a copy of a "
+            "script's model"
+        )
         raise UserError(what, where, "those of `named`, a list of (name, parameter)")
     if left_out := [name for name, p in named if p not in has]:
         more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
         what = f"the optimizer lacks {left_out[0]}{more}, which would be trained"
-        raise UserError(what, where, "a group for all others; model.freeze=[...] for what is not to be trained")
+        raise UserError(
+            what, where, "a group for all others; model.freeze=[...] for what is not to be trained"
+        )
     if len(has) > len(named):
-        raise UserError("the optimizer has parameters that are not among those it was given", where, "those of `named` alone")
+        raise UserError(
+            "the optimizer has parameters that are not among those it was given",
+            where,
+            "those of `named` alone",
+        )
 
 
 def check_closure(kind: Any, name: str, where: str) -> None:
     """Raises UserError for a class whose step() computes the loss again."""
-    if any(argument.default is argument.empty for argument in list(inspect.signature(kind.step).parameters.values())[1:]):
+    if any(
+        argument.default is argument.empty
+        for argument in list(inspect.signature(kind.step).parameters.values())[1:]
+    ):
         what = f"{name} needs a closure that computes the loss again within a step"
         raise UserError(what, where, "give an optimizer of one gradient a step")
 
 
 def take(optimizer: torch.optim.Optimizer, follow: tuple[str, ...]) -> None:
-    """Gives each parameter group of an optimizer that was made elsewhere what checkpoints and shard.stage need to know."""
+    """Gives each parameter group of an optimizer that was made elsewhere what checkpoints and
+    shard.stage need to know."""
     signature = signature_of(type(optimizer))
     known = signature.parameters if signature else {}
     arguments = {key: value for key, value in optimizer.defaults.items() if key in known}
-    changed = [key for key, value in arguments.items() if key != "lr" and not _is_same(value, known[key].default)]
+    changed = [
+        key
+        for key, value in arguments.items()
+        if key != "lr" and not _is_same(value, known[key].default)
+    ]
     is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
     options = tuple(key for key in changed if key in _IN_CONSTRUCTORS_OF_TORCH or not is_of_torch)
     for group in optimizer.param_groups:
-        group.pop("param_names", None)  # of torch's own, where it was given pairs: parts of parameters have none
+        group.pop(
+            "param_names", None
+        )  # of torch's own, where it was given pairs: parts of parameters have none
         initial = numbers({key: value for key, value in group.items() if key != "params"})
-        group |= {"excluded": False, "follow": follow, "construction": Construction(type(optimizer), arguments, options, initial)}
+        group |= {
+            "excluded": False,
+            "follow": follow,
+            "construction": Construction(type(optimizer), arguments, options, initial),
+        }
 
 
 def _is_same(value: Any, default: Any) -> bool:
-    return value is default or (type(value) is type(default) and not isinstance(value, torch.Tensor) and bool(value == default))
+    return value is default or (
+        type(value) is type(default)
+        and not isinstance(value, torch.Tensor)
+        and bool(value == default)
+    )
 
 
 def signature_of(constructor: Callable[..., Any]) -> inspect.Signature | None:
-    """The signature of a class; None where it is not a class, or one written in C without a signature."""
+    """The signature of a class; None where it is not a class, or one written in C without a
+    signature."""
     try:
         return inspect.signature(constructor) if inspect.isclass(constructor) else None
     except ValueError:
@@ -165,7 +260,8 @@ def signature_of(constructor: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def arguments(signature: inspect.Signature, config: Config) -> dict[str, Any]:
-    """The constructor's arguments: the options, and lr and momentum or betas where it has them, since it may check one against another."""
+    """The constructor's arguments: the options, and lr and momentum or betas where it has them,
+    since it may check one against another."""
     found = dict(config.optim.options)
     momentum = config.optim.momentum
     if "lr" in signature.parameters:
@@ -180,8 +276,13 @@ def arguments(signature: inspect.Signature, config: Config) -> dict[str, Any]:
 
 
 def followed(group: dict[str, Any], name: str, config: Config) -> tuple[str, ...]:
-    """The fields of Hyper that a group of a user's class takes. Raises UserError where it lacks one that the configuration sets."""
-    has = {"lr": "lr" in group, "weight_decay": "weight_decay" in group, "momentum": not {"momentum", "betas"}.isdisjoint(group)}
+    """The fields of Hyper that a group of a user's class takes. Raises UserError where it lacks one
+    that the configuration sets."""
+    has = {
+        "lr": "lr" in group,
+        "weight_decay": "weight_decay" in group,
+        "momentum": not {"momentum", "betas"}.isdisjoint(group),
+    }
     asked = {
         "lr": True,
         "weight_decay": config.optim.decay > 0,
@@ -189,41 +290,70 @@ def followed(group: dict[str, Any], name: str, config: Config) -> tuple[str, ...
     }
     for key, is_asked in asked.items():
         if is_asked and not has[key]:
-            asking = f"optim.{key}" if key != "momentum" or config.optim.momentum is not None else "recipe.cycle_momentum"
+            asking = (
+                f"optim.{key}"
+                if key != "momentum" or config.optim.momentum is not None
+                else "recipe.cycle_momentum"
+            )
             where = config.where("optim.name" if key == "lr" else asking)
-            fix = "give another class" if key == "lr" else f"leave {asking} out, or give another class"
-            raise UserError(f"{name} has no {key}; it has {', '.join(sorted(group.keys() - OWN_KEYS))}", where, fix)
+            fix = (
+                "give another class"
+                if key == "lr"
+                else f"leave {asking} out, or give another class"
+            )
+            raise UserError(
+                f"{name} has no {key}; it has {', '.join(sorted(group.keys() - OWN_KEYS))}",
+                where,
+                fix,
+            )
     is_set = asked | {"weight_decay": config.optim.weight_decay is not None}
     return tuple(key for key in has if has[key] and is_set[key])
 
 
 def numbers(entries: dict[str, Any]) -> dict[str, float]:
     """The Python numbers among entries, by key and type: {"step:int": 3}."""
-    kinds = {key: next((kind for kind, of in KINDS.items() if isinstance(value, of)), None) for key, value in entries.items()}
+    kinds = {
+        key: next((kind for kind, of in KINDS.items() if isinstance(value, of)), None)
+        for key, value in entries.items()
+    }
     return {f"{key}:{kind}": entries[key] for key, kind in kinds.items() if kind}
 
 
 def as_tensors(entries: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The live tensors among entries, and its numbers as 0-d float64 tensors of their own; all else is left out."""
+    """The live tensors among entries, and its numbers as 0-d float64 tensors of their own; all else
+    is left out."""
     tensors = {key: value for key, value in entries.items() if isinstance(value, torch.Tensor)}
-    return tensors | {key: torch.tensor(float(value), dtype=torch.float64, device="cpu") for key, value in numbers(entries).items()}
+    return tensors | {
+        key: torch.tensor(float(value), dtype=torch.float64, device="cpu")
+        for key, value in numbers(entries).items()
+    }
 
 
 def counters(group: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """What a user's class counts in a parameter group: numbers that changed since its construction, and tensors of one number."""
+    """What a user's class counts in a parameter group: numbers that changed since its construction,
+    and tensors of one number."""
     if "construction" not in group:
         return {}
     ours = OWN_KEYS.union(group["follow"])
     initial = group["construction"].initial
-    own = {key: value for key, value in group.items() if key not in ours and (not torch.is_tensor(value) or value.numel() == 1)}
+    own = {
+        key: value
+        for key, value in group.items()
+        if key not in ours and (not torch.is_tensor(value) or value.numel() == 1)
+    }
     unchanged = {key for key, value in numbers(own).items() if initial.get(key) == value}
     return {key: tensor for key, tensor in as_tensors(own).items() if key not in unchanged}
 
 
 def load_entries(
-    entries: dict[str, Any], live: dict[str, torch.Tensor], arrays: dict[str, np.ndarray], device: torch.device, counts_on_host: bool
+    entries: dict[str, Any],
+    live: dict[str, torch.Tensor],
+    arrays: dict[str, np.ndarray],
+    device: torch.device,
+    counts_on_host: bool,
 ) -> None:
-    """Copies arrays into the `live` ones of entries, makes those that are missing, and removes those that the arrays lack.
+    """Copies arrays into the `live` ones of entries, makes those that are missing, and removes
+    those that the arrays lack.
 
     Raises UserError where the optimizer cannot take an array.
     """
@@ -236,7 +366,10 @@ def load_entries(
         elif key not in live:
             entries[key] = saved if key == "step" and counts_on_host else saved.to(device)
         elif live[key].shape != saved.shape:
-            what = f"state {key} has shape {tuple(saved.shape)}, the optimizer's has {tuple(live[key].shape)}"
+            what = (
+                f"state {key} has shape {tuple(saved.shape)}, the optimizer's has "
+                f"{tuple(live[key].shape)}"
+            )
             raise UserError(what, "state of the optimizer", FIX)
         else:
             live[key].copy_(saved)
@@ -248,31 +381,47 @@ def name_of(key: str) -> str:
     return name if name and kind in KINDS else key
 
 
-def try_step(group: dict[str, Any], p: torch.nn.Parameter, load: Callable[[torch.optim.Optimizer, torch.nn.Parameter], None]) -> None:
-    """Raises UserError where a step from the state that `load` loads fails, as it may after another class or other options.
+def try_step(
+    group: dict[str, Any],
+    p: torch.nn.Parameter,
+    load: Callable[[torch.optim.Optimizer, torch.nn.Parameter], None],
+) -> None:
+    """Raises UserError where a step from the state that `load` loads fails, as it may after another
+    class or other options.
 
-    A new optimizer of the same class makes the step, for a copy of `p` with a gradient of zero. Costs the memory of its state.
+    A new optimizer of the same class makes the step, for a copy of `p` with a gradient of zero.
+    Costs the memory of its state.
     """
     error = _error_of_step(group, p, load)
-    if error and not _error_of_step(group, p, lambda *_: None):  # where this one fails too, it says nothing about the state
-        what = f"{group['construction'].path} cannot resume from this state: {type(error).__name__}: {error}"
+    if error and not _error_of_step(
+        group, p, lambda *_: None
+    ):  # where this one fails too, it says nothing about the state
+        what = (
+            f"{group['construction'].path} cannot resume from this state: {type(error).__name__}: "
+            f"{error}"
+        )
         raise UserError(what, "state of the optimizer", FIX) from error
 
 
 def has_modes(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the weights that it trains are others than those to evaluate, and train() and eval() switch: of schedule-free ones."""
-    return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
+    """Whether the weights that it trains are others than those to evaluate, and train() and eval()
+    switch: of schedule-free ones."""
+    return callable(getattr(optimizer, "train", None)) and callable(
+        getattr(optimizer, "eval", None)
+    )
 
 
 def set_mode(optimizer: torch.optim.Optimizer, *, training: bool) -> None:
-    """Switches to the weights to train or to evaluate, where there are two. Again to the same ones does nothing, as in the classes."""
+    """Switches to the weights to train or to evaluate, where there are two. Again to the same ones
+    does nothing, as in the classes."""
     if has_modes(optimizer):
         switched: Any = optimizer
         switched.train() if training else switched.eval()
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, name: str, where: str) -> None:
-    """Raises UserError for a user's class whose steps on two parts of a parameter are not its step on the whole, as shard.stage needs it.
+    """Raises UserError for a user's class whose steps on two parts of a parameter are not its step
+    on the whole, as shard.stage needs it.
 
     Three steps of a parameter of 4 x 6 numbers tell.
     """
@@ -280,18 +429,37 @@ def check_elementwise(optimizer: torch.optim.Optimizer, name: str, where: str) -
     if "construction" not in first:
         return
     if has_modes(optimizer):
-        what = f"train() and eval() of {name} switch between two sets of weights, of which each rank would have its parts alone"
-        raise UserError(what, where, "an optimizer without modes; or shard.stage=0, and no layers cut over ranks")
+        what = (
+            f"train() and eval() of {name} switch between two sets of weights, of which each rank "
+            "would have its parts alone"
+        )
+        raise UserError(
+            what,
+            where,
+            "an optimizer without modes; or shard.stage=0, and no layers cut over ranks",
+        )
     numbers = torch.linspace(-1.0, 1.0, 24, dtype=torch.float64, device="cpu")
     try:
         whole = _steps(first, [numbers.view(4, 6)])
         parts = _steps(first, [numbers[:11], numbers[11:]])
-        reason = "" if torch.allclose(whole, parts, rtol=1e-9, atol=1e-12) else "gives other numbers than one on the whole"
+        reason = (
+            ""
+            if torch.allclose(whole, parts, rtol=1e-9, atol=1e-12)
+            else "gives other numbers than one on the whole"
+        )
     except Exception as error:
         reason = f"fails: {type(error).__name__}: {error}"
     if reason:
-        fix = "an optimizer of hvdtrain's own, an elementwise class as torch.optim.AdamW, or shard.stage=0"
-        raise UserError(f"a step of {name} on parts of a parameter, as ranks with shard.stage make it, {reason}", where, fix)
+        fix = (
+            "an optimizer of hvdtrain's own, an elementwise class as torch.optim.AdamW, or "
+            "shard.stage=0"
+        )
+        raise UserError(
+            f"a step of {name} on parts of a parameter, as ranks with shard.stage make it, "
+            f"{reason}",
+            where,
+            fix,
+        )
 
 
 def _steps(group: dict[str, Any], starts: list[torch.Tensor]) -> torch.Tensor:
@@ -309,7 +477,8 @@ def _steps(group: dict[str, Any], starts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def keys_of_numbers_of_class(group: dict[str, Any], like: torch.Tensor) -> set[str]:
-    """Keys of keys_of_numbers(), after a step of a new optimizer for a parameter of one element; none where that fails."""
+    """Keys of keys_of_numbers(), after a step of a new optimizer for a parameter of one element;
+    none where that fails."""
     p = torch.nn.Parameter(like.detach().new_zeros(1))
     p.grad = torch.zeros_like(p)
     with contextlib.suppress(Exception):  # of the user's code, whose own step will tell
@@ -330,7 +499,9 @@ def _new(group: dict[str, Any], p: torch.nn.Parameter) -> torch.optim.Optimizer:
 
 
 def _error_of_step(
-    group: dict[str, Any], p: torch.nn.Parameter, load: Callable[[torch.optim.Optimizer, torch.nn.Parameter], None]
+    group: dict[str, Any],
+    p: torch.nn.Parameter,
+    load: Callable[[torch.optim.Optimizer, torch.nn.Parameter], None],
 ) -> Exception | None:
     """What a first step after `load` raises."""
     copy = torch.nn.Parameter(p.detach().clone())

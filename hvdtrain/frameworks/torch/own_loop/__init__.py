@@ -1,1 +1,2 @@
-"""A script's own torch model and optimizer, whose loop the script has: what hvdtrain.init() prepares."""
+"""A script's own torch model and optimizer, whose loop the script has: what hvdtrain.init()
+prepares."""

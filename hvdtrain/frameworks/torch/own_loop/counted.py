@@ -1,4 +1,5 @@
-"""What the mean losses of a script are over, samples or counted items, and which parts of a batch add nothing."""
+"""What the mean losses of a script are over, samples or counted items, and which parts of a batch
+add nothing."""
 
 from __future__ import annotations
 
@@ -11,14 +12,20 @@ from hvdtrain.errors import UserError
 from hvdtrain.frameworks.own_loop import Divisor, Samples, item_count
 
 _MOST_NODES = 64  # of the graph behind a loss that are looked at
-_OF_MEANS = ("NllLossBackward", "NllLoss2DBackward")  # what torch's cross_entropy() leaves in the graph
+_OF_MEANS = (
+    "NllLossBackward",
+    "NllLoss2DBackward",
+)  # what torch's cross_entropy() leaves in the graph
 _MEAN = 1  # torch's number of reduction="mean"
 
 
 class Accumulated:
-    """The mean loss of a batch in parts. loss_of(part) gives the mean of a part, or a pair of it and its count."""
+    """The mean loss of a batch in parts. loss_of(part) gives the mean of a part, or a pair of it
+    and its count."""
 
-    def __init__(self, loss_of: Callable[[Samples], Any], divisor: Divisor, device: torch.device) -> None:
+    def __init__(
+        self, loss_of: Callable[[Samples], Any], divisor: Divisor, device: torch.device
+    ) -> None:
         self._loss_of = loss_of
         self._divisor = divisor
         self.total = torch.zeros((), device=device)  # of losses times weights
@@ -26,7 +33,8 @@ class Accumulated:
         self.is_counted: bool | None = None  # once a part was computed
 
     def of_part(self, part: Samples) -> tuple[torch.Tensor, float]:
-        """The loss and its weight. Raises UserError where it is no mean loss, and for a count that only some parts have."""
+        """The loss and its weight. Raises UserError where it is no mean loss, and for a count that
+        only some parts have."""
         where = "ctx.accumulate()"
         found = self._loss_of(part)
         is_counted = isinstance(found, tuple) and len(found) == 2
@@ -35,7 +43,11 @@ class Accumulated:
         if not is_counted:
             self._divisor.need_count(where, "return loss, N in loss_of(part)")
         if self.is_counted not in (None, is_counted):
-            raise UserError("loss_of(part) returns a count for some parts and none for others", where, "return loss, N for each part")
+            raise UserError(
+                "loss_of(part) returns a count for some parts and none for others",
+                where,
+                "return loss, N for each part",
+            )
         self.is_counted = is_counted
         weight = item_count(count, where) if is_counted and part.count else float(part.count)
         if weight:  # the mean over nothing may be NaN
@@ -45,7 +57,8 @@ class Accumulated:
 
 
 class Gate:
-    """A hook of the model's outputs: the gradient of a part that counts nothing is zero, also where its loss is 0 / 0."""
+    """A hook of the model's outputs: the gradient of a part that counts nothing is zero, also where
+    its loss is 0 / 0."""
 
     def __init__(self) -> None:
         self.is_open = True
@@ -71,13 +84,24 @@ def _tensors(outputs: Any) -> Iterator[torch.Tensor]:
 def check_loss(loss: Any, where: str) -> None:
     """Raises UserError for what has no gradient, and for more than one number."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-        found += " without a gradient" if isinstance(loss, torch.Tensor) and loss.numel() == 1 else ""
-        raise UserError(f"the loss is {found}", where, "one number that depends on the model: the mean over this rank's samples")
+        found = (
+            f"a tensor of shape {tuple(loss.shape)}"
+            if isinstance(loss, torch.Tensor)
+            else f"a {type(loss).__name__}"
+        )
+        found += (
+            " without a gradient" if isinstance(loss, torch.Tensor) and loss.numel() == 1 else ""
+        )
+        raise UserError(
+            f"the loss is {found}",
+            where,
+            "one number that depends on the model: the mean over this rank's samples",
+        )
 
 
 def check_mean_over_samples(loss: torch.Tensor, where: str, fix: str) -> None:
-    """Raises UserError for a cross_entropy() that divides by other weights than those of its targets' number: ignore_index, weight.
+    """Raises UserError for a cross_entropy() that divides by other weights than those of its
+    targets' number: ignore_index, weight.
 
     The host waits for the device.
     """
@@ -87,8 +111,13 @@ def check_mean_over_samples(loss: torch.Tensor, where: str, fix: str) -> None:
         targets = node._saved_target.numel()
         weight = float(node._saved_total_weight)
         if weight != targets:
-            what = f"cross_entropy divides by {weight:g} here, not by its {targets} targets, because of ignore_index or weight="
-            raise UserError(f"{what}: ranks and parts weighted by samples would give another mean", where, fix)
+            what = (
+                f"cross_entropy divides by {weight:g} here, not by its {targets} targets, because "
+                "of ignore_index or weight="
+            )
+            raise UserError(
+                f"{what}: ranks and parts weighted by samples would give another mean", where, fix
+            )
 
 
 def _nodes(loss: torch.Tensor) -> Iterator[Any]:

@@ -1,4 +1,5 @@
-"""What a torch script keeps in a checkpoint beside model and optimizer: tensors of any type as their bytes."""
+"""What a torch script keeps in a checkpoint beside model and optimizer: tensors of any type as
+their bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ def _numbers(value: Any) -> Numbers | None:
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return None
     host = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return Numbers(host.reshape(-1).view(torch.uint8).numpy().copy(), str(host.dtype).removeprefix("torch."), tuple(host.shape))
+    return Numbers(
+        host.reshape(-1).view(torch.uint8).numpy().copy(),
+        str(host.dtype).removeprefix("torch."),
+        tuple(host.shape),
+    )
 
 
 def _tensor(numbers: Numbers) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""OwnLearner: a script's model and optimizer as what checkpoints, replicas and health need of a Learner; the script has the loop."""
+"""OwnLearner: a script's model and optimizer as what checkpoints, replicas and health need of a
+Learner; the script has the loop."""
 
 from __future__ import annotations
 
@@ -23,11 +24,23 @@ from hvdtrain.frameworks.stopwatch import HostStopwatch, ReplaceableStopwatch
 from hvdtrain.frameworks.torch.arrangement import Arrangement, Given, Making
 from hvdtrain.frameworks.torch.build import device_of_rank
 from hvdtrain.frameworks.torch.call import Called, each_of
-from hvdtrain.frameworks.torch.device import check_compiler, compile_summary, describe_device, dropout_stream, keep_gradients, seed_dropout
+from hvdtrain.frameworks.torch.device import (
+    check_compiler,
+    compile_summary,
+    describe_device,
+    dropout_stream,
+    keep_gradients,
+    seed_dropout,
+)
 from hvdtrain.frameworks.torch.frozen import check_overlaps
 from hvdtrain.frameworks.torch.learner import arrangement_of
 from hvdtrain.frameworks.torch.optim.user_optimizer import check_elementwise, set_mode
-from hvdtrain.frameworks.torch.own_loop.counted import Accumulated, Gate, check_loss, check_mean_over_samples
+from hvdtrain.frameworks.torch.own_loop.counted import (
+    Accumulated,
+    Gate,
+    check_loss,
+    check_mean_over_samples,
+)
 from hvdtrain.frameworks.torch.own_loop.prepared import (
     WHERE,
     GivenScale,
@@ -51,7 +64,8 @@ from hvdtrain.frameworks.torch.step import Update, one_or_nan
 class OwnLearner(LoopLearner):
     """Every rank makes one. on_step: called after each step of the optimizer.
 
-    Raises UserError where the model, the optimizer or the engine cannot do what the configuration asks for.
+    Raises UserError where the model, the optimizer or the engine cannot do what the configuration
+    asks for.
     """
 
     words = WORDS
@@ -65,7 +79,8 @@ class OwnLearner(LoopLearner):
         on_step: Callable[[], None],
         example: Called | None = None,
     ) -> None:
-        """example: (n, ...) what the model is called with, for some samples: parallel.* and shard.stage=3 need it."""
+        """example: (n, ...) what the model is called with, for some samples: parallel.* and
+        shard.stage=3 need it."""
         self.config = config
         self.mesh = mesh
         self.data = mesh.data
@@ -74,7 +89,9 @@ class OwnLearner(LoopLearner):
         self.device = device_of_rank(config, mesh.world)
         take_optimizer(model, optimizer)
         on = {p.device.type for p in model.parameters()}
-        if on != {self.device.type} and not (on == {"cpu"} and config.shard.stage == 3):  # which moves a part of it at a time
+        if on != {self.device.type} and not (
+            on == {"cpu"} and config.shard.stage == 3
+        ):  # which moves a part of it at a time
             what = f"the model is on {', '.join(sorted(on))}, this rank computes on {self.device}"
             raise UserError(what, WHERE, "model.to(ctx.device) before the optimizer is made")
         _check_gradients(uncompiled(model))
@@ -88,12 +105,19 @@ class OwnLearner(LoopLearner):
         self._orders = arrangement.orders
         self._named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self.strategy: Strategy = arrangement.strategy(self._named, optimizer)
-        wrapped = self.strategy.wrap(model if arrangement.body is self.model else arrangement.body, optimizer)
+        wrapped = self.strategy.wrap(
+            model if arrangement.body is self.model else arrangement.body, optimizer
+        )
         self.forward = wrapped.forward
         self._inner = wrapped.optimizer
         self._stages: InStages | None = None
         if config.parallel.pipeline > 1:
-            self.forward = self._stages = InStages(self.model, arrangement.pipelined, mesh, self.precision.weights)  # type: ignore[attr-defined]
+            self.forward = self._stages = InStages(
+                self.model,
+                arrangement.pipelined,  # type: ignore[attr-defined]
+                mesh,
+                self.precision.weights,
+            )
         else:
             compute_in(self.model, self.precision, self.device)
         self._gate = Gate()  # of the part whose loss is computed
@@ -108,25 +132,38 @@ class OwnLearner(LoopLearner):
             self._scale: GivenScale | ScaleOfLoss = ScaleOfLoss(self.device)
         else:
             self._scale = GivenScale(self.is_sharded or config.comm.local_steps > 1)
-        self._update = Update(config, self._inner, self.strategy, shards, self._scale, self.buffers.restore)
-        self._out_of_sight: dict[torch.nn.Parameter, torch.Tensor | None] = {}  # gradients of parts, from backward to the step
+        self._update = Update(
+            config, self._inner, self.strategy, shards, self._scale, self.buffers.restore
+        )
+        self._out_of_sight: dict[
+            torch.nn.Parameter, torch.Tensor | None
+        ] = {}  # gradients of parts, from backward to the step
         self._updated = [shard.parameter for shard in shards]
         self._saves_buffers = config.guard.nonfinite == "skip" or bool(self._scale.tensors)
-        self._state = LearnerState(self.model, self._inner, self._scale, self.strategy, mesh.replicas.rank == 0)
-        self._bad: torch.Tensor = torch.zeros((), dtype=torch.float64, device=self.device)  # steps with numbers that are not finite
+        self._state = LearnerState(
+            self.model, self._inner, self._scale, self.strategy, mesh.replicas.rank == 0
+        )
+        self._bad: torch.Tensor = torch.zeros(
+            (), dtype=torch.float64, device=self.device
+        )  # steps with numbers that are not finite
         self._batch: Samples | None = None  # whose step has not been made yet
         self._global_batch = 0
         self._passed = False  # ctx.backward() was called for it
 
-    def _arranged(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, example: Called | None) -> Arrangement:
-        """The script's model as the ranks have it, with the optimizer of the parameters that it has then."""
+    def _arranged(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, example: Called | None
+    ) -> Arrangement:
+        """The script's model as the ranks have it, with the optimizer of the parameters that it has
+        then."""
         whole = uncompiled(model)
         names = {p: name for name, p in whole.named_parameters()}
         if example is not None:
             example = each_of(example, self._as_sample)
         stopwatch = ReplaceableStopwatch(HostStopwatch())
         given = Given(whole, example)
-        making = Making(self.config, None, self.mesh, self.device, self.precision, stopwatch, given=given)
+        making = Making(
+            self.config, None, self.mesh, self.device, self.precision, stopwatch, given=given
+        )
         arrangement = arrangement_of(self.config)(making)
         arrangement.cut()
         now = dict(arrangement.model.named_parameters())
@@ -137,17 +174,29 @@ class OwnLearner(LoopLearner):
     def _as_sample(self, x: torch.Tensor) -> torch.Tensor:
         """A tensor of a script as the tensors of samples are."""
         x = x.detach().to(self.device)
-        return x.to(self._sample_type) if self._sample_type is not None and x.is_floating_point() else x
+        return (
+            x.to(self._sample_type)
+            if self._sample_type is not None and x.is_floating_point()
+            else x
+        )
 
     def to_device(self, batch: Batch) -> Samples:
-        """numpy (n, ...) of each field as tensors on the device, of the same number type; with speed.precision of that of the weights."""
-        fields = {name: torch.from_numpy(np.require(array, requirements=["C", "W"])).to(self.device) for name, array in batch.items()}
+        """numpy (n, ...) of each field as tensors on the device, of the same number type; with
+        speed.precision of that of the weights."""
+        fields = {
+            name: torch.from_numpy(np.require(array, requirements=["C", "W"])).to(self.device)
+            for name, array in batch.items()
+        }
         if self._sample_type is not None:
-            fields = {name: t.to(self._sample_type) if t.is_floating_point() else t for name, t in fields.items()}
+            fields = {
+                name: t.to(self._sample_type) if t.is_floating_point() else t
+                for name, t in fields.items()
+            }
         return Samples(fields, len(next(iter(batch.values()))))
 
     def begin_step(self, batch: Samples, global_batch: int, seed: int) -> Samples:
-        """This batch as the script gets it. Layers that draw random numbers draw those of the seed, which is the samples', and the step."""
+        """This batch as the script gets it. Layers that draw random numbers draw those of the seed,
+        which is the samples', and the step."""
         assert self._batch is None, f"step {batch.step} begins before the one before it was made"
         self._batch = batch
         self._global_batch = global_batch
@@ -155,7 +204,11 @@ class OwnLearner(LoopLearner):
         self._gate = Gate()
         self.divisor.items = None
         set_mode(self._inner, training=True)
-        seed_dropout(fold(fold(seed, batch.step), dropout_stream(self.mesh, self.data, self.config)) & (2**63 - 1), self.device)
+        seed_dropout(
+            fold(fold(seed, batch.step), dropout_stream(self.mesh, self.data, self.config))
+            & (2**63 - 1),
+            self.device,
+        )
         if self._saves_buffers:
             self.buffers.save()
         return batch
@@ -171,11 +224,18 @@ class OwnLearner(LoopLearner):
     def check_prepared(self, model: Any, optimizer: Any, where: str) -> None:
         """Raises UserError for others; the model may be compiled or not."""
         if uncompiled(model) is not uncompiled(self.forward) or optimizer is not self.optimizer:
-            raise UserError("the model or the optimizer is not what ctx.prepare() returned", where, self.words.prepare)
+            raise UserError(
+                "the model or the optimizer is not what ctx.prepare() returned",
+                where,
+                self.words.prepare,
+            )
 
     def check_resume(self, given: tuple[Any, ...]) -> None:
         if given:
-            what = "the model and the optimizer are those of ctx.prepare(), which have the checkpoint's numbers after it"
+            what = (
+                "the model and the optimizer are those of ctx.prepare(), which have the "
+                "checkpoint's numbers after it"
+            )
             raise UserError(what, "ctx.resume()", self.words.resume)
 
     def resumed(self, extra: dict[str, Any]) -> dict[str, Any]:
@@ -190,8 +250,14 @@ class OwnLearner(LoopLearner):
         where = "ctx.backward()"
         fix = "ctx.backward(loss, count=N), N: how many items the loss is the mean over"
         if self._stages is not None:
-            what = "no rank has all layers of the model, with parallel.pipeline: a backward pass goes through those of all"
-            fix = "loss = ctx.accumulate(loss_of, at_most=SAMPLES), loss_of(part): forward and loss of a part of the batch"
+            what = (
+                "no rank has all layers of the model, with parallel.pipeline: a backward pass "
+                "goes through those of all"
+            )
+            fix = (
+                "loss = ctx.accumulate(loss_of, at_most=SAMPLES), loss_of(part): forward and loss "
+                "of a part of the batch"
+            )
             raise UserError(what, where, fix)
         batch = self._begin_passes(where)
         check_loss(loss, where)
@@ -223,8 +289,15 @@ class OwnLearner(LoopLearner):
             if not losses.is_counted:
                 self._check_mean(loss, passes, where, fix)
             elif self.strategy.local_mean and self.strategy.equal_ranks > 1:
-                what = "Adasum takes each rank's own mean, whose count is known only after the last part"
-                raise UserError(what, self.config.where("comm.op"), "ctx.backward(loss, count=N), or comm.op=average")
+                what = (
+                    "Adasum takes each rank's own mean, whose count is known only after the last "
+                    "part"
+                )
+                raise UserError(
+                    what,
+                    self.config.where("comm.op"),
+                    "ctx.backward(loss, count=N), or comm.op=average",
+                )
             return loss, weight
 
         divisor = self._divisor_of_samples(batch)
@@ -235,21 +308,34 @@ class OwnLearner(LoopLearner):
         return total / (weight or 1.0)
 
     def _of_all_stages(self, losses: Accumulated) -> tuple[torch.Tensor, float, bool]:
-        """The sum of losses, its weight, and whether that was counted. With a pipeline a collective: the last stage has computed them."""
+        """The sum of losses, its weight, and whether that was counted. With a pipeline a
+        collective: the last stage has computed them."""
         if self._stages is None:
             return losses.total, losses.weight, bool(losses.is_counted)
-        own = torch.tensor([float(losses.total), losses.weight, float(bool(losses.is_counted))], dtype=torch.float64)
-        total, weight, is_counted = torch.as_tensor(self.mesh.pipe.allreduce(own, "loss of the last stage")).tolist()
-        return torch.tensor(total, dtype=self.precision.weights, device=self.device), weight, bool(is_counted)
+        own = torch.tensor(
+            [float(losses.total), losses.weight, float(bool(losses.is_counted))],
+            dtype=torch.float64,
+        )
+        total, weight, is_counted = torch.as_tensor(
+            self.mesh.pipe.allreduce(own, "loss of the last stage")
+        ).tolist()
+        return (
+            torch.tensor(total, dtype=self.precision.weights, device=self.device),
+            weight,
+            bool(is_counted),
+        )
 
     def _check_mean(self, loss: torch.Tensor, parts: int, where: str, fix: str) -> None:
-        """Raises UserError for a mean over other things than samples, where several parts or ranks are weighted by samples."""
+        """Raises UserError for a mean over other things than samples, where several parts or ranks
+        are weighted by samples."""
         is_cheap = self.device.type == "cpu" or not self._batch or not self._batch.step
         if is_cheap and (parts > 1 or self.data.size > 1):
             check_mean_over_samples(loss, where, fix)
 
     def _divisor_of_samples(self, batch: Samples) -> float:
-        return float(max(1, batch.count) if self.strategy.local_mean else self._global_batch)  # the sum over ranks is then the mean
+        return float(
+            max(1, batch.count) if self.strategy.local_mean else self._global_batch
+        )  # the sum over ranks is then the mean
 
     def _divisor_of_items(self, weight: float) -> float:
         """weight: of this rank. A collective."""
@@ -259,18 +345,35 @@ class OwnLearner(LoopLearner):
     def _begin_passes(self, where: str) -> Samples:
         """The batch that the script has."""
         if self._batch is None:
-            once = "loss = loss_of(model(batch['x']), batch['y']); ctx.backward(loss); optimizer.step()"
-            fix = f"for batch in ctx.samples(dataset, batch=N): {once}; a DataLoader is not needed, give its data set"
+            once = (
+                "loss = loss_of(model(batch['x']), batch['y']); ctx.backward(loss); "
+                "optimizer.step()"
+            )
+            fix = (
+                f"for batch in ctx.samples(dataset, batch=N): {once}; a DataLoader is not needed, "
+                "give its data set"
+            )
             raise UserError("no batch of ctx.samples() is under way", where, fix)
         if self._passed:
-            what = "a second backward pass for one batch: its gradients are those of all ranks already"
-            fix = "add up the losses and call it once; to accumulate gradients: ctx.accumulate(loss_of, at_most=SAMPLES)"
+            what = (
+                "a second backward pass for one batch: its gradients are those of all ranks already"
+            )
+            fix = (
+                "add up the losses and call it once; to accumulate gradients: "
+                "ctx.accumulate(loss_of, at_most=SAMPLES)"
+            )
             raise UserError(what, where, fix)
         self._passed = True
         return self._batch
 
-    def _pass_all(self, parts: Sequence[Samples], loss_of: Callable[[Samples], tuple[torch.Tensor, float]], divisor: float) -> None:
-        """Forward and backward of each; after the last one p.grad is the sum over all ranks of weight * loss / divisor."""
+    def _pass_all(
+        self,
+        parts: Sequence[Samples],
+        loss_of: Callable[[Samples], tuple[torch.Tensor, float]],
+        divisor: float,
+    ) -> None:
+        """Forward and backward of each; after the last one p.grad is the sum over all ranks of
+        weight * loss / divisor."""
 
         def weighted(part: Any, found: tuple[torch.Tensor, float]) -> torch.Tensor:
             loss, weight = found
@@ -289,12 +392,15 @@ class OwnLearner(LoopLearner):
             self._stages.train_parts(parts, loss_of, weighted)
             return {}
 
-        self.strategy.run(parts, self._global_batch, one_pass if self._stages is None else through_stages)
+        self.strategy.run(
+            parts, self._global_batch, one_pass if self._stages is None else through_stages
+        )
         end_step(self._orders)
         self.strategy.reduce()
 
     def _show_gradients(self, factor: float = 1.0) -> None:
-        """Multiplies the reduced gradients; what this rank has only a part of is out of the script's sight."""
+        """Multiplies the reduced gradients; what this rank has only a part of is out of the
+        script's sight."""
         gradients = [p.grad for p in self._updated if p.grad is not None]
         if factor != 1.0 and gradients:
             torch._foreach_mul_(gradients, factor)
@@ -307,16 +413,32 @@ class OwnLearner(LoopLearner):
                 p.grad = elsewhere(p)
 
     def _step(self, scaled: Scaled | None) -> None:
-        """The optimizer's step from the mean gradient over the global batch; scaled: by a GradScaler. A collective."""
+        """The optimizer's step from the mean gradient over the global batch; scaled: by a
+        GradScaler. A collective."""
         if self._batch is None or not self._passed:
-            what = "optimizer.step() without ctx.backward(loss)" if self._batch is not None else "optimizer.step() without a new batch"
-            fix = "ctx.backward(loss) in the place of loss.backward(): it weights this rank's samples, and brings the gradient of all ranks"
-            raise UserError(what, "optimizer.step()", fix if self._batch is not None else "one step for each batch of ctx.samples()")
+            what = (
+                "optimizer.step() without ctx.backward(loss)"
+                if self._batch is not None
+                else "optimizer.step() without a new batch"
+            )
+            fix = (
+                "ctx.backward(loss) in the place of loss.backward(): it weights this rank's "
+                "samples, and brings the gradient of all ranks"
+            )
+            raise UserError(
+                what,
+                "optimizer.step()",
+                fix if self._batch is not None else "one step for each batch of ctx.samples()",
+            )
         if isinstance(self._scale, GivenScale):
             self._scale.scaled = scaled
         elif scaled is not None:
             what = "a GradScaler beside speed.precision=fp16, which scales the loss already"
-            raise UserError(what, "scaler.step(optimizer)", "ctx.backward(loss); optimizer.step(); or leave speed.precision out")
+            raise UserError(
+                what,
+                "scaler.step(optimizer)",
+                "ctx.backward(loss); optimizer.step(); or leave speed.precision out",
+            )
         for p, gradient in self._out_of_sight.items():
             p.grad = gradient
         self._out_of_sight = {}
@@ -337,7 +459,8 @@ class OwnLearner(LoopLearner):
         self._inner.zero_grad()
 
     def read_nonfinite(self) -> float:
-        """This rank's share of the steps that had numbers which are not finite, since the last call."""
+        """This rank's share of the steps that had numbers which are not finite, since the last
+        call."""
         found = float(self._bad)
         self._bad = torch.zeros_like(self._bad)
         return found
@@ -360,7 +483,8 @@ class OwnLearner(LoopLearner):
         return self._state.pieces()
 
     def _show_weights_to_evaluate(self) -> None:
-        """Switches an optimizer with modes, whichever the script has set; within a step it computes with the weights to train."""
+        """Switches an optimizer with modes, whichever the script has set; within a step it computes
+        with the weights to train."""
         if self._batch is None:
             set_mode(self._inner, training=False)
 
@@ -381,58 +505,113 @@ class OwnLearner(LoopLearner):
     def describe(self) -> str:
         count = sum(math.prod(self.strategy.part(p).shape) for _, p in self._named)
         name = self.strategy.class_name(self.model)
-        how = f"{self.precision.summary} on {describe_device(self.device)}{self.precision.note}{compile_summary(self.config.speed.compile)}"
+        how = (
+            f"{self.precision.summary} on "
+            f"{describe_device(self.device)}{self.precision.note}{compile_summary(self.config.speed.compile)}"
+        )
         return f"{name}, {count:,} parameters, {how}, {self.strategy.summary}"
 
 
-def build(config: Config, mesh: Mesh, model: Any, optimizer: Any, on_step: Callable[[], None], example: Any) -> OwnLearner:
+def build(
+    config: Config,
+    mesh: Mesh,
+    model: Any,
+    optimizer: Any,
+    on_step: Callable[[], None],
+    example: Any,
+) -> OwnLearner:
     """The learner of framework=torch in a script's own loop."""
     return OwnLearner(config, mesh, model, optimizer, on_step, example)
 
 
 def uncompiled(model: Any) -> Any:
-    """The module in what torch.compile() has made of it; its parameters have the names that they have without."""
+    """The module in what torch.compile() has made of it; its parameters have the names that they
+    have without."""
     return getattr(model, "_orig_mod", model)
 
 
-def check_given(config: Config, model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Raises UserError where the script's model or optimizer cannot be arranged among ranks as the configuration says."""
+def check_given(
+    config: Config, model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+) -> None:
+    """Raises UserError where the script's model or optimizer cannot be arranged among ranks as the
+    configuration says."""
     stage = config.shard.stage
     is_cut = config.shard.stage == 3 or config.parallel.cuts
     check_overlaps(model, WHERE)
     if stage or is_cut:
-        check_elementwise(optimizer, type(optimizer).__name__, config.where("shard.stage" if stage else "parallel.*"))
-    how, instead = ("shard.stage=3", "shard.stage=2") if stage == 3 else ("parallel.*", "no parallel.*")
+        check_elementwise(
+            optimizer,
+            type(optimizer).__name__,
+            config.where("shard.stage" if stage else "parallel.*"),
+        )
+    how, instead = (
+        ("shard.stage=3", "shard.stage=2") if stage == 3 else ("parallel.*", "no parallel.*")
+    )
     if is_cut and hasattr(model, "_orig_mod"):
         fix = f"torch.compile() of the layers inside, or {instead}"
         raise UserError(f"a compiled model would keep whole weights, which {how} cuts", WHERE, fix)
     types = {p.dtype for p in model.parameters()}
     if is_cut and len(types) > 1 and not precision_is_asked(config):
-        what = f"the model's parameters are of {', '.join(sorted(map(str, types)))}: {how} gathers those of one type"
-        raise UserError(what, WHERE, f"model.to(torch.float32), and torch.autocast for what computes in 16 bits; or {instead}")
+        what = (
+            f"the model's parameters are of {', '.join(sorted(map(str, types)))}: {how} gathers "
+            "those of one type"
+        )
+        raise UserError(
+            what,
+            WHERE,
+            "model.to(torch.float32), and torch.autocast for what computes in 16 bits; or "
+            f"{instead}",
+        )
     if config.speed.compile != "none" and hasattr(model, "_orig_mod"):
-        raise UserError("the model is compiled already", f"{WHERE}, {config.where('speed.compile')}", "one of the two")
+        raise UserError(
+            "the model is compiled already",
+            f"{WHERE}, {config.where('speed.compile')}",
+            "one of the two",
+        )
     check_compiler(config, device)
 
 
 def _check_gradients(model: torch.nn.Module) -> None:
     """Raises UserError for gradients that cannot be reduced in buckets of real numbers."""
-    sparse = next((name for name, module in model.named_modules() if getattr(module, "sparse", False) is True), None)
+    sparse = next(
+        (
+            name
+            for name, module in model.named_modules()
+            if getattr(module, "sparse", False) is True
+        ),
+        None,
+    )
     if sparse is not None:
-        raise UserError(f"{sparse or 'the model'} makes sparse gradients", WHERE, "sparse=False, the default of torch.nn.Embedding")
+        raise UserError(
+            f"{sparse or 'the model'} makes sparse gradients",
+            WHERE,
+            "sparse=False, the default of torch.nn.Embedding",
+        )
     numbers = next((name for name, p in model.named_parameters() if p.is_complex()), None)
     if numbers is not None:
         what = f"the parameter {numbers} has complex numbers"
-        raise UserError(what, WHERE, "a real parameter of shape (..., 2), and torch.view_as_complex() of it in forward")
+        raise UserError(
+            what,
+            WHERE,
+            "a real parameter of shape (..., 2), and torch.view_as_complex() of it in forward",
+        )
 
 
 class Elsewhere(torch.Tensor):
     """Has a parameter's shape and type, and one number of memory."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        what = "with shard.stage or parallel.* each rank has a part of the gradients, and p.grad has none"
-        fix = "optim.clip_norm=1 in hvdtrain.init() clips by the norm of all; or neither, and p.grad is the mean over all ranks"
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        what = (
+            "with shard.stage or parallel.* each rank has a part of the gradients, and p.grad has "
+            "none"
+        )
+        fix = (
+            "optim.clip_norm=1 in hvdtrain.init() clips by the norm of all; or neither, and "
+            "p.grad is the mean over all ranks"
+        )
         raise UserError(what, "p.grad after ctx.backward()", fix)
 
 

@@ -1,4 +1,5 @@
-"""What ctx.prepare() gives in the place of a script's model and optimizer: number type and stages, and steps with all ranks' gradient."""
+"""What ctx.prepare() gives in the place of a script's model and optimizer: number type and stages,
+and steps with all ranks' gradient."""
 
 from __future__ import annotations
 
@@ -26,43 +27,63 @@ MOST = 30  # overflows in a row: from 2^16 the scale has come to 2^-14, and it w
 
 
 class PreparedOptimizer(torch.optim.Optimizer):
-    """A torch.optim.Optimizer for schedulers and for the script: param_groups, state and defaults are those of the optimizer inside.
+    """A torch.optim.Optimizer for schedulers and for the script: param_groups, state and defaults
+    are those of the optimizer inside.
 
-    step() clips the gradients (optim.clip_norm, optim.clip_value), updates, and clears them. GradScaler.step() calls it in any case.
+    step() clips the gradients (optim.clip_norm, optim.clip_value), updates, and clears them.
+    GradScaler.step() calls it in any case.
     """
 
-    _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf, and step() leaves out the update on all ranks
+    # GradScaler sets grad_scale and found_inf, and step() leaves out the update on all ranks
+    _step_supports_amp_scaling = True
 
-    def __init__(self, inner: torch.optim.Optimizer, update: Callable[[Scaled | None], None]) -> None:
-        """update: what step() does. The constructor of Optimizer is not called: its attributes are those of `inner`."""
+    def __init__(
+        self, inner: torch.optim.Optimizer, update: Callable[[Scaled | None], None]
+    ) -> None:
+        """update: what step() does. The constructor of Optimizer is not called: its attributes are
+        those of `inner`."""
         self.__dict__.update(inner.__dict__)
         self._inner = inner
         self._update = update
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """closure: forward and ctx.backward(loss), as torch has it; it is called once, and what it returns is returned."""
+        """closure: forward and ctx.backward(loss), as torch has it; it is called once, and what it
+        returns is returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         given = vars(self)
         with torch.no_grad():
-            self._update(Scaled(given["found_inf"], given["grad_scale"]) if "found_inf" in given else None)
+            self._update(
+                Scaled(given["found_inf"], given["grad_scale"]) if "found_inf" in given else None
+            )
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: step() clears the gradients, and before it nothing is to be cleared."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise UserError("a parameter group after ctx.prepare()", "optimizer.add_param_group()", "give the optimizer all groups before it")
+        raise UserError(
+            "a parameter group after ctx.prepare()",
+            "optimizer.add_param_group()",
+            "give the optimizer all groups before it",
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """With shard.stage this rank's part; ctx.checkpoint() saves the whole."""
         return without_own_keys(self._inner.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        fix = "state = ctx.resume(), after prepare(): weights, optimizer state and the place in the samples"
-        raise UserError("the state of an optimizer that is prepared comes from a checkpoint", "optimizer.load_state_dict()", fix)
+        fix = (
+            "state = ctx.resume(), after prepare(): weights, optimizer state and the place in the "
+            "samples"
+        )
+        raise UserError(
+            "the state of an optimizer that is prepared comes from a checkpoint",
+            "optimizer.load_state_dict()",
+            fix,
+        )
 
     def __getattr__(self, name: str) -> Any:
         """train() and eval() of an optimizer that has them."""
@@ -75,21 +96,49 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
 
 def take_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Gives each parameter group what a checkpoint and shard.stage need to know. Raises UserError where the two do not belong together."""
+    """Gives each parameter group what a checkpoint and shard.stage need to know. Raises UserError
+    where the two do not belong together."""
     if not isinstance(model, torch.nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
-        what = f"a {type(model).__name__} and a {type(optimizer).__name__}, not a torch.nn.Module and a torch.optim.Optimizer"
-        is_optax = callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))
-        fix = "hvdtrain.init('framework=jax', ...) takes parameters and a transformation of optax" if is_optax else WORDS.prepare
+        what = (
+            f"a {type(model).__name__} and a {type(optimizer).__name__}, not a torch.nn.Module "
+            "and a torch.optim.Optimizer"
+        )
+        is_optax = callable(getattr(optimizer, "init", None)) and callable(
+            getattr(optimizer, "update", None)
+        )
+        fix = (
+            "hvdtrain.init('framework=jax', ...) takes parameters and a transformation of optax"
+            if is_optax
+            else WORDS.prepare
+        )
         raise UserError(what, WHERE, fix)
-    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):  # Adagrad's constructor makes one of step 0
+    if any(
+        float(state.get("step", 1)) > 0 for state in optimizer.state.values()
+    ):  # Adagrad's constructor makes one of step 0
         fix = "prepare() first; ctx.resume() brings the state of a checkpoint"
-        raise UserError("the optimizer has made steps already, or loaded a state: ranks would begin with different ones", WHERE, fix)
+        raise UserError(
+            "the optimizer has made steps already, or loaded a state: ranks would begin with "
+            "different ones",
+            WHERE,
+            fix,
+        )
     if "step" in vars(optimizer):  # torch's schedulers put a function of their own there
-        fix = "model, optimizer = ctx.prepare(model, optimizer), then the scheduler of that optimizer, then ctx.resume()"
-        raise UserError("a scheduler has this optimizer already, and would not follow the one that prepare() returns", WHERE, fix)
+        fix = (
+            "model, optimizer = ctx.prepare(model, optimizer), then the scheduler of that "
+            "optimizer, then ctx.resume()"
+        )
+        raise UserError(
+            "a scheduler has this optimizer already, and would not follow the one that prepare() "
+            "returns",
+            WHERE,
+            fix,
+        )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
-        what = f"{type(optimizer).__name__} computes the loss several times in a step, and gradients are exchanged once for each batch"
+        what = (
+            f"{type(optimizer).__name__} computes the loss several times in a step, and gradients "
+            "are exchanged once for each batch"
+        )
         raise UserError(what, WHERE, "an optimizer whose step() needs no closure, as SGD or AdamW")
     _check_parameters(model, optimizer)
     take(optimizer, ())
@@ -97,7 +146,10 @@ def take_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 def without_own_keys(state: dict[str, Any]) -> dict[str, Any]:
     """A state_dict() of the optimizer as its class would give it."""
-    groups = [{key: value for key, value in group.items() if key == "params" or key not in OWN_KEYS} for group in state["param_groups"]]
+    groups = [
+        {key: value for key, value in group.items() if key == "params" or key not in OWN_KEYS}
+        for group in state["param_groups"]
+    ]
     return {**state, "param_groups": groups}
 
 
@@ -107,22 +159,36 @@ def _check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
     if not updated <= of_model.keys():
         shapes = ", ".join(str(tuple(p.shape)) for p in updated - of_model.keys())
         what = f"the optimizer updates parameters that are not the model's, of shape {shapes}"
-        raise UserError(what, WHERE, "one module that has all parameters; the optimizer is made of its parameters(), after model.to(...)")
+        raise UserError(
+            what,
+            WHERE,
+            "one module that has all parameters; the optimizer is made of its parameters(), after "
+            "model.to(...)",
+        )
     left_out = [name for p, name in of_model.items() if p.requires_grad and p not in updated]
     if left_out:
         more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
         fix = "give it all that is trained, or requires_grad_(False) for what is not"
-        raise UserError(f"{left_out[0]}{more} would be trained, and the optimizer does not have it", WHERE, fix)
+        raise UserError(
+            f"{left_out[0]}{more} would be trained, and the optimizer does not have it", WHERE, fix
+        )
     if not updated:
-        raise UserError("the model has no parameter to train", WHERE, "a model with parameters whose requires_grad is true")
+        raise UserError(
+            "the model has no parameter to train",
+            WHERE,
+            "a model with parameters whose requires_grad is true",
+        )
 
 
 class InStages(torch.nn.Module):
-    """Within ctx.accumulate(loss_of) a call of the model ends on the first stage, which wanted its inputs, and gives the outputs on the
-    last. Elsewhere, without gradients, it is a collective of the ranks of a pipeline, and gives the outputs on all of them.
+    """Within ctx.accumulate(loss_of) a call of the model ends on the first stage, which wanted its
+    inputs, and gives the outputs on the last. Elsewhere, without gradients, it is a collective of
+    the ranks of a pipeline, and gives the outputs on all of them.
     """
 
-    def __init__(self, model: torch.nn.Module, pipelined: Pipelined, mesh: Mesh, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: torch.nn.Module, pipelined: Pipelined, mesh: Mesh, dtype: torch.dtype
+    ) -> None:
         """model: the script's, of which this rank has its stages. dtype: of the outputs."""
         super().__init__()
         self.model = model
@@ -133,8 +199,14 @@ class InStages(torch.nn.Module):
         self._outputs: Any = None  # of the part whose loss is computed
         self._calls = 0  # of the model, in this part
 
-    def train_parts(self, parts: Sequence[Any], loss_of: Callable[[Any], Any], weighted: Callable[[Any, Any], torch.Tensor]) -> None:
-        """Adds to p.grad of this rank's stages the gradient of the sum of weighted(part, loss_of(part)). A collective."""
+    def train_parts(
+        self,
+        parts: Sequence[Any],
+        loss_of: Callable[[Any], Any],
+        weighted: Callable[[Any, Any], torch.Tensor],
+    ) -> None:
+        """Adds to p.grad of this rank's stages the gradient of the sum of weighted(part,
+        loss_of(part)). A collective."""
         self._pipelined.train(
             parts,
             lambda part: self._inputs_of(part, loss_of),
@@ -163,20 +235,37 @@ class InStages(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         if torch.is_autocast_enabled(x.device.type):
-            what = "torch.autocast around the model does not reach its stages, which are called elsewhere"
+            what = (
+                "torch.autocast around the model does not reach its stages, which are called "
+                "elsewhere"
+            )
             raise UserError(
-                what, _WHERE_CALLED, "speed.precision=bf16 in hvdtrain.init(), which does; the loss may be under torch.autocast"
+                what,
+                _WHERE_CALLED,
+                "speed.precision=bf16 in hvdtrain.init(), which does; the loss may be under "
+                "torch.autocast",
             )
         if self._asks:
             raise _Inputs(x)
         if self._outputs is not None:
             self._calls += 1
             if self._calls > 1:
-                raise UserError("loss_of(part) calls the model twice", _WHERE_CALLED, "once: the passes of all stages are one chain")
+                raise UserError(
+                    "loss_of(part) calls the model twice",
+                    _WHERE_CALLED,
+                    "once: the passes of all stages are one chain",
+                )
             return self._outputs[0]
         if torch.is_grad_enabled():
-            fix = "ctx.accumulate(loss_of, at_most=SAMPLES) trains; an evaluation is under torch.no_grad()"
-            raise UserError("no rank has all layers of the model, so that it could go back through them", _WHERE_CALLED, fix)
+            fix = (
+                "ctx.accumulate(loss_of, at_most=SAMPLES) trains; an evaluation is under "
+                "torch.no_grad()"
+            )
+            raise UserError(
+                "no rank has all layers of the model, so that it could go back through them",
+                _WHERE_CALLED,
+                fix,
+            )
         return self._evaluated(x)
 
     def _evaluated(self, x: torch.Tensor) -> torch.Tensor:
@@ -189,11 +278,14 @@ class InStages(torch.nn.Module):
         if not found:
             found = [torch.zeros(next(shape for shape in shapes if shape is not None))]
         host = found[0].detach().to("cpu", self._dtype)
-        return torch.as_tensor(self._pipe.allreduce(host, "outputs of the last stage")).to(x.device)  # the others give zeros
+        return torch.as_tensor(self._pipe.allreduce(host, "outputs of the last stage")).to(
+            x.device
+        )  # the others give zeros
 
 
 class _Inputs(BaseException):
-    """Ends the script's loss_of() where it calls the model: only what it calls it with was asked for."""
+    """Ends the script's loss_of() where it calls the model: only what it calls it with was asked
+    for."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x
@@ -204,12 +296,18 @@ def _nothing(phase: str) -> None:
 
 
 def _refuse(outputs: Any) -> NoReturn:
-    what = f"the model gives a {type(outputs).__name__}; what the last stage sends to the others is one tensor"
+    what = (
+        f"the model gives a {type(outputs).__name__}; what the last stage sends to the others is "
+        "one tensor"
+    )
     raise UserError(what, _WHERE_CALLED, "a model whose output is a tensor")
 
 
-def precision_of(config: Config, model: torch.nn.Module, device: torch.device, communicator: Communicator) -> Precision:
-    """What speed.precision asks for; where the script does not set it, the model stays as it is. Every rank calls it."""
+def precision_of(
+    config: Config, model: torch.nn.Module, device: torch.device, communicator: Communicator
+) -> Precision:
+    """What speed.precision asks for; where the script does not set it, the model stays as it is.
+    Every rank calls it."""
     if precision_is_asked(config):
         return pick_precision(config, device, communicator)
     dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
@@ -222,14 +320,20 @@ def precision_is_asked(config: Config) -> bool:
 
 
 def give_type(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
-    """Makes weights, buffers and what the optimizer's constructor has made of that type; parameters stay the same objects."""
+    """Makes weights, buffers and what the optimizer's constructor has made of that type; parameters
+    stay the same objects."""
     model.to(dtype)
     for state in optimizer.state.values():
-        state |= {key: t.to(dtype) for key, t in state.items() if key != "step" and torch.is_tensor(t) and t.is_floating_point()}
+        state |= {
+            key: t.to(dtype)
+            for key, t in state.items()
+            if key != "step" and torch.is_tensor(t) and t.is_floating_point()
+        }
 
 
 def compute_in(model: torch.nn.Module, precision: Precision, device: torch.device) -> None:
-    """From here on each call of the model is under autocast, and its outputs are of the weights' type."""
+    """From here on each call of the model is under autocast, and its outputs are of the weights'
+    type."""
     if precision.layers is None:
         return
     entered: list[AbstractContextManager[Any]] = []
@@ -240,7 +344,9 @@ def compute_in(model: torch.nn.Module, precision: Precision, device: torch.devic
 
     def leave(module: torch.nn.Module, inputs: Any, outputs: Any) -> Any:
         entered.pop().__exit__(None, None, None)
-        return None if outputs is None else in_type(outputs, precision.weights)  # None: the call has failed
+        return (
+            None if outputs is None else in_type(outputs, precision.weights)
+        )  # None: the call has failed
 
     model.register_forward_pre_hook(enter)
     model.register_forward_hook(leave, always_call=True)
@@ -254,7 +360,8 @@ class Scaled(NamedTuple):
 
 
 class GivenScale(Scale):
-    """The scale of a script's GradScaler. All ranks have the same gradients, so their scalers find the same overflows."""
+    """The scale of a script's GradScaler. All ranks have the same gradients, so their scalers find
+    the same overflows."""
 
     def __init__(self, is_sharded: bool) -> None:
         """is_sharded: this rank has only parts of the gradients."""
@@ -269,12 +376,20 @@ class GivenScale(Scale):
         if self.scaled is None:
             return
         if self._is_sharded:
-            what = "a GradScaler sees this rank's part of the gradients alone: ranks would scale by different numbers"
+            what = (
+                "a GradScaler sees this rank's part of the gradients alone: ranks would scale by "
+                "different numbers"
+            )
             raise UserError(
-                what, "scaler.step(optimizer)", "shard.stage=0; or bfloat16, which needs no scaler: torch.autocast(..., torch.bfloat16)"
+                what,
+                "scaler.step(optimizer)",
+                "shard.stage=0; or bfloat16, which needs no scaler: torch.autocast(..., "
+                "torch.bfloat16)",
             )
         if self.scaled.scale is not None:
-            torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], self.scaled.scale.reciprocal())
+            torch._foreach_mul_(
+                [p.grad for p in parameters if p.grad is not None], self.scaled.scale.reciprocal()
+            )
 
     def update(self, bad: torch.Tensor) -> bool:
         """Scale.update(), for which the host waits for the device, in each step of a scaler."""
@@ -285,8 +400,8 @@ class GivenScale(Scale):
 
 
 class ScaleOfLoss(LossScale):
-    """The loss scale of speed.precision=fp16 in a script's own loop, which may look at p.grad before the step: it is divided out behind
-    the backward pass.
+    """The loss scale of speed.precision=fp16 in a script's own loop, which may look at p.grad
+    before the step: it is divided out behind the backward pass.
     """
 
     def divide_out(self, parameters: list[torch.nn.Parameter]) -> None:

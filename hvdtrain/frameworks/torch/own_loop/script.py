@@ -1,4 +1,5 @@
-"""What a script has of torch before prepare(): its device, and its lines in messages. Without torch, until it asks for the device."""
+"""What a script has of torch before prepare(): its device, and its lines in messages. Without
+torch, until it asks for the device."""
 
 from __future__ import annotations
 

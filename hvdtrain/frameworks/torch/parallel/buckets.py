@@ -1,4 +1,5 @@
-"""Gradients in flat buffers: how backward fills buckets, and the strategy that reduces them meanwhile, each by an allreduce."""
+"""Gradients in flat buffers: how backward fills buckets, and the strategy that reduces them
+meanwhile, each by an allreduce."""
 
 from __future__ import annotations
 
@@ -24,9 +25,14 @@ from hvdtrain.frameworks.torch.parallel.strategy import (
 
 
 class Bucket(ABC):
-    """Some parameters, and one buffer for their gradients. Others say where that is, and what is sent of it to whom."""
+    """Some parameters, and one buffer for their gradients. Others say where that is, and what is
+    sent of it to whom."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], begins: Mapping[torch.nn.Parameter, int] | None = None) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        begins: Mapping[torch.nn.Parameter, int] | None = None,
+    ) -> None:
         """begins: of each parameter in the buffer; one behind the other, where it is not given."""
         self.parameters = list(parameters)
         self._begins = dict(begins) if begins is not None else places(self.parameters)
@@ -48,7 +54,8 @@ class Bucket(ABC):
         self._taken.add(p)
 
     def fill(self) -> None:
-        """Takes what the last pass has not computed: what the passes before it have added up, or zeros. The bucket is full then."""
+        """Takes what the last pass has not computed: what the passes before it have added up, or
+        zeros. The bucket is full then."""
         for p in self.parameters:
             if p not in self._taken:
                 self.take(p)
@@ -63,12 +70,16 @@ B = TypeVar("B", bound=Bucket)
 
 
 class InOrder(Generic[B]):
-    """Fills buckets as backward computes gradients, and starts full ones: one after the other, in the same order on every rank.
+    """Fills buckets as backward computes gradients, and starts full ones: one after the other, in
+    the same order on every rank.
 
-    Between begin() and end() the gradients of a pass are taken; p.grad then has the sum over the passes that were not.
+    Between begin() and end() the gradients of a pass are taken; p.grad then has the sum over the
+    passes that were not.
     """
 
-    def __init__(self, buckets: Sequence[B], start: Callable[[B], None], stopwatch: Stopwatch) -> None:
+    def __init__(
+        self, buckets: Sequence[B], start: Callable[[B], None], stopwatch: Stopwatch
+    ) -> None:
         self._buckets = buckets
         self._start = start
         self._stopwatch = stopwatch
@@ -138,18 +149,24 @@ def group(named: NamedParameters, bucket_bytes: int) -> list[list[torch.nn.Param
     return groups
 
 
-COMPRESSED_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}  # comm.compression -> number type of the buffers
+COMPRESSED_TYPES = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}  # comm.compression -> number type of the buffers
 
 
 class Buckets(Strategy):
-    """Flat buffers of about `bucket_bytes`, filled from the last layer to the first, each with one named allreduce.
+    """Flat buffers of about `bucket_bytes`, filled from the last layer to the first, each with one
+    named allreduce.
 
-    In the last pass of a step a gradient is copied into its buffer as soon as backward has computed it, still in the cache. Bucket k
-    starts only after bucket k - 1, so that the order is the same on every rank whatever order backward takes. In a narrow `compressed`
-    type nothing overflows that a mean over the batch would not: the loss is divided by the global batch before.
+    In the last pass of a step a gradient is copied into its buffer as soon as backward has computed
+    it, still in the cache. Bucket k starts only after bucket k - 1, so that the order is the same
+    on every rank whatever order backward takes. In a narrow `compressed` type nothing overflows
+    that a mean over the batch would not: the loss is divided by the global batch before.
 
-    With op="adasum" every rank's gradient is the mean over its own samples (Maleki et al. 2020, arXiv:2006.02924), in one bucket for each
-    tensor where bucket_bytes is 0. The phase of `stopwatch` is "communication" while buckets start inside backward: that may wait.
+    With op="adasum" every rank's gradient is the mean over its own samples (Maleki et al. 2020,
+    arXiv:2006.02924), in one bucket for each tensor where bucket_bytes is 0. The phase of
+    `stopwatch` is "communication" while buckets start inside backward: that may wait.
     """
 
     def __init__(
@@ -162,13 +179,19 @@ class Buckets(Strategy):
         op: Op = "sum",
     ) -> None:
         self._buckets = [
-            _Bucket(parameters, f"gradient.{i}", communicator, compressed) for i, parameters in enumerate(group(named, bucket_bytes))
+            _Bucket(parameters, f"gradient.{i}", communicator, compressed)
+            for i, parameters in enumerate(group(named, bucket_bytes))
         ]
-        self._order = InOrder(self._buckets, lambda bucket: bucket.start(communicator, op), stopwatch)
+        self._order = InOrder(
+            self._buckets, lambda bucket: bucket.start(communicator, op), stopwatch
+        )
         self.local_mean = op == "adasum"
         self._communicator = communicator
         overlapped = "overlapped " if "asynchronous" in communicator.features else ""
-        self.summary = f"gradients in {len(self._buckets)} {overlapped}bucket{'s' if len(self._buckets) > 1 else ''}"
+        self.summary = (
+            f"gradients in {len(self._buckets)} "
+            f"{overlapped}bucket{'s' if len(self._buckets) > 1 else ''}"
+        )
         if op == "adasum":
             self.summary = "gradients by Adasum, each tensor by itself"
         if compressed:
@@ -193,19 +216,32 @@ class Buckets(Strategy):
 
     def held(self) -> Held:
         in_place = [bucket.memory for bucket in self._buckets if bucket.optimizer_reads_buffer]
-        return Held(in_place, [bucket.memory for bucket in self._buckets if not bucket.optimizer_reads_buffer])
+        return Held(
+            in_place,
+            [bucket.memory for bucket in self._buckets if not bucket.optimizer_reads_buffer],
+        )
 
 
 class _Bucket(Bucket):
     """A bucket whose buffer is reduced."""
 
-    def __init__(self, parameters: list[torch.nn.Parameter], name: str, communicator: Communicator, compressed: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        parameters: list[torch.nn.Parameter],
+        name: str,
+        communicator: Communicator,
+        compressed: torch.dtype | None,
+    ) -> None:
         super().__init__(parameters)
         self.name = name
         first = parameters[0]
         device = reduction_device(first.device, communicator)
-        self._flat = torch.zeros(sum(p.numel() for p in parameters), dtype=compressed or first.dtype, device=device)
-        self.optimizer_reads_buffer = self._flat.dtype == first.dtype and device == first.device  # without a copy
+        self._flat = torch.zeros(
+            sum(p.numel() for p in parameters), dtype=compressed or first.dtype, device=device
+        )
+        self.optimizer_reads_buffer = (
+            self._flat.dtype == first.dtype and device == first.device
+        )  # without a copy
         self._handle: Handle | None = None
 
     @property
@@ -238,7 +274,9 @@ class _Bucket(Bucket):
 
 SIZES_MB = (0.5, 1, 2, 4, 8, 16, 32, 64)
 ROUNDS = 5
-CLOSE = 1.1  # among sizes that are this near to the fastest the smallest wins: its first bucket starts earliest in backward
+# among sizes that are this near to the fastest the smallest wins: its first bucket starts earliest
+# in backward
+CLOSE = 1.1
 
 
 class Tuned(NamedTuple):
@@ -246,13 +284,23 @@ class Tuned(NamedTuple):
     seconds: float  # that the reduction of all buckets of this size takes
 
 
-def fastest_bucket_bytes(named: NamedParameters, communicator: Communicator, compressed: torch.dtype | None) -> Tuned:
-    """The smallest of the fast sizes: the buckets of each size in turn are all started, then waited for, and the slowest rank counts.
+def fastest_bucket_bytes(
+    named: NamedParameters, communicator: Communicator, compressed: torch.dtype | None
+) -> Tuned:
+    """The smallest of the fast sizes: the buckets of each size in turn are all started, then waited
+    for, and the slowest rank counts.
 
     Every rank calls it, and gets the same.
     """
-    counts_of = {mb: [sum(p.numel() for p in bucket) for bucket in group(named, int(mb * 2**20))] for mb in SIZES_MB}
-    sizes = [mb for i, mb in enumerate(SIZES_MB) if counts_of[mb] not in [counts_of[less] for less in SIZES_MB[:i]]]
+    counts_of = {
+        mb: [sum(p.numel() for p in bucket) for bucket in group(named, int(mb * 2**20))]
+        for mb in SIZES_MB
+    }
+    sizes = [
+        mb
+        for i, mb in enumerate(SIZES_MB)
+        if counts_of[mb] not in [counts_of[less] for less in SIZES_MB[:i]]
+    ]
     first = named[0][1]
     device = reduction_device(first.device, communicator)
     dtype = compressed or first.dtype
@@ -262,7 +310,10 @@ def fastest_bucket_bytes(named: NamedParameters, communicator: Communicator, com
             buffers = [torch.zeros(n, dtype=dtype, device=device) for n in counts_of[mb]]
             communicator.allreduce(np.zeros(1), "tune.begin")
             began = time.perf_counter()
-            for handle in [communicator.start_allreduce(flat, f"tune.{i}.{j}") for j, flat in enumerate(buffers)]:
+            for handle in [
+                communicator.start_allreduce(flat, f"tune.{i}.{j}")
+                for j, flat in enumerate(buffers)
+            ]:
                 handle.wait()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)

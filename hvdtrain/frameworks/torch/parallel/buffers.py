@@ -1,4 +1,5 @@
-"""A model's buffers: saved before a step and restored where it is left out, made equal on all ranks, or copied for a forward pass."""
+"""A model's buffers: saved before a step and restored where it is left out, made equal on all
+ranks, or copied for a forward pass."""
 
 from __future__ import annotations
 
@@ -11,12 +12,15 @@ from torch import Tensor, nn
 from hvdtrain.comm.communicator import Communicator, Handle
 from hvdtrain.frameworks.torch.parallel.strategy import reduction_device
 
-Table = dict[str, torch.Tensor | None]  # a module's own, live: a forward pass may put another tensor under a name
+Table = dict[
+    str, torch.Tensor | None
+]  # a module's own, live: a forward pass may put another tensor under a name
 RUNNING = ("running_mean", "running_var", "moving_mean", "moving_variance")  # of torch, of Keras
 
 
 class Buffers:
-    """The running statistics of norms, and all other buffers, of the modules that the model has now."""
+    """The running statistics of norms, and all other buffers, of the modules that the model has
+    now."""
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self._tables: list[Table] = [module._buffers for module in model.modules()]
@@ -26,14 +30,19 @@ class Buffers:
     def save(self) -> None:
         """Before a step that may be left out. Costs a copy of each buffer."""
         self._saved = [
-            (table, dict(table), {name: b.detach().clone() for name, b in table.items() if b is not None})
+            (
+                table,
+                dict(table),
+                {name: b.detach().clone() for name, b in table.items() if b is not None},
+            )
             for table in self._tables
             if table
         ]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Sets buffers to what they were at the last save(), to the last bit, in the same tensors."""
+        """Sets buffers to what they were at the last save(), to the last bit, in the same
+        tensors."""
         for table, before, copies in self._saved:
             table.clear()
             table.update(before)
@@ -44,39 +53,69 @@ class Buffers:
 
     @torch.no_grad()
     def sync_buffers(self, communicator: Communicator, first: int = 0) -> None:
-        """Running statistics become their mean over ranks, the others the first rank's: one collective for each kind that there is.
+        """Running statistics become their mean over ranks, the others the first rank's: one
+        collective for each kind that there is.
 
         first: the ranks before it read no samples.
         """
         if communicator.size == 1:
             return
         device = reduction_device(self._device, communicator)
-        named = [(name, b) for table in self._tables for name, b in table.items() if b is not None and b.numel()]
+        named = [
+            (name, b)
+            for table in self._tables
+            for name, b in table.items()
+            if b is not None and b.numel()
+        ]
         running = [b for name, b in named if name in RUNNING]
         others = [b for name, b in named if name not in RUNNING]
-        others.sort(key=torch.Tensor.element_size, reverse=True)  # so that each begins at a multiple of its element's size
+        others.sort(
+            key=torch.Tensor.element_size, reverse=True
+        )  # so that each begins at a multiple of its element's size
         handle: Handle | None = None
         if running:
-            flat = torch.cat([b.to(self._device).flatten() for b in running]) / (communicator.size - first)
+            flat = torch.cat([b.to(self._device).flatten() for b in running]) / (
+                communicator.size - first
+            )
             flat = flat if communicator.rank >= first else torch.zeros_like(flat)
             handle = communicator.start_allreduce(flat.to(device), "settle")
         if others:
-            flat = torch.cat([b.to(self._device).flatten().contiguous().view(torch.uint8) for b in others])
-            flat = communicator.broadcast(flat.to(device), "settle.others", root=first).to(self._device)
+            flat = torch.cat(
+                [b.to(self._device).flatten().contiguous().view(torch.uint8) for b in others]
+            )
+            flat = communicator.broadcast(flat.to(device), "settle.others", root=first).to(
+                self._device
+            )
             received = flat.split([b.nbytes for b in others])
-            torch._foreach_copy_(others, [bytes_.view(b.dtype).view_as(b) for b, bytes_ in zip(others, received, strict=True)])
+            torch._foreach_copy_(
+                others,
+                [
+                    bytes_.view(b.dtype).view_as(b)
+                    for b, bytes_ in zip(others, received, strict=True)
+                ],
+            )
         if handle:
             means = handle.wait().to(self._device).split([b.numel() for b in running])
-            torch._foreach_copy_(running, [mean.view_as(b) for b, mean in zip(running, means, strict=True)])
+            torch._foreach_copy_(
+                running, [mean.view_as(b) for b, mean in zip(running, means, strict=True)]
+            )
 
 
 @contextlib.contextmanager
 def copied_buffers(block: nn.Module) -> Iterator[None]:
-    """Inside, the block has copies of its buffers: the running statistics of its norms have been updated already."""
-    tables: list[dict[str, Tensor | None]] = [module._buffers for module in block.modules() if module._buffers]
+    """Inside, the block has copies of its buffers: the running statistics of its norms have been
+    updated already."""
+    tables: list[dict[str, Tensor | None]] = [
+        module._buffers for module in block.modules() if module._buffers
+    ]
     before = [dict(table) for table in tables]
     for table in tables:
-        table.update({name: None if buffer is None else buffer.detach().clone() for name, buffer in table.items()})
+        table.update(
+            {
+                name: None if buffer is None else buffer.detach().clone()
+                for name, buffer in table.items()
+            }
+        )
     try:
         yield
     finally:

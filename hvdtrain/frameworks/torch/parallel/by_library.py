@@ -1,4 +1,5 @@
-"""Gradients that a library reduces: PyTorch with comm.reduce=ddp, Horovod with comm.reduce=distributed_optimizer."""
+"""Gradients that a library reduces: PyTorch with comm.reduce=ddp, Horovod with
+comm.reduce=distributed_optimizer."""
 
 from __future__ import annotations
 
@@ -15,13 +16,23 @@ from torch.nn.parallel import DistributedDataParallel
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.core.metrics import Sums
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, OnePass, Strategy, Wrapped, fill_missing, run_passes
+from hvdtrain.frameworks.torch.parallel.strategy import (
+    NamedParameters,
+    OnePass,
+    Strategy,
+    Wrapped,
+    fill_missing,
+    run_passes,
+)
 
-_NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters  # of torch 2.13
+_NEW_NAME = (
+    "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+)  # of torch 2.13
 
 
 class Ddp(Strategy):
-    """The hooks of DistributedDataParallel start the allreduces of its buckets, and its backward waits for them."""
+    """The hooks of DistributedDataParallel start the allreduces of its buckets, and its backward
+    waits for them."""
 
     summary = "gradients by DDP"
     waits_in_passes = True
@@ -29,19 +40,24 @@ class Ddp(Strategy):
     def __init__(self, named: NamedParameters, bucket_mb: float) -> None:
         self._named = named
         self._bucket_mb = bucket_mb
-        self._is_called = False  # DDP's module, since the last step: that of inside would reduce nothing
+        self._is_called = (
+            False  # DDP's module, since the last step: that of inside would reduce nothing
+        )
 
     @property
     def equal_ranks(self) -> int:
         return dist.get_world_size()
 
     def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
-        no_buffers: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False}  # sync_buffers() does that
+        no_buffers: dict[str, Any] = {
+            "forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False
+        }  # sync_buffers() does that
         # of channels_last gradients, which it copies; once in each process
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
         self._ddp = DistributedDataParallel(
             forward,
-            process_group=dist.new_group(),  # its collectives never wait for those of others, whatever their order
+            # its collectives never wait for those of others, whatever their order
+            process_group=dist.new_group(),
             bucket_cap_mb=self._bucket_mb,
             gradient_as_bucket_view=True,
             **no_buffers,
@@ -59,25 +75,40 @@ class Ddp(Strategy):
             return run_passes(micro, divisor, one_pass, before_last=no_sync.close)
 
     def reduce(self) -> None:
-        """From DDP's mean over ranks back to the sum: the loss is already divided by the global batch.
+        """From DDP's mean over ranks back to the sum: the loss is already divided by the global
+        batch.
 
-        DDP waits until all gradients of a bucket are there, so a parameter that does not affect the loss is a UserError. So is a script's
-        loop that calls the module which it gave to DDP: each rank would keep its own gradient.
+        DDP waits until all gradients of a bucket are there, so a parameter that does not affect the
+        loss is a UserError. So is a script's loop that calls the module which it gave to DDP: each
+        rank would keep its own gradient.
         """
         if not self._is_called:
-            what = "the model that was prepared was not called, but the module inside of it: its gradients are not reduced"
-            raise UserError(what, "comm.reduce=ddp", "model, optimizer = ctx.prepare(net, optimizer), and loss of model(x), not of net(x)")
+            what = (
+                "the model that was prepared was not called, but the module inside of it: its "
+                "gradients are not reduced"
+            )
+            raise UserError(
+                what,
+                "comm.reduce=ddp",
+                "model, optimizer = ctx.prepare(net, optimizer), and loss of model(x), not of "
+                "net(x)",
+            )
         self._is_called = False
         if missing := [name for name, p in self._named if p.grad is None]:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise UserError(
-                f"the loss does not depend on {missing[0]}{more}: DDP would wait for the gradient", "comm.reduce=ddp", "comm.reduce=auto"
+                f"the loss does not depend on {missing[0]}{more}: DDP would wait for the gradient",
+                "comm.reduce=ddp",
+                "comm.reduce=auto",
             )
-        torch._foreach_mul_([p.grad for _, p in self._named if p.grad is not None], self.equal_ranks)
+        torch._foreach_mul_(
+            [p.grad for _, p in self._named if p.grad is not None], self.equal_ranks
+        )
 
 
 class HorovodOptimizer(Strategy):
-    """hvd.DistributedOptimizer: its hooks start the allreduces, its synchronize() waits for them."""
+    """hvd.DistributedOptimizer: its hooks start the allreduces, its synchronize() waits for
+    them."""
 
     summary = "gradients by hvd.DistributedOptimizer"
 
@@ -110,22 +141,37 @@ class HorovodOptimizer(Strategy):
 
 
 def wrap_optimizer(optimizer: torch.optim.Optimizer, named: NamedParameters) -> Any:
-    """hvd.DistributedOptimizer with op=Sum: the loss is already divided by the global batch. Wrap before any state exists."""
+    """hvd.DistributedOptimizer with op=Sum: the loss is already divided by the global batch. Wrap
+    before any state exists."""
     import horovod.torch as hvd
 
-    # The constructor is called again, on the groups alone, and state from before is dropped: ours is made after it. A class that makes
-    # state in its constructor (Adagrad) makes the same again only where that takes no option: fits_horovod() refuses options.
+    # The constructor is called again, on the groups alone, and state from before is dropped: ours
+    # is made after it. A class that makes state in its constructor (Adagrad) makes the same again
+    # only where that takes no option: fits_horovod() refuses options.
     return hvd.DistributedOptimizer(optimizer, named_parameters=named, op=hvd.Sum)
 
 
 def fits_horovod(optimizer: torch.optim.Optimizer, named: NamedParameters) -> str:
-    """Why hvd.DistributedOptimizer cannot take this optimizer with these parameters; empty where it can."""
-    required = [p.name for p in list(inspect.signature(type(optimizer)).parameters.values())[1:] if _is_required(p)]
+    """Why hvd.DistributedOptimizer cannot take this optimizer with these parameters; empty where it
+    can."""
+    required = [
+        p.name
+        for p in list(inspect.signature(type(optimizer)).parameters.values())[1:]
+        if _is_required(p)
+    ]
     if required:  # it constructs the optimizer again from its parameter groups alone
-        return f"Horovod cannot construct {type(optimizer).__name__} again without its {', '.join(required)}"
+        return (
+            f"Horovod cannot construct {type(optimizer).__name__} again without its "
+            f"{', '.join(required)}"
+        )
     construction = optimizer.param_groups[0].get("construction")
-    if construction is not None and construction.options:  # the constructor may act on them, or keep them outside of the groups
-        return f"Horovod would construct {type(optimizer).__name__} again without its {', '.join(construction.options)}"
+    if (
+        construction is not None and construction.options
+    ):  # the constructor may act on them, or keep them outside of the groups
+        return (
+            f"Horovod would construct {type(optimizer).__name__} again without its "
+            f"{', '.join(construction.options)}"
+        )
     for name, p in named:
         if not p.is_contiguous():
             return f"Horovod cannot reduce channels_last or otherwise strided tensors ({name})"
@@ -133,4 +179,7 @@ def fits_horovod(optimizer: torch.optim.Optimizer, named: NamedParameters) -> st
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:
-    return parameter.default is parameter.empty and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    return parameter.default is parameter.empty and parameter.kind in (
+        parameter.POSITIONAL_OR_KEYWORD,
+        parameter.KEYWORD_ONLY,
+    )

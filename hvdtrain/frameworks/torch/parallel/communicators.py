@@ -1,4 +1,5 @@
-"""Communicators for a step: one whose waiting counts as the phase "communication", and one of ranks that do not exist, for plans."""
+"""Communicators for a step: one whose waiting counts as the phase "communication", and one of ranks
+that do not exist, for plans."""
 
 from __future__ import annotations
 
@@ -9,7 +10,15 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from hvdtrain.comm.communicator import AroundCommunicator, Buffer, Communicator, CompletedHandle, Handle, SingleProcessCommunicator, part_of
+from hvdtrain.comm.communicator import (
+    AroundCommunicator,
+    Buffer,
+    Communicator,
+    CompletedHandle,
+    Handle,
+    SingleProcessCommunicator,
+    part_of,
+)
 from hvdtrain.comm.counted import Moved, counted
 from hvdtrain.comm.engines import Feature
 from hvdtrain.comm.mesh import Coordinates, Mesh, coordinates, mesh_of_layers, one_group
@@ -28,7 +37,9 @@ def timed(communicator: Communicator, stopwatch: ReplaceableStopwatch) -> Commun
     return found
 
 
-def timed_mesh(mesh: Mesh, config: Config, device: torch.device, stopwatch: ReplaceableStopwatch) -> Mesh:
+def timed_mesh(
+    mesh: Mesh, config: Config, device: torch.device, stopwatch: ReplaceableStopwatch
+) -> Mesh:
     """The mesh, whose groups that cut layers work in are timed where the host waits in them."""
     if device.type != "cpu" or not config.parallel.cuts:
         return mesh
@@ -46,7 +57,8 @@ class _TimedHandle:
 
 
 class _Timed(AroundCommunicator):
-    """The communicator that it is given, with every wait of a collective timed; not those of the groups of split()."""
+    """The communicator that it is given, with every wait of a collective timed; not those of the
+    groups of split()."""
 
     def __init__(self, within: Communicator, communicating: Communicating) -> None:
         super().__init__(within)
@@ -55,7 +67,9 @@ class _Timed(AroundCommunicator):
     def pass_on(self, collective: str, x: Buffer, name: str, *more: Any) -> Any:
         with self._communicating():  # an engine that is not "asynchronous" waits here
             found = super().pass_on(collective, x, name, *more)
-        return _TimedHandle(found, self._communicating) if collective.startswith("start_") else found
+        return (
+            _TimedHandle(found, self._communicating) if collective.startswith("start_") else found
+        )
 
     def allgather_object(self, thing: Any) -> list[Any]:
         with self._communicating():
@@ -68,7 +82,8 @@ class _Timed(AroundCommunicator):
 
 
 class PlannedCommunicator(SingleProcessCommunicator):
-    """One of `size` ranks; of rank 0 parts are the largest. Each collective takes the memory that the engine takes for it."""
+    """One of `size` ranks; of rank 0 parts are the largest. Each collective takes the memory that
+    the engine takes for it."""
 
     name = "planned"
     local_rank = 0
@@ -78,9 +93,14 @@ class PlannedCommunicator(SingleProcessCommunicator):
         self.rank = rank
         self.size = size
         self.local_size = size
-        self.messages: dict[str, np.ndarray] = {}  # what start_recv() of these names receives; of others any numbers
+        self.messages: dict[
+            str, np.ndarray
+        ] = {}  # what start_recv() of these names receives; of others any numbers
         self._gathers_into_new_memory = "horovod_api" in features
-        self.features = features - {"horovod_api", "ddp"}  # with which strategies call the libraries themselves
+        self.features = features - {
+            "horovod_api",
+            "ddp",
+        }  # with which strategies call the libraries themselves
 
     def reduce_scatter(self, x: Buffer, name: str) -> Buffer:
         return x[part_of(len(x), self.rank, self.size)]
@@ -92,7 +112,11 @@ class PlannedCommunicator(SingleProcessCommunicator):
         return _Gathered(x) if self._gathers_into_new_memory else CompletedHandle(x)
 
     def allgather(self, x: Buffer, name: str) -> Buffer:
-        return x.new_empty((len(x) * self.size, *x.shape[1:])) if hasattr(x, "new_empty") else x.repeat(self.size, axis=0)
+        return (
+            x.new_empty((len(x) * self.size, *x.shape[1:]))
+            if hasattr(x, "new_empty")
+            else x.repeat(self.size, axis=0)
+        )
 
     def allgather_object(self, thing: Any) -> list[Any]:
         return [thing] * self.size
@@ -112,14 +136,19 @@ class PlannedCommunicator(SingleProcessCommunicator):
         raise AssertionError("no rank is connected")
 
 
-def planned_mesh(config: Config, ranks: int, features: frozenset[Feature], stage: int, moved: list[Moved]) -> Mesh:
-    """The mesh of so many ranks, for the first one of a stage of their pipelines; what it sends is appended to `moved`."""
+def planned_mesh(
+    config: Config, ranks: int, features: frozenset[Feature], stage: int, moved: list[Moved]
+) -> Mesh:
+    """The mesh of so many ranks, for the first one of a stage of their pipelines; what it sends is
+    appended to `moved`."""
     tensor = config.parallel.tensor
     readers = ranks // config.parallel.ranks
     own = coordinates(stage * readers * tensor, readers, tensor)
 
     def group(color: Callable[[Coordinates], int]) -> Communicator:
-        members = [rank for rank in range(ranks) if color(coordinates(rank, readers, tensor)) == color(own)]
+        members = [
+            rank for rank in range(ranks) if color(coordinates(rank, readers, tensor)) == color(own)
+        ]
         found = PlannedCommunicator(len(members), features, members.index(stage * readers * tensor))
         return counted(found, moved, members)
 

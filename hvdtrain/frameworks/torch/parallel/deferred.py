@@ -1,7 +1,9 @@
-"""A model made without memory for its large tensors, each of which is computed when it is asked for: the same numbers, to the last bit.
+"""A model made without memory for its large tensors, each of which is computed when it is asked
+for: the same numbers, to the last bit.
 
-What the constructor does with a large tensor is recorded instead of done. Random numbers are drawn all the same, one tensor at a time, so
-that the generator is where it would be; its state before each draw is kept, 5 kB, to draw them again.
+What the constructor does with a large tensor is recorded instead of done. Random numbers are drawn
+all the same, one tensor at a time, so that the generator is where it would be; its state before
+each draw is kept, 5 kB, to draw them again.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-SMALL = 4096  # elements: a tensor with fewer is made at once, so that a constructor may read its numbers
+# elements: a tensor with fewer is made at once, so that a constructor may read its numbers
+SMALL = 4096
 
 
 class Call(NamedTuple):
@@ -28,18 +31,24 @@ class Call(NamedTuple):
 
 
 class Deferred(TorchDispatchMode):
-    """Inside of its `with` block new tensors of the host with SMALL elements or more are meta tensors, which have no memory.
+    """Inside of its `with` block new tensors of the host with SMALL elements or more are meta
+    tensors, which have no memory.
 
-    An operation that would have to read more of them than one number raises RuntimeError or NotImplementedError, as with any meta tensor.
+    An operation that would have to read more of them than one number raises RuntimeError or
+    NotImplementedError, as with any meta tensor.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._calls: list[Call] = []
         self._made = set[int]()  # memory that has a call
-        self._scratch = torch.empty(0)  # into which numbers are drawn that are not kept: to free it each time would leave holes
+        self._scratch = torch.empty(
+            0
+        )  # into which numbers are drawn that are not kept: to free it each time would leave holes
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         is_new = not tensors and _is_large(operation, args, kwargs)
@@ -57,7 +66,9 @@ class Deferred(TorchDispatchMode):
         result = operation(*tree_map(_to_meta, args), **on_meta)
         written = _memory((result, (args, kwargs) if operation._schema.is_mutable else ()))
         self._made |= written
-        self._calls.append(Call(operation, tree_map(_kept, (args, kwargs)), result, generator, written))
+        self._calls.append(
+            Call(operation, tree_map(_kept, (args, kwargs)), result, generator, written)
+        )
         return result
 
     def __exit__(self, *error: Any) -> None:
@@ -65,7 +76,8 @@ class Deferred(TorchDispatchMode):
         super().__exit__(*error)
 
     def _draw(self, operation: Any, args: Any, kwargs: Any) -> None:
-        """Random numbers, into memory laid out as that of the tensors: how many are drawn depends on it."""
+        """Random numbers, into memory laid out as that of the tensors: how many are drawn depends
+        on it."""
         first = next((x for x in args if isinstance(x, torch.Tensor)), None)
 
         def memory(x: Any) -> Any:
@@ -73,7 +85,9 @@ class Deferred(TorchDispatchMode):
                 return x
             if x is not first or not x.numel():
                 return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype)
-            extent = 1 + sum((size - 1) * stride for size, stride in zip(x.size(), x.stride(), strict=True))
+            extent = 1 + sum(
+                (size - 1) * stride for size, stride in zip(x.size(), x.stride(), strict=True)
+            )
             if len(self._scratch) < extent or self._scratch.dtype != x.dtype:
                 self._scratch = torch.empty(extent, dtype=x.dtype)
             return self._scratch.as_strided(x.size(), x.stride())
@@ -86,7 +100,8 @@ class Deferred(TorchDispatchMode):
 
     @torch.no_grad()
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The numbers of a tensor that was made inside, on the host. Takes its memory, and that of tensors that it was computed from."""
+        """The numbers of a tensor that was made inside, on the host. Takes its memory, and that of
+        tensors that it was computed from."""
         if not tensor.is_meta:
             return tensor.detach()
         memory: dict[int, torch.UntypedStorage] = {}
@@ -117,7 +132,8 @@ class Deferred(TorchDispatchMode):
 def make_deferred(make: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, Deferred | None]:
     """What make() returns, and what has the numbers of its large tensors.
 
-    None where its constructor reads numbers of large tensors: then the model is made with all of its memory.
+    None where its constructor reads numbers of large tensors: then the model is made with all of
+    its memory.
     """
     before = torch.get_rng_state()
     deferred = Deferred()
@@ -126,16 +142,22 @@ def make_deferred(make: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module,
             model = make()
         if all(deferred.knows(tensor) for tensor in (*model.parameters(), *model.buffers())):
             return model, deferred
-    except (RuntimeError, NotImplementedError):  # of an operation on a meta tensor; any other error comes again
+    except (
+        RuntimeError,
+        NotImplementedError,
+    ):  # of an operation on a meta tensor; any other error comes again
         pass
     torch.set_rng_state(before)
     return make(), None
 
 
 class _LooksReal(TorchFunctionMode):
-    """Inside no tensor says that it is a meta tensor: torch.nn.init does nothing with those that do."""
+    """Inside no tensor says that it is a meta tensor: torch.nn.init does nothing with those that
+    do."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return False if function == _IS_META else function(*args, **(kwargs or {}))
 
 
@@ -143,7 +165,8 @@ _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
 def _is_large(operation: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether it makes a tensor of SMALL elements or more on the host, as torch.empty() and torch.randn() do."""
+    """Whether it makes a tensor of SMALL elements or more on the host, as torch.empty() and
+    torch.randn() do."""
     makes = any(argument.name == "device" for argument in operation._schema.arguments)
     on_host = torch.device(kwargs.get("device") or "cpu").type == "cpu"
     size = args[0] if args and isinstance(args[0], (list, tuple)) else ()
@@ -165,10 +188,16 @@ def _to_meta(x: Any) -> Any:
 
 def _kept(x: Any) -> Any:
     """An argument for later: the constructor may change a small tensor meanwhile."""
-    return x.detach().clone() if isinstance(x, torch.Tensor) and not x.is_meta and x.numel() < SMALL else x
+    return (
+        x.detach().clone()
+        if isinstance(x, torch.Tensor) and not x.is_meta and x.numel() < SMALL
+        else x
+    )
 
 
 def _real(x: Any, memory: dict[int, torch.UntypedStorage]) -> Any:
     if not isinstance(x, torch.Tensor) or not x.is_meta:
         return x
-    return torch.empty(0, dtype=x.dtype).set_(memory[_key(x)], x.storage_offset(), x.size(), x.stride())
+    return torch.empty(0, dtype=x.dtype).set_(
+        memory[_key(x)], x.storage_offset(), x.size(), x.stride()
+    )

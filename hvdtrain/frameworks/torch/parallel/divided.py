@@ -1,9 +1,11 @@
-"""Divided: the strategy of ranks that have one model together, around the one that reduces gradients over those that read other samples.
+"""Divided: the strategy of ranks that have one model together, around the one that reduces
+gradients over those that read other samples.
 
-Each element of the training state has one owner among the ranks of a model: the rank that has the part of a parameter, or, of a parameter
-that several of them have (a norm, a position embedding, a weight of two stages of a pipeline), the first. The owner alone updates it, and
-sends the others the new weights: so norms over parameters count everything once, and the copies of a weight are the same bits. Of a
-parameter of another stage a rank has 0 elements.
+Each element of the training state has one owner among the ranks of a model: the rank that has the
+part of a parameter, or, of a parameter that several of them have (a norm, a position embedding, a
+weight of two stages of a pipeline), the first. The owner alone updates it, and sends the others the
+new weights: so norms over parameters count everything once, and the copies of a weight are the same
+bits. Of a parameter of another stage a rank has 0 elements.
 """
 
 from __future__ import annotations
@@ -17,7 +19,14 @@ import torch
 from hvdtrain.comm.mesh import Mesh
 from hvdtrain.core.arrays import WHOLE, Cut
 from hvdtrain.core.metrics import Sums
-from hvdtrain.frameworks.torch.parallel.strategy import Around, OnePass, Shard, Strategy, Wrapped, reduction_device
+from hvdtrain.frameworks.torch.parallel.strategy import (
+    Around,
+    OnePass,
+    Shard,
+    Strategy,
+    Wrapped,
+    reduction_device,
+)
 from hvdtrain.frameworks.torch.parallel.zero import of_shards, total_over
 
 
@@ -29,8 +38,11 @@ class Stages(Protocol):
     def updates(self, p: torch.nn.Parameter) -> bool:
         """Whether this rank is the first that has the parameter."""
 
-    def free_absent(self, cuts: Mapping[torch.nn.Parameter, Cut]) -> dict[torch.nn.Parameter, Shard]:
-        """Frees the parameters that this rank has not, and gives its shards of 0 elements of them."""
+    def free_absent(
+        self, cuts: Mapping[torch.nn.Parameter, Cut]
+    ) -> dict[torch.nn.Parameter, Shard]:
+        """Frees the parameters that this rank has not, and gives its shards of 0 elements of
+        them."""
 
     def add_tied(self) -> None:
         """Adds up the gradients of the copies of a parameter. A collective."""
@@ -40,7 +52,8 @@ class Stages(Protocol):
 
 
 class Divided(Around):
-    """`within` reduces the gradients of the parameters that this rank's stage updates over mesh.data."""
+    """`within` reduces the gradients of the parameters that this rank's stage updates over
+    mesh.data."""
 
     def __init__(
         self,
@@ -51,9 +64,9 @@ class Divided(Around):
         pipelined: Stages | None = None,
         sequence: bool = False,
     ) -> None:
-        """cuts: of the parameters of which each rank of a tensor group has a part; the others are whole on all of them. pipelined: of
-        parallel.pipeline; the parameters of other stages lose their memory. sequence: a rank's gradients of the whole ones are those of
-        its positions.
+        """cuts: of the parameters of which each rank of a tensor group has a part; the others are
+        whole on all of them. pipelined: of parallel.pipeline; the parameters of other stages lose
+        their memory. sequence: a rank's gradients of the whole ones are those of its positions.
         """
         super().__init__(within)
         self._mesh = mesh
@@ -64,13 +77,20 @@ class Divided(Around):
         self._shards = {p: self._owned(p) for p in parameters}
         self.calls_model = within.calls_model and pipelined is None
         self.gathers_in_passes = within.gathers_in_passes
-        self._copied = [p for p in parameters if p in self._of_stage and p not in cuts and mesh.tensor.size > 1]
-        self._summed = [p for p in parameters if p not in cuts] if sequence and mesh.tensor.size > 1 else []
+        self._copied = [
+            p for p in parameters if p in self._of_stage and p not in cuts and mesh.tensor.size > 1
+        ]
+        self._summed = (
+            [p for p in parameters if p not in cuts] if sequence and mesh.tensor.size > 1 else []
+        )
         self.waits_in_passes = within.waits_in_passes or (
             mesh.tensor.size > 1 and any(p.is_cuda for p in parameters)
         )  # parallel/communicators.py
         stages = f"{pipelined.summary}, " if pipelined else ""
-        self.summary = f"{mesh.summary()} ranks, {'with parts of the positions, ' * bool(self._summed)}{stages}{within.summary}"
+        self.summary = (
+            f"{mesh.summary()} ranks, "
+            f"{'with parts of the positions, ' * bool(self._summed)}{stages}{within.summary}"
+        )
 
     @property
     def equal_ranks(self) -> int:
@@ -89,7 +109,11 @@ class Divided(Around):
         found = self._within.shard(p)
         if p in self._cuts:
             found = found._replace(cut=cut)
-        is_everywhere = found.is_everywhere and self._mesh.pipe.size == 1 and (p in self._cuts or self._mesh.tensor.size == 1)
+        is_everywhere = (
+            found.is_everywhere
+            and self._mesh.pipe.size == 1
+            and (p in self._cuts or self._mesh.tensor.size == 1)
+        )
         return found._replace(is_everywhere=is_everywhere)
 
     def shard(self, p: torch.nn.Parameter) -> Shard:
@@ -118,7 +142,9 @@ class Divided(Around):
     def run(self, micro: Sequence[Sized], divisor: int, one_pass: OnePass) -> Sums:
         if self._pipelined is None:
             return self._within.run(micro, divisor, one_pass)
-        sums = one_pass(micro, divisor, True)  # all passes: gradients of weights may come late, without torch's hooks
+        sums = one_pass(
+            micro, divisor, True
+        )  # all passes: gradients of weights may come late, without torch's hooks
         self._pipelined.add_tied()
         self._within.run([()], divisor, lambda *_: {})  # no pass: reduces what p.grad has
         return sums
@@ -136,10 +162,12 @@ class Divided(Around):
 
     @torch.no_grad()
     def _sum_positions(self) -> None:
-        """Makes the gradients of whole parameters the sums over the ranks of a tensor group, in one allreduce of all ranks.
+        """Makes the gradients of whole parameters the sums over the ranks of a tensor group, in one
+        allreduce of all ranks.
 
-        Of all ranks: those of a group may have other elements of a parameter (of parts of unequal lengths buckets are cut elsewhere), and
-        copies on ranks of `data` stay equal to the last bit. Each element is counted once for each part of the positions.
+        Of all ranks: those of a group may have other elements of a parameter (of parts of unequal
+        lengths buckets are cut elsewhere), and copies on ranks of `data` stay equal to the last
+        bit. Each element is counted once for each part of the positions.
         """
         lengths = [math.prod(self._shards[p].shape) for p in self._summed]
         first = self._summed[0]
@@ -165,12 +193,15 @@ class Divided(Around):
 
     @torch.no_grad()
     def _send_copied(self) -> None:
-        """The owner's weights of the parameters that each rank of a tensor group has whole, in one broadcast."""
+        """The owner's weights of the parameters that each rank of a tensor group has whole, in one
+        broadcast."""
         if not self._copied:
             return
         held = [self._within.part(p).parameter.detach() for p in self._copied]
         flat = torch.cat([each.reshape(-1) for each in held])
-        flat = self._mesh.tensor.broadcast(flat.to(reduction_device(flat.device, self._mesh.tensor)), "copied weights").to(flat.device)
+        flat = self._mesh.tensor.broadcast(
+            flat.to(reduction_device(flat.device, self._mesh.tensor)), "copied weights"
+        ).to(flat.device)
         for each, new in zip(held, flat.split([each.numel() for each in held]), strict=True):
             each.copy_(new.view(each.shape))
         self._within.weights_changed()

@@ -1,4 +1,5 @@
-"""shard.stage=3: each rank has its rows of every weight, and the whole weights of one block at a time, by torch's FSDP2.
+"""shard.stage=3: each rank has its rows of every weight, and the whole weights of one block at a
+time, by torch's FSDP2.
 
 Source: Zhao et al. 2023, arXiv:2304.11277; Rajbhandari et al. 2020, arXiv:1910.02054, section 5.3.
 """
@@ -15,7 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
 from torch.utils._pytree import tree_leaves
 
 from hvdtrain.comm.mesh import Mesh
@@ -25,7 +29,13 @@ from hvdtrain.core.arrays import Cut
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.parallel.communicators import Communicating
 from hvdtrain.frameworks.torch.parallel.deferred import Deferred
-from hvdtrain.frameworks.torch.parallel.gathered_types import REDUCES_UNREACHED, Pass, gather_in_16_bits, group_of, reduce_all_of
+from hvdtrain.frameworks.torch.parallel.gathered_types import (
+    REDUCES_UNREACHED,
+    Pass,
+    gather_in_16_bits,
+    group_of,
+    reduce_all_of,
+)
 from hvdtrain.frameworks.torch.parallel.strategy import Shard, Strategy, Wrapped
 from hvdtrain.frameworks.torch.parallel.tensor.collectives import in_backward
 from hvdtrain.frameworks.torch.parallel.tensor.plan import CutLayers, order_of_layers, plan_of
@@ -38,18 +48,28 @@ class ShardedModel(NamedTuple):
     model: torch.nn.Module
     mesh: Mesh
     summary: str  # "in 12 blocks and the rest"
-    cuts: Mapping[torch.nn.Parameter, Cut]  # of parameters that ranks of a tensor group have in parts
-    orders: Sequence[SameOrder]  # in which ranks gather and reduce units, and a tensor group computes layers
+    cuts: Mapping[
+        torch.nn.Parameter, Cut
+    ]  # of parameters that ranks of a tensor group have in parts
+    orders: Sequence[
+        SameOrder
+    ]  # in which ranks gather and reduce units, and a tensor group computes layers
 
-    def for_autocast(self, make_pass: Pass, device: torch.device, dtype: torch.dtype | None) -> ShardedModel:
-        """The model, whose weights are gathered in 16 bits from now on where layers compute in `dtype`; None: in none. A collective.
+    def for_autocast(
+        self, make_pass: Pass, device: torch.device, dtype: torch.dtype | None
+    ) -> ShardedModel:
+        """The model, whose weights are gathered in 16 bits from now on where layers compute in
+        `dtype`; None: in none. A collective.
 
         make_pass: of the model; it may change buffers.
         """
         if dtype is None:
             return self
         share = gather_in_16_bits(self.model, make_pass, device, dtype, self.mesh.world)
-        return self._replace(summary=f"{self.summary}, {share:.1%} of the weights gathered in {str(dtype).removeprefix('torch.')}")
+        return self._replace(
+            summary=f"{self.summary}, {share:.1%} of the weights gathered in "
+            f"{str(dtype).removeprefix('torch.')}"
+        )
 
     def strategy(self, config: Config) -> Fsdp:
         return Fsdp(self, config.shard.offload == "optimizer")
@@ -65,23 +85,34 @@ def shard_model(
     dtype: torch.dtype,
     communicating: Communicating = nullcontext,
 ) -> ShardedModel:
-    """A model that is there, whose parameters become others; `deferred` has the numbers of its meta tensors.
+    """A model that is there, whose parameters become others; `deferred` has the numbers of its meta
+    tensors.
 
-    Weights and gradients travel in their own `dtype` until for_autocast() is called. Every rank calls it; `communicating`: of the
-    stopwatch. Raises UserError for a parameter that is a single number.
+    Weights and gradients travel in their own `dtype` until for_autocast() is called. Every rank
+    calls it; `communicating`: of the stopwatch. Raises UserError for a parameter that is a single
+    number.
     """
     for name, p in model.named_parameters():
         if not p.ndim:
-            what = f"the parameter {name} is a single number: shard.stage=3 gives each rank rows of each parameter"
-            raise UserError(what, config.where("shard.stage"), "make it of shape (1,), or shard.stage=2")
-    if device.type == "cuda":  # the host waits for no collective of FSDP2's, which are in streams of their own
+            what = (
+                f"the parameter {name} is a single number: shard.stage=3 gives each rank rows of "
+                "each parameter"
+            )
+            raise UserError(
+                what, config.where("shard.stage"), "make it of shape (1,), or shard.stage=2"
+            )
+    if (
+        device.type == "cuda"
+    ):  # the host waits for no collective of FSDP2's, which are in streams of their own
         communicating = nullcontext
     layers = None
     orders = [_order(config, mesh, device)]
     if mesh.tensor.size > 1:
         where = config.where("parallel.tensor")
         orders += [order_of_layers(config, mesh, device)]
-        layers = CutLayers(model, plan_of(model, where), mesh.tensor, where, config.parallel.sequence, orders[1])
+        layers = CutLayers(
+            model, plan_of(model, where), mesh.tensor, where, config.parallel.sequence, orders[1]
+        )
     blocks = units(model)
     filled = set[torch.nn.Module]()
 
@@ -96,28 +127,51 @@ def shard_model(
         fill(block)
         fully_shard(block, **options)
     fill(model)
-    fully_shard(model, **options | {"reshard_after_forward": False})  # backward would gather it again at once
-    sharded = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
-    for name, module in sharded.items():  # each of them: no setting is inherited, and FSDP2's default is a mean over ranks
+    fully_shard(
+        model, **options | {"reshard_after_forward": False}
+    )  # backward would gather it again at once
+    sharded = {
+        name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)
+    }
+    for (
+        name,
+        module,
+    ) in (
+        sharded.items()
+    ):  # each of them: no setting is inherited, and FSDP2's default is a mean over ranks
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         _reduce_unreached(module)
         unit = _Unit(
-            model.get_submodule(name), name or ("the rest of the model" if blocks else "the model"), orders[0], gathers=mesh.shard.size > 1
+            model.get_submodule(name),
+            name or ("the rest of the model" if blocks else "the model"),
+            orders[0],
+            gathers=mesh.shard.size > 1,
         )
         module.set_custom_all_gather(_AllGather(unit, communicating))
         module.set_custom_reduce_scatter(_ReduceScatter(unit, communicating))
     if "asynchronous" in mesh.world.features:
         for block, following in itertools.pairwise(blocks):
             block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]  # it is an FSDPModule now
-    model.register_forward_hook(functools.partial(_after_forward, list(sharded.values()), orders, communicating))
-    parts = f"in {len(blocks)} blocks and the rest" if blocks else "as one unit: the model has no `blocks`"
-    cuts = {p: layers.names[name] for name, p in model.named_parameters() if name in layers.names} if layers else {}
+    model.register_forward_hook(
+        functools.partial(_after_forward, list(sharded.values()), orders, communicating)
+    )
+    parts = (
+        f"in {len(blocks)} blocks and the rest"
+        if blocks
+        else "as one unit: the model has no `blocks`"
+    )
+    cuts = (
+        {p: layers.names[name] for name, p in model.named_parameters() if name in layers.names}
+        if layers
+        else {}
+    )
     return ShardedModel(model, mesh, parts, cuts, orders)
 
 
 def _reduce_unreached(module: Any) -> None:
-    """A parameter of this FSDP2 module that this rank's samples do not reach has zeros: another rank's samples may reach it."""
+    """A parameter of this FSDP2 module that this rank's samples do not reach has zeros: another
+    rank's samples may reach it."""
     if REDUCES_UNREACHED:
         module.set_reduce_scatter_unused_params(True, recurse=False)
     elif group := group_of(module):
@@ -125,7 +179,8 @@ def _reduce_unreached(module: Any) -> None:
 
 
 def units(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules of the model's `blocks` that have parameters, each of which is theirs alone; the others stay with the rest."""
+    """The modules of the model's `blocks` that have parameters, each of which is theirs alone; the
+    others stay with the rest."""
     blocks = [block for block in getattr(model, "blocks", ()) if isinstance(block, torch.nn.Module)]
     times = Counter(id(block) for block in blocks)
     owners = Counter(id(p) for p in _all_parameters(model.modules()))
@@ -133,7 +188,10 @@ def units(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [
         block
         for block in own
-        if all(Counter(map(id, _all_parameters(block.modules())))[id(p)] == owners[id(p)] for p in block.parameters())
+        if all(
+            Counter(map(id, _all_parameters(block.modules())))[id(p)] == owners[id(p)]
+            for p in block.parameters()
+        )
     ]
 
 
@@ -145,7 +203,9 @@ def _all_parameters(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Paramet
 def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
     """For torch, the ranks of mesh.data. A collective of all ranks."""
     if mesh.tensor.size > 1:
-        grid = torch.arange(mesh.world.size, device="cpu").view(-1, mesh.tensor.size)  # as comm/mesh.py's coordinates()
+        grid = torch.arange(mesh.world.size, device="cpu").view(
+            -1, mesh.tensor.size
+        )  # as comm/mesh.py's coordinates()
         return DeviceMesh(device.type, grid, mesh_dim_names=("shard", "tensor"))["shard"]
     if len(mesh.table) > 1:
         return DeviceMesh(device.type, mesh.table, mesh_dim_names=("replicas", "shard"))
@@ -172,17 +232,26 @@ def _fill(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """Gives the modules of a unit that are not `filled` their memory on the device, with the numbers of rank 0. A collective."""
+    """Gives the modules of a unit that are not `filled` their memory on the device, with the
+    numbers of rank 0. A collective."""
     made: dict[int, torch.Tensor] = {}  # a tied parameter stays one
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:
         kind = dtype if tensor.is_floating_point() else tensor.dtype
         if deferred is None or mesh.world.rank == 0 or not tensor.is_meta:
-            found = (tensor.detach() if deferred is None else deferred.value(tensor)).to(kind).contiguous()
+            found = (
+                (tensor.detach() if deferred is None else deferred.value(tensor))
+                .to(kind)
+                .contiguous()
+            )
         else:
             found = torch.empty(tensor.shape, dtype=kind, device="cpu")
         if tensor.numel():
-            found = mesh.world.broadcast(found.view(-1).view(torch.uint8), "weights").view(kind).view(tensor.shape)
+            found = (
+                mesh.world.broadcast(found.view(-1).view(torch.uint8), "weights")
+                .view(kind)
+                .view(tensor.shape)
+            )
         return found.to(device)
 
     for module in [module for module in unit.modules() if module not in filled]:
@@ -201,9 +270,11 @@ def _fill(
 
 
 def _order(config: Config, mesh: Mesh, device: torch.device) -> SameOrder:
-    """What compares the order of the units on all ranks. On a GPU the host does not wait for NCCL, and so for no answer."""
+    """What compares the order of the units on all ranks. On a GPU the host does not wait for NCCL,
+    and so for no answer."""
     fix = (
-        "the same blocks on every rank: with a weight of 0, or chosen by what all ranks have; or shard.stage=2, where each rank may choose"
+        "the same blocks on every rank: with a weight of 0, or chosen by what all ranks have; or "
+        "shard.stage=2, where each rank may choose"
     )
     lags = device.type == "cuda" and "nccl" in mesh.data.features
     return SameOrder(mesh.data, mesh.world.rank, config.where("shard.stage"), fix, lags=lags)
@@ -212,8 +283,11 @@ def _order(config: Config, mesh: Mesh, device: torch.device) -> SameOrder:
 class _Unit:
     """A block, or the model: its name, and which pass it is in."""
 
-    def __init__(self, module: torch.nn.Module, name: str, order: SameOrder, *, gathers: bool) -> None:
-        """gathers: a rank has a part of its weights; else gradients alone are added up, over hosts of one rank."""
+    def __init__(
+        self, module: torch.nn.Module, name: str, order: SameOrder, *, gathers: bool
+    ) -> None:
+        """gathers: a rank has a part of its weights; else gradients alone are added up, over hosts
+        of one rank."""
         self._name = name
         self._order = order
         self._in_forward = False
@@ -244,7 +318,14 @@ class _Unit:
 
     def _end(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
         self._in_forward = False
-        output = next((leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad), None)
+        output = next(
+            (
+                leaf
+                for leaf in tree_leaves(outputs)
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+            ),
+            None,
+        )
         if output is not None:
             output.register_hook(self._go_back)
 
@@ -287,7 +368,8 @@ def _after_forward(
     inputs: Any,
     outputs: Any,
 ) -> None:
-    """A forward hook: without shard.reshard whole weights stay until backward, which does not come in evaluation."""
+    """A forward hook: without shard.reshard whole weights stay until backward, which does not come
+    in evaluation."""
     with communicating():
         for order in orders:
             order.end("end of the forward pass")
@@ -297,10 +379,12 @@ def _after_forward(
 
 
 class Fsdp(Strategy):
-    """Forward and backward gather the weights of each unit when they need them; backward leaves each rank the sum over ranks of its rows.
+    """Forward and backward gather the weights of each unit when they need them; backward leaves
+    each rank the sum over ranks of its rows.
 
-    With P bytes of weights and N ranks, Adam takes 4 P / N, and the whole weights and gradients of the largest unit; under autocast
-    whole weights have 16 bits where layers compute in 16 bits (gathered_types.py).
+    With P bytes of weights and N ranks, Adam takes 4 P / N, and the whole weights and gradients of
+    the largest unit; under autocast whole weights have 16 bits where layers compute in 16 bits
+    (gathered_types.py).
     """
 
     waits_in_passes = gathers_in_passes = True
@@ -311,15 +395,23 @@ class Fsdp(Strategy):
         self.orders = sharded.orders
         mesh = sharded.mesh
         self._parts = {p: _held(p, mesh) for p in sharded.model.parameters()}
-        self._shards = {p: _on_host(held) if on_host else held for p, held in self._parts.items() if p.requires_grad}
-        self.summary = f"weights sharded over {shard_summary(mesh)} {sharded.summary} (ZeRO stage 3)"
+        self._shards = {
+            p: _on_host(held) if on_host else held
+            for p, held in self._parts.items()
+            if p.requires_grad
+        }
+        self.summary = (
+            f"weights sharded over {shard_summary(mesh)} {sharded.summary} (ZeRO stage 3)"
+        )
 
     @property
     def equal_ranks(self) -> int:
         return self._mesh.world.size
 
     def class_name(self, model: torch.nn.Module) -> str:
-        return type(model).__name__.removeprefix("FSDP")  # fully_shard() has made a class of the model's own
+        return type(model).__name__.removeprefix(
+            "FSDP"
+        )  # fully_shard() has made a class of the model's own
 
     def shard(self, p: torch.nn.Parameter) -> Shard:
         return self._shards[p]
@@ -331,14 +423,21 @@ class Fsdp(Strategy):
         return total_over(self._mesh.shard, x)
 
     def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
-        return Wrapped(forward, of_shards(optimizer, self._shards, self.total, self._mesh.shard.rank, self._mesh.shard.size))
+        return Wrapped(
+            forward,
+            of_shards(
+                optimizer, self._shards, self.total, self._mesh.shard.rank, self._mesh.shard.size
+            ),
+        )
 
     @torch.no_grad()
     def reduce(self) -> None:
         """Each backward has added the sum over ranks to p.grad."""
         for p, shard in self._shards.items():
             updated = shard.parameter
-            updated.grad = torch.zeros_like(updated) if p.grad is None else _local(p.grad).to(updated.device)
+            updated.grad = (
+                torch.zeros_like(updated) if p.grad is None else _local(p.grad).to(updated.device)
+            )
             p.grad = None
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -349,7 +448,9 @@ class Fsdp(Strategy):
         self._copy(self._parts, self._shards)
 
     @torch.no_grad()
-    def _copy(self, source: dict[torch.nn.Parameter, Shard], target: dict[torch.nn.Parameter, Shard]) -> None:
+    def _copy(
+        self, source: dict[torch.nn.Parameter, Shard], target: dict[torch.nn.Parameter, Shard]
+    ) -> None:
         """Weights, where the optimizer updates copies."""
         for p in self._shards:
             if source[p] is not target[p]:

@@ -1,8 +1,10 @@
-"""The number types in which FSDP2 gathers weights: 16 bits for what a pass under autocast casts and reads in no other way.
+"""The number types in which FSDP2 gathers weights: 16 bits for what a pass under autocast casts and
+reads in no other way.
 
-Gathered in float32, each of them would be cast anew in every pass, and autograd would keep the copies of all blocks until backward. All
-others stay as they are (norms, embeddings, what a model computes in float32), so that passes have the numbers of shard.stage=0. A policy
-of FSDP2's own (MixedPrecisionPolicy) is for all weights of a unit: it would round those too.
+Gathered in float32, each of them would be cast anew in every pass, and autograd would keep the
+copies of all blocks until backward. All others stay as they are (norms, embeddings, what a model
+computes in float32), so that passes have the numbers of shard.stage=0. A policy of FSDP2's own
+(MixedPrecisionPolicy) is for all weights of a unit: it would round those too.
 """
 
 from __future__ import annotations
@@ -18,45 +20,73 @@ from torch.utils._pytree import tree_leaves
 
 from hvdtrain.comm.communicator import Communicator
 
-# Since torch 2.13. An older one reduces the parameters that this rank's samples reach, and would add up other ranks' other parameters.
+# Since torch 2.13. An older one reduces the parameters that this rank's samples reach, and would
+# add up other ranks' other parameters.
 REDUCES_UNREACHED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 Pass = Callable[[torch.nn.Module], Any]  # a forward pass
 
-_READ_NOTHING = ("fsdp", "prim")  # operations on weights that are being gathered; prim.device, in a prediction
-_MOVE_ALONE = (torch.ops.aten.clone.default, torch.ops.aten._unsafe_view.default)  # as einsum orders a weight anew
+_READ_NOTHING = (
+    "fsdp",
+    "prim",
+)  # operations on weights that are being gathered; prim.device, in a prediction
+_MOVE_ALONE = (
+    torch.ops.aten.clone.default,
+    torch.ops.aten._unsafe_view.default,
+)  # as einsum orders a weight anew
 
 
-def gather_in_16_bits(model: torch.nn.Module, make_pass: Pass, device: torch.device, dtype: torch.dtype, world: Communicator) -> float:
-    """From now on, for passes under autocast of this dtype; returns the share of the weights that it is for. A collective.
+def gather_in_16_bits(
+    model: torch.nn.Module,
+    make_pass: Pass,
+    device: torch.device,
+    dtype: torch.dtype,
+    world: Communicator,
+) -> float:
+    """From now on, for passes under autocast of this dtype; returns the share of the weights that
+    it is for. A collective.
 
-    make_pass: of the model, called in training, which may change buffers, and in evaluation. Rank 0 decides for all.
+    make_pass: of the model, called in training, which may change buffers, and in evaluation. Rank 0
+    decides for all.
     """
-    groups = [group for module in model.modules() if isinstance(module, FSDPModule) and (group := group_of(module))]
+    groups = [
+        group
+        for module in model.modules()
+        if isinstance(module, FSDPModule) and (group := group_of(module))
+    ]
     cast = world.broadcast_object(_cast_alone(model, groups, make_pass, device, dtype))
     for group, flags in zip(groups, cast, strict=True):
-        for each in (each for each, is_cast in zip(group.fsdp_params, flags, strict=True) if is_cast):
+        for each in (
+            each for each, is_cast in zip(group.fsdp_params, flags, strict=True) if is_cast
+        ):
             each.init_dtype_attrs(MixedPrecisionPolicy(dtype, reduce_dtype=each.orig_dtype))
             each.all_gather_outputs = []  # of the other type, without memory now
             del each._unsharded_param
         if any(flags) and REDUCES_UNREACHED:
             reduce_all_of(group)
-    sizes = [(each.sharded_param.numel(), each.param_dtype is dtype) for group in groups for each in group.fsdp_params]
+    sizes = [
+        (each.sharded_param.numel(), each.param_dtype is dtype)
+        for group in groups
+        for each in group.fsdp_params
+    ]
     return sum(size for size, is_cast in sizes if is_cast) / sum(size for size, _ in sizes)
 
 
 def group_of(module: Any) -> Any:
-    """What FSDP2 gathers and reduces for this module; None where it has no parameters of its own."""
+    """What FSDP2 gathers and reduces for this module; None where it has no parameters of its
+    own."""
     return module._get_fsdp_state()._fsdp_param_group
 
 
 def reduce_all_of(group: Any) -> None:
-    """The group's gradients are reduced in the type of its weights, and are zeros where this rank's samples do not reach a parameter."""
+    """The group's gradients are reduced in the type of its weights, and are zeros where this rank's
+    samples do not reach a parameter."""
     group.post_backward = functools.partial(_post_backward_of_all, group, group.post_backward)
 
 
 def _post_backward_of_all(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
-    """In place of a group's post_backward, which takes gradients of one type alone, and before torch 2.13 those that are there."""
+    """In place of a group's post_backward, which takes gradients of one type alone, and before
+    torch 2.13 those that are there."""
     for each in group.fsdp_params if group.reduce_grads else ():
         gathered = getattr(each, "_unsharded_param", None)
         if gathered is None or not gathered.requires_grad:
@@ -69,20 +99,31 @@ def _post_backward_of_all(group: Any, post_backward: Callable[..., None], *unuse
 
 @torch.no_grad()
 def _cast_alone(
-    model: torch.nn.Module, groups: Sequence[Any], make_pass: Pass, device: torch.device, dtype: torch.dtype
+    model: torch.nn.Module,
+    groups: Sequence[Any],
+    make_pass: Pass,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> list[list[bool]]:
-    """For each parameter of each group, whether passes cast it and do not read it otherwise. The model is in evaluation mode then."""
+    """For each parameter of each group, whether passes cast it and do not read it otherwise. The
+    model is in evaluation mode then."""
     on_device = [device] if device.type == "cuda" else []
     autocast = torch.autocast(device.type, dtype, cache_enabled=False)
     with torch.random.fork_rng(devices=on_device), autocast, _Reads(groups, dtype) as reads:
-        torch.manual_seed(0)  # a model that draws which blocks it calls draws the same ones on all ranks
+        torch.manual_seed(
+            0
+        )  # a model that draws which blocks it calls draws the same ones on all ranks
         for training in (True, False):
             make_pass(model.train(training))
-    return [[each in reads.cast and each not in reads.read for each in group.fsdp_params] for group in groups]
+    return [
+        [each in reads.cast and each not in reads.read for each in group.fsdp_params]
+        for group in groups
+    ]
 
 
 class _Reads(TorchDispatchMode):
-    """Which gathered parameters operations cast to the type of autocast, and which they read in another way."""
+    """Which gathered parameters operations cast to the type of autocast, and which they read in
+    another way."""
 
     def __init__(self, groups: Sequence[Any], dtype: torch.dtype) -> None:
         super().__init__()
@@ -91,7 +132,10 @@ class _Reads(TorchDispatchMode):
         self._to = dtype
         self._pending = list(groups)  # that have not been gathered yet
         self._of_storage: dict[int, Any] = {}  # by its address; FSDP2 keeps and resizes it
-        self._moved: tuple[Any, Any] = None, None  # the last copy in another order, and of which parameter
+        self._moved: tuple[Any, Any] = (
+            None,
+            None,
+        )  # the last copy in another order, and of which parameter
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._find_gathered()
@@ -110,12 +154,18 @@ class _Reads(TorchDispatchMode):
     def _find_gathered(self) -> None:
         for group in [group for group in self._pending if group.is_unsharded]:
             self._pending.remove(group)
-            self._of_storage |= {_address(each._unsharded_param): each for each in group.fsdp_params}
+            self._of_storage |= {
+                _address(each._unsharded_param): each for each in group.fsdp_params
+            }
 
     def _parameters_in(self, tree: Any) -> list[Any]:
         moved, of = self._moved
         known = self._of_storage | ({_address(moved): of} if of else {})
-        tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and not hasattr(leaf, "_local_tensor")]
+        tensors = [
+            leaf
+            for leaf in tree_leaves(tree)
+            if isinstance(leaf, torch.Tensor) and not hasattr(leaf, "_local_tensor")
+        ]
         addresses = [_address(tensor) for tensor in tensors if tensor.layout == torch.strided]
         return [known[address] for address in addresses if address in known]
 
@@ -126,12 +176,19 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _is_view(func: Any) -> bool:
-    return any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
+    return any(
+        result.alias_info is not None and not result.alias_info.is_write
+        for result in func._schema.returns
+    )
 
 
 def _inputs(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
     """The arguments that an operation reads, without those that it writes to."""
-    written = {argument.name for argument in func._schema.arguments if argument.alias_info is not None and argument.alias_info.is_write}
+    written = {
+        argument.name
+        for argument in func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    }
     names = [argument.name for argument in func._schema.arguments]
     by_name = [*zip(names, args, strict=False), *kwargs.items()]
     return [value for name, value in by_name if name not in written]

@@ -1,4 +1,5 @@
-"""comm.local_steps: each rank steps by itself for some steps, then all take the mean of their weights and optimizer state."""
+"""comm.local_steps: each rank steps by itself for some steps, then all take the mean of their
+weights and optimizer state."""
 
 from __future__ import annotations
 
@@ -18,16 +19,23 @@ from hvdtrain.frameworks.torch.parallel.strategy import (
 
 
 class LocalSGD(Strategy):
-    """Local SGD (Stich 2019, arXiv:1805.09767, alg. 1) for every optimizer: its floating-point state is averaged with the weights.
+    """Local SGD (Stich 2019, arXiv:1805.09767, alg. 1) for every optimizer: its floating-point
+    state is averaged with the weights.
 
-    A rank learns from the mean over its own samples of a step. The ranks average after `local_steps` steps, and at every sync point:
-    log.every_steps, a checkpoint, an evaluation. The configuration refuses what would leave out an update on some ranks alone.
+    A rank learns from the mean over its own samples of a step. The ranks average after
+    `local_steps` steps, and at every sync point: log.every_steps, a checkpoint, an evaluation. The
+    configuration refuses what would leave out an update on some ranks alone.
     """
 
     local_mean = True
 
     def __init__(
-        self, named: NamedParameters, communicator: Communicator, local_steps: int, bucket_bytes: int, stopwatch: Stopwatch
+        self,
+        named: NamedParameters,
+        communicator: Communicator,
+        local_steps: int,
+        bucket_bytes: int,
+        stopwatch: Stopwatch,
     ) -> None:
         super().__init__(named)
         self._communicator = communicator
@@ -51,7 +59,10 @@ class LocalSGD(Strategy):
         if not self._steps:
             return
         self._steps = 0
-        tensors = [torch.nn.Parameter(t.data, requires_grad=False) for t in self._averaged_tensors(optimizer)]
+        tensors = [
+            torch.nn.Parameter(t.data, requires_grad=False)
+            for t in self._averaged_tensors(optimizer)
+        ]
         reductions = []
         for i, bucket in enumerate(group([("", t) for t in tensors], self._bucket_bytes)):
             device = reduction_device(bucket[0].device, self._communicator)
@@ -59,21 +70,31 @@ class LocalSGD(Strategy):
             reductions.append((bucket, self._communicator.start_allreduce(flat, f"average.{i}")))
         for bucket, handle in reductions:
             means = handle.wait().to(bucket[0].device).split([t.numel() for t in bucket])
-            torch._foreach_copy_([t.data for t in bucket], [mean.view(t.shape) for t, mean in zip(bucket, means, strict=True)])
+            torch._foreach_copy_(
+                [t.data for t in bucket],
+                [mean.view(t.shape) for t, mean in zip(bucket, means, strict=True)],
+            )
 
     def _averaged_tensors(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        """Weights, then the floating-point state of each, by its sorted keys; steps are equal on all ranks."""
+        """Weights, then the floating-point state of each, by its sorted keys; steps are equal on
+        all ranks."""
         found: list[torch.Tensor] = list(self._trained)
         for p in self._trained:
             entries = sorted(optimizer.state.get(p, {}).items())
-            found += [t for key, t in entries if key != "step" and torch.is_tensor(t) and t.is_floating_point()]
+            found += [
+                t
+                for key, t in entries
+                if key != "step" and torch.is_tensor(t) and t.is_floating_point()
+            ]
         return found
 
 
 class PostLocalSGD(Around):
-    """Post-local SGD (Lin et al. 2018, arXiv:1808.07217, section 3): the step's `hyper` says which of two strategies makes it.
+    """Post-local SGD (Lin et al. 2018, arXiv:1808.07217, section 3): the step's `hyper` says which
+    of two strategies makes it.
 
-    Both leave the optimizer as it is, so its state goes on where they change, and no rank has to be told of it.
+    Both leave the optimizer as it is, so its state goes on where they change, and no rank has to be
+    told of it.
     """
 
     def __init__(self, together: Buckets, apart: LocalSGD, begins: str) -> None:

@@ -1,4 +1,5 @@
-"""Strategy: how the gradients of the ranks become one, and everything in a step that depends on it."""
+"""Strategy: how the gradients of the ranks become one, and everything in a step that depends on
+it."""
 
 from __future__ import annotations
 
@@ -15,13 +16,15 @@ from hvdtrain.core.progress import GoOn, Hyper, Progress, WorkerUpdate
 
 NamedParameters = list[tuple[str, torch.nn.Parameter]]
 
-# (micro-batch on the device, what the sum of its losses is divided by, whether it is the step's last) -> this rank's sums.
-# One forward and one backward pass, which adds to p.grad; of a pipeline all passes of a step, with the micro-batches in a list.
+# (micro-batch on the device, what the sum of its losses is divided by, whether it is the step's
+# last) -> this rank's sums. One forward and one backward pass, which adds to p.grad; of a pipeline
+# all passes of a step, with the micro-batches in a list.
 OnePass = Callable[[Any, int, bool], Sums]
 
 
 class Wrapped(NamedTuple):
-    """What a strategy puts in the place of a model's forward pass and of its optimizer, or both as they were."""
+    """What a strategy puts in the place of a model's forward pass and of its optimizer, or both as
+    they were."""
 
     forward: torch.nn.Module  # for passes of training alone
     optimizer: torch.optim.Optimizer
@@ -30,12 +33,18 @@ class Wrapped(NamedTuple):
 class Shard(NamedTuple):
     """The part of a parameter that this rank updates."""
 
-    parameter: torch.nn.Parameter  # what the optimizer takes: the parameter itself, or (n,), elements of its memory; n may be 0
-    whole: torch.nn.Parameter  # of the model; where that has a cut of what one process would have, the cut
+    parameter: (
+        torch.nn.Parameter
+    )  # what the optimizer takes: the parameter itself, or (n,), elements of its memory; n may be 0
+    whole: (
+        torch.nn.Parameter
+    )  # of the model; where that has a cut of what one process would have, the cut
     start: int  # the first of those elements, in the order of indices
     stop: int  # behind the last
     cut: Cut = WHOLE
-    is_mine: bool = True  # no rank before this one has the same elements, of those that have the model together
+    is_mine: bool = (
+        True  # no rank before this one has the same elements, of those that have the model together
+    )
     is_everywhere: bool = True  # of the whole parameter: every rank has it
 
     @property
@@ -65,20 +74,29 @@ class Held(NamedTuple):
 
 
 class Strategy:
-    """Makes p.grad the sum over ranks, for every parameter or this rank's shard of it, between a step's last backward and its update.
+    """Makes p.grad the sum over ranks, for every parameter or this rank's shard of it, between a
+    step's last backward and its update.
 
-    The losses of a step are divided by the weight of the global batch before backward, so that sum is the mean over it. A parameter that
-    no loss reaches has a gradient of zero, on one rank as on many. Every method is called on every rank, in this order: wrap() once,
-    then for each step begin_step(), run(), reduce() and optimizer_step(), and sync() at each sync point.
+    The losses of a step are divided by the weight of the global batch before backward, so that sum
+    is the mean over it. A parameter that no loss reaches has a gradient of zero, on one rank as on
+    many. Every method is called on every rank, in this order: wrap() once, then for each step
+    begin_step(), run(), reduce() and optimizer_step(), and sync() at each sync point.
 
-    This class is the strategy of one process, whose gradient is the sum over ranks; all others say what they do differently.
+    This class is the strategy of one process, whose gradient is the sum over ranks; all others say
+    what they do differently.
     """
 
-    summary: str = "no reduction"  # for the line that describes the learner: "gradients in 3 overlapped buckets"
-    local_mean: bool = False  # a rank learns from the mean over its own samples, not over those of all ranks
+    # for the line that describes the learner: "gradients in 3 overlapped buckets"
+    summary: str = "no reduction"
+    local_mean: bool = (
+        False  # a rank learns from the mean over its own samples, not over those of all ranks
+    )
     calls_model: bool = True  # a rank may call the model by itself, outside of a step
-    gathers_in_passes: bool = False  # of the ranks that read different samples each calls the model as often as all others
-    waits_in_passes: bool = False  # forward or backward wait for other ranks, so that the time of a pass is not this rank's own work
+    # of the ranks that read different samples each calls the model as often as all others
+    gathers_in_passes: bool = False
+    # forward or backward wait for other ranks, so that the time of a pass is not this rank's own
+    # work
+    waits_in_passes: bool = False
 
     def __init__(self, named: NamedParameters) -> None:
         """named: the trained parameters."""
@@ -86,7 +104,8 @@ class Strategy:
 
     @property
     def equal_ranks(self) -> int:
-        """Ranks that have the same p.grad after reduce(): all of them, or 1 where each keeps its own."""
+        """Ranks that have the same p.grad after reduce(): all of them, or 1 where each keeps its
+        own."""
         return 1
 
     def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
@@ -102,7 +121,8 @@ class Strategy:
         return whole_shard(p)
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks that update different parts: x itself where every rank updates everything. A collective, else."""
+        """The sum over the ranks that update different parts: x itself where every rank updates
+        everything. A collective, else."""
         return x
 
     def own_steps(self, steps: Sequence[Progress]) -> Iterable[Progress]:
@@ -117,7 +137,8 @@ class Strategy:
         """Before anything else is asked of it in a step. The same on all ranks."""
 
     def run(self, micro: Sequence[Sized], divisor: int, one_pass: OnePass) -> Sums:
-        """Calls one_pass with the divisor for each micro-batch, in order, and adds up what it returns.
+        """Calls one_pass with the divisor for each micro-batch, in order, and adds up what it
+        returns.
 
         Reductions may start in the last pass.
         """
@@ -128,23 +149,29 @@ class Strategy:
         fill_missing(self._trained)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer's step, from p.grad as it is now. May be a collective: every rank leaves it out, or none."""
+        """The optimizer's step, from p.grad as it is now. May be a collective: every rank leaves it
+        out, or none."""
         optimizer.step()
 
     def weights_changed(self) -> None:
-        """The model's weights were loaded: copies of them follow, and what a step that was cut off has left is void."""
+        """The model's weights were loaded: copies of them follow, and what a step that was cut off
+        has left is void."""
 
     def sync(self, optimizer: torch.optim.Optimizer) -> None:
-        """Makes weights and optimizer state equal on all ranks, where they are not. A collective."""
+        """Makes weights and optimizer state equal on all ranks, where they are not. A
+        collective."""
 
     def held(self) -> Held:
         """The memory of its own, for those who count it."""
         return Held([], [])
 
     def put_together(
-        self, of: Callable[[torch.nn.Parameter], torch.Tensor], trained: Sequence[torch.nn.Parameter]
+        self,
+        of: Callable[[torch.nn.Parameter], torch.Tensor],
+        trained: Sequence[torch.nn.Parameter],
     ) -> dict[torch.nn.Parameter, torch.Tensor]:
-        """Tensors of the shapes of the trained parameters, of which each rank gives its parts: of(parameter of a Shard). A collective."""
+        """Tensors of the shapes of the trained parameters, of which each rank gives its parts:
+        of(parameter of a Shard). A collective."""
         return {p: of(p) for p in trained}
 
     def class_name(self, model: torch.nn.Module) -> str:
@@ -152,7 +179,8 @@ class Strategy:
         return type(model).__name__
 
     def divide_anew(self, mesh: Mesh) -> torch.optim.Optimizer:
-        """After ranks were lost: the optimizer of the parts that this rank has now, without state; shard() has them, too."""
+        """After ranks were lost: the optimizer of the parts that this rank has now, without state;
+        shard() has them, too."""
         raise NotImplementedError(f"{type(self).__name__} cannot be divided among other ranks")
 
     def how_to_go_on(self, former_rank: int, kept: int) -> GoOn | None:
@@ -167,8 +195,9 @@ class Strategy:
 class Around(Strategy):
     """A strategy that does what another one does, but for what its own methods do.
 
-    Not passed on: put_together(), divide_anew(), how_to_go_on() and go_on(), since optim.ema and guard.lost=shrink are refused beside what
-    wraps; own_steps() and read_updates(), which servers and workers have, that nothing of this kind wraps.
+    Not passed on: put_together(), divide_anew(), how_to_go_on() and go_on(), since optim.ema and
+    guard.lost=shrink are refused beside what wraps; own_steps() and read_updates(), which servers
+    and workers have, that nothing of this kind wraps.
     """
 
     def __init__(self, within: Strategy) -> None:
@@ -215,8 +244,14 @@ class Around(Strategy):
         return self._within.class_name(model)
 
 
-def run_passes(micro: Sequence[Any], divisor: int, one_pass: OnePass, before_last: Callable[[], None] = lambda: None) -> Sums:
-    """The sums of all passes of a step, made one after the other; `before_last` is called just before the last of them."""
+def run_passes(
+    micro: Sequence[Any],
+    divisor: int,
+    one_pass: OnePass,
+    before_last: Callable[[], None] = lambda: None,
+) -> Sums:
+    """The sums of all passes of a step, made one after the other; `before_last` is called just
+    before the last of them."""
     total: Sums = {}
     for number, batch in enumerate(micro, start=1):
         is_last = number == len(micro)
@@ -235,5 +270,6 @@ def fill_missing(parameters: Sequence[torch.nn.Parameter]) -> None:
 
 
 def reduction_device(device: torch.device, communicator: Communicator) -> torch.device:
-    """Where tensors of a device are reduced: in host memory, unless the engine takes those of a GPU."""
+    """Where tensors of a device are reduced: in host memory, unless the engine takes those of a
+    GPU."""
     return device if "device_memory" in communicator.features else torch.device("cpu")

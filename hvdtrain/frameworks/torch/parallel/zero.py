@@ -1,4 +1,5 @@
-"""shard.stage=1 and 2: each rank has the optimizer state of its part of every bucket, and updates that part alone (ZeRO).
+"""shard.stage=1 and 2: each rank has the optimizer state of its part of every bucket, and updates
+that part alone (ZeRO).
 
 Source: Rajbhandari et al. 2020, arXiv:1910.02054.
 """
@@ -30,31 +31,46 @@ from hvdtrain.frameworks.torch.parallel.strategy import (
 
 
 class Zero(Strategy):
-    """Flat buckets of weights, from the last layer to the first, each cut into one part for each rank.
+    """Flat buckets of weights, from the last layer to the first, each cut into one part for each
+    rank.
 
-    A gradient is copied into a buffer of its bucket as soon as backward has computed it, and freed; each rank gets the sum over ranks of
-    its own part, to which it applies the optimizer, and the updated parts reach all ranks. Stage 1 adds up the gradients of micro-batches
-    first, so that each rank holds whole gradients meanwhile; stage 2 reduces those of each micro-batch and adds up the parts.
+    A gradient is copied into a buffer of its bucket as soon as backward has computed it, and freed;
+    each rank gets the sum over ranks of its own part, to which it applies the optimizer, and the
+    updated parts reach all ranks. Stage 1 adds up the gradients of micro-batches first, so that
+    each rank holds whole gradients meanwhile; stage 2 reduces those of each micro-batch and adds up
+    the parts.
 
-    With P bytes of weights and N ranks, Adam takes 2 P + 2 P / N in stage 1 and P + 3 P / N in stage 2, and one or two buckets, where
-    every rank with everything takes 4 P. Weights lie in memory in the order of their indices, also those of convolutions.
+    With P bytes of weights and N ranks, Adam takes 2 P + 2 P / N in stage 1 and P + 3 P / N in
+    stage 2, and one or two buckets, where every rank with everything takes 4 P. Weights lie in
+    memory in the order of their indices, also those of convolutions.
 
-    Where a mesh has replicas, parts are those of its ranks of `shard`, and their sums are added up over its ranks of `replicas`.
+    Where a mesh has replicas, parts are those of its ranks of `shard`, and their sums are added up
+    over its ranks of `replicas`.
     """
 
     def __init__(
-        self, named: NamedParameters, mesh: Mesh, stage: Literal[1, 2], bucket_bytes: int, stopwatch: Stopwatch, on_host: bool
+        self,
+        named: NamedParameters,
+        mesh: Mesh,
+        stage: Literal[1, 2],
+        bucket_bytes: int,
+        stopwatch: Stopwatch,
+        on_host: bool,
     ) -> None:
         self._mesh = mesh
         self._stage = stage
         self._stopwatch = stopwatch
         self._buffers = _Buffers()
         self._buckets = [
-            _Bucket(parameters, f"gradient.{i}", mesh, self._buffers, on_host) for i, parameters in enumerate(group(named, bucket_bytes))
+            _Bucket(parameters, f"gradient.{i}", mesh, self._buffers, on_host)
+            for i, parameters in enumerate(group(named, bucket_bytes))
         ]
         self._order = InOrder(self._buckets, _Bucket.start, stopwatch)
         self._shards = self._find_shards()
-        self.summary = f"optimizer state{' and gradients' if stage == 2 else ''} sharded over {shard_summary(mesh)} (ZeRO stage {stage})"
+        self.summary = (
+            f"optimizer state{' and gradients' if stage == 2 else ''} sharded over "
+            f"{shard_summary(mesh)} (ZeRO stage {stage})"
+        )
 
     @property
     def equal_ranks(self) -> int:
@@ -68,7 +84,12 @@ class Zero(Strategy):
 
     def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
         self._of_wholes = optimizer
-        return Wrapped(forward, of_shards(optimizer, self._shards, self.total, self._mesh.shard.rank, self._mesh.shard.size))
+        return Wrapped(
+            forward,
+            of_shards(
+                optimizer, self._shards, self.total, self._mesh.shard.rank, self._mesh.shard.size
+            ),
+        )
 
     def divide_anew(self, mesh: Mesh) -> torch.optim.Optimizer:
         self._mesh = mesh
@@ -77,7 +98,9 @@ class Zero(Strategy):
         for bucket in self._buckets:
             bucket.divide(mesh)
         self._shards = self._find_shards()
-        return of_shards(self._of_wholes, self._shards, self.total, self._mesh.shard.rank, self._mesh.shard.size)
+        return of_shards(
+            self._of_wholes, self._shards, self.total, self._mesh.shard.rank, self._mesh.shard.size
+        )
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
         return total_over(self._mesh.shard, x)
@@ -95,7 +118,9 @@ class Zero(Strategy):
             if reduces:
                 self._order.end()
                 if self._mesh.replicas.size > 1:
-                    self.reduce()  # now: a rank with another order of backward would take up the next reductions in another order
+                    # now: a rank with another order of backward would take up the next reductions
+                    # in another order
+                    self.reduce()
         return total
 
     def reduce(self) -> None:
@@ -114,9 +139,13 @@ class Zero(Strategy):
         self._stopwatch.enter("update")
 
     def put_together(
-        self, of: Callable[[torch.nn.Parameter], torch.Tensor], trained: Sequence[torch.nn.Parameter]
+        self,
+        of: Callable[[torch.nn.Parameter], torch.Tensor],
+        trained: Sequence[torch.nn.Parameter],
     ) -> dict[torch.nn.Parameter, torch.Tensor]:
-        return {p: whole for bucket in self._buckets for p, whole in bucket.put_together(of).items()}
+        return {
+            p: whole for bucket in self._buckets for p, whole in bucket.put_together(of).items()
+        }
 
     def held(self) -> Held:
         return Held([bucket.gradient for bucket in self._buckets], self._buffers.free)
@@ -157,9 +186,17 @@ class _Buffers:
 
 
 class _Bucket(Bucket):
-    """Some parameters, whose weights lie in one flat tensor; this rank's part of it, and of the gradient."""
+    """Some parameters, whose weights lie in one flat tensor; this rank's part of it, and of the
+    gradient."""
 
-    def __init__(self, parameters: list[torch.nn.Parameter], name: str, mesh: Mesh, buffers: _Buffers, on_host: bool) -> None:
+    def __init__(
+        self,
+        parameters: list[torch.nn.Parameter],
+        name: str,
+        mesh: Mesh,
+        buffers: _Buffers,
+        on_host: bool,
+    ) -> None:
         super().__init__(parameters)
         self.name = name
         self._buffers = buffers
@@ -170,10 +207,13 @@ class _Bucket(Bucket):
         self.divide(mesh)
 
     def divide(self, mesh: Mesh) -> None:
-        """Takes this rank's part, by the ranks that there are now; what a step that was cut off has left is void."""
+        """Takes this rank's part, by the ranks that there are now; what a step that was cut off has
+        left is void."""
         self._mesh = mesh
         self._own = part_of(len(self._weights), self._mesh.shard.rank, self._mesh.shard.size)
-        self._updated = self._weights[self._own]  # what the optimizer updates: the weights themselves, or a copy in host memory
+        self._updated = self._weights[
+            self._own
+        ]  # what the optimizer updates: the weights themselves, or a copy in host memory
         self._updated = self._updated.to("cpu") if self._on_host else self._updated
         self._sum = torch.zeros_like(self._updated)
         self._sums = 0  # reductions that it has
@@ -196,7 +236,9 @@ class _Bucket(Bucket):
         start = min(max(self._own.start - begin, 0), n)
         stop = min(max(self._own.stop - begin, start), n)
         first = begin + start - self._own.start if stop > start else 0
-        return Shard(torch.nn.Parameter(self._updated[first : first + stop - start]), p, start, stop)
+        return Shard(
+            torch.nn.Parameter(self._updated[first : first + stop - start]), p, start, stop
+        )
 
     def begin_step(self) -> None:
         """The gradient of the step before is void."""
@@ -212,18 +254,23 @@ class _Bucket(Bucket):
         """Starts the reduction."""
         self.fill()
         assert self._buffer is not None
-        self._handle = self._mesh.shard.start_reduce_scatter(self._buffer.to(self._device), self.name)
+        self._handle = self._mesh.shard.start_reduce_scatter(
+            self._buffer.to(self._device), self.name
+        )
         self._buffers.is_reduced(self)
 
     def finish(self) -> None:
-        """Waits for a reduction that is under way; then each shard has this rank's part of the gradient so far."""
+        """Waits for a reduction that is under way; then each shard has this rank's part of the
+        gradient so far."""
         if self._handle is None:
             return
         part = self._handle.wait()
         if self._mesh.replicas.size > 1:
             part = self._mesh.replicas.allreduce(part, f"{self.name}.replicas")
         self._handle = None
-        self._sum = self._sum.copy_(part) if self._sums == 0 else self._sum.add_(part.to(self._sum.device))
+        self._sum = (
+            self._sum.copy_(part) if self._sums == 0 else self._sum.add_(part.to(self._sum.device))
+        )
         self._sums += 1
         assert self._buffer is not None
         self._buffers.give_back(self._buffer)
@@ -231,7 +278,11 @@ class _Bucket(Bucket):
         self._buffers.is_finished(self)
         for shard in self.shards:
             begin = self._begins[shard.whole] + shard.start - self._own.start
-            shard.parameter.grad = self._sum[begin : begin + shard.parameter.numel()] if shard.parameter.numel() else self._sum[:0]
+            shard.parameter.grad = (
+                self._sum[begin : begin + shard.parameter.numel()]
+                if shard.parameter.numel()
+                else self._sum[:0]
+            )
 
     @torch.no_grad()
     def copy_weights(self) -> None:
@@ -244,7 +295,9 @@ class _Bucket(Bucket):
         """Starts to send the weights of each rank's part to all; the result waits for that."""
         if self._updated.device != self._weights.device:
             self._weights[self._own].copy_(self._updated)
-        handle = self._mesh.shard.start_spread(self._weights.to(self._device), f"weights.{self.name}")
+        handle = self._mesh.shard.start_spread(
+            self._weights.to(self._device), f"weights.{self.name}"
+        )
 
         def wait() -> None:
             weights = handle.wait()
@@ -254,33 +307,51 @@ class _Bucket(Bucket):
         return wait
 
     @torch.no_grad()
-    def put_together(self, of: Callable[[torch.nn.Parameter], torch.Tensor]) -> dict[torch.nn.Parameter, torch.Tensor]:
+    def put_together(
+        self, of: Callable[[torch.nn.Parameter], torch.Tensor]
+    ) -> dict[torch.nn.Parameter, torch.Tensor]:
         """Puts parts together: Zero.put_together()."""
         row = torch.empty_like(self._weights)
         for shard in self.shards:
             begin = self._begins[shard.whole] + shard.start
             row[begin : begin + shard.parameter.numel()].copy_(of(shard.parameter))
-        row = self._mesh.shard.start_spread(row.to(self._device), f"averages.{self.name}").wait().to(row.device)
+        row = (
+            self._mesh.shard.start_spread(row.to(self._device), f"averages.{self.name}")
+            .wait()
+            .to(row.device)
+        )
         sizes = [p.numel() for p in self.parameters]
-        return {p: part.view(p.shape) for p, part in zip(self.parameters, row.split(sizes), strict=True)}
+        return {
+            p: part.view(p.shape) for p, part in zip(self.parameters, row.split(sizes), strict=True)
+        }
 
 
 def total_over(shard: Communicator, x: torch.Tensor) -> torch.Tensor:
     """A total as Strategy.total() has it, over the ranks that have parts."""
-    return shard.allreduce(x.to(reduction_device(x.device, shard)), f"shards.{x.dtype}.{x.numel()}").to(x.device)
+    return shard.allreduce(
+        x.to(reduction_device(x.device, shard)), f"shards.{x.dtype}.{x.numel()}"
+    ).to(x.device)
 
 
 def shard_summary(mesh: Mesh) -> str:
     """ "4 ranks", or "4 ranks of each of 2 hosts" """
-    return f"{mesh.shard.size} rank{'s' if mesh.shard.size > 1 else ''}" + f" of each of {len(mesh.table)} hosts" * (len(mesh.table) > 1)
+    return (
+        f"{mesh.shard.size} rank{'s' if mesh.shard.size > 1 else ''}"
+        + f" of each of {len(mesh.table)} hosts" * (len(mesh.table) > 1)
+    )
 
 
 def of_shards(
-    optimizer: torch.optim.Optimizer, shards: dict[torch.nn.Parameter, Shard], total: Total, rank: int = 0, size: int = 1
+    optimizer: torch.optim.Optimizer,
+    shards: dict[torch.nn.Parameter, Shard],
+    total: Total,
+    rank: int = 0,
+    size: int = 1,
 ) -> torch.optim.Optimizer:
     """This optimizer, without state, for the shards in the place of the parameters.
 
-    rank, size: of the ranks over which total() adds up, for rules that need whole matrices; others do without
+    rank, size: of the ranks over which total() adds up, for rules that need whole matrices; others
+    do without
     """
     groups: list[dict[str, Any]] = []
     for of_all in optimizer.param_groups:
@@ -291,22 +362,31 @@ def of_shards(
         return construction.constructor(groups, **construction.arguments)
     assert isinstance(optimizer, RuleOptimizer)
     sharded = type(optimizer)(groups)
-    nbytes = {shard.parameter: math.prod(shard.shape) * shard.whole.element_size() for shard in shards.values()}
-    sharded.ops = ShardedOps({shard.parameter: shard for shard in shards.values()}, total, rank, size)
+    nbytes = {
+        shard.parameter: math.prod(shard.shape) * shard.whole.element_size()
+        for shard in shards.values()
+    }
+    sharded.ops = ShardedOps(
+        {shard.parameter: shard for shard in shards.values()}, total, rank, size
+    )
     sharded.bytes_of = nbytes.__getitem__
     return sharded
 
 
 Total = Callable[[torch.Tensor], torch.Tensor]
-Parts = list[torch.Tensor]  # (n,) of each parameter, what this rank has of an array of its shape; n may be 0
+Parts = list[
+    torch.Tensor
+]  # (n,) of each parameter, what this rank has of an array of its shape; n may be 0
 AT_ONCE = 8 << 20  # bytes of whole matrices
 
 
 class ShardedOps(TorchOps):
-    """A norm is one of all parts; a matrix whose parts are on several ranks is put together, and orthogonalized on one of them alone."""
+    """A norm is one of all parts; a matrix whose parts are on several ranks is put together, and
+    orthogonalized on one of them alone."""
 
     def __init__(self, shards: Mapping[Any, Shard], total: Total, rank: int, size: int) -> None:
-        """shards: by their parameter; total: the sum over ranks, of which this is `rank` of `size`."""
+        """shards: by their parameter; total: the sum over ranks, of which this is `rank` of
+        `size`."""
         self._shards = shards
         self._total = total
         self._rank = rank
@@ -322,14 +402,24 @@ class ShardedOps(TorchOps):
         found = [torch.empty_like(part) for part in x]
         own = [i for i, shard in enumerate(shards) if not is_cut[i] and shard.stop > shard.start]
         wholes = [x[i].view(shards[i].shape) for i in own]
-        for i, result in zip(own, super().orthogonalize(wholes, wholes, rounds, eps, dtype), strict=True):
+        for i, result in zip(
+            own, super().orthogonalize(wholes, wholes, rounds, eps, dtype), strict=True
+        ):
             found[i] = result.view(-1)
-        for some in runs_of_bytes([i for i in range(len(x)) if is_cut[i]], shards, x[0].element_size()):
+        for some in runs_of_bytes(
+            [i for i in range(len(x)) if is_cut[i]], shards, x[0].element_size()
+        ):
             shapes = [shards[i].shape for i in some]
-            wholes = self._put_together(shapes, {k: (shards[i].start, x[i]) for k, i in enumerate(some)}, x[0])
+            wholes = self._put_together(
+                shapes, {k: (shards[i].start, x[i]) for k, i in enumerate(some)}, x[0]
+            )
             mine = range(self._rank, len(some), self._size)  # ranks take turns
             results = super().orthogonalize([wholes[k] for k in mine], wholes, rounds, eps, dtype)
-            results = self._put_together(shapes, {k: (0, result.view(-1)) for k, result in zip(mine, results, strict=True)}, x[0])
+            results = self._put_together(
+                shapes,
+                {k: (0, result.view(-1)) for k, result in zip(mine, results, strict=True)},
+                x[0],
+            )
             for i, result in zip(some, results, strict=True):
                 found[i] = result.view(-1)[shards[i].start : shards[i].stop]
         return found
@@ -338,23 +428,42 @@ class ShardedOps(TorchOps):
         """Whether a rank has only a part of each parameter; the same on every rank."""
         key = tuple(p)
         if key not in self._cut:
-            own = [0 < shard.stop - shard.start < math.prod(shard.shape) for shard in (self._shards[q] for q in p)]
+            own = [
+                0 < shard.stop - shard.start < math.prod(shard.shape)
+                for shard in (self._shards[q] for q in p)
+            ]
             on_ranks = self._total(p[0].new_tensor(own)).tolist()
-            self._cut[key] = [here or ranks > 0 for here, ranks in zip(own, on_ranks, strict=True)]  # ranks: unknown in a prediction
+            self._cut[key] = [
+                here or ranks > 0 for here, ranks in zip(own, on_ranks, strict=True)
+            ]  # ranks: unknown in a prediction
         return self._cut[key]
 
-    def _put_together(self, shapes: Sequence[tuple[int, ...]], given: Mapping[int, tuple[int, torch.Tensor]], like: torch.Tensor) -> Parts:
-        """Arrays of these shapes. given: of some of them, where this rank's elements begin, and those; every rank calls it."""
+    def _put_together(
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        given: Mapping[int, tuple[int, torch.Tensor]],
+        like: torch.Tensor,
+    ) -> Parts:
+        """Arrays of these shapes. given: of some of them, where this rank's elements begin, and
+        those; every rank calls it."""
         sizes = [math.prod(shape) for shape in shapes]
         row = like.new_zeros(sum(sizes))
         for k, (start, part) in given.items():
             begin = sum(sizes[:k]) + start
             row[begin : begin + len(part)] = part
-        return [array.view(shape) for array, shape in zip(self._total(row).split(sizes), shapes, strict=True)]
+        return [
+            array.view(shape)
+            for array, shape in zip(self._total(row).split(sizes), shapes, strict=True)
+        ]
 
 
-def runs_of_bytes(indices: Sequence[int], shards: Sequence[Shard], itemsize: int) -> Iterator[list[int]]:
-    """Some of the indices at a time, in order, whose shards are of parameters of about AT_ONCE bytes together, or one larger one."""
+def runs_of_bytes(
+    indices: Sequence[int], shards: Sequence[Shard], itemsize: int
+) -> Iterator[list[int]]:
+    """Some of the indices at a time, in order, whose shards are of parameters of about AT_ONCE
+    bytes together, or one larger one."""
     ends = itertools.accumulate(math.prod(shards[i].shape) * itemsize for i in indices)
-    for _, run in itertools.groupby(zip(ends, indices, strict=True), lambda pair: pair[0] // AT_ONCE):
+    for _, run in itertools.groupby(
+        zip(ends, indices, strict=True), lambda pair: pair[0] // AT_ONCE
+    ):
         yield [i for _, i in run]

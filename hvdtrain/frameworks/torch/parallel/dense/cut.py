@@ -1,4 +1,5 @@
-"""Dense layers of which each rank has some neurons, the rows that ranks send each other for them, and which rows in which turn."""
+"""Dense layers of which each rank has some neurons, the rows that ranks send each other for them,
+and which rows in which turn."""
 
 from __future__ import annotations
 
@@ -16,61 +17,105 @@ from hvdtrain.errors import UserError
 Sizes = Sequence[int]  # rows of each rank, the same on all ranks; some may be 0
 Wait = Callable[[], torch.Tensor]
 ELEMENTWISE = (
-    *(nn.ReLU, nn.LeakyReLU, nn.ELU, nn.SELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Softplus, nn.Hardtanh, nn.Identity),
+    *(
+        nn.ReLU,
+        nn.LeakyReLU,
+        nn.ELU,
+        nn.SELU,
+        nn.GELU,
+        nn.SiLU,
+        nn.Sigmoid,
+        nn.Tanh,
+        nn.Softplus,
+        nn.Hardtanh,
+        nn.Identity,
+    ),
     *(nn.Dropout, nn.AlphaDropout),
 )  # what a rank may do to its own neurons without knowing the others
 
 
 class CutLayers:
-    """Linear layers cut by output features, as part_of() cuts them: the first ranks have one neuron more where they do not divide.
+    """Linear layers cut by output features, as part_of() cuts them: the first ranks have one neuron
+    more where they do not divide.
 
-    A rank's weights are rows of the whole weights and its biases are theirs, in the modules of the chain itself, so that parameters keep
-    their names. Elementwise layers work on a rank's own neurons, before those of all ranks are put together; of dropout each rank needs
-    its own random numbers. What is in front of the first linear layer is `lead`, which is not cut.
+    A rank's weights are rows of the whole weights and its biases are theirs, in the modules of the
+    chain itself, so that parameters keep their names. Elementwise layers work on a rank's own
+    neurons, before those of all ranks are put together; of dropout each rank needs its own random
+    numbers. What is in front of the first linear layer is `lead`, which is not cut.
     """
 
     def __init__(self, chain: nn.Module, exchange: Exchange, name: str, where: str) -> None:
-        """Cuts `chain`, the part `name` of a model: one nn.Linear, or an nn.Sequential. Raises UserError for other layers in it."""
+        """Cuts `chain`, the part `name` of a model: one nn.Linear, or an nn.Sequential. Raises
+        UserError for other layers in it."""
         layers = list(_flattened(name, chain))
-        first = next((i for i, (_, layer) in enumerate(layers) if isinstance(layer, nn.Linear)), None)
+        first = next(
+            (i for i, (_, layer) in enumerate(layers) if isinstance(layer, nn.Linear)), None
+        )
         if first is None:
             what = f"{name!r}, which is to be cut over ranks, has no linear layer"
-            raise UserError(what, where, "dense_part = the name of an nn.Linear, or of an nn.Sequential of them")
+            raise UserError(
+                what, where, "dense_part = the name of an nn.Linear, or of an nn.Sequential of them"
+            )
         for path, layer in layers[first:]:
             if not isinstance(layer, (nn.Linear, *ELEMENTWISE)):
-                what = f"{path} is {type(layer).__name__}, which cannot be computed neuron by neuron"
-                raise UserError(what, where, "a dense part of nn.Linear and elementwise layers (nn.ReLU, nn.Dropout ...), or leave it out")
+                what = (
+                    f"{path} is {type(layer).__name__}, which cannot be computed neuron by neuron"
+                )
+                raise UserError(
+                    what,
+                    where,
+                    "a dense part of nn.Linear and elementwise layers (nn.ReLU, nn.Dropout ...), "
+                    "or leave it out",
+                )
         linear = [layer for _, layer in layers[first:] if isinstance(layer, nn.Linear)]
         if len(set(linear)) < len(linear):
-            raise UserError(f"a linear layer of {name!r} is there twice", where, "a layer for each place, or leave it out")
+            raise UserError(
+                f"a linear layer of {name!r} is there twice",
+                where,
+                "a layer for each place, or leave it out",
+            )
         self.lead = nn.Sequential(*(layer for _, layer in layers[:first]))
         self._layers = [layer for _, layer in layers[first:]]
         self._exchange = exchange
         self.inputs = linear[0].in_features
         self.outputs = linear[-1].out_features
         self.names = [path for path, layer in layers[first:] if isinstance(layer, nn.Linear)]
-        self.sent_numbers = self.inputs + sum(layer.out_features for layer in linear)  # for each sample, to each other rank, in each pass
-        self._widths = [[_length(layer.out_features, rank, exchange.size) for rank in range(exchange.size)] for layer in linear]
+        self.sent_numbers = self.inputs + sum(
+            layer.out_features for layer in linear
+        )  # for each sample, to each other rank, in each pass
+        self._widths = [
+            [_length(layer.out_features, rank, exchange.size) for rank in range(exchange.size)]
+            for layer in linear
+        ]
         self.cuts = {p: cut for layer in linear for p, cut in _keep_part(layer, exchange).items()}
         self.parameters = list(self.cuts)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x (n, inputs), the same on all ranks -> (n, outputs) on all ranks. A collective, and so is its backward pass."""
+        """x (n, inputs), the same on all ranks -> (n, outputs) on all ranks. A collective, and so
+        is its backward pass."""
         cut = 0  # linear layers behind us
         for layer in self._layers:
             if not isinstance(layer, nn.Linear):
                 x = layer(x)  # (n, own neurons)
                 continue
             x = self._all_neurons(x, cut - 1) if cut else x
-            x = nn.functional.linear(x, layer.weight, layer.bias)  # layer() would be the whole chain again where that is one layer
+            x = nn.functional.linear(
+                x, layer.weight, layer.bias
+            )  # layer() would be the whole chain again where that is one layer
             cut += 1
         return self._all_neurons(x, cut - 1)
 
     def _all_neurons(self, own: torch.Tensor, number: int) -> torch.Tensor:
-        own = own.to(self.parameters[0].dtype)  # of 16 bits under autocast, which not every engine adds up
-        if self._exchange.size == 1:  # a gathered tensor is transposed, with which some processors round otherwise
+        own = own.to(
+            self.parameters[0].dtype
+        )  # of 16 bits under autocast, which not every engine adds up
+        if (
+            self._exchange.size == 1
+        ):  # a gathered tensor is transposed, with which some processors round otherwise
             return own
-        whole: torch.Tensor = GatherColumns.apply(own, self._exchange, self._widths[number], f"dense.{number}.neurons")
+        whole: torch.Tensor = GatherColumns.apply(
+            own, self._exchange, self._widths[number], f"dense.{number}.neurons"
+        )
         return whole
 
 
@@ -103,11 +148,13 @@ def _keep_part(layer: nn.Linear, exchange: Exchange) -> dict[nn.Parameter, Cut]:
 
 
 class Exchange:
-    """start_gather() and start_sum() are adjoint to each other: one is the other's backward pass where the loss is the sum over ranks.
+    """start_gather() and start_sum() are adjoint to each other: one is the other's backward pass
+    where the loss is the sum over ranks.
 
-    Where several ranks have rows, each sends as many as the one with most, so that all parts of a collective are of one size; where one
-    alone has rows, it is a broadcast from it, or a reduction to it. Every rank calls both with the same sizes and names. With an engine
-    that is not "asynchronous" they wait.
+    Where several ranks have rows, each sends as many as the one with most, so that all parts of a
+    collective are of one size; where one alone has rows, it is a broadcast from it, or a reduction
+    to it. Every rank calls both with the same sizes and names. With an engine that is not
+    "asynchronous" they wait.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -121,15 +168,23 @@ class Exchange:
 
     def rows_of_ranks(self, own: int) -> list[int]:
         """A collective: how many rows each rank has."""
-        return [int(rows) for rows in self._communicator.allgather(np.array([own]), "dense.rows_of_ranks")]
+        return [
+            int(rows)
+            for rows in self._communicator.allgather(np.array([own]), "dense.rows_of_ranks")
+        ]
 
     def start_gather(self, own: torch.Tensor, sizes: Sizes, name: str) -> Wait:
-        """own (sizes[rank], ...) -> (sum of sizes, ...), the rows of all ranks in rank order. `own` stays as it is."""
+        """own (sizes[rank], ...) -> (sum of sizes, ...), the rows of all ranks in rank order. `own`
+        stays as it is."""
         assert len(own) == sizes[self.rank], (own.shape, sizes)
         device = own.device
         sent = self._ready(own)
         if (only := _only(sizes)) is not None:
-            rows = sent.contiguous() if only == self.rank else sent.new_empty(sizes[only], *sent.shape[1:])
+            rows = (
+                sent.contiguous()
+                if only == self.rank
+                else sent.new_empty(sizes[only], *sent.shape[1:])
+            )
             handle = self._communicator.start_broadcast(rows, name, only)
             return lambda: handle.wait().to(device)
         parts = sent.new_empty(self.size, max(sizes), *sent.shape[1:])
@@ -138,12 +193,15 @@ class Exchange:
         return lambda: _without_padding(handle.wait().view(parts.shape), sizes).to(device)
 
     def start_sum(self, x: torch.Tensor, sizes: Sizes, name: str) -> Wait:
-        """x (sum of sizes, ...) -> (sizes[rank], ...), the sum over ranks of the rank's own rows. `x` stays as it is."""
+        """x (sum of sizes, ...) -> (sizes[rank], ...), the sum over ranks of the rank's own rows.
+        `x` stays as it is."""
         assert len(x) == sum(sizes), (x.shape, sizes)
         device = x.device
         sent = self._ready(x)
         if (only := _only(sizes)) is not None:
-            handle = self._communicator.start_reduce(sent.clone(memory_format=torch.contiguous_format), name, only)
+            handle = self._communicator.start_reduce(
+                sent.clone(memory_format=torch.contiguous_format), name, only
+            )
             return lambda: handle.wait()[: sizes[self.rank]].to(device)
         parts = sent.new_zeros(self.size, max(sizes), *sent.shape[1:])
         for part, rows in zip(parts, sent.split(list(sizes)), strict=True):
@@ -166,10 +224,13 @@ def _without_padding(parts: torch.Tensor, sizes: Sizes) -> torch.Tensor:
 
 
 class GatherColumns(torch.autograd.Function):
-    """own (n, widths[rank]) -> (n, sum of widths) on all ranks; backward: the sum over ranks of the gradient of the rank's columns."""
+    """own (n, widths[rank]) -> (n, sum of widths) on all ranks; backward: the sum over ranks of the
+    gradient of the rank's columns."""
 
     @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, exchange: Exchange, widths: Sizes, name: str) -> torch.Tensor:
+    def forward(
+        ctx: Any, own: torch.Tensor, exchange: Exchange, widths: Sizes, name: str
+    ) -> torch.Tensor:
         ctx.exchange = exchange
         ctx.widths = widths
         ctx.name = name
@@ -177,7 +238,12 @@ class GatherColumns(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return ctx.exchange.start_sum(gradient.T, ctx.widths, f"{ctx.name}.gradient")().T, None, None, None
+        return (
+            ctx.exchange.start_sum(gradient.T, ctx.widths, f"{ctx.name}.gradient")().T,
+            None,
+            None,
+            None,
+        )
 
 
 Scheme = Literal["a", "b", "c"]
@@ -185,26 +251,33 @@ Turn = list[range]  # which of its rows each rank gives
 
 
 def rows_of_turns(scheme: Scheme, rows: list[int]) -> list[Turn]:
-    """The turns of a step with one update; rows[rank] is how many a rank has. Turns without any are left out.
+    """The turns of a step with one update; rows[rank] is how many a rank has. Turns without any are
+    left out.
 
-    a: all ranks all of them, in one turn; b: one rank after the other all of its own; c: in as many turns as there are ranks, each rank
-    1 / ranks of them (Krizhevsky 2014, arXiv:1404.5997, section 3, forward pass, step 3).
+    a: all ranks all of them, in one turn; b: one rank after the other all of its own; c: in as many
+    turns as there are ranks, each rank 1 / ranks of them (Krizhevsky 2014, arXiv:1404.5997, section
+    3, forward pass, step 3).
     """
     size = len(rows)
     if scheme == "a":
         turns = [[range(own) for own in rows]]
     elif scheme == "b":
-        turns = [[range(own if rank == turn else 0) for rank, own in enumerate(rows)] for turn in range(size)]
+        turns = [
+            [range(own if rank == turn else 0) for rank, own in enumerate(rows)]
+            for turn in range(size)
+        ]
     else:
         turns = [[range(own)[part_of(own, turn, size)] for own in rows] for turn in range(size)]
     return [turn for turn in turns if any(turn)]
 
 
 def rows_of_updates(scheme: Scheme, rows: list[int], updates: int) -> list[Turn]:
-    """The turns of a step in which the dense layers are updated after each: as many, but for turns without any rows.
+    """The turns of a step in which the dense layers are updated after each: as many, but for turns
+    without any rows.
 
-    The rows of all ranks, in rank order, are one batch, of which a turn has the same rows on any number of ranks. b: neighbours, which are
-    those of one rank where there are as many updates as ranks, with equal shares; c: each `updates`-th, so that all ranks give some.
+    The rows of all ranks, in rank order, are one batch, of which a turn has the same rows on any
+    number of ranks. b: neighbours, which are those of one rank where there are as many updates as
+    ranks, with equal shares; c: each `updates`-th, so that all ranks give some.
     """
     assert scheme != "a", "a has one turn"
     turns = []
@@ -222,9 +295,11 @@ def rows_of_updates(scheme: Scheme, rows: list[int], updates: int) -> list[Turn]
 
 
 def turn_learning_rate(lr: float, samples: int, batch: int) -> float:
-    """Rate of the dense part in a turn of so many samples, where `lr` is that of the whole batch: in proportion to the batch.
+    """Rate of the dense part in a turn of so many samples, where `lr` is that of the whole batch:
+    in proportion to the batch.
 
-    Krizhevsky 2014, section 5: theory asks for the square root of the ratio of the batches; the ratio itself was what worked best, and
-    with it momentum and the coefficient of weight decay stay as they are.
+    Krizhevsky 2014, section 5: theory asks for the square root of the ratio of the batches; the
+    ratio itself was what worked best, and with it momentum and the coefficient of weight decay stay
+    as they are.
     """
     return lr * samples / batch

@@ -1,4 +1,5 @@
-"""HybridModel and its strategy: data parallel in the convolutions, model parallel in the dense layers.
+"""HybridModel and its strategy: data parallel in the convolutions, model parallel in the dense
+layers.
 
 Source: Krizhevsky 2014, arXiv:1404.5997, section 3.
 """
@@ -18,30 +19,58 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Cut
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.stopwatch import Stopwatch
-from hvdtrain.frameworks.torch.parallel.dense.cut import CutLayers, Exchange, Scheme, Turn, Wait, rows_of_turns, rows_of_updates
-from hvdtrain.frameworks.torch.parallel.strategy import Around, NamedParameters, Shard, Wrapped, fill_missing
+from hvdtrain.frameworks.torch.parallel.dense.cut import (
+    CutLayers,
+    Exchange,
+    Scheme,
+    Turn,
+    Wait,
+    rows_of_turns,
+    rows_of_updates,
+)
+from hvdtrain.frameworks.torch.parallel.strategy import (
+    Around,
+    NamedParameters,
+    Shard,
+    Wrapped,
+    fill_missing,
+)
 from hvdtrain.frameworks.torch.parallel.zero import Zero, of_shards, total_over
 
 Context = Callable[[], AbstractContextManager[Any]]
 
 
 class HybridModel(nn.Module):
-    """A model whose `dense_part`, the name of its last submodule, is cut over ranks; the rest is whole on every rank.
+    """A model whose `dense_part`, the name of its last submodule, is cut over ranks; the rest is
+    whole on every rank.
 
-    forward() gives the outputs of a rank's own samples, and the backward pass of the sum of their losses, made on every rank, gives
-    complete gradients of the rank's part of the dense layers, and in all other parameters the gradients of its own samples, which are to
-    be summed over ranks as ever. Both passes are collectives, on ranks without samples too. Sums over ranks of losses and metrics count
-    each sample once, since a rank has the outputs of its own alone.
+    forward() gives the outputs of a rank's own samples, and the backward pass of the sum of their
+    losses, made on every rank, gives complete gradients of the rank's part of the dense layers, and
+    in all other parameters the gradients of its own samples, which are to be summed over ranks as
+    ever. Both passes are collectives, on ranks without samples too. Sums over ranks of losses and
+    metrics count each sample once, since a rank has the outputs of its own alone.
     """
 
-    def __init__(self, model: nn.Module, communicator: Communicator, scheme: Scheme, where: str = "parallel.dense") -> None:
-        """Cuts the dense part of `model`, whose weights are the same on all ranks. Raises UserError where it names none that can be cut."""
+    def __init__(
+        self,
+        model: nn.Module,
+        communicator: Communicator,
+        scheme: Scheme,
+        where: str = "parallel.dense",
+    ) -> None:
+        """Cuts the dense part of `model`, whose weights are the same on all ranks. Raises UserError
+        where it names none that can be cut."""
         super().__init__()
         name = getattr(model, "dense_part", None)
         chain = dict(model.named_modules()).get(name) if isinstance(name, str) else None
         if chain is None:
-            what = f"{type(model).__name__} has no attribute `dense_part` with the name of the submodule that ends in its outputs"
-            raise UserError(what, where, "a model that has one: convnet, alexnet; or leave parallel.dense out")
+            what = (
+                f"{type(model).__name__} has no attribute `dense_part` with the name of the "
+                "submodule that ends in its outputs"
+            )
+            raise UserError(
+                what, where, "a model that has one: convnet, alexnet; or leave parallel.dense out"
+            )
         self.model = model
         self._dense = DenseTurns(chain, str(name), communicator, scheme, where)
         chain.forward = self._dense.__call__  # the names of its parameters stay as they are
@@ -55,31 +84,51 @@ class HybridModel(nn.Module):
         return self._dense.layers.cuts
 
     def summary(self, batch: int | None) -> str:
-        """ "dense.fc1, dense.fc cut by outputs over 2 ranks, ...", with what a rank sends in a step of `batch` samples over all ranks."""
+        """ "dense.fc1, dense.fc cut by outputs over 2 ranks, ...", with what a rank sends in a step
+        of `batch` samples over all ranks."""
         layers = self._dense.layers
         size = self._dense.exchange.size
-        cut = f"{', '.join(layers.names)} cut by outputs over {size} ranks, scheme {self._dense.scheme}"
+        cut = (
+            f"{', '.join(layers.names)} cut by outputs over {size} ranks, scheme "
+            f"{self._dense.scheme}"
+        )
         if batch is None:
             return cut
-        kb = 2 * (size - 1) * layers.sent_numbers * (batch / size) * layers.parameters[0].element_size() / 1e3
+        kb = (
+            2
+            * (size - 1)
+            * layers.sent_numbers
+            * (batch / size)
+            * layers.parameters[0].element_size()
+            / 1e3
+        )
         sent = f"{kb / 1e3:.3g} MB" if kb >= 1e3 else f"{kb:.3g} kB"
         return f"{cut}: {sent} of activations a step from each rank"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (n, ...) -> (n, outputs); n may be 0 and differ between ranks. Without samples the convolutions are not called."""
+        """x (n, ...) -> (n, outputs); n may be 0 and differ between ranks. Without samples the
+        convolutions are not called."""
         if not len(x):
-            return self._dense.outputs(self._dense.no_rows().requires_grad_(torch.is_grad_enabled()))  # backward is a collective
+            return self._dense.outputs(
+                self._dense.no_rows().requires_grad_(torch.is_grad_enabled())
+            )  # backward is a collective
         return self._dense.passed_by(self.model, x)
 
-    def turns(self, x: torch.Tensor, updates: int, context: Context = nullcontext) -> Iterator[OwnTurn]:
-        """The variable batch (section 3.2): the dense part may be updated after each turn, the convolutions after all of them.
+    def turns(
+        self, x: torch.Tensor, updates: int, context: Context = nullcontext
+    ) -> Iterator[OwnTurn]:
+        """The variable batch (section 3.2): the dense part may be updated after each turn, the
+        convolutions after all of them.
 
-        For each turn the caller goes backward, on every rank, from the sum of the losses of the turn's outputs / OwnTurn.samples: then the
-        dense parameters' gradients are those of the mean over the turn, and it may update and zero them. Behind the last turn the
-        convolutions have the gradient of own losses / the samples of the step on all ranks. Their samples have met the dense weights of
-        their turn, so it is the gradient of no one model, as the paper says. A turn keeps activations until it is over.
+        For each turn the caller goes backward, on every rank, from the sum of the losses of the
+        turn's outputs / OwnTurn.samples: then the dense parameters' gradients are those of the mean
+        over the turn, and it may update and zero them. Behind the last turn the convolutions have
+        the gradient of own losses / the samples of the step on all ranks. Their samples have met
+        the dense weights of their turn, so it is the gradient of no one model, as the paper says. A
+        turn keeps activations until it is over.
 
-        `context`: of each part of the forward pass, as autocast, which keeps 16-bit copies of weights as long as it lasts.
+        `context`: of each part of the forward pass, as autocast, which keeps 16-bit copies of
+        weights as long as it lasts.
         """
         with context():
             own = self._inputs_of_dense(x)
@@ -91,7 +140,12 @@ class HybridModel(nn.Module):
                 outputs = self._dense.layers(turn.x)[turn.own]
             yield OwnTurn(turn.rows, outputs, len(turn.x))
             assert turn.x.grad is not None, "the caller goes backward in each turn"
-            waits.append((turn.rows, turn.start_sum(self._dense.exchange, turn.x.grad * (len(turn.x) / batch))))
+            waits.append(
+                (
+                    turn.rows,
+                    turn.start_sum(self._dense.exchange, turn.x.grad * (len(turn.x) / batch)),
+                )
+            )
         gradient = torch.empty_like(own)
         for rows, wait in waits:
             gradient[rows] = wait()
@@ -119,9 +173,12 @@ class OwnTurn(NamedTuple):
 
 
 class DenseTurns:
-    """What a model's dense part becomes: own rows (n, ...) -> their outputs (n, outputs). All ranks work on all rows, in turns."""
+    """What a model's dense part becomes: own rows (n, ...) -> their outputs (n, outputs). All ranks
+    work on all rows, in turns."""
 
-    def __init__(self, chain: nn.Module, name: str, communicator: Communicator, scheme: Scheme, where: str) -> None:
+    def __init__(
+        self, chain: nn.Module, name: str, communicator: Communicator, scheme: Scheme, where: str
+    ) -> None:
         self.exchange = Exchange(communicator)
         self.scheme = scheme
         self.layers = CutLayers(chain, self.exchange, name, where)
@@ -131,14 +188,16 @@ class DenseTurns:
         self._calls = 0
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """A collective, and so is its backward pass; on ranks without rows too. Raises UserError for a second call in a pass."""
+        """A collective, and so is its backward pass; on ranks without rows too. Raises UserError
+        for a second call in a pass."""
         self._calls += 1
         self._check_calls(at_least=0)
         own = self.layers.lead(x).to(self.layers.parameters[0].dtype)
         return own if self.returns_inputs else self.outputs(own)
 
     def passed_by(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """What the whole model gives. Raises UserError where it does not call its dense part once, as other ranks do."""
+        """What the whole model gives. Raises UserError where it does not call its dense part once,
+        as other ranks do."""
         self._calls = 0
         found: torch.Tensor = model(x)
         self._check_calls(at_least=1)
@@ -147,12 +206,19 @@ class DenseTurns:
     def _check_calls(self, at_least: int) -> None:
         if not at_least <= self._calls <= 1:
             times = "twice" if self._calls else "not"
-            what = f"a pass of the model calls {self._name!r} {times}; all ranks work on it together, once"
-            raise UserError(what, self._where, "a forward() that calls it once; or leave parallel.dense out")
+            what = (
+                f"a pass of the model calls {self._name!r} {times}; all ranks work on it "
+                "together, once"
+            )
+            raise UserError(
+                what, self._where, "a forward() that calls it once; or leave parallel.dense out"
+            )
 
     def outputs(self, own: torch.Tensor) -> torch.Tensor:
         """own (n, inputs) -> (n, outputs)."""
-        outputs: torch.Tensor = _InTurns.apply(own, self, torch.is_grad_enabled(), *self.layers.parameters)
+        outputs: torch.Tensor = _InTurns.apply(
+            own, self, torch.is_grad_enabled(), *self.layers.parameters
+        )
         return outputs
 
     def no_rows(self) -> torch.Tensor:
@@ -160,12 +226,20 @@ class DenseTurns:
         return self.layers.parameters[0].new_zeros(0, self.layers.inputs)
 
     def turns_of(self, own: int, updates: int = 1) -> list[Turn]:
-        """Turns of a step in which this rank has `own` rows, and the layers that many updates. A collective."""
+        """Turns of a step in which this rank has `own` rows, and the layers that many updates. A
+        collective."""
         rows = self.exchange.rows_of_ranks(own)
-        return rows_of_turns(self.scheme, rows) if updates == 1 else rows_of_updates(self.scheme, rows, updates)
+        return (
+            rows_of_turns(self.scheme, rows)
+            if updates == 1
+            else rows_of_updates(self.scheme, rows, updates)
+        )
 
-    def gathered(self, own: torch.Tensor, turns: list[Turn], needs_gradient: bool) -> Iterator[GatheredTurn]:
-        """own (n, inputs) -> the rows of each turn. Those of the next one are on their way while the caller works on these."""
+    def gathered(
+        self, own: torch.Tensor, turns: list[Turn], needs_gradient: bool
+    ) -> Iterator[GatheredTurn]:
+        """own (n, inputs) -> the rows of each turn. Those of the next one are on their way while
+        the caller works on these."""
         rank = self.exchange.rank
         own = own.detach()
         wait = self._start(0, own, turns) if turns else None
@@ -174,11 +248,19 @@ class DenseTurns:
             x = wait().requires_grad_(needs_gradient)
             wait = self._start(number + 1, own, turns) if number + 1 < len(turns) else None
             first = sum(map(len, turn[:rank]))
-            yield GatheredTurn(number, list(map(len, turn)), x, slice(first, first + len(turn[rank])), _as_slice(turn[rank]))
+            yield GatheredTurn(
+                number,
+                list(map(len, turn)),
+                x,
+                slice(first, first + len(turn[rank])),
+                _as_slice(turn[rank]),
+            )
 
     def _start(self, number: int, own: torch.Tensor, turns: list[Turn]) -> Wait:
         turn = turns[number]
-        return self.exchange.start_gather(own[_as_slice(turn[self.exchange.rank])], list(map(len, turn)), f"dense.rows.{number}")
+        return self.exchange.start_gather(
+            own[_as_slice(turn[self.exchange.rank])], list(map(len, turn)), f"dense.rows.{number}"
+        )
 
 
 class GatheredTurn(NamedTuple):
@@ -202,12 +284,19 @@ def _as_slice(rows: range) -> slice:
 class _InTurns(torch.autograd.Function):
     """All turns forward, and all turns backward when the gradients of the outputs are there.
 
-    One node of the graph, so that the collectives of all turns have one order on all ranks. The gradient of a turn's rows is on its way
-    back while the next turn is computed. What the layers keep for backward is that of all rows, with every scheme.
+    One node of the graph, so that the collectives of all turns have one order on all ranks. The
+    gradient of a turn's rows is on its way back while the next turn is computed. What the layers
+    keep for backward is that of all rows, with every scheme.
     """
 
     @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, dense: DenseTurns, needs_gradient: bool, *parameters: nn.Parameter) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        own: torch.Tensor,
+        dense: DenseTurns,
+        needs_gradient: bool,
+        *parameters: nn.Parameter,
+    ) -> torch.Tensor:
         ctx.dense = dense
         ctx.parameters = parameters
         ctx.turns = []
@@ -227,36 +316,57 @@ class _InTurns(torch.autograd.Function):
         waits = [ctx.dense.no_rows]
         while ctx.turns:  # what a turn kept is freed behind it
             turn, output = ctx.turns.pop(0)
-            of_rows, *of_parameters = torch.autograd.grad(output, [turn.x, *trained], gradient[turn.rows])
+            of_rows, *of_parameters = torch.autograd.grad(
+                output, [turn.x, *trained], gradient[turn.rows]
+            )
             waits.append(turn.start_sum(ctx.dense.exchange, of_rows))
             if sums:
                 torch._foreach_add_(sums, of_parameters)
         by_parameter = dict(zip(trained, sums, strict=True))
-        return torch.cat([wait() for wait in waits]), None, None, *(by_parameter.get(p) for p in ctx.parameters)
+        return (
+            torch.cat([wait() for wait in waits]),
+            None,
+            None,
+            *(by_parameter.get(p) for p in ctx.parameters),
+        )
 
 
 class Hybrid(Around):
-    """The gradients of the dense layers are complete behind backward; those of all other parameters are ZeRO's, of stage 1 or 2.
+    """The gradients of the dense layers are complete behind backward; those of all other parameters
+    are ZeRO's, of stage 1 or 2.
 
-    A reduction to the owners and the spreading of their weights send what an allreduce does. Each element of the training state has one
-    owner: of the dense layers the rank whose part it is in, of all else the one to which ZeRO's buckets give it. So norms over parameters,
-    noise and checkpoints count everything once.
+    A reduction to the owners and the spreading of their weights send what an allreduce does. Each
+    element of the training state has one owner: of the dense layers the rank whose part it is in,
+    of all else the one to which ZeRO's buckets give it. So norms over parameters, noise and
+    checkpoints count everything once.
     """
 
     calls_model = False  # without the other ranks
 
     def __init__(
-        self, config: Config, mesh: Mesh, named: NamedParameters, model: HybridModel, stopwatch: Stopwatch, batch: int | None
+        self,
+        config: Config,
+        mesh: Mesh,
+        named: NamedParameters,
+        model: HybridModel,
+        stopwatch: Stopwatch,
+        batch: int | None,
     ) -> None:
         """batch: samples of a step, for the summary, where they are known."""
         self._world = mesh.world
         self._cuts = model.cuts()
         updates = config.parallel.dense_updates
-        self._reduced = [p for _, p in named if p in self._cuts and updates == 1]  # else they have no gradient behind the last turn
+        self._reduced = [
+            p for _, p in named if p in self._cuts and updates == 1
+        ]  # else they have no gradient behind the last turn
         stage: Literal[1, 2] = 2 if config.shard.stage == 2 else 1
         others = [(name, p) for name, p in named if p not in self._cuts]
-        super().__init__(Zero(others, mesh, stage, int(config.comm.bucket_mb * 2**20), stopwatch, on_host=False))
-        self._shards = {p: self.part(p) if p in self._cuts else self._within.shard(p) for _, p in named}
+        super().__init__(
+            Zero(others, mesh, stage, int(config.comm.bucket_mb * 2**20), stopwatch, on_host=False)
+        )
+        self._shards = {
+            p: self.part(p) if p in self._cuts else self._within.shard(p) for _, p in named
+        }
         self.waits_in_passes = any(p.is_cuda for _, p in named)  # parallel/communicators.py
         often = f"; updated {updates} times a step" * (updates > 1)
         self.summary = f"{model.summary(batch)}{often}; of the others {self._within.summary}"

@@ -1,1 +1,2 @@
-"""Parameter servers: ranks that hold the weights and update them, and ranks that compute gradients and do not wait for each other."""
+"""Parameter servers: ranks that hold the weights and update them, and ranks that compute gradients
+and do not wait for each other."""

@@ -1,4 +1,5 @@
-"""Losses of workers: what each living rank has when one is lost between two sync points, and how they go on from there."""
+"""Losses of workers: what each living rank has when one is lost between two sync points, and how
+they go on from there."""
 
 from __future__ import annotations
 
@@ -13,10 +14,13 @@ from hvdtrain.core.progress import GoOn, Outstanding
 
 
 class SyncPoints:
-    """Where a rank is: at or behind which sync point. They are told by the steps that are done there."""
+    """Where a rank is: at or behind which sync point. They are told by the steps that are done
+    there."""
 
     def __init__(self) -> None:
-        self._begun: int | None = None  # of the steps that this rank makes now, or made last, the first
+        self._begun: int | None = (
+            None  # of the steps that this rank makes now, or made last, the first
+        )
         self._synced: int | None = None  # the same, once all ranks have the weights behind them
 
     def begin(self, first: int) -> int:
@@ -32,7 +36,8 @@ class SyncPoints:
         return self._begun == kept
 
     def is_behind(self, kept: int) -> bool:
-        """Whether this rank is at the sync point that follows, with weights that are no server's alone."""
+        """Whether this rank is at the sync point that follows, with weights that are no server's
+        alone."""
         return self._synced == kept
 
 
@@ -46,10 +51,12 @@ class Report(NamedTuple):
 
 
 def go_on_from(reports: Sequence[Report | None], servers: int) -> GoOn | None:
-    """reports: of the living ranks, in order. None where not all servers and a worker are left, or a rank is at another sync point.
+    """reports: of the living ranks, in order. None where not all servers and a worker are left, or
+    a rank is at another sync point.
 
-    A worker has a gradient until it computes the next one, which is after all servers have made an update from it. So it is sent again
-    where the first server has it as outstanding, and is of weights of which all servers sent the same version.
+    A worker has a gradient until it computes the next one, which is after all servers have made an
+    update from it. So it is sent again where the first server has it as outstanding, and is of
+    weights of which all servers sent the same version.
     """
     living = [report for report in reports if report is not None]
     of_servers = [report for report in living if report.rank < servers]
@@ -62,7 +69,9 @@ def go_on_from(reports: Sequence[Report | None], servers: int) -> GoOn | None:
     assert version is not None, reports
     ranks = {report.rank: now for now, report in enumerate(living)}
     holders = {report.rank: report.held for report in living if report.held is not None}
-    kept = {worker: read for worker, read in outstanding.items() if holders.get(worker) == read.ticket}
+    kept = {
+        worker: read for worker, read in outstanding.items() if holders.get(worker) == read.ticket
+    }
     again = sorted(read.ticket for worker, read in outstanding.items() if worker not in kept)
     return GoOn(version, ranks, {ranks[worker]: read for worker, read in kept.items()}, again)
 
@@ -72,10 +81,12 @@ class LostMeanwhile(Exception):
 
 
 class Agreement:
-    """The agreement of this server with the others, whose group no worker is in: its collectives go on when a worker is lost.
+    """The agreement of this server with the others, whose group no worker is in: its collectives go
+    on when a worker is lost.
 
-    An update is made of messages of workers first, then of collectives of the group alone. Between them the servers agree that each has
-    what it needs. So all have made the same updates whenever a worker is lost, and each of them as a whole.
+    An update is made of messages of workers first, then of collectives of the group alone. Between
+    them the servers agree that each has what it needs. So all have made the same updates whenever a
+    worker is lost, and each of them as a whole.
     """
 
     def __init__(self, world: Interruptible, group: Communicator) -> None:
@@ -88,13 +99,17 @@ class Agreement:
 
     @contextlib.contextmanager
     def all_or_none(self) -> Iterator[None]:
-        """Around the messages of one update: returns on all servers, or raises on all. Every server comes here equally often."""
+        """Around the messages of one update: returns on all servers, or raises on all. Every server
+        comes here equally often."""
         try:
             yield
         except Exception as error:
             if self._world.is_loss(error):
-                self._world.interrupt()  # another server may wait for a worker that waits for this one
-                with contextlib.suppress(Exception):  # that it fails says the same: another server has gone on to shrink()
+                # another server may wait for a worker that waits for this one
+                self._world.interrupt()
+                with contextlib.suppress(
+                    Exception
+                ):  # that it fails says the same: another server has gone on to shrink()
                     self._is_ready(False)
             raise
         if not self._is_ready(True):
@@ -107,6 +122,7 @@ class Agreement:
             pass
 
     def _is_ready(self, is_ready: bool) -> bool:
-        """Whether all servers are. Where a server sees it fail, none has come to its end with yes."""
+        """Whether all servers are. Where a server sees it fail, none has come to its end with
+        yes."""
         not_ready = self._group.allreduce(np.array([not is_ready], np.int64), "servers.ready")
         return not not_ready[0]

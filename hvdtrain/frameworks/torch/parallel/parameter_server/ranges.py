@@ -20,8 +20,9 @@ class Slot(NamedTuple):
 
 
 class Ranges:
-    """Ranges of the weights, equal on all ranks. Buckets go from the last layer to the first, as backward fills them; of each a server
-    has a contiguous part, and all its parts lie in one flat memory, one behind the other.
+    """Ranges of the weights, equal on all ranks. Buckets go from the last layer to the first, as
+    backward fills them; of each a server has a contiguous part, and all its parts lie in one flat
+    memory, one behind the other.
     """
 
     def __init__(self, named: NamedParameters, bucket_bytes: int, servers: int) -> None:
@@ -43,7 +44,10 @@ class Ranges:
 
     def length(self, server: int) -> int:
         """Length of a server's flat memory."""
-        return sum(part.stop - part.start for part in (self.part(i, server) for i in range(len(self.buckets))))
+        return sum(
+            part.stop - part.start
+            for part in (self.part(i, server) for i in range(len(self.buckets)))
+        )
 
     def split(self, own: torch.Tensor, server: int) -> list[torch.Tensor]:
         """The part of each bucket in a server's flat memory."""
@@ -68,7 +72,9 @@ class Weights:
     def __init__(self, ranges: Ranges) -> None:
         self._ranges = ranges
         with torch.no_grad():
-            self.flat = [torch.cat([p.detach().reshape(-1) for p in bucket]) for bucket in ranges.buckets]
+            self.flat = [
+                torch.cat([p.detach().reshape(-1) for p in bucket]) for bucket in ranges.buckets
+            ]
         for p, slot in ranges.slots.items():
             p.data = self.flat[slot.bucket][slot.begin : slot.begin + p.numel()].view(p.shape)
 
@@ -83,15 +89,27 @@ class Weights:
             for i, part in enumerate(self.parts(server)):
                 if part.numel():
                     device = reduction_device(part.device, communicator)
-                    found = communicator.broadcast(part.to(device), f"weights.{server}.{i}", root=server)
+                    found = communicator.broadcast(
+                        part.to(device), f"weights.{server}.{i}", root=server
+                    )
                     if found is not part:
                         part.copy_(found)
 
 
 @torch.no_grad()
-def broadcast_numbers(communicator: Communicator, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Gives every rank the optimizer's state that is one number for a parameter, as the first server has it. A collective."""
-    numbers = [t for p in parameters for _, t in sorted(optimizer.state[p].items()) if torch.is_tensor(t) and not t.ndim]
+def broadcast_numbers(
+    communicator: Communicator,
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[torch.nn.Parameter],
+) -> None:
+    """Gives every rank the optimizer's state that is one number for a parameter, as the first
+    server has it. A collective."""
+    numbers = [
+        t
+        for p in parameters
+        for _, t in sorted(optimizer.state[p].items())
+        if torch.is_tensor(t) and not t.ndim
+    ]
     if numbers:
         found = communicator.broadcast(torch.stack(numbers).cpu(), "numbers of the optimizer")
         torch._foreach_copy_(numbers, list(found.to(numbers[0].device).unbind()))

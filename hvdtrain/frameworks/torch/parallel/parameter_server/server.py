@@ -1,4 +1,5 @@
-"""Server: the strategy of a rank that holds a range of the weights, and updates it from the gradients that workers send."""
+"""Server: the strategy of a rank that holds a range of the weights, and updates it from the
+gradients that workers send."""
 
 from __future__ import annotations
 
@@ -14,18 +15,31 @@ from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import GoOn, Progress, WorkerUpdate
 from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.frameworks.torch.parallel.parameter_server.losses import Agreement, Report, SyncPoints
-from hvdtrain.frameworks.torch.parallel.parameter_server.ranges import Ranges, Weights, broadcast_numbers
-from hvdtrain.frameworks.torch.parallel.parameter_server.turns import GRADIENT, WEIGHTS, AsynchronousTurns, Turns, end_all
+from hvdtrain.frameworks.torch.parallel.parameter_server.ranges import (
+    Ranges,
+    Weights,
+    broadcast_numbers,
+)
+from hvdtrain.frameworks.torch.parallel.parameter_server.turns import (
+    GRADIENT,
+    WEIGHTS,
+    AsynchronousTurns,
+    Turns,
+    end_all,
+)
 from hvdtrain.frameworks.torch.parallel.strategy import Held, OnePass, Shard, Strategy, Wrapped
 from hvdtrain.frameworks.torch.parallel.zero import of_shards
 
 
 class Server(Strategy):
-    """In each step: sends weights to the workers whose turn it is, waits for the gradients of the next update, and updates its range.
+    """In each step: sends weights to the workers whose turn it is, waits for the gradients of the
+    next update, and updates its range.
 
-    The range, its optimizer state and all messages are in host memory. For each worker there is room for the gradient that it will send,
-    whose receive waits there before the worker computes it, and a copy of the weights that it got, which the message is sent from while
-    other updates are made. With P bytes of weights, S servers and W workers, a server has P + (1 + 2 W) P / S, and the optimizer's state.
+    The range, its optimizer state and all messages are in host memory. For each worker there is
+    room for the gradient that it will send, whose receive waits there before the worker computes
+    it, and a copy of the weights that it got, which the message is sent from while other updates
+    are made. With P bytes of weights, S servers and W workers, a server has P + (1 + 2 W) P / S,
+    and the optimizer's state.
     """
 
     local_mean = True  # of no samples: nothing is asked of the workers
@@ -40,7 +54,8 @@ class Server(Strategy):
         stopwatch: Stopwatch,
         agreement: Agreement | None = None,
     ) -> None:
-        """group: of the servers alone. agreement: of several servers that go on when a worker is lost."""
+        """group: of the servers alone. agreement: of several servers that go on when a worker is
+        lost."""
         self._config = config
         self._ranges = ranges
         self._world = world
@@ -51,11 +66,16 @@ class Server(Strategy):
         self._weights = Weights(ranges)
         self._own = torch.cat([part.cpu() for part in self._weights.parts(world.rank)])
         self._shards = {p: ranges.shard(p, self._own, world.rank) for p in ranges.slots}
-        self._inboxes = {worker: _Inbox(self._own, ranges, world, worker) for worker in range(ranges.servers, world.size)}
+        self._inboxes = {
+            worker: _Inbox(self._own, ranges, world, worker)
+            for worker in range(ranges.servers, world.size)
+        }
         self._sync_points = SyncPoints()
         self._version = 0  # updates done
         self._goes_on = False  # at that version
-        self._sent_again: list[_Inbox] = []  # whose gradients come without a new reading of the weights
+        self._sent_again: list[
+            _Inbox
+        ] = []  # whose gradients come without a new reading of the weights
         self._chosen: Sequence[int] = []  # the workers of whose gradients the next update is made
         self._staleness = 0  # of the gradient that is applied
         self.summary = summary_of(config, world.size)
@@ -89,7 +109,9 @@ class Server(Strategy):
         """Added in the order of ranks, so that a replay has the same bits."""
         if self._group.size == 1:
             return x
-        of_all = self._group.allgather(x.reshape(1, -1).contiguous(), f"servers.{x.dtype}.{x.numel()}")
+        of_all = self._group.allgather(
+            x.reshape(1, -1).contiguous(), f"servers.{x.dtype}.{x.numel()}"
+        )
         found = of_all[0].clone()
         for other in of_all[1:]:
             found += other
@@ -113,8 +135,11 @@ class Server(Strategy):
             gradient += other.received
         self._staleness = self._version - first.read
         if self._config.correct == "delay_compensation":
-            # Zheng et al. 2017, arXiv:1609.08326, eq. 10: g + lambda g g (w - w that the worker had), elementwise
-            gradient += self._config.compensation * gradient * gradient * (self._own - first.weights)
+            # Zheng et al. 2017, arXiv:1609.08326, eq. 10: g + lambda g g (w - w that the worker
+            # had), elementwise
+            gradient += (
+                self._config.compensation * gradient * gradient * (self._own - first.weights)
+            )
         self._version += 1
         for shard in self._shards.values():
             updated = shard.parameter
@@ -135,10 +160,16 @@ class Server(Strategy):
     def sync(self, optimizer: torch.optim.Optimizer) -> None:
         if self._agreement:
             self._agreement.meet()
-        for whole, part in zip(self._weights.parts(self._world.rank), self._ranges.split(self._own, self._world.rank), strict=True):
+        for whole, part in zip(
+            self._weights.parts(self._world.rank),
+            self._ranges.split(self._own, self._world.rank),
+            strict=True,
+        ):
             whole.copy_(part)
         self._weights.broadcast(self._world)
-        broadcast_numbers(self._world, optimizer, [shard.parameter for shard in self._shards.values()])
+        broadcast_numbers(
+            self._world, optimizer, [shard.parameter for shard in self._shards.values()]
+        )
         self._sync_points.synced()
 
     def cut_off(self) -> None:
@@ -158,7 +189,11 @@ class Server(Strategy):
         assert isinstance(self._turns, AsynchronousTurns)
         workers = range(self._ranges.servers, self._world.size)
         self._turns.go_on(how, workers, is_begun=self._sync_points.is_begun(kept))
-        self._inboxes = {now: self._inboxes[former].of_worker(now) for former, now in how.ranks.items() if former in self._inboxes}
+        self._inboxes = {
+            now: self._inboxes[former].of_worker(now)
+            for former, now in how.ranks.items()
+            if former in self._inboxes
+        }
         self._sent_again = [self._inboxes[worker] for worker in how.sent_again]
         self._version = how.version
         self._goes_on = True
@@ -168,7 +203,9 @@ class Server(Strategy):
         self.summary = summary_of(self._config, self._world.size)
 
     def held(self) -> Held:
-        return Held([], [t for inbox in self._inboxes.values() for t in (inbox.weights, inbox.received)])
+        return Held(
+            [], [t for inbox in self._inboxes.values() for t in (inbox.weights, inbox.received)]
+        )
 
 
 class _Inbox:
@@ -224,5 +261,10 @@ def summary_of(config: ServersConfig, ranks: int) -> str:
     """gradients of 3 workers to 1 server"""
     workers = ranks - config.count
     count = config.count
-    corrected = "" if config.correct == "none" else f", corrected by {config.correct.replace('_', ' ')}"
-    return f"gradients of {workers} worker{'s' if workers > 1 else ''} to {count} server{'s' if count > 1 else ''}{corrected}"
+    corrected = (
+        "" if config.correct == "none" else f", corrected by {config.correct.replace('_', ' ')}"
+    )
+    return (
+        f"gradients of {workers} worker{'s' if workers > 1 else ''} to {count} "
+        f"server{'s' if count > 1 else ''}{corrected}"
+    )

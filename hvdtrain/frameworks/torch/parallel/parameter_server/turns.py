@@ -1,4 +1,5 @@
-"""Turns: which workers get weights before an update, and whose gradients it is made from: messages, and the bound of staleness."""
+"""Turns: which workers get weights before an update, and whose gradients it is made from: messages,
+and the bound of staleness."""
 
 from __future__ import annotations
 
@@ -79,9 +80,12 @@ class AllWorkers:
 
 
 class Leader:
-    """The first server, which gives out tickets, and decides for all servers in which order gradients are applied."""
+    """The first server, which gives out tickets, and decides for all servers in which order
+    gradients are applied."""
 
-    def __init__(self, world: PointToPoint, servers: int, workers: Sequence[int], bound: int | None) -> None:
+    def __init__(
+        self, world: PointToPoint, servers: int, workers: Sequence[int], bound: int | None
+    ) -> None:
         self._world = world
         self._followers = range(1, servers)
         self._workers = workers
@@ -89,7 +93,9 @@ class Leader:
         self._order = Order(bound)
         self._sent: dict[tuple[int, int], Handle] = {}  # (rank, tag) -> the last message
         self._goes_on = False  # in the window that the order has
-        self._sending_again: set[int] = set()  # workers that get their next ticket when their gradient is complete, again
+        self._sending_again: set[int] = (
+            set()
+        )  # workers that get their next ticket when their gradient is complete, again
 
     def begin(self, first: int, behind: int) -> None:
         if not self._goes_on:
@@ -133,7 +139,8 @@ class Leader:
         end_all(self._sent.values())
 
     def _grant(self, worker: int) -> None:
-        """Already now, so that the worker reads the samples while its gradient waits to be applied."""
+        """Already now, so that the worker reads the samples while its gradient waits to be
+        applied."""
         ticket = self._order.grant(worker)
         self._send(worker, TICKET, np.array([NO_TICKET if ticket is None else ticket]))
 
@@ -195,18 +202,22 @@ class Window(NamedTuple):
 
     def left(self) -> list[int]:
         """The tickets that nobody has."""
-        taken = {update.ticket for update in self.updates} | {read.ticket for read in self.reads.values()}
+        taken = {update.ticket for update in self.updates} | {
+            read.ticket for read in self.reads.values()
+        }
         return [ticket for ticket in range(self.first, self.behind) if ticket not in taken]
 
 
 class Order:
     """The decisions of the first server, between two sync points; nothing here communicates.
 
-    A worker has at most one read: weights that it fetched, by the number of updates that they have, and whose gradient is not applied yet.
-    The staleness of an update is the number of updates between read and update. With a bound s it stays at most s, whatever the speed of
-    the workers, because the reads can always be updated from one after the other, the oldest first: the i-th oldest (from 0) then is
-    version - read + i updates old. What would break that waits: a gradient until an older read is updated from, and a worker that wants to
-    read while s + 1 others have. A gradient of the oldest read never waits, so there is always one that may be applied.
+    A worker has at most one read: weights that it fetched, by the number of updates that they have,
+    and whose gradient is not applied yet. The staleness of an update is the number of updates
+    between read and update. With a bound s it stays at most s, whatever the speed of the workers,
+    because the reads can always be updated from one after the other, the oldest first: the i-th
+    oldest (from 0) then is version - read + i updates old. What would break that waits: a gradient
+    until an older read is updated from, and a worker that wants to read while s + 1 others have. A
+    gradient of the oldest read never waits, so there is always one that may be applied.
     """
 
     def __init__(self, bound: int | None) -> None:
@@ -215,8 +226,12 @@ class Order:
         self._window = Window(0, 0, [], {})
         self._updates: list[WorkerUpdate] = []  # since the sync point
         self._left: deque[int] = deque()  # tickets
-        self._granted: dict[int, int] = {}  # worker -> its next ticket, for which it has not read yet
-        self._waiting: list[int] = []  # of these workers those that have no other read, the first to come first
+        self._granted: dict[
+            int, int
+        ] = {}  # worker -> its next ticket, for which it has not read yet
+        self._waiting: list[
+            int
+        ] = []  # of these workers those that have no other read, the first to come first
         self._tickets: dict[int, int] = {}  # worker -> the ticket that it has read for
         self._reads: dict[int, int] = {}
         self._arrived: list[int] = []  # workers whose gradient is complete, the first to come first
@@ -232,9 +247,12 @@ class Order:
         self._reads = {worker: read.read for worker, read in window.reads.items()}
 
     def window(self, version: int) -> Window:
-        """The window after so many updates: later ones are not made, and their gradients are outstanding."""
+        """The window after so many updates: later ones are not made, and their gradients are
+        outstanding."""
         made = version - self._window.first
-        reads = {worker: Outstanding(self._tickets[worker], read) for worker, read in self._reads.items()}
+        reads = {
+            worker: Outstanding(self._tickets[worker], read) for worker, read in self._reads.items()
+        }
         for number, update in enumerate(self._updates[made:], start=version):
             reads[update.worker] = Outstanding(update.ticket, number - update.staleness)
         return self._window._replace(updates=self._updates[:made], reads=reads)
@@ -269,12 +287,15 @@ class Order:
         self._arrived.append(worker)
 
     def next_update(self) -> WorkerUpdate | None:
-        """The next update, from the first gradient that may be applied; None where none may be before another one arrives."""
+        """The next update, from the first gradient that may be applied; None where none may be
+        before another one arrives."""
         worker = next((worker for worker in self._arrived if self._may_be_applied(worker)), None)
         if worker is None:
             return None
         self._arrived.remove(worker)
-        update = WorkerUpdate(self._tickets.pop(worker), self.version - self._reads.pop(worker), worker)
+        update = WorkerUpdate(
+            self._tickets.pop(worker), self.version - self._reads.pop(worker), worker
+        )
         self._updates.append(update)
         self.version += 1
         if worker in self._granted:
@@ -289,7 +310,8 @@ class Order:
 
 
 def end_all(handles: Iterable[Handle]) -> None:
-    """Waits for messages of which the engine has ended those that do not come: their memory is free then."""
+    """Waits for messages of which the engine has ended those that do not come: their memory is free
+    then."""
     for handle in handles:
         with contextlib.suppress(Exception):
             handle.wait()

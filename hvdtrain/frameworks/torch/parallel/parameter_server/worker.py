@@ -1,4 +1,5 @@
-"""Worker: the strategy of a rank that fetches weights from the servers, and sends them gradients."""
+"""Worker: the strategy of a rank that fetches weights from the servers, and sends them
+gradients."""
 
 from __future__ import annotations
 
@@ -15,33 +16,64 @@ from hvdtrain.core.progress import GoOn, Progress
 from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.frameworks.torch.parallel.buckets import Bucket, InOrder
 from hvdtrain.frameworks.torch.parallel.parameter_server.losses import Report, SyncPoints
-from hvdtrain.frameworks.torch.parallel.parameter_server.ranges import Ranges, Weights, broadcast_numbers
+from hvdtrain.frameworks.torch.parallel.parameter_server.ranges import (
+    Ranges,
+    Weights,
+    broadcast_numbers,
+)
 from hvdtrain.frameworks.torch.parallel.parameter_server.server import summary_of
-from hvdtrain.frameworks.torch.parallel.parameter_server.turns import DONE, GRADIENT, LEADER, NO_TICKET, TICKET, WEIGHTS, end_all
-from hvdtrain.frameworks.torch.parallel.strategy import OnePass, Shard, Strategy, Wrapped, run_passes
+from hvdtrain.frameworks.torch.parallel.parameter_server.turns import (
+    DONE,
+    GRADIENT,
+    LEADER,
+    NO_TICKET,
+    TICKET,
+    WEIGHTS,
+    end_all,
+)
+from hvdtrain.frameworks.torch.parallel.strategy import (
+    OnePass,
+    Shard,
+    Strategy,
+    Wrapped,
+    run_passes,
+)
 from hvdtrain.frameworks.torch.parallel.zero import of_shards
 
 
 class Worker(Strategy):
-    """In each step that it gets: waits for weights, and sends each bucket of gradients as soon as backward has computed it.
+    """In each step that it gets: waits for weights, and sends each bucket of gradients as soon as
+    backward has computed it.
 
-    The weights arrive while the samples are read, and a gradient may still be under way then. The worker updates nothing: it has 0
-    elements of the training state beside the weights, which are those of the last step that it made until a sync point gives all ranks
-    the newest.
+    The weights arrive while the samples are read, and a gradient may still be under way then. The
+    worker updates nothing: it has 0 elements of the training state beside the weights, which are
+    those of the last step that it made until a sync point gives all ranks the newest.
 
-    Where a message fails during a pass, the pass comes to its end first: its gradient may be sent again.
+    Where a message fails during a pass, the pass comes to its end first: its gradient may be sent
+    again.
     """
 
-    def __init__(self, config: ServersConfig, ranges: Ranges, world: PointToPoint, stopwatch: Stopwatch) -> None:
+    def __init__(
+        self, config: ServersConfig, ranges: Ranges, world: PointToPoint, stopwatch: Stopwatch
+    ) -> None:
         self._config = config
         self._ranges = ranges
         self._world = world
         self._stopwatch = stopwatch
         self._weights = Weights(ranges)
-        self._buckets = [_Bucket(i, parameters, ranges, world) for i, parameters in enumerate(ranges.buckets)]
+        self._buckets = [
+            _Bucket(i, parameters, ranges, world) for i, parameters in enumerate(ranges.buckets)
+        ]
         self._order = InOrder(self._buckets, self._start, stopwatch)
-        self._shards = {p: Shard(torch.nn.Parameter(p.detach().reshape(-1)[:0].cpu()), p, 0, 0) for p in ranges.slots}
-        self._parts = [(server, part) for server in range(ranges.servers) for part in self._weights.parts(server)]
+        self._shards = {
+            p: Shard(torch.nn.Parameter(p.detach().reshape(-1)[:0].cpu()), p, 0, 0)
+            for p in ranges.slots
+        }
+        self._parts = [
+            (server, part)
+            for server in range(ranges.servers)
+            for part in self._weights.parts(server)
+        ]
         self._arriving: list[tuple[Handle, torch.Tensor]] = []
         self._done: Handle | None = None
         self._ticket: Handle | None = None
@@ -60,7 +92,9 @@ class Worker(Strategy):
         """Steps of the tickets that the first server gives; all of them with servers.bound=0."""
         first = self._sync_points.begin(steps[0].step)
         self._begin()
-        for ticket in self._tickets() if self._config.are_asynchronous else range(first, steps[-1].step + 1):
+        for ticket in (
+            self._tickets() if self._config.are_asynchronous else range(first, steps[-1].step + 1)
+        ):
             self._made = ticket
             self._fetch()
             yield steps[ticket - first]
@@ -148,7 +182,9 @@ class Worker(Strategy):
         for bucket in self._buckets:
             bucket.finish()
         self._weights.broadcast(self._world)
-        broadcast_numbers(self._world, optimizer, [shard.parameter for shard in self._shards.values()])
+        broadcast_numbers(
+            self._world, optimizer, [shard.parameter for shard in self._shards.values()]
+        )
         self._sync_points.synced()
 
     def cut_off(self) -> None:
@@ -180,7 +216,9 @@ class Worker(Strategy):
 class _Bucket(Bucket):
     """A bucket from whose buffer each server's part is sent."""
 
-    def __init__(self, number: int, parameters: list[torch.nn.Parameter], ranges: Ranges, world: PointToPoint) -> None:
+    def __init__(
+        self, number: int, parameters: list[torch.nn.Parameter], ranges: Ranges, world: PointToPoint
+    ) -> None:
         super().__init__(parameters, {p: ranges.slots[p].begin for p in parameters})
         self._world = world
         self._flat = torch.zeros(ranges.lengths[number], dtype=parameters[0].dtype)
@@ -193,13 +231,17 @@ class _Bucket(Bucket):
 
     def send(self) -> None:
         """Starts to send it."""
-        self._sending = [self._world.start_send(part, server, "gradient", GRADIENT) for server, part in enumerate(self._parts)]
+        self._sending = [
+            self._world.start_send(part, server, "gradient", GRADIENT)
+            for server, part in enumerate(self._parts)
+        ]
 
     def cut_off(self) -> None:
         end_all(self._sending)
 
     def forget_all(self) -> None:
-        """What was under way has ended, and what was taken of a pass that did not come to its end is void."""
+        """What was under way has ended, and what was taken of a pass that did not come to its end
+        is void."""
         self._sending = []
         self.forget()
 

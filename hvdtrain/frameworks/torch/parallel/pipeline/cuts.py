@@ -1,4 +1,5 @@
-"""Where a model is cut into stages: as parallel.balance says, or so that the slowest stage has the fewest operations or seconds."""
+"""Where a model is cut into stages: as parallel.balance says, or so that the slowest stage has the
+fewest operations or seconds."""
 
 from __future__ import annotations
 
@@ -22,13 +23,17 @@ from hvdtrain.frameworks.torch.parallel.pipeline.stages import Autocast, Stage, 
 
 
 def first_units(
-    model: nn.Module, config: Config, x: torch.Tensor, seconds_of: Callable[[Sequence[Unit]], Sequence[Seconds]] | None
+    model: nn.Module,
+    config: Config,
+    x: torch.Tensor,
+    seconds_of: Callable[[Sequence[Unit]], Sequence[Seconds]] | None,
 ) -> list[int]:
-    """The first unit of each stage, the same on all ranks: as parallel.balance gives them, or so that the slowest stage has the fewest
-    operations, or the fewest seconds that there are.
+    """The first unit of each stage, the same on all ranks: as parallel.balance gives them, or so
+    that the slowest stage has the fewest operations, or the fewest seconds that there are.
 
-    x: (n, ...) inputs of the model. seconds_of: called on all ranks for parallel.balance=seconds; without it operations count there too.
-    Raises UserError where the model has no units or fewer than stages, or as refuse_changed_buffers() does.
+    x: (n, ...) inputs of the model. seconds_of: called on all ranks for parallel.balance=seconds;
+    without it operations count there too. Raises UserError where the model has no units or fewer
+    than stages, or as refuse_changed_buffers() does.
     """
     where = config.where("parallel.pipeline")
     balance = config.parallel.balance
@@ -46,7 +51,8 @@ def first_units(
 
 @torch.no_grad()
 def planned_first_units(model: nn.Module, config: Config, x: torch.Tensor) -> list[int]:
-    """The first units, see first_units(), for an x without numbers; that the units give what the model gives is not checked.
+    """The first units, see first_units(), for an x without numbers; that the units give what the
+    model gives is not checked.
 
     Nothing is measured: with parallel.balance=seconds stages are cut by operations.
     """
@@ -63,22 +69,31 @@ def planned_first_units(model: nn.Module, config: Config, x: torch.Tensor) -> li
         with FlopCounterMode(display=False) as counter:
             x = unit.call(x)
         costs.append(float(counter.get_total_flops()))
-    _refuse_changed(next((name for name, b in model.named_buffers() if b._version != versions[name]), ""), model, where)
+    _refuse_changed(
+        next((name for name, b in model.named_buffers() if b._version != versions[name]), ""),
+        model,
+        where,
+    )
     if isinstance(balance, list):
         return given_cuts(balance, [unit.name for unit in units], config.where("parallel.balance"))
     return balanced_cuts(costs, stages)
 
 
 def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
-    """The first unit of each stage, 0 first: the largest sum of costs in a stage is the least that there is.
+    """The first unit of each stage, 0 first: the largest sum of costs in a stage is the least that
+    there is.
 
-    Each stage has one unit or more. Dynamic programming over the last cut: units^2 x stages steps. Raises UserError for fewer units than
-    stages.
+    Each stage has one unit or more. Dynamic programming over the last cut: units^2 x stages steps.
+    Raises UserError for fewer units than stages.
     """
     units = len(costs)
     if not 1 <= stages <= units:
         what = f"a model of {units} units makes no {stages} stages: each stage has one unit or more"
-        raise UserError(what, "parallel.pipeline, parallel.virtual", f"at most {units} stages in all, or a model with more layers")
+        raise UserError(
+            what,
+            "parallel.pipeline, parallel.virtual",
+            f"at most {units} stages in all, or a model with more layers",
+        )
     sums = [0.0, *itertools.accumulate(costs)]
     slowest = list(sums)  # [stop]: of the units before `stop`, in the stages so far
     last_cuts: list[list[int]] = []
@@ -101,27 +116,41 @@ def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def given_cuts(balance: Sequence[int], names: Sequence[str], where: str) -> list[int]:
-    """The first unit of each stage, from the number of units of each. Raises UserError where these are not all units, `names`."""
+    """The first unit of each stage, from the number of units of each. Raises UserError where these
+    are not all units, `names`."""
     if sum(balance) != len(names):
-        what = f"parallel.balance={list(balance)} has {sum(balance)} units, the model has {len(names)}: {', '.join(names)}"
-        raise UserError(what, where, f"{len(balance)} numbers with a sum of {len(names)}: hvdtrain plan --pipeline shows them")
+        what = (
+            f"parallel.balance={list(balance)} has {sum(balance)} units, the model has "
+            f"{len(names)}: {', '.join(names)}"
+        )
+        raise UserError(
+            what,
+            where,
+            f"{len(balance)} numbers with a sum of {len(names)}: hvdtrain plan --pipeline shows "
+            "them",
+        )
     return [0, *itertools.accumulate(balance[:-1])]
 
 
 def refuse_changed_buffers(model: nn.Module, x: torch.Tensor, where: str) -> None:
-    """Raises UserError for buffers that training changes: those of another rank's stage would not reach its checkpoint."""
+    """Raises UserError for buffers that training changes: those of another rank's stage would not
+    reach its checkpoint."""
     _refuse_changed(_changed_buffer(model, x), model, where)
 
 
 def _refuse_changed(buffer: str, model: nn.Module, where: str) -> None:
     """Raises UserError where a buffer's name is given."""
     if buffer:
-        what = f"training changes {buffer} of {type(model).__name__}, a buffer, which ranks of other stages would not have"
+        what = (
+            f"training changes {buffer} of {type(model).__name__}, a buffer, which ranks of other "
+            "stages would not have"
+        )
         raise UserError(what, where, "a model without batch norm: gpt, mlp; or parallel.pipeline=1")
 
 
 def _changed_buffer(model: nn.Module, x: torch.Tensor) -> str:
-    """The name of the first one that a forward pass in training mode changes, or empty; all are as before."""
+    """The name of the first one that a forward pass in training mode changes, or empty; all are as
+    before."""
     if not any(True for _ in model.buffers()):
         return ""
     before = {name: b.detach().clone() for name, b in model.named_buffers()}
@@ -132,30 +161,48 @@ def _changed_buffer(model: nn.Module, x: torch.Tensor) -> str:
         return next((name for name, b in before.items() if not torch.equal(b, after[name])), "")
 
 
-def operations_of(units: Sequence[Unit], model: nn.Module, x: torch.Tensor, where: str) -> list[float]:
-    """Floating-point operations of the matrix products and convolutions of each unit's forward pass.
+def operations_of(
+    units: Sequence[Unit], model: nn.Module, x: torch.Tensor, where: str
+) -> list[float]:
+    """Floating-point operations of the matrix products and convolutions of each unit's forward
+    pass.
 
-    Raises UserError where the units one after the other do not give what the model gives, or one of them gives no tensor (n, ...).
+    Raises UserError where the units one after the other do not give what the model gives, or one of
+    them gives no tensor (n, ...).
     """
     from torch.utils.flop_counter import FlopCounterMode  # a third of a second
 
     model.eval()
     found = []
     if x.is_floating_point():  # not zeros: the model's outputs are compared
-        x = torch.rand(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(x)
+        x = torch.rand(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(
+            x
+        )
     with torch.no_grad():
         expected = tree_leaves(model(x.clone()))  # its first layer may work in place
         for number, unit in enumerate(units):
             with FlopCounterMode(display=False) as counter:
                 x = unit.call(x)
             found.append(float(counter.get_total_flops()))
-            if number < len(units) - 1 and not (isinstance(x, torch.Tensor) and x.dtype in DTYPES and 1 <= x.ndim <= MOST_AXES):
-                what = f"unit {unit.name} of {type(model).__name__} gives {_kind(x)}, which is not sent to another stage"
-                raise UserError(what, where, "units that give one tensor (n, ...) each (docs/parallel.md)")
+            if number < len(units) - 1 and not (
+                isinstance(x, torch.Tensor) and x.dtype in DTYPES and 1 <= x.ndim <= MOST_AXES
+            ):
+                what = (
+                    f"unit {unit.name} of {type(model).__name__} gives {_kind(x)}, which is not "
+                    "sent to another stage"
+                )
+                raise UserError(
+                    what, where, "units that give one tensor (n, ...) each (docs/parallel.md)"
+                )
         given = tree_leaves(x)
     if len(given) != len(expected) or not all(map(_is_close, given, expected)):
-        what = f"the units of {type(model).__name__}, one after the other, do not give what its forward() gives"
-        raise UserError(what, where, "pipeline_units() with all that forward() does (docs/parallel.md)")
+        what = (
+            f"the units of {type(model).__name__}, one after the other, do not give what its "
+            "forward() gives"
+        )
+        raise UserError(
+            what, where, "pipeline_units() with all that forward() does (docs/parallel.md)"
+        )
     return found
 
 
@@ -166,7 +213,9 @@ def _kind(x: Any) -> str:
 def _is_close(given: Any, expected: Any) -> bool:
     if not isinstance(expected, torch.Tensor):
         return isinstance(given, type(expected))
-    return given.shape == expected.shape and torch.allclose(given, expected, rtol=1e-3, atol=1e-6, equal_nan=True)
+    return given.shape == expected.shape and torch.allclose(
+        given, expected, rtol=1e-3, atol=1e-6, equal_nan=True
+    )
 
 
 def samples_of_pass(config: Config, pipelines: int) -> int:
@@ -178,18 +227,30 @@ def samples_of_pass(config: Config, pipelines: int) -> int:
     return -(-share // (parallel.micro_batches or 2 * parallel.pipeline))
 
 
-def agreed_seconds(units: Sequence[Unit], x: torch.Tensor, autocast: Autocast, communicator: Communicator) -> list[Seconds]:
+def agreed_seconds(
+    units: Sequence[Unit], x: torch.Tensor, autocast: Autocast, communicator: Communicator
+) -> list[Seconds]:
     """own_seconds() of rank 0, on all ranks, or its UserError. A collective."""
-    return [Seconds(*each) for each in on_rank_0(communicator, lambda: [tuple(each) for each in own_seconds(units, x, autocast)])]
+    return [
+        Seconds(*each)
+        for each in on_rank_0(
+            communicator, lambda: [tuple(each) for each in own_seconds(units, x, autocast)]
+        )
+    ]
 
 
 def own_seconds(units: Sequence[Unit], x: torch.Tensor, autocast: Autocast) -> list[Seconds]:
-    """Seconds of a forward and a backward pass of x, (n, ...), in training mode. Raises UserError for a unit that fails."""
+    """Seconds of a forward and a backward pass of x, (n, ...), in training mode. Raises UserError
+    for a unit that fails."""
     Stage(units).train()
-    return measured_seconds([unit._replace(call=_in_precision(unit.call, autocast)) for unit in units], x)
+    return measured_seconds(
+        [unit._replace(call=_in_precision(unit.call, autocast)) for unit in units], x
+    )
 
 
-def _in_precision(call: Callable[[torch.Tensor], Any], autocast: Autocast) -> Callable[[torch.Tensor], Any]:
+def _in_precision(
+    call: Callable[[torch.Tensor], Any], autocast: Autocast
+) -> Callable[[torch.Tensor], Any]:
     def called(x: torch.Tensor) -> Any:
         with autocast(x.device):
             return call(x)
@@ -198,9 +259,11 @@ def _in_precision(call: Callable[[torch.Tensor], Any], autocast: Autocast) -> Ca
 
 
 def measured_seconds(units: Sequence[Unit], x: torch.Tensor, repeats: int = 5) -> list[Seconds]:
-    """Seconds of a forward and a backward pass of one micro-batch in each unit: the fastest of `repeats`, after one that is not counted.
+    """Seconds of a forward and a backward pass of one micro-batch in each unit: the fastest of
+    `repeats`, after one that is not counted.
 
-    x: (n, ...) what the first unit takes. Gradients, buffers and torch's generators are as before. Raises UserError for a unit that fails.
+    x: (n, ...) what the first unit takes. Gradients, buffers and torch's generators are as before.
+    Raises UserError for a unit that fails.
     """
     found = []
     with torch.random.fork_rng(), copied_buffers(Stage(units)):
@@ -208,12 +271,21 @@ def measured_seconds(units: Sequence[Unit], x: torch.Tensor, repeats: int = 5) -
             try:
                 passes = [_one_pass(unit, x) for _ in range(repeats + 1)]
             except Exception as error:  # of the user's model
-                what = f"unit {unit.name} fails while it is timed: {type(error).__name__}: {first_line(error)}"
+                what = (
+                    f"unit {unit.name} fails while it is timed: {type(error).__name__}: "
+                    f"{first_line(error)}"
+                )
                 raise UserError(
-                    what, "parallel.balance", "units that train each by itself; a job with parallel.balance=operations"
+                    what,
+                    "parallel.balance",
+                    "units that train each by itself; a job with parallel.balance=operations",
                 ) from error
             measured = [seconds for seconds, _ in passes[1:]]
-            found.append(Seconds(min(each.forward for each in measured), min(each.backward for each in measured)))
+            found.append(
+                Seconds(
+                    min(each.forward for each in measured), min(each.backward for each in measured)
+                )
+            )
             x = passes[-1][1]
     return found
 
@@ -221,14 +293,20 @@ def measured_seconds(units: Sequence[Unit], x: torch.Tensor, repeats: int = 5) -
 def _one_pass(unit: Unit, x: torch.Tensor) -> tuple[Seconds, Any]:
     """And the outputs."""
     leaf = x.detach().requires_grad_(x.is_floating_point())
-    x = leaf.clone()  # a unit may work in place, as nn.ReLU(inplace=True): not on a leaf, nor on what the next pass takes
+    # a unit may work in place, as nn.ReLU(inplace=True): not on a leaf, nor on what the next pass
+    # takes
+    x = leaf.clone()
     start = _now(x)
     outputs = unit.call(x)
     middle = _now(x)
     inputs = [p for p in (leaf, *Stage([unit]).parameters()) if p.requires_grad]
-    differentiable = [y for y in tree_leaves(outputs) if isinstance(y, torch.Tensor) and y.requires_grad]
+    differentiable = [
+        y for y in tree_leaves(outputs) if isinstance(y, torch.Tensor) and y.requires_grad
+    ]
     if inputs and differentiable:
-        torch.autograd.grad(differentiable, inputs, [torch.ones_like(y) for y in differentiable], allow_unused=True)
+        torch.autograd.grad(
+            differentiable, inputs, [torch.ones_like(y) for y in differentiable], allow_unused=True
+        )
     return Seconds(middle - start, _now(x) - middle), outputs
 
 

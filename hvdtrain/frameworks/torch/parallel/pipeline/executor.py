@@ -1,8 +1,11 @@
-"""Pipeline: the passes of one step through stages on several ranks, over the messages of a communicator.
+"""Pipeline: the passes of one step through stages on several ranks, over the messages of a
+communicator.
 
-torch.distributed.pipelining has the same schedules. They take as many micro-batches as stages or more, all of one size, and of an
-interleaved one only some numbers; agree on shapes in pickled messages; and do not say how long a rank waits. Here micro-batches have any
-sizes and numbers, so that no sample is padded, and the order of passes comes from the simulation that predicts their time.
+torch.distributed.pipelining has the same schedules. They take as many micro-batches as stages or
+more, all of one size, and of an interleaved one only some numbers; agree on shapes in pickled
+messages; and do not say how long a rank waits. Here micro-batches have any sizes and numbers, so
+that no sample is padded, and the order of passes comes from the simulation that predicts their
+time.
 """
 
 from __future__ import annotations
@@ -14,7 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight  # torch's own zero-bubble schedules' split
+from torch.distributed.pipelining._backward import (
+    stage_backward_input,
+    stage_backward_weight,
+)  # torch's own zero-bubble schedules' split
 
 from hvdtrain.comm.communicator import Communicator, Handle, PointToPoint, point_to_point
 from hvdtrain.frameworks.learner import TimedPass, UnderWay
@@ -22,11 +28,24 @@ from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Action, Schedul
 from hvdtrain.frameworks.torch.parallel.pipeline.stages import Autocast, Stage, Tied, units_of
 
 AHEAD = 2  # passes for which a rank is ready to receive while it makes another one
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
 MOST_AXES = 8
 
-InputsOf = Callable[[int], torch.Tensor]  # the number of a micro-batch -> (n, ...), on the device; called on the first stage's rank
-OutputsTo = Callable[[int, Any], Any]  # takes the model's outputs of a micro-batch; called on the last stage's rank
+InputsOf = Callable[
+    [int], torch.Tensor
+]  # the number of a micro-batch -> (n, ...), on the device; called on the first stage's rank
+OutputsTo = Callable[
+    [int, Any], Any
+]  # takes the model's outputs of a micro-batch; called on the last stage's rank
 
 
 class Spent(NamedTuple):
@@ -37,7 +56,8 @@ class Spent(NamedTuple):
 
 
 def measured_bubble(spent: Sequence[Spent]) -> float:
-    """The share of the time in which a rank computes nothing, 0 to 1: the mean over `spent`, of each rank of a pipeline for one step."""
+    """The share of the time in which a rank computes nothing, 0 to 1: the mean over `spent`, of
+    each rank of a pipeline for one step."""
     slowest = max(each.seconds for each in spent)
     busy = sum(each.seconds - each.waiting for each in spent) / len(spent)
     return 1 - busy / slowest if slowest else 0.0
@@ -47,11 +67,18 @@ class Pipeline:
     """Every rank of `communicator` makes the same calls, with the same `samples`."""
 
     def __init__(
-        self, stages: Mapping[int, Stage], communicator: Communicator, schedule: Schedule, device: torch.device, where: str
+        self,
+        stages: Mapping[int, Stage],
+        communicator: Communicator,
+        schedule: Schedule,
+        device: torch.device,
+        where: str,
     ) -> None:
-        """stages: this rank's on `device`, by their numbers: rank, rank + ranks, ..., as many on each rank.
+        """stages: this rank's on `device`, by their numbers: rank, rank + ranks, ..., as many on
+        each rank.
 
-        Raises UserError where the engine sends nothing from one rank to another; `where` is the key that asked for it.
+        Raises UserError where the engine sends nothing from one rank to another; `where` is the key
+        that asked for it.
         """
         self._ranks = point_to_point(communicator, where)
         self._stages = stages
@@ -67,11 +94,19 @@ class Pipeline:
         run = self._running
         return run.under_way if run else None
 
-    def train(self, samples: Sequence[int], inputs: InputsOf, loss: OutputsTo, enter: Callable[[str], None] = lambda phase: None) -> None:
-        """Adds to p.grad of this rank's stages the gradient of the sum over micro-batches of loss(number, outputs), a scalar.
+    def train(
+        self,
+        samples: Sequence[int],
+        inputs: InputsOf,
+        loss: OutputsTo,
+        enter: Callable[[str], None] = lambda phase: None,
+    ) -> None:
+        """Adds to p.grad of this rank's stages the gradient of the sum over micro-batches of
+        loss(number, outputs), a scalar.
 
-        samples: of each micro-batch; those without any are left out. Dropout draws from torch's generator in the order of the passes.
-        enter: of a stopwatch: forward, backward, and communication while it waits for other ranks.
+        samples: of each micro-batch; those without any are left out. Dropout draws from torch's
+        generator in the order of the passes. enter: of a stopwatch: forward, backward, and
+        communication while it waits for other ranks.
         """
         self.passes = self._run(samples, inputs, loss, enter, backward=True)
 
@@ -81,7 +116,8 @@ class Pipeline:
         self._run(samples, inputs, outputs, lambda phase: None, backward=False)
 
     def add_tied(self, tied: Sequence[Tied]) -> None:
-        """Makes p.grad of each copy of a tied parameter the sum over all of them, with the same bits.
+        """Makes p.grad of each copy of a tied parameter the sum over all of them, with the same
+        bits.
 
         All ranks call it with the same parameters, when p.grad is the sum over data-parallel ranks.
         """
@@ -92,17 +128,27 @@ class Pipeline:
             if me not in ranks or len(ranks) == 1:
                 continue
             own = torch.zeros_like(p) if p.grad is None else p.grad
-            copies = {rank: own.cpu().contiguous() if rank == me else torch.empty(p.shape, dtype=own.dtype) for rank in ranks}
+            copies = {
+                rank: own.cpu().contiguous()
+                if rank == me
+                else torch.empty(p.shape, dtype=own.dtype)
+                for rank in ranks
+            }
             others = [rank for rank in ranks if rank != me]
-            handles = [self._ranks.start_recv(copies[rank], rank, f"pipeline.{name}") for rank in others]
-            handles += [self._ranks.start_send(copies[me], rank, f"pipeline.{name}") for rank in others]
+            handles = [
+                self._ranks.start_recv(copies[rank], rank, f"pipeline.{name}") for rank in others
+            ]
+            handles += [
+                self._ranks.start_send(copies[me], rank, f"pipeline.{name}") for rank in others
+            ]
             for handle in handles:
                 handle.wait()
             p.grad = torch.stack([copies[rank] for rank in ranks]).sum(0).to(p.device)
 
     @torch.no_grad()
     def send_tied(self, tied: Sequence[Tied]) -> None:
-        """Gives each copy of a tied parameter the weights of the first rank that has it. All ranks call it with the same parameters."""
+        """Gives each copy of a tied parameter the weights of the first rank that has it. All ranks
+        call it with the same parameters."""
         me = self._ranks.rank
         size = self._ranks.size
         handles = list[Handle]()
@@ -111,7 +157,9 @@ class Pipeline:
             first, *others = sorted({stage % size for stage in stages})
             if me == first and others:
                 own = _on_host(p)
-                handles += [self._ranks.start_send(own, rank, f"pipeline.{name}.weights") for rank in others]
+                handles += [
+                    self._ranks.start_send(own, rank, f"pipeline.{name}.weights") for rank in others
+                ]
             elif me in others:
                 weights = torch.empty(p.shape, dtype=p.dtype)
                 handles.append(self._ranks.start_recv(weights, first, f"pipeline.{name}.weights"))
@@ -122,12 +170,19 @@ class Pipeline:
             copy.copy_(weights)
 
     def _run(
-        self, samples: Sequence[int], inputs: InputsOf, finish: OutputsTo, enter: Callable[[str], None], backward: bool
+        self,
+        samples: Sequence[int],
+        inputs: InputsOf,
+        finish: OutputsTo,
+        enter: Callable[[str], None],
+        backward: bool,
     ) -> list[TimedPass]:
         numbers = [number for number, n in enumerate(samples) if n]
         made = list[TimedPass]()
         start = time.perf_counter()
-        self._running = run = _Run(self._ranks, self._stages, [samples[number] for number in numbers], self._device, enter)
+        self._running = run = _Run(
+            self._ranks, self._stages, [samples[number] for number in numbers], self._device, enter
+        )
         order = self._order(len(numbers), backward)
         for at, action in enumerate(order):
             for following in order[at : at + AHEAD + 1]:
@@ -140,7 +195,16 @@ class Pipeline:
                 run.forward(action, partial(inputs, number), partial(finish, number), backward)
             else:
                 run.backward(action)
-            made.append(TimedPass(action.kind, action.stage, number, began, time.perf_counter(), run.waiting - waited))
+            made.append(
+                TimedPass(
+                    action.kind,
+                    action.stage,
+                    number,
+                    began,
+                    time.perf_counter(),
+                    run.waiting - waited,
+                )
+            )
         run.finish()
         enter("communication")
         self.spent = Spent(time.perf_counter() - start, run.waiting)
@@ -151,13 +215,16 @@ class Pipeline:
         """The order of this rank's actions."""
         key = (micro, backward)
         if key not in self._orders:
-            found = timeline(self._schedule, self._ranks.size, micro, len(self._stages), backward=backward)
+            found = timeline(
+                self._schedule, self._ranks.size, micro, len(self._stages), backward=backward
+            )
             self._orders[key] = found.order(self._ranks.rank)
         return self._orders[key]
 
 
 class _Run:
-    """What is under way in a step. Messages of one boundary and direction arrive in the order of micro-batches, on a tag of their own."""
+    """What is under way in a step. Messages of one boundary and direction arrive in the order of
+    micro-batches, on a tag of their own."""
 
     def __init__(
         self,
@@ -196,18 +263,31 @@ class _Run:
             return
         if kind == "forward" and stage in self._forms:
             x = self._forms[stage].empty(self._samples[micro])
-            self._coming[action] = self._ranks.start_recv(x, self._rank_of(stage - 1), f"pipeline.{stage}", _tag(stage, backward=False))
+            self._coming[action] = self._ranks.start_recv(
+                x, self._rank_of(stage - 1), f"pipeline.{stage}", _tag(stage, backward=False)
+            )
         elif kind != "forward" and stage < self._last and (stage, micro) in self._passes:
             like = self._passes[stage, micro].outputs
             x = torch.empty(like.shape, dtype=like.dtype)
             tag = _tag(stage + 1, backward=True)
-            self._coming[action] = self._ranks.start_recv(x, self._rank_of(stage + 1), f"pipeline.{stage + 1}.gradient", tag)
+            self._coming[action] = self._ranks.start_recv(
+                x, self._rank_of(stage + 1), f"pipeline.{stage + 1}.gradient", tag
+            )
 
-    def forward(self, action: Action, inputs: Callable[[], torch.Tensor], finish: Callable[[Any], Any], backward: bool) -> None:
+    def forward(
+        self,
+        action: Action,
+        inputs: Callable[[], torch.Tensor],
+        finish: Callable[[Any], Any],
+        backward: bool,
+    ) -> None:
         _, stage, micro = action
         if stage and stage not in self._forms:
             found = self._ranks.start_recv(
-                np.empty(MOST_AXES + 2, np.int64), self._rank_of(stage - 1), f"pipeline.{stage}.form", _tag(stage)
+                np.empty(MOST_AXES + 2, np.int64),
+                self._rank_of(stage - 1),
+                f"pipeline.{stage}.form",
+                _tag(stage),
             )
             self._forms[stage] = _Form.of_numbers(self._wait(found, stage - 1))
             self.prepare(action)
@@ -225,7 +305,12 @@ class _Run:
         tag = _tag(stage + 1)
         name = f"pipeline.{stage + 1}"
         if not micro:
-            self._gradients.append((self._ranks.start_send(_Form.of(outputs).numbers(), to, f"{name}.form", tag), stage + 1))
+            self._gradients.append(
+                (
+                    self._ranks.start_send(_Form.of(outputs).numbers(), to, f"{name}.form", tag),
+                    stage + 1,
+                )
+            )
         self._outputs[stage, micro] = self._ranks.start_send(_on_host(outputs), to, name, tag)
 
     def backward(self, action: Action) -> None:
@@ -238,11 +323,18 @@ class _Run:
             if stage < self._last:
                 gradient = self._wait(self._coming.pop(action), stage + 1).to(self._device)
                 self._wait(self._outputs.pop((stage, micro)), stage + 1)  # they have arrived
-            own = passes.backward(gradient) if kind == "backward" else passes.input_gradient(gradient)
+            own = (
+                passes.backward(gradient) if kind == "backward" else passes.input_gradient(gradient)
+            )
             if stage:
                 to = self._rank_of(stage - 1)
                 name = f"pipeline.{stage}.gradient"
-                self._gradients.append((self._ranks.start_send(_on_host(own), to, name, _tag(stage, backward=True)), stage - 1))
+                self._gradients.append(
+                    (
+                        self._ranks.start_send(_on_host(own), to, name, _tag(stage, backward=True)),
+                        stage - 1,
+                    )
+                )
         if kind != "input gradient":
             del self._passes[stage, micro]
 
@@ -260,7 +352,9 @@ class _Run:
         before = self.under_way
         start = time.perf_counter()
         self._enter("communication")
-        self.under_way = before._replace(text=f"{before.text}, waits for stage {stage}", waits_for=self._rank_of(stage))
+        self.under_way = before._replace(
+            text=f"{before.text}, waits for stage {stage}", waits_for=self._rank_of(stage)
+        )
         found = handle.wait()
         self.under_way = before
         self._enter(self._phase)
@@ -272,14 +366,17 @@ class _Run:
 
 
 class _Form(NamedTuple):
-    """Number type and shape of one sample of what goes from a stage to the next one; sent before the first micro-batch of a step."""
+    """Number type and shape of one sample of what goes from a stage to the next one; sent before
+    the first micro-batch of a step."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @classmethod
     def of(cls, outputs: Any) -> _Form:
-        assert isinstance(outputs, torch.Tensor), f"a stage gives one tensor to the next one, not {type(outputs).__name__}"
+        assert isinstance(outputs, torch.Tensor), (
+            f"a stage gives one tensor to the next one, not {type(outputs).__name__}"
+        )
         return cls(outputs.dtype, tuple(outputs.shape[1:]))
 
     @classmethod
@@ -296,7 +393,9 @@ class _Form(NamedTuple):
 
 
 @torch.no_grad()
-def planned_forms(model: torch.nn.Module, first: Sequence[int], x: torch.Tensor, autocast: Autocast) -> dict[str, np.ndarray]:
+def planned_forms(
+    model: torch.nn.Module, first: Sequence[int], x: torch.Tensor, autocast: Autocast
+) -> dict[str, np.ndarray]:
     """By name the messages that tell a stage what shape comes to it."""
     found = {}
     for number, unit in enumerate(units_of(model, "parallel.pipeline")):
@@ -317,7 +416,8 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Alias(torch.autograd.Function):
-    """The memory of x: neither a leaf nor a view of one, which autograd lets no unit change in place, as nn.ReLU(inplace=True) does."""
+    """The memory of x: neither a leaf nor a view of one, which autograd lets no unit change in
+    place, as nn.ReLU(inplace=True) does."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -329,14 +429,20 @@ class _Alias(torch.autograd.Function):
 
 
 class MicroBatch:
-    """A micro-batch in a stage, between its forward and its last backward pass; its memory is that of the activations."""
+    """A micro-batch in a stage, between its forward and its last backward pass; its memory is that
+    of the activations."""
 
     def __init__(self, stage: Stage, x: torch.Tensor, is_first: bool) -> None:
-        """x: (n, ...) the inputs of the model, whose gradient nobody takes, or what the stage before gave."""
+        """x: (n, ...) the inputs of the model, whose gradient nobody takes, or what the stage
+        before gave."""
         self._x = x.detach().requires_grad_(torch.is_grad_enabled() and not is_first)
-        self.outputs: Any = stage(_Alias.apply(self._x))  # what backward() begins with; the loss takes its place in the last stage
+        self.outputs: Any = stage(
+            _Alias.apply(self._x)
+        )  # what backward() begins with; the loss takes its place in the last stage
         self._parameters = [p for p in stage.parameters() if p.requires_grad]
-        self._groups: list[dict[str, Any]] = []  # torch's: of parameters, with the gradients that reach them
+        self._groups: list[
+            dict[str, Any]
+        ] = []  # torch's: of parameters, with the gradients that reach them
 
     def backward(self, gradient: torch.Tensor | None) -> torch.Tensor:
         """Adds to p.grad; `gradient` is that of the outputs, None for a loss. Returns that of x."""
@@ -348,7 +454,9 @@ class MicroBatch:
         """That of x alone, for which the stage before waits."""
         if self.outputs.requires_grad:
             gradients = None if gradient is None else [gradient]
-            _, self._groups = stage_backward_input([self.outputs], gradients, [self._x], iter(self._parameters))
+            _, self._groups = stage_backward_input(
+                [self.outputs], gradients, [self._x], iter(self._parameters)
+            )
         return self._gradient_of_x()
 
     def weight_gradient(self) -> None:

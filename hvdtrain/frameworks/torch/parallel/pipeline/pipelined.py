@@ -1,4 +1,5 @@
-"""Pipelined: the stages of a model that this rank of a pipeline has, its parameters, and the passes of a step through all stages."""
+"""Pipelined: the stages of a model that this rank of a pipeline has, its parameters, and the passes
+of a step through all stages."""
 
 from __future__ import annotations
 
@@ -15,23 +16,46 @@ from hvdtrain.core.arrays import WHOLE, Cut
 from hvdtrain.frameworks.learner import TimedPass, UnderWay, Waited
 from hvdtrain.frameworks.torch.parallel.pipeline.executor import Pipeline
 from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Schedule, timeline
-from hvdtrain.frameworks.torch.parallel.pipeline.stages import Autocast, Stage, Unit, stages_of, tied_parameters, units_of
+from hvdtrain.frameworks.torch.parallel.pipeline.stages import (
+    Autocast,
+    Stage,
+    Unit,
+    stages_of,
+    tied_parameters,
+    units_of,
+)
 from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, Shard
 
-InputsOf = Callable[[Any], torch.Tensor]  # of a micro-batch, (n, ...) on the device; called on the first stage's rank
-OutputsTo = Callable[[Any, Any], Any]  # takes a micro-batch and the model's outputs; called on the last stage's rank
+InputsOf = Callable[
+    [Any], torch.Tensor
+]  # of a micro-batch, (n, ...) on the device; called on the first stage's rank
+OutputsTo = Callable[
+    [Any, Any], Any
+]  # takes a micro-batch and the model's outputs; called on the last stage's rank
 
 
 class Pipelined:
-    """Made from the whole model, which is the same on all ranks of `pipe`; free_absent() then leaves this rank's part of it."""
+    """Made from the whole model, which is the same on all ranks of `pipe`; free_absent() then
+    leaves this rank's part of it."""
 
     def __init__(
-        self, model: nn.Module, first: Sequence[int], pipe: Communicator, config: Config, autocast: Autocast, device: torch.device
+        self,
+        model: nn.Module,
+        first: Sequence[int],
+        pipe: Communicator,
+        config: Config,
+        autocast: Autocast,
+        device: torch.device,
     ) -> None:
-        """first: the first unit of each stage. Raises UserError where a parameter is in no unit, or the engine has no messages."""
+        """first: the first unit of each stage. Raises UserError where a parameter is in no unit, or
+        the engine has no messages."""
         where = config.where("parallel.pipeline")
         stages = stages_of(model, first, where)
-        own: dict[int, Any] = {n: _InPrecision(stage, autocast) for n, stage in enumerate(stages) if n % pipe.size == pipe.rank}
+        own: dict[int, Any] = {
+            n: _InPrecision(stage, autocast)
+            for n, stage in enumerate(stages)
+            if n % pipe.size == pipe.rank
+        }
         self._pipeline = Pipeline(own, pipe, config.parallel.schedule, device, where)
         self._pipe = pipe
         self._tied = tied_parameters(model, stages)
@@ -44,11 +68,18 @@ class Pipelined:
         self._waited = Waited(0.0, 0.0, 0.0)
         self._schedule: Schedule = config.parallel.schedule
         self._predicted: dict[int, float] = {}  # share of waiting, by the number of micro-batches
-        how = "as in parallel.balance" if isinstance(config.parallel.balance, list) else f"by {config.parallel.balance}"
-        self.summary = f"{config.parallel.schedule}, stages {how} {_stages(units_of(model, where), first)}"
+        how = (
+            "as in parallel.balance"
+            if isinstance(config.parallel.balance, list)
+            else f"by {config.parallel.balance}"
+        )
+        self.summary = (
+            f"{config.parallel.schedule}, stages {how} {_stages(units_of(model, where), first)}"
+        )
 
     def updates(self, p: nn.Parameter) -> bool:
-        """Whether this rank is the first that has the parameter: that one updates it, and sends it to the others that have it."""
+        """Whether this rank is the first that has the parameter: that one updates it, and sends it
+        to the others that have it."""
         return self._pipe.rank == min(self._ranks[p])
 
     def updated(self, named: NamedParameters) -> NamedParameters:
@@ -56,18 +87,35 @@ class Pipelined:
 
     @torch.no_grad()
     def free_absent(self, cuts: Mapping[nn.Parameter, Cut]) -> dict[nn.Parameter, Shard]:
-        """Frees the memory of the parameters that this rank has not: the 0 elements that it has of each. `cuts`: of tensor groups."""
+        """Frees the memory of the parameters that this rank has not: the 0 elements that it has of
+        each. `cuts`: of tensor groups."""
         absent = {}
         for p in self._parameters:
             if self._pipe.rank not in self._ranks[p]:
                 shape = cuts.get(p, WHOLE).whole_shape(tuple(p.shape))
-                whole = nn.Parameter(torch.empty(shape, dtype=p.dtype, device="meta"), p.requires_grad)
+                whole = nn.Parameter(
+                    torch.empty(shape, dtype=p.dtype, device="meta"), p.requires_grad
+                )
                 p.data = p.data.new_empty(0)
-                absent[p] = Shard(nn.Parameter(p.data, p.requires_grad), whole, 0, 0, is_mine=False, is_everywhere=False)
+                absent[p] = Shard(
+                    nn.Parameter(p.data, p.requires_grad),
+                    whole,
+                    0,
+                    0,
+                    is_mine=False,
+                    is_everywhere=False,
+                )
         return absent
 
-    def train(self, micro: Sequence[Sized], inputs: InputsOf, loss: OutputsTo, enter: Callable[[str], None]) -> None:
-        """Adds to p.grad of this rank's parameters the gradient of the sum of loss(batch, outputs), scalars. enter: of a stopwatch."""
+    def train(
+        self,
+        micro: Sequence[Sized],
+        inputs: InputsOf,
+        loss: OutputsTo,
+        enter: Callable[[str], None],
+    ) -> None:
+        """Adds to p.grad of this rank's parameters the gradient of the sum of loss(batch, outputs),
+        scalars. enter: of a stopwatch."""
         self._pipeline.train(
             [len(batch) for batch in micro],
             lambda number: inputs(micro[number]),
@@ -76,8 +124,12 @@ class Pipelined:
         )
         (seconds, waiting), passes = self._pipeline.spent, sum(1 for batch in micro if len(batch))
         if passes not in self._predicted:
-            self._predicted[passes] = timeline(self._schedule, self._pipe.size, passes, self._virtual).bubble
-        self._waited = Waited(self._waited.seconds + seconds, self._waited.waiting + waiting, self._predicted[passes])
+            self._predicted[passes] = timeline(
+                self._schedule, self._pipe.size, passes, self._virtual
+            ).bubble
+        self._waited = Waited(
+            self._waited.seconds + seconds, self._waited.waiting + waiting, self._predicted[passes]
+        )
 
     def read_waited(self) -> Waited:
         """In training since it was last called."""
@@ -100,11 +152,13 @@ class Pipelined:
         )
 
     def add_tied(self) -> None:
-        """Makes p.grad of each copy of a parameter that several stages use the sum over all of them."""
+        """Makes p.grad of each copy of a parameter that several stages use the sum over all of
+        them."""
         self._pipeline.add_tied([each for each in self._tied if each.parameter.requires_grad])
 
     def send_tied(self) -> None:
-        """The weights of these parameters, from the rank that updates them to the others that have a copy."""
+        """The weights of these parameters, from the rank that updates them to the others that have
+        a copy."""
         self._pipeline.send_tied(self._tied)
 
 
@@ -124,4 +178,6 @@ class _InPrecision(nn.Module):
 def _stages(units: Sequence[Unit], first: Sequence[int]) -> str:
     """ "embeddings ... blocks.3 | blocks.4 ... head" """
     of_stages = [units[start:stop] for start, stop in itertools.pairwise([*first, len(units)])]
-    return " | ".join(stage[0].name + (f" ... {stage[-1].name}" if len(stage) > 1 else "") for stage in of_stages)
+    return " | ".join(
+        stage[0].name + (f" ... {stage[-1].name}" if len(stage) > 1 else "") for stage in of_stages
+    )

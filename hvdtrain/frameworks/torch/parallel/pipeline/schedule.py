@@ -1,8 +1,10 @@
-"""In which order each rank of a pipeline makes its passes, and how long it waits in between: a simulation with the time of each pass.
+"""In which order each rank of a pipeline makes its passes, and how long it waits in between: a
+simulation with the time of each pass.
 
-A free rank makes the next forward pass, unless it holds the activations of as many micro-batches as the schedule allows it; then the next
-backward pass; and while it would wait for one of these, a gradient of weights that was left for later. An order that a simulation came to
-its end with does not deadlock, for any number of micro-batches.
+A free rank makes the next forward pass, unless it holds the activations of as many micro-batches as
+the schedule allows it; then the next backward pass; and while it would wait for one of these, a
+gradient of weights that was left for later. An order that a simulation came to its end with does
+not deadlock, for any number of micro-batches.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class Timed(NamedTuple):
 
 
 class Seconds(NamedTuple):
-    """Seconds of one micro-batch in one stage; the gradients of the inputs and of the weights take half of `backward` each."""
+    """Seconds of one micro-batch in one stage; the gradients of the inputs and of the weights take
+    half of `backward` each."""
 
     forward: float
     backward: float
@@ -49,7 +52,10 @@ UNIT = Seconds(1.0, 2.0)  # matrix products: one forward, two backward
 def of_stages(units: Sequence[Seconds], cuts: Sequence[int]) -> list[Seconds]:
     """The seconds of each stage, from those of its units; cuts[i] is the first unit of stage i."""
     stages = [units[start:stop] for start, stop in zip(cuts, [*cuts[1:], len(units)], strict=True)]
-    return [Seconds(sum(unit.forward for unit in stage), sum(unit.backward for unit in stage)) for stage in stages]
+    return [
+        Seconds(sum(unit.forward for unit in stage), sum(unit.backward for unit in stage))
+        for stage in stages
+    ]
 
 
 class Timeline(NamedTuple):
@@ -73,8 +79,8 @@ class Timeline(NamedTuple):
 
 
 def formula(schedule: Schedule, ranks: int, micro: int, virtual: int = 1) -> float:
-    """The share of the time in which a rank waits with equal stages, 0 to 1, of the papers that timeline() names; `micro` a multiple of
-    `ranks` for interleaved.
+    """The share of the time in which a rank waits with equal stages, 0 to 1, of the papers that
+    timeline() names; `micro` a multiple of `ranks` for interleaved.
     """
     parts = 3 if schedule == "zero_bubble" else virtual
     return (ranks - 1) / (parts * micro + ranks - 1)
@@ -90,14 +96,17 @@ def timeline(
     backward: bool = True,
     transfers: Sequence[float] = (),
 ) -> Timeline:
-    """What the ranks do, with `virtual` stages each, more than one where they are interleaved; without `backward` forward passes alone.
+    """What the ranks do, with `virtual` stages each, more than one where they are interleaved;
+    without `backward` forward passes alone.
 
-    transfers: the seconds of a message into each stage, or of its gradient back; one link carries one at a time in each direction.
+    transfers: the seconds of a message into each stage, or of its gradient back; one link carries
+    one at a time in each direction.
 
-    The order is that of stages that take UNIT, so that all ranks come to the same one; the times are of `seconds` for each stage, or UNIT.
-    gpipe: Huang et al. 2019, arXiv:1811.06965. 1f1b: Narayanan et al. 2019, arXiv:1806.03377 (PipeDream), flushed at each step.
-    interleaved: Narayanan et al. 2021, arXiv:2104.04473, 2.2; here for any number of micro-batches. zero_bubble: Qi et al. 2023,
-    arXiv:2401.10241, ZB-H1.
+    The order is that of stages that take UNIT, so that all ranks come to the same one; the times
+    are of `seconds` for each stage, or UNIT. gpipe: Huang et al. 2019, arXiv:1811.06965. 1f1b:
+    Narayanan et al. 2019, arXiv:1806.03377 (PipeDream), flushed at each step. interleaved:
+    Narayanan et al. 2021, arXiv:2104.04473, 2.2; here for any number of micro-batches. zero_bubble:
+    Qi et al. 2023, arXiv:2401.10241, ZB-H1.
     """
     assert virtual == 1 or schedule == "interleaved", (schedule, virtual)
     queues = [_Queues(schedule, rank, ranks, micro, virtual, backward) for rank in range(ranks)]
@@ -111,14 +120,24 @@ def timeline(
                 free_at[rank] = done[action] = now + cost(action, UNIT)
                 orders[rank].append(action)
         later = [time for time in free_at if time > now]
-        assert later or not any(queue.has_any for queue in queues), f"{schedule} deadlocks: {ranks} ranks, {micro} x {virtual}"
+        assert later or not any(queue.has_any for queue in queues), (
+            f"{schedule} deadlocks: {ranks} ranks, {micro} x {virtual}"
+        )
         now = min(later, default=now)
     stages = ranks * virtual
-    return _timed(schedule, orders, list(seconds) or [UNIT] * stages, list(transfers) or [0.0] * stages)
+    return _timed(
+        schedule, orders, list(seconds) or [UNIT] * stages, list(transfers) or [0.0] * stages
+    )
 
 
-def _timed(schedule: Schedule, orders: Sequence[Sequence[Action]], seconds: Sequence[Seconds], transfers: Sequence[float]) -> Timeline:
-    """Each pass begins when the one before it on its rank has ended, and all that it needs is there."""
+def _timed(
+    schedule: Schedule,
+    orders: Sequence[Sequence[Action]],
+    seconds: Sequence[Seconds],
+    transfers: Sequence[float],
+) -> Timeline:
+    """Each pass begins when the one before it on its rank has ended, and all that it needs is
+    there."""
     done: dict[Action, float] = {}
     arrived: dict[Action, float] = {}  # what it gave is at the stage that takes it
     free_at: dict[tuple[bool, int], float] = {}  # of the links, by direction and stage
@@ -149,7 +168,11 @@ def needs(schedule: Schedule, action: Action, stages: int) -> list[Action]:
         return [Action("forward", stage - 1, micro)] if stage else []
     if kind == "weight gradient":
         return [Action("input gradient", stage, micro)]
-    following = [Action(_backward_kind(schedule, stage + 1), stage + 1, micro)] if stage + 1 < stages else []
+    following = (
+        [Action(_backward_kind(schedule, stage + 1), stage + 1, micro)]
+        if stage + 1 < stages
+        else []
+    )
     return [Action("forward", stage, micro), *following]
 
 
@@ -159,25 +182,43 @@ def _backward_kind(schedule: Schedule, stage: int) -> Kind:
 
 
 class _Queues:
-    """What a rank has still to do: three rows of passes, of each of which only the first may come next."""
+    """What a rank has still to do: three rows of passes, of each of which only the first may come
+    next."""
 
-    def __init__(self, schedule: Schedule, rank: int, ranks: int, micro: int, virtual: int, backward: bool) -> None:
+    def __init__(
+        self, schedule: Schedule, rank: int, ranks: int, micro: int, virtual: int, backward: bool
+    ) -> None:
         self._schedule = schedule
         self._stages = ranks * virtual
-        # As many micro-batches as there are ranks go through all of a rank's stages before the next ones do.
-        turns = [(group, stage, number) for number in range(micro) for group in [number // ranks] for stage in range(virtual)]
-        self._forward = [Action("forward", stage * ranks + rank, number) for _, stage, number in sorted(turns)]
-        turns = sorted((group, -stage, number) for group, stage, number in turns) if backward else []
+        # As many micro-batches as there are ranks go through all of a rank's stages before the next
+        # ones do.
+        turns = [
+            (group, stage, number)
+            for number in range(micro)
+            for group in [number // ranks]
+            for stage in range(virtual)
+        ]
+        self._forward = [
+            Action("forward", stage * ranks + rank, number) for _, stage, number in sorted(turns)
+        ]
+        turns = (
+            sorted((group, -stage, number) for group, stage, number in turns) if backward else []
+        )
         self._backward = [
-            Action(_backward_kind(schedule, rank - stage * ranks), rank - stage * ranks, number) for _, stage, number in turns
+            Action(_backward_kind(schedule, rank - stage * ranks), rank - stage * ranks, number)
+            for _, stage, number in turns
         ]
         self._weights: list[Action] = []
         self._held = 0  # micro-batches of a stage whose activations wait for backward
         self._most = micro * virtual if schedule == "gpipe" or not backward else ranks - rank
         if schedule == "interleaved" and backward:
             self._most = 2 * (ranks - rank - 1) + (virtual - 1) * ranks + 1
-        self._takes_either = schedule == "interleaved"  # where micro-batches are no multiple of ranks, to wait for one would deadlock
-        self._most_with_weights = ranks if schedule == "zero_bubble" and backward else micro * virtual + 1  # ZB-H1: the memory of 1f1b
+        self._takes_either = (
+            schedule == "interleaved"
+        )  # where micro-batches are no multiple of ranks, to wait for one would deadlock
+        self._most_with_weights = (
+            ranks if schedule == "zero_bubble" and backward else micro * virtual + 1
+        )  # ZB-H1: the memory of 1f1b
 
     @property
     def has_any(self) -> bool:
@@ -212,7 +253,9 @@ class _Queues:
         return self._weights[0] if self._weights else None
 
     def _is_ready(self, action: Action, done: Mapping[Action, float], now: float) -> bool:
-        return all(done.get(each, now + 1) <= now for each in needs(self._schedule, action, self._stages))
+        return all(
+            done.get(each, now + 1) <= now for each in needs(self._schedule, action, self._stages)
+        )
 
 
 def cost(action: Action, seconds: Seconds) -> float:

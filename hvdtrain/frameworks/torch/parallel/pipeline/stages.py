@@ -15,7 +15,8 @@ Autocast = Callable[[torch.device], AbstractContextManager[Any]]  # in which lay
 
 
 class Unit(NamedTuple):
-    """The smallest part of a model that a stage may have: a function of one tensor (n, ...) to another one (n, ...)."""
+    """The smallest part of a model that a stage may have: a function of one tensor (n, ...) to
+    another one (n, ...)."""
 
     name: str
     modules: tuple[nn.Module, ...]  # whose parameters and buffers it uses
@@ -27,7 +28,8 @@ class HasUnits(Protocol):
     """A model that says where it may be cut."""
 
     def pipeline_units(self) -> list[Unit]:
-        """In order: the model's output is what the last one makes of what the others made of its input."""
+        """In order: the model's output is what the last one makes of what the others made of its
+        input."""
 
 
 class Stage(nn.Module):
@@ -57,16 +59,29 @@ def units_of(model: nn.Module, where: str) -> list[Unit]:
     if isinstance(model, HasUnits):
         return list(model.pipeline_units())
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
-        return [Unit(name, (module,), module) for name, module in model._modules.items() if module is not None]  # one may be there twice
+        return [
+            Unit(name, (module,), module)
+            for name, module in model._modules.items()
+            if module is not None
+        ]  # one may be there twice
     what = f"{type(model).__name__} does not say where it may be cut into stages"
-    fix = "a model with pipeline_units() (docs/parallel.md), a torch.nn.Sequential, model.name=gpt or mlp"
+    fix = (
+        "a model with pipeline_units() (docs/parallel.md), a torch.nn.Sequential, model.name=gpt "
+        "or mlp"
+    )
     raise UserError(what, where, fix)
 
 
 def stages_of(model: nn.Module, cuts: Sequence[int], where: str) -> list[Stage]:
-    """Stage i has the units from cuts[i] to the next cut. Raises UserError where a parameter is in no unit, which would not be trained."""
+    """Stage i has the units from cuts[i] to the next cut. Raises UserError where a parameter is in
+    no unit, which would not be trained."""
     units = units_of(model, where)
-    inside = {id(tensor) for unit in units for module in unit.modules for tensor in (*module.parameters(), *module.buffers())}
+    inside = {
+        id(tensor)
+        for unit in units
+        for module in unit.modules
+        for tensor in (*module.parameters(), *module.buffers())
+    }
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) not in inside:
             what = f"{name} of {type(model).__name__} is in no unit, so that no stage would have it"
@@ -78,7 +93,11 @@ def stages_of(model: nn.Module, cuts: Sequence[int], where: str) -> list[Stage]:
 def tied_parameters(model: nn.Module, stages: Sequence[Stage]) -> list[Tied]:
     """The parameters that two stages or more use, in the order of the model."""
     users = [
-        (name, p, tuple(i for i, stage in enumerate(stages) if any(p is q for q in stage.parameters())))
+        (
+            name,
+            p,
+            tuple(i for i, stage in enumerate(stages) if any(p is q for q in stage.parameters())),
+        )
         for name, p in model.named_parameters()
     ]
     return [Tied(name, p, used) for name, p, used in users if len(used) > 1]

@@ -1,4 +1,5 @@
-"""What crosses the ranks of a tensor group in a step: operators f and g of Shoeybi et al. 2019, figure 3; the loss of split logits."""
+"""What crosses the ranks of a tensor group in a step: operators f and g of Shoeybi et al. 2019,
+figure 3; the loss of split logits."""
 
 from __future__ import annotations
 
@@ -10,16 +11,22 @@ from torch.autograd.function import once_differentiable
 from hvdtrain.comm.communicator import Communicator, part_of
 from hvdtrain.comm.order import SameOrder
 
-_PASSES = {"forward": "forward pass", "backward": "backward pass", "again": "gathering for the backward pass"}
+_PASSES = {
+    "forward": "forward pass",
+    "backward": "backward pass",
+    "again": "gathering for the backward pass",
+}
 
 
 def in_backward() -> bool:
-    """Whether a backward pass is under way in this thread: a forward pass is another one's again, then."""
+    """Whether a backward pass is under way in this thread: a forward pass is another one's again,
+    then."""
     return torch._C._current_graph_task_id() != -1
 
 
 class Positions:
-    """How many positions the samples have that are computed now; a rank has its part of them, and may need the number of all."""
+    """How many positions the samples have that are computed now; a rank has its part of them, and
+    may need the number of all."""
 
     def __init__(self, count: int = 0) -> None:
         self.count = count
@@ -41,7 +48,9 @@ class Link(NamedTuple):
         """The lasting name of a collective that follows, once every rank has come to it."""
         if self.order:
             again = direction == "forward" and in_backward()
-            doing = f"{'recomputation' if again else _PASSES.get(direction, direction)} of {self.layer}"
+            doing = (
+                f"{'recomputation' if again else _PASSES.get(direction, direction)} of {self.layer}"
+            )
             self.order.ask(doing)
             self.order.at = doing
         return f"tensor.{self.layer}.{direction}"
@@ -49,12 +58,16 @@ class Link(NamedTuple):
     def sum(self, x: torch.Tensor, direction: str) -> torch.Tensor:
         """The sum over ranks; it may overwrite x."""
         with torch.inference_mode(False):
-            found = self.communicator.allreduce(self.ready(x.detach().to(self.sum_dtype(x))), self.name_of(direction))
+            found = self.communicator.allreduce(
+                self.ready(x.detach().to(self.sum_dtype(x))), self.name_of(direction)
+            )
         return found.to(x.device, x.dtype)
 
     def gather(self, x: torch.Tensor, direction: str) -> torch.Tensor:
         """x of every rank along axis 0, in rank order; the lengths of axis 0 may differ."""
-        dtype = torch.int16 if x.dtype == torch.bfloat16 else x.dtype  # no engine moves bfloat16 by its name
+        dtype = (
+            torch.int16 if x.dtype == torch.bfloat16 else x.dtype
+        )  # no engine moves bfloat16 by its name
         with torch.inference_mode(False):
             mine = self.ready(x.detach()).view(dtype)
             found = self.communicator.allgather(mine, self.name_of(direction))
@@ -62,23 +75,29 @@ class Link(NamedTuple):
 
     def sum_dtype(self, x: torch.Tensor) -> torch.dtype:
         """In which the engine adds up numbers of x's type."""
-        return torch.float32 if x.dtype == torch.bfloat16 and "bfloat16_sums" not in self.communicator.features else x.dtype
+        return (
+            torch.float32
+            if x.dtype == torch.bfloat16 and "bfloat16_sums" not in self.communicator.features
+            else x.dtype
+        )
 
     def device_of(self, x: torch.Tensor) -> torch.device:
         """Where the engine takes x."""
         return x.device if "device_memory" in self.communicator.features else torch.device("cpu")
 
     def ready(self, x: torch.Tensor) -> torch.Tensor:
-        """A tensor as engines take it: contiguous, on the host or the device, and not of inference mode, to which Horovod's thread may
-        not write."""
+        """A tensor as engines take it: contiguous, on the host or the device, and not of inference
+        mode, to which Horovod's thread may not write."""
         x = x.clone() if x.is_inference() else x
         return x.to(self.device_of(x)).contiguous()
 
 
 def copy_to_ranks(x: torch.Tensor, link: Link) -> torch.Tensor:
-    """f: x itself, which every rank has; its gradient is the sum over ranks, since each rank's layers are a part of what it goes through.
+    """f: x itself, which every rank has; its gradient is the sum over ranks, since each rank's
+    layers are a part of what it goes through.
 
-    The gradient that comes back may be overwritten: only a layer that makes it anew may take the result.
+    The gradient that comes back may be overwritten: only a layer that makes it anew may take the
+    result.
     """
     found: torch.Tensor = _CopyToRanks.apply(x, link)
     return found
@@ -130,17 +149,21 @@ class SplitLogits(NamedTuple):
         return self._replace(local=self.local.to(dtype))
 
     def cross_entropy(self, targets: torch.Tensor, smoothing: float, ignore: int) -> torch.Tensor:
-        """What functional.cross_entropy() with reduction="none" gives for whole logits, of the shape of the targets; the same on all ranks.
+        """What functional.cross_entropy() with reduction="none" gives for whole logits, of the
+        shape of the targets; the same on all ranks.
 
         targets: int64 (...), the same on all ranks; those that are `ignore` have the loss 0
         """
-        loss: torch.Tensor = _CrossEntropy.apply(self.local.flatten(0, -2), targets.flatten(), smoothing, ignore, self.link, self.rows)
+        loss: torch.Tensor = _CrossEntropy.apply(
+            self.local.flatten(0, -2), targets.flatten(), smoothing, ignore, self.link, self.rows
+        )
         return loss.view(targets.shape)
 
     def whole(self) -> torch.Tensor:
         """The logits of all ranks, (..., vocabulary). A collective.
 
-        Every rank goes on with the same ones, and so knows the gradient of its own part without the others.
+        Every rank goes on with the same ones, and so knows the gradient of its own part without the
+        others.
         """
         found: torch.Tensor = _Whole.apply(self.local, self.link, self.rows)
         return found
@@ -157,7 +180,9 @@ class _Whole(torch.autograd.Function):
         """x (..., v) -> (..., vocabulary)"""
         ctx.first = rows.first
         ctx.length = x.shape[-1]
-        return link.gather(x.movedim(-1, 0), "whole").movedim(0, -1).contiguous()  # no view, of which FSDP2 warns
+        return (
+            link.gather(x.movedim(-1, 0), "whole").movedim(0, -1).contiguous()
+        )  # no view, of which FSDP2 warns
 
     @staticmethod
     @once_differentiable
@@ -166,15 +191,25 @@ class _Whole(torch.autograd.Function):
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """For logits x_i, i < V, and a smoothing e: log(sum exp x_i) - (1 - e) x_target - e / V sum x_i.
+    """For logits x_i, i < V, and a smoothing e: log(sum exp x_i) - (1 - e) x_target - e / V sum
+    x_i.
 
     (Szegedy et al. 2015, arXiv:1512.00567, section 7; ranks: Shoeybi et al. 2019, section 3.)
 
-    One allreduce, of two or three numbers for each target and rank; each rank then adds up the same numbers in the same order.
+    One allreduce, of two or three numbers for each target and rank; each rank then adds up the same
+    numbers in the same order.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, targets: torch.Tensor, smoothing: float, ignore: int, link: Link, rows: Rows) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        targets: torch.Tensor,
+        smoothing: float,
+        ignore: int,
+        link: Link,
+        rows: Rows,
+    ) -> torch.Tensor:
         """x (n, v), targets (n,) -> (n,)"""
         vocabulary = rows.vocabulary
         row = targets - rows.first
@@ -182,9 +217,14 @@ class _CrossEntropy(torch.autograd.Function):
         row = row.masked_fill(~is_mine, 0).unsqueeze(1)  # (n, 1)
         at_target = x.gather(1, row).squeeze(1).masked_fill(~is_mine, 0.0)
         mine = [x.logsumexp(1), at_target, *([x.sum(1)] if smoothing else [])]
-        ranks = x.new_zeros((link.communicator.size, len(mine), len(x)), dtype=torch.promote_types(x.dtype, torch.float32))
+        ranks = x.new_zeros(
+            (link.communicator.size, len(mine), len(x)),
+            dtype=torch.promote_types(x.dtype, torch.float32),
+        )
         ranks[link.communicator.rank] = torch.stack(mine)
-        ranks = link.sum(ranks, "loss")  # an allgather would send the lengths first, for which the host waits
+        ranks = link.sum(
+            ranks, "loss"
+        )  # an allgather would send the lengths first, for which the host waits
         log_total = ranks[:, 0].logsumexp(0)
         loss = log_total - (1.0 - smoothing) * ranks[:, 1].sum(0)
         if smoothing:
@@ -197,7 +237,9 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
+    def backward(
+        ctx: Any, dloss: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None, None, None, None]:
         """softmax(x) - (1 - e) at the target - e / V, times dloss"""
         x, log_total, row, is_mine, is_ignored = ctx.saved_tensors
         dx = (x - log_total.unsqueeze(1)).exp_()

@@ -1,11 +1,14 @@
-"""Layers of which a rank has a part, in the place of nn.Linear and nn.Embedding; their parameters are plain, of the shapes of the part.
+"""Layers of which a rank has a part, in the place of nn.Linear and nn.Embedding; their parameters
+are plain, of the shapes of the part.
 
-With sequence parallelism (`link.positions`; Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2) what is "the same on all ranks" here
-is a rank's part of the positions instead, axis -2. Tensors are (..., positions, features). Where all ranks had a sum, each has its own
-positions of it, by a reduce-scatter; where a layer reads what all of them had, positions are gathered. A rank keeps its own positions for
-backward, and gathers them again there.
+With sequence parallelism (`link.positions`; Korthikanti et al. 2022, arXiv:2205.05198, section
+4.2.2) what is "the same on all ranks" here is a rank's part of the positions instead, axis -2.
+Tensors are (..., positions, features). Where all ranks had a sum, each has its own positions of it,
+by a reduce-scatter; where a layer reads what all of them had, positions are gathered. A rank keeps
+its own positions for backward, and gathers them again there.
 
-Ranks send rows, which are whole positions: axis -2 comes first in memory, so that a part of it is one piece.
+Ranks send rows, which are whole positions: axis -2 comes first in memory, so that a part of it is
+one piece.
 """
 
 from __future__ import annotations
@@ -18,15 +21,24 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from hvdtrain.frameworks.torch.parallel.tensor.collectives import Link, Positions, Rows, SplitLogits, copy_to_ranks, sum_over_ranks
+from hvdtrain.frameworks.torch.parallel.tensor.collectives import (
+    Link,
+    Positions,
+    Rows,
+    SplitLogits,
+    copy_to_ranks,
+    sum_over_ranks,
+)
 
 Waiting = Callable[[], torch.Tensor]  # of a collective that was started: waits for its result
 
 
 class ColumnsLinear(nn.Module):
-    """x (..., inputs), the same on all ranks -> this rank's part of the outputs, (..., outputs / ranks).
+    """x (..., inputs), the same on all ranks -> this rank's part of the outputs, (..., outputs /
+    ranks).
 
-    The matrix (outputs, inputs) of nn.Linear is cut by rows, which are columns in the paper's Y = XA.
+    The matrix (outputs, inputs) of nn.Linear is cut by rows, which are columns in the paper's Y =
+    XA.
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, link: Link) -> None:
@@ -42,7 +54,8 @@ class ColumnsLinear(nn.Module):
 
 
 class RowsLinear(nn.Module):
-    """This rank's part of x, (..., inputs / ranks) -> (..., outputs), the same on all ranks; the bias is whole, and added to the sum."""
+    """This rank's part of x, (..., inputs / ranks) -> (..., outputs), the same on all ranks; the
+    bias is whole, and added to the sum."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, link: Link) -> None:
         super().__init__()
@@ -52,39 +65,53 @@ class RowsLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._link.positions:
-            rows = x.movedim(-2, 0)  # where it is no contiguous memory, linear() would keep a copy of it for backward
-            rows = functional.linear(rows, self.weight) if rows.is_contiguous() else functional.linear(x, self.weight).movedim(-2, 0)
+            rows = x.movedim(
+                -2, 0
+            )  # where it is no contiguous memory, linear() would keep a copy of it for backward
+            rows = (
+                functional.linear(rows, self.weight)
+                if rows.is_contiguous()
+                else functional.linear(x, self.weight).movedim(-2, 0)
+            )
             y = sum_of_own_positions(rows, self._link)
         else:
             y = sum_over_ranks(functional.linear(x, self.weight), self._link)
-        return y if self.bias is None else y + self.bias.to(y.dtype)  # 16-bit under autocast, as the output of nn.Linear
+        return (
+            y if self.bias is None else y + self.bias.to(y.dtype)
+        )  # 16-bit under autocast, as the output of nn.Linear
 
 
 class VocabularyHead(ColumnsLinear):
     """x (..., width) -> the logits of this rank's part of the vocabulary."""
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, link: Link, rows: Rows) -> None:
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, link: Link, rows: Rows
+    ) -> None:
         super().__init__(weight, bias, link)
         self._rows = rows
         self.gives_whole = False  # all logits, for a loss that needs them
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | SplitLogits:  # type: ignore[override]
         logits = super().forward(x)
-        if self._link.positions:  # in the order of their indices, as the loss reads them; and no view, of which FSDP2 warns
+        if self._link.positions:
+            # in the order of their indices, as the loss reads them; and no view, of which FSDP2
+            # warns
             logits = logits.clone(memory_format=torch.contiguous_format)
         split = SplitLogits(logits, self._link, self._rows)
         return split.whole() if self.gives_whole else split
 
 
 def give_whole_logits(model: nn.Module) -> None:
-    """Has the model's VocabularyHead give the logits of all ranks: for a loss that is a script's own."""
+    """Has the model's VocabularyHead give the logits of all ranks: for a loss that is a script's
+    own."""
     for module in model.modules():
         if isinstance(module, VocabularyHead):
             module.gives_whole = True
 
 
 class VocabularyEmbedding(nn.Module):
-    """Tokens (...), the same on all ranks -> (..., width), likewise; a rank has the rows of its part of the vocabulary."""
+    """Tokens (...), the same on all ranks -> (..., width), likewise; a rank has the rows of its
+    part of the vocabulary."""
 
     def __init__(self, weight: nn.Parameter, link: Link, rows: Rows) -> None:
         super().__init__()
@@ -97,11 +124,16 @@ class VocabularyEmbedding(nn.Module):
         is_elsewhere = (row < 0) | (row >= len(self.weight))
         mine = functional.embedding(row.masked_fill(is_elsewhere, 0), self.weight)
         mine = mine.masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
-        return sum_of_own_positions(mine, self._link) if self._link.positions else sum_over_ranks(mine, self._link)
+        return (
+            sum_of_own_positions(mine, self._link)
+            if self._link.positions
+            else sum_over_ranks(mine, self._link)
+        )
 
 
 class OwnPositionsEmbedding(nn.Module):
-    """Indices (..., m), the same on all ranks -> (..., m / ranks, width), of this rank's positions; the weight is whole."""
+    """Indices (..., m), the same on all ranks -> (..., m / ranks, width), of this rank's positions;
+    the weight is whole."""
 
     def __init__(self, weight: nn.Parameter, link: Link) -> None:
         super().__init__()
@@ -111,11 +143,16 @@ class OwnPositionsEmbedding(nn.Module):
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
         assert self._link.positions is not None
         self._link.positions.count = indices.shape[-1]
-        return functional.embedding(indices[..., self._link.positions.part(self._link.communicator)], self.weight)
+        return functional.embedding(
+            indices[..., self._link.positions.part(self._link.communicator)], self.weight
+        )
 
 
-def linear_of_all_positions(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, link: Link) -> torch.Tensor:
-    """x (..., m / ranks, inputs), a rank's positions -> (..., m, outputs) of its part of the layer; the conjugate is a reduce-scatter."""
+def linear_of_all_positions(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, link: Link
+) -> torch.Tensor:
+    """x (..., m / ranks, inputs), a rank's positions -> (..., m, outputs) of its part of the layer;
+    the conjugate is a reduce-scatter."""
     device = x.device.type
     if torch.is_autocast_enabled(device):  # before it is sent
         dtype = torch.get_autocast_dtype(device)
@@ -127,7 +164,8 @@ def linear_of_all_positions(x: torch.Tensor, weight: torch.Tensor, bias: torch.T
 
 
 def sum_of_own_positions(rows: torch.Tensor, link: Link) -> torch.Tensor:
-    """rows (m, ..., features) on every rank -> (..., m / ranks, features), their sum at this rank's positions; the conjugate gathers.
+    """rows (m, ..., features) on every rank -> (..., m / ranks, features), their sum at this rank's
+    positions; the conjugate gathers.
 
     `rows` may be overwritten.
     """
@@ -137,7 +175,9 @@ def sum_of_own_positions(rows: torch.Tensor, link: Link) -> torch.Tensor:
 
 class _LinearOfAllPositions(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, link: Link) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, link: Link
+    ) -> torch.Tensor:
         positions = _positions(link)
         ctx.save_for_backward(x, weight)
         ctx.link = link
@@ -147,8 +187,11 @@ class _LinearOfAllPositions(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None]:
-        """A product of matrices while x is gathered, the other one while the gradient of x is summed, with an asynchronous engine."""
+    def backward(
+        ctx: Any, dy: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None]:
+        """A product of matrices while x is gathered, the other one while the gradient of x is
+        summed, with an asynchronous engine."""
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
         rows = dy.movedim(-2, 0)  # (m, ..., outputs)
@@ -182,11 +225,15 @@ def _start_gather(x: torch.Tensor, link: Link, count: int, direction: str) -> Wa
     """x (..., m / ranks, features) -> rows (m, ..., features) of all ranks, m = count."""
     own = x.detach().movedim(-2, 0)
     part = Positions(count).part(link.communicator)
-    assert len(own) == part.stop - part.start, f"{link.layer} has {len(own)} positions, which are no part of {count}"
+    assert len(own) == part.stop - part.start, (
+        f"{link.layer} has {len(own)} positions, which are no part of {count}"
+    )
     with torch.inference_mode(False):
         whole = own.new_empty((count, *own.shape[1:]), device=link.device_of(x))
         whole[part] = own
-        dtype = torch.int16 if x.dtype == torch.bfloat16 else x.dtype  # no engine moves bfloat16 by its name
+        dtype = (
+            torch.int16 if x.dtype == torch.bfloat16 else x.dtype
+        )  # no engine moves bfloat16 by its name
         handle = link.communicator.start_spread(whole.view(dtype), link.name_of(direction))
 
     def wait() -> torch.Tensor:
@@ -198,7 +245,8 @@ def _start_gather(x: torch.Tensor, link: Link, count: int, direction: str) -> Wa
 
 
 def _start_sum(rows: torch.Tensor, link: Link, direction: str) -> Waiting:
-    """rows (m, ..., features) -> (..., m / ranks, features) of their sum over ranks, in memory of its own."""
+    """rows (m, ..., features) -> (..., m / ranks, features) of their sum over ranks, in memory of
+    its own."""
     with torch.inference_mode(False):
         operand = link.ready(rows.detach().to(link.sum_dtype(rows)))
         handle = link.communicator.start_reduce_scatter(operand, link.name_of(direction))
@@ -207,6 +255,10 @@ def _start_sum(rows: torch.Tensor, link: Link, direction: str) -> Waiting:
         with torch.inference_mode(False):
             found: torch.Tensor = handle.wait()
         # a copy, also of one sample: the result may be a view of all rows, which would keep them
-        return found.to(rows.device, rows.dtype).movedim(0, -2).clone(memory_format=torch.contiguous_format)
+        return (
+            found.to(rows.device, rows.dtype)
+            .movedim(0, -2)
+            .clone(memory_format=torch.contiguous_format)
+        )
 
     return wait

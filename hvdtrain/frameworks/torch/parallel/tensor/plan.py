@@ -1,4 +1,5 @@
-"""Which layers of a model are cut for tensor parallelism, and how; and the model with its layers cut."""
+"""Which layers of a model are cut for tensor parallelism, and how; and the model with its layers
+cut."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ from hvdtrain.comm.order import SameOrder
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Cut
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch.parallel.tensor.collectives import Link, Positions, Rows, SplitLogits, whole_logits
+from hvdtrain.frameworks.torch.parallel.tensor.collectives import (
+    Link,
+    Positions,
+    Rows,
+    SplitLogits,
+    whole_logits,
+)
 from hvdtrain.frameworks.torch.parallel.tensor.layers import (
     ColumnsLinear,
     OwnPositionsEmbedding,
@@ -30,7 +37,8 @@ from hvdtrain.tasks.task import Task
 
 _WAY = re.compile(r"(columns|rows|vocabulary)(?: of ([1-9]\d*))?(?: by ([1-9]\d*))?|sequence")
 _WAYS = (
-    '"columns", "rows", "vocabulary" or "sequence"; "columns of 3" cuts each of 3 groups, "rows by 64" cuts between units of 64 features'
+    '"columns", "rows", "vocabulary" or "sequence"; "columns of 3" cuts each of 3 groups, "rows '
+    'by 64" cuts between units of 64 features'
 )
 
 
@@ -47,17 +55,25 @@ class Way(NamedTuple):
             return {}
         if self.kind == "rows":
             return {"weight": Cut(1, self.groups, parts, index)}
-        length = _features(layer) if self.kind == "vocabulary" else 0  # 512 colours and a first token: hardly ever even
+        length = (
+            _features(layer) if self.kind == "vocabulary" else 0
+        )  # 512 colours and a first token: hardly ever even
         cut = Cut(0, self.groups, parts, index, length)
         return {name: cut for name, p in layer.named_parameters(recurse=False) if p is not None}
 
-    def new_layer(self, layer: nn.Module, weight: nn.Parameter, bias: nn.Parameter | None, link: Link) -> nn.Module:
+    def new_layer(
+        self, layer: nn.Module, weight: nn.Parameter, bias: nn.Parameter | None, link: Link
+    ) -> nn.Module:
         if self.kind == "sequence":
             return OwnPositionsEmbedding(weight, link) if isinstance(layer, nn.Embedding) else layer
         if self.kind == "vocabulary":
             whole = _features(layer)
             rows = Rows(part_of(whole, link.communicator.rank, link.communicator.size).start, whole)
-            return VocabularyEmbedding(weight, link, rows) if isinstance(layer, nn.Embedding) else VocabularyHead(weight, bias, link, rows)
+            return (
+                VocabularyEmbedding(weight, link, rows)
+                if isinstance(layer, nn.Embedding)
+                else VocabularyHead(weight, bias, link, rows)
+            )
         return {"columns": ColumnsLinear, "rows": RowsLinear}[self.kind](weight, bias, link)
 
 
@@ -68,35 +84,54 @@ def _features(layer: nn.Module) -> int:
 
 
 def plan_of(model: nn.Module, where: str) -> dict[str, str]:
-    """What the model's tensor_plan() gives: a way for each pattern of module names. Raises UserError where it has none."""
+    """What the model's tensor_plan() gives: a way for each pattern of module names. Raises
+    UserError where it has none."""
     if not hasattr(model, "tensor_plan"):
         fix = 'def tensor_plan(self): return {"blocks.*.fc1": "columns", "blocks.*.fc2": "rows"}'
-        raise UserError(f"{type(model).__name__} has no tensor_plan(), which says how its layers are cut", where, f"{fix}; or leave it out")
+        raise UserError(
+            f"{type(model).__name__} has no tensor_plan(), which says how its layers are cut",
+            where,
+            f"{fix}; or leave it out",
+        )
     plan: dict[str, str] = model.tensor_plan()  # type: ignore[operator]
     return plan
 
 
-def resolve(model: nn.Module, plan: Mapping[str, str], parts: int, where: str, sequence: bool = False) -> dict[str, Way]:
-    """The way of each layer that is cut into so many parts, by its name; with `sequence` of those too that see a part of the positions.
+def resolve(
+    model: nn.Module, plan: Mapping[str, str], parts: int, where: str, sequence: bool = False
+) -> dict[str, Way]:
+    """The way of each layer that is cut into so many parts, by its name; with `sequence` of those
+    too that see a part of the positions.
 
-    Raises UserError for a way that is none, a pattern that names no layer, a layer that cannot be cut so, sizes that the number of parts
-    does not divide, and a parameter of several layers that are cut in different ways; with `sequence` for one that no way is given for.
+    Raises UserError for a way that is none, a pattern that names no layer, a layer that cannot be
+    cut so, sizes that the number of parts does not divide, and a parameter of several layers that
+    are cut in different ways; with `sequence` for one that no way is given for.
     """
     layers = {name: module for name, module in model.named_modules() if name}
     ways: dict[str, Way] = {}
     for pattern, text in plan.items():
         found = _WAY.fullmatch(text)
         if not found:
-            raise UserError(f"{pattern}: {text!r} is no way to cut a layer", f"{where}, tensor_plan()", _WAYS)
+            raise UserError(
+                f"{pattern}: {text!r} is no way to cut a layer", f"{where}, tensor_plan()", _WAYS
+            )
         way = Way(found[1] or "sequence", int(found[2] or 1), int(found[3] or 1))
         names = [name for name in layers if fnmatchcase(name, pattern)]
         if not names:
-            raise UserError(f"{pattern!r} names no layer of {type(model).__name__}", f"{where}, tensor_plan()", _some(layers))
+            raise UserError(
+                f"{pattern!r} names no layer of {type(model).__name__}",
+                f"{where}, tensor_plan()",
+                _some(layers),
+            )
         for name in names:
             _check(name, layers[name], way, parts, where)
             ways[name] = way
     if not any(way.kind != "sequence" for way in ways.values()):
-        raise UserError(f"tensor_plan() of {type(model).__name__} names no layer to cut", where, f"{_some(layers)}; or leave it out")
+        raise UserError(
+            f"tensor_plan() of {type(model).__name__} names no layer to cut",
+            where,
+            f"{_some(layers)}; or leave it out",
+        )
     _check_shared(model, ways, where)
     if sequence:
         _check_sequence(model, ways, where)
@@ -105,7 +140,8 @@ def resolve(model: nn.Module, plan: Mapping[str, str], parts: int, where: str, s
 
 
 class CutLayers:
-    """The layers of a model that its plan names, which are replaced in place by those of this rank's part."""
+    """The layers of a model that its plan names, which are replaced in place by those of this
+    rank's part."""
 
     def __init__(
         self,
@@ -116,8 +152,9 @@ class CutLayers:
         sequence: bool = False,
         order: SameOrder | None = None,
     ) -> None:
-        """The model is the same on all ranks of the communicator. sequence: parallel.sequence; order: in which its ranks compute the
-        layers. Raises UserError as resolve() does, before anything is changed.
+        """The model is the same on all ranks of the communicator. sequence: parallel.sequence;
+        order: in which its ranks compute the layers. Raises UserError as resolve() does, before
+        anything is changed.
         """
         self._ways = resolve(model, plan, communicator.size, where, sequence)
         self._model = model
@@ -125,15 +162,24 @@ class CutLayers:
         self._order = order
         self._positions = Positions() if sequence else None
         self._parts: dict[nn.Parameter, nn.Parameter] = {}  # of a whole one
-        self.cuts: dict[nn.Parameter, Cut] = {}  # of the parameters that are parts; the others stay what they are, the same on every rank
-        self.names: dict[str, Cut] = {}  # of these, of one that several layers have all of its names
+        self.cuts: dict[
+            nn.Parameter, Cut
+        ] = {}  # of the parameters that are parts; the others stay what they are, the same on every rank  # noqa: E501
+        self.names: dict[
+            str, Cut
+        ] = {}  # of these, of one that several layers have all of its names
 
     @torch.no_grad()
     def cut(self, unit: nn.Module) -> None:
-        """Cuts the layers inside of `unit`, a module of the model or the model itself. A parameter that several layers have stays one."""
+        """Cuts the layers inside of `unit`, a module of the model or the model itself. A parameter
+        that several layers have stays one."""
         inside = set(unit.modules())
         new = dict[nn.Module, nn.Module]()
-        layers = {name: module for name, module in self._model.named_modules() if name in self._ways and module in inside}
+        layers = {
+            name: module
+            for name, module in self._model.named_modules()
+            if name in self._ways and module in inside
+        }
         for name, layer in layers.items():
             if isinstance(layer, nn.Linear | nn.Embedding):  # not yet cut
                 new[layer] = self._part_of(name, layer)
@@ -149,11 +195,17 @@ class CutLayers:
         for key, cut in self._ways[name].cuts(layer, size, rank).items():
             whole = kept[key]
             if whole not in self._parts:
-                part = nn.Parameter(cut.of(whole.detach()).clone(), whole.requires_grad)  # without the memory of the whole
+                part = nn.Parameter(
+                    cut.of(whole.detach()).clone(), whole.requires_grad
+                )  # without the memory of the whole
                 self._parts[whole], self.cuts[part] = part, cut
             kept[key], self.names[f"{name}.{key}"] = self._parts[whole], cut
         link = Link(self._communicator, name, self._positions, self._order)
-        return self._ways[name].new_layer(layer, kept["weight"], kept.get("bias"), link).train(layer.training)
+        return (
+            self._ways[name]
+            .new_layer(layer, kept["weight"], kept.get("bias"), link)
+            .train(layer.training)
+        )
 
 
 def cut_model(
@@ -171,16 +223,27 @@ def cut_model(
 
 
 def order_of_layers(config: Config, mesh: Mesh, device: torch.device) -> SameOrder:
-    """What compares the order of layers on the ranks of a tensor group. On a GPU the host does not wait for NCCL, and so for no answer."""
-    fix = "the same layers on every rank of a tensor group: chosen by its samples, or by torch.rand()"
-    fix += ", which gives them the same numbers" + "; parallel.sequence=false" * config.parallel.sequence
+    """What compares the order of layers on the ranks of a tensor group. On a GPU the host does not
+    wait for NCCL, and so for no answer."""
+    fix = (
+        "the same layers on every rank of a tensor group: chosen by its samples, or by torch.rand()"
+    )
+    fix += (
+        ", which gives them the same numbers"
+        + "; parallel.sequence=false" * config.parallel.sequence
+    )
     lags = device.type == "cuda" and "nccl" in mesh.tensor.features
     return SameOrder(mesh.tensor, mesh.world.rank, config.where("parallel.tensor"), fix, lags=lags)
 
 
 def not_zeros(x: torch.Tensor) -> torch.Tensor:
-    """Numbers of the shape, type and device of x, the same on all ranks; tokens stay what they are."""
-    return torch.rand(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(x) if x.is_floating_point() else x
+    """Numbers of the shape, type and device of x, the same on all ranks; tokens stay what they
+    are."""
+    return (
+        torch.rand(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(x)
+        if x.is_floating_point()
+        else x
+    )
 
 
 @torch.no_grad()
@@ -188,8 +251,11 @@ def outputs_of(model: nn.Module, x: torch.Tensor) -> Any:
     return model.eval()(x)
 
 
-def check_cut(model: nn.Module, x: torch.Tensor, expected: Any, task: Task | None, where: str) -> None:
-    """A collective. Raises UserError where the cut model does not give what the whole one gave for x, or its task has no loss for that.
+def check_cut(
+    model: nn.Module, x: torch.Tensor, expected: Any, task: Task | None, where: str
+) -> None:
+    """A collective. Raises UserError where the cut model does not give what the whole one gave for
+    x, or its task has no loss for that.
 
     task: None of a script's own loss.
     """
@@ -199,16 +265,29 @@ def check_cut(model: nn.Module, x: torch.Tensor, expected: Any, task: Task | Non
     except UserError:
         raise
     except Exception as error:
-        what = f"{type(model).__name__}, cut as its tensor_plan() says, fails: {type(error).__name__}: {error}"
+        what = (
+            f"{type(model).__name__}, cut as its tensor_plan() says, fails: "
+            f"{type(error).__name__}: {error}"
+        )
         raise UserError(what, f"{where}, tensor_plan()", fix) from error
     if isinstance(found, SplitLogits) and not isinstance(task, Language):
         whose = f"task.name={task.name} has" if task else "a loss of your own has"
-        what = f"the outputs of {type(model).__name__} are cut by vocabulary, and {whose} no loss for that"
-        raise UserError(what, f"{where}, tensor_plan()", "leave the last layer out of it, or task.name=language")
+        what = (
+            f"the outputs of {type(model).__name__} are cut by vocabulary, and {whose} no loss "
+            "for that"
+        )
+        raise UserError(
+            what, f"{where}, tensor_plan()", "leave the last layer out of it, or task.name=language"
+        )
     if isinstance(expected, torch.Tensor):
         found = whole_logits(found)
-        if found.shape != expected.shape or not torch.allclose(found, expected, rtol=1e-2, atol=1e-4, equal_nan=True):
-            what = f"{type(model).__name__}, cut as its tensor_plan() says, gives other outputs than the whole model"
+        if found.shape != expected.shape or not torch.allclose(
+            found, expected, rtol=1e-2, atol=1e-4, equal_nan=True
+        ):
+            what = (
+                f"{type(model).__name__}, cut as its tensor_plan() says, gives other outputs than "
+                "the whole model"
+            )
             raise UserError(what, f"{where}, tensor_plan()", fix)
 
 
@@ -216,9 +295,16 @@ def _check(name: str, layer: nn.Module, way: Way, parts: int, where: str) -> Non
     if way.kind == "sequence":
         _check_own_positions(name, layer, where)
         return
-    if type(layer) is not nn.Linear and not (type(layer) is nn.Embedding and way.kind == "vocabulary"):
-        what = f"{name} is a {type(layer).__name__}: {way.kind} cuts nn.Linear{' and nn.Embedding' if way.kind == 'vocabulary' else ''}"
-        raise UserError(what, f"{where}, tensor_plan()", "name layers of that class, and no subclass")
+    if type(layer) is not nn.Linear and not (
+        type(layer) is nn.Embedding and way.kind == "vocabulary"
+    ):
+        what = (
+            f"{name} is a {type(layer).__name__}: {way.kind} cuts "
+            f"nn.Linear{' and nn.Embedding' if way.kind == 'vocabulary' else ''}"
+        )
+        raise UserError(
+            what, f"{where}, tensor_plan()", "name layers of that class, and no subclass"
+        )
     if isinstance(layer, nn.Embedding):
         _check_embedding(name, layer, way.kind, where)
     if isinstance(layer, nn.Embedding):
@@ -235,49 +321,92 @@ def _check(name: str, layer: nn.Module, way: Way, parts: int, where: str) -> Non
         raise UserError(what, f"{where}, tensor_plan()", "groups and units that divide it")
     if way.kind == "vocabulary":
         if length < parts:
-            raise UserError(f"{name} has {length} tokens for {parts} tensor ranks", where, f"parallel.tensor={length} or less")
+            raise UserError(
+                f"{name} has {length} tokens for {parts} tensor ranks",
+                where,
+                f"parallel.tensor={length} or less",
+            )
     elif count % parts:
         divisors = [str(n) for n in range(1, min(count, 64) + 1) if count % n == 0]
-        what = f"{name} has {count} {units} {each}to cut, which do not split evenly over {parts} tensor ranks"
+        what = (
+            f"{name} has {count} {units} {each}to cut, which do not split evenly over {parts} "
+            "tensor ranks"
+        )
         raise UserError(what, where, f"parallel.tensor={' or '.join(divisors)}")
 
 
 def _check_own_positions(name: str, layer: nn.Module, where: str) -> None:
     if isinstance(layer, _BatchNorm):
-        what = f"{name} is a {type(layer).__name__}, whose statistics would be those of a part of the positions"
-        raise UserError(what, f"{where}, tensor_plan()", "a norm of each position by itself, as nn.LayerNorm")
+        what = (
+            f"{name} is a {type(layer).__name__}, whose statistics would be those of a part of "
+            "the positions"
+        )
+        raise UserError(
+            what, f"{where}, tensor_plan()", "a norm of each position by itself, as nn.LayerNorm"
+        )
     if isinstance(layer, nn.Embedding):
         _check_embedding(name, layer, "sequence", where)
 
 
 def _check_embedding(name: str, layer: nn.Embedding, kind: str, where: str) -> None:
-    if layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse or layer.padding_idx is not None:
-        what = f"{name} has max_norm, scale_grad_by_freq, sparse or padding_idx, which an embedding cut by {kind} has not"
-        raise UserError(what, f"{where}, tensor_plan()", "an nn.Embedding without them, or leave it whole")
+    if (
+        layer.max_norm is not None
+        or layer.scale_grad_by_freq
+        or layer.sparse
+        or layer.padding_idx is not None
+    ):
+        what = (
+            f"{name} has max_norm, scale_grad_by_freq, sparse or padding_idx, which an embedding "
+            f"cut by {kind} has not"
+        )
+        raise UserError(
+            what, f"{where}, tensor_plan()", "an nn.Embedding without them, or leave it whole"
+        )
 
 
 def _check_sequence(model: nn.Module, ways: Mapping[str, Way], where: str) -> None:
-    """Every parameter belongs to a layer with a way: whether its gradient is a sum over the group depends on the positions that it sees."""
+    """Every parameter belongs to a layer with a way: whether its gradient is a sum over the group
+    depends on the positions that it sees."""
     kind = type(model).__name__
     if not any(way.kind == "sequence" for way in ways.values()):
-        what = f'tensor_plan() of {kind} names no layer as "sequence": a part of the positions is all that such a layer would see'
-        raise UserError(what, where, "parallel.sequence=false; or a plan as that of model.name=gpt (docs/parallel.md)")
+        what = (
+            f'tensor_plan() of {kind} names no layer as "sequence": a part of the positions is '
+            "all that such a layer would see"
+        )
+        raise UserError(
+            what,
+            where,
+            "parallel.sequence=false; or a plan as that of model.name=gpt (docs/parallel.md)",
+        )
     for name, key, _ in _parameters(model):
         if not any(name == named or name.startswith(f"{named}.") for named in ways):
-            what = f"tensor_plan() of {kind} says nothing of {f'{name}.{key}' if name else key}, which would see a part of the positions"
-            fix = f'"{name}": "sequence", where it works on each position by itself' if name else "put it into a module, and name that"
+            what = (
+                f"tensor_plan() of {kind} says nothing of {f'{name}.{key}' if name else key}, "
+                "which would see a part of the positions"
+            )
+            fix = (
+                f'"{name}": "sequence", where it works on each position by itself'
+                if name
+                else "put it into a module, and name that"
+            )
             raise UserError(what, f"{where}, tensor_plan()", f"{fix}; or parallel.sequence=false")
 
 
 def _check_shared(model: nn.Module, ways: Mapping[str, Way], where: str) -> None:
-    """A parameter of several layers, as tied ones have, is cut for all of them in the same way or for none."""
+    """A parameter of several layers, as tied ones have, is cut for all of them in the same way or
+    for none."""
     seen: dict[nn.Parameter, tuple[str, Cut | None]] = {}
     for name, key, p in _parameters(model):
         cut = ways[name].cuts(model.get_submodule(name), 1, 0).get(key) if name in ways else None
         other, theirs = seen.setdefault(p, (name, cut))
         if cut != theirs:
             what = f"{other} and {name} have one {key}, which tensor_plan() cuts in different ways"
-            raise UserError(what, where, "the same way for both: vocabulary for an embedding and the head that is tied to it")
+            raise UserError(
+                what,
+                where,
+                "the same way for both: vocabulary for an embedding and the head that is tied to "
+                "it",
+            )
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
