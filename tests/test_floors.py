@@ -116,6 +116,44 @@ def test_every_file_has_a_docstring() -> None:
     assert not missing
 
 
+def packed_assignments(source: str) -> list[int]:
+    """Lines with a tuple assignment of unrelated values, `a, b = x, y`, which hides one of them.
+
+    A swap, unpacking, subscripts, and a value that reads an earlier target are not meant.
+    """
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Assign) and _is_packed(node)
+    ]
+
+
+def _is_packed(node: ast.Assign) -> bool:
+    (targets, *others), values = node.targets, node.value
+    if others or not isinstance(targets, ast.Tuple) or not isinstance(values, ast.Tuple):
+        return False
+    read = {ast.unparse(each) for each in ast.walk(values)}
+    return all(
+        isinstance(target, (ast.Name, ast.Attribute)) and ast.unparse(target) not in read
+        for target in targets.elts
+    ) and not any(isinstance(value, ast.Starred) for value in values.elts)
+
+
+def test_packed_assignments_are_recognized() -> None:
+    assert packed_assignments("a, b = 1, 2\nself.a, b = f(), (3, 4)\n") == [1, 2]
+    related = "a, b = b, a\na, b = f()\nx[0], y = 1, 2\na, b = *c, 3\ni, j = j, i + j\n"
+    assert packed_assignments(related) == []
+
+
+def test_each_assignment_has_a_line_of_its_own() -> None:
+    packed = [
+        f"{name}:{line}"
+        for name, path in zip(NAMES, FILES, strict=True)
+        for line in packed_assignments(path.read_text())
+    ]
+    assert packed == []
+
+
 def test_help_is_fast_and_imports_no_framework() -> None:
     heavy = (
         "numpy",

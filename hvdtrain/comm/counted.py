@@ -50,10 +50,8 @@ class _Counted(AroundCommunicator):
         self._ranks = ranks
 
     def pass_on(self, collective: str, x: Buffer, name: str, *more: Any) -> Any:
-        kind, sent_bytes = (
-            _KINDS[collective.removeprefix("start_")],
-            self._sent_bytes(collective.removeprefix("start_"), x, *more),
-        )
+        kind = _KINDS[collective.removeprefix("start_")]
+        sent_bytes = self._sent_bytes(collective.removeprefix("start_"), x, *more)
         size_bytes = x.nbytes
         found = super().pass_on(collective, x, name, *more)
         if self.within.size > 1:

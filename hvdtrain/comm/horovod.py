@@ -139,7 +139,8 @@ class HorovodCommunicator(StartedCollectives):
         self._side_channel: MpiSideChannel | None = None
         self._ops = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max, "adasum": hvd.Adasum}
         self._not_reduced = (torch.int8, torch.int16, torch.uint8)
-        self.rank, self.size = self._set.rank(), self._set.size()
+        self.rank = self._set.rank()
+        self.size = self._set.size()
         nccl: set[Feature] = {"nccl"} if has_nccl() else set()
         self.features = frozenset(FEATURES | nccl)
         self.local_rank = place.local_rank

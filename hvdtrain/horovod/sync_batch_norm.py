@@ -95,7 +95,8 @@ class _Normalize(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         normal, scale, weight, count = ctx.saved_tensors
-        grad, axes = grads[0].to(normal.dtype), [0, *range(2, normal.dim())]
+        grad = grads[0].to(normal.dtype)
+        axes = [0, *range(2, normal.dim())]
         sum_here = grad.sum(axes)
         product_here = (grad * normal).sum(axes)
         of_input = None

@@ -260,10 +260,8 @@ def transforms_of_facts(facts: Mapping[str, Any]) -> Transforms:
     ValueError where they are impossible."""
     found = {}
     for name, dtype, shape, mean, std, *padding in facts["inputs"]:
-        x, stats = (
-            field_of_facts([dtype, shape, 0, *padding]),
-            (np.array(mean, np.float64), np.array(std, np.float64)),
-        )
+        x = field_of_facts([dtype, shape, 0, *padding])
+        stats = (np.array(mean, np.float64), np.array(std, np.float64))
         if not f"{name}".isidentifier() or not all(
             type(size) is int and size >= 1 for size in x.shape
         ):

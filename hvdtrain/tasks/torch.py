@@ -686,7 +686,8 @@ class _OfTargets(nn.Module):
     def _refuse_label(self, outputs: Any, y: torch.Tensor) -> None:
         """Raises UserError for a target that is no class."""
         if isinstance(self.loss, _OF_CLASSES) and outputs.ndim > 1 and not y.is_floating_point():
-            classes, ignored = outputs.shape[1], int(self.loss.ignore_index)  # type: ignore[arg-type]
+            classes = outputs.shape[1]
+            ignored = int(self.loss.ignore_index)  # type: ignore[arg-type]
             wrong = y[((y < 0) | (y >= classes)) & (y != ignored)].flatten().tolist()
             if wrong:
                 takes = (

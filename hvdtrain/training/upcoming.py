@@ -53,7 +53,8 @@ class Upcoming:
         )  # the first step, or another one than was expected
         if anew:
             self._told.clear()
-            self._samples, self._steps = 0, self._following(progress)
+            self._samples = 0
+            self._steps = self._following(progress)
         self._tell(anew)
         self._samples -= self._told.popleft().samples
 

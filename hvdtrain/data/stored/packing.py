@@ -50,7 +50,8 @@ def unpacked(
     Raises UserError where integers have missing ones, which would be trained on as numbers, and for
     an attribute that is no number.
     """
-    found, numbers = {}, (*_SCALE, *_MISSING, *_RANGE)
+    found = {}
+    numbers = (*_SCALE, *_MISSING, *_RANGE)
     for word in numbers:
         if word in attributes:
             found[word] = np.ravel(np.asarray(attributes[word]))

@@ -214,7 +214,8 @@ def refuse_another_job(
             f"{run} is over ({over}), and nothing would be trained with the change: "
             f"{_differences(relevant)}"
         )
-        then, arguments = "train on with it", [*map(_argument, learned), *further(config, now)]
+        then = "train on with it"
+        arguments = [*map(_argument, learned), *further(config, now)]
     elif learned and config.resume in ("auto", "no"):
         what = f"{run} holds another job: {_differences(learned)}"
         then = f"go on from step {now.progress.step} with the change"
