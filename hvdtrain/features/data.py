@@ -160,6 +160,11 @@ PACK = JobFeature(
             for key in ("parallel.tensor", "parallel.pipeline")
         ),
         _of_rows("parallel.dense", other_than("none", "a"), "models of tokens alone are cut"),
+        _of_rows(
+            "log.noise_scale",
+            among(True),
+            "the noise scale compares means over samples, but rows contain several",
+        ),
     ),
 )
 

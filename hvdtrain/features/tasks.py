@@ -161,8 +161,8 @@ STOP_TARGET = JobFeature(
 )
 
 
-def _answers(name: str) -> JobFeature:
-    """A task of several answers for each sample."""
+def _answers(name: str, *others: Exclusion) -> JobFeature:
+    """A task of several answers for each sample; others: what it also excludes."""
     return JobFeature(
         key="task.name",
         on=lambda config: config.task.name == name,
@@ -176,12 +176,49 @@ def _answers(name: str) -> JobFeature:
                 fix="leave it out",
                 why="a sample does not have one class",
             ),
+            *others,
         ),
     )
 
 
-MULTILABEL = _answers("multilabel")
-SEGMENTATION = _answers("segmentation")
+def _mixes(key: str, fix: str) -> Exclusion:
+    return Exclusion(
+        key,
+        above(0),
+        what="{key} mixes the labels of classes, which {chosen} does not have",
+        fix=fix,
+        why="a sample does not have one class to mix",
+    )
+
+
+def _black_pixels_have_no_class(config: Config) -> bool:
+    return (
+        config.task.name == "segmentation"
+        and config.augment.pad == "zeros"
+        and config.task.options.get("ignore_label") is None
+    )
+
+
+MULTILABEL = _answers(
+    "multilabel",
+    _mixes("augment.mixup", "augment.mixup=0"),
+    _mixes("augment.cutmix", "augment.cutmix=0"),
+)
+SEGMENTATION = _answers(
+    "segmentation",
+    _mixes(
+        "augment.mixup",
+        "augment.mixup=0; or augment.cutmix, which pastes boxes of images with their masks",
+    ),
+    Exclusion(
+        "augment.crop",
+        above(0),
+        what="{set} shows black pixels from outside of the image, which have no class in {chosen}",
+        fix="task.ignore_label=255 leaves them out; or augment.pad=reflect",
+        when=_black_pixels_have_no_class,
+        why="black pixels from outside have no class; task.ignore_label leaves them out",
+    ),
+)
 # task.name=package.module:build: a task of the user's, or one of hvdtrain's with metrics of the
 # user's or of torchmetrics.
 USER_TASK = JobFeature(
