@@ -14,6 +14,7 @@ from hvdtrain.features.job_feature import (
     JobFeature,
     PlannedJob,
     Values,
+    When,
     above,
     among,
     other_than,
@@ -191,11 +192,19 @@ def _mixes(key: str, fix: str) -> Exclusion:
     )
 
 
-def _black_pixels_have_no_class(config: Config) -> bool:
-    return (
-        config.task.name == "segmentation"
-        and config.augment.pad == "zeros"
-        and config.task.options.get("ignore_label") is None
+def _has_only_classes(config: Config) -> bool:
+    is_segmentation = config.task.name == "segmentation"
+    return is_segmentation and config.task.options.get("ignore_label") is None
+
+
+def _black_pixels(key: str, without_them: str, when: When) -> Exclusion:
+    return Exclusion(
+        key,
+        above(0),
+        what="{set} shows black pixels from outside of the image, which have no class in {chosen}",
+        fix=f"task.ignore_label=255 leaves them out; or {without_them}",
+        when=when,
+        why="black pixels from outside have no class; task.ignore_label leaves them out",
     )
 
 
@@ -210,14 +219,12 @@ SEGMENTATION = _answers(
         "augment.mixup",
         "augment.mixup=0; or augment.cutmix, which pastes boxes of images with their masks",
     ),
-    Exclusion(
+    _black_pixels(
         "augment.crop",
-        above(0),
-        what="{set} shows black pixels from outside of the image, which have no class in {chosen}",
-        fix="task.ignore_label=255 leaves them out; or augment.pad=reflect",
-        when=_black_pixels_have_no_class,
-        why="black pixels from outside have no class; task.ignore_label leaves them out",
+        "augment.pad=reflect",
+        lambda config: _has_only_classes(config) and config.augment.pad == "zeros",
     ),
+    _black_pixels("augment.rand_augment", "augment.rand_augment=0", _has_only_classes),
 )
 # task.name=package.module:build: a task of the user's, or one of hvdtrain's with metrics of the
 # user's or of torchmetrics.

@@ -289,7 +289,7 @@ class Measured:
 
             return JaxMeasured
         raise UserError(
-            "metrics of a script are not computed with framework=numpy or keras",
+            f"framework={framework} does not compute metrics of your own (metrics=, task.name)",
             WHERE,
             "framework=torch or framework=jax",
         )

@@ -153,7 +153,6 @@ SAME_NUMBERS = (  # keys that change no number, beside what has no twin
         "shard.",
         "hooks",
         "stop.target",
-        "evaluate.",
         "data.bucket_by",
     ),
 )
