@@ -32,6 +32,7 @@ HEADER = """\
 """  # noqa: E501
 
 
+# and what its builds need, in versions of their own
 TORCH = (
     "torch",
     "torchvision",
@@ -39,7 +40,7 @@ TORCH = (
     "pytorch-triton*",
     "nvidia-*",
     "cuda-*",
-)  # and what its builds need, in versions of their own
+)
 SITE = "site"  # of --torch
 SUMS = "SHA256SUMS"  # of the wheels in a wheelhouse
 
@@ -367,11 +368,12 @@ def with_torch(
         ):
             print(f"torchvision is left out: no release of it fits {torch}", flush=True)
             wanted = without_torchvision
+        # some releases of torch want an older one than constraints.txt has
         return [*wanted, torch], [
             *accepted,
             *TORCH,
             "setuptools",
-        ]  # some releases of torch want an older one than constraints.txt has
+        ]
     there = of_site()
     if "torch" not in there:
         sys.exit(

@@ -111,9 +111,8 @@ class Counting:
         return self._communicator.start_send(x, *where)
 
     def start_allreduce(self, x: Buffer, name: str, op: str = "sum") -> Handle:
-        self.nbytes += round(
-            2 * x.nbytes * (self._communicator.size - 1) / self._communicator.size
-        )  # what a ring sends from a rank
+        # what a ring sends from a rank
+        self.nbytes += round(2 * x.nbytes * (self._communicator.size - 1) / self._communicator.size)
         return self._communicator.start_allreduce(x, name, op)
 
 

@@ -15,9 +15,8 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.read import configure
 from hvdtrain.training.health.signals import Signals
 
-Part = Callable[
-    [bool], AbstractContextManager[Any]
-]  # part(True) is a context in which the job has the part, part(False) one without
+# part(True) is a context in which the job has the part, part(False) one without
+Part = Callable[[bool], AbstractContextManager[Any]]
 LOOPS = 9
 
 

@@ -69,9 +69,8 @@ LEFT_OUT: dict[str, list[str]] = {
     "falling rate": ["recipe.schedule=constant"],
     "bf16 (fp32 instead)": ["speed.precision=fp32"],
 }
-ADDED: dict[str, list[str]] = {
-    "average of the weights": ["optim.ema=0.9"]
-}  # ideas that the record does without
+# ideas that the record does without
+ADDED: dict[str, list[str]] = {"average of the weights": ["optim.ema=0.9"]}
 
 
 def main() -> None:

@@ -108,9 +108,8 @@ def main() -> None:
     x = torch.randn(
         options.samples, options.width, generator=torch.Generator().manual_seed(communicator.rank)
     )
-    gradients = {
-        way: step(models[way], x, counting[way]) for way in WAYS
-    }  # the first step is left out
+    # the first step is left out
+    gradients = {way: step(models[way], x, counting[way]) for way in WAYS}
     check(gradients, communicator)
     for _ in range(options.rounds):
         for way in WAYS:

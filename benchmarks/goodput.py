@@ -123,9 +123,8 @@ def one_job(
         killed = []
         for _ in range(options.faults):
             time.sleep(random.expovariate(1 / options.mtbf))
-            wait_for(
-                job, lambda: is_training(run) and job.pids(), 120
-            )  # guard.lost=shrink: it may be starting on all ranks
+            # guard.lost=shrink: it may be starting on all ranks
+            wait_for(job, lambda: is_training(run) and job.pids(), 120)
             pids = job.pids()
             killed_s = time.time()
             killed.append(killed_s)

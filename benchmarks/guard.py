@@ -140,9 +140,8 @@ def calls(trainer: Trainer) -> Iterator[dict[str, Any]]:
     communicator = job.communicator
     learner: Any = job.learner
     learner.sync_buffers(communicator)
-    sync_points = (
-        1 / job.config.log.every_steps + job.config.batch.size / job.prefetcher.samples
-    )  # per step, with those of epochs
+    # per step, with those of epochs
+    sync_points = 1 / job.config.log.every_steps + job.config.batch.size / job.prefetcher.samples
     parameters = learner.parameters
     for p in parameters:
         p.grad = torch.randn_like(p)

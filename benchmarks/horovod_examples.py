@@ -39,13 +39,14 @@ IMPORTS = {
 # of Horovod, in some versions of the synthetic benchmark: left out for all
 ON_GPUS_ALONE = "norm_layer=hvd.SyncBatchNorm"
 HOROVOD = "horovod"
+# row -> HVDTRAIN_ENGINE
 ENGINES = {
     HOROVOD: "",
     "horovod again": "",
     "mpi": "mpi",
     "torchdist": "torchdist",
     "on horovod": "horovod",
-}  # row -> HVDTRAIN_ENGINE
+}
 LIMIT_S = 400
 
 
@@ -196,9 +197,10 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """found: of each engine, Horovod's own first."""
     example = EXAMPLES[name]
+    # (ranks, losses)
     losses = {
         label: np.array([of_rank[name] for of_rank in ranks]) for label, ranks in found.items()
-    }  # (ranks, losses)
+    }
     expected = losses[HOROVOD]
     rows = []
     for label, own in losses.items():

@@ -51,11 +51,12 @@ LENGTH = {
     "numpy": "epochs=80 log.every_steps=5 checkpoint.every_steps=50",
     "torch": "epochs=25 log.every_steps=5 checkpoint.every_steps=50",
 }
+# calls of functions: tests/support/killed_ranks.py
 REFORM = (
     "shrink 1",
     "memory_copy.py:restore 1",
     "elastic_job.py:take_over 1",
-)  # calls of functions: tests/support/killed_ranks.py
+)
 
 
 class Kill(NamedTuple):

@@ -67,9 +67,8 @@ def main() -> None:
 
     words = [*JOB, *options.overrides]
     with tempfile.TemporaryDirectory() as folder, Hosts(2) as hosts:
-        meshes = [
-            row["words"] for row in plan(words, options.rate, [], folder)["meshes"]
-        ]  # which there are; not yet their times
+        # which there are; not yet their times
+        meshes = [row["words"] for row in plan(words, options.rate, [], folder)["meshes"]]
         Path(folder, "meshes.json").write_text(json.dumps(meshes))
         hosts.slow(options.rate)
         argv = [

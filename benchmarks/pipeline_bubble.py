@@ -164,9 +164,8 @@ class Workload:
         alone: list[tuple[int, Seconds]] = []
         for rank in range(self._ranks.size):
             own = self._own_seconds(case) if rank == self._ranks.rank else []
-            alone += [
-                each for found in self._ranks.allgather_object(own) for each in found
-            ]  # the others wait here
+            # the others wait here
+            alone += [each for found in self._ranks.allgather_object(own) for each in found]
         together = [
             each
             for found in self._ranks.allgather_object(self._own_seconds(case))

@@ -41,9 +41,8 @@ from hvdtrain.frameworks.torch.parallel.pipeline.stages import Stage, stages_of,
 THEIRS: dict[Any, Any] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 CPU = torch.device("cpu")
 LR = 0.05
-OneStep = Callable[
-    [torch.Tensor], float
-]  # tokens (n, CONTEXT + 1) -> the mean loss, on the last rank
+# tokens (n, CONTEXT + 1) -> the mean loss, on the last rank
+OneStep = Callable[[torch.Tensor], float]
 
 
 def loss_of(outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -72,9 +71,10 @@ def ours(stage: Stage, ranks: Communicator, schedule: Any, micro: int) -> OneSte
 
 
 def theirs(stage: Stage, ranks: Communicator, schedule: Any, micro: int) -> OneStep:
+    # divides gradients by micro
     runner = THEIRS[schedule](
         PipelineStage(stage, ranks.rank, ranks.size, CPU), micro, loss_fn=loss_of
-    )  # divides gradients by micro
+    )
     optimizer = torch.optim.SGD(stage.parameters(), lr=LR)
 
     def one_step(tokens: torch.Tensor) -> float:

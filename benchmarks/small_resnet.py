@@ -54,6 +54,5 @@ class SmallResNet(nn.Module):
         self.fc = nn.Linear(widths[-1], classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc(
-            self.blocks(self.stem(x)).mean((2, 3))
-        )  # (n, widths[-1], H / 8, W / 8) -> (n, classes)
+        # (n, widths[-1], H / 8, W / 8) -> (n, classes)
+        return self.fc(self.blocks(self.stem(x)).mean((2, 3)))

@@ -70,16 +70,14 @@ class Took(NamedTuple):
     passes: float
 
 
-OneStep = Callable[
-    [torch.Tensor], tuple[float, float]
-]  # tokens (n, context + 1) -> the mean loss, when its passes have ended
+# tokens (n, context + 1) -> the mean loss, when its passes have ended
+OneStep = Callable[[torch.Tensor], tuple[float, float]]
 
 
 def ours(model: nn.Module, ranks: Communicator, sequence: bool) -> OneStep:
     cuts = cut_model(model, plan_of(model, "tensor_peers"), ranks, sequence=sequence)
-    summed = [
-        p for p in model.parameters() if sequence and p not in cuts
-    ]  # each rank's gradient is that of its own positions
+    # each rank's gradient is that of its own positions
+    summed = [p for p in model.parameters() if sequence and p not in cuts]
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
 
     def one_step(tokens: torch.Tensor) -> tuple[float, float]:

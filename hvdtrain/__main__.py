@@ -35,6 +35,7 @@ COMMANDS = {  # each is the function of its name in that module
     "lab": "hvdtrain.cli.lab",
     "schema": "hvdtrain.cli.schema",
 }
+# commands that --num-nodes and so on start on ranks
 _ON_RANKS = (
     "train",
     "check",
@@ -43,7 +44,7 @@ _ON_RANKS = (
     "sample",
     "bench",
     "lr-find",
-)  # commands that --num-nodes and so on start on ranks
+)
 _BY_HAND = ("--num-nodes", "--node-id", "--num-gpus")
 
 

@@ -33,9 +33,8 @@ class Script(NamedTuple):
     """What a script gives that a run folder does not keep."""
 
     given: Mapping[str, Given]  # objects, by section
-    names: tuple[
-        str, ...
-    ]  # model.name= and task.name= of its own code: a run folder alone imports none
+    # model.name= and task.name= of its own code: a run folder alone imports none
+    names: tuple[str, ...]
 
 
 def _like(found: np.ndarray, given: Any) -> Any:
@@ -61,12 +60,10 @@ class Run:
     epochs: float  # done
     steps: int
     seconds: float  # spent, over all its runs
-    script: Script | None = field(
-        default=None, repr=False, compare=False
-    )  # what the script gave as objects
-    inputs: Transform | Transforms | None = field(
-        default=None, repr=False, compare=False
-    )  # what was done to x; None: the task says nothing
+    # what the script gave as objects
+    script: Script | None = field(default=None, repr=False, compare=False)
+    # what was done to x; None: the task says nothing
+    inputs: Transform | Transforms | None = field(default=None, repr=False, compare=False)
 
     def transform(self, x: Any) -> Any:
         """What the model got of rows x (n, ...) of the data: model(run.transform(x)). An array of
@@ -487,9 +484,8 @@ def _yaml(key: str, value: Any) -> str:
                 "define it at the top of the file",
             )
         return f"{_public_module(value)}:{value.__qualname__}"
-    value = (
-        value.item() if hasattr(value, "item") and not getattr(value, "ndim", 1) else value
-    )  # of numpy
+    # of numpy
+    value = value.item() if hasattr(value, "item") and not getattr(value, "ndim", 1) else value
     if isinstance(value, (str, Path)):
         return str(value) if takes_text(key) else json.dumps(str(value))
     try:

@@ -94,9 +94,8 @@ def _interrupts_later() -> Iterator[None]:
     """Ctrl-C in this block counts at its end; the processes that are started in it stay deaf to it:
     it is this one that ends them."""
     seen: list[int] = []
-    former = signal.signal(
-        signal.SIGINT, lambda number, _: seen.append(number)
-    )  # where a thread of a library takes it
+    # where a thread of a library takes it
+    former = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield

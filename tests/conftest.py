@@ -18,13 +18,14 @@ import warm
 from ranks import environment
 from record import note
 
+# marks by which the Makefile chooses tests; without one of them: `make test`
 PARTS = (
     "slow",
     "faults",
     "cluster",
     "gpu",
     "clock",
-)  # marks by which the Makefile chooses tests; without one of them: `make test`
+)
 # A worker takes file after file (--dist loadfile), so the ones that take longest come first: at the
 # end all others would wait for them.
 LONGEST = (

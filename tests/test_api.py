@@ -256,12 +256,13 @@ def test_commands_are_for_a_shell_whatever_the_folder_is_called(
     assert main(command(said, "resume   ")[len(program) :]) == 0
     assert f"run folder: {run}\n" in capsys.readouterr().out
     assert hvdtrain.read(run).step.max() == 8
+    # at once
     assert (
         hvdtrain.train(
             {"model.name": "linear", "guard.max_time": "2s", "resume": "no", "run": f"{run}2"}
         ).code
         == 75
-    )  # at once
+    )
     assert command(capsys.readouterr().out, "the same command resumes the job, with ") == [
         f"run={run}2",
         "resume=auto",

@@ -224,9 +224,10 @@ def test_our_answers_pass(name: str) -> None:
         and abs(result["seen_z"]) < 3
     )
     assert "rning:" not in result["output"]
+    # 8 x 1437 / 2
     assert len(result["trained_samples"]) == 2 and all(
         5600 < samples <= 5760 for samples in result["trained_samples"]
-    )  # 8 x 1437 / 2
+    )
 
 
 @needs_mpirun
@@ -359,9 +360,8 @@ def test_shares_by_hand(scripts: dict[str, Any]) -> None:
     assert share.complaint([one, one], 100) == "ranks 0 and 1 began with the same samples"
     assert share.complaint([one, None], 100) == "rank 1 of 2 did not train the network of net.py"
     assert share.complaint([one, other._replace(last=there)], 100) is None  # averaged at the end
-    assert (
-        share.complaint([one, other._replace(end=there)], 100) is None
-    )  # rank 0 took its best epoch's weights
+    # rank 0 took its best epoch's weights
+    assert share.complaint([one, other._replace(end=there)], 100) is None
     for odd in (there, here * np.nan, here[:1]):
         wrong = share.complaint([one, other, other._replace(last=odd, end=odd)], 100)
         assert wrong == "ranks 0 and 2 trained apart: their weights differ"

@@ -256,9 +256,8 @@ def test_a_block_that_is_computed_again_keeps_its_input_alone(
     tokens = 5 * 32
     number = 4 / recompute.MB
     one = tokens * 64 * number
-    few = (
-        tokens * (2 + 2 + 2) * number
-    )  # mean and deviation of two norms, and of each head the logarithm of a sum
+    # mean and deviation of two norms, and of each head the logarithm of a sum
+    few = tokens * (2 + 2 + 2) * number
     found = {
         which: recompute.kept(recompute.Step(sizes, which))["blocks"]
         for which in ("none", "2", "all")

@@ -173,14 +173,14 @@ def test_help_is_fast_and_imports_no_framework() -> None:
         f"loaded = [m for m in {heavy} if m in sys.modules]\nassert not loaded, "
         "loaded\nprint(len(sys.modules))"
     )
+    # a user's has none
     environment = {
         name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
-    }  # a user's has none
+    }
     best = 9.0
     for _ in range(3):
-        start = sum(
-            resource.getrusage(resource.RUSAGE_CHILDREN)[:2]
-        )  # of processor time, which other processes affect little
+        # of processor time, which other processes affect little
+        start = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
         done = subprocess.run(
             [sys.executable, "-c", code],
             capture_output=True,

@@ -62,9 +62,8 @@ def program(code: str, folder: Path) -> str:
 
 
 def test_the_folder_around_a_clone_does_not_shadow_the_package(tmp_path: Path) -> None:
-    (tmp_path / "hvdtrain" / "hvdtrain").mkdir(
-        parents=True
-    )  # as the clone is, seen from its parent folder
+    # as the clone is, seen from its parent folder
+    (tmp_path / "hvdtrain" / "hvdtrain").mkdir(parents=True)
     assert program("import hvdtrain; print(len(hvdtrain.__version__) > 0)", tmp_path) == "True"
 
 
@@ -110,9 +109,8 @@ def test_the_command_finds_modules_of_the_current_folder(tmp_path: Path) -> None
         text=True,
         check=False,
     )
-    assert "No module named 'mynet'" in ran.stderr, (
-        ran
-    )  # python -P keeps the current folder off the path
+    # python -P keeps the current folder off the path
+    assert "No module named 'mynet'" in ran.stderr, ran
 
 
 def test_the_report_needs_no_extra() -> None:

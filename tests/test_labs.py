@@ -257,10 +257,11 @@ def test_a_lab_that_was_changed_asks_for_another_folder(
 def test_the_layers_that_lab_4_predicts_follow_from_two_plans() -> None:
     lab = lab_module("4")
     way = (2, "all")
+    # 10 MB, and 10 MB for each layer
     plans = {
         2: {way: {"total": 30_000_000}},
         4: {way: {"total": 50_000_000}},
-    }  # 10 MB, and 10 MB for each layer
+    }
     assert [lab.predicted_mb(plans, way, layers) for layers in (0, 1, 12)] == [10, 20, 130]
     assert [lab.most_layers(plans, way, room_mb) for room_mb in (129.9, 130.1, 25)] == [11, 12, 1]
 

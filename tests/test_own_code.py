@@ -119,9 +119,8 @@ def test_steps_are_those_of_a_loop_by_hand_and_the_model_has_the_weights_afterwa
         objective="recall",
     )
     for p, expected in zip(net.parameters(), by_hand.parameters(), strict=True):
-        torch.testing.assert_close(
-            p, expected.float(), rtol=1e-6, atol=1e-7
-        )  # the script's own model stays float32
+        # the script's own model stays float32
+        torch.testing.assert_close(p, expected.float(), rtol=1e-6, atol=1e-7)
     found = next(
         event
         for event in map(json.loads, reversed(Path("one/events.jsonl").read_text().splitlines()))
@@ -315,9 +314,8 @@ def test_the_program_of_the_readme_trains_in_15_lines() -> None:
             .mean()
             .item()
         )
-    assert (
-        len(lines) <= 15 and run.epochs >= 10 and error < 0.03
-    )  # of the mean of the targets 0.037
+    # of the mean of the targets 0.037
+    assert len(lines) <= 15 and run.epochs >= 10 and error < 0.03
 
 
 # losses of torch.nn

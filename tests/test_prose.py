@@ -26,9 +26,8 @@ PAGES = [
     *sorted(path for folder in ("benchmarks", "labs") for path in (ROOT / folder).rglob("*.md")),
 ]
 MOST_WORDS = 40
-_VAGUE = re.compile(
-    r"(Of|The same|Those|As)\b"
-)  # a beginning that says nothing without the signature, or the docstring before it
+# a beginning that says nothing without the signature, or the docstring before it
+_VAGUE = re.compile(r"(Of|The same|Those|As)\b")
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _NOT_PROSE = re.compile(r"\||#|<|!\[")  # a table, a heading, HTML, an image
 _ITEM = re.compile(r"^\s*(?:[-*]|\d\.) ")

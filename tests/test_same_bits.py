@@ -39,9 +39,8 @@ def test_the_digest_covers_names_types_shapes_and_bits(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         save_file(arrays, tmp_path / name / "weights.safetensors")
     (tmp_path / "again").mkdir()
-    save_file(
-        {"p.x": x.copy()}, tmp_path / "again" / "optimizer_state.safetensors"
-    )  # whichever file holds it
+    # whichever file holds it
+    save_file({"p.x": x.copy()}, tmp_path / "again" / "optimizer_state.safetensors")
     digests = {name: same_bits.weights(tmp_path / name) for name in variants}
     assert len(set(digests.values())) == len(variants)
     assert same_bits.weights(tmp_path / "again") == digests["same"]

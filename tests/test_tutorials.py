@@ -176,14 +176,12 @@ def test_the_claims_about_samplers() -> None:
     train = dealt(1437, 2)
     val = dealt(360, 2)
     assert [len(part) for part in train] == [719, 719] == [22 * 32 + 15] * 2
-    assert (
-        sum(map(len, train)) - len({sample for part in train for sample in part}) == 1
-    )  # trained on twice
+    # trained on twice
+    assert sum(map(len, train)) - len({sample for part in train for sample in part}) == 1
     assert [len(part) for part in val] == [180, 180] == [5 * 32 + 20] * 2
     assert sum(map(len, dealt(360, 7))) == 364
-    assert (
-        dealt(1437, 2) == train != dealt(1437, 2, epoch=1)
-    )  # the same order unless set_epoch is called
+    # the same order unless set_epoch is called
+    assert dealt(1437, 2) == train != dealt(1437, 2, epoch=1)
 
 
 def test_the_accuracy_that_the_script_prints_corresponds_to_no_number_of_right_answers() -> None:
@@ -202,14 +200,14 @@ def test_the_claims_about_optimizers() -> None:
     done = python(["-c", _FACTS])
     assert done.returncode == 0, done.stderr
     shrunk, rate, optimizer_state, left, one_pass, two_passes, *names = done.stdout.split()
-    assert float(shrunk) == pytest.approx(
-        0.1 * 1e-4, rel=0.05
-    )  # the broadcast of a fresh optimizer's state: a step of decay
+    # the broadcast of a fresh optimizer's state: a step of decay
+    assert float(shrunk) == pytest.approx(0.1 * 1e-4, rel=0.05)
     assert float(rate) == 0.1  # not the 0.4 that the new optimizer was made with
+    # a state that was loaded before the optimizer is wrapped
     assert (int(optimizer_state), int(left)) == (
         2,
         0,
-    )  # a state that was loaded before the optimizer is wrapped
+    )
     assert (float(one_pass), float(two_passes)) == (-1.0, -2.0)  # the sum over passes, not the mean
     assert len(names) == 3
 

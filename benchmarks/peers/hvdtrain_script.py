@@ -54,9 +54,8 @@ def main() -> None:
     with Signals(place.rank) as signals:
         trainer = Trainer(overrides, communicator, signals)
         learner: Any = trainer.job.learner
-        learner.model.load_state_dict(
-            network(options.dropout, plain=False).state_dict()
-        )  # as in the other scripts
+        # as in the other scripts
+        learner.model.load_state_dict(network(options.dropout, plain=False).state_dict())
         health = trainer.job.health
 
         def block(steps: int) -> float:

@@ -386,9 +386,8 @@ class Pause(NamedTuple):
     step: int  # of the last sync point before
     pause_s: float
     usual_s: float | None  # between two sync points, before
-    window_s: (
-        float | None
-    )  # between the two sync points around the pause, an evaluation there included
+    # between the two sync points around the pause, an evaluation there included
+    window_s: float | None
     slowest_rank: int | None  # as the job says; None: one rank, or it ended
     said: str  # that ended the job or its start: an event and its message
     go_on_s: float | None  # from the end of the pause to the next sync point

@@ -231,12 +231,13 @@ def _how_to_load(to: Path, fields: dict[str, str]) -> list[str]:
 
 
 _LONGEST_NAME = 1000
+# name in the file -> key of identity["data"]
 _DATA_KEYS = {
     "mean": "mean",
     "std": "std",
     "image_shape": "shape",
     "classes": "classes",
-}  # name in the file -> key of identity["data"]
+}
 _DO_NOT_TRUST = "hvdtrain writes no such checkpoint: do not trust this run folder"
 
 
@@ -511,9 +512,8 @@ def _model(run: Path) -> Metadata:
     """The framework, and the model's name and options; a note where config.yaml cannot be read: the
     weights alone are worth exporting."""
     try:
-        config = {
-            assignment.key: assignment.value for assignment in read_run_config(run)
-        }  # bounded in size; runs no code
+        # bounded in size; runs no code
+        config = {assignment.key: assignment.value for assignment in read_run_config(run)}
         name = config["model.name"]
         framework = config["framework"]
     except (UserError, KeyError) as error:

@@ -68,9 +68,8 @@ def lab(arguments: Sequence[str]) -> int:
 
 
 def _notebook(number: str, folder: Path, options: Sequence[str]) -> int:
-    given = (
-        options[0].split("=", 1) if len(options) == 1 else options
-    )  # --notebook=FILE, --notebook FILE
+    # --notebook=FILE, --notebook FILE
+    given = options[0].split("=", 1) if len(options) == 1 else options
     if len(given) != 2 or given[0] != "--notebook" or not given[1].endswith(".ipynb"):
         raise UserError(
             "--notebook takes a file, and no other option",

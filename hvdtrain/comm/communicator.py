@@ -16,6 +16,7 @@ from hvdtrain.errors import UserError
 Buffer = Any
 Op = Literal["sum", "min", "max", "adasum"]  # adasum only with the feature "adasum"
 
+# every engine reduces and moves them
 NUMBER_TYPES = (
     "float16",
     "float32",
@@ -25,7 +26,7 @@ NUMBER_TYPES = (
     "int32",
     "int64",
     "uint8",
-)  # every engine reduces and moves them
+)
 FEATURES: set[Feature] = {"device_memory", "bfloat16_sums"}  # of comm.engine=single
 
 

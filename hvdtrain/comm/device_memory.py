@@ -36,10 +36,11 @@ _QUERIES: dict[GpuKind, tuple[str, ...]] = {
     "cuda": ("MPIX_Query_cuda_support",),  # Open MPI, MPICH
     "rocm": ("MPIX_Query_rocm_support", "MPIX_Query_hip_support"),  # Open MPI; MPICH
 }
+# MPIX_GPU_SUPPORT_CUDA and _HIP of MPICH's mpi.h
 _MPICH_TYPES: dict[GpuKind, int] = {
     "cuda": 0,
     "rocm": 2,
-}  # MPIX_GPU_SUPPORT_CUDA and _HIP of MPICH's mpi.h
+}
 _NO, _UNKNOWN, _YES = range(3)
 
 

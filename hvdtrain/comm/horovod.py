@@ -45,9 +45,8 @@ _BUILD_COMMAND = "python -m hvdtrain.cli.horovod"
 # default without NCCL: 100 MB in host memory take a sixth of the time that they take with Horovod's
 # default of 128 MiB
 CPU_FUSION_MB = 4.0
-MOST_COUNT = (
-    2**31 - 1
-)  # elements of one collective, which Horovod and MPI count with C's int; more are moved in pieces
+# elements of one collective, which Horovod and MPI count with C's int; more are moved in pieces
+MOST_COUNT = 2**31 - 1
 _FIX = "hvdtrain launch -np 2 -- ..., which finds an mpirun"
 _OTHER_LIBRARY = f"{_BUILD_COMMAND}, with the mpicc of the launcher's MPI first on the PATH"
 

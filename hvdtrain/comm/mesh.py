@@ -42,9 +42,8 @@ class Mesh(NamedTuple):
     replicas: (
         Communicator  # these have the same part of it: this rank's, once for each group of `parts`
     )
-    table: tuple[
-        tuple[int, ...], ...
-    ]  # of `data`, the ranks of each group of shards; those of one column have the same part
+    # of `data`, the ranks of each group of shards; those of one column have the same part
+    table: tuple[tuple[int, ...], ...]
     # the ranks that read the same samples, and have stages of the model; the same part of their
     # layers
     pipe: Communicator = ALONE
@@ -193,9 +192,8 @@ def _hosts(world: Communicator) -> tuple[tuple[int, ...], ...]:
 class Groups(NamedTuple):
     """What the ranks of a communicator split into, the same on all of them."""
 
-    members: list[
-        list[int]
-    ]  # the ranks of each group, ascending; groups in the order of their colors
+    # the ranks of each group, ascending; groups in the order of their colors
+    members: list[list[int]]
     hosts: list[int]  # of each rank of the communicator, a number of its host
 
     def own(self, rank: int) -> list[int] | None:

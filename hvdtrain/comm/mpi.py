@@ -204,9 +204,8 @@ class MpiCommunicator:
         self.features = frozenset(FEATURES)
         # by confirm(), which each rank calls as often as the others, or shrink() in its place
         self._loss_is_agreed = False
-        self._members = list(
-            range(self.size)
-        )  # of the ranks now, the numbers that they had at first
+        # of the ranks now, the numbers that they had at first
+        self._members = list(range(self.size))
         self._groups: list[MpiCommunicator] = []  # of split()
         self._exchanges: list[MpiExchange] = []
         self._comm_thread: CommThread | None = None
@@ -379,9 +378,8 @@ class MpiCommunicator:
         of_losses = (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
         if isinstance(error, mpi.Exception) and error.Get_error_class() in of_losses:
             return True
-        return (
-            isinstance(error, Exception) and self._is_one_gone()
-        )  # Open MPI 5.0.11 may give MPI_ERR_OTHER in a broadcast
+        # Open MPI 5.0.11 may give MPI_ERR_OTHER in a broadcast
+        return isinstance(error, Exception) and self._is_one_gone()
 
     def _is_one_gone(self) -> bool:
         """Whether a rank is known to be lost soon: then an error may be what came of the numbers

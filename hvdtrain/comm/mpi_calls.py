@@ -17,12 +17,10 @@ from hvdtrain.comm.device_memory import DeviceArray
 PIECE_BYTES = (
     4 << 20
 )  # of one message or MPI_Allreduce: 100 MB in pieces take a quarter of the time of one call (docs/performance.md)  # noqa: E501
-ONE_CALL_BYTES = (
-    1 << 17
-)  # MPI_Reduce_scatter of at most these is the faster way (docs/performance.md)
-MOST_COUNT = (
-    2**31 - 1
-)  # elements of one call, which MPI counts with C's int; calls for more are made in pieces
+# MPI_Reduce_scatter of at most these is the faster way (docs/performance.md)
+ONE_CALL_BYTES = 1 << 17
+# elements of one call, which MPI counts with C's int; calls for more are made in pieces
+MOST_COUNT = 2**31 - 1
 HALF_TYPES = ("float16", "bfloat16")
 _HALF_SUMS: dict[
     str, Any

@@ -164,9 +164,8 @@ class Future:
         return self._result
 
 
-Word = Literal[
-    "here", "taken", "given up"
-]  # of a rank about an exchange: it waits there; it has taken the result; it never will
+# of a rank about an exchange: it waits there; it has taken the result; it never will
+Word = Literal["here", "taken", "given up"]
 WORDS: tuple[Word, ...] = get_args(Word)
 # tags of messages of MPI
 NOTICE = 1

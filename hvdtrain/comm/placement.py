@@ -164,11 +164,12 @@ SUBMITIT = Launcher(
     needs=("SUBMITIT_LOCAL_GLOBALID",),
     nodes="SUBMITIT_LOCAL_JOB_NUM_NODES",
 )
+# which start torch.distributed, without an MPI
 TORCH_LAUNCHERS = (
     "deepspeed",
     "torchrun",
     SUBMITIT.name,
-)  # which start torch.distributed, without an MPI
+)
 NO_LAUNCHER = Placement(0, 1, 0, 1, "none")
 
 # Launchers that do not tell how many processes they start, by a variable of each: without this list
@@ -421,9 +422,8 @@ def check_library(place: Placement, library: EngineLibrary) -> None:
     """Raises LauncherMismatch where the launcher cannot start this MPI library, whose own start
     would end the process unexplained."""
     for launcher in LAUNCHERS:
-        is_open_mpi = any(
-            name in library.description for name in ("Open MPI", "Spectrum MPI")
-        )  # the second is made of the first
+        # the second is made of the first
+        is_open_mpi = any(name in library.description for name in ("Open MPI", "Spectrum MPI"))
         if launcher.name == place.launcher and launcher.open_mpi not in (None, is_open_mpi):
             raise _mismatch(
                 place,

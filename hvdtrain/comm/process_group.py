@@ -39,9 +39,8 @@ def _create(options: Any, world: Communicator) -> CommunicatorGroup:
     return CommunicatorGroup(world, options.group_id)
 
 
-_ProcessGroup: Any = (
-    dist.ProcessGroup
-)  # its methods have several signatures, of which torch calls those below
+# its methods have several signatures, of which torch calls those below
+_ProcessGroup: Any = dist.ProcessGroup
 
 
 class CommunicatorGroup(_ProcessGroup):

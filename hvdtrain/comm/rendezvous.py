@@ -51,9 +51,8 @@ def new_secret() -> str:
     return secrets.token_hex(16)
 
 
-Route = Callable[
-    [str], str | None
-]  # host -> this host's IPv4 address on the network to it, None where its name has no address
+# host -> this host's IPv4 address on the network to it, None where its name has no address
+Route = Callable[[str], str | None]
 
 
 def find_rendezvous(
@@ -68,9 +67,8 @@ def find_rendezvous(
     if address is not None:
         return _on_one_host_only(_by_address(address, place, environ), place, "comm.address")
     if place.launcher == SUBMITIT.name:
-        return Rendezvous(
-            LOOPBACK, _port(environ.get("SUBMITIT_LOCAL_JOB_ID", ""))
-        )  # it starts all ranks on one host
+        # it starts all ranks on one host
+        return Rendezvous(LOOPBACK, _port(environ.get("SUBMITIT_LOCAL_JOB_ID", "")))
     if place.launcher in TORCH_LAUNCHERS:
         return _on_one_host_only(_by_torchrun(place, environ), place, "MASTER_ADDR")
     if place.launcher == "srun":

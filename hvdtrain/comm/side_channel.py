@@ -54,11 +54,12 @@ class MpiSideChannel:
         self._sends: list[
             Any
         ] = []  # pending requests of MPI, kept for the memory that they use; some never complete
+        # tag -> (rank, pending request)
         self._receives: dict[int, list[tuple[int, Any]]] = {
             REQUEST: [],
             REPLY: [],
             ACKNOWLEDGMENT: [],
-        }  # tag -> (rank, pending request)
+        }
         self._latest = 0  # number of the latest gather
 
     def gather(self, message: str, wait_s: float) -> list[str | None] | None:
@@ -229,9 +230,8 @@ class StoreSideChannel:
             store.add("closing", 1)
             if self._rank == 0:
                 all_close = self._await_all(store, "closing", end_s)
-                store.set(
-                    "abort", DONE if all_close else LOST
-                )  # wakes every rank's thread; a rank that has not closed exits
+                # wakes every rank's thread; a rank that has not closed exits
+                store.set("abort", DONE if all_close else LOST)
             self._thread.join(max(0.0, end_s - time.monotonic()))
             store.add("closed", 1)
             if self._rank == 0:

@@ -136,9 +136,8 @@ class GroupExchange:
 
     def said(self) -> dict[Word, set[int]]:
         key = str(self._number)
-        lines = (
-            self._store.get(key).decode().splitlines() if self._store.check([key]) else []
-        )  # get() waits for a key
+        # get() waits for a key
+        lines = self._store.get(key).decode().splitlines() if self._store.check([key]) else []
         return {
             word: {int(line.split()[0]) for line in lines if line.endswith(word)} for word in WORDS
         }

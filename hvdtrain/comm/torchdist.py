@@ -199,9 +199,8 @@ class TorchDistCommunicator(StartedCollectives):
         self._store = store
         self._secret = secret
         self._group: Any = None  # of torch.distributed: all ranks
-        self.in_one_call = (
-            ("cuda",) if "cuda:nccl" in BACKENDS else ()
-        )  # devices where parts of all ranks are reduced and gathered so
+        # devices where parts of all ranks are reduced and gathered so
+        self.in_one_call = ("cuda",) if "cuda:nccl" in BACKENDS else ()
         self._ops = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
     def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:
@@ -424,9 +423,8 @@ class TorchDistCommunicator(StartedCollectives):
     def shrink(self) -> list[int]:
         for pending in self._pending or ():
             pending.drop()
-        _leave_process_group(
-            self._gloo
-        )  # the others, which may wait for this rank, find the connection closed
+        # the others, which may wait for this rank, find the connection closed
+        _leave_process_group(self._gloo)
         self._shrink_by_mpi() if self._mpi is not None else self._shrink_by_meeting()
         dist.distributed_c10d._set_pg_timeout(self._timeout, dist.group.WORLD)
         self._gloo.share(self)

@@ -19,9 +19,8 @@ _MOST = {"epochs": 1e9, "steps": 1e15, "samples": 1e15, "tokens": 1e18, "%": 100
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _TIME = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhd]?)")
 _CLOCK_TIME = re.compile(r"([0-9]{1,9}):([0-5][0-9])(?::([0-5][0-9]))?")  # MM:SS, H:MM:SS
-_DAYS_AND_TIME = re.compile(
-    r"([0-9]{1,9})-([01]?[0-9]|2[0-3])(?::([0-5][0-9]))?(?::([0-5][0-9]))?"
-)  # D-HH, D-HH:MM, D-HH:MM:SS
+# D-HH, D-HH:MM, D-HH:MM:SS
+_DAYS_AND_TIME = re.compile(r"([0-9]{1,9})-([01]?[0-9]|2[0-3])(?::([0-5][0-9]))?(?::([0-5][0-9]))?")
 _EXAMPLES_OF_TIME = "90 (seconds), 45m, 3.5h, 2d, 45:00 (minutes), 1:30:00 or 2-00:00:00"
 
 

@@ -62,10 +62,11 @@ KEYS = {  # folder -> the key whose value names its files
 PACKAGE = Path(__file__).parents[1]
 # LIBRARY.py: what model.name=LIBRARY:NAME means, of a library that has its own names
 LIBRARIES = "frameworks/torch/libraries"
+# what annotations of options may name, beside the types that Python has
 ANNOTATIONS = {
     "Literal": Literal,
     "Path": Path,
-}  # what annotations of options may name, beside the types that Python has
+}
 MOST_NAME = 200  # characters
 _ENTRY = re.compile(r"^def (build|connect)\(", re.MULTILINE)
 

@@ -80,9 +80,10 @@ def assignments(path: str | None, arguments: Sequence[str]) -> list[Assignment]:
     """What a file and the arguments set, in order."""
     from_file = read_file(path) if path is not None else ()
     rest = [arguments[index + 1 :] for index in range(len(arguments))]
+    # `epochs = 3` is three arguments
     following = [
         "".join(others[: 2 if others[0] == "=" else 1]) if others else "" for others in rest
-    ]  # `epochs = 3` is three arguments
+    ]
     return [
         *from_file,
         *(
@@ -115,9 +116,8 @@ def read_resumed(assigned: Sequence[Assignment]) -> list[Assignment]:
     ]
 
 
-_SINCE = {
-    "model.lora_train": ("model.lora", ["*"])
-}  # a key that older runs lack -> the key it belongs to, and what these did
+# a key that older runs lack -> the key it belongs to, and what these did
+_SINCE = {"model.lora_train": ("model.lora", ["*"])}
 
 _OWNERS = {  # key -> what it belongs to, and the value without which it says nothing
     "parallel.sequence": ("parallel.tensor", 1),
@@ -157,6 +157,7 @@ def without_objects(hooks: Any) -> Any:
     )
 
 
+# keys whose value may be an import path
 CODE = (
     "data.name",
     "task.name",
@@ -164,7 +165,7 @@ CODE = (
     "optim.name",
     "recipe.function",
     "hooks",
-)  # keys whose value may be an import path
+)
 ACTS = {  # key -> what its value does outside of the run folder
     **dict.fromkeys(
         ("run", "data.stage", "data.cache", "data.source_options.cache"), "is where a job writes"
@@ -263,9 +264,8 @@ def resolve(assigned: Sequence[Assignment]) -> Config:
     try:
         config = Config.model_validate(tree).with_provenance(provenance)
     except ValidationError as error:
-        found = sorted(
-            error.errors(include_url=False), key=lambda one: one["type"] == "missing"
-        )  # after a misspelt one, which is why
+        # after a misspelt one, which is why
+        found = sorted(error.errors(include_url=False), key=lambda one: one["type"] == "missing")
         raise refusal(found[0], provenance) from None
     for key in ("run", "resume", "data.root", "data.stage"):
         expand(_value(config, key) or "", config.where(key))

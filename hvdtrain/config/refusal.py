@@ -59,13 +59,14 @@ LISTS = {  # of entries with keys of their own
     GroupConfig: "a list of groups, as in [{names: '*.bias', rate: 64}]",
     ThawConfig: "a list, as in [{at: 2, names: ['backbone.*']}]",
 }
+# of the command line, beside key=value
 _OPTIONS = (
     "--config",
     "--help",
     "--max-time",
     "--print-config",
     "--version",
-)  # of the command line, beside key=value
+)
 _HELP = "hvdtrain --help; --help KEY shows one key, COMMAND --help a command"
 
 
@@ -223,11 +224,12 @@ def takes(info: FieldInfo) -> str:
 
 def _bounds(info: FieldInfo, value: float) -> str:
     """The numbers that a field takes: `0 to 1`, `1 or more`, `more than 0, or null`."""
+    # of int in int | Literal
     parts = [
         part
         for kind in typing.get_args(info.annotation)
         for part in getattr(kind, "__metadata__", ())
-    ]  # of int in int | Literal
+    ]
     limits = [*info.metadata, *(limit for part in parts for limit in getattr(part, "metadata", ()))]
     bound = {
         name: getattr(limit, name)

@@ -22,15 +22,15 @@ OPEN_SECTIONS = {
     "optim": "optim",
 }
 
-SHORTHANDS = {
-    "speed=auto": "speed.precision=auto"
-}  # an argument -> what it stands for: the other keys of speed are automatic already
+# an argument -> what it stands for: the other keys of speed are automatic already
+SHORTHANDS = {"speed=auto": "speed.precision=auto"}
 
 DEFAULT_EPOCHS = 10
+# of the same key: read everywhere, never written
 OTHER_NAMES = {
     "stop.epochs": "epochs",
     "max_steps": "stop.steps",
-}  # of the same key: read everywhere, never written
+}
 
 
 class DataConfig(OpenSection):

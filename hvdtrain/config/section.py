@@ -86,20 +86,16 @@ class Given(NamedTuple):
     """What a script gives for one section."""
 
     name: str | None  # that stands in the configuration; None: the section keeps its own
-    make: Callable[
-        ..., Any
-    ]  # what package.module:function would be; of a section that keeps its name: task -> task
-    objects: Mapping[
-        str, Any
-    ]  # whose code and values must be the same on all ranks, by what a message calls them
-    at_end: Callable[[Any], None] = lambda learner: (
-        None
-    )  # once training is over, on every rank, while the ranks are connected
+    # what package.module:function would be; of a section that keeps its name: task -> task
+    make: Callable[..., Any]
+    # whose code and values must be the same on all ranks, by what a message calls them
+    objects: Mapping[str, Any]
+    # once training is over, on every rank, while the ranks are connected
+    at_end: Callable[[Any], None] = lambda learner: None
     framework: str | None = None  # the one that it is for
     unset: Mapping[str, Any] = {}  # values of keys of its section, where nothing sets them
-    trained: Callable[[], Any] = lambda: (
-        None
-    )  # after at_end() what a script gets in its place, if that is another object
+    # after at_end() what a script gets in its place, if that is another object
+    trained: Callable[[], Any] = lambda: None
 
 
 class OpenSection(Section):
@@ -121,9 +117,10 @@ class OpenSection(Section):
 
 def name_of_object(thing: Any) -> str:
     """<object of mine:Net>: the class of an object, or the function itself."""
+    # a generator has no module
     named = (
         thing if hasattr(thing, "__qualname__") and hasattr(thing, "__module__") else type(thing)
-    )  # a generator has no module
+    )
     return f"{_OBJECT}{named.__module__}:{named.__qualname__}>"
 
 

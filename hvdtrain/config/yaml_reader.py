@@ -21,9 +21,8 @@ MOST_TEXT = 4096  # characters of one value: the longest path
 MOST_KEY = 200  # characters
 REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}", re.ASCII)  # ${batch.size}
 NULL, INT, FLOAT = (f"tag:yaml.org,2002:{name}" for name in ("null", "int", "float"))
-_INTS = re.compile(
-    r"[-+]?(0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+)$"
-)  # not YAML 1.1's 1:30, which is 90, and 010, which is 8
+# not YAML 1.1's 1:30, which is 90, and 010, which is 8
+_INTS = re.compile(r"[-+]?(0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+)$")
 _FLOATS = re.compile(
     r"""[-+]?[0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?$  # 1.  1.5  1.5e-3
       | [-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$               # 1e-3

@@ -89,9 +89,8 @@ class Context:
         self._former_loop = former
         self._script: Any = module_of(rank.config.framework, "script")
         self._script.begin(rank.config, rank.communicator)
-        self.untold_loss = (
-            None if former is None else former.loss
-        )  # until the loop has begun, with an event
+        # until the loop has begun, with an event
+        self.untold_loss = None if former is None else former.loss
         self._config = rank.config
         self._communicator = rank.communicator
         self._closing = closing
@@ -106,9 +105,8 @@ class Context:
         self.local_size = rank.communicator.local_size
         self.hosts: list[str] = rank.communicator.allgather_object(socket.gethostname())
         self.run, self._former, self._notes = on_rank_0(rank.communicator, self._open_run)
-        lines = rank.config.replace(
-            log=rank.config.log.replace(display="lines")
-        )  # the moving display is of hvdtrain's own loop
+        # the moving display is of hvdtrain's own loop
+        lines = rank.config.replace(log=rank.config.log.replace(display="lines"))
         self._log = open_run_log(lines, rank.communicator, self.run, rank.lock)
         per_rank = rank.config.log.per_rank and self.run is not None
         self._files = closing.enter_context(contextlib.ExitStack())
@@ -117,13 +115,11 @@ class Context:
                 Path(self.run or "") / "ranks" / f"rank-{self.rank:05d}.log" if per_rank else None
             )
         )
-        self.token = (
-            on_rank_0(rank.communicator, lambda: self._lock.token) if ranks else ""
-        )  # of the lock that another rank 0 takes over
+        # of the lock that another rank 0 takes over
+        self.token = on_rank_0(rank.communicator, lambda: self._lock.token) if ranks else ""
         self._learner: Any = None
-        self.model: weakref.ref[Any] = (
-            weakref.ref(self) if former is None else former.model
-        )  # that was prepared last, once one was
+        # that was prepared last, once one was
+        self.model: weakref.ref[Any] = weakref.ref(self) if former is None else former.model
         self._order: Order | None = None  # of the samples, by the checkpoint or by samples()
         self._stream: SampleStream | None = None
         self._samples: Any = None  # the batch that the script has
@@ -257,9 +253,8 @@ class Context:
         )
         beginning = TrainState(Progress(1, 1), sums={"loss": 0.0, "count": 0})
         if run is not None and self.rank == 0:
-            record = (
-                None if self._is_new else self._write_config
-            )  # of a new run samples() has written it
+            # of a new run samples() has written it
+            record = None if self._is_new else self._write_config
             saver = make_saver(
                 config,
                 IDENTITY,
@@ -882,11 +877,12 @@ def _of_order(order: Order) -> str:
     return f"{order.dataset:,} samples with seed={order.seed}, {order.sampling} sampling"
 
 
+# of MPI libraries and of Gloo
 _OTHER_SIZE = (
     "MPI_ERR_TRUNCATE",
     "message truncated",
     "op.preamble.length <= op.nbytes",
-)  # of MPI libraries and of Gloo
+)
 
 
 def different_calls(error: BaseException) -> UserError | None:

@@ -77,9 +77,8 @@ class _Runs:
                     or (context is None and former is None)
                 ):
                     raise
-                traceback.clear_frames(
-                    error.__traceback__
-                )  # the model of the step that failed, and its connections
+                # the model of the step that failed, and its connections
+                traceback.clear_frames(error.__traceback__)
             former = self._without_lost(ranks, context, former)
 
     def _ready_for_losses(self) -> Elastic | None:
@@ -120,9 +119,8 @@ class _Runs:
         if untold is not None:  # lost before the others had begun again
             lost, steps = [*untold.ranks, *lost], [*steps, untold.step]
         hosts = [self._hosts[rank] for rank in lost]
-        loss = Loss(
-            lost, hosts, max(steps), detect_s, detect_s, "checkpoint", []
-        )  # go_on_s is known later
+        # go_on_s is known later
+        loss = Loss(lost, hosts, max(steps), detect_s, detect_s, "checkpoint", [])
         if context is not None:
             return Former(context.run or Path(), context.token, context.model, loss, began_s)
         assert former is not None

@@ -22,9 +22,8 @@ from hvdtrain.training.checkpoint.resume import check_identity, newest_good
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.replicas.compare import broadcast_state
 
-IDENTITY: Identity = {
-    "loop": "a script's own"
-}  # no job of hvdtrain's own loop goes on from it, and the other way round
+# no job of hvdtrain's own loop goes on from it, and the other way round
+IDENTITY: Identity = {"loop": "a script's own"}
 _PREFIX = "e."
 
 
@@ -128,9 +127,8 @@ def evaluated(
         what = f"better={better}, and the evaluations before had better={now.better}"
         raise UserError(what, where, "one kind of objective in a run; or another run=")
     number = on_rank_0(communicator, lambda: float(scalar("objective", value, where)))
-    before = max(
-        0, math.ceil(now.progress.epochs) - 1
-    )  # whole epochs before the one that this step ends or lies in
+    # whole epochs before the one that this step ends or lies in
+    before = max(0, math.ceil(now.progress.epochs) - 1)
     found = replace(now, objective="objective", better=better, epoch=before)
     return found.after_evaluation(number if math.isfinite(number) else math.nan, None, now.seconds)
 

@@ -61,9 +61,8 @@ class SampleStream:
             seed=seed, epochs=epochs, batch=config.batch.replace(size=batch)
         )
         recipe = build_recipe(self.config, len(self.source), None)
-        undivided = self.config.replace(
-            parallel=self.config.parallel.replace(pipeline=1)
-        )  # the script has the micro-batches: accumulate()
+        # the script has the micro-batches: accumulate()
+        undivided = self.config.replace(parallel=self.config.parallel.replace(pipeline=1))
         self.prefetcher = Prefetcher(undivided, communicator, recipe, self.source, learner)
         self._communicator = communicator
         self._learner = learner

@@ -93,9 +93,8 @@ class SyncPoints:
             "count": float(self._count),
         }
         own |= self.logged.fingerprint() | self.health.flags(p.step)
-        sums = allreduce_sums(
-            self.communicator, own, "context.sums"
-        )  # the host waits for the device here
+        # the host waits for the device here
+        sums = allreduce_sums(self.communicator, own, "context.sums")
         means = self.logged.read(self.communicator, sums)
         self.confirm()
         now = dataclasses.replace(self.now, seconds=self._clock())

@@ -46,9 +46,10 @@ def as_stream(state: Arrays | ArrayStream) -> ArrayStream:
 # that is cached on the device
 Batch = dict[str, Any]
 _OF_PARTNERS = ("partner_indices", "partner_x", "partner_y", "partner_augmentation")
+# no field has these names
 BATCH_KEYS = frozenset(
     {"augmentation", "mixup_weight", "cutmix_box", "w", "indices", *_OF_PARTNERS}
-)  # no field has these names
+)
 
 
 def digests(arrays: Iterable[tuple[str, np.ndarray]]) -> dict[str, int]:
@@ -214,9 +215,8 @@ def whole_arrays(pieces: Iterable[Piece]) -> Iterator[tuple[str, np.ndarray]]:
     return ((piece.name, piece.read()) for piece in pieces if piece.is_whole)
 
 
-Way = Literal[
-    "whole", "columns", "rows"
-]  # columns: outputs are cut; rows: inputs, the tokens of an embedding, or the numbers of a shard
+# columns: outputs are cut; rows: inputs, the tokens of an embedding, or the numbers of a shard
+Way = Literal["whole", "columns", "rows"]
 
 
 class Share(NamedTuple):
@@ -244,12 +244,10 @@ class Layout(NamedTuple):
     title: str
     ranks: list[str]  # of each rank its place in the mesh
     rows: list[LayoutRow]
-    together: list[
-        int
-    ]  # of each rank a number of its group, whose ranks compute one layer together
-    updates: list[
-        float
-    ]  # of each rank the bytes of weights that it updates, whose optimizer state it has
+    # of each rank a number of its group, whose ranks compute one layer together
+    together: list[int]
+    # of each rank the bytes of weights that it updates, whose optimizer state it has
+    updates: list[float]
     between_stages: str  # what a stage sends the next one; empty without stages
     gradients: str  # what goes over the ranks that have the same weights
     notes: list[str]

@@ -6,10 +6,11 @@ from __future__ import annotations
 import signal
 from types import FrameType
 
+# their default kills; mpirun and srun pass them on to ranks that only start
 REMEMBERED = (
     signal.SIGUSR1,
     signal.SIGUSR2,
-)  # their default kills; mpirun and srun pass them on to ranks that only start
+)
 
 
 class EarlySignals:

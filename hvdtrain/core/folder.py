@@ -17,9 +17,8 @@ from types import TracebackType
 from typing import Self
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_FILE = (
-    os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-)  # a pipe is opened without waiting for its other end, then refused
+# a pipe is opened without waiting for its other end, then refused
+_FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _KINDS = {
     stat.S_IFLNK: "a link",
     stat.S_IFIFO: "a pipe",

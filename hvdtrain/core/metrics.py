@@ -12,9 +12,8 @@ import numpy as np
 
 from hvdtrain.errors import UserError
 
-Part = tuple[
-    tuple[np.ndarray, ...], ...
-]  # what a pass keeps: groups of arrays; all passes have as many groups
+# what a pass keeps: groups of arrays; all passes have as many groups
+Part = tuple[tuple[np.ndarray, ...], ...]
 
 
 class Parts:

@@ -12,10 +12,11 @@ _OTHERS = (
     *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
 
+# also where PYTHONPATH or a module of the cluster has them
 _INSTALLED = (
     "/site-packages/",
     "/dist-packages/",
-)  # also where PYTHONPATH or a module of the cluster has them
+)
 _MADE = ("<frozen", "<string")  # by Python itself, as of a dataclass
 _COMPILED = (".pyx", ".pxi", ".pyx.in")  # of Cython, by a path of where it was compiled
 

@@ -108,7 +108,6 @@ class GoOn(NamedTuple):
 
     version: int  # updates done
     ranks: dict[int, int]  # the number that a rank had -> the one that it has
-    sent_again: dict[
-        int, Outstanding
-    ]  # by the new number of a worker: its whole gradient, which no update is made from yet
+    # by the new number of a worker: its whole gradient, which no update is made from yet
+    sent_again: dict[int, Outstanding]
     given_again: list[int]  # tickets of which no worker that is left has the gradient

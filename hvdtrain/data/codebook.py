@@ -127,9 +127,8 @@ def k_means(pixels: np.ndarray, colours: int) -> np.ndarray:
     centres = pixels[np.sort(firsts)[:colours]]
     for _ in range(_ROUNDS):
         own = nearest(points, centres)
-        members = np.bincount(own, counts, minlength=colours).astype(
-            np.int64
-        )  # sums of whole numbers below 2**53: exact
+        # sums of whole numbers below 2**53: exact
+        members = np.bincount(own, counts, minlength=colours).astype(np.int64)
         sums = np.stack(
             [
                 np.bincount(own, counts * points[:, c].astype(np.int64), minlength=colours)

@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 
 TOKENS = "tokens"
 SEGMENTS = "segments"
-PADDING: Mapping[str, Padding] = {
-    TOKENS: Padding(0, "real_tokens")
-}  # of the sequences before they are packed
+# of the sequences before they are packed
+PADDING: Mapping[str, Padding] = {TOKENS: Padding(0, "real_tokens")}
 # rows with room, of which a sequence goes into the first that has enough: a set of millions is
 # packed in seconds
 _OPEN = 64

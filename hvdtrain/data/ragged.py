@@ -88,9 +88,8 @@ class PaddedArrays:
     arrays: Mapping[str, np.ndarray | Ragged]
     padding: Mapping[str, Padding]  # of each Ragged
     where: str  # a path or a name, for messages
-    longest: Mapping[str, int] = field(
-        default_factory=dict
-    )  # of another set too, in place of the arrays' own
+    # of another set too, in place of the arrays' own
+    longest: Mapping[str, int] = field(default_factory=dict)
     values: Mapping[str, int] = field(default_factory=dict)  # Field.values
     nested_inputs: tuple[str, ...] = ()
     reads_from_memory = True

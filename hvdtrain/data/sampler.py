@@ -17,9 +17,8 @@ import numpy as np
 
 from hvdtrain.core.progress import fold
 
-LARGEST_SORTED = (
-    2**24
-)  # samples whose order is one array, 128 MiB; that of more is computed position by position
+# samples whose order is one array, 128 MiB; that of more is computed position by position
+LARGEST_SORTED = 2**24
 
 _EVALUATION = 2**63  # in place of an epoch: no epoch of training has this order
 
@@ -93,9 +92,8 @@ class WeightedDraws:
             fold(seed, _DRAWS, positions.astype(np.uint64)) >> np.uint64(11)
         ) * 2.0**-53  # in [0, 1)
         samples = np.searchsorted(self._sums, shares * self._sums[-1], "right")
-        return Positions(
-            np.minimum(samples, self._last).astype(np.int64, copy=False), positions
-        )  # a product may round up to the sum
+        # a product may round up to the sum
+        return Positions(np.minimum(samples, self._last).astype(np.int64, copy=False), positions)
 
 
 class BlocksOfRanks(NamedTuple):

@@ -291,9 +291,8 @@ class NamedArrays:
     """
 
     arrays: Mapping[str, np.ndarray]
-    values: Mapping[str, int] = field(
-        default_factory=dict
-    )  # Field.values of the integer fields that have a bound
+    # Field.values of the integer fields that have a bound
+    values: Mapping[str, int] = field(default_factory=dict)
     where: str = ""  # a path or a name, for messages
     ignored: Mapping[str, int] = field(default_factory=dict)  # Field.ignored, where it is set
     nested_inputs: tuple[str, ...] = ()

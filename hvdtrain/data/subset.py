@@ -72,12 +72,10 @@ def divide(source: Source, val_share: float, labels: np.ndarray | None = None) -
 def validation_mask(labels: np.ndarray, share: float) -> np.ndarray:
     """bool (n,): which samples validate; labels from 0 on."""
     count = np.bincount(labels)
-    wanted = np.minimum(
-        np.maximum(np.rint(share * count).astype(np.int64), 1), count - 1
-    )  # of each class; -1 of a class without samples
-    order = np.lexsort(
-        (fold(_SEED, np.arange(len(labels), dtype=np.uint64)), labels)
-    )  # by class, within it in an order of its own
+    # of each class; -1 of a class without samples
+    wanted = np.minimum(np.maximum(np.rint(share * count).astype(np.int64), 1), count - 1)
+    # by class, within it in an order of its own
+    order = np.lexsort((fold(_SEED, np.arange(len(labels), dtype=np.uint64)), labels))
     first_of_class = np.cumsum(count) - count
     mask = np.empty(len(labels), bool)
     mask[order] = np.arange(len(labels)) - first_of_class[labels[order]] < wanted[labels[order]]

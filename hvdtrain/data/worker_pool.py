@@ -325,13 +325,14 @@ def _program() -> str | None:
 
 
 _is_worker = False
+# a rank acts on them, and ends its workers
 _SOFT = (
     signal.SIGINT,
     signal.SIGTERM,
     signal.SIGHUP,
     signal.SIGUSR1,
     signal.SIGUSR2,
-)  # a rank acts on them, and ends its workers
+)
 
 
 class EndOfScript(BaseException):
@@ -402,9 +403,8 @@ def _unpack(message: bytes) -> Readable:
 def _define(program: str) -> None:
     """Runs the rank's script as a module, up to where it starts training; it is __main__ here, as
     it is there."""
-    spec = importlib.util.spec_from_file_location(
-        "__mp_main__", program
-    )  # as multiprocessing names it
+    # as multiprocessing names it
+    spec = importlib.util.spec_from_file_location("__mp_main__", program)
     assert spec is not None and spec.loader is not None, program
     module = importlib.util.module_from_spec(spec)
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module

@@ -98,11 +98,12 @@ class Log:
 CAPACITY = 10_000  # queued events; a few megabytes
 CLOSE_S = 30.0  # how long the end of a job waits for queued events
 LONGEST_MESSAGE = 300  # characters
+# dropped, oldest first, when the queue is full; events of other kinds are few and always kept
 _STEP_KINDS = (
     "step",
     "step_times",
     "printed",
-)  # dropped, oldest first, when the queue is full; events of other kinds are few and always kept
+)
 
 
 class BackgroundSink:

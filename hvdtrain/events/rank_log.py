@@ -175,9 +175,8 @@ def _capture_logging_and_warnings(handler: logging.Handler) -> Iterator[None]:
     showwarning = warnings.showwarning
     root.addHandler(handler)
     logging.captureWarnings(True)
-    captured_here = (
-        warnings.showwarning is not showwarning
-    )  # an outer block may capture them already
+    # an outer block may capture them already
+    captured_here = warnings.showwarning is not showwarning
     try:
         yield
     finally:

@@ -15,16 +15,14 @@ _SIGNATURE = re.compile(
     r"([?&][^=&\s]*(?:token|sig|key|credential|secret|pass|pwd|auth)[^=&\s]*=)[^&\s]+",
     re.IGNORECASE,
 )
-_WORD_BOUNDARY = re.compile(
-    r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[^A-Za-z0-9]+"
-)  # hubToken, HUBToken, hub_token
+# hubToken, HUBToken, hub_token
+_WORD_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[^A-Za-z0-9]+")
 _SECRET_ANYWHERE = re.compile(
     "pass_?(word|wd|phrase|code)|secret|credential|(api|access|account|private)_?key"
 )
 _SECRET_WORDS = {"auth", "oauth", "authorization", "bearer", "jwt", "pwd"}
-_SECRET_LAST_WORD = re.compile(
-    r"(.*token|pass|key)\d*"
-)  # the last word only: max_tokens and pass_through are no secrets
+# the last word only: max_tokens and pass_through are no secrets
+_SECRET_LAST_WORD = re.compile(r"(.*token|pass|key)\d*")
 
 
 def redact_urls(text: str) -> str:

@@ -72,9 +72,8 @@ _TARGET_FIELDS = ("seconds", "epochs", "samples", "joules")
 _LIST_ITEMS = {"work_ms": ("min", "median", "max")}  # what the items of a list field are
 _NOT_IN_TAGS = re.compile(r"[^\w./ -]", re.ASCII)  # all but the letters that every tracker accepts
 _MOST_BYTES = 1000  # of a file with an id
-_ID = re.compile(
-    r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}"
-)  # of a run: it names files and folders, and is part of an address
+# of a run: it names files and folders, and is part of an address
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 
 
 def metric_names(event: Event, known: tuple[str, ...]) -> tuple[str, ...]:

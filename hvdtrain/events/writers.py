@@ -176,16 +176,14 @@ def _step_line(step: int, f: dict[str, Any], metric: ShownMetric) -> str:
 
 
 def _epoch_header(metric: ShownMetric) -> str:
-    column = (
-        "" if metric.name == "loss" else f"{f'val {metric.column}':>7}  "
-    )  # a task that has no other metric
+    # a task that has no other metric
+    column = "" if metric.name == "loss" else f"{f'val {metric.column}':>7}  "
     return f"epoch  seconds  epoch s  {metric.unit}/s  train loss  val loss  {column}     lr"
 
 
 def _epoch_line(f: dict[str, Any], metric: ShownMetric) -> str:
-    epoch = (
-        f"{f['epoch']:d}" if f["epochs"] >= f["epoch"] else f"{f['epochs']:.2f}"
-    )  # an evaluation within an epoch has its fraction
+    # an evaluation within an epoch has its fraction
+    epoch = f"{f['epoch']:d}" if f["epochs"] >= f["epoch"] else f"{f['epochs']:.2f}"
     times = (
         f"{epoch:>5}  {f['seconds']:7.1f}  {f['epoch_s']:7.1f}  "
         f"{f[metric.rate]:{len(metric.unit) + 2}.0f}"
@@ -314,9 +312,8 @@ class OutputStream(io.TextIOBase):
         self._encoding = getattr(out, "encoding", None) or "utf-8"
 
     def write(self, text: str) -> int:
-        data = text.encode(
-            self._encoding, "backslashreplace"
-        )  # letters that the encoding lacks as \\u65e5
+        # letters that the encoding lacks as \\u65e5
+        data = text.encode(self._encoding, "backslashreplace")
         try:
             if self._number is None:
                 self._out.write(data.decode(self._encoding))

@@ -139,9 +139,8 @@ def check_patterns(
     Raises UserError where a pattern would change nothing of a model with these parameters, or fits
     only a name that does not count.
     """
-    given = (
-        config.optim.options.get("rest", ()) if config.optim.name == "muon" else ()
-    )  # its default is for many models
+    # its default is for many models
+    given = config.optim.options.get("rest", ()) if config.optim.name == "muon" else ()
     lines = []
     for key, patterns in (
         ("optim.groups", [group.names for group in config.optim.groups]),

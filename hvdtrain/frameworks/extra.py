@@ -17,11 +17,12 @@ PREFIX = "e."  # of their names in a checkpoint
 MOST_BYTES = 2**28
 _TREE = f"{PREFIX}json"
 _MOST_DEPTH = 32
+# no others: a defaultdict has code
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {
     "map": dict,
     "ordered": OrderedDict,
     "counter": Counter,
-}  # no others: a defaultdict has code
+}
 _WHERE = "ctx.checkpoint()"
 _FIX = (
     "numbers, texts, None, lists, tuples, dicts, arrays, tensors, or an object with state_dict() "

@@ -274,9 +274,8 @@ class HostLearner(Learner):
 
     def profile(self, path: Path) -> NoReturn:
         """Raises NotImplementedError: there is no profiler."""
-        raise NotImplementedError(
-            f"no profiler to write {path}"
-        )  # training/conflicts.py refuses profile.steps
+        # training/conflicts.py refuses profile.steps
+        raise NotImplementedError(f"no profiler to write {path}")
 
     def _sums(
         self, outputs: np.ndarray, batch: DeviceBatch, added_loss: float, training: bool

@@ -14,12 +14,13 @@ import numpy as np
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 
+# what fit() learns from
 _LEARNS = (
     "train_step",
     "compute_loss",
     "compute_loss_and_updates",
     "stateless_compute_loss",
-)  # what fit() learns from
+)
 _OTHER_METHODS = ("test_step", "predict_step", "compute_metrics", "fit", "evaluate", "predict")
 
 

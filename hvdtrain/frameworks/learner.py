@@ -320,9 +320,8 @@ def global_weight(task: Task, own: int, batch: int, communicator: Communicator) 
     """
     if task.sample_weight is not None:
         return batch * task.sample_weight
-    total = communicator.allreduce(
-        np.array([float(own)]), "step.weight"
-    )  # exact: float64 has every whole number up to 2**53
+    # exact: float64 has every whole number up to 2**53
+    total = communicator.allreduce(np.array([float(own)]), "step.weight")
     return max(1, round(float(total[0])))
 
 
@@ -438,7 +437,6 @@ def fair_threads(communicator: Communicator) -> int:
         else list(range(os.cpu_count() or 1))
     )
     mine = (socket.gethostname(), tuple(cores))
-    sharers = communicator.allgather_object(mine).count(
-        mine
-    )  # the launcher may give each rank cores of its own, or all ranks the same
+    # the launcher may give each rank cores of its own, or all ranks the same
+    sharers = communicator.allgather_object(mine).count(mine)
     return max(1, len(cores) // sharers)

@@ -84,9 +84,8 @@ def __getattr__(name: str) -> Any:
     """The modules of Horovod's whose names are in none of ours. AttributeError for a name of
     Horovod's that is not built here."""
     if name in ("compression", "functions", "mpi_ops"):
-        return importlib.import_module(
-            f"hvdtrain.horovod.torch.{name}"
-        )  # which takes its names from here
+        # which takes its names from here
+        return importlib.import_module(f"hvdtrain.horovod.torch.{name}")
     if message := not_built(name):
         raise AttributeError(message)
     raise AttributeError(

@@ -305,9 +305,8 @@ def _of_array(array: np.ndarray, where: str) -> torch.Tensor:
 
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
     if tensor.dtype == torch.bfloat16:
-        return (
-            tensor.view(torch.int16).numpy().view(np.dtype("bfloat16"))
-        )  # known to numpy where JAX is loaded
+        # known to numpy where JAX is loaded
+        return tensor.view(torch.int16).numpy().view(np.dtype("bfloat16"))
     return tensor.numpy()
 
 

@@ -167,9 +167,10 @@ class _Allgather(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         process_set = ctx.process_set
         rows = ctx.rows
+        # (ranks, tensors)
         lengths = synchronize(
             allgather_async(torch.tensor([rows], device="cpu"), None, process_set)
-        )  # (ranks, tensors)
+        )
         before = lengths[: process_set.rank()].sum(0).tolist()
         return (
             None,
@@ -413,9 +414,10 @@ def sparse_allreduce_async(
     )
     indices = allgather_async(sparse.indices().t().contiguous(), names[0], process_set)
     values = allgather_async(sparse.values(), names[1], process_set)
+    # ranks that have not joined
     givers = allgather_async(
         torch.ones(1, dtype=torch.int64, device=tensor.device), names[2], process_set
-    )  # ranks that have not joined
+    )
     shape = tensor.shape
 
     def wait() -> torch.Tensor:

@@ -105,9 +105,8 @@ class ObjectState(State):
     def sync(self) -> None:
         if self._names:
             self._saved = broadcast_object({name: getattr(self, name) for name in self._names})
-            ObjectState.restore(
-                self
-            )  # of the values alone: what TorchState keeps beside them is not saved yet
+            # of the values alone: what TorchState keeps beside them is not saved yet
+            ObjectState.restore(self)
 
 
 class TorchState(ObjectState):

@@ -352,16 +352,18 @@ FORMS: dict[str, Form] = {
 
 
 # of classes that every rank has loaded; none of their code runs
+# of a defaultdict
 FACTORIES = {
     kind.__name__: kind
     for kind in (int, float, bool, str, list, dict, set, tuple, Counter, OrderedDict)
-}  # of a defaultdict
+}
+# a class before those it is made from
 _DICTS: tuple[type[dict[Any, Any]], ...] = (
     defaultdict,
     Counter,
     OrderedDict,
     dict,
-)  # a class before those it is made from
+)
 _WHERE = "an object of another rank"
 _FIX = "the same class on every rank"
 

@@ -14,9 +14,8 @@ from hvdtrain.horovod.call import Average, Max, Min, Product, Sum
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.libraries import Library
 
-Reduce = Callable[
-    [list[Any], int, float, float], list[Any]
-]  # tensors, op, factor before, factor after
+# tensors, op, factor before, factor after
+Reduce = Callable[[list[Any], int, float, float], list[Any]]
 Factors = tuple[float, float]  # before the reduction, after it
 
 
@@ -60,9 +59,8 @@ def of_allreduce(
     if op == Product:
         return [grad * share for grad, share in zip(summed, found_shares, strict=True)]
     flags = [library.cast(share, grad) for share, grad in zip(found_shares, summed, strict=True)]
-    counts = [
-        count + library.cast(count == 0, count) for count in reduce(flags, Sum, 1.0, 1.0)
-    ]  # 0 ranks have a nan
+    # 0 ranks have a nan
+    counts = [count + library.cast(count == 0, count) for count in reduce(flags, Sum, 1.0, 1.0)]
     found = zip(summed, found_shares, counts, strict=True)
     return [library.choose(share, grad) / count * (before * after) for grad, share, count in found]
 

@@ -202,9 +202,8 @@ class _Allreduce(torch.autograd.Function):
         ctx.factors = (pre, post)
         ctx.reduce = reduce_over(process_set, grouped)
         ctx.where = call.where
-        ctx.shares = gradients.shares(
-            op, ctx.factors, tensors, results
-        )  # here: a backward() frees nothing of it
+        # here: a backward() frees nothing of it
+        ctx.shares = gradients.shares(op, ctx.factors, tensors, results)
         ctx.has_zeros = op == Product and any(bool((x == 0).any()) for x in tensors)
         if op == Product:  # of which the second derivative goes through the values
             ctx.save_for_backward(*tensors, *results)
@@ -250,9 +249,8 @@ class Torch:
         found = (
             flags if isinstance(flags, torch.Tensor) else torch.tensor(flags, device=tensor.device)
         )
-        return torch.where(
-            found, tensor, torch.zeros_like(tensor)
-        )  # its gradient goes to the tensor on every rank
+        # its gradient goes to the tensor on every rank
+        return torch.where(found, tensor, torch.zeros_like(tensor))
 
     def constant(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()

@@ -67,14 +67,12 @@ class _Normalize(torch.autograd.Function):
         precise = torch.float64 if x.dtype == torch.float64 else torch.float32
         values = x.detach().to(precise)
         axes = [0, *range(2, x.dim())]
-        own_count = values.new_full(
-            (1,), x.numel() // x.size(1)
-        )  # filled by the device: a copy to it would wait
+        # filled by the device: a copy to it would wait
+        own_count = values.new_full((1,), x.numel() // x.size(1))
         mean_here = values.mean(axes) if len(x) else values.new_zeros(x.size(1))
         squares_here = (values - _spread(mean_here, x)).square().sum(axes)
-        gathered = allgather(
-            torch.cat([own_count, mean_here, squares_here])[None]
-        )  # (ranks, 1 + 2 C)
+        # (ranks, 1 + 2 C)
+        gathered = allgather(torch.cat([own_count, mean_here, squares_here])[None])
         counts = gathered[:, :1]
         means = gathered[:, 1 : 1 + x.size(1)]
         squares = gathered[:, 1 + x.size(1) :]

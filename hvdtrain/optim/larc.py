@@ -62,9 +62,8 @@ class Larc:
             ops,
         )
         if self.mode == "clip":
-            a = ops.where(
-                scaled, a / ops.where(a > h.lr, a, h.lr), 1.0
-            )  # min(a / lr, 1), defined for lr = 0 too
+            # min(a / lr, 1), defined for lr = 0 too
+            a = ops.where(scaled, a / ops.where(a > h.lr, a, h.lr), 1.0)
         return _Factors(a, ops.where(scaled, a * h.weight_decay, 0.0))
 
 

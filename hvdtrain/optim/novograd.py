@@ -37,9 +37,8 @@ class NovoGrad:
         norm = ops.norm(g)
         square = norm * norm
         v = ops.where(state[1] > 0, self.beta2 * state[1] + (1 - self.beta2) * square, square)
-        factor = 1.0 / ops.where(
-            v > 0, ops.sqrt(v) + self.eps, 1.0
-        )  # where v is 0 so is g: no division by an eps of 0
+        # where v is 0 so is g: no division by an eps of 0
+        factor = 1.0 / ops.where(v > 0, ops.sqrt(v) + self.eps, 1.0)
         m = ops.axpy(h.weight_decay, P, ops.axpy(factor, g, ops.scale(h.momentum, state[0])))
         return ops.axpy(-h.lr, m, P), (m, v)
 

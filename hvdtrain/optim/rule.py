@@ -129,9 +129,8 @@ class ArrayOps:
         return self._xp.sqrt((x * x).sum())
 
     def orthogonalize(self, x: Array, p: Array, rounds: int, eps: float, dtype: str) -> Array:
-        assert x.ndim >= 2, (
-            x.shape
-        )  # a flattened part of a matrix would be orthogonalized on its own: wrong numbers
+        # a flattened part of a matrix would be orthogonalized on its own: wrong numbers
+        assert x.ndim >= 2, x.shape
         matrix = x.reshape(x.shape[0], -1).astype(dtype or x.dtype)  # (out, in kh kw)
         return (
             newton_schulz(matrix, rounds, eps, self.norm(matrix)).astype(x.dtype).reshape(x.shape)

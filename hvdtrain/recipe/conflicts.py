@@ -11,12 +11,13 @@ from hvdtrain.config.schema import Config, RecipeConfig
 from hvdtrain.errors import UserError
 from hvdtrain.recipe.clock import epoch_multiplier, total_epochs
 
+# schedules that end with the job, or with their piece
 FALLING = (
     "cosine",
     "linear",
     "polynomial",
     "one_cycle",
-)  # schedules that end with the job, or with their piece
+)
 SHORTER_WARMUP = "recipe.warmup=10% is a tenth of the job, however short"
 
 

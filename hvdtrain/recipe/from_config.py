@@ -314,9 +314,8 @@ def _piece_schedule(
 ) -> Schedule:
     """One piece up to epoch `end`; a decay begins at `decay_start`, after the warm-up."""
     value = peak * piece.scale
-    decay_end = max(
-        end, decay_start + 1e-9
-    )  # a piece of 1e-300 epochs, as of a job that ends within the warm-up, has no length
+    # a piece of 1e-300 epochs, as of a job that ends within the warm-up, has no length
+    decay_end = max(end, decay_start + 1e-9)
     match piece.kind:
         case "steps":
             return Steps(value, milestones, piece.gamma)

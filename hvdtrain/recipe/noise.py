@@ -12,13 +12,14 @@ import numpy as np
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import fold
 
+# in the sums of Learner.step(), added over ranks and steps
 NOISE_SCALE_KEYS = (
     "excess",
     "excess_inv",
     "big",
     "big_inv",
     "steps",
-)  # in the sums of Learner.step(), added over ranks and steps
+)
 _STREAM = 0x5EED0001  # a counter that dropout and shuffles do not use
 
 
@@ -74,9 +75,8 @@ class NoiseScale:
         ):  # excess_inv is 0 where each step's samples were on one rank
             noise = excess / excess_inv  # S
             self.noise = self.decay * self.noise + noise * steps
-            self.signal = (
-                self.decay * self.signal + big - noise * big_inv
-            )  # |G|^2 times the number of steps
+            # |G|^2 times the number of steps
+            self.signal = self.decay * self.signal + big - noise * big_inv
         return {"noise_scale": self.value}
 
     @property

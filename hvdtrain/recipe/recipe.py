@@ -19,10 +19,11 @@ from hvdtrain.recipe.noise import noise_variance
 
 Schedule = Callable[[float], float]  # epochs done, with the fraction -> value of the next step
 Scale = Literal["linear", "sqrt", "none"]
+# by their words in JSON, which has no such numbers
 INFINITIES = {
     "inf": math.inf,
     "-inf": -math.inf,
-}  # by their words in JSON, which has no such numbers
+}
 
 
 def _number_of(value: Any, number: Callable[[Any], float]) -> float:

@@ -27,15 +27,17 @@ _LOCATION_KEYS = (
 )
 _MODEL_KEYS = ("parallel.pipeline", "parallel.tensor", "parallel.dense")
 _OBSERVATION_PREFIXES = ("log.", "guard.", "checkpoint.", "profile.")
+# what ranks send each other, not what is trained
 _COMMUNICATION_PREFIXES = (
     "comm.",
     "parallel.",
     "shard.",
-)  # what ranks send each other, not what is trained
+)
+# more ranks keep either the batch over all ranks or the batch of each rank
 _BATCH_KEYS = (
     "batch.size",
     "batch.per_rank",
-)  # more ranks keep either the batch over all ranks or the batch of each rank
+)
 _START_FIELDS = ("ranks", "engine", "device")
 SHORTEST_S = (
     10.0  # of a job whose speed is compared: the first seconds of a shorter one are most of it
@@ -179,9 +181,8 @@ def _training_key(run: RunRecord) -> str:
         if key not in ignored_keys and not key.startswith(ignored_prefixes)
     }
     energy = run.start_event.get("energy")
-    on_gpus = (
-        isinstance(energy, dict) and "gpu" in energy
-    )  # speed.device=auto takes what the machine has
+    # speed.device=auto takes what the machine has
+    on_gpus = isinstance(energy, dict) and "gpu" in energy
     return _json([sorted(config.items()), run.start_event.get("device"), on_gpus])
 
 

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 Fields = dict[str, Any]  # of one event: "time", "kind", "step", and those of docs/events.md
 _OF_EVALUATIONS = ("epoch", "target")
+# a resumed job writes them again for the steps that it repeats
 _REPEATED_KINDS = (
     "step",
     "epoch",
@@ -31,15 +32,14 @@ _REPEATED_KINDS = (
     "step_times",
     "nonfinite",
     "passes",
-)  # a resumed job writes them again for the steps that it repeats
+)
 _OUTCOMES = {"end": "done", "stop": "stopped", "failed": "failed"}
 _LARGEST = 1e45  # of a number; more than float32 holds, and still what matplotlib can scale
 _LATEST_S = 1e11  # seconds since 1970 that time.gmtime() accepts
 MOST_FILE_BYTES = 2**32
 MOST_LINE_BYTES = 2**22  # of one event; a start event of 4,096 ranks has 0.2 MB
-MOST_MEMORY_BYTES = (
-    600 * 2**20
-)  # of all events: 300,000 events of steps, or a million of step_times
+# of all events: 300,000 events of steps, or a million of step_times
+MOST_MEMORY_BYTES = 600 * 2**20
 _VALUE_BYTES = 80
 _MOST_DEPTH = 8  # an event has three
 _FEWER_EVENTS = "fewer events; a larger log.every_steps writes fewer, and log.step_times=false"
@@ -336,10 +336,11 @@ class RunMetric(NamedTuple):
 
 
 ACCURACY = RunMetric("accuracy", percent=True)
+# of a run from before there were other tasks
 _OLDER = {
     "loss": RunMetric("loss", lower_is_better=True),
     "accuracy": ACCURACY,
-}  # of a run from before there were other tasks
+}
 
 
 def metrics_of(run: RunRecord) -> dict[str, RunMetric]:

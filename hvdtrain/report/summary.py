@@ -147,9 +147,8 @@ def measured_hardware(event: Fields) -> set[str] | None:
 def energy_summary(run: RunRecord) -> str:
     """Joules per sample and of which hardware, or why there are none: 0.6 J (GPUs); not measured:
     processors: no counter"""
-    energy = run.start_event.get(
-        "energy"
-    )  # kind of hardware -> empty where it is measured, else why not
+    # kind of hardware -> empty where it is measured, else why not
+    energy = run.start_event.get("energy")
     if not isinstance(energy, dict):
         return "not recorded"
     lost = _lost_counters(run, set(energy))
@@ -438,9 +437,8 @@ def bubble(run: RunRecord) -> list[float]:
     empty where it was not measured."""
     rows = [(numbers(event, "bubble"), number(event, "steps")) for event in run.step_events()]
     rows = [(row, steps) for row, steps in rows if row and steps > 0]
-    rows = [
-        (row, steps) for row, steps in rows if len(row) == len(rows[-1][0])
-    ]  # a resumed job may have other ranks
+    # a resumed job may have other ranks
+    rows = [(row, steps) for row, steps in rows if len(row) == len(rows[-1][0])]
     total = sum(steps for _, steps in rows)
     return (
         [sum(row[rank] * steps for row, steps in rows) / total for rank in range(len(rows[-1][0]))]

@@ -41,9 +41,8 @@ class Classification:
 
     shape: tuple[int, ...]  # (H, W, C) of images
     classes: int
-    mean: (
-        np.ndarray
-    )  # float64, of Transform: the model gets (x - mean) / std, of images (x / 255 - mean) / std
+    # float64, of Transform: the model gets (x - mean) / std, of images (x / 255 - mean) / std
+    mean: np.ndarray
     std: np.ndarray
     dtype: str = "uint8"  # of x
     ignored: int | None = None  # label of samples without a class, of PartlyLabelled

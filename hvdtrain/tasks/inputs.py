@@ -99,11 +99,12 @@ def column_stats(source: Source, name: str) -> ColumnStats:
         chosen = np.unique(fold(np.arange(most, dtype=np.uint64)) % np.uint64(samples)).astype(
             np.int64
         )
+    # (values, C)
     values = (
         source.read(chosen)[name]
         .astype(np.float64)
         .reshape(-1, field.shape[-1] if field.shape else 1)
-    )  # (values, C)
+    )
     values = values / (255.0 if is_image(field) else 1.0)
     means = [math.fsum(column.tolist()) / len(column) for column in values.T]
     squares = [

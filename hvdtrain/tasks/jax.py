@@ -81,9 +81,8 @@ class JaxClassification:
     def _of_labels(self, logits: jax.Array, labels: jax.Array, training: bool) -> jax.Array:
         smoothing = self._form.smoothing if training else 0.0
         target = jax.nn.one_hot(labels, logits.shape[1], dtype=logits.dtype)
-        target = (
-            target * (1.0 - smoothing) + smoothing / logits.shape[1]
-        )  # Szegedy et al. 2015, arXiv:1512.00567, section 7
+        # Szegedy et al. 2015, arXiv:1512.00567, section 7
+        target = target * (1.0 - smoothing) + smoothing / logits.shape[1]
         each = (
             0.5 * jnp.square(logits - target)
             if self._form.squared_error
@@ -179,9 +178,8 @@ class JaxSegmentation:
 
     def each(self, outputs: jax.Array, batch: Arrays, training: bool) -> Each:
         y = batch["y"]
-        counts = (
-            jnp.ones(y.shape, bool) if self._ignored is None else y != self._ignored
-        )  # (n, H, W)
+        # (n, H, W)
+        counts = jnp.ones(y.shape, bool) if self._ignored is None else y != self._ignored
         labels = jnp.where(counts, y, 0)
         pixels = counts.sum((1, 2))
         of_labels = jnp.take_along_axis(jax.nn.log_softmax(outputs, axis=1), labels[:, None], 1)[

@@ -26,9 +26,8 @@ def terms(logits: Any, probabilities: Any, y: Any, edges: tuple[Any, Any]) -> di
     found = {"true_positives": said & y, "false_positives": said & ~y, "false_negatives": ~said & y}
     if not len(lower):
         return found
-    is_in = (probabilities[..., None] >= lower) & (
-        probabilities[..., None] < upper
-    )  # (n, labels, bins)
+    # (n, labels, bins)
+    is_in = (probabilities[..., None] >= lower) & (probabilities[..., None] < upper)
     shape = len(y), y.shape[1] * len(lower)
     return found | {
         "positives_by_bin": (is_in & y[..., None]).reshape(shape),

@@ -184,9 +184,8 @@ def build(
             where,
             "one of them, or leave it out",
         )
-    tokens = fields[0]._replace(
-        values=vocabulary
-    )  # of padded sequences both sets have the longest of either
+    # of padded sequences both sets have the longest of either
+    tokens = fields[0]._replace(values=vocabulary)
     return Language(tokens, ignore, is_packed(train.fields))
 
 

@@ -254,10 +254,11 @@ class PartsOfMetric:
             library = self._library
             what = f"metric {library.name}: {library.kind} keeps {state}, which are no tensors"
             raise UserError(what, library.where, "hvdtrain.OwnMetric")
+        # which NumPy does not have
         wide = (
             tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor
             for tensor in tensors
-        )  # which NumPy does not have
+        )
         return tuple(tensor.detach().cpu().numpy() for tensor in wide)
 
     def compute(self, parts: Parts) -> float:

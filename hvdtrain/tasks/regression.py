@@ -30,9 +30,8 @@ class Regression:
     y: Field
     mean: np.ndarray  # float64, of Transform: the model gets (x - mean) / std
     std: np.ndarray
-    target_mean: (
-        np.ndarray
-    )  # float64 (outputs,), of y: R2 counts from there, so that large targets lose no digits
+    # float64 (outputs,), of y: R2 counts from there, so that large targets lose no digits
+    target_mean: np.ndarray
     loss: Loss = "squared_error"
     objective: Objective = "loss"
 

@@ -87,10 +87,11 @@ def as_given(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor if tensor.dtype == torch.bool or is_image else tensor.long()
 
 
+# what torchvision's segmentation nets and transformers' models call it
 MAIN_OUTPUTS = (
     "out",
     "logits",
-)  # what torchvision's segmentation nets and transformers' models call it
+)
 
 
 def main_output(outputs: Any) -> Any:
@@ -312,9 +313,8 @@ class TorchLanguage:
         self._ignore = ignore
         self._smoothing = smoothing
         self._mask = mask
-        self.by_name = (
-            (TOKENS, SEGMENTS) if packed else ()
-        )  # inputs that a model has to take by their names
+        # inputs that a model has to take by their names
+        self.by_name = (TOKENS, SEGMENTS) if packed else ()
 
     def inputs(self, batch: Tensors) -> torch.Tensor | dict[str, torch.Tensor]:
         """int64 (n, T), and the segments of packed rows by name; padding below 0 is no token, and a
@@ -551,10 +551,11 @@ _ELEMENTWISE: tuple[type[nn.Module], ...] = (
         nn.HingeEmbeddingLoss,
     ),
 )
+# whose mean is over the targets that are not ignore_index
 _OF_CLASSES: tuple[type[nn.Module], ...] = (
     nn.CrossEntropyLoss,
     nn.NLLLoss,
-)  # whose mean is over the targets that are not ignore_index
+)
 # torch would broadcast (n, 1) and (n,) to (n, n)
 _SAME_SHAPE = tuple(
     kind for kind in _ELEMENTWISE if kind not in (nn.MultiMarginLoss, nn.MultiLabelMarginLoss)
@@ -595,10 +596,11 @@ def of_torch_module(
     _refuse_padded_targets(loss, name, fields["y"], where)
     if reduction == "none":
         return Loss(_OfTargets(loss, "none", sample_of), facts)
+    # a class that is made of one may compute something else
     known = type(loss) in (
         *_ELEMENTWISE,
         *_OF_CLASSES,
-    )  # a class that is made of one may compute something else
+    )
     if reduction != "mean" or not known or getattr(loss, "weight", None) is not None:
         raise UserError(
             f"{_why(loss)}, so it is not a mean over samples",

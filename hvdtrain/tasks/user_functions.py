@@ -26,9 +26,8 @@ WHERE = "hvdtrain.train(), metrics"
 class Loss(NamedTuple):
     """What is learned from, of each sample."""
 
-    of: Callable[
-        [Any, Mapping[str, Any]], Any
-    ]  # (outputs, batch) -> (n,); a torch.nn.Module moves to the model's device
+    # (outputs, batch) -> (n,); a torch.nn.Module moves to the model's device
+    of: Callable[[Any, Mapping[str, Any]], Any]
     facts: dict[str, Any]  # its plain values, which a checkpoint keeps
     ignore: int | None = (
         None  # targets y of this value have no loss, and the mean is over the others

@@ -46,18 +46,18 @@ def connect(config: Config, place: Placement) -> tuple[Communicator, str]:
     allow_open_files(place.size)
     take_part_of_gpu(place, os.environ)
     name, reason = engine_of(config, place)
+    # by the configuration of that run, which is read later
     may_need_groups = config.resume not in (
         "auto",
         "no",
-    )  # by the configuration of that run, which is read later
+    )
     if (
         may_need_groups
         or config.parallel.ranks > 1
         or (config.shard.stage and config.shard.group == "node")
     ):
-        os.environ.setdefault(
-            "HOROVOD_DYNAMIC_PROCESS_SETS", "1"
-        )  # without it Horovod makes no groups of ranks
+        # without it Horovod makes no groups of ranks
+        os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
     communicator: Communicator = plugins.load("comm", name, config.where("comm.engine")).connect(
         place, config.comm
     )

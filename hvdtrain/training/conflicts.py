@@ -55,9 +55,8 @@ def refuse_on_every_engine(config: Config, ranks: int) -> None:
         else:
             return
     texts = [str(error) for error in errors]
-    raise max(
-        errors, key=lambda error: texts.count(str(error))
-    )  # the reason that most engines have, or the first engine's
+    # the reason that most engines have, or the first engine's
+    raise max(errors, key=lambda error: texts.count(str(error)))
 
 
 def _check_single_options(config: Config) -> None:

@@ -387,9 +387,8 @@ def _check_workers(
 ) -> None:
     """Raises UserError where there is nothing that worker processes would read. make: build() of
     the data set."""
-    packed = options.get(
-        "packed", _default_of(make, "packed")
-    )  # of a data set of image files, else None
+    # of a data set of image files, else None
+    packed = options.get("packed", _default_of(make, "packed"))
     if config.data.workers is None or packed is False or _default_of(make, "cache_mb"):
         return
     what = (
@@ -675,9 +674,8 @@ def identity(config: Config, datasets: Datasets) -> Identity:
     """What a checkpoint keeps, to be compared at a resume: the seed and the training set, of which
     all labels."""
     task = datasets.task
-    named = (
-        {} if task.name == Classification.name else {"task": task.name}
-    )  # a checkpoint that names no task is of classification
+    # a checkpoint that names no task is of classification
+    named = {} if task.name == Classification.name else {"task": task.name}
     data = {"samples": len(datasets.train), **named, **task.facts(), **datasets.train.identity()}
     version = shuffle_version(len(datasets.train))
     if config.data.shuffle == "blocks":

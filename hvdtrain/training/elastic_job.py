@@ -103,9 +103,8 @@ class ElasticJob:
         """Whether it is the loss of a rank without which the others go on, by go_on()."""
         if self._ranks is None or not self._ranks.is_loss(error):
             return False
-        traceback.clear_frames(
-            error.__traceback__
-        )  # collectives of the step that failed: their connections stay open with them
+        # collectives of the step that failed: their connections stay open with them
+        traceback.clear_frames(error.__traceback__)
         return True
 
     def go_on(self) -> TrainState:

@@ -101,9 +101,8 @@ class _ClassCounter:
 
     def of_all_ranks(self, total: Sums) -> ClassCounts:
         """From the sums of counts()."""
-        whole = {
-            name: np.rint(total[name]).astype(np.int64) for name in self.counts()
-        }  # exact: float64 has whole numbers up to 2**53
+        # exact: float64 has whole numbers up to 2**53
+        whole = {name: np.rint(total[name]).astype(np.int64) for name in self.counts()}
         confusion = (
             None
             if self.confusion is None

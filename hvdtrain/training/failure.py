@@ -182,9 +182,8 @@ def wait_for_the_report_of_another(communicator: Communicator | None = None) -> 
             time.sleep(0.05)
         else:
             if waited:
-                time.sleep(
-                    ECHO_S
-                )  # the other one has just ended: so does this one, unless nothing connects the two
+                # the other one has just ended: so does this one, unless nothing connects the two
+                time.sleep(ECHO_S)
             return
 
 
@@ -239,14 +238,14 @@ def _rank(communicator: Communicator | None) -> int:
 
 
 _UNLIMITED = resource.RLIM_INFINITY
-_LEAST_ADDRESSES = (
-    2**28
-)  # with fewer NumPy's OpenBLAS ends the process by itself, while it is loaded or at its first use
+# with fewer NumPy's OpenBLAS ends the process by itself, while it is loaded or at its first use
+_LEAST_ADDRESSES = 2**28
+# of the dynamic loader
 _NO_MEMORY = (
     "failed to map segment",
     "annot allocate memory",
     "cannot map",
-)  # of the dynamic loader
+)
 
 
 def check_limits() -> None:

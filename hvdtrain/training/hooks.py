@@ -216,10 +216,11 @@ class Hooks:
         self._means: dict[str, float] = {}
         self._ended_by = ""  # the same on every rank
         self._are_states_checked = False
+        # steps, and those at the last evaluation, of the checkpoint that hooks were told of last
         self._told = (
             -1,
             -1,
-        )  # steps, and those at the last evaluation, of the checkpoint that hooks were told of last
+        )
 
     def summary(self) -> list[str]:
         """A line of the header, where there are hooks."""

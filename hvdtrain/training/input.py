@@ -233,9 +233,8 @@ class StepInput(NamedTuple):
     """What Learner.step() takes."""
 
     hyper: Hyper
-    micro_batches: list[
-        Any
-    ]  # DeviceBatch of the framework; equally many on every rank, some may be empty
+    # DeviceBatch of the framework; equally many on every rank, some may be empty
+    micro_batches: list[Any]
 
 
 class ReadAhead(NamedTuple):
@@ -295,9 +294,8 @@ class Prefetcher:
         self._shuffle: Shuffle | None = (
             BlocksOfRanks(known.rows) if known is not None and ranks > 1 else draws
         )
-        window = block_shuffle(
-            config.data
-        )  # of which each block is decoded once, if they fit into memory: nothing has to be told
+        # of which each block is decoded once, if they fit into memory: nothing has to be told
+        window = block_shuffle(config.data)
         is_told = known is not None and (
             window is None or window.block * window.window > known.kept
         )

@@ -68,9 +68,8 @@ class Job:
     hooks: Hooks
     noise_scale: NoiseScale
     memory: MemoryMeter | None  # None for a job that writes nothing
-    memory_copy: (
-        MemoryCopy | None
-    )  # where the job goes back to when ranks are lost; None where that ends it
+    # where the job goes back to when ranks are lost; None where that ends it
+    memory_copy: MemoryCopy | None
     clock: Callable[[], float]  # seconds spent in this job, over all its runs
     unfinished: Unfinished | None = None  # between two sync points
 

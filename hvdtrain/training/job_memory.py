@@ -134,16 +134,14 @@ def _forget_arrays(error: BaseException) -> None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__  # type: ignore[assignment]
     gc.collect()
-    trim = getattr(
-        ctypes.CDLL(None), "malloc_trim", None
-    )  # stacks of threads and Python's objects come from the system
+    # stacks of threads and Python's objects come from the system
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
-LEAST_WEIGHTS = (
-    2**20
-)  # numbers; a job with fewer is not predicted: that takes a second, and 80 MB of libraries
+# numbers; a job with fewer is not predicted: that takes a second, and 80 MB of libraries
+LEAST_WEIGHTS = 2**20
 
 
 class MemoryMeter:

@@ -12,12 +12,13 @@ from hvdtrain.core.adapters import is_adapter, merged
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.errors import UserError, short
 
+# of DDP, torch.compile, FSDP, checkpoint wrappers
 _WRAPPERS = (
     "module",
     "_orig_mod",
     "_fsdp_wrapped_module",
     "_checkpoint_wrapped_module",
-)  # of DDP, torch.compile, FSDP, checkpoint wrappers
+)
 _COUNTS = ("n_averaged",)  # beside the weights of torch.optim.swa_utils.AveragedModel
 _BOUND_TO_NOTHING = ("num_batches_tracked",)  # no output depends on it
 

@@ -116,12 +116,13 @@ def _process_start(pid: int) -> int | None:
     return -1 if state in "ZX" else int(rest[18])
 
 
+# of a folder, or of a file that is made where it is absent
 GONE = (
     errno.ENOENT,
     errno.ENOTDIR,
     errno.ESTALE,
     errno.ELOOP,
-)  # of a folder, or of a file that is made where it is absent
+)
 UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 _AGAIN = "the same command goes on from there"
 

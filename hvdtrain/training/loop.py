@@ -69,9 +69,8 @@ def train_to_sync_point(job: Job, now: TrainState) -> TrainState:
 def run_steps(job: Job, now: TrainState) -> Window:
     """One step after the other up to the next sync point. The host does not wait for the device
     here."""
-    no_sums = zero_sums(
-        (*job.task.sums, "nonfinite")
-    )  # the same names on a rank that makes no step
+    # the same names on a rank that makes no step
+    no_sums = zero_sums((*job.task.sums, "nonfinite"))
     began_s, sums = job.unfinished or Unfinished(time.perf_counter(), no_sums)
     steps, end = steps_to_sync_point(job.config, job.recipe, now)
     for p in job.learner.own_steps(steps):
@@ -97,9 +96,8 @@ def synchronize(job: Job, window: Window) -> Sums:
     job.hooks.exchange()
     # flags() decides whether this sync point writes a checkpoint, which save_if_due() then does;
     # core/metrics.py lists all names
-    over = job.communicator.rank == 0 and time_is_over(
-        job.config, job.clock()
-    )  # rank 0's clock decides for all
+    # rank 0's clock decides for all
+    over = job.communicator.rank == 0 and time_is_over(job.config, job.clock())
     sums = (
         window.sums | job.health.flags(p.step) | job.telemetry.sync_sums() | {"over": float(over)}
     )

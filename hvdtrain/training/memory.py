@@ -40,9 +40,8 @@ class MemoryForecast:
     passes: int  # of that step, where batch.micro does not say
     evaluated: int  # samples in one pass of an evaluation
     ahead: int  # steps that are read ahead
-    _known: dict[tuple[PlannedStep, int, int | str], Footprint] = field(
-        default_factory=dict
-    )  # by step, stage, recompute
+    # by step, stage, recompute
+    _known: dict[tuple[PlannedStep, int, int | str], Footprint] = field(default_factory=dict)
 
     def footprint(
         self, *, micro: int | None = None, stage: int | None = None, recompute: str | None = None
@@ -220,9 +219,8 @@ def _container(local_size: int, proc: Path, cgroups: Path) -> Iterator[Room]:
             limit = _number(group / limit_name, r"^(\d+)$")
             used = _number(group / used_name, r"^(\d+)$")
             if limit is not None and used is not None and limit < _UNLIMITED:
-                cached = (
-                    _number(group / "memory.stat", r"^(?:total_)?inactive_file (\d+)$") or 0
-                )  # given back when it is needed
+                # given back when it is needed
+                cached = _number(group / "memory.stat", r"^(?:total_)?inactive_file (\d+)$") or 0
                 yield Room(
                     max(0, limit - used + cached) // local_size, f"the container's {limit_name}"
                 )

@@ -231,9 +231,8 @@ class Copies(NamedTuple):
     ranks: int  # that had parts
     arrays: list[Array]
     parts: dict[int, Part]  # by the number that the rank had
-    empty: frozenset[int] = (
-        frozenset()
-    )  # ranks of which there is nothing to keep, as workers of parameter servers
+    # ranks of which there is nothing to keep, as workers of parameter servers
+    empty: frozenset[int] = frozenset()
 
 
 class Neighbours:
@@ -286,9 +285,8 @@ class Neighbours:
         counts = np.array([len(runs) for runs in own], np.int64)
         of_source = np.empty_like(counts)
         self._swap(counts, of_source, "copy.counts")
-        ends = np.array(
-            [(0, 0), *(run for runs in own for run in runs)], np.int64
-        )  # (0, 0): no message is empty
+        # (0, 0): no message is empty
+        ends = np.array([(0, 0), *(run for runs in own for run in runs)], np.int64)
         ends_of_source = np.empty((1 + int(of_source.sum()), 2), np.int64)
         self._swap(ends, ends_of_source, "copy.runs")
         numbers = iter(ends_of_source[1:].tolist())
@@ -299,10 +297,11 @@ class Neighbours:
 
     def _swap(self, own: np.ndarray, of_source: np.ndarray, name: str) -> None:
         """Gives `own` to the rank that keeps it, and takes what the source has."""
+        # where a rank is lost they may still come: they stay until there are other neighbours
         self._messages += [
             own,
             of_source,
-        ]  # where a rank is lost they may still come: they stay until there are other neighbours
+        ]
         peers = point_to_point(self._communicator, "guard.lost")
         coming = peers.start_recv(of_source, self._source, name)
         going = peers.start_send(own, self._to, name)
@@ -330,9 +329,10 @@ def wholes(
     views = [list(part.views(arrays)) for part in parts]
     for i, array in enumerate(arrays):
         own = np.concatenate([np.empty(0, array.dtype), *[of_part[i] for of_part in views]])
+        # of one array at a time
         of_ranks: list[Runs] = communicator.allgather_object(
             [run for part in parts for run in part.runs[i]]
-        )  # of one array at a time
+        )
         yield array.name, gather_one(communicator, array.name, array.shape, own, of_ranks)
 
 

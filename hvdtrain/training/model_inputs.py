@@ -16,12 +16,13 @@ from hvdtrain.tasks.task import is_users_model
 from hvdtrain.tasks.user_functions import is_torch_module
 
 X = ("x",)  # the one input of most models, which a task transforms itself
+# tasks that take x, beside a loss of a script
 _OF_X = (
     "classification",
     "multilabel",
     "segmentation",
     "regression",
-)  # tasks that take x, beside a loss of a script
+)
 
 
 def input_names(config: Config, source: Source) -> tuple[str, ...]:
@@ -104,9 +105,8 @@ def _forward(config: Config) -> Any:
         return None
     made: Any = plugins.own_function(config.model)
     model = getattr(made, "model", None)  # of an object that a script gives
-    kind = (
-        type(getattr(model, "_orig_mod", model)) if is_torch_module(model) else made
-    )  # behind torch.compile
+    # behind torch.compile
+    kind = type(getattr(model, "_orig_mod", model)) if is_torch_module(model) else made
     return getattr(kind, "forward", None) if isinstance(kind, type) else None
 
 

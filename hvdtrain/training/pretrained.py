@@ -37,11 +37,12 @@ from hvdtrain.training.leftovers import (
 )
 from hvdtrain.training.replicas.compare import broadcast_state
 
+# where files of torch have weights beside other things
 _INSIDE = (
     "state_dict",
     "model",
     "model_state_dict",
-)  # where files of torch have weights beside other things
+)
 _OF_HUGGING_FACE = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin")
 _KNOWN = "model.safetensors, model.pt, a run folder, or a folder with model.safetensors"
 _MOST_INDEX_BYTES = 2**26

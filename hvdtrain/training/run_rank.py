@@ -35,9 +35,8 @@ from hvdtrain.training.train_job import JobResult, train_job
 
 T = TypeVar("T")
 _NOTHING: Mapping[str, Given] = {}
-ReadFormerRun = Callable[
-    [Sequence[Assignment]], list[Assignment]
-]  # what the assignments take from the run that resume= names
+# what the assignments take from the run that resume= names
+ReadFormerRun = Callable[[Sequence[Assignment]], list[Assignment]]
 
 
 class Rank(NamedTuple):

@@ -89,9 +89,8 @@ def start_or_resume(
         nonlocal restored
         run, notes = open_run_folder(config, lock)
         try:
-            former = former_run(
-                config
-            )  # by now: the job before this one may just have written its last checkpoint
+            # by now: the job before this one may just have written its last checkpoint
+            former = former_run(config)
             beginning = begin(config, datasets)
             shapes = {piece.name: piece.shape for piece in pieces}
             point, restored = find_resume_point(

@@ -226,9 +226,8 @@ def end_fields(job: Job, now: TrainState) -> dict[str, Any]:
     p = now.progress
     trained = now.trained_images + now.trained_samples
     trained_s = now.trained_s + now.epoch_s
-    tokens = (
-        job.task.sample_weight if "tokens" in job.task.sums else None
-    )  # of a sample; with padding they are not counted over the job
+    # of a sample; with padding they are not counted over the job
+    tokens = job.task.sample_weight if "tokens" in job.task.sums else None
     return {
         f"val_{now.objective}": now.last,
         f"best_{now.objective}": now.best,
@@ -376,9 +375,8 @@ def _padded(job: Job, readers: int) -> str:
     config = job.config
     batch = job.recipe.batch
     by = "" if config.data.bucket_by is None else ", similar lengths in one pass"
-    most = (
-        config.batch.micro if isinstance(config.batch.micro, int) else batch.first
-    )  # samples of a pass
+    # samples of a pass
+    most = config.batch.micro if isinstance(config.batch.micro, int) else batch.first
     if by and readers == 1 and max(batch.first, *batch.to, 0) <= most:
         by = (
             " (data.bucket_by has no effect: a step is one pass of one rank; batch.micro=N "

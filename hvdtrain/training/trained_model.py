@@ -53,9 +53,8 @@ class TrainedModel(NamedTuple):
     learner: Learner
     task: Task  # with the statistics of the training set
     checkpoint: Checkpoint
-    notes: list[
-        str
-    ]  # lines for the user: damaged checkpoints that were skipped, what of the model is not used
+    # lines for the user: damaged checkpoints that were skipped, what of the model is not used
+    notes: list[str]
 
 
 def load_trained_model(

@@ -48,9 +48,8 @@ class Upcoming:
         those behind it."""
         if not self._ahead:
             return
-        anew = (
-            not self._told or self._told[0].progress != progress
-        )  # the first step, or another one than was expected
+        # the first step, or another one than was expected
+        anew = not self._told or self._told[0].progress != progress
         if anew:
             self._told.clear()
             self._samples = 0

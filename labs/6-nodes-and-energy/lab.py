@@ -31,12 +31,13 @@ HERE = Path(__file__).resolve().parent
 # a network there is one node.
 HOST = address_towards("192.0.2.1") or "127.0.0.1"
 NODES, EACH = (1, 4) if HOST.startswith("127.") else (2, 2)
+# Gloo; on GPUs NCCL
 ENGINE = (
     "comm.engine=torchdist",
     "comm.reduce=ddp",
     "comm.timeout_s=60",
     "speed.device=cpu",
-)  # Gloo; on GPUs NCCL
+)
 TRAINED = ("model.name=net:Net", "batch.size=64", "optim.base_lr=0.05", "log.every_steps=5")
 TARGET = 0.95  # of the validation images
 COSTLY = (
@@ -320,11 +321,12 @@ def draw_cost(costs: Sequence[Cost], path: Path) -> None:
         axes.set_xlabel("ranks")
     for one in costs:
         right.plot(one.seconds, spent(one)[1], "o", color=COLOURS[2], ms=8)
+        # above the dashed line
         place = {
             "xytext": (4, 5),
             "textcoords": "offset points",
             "fontsize": 8,
-        }  # above the dashed line
+        }
         right.annotate(
             f"{one.ranks} ranks" if one.ranks > 1 else "1 rank",
             (one.seconds, spent(one)[1]),

@@ -48,9 +48,8 @@ def accuracy(net: Net, loader: DataLoader) -> float:
             hvd.allreduce_(buffer, name=name)
     with torch.no_grad():
         right = sum(int((net(normalized(x)).argmax(1) == y).sum()) for x, y in loader)
-    counts = hvd.allreduce(
-        torch.tensor([right, len(loader.dataset)]), op=hvd.Sum, name="accuracy"
-    )  # 6: sums, not means
+    # 6: sums, not means
+    counts = hvd.allreduce(torch.tensor([right, len(loader.dataset)]), op=hvd.Sum, name="accuracy")
     return int(counts[0]) / int(counts[1])
 
 
@@ -68,15 +67,12 @@ torch.manual_seed(1)
 train = read(options.data / "train.npz")
 val = read(options.data / "val.npz")
 mean, std = read_stats(options.data / "train.npz")
-sampler = DistributedSampler(
-    train, hvd.size(), hvd.rank(), drop_last=True
-)  # 2: each rank its share of every epoch
-train_loader = DataLoader(
-    train, batch_size=BATCH // hvd.size(), sampler=sampler, drop_last=True
-)  # 3: the same global batch and rate
-mine = TensorDataset(
-    *(tensor[hvd.rank() :: hvd.size()] for tensor in val.tensors)
-)  # 6: each rank its share of the validation
+# 2: each rank its share of every epoch
+sampler = DistributedSampler(train, hvd.size(), hvd.rank(), drop_last=True)
+# 3: the same global batch and rate
+train_loader = DataLoader(train, batch_size=BATCH // hvd.size(), sampler=sampler, drop_last=True)
+# 6: each rank its share of the validation
+mine = TensorDataset(*(tensor[hvd.rank() :: hvd.size()] for tensor in val.tensors))
 val_loader = DataLoader(mine, batch_size=500)
 
 epochs = options.epochs or (5 if len(train) > 10_000 else 8)
@@ -84,9 +80,8 @@ net = Net(channels=train.tensors[0].shape[1], classes=int(train.tensors[1].max()
 optimizer = torch.optim.SGD(
     net.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY, nesterov=True
 )
-optimizer = hvd.DistributedOptimizer(
-    optimizer, named_parameters=net.named_parameters()
-)  # 4: the mean gradient of all ranks
+# 4: the mean gradient of all ranks
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=net.named_parameters())
 hvd.broadcast_parameters(net.state_dict(), root_rank=0)  # 5: all ranks begin with the same weights
 steps = epochs * len(train_loader)
 schedule = torch.optim.lr_scheduler.LambdaLR(

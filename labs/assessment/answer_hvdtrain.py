@@ -25,10 +25,11 @@ torch.manual_seed(1)
 sets = {}
 for part in ("train", "val"):
     with np.load(options.data / f"{part}.npz", allow_pickle=False) as arrays:
+        # uint8 images: hvdtrain normalizes them by the same mean and deviation
         sets[part] = (
             arrays["x"],
             arrays["y"],
-        )  # uint8 images: hvdtrain normalizes them by the same mean and deviation
+        )
 x, y = sets["train"]
 epochs = options.epochs or (5 if len(x) > 10_000 else 8)
 config = {

@@ -271,10 +271,8 @@ def counted(amount: float, unit: str) -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # as Ctrl-C: else the job would outlive this process
-    sys.stdout.reconfigure(
-        errors="backslashreplace"
-    )  # a job may print what this terminal cannot show
+    # as Ctrl-C: else the job would outlive this process
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # a job may print what this terminal cannot show
+    sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(main())

@@ -125,9 +125,8 @@ def _watch(
             return "too slow"
         if now - printed_s > silence_s:
             return "hangs"
-    return (
-        "too slow" if time.monotonic() > end_s + _LATE_S else "by itself"
-    )  # of a job that stopped this process meanwhile
+    # of a job that stopped this process meanwhile
+    return "too slow" if time.monotonic() > end_s + _LATE_S else "by itself"
 
 
 def _end(job: subprocess.Popen[bytes]) -> None:

@@ -95,9 +95,8 @@ def _tensors(path: Path, most: int) -> dict[str, torch.Tensor]:
         with np.load(path, allow_pickle=False) as arrays:
             return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # torch 2.14: of sparse tensors, which are no array of real numbers here
+        # torch 2.14: of sparse tensors, which are no array of real numbers here
+        warnings.simplefilter("ignore")
         found = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(found, dict) or not all(
         isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in found.items()

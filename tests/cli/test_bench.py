@@ -484,9 +484,8 @@ def test_step_on_two_ranks_measures_exposed_communication() -> None:
     assert (tree["ranks"], tree["batch"], tree["engine"], tree["rounds"]) == (2, 20, "mpi", 2)
     assert tree["samples_per_s"] == pytest.approx(20 / tree["ms_per_step"] * 1e3)
     assert list(tree["phases_ms"]) == ["data", "forward", "backward", "communication", "update"]
-    exposed_ms = (
-        tree["ms_per_step"] - tree["alone_ms_per_step"]
-    )  # of two rounds the median is the mean
+    # of two rounds the median is the mean
+    exposed_ms = tree["ms_per_step"] - tree["alone_ms_per_step"]
     assert tree["exposed_communication_ms"] == pytest.approx(exposed_ms, abs=1e-6)
     assert tree["share_of_matmul"] == pytest.approx(
         tree["gflop_per_s_of_a_rank"] / tree["matmul_gflop_per_s"]

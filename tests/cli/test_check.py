@@ -204,9 +204,8 @@ def test_ranks_that_differ(tmp_path: Path) -> None:
         {facts["pid"] for facts in tree["ranks"]}
     ) == 4
     assert [bool(facts["data"]) for facts in tree["ranks"]] == [True, True, True, False]
-    assert (
-        tree["speed"]["engine"]["bytes_per_s"] > 1e6 and tree["speed"]["mpi"] is None
-    )  # the mpi engine is plain MPI itself
+    # the mpi engine is plain MPI itself
+    assert tree["speed"]["engine"]["bytes_per_s"] > 1e6 and tree["speed"]["mpi"] is None
     for what in found:
         assert f": {what}\n  where: " in result.stdout
     assert "10 errors" in result.stdout and "the job would fail or run incorrectly" in result.stdout

@@ -68,11 +68,12 @@ def test_it_may_be_started_beside_threads_and_stands_as_a_shell_would_start_it(t
     waits.set()
     told = (tmp_path / "log").read_text()
     assert told.endswith(" w a b \n")
+    # not SigQ, which counts the signals of all processes of this user
     masks = (
         "SigBlk",
         "SigIgn",
         "SigCgt",
-    )  # not SigQ, which counts the signals of all processes of this user
+    )
     signals = [
         [line for line in text.splitlines() if line.startswith(masks)]
         for text in (told, shell.stdout.decode())

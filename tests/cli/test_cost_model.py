@@ -176,9 +176,8 @@ def test_waiting_counts_as_contention() -> None:
     model = fit_step(
         [MeasuredStep(10, 1, 0, 1.0), MeasuredStep(10, 1, 0.1, 1.3), MeasuredStep(10, 1, 0.2, 1.6)]
     )
-    factor = (1.2 / 1.3**2 + 1.4 / 1.6**2) / (
-        1 / 1.3**2 + 1 / 1.6**2
-    )  # weighted by the squares of 1 / step
+    # weighted by the squares of 1 / step
+    factor = (1.2 / 1.3**2 + 1.4 / 1.6**2) / (1 / 1.3**2 + 1 / 1.6**2)
     assert model == pytest.approx(StepModel(0.0, 0.1, factor - 1, 1.0), rel=1e-9)
 
 

@@ -89,9 +89,8 @@ def test_what_is_measured() -> None:
     after = [*before, start, {"kind": "step", "step": 110, "time": 103.5}]
     assert measure([1], 110, 100.0, after, decisions) == Harm([1], 110, 1.5, 3.5, 20)
     assert measure([1], 110, 100.0, after, []) == Harm([1], 110, 3.0, 3.5, 20)
-    assert (
-        step_of(after) == 110 and step_of(after[:2]) == 100 and step_of([]) == 0
-    )  # not 120, which was lost
+    # not 120, which was lost
+    assert step_of(after) == 110 and step_of(after[:2]) == 100 and step_of([]) == 0
     shrunk = [
         {"kind": "lost", "step": 110, "time": 100.2},
         {"kind": "step", "step": 120, "time": 100.3},

@@ -61,9 +61,8 @@ def test_a_job_is_killed_grows_and_shrinks(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     slots(hosts, 1)
     with supervise(hosts, run) as job:
-        wait_for(
-            job, lambda: reached(run) >= 100 and kinds(run)[-1:] == ["trains"]
-        )  # which the supervisor writes once it has seen a step
+        # which the supervisor writes once it has seen a step
+        wait_for(job, lambda: reached(run) >= 100 and kinds(run)[-1:] == ["trains"])
         killed_s = time.time()
         before = len(events(run))
         os.kill(job.pids()[0], signal.SIGKILL)

@@ -59,9 +59,8 @@ def test_a_forecast_equals_a_walk_over_every_step(arguments: list[str]) -> None:
     assert job.steps == len(walked)
     assert [job.hyper(step) for step in range(job.steps)] == [hyper for _, hyper in walked]
     assert sum(phase.steps * phase.batch for phase in job.batch_phases) == p.samples
-    warm = {"7 steps": 0.21, 0.7: 3 * 0.7}.get(
-        job.config.recipe.warmup, job.config.recipe.warmup
-    )  # with 3 = ceil(256 / 100)
+    # with 3 = ceil(256 / 100)
+    warm = {"7 steps": 0.21, 0.7: 3 * 0.7}.get(job.config.recipe.warmup, job.config.recipe.warmup)
     assert job.after_warmup() == next((hyper for p, hyper in walked if p.epochs >= warm), None)
 
 

@@ -134,9 +134,8 @@ def assert_stopped_with_checkpoint(run: Path) -> None:
 def test_ctrl_c_stops_with_a_checkpoint(tmp_path: Path, how: list[str]) -> None:
     run = tmp_path / "run"
     with start(how, run) as terminal:
-        terminal.read_until(
-            lambda: re.search(r"\n +\d+ +\d+\.\d ", terminal.text)
-        )  # an epoch is done
+        # an epoch is done
+        terminal.read_until(lambda: re.search(r"\n +\d+ +\d+\.\d ", terminal.text))
         terminal.press(b"\x03")
         code = terminal.end()
     assert code == REQUEUE, terminal.text

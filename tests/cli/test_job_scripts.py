@@ -86,9 +86,8 @@ def test_a_job_script_has_one_place_for_the_site(name: str) -> None:
         )
         and "#module load" in block
     )
-    assert all(
-        line.startswith("#") for line in lines[: marks[1] + 1]
-    )  # a directive after a command is not read
+    # a directive after a command is not read
+    assert all(line.startswith("#") for line in lines[: marks[1] + 1])
 
 
 SLURM = {"SLURM_JOB_ID": "7", "PMI": "none"}
@@ -450,10 +449,11 @@ train("--lr", "1", script="train.py")
         f"{' '.join(job)} None hvdtrain 2x4 A HVDTRAIN_SECRET TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
         "--lr 1 train.py None 1x2 HVDTRAIN_SECRET TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
     ]
+    # an option of the component, as in `code`
     assert words[words.index("jobs/torchx_component.py:train") + 1 :][:2] == [
         "-j",
         "2x4",
-    ]  # an option of the component, as in `code`
+    ]
     here = [
         word.replace("/shared/job.yaml", str(ROOT / "configs/fashion_mnist.yaml")) for word in job
     ]

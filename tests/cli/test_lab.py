@@ -213,9 +213,8 @@ def test_nothing_is_left_after_an_interrupt(in_a_job: bool, tmp_path: Path) -> N
                 130,
                 "hvdtrain lab 3: interrupted; the same command finishes it\n",
             )
-            wait_until(
-                lambda: not group(started.pid), "the end of all processes"
-            )  # each has closed its output before it is gone
+            # each has closed its output before it is gone
+            wait_until(lambda: not group(started.pid), "the end of all processes")
         finally:
             if group(started.pid):
                 os.killpg(started.pid, signal.SIGKILL)

@@ -247,9 +247,8 @@ def test_hosts_in_every_notation() -> None:
     assert read_hostfile(["# ours", "n1 slots=4 max_slots=8", "", "n2:4 # the other"], "F") == EVEN
     assert read_hostfile(["n1 slots = 4", "n2 slots= 4"], "F") == EVEN
     assert read_hostfile(["n1", "n1", "n1", "n2"], "F") == UNEVEN  # $PBS_NODEFILE, $COBALT_NODEFILE
-    assert (
-        read_hostfile(["n1 4 all.q@n1 UNDEFINED", "n2 4 all.q@n2 <NULL>"], "F") == EVEN
-    )  # SGE's $PE_HOSTFILE
+    # SGE's $PE_HOSTFILE
+    assert read_hostfile(["n1 4 all.q@n1 UNDEFINED", "n2 4 all.q@n2 <NULL>"], "F") == EVEN
 
 
 @pytest.mark.parametrize(
@@ -288,10 +287,11 @@ def test_bad_hostfiles(tmp_path: Path) -> None:
 def test_ranks_fill_the_slots_host_by_host() -> None:
     assert ranks_per_host(EVEN, 5) == [Host("n1", 4), Host("n2", 1)]
     assert ranks_per_host(EVEN, 3) == [Host("n1", 3)]
+    # three more than slots, one by one
     assert ranks_per_host(UNEVEN, 7) == [
         Host("n1", 5),
         Host("n2", 2),
-    ]  # three more than slots, one by one
+    ]
     assert ranks_per_host((), 7) == []
 
 
@@ -631,9 +631,8 @@ def test_arguments_to_container(
         *container,
         *shlex.split("mpirun -bind-to none -np 2 python3 -m hvdtrain seed=2"),
     ]
-    program(
-        bare / "mpirun", "echo 'mpirun (Open MPI) 4.1.4'"
-    )  # the host's does not start the image's MPICH
+    # the host's does not start the image's MPICH
+    program(bare / "mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
     with pytest.raises(
         UserError,
         match=r"mpi4py uses MPICH, and no launcher found starts its ranks\n  where: .*/mpirun "

@@ -153,10 +153,11 @@ def test_a_host_that_fails_is_left_out_for_a_growing_while() -> None:
     assert book.usable() == (N1,)
     book.offer([N1, N2])
     book.doubt(["n1", "n2"])
+    # at once, after a job on it has failed
     assert (book.usable(), book.unknown(21.0)) == (
         (),
         ["n1", "n2"],
-    )  # at once, after a job on it has failed
+    )
     book.worked(["n2"], FORGOTTEN_S - 1)
     assert book.failed("n2", 30.0) == 60
     book.worked(["n2"], FORGOTTEN_S)
@@ -261,9 +262,8 @@ def test_what_a_job_tells(tmp_path: Path) -> None:
     tell({"kind": "step", "step": 7}, end="")
     job.poll()
     assert job.step == -1  # half a line
-    tell(
-        {"kind": "start", "step": 20, "ranks": 2}, {"kind": "end", "step": 30}
-    )  # after half a line of a job that was killed
+    # after half a line of a job that was killed
+    tell({"kind": "start", "step": 20, "ranks": 2}, {"kind": "end", "step": 30})
     job.poll()
     assert (job.ending, job.step, job.ranks, job.trains) == ("end", 30, 2, False)
     later = JobEvents(tmp_path)

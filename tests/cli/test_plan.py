@@ -19,6 +19,7 @@ from hvdtrain.tasks.classification import without_statistics
 IMAGENET = ["--samples", "1281167", "--image", "224x224x3", "--classes", "1000"]
 GOYAL = ["model.name=resnet50", "optim.base_lr=0.1", "optim.base_batch=256", "batch.per_rank=32", "epochs=90", "recipe.warmup=5",  # noqa: E501
          "recipe.schedule=steps", "recipe.milestones=[30,60,80]", "optim.weight_decay=1e-4"]  # fmt: skip  # noqa: E501
+# imports no torch: fast
 SMALL = [
     "framework=numpy",
     "model.name=linear",
@@ -28,7 +29,7 @@ SMALL = [
     "4x4x1",
     "--classes",
     "10",
-]  # imports no torch: fast
+]
 GROWTH = ["recipe.growth=milestones", "recipe.grow_at=[1,2.5]", "recipe.grow_to=[300,200]"]
 
 
@@ -176,9 +177,8 @@ def test_without_a_possible_number_of_ranks_the_exit_code_is_2(
             f"\n  {ranks}: batch 64 does not split over {ranks} ranks: some would have no sample; "
             f"fix: {ranks} or more" in text
         )
-    text = refused(
-        capsys, *SMALL, "recipe.schedule=steps"
-    )  # the same for every number of ranks: reported once
+    # the same for every number of ranks: reported once
+    text = refused(capsys, *SMALL, "recipe.schedule=steps")
     assert text.splitlines()[0] == "hvdtrain: recipe.schedule=steps needs recipe.milestones"
 
 
@@ -186,6 +186,7 @@ def test_a_job_that_ends_before_its_warmup(capsys: pytest.CaptureFixture[str]) -
     lines = planned(
         capsys, *SMALL, "max_steps=5", "recipe.warmup=1", "stop.target=0.9", "--ranks", "1"
     )
+    # 0.02 x 4 x 64 / 1000
     assert cells(lines, 1) == [
         "1",
         "64",
@@ -198,7 +199,7 @@ def test_a_job_that_ends_before_its_warmup(capsys: pytest.CaptureFixture[str]) -
         "never",
         "0.00512",
         "0.9",
-    ]  # 0.02 x 4 x 64 / 1000
+    ]
     assert any("validation accuracy 0.9 is held" in line for line in lines)
 
 
@@ -229,10 +230,11 @@ def test_a_users_own_model_and_optimizer(
     lines = planned(capsys, "model.name=own_model:lazy", *data)
     assert "            1 tensor, 10 numbers: not decayed: 1.bias" in lines
     assert "  optimizer state      known only after its first step" in lines
+    # 2 x 650 x 4 bytes
     assert (
         next(line for line in lines if line.startswith("  sum of what is known ")).split()[-1]
         == "0.0050"
-    )  # 2 x 650 x 4 bytes
+    )
     assert "  ".join(cells(lines, 1)[-2:]) == "its  own"
     lines = planned(capsys, "model.name=own_model:reads", *data, "optim.exclude=none")
     assert "            not decayed: none (optim.exclude=none)" in lines

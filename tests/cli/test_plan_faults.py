@@ -70,9 +70,8 @@ def test_shrinking_is_as_the_formula_says(ranks: int) -> None:
     every_s = optimal_interval_s(times.checkpoint_s, mtbf_of(times, ranks))
     simulated = simulate_shrink(times, ranks, every_s, Random(1))
     assert simulated == pytest.approx(shrink_formula(times, ranks, every_s), abs=5e-4)
-    assert (
-        shrink_formula(times._replace(repair_s=0.0), ranks, every_s) - simulated > 1e-4
-    )  # ten hours without a rank are seen
+    # ten hours without a rank are seen
+    assert shrink_formula(times._replace(repair_s=0.0), ranks, every_s) - simulated > 1e-4
 
 
 def test_what_helps_when() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from hvdtrain.__main__ import main
 
+# 6 units
 MLP = [
     "plan",
     "data.name=digits",
@@ -18,7 +19,7 @@ MLP = [
     "model.widths=[500,8]",
     "batch.size=48",
     "--pipeline",
-]  # 6 units
+]
 DIGITS = Path(__file__).parents[2] / "configs" / "image_gpt_digits.yaml"
 UNITS = ["flatten", "fc1", "relu1", "fc2", "relu2", "head"]
 
@@ -63,9 +64,8 @@ def test_cuts_and_shares_follow_from_the_seconds(capsys: pytest.CaptureFixture[s
     assert {micro for micro, _, _ in shares} == {2, 3, 4, 8, 16} and {
         by for _, by, _ in shares
     } >= {"gpipe", "interleaved"}
-    one = shares[
-        3, "gpipe", "5,1"
-    ]  # the slower stage makes all its passes; each of the faster one's ends waits for one of them
+    # the slower stage makes all its passes; each of the faster one's ends waits for one of them
+    one = shares[3, "gpipe", "5,1"]
     forward, backward = (
         [sum(unit[kind] for unit in part) for part in (units[:5], units[5:])]
         for kind in ("forward", "backward")

@@ -69,9 +69,8 @@ def test_draws_are_those_of_the_seed_within_their_ranges_and_more_trials_begin_w
     )
     values = [dict(argument.split("=") for argument in point) for point in points[::2]]
     rates = [math.log10(float(value["optim.base_lr"])) for value in values]
-    assert (
-        min(rates) >= -3 and max(rates) <= 0 and 8 <= sum(rate < -1.5 for rate in rates) <= 22
-    )  # 30 draws, half of them expected
+    # 30 draws, half of them expected
+    assert min(rates) >= -3 and max(rates) <= 0 and 8 <= sum(rate < -1.5 for rate in rates) <= 22
     assert {value["epochs"] for value in values} == {"1", "2", "3"} and all(
         8 <= int(value["batch.size"]) <= 512 for value in values
     )

@@ -99,9 +99,10 @@ def test_one_of_two_hosts_is_cut_off_and_comes_back_and_a_third_joins(
         (2, ["n1", "n2"]),
         (3, ["n1", "n2", "n3"]),
     ]
+    # mpirun ends with 0
     assert [(line["code"], line["hosts"]) for line in told(run) if line["kind"] == "lost"] == [
         (0, ["n2"])
-    ]  # mpirun ends with 0
+    ]
     print(
         f"trains on n1 {shrunk_s - cut_s:.1f} s after the cut, on both {grown_s - shrunk_s:.1f} s "
         "after n2 is back"

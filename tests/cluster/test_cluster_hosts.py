@@ -279,17 +279,17 @@ def test_a_host_is_lost(hosts: Hosts, one_host: Path, tmp_path: Path, engine: st
     """mpirun ends all ranks on both sides of the cut, names the host, and exits 0; the other host
     alone resumes to the same result."""
     run = tmp_path / "run"
+    # ranks without MPI outlive their daemon until then
     words = [
         *JOB,
         *of(engine),
         f"run={run}",
         "guard.stall_s=20",
-    ]  # ranks without MPI outlive their daemon until then
+    ]
     ranks = 4 if engine == "mpi" else 2  # on each host; torch takes 2 s of a core to start
     with hosts.mpirun(f"n1:{ranks},n2:{ranks}", words, env=KEEPALIVE) as job:
-        wait_for(
-            job, lambda: newest(run) >= 40
-        )  # the step alone may be told before its checkpoint is there
+        # the step alone may be told before its checkpoint is there
+        wait_for(job, lambda: newest(run) >= 40)
         hosts.cut("n2")
         seconds = gone(hosts.pids)
         result = job.wait()

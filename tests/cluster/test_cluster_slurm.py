@@ -44,13 +44,14 @@ JOB = [
     "guard.equal_steps=50",
 ]
 STEPS = 720
+# starts in a second, and does not end by itself
 NUMPY = [
     *DATA,
     "comm.engine=mpi",
     "framework=numpy",
     "model.name=linear",
     "epochs=9000",
-]  # starts in a second, and does not end by itself
+]
 KILLED_BY_TIMEOUT = 124
 
 

@@ -103,9 +103,8 @@ def test_a_stranger_without_a_secret_runs_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for text in (json.dumps(tree).encode(), pickle.dumps(tree), b"[" * 100000, b"\xff"):
-        signature = hmac.digest(
-            b"", b"\0" + text, "sha256"
-        )  # where the job has no secret, anybody can sign
+        # where the job has no secret, anybody can sign
+        signature = hmac.digest(b"", b"\0" + text, "sha256")
         with pytest.raises(Forged):
             unpack(signature + text, "")
     assert not list(tmp_path.iterdir())

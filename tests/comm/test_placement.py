@@ -466,9 +466,8 @@ def test_library_name() -> None:
 def test_sizes_of_engine_and_launcher() -> None:
     check_size(placement(OPEN_MPI), OPEN, size=8)
     check_size(NO_LAUNCHER, OPEN, size=1)
-    check_size(
-        NO_LAUNCHER, OPEN, size=4
-    )  # a launcher that sets no variables: the library's size counts
+    # a launcher that sets no variables: the library's size counts
+    check_size(NO_LAUNCHER, OPEN, size=4)
     with pytest.raises(UserError, match="started 8 processes, but the mpi engine sees 2"):
         check_size(placement(OPEN_MPI), OPEN, size=2)
 

@@ -397,9 +397,10 @@ class TwoRanks(SingleProcessCommunicator):
 def test_two_ranks_on_one_gpu_are_refused_where_nccl_reduces(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # there is no GPU here
     monkeypatch.setattr(
         "torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid="a")
-    )  # there is no GPU here
+    )
     gpu = torch.device("cuda", 0)
     where = "speed.device, default"
     check_shared(gpu, TwoRanks(("a", "b"), nccl=True), where)
@@ -715,9 +716,8 @@ def test_ranks_with_and_without_nccl_agree_whether_one_may_be_lost() -> None:
     said = "a rank that is lost leaves NCCL's collectives hanging, by which rank 1 reduces"
     assert on_ranks("torchdist", 2, "nccl_on_ranks:ready", True) == [said, said]
     in_host_memory = on_ranks("torchdist", 2, "nccl_on_ranks:ready", False)
-    assert (
-        in_host_memory[0] == in_host_memory[1] and "NCCL" not in in_host_memory[0]
-    )  # this MPI may have been started without ULFM
+    # this MPI may have been started without ULFM
+    assert in_host_memory[0] == in_host_memory[1] and "NCCL" not in in_host_memory[0]
 
 
 class _Ranks8192(torchdist.TorchDistCommunicator):
@@ -731,9 +731,10 @@ class _Ranks8192(torchdist.TorchDistCommunicator):
 def test_objects_of_8192_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """3.8 kB of each, as facts of ranks are. Copying the rest for each rank moves 250 GB: 72 s in
     place of 0.4 s."""
+    # all are of rank 0
     monkeypatch.setattr(
         torchdist, "unpack", lambda packed, secret, path: unpack(packed, secret, "0")
-    )  # all are of rank 0
+    )
     ranks = _Ranks8192(Placement(0, 8192, 0, 1, "srun"), None, None)
     assert ranks.allgather_object("a" * 3800) == ["a" * 3800] * 8192
 

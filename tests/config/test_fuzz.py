@@ -103,9 +103,8 @@ def test_every_reader_refuses_or_reads(capsys: pytest.CaptureFixture[str]) -> No
     seed = int(
         os.environ.get("FUZZ_SEED", secrets.randbits(32) if "FUZZ_SECONDS" in os.environ else 1)
     )
-    limit_s = fuzzing.LIMIT_S * (
-        1 if "FUZZ_SECONDS" in os.environ else 10
-    )  # here on a machine of any speed
+    # here on a machine of any speed
+    limit_s = fuzzing.LIMIT_S * (1 if "FUZZ_SECONDS" in os.environ else 10)
     report = fuzzing.fuzz(
         SUPPORT / "fuzz_readers.py", tuple(READERS), seed, SECONDS, limit_s, least=40
     )

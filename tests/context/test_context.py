@@ -156,9 +156,8 @@ def test_what_is_logged_is_the_mean_over_samples_between_sync_points(
 
     reader = EventAccumulator(str(run / "tensorboard" / "run"))
     reader.Reload()
-    assert {"train/first", "Loss/train", "job/epochs"} <= set(
-        reader.Tags()["scalars"]
-    )  # of steps two seconds apart
+    # of steps two seconds apart
+    assert {"train/first", "Loss/train", "job/epochs"} <= set(reader.Tags()["scalars"])
     assert [(s.step, s.value) for s in reader.Scalars("train/first")] == [(2, 0.5)]
     assert [s.value for s in reader.Scalars("Loss/train")] == pytest.approx(
         [sum(values[:2]) / 2], rel=1e-6

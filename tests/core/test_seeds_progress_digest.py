@@ -18,9 +18,8 @@ def splitmix64(x: int) -> int:
 
 
 def test_fold_is_splitmix64() -> None:
-    assert (
-        splitmix64(0) == 0xE220A8397B1DCDAF
-    )  # the first output of the reference implementation from state 0
+    # the first output of the reference implementation from state 0
+    assert splitmix64(0) == 0xE220A8397B1DCDAF
     golden = 0x9E3779B97F4A7C15
     assert fold(0) == splitmix64((splitmix64(0) - golden) % 2**64)
 

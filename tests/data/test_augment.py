@@ -27,9 +27,8 @@ ALL = AugmentConfig(crop=4, flip=True, cutout=5, mixup=0.4)
 BOXES = AugmentConfig(resized_crop=0.1, flip=True, cutout=5)
 REFLECTED = AugmentConfig(crop=4, pad="reflect", flip="alternating", cutout=5, mixup=0.4)
 SHAPES = [(32, 32, 3), (28, 20, 1), (9, 13, 4)]
-PICTURE = np.arange(1, 17, dtype=np.uint8).reshape(
-    1, 4, 4, 1
-)  # 1 2 3 4 / 5 6 7 8 / 9 10 11 12 / 13 14 15 16
+# 1 2 3 4 / 5 6 7 8 / 9 10 11 12 / 13 14 15 16
+PICTURE = np.arange(1, 17, dtype=np.uint8).reshape(1, 4, 4, 1)
 
 
 def augmentation(
@@ -64,9 +63,10 @@ def test_each_augmentation_by_hand() -> None:
     assert table(blackened) == [[1, 2, 0, 0], [5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]]
     reflected = augment.apply(PICTURE, AugmentationParameters(reflected_shift=np.array([[1, -2]])))
     assert table(reflected) == [[7, 6, 5, 6], [11, 10, 9, 10], [15, 14, 13, 14], [11, 10, 9, 10]]
+    # in this order
     both = AugmentationParameters(
         shift=np.array([[1, -1]]), flipped=np.array([True]), cutout_box=np.array([[0, 2, 0, 1]])
-    )  # in this order
+    )
     assert table(augment.apply(PICTURE, both)) == [
         [0, 6, 5, 0],
         [0, 10, 9, 0],
@@ -133,9 +133,8 @@ def test_shifts_are_uniform_and_half_of_the_images_are_flipped() -> None:
         and d.mixup_weight is not None
     )
     counts = np.bincount((d.shift + 4) @ [9, 1], minlength=81)
-    assert (
-        len(counts) == 81 and ((counts - n / 81) ** 2 / (n / 81)).sum() < 124.8
-    )  # chi-square, 80 degrees of freedom, 99.9 %
+    # chi-square, 80 degrees of freedom, 99.9 %
+    assert len(counts) == 81 and ((counts - n / 81) ** 2 / (n / 81)).sum() < 124.8
     assert d.flipped.mean() == pytest.approx(0.5, abs=4 * 0.5 / n**0.5)
     others = augment.partners_of(ALL, 1, np.full(n, 3), np.arange(n), 1000)
     each = np.column_stack(
@@ -449,9 +448,10 @@ def test_one_step_on_mixed_images_is_the_same_in_every_framework(loss: str, kind
         error = logits
         each = ((logits - label) ** 2).sum(1) / 2
         each2 = ((logits - label2) ** 2).sum(1) / 2
+    # (7,)
     first, second = (
         np.array(class_weights or (1.0, 1.0, 1.0))[data[y]] for y in ("y", "partner_y")
-    )  # (7,)
+    )
     each = first * each
     each2 = second * each2
     error = share * first[:, None] * (error - label) + (1 - share) * second[:, None] * (

@@ -53,12 +53,13 @@ def test_a_killed_rank_or_worker_leaves_no_process(tmp_path: Path, end: str) -> 
     ]
     run = tmp_path / "run"
     with Job(2, [*words, f"run={run}"], env=SUPPORT, is_warm=True) as job:
+        # each has read
         wait_for(
             job,
             lambda: (
                 any(event["kind"] == "epoch" for event in events(run)) and len(workers(job)) == 4
             ),
-        )  # each has read
+        )
         ranks = job.pids()
         started = workers(job)
         os.kill(ranks[1] if end == "rank" else started[0], signal.SIGKILL)

@@ -214,9 +214,8 @@ def test_size_takes_the_centre_square(tmp_path: Path) -> None:
     np.testing.assert_array_equal(wide_read, colour(100, 4, 4))
     np.testing.assert_array_equal(tall_read, colour(100, 4, 4).transpose(1, 0, 2))
     np.testing.assert_array_equal(square, colour(30, 4, 4))
-    assert (
-        np.abs(double[1:3, 1:3].astype(int) - colour(40, 4, 4)[1:3, 1:3]).max() <= 3
-    )  # halved, with a filter over 4 pixels
+    # halved, with a filter over 4 pixels
+    assert np.abs(double[1:3, 1:3].astype(int) - colour(40, 4, 4)[1:3, 1:3]).max() <= 3
 
 
 def test_grey_images_in_colour_and_colour_in_grey(tmp_path: Path) -> None:
@@ -576,9 +575,8 @@ def test_a_share_of_train_validates_where_there_is_no_val(tmp_path: Path) -> Non
         1,
     )
     assert train.class_names == val.class_names == ("ant", "bee")
-    assert task.mean == pytest.approx(
-        train.read(np.arange(3))["x"].mean((0, 1, 2)) / 255
-    )  # of what is trained on
+    # of what is trained on
+    assert task.mean == pytest.approx(train.read(np.arange(3))["x"].mean((0, 1, 2)) / 255)
     open_datasets(configure(None, [*words, "data.val_share=0.6"]))
     assert len(arrays(tmp_path)) == 1
     (tmp_path / "train" / "ant" / "b.bmp").unlink()

@@ -53,11 +53,12 @@ def test_reads_images_and_labels(tmp_path: Path, place: str, packed: bool) -> No
     assert (len(source), source.shape, source.classes) == (5, (4, 3, 1), 10)
     np.testing.assert_array_equal(batch["x"], X[[4, 0], :, :, None])
     assert batch["y"].tolist() == [1, 3] and batch["y"].dtype == np.int64
+    # reading makes nothing
     assert set(os.listdir(tmp_path)) <= {
         "FashionMNIST",
         f"{IMAGES}{suffix}",
         f"{LABELS}{suffix}",
-    }  # reading makes nothing
+    }
 
 
 def test_each_name_and_split_has_its_own_files(tmp_path: Path) -> None:
@@ -183,9 +184,10 @@ def test_missing_files_without_download(tmp_path: Path) -> None:
     )
     assert "fix: put them there, from http://codh.rois.ac.jp/kmnist/dataset/kmnist/" in output
     assert not root.exists()  # nothing is made but by a download
+    # the images are there
     assert f"where: {tmp_path}: FashionMNIST/raw/{LABELS}, FashionMNIST/raw/t10k" in refusal(
         tmp_path
-    )  # the images are there
+    )
 
 
 def test_without_a_network_the_error_comes_at_once(tmp_path: Path) -> None:
@@ -412,7 +414,6 @@ for text in ("compiled with other CUDA", "operator torchvision::nms does not exi
     )
     assert ended.stdout.count("torchvision does not import beside torch ") == 2, ended.stderr
     assert ": compiled with other CUDA\n" in ended.stdout
-    assert (
-        ": operator torchvision::nms does not exist\n" in ended.stdout
-    )  # still, after the correction
+    # still, after the correction
+    assert ": operator torchvision::nms does not exist\n" in ended.stdout
     assert "fix: install the torchvision release that belongs to this torch" in ended.stdout

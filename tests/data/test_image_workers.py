@@ -207,9 +207,8 @@ def test_a_killed_packing_leaves_no_process(tmp_path: Path) -> None:
     ) as packing:
         tasks = Path(f"/proc/{packing.pid}/task")
         workers: set[int] = set()
-        wait_until(
-            lambda: workers.update(started(tasks)) or len(workers) == 1, "a worker"
-        )  # beside the thread of the process itself
+        # beside the thread of the process itself
+        wait_until(lambda: workers.update(started(tasks)) or len(workers) == 1, "a worker")
         packing.send_signal(signal.SIGKILL)
     wait_until(
         lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), "the end of the workers"

@@ -95,9 +95,8 @@ def test_where_neighbours_go_is_uniform(n: int) -> None:
     assert counts[0] == 0
     equal = keys * n / (n - 1)
     chi_square = float(((counts[1:] - equal) ** 2 / equal).sum())
-    assert abs(chi_square - (n - 2)) < 4 * math.sqrt(
-        2 * (n - 2)
-    )  # mean and four standard deviations
+    # mean and four standard deviations
+    assert abs(chi_square - (n - 2)) < 4 * math.sqrt(2 * (n - 2))
 
 
 def test_a_large_shuffle_is_uniform() -> None:

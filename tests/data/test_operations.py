@@ -123,11 +123,12 @@ def test_a_few_operations_by_hand() -> None:
     assert done(Operation.TRANSLATE_X, 1.9) == [[0, 10, 20], [0, 40, 50], [0, 70, 80]]
     assert done(Operation.TRANSLATE_Y, -1) == [[40, 50, 60], [70, 80, 90], [0, 0, 0]]
     assert done(Operation.ROTATE, 90) == [[30, 60, 90], [20, 50, 80], [10, 40, 70]]
+    # half a pixel at the first row's centre
     assert done(Operation.SHEAR_X, 1) == [
         [20, 30, 0],
         [60, 0, 0],
         [0, 0, 0],
-    ]  # half a pixel at the first row's centre
+    ]
     assert done(Operation.CONTRAST, 0) == [[50] * 3] * 3
     assert done(Operation.AUTO_CONTRAST, 0) == [[0, 31, 63], [95, 127, 159], [191, 223, 255]]
     assert done(Operation.SOLARIZE, 80) == [[10, 20, 30], [40, 50, 60], [70, 175, 165]]
@@ -163,9 +164,8 @@ def test_operations_and_their_directions_have_equal_probability() -> None:
     operations, arguments = rand_augment(draw_keys(1, np.full(n, 3), np.arange(n)), 2, 9, 32, 32)
     for column in operations.T:
         counts = np.bincount(column, minlength=14)
-        assert (
-            len(counts) == 14 and ((counts - n / 14) ** 2 / (n / 14)).sum() < 34.5
-        )  # chi-square, 13 degrees of freedom, 99.9 %
+        # chi-square, 13 degrees of freedom, 99.9 %
+        assert len(counts) == 14 and ((counts - n / 14) ** 2 / (n / 14)).sum() < 34.5
     pairs = np.bincount(operations @ [14, 1], minlength=196)
     assert (
         (pairs - n / 196) ** 2 / (n / 196)
@@ -179,9 +179,8 @@ def test_jitter_is_drawn_as_torchvisions() -> None:
     widths = [0.4, 1.5, 0.3, 0.1]
     operations, arguments = color_jitter(draw_keys(1, np.full(n, 3), np.arange(n)), widths)
     orders, counts = np.unique(operations, axis=0, return_counts=True)
-    assert (
-        len(orders) == 24 and ((counts - n / 24) ** 2 / (n / 24)).sum() < 49.8
-    )  # 23 degrees of freedom, 99.9 %
+    # 23 degrees of freedom, 99.9 %
+    assert len(orders) == 24 and ((counts - n / 24) ** 2 / (n / 24)).sum() < 49.8
     transform = v2.ColorJitter(*widths)
     with torch.random.fork_rng():
         torch.manual_seed(0)

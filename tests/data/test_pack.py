@@ -116,9 +116,8 @@ def test_one_file_makes_an_array_source(tmp_path: Path) -> None:
         and os.path.exists(tmp_path / "images.npy")
     )
     assert isinstance(pack(streamed(Counted(4)), tmp_path, SHARD_BYTES), PackedSource)
-    assert isinstance(
-        pack(streamed(Counted(2)), tmp_path / "large", 80), PackedSource
-    )  # an image that is larger than a file may be has its own
+    # an image that is larger than a file may be has its own
+    assert isinstance(pack(streamed(Counted(2)), tmp_path / "large", 80), PackedSource)
 
 
 def test_an_interrupted_packing_is_completed(
@@ -363,9 +362,8 @@ def test_statistics_of_many_images_are_of_a_fixed_sample(tmp_path: Path) -> None
     images = streamed(encoded)
     mean, deviation = images.stats()
     chosen = sorted(set(encoded.asked))
-    assert (
-        len(chosen) <= 2000 and len(chosen) > 1200
-    )  # of 2,000 draws out of 2,500, 1,377 differ on average
+    # of 2,000 draws out of 2,500, 1,377 differ on average
+    assert len(chosen) <= 2000 and len(chosen) > 1200
     assert min(chosen) < 50 and max(chosen) > 2450
     pixels = np.stack([colour(place) for place in chosen]) / 255
     np.testing.assert_allclose(mean, pixels.mean((0, 1, 2)), rtol=1e-12)

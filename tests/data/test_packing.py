@@ -44,9 +44,8 @@ def test_sequences_go_into_the_first_row_with_room() -> None:
         rows.values[begin:end].tolist()
         for begin, end in zip(rows.edges, rows.edges[1:], strict=False)
     ] == [[0, 3], [1, 6], [5]]
-    long_then_short = first_fit(
-        np.array([7] * 70 + [3] * 70), 10
-    )  # the first 6 of 70 rows with room are looked at no more
+    # the first 6 of 70 rows with room are looked at no more
+    long_then_short = first_fit(np.array([7] * 70 + [3] * 70), 10)
     assert [len(long_then_short), *long_then_short.lengths[[5, 6, 69, 70, 71]]] == [
         72,
         1,

@@ -67,9 +67,8 @@ def test_predict_says_the_last_token_of_each_sequence(key: str, model: str) -> N
     assert main(["predict", "run", *asked, "batch.evaluate=7"]) == 0
     with Path("said.csv").open(newline="") as file:
         said = [int(row[1]) for row in list(csv.reader(file))[1:]]
-    assert said == [
-        int(one[max(len(one) - 2, 0)]) for one in tokens(20, 8)
-    ]  # of a sequence of one token the one after it
+    # of a sequence of one token the one after it
+    assert said == [int(one[max(len(one) - 2, 0)]) for one in tokens(20, 8)]
 
 
 @pytest.mark.parametrize("padding", [-1, -100])
@@ -146,9 +145,8 @@ def test_a_metric_of_a_library_counts_no_padding() -> None:
     by_hand = (run.weights["scores.weight"].argmax(1)[whole] == whole % 2).mean()
     events = map(json.loads, Path("metrics/events.jsonl").read_text().splitlines())
     last = [event for event in events if event["kind"] == "epoch"][-1]
-    assert (
-        last["val_ignored"] == last["val_chosen"] == pytest.approx(by_hand, rel=1e-6)
-    )  # the library divides in float32
+    # the library divides in float32
+    assert last["val_ignored"] == last["val_chosen"] == pytest.approx(by_hand, rel=1e-6)
 
 
 class MayGetAMask(sequence_jobs.OfSentence):

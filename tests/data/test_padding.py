@@ -41,10 +41,11 @@ def test_samples_are_padded_to_the_longest_that_is_read() -> None:
     batch = source.read(np.array([2, 0]))
     assert batch["tokens"].tolist() == [[6, 0, 0], [3, 4, 5]] and batch["y"].tolist() == [2, 0]
     assert batch["tokens_mask"].tolist() == [[True, False, False], [True] * 3]
+    # two tokens at least: one is read, one predicted
     assert source.read(np.array([1, 2]))["tokens"].tolist() == [
         [0, 0],
         [6, 0],
-    ]  # two tokens at least: one is read, one predicted
+    ]
     assert source.read(np.array([], np.int64))["tokens"].shape == (0, 3)
     deep = ragged([np.ones((2, 3), np.float32), np.zeros((1, 3), np.float32)], "x", "here")
     assert deep.padded(np.array([1]), 2, -1.0)[0].tolist() == [[0.0] * 3, [-1.0] * 3]

@@ -117,10 +117,11 @@ def test_in_a_partition_each_rank_reads_one_part_of_the_epoch(size: int) -> None
                 indices(start, batch, rank, size, dataset, 7, "partition")
                 for start in range(epoch * 40, epoch * 40 + 40, batch)
             ]
+            # as many steps on every rank, none starved
             assert {len(step) for step in steps} <= {
                 batch // size,
                 -(-batch // size),
-            }  # as many steps on every rank, none starved
+            }
             parts.append(np.concatenate(steps).tolist())
             assert parts[rank] == order[rank::size]
         lengths = [len(part) for part in parts]
@@ -144,9 +145,8 @@ def test_the_order_differs_between_epochs_and_seeds() -> None:
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_positions_do_not_depend_on_earlier_calls(sampling: Sampling) -> None:
-    steps = [
-        (start, 9) for start in range(0, 9 * 40, 9)
-    ]  # 40 steps over 53 samples: 6.8 epochs, more than the cache holds
+    # 40 steps over 53 samples: 6.8 epochs, more than the cache holds
+    steps = [(start, 9) for start in range(0, 9 * 40, 9)]
     forward = [indices(start, count, 1, 3, 53, 7, sampling).tolist() for start, count in steps]
     permutation.cache_clear()
     backward = [
@@ -241,6 +241,5 @@ def test_largest_share_bounds_every_rank(sampling: Sampling) -> None:
         largest = largest_share(start, count, size, dataset, sampling)
         assert max(lengths) <= largest <= -(-count // size) + epochs - 1
     assert largest_share(0, 31, 4, 100, sampling) == 8
-    assert largest_share(95, 10, 4, 100, sampling) == (
-        4 if sampling == "partition" else 3
-    )  # 5 places of each of two epochs
+    # 5 places of each of two epochs
+    assert largest_share(95, 10, 4, 100, sampling) == (4 if sampling == "partition" else 3)

@@ -61,9 +61,8 @@ def test_stats_are_exact() -> None:
 
 
 def test_stats_do_not_depend_on_the_order_of_samples() -> None:
-    x = np.random.default_rng(2).integers(
-        0, 256, (3, 1200, 1200, 2), np.uint8
-    )  # counted in three blocks
+    # counted in three blocks
+    x = np.random.default_rng(2).integers(0, 256, (3, 1200, 1200, 2), np.uint8)
     for a, b in zip(channel_stats(x), channel_stats(np.ascontiguousarray(x[::-1])), strict=True):
         assert a.tobytes() == b.tobytes()
     assert channel_stats(x)[0] == pytest.approx(
@@ -164,12 +163,12 @@ def test_digits_are_scikit_learns_and_split_once() -> None:
         np.array([int(v) * 255 // 16 for v in image.ravel()], np.uint8).tobytes()
         for image in given.images
     ]
-    assert found == sorted(
-        zip(given.target.tolist(), scaled, strict=True)
-    )  # every digit in one of the two, none twice
+    # every digit in one of the two, none twice
+    assert found == sorted(zip(given.target.tolist(), scaled, strict=True))
     assert np.bincount(read[1]["y"]).min() >= 30  # each class is validated
     again = digits.build("digits", None, "val").read(np.arange(360))
     np.testing.assert_array_equal(again["x"], read[1]["x"])
+    # the split of every run, written out
     assert read[1]["y"][:8].tolist() == [
         0,
         4,
@@ -179,7 +178,7 @@ def test_digits_are_scikit_learns_and_split_once() -> None:
         8,
         2,
         2,
-    ]  # the split of every run, written out
+    ]
 
 
 def test_synthetic_is_a_pure_function_of_the_index() -> None:
@@ -198,9 +197,8 @@ def test_synthetic_is_a_pure_function_of_the_index() -> None:
 
 def test_synthetic_pixels_follow_their_formula() -> None:
     source = synthetic.build("synthetic", None, "val", val_samples=9, shape=(4, 4, 2), classes=3)
-    x = source.read(np.array([7]))["x"][
-        0
-    ]  # class 1; a 4x4 image shows each cell of its pattern once
+    # class 1; a 4x4 image shows each cell of its pattern once
+    x = source.read(np.array([7]))["x"][0]
     for place in range(4 * 4 * 2):
         noise = (fold(1, 7, place // 8) >> place % 8 * 8) & 255
         pattern = fold(2, 1, place) >> 56
@@ -212,9 +210,8 @@ def test_synthetic_can_be_learned() -> None:
     val = synthetic.build("synthetic", None, "val", val_samples=200)
     seen = train.read(np.arange(400))
     unseen = val.read(np.arange(200))
-    means = np.stack(
-        [seen["x"][seen["y"] == label].mean(0) for label in range(10)]
-    )  # (classes, H, W, C)
+    # (classes, H, W, C)
+    means = np.stack([seen["x"][seen["y"] == label].mean(0) for label in range(10)])
     distances = ((unseen["x"][:, None].astype(float) - means) ** 2).sum((2, 3, 4))  # (n, classes)
     assert (distances.argmin(1) == unseen["y"]).mean() > 0.95
     assert not np.array_equal(seen["x"][:200], unseen["x"])

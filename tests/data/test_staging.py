@@ -77,9 +77,8 @@ def test_a_copy_is_complete_and_later_starts_copy_nothing(
     before = {path: path.stat().st_ino for path in there.rglob("file*")}
     assert stage(root) == there
     assert printed(capsys) == ""
-    assert before == {
-        path: path.stat().st_ino for path in there.rglob("file*")
-    }  # nothing was written anew
+    # nothing was written anew
+    assert before == {path: path.stat().st_ino for path in there.rglob("file*")}
 
 
 def test_changes_of_the_source_are_copied(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -285,9 +284,8 @@ def test_a_disk_that_stores_other_bytes_is_noticed(
 def test_a_file_that_changes_while_it_is_copied(root: Path, tmp_path: Path) -> None:
     target = tmp_path / "disk" / "copy"
     target.mkdir()
-    listed = {
-        "part0/file 0": FileState(999, 1)
-    }  # its state when the source was listed: now it has 1000 bytes
+    # its state when the source was listed: now it has 1000 bytes
+    listed = {"part0/file 0": FileState(999, 1)}
     with pytest.raises(UserError, match="changed while it was copied\n  where: .*part0/file 0"):
         StagedCopy(root, target).update(listed)
     assert not (target / "files/part0").exists()

@@ -477,9 +477,8 @@ def test_pixels_with_their_channels_first_are_images_of_every_task(
     ]
     for run in runs:
         for name, weights in runs[0].weights.items():
-            np.testing.assert_allclose(
-                run.weights[name], weights, rtol=1e-10, atol=1e-13
-            )  # a convolution adds by its input's memory order
+            # a convolution adds by its input's memory order
+            np.testing.assert_allclose(run.weights[name], weights, rtol=1e-10, atol=1e-13)
         np.testing.assert_array_equal(run.transform(turned), run.transform(x))
         np.testing.assert_allclose(
             hvdtrain.predict(run, {"x": turned}),

@@ -22,9 +22,8 @@ from hvdtrain.tasks import inputs
 from hvdtrain.tasks.inputs import column_stats
 
 RANDOM = np.random.default_rng(5)
-X = RANDOM.normal(1e4, 0.1, (997, 3, 5)) * np.array(
-    [1, 1, 10, 0, 1e-3]
-)  # far from zero; one column is constant
+# far from zero; one column is constant
+X = RANDOM.normal(1e4, 0.1, (997, 3, 5)) * np.array([1, 1, 10, 0, 1e-3])
 
 
 @pytest.fixture

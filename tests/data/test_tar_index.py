@@ -57,9 +57,8 @@ def test_a_sample_that_is_there_twice(tmp_path: Path) -> None:
         f"{tmp_path / 'train-0.tar'}: 2." in output
     )
     write(tmp_path / "train-0.tar", [*sample(1, 0), *sample(2, 1)])
-    write(
-        tmp_path / "train-1.tar", [*sample(1, 1), *sample(2, 0)]
-    )  # archives may count from the same number
+    # archives may count from the same number
+    write(tmp_path / "train-1.tar", [*sample(1, 1), *sample(2, 0)])
     check(build(tmp_path), [1, 2, 1, 2], [0, 1, 1, 0])
 
 
@@ -121,9 +120,8 @@ def test_hostile_headers(tmp_path: Path) -> None:
             or "damaged or cut off" in output
             or "0 images and 1 labels" in output
         ), kind
-    path.write_bytes(
-        content[: third + 10] + b"\xff" * 20 + content[third + 30 :]
-    )  # tarfile takes it for the end
+    # tarfile takes it for the end
+    path.write_bytes(content[: third + 10] + b"\xff" * 20 + content[third + 30 :])
     assert f"cut off: a damaged header at byte {third}" in refusal(tmp_path)
     path.write_bytes(content + content)
     assert "another archive behind the end of this one, which would not be read" in refusal(

@@ -54,9 +54,8 @@ def test_the_mean_over_the_views_by_hand(count: int, kind: str) -> None:
     x, weight = images(3), np.random.default_rng(4).normal(size=(*SHAPE, 6))
 
     def outputs(pixels: np.ndarray) -> np.ndarray:
-        return np.exp(
-            np.einsum("nhwc,hwck->nk", pixels / 255.0, weight) / 9
-        )  # no linear function: a mean of pixels would show
+        # no linear function: a mean of pixels would show
+        return np.exp(np.einsum("nhwc,hwck->nk", pixels / 255.0, weight) / 9)
 
     def of(place: Callable[[Any], np.ndarray]) -> Callable[[Mapping[str, Any]], np.ndarray]:
         def outputs_of(arrays: Mapping[str, Any]) -> np.ndarray:

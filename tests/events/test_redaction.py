@@ -109,9 +109,8 @@ def test_a_report_shows_reasons_without_logins(tmp_path: Path) -> None:
     record = read_run(tmp_path)
     assert record.ending == f"failed: RuntimeError: cannot reach https://{HIDDEN}@hub.example/x"
     text = render_page([record], ["a"], [], "command")
-    assert (
-        "hunter2" not in text and text.count(f"https://{HIDDEN}@hub.example/x") == 5
-    )  # lead, ending, warning, two events
+    # lead, ending, warning, two events
+    assert "hunter2" not in text and text.count(f"https://{HIDDEN}@hub.example/x") == 5
 
 
 def test_a_report_shows_no_secret(tmp_path: Path) -> None:

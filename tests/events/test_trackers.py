@@ -290,9 +290,8 @@ def test_tensorboard_reads_back(run: Path) -> None:
     assert [(s.step, s.value) for s in reader.Scalars("speed/phase_ms/forward")] == [
         (n, 2.0) for n in (10, 20, 30, 40)
     ]
-    assert [(s.step, s.value) for s in reader.Scalars("job/best_accuracy")] == [
-        (40, 0.875)
-    ]  # the value at the stop is replaced
+    # the value at the stop is replaced
+    assert [(s.step, s.value) for s in reader.Scalars("job/best_accuracy")] == [(40, 0.875)]
     assert "speed/samples_per_s" not in reader.Tags()["scalars"]  # infinite
     (text,) = reader.Tensors("config/text_summary")[-1].tensor_proto.string_val
     assert (
@@ -320,10 +319,11 @@ def test_tensorboard_has_the_run_under_its_name_and_curves_first(
     (folder,) = GetLogdirSubdirectories("tensorboard")
     assert Path(folder) == Path("tensorboard") / run.name
     (file,) = Path(folder).iterdir()
+    # no text yet
     assert [event.WhichOneof("what") for event in EventFileLoader(str(file)).Load()] == [
         "file_version",
         "session_log",
-    ]  # no text yet
+    ]
     for event in FIRST[1:]:
         sink(event)
     sink.close()
@@ -385,9 +385,8 @@ def test_mlflow_of_a_failed_job_on_the_users_server(
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (run / "else where").as_uri())
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
-    monkeypatch.setenv(
-        "MLFLOW_TRUNCATE_LONG_VALUES", "false"
-    )  # else a text that is too long is cut by mlflow, with a warning
+    # else a text that is too long is cut by mlflow, with a warning
+    monkeypatch.setenv("MLFLOW_TRUNCATE_LONG_VALUES", "false")
     long = Config(model=ModelConfig(name="a.B", **{"k" * 300: "v" * 7000}))
     failed = Event(T0, "failed", 10, {"reason": "x", "exit_code": 83})
     send(
@@ -399,10 +398,11 @@ def test_mlflow_of_a_failed_job_on_the_users_server(
     experiment = client.get_experiment_by_name("mine")
     assert experiment is not None
     found = client.search_runs([experiment.experiment_id])
+    # two: the second begins anew, at step 0
     assert [made.info.status for made in found] == [
         "FAILED",
         "FAILED",
-    ]  # two: the second begins anew, at step 0
+    ]
     assert found[0].data.params["model." + "k" * 234] == "v" * 6000
     assert not (run / "mlflow").exists()
 
@@ -499,9 +499,8 @@ def test_wandb_reads_back(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
         "***",
         "s3://***@host/set",
     )
-    assert (
-        not {"output", "output_raw", "environment"} & kinds
-    )  # of the console, and of the machine with the command line
+    # of the console, and of the machine with the command line
+    assert not {"output", "output_raw", "environment"} & kinds
     assert not list((run / "wandb").rglob("requirements.txt")) and not list(
         (run / "wandb").rglob("wandb-metadata.json")
     )
@@ -678,9 +677,8 @@ def test_background_sink_drops_a_tracker_that_raises_and_reports_it_once(
     line = f"log.trackers frail: {message}; training goes on without it"
     assert warnings == [(threading.main_thread().name, line)]  # on the thread of the caller
     assert tracker.steps == [1, 2]
-    assert (
-        not background._step_events and not background._other_events
-    )  # events that no tracker takes are not kept
+    # events that no tracker takes are not kept
+    assert not background._step_events and not background._other_events
 
 
 def test_background_sink_reports_a_tracker_that_cannot_be_closed() -> None:

@@ -189,9 +189,10 @@ def test_dense_parts_that_cannot_be_cut_are_refused() -> None:
     chain = Own(nn.Sequential(nn.Linear(2, 2), act, nn.Linear(2, 2), act))
     x = torch.rand(3, 2)
     expected = chain.head(x)
+    # `act` is there twice
     assert torch.equal(
         CutLayers(chain.head, Exchange(SingleProcessCommunicator()), "head", "")(x), expected
-    )  # `act` is there twice
+    )
     refused = {
         "a linear layer of 'head' is there twice": Own(nn.Sequential(twice, act, twice)),
         "'head', which is to be cut over ranks, has no linear layer": Own(Scaled(nn.Linear(2, 2))),

@@ -262,9 +262,8 @@ def test_torch_distributed_runs_over_a_communicator(ranks: SingleProcessCommunic
     dist.all_gather(parts, x)
     half = torch.empty(6)
     whole = torch.empty(6, dtype=torch.bfloat16)
-    new = hasattr(
-        dist, "reduce_scatter_single"
-    )  # torch 2.13; before it, the names that it warns of
+    # torch 2.13; before it, the names that it warns of
+    new = hasattr(dist, "reduce_scatter_single")
     (dist.reduce_scatter_single if new else dist.reduce_scatter_tensor)(half, x)
     (dist.all_gather_single if new else dist.all_gather_into_tensor)(whole, x.bfloat16())
     dist.broadcast(x, 0)

@@ -68,9 +68,8 @@ def by_hand(weights: dict[str, np.ndarray], tokens: np.ndarray) -> np.ndarray:
                 )
             between = x + linear(np.concatenate(heads), f"{block}.attention.output")
             h = linear(norm(between, f"{block}.norm2"), f"{block}.fc1")
-            h = (
-                0.5 * h * (1 + np.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
-            )  # Hendrycks, Gimpel 2016, arXiv:1606.08415
+            # Hendrycks, Gimpel 2016, arXiv:1606.08415
+            h = 0.5 * h * (1 + np.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
             new_rows.append(between + linear(h, f"{block}.fc2"))
         rows = new_rows
     return np.stack([weights["head.weight"] @ norm(x, "norm") for x in rows])

@@ -244,9 +244,8 @@ def test_two_ranks_sum_their_gradients_and_measure_the_noise_scale() -> None:
     one = learner("log.noise_scale=true", communicator=pair)
     alone = learner()
     data = batch(4)
-    straight = Hyper(
-        lr=1.0, momentum=0.0, weight_decay=0.0, batch=10
-    )  # the other rank has 6 samples
+    # the other rank has 6 samples
+    straight = Hyper(lr=1.0, momentum=0.0, weight_decay=0.0, batch=10)
     sums = floats(one.step([one.to_device(data)], straight, 0))
     alone.step([alone.to_device(data)], straight, 0)
     own, whole = (

@@ -82,9 +82,8 @@ def test_the_users_own_function_trains() -> None:
     one.step(
         [one.to_device({"x": x, "y": y})], Hyper(lr=0.6, momentum=0.0, weight_decay=0.0, batch=6), 0
     )
-    expected = 0.6 * (
-        np.array([1, 2, 3]) / 6 - 1 / 3
-    )  # zero logits: the gradient of the last bias is 1/3 - share of the label
+    # zero logits: the gradient of the last bias is 1/3 - share of the label
+    expected = 0.6 * (np.array([1, 2, 3]) / 6 - 1 / 3)
     np.testing.assert_allclose(one.state()["p.out.1"], expected, rtol=1e-12)
     hidden = np.tanh(np.einsum("nhwc,hwck->nk", (x / 255 - TASK.mean) / TASK.std, before["p.in.w"]))
     np.testing.assert_allclose(
@@ -237,9 +236,8 @@ def test_jax_starts_with_this_ranks_part_of_the_cores(
     start_threads(
         SimpleNamespace(devices=lambda: seen.append(os.environ.get("PJRT_NPROC"))), FourOnThisHost()
     )
-    assert seen == [
-        threads or str(max(1, len(os.sched_getaffinity(0)) // 2))
-    ]  # two of the four have the same cores
+    # two of the four have the same cores
+    assert seen == [threads or str(max(1, len(os.sched_getaffinity(0)) // 2))]
     assert os.environ.get("PJRT_NPROC") == env.get("PJRT_NPROC"), "left as it was"
 
 

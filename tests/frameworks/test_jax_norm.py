@@ -109,9 +109,8 @@ def test_the_error_of_a_collective_keeps_its_type() -> None:
     )
 
 
-SMALL = Classification(
-    (2, 2, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3])
-)  # one value of a channel behind a convolution
+# one value of a channel behind a convolution
+SMALL = Classification((2, 2, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
 
 
 @pytest.mark.parametrize(

@@ -73,9 +73,8 @@ def test_mlp_layers() -> None:
 
 
 def test_resnet_by_name() -> None:
-    assert (
-        parameters(resnet.build("resnet50", (224, 224, 3), 1000)) == 25_557_032
-    )  # torchvision's published count
+    # torchvision's published count
+    assert parameters(resnet.build("resnet50", (224, 224, 3), 1000)) == 25_557_032
     small = resnet.build("resnet18", (32, 32, 3), 10, small_images=True)
     sizes = []
     small.layer1.register_forward_hook(
@@ -409,14 +408,14 @@ def test_the_classifier_starts_from_a_normal_distribution() -> None:
     before = {name: p.clone() for name, p in body.named_parameters()}
     init_classifier(body, 50, 0.01, "here")
     after = dict(body.named_parameters())
+    # the last of two with 50
     assert {name for name in before if not torch.equal(before[name], after[name])} == {
         "2.weight",
         "2.bias",
-    }  # the last of two with 50
+    }
     assert torch.count_nonzero(body[2].bias) == 0
-    assert body[2].weight.mean().item() == pytest.approx(
-        0, abs=5 * 0.01 / 50
-    )  # 2500 weights: 5 standard errors
+    # 2500 weights: 5 standard errors
+    assert body[2].weight.mean().item() == pytest.approx(0, abs=5 * 0.01 / 50)
     assert body[2].weight.std().item() == pytest.approx(0.01, rel=0.1)
     init_classifier(body, 7, 2.0, "here")  # without a bias
     assert body[3].weight.std().item() == pytest.approx(2.0, rel=0.3)

@@ -179,9 +179,8 @@ def test_ghosts_are_chunks_of_the_batch(
             torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-12)
         for b, c in zip(model.buffers(), buffers, strict=True):
             torch.testing.assert_close(b, c, rtol=0, atol=1e-12)
-    torch.testing.assert_close(
-        model.eval()(x), plain.eval()(x)
-    )  # in evaluation it is the plain one
+    # in evaluation it is the plain one
+    torch.testing.assert_close(model.eval()(x), plain.eval()(x))
 
 
 def test_sequential_forgets_as_hoffers_code_and_averaged_as_one_update() -> None:
@@ -247,9 +246,8 @@ class Tokens(nn.Module):
         self.split: Callable[[torch.Tensor], torch.Tensor] = lambda x: x.flatten(0, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (
-            self.norm(self.split(x)).reshape(len(x), 3, 4).sum(1)
-        )  # (n, 3, 4) -> (3 n, 4) -> (n, 4)
+        # (n, 3, 4) -> (3 n, 4) -> (n, 4)
+        return self.norm(self.split(x)).reshape(len(x), 3, 4).sum(1)
 
 
 def test_rows_of_a_sample_stay_in_its_ghost() -> None:

@@ -130,9 +130,8 @@ def test_the_bubble_is_that_of_the_papers(schedule: Schedule, virtual: int) -> N
     uneven = timeline(
         schedule, 2, 1, virtual, [Seconds(1, 1), *[Seconds(3, 5)] * (2 * virtual - 1)]
     )
-    longest = (
-        9 if schedule == "zero_bubble" else 2 + 8 * (2 * virtual - 1)
-    )  # 1 + 3 + 2.5, then the weights of the second stage
+    # 1 + 3 + 2.5, then the weights of the second stage
+    longest = 9 if schedule == "zero_bubble" else 2 + 8 * (2 * virtual - 1)
     assert uneven.seconds == longest and (
         virtual > 1 or uneven.bubble == pytest.approx(1 - 10 / (2 * longest))
     )

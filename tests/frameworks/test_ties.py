@@ -202,9 +202,8 @@ def test_weights_of_a_file(
 
 def test_two_tensors_with_one_memory(tmp_path: Path) -> None:
     net = Tied()
-    net.head.weight = nn.Parameter(
-        net.embed.weight.detach()
-    )  # a second parameter, of the same numbers
+    # a second parameter, of the same numbers
+    net.head.weight = nn.Parameter(net.embed.weight.detach())
     with pytest.raises(
         UserError, match="embed.weight and head.weight are two tensors with the same memory"
     ):

@@ -53,9 +53,8 @@ def test_the_switch_keeps_everything_but_the_statistics(
     assert model[1] is model[2][2]
     assert [type(m) for m in model[2]] == [nn.LayerNorm, nn.GroupNorm, made]
     assert list(model.state_dict()) == list(before.state_dict())
-    assert all(
-        p is q for p, q in zip(model.parameters(), parameters, strict=True)
-    )  # an optimizer made before still fits
+    # an optimizer made before still fits
+    assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
     for (name, tensor), other in zip(
         model.state_dict().items(), before.state_dict().values(), strict=True
     ):
@@ -83,9 +82,8 @@ def test_plain_statistics_leave_the_model_alone() -> None:
     assert use_norm(model, "batch", 4, "averaged", SingleProcessCommunicator()) is model
     assert list(model.modules()) == before
     plain = linear.build("linear", (8, 8, 1), 10)
-    assert (
-        use_norm(plain, "batch", 4, "averaged", SingleProcessCommunicator()) is plain
-    )  # without a norm there is nothing to choose
+    # without a norm there is nothing to choose
+    assert use_norm(plain, "batch", 4, "averaged", SingleProcessCommunicator()) is plain
 
 
 class Scaled(nn.BatchNorm2d):

@@ -65,10 +65,11 @@ def test_options_and_numbers_reach_a_users_class() -> None:
     ]
     optimizer = user(torch.optim.RMSprop, ours, *words)
     walk(optimizer, ours, range(4))
+    # SHAPES: a weight, a bias, ...
     groups = [
         {"params": theirs[0::2], "weight_decay": 0.01},
         {"params": theirs[1::2], "weight_decay": 0.0},
-    ]  # SHAPES: a weight, a bias, ...
+    ]
     direct = torch.optim.RMSprop(groups, alpha=0.9, eps=1e-3, centered=True)
     for step in range(4):
         for group in direct.param_groups:
@@ -86,10 +87,11 @@ def test_which_numbers_follow_the_recipe() -> None:
         set_hyper(optimizer, h)
         return optimizer.param_groups
 
+    # torch's own, of biases too
     assert [group["weight_decay"] for group in groups(torch.optim.AdamW)] == [
         0.01,
         0.01,
-    ]  # torch's own, of biases too
+    ]
     assert [
         group["weight_decay"] for group in groups(torch.optim.AdamW, "optim.weight_decay=0")
     ] == [0.02, 0.0]
@@ -214,11 +216,12 @@ def test_the_classes_of_torch_optim_that_optim_name_takes() -> None:
 def test_momentum_reaches_a_constructor_that_asks_for_it() -> None:
     """SGD takes nesterov with a momentum only."""
     ours, theirs = parameters(*SHAPES), parameters(*SHAPES)
+    # the walk has a decay of its own
     words = [
         "optim.nesterov=true",
         "optim.momentum=0.9",
         "optim.weight_decay=0.1",
-    ]  # the walk has a decay of its own
+    ]
     walk(user(torch.optim.SGD, ours, *words), ours, range(3))
     direct = torch.optim.SGD(
         [{"params": theirs[0::2], "weight_decay": 0.01}, {"params": theirs[1::2]}],

@@ -30,12 +30,10 @@ DISAGREEMENTS = {
     "gradients_of_extremes": "Horovod's are no derivatives",
     "join_average": "Horovod divides by all ranks, those that have joined too",
 }
-HANGS_HOROVOD = (
-    "join_unnamed",
-)  # it counts the calls of a rank to name them: ranks wait for different names for ever
-NOT_ON_HOROVOD = (
-    "join_under_way",
-)  # a segmentation fault in Horovod: a rank joins while a request of its own is under way
+# it counts the calls of a rank to name them: ranks wait for different names for ever
+HANGS_HOROVOD = ("join_unnamed",)
+# a segmentation fault in Horovod: a rank joins while a request of its own is under way
+NOT_ON_HOROVOD = ("join_under_way",)
 
 
 @functools.cache

@@ -171,9 +171,8 @@ def test_a_rank_that_is_lost_is_named_with_the_call_before_the_librarys_text(
         r"first error",
     ) as raised:
         lane.finish(request)
-    assert raised.value.code == LOST and isinstance(
-        raised.value.__cause__, RuntimeError
-    )  # by which elastic.run() knows a loss
+    # by which elastic.run() knows a loss
+    assert raised.value.code == LOST and isinstance(raised.value.__cause__, RuntimeError)
     assert request.error is raised.value
 
 

@@ -39,13 +39,14 @@ def test_groups_are_torchs_parameter_groups_on_every_framework(
     rule = build_rule(config_of(f"optim.name={name}", GROUPS))
     assert rule.momentum == 0.9, "that of the optimizer"
     weights = [torch.nn.Parameter(torch.tensor(w)) for w in run.weights()]
+    # of the arrays 0 to 4: the first entry counts
     shares = [
         (64, 0.1, M),
         (64, 0.1, M),
         (1, 1, 0.5),
         (1, 1, M),
         (1, 1, M),
-    ]  # of the arrays 0 to 4: the first entry counts
+    ]
     groups = [
         {
             "params": [w],
@@ -107,11 +108,12 @@ def test_a_step_of_a_learner_by_hand(framework: str) -> None:
         for name, array in learner.state().items()
     }
     learner.load(before)
+    # weights of 0: no gradient
     images = {
         "x": np.zeros((2, 2, 2, 1), np.uint8),
         "y": np.zeros(2, np.int64),
         "w": np.zeros(2),
-    }  # weights of 0: no gradient
+    }
     learner.step(
         [learner.to_device(images)], Hyper(lr=0.01, momentum=0.9, weight_decay=0.1, batch=2), 0
     )

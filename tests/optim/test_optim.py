@@ -103,9 +103,8 @@ def test_a_rule_equals_an_independent_implementation(case: Case, float64: None) 
     ours = on_numpy(build(case.name, **case.options), case.run)
     for name, oracle in case.oracles.items():
         assert distance(ours, oracle(case.run)) < 1e-12, name
-    assert all(
-        distance([a], [b]) > 0.02 for a, b in zip(ours, case.run.weights(), strict=True)
-    )  # every array has moved
+    # every array has moved
+    assert all(distance([a], [b]) > 0.02 for a, b in zip(ours, case.run.weights(), strict=True))
 
 
 @EVERY
@@ -334,12 +333,10 @@ def test_zero_norms_and_a_zero_rate(
 def test_deviations_from_the_independent_implementations(float64: None) -> None:
     """At gradients of zero, as the rules' docstrings confess."""
     still = Few((3, 4), ((0, 0),))
-    np.testing.assert_allclose(
-        CASES["larc"].oracles["timm"](still)[0][0], (2.7, 3.6)
-    )  # decayed, times 1 / lr
-    late = Few(
-        (3, 4), ((0, 0), (8, -6)), rate=1.0
-    )  # v = |g|^2 = 100 in the second step, or 0.02 * 100
+    # decayed, times 1 / lr
+    np.testing.assert_allclose(CASES["larc"].oracles["timm"](still)[0][0], (2.7, 3.6))
+    # v = |g|^2 = 100 in the second step, or 0.02 * 100
+    late = Few((3, 4), ((0, 0), (8, -6)), rate=1.0)
     first = on_numpy(build("novograd"), late._replace(steps=((0, 0),)))[0][0]
     ours, timm, kozistr = (
         on_numpy(build("novograd"), late),

@@ -11,6 +11,7 @@ import torch
 from hvdtrain.frameworks.torch.optim.rule_optimizer import TorchOps
 from hvdtrain.optim.rule import ArrayOps
 
+# tall, wide, square, alike, kernels: one alike, one tall
 SHAPES = [
     (6, 4),
     (4, 6),
@@ -18,7 +19,7 @@ SHAPES = [
     (4, 6),
     (4, 3, 2, 1),
     (8, 2, 1, 2),
-]  # tall, wide, square, alike, kernels: one alike, one tall
+]
 EPS = 1e-7
 
 

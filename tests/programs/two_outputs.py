@@ -11,9 +11,8 @@ class Normal(torch.nn.Module):
         self.heads = torch.nn.Linear(32, 2)
 
     def forward(self, x):
-        return self.heads(torch.tanh(self.body(x))).unbind(
-            1
-        )  # mean and logarithm of the deviation, (n,) each
+        # mean and logarithm of the deviation, (n,) each
+        return self.heads(torch.tanh(self.body(x))).unbind(1)
 
 
 def likelihood(outputs, batch):

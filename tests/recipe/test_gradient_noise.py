@@ -79,9 +79,8 @@ def test_clipping_by_hand(xp: object) -> None:
     np.testing.assert_allclose(
         np.concatenate(cut), np.array([3, -5, 4]) / math.sqrt(50), rtol=1e-15
     )
-    np.testing.assert_array_equal(
-        np.concatenate(clip(g, 100.0, None, xp)), [3, -8, 4]
-    )  # shorter than that: left alone
+    # shorter than that: left alone
+    np.testing.assert_array_equal(np.concatenate(clip(g, 100.0, None, xp)), [3, -8, 4])
     np.testing.assert_array_equal(
         np.concatenate(clip([0 * a for a in g], 1.0, None, xp)), [0, 0, 0]
     )

@@ -144,9 +144,8 @@ def test_a_job_has_these_rates_and_resumes_to_the_same_bits(
         expected.append(optimizer.param_groups[0]["lr"])
     assert [event["lr"] for event in read("straight", "step")] == pytest.approx(expected, rel=1e-12)
     assert len(set(expected)) > 2
-    first = next(
-        step for step in range(40) if expected[step] < RATE
-    )  # an evaluation came before it
+    # an evaluation came before it
+    first = next(step for step in range(40) if expected[step] < RATE)
     for left in (first - 5, first):
         shutil.copytree("straight", f"from-{left}")
         for folder in files.finished(Path(f"from-{left}"))[left:]:

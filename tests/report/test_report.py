@@ -166,9 +166,8 @@ def test_every_picture_shows_its_lines(made: Path) -> None:
             np.abs(pixels - [int(COLOURS[0][digit : digit + 2], 16) for digit in (1, 3, 5)]).sum(2)
             < 110
         )
-        assert drawn.sum() > 60 and (pixels.sum(2) == 765).mean() > 0.3, (
-            name
-        )  # the first run's colour, pale where it is thin, on white
+        # the first run's colour, pale where it is thin, on white
+        assert drawn.sum() > 60 and (pixels.sum(2) == 765).mean() > 0.3, name
 
 
 def test_the_page_has_no_script_and_no_address_outside(made: Path) -> None:

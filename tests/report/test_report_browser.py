@@ -77,9 +77,8 @@ def test_the_page_in_chromium(tmp_path: Path) -> None:
         seen = shown(page, tmp_path / f"{width}", width)
         assert seen.console == [] and seen.requests == set()
         blue = np.abs(seen.pixels - [0x00, 0x72, 0xB2]).sum(2) < 40
-        assert (
-            seen.pixels.shape == (4000, width, 3) and blue.sum() > 1000
-        )  # the figures' first colour is on none but them
+        # the figures' first colour is on none but them
+        assert seen.pixels.shape == (4000, width, 3) and blue.sum() > 1000
 
     loud = tmp_path / "loud.html"
     loud.write_text(
@@ -89,9 +88,8 @@ def test_the_page_in_chromium(tmp_path: Path) -> None:
     seen = shown(loud, tmp_path / "loud", 420)
     assert seen.requests == {OUTSIDE} and any("a mistake" in line for line in seen.console)
 
-    broken_out = (
-        tmp_path / "broken_out.html"
-    )  # had text escaped the escaping, the content security policy would still stop it
+    # had text escaped the escaping, the content security policy would still stop it
+    broken_out = tmp_path / "broken_out.html"
     broken_out.write_text(
         page.read_text().replace(
             "</main>", f'<img src="{OUTSIDE}"><script>console.error("a mistake")</script></main>'

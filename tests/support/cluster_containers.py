@@ -74,9 +74,8 @@ def run(command: Sequence[str | Path], *, timeout_s: float = HANG_S, cwd: Path =
     ran past timeout_s."""
     began = time.monotonic()
     words = ["timeout", "-k", "5", str(timeout_s), *map(str, command)]
-    env = environment(
-        {**settings(), "PYTHONPATH": ""}
-    )  # what is in the image is run, also where this folder is seen inside
+    # what is in the image is run, also where this folder is seen inside
+    env = environment({**settings(), "PYTHONPATH": ""})
     ran = subprocess.run(
         words,
         capture_output=True,
@@ -133,11 +132,12 @@ def image(target: str) -> str:
     """
     need_podman()
     name = f"localhost/hvdtrain-{target}"
+    # not built twice
     below = (
         []
         if target == "runtime"
         else ["--build-context", f"runtime=container-image://{image('runtime')}"]
-    )  # not built twice
+    )
     HOROVOD.mkdir(parents=True, exist_ok=True)
     _base_image()
     with FileLock(CACHE / "images.lock"):
@@ -186,9 +186,8 @@ def _pip_mounts() -> list[str]:
     options: dict[str, str] = {}
     for line in must([sys.executable, "-m", "pip", "config", "list"]).splitlines():
         key, _, value = line.partition("=")
-        options[key.rpartition(".")[2].removeprefix("default-")] = str(
-            ast.literal_eval(value)
-        )  # variables come after the files, and win
+        # variables come after the files, and win
+        options[key.rpartition(".")[2].removeprefix("default-")] = str(ast.literal_eval(value))
     kept = {
         key: value
         for key, value in options.items()
@@ -255,10 +254,11 @@ def _sid(root: Path) -> None:
     shutil.rmtree(root, ignore_errors=True)
     fresh = root.with_suffix(".fresh")
     shutil.rmtree(fresh, ignore_errors=True)
+    # a mirror may be behind
     unchecked = [
         "--aptopt=Acquire::Check-Valid-Until false",
         "--aptopt=Acquire::Check-Date false",
-    ]  # a mirror may be behind
+    ]
     words = [
         "--quiet",
         "--variant=apt",
@@ -349,9 +349,8 @@ def sif(target: str) -> Path:
                 old.unlink()
             archive = CACHE / "archive.tar"
             fresh = path.with_suffix(".fresh")
-            archive.unlink(
-                missing_ok=True
-            )  # of a run that was ended; buildah does not write over it
+            # of a run that was ended; buildah does not write over it
+            archive.unlink(missing_ok=True)
             must(["buildah", "push", name, f"docker-archive:{archive}:hvdtrain:latest"])
             fast = ["--force", "--mksquashfs-args", "-comp lz4"]
             must(

@@ -143,11 +143,12 @@ class Hosts:
         """`mpirun -H WHERE python ARGV`, started on n1, with a rank for each place of WHERE:
         "n1:4,n2:4"."""
         size = sum(int(part.partition(":")[2]) for part in where.split(","))
+        # ranks are refused where a variable that changes results differs
         sent = (
             "PYTHONPATH",
             "OMP_NUM_THREADS",
             *variables(os.environ),
-        )  # ranks are refused where a variable that changes results differs
+        )
         words = ["-np", str(size), "-H", where, *(word for name in sent for word in ("-x", name))]
         return self.start(
             "n1",
@@ -202,9 +203,8 @@ class Hosts:
         """What each host sends, limited to a rate of tc: "100mbit"; None: unlimited."""
         for name in self.names:
             tc = self.on(name, ["tc", "qdisc"])
-            subprocess.run(
-                [*tc, "del", "dev", "eth0", "root"], capture_output=True, check=False
-            )  # there may be none
+            # there may be none
+            subprocess.run([*tc, "del", "dev", "eth0", "root"], capture_output=True, check=False)
             if rate:
                 _run(
                     *tc,

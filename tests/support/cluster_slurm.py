@@ -141,9 +141,8 @@ class Slurm:
         ):
             (self.folder / name).mkdir()
         (self.folder / "slurm.conf").write_text(self._conf())
-        (self.folder / "cgroup.conf").write_text(
-            "CgroupPlugin=cgroup/v1\n"
-        )  # else slurmd looks for one by itself
+        # else slurmd looks for one by itself
+        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         files = {
             "key-file": "key",
             "socket": "socket",

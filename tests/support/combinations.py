@@ -120,12 +120,14 @@ SMALLER = {  # what replaces a word of an example; None: the word of the model
     },
 }
 BASE = "base.safetensors"  # of an example; the run folder of a job with the same model replaces it
+# keys that the base job does not have
 OF_PRETRAINED = (
     "model.weights",
     "model.lora",
     "model.freeze",
     "model.thaw",
-)  # keys that the base job does not have
+)
+# what one process does without
 ON_RANKS = (
     "comm.",
     "shard.",
@@ -133,7 +135,7 @@ ON_RANKS = (
     "servers.",
     "guard.lost",
     "log.noise_scale",
-)  # what one process does without
+)
 SAME_NUMBERS = (  # keys that change no number, beside what has no twin
     *(
         "comm.tune",
@@ -160,10 +162,11 @@ HAS_NO_TWIN = {  # keys that make other numbers than one process, by definition
     "comm.local_steps": "each rank steps by itself",
     "comm.op": "Adasum is no mean",
 }
+# key -> what is left of what 16 bits round, of weights in float32
 IN_16_BITS = {
     "comm.compression": 4e-3,
     "speed.precision": 1e-1,
-}  # key -> what is left of what 16 bits round, of weights in float32
+}
 
 BY_RANK = {  # a pair of words -> why its numbers depend on the ranks
     (

@@ -41,9 +41,10 @@ def main(out: str) -> None:
             seen = f"{ranks.is_loss(error)}, {ranks.is_loss(MPI.Exception(MPI.ERR_OTHER))}"
     lost = ranks.shrink()
     ranks.confirm()
+    # nobody else is lost
     own_error = ranks.is_loss(ValueError("of this rank")) or ranks.is_loss(
         MPI.Exception(MPI.ERR_OTHER)
-    )  # nobody else is lost
+    )
     after = ranks.allreduce(np.array([float(ranks.rank + 1)]), "sum")
     found = ranks.allgather_object([first, total.tolist(), seen, lost, own_error, after.tolist()])
     if ranks.rank == 0:

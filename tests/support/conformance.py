@@ -44,9 +44,8 @@ Kind = Literal["numpy", "torch"]
 # What was found, and the kind, values and dtype that were expected. All of a check's collectives
 # run before its first claim is judged: a rank where one fails must still reach the others.
 Claims = Iterator[tuple[Any, Kind, np.ndarray, str]]
-Check = Callable[
-    [Communicator, str], Claims
-]  # of the engine, and of the name that its collectives take
+# of the engine, and of the name that its collectives take
+Check = Callable[[Communicator, str], Claims]
 
 SHAPES = ((), (0,), (1,), (11,), (7, 3), (4, 0), (2, 3, 5))
 ROWS: tuple[Callable[[int, int], int], ...] = (  # a rank's rows of an allgather, from rank and size
@@ -295,9 +294,8 @@ def side_channel(communicator: Communicator, name: str) -> Claims:
             thread.join()
         rank_sum = communicator.allreduce(np.array([communicator.rank]), name)
         thread.join()
-        communicator.allgather_object(
-            None
-        )  # no gather begins before all have returned from this one
+        # no gather begins before all have returned from this one
+        communicator.allgather_object(None)
         yield (
             np.array([found == [[] if communicator.rank else messages]]),
             "numpy",
@@ -661,11 +659,12 @@ def _refusals() -> dict[str, Check]:
         for c in ("allreduce", "start_allreduce", "broadcast", "reduce_scatter", "allgather")
         for x in strange
     ]
+    # tests/support/strategies_on_ranks.py
     refusals = [
         (c, x)
         for c, x in refusals
         if x.dtype != torch.bfloat16 or c not in ("allreduce", "start_allreduce")
-    ]  # tests/support/strategies_on_ranks.py
+    ]
     refusals += [
         (c, x)
         for c in ("allreduce", "reduce_scatter")

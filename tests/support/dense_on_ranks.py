@@ -42,9 +42,8 @@ def model_of(name: str) -> torch.nn.Module:
         return alexnet.build(
             "alexnet", (16, 16, 2), CLASSES, widths=(4, 5, 4, 3, 6), dense=(13, 9), dropout=0.0
         ).double()
-    dense = {"convnet": (11,), "convnet fc": (), "convnet narrow": (3,)}[
-        name
-    ]  # 4 ranks have 3 neurons
+    # 4 ranks have 3 neurons
+    dense = {"convnet": (11,), "convnet fc": (), "convnet narrow": (3,)}[name]
     return convnet.build(
         "convnet", (8, 8, 2), CLASSES, widths=(4, 6), norm=False, dense=dense
     ).double()

@@ -160,9 +160,8 @@ def outcome(run: Path) -> Tree:
     every epoch."""
     folder = run / "checkpoints" / f"step-{newest(run):08d}"
     numbers = json.loads((folder / "progress.json").read_text())
-    train_state = numbers[
-        "train_state"
-    ]  # its sums are empty after the last evaluation, full before
+    # its sums are empty after the last evaluation, full before
+    train_state = numbers["train_state"]
     arrays = {
         name: hashlib.sha256((folder / name).read_bytes()).hexdigest()
         for name in ("weights.safetensors", "optimizer.safetensors")

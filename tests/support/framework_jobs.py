@@ -37,15 +37,13 @@ RECIPES = {
     "muon": "optim.name=muon optim.base_lr=0.02 optim.rounds=4 optim.ema=0.9",
 }
 CONVNETS = "convnet", "muon"
-PENALIZED = {
-    "penalized": "optim.name=sgd optim.momentum=0.9 batch.micro=7"
-}  # by layers of Keras; in torch by decay and the job's loss
+# by layers of Keras; in torch by decay and the job's loss
+PENALIZED = {"penalized": "optim.name=sgd optim.momentum=0.9 batch.micro=7"}
 PENALTY = (
     2.0**-7
 )  # in float32 too, in which TensorFlow has it: of the square of each weight, and of each output of a sample  # noqa: E501
-PASSED_ON = {
-    "passed_on": "optim.name=adamw optim.base_lr=0.01 recipe.warmup=20steps optim.ema=0.9"
-}  # by layers of the same names
+# by layers of the same names
+PASSED_ON = {"passed_on": "optim.name=adamw optim.base_lr=0.01 recipe.warmup=20steps optim.ema=0.9"}
 
 
 ALL = RECIPES | PENALIZED | PASSED_ON

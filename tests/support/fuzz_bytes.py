@@ -79,16 +79,14 @@ def odd(rng: Generator, path: Path) -> None:
         case 3:
             with path.open("wb") as file:
                 file.write(rng.bytes(16))
-                file.truncate(
-                    pick(rng, (2**33, 3073 * 10**6))
-                )  # sparse: no disk, and more than any memory here
+                # sparse: no disk, and more than any memory here
+                file.truncate(pick(rng, (2**33, 3073 * 10**6)))
         case 4:
             path.symlink_to(path.name)
         case 5:
             with socket.socket(socket.AF_UNIX) as door:
-                near = os.open(
-                    path.parent, os.O_RDONLY
-                )  # the path itself may be too long for a socket
+                # the path itself may be too long for a socket
+                near = os.open(path.parent, os.O_RDONLY)
                 try:
                     door.bind(f"/proc/self/fd/{near}/{path.name}")
                 except OSError:
@@ -115,7 +113,6 @@ def odd(rng: Generator, path: Path) -> None:
 def zeros(length: int) -> bytes:
     """A raw deflate stream of so many zeros: one byte for about 1000."""
     pack = zlib.compressobj(9, zlib.DEFLATED, -15)
-    block = pack.compress(bytes(2**20)) + pack.flush(
-        zlib.Z_FULL_FLUSH
-    )  # a block after a full flush needs nothing before it
+    # a block after a full flush needs nothing before it
+    block = pack.compress(bytes(2**20)) + pack.flush(zlib.Z_FULL_FLUSH)
     return block * (length // 2**20) + pack.compress(bytes(length % 2**20)) + pack.flush()

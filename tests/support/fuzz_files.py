@@ -31,9 +31,8 @@ def zeros_in_gzip(head: bytes, room: int) -> bytes:
     for _ in range(length // 2**20):
         checksum = zlib.crc32(block, checksum)
     checksum = zlib.crc32(bytes(length % 2**20), checksum)
-    stored = (
-        b"\0" + struct.pack("<HH", len(head), len(head) ^ 0xFFFF) + head
-    )  # a deflate block as it is
+    # a deflate block as it is
+    stored = b"\0" + struct.pack("<HH", len(head), len(head) ^ 0xFFFF) + head
     return (
         bytes.fromhex("1f8b08000000000000ff")
         + stored

@@ -25,9 +25,8 @@ def png_of(width: int, height: int, depth: int = 8, colour: int = 0, extra: byte
     256 MiB."""
     channels = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}.get(colour, 1)
     length = min(height * (1 + (width * depth * channels + 7) // 8), 2**28)
-    packed = (
-        b"\x78\x9c" + zeros(length) + struct.pack(">I", (length % 65521) << 16 | 1)
-    )  # Adler's checksum of zeros
+    # Adler's checksum of zeros
+    packed = b"\x78\x9c" + zeros(length) + struct.pack(">I", (length % 65521) << 16 | 1)
     header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
     palette = chunk(b"PLTE", bytes(768)) if colour == 3 else b""
     return (

@@ -236,7 +236,8 @@ def check_configuration(path: str | None, words: list[str]) -> None:
     assert CANARY not in text, text
     again = Path("again.yaml")
     again.write_text(text, encoding="utf-8")
+    # repr: nan is not nan
     assert repr(configure(str(again), [])) == repr(config), (
         f"{config!r}\nis not what this reads as\n{text}"
-    )  # repr: nan is not nan
+    )
     plugins.check_names(config)

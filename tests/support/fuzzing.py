@@ -64,9 +64,8 @@ CHANGES = (
     "os.chown",
     "shutil.rmtree",
 )
-Reader = Callable[
-    [np.random.Generator, Path], Callable[[], object]
-]  # lays an input into a folder; what it returns reads it, and checks
+# lays an input into a folder; what it returns reads it, and checks
+Reader = Callable[[np.random.Generator, Path], Callable[[], object]]
 
 
 class Forbidden(BaseException):

@@ -23,17 +23,19 @@ IS_HOROVOD = sys.argv[2] == "horovod.torch"
 NEAR = 1e-12
 COLUMNS = 2
 ROWS = 3
+# whose gradients Horovod reduces by the same op: no derivative
 AS_DERIVATIVES = (
     "min",
     "max",
     "product",
-)  # whose gradients Horovod reduces by the same op: no derivative
+)
+# JAX has to know their shapes
 OF_ANY_ROWS = (
     "uneven allgather",
     "empty allgather",
     "alltoall of splits",
     "grouped_allgather",
-)  # JAX has to know their shapes
+)
 Call = Callable[[Any], Any]
 
 

@@ -57,9 +57,8 @@ class Odd(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             shares = self.router(h.float()).softmax(1)
         h = h + (torch.einsum("nd,edf->nef", h, self.experts) * shares.unsqueeze(2)).sum(1)
-        h = self.encoder(h.float().unsqueeze(1)).squeeze(
-            1
-        )  # float32: in evaluation torch takes no other on a CPU
+        # float32: in evaluation torch takes no other on a CPU
+        h = self.encoder(h.float().unsqueeze(1)).squeeze(1)
         if x.mean() == 0:
             h = h + self.rare(h)
         outputs: torch.Tensor = self.last(h) * self.last.weight.norm()

@@ -180,9 +180,8 @@ def large(hvd: Any) -> Claims:
     ]
     for handle, s in zip(handles, (shape, (5,), shape, (7,)), strict=True):
         yield hvd.synchronize(handle), (reduced(s, ranks, "float32", "Average"), "float32")
-    rows = [
-        700_000 if r == 0 else 3 for r in ranks
-    ]  # two of them are beyond the buffer on rank 0 alone
+    # two of them are beyond the buffer on rank 0 alone
+    rows = [700_000 if r == 0 else 3 for r in ranks]
     handles = [
         hvd.allgather_async(given((rows[rank],), rank, "float32"), name=f"uneven {i}")
         for i in range(2)
@@ -345,9 +344,8 @@ def gradients_of_extremes(hvd: Any) -> Claims:
             result.backward(torch.full((3,), rank + 1.0, dtype=torch.float64))
         yield x.grad, (np.full(3, 2 * derivative), "float64")
     x = torch.full((3,), rank + 1.0, dtype=torch.float64, requires_grad=True)
-    (first,) = torch.autograd.grad(
-        hvd.allreduce(x * x, op=hvd.Product).sum(), x, create_graph=True
-    )  # 2 x size others^2
+    # 2 x size others^2
+    (first,) = torch.autograd.grad(hvd.allreduce(x * x, op=hvd.Product).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
     others = (math.factorial(size) / (rank + 1)) ** 2
     # d/dx of this rank's and of every other rank's first derivative, which are size * P^2 * 2 / x_r

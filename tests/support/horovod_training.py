@@ -167,9 +167,8 @@ def scheduled(_: Any) -> Any:
             optimizers[0].step()
             wrapped.step()
             with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore"
-                )  # the one that was made first does not see the steps of the wrapped optimizer
+                # the one that was made first does not see the steps of the wrapped optimizer
+                warnings.simplefilter("ignore")
                 for schedule in schedules:
                     schedule.step()
         assert wrapped.param_groups[0]["lr"] == 0.025, wrapped.param_groups[0]["lr"]
@@ -412,9 +411,8 @@ def empty_step(_: Any) -> Any:
         for variable in ("1", "2"):
             os.environ["HVDTRAIN_HOROVOD_EMPTY_STEP"] = variable
             try:
-                hvd.broadcast_optimizer_state(
-                    optimizer, 0
-                )  # the second time there is a state, and no step
+                # the second time there is a state, and no step
+                hvd.broadcast_optimizer_state(optimizer, 0)
             except UserError as error:
                 assert (
                     variable == "2"

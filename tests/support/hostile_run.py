@@ -44,9 +44,8 @@ from hvdtrain.report.page import render_page
 from hvdtrain.report.run import read_run
 from hvdtrain.report.summary import labels
 
-warnings.filterwarnings(
-    "ignore", "This process .* is multi-threaded", DeprecationWarning
-)  # of os.fork(), since Python 3.12
+# of os.fork(), since Python 3.12
+warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
 
 JOB = [
     "framework=numpy",
@@ -270,11 +269,12 @@ def outcome(command: Callable[[], int]) -> str:
         except BaseException:
             return traceback.format_exc()[-1500:]
     text = captured.getvalue()
+    # altered weights whose sums fit may be so large that the loss overflows
     in_words = code in (
         DONE,
         USER,
         DIVERGED,
-    )  # altered weights whose sums fit may be so large that the loss overflows
+    )
     return "" if in_words and "Traceback" not in text else text[-1500:]
 
 
@@ -451,9 +451,8 @@ def make_sums_fit(checkpoint: Path) -> None:
 def work(top: Path, what: str, *arguments: str) -> int:
     """Prints each case that went wrong, then the counts; 1 where one did."""
     began_s = time.monotonic()
-    fonts = str(
-        Path.home() / ".cache" / "matplotlib"
-    )  # which it would make in another home, with a program
+    # which it would make in another home, with a program
+    fonts = str(Path.home() / ".cache" / "matplotlib")
     home = outside_folder(top) / "home"
     os.environ |= {"HOME": str(home), "MPLCONFIGDIR": fonts}
     os.chdir(home)

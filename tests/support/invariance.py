@@ -211,10 +211,11 @@ def curves(communicator: Communicator, engine: str, how: str = "") -> dict[str, 
             for job, words in FEW.items()
             if "softmax" in job or "numpy" in job or "buckets" in job
         }
+        # not past the communicator
         jobs = {
             job: f"{words} comm.reduce=bucket" if "torch" in job else words
             for job, words in jobs.items()
-        }  # not past the communicator
+        }
     if engine == "torchdist":
         jobs = {
             job: words.replace("comm.reduce=bucket", "comm.reduce=ddp")

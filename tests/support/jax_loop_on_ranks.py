@@ -117,9 +117,8 @@ def trained(optimizer: str, size: str, steps: str, *words: str) -> dict[str, Any
     batch_size = int(size)
     has_folder = any(word.startswith("run=") for word in words)
     with ht.init("framework=jax", "log.every_steps=4", "guard.equal_steps=4", *words) as ctx:
-        params, state = ctx.prepare(
-            start(ctx.rank), OPTIMIZERS[optimizer]
-        )  # other parameters on each rank: those of rank 0 count
+        # other parameters on each rank: those of rank 0 count
+        params, state = ctx.prepare(start(ctx.rank), OPTIMIZERS[optimizer])
         kept: dict[str, Any] = {}
         if has_folder:
             params, state, kept = ctx.resume(params, state)

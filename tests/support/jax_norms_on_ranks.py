@@ -17,10 +17,11 @@ from hvdtrain.training.build import build_learner
 
 TASK = Classification((5, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
 CONVNET = "model.name=convnet model.widths=[4,6]"
+# ranks -> samples of each in a step
 SHARES = {
     2: [(8, 4), (12, 0), (1, 11)],
     3: [(5, 4, 3), (0, 12, 0)],
-}  # ranks -> samples of each in a step
+}
 
 
 def learner(

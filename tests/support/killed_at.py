@@ -34,22 +34,25 @@ WORDS = [
     "epochs=3",
     "checkpoint.every_steps=4",
 ]
+# one checkpoint alone, which is there from the first step on
 ONE_CHECKPOINT = [
     "checkpoint.keep_last=1",
     "guard.nonfinite=rollback",
-]  # one checkpoint alone, which is there from the first step on
+]
+# 4 steps are an epoch
 DATA = [
     "data.name=synthetic",
     "data.shape=[8,8,1]",
     "data.samples=32",
     "batch.size=8",
-]  # 4 steps are an epoch
+]
+# an evaluation checks for signals, too
 STOPPABLE = [
     "data.val_samples=8",
     "batch.evaluate=1",
     "log.every_s=0",
     "log.every_steps=4",
-]  # an evaluation checks for signals, too
+]
 LIMIT_BYTES = 2**20
 CALLS = ("mkdir", "open", "fsync", "rename", "unlink", "rmdir")
 RANDOM_PART = re.compile(r"\.[0-9a-f]{16}(?=\.)")  # of a temporary name

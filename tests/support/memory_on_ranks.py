@@ -91,9 +91,8 @@ def by_case(communicator: Communicator, cases: list[str]) -> dict[str, Any]:
     """What each case takes and sends, and what was planned."""
     found = {}
     moved = list[Moved]()
-    communicator = counted(
-        communicator, moved
-    )  # once: torch keeps the first one that it makes process groups of
+    # once: torch keeps the first one that it makes process groups of
+    communicator = counted(communicator, moved)
     for case in cases:
         if ":" in case:
             words = case.partition(":")[2].split()
@@ -137,8 +136,7 @@ def by_case(communicator: Communicator, cases: list[str]) -> dict[str, Any]:
             "predicted": planned.named(),
             "step": planned.step,
         }
-        found[case]["sent"] = [sent for _, sent in ranks][
-            : len(works)
-        ]  # by the first rank of each stage
+        # by the first rank of each stage
+        found[case]["sent"] = [sent for _, sent in ranks][: len(works)]
         found[case]["planned to send"] = [by_kind(work.moved) for work in works]
     return found

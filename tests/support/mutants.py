@@ -320,9 +320,8 @@ def copy_tree(folder: Path) -> None:
     the source are the same."""
     for name in COPIED:
         if (ROOT / name).is_dir():
-            shutil.copytree(
-                ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.pyc.*")
-            )  # another Python writes one
+            # another Python writes one
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.pyc.*"))
         else:
             shutil.copy2(ROOT / name, folder / name)
 

@@ -110,9 +110,8 @@ def sync_layer(layer: str, shares: str, dtype: torch.dtype, communicator: Commun
         ]
     if layer != "without_running":
         found, expected = [*found, model.eval()(part)], [*expected, plain.eval()(whole)[mine]]
-    same = (
-        len(set(communicator.allgather_object(str([b.tolist() for b in buffers(model)])))) == 1
-    )  # to the last bit
+    # to the last bit
+    same = len(set(communicator.allgather_object(str([b.tolist() for b in buffers(model)])))) == 1
     return apart(found, expected) if same else float("inf")
 
 
@@ -192,9 +191,8 @@ def ghosts_of_ranks(dtype: torch.dtype, per_rank: int, communicator: Communicato
         x, y = images(total, dtype)
         found.append(learn(model, x[mine], y[mine], total))
         expected.append(learn(alone, x, y, total)[mine])
-    running = [
-        b / communicator.size for b in buffers(model)
-    ]  # sync_buffers() averages; the counts of updates are equal on all ranks
+    # sync_buffers() averages; the counts of updates are equal on all ranks
+    running = [b / communicator.size for b in buffers(model)]
     found += [
         *summed(communicator, [p.grad for p in model.parameters()]),
         *summed(communicator, running),

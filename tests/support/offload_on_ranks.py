@@ -48,9 +48,8 @@ def _train(communicator: Communicator, words: list[str]) -> dict[str, Any]:
     for step in range(STEPS):
         hyper = Hyper(0.1, 0.9, 0.0, SAMPLES * communicator.size, step)
         of_rank = learner.step([learner.to_device(_batch(communicator, step))], hyper, step)
-        names = sorted(
-            of_rank.keys() - {"right"} - ({"loss"} if step == BAD else set())
-        )  # infinite; a matter of rounding
+        # infinite; a matter of rounding
+        names = sorted(of_rank.keys() - {"right"} - ({"loss"} if step == BAD else set()))
         total = communicator.allreduce(np.array([float(of_rank[name]) for name in names]), "sums")
         sums.append(dict(zip(names, total.tolist(), strict=True)))
         scales.append(float(learner.state().get(NAME, np.ones(()))))

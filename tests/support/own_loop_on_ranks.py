@@ -90,10 +90,11 @@ def loop(ctx: ht.Context, out: str, faults: Mapping[tuple[int, int], int]) -> in
             os.kill(os.getpid(), faults[batch.step + 1, ctx.rank])
         if ctx.should_stop:
             break
+    # of shard.stage=3 whole
     weights = {
         name: getattr(p, "full_tensor", lambda p=p: p)().tolist()
         for name, p in net.state_dict().items()
-    }  # of shard.stage=3 whole
+    }
     steps = ctx.step
     code = ctx.close()
     if ctx.rank == 0:

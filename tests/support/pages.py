@@ -32,12 +32,10 @@ from ranks import HANG_S, python
 RESULTS = "pages.json"
 TOLERANCE = 0.03  # of a loss or an accuracy on another machine, where sums round otherwise
 _FENCE = re.compile(r"^```(\w*) ?(\S*)$")
-_TIMING = re.compile(
-    r"\d+\.\d+(?= s\b)|[\d,]+(?= (?:images|samples|tokens)/s)"
-)  # differs from run to run
-_EPOCH = re.compile(
-    r"^( +\d+) +\d+\.\d +\d+\.\d +\d+ (?= )"
-)  # a line of hvdtrain: epoch, seconds, epoch s, images/s or samples/s
+# differs from run to run
+_TIMING = re.compile(r"\d+\.\d+(?= s\b)|[\d,]+(?= (?:images|samples|tokens)/s)")
+# a line of hvdtrain: epoch, seconds, epoch s, images/s or samples/s
+_EPOCH = re.compile(r"^( +\d+) +\d+\.\d +\d+\.\d +\d+ (?= )")
 _NUMBER = re.compile(r"(?<![\w.])-?\d+\.\d{4,}(?!\d)")  # a loss or an accuracy
 _MPIRUN = f'mpirun() {{ timeout -k 5 {HANG_S:g} mpirun "$@"; }}\n'
 

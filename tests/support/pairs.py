@@ -16,11 +16,12 @@ from hvdtrain.features.every_feature import FEATURES
 from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, as_yaml
 from hvdtrain.training.conflicts import refuse_conflicts
 
+# the first one that takes a pair is the one that it runs on
 ENGINES = (
     "mpi",
     "torchdist",
     "horovod",
-)  # the first one that takes a pair is the one that it runs on
+)
 RANKS = 4  # that every example is for
 
 

@@ -85,9 +85,8 @@ class WaitingRanks:
 
     def __init__(self, engine: str, size: int, hosts: int, env: dict[str, str]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="hvd")
-        self._sleeps = (
-            engine == "horovod"
-        )  # Horovod's thread looks for work each millisecond, for a fifth of a core on each rank
+        # Horovod's thread looks for work each millisecond, for a fifth of a core on each rank
+        self._sleeps = engine == "horovod"
         self._pids: list[int] = []
         address = str(Path(self._folder.name, "calls"))
         program = alone("waiting_rank:wait", engine, hosts, address)

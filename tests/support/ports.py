@@ -7,9 +7,8 @@ import itertools
 import os
 import socket
 
-PORTS = range(
-    10_000, 20_000
-)  # below those that Linux gives to outgoing connections, and those of hvdtrain.comm.rendezvous
+# below those that Linux gives to outgoing connections, and those of hvdtrain.comm.rendezvous
+PORTS = range(10_000, 20_000)
 _turns = itertools.count(101 * os.getpid())
 
 

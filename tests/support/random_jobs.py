@@ -47,13 +47,14 @@ from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.run_lock import RunLock
 from hvdtrain.training.train_job import train_job
 
+# optimizers whose steps are as exact as their gradients
 LINEAR = (
     "sgd",
     "lars",
     "larc",
     "novograd",
     "torch.optim.SGD",
-)  # optimizers whose steps are as exact as their gradients
+)
 ROUNDING = 1e-12  # of these
 # and others: a gradient that is zero but for rounding, as of the biases of keys, is divided by
 # Adam's eps of 1e-8
@@ -63,6 +64,7 @@ OF_ADAM = 1e-10
 OF_MUON = 1e-8
 ROOM = 2**22  # bytes of a file of a checkpoint
 ONE = Place("single", 1, "")
+# of events
 FIELDS = (
     "loss",
     "lr",
@@ -72,7 +74,7 @@ FIELDS = (
     "val_accuracy",
     "val_r2",
     "val_perplexity",
-)  # of events
+)
 AT_A_TIME = 60  # jobs whose runs are kept, so that ranks of a kind start once for them
 
 

@@ -64,14 +64,14 @@ ENGINES = [
 
 
 HANG_S = 900.0  # whatever takes so long hangs: on an idle machine the longest takes a minute
-FULL = (
-    os.environ.get("HVDTRAIN_TEST_ROUNDS") == "full"
-)  # every row of the largest tables, which take an hour or more; else some of each
+# every row of the largest tables, which take an hour or more; else some of each
+FULL = os.environ.get("HVDTRAIN_TEST_ROUNDS") == "full"
 
+# one of them, or both
 ONE_ENGINE = {
     engine: [each for each in ENGINES if FULL or each.values == (engine,)]
     for engine in ("mpi", "horovod")
-}  # one of them, or both
+}
 
 in_full_rounds = pytest.mark.skipif(
     not FULL, reason="one of the dearest: HVDTRAIN_TEST_ROUNDS=full"
@@ -224,9 +224,8 @@ class Job:
 
 
 def _text(stream: IO[str]) -> str:
-    return os.pread(stream.fileno(), 1 << 24, 0).decode(
-        errors="replace"
-    )  # the job writes at this file's position: leave it alone
+    # the job writes at this file's position: leave it alone
+    return os.pread(stream.fileno(), 1 << 24, 0).decode(errors="replace")
 
 
 def _below(root: int) -> set[int]:
@@ -244,9 +243,8 @@ def _below(root: int) -> set[int]:
 
 def _parent(process: Path) -> int:
     try:
-        return int(
-            (process / "stat").read_text().rpartition(")")[2].split()[1]
-        )  # after the name: state, parent
+        # after the name: state, parent
+        return int((process / "stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
         return 0
 

@@ -48,11 +48,12 @@ LINEAR = (
     "optim.name=lars optim.trust=0.1 optim.base_lr=0.05 optim.weight_decay=1e-3 recipe.warmup=0.7 "
     "recipe.growth=milestones recipe.grow_at=[1.2,2.3] recipe.grow_to=[62,93]"
 )
+# so many steps before the signal comes; the ranks synchronize one step later
 POINTS = {
     "warm-up": 1,
     "growth": 7,
     "end of an epoch": 8,
-}  # so many steps before the signal comes; the ranks synchronize one step later
+}
 TORCH = f"{DATA} epochs=2 data.shape=[8,8,2] log.every_steps=3 optim.base_lr=0.05"
 RESNET = f"{TORCH} model.name=wide_resnet model.widths=[2,2,4,4]"
 MLP = f"{TORCH} model.name=mlp model.widths=[12,8]"
@@ -153,9 +154,8 @@ class Dropping(nn.Module):
         return self.head(self.body(x).relu())
 
 
-configured = functools.cache(
-    lambda words: configure(None, words.split())
-)  # 60 ms, where a whole job takes 100
+# 60 ms, where a whole job takes 100
+configured = functools.cache(lambda words: configure(None, words.split()))
 
 
 def do(work: Work, communicator: Communicator) -> Outcome:

@@ -17,6 +17,7 @@ from hvdtrain.errors import DONE, REQUEUE
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.progress.train_state import to_json
 
+# of events; no times
 FIELDS = (
     "loss",
     "lr",
@@ -26,7 +27,7 @@ FIELDS = (
     "val_loss",
     "val_accuracy",
     "val_count",
-)  # of events; no times
+)
 ROOM = 2**22
 
 

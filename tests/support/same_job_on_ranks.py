@@ -40,9 +40,8 @@ def source(change: Callable[[np.ndarray, np.ndarray], None] | None) -> ArraySour
 def datasets(change: Callable[[np.ndarray, np.ndarray], None] | None = None) -> Datasets:
     train = source(change)
     val = source(None)
-    return Datasets(
-        train, val, build_task(source(None), val, Config())
-    )  # mean and deviation do not show the change
+    # mean and deviation do not show the change
+    return Datasets(train, val, build_task(source(None), val, Config()))
 
 
 def relabel(x: np.ndarray, y: np.ndarray) -> None:

@@ -116,9 +116,8 @@ def gradients(
         if sequence and p not in cuts:
             p.grad = communicator.allreduce(p.grad, name)
         grad = gathered(p.grad, cuts[p], communicator) if p in cuts else p.grad
-        is_same = (
-            len(set(communicator.allgather_object(str(grad.tolist())))) == 1
-        )  # to the last bit
+        # to the last bit
+        is_same = len(set(communicator.allgather_object(str(grad.tolist())))) == 1
         found[name] = apart(grad, theirs[name].grad) if is_same else float("inf")
     return found
 

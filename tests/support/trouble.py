@@ -18,9 +18,8 @@ for _method in vars(
     torch.optim.Optimizer
 ).values():  # saves each rank of each test the 1.2 s that import torch._dynamo takes
     if hasattr(_method, "__wrapped__"):
-        _method.__wrapped__.__dynamo_disable = (
-            _method.__wrapped__
-        )  # what torch itself would put there after that import
+        # what torch itself would put there after that import
+        _method.__wrapped__.__dynamo_disable = _method.__wrapped__
 
 
 class Trouble(nn.Module):

@@ -231,9 +231,10 @@ class Server:
         for stream in streams:
             os.close(stream)
         descriptor = os.pidfd_open(pid)
+        # its pid, uid and gid
         (of_client,) = struct.unpack(
             "i8x", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        )  # its pid, uid and gid
+        )
         link = Path(self._listener.getsockname()).parent / FORKS / str(of_client)
         link.symlink_to(str(pid))
         self._forks[descriptor] = Fork(
@@ -318,9 +319,8 @@ def _leave(code: int) -> NoReturn:
     if code < 0:
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
-    ctypes.PyDLL(None).exit(
-        code & 0xFF
-    )  # with the ends of C libraries, while no other thread runs Python
+    # with the ends of C libraries, while no other thread runs Python
+    ctypes.PyDLL(None).exit(code & 0xFF)
     raise AssertionError
 
 

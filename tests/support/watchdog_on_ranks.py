@@ -59,9 +59,8 @@ def main(name: str, stall_s: float, start_s: float, *words: str) -> None:
     place = placement(os.environ)
     heartbeat = Heartbeat()
     guard = GuardConfig(stall_s=stall_s or None, start_s=start_s or None)
-    engine = (
-        None if name == "single" else plugins.load("comm", name, "tests")
-    )  # before the limits count: an import takes a second
+    # before the limits count: an import takes a second
+    engine = None if name == "single" else plugins.load("comm", name, "tests")
     with (
         Signals(place.rank) as signals,
         Watchdog(heartbeat, signals, guard, place.rank) as watchdog,

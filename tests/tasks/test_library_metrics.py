@@ -31,12 +31,13 @@ import_torchvision()  # torchmetrics imports it, and would stop beside a CPU bui
 import torchmetrics  # noqa: E402
 from torchmetrics.image import PeakSignalNoiseRatio  # noqa: E402
 
+# where the ranks' samples begin and end
 SHARES = (
     [0, 47],
     [0, 30, 47],
     [0, 5, 6, 47],
     [0, 0, 20, 47],
-)  # where the ranks' samples begin and end
+)
 
 
 class Spread(torchmetrics.Metric):

@@ -160,9 +160,8 @@ def test_tokens() -> None:
         torch.tensor(logits).flatten(0, 1), torch.tensor(tokens[:, 1:]).flatten()
     ).item()
     assert hvdtrain.evaluate(run, source)["loss"] == pytest.approx(expected, rel=1e-5)
-    np.testing.assert_array_equal(
-        hvdtrain.predict(run, tokens[:, :-1]), logits
-    )  # the last token is not read
+    # the last token is not read
+    np.testing.assert_array_equal(hvdtrain.predict(run, tokens[:, :-1]), logits)
 
 
 def hvdtrain_source(tokens: np.ndarray) -> Any:

@@ -87,9 +87,8 @@ def test_what_is_written_is_read_back_to_the_last_bit(tmp_path: Path) -> None:
     }
     assert held == {"weights": {"p.w", "b.count"}, "optimizer": {"s.w.0"}}
     found = files.read_numbers(folder)
-    assert repr(found) == repr(
-        type(found)(folder, train_state(3), IDENTITY, {})
-    )  # a nan is equal to none
+    # a nan is equal to none
+    assert repr(found) == repr(type(found)(folder, train_state(3), IDENTITY, {}))
     again = read(folder)
     assert again.keys() == arrays().keys()
     for name, array in arrays().items():

@@ -295,10 +295,11 @@ OF_SEVERAL_RANKS = [
      "comm.compression", "comm.compression=fp16, or another comm.engine"),
 ]  # fmt: skip
 
+# which train, check and plan would refuse, had they come so far
 DATA = [
     "data.name=folder",
     "data.root=nowhere",
-]  # which train, check and plan would refuse, had they come so far
+]
 ROWS = [(feature, *row) for feature in FEATURES for row in rows(feature)]
 ROWS_WITHOUT = [(feature, *row) for feature in FEATURES for row in rows_without(feature)]
 

@@ -112,9 +112,8 @@ def test_max_time_counts_from_the_start_of_the_process() -> None:
     limit = deadline("1h", clock)
     assert limit.reason == "guard.max_time=1h"
     assert stops_after(limit, clock) == 3600 - 100 - 2 + 1  # the last 2 s are its margin
-    assert (
-        stops_after(limit, clock, longest_s=20, save_s=7) == 3498 - 30 - 14 + 1
-    )  # 1.5 intervals between sync points, 2 checkpoints
+    # 1.5 intervals between sync points, 2 checkpoints
+    assert stops_after(limit, clock, longest_s=20, save_s=7) == 3498 - 30 - 14 + 1
 
 
 def test_what_is_left_is_until_the_end_itself() -> None:

@@ -62,26 +62,24 @@ def test_a_kill_before_any_call_of_a_write_leaves_a_good_checkpoint(tmp_path: Pa
     assert result.returncode == 0, result
     trials = [json.loads(line) for line in result.stdout.splitlines()]
     wrong = [t for t in trials if (t["code"], t["equal"]) != (DONE, True) or t["good"] < 4]
+    # a job that is over starts nothing
     wrong += [
         t for t in trials if t["starts"] != [t["good"]] and (t["good"], t["starts"]) != (12, [])
-    ]  # a job that is over starts nothing
-    wrong += [
-        t for t in trials if t["left"] != ["step-00000012"] and t["good"] < 12
-    ]  # the next checkpoint removes what is left
+    ]
+    # the next checkpoint removes what is left
+    wrong += [t for t in trials if t["left"] != ["step-00000012"] and t["good"] < 12]
     assert not wrong
     calls = {t["begin"]: t["calls"] for t in trials if not t["killed"]}
     assert len(trials) == 13 + len(calls["new"]) + len(calls["stopped"]) > 70
-    begins = [
-        call for call in calls["whole"] if call != "close lock.json"
-    ]  # which was read to see that the folder is still this job's
+    # which was read to see that the folder is still this job's
+    begins = [call for call in calls["whole"] if call != "close lock.json"]
     assert begins[:2] == ["mkdir checkpoints", "mkdir .step-00000012.unfinished"]
     on_the_disk_before_the_rename(calls["new"])
     numbers = json.loads(
         (tmp_path / "straight" / "checkpoints" / "step-00000012" / FILES[2]).read_text()
     )
-    assert (
-        numbers["train_state"]["evaluated"] == 12
-    )  # the one at an epoch's end is written after its evaluation, which keep_best goes by
+    # the one at an epoch's end is written after its evaluation, which keep_best goes by
+    assert numbers["train_state"]["evaluated"] == 12
     seconds = (time.monotonic() - start) / len(trials)
     record(
         Row(
@@ -264,9 +262,8 @@ def test_a_full_disk_is_reported_and_the_write_repeated(disk: Disk) -> None:
         )
         ((needs, free, step),) = re.findall(said, output)
         kept = int(step)
-        assert newest(run) == kept >= written, (
-            output
-        )  # one that was being written when the disk became full may have had its room
+        # one that was being written when the disk became full may have had its room
+        assert newest(run) == kept >= written, output
         assert float(free) < float(needs) and output.count("tries again") == 1, output
         assert output.count(f": still none since step {kept}\n") >= 2, output
         disk.make_room()

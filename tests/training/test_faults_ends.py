@@ -102,12 +102,13 @@ LINKS = (
     ),
     Link("out of memory on one rank", MEMORY, ("out of memory: batch.micro=N", ENDS), "memory"),
 )
+# in the chain in shards, in test_watchdog.py and test_failures.py
 ELSEWHERE = (
     "infinite",
     "sleep",
     "loop",
     "exit",
-)  # in the chain in shards, in test_watchdog.py and test_failures.py
+)
 FROM_OUTSIDE = [k for k in LINKS if not k.fault and (FULL or k.code == REQUEUE)]
 CHAINS = [
     pytest.param(

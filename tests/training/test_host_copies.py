@@ -41,9 +41,8 @@ DEVICES = [
 ]
 LAYERS = 12
 WIDTH = 256
-WEIGHTS = 4 * (
-    (64 + 1) * WIDTH + (LAYERS - 1) * (WIDTH + 1) * WIDTH + (WIDTH + 1) * 10
-)  # bytes; Adam has twice as many
+# bytes; Adam has twice as many
+WEIGHTS = 4 * ((64 + 1) * WIDTH + (LAYERS - 1) * (WIDTH + 1) * WIDTH + (WIDTH + 1) * 10)
 LARGEST = 4 * WIDTH * WIDTH
 
 

@@ -131,9 +131,8 @@ def test_names_that_the_user_types_are_the_users(tmp_path: Path) -> None:
         ).model.name
         == "mine:Net"
     )
-    record.write_text(
-        "data: {a: '${data.a.b}', a.b: 1}\nmodel.name: ${data.a}\n"
-    )  # a key within a key that refers to it
+    # a key within a key that refers to it
+    record.write_text("data: {a: '${data.a.b}', a.b: 1}\nmodel.name: ${data.a}\n")
     with pytest.raises(UserError):
         configure(None, [f"resume={tmp_path}"])
 

@@ -179,13 +179,14 @@ CASES: dict[str, tuple[dict[str, Any], Any, np.ndarray, np.ndarray, str, dict[st
 }
 
 
+# of a torch Dataset too
 ROWS = [
     "tutorial, images",
     "classes of an object",
     "classes of mlp",
     "classes, standardized",
     "integers",
-]  # of a torch Dataset too
+]
 FORMS = [pytest.param(case, dict, id=f"{case}, arrays") for case in CASES] + [
     pytest.param(case, Rows, id=f"{case}, Dataset") for case in ROWS
 ]

@@ -81,9 +81,8 @@ def test_loss_curves_are_those_of_one_rank(curves: dict, engine: str, size: int)
     for group in [group for group in SAME if group[0] in one]:
         reference = np.array(one[group[0]]["losses"])
         assert len(reference) == (20 if "sync" in group[0] else 60)
-        bound = (
-            0.95 if "mixed" in group[0] else 0.9 if "sync" in group[0] else 0.7
-        )  # the loss of mixed labels has a floor
+        # the loss of mixed labels has a floor
+        bound = 0.95 if "mixed" in group[0] else 0.9 if "sync" in group[0] else 0.7
         assert reference[-1] < bound * reference[0], group[0]
         for job in many.keys() & group:
             assert (

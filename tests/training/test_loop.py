@@ -22,11 +22,12 @@ from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.start import begin
 
 DATA = ["data.name=synthetic", "data.samples=24", "data.val_samples=8", "data.shape=[4,4,1]"]
+# sync points after steps 2, 4 and 6, where the epoch ends
 STEPS = [
     "batch.size=4",
     "epochs=1",
     "log.every_steps=2",
-]  # sync points after steps 2, 4 and 6, where the epoch ends
+]
 WORDS = ["framework=numpy", "model.name=linear", *DATA, *STEPS]
 
 

@@ -92,9 +92,8 @@ def test_a_lost_worker_costs_no_update(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(
-        "OMPI_MCA_btl_sm_single_copy_mechanism", "none"
-    )  # a large message needs its sender to the end, as between hosts
+    # a large message needs its sender to the end, as between hosts
+    monkeypatch.setenv("OMPI_MCA_btl_sm_single_copy_mechanism", "none")
     run = tmp_path / "run"
     said = f"servers.count={servers} servers.bound={'none' if bound is None else bound}"
     (result,) = finish(

@@ -78,9 +78,8 @@ def test_the_numbers_of_a_part_lie_one_array_behind_the_other() -> None:
         part_of_array("s.a.0", (6,), 1, 4, np.arange(3, dtype="<f4")),
         part_of_array("s.b.0", (2, 2), 3, 4, np.array([7.0])),
     ]
-    part = Part(
-        [list(piece.runs()) for piece in pieces], np.empty(24, np.uint8)
-    )  # 12 bytes, 4 of alignment, 8
+    # 12 bytes, 4 of alignment, 8
+    part = Part([list(piece.runs()) for piece in pieces], np.empty(24, np.uint8))
     for view, piece in zip(part.views(arrays), pieces, strict=True):
         view[:] = piece.read()
     assert [view.tolist() for view in part.views(arrays)] == [[0, 1, 2], [7]]

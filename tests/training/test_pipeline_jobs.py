@@ -185,12 +185,13 @@ def test_a_layer_that_is_there_twice_is_two_units() -> None:
     assert [unit.name for unit in units] == ["0", "1", "2", "3", "4", "5"] and units[
         2
     ].call is units[4].call
+    # gives what the model gives
     first_units(
         model,
         configure(None, ["parallel.pipeline=2"]),
         torch.ones(2, 3, 4, dtype=torch.float64),
         None,
-    )  # gives what the model gives
+    )
 
 
 @pytest.mark.parametrize(
@@ -253,10 +254,11 @@ def test_a_model_that_cannot_be_cut_is_refused(
 
 def test_stages_have_about_as_many_operations() -> None:
     wide = nn.Linear(4, 400), nn.Linear(400, 4)
+    # flatten 12-4, 4-400, 400-4, 4-3
     model, config = (
         sequential(*wide),
         configure(None, ["parallel.pipeline=2"]),
-    )  # flatten 12-4, 4-400, 400-4, 4-3
+    )
     assert first_units(model, config, torch.ones(2, 3, 4, dtype=torch.float64), None) == [0, 3]
 
 

@@ -463,9 +463,8 @@ def test_adapters_train_as_their_formula(tmp_path: Path) -> None:
     given = Net().double()
     start = runs[0].weights
     end = runs[1].weights
-    a = torch.tensor(
-        start["last.lora_A"], requires_grad=True
-    )  # B is zero, so A does not move in the first step
+    # B is zero, so A does not move in the first step
+    a = torch.tensor(start["last.lora_A"], requires_grad=True)
     b = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
     given.norm.eval()
     for _ in range(5):

@@ -90,9 +90,8 @@ def test_ranks_are_grouped_by_the_loss_of_most() -> None:
 
 def test_losses_of_8192_ranks_take_no_memory_of_pairs() -> None:
     """With an array of all pairs 1.1 GB on each rank."""
-    losses = [
-        1 + rank / 8192 / 250 for rank in range(8192)
-    ]  # from 1 to 1.004: half of them are within 1e-3 of one in the middle
+    # from 1 to 1.004: half of them are within 1e-3 of one in the middle
+    losses = [1 + rank / 8192 / 250 for rank in range(8192)]
     tracemalloc.start()
     groups = group_close(losses, 1e-3)
     peak_bytes = tracemalloc.get_traced_memory()[1]

@@ -35,13 +35,14 @@ from hvdtrain.training.progress.train_state import Progress, TrainState
 from hvdtrain.training.run_folder import write_config
 from hvdtrain.training.run_lock import LOCK, RunLock, read_holder
 
+# 8 steps are an epoch
 DATA = [
     "data.name=synthetic",
     "data.shape=[8,8,1]",
     "data.samples=64",
     "data.val_samples=8",
     "batch.size=8",
-]  # 8 steps are an epoch
+]
 JOB = [
     "-m",
     "hvdtrain",

@@ -181,9 +181,8 @@ def test_two_ranks_draw_what_one_draws_and_stop_meanwhile(tmp_path: Path) -> Non
     ]
     long += ["log.per_rank=true"]
     with Job(2, ["-m", "hvdtrain", *long, f"run={run}"], is_warm=True) as job:
-        log = (
-            run / "ranks" / "rank-00001.log"
-        )  # whose first line is written just before the first samples are drawn
+        # whose first line is written just before the first samples are drawn
+        log = run / "ranks" / "rank-00001.log"
         wait_until(lambda: log.exists() and log.read_text(), "rank 1 trains")
         time.sleep(1.0)  # before that the job would stop, too
         os.kill(job.pids()[1], signal.SIGTERM)

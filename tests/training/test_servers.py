@@ -138,10 +138,11 @@ def test_what_the_others_go_on_from() -> None:
     reads = {2: Outstanding(14, 10), 3: Outstanding(12, 11), 4: Outstanding(15, 11)}
     first = Report(0, 13, outstanding=reads)
     second = Report(1, 13, outstanding={})
+    # 3 is lost; 4 computes the next gradient, 11 is one that an update was made from
     workers = [
         Report(2, held=14),
         Report(4, held=11),
-    ]  # 3 is lost; 4 computes the next gradient, 11 is one that an update was made from
+    ]
     ranks = {0: 0, 1: 1, 2: 2, 4: 3}
     assert go_on_from([first, second, *workers], 2) == GoOn(
         13, ranks, {2: Outstanding(14, 10)}, [12, 15]
@@ -348,9 +349,8 @@ def test_a_log_goes_on_at_the_update_that_follows(tmp_path: Path) -> None:
         UserWarning,
         match="updates end before step 70000; the former one is updates-before-70000.bin",
     ):
-        UpdateLog(tmp_path, header._replace(first=70000)).append(
-            [WorkerUpdate(70000, 65535, 2)]
-        )  # 4 ... 6 were made without a log
+        # 4 ... 6 were made without a log
+        UpdateLog(tmp_path, header._replace(first=70000)).append([WorkerUpdate(70000, 65535, 2)])
     assert read_updates(tmp_path) == (header._replace(first=70000), [WorkerUpdate(70000, 65535, 2)])
     with pytest.warns(UserWarning, match="there were 2 servers, not 1"):
         UpdateLog(tmp_path, Header(1, 3, 1, 70001))
@@ -392,9 +392,8 @@ def test_a_log_that_goes_back_to_a_sync_point(tmp_path: Path) -> None:
     log.cut(4)
     log.append([WorkerUpdate(5, 0, 1), WorkerUpdate(4, 1, 1)])
     assert read_updates(tmp_path)[1] == [*updates[:4], WorkerUpdate(5, 0, 1), WorkerUpdate(4, 1, 1)]
-    fewer = UpdateLog(
-        tmp_path, Header(1, 1, 1, 6)
-    )  # the job goes on with another number of workers
+    # the job goes on with another number of workers
+    fewer = UpdateLog(tmp_path, Header(1, 1, 1, 6))
     fewer.append([WorkerUpdate(6, 0, 1)])
     assert read_updates(tmp_path)[0] == Header(1, 2, 1, 0) and len(read_updates(tmp_path)[1]) == 7
 

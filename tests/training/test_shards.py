@@ -341,10 +341,11 @@ def test_a_checkpoint_that_waits_for_a_long_write_makes_progress(
     monkeypatch.setattr(array_file, "PIECE_BYTES", 2**16)
     for ranks in (1, 2):
         for first, second in in_threads(ranks, train):
+            # 280 kB of weights in five pieces, 728 kB in twelve
             assert first == 0 and second > 2, (
                 first,
                 second,
-            )  # 280 kB of weights in five pieces, 728 kB in twelve
+            )
         assert [folder.name for folder in files.finished(tmp_path)] == [
             "step-00000003",
             "step-00000004",

@@ -150,9 +150,8 @@ def test_a_job_ends_with_a_picture_and_has_more_of_them_where_it_is_asked(
         (10, 4)
     ]
     shown = tiles_of(np.asarray(Image.open(tmp_path / "usual" / "samples" / names[-1])), 4, 16)
-    said = hvdtrain.predict("usual", own_data.shapes("val")["x"]).argmax(
-        1
-    )  # by the averaged weights, too
+    # by the averaged weights, too
+    said = hvdtrain.predict("usual", own_data.shapes("val")["x"]).argmax(1)
     assert np.array_equal(shown[:, 2], palette()[said[[0, 3, 7, 11]]])
     assert (
         main([*WORDS, "epochs=2", "optim.ema=0.5", "optim.base_lr=0.3", "resume=auto", "run=usual"])

@@ -187,9 +187,8 @@ def test_earlier_commands_of_a_batch_script_are_no_part_of_the_start(tmp_path: P
     before_mpirun, before_step = (
         float(of_launcher) - float(ours) for of_launcher, ours in (of_mpirun, of_step)
     )
-    assert (
-        -0.1 < before_mpirun < 4.9 < before_step
-    )  # mpirun has begun just before us, and the step before it slept
+    # mpirun has begun just before us, and the step before it slept
+    assert -0.1 < before_mpirun < 4.9 < before_step
 
 
 def test_a_job_searches_for_garbage_only_after_its_imports_and_never_among_them(

@@ -92,9 +92,8 @@ def check(one: dict[str, Any], many: dict[str, Any]) -> None:
                 reference["losses"]
             ), job
             assert found["evaluations"] == pytest.approx(reference["evaluations"], rel=1e-12), job
-            assert len(found["evaluations"]) == (
-                4 if "evaluated" in job else 0
-            )  # after steps 3, 5, 6, 9: an epoch is 4.2 steps
+            # after steps 3, 5, 6, 9: an epoch is 4.2 steps
+            assert len(found["evaluations"]) == (4 if "evaluated" in job else 0)
             assert found["weights"] == pytest.approx(reference["weights"], rel=1e-12), job
             assert (
                 found["val"]["count"] == (13 if "evaluated" in job else 47)

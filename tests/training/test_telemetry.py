@@ -400,9 +400,8 @@ def test_power_is_of_the_time_between_two_readings_of_all_ranks() -> None:
         now[0] += 0.25
         sums = meter.sync_sums()
         due.append(sums["joules.due"])
-        watts.append(
-            meter.update({**sums, "joules.cpu": 2 * sums["joules.cpu"]})
-        )  # the other rank reads when this one does
+        # the other rank reads when this one does
+        watts.append(meter.update({**sums, "joules.cpu": 2 * sums["joules.cpu"]}))
     assert due == [0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
     assert np.isnan(watts[:3]).all() and watts[3:] == [200.0, 200.0, 200.0]
 
@@ -412,9 +411,8 @@ def test_a_profile_that_cannot_be_written_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "run" / "profile" / "rank-00000" / "trace.json.gz").mkdir(
-        parents=True
-    )  # where the file of the trace belongs
+    # where the file of the trace belongs
+    (tmp_path / "run" / "profile" / "rank-00000" / "trace.json.gz").mkdir(parents=True)
     (tmp_path / "run" / MARKER).touch()
     assert main(["model.name=linear", "max_steps=12", "profile.steps=2:4", "run=run"]) == 0
     assert re.search(
@@ -531,11 +529,12 @@ def test_each_rank_has_its_log_its_trace_and_its_name_on_its_warnings(
     late_job: tuple[Path, Any],
 ) -> None:
     folder, result = late_job
+    # torch.profiler's own words
     said = "\n".join(
         line
         for line in result.stderr.splitlines()
         if "USDT" not in line and not line.startswith("ERROR:")
-    )  # torch.profiler's own words
+    )
     assert re.fullmatch(
         r"rank 1 on \S+: WARNING: .*\.py:\d+: UserWarning: this rank is late\s+.*\s*", said
     ), said

@@ -116,9 +116,8 @@ def test_train_loss_of_an_epoch_is_the_mean_over_its_samples() -> None:
     steps, (epoch,) = events(Path("out"), "step"), events(Path("out"), "epoch")
     assert len(steps) == 23  # 1437 samples in steps of 64
     assert epoch["train_loss"] == pytest.approx(np.mean([s["loss"] for s in steps]), rel=1e-12)
-    assert steps[0]["loss"] == pytest.approx(
-        np.log(10), rel=1e-6
-    )  # zero weights: every class is as likely
+    # zero weights: every class is as likely
+    assert steps[0]["loss"] == pytest.approx(np.log(10), rel=1e-6)
 
 
 def test_warmup_rises_by_step() -> None:

@@ -231,15 +231,13 @@ def _time_methods(
         _run_round(ranks, methods, first=0)
     local_round_s = np.array([(time.perf_counter() - began) / WARM_UP_ROUNDS])
     round_s = float(ranks.communicator.allreduce(local_round_s, "bench.round", "max")[0])
-    rounds = int(
-        min(MAX_ROUNDS, max(MIN_ROUNDS, budget_s / round_s))
-    )  # equal on all ranks, as round_s is
+    # equal on all ranks, as round_s is
+    rounds = int(min(MAX_ROUNDS, max(MIN_ROUNDS, budget_s / round_s)))
     local_seconds = np.array(
         [_run_round(ranks, methods, first=number % len(methods)) for number in range(rounds)]
     )
-    slowest = ranks.communicator.allreduce(
-        local_seconds, "bench.slowest", "max"
-    )  # (rounds, methods)
+    # (rounds, methods)
+    slowest = ranks.communicator.allreduce(local_seconds, "bench.slowest", "max")
     return [
         MethodTimes(method.name, slowest[:, index].tolist()) for index, method in enumerate(methods)
     ]

@@ -15,9 +15,8 @@ import numpy as np
 
 from hvdtrain.errors import UserError
 
-BACKWARD = (
-    2 / 3
-)  # share of a step's computing: two matrix products for each one of the forward pass
+# share of a step's computing: two matrix products for each one of the forward pass
+BACKWARD = 2 / 3
 _PREFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 _LINK = re.compile(

@@ -135,9 +135,10 @@ def bench_scaling(arguments: Sequence[str]) -> int:
     measured_link = _measure_link(settings, options.ranks)
     inside, between = options.links or (measured_link.link, measured_link.link)
     buckets = split_buckets(gradient_bytes, config.comm.bucket_mb * 2**20)
+    # a job may be of two kinds
     steps = list(
         dict.fromkeys(_measured_step(trial, buckets, measured_link.link) for trial in trials)
-    )  # a job may be of two kinds
+    )
     study = Study(
         trials=trials,
         model=fit_step(steps),

@@ -78,9 +78,8 @@ class Trainer:
         began_s = time.perf_counter()
         while self.now.progress.step < last_step:
             self.now = train_to_sync_point(job, self.now)
-            self.now = dataclasses.replace(
-                self.now, epoch=self.now.progress.epoch
-            )  # as if it was evaluated
+            # as if it was evaluated
+            self.now = dataclasses.replace(self.now, epoch=self.now.progress.epoch)
             if job.memory_copy:
                 job.memory_copy.keep(self.now)
             job.checkpoints.save_if_due(self.now)

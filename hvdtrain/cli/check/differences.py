@@ -312,9 +312,8 @@ def _clocks(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
         )
 
 
-SHARED_BYTES = (
-    64 * 2**20
-)  # of /dev/shm for each rank of a host: MPI's and NCCL's memory between ranks, and data loaders
+# of /dev/shm for each rank of a host: MPI's and NCCL's memory between ranks, and data loaders
+SHARED_BYTES = 64 * 2**20
 MANY_RANKS = 1024  # from which on a full mesh is said
 _FIX_BINDING = (
     "mpirun --bind-to none, or --map-by slot:PE=N for N cores each; srun --cpus-per-task=N"

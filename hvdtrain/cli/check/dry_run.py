@@ -275,9 +275,8 @@ def _common_device(communicator: Communicator, facts: RankFacts) -> str:
         (name, facts["machine"] or facts["host"], device["id"] if device else None)
     )
     devices = [_RankDevice(*one) for one in everyone]
-    distinct = len({(other.machine, other.id) for other in devices}) == len(
-        devices
-    )  # NCCL refuses two ranks on one GPU
+    # NCCL refuses two ranks on one GPU
+    distinct = len({(other.machine, other.id) for other in devices}) == len(devices)
     on_gpus = all(other.name.startswith("cuda") for other in devices)
     return name if distinct and on_gpus and "device_memory" in communicator.features else "cpu"
 
@@ -286,9 +285,8 @@ def measure(communicator: Communicator, device: str) -> AllreduceSpeed:
     """Seconds of an allreduce of 8 bytes and of 16 MiB. A collective: every rank calls it."""
     latency_s = _median_s(communicator, device, SMALL_BYTES, _SMALL_REPEATS)
     first_s = _median_s(communicator, device, LARGE_BYTES, 1)
-    repeats = max(
-        1, min(_LARGE_REPEATS, int(_BUDGET_S / first_s))
-    )  # equal on all ranks, as first_s is
+    # equal on all ranks, as first_s is
+    repeats = max(1, min(_LARGE_REPEATS, int(_BUDGET_S / first_s)))
     seconds = _median_s(communicator, device, LARGE_BYTES, repeats)
     return {"latency_s": latency_s, "seconds": seconds, "bytes_per_s": LARGE_BYTES / seconds}
 

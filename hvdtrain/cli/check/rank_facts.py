@@ -82,9 +82,8 @@ class RankFacts(TypedDict):
     open_files: int  # UNLIMITED: no limit
     infiniband: list[str]
     networks: dict[str, str]  # {interface: IPv4 address}
-    network_variables: dict[
-        str, str
-    ]  # which say what libraries take of them; torchdist sets Gloo's
+    # which say what libraries take of them; torchdist sets Gloo's
+    network_variables: dict[str, str]
     engine: str  # "" until the ranks are connected
     device: DeviceFacts | None
     libraries: LibraryFacts

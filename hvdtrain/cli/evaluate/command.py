@@ -462,10 +462,11 @@ def read_former_run(assigned: Sequence[Assignment]) -> list[Assignment]:
     images remain. Of shard.stage 3 remains: its model may fit no rank.
     """
     given = {assignment.key: assignment.value for assignment in assigned}
+    # this machine may have fewer
     dropped = (
         "speed.devices",
         *["data.val_share"] * bool({"data.root", "data.name"} & given.keys()),
-    )  # this machine may have fewer
+    )
     former = read_resumed(assigned)
     kept = [a for a in former if a.key.startswith(_OF_THE_RUN) and not a.key.startswith(dropped)]
     kept += [a for a in former if a.key == "shard.stage" and a.value == 3]

@@ -26,9 +26,8 @@ from hvdtrain.training.replicas.same_job import check_same_facts, facts
 from hvdtrain.training.run_rank import Rank
 from hvdtrain.training.trained_model import OnlyInputs, TrainedModel, asked_source
 
-WITHOUT_TARGETS = Given(
-    "<object of hvdtrain:predict>", lambda: None, {}
-)  # a task: a prediction has that of the checkpoint
+# a task: a prediction has that of the checkpoint
+WITHOUT_TARGETS = Given("<object of hvdtrain:predict>", lambda: None, {})
 
 
 class AskedData(NamedTuple):

@@ -194,9 +194,8 @@ def _predict(rank: Rank, parsed: Arguments) -> int:
                 is_softmax=config.model.loss == "cross_entropy",
             )
         )
-    found = communicator.allgather(
-        np.concatenate(mine), "predict.best"
-    )  # (n, 2), in the order of the files
+    # (n, 2), in the order of the files
+    found = communicator.allgather(np.concatenate(mine), "predict.best")
     if communicator.rank:
         return DONE
     rows = [
@@ -278,9 +277,8 @@ def _write(to: str, head: Sequence[str], rows: Sequence[Sequence[str]], unit: st
     path = Path(os.path.expanduser(to))
     try:
         with Folder.open(path.parent) as folder:
-            folder.replace(
-                path.name, out.getvalue().encode("utf-8", "surrogateescape")
-            )  # a name that is no text keeps its bytes
+            # a name that is no text keeps its bytes
+            folder.replace(path.name, out.getvalue().encode("utf-8", "surrogateescape"))
     except OSError as error:
         raise UserError(
             f"cannot write {to}: {error.strerror or error}",
@@ -294,9 +292,8 @@ class Said(NamedTuple):
     """How outputs become rows."""
 
     head: Callable[[int], list[str]]  # of so many numbers of a sample
-    numbers: Callable[
-        [np.ndarray, np.ndarray | None], np.ndarray
-    ]  # outputs (n, ...), tokens of padded samples -> (n, numbers)
+    # outputs (n, ...), tokens of padded samples -> (n, numbers)
+    numbers: Callable[[np.ndarray, np.ndarray | None], np.ndarray]
     row: Callable[[Sequence[Any]], list[str]]  # of a sample's numbers
 
 
@@ -381,9 +378,8 @@ def read_data_file(path: Path) -> Any:
     try:
         if path.suffix == ".npy":
             with np.errstate(over="ignore"):
-                return np.load(
-                    path, mmap_mode="r", allow_pickle=False
-                )  # takes no memory for what the file does not have
+                # takes no memory for what the file does not have
+                return np.load(path, mmap_mode="r", allow_pickle=False)
         archive = npz.NpzFile.of(path)
         return {name: archive.values(name) for name in archive.names}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:

@@ -54,10 +54,11 @@ _OPTIONS: dict[str, str | None] = {
 _MOST = 2**20  # sequences, and tokens of one
 _OF_IMAGES = ("--png", "--prompt-half")
 _OF_TEXT = ("--prompt", "--length")
+# data.name -> options that are of other data
 _OF_OTHERS = {
     "image_tokens": (_OF_TEXT, "text"),
     "text": (_OF_IMAGES, "images"),
-}  # data.name -> options that are of other data
+}
 
 
 @dataclass(frozen=True)

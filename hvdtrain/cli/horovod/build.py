@@ -37,6 +37,7 @@ from hvdtrain.cli.horovod.wheel import (
 from hvdtrain.errors import DONE, USER, UserError
 
 VERSION = "0.28.1"
+# of Horovod and its setup.py
 BUILD_PACKAGES = (
     "setuptools",
     "wheel",
@@ -45,7 +46,7 @@ BUILD_PACKAGES = (
     "cloudpickle",
     "psutil",
     "pyyaml",
-)  # of Horovod and its setup.py
+)
 
 # Variables of Horovod's installation guide that change what is compiled; others
 # (HOROVOD_CYCLE_TIME, ...) act at run time.
@@ -54,9 +55,8 @@ BUILD_VARIABLE = re.compile(
 )
 
 
-LEFT_OUT = (
-    Path(sys.prefix) / ".without-horovod"
-)  # why Horovod could not be built for this environment
+# why Horovod could not be built for this environment
+LEFT_OUT = Path(sys.prefix) / ".without-horovod"
 
 
 class BuildTarget(NamedTuple):
@@ -213,10 +213,11 @@ def build_environment(env: Mapping[str, str], variables: Mapping[str, str]) -> d
         and "HOROVOD_CUDA_HOME" not in env
         and (home := cuda_home()) is not None
     ):
+        # the second is for torch
         toolkit = {
             "HOROVOD_CUDA_HOME": str(home),
             "CUDA_HOME": str(home),
-        }  # the second is for torch
+        }
     return {
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
         **inherited,
@@ -331,9 +332,8 @@ def ensure_usable(version: str, nccl: bool, rebuild: bool) -> None:
     UserError."""
     target = detect_target()
     variables = build_variables(os.environ, nccl)
-    nccl = (
-        variables.get("HOROVOD_GPU_OPERATIONS") == "NCCL"
-    )  # the user's variable wins over the option
+    # the user's variable wins over the option
+    nccl = variables.get("HOROVOD_GPU_OPERATIONS") == "NCCL"
     if not rebuild and is_usable(version, target, nccl):
         return
     install(cached_wheel(version, target, variables, rebuild))
@@ -385,9 +385,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     for stop in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(
-            stop, lambda number, _: sys.exit(128 + number)
-        )  # SystemExit leaves every block: no compiler is left behind
+        # SystemExit leaves every block: no compiler is left behind
+        signal.signal(stop, lambda number, _: sys.exit(128 + number))
     try:
         if options.copy_to is not None:
             copy_wheel(options.version, options.nccl, options.rebuild, options.copy_to)

@@ -20,9 +20,8 @@ from typing import IO, NamedTuple
 
 from hvdtrain.errors import UserError
 
-SHA256 = {
-    "0.28.1": "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-}  # of horovod-VERSION.tar.gz on PyPI
+# of horovod-VERSION.tar.gz on PyPI
+SHA256 = {"0.28.1": "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"}
 PROGRESS_S = 10
 
 Report = Callable[[str], None]  # prints a line for people
@@ -36,10 +35,11 @@ class Correction(NamedTuple):
     new: str
 
 
+# which name the standard of C++ that torch's headers need
 WITH_CXX = (
     "CMakeLists.txt",
     "horovod/torch/CMakeLists.txt",
-)  # which name the standard of C++ that torch's headers need
+)
 CORRECTIONS = (
     # GCC 14: <string> and <stdexcept> do not come with other headers, and what is assigned cannot
     # be const.
@@ -246,9 +246,8 @@ def unpack(archive: Path, folder: Path, changes: Sequence[Correction]) -> Path:
                     str(archive),
                     "delete it",
                 )
-        tar.extraction_filter = lambda member, _: (
-            member
-        )  # checked above; without a filter Python 3.12 and later warn
+        # checked above; without a filter Python 3.12 and later warn
+        tar.extraction_filter = lambda member, _: member
         tar.extractall(folder)
     source = folder / archive.name.removesuffix(".tar.gz")
     for change in changes:

@@ -366,9 +366,8 @@ def _ranks(
     ranks = int(options.ranks)
     if hosts and ranks > slots and not options.oversubscribe:
         given = ",".join(f"{host.name}:{host.slots}" for host in hosts)
-        enough = ",".join(
-            f"{host.name}:{-(-ranks * host.slots // slots)}" for host in hosts
-        )  # in proportion, rounded up
+        # in proportion, rounded up
+        enough = ",".join(f"{host.name}:{-(-ranks * host.slots // slots)}" for host in hosts)
         fix = f"-np {slots}; or more slots, as in -H {short(enough)}; or --oversubscribe"
         raise UserError(
             f"{ranks} ranks, but the hosts have {slots} slot{'s' if slots > 1 else ''}",

@@ -33,6 +33,7 @@ hvdtrain launch --elastic ... -- script.py [run=DIR] [arguments]
   --answer 20         seconds after which a host where mpirun cannot start `echo` counts as lost; less where others
                       answer in less than a fifth of that"""  # noqa: E501
 _WHERE = "command line of launch --elastic"
+# options that --elastic alone has
 _OWN = (
     "min",
     "max",
@@ -40,7 +41,7 @@ _OWN = (
     "patience",
     "every",
     "answer",
-)  # options that --elastic alone has
+)
 # Open MPI 5 notices a lost host after time + probes x intvl seconds; without these after 8 minutes,
 # or when TCP does.
 _KEEPALIVE = {"time": "3", "intvl": "1", "probes": "2"}

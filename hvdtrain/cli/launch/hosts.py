@@ -193,9 +193,8 @@ SHORTEST_S = 2.0
 class _Probe(NamedTuple):
     process: subprocess.Popen[bytes]
     began_s: float
-    folder: tempfile.TemporaryDirectory[
-        str
-    ]  # of the launcher's session: a killed one leaves it behind
+    # of the launcher's session: a killed one leaves it behind
+    folder: tempfile.TemporaryDirectory[str]
 
     @property
     def has_answered(self) -> bool:
@@ -351,9 +350,8 @@ class Failure(NamedTuple):
 
 
 class Decision(NamedTuple):
-    action: Literal[
-        "finish", "change", "failed"
-    ]  # end with the code; start on other hosts; find out which host is lost
+    # end with the code; start on other hosts; find out which host is lost
+    action: Literal["finish", "change", "failed"]
     code: int = DONE
 
 

@@ -261,11 +261,12 @@ def select_pmi(plugins: str, library: MpiKind | None) -> str:
     raise UserError(what, f"srun --mpi=list: {short(' '.join(plugins.split()))}", fix)
 
 
+# one line fits Open MPI 4 too
 _KINDS: dict[str, MpiKind] = {
     "openmpi": "openmpi5",
     "mpich": "mpich",
     "intel": "intel",
-}  # one line fits Open MPI 4 too
+}
 
 
 def command_for(
@@ -374,13 +375,14 @@ _OTHERS: dict[str, Callable[[LaunchRequest], list[str]]] = {
 MPIS = (*_KINDS, *_OTHERS)  # the values of --mpi
 
 
+# Debian installs several under the later names
 _LAUNCHERS = (
     "mpirun",
     "mpiexec",
     "mpirun.openmpi",
     "mpirun.mpich",
     "mpiexec.hydra",
-)  # Debian installs several under the later names
+)
 _TIMEOUT_S = 60
 
 

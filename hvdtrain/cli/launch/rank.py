@@ -158,9 +158,8 @@ def run_program(words: Sequence[str], rank: int, tell: Tell) -> int:
 def _run(code: Callable[[], object], rank: int, tell: Tell) -> int:
     report_crashes()
     signal.signal(signal.SIGUSR2, StopRequest())
-    faulthandler.register(
-        CALLS, all_threads=False
-    )  # in C: where MPI waits, no handler of Python runs
+    # in C: where MPI waits, no handler of Python runs
+    faulthandler.register(CALLS, all_threads=False)
     try:
         code()
     except SystemExit as ending:
@@ -181,9 +180,8 @@ def _run(code: Callable[[], object], rank: int, tell: Tell) -> int:
             exit_now(exit_code_of(error))
         exit_now(end_every_rank(error, None, "script", echo_s=echo_s))
     finally:
-        faulthandler.unregister(
-            CALLS
-        )  # the end of Python does so anyway, before that of MPI, which may wait
+        # the end of Python does so anyway, before that of MPI, which may wait
+        faulthandler.unregister(CALLS)
         signal.signal(CALLS, signal.SIG_IGN)
     return 0
 
@@ -220,9 +218,8 @@ FORWARDED = (
     signal.SIGUSR2,
     signal.SIGCONT,
 )
-CALLS = (
-    signal.SIGRTMIN + 5
-)  # asks a child that listens for it to print its calls on its standard error
+# asks a child that listens for it to print its calls on its standard error
+CALLS = signal.SIGRTMIN + 5
 SLOW_S = 3.0  # after a request to stop the child is asked for its calls: it may hang in one
 IDLE_S = 0.5  # after which the beginning of a line is passed on without its end
 DRAIN_S = 2.0  # after the child's end, for output of processes that it has left
@@ -277,9 +274,8 @@ class Watched:
         output = os.pipe()
         errors = os.pipe()
         word = os.pipe()
-        signal.pthread_sigmask(
-            signal.SIG_BLOCK, FORWARDED
-        )  # until both processes know what to do with them
+        # until both processes know what to do with them
+        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
         former = {number: signal.getsignal(number) for number in FORWARDED}
         for number, handler in former.items():
             if (

@@ -121,9 +121,8 @@ class LauncherRun:
         if self._killed:
             return 128 + self._killed
         code = status if status >= 0 else 128 - status
-        was_starting = (
-            code == 128 + signal.SIGUSR2
-        )  # it has ended the launcher, or a rank whose Python was not running yet
+        # it has ended the launcher, or a rank whose Python was not running yet
+        was_starting = code == 128 + signal.SIGUSR2
         return REQUEUE if self._stopped_s is not None and was_starting and self._is_job else code
 
 
@@ -172,9 +171,8 @@ def spawn(arguments: Sequence[str]) -> int:
         )
     environments = options.environments(_address(options, job))
     command = [sys.executable, "-m", "hvdtrain", *job]
-    secret = secret_of(os.environ) or (
-        new_secret() if options.num_nodes == 1 else ""
-    )  # other hosts would have another one
+    # other hosts would have another one
+    secret = secret_of(os.environ) or (new_secret() if options.num_nodes == 1 else "")
     children = [
         start_child(command, {**os.environ, **variables, SECRET: secret}, signal.SIGKILL)
         for variables in environments

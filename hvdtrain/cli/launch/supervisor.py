@@ -88,9 +88,8 @@ class Supervisor:
             if handler is not signal.SIG_IGN:
                 signal.signal(number, self._signals)
         try:
-            self._book.offer(
-                self._offer.read()
-            )  # an offer that cannot be read at first is a mistake
+            # an offer that cannot be read at first is a mistake
+            self._book.offer(self._offer.read())
             while True:
                 hosts = self._wait_for_hosts()
                 if self._signals.received:
@@ -360,9 +359,8 @@ class JobEvents:
         self._run = run
         self._offset = 0
         self._rest = b""
-        self.ending = (
-            "" if run else "end"
-        )  # as Ended's; of the start before until there is an event of this one
+        # as Ended's; of the start before until there is an event of this one
+        self.ending = "" if run else "end"
         self._forget()
 
     def begin(self) -> None:

@@ -86,13 +86,14 @@ hvdtrain plan --parallel [--ranks 4] [--memory 16GiB] [--json [FILE]] [key=value
 _RANKS = (1, 8, 64, 512)
 _CURVE_POINTS = 2000
 _OPTIONS_OF_JOBS = ("png", "parallel_picture", "all")  # without --pipeline and --parallel
+# with --parallel
 _OPTIONS_OF_MESHES = (
     "gflops",
     "inside",
     "between",
     "ranks_per_node",
     "measured",
-)  # with --parallel
+)
 
 
 class TrainingData(NamedTuple):

@@ -183,12 +183,10 @@ class Memory(NamedTuple):
 def memory(shapes: Shapes, rule: Rule | None, precision: str) -> Memory:
     """Computed from shapes: nothing of that size is allocated. `rule` is None for a class of
     torch.optim."""
-    dtype = np.dtype(
-        "float64" if precision == "fp64" else "float32"
-    )  # weights of half precision are float32
-    arrays = [
-        np.broadcast_to(np.zeros((), dtype), shape) for shape in shapes.values()
-    ]  # one number each, whatever the shape
+    # weights of half precision are float32
+    dtype = np.dtype("float64" if precision == "fp64" else "float32")
+    # one number each, whatever the shape
+    arrays = [np.broadcast_to(np.zeros((), dtype), shape) for shape in shapes.values()]
     weights = sum(array.nbytes for array in arrays)
     ops = ArrayOps(SimpleNamespace(zeros_like=lambda array: array, zeros=np.zeros))
     optimizer_state = None
@@ -314,13 +312,14 @@ def memory_plan(
                 if one.ranks == 1
                 for row in _rows(one, task, [0], recompute, [one])
             ]
+            # parts of layers: no rule
             groups = (
                 [[one] for one in several]
                 if config.parallel.ranks > 1
                 else [several]
                 if several
                 else []
-            )  # parts of layers: no rule
+            )
             rows += [
                 row
                 for group in groups

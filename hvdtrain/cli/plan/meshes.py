@@ -128,9 +128,8 @@ def with_mesh(config: Config, mesh: Mesh, original: Config) -> Config:
         sequence=sequence,
         **of_pipeline,
     )
-    log = (
-        config.log.replace(samples=0) if mesh.pipeline > 1 else config.log
-    )  # no rank has the whole model to draw with
+    # no rank has the whole model to draw with
+    log = config.log.replace(samples=0) if mesh.pipeline > 1 else config.log
     return config.replace(parallel=parallel, shard=config.shard.replace(stage=mesh.stage), log=log)
 
 
@@ -373,9 +372,8 @@ def _of_pipeline(config: Config, works: Sequence[PlannedWork], machine: Machine)
     parallel = config.parallel
     micro = works[0].passes
     virtual = parallel.stages_of_rank
-    share = 1 / (
-        4 if config.model.recompute != "none" else 3
-    )  # of the operations, which a forward pass has
+    # of the operations, which a forward pass has
+    share = 1 / (4 if config.model.recompute != "none" else 3)
     seconds = []
     transfers = [0.0] * (len(works) * virtual)
     after_s = 0.0

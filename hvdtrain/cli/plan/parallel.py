@@ -297,9 +297,8 @@ def pipeline_plan(config: Config, task: Task, ranks: int) -> PipelinePlan:
     parallel.pipeline=1. Raises UserError."""
     if config.parallel.pipeline == 1:
         config = config.replace(parallel=config.parallel.replace(pipeline=ranks))
-    config = config.replace(
-        log=config.log.replace(samples=0)
-    )  # no rank has the whole model to draw with
+    # no rank has the whole model to draw with
+    config = config.replace(log=config.log.replace(samples=0))
     config = resolve_batch_size(config, config.parallel.ranks)
     refuse_on_every_engine(config, config.parallel.ranks)
     framework: Any = plugins.load("frameworks", config.framework, config.where("framework"))

@@ -420,9 +420,8 @@ class SideBySide:
             if status is not None:
                 del self._running[slot]
                 code = status if status >= 0 else 128 - status
-                was_starting = code == 128 + signal.SIGUSR2 and (
-                    self.is_stopped or one.is_asked
-                )  # its Python was not running yet
+                # its Python was not running yet
+                was_starting = code == 128 + signal.SIGUSR2 and (self.is_stopped or one.is_asked)
                 ended(one.trial, REQUEUE if was_starting else code, one.is_hopeless)
 
     def _stop_hopeless(self, is_hopeless: Callable[[Trial], bool]) -> None:

@@ -26,11 +26,12 @@ from hvdtrain.errors import DIVERGED, DONE, REQUEUE, UserError, short
 from hvdtrain.report.run import ACCURACY, RunMetric, RunRecord, number, objective_of, read_run
 
 State = Literal["done", "diverged", "pruned", "failed", "stopped", "waiting"]
+# the same command does not start them again
 KEPT: tuple[State, ...] = (
     "done",
     "diverged",
     "pruned",
-)  # the same command does not start them again
+)
 _LOG_BYTES = 100_000  # of the end of a log
 _ABOVE = "the error above ends the"  # in the line after a traceback
 

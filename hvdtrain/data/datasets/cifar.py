@@ -65,10 +65,11 @@ _EDITIONS = {
 }
 
 
+# samples, shape, classes, as published
 TRAINING = {
     "cifar10": (50_000, (32, 32, 3), 10),
     "cifar100": (50_000, (32, 32, 3), 100),
-}  # samples, shape, classes, as published
+}
 
 
 def build(name: str, root: Path | None, split: Split, *, download: bool = True) -> LabelledImages:
@@ -94,9 +95,10 @@ def build(name: str, root: Path | None, split: Split, *, download: bool = True) 
     records = [
         _read_records(path, edition.label_bytes, _MOST_BYTES // len(paths)) for path in paths
     ]
+    # (n, C, H, W)
     x = np.concatenate([record[:, edition.label_bytes :] for record in records]).reshape(
         -1, 3, 32, 32
-    )  # (n, C, H, W)
+    )
     y = np.concatenate([record[:, edition.label_bytes - 1] for record in records]).astype(np.int64)
     return ArraySource(
         np.ascontiguousarray(x.transpose(0, 2, 3, 1)),

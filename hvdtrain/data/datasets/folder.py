@@ -33,9 +33,8 @@ from hvdtrain.data.source import LabelledImages, Split, smallest
 from hvdtrain.errors import UserError, short
 
 _FOLDERS: dict[Split, tuple[str, ...]] = {"train": ("train",), "val": ("val", "validation", "test")}
-ImagesByClass = dict[
-    str, list[str]
-]  # class -> names of its images in its folder, both in sorted order
+# class -> names of its images in its folder, both in sorted order
+ImagesByClass = dict[str, list[str]]
 
 
 def build(

@@ -35,9 +35,9 @@ from hvdtrain.errors import UserError, first_line
 _SHUFFLE = 2
 _DEFLATE = 1
 _MOST_LINKS = 16  # soft ones that are followed for one name, as many as the library follows
-_BLOCK_BYTES = (
-    2**20
-)  # about, that are read at once through the library where an array has no chunks
+# about, that are read at once through the library where an array has no chunks
+_BLOCK_BYTES = 2**20
+# what h5py raises
 _DAMAGE = (
     OSError,
     RuntimeError,
@@ -45,7 +45,7 @@ _DAMAGE = (
     LookupError,
     ArithmeticError,
     TypeError,
-)  # what h5py raises
+)
 
 
 def build(

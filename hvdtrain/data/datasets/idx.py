@@ -57,18 +57,18 @@ _FILES: dict[Split, tuple[str, str]] = {
 }
 _CLASSES = 10
 _BLOCK_BYTES = 2**20
+# of images: six times MNIST; of labels, each of which takes eight bytes of memory
 _MOST_BYTES = {
     3: 2**28,
     1: 2**24,
-}  # of images: six times MNIST; of labels, each of which takes eight bytes of memory
+}
 _DEFLATE_RATIO = (
     1032  # no gzip stream holds more bytes for each byte of file (zlib's technical details)
 )
 
 
-TRAINING = dict.fromkeys(
-    _FAMILY, (60000, (28, 28, 1), _CLASSES)
-)  # samples, shape, classes, as published
+# samples, shape, classes, as published
+TRAINING = dict.fromkeys(_FAMILY, (60000, (28, 28, 1), _CLASSES))
 
 
 def build(name: str, root: Path | None, split: Split, *, download: bool = True) -> LabelledImages:
@@ -133,9 +133,8 @@ def _find(root: Path, dataset: _Dataset, file: str) -> Path | None:
 
 
 def _download_files(dataset: _Dataset, folder: Path) -> None:
-    getattr(import_torchvision().datasets, dataset.folder)(
-        str(folder), download=True
-    )  # torchvision has the URLs and checksums
+    # torchvision has the URLs and checksums
+    getattr(import_torchvision().datasets, dataset.folder)(str(folder), download=True)
 
 
 def _read_idx(path: Path, dimensions: int) -> np.ndarray:

@@ -29,9 +29,8 @@ from hvdtrain.data.stored.stored_array import (
 )
 from hvdtrain.errors import UserError, first_line
 
-_LOCAL_HEADER = struct.Struct(
-    "<4s22xHH"
-)  # of a zip file's member: signature, lengths of its name and of what follows
+# of a zip file's member: signature, lengths of its name and of what follows
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
 _HEADER_BYTES = 2**16  # at most, of an array
 _MOST_VALUES = 2**34  # bytes of an array that is read whole
 _DAMAGE = (

@@ -125,11 +125,12 @@ class ParquetFile:
                 "another column",
             )
         are_numbers = all(isinstance(value, (bool, int, float)) for value in values)
+        # dates too
         return (
             np.array(values)
             if are_numbers
             else np.array([str(value).strip() for value in values], str)
-        )  # dates too
+        )
 
     def _check_size(self, metadata: Any, group: int, names: Sequence[str]) -> None:
         """Raises UserError where columns of a row group would take more memory than they may."""
@@ -185,9 +186,8 @@ def _index_columns(names: Sequence[str], metadata: Mapping[bytes, bytes]) -> lis
         listed = json.loads(metadata.get(b"pandas", b"{}"))["index_columns"]
     except (ValueError, LookupError, TypeError):
         listed = []
-    written = (
-        [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
-    )  # a range is not a column
+    # a range is not a column
+    written = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
     return [name for name in names if name in written or is_index(name)]
 
 

@@ -125,7 +125,6 @@ class _Synthetic(ImagesBase):
         """Random bytes of the samples, uint8 (n, H, W, C)."""
         values = math.prod(self.shape)
         counters = np.arange(-(-values // 8), dtype=np.uint64)
-        seeds = fold(
-            self.stream, indices.astype(np.uint64)[:, None], counters
-        )  # (n, counters), eight values each
+        # (n, counters), eight values each
+        seeds = fold(self.stream, indices.astype(np.uint64)[:, None], counters)
         return seeds.astype("<u8").view(np.uint8)[:, :values].reshape(-1, *self.shape)

@@ -43,11 +43,12 @@ def check_folder(root: Path, fix: str) -> None:
         raise UserError(f"{root} is not a folder", "data.root", fix)
 
 
+# what flock() answers on a file system that is mounted without them
 NO_LOCKS = (
     errno.ENOLCK,
     errno.ENOSYS,
     errno.EOPNOTSUPP,
-)  # what flock() answers on a file system that is mounted without them
+)
 _SILENT_S = 2.0
 _FIX = (
     "a folder on a local disk by data.cache=, data.stage= or $XDG_CACHE_HOME; or mount it with "

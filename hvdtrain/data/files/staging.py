@@ -33,10 +33,11 @@ from hvdtrain.errors import UserError
 
 _WITHOUT_FILES = ("digits", "synthetic")
 _READ_ONCE = ("image_tokens", "text")  # and kept in memory
+# never downloaded; the arrays and the index made of them go into the stage, too
 _USER_IMAGES = (
     "folder",
     "webdataset",
-)  # never downloaded; the arrays and the index made of them go into the stage, too
+)
 _USER_TABLES = ("csv", "hdf5", "netcdf", "npz", "parquet", "zarr")  # never downloaded
 _IDX_FOLDERS = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST", "kmnist": "KMNIST"}
 _SELECTIONS: dict[
@@ -70,9 +71,8 @@ class Fingerprint(NamedTuple):
     ctime_ns: int
 
 
-_NO_FINGERPRINT = Fingerprint(
-    0, 0, 0
-)  # of a copy that is gone: equal to none, so the next start copies the file again
+# of a copy that is gone: equal to none, so the next start copies the file again
+_NO_FINGERPRINT = Fingerprint(0, 0, 0)
 
 
 class ManifestEntry(NamedTuple):
@@ -292,9 +292,8 @@ class StagedCopy:
             self._print(f"checking: {files:,} / {len(doubtful):,} files, {format_bytes(size)}")
 
         for_each_file(doubtful, read_back, self._partial, show_progress)
-        changed = sorted(
-            current.keys() - intact.keys()
-        )  # the manifest has them as they were completed
+        # the manifest has them as they were completed
+        changed = sorted(current.keys() - intact.keys())
         if changed:
             more = ", ..." if len(changed) > 1 else ""
             self._print(

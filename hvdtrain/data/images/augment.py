@@ -30,9 +30,8 @@ _PARTNER = range(7, 8)  # of mixup and of CutMix
 _CUTMIX_WEIGHT = range(40, 42)
 _CUTMIX_CENTRE = range(42, 44)
 _IS_CUTMIX = range(44, 45)
-MIXUP_WEIGHT_STEPS = (
-    2**16
-)  # a mixup weight is a multiple of 1 / this, so that float32 mixes bytes exactly: 8 + 16 bits
+# a mixup weight is a multiple of 1 / this, so that float32 mixes bytes exactly: 8 + 16 bits
+MIXUP_WEIGHT_STEPS = 2**16
 
 
 class AugmentationParameters(NamedTuple):
@@ -272,9 +271,8 @@ def mixup(x: np.ndarray, partner: np.ndarray, weight: np.ndarray) -> np.ndarray:
     weight = (np.rint(weight * MIXUP_WEIGHT_STEPS) / MIXUP_WEIGHT_STEPS).astype(np.float32)[
         :, None, None, None
     ]
-    mixed: np.ndarray = (x * weight + partner * (1 - weight) + np.float32(0.5)).astype(
-        np.uint8
-    )  # no step of this rounds
+    # no step of this rounds
+    mixed: np.ndarray = (x * weight + partner * (1 - weight) + np.float32(0.5)).astype(np.uint8)
     return mixed
 
 
@@ -283,9 +281,8 @@ def _shift(x: np.ndarray, shift: np.ndarray, reflects: bool = False) -> np.ndarr
     border = int(np.abs(shift).max(initial=0))
     around = (0, 0), (border, border), (border, border), (0, 0)
     padded = np.pad(x, around, mode="reflect") if reflects else np.pad(x, around)
-    windows = np.lib.stride_tricks.sliding_window_view(
-        padded, (height, width), axis=(1, 2)
-    )  # (n, 2 border + 1, 2 border + 1, C, H, W)
+    # (n, 2 border + 1, 2 border + 1, C, H, W)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(1, 2))
     return np.ascontiguousarray(
         np.moveaxis(windows, 3, -1)[np.arange(n), border + shift[:, 0], border + shift[:, 1]]
     )
@@ -294,9 +291,8 @@ def _shift(x: np.ndarray, shift: np.ndarray, reflects: bool = False) -> np.ndarr
 def _flip(x: np.ndarray, flipped: np.ndarray) -> np.ndarray:
     n, height, width, channels = x.shape
     result = x.copy()
-    pixels = result.reshape(n, height, width * channels).view(
-        f"V{channels}"
-    )  # (n, H, W): whole pixels move twice as fast as bytes
+    # (n, H, W): whole pixels move twice as fast as bytes
+    pixels = result.reshape(n, height, width * channels).view(f"V{channels}")
     pixels[flipped] = pixels[flipped][:, :, ::-1]
     return result
 
@@ -313,9 +309,10 @@ def _cutout(x: np.ndarray, box: np.ndarray) -> np.ndarray:
     top, bottom, left, right = (edge[:, None] for edge in box.T)
     rows = np.arange(height)
     columns = np.arange(width * channels) // channels
+    # (n, H, W C)
     black = ((rows >= top) & (rows < bottom))[:, :, None] & ((columns >= left) & (columns < right))[
         :, None
-    ]  # (n, H, W C)
+    ]
     return (x.reshape(black.shape) * ~black).reshape(x.shape)
 
 

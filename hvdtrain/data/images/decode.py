@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from PIL.ImageFile import ImageFile
 
 
-Name = Callable[
-    [], str
-]  # the name of an image in messages: called only for an error, since an archive is searched for it
+# the name of an image in messages: called only for an error, since an archive is searched for it
+Name = Callable[[], str]
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")
 _MOST_SIDE = 2**13  # pixels, of data.size
+# by content, whatever the suffix: some formats of PIL start other programs
 _FORMATS = (
     "JPEG",
     "PNG",
@@ -34,7 +34,7 @@ _FORMATS = (
     "TIFF",
     "GIF",
     "PPM",
-)  # by content, whatever the suffix: some formats of PIL start other programs
+)
 _MOST_BEFORE_EXIF = 2**18  # bytes of a JPEG file: its segments have at most 64 KiB each
 MOST_BYTES = 2**27  # of an image file
 _MOST_PIXELS = 2**26  # ImageNet's largest image has 61 million
@@ -344,13 +344,14 @@ _FRAME = Struct(">BHHB")  # bits, height, width, channels
 _PROGRESSIVE = 0xC2
 _SCAN = 0xDA
 _FRAMES = (0xC0, 0xC1, _PROGRESSIVE)  # baseline, extended
+# applications' own, tables, restarts, comment: before frame and scan
 _OTHERS = (
     *range(0xE0, 0xF0),
     0xC4,
     0xDB,
     0xDD,
     0xFE,
-)  # applications' own, tables, restarts, comment: before frame and scan
+)
 _MODES = {1: "L", 3: "RGB"}
 _SCALES = (8, 4, 2)  # of the decoder: it leaves out the high frequencies, and the work for them
 

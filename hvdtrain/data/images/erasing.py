@@ -8,9 +8,8 @@ from hvdtrain.core.progress import fold
 from hvdtrain.data.images.resized_crop import uniform
 
 _TRIES = 10
-_COUNTERS = range(
-    104, 104 + 2 * _TRIES + 3
-)  # apart from those in augment.py, random_operations.py and resized_crop.py
+# apart from those in augment.py, random_operations.py and resized_crop.py
+_COUNTERS = range(104, 104 + 2 * _TRIES + 3)
 _PIXELS = 160  # the counter of random pixels
 _AREA = 0.02, 0.33  # share of the image
 _RATIO = np.log(0.3), np.log(3.3)

@@ -31,9 +31,8 @@ class MovedMasks(AroundSource):
     sample in the same epoch."""
 
     source: Source
-    masks: Mapping[
-        str, int
-    ]  # fields (n, H, W) of integers, and the label of what is outside of the image
+    # fields (n, H, W) of integers, and the label of what is outside of the image
+    masks: Mapping[str, int]
     augment: AugmentConfig
 
     def read(self, indices: np.ndarray) -> Batch:

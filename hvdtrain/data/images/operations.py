@@ -48,11 +48,12 @@ _OF_TABLES = (
     *(Operation.SOLARIZE, Operation.AUTO_CONTRAST, Operation.EQUALIZE),
 )
 _ONE = 2**16  # the factor 1
+# 0.2989, 0.587, 0.114 of _ONE, as torchvision weighs red, green and blue
 _GREY = (
     19589,
     38470,
     7471,
-)  # 0.2989, 0.587, 0.114 of _ONE, as torchvision weighs red, green and blue
+)
 _FINE = 2**32  # the coordinate 1: rounding moves a pixel at the far end of a row of 2^14 by 2^-19
 
 
@@ -181,18 +182,16 @@ def _moved(x: Any, operation: np.ndarray, argument: np.ndarray, arrays: Arrays) 
         first + near_row * width + near_column,
         len(pixels),
     )
-    return arrays.take(
-        arrays.xp.concatenate([pixels, pixels[:1] * 0]), place
-    )  # the last one is black
+    # the last one is black
+    return arrays.take(arrays.xp.concatenate([pixels, pixels[:1] * 0]), place)
 
 
 def _by_tables(x: Any, operation: np.ndarray, argument: np.ndarray, arrays: Arrays) -> Any:
     """Each value of a channel becomes another one, whatever its place: by a table of 256 for each
     channel of each image."""
     channels = x.shape[-1]
-    tables = arrays.put(
-        np.tile(_given_tables(operation, argument)[:, None], (1, channels, 1))
-    )  # uint8 (m, C, 256)
+    # uint8 (m, C, 256)
+    tables = arrays.put(np.tile(_given_tables(operation, argument)[:, None], (1, channels, 1)))
     for kind, function in (
         (Operation.CONTRAST, _contrast),
         (Operation.AUTO_CONTRAST, _auto_contrast),
@@ -212,9 +211,8 @@ def _table_places(x: Any, arrays: Arrays) -> Any:
     int32 (m, H, W C)."""
     m, height, width, channels = x.shape
     first = 256 * np.arange(m * channels, dtype=np.int32).reshape(m, 1, channels)
-    return x.reshape(m, height, width * channels) + arrays.put(
-        np.tile(first, (1, 1, width))
-    )  # rows: three channels are a slow loop
+    # rows: three channels are a slow loop
+    return x.reshape(m, height, width * channels) + arrays.put(np.tile(first, (1, 1, width)))
 
 
 def _given_tables(operation: np.ndarray, argument: np.ndarray) -> np.ndarray:
@@ -248,9 +246,10 @@ def _auto_contrast(x: Any, _: np.ndarray, arrays: Arrays) -> Any:
     stays."""
     xp = arrays.xp
     values = arrays.put(np.arange(256))
+    # (m, C, 1)
     low, high = (
         arrays.cast(limit(limit(x, 1), 1), "int64")[..., None] for limit in (xp.amin, xp.amax)
-    )  # (m, C, 1)
+    )
     return xp.where(high > low, 255 * (values - low) // (high - low).clip(1), values)
 
 
@@ -260,9 +259,8 @@ def _equalize(x: Any, _: np.ndarray, arrays: Arrays) -> Any:
     m, height, width, channels = x.shape
     counts = arrays.counts(_table_places(x, arrays), m * channels * 256).reshape(m, channels, 256)
     until = counts.cumsum(-1)
-    most = arrays.xp.amax(
-        arrays.xp.where(counts > 0, arrays.put(np.arange(256)), 0), -1
-    )  # the brightest value that is there
+    # the brightest value that is there
+    most = arrays.xp.amax(arrays.xp.where(counts > 0, arrays.put(np.arange(256)), 0), -1)
     of_most = (counts * (arrays.put(np.arange(256)) == most[..., None])).sum(-1)[..., None]
     step = (height * width - of_most) // 255  # (m, C, 1)
     table = (until - counts + step // 2) // step.clip(1)
@@ -304,9 +302,8 @@ def _hue(x: Any, _: np.ndarray, turns: np.ndarray, arrays: Arrays) -> Any:
     is_red = high == red
     is_green = high == green
     across = xp.where(is_red, green - blue, xp.where(is_green, blue - red, red - green))
-    sector = arrays.cast(~is_red, "int32") * (
-        4 - 2 * arrays.cast(is_green, "int32")
-    )  # red at 0, green at 2, blue at 4; 6 are a turn
+    # red at 0, green at 2, blue at 4; 6 are a turn
+    sector = arrays.cast(~is_red, "int32") * (4 - 2 * arrays.cast(is_green, "int32"))
     turn = arrays.put(_fixed(6 * turns)[:, None, None].astype(np.int32))
     angle = (sector * _ONE + across * _ONE // chroma.clip(1) + turn) % (6 * _ONE)
     parts = (
@@ -342,9 +339,8 @@ def _fixed(factor: np.ndarray) -> np.ndarray:
 
 
 _FUNCTIONS = (_moved, _by_tables, _color, _sharpness, _hue)
-_KIND = np.zeros(
-    len(Operation), np.int64
-)  # by operation: which of the functions, counted from 1; 0: none
+# by operation: which of the functions, counted from 1; 0: none
+_KIND = np.zeros(len(Operation), np.int64)
 for _number, _operations in enumerate(
     (GEOMETRIC, _OF_TABLES, (Operation.COLOR,), (Operation.SHARPNESS,), (Operation.HUE,)), 1
 ):

@@ -41,9 +41,8 @@ if TYPE_CHECKING:
 _SHARD_BYTES = 2**30  # of pixels: an interrupted packing loses at most the work for one file
 _PROGRESS_S = 2.0
 _FLUSH_S = 0.25
-_BLOCK_BYTES = (
-    2**22
-)  # a thread decodes and writes at most this much at once, and at most MOST_ROWS images
+# a thread decodes and writes at most this much at once, and at most MOST_ROWS images
+_BLOCK_BYTES = 2**22
 _MOST_THREADS = 16  # or processes
 _BLOCKS_FOR_WORKERS = 4  # of small images, that a thread asks worker processes for at once
 # images for which processes make up for the time that they take to start

@@ -12,19 +12,19 @@ from hvdtrain.data.images.resized_crop import integers, uniform
 
 MOST_OPERATIONS = 16  # of RandAugment for an image, by the counters that it has
 MAGNITUDES = 30  # the largest one; RandAugment's scale begins at 0
-_RAND_AUGMENT = range(
-    64, 64 + 2 * MOST_OPERATIONS
-)  # apart from those in augment.py, erasing.py and resized_crop.py
+# apart from those in augment.py, erasing.py and resized_crop.py
+_RAND_AUGMENT = range(64, 64 + 2 * MOST_OPERATIONS)
 _FACTORS = range(96, 100)
 _ORDER = range(100, 104)
 _FARTHEST = 150 / 331  # of the image's side, moved with the largest magnitude
 _OF_RAND_AUGMENT = [operation for operation in Operation if operation != Operation.HUE]
+# as augment.color_jitter has them
 _JITTERED = (
     Operation.BRIGHTNESS,
     Operation.CONTRAST,
     Operation.COLOR,
     Operation.HUE,
-)  # as augment.color_jitter has them
+)
 
 
 def rand_augment(

@@ -68,12 +68,10 @@ def crop_boxes(
     return np.concatenate([corner, sides], 1)
 
 
-WEIGHT_ONE = (
-    2**11
-)  # the weight 1: 8 + 11 + 11 bits fit into int32, and a result is at most 0.13 of 255 levels off
-_BLOCK_NUMBERS = (
-    2**16
-)  # int32 numbers computed at once: they stay in the cache, and their memory is reused
+# the weight 1: 8 + 11 + 11 bits fit into int32, and a result is at most 0.13 of 255 levels off
+WEIGHT_ONE = 2**11
+# int32 numbers computed at once: they stay in the cache, and their memory is reused
+_BLOCK_NUMBERS = 2**16
 
 
 class Interpolation(NamedTuple):
@@ -127,9 +125,10 @@ def resized_crop(x: np.ndarray, box: np.ndarray, flipped: np.ndarray | None = No
     block = max(1, _BLOCK_NUMBERS // (width * channels))
     for first in range(0, n * height, block):
         rows = slice(first, first + block)
+        # (rows, W C)
         lines = _between(
             source.take(low_rows[rows], 0), source.take(high_rows[rows], 0), row_weight[rows]
-        )  # (rows, W C)
+        )
         image = image_of_row[rows]
         start = width * np.arange(len(image))[:, None]
         pixels = lines.reshape(-1, channels)  # (rows W, C)

@@ -21,9 +21,8 @@ _LABEL_SUFFIX = "cls"
 _MOST_CLASSES = 2**20
 _MOST_HEADER_BYTES = 2**20  # of a long name or of extended fields
 _MOST_LABEL_BYTES = 64
-_END_BYTES = (
-    2**16
-)  # checked after the end mark: tar pads to 10 KiB, so an appended archive begins within
+# checked after the end mark: tar pads to 10 KiB, so an appended archive begins within
+_END_BYTES = 2**16
 _COMPRESSED = {
     b"\x1f\x8b": "gzip",
     b"BZh": "bzip2",

@@ -187,9 +187,8 @@ def columns_of_hugging_face(
     padding: columns whose lists have different lengths, each as Ragged; the others keep their names
     then, but for the target.
     """
-    table = dataset.with_format("arrow")[
-        :
-    ]  # in the order of the data set, which a shuffle or a filter gave it
+    # in the order of the data set, which a shuffle or a filter gave it
+    table = dataset.with_format("arrow")[:]
     columns: dict[str, Any] = {}
     for column in table.column_names:
         values = table[column].combine_chunks()

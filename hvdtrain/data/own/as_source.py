@@ -269,9 +269,8 @@ class CheckedSource(AroundSource):
 
     source: Source
     where: str
-    declared: Mapping[str, Field] = field(
-        default_factory=dict
-    )  # of integers, in place of the source's own
+    # of integers, in place of the source's own
+    declared: Mapping[str, Field] = field(default_factory=dict)
 
     @property
     def fields(self) -> Mapping[str, Field]:
@@ -345,9 +344,8 @@ def _arrays_as_declared(source: NamedArrays, declared: Mapping[str, Field]) -> S
     if not declared:
         return source
     for name, kind in declared.items() if not source.is_large else ():
-        check_numbers(
-            name, source.arrays[name], kind, source.where
-        )  # in the type that they have: a cast would change wrong numbers
+        # in the type that they have: a cast would change wrong numbers
+        check_numbers(name, source.arrays[name], kind, source.where)
     if source.is_large and any(
         source.fields[name].dtype != kind.dtype for name, kind in declared.items()
     ):

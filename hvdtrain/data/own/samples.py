@@ -44,9 +44,8 @@ class Samples:
     name: str  # for messages
     kept: tuple[str, ...] = ()  # names of fields that stay in place of x and y
     nested_inputs: tuple[str, ...] = ()  # fields that a sample has inside of x
-    padding: Mapping[str, Padding] = dataclasses.field(
-        default_factory=dict
-    )  # of fields whose rows are padded to shape[0]
+    # of fields whose rows are padded to shape[0]
+    padding: Mapping[str, Padding] = dataclasses.field(default_factory=dict)
 
     def read(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
         """The samples in fresh arrays; the generators of this process are left as the last of them

@@ -42,9 +42,8 @@ class SamplesAhead:
         self._blocks_of = blocks_of
         self._read = read
         self._lock = threading.Lock()
-        self._due: defaultdict[int, Counter[int]] = defaultdict(
-            Counter
-        )  # by block: how often a sample is still to be read, the next first
+        # by block: how often a sample is still to be read, the next first
+        self._due: defaultdict[int, Counter[int]] = defaultdict(Counter)
         self._kept: dict[int, Future[_Rows]] = {}  # what has the sample, once it is read
 
     def expect(self, samples: np.ndarray, anew: bool) -> None:
@@ -95,9 +94,8 @@ class SamplesAhead:
                 sample for sample in kept if sample not in self._due.get(blocks[sample], ())
             ]:
                 del self._kept[sample]
-            room = min(
-                max(0, self._most - len(self._kept)), max(self._most // 8, len(samples))
-            )  # a read has its own memory, too
+            # a read has its own memory, too
+            room = min(max(0, self._most - len(self._kept)), max(self._most // 8, len(samples)))
             near = dict.fromkeys(blocks[sample] for sample in missing)
             others = [
                 sample

@@ -11,9 +11,8 @@ import numpy as np
 
 from hvdtrain.errors import UserError
 
-_PART = re.compile(
-    r"\s*(?:(-?\d*):(-?\d*)(?::(-?\d*))?|(-?\d+)|\[([\d\s,-]*)\])\s*"
-)  # a slice, a number or a list
+# a slice, a number or a list
+_PART = re.compile(r"\s*(?:(-?\d*):(-?\d*)(?::(-?\d*))?|(-?\d+)|\[([\d\s,-]*)\])\s*")
 _FIX = (
     "NAME[samples, axis, ...], of slices (0:3, ::2), numbers and lists ([0, 2]): /fields/u[:, 0:3]"
 )

@@ -200,9 +200,8 @@ class StoredSource:
     samples: StoredSamples
     notes: tuple[str, ...] = ()  # for the user
     pool: WorkerPool | None = None
-    _known: dict[str, Any] = field(
-        default_factory=dict
-    )  # what is computed once: labels, the digest
+    # what is computed once: labels, the digest
+    _known: dict[str, Any] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     @property
@@ -275,9 +274,8 @@ class StoredSource:
             }
             self.samples.read_into(found, indices, None)
             return found
-        order = np.argsort(
-            indices, kind="stable"
-        )  # a worker gets neighbours: few blocks are decoded by two of them
+        # a worker gets neighbours: few blocks are decoded by two of them
+        order = np.argsort(indices, kind="stable")
         return {
             name: _unsorted(rows, order)
             for name, rows in self.pool.read(indices[order], None).items()

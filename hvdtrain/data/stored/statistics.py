@@ -22,9 +22,8 @@ class Ranks(NamedTuple):
 
     rank: int
     size: int
-    add_up: Callable[
-        [np.ndarray, str], np.ndarray
-    ]  # the sum of float64 arrays over the ranks, by name
+    # the sum of float64 arrays over the ranks, by name
+    add_up: Callable[[np.ndarray, str], np.ndarray]
 
 
 ALONE = Ranks(0, 1, lambda array, name: array)
@@ -41,9 +40,8 @@ def mean_and_std(
     columns = shape[-1] if shape else 1
     rows = max(1, _VALUES // max(1, math.prod(shape)))
     firsts = range(0, samples, rows)
-    pieces = np.zeros(
-        (len(firsts), 3, columns)
-    )  # of each piece: how many, mean, sum of squares about it
+    # of each piece: how many, mean, sum of squares about it
+    pieces = np.zeros((len(firsts), 3, columns))
     for number in range(
         len(firsts) * ranks.rank // ranks.size, len(firsts) * (ranks.rank + 1) // ranks.size
     ):

@@ -130,9 +130,8 @@ class Mlflow:
 def _connect(run: Path) -> MlflowClient:
     """A client. MLflow's fluent functions belong to the thread that started a run, and change state
     that the user's own code sees."""
-    os.environ.setdefault(
-        "MLFLOW_DISABLE_TELEMETRY", "true"
-    )  # read at the import; otherwise MLflow reports each use to its vendor
+    # read at the import; otherwise MLflow reports each use to its vendor
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     if not uri:
         # Files, for which MLflow needs the variable below. SQLite needs sqlalchemy and alembic,

@@ -106,9 +106,8 @@ class TensorBoard:
         )
         texts = {"config": f"| key | value |\n| --- | --- |\n{rows}"}
         if event.fields.get("lines"):
-            lines = [
-                f"    {redact_urls(line)}" for line in event.fields["lines"]
-            ]  # indented: Markdown shows it as it is
+            # indented: Markdown shows it as it is
+            lines = [f"    {redact_urls(line)}" for line in event.fields["lines"]]
             texts["header"] = "\n".join(lines)
         self._write(
             event.time,

@@ -123,19 +123,16 @@ class Wandb:
                 )
 
     def _open(self, first: Event) -> Run:
-        os.environ.setdefault(
-            "WANDB_ERROR_REPORTING", "false"
-        )  # read at the import; otherwise wandb reports its failures to its vendor
-        os.environ.setdefault(
-            "WANDB_SILENT", "true"
-        )  # a setting of init() comes too late for the messages of a login
+        # read at the import; otherwise wandb reports its failures to its vendor
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        # a setting of init() comes too late for the messages of a login
+        os.environ.setdefault("WANDB_SILENT", "true")
         with _restore_exit_hooks():
             import wandb
 
             with Folder.make(self._folder, "wandb") as folder:
-                folder.refuse_links(
-                    below=False
-                )  # below are earlier starts, which it only reads, with links to its cache
+                # below are earlier starts, which it only reads, with links to its cache
+                folder.refuse_links(below=False)
             path = self._folder / "wandb_run.json"
             run_id = load_run_id(path, first) or uuid.uuid4().hex[:8]
             run = wandb.init(

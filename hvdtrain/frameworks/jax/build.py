@@ -95,9 +95,8 @@ def pick_devices(jax: Any, config: Config, communicator: Communicator) -> list[A
     if wanted == 1:
         return [first]
     devices = jax.local_devices(backend=first.platform)
-    sees_its_own = (
-        first.platform == "cpu" or len(devices) == wanted
-    )  # by CUDA_VISIBLE_DEVICES of each rank
+    # by CUDA_VISIBLE_DEVICES of each rank
+    sees_its_own = first.platform == "cpu" or len(devices) == wanted
     start = 0 if sees_its_own else communicator.local_rank * wanted
     if start + wanted > len(devices):
         what = (

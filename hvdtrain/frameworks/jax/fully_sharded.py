@@ -118,9 +118,8 @@ class WholeUnits:
         unit = self._cut.units[number]
         if not unit.parameters:
             return []
-        row = np.empty(
-            unit.cut.length, self._target.dtype
-        )  # new: the weights on a CPU may be views of it
+        # new: the weights on a CPU may be views of it
+        row = np.empty(unit.cut.length, self._target.dtype)
         np.concatenate([np.asarray(parts[i]) for i in unit.parameters], out=row[unit.cut.own])
         row = self._communicator.start_spread(row, f"weights.{number}").wait()
         return [self._target.to_device(array) for array in unit.cut.split(row)]
@@ -398,15 +397,13 @@ class Training:
         passes = self._passes
         if not unit.parameters:
             return
-        on_host = (
-            np.zeros(unit.cut.length, passes.target.dtype) if row is None else np.asarray(row)
-        )  # the host waits for the device here
+        # the host waits for the device here
+        on_host = np.zeros(unit.cut.length, passes.target.dtype) if row is None else np.asarray(row)
         passes.phases.enter("communication")
         part = passes.communicator.start_reduce_scatter(on_host, f"gradient.{number}").wait()
         passes.phases.enter("compute")
-        own = np.split(
-            np.array(part), np.cumsum(unit.cut.lengths)[:-1]
-        )  # a copy: it may be a view of the whole
+        # a copy: it may be a view of the whole
+        own = np.split(np.array(part), np.cumsum(unit.cut.lengths)[:-1])
         self._own |= zip(unit.parameters, own, strict=True)
 
 

@@ -13,15 +13,12 @@ import numpy as np
 
 Params = dict[str, Any]  # arrays: {"fc.weight": ..., "fc.bias": ...}
 Init = Callable[[jax.Array], Params]  # key -> parameters
-Block = Callable[
-    [Params, Any], Any
-]  # one of several parts of a model: of activations, or of a Flow
-Wrap = Callable[
-    [int, Block], Block
-]  # number of a block, from 0, and the block -> what is called in its place
-Apply = Callable[
-    ..., Any
-]  # parameters, images (n, H, W, C) -> logits (n, classes); or a Flow of them
+# one of several parts of a model: of activations, or of a Flow
+Block = Callable[[Params, Any], Any]
+# number of a block, from 0, and the block -> what is called in its place
+Wrap = Callable[[int, Block], Block]
+# parameters, images (n, H, W, C) -> logits (n, classes); or a Flow of them
+Apply = Callable[..., Any]
 
 
 def as_it_is(number: int, block: Block) -> Block:

@@ -78,9 +78,8 @@ class JaxLearner(Learner):
             model = model._replace(start=[_of_rank_0(communicator, p) for p in model.start])
         self.model = model._replace(start=[])  # whose memory is free after the first step
         self.notes = model.functions.notes  # lines for the header
-        micro = (
-            config.batch.micro if isinstance(config.batch.micro, int) else None
-        )  # auto is refused before
+        # auto is refused before
+        micro = config.batch.micro if isinstance(config.batch.micro, int) else None
         self.largest = largest_micro_batch(config.batch.size, micro, communicator.size)
         self.stopwatch: Stopwatch = HostStopwatch()
         self._has_averages = config.optim.ema is not None

@@ -19,13 +19,14 @@ from hvdtrain.core.own_line import own_line
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.jax.layers import Functions, Params
 
+# values in training
 _FLAGS = {
     "train": True,
     "training": True,
     "is_training": True,
     "deterministic": False,
     "inference": False,
-}  # values in training
+}
 
 
 class ChangedByPass(Exception):
@@ -73,9 +74,8 @@ class Linen:
             return params
 
         def apply(params: Params, x: jax.Array, key: jax.Array | None = None) -> Any:
-            rngs = (
-                {} if key is None else {"params": key}
-            )  # a stream without a key of its own draws from this one
+            # a stream without a key of its own draws from this one
+            rngs = {} if key is None else {"params": key}
             try:
                 return module.apply(
                     {"params": params, **constants}, x, rngs=rngs, **flags(key is not None)

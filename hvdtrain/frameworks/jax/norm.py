@@ -49,9 +49,8 @@ class BatchNorms:
         )
         self.ghost = norm.ghost if norm.kind == "ghost" else None
         self.one_by_one = norm.statistics == "sequential"
-        self.least_values = (
-            2**31
-        )  # of a channel in one sample, over the layers: known once a pass has been traced
+        # of a channel in one sample, over the layers: known once a pass has been traced
+        self.least_values = 2**31
 
     def start(self) -> dict[str, np.ndarray]:
         """The buffers of all norms before the first step."""
@@ -282,9 +281,8 @@ def _forward(
     values = jnp.asarray(samples * (x[0].size // x.shape[-1]), x.dtype)
     biased = own.variances[0] * (jnp.maximum(values - 1.0, 1.0) / jnp.maximum(values, 1.0))
     rows, turn = ranks.spread(name, jnp.concatenate([values[None], own.means[0], biased]), turn)
-    counts, means, variances = jnp.split(
-        rows, [1, 1 + x.shape[-1]], axis=1
-    )  # (size, 1), (size, C), (size, C)
+    # (size, 1), (size, C), (size, C)
+    counts, means, variances = jnp.split(rows, [1, 1 + x.shape[-1]], axis=1)
     total = counts.sum()
     mean = (counts / total * means).sum(0)
     variance = (counts / total * (variances + jnp.square(means - mean))).sum(0)

@@ -270,9 +270,8 @@ class Optimizer:
             new_p, new_state = rule.update(
                 g, state, p, hyper._replace(weight_decay=0.0) if excluded else hyper, ops
             )
-            new_weights.append(
-                new_p.astype(p.dtype)
-            )  # the dtypes stay as they were, or the next step would be compiled again
+            # the dtypes stay as they were, or the next step would be compiled again
+            new_weights.append(new_p.astype(p.dtype))
             new_states.append(
                 tuple(
                     jnp.asarray(new).astype(old.dtype)

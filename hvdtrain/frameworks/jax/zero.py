@@ -132,9 +132,8 @@ class Zero:
         """Adds this rank's part of the sum over ranks of a gradient."""
         if self._measures:
             self._own_square = 0.0 if row is None else jnp.vdot(row, row)
-        on_host = (
-            np.zeros(self._cut.length, self._target.dtype) if row is None else np.asarray(row)
-        )  # the host waits for the device here
+        # the host waits for the device here
+        on_host = np.zeros(self._cut.length, self._target.dtype) if row is None else np.asarray(row)
         self._phases.enter("communication")
         part = self._communicator.start_reduce_scatter(on_host, "gradient.0").wait()
         self._phases.enter("compute")
@@ -152,9 +151,8 @@ class Zero:
     def _spread(self, own: Weights) -> Weights:
         """All weights, of which each rank gives its part."""
         assert isinstance(self._cut, Cut)
-        row = np.empty(
-            self._cut.length, self._target.dtype
-        )  # new: the weights on a CPU may be views of it
+        # new: the weights on a CPU may be views of it
+        row = np.empty(self._cut.length, self._target.dtype)
         np.concatenate([np.asarray(part).reshape(-1) for part in own], out=row[self._cut.own])
         self._phases.enter("communication")
         row = self._communicator.start_spread(row, "weights.0").wait()

@@ -41,9 +41,8 @@ class Given(NamedTuple):
     """A script's own model, in the place of the one that model.name means."""
 
     model: torch.nn.Module  # on its device, in the number type of its weights
-    inputs: (
-        Called | None
-    )  # (n, ...) what it is called with, on its device; None: the script has given none
+    # (n, ...) what it is called with, on its device; None: the script has given none
+    inputs: Called | None
 
     def example(self, count: int | None, config: Config) -> Called:
         """Rows of the inputs, again and again; count: None: as many as there are. Raises UserError
@@ -200,9 +199,8 @@ def select_strategy(
         return Zero(
             named, mesh, config.shard.stage, int(comm.bucket_mb * 2**20), stopwatch, on_host
         )
-    needs_buckets = (
-        comm.compression != "none" or comm.op == "adasum" or comm.local_steps > 1
-    )  # Horovod's optimizer has none of these
+    # Horovod's optimizer has none of these
+    needs_buckets = comm.compression != "none" or comm.op == "adasum" or comm.local_steps > 1
     unfit = "" if needs_buckets else fits_horovod(optimizer, named)
     if comm.reduce == "distributed_optimizer" and unfit:
         raise UserError(unfit, config.where("comm.reduce"), "comm.reduce=auto")

@@ -148,9 +148,8 @@ def _shift_and_flip(
     elif border:
         padded = pixels.new_zeros(n, tall, wide, channels)
         padded[:, border : border + height, border : border + width] = pixels
-    index_type = (
-        np.int32 if n * tall * wide < 2**31 else np.int64
-    )  # half the memory, and the gather takes either
+    # half the memory, and the gather takes either
+    index_type = np.int32 if n * tall * wide < 2**31 else np.int64
     across = np.arange(width)
     windows = (
         wide * np.arange(height)[:, None] + np.stack([across, across[::-1]])[:, None]
@@ -159,11 +158,12 @@ def _shift_and_flip(
     if shift is not None:
         start = start + (border + shift[:, 0]) * wide + border + shift[:, 1]
     index = _to_device(windows.astype(index_type), pixels)
+    # (n, H W)
     index = (
         index[:1]
         if flipped is None
         else index.index_select(0, _to_device(flipped.astype(np.int64), pixels))
-    )  # (n, H W)
+    )
     index = index + _to_device(start.astype(index_type), pixels)[:, None]
     return (
         padded.view(n * tall * wide, channels)
@@ -189,9 +189,8 @@ def _erase(pixels: torch.Tensor, boxes: np.ndarray, keys: np.ndarray) -> torch.T
 
 def _in_boxes(boxes: np.ndarray, like: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """bool (n, H, W)"""
-    top, bottom, left, right = _to_device(boxes.astype(np.int32), like)[:, :, None].unbind(
-        1
-    )  # (n, 1) each
+    # (n, 1) each
+    top, bottom, left, right = _to_device(boxes.astype(np.int32), like)[:, :, None].unbind(1)
     rows, columns = (
         torch.arange(size, device=like.device, dtype=torch.int32) for size in (height, width)
     )
@@ -202,16 +201,16 @@ def _in_boxes(boxes: np.ndarray, like: torch.Tensor, height: int, width: int) ->
 
 def _cutout(pixels: torch.Tensor, box: np.ndarray) -> torch.Tensor:
     _, height, width, channels = pixels.shape
-    top, bottom, left, right = _to_device(box.astype(np.int32), pixels)[:, :, None].unbind(
-        1
-    )  # (n, 1) each
+    # (n, 1) each
+    top, bottom, left, right = _to_device(box.astype(np.int32), pixels)[:, :, None].unbind(1)
     rows = torch.arange(height, device=pixels.device, dtype=torch.int32)
     columns = torch.arange(width, device=pixels.device, dtype=torch.int32).repeat_interleave(
         channels, output_size=width * channels
     )
+    # (n, H, W C)
     black = ((rows >= top) & (rows < bottom))[:, :, None] & ((columns >= left) & (columns < right))[
         :, None
-    ]  # (n, H, W C)
+    ]
     return (pixels.view(black.shape) * ~black).view(pixels.shape)
 
 

@@ -56,9 +56,8 @@ class Dense(Arrangement):
         return self._hybrid
 
     def strategy(self, named: NamedParameters, optimizer: torch.optim.Optimizer) -> Strategy:
-        batch = (
-            None if self.making.given is not None else self.making.config.batch.size
-        )  # which an own loop has not said yet
+        # which an own loop has not said yet
+        batch = None if self.making.given is not None else self.making.config.batch.size
         return Hybrid(
             self.making.config, self.making.mesh, named, self._hybrid, self.making.stopwatch, batch
         )
@@ -104,9 +103,8 @@ class DenseUpdates(Passes):
         self._sample_weight = forward.task.sample_weight
         self._leaves_out = config.guard.nonfinite == "skip" or bool(scale.tensors)
         self._dense = [p for p in model.dense_parameters() if p.requires_grad]
-        self._bad = torch.zeros(
-            (), dtype=torch.bool
-        )  # whether a gradient of the step so far is not finite; of this rank
+        # whether a gradient of the step so far is not finite; of this rank
+        self._bad = torch.zeros((), dtype=torch.bool)
 
     def updated_after(self, shards: Sequence[Shard]) -> Sequence[Shard]:
         dense = set(self._dense)
@@ -153,9 +151,8 @@ class DenseUpdates(Passes):
                 optimizer, hyper._replace(lr=lr, step=hyper.step * self._updates + number)
             )
             self._end_turn(update)
-            self._stopwatch.enter(
-                "forward" if number < self._updates - 1 else "backward"
-            )  # of the convolutions, behind the last turn
+            # of the convolutions, behind the last turn
+            self._stopwatch.enter("forward" if number < self._updates - 1 else "backward")
         rule_optimizer.set_hyper(optimizer, hyper)
         return sums
 

@@ -80,9 +80,8 @@ def gpu(device: torch.device) -> Gpu | None:
     if torch.version.hip:
         uuid = ""
         why = "NVML counts GPUs of NVIDIA, and this one is AMD's"
-    kind = (
-        "MIG" if " MIG " in name else "GPU"
-    )  # of a part of a GPU: NVIDIA A100-SXM4-40GB MIG 1g.5gb
+    # of a part of a GPU: NVIDIA A100-SXM4-40GB MIG 1g.5gb
+    kind = "MIG" if " MIG " in name else "GPU"
     return Gpu(
         f"{kind}-{uuid}" * bool(uuid), why, name, lambda: torch.cuda.max_memory_allocated(device)
     )

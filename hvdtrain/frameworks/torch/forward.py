@@ -198,9 +198,8 @@ class Forward:
             added.append(self._added_loss())
             return outputs
 
-        outputs = self._views.mean(
-            arrays, evaluated, torch, axes=(2, 3)
-        )  # images are (n, C, H, W) here
+        # images are (n, C, H, W) here
+        outputs = self._views.mean(arrays, evaluated, torch, axes=(2, 3))
         if not batch.samples:
             return Evaluated(outputs, zero_sums(self.task.sums))
         return Evaluated(
@@ -274,9 +273,10 @@ def continue_sequences(
     """
     n = len(prompts)
     found = torch.cat([prompts, prompts.new_zeros(n, length - prompts.shape[1])], 1)
+    # (n, length)
     numbers = torch.from_numpy(sampling_numbers(seed, first + np.arange(n), np.arange(length))).to(
         prompts.device
-    )  # (n, length)
+    )
     # the cache has positions begin ... read - 1
     cache = model.empty_cache()
     begin = 0

@@ -112,9 +112,8 @@ class Inputs:
         """
         if self._copy_stream is None:
             return self._device_batch(batch)
-        torch.cuda.set_device(
-            self.device
-        )  # of a thread of its own it is GPU 0, where leaving the stream would open a context
+        # of a thread of its own it is GPU 0, where leaving the stream would open a context
+        torch.cuda.set_device(self.device)
         with torch.cuda.stream(self._copy_stream):
             return dataclasses.replace(
                 self._device_batch(batch), copied=self._copy_stream.record_event()

@@ -248,9 +248,8 @@ class TorchLearner(Learner):
 
     def sync_buffers(self, communicator: Communicator) -> None:
         self.strategy.sync(self.optimizer)
-        set_mode(
-            self.optimizer, training=False
-        )  # at each sync point, so that a resumed job rounds where an uninterrupted one does
+        # at each sync point, so that a resumed job rounds where an uninterrupted one does
+        set_mode(self.optimizer, training=False)
         self.buffers.sync_buffers(communicator, self.mesh.servers)
 
     def averaged(self) -> AbstractContextManager[None]:

@@ -163,9 +163,8 @@ class GhostBatchNorm(_BatchNorm):
                 "over",
             )
         x_ghosts = x.reshape(-1, count, rows, channels, plane).transpose(2, 3)  # (g, S, C, rows, L)
-        flat = x_ghosts.reshape(
-            -1, count * channels, rows * plane
-        )  # a view of x, if it is contiguous and rows is 1
+        # a view of x, if it is contiguous and rows is 1
+        flat = x_ghosts.reshape(-1, count * channels, rows * plane)
         like = (
             x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32))
             if self.running_mean is None
@@ -178,9 +177,8 @@ class GhostBatchNorm(_BatchNorm):
             flat, means, variances, weight, bias, training=True, momentum=1.0, eps=self.eps
         )
         y = y.view(x_ghosts.shape).transpose(2, 3).contiguous()
-        y = torch.ops.aten._unsafe_view(
-            y, x.shape
-        )  # no view to autograd: ReLU in place on a view costs backward three copies
+        # no view to autograd: ReLU in place on a view costs backward three copies
+        y = torch.ops.aten._unsafe_view(y, x.shape)
         return y, means.view(count, channels), variances.view(count, channels)
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
@@ -288,15 +286,13 @@ class SyncBatchNorm(_BatchNorm):
         if local:
             mine = rows[ranks.rank]
             mine[0].fill_(local)
-            mine[1:] = torch.cat(
-                torch.batch_norm_update_stats(x.to(rows.dtype), None, None, 1.0)
-            )  # mean, biased variance
+            # mean, biased variance
+            mine[1:] = torch.cat(torch.batch_norm_update_stats(x.to(rows.dtype), None, None, 1.0))
         handle = ranks.start_spread(
             rows.to(reduction_device(x.device, ranks)), f"sync_norm.{self.layer}.forward"
         )
-        counts, means, variances = (
-            handle.wait().to(x.device).split([1, channels, channels], dim=1)
-        )  # (size, 1), (size, C), (size, C)
+        # (size, 1), (size, C), (size, C)
+        counts, means, variances = handle.wait().to(x.device).split([1, channels, channels], dim=1)
         total = counts.sum(0)
         if (
             local <= 1 and total <= 1
@@ -437,18 +433,16 @@ def update_running(
     norm.num_batches_tracked += updates
     keep: float | torch.Tensor
     if one_by_one and norm.momentum is not None:
-        later = torch.arange(
-            updates - 1, -1, -1, dtype=means.dtype, device=means.device
-        )  # updates after each
+        # updates after each
+        later = torch.arange(updates - 1, -1, -1, dtype=means.dtype, device=means.device)
         weights = norm.momentum * (1 - norm.momentum) ** later
         keep = (1 - norm.momentum) ** updates
     elif norm.momentum is not None:
         weights = means.new_full((len(means),), norm.momentum / len(means))
         keep = 1 - norm.momentum
     else:
-        share = (
-            updates / norm.num_batches_tracked.double()
-        )  # on the device, for which the host would have to wait
+        # on the device, for which the host would have to wait
+        share = updates / norm.num_batches_tracked.double()
         weights = (share / len(means)).to(means.dtype).expand(len(means))
         keep = 1 - share
     with torch.no_grad():

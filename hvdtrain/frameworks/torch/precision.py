@@ -191,9 +191,8 @@ class LossScale(Scale):
 
     def __init__(self, device: torch.device) -> None:
         self._scale = torch.tensor(FIRST_SCALE, dtype=torch.float32, device=device)
-        self._good = torch.zeros(
-            (), dtype=torch.int64, device=device
-        )  # steps since the scale changed
+        # steps since the scale changed
+        self._good = torch.zeros((), dtype=torch.int64, device=device)
         self.tensors = {NAME: self._scale, f"{NAME} steps": self._good}
 
     def scale(self, factor: torch.Tensor) -> torch.Tensor:
@@ -204,9 +203,8 @@ class LossScale(Scale):
         all in host memory."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         if gradients:
-            factor = (1.0 / self._scale).to(
-                gradients[0].device
-            )  # the host waits where the gradients were copied to it, too
+            # the host waits where the gradients were copied to it, too
+            factor = (1.0 / self._scale).to(gradients[0].device)
             torch._foreach_mul_(gradients, factor)
 
     def update(self, bad: torch.Tensor) -> bool:

@@ -397,9 +397,8 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
     return getattr(tensor, "_local_tensor", tensor).untyped_storage()
 
 
-ASKS_FOR_NUMBER = (
-    torch.ops.aten._local_scalar_dense.default
-)  # the host waits for it: float(tensor), `if mask.any()` of torch.nn.init
+# the host waits for it: float(tensor), `if mask.any()` of torch.nn.init
+ASKS_FOR_NUMBER = torch.ops.aten._local_scalar_dense.default
 
 
 def answer(tensor: torch.Tensor) -> bool | float:

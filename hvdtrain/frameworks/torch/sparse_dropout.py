@@ -46,9 +46,8 @@ def dropped_indices(count: int, p: float) -> torch.Tensor:
     while not indices or bool(last < count):
         # a second round is as rare as 6 sigma; predict_memory.py's tensors without numbers have
         # none
-        gaps = (
-            torch.rand(most).neg_().log1p_().div_(rate).to(torch.int64).add_(1)
-        )  # a conversion cuts the fraction off
+        # a conversion cuts the fraction off
+        gaps = torch.rand(most).neg_().log1p_().div_(rate).to(torch.int64).add_(1)
         indices.append(gaps.cumsum(0) + last)
         last = indices[-1][-1]
     found = torch.cat(indices)

@@ -36,9 +36,8 @@ class LearnerState:
         self._optimizer = optimizer
         self._scale = scale
         self._strategy = strategy
-        self._parameters = dict(
-            model.named_parameters()
-        )  # of shard.stage=3: during a pass the model has others
+        # of shard.stage=3: during a pass the model has others
+        self._parameters = dict(model.named_parameters())
         self._staging = Staging()
 
     def pieces(self) -> Iterator[Piece]:
@@ -96,9 +95,8 @@ class LearnerState:
         """Names in a state dict: Learner.state_dict_names()."""
         ours = {id(p): f"p.{name}" for name, p in self._parameters.items()}
         ours |= {id(b): f"b.{name}" for name, b in self._model.named_buffers()}
-        theirs = self._model.state_dict(
-            keep_vars=True
-        )  # buffers that are not persistent are not in it
+        # buffers that are not persistent are not in it
+        theirs = self._model.state_dict(keep_vars=True)
         return {name: ours[id(tensor)] for name, tensor in theirs.items() if id(tensor) in ours}
 
     def load(self, state: Arrays | ArrayStream) -> None:
@@ -122,9 +120,8 @@ class LearnerState:
             for name, shard in shards.items()
             if shard.shape == () and not shard.is_whole
         }
-        states: dict[str, Arrays] = (
-            {} if stream.is_partial else {name: {} for name in shards}
-        )  # of the optimizer, for each parameter
+        # of the optimizer, for each parameter
+        states: dict[str, Arrays] = {} if stream.is_partial else {name: {} for name in shards}
         scale: Arrays = {}
         held = {f"p.{name}": self._strategy.part(p) for name, p in self._parameters.items()}
         with torch.no_grad():
@@ -150,9 +147,10 @@ class LearnerState:
                 stream.is_partial
             ):  # of a parameter it may have the number, and not the array of which ranks have parts
                 own = rule_optimizer.optimizer_state(self._optimizer, shards[name].parameter)
+                # of one parameter at a time
                 missing = {
                     key: tensor.cpu().numpy() for key, tensor in own.items() if key not in arrays
-                }  # of one parameter at a time
+                }
                 rule_optimizer.load_optimizer_state(
                     self._optimizer, shards[name].parameter, arrays | missing
                 )
@@ -172,9 +170,8 @@ def _part(array: np.ndarray, shard: Shard) -> np.ndarray:
     shard's."""
     if shard.is_whole or array.shape != shard.shape:
         return array
-    return (
-        shard.of(array).reshape(shard.parameter.shape).copy()
-    )  # the whole may be of this moment only
+    # the whole may be of this moment only
+    return shard.of(array).reshape(shard.parameter.shape).copy()
 
 
 def _places(name: str, shards: dict[str, Shard]) -> Iterator[tuple[str, str]]:

@@ -184,9 +184,8 @@ class Meter:
     def __init__(self, parameters: list[torch.nn.Parameter], world: Communicator) -> None:
         self._world = world
         self._is_last_pass = False
-        self._local_square = torch.zeros(
-            (), dtype=torch.float64, device=parameters[0].device
-        )  # of this rank's own gradient
+        # of this rank's own gradient
+        self._local_square = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
         for p in parameters:
             p.register_post_accumulate_grad_hook(self._add)
 
@@ -200,9 +199,8 @@ class Meter:
         have the global batch's mean by now."""
         self._is_last_pass = False
         square = total(sum((_square(shard.parameter) for shard in shards), torch.zeros(())))
-        global_square = square.to(
-            self._local_square.device
-        )  # with shard.offload it is in host memory
+        # with shard.offload it is in host memory
+        global_square = square.to(self._local_square.device)
         return noise_scale_sums(
             self._local_square, global_square, count, hyper.batch, self._world.size
         )
@@ -261,9 +259,8 @@ def one_or_nan(loss: torch.Tensor) -> torch.Tensor:
     It is a factor, not the argument of backward(), which imports sympy to look at its shape: half a
     second. A clamp between the last parameter and the loss would keep NaN from the parameters.
     """
-    return (
-        loss.detach() * 0.0 + 1.0
-    )  # torch.where(..., 1.0, nan) would copy both numbers to the device, and wait
+    # torch.where(..., 1.0, nan) would copy both numbers to the device, and wait
+    return loss.detach() * 0.0 + 1.0
 
 
 def any_nonfinite(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
@@ -276,13 +273,11 @@ def any_nonfinite(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
     if not nonempty:
         return torch.zeros((), dtype=torch.bool, device=parameters[0].device)
     if nonempty[0].device.type == "cpu":
-        extremes = [
-            extreme for g in nonempty for extreme in torch.aminmax(g)
-        ]  # a fifth to a twentieth of the time of _foreach_norm
+        # a fifth to a twentieth of the time of _foreach_norm
+        extremes = [extreme for g in nonempty for extreme in torch.aminmax(g)]
     else:
-        extremes = list(
-            torch._foreach_norm(nonempty, math.inf)
-        )  # few kernels for all; a NaN among them gives NaN
+        # few kernels for all; a NaN among them gives NaN
+        extremes = list(torch._foreach_norm(nonempty, math.inf))
     return ~torch.stack(extremes).isfinite().all()
 
 

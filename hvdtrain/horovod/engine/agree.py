@@ -50,9 +50,8 @@ class Refusal(NamedTuple):
 class Decision(NamedTuple):
     ready: list[Ready]  # in the order of the first rank that has not joined
     refused: dict[Key, Refusal]
-    missing: dict[
-        Key, list[int]
-    ]  # the ranks that have not asked for it yet; only what is neither ready nor refused
+    # the ranks that have not asked for it yet; only what is neither ready nor refused
+    missing: dict[Key, list[int]]
 
 
 def decide(standings: Sequence[Standing]) -> Decision:

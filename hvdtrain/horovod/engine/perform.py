@@ -176,9 +176,8 @@ class Performer:
     def _gather(self, units: Sequence[Unit], lengths: np.ndarray, results: Results) -> None:
         """lengths: of axis 0, of each rank's units."""
         flats = [as_bytes(self._placed(unit.source).reshape(-1)) for unit in units]
-        is_copy = (
-            len(units) == 1 and self._communicator.size > 1
-        )  # what one rank gathers from itself is its own memory
+        # what one rank gathers from itself is its own memory
+        is_copy = len(units) == 1 and self._communicator.size > 1
         widths = [_row_bytes(unit.source) for unit in units]
         gathered = self._gathered(
             _joined(flats), lengths @ np.array(widths), units[0].request.signature.name

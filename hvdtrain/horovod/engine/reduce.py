@@ -17,9 +17,8 @@ from hvdtrain.horovod.engine.requests import ANY, Request, Signature, name_of
 SWAP_TAG = 22  # of the messages of swap()
 GATHER_BYTES = 4 << 20  # of one piece that every rank gets from every other, on a device
 WHOLE_BYTES = 64 << 10  # so much is sent whole to every rank: one exchange in place of two
-PIECE_BYTES = (
-    16 << 20
-)  # of more each rank reduces a part; a part of each piece, which bounds the memory that it takes
+# of more each rank reduces a part; a part of each piece, which bounds the memory that it takes
+PIECE_BYTES = 16 << 20
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _WHOLE = (
@@ -145,9 +144,8 @@ def scattered_sums(
             own = next(parts).reshape(len(tensor) // size, *tensor.shape[1:])
         else:
             own = communicator.start_reduce_scatter(tensor, name).wait()
-        sums.append(
-            own.clone()
-        )  # memory of its own: the engine may have made it a view of the whole
+        # memory of its own: the engine may have made it a view of the whole
+        sums.append(own.clone())
     return sums
 
 

@@ -24,9 +24,8 @@ Kind = Literal[
 ]
 ReduceOp = Literal["average", "sum", "adasum", "min", "max", "product"]
 ANY = -1  # a length that may differ over ranks
-Key = tuple[
-    str, str, bool
-]  # what a request is known by among those under way: kind, name, whether it has several tensors
+# what a request is known by among those under way: kind, name, whether it has several tensors
+Key = tuple[str, str, bool]
 _DTYPE_NAMES = {
     dtype: str(dtype).removeprefix("torch.")
     for dtype in vars(torch).values()
@@ -37,10 +36,11 @@ _MOST_DIGESTS = 100_000
 ALONE_BYTES = (
     1 << 20
 )  # a tensor of so many is moved where it is: two copies would cost more than a collective of its own  # noqa: E501
+# their sizes differ over ranks, so that nothing may depend on them
 _ANY_ROWS = (
     "allgather",
     "alltoall",
-)  # their sizes differ over ranks, so that nothing may depend on them
+)
 
 
 class Signature(NamedTuple):

@@ -43,14 +43,14 @@ _FIX_LATE = (
 )
 POLLING_S = 5.0  # of poll() after poll() of a thread, until it is taken for one that waits
 _PAUSE_S = 1.0  # a longer one between two of them is work of its own
+# which run a compiled function, and what it calls, on threads of their own
 _COMPILERS = (
     "tensorflow",
     "jax",
     "jaxlib",
-)  # which run a compiled function, and what it calls, on threads of their own
-_POOL_WORKER = (
-    concurrent.futures.thread._worker.__code__
-)  # innermost only while the thread waits for work
+)
+# innermost only while the thread waits for work
+_POOL_WORKER = concurrent.futures.thread._worker.__code__
 _WAIT = threading.Condition.wait.__code__  # of a queue's get(), of an event, of a semaphore
 
 
@@ -246,9 +246,8 @@ class Callers:
             return bool(found["work_queue"].empty())
         if frame.f_code is not _WAIT or thread in self._known or thread is threading.main_thread():
             return False
-        return (
-            found["timeout"] is None and found.get("waiter") in found["self"]._waiters
-        )  # which lacks it once it is woken
+        # which lacks it once it is woken
+        return found["timeout"] is None and found.get("waiter") in found["self"]._waiters
 
     def _is_within_compiled(self, thread: int, frame: FrameType | None) -> bool:
         """Whether it stays in one place of a library that compiles, while a thread that Python has

@@ -165,9 +165,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             self._set(self._epoch + batch / self._steps)
 
     def _set(self, epoch: float) -> None:
-        optimizer = (
-            self.model.optimizer
-        )  # Callback.model: with JAX the variables are those of this moment
+        # Callback.model: with JAX the variables are those of this moment
+        optimizer = self.model.optimizer
         before = rate_of(optimizer)
         now = self._initial * self._factor(epoch)
         optimizer.learning_rate = now

@@ -135,9 +135,8 @@ def _places(
     tf = sys.modules["tensorflow"]
 
     def starts(given: list[Any]) -> list[Any]:
-        lengths = collectives.allgather(
-            np.asarray(given[0])[None], None, process_set
-        )  # (ranks, tensors)
+        # (ranks, tensors)
+        lengths = collectives.allgather(np.asarray(given[0])[None], None, process_set)
         return [lengths[: process_set.rank()].sum(0, dtype=lengths.dtype)]
 
     counts = tf.stack([tf.shape(tensor)[0] for tensor in tensors])

@@ -242,9 +242,8 @@ def _render(print_to: Callable[[io.BytesIO], None]) -> bytes:
 
     out = io.BytesIO()
     with matplotlib.rc_context(_SETTINGS), warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", UserWarning
-        )  # letters of a run's name that the font lacks: they become boxes
+        # letters of a run's name that the font lacks: they become boxes
+        warnings.simplefilter("ignore", UserWarning)
         print_to(out)
     return out.getvalue()
 

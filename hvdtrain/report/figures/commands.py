@@ -93,6 +93,7 @@ def _panel(axes: Axes, key: str, other: str | None, points: Sequence[SweepPoint]
             ms=4,
         )
     if points:
+        # the best
         axes.plot(
             places[points[0].values.get(key, "")],
             points[0].mean,
@@ -100,7 +101,7 @@ def _panel(axes: Axes, key: str, other: str | None, points: Sequence[SweepPoint]
             mfc="none",
             mec="#000000",
             ms=11,
-        )  # the best
+        )
     _name_axis(axes, key, places)
 
 

@@ -325,9 +325,8 @@ def confusion(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None
     return figure
 
 
-_Draw = Callable[
-    [Sequence[RunRecord], Sequence[str]], "Figure | None"
-]  # of runs and their labels; None where there is nothing to show
+# of runs and their labels; None where there is nothing to show
+_Draw = Callable[[Sequence[RunRecord], Sequence[str]], "Figure | None"]
 
 
 class FigureKind(NamedTuple):

@@ -181,9 +181,8 @@ def _timed_steps_by_epoch(run: RunRecord) -> list[tuple[int, list[Fields]]]:
     epochs: dict[int, list[Fields]] = {}
     for event in run.step_events():
         if isinstance(event.get("phase_ms"), dict):
-            before = bisect.bisect_left(
-                last_steps, event["step"]
-            )  # evaluations, of which some may lie within an epoch
+            # evaluations, of which some may lie within an epoch
+            before = bisect.bisect_left(last_steps, event["step"])
             ended = [
                 one
                 for one in evaluations[:before]

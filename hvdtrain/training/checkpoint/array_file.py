@@ -28,9 +28,10 @@ _NAMES = {  # of number types in a safetensors file
     "bool": "BOOL",
     "complex64": "C64",
 }
+# bfloat16: read alone
 _TYPES = {code: np.dtype(name).newbyteorder("<") for name, code in _NAMES.items()} | {
     "BF16": np.dtype("<u2")
-}  # bfloat16: read alone
+}
 _ALIGNMENT = 8  # of the first array
 HEADER_BYTES = 256  # of an array in a header, unless its name is long
 MOST_HEADER_BYTES = 100_000_000  # the library safetensors reads no larger one: about 800,000 arrays

@@ -68,11 +68,12 @@ _SAME_JOB = (
     ),
     *("hooks", "checkpoint.", "guard.", "log.", "profile."),
 )
+# where comm.local_steps averages the weights, too
 _SYNC_POINTS = (
     "log.every_steps",
     "checkpoint.every_steps",
     "evaluate.every_steps",
-)  # where comm.local_steps averages the weights, too
+)
 _LENGTH = ("epochs", "stop.")  # when it is over
 _FORM = "form"  # an option of lars: its momentum has the learning rate inside, or outside
 _MOST_SHOWN = 6  # changes in a message

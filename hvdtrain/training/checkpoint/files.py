@@ -51,18 +51,16 @@ ASIDE = (
 _PROGRESS_BYTES = 2**26  # of a progress.json, which has the names of some 500,000 parameters then
 
 OpenFolder = Callable[[Path], Folder]  # RunLock.open, or Folder.open where nothing is locked
-Identity = dict[
-    str, Any
-]  # what must not change within a job: the seed, and what is known of the data set; JSON
+# what must not change within a job: the seed, and what is known of the data set; JSON
+Identity = dict[str, Any]
 
 
 class Checkpoint(NamedTuple):
     folder: Path
     train_state: TrainState
     identity: Identity
-    names: dict[
-        str, str
-    ]  # as Learner.state_dict_names(); empty where "p." and "b." are all that differs
+    # as Learner.state_dict_names(); empty where "p." and "b." are all that differs
+    names: dict[str, str]
 
 
 class Damaged(UserError):
@@ -332,9 +330,8 @@ def prune(
     written; and the leftovers of writes that were cut off.
     """
     folders = finished(run)
-    older = folders[
-        : folders.index(written) + 1
-    ]  # newer ones are damaged: the job went on from one before them
+    # newer ones are damaged: the job went on from one before them
+    older = folders[: folders.index(written) + 1]
     keep = {*older[-keep_last:], *best(folders, keep_best), *asked_for(older[:-keep_last])}
     with open_run(run) as opened, opened.folder("checkpoints") as checkpoints:
         _remove_leftovers(checkpoints)
@@ -426,9 +423,8 @@ def _check_length(file: BufferedReader, most_bytes: int, has_header: bool) -> No
     if not has_header:
         return
     length = int.from_bytes(file.read(8), "little")
-    raw_header = file.read(
-        min(length, MOST_HEADER_BYTES)
-    )  # no longer than the file; a parsed header may take 20 times its bytes
+    # no longer than the file; a parsed header may take 20 times its bytes
+    raw_header = file.read(min(length, MOST_HEADER_BYTES))
     file.seek(0)
     try:
         header = json.loads(raw_header)

@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 from hvdtrain.core.folder import Folder
 
-UNKNOWN_MTBF_S = (
-    24 * 3600.0
-)  # assumed before the run has told anything: counts as one fault in that time
+# assumed before the run has told anything: counts as one fault in that time
+UNKNOWN_MTBF_S = 24 * 3600.0
 LONGEST_S = 24 * 3600.0  # where checkpoint.every_minutes sets no bound
 SHORTEST_S = 10.0
 # times what a checkpoint takes, the write in the background included: the disk has nine tenths of

@@ -33,11 +33,12 @@ from hvdtrain.training.checkpoint.files import Checkpoint, Damaged, Identity
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.progress.triggers import stop_reason, time_is_over
 
+# of a script that gives a task as functions
 _OF_OBJECTS = (
     "data.task",
     "data.loss.",
     "data.metrics.",
-)  # of a script that gives a task as functions
+)
 _OF_CONFIG = "the data and seed that the run folder's config.yaml names"
 _OF_INPUTS = {"data.mean": 0.0, "data.std": 1.0}  # where x is as the data have it
 _FIRST_EVENT_BYTES = 2**20  # a start event has some kilobytes
@@ -129,9 +130,8 @@ def find_resume_point(
 def _misfit(config: Config, job: Shapes, checkpoint: Shapes) -> str:
     """Why arrays of a checkpoint are not those of this job: the state lacks b.norm1.running_mean;
     empty where they are."""
-    compared = (
-        ("p.", "b.") if is_dotted(config.optim.name) else ("p.", "b.", "s.")
-    )  # the state of a user's class comes with its first step
+    # the state of a user's class comes with its first step
+    compared = ("p.", "b.") if is_dotted(config.optim.name) else ("p.", "b.", "s.")
     ours = {name: shape for name, shape in job.items() if name.startswith(compared)}
     theirs = {name: shape for name, shape in checkpoint.items() if name.startswith(compared)}
     if config.parallel.pipeline > 1:  # rank 0 has the arrays of its stage alone

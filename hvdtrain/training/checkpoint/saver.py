@@ -111,10 +111,11 @@ class Saver:
         self._failed = False
         self._due_step = -1  # the last step that was due
         self._kept_step = -1  # of the newest checkpoint that is to be kept
+        # (step, step of its last evaluation) of the newest checkpoint of this run on the disk
         self.newest = (
             -1,
             0,
-        )  # (step, step of its last evaluation) of the newest checkpoint of this run on the disk
+        )
         self._limit_bytes = limit_bytes
         self._told = ""  # why the last writes failed, as the user knows
         self._given_up: list[int] = []  # steps of checkpoints that were removed for the last one

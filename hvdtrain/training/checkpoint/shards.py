@@ -471,9 +471,8 @@ class WrittenByAll:
         for _ in _looks():
             there = set(folder.names())
             before = len(missing)
-            come = [rank for rank in missing if name_of(rank) in there] or missing[
-                :1
-            ]  # NFS may list what was there a while ago
+            # NFS may list what was there a while ago
+            come = [rank for rank in missing if name_of(rank) in there] or missing[:1]
             for rank, report in zip(come, readers.map(read, come), strict=True):
                 if report is not None:
                     found[rank] = self._checked(rank, report)

@@ -17,9 +17,8 @@ from hvdtrain.training.checkpoint.array_file import PIECE_BYTES
 from hvdtrain.training.checkpoint.sums import ByteSum
 
 BLOCK_BYTES = 2**16  # the largest page of a system that Linux runs on
-SYNC_BYTES = (
-    2**28
-)  # after so many the disk is waited for: what a rank has written is then seen while it writes
+# after so many the disk is waited for: what a rank has written is then seen while it writes
+SYNC_BYTES = 2**28
 _APART = struct.Struct(
     "<QQQ"
 )  # before bytes that are apart: the number of their file, the place of the first in it, how many they are  # noqa: E501
@@ -44,9 +43,8 @@ class WholeBlocks:
     def split(self, begin: int, end: int) -> Iterator[tuple[int, int, bool]]:
         """The parts of one of the stretches, or of a piece of it: (first byte, behind the last,
         whether it lies in these blocks)."""
-        place = bisect_right(
-            self._ends, begin
-        )  # of the only run of whole blocks that may lie in it
+        # of the only run of whole blocks that may lie in it
+        place = bisect_right(self._ends, begin)
         first = behind = end
         if place < len(self._ends):
             first = min(max(begin, self._begins[place]), end)

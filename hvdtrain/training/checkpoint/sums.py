@@ -70,9 +70,8 @@ def _value_in_span(offset: int, data: memoryview) -> int:
     first, lead = divmod(offset, _WORD_BYTES)
     words = np.zeros(-(-(lead + len(data)) // _WORD_BYTES), "<u4")
     words.view(np.uint8)[lead : lead + len(data)] = data
-    return int(
-        np.dot(words.astype(np.uint64), _random_words()[first : first + len(words)])
-    )  # modulo 2**64
+    # modulo 2**64
+    return int(np.dot(words.astype(np.uint64), _random_words()[first : first + len(words)]))
 
 
 @functools.cache

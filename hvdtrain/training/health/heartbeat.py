@@ -31,14 +31,12 @@ class Heartbeat:
     owns_process: bool = (
         True  # the process was started for this job: its own start belongs to that of the job
     )
-    start_marks: dict[str, float] = field(
-        default_factory=dict
-    )  # when each phase of the start began; "": the end of the first step
+    # when each phase of the start began; "": the end of the first step
+    start_marks: dict[str, float] = field(default_factory=dict)
     in_start: bool = True  # up to there
     place: str = ""  # of this rank in the mesh: "stage 1, data 0"
-    under_way: Callable[[], UnderWay | None] = lambda: (
-        None
-    )  # the stage or the layer that this rank is in; from any thread
+    # the stage or the layer that this rank is in; from any thread
+    under_way: Callable[[], UnderWay | None] = lambda: None
 
     def beat(self, phase: str, epoch: int, step: int) -> None:
         """The phase begins, or goes on, after so many whole epochs and steps."""

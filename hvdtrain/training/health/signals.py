@@ -104,9 +104,8 @@ class Signals:
                 self._first_s = time.monotonic()
             self._former[number] = signal.SIG_DFL if former is None else former
             signal.signal(number, self._receive)
-            signal.siginterrupt(
-                number, False
-            )  # calls of C libraries go on: most take EINTR for a failure
+            # calls of C libraries go on: most take EINTR for a failure
+            signal.siginterrupt(number, False)
         self._former_wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         myself = weakref.ref(self)  # the hook below is never removed
         os.register_at_fork(after_in_child=lambda: _forget(myself()))

@@ -18,9 +18,8 @@ from hvdtrain.errors import STALLED
 STACKS = 3  # ranks whose stack is shown
 DEPTHS = {1: 12, 2: 10, 3: 8}  # stacks shown -> lines of each
 DEPTH = max(DEPTHS.values())
-_LAUNCHER = str(
-    Path(__file__).parents[2] / "cli" / "launch" / "rank.py"
-)  # what runs a script under `launch`
+# what runs a script under `launch`
+_LAUNCHER = str(Path(__file__).parents[2] / "cli" / "launch" / "rank.py")
 GROUPS = 3  # lines of one section without stacks
 WIDTH = 160  # characters of a line of a stack
 SILENCE = "still busy, stopped, swapping, its host is down, or a C extension holds the interpreter"
@@ -195,9 +194,8 @@ def _behind(
             last,
             last[:STACKS],
         )
-    by_stack = {
-        report.stack[-1:]: report for report in reversed(received)
-    }  # different ones: the ranks are in different collectives
+    # different ones: the ranks are in different collectives
+    by_stack = {report.stack[-1:]: report for report in reversed(received)}
     different = sorted(by_stack.values(), key=lambda report: report.rank)
     return (
         "behind: no rank: all wait for each other at the same step",

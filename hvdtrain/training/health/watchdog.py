@@ -108,9 +108,8 @@ class Watchdog:
             if self._signals.received and not self._heartbeat.training:
                 self._stop_during_start()
             elif self._signals.received == "SIGINT" and not self._rank and not answered:
-                print_stderr(
-                    "hvdtrain: stopping at the next sync point; again to kill"
-                )  # Ctrl-C: a person waits
+                # Ctrl-C: a person waits
+                print_stderr("hvdtrain: stopping at the next sync point; again to kill")
                 answered = True
             elif limit and idle.seconds > limit.seconds:
                 self._stop_after_stall(limit, idle.seconds)
@@ -140,9 +139,8 @@ class Watchdog:
 
         try:
             without_sources = self._report(idle_s, sources=False)
-            report = self._try(
-                lambda: self._report(idle_s, sources=True), RANK_0_FIRST_S, goes_on
-            )  # sources may be on a disk that hangs
+            # sources may be on a disk that hangs
+            report = self._try(lambda: self._report(idle_s, sources=True), RANK_0_FIRST_S, goes_on)
             message = self._message(report or without_sources, limit, goes_on)
         except Exception:
             # a fault of hvdtrain's, with which this thread would end, and the job would hang for

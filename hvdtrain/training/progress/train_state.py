@@ -18,9 +18,10 @@ from hvdtrain.recipe.recipe import INFINITIES, NumberOrInfinity, Plateau
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Seconds = Annotated[float, Field(allow_inf_nan=False, ge=0, le=1e11)]
+# null in JSON
 NumberOrNaN = Annotated[
     Number, WrapValidator(lambda value, number: math.nan if value is None else number(value))
-]  # null in JSON
+]
 # What metrics give: a division by 0 is theirs.
 Objective = Annotated[
     NumberOrInfinity,
@@ -71,9 +72,8 @@ class TrainState:
     evaluates: Count = 0  # samples of an evaluation; 0: of a checkpoint that does not tell
     views: Count = 1  # of each of these samples: evaluate.views
     epoch_s: Seconds = 0.0  # seconds of training since the last evaluation
-    sums: dict[str, Objective | tuple[Objective, ...]] = field(
-        default_factory=_no_sums
-    )  # over all ranks, since the last evaluation
+    # over all ranks, since the last evaluation
+    sums: dict[str, Objective | tuple[Objective, ...]] = field(default_factory=_no_sums)
     objective: str = (
         "accuracy"  # the metric that the next fields are of, and which of its values are better
     )
@@ -101,14 +101,14 @@ class TrainState:
     lr: NumberOrNaN = 0.0  # of the last step; NaN where a script's transformation alone knows it
     batch: Count = 0  # of the last step
     plateau: Plateau = field(default_factory=Plateau)  # what evaluations have made of the rate
+    # the moving sums of the gradient noise scale: signal, noise
     noise: tuple[Number, Number] = (
         0.0,
         0.0,
-    )  # the moving sums of the gradient noise scale: signal, noise
+    )
     ended_by: str = ""  # the hook that has ended the job, and why
-    hooks: dict[str, Any] = field(
-        default_factory=dict
-    )  # the states of hooks, by their names: trees of JSON
+    # the states of hooks, by their names: trees of JSON
+    hooks: dict[str, Any] = field(default_factory=dict)
     is_kept: bool = (
         False  # this checkpoint stays, whatever checkpoint.keep_last is: a script has asked for it
     )
@@ -241,15 +241,13 @@ def from_json(tree: dict[str, Any]) -> TrainState:
         | {"to_beat": tree.get("best")}
         | tree
     )
-    tree = _pick(
-        tree, [each.name for each in fields(TrainState)]
-    )  # a default is for a new job: a checkpoint has every value
+    # a default is for a new job: a checkpoint has every value
+    tree = _pick(tree, [each.name for each in fields(TrainState)])
     tree["progress"] = _pick(tree["progress"], [each.name for each in fields(Progress)])
     _pick(tree["sums"], ("loss", "count"))
     try:
-        return _adapter().validate_json(
-            json.dumps(tree), strict=True
-        )  # as JSON: a list is a tuple, and true or "1" no number
+        # as JSON: a list is a tuple, and true or "1" no number
+        return _adapter().validate_json(json.dumps(tree), strict=True)
     except ValidationError as error:
         raise ValueError(_summary(error)) from None
 

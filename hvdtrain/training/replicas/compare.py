@@ -34,11 +34,12 @@ def check_equal(
     tables = digest_tables(learner.pieces())
     tables.whole.update({"learning rate": _bits(last.lr), "step": last.step})
     combined = combine(tables.whole)
+    # the second says which parts this rank has
     numbers = [
         combined,
         combine(dict.fromkeys(tables.parts, 0)),
         combine(tables.parts),
-    ]  # the second says which parts this rank has
+    ]
     own = np.array([int(number, 16) for number in numbers], np.uint64).view(np.int64)
     of_all = communicator.allgather(own, "equal").reshape(-1, len(own)).tolist()
     copies = {(which, parts) for _, which, parts in of_all}
@@ -184,9 +185,8 @@ def broadcast_state(
         if communicator.rank == 0
         else None
     )
-    is_partial, schema = communicator.broadcast_object(
-        own
-    )  # only rank 0 knows whether what comes is all
+    # only rank 0 knows whether what comes is all
+    is_partial, schema = communicator.broadcast_object(own)
     loads_its_own = restored is None and communicator.rank == 0
     stream = ArrayStream(
         {name: tuple(shape) for name, shape, _ in schema},
@@ -200,9 +200,8 @@ def broadcast_state(
         learner.load(stream)
     state_digests = communicator.allgather_object(combine(digests(whole_arrays(learner.pieces()))))
     if len(set(state_digests)) > 1:
-        raise RuntimeError(
-            f"ranks differ after the start: digests {state_digests}"
-        )  # a bug of hvdtrain, or faulty memory
+        # a bug of hvdtrain, or faulty memory
+        raise RuntimeError(f"ranks differ after the start: digests {state_digests}")
     return str(state_digests[0])
 
 

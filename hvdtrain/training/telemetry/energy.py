@@ -17,13 +17,13 @@ from hvdtrain.core.metrics import Sums
 POWERCAP = Path("/sys/class/powercap")
 MOST_W = 600.0  # of one processor package
 KEEP_UP_S = 20.0  # RAPL's counters start again at 0 after 64 to 262 kJ: some minutes under load
+# kind -> what is measured, and by what
 KINDS = {
     "gpu": ("GPUs", "NVML"),
     "cpu": ("processors", "RAPL"),
-}  # kind -> what is measured, and by what
-_ZONE = re.compile(
-    r"intel-rapl:\d+$"
-)  # of AMD's processors too; intel-rapl:0:0 is a part of intel-rapl:0
+}
+# of AMD's processors too; intel-rapl:0:0 is a part of intel-rapl:0
+_ZONE = re.compile(r"intel-rapl:\d+$")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -44,9 +44,8 @@ class Claim(NamedTuple):
     host: str
     machine: str  # the same for two containers of one machine, whose host names differ
     gpu: str | None
-    reasons: dict[
-        str, str
-    ]  # kind -> "", or why its counter cannot be read here; no "gpu" where this rank uses none
+    # kind -> "", or why its counter cannot be read here; no "gpu" where this rank uses none
+    reasons: dict[str, str]
 
 
 class Counter:
@@ -94,9 +93,8 @@ class EnergyCounters:
         self._counters = {kind: counters.get(kind, ()) for kind in KINDS}
         self._read_s = clock()
         self._failed: set[str] = set()
-        self._unread = dict.fromkeys(
-            KINDS, 0.0
-        )  # joules that keep_up() has seen since the last read()
+        # joules that keep_up() has seen since the last read()
+        self._unread = dict.fromkeys(KINDS, 0.0)
 
     def read(self) -> dict[str, float]:
         """{"gpu": J, "cpu": J} since the last call on this rank; added up over all ranks they are
@@ -265,9 +263,8 @@ def gpu_counter(gpu: str | None, gpu_reason: str, nvml: Nvml | None = None) -> C
         handle = nvml.nvmlDeviceGetHandleByUUID(gpu)
         if _is_divided(nvml, handle):
             raise Unmeasured(f"{gpu} is divided (MIG), and NVML counts whole GPUs")
-        return Counter(
-            lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
-        )  # millijoules since the driver was loaded
+        # millijoules since the driver was loaded
+        return Counter(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3)
     except nvml.NVMLError as error:
         raise Unmeasured(f"NVML has no counter of {gpu}: {error}") from None
 
@@ -306,9 +303,8 @@ class EnergyMeter:
         self._decides = rank == 0
         self._clock = clock
         self.reasons = counters.reasons
-        self.kinds = [
-            kind for kind, reason in counters.reasons.items() if not reason
-        ]  # that are measured
+        # that are measured
+        self.kinds = [kind for kind, reason in counters.reasons.items() if not reason]
         self._read_s = self._synced_s = clock()  # the last reading; the last sync point
         self._interval_s = 0.0  # between the last two sync points
         self._due = False  # all ranks read at the next sync point

@@ -113,9 +113,8 @@ def slowest(work_ms: np.ndarray, stages: np.ndarray, hosts: Sequence[str]) -> di
     these; work_ms, stages: (ranks,)."""
     medians = medians_of_stages(work_ms, stages)
     times = work_ms / np.maximum(medians[stages], 1e-9)
-    slowest = int(
-        np.lexsort((work_ms, times.round(6)))[-1]
-    )  # where stages have one rank each, the one with most work
+    # where stages have one rank each, the one with most work
+    slowest = int(np.lexsort((work_ms, times.round(6)))[-1])
     beside = work_ms[stages == stages[slowest]]
     spread = [float(beside.min()), float(np.median(beside)), float(beside.max())]
     fields = {"work_ms": spread, "slowest_rank": slowest, "slowest_host": hosts[slowest]}

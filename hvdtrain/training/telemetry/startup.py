@@ -83,9 +83,8 @@ def summary(found: dict[str, float]) -> str:
 
 
 def _launcher_age_s() -> float | None:
-    by_srun = (
-        placement(os.environ).launcher == SRUN.name and "SLURM_PTY_PORT" not in os.environ
-    )  # a shell of srun --pty runs many commands
+    # a shell of srun --pty runs many commands
+    by_srun = placement(os.environ).launcher == SRUN.name and "SLURM_PTY_PORT" not in os.environ
     pid = launcher(_above(os.getppid()), by_srun)
     return None if pid is None else _age_s(pid)
 
@@ -134,11 +133,12 @@ def _stat(pid: int) -> list[str] | None:
 
 
 LATE_S = 10.0  # up to the first sync point, at the pace of the second step
+# a unit is used from so many of it on
 _UNITS = (
     ("day", 86400.0, 2.0),
     ("h", 3600.0, 2.0),
     ("min", 60.0, 2.0),
-)  # a unit is used from so many of it on
+)
 
 
 class FirstStep:
@@ -185,9 +185,8 @@ class FirstStep:
 def _line(step_s: float, rate_s: float, left_s: float) -> str:
     """first step 91 s, the second 64 s; about 4 days at that rate"""
     line = f"first step {step_s:.3g} s, the second {rate_s:.3g} s"
-    return (
-        line if left_s == math.inf else f"{line}; about {about(left_s)} at that rate"
-    )  # inf: only stop.time ends the job
+    # inf: only stop.time ends the job
+    return line if left_s == math.inf else f"{line}; about {about(left_s)} at that rate"
 
 
 def about(seconds: float) -> str:

@@ -116,9 +116,8 @@ class Telemetry:
         self.profiler = profiler
         self.first_step = first_step
         self._steps: list[PhaseTimes] = []  # of this rank, since the last sync point
-        self._epoch_work_s = np.zeros(
-            communicator.size
-        )  # seconds that each rank was busy since the last evaluation
+        # seconds that each rank was busy since the last evaluation
+        self._epoch_work_s = np.zeros(communicator.size)
         self._epoch_steps = 0
         self._stages = np.zeros(communicator.size, int) if stages is None else stages
         self.gauges = gauges
@@ -201,9 +200,8 @@ class Telemetry:
         """An event for each step since the last sync point, the last being the `last_step`th. Every
         rank calls it."""
         mine = [[step.get(phase, 0.0) for phase in PHASES] for step in self._steps]
-        times_ms = 1e3 * self._communicator.allgather(
-            np.array([mine]), "gauges.steps"
-        )  # (ranks, steps, phases)
+        # (ranks, steps, phases)
+        times_ms = 1e3 * self._communicator.allgather(np.array([mine]), "gauges.steps")
         work_ms = times_ms.sum(2) - times_ms[:, :, PHASES.index("communication")]
         for index in range(len(self._steps)):
             means = dict(zip(PHASES, times_ms[:, index].mean(0).tolist(), strict=True))

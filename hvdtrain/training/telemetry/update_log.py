@@ -25,12 +25,10 @@ from hvdtrain.training.telemetry.gauge import Gauge
 NAME = "updates.bin"
 VERSION = 1
 _MAGIC = b"hvdtrain"
-_HEADER = struct.Struct(
-    "<8sIIIIQ"
-)  # magic, version, servers, workers, threads of a rank, first update
-_RECORD = np.dtype(
-    [("ahead", "<i4"), ("staleness", "<u2"), ("worker", "<u2")]
-)  # ahead: ticket - number of the update
+# magic, version, servers, workers, threads of a rank, first update
+_HEADER = struct.Struct("<8sIIIIQ")
+# ahead: ticket - number of the update
+_RECORD = np.dtype([("ahead", "<i4"), ("staleness", "<u2"), ("worker", "<u2")])
 MOST_BYTES = 2**32
 _MOST_THREADS = 2**16
 
@@ -59,10 +57,11 @@ class UpdateLog:
         self._next = header.first
         with Folder.open(run) as folder:
             former = read_header(folder) if folder.status(NAME) else None
+            # a job may go on with other workers: they have nothing at a sync point
             alike = {
                 "first": 0,
                 "workers": 0,
-            }  # a job may go on with other workers: they have nothing at a sync point
+            }
             goes_on = (
                 former is not None
                 and former._replace(**alike) == header._replace(**alike)

@@ -146,9 +146,8 @@ class GPT:
     def _parts(self, params: Params, name: str, x: jax.Array) -> list[jax.Array]:
         """Queries, keys and values, (n, heads, m, width / heads) each."""
         n, m, width = x.shape
-        parts = dense(
-            params, f"{name}.attention.inputs", layer_norm(params, f"{name}.norm1", x)
-        )  # (n, m, 3 width)
+        # (n, m, 3 width)
+        parts = dense(params, f"{name}.attention.inputs", layer_norm(params, f"{name}.norm1", x))
         return list(
             parts.reshape(n, m, 3, self.heads, width // self.heads).transpose(2, 0, 3, 1, 4)
         )

@@ -32,10 +32,11 @@ BLOCKS = {  # blocks of each stage
     "resnet101": (3, 4, 23, 3),
     "resnet152": (3, 8, 36, 3),
 }
+# whose blocks have two convolutions of 3x3; those of the others three, the middle one of 3x3
 OF_TWO = (
     "resnet18",
     "resnet34",
-)  # whose blocks have two convolutions of 3x3; those of the others three, the middle one of 3x3
+)
 
 
 class Block(NamedTuple):
@@ -110,19 +111,19 @@ def build(
                 block.shortcut[0],
             )
     features = norms[last[-1].removesuffix(".weight")]
-    by_default: dict[str, tuple[int, ...]] = {
-        "fc": (outputs, features)
-    }  # layers that start as a layer of torch does without torchvision
+    # layers that start as a layer of torch does without torchvision
+    by_default: dict[str, tuple[int, ...]] = {"fc": (outputs, features)}
     if small_images or shape[2] != 3:
         by_default["conv1"] = first
     else:
         kernels["conv1"] = first
 
     def init(key: jax.Array) -> Params:
+        # He et al., fan out
         stds = {
             name: (size, (2.0 / (size[0] * size[2] * size[3])) ** 0.5)
             for name, size in kernels.items()
-        }  # He et al., fan out
+        }
         params = (
             start_normal(key, stds)
             | start(jax.random.fold_in(key, 1), by_default, ["conv1"])

@@ -127,9 +127,8 @@ def updated(
         structure, clip(arrays, rules.clip_norm, rules.clip_value, jnp)
     )
     updates, new_state = rules.update(clipped, state, params, **extra)
-    new_params = jax.tree.map(
-        lambda p, u: (p + u).astype(p.dtype), params, updates
-    )  # as optax.apply_updates() has it
+    # as optax.apply_updates() has it
+    new_params = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
     before: Any = jax.tree_util.tree_structure(state)
     if jax.tree_util.tree_structure(new_state) != before:
         what = (

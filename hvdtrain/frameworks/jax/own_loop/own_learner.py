@@ -71,9 +71,8 @@ class FunctionalLearner(LoopLearner):
         self.divisor = Divisor(config, mesh.data)
         self._on_step = on_step
         self._transformation = transformation
-        self._x64 = jax.config.read(
-            "jax_enable_x64"
-        )  # threads that read samples do not see what `with` sets
+        # threads that read samples do not see what `with` sets
+        self._x64 = jax.config.read("jax_enable_x64")
         self._device = pick_device(config, mesh.world)
         self.params, paths = tree_of_parameters(params, self._device)
         self.state_tree = tree_of_state(transformation, self.params, paths, self._device)
@@ -264,9 +263,8 @@ class FunctionalLearner(LoopLearner):
     def _mean(self, gradient: Any, factor: float) -> list[jax.Array]:
         """The sum over ranks of what the samples of each weigh, times the factor. A collective."""
         if self.data.size > 1:
-            host = self.data.allreduce(
-                np.asarray(gradient), "gradient.0"
-            )  # the host waits for the device here
+            # the host waits for the device here
+            host = self.data.allreduce(np.asarray(gradient), "gradient.0")
             gradient = split(self._kinds, jax.device_put(host, self._device))
         arrays: list[jax.Array] = gradient
         return arrays if factor == 1.0 else [g * jnp.asarray(factor, g.dtype) for g in arrays]

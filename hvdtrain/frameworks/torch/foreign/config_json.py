@@ -21,19 +21,21 @@ _IS_COUNT = re.compile(r"^(num|n)_|label|expert|head|group")
 _IS_LAYERS = re.compile(r"layer|block|stage|depth")
 _IS_SIZE = re.compile(r"^(num|n)_|_(size|layers)$")
 _CODE = ("auto_map", "custom_pipelines")  # name code in the folder or on a hub
+# say only where the file was
 _LEFT_OUT = (
     "_name_or_path",
     "name_or_path",
     "_commit_hash",
     "configuration_files",
-)  # say only where the file was
+)
 _KERNELS = re.compile(r"(attn|experts)_implementation|use_kernels|kernel_config")
 _QUANTIZED = ("quantization_config", "compression_config")
 _FILES = ("checkpoint_path", "cache_dir", "gguf_file", "index_path", "passages_path", "pretrained")
+# names of timm's models; with a colon or a slash they are those of a folder or a hub
 _MODELS = (
     "architecture",
     "backbone",
-)  # names of timm's models; with a colon or a slash they are those of a folder or a hub
+)
 _FIX = "the folder of a model of the library, as save_pretrained() writes it"
 
 

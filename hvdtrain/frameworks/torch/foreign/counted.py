@@ -15,9 +15,8 @@ from torch._subclasses import FakeTensor
 from torch.nn.modules import module as hooks
 from torch.nn.parameter import is_lazy
 
-_MOST_PARTS = (
-    2**18
-)  # modules, parameters and buffers of a model, each of which takes 4 kB beside its numbers
+# modules, parameters and buffers of a model, each of which takes 4 kB beside its numbers
+_MOST_PARTS = 2**18
 
 
 class TooLarge(Exception):

@@ -18,9 +18,8 @@ from hvdtrain.comm.on_all_ranks import on_rank_0
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError, short
 
-_WITHOUT_DOWNLOADS: ContextVar[Config | None] = ContextVar(
-    "without_downloads", default=None
-)  # of the job whose model is built
+# of the job whose model is built
+_WITHOUT_DOWNLOADS: ContextVar[Config | None] = ContextVar("without_downloads", default=None)
 _urlopen = torch.hub.urlopen
 # of huggingface_hub, by which timm and transformers download: read when it is imported
 _HUB = "HF_HUB_OFFLINE"

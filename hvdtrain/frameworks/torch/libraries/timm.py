@@ -10,15 +10,17 @@ import torch
 from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.errors import UserError, nearest, short
 
+# OWNER/NAME of the Hugging Face Hub; local-dir:FOLDER is not followed
 _HUB = (
     "hf-hub:",
     "hf_hub:",
-)  # OWNER/NAME of the Hugging Face Hub; local-dir:FOLDER is not followed
+)
+# options of timm.create_model()
 _FILES = (
     "checkpoint_path",
     "pretrained_cfg",
     "pretrained_cfg_overlay",
-)  # options of timm.create_model()
+)
 
 
 def model_of(name: str, where: str) -> Callable[..., torch.nn.Module]:

@@ -120,9 +120,8 @@ def _configuration(
         labels = wanted.pop("num_labels", own.num_labels)
         found = _read(transformers, copy, wanted)
         found.name_or_path = str(folder)
-        found.dtype = (
-            torch.get_default_dtype()
-        )  # the job's number type comes later: first weights are not rounded before
+        # the job's number type comes later: first weights are not rounded before
+        found.dtype = torch.get_default_dtype()
         if labels != found.num_labels:
             found.num_labels = labels  # makes names of classes, too
     if code:
@@ -275,9 +274,10 @@ def in_names_of(model: torch.nn.Module, found: Arrays) -> Arrays | None:
     transformers: Any = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return None
+    # FSDP2 makes a class of its own
     kind: Any = next(
         kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch.")
-    )  # FSDP2 makes a class of its own
+    )
     tensors = _tensors(found)
     widest = max(
         (t.dtype for t in tensors.values() if t.is_floating_point()),

@@ -37,18 +37,17 @@ class Whitening(nn.Conv2d):
         products = torch.zeros(self.weight[0].numel(), self.weight[0].numel(), dtype=torch.float64)
         count = 0
         for part in x.detach().split(PART):
+            # (patches, 4 C)
             patches = (
                 nn.functional.unfold(part.to("cpu", torch.float64), 2).transpose(1, 2).flatten(0, 1)
-            )  # (patches, 4 C)
+            )
             products += patches.T @ patches
             count += len(patches)
         variances, vectors = torch.linalg.eigh(products / count)
-        largest = (
-            vectors.flip(1).T / torch.sqrt(variances.flip(0) + self.eps)[:, None]
-        )  # a row for each, the largest first
-        largest = largest * torch.where(
-            largest.sum(1, keepdim=True) < 0, -1.0, 1.0
-        )  # the sign of an eigenvector is the library's choice
+        # a row for each, the largest first
+        largest = vectors.flip(1).T / torch.sqrt(variances.flip(0) + self.eps)[:, None]
+        # the sign of an eigenvector is the library's choice
+        largest = largest * torch.where(largest.sum(1, keepdim=True) < 0, -1.0, 1.0)
         self.weight.copy_(torch.cat([largest, -largest]).view(self.weight.shape))
 
 
@@ -101,9 +100,8 @@ class Airbench(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.blocks(self.whitening(x))
-        x = functional.max_pool2d(x, x.shape[2:]).flatten(
-            1
-        )  # adaptive pooling has no deterministic kernel on a GPU
+        # adaptive pooling has no deterministic kernel on a GPU
+        x = functional.max_pool2d(x, x.shape[2:]).flatten(1)
         return self.fc(x) / x.shape[1]
 
 
@@ -117,9 +115,8 @@ def _conv(before: int, after: int, identity: bool) -> nn.Conv2d:
 
 def _norm(width: int) -> nn.BatchNorm2d:
     """Without a trained weight."""
-    layer = nn.BatchNorm2d(
-        width, eps=1e-12, momentum=0.4
-    )  # momentum: the weight of the new statistics
+    # momentum: the weight of the new statistics
+    layer = nn.BatchNorm2d(width, eps=1e-12, momentum=0.4)
     layer.weight.requires_grad_(False)
     return layer
 

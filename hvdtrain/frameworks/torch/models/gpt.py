@@ -24,9 +24,8 @@ class KeysAndValues:
     """
 
     context: int
-    weights: tuple[
-        torch.Tensor, ...
-    ]  # the block's parameters, for Block.next(); none where a rank has parts of them
+    # the block's parameters, for Block.next(); none where a rank has parts of them
+    weights: tuple[torch.Tensor, ...]
     length: int = 0  # positions that were read
     keys: torch.Tensor | None = None  # (n heads, width / heads, context)
     values: torch.Tensor | None = None  # (n heads, context, width / heads)
@@ -62,23 +61,22 @@ class Attention(nn.Module):
     def forward(
         self, x: torch.Tensor, cache: KeysAndValues | None, seen: torch.Tensor | None = None
     ) -> torch.Tensor:
-        inputs = self.inputs(
-            x
-        )  # (n, m, 3 heads head_size); x may have fewer positions, with parallel.sequence
+        # (n, m, 3 heads head_size); x may have fewer positions, with parallel.sequence
+        inputs = self.inputs(x)
         n, m, _ = inputs.shape
-        heads = inputs.shape[2] // (
-            3 * self.head_size
-        )  # with tensor parallelism those of this rank
+        # with tensor parallelism those of this rank
+        heads = inputs.shape[2] // (3 * self.head_size)
         queries, keys, values = (
             part.view(n, m, heads, -1).transpose(1, 2) for part in inputs.chunk(3, 2)
         )
         dropout = self.attention_dropout if self.training else 0.0
         if cache is not None:
             first = cache.length
+            # (n, heads, width / heads, first + m), (n, heads, first + m, width / heads)
             keys, values = (
                 part.unflatten(0, (n, heads))
                 for part in cache.append(keys.flatten(0, 1), values.flatten(0, 1))
-            )  # (n, heads, width / heads, first + m), (n, heads, first + m, width / heads)
+            )
             keys = keys.transpose(2, 3)
             seen = (
                 torch.ones(m, first + m, dtype=torch.bool, device=x.device).tril(first)
@@ -138,9 +136,10 @@ class Block(nn.Module):
         ) = cache.weights
         n, width = x.shape
         heads = width // self.attention.head_size
+        # (n, 3 width)
         parts = functional.linear(
             torch.layer_norm(x, (width,), norm1, norm1_bias), inputs, inputs_bias
-        )  # (n, 3 width)
+        )
         queries, keys, values = (
             parts.view(n, 3, width).transpose(0, 1).reshape(3, n * heads, 1, width // heads)
         )
@@ -214,9 +213,8 @@ class GPT(nn.Module):
         at = torch.arange(tokens.shape[1], device=tokens.device)
         begins = functional.pad(segments[:, 1:] != segments[:, :-1], (1, 0))
         positions = at - torch.where(begins, at, 0).cummax(1).values  # (n, m)
-        seen = ((segments[:, :, None] == segments[:, None]) & (at[:, None] >= at))[
-            :, None
-        ]  # (n, 1, m, m)
+        # (n, 1, m, m)
+        seen = ((segments[:, :, None] == segments[:, None]) & (at[:, None] >= at))[:, None]
         x = self.dropout(self.tokens(tokens) + self.positions(positions))
         for block in self.blocks:
             x = block(x, None, seen)

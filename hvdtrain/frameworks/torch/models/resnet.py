@@ -32,10 +32,11 @@ def build(
         model.maxpool = nn.Identity()
     elif shape[2] != 3:
         model.conv1 = nn.Conv2d(shape[2], 64, kernel_size=7, stride=2, padding=3, bias=False)
+    # a list: no new names
     model.blocks = [
         block
         for stage in (model.layer1, model.layer2, model.layer3, model.layer4)
         for block in stage
-    ]  # a list: no new names
+    ]
     built: nn.Module = model
     return built

@@ -38,9 +38,8 @@ class UNet(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         kept = []
         for depth, block in enumerate(self.down):
-            x = block(
-                x if depth == 0 else nn.functional.max_pool2d(x, 2)
-            )  # (n, widths[depth], H / 2 ** depth, W / 2 ** depth)
+            # (n, widths[depth], H / 2 ** depth, W / 2 ** depth)
+            x = block(x if depth == 0 else nn.functional.max_pool2d(x, 2))
             kept.append(x)
         for up, join, same_size in zip(self.up, self.join, kept[-2::-1], strict=True):
             x = join(torch.cat([same_size, up(x)], 1))

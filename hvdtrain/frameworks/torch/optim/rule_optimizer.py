@@ -81,17 +81,17 @@ class TorchOps:
         return torch.stack(torch._foreach_norm(x))
 
     def orthogonalize(self, x: Arrays, p: Arrays, rounds: int, eps: float, dtype: str) -> Arrays:
-        assert all(t.ndim >= 2 for t in x), [
-            tuple(t.shape) for t in x
-        ]  # a flattened part of a matrix would give wrong numbers
+        # a flattened part of a matrix would give wrong numbers
+        assert all(t.ndim >= 2 for t in x), [tuple(t.shape) for t in x]
         alike: dict[torch.Size, list[int]] = {}
         for i, t in enumerate(x):
             alike.setdefault(t.flatten(1).shape, []).append(i)
         found = list(x)
         for members in alike.values():
+            # (n, out, in kh kw)
             stack = torch.stack([x[i].flatten(1) for i in members]).to(
                 getattr(torch, dtype) if dtype else None
-            )  # (n, out, in kh kw)
+            )
             norms = stack.flatten(1).norm(dim=1).view(-1, 1, 1)
             for i, matrix in zip(members, newton_schulz(stack, rounds, eps, norms), strict=True):
                 found[i] = matrix.to(x[i].dtype).reshape(x[i].shape)
@@ -150,9 +150,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        add = (
-            torch.optim.Optimizer.add_param_group
-        )  # what wraps it imports torch's compiler: half a second of every start
+        # what wraps it imports torch's compiler: half a second of every start
+        add = torch.optim.Optimizer.add_param_group
         getattr(add, "__wrapped__", add)(self, param_group)
         group = self.param_groups[-1]
         group["momentum"] = (
@@ -396,9 +395,10 @@ def _load(
 ) -> None:
     group = group_of(optimizer, p)
     state = optimizer.state[p]
+    # as torch's own do
     counts_on_host = not any(
         group.get("fused") or group.get("capturable") for group in optimizer.param_groups
-    )  # as torch's own do
+    )
     own = {key: array for key, array in arrays.items() if not key.startswith(GROUP)}
     load_entries(state, as_tensors(state), own, p.device, counts_on_host)
     if "construction" in group:
@@ -422,9 +422,8 @@ def class_entry(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
 def check_class(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
     """Raises UserError where the optimizer state among the names of a state is another class's; a
     state without any fits every class."""
-    classes = {
-        name if name.startswith(MADE_BY) else "" for name in names if name.startswith("s.")
-    }  # "": not an entry of class_entry()
+    # "": not an entry of class_entry()
+    classes = {name if name.startswith(MADE_BY) else "" for name in names if name.startswith("s.")}
     theirs = "".join(classes)
     ours = "".join(class_entry(optimizer))
     if classes and theirs != ours:

@@ -18,15 +18,17 @@ from hvdtrain.core.own_line import own_line
 from hvdtrain.errors import UserError
 
 OWN_KEYS = {"params", "excluded", "follow", "construction"}  # of a user's parameter groups
+# a bool is an int: it comes first
 KINDS: dict[str, type] = {
     "bool": bool,
     "int": int,
     "float": float,
-}  # a bool is an int: it comes first
+}
+# all other options its step() reads from the groups
 _IN_CONSTRUCTORS_OF_TORCH = {
     "initial_accumulator_value",
     "fused",
-}  # all other options its step() reads from the groups
+}
 FIX = "give the optimizer and options that the checkpoint was made with"
 
 
@@ -231,9 +233,8 @@ def take(optimizer: torch.optim.Optimizer, follow: tuple[str, ...]) -> None:
     is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
     options = tuple(key for key in changed if key in _IN_CONSTRUCTORS_OF_TORCH or not is_of_torch)
     for group in optimizer.param_groups:
-        group.pop(
-            "param_names", None
-        )  # of torch's own, where it was given pairs: parts of parameters have none
+        # of torch's own, where it was given pairs: parts of parameters have none
+        group.pop("param_names", None)
         initial = numbers({key: value for key, value in group.items() if key != "params"})
         group |= {
             "excluded": False,

@@ -12,10 +12,11 @@ from hvdtrain.errors import UserError
 from hvdtrain.frameworks.own_loop import Divisor, Samples, item_count
 
 _MOST_NODES = 64  # of the graph behind a loss that are looked at
+# what torch's cross_entropy() leaves in the graph
 _OF_MEANS = (
     "NllLossBackward",
     "NllLoss2DBackward",
-)  # what torch's cross_entropy() leaves in the graph
+)
 _MEAN = 1  # torch's number of reduction="mean"
 
 

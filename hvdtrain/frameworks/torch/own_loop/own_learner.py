@@ -143,9 +143,8 @@ class OwnLearner(LoopLearner):
         self._state = LearnerState(
             self.model, self._inner, self._scale, self.strategy, mesh.replicas.rank == 0
         )
-        self._bad: torch.Tensor = torch.zeros(
-            (), dtype=torch.float64, device=self.device
-        )  # steps with numbers that are not finite
+        # steps with numbers that are not finite
+        self._bad: torch.Tensor = torch.zeros((), dtype=torch.float64, device=self.device)
         self._batch: Samples | None = None  # whose step has not been made yet
         self._global_batch = 0
         self._passed = False  # ctx.backward() was called for it
@@ -333,9 +332,8 @@ class OwnLearner(LoopLearner):
             check_mean_over_samples(loss, where, fix)
 
     def _divisor_of_samples(self, batch: Samples) -> float:
-        return float(
-            max(1, batch.count) if self.strategy.local_mean else self._global_batch
-        )  # the sum over ranks is then the mean
+        # the sum over ranks is then the mean
+        return float(max(1, batch.count) if self.strategy.local_mean else self._global_batch)
 
     def _divisor_of_items(self, weight: float) -> float:
         """weight: of this rank. A collective."""

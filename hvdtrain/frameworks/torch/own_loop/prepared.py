@@ -278,9 +278,8 @@ class InStages(torch.nn.Module):
         if not found:
             found = [torch.zeros(next(shape for shape in shapes if shape is not None))]
         host = found[0].detach().to("cpu", self._dtype)
-        return torch.as_tensor(self._pipe.allreduce(host, "outputs of the last stage")).to(
-            x.device
-        )  # the others give zeros
+        # the others give zeros
+        return torch.as_tensor(self._pipe.allreduce(host, "outputs of the last stage")).to(x.device)
 
 
 class _Inputs(BaseException):
@@ -344,9 +343,8 @@ def compute_in(model: torch.nn.Module, precision: Precision, device: torch.devic
 
     def leave(module: torch.nn.Module, inputs: Any, outputs: Any) -> Any:
         entered.pop().__exit__(None, None, None)
-        return (
-            None if outputs is None else in_type(outputs, precision.weights)
-        )  # None: the call has failed
+        # None: the call has failed
+        return None if outputs is None else in_type(outputs, precision.weights)
 
     model.register_forward_pre_hook(enter)
     model.register_forward_hook(leave, always_call=True)

@@ -149,10 +149,11 @@ def group(named: NamedParameters, bucket_bytes: int) -> list[list[torch.nn.Param
     return groups
 
 
+# comm.compression -> number type of the buffers
 COMPRESSED_TYPES = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
-}  # comm.compression -> number type of the buffers
+}
 
 
 class Buckets(Strategy):
@@ -239,9 +240,8 @@ class _Bucket(Bucket):
         self._flat = torch.zeros(
             sum(p.numel() for p in parameters), dtype=compressed or first.dtype, device=device
         )
-        self.optimizer_reads_buffer = (
-            self._flat.dtype == first.dtype and device == first.device
-        )  # without a copy
+        # without a copy
+        self.optimizer_reads_buffer = self._flat.dtype == first.dtype and device == first.device
         self._handle: Handle | None = None
 
     @property

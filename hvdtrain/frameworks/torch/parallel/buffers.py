@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from hvdtrain.comm.communicator import Communicator, Handle
 from hvdtrain.frameworks.torch.parallel.strategy import reduction_device
 
-Table = dict[
-    str, torch.Tensor | None
-]  # a module's own, live: a forward pass may put another tensor under a name
+# a module's own, live: a forward pass may put another tensor under a name
+Table = dict[str, torch.Tensor | None]
 RUNNING = ("running_mean", "running_var", "moving_mean", "moving_variance")  # of torch, of Keras
 
 
@@ -69,9 +68,8 @@ class Buffers:
         ]
         running = [b for name, b in named if name in RUNNING]
         others = [b for name, b in named if name not in RUNNING]
-        others.sort(
-            key=torch.Tensor.element_size, reverse=True
-        )  # so that each begins at a multiple of its element's size
+        # so that each begins at a multiple of its element's size
+        others.sort(key=torch.Tensor.element_size, reverse=True)
         handle: Handle | None = None
         if running:
             flat = torch.cat([b.to(self._device).flatten() for b in running]) / (

@@ -25,9 +25,8 @@ from hvdtrain.frameworks.torch.parallel.strategy import (
     run_passes,
 )
 
-_NEW_NAME = (
-    "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-)  # of torch 2.13
+# of torch 2.13
+_NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 
 
 class Ddp(Strategy):
@@ -49,9 +48,10 @@ class Ddp(Strategy):
         return dist.get_world_size()
 
     def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
+        # sync_buffers() does that
         no_buffers: dict[str, Any] = {
             "forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False
-        }  # sync_buffers() does that
+        }
         # of channels_last gradients, which it copies; once in each process
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
         self._ddp = DistributedDataParallel(

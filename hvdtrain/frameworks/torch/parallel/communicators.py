@@ -97,10 +97,11 @@ class PlannedCommunicator(SingleProcessCommunicator):
             str, np.ndarray
         ] = {}  # what start_recv() of these names receives; of others any numbers
         self._gathers_into_new_memory = "horovod_api" in features
+        # with which strategies call the libraries themselves
         self.features = features - {
             "horovod_api",
             "ddp",
-        }  # with which strategies call the libraries themselves
+        }
 
     def reduce_scatter(self, x: Buffer, name: str) -> Buffer:
         return x[part_of(len(x), self.rank, self.size)]

@@ -42,9 +42,8 @@ class Deferred(TorchDispatchMode):
         super().__init__()
         self._calls: list[Call] = []
         self._made = set[int]()  # memory that has a call
-        self._scratch = torch.empty(
-            0
-        )  # into which numbers are drawn that are not kept: to free it each time would leave holes
+        # into which numbers are drawn that are not kept: to free it each time would leave holes
+        self._scratch = torch.empty(0)
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None

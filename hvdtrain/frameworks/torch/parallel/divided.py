@@ -83,9 +83,10 @@ class Divided(Around):
         self._summed = (
             [p for p in parameters if p not in cuts] if sequence and mesh.tensor.size > 1 else []
         )
+        # parallel/communicators.py
         self.waits_in_passes = within.waits_in_passes or (
             mesh.tensor.size > 1 and any(p.is_cuda for p in parameters)
-        )  # parallel/communicators.py
+        )
         stages = f"{pipelined.summary}, " if pipelined else ""
         self.summary = (
             f"{mesh.summary()} ranks, "
@@ -142,9 +143,8 @@ class Divided(Around):
     def run(self, micro: Sequence[Sized], divisor: int, one_pass: OnePass) -> Sums:
         if self._pipelined is None:
             return self._within.run(micro, divisor, one_pass)
-        sums = one_pass(
-            micro, divisor, True
-        )  # all passes: gradients of weights may come late, without torch's hooks
+        # all passes: gradients of weights may come late, without torch's hooks
+        sums = one_pass(micro, divisor, True)
         self._pipelined.add_tied()
         self._within.run([()], divisor, lambda *_: {})  # no pass: reduces what p.grad has
         return sums

@@ -48,12 +48,10 @@ class ShardedModel(NamedTuple):
     model: torch.nn.Module
     mesh: Mesh
     summary: str  # "in 12 blocks and the rest"
-    cuts: Mapping[
-        torch.nn.Parameter, Cut
-    ]  # of parameters that ranks of a tensor group have in parts
-    orders: Sequence[
-        SameOrder
-    ]  # in which ranks gather and reduce units, and a tensor group computes layers
+    # of parameters that ranks of a tensor group have in parts
+    cuts: Mapping[torch.nn.Parameter, Cut]
+    # in which ranks gather and reduce units, and a tensor group computes layers
+    orders: Sequence[SameOrder]
 
     def for_autocast(
         self, make_pass: Pass, device: torch.device, dtype: torch.dtype | None
@@ -127,9 +125,8 @@ def shard_model(
         fill(block)
         fully_shard(block, **options)
     fill(model)
-    fully_shard(
-        model, **options | {"reshard_after_forward": False}
-    )  # backward would gather it again at once
+    # backward would gather it again at once
+    fully_shard(model, **options | {"reshard_after_forward": False})
     sharded = {
         name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)
     }
@@ -203,9 +200,8 @@ def _all_parameters(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Paramet
 def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
     """For torch, the ranks of mesh.data. A collective of all ranks."""
     if mesh.tensor.size > 1:
-        grid = torch.arange(mesh.world.size, device="cpu").view(
-            -1, mesh.tensor.size
-        )  # as comm/mesh.py's coordinates()
+        # as comm/mesh.py's coordinates()
+        grid = torch.arange(mesh.world.size, device="cpu").view(-1, mesh.tensor.size)
         return DeviceMesh(device.type, grid, mesh_dim_names=("shard", "tensor"))["shard"]
     if len(mesh.table) > 1:
         return DeviceMesh(device.type, mesh.table, mesh_dim_names=("replicas", "shard"))
@@ -409,9 +405,8 @@ class Fsdp(Strategy):
         return self._mesh.world.size
 
     def class_name(self, model: torch.nn.Module) -> str:
-        return type(model).__name__.removeprefix(
-            "FSDP"
-        )  # fully_shard() has made a class of the model's own
+        # fully_shard() has made a class of the model's own
+        return type(model).__name__.removeprefix("FSDP")
 
     def shard(self, p: torch.nn.Parameter) -> Shard:
         return self._shards[p]

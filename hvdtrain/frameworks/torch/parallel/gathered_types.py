@@ -26,14 +26,16 @@ REDUCES_UNREACHED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 Pass = Callable[[torch.nn.Module], Any]  # a forward pass
 
+# operations on weights that are being gathered; prim.device, in a prediction
 _READ_NOTHING = (
     "fsdp",
     "prim",
-)  # operations on weights that are being gathered; prim.device, in a prediction
+)
+# as einsum orders a weight anew
 _MOVE_ALONE = (
     torch.ops.aten.clone.default,
     torch.ops.aten._unsafe_view.default,
-)  # as einsum orders a weight anew
+)
 
 
 def gather_in_16_bits(
@@ -110,9 +112,8 @@ def _cast_alone(
     on_device = [device] if device.type == "cuda" else []
     autocast = torch.autocast(device.type, dtype, cache_enabled=False)
     with torch.random.fork_rng(devices=on_device), autocast, _Reads(groups, dtype) as reads:
-        torch.manual_seed(
-            0
-        )  # a model that draws which blocks it calls draws the same ones on all ranks
+        # a model that draws which blocks it calls draws the same ones on all ranks
+        torch.manual_seed(0)
         for training in (True, False):
             make_pass(model.train(training))
     return [
@@ -132,10 +133,11 @@ class _Reads(TorchDispatchMode):
         self._to = dtype
         self._pending = list(groups)  # that have not been gathered yet
         self._of_storage: dict[int, Any] = {}  # by its address; FSDP2 keeps and resizes it
+        # the last copy in another order, and of which parameter
         self._moved: tuple[Any, Any] = (
             None,
             None,
-        )  # the last copy in another order, and of which parameter
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._find_gathered()

@@ -33,12 +33,10 @@ class Wrapped(NamedTuple):
 class Shard(NamedTuple):
     """The part of a parameter that this rank updates."""
 
-    parameter: (
-        torch.nn.Parameter
-    )  # what the optimizer takes: the parameter itself, or (n,), elements of its memory; n may be 0
-    whole: (
-        torch.nn.Parameter
-    )  # of the model; where that has a cut of what one process would have, the cut
+    # what the optimizer takes: the parameter itself, or (n,), elements of its memory; n may be 0
+    parameter: torch.nn.Parameter
+    # of the model; where that has a cut of what one process would have, the cut
+    whole: torch.nn.Parameter
     start: int  # the first of those elements, in the order of indices
     stop: int  # behind the last
     cut: Cut = WHOLE

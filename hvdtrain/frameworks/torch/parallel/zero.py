@@ -211,9 +211,8 @@ class _Bucket(Bucket):
         left is void."""
         self._mesh = mesh
         self._own = part_of(len(self._weights), self._mesh.shard.rank, self._mesh.shard.size)
-        self._updated = self._weights[
-            self._own
-        ]  # what the optimizer updates: the weights themselves, or a copy in host memory
+        # what the optimizer updates: the weights themselves, or a copy in host memory
+        self._updated = self._weights[self._own]
         self._updated = self._updated.to("cpu") if self._on_host else self._updated
         self._sum = torch.zeros_like(self._updated)
         self._sums = 0  # reductions that it has
@@ -374,9 +373,8 @@ def of_shards(
 
 
 Total = Callable[[torch.Tensor], torch.Tensor]
-Parts = list[
-    torch.Tensor
-]  # (n,) of each parameter, what this rank has of an array of its shape; n may be 0
+# (n,) of each parameter, what this rank has of an array of its shape; n may be 0
+Parts = list[torch.Tensor]
 AT_ONCE = 8 << 20  # bytes of whole matrices
 
 
@@ -433,9 +431,8 @@ class ShardedOps(TorchOps):
                 for shard in (self._shards[q] for q in p)
             ]
             on_ranks = self._total(p[0].new_tensor(own)).tolist()
-            self._cut[key] = [
-                here or ranks > 0 for here, ranks in zip(own, on_ranks, strict=True)
-            ]  # ranks: unknown in a prediction
+            # ranks: unknown in a prediction
+            self._cut[key] = [here or ranks > 0 for here, ranks in zip(own, on_ranks, strict=True)]
         return self._cut[key]
 
     def _put_together(

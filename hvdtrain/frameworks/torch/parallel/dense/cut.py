@@ -16,6 +16,7 @@ from hvdtrain.errors import UserError
 
 Sizes = Sequence[int]  # rows of each rank, the same on all ranks; some may be 0
 Wait = Callable[[], torch.Tensor]
+# what a rank may do to its own neurons without knowing the others
 ELEMENTWISE = (
     *(
         nn.ReLU,
@@ -31,7 +32,7 @@ ELEMENTWISE = (
         nn.Identity,
     ),
     *(nn.Dropout, nn.AlphaDropout),
-)  # what a rank may do to its own neurons without knowing the others
+)
 
 
 class CutLayers:
@@ -80,9 +81,8 @@ class CutLayers:
         self.inputs = linear[0].in_features
         self.outputs = linear[-1].out_features
         self.names = [path for path, layer in layers[first:] if isinstance(layer, nn.Linear)]
-        self.sent_numbers = self.inputs + sum(
-            layer.out_features for layer in linear
-        )  # for each sample, to each other rank, in each pass
+        # for each sample, to each other rank, in each pass
+        self.sent_numbers = self.inputs + sum(layer.out_features for layer in linear)
         self._widths = [
             [_length(layer.out_features, rank, exchange.size) for rank in range(exchange.size)]
             for layer in linear
@@ -99,16 +99,14 @@ class CutLayers:
                 x = layer(x)  # (n, own neurons)
                 continue
             x = self._all_neurons(x, cut - 1) if cut else x
-            x = nn.functional.linear(
-                x, layer.weight, layer.bias
-            )  # layer() would be the whole chain again where that is one layer
+            # layer() would be the whole chain again where that is one layer
+            x = nn.functional.linear(x, layer.weight, layer.bias)
             cut += 1
         return self._all_neurons(x, cut - 1)
 
     def _all_neurons(self, own: torch.Tensor, number: int) -> torch.Tensor:
-        own = own.to(
-            self.parameters[0].dtype
-        )  # of 16 bits under autocast, which not every engine adds up
+        # of 16 bits under autocast, which not every engine adds up
+        own = own.to(self.parameters[0].dtype)
         if (
             self._exchange.size == 1
         ):  # a gathered tensor is transposed, with which some processors round otherwise

@@ -109,9 +109,10 @@ class HybridModel(nn.Module):
         """x (n, ...) -> (n, outputs); n may be 0 and differ between ranks. Without samples the
         convolutions are not called."""
         if not len(x):
+            # backward is a collective
             return self._dense.outputs(
                 self._dense.no_rows().requires_grad_(torch.is_grad_enabled())
-            )  # backward is a collective
+            )
         return self._dense.passed_by(self.model, x)
 
     def turns(
@@ -356,9 +357,8 @@ class Hybrid(Around):
         self._world = mesh.world
         self._cuts = model.cuts()
         updates = config.parallel.dense_updates
-        self._reduced = [
-            p for _, p in named if p in self._cuts and updates == 1
-        ]  # else they have no gradient behind the last turn
+        # else they have no gradient behind the last turn
+        self._reduced = [p for _, p in named if p in self._cuts and updates == 1]
         stage: Literal[1, 2] = 2 if config.shard.stage == 2 else 1
         others = [(name, p) for name, p in named if p not in self._cuts]
         super().__init__(

@@ -93,9 +93,8 @@ class Leader:
         self._order = Order(bound)
         self._sent: dict[tuple[int, int], Handle] = {}  # (rank, tag) -> the last message
         self._goes_on = False  # in the window that the order has
-        self._sending_again: set[int] = (
-            set()
-        )  # workers that get their next ticket when their gradient is complete, again
+        # workers that get their next ticket when their gradient is complete, again
+        self._sending_again: set[int] = set()
 
     def begin(self, first: int, behind: int) -> None:
         if not self._goes_on:

@@ -40,12 +40,10 @@ DTYPES = (
 )
 MOST_AXES = 8
 
-InputsOf = Callable[
-    [int], torch.Tensor
-]  # the number of a micro-batch -> (n, ...), on the device; called on the first stage's rank
-OutputsTo = Callable[
-    [int, Any], Any
-]  # takes the model's outputs of a micro-batch; called on the last stage's rank
+# the number of a micro-batch -> (n, ...), on the device; called on the first stage's rank
+InputsOf = Callable[[int], torch.Tensor]
+# takes the model's outputs of a micro-batch; called on the last stage's rank
+OutputsTo = Callable[[int, Any], Any]
 
 
 class Spent(NamedTuple):
@@ -436,9 +434,8 @@ class MicroBatch:
         """x: (n, ...) the inputs of the model, whose gradient nobody takes, or what the stage
         before gave."""
         self._x = x.detach().requires_grad_(torch.is_grad_enabled() and not is_first)
-        self.outputs: Any = stage(
-            _Alias.apply(self._x)
-        )  # what backward() begins with; the loss takes its place in the last stage
+        # what backward() begins with; the loss takes its place in the last stage
+        self.outputs: Any = stage(_Alias.apply(self._x))
         self._parameters = [p for p in stage.parameters() if p.requires_grad]
         self._groups: list[
             dict[str, Any]

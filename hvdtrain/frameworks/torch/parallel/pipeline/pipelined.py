@@ -26,12 +26,10 @@ from hvdtrain.frameworks.torch.parallel.pipeline.stages import (
 )
 from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, Shard
 
-InputsOf = Callable[
-    [Any], torch.Tensor
-]  # of a micro-batch, (n, ...) on the device; called on the first stage's rank
-OutputsTo = Callable[
-    [Any, Any], Any
-]  # takes a micro-batch and the model's outputs; called on the last stage's rank
+# of a micro-batch, (n, ...) on the device; called on the first stage's rank
+InputsOf = Callable[[Any], torch.Tensor]
+# takes a micro-batch and the model's outputs; called on the last stage's rank
+OutputsTo = Callable[[Any, Any], Any]
 
 
 class Pipelined:

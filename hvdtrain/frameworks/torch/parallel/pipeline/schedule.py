@@ -213,12 +213,12 @@ class _Queues:
         self._most = micro * virtual if schedule == "gpipe" or not backward else ranks - rank
         if schedule == "interleaved" and backward:
             self._most = 2 * (ranks - rank - 1) + (virtual - 1) * ranks + 1
-        self._takes_either = (
-            schedule == "interleaved"
-        )  # where micro-batches are no multiple of ranks, to wait for one would deadlock
+        # where micro-batches are no multiple of ranks, to wait for one would deadlock
+        self._takes_either = schedule == "interleaved"
+        # ZB-H1: the memory of 1f1b
         self._most_with_weights = (
             ranks if schedule == "zero_bubble" and backward else micro * virtual + 1
-        )  # ZB-H1: the memory of 1f1b
+        )
 
     @property
     def has_any(self) -> bool:

@@ -59,11 +59,12 @@ def units_of(model: nn.Module, where: str) -> list[Unit]:
     if isinstance(model, HasUnits):
         return list(model.pipeline_units())
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
+        # one may be there twice
         return [
             Unit(name, (module,), module)
             for name, module in model._modules.items()
             if module is not None
-        ]  # one may be there twice
+        ]
     what = f"{type(model).__name__} does not say where it may be cut into stages"
     fix = (
         "a model with pipeline_units() (docs/parallel.md), a torch.nn.Sequential, model.name=gpt "

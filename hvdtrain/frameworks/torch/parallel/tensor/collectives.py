@@ -65,9 +65,8 @@ class Link(NamedTuple):
 
     def gather(self, x: torch.Tensor, direction: str) -> torch.Tensor:
         """x of every rank along axis 0, in rank order; the lengths of axis 0 may differ."""
-        dtype = (
-            torch.int16 if x.dtype == torch.bfloat16 else x.dtype
-        )  # no engine moves bfloat16 by its name
+        # no engine moves bfloat16 by its name
+        dtype = torch.int16 if x.dtype == torch.bfloat16 else x.dtype
         with torch.inference_mode(False):
             mine = self.ready(x.detach()).view(dtype)
             found = self.communicator.allgather(mine, self.name_of(direction))
@@ -180,9 +179,8 @@ class _Whole(torch.autograd.Function):
         """x (..., v) -> (..., vocabulary)"""
         ctx.first = rows.first
         ctx.length = x.shape[-1]
-        return (
-            link.gather(x.movedim(-1, 0), "whole").movedim(0, -1).contiguous()
-        )  # no view, of which FSDP2 warns
+        # no view, of which FSDP2 warns
+        return link.gather(x.movedim(-1, 0), "whole").movedim(0, -1).contiguous()
 
     @staticmethod
     @once_differentiable
@@ -222,9 +220,8 @@ class _CrossEntropy(torch.autograd.Function):
             dtype=torch.promote_types(x.dtype, torch.float32),
         )
         ranks[link.communicator.rank] = torch.stack(mine)
-        ranks = link.sum(
-            ranks, "loss"
-        )  # an allgather would send the lengths first, for which the host waits
+        # an allgather would send the lengths first, for which the host waits
+        ranks = link.sum(ranks, "loss")
         log_total = ranks[:, 0].logsumexp(0)
         loss = log_total - (1.0 - smoothing) * ranks[:, 1].sum(0)
         if smoothing:

@@ -65,9 +65,8 @@ class RowsLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._link.positions:
-            rows = x.movedim(
-                -2, 0
-            )  # where it is no contiguous memory, linear() would keep a copy of it for backward
+            # where it is no contiguous memory, linear() would keep a copy of it for backward
+            rows = x.movedim(-2, 0)
             rows = (
                 functional.linear(rows, self.weight)
                 if rows.is_contiguous()
@@ -76,9 +75,8 @@ class RowsLinear(nn.Module):
             y = sum_of_own_positions(rows, self._link)
         else:
             y = sum_over_ranks(functional.linear(x, self.weight), self._link)
-        return (
-            y if self.bias is None else y + self.bias.to(y.dtype)
-        )  # 16-bit under autocast, as the output of nn.Linear
+        # 16-bit under autocast, as the output of nn.Linear
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 class VocabularyHead(ColumnsLinear):
@@ -231,9 +229,8 @@ def _start_gather(x: torch.Tensor, link: Link, count: int, direction: str) -> Wa
     with torch.inference_mode(False):
         whole = own.new_empty((count, *own.shape[1:]), device=link.device_of(x))
         whole[part] = own
-        dtype = (
-            torch.int16 if x.dtype == torch.bfloat16 else x.dtype
-        )  # no engine moves bfloat16 by its name
+        # no engine moves bfloat16 by its name
+        dtype = torch.int16 if x.dtype == torch.bfloat16 else x.dtype
         handle = link.communicator.start_spread(whole.view(dtype), link.name_of(direction))
 
     def wait() -> torch.Tensor:

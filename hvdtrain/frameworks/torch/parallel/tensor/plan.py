@@ -55,9 +55,8 @@ class Way(NamedTuple):
             return {}
         if self.kind == "rows":
             return {"weight": Cut(1, self.groups, parts, index)}
-        length = (
-            _features(layer) if self.kind == "vocabulary" else 0
-        )  # 512 colours and a first token: hardly ever even
+        # 512 colours and a first token: hardly ever even
+        length = _features(layer) if self.kind == "vocabulary" else 0
         cut = Cut(0, self.groups, parts, index, length)
         return {name: cut for name, p in layer.named_parameters(recurse=False) if p is not None}
 
@@ -195,9 +194,8 @@ class CutLayers:
         for key, cut in self._ways[name].cuts(layer, size, rank).items():
             whole = kept[key]
             if whole not in self._parts:
-                part = nn.Parameter(
-                    cut.of(whole.detach()).clone(), whole.requires_grad
-                )  # without the memory of the whole
+                # without the memory of the whole
+                part = nn.Parameter(cut.of(whole.detach()).clone(), whole.requires_grad)
                 self._parts[whole], self.cuts[part] = part, cut
             kept[key], self.names[f"{name}.{key}"] = self._parts[whole], cut
         link = Link(self._communicator, name, self._positions, self._order)
