@@ -104,6 +104,45 @@ def test_adapters_of_a_run_are_merged(
         np.testing.assert_allclose(hvdtrain.predict(run, X), expected, rtol=0, atol=1e-12)
 
 
+class Encoder(nn.Module):
+    """Layers of torch.nn.TransformerEncoder, which take a fast path in evaluation; with padding
+    also nested tensors."""
+
+    def __init__(self, padded: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.head = nn.Linear(4, 2)
+        self.padded = padded
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        steps = torch.sin(x.unsqueeze(2) * torch.arange(1, 5, dtype=x.dtype))
+        padding = torch.zeros(x.shape, dtype=torch.bool)
+        padding[:, -1] = x[:, 0] > 0
+        encoded = self.encoder(steps, src_key_padding_mask=padding if self.padded else None)
+        y: torch.Tensor = self.head(encoded[:, 0])
+        return y
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_evaluation_sees_the_adapters_of_an_encoder(padded: bool, tmp_path: Path) -> None:
+    net = Encoder(padded).double()
+    lora = ["model.lora=['*linear1','*linear2']", "model.lora_rank=2"]
+    run = train(tmp_path / "run", *lora, "epochs=4", "optim.base_lr=1", model=net)
+    x = torch.from_numpy(X)
+    expected = net.train()(x)  # its adapters are merged; without dropout, and with no fast path
+    before = Encoder(padded).double().train()(x)
+    assert (expected - before).abs().max() > 0.01
+    loss = nn.functional.cross_entropy(expected, torch.from_numpy(DATA["val_data"]["y"]).long())
+    events = map(json.loads, (run.folder / "events.jsonl").read_text().splitlines())
+    seen = [event["val_loss"] for event in events if "val_loss" in event]
+    assert seen[-1] == pytest.approx(loss.item(), abs=1e-10)
+    assert hvdtrain.evaluate(run, DATA["val_data"])["loss"] == pytest.approx(loss.item(), abs=1e-10)
+    found = hvdtrain.predict(run, X)
+    np.testing.assert_allclose(found, expected.detach(), rtol=0, atol=1e-10)
+
+
 def test_export_of_adapters_is_merged_or_an_error(
     adapted: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

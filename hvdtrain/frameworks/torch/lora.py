@@ -62,6 +62,19 @@ def adapt(model: nn.Module, config: ModelConfig) -> None:
         _check_weight(model, name, layer, config)
     for layer in dict.fromkeys(adapted.values()):  # a layer may have several names
         _adapt(layer, config)
+    _call_layers(model)
+
+
+def _call_layers(model: nn.Module) -> None:
+    """Makes encoders of torch.nn call their layers in evaluation too: torch's fast path would take
+    the weights of adapted layers without their adapters."""
+    for module in model.modules():
+        if not any(isinstance(inner, LoraLinear) for inner in module.modules()):
+            continue
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0  # only the fast path reads it
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False  # only the fast path takes nested tensors
 
 
 def _check_weight(model: nn.Module, name: str, layer: nn.Linear, config: ModelConfig) -> None:
