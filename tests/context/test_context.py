@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import html
+import io
 import json
 import math
 import re
@@ -763,6 +764,54 @@ def test_a_model_of_blocks_that_stage_3_gathers_one_at_a_time(
         start["model"].startswith("Tower, ")
         and "in 3 blocks and the rest (ZeRO stage 3)" in start["model"]
     )
+
+
+@pytest.mark.parametrize("key", [(), ("speed.precision=bf16",)])
+def test_a_prepared_model_is_copied_averaged_and_saved(
+    opened: list[ht.Context], key: tuple[str, ...]
+) -> None:
+    """Within a step, whose gate the copies do not have; they compute as the model does."""
+    opened.append(ctx := ht.init(*key))
+    net = torch.nn.Linear(2, 1)
+    model, optimizer = ctx.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for batch in ctx.samples({"x": X.astype(np.float32)}, batch=20, epochs=1):
+        loss = model(batch["x"]).mean()
+        torch.save(model, file := io.BytesIO())
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        copies = [loaded, copy.deepcopy(model), torch.optim.swa_utils.AveragedModel(model).module]
+        ctx.backward(loss, count=0)  # which closes the gate of the model
+        for one in copies:
+            assert torch.equal(one(batch["x"]), model(batch["x"]))
+            one(batch["x"]).mean().backward()
+            assert one.bias.grad.item() == pytest.approx(1, rel=1e-2)
+        optimizer.step()
+
+
+class WithScale(torch.nn.Linear):
+    """Gives a parameter beside what it computes."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), self.bias
+
+
+def test_a_parameter_among_the_outputs_has_no_gradient_in_a_step_without_items_alone(
+    opened: list[ht.Context],
+) -> None:
+    opened.append(ctx := ht.init())
+    net = WithScale(2, 1, dtype=torch.float64)
+    model, optimizer = ctx.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for batch in ctx.samples(DATA, batch=5, epochs=1):
+        outputs, scale = model(batch["x"])
+        is_empty = batch.step == 1
+        ctx.backward(
+            (outputs.mean() + 2 * scale.sum()) * (math.nan if is_empty else 1),
+            count=int(not is_empty),
+        )
+        assert net.bias.grad is not None and net.bias.grad.item() == (0 if is_empty else 3)
+        assert not net.bias._backward_hooks
+        optimizer.step()
+        model(batch["x"])  # of which nothing goes back
 
 
 def test_torch_compile_before_and_after_prepare(make: Any, tmp_path: Path) -> None:

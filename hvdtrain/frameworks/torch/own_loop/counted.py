@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.own_loop import Divisor, Samples, item_count
@@ -63,6 +64,7 @@ class Gate:
 
     def __init__(self) -> None:
         self.is_open = True
+        self._on_leaves: list[RemovableHandle] = []  # parameters, which outlive the part
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
         return gradient if self.is_open else torch.zeros_like(gradient)
@@ -70,8 +72,43 @@ class Gate:
     def watch(self, outputs: Any) -> None:
         """outputs: of a call of the model: tensors, also in containers."""
         for tensor in _tensors(outputs):
-            if tensor.requires_grad:
-                tensor.register_hook(self)
+            if not tensor.requires_grad:
+                continue
+            handle = tensor.register_hook(self)
+            if tensor.is_leaf:
+                self._on_leaves.append(handle)
+
+    def leave(self) -> None:
+        """The backward pass of the part was made."""
+        for handle in self._on_leaves:
+            handle.remove()
+        self._on_leaves.clear()
+
+
+class Watch:
+    """The forward hook of a prepared model: its outputs have the gate of the part under way. A
+    copied or loaded model has one without a gate, which does nothing."""
+
+    def __init__(self) -> None:
+        self._gate: Gate | None = None
+
+    def __call__(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+        if self._gate is not None and torch.is_grad_enabled():
+            self._gate.watch(outputs)
+
+    def __reduce__(self) -> tuple[type[Watch], tuple[()]]:
+        return Watch, ()
+
+    def begin_part(self) -> None:
+        """The next part begins, or the backward pass of the one before was made."""
+        if self._gate is not None:
+            self._gate.leave()
+        self._gate = Gate()
+
+    def set_counted(self, is_counted: bool) -> None:
+        """Whether the part under way counts anything."""
+        assert self._gate is not None
+        self._gate.is_open = is_counted
 
 
 def _tensors(outputs: Any) -> Iterator[torch.Tensor]:

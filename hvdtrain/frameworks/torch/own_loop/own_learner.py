@@ -37,7 +37,7 @@ from hvdtrain.frameworks.torch.learner import arrangement_of
 from hvdtrain.frameworks.torch.optim.user_optimizer import check_elementwise, set_mode
 from hvdtrain.frameworks.torch.own_loop.counted import (
     Accumulated,
-    Gate,
+    Watch,
     check_loss,
     check_mean_over_samples,
 )
@@ -120,7 +120,7 @@ class OwnLearner(LoopLearner):
             )
         else:
             compute_in(self.model, self.precision, self.device)
-        self._gate = Gate()  # of the part whose loss is computed
+        self._watch = Watch()
         self.forward.register_forward_hook(self._watch)
         self.divisor = Divisor(config, mesh.data)
         self.optimizer = PreparedOptimizer(self._inner, self._step)
@@ -200,7 +200,7 @@ class OwnLearner(LoopLearner):
         self._batch = batch
         self._global_batch = global_batch
         self._passed = False
-        self._gate = Gate()
+        self._watch.begin_part()
         self.divisor.items = None
         set_mode(self._inner, training=True)
         seed_dropout(
@@ -239,10 +239,6 @@ class OwnLearner(LoopLearner):
 
     def resumed(self, extra: dict[str, Any]) -> dict[str, Any]:
         return extra
-
-    def _watch(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
-        if torch.is_grad_enabled():
-            self._gate.watch(outputs)
 
     def backward(self, loss: Any, count: Any) -> None:
         """What Context.backward() does. A collective."""
@@ -283,7 +279,7 @@ class OwnLearner(LoopLearner):
         losses = Accumulated(loss_of, self.divisor, self.device)
 
         def of_part(part: Samples) -> tuple[torch.Tensor, float]:
-            self._gate = Gate()
+            self._watch.begin_part()
             loss, weight = losses.of_part(part)
             if not losses.is_counted:
                 self._check_mean(loss, passes, where, fix)
@@ -375,12 +371,13 @@ class OwnLearner(LoopLearner):
 
         def weighted(part: Any, found: tuple[torch.Tensor, float]) -> torch.Tensor:
             loss, weight = found
-            self._gate.is_open = weight > 0
+            self._watch.set_counted(weight > 0)
             factor = self._scale.scale(one_or_nan(loss)) if weight else 1.0
             return (loss * (weight / divisor) * factor).sum()
 
         def one_pass(part: Any, _: int, is_last: bool) -> Sums:
             weighted(part, loss_of(part)).backward()
+            self._watch.begin_part()
             if not is_last:
                 keep_gradients(self.config.speed.compile, [p for _, p in self._named])
             return {}
@@ -388,6 +385,7 @@ class OwnLearner(LoopLearner):
         def through_stages(parts: Any, _: int, is_last: bool) -> Sums:
             assert self._stages is not None
             self._stages.train_parts(parts, loss_of, weighted)
+            self._watch.begin_part()
             return {}
 
         self.strategy.run(

@@ -335,19 +335,27 @@ def compute_in(model: torch.nn.Module, precision: Precision, device: torch.devic
     type."""
     if precision.layers is None:
         return
-    entered: list[AbstractContextManager[Any]] = []
+    calls = _Autocast(precision, device)
+    model.register_forward_pre_hook(calls.enter)
+    model.register_forward_hook(calls.leave, always_call=True)
 
-    def enter(*_: Any) -> None:
-        entered.append(precision.autocast(device))
-        entered[-1].__enter__()
 
-    def leave(module: torch.nn.Module, inputs: Any, outputs: Any) -> Any:
-        entered.pop().__exit__(None, None, None)
+class _Autocast:
+    """The hooks of compute_in(); a model that is copied or saved takes them along."""
+
+    def __init__(self, precision: Precision, device: torch.device) -> None:
+        self._precision = precision
+        self._device = device
+        self._entered: list[AbstractContextManager[Any]] = []
+
+    def enter(self, *_: Any) -> None:
+        self._entered.append(self._precision.autocast(self._device))
+        self._entered[-1].__enter__()
+
+    def leave(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> Any:
+        self._entered.pop().__exit__(None, None, None)
         # None: the call has failed
-        return None if outputs is None else in_type(outputs, precision.weights)
-
-    model.register_forward_pre_hook(enter)
-    model.register_forward_hook(leave, always_call=True)
+        return None if outputs is None else in_type(outputs, self._precision.weights)
 
 
 class Scaled(NamedTuple):
