@@ -505,6 +505,16 @@ def in_job(folder: Path, monkeypatch: pytest.MonkeyPatch, job: dict[str, str]) -
             "set",
         ),
         (
+            {**LSF, "LSB_MCPU_HOSTS": "n1 2 n2"},
+            "",
+            "this LSF job cannot be read: LSB_MCPU_HOSTS=n1 2 n2 has no number of slots for each",
+        ),
+        (
+            {"JOB_ID": "7", "NSLOTS": "4", "PE_HOSTFILE": "once"},
+            "",
+            "no number of slots behind the host 'n1'\n  where: PE_HOSTFILE=once:1",
+        ),
+        (
             {"JOB_ID": "7", "NSLOTS": "4"},
             "",
             "this SGE job cannot be read: NSLOTS=4, but PE_HOSTFILE is not set",

@@ -3,6 +3,7 @@ a traceback."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import h5py
@@ -408,6 +409,18 @@ def test_the_fill_value_that_xarray_writes_into_zarr_2(tmp_path: Path) -> None:
     for name, expected in {"x": [1.5, np.nan], "y": [1.5, -16383.5]}.items():
         array_ = zarr.ZarrGroup.of(tmp_path / "t.zarr").array(name)
         np.testing.assert_array_equal(array_.decode(0, Box((), ())), np.array(expected, np.float32))  # type: ignore[union-attr]
+
+
+def test_zarr_2_without_a_fill_value_is_read_as_0(tmp_path: Path) -> None:
+    group = zarr_library.open_group(str(tmp_path / "t.zarr"), mode="w", zarr_format=2)
+    group.create_array("x", shape=(4,), dtype="f4", chunks=(2,))[:2] = 1
+    group.create_array("y", shape=(4,), dtype="f4", chunks=(4,))[:] = 1
+    description = tmp_path / "t.zarr" / "x" / ".zarray"
+    description.write_text(json.dumps(json.loads(description.read_text()) | {"fill_value": None}))
+    source = zarr.build("zarr", tmp_path / "t.zarr", "train", fields={"x": "x", "y": "y"})
+    assert source.read(np.arange(4))["x"].ravel().tolist() == [1, 1, 0, 0]
+    (note,) = notes_of(source)
+    assert note.endswith("1 of 2 chunks of x are not there, and are read as 0"), note
 
 
 def test_values_of_the_split_that_are_missing_or_in_neither_set(tmp_path: Path) -> None:

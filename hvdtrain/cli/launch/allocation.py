@@ -102,7 +102,10 @@ def _of_lsf_lists(environ: Mapping[str, str]) -> tuple[Host, ...]:
     if "LSB_JOBID" not in environ or "LSB_DJOB_HOSTFILE" in environ:
         return ()
     words = environ.get("LSB_MCPU_HOSTS", "").split()
-    pairs = [f"{name}:{slots}" for name, slots in zip(words[::2], words[1::2], strict=False)]
+    if len(words) % 2:
+        reason = f"LSB_MCPU_HOSTS={short(' '.join(words))} has no number of slots for each host"
+        raise _unreadable("LSF", reason, "LSB_JOBID")
+    pairs = [f"{name}:{slots}" for name, slots in zip(words[::2], words[1::2], strict=True)]
     named = pairs or environ.get("LSB_HOSTS", "").split()
     return _merged(_read_host(host, "LSB_MCPU_HOSTS" if pairs else "LSB_HOSTS") for host in named)
 
@@ -117,9 +120,10 @@ def _of_file(system: str, job: str, variable: str, environ: Mapping[str, str]) -
         )
         raise _unreadable(system, unset, job)
     try:
-        hosts = read_hostfile(read_text(Path(path)).splitlines(), f"{variable}={path}")
+        lines = read_text(Path(path)).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(system, f"{variable}: {error}", job) from None
+    hosts = read_hostfile(lines, f"{variable}={path}", needs_slots=system == "SGE")
     each = environ.get("PBS_NUM_PPN", "")  # of Torque, where its file has each host once
     if system == "PBS" and each.isdecimal() and all(host.slots == 1 for host in hosts):
         return tuple(Host(host.name, max(1, int(each))) for host in hosts)
@@ -137,7 +141,7 @@ def read_hosts(value: str) -> tuple[Host, ...]:
     return _merged(_read_host(host, f"-H {short(value)}") for host in value.split(","))
 
 
-def read_hostfile(lines: Iterable[str], path: str) -> tuple[Host, ...]:
+def read_hostfile(lines: Iterable[str], path: str, needs_slots: bool = False) -> tuple[Host, ...]:
     """Lines `n1 slots=4`, `n1:4` or `n1`, as Open MPI, Hydra, PBS and Cobalt write them, or `n1 4
     QUEUE ...`, as SGE does.
 
@@ -151,6 +155,9 @@ def read_hostfile(lines: Iterable[str], path: str) -> tuple[Host, ...]:
         )
         if slots is None and options and options[0].isdecimal():
             slots = options[0]
+        if name and slots is None and needs_slots:
+            what = f"no number of slots behind the host '{short(name)}'"
+            raise UserError(what, f"{path}:{number}", "n1 4 in each line; or launch -H n1:4,n2:4")
         if name:
             hosts.append(
                 _read_host(name if slots is None else f"{name}:{slots}", f"{path}:{number}")

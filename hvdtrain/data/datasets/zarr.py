@@ -223,7 +223,7 @@ class ZarrGroup:
         absent = array.nchunks - array.nchunks_initialized
         return (
             f"{absent:,} of {array.nchunks:,} chunks of {name} are not there, and are read as "
-            f"{array.fill_value}"
+            f"{0 if array.fill_value is None else array.fill_value}"
             if absent
             else ""
         )
