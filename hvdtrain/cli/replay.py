@@ -15,12 +15,13 @@ import numpy as np
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.comm.placement import placement
 from hvdtrain.config import plugins
-from hvdtrain.config.read import ACTS, CODE, configure, expand
+from hvdtrain.config.read import ACTS, CODE, expand
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.process import command_line, path_argument
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import DIVERGED, DONE, UserError
+from hvdtrain.features.every_feature import configure
 from hvdtrain.report.run import read_run
 from hvdtrain.training.checkpoint.files import Checkpoint
 from hvdtrain.training.checkpoint.resume import check_identity, newest_good

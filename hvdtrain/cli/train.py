@@ -9,8 +9,9 @@ import sys
 from collections.abc import Callable, Iterator
 
 from hvdtrain.config.plugins import check_names
-from hvdtrain.config.read import configure, to_yaml
+from hvdtrain.config.read import to_yaml
 from hvdtrain.errors import DONE, UserError
+from hvdtrain.features.every_feature import configure
 from hvdtrain.training.failure import check_limits
 
 USAGE = """\

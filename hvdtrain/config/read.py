@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +50,10 @@ MOST_PATH_BYTES = (
 )
 
 
+# keys that nothing reads in this configuration
+Unread = Callable[[Config], Iterable[str]]
+
+
 class Assignment(NamedTuple):
     key: str  # "batch.size"
     value: Any
@@ -57,20 +61,25 @@ class Assignment(NamedTuple):
 
 
 def configure(
-    path: str | None, arguments: Sequence[str], resumed: Sequence[Assignment] | None = None
+    path: str | None,
+    arguments: Sequence[str],
+    resumed: Sequence[Assignment] | None = None,
+    unread: Unread = lambda config: (),
 ) -> Config:
     """Defaults, then the file, then the arguments `key=value` or `--key=value`; the last one wins.
 
     With resume=RUN the resolved configuration of that run comes between the defaults and the file.
-    It is read from RUN unless it is given as `resumed`. Raises UserError for what cannot be read,
-    an unknown key and a wrong value.
+    It is read from RUN unless it is given as `resumed`. Keys of `unread` that only the record of a
+    run has are left out. Raises UserError for what cannot be read, an unknown key and a wrong
+    value.
     """
     assigned = assignments(path, arguments)
     resumed = _without_owner(read_resumed(assigned) if resumed is None else resumed, assigned)
-    config = resolve([*resumed, *assigned])
     typed = [assignment for assignment in assigned if assignment.origin == COMMAND_LINE]
     from_a_run = path is not None and _is_of_a_run(path)
-    recorded = Recorded([*resumed, *assigned], typed if from_a_run else assigned)
+    every = [*resumed, *assigned]
+    recorded = Recorded(every, typed if from_a_run else assigned)
+    config = resolve_recorded(every, recorded.keys, unread)
     recorded.refuse_code(config)
     recorded.refuse_acts(config)
     return config
@@ -183,7 +192,7 @@ class Recorded:
         """every: the assignments of a configuration, in order; trusted: those of them that are the
         user's own."""
         self._last = {assignment.key: assignment for assignment in every}
-        self._keys = self._last.keys() - {assignment.key for assignment in trusted}
+        self.keys = self._last.keys() - {assignment.key for assignment in trusted}
 
     def refuse_code(self, config: Config) -> None:
         """Raises UserError for an import path: the values of `config` have no references."""
@@ -232,7 +241,7 @@ class Recorded:
                 for other in REFERENCE.findall(f"{self._last[name].value}")
             ]
             reached += [other for other in referred if other in self._last and other not in reached]
-        return not self._keys.isdisjoint(reached)
+        return not self.keys.isdisjoint(reached)
 
 
 def _is_of_a_run(path: str) -> bool:
@@ -270,6 +279,19 @@ def resolve(assigned: Sequence[Assignment]) -> Config:
     for key in ("run", "resume", "data.root", "data.stage"):
         expand(_value(config, key) or "", config.where(key))
     return config
+
+
+def resolve_recorded(
+    assigned: Sequence[Assignment], recorded: Collection[str], unread: Unread
+) -> Config:
+    """resolve() without those recorded keys that nothing reads: the user did not ask for them, and
+    cannot leave them out."""
+    config = resolve(assigned)
+    dropped = set(recorded).intersection(unread(config)) if recorded else set()
+    if not dropped:
+        return config
+    kept = [one for one in assigned if one.key not in dropped]
+    return resolve_recorded(kept, set(recorded) - dropped, unread)
 
 
 def _without_references(assigned: Sequence[Assignment]) -> Iterator[Assignment]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from hvdtrain.config import read
+from hvdtrain.config.read import Assignment
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.features import (
@@ -24,7 +26,7 @@ from hvdtrain.features import (
     tasks,
 )
 from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, other_than, value_of
-from hvdtrain.recipe.conflicts import recipe_conflicts
+from hvdtrain.recipe.conflicts import recipe_conflicts, unread_recipe_keys
 
 
 def _plain(key: str, usual: Any, *examples: str, without: Sequence[Exclusion] = ()) -> JobFeature:
@@ -170,6 +172,21 @@ FEATURES: tuple[JobFeature, ...] = (
     tasks.LOG_TARGETS,
     tasks.STOP_TARGET,
 )
+
+
+def configure(
+    path: str | None, arguments: Sequence[str], resumed: Sequence[Assignment] | None = None
+) -> Config:
+    """config.read.configure() without keys that only the record of a run has and that mean
+    nothing in this job."""
+    return read.configure(path, arguments, resumed, unread_keys)
+
+
+def unread_keys(config: Config) -> Iterator[str]:
+    """Keys that are set and mean nothing without another one."""
+    yield from unread_recipe_keys(config)
+    for feature in FEATURES:
+        yield from feature.unread_keys(config)
 
 
 def conflicts_of(job: PlannedJob) -> Iterator[UserError]:

@@ -121,6 +121,10 @@ class JobFeature:
         for rule in self.rules:
             yield from rule(job)
 
+    def unread_keys(self, config: Config) -> list[str]:
+        """Keys that are set and mean nothing, since the feature is off."""
+        return [row.key for row in _holding(self.without, config, not self.on(config))]
+
     def name(self, config: Config) -> str:
         """What a message calls the feature: shard.stage=1."""
         return self.chosen(config) if self.chosen else as_set(config, self.key)
@@ -128,10 +132,8 @@ class JobFeature:
     def _excluded(
         self, job: PlannedJob, rows: tuple[Exclusion, ...], otherwise: bool
     ) -> Iterator[UserError]:
-        for row in rows:
-            holds = row.when(job.config) if row.when else otherwise
-            if holds and row.values.hold(value_of(job.config, row.key)):
-                yield self.error(row, job)
+        for row in _holding(rows, job.config, otherwise):
+            yield self.error(row, job)
 
     def error(self, row: Exclusion, job: PlannedJob) -> UserError:
         """What a job is told that has the feature and an excluded value."""
@@ -150,6 +152,13 @@ class JobFeature:
         return UserError(
             text(row.what or self.what), job.where(row.where or row.key), text(row.fix or self.fix)
         )
+
+
+def _holding(rows: Sequence[Exclusion], config: Config, otherwise: bool) -> Iterator[Exclusion]:
+    for row in rows:
+        holds = row.when(config) if row.when else otherwise
+        if holds and row.values.hold(value_of(config, row.key)):
+            yield row
 
 
 def value_of(config: Config, key: str) -> Any:

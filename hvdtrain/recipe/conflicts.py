@@ -4,7 +4,7 @@ configuration is read."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from hvdtrain.config.lengths import read_length
 from hvdtrain.config.schema import Config, RecipeConfig
@@ -44,7 +44,8 @@ def recipe_conflicts(config: Config) -> Iterator[UserError]:
         yield from rule(config)
 
 
-# keys of the recipe: the schedules that read them; _plateau() has those of schedule=plateau alone
+_OF_PLATEAU = ("patience", "threshold", "threshold_mode", "cooldown")
+# keys of the recipe: the schedules that read them; _OF_ONE has those with a message of their own
 _READ_BY = {
     "gamma": ("steps", "exponential", "plateau"),
     "power": ("polynomial",),
@@ -57,16 +58,51 @@ _READ_BY = {
     ),  # of which _one_cycle() refuses it
     "floor": ("steps", "exponential", "cosine", "linear", "polynomial", "plateau", "one_cycle"),
 }
+_OF_ONE = {
+    **dict.fromkeys(_OF_PLATEAU, "plateau"),
+    "milestones": "steps",
+    "cycle_momentum": "one_cycle",
+}
+
+
+def unread_recipe_keys(config: Config) -> list[str]:
+    """Keys of the recipe that are set and that no schedule of this job reads."""
+    recipe = config.recipe
+    of_others = [name for name, schedule in _OF_ONE.items() if recipe.schedule != schedule]
+    unread = [*_without_schedule(recipe), *_without_warmup(recipe), *_set_of(recipe, of_others)]
+    return [f"recipe.{name}" for name in unread]
+
+
+def _set_of(recipe: RecipeConfig, names: Iterable[str]) -> list[str]:
+    """Names of the keys that have another value than their default."""
+    fields = type(recipe).model_fields
+    return [
+        name
+        for name in names
+        if getattr(recipe, name) != fields[name].get_default(call_default_factory=True)
+    ]
+
+
+def _without_schedule(recipe: RecipeConfig) -> list[str]:
+    read = {name for name, schedules in _READ_BY.items() if recipe.schedule in schedules}
+    if recipe.growth == "decays":
+        read.add("gamma")
+    if recipe.chain or recipe.function:
+        read.add("floor")
+    return _set_of(recipe, [name for name in _READ_BY if name not in read])
+
+
+def _without_warmup(recipe: RecipeConfig) -> list[str]:
+    if read_length(recipe.warmup).amount:
+        return []
+    return _set_of(recipe, ("warmup_kind", "warmup_from"))
 
 
 def _without_effect(config: Config) -> Iterator[UserError]:
     """Errors of keys that no schedule of this job reads."""
     recipe = config.recipe
-    for name, schedules in _READ_BY.items():
-        is_read = recipe.schedule in schedules or (name == "gamma" and recipe.growth == "decays")
-        is_read = is_read or (name == "floor" and bool(recipe.chain or recipe.function))
-        if is_read or getattr(recipe, name) == type(recipe).model_fields[name].default:
-            continue
+    for name in _without_schedule(recipe):
+        schedules = _READ_BY[name]
         what = f"recipe.{name} has no effect: recipe.schedule={recipe.schedule} does not read it"
         piece = "; a piece of recipe.chain has its own" if recipe.chain and name != "floor" else ""
         yield UserError(
@@ -74,15 +110,9 @@ def _without_effect(config: Config) -> Iterator[UserError]:
             config.where(f"recipe.{name}"),
             f"recipe.schedule={' or '.join(schedules)}, or leave it out{piece}",
         )
-    for name in ("warmup_kind", "warmup_from"):
-        if (
-            getattr(recipe, name) != type(recipe).model_fields[name].default
-            and not read_length(recipe.warmup).amount
-        ):
-            what = f"recipe.{name} has no effect without recipe.warmup"
-            yield UserError(
-                what, config.where(f"recipe.{name}"), "recipe.warmup=5%, or leave it out"
-            )
+    for name in _without_warmup(recipe):
+        what = f"recipe.{name} has no effect without recipe.warmup"
+        yield UserError(what, config.where(f"recipe.{name}"), "recipe.warmup=5%, or leave it out")
 
 
 def _schedule(config: Config) -> Iterator[UserError]:
@@ -121,14 +151,13 @@ def _plateau(config: Config) -> Iterator[UserError]:
                 what, config.where("servers.log"), "servers.log=false, or another recipe.schedule"
             )
         return
-    for key in ("patience", "threshold", "threshold_mode", "cooldown"):
-        if getattr(recipe, key) != type(recipe).model_fields[key].default:
-            what = f"recipe.{key} needs recipe.schedule=plateau; it is {recipe.schedule}"
-            yield UserError(
-                what,
-                config.where(f"recipe.{key}"),
-                f"recipe.schedule=plateau{'; or stop.patience' if key == 'patience' else ''}",
-            )
+    for key in _set_of(recipe, _OF_PLATEAU):
+        what = f"recipe.{key} needs recipe.schedule=plateau; it is {recipe.schedule}"
+        yield UserError(
+            what,
+            config.where(f"recipe.{key}"),
+            f"recipe.schedule=plateau{'; or stop.patience' if key == 'patience' else ''}",
+        )
 
 
 def _one_cycle(config: Config) -> Iterator[UserError]:

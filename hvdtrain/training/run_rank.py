@@ -13,11 +13,12 @@ from hvdtrain.comm.mesh import place_of
 from hvdtrain.comm.on_all_ranks import on_rank_0
 from hvdtrain.comm.placement import Placement, placement
 from hvdtrain.config.plugins import check_names
-from hvdtrain.config.read import Assignment, assignments, configure, read_resumed
+from hvdtrain.config.read import Assignment, assignments, read_resumed
 from hvdtrain.config.schema import Config
 from hvdtrain.config.section import Given
 from hvdtrain.errors import UserError
 from hvdtrain.events.rank_log import RankWarnings, rank_warnings
+from hvdtrain.features.every_feature import configure
 from hvdtrain.recipe.batch import resolve_batch_size
 from hvdtrain.training.build import connect
 from hvdtrain.training.conflicts import refuse_before_connecting, refuse_conflicts

@@ -28,11 +28,11 @@ from pairs import (
 from hvdtrain.__main__ import main
 from hvdtrain.comm.engines import MEANINGS, features_of, possible_engines
 from hvdtrain.comm.placement import NO_LAUNCHER, Placement
-from hvdtrain.config.read import configure
 from hvdtrain.config.schema import known_keys
 from hvdtrain.errors import USER, UserError
-from hvdtrain.features.every_feature import FEATURES
+from hvdtrain.features.every_feature import FEATURES, configure
 from hvdtrain.features.job_feature import Exclusion, JobFeature
+from hvdtrain.training.checkpoint.changes import changes
 from hvdtrain.training.conflicts import (
     refuse_before_connecting,
     refuse_conflicts,
@@ -622,6 +622,59 @@ def test_a_key_without_effect_is_refused(words: str) -> None:
     assert key in _refused(words), "it does nothing by itself"
     needed = NEEDS[words]
     assert "{" in needed or not _refused(f"{words} {needed}"), "it is read there"
+
+
+# keys of other rules
+_NOT_LEFT_OUT = (
+    "recipe.batch_max",
+    "recipe.grow_",
+    "recipe.adapt_regime",
+    "recipe.sample_noise",
+    "data.bucket_by",
+    "comm.hierarchical",
+    "comm.cycle_ms",
+    "comm.fusion_mb",
+    "parallel.sequence",
+    "servers.",
+)
+
+
+@pytest.mark.parametrize("words", [words for words in NEEDS if not words.startswith(_NOT_LEFT_OUT)])
+def test_a_key_without_effect_that_a_run_recorded_is_left_out(words: str, tmp_path: Path) -> None:
+    key, _, value = words.partition("=")
+    (tmp_path / "config.yaml").write_text(f"{key}: {value}\nbatch.size: 32\n")
+    resumed = f"resume={tmp_path}"
+    config = configure(None, [resumed])
+    assert config.model_dump(exclude={"resume"}) == configure(None, ["batch.size=32"]).model_dump(
+        exclude={"resume"}
+    )
+    refuse_conflicts(config, "mpi", 2)
+    assert changes(tmp_path, config) == []
+    refuse_conflicts(configure(str(tmp_path / "config.yaml"), []), "mpi", 2)
+    with pytest.raises(UserError, match=re.escape(key)):
+        refuse_conflicts(configure(None, [resumed, words]), "mpi", 2)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "typed"),
+    [
+        ("stop.patience: 3\nstop.min_delta: 0.01\n", "stop.patience=null"),
+        (
+            "recipe.schedule: steps\nrecipe.milestones: [1]\nrecipe.gamma: 0.5\n",
+            "recipe.schedule=cosine",
+        ),
+        ("recipe.warmup: 1\nrecipe.warmup_kind: constant\n", "recipe.warmup=0"),
+    ],
+)
+def test_a_resumed_run_leaves_behind_what_the_command_turns_off(
+    recorded: str, typed: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.yaml").write_text(recorded)
+    config = configure(None, [f"resume={tmp_path}", typed])
+    refuse_conflicts(config, "mpi", 2)
+    assert [change.key for change in changes(tmp_path, config)] == re.findall(
+        r"^(\S+):", "".join(sorted(recorded.splitlines(keepends=True))), re.MULTILINE
+    )
 
 
 def test_every_key_is_known_to_have_an_effect_or_to_need_another() -> None:

@@ -23,8 +23,8 @@ from hvdtrain.cli.options import BenchParser, read_sizes
 from hvdtrain.cli.output import align, format_bytes, format_seconds, plural, print_result
 from hvdtrain.comm.communicator import Communicator, part_of
 from hvdtrain.comm.placement import Placement, placement
-from hvdtrain.config.read import configure
 from hvdtrain.errors import UserError
+from hvdtrain.features.every_feature import configure
 
 SIZES = "1,64,1KiB,16KiB,256KiB,1MiB,4MiB,16MiB,64MiB,100MB"
 MIN_ROUNDS = 5

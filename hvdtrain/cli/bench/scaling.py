@@ -41,10 +41,10 @@ from hvdtrain.cli.options import BenchParser, one_or_more, read_rank_counts
 from hvdtrain.cli.output import plural, print_result
 from hvdtrain.comm.placement import placement
 from hvdtrain.config import plugins
-from hvdtrain.config.read import configure
 from hvdtrain.config.schema import Config
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import DONE, UserError
+from hvdtrain.features.every_feature import configure
 from hvdtrain.report.figures.commands import draw_scaling
 from hvdtrain.training.build import planned_task
 from hvdtrain.training.datasets import build_source, unstaged

@@ -17,8 +17,8 @@ from hvdtrain.cli.options import BenchParser, two_or_more
 from hvdtrain.cli.output import plural, print_result
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config import plugins
-from hvdtrain.config.read import configure
 from hvdtrain.config.schema import CommConfig, Config, ParallelConfig
+from hvdtrain.features.every_feature import configure
 from hvdtrain.frameworks.stopwatch import total
 from hvdtrain.training.health.signals import Signals
 

@@ -58,10 +58,11 @@ from hvdtrain.comm.placement import (
     placement,
 )
 from hvdtrain.config.plugins import check_names
-from hvdtrain.config.read import Assignment, assignments, configure, read_resumed
+from hvdtrain.config.read import Assignment, assignments, read_resumed
 from hvdtrain.config.schema import Config
 from hvdtrain.core.process import exit_now, print_stderr
 from hvdtrain.errors import DONE, USER, Diverged, UserError
+from hvdtrain.features.every_feature import configure
 from hvdtrain.recipe.batch import resolve_batch_size
 from hvdtrain.training.failure import end_every_rank
 from hvdtrain.training.replicas.software import code_digests, digest

@@ -43,10 +43,10 @@ from hvdtrain.cli.plan.parallel import (
 )
 from hvdtrain.cli.plan.table import Plan, batch_label, one_line, plan_lines, ranks_label, to_json
 from hvdtrain.config import plugins
-from hvdtrain.config.read import configure
 from hvdtrain.config.schema import Config
 from hvdtrain.data.files.folders import FilesMissing
 from hvdtrain.errors import DONE, UserError
+from hvdtrain.features.every_feature import configure
 from hvdtrain.frameworks.by_name import build_rule, check_patterns, is_made_with_the_model
 from hvdtrain.optim.rule import Rule
 from hvdtrain.recipe import from_config

@@ -22,9 +22,10 @@ from hvdtrain.cli.sweep.space import (
 )
 from hvdtrain.cli.sweep.trials import Sweep
 from hvdtrain.config.plugins import check_names
-from hvdtrain.config.read import assignments, configure, expand, to_yaml
+from hvdtrain.config.read import assignments, expand, to_yaml
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError, closest, nearest, short
+from hvdtrain.features.every_feature import configure
 from hvdtrain.recipe.batch import resolve_batch_size
 from hvdtrain.training.conflicts import refuse_on_every_engine
 

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 from hvdtrain.config import plugins
 from hvdtrain.config.lengths import as_given
 from hvdtrain.config.plugins import is_dotted, is_users_own
-from hvdtrain.config.read import read_run_config, resolve
+from hvdtrain.config.read import read_run_config, resolve_recorded
 from hvdtrain.config.schema import Config
 from hvdtrain.core.process import command_line
 from hvdtrain.errors import UserError, short
 from hvdtrain.events import redaction
+from hvdtrain.features.every_feature import unread_keys
 from hvdtrain.recipe.clock import total_samples
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.progress.triggers import (
@@ -92,7 +93,8 @@ class Change(NamedTuple):
 
 def changes(run: Path, config: Config) -> list[Change]:
     """By key. Raises UserError where the run's config.yaml cannot be read."""
-    former = resolve(list(read_run_config(run)))
+    recorded = list(read_run_config(run))
+    former = resolve_recorded(recorded, {one.key for one in recorded}, unread_keys)
     before = flat(former.model_dump())
     after = flat(config.model_dump())
     shown_before = redaction.redact(before)
