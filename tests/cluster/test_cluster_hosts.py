@@ -66,12 +66,14 @@ from hvdtrain.config.read import configure
 from hvdtrain.training.build import connect
 engine, _ = connect(configure(None, [f"comm.engine={sys.argv[1]}"]), placement(os.environ))
 total = engine.allreduce(numpy.array([10.0 ** engine.rank]), "sum")
-torch = [os.environ[key] for key in ("MASTER_ADDR", "GROUP_RANK")]
-table = engine.allgather_object([socket.gethostname(), engine.local_rank, engine.local_size, total.tolist(), *torch])
+given = [os.environ[name] for name in sys.argv[2:]]
+table = engine.allgather_object(
+    [socket.gethostname(), engine.local_rank, engine.local_size, total.tolist(), *given]
+)
 if engine.rank == 0:
     print(json.dumps(table))
 engine.close()
-"""  # noqa: E501
+"""
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +166,8 @@ def test_a_script_on_uneven_hosts(hosts: Hosts, tmp_path: Path, engine: str) -> 
         "--",
         str(tmp_path / "probe.py"),
         engine,
+        "MASTER_ADDR",
+        "GROUP_RANK",
     ]
     with hosts.start("n1", [sys.executable, "-m", "hvdtrain", *words]) as job:
         result = job.wait()
