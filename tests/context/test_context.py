@@ -25,6 +25,7 @@ import yaml
 import hvdtrain as ht
 from hvdtrain.context.logged import Logged, quotient
 from hvdtrain.errors import Diverged, UserError
+from hvdtrain.frameworks.torch.own_loop.counted import check_mean_over_samples
 from hvdtrain.frameworks.torch.own_loop.extra import from_arrays, to_arrays
 
 X = np.arange(40, dtype=np.float64).reshape(20, 2)
@@ -1268,6 +1269,21 @@ def test_padded_samples_need_a_count_in_each_call(opened: list[ht.Context]) -> N
 
 
 @pytest.mark.parametrize(
+    ("dtype", "targets"),
+    [(torch.float16, 4099), (torch.float16, 70000), (torch.bfloat16, 301)],
+)
+def test_a_mean_over_samples_whose_number_the_logits_type_rounds(
+    dtype: torch.dtype, targets: int
+) -> None:
+    logits = torch.zeros(targets, 2, dtype=dtype, requires_grad=True)
+    y = torch.zeros(targets, dtype=torch.int64)
+    check_mean_over_samples(torch.nn.functional.cross_entropy(logits, y), "here", "fix")
+    y[: targets // 2] = -100
+    with pytest.raises(UserError, match=f"not by its {targets} targets"):
+        check_mean_over_samples(torch.nn.functional.cross_entropy(logits, y), "here", "fix")
+
+
+@pytest.mark.parametrize(
     ("run", "what", "fix"),
     mistakes(),
     ids=lambda value: value[:40] if isinstance(value, str) else "",
@@ -1290,7 +1306,14 @@ def unfit() -> list[Any]:
     frozen = torch.nn.Linear(2, 2).requires_grad_(False)
     words = torch.nn.Sequential(torch.nn.Embedding(3, 2, sparse=True))
     complex_numbers = torch.nn.Linear(2, 2, dtype=torch.complex64)
+    in_bf16 = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
     return [
+        (
+            in_bf16,
+            torch.optim.SGD(in_bf16.parameters(), lr=0.1),
+            "weight is of torch.bfloat16, which a checkpoint cannot hold",
+            "speed.precision=bf16",
+        ),
         (
             words,
             torch.optim.SGD(words.parameters(), lr=0.1),

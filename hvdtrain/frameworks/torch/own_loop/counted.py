@@ -147,11 +147,11 @@ def check_mean_over_samples(loss: torch.Tensor, where: str, fix: str) -> None:
         if not node.name().startswith(_OF_MEANS) or node._saved_reduction != _MEAN:
             continue
         targets = node._saved_target.numel()
-        weight = float(node._saved_total_weight)
-        if weight != targets:
+        weight = node._saved_total_weight  # rounded to the type of the logits
+        if weight != torch.tensor(targets, dtype=weight.dtype):
             what = (
-                f"cross_entropy divides by {weight:g} here, not by its {targets} targets, because "
-                "of ignore_index or weight="
+                f"cross_entropy divides by {float(weight):g} here, not by its {targets} targets, "
+                "because of ignore_index or weight="
             )
             raise UserError(
                 f"{what}: ranks and parts weighted by samples would give another mean", where, fix

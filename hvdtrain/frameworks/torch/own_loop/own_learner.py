@@ -57,7 +57,7 @@ from hvdtrain.frameworks.torch.own_loop.prepared import (
 from hvdtrain.frameworks.torch.own_loop.script import WORDS
 from hvdtrain.frameworks.torch.parallel.buffers import Buffers
 from hvdtrain.frameworks.torch.parallel.strategy import Strategy
-from hvdtrain.frameworks.torch.state import LearnerState
+from hvdtrain.frameworks.torch.state import LearnerState, numpy_type
 from hvdtrain.frameworks.torch.step import Update, one_or_nan
 
 
@@ -534,6 +534,8 @@ def check_given(
     stage = config.shard.stage
     is_cut = config.shard.stage == 3 or config.parallel.cuts
     check_overlaps(model, WHERE)
+    if not precision_is_asked(config):
+        _check_types(uncompiled(model))
     if stage or is_cut:
         check_elementwise(
             optimizer,
@@ -565,6 +567,20 @@ def check_given(
             "one of the two",
         )
     check_compiler(config, device)
+
+
+def _check_types(model: torch.nn.Module) -> None:
+    """Raises UserError for a number type that a checkpoint's arrays cannot have."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        try:
+            numpy_type(tensor.dtype)
+        except TypeError:
+            fix = (
+                "speed.precision=bf16 in hvdtrain.init(): layers compute in bfloat16, weights and "
+                "checkpoints are in float32"
+            )
+            what = f"{name} is of {tensor.dtype}, which a checkpoint cannot hold"
+            raise UserError(what, WHERE, fix) from None
 
 
 def _check_gradients(model: torch.nn.Module) -> None:
