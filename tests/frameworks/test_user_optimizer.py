@@ -456,3 +456,32 @@ def test_an_own_loop_switches_an_optimizer_with_modes(
     assert seen == pytest.approx(expected, abs=1e-12)
     saved = load_file("run/checkpoints/step-00000003/weights.safetensors")["p.weight"].item()
     assert saved == net.weight.item() == pytest.approx(x, abs=1e-12)
+
+
+def test_a_checkpoint_has_tuples_and_lists_of_numbers_that_a_scheduler_changes(
+    tmp_path: Path,
+) -> None:
+    """OneCycleLR changes the first of betas in each step."""
+    data = {"x": np.arange(6.0)[:, None], "y": np.arange(6.0)}
+    seen: dict[str, list[Any]] = {"straight": [], "run": []}
+    for run, stop in (("straight", 12), ("run", 5), ("run", 12)):
+        with hvdtrain.init({"run": str(tmp_path / run), "log.every_steps": 100}) as ctx:
+            net = torch.nn.Linear(1, 1, bias=False).double()
+            torch.nn.init.zeros_(net.weight)
+            net, optimizer = ctx.prepare(net, torch.optim.AdamW(net.parameters()))
+            cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=13)
+            group = optimizer.param_groups[0]
+            group["own"] = [0, 0.5, False]
+            if state := ctx.resume():
+                cycle.load_state_dict(state["cycle"])
+            for batch in ctx.samples(data, batch=2, epochs=4):
+                seen[run].append((group["betas"], str(group["own"]), net.weight.item()))
+                ctx.backward(((net(batch["x"])[:, 0] - batch["y"]) ** 2).mean())
+                optimizer.step()
+                cycle.step()
+                group["own"] = [batch.step, 0.5, True]
+                if ctx.step == stop:
+                    ctx.checkpoint(net, optimizer, now=True, cycle=cycle.state_dict())
+                    break
+    assert seen["run"] == seen["straight"] and len(seen["run"]) == 12
+    assert seen["run"][5][1] == "[4, 0.5, True]" and seen["run"][5][0] != seen["run"][0][0]

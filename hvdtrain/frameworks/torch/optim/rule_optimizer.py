@@ -3,6 +3,7 @@ and their state as arrays by name."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -298,10 +299,10 @@ def make_user_optimizer(
     decay and momentum where they are set.
 
     Without optim.weight_decay the class's own default holds, for every parameter, as in torch. A
-    checkpoint holds the tensors and numbers of its state, and the numbers of its parameter groups
-    that it changes. All else that it keeps (lists, strings, attributes of itself) is dropped, and
-    starts afresh where a job is resumed. Raises UserError where the class or its options do not
-    fit.
+    checkpoint holds the tensors and numbers of its state, and the numbers of its parameter groups,
+    tuples and lists of them too, that it changes. All else that it keeps (strings, attributes of
+    itself) is dropped, and starts afresh where a job is resumed. Raises UserError where the class
+    or its options do not fit.
     """
     optimizer = construct(
         constructor,
@@ -407,7 +408,7 @@ def _load(
         }
         load_entries(group, counters(group), counts, p.device, counts_on_host)
         for key, value in group["construction"].initial.items():
-            group.setdefault(name_of(key), value)
+            group.setdefault(name_of(key), copy.copy(value))
 
 
 def class_entry(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

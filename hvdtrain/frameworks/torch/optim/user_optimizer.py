@@ -24,6 +24,7 @@ KINDS: dict[str, type] = {
     "int": int,
     "float": float,
 }
+LISTS: dict[str, type] = {"tuple": tuple, "list": list}
 # all other options its step() reads from the groups
 _IN_CONSTRUCTORS_OF_TORCH = {
     "initial_accumulator_value",
@@ -39,7 +40,7 @@ class Construction(NamedTuple):
     constructor: Callable[..., Any]
     arguments: dict[str, Any]  # of the constructor, but for the groups
     options: tuple[str, ...]  # the names of those arguments that only the constructor sees
-    initial: dict[str, float]  # the group's numbers afterwards
+    initial: dict[str, Any]  # the group's settings() afterwards
     rate: float = 1.0  # the group's own, which the recipe's multiplies
 
     @property
@@ -92,7 +93,7 @@ def construct(
             fix_of_parameters(config.optim, signature),
         ) from error
     for group in optimizer.param_groups:
-        group["construction"] = construction._replace(initial=numbers(group))
+        group["construction"] = construction._replace(initial=settings(group))
     return optimizer
 
 
@@ -235,7 +236,7 @@ def take(optimizer: torch.optim.Optimizer, follow: tuple[str, ...]) -> None:
     for group in optimizer.param_groups:
         # of torch's own, where it was given pairs: parts of parameters have none
         group.pop("param_names", None)
-        initial = numbers({key: value for key, value in group.items() if key != "params"})
+        initial = settings(group)
         group |= {
             "excluded": False,
             "follow": follow,
@@ -313,11 +314,25 @@ def followed(group: dict[str, Any], name: str, config: Config) -> tuple[str, ...
 
 def numbers(entries: dict[str, Any]) -> dict[str, float]:
     """The Python numbers among entries, by key and type: {"step:int": 3}."""
-    kinds = {
-        key: next((kind for kind, of in KINDS.items() if isinstance(value, of)), None)
-        for key, value in entries.items()
-    }
+    kinds = {key: _kind(value) for key, value in entries.items()}
     return {f"{key}:{kind}": entries[key] for key, kind in kinds.items() if kind}
+
+
+def _kind(value: Any) -> str | None:
+    return next((kind for kind, of in KINDS.items() if isinstance(value, of)), None)
+
+
+def settings(group: dict[str, Any]) -> dict[str, Any]:
+    """The numbers() of a parameter group, and copies of its tuples and lists of numbers:
+    {"betas:tuple-float": (0.9, 0.999)}, or "tuple-int-float" of (0, 0.999)."""
+    found: dict[str, Any] = numbers(group)
+    for key, value in group.items():
+        name = next((name for name, of in LISTS.items() if type(value) is of), None)
+        kinds = [_kind(number) for number in value] if name and key not in OWN_KEYS else []
+        if name and kinds and None not in kinds:
+            told = kinds if len(set(kinds)) > 1 else kinds[:1]
+            found["-".join([f"{key}:{name}", *map(str, told)])] = LISTS[name](value)
+    return found
 
 
 def as_tensors(entries: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -331,19 +346,27 @@ def as_tensors(entries: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def counters(group: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """What a user's class counts in a parameter group: numbers that changed since its construction,
-    and tensors of one number."""
+    """What a user's class or a scheduler changes in a parameter group: numbers, tuples and lists of
+    them that are others than after its construction, and tensors of one number."""
     if "construction" not in group:
         return {}
     ours = OWN_KEYS.union(group["follow"])
+    if "momentum" in group["follow"] and "momentum" not in group:
+        ours.add("betas")
     initial = group["construction"].initial
     own = {
         key: value
         for key, value in group.items()
         if key not in ours and (not torch.is_tensor(value) or value.numel() == 1)
     }
-    unchanged = {key for key, value in numbers(own).items() if initial.get(key) == value}
-    return {key: tensor for key, tensor in as_tensors(own).items() if key not in unchanged}
+    found = settings(own)
+    unchanged = {key for key, value in found.items() if initial.get(key) == value}
+    lists = {
+        key: torch.tensor([float(number) for number in value], dtype=torch.float64, device="cpu")
+        for key, value in found.items()
+        if type(value) in LISTS.values()
+    }
+    return {key: t for key, t in (as_tensors(own) | lists).items() if key not in unchanged}
 
 
 def load_entries(
@@ -363,7 +386,7 @@ def load_entries(
     for key, array in arrays.items():
         saved = torch.tensor(np.asarray(array), device="cpu")
         if name_of(key) != key:
-            entries[name_of(key)] = KINDS[key.rpartition(":")[2]](saved.item())
+            entries[name_of(key)] = _value_of(key, saved)
         elif key not in live:
             entries[key] = saved if key == "step" and counts_on_host else saved.to(device)
         elif live[key].shape != saved.shape:
@@ -377,9 +400,19 @@ def load_entries(
 
 
 def name_of(key: str) -> str:
-    """The entry that a key of as_tensors() means: "step:int" is step."""
+    """The entry that a key of as_tensors() or settings() means: "step:int" is step."""
     name, _, kind = key.rpartition(":")
-    return name if name and kind in KINDS else key
+    return name if name and kind.partition("-")[0] in KINDS | LISTS else key
+
+
+def _value_of(key: str, saved: torch.Tensor) -> Any:
+    """The number, tuple or list that a key of settings() means."""
+    first, *kinds = key.rpartition(":")[2].split("-")
+    if first in KINDS:
+        return KINDS[first](saved.item())
+    values = saved.tolist()
+    each = kinds if len(kinds) > 1 else kinds * len(values)
+    return LISTS[first](KINDS[kind](number) for kind, number in zip(each, values, strict=True))
 
 
 def try_step(
