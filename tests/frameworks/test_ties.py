@@ -218,6 +218,20 @@ def test_two_tensors_with_one_memory(tmp_path: Path) -> None:
         check_overlaps(halves, "model")
 
 
+def test_strided_parts_of_one_storage() -> None:
+    """Columns of one array share no element, though their spans meet; what is between two of them
+    does."""
+    whole = torch.zeros(600, 40, 4)
+    net = nn.Module()
+    net.a, net.b, net.c = (nn.Parameter(whole[:, :, at : at + 1]) for at in range(3))
+    check_overlaps(net, "model")
+    net.d = nn.Parameter(whole[:300, :, 3:].transpose(0, 1))
+    check_overlaps(net, "model")
+    net.e = nn.Parameter(whole.view(torch.int32).view(torch.float32)[300:, 7, 1:3])
+    with pytest.raises(UserError, match="[be] and [be] are two tensors with the same memory"):
+        check_overlaps(net, "model")
+
+
 def test_a_merge_keeps_ties() -> None:
     """One layer under two names has one sum; another layer's weight is an error."""
     weight = np.eye(2)

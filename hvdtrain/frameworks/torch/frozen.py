@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
+import numpy as np
 import torch
+from numpy.exceptions import TooHardError
 from torch import nn
 
 from hvdtrain.config import plugins
@@ -21,6 +22,8 @@ from hvdtrain.frameworks.torch.parallel.buffers import RUNNING
 from hvdtrain.optim.around import number_of_entry
 
 _SHOWN = 6  # names in a line
+_NOWHERE = 2**40  # an address
+_MOST_WORK = 100_000  # of numpy.shares_memory(): milliseconds
 
 
 def freeze(model: nn.Module, config: ModelConfig) -> None:
@@ -209,22 +212,15 @@ def ties_of(model: nn.Module) -> Ties:
 def check_overlaps(model: nn.Module, where: str) -> None:
     """Raises UserError where a weight has memory of another weight or of a buffer: an update of one
     would change the other."""
-    spans: dict[
-        int, list[tuple[int, int, str]]
-    ] = {}  # of each storage: first byte, behind the last one, name
+    held: dict[int, list[tuple[str, np.ndarray]]] = {}  # of each storage
     buffers = {name for name, _ in model.named_buffers()}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if nn.parameter.is_lazy(tensor) or not tensor.numel() or tensor.layout is not torch.strided:
             continue
-        first = int(tensor.storage_offset())
-        count = 1 + sum(
-            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-        )
-        span = (first * tensor.element_size(), int(first + count) * tensor.element_size(), name)
-        spans.setdefault(tensor.untyped_storage()._cdata, []).append(span)
-    for storage in map(sorted, spans.values()):
-        for (_, end, name), (begin, _, other) in itertools.pairwise(storage):
-            if begin < end and not {name, other} <= buffers:
+        held.setdefault(tensor.untyped_storage()._cdata, []).append((name, _places(tensor)))
+    for storage in held.values():
+        for (name, places), (other, others) in _meeting(storage):
+            if not {name, other} <= buffers and _share(places, others):
                 what = (
                     f"{name} and {other} are two tensors with the same memory, so an update of "
                     "one changes the other"
@@ -234,3 +230,48 @@ def check_overlaps(model: nn.Module, where: str) -> None:
                     "part of it, a slice in forward()"
                 )
                 raise UserError(what, where, fix)
+
+
+class _Place:
+    """What numpy asks of an array: where the elements of a tensor are in its storage."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        size = tensor.element_size()
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * size for stride in tensor.stride()),
+            "typestr": f"|V{size}",
+            "data": (_NOWHERE + tensor.storage_offset() * size, True),
+        }
+
+
+def _places(tensor: torch.Tensor) -> np.ndarray:
+    """An array that is never read; it tells numpy where the elements are, on any device."""
+    return np.asarray(_Place(tensor))
+
+
+def _meeting(storage: list[tuple[str, np.ndarray]]) -> Iterator[tuple[tuple[str, np.ndarray], ...]]:
+    """Pairs whose spans, from the first to the last byte, meet."""
+    spans = sorted((*_span(places), number) for number, (_, places) in enumerate(storage))
+    for at, (_, end, number) in enumerate(spans):
+        for begin, _, other in spans[at + 1 :]:
+            if begin >= end:
+                break
+            yield storage[number], storage[other]
+
+
+def _span(places: np.ndarray) -> tuple[int, int]:
+    """The first byte, and behind the last one."""
+    begin = places.ctypes.data
+    steps = zip(places.shape, places.strides, strict=True)
+    return begin, begin + places.itemsize + sum((size - 1) * stride for size, stride in steps)
+
+
+def _share(places: np.ndarray, others: np.ndarray) -> bool:
+    """Whether they have an element in common, as halves of columns have not; False where that takes
+    long to find out."""
+    try:
+        return np.shares_memory(places, others, max_work=_MOST_WORK)  # type: ignore[arg-type]
+    except TooHardError:
+        return False
