@@ -21,6 +21,7 @@ import hvdtrain
 from hvdtrain.core.import_torchvision import define_missing_operators
 from hvdtrain.data.source import NamedArrays
 from hvdtrain.errors import UserError
+from hvdtrain.frameworks.torch.foreign.config_json import read_config
 from hvdtrain.frameworks.torch.libraries.transformers import model_of
 from hvdtrain.training.pretrained import read_weights
 
@@ -453,6 +454,22 @@ def test_a_configuration_that_is_wrong(tmp_path: Path) -> None:
     os.mkfifo(file)
     with pytest.raises(UserError, match="config.json: a pipe, not a file"):
         model_of(str(tmp_path), "model.name")()
+
+
+def test_numbers_that_are_no_layers(tmp_path: Path) -> None:
+    """Sizes of blocks, windows without an end, and classes with any name and number are read."""
+    tree = {
+        "block_size": 16384,
+        "vocab_size_per_layer_input": 262_144,
+        "window_size": -1,
+        "label2id": {"stage depth": 20_000, "backbone": 7, "num_x": -1},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    assert read_config(tmp_path / "config.json", "model.name") == (tree, [])
+    for key in ("num_hidden_layers", "n_layer", "encoder_layers", "depths", "stage_num_blocks"):
+        (tmp_path / "config.json").write_text(json.dumps({"text_config": {key: [20_000]}}))
+        with pytest.raises(UserError, match=f"{key}=20000 is more than 10000"):
+            read_config(tmp_path / "config.json", "model.name")
 
 
 def test_code_of_a_folder_does_not_run_and_nobody_is_asked(

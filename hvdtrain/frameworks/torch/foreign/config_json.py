@@ -18,8 +18,12 @@ _MOST_COUNT = 2**22  # of labels, positions: libraries make a list or a dict of 
 _MOST_LAYERS = 10_000
 _MOST_NUMBER = 2**53
 _IS_COUNT = re.compile(r"^(num|n)_|label|expert|head|group")
-_IS_LAYERS = re.compile(r"layer|block|stage|depth")
-_IS_SIZE = re.compile(r"^(num|n)_|_(size|layers)$")
+_IS_LAYERS = re.compile(
+    r"(^|_)(num|n)_(.*_)?(layer|block|stage)s?(_|$)|(^|_)layers$|depth|block_(sizes|repeats|number)$"
+)
+# a window of -1 is none
+_IS_SIZE = re.compile(r"^(num|n)_|(?<!window)_size$|_layers$")
+_CLASSES = ("label2id", "id2label")  # the keys in them are names and numbers of classes
 _CODE = ("auto_map", "custom_pipelines")  # name code in the folder or on a hub
 # say only where the file was
 _LEFT_OUT = (
@@ -90,7 +94,10 @@ def _checked(key: str, value: Any, left_out: list[str], level: int = 0) -> Any:
     if isinstance(value, dict):
         left_out += [inner for inner in _CODE if value.get(inner)]
         kept = {inner: each for inner, each in value.items() if inner not in (*_CODE, *_LEFT_OUT)}
-        return {inner: _checked(inner, each, left_out, level + 1) for inner, each in kept.items()}
+        return {
+            inner: _checked(key if key in _CLASSES else inner, each, left_out, level + 1)
+            for inner, each in kept.items()
+        }
     if isinstance(value, list):
         return [_checked(key, each, left_out, level + 1) for each in value]
     if isinstance(value, int):
