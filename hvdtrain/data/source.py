@@ -376,7 +376,8 @@ def check_numbers(
             "convert it to integers or floats",
         )
     is_float = array.dtype.kind == "f"
-    values = field.values
+    # the model gets integers as int64
+    values = field.values or (2**63 if array.dtype == np.uint64 else 0)
     if not is_float and not values:
         return
     rows = max(1, 2**24 // max(1, array[:1].nbytes))
@@ -402,6 +403,8 @@ def check_numbers(
 
 
 def _fix_of_integers(name: str, values: int) -> str:
+    if values == 2**63:
+        return "convert it to floats, or subtract a number: the model gets integers as int64"
     if name != "y":
         return "count from 0; `values` of the field is how many there are"
     fix = (

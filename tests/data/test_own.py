@@ -43,6 +43,7 @@ from hvdtrain.training.datasets import open_datasets
 X = np.arange(12, dtype=np.float32).reshape(4, 3)
 Y = np.array([0.5, 1.5, 2.5, 3.5])
 LABELS = np.array([0, 2, 1, 2])
+LARGE = np.uint64(2**63 + 5)
 GREY = np.arange(4 * 6 * 5, dtype=np.uint8).reshape(4, 6, 5)
 COLOURS = np.arange(4 * 3 * 6 * 5, dtype=np.uint16).astype(np.uint8).reshape(4, 3, 6, 5)
 
@@ -341,6 +342,12 @@ def test_what_is_wrong_with_a_sample_is_an_error_with_its_number(
             DataLoader(Items([1, 2]), sampler=WeightedRandomSampler([1, 1], 2)),
             "the DataLoader of .* has a WeightedRandomSampler",
         ),
+        # the model gets integers as int64
+        ({"x": np.full((4, 2), LARGE), "y": Y}, "field x of sample 0 has 9223372036854775813,"),
+        ({"x": X, "y": np.full((4, 2), LARGE)}, "field y of sample 0 has 9223372036854775813,"),
+        (Items([(np.full(2, LARGE), 0.5)] * 40), "field x of sample 0 has 9223372036854775813,"),
+        (Items([(X[0], LARGE)] * 40), "y of sample 0 of .* is 9223372036854775813,"),
+        (Items([(X[0], int(LARGE))] * 40), "y of sample 0 of .* is 9223372036854775813,"),
     ],
 )
 def test_what_else_is_wrong(given: object, message: str) -> None:

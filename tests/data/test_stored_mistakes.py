@@ -411,6 +411,14 @@ def test_the_fill_value_that_xarray_writes_into_zarr_2(tmp_path: Path) -> None:
         np.testing.assert_array_equal(array_.decode(0, Box((), ())), np.array(expected, np.float32))  # type: ignore[union-attr]
 
 
+def test_integers_that_are_too_large_for_int64(tmp_path: Path) -> None:
+    frame = pandas.DataFrame({"a": np.full(4, 2**63 + 5, np.uint64), "y": np.arange(4.0)})
+    frame.to_parquet(tmp_path / "t.parquet")
+    source = parquet.build("parquet", tmp_path / "t.parquet", "train", fields={"x": "a", "y": "y"})
+    with pytest.raises(UserError, match="field x of sample 2 has 9223372036854775813"):
+        source.read(np.array([2, 3]))
+
+
 def test_zarr_2_without_a_fill_value_is_read_as_0(tmp_path: Path) -> None:
     group = zarr_library.open_group(str(tmp_path / "t.zarr"), mode="w", zarr_format=2)
     group.create_array("x", shape=(4,), dtype="f4", chunks=(2,))[:2] = 1

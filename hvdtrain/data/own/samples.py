@@ -20,7 +20,7 @@ from hvdtrain.core.own_line import own_line
 from hvdtrain.core.progress import fold
 from hvdtrain.data.own.arrays import TARGETS, flat_fields, has_channels_first, is_array, to_numpy
 from hvdtrain.data.ragged import check_padding
-from hvdtrain.data.source import Field, Padding, padded_by
+from hvdtrain.data.source import Field, Padding, check_numbers, padded_by
 from hvdtrain.errors import UserError, first_line, short
 
 # two streams of counters
@@ -155,6 +155,8 @@ class Samples:
                 )
                 fix += f"; or {padded_by(name)}, which pads those of a pass" if is_longer else ""
                 raise UserError(shown, self._where(), fix)
+            if array.dtype == np.uint64:
+                check_numbers(name, array[None], field, self._where(), np.array([index]))
             if array.dtype.kind == "f" and not np.isfinite(array).all():
                 shown = (
                     f"{what} has {array[~np.isfinite(array)].flat[0]} in {name}, expected finite "
@@ -336,7 +338,7 @@ def _array(name: str, value: Any, what: str, where: str) -> np.ndarray:
             value if value.mode in ("L", "RGB", "I;16", "I", "F") else value.convert("RGB")
         )
     if isinstance(value, (bool, int, np.integer)):
-        return np.array(value, np.int64)
+        return _int64(value, shown, where)
     if isinstance(value, (list, tuple)):
         try:
             value = np.array(
@@ -354,12 +356,22 @@ def _array(name: str, value: Any, what: str, where: str) -> np.ndarray:
         )
     array = to_numpy(value, shown, where)
     if name == "y" and array.ndim == 0 and array.dtype.kind in "iu":
-        return array.astype(np.int64)
+        return _int64(array.item(), shown, where)
     if name == "x" and array.dtype == np.uint8 and array.ndim == 2:
         return array[..., None]
     if name != "y" and array.dtype == np.uint8 and has_channels_first(array.shape):
         return array.transpose(1, 2, 0)
     return array
+
+
+def _int64(value: int | np.integer[Any], shown: str, where: str) -> np.ndarray:
+    if not -(2**63) <= int(value) < 2**63:
+        raise UserError(
+            f"{shown} is {int(value)}, expected an integer of 64 bits with a sign",
+            where,
+            "convert it to a float, or subtract a number",
+        )
+    return np.array(value, np.int64)
 
 
 def defined_at(function: Any) -> str:

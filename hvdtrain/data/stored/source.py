@@ -158,6 +158,8 @@ class StoredSamples:
                     self._read_part(
                         found[first:last], part, name, rising[first:last] - (end - part.samples)
                     )
+            if found.dtype == np.uint64:
+                check_numbers(name, found, field_, self.name, rising)
             arrays[name][order] = found
 
     def blocks_of(self, samples: np.ndarray) -> np.ndarray:
