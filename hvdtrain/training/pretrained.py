@@ -48,6 +48,7 @@ _KNOWN = "model.safetensors, model.pt, a run folder, or a folder with model.safe
 _MOST_INDEX_BYTES = 2**26
 _MOST_NAME = 1000  # characters of an array's
 _SHOWN = 4  # names in a line
+_CHECKED = 2**22  # numbers that are looked at at once
 
 
 class Match(NamedTuple):
@@ -83,7 +84,8 @@ def load_pretrained(
     what it has a part of.
     """
     names = learner.state_dict_names()
-    shapes = {piece.name: piece.shape for piece in learner.pieces()}
+    pieces = {piece.name: piece for piece in learner.pieces()}
+    shapes = {name: piece.shape for name, piece in pieces.items()}
     arrays: Arrays = {}
 
     def read(moved: Callable[[], None]) -> list[str]:
@@ -98,7 +100,10 @@ def load_pretrained(
             found = learner.own_names(found) or found
         match = matched(found, names, shapes, config)
         arrays = match.arrays
-        moved()
+        shown = {own: name for name, own in names.items()}
+        for own, array in arrays.items():
+            _check_array(shown[own], own, array, pieces[own].dtype, config)
+            moved()
         said = _lines(path, match, len(set(names.values())))
         return [*file.lines, *renamed, *said, *of_adapters, *_other_stats(path, config)]
 
@@ -392,6 +397,34 @@ def matched(
     check_missing(match.missing, names, loaded, path, where)
     _check_frozen(match, names, config)
     return match
+
+
+def _check_array(
+    name: str, own: str, array: np.ndarray, dtype: np.dtype[Any], config: Config
+) -> None:
+    """Raises UserError where the model's floats, of this type, cannot be what the array has.
+
+    own: its name in Learner.state(). Buffers may be infinite, as masks of attention are.
+    """
+    said = f"{name} of {config.model.weights}"
+    where = config.where("model.weights")
+    if dtype.kind in "iubc" and array.dtype.kind != "c":
+        return
+    if array.dtype.kind in "iubc" and dtype.kind != "c":
+        raise UserError(
+            f"{said} is {array.dtype.name}, and the model has it as {dtype.name}",
+            where,
+            "a file with its weights as floats; of quantized ones those before they were quantized",
+        )
+    flat = array.reshape(-1)
+    for start in range(0, array.size, _CHECKED):
+        part = flat[start : start + _CHECKED]
+        with np.errstate(over="ignore", invalid="ignore"):
+            found = part.astype(dtype, copy=False)
+        wrong = ~np.isfinite(found) if own.startswith("p.") else np.isnan(found)
+        if wrong.any():
+            what = f"{said} has {part[wrong][0]}, which is no finite number of {dtype.name}"
+            raise UserError(what, where, "weights from before that job diverged, or another file")
 
 
 def _check_frozen(match: Match, names: Mapping[str, str], config: Config) -> None:
