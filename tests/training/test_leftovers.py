@@ -16,6 +16,7 @@ from torch import nn
 import hvdtrain
 from hvdtrain.__main__ import main
 from hvdtrain.errors import UserError
+from hvdtrain.frameworks.torch.foreign.weights_file import read_state_dict
 
 DRAW = np.random.default_rng(0)
 X = DRAW.normal(size=(40, 5))
@@ -306,6 +307,18 @@ def test_a_file_with_averages_beside_the_weights(tmp_path: Path) -> None:
         UserError, match="has weights as 'state_dict' and averages of them as 'state_dict_ema'"
     ):
         train(tmp_path / "run", f"model.weights={tmp_path / 'w.pt'}", model=Net().double())
+
+
+@pytest.mark.parametrize("name", ["ema_config", "schemata"])
+def test_a_file_with_settings_beside_the_weights(name: str, tmp_path: Path) -> None:
+    settings = {"decay": 0.9, "every": torch.tensor(2)}
+    torch.save({"model": Net().state_dict(), name: settings}, tmp_path / "w.pt")
+    found = read_state_dict(tmp_path / "w.pt", ["model"], "model.weights")
+    assert found.keys() == Net().state_dict().keys()
+    inner = {"module." + key: tensor for key, tensor in Net().state_dict().items()}
+    torch.save({"model": Net().state_dict(), name: {"shadow": inner}}, tmp_path / "w.pt")
+    with pytest.raises(UserError, match=f"averages of them as '{name}'"):
+        read_state_dict(tmp_path / "w.pt", ["model"], "model.weights")
 
 
 def test_a_folder_of_peft(tmp_path: Path) -> None:

@@ -46,8 +46,11 @@ def read_state_dict(path: Path, inside: Sequence[str], where: str) -> Arrays:
 
 def _check_one_set(tree: Mapping[Any, Any], name: str, path: Path, where: str) -> None:
     """Raises UserError where a file has averages of weights beside the weights."""
+    ends = _ends(tree[name])
     for other, value in tree.items():
-        if other != name and isinstance(value, Mapping) and "ema" in str(other).lower():
+        if other == name or "ema" not in str(other).lower() or not isinstance(value, Mapping):
+            continue
+        if ends & _ends(value):
             what = f"{path} has weights as {short(name)!r} and averages of them as {short(other)!r}"
             raise UserError(
                 what,
@@ -55,6 +58,18 @@ def _check_one_set(tree: Mapping[Any, Any], name: str, path: Path, where: str) -
                 f"torch.save(torch.load(FILE)['{short(other)}'], 'averages.pt') has one of them "
                 "alone",
             )
+
+
+def _ends(tree: Mapping[Any, Any]) -> set[str]:
+    """The last two parts of the names of tensors in it, and in mappings in it: an average may have
+    a prefix before them."""
+    inside = [value for value in tree.values() if isinstance(value, Mapping)]
+    return {
+        ".".join(str(name).split(".")[-2:])
+        for each in [tree, *inside]
+        for name, value in each.items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def _load(path: Path, where: str) -> Any:
