@@ -437,6 +437,10 @@ def test_weights_are_thawed_on_any_number_of_ranks_and_stage(tmp_path: Path) -> 
             f"{THAWED.split(' ', 1)[0]} optim.ema=0.9 model.thaw=[{{at: 2, names: ['conv1*']}}]",
             "model.thaw does not support optim.ema=0.9",
         ),
+        (
+            "model.freeze=['conv*'] model.thaw=[{at: 2, names: ['*']}]",
+            "fits .*, which is trained from the start",
+        ),
         ("model.thaw=[{at: 2}]", "has no names"),
         (
             "framework=jax norm.kind=batch model.thaw=[{at: 2, names: ['fc*']}]",

@@ -51,6 +51,9 @@ def freeze(model: nn.Module, config: ModelConfig) -> None:
     _check_thaw(
         config, entries, [name for name in names if name in frozen and name not in adapted], ties
     )
+    _check_trained_is_not_thawed(
+        config, entries, [name for name in all_names(model) if name not in frozen]
+    )
 
     def stays(name: str) -> bool:
         return name in frozen and (name in adapted or number_of_entry(name, entries) is None)
@@ -143,6 +146,21 @@ def _check_thaw(
             raise UserError(what, where, "put it before them, or leave it out")
         fitting = set(_fitting(frozen, patterns))
         ties.check_whole(fitting.__contains__, f"model.thaw[{number}], names={patterns},", where)
+
+
+def _check_trained_is_not_thawed(
+    config: ModelConfig, entries: Sequence[Sequence[str]], trained: Sequence[str]
+) -> None:
+    """Raises UserError where an entry of model.thaw fits what is trained from the start: it would
+    be frozen until then."""
+    for number, patterns in enumerate(entries):
+        for name in _fitting(trained, patterns)[:1]:
+            what = (
+                f"model.thaw[{number}], names={patterns}, fits {name}, which is trained from the "
+                "start"
+            )
+            fix = "patterns that fit only what is frozen, as those of model.freeze"
+            raise UserError(what, config.where("thaw"), fix)
 
 
 def stay(module: nn.Module) -> None:
