@@ -487,16 +487,11 @@ def in_job(folder: Path, monkeypatch: pytest.MonkeyPatch, job: dict[str, str]) -
             "",
             "the hosts of this PBS job cannot be read: PBS_NODEFILE: .*No such file",
         ),
-        (
-            {**PBS, "PBS_NODEFILE": "nowhere"},
-            "-np 2",
-            "unset PBS_JOBID where the ranks are for this machine",
-        ),
         ({**PBS, "PBS_NODEFILE": "empty"}, "", "no host in the file\n  where: PBS_NODEFILE=empty"),
         (
             {"PBS_JOBID": "7"},
             "",
-            "PBS_NODEFILE is not set\n.*\n  fix: name them: launch -H n1:4,n2:4",
+            "PBS_NODEFILE is not set\n.*\n  fix: name them: .*; or launch -np 4",
         ),
         (
             LSF,
@@ -547,6 +542,30 @@ def test_a_batch_job_whose_hosts_cannot_be_read(
     in_job(bare, monkeypatch, job)
     with pytest.raises(UserError, match=expected):
         launch([*words.split(), "--dry-run", "--", "run=r"])
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        {"PBS_JOBID": "7", "PBS_NODEFILE": "nowhere"},
+        {"SLURM_JOB_ID": "7"},
+        {"JOB_ID": "7", "NSLOTS": "4"},
+    ],
+)
+@pytest.mark.parametrize("words", ["-np 2 --oversubscribe", "-H n1:2"])
+def test_ranks_for_this_machine_in_a_batch_job_whose_hosts_cannot_be_read(
+    bare: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    job: dict[str, str],
+    words: str,
+) -> None:
+    program(bare / "mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
+    in_job(bare, monkeypatch, job)
+    assert launch([*words.split(), "--dry-run", "--", "run=r"]) == 0
+    out, err = capsys.readouterr()
+    assert "-np 2 " in out and ("-H" in out) == ("-H" in words)
+    assert ("job cannot be read: " in err and "this machine alone gets" in err) == ("-H" not in out)
 
 
 def test_arguments_to_srun(

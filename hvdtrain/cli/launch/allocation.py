@@ -56,12 +56,10 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
         return _of_slurm(environ)
     for system, job, file in _HOSTFILES:
         if job in environ:
-            return Allocation(
-                system, _of_lsf_lists(environ) or _of_file(system, job, file, environ)
-            )
+            return Allocation(system, _of_lsf_lists(environ) or _of_file(system, file, environ))
     tasks = environ.get("NSLOTS", "")
     if "JOB_ID" in environ and tasks.isdecimal() and int(tasks) > 1:
-        raise _unreadable("SGE", f"NSLOTS={tasks}, but PE_HOSTFILE is not set", "NSLOTS")
+        raise _unreadable("SGE", f"NSLOTS={tasks}, but PE_HOSTFILE is not set")
     if "FLUX_URI" in environ:
         fix = "flux run -N 2 -n 8 python -m hvdtrain ...; or launch -np 8 ..., for this host"
         raise UserError(
@@ -72,11 +70,8 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
     return None
 
 
-def _unreadable(system: str, reason: str, variable: str) -> UserError:
-    fix = (
-        f"name them: launch -H n1:4,n2:4 ...; or unset {variable} where the ranks are for this "
-        "machine"
-    )
+def _unreadable(system: str, reason: str) -> UserError:
+    fix = "name them: launch -H n1:4,n2:4 ...; or launch -np 4 ..., for this machine"
     return UserError(
         f"the hosts of this {system} job cannot be read: {reason}",
         f"the variables of {system}",
@@ -90,7 +85,7 @@ def _of_slurm(environ: Mapping[str, str]) -> Allocation:
     tasks = tasks_per_node(listed, "SLURM_TASKS_PER_NODE") if listed else []
     if not names or len(names) != len(tasks):
         reason = f"{len(names)} nodes in SLURM_JOB_NODELIST, {len(tasks)} in SLURM_TASKS_PER_NODE"
-        raise _unreadable("SLURM", reason, "SLURM_JOB_ID")
+        raise _unreadable("SLURM", reason)
     hosts = tuple(Host(name, count) for name, count in zip(names, tasks, strict=True))
     ranks = environ.get("SLURM_NTASKS", "")
     return Allocation("SLURM", hosts, int(ranks) if ranks.isdecimal() else 0)
@@ -104,13 +99,13 @@ def _of_lsf_lists(environ: Mapping[str, str]) -> tuple[Host, ...]:
     words = environ.get("LSB_MCPU_HOSTS", "").split()
     if len(words) % 2:
         reason = f"LSB_MCPU_HOSTS={short(' '.join(words))} has no number of slots for each host"
-        raise _unreadable("LSF", reason, "LSB_JOBID")
+        raise _unreadable("LSF", reason)
     pairs = [f"{name}:{slots}" for name, slots in zip(words[::2], words[1::2], strict=True)]
     named = pairs or environ.get("LSB_HOSTS", "").split()
     return _merged(_read_host(host, "LSB_MCPU_HOSTS" if pairs else "LSB_HOSTS") for host in named)
 
 
-def _of_file(system: str, job: str, variable: str, environ: Mapping[str, str]) -> tuple[Host, ...]:
+def _of_file(system: str, variable: str, environ: Mapping[str, str]) -> tuple[Host, ...]:
     path = environ.get(variable)
     if not path:
         unset = (
@@ -118,11 +113,11 @@ def _of_file(system: str, job: str, variable: str, environ: Mapping[str, str]) -
             if system == "LSF"
             else f"{variable} is not set"
         )
-        raise _unreadable(system, unset, job)
+        raise _unreadable(system, unset)
     try:
         lines = read_text(Path(path)).splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(system, f"{variable}: {error}", job) from None
+        raise _unreadable(system, f"{variable}: {error}") from None
     hosts = read_hostfile(lines, f"{variable}={path}", needs_slots=system == "SGE")
     each = environ.get("PBS_NUM_PPN", "")  # of Torque, where its file has each host once
     if system == "PBS" and each.isdecimal() and all(host.slots == 1 for host in hosts):

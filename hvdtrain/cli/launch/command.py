@@ -316,11 +316,18 @@ def _allocation(options: argparse.Namespace, environ: Mapping[str, str]) -> Allo
     """The hosts of the batch job that this process is of, each with a slot for each GPU where the
     job was submitted without ranks.
 
-    Raises UserError where they cannot be read.
+    Raises UserError where they cannot be read and there is no -np.
     """
     if options.ranks is not None and "FLUX_URI" in environ:
         return None
-    allocation = find_allocation(environ)
+    try:
+        allocation = find_allocation(environ)
+    except UserError as error:
+        if options.ranks is None:
+            raise
+        placed = "srun places" if options.slurm else "this machine alone gets"
+        print(f"note: {error.what}; {placed} the ranks of -np", file=sys.stderr, flush=True)
+        return None
     if allocation is None:
         return None
     if options.inside and len(allocation.hosts) > 1 and options.ranks is None:
