@@ -430,9 +430,8 @@ def _decay_of_class(config: Config) -> list[str]:
 def _drops(module: Any) -> bool:
     """Whether a model of torch has layers that draw while it trains."""
     layers = module.modules() if hasattr(module, "modules") else ()
-    return any(
-        "Dropout" in type(layer).__name__ and getattr(layer, "p", 0.0) > 0 for layer in layers
-    )
+    shares = [getattr(layer, "p", 0) for layer in layers if "Dropout" in type(layer).__name__]
+    return any(isinstance(p, (int, float)) and p > 0 for p in shares)
 
 
 def _norm_summary(config: Config, samples: int) -> str:

@@ -16,6 +16,7 @@ from hvdtrain.config.read import configure
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
 from hvdtrain.training.given import given_model, with_given
+from hvdtrain.training.summary import _drops
 
 TASK = Classification((4,), 2, np.array([0.0]), np.array([1.0]), dtype="float32")
 NO_GRADIENT = "which the loss does not depend on; no gradient for aux.weight, aux.bias"
@@ -111,6 +112,23 @@ def test_what_is_not_used_of_a_model_is_a_line(net: nn.Module, lines: list[str])
     assert notes_of(net, "optim.weight_decay=0.1") == lines
 
 
+@pytest.mark.parametrize(
+    "method",
+    [
+        lambda self: None,
+        lambda self: 3,
+        lambda self: "head.bias",
+        lambda self: [["head.bias"]],
+        lambda self, skip: {skip},
+    ],
+)
+def test_a_no_weight_decay_of_another_kind_ends_no_job(
+    method: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OneOutput, "no_weight_decay", method, raising=False)
+    assert notes_of(OneOutput(), "optim.weight_decay=0.1") == []
+
+
 def test_the_header_has_the_line(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     data = {"x": np.ones((8, 4), np.float32), "y": np.arange(8) % 2}
     hvdtrain.train(
@@ -179,3 +197,15 @@ def test_a_loss_with_weights_is_refused(tmp_path: Any) -> None:
             train_data=data,
             val_data=data,
         )
+
+
+@pytest.mark.parametrize("p", [None, "0.5", torch.tensor([0.5, 0.5])])
+def test_a_dropout_with_another_p_ends_no_job(p: Any) -> None:
+    class DropoutOfTheUser(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.p = p
+
+    assert not _drops(nn.Sequential(DropoutOfTheUser()))
+    assert _drops(nn.Sequential(DropoutOfTheUser(), nn.Dropout(0.5)))
+    assert not _drops(nn.Sequential(nn.Dropout(0.0)))

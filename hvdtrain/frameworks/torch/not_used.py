@@ -59,8 +59,7 @@ def _without_decay(model: nn.Module, config: Config) -> list[str]:
     state space models, and that have one."""
     if not config.optim.weight_decay or config.optim.groups:
         return []
-    asks = getattr(model, "no_weight_decay", None)
-    names = set(asks()) if callable(asks) else set()
+    names = _no_weight_decay(model)
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     wanted = [
         (name, p)
@@ -75,6 +74,15 @@ def _without_decay(model: nn.Module, config: Config) -> list[str]:
             f"optim.weight_decay={config.optim.weight_decay:g} decays: {fix}"
         ]
     return []
+
+
+def _no_weight_decay(model: nn.Module) -> set[str]:
+    """The names that no_weight_decay() of the model gives; none where it is of another kind."""
+    try:
+        names = model.no_weight_decay()  # type: ignore[operator]
+        return set() if isinstance(names, str) else {name for name in names if type(name) is str}
+    except Exception:  # it has no such method, or one of another use
+        return set()
 
 
 def _outputs(model: nn.Module, part: Part, batch: dict[str, torch.Tensor]) -> list[str]:
