@@ -88,7 +88,7 @@ def _no_weight_decay(model: nn.Module) -> set[str]:
 def _outputs(model: nn.Module, part: Part, batch: dict[str, torch.Tensor]) -> list[str]:
     """Outputs in training that the task's loss does not depend on, and the parameters that it does
     not depend on either."""
-    was_training = [module for module in model.modules() if module.training]
+    before = [(module, _plain_values(module)) for module in model.modules()]
     try:
         _train(model)
         devices = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
@@ -97,9 +97,14 @@ def _outputs(model: nn.Module, part: Part, batch: dict[str, torch.Tensor]) -> li
     except Exception:  # a model that takes no samples of zeros: training has its own message
         return []
     finally:
-        model.eval()
-        for module in was_training:
-            module.training = True
+        for module, values in before:
+            vars(module).update(values)
+
+
+def _plain_values(module: nn.Module) -> dict[str, Any]:
+    """Its mode, and what it counts: the check is not a pass of the job."""
+    plain = (bool, int, float, str, type(None))
+    return {name: value for name, value in vars(module).items() if isinstance(value, plain)}
 
 
 def _train(model: nn.Module) -> None:
