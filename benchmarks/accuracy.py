@@ -1,12 +1,9 @@
-"""Seconds to a validation accuracy on Fashion-MNIST: the textbook's loop of step.py, and a job of
-hvdtrain with the same network and rate.
+"""Seconds to a validation accuracy on Fashion-MNIST: the textbook's loop of step.py, and a job of hvdtrain with the same network and rate.
 
-python benchmarks/accuracy.py --root DIR [--widths 16,160,320,640] [--batch 512] [--target 0.85]
-    [--epochs 8] [--json FILE]
+python benchmarks/accuracy.py --root DIR [--widths 16,160,320,640] [--batch 512] [--target 0.85] [--epochs 8] [--json FILE]
 
-DIR holds FashionMNIST/raw. Each evaluates after every epoch, and these seconds count; the start of
-neither does.
-"""
+DIR holds FashionMNIST/raw. Each evaluates after every epoch, and these seconds count; the start of neither does.
+"""  # noqa: E501
 
 from __future__ import annotations
 

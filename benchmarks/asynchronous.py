@@ -1,19 +1,15 @@
-"""Workers that wait and workers that do not: time to an accuracy with one slow worker, updates a
-second, staleness, bytes.
+"""Workers that wait and workers that do not: time to an accuracy with one slow worker, updates a second, staleness, bytes.
 
-mpirun -np 4 python benchmarks/asynchronous.py [--part accuracy|fashion|rate|servers ...] [--seeds
-    1,2,3] [--slow 5] [--json FILE] [--quick]
+mpirun -np 4 python benchmarks/asynchronous.py [--part accuracy|fashion|rate|servers ...] [--seeds 1,2,3] [--slow 5] [--json FILE] [--quick]
                                                [--data KEY=VALUE ...]
 
-Three workers train a perceptron on digits; with servers rank 0 holds the weights. The cost of a
-pass is a sleep of --ms-per-sample for each of its samples, and --slow times as long on the last
-worker, so that the times are those of machines that compute at the same time, however many cores
-this one has. accuracy: seconds to 95 %, of each way of waiting. fashion: seconds to 88 % of
-Fashion-MNIST, with a perceptron of 256 units, batches of 256 and a fifth of the sleep; --data
-data.root=DIR has its files. rate: updates a second and the staleness of each bound, and the bytes
-of messages that go over the network for an update. servers: of a perceptron with 5 million weights
+Three workers train a perceptron on digits; with servers rank 0 holds the weights. The cost of a pass is a sleep of --ms-per-sample for
+each of its samples, and --slow times as long on the last worker, so that the times are those of machines that compute at the same time,
+however many cores this one has. accuracy: seconds to 95 %, of each way of waiting. fashion: seconds to 88 % of Fashion-MNIST, with a
+perceptron of 256 units, batches of 256 and a fifth of the sleep; --data data.root=DIR has its files. rate: updates a second and the
+staleness of each bound, and the bytes of messages that go over the network for an update. servers: of a perceptron with 5 million weights
 whose passes cost little, updates a second with one server and with two.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

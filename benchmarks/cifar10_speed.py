@@ -1,22 +1,17 @@
-"""Accuracy and seconds of configs/cifar10_speed.yaml, what each of its ideas is worth, and the same
-network by hand in plain torch.
+"""Accuracy and seconds of configs/cifar10_speed.yaml, what each of its ideas is worth, and the same network by hand in plain torch.
 
-    python benchmarks/cifar10_speed.py FOLDER [--parts record,left-out,added,by-hand] [--seeds
-        0,1,2] [--ranks 2] [key=value ...]
+    python benchmarks/cifar10_speed.py FOLDER [--parts record,left-out,added,by-hand] [--seeds 0,1,2] [--ranks 2] [key=value ...]
     python benchmarks/cifar10_speed.py FOLDER --gpu [--together 6]
 
-FOLDER has cifar-10-batches-bin, the original, or images in train/CLASS and test/CLASS; the column
-`data` tells them apart. Each job of hvdtrain is a real `mpirun -np RANKS`, which evaluates 2,000
-images after each epoch; `hvdtrain evaluate` then counts all, with six views and with one.
-`left-out` trains for two epochs with the first seed, once with everything and once without each
-idea; `added` with one more. A row is appended to benchmarks/cifar10_speed.jsonl when its job ends,
-and one that is there is not made again. `train_s` are seconds of training steps alone; `seconds`
-has the start and evaluations in it.
+FOLDER has cifar-10-batches-bin, the original, or images in train/CLASS and test/CLASS; the column `data` tells them apart. Each job of
+hvdtrain is a real `mpirun -np RANKS`, which evaluates 2,000 images after each epoch; `hvdtrain evaluate` then counts all, with six views
+and with one. `left-out` trains for two epochs with the first seed, once with everything and once without each idea; `added` with one more.
+A row is appended to benchmarks/cifar10_speed.jsonl when its job ends, and one that is there is not made again. `train_s` are seconds of
+training steps alone; `seconds` has the start and evaluations in it.
 
---gpu: one process, where a job takes seconds. It counts all images after each epoch itself, with
-six views; `left-out` and `added` train for all epochs with every seed, --together at a time (their
-seconds then say nothing).
-"""
+--gpu: one process, where a job takes seconds. It counts all images after each epoch itself, with six views; `left-out` and `added`
+train for all epochs with every seed, --together at a time (their seconds then say nothing).
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -1,20 +1,16 @@
-"""Images/s of an image folder: packing it (in the first epoch), packed, decoded at each read, in
-tar archives, and by torchvision.
+"""Images/s of an image folder: packing it (in the first epoch), packed, decoded at each read, in tar archives, and by torchvision.
 
-python benchmarks/folder.py --root DIR [--images 10000] [--rounds 7] [--size 224] [--enlarge
-    500x400] [--crop 0.08] [--home DIR] [--json FILE]
+python benchmarks/folder.py --root DIR [--images 10000] [--rounds 7] [--size 224] [--enlarge 500x400] [--crop 0.08]
+    [--home DIR] [--json FILE]
 
-DIR holds train/CLASS/*.jpg. In each round every method reads the same images once, in random
-batches of 128; each round starts with another method, and the first round warms up. Packing reads
-them in their order, and has the start of its worker processes in its time. torchvision: ImageFolder
-with PILToTensor behind a DataLoader, 0 and 2 workers, which stay from round to round, with --size
-after Resize and CenterCrop of PIL's images; ratios are to 2 workers. "on tensors": the same of
-transforms.v2 after PILToTensor, whose resizing uses vector instructions and gives other pixels, by
-1 of 255. torchvision's own JPEG decoder is not in PyPI's wheel for a CPU build of torch. --enlarge
-makes images of that size of DIR's, with noise, as JPEGs of quality 90. --crop S: random boxes of at
-least this share of the whole image, resized to --size, by torchvision's RandomResizedCrop((S, 1));
-nothing is packed then. --home keeps the images for a next run.
-"""
+DIR holds train/CLASS/*.jpg. In each round every method reads the same images once, in random batches of 128; each round starts with
+another method, and the first round warms up. Packing reads them in their order, and has the start of its worker processes in its time.
+torchvision: ImageFolder with PILToTensor behind a DataLoader, 0 and 2 workers, which stay from round to round, with --size after Resize
+and CenterCrop of PIL's images; ratios are to 2 workers. "on tensors": the same of transforms.v2 after PILToTensor, whose resizing uses
+vector instructions and gives other pixels, by 1 of 255. torchvision's own JPEG decoder is not in PyPI's wheel for a CPU build of torch.
+--enlarge makes images of that size of DIR's, with noise, as JPEGs of quality 90. --crop S: random boxes of at least this share of the
+whole image, resized to --size, by torchvision's RandomResizedCrop((S, 1)); nothing is packed then. --home keeps the images for a next run.
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -1,20 +1,15 @@
-"""Training tokens/s of an image GPT in one process: a loop by hand as in nanoGPT, and hvdtrain, in
-turn; and how fast images are drawn.
+"""Training tokens/s of an image GPT in one process: a loop by hand as in nanoGPT, and hvdtrain, in turn; and how fast images are drawn.
 
-python benchmarks/gpt.py [--rounds 20] [--steps 5] [--draws 7] [--images 32] [--json FILE]
-    [key=value ...]
+python benchmarks/gpt.py [--rounds 20] [--steps 5] [--draws 7] [--images 32] [--json FILE] [key=value ...]
 
-By hand: all tokens on the device, batches by index, autocast, torch.optim.AdamW (foreach) with
-decay on matrices alone, clip_grad_norm_, the loss read at the end of a block; the model is
-hvdtrain's, from the same weights. Before the timing both must give the same loss, after it both
-must have learned. Drawing: 32 images with the cache, and the logits of one position of all of them,
-again from the first.
+By hand: all tokens on the device, batches by index, autocast, torch.optim.AdamW (foreach) with decay on matrices alone, clip_grad_norm_,
+the loss read at the end of a block; the model is hvdtrain's, from the same weights. Before the timing both must give the same loss, after
+it both must have learned. Drawing: 32 images with the cache, and the logits of one position of all of them, again from the first.
 
-On a CPU, seconds are those of the processor that this process has used, over all its threads: other
-processes on the machine move them little, where they double the time on the clock. On a GPU they
-are of the clock. Blocks of both alternate, and each ratio is of neighbours. --rounds 0 trains
-nothing, --draws 0 draws nothing.
-"""
+On a CPU, seconds are those of the processor that this process has used, over all its threads: other processes on the machine move them
+little, where they double the time on the clock. On a GPU they are of the clock. Blocks of both alternate, and each ratio is of
+neighbours. --rounds 0 trains nothing, --draws 0 draws nothing.
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -1,15 +1,11 @@
-"""What the health checks of a job (guard.*) cost: each part in loops, whole steps with and without
-it in turn, and checkpoints.
+"""What the health checks of a job (guard.*) cost: each part in loops, whole steps with and without it in turn, and checkpoints.
 
-mpirun -np 2 python benchmarks/guard.py [--engine mpi|horovod] [--rounds 40] [--json FILE] [--only
-    PART ...] [--quick]
+mpirun -np 2 python benchmarks/guard.py [--engine mpi|horovod] [--rounds 40] [--json FILE] [--only PART ...] [--quick]
 
-The default wide_resnet on digits; checkpoints of a perceptron with 10 million weights too. Whole
-steps are timed in blocks in one process. A ratio compares two consecutive blocks; that of
-"nothing", two equal blocks, is the noise. The share of a step of a part that costs less than the
-noise follows from its microseconds. --quick: a linear model, and only the ratios, to try the
-script.
-"""
+The default wide_resnet on digits; checkpoints of a perceptron with 10 million weights too. Whole steps are timed in blocks in one
+process. A ratio compares two consecutive blocks; that of "nothing", two equal blocks, is the noise. The share of a step of a part that
+costs less than the noise follows from its microseconds. --quick: a linear model, and only the ratios, to try the script.
+"""  # noqa: E501
 
 from __future__ import annotations
 

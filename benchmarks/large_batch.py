@@ -1,15 +1,12 @@
-"""Accuracy of the same network after the same number of epochs, with one small-batch and several
-large-batch recipes.
+"""Accuracy of the same network after the same number of epochs, with one small-batch and several large-batch recipes.
 
-python benchmarks/large_batch.py --root /scratch/data [--ranks 2] [--seeds 1,2,3] [--only NAME] ...
-    [--out benchmarks/large_batch.jsonl]
+python benchmarks/large_batch.py --root /scratch/data [--ranks 2] [--seeds 1,2,3] [--only NAME] ... [--out benchmarks/large_batch.jsonl]
 
-Each job is a real `mpirun ... python -m hvdtrain`; its result is one line of the JSON lines file. A
-job that the file has already is not run again. The output ends with the tables of
-benchmarks/recipes.md. `--root` holds FashionMNIST/raw; with `--cifar10 DIR`, a folder of images by
-class (train/CLASS, test/CLASS), the recipes of CIFAR-10 run too. The tables have rows of either
-number of ranks; the lines say which.
-"""
+Each job is a real `mpirun ... python -m hvdtrain`; its result is one line of the JSON lines file. A job that the file has already is not
+run again. The output ends with the tables of benchmarks/recipes.md. `--root` holds FashionMNIST/raw; with `--cifar10 DIR`, a folder of
+images by class (train/CLASS, test/CLASS), the recipes of CIFAR-10 run too. The tables have rows of either number of ranks; the lines say
+which.
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -1,17 +1,14 @@
-"""How many layers of an image GPT two ranks train under a limit of memory: replicated, sharded, and
-with recomputation.
+"""How many layers of an image GPT two ranks train under a limit of memory: replicated, sharded, and with recomputation.
 
-python benchmarks/layers_that_fit.py [--limit MIB] [--layers 12] [--most 96] [--ranks 2] [--data
-    DIR] [--json FILE] [KEY=VALUE ...]
+python benchmarks/layers_that_fit.py [--limit MIB] [--layers 12] [--most 96] [--ranks 2] [--data DIR] [--json FILE] [KEY=VALUE ...]
 
-The model is that of configs/image_gpt_cifar10.yaml, in float32, on noise or on images of 32x32 in
-DIR/train/CLASS and DIR/test/CLASS. Each job makes two steps and an evaluation, and writes its
-checkpoint. `ulimit -d` limits what each rank may write to and shares with no other: tensors,
-Python, heaps, stacks of threads. `ulimit -v` would count reserved addresses and libraries too; a
-container's memory.max ends a process that then says nothing. Without --limit it is the least, in
-steps of 16 MiB, under which --layers replicated layers train. A job fits if it ends with exit code
-0; one that does not must end with 83, out of memory: any other code ends the benchmark.
-"""
+The model is that of configs/image_gpt_cifar10.yaml, in float32, on noise or on images of 32x32 in DIR/train/CLASS and DIR/test/CLASS. Each
+job makes two steps and an evaluation, and writes its checkpoint. `ulimit -d` limits what each rank may write to and shares with no other:
+tensors, Python, heaps, stacks of threads. `ulimit -v` would count reserved addresses and libraries too; a container's memory.max ends a
+process that then says nothing.
+Without --limit it is the least, in steps of 16 MiB, under which --layers replicated layers train. A job fits if it ends with exit code 0;
+one that does not must end with 83, out of memory: any other code ends the benchmark.
+"""  # noqa: E501
 
 from __future__ import annotations
 

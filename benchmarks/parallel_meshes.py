@@ -1,16 +1,12 @@
-"""All meshes of 4 ranks on two hosts with a slow wire between them: measured steps, and the order
-in which `plan --parallel` ranks them.
+"""All meshes of 4 ranks on two hosts with a slow wire between them: measured steps, and the order in which `plan --parallel` ranks them.
 
-python benchmarks/parallel_meshes.py [--rate 200mbit] [--rounds 5] [--steps 2] [--json FILE]
-    [key=value ...]
+python benchmarks/parallel_meshes.py [--rate 200mbit] [--rounds 5] [--steps 2] [--json FILE] [key=value ...]
 
-Needs root: the hosts are network namespaces, tc (tbf) limits what each sends. One job of 4 ranks
-builds the learner of every mesh, and makes some steps of each in turn, in every second round in
-reverse order; the first step of each turn is left out. Before that the ranks measure what the plan
-is given: phases of a step and the speed of a matrix product, of 4 ranks that work at the same time,
-each alone; and collectives of the two ranks of each host, and of all. "tau" is Kendall's tau-b of
-predicted and measured seconds.
-"""
+Needs root: the hosts are network namespaces, tc (tbf) limits what each sends. One job of 4 ranks builds the learner of every mesh, and
+makes some steps of each in turn, in every second round in reverse order; the first step of each turn is left out. Before that the ranks
+measure what the plan is given: phases of a step and the speed of a matrix product, of 4 ranks that work at the same time, each alone; and
+collectives of the two ranks of each host, and of all. "tau" is Kendall's tau-b of predicted and measured seconds.
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -1,23 +1,18 @@
-"""Milliseconds of a training step on two ranks: plain Horovod, DDP over Gloo, Lightning,
-Accelerate, and hvdtrain, in turn.
+"""Milliseconds of a training step on two ranks: plain Horovod, DDP over Gloo, Lightning, Accelerate, and hvdtrain, in turn.
 
-python benchmarks/peers.py --root DIR [--rounds 5] [--precision fp32,bf16] [--dropout 0.0] [--json
-    FILE] [--only PEER ...]
+python benchmarks/peers.py --root DIR [--rounds 5] [--precision fp32,bf16] [--dropout 0.0] [--json FILE] [--only PEER ...]
 
-All train the same network from the same weights with the same global batch and SGD on
-Fashion-MNIST, one thread a rank. The scripts in peers/*.py follow the documentation of each peer
-and use its fast options. In each round every peer is started again, and each round begins with
-another peer. The time of a step in a round is the median of the run's blocks. The ratio is to the
-fastest of the other trainers in the same round: below 1 is faster than all of them. CPU ms:
-processor time of a step on one rank, with all its threads; it separates work from waiting where the
-machine is busy.
+All train the same network from the same weights with the same global batch and SGD on Fashion-MNIST, one thread a rank. The scripts in
+peers/*.py follow the documentation of each peer and use its fast options. In each round every peer is started again, and each round
+begins with another peer. The time of a step in a round is the median of the run's blocks. The ratio is to the fastest of the other
+trainers in the same round: below 1 is faster than all of them. CPU ms: processor time of a step on one rank, with all its threads; it
+separates work from waiting where the machine is busy.
 
 hvdtrain does not install Lightning and Accelerate:
     .venv/bin/pip install -c constraints.txt lightning accelerate
-or, leaving the environment as it is, into a folder that PYTHONPATH then names, with what `pip
-install --dry-run` lists as missing:
+or, leaving the environment as it is, into a folder that PYTHONPATH then names, with what `pip install --dry-run` lists as missing:
     .venv/bin/pip install --no-deps --target FOLDER lightning accelerate ...
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -1,18 +1,14 @@
-"""The share of a step in which the ranks of a pipeline wait, as measured, beside the formula (p -
-1) / (m + p - 1) and simulations.
+"""The share of a step in which the ranks of a pipeline wait, as measured, beside the formula (p - 1) / (m + p - 1) and simulations.
 
-mpirun -np 2 python benchmarks/pipeline_bubble.py [--engine mpi|torchdist] [--stages
-    sleeping|computing] [--micro 4,8,16] [--rounds 20]
+mpirun -np 2 python benchmarks/pipeline_bubble.py [--engine mpi|torchdist] [--stages sleeping|computing] [--micro 4,8,16] [--rounds 20]
 
-sleeping: a stage takes 5 ms forward and 10 ms backward without a processor, as if each rank had a
-machine of its own: what is more than the formula is the executor's and the messages'. computing: a
-GPT, its stages cut by measured time. Ranks that share a core compute faster while the others wait,
-so a step's ends, where few compute, are shorter than the formula has them. "one speed" is the
-simulation of the schedule with the times of a stage that computes alone, "shared" the one in which
-a pass takes the time of a stage that computes alone as long as no other rank computes, and else the
-time that it takes while all compute; both are measured in each round. Cases take turns; the first
-round is left out. ms, and shares in percent: median (quartiles).
-"""
+sleeping: a stage takes 5 ms forward and 10 ms backward without a processor, as if each rank had a machine of its own: what is more than
+the formula is the executor's and the messages'. computing: a GPT, its stages cut by measured time. Ranks that share a core compute faster
+while the others wait, so a step's ends, where few compute, are shorter than the formula has them. "one speed" is the simulation of the
+schedule with the times of a stage that computes alone, "shared" the one in which a pass takes the time of a stage that computes alone as
+long as no other rank computes, and else the time that it takes while all compute; both are measured in each round.
+Cases take turns; the first round is left out. ms, and shares in percent: median (quartiles).
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -1,15 +1,11 @@
-"""Milliseconds of a training step on a pipeline: hvdtrain's executor and the schedules of
-torch.distributed.pipelining, in turn.
+"""Milliseconds of a training step on a pipeline: hvdtrain's executor and the schedules of torch.distributed.pipelining, in turn.
 
-mpirun -np 2 python benchmarks/pipeline_peers.py [--rounds 20] [--micro 4] [--samples 4] [--json
-    FILE]
+mpirun -np 2 python benchmarks/pipeline_peers.py [--rounds 20] [--micro 4] [--samples 4] [--json FILE]
 
-Both have the same stages of a GPT, weights and micro-batches, SGD in float32, and messages over the
-same Gloo group, that of the torchdist engine. A round is one step of each, after one that warms up,
-and each round begins with another one. The script ends with an error where the losses of a step
-differ. The ratio is hvdtrain's time to that of torch's schedule in the same round: median and
-quartiles.
-"""
+Both have the same stages of a GPT, weights and micro-batches, SGD in float32, and messages over the same Gloo group, that of the torchdist
+engine. A round is one step of each, after one that warms up, and each round begins with another one. The script ends with an error
+where the losses of a step differ. The ratio is hvdtrain's time to that of torch's schedule in the same round: median and quartiles.
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -1,20 +1,17 @@
-"""Memory and time of a training step with and without model.recompute: an image GPT of 12 layers on
-1,024 tokens, on a CPU.
+"""Memory and time of a training step with and without model.recompute: an image GPT of 12 layers on 1,024 tokens, on a CPU.
 
-python benchmarks/recompute.py [--layers 12] [--heads 8] [--width 256] [--context 1024]
-    [--vocabulary 513] [--batch 4] [--rounds 5]
+python benchmarks/recompute.py [--layers 12] [--heads 8] [--width 256] [--context 1024] [--vocabulary 513] [--batch 4] [--rounds 5]
                                [--which none,2,all] [--json FILE]
 
 Three numbers tell what a step needs, each of a process of its own, in MB (10^6 bytes):
-- kept: what the forward pass keeps for the backward pass, in each block and beside the blocks, by
-  torch's saved_tensors_hooks; the weights are not counted. This is what model.recompute is about.
-- tensors: the largest sum of all tensors that exist at once in a step, by torch's MemTracker:
-  weights, gradients, optimizer state, activations, and what operations make in between.
-- process: the largest resident memory of three steps above that of a process that has made a tiny
-  step, with glibc's malloc as it is; process_keeps: as hvdtrain sets it.
-Seconds of a step are of the processor, of both in turn. Before that, their gradients in float64
-must be the same to the last bit.
-"""
+- kept: what the forward pass keeps for the backward pass, in each block and beside the blocks, by torch's saved_tensors_hooks; the weights
+  are not counted. This is what model.recompute is about.
+- tensors: the largest sum of all tensors that exist at once in a step, by torch's MemTracker: weights, gradients, optimizer state,
+  activations, and what operations make in between.
+- process: the largest resident memory of three steps above that of a process that has made a tiny step, with glibc's malloc as it is;
+  process_keeps: as hvdtrain sets it.
+Seconds of a step are of the processor, of both in turn. Before that, their gradients in float64 must be the same to the last bit.
+"""  # noqa: E501
 
 from __future__ import annotations
 

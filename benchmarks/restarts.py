@@ -1,10 +1,8 @@
-"""One rank is killed, or a host is cut off, again and again under launch --elastic: seconds from
-the fault to the next sync point.
+"""One rank is killed, or a host is cut off, again and again under launch --elastic: seconds from the fault to the next sync point.
 
 python benchmarks/restarts.py rank [--ranks 2] [--times 5] [--lost stop | restart | shrink]
-python benchmarks/restarts.py host [--times 5] [--lost ...]      # three hosts in network
-    namespaces: as root
-"""
+python benchmarks/restarts.py host [--times 5] [--lost ...]      # three hosts in network namespaces: as root
+"""  # noqa: E501
 
 from __future__ import annotations
 

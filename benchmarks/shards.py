@@ -1,18 +1,14 @@
-"""Milliseconds of a training step with each shard.stage, and of DeepSpeed, FSDP2 and Lightning, in
-turn in the same processes.
+"""Milliseconds of a training step with each shard.stage, and of DeepSpeed, FSDP2 and Lightning, in turn in the same processes.
 
-mpirun -np 2 python benchmarks/shards.py [--case mlp] [--trainers mpi/0,mpi/1,mpi/2,mpi/3] [--to
-    mpi/0] [--rounds 15] [--steps 5]
+mpirun -np 2 python benchmarks/shards.py [--case mlp] [--trainers mpi/0,mpi/1,mpi/2,mpi/3] [--to mpi/0] [--rounds 15] [--steps 5]
                                          [--json FILE] [key=value ...]
 
-A trainer is ENGINE/STAGE of hvdtrain, or one of sharded_peers.py. All have the same model, initial
-weights and batches, and Adam, in float32. In each round each trains a block of steps, and each
-round begins with another one; ratios are within a round. Losses are means over the samples of all
-ranks in a block: the script fails where those of two trainers differ by more than --tolerance.
+A trainer is ENGINE/STAGE of hvdtrain, or one of sharded_peers.py. All have the same model, initial weights and batches, and Adam, in
+float32. In each round each trains a block of steps, and each round begins with another one; ratios are within a round. Losses are means
+over the samples of all ranks in a block: the script fails where those of two trainers differ by more than --tolerance.
 
-All but the mpi engine communicate by Gloo. mpi/3 makes MPI torch's process group, so it runs beside
-other stages of mpi alone.
-"""
+All but the mpi engine communicate by Gloo. mpi/3 makes MPI torch's process group, so it runs beside other stages of mpi alone.
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""A residual network for CIFAR-10 that reads 4,000 images a second in training on one core: the
-model of large_batch.py.
+"""A residual network for CIFAR-10 that reads 4,000 images a second in training on one core: the model of large_batch.py.
 
-hvdtrain --config configs/cifar10_muon_2048.yaml    (model.name=benchmarks.small_resnet:SmallResNet,
-    from the root of the repository)
-"""
+hvdtrain --config configs/cifar10_muon_2048.yaml    (model.name=benchmarks.small_resnet:SmallResNet, from the root of the repository)
+"""  # noqa: E501
 
 from __future__ import annotations
 

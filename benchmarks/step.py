@@ -1,17 +1,13 @@
-"""Training images/s of one process: the textbook loop, a loop by hand with the same switches as
-hvdtrain's, and hvdtrain, in turn.
+"""Training images/s of one process: the textbook loop, a loop by hand with the same switches as hvdtrain's, and hvdtrain, in turn.
 
-python benchmarks/step.py --root DIR [--widths 16,16,32,64] [--batch 128] [--rounds 9] [--steps 10]
-    [--switches]
+python benchmarks/step.py --root DIR [--widths 16,16,32,64] [--batch 128] [--rounds 9] [--steps 10] [--switches]
                           [--json FILE] [key=value ...]
 
-Textbook: DataLoader over torchvision's FashionMNIST with ToTensor, fp32, contiguous,
-torch.optim.SGD, .item() of loss and hits in each step. By hand: the data on the device as uint8,
-batches by index, channels_last, autocast, foreach SGD, sums read at the end of a block, and
-hvdtrain's network. hvdtrain runs with speed.precision=auto and the key=value overrides. --switches
-adds a row for each switch alone. Before the timing, hvdtrain and the loop by hand must give the
-same loss from the same weights; after it, both loops must have learned.
-"""
+Textbook: DataLoader over torchvision's FashionMNIST with ToTensor, fp32, contiguous, torch.optim.SGD, .item() of loss and hits in each
+step. By hand: the data on the device as uint8, batches by index, channels_last, autocast, foreach SGD, sums read at the end of a block,
+and hvdtrain's network. hvdtrain runs with speed.precision=auto and the key=value overrides. --switches adds a row for each switch alone.
+Before the timing, hvdtrain and the loop by hand must give the same loss from the same weights; after it, both loops must have learned.
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -1,14 +1,11 @@
-"""Samples per second from one HDF5 file, as data.name=hdf5 reads it and as a torch Dataset with
-h5py in a DataLoader does, alternating.
+"""Samples per second from one HDF5 file, as data.name=hdf5 reads it and as a torch Dataset with h5py in a DataLoader does, alternating.
 
 python benchmarks/stored.py --rounds 5 --json benchmarks/stored.jsonl
-mpirun -np 2 python benchmarks/stored.py --rounds 5 --ranks      chunks that ranks decode together,
-    with and without blocks of their own
+mpirun -np 2 python benchmarks/stored.py --rounds 5 --ranks      chunks that ranks decode together, with and without blocks of their own
 
-The file is made first: fields of 4 variables on a grid, smooth in space, with numbers to predict.
-It does not fit into the cache of decoded chunks (data.cache_mb). An epoch of each method warms up;
-every method's samples of the first epoch are compared with the file's.
-"""
+The file is made first: fields of 4 variables on a grid, smooth in space, with numbers to predict. It does not fit into the cache of decoded
+chunks (data.cache_mb). An epoch of each method warms up; every method's samples of the first epoch are compared with the file's.
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -1,19 +1,14 @@
-"""Milliseconds of a training step on a tensor group: hvdtrain's cut layers, and DTensor's
-parallelize_module() of plain PyTorch, in turn.
+"""Milliseconds of a training step on a tensor group: hvdtrain's cut layers, and DTensor's parallelize_module() of plain PyTorch, in turn.
 
-mpirun -np 2 python benchmarks/tensor_peers.py [--rounds 40] [--samples 8] [--layers 4] [--width
-    128] [--json FILE]
+mpirun -np 2 python benchmarks/tensor_peers.py [--rounds 40] [--samples 8] [--layers 4] [--width 128] [--json FILE]
 
-Both have the same GPT, weights and samples, SGD in float32, and collectives over the same Gloo
-group, that of the torchdist engine. The layers are cut in the same way: ColwiseParallel and
-RowwiseParallel, with SequenceParallel where hvdtrain has parallel.sequence=true. The rows of
-DTensor's matrix of queries, keys and values are in another order, so that its even parts are whole
-heads of all three. Its loss is that of loss_parallel(), from logits in parts as hvdtrain's, or of
-gathered logits. A round is one step of each, after two that warm up, and each round begins with
-another one. The script ends with an error where the losses of a step differ. The ratio is
-hvdtrain's time to that of the other one in the same round: of a step, and of its passes alone,
-without the optimizer. Median and quartiles.
-"""
+Both have the same GPT, weights and samples, SGD in float32, and collectives over the same Gloo group, that of the torchdist engine. The
+layers are cut in the same way: ColwiseParallel and RowwiseParallel, with SequenceParallel where hvdtrain has parallel.sequence=true. The
+rows of DTensor's matrix of queries, keys and values are in another order, so that its even parts are whole heads of all three. Its loss is
+that of loss_parallel(), from logits in parts as hvdtrain's, or of gathered logits. A round is one step of each, after two that warm up, and
+each round begins with another one. The script ends with an error where the losses of a step differ. The ratio is hvdtrain's time to that
+of the other one in the same round: of a step, and of its passes alone, without the optimizer. Median and quartiles.
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -1,16 +1,13 @@
-"""What models that only count reach on the validation tokens: nats per token, exactly, to compare a
-language model with.
+"""What models that only count reach on the validation tokens: nats per token, exactly, to compare a language model with.
 
-python benchmarks/token_baselines.py [--config FILE] [key=value ...]      as hvdtrain, for the data
-    of the job: seconds
+python benchmarks/token_baselines.py [--config FILE] [key=value ...]      as hvdtrain, for the data of the job: seconds
 
 uniform: every token equally probable, without the start token of images, which is never predicted.
 unigram: the shares of the tokens in the training set.
-bigram: the shares after the token before it; of images that is the pixel to the left, or at the
-left edge the last one of the row above. above, of images: the shares after the pixel above, in the
-first row after the start token. Each count is one more than it is (Laplace), so that a pair which
-the training set does not have is possible.
-"""
+bigram: the shares after the token before it; of images that is the pixel to the left, or at the left edge the last one of the row above.
+above, of images: the shares after the pixel above, in the first row after the start token.
+Each count is one more than it is (Laplace), so that a pair which the training set does not have is possible.
+"""  # noqa: E501
 
 from __future__ import annotations
 

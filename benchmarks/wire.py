@@ -1,14 +1,11 @@
-"""What a slow network costs: steps/s of two hosts, one rank on each, at several bandwidths and
-without a limit.
+"""What a slow network costs: steps/s of two hosts, one rank on each, at several bandwidths and without a limit.
 
-python benchmarks/wire.py [--engine mpi|horovod|torchdist] [--rates 1gbit,300mbit,100mbit] [--rounds
-    5] [--json FILE] [key=value ...]
+python benchmarks/wire.py [--engine mpi|horovod|torchdist] [--rates 1gbit,300mbit,100mbit] [--rounds 5] [--json FILE] [key=value ...]
 
-Needs root: the hosts are network namespaces, and tc (tbf) limits what each sends. One job runs all
-the time while the bandwidths change in turn; the first sync point after each change is left out.
-"expected" is a step that waits for all of its bytes: the step without a limit and bytes x 2(N-1)/N
-/ bandwidth.
-"""
+Needs root: the hosts are network namespaces, and tc (tbf) limits what each sends. One job runs all the time while the bandwidths change in
+turn; the first sync point after each change is left out. "expected" is a step that waits for all of its bytes: the step without a limit
+and bytes x 2(N-1)/N / bandwidth.
+"""  # noqa: E501
 
 from __future__ import annotations
 

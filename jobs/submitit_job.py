@@ -1,15 +1,11 @@
 """hvdtrain through submitit: a Python program submits the job, waits for it, and gets its result.
 
-python jobs/submitit_job.py --nodes 2 --ranks 4 --minutes 240 run=/shared/run epochs=30 [--config
-    /shared/job.yaml]     # SLURM
-python jobs/submitit_job.py --cluster local --ranks 2 run=run epochs=3
-    # this machine
+python jobs/submitit_job.py --nodes 2 --ranks 4 --minutes 240 run=/shared/run epochs=30 [--config /shared/job.yaml]     # SLURM
+python jobs/submitit_job.py --cluster local --ranks 2 run=run epochs=3                                               # this machine
 
-srun starts the ranks with the MPI that --mpi names for it (pmix for Open MPI, pmi2 for MPICH and
-    Intel MPI); with --mpi none, and on this
-machine, the engine is torchdist. Before its time limit the job writes a checkpoint, is requeued,
-and resumes from the checkpoint.
-"""
+srun starts the ranks with the MPI that --mpi names for it (pmix for Open MPI, pmi2 for MPICH and Intel MPI); with --mpi none, and on this
+machine, the engine is torchdist. Before its time limit the job writes a checkpoint, is requeued, and resumes from the checkpoint.
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -1,14 +1,11 @@
-"""hvdtrain as a component of torchx: torchrun starts the ranks on each node, on whatever scheduler
-torchx has.
+"""hvdtrain as a component of torchx: torchrun starts the ranks on each node, on whatever scheduler torchx has.
 
-torchx run -s slurm jobs/torchx_component.py:train -j 2x4 -- run=/shared/run --config
-/shared/job.yaml key=value ... torchx run -s local_cwd jobs/torchx_component.py:train -j 1x2
---script train.py -- ARGUMENTS   # your own script
+torchx run -s slurm jobs/torchx_component.py:train -j 2x4 -- run=/shared/run --config /shared/job.yaml key=value ...
+torchx run -s local_cwd jobs/torchx_component.py:train -j 1x2 --script train.py -- ARGUMENTS   # your own script
 
-Each replica is a node with an environment that has hvdtrain: a virtual environment (local_cwd,
-slurm) or an image (docker, kubernetes). --max_retries 10 starts a job again that stopped before its
-end or lost a node; run=DIR resumes it.
-"""
+Each replica is a node with an environment that has hvdtrain: a virtual environment (local_cwd, slurm) or an image (docker, kubernetes).
+--max_retries 10 starts a job again that stopped before its end or lost a node; run=DIR resumes it.
+"""  # noqa: E501
 
 import secrets
 from typing import Dict, Optional  # noqa: UP035

@@ -1,8 +1,7 @@
 """Hugging Face Accelerate on CPU processes over Gloo, a DataLoader over a TensorDataset.
 
-mpirun -np 2 python benchmarks/peers/accelerate_script.py --root DIR        needs: pip install -c
-    constraints.txt accelerate
-"""
+mpirun -np 2 python benchmarks/peers/accelerate_script.py --root DIR        needs: pip install -c constraints.txt accelerate
+"""  # noqa: E501
 
 from __future__ import annotations
 

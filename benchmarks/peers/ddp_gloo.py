@@ -1,8 +1,7 @@
 """torch's DistributedDataParallel over Gloo, data sharded by rank.
 
-mpirun -np 2 python benchmarks/peers/ddp_gloo.py --root DIR        rendezvous:
-    MASTER_ADDR:MASTER_PORT, default 127.0.0.1:29511
-"""
+mpirun -np 2 python benchmarks/peers/ddp_gloo.py --root DIR        rendezvous: MASTER_ADDR:MASTER_PORT, default 127.0.0.1:29511
+"""  # noqa: E501
 
 from __future__ import annotations
 

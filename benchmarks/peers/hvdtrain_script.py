@@ -1,9 +1,7 @@
-"""hvdtrain: the loop of `python -m hvdtrain`, with a sync point every ten steps, the health checks
-and the watchdog.
+"""hvdtrain: the loop of `python -m hvdtrain`, with a sync point every ten steps, the health checks and the watchdog.
 
-mpirun -np 2 python benchmarks/peers/hvdtrain_script.py --root DIR [--engine horovod|mpi|torchdist]
-    [key=value ...]
-"""
+mpirun -np 2 python benchmarks/peers/hvdtrain_script.py --root DIR [--engine horovod|mpi|torchdist] [key=value ...]
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Lightning: strategy ddp on two CPU processes, a DataLoader over a TensorDataset; no logger,
-checkpoints or progress bar.
+"""Lightning: strategy ddp on two CPU processes, a DataLoader over a TensorDataset; no logger, checkpoints or progress bar.
 
-mpirun -np 2 python benchmarks/peers/lightning_script.py --root DIR        needs: pip install -c
-    constraints.txt lightning
-"""
+mpirun -np 2 python benchmarks/peers/lightning_script.py --root DIR        needs: pip install -c constraints.txt lightning
+"""  # noqa: E501
 
 from __future__ import annotations
 

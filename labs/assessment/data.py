@@ -1,8 +1,7 @@
 """The data of one grading: what a submission gets, and samples that only the grader has.
 
-python labs/assessment/data.py --to FOLDER [--set cifar10 --data ROOT]     writes train.npz and
-    val.npz for practice
-"""
+python labs/assessment/data.py --to FOLDER [--set cifar10 --data ROOT]     writes train.npz and val.npz for practice
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
-"""Grades a submission of the assessment: trains it, and evaluates what it saved on samples that it
-never had.
+"""Grades a submission of the assessment: trains it, and evaluates what it saved on samples that it never had.
 
-python labs/assessment/grade.py SUBMISSION.py [--set cifar10 --data FOLDER] [--ranks 2] [--target
-    0.7] [--minutes 8] [--json]
+python labs/assessment/grade.py SUBMISSION.py [--set cifar10 --data FOLDER] [--ranks 2] [--target 0.7] [--minutes 8] [--json]
 
 README.md in this folder has the rules, the verdicts and their exit codes.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

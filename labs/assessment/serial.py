@@ -1,8 +1,7 @@
 """Trains the assessment's network in one process: the script that you convert (README.md).
 
-python serial.py --data FOLDER [--epochs 5]     reads train.npz and val.npz there, and writes
-    model.safetensors here
-"""
+python serial.py --data FOLDER [--epochs 5]     reads train.npz and val.npz there, and writes model.safetensors here
+"""  # noqa: E501
 
 from __future__ import annotations
 

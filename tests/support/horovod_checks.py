@@ -1,13 +1,10 @@
-"""Checks of Horovod's documented API, as one program for the ranks; it writes {check: failure or
-""}.
+"""Checks of Horovod's documented API, as one program for the ranks; it writes {check: failure or ""}.
 
-python tests/support/horovod_checks.py MODULE OUT.json      MODULE: hvdtrain.horovod, or
-    horovod.torch for Horovod's own
+python tests/support/horovod_checks.py MODULE OUT.json      MODULE: hvdtrain.horovod, or horovod.torch for Horovod's own
 HVDTRAIN_TEST_DEVICE=cuda: with tensors on the GPU
 
-Inputs differ by rank, and expected values are formulas in rank and size, worked out by NumPy: a
-call that does nothing fails.
-"""
+Inputs differ by rank, and expected values are formulas in rank and size, worked out by NumPy: a call that does nothing fails.
+"""  # noqa: E501
 
 from __future__ import annotations
 

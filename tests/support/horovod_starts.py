@@ -1,9 +1,7 @@
-"""init() of some ranks and again after shutdown(), bits of fused reductions, the timeline, as one
-program for 3 ranks of MPI.
+"""init() of some ranks and again after shutdown(), bits of fused reductions, the timeline, as one program for 3 ranks of MPI.
 
-python tests/support/horovod_starts.py OUT.json FOLDER        writes {check: what it found on each
-    rank}
-"""
+python tests/support/horovod_starts.py OUT.json FOLDER        writes {check: what it found on each rank}
+"""  # noqa: E501
 
 from __future__ import annotations
 

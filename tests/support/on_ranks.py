@@ -1,9 +1,8 @@
 """The program of the ranks that tests start: calls a function by name, with arguments as JSON.
 
-python tests/support/on_ranks.py MODULE:FUNCTION [JSON]; its result is the exit code.
-    waiting_rank:wait is the function of ranks that wait
+python tests/support/on_ranks.py MODULE:FUNCTION [JSON]; its result is the exit code. waiting_rank:wait is the function of ranks that wait
 for calls (pool.py); others are of tests that start, signal and end their own processes.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

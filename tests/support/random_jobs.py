@@ -1,13 +1,10 @@
-"""Random jobs, in float64, on one process and on ranks of every engine, stage and mesh; half of
-them go on elsewhere from their middle.
+"""Random jobs, in float64, on one process and on ranks of every engine, stage and mesh; half of them go on elsewhere from their middle.
 
-    python tests/support/random_jobs.py --jobs 300 --seed 0          seeds 0 to 299; --engines mpi
-        --sizes 2 --frameworks torch: fewer kinds
+    python tests/support/random_jobs.py --jobs 300 --seed 0          seeds 0 to 299; --engines mpi --sizes 2 --frameworks torch: fewer kinds
 
-Each job has the losses, rates, evaluations, weights and optimizer state of one process, or is
-refused with code 2 and a key. Anything else is tried again by the command itself, in processes of
-its own, and printed with its seed and its commands.
-"""
+Each job has the losses, rates, evaluations, weights and optimizer state of one process, or is refused with code 2 and a key. Anything else
+is tried again by the command itself, in processes of its own, and printed with its seed and its commands.
+"""  # noqa: E501
 
 from __future__ import annotations
 

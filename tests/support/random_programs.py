@@ -1,9 +1,7 @@
-"""Random programs of hvdtrain.horovod against NumPy, as one program for the ranks: seeded calls,
-names, sizes, sets, orders of waiting.
+"""Random programs of hvdtrain.horovod against NumPy, as one program for the ranks: seeded calls, names, sizes, sets, orders of waiting.
 
-python tests/support/random_programs.py FIRST_SEED PROGRAMS OUT.json        writes {seed: failure}
-    of those that fail
-"""
+python tests/support/random_programs.py FIRST_SEED PROGRAMS OUT.json        writes {seed: failure} of those that fail
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -1,13 +1,11 @@
-"""Records what a launcher sets in its processes: LAUNCHER ... python
-tests/support/record_launcher.py FOLDER, then --merge FOLDER OUT.json.
+"""Records what a launcher sets in its processes: LAUNCHER ... python tests/support/record_launcher.py FOLDER, then --merge FOLDER OUT.json.
 
 mpirun -np 4 -H n1:2,n2:2 python tests/support/record_launcher.py /shared/folder
-python tests/support/record_launcher.py --merge /shared/folder tests/support/launchers/NAME.json
-    "Open MPI 5" "mpirun ..."
+python tests/support/record_launcher.py --merge /shared/folder tests/support/launchers/NAME.json "Open MPI 5" "mpirun ..."
 
-A recorded launcher is a row of test_placement.py. Paths, users and long values are not kept; nor is
-anything but launchers' variables. Needs nothing but Python, so that it runs in any environment.
-"""
+A recorded launcher is a row of test_placement.py. Paths, users and long values are not kept; nor is anything but launchers' variables.
+Needs nothing but Python, so that it runs in any environment.
+"""  # noqa: E501
 
 from __future__ import annotations
 

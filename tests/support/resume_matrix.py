@@ -1,9 +1,7 @@
-"""Runs on the ranks: the jobs of a plan, one after the other on each engine; some are stopped by a
-signal that only one rank receives.
+"""Runs on the ranks: the jobs of a plan, one after the other on each engine; some are stopped by a signal that only one rank receives.
 
-python tests/support/resume_matrix.py PLAN.json OUT.json      PLAN: {engine: [[run, words, stop],
-    ...]}, OUT: {run: Outcome}, from rank 0
-"""
+python tests/support/resume_matrix.py PLAN.json OUT.json      PLAN: {engine: [[run, words, stop], ...]}, OUT: {run: Outcome}, from rank 0
+"""  # noqa: E501
 
 from __future__ import annotations
 

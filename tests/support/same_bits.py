@@ -1,14 +1,11 @@
-"""Jobs at fixed seeds: the sha256 of their weights and the losses of every step and epoch, to
-compare two checkouts to the last bit.
+"""Jobs at fixed seeds: the sha256 of their weights and the losses of every step and epoch, to compare two checkouts to the last bit.
 
-python tests/support/same_bits.py OUT.json             runs the jobs with the checkout that this
-    file lies in
-python tests/support/same_bits.py --compare BEFORE.json AFTER.json  prints a table; exit status 1
-    where anything differs
+python tests/support/same_bits.py OUT.json             runs the jobs with the checkout that this file lies in
+python tests/support/same_bits.py --compare BEFORE.json AFTER.json  prints a table; exit status 1 where anything differs
 
-OUT.json: {job: {"weights": sha256, "losses": [[kind, step, number, ...], ...]}}. Both files must
-come from one machine with the same versions of torch, JAX and MPI: others may round otherwise.
-"""
+OUT.json: {job: {"weights": sha256, "losses": [[kind, step, number, ...], ...]}}. Both files must come from one machine with the same
+versions of torch, JAX and MPI: others may round otherwise.
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -52,8 +52,7 @@ USAGE = """\
 hvdtrain launch [-np 8] [-H n1:4,n2:4 | --hostfile FILE] [--dry-run] -- [train | check] [--config FILE] [key=value ...]
 hvdtrain launch [-np 8] [-H n1:4,n2:4 | --hostfile FILE] [--logs DIR] [--plain] -- script.py | python -m MODULE | PROGRAM [arguments]
   -np 8               ranks; default: SLURM_NTASKS, else the slots of the hosts, else the visible GPUs, else 1
-  -H n1:4,n2:4        hosts, and the slots (ranks) of each; default: those of the SLURM, PBS, LSF, SGE, Cobalt or OAR job that
-                      this is, else this machine
+  -H n1:4,n2:4        hosts, and the slots (ranks) of each; default: those of the batch job that this is, else this machine
   --hostfile FILE     the same from lines `n1 slots=4`, `n1:4`, or `n1` repeated, as in $PBS_NODEFILE, $COBALT_NODEFILE; SGE's $PE_HOSTFILE
   --oversubscribe     allow more ranks than the hosts have slots (on this machine alone that is always allowed)
   --slurm             use srun instead of mpirun
