@@ -128,6 +128,11 @@ def of_rows(run: str, *words: str) -> dict[str, np.ndarray]:
     )
 
 
+def mean_of_rows(model: Any, part: Any) -> tuple[torch.Tensor, int]:
+    """The mean loss of a part and its samples, which data.pad wants to be told."""
+    return loss_of_rows(model(part["x"]), part).mean(), part.count
+
+
 def own_loop(run: str, *words: str) -> dict[str, np.ndarray]:
     """STEPS steps of a script's own loop, every second one in parts of two samples."""
     with hvdtrain.init({"seed": 5}, *PAD_ROWS, "speed.device=cpu", *words) as ctx:
@@ -135,9 +140,10 @@ def own_loop(run: str, *words: str) -> dict[str, np.ndarray]:
         model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=RATE))
         for batch in ctx.samples(rows(), batch=BATCH, epochs=STEPS * BATCH / SAMPLES, seed=5):
             if ctx.step % 2:
-                ctx.accumulate(lambda part: loss_of_rows(model(part["x"]), part).mean(), at_most=2)
+                ctx.accumulate(lambda part: mean_of_rows(model, part), at_most=2)
             else:
-                ctx.backward(loss_of_rows(model(batch["x"]), batch).mean())
+                loss, count = mean_of_rows(model, batch)
+                ctx.backward(loss, count=count)
             optimizer.step()
         return {
             name: parameter.detach().numpy().copy() for name, parameter in model.named_parameters()
