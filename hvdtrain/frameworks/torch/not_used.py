@@ -114,7 +114,19 @@ def _train(model: nn.Module) -> None:
         module.training = not isinstance(model, AddsLoss) and any(True for _ in module.children())
 
 
+def _has_one_output(model: nn.Module, part: Part, no_samples: dict[str, torch.Tensor]) -> bool:
+    """Whether a pass without samples, which models get at the start anyway, gives one tensor. False
+    where the model takes no such pass."""
+    try:
+        with torch.no_grad():
+            return len(list(_tensors(call(model, part.inputs(no_samples))))) < 2
+    except Exception:
+        return False
+
+
 def _described(model: nn.Module, part: Part, batch: dict[str, torch.Tensor]) -> list[str]:
+    if _has_one_output(model, part, {name: field[:0] for name, field in batch.items()}):
+        return []
     with torch.no_grad():
         outputs = call(model, part.inputs(batch))
     if len(list(_tensors(outputs))) < 2:
