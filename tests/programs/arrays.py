@@ -8,8 +8,7 @@ import hvdtrain
 def rings(split):
     random = np.random.default_rng(["train", "val"].index(split))
     label = random.integers(0, 2, 600)
-    angle = random.uniform(0, 2 * np.pi, 600)
-    radius = 1 + label + random.normal(0, 0.1, 600)
+    angle, radius = random.uniform(0, 2 * np.pi, 600), 1 + label + random.normal(0, 0.1, 600)
     return {"x": np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=1), "y": label}
 
 

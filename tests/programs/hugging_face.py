@@ -10,15 +10,9 @@ import hvdtrain
 
 def digits(split):
     pixels, labels = load_digits(return_X_y=True)
-    images = [
-        PIL.Image.fromarray(image) for image in (pixels.reshape(-1, 8, 8) * 15).astype(np.uint8)
-    ]
-    whole = Dataset.from_dict(
-        {"image": images, "label": labels}, Features(image=Image(), label=ClassLabel(10))
-    )
+    images = [PIL.Image.fromarray(image) for image in (pixels.reshape(-1, 8, 8) * 15).astype(np.uint8)]
+    whole = Dataset.from_dict({"image": images, "label": labels}, Features(image=Image(), label=ClassLabel(10)))
     return whole.train_test_split(0.2, seed=0)["train" if split == "train" else "test"]
 
 
-run = hvdtrain.train(
-    {"data.name": digits, "model.name": "linear", "optim.base_lr": 0.05, "epochs": 3}
-)
+run = hvdtrain.train({"data.name": digits, "model.name": "linear", "optim.base_lr": 0.05, "epochs": 3})

@@ -7,19 +7,10 @@ import hvdtrain
 
 
 def houses(split):
-    columns, price = make_friedman1(
-        2000, n_features=8, noise=0.5, random_state=["train", "val"].index(split)
-    )
+    columns, price = make_friedman1(2000, n_features=8, noise=0.5, random_state=["train", "val"].index(split))
     return pandas.DataFrame(columns, columns=[f"fact{i}" for i in range(8)]).assign(target=price)
 
 
 run = hvdtrain.train(
-    {
-        "data.name": houses,
-        "task.name": "regression",
-        "task.objective": "r2",
-        "model.name": "mlp",
-        "optim.base_lr": 0.02,
-        "epochs": 6,
-    }
+    {"data.name": houses, "task.name": "regression", "task.objective": "r2", "model.name": "mlp", "optim.base_lr": 0.02, "epochs": 6}
 )

@@ -7,12 +7,10 @@ import hvdtrain
 class Normal(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.body = torch.nn.Linear(3, 32)
-        self.heads = torch.nn.Linear(32, 2)
+        self.body, self.heads = torch.nn.Linear(3, 32), torch.nn.Linear(32, 2)
 
     def forward(self, x):
-        # mean and logarithm of the deviation, (n,) each
-        return self.heads(torch.tanh(self.body(x))).unbind(1)
+        return self.heads(torch.tanh(self.body(x))).unbind(1)  # mean and logarithm of the deviation, (n,) each
 
 
 def likelihood(outputs, batch):
