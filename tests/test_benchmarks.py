@@ -8,7 +8,10 @@ import json
 import math
 import struct
 import time
+from collections import defaultdict
 from pathlib import Path
+from statistics import mean, median
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,6 +46,42 @@ def fashion(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_script_has_a_docstring(path: Path) -> None:
     docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
     assert len(docstring.splitlines()[0]) > 30
+
+
+def test_the_numbers_of_the_readme_are_those_of_the_rows() -> None:
+    """The claims of README.md, computed from benchmarks/*.jsonl."""
+
+    def rows(name: str) -> list[dict[str, Any]]:
+        text = (ROOT / "benchmarks" / f"{name}.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
+    accuracy = defaultdict(list)
+    for row in rows("large_batch"):
+        accuracy[row["recipe"]].append(row["accuracy"])
+    points = {name: 100 * mean(values) for name, values in accuracy.items()}
+    steps: dict[int, dict[str, float]] = defaultdict(dict)
+    for row in rows("peers"):
+        if "step_ms" in row:
+            steps[row["round"]][row["name"]] = row["step_ms"]
+    peers = ("horovod", "ddp gloo", "lightning", "accelerate")
+    ratios = {
+        name: median(
+            one[name] / min(one[peer] for peer in peers if peer in one) for one in steps.values()
+        )
+        for name in ("hvdtrain horovod", "hvdtrain mpi")
+    }
+    by_hand = [name[0]["rows"]["hvdtrain"]["to by hand"][0] for name in (rows("step"), rows("gpu"))]
+    text = (ROOT / "README.md").read_text().replace("\n  ", " ")
+    for claim in (
+        f"loses {points['batch 128'] - points['batch 4096, nothing else changed']:.1f} points",
+        f"and {points['batch 128'] - points['+ LARC']:.1f} with LARC",
+        f"Muon at both sizes it loses {points['batch 128, Muon'] - points['batch 4096, Muon']:.1f}",
+        f"loses {points['batch 128, Muon'] - points['+ label smoothing, momentum 0.9']:.1f} (",
+        f"{by_hand[0]:.2f} of its images/s on one CPU process, {by_hand[1]:.3f} on one GPU",
+        f"two ranks takes {ratios['hvdtrain horovod']:.2f} of the time of the best",
+        f"by default, {ratios['hvdtrain mpi']:.2f} with `comm.engine=mpi`",
+    ):
+        assert claim in text, claim
 
 
 GPU_DAY = [
