@@ -393,7 +393,7 @@ def check_numbers(
             fix = (
                 "replace it, or leave the sample out"
                 if is_float
-                else _fix_of_integers(name, values)
+                else _fix_of_integers(name, values, int(part[first]), len(field.shape))
             )
             raise UserError(
                 f"field {name} of sample {sample} has {part[first]}, expected {expected}",
@@ -402,18 +402,22 @@ def check_numbers(
             )
 
 
-def _fix_of_integers(name: str, values: int) -> str:
+def _fix_of_integers(name: str, values: int, wrong: int, axes: int) -> str:
     if values == 2**63:
         return "convert it to floats, or subtract a number: the model gets integers as int64"
     if name != "y":
         return "count from 0; `values` of the field is how many there are"
-    fix = (
-        f"labels count from 0 to {values - 1}: y - 1 where they begin at 1, leave the sample out "
-        "where it has no class"
-    )
+    fix = f"labels count from 0 to {values - 1}: y - 1 where they begin at 1"
+    if axes == 1:  # several labels of a sample
+        return fix
+    if axes > 1:
+        return (
+            f"{fix}; where {wrong} stands for no class, task.ignore_label={wrong} of "
+            "task.name=segmentation, which keeps these pixels out of loss and metrics"
+        )
     return (
-        f"{fix}, or task.ignore_label=N of task.name=classification, which keeps samples of label "
-        "N out of loss and metrics"
+        f"{fix}, leave the sample out where it has no class, or task.ignore_label={wrong} of "
+        "task.name=classification, which keeps these samples out of loss and metrics"
     )
 
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hvdtrain.core.folder import check_regular
-from hvdtrain.errors import BUG, UserError, exit_code_of, first_line
+from hvdtrain.errors import BUG, UserError, exit_code_of, first_line, short
 
 _MOST_BYTES = 2**28  # of the file
 _MOST_VOCABULARY = 2**24  # tokens, for each of which a model has a row
 _MOST_GROWTH = 2**12  # of a text by the file's replacements
 _FIX = "restore the file from a copy"
+# how the library says that a word has no token, and no other one stands for it
+_NO_UNKNOWN = re.compile(r"Missing .* token|Unk token .* not found|`unk_id` is missing")
 
 T = TypeVar("T")
 
@@ -31,11 +34,16 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Raises UserError where the tokenizer fails, as for a word that it does not have."""
-        found: list[int] = _called(
-            lambda: self.of_library.encode(text, add_special_tokens=False).ids,
-            "does not read the text",
-            self.path,
-        )
+        try:
+            found: list[int] = _called(
+                lambda: self.of_library.encode(text, add_special_tokens=False).ids,
+                "does not read the text",
+                self.path,
+            )
+        except UserError as error:
+            if _NO_UNKNOWN.search(error.what) is None:
+                raise
+            raise self._unknown(text) from None
         if max(found, default=0) >= self.vocabulary:
             raise UserError(
                 f"the tokenizer gives {max(found)}, and has numbers below {self.vocabulary}",
@@ -43,6 +51,25 @@ class Tokenizer:
                 _FIX,
             )
         return found
+
+    def _unknown(self, text: str) -> UserError:
+        """The error for text that has no tokens, by the first word of it."""
+        word = next((word for word in text.split() if not self._has(word)), text)
+        return UserError(
+            f"the tokenizer has no tokens for {short(repr(word), 40)}, and no unknown token that "
+            "would stand for it",
+            str(self.path),
+            "train it on this text, with unk_token='[UNK]' in the model and '[UNK]' in the "
+            "special_tokens of its trainer; or a tokenizer of bytes; or none, data.tokenizer=null: "
+            "each byte is a token",
+        )
+
+    def _has(self, word: str) -> bool:
+        try:
+            _called(lambda: self.of_library.encode(word), "", self.path)
+        except UserError:
+            return False
+        return True
 
     def decode(self, numbers: Sequence[int]) -> str:
         """Raises UserError where the tokenizer fails."""

@@ -412,10 +412,14 @@ def _as_labels(y: Field | None) -> str:
     if y is None:
         return ""
     if y.shape == (1,):
-        return "y[:, 0], a number for each sample; "
+        return "y[:, 0], a number for each sample (of files data.fields={..., y: 'y[:, 0]'}); "
     if len(y.shape) == 1:
         return "y.argmax(1) where y has a one for the class of each sample; "
-    return "y.astype('int64') where y counts classes; " if not y.shape else ""
+    return (
+        "y.astype('int64') where y counts classes, of files data.dtypes={y: int64}; "
+        if not y.shape
+        else ""
+    )
 
 
 def number_of_classes(train: Source, val: Source, ignored: int | None, where: str) -> int:

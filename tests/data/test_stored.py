@@ -401,7 +401,8 @@ def test_columns_of_parquet_and_what_is_damaged(tmp_path: Path) -> None:
     )
     assert "text has objects" in error_of(lambda: read("text"))
     assert "column 'holes' of a.parquet lacks 1 values" in error_of(lambda: read("holes"))
-    assert "lists of 1 to 2" in error_of(lambda: read("uneven"))
+    found = error_of(lambda: read("uneven"))
+    assert "lists of 1 to 2" in found and "data.name=mine:rows data.pad={uneven: 0}" in found
     assert "has no column c; it has u, a, b" in error_of(lambda: read("c"))
     raw = bytearray(path.read_bytes())
     raw[1000:1400] = bytes(400)

@@ -139,7 +139,7 @@ def replacing(kind: str, **what: Any) -> dict[str, Any]:
 
 
 DAMAGED = "the tokenizer is damaged"
-UNREADABLE = "the tokenizer does not read the text"
+UNKNOWN = "has no tokens for 'the', and no unknown token that would stand for it"
 BPE = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}
 WRONG_TOKENIZERS: list[tuple[Any, str]] = [
     (None, "no such file"),
@@ -152,8 +152,10 @@ WRONG_TOKENIZERS: list[tuple[Any, str]] = [
         (changed(model={"vocab": {"a": number}}), f"has the number {number}, at most")
         for number in (2**24, 2**32 - 1)
     ),
-    *((changed(model={"vocab": vocabulary}), UNREADABLE) for vocabulary in ({}, {"zebra": 0})),
-    (changed(model={"unk_token": "none"}), UNREADABLE),
+    *((changed(model={"vocab": vocabulary}), UNKNOWN) for vocabulary in ({}, {"zebra": 0})),
+    (changed(model={"vocab": {"the": 0}, "unk_token": "none"}), "has no tokens for 'cat', and no"),
+    ({**TOKENIZER, "model": {**BPE, "unk_token": "none"}}, UNKNOWN),
+    ({**TOKENIZER, "model": {"type": "Unigram", "vocab": [["a", -1.0]]}}, UNKNOWN),
     (changed(version="9.0"), DAMAGED),
     *(
         ({**TOKENIZER, "model": model}, DAMAGED)

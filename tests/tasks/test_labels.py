@@ -165,7 +165,7 @@ def test_a_label_below_zero_is_an_error_with_its_sample(container: str, label: i
     with pytest.raises(
         UserError,
         match=rf"field y of sample 7 has {label}, expected 0 to 2\n  where: mine.*\n  fix: "
-        r".*task\.ignore_label=N",
+        rf".*task\.ignore_label={label} of task\.name=classification",
     ):
         declared(CONTAINERS[container](wrong))[0].read(np.array([2, 7]))
 

@@ -557,7 +557,8 @@ def test_nets_that_cannot_be_made_are_refused(words: list[str], message: str) ->
             np.zeros((4, 8, 8, 3), np.uint8),
             np.full((4, 8, 8), 7),
             {"classes": 3},
-            "field y of sample 0 has 7, expected 0 to 2",
+            r"field y of sample 0 has 7, expected 0 to 2\n.*\n.*task.ignore_label=7 of "
+            "task.name=segmentation",
         ),
         (np.zeros((4, 8, 8, 3), np.uint8), np.ones((4, 8, 8), int), {"dice": -1.0}, "task.dice=-1"),
         (

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.data.own.arrays import from_arrow, is_index
-from hvdtrain.data.source import Source, Split
+from hvdtrain.data.source import Source, Split, padded_by
 from hvdtrain.data.stored.build import Wanted, build_stored
 from hvdtrain.data.stored.files import FileOnDisk, cut_off
 from hvdtrain.data.stored.selection import Box
 from hvdtrain.data.stored.stored_array import Blocks, StoredArray, check_dtype, no_such, whole
-from hvdtrain.errors import UserError, first_line
+from hvdtrain.errors import UserError, first_line, short
 
 
 def build(
@@ -230,10 +230,19 @@ class RowGroups:
         return found[(slice(None), *box.slices)]
 
 
+def _fix_of_lengths(path: Path, name: str) -> str:
+    rows = f"pyarrow.parquet.read_table({short(repr(str(path)), 60)})['{name}'].to_pylist()"
+    return (
+        f"lists of one length; or data.name=mine:rows {padded_by(name)} without the options of "
+        f"data.name=parquet, and in mine.py def rows(split) that returns {{'{name}': "
+        f"[np.array(row) for row in {rows}], ...}} (docs/own-data.md)"
+    )
+
+
 def _numbers(table: ParquetFile, group: int, names: Sequence[str]) -> np.ndarray:
     path = table.file.path
     columns = [
-        from_arrow(values, name, path.name, str(path))
+        from_arrow(values, name, path.name, str(path), _fix_of_lengths(path, name))
         for name, values in zip(names, table.read(group, names), strict=True)
     ]
     for name, column in zip(names, columns, strict=True):

@@ -271,8 +271,13 @@ def inputs_and_target(
     }
 
 
-def from_arrow(values: Any, column: str, name: str, where: str) -> np.ndarray:
-    """(n, ...) of an array of numbers, or of lists of lists of them that are all as long."""
+def from_arrow(
+    values: Any, column: str, name: str, where: str, fix_of_lengths: str = ""
+) -> np.ndarray:
+    """(n, ...) of an array of numbers, or of lists of lists of them that are all as long.
+
+    fix_of_lengths: what a message proposes for others, in place of data.pad.
+    """
     values = getattr(values, "storage", values)  # of datasets.Array2D and the like
     if values.null_count:
         raise UserError(
@@ -296,10 +301,11 @@ def from_arrow(values: Any, column: str, name: str, where: str) -> np.ndarray:
         raise UserError(
             what,
             where,
-            f"{padded_by(column)}, which pads those of a pass to its longest; or lists of one "
+            fix_of_lengths
+            or f"{padded_by(column)}, which pads those of a pass to its longest; or lists of one "
             "length",
         )
-    inner = from_arrow(values.flatten(), column, name, where)
+    inner = from_arrow(values.flatten(), column, name, where, fix_of_lengths)
     return inner.reshape(len(values), int(lengths[0]) if len(lengths) else 0, *inner.shape[1:])
 
 
