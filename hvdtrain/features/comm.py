@@ -5,23 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from hvdtrain.config.exclusion import Exclusion, Values, When, among, other_than
 from hvdtrain.errors import UserError
-from hvdtrain.features.job_feature import (
-    Exclusion,
-    JobFeature,
-    PlannedJob,
-    Rule,
-    Values,
-    When,
-    among,
-    other_than,
-)
-
-
-def _single_process(job: PlannedJob) -> Iterator[UserError]:
-    if job.ranks > 1 and "several_ranks" not in job.features:
-        what = f"comm.engine={job.engine} is for one process; the job has {job.ranks} ranks"
-        yield UserError(what, job.where("comm.engine"), "comm.engine=auto")
+from hvdtrain.features.job_feature import JobFeature, PlannedJob, needs_engine
 
 
 def _batch_size(job: PlannedJob) -> Iterator[UserError]:
@@ -38,7 +24,21 @@ def _batch_size(job: PlannedJob) -> Iterator[UserError]:
             yield UserError(what, job.where(key), f"{readers} or more, or fewer ranks")
 
 
-RULES_OF_RANKS: tuple[Rule, ...] = (_single_process, _batch_size)
+# what depends on the number of ranks in every job
+RANKS = JobFeature(
+    key="comm.engine",
+    on=lambda config: True,
+    no_examples="it is of every job",
+    rules=(
+        needs_engine(
+            "several_ranks",
+            what="comm.engine={engine} is for one process; the job has {ranks} ranks",
+            fix="comm.engine=auto",
+            when=lambda job: job.ranks > 1,
+        ),
+        _batch_size,
+    ),
+)
 
 SETTINGS: dict[str, Values] = {  # of Horovod
     "comm.hierarchical": among(True),
@@ -65,49 +65,35 @@ def not_on_horovod(
     )
 
 
-def _needs_horovod(key: str) -> Rule:
-    def rule(job: PlannedJob) -> Iterator[UserError]:
-        if "horovod_api" not in job.features:
-            what = f"{key} is a setting of Horovod; this is the {job.engine} engine"
-            yield UserError(what, job.where(key), f"leave {key} out, or comm.engine=horovod")
-
-    return rule
-
-
+IS_OF_HOROVOD = needs_engine(
+    "horovod_api",
+    what="{key} is a setting of Horovod; this is the {engine} engine",
+    fix="leave {key} out, or comm.engine=horovod",
+)
 HIERARCHICAL = JobFeature(
     key="comm.hierarchical",
     on=lambda config: config.comm.hierarchical,
     examples=("comm.hierarchical=true",),
     off="comm.hierarchical=false",
-    rules=(_needs_horovod("comm.hierarchical"),),
+    rules=(IS_OF_HOROVOD,),
 )
 CYCLE = JobFeature(
     key="comm.cycle_ms",
     on=lambda config: config.comm.cycle_ms is not None,
     examples=("comm.cycle_ms=1",),
     off="comm.cycle_ms=null",
-    rules=(_needs_horovod("comm.cycle_ms"),),
+    rules=(IS_OF_HOROVOD,),
 )
 FUSION = JobFeature(
     key="comm.fusion_mb",
     on=lambda config: config.comm.fusion_mb is not None,
     examples=("comm.fusion_mb=1",),
     off="comm.fusion_mb=null",
-    rules=(_needs_horovod("comm.fusion_mb"),),
+    rules=(IS_OF_HOROVOD,),
 )
 
 
 MEMORY_KEY = "comm.device_memory"  # whether MPI gets tensors on GPUs as they are
-
-
-def _of_mpi_and_gpus(job: PlannedJob) -> Iterator[UserError]:
-    wish = job.config.comm.device_memory
-    if "plain_mpi" not in job.features:
-        what = f"{MEMORY_KEY}={wish} is of the mpi engine; this is the {job.engine} engine"
-        yield UserError(what, job.where(MEMORY_KEY), f"leave {MEMORY_KEY} out, or comm.engine=mpi")
-    if job.config.speed.device == "cpu":
-        what = f"{MEMORY_KEY}={wish} is of tensors on GPUs; this is speed.device=cpu"
-        yield UserError(what, job.where(MEMORY_KEY), f"leave {MEMORY_KEY} out")
 
 
 DEVICE_MEMORY = JobFeature(
@@ -115,5 +101,18 @@ DEVICE_MEMORY = JobFeature(
     on=lambda config: config.comm.device_memory != "auto",
     no_examples="it changes nothing where no rank has a GPU",
     off="comm.device_memory=auto",
-    rules=(_of_mpi_and_gpus,),
+    rules=(
+        needs_engine(
+            "plain_mpi",
+            what="{set} is of the mpi engine; this is the {engine} engine",
+            fix="leave {key} out, or comm.engine=mpi",
+        ),
+        Exclusion(
+            "speed.device",
+            among("cpu"),
+            what="{chosen} is of tensors on GPUs; this is {set}",
+            fix=f"leave {MEMORY_KEY} out",
+            where=MEMORY_KEY,
+        ),
+    ),
 )

@@ -3,20 +3,10 @@ cropped, and seen by an evaluation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
+from hvdtrain.config.exclusion import Exclusion, Values, above, among, other_than
 from hvdtrain.config.schema import AugmentConfig, DataConfig
 from hvdtrain.config.section import is_object
-from hvdtrain.errors import UserError
-from hvdtrain.features.job_feature import (
-    Exclusion,
-    JobFeature,
-    PlannedJob,
-    Values,
-    above,
-    among,
-    other_than,
-)
+from hvdtrain.features.job_feature import JobFeature
 
 READERS = JobFeature(
     key="data.readers",
@@ -169,17 +159,6 @@ PACK = JobFeature(
 )
 
 
-def _needs_pad(job: PlannedJob) -> Iterator[UserError]:
-    if not job.config.data.pad:
-        what = (
-            f"data.bucket_by={job.config.data.bucket_by} sorts variable-length samples and needs "
-            "data.pad"
-        )
-        yield UserError(
-            what, job.where("data.bucket_by"), "data.pad={tokens: 0}, or leave data.bucket_by out"
-        )
-
-
 BUCKETS = JobFeature(
     key="data.bucket_by",
     on=lambda config: config.data.bucket_by is not None,
@@ -195,7 +174,15 @@ BUCKETS = JobFeature(
             why="the samples of a step are divided by their lengths, not by their positions",
         ),
     ),
-    rules=(_needs_pad,),
+    rules=(
+        Exclusion(
+            "data.pad",
+            among({}),
+            what="{chosen} sorts variable-length samples and needs data.pad",
+            fix="data.pad={{tokens: 0}}, or leave data.bucket_by out",
+            where="data.bucket_by",
+        ),
+    ),
 )
 # data.inputs: fields of each sample that the model gets side by side.
 INPUTS = JobFeature(
@@ -239,20 +226,6 @@ CROP = JobFeature(
 )
 
 
-def _half_a_turn(job: PlannedJob) -> Iterator[UserError]:
-    hue = job.config.augment.color_jitter[3:]
-    if hue and hue[0] > 0.5:
-        what = (
-            f"augment.color_jitter turns hues by up to {hue[0]:g} of the colour circle; 0.5 is "
-            "all of it"
-        )
-        yield UserError(
-            what,
-            job.where("augment.color_jitter"),
-            "brightness, contrast, saturation, hue: [0.4,0.4,0.4,0.1]",
-        )
-
-
 RAND_AUGMENT = JobFeature(
     key="augment.rand_augment",
     on=lambda config: config.augment.rand_augment > 0,
@@ -272,7 +245,15 @@ COLOR_JITTER = JobFeature(
     on=lambda config: bool(config.augment.color_jitter),
     examples=("augment.color_jitter=[0.4,0.4,0.4,0.1]",),
     off="augment.color_jitter=[]",
-    rules=(_half_a_turn,),
+    rules=(
+        Exclusion(
+            "augment.color_jitter",
+            Values(lambda jitter: max(jitter[3:], default=0) > 0.5, [0.4, 0.4, 0.4, 0.6]),
+            what="{key} turns hues by up to {config.augment.color_jitter[3]:g} of the colour "
+            "circle; 0.5 is all of it",
+            fix="brightness, contrast, saturation, hue: [0.4,0.4,0.4,0.1]",
+        ),
+    ),
 )
 
 

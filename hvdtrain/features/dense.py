@@ -3,19 +3,9 @@ updated several times in a step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
+from hvdtrain.config.exclusion import Exclusion, Values, above, among, other_than
 from hvdtrain.config.plugins import is_dotted
-from hvdtrain.errors import UserError
-from hvdtrain.features.job_feature import (
-    Exclusion,
-    JobFeature,
-    PlannedJob,
-    Values,
-    above,
-    among,
-    other_than,
-)
+from hvdtrain.features.job_feature import Conflict, JobFeature
 
 # Each rank has the owner's part of all other training state (ZeRO stage 1 or 2).
 DENSE = JobFeature(
@@ -71,26 +61,6 @@ DENSE = JobFeature(
 )
 
 
-def _has_turns(job: PlannedJob) -> Iterator[UserError]:
-    config = job.config
-    chosen = f"parallel.dense_updates={job.config.parallel.dense_updates}"
-    key = "parallel.dense_updates"
-    if config.parallel.dense == "a":
-        yield UserError(
-            f"{chosen} needs turns; parallel.dense=a has all samples in one",
-            job.where(key),
-            "parallel.dense=c or b",
-        )
-    if config.batch.size < config.parallel.dense_updates:
-        what = (
-            f"batch {config.batch.size} does not split into the turns of {chosen}: some would "
-            "have no sample"
-        )
-        yield UserError(
-            what, job.where(key), f"parallel.dense_updates={config.batch.size} or fewer"
-        )
-
-
 # parallel.dense_updates: several updates of the dense part in a step, so that each sample is in one
 # turn, which its place says.
 DENSE_UPDATES = JobFeature(
@@ -99,7 +69,21 @@ DENSE_UPDATES = JobFeature(
     examples=("parallel.dense_updates=2 parallel.dense=c",),
     off="parallel.dense_updates=1",
     why="the dense part is updated several times in a step, the convolutions once",
-    first=(_has_turns,),
+    first=(
+        Exclusion(
+            "parallel.dense",
+            among("a"),
+            what="{chosen} needs turns; {set} has all samples in one",
+            fix="parallel.dense=c or b",
+            where="parallel.dense_updates",
+        ),
+        Conflict(
+            lambda job: job.config.batch.size < job.config.parallel.dense_updates,
+            what="batch {config.batch.size} does not split into the turns of {chosen}: some would "
+            "have no sample",
+            fix="parallel.dense_updates={config.batch.size} or fewer",
+        ),
+    ),
     excludes=(
         Exclusion(
             "optim.name",

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hvdtrain.config import read
+from hvdtrain.config.exclusion import Exclusion, other_than, value_of
 from hvdtrain.config.read import Assignment
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
@@ -25,7 +26,7 @@ from hvdtrain.features import (
     shards,
     tasks,
 )
-from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, other_than, value_of
+from hvdtrain.features.job_feature import JobFeature, PlannedJob
 from hvdtrain.recipe.conflicts import recipe_conflicts, unread_recipe_keys
 
 
@@ -196,7 +197,5 @@ def conflicts_of(job: PlannedJob) -> Iterator[UserError]:
     The last ones come last so that plan has one message for all its rows.
     """
     yield from recipe_conflicts(job.config)
-    for feature in FEATURES:
+    for feature in (*FEATURES, comm.RANKS):
         yield from feature.conflicts(job)
-    for rule in comm.RULES_OF_RANKS:
-        yield from rule(job)

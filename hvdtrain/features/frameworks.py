@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from hvdtrain.errors import UserError
-from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, Values, as_yaml
+from hvdtrain.config.exclusion import Exclusion, Values, among, as_yaml
+from hvdtrain.features.job_feature import JobFeature
 
 
 class Supported(NamedTuple):
@@ -76,38 +75,34 @@ def _exclusion(key: str, row: Supported) -> Exclusion:
     return Exclusion(key, values, fix=f"{{key}}={usual}, or framework=torch", words=row.words)
 
 
-def _devices_of_a_rank(job: PlannedJob) -> Iterator[UserError]:
-    """A callback of a synchronized norm, and the units of stage 3, are of one device."""
-    config = job.config
-    where = job.where("speed.devices")
-    set_to = f"speed.devices={config.speed.devices}"
-    if config.framework != "jax":
-        fix = "as many ranks as there are devices; or framework=jax"
-        yield UserError(
-            f"framework={config.framework} has one device on each rank, not {set_to}", where, fix
-        )
-    elif config.shard.stage == 3:
-        yield UserError(
-            f"{set_to} and shard.stage=3 do not go together: a unit is gathered on one device",
-            where,
-            "shard.stage=2",
-        )
-    elif config.norm.kind == "sync":
-        fix = "norm.kind=batch, whose statistics are of all devices of a rank"
-        yield UserError(
-            f"{set_to} and norm.kind=sync do not go together: ranks exchange statistics of one "
-            "device",
-            where,
-            fix,
-        )
-
-
 DEVICES = JobFeature(
     key="speed.devices",
     on=lambda config: config.speed.devices > 1,
     no_examples="a rank of the pair test has one device; tests/frameworks/test_jax_devices.py "
     "starts ranks with several",
-    rules=(_devices_of_a_rank,),
+    rules=(  # a callback of a synchronized norm, and the units of stage 3, are of one device
+        Exclusion(
+            "framework",
+            Values(lambda framework: framework != "jax", "torch"),
+            what="{set} has one device on each rank, not {chosen}",
+            fix="as many ranks as there are devices; or framework=jax",
+            where="speed.devices",
+        ),
+        Exclusion(
+            "shard.stage",
+            among(3),
+            what="{chosen} and {set} do not go together: a unit is gathered on one device",
+            fix="shard.stage=2",
+            where="speed.devices",
+        ),
+        Exclusion(
+            "norm.kind",
+            among("sync"),
+            what="{chosen} and {set} do not go together: ranks exchange statistics of one device",
+            fix="norm.kind=batch, whose statistics are of all devices of a rank",
+            where="speed.devices",
+        ),
+    ),
 )
 JAX = JobFeature(
     key="framework",

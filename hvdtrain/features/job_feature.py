@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hvdtrain.comm.engines import Feature
+from hvdtrain.config.exclusion import Exclusion, When, as_set, worded
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.recipe.recipe import Recipe
@@ -26,54 +27,43 @@ class PlannedJob(NamedTuple):
         return self.config.where(key)
 
 
-Rule = Callable[[PlannedJob], Iterator[UserError]]
-When = Callable[[Config], bool]
+Rule = Callable[[PlannedJob], Iterator[UserError]]  # of what takes a computation
 
 
-class Values(NamedTuple):
-    """Some values of a key."""
+class Conflict(NamedTuple):
+    """A job that a feature cannot run in, because of its engine, its number of ranks, or several
+    keys; the texts are templates as those of an Exclusion."""
 
-    hold: Callable[[Any], bool]
-    example: Any  # one of them
+    when: Callable[[PlannedJob], bool]
+    what: str
+    fix: str
+    key: str = ""  # of which a message gives the place; empty: that of the feature
 
-
-def among(*values: Any) -> Values:
-    return Values(lambda value: value in values, values[0])
-
-
-def above(limit: int) -> Values:
-    return Values(lambda value: value > limit, limit + 1)
-
-
-def other_than(usual: Any, example: Any) -> Values:
-    return Values(lambda value: value != usual, example)
+    @property
+    def where(self) -> str:
+        return self.key
 
 
-class Exclusion(NamedTuple):
-    """Values of a key that a feature cannot go with; what a message says of them, and what it says
-    to do instead.
+Row = Exclusion | Conflict | Rule
 
-    The texts are templates: {set} is the key with its value, {key} the key, {chosen} the words that
-    turn the feature on, {off} those that turn it off, {mesh} the parallel.tensor and
-    parallel.pipeline of the job, {config} its configuration. An empty text is that of the feature.
-    """
 
-    key: str
-    values: Values
-    what: str = ""
-    fix: str = ""
-    where: str = ""  # the key that a message gives the place of; empty: the excluded one
-    when: When | None = None  # None: wherever the feature is on
-    why: str = ""  # for docs/combinations.md; empty: that of the feature
-    words: str = ""  # what an example needs besides: a value that is an error by itself elsewhere
+def needs_engine(
+    can: Feature,
+    what: str,
+    fix: str,
+    key: str = "",
+    when: Callable[[PlannedJob], bool] = lambda job: True,
+) -> Conflict:
+    """A row of a feature that runs only on engines that can do something."""
+    return Conflict(lambda job: can not in job.features and when(job), what, fix, key)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # rows may have lists, which have no hash
 class JobFeature:
     """Something that a configuration turns on.
 
-    Its conflicts come in this order: of values that mean nothing without it, of the rules that come
-    first, of what it excludes, of its other rules.
+    Its conflicts come in this order: of values that mean nothing without it, of the rows that come
+    first, of what it excludes, of its other rows. docs/combinations.md shows what it excludes.
     """
 
     key: str  # that turns it on; a message calls the feature by this key and its value
@@ -88,9 +78,9 @@ class JobFeature:
     what: str = "{chosen} does not support {set}"
     fix: str = "leave {key} out, or {off}"
     without: tuple[Exclusion, ...] = ()  # values that mean nothing where the feature is off
-    first: tuple[Rule, ...] = ()
+    first: tuple[Row, ...] = ()
     excludes: tuple[Exclusion, ...] = ()
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[Row, ...] = ()
     lines_of_ranks: Callable[[Config, Sequence[str]], Sequence[str]] = lambda config, hosts: ()
     lines_of_recipe: Callable[[Config, Recipe, int], Sequence[str]] = (
         lambda config, recipe, samples: ()
@@ -112,76 +102,38 @@ class JobFeature:
     def conflicts(self, job: PlannedJob) -> Iterator[UserError]:
         """Every conflict of a job that is this feature's, in order."""
         is_on = self.on(job.config)
-        yield from self._excluded(job, self.without, otherwise=not is_on)
-        if not is_on:
-            return
-        for rule in self.first:
-            yield from rule(job)
-        yield from self._excluded(job, self.excludes, otherwise=True)
-        for rule in self.rules:
-            yield from rule(job)
+        for row in self.without:
+            if row.holds(job.config, not is_on):
+                yield self.error(row, job)
+        if is_on:
+            for one in (*self.first, *self.excludes, *self.rules):
+                yield from self._errors(one, job)
 
     def unread_keys(self, config: Config) -> list[str]:
         """Keys that are set and mean nothing, since the feature is off."""
-        return [row.key for row in _holding(self.without, config, not self.on(config))]
+        is_off = not self.on(config)
+        return [row.key for row in self.without if row.holds(config, is_off)]
 
     def name(self, config: Config) -> str:
         """What a message calls the feature: shard.stage=1."""
         return self.chosen(config) if self.chosen else as_set(config, self.key)
 
-    def _excluded(
-        self, job: PlannedJob, rows: tuple[Exclusion, ...], otherwise: bool
-    ) -> Iterator[UserError]:
-        for row in _holding(rows, job.config, otherwise):
+    def _errors(self, row: Row, job: PlannedJob) -> Iterator[UserError]:
+        if not isinstance(row, Exclusion | Conflict):
+            yield from row(job)
+        elif row.holds(job.config) if isinstance(row, Exclusion) else row.when(job):
             yield self.error(row, job)
 
-    def error(self, row: Exclusion, job: PlannedJob) -> UserError:
-        """What a job is told that has the feature and an excluded value."""
-        off = self.off if isinstance(self.off, str) else self.off(job.config)
+    def error(self, row: Exclusion | Conflict, job: PlannedJob) -> UserError:
+        """What a job is told that a row rejects."""
+        key = row.key or self.key
         texts = {
-            "key": row.key,
-            "set": as_set(job.config, row.key),
             "chosen": self.name(job.config),
-            "off": off,
+            "off": self.off if isinstance(self.off, str) else self.off(job.config),
+            "mesh": job.config.parallel.summary(),
+            "engine": job.engine,
+            "ranks": job.ranks,
         }
-        texts["mesh"] = job.config.parallel.summary()
-
-        def text(template: str) -> str:
-            return template.format(config=job.config, **texts)
-
-        return UserError(
-            text(row.what or self.what), job.where(row.where or row.key), text(row.fix or self.fix)
+        return worded(
+            key, row.where or key, row.what or self.what, row.fix or self.fix, job.config, texts
         )
-
-
-def _holding(rows: Sequence[Exclusion], config: Config, otherwise: bool) -> Iterator[Exclusion]:
-    for row in rows:
-        holds = row.when(config) if row.when else otherwise
-        if holds and row.values.hold(value_of(config, row.key)):
-            yield row
-
-
-def value_of(config: Config, key: str) -> Any:
-    """The value of `shard.stage`, or of `framework`."""
-    section, _, name = key.rpartition(".")
-    return getattr(getattr(config, section) if section else config, name)
-
-
-def as_yaml(value: Any) -> str:
-    """A value as a user writes it: true, null, {tokens: 0}."""
-    if isinstance(value, Mapping):
-        pairs = [
-            f"{name}: {one:g}" if isinstance(one, float) else f"{name}: {as_yaml(one)}"
-            for name, one in value.items()
-        ]
-        return "{" + ", ".join(pairs) + "}"
-    return (
-        {True: "true", False: "false", None: "null"}[value]
-        if value is None or isinstance(value, bool)
-        else f"{value}"
-    )
-
-
-def as_set(config: Config, key: str) -> str:
-    """The key and its value as a user writes them: shard.reshard=false."""
-    return f"{key}={as_yaml(value_of(config, key))}"

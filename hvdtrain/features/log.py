@@ -3,26 +3,8 @@ trains."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from hvdtrain.errors import UserError
-from hvdtrain.features.job_feature import (
-    Exclusion,
-    JobFeature,
-    PlannedJob,
-    Values,
-    among,
-    other_than,
-)
-
-
-def _needs_ranks(job: PlannedJob) -> Iterator[UserError]:
-    if job.ranks == 1:
-        what = "log.noise_scale compares each rank's gradient with their mean; the job has 1 rank"
-        yield UserError(
-            what, job.where("log.noise_scale"), "two ranks or more, or log.noise_scale=false"
-        )
-
+from hvdtrain.config.exclusion import Exclusion, Values, among, other_than
+from hvdtrain.features.job_feature import Conflict, JobFeature
 
 # log.noise_scale: each rank's own gradient is compared with the mean of all.
 NOISE_SCALE = JobFeature(
@@ -30,7 +12,13 @@ NOISE_SCALE = JobFeature(
     on=lambda config: config.log.noise_scale,
     examples=("log.noise_scale=true",),
     off="log.noise_scale=false",
-    first=(_needs_ranks,),
+    first=(
+        Conflict(
+            lambda job: job.ranks == 1,
+            what="{key} compares each rank's gradient with their mean; the job has 1 rank",
+            fix="two ranks or more, or log.noise_scale=false",
+        ),
+    ),
     excludes=(
         Exclusion(
             "comm.reduce",

@@ -3,39 +3,15 @@ that is the same on fewer ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from hvdtrain.errors import UserError
+from hvdtrain.config.exclusion import Exclusion, Values, above, among, other_than
 from hvdtrain.features.comm import SETTINGS
-from hvdtrain.features.job_feature import (
-    Exclusion,
-    JobFeature,
-    PlannedJob,
-    Values,
-    above,
-    among,
-    other_than,
-)
+from hvdtrain.features.job_feature import Conflict, JobFeature
 
 ONLY_ON_HOROVOD = {
     "comm.op": among("adasum"),
     "comm.reduce": among("distributed_optimizer"),
     **SETTINGS,
 }
-
-
-def _servers_need_mpi(job: PlannedJob) -> Iterator[UserError]:
-    config = job.config
-    if config.servers.count and job.engine != "mpi":
-        what = (
-            f"guard.lost={config.guard.lost} does not go on with "
-            f"servers.count={config.servers.count} on the {job.engine} engine"
-        )
-        yield UserError(
-            what,
-            job.where("guard.lost"),
-            "comm.engine=mpi (mpirun --with-ft ulfm), or guard.lost=stop",
-        )
 
 
 def _fewer_ranks(
@@ -56,7 +32,14 @@ LOST = JobFeature(
     on=lambda config: config.guard.lost != "stop",
     examples=("guard.lost=restart",),
     off="guard.lost=stop",
-    rules=(_servers_need_mpi,),
+    rules=(
+        Conflict(
+            lambda job: bool(job.config.servers.count) and job.engine != "mpi",
+            what="{chosen} does not go on with servers.count={config.servers.count} on the "
+            "{engine} engine",
+            fix="comm.engine=mpi (mpirun --with-ft ulfm), or guard.lost=stop",
+        ),
+    ),
 )
 SHRINK = JobFeature(
     key="guard.lost",

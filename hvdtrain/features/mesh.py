@@ -7,17 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hvdtrain.comm.mesh import coordinates
+from hvdtrain.config.exclusion import Exclusion, above, among, other_than, value_of
 from hvdtrain.config.schema import Config, ParallelConfig
 from hvdtrain.errors import UserError
-from hvdtrain.features.job_feature import (
-    Exclusion,
-    JobFeature,
-    PlannedJob,
-    above,
-    among,
-    other_than,
-    value_of,
-)
+from hvdtrain.features.job_feature import JobFeature, PlannedJob
 
 
 def _divides_ranks(job: PlannedJob) -> Iterator[UserError]:
@@ -140,17 +133,6 @@ MESH = JobFeature(
 )
 
 
-def _needs_tensor(job: PlannedJob) -> Iterator[UserError]:
-    if job.config.parallel.tensor == 1:
-        what = (
-            "parallel.sequence=true divides positions over the ranks of a tensor group; this is "
-            "parallel.tensor=1"
-        )
-        yield UserError(
-            what, job.where("parallel.sequence"), "parallel.tensor=2, or parallel.sequence=false"
-        )
-
-
 # parallel.sequence: each rank of a tensor group has its part of the positions between the layers
 # that are cut.
 SEQUENCE = JobFeature(
@@ -158,5 +140,13 @@ SEQUENCE = JobFeature(
     on=lambda config: config.parallel.sequence,
     examples=("parallel.sequence=true parallel.tensor=2",),
     off="parallel.sequence=false",
-    rules=(_needs_tensor,),
+    rules=(
+        Exclusion(
+            "parallel.tensor",
+            among(1),
+            what="{chosen} divides positions over the ranks of a tensor group; this is {set}",
+            fix="parallel.tensor=2, or parallel.sequence=false",
+            where="parallel.sequence",
+        ),
+    ),
 )

@@ -3,33 +3,12 @@ of the weights, groups of parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
+from hvdtrain.config.exclusion import Exclusion, Values, above, among, other_than
 from hvdtrain.config.lengths import read_length
 from hvdtrain.config.plugins import is_dotted
 from hvdtrain.config.schema import Config
-from hvdtrain.errors import UserError
-from hvdtrain.features.job_feature import (
-    Exclusion,
-    JobFeature,
-    PlannedJob,
-    Values,
-    above,
-    among,
-    other_than,
-)
+from hvdtrain.features.job_feature import Conflict, JobFeature
 from hvdtrain.recipe.recipe import Recipe
-
-
-def _rate_is_of_the_recipe(job: PlannedJob) -> Iterator[UserError]:
-    """Such a class has an option lr."""
-    if "lr" in job.config.optim.options:
-        yield UserError(
-            "optim.lr is not an option: the recipe sets the rate of each step",
-            job.where("optim.lr"),
-            "optim.base_lr=...",
-        )
-
 
 # optim.name=package.module:Class: an optimizer of torch.optim or of the user's.
 USER_OPTIMIZER = JobFeature(
@@ -37,7 +16,14 @@ USER_OPTIMIZER = JobFeature(
     on=lambda config: is_dotted(config.optim.name),
     examples=("optim.name=torch.optim.SGD",),
     off="optim.name=sgd",
-    rules=(_rate_is_of_the_recipe,),
+    rules=(
+        Conflict(
+            lambda job: "lr" in job.config.optim.options,
+            what="optim.lr is not an option: the recipe sets the rate of each step",
+            fix="optim.base_lr=...",
+            key="optim.lr",
+        ),
+    ),
 )
 
 

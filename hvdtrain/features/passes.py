@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hvdtrain.config.exclusion import Exclusion, among, other_than
 from hvdtrain.errors import UserError
-from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, among, other_than
+from hvdtrain.features.job_feature import JobFeature, PlannedJob
 
 
 def _passes_of_sync_norm(job: PlannedJob) -> Iterator[UserError]:

@@ -5,53 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hvdtrain.config.exclusion import Exclusion, Values, among, as_yaml, other_than
 from hvdtrain.config.schema import ParallelConfig
 from hvdtrain.errors import UserError
 from hvdtrain.features.comm import not_on_horovod
-from hvdtrain.features.job_feature import (
-    Exclusion,
-    JobFeature,
-    PlannedJob,
-    Values,
-    among,
-    as_yaml,
-    other_than,
-)
-
-
-def _sends(job: PlannedJob) -> Iterator[UserError]:
-    if "p2p" not in job.features:
-        what = (
-            f"parallel.pipeline={job.config.parallel.pipeline} sends from one rank to another, "
-            f"which the {job.engine} engine does not"
-        )
-        yield UserError(
-            what,
-            job.where("comm.engine"),
-            "comm.engine=mpi with the same mpirun, or comm.engine=torchdist",
-        )
-
-
-def _stages_of_rank(job: PlannedJob) -> Iterator[UserError]:
-    parallel = job.config.parallel
-    if parallel.schedule == "interleaved" and parallel.virtual == 1:
-        what = (
-            "parallel.schedule=interleaved with parallel.virtual=1 has one stage on each rank, "
-            "which is 1f1b"
-        )
-        yield UserError(
-            what, job.where("parallel.virtual"), "parallel.virtual=2, or parallel.schedule=1f1b"
-        )
-    if parallel.schedule != "interleaved" and parallel.stages_of_rank > 1:
-        what = (
-            f"parallel.schedule={parallel.schedule} has one stage on each rank, "
-            f"parallel.virtual={parallel.virtual} wants more"
-        )
-        yield UserError(
-            what,
-            job.where("parallel.virtual"),
-            "parallel.schedule=interleaved, or leave parallel.virtual out",
-        )
+from hvdtrain.features.job_feature import Conflict, JobFeature, PlannedJob, needs_engine
 
 
 def _stages_of_balance(job: PlannedJob) -> Iterator[UserError]:
@@ -103,7 +61,27 @@ PIPELINE = JobFeature(
     why="no rank has the whole model",
     what="{chosen} does not support {set}: no rank has the whole model",
     without=WITHOUT,
-    first=(_stages_of_rank, _stages_of_balance),
+    first=(
+        Exclusion(
+            "parallel.virtual",
+            among(1),
+            what="parallel.schedule=interleaved with {set} has one stage on each rank, which is "
+            "1f1b",
+            fix="parallel.virtual=2, or parallel.schedule=1f1b",
+            when=lambda config: config.parallel.schedule == "interleaved",
+        ),
+        Conflict(
+            lambda job: (
+                job.config.parallel.schedule != "interleaved"
+                and job.config.parallel.stages_of_rank > 1
+            ),
+            what="parallel.schedule={config.parallel.schedule} has one stage on each rank, {set} "
+            "wants more",
+            fix="parallel.schedule=interleaved, or leave {key} out",
+            key="parallel.virtual",
+        ),
+        _stages_of_balance,
+    ),
     excludes=(
         Exclusion(
             "model.recompute",
@@ -141,5 +119,12 @@ PIPELINE = JobFeature(
         ),
         *not_on_horovod(keys=("comm.cycle_ms", "comm.fusion_mb")),  # mesh.py has comm.hierarchical
     ),
-    rules=(_sends,),
+    rules=(
+        needs_engine(
+            "p2p",
+            what="{chosen} sends from one rank to another, which the {engine} engine does not",
+            fix="comm.engine=mpi with the same mpirun, or comm.engine=torchdist",
+            key="comm.engine",
+        ),
+    ),
 )

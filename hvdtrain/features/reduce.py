@@ -5,19 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hvdtrain.config.exclusion import Exclusion, Values, above, among, other_than
 from hvdtrain.config.lengths import read_length
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.features.comm import not_on_horovod
-from hvdtrain.features.job_feature import (
-    Exclusion,
-    JobFeature,
-    PlannedJob,
-    Values,
-    above,
-    among,
-    other_than,
-)
+from hvdtrain.features.job_feature import Conflict, JobFeature, PlannedJob, needs_engine
 from hvdtrain.recipe.summary import averages_lines
 
 ONE_OF: dict[str, Values] = {  # at most one of these
@@ -27,20 +20,6 @@ ONE_OF: dict[str, Values] = {  # at most one of these
 }
 
 FIRST_BUCKET_MB = 1  # DDP's own, whatever the others are
-
-
-def _needs_horovod(job: PlannedJob) -> Iterator[UserError]:
-    if "horovod_api" not in job.features:
-        what = f"comm.reduce=distributed_optimizer needs the horovod engine; this is {job.engine}"
-        yield UserError(what, job.where("comm.reduce"), "comm.engine=horovod, or comm.reduce=auto")
-
-
-def _needs_torchdist(job: PlannedJob) -> Iterator[UserError]:
-    if "ddp" not in job.features:
-        what = f"comm.reduce=ddp needs the torchdist engine; this is {job.engine}"
-        yield UserError(
-            what, job.where("comm.reduce"), "comm.engine=torchdist, or comm.reduce=auto"
-        )
 
 
 def _in_each_step(config: Config) -> bool:
@@ -68,7 +47,13 @@ DISTRIBUTED_OPTIMIZER = JobFeature(
     off="comm.reduce=auto",
     why=ANOTHER_WHY,
     excludes=ANOTHER,
-    rules=(_needs_horovod,),
+    rules=(
+        needs_engine(
+            "horovod_api",
+            what="{chosen} needs the horovod engine; this is {engine}",
+            fix="comm.engine=horovod, or comm.reduce=auto",
+        ),
+    ),
 )
 DDP = JobFeature(
     key="comm.reduce",
@@ -90,7 +75,13 @@ DDP = JobFeature(
             why="torch wants the first bucket, of 1 MiB, to be the smallest",
         ),
     ),
-    rules=(_needs_torchdist,),
+    rules=(
+        needs_engine(
+            "ddp",
+            what="{chosen} needs the torchdist engine; this is {engine}",
+            fix="comm.engine=torchdist, or comm.reduce=auto",
+        ),
+    ),
 )
 BUCKET = JobFeature(
     key="comm.reduce",
@@ -110,24 +101,20 @@ BUCKET = JobFeature(
 )
 
 
-def _sums_of_bfloat16(job: PlannedJob) -> Iterator[UserError]:
-    if job.config.comm.compression == "bf16" and "bfloat16_sums" not in job.features:
-        what = (
-            f"comm.compression=bf16 needs sums of bfloat16, which the {job.engine} engine does "
-            "not have"
-        )
-        yield UserError(
-            what, job.where("comm.compression"), "comm.compression=fp16, or another comm.engine"
-        )
-
-
 # comm.compression: gradients have half the bytes on their way.
 COMPRESSION = JobFeature(
     key="comm.compression",
     on=lambda config: config.comm.compression != "none",
     examples=("comm.compression=fp16",),
     off="comm.compression=none",
-    first=(_sums_of_bfloat16,),
+    first=(
+        needs_engine(
+            "bfloat16_sums",
+            what="{chosen} needs sums of bfloat16, which the {engine} engine does not have",
+            fix="comm.compression=fp16, or another comm.engine",
+            when=lambda job: job.config.comm.compression == "bf16",
+        ),
+    ),
     excludes=(
         _instead("comm.op"),
         _instead("comm.local_steps"),
@@ -143,18 +130,6 @@ COMPRESSION = JobFeature(
 )
 
 
-def _adasum_needs_horovod(job: PlannedJob) -> Iterator[UserError]:
-    if "adasum" not in job.features:
-        what = f"comm.op=adasum needs the horovod engine; this is {job.engine}"
-        yield UserError(what, job.where("comm.op"), "comm.engine=horovod, or comm.op=mean")
-
-
-def _power_of_two(job: PlannedJob) -> Iterator[UserError]:
-    if job.ranks & (job.ranks - 1):
-        what = f"comm.op=adasum needs 2, 4, 8, ... ranks; the job has {job.ranks}"
-        yield UserError(what, job.where("comm.op"), "another number of ranks, or comm.op=mean")
-
-
 # comm.op=adasum: Horovod's Adasum in the place of the mean of gradients.
 ADASUM = JobFeature(
     key="comm.op",
@@ -162,7 +137,18 @@ ADASUM = JobFeature(
     examples=("comm.op=adasum",),
     off="comm.op=mean",
     excludes=(_instead("comm.local_steps"),),
-    rules=(_adasum_needs_horovod, _power_of_two),
+    rules=(
+        needs_engine(
+            "adasum",
+            what="{chosen} needs the horovod engine; this is {engine}",
+            fix="comm.engine=horovod, or comm.op=mean",
+        ),
+        Conflict(
+            lambda job: bool(job.ranks & (job.ranks - 1)),
+            what="{chosen} needs 2, 4, 8, ... ranks; the job has {ranks}",
+            fix="another number of ranks, or comm.op=mean",
+        ),
+    ),
 )
 
 

@@ -5,33 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from hvdtrain.config.exclusion import Exclusion, Values, above, among, other_than
 from hvdtrain.config.plugins import is_dotted
 from hvdtrain.config.schema import Config, ServersConfig
 from hvdtrain.core.progress import MOST_STALE
 from hvdtrain.errors import UserError
 from hvdtrain.features.comm import not_on_horovod
-from hvdtrain.features.job_feature import (
-    Exclusion,
-    JobFeature,
-    PlannedJob,
-    Values,
-    above,
-    among,
-    other_than,
-)
-
-
-def _sends(job: PlannedJob) -> Iterator[UserError]:
-    if "p2p" not in job.features and "several_ranks" in job.features:
-        what = (
-            f"servers.count={job.config.servers.count} sends from one rank to another, which the "
-            f"{job.engine} engine does not"
-        )
-        yield UserError(
-            what,
-            job.where("comm.engine"),
-            "comm.engine=mpi with the same mpirun, or comm.engine=torchdist",
-        )
+from hvdtrain.features.job_feature import JobFeature, PlannedJob, needs_engine
 
 
 def _leaves_a_worker(job: PlannedJob) -> Iterator[UserError]:
@@ -179,6 +159,14 @@ SERVERS = JobFeature(
         ),
         *not_on_horovod(),
     ),
-    rules=(_sends,),
+    rules=(
+        needs_engine(
+            "p2p",
+            what="{chosen} sends from one rank to another, which the {engine} engine does not",
+            fix="comm.engine=mpi with the same mpirun, or comm.engine=torchdist",
+            key="comm.engine",
+            when=lambda job: "several_ranks" in job.features,
+        ),
+    ),
     lines_of_ranks=lambda config, hosts: [f"servers {_summary(config.servers, len(hosts))}"],
 )

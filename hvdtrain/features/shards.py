@@ -5,34 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hvdtrain.config.exclusion import Exclusion, Values, above, among, other_than
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.features.comm import not_on_horovod
-from hvdtrain.features.job_feature import (
-    Exclusion,
-    JobFeature,
-    PlannedJob,
-    Values,
-    above,
-    among,
-    other_than,
-)
+from hvdtrain.features.job_feature import Conflict, JobFeature, PlannedJob
 
 
 def _cuts_weights(config: Config) -> bool:
     """By torch's FSDP2: what it does not have, JAX has, or refuses at every stage."""
     return config.shard.stage == 3 and config.framework == "torch"
-
-
-def _makes_process_groups(job: PlannedJob) -> Iterator[UserError]:
-    if _cuts_weights(job.config) and "horovod_api" in job.features:
-        what = (
-            f"shard.stage=3 runs on torch's process groups, which the {job.engine} engine does "
-            "not make"
-        )
-        yield UserError(
-            what, job.where("comm.engine"), "comm.engine=mpi with the same mpirun, or shard.stage=2"
-        )
 
 
 def _keeps_own_gradients(job: PlannedJob) -> Iterator[UserError]:
@@ -53,20 +35,6 @@ def _keeps_own_gradients(job: PlannedJob) -> Iterator[UserError]:
         yield UserError(
             what, job.where("log.noise_scale"), "shard.stage=1, or log.noise_scale=false"
         )
-
-
-def _computes_every_block_again(job: PlannedJob) -> Iterator[UserError]:
-    config = job.config
-    if (
-        config.framework == "jax"
-        and config.shard.stage == 3
-        and isinstance(config.model.recompute, int)
-    ):
-        what = (
-            "shard.stage=3 in JAX computes every block again, so "
-            f"model.recompute={config.model.recompute} has no effect"
-        )
-        yield UserError(what, job.where("model.recompute"), "model.recompute=all or none")
 
 
 WITHOUT = (
@@ -141,5 +109,20 @@ SHARDS = JobFeature(
         ),
         *not_on_horovod(_cuts_weights, "shard.stage=3"),
     ),
-    rules=(_makes_process_groups, _keeps_own_gradients, _computes_every_block_again),
+    rules=(
+        Conflict(
+            lambda job: _cuts_weights(job.config) and "horovod_api" in job.features,
+            what="{chosen} runs on torch's process groups, which the {engine} engine does not make",
+            fix="comm.engine=mpi with the same mpirun, or shard.stage=2",
+            key="comm.engine",
+        ),
+        _keeps_own_gradients,
+        Exclusion(
+            "model.recompute",
+            Values(lambda blocks: isinstance(blocks, int), 2),
+            what="{chosen} in JAX computes every block again, so {set} has no effect",
+            fix="model.recompute=all or none",
+            when=lambda config: config.framework == "jax" and config.shard.stage == 3,
+        ),
+    ),
 )

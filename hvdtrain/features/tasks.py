@@ -5,20 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hvdtrain.config.exclusion import Exclusion, Values, When, above, among, other_than
 from hvdtrain.config.plugins import is_dotted
 from hvdtrain.config.schema import Config
 from hvdtrain.config.section import class_of_object, is_object
 from hvdtrain.errors import UserError
-from hvdtrain.features.job_feature import (
-    Exclusion,
-    JobFeature,
-    PlannedJob,
-    Values,
-    When,
-    above,
-    among,
-    other_than,
-)
+from hvdtrain.features.job_feature import JobFeature, PlannedJob
 
 
 def _is_regression(config: Config) -> bool:
@@ -27,6 +19,10 @@ def _is_regression(config: Config) -> bool:
 
 def _is_classification(config: Config) -> bool:
     return config.task.name == "classification"
+
+
+def _is_share(target: float) -> bool:
+    return 0 <= target <= 1
 
 
 def _another_loss(fix: str) -> Exclusion:
@@ -53,27 +49,6 @@ def _loss_object(job: PlannedJob) -> Iterator[UserError]:
             what,
             job.where("task.ignore_label"),
             "CrossEntropyLoss(ignore_index=N), or leave loss= of hvdtrain.train() out",
-        )
-
-
-def _shares(job: PlannedJob) -> Iterator[UserError]:
-    """Accuracy is 0 to 1."""
-    config = job.config
-    if not _is_classification(config):
-        return
-    for target in config.log.targets:
-        if not 0 <= target <= 1:
-            yield UserError(
-                f"log.targets has {target:g}: accuracies are 0 to 1",
-                job.where("log.targets"),
-                "log.targets=[0.9] for 90 %",
-            )
-    stop = config.stop.target
-    if stop is not None and not 0 <= stop <= 1:
-        yield UserError(
-            f"stop.target is {stop:g}: accuracy is 0 to 1",
-            job.where("stop.target"),
-            "stop.target=0.9 for 90 %",
         )
 
 
@@ -143,7 +118,15 @@ LOG_TARGETS = JobFeature(
     on=lambda config: bool(config.log.targets),
     examples=("log.targets=[0.4]",),
     off="log.targets=[]",
-    rules=(_shares,),
+    rules=(
+        Exclusion(
+            "log.targets",
+            Values(lambda targets: not all(map(_is_share, targets)), [95.0]),
+            what="{set} names accuracies, which are 0 to 1",
+            fix="log.targets=[0.9] for 90 %",
+            when=_is_classification,
+        ),
+    ),
 )
 STOP_TARGET = JobFeature(
     key="stop.target",
@@ -158,7 +141,15 @@ STOP_TARGET = JobFeature(
             fix="stop.target=VALUE, or leave {key} out",
         ),
     ),
-    rules=(_shares,),
+    rules=(
+        Exclusion(
+            "stop.target",
+            Values(lambda target: not _is_share(target), 85.0),
+            what="stop.target is {config.stop.target:g}: accuracy is 0 to 1",
+            fix="stop.target=0.9 for 90 %",
+            when=_is_classification,
+        ),
+    ),
 )
 
 

@@ -39,8 +39,8 @@ from pool import end_all
 from random_jobs import OF_MUON, ONE, ROUNDING, Part, Verdict, compare, left_of, run_part
 from ranks import ROOT, Job
 
+from hvdtrain.config.exclusion import as_yaml
 from hvdtrain.errors import DONE
-from hvdtrain.features.job_feature import as_yaml
 
 LIMIT_S = 120.0  # of a job
 COMMON = (

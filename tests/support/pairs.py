@@ -10,10 +10,11 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from hvdtrain.comm.engines import features_of
+from hvdtrain.config.exclusion import Exclusion, as_yaml
 from hvdtrain.config.read import configure
 from hvdtrain.errors import UserError
 from hvdtrain.features.every_feature import FEATURES
-from hvdtrain.features.job_feature import Exclusion, JobFeature, PlannedJob, as_yaml
+from hvdtrain.features.job_feature import JobFeature, PlannedJob
 from hvdtrain.training.conflicts import refuse_conflicts
 
 # the first one that takes a pair is the one that it runs on

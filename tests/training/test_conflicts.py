@@ -28,10 +28,11 @@ from pairs import (
 from hvdtrain.__main__ import main
 from hvdtrain.comm.engines import MEANINGS, features_of, possible_engines
 from hvdtrain.comm.placement import NO_LAUNCHER, Placement
+from hvdtrain.config.exclusion import Exclusion
 from hvdtrain.config.schema import known_keys
 from hvdtrain.errors import USER, UserError
 from hvdtrain.features.every_feature import FEATURES, configure
-from hvdtrain.features.job_feature import Exclusion, JobFeature
+from hvdtrain.features.job_feature import JobFeature
 from hvdtrain.training.checkpoint.changes import changes
 from hvdtrain.training.conflicts import (
     refuse_before_connecting,
@@ -123,7 +124,7 @@ OF_ONE_PROCESS = [
                          "0", "shard.group", "shard.stage=1"),
     ("stop.target=85", "stop.target is 85: accuracy is 0 to "
                        "1", "stop.target", "stop.target=0.9 for 90 %"),
-    ("log.targets=[0.5,95]", "log.targets has 95: accuracies are 0 to "
+    ("log.targets=[0.5,95]", "log.targets=[0.5, 95.0] names accuracies, which are 0 to "
                              "1", "log.targets", "log.targets=[0.9] for 90 %"),
     ("profile.steps=banana", "profile.steps=banana is no range of steps", "profile.steps",
      "profile.steps=10:15 traces the five steps that follow step 10"),

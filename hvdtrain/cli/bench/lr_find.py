@@ -14,11 +14,11 @@ from hvdtrain.cli.options import CommandParser, two_or_more
 from hvdtrain.cli.output import STANDARD_OUTPUT, align, print_result, with_json_value
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.on_all_ranks import allreduce_sums, on_rank_0
+from hvdtrain.config.exclusion import as_set, value_of
 from hvdtrain.config.schema import Config, RecipeConfig
 from hvdtrain.core.progress import fold
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.features.every_feature import configure
-from hvdtrain.features.job_feature import as_set, value_of
 from hvdtrain.recipe.clock import base_batch
 from hvdtrain.recipe.recipe import scaling
 from hvdtrain.report.figures.commands import draw_rates
