@@ -1,4 +1,4 @@
-# make train | horovod | wheelhouse | check | test | test-keras | test-slow | test-faults | test-cluster | test-all | test-torch | test-gpu | test-4 | test-debian-13 | mutants | lock | clean.
+# make train | horovod | wheelhouse | check | test | test-keras | test-slow | test-faults | test-cluster | test-all | test-extras | test-torch | test-gpu | test-4 | test-debian-13 | mutants | lock | clean.
 # Each installs what it needs.
 #   make train RANKS=4 ARGS="epochs=3" LIMIT_S=3600      make test ARGS="-k sampler"      make PYTHON=python3.12 train
 #   make train ACCEPT="torch torchvision 'nvidia-*'"     packages of another index, whose files constraints.txt does not list
@@ -61,7 +61,7 @@ export OMPI_ALLOW_RUN_AS_ROOT ?= 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 endif
 
-.PHONY: train horovod wheelhouse test test-keras test-torch test-slow test-faults test-cluster test-all mutants test-gpu check test-4 test-debian-13 lock clean no-compiler
+.PHONY: train horovod wheelhouse test test-keras test-torch test-slow test-faults test-cluster test-all test-extras mutants test-gpu check test-4 test-debian-13 lock clean no-compiler
 .DELETE_ON_ERROR:
 
 train: $(READY) $(HOROVOD)  ## RANKS ranks train on the embedded digits
@@ -98,6 +98,9 @@ test-cluster: $(VENV)/.test $(HOROVOD)  ## several hosts, SLURM, containers: nee
 
 test-all:  ## every row of the largest tables too, and how long each part takes; some hours
 	HVDTRAIN_TEST_ROUNDS=full .ci/run
+
+test-extras: $(VENV)/.test $(HOROVOD)  ## the fast tests in a copy without an extra: EXTRA=NAME; another one each day where it is not given
+	$(PY) tests/support/without_extra.py $(EXTRA) -- -m "not slow and not faults and not cluster and not gpu" $(ARGS)
 
 mutants: $(VENV)/.test $(HOROVOD)  ## changes that break hvdtrain, one at a time in a copy: which tests find each; ARGS are their names
 	$(PY) tests/support/mutants.py $(ARGS)

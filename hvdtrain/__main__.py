@@ -1,5 +1,5 @@
-"""The command line: train, the other commands of hvdtrain/cli, list, and help; any exception on any
-rank ends every rank."""
+"""The command line: train, the other commands of hvdtrain/cli and of extras, lists, and help; any
+exception on any rank ends every rank."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
+from hvdtrain.config import extras
 from hvdtrain.core.early_signals import REMEMBERED, EarlySignals
 from hvdtrain.errors import DONE, UserError, closest, short
 from hvdtrain.version import __version__
 
-COMMANDS = {  # each is the function of its name in that module
+COMMANDS = {  # each is the function of its name in that module; hvdtrain/extras has more
     "train": "hvdtrain.cli.train",
     "report": "hvdtrain.cli.report",
     "plan": "hvdtrain.cli.plan.command",
     "check": "hvdtrain.cli.check.command",
     "launch": "hvdtrain.cli.launch.command",
-    "sweep": "hvdtrain.cli.sweep.command",
     "summary": "hvdtrain.cli.plan.summary",
     "lr-find": "hvdtrain.cli.bench.lr_find",
     "bench": "hvdtrain.cli.bench.command",
@@ -30,7 +30,6 @@ COMMANDS = {  # each is the function of its name in that module
     "evaluate": "hvdtrain.cli.evaluate.command",
     "predict": "hvdtrain.cli.evaluate.predict",
     "sample": "hvdtrain.cli.evaluate.sample",
-    "drill": "hvdtrain.cli.drill",
     "replay": "hvdtrain.cli.replay",
     "lab": "hvdtrain.cli.lab",
     "schema": "hvdtrain.cli.schema",
@@ -45,6 +44,7 @@ _ON_RANKS = (
     "bench",
     "lr-find",
 )
+_LISTS = ("list", "extras")  # what they print needs no arguments
 _BY_HAND = ("--num-nodes", "--node-id", "--num-gpus")
 
 
@@ -83,11 +83,17 @@ def starts_job(arguments: Sequence[str]) -> bool:
     """Whether they train, here or on ranks that they start."""
     name = arguments[0] if arguments else ""
     is_other = (
-        name in ("list", "--version")
+        name in (*_LISTS, "--version")
         or "--print-config" in arguments
-        or (name in COMMANDS and name not in ("train", "launch", "sweep"))
+        or (is_command(name) and name not in ("train", "launch") and not extras.trains(name))
     )
     return not is_other and not {"-h", "--help"} & set(arguments)
+
+
+def is_command(name: str) -> bool:
+    """Whether a word is a command, of an extra too."""
+    is_word = name and "=" not in name and not name.startswith("-")
+    return name in COMMANDS or (bool(is_word) and name in extras.commands())
 
 
 def script() -> int:
@@ -111,7 +117,7 @@ def run_command(arguments: list[str]) -> int:
         from hvdtrain.cli.launch.run import spawn
 
         return spawn(arguments)
-    if name in COMMANDS and name != "train":
+    if name != "train" and is_command(name):
         return _call(name, arguments[1:])
     from hvdtrain.config import help
 
@@ -121,11 +127,11 @@ def run_command(arguments: list[str]) -> int:
     if help_index is not None:
         if len(arguments) > help_index + 1:
             topic = arguments[help_index + 1]
-        elif name in ("train", "list"):
+        elif name in ("train", *_LISTS):
             topic = name
         else:
             topic = None
-        if topic in COMMANDS:
+        if topic is not None and is_command(topic):
             return _call(topic, ["--help"])
         if topic is None and help_index:
             _check_command(name)
@@ -134,6 +140,8 @@ def run_command(arguments: list[str]) -> int:
         print(f"hvdtrain {__version__}")
     elif name == "list" and not arguments[1:]:
         print(help.list_text())
+    elif name == "extras" and not arguments[1:]:
+        print(extras.list_text())
     else:
         _check_command(name)
         return _call("train", arguments[1:] if name == "train" else arguments)
@@ -169,10 +177,10 @@ def _check_command(name: str) -> None:
         raise UserError(
             f"{short(name)} is a script, not a command or a key of a job", "command line", fix
         )
-    commands = [*COMMANDS, "list"]
-    meant = (
-        None if "=" in name or name.startswith("-") or name in COMMANDS else closest(name, commands)
-    )
+    if "=" in name or name.startswith("-") or is_command(name):
+        return
+    commands = [*COMMANDS, *_LISTS, *extras.commands()]
+    meant = closest(name, commands)
     if meant == name:
         raise UserError(f"{name} takes no arguments", "command line", f"hvdtrain {name}")
     if meant is not None:
@@ -184,8 +192,9 @@ def _check_command(name: str) -> None:
 
 
 def _call(name: str, arguments: list[str]) -> int:
+    module = COMMANDS[name] if name in COMMANDS else extras.commands()[name].module
     command: Callable[[list[str]], int] = getattr(
-        importlib.import_module(COMMANDS[name]), name.replace("-", "_")
+        importlib.import_module(module), name.replace("-", "_")
     )
     return command(arguments)
 

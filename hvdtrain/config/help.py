@@ -27,11 +27,9 @@ hvdtrain trains deep networks on many workers.
   hvdtrain bench step|data|scaling|allreduce [...]         images/s, phases of a step, speed on more ranks; of sums under mpirun
   hvdtrain evaluate RUN [--split val] [data.root=DIR]      loss and accuracy of a checkpoint, of each class too, on any ranks
   hvdtrain predict RUN --data FILE --to FILE.csv           what the model of a run says about tables, arrays, tokens; --images DIR
-  hvdtrain drill RUN [--kill rank|host|random]             kill or pause ranks of your own running job, to see that it lives
   hvdtrain sample RUN --png FILE.png                       images or text drawn from a model with task.name=language
   hvdtrain export RUN --to FILE                            weights for inference elsewhere: model.safetensors, or model.pt
   hvdtrain replay RUN                                      makes the updates of a run with servers.log=true again, and compares
-  hvdtrain sweep --grid KEY=A,B [--at-once 2] --out DIR    trains with many settings: a table and a figure
   hvdtrain lab [N] [--quick | --notebook FILE.ipynb]       an experiment of the course in labs/
   hvdtrain report RUN [RUN ...] [--to FOLDER]              one page with figures, of one or several jobs, running, done or killed
   hvdtrain --num-nodes 2 --node-id 0 --num-gpus 4 comm.address=n1:29500 [key=value ...]    by hand, on each node, without MPI
@@ -40,6 +38,7 @@ hvdtrain trains deep networks on many workers.
   --max-time 3.5h    stop with a checkpoint before that time is over, exit code 75: the same command continues the job
   --print-config     the resolved configuration, ready for --config; --version: the version
   list               the names that data.name, task.name, model.name, optim.name, comm.engine, framework and log.trackers take
+  extras             more commands: hvdtrain extras shows those of the features that most users never need
   schema             a JSON Schema of configuration files, with which editors complete and check them
 
 {keys}
@@ -47,6 +46,10 @@ hvdtrain trains deep networks on many workers.
 Exit codes:
 {codes}"""  # noqa: E501
 
+_OF_LISTS = {
+    "list": "hvdtrain list\n  prints the names that each key with names takes",
+    "extras": "hvdtrain extras\n  prints more commands, of features that most users never need",
+}
 # Where the plugins are that a key names, and when.
 _FOLDERS = {
     "data.name": schema.OPEN_SECTIONS["data"],
@@ -71,8 +74,8 @@ def help_text(topic: str | None) -> str:
         return _page()
     if topic == "keys":
         return _every_key()
-    if topic == "list":
-        return "hvdtrain list\n  prints the names that each key with names takes"
+    if topic in _OF_LISTS:
+        return _OF_LISTS[topic]
     if topic in schema.SECTIONS:
         lines = _rows(schema.SECTIONS[topic], f"{topic}.")
         return "\n".join(lines + (_option_rows(topic) if topic in schema.OPEN_SECTIONS else []))

@@ -73,11 +73,11 @@ _ENTRY = re.compile(r"^def (build|connect)\(", re.MULTILINE)
 
 def files(folder: str) -> dict[str, Path]:
     """name -> file of every plugin in a folder, read without importing any: NAME.py or
-    NAME/build.py that defines build() or connect()."""
-    here = PACKAGE / folder
-    found = {path.stem: path for path in sorted(here.glob("*.py"))} | {
-        path.parent.name: path for path in sorted(here.glob("*/build.py"))
-    }
+    NAME/build.py that defines build() or connect(), here or in the same folder of an extra."""
+    found: dict[str, Path] = {}
+    for here in (PACKAGE / folder, *sorted(PACKAGE.glob(f"extras/*/{folder}"))):
+        found |= {path.stem: path for path in sorted(here.glob("*.py"))}
+        found |= {path.parent.name: path for path in sorted(here.glob("*/build.py"))}
     plugins = {
         name: path for name, path in sorted(found.items()) if _ENTRY.search(path.read_text())
     }

@@ -8,7 +8,7 @@ import typing
 import pytest
 
 from hvdtrain.__main__ import COMMANDS, main
-from hvdtrain.config import help, plugins
+from hvdtrain.config import extras, help, plugins
 from hvdtrain.config.plugins import options_of
 from hvdtrain.config.schema import SECTIONS, known_keys
 from hvdtrain.errors import MEANINGS, UserError
@@ -19,14 +19,15 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "list"])
+@pytest.mark.parametrize("command", [*COMMANDS, "list", "extras", *extras.commands()])
 def test_each_command_has_help_of_its_own(capsys: pytest.CaptureFixture[str], command: str) -> None:
     page = said(capsys, command, "--help")
     assert (
         re.search(rf"hvdtrain \[?{command}\b", page.splitlines()[0]) and len(page.splitlines()) < 30
     )
     assert said(capsys, command, "-h") == said(capsys, "--help", command) == page
-    assert f"hvdtrain {command}" in help.help_text(None) or command in ("train", "list", "schema")
+    listed = extras.list_text() if command in extras.commands() else help.help_text(None)
+    assert f"hvdtrain {command}" in listed or command in ("train", "list", "schema")
 
 
 def test_the_help_of_the_program_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:

@@ -132,7 +132,7 @@ def test_what_the_words_start(words: list[str], expected: Program) -> None:
 
 
 def test_every_command_of_hvdtrain_runs_on_ranks_or_is_refused() -> None:
-    assert {*NOT_ON_RANKS, "train", "check"} == {*COMMANDS, "list"}
+    assert {*NOT_ON_RANKS, "train", "check"} == {*COMMANDS, "list", "extras"}
 
 
 def test_pieces_become_whole_lines() -> None:

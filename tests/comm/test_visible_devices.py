@@ -12,7 +12,6 @@ import torch
 
 from hvdtrain.cli.check import dry_run
 from hvdtrain.cli.launch.launchers import nvidia_devices, visible_gpus
-from hvdtrain.cli.sweep.command import shares
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.comm.placement import VISIBLE_DEVICES, Placement, listed_devices, take_part_of_gpu
 from hvdtrain.config.read import configure
@@ -83,13 +82,6 @@ def test_a_job_takes_its_part_before_cuda_starts(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv(VISIBLE_DEVICES, ",".join(PARTS))
     connect(configure(None, ["comm.engine=single"]), placed(0, 1))
     assert os.environ[VISIBLE_DEVICES] == PARTS[0]
-
-
-def test_trials_side_by_side_have_parts_of_their_own() -> None:
-    environ = {VISIBLE_DEVICES: ",".join(PARTS), "OMP_NUM_THREADS": "1"}
-    assert [shares(environ, slot, 3, 1) for slot in range(3)] == [
-        {VISIBLE_DEVICES: part} for part in PARTS
-    ]
 
 
 class Gpus:

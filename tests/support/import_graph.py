@@ -27,6 +27,7 @@ FLOORS = (  # lowest first; a module imports its own package and those of lower 
     ("cli", "context"),
     ("api",),
     ("__init__", "__main__"),
+    ("extras",),  # nothing may import them: they are found by listing their folder
 )
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 
@@ -93,6 +94,22 @@ def package_arrows(*, top: bool) -> dict[str, set[str]]:
     return dict(graph)
 
 
+def extra_of(module: str) -> str | None:
+    """extras.sweep.command -> sweep; None for a module of no extra."""
+    top, _, inner = module.partition(".")
+    return inner.partition(".")[0] or None if top == "extras" else None
+
+
+def between_extras() -> list[str]:
+    """Imports of one extra by another one, which a copy without it would not have."""
+    return [
+        f"{module} imports {target}"
+        for module, targets in arrows().items()
+        for target in sorted(targets)
+        if extra_of(module) and extra_of(target) not in (None, extra_of(module))
+    ]
+
+
 def upward() -> list[str]:
     """Imports of a package on the same floor or above."""
     return [
@@ -141,6 +158,7 @@ def main() -> int:
     count = sum(len(targets) for targets in graph.values())
     wrong = [
         *upward(),
+        *between_extras(),
         *(f"a circle: {' -> '.join(ring)}" for ring in (circle(arrows()), circle(graph)) if ring),
     ]
     print(

@@ -10,7 +10,7 @@ import pytest
 from hostile_run import JOB, KINDS, clear, outside_folder, sound_run, tree
 from ranks import FULL, HANG_S, ROOT, in_full_rounds, mpirun, needs_mpirun, python
 
-from hvdtrain.__main__ import main
+from hvdtrain.__main__ import is_command, main
 from hvdtrain.config.read import configure
 from hvdtrain.errors import USER, UserError
 
@@ -80,6 +80,13 @@ COMMANDS = [
     "export stranger.net --to x.keras",
     "replay stranger.net",
 ]
+
+
+def is_here(command: str) -> bool:
+    """False for a command of an extra that this copy of hvdtrain lacks."""
+    return is_command(command.partition(" ")[0]) or "=" in command or command.startswith("-")
+
+
 NEVER_IMPORTS = ["report stranger.net", "export stranger.net --to x.safetensors"]
 
 
@@ -97,7 +104,7 @@ def test_code_that_a_record_names_is_not_imported(
     (tmp_path / "stranger.net" / "checkpoints" / "step-00000002").mkdir(parents=True)
     (tmp_path / "stranger.net" / "config.yaml").write_text(f"framework: numpy\n{lines}\n")
     key = lines.partition(":")[0]
-    for command in COMMANDS:
+    for command in filter(is_here, COMMANDS):
         trains_not = command.startswith(("evaluate", "predict", "sample", "export"))
         code = main(command.split())
         said = "".join(capsys.readouterr())

@@ -11,27 +11,27 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from hvdtrain.config import extras
 from hvdtrain.config.read import expand, read_argument, read_file
 from hvdtrain.errors import UserError, closest, short
 
 _PYTHONS = ("python", "python3", f"python3.{sys.version_info.minor}")
 _JOBS = ("train", "check")  # commands of hvdtrain that run on ranks
-NOT_ON_RANKS = (  # the others
+NOT_ON_RANKS = (  # the others; those of extras neither
     *(
         "report",
         "plan",
         "launch",
-        "sweep",
         "bench",
         "export",
         "evaluate",
         "predict",
         "sample",
-        "drill",
         "replay",
         "lab",
         "schema",
         "list",
+        "extras",
     ),
     *("lr-find", "summary"),
 )
@@ -87,7 +87,7 @@ def read_program(words: Sequence[str], own_options: Sequence[str]) -> Program:
     if not first or first.startswith("-") or "=" in first or first in _JOBS:
         _refuse_options(words, own_options)
         return Program("hvdtrain", tuple(words))
-    if first in NOT_ON_RANKS:
+    if first in NOT_ON_RANKS or first in extras.commands():
         _refuse_options(words, own_options)
         fix = (
             "train (or nothing), check, key=value, a script.py or a program; other commands "

@@ -1,1 +1,1 @@
-"""The figures of `report`, and of `plan`, `sweep` and `bench scaling`."""
+"""The figures of `report`, and of `plan`, `bench scaling` and extras."""

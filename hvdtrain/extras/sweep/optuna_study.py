@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from hvdtrain.cli.sweep.space import SEED, Choice, Point, Range, Space
-from hvdtrain.cli.sweep.trials import KEPT, Result, Trial
 from hvdtrain.errors import UserError
+from hvdtrain.extras.sweep.space import SEED, Choice, Point, Range, Space
+from hvdtrain.extras.sweep.trials import KEPT, Result, Trial
 
 
 def check_space(space: Space) -> None:

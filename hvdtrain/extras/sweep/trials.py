@@ -19,10 +19,10 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from hvdtrain.cli.output import align
-from hvdtrain.cli.sweep.space import SEED, Point
 from hvdtrain.config.yaml_reader import compose, leaves, value_of
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import DIVERGED, DONE, REQUEUE, UserError, short
+from hvdtrain.extras.sweep.space import SEED, Point
 from hvdtrain.report.run import ACCURACY, RunMetric, RunRecord, number, objective_of, read_run
 
 State = Literal["done", "diverged", "pruned", "failed", "stopped", "waiting"]

@@ -16,11 +16,13 @@ from ranks import HANG_S, ROOT, environment, needs_mpirun
 from waiting import wait_until
 
 from hvdtrain.__main__ import main
-from hvdtrain.cli.sweep.arguments import USAGE
-from hvdtrain.cli.sweep.command import exit_code, shares, sweep
-from hvdtrain.cli.sweep.optuna_study import OptunaStudy
-from hvdtrain.cli.sweep.space import Point, grid_points, random_points, read_space
-from hvdtrain.cli.sweep.trials import (
+from hvdtrain.errors import BUG, DIVERGED, DONE, REQUEUE, UserError
+from hvdtrain.extras.sweep.arguments import USAGE
+from hvdtrain.extras.sweep.command import exit_code, shares, sweep
+from hvdtrain.extras.sweep.figure import SweepPoint, draw_sweep
+from hvdtrain.extras.sweep.optuna_study import OptunaStudy
+from hvdtrain.extras.sweep.space import Point, grid_points, random_points, read_space
+from hvdtrain.extras.sweep.trials import (
     EXITS,
     FILE,
     Result,
@@ -36,8 +38,6 @@ from hvdtrain.cli.sweep.trials import (
     take_up_sweep,
     write_sweep,
 )
-from hvdtrain.errors import BUG, DIVERGED, DONE, REQUEUE, UserError
-from hvdtrain.report.figures.commands import SweepPoint, draw_sweep
 from hvdtrain.report.run import ACCURACY, RunMetric
 
 JOB = ["framework=numpy", "model.name=linear"]
@@ -309,6 +309,11 @@ def test_trials_side_by_side_share_the_machine() -> None:
         shares({"CUDA_VISIBLE_DEVICES": ""}, 0, cores, 1) == {"OMP_NUM_THREADS": "1"}
         and shares({"OMP_NUM_THREADS": "3"}, 0, 2, 1) == {}
     )
+    parts = ["MIG-a", "MIG-b", "MIG-c"]  # of a divided GPU
+    environ = {"CUDA_VISIBLE_DEVICES": ",".join(parts), "OMP_NUM_THREADS": "1"}
+    assert [shares(environ, slot, 3, 1) for slot in range(3)] == [
+        {"CUDA_VISIBLE_DEVICES": part} for part in parts
+    ]
 
 
 def test_optuna_learns_and_goes_on_from_what_is_recorded() -> None:

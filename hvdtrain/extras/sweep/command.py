@@ -18,10 +18,16 @@ from typing import Protocol
 from hvdtrain.cli.launch.launchers import available_cores, visible_gpus
 from hvdtrain.cli.launch.run import ECHO_S, STOPPING
 from hvdtrain.cli.output import STANDARD_OUTPUT, print_result
-from hvdtrain.cli.sweep.arguments import USAGE, Options, read_options
-from hvdtrain.cli.sweep.optuna_study import OptunaStudy
-from hvdtrain.cli.sweep.space import Point
-from hvdtrain.cli.sweep.trials import (
+from hvdtrain.comm.placement import listed_devices, placement
+from hvdtrain.core.early_signals import EarlySignals
+from hvdtrain.core.folder import Folder
+from hvdtrain.core.process import command_line, path_argument, start_child
+from hvdtrain.errors import BUG, DIVERGED, DONE, REQUEUE, UserError
+from hvdtrain.extras.sweep.arguments import USAGE, Options, read_options
+from hvdtrain.extras.sweep.figure import SweepPoint, draw_sweep
+from hvdtrain.extras.sweep.optuna_study import OptunaStudy
+from hvdtrain.extras.sweep.space import Point
+from hvdtrain.extras.sweep.trials import (
     KEPT,
     Result,
     Row,
@@ -41,12 +47,6 @@ from hvdtrain.cli.sweep.trials import (
     to_json,
     write_sweep,
 )
-from hvdtrain.comm.placement import listed_devices, placement
-from hvdtrain.core.early_signals import EarlySignals
-from hvdtrain.core.folder import Folder
-from hvdtrain.core.process import command_line, path_argument, start_child
-from hvdtrain.errors import BUG, DIVERGED, DONE, REQUEUE, UserError
-from hvdtrain.report.figures.commands import SweepPoint, draw_sweep
 
 TABLE = "sweep.txt"
 PICTURE = "sweep.png"

@@ -9,8 +9,12 @@ from typing import NamedTuple
 
 from hvdtrain.cli.options import CommandParser
 from hvdtrain.cli.output import with_json_value
-from hvdtrain.cli.sweep import optuna_study
-from hvdtrain.cli.sweep.space import (
+from hvdtrain.config.plugins import check_names
+from hvdtrain.config.read import assignments, expand, to_yaml
+from hvdtrain.config.schema import Config
+from hvdtrain.errors import UserError, closest, nearest, short
+from hvdtrain.extras.sweep import optuna_study
+from hvdtrain.extras.sweep.space import (
     GRID_EXAMPLE,
     MOST_TRIALS,
     Point,
@@ -20,11 +24,7 @@ from hvdtrain.cli.sweep.space import (
     random_points,
     read_space,
 )
-from hvdtrain.cli.sweep.trials import Sweep
-from hvdtrain.config.plugins import check_names
-from hvdtrain.config.read import assignments, expand, to_yaml
-from hvdtrain.config.schema import Config
-from hvdtrain.errors import UserError, closest, nearest, short
+from hvdtrain.extras.sweep.trials import Sweep
 from hvdtrain.features.every_feature import configure
 from hvdtrain.recipe.batch import resolve_batch_size
 from hvdtrain.training.conflicts import refuse_on_every_engine

@@ -11,7 +11,8 @@ from random import Random
 
 import pytest
 
-from hvdtrain.cli.drill import (
+from hvdtrain.errors import UserError
+from hvdtrain.extras.drill.command import (
     Harm,
     Pause,
     Rank,
@@ -25,7 +26,6 @@ from hvdtrain.cli.drill import (
     send,
     step_of,
 )
-from hvdtrain.errors import UserError
 from hvdtrain.training.lock_holder import this_process, to_bytes
 from hvdtrain.training.run_lock import LOCK
 

@@ -1,0 +1,78 @@
+"""Extras: folders of hvdtrain/extras, each a feature that most users never need. Nothing outside a
+folder names it, so that a copy of hvdtrain without the folder works."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+PACKAGE = Path(__file__).parents[1]
+
+
+class Command(NamedTuple):
+    """A command of an extra. module: has the function of its name, with _ for -; of `bench NAME`
+    bench_NAME.
+
+    usage: what help shows of it, `hvdtrain extras` its first line. trains: it starts jobs, so a
+    signal that asks for a checkpoint does not kill it.
+    """
+
+    module: str
+    usage: str
+    trains: bool = False
+
+
+class Extra(NamedTuple):
+    """What the rest of hvdtrain learns of an extra: the value EXTRA of its extra.py, data only.
+
+    says: one sentence. benches: what `bench NAME` runs. Plugins need no entry:
+    extras/NAME/FOLDER/PLUGIN.py is found as FOLDER/PLUGIN.py is.
+    """
+
+    status: Literal["stable", "experimental"]
+    says: str
+    commands: Mapping[str, Command] = MappingProxyType({})
+    benches: Mapping[str, Command] = MappingProxyType({})
+
+
+@functools.cache
+def extras() -> dict[str, Extra]:
+    """name -> every extra that is here."""
+    return {
+        path.parent.name: importlib.import_module(
+            f"{PACKAGE.name}.extras.{path.parent.name}.extra"
+        ).EXTRA
+        for path in sorted(PACKAGE.glob("extras/*/extra.py"))
+    }
+
+
+@functools.cache
+def commands() -> dict[str, Command]:
+    """name -> every command of an extra."""
+    return {name: each for extra in extras().values() for name, each in extra.commands.items()}
+
+
+def trains(name: str) -> bool:
+    """Whether a command is one of an extra that starts jobs."""
+    return name in commands() and commands()[name].trains
+
+
+def benches() -> dict[str, Command]:
+    """name -> every bench of an extra."""
+    return {name: each for extra in extras().values() for name, each in extra.benches.items()}
+
+
+def list_text() -> str:
+    """What `hvdtrain extras` prints: each extra with its status and its commands."""
+    lines = []
+    for name, extra in extras().items():
+        lines.append(f"{name} ({extra.status}): {extra.says}")
+        lines += [
+            f"  {each.usage.partition(chr(10))[0]}"
+            for each in (*extra.commands.values(), *extra.benches.values())
+        ]
+    return "\n".join(lines or ["this copy of hvdtrain has no extras"])

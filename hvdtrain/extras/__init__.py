@@ -1,0 +1,1 @@
+"""Extras: one folder for each feature that most users never need; docs/extras.md."""

@@ -1,0 +1,15 @@
+"""What the rest of hvdtrain learns of the command drill."""
+
+from hvdtrain.config.extras import Command, Extra
+
+EXTRA = Extra(
+    status="stable",
+    says="Kills or pauses ranks of your own running job, and measures how it goes on.",
+    commands={
+        "drill": Command(
+            "hvdtrain.extras.drill.command",
+            "hvdtrain drill RUN [--kill rank|host|random]             "
+            "kill or pause ranks of your own running job, to see that it lives",
+        )
+    },
+)

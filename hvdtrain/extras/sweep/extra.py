@@ -1,0 +1,16 @@
+"""What the rest of hvdtrain learns of the command sweep."""
+
+from hvdtrain.config.extras import Command, Extra
+
+EXTRA = Extra(
+    status="stable",
+    says="Trains with many settings side by side, and says which of them is best.",
+    commands={
+        "sweep": Command(
+            "hvdtrain.extras.sweep.command",
+            "hvdtrain sweep --grid KEY=A,B [--at-once 2] --out DIR    "
+            "trains with many settings: a table and a figure",
+            trains=True,
+        )
+    },
+)

@@ -1,0 +1,55 @@
+"""The tests of a copy without one extra: `without_extra.py [NAME] [-- ARGUMENTS OF PYTEST]`.
+
+Without NAME it takes another extra each day. The copy has the files that git knows, but for the
+folder of the extra and its tests.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+EXTRAS = ROOT / "hvdtrain" / "extras"
+
+
+def copy_without(name: str, target: Path) -> None:
+    """The files of this checkout, but for those of an extra."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    for file in map(Path, listed.splitlines()):
+        is_left_out = file.is_relative_to(f"hvdtrain/extras/{name}") or (
+            file.parent == Path("tests/extras") and file.name.startswith(f"test_{name}")
+        )
+        if not is_left_out and (ROOT / file).is_file():
+            (target / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / file, target / file)
+
+
+def main() -> int:
+    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    names = sorted(path.parent.name for path in EXTRAS.glob("*/extra.py"))
+    asked = sys.argv[1:split] or [names[datetime.date.today().toordinal() % len(names)]]
+    if asked[0] not in names:
+        print(f"there is no extra {asked[0]}; there are: {', '.join(names)}")
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        copy_without(asked[0], Path(folder))
+        print(f"without the extra {asked[0]}:", flush=True)
+        environment = os.environ | {"PYTHONPATH": folder}
+        command = [sys.executable, "-m", "pytest", "-q", *sys.argv[split + 1 :]]
+        return subprocess.run(command, cwd=folder, env=environment, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

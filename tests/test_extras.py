@@ -1,0 +1,143 @@
+"""Extras: without the folder of one, or of all, everything else works; their page lists them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ranks import ROOT, mpirun, needs_mpirun, python
+
+from hvdtrain.config.extras import benches, commands, extras
+
+FOLDER = ROOT / "hvdtrain" / "extras"
+PAGE = ROOT / "docs" / "extras.md"
+EVERYTHING = """
+import importlib, sys
+from pathlib import Path
+root, *missing = sys.argv[1:]
+libraries = "torch jax keras tensorflow horovod matplotlib pandas optuna h5py zarr pyarrow mlflow wandb"
+sys.modules.update(dict.fromkeys(libraries.split()))  # their import fails, in no time
+sys.path.insert(0, root)
+import hvdtrain
+from hvdtrain.__main__ import main
+from hvdtrain.config.extras import commands, extras
+assert Path(hvdtrain.__file__).parents[1] == Path(root), hvdtrain.__file__
+assert not set(extras()) & set(missing), extras()
+imported = 0
+for path in sorted(Path(root).glob("hvdtrain/**/*.py")):
+    parts = path.relative_to(root).with_suffix("").parts
+    try:
+        importlib.import_module(".".join(parts).removesuffix(".__init__"))
+        imported += 1
+    except ImportError as error:
+        assert (error.name or "").partition(".")[0] in libraries.split(), (path, error)
+topics = ["data", "task", "model", "optim", "log", "train", "plan", "bench", "launch", *commands()]
+pages = [["--help"], ["--help", "keys"], ["list"], ["extras"], *(["--help", topic] for topic in topics)]
+assert not any(main(page) for page in pages)
+assert main(["plan", "framework=numpy", "model.name=linear", "--ranks", "1"]) == 0
+print("imported", imported)
+"""  # noqa: E501
+OF_COPY = """
+import sys
+import hvdtrain
+from hvdtrain.__main__ import main
+assert hvdtrain.__file__.startswith(sys.argv.pop(1)), hvdtrain.__file__
+sys.exit(main())
+"""
+JOB = ["model.name=linear", "data.name=digits", "stop.steps=2", "batch.size=64"]
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """hvdtrain without its extras."""
+    root = tmp_path_factory.mktemp("copy")
+    ignored = shutil.ignore_patterns("__pycache__", "extras")
+    shutil.copytree(ROOT / "hvdtrain", root / "hvdtrain", ignore=ignored)
+    return root
+
+
+@pytest.fixture
+def with_extras(copy: Path) -> Iterator[Path]:
+    """The copy with every extra, until the test ends."""
+    target = copy / "hvdtrain" / "extras"
+    shutil.copytree(FOLDER, target, ignore=shutil.ignore_patterns("__pycache__"))
+    yield copy
+    shutil.rmtree(target)
+
+
+def imported(root: Path, *missing: str) -> int:
+    """How many modules of a copy can be imported, all its pages of help being printed."""
+    done = python(["-c", EVERYTHING, str(root), *missing], is_warm=False)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout.split()[-1])
+
+
+@pytest.mark.parametrize("name", extras())
+def test_everything_works_without_one_extra(name: str, with_extras: Path) -> None:
+    shutil.rmtree(with_extras / "hvdtrain" / "extras" / name)
+    assert imported(with_extras, name) > 250
+
+
+@needs_mpirun
+def test_a_job_trains_without_any_extra(copy: Path, tmp_path: Path) -> None:
+    assert not (copy / "hvdtrain" / "extras").exists() and imported(copy, *extras()) > 250
+    env = {"PYTHONPATH": str(copy)}
+    hvdtrain = ["-P", "-c", OF_COPY, str(copy)]
+    words = [*hvdtrain, *JOB, f"run={tmp_path / 'run'}"]
+    done = mpirun(2, words, env=env, is_warm=False)
+    assert done.returncode == 0 and done.stdout.startswith("ranks   2 "), done
+    done = python([*hvdtrain, "extras"], env=env, is_warm=False)
+    assert done.stdout == "this copy of hvdtrain has no extras\n"
+
+
+def test_nothing_outside_an_extra_names_it() -> None:
+    files = [path for path in (ROOT / "hvdtrain").rglob("*.py") if FOLDER not in path.parents]
+    named = [
+        (path.relative_to(ROOT), match[0])
+        for path in files
+        for match in re.finditer(r"\bextras[./](\w+)", path.read_text())
+        if match[1] in extras()
+    ]
+    assert len(files) > 300 and named == []
+
+
+def test_each_command_and_bench_is_of_one_extra_and_its_own() -> None:
+    assert len(commands()) == sum(len(extra.commands) for extra in extras().values())
+    assert len(benches()) == sum(len(extra.benches) for extra in extras().values())
+    for name, extra in extras().items():
+        for each in (*extra.commands.values(), *extra.benches.values()):
+            assert each.module.startswith(f"hvdtrain.extras.{name}.")
+
+
+def row_of(name: str) -> list[str]:
+    """The cells of an extra in the table of its page, without its lines."""
+    extra = extras()[name]
+    gives = [f"`{each}`" for each in extra.commands] + [f"`bench {each}`" for each in extra.benches]
+    plugins = [
+        path for path in sorted((FOLDER / name).glob("*/**/*.py")) if path.stem != "__init__"
+    ]
+    gives += [f"`{path.stem}` in `{path.parent.relative_to(FOLDER / name)}`" for path in plugins]
+    return [f"`{name}`", extra.status, extra.says, ", ".join(gives)]
+
+
+def lines_of(name: str) -> int:
+    return sum(len(path.read_text().splitlines()) for path in (FOLDER / name).rglob("*.py"))
+
+
+def test_the_page_lists_every_extra() -> None:
+    rows = [
+        line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if "| `" in line
+    ]
+    assert [row[:-1] for row in rows] == [row_of(name) for name in extras()]
+    for name, row in zip(extras(), rows, strict=True):
+        assert abs(int(row[-1].replace(",", "")) - lines_of(name)) <= 100, (name, lines_of(name))
+
+
+if __name__ == "__main__":  # prints the table of docs/extras.md
+    for each in extras():
+        print(f"| {' | '.join([*row_of(each), f'{round(lines_of(each), -1):,}'])} |")
+    sys.exit()
