@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import io
+import itertools
 import subprocess
 import sys
 import zipfile
@@ -24,7 +25,7 @@ from ranks import ROOT, mpirun, needs_mpirun
 import hvdtrain
 from hvdtrain.config.read import configure
 from hvdtrain.data.datasets import csv, hdf5, npz, parquet, zarr
-from hvdtrain.data.source import Source
+from hvdtrain.data.source import Source, notes_of
 from hvdtrain.data.stored.cache import BlockCache
 from hvdtrain.data.stored.selection import select
 from hvdtrain.data.stored.source import StoredSource, read_by, stored_in
@@ -202,12 +203,12 @@ def test_a_table_of_text_over_several_blocks(
     monkeypatch.setattr(csv, "_BLOCK_BYTES", 300)
     monkeypatch.setattr(csv, "_PIECE_BYTES", 1000)
     numbers = RANDOM.normal(size=(101, 3))
-    rows = [
-        f'{a!r},"a, b",{b!r},{c!r},{y}'
-        for (a, b, c), y in zip(numbers.tolist(), LABELS.tolist(), strict=True)
-    ]
-    for end in ("", "\n"):
-        (tmp_path / "a.csv").write_text("a,text,b,c,label\n" + "\n".join(rows) + end)
+    for end, cell in itertools.product(("", "\n"), ('"a, b"', '"a,\n""b""\n\n"')):
+        rows = [
+            f"{a!r},{cell},{b!r},{c!r},{y},TRUE"
+            for (a, b, c), y in zip(numbers.tolist(), LABELS.tolist(), strict=True)
+        ]
+        (tmp_path / "a.csv").write_text("a,text,b,c,label,d\n" + "\n".join(rows) + end)
         source = csv.build(
             "csv", tmp_path / "a.csv", "train", fields={"x": ["a", "b", "c"], "y": "label"}
         )
@@ -223,6 +224,12 @@ def test_a_table_of_text_over_several_blocks(
     (tmp_path / "b.csv").write_text("a;b;label\n1;2.5;0\n2;3;1\n")
     batch = csv.build("csv", tmp_path / "b.csv", "train", delimiter=";").read(np.arange(2))
     assert batch["x"].tolist() == [[1.0, 2.5], [2.0, 3.0]] and batch["y"].tolist() == [0, 1]
+    (tmp_path / "c.csv").write_text("a\te\t0\tlabel\n1\ttrue\t5\tFALSE\n2\tFalse\t6\tTrue\n")
+    source = csv.build("csv", tmp_path / "c.csv", "train", delimiter="tab")
+    batch = source.read(np.arange(2))
+    assert batch["x"].tolist() == [[1.0, 1.0, 5.0], [2.0, 0.0, 6.0]]
+    assert batch["y"].tolist() == [0, 1] and batch["y"].dtype == np.int64
+    assert "column label has TRUE and FALSE" in notes_of(source)[1]
 
 
 @needs_zarr
@@ -698,7 +705,31 @@ def test_damaged_tables_of_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         and "could not convert" in found
     ) or "invalid literal" in found
     assert "no names of columns" in error_of(lambda: of("1.5,2\n1,0\n"))
-    assert "two columns of the same name" in error_of(lambda: of("y,y\n1,0\n"))
+    assert "two columns of the same name, y" in error_of(lambda: of("y,y\n1,0\n"))
+    named = {"x": "a", "y": "y"}
+    assert of("a,b,b,y\n1,p,p,0\n2,p,p,1\n", fields=named)["x"].tolist() == [1, 2]
+    assert "data.fields={x: [A, b], y: Label}" in error_of(lambda: of("A,b,Label\n1,2,0\n"))
+    for text, message in {
+        "a,town,y\n1,Rome,0\n": "data.fields={x: [a], y: y} leaves it out",
+        "a,y\n1,NA\n": "column y: expected a number: could not convert 'NA'",
+        "a;y\n1;0\n": "data.delimiter=';'; numbers need a decimal point",
+        'a,y\n"1,500",0\n': "thousands=','",
+        "a,y,\n1,0,,\n": "remove the delimiter at the ends of lines",
+        'a,b,y\n1,2,0\n1,"2,0\n1,2,0\n': "a.csv:3\n  fix: close the quote",
+        "# of me\na,y\n1,0\n": "remove what is above them",
+        "a,y\r1,0\r": "the lines end in a carriage return alone",
+        "a y\n1 0\n": "data.delimiter=space",
+    }.items():
+        assert message in error_of(lambda text=text: of(text))  # type: ignore[misc]
+    decimal = error_of(lambda: of("a;y\n1,5;0\n", delimiter=";"))
+    assert "pandas.read_csv(FILE, sep=';', decimal=',')" in decimal
+    for raw, message in {
+        "a,ö\n1,0\n".encode("latin-1"): "iconv -f WINDOWS-1252",
+        "a,y\n1,0\n".encode("utf-16"): "iconv -f UTF-16",
+        b"\x1f\x8b\n": "gunzip",
+    }.items():
+        (tmp_path / "b.csv").write_bytes(raw)
+        assert message in error_of(lambda: csv.build("csv", tmp_path / "b.csv", "train"))
     assert "which arrays are x and y? The file has a, b" in error_of(lambda: of("a,b\n1,0\n"))
     assert "has no column c; it has a, y" in error_of(
         lambda: of("a,y\n1,0\n", fields={"x": "c", "y": "y"})

@@ -256,8 +256,11 @@ def test_the_index_of_pandas_is_not_an_input(name: str, tmp_path: Path) -> None:
 def test_a_column_that_numbers_the_rows_is_not_an_input(tmp_path: Path) -> None:
     frame = pandas.DataFrame({"a": [0.5, 1.5, 2.5], "y": [0, 1, 1]}, index=[5, 3, 9])
     frame.to_csv(tmp_path / "a.csv")
-    with pytest.raises(UserError, match="a column without a name"):
-        csv.build("csv", tmp_path / "a.csv", "train")
+    (tmp_path / "r.csv").write_text('"","a","y",\n"row 1",0.5,0,\n"row 2",1.5,1,\n"row 3",2.5,1,\n')
+    for name in ("a.csv", "r.csv"):
+        source = csv.build("csv", tmp_path / name, "train")
+        assert source.read(np.arange(3))["x"].tolist() == [0.5, 1.5, 2.5]
+        assert "Unnamed: 0" in notes_of(source)[0]
     read = pandas.read_csv(tmp_path / "a.csv")
     read.to_csv(tmp_path / "b.csv", index=False)
     assert csv.build("csv", tmp_path / "b.csv", "train").read(np.arange(3))["x"].tolist() == [

@@ -8,30 +8,37 @@ import io
 import math
 import re
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hvdtrain.data.own.arrays import is_index
+from hvdtrain.data.own.arrays import TARGETS, is_index
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.build import Wanted, build_stored
 from hvdtrain.data.stored.files import FileOnDisk
 from hvdtrain.data.stored.selection import Box
-from hvdtrain.data.stored.stored_array import Blocks, StoredArray, no_such
+from hvdtrain.data.stored.stored_array import Blocks, StoredArray, leaving_out, no_such
 from hvdtrain.errors import UserError, first_line, short
 
 _BLOCK_BYTES = 2**17  # of text that is parsed at once
 _PIECE_BYTES = 2**22  # of text that is searched for ends of lines at once
 _MOST_HEADER = 2**20
 _NEWLINE = 10
+_QUOTE = 34
 _MOST_LINE = 2**26  # bytes
 _WHOLE = re.compile(r"[-+]?[0-9]+")
 _NUMBER = re.compile(
     r"[-+]?(([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?|nan|inf(inity)?)", re.IGNORECASE
 )
 _EXACT = 2.0**53  # a float64 has all whole numbers up to it
+_WORDS = {"tab": "\t", "space": " "}
+_TRUTH = {"true": 1, "false": 0}
+_MISSING = ("", "na", "n/a", "nan", "null")  # words for a value that is not there
+_DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "bars"}
+_THOUSANDS = re.compile(r"[-+]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]*)?")
+_DECIMAL_COMMA = re.compile(r"[-+]?[0-9.]*,[0-9]+")
 
 
 def build(
@@ -49,8 +56,8 @@ def build(
     """Columns of train.csv and val.csv in data.root, of several such files, or of one file with
     data.val_share or data.split_by.
 
-    The first line has the names of the columns. A column of whole numbers in the first lines is
-    int64, any other float64.
+    The first line has the names of the columns. A column of whole numbers, or of TRUE and FALSE
+    (1 and 0), in the first lines is int64, any other float64.
 
     fields: the column of each field, {x: [height, width], y: label} (default: y, label, labels or
         target is y, all other columns are x)
@@ -59,13 +66,15 @@ def build(
         split_val
     split_val: values of split_by that validate
     cache_mb: most megabytes of parsed blocks that a rank keeps for each set
-    delimiter: what stands between two columns (default: a comma, of .tsv a tab)
+    delimiter: what stands between two columns, as ; or tab or space (default: a comma, of .tsv a
+        tab)
 
     Raises UserError where a line is damaged, with its number, and for columns without numbers.
     """
 
     def opened(path: Path) -> CsvFile:
-        return CsvFile.of(path, delimiter or ("\t" if path.suffix == ".tsv" else ","))
+        between = _WORDS.get(delimiter or "", delimiter)
+        return CsvFile.of(path, between or ("\t" if path.suffix == ".tsv" else ","))
 
     wanted = Wanted(fields, dtypes or {}, split_by, split_val, cache_mb)
     return build_stored(name, root, split, (".csv", ".tsv"), opened, wanted)
@@ -78,6 +87,9 @@ class CsvFile:
     delimiter: str
     edges: np.ndarray  # int64 (blocks + 1,): rows
     offsets: np.ndarray  # int64 (blocks + 1,): bytes
+    lines: np.ndarray  # int64 (blocks + 1,): of the file, for messages
+    # of each column, by its first lines: whole, float, truth, text, empty
+    kinds: tuple[str, ...] = ()
 
     @staticmethod
     def of(path: Path, delimiter: str) -> CsvFile:
@@ -87,41 +99,22 @@ class CsvFile:
             raise UserError(
                 f"data.delimiter={delimiter!r:.40} is no character",
                 "data.delimiter",
-                "one character: ';'",
+                "one character, or the word tab or space",
             )
         file = FileOnDisk.of(path)
         with file.opened() as text:
             first, newline, _ = text.read(0, min(file.size, _MOST_HEADER)).partition(b"\n")
-        header = next(
-            iter(
-                _split(_text(first, path, 1).lstrip("\ufeff").rstrip("\r"), delimiter, f"{path}:1")
-            ),
-            [],
-        )
-        header = [name.strip() for name in header]
-        if "" in header:
-            wrong = "a column without a name"
-        elif len(set(header)) < len(header):
-            wrong = "two columns of the same name"
-        else:
-            wrong = ""
-        if (
-            not header
-            or not newline
-            or wrong
-            or any(re.fullmatch(r"[-+.\deE]+", name) for name in header)
-        ):
-            what = (
-                f"the first line has {wrong or 'no names of columns'}: "
-                f"{short(first.decode(errors='replace'), 60)}"
-            )
-            raise UserError(
-                what,
-                f"{path}:1",
-                "names of the columns in the first line (frame.to_csv(index=False)); "
-                "data.delimiter=';' where that divides them",
-            )
-        return CsvFile(file, header, delimiter, *_index(file, len(first) + 1))
+        _check_kind(first, newline, path)
+        cells = _split(_text(first, path, 1).lstrip("\ufeff").rstrip("\r"), delimiter, path, 1)
+        header = [
+            name.strip() or f"Unnamed: {place}"
+            for place, name in enumerate(cells[0][1] if cells else [])
+        ]
+        _check_header(header, delimiter, path)
+        found = CsvFile(file, header, delimiter, *_index(file, len(first) + 1, delimiter))
+        rows = found.rows(0) if found.edges[-1] else []
+        kinds = [_kind_of([row[place].strip() for _, row in rows]) for place in range(len(header))]
+        return replace(found, kinds=tuple(kinds))
 
     @property
     def names(self) -> list[str]:
@@ -129,10 +122,15 @@ class CsvFile:
 
     @property
     def coordinates(self) -> Collection[str]:
-        return [name for name in self.header if is_index(name)]
+        return [
+            name
+            for name, kind in zip(self.header, self.kinds, strict=True)
+            if is_index(name) or (name.startswith("Unnamed: ") and kind == "empty")
+        ]
 
     def note(self, name: str) -> str:
-        return ""
+        is_truth = self.kinds[self.place(name)] == "truth"
+        return f"column {name} has TRUE and FALSE, which are 1 and 0" if is_truth else ""
 
     def array(self, name: str) -> StoredArray:
         return TextColumns.of(self, [name], True)
@@ -143,9 +141,8 @@ class CsvFile:
     def values(self, name: str) -> np.ndarray:
         """Numbers, or texts without blanks around them."""
         place = self.place(name)
-        texts = [
-            row[place].strip() for block in range(len(self.edges) - 1) for row in self.rows(block)
-        ]
+        blocks = range(len(self.edges) - 1)
+        texts = [row[place].strip() for block in blocks for _, row in self.rows(block)]
         return (
             np.array([int(text) for text in texts], np.int64)
             if all(map(is_int64, texts))
@@ -155,36 +152,138 @@ class CsvFile:
     def place(self, name: str) -> int:
         if name not in self.header:
             raise no_such(f"column {name}", self.header, self.file.path)
+        if self.header.count(name) > 1:
+            raise UserError(
+                f"the first line has two columns of the same name, {name}",
+                f"{self.file.path}:1",
+                "another name for one of them, or data.fields without them",
+            )
         return self.header.index(name)
 
-    def lines(self, block: int) -> str:
+    def text(self, block: int) -> str:
         with self.file.opened() as file:
             raw = file.read(
                 int(self.offsets[block]), int(self.offsets[block + 1] - self.offsets[block])
             )
-        return _text(raw, self.file.path, int(self.edges[block]) + 2)
+        return _text(raw, self.file.path, int(self.lines[block]))
 
-    def rows(self, block: int) -> list[list[str]]:
-        """Raises UserError for a line that has not as many columns as the first."""
-        rows = _split(
-            self.lines(block), self.delimiter, f"{self.file.path}:{self.edges[block] + 2}"
+    def rows(self, block: int) -> list[tuple[int, list[str]]]:
+        """Rows with the line of the file that each begins in. Raises UserError for one that has not
+        as many columns as the first line."""
+        first = int(self.lines[block])
+        rows = _split(self.text(block), self.delimiter, self.file.path, first)
+        columns = len(self.header)
+        wrong = next(((line, row) for line, row in rows if len(row) != columns), None)
+        if wrong is None and len(rows) != self.edges[block + 1] - self.edges[block]:
+            wrong = (first, [])
+        if wrong is None:
+            return rows
+        line, row = wrong
+        fix = "correct or remove it"
+        if any("\n" in cell for cell in row):
+            fix = "close the quote that begins in this line and goes on in the next one"
+        elif len(row) > columns and not any(row[columns:]):
+            fix = "remove the delimiter at the ends of lines, or add one to the first line"
+        elif columns == 1 and len(row) > 1:
+            fix = "names of the columns in the first line: remove what is above them"
+        raise UserError(
+            f"the line has {f'{len(row)} columns' if row else 'no column'}, the first line "
+            f"{columns}",
+            f"{self.file.path}:{line}",
+            fix,
         )
-        first = self.edges[block]
-        last = self.edges[block + 1]
-        wrong = next(
-            (number for number, row in enumerate(rows) if len(row) != len(self.header)), None
-        )
-        if wrong is not None or len(rows) != last - first:
-            line = int(first) + 2 + (wrong or 0)
-            found = (
-                "no column" if wrong is None or not rows[wrong] else f"{len(rows[wrong])} columns"
+
+    def wrong_cell(self, place: int, text: str, line: int, error: str, kind: str) -> UserError:
+        """The error for a cell that is no number."""
+        texts = [
+            name
+            for name, one in zip(self.header, self.kinds, strict=True)
+            if one in ("text", "empty") or name in self.coordinates
+        ]
+        without = leaving_out(self.header, {*texts, self.header[place]})
+        if text.lower() in _MISSING:
+            fix = f"fill it, or remove the line; {without}"
+        elif _THOUSANDS.fullmatch(text) and self.delimiter == ",":
+            fix = (
+                "1260 in place of 1,260: pandas.read_csv(FILE, thousands=',')"
+                ".to_csv(NEW, index=False)"
             )
+        elif _DECIMAL_COMMA.fullmatch(text):
+            fix = (
+                "a point in place of the decimal comma: pandas.read_csv(FILE, "
+                f"sep={self.delimiter!r}, decimal=',').to_csv(NEW, index=False), without "
+                "data.delimiter"
+            )
+        else:
+            fix = f"a number in its place, or remove the line; {without}"
+        return UserError(
+            f"column {short(self.header[place], 60)}: expected {kind}: {error}",
+            f"{self.file.path}:{line}",
+            fix,
+        )
+
+
+def _check_kind(first: bytes, newline: bytes, path: Path) -> None:
+    """Raises UserError for a file that is no text in lines."""
+    if first.startswith(b"\x1f\x8b"):
+        raise UserError("the file is compressed", str(path), f"gunzip -k {path}, and that file")
+    if first.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise UserError(
+            "the text is UTF-16", f"{path}:1", "convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW"
+        )
+    if not newline and b"\r" in first:
+        raise UserError(
+            "the lines end in a carriage return alone",
+            f"{path}:1",
+            "newlines in its place: tr '\\r' '\\n' < FILE > NEW",
+        )
+    if not newline:
+        raise UserError(
+            "the file has no lines below the names of the columns",
+            f"{path}:1",
+            "the names in the first line, and a line for each sample",
+        )
+
+
+def _check_header(header: list[str], delimiter: str, path: Path) -> None:
+    """Raises UserError where the first line has no names, or is divided by another delimiter."""
+    shown = short(delimiter.join(header), 60)
+    numbers = [name for name in header if any(map(str.isdigit, name)) and _NUMBER.fullmatch(name)]
+    # whole numbers beside a name may be names: label,0,1,2
+    if not header or len(numbers) == len(header) or not all(map(_WHOLE.fullmatch, numbers)):
+        raise UserError(
+            f"the first line has no names of columns: {shown}",
+            f"{path}:1",
+            "names of the columns in the first line (frame.to_csv(index=False))",
+        )
+    if len(header) > 1:
+        return
+    for other, name in _DELIMITERS.items():
+        if other in header[0]:
+            word = "tab" if other == "\t" else f"'{other}'"
+            comma = "; numbers need a decimal point" if other == ";" else ""
             raise UserError(
-                f"the line has {found}, the first line {len(self.header)}",
-                f"{self.file.path}:{line}",
-                "correct or remove it",
+                f"the first line is a single column, and has {name}: {shown}",
+                f"{path}:1",
+                f"data.delimiter={word}{comma}",
             )
-        return rows
+    if set(TARGETS) & set(header[0].split()):
+        raise UserError(
+            f"the first line is a single column, and has blanks: {shown}",
+            f"{path}:1",
+            "data.delimiter=space where one is between two columns, else commas in their place",
+        )
+
+
+def _kind_of(texts: list[str]) -> str:
+    """What a column has: whole, float, truth, text (one that is no number is enough), empty."""
+    if texts and not any(texts):
+        return "empty"
+    if texts and all(text.lower() in _TRUTH for text in texts):
+        return "truth"
+    if all(map(_WHOLE.fullmatch, texts)):
+        return "whole"
+    return "float" if all(map(_NUMBER.fullmatch, texts)) else "text"
 
 
 def number(text: str) -> float:
@@ -219,15 +318,34 @@ def is_int64(text: str) -> bool:
     return len(digits) < 20 and int(digits) <= most
 
 
-def _split(lines: str, delimiter: str, where: str) -> list[list[str]]:
+def truth(text: str) -> int:
+    """1 of TRUE and 0 of FALSE, in any case. Raises ValueError for anything else."""
+    found = _TRUTH.get(text.strip().lower())
+    if found is None:
+        raise ValueError(f"could not convert {short(repr(text), 40)}")
+    return found
+
+
+def _split(text: str, delimiter: str, path: Path, first: int) -> list[tuple[int, list[str]]]:
+    """Rows with the line that each begins in; first: that of the text."""
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+    rows = []
+    line = first
     try:
-        return list(csv.reader(io.StringIO(lines, newline=""), delimiter=delimiter))
+        for row in reader:
+            rows.append((line, row))
+            line = first + reader.line_num
     except csv.Error as error:
-        raise UserError(
-            f"the lines from here on cannot be divided into columns: {error}",
-            where,
-            "correct the quotes and ends of lines",
-        ) from None
+        raise _undivided(error, path, line) from None
+    return rows
+
+
+def _undivided(error: csv.Error, path: Path, line: int) -> UserError:
+    return UserError(
+        f"the lines from here on cannot be divided into columns: {error}",
+        f"{path}:{line}",
+        "correct the quotes and ends of lines",
+    )
 
 
 def _text(raw: bytes, path: Path, line: int) -> str:
@@ -238,39 +356,90 @@ def _text(raw: bytes, path: Path, line: int) -> str:
         raise UserError(
             f"a byte is no UTF-8: {error.reason}",
             f"{path}:{number}",
-            "convert the text: iconv -t UTF-8",
+            "convert the text: iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW (or what it is in)",
         ) from None
 
 
-def _index(file: FileOnDisk, start: int) -> tuple[np.ndarray, np.ndarray]:
-    """Blocks of lines behind the header: their first rows and bytes, and the ends of the last
-    one."""
+def _index(
+    file: FileOnDisk, start: int, delimiter: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Blocks of rows behind the header: their first rows, bytes and lines, and the ends of the last
+    one. A row is a line, unless there are newlines in quotes."""
     rows = 0
     edges = [0]
     offsets = [start]
-    begin = start
+    quotes = 0
     with file.opened() as text:
         for place in range(start, file.size, _PIECE_BYTES):
-            raw = text.read(place, min(_PIECE_BYTES, file.size - place))
-            ends = place + 1 + np.flatnonzero(np.frombuffer(raw, np.uint8) == _NEWLINE)
-            blocks = np.flatnonzero(
-                np.diff(
-                    (ends - begin) // _BLOCK_BYTES, prepend=(offsets[-1] - begin) // _BLOCK_BYTES
-                )
-            )
-            edges += [rows + int(number) + 1 for number in blocks]
-            offsets += [int(end) for end in ends[blocks]]
-            rows += len(ends)
+            raw = np.frombuffer(text.read(place, min(_PIECE_BYTES, file.size - place)), np.uint8)
+            newlines = np.flatnonzero(raw == _NEWLINE)
+            found = np.flatnonzero(raw == _QUOTE)
+            if ((quotes + np.searchsorted(found, newlines)) % 2).any():
+                return _index_of_quoted(file, start, delimiter)
+            quotes += len(found)
+            blocks, ends = _last_rows(place + 1 + newlines, start, offsets[-1])
+            edges += (rows + 1 + blocks).tolist()
+            offsets += ends.tolist()
+            rows += len(newlines)
         if file.size > start and text.read(file.size - 1, 1) != b"\n":
             rows += 1
     if offsets[-1] < file.size:
         edges, offsets = [*edges, rows], [*offsets, file.size]
+    return _checked_blocks(file, np.array(edges), np.array(offsets), 2 + np.array(edges))
+
+
+def _index_of_quoted(
+    file: FileOnDisk, start: int, delimiter: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """_index() of a file with a newline in quotes, row by row: a second for 100 MB, about."""
+    last = []  # line of each row, counted from 1 behind the header
+    with file.path.open("rb") as raw:
+        raw.seek(start)
+        whole_text = io.TextIOWrapper(raw, "utf-8", errors="replace", newline="\n")
+        reader = csv.reader(whole_text, delimiter=delimiter)
+        try:
+            last = [reader.line_num for _ in reader]
+        except csv.Error as error:
+            raise _undivided(error, file.path, reader.line_num + 1) from None
+    with file.opened() as text:
+        pieces = range(start, file.size, _PIECE_BYTES)
+        ends = [
+            piece
+            + 1
+            + np.flatnonzero(
+                np.frombuffer(text.read(piece, min(_PIECE_BYTES, file.size - piece)), np.uint8)
+                == _NEWLINE
+            )
+            for piece in pieces
+        ]
+    lines = np.concatenate([*ends, [file.size]])  # the last line may have no newline
+    rows = np.array(last)
+    found, offsets = _last_rows(lines[rows - 1], start, start)
+    edges = np.array([0, *(1 + found)])
+    offsets = np.array([start, *offsets])
+    if edges[-1] < len(rows):
+        edges = np.append(edges, len(rows))
+        offsets = np.append(offsets, file.size)
+    return _checked_blocks(file, edges, offsets, 2 + np.array([0, *last])[edges])
+
+
+def _last_rows(ends: np.ndarray, start: int, before: int) -> tuple[np.ndarray, np.ndarray]:
+    """The rows that end a block, and their ends, of rows that end at these bytes; the last block
+    before them ended at `before`."""
+    blocks = np.flatnonzero(
+        np.diff((ends - start) // _BLOCK_BYTES, prepend=(before - start) // _BLOCK_BYTES)
+    )
+    return blocks, ends[blocks]
+
+
+def _checked_blocks(
+    file: FileOnDisk, edges: np.ndarray, offsets: np.ndarray, lines: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     if len(long := np.flatnonzero(np.diff(offsets) > _MOST_LINE)):
         what = f"a line from here on has more than {_MOST_LINE:,} bytes"
-        raise UserError(
-            what, f"{file.path}:{edges[long[0]] + 2}", "a file whose lines end in a newline"
-        )
-    return np.array(edges, np.int64), np.array(offsets, np.int64)
+        fix = "a file whose lines end in a newline"
+        raise UserError(what, f"{file.path}:{lines[long[0]]}", fix)
+    return edges.astype(np.int64), offsets.astype(np.int64), lines.astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -289,20 +458,15 @@ class TextColumns:
         places = tuple(table.place(name) for name in names)
         samples = int(table.edges[-1])
         shape = (samples,) if is_single else (samples, len(names))
-        texts = [
-            row[place].strip() for row in (table.rows(0) if samples else []) for place in places
-        ]
-        is_whole = all(map(_WHOLE.fullmatch, texts))
-        return TextColumns(
-            table,
-            places,
-            np.dtype("int64" if is_whole and is_single else "float64"),
-            shape,
-            table.edges,
-        )
+        is_whole = is_single and table.kinds[places[0]] in ("whole", "truth")
+        dtype = np.dtype("int64" if is_whole else "float64")
+        found = TextColumns(table, places, dtype, shape, table.edges)
+        if any(table.kinds[place] in ("text", "empty") for place in places):
+            found._slowly(0)  # raises
+        return found
 
     def decode(self, block: int, box: Box) -> np.ndarray:
-        lines = self.table.lines(block)
+        lines = self.table.text(block)
         rows = int(self.edges[block + 1] - self.edges[block])
         found = self._parsed(lines, rows)
         found = self._slowly(block) if found is None else found
@@ -334,18 +498,20 @@ class TextColumns:
 
     def _slowly(self, block: int) -> np.ndarray:
         """Numbers (rows, columns). Raises UserError with the line that has none."""
-        convert = whole_number if self.dtype.kind == "i" else number
+        is_whole = self.dtype.kind == "i"
+        convert = whole_number if is_whole else number
+        kind = "a whole number, as the first lines have" if is_whole else "a number"
         rows = []
-        for line, row in enumerate(self.table.rows(block), int(self.edges[block]) + 2):
-            try:
-                rows.append([convert(row[place]) for place in self.places])
-            except ValueError as error:
-                kind = (
-                    "a whole number, as the first lines have"
-                    if convert is whole_number
-                    else "a number"
-                )
-                what = f"expected {kind}: {first_line(error)}"
-                fix = "correct it, leave the line out, or leave the column out of data.fields"
-                raise UserError(what, f"{self.table.file.path}:{line}", fix) from None
+        for line, row in self.table.rows(block):
+            found = []
+            for place in self.places:
+                is_truth = self.table.kinds[place] == "truth"
+                try:
+                    found.append(truth(row[place]) if is_truth else convert(row[place]))
+                except ValueError as error:
+                    expected = "TRUE or FALSE, as the first lines have" if is_truth else kind
+                    raise self.table.wrong_cell(
+                        place, row[place].strip(), line, first_line(error), expected
+                    ) from None
+            rows.append(found)
         return np.array(rows, self.dtype)

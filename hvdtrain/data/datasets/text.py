@@ -125,7 +125,7 @@ def encode(text: bytes, path: Path, tokenizer: Tokenizer | None) -> tuple[np.nda
         raise UserError(
             f"byte {error.start} is no UTF-8: {error.reason}",
             f"{path}:{line}",
-            "convert the text: iconv -t UTF-8",
+            "convert the text: iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW (or what it is in)",
         ) from None
     if tokenizer is None:
         return np.frombuffer(text, np.uint8), _BYTES

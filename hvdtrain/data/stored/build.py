@@ -20,7 +20,14 @@ from hvdtrain.data.stored.files import FileOnDisk, files_of_split
 from hvdtrain.data.stored.images import images_of
 from hvdtrain.data.stored.selection import name_and_words, select
 from hvdtrain.data.stored.source import Part, Selected, StoredSamples, StoredSource
-from hvdtrain.data.stored.stored_array import MOST_ROWS, PlainRows, StoredFile, check_shape, whole
+from hvdtrain.data.stored.stored_array import (
+    MOST_ROWS,
+    PlainRows,
+    StoredFile,
+    as_yaml,
+    check_shape,
+    whole,
+)
 from hvdtrain.data.subset import subset
 from hvdtrain.errors import UserError
 
@@ -127,7 +134,8 @@ def _left_out(file: StoredFile, fields: Mapping[str, list[str]], wanted: Wanted)
     )
     if wanted.fields is None and names:
         yield (
-            f"not in x, as they number the rows or the points of an axis: {', '.join(names)} "
+            f"not in x, as they number the rows or the points of an axis, or are empty: "
+            f"{', '.join(names)} "
             "(data.fields takes them)"
         )
 
@@ -203,7 +211,7 @@ def _fields(wanted: Wanted, split: Split, file: StoredFile, path: Path) -> dict[
         raise UserError(
             f"which arrays are x and y? The file has {', '.join(names[:24]) or 'none'}",
             str(path),
-            _FIELDS,
+            _with_capitals(names) or _FIELDS,
         )
     known = {name.lstrip("/"): name for name in names}
     others = [name for name in names if name.lstrip("/") != target]
@@ -211,6 +219,14 @@ def _fields(wanted: Wanted, split: Split, file: StoredFile, path: Path) -> dict[
     if len(inputs) > 1 and file.columns(inputs) is None:
         raise UserError(f"which of {', '.join(others[:24])} is x?", str(path), _FIELDS)
     return {"x": inputs, "y": [known[target]]}
+
+
+def _with_capitals(names: Sequence[str]) -> str:
+    """The words for a table whose target is written in another way, as Label; else empty."""
+    target = next((name for name in names if name.lower() in TARGETS), None)
+    others = [name for name in names if name != target]
+    x = f"[{', '.join(map(as_yaml, others))}]" if len(others) > 1 else "".join(others)
+    return f"data.fields={{x: {x}, y: {target}}}" if target and 0 < len(others) <= 24 else ""
 
 
 def _split_name(wanted: Wanted) -> str | None:

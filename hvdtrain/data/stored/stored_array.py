@@ -3,14 +3,17 @@ decoded together."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from hvdtrain.data.own.arrays import TARGETS
 from hvdtrain.data.stored.files import FileOnDisk, cut_off
 from hvdtrain.data.stored.selection import Box
 from hvdtrain.errors import UserError
@@ -177,6 +180,20 @@ def no_such(name: str, names: list[str], path: Path) -> UserError:
     return UserError(
         f"the file has no {name}; it has {shown}", str(path), "data.fields={x: NAME, y: NAME}"
     )
+
+
+def leaving_out(names: Sequence[str], wrong: Collection[str]) -> str:
+    """The words that train on a table without some of its columns."""
+    target = next((name for name in TARGETS if name in names and name not in wrong), None)
+    others = [name for name in names if name not in wrong and name != target]
+    if target is None or not 0 < len(others) <= 24 or len(set(names)) < len(names):
+        return "data.fields={x: [COLUMN, ...], y: COLUMN} takes other columns"
+    return f"data.fields={{x: [{', '.join(map(as_yaml, others))}], y: {target}}} leaves it out"
+
+
+def as_yaml(name: str) -> str:
+    """A name as YAML has it."""
+    return name if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) else json.dumps(name)
 
 
 def whole(dtype: np.dtype[Any]) -> np.dtype[Any]:
