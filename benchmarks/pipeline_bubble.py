@@ -31,7 +31,8 @@ from hvdtrain.comm.placement import placement
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import CommConfig
 from hvdtrain.frameworks.torch.models import gpt
-from hvdtrain.frameworks.torch.parallel.pipeline.cuts import balanced_cuts, measured_seconds
+from hvdtrain.frameworks.torch.parallel.pipeline.costs import measured_seconds
+from hvdtrain.frameworks.torch.parallel.pipeline.cuts import balanced_cuts
 from hvdtrain.frameworks.torch.parallel.pipeline.executor import (
     MicroBatch,
     Pipeline,

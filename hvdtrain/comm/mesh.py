@@ -63,6 +63,11 @@ class Mesh(NamedTuple):
         return None if self.world.rank < self.servers else self.role
 
     @property
+    def first_reader(self) -> int:
+        """The first rank of the world that reads samples."""
+        return self.servers
+
+    @property
     def counts(self) -> bool:
         """Whether sums over samples are taken from this rank: those that read the same samples
         count them once, on the last stage."""

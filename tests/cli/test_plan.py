@@ -481,7 +481,9 @@ def test_the_layout_of_a_model_over_ranks(
         "cannot write the picture" in (err := capsys.readouterr().err)
         and "\n  where: --parallel-picture\n" in err
     )
-    from hvdtrain.frameworks.torch.layout import layout  # torch: the other tests here go without it
+    from hvdtrain.frameworks.torch.layout import (
+        layout,  # torch: the other tests here go without it
+    )
 
     config = configure(None, words[:3])
     found = layout(config, without_statistics((2, 2, 1), 3), 4)

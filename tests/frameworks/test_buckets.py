@@ -19,7 +19,7 @@ from hvdtrain.core.metrics import Sums
 from hvdtrain.frameworks.stopwatch import HostStopwatch
 from hvdtrain.frameworks.torch.parallel.buckets import Buckets
 from hvdtrain.frameworks.torch.parallel.by_library import fits_horovod
-from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters
+from hvdtrain.frameworks.torch.strategy import NamedParameters
 
 
 class Twice(SingleProcessCommunicator):

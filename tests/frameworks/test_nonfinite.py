@@ -29,7 +29,7 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch, digest, whole_arrays
 from hvdtrain.core.metrics import Sums
 from hvdtrain.frameworks.learner import Learner
-from hvdtrain.frameworks.torch.parallel.buffers import Buffers
+from hvdtrain.frameworks.torch.buffers import Buffers
 from hvdtrain.frameworks.torch.step import any_nonfinite, one_or_nan, zero_where
 from hvdtrain.recipe.noise import NOISE_SCALE_KEYS
 from hvdtrain.tasks.classification import Classification

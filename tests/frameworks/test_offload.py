@@ -19,9 +19,10 @@ from torch.utils._pytree import tree_leaves
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.core.progress import Hyper
-from hvdtrain.frameworks.torch.parallel.strategy import Shard
+from hvdtrain.frameworks.torch.noise_meter import NoiseMeter
 from hvdtrain.frameworks.torch.precision import LossScale
-from hvdtrain.frameworks.torch.step import Meter, any_nonfinite, clip_, zero_where
+from hvdtrain.frameworks.torch.step import any_nonfinite, clip_, zero_where
+from hvdtrain.frameworks.torch.strategy import Shard
 from hvdtrain.recipe.noise import NOISE_SCALE_KEYS
 
 SCALED = [
@@ -67,7 +68,7 @@ def test_offloaded_gradients_meet_nothing_of_the_gpu() -> None:
         updated = [shard.parameter for shard in shards]
         for p in updated:
             p.grad = torch.ones_like(p)
-        meter = Meter(whole, SingleProcessCommunicator())
+        meter = NoiseMeter(whole, SingleProcessCommunicator())
         LossScale(gpu).unscale_(updated)
         bad = any_nonfinite(updated)
         sums = zero_where(bad, meter.read(Hyper(0.1, 0.9, 0.0, 8), 4, shards, lambda x: x))

@@ -17,7 +17,8 @@ from torch import nn
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.models import gpt, mlp
-from hvdtrain.frameworks.torch.parallel.pipeline.cuts import balanced_cuts, measured_seconds
+from hvdtrain.frameworks.torch.parallel.pipeline.costs import measured_seconds
+from hvdtrain.frameworks.torch.parallel.pipeline.cuts import balanced_cuts
 from hvdtrain.frameworks.torch.parallel.pipeline.executor import (
     MicroBatch,
     Pipeline,

@@ -15,7 +15,7 @@ from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Arrays, Batch
 from hvdtrain.core.progress import Hyper
-from hvdtrain.frameworks.torch.parallel.buffers import Buffers
+from hvdtrain.frameworks.torch.buffers import Buffers
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
 from hvdtrain.training.replicas.compare import broadcast_state

@@ -292,7 +292,7 @@ from hvdtrain.config.read import configure
 from hvdtrain.frameworks.stopwatch import HostStopwatch
 from hvdtrain.frameworks.torch import build
 from hvdtrain.frameworks.torch.optim import rule_optimizer as o
-from hvdtrain.frameworks.torch.arrangement import select_strategy
+from hvdtrain.frameworks.torch.parallel.whole_model import select_strategy
 from hvdtrain.core.progress import Hyper
 
 WORDS = {

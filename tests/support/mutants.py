@@ -149,7 +149,7 @@ MUTANTS = (
     ),
     Mutant(
         "fsdp.gradient_of_the_step_before",
-        f"{PARALLEL}/fsdp.py",
+        f"{PARALLEL}/fsdp/strategy.py",
         "            p.grad = None\n",
         "",
         ("tests/frameworks/test_fsdp.py",),
@@ -192,8 +192,8 @@ MUTANTS = (
     Mutant(
         "step.noise_of_each_rank",
         LEARNER,
-        "bad, hyper.noise, seed, lambda bad",
-        "bad, hyper.noise, seed + self.data.rank, lambda bad",
+        "bad, hyper, seed, lambda bad",
+        "bad, hyper, seed + self.data.rank, lambda bad",
         ("tests/frameworks/test_ranks_in_threads.py",),
     ),
     Mutant(

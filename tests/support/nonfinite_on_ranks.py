@@ -20,7 +20,7 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Arrays, Batch, digest
 from hvdtrain.core.progress import Hyper
 from hvdtrain.frameworks.learner import Learner
-from hvdtrain.frameworks.torch.parallel.buffers import Buffers
+from hvdtrain.frameworks.torch.buffers import Buffers
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
 

@@ -27,12 +27,8 @@ from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.errors import STALLED, UserError
 from hvdtrain.features.mesh import mesh_lines
-from hvdtrain.frameworks.torch.parallel.pipeline.cuts import (
-    agreed_seconds,
-    first_units,
-    planned_first_units,
-    samples_of_pass,
-)
+from hvdtrain.frameworks.torch.parallel.pipeline.costs import agreed_seconds, samples_of_pass
+from hvdtrain.frameworks.torch.parallel.pipeline.cuts import first_units, planned_first_units
 from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Seconds
 from hvdtrain.frameworks.torch.parallel.pipeline.stages import Unit, units_of
 from hvdtrain.training.input import passes_of_step

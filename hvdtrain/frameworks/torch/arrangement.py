@@ -4,37 +4,29 @@ passes of its steps."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.engines import Feature
 from hvdtrain.comm.mesh import Mesh
 from hvdtrain.comm.order import SameOrder
-from hvdtrain.config.lengths import read_length
 from hvdtrain.config.schema import Config
 from hvdtrain.config.section import DEFAULT
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch, Stopwatch
+from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
 from hvdtrain.frameworks.torch.call import Called, any_of, each_of
 from hvdtrain.frameworks.torch.device import compiled
 from hvdtrain.frameworks.torch.forward import WhenEmpty
 from hvdtrain.frameworks.torch.model import example, normed_model
 from hvdtrain.frameworks.torch.norm import orders_of_norms
-from hvdtrain.frameworks.torch.parallel.buckets import (
-    COMPRESSED_TYPES,
-    Buckets,
-    fastest_bucket_bytes,
-)
-from hvdtrain.frameworks.torch.parallel.by_library import Ddp, HorovodOptimizer, fits_horovod
-from hvdtrain.frameworks.torch.parallel.local_sgd import LocalSGD, PostLocalSGD
-from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, Strategy
-from hvdtrain.frameworks.torch.parallel.zero import Zero
 from hvdtrain.frameworks.torch.precision import Precision
 from hvdtrain.frameworks.torch.step import Passes
-from hvdtrain.recipe.clock import epoch_multiplier
+from hvdtrain.frameworks.torch.strategy import NamedParameters, Strategy
 from hvdtrain.tasks.task import Task
+
+if TYPE_CHECKING:  # of a picture alone
+    from hvdtrain.frameworks.torch.layer import Layer, LayerCut
 
 
 class Given(NamedTuple):
@@ -104,7 +96,8 @@ class Making(NamedTuple):
 
 
 class Arrangement:
-    """This class: each rank has the whole model. Others say what they do differently.
+    """This class: a rank has the whole model, and no other one. Others say what they do
+    differently.
 
     Every rank makes one, checks its model as a whole, and calls cut().
     """
@@ -141,13 +134,29 @@ class Arrangement:
     def strategy(self, named: NamedParameters, optimizer: torch.optim.Optimizer) -> Strategy:
         """The strategy of the trained parameters; the optimizer is as the configuration says, and
         the strategy has not wrapped it yet."""
-        return select_strategy(
-            self.making.config, self.making.mesh, named, optimizer, self.making.stopwatch
-        )
+        return Strategy(named)
 
     def passes(self, strategy: Strategy, *of_passes: Any) -> Passes:
         """of_passes: what Passes is made of."""
         return Passes(*of_passes)
+
+    @classmethod
+    def check_predictable(cls, config: Config) -> None:
+        """Raises UserError where the memory of its ranks cannot be predicted."""
+
+    @classmethod
+    def layout_stages(
+        cls, model: torch.nn.Module, config: Config, task: Task
+    ) -> tuple[dict[str, int], str]:
+        """For a picture: the stage of each layer, and what a stage sends the next one."""
+        return {}, ""
+
+    @classmethod
+    def layout_cuts(
+        cls, model: torch.nn.Module, config: Config, ranks: int, layers: Sequence[Layer]
+    ) -> dict[str, LayerCut]:
+        """For a picture: the layers of which ranks have parts, by name."""
+        return {}
 
     @property
     def all_orders(self) -> list[SameOrder]:
@@ -155,8 +164,13 @@ class Arrangement:
         return [*self.orders, *(orders_of_norms(self.model) if self.making.planned is None else ())]
 
     @property
+    def waits_in_norms(self) -> bool:
+        """Whether passes wait for the statistics of other ranks."""
+        return self.making.config.norm.kind == "sync"
+
+    @property
     def when_empty(self) -> WhenEmpty:
-        return "call" if self.making.config.norm.kind == "sync" else self.without_samples
+        return "call" if self.waits_in_norms else self.without_samples
 
 
 @torch.no_grad()
@@ -175,81 +189,3 @@ def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
-
-
-def select_strategy(
-    config: Config,
-    mesh: Mesh,
-    named: NamedParameters,
-    optimizer: torch.optim.Optimizer,
-    stopwatch: Stopwatch,
-) -> Strategy:
-    """The strategy for the trained parameters and their optimizer, which it has not wrapped yet;
-    not of shard.stage=3, parallel.* and servers.*, whose arrangements have others. Every rank calls
-    it.
-
-    training/conflicts.py has refused what the configuration or the engine excludes. Raises
-    UserError where Horovod cannot wrap this optimizer or these parameters, and
-    comm.reduce=distributed_optimizer asks for it.
-    """
-    comm = config.comm
-    communicator = mesh.data
-    if config.shard.stage in (1, 2):
-        on_host = config.shard.offload != "none"
-        return Zero(
-            named, mesh, config.shard.stage, int(comm.bucket_mb * 2**20), stopwatch, on_host
-        )
-    # Horovod's optimizer has none of these
-    needs_buckets = comm.compression != "none" or comm.op == "adasum" or comm.local_steps > 1
-    unfit = "" if needs_buckets else fits_horovod(optimizer, named)
-    if comm.reduce == "distributed_optimizer" and unfit:
-        raise UserError(unfit, config.where("comm.reduce"), "comm.reduce=auto")
-    if comm.reduce == "ddp":
-        return Ddp(named, comm.bucket_mb)
-    if communicator.size == 1 and comm.reduce == "auto":
-        return Strategy(named)
-    if comm.local_steps > 1:
-        return _local_steps(config, named, communicator, stopwatch)
-    if (
-        "horovod_api" in communicator.features
-        and comm.reduce != "bucket"
-        and not unfit
-        and not needs_buckets
-        and mesh.tensor.size == 1
-    ):
-        return HorovodOptimizer(named, communicator)
-    buckets = _buckets(config, named, communicator, stopwatch)
-    if unfit and comm.reduce == "auto" and "horovod_api" in communicator.features:
-        buckets.summary += f": {unfit}"
-    return buckets
-
-
-def _local_steps(
-    config: Config, named: NamedParameters, communicator: Communicator, stopwatch: Stopwatch
-) -> LocalSGD | PostLocalSGD:
-    bucket_bytes = int(config.comm.bucket_mb * 2**20)
-    begin = read_length(config.comm.local_from)
-    local = LocalSGD(named, communicator, config.comm.local_steps, bucket_bytes, stopwatch)
-    if not begin.amount:
-        return local
-    together = Buckets(named, communicator, bucket_bytes, stopwatch)
-    return PostLocalSGD(together, local, begin.words(epoch_multiplier(config)))
-
-
-def _buckets(
-    config: Config, named: NamedParameters, communicator: Communicator, stopwatch: Stopwatch
-) -> Buckets:
-    comm = config.comm
-    if (
-        comm.op == "adasum"
-    ):  # a bucket of its own for each tensor: Adasum takes their angles one by one
-        return Buckets(named, communicator, 0, stopwatch, op="adasum")
-    compressed = COMPRESSED_TYPES.get(comm.compression)
-    if not comm.tune or communicator.size == 1:
-        return Buckets(named, communicator, int(comm.bucket_mb * 2**20), stopwatch, compressed)
-    tuned = fastest_bucket_bytes(named, communicator, compressed)
-    buckets = Buckets(named, communicator, tuned.bucket_bytes, stopwatch, compressed)
-    buckets.summary += (
-        f" of {tuned.bucket_bytes / 2**20:g} MiB, as tuned ({1e3 * tuned.seconds:.2g} ms for all)"
-    )
-    return buckets

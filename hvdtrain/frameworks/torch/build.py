@@ -22,6 +22,9 @@ from hvdtrain.frameworks.learner import Learner, fair_threads
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
 from hvdtrain.frameworks.torch import step_costs
 from hvdtrain.frameworks.torch.arrangement import Making
+from hvdtrain.frameworks.torch.arrangements import arrangement_of, module_of
+from hvdtrain.frameworks.torch.assemble import assemble, make_optimizer
+from hvdtrain.frameworks.torch.communicators import timed_mesh
 from hvdtrain.frameworks.torch.device import (
     check_compiler,
     check_shared,
@@ -30,7 +33,6 @@ from hvdtrain.frameworks.torch.device import (
     return_large_memory,
 )
 from hvdtrain.frameworks.torch.foreign.downloads import download_first
-from hvdtrain.frameworks.torch.learner import arrangement_of, assemble, make_optimizer
 from hvdtrain.frameworks.torch.model import (
     build_model,
     check_first_samples,
@@ -39,7 +41,6 @@ from hvdtrain.frameworks.torch.model import (
 )
 from hvdtrain.frameworks.torch.not_used import lines_of_not_used
 from hvdtrain.frameworks.torch.optim.user_optimizer import check_elementwise
-from hvdtrain.frameworks.torch.parallel.communicators import timed_mesh
 from hvdtrain.frameworks.torch.precision import pick_precision, refuse_tiny_images
 from hvdtrain.tasks.task import Task
 
@@ -106,10 +107,7 @@ def load_libraries(config: Config) -> None:
     parallel.*, no tensors of the job."""
     if config.model.recompute != "none" or config.shard.stage == 3:
         import torch._dynamo  # noqa: F401  # torch.utils.checkpoint imports it when it is first called, and fully_shard()
-    if config.shard.stage == 3:
-        import hvdtrain.frameworks.torch.parallel.fsdp
-    if config.parallel.ranks > 1:
-        import hvdtrain.frameworks.torch.layers  # noqa: F401  # torch.distributed.pipelining
+    arrangement_of(config)
 
 
 def check_optimizer(config: Config) -> None:
@@ -131,16 +129,14 @@ def unit_costs(config: Config, task: Task, samples: int) -> list[Any]:
 
     Raises UserError where the model does not say where it may be cut.
     """
-    from hvdtrain.frameworks.torch import layers  # torch.distributed.pipelining: half a second
-
-    return layers.unit_costs(config, task, samples)
+    found: list[Any] = module_of("pipeline.costs").unit_costs(config, task, samples)
+    return found
 
 
 def replay(config: Config, task: Task, *job: Any) -> Arrays:
     """The state after asynchronous updates, computed again: as replay() of replay.py."""
-    from hvdtrain.frameworks.torch import replay
-
-    return replay.replay(config, task, *job)
+    found: Arrays = module_of("parameter_server.replay").replay(config, task, *job)
+    return found
 
 
 def figures() -> Any:
@@ -154,13 +150,7 @@ def footprint(
     """The memory of the rank that takes most of so many, predicted. Raises UserError where the
     model needs numbers to compute shapes, and for parameter servers.
     """
-    if config.servers.count:
-        what = "the memory of parameter servers and their workers is not predicted"
-        raise UserError(
-            what,
-            config.where("servers.count"),
-            "train some steps: a job prints at its end what its ranks took",
-        )
+    arrangement_of(config).check_predictable(config)
     from hvdtrain.frameworks.torch.predict_memory import (
         predict,
     )  # tensors without numbers: commands that predict nothing do not load them
@@ -171,11 +161,9 @@ def footprint(
 def layout(config: Config, task: Task, ranks: int) -> Layout:
     """Which of so many ranks has which part of each layer. Raises UserError where the model cannot
     be cut so."""
-    from hvdtrain.frameworks.torch.layout import (
-        layout as layout_of,
-    )  # torch.distributed.pipelining: half a second
+    from hvdtrain.frameworks.torch import layout as of_ranks
 
-    return layout_of(config, task, ranks)
+    return of_ranks.layout(config, task, ranks)
 
 
 def summarize(config: Config, task: Task) -> list[LayerSummary]:

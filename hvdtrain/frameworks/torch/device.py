@@ -22,6 +22,7 @@ import torch
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.mesh import Mesh
 from hvdtrain.config.schema import Config
+from hvdtrain.core.progress import fold
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Gpu
 
@@ -107,6 +108,13 @@ def dropout_stream(mesh: Mesh, readers: Communicator, config: Config) -> int:
     positions drop the same."""
     part = mesh.tensor.rank if config.parallel.sequence else 0
     return readers.rank + readers.size * (mesh.pipe.rank + mesh.pipe.size * part)
+
+
+def seed_layers(
+    seed: int, mesh: Mesh, readers: Communicator, config: Config, device: torch.device
+) -> None:
+    """Seeds what layers draw in a step, on each rank that has other samples another one."""
+    seed_dropout(fold(seed, dropout_stream(mesh, readers, config)) & (2**63 - 1), device)
 
 
 def seed_dropout(seed: int, device: torch.device) -> None:

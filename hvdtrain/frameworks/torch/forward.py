@@ -1,23 +1,22 @@
 """Forward passes: from a batch on the device to the sum of its losses, in training and in
-evaluation; sequences, token by token."""
+evaluation."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdtrain.core.metrics import Sums, zero_sums
 from hvdtrain.data.images.views import Views
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.learner import sampling_numbers
+from hvdtrain.frameworks.torch.buffers import copied_buffers
 from hvdtrain.frameworks.torch.call import Called, any_of, call, each_of
 from hvdtrain.frameworks.torch.inputs import DeviceBatch, Inputs
-from hvdtrain.frameworks.torch.parallel.buffers import copied_buffers
-from hvdtrain.frameworks.torch.parallel.tensor.collectives import SplitLogits, whole_logits
 from hvdtrain.frameworks.torch.precision import Precision
 from hvdtrain.tasks.task import Part, Task
 from hvdtrain.tasks.torch import MAIN_OUTPUTS, rows_of
@@ -65,6 +64,24 @@ class TrainingModel(torch.nn.Module):
         )
 
 
+@runtime_checkable
+class InParts(Protocol):
+    """Outputs of which each rank has a part."""
+
+    local: torch.Tensor
+
+    def to(self, dtype: torch.dtype) -> InParts: ...
+
+    def whole(self) -> torch.Tensor:
+        """The outputs of all ranks. A collective."""
+
+
+def whole_outputs(outputs: Any) -> Any:
+    """Outputs of all ranks. A collective where each has a part of them."""
+    is_tensor = isinstance(outputs, torch.Tensor)
+    return outputs.whole() if not is_tensor and isinstance(outputs, InParts) else outputs
+
+
 def first_of(outputs: Any) -> Any:
     """A model's output, or the first of several in a tuple, a list or a dict, of which one may be
     named; all else is what it is."""
@@ -76,6 +93,13 @@ def first_of(outputs: Any) -> Any:
     return outputs
 
 
+def on_host(outputs: Any) -> np.ndarray:
+    """The numbers of a model's first output; of a part of the logits those of all ranks, a
+    collective."""
+    found: np.ndarray = first_of(whole_outputs(outputs)).cpu().numpy()
+    return found
+
+
 def call_with_zeros(model: torch.nn.Module, inputs: Called) -> Any:
     """The outputs (0, ...) for inputs (0, ...); the model's buffers stay as they are. Masks are of
     samples that are all real."""
@@ -83,7 +107,7 @@ def call_with_zeros(model: torch.nn.Module, inputs: Called) -> Any:
         outputs = call(
             model, each_of(inputs, lambda x: x.new_full((2, *x.shape[1:]), x.dtype == torch.bool))
         )
-    if isinstance(outputs, SplitLogits):
+    if isinstance(outputs, InParts):
         return outputs.local.sum() * 0.0
     return rows_of(outputs, slice(0))
 
@@ -108,7 +132,7 @@ def _with_enough_samples(count: int) -> Iterator[None]:
 def in_type(outputs: Any, dtype: torch.dtype) -> Any:
     """Outputs of a model in a number type: a tensor, or several of them in a tuple, a list or a
     dict."""
-    if isinstance(outputs, SplitLogits):
+    if isinstance(outputs, (torch.Tensor, InParts)):
         return outputs.to(dtype)
     if isinstance(outputs, dict):
         return {name: in_type(output, dtype) for name, output in outputs.items()}
@@ -162,6 +186,25 @@ class Forward:
         """(n, ...) what the model is called with."""
         inputs: Called = self._part.inputs(self.inputs.arrays(batch))
         return inputs
+
+    def trains_one_sample(self, model: torch.nn.Module) -> bool:
+        """Whether a forward pass of the model in training mode takes one sample: tried, where it
+        has batch norms. Its buffers stay as they are."""
+        if not any(isinstance(module, _BatchNorm) for module in model.modules()):
+            return True
+        inputs = self.inputs_of(self.inputs.zeros(1))
+        try:
+            autocast = self.precision.autocast(self.inputs.device)
+            with (
+                torch.random.fork_rng(devices=[]),
+                torch.no_grad(),
+                copied_buffers(model),
+                autocast,
+            ):
+                call(model.train(), inputs)
+        except ValueError as error:
+            return ONE_VALUE not in f"{error}"
+        return True
 
     def losses(self, outputs: Any, batch: DeviceBatch, *, training: bool) -> Losses:
         """Losses of the model's outputs for a batch with samples, whose labels may still be on
@@ -236,70 +279,3 @@ class Forward:
             total = total + batch.weight * added.to(total.dtype)
             loss = loss + batch.weight * added.detach().double()
         return Losses(total, {"loss": loss, **terms, **each.parts, "count": batch.samples})
-
-
-class Decoder(Protocol):
-    """A model that can read a sequence a few positions at a time, as models/gpt.py."""
-
-    context: int
-
-    def __call__(self, tokens: torch.Tensor, cache: Any) -> torch.Tensor | SplitLogits:
-        """int64 (n, m) of further positions -> logits (n, m, vocabulary)."""
-
-    def empty_cache(self) -> Any:
-        """For `context` positions of any sequences."""
-
-
-@torch.inference_mode()
-def continue_sequences(
-    model: Decoder,
-    prompts: torch.Tensor,
-    length: int,
-    *,
-    tokens: int,
-    temperature: float,
-    seed: int,
-    first: int = 0,
-    before_each: Callable[[], None] = lambda: None,
-) -> torch.Tensor:
-    """Prompts, int64 (n, m) with m >= 1, continued to int64 (n, length) by tokens 0 ... tokens - 1;
-    the model is in evaluation mode.
-
-    Each is drawn from softmax(logits / temperature); with temperature 0 the most probable one is
-    taken. The random number of position t of sequence i is fold(seed, first + i, t): a sequence
-    does not depend on the batch that it is drawn in, up to rounding of the logits. Beyond the
-    context the model reads the second half of its context again, and goes on from there.
-    before_each() is called before each position.
-    """
-    n = len(prompts)
-    found = torch.cat([prompts, prompts.new_zeros(n, length - prompts.shape[1])], 1)
-    # (n, length)
-    numbers = torch.from_numpy(sampling_numbers(seed, first + np.arange(n), np.arange(length))).to(
-        prompts.device
-    )
-    # the cache has positions begin ... read - 1
-    cache = model.empty_cache()
-    begin = 0
-    read = 0
-    for at in range(prompts.shape[1], length):
-        before_each()
-        if not n:  # other ranks have the sequences
-            continue
-        if at - begin > model.context:
-            begin = read = at - max(1, model.context // 2)
-            cache = model.empty_cache()
-        logits = whole_logits(model(found[:, read:at], cache))[
-            :, -1, :tokens
-        ].double()  # (n, tokens)
-        read = at
-        found[:, at] = _draw(logits, temperature, numbers[:, at])
-    return found
-
-
-def _draw(logits: torch.Tensor, temperature: float, numbers: torch.Tensor) -> torch.Tensor:
-    """(n,) by inversion of the cumulative distribution."""
-    if temperature == 0:
-        return logits.argmax(1)
-    cumulative = (logits / temperature).softmax(1).cumsum(1)
-    drawn = torch.searchsorted(cumulative, (numbers * cumulative[:, -1])[:, None], right=True)[:, 0]
-    return drawn.clamp(max=logits.shape[1] - 1)

@@ -17,8 +17,8 @@ from hvdtrain.config.schema import ModelConfig
 from hvdtrain.core.adapters import is_adapter
 from hvdtrain.core.ties import Ties
 from hvdtrain.errors import UserError, nearest, short
+from hvdtrain.frameworks.torch.buffers import RUNNING
 from hvdtrain.frameworks.torch.lora import LoraLinear
-from hvdtrain.frameworks.torch.parallel.buffers import RUNNING
 from hvdtrain.optim.around import number_of_entry
 
 _SHOWN = 6  # names in a line

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,34 +14,13 @@ from hvdtrain.comm.communicator import part_of
 from hvdtrain.comm.mesh import Coordinates, coordinates, place_of
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Layout, LayoutRow, Share, Way, shown_bytes
+from hvdtrain.frameworks.torch.arrangements import arrangement_of
 from hvdtrain.frameworks.torch.call import only_one
+from hvdtrain.frameworks.torch.layer import Layer, LayerCut, bytes_of_sample
 from hvdtrain.frameworks.torch.model import checked_model, example
-from hvdtrain.frameworks.torch.parallel.communicators import PlannedCommunicator
-from hvdtrain.frameworks.torch.parallel.dense.hybrid import HybridModel
-from hvdtrain.frameworks.torch.parallel.pipeline.cuts import first_units
-from hvdtrain.frameworks.torch.parallel.pipeline.stages import units_of
-from hvdtrain.frameworks.torch.parallel.tensor.plan import plan_of, resolve
 from hvdtrain.tasks.task import Task
 
 _WHOLE = Share(0.0, 1.0)
-
-
-class _Layer(NamedTuple):
-    """A module with parameters of its own."""
-
-    name: str
-    shape: tuple[int, ...]
-    bytes: int
-    weight_bytes: int  # of the largest parameter, which is the one that is cut
-    inputs: int  # bytes of one sample
-    outputs: int
-
-
-class _Cut(NamedTuple):
-    way: Way
-    sent: str
-    groups: int = 1
-    axis: int = 0  # of the weight (outputs, inputs)
 
 
 def layout(config: Config, task: Task, ranks: int) -> Layout:
@@ -51,8 +30,9 @@ def layout(config: Config, task: Task, ranks: int) -> Layout:
     model = checked_model(config, task)
     like = torch.empty(0)
     layers = _layers(model, only_one(example(2, config, task, like)))
-    stage_of, between = _stages(model, config, task)
-    cuts = _tensor_cuts(model, config, layers) | _dense_cuts(model, config, ranks, layers)
+    arrangement = arrangement_of(config)
+    stage_of, between = arrangement.layout_stages(model, config, task)
+    cuts = arrangement.layout_cuts(model, config, ranks, layers)
     readers = ranks // parallel.ranks
     places = [coordinates(rank, readers, parallel.tensor) for rank in range(ranks)]
     groups = _alike(layers, stage_of, cuts)
@@ -75,12 +55,12 @@ def layout(config: Config, task: Task, ranks: int) -> Layout:
     return found._replace(gradients=_gradients(config, found, readers))
 
 
-def _layers(model: nn.Module, x: torch.Tensor) -> list[_Layer]:
+def _layers(model: nn.Module, x: torch.Tensor) -> list[Layer]:
     """In the order of the model; x: (2, ...), of which a forward pass tells what is sent."""
     sent: dict[nn.Module, tuple[int, int]] = {}
 
     def keep(module: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> None:
-        sent[module] = _bytes_of_sample(inputs[0] if inputs else None), _bytes_of_sample(outputs)
+        sent[module] = bytes_of_sample(inputs[0] if inputs else None), bytes_of_sample(outputs)
 
     hooks = [module.register_forward_hook(keep) for module in model.modules()]
     try:
@@ -99,7 +79,7 @@ def _layers(model: nn.Module, x: torch.Tensor) -> list[_Layer]:
         largest = max(own.values(), key=lambda p: p.numel())
         label = name or ", ".join(own)
         found.append(
-            _Layer(
+            Layer(
                 label,
                 tuple(largest.shape),
                 sum(p.nbytes for p in own.values()),
@@ -110,102 +90,11 @@ def _layers(model: nn.Module, x: torch.Tensor) -> list[_Layer]:
     return found
 
 
-def _bytes_of_sample(x: Any) -> int:
-    return x.nbytes // max(1, len(x)) if isinstance(x, torch.Tensor) and x.ndim else 0
-
-
-def _tensor_cuts(model: nn.Module, config: Config, layers: list[_Layer]) -> dict[str, _Cut]:
-    """Cuts of the layers that the ranks of a tensor group have in parts, by name."""
-    parts = config.parallel.tensor
-    where = config.where("parallel.tensor")
-    if parts == 1:
-        return {}
-    by_name = {layer.name: layer for layer in layers}
-    found = {}
-    for name, way in resolve(model, plan_of(model, where), parts, where).items():
-        if name not in by_name:  # a tied weight is that of its first layer
-            continue
-        inputs = shown_bytes(by_name[name].inputs)
-        outputs = shown_bytes(by_name[name].outputs)
-        if way.kind == "columns":
-            found[name] = _Cut(
-                "columns", f"backward: sum of gradients, {inputs} a sample", way.groups
-            )
-        elif way.kind == "rows":
-            found[name] = _Cut(
-                "rows", f"forward: sum of outputs, {outputs} a sample", way.groups, axis=1
-            )
-        elif isinstance(model.get_submodule(name), nn.Embedding):
-            found[name] = _Cut("rows", f"forward: sum of outputs, {outputs} a sample")
-        else:
-            found[name] = _Cut("columns", f"backward: sum of gradients, {inputs} a sample")
-    return found
-
-
-def _dense_cuts(
-    model: nn.Module, config: Config, ranks: int, layers: list[_Layer]
-) -> dict[str, _Cut]:
-    """Cuts of the layers of the dense part, whose neurons are on all ranks."""
-    if config.parallel.dense == "none":
-        return {}
-    hybrid = HybridModel(
-        model,
-        PlannedCommunicator(ranks, frozenset()),
-        config.parallel.dense,
-        config.where("parallel.dense"),
-    )
-    of_cuts = hybrid.cuts()
-    names = list(
-        dict.fromkeys(
-            name.rpartition(".")[0] for name, p in model.named_parameters() if p in of_cuts
-        )
-    )
-    by_name = {layer.name: layer for layer in layers}
-    found = {}
-    for number, name in enumerate(names):
-        rows = (
-            f"rows of all ranks, {shown_bytes(by_name[name].inputs)} a sample; "
-            if not number
-            else ""
-        )
-        found[name] = _Cut(
-            "columns", f"{rows}neurons of all ranks, {shown_bytes(by_name[name].outputs)} a sample"
-        )
-    return found
-
-
-def _stages(model: nn.Module, config: Config, task: Task) -> tuple[dict[str, int], str]:
-    """The stage of each layer, and what a stage sends the next one."""
-    if config.parallel.pipeline == 1:
-        return {}, ""
-    like = torch.empty(0)
-    units = units_of(model, config.where("parallel.pipeline"))
-    x = only_one(example(2, config, task, like))
-    first = first_units(model, config, x, seconds_of=None)
-    stage_of: dict[nn.Parameter, int] = {}
-    for number, unit in enumerate(units):
-        stage = sum(start <= number for start in first) - 1
-        for module in unit.modules:
-            for p in module.parameters():
-                stage_of.setdefault(p, stage)
-    x = only_one(example(2, config, task, like))
-    with torch.no_grad():
-        for unit in units[: first[1]]:
-            x = unit.call(x)
-    by_layer: dict[str, int] = {}
-    for name, p in model.named_parameters():
-        by_layer.setdefault(name.rpartition(".")[0] or name, stage_of[p])
-    return (
-        by_layer,
-        f"activations, {shown_bytes(_bytes_of_sample(x))} a sample; their gradients come back",
-    )
-
-
 def _alike(
-    layers: list[_Layer], stage_of: dict[str, int], cuts: Mapping[str, _Cut]
-) -> dict[tuple[Any, ...], list[_Layer]]:
+    layers: list[Layer], stage_of: dict[str, int], cuts: Mapping[str, LayerCut]
+) -> dict[tuple[Any, ...], list[Layer]]:
     """Layers of blocks that are alike, of one stage, together: in the order of the first ones."""
-    found: dict[tuple[Any, ...], list[_Layer]] = {}
+    found: dict[tuple[Any, ...], list[Layer]] = {}
     for layer in layers:
         pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", layer.name)
         key = (pattern, stage_of.get(layer.name, 0), layer.shape, layer.bytes, cuts.get(layer.name))
@@ -214,7 +103,7 @@ def _alike(
 
 
 def _row(
-    alike: list[_Layer], cut: _Cut | None, stage: int, config: Config, places: list[Coordinates]
+    alike: list[Layer], cut: LayerCut | None, stage: int, config: Config, places: list[Coordinates]
 ) -> LayoutRow:
     parallel = config.parallel
     readers = len(places) // config.parallel.ranks
@@ -264,7 +153,7 @@ def _updated(
     return total
 
 
-def _name(alike: list[_Layer]) -> str:
+def _name(alike: list[Layer]) -> str:
     """ "blocks.0-3.fc1" """
     if len(alike) == 1:
         return alike[0].name

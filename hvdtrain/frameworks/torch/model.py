@@ -25,16 +25,15 @@ from hvdtrain.core.own_line import own_line
 from hvdtrain.errors import UserError, short
 from hvdtrain.frameworks import by_name
 from hvdtrain.frameworks.torch import lora
+from hvdtrain.frameworks.torch.buffers import copied_buffers
 from hvdtrain.frameworks.torch.call import Called, call, shapes_of, takes_by_name
 from hvdtrain.frameworks.torch.foreign.counted import TooLarge, counted, most_bytes
 from hvdtrain.frameworks.torch.foreign.downloads import watched
-from hvdtrain.frameworks.torch.forward import first_of
+from hvdtrain.frameworks.torch.forward import first_of, whole_outputs
 from hvdtrain.frameworks.torch.frozen import check_overlaps, freeze
 from hvdtrain.frameworks.torch.keras_module import as_module, set_number_type
 from hvdtrain.frameworks.torch.libraries.transformers import without_past
 from hvdtrain.frameworks.torch.norm import use_norm
-from hvdtrain.frameworks.torch.parallel.buffers import copied_buffers
-from hvdtrain.frameworks.torch.parallel.tensor.collectives import whole_logits
 from hvdtrain.tasks.task import Part, Place, Task, part_of, wrong_shapes
 from hvdtrain.tasks.torch import check_alone
 from hvdtrain.tasks.user_tasks import Measured, OwnLoss
@@ -164,7 +163,7 @@ def check_outputs(
                 else "x.flatten(1) takes an empty batch, which norm.kind=sync may give a rank"
             )
             raise UserError(what, f"{where}; {own_line(error)}", fix) from error
-        found = first_of(whole_logits(outputs))  # a loss of the user's own may take several
+        found = first_of(whole_outputs(outputs))  # a loss of the user's own may take several
         if not isinstance(found, torch.Tensor) or not task.fits(tuple(found.shape), count):
             shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
             what = (

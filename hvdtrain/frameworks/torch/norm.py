@@ -17,7 +17,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.order import SameOrder
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch.parallel.strategy import reduction_device
+from hvdtrain.frameworks.torch.strategy import reduction_device
 
 Kind = Literal["batch", "ghost", "sync"]
 Statistics = Literal["averaged", "sequential"]

@@ -11,10 +11,10 @@ from torch import nn
 
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
+from hvdtrain.frameworks.torch.buffers import copied_buffers
 from hvdtrain.frameworks.torch.call import call
 from hvdtrain.frameworks.torch.forward import AddsLoss, first_of
 from hvdtrain.frameworks.torch.model import zeros
-from hvdtrain.frameworks.torch.parallel.buffers import copied_buffers
 from hvdtrain.optim.rule import is_excluded
 from hvdtrain.tasks.task import Part, Place, Task, part_of
 from hvdtrain.tasks.user_tasks import OwnLoss

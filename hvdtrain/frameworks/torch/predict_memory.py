@@ -24,8 +24,10 @@ from hvdtrain.errors import UserError, first_line
 from hvdtrain.frameworks.footprint import KINDS, Footprint, PlannedStep, PlannedWork
 from hvdtrain.frameworks.stopwatch import PhaseTimes, ReplaceableStopwatch
 from hvdtrain.frameworks.torch.arrangement import Making
-from hvdtrain.frameworks.torch.learner import TorchLearner, arrangement_of, assemble
-from hvdtrain.frameworks.torch.parallel.communicators import planned_mesh, timed_mesh
+from hvdtrain.frameworks.torch.arrangements import arrangement_of
+from hvdtrain.frameworks.torch.assemble import assemble
+from hvdtrain.frameworks.torch.communicators import planned_mesh, timed_mesh
+from hvdtrain.frameworks.torch.learner import TorchLearner
 from hvdtrain.frameworks.torch.precision import pick_precision
 from hvdtrain.frameworks.torch.step_costs import FlopCounter, stopwatch_for
 from hvdtrain.tasks.task import Task

@@ -4,7 +4,7 @@ they come from a GPU to the host."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
@@ -15,8 +15,8 @@ from hvdtrain.core.arrays import Arrays, ArrayStream, Piece, as_stream
 from hvdtrain.frameworks.learner import Shapes, check_fit
 from hvdtrain.frameworks.torch.optim import rule_optimizer
 from hvdtrain.frameworks.torch.optim.rule_optimizer import RuleOptimizer
-from hvdtrain.frameworks.torch.parallel.strategy import Shard, Strategy
 from hvdtrain.frameworks.torch.precision import Scale, load_loss_scale, without_loss_scale
+from hvdtrain.frameworks.torch.strategy import Shard, Strategy
 
 
 class LearnerState:
@@ -157,6 +157,26 @@ class LearnerState:
             else:
                 rule_optimizer.load_optimizer_state(self._optimizer, shards[name].parameter, arrays)
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the weights are their averages, where the optimizer has some: Learner.averaged().
+        To enter it is a collective where ranks have parts of them."""
+        if not rule_optimizer.has_averages(self._optimizer):
+            yield
+            return
+        trained = [p for p in self._parameters.values() if p.requires_grad]
+        found = self._strategy.put_together(
+            lambda p: rule_optimizer.average(self._optimizer, p), trained
+        )
+        weights = {p: p.data for p in found}
+        try:
+            for p, average in found.items():
+                p.data = average
+            yield
+        finally:
+            for p, own in weights.items():
+                p.data = own
+
     def _trained(self) -> list[tuple[str, Shard]]:
         return [
             (name, self._strategy.shard(p))
@@ -185,23 +205,6 @@ def _places(name: str, shards: dict[str, Shard]) -> Iterator[tuple[str, str]]:
 
 def _without_optimizer(shapes: Shapes) -> Shapes:
     return {name: shape for name, shape in shapes.items() if not name.startswith("s.")}
-
-
-@contextmanager
-def averaged(
-    optimizer: torch.optim.Optimizer, strategy: Strategy, parameters: Sequence[torch.nn.Parameter]
-) -> Iterator[None]:
-    """Learner.averaged(), where there are averages. To enter it is a collective where ranks have
-    parts of them."""
-    found = strategy.put_together(lambda p: rule_optimizer.average(optimizer, p), parameters)
-    weights = {p: p.data for p in found}
-    try:
-        for p, average in found.items():
-            p.data = average
-        yield
-    finally:
-        for p, own in weights.items():
-            p.data = own
 
 
 class Staging:

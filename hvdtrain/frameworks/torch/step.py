@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Hyper
@@ -18,12 +17,33 @@ from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.frameworks.torch.device import keep_gradients
 from hvdtrain.frameworks.torch.forward import Evaluated, Forward, Losses
 from hvdtrain.frameworks.torch.inputs import DeviceBatch
-from hvdtrain.frameworks.torch.parallel.strategy import OnePass, Shard, Strategy
 from hvdtrain.frameworks.torch.precision import Scale
+from hvdtrain.frameworks.torch.strategy import OnePass, Shard, Strategy
 from hvdtrain.optim.rule import clip
-from hvdtrain.recipe.noise import noise_scale_sums
 
 Total = Callable[[torch.Tensor], torch.Tensor]  # Strategy.total
+
+
+class StepAddition:
+    """What a feature adds at the points of a step, in this order; as it stands here nothing."""
+
+    def take_parts(self, updated: Sequence[torch.Tensor]) -> None:
+        """Before the first step, and after ranks were lost: what this rank updates of each trained
+        parameter, in their order."""
+
+    def begin_step(self, hyper: Hyper) -> None:
+        """The model is not in training mode yet."""
+
+    def last_pass(self) -> None:
+        """The gradients after the next backward are those of all the rank's samples of the step."""
+
+    def reduced(self) -> None:
+        """p.grad is the sum over ranks now."""
+
+    def read(self, hyper: Hyper, count: int, shards: Sequence[Shard], total: Total) -> Sums:
+        """What is measured of the mean gradient, which the shards have, as device scalars; of
+        `count` samples of this rank."""
+        return {}
 
 
 class Update:
@@ -52,6 +72,7 @@ class Update:
         self._parameters = [shard.parameter for shard in shards]
         self._clip = config.optim.clip_norm, config.optim.clip_value
         self._skips_nonfinite = config.guard.nonfinite == "skip"
+        self.may_leave_out = self._skips_nonfinite or bool(scale.tensors)  # a step
         self._step = step or strategy.optimizer_step
 
     def unscaled_are_bad(self) -> torch.Tensor:
@@ -75,15 +96,15 @@ class Update:
     def make(
         self,
         bad: torch.Tensor,
-        noise: float = 0.0,
+        hyper: Hyper | None = None,
         seed: int = 0,
         measure: Callable[[torch.Tensor], Sums] = lambda bad: {},
     ) -> Sums:
         """All that follows unscaled_are_bad(), whose result is `bad`. Clears the gradients.
 
-        measure: called before they are clipped, with what anywhere() says. Returns what it does,
-        and "nonfinite": ranks with the same gradient each report a share, so that the sum over
-        ranks counts the step once.
+        hyper: has the variance of the noise; None: there is none. measure: called before they are
+        clipped, with what anywhere() says. Returns what it does, and "nonfinite": ranks with the
+        same gradient each report a share, so that the sum over ranks counts the step once.
         """
         bad = self.anywhere(bad)
         overflowed = self._scale.update(bad)
@@ -92,7 +113,7 @@ class Update:
         if overflowed or (self._skips_nonfinite and bad):  # the host waits for the device here
             self._restore()
         else:
-            self.apply(noise, seed)
+            self.apply(hyper.noise if hyper else 0.0, seed)
         self._optimizer.zero_grad()
         return sums
 
@@ -112,13 +133,13 @@ class Passes:
         scale: Scale,
         stopwatch: Stopwatch,
         parameters: Sequence[torch.nn.Parameter],
-        meter: Meter | NoMeter,
+        additions: Sequence[StepAddition],
     ) -> None:
-        """parameters: those that are trained. meter: of the gradient noise scale."""
+        """parameters: those that are trained."""
         self._forward = forward
         self._scale = scale
         self._stopwatch = stopwatch
-        self._meter = meter
+        self._additions = additions
         self._compile = config.speed.compile
         self._parameters = list(parameters)
 
@@ -139,7 +160,8 @@ class Passes:
         """Forward and backward of one micro-batch: adds to p.grad the gradient of (sum of its
         losses) / divisor."""
         if is_last:
-            self._meter.last_pass()
+            for addition in self._additions:
+                addition.last_pass()
         self._stopwatch.enter("forward")
         losses = self._forward.train(batch)
         self._stopwatch.enter("backward")
@@ -171,58 +193,6 @@ class Passes:
 
     def under_way(self) -> UnderWay | None:
         return None
-
-
-class Meter:
-    """The squared norms from which recipe/noise.py computes the gradient noise scale, without
-    another pass over the data.
-
-    Construct it before the strategy: its hooks then see a rank's own gradient before the strategy's
-    reduce it.
-    """
-
-    def __init__(self, parameters: list[torch.nn.Parameter], world: Communicator) -> None:
-        self._world = world
-        self._is_last_pass = False
-        # of this rank's own gradient
-        self._local_square = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
-        for p in parameters:
-            p.register_post_accumulate_grad_hook(self._add)
-
-    def last_pass(self) -> None:
-        """The gradients after the next backward are those of all the rank's samples of the step."""
-        self._is_last_pass = True
-        self._local_square.zero_()
-
-    def read(self, hyper: Hyper, count: int, shards: Sequence[Shard], total: Total) -> Sums:
-        """This rank's part of NOISE_SCALE_KEYS, as device scalars, of `count` samples; the shards
-        have the global batch's mean by now."""
-        self._is_last_pass = False
-        square = total(sum((_square(shard.parameter) for shard in shards), torch.zeros(())))
-        # with shard.offload it is in host memory
-        global_square = square.to(self._local_square.device)
-        return noise_scale_sums(
-            self._local_square, global_square, count, hyper.batch, self._world.size
-        )
-
-    def _add(self, p: torch.Tensor) -> None:
-        if self._is_last_pass:
-            self._local_square += _square(p)
-
-
-class NoMeter:
-    """Measures nothing."""
-
-    def last_pass(self) -> None:
-        pass
-
-    def read(self, hyper: Hyper, count: int, shards: Sequence[Shard], total: Total) -> Sums:
-        return {}
-
-
-def _square(p: torch.Tensor) -> torch.Tensor:
-    assert p.grad is not None
-    return p.grad.square().sum(dtype=torch.float64)
 
 
 def clip_(shards: Sequence[Shard], norm: float | None, value: float | None, total: Total) -> None:

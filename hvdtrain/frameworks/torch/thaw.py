@@ -9,32 +9,20 @@ import torch
 from torch import nn
 
 from hvdtrain.core.progress import Hyper
+from hvdtrain.frameworks.torch.buffers import RUNNING
 from hvdtrain.frameworks.torch.frozen import stay
-from hvdtrain.frameworks.torch.parallel.buffers import RUNNING
+from hvdtrain.frameworks.torch.step import StepAddition
 from hvdtrain.optim.around import number_of_entry
 
 
-class Thaw:
+class Thaw(StepAddition):
     """What each entry of model.thaw has of a rank's model."""
 
-    def __init__(
-        self, model: nn.Module, entries: Sequence[Sequence[str]], updated: Sequence[torch.Tensor]
-    ) -> None:
-        """updated: what this rank updates of each trained parameter of the model, in their
-        order."""
-        trained = (
-            [name for name, p in model.named_parameters() if p.requires_grad] if entries else []
-        )
-        self._updated = [
-            [
-                p
-                for name, p in zip(trained, updated, strict=True)
-                if number_of_entry(name, entries) == n
-            ]
-            for n in range(len(entries))
-        ]
+    def __init__(self, model: nn.Module, entries: Sequence[Sequence[str]]) -> None:
+        self._entries = entries
+        self._trained = [name for name, p in model.named_parameters() if p.requires_grad]
         self._norms: list[list[nn.Module]] = [[] for _ in entries]
-        for name, module in model.named_modules() if entries else ():
+        for name, module in model.named_modules():
             running = [
                 f"{name}.{buffer}".removeprefix(".")
                 for buffer in RUNNING
@@ -47,10 +35,20 @@ class Thaw:
             }
             for number in numbers:
                 self._norms[number].append(module)
-        self._is_frozen: list[bool | None] = [None] * len(entries)  # None: before the first step
+
+    def take_parts(self, updated: Sequence[torch.Tensor]) -> None:
+        self._updated = [
+            [
+                p
+                for name, p in zip(self._trained, updated, strict=True)
+                if number_of_entry(name, self._entries) == n
+            ]
+            for n in range(len(self._entries))
+        ]
+        # None: before the first step
+        self._is_frozen: list[bool | None] = [None] * len(self._entries)
 
     def begin_step(self, hyper: Hyper) -> None:
-        """hyper: of the step."""
         for number, at in enumerate(hyper.thaw):
             is_frozen = hyper.step < at
             if is_frozen is not self._is_frozen[number]:
@@ -58,7 +56,7 @@ class Thaw:
                 for norm in self._norms[number]:
                     stay(norm) if is_frozen else _train(norm)
 
-    def clear_gradients(self) -> None:
+    def reduced(self) -> None:
         """Clears those of what is frozen: they are in no norm, no measure and no check of
         numbers."""
         for is_frozen, parameters in zip(self._is_frozen, self._updated, strict=True):

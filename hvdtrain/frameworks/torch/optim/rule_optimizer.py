@@ -27,7 +27,7 @@ from hvdtrain.frameworks.torch.optim.user_optimizer import (
     name_of,
     try_step,
 )
-from hvdtrain.optim.around import Scaled, Thawed, without_average
+from hvdtrain.optim.around import Averaged, Scaled, Thawed, without_average
 from hvdtrain.optim.rule import Rule, is_excluded, newton_schulz
 
 Arrays = list[torch.Tensor]  # of one dtype on one device
@@ -362,6 +362,11 @@ def keys_of_numbers(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> 
     if "construction" not in group:
         return {key for key, tensor in optimizer_state(optimizer, p).items() if not tensor.ndim}
     return keys_of_numbers_of_class(group, p)
+
+
+def has_averages(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it keeps an average of each weight."""
+    return any(isinstance(group.get("rule"), Averaged) for group in optimizer.param_groups)
 
 
 def average(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> torch.Tensor:

@@ -12,28 +12,25 @@ import torch
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.mesh import Mesh
-from hvdtrain.comm.order import doing_in, end_step
+from hvdtrain.comm.order import end_step
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays, ArrayStream, Batch, Piece
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import fold
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.learner import UnderWay, gather
 from hvdtrain.frameworks.own_loop import Divisor, LoopLearner, Samples, item_count
 from hvdtrain.frameworks.stopwatch import HostStopwatch, ReplaceableStopwatch
 from hvdtrain.frameworks.torch.arrangement import Arrangement, Given, Making
+from hvdtrain.frameworks.torch.arrangements import arrangement_of
+from hvdtrain.frameworks.torch.buffers import Buffers
 from hvdtrain.frameworks.torch.build import device_of_rank
 from hvdtrain.frameworks.torch.call import Called, each_of
 from hvdtrain.frameworks.torch.device import (
     check_compiler,
-    compile_summary,
-    describe_device,
-    dropout_stream,
     keep_gradients,
-    seed_dropout,
+    seed_layers,
 )
 from hvdtrain.frameworks.torch.frozen import check_overlaps
-from hvdtrain.frameworks.torch.learner import arrangement_of
 from hvdtrain.frameworks.torch.optim.user_optimizer import check_elementwise, set_mode
 from hvdtrain.frameworks.torch.own_loop.counted import (
     Accumulated,
@@ -55,13 +52,13 @@ from hvdtrain.frameworks.torch.own_loop.prepared import (
     take_optimizer,
 )
 from hvdtrain.frameworks.torch.own_loop.script import WORDS
-from hvdtrain.frameworks.torch.parallel.buffers import Buffers
-from hvdtrain.frameworks.torch.parallel.strategy import Strategy
+from hvdtrain.frameworks.torch.rank_model import RankModel
 from hvdtrain.frameworks.torch.state import LearnerState, numpy_type
 from hvdtrain.frameworks.torch.step import Update, one_or_nan
+from hvdtrain.frameworks.torch.strategy import Strategy
 
 
-class OwnLearner(LoopLearner):
+class OwnLearner(RankModel, LoopLearner):
     """Every rank makes one. on_step: called after each step of the optimizer.
 
     Raises UserError where the model, the optimizer or the engine cannot do what the configuration
@@ -102,7 +99,7 @@ class OwnLearner(LoopLearner):
             give_type(uncompiled(model), optimizer, self.precision.weights)
         arrangement = self._arranged(model, optimizer, example)
         self.model = arrangement.model
-        self._orders = arrangement.orders
+        self.orders = arrangement.orders
         self._named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self.strategy: Strategy = arrangement.strategy(self._named, optimizer)
         wrapped = self.strategy.wrap(
@@ -139,7 +136,7 @@ class OwnLearner(LoopLearner):
             torch.nn.Parameter, torch.Tensor | None
         ] = {}  # gradients of parts, from backward to the step
         self._updated = [shard.parameter for shard in shards]
-        self._saves_buffers = config.guard.nonfinite == "skip" or bool(self._scale.tensors)
+        self._saves_buffers = self._update.may_leave_out
         self._state = LearnerState(
             self.model, self._inner, self._scale, self.strategy, mesh.replicas.rank == 0
         )
@@ -203,11 +200,7 @@ class OwnLearner(LoopLearner):
         self._watch.begin_part()
         self.divisor.items = None
         set_mode(self._inner, training=True)
-        seed_dropout(
-            fold(fold(seed, batch.step), dropout_stream(self.mesh, self.data, self.config))
-            & (2**63 - 1),
-            self.device,
-        )
+        seed_layers(fold(seed, batch.step), self.mesh, self.data, self.config, self.device)
         if self._saves_buffers:
             self.buffers.save()
         return batch
@@ -391,7 +384,7 @@ class OwnLearner(LoopLearner):
         self.strategy.run(
             parts, self._global_batch, one_pass if self._stages is None else through_stages
         )
-        end_step(self._orders)
+        end_step(self.orders)
         self.strategy.reduce()
 
     def _show_gradients(self, factor: float = 1.0) -> None:
@@ -471,12 +464,9 @@ class OwnLearner(LoopLearner):
         self._show_weights_to_evaluate()
         self.buffers.sync_buffers(communicator)
 
-    def state(self, *, is_kept: bool = True) -> Arrays:
-        return gather(self.mesh.parts, self.pieces(), is_kept=is_kept)
-
     def pieces(self) -> Iterator[Piece]:
         self._show_weights_to_evaluate()
-        return self._state.pieces()
+        return super().pieces()
 
     def _show_weights_to_evaluate(self) -> None:
         """Switches an optimizer with modes, whichever the script has set; within a step it computes
@@ -484,28 +474,16 @@ class OwnLearner(LoopLearner):
         if self._batch is None:
             set_mode(self._inner, training=False)
 
-    def state_dict_names(self) -> dict[str, str]:
-        return self._state.state_dict_names()
-
     def load(self, state: Arrays | ArrayStream) -> None:
         """Loads a state: Learner.load()."""
         set_mode(self._inner, training=False)
         self._state.load(state)
         self._batch = None
 
-    def under_way(self) -> UnderWay | None:
-        """What is under way: Learner.under_way()."""
-        doing = doing_in(self._orders)
-        return UnderWay(doing, None) if doing else None
-
     def describe(self) -> str:
-        count = sum(math.prod(self.strategy.part(p).shape) for _, p in self._named)
+        count = self.count(p for _, p in self._named)
         name = self.strategy.class_name(self.model)
-        how = (
-            f"{self.precision.summary} on "
-            f"{describe_device(self.device)}{self.precision.note}{compile_summary(self.config.speed.compile)}"
-        )
-        return f"{name}, {count:,} parameters, {how}, {self.strategy.summary}"
+        return f"{name}, {count:,} parameters, {self.how_computed(self.precision)}"
 
 
 def build(

@@ -1,1 +1,2 @@
-"""How the gradients of the ranks become one: a strategy in each file."""
+"""Ways to have a model on ranks, and to make their gradients one: a file or a folder each, which
+arrangements.py names."""

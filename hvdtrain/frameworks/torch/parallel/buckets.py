@@ -14,7 +14,7 @@ import torch
 from hvdtrain.comm.communicator import Communicator, Handle, Op
 from hvdtrain.core.metrics import Sums
 from hvdtrain.frameworks.stopwatch import Stopwatch
-from hvdtrain.frameworks.torch.parallel.strategy import (
+from hvdtrain.frameworks.torch.strategy import (
     Held,
     NamedParameters,
     OnePass,

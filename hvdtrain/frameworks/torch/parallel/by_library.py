@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.core.metrics import Sums
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch.parallel.strategy import (
+from hvdtrain.frameworks.torch.strategy import (
     NamedParameters,
     OnePass,
     Strategy,

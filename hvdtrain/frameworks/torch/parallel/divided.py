@@ -19,7 +19,8 @@ import torch
 from hvdtrain.comm.mesh import Mesh
 from hvdtrain.core.arrays import WHOLE, Cut
 from hvdtrain.core.metrics import Sums
-from hvdtrain.frameworks.torch.parallel.strategy import (
+from hvdtrain.frameworks.torch.parallel.zero import of_shards, total_over
+from hvdtrain.frameworks.torch.strategy import (
     Around,
     OnePass,
     Shard,
@@ -27,7 +28,6 @@ from hvdtrain.frameworks.torch.parallel.strategy import (
     Wrapped,
     reduction_device,
 )
-from hvdtrain.frameworks.torch.parallel.zero import of_shards, total_over
 
 
 class Stages(Protocol):
@@ -83,7 +83,7 @@ class Divided(Around):
         self._summed = (
             [p for p in parameters if p not in cuts] if sequence and mesh.tensor.size > 1 else []
         )
-        # parallel/communicators.py
+        # communicators.py
         self.waits_in_passes = within.waits_in_passes or (
             mesh.tensor.size > 1 and any(p.is_cuda for p in parameters)
         )

@@ -9,7 +9,7 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.core.progress import Hyper
 from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.frameworks.torch.parallel.buckets import Buckets, group
-from hvdtrain.frameworks.torch.parallel.strategy import (
+from hvdtrain.frameworks.torch.strategy import (
     Around,
     Held,
     NamedParameters,

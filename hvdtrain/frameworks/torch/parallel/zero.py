@@ -19,7 +19,7 @@ from hvdtrain.core.metrics import Sums, add_sums
 from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.frameworks.torch.optim.rule_optimizer import RuleOptimizer, TorchOps
 from hvdtrain.frameworks.torch.parallel.buckets import Bucket, InOrder, group
-from hvdtrain.frameworks.torch.parallel.strategy import (
+from hvdtrain.frameworks.torch.strategy import (
     Held,
     NamedParameters,
     OnePass,

@@ -28,14 +28,14 @@ from hvdtrain.frameworks.torch.parallel.dense.cut import (
     rows_of_turns,
     rows_of_updates,
 )
-from hvdtrain.frameworks.torch.parallel.strategy import (
+from hvdtrain.frameworks.torch.parallel.zero import Zero, of_shards, total_over
+from hvdtrain.frameworks.torch.strategy import (
     Around,
     NamedParameters,
     Shard,
     Wrapped,
     fill_missing,
 )
-from hvdtrain.frameworks.torch.parallel.zero import Zero, of_shards, total_over
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -367,7 +367,7 @@ class Hybrid(Around):
         self._shards = {
             p: self.part(p) if p in self._cuts else self._within.shard(p) for _, p in named
         }
-        self.waits_in_passes = any(p.is_cuda for _, p in named)  # parallel/communicators.py
+        self.waits_in_passes = any(p.is_cuda for _, p in named)  # communicators.py
         often = f"; updated {updates} times a step" * (updates > 1)
         self.summary = f"{model.summary(batch)}{often}; of the others {self._within.summary}"
 

@@ -9,7 +9,7 @@ import torch
 
 from hvdtrain.comm.communicator import Communicator, part_of
 from hvdtrain.frameworks.torch.parallel.buckets import group
-from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, Shard, reduction_device
+from hvdtrain.frameworks.torch.strategy import NamedParameters, Shard, reduction_device
 
 
 class Slot(NamedTuple):

@@ -27,8 +27,8 @@ from hvdtrain.frameworks.torch.parallel.parameter_server.turns import (
     Turns,
     end_all,
 )
-from hvdtrain.frameworks.torch.parallel.strategy import Held, OnePass, Shard, Strategy, Wrapped
 from hvdtrain.frameworks.torch.parallel.zero import of_shards
+from hvdtrain.frameworks.torch.strategy import Held, OnePass, Shard, Strategy, Wrapped
 
 
 class Server(Strategy):

@@ -31,14 +31,14 @@ from hvdtrain.frameworks.torch.parallel.parameter_server.turns import (
     WEIGHTS,
     end_all,
 )
-from hvdtrain.frameworks.torch.parallel.strategy import (
+from hvdtrain.frameworks.torch.parallel.zero import of_shards
+from hvdtrain.frameworks.torch.strategy import (
     OnePass,
     Shard,
     Strategy,
     Wrapped,
     run_passes,
 )
-from hvdtrain.frameworks.torch.parallel.zero import of_shards
 
 
 class Worker(Strategy):

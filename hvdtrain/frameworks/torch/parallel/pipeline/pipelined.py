@@ -24,7 +24,7 @@ from hvdtrain.frameworks.torch.parallel.pipeline.stages import (
     tied_parameters,
     units_of,
 )
-from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, Shard
+from hvdtrain.frameworks.torch.strategy import NamedParameters, Shard
 
 # of a micro-batch, (n, ...) on the device; called on the first stage's rank
 InputsOf = Callable[[Any], torch.Tensor]

@@ -18,8 +18,9 @@ from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.progress import Hyper, Progress, WorkerUpdate, fold
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
 from hvdtrain.frameworks.torch.arrangement import Arrangement, Making
+from hvdtrain.frameworks.torch.assemble import assemble
 from hvdtrain.frameworks.torch.device import pick_device
-from hvdtrain.frameworks.torch.learner import TorchLearner, assemble
+from hvdtrain.frameworks.torch.learner import TorchLearner
 from hvdtrain.frameworks.torch.model import normed_model
 from hvdtrain.frameworks.torch.parallel.parameter_server.ranges import Ranges
 from hvdtrain.frameworks.torch.parallel.parameter_server.server import Server
@@ -30,9 +31,9 @@ from hvdtrain.frameworks.torch.parallel.parameter_server.turns import (
     Read,
 )
 from hvdtrain.frameworks.torch.parallel.parameter_server.worker import Worker
-from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, Strategy
 from hvdtrain.frameworks.torch.precision import pick_precision
 from hvdtrain.frameworks.torch.step_costs import stopwatch_for
+from hvdtrain.frameworks.torch.strategy import NamedParameters, Strategy
 from hvdtrain.tasks.task import Task
 
 StepInput = tuple[Hyper, list[Any]]  # what Learner.step() takes

@@ -1,32 +1,31 @@
-"""Rows: the arrangement of shard.stage=3, in which each rank has its rows of every weight; of ranks
-that are planned, too."""
+"""ShardedRows: the arrangement of shard.stage=3. Each rank has its rows of every weight."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from inspect import signature
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed.device_mesh import DeviceMesh
 
-from hvdtrain.comm.communicator import Communicator, Op
 from hvdtrain.comm.engines import Feature
-from hvdtrain.comm.process_group import CommunicatorGroup, start_process_group
+from hvdtrain.comm.process_group import start_process_group
+from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.arrangement import Arrangement
+from hvdtrain.frameworks.torch.buffers import copied_buffers
 from hvdtrain.frameworks.torch.call import call
-from hvdtrain.frameworks.torch.parallel.buffers import copied_buffers
-from hvdtrain.frameworks.torch.parallel.deferred import make_deferred
+from hvdtrain.frameworks.torch.layer import Layer, LayerCut
 from hvdtrain.frameworks.torch.parallel.divided import Divided
-from hvdtrain.frameworks.torch.parallel.fsdp import ShardedModel, device_mesh, shard_model
-from hvdtrain.frameworks.torch.parallel.gathered_types import REDUCES_UNREACHED
-from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, Strategy
+from hvdtrain.frameworks.torch.parallel.fsdp.deferred import make_deferred
+from hvdtrain.frameworks.torch.parallel.fsdp.gathered_types import REDUCES_UNREACHED
+from hvdtrain.frameworks.torch.parallel.fsdp.planned import PlannedMesh
+from hvdtrain.frameworks.torch.parallel.fsdp.strategy import ShardedModel, device_mesh, shard_model
 from hvdtrain.frameworks.torch.parallel.tensor.layers import give_whole_logits
+from hvdtrain.frameworks.torch.parallel.tensor.layout import tensor_cuts
+from hvdtrain.frameworks.torch.strategy import NamedParameters, Strategy
 
 
-class Rows(Arrangement):
+class ShardedRows(Arrangement):
     """The arrangement of shard.stage=3: each rank has its rows of every weight."""
 
     keeps_memory_order = True
@@ -120,50 +119,8 @@ class Rows(Arrangement):
             config.parallel.sequence,
         )
 
-
-class PlannedMesh(DeviceMesh):
-    """Rank 0 of the ranks of a communicator. It needs no default process group, of which a process
-    has one at most: that of its job."""
-
-    def __init__(self, communicator: Communicator, features: frozenset[Feature]) -> None:
-        """features: of the engine; where it has process groups of its own, collectives copy nothing
-        beside FSDP2's buffers."""
-        ranks = list(range(communicator.size))
-        if "_rank" in signature(DeviceMesh.__init__).parameters:
-            as_rank: dict[str, Any] = {"_rank": 0}
-            super().__init__(
-                "cpu", ranks, mesh_dim_names=("shard",), _init_backend=False, **as_rank
-            )
-        else:  # torch 2.9 asks the default process group for the rank
-            plain: Any = self
-            plain.device_type = "cpu"
-            plain.mesh = torch.tensor(ranks, dtype=torch.int)
-            plain.mesh_dim_names = ("shard",)
-            plain._flatten_mesh_list = tuple(ranks)
-            plain._thread_id = None
-            plain._coordinate_on_dim = [0]
-        self._group = (_NothingCopied if "ddp" in features else CommunicatorGroup)(
-            communicator, "planned"
-        )
-
-    def get_group(self, mesh_dim: int | str | None = None) -> Any:
-        return self._group
-
-
-class _NothingCopied(CommunicatorGroup):
-    """Stands for a group of torch's own, which reads and writes FSDP2's buffers in place."""
-
-    def _start_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Callable[[], None]:
-        return _nothing
-
-    def _start_reduce_scatter(
-        self, output: torch.Tensor, tensor: torch.Tensor, op: Any
-    ) -> Callable[[], None]:
-        return _nothing
-
-    def _start_allreduce(self, tensor: torch.Tensor, op: Op, divisor: int) -> Callable[[], None]:
-        return _nothing
-
-
-def _nothing() -> None:
-    pass
+    @classmethod
+    def layout_cuts(
+        cls, model: torch.nn.Module, config: Config, ranks: int, layers: Sequence[Layer]
+    ) -> dict[str, LayerCut]:
+        return tensor_cuts(model, config, layers) if config.parallel.tensor > 1 else {}

@@ -11,6 +11,7 @@ from hvdtrain.comm.communicator import interruptible, point_to_point
 from hvdtrain.comm.mesh import Mesh
 from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import GoOn, Progress, WorkerUpdate
+from hvdtrain.errors import UserError
 from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.frameworks.torch.arrangement import Arrangement
 from hvdtrain.frameworks.torch.parallel.parameter_server.losses import Agreement, go_on_from
@@ -24,7 +25,7 @@ from hvdtrain.frameworks.torch.parallel.parameter_server.turns import (
     Turns,
 )
 from hvdtrain.frameworks.torch.parallel.parameter_server.worker import Worker
-from hvdtrain.frameworks.torch.parallel.strategy import Around, NamedParameters, Strategy, Wrapped
+from hvdtrain.frameworks.torch.strategy import Around, NamedParameters, Strategy, Wrapped
 
 
 class Servers(Arrangement):
@@ -33,6 +34,15 @@ class Servers(Arrangement):
 
     def strategy(self, named: NamedParameters, optimizer: torch.optim.Optimizer) -> Strategy:
         return Role(self.making.config, self.making.mesh, named, self.making.stopwatch)
+
+    @classmethod
+    def check_predictable(cls, config: Config) -> None:
+        what = "the memory of parameter servers and their workers is not predicted"
+        raise UserError(
+            what,
+            config.where("servers.count"),
+            "train some steps: a job prints at its end what its ranks took",
+        )
 
 
 class Role(Around):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.comm.communicator import Communicator, Handle
-from hvdtrain.frameworks.torch.parallel.strategy import reduction_device
+from hvdtrain.frameworks.torch.strategy import reduction_device
 
 # a module's own, live: a forward pass may put another tensor under a name
 Table = dict[str, torch.Tensor | None]

@@ -1,5 +1,5 @@
-"""Dense: the arrangement of parallel.dense, and the variable batch, in which the dense layers are
-updated several times a step."""
+"""The passes of parallel.dense_updates: the variable batch, in which the dense layers are updated
+several times a step."""
 
 from __future__ import annotations
 
@@ -13,59 +13,18 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.metrics import Sums, add_sums, zero_sums
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch.arrangement import Arrangement, send_from_rank_0
 from hvdtrain.frameworks.torch.call import only_one
 from hvdtrain.frameworks.torch.inputs import DeviceBatch, samples_of
 from hvdtrain.frameworks.torch.optim import rule_optimizer
-from hvdtrain.frameworks.torch.parallel.communicators import timed
 from hvdtrain.frameworks.torch.parallel.dense.cut import turn_learning_rate
-from hvdtrain.frameworks.torch.parallel.dense.hybrid import Hybrid, HybridModel
-from hvdtrain.frameworks.torch.parallel.strategy import (
-    NamedParameters,
+from hvdtrain.frameworks.torch.parallel.dense.hybrid import HybridModel
+from hvdtrain.frameworks.torch.step import Passes, Update
+from hvdtrain.frameworks.torch.strategy import (
     OnePass,
     Shard,
     Strategy,
     fill_missing,
 )
-from hvdtrain.frameworks.torch.step import Passes, Update
-
-
-class Dense(Arrangement):
-    """The arrangement of parallel.dense: every rank has the convolutions, and its part of the dense
-    layers."""
-
-    without_samples = "call"
-
-    def cut(self) -> None:
-        """Raises UserError where the model names no dense part that can be cut."""
-        making = self.making
-        config = self.making.config
-        scheme = self.making.config.parallel.dense
-        assert scheme != "none", "arrangement_of() asks for it"
-        if making.planned is None:
-            send_from_rank_0(self.model, making.mesh)
-        world = (
-            timed(making.mesh.world, making.stopwatch)
-            if making.device.type == "cpu"
-            else making.mesh.world
-        )
-        self._hybrid = HybridModel(self.model, world, scheme, config.where("parallel.dense"))
-
-    @property
-    def body(self) -> torch.nn.Module:
-        return self._hybrid
-
-    def strategy(self, named: NamedParameters, optimizer: torch.optim.Optimizer) -> Strategy:
-        # which an own loop has not said yet
-        batch = None if self.making.given is not None else self.making.config.batch.size
-        return Hybrid(
-            self.making.config, self.making.mesh, named, self._hybrid, self.making.stopwatch, batch
-        )
-
-    def passes(self, strategy: Strategy, *of_passes: Any) -> Passes:
-        if self.making.config.parallel.dense_updates == 1:
-            return super().passes(strategy, *of_passes)
-        return DenseUpdates(*of_passes, model=self._hybrid, strategy=strategy)
 
 
 class DenseUpdates(Passes):
@@ -87,7 +46,6 @@ class DenseUpdates(Passes):
         the same."""
         super().__init__(config, *of_passes)
         forward = self._forward
-        scale = self._scale
         if forward.task.sample_weight is None:
             what = (
                 "the samples of this task do not all weigh the same, and the weight of a turn is "
@@ -101,7 +59,6 @@ class DenseUpdates(Passes):
         self._strategy = strategy
         self._updates = config.parallel.dense_updates
         self._sample_weight = forward.task.sample_weight
-        self._leaves_out = config.guard.nonfinite == "skip" or bool(scale.tensors)
         self._dense = [p for p in model.dense_parameters() if p.requires_grad]
         # whether a gradient of the step so far is not finite; of this rank
         self._bad = torch.zeros((), dtype=torch.bool)
@@ -160,7 +117,7 @@ class DenseUpdates(Passes):
         fill_missing(self._dense)
         self._bad = self._bad | update.unscaled_are_bad()
         if not (
-            self._leaves_out and update.anywhere(self._bad)
+            update.may_leave_out and update.anywhere(self._bad)
         ):  # the host waits for the device here
             update.apply()  # of the parameters that have a gradient: these alone
         for p in self._dense:

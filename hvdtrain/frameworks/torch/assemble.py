@@ -1,0 +1,121 @@
+"""assemble(): the learner of an arrangement, from its optimizer to its passes."""
+
+from __future__ import annotations
+
+import torch
+
+from hvdtrain.comm.mesh import Mesh
+from hvdtrain.config import plugins
+from hvdtrain.config.schema import Config
+from hvdtrain.data.images.views import make_views
+from hvdtrain.frameworks.by_name import (
+    build_rule,
+    check_patterns,
+    is_made_with_the_model,
+    makes_groups,
+)
+from hvdtrain.frameworks.torch.arrangement import Arrangement
+from hvdtrain.frameworks.torch.forward import AddsLoss, Forward, TrainingModel
+from hvdtrain.frameworks.torch.frozen import lines, ties_of
+from hvdtrain.frameworks.torch.inputs import Inputs, use_channels_last
+from hvdtrain.frameworks.torch.learner import TorchLearner
+from hvdtrain.frameworks.torch.optim import rule_optimizer
+from hvdtrain.frameworks.torch.optim.user_optimizer import construct_groups
+from hvdtrain.frameworks.torch.precision import loss_scale
+from hvdtrain.frameworks.torch.step import StepAddition
+from hvdtrain.frameworks.torch.strategy import NamedParameters
+from hvdtrain.tasks.task import Place, part_of
+
+
+def assemble(arrangement: Arrangement) -> TorchLearner:
+    """The learner of an arrangement, whose model is checked and cut."""
+    making = arrangement.making
+    config = arrangement.making.config
+    mesh = arrangement.making.mesh
+    device = arrangement.making.device
+    task = making.task
+    precision = making.precision
+    stopwatch = making.stopwatch
+    assert task is not None, "a script's own model has no task"
+    model = arrangement.model
+    is_users_class = plugins.is_dotted(config.model.name)
+    channels_last = use_channels_last(
+        config.speed.channels_last, is_users_class, model, device, arrangement.keeps_memory_order
+    )
+    inputs = Inputs(task, device, precision.weights, channels_last)
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    parameters = [p for _, p in named]
+    notes = check_patterns(
+        config, {name: tuple(p.shape) for name, p in named}, ties_of(model)
+    ) + lines(model, config.model)
+    optimizer = make_optimizer(config, named)
+    # before the strategy: hooks of additions come first, and see a rank's own gradients
+    additions = additions_of(config, mesh, model, parameters)
+    strategy = arrangement.strategy(named, optimizer)
+    body = arrangement.body
+    when_empty = arrangement.when_empty
+    wrapped = strategy.wrap(TrainingModel(body, when_empty), optimizer)
+    if isinstance(model, AddsLoss):
+        notes += model.notes
+        wrapped.optimizer.register_step_post_hook(lambda *_: model.constrain())
+    part = part_of(task, "torch", config, Place(precision.weights, device))
+    forward = Forward(
+        wrapped.forward,
+        body,
+        inputs,
+        precision,
+        task,
+        part,
+        make_views(config, task.fields),
+        when_empty,
+    )
+    scale = loss_scale(precision, device)
+    passes = arrangement.passes(strategy, config, forward, scale, stopwatch, parameters, additions)
+    return TorchLearner(
+        config,
+        mesh,
+        model,
+        forward,
+        wrapped.optimizer,
+        strategy,
+        passes,
+        scale,
+        additions,
+        stopwatch,
+        not (strategy.waits_in_passes or arrangement.waits_in_norms),
+        arrangement.all_orders,
+        notes,
+    )
+
+
+def additions_of(
+    config: Config,
+    mesh: Mesh,
+    model: torch.nn.Module,
+    parameters: list[torch.nn.Parameter],
+) -> list[StepAddition]:
+    """What features of the configuration add to a step; they alone are imported."""
+    found: list[StepAddition] = []
+    if config.log.noise_scale:
+        from hvdtrain.frameworks.torch.noise_meter import NoiseMeter
+
+        found.append(NoiseMeter(parameters, mesh.world))
+    if config.model.thaw:
+        from hvdtrain.frameworks.torch.thaw import Thaw
+
+        found.append(Thaw(model, [entry.names for entry in config.model.thaw]))
+    return found
+
+
+def make_optimizer(config: Config, named: NamedParameters) -> torch.optim.Optimizer:
+    """The optimizer that optim.name means: one of our rules, a class of torch.optim, or what a
+    function makes of the parameters."""
+    name = config.optim.name
+    if is_made_with_the_model(config):
+        constructor = plugins.own_function(config.optim)
+        if makes_groups(constructor):
+            return construct_groups(constructor, named, config)
+        return rule_optimizer.make_user_optimizer(constructor, name, named, config)
+    return rule_optimizer.make_optimizer(
+        build_rule(config), named, config.optim.exclude == "norms_and_biases"
+    )

@@ -1,0 +1,33 @@
+"""Layer: a module with parameters of its own, and how ranks have parts of it, for a picture."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from hvdtrain.core.arrays import Way
+
+
+class Layer(NamedTuple):
+    """A module with parameters of its own."""
+
+    name: str
+    shape: tuple[int, ...]
+    bytes: int
+    weight_bytes: int  # of the largest parameter, which is the one that is cut
+    inputs: int  # bytes of one sample
+    outputs: int
+
+
+class LayerCut(NamedTuple):
+    """How ranks have parts of a layer."""
+
+    way: Way
+    sent: str
+    groups: int = 1
+    axis: int = 0  # of the weight (outputs, inputs)
+
+
+def bytes_of_sample(x: Any) -> int:
+    return x.nbytes // max(1, len(x)) if isinstance(x, torch.Tensor) and x.ndim else 0

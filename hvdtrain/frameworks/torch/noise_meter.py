@@ -1,0 +1,55 @@
+"""NoiseMeter: what log.noise_scale measures of the gradients of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hvdtrain.comm.communicator import Communicator
+from hvdtrain.core.metrics import Sums
+from hvdtrain.core.progress import Hyper
+from hvdtrain.frameworks.torch.step import StepAddition, Total
+from hvdtrain.frameworks.torch.strategy import Shard
+from hvdtrain.recipe.noise import noise_scale_sums
+
+
+class NoiseMeter(StepAddition):
+    """The squared norms from which recipe/noise.py computes the gradient noise scale, without
+    another pass over the data.
+
+    Construct it before the strategy: its hooks then see a rank's own gradient before the strategy's
+    reduce it.
+    """
+
+    def __init__(self, parameters: list[torch.nn.Parameter], world: Communicator) -> None:
+        self._world = world
+        self._is_last_pass = False
+        # of this rank's own gradient
+        self._local_square = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
+        for p in parameters:
+            p.register_post_accumulate_grad_hook(self._add)
+
+    def last_pass(self) -> None:
+        """The gradients after the next backward are those of all the rank's samples of the step."""
+        self._is_last_pass = True
+        self._local_square.zero_()
+
+    def read(self, hyper: Hyper, count: int, shards: Sequence[Shard], total: Total) -> Sums:
+        """This rank's part of NOISE_SCALE_KEYS, as device scalars, of `count` samples."""
+        self._is_last_pass = False
+        square = total(sum((_square(shard.parameter) for shard in shards), torch.zeros(())))
+        # with shard.offload it is in host memory
+        global_square = square.to(self._local_square.device)
+        return noise_scale_sums(
+            self._local_square, global_square, count, hyper.batch, self._world.size
+        )
+
+    def _add(self, p: torch.Tensor) -> None:
+        if self._is_last_pass:
+            self._local_square += _square(p)
+
+
+def _square(p: torch.Tensor) -> torch.Tensor:
+    assert p.grad is not None
+    return p.grad.square().sum(dtype=torch.float64)

@@ -1,0 +1,63 @@
+"""Dense: the arrangement of parallel.dense. Every rank has the convolutions, and its part of the
+dense layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hvdtrain.config.schema import Config
+from hvdtrain.frameworks.torch.arrangement import Arrangement, send_from_rank_0
+from hvdtrain.frameworks.torch.communicators import timed
+from hvdtrain.frameworks.torch.layer import Layer, LayerCut
+from hvdtrain.frameworks.torch.parallel.dense.hybrid import Hybrid, HybridModel
+from hvdtrain.frameworks.torch.parallel.dense.layout import dense_cuts
+from hvdtrain.frameworks.torch.parallel.dense.passes import DenseUpdates
+from hvdtrain.frameworks.torch.step import Passes
+from hvdtrain.frameworks.torch.strategy import NamedParameters, Strategy
+
+
+class Dense(Arrangement):
+    """The arrangement of parallel.dense: every rank has the convolutions, and its part of the dense
+    layers."""
+
+    without_samples = "call"
+
+    def cut(self) -> None:
+        """Raises UserError where the model names no dense part that can be cut."""
+        making = self.making
+        config = self.making.config
+        scheme = self.making.config.parallel.dense
+        assert scheme != "none", "arrangement_of() asks for it"
+        if making.planned is None:
+            send_from_rank_0(self.model, making.mesh)
+        world = (
+            timed(making.mesh.world, making.stopwatch)
+            if making.device.type == "cpu"
+            else making.mesh.world
+        )
+        self._hybrid = HybridModel(self.model, world, scheme, config.where("parallel.dense"))
+
+    @property
+    def body(self) -> torch.nn.Module:
+        return self._hybrid
+
+    def strategy(self, named: NamedParameters, optimizer: torch.optim.Optimizer) -> Strategy:
+        # which an own loop has not said yet
+        batch = None if self.making.given is not None else self.making.config.batch.size
+        return Hybrid(
+            self.making.config, self.making.mesh, named, self._hybrid, self.making.stopwatch, batch
+        )
+
+    def passes(self, strategy: Strategy, *of_passes: Any) -> Passes:
+        if self.making.config.parallel.dense_updates == 1:
+            return super().passes(strategy, *of_passes)
+        return DenseUpdates(*of_passes, model=self._hybrid, strategy=strategy)
+
+    @classmethod
+    def layout_cuts(
+        cls, model: torch.nn.Module, config: Config, ranks: int, layers: Sequence[Layer]
+    ) -> dict[str, LayerCut]:
+        return dense_cuts(model, config, ranks, layers)

@@ -1,0 +1,102 @@
+"""PipelineStages: the arrangement of parallel.pipeline. Each rank has stages of the model's layers,
+with parallel.tensor parts of each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hvdtrain.config.schema import Config
+from hvdtrain.frameworks.torch.call import only_one
+from hvdtrain.frameworks.torch.layer import Layer, LayerCut
+from hvdtrain.frameworks.torch.parallel.divided import Divided
+from hvdtrain.frameworks.torch.parallel.pipeline.costs import agreed_seconds, samples_of_pass
+from hvdtrain.frameworks.torch.parallel.pipeline.cuts import first_units, planned_first_units
+from hvdtrain.frameworks.torch.parallel.pipeline.executor import planned_forms
+from hvdtrain.frameworks.torch.parallel.pipeline.layout import stages_of_layers
+from hvdtrain.frameworks.torch.parallel.pipeline.passes import PipelinePasses
+from hvdtrain.frameworks.torch.parallel.pipeline.pipelined import Pipelined
+from hvdtrain.frameworks.torch.parallel.tensor.arrangement import TensorParts
+from hvdtrain.frameworks.torch.parallel.whole_model import WholeModel
+from hvdtrain.frameworks.torch.step import Passes
+from hvdtrain.frameworks.torch.strategy import NamedParameters, Strategy
+from hvdtrain.tasks.task import Task
+
+
+class PipelineStages(TensorParts):
+    """The arrangement of parallel.pipeline."""
+
+    def cut(self) -> None:
+        """Raises UserError where the model says not how it is cut, or its parts would compute
+        something else."""
+        plan = self._plan()
+        first = self._first_units()
+        self._divide(plan)
+        self.pipelined = self._in_stages(first)
+
+    def _first_units(self) -> list[int]:
+        """The first unit of each stage. A collective."""
+        making = self.making
+        config = self.making.config
+        if making.planned is not None:
+            return planned_first_units(self.model, config, only_one(making.example()))
+        if making.given is not None:
+            x = only_one(making.given.example(None, config))
+        else:
+            x = only_one(making.example(samples_of_pass(config, making.mesh.data.size)))
+        autocast = making.precision.autocast
+        world = making.mesh.world
+        return first_units(
+            self.model,
+            config,
+            only_one(making.example()),
+            lambda units: agreed_seconds(units, x, autocast, world),
+        )
+
+    def _in_stages(self, first: list[int]) -> Pipelined:
+        making = self.making
+        if making.planned is not None:
+            pipe: Any = making.mesh.pipe
+            pipe.messages.update(
+                planned_forms(
+                    self.model, first, only_one(making.example()), making.precision.autocast
+                )
+            )
+        return Pipelined(
+            self.model,
+            first,
+            making.mesh.pipe,
+            making.config,
+            making.precision.autocast,
+            making.device,
+        )
+
+    def strategy(self, named: NamedParameters, optimizer: torch.optim.Optimizer) -> Strategy:
+        within = WholeModel.strategy(self, self.pipelined.updated(named), optimizer)
+        return Divided(
+            within,
+            self.making.mesh,
+            [p for _, p in named],
+            self._cuts,
+            self.pipelined,
+            self.making.config.parallel.sequence,
+        )
+
+    def passes(self, strategy: Strategy, *of_passes: Any) -> Passes:
+        return PipelinePasses(*of_passes, pipelined=self.pipelined, mesh=self.making.mesh)
+
+    @classmethod
+    def layout_stages(
+        cls, model: torch.nn.Module, config: Config, task: Task
+    ) -> tuple[dict[str, int], str]:
+        return stages_of_layers(model, config, task)
+
+    @classmethod
+    def layout_cuts(
+        cls, model: torch.nn.Module, config: Config, ranks: int, layers: Sequence[Layer]
+    ) -> dict[str, LayerCut]:
+        if config.parallel.tensor == 1:
+            return {}
+        return super().layout_cuts(model, config, ranks, layers)

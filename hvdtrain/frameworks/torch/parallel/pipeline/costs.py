@@ -1,0 +1,159 @@
+"""What the units of a model cost: measured seconds of a forward and a backward pass, and
+operations."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
+from hvdtrain.comm.on_all_ranks import on_rank_0
+from hvdtrain.config.schema import Config
+from hvdtrain.core.progress import fold
+from hvdtrain.errors import UserError, first_line
+from hvdtrain.frameworks.torch.buffers import copied_buffers
+from hvdtrain.frameworks.torch.call import only_one
+from hvdtrain.frameworks.torch.device import pick_device
+from hvdtrain.frameworks.torch.model import check_outputs, example, normed_model
+from hvdtrain.frameworks.torch.parallel.pipeline.cuts import operations_of, refuse_changed_buffers
+from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Seconds, UnitCost
+from hvdtrain.frameworks.torch.parallel.pipeline.stages import Autocast, Stage, Unit, units_of
+from hvdtrain.frameworks.torch.precision import pick_precision
+from hvdtrain.tasks.task import Task
+
+
+def unit_costs(config: Config, task: Task, samples: int) -> list[UnitCost]:
+    """Costs of the units of the job's model, with `samples` samples, in this process. Raises
+    UserError for a model that a pipeline refuses.
+
+    Computes with as many threads as a rank has where all ranks that have the model share this
+    machine.
+    """
+    alone = SingleProcessCommunicator()
+    threads = torch.get_num_threads()
+    device = pick_device(config, alone)
+    precision = pick_precision(config, device, alone)
+    torch.manual_seed(fold(config.seed) & (2**63 - 1))
+    model = normed_model(config, task, alone).to(device=device, dtype=precision.weights)
+    like = torch.empty(0, dtype=precision.weights, device=device)
+    check_outputs(model, config, task, like)
+    where = config.where("parallel.pipeline")
+    units = units_of(model, where)
+    refuse_changed_buffers(model, only_one(example(2, config, task, like)), where)
+    operations = operations_of(units, model, only_one(example(samples, config, task, like)), where)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, threads // config.parallel.ranks))
+    try:
+        seconds = own_seconds(
+            units, only_one(example(samples, config, task, like)), precision.autocast
+        )
+    finally:
+        torch.set_num_threads(threads)
+    return [
+        UnitCost(unit.name, flops, each)
+        for unit, flops, each in zip(units, operations, seconds, strict=True)
+    ]
+
+
+def samples_of_pass(config: Config, pipelines: int) -> int:
+    """The most samples of a micro-batch in the job's first step; config.batch.size is resolved."""
+    share = -(-config.batch.size // pipelines)
+    parallel = config.parallel
+    if isinstance(config.batch.micro, int):
+        return min(share, config.batch.micro)
+    return -(-share // (parallel.micro_batches or 2 * parallel.pipeline))
+
+
+def agreed_seconds(
+    units: Sequence[Unit], x: torch.Tensor, autocast: Autocast, communicator: Communicator
+) -> list[Seconds]:
+    """own_seconds() of rank 0, on all ranks, or its UserError. A collective."""
+    return [
+        Seconds(*each)
+        for each in on_rank_0(
+            communicator, lambda: [tuple(each) for each in own_seconds(units, x, autocast)]
+        )
+    ]
+
+
+def own_seconds(units: Sequence[Unit], x: torch.Tensor, autocast: Autocast) -> list[Seconds]:
+    """Seconds of a forward and a backward pass of x, (n, ...), in training mode. Raises UserError
+    for a unit that fails."""
+    Stage(units).train()
+    return measured_seconds(
+        [unit._replace(call=_in_precision(unit.call, autocast)) for unit in units], x
+    )
+
+
+def _in_precision(
+    call: Callable[[torch.Tensor], Any], autocast: Autocast
+) -> Callable[[torch.Tensor], Any]:
+    def called(x: torch.Tensor) -> Any:
+        with autocast(x.device):
+            return call(x)
+
+    return called
+
+
+def measured_seconds(units: Sequence[Unit], x: torch.Tensor, repeats: int = 5) -> list[Seconds]:
+    """Seconds of a forward and a backward pass of one micro-batch in each unit: the fastest of
+    `repeats`, after one that is not counted.
+
+    x: (n, ...) what the first unit takes. Gradients, buffers and torch's generators are as before.
+    Raises UserError for a unit that fails.
+    """
+    found = []
+    with torch.random.fork_rng(), copied_buffers(Stage(units)):
+        for unit in units:
+            try:
+                passes = [_one_pass(unit, x) for _ in range(repeats + 1)]
+            except Exception as error:  # of the user's model
+                what = (
+                    f"unit {unit.name} fails while it is timed: {type(error).__name__}: "
+                    f"{first_line(error)}"
+                )
+                raise UserError(
+                    what,
+                    "parallel.balance",
+                    "units that train each by itself; a job with parallel.balance=operations",
+                ) from error
+            measured = [seconds for seconds, _ in passes[1:]]
+            found.append(
+                Seconds(
+                    min(each.forward for each in measured), min(each.backward for each in measured)
+                )
+            )
+            x = passes[-1][1]
+    return found
+
+
+def _one_pass(unit: Unit, x: torch.Tensor) -> tuple[Seconds, Any]:
+    """And the outputs."""
+    leaf = x.detach().requires_grad_(x.is_floating_point())
+    # a unit may work in place, as nn.ReLU(inplace=True): not on a leaf, nor on what the next pass
+    # takes
+    x = leaf.clone()
+    start = _now(x)
+    outputs = unit.call(x)
+    middle = _now(x)
+    inputs = [p for p in (leaf, *Stage([unit]).parameters()) if p.requires_grad]
+    differentiable = [
+        y for y in tree_leaves(outputs) if isinstance(y, torch.Tensor) and y.requires_grad
+    ]
+    if inputs and differentiable:
+        torch.autograd.grad(
+            differentiable, inputs, [torch.ones_like(y) for y in differentiable], allow_unused=True
+        )
+    return Seconds(middle - start, _now(x) - middle), outputs
+
+
+def _now(x: torch.Tensor) -> float:
+    """Seconds, when the device has done what it was given."""
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
+    return time.perf_counter()

@@ -1,0 +1,38 @@
+"""The layers that the ranks of a tensor group have in parts, for a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from hvdtrain.config.schema import Config
+from hvdtrain.core.arrays import shown_bytes
+from hvdtrain.frameworks.torch.layer import Layer, LayerCut
+from hvdtrain.frameworks.torch.parallel.tensor.plan import plan_of, resolve
+
+
+def tensor_cuts(model: nn.Module, config: Config, layers: Sequence[Layer]) -> dict[str, LayerCut]:
+    """Cuts of the layers that the ranks of a tensor group have in parts, by name."""
+    parts = config.parallel.tensor
+    where = config.where("parallel.tensor")
+    by_name = {layer.name: layer for layer in layers}
+    found = {}
+    for name, way in resolve(model, plan_of(model, where), parts, where).items():
+        if name not in by_name:  # a tied weight is that of its first layer
+            continue
+        inputs = shown_bytes(by_name[name].inputs)
+        outputs = shown_bytes(by_name[name].outputs)
+        if way.kind == "columns":
+            found[name] = LayerCut(
+                "columns", f"backward: sum of gradients, {inputs} a sample", way.groups
+            )
+        elif way.kind == "rows":
+            found[name] = LayerCut(
+                "rows", f"forward: sum of outputs, {outputs} a sample", way.groups, axis=1
+            )
+        elif isinstance(model.get_submodule(name), nn.Embedding):
+            found[name] = LayerCut("rows", f"forward: sum of outputs, {outputs} a sample")
+        else:
+            found[name] = LayerCut("columns", f"backward: sum of gradients, {inputs} a sample")
+    return found

@@ -1,0 +1,110 @@
+"""WholeModel: the arrangement of ranks that each have the whole model, and reduce its gradients as
+comm.* and shard.stage 1 and 2 say."""
+
+from __future__ import annotations
+
+import torch
+
+from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.mesh import Mesh
+from hvdtrain.config.lengths import read_length
+from hvdtrain.config.schema import Config
+from hvdtrain.errors import UserError
+from hvdtrain.frameworks.stopwatch import Stopwatch
+from hvdtrain.frameworks.torch.arrangement import Arrangement
+from hvdtrain.frameworks.torch.parallel.buckets import (
+    COMPRESSED_TYPES,
+    Buckets,
+    fastest_bucket_bytes,
+)
+from hvdtrain.frameworks.torch.parallel.by_library import Ddp, HorovodOptimizer, fits_horovod
+from hvdtrain.frameworks.torch.parallel.local_sgd import LocalSGD, PostLocalSGD
+from hvdtrain.frameworks.torch.parallel.zero import Zero
+from hvdtrain.frameworks.torch.strategy import NamedParameters, Strategy
+from hvdtrain.recipe.clock import epoch_multiplier
+
+
+class WholeModel(Arrangement):
+    """The arrangement of a job that asks for no other one."""
+
+    def strategy(self, named: NamedParameters, optimizer: torch.optim.Optimizer) -> Strategy:
+        making = self.making
+        return select_strategy(making.config, making.mesh, named, optimizer, making.stopwatch)
+
+
+def select_strategy(
+    config: Config,
+    mesh: Mesh,
+    named: NamedParameters,
+    optimizer: torch.optim.Optimizer,
+    stopwatch: Stopwatch,
+) -> Strategy:
+    """The strategy for the trained parameters and their optimizer, which it has not wrapped yet;
+    not of shard.stage=3, parallel.* and servers.*, whose arrangements have others. Every rank calls
+    it.
+
+    training/conflicts.py has refused what the configuration or the engine excludes. Raises
+    UserError where Horovod cannot wrap this optimizer or these parameters, and
+    comm.reduce=distributed_optimizer asks for it.
+    """
+    comm = config.comm
+    communicator = mesh.data
+    if config.shard.stage in (1, 2):
+        on_host = config.shard.offload != "none"
+        return Zero(
+            named, mesh, config.shard.stage, int(comm.bucket_mb * 2**20), stopwatch, on_host
+        )
+    # Horovod's optimizer has none of these
+    needs_buckets = comm.compression != "none" or comm.op == "adasum" or comm.local_steps > 1
+    unfit = "" if needs_buckets else fits_horovod(optimizer, named)
+    if comm.reduce == "distributed_optimizer" and unfit:
+        raise UserError(unfit, config.where("comm.reduce"), "comm.reduce=auto")
+    if comm.reduce == "ddp":
+        return Ddp(named, comm.bucket_mb)
+    if communicator.size == 1 and comm.reduce == "auto":
+        return Strategy(named)
+    if comm.local_steps > 1:
+        return _local_steps(config, named, communicator, stopwatch)
+    if (
+        "horovod_api" in communicator.features
+        and comm.reduce != "bucket"
+        and not unfit
+        and not needs_buckets
+        and mesh.tensor.size == 1
+    ):
+        return HorovodOptimizer(named, communicator)
+    buckets = _buckets(config, named, communicator, stopwatch)
+    if unfit and comm.reduce == "auto" and "horovod_api" in communicator.features:
+        buckets.summary += f": {unfit}"
+    return buckets
+
+
+def _local_steps(
+    config: Config, named: NamedParameters, communicator: Communicator, stopwatch: Stopwatch
+) -> LocalSGD | PostLocalSGD:
+    bucket_bytes = int(config.comm.bucket_mb * 2**20)
+    begin = read_length(config.comm.local_from)
+    local = LocalSGD(named, communicator, config.comm.local_steps, bucket_bytes, stopwatch)
+    if not begin.amount:
+        return local
+    together = Buckets(named, communicator, bucket_bytes, stopwatch)
+    return PostLocalSGD(together, local, begin.words(epoch_multiplier(config)))
+
+
+def _buckets(
+    config: Config, named: NamedParameters, communicator: Communicator, stopwatch: Stopwatch
+) -> Buckets:
+    comm = config.comm
+    if (
+        comm.op == "adasum"
+    ):  # a bucket of its own for each tensor: Adasum takes their angles one by one
+        return Buckets(named, communicator, 0, stopwatch, op="adasum")
+    compressed = COMPRESSED_TYPES.get(comm.compression)
+    if not comm.tune or communicator.size == 1:
+        return Buckets(named, communicator, int(comm.bucket_mb * 2**20), stopwatch, compressed)
+    tuned = fastest_bucket_bytes(named, communicator, compressed)
+    buckets = Buckets(named, communicator, tuned.bucket_bytes, stopwatch, compressed)
+    buckets.summary += (
+        f" of {tuned.bucket_bytes / 2**20:g} MiB, as tuned ({1e3 * tuned.seconds:.2g} ms for all)"
+    )
+    return buckets
