@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from hvdtrain.config.schema import Config, known_keys
+from hvdtrain.config.schema import SECTIONS, Config
 from hvdtrain.errors import UserError
 
 When = Callable[[Config], bool]
@@ -70,7 +70,10 @@ def worded(
 
 
 def default_of(key: str) -> Any:
-    return known_keys()[key].get_default(call_default_factory=True)
+    """The value of a key that is not set."""
+    section, _, name = key.rpartition(".")
+    fields = (SECTIONS[section] if section else Config).model_fields
+    return fields[name].get_default(call_default_factory=True)
 
 
 def value_of(config: Config, key: str) -> Any:

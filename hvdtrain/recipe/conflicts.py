@@ -4,12 +4,24 @@ configuration is read."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+from hvdtrain.config.exclusion import (
+    Exclusion,
+    Values,
+    When,
+    among,
+    default_of,
+    other_than,
+    value_of,
+)
 from hvdtrain.config.lengths import read_length
 from hvdtrain.config.schema import Config, RecipeConfig
 from hvdtrain.errors import UserError
 from hvdtrain.recipe.clock import epoch_multiplier, total_epochs
+
+Rule = Callable[[Config], Iterator[UserError]]  # of what takes a computation
 
 # schedules that end with the job, or with their piece
 FALLING = (
@@ -29,23 +41,47 @@ def check_recipe(config: Config) -> None:
 
 def recipe_conflicts(config: Config) -> Iterator[UserError]:
     """Every contradiction in the recipe that shows without data."""
-    for rule in (
-        _without_effect,
-        _schedule,
-        _plateau,
-        _one_cycle,
-        _function,
-        _chain,
-        _warmup,
-        _end,
-        _growth,
-        _reference_batch,
-    ):
-        yield from rule(config)
+    for row in ROWS:
+        yield from row.errors(config) if isinstance(row, Exclusion) else row(config)
 
 
-_OF_PLATEAU = ("patience", "threshold", "threshold_mode", "cooldown")
-# keys of the recipe: the schedules that read them; _OF_ONE has those with a message of their own
+def unread_recipe_keys(config: Config) -> list[str]:
+    """Keys of the recipe that are set and that no schedule of this job reads."""
+    return [row.key for row in NO_EFFECT if row.holds(config)]
+
+
+def needs_time_after_warmup(recipe: RecipeConfig) -> bool:
+    """Whether the schedule falls from the end of the warm-up to the end of the job."""
+    return recipe.schedule in FALLING or bool(recipe.chain)
+
+
+def _is(schedule: str) -> When:
+    return lambda config: config.recipe.schedule == schedule
+
+
+def _grows_by(growth: str) -> When:
+    return lambda config: config.recipe.growth == growth
+
+
+def _has_function(config: Config) -> bool:
+    return config.recipe.function is not None
+
+
+def _has_chain(config: Config) -> bool:
+    return bool(config.recipe.chain)
+
+
+def _has_no_known_end(config: Config) -> bool:
+    """Whether only time ends a job: it has no length that a schedule could know, and each rank and
+    each resume must have the same rates."""
+    return total_epochs(config) is None and config.stop.steps is None
+
+
+def _set(key: str, example: Any) -> Values:
+    return other_than(default_of(key), example)
+
+
+# keys of the recipe: the schedules that read them
 _READ_BY = {
     "gamma": ("steps", "exponential", "plateau"),
     "power": ("polynomial",),
@@ -55,161 +91,78 @@ _READ_BY = {
         "polynomial",
         "plateau",
         "one_cycle",
-    ),  # of which _one_cycle() refuses it
+    ),  # which has a message of its own
     "floor": ("steps", "exponential", "cosine", "linear", "polynomial", "plateau", "one_cycle"),
 }
-_OF_ONE = {
-    **dict.fromkeys(_OF_PLATEAU, "plateau"),
-    "milestones": "steps",
-    "cycle_momentum": "one_cycle",
-}
 
 
-def unread_recipe_keys(config: Config) -> list[str]:
-    """Keys of the recipe that are set and that no schedule of this job reads."""
+def _is_read(name: str, config: Config) -> bool:
     recipe = config.recipe
-    of_others = [name for name, schedule in _OF_ONE.items() if recipe.schedule != schedule]
-    unread = [*_without_schedule(recipe), *_without_warmup(recipe), *_set_of(recipe, of_others)]
-    return [f"recipe.{name}" for name in unread]
-
-
-def _set_of(recipe: RecipeConfig, names: Iterable[str]) -> list[str]:
-    """Names of the keys that have another value than their default."""
-    fields = type(recipe).model_fields
-    return [
-        name
-        for name in names
-        if getattr(recipe, name) != fields[name].get_default(call_default_factory=True)
-    ]
-
-
-def _without_schedule(recipe: RecipeConfig) -> list[str]:
-    read = {name for name, schedules in _READ_BY.items() if recipe.schedule in schedules}
-    if recipe.growth == "decays":
-        read.add("gamma")
-    if recipe.chain or recipe.function:
-        read.add("floor")
-    return _set_of(recipe, [name for name in _READ_BY if name not in read])
-
-
-def _without_warmup(recipe: RecipeConfig) -> list[str]:
-    if read_length(recipe.warmup).amount:
-        return []
-    return _set_of(recipe, ("warmup_kind", "warmup_from"))
-
-
-def _without_effect(config: Config) -> Iterator[UserError]:
-    """Errors of keys that no schedule of this job reads."""
-    recipe = config.recipe
-    for name in _without_schedule(recipe):
-        schedules = _READ_BY[name]
-        what = f"recipe.{name} has no effect: recipe.schedule={recipe.schedule} does not read it"
-        piece = "; a piece of recipe.chain has its own" if recipe.chain and name != "floor" else ""
-        yield UserError(
-            what,
-            config.where(f"recipe.{name}"),
-            f"recipe.schedule={' or '.join(schedules)}, or leave it out{piece}",
-        )
-    for name in _without_warmup(recipe):
-        what = f"recipe.{name} has no effect without recipe.warmup"
-        yield UserError(what, config.where(f"recipe.{name}"), "recipe.warmup=5%, or leave it out")
-
-
-def _schedule(config: Config) -> Iterator[UserError]:
-    recipe = config.recipe
-    yield from _not_rising(
-        "recipe.milestones", recipe.milestones, config.where("recipe.milestones")
+    return (
+        recipe.schedule in _READ_BY[name]
+        or (name == "gamma" and recipe.growth == "decays")
+        or (name == "floor" and (_has_chain(config) or _has_function(config)))
     )
-    if recipe.schedule == "steps" and not recipe.milestones:
-        yield UserError(
-            "recipe.schedule=steps needs recipe.milestones",
-            config.where("recipe.schedule"),
-            "recipe.milestones=[30,60,80]",
-        )
-    if recipe.schedule != "steps" and recipe.milestones:
-        what = f"recipe.milestones needs recipe.schedule=steps; it is {recipe.schedule}"
-        yield UserError(what, config.where("recipe.milestones"), "recipe.schedule=steps")
 
 
-def _plateau(config: Config) -> Iterator[UserError]:
-    recipe = config.recipe
-    if recipe.schedule == "plateau":
-        if recipe.gamma >= 1:
-            what = (
-                f"recipe.schedule=plateau multiplies the rate by recipe.gamma={recipe.gamma:g}, "
-                "which does not lower it"
-            )
-            yield UserError(
-                what, config.where("recipe.gamma"), "recipe.gamma=0.1, or another number below 1"
-            )
-        if config.servers.log:
-            what = (
-                "servers.log replays steps from their positions in the job, and with "
-                "recipe.schedule=plateau evaluations change the rate"
-            )
-            yield UserError(
-                what, config.where("servers.log"), "servers.log=false, or another recipe.schedule"
-            )
-        return
-    for key in _set_of(recipe, _OF_PLATEAU):
-        what = f"recipe.{key} needs recipe.schedule=plateau; it is {recipe.schedule}"
-        yield UserError(
-            what,
-            config.where(f"recipe.{key}"),
-            f"recipe.schedule=plateau{'; or stop.patience' if key == 'patience' else ''}",
-        )
+def _unread(name: str, example: float, in_chain: bool) -> Exclusion:
+    """A key of _READ_BY; in_chain: beside a recipe.chain."""
+    piece = "; a piece of recipe.chain has its own" if in_chain and name != "floor" else ""
+    return Exclusion(
+        f"recipe.{name}",
+        _set(f"recipe.{name}", example),
+        what="{key} has no effect: recipe.schedule={config.recipe.schedule} does not read it",
+        fix=f"recipe.schedule={' or '.join(_READ_BY[name])}, or leave it out{piece}",
+        when=lambda config: not _is_read(name, config) and _has_chain(config) == in_chain,
+    )
 
 
-def _one_cycle(config: Config) -> Iterator[UserError]:
-    recipe = config.recipe
-    where = config.where("recipe.schedule")
-    momentum = recipe.cycle_momentum
-    if recipe.schedule == "one_cycle" and read_length(recipe.warmup).amount:
-        yield UserError(
-            "recipe.schedule=one_cycle has its own warm-up, 30% of the job",
-            config.where("recipe.warmup"),
-            "recipe.warmup=0",
-        )
-    if momentum and recipe.schedule != "one_cycle":
-        what = f"recipe.cycle_momentum needs recipe.schedule=one_cycle; it is {recipe.schedule}"
-        yield UserError(what, config.where("recipe.cycle_momentum"), "recipe.schedule=one_cycle")
-    if momentum and (len(momentum) != 2 or not 0 <= momentum[0] <= momentum[1] < 1):
-        fix = "two numbers from 0 to less than 1, the smaller one first: [0.85,0.95]"
-        yield UserError(
-            f"recipe.cycle_momentum is {list(momentum)}", config.where("recipe.cycle_momentum"), fix
-        )
-    if momentum and config.optim.momentum is not None:
-        yield UserError(
-            "optim.momentum and recipe.cycle_momentum both set the momentum",
-            config.where("optim.momentum"),
-            "one of them",
-        )
-    if recipe.schedule == "one_cycle" and recipe.end_lr:
-        yield UserError(
-            "recipe.schedule=one_cycle falls to a 250,000th of the rate, whatever recipe.end_lr is",
-            where,
-            "recipe.end_lr=0",
-        )
+def _only(schedule: str, name: str, example: Any, instead: str = "") -> Exclusion:
+    """A key that one schedule reads."""
+    return Exclusion(
+        f"recipe.{name}",
+        _set(f"recipe.{name}", example),
+        what=f"{{key}} needs recipe.schedule={schedule}; it is {{config.recipe.schedule}}",
+        fix=f"recipe.schedule={schedule}{instead}",
+        when=lambda config: config.recipe.schedule != schedule,
+    )
 
 
-def _function(config: Config) -> Iterator[UserError]:
-    recipe = config.recipe
-    where = config.where("recipe.function")
-    if recipe.function is None:
-        return
-    if recipe.schedule != "constant" or recipe.chain:
-        other = "recipe.chain" if recipe.chain else f"recipe.schedule={recipe.schedule}"
-        yield UserError(
-            f"recipe.function and {other} both set the schedule", where, "keep one of them"
+OF_NO_SCHEDULE = (
+    *(
+        _unread(name, example, in_chain)
+        for name, example in (("gamma", 0.5), ("power", 3), ("end_lr", 0.001), ("floor", 0.1))
+        for in_chain in (False, True)
+    ),
+    *(
+        Exclusion(
+            key,
+            _set(key, example),
+            what="{key} has no effect without recipe.warmup",
+            fix="recipe.warmup=5%, or leave it out",
+            when=lambda config: not read_length(config.recipe.warmup).amount,
         )
-    if total_epochs(config) is None and config.stop.steps is None:
-        what = (
-            f"recipe.function is of the share of the job, and stop.time={config.stop.time} alone "
-            "ends it, at a step not known before"
-        )
-        yield UserError(
-            what, where, "stop.steps or epochs as well, and the job ends with whichever comes first"
-        )
+        for key, example in (("recipe.warmup_kind", "constant"), ("recipe.warmup_from", 0.01))
+    ),
+)
+OF_STEPS = _only("steps", "milestones", [1])
+OF_PLATEAU = (
+    _only("plateau", "patience", 3, "; or stop.patience"),
+    _only("plateau", "threshold", 0.1),
+    _only("plateau", "threshold_mode", "abs"),
+    _only("plateau", "cooldown", 2),
+)
+OF_ONE_CYCLE = _only("one_cycle", "cycle_momentum", [0.8, 0.9])
+NO_EFFECT = (*OF_NO_SCHEDULE, OF_STEPS, *OF_PLATEAU, OF_ONE_CYCLE)
+
+
+def _rises(key: str) -> Rule:
+    return lambda config: _not_rising(key, value_of(config, key), config.where(key))
+
+
+def _is_no_momentum(momentum: list[float]) -> bool:
+    is_pair = len(momentum) == 2 and 0 <= momentum[0] <= momentum[1] < 1
+    return bool(momentum) and not is_pair
 
 
 def _chain(config: Config) -> Iterator[UserError]:
@@ -230,12 +183,6 @@ def _chain(config: Config) -> Iterator[UserError]:
                 where,
                 "give its length: 5, or 500 steps",
             )
-    if chain and config.recipe.schedule != "constant":
-        yield UserError(
-            f"recipe.chain and recipe.schedule={config.recipe.schedule} both set the schedule",
-            where,
-            "keep one of them",
-        )
 
 
 def _warmup(config: Config) -> Iterator[UserError]:
@@ -258,35 +205,16 @@ def _warmup(config: Config) -> Iterator[UserError]:
         )
 
 
-def _end(config: Config) -> Iterator[UserError]:
-    """A job that only its time ends has no length that a schedule could know: each rank and each
-    resume must have the same rates."""
-    recipe = config.recipe
-    if total_epochs(config) is not None or config.stop.steps is not None:
+def _shares_of_no_end(config: Config) -> Iterator[UserError]:
+    if not _has_no_known_end(config):
         return
     unknown = f"stop.time={config.stop.time} alone ends the job, at a step that is not known before"
-    fix = (
-        "stop.steps or epochs as well, and the job ends with whichever comes first; or "
-        "recipe.chain with a length of each piece"
-    )
-    if recipe.schedule in FALLING:
-        what = f"recipe.schedule={recipe.schedule} falls to the end of the job; {unknown}"
-        yield UserError(what, config.where("recipe.schedule"), fix)
-    if recipe.chain and recipe.chain[-1].kind in FALLING and recipe.chain[-1].length is None:
-        yield UserError(
-            f"the last piece of recipe.chain falls to the end of the job; {unknown}",
-            config.where("recipe.chain"),
-            fix,
-        )
+    fix = "a length in epochs, steps, samples or tokens; or stop.steps or epochs as well"
     for key, lengths in _lengths(config).items():
         for length in lengths:
             if read_length(length).unit == "%":
-                fix = (
-                    "a length in epochs, steps, samples or tokens; or stop.steps or epochs as well"
-                )
-                yield UserError(
-                    f"{key}: {length} is a share of the job; {unknown}", config.where(key), fix
-                )
+                what = f"{key}: {length} is a share of the job; {unknown}"
+                yield UserError(what, config.where(key), fix)
 
 
 def _lengths(config: Config) -> dict[str, list[float | str]]:
@@ -308,70 +236,34 @@ def _lengths(config: Config) -> dict[str, list[float | str]]:
     }
 
 
-def needs_time_after_warmup(recipe: RecipeConfig) -> bool:
-    """Whether the schedule falls from the end of the warm-up to the end of the job."""
-    return recipe.schedule in FALLING or bool(recipe.chain)
+def _largest_batch(config: Config) -> Iterator[UserError]:
+    size = config.batch.size
+    if config.recipe.growth == "decays" and (config.recipe.batch_max or 0) < size:
+        yield UserError(
+            f"recipe.growth=decays needs recipe.batch_max of batch.size={size} or more",
+            config.where("recipe.batch_max"),
+            f"recipe.batch_max={size * 8}, say",
+        )
 
 
-def _growth(config: Config) -> Iterator[UserError]:
+def _as_many_batches(config: Config) -> Iterator[UserError]:
     recipe = config.recipe
-    yield from _not_rising("recipe.grow_at", recipe.grow_at, config.where("recipe.grow_at"))
-    if recipe.growth == "decays":
-        if recipe.schedule != "steps":
-            what = f"recipe.growth=decays needs recipe.schedule=steps; it is {recipe.schedule}"
-            yield UserError(
-                what, config.where("recipe.growth"), "recipe.schedule=steps with recipe.milestones"
-            )
-        if not 0 < recipe.gamma < 1:
-            what = (
-                f"recipe.growth=decays needs recipe.gamma between 0 and 1; it is {recipe.gamma:g}"
-            )
-            yield UserError(what, config.where("recipe.gamma"), "recipe.gamma=0.1, say")
-        if recipe.batch_max is None or recipe.batch_max < config.batch.size:
-            what = (
-                f"recipe.growth=decays needs recipe.batch_max of batch.size={config.batch.size} "
-                "or more"
-            )
-            yield UserError(
-                what,
-                config.where("recipe.batch_max"),
-                f"recipe.batch_max={config.batch.size * 8}, say",
-            )
-        yield from _shares_of_two_ends(config, "recipe.milestones", recipe.milestones)
-    elif recipe.batch_max is not None:
-        what = f"recipe.batch_max needs recipe.growth=decays; it is {recipe.growth}"
-        yield UserError(what, config.where("recipe.batch_max"), "recipe.growth=decays")
-    if recipe.growth == "milestones":
-        if not recipe.grow_at or len(recipe.grow_at) != len(recipe.grow_to):
-            what = (
-                f"recipe.grow_at has {len(recipe.grow_at)} lengths, recipe.grow_to "
-                f"{len(recipe.grow_to)} batches"
-            )
-            yield UserError(what, config.where("recipe.grow_to"), "one batch for each length")
-        if min(recipe.grow_to, default=1) < 1:
-            yield UserError(
-                f"recipe.grow_to is {list(recipe.grow_to)}",
-                config.where("recipe.grow_to"),
-                "batches of 1 or more",
-            )
-        yield from _shares_of_two_ends(config, "recipe.grow_at", recipe.grow_at)
-    elif recipe.grow_at or recipe.grow_to:
-        what = (
-            "recipe.grow_at and recipe.grow_to need recipe.growth=milestones; it is "
-            f"{recipe.growth}"
+    lengths = len(recipe.grow_at)
+    batches = len(recipe.grow_to)
+    if recipe.growth == "milestones" and (not lengths or lengths != batches):
+        yield UserError(
+            f"recipe.grow_at has {lengths} lengths, recipe.grow_to {batches} batches",
+            config.where("recipe.grow_to"),
+            "one batch for each length",
         )
-        yield UserError(what, config.where("recipe.grow_at"), "recipe.growth=milestones")
 
 
-def _reference_batch(config: Config) -> Iterator[UserError]:
-    if (
-        config.recipe.adapt_regime or config.recipe.sample_noise
-    ) and config.optim.base_batch is None:
-        what = (
-            "recipe.adapt_regime and recipe.sample_noise compare the batch with optim.base_batch, "
-            "which is not set"
-        )
-        yield UserError(what, config.where("optim.base_batch"), "optim.base_batch=128, say")
+def _ends_of_growth(growth: str, key: str) -> Rule:
+    """Shares of a job at which its batch grows."""
+    grows = _grows_by(growth)
+    return lambda config: (
+        _shares_of_two_ends(config, key, value_of(config, key)) if grows(config) else iter(())
+    )
 
 
 def _shares_of_two_ends(
@@ -404,3 +296,173 @@ def _not_rising(key: str, lengths: Sequence[float | str], where: str) -> Iterato
         yield UserError(
             f"{key} is {list(lengths)}", where, "lengths above 0, each more than the one before"
         )
+
+
+NO_END = "stop.time={config.stop.time} alone ends the job, at a step that is not known before"
+LONGER = (
+    "stop.steps or epochs as well, and the job ends with whichever comes first; or recipe.chain "
+    "with a length of each piece"
+)
+# in the order in which they are reported: the first one is the message
+ROWS: tuple[Exclusion | Rule, ...] = (
+    *OF_NO_SCHEDULE,
+    _rises("recipe.milestones"),
+    Exclusion(
+        "recipe.milestones",
+        among([]),
+        what="recipe.schedule=steps needs recipe.milestones",
+        fix="recipe.milestones=[30,60,80]",
+        where="recipe.schedule",
+        when=_is("steps"),
+    ),
+    OF_STEPS,
+    Exclusion(
+        "recipe.gamma",
+        Values(lambda gamma: gamma >= 1, 1),
+        what="recipe.schedule=plateau multiplies the rate by {key}={config.recipe.gamma:g}, which "
+        "does not lower it",
+        fix="recipe.gamma=0.1, or another number below 1",
+        when=_is("plateau"),
+    ),
+    Exclusion(
+        "servers.log",
+        among(True),
+        what="servers.log replays steps from their positions in the job, and with "
+        "recipe.schedule=plateau evaluations change the rate",
+        fix="servers.log=false, or another recipe.schedule",
+        when=_is("plateau"),
+    ),
+    *OF_PLATEAU,
+    Exclusion(
+        "recipe.warmup",
+        Values(lambda length: bool(read_length(length).amount), 1),
+        what="recipe.schedule=one_cycle has its own warm-up, 30% of the job",
+        fix="recipe.warmup=0",
+        when=_is("one_cycle"),
+    ),
+    OF_ONE_CYCLE,
+    Exclusion(
+        "recipe.cycle_momentum",
+        Values(_is_no_momentum, [0.9]),
+        what="{key} is {config.recipe.cycle_momentum}",
+        fix="two numbers from 0 to less than 1, the smaller one first: [0.85,0.95]",
+    ),
+    Exclusion(
+        "optim.momentum",
+        other_than(None, 0.9),
+        what="optim.momentum and recipe.cycle_momentum both set the momentum",
+        fix="one of them",
+        when=lambda config: bool(config.recipe.cycle_momentum),
+    ),
+    Exclusion(
+        "recipe.end_lr",
+        Values(bool, 0.001),
+        what="recipe.schedule=one_cycle falls to a 250,000th of the rate, whatever {key} is",
+        fix="recipe.end_lr=0",
+        where="recipe.schedule",
+        when=_is("one_cycle"),
+    ),
+    Exclusion(
+        "recipe.chain",
+        Values(bool, ["{kind: cosine}"]),
+        what="recipe.function and {key} both set the schedule",
+        fix="keep one of them",
+        where="recipe.function",
+        when=_has_function,
+    ),
+    Exclusion(
+        "recipe.schedule",
+        other_than("constant", "cosine"),
+        what="recipe.function and {set} both set the schedule",
+        fix="keep one of them",
+        where="recipe.function",
+        when=lambda config: _has_function(config) and not _has_chain(config),
+    ),
+    Exclusion(
+        "recipe.function",
+        other_than(None, "mine:rate"),
+        what="{key} is of the share of the job, and stop.time={config.stop.time} alone ends it, at "
+        "a step not known before",
+        fix="stop.steps or epochs as well, and the job ends with whichever comes first",
+        when=_has_no_known_end,
+    ),
+    _chain,
+    Exclusion(
+        "recipe.schedule",
+        other_than("constant", "cosine"),
+        what="recipe.chain and {set} both set the schedule",
+        fix="keep one of them",
+        where="recipe.chain",
+        when=_has_chain,
+    ),
+    _warmup,
+    Exclusion(
+        "recipe.schedule",
+        among(*FALLING),
+        what=f"{{set}} falls to the end of the job; {NO_END}",
+        fix=LONGER,
+        when=_has_no_known_end,
+    ),
+    Exclusion(
+        "recipe.chain",
+        Values(
+            lambda chain: bool(chain) and chain[-1].kind in FALLING and chain[-1].length is None,
+            ["{kind: cosine}"],
+        ),
+        what=f"the last piece of recipe.chain falls to the end of the job; {NO_END}",
+        fix=LONGER,
+        when=_has_no_known_end,
+    ),
+    _shares_of_no_end,
+    _rises("recipe.grow_at"),
+    Exclusion(
+        "recipe.schedule",
+        other_than("steps", "cosine"),
+        what="recipe.growth=decays needs recipe.schedule=steps; it is {config.recipe.schedule}",
+        fix="recipe.schedule=steps with recipe.milestones",
+        where="recipe.growth",
+        when=_grows_by("decays"),
+    ),
+    Exclusion(
+        "recipe.gamma",
+        Values(lambda gamma: not 0 < gamma < 1, 1),
+        what="recipe.growth=decays needs {key} between 0 and 1; it is {config.recipe.gamma:g}",
+        fix="recipe.gamma=0.1, say",
+        when=_grows_by("decays"),
+    ),
+    _largest_batch,
+    _ends_of_growth("decays", "recipe.milestones"),
+    Exclusion(
+        "recipe.batch_max",
+        other_than(None, 64),
+        what="{key} needs recipe.growth=decays; it is {config.recipe.growth}",
+        fix="recipe.growth=decays",
+        when=lambda config: config.recipe.growth != "decays",
+    ),
+    _as_many_batches,
+    Exclusion(
+        "recipe.grow_to",
+        Values(lambda batches: min(batches, default=1) < 1, [0]),
+        what="recipe.grow_to is {config.recipe.grow_to}",
+        fix="batches of 1 or more",
+        when=_grows_by("milestones"),
+    ),
+    _ends_of_growth("milestones", "recipe.grow_at"),
+    Exclusion(
+        "recipe.growth",
+        other_than("milestones", "none"),
+        what="recipe.grow_at and recipe.grow_to need recipe.growth=milestones; it is "
+        "{config.recipe.growth}",
+        fix="recipe.growth=milestones",
+        where="recipe.grow_at",
+        when=lambda config: bool(config.recipe.grow_at or config.recipe.grow_to),
+    ),
+    Exclusion(
+        "optim.base_batch",
+        among(None),
+        what="recipe.adapt_regime and recipe.sample_noise compare the batch with optim.base_batch, "
+        "which is not set",
+        fix="optim.base_batch=128, say",
+        when=lambda config: config.recipe.adapt_regime or bool(config.recipe.sample_noise),
+    ),
+)
