@@ -61,6 +61,30 @@ class Exclusion(NamedTuple):
             yield worded(self.key, self.where or self.key, self.what, self.fix, config, {})
 
 
+def no_effect(
+    key: str, values: Values, without: str, fix: str = "", when: When | None = None
+) -> Exclusion:
+    """A row for values that mean nothing without other words; fix: these, where they differ."""
+    return Exclusion(
+        key,
+        values,
+        what=f"{{set}} has no effect without {without}",
+        fix=f"{fix or without}, or leave {{key}} out",
+        when=when,
+    )
+
+
+def options(
+    without: str, examples: Mapping[str, Any], fix: str = "", when: When | None = None
+) -> tuple[Exclusion, ...]:
+    """Rows for keys that mean nothing without other words; examples: for each key another value
+    than its default."""
+    return tuple(
+        no_effect(key, other_than(default_of(key), example), without, fix, when)
+        for key, example in examples.items()
+    )
+
+
 def worded(
     key: str, where: str, what: str, fix: str, config: Config, texts: Mapping[str, Any]
 ) -> UserError:

@@ -3,8 +3,7 @@ cropped, and seen by an evaluation."""
 
 from __future__ import annotations
 
-from hvdtrain.config.exclusion import Exclusion, Values, above, among, other_than
-from hvdtrain.config.schema import AugmentConfig, DataConfig
+from hvdtrain.config.exclusion import Exclusion, Values, above, among, options, other_than
 from hvdtrain.config.section import is_object
 from hvdtrain.features.job_feature import JobFeature
 
@@ -32,18 +31,7 @@ BLOCKS = JobFeature(
     examples=("data.shuffle=blocks data.shuffle_block=3 data.shuffle_window=2",),
     off="data.shuffle=full",
     why="a rank reads the blocks of its share of a step",
-    without=tuple(
-        Exclusion(
-            f"data.{name}",
-            other_than(usual, example),
-            what="{key} needs data.shuffle=blocks",
-            fix="data.shuffle=blocks, or leave {key} out",
-        )
-        for name, usual, example in (
-            ("shuffle_block", None, 8),
-            ("shuffle_window", DataConfig.model_fields["shuffle_window"].default, 4),
-        )
-    ),
+    without=options("data.shuffle=blocks", {"data.shuffle_block": 8, "data.shuffle_window": 4}),
     excludes=(
         Exclusion(
             "data.sampling",
@@ -96,6 +84,7 @@ SAMPLE_WEIGHTS = JobFeature(
 ONE_SHAPE = "ranks exchange activations of one shape, but the passes have different lengths"
 PAD = JobFeature(
     key="data.pad",
+    other_keys=("data.mask",),
     on=lambda config: bool(config.data.pad),
     examples=('data.pad={"tokens":0} task.name=language',),
     off="data.pad={{}}",
@@ -204,14 +193,7 @@ CROP = JobFeature(
     on=lambda config: config.augment.crop > 0,
     examples=("augment.crop=1",),
     off="augment.crop=0",
-    without=(
-        Exclusion(
-            "augment.pad",
-            other_than("zeros", "reflect"),
-            what="{set} is what augment.crop pads with, and there is no augment.crop",
-            fix="augment.crop=2, or leave augment.pad out",
-        ),
-    ),
+    without=options("augment.crop", {"augment.pad": "reflect"}, fix="augment.crop=2"),
     excludes=(
         Exclusion(
             "augment.resized_crop",
@@ -231,14 +213,7 @@ RAND_AUGMENT = JobFeature(
     on=lambda config: config.augment.rand_augment > 0,
     examples=("augment.rand_augment=2",),
     off="augment.rand_augment=0",
-    without=(
-        Exclusion(
-            "augment.magnitude",
-            other_than(AugmentConfig.model_fields["magnitude"].default, 7),
-            what="{set} needs augment.rand_augment",
-            fix="augment.rand_augment=2, or leave augment.magnitude out",
-        ),
-    ),
+    without=options("augment.rand_augment", {"augment.magnitude": 7}, fix="augment.rand_augment=2"),
 )
 COLOR_JITTER = JobFeature(
     key="augment.color_jitter",

@@ -3,7 +3,7 @@ updated several times in a step."""
 
 from __future__ import annotations
 
-from hvdtrain.config.exclusion import Exclusion, Values, above, among, other_than
+from hvdtrain.config.exclusion import Exclusion, Values, above, among, no_effect, other_than
 from hvdtrain.config.plugins import is_dotted
 from hvdtrain.features.job_feature import Conflict, JobFeature
 
@@ -14,14 +14,6 @@ DENSE = JobFeature(
     examples=("parallel.dense=a", "parallel.dense=b", "parallel.dense=c"),
     off="parallel.dense=none",
     why="a rank has gradients of its part of the dense layers for all samples",
-    without=(
-        Exclusion(
-            "parallel.dense_updates",
-            above(1),
-            what="{set} is of a dense part; this is parallel.dense=none",
-            fix="parallel.dense=c, also on one rank; or leave it out",
-        ),
-    ),
     excludes=(
         *(
             Exclusion(
@@ -69,6 +61,14 @@ DENSE_UPDATES = JobFeature(
     examples=("parallel.dense_updates=2 parallel.dense=c",),
     off="parallel.dense_updates=1",
     why="the dense part is updated several times in a step, the convolutions once",
+    without=(
+        no_effect(
+            "parallel.dense_updates",
+            above(1),
+            without="parallel.dense=b or c",
+            when=lambda config: config.parallel.dense == "none",
+        ),
+    ),
     first=(
         Exclusion(
             "parallel.dense",

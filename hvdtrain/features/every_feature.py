@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hvdtrain.config import read
-from hvdtrain.config.exclusion import Exclusion, other_than, value_of
+from hvdtrain.config.exclusion import Exclusion, options, value_of
 from hvdtrain.config.read import Assignment
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
@@ -27,12 +27,18 @@ from hvdtrain.features import (
     tasks,
 )
 from hvdtrain.features.job_feature import JobFeature, PlannedJob
-from hvdtrain.recipe.conflicts import recipe_conflicts, unread_recipe_keys
+from hvdtrain.recipe.conflicts import KEYS_OF_SCHEDULES, recipe_conflicts, unread_recipe_keys
 
 
-def _plain(key: str, usual: Any, *examples: str, without: Sequence[Exclusion] = ()) -> JobFeature:
-    """A feature that is on where a key has another value than the usual one. without: of
-    JobFeature."""
+def _plain(
+    key: str,
+    usual: Any,
+    *examples: str,
+    without: tuple[Exclusion, ...] = (),
+    other_keys: tuple[str, ...] = (),
+) -> JobFeature:
+    """A feature that is on where a key has another value than the usual one. without, other_keys:
+    of JobFeature."""
 
     def on(config: Config) -> bool:
         return bool(value_of(config, key) != usual)
@@ -44,17 +50,12 @@ def _plain(key: str, usual: Any, *examples: str, without: Sequence[Exclusion] = 
         "off"
     )
     return JobFeature(
-        key=key, on=on, examples=examples, no_examples=no_examples, without=tuple(without)
-    )
-
-
-def _means_nothing(key: str, usual: Any, example: Any, needed: str) -> Exclusion:
-    """A key that is read only where `needed` is set."""
-    return Exclusion(
-        key,
-        other_than(usual, example),
-        what=f"{{set}} has no effect without {needed}",
-        fix=f"{needed}, or leave {{key}} out",
+        key=key,
+        on=on,
+        examples=examples,
+        no_examples=no_examples,
+        without=without,
+        other_keys=other_keys,
     )
 
 
@@ -63,10 +64,7 @@ PLAIN = (  # these exclude nothing by themselves: others say where they cannot g
         "norm.kind",
         "batch",
         "norm.kind=ghost norm.ghost=3",
-        without=(
-            _means_nothing("norm.ghost", 128, 16, "norm.kind=ghost"),
-            _means_nothing("norm.statistics", "averaged", "sequential", "norm.kind=ghost"),
-        ),
+        without=options("norm.kind=ghost", {"norm.ghost": 16, "norm.statistics": "sequential"}),
     ),
     _plain("speed.precision", "fp32", "speed.precision=bf16", "speed.precision=fp16"),
     _plain("speed.compile", "none", "speed.compile=default"),
@@ -76,8 +74,14 @@ PLAIN = (  # these exclude nothing by themselves: others say where they cannot g
         "recipe.growth",
         "none",
         "recipe.growth=milestones recipe.grow_at=[2steps] recipe.grow_to=[80]",
+        other_keys=("recipe.batch_max", "recipe.grow_at", "recipe.grow_to"),
     ),
-    _plain("recipe.schedule", "constant", "recipe.schedule=plateau"),
+    _plain(
+        "recipe.schedule",
+        "constant",
+        "recipe.schedule=plateau",
+        other_keys=KEYS_OF_SCHEDULES,
+    ),
     _plain("recipe.gradient_noise", 0.0, "recipe.gradient_noise=0.01"),
     _plain("recipe.sample_noise", 0.0, "recipe.sample_noise=0.5 optim.base_batch=6"),
     _plain("data.sampling", "global", "data.sampling=partition"),
@@ -95,19 +99,17 @@ PLAIN = (  # these exclude nothing by themselves: others say where they cannot g
         "stop",
         "guard.nonfinite=skip",
         "guard.nonfinite=rollback",
-        without=(
-            _means_nothing("guard.nonfinite_limit", 20, 5, "guard.nonfinite=skip or rollback"),
-        ),
+        without=options("guard.nonfinite=skip or rollback", {"guard.nonfinite_limit": 5}),
     ),
     _plain(
         "checkpoint.every",
         None,
-        without=(_means_nothing("guard.mtbf_hours", None, 24.0, "checkpoint.every=auto"),),
+        without=options("checkpoint.every=auto", {"guard.mtbf_hours": 24.0}),
     ),
     _plain(
         "stop.patience",
         None,
-        without=(_means_nothing("stop.min_delta", 0.0, 0.01, "stop.patience"),),
+        without=options("stop.patience", {"stop.min_delta": 0.01}, fix="stop.patience=5"),
     ),
     _plain("checkpoint.keep_best", 0, "checkpoint.keep_best=1"),
     _plain("log.step_times", False, "log.step_times=true"),

@@ -106,6 +106,7 @@ DEVICES = JobFeature(
 )
 JAX = JobFeature(
     key="framework",
+    is_value=True,
     on=lambda config: config.framework == "jax",
     examples=("framework=jax",),
     off="framework=torch",
@@ -114,6 +115,7 @@ JAX = JobFeature(
 )
 KERAS = JobFeature(
     key="framework",
+    is_value=True,
     on=lambda config: config.framework == "keras",
     examples=("framework=keras model.name=mine:build",),
     off="framework=torch",
@@ -122,6 +124,7 @@ KERAS = JobFeature(
 )
 NUMPY = JobFeature(
     key="framework",
+    is_value=True,
     on=lambda config: config.framework == "numpy",
     examples=("framework=numpy model.name=linear",),
     off="framework=torch",

@@ -67,6 +67,8 @@ class JobFeature:
     """
 
     key: str  # that turns it on; a message calls the feature by this key and its value
+    is_value: bool = False  # its key is another feature's as well, or a core key
+    other_keys: tuple[str, ...] = ()  # that are its own, beside its key and those of `without`
     on: When
     examples: tuple[
         str, ...
@@ -86,6 +88,13 @@ class JobFeature:
         lambda config, recipe, samples: ()
     )
     fields_of_start: Callable[[Config, int], Mapping[str, Any]] = lambda config, ranks: {}
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The configuration keys that belong to it: its own key and its options."""
+        own = () if self.is_value else (self.key,)
+        read = (row.key for row in self.without)
+        return tuple(dict.fromkeys((*own, *read, *self.other_keys)))
 
     def ranks_lines(self, config: Config, hosts: Sequence[str]) -> Sequence[str]:
         """Lines of the header below that of the ranks; hosts: of each rank."""

@@ -43,6 +43,7 @@ LOST = JobFeature(
 )
 SHRINK = JobFeature(
     key="guard.lost",
+    is_value=True,
     on=lambda config: config.guard.lost == "shrink",
     examples=("guard.lost=shrink",),
     off="guard.lost=stop",

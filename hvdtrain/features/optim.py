@@ -3,7 +3,7 @@ of the weights, groups of parameters."""
 
 from __future__ import annotations
 
-from hvdtrain.config.exclusion import Exclusion, Values, above, among, other_than
+from hvdtrain.config.exclusion import Exclusion, Values, above, among, options, other_than
 from hvdtrain.config.lengths import read_length
 from hvdtrain.config.plugins import is_dotted
 from hvdtrain.config.schema import Config
@@ -13,6 +13,7 @@ from hvdtrain.recipe.recipe import Recipe
 # optim.name=package.module:Class: an optimizer of torch.optim or of the user's.
 USER_OPTIMIZER = JobFeature(
     key="optim.name",
+    is_value=True,
     on=lambda config: is_dotted(config.optim.name),
     examples=("optim.name=torch.optim.SGD",),
     off="optim.name=sgd",
@@ -31,6 +32,7 @@ USER_OPTIMIZER = JobFeature(
 # shard.stage of framework=torch alone does it.
 MUON = JobFeature(
     key="optim.name",
+    is_value=True,
     on=lambda config: config.optim.name == "muon",
     examples=("optim.name=muon",),
     off="optim.name=adamw",
@@ -168,14 +170,10 @@ WEIGHTS = JobFeature(
     on=lambda config: config.model.weights is not None,
     examples=("model.weights=base.safetensors",),
     off="model.weights=null",
-    without=tuple(
-        Exclusion(
-            f"model.{name}",
-            other_than([], [example]),
-            what="{set} needs model.weights",
-            fix="model.weights=FILE, or leave {key} out",
-        )
-        for name, example in (("weights_names", "a=b"), ("weights_skip", "fc*"))
+    without=options(
+        "model.weights",
+        {"model.weights_names": ["a=b"], "model.weights_skip": ["fc*"]},
+        fix="model.weights=FILE",
     ),
 )
 
@@ -187,19 +185,15 @@ LORA = JobFeature(
     examples=('model.lora=["*"] model.lora_rank=2',),
     fix="leave {key} or model.lora out",
     why="each rank calls a whole linear layer",
-    without=tuple(
-        Exclusion(
-            f"model.{name}",
-            other_than(usual, example),
-            what="{key} needs model.lora",
-            fix="model.lora=['*.fc1'], the layers that get one",
-        )
-        for name, usual, example in (
-            ("lora_rank", 8, 4),
-            ("lora_alpha", None, 16.0),
-            ("lora_dropout", 0.0, 0.1),
-            ("lora_train", [], ["head.*"]),
-        )
+    without=options(
+        "model.lora",
+        {
+            "model.lora_rank": 4,
+            "model.lora_alpha": 16.0,
+            "model.lora_dropout": 0.1,
+            "model.lora_train": ["head.*"],
+        },
+        fix="model.lora=['*.fc1']",
     ),
     excludes=(
         Exclusion("servers.count", above(0), where="model.lora", why="not made yet"),

@@ -82,6 +82,7 @@ RECOMPUTE = JobFeature(
 # norm.kind=sync: batch norm over the samples of all ranks, by a collective in each layer.
 SYNC_NORM = JobFeature(
     key="norm.kind",
+    is_value=True,
     on=lambda config: config.norm.kind == "sync",
     examples=("norm.kind=sync",),
     off="norm.kind=ghost",

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hvdtrain.config.exclusion import Exclusion, Values, among, as_yaml, other_than
-from hvdtrain.config.schema import ParallelConfig
+from hvdtrain.config.exclusion import Exclusion, Values, among, as_yaml, options, other_than
 from hvdtrain.errors import UserError
 from hvdtrain.features.comm import not_on_horovod
 from hvdtrain.features.job_feature import Conflict, JobFeature, PlannedJob, needs_engine
@@ -28,25 +27,6 @@ def _stages_of_balance(job: PlannedJob) -> Iterator[UserError]:
         )
 
 
-def _is_set(name: str, example: object) -> Values:
-    return other_than(ParallelConfig.model_fields[name].default, example)
-
-
-WITHOUT = tuple(
-    Exclusion(
-        f"parallel.{name}",
-        _is_set(name, example),
-        what="{set} is of a pipeline; this is parallel.pipeline=1",
-        fix="parallel.pipeline=2, or leave {key} out",
-    )
-    for name, example in {
-        "schedule": "gpipe",
-        "virtual": 2,
-        "micro_batches": 4,
-        "balance": "3,2",
-    }.items()
-)
-
 PIPELINE = JobFeature(
     key="parallel.pipeline",
     on=lambda config: config.parallel.pipeline > 1,
@@ -60,7 +40,16 @@ PIPELINE = JobFeature(
     off="parallel.pipeline=1",
     why="no rank has the whole model",
     what="{chosen} does not support {set}: no rank has the whole model",
-    without=WITHOUT,
+    without=options(
+        "parallel.pipeline",
+        {
+            "parallel.schedule": "gpipe",
+            "parallel.virtual": 2,
+            "parallel.micro_batches": 4,
+            "parallel.balance": "3,2",
+        },
+        fix="parallel.pipeline=2",
+    ),
     first=(
         Exclusion(
             "parallel.virtual",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hvdtrain.config.exclusion import Exclusion, Values, above, among, other_than
+from hvdtrain.config.exclusion import Exclusion, Values, above, among, no_effect, other_than
 from hvdtrain.config.lengths import read_length
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
@@ -42,6 +42,7 @@ ANOTHER_WHY = "both say how gradients are reduced"
 
 DISTRIBUTED_OPTIMIZER = JobFeature(
     key="comm.reduce",
+    is_value=True,
     on=lambda config: config.comm.reduce == "distributed_optimizer",
     examples=("comm.reduce=distributed_optimizer",),
     off="comm.reduce=auto",
@@ -57,6 +58,7 @@ DISTRIBUTED_OPTIMIZER = JobFeature(
 )
 DDP = JobFeature(
     key="comm.reduce",
+    is_value=True,
     on=lambda config: config.comm.reduce == "ddp",
     examples=("comm.reduce=ddp",),
     off="comm.reduce=auto",
@@ -85,6 +87,7 @@ DDP = JobFeature(
 )
 BUCKET = JobFeature(
     key="comm.reduce",
+    is_value=True,
     on=_in_each_step,
     examples=("comm.reduce=bucket",),
     off="comm.reduce=auto",
@@ -177,12 +180,11 @@ LOCAL_SGD = JobFeature(
     examples=("comm.local_steps=2",),
     off="comm.local_steps=1",
     without=(
-        Exclusion(
+        no_effect(
             "comm.local_from",
             Values(lambda length: bool(read_length(length).amount), 3),
-            what="{set} is where comm.local_steps begins, and comm.local_steps=1 reduces every "
-            "gradient",
-            fix="comm.local_steps=4, say, or leave comm.local_from out",
+            without="comm.local_steps",
+            fix="comm.local_steps=4",
         ),
     ),
     first=(_divides_sync_points,),

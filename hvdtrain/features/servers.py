@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-from hvdtrain.config.exclusion import Exclusion, Values, above, among, other_than
+from hvdtrain.config.exclusion import Exclusion, Values, above, among, options, other_than
 from hvdtrain.config.plugins import is_dotted
 from hvdtrain.config.schema import Config, ServersConfig
 from hvdtrain.core.progress import MOST_STALE
@@ -40,16 +39,6 @@ def _is_synchronous(config: Config) -> bool:
 
 def _has_log(config: Config) -> bool:
     return config.servers.log
-
-
-def _of_servers(name: str, example: Any) -> Exclusion:
-    return Exclusion(
-        f"servers.{name}",
-        other_than(ServersConfig.model_fields[name].default, example),
-        what="{set} is of parameter servers; this is servers.count=0",
-        fix="servers.count=1, or leave {key} out",
-        when=_is_new_without,
-    )
 
 
 def _of_asynchronous(key: str, values: Values) -> Exclusion:
@@ -93,11 +82,16 @@ SERVERS = JobFeature(
     ),
     off="servers.count=0",
     why="servers have the weights, workers the samples",
-    without=(
-        _of_servers("bound", 4),
-        _of_servers("correct", "scale"),
-        _of_servers("compensation", 0.1),
-        _of_servers("log", True),
+    without=options(
+        "servers.count",
+        {
+            "servers.bound": 4,
+            "servers.correct": "scale",
+            "servers.compensation": 0.1,
+            "servers.log": True,
+        },
+        fix="servers.count=1",
+        when=_is_new_without,
     ),
     first=(_leaves_a_worker,),
     excludes=(

@@ -5,7 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hvdtrain.config.exclusion import Exclusion, Values, above, among, other_than
+from hvdtrain.config.exclusion import (
+    Exclusion,
+    Values,
+    above,
+    among,
+    no_effect,
+    options,
+    other_than,
+)
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.features.comm import not_on_horovod
@@ -15,6 +23,10 @@ from hvdtrain.features.job_feature import Conflict, JobFeature, PlannedJob
 def _cuts_weights(config: Config) -> bool:
     """By torch's FSDP2: what it does not have, JAX has, or refuses at every stage."""
     return config.shard.stage == 3 and config.framework == "torch"
+
+
+def _has_whole_weights(config: Config) -> bool:
+    return config.shard.stage < 3
 
 
 def _keeps_own_gradients(job: PlannedJob) -> Iterator[UserError]:
@@ -37,35 +49,6 @@ def _keeps_own_gradients(job: PlannedJob) -> Iterator[UserError]:
         )
 
 
-WITHOUT = (
-    Exclusion(
-        "shard.group",
-        other_than("all", "node"),
-        what="{set} is of shard.stage=1 or more; this is {config.shard.stage}",
-        fix="shard.stage=1",
-    ),
-    Exclusion(
-        "shard.reshard",
-        among(False),
-        what="{set} is of shard.stage=3; this is {config.shard.stage}",
-        fix="shard.stage=3",
-        when=lambda config: config.shard.stage < 3,
-    ),
-    Exclusion(
-        "shard.offload",
-        among("parameters"),
-        what="{set} is of shard.stage=3; this is {config.shard.stage}",
-        fix="shard.stage=3",
-        when=lambda config: config.shard.stage < 3,
-    ),
-    Exclusion(
-        "shard.offload",
-        among("optimizer"),
-        what="{set} is of shard.stage=1 or more; this is {config.shard.stage}",
-        fix="shard.stage=1",
-    ),
-)
-
 SHARDS = JobFeature(
     key="shard.stage",
     on=lambda config: config.shard.stage > 0,
@@ -79,7 +62,14 @@ SHARDS = JobFeature(
     ),
     off="shard.stage=0",
     why="gradients are reduced to the rank that updates them",
-    without=WITHOUT,
+    without=(
+        *options("shard.stage", {"shard.group": "node"}, fix="shard.stage=1"),
+        *options("shard.stage=3", {"shard.reshard": False}, when=_has_whole_weights),
+        no_effect(
+            "shard.offload", among("parameters"), without="shard.stage=3", when=_has_whole_weights
+        ),
+        no_effect("shard.offload", among("optimizer"), without="shard.stage", fix="shard.stage=1"),
+    ),
     excludes=(
         Exclusion("comm.op", among("adasum")),
         Exclusion("comm.local_steps", above(1)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hvdtrain.config.exclusion import Exclusion, Values, When, above, among, other_than
+from hvdtrain.config.exclusion import Exclusion, Values, When, above, among, options, other_than
 from hvdtrain.config.plugins import is_dotted
 from hvdtrain.config.schema import Config
 from hvdtrain.config.section import class_of_object, is_object
@@ -54,6 +54,7 @@ def _loss_object(job: PlannedJob) -> Iterator[UserError]:
 
 REGRESSION = JobFeature(
     key="task.name",
+    is_value=True,
     on=_is_regression,
     examples=("task.name=regression",),
     excludes=(
@@ -70,12 +71,14 @@ REGRESSION = JobFeature(
 )
 LANGUAGE = JobFeature(
     key="task.name",
+    is_value=True,
     on=lambda config: config.task.name == "language",
     examples=("task.name=language",),
     excludes=(_another_loss("leave it out"),),
 )
 IGNORED_LABEL = JobFeature(
     key="task.ignore_label",
+    is_value=True,  # an option of some tasks
     on=lambda config: config.task.options.get("ignore_label") is not None,
     chosen=lambda config: "task.ignore_label",
     examples=("task.ignore_label=0",),
@@ -133,14 +136,7 @@ STOP_TARGET = JobFeature(
     on=lambda config: config.stop.target is not None,
     examples=("stop.target=0.99",),
     off="stop.target=null",
-    without=(
-        Exclusion(
-            "stop.target_for",
-            other_than(1, 2),
-            what="{set} has no effect without stop.target",
-            fix="stop.target=VALUE, or leave {key} out",
-        ),
-    ),
+    without=options("stop.target", {"stop.target_for": 2}, fix="stop.target=VALUE"),
     rules=(
         Exclusion(
             "stop.target",
@@ -157,6 +153,7 @@ def _answers(name: str, *others: Exclusion) -> JobFeature:
     """A task of several answers for each sample; others: what it also excludes."""
     return JobFeature(
         key="task.name",
+        is_value=True,
         on=lambda config: config.task.name == name,
         examples=(f"task.name={name}",),
         excludes=(
@@ -221,6 +218,7 @@ SEGMENTATION = _answers(
 # user's or of torchmetrics.
 USER_TASK = JobFeature(
     key="task.name",
+    is_value=True,
     on=lambda config: is_dotted(config.task.name) and not is_object(config.task.name),
     examples=("task.name=mine:measured",),
 )

@@ -13,6 +13,7 @@ from hvdtrain.config.exclusion import (
     When,
     among,
     default_of,
+    options,
     other_than,
     value_of,
 )
@@ -128,22 +129,16 @@ def _only(schedule: str, name: str, example: Any, instead: str = "") -> Exclusio
     )
 
 
-OF_NO_SCHEDULE = (
-    *(
-        _unread(name, example, in_chain)
-        for name, example in (("gamma", 0.5), ("power", 3), ("end_lr", 0.001), ("floor", 0.1))
-        for in_chain in (False, True)
-    ),
-    *(
-        Exclusion(
-            key,
-            _set(key, example),
-            what="{key} has no effect without recipe.warmup",
-            fix="recipe.warmup=5%, or leave it out",
-            when=lambda config: not read_length(config.recipe.warmup).amount,
-        )
-        for key, example in (("recipe.warmup_kind", "constant"), ("recipe.warmup_from", 0.01))
-    ),
+OF_SCHEDULES = tuple(
+    _unread(name, example, in_chain)
+    for name, example in (("gamma", 0.5), ("power", 3), ("end_lr", 0.001), ("floor", 0.1))
+    for in_chain in (False, True)
+)
+OF_WARMUP = options(
+    "recipe.warmup",
+    {"recipe.warmup_kind": "constant", "recipe.warmup_from": 0.01},
+    fix="recipe.warmup=5%",
+    when=lambda config: not read_length(config.recipe.warmup).amount,
 )
 OF_STEPS = _only("steps", "milestones", [1])
 OF_PLATEAU = (
@@ -153,7 +148,10 @@ OF_PLATEAU = (
     _only("plateau", "cooldown", 2),
 )
 OF_ONE_CYCLE = _only("one_cycle", "cycle_momentum", [0.8, 0.9])
-NO_EFFECT = (*OF_NO_SCHEDULE, OF_STEPS, *OF_PLATEAU, OF_ONE_CYCLE)
+NO_EFFECT = (*OF_SCHEDULES, *OF_WARMUP, OF_STEPS, *OF_PLATEAU, OF_ONE_CYCLE)
+KEYS_OF_SCHEDULES = tuple(
+    dict.fromkeys(row.key for row in (*OF_SCHEDULES, OF_STEPS, *OF_PLATEAU, OF_ONE_CYCLE))
+)
 
 
 def _rises(key: str) -> Rule:
@@ -305,7 +303,8 @@ LONGER = (
 )
 # in the order in which they are reported: the first one is the message
 ROWS: tuple[Exclusion | Rule, ...] = (
-    *OF_NO_SCHEDULE,
+    *OF_SCHEDULES,
+    *OF_WARMUP,
     _rises("recipe.milestones"),
     Exclusion(
         "recipe.milestones",

@@ -163,7 +163,7 @@ def test_a_run_of_blocks_does_not_go_on_in_another_order(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("word", ["data.shuffle_window=4", "data.shuffle_block=7"])
 def test_keys_of_blocks_need_them(word: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"{word.partition('=')[0]} needs data.shuffle=blocks"):
+    with pytest.raises(UserError, match=f"{word} has no effect without data.shuffle=blocks"):
         hvdtrain.train({"run": str(tmp_path / "run")}, *JOB, word)
 
 

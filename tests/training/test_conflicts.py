@@ -4,6 +4,7 @@ say it before data exist."""
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,8 +32,10 @@ from hvdtrain.comm.placement import NO_LAUNCHER, Placement
 from hvdtrain.config.exclusion import Exclusion
 from hvdtrain.config.schema import known_keys
 from hvdtrain.errors import USER, UserError
+from hvdtrain.features.core_keys import core_keys
 from hvdtrain.features.every_feature import FEATURES, configure
 from hvdtrain.features.job_feature import JobFeature
+from hvdtrain.recipe.conflicts import NO_EFFECT
 from hvdtrain.training.checkpoint.changes import changes
 from hvdtrain.training.conflicts import (
     refuse_before_connecting,
@@ -73,9 +76,8 @@ OF_ONE_PROCESS = [
      "depend on the number of ranks",
      "batch.micro", "leave batch.micro out: a batch that grows has the same passes on any number "
                     "of ranks; or norm.kind=batch or ghost"),
-    ("comm.local_from=3", "comm.local_from=3 is where comm.local_steps begins, and "
-                          "comm.local_steps=1 reduces every gradient",
-     "comm.local_from", "comm.local_steps=4, say, or leave comm.local_from out"),
+    ("comm.local_from=3", "comm.local_from=3 has no effect without comm.local_steps",
+     "comm.local_from", "comm.local_steps=4, or leave comm.local_from out"),
     ("comm.local_steps=2 comm.local_from=50% stop.time=1h",
      "comm.local_from: 50% is a share of the job; stop.time=1h alone ends the job, at a step that "
      "is not known before", "comm.local_from",
@@ -120,8 +122,8 @@ OF_ONE_PROCESS = [
     ("log.noise_scale=true", "log.noise_scale compares each rank's gradient with their mean; the "
                              "job has 1 rank", "log.noise_scale",
      "two ranks or more, or log.noise_scale=false"),
-    ("shard.group=node", "shard.group=node is of shard.stage=1 or more; this is "
-                         "0", "shard.group", "shard.stage=1"),
+    ("shard.group=node", "shard.group=node has no effect without shard.stage", "shard.group",
+     "shard.stage=1, or leave shard.group out"),
     ("stop.target=85", "stop.target is 85: accuracy is 0 to "
                        "1", "stop.target", "stop.target=0.9 for 90 %"),
     ("log.targets=[0.5,95]", "log.targets=[0.5, 95.0] names accuracies, which are 0 to "
@@ -134,7 +136,8 @@ OF_ONE_PROCESS = [
      "augment.resized_crop=0.5", "augment.crop=4 and augment.resized_crop=0.5 both crop the "
                                  "image", "augment.crop",
      "keep one of them"),
-    ("augment.magnitude=7", "augment.magnitude=7 needs augment.rand_augment", "augment.magnitude",
+    ("augment.magnitude=7", "augment.magnitude=7 has no effect without augment.rand_augment",
+     "augment.magnitude",
      "augment.rand_augment=2, or leave augment.magnitude out"),
     ("augment.color_jitter=[0,0,0,0.6]", "augment.color_jitter turns hues by up to 0.6 of the "
                                          "colour circle; 0.5 is all of it",
@@ -330,8 +333,12 @@ def test_what_a_feature_excludes_is_the_message_of_some_engine_and_names_both(
 def test_what_means_nothing_without_a_feature_is_refused(
     feature: JobFeature, row: Exclusion, words: str, told: UserError, order: Callable[[str], str]
 ) -> None:
+    """And is read with one of the examples of the feature."""
     error = verdict(order(words), "mpi")
     assert str(error) == str(told) and names(told, [row.key])
+    assert not feature.examples or any(
+        engines_of(joined(example, words)) for example in feature.examples
+    )
 
 
 def _says(told: UserError, error: UserError | None) -> bool:
@@ -527,8 +534,8 @@ def test_features_have_meanings() -> None:
         features_of("nothing")
 
 
-# Keys that are read only where another one is set: a value by itself, and the words with which it
-# has an effect.
+# Keys that are read only where another one is set, beside those of the features: a value by itself,
+# and the words with which it has an effect.
 NEEDS = {
     "recipe.gamma=0.5": "recipe.schedule=steps recipe.milestones=[1]",
     "recipe.power=3": "recipe.schedule=polynomial",
@@ -547,62 +554,13 @@ NEEDS = {
     "recipe.grow_to=[64]": "recipe.growth=milestones recipe.grow_at=[1]",
     "recipe.adapt_regime=true": "optim.base_batch=16",
     "recipe.sample_noise=0.5": "optim.base_batch=16",
-    "norm.ghost=16": "norm.kind=ghost",
-    "norm.statistics=sequential": "norm.kind=ghost",
-    "guard.nonfinite_limit=5": "guard.nonfinite=skip",
-    "guard.mtbf_hours=24": "checkpoint.every=auto",
-    "stop.min_delta=0.1": "stop.patience=3",
-    "stop.target_for=2": "stop.target=0.9",
-    "data.shuffle_block=8": "data.shuffle=blocks",
-    "data.shuffle_window=8": "data.shuffle=blocks",
     "data.bucket_by=length": "data.pad={tokens: 0}",
-    "augment.pad=reflect": "augment.crop=1",
-    "augment.magnitude=4": "augment.rand_augment=2",
-    "model.weights_skip=[a]": "model.weights=w.safetensors",
-    "model.weights_names=[a=b]": "model.weights=w.safetensors",
-    "model.lora_rank=4": "model.lora=[a]",
-    "model.lora_alpha=4": "model.lora=[a]",
-    "model.lora_dropout=0.1": "model.lora=[a]",
-    "model.lora_train=[a]": "model.lora=[a]",
-    "comm.local_from=1": "comm.local_steps=2",
     "parallel.sequence=true": "parallel.tensor=2 model.name=gpt task.name=language",
-    "parallel.schedule=gpipe": "parallel.pipeline=2",
-    "parallel.virtual=2": "parallel.pipeline=2 parallel.schedule=interleaved",
-    "parallel.micro_batches=4": "parallel.pipeline=2",
-    "parallel.balance=[1,1]": "parallel.pipeline=2",
-    "parallel.dense_updates=2": "parallel.dense=b",
-    "shard.group=node": "shard.stage=1",
-    "shard.reshard=false": "shard.stage=3",
-    "shard.offload=optimizer": "shard.stage=1",
-    "servers.bound=2": "servers.count=1",
-    **{
-        f"servers.{words}": "servers.count=1 servers.bound=2"
-        for words in ("correct=scale", "compensation=0.1", "log=true")
-    },
     **{
         f"comm.{words}": "comm.engine=horovod"
         for words in ("hierarchical=true", "cycle_ms=2", "fusion_mb=4")
     },
 }
-
-# Keys with an effect by themselves. A new key belongs to one of the two lists.
-BY_THEMSELVES = """
-framework run resume epochs seed hooks task.name model.name optim.name
-data.name data.root data.stage data.val_share data.mean data.std data.inputs data.pad data.mask data.pack data.class_names data.sampling
-data.shuffle data.sample_weights data.resident data.ahead data.readers data.workers
-augment.crop augment.resized_crop augment.flip augment.cutout augment.mixup augment.cutmix augment.rand_augment augment.color_jitter
-augment.erase batch.size batch.per_rank batch.micro batch.evaluate
-model.loss model.label_smoothing model.classifier_std model.recompute model.weights model.download model.freeze model.thaw model.lora
-optim.base_lr optim.base_batch optim.momentum optim.weight_decay optim.exclude optim.groups optim.ema optim.clip_norm optim.clip_value
-recipe.scale recipe.warmup recipe.schedule recipe.function recipe.chain recipe.growth recipe.gradient_noise norm.kind
-comm.engine comm.address comm.timeout_s comm.reduce comm.device_memory comm.bucket_mb comm.compression comm.local_steps comm.tune comm.op
-parallel.tensor parallel.dense parallel.pipeline shard.stage servers.count
-speed.precision speed.device speed.devices speed.channels_last speed.compile speed.deterministic
-stop.steps stop.time stop.target stop.patience stop.restore_best evaluate.every_steps evaluate.samples evaluate.views
-checkpoint.every_steps checkpoint.every_minutes checkpoint.every checkpoint.keep_last checkpoint.keep_best
-guard.max_time guard.stall_s guard.start_s guard.nonfinite guard.lost guard.equal_steps
-log.every_steps log.every_s log.display log.per_rank log.trackers log.targets log.step_times log.samples log.noise_scale profile.steps
-"""  # noqa: E501
 
 
 def _refused(words: str) -> str:
@@ -625,22 +583,14 @@ def test_a_key_without_effect_is_refused(words: str) -> None:
     assert "{" in needed or not _refused(f"{words} {needed}"), "it is read there"
 
 
-# keys of other rules
-_NOT_LEFT_OUT = (
-    "recipe.batch_max",
-    "recipe.grow_",
-    "recipe.adapt_regime",
-    "recipe.sample_noise",
-    "data.bucket_by",
-    "comm.hierarchical",
-    "comm.cycle_ms",
-    "comm.fusion_mb",
-    "parallel.sequence",
-    "servers.",
-)
+# what a run may have recorded without an effect
+RECORDED = [
+    *(words for words in NEEDS if words.split("=")[0] in {row.key for row in NO_EFFECT}),
+    *(words for _, row, words, _ in ROWS_WITHOUT if not row.key.startswith("servers.")),
+]
 
 
-@pytest.mark.parametrize("words", [words for words in NEEDS if not words.startswith(_NOT_LEFT_OUT)])
+@pytest.mark.parametrize("words", RECORDED)
 def test_a_key_without_effect_that_a_run_recorded_is_left_out(words: str, tmp_path: Path) -> None:
     key, _, value = words.partition("=")
     (tmp_path / "config.yaml").write_text(f"{key}: {value}\nbatch.size: 32\n")
@@ -678,7 +628,11 @@ def test_a_resumed_run_leaves_behind_what_the_command_turns_off(
     )
 
 
-def test_every_key_is_known_to_have_an_effect_or_to_need_another() -> None:
-    needing = {words.partition("=")[0] for words in NEEDS}
-    assert needing.isdisjoint(BY_THEMSELVES.split())
-    assert known_keys().keys() == needing | set(BY_THEMSELVES.split())
+def test_every_key_belongs_to_one_feature_or_to_the_core() -> None:
+    """A feature without a key of its own is a value of a key that belongs to one of them, or an
+    option of a task."""
+    owners = Counter([*core_keys(), *(key for feature in FEATURES for key in feature.keys)])
+    assert owners.keys() == known_keys().keys()
+    assert [key for key, count in owners.items() if count > 1] == []
+    values = {feature.key for feature in FEATURES if not feature.keys}
+    assert values - owners.keys() == {"task.ignore_label"}

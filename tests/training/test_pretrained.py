@@ -549,14 +549,14 @@ class Around(torch.nn.Module):
             "model.name=mlp model.lora=['head'] model.lora_rank=11",
             "model.lora_rank=11 is more than a layer",
         ),
-        ("model.name=mlp model.lora_rank=4", "model.lora_rank needs model.lora"),
+        ("model.name=mlp model.lora_rank=4", "model.lora_rank=4 has no effect without model.lora"),
         (
             "model.name=mlp model.weights_names=['a=b']",
-            r"model.weights_names=\['a=b'\] needs model.weights",
+            r"model.weights_names=\['a=b'\] has no effect without model.weights",
         ),
         (
             "model.name=mlp model.weights_skip=['fc*']",
-            r"model.weights_skip=\['fc\*'\] needs model.weights",
+            r"model.weights_skip=\['fc\*'\] has no effect without model.weights",
         ),
         (
             "model.name=mlp model.lora=['fc1'] parallel.dense=b",
