@@ -266,6 +266,10 @@ class AroundSource:
     def nested_inputs(self) -> tuple[str, ...]:
         return nested_inputs(self.source)
 
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return tuple(getattr(self.source, "class_names", ()))
+
 
 _DIGEST_IMAGES = 64
 _DIGEST_VALUES = 2**24  # at most: 0.1 s of large JPEG files

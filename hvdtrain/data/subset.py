@@ -225,6 +225,38 @@ class SubsetOfImages(ImagesBase):
         return crops_at_random(self.source)
 
 
+def relabelled_rows(source: Source, class_names: Sequence[str]) -> Source:
+    """relabelled() of a table."""
+    own = tuple(getattr(source, "class_names", ()))
+    numbers = np.array([class_names.index(name) for name in own], np.int64)
+    return source if own == tuple(class_names) else _RelabelledRows(source, numbers, class_names)
+
+
+@dataclass(frozen=True, eq=False)
+class _RelabelledRows(AroundSource):
+    """A table whose labels are numbered anew."""
+
+    source: Source
+    numbers: np.ndarray  # int64 (classes of the source,): the new label of each
+    names: Sequence[str]
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        return {**self.source.fields, "y": Field("int64", (), len(self.names))}
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return tuple(self.names)
+
+    def read(self, indices: np.ndarray) -> Batch:
+        batch = self.source.read(indices)
+        return {**batch, "y": self.numbers[batch["y"]]}
+
+    def known_labels(self) -> np.ndarray | None:
+        labels = known_labels(self.source)
+        return None if labels is None else self.numbers[labels]
+
+
 def relabelled(source: LabelledImages, class_names: Sequence[str]) -> LabelledImages:
     """The source with the labels that its classes have in `class_names`, which has all of them."""
     numbers = np.array([class_names.index(name) for name in source.class_names], np.int64)

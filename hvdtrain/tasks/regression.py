@@ -164,6 +164,12 @@ def build(
     """
     x = find_field(train, "x", name, where, "numbers of any shape")
     y = find_field(train, "y", name, where, "the numbers to predict")
+    if names := getattr(train, "class_names", ()):
+        raise UserError(
+            f"{name} predicts numbers, and y has texts: {', '.join(names[:4])}",
+            where,
+            "task.name=classification, whose classes they are; or a column of numbers as y",
+        )
     for field, kind in (("x", x), ("y", y)):
         other = find_field(val, field, name, where, "as in the training set")
         if other.shape != kind.shape or other.dtype != kind.dtype:

@@ -513,12 +513,12 @@ def with_class_names(config: Config, source: Source) -> Config:
     classes.
     """
     where = config.where("data.class_names")
-    if not isinstance(source, LabelledImages):
+    own = list(getattr(source, "class_names", ()))
+    if not isinstance(source, LabelledImages) and not own:
         if config.data.class_names is None:
             return config
         raise UserError("the data have no classes to name", where, "leave data.class_names out")
     given = config.data.class_names
-    own = list(source.class_names)
     if given is None:
         return (
             config.replace(data=config.data.replace(class_names=own))
@@ -539,9 +539,10 @@ def with_class_names(config: Config, source: Source) -> Config:
             where,
             "leave it out, or give data.root the data it is of",
         )
-    if len(given) != source.classes:
+    classes = source.classes if isinstance(source, LabelledImages) else len(own)
+    if len(given) != classes:
         raise UserError(
-            f"{len(given)} names for {source.classes} classes",
+            f"{len(given)} names for {classes} classes",
             where,
             "one name for each class, by label",
         )

@@ -406,7 +406,7 @@ def test_columns_of_parquet_and_what_is_damaged(tmp_path: Path) -> None:
         read("u[:, 5:1:-1]", "val", np.arange(11), split_by="fold")["x"].tobytes()
         == wide[90:, 5:1:-1].tobytes()
     )
-    assert "text has objects" in error_of(lambda: read("text"))
+    assert "column text is string, expected" in error_of(lambda: read("text"))
     assert "column 'holes' of a.parquet lacks 1 values" in error_of(lambda: read("holes"))
     found = error_of(lambda: read("uneven"))
     assert "lists of 1 to 2" in found and "data.name=mine:rows data.pad={uneven: 0}" in found

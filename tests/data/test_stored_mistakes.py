@@ -13,6 +13,7 @@ import pytest
 import zarr as zarr_library
 
 import hvdtrain
+from hvdtrain.__main__ import main
 from hvdtrain.data.datasets import csv, hdf5, npz, parquet, zarr
 from hvdtrain.data.own.as_source import as_source
 from hvdtrain.data.source import notes_of
@@ -487,4 +488,70 @@ def test_values_of_the_split_that_are_missing_or_in_neither_set(tmp_path: Path) 
             fields={"x": "x", "y": "y"},
             split_by="gaps",
             split_val=[1],
+        )
+
+
+@pytest.mark.parametrize("library", ["csv", "parquet"])
+def test_names_of_classes_in_a_table(
+    library: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Sorted names of the training set are the classes, also of a set that lacks some."""
+    monkeypatch.chdir(tmp_path)
+    build = csv.build if library == "csv" else parquet.build
+
+    def write(name: str, labels: list[str | None], kind: str = "category", **more: object) -> None:
+        frame = pandas.DataFrame({"a": np.arange(len(labels)) * 1.0, "label": labels, **more})
+        if library == "csv":
+            frame.to_csv(f"{name}.csv", index=False)
+        else:
+            frame.astype({"label": kind}).to_parquet(f"{name}.parquet", row_group_size=5)
+
+    write("train", ["dog", "cat", "emu", "cat"] * 3)
+    write("val", ["emu", "dog"], "str")
+    train, val = (build(library, Path(), split) for split in ("train", "val"))
+    assert train.read(np.array([0, 1, 6, 11]))["y"].tolist() == [1, 0, 2, 0]
+    assert val.read(np.arange(2))["y"].tolist() == [2, 1]
+    assert train.fields["y"].values == 3
+    job = [f"data.name={library}", "data.root=.", "stop.steps=2", "run=run", "framework=numpy"]
+    hvdtrain.train({}, *job, "model.name=linear", "batch.size=4", "log.display=lines")
+    assert "3 classes: cat, dog, emu" in capsys.readouterr().out
+    assert "class_names:\n  - cat\n  - dog\n  - emu\n" in Path("run/config.yaml").read_text()
+    np.save("x.npy", np.arange(4.0)[:, None])
+    assert main(["predict", "run", "--data", "x.npy", "--to", "-"]) == 0
+    assert {line.split(",")[1] for line in capsys.readouterr().out.split()[1:]} <= {
+        "cat",
+        "dog",
+        "emu",
+    }
+    (tmp_path / "other").mkdir()
+    write("other/val", ["emu", "dog"])
+    losses = []
+    for root in (".", "other"):  # classes are those of the run, whatever the file has
+        assert main(["evaluate", "run", "--json", "-", f"data.root={root}"]) == 0
+        losses.append(json.loads(capsys.readouterr().out)["loss"])
+    assert losses[0] == losses[1]
+    write("other/val", ["emu", "yak"])
+    assert main(["evaluate", "run", "data.root=other"]) == 2
+    assert "the model does not know yak" in capsys.readouterr().err
+    write("val", ["emu", "yak"])
+    with pytest.raises(UserError, match="has the class 'yak'; the training set has cat, dog, emu"):
+        build(library, Path(), "val")
+    write("train", ["dog", None, "cat"])
+    with pytest.raises(UserError, match="lacks 1 values|has names of classes, and ''"):
+        build(library, Path(), "train")
+    write("train", ["dog", "cat"], town=["Rome", "Oslo"])
+    with pytest.raises(UserError, match="column town.* expected .*") as caught:
+        build(library, Path(), "train")
+    assert "data.fields={x: [a], y: label}" in caught.value.fix
+    with pytest.raises(UserError, match="predicts numbers, and y has texts: cat, dog"):
+        hvdtrain.train(
+            {},
+            *job,
+            "task.name=regression",
+            "data.fields={x: a, y: label}",
+            "data.val_share=0.5",
+            "model.name=linear",
         )

@@ -20,7 +20,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.process import command_line, path_argument
 from hvdtrain.data.own.as_source import as_declared
 from hvdtrain.data.source import LabelledImages, Source
-from hvdtrain.data.subset import relabelled
+from hvdtrain.data.subset import relabelled, relabelled_rows
 from hvdtrain.errors import DONE, UserError, nearest, short
 from hvdtrain.events.log import Event
 from hvdtrain.events.writers import append_event, finite
@@ -149,6 +149,9 @@ def fit(source: Source, task: Task, config: Config) -> Source:
     where = config.where("data.root")
     names = config.data.class_names
     if not isinstance(task, Classification) or not isinstance(source, LabelledImages):
+        if own := getattr(source, "class_names", ()):
+            _refuse_unknown(own, names or (), where)
+            source = relabelled_rows(source, names or ())
         return _with_fields_of(source, task, where)
     if source.shape != task.shape:
         what = (
@@ -162,11 +165,7 @@ def fit(source: Source, task: Task, config: Config) -> Source:
             "them; or other data",
         )
     if names and source.class_names:
-        if unknown := [name for name in source.class_names if name not in names]:
-            what = (
-                f"the model does not know {', '.join(unknown[:5])}{', ...' if unknown[5:] else ''}"
-            )
-            raise UserError(what, where, f"data of its classes: {short(', '.join(names))}")
+        _refuse_unknown(source.class_names, names, where)
         return as_declared(
             source if list(source.class_names) == names else relabelled(source, names), task.fields
         )
@@ -177,6 +176,14 @@ def fit(source: Source, task: Task, config: Config) -> Source:
             "data of the classes of the run",
         )
     return as_declared(source, task.fields)
+
+
+def _refuse_unknown(own: Sequence[str], names: Sequence[str], where: str) -> None:
+    """Raises UserError where the data have classes that the model does not know."""
+    if unknown := [name for name in own if name not in names]:
+        what = f"the model does not know {', '.join(unknown[:5])}{', ...' if unknown[5:] else ''}"
+        known = short(", ".join(names)) or "numbers from 0 on"
+        raise UserError(what, where, f"data of its classes: {known}")
 
 
 def _with_fields_of(source: Source, task: Task, where: str) -> Source:

@@ -19,7 +19,13 @@ from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.build import Wanted, build_stored
 from hvdtrain.data.stored.files import FileOnDisk
 from hvdtrain.data.stored.selection import Box
-from hvdtrain.data.stored.stored_array import Blocks, StoredArray, leaving_out, no_such
+from hvdtrain.data.stored.stored_array import (
+    Blocks,
+    StoredArray,
+    is_missing,
+    leaving_out,
+    no_such,
+)
 from hvdtrain.errors import UserError, first_line, short
 
 _BLOCK_BYTES = 2**17  # of text that is parsed at once
@@ -35,7 +41,6 @@ _NUMBER = re.compile(
 _EXACT = 2.0**53  # a float64 has all whole numbers up to it
 _WORDS = {"tab": "\t", "space": " "}
 _TRUTH = {"true": 1, "false": 0}
-_MISSING = ("", "na", "n/a", "nan", "null")  # words for a value that is not there
 _DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 _THOUSANDS = re.compile(r"[-+]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]*)?")
 _DECIMAL_COMMA = re.compile(r"[-+]?[0-9.]*,[0-9]+")
@@ -88,7 +93,7 @@ class CsvFile:
     edges: np.ndarray  # int64 (blocks + 1,): rows
     offsets: np.ndarray  # int64 (blocks + 1,): bytes
     lines: np.ndarray  # int64 (blocks + 1,): of the file, for messages
-    # of each column, by its first lines: whole, float, truth, text, empty
+    # of each column, by its first lines: whole, float, truth, words, text, empty
     kinds: tuple[str, ...] = ()
 
     @staticmethod
@@ -131,6 +136,9 @@ class CsvFile:
     def note(self, name: str) -> str:
         is_truth = self.kinds[self.place(name)] == "truth"
         return f"column {name} has TRUE and FALSE, which are 1 and 0" if is_truth else ""
+
+    def edges_of_texts(self, name: str) -> np.ndarray | None:
+        return self.edges if self.kinds[self.place(name)] == "words" else None
 
     def array(self, name: str) -> StoredArray:
         return TextColumns.of(self, [name], True)
@@ -198,10 +206,12 @@ class CsvFile:
         texts = [
             name
             for name, one in zip(self.header, self.kinds, strict=True)
-            if one in ("text", "empty") or name in self.coordinates
+            if (one == "words" and name not in TARGETS)
+            or one in ("text", "empty")
+            or name in self.coordinates
         ]
         without = leaving_out(self.header, {*texts, self.header[place]})
-        if text.lower() in _MISSING:
+        if is_missing(text):
             fix = f"fill it, or remove the line; {without}"
         elif _THOUSANDS.fullmatch(text) and self.delimiter == ",":
             fix = (
@@ -276,11 +286,15 @@ def _check_header(header: list[str], delimiter: str, path: Path) -> None:
 
 
 def _kind_of(texts: list[str]) -> str:
-    """What a column has: whole, float, truth, text (one that is no number is enough), empty."""
+    """What a column has: whole, float, truth, empty; words, which may name classes; text, of which
+    one that is no number is enough."""
     if texts and not any(texts):
         return "empty"
-    if texts and all(text.lower() in _TRUTH for text in texts):
+    there = [text for text in texts if not is_missing(text)]
+    if there and all(text.lower() in _TRUTH for text in there):
         return "truth"
+    if there and all(any(map(str.isalpha, text)) for text in there):
+        return "text" if any(map(_NUMBER.fullmatch, there)) else "words"
     if all(map(_WHOLE.fullmatch, texts)):
         return "whole"
     return "float" if all(map(_NUMBER.fullmatch, texts)) else "text"
@@ -461,7 +475,7 @@ class TextColumns:
         is_whole = is_single and table.kinds[places[0]] in ("whole", "truth")
         dtype = np.dtype("int64" if is_whole else "float64")
         found = TextColumns(table, places, dtype, shape, table.edges)
-        if any(table.kinds[place] in ("text", "empty") for place in places):
+        if any(table.kinds[place] in ("words", "text", "empty") for place in places):
             found._slowly(0)  # raises
         return found
 

@@ -285,6 +285,9 @@ class Hdf5File:
             fix,
         )
 
+    def edges_of_texts(self, name: str) -> np.ndarray | None:
+        return None
+
     def columns(self, names: list[str]) -> Blocks | None:
         return None
 

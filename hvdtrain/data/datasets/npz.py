@@ -137,6 +137,9 @@ class NpzFile:
     def note(self, name: str) -> str:
         return ""
 
+    def edges_of_texts(self, name: str) -> np.ndarray | None:
+        return None
+
     def columns(self, names: list[str]) -> Blocks | None:
         return None
 

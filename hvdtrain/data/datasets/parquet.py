@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.data.own.arrays import from_arrow, is_index
+from hvdtrain.data.own.arrays import TARGETS, from_arrow, is_index
 from hvdtrain.data.source import Source, Split, padded_by
 from hvdtrain.data.stored.build import Wanted, build_stored
 from hvdtrain.data.stored.files import FileOnDisk, cut_off
 from hvdtrain.data.stored.selection import Box
-from hvdtrain.data.stored.stored_array import Blocks, StoredArray, check_dtype, no_such, whole
+from hvdtrain.data.stored.stored_array import Blocks, StoredArray, leaving_out, no_such, whole
 from hvdtrain.errors import UserError, first_line, short
 
 
@@ -77,6 +77,7 @@ class ParquetFile:
     edges: np.ndarray  # int64 (row groups + 1,)
     coordinates: Collection[str]
     most_bytes: int  # of a row group, unpacked
+    with_texts: Collection[str] = ()  # columns
 
     @staticmethod
     def of(path: Path, most_bytes: int) -> ParquetFile:
@@ -90,9 +91,17 @@ class ParquetFile:
                 ]
                 names = list(opened.schema_arrow.names)
                 coordinates = _index_columns(names, opened.schema_arrow.metadata or {})
-                return ParquetFile(
-                    file, names, np.cumsum([0, *rows], dtype=np.int64), coordinates, most_bytes
-                )
+                texts = [
+                    column.name
+                    for column in opened.schema_arrow
+                    if "string" in str(getattr(column.type, "value_type", column.type))
+                    and (
+                        pyarrow.types.is_dictionary(column.type)
+                        or not pyarrow.types.is_nested(column.type)
+                    )
+                ]
+                edges = np.cumsum([0, *rows], dtype=np.int64)
+                return ParquetFile(file, names, edges, coordinates, most_bytes, texts)
         except (OSError, ValueError, pyarrow.ArrowException) as error:
             raise cut_off(path, f"it is no Parquet file ({first_line(error)})") from None
 
@@ -102,6 +111,9 @@ class ParquetFile:
 
     def note(self, name: str) -> str:
         return ""
+
+    def edges_of_texts(self, name: str) -> np.ndarray | None:
+        return self.edges if name in self.with_texts else None
 
     def array(self, name: str) -> StoredArray:
         return RowGroups.of(self, [name])
@@ -166,7 +178,11 @@ class ParquetFile:
                 self._check_size(opened.metadata.row_group(group), group, names)
                 table = opened.read_row_group(group, columns=list(names), use_threads=False)
                 table.validate(full=True)
-                return [table[name].combine_chunks() for name in names]
+                arrays = [table[name].combine_chunks() for name in names]
+                return [
+                    array.dictionary_decode() if hasattr(array, "dictionary_decode") else array
+                    for array in arrays
+                ]
         except (OSError, ValueError, pyarrow.ArrowException) as error:
             raise cut_off(self.file.path, f"row group {group}: {first_line(error)}") from None
 
@@ -230,6 +246,17 @@ class RowGroups:
         return found[(slice(None), *box.slices)]
 
 
+def _as_numbers(arrow_type: str, column: str) -> str:
+    """How pandas makes numbers of a column."""
+    if arrow_type.startswith("decimal"):
+        return f"write it as floats: {column}.astype(float)"
+    if "string" in arrow_type:
+        return f"write it as numbers: {column}.astype('category').cat.codes"
+    if arrow_type.startswith(("timestamp", "date")):
+        return f"write it as numbers: pandas.to_datetime({column}).astype('int64')"
+    return "write columns of numbers in its place"
+
+
 def _fix_of_lengths(path: Path, name: str) -> str:
     rows = f"pyarrow.parquet.read_table({short(repr(str(path)), 60)})['{name}'].to_pylist()"
     return (
@@ -241,12 +268,18 @@ def _fix_of_lengths(path: Path, name: str) -> str:
 
 def _numbers(table: ParquetFile, group: int, names: Sequence[str]) -> np.ndarray:
     path = table.file.path
-    columns = [
-        from_arrow(values, name, path.name, str(path), _fix_of_lengths(path, name))
-        for name, values in zip(names, table.read(group, names), strict=True)
-    ]
-    for name, column in zip(names, columns, strict=True):
-        check_dtype(column.dtype, name, path)
+    columns = []
+    for name, values in zip(names, table.read(group, names), strict=True):
+        column = from_arrow(values, name, path.name, str(path), _fix_of_lengths(path, name))
+        if column.dtype.kind not in "iufb":
+            texts = [one for one in table.with_texts if one not in TARGETS]
+            without = leaving_out(table.names, {*texts, *table.coordinates, name})
+            raise UserError(
+                f"column {name} is {values.type}, expected integers or floats",
+                str(path),
+                f"{_as_numbers(str(values.type), f'frame[{name!r}]')}; {without}",
+            )
+        columns.append(column)
     rows = int(table.edges[group + 1] - table.edges[group])
     if any(len(column) != rows for column in columns):
         raise cut_off(path, f"row group {group} has not the {rows} rows that the file says")

@@ -253,6 +253,9 @@ class ZarrGroup:
             raise UserError(what, str(self.path), fix)
         return found
 
+    def edges_of_texts(self, name: str) -> np.ndarray | None:
+        return None
+
     def columns(self, names: list[str]) -> Blocks | None:
         return None
 

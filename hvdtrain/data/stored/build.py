@@ -3,6 +3,7 @@ its split by a column."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -22,10 +23,12 @@ from hvdtrain.data.stored.selection import name_and_words, select
 from hvdtrain.data.stored.source import Part, Selected, StoredSamples, StoredSource
 from hvdtrain.data.stored.stored_array import (
     MOST_ROWS,
+    Labels,
     PlainRows,
     StoredFile,
     as_yaml,
     check_shape,
+    is_missing,
     whole,
 )
 from hvdtrain.data.subset import subset
@@ -71,7 +74,12 @@ def build_stored(
     paths, of_split_alone = files_of_split(expand(root, "data.root"), split, suffixes, name)
     files = [open_file(path) for path in paths]
     fields = _fields(wanted, split, files[0], paths[0])
-    kinds, parts = _parts(files, paths, fields, wanted)
+    of_train = (files, paths)
+    if split == "val" and of_split_alone and _texts_of(files[0], fields):
+        others = _training_paths(expand(root, "data.root"), suffixes, name) or paths
+        of_train = ([open_file(path) for path in others], others)
+    names = _class_names(*of_train, _fields(wanted, "train", of_train[0][0], of_train[1][0]))
+    kinds, parts = _parts(files, paths, fields, wanted, names)
     samples = _samples(
         f"{name} {paths[0]}" if len(paths) == 1 else f"{name} {paths[0].parent}",
         parts,
@@ -96,7 +104,7 @@ def build_stored(
     )
     if values is not None and wanted.split_val is None:
         notes += _in_neither(values, split, f"data.split_by={wanted.split_by}")
-    source = StoredSource(samples, tuple(notes))
+    source = StoredSource(samples, tuple(notes), class_names=names)
     checked = images_of(source) or CheckedSource(source, samples.name)
     if values is not None:
         return subset(checked, _of_split(values, paths, wanted, split))
@@ -229,23 +237,88 @@ def _with_capitals(names: Sequence[str]) -> str:
     return f"data.fields={{x: {x}, y: {target}}}" if target and 0 < len(others) <= 24 else ""
 
 
+def _texts_of(file: StoredFile, fields: Mapping[str, list[str]]) -> str:
+    """The column y where it has names of classes, else empty."""
+    listed = fields.get("y", [])
+    name, words = name_and_words(listed[0]) if len(listed) == 1 else ("", "")
+    is_plain = name in file.names and not words
+    return name if is_plain and file.edges_of_texts(name) is not None else ""
+
+
+def _training_paths(root: Path, suffixes: tuple[str, ...], name: str) -> list[Path]:
+    """The files of the training set beside those of a validation set; none where it is alone."""
+    try:
+        return files_of_split(root, "train", suffixes, name)[0]
+    except UserError:
+        return []
+
+
+def _class_names(
+    files: list[StoredFile], paths: list[Path], fields: Mapping[str, list[str]]
+) -> tuple[str, ...]:
+    """The names in a column y of texts, sorted: the classes. Raises UserError where one is missing,
+    or a number among names."""
+    column = _texts_of(files[0], fields)
+    if not column:
+        return ()
+    found: set[str] = set()
+    for file, path in zip(files, paths, strict=True):
+        names = set(map(str, np.unique(file.values(column)).tolist()))
+        numbers = {text for text in names if re.fullmatch(r"[-+0-9.,eE]+", text)}
+        wrong = [text for text in names if is_missing(text)]
+        wrong += sorted(numbers) if len(numbers) < len(names) else []
+        if wrong:
+            raise UserError(
+                f"column {column} has names of classes, and {wrong[0]!r}",
+                str(path),
+                "a name for each sample, or remove the samples without one",
+            )
+        found |= names
+    return tuple(sorted(found))
+
+
+def _labels(file: StoredFile, column: str, names: Sequence[str], path: Path) -> Labels:
+    """The number of the class of each sample. Raises UserError for a class that is none of the
+    training set."""
+    texts, places = np.unique(file.values(column).astype(str), return_inverse=True)
+    edges = file.edges_of_texts(column)
+    if edges is None or (unknown := [text for text in texts.tolist() if text not in names]):
+        what = "has no names of classes" if edges is None else f"has the class {unknown[0]!r}"
+        raise UserError(
+            f"column {column} {what}; the training set has {', '.join(names[:8])}",
+            str(path),
+            "the same names in all files, and each in the training set",
+        )
+    numbers = np.array([names.index(text) for text in texts.tolist()])
+    return Labels(numbers.astype(np.min_scalar_type(len(names)))[places], edges)
+
+
 def _split_name(wanted: Wanted) -> str | None:
     return None if wanted.split_by is None else name_and_words(wanted.split_by)[0]
 
 
 def _parts(
-    files: list[StoredFile], paths: list[Path], fields: dict[str, list[str]], wanted: Wanted
+    files: list[StoredFile],
+    paths: list[Path],
+    fields: dict[str, list[str]],
+    wanted: Wanted,
+    class_names: Sequence[str],
 ) -> tuple[dict[str, Field], tuple[Part, ...]]:
-    """The fields, as the first file has them, and the samples of each file."""
+    """The fields, as the first file has them, and the samples of each file. class_names: of y,
+    where it has texts."""
     keys = count()
     arrays = [
         {
-            field_name: list(_selected(file, path, texts, keys))
+            field_name: list(
+                _selected(file, path, texts, keys, class_names if field_name == "y" else ())
+            )
             for field_name, texts in fields.items()
         }
         for file, path in zip(files, paths, strict=True)
     ]
     kinds = {field_name: _kind(field_name, arrays[0][field_name], wanted) for field_name in fields}
+    if class_names:
+        kinds["y"] = kinds["y"]._replace(values=len(class_names))
     return kinds, tuple(
         _part(found, kinds, path, wanted) for found, path in zip(arrays, paths, strict=True)
     )
@@ -279,7 +352,11 @@ def _state(path: Path) -> tuple[str, int, int]:
 
 
 def _selected(
-    file: StoredFile, path: Path, texts: list[str], keys: Iterator[int]
+    file: StoredFile,
+    path: Path,
+    texts: list[str],
+    keys: Iterator[int],
+    class_names: Sequence[str],
 ) -> Iterator[Selected]:
     """Each array of a field with what is selected of it; columns that a table reads together are
     one array."""
@@ -302,7 +379,7 @@ def _selected(
         )
         return
     for text, (name, words) in zip(texts, pairs, strict=True):
-        array = file.array(name)
+        array = _labels(file, name, class_names, path) if class_names else file.array(name)
         if not array.shape:
             raise UserError(
                 f"{name} is a single number, not one row for each sample", str(path), _FIELDS

@@ -85,4 +85,5 @@ def images_of(source: StoredSource) -> StoredImages | None:
     ):
         return None
     _, height, width, channels = one.shape
-    return StoredImages(source, (height, width, channels), int(labels.max()) + 1)
+    classes = len(source.class_names) or int(labels.max()) + 1
+    return StoredImages(source, (height, width, channels), classes, source.class_names)

@@ -202,6 +202,7 @@ class StoredSource:
     samples: StoredSamples
     notes: tuple[str, ...] = ()  # for the user
     pool: WorkerPool | None = None
+    class_names: tuple[str, ...] = ()  # of y, where the files have names
     # what is computed once: labels, the digest
     _known: dict[str, Any] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)

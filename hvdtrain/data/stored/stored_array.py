@@ -85,6 +85,10 @@ class StoredFile(Protocol):
         """Names among them that only number the rows or the points of an axis, as pandas' index: no
         input unless data.fields says so."""
 
+    def edges_of_texts(self, name: str) -> np.ndarray | None:
+        """Blocks.edges of a column of a table that has texts, as names of classes; None of
+        another."""
+
     def array(self, name: str) -> StoredArray:
         """Raises UserError where there is none of this name, or it has no numbers."""
 
@@ -165,10 +169,11 @@ def check_dtype(dtype: np.dtype[Any], name: str, path: Path) -> None:
         f"{name} has {kinds.get(dtype.kind, 'numbers of more than 64 bits')} ({dtype}), expected "
         "integers or floats"
     )
+    fix = "another array in data.fields, or write it again as numbers"
+    if dtype.kind in "SU":
+        fix += f"; names of classes: np.unique({name}, return_inverse=True)[1]"
     unread = "; objects are never read: unpickling them could run code" if dtype.kind == "O" else ""
-    raise UserError(
-        what + unread, str(path), "another array in data.fields, or write it again as numbers"
-    )
+    raise UserError(what + unread, str(path), fix)
 
 
 def no_such(name: str, names: list[str], path: Path) -> UserError:
@@ -180,6 +185,30 @@ def no_such(name: str, names: list[str], path: Path) -> UserError:
     return UserError(
         f"the file has no {name}; it has {shown}", str(path), "data.fields={x: NAME, y: NAME}"
     )
+
+
+@dataclass(frozen=True, eq=False)
+class Labels:
+    """The classes of a column of names, counted in memory."""
+
+    numbers: np.ndarray  # (n,)
+    edges: np.ndarray
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.numbers.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.numbers.shape
+
+    def decode(self, block: int, box: Box) -> np.ndarray:
+        return self.numbers[self.edges[block] : self.edges[block + 1]].copy()
+
+
+def is_missing(text: str) -> bool:
+    """Whether a text is a word for a value that is not there."""
+    return text.strip().lower() in ("", "na", "n/a", "nan", "null")
 
 
 def leaving_out(names: Sequence[str], wrong: Collection[str]) -> str:
