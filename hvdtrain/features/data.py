@@ -4,8 +4,10 @@ cropped, and seen by an evaluation."""
 from __future__ import annotations
 
 from hvdtrain.config.exclusion import Exclusion, Values, above, among, options, other_than
+from hvdtrain.config.schema import Config, DataConfig
 from hvdtrain.config.section import is_object
 from hvdtrain.features.job_feature import JobFeature
+from hvdtrain.recipe.recipe import Recipe
 
 READERS = JobFeature(
     key="data.readers",
@@ -25,11 +27,17 @@ READERS = JobFeature(
 )
 
 
+def _blocks(data: DataConfig) -> str:
+    size = "" if data.shuffle_block is None else f" of {data.shuffle_block:,}"
+    return f"shuffled by {data.shuffle_window} blocks{size}"
+
+
 BLOCKS = JobFeature(
     key="data.shuffle",
     on=lambda config: config.data.shuffle == "blocks",
     examples=("data.shuffle=blocks data.shuffle_block=3 data.shuffle_window=2",),
     off="data.shuffle=full",
+    words_of_reading=lambda config, recipe, readers: _blocks(config.data),
     why="a rank reads the blocks of its share of a step",
     without=options("data.shuffle=blocks", {"data.shuffle_block": 8, "data.shuffle_window": 4}),
     excludes=(
@@ -51,11 +59,19 @@ def _of_single_samples(key: str, values: Values, why: str, words: str = "") -> E
     )
 
 
+def _weights(config: Config) -> str:
+    weights = config.data.sample_weights
+    of_script = weights is not None and is_object(weights)
+    by = "of the script" if of_script else f"data.sample_weights={weights}"
+    return f"drawn with replacement by weights, {by}"
+
+
 SAMPLE_WEIGHTS = JobFeature(
     key="data.sample_weights",
     on=lambda config: config.data.sample_weights is not None,
     examples=("data.sample_weights=balanced",),
     off="data.sample_weights=null",
+    words_of_reading=lambda config, recipe, readers: _weights(config),
     excludes=(
         _of_single_samples(
             "data.shuffle",
@@ -82,12 +98,28 @@ SAMPLE_WEIGHTS = JobFeature(
 )
 
 ONE_SHAPE = "ranks exchange activations of one shape, but the passes have different lengths"
+
+
+def _padded(config: Config, recipe: Recipe, readers: int) -> str:
+    by = "" if config.data.bucket_by is None else ", similar lengths in one pass"
+    batch = recipe.batch
+    # samples of a pass
+    most = config.batch.micro if isinstance(config.batch.micro, int) else batch.first
+    if by and readers == 1 and max(batch.first, *batch.to, 0) <= most:
+        by = (
+            " (data.bucket_by has no effect: a step is one pass of one rank; batch.micro=N "
+            "divides it)"
+        )
+    return f"padded to the longest of each pass{by}"
+
+
 PAD = JobFeature(
     key="data.pad",
     other_keys=("data.mask",),
     on=lambda config: bool(config.data.pad),
     examples=('data.pad={"tokens":0} task.name=language',),
     off="data.pad={{}}",
+    words_of_reading=_padded,
     what="data.pad does not support {set}: " + ONE_SHAPE,
     fix="leave {key} out; or pad all samples to one length in the data, and leave data.pad out",
     why=ONE_SHAPE,
@@ -114,6 +146,9 @@ PACK = JobFeature(
     on=lambda config: config.data.pack is not None,
     examples=("data.pack=16 task.name=language",),
     off="data.pack=null",
+    words_of_reading=lambda config, recipe, readers: (
+        f"packed into rows of {config.data.pack:,} tokens"
+    ),
     excludes=(
         Exclusion(
             "task.name",
@@ -185,6 +220,7 @@ VAL_SHARE = JobFeature(
     on=lambda config: config.data.val_share is not None,
     examples=("data.val_share=0.25",),
     off="data.val_share=null",
+    words_of_counts=lambda config: f" (data.val_share={config.data.val_share:g} of train)",
 )
 
 
@@ -238,6 +274,7 @@ VIEWS = JobFeature(
     on=lambda config: config.evaluate.views > 1,
     examples=("evaluate.views=2",),
     off="evaluate.views=1",
+    words_of_counts=lambda config: f", {config.evaluate.views} views of each in an evaluation",
     excludes=(
         Exclusion(
             "task.name",

@@ -84,6 +84,8 @@ class JobFeature:
     excludes: tuple[Exclusion, ...] = ()
     rules: tuple[Row, ...] = ()
     lines_of_ranks: Callable[[Config, Sequence[str]], Sequence[str]] = lambda config, hosts: ()
+    words_of_counts: Callable[[Config], str] = lambda config: ""
+    words_of_reading: Callable[[Config, Recipe, int], str] = lambda config, recipe, readers: ""
     lines_of_recipe: Callable[[Config, Recipe, int], Sequence[str]] = (
         lambda config, recipe, samples: ()
     )
@@ -99,6 +101,14 @@ class JobFeature:
     def ranks_lines(self, config: Config, hosts: Sequence[str]) -> Sequence[str]:
         """Lines of the header below that of the ranks; hosts: of each rank."""
         return self.lines_of_ranks(config, hosts) if self.on(config) else ()
+
+    def count_words(self, config: Config) -> str:
+        """What the header says after the numbers of samples."""
+        return self.words_of_counts(config) if self.on(config) else ""
+
+    def reading_words(self, config: Config, recipe: Recipe, readers: int) -> str:
+        """What the header says of how samples are drawn and how they come together."""
+        return self.words_of_reading(config, recipe, readers) if self.on(config) else ""
 
     def recipe_lines(self, config: Config, recipe: Recipe, samples: int) -> Sequence[str]:
         """Lines of the header below that of the recipe; samples: of the training set."""

@@ -13,7 +13,6 @@ from typing import Any
 
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
-from hvdtrain.config.section import is_object
 from hvdtrain.core.metrics import Metric
 from hvdtrain.core.process import command_line, path_argument
 from hvdtrain.data.sampler import share_bounds
@@ -26,7 +25,7 @@ from hvdtrain.recipe.summary import batch_summary, lr_summary, noise_summary
 from hvdtrain.tasks.task import Task, samples_of
 from hvdtrain.training.build import job_transform
 from hvdtrain.training.checkpoint.changes import PLACE, flat, further, resume_command
-from hvdtrain.training.input import DEFAULT_BLOCK, micro_batches_per_step
+from hvdtrain.training.input import micro_batches_per_step
 from hvdtrain.training.job import Job
 from hvdtrain.training.job_memory import line as memory_line
 from hvdtrain.training.progress.event_fields import job_energy
@@ -146,14 +145,10 @@ def header(job: Job, start: Start, engine_reason: str) -> list[str]:
     """What will run, in about ten lines."""
     config = job.config
     readers = job.config.readers(job.communicator.size)
-    counts = (
-        f"{job.prefetcher.samples:,} training and {job.val_samples:,} validation "
-        f"samples{_divided(config)}"
-    )
+    counts = f"{job.prefetcher.samples:,} training and {job.val_samples:,} validation samples"
     if config.evaluate.samples is not None:
         counts += f" ({len(job.val):,} of them in an evaluation)"
-    if config.evaluate.views > 1:
-        counts += f", {config.evaluate.views} views of each in an evaluation"
+    counts += "".join(feature.count_words(config) for feature in FEATURES)
     reader = "worker" if config.servers.count else "rank"
     of_each = (
         f"{_share(job.prefetcher.samples, readers)} of an epoch on each {reader}, "
@@ -167,7 +162,7 @@ def header(job: Job, start: Start, engine_reason: str) -> list[str]:
         f"data    {config.data.name}: {counts}, "
         f"{job.task.summary}{first_names(config.data.class_names)}",
         f"        {of_each}{config.data.sampling} sampling, "
-        f"{_shuffle(config)}{_padded(job, readers)}{job.prefetcher.summary}",
+        f"{_reading(job, readers)}{job.prefetcher.summary}",
         *inputs_lines(job.task, config),
         f"batch   {batch_summary(job.recipe)} "
         f"{'of one worker in each step' if config.servers.are_asynchronous else divided}",
@@ -354,45 +349,9 @@ def first_names(names: Sequence[str] | None) -> str:
     return first
 
 
-def _shuffle(config: Config) -> str:
-    data = config.data
-    if data.sample_weights is not None:
-        by = (
-            "of the script"
-            if is_object(data.sample_weights)
-            else f"data.sample_weights={data.sample_weights}"
-        )
-        return f"drawn with replacement by weights, {by}, "
-    return (
-        f"shuffled by {data.shuffle_window} blocks of {data.shuffle_block or DEFAULT_BLOCK:,}, "
-        if data.shuffle == "blocks"
-        else ""
-    )
-
-
-def _padded(job: Job, readers: int) -> str:
-    """How samples of different lengths come together."""
-    config = job.config
-    batch = job.recipe.batch
-    by = "" if config.data.bucket_by is None else ", similar lengths in one pass"
-    # samples of a pass
-    most = config.batch.micro if isinstance(config.batch.micro, int) else batch.first
-    if by and readers == 1 and max(batch.first, *batch.to, 0) <= most:
-        by = (
-            " (data.bucket_by has no effect: a step is one pass of one rank; batch.micro=N "
-            "divides it)"
-        )
-    if config.data.pack is not None:
-        return f"packed into rows of {config.data.pack:,} tokens, "
-    return f"padded to the longest of each pass{by}, " if config.data.pad else ""
-
-
-def _divided(config: Config) -> str:
-    return (
-        f" (data.val_share={config.data.val_share:g} of train)"
-        if config.data.val_share is not None
-        else ""
-    )
+def _reading(job: Job, readers: int) -> str:
+    words = [feature.reading_words(job.config, job.recipe, readers) for feature in FEATURES]
+    return "".join(f"{one}, " for one in words if one)
 
 
 def _share(count: int, size: int) -> str:
