@@ -36,13 +36,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"
 from faults import events, supervisor, told, wait_for
 from ranks import Job
 
-from hvdtrain.cli.plan.faults import (
+from hvdtrain.extras.drill.command import measure, step_of
+from hvdtrain.extras.faults.plan import (
     FaultTimes,
     simulate_last_checkpoints,
     simulate_restarts,
     simulate_shrink,
 )
-from hvdtrain.extras.drill.command import measure, step_of
 
 WORDS = (
     "data.name=synthetic data.shape=[16,16,3] data.samples=64000 data.val_samples=64 "

@@ -30,8 +30,6 @@ COMMANDS = {  # each is the function of its name in that module; hvdtrain/extras
     "evaluate": "hvdtrain.cli.evaluate.command",
     "predict": "hvdtrain.cli.evaluate.predict",
     "sample": "hvdtrain.cli.evaluate.sample",
-    "replay": "hvdtrain.cli.replay",
-    "lab": "hvdtrain.cli.lab",
     "schema": "hvdtrain.cli.schema",
 }
 # commands that --num-nodes and so on start on ranks

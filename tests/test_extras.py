@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from ranks import ROOT, mpirun, needs_mpirun, python
 
-from hvdtrain.config.extras import benches, commands, extras
+from hvdtrain.config.extras import benches, commands, extras, plan_options
 
 FOLDER = ROOT / "hvdtrain" / "extras"
 PAGE = ROOT / "docs" / "extras.md"
@@ -105,18 +105,21 @@ def test_nothing_outside_an_extra_names_it() -> None:
     assert len(files) > 300 and named == []
 
 
-def test_each_command_and_bench_is_of_one_extra_and_its_own() -> None:
+def test_each_command_bench_and_option_is_of_one_extra() -> None:
     assert len(commands()) == sum(len(extra.commands) for extra in extras().values())
     assert len(benches()) == sum(len(extra.benches) for extra in extras().values())
+    assert len(plan_options()) == sum(len(extra.plan) for extra in extras().values())
     for name, extra in extras().items():
-        for each in (*extra.commands.values(), *extra.benches.values()):
+        for each in (*extra.commands.values(), *extra.benches.values(), *extra.plan.values()):
             assert each.module.startswith(f"hvdtrain.extras.{name}.")
 
 
 def row_of(name: str) -> list[str]:
     """The cells of an extra in the table of its page, without its lines."""
     extra = extras()[name]
-    gives = [f"`{each}`" for each in extra.commands] + [f"`bench {each}`" for each in extra.benches]
+    gives = [f"`{each}`" for each in extra.commands]
+    gives += [f"`bench {each}`" for each in extra.benches]
+    gives += [f"`plan --{each}`" for each in extra.plan]
     plugins = [
         path for path in sorted((FOLDER / name).glob("*/**/*.py")) if path.stem != "__init__"
     ]

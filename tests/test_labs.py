@@ -16,8 +16,8 @@ from ranks import FULL, ROOT, needs_mpirun, python
 
 import hvdtrain
 from hvdtrain.__main__ import main
-from hvdtrain.cli.lab import lab as lab_command
 from hvdtrain.errors import DONE, UserError
+from hvdtrain.extras.lab.command import lab as lab_command
 
 LABS = sorted((ROOT / "labs").glob("[0-9]-*/lab.py"))
 FIGURE = re.compile(r'Image\(f"{out}/([a-z-]+\.png)"\)')

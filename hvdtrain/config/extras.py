@@ -18,7 +18,9 @@ class Command(NamedTuple):
     bench_NAME.
 
     usage: what help shows of it, `hvdtrain extras` its first line. trains: it starts jobs, so a
-    signal that asks for a checkpoint does not kill it.
+    signal that asks for a checkpoint does not kill it. The module of an option of plan has
+    with_value(arguments), which completes an option that stands alone, and read(value), which
+    returns the function that makes the lines and the JSON which it adds to the plan.
     """
 
     module: str
@@ -29,14 +31,15 @@ class Command(NamedTuple):
 class Extra(NamedTuple):
     """What the rest of hvdtrain learns of an extra: the value EXTRA of its extra.py, data only.
 
-    says: one sentence. benches: what `bench NAME` runs. Plugins need no entry:
-    extras/NAME/FOLDER/PLUGIN.py is found as FOLDER/PLUGIN.py is.
+    says: one sentence. benches: what `bench NAME` runs; plan: what `plan --NAME` adds. Plugins
+    need no entry: extras/NAME/FOLDER/PLUGIN.py is found as FOLDER/PLUGIN.py is.
     """
 
     status: Literal["stable", "experimental"]
     says: str
     commands: Mapping[str, Command] = MappingProxyType({})
     benches: Mapping[str, Command] = MappingProxyType({})
+    plan: Mapping[str, Command] = MappingProxyType({})
 
 
 @functools.cache
@@ -66,13 +69,17 @@ def benches() -> dict[str, Command]:
     return {name: each for extra in extras().values() for name, each in extra.benches.items()}
 
 
+def plan_options() -> dict[str, Command]:
+    """name -> every option of plan of an extra."""
+    return {name: each for extra in extras().values() for name, each in extra.plan.items()}
+
+
 def list_text() -> str:
     """What `hvdtrain extras` prints: each extra with its status and its commands."""
     lines = []
     for name, extra in extras().items():
         lines.append(f"{name} ({extra.status}): {extra.says}")
-        lines += [
-            f"  {each.usage.partition(chr(10))[0]}"
-            for each in (*extra.commands.values(), *extra.benches.values())
-        ]
+        given = (*extra.commands.values(), *extra.benches.values())
+        lines += [f"  {each.usage.partition(chr(10))[0]}" for each in given]
+        lines += [f"  hvdtrain plan --{option}" for option in extra.plan]
     return "\n".join(lines or ["this copy of hvdtrain has no extras"])

@@ -24,13 +24,11 @@ hvdtrain trains deep networks on many workers.
   mpirun ... hvdtrain check [key=value ...]                what would fail on these ranks, and how to fix it; trains nothing
   hvdtrain summary [key=value ...]                         layers of the model: shapes, parameters, operations
   hvdtrain lr-find [--png FILE] [key=value ...]            a curve of the loss over learning rates, and a proposal
-  hvdtrain bench step|data|scaling|allreduce [...]         images/s, phases of a step, speed on more ranks; of sums under mpirun
+  hvdtrain bench step|data|allreduce [...]                 images/s, phases of a step, speed of reading; of sums under mpirun
   hvdtrain evaluate RUN [--split val] [data.root=DIR]      loss and accuracy of a checkpoint, of each class too, on any ranks
   hvdtrain predict RUN --data FILE --to FILE.csv           what the model of a run says about tables, arrays, tokens; --images DIR
   hvdtrain sample RUN --png FILE.png                       images or text drawn from a model with task.name=language
   hvdtrain export RUN --to FILE                            weights for inference elsewhere: model.safetensors, or model.pt
-  hvdtrain replay RUN                                      makes the updates of a run with servers.log=true again, and compares
-  hvdtrain lab [N] [--quick | --notebook FILE.ipynb]       an experiment of the course in labs/
   hvdtrain report RUN [RUN ...] [--to FOLDER]              one page with figures, of one or several jobs, running, done or killed
   hvdtrain --num-nodes 2 --node-id 0 --num-gpus 4 comm.address=n1:29500 [key=value ...]    by hand, on each node, without MPI
 

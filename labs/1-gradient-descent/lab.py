@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 import hvdtrain
-from hvdtrain.cli.lab import Parser, run_lab
 from hvdtrain.errors import REQUEUE
+from hvdtrain.extras.lab.command import Parser, run_lab
 from hvdtrain.report.figures.canvas import COLOURS, log_scale, new_figure
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import numpy as np
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from runs import Job, launch, side_by_side, train, write_table
 
-from hvdtrain.cli.lab import Parser, run_lab
+from hvdtrain.extras.lab.command import Parser, run_lab
 from hvdtrain.report.figures.canvas import COLOURS, new_figure
 
 LINEAR = ("recipe.scale=linear",)

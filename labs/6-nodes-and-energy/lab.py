@@ -22,8 +22,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from runs import event, start, write_table
 
 import hvdtrain
-from hvdtrain.cli.lab import Parser, run_lab
 from hvdtrain.comm.rendezvous import address_towards
+from hvdtrain.extras.lab.command import Parser, run_lab
 from hvdtrain.report.figures.canvas import COLOURS, integer_ticks, new_figure
 
 HERE = Path(__file__).resolve().parent

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from faults import events, reached, same_end, supervisor, told, wait_for
-from ranks import FULL, Job, Result, needs_mpirun
+from ranks import FULL, Job, Result, needs_extra, needs_mpirun
 
 from hvdtrain.errors import DIVERGED, DONE, LOST, REQUEUE
 
@@ -126,6 +126,7 @@ def test_ends_that_are_no_new_start(tmp_path: Path) -> None:
     )
 
 
+@needs_extra("drill")
 def test_a_drill(tmp_path: Path) -> None:
     """Each kind of kill on one job, which ends with 84 (guard.lost=restart) and is started again;
     then a rank is paused."""

@@ -21,6 +21,7 @@ import warm
 from record import note
 
 from hvdtrain.comm.placement import placement
+from hvdtrain.config.extras import extras
 from hvdtrain.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,6 +51,13 @@ needs_horovod = pytest.mark.skipif(
     not importlib.util.find_spec("horovod"),
     reason="Horovod is not installed: python -m hvdtrain.cli.horovod",
 )
+
+
+def needs_extra(name: str) -> pytest.MarkDecorator:
+    """Skips a test that runs a command of an extra which this copy of hvdtrain lacks."""
+    return pytest.mark.skipif(name not in extras(), reason=f"this copy lacks the extra {name}")
+
+
 needs_keras = pytest.mark.skipif(
     not importlib.util.find_spec("keras"), reason="Keras is not installed: make test-keras"
 )

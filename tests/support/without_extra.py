@@ -28,12 +28,16 @@ def copy_without(name: str, target: Path) -> None:
         text=True,
     ).stdout
     for file in map(Path, listed.splitlines()):
-        is_left_out = file.is_relative_to(f"hvdtrain/extras/{name}") or (
-            file.parent == Path("tests/extras") and file.name.startswith(f"test_{name}")
-        )
-        if not is_left_out and (ROOT / file).is_file():
+        is_there = (ROOT / file).is_file() and not file.is_relative_to(f"hvdtrain/extras/{name}")
+        if is_there and not _is_test_of(name, file):
             (target / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / file, target / file)
+
+
+def _is_test_of(name: str, file: Path) -> bool:
+    """Whether a test imports the extra."""
+    is_test = file.parts[0] == "tests" and file.suffix == ".py"
+    return is_test and f"hvdtrain.extras.{name}" in (ROOT / file).read_text()
 
 
 def main() -> int:

@@ -11,16 +11,15 @@ from typing import cast
 import numpy as np
 import pytest
 from pool import on_ranks
-from ranks import FULL, mpirun, needs_mpirun, python
+from ranks import FULL, mpirun, needs_extra, needs_mpirun, python
 from same_curve import check_same
 from servers_on_ranks import BOUNDS, FEW, JOBS
 
-from hvdtrain.cli.replay import compare
 from hvdtrain.comm.communicator import Communicator, Interruptible, SingleProcessCommunicator
 from hvdtrain.comm.threads import ThreadCommunicator, ThreadRanks, run_threads
 from hvdtrain.core.folder import Folder
 from hvdtrain.core.progress import GoOn, Outstanding, WorkerUpdate
-from hvdtrain.errors import DIVERGED, DONE, UserError
+from hvdtrain.errors import DIVERGED, UserError
 from hvdtrain.frameworks.torch.parallel.parameter_server.losses import (
     Agreement,
     LostMeanwhile,
@@ -275,6 +274,7 @@ def test_servers(
         * FULL,
     ],
 )
+@needs_extra("replay")
 def test_a_job_is_replayed_resumed_with_servers_and_without(
     tmp_path: Path, engine: str, servers: int, options: str
 ) -> None:
@@ -363,26 +363,6 @@ def test_a_log_goes_on_at_the_update_that_follows(tmp_path: Path) -> None:
         *(f"updates-before-{step}.bin" for step in (70000, 70001, 70002)),
         NAME,
     ]
-
-
-def test_replay_says_what_it_does_not_compare(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    one = {
-        "p.weight": np.ones(3),
-        "s.weight.momentum": np.ones(3),
-        "b.norm.running_mean": np.ones(2),
-        "b.norm.running_var": np.ones(2),
-    }
-    assert compare(tmp_path, one, one | {"b.norm.running_mean": np.zeros(2)}, 7) == DONE
-    out = capsys.readouterr().out
-    assert (
-        "not compared: 2 buffers; running statistics" in out
-        and "the 2 arrays of weights and optimizer state of step 7 are" in out
-    )
-    assert compare(tmp_path, one, one | {"s.weight.momentum": np.zeros(3)}, 7) == DIVERGED
-    assert compare(tmp_path, {"p.weight": np.ones(3)}, {"p.weight": np.ones(3)}, 7) == DONE
-    assert "1 of 2 arrays" in (out := capsys.readouterr().out) and out.count("not compared") == 1
 
 
 def test_a_log_that_goes_back_to_a_sync_point(tmp_path: Path) -> None:

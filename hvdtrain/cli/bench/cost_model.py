@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -157,6 +157,15 @@ def step_s(model: StepModel, samples: float, comm: float, oversubscription: floa
     pass hides at most its own length."""
     compute = oversubscription * model.compute_s(samples, alone=not comm)
     return compute + max(model.exposed * comm, comm - BACKWARD * compute)
+
+
+def link_points(result: Mapping[str, Any]) -> list[MeasuredAllreduce]:
+    """The engine's allreduce of one vector, median seconds, from the JSON of bench allreduce."""
+    return [
+        MeasuredAllreduce(row["bytes"], row["quartiles_s"][1])
+        for row in result["rows"]
+        if row["method"] == "allreduce"
+    ]
 
 
 def fit_link(points: Sequence[MeasuredAllreduce], ranks: int, name: str = "measured") -> Link:

@@ -27,8 +27,6 @@ NOT_ON_RANKS = (  # the others; those of extras neither
         "evaluate",
         "predict",
         "sample",
-        "replay",
-        "lab",
         "schema",
         "list",
         "extras",

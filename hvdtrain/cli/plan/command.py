@@ -4,21 +4,15 @@ is trained."""
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hvdtrain.cli.options import CommandParser
 from hvdtrain.cli.output import STANDARD_OUTPUT, print_result, with_json_value
-from hvdtrain.cli.plan.faults import (
-    fault_lines,
-    faults_json,
-    goodputs,
-    read_fault_times,
-    with_faults_value,
-)
 from hvdtrain.cli.plan.forecast import (
     RANKS,
     Forecast,
@@ -42,7 +36,7 @@ from hvdtrain.cli.plan.parallel import (
     plan_parallel,
 )
 from hvdtrain.cli.plan.table import Plan, batch_label, one_line, plan_lines, ranks_label, to_json
-from hvdtrain.config import plugins
+from hvdtrain.config import extras, plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.data.files.folders import FilesMissing
 from hvdtrain.errors import DONE, UserError
@@ -70,8 +64,7 @@ hvdtrain plan [--config FILE] [--ranks 1,8,64,512] [--json [FILE]] [--png FILE] 
                              what fits in so much, the largest batch.micro, which to take; computed without memory, in seconds
   --pipeline                 the time of each unit of the model, measured in this process; where parallel.balance cuts it into the stages of
                              parallel.pipeline (or --ranks, default 2); how long the ranks of each parallel.schedule wait
-  --faults [KEY=VALUE,...]   the share of time that moves the job on 8 to 8,192 ranks, where a fault stops it, restarts it or takes a rank;
-                             rank_mtbf_hours, checkpoint_s, sync_s, detect_s, restart_s, reform_s, requeue_s, repair_s, seed
+{extras}\
   --png FILE                 draw learning rate and batch
   --parallel-picture FILE    draw as PNG which rank has which part of each layer, and what is sent, on the first of --ranks
 hvdtrain plan --parallel [--ranks 4] [--memory 16GiB] [--json [FILE]] [key=value ...]
@@ -105,7 +98,8 @@ class TrainingData(NamedTuple):
 def plan(arguments: Sequence[str]) -> int:
     """Runs `plan`; returns the exit code. Raises UserError."""
     if {"-h", "--help"} & set(arguments):
-        print(USAGE)
+        of_extras = "".join(f"{each.usage}\n" for each in extras.plan_options().values())
+        print(USAGE.replace("{extras}", of_extras))
         return DONE
     options, config_arguments = _parse(arguments)
     _refuse_combinations(options)
@@ -119,7 +113,11 @@ def plan(arguments: Sequence[str]) -> int:
     if len(conflicts) == len(options.ranks):  # before data are read
         raise _none_feasible(conflicts)
     limit = read_size(options.memory) if options.memory else None
-    times = None if options.faults is None else read_fault_times(options.faults)
+    added = {
+        name: _of_extra(name).read(getattr(options, name))
+        for name in extras.plan_options()
+        if getattr(options, name) is not None
+    }
     data = training_data(options, config)
     forecasts = [
         forecast(config, data.samples, ranks, tokens_of_sample(data.task))
@@ -139,12 +137,10 @@ def plan(arguments: Sequence[str]) -> int:
         of_memory = memory_plan(config, data.task, feasible, limit, resident_bytes())
     lines = plan_lines(planned, options.all, of_memory)
     found = to_json(planned)
-    if times is not None:
-        rows = goodputs(times)
-        lines, found = (
-            [*lines, "", *fault_lines(times, rows)],
-            found | {"faults": faults_json(times, rows)},
-        )
+    for name, add in added.items():
+        more, result = add()
+        lines += ["", *more]
+        found |= {name: result}
     print_result(
         options.json, lines, found | ({"memory": memory_json(of_memory)} if of_memory else {})
     )
@@ -215,16 +211,19 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--ranks", type=_read_ranks, default=None)
     parser.add_argument("--memory")
     parser.add_argument("--pipeline", action="store_true")
-    parser.add_argument("--faults")
+    for name in extras.plan_options():
+        parser.add_argument(f"--{name}")
     parser.add_argument("--png")
     parser.add_argument("--parallel-picture")
     parser.add_argument("--json")
     add_data_options(parser)
     parser.add_argument("--all", action="store_true")
     add_options(parser)
-    options, others = parser.parse_known_args(
-        with_faults_value(with_memory_value(with_json_value(arguments)))
-    )
+    arguments = with_memory_value(with_json_value(arguments))
+    for name in extras.plan_options():
+        if f"--{name}" in arguments:
+            arguments = _of_extra(name).with_value(arguments)
+    options, others = parser.parse_known_args(arguments)
     if options.parallel:
         defaults: Sequence[int] = [PARALLEL_RANKS]
     elif options.pipeline:
@@ -235,6 +234,11 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         defaults = _RANKS
     options.ranks = options.ranks or list(defaults)
     return options, others
+
+
+def _of_extra(name: str) -> Any:
+    """The module of an extra's option."""
+    return importlib.import_module(extras.plan_options()[name].module)
 
 
 def add_data_options(parser: CommandParser) -> None:

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdtrain.cli.bench.allreduce import IN_PARTS
-from hvdtrain.cli.bench.cost_model import Link, fit_link
-from hvdtrain.cli.bench.scaling import link_points
+from hvdtrain.cli.bench.cost_model import Link, fit_link, link_points
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.footprint import PlannedWork
 

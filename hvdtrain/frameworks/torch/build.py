@@ -13,7 +13,7 @@ from hvdtrain.comm.mesh import make_mesh
 from hvdtrain.comm.staging import Cuda
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
-from hvdtrain.core.arrays import Arrays, Layout
+from hvdtrain.core.arrays import Layout
 from hvdtrain.core.progress import fold
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.by_name import is_made_with_the_model, makes_groups
@@ -130,12 +130,6 @@ def unit_costs(config: Config, task: Task, samples: int) -> list[Any]:
     Raises UserError where the model does not say where it may be cut.
     """
     found: list[Any] = module_of("pipeline.costs").unit_costs(config, task, samples)
-    return found
-
-
-def replay(config: Config, task: Task, *job: Any) -> Arrays:
-    """The state after asynchronous updates, computed again: as replay() of replay.py."""
-    found: Arrays = module_of("parameter_server.replay").replay(config, task, *job)
     return found
 
 

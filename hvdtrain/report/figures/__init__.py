@@ -1,1 +1,1 @@
-"""The figures of `report`, and of `plan`, `bench scaling` and extras."""
+"""The figures of `report`, and of commands."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from hvdtrain.cli.bench.cost_model import ALGORITHMS, Cluster, Link, StepModel, comm_s, step_s
 from hvdtrain.cli.bench.trainer import quartiles
 from hvdtrain.cli.output import align, format_bytes, format_seconds, plural
-from hvdtrain.report.figures.commands import EfficiencyLine
+from hvdtrain.extras.scaling.figure import EfficiencyLine
 
 SCALING_KINDS = ("weak", "strong")
 PREDICTED_RANKS = [2**power for power in range(3, 14)]

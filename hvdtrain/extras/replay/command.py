@@ -114,6 +114,8 @@ def _config_of(run: Path, arguments: Sequence[str]) -> Config:
 
 
 def _replay(config: Config, found: Checkpoint, updates: Sequence[Any], threads: int) -> Arrays:
+    from hvdtrain.extras.replay import state  # torch
+
     datasets = open_datasets(config)
     check_identity(found, identity(config, datasets))
     recipe = recipe_of(config, datasets)
@@ -132,11 +134,10 @@ def _replay(config: Config, found: Checkpoint, updates: Sequence[Any], threads: 
             readers[id(learner)] = _reader(config, datasets, learner)
         return readers[id(learner)].prepare(p)
 
-    framework: Any = plugins.load("frameworks", config.framework, config.where("framework"))
     began_s = time.perf_counter()
-    state: Arrays = framework.replay(config, datasets.task, updates, steps, input_of, threads)
+    replayed = state.replay(config, datasets.task, updates, steps, input_of, threads)
     print(f"replayed {len(updates)} updates in {time.perf_counter() - began_s:.1f} s")
-    return state
+    return replayed
 
 
 def _reader(config: Config, datasets: Datasets, learner: Any) -> Prefetcher:

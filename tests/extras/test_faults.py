@@ -9,7 +9,8 @@ from random import Random
 import pytest
 
 from hvdtrain.cli.plan.command import plan
-from hvdtrain.cli.plan.faults import (
+from hvdtrain.errors import UserError
+from hvdtrain.extras.faults.plan import (
     RANKS,
     FaultTimes,
     goodputs,
@@ -22,7 +23,6 @@ from hvdtrain.cli.plan.faults import (
     simulate_restarts,
     simulate_shrink,
 )
-from hvdtrain.errors import UserError
 from hvdtrain.training.checkpoint.interval import optimal_interval_s
 
 DATA = [

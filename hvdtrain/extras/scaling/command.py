@@ -10,9 +10,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hvdtrain.cli.bench.cost_model import (
     Cluster,
@@ -22,12 +22,12 @@ from hvdtrain.cli.bench.cost_model import (
     fit_link,
     fit_step,
     link_errors,
+    link_points,
     read_links,
     ring_s,
     split_buckets,
     step_errors,
 )
-from hvdtrain.cli.bench.scaling_report import SCALING_KINDS, Study, Trial, curves, to_json, to_text
 from hvdtrain.cli.bench.trainer import quartiles
 from hvdtrain.cli.launch.launchers import (
     LaunchRequest,
@@ -44,8 +44,9 @@ from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import DONE, UserError
+from hvdtrain.extras.scaling.figure import draw_scaling
+from hvdtrain.extras.scaling.report import SCALING_KINDS, Study, Trial, curves, to_json, to_text
 from hvdtrain.features.every_feature import configure
-from hvdtrain.report.figures.commands import draw_scaling
 from hvdtrain.training.build import planned_task
 from hvdtrain.training.datasets import build_source, unstaged
 
@@ -337,15 +338,6 @@ def _measure_link(settings: JobSettings, rank_counts: Sequence[int]) -> LinkMeas
         with Folder.open(path.parent) as opened:
             points = link_points(json.loads(opened.read(path.name, _MOST_BYTES)))
     return LinkMeasurement(fit_link(points, ranks), points)
-
-
-def link_points(result: Mapping[str, Any]) -> list[MeasuredAllreduce]:
-    """The engine's allreduce of one vector, median seconds, from the JSON of bench allreduce."""
-    return [
-        MeasuredAllreduce(row["bytes"], row["quartiles_s"][1])
-        for row in result["rows"]
-        if row["method"] == "allreduce"
-    ]
 
 
 def _measured_step(trial: Trial, bucket_bytes: Sequence[float], link: Link) -> MeasuredStep:

@@ -60,7 +60,13 @@ def lab(arguments: Sequence[str]) -> int:
     return wait_for(
         [
             start_process(
-                [sys.executable, "-m", "hvdtrain.cli.lab", str(folder / "lab.py"), *arguments[1:]]
+                [
+                    sys.executable,
+                    "-m",
+                    "hvdtrain.extras.lab.command",
+                    str(folder / "lab.py"),
+                    *arguments[1:],
+                ]
             )
         ],
         _LAB_PATIENCE_S,
@@ -97,7 +103,7 @@ def _pages(labs: Mapping[str, Path]) -> list[tuple[str, Path]]:
 
 def _labs() -> dict[str, Path]:
     """By number. Raises UserError where hvdtrain was installed without its repository."""
-    root = Path(__file__).resolve().parents[2] / "labs"
+    root = Path(__file__).resolve().parents[3] / "labs"
     folders = {
         match[1]: path.parent
         for path in sorted(root.glob("*/lab.py"))
@@ -351,8 +357,8 @@ def _shown(stamp: str, names: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    # python -m hvdtrain.cli.lab LAB.PY [OPTION ...]: Ctrl-C is quiet while the lab imports torch,
-    # too
+    # python -m hvdtrain.extras.lab.command LAB.PY [OPTION ...]: Ctrl-C is quiet while the lab
+    # imports torch, too
     del sys.argv[0]
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")

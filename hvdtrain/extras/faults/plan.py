@@ -6,7 +6,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, NamedTuple
 
@@ -56,7 +56,7 @@ class Goodput(NamedTuple):
     shrink: float
 
 
-def with_faults_value(arguments: Sequence[str]) -> list[str]:
+def with_value(arguments: Sequence[str]) -> list[str]:
     """The arguments, with an empty value for a --faults that has none: an option follows, a file,
     or a key of a job; seed is its own."""
     completed = []
@@ -68,6 +68,17 @@ def with_faults_value(arguments: Sequence[str]) -> list[str]:
         )
         completed.append("--faults=" if argument == "--faults" and not is_value else argument)
     return completed
+
+
+def read(text: str) -> Callable[[], tuple[list[str], dict[str, Any]]]:
+    """What makes the lines of the plan and its JSON, of a value of --faults. Raises UserError."""
+    times = read_fault_times(text)
+
+    def add() -> tuple[list[str], dict[str, Any]]:
+        rows = goodputs(times)
+        return fault_lines(times, rows), faults_json(times, rows)
+
+    return add
 
 
 def read_fault_times(text: str) -> FaultTimes:

@@ -16,9 +16,9 @@ from ranks import HANG_S, ROOT, environment, python
 from waiting import wait_until
 
 from hvdtrain.__main__ import main
-from hvdtrain.cli import lab as lab_module
-from hvdtrain.cli.lab import STAMP, Parser, lab, run_lab, take_folder
 from hvdtrain.errors import DONE, USER, UserError
+from hvdtrain.extras.lab import command as lab_module
+from hvdtrain.extras.lab.command import STAMP, Parser, lab, run_lab, take_folder
 
 LAB_2 = str(ROOT / "labs/2-from-one-process-to-horovod/lab.py")
 

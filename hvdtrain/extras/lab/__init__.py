@@ -1,0 +1,1 @@
+"""hvdtrain lab: the experiments of the course in labs/."""

@@ -1,0 +1,15 @@
+"""What the rest of hvdtrain learns of the command lab."""
+
+from hvdtrain.config.extras import Command, Extra
+
+EXTRA = Extra(
+    status="stable",
+    says="Runs an experiment of the course, whose pages and scripts are in labs/.",
+    commands={
+        "lab": Command(
+            "hvdtrain.extras.lab.command",
+            "hvdtrain lab [N] [--quick | --notebook FILE.ipynb]       "
+            "an experiment of the course in labs/",
+        )
+    },
+)

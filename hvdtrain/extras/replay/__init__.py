@@ -1,0 +1,1 @@
+"""hvdtrain replay: the updates of an asynchronous job again, in one process."""
