@@ -22,7 +22,8 @@ from hvdtrain.config.schema import BatchConfig, Config, DataConfig, ModelConfig
 from hvdtrain.errors import UserError
 from hvdtrain.events.log import BackgroundSink, Event
 from hvdtrain.events.tracker_data import flat_config, redacted_config, scalars
-from hvdtrain.events.trackers import mlflow, tensorboard, wandb
+from hvdtrain.events.trackers import tensorboard
+from hvdtrain.extras.trackers.events.trackers import mlflow, wandb
 
 T0 = 1_700_000_000.0
 CONFIG = Config(

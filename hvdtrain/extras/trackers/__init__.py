@@ -1,0 +1,1 @@
+"""log.trackers=[mlflow], [wandb]: the metrics of a job in products of others."""
