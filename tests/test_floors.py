@@ -108,6 +108,12 @@ def test_no_file_has_a_name_without_meaning() -> None:
     assert not BANNED_FILES & {path.stem for path in FILES}
 
 
+def test_no_two_test_files_have_the_same_name() -> None:
+    """pytest imports them by that name alone."""
+    names = [path.name for path in (REPOSITORY / "tests").rglob("test_*.py")]
+    assert len(names) > 200 and sorted(names) == sorted(set(names))
+
+
 def test_every_file_has_a_docstring() -> None:
     missing = [
         name
