@@ -44,6 +44,8 @@ class Tokenizer:
             if _NO_UNKNOWN.search(error.what) is None:
                 raise
             raise self._unknown(text) from None
+        if dropped := self._dropped(text):
+            raise self._unknown(dropped)
         if max(found, default=0) >= self.vocabulary:
             raise UserError(
                 f"the tokenizer gives {max(found)}, and has numbers below {self.vocabulary}",
@@ -51,6 +53,36 @@ class Tokenizer:
                 _FIX,
             )
         return found
+
+    def _dropped(self, text: str) -> str:
+        """A piece of the text with a character that the library drops without an error: one that a
+        BPE model without an unknown token does not have. Empty where there is none."""
+        from tokenizers.pre_tokenizers import ByteLevel
+
+        library = self.of_library
+        model = library.model
+        if type(model).__name__ != "BPE" or model.unk_token is not None or model.byte_fallback:
+            return ""
+        letters = set(library.get_vocab(with_added_tokens=False))
+        first = model.continuing_subword_prefix or ""
+        last = model.end_of_word_suffix or ""
+        is_of_bytes = "ByteLevel" in str(library.pre_tokenizer) and not first and not last
+        if is_of_bytes and letters.issuperset(ByteLevel.alphabet()):
+            return ""  # as GPT-2's: each byte has a token
+        for added in library.get_added_tokens_decoder().values():
+            text = text.replace(added.content, " ")
+        if library.normalizer is not None:
+            text = library.normalizer.normalize_str(text)
+        pieces = [text]
+        if library.pre_tokenizer is not None:
+            pieces = [piece for piece, _ in library.pre_tokenizer.pre_tokenize_str(text)]
+        for piece in dict.fromkeys(pieces):
+            marked = [first + letter for letter in piece]
+            marked[:1] = piece[:1]
+            marked[-1:] = [letter + last for letter in marked[-1:]]
+            if not letters.issuperset(marked):
+                return piece
+        return ""
 
     def _unknown(self, text: str) -> UserError:
         """The error for text that has no tokens, by the first word of it."""

@@ -155,6 +155,7 @@ WRONG_TOKENIZERS: list[tuple[Any, str]] = [
     *((changed(model={"vocab": vocabulary}), UNKNOWN) for vocabulary in ({}, {"zebra": 0})),
     (changed(model={"vocab": {"the": 0}, "unk_token": "none"}), "has no tokens for 'cat', and no"),
     ({**TOKENIZER, "model": {**BPE, "unk_token": "none"}}, UNKNOWN),
+    ({**TOKENIZER, "model": BPE}, UNKNOWN),  # the library drops what it does not have
     ({**TOKENIZER, "model": {"type": "Unigram", "vocab": [["a", -1.0]]}}, UNKNOWN),
     (changed(version="9.0"), DAMAGED),
     *(
