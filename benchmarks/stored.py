@@ -28,9 +28,9 @@ import numpy as np
 import torch
 
 from hvdtrain.core.progress import Progress
-from hvdtrain.data.datasets import hdf5
 from hvdtrain.data.sampler import BlockShuffle, BlocksOfRanks, Shuffle, positions_of_rank
 from hvdtrain.data.stored.source import read_by, stored_in
+from hvdtrain.extras.science.data.datasets import hdf5
 from hvdtrain.training.upcoming import Upcoming
 
 BATCH = 64

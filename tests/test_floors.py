@@ -55,8 +55,8 @@ ALLOWED = {  # the only files that may import these
     "mlflow": ("extras/trackers/",),
     "wandb": ("extras/trackers/",),
     "optuna": ("extras/sweep/optuna_study.py",),
-    "h5py": ("data/datasets/hdf5.py",),
-    "zarr": ("data/datasets/zarr.py",),
+    "h5py": ("extras/science/data/datasets/hdf5.py",),
+    "zarr": ("extras/science/data/datasets/zarr.py",),
     "pyarrow": ("data/datasets/parquet.py",),
     "pynvml": ("training/telemetry/energy.py",),
     "pickle": ("data/worker_pool.py",),  # between a rank and its own workers, through a pipe

@@ -16,6 +16,7 @@ from ranks import FULL, ROOT, in_full_rounds, needs_horovod, needs_mpirun, pytho
 from torch.utils.data import TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from hvdtrain.config.extras import data_files
 from hvdtrain.config.schema import known_keys
 
 TUTORIAL = ROOT / "docs" / "tutorial.md"
@@ -99,6 +100,7 @@ def test_the_page_on_ones_own_loop_runs_and_prints_the_output_that_it_shows(tmp_
 @needs_mpirun
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("h5py"), reason="h5py is not installed")
+@pytest.mark.skipif(".h5" not in data_files(), reason="this copy reads no HDF5")
 def test_the_page_on_data_of_science_runs_and_prints_the_output_that_it_shows(
     tmp_path: Path,
 ) -> None:

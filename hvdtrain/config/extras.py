@@ -32,7 +32,9 @@ class Extra(NamedTuple):
     """What the rest of hvdtrain learns of an extra: the value EXTRA of its extra.py, data only.
 
     says: one sentence. benches: what `bench NAME` runs; plan: what `plan --NAME` adds. Plugins
-    need no entry: extras/NAME/FOLDER/PLUGIN.py is found as FOLDER/PLUGIN.py is.
+    need no entry: extras/NAME/FOLDER/PLUGIN.py is found as FOLDER/PLUGIN.py is; aliases has, by
+    folder, the names of those that have others. data_files: ending of a file of the user's, or of a
+    folder that counts as one -> the data.name that reads it.
     """
 
     status: Literal["stable", "experimental"]
@@ -40,6 +42,8 @@ class Extra(NamedTuple):
     commands: Mapping[str, Command] = MappingProxyType({})
     benches: Mapping[str, Command] = MappingProxyType({})
     plan: Mapping[str, Command] = MappingProxyType({})
+    aliases: Mapping[str, Mapping[str, str]] = MappingProxyType({})
+    data_files: Mapping[str, str] = MappingProxyType({})
 
 
 @functools.cache
@@ -72,6 +76,19 @@ def benches() -> dict[str, Command]:
 def plan_options() -> dict[str, Command]:
     """name -> every option of plan of an extra."""
     return {name: each for extra in extras().values() for name, each in extra.plan.items()}
+
+
+def aliases(folder: str) -> dict[str, str]:
+    """name -> the plugin of an extra that it means, in a folder of plugins."""
+    found: dict[str, str] = {}
+    for extra in extras().values():
+        found |= extra.aliases.get(folder, {})
+    return found
+
+
+def data_files() -> dict[str, str]:
+    """Ending -> the data.name of an extra that reads such files."""
+    return {end: name for extra in extras().values() for end, name in extra.data_files.items()}
 
 
 def list_text() -> str:

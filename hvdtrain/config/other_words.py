@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from hvdtrain.config.extras import data_files
 from hvdtrain.errors import short
 
 # word, in lower case and with _ -> the key, or key=value
@@ -262,8 +263,8 @@ NO_KEYS = {
 _TABLES = (".xlsx", ".json", ".jsonl", ".npy", ".pt", ".arrow", ".feather")
 # endings of files -> the data.name that reads them
 _STORED = {
-    **{".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".npz": "npz", ".zarr": "zarr"},
-    **{".h5": "hdf5", ".hdf5": "hdf5", ".nc": "netcdf", ".nc4": "netcdf"},
+    **{".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".npz": "npz"},
+    **data_files(),
 }
 
 # key -> word, in lower case -> the value

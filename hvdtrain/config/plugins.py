@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
+from hvdtrain.config.extras import aliases
 from hvdtrain.config.other_words import data_of_path, right_key, right_value, without_a_key
 from hvdtrain.config.refusal import expected
 from hvdtrain.config.schema import (
@@ -39,7 +40,6 @@ ALIASES: dict[str, dict[str, str]] = {
     "data/datasets": {
         **dict.fromkeys(("mnist", "fashion_mnist", "kmnist"), "idx"),
         **dict.fromkeys(("cifar10", "cifar100"), "cifar"),
-        **dict.fromkeys(("hdf5", "netcdf"), "hdf5"),
     },
     "events/trackers": {},
     "frameworks": {},
@@ -81,10 +81,9 @@ def files(folder: str) -> dict[str, Path]:
     plugins = {
         name: path for name, path in sorted(found.items()) if _ENTRY.search(path.read_text())
     }
-    shared = {alias: plugins[stem] for alias, stem in ALIASES[folder].items() if stem in plugins}
-    return {
-        stem: path for stem, path in plugins.items() if stem not in ALIASES[folder].values()
-    } | shared
+    names = ALIASES[folder] | aliases(folder)
+    shared = {alias: plugins[stem] for alias, stem in names.items() if stem in plugins}
+    return {stem: path for stem, path in plugins.items() if stem not in names.values()} | shared
 
 
 def load(folder: str, name: str, where: str) -> ModuleType:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from hvdtrain.config.extras import data_files
 from hvdtrain.config.lengths import LengthValue, PositiveLength, as_given
 from hvdtrain.config.section import OpenSection, Provenance, Section
 
@@ -41,7 +42,8 @@ class DataConfig(OpenSection):
         default="digits",
         description="data set: digits (embedded), mnist, fashion_mnist, kmnist, cifar10, "
         "cifar100, folder, webdataset, synthetic, "
-        "image_tokens, text; files of science: hdf5, netcdf, zarr, parquet, csv, npz; or "
+        "image_tokens, text; files of science: "
+        f"{', '.join(dict.fromkeys([*data_files().values(), 'parquet', 'csv', 'npz']))}; or "
         "package.module:function of your own",
     )
     root: str | None = Field(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.config import help, plugins
+from hvdtrain.config.extras import data_files
 from hvdtrain.config.plugins import options_of
 from hvdtrain.config.read import configure
 from hvdtrain.config.schema import DataConfig, ModelConfig, OptimConfig
@@ -36,7 +37,7 @@ def test_known_names() -> None:
         "webdataset",
         "image_masks",
     }
-    stored = {"hdf5", "netcdf", "zarr", "parquet", "csv", "npz"}
+    stored = {"parquet", "csv", "npz"} | set(data_files().values())
     assert images | stored | {"image_tokens", "text"} == set(plugins.files("data/datasets"))
     assert {"wide_resnet", "resnet18", "resnet50", "mlp", "linear"} <= set(
         plugins.files("frameworks/torch/models")

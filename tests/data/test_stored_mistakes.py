@@ -6,19 +6,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import h5py
 import numpy as np
 import pandas
 import pytest
-import zarr as zarr_library
+import stored_data
 
 import hvdtrain
 from hvdtrain.__main__ import main
-from hvdtrain.data.datasets import csv, hdf5, npz, parquet, zarr
+from hvdtrain.data.datasets import csv, npz, parquet
 from hvdtrain.data.own.as_source import as_source
 from hvdtrain.data.source import notes_of
-from hvdtrain.data.stored.packing import unpacked, unpacked_dtype
-from hvdtrain.data.stored.selection import Box
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.label_counts import right_terms
 
@@ -47,111 +44,6 @@ def test_a_value_of_the_split_that_no_sample_has(values: list[object], tmp_path:
     with pytest.raises(UserError, match="no sample has") as caught:
         csv.build("csv", tmp_path / "t.csv", "val", split_by="part", split_val=values)  # type: ignore[arg-type]
     assert caught.value.where == "data.split_val"
-
-
-def test_missing_integers_are_an_error_and_missing_floats_nan() -> None:
-    raw = np.array([1, -9999], np.int16)
-    missing = {"_FillValue": np.int16(-9999)}
-    with pytest.raises(UserError, match="1 numbers are missing"):
-        unpacked(raw, missing, np.dtype("int16"), "u of f.nc")
-    packed = unpacked(raw, missing | {"scale_factor": 0.1}, np.dtype("float32"), "u of f.nc")
-    np.testing.assert_array_equal(packed, np.array([0.1, np.nan], np.float32))
-
-
-@pytest.mark.parametrize("chunks", [None, (2, 2)])
-@pytest.mark.parametrize("kind", ["12 bits", "offset", "bfloat16", "bool", "names", "big endian"])
-def test_numbers_that_have_other_bytes_than_numpys(
-    kind: str, chunks: tuple[int, ...] | None, tmp_path: Path
-) -> None:
-    """Whatever h5py says that they are."""
-    h5t = h5py.h5t
-    types = {
-        "12 bits": h5t.STD_I16LE.copy(),
-        "offset": h5t.STD_U32LE.copy(),
-        "bfloat16": h5t.IEEE_F32LE.copy(),
-    }
-    types["12 bits"].set_precision(12)
-    types["offset"].set_precision(16)
-    types["offset"].set_offset(4)
-    types["bfloat16"].set_fields(15, 7, 8, 0, 7)
-    types["bfloat16"].set_size(2)
-    types["bfloat16"].set_ebias(127)
-    numbers = np.array([[7, -483], [-5, 100], [3, -1], [2, 2]])
-    if kind in ("offset", "bool"):
-        numbers = np.abs(numbers) % (2 if kind == "bool" else 500)
-    with h5py.File(tmp_path / "train.h5", "w") as file:
-        more = {} if chunks is None else {"chunks": chunks, "compression": "gzip", "shuffle": True}
-        if kind in types:
-            plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-            if chunks:
-                plist.set_chunk(chunks)
-                plist.set_deflate(4)
-            h5py.h5d.create(
-                file.id, b"x", types[kind], h5py.h5s.create_simple(numbers.shape), plist
-            )
-            file["x"][...] = numbers
-        elif kind == "bool":
-            file.create_dataset("x", data=numbers.astype(bool), **more)
-        elif kind == "names":
-            file.create_dataset(
-                "x",
-                data=numbers.astype("int16"),
-                dtype=h5py.enum_dtype({"A": 7, "B": -5}, "i2"),
-                **more,
-            )
-        else:
-            file.create_dataset("x", data=numbers, dtype=">i4", **more)
-        file["y"] = np.zeros(4)
-        expected = np.array(file["x"][...])
-    found = hdf5.build("hdf5", tmp_path / "train.h5", "train", fields={"x": "/x", "y": "/y"}).read(
-        np.arange(4)
-    )["x"]
-    np.testing.assert_array_equal(found, expected)
-    assert kind == "bfloat16" or np.array_equal(found, numbers)
-
-
-def test_numbers_by_the_conventions_of_netcdf() -> None:
-    signed = np.array([-1, 5], np.int8)
-    unsigned = {"_Unsigned": b"true"}
-    assert unpacked(signed, unsigned, unpacked_dtype(signed.dtype, unsigned), "").tolist() == [
-        255,
-        5,
-    ]
-    scaled = unsigned | {"scale_factor": 0.5, "_FillValue": np.int8(5)}
-    np.testing.assert_array_equal(
-        unpacked(signed, scaled, np.dtype("float32"), ""), [127.5, np.nan]
-    )
-    floats = np.array([5.0, 500.0, -1.0], np.float32)
-    within = {"valid_range": np.array([0.0, 100.0])}
-    np.testing.assert_array_equal(unpacked(floats, within, floats.dtype, ""), [5.0, np.nan, np.nan])
-    np.testing.assert_array_equal(
-        unpacked(signed, {"scale_factor": 2.0, "valid_max": 9.0}, np.dtype("float32"), ""),
-        [-2.0, np.nan],
-    )
-    with pytest.raises(UserError, match="2 numbers are missing"):
-        unpacked(
-            np.array([300, 3, -9]),
-            {"valid_min": np.int16(0), "valid_max": np.int16(9)},
-            np.dtype("int64"),
-            "u of f.nc",
-        )
-
-
-@pytest.mark.parametrize("version", [2, 3])
-def test_packed_numbers_of_zarr(version: int, tmp_path: Path) -> None:
-    raw = np.array([[-1, 2], [3, 4]], np.int16)
-    for name, fill in {"number": -1, "text": "AAAAAAAA8L8="}.items():  # xarray's text of -1.0
-        group = zarr_library.open_group(
-            str(tmp_path / f"{name}.zarr"), mode="w", zarr_format=version
-        )
-        array = group.create_array("x", shape=raw.shape, dtype=raw.dtype, chunks=(1, 2))
-        array[:] = raw
-        array.attrs.update({"scale_factor": 0.5, "add_offset": 10, "_FillValue": fill})
-        group.create_array("y", shape=(2,), dtype="f8", chunks=(2,))[:] = 1.0
-        source = zarr.build("zarr", tmp_path / f"{name}.zarr", "train", fields={"x": "x", "y": "y"})
-        np.testing.assert_array_equal(source.read(np.array([1]))["x"], [[11.5, 12.0]])
-        with pytest.raises(UserError, match="nan"):
-            source.read(np.array([0]))
 
 
 def test_a_run_of_blocks_does_not_go_on_in_another_order(tmp_path: Path) -> None:
@@ -198,43 +90,6 @@ def test_segmentation_of_arrays_with_a_mean_of_ones_own(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("width", ["f2", "f4", "f8", "i2"])
-@pytest.mark.parametrize("attribute", ["_FillValue", "missing_value", "valid_max", "valid_range"])
-def test_attributes_of_another_width_than_the_array(attribute: str, width: str) -> None:
-    """The number 0.1 of the attribute is that of the array, whichever has more bits."""
-    for number in (0.1, 200.0) if width != "i2" else (200,):
-        array = np.array([3, number, -9], width)
-        bound = np.float64(number) if width != "f8" else np.float32(number)
-        if attribute.startswith("valid"):
-            raw = np.array([-9, number], width)
-            dtype = np.dtype(width)
-            found = unpacked(
-                raw,
-                {
-                    attribute: bound
-                    if attribute == "valid_max"
-                    else np.array([-9, bound], bound.dtype)
-                },
-                dtype,
-                "u of f.nc",
-            )
-            assert found.tolist() == raw.tolist()
-        else:
-            missing = {
-                attribute: np.array([-9, bound], bound.dtype)
-                if attribute == "missing_value"
-                else bound,
-                "scale_factor": 1.0,
-            }
-            found = unpacked(array, missing, np.dtype("f8"), "u of f.nc")
-            assert np.isnan(found).tolist() == [False, True, attribute == "missing_value"]
-    assert not np.isnan(
-        unpacked(
-            np.array([44], "u1"), {"missing_value": 300.0, "scale_factor": 1.0}, np.dtype("f4"), ""
-        )
-    ).any()
-
-
 @pytest.mark.parametrize("name", ["", "__index_level_0__", "when"])
 def test_the_index_of_pandas_is_not_an_input(name: str, tmp_path: Path) -> None:
     frame = pandas.DataFrame({"a": [0.5, 1.5, 2.5], "b": [1.0, 2.0, 3.0], "y": [0, 1, 1]})
@@ -273,146 +128,17 @@ def test_a_column_that_numbers_the_rows_is_not_an_input(tmp_path: Path) -> None:
         as_source(read, "data", "train_data")
 
 
-@pytest.mark.parametrize("library", ["hdf5", "zarr"])
-def test_coordinates_are_not_data(library: str, tmp_path: Path) -> None:
-    """x and y of a grid number its points: nothing is trained on them unless data.fields says
-    so."""
-    values = np.arange(4.0)
-    if library == "hdf5":
-        with h5py.File(tmp_path / "t.h5", "w") as file:
-            for name in ("x", "y"):
-                file[name] = values
-                file[name].make_scale(name)
-    else:
-        group = zarr_library.open_group(str(tmp_path / "t.zarr"), mode="w", zarr_format=3)
-        for name in ("x", "y"):
-            group.create_array(name, shape=(4,), dtype="f8", dimension_names=(name,))[:] = values
-    build, path = (
-        (hdf5.build, tmp_path / "t.h5") if library == "hdf5" else (zarr.build, tmp_path / "t.zarr")
-    )
-    with pytest.raises(UserError, match="which arrays are x and y"):
-        build(library, path, "train")
-    assert len(build(library, path, "train", fields={"x": "x", "y": "y"})) == 4
-
-
-@pytest.mark.parametrize("library", ["hdf5", "zarr"])
-def test_chunks_that_were_never_written_are_counted(library: str, tmp_path: Path) -> None:
-    folder = tmp_path / ("t.h5" if library == "hdf5" else "t.zarr")
-    file = (
-        h5py.File(folder, "w")
-        if library == "hdf5"
-        else zarr_library.open_group(str(folder), mode="w")
-    )
-    create = file.create_dataset if library == "hdf5" else file.create_array
-    for name, more in {"x": {}, "packed": {"packed": 1}, "y": {}, "year": {}}.items():
-        array = create(name, shape=(60,), dtype="f4", chunks=(5,))
-        array[: 60 if name == "y" else 10] = 1
-        array.attrs.update({"scale_factor": 2.0} if more else {})
-    if library == "hdf5":
-        file.create_dataset("whole", shape=(60,), dtype="f4", fillvalue=7)
-        file.close()
-    build = hdf5.build if library == "hdf5" else zarr.build
-    for x in ["x", "packed", *(["whole"] if library == "hdf5" else [])]:
-        source = build(
-            library, folder, "train", fields={"x": x, "y": "y"}, split_by="year", split_val=[0]
-        )
-        absent = (
-            "1 of 1 chunks of whole are not there, and are read as 7"
-            if x == "whole"
-            else f"10 of 12 chunks of {x} are not there"
-        )
-        notes = [note.partition(": ")[2] for note in notes_of(source)]
-        assert [
-            note.startswith(start)
-            for note, start in zip(notes, [absent, "10 of 12 chunks of year"], strict=True)
-        ] == [True, True]
-
-
-@pytest.mark.parametrize("library", ["hdf5", "zarr", "npz", "csv", "parquet"])
+@pytest.mark.parametrize("library", ["npz", "csv", "parquet"])
 def test_the_column_of_the_split_has_a_value_for_each_sample(library: str, tmp_path: Path) -> None:
-    x = np.arange(8.0)
-    y = np.arange(8.0)
-    year = np.repeat([2000, 2001], [5, 3])
-    path = tmp_path / f"t.{'h5' if library == 'hdf5' else library}"
-    if library == "hdf5":
-        with h5py.File(path, "w") as file:
-            file.update({"x": x, "y": y, "year": year})
-    elif library == "zarr":
-        group = zarr_library.open_group(str(path), mode="w")
-        for name, values in {"x": x, "y": y, "year": year}.items():
-            group.create_array(name, data=values)
-    elif library == "npz":
-        np.savez(path, x=x, y=y, year=year)
+    path = tmp_path / f"t.{library}"
+    columns = stored_data.columns_of_split()
+    if library == "npz":
+        np.savez(path, **columns)
     else:
-        frame = pandas.DataFrame({"x": x, "y": y, "year": year})
+        frame = pandas.DataFrame(columns)
         frame.to_csv(path, index=False) if library == "csv" else frame.to_parquet(path)
-    build = {
-        "hdf5": hdf5.build,
-        "zarr": zarr.build,
-        "npz": npz.build,
-        "csv": csv.build,
-        "parquet": parquet.build,
-    }[library]
-    fields = {"x": "x[1:]", "y": "y[1:]"}
-    with pytest.raises(
-        UserError,
-        match=r"data.split_by=year has 8 values, and the file has 7 samples \(x\[1:\], y\[1:\]\)",
-    ):
-        build(library, path, "val", fields=fields, split_by="year", split_val=[2001])
-    source = build(library, path, "val", fields=fields, split_by="year[1:]", split_val=[2001])
-    assert source.read(np.arange(len(source)))["x"].tolist() == [5, 6, 7]
-    last = build(
-        library,
-        path,
-        "train",
-        fields={"x": "x[1::3]", "y": "y[1::3]"},
-        split_by="year[1::3]",
-        split_val=[2001],
-    )
-    assert last.read(np.arange(len(last)))["x"].tolist() == [1, 4]
-
-
-@pytest.mark.parametrize("chunks", [None, (2,)])
-@pytest.mark.parametrize("dtype", ["f4", "f8", "i2", "u4", "i8"])
-def test_numbers_of_netcdf_that_were_never_written_are_missing(
-    dtype: str, chunks: tuple[int, ...] | None, tmp_path: Path
-) -> None:
-    """Its library sets a fill value of its own (netcdf.h, NC_FILL_*), and no attribute says so."""
-    fill = {
-        "f4": 9.9692099683868690e36,
-        "f8": 9.9692099683868690e36,
-        "i2": -32767,
-        "u4": 4294967295,
-        "i8": -9223372036854775806,
-    }[dtype]
-    with h5py.File(tmp_path / "t.nc", "w") as file:
-        for name, more in {"x": fill, "zero": 0}.items():
-            file.create_dataset(
-                name,
-                shape=(6,),
-                dtype=dtype,
-                chunks=chunks,
-                fillvalue=np.array(fill).astype(dtype)[()] if more else 0,
-            )
-            file[name][:3] = 1
-        file["y"] = np.ones(6)
-    with pytest.raises(UserError, match=r"sample 3 has nan|numbers are missing \(_FillValue\)"):
-        hdf5.build("netcdf", tmp_path / "t.nc", "train", fields={"x": "x", "y": "y"}).read(
-            np.arange(6)
-        )
-    source = hdf5.build("netcdf", tmp_path / "t.nc", "train", fields={"x": "zero", "y": "y"})
-    assert source.read(np.arange(6))["x"].tolist() == [1, 1, 1, 0, 0, 0]
-
-
-def test_the_fill_value_that_xarray_writes_into_zarr_2(tmp_path: Path) -> None:
-    group = zarr_library.open_group(str(tmp_path / "t.zarr"), mode="w", zarr_format=2)
-    for name, more in {"x": {"_ARRAY_DIMENSIONS": ["n"]}, "y": {}}.items():
-        array = group.create_array(name, shape=(2,), dtype="i2", chunks=(2,), fill_value=-32767)
-        array[:] = [3, -32767]
-        array.attrs.update({"scale_factor": 0.5} | more)
-    for name, expected in {"x": [1.5, np.nan], "y": [1.5, -16383.5]}.items():
-        array_ = zarr.ZarrGroup.of(tmp_path / "t.zarr").array(name)
-        np.testing.assert_array_equal(array_.decode(0, Box((), ())), np.array(expected, np.float32))  # type: ignore[union-attr]
+    build = {"npz": npz.build, "csv": csv.build, "parquet": parquet.build}[library]
+    stored_data.check_column_of_split(library, build, path)
 
 
 def test_integers_that_are_too_large_for_int64(tmp_path: Path) -> None:
@@ -421,18 +147,6 @@ def test_integers_that_are_too_large_for_int64(tmp_path: Path) -> None:
     source = parquet.build("parquet", tmp_path / "t.parquet", "train", fields={"x": "a", "y": "y"})
     with pytest.raises(UserError, match="field x of sample 2 has 9223372036854775813"):
         source.read(np.array([2, 3]))
-
-
-def test_zarr_2_without_a_fill_value_is_read_as_0(tmp_path: Path) -> None:
-    group = zarr_library.open_group(str(tmp_path / "t.zarr"), mode="w", zarr_format=2)
-    group.create_array("x", shape=(4,), dtype="f4", chunks=(2,))[:2] = 1
-    group.create_array("y", shape=(4,), dtype="f4", chunks=(4,))[:] = 1
-    description = tmp_path / "t.zarr" / "x" / ".zarray"
-    description.write_text(json.dumps(json.loads(description.read_text()) | {"fill_value": None}))
-    source = zarr.build("zarr", tmp_path / "t.zarr", "train", fields={"x": "x", "y": "y"})
-    assert source.read(np.arange(4))["x"].ravel().tolist() == [1, 1, 0, 0]
-    (note,) = notes_of(source)
-    assert note.endswith("1 of 2 chunks of x are not there, and are read as 0"), note
 
 
 def test_values_of_the_split_that_are_missing_or_in_neither_set(tmp_path: Path) -> None:

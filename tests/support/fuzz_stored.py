@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hvdtrain.data.datasets import csv, hdf5, npz, parquet
+from hvdtrain.config import plugins
+from hvdtrain.data.datasets import csv, npz, parquet
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
 
@@ -32,13 +33,14 @@ def sound(folder: Path, random: np.random.Generator) -> list[tuple[Path, Build]]
         (folder / name, lambda path: npz.build("npz", path, "train")) for name in ("a.npz", "b.npz")
     ]
     found.append((folder / "a.csv", lambda path: csv.build("csv", path, "train")))
-    if importlib.util.find_spec("h5py"):
+    if importlib.util.find_spec("h5py") and "hdf5" in plugins.files("data/datasets"):
         import h5py
 
         with h5py.File(folder / "a.h5", "w") as file:
             file.create_dataset("x", data=x, chunks=(8, 4, 2), compression="gzip", shuffle=True)
             file["y"] = y
-        found.append((folder / "a.h5", lambda path: hdf5.build("hdf5", path, "train")))
+        build = plugins.load("data/datasets", "hdf5", "").build
+        found.append((folder / "a.h5", lambda path: build("hdf5", path, "train")))
     if importlib.util.find_spec("pyarrow"):
         import pyarrow
         import pyarrow.parquet

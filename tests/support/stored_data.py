@@ -4,14 +4,16 @@ ranks beside the job on arrays."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 import hvdtrain
 from hvdtrain.comm.placement import placement
+from hvdtrain.errors import UserError
 
 SAMPLES = 203
 JOB = {
@@ -111,3 +113,29 @@ def train_on_ranks(folder: str, names: list[str], words: Sequence[str] = ()) -> 
 
 def bits(found: Mapping[str, Any]) -> dict[str, bytes]:
     return {name: np.asarray(array).tobytes() for name, array in found.items()}
+
+
+def columns_of_split() -> dict[str, np.ndarray]:
+    """Eight samples of two years."""
+    return {"x": np.arange(8.0), "y": np.arange(8.0), "year": np.repeat([2000, 2001], [5, 3])}
+
+
+def check_column_of_split(library: str, build: Callable[..., Any], path: Path) -> None:
+    """That the column which splits the samples, those of columns_of_split(), is cut as they are."""
+    fields = {"x": "x[1:]", "y": "y[1:]"}
+    with pytest.raises(
+        UserError,
+        match=r"data.split_by=year has 8 values, and the file has 7 samples \(x\[1:\], y\[1:\]\)",
+    ):
+        build(library, path, "val", fields=fields, split_by="year", split_val=[2001])
+    source = build(library, path, "val", fields=fields, split_by="year[1:]", split_val=[2001])
+    assert source.read(np.arange(len(source)))["x"].tolist() == [5, 6, 7]
+    last = build(
+        library,
+        path,
+        "train",
+        fields={"x": "x[1::3]", "y": "y[1::3]"},
+        split_by="year[1::3]",
+        split_val=[2001],
+    )
+    assert last.read(np.arange(len(last)))["x"].tolist() == [1, 4]

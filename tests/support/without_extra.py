@@ -29,7 +29,7 @@ def copy_without(name: str, target: Path) -> None:
     ).stdout
     for file in map(Path, listed.splitlines()):
         is_there = (ROOT / file).is_file() and not file.is_relative_to(f"hvdtrain/extras/{name}")
-        if is_there and not _is_test_of(name, file):
+        if is_there and not _is_test_of(name, file) and not _is_configuration_of(name, file):
             (target / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / file, target / file)
 
@@ -38,6 +38,14 @@ def _is_test_of(name: str, file: Path) -> bool:
     """Whether a test imports the extra."""
     is_test = file.parts[0] == "tests" and file.suffix == ".py"
     return is_test and f"hvdtrain.extras.{name}" in (ROOT / file).read_text()
+
+
+def _is_configuration_of(name: str, file: Path) -> bool:
+    """Whether a file of configs/ names a plugin of the extra."""
+    plugins = (path.stem for path in (EXTRAS / name).glob("*/**/*.py"))
+    return file.parts[0] == "configs" and any(
+        f"name: {plugin}\n" in (ROOT / file).read_text() for plugin in plugins
+    )
 
 
 def main() -> int:

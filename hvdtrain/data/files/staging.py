@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hvdtrain.config.extras import data_files
 from hvdtrain.config.read import expand
 from hvdtrain.data.files.copying import (
     CopyThread,
@@ -38,7 +39,7 @@ _USER_IMAGES = (
     "folder",
     "webdataset",
 )
-_USER_TABLES = ("csv", "hdf5", "netcdf", "npz", "parquet", "zarr")  # never downloaded
+_USER_TABLES = ("csv", "npz", "parquet", *data_files().values())  # never downloaded
 _IDX_FOLDERS = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST", "kmnist": "KMNIST"}
 _SELECTIONS: dict[
     str, tuple[FileSelection, ...]
@@ -116,7 +117,7 @@ def stage_data(
     if name in (*_USER_IMAGES, *_USER_TABLES) and root is None:
         return StagedData(root, options)  # building the data set reports the missing root
     source = data_root(root).resolve()
-    if name in _USER_TABLES and (source.is_file() or source.suffix == ".zarr"):
+    if name in _USER_TABLES and (source.is_file() or data_files().get(source.suffix) == name):
         what = f"data.stage copies a folder of files, and data.root is {source.name} alone"
         raise UserError(
             what, where, "data.root=FOLDER, with this file in it; or leave data.stage out"

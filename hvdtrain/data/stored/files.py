@@ -101,8 +101,8 @@ def files_of_split(
     in the same files.
 
     root: a file; a folder with train/*.h5 and val/*.h5 or train*.h5 and val*.h5 (or validation,
-    test); or a folder of such files. A .zarr folder counts as a file. Raises UserError where there
-    are none.
+    test); or a folder of such files. A folder that is named as a file counts as one. Raises
+    UserError where there are none.
     """
     if root.name.endswith(suffixes) or root.is_file():
         return [root], False

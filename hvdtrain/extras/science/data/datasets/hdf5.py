@@ -17,19 +17,18 @@ import numpy as np
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.build import Wanted, build_stored
 from hvdtrain.data.stored.files import FileOnDisk, cut_off
-from hvdtrain.data.stored.packing import WORDS, is_packed, unpacked, unpacked_dtype
 from hvdtrain.data.stored.selection import Box
 from hvdtrain.data.stored.stored_array import (
     Blocks,
     PlainRows,
     StoredArray,
-    block_edges,
-    check_chunks,
     check_dtype,
     check_shape,
     no_such,
 )
 from hvdtrain.errors import UserError, first_line
+from hvdtrain.extras.science.chunks import block_edges, check_chunks
+from hvdtrain.extras.science.packing import WORDS, is_packed, unpacked, unpacked_dtype
 
 # as HDF5 numbers its filters
 _SHUFFLE = 2

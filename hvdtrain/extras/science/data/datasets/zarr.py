@@ -21,17 +21,16 @@ from hvdtrain.core.folder import WrongKind, check_regular
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.build import Wanted, build_stored
 from hvdtrain.data.stored.files import FileOnDisk, cut_off
-from hvdtrain.data.stored.packing import is_packed, unpacked, unpacked_dtype
 from hvdtrain.data.stored.selection import Box
 from hvdtrain.data.stored.stored_array import (
     Blocks,
     StoredArray,
-    block_edges,
-    check_chunks,
     check_dtype,
     no_such,
 )
 from hvdtrain.errors import UserError, first_line
+from hvdtrain.extras.science.chunks import block_edges, check_chunks
+from hvdtrain.extras.science.packing import is_packed, unpacked, unpacked_dtype
 
 _CODEC_KEYS = ("filters", "compressor", "codecs", "index_codecs")
 # of numcodecs and zarr, without pickle, which may run code, and msgpack2

@@ -1,0 +1,16 @@
+"""What the rest of hvdtrain learns of the files of HDF5 and Zarr."""
+
+from hvdtrain.config.extras import Extra
+
+EXTRA = Extra(
+    status="stable",
+    says="Trains on files of HDF5, netCDF-4 and Zarr, a block at a time.",
+    aliases={"data/datasets": {"hdf5": "hdf5", "netcdf": "hdf5"}},
+    data_files={
+        ".h5": "hdf5",
+        ".hdf5": "hdf5",
+        ".nc": "netcdf",
+        ".nc4": "netcdf",
+        ".zarr": "zarr",
+    },
+)
