@@ -30,6 +30,7 @@ from hvdtrain.frameworks.by_name import build_rule, check_patterns
 from hvdtrain.frameworks.host import HostLearner, HostModel
 from hvdtrain.frameworks.keras_objects import (
     added_loss,
+    assigned_in_call,
     build_variables,
     check_and_describe,
     named_variables,
@@ -399,9 +400,9 @@ class Model(HostModel):
         self._transform = replace(
             transform, dtype=dtype.name, keeps_integers=True, channels_last=True
         )
-        self._outputs = _checked_outputs(
-            model, self._backend, self.inputs(_zeros(task, 2)), config, task
-        )
+        x = self.inputs(_zeros(task, 2))
+        self._outputs = _checked_outputs(model, self._backend, x, config, task)
+        self.notes += assigned_in_call(model, config.where("model.name"), x)
         named = dict(named_variables(model))
         drawn = {id(v) for v in model.variables} - {id(v) for v in model.weights}
         self._trained = {name: v for name, v in named.items() if v.trainable and id(v) not in drawn}

@@ -3,6 +3,7 @@ besides layers: methods, compile()."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
 import sys
@@ -176,6 +177,58 @@ def build_variables(model: Any, config: Config, x: np.ndarray) -> None:
         copies[name].trainable = variable.trainable
         copies[name].regularizer = variable.regularizer
         copies[name].constraint = variable.constraint
+
+
+def assigned_in_call(model: Any, where: str, x: np.ndarray) -> list[str]:
+    """A line of the header on trainable variables that layers assign in call(), which Keras on JAX
+    does not store. x: samples.
+
+    Raises UserError on the other backends: the update would be of the weight before that, and each
+    pass and rank would assign its own.
+    """
+    scope = _called_aside(model, x)
+    names = [
+        name
+        for name, v in named_variables(model)
+        if v.trainable and scope.get_current_value(v) is not None
+    ]
+    if not names:
+        return []
+    if sys.modules["keras"].backend.backend() == "jax":
+        return [
+            f"not stored: what call() assigns to {', '.join(names)}, a trainable variable; Keras' "
+            "fit() on JAX does not store it either"
+        ]
+    what = (
+        f"call() of a layer assigns {names[0]}, a trainable variable, which the optimizer updates "
+        "once for all passes and ranks of a step"
+    )
+    fix = (
+        "framework=keras with KERAS_BACKEND=jax, where the assigned value is part of one call, as "
+        "in keras.layers.SpectralNormalization; add_weight(trainable=False); or Keras' fit() "
+        "(docs/keras.md)"
+    )
+    raise UserError(what, where, fix)
+
+
+def _called_aside(model: Any, x: np.ndarray) -> Any:
+    """The scope of calls in training and in evaluation, which has what they assign; the model and
+    torch's random numbers stay as they are."""
+    keras = sys.modules["keras"]
+    is_on_torch = keras.backend.backend() == "torch"
+    torch = sys.modules["torch"] if is_on_torch else None
+    # of torch modules in layers; a scope of Keras does not know them
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()] if is_on_torch else []
+    random = torch.random.fork_rng(devices=[]) if torch else contextlib.nullcontext()
+    aside = torch.no_grad() if torch else contextlib.nullcontext()
+    with random, aside, keras.StatelessScope() as scope:
+        # a model that fails in training has its own message there
+        with contextlib.suppress(Exception):
+            for training in (True, False):
+                model(x, training=training)
+        for buffer, kept in buffers:
+            buffer.copy_(kept)
+    return scope
 
 
 def named_variables(layer: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

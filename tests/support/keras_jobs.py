@@ -103,6 +103,13 @@ def constrained(shape: tuple[int, ...], classes: int) -> Any:
     )
 
 
+def spectral(shape: tuple[int, ...], classes: int) -> Any:
+    """With a layer that assigns the kernel of its inner layer in call()."""
+    layers = keras.layers
+    last = layers.SpectralNormalization(layers.Dense(classes), name="normed")
+    return keras.Sequential([layers.Input(shape), layers.Flatten(), last])
+
+
 def no_model(shape: tuple[int, ...]) -> int:
     return 3
 
@@ -376,6 +383,15 @@ def check_what_is_refused(folder: Path) -> None:
             )
         ]
         * (keras.backend.backend() == "torch"),
+        *[
+            (
+                ["model.name=keras_jobs:spectral", f"framework={framework}"],
+                "call() of a layer assigns normed.kernel, a trainable variable",
+                "KERAS_BACKEND=jax",
+            )
+            for framework in ("keras", "torch")
+            if keras.backend.backend() in ("torch", "tensorflow" if framework == "keras" else "")
+        ],
     ]:
         try:
             train(folder / "refused", *words)
@@ -429,6 +445,26 @@ class KeepsNorm(hvdtrain.Hook):
         self.norms.append(float(sum((array.astype(np.float64) ** 2).sum() for array in arrays)))
 
 
+def check_what_call_assigns(folder: Path) -> None:
+    """On JAX it is of one call, in a job as in fit(): the same weights, and a line says so."""
+    if keras.backend.backend() != "jax":
+        return
+    x = np.random.default_rng(0).normal(size=(40, 4))
+    data = {"x": x, "y": (x.sum(1) > 0).astype("int64")}
+    job = spectral((4,), 2)
+    by_keras = keras.models.clone_model(job)
+    by_keras.set_weights(job.get_weights())
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    by_keras.compile(keras.optimizers.SGD(0.5), loss)
+    by_keras.fit(x, data["y"], batch_size=40, epochs=3, shuffle=False, verbose=0)
+    words = "batch.size=40 epochs=3 optim.base_lr=0.5 optim.momentum=0 optim.weight_decay=0"
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        train(folder / "run", *words.split(), model=job, train_data=data, val_data=data)
+    for ours, theirs in zip(job.get_weights(), by_keras.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+    assert "not stored: what call() assigns to normed.kernel" in said.getvalue(), said.getvalue()
+
+
 def check_a_hook_sees_the_model(folder: Path) -> None:
     hook = KeepsNorm()
     run = train(folder / "run", "stop.steps=4", model=normed((8, 8, 1), 10), hooks=[hook])
@@ -445,6 +481,7 @@ def check_a_hook_sees_the_model(folder: Path) -> None:
 
 CHECKS: list[Callable[[Path], None]] = [
     check_a_hook_sees_the_model,
+    check_what_call_assigns,
     check_names,
     check_skipped_step,
     check_resumed_bits,

@@ -16,6 +16,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.frameworks.keras import load_keras
 from hvdtrain.frameworks.keras_objects import (
     added_loss,
+    assigned_in_call,
     build_variables,
     check_and_describe,
     named_variables,
@@ -81,7 +82,9 @@ def as_module(model: Any, config: Config, task: Task) -> Any:
     transform = transform_of(task)
     is_of_images = transform is not None and transform.is_of_images
     notes = check_and_describe(users_object(model, config), where)
-    build_variables(model, config, np.zeros((1, *task.sizes.get("shape", ())), np.float32))
+    x = np.zeros((1, *task.sizes.get("shape", ())), np.float32)
+    build_variables(model, config, x)
+    assigned_in_call(model, where, x)
     _refuse_constraints(model, config)
     return KerasModule(model, is_of_images, notes)
 
