@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from hvdtrain.config import plugins
-from hvdtrain.config.schema import Config, GroupConfig
+from hvdtrain.config.schema import Config, GroupConfig, ModelConfig
 from hvdtrain.core.ties import Ties
 from hvdtrain.errors import UserError, closest, nearest, short
 from hvdtrain.optim.around import (
     Averaged,
     Group,
     Grouped,
+    ThawEntries,
     Thawing,
     number_of_group,
     number_of_layer,
@@ -126,18 +127,31 @@ def build_rule(config: Config) -> Rule:
     )
     rule = Grouped(rule, groups) if groups else rule
     if config.model.thaw:
-        rule = Thawing(rule, tuple(tuple(entry.names) for entry in config.model.thaw))
+        rule = Thawing(rule, thaw_entries(config.model))
     return rule if config.optim.ema is None else Averaged(rule, config.optim.ema)
 
 
+def thaw_entries(model: ModelConfig) -> ThawEntries:
+    """Those of a job."""
+    return ThawEntries(
+        tuple(tuple(entry.names) for entry in model.thaw),
+        tuple(model.freeze),
+        (*model.lora_train, *model.weights_skip) if model.lora else None,
+    )
+
+
 def check_patterns(
-    config: Config, shapes: Mapping[str, tuple[int, ...]], ties: Ties | None = None
+    config: Config,
+    shapes: Mapping[str, tuple[int, ...]],
+    ties: Ties | None = None,
+    frozen: Callable[[], Iterable[str]] = tuple,
 ) -> list[str]:
     """Lines of the header on patterns of optim.groups and of muon's optim.rest that fit one name of
     a parameter with several.
 
-    Raises UserError where a pattern would change nothing of a model with these parameters, or fits
-    only a name that does not count.
+    shapes: of the trained parameters; frozen: gives the names of the others. Raises UserError where
+    a pattern would change nothing of a model with these parameters, or fits only a name that does
+    not count.
     """
     # its default is for many models
     given = config.optim.options.get("rest", ()) if config.optim.name == "muon" else ()
@@ -147,8 +161,13 @@ def check_patterns(
         ("optim.rest", given),
     ):
         lines += _lines_of_ties(key, patterns, ties, config.where(key)) if ties and patterns else []
+    for number, group in enumerate(config.optim.groups):
+        entry = f"{_entry(number, group)},"
+        _check_fits(config, "optim.groups", entry, group.names, shapes, frozen)
+    for number, pattern in enumerate(given):
+        entry = f"optim.rest[{number}], {short(pattern)},"
+        _check_fits(config, "optim.rest", entry, pattern, shapes, frozen)
     _check_groups(config, shapes)
-    _check_rest(config, shapes, given)
     return lines
 
 
@@ -178,13 +197,36 @@ def _lines_of_ties(key: str, patterns: Sequence[str], ties: Ties, where: str) ->
     return lines
 
 
-def _check_rest(
-    config: Config, shapes: Mapping[str, tuple[int, ...]], given: Sequence[str]
+def _check_fits(
+    config: Config,
+    key: str,
+    entry: str,
+    pattern: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    frozen: Callable[[], Iterable[str]],
 ) -> None:
-    for number, pattern in enumerate(given):
-        if not _fitting(pattern, shapes):
-            what = f"optim.rest[{number}], {short(pattern)}, fits no parameter of the model"
-            raise UserError(what, config.where("optim.rest"), _meant(pattern, shapes))
+    """Raises UserError where the pattern of an entry fits no trained parameter."""
+    if _fitting(pattern, shapes):
+        return
+    fitting = _fitting(pattern, frozen())
+    if not fitting:
+        what = f"{entry} fits no parameter of the model"
+        raise UserError(what, config.where(key), _meant(pattern, shapes))
+    if number_of_group(fitting[0], config.model.freeze) is not None:
+        frozen_by = "which model.freeze freezes"
+        fix = "leave the entry out, or patterns of model.freeze that do not fit them"
+    elif config.model.lora:
+        frozen_by = "which model.lora freezes"
+        fix = "leave the entry out; model.lora_train has what is trained beside the adapters"
+    else:
+        frozen_by = "which the model does not train"
+        fix = "leave the entry out, or requires_grad=True (Keras: trainable=True) in the model"
+    what = f"{entry} fits only {short(', '.join(fitting))}, {frozen_by}"
+    raise UserError(what, config.where(key), fix)
+
+
+def _entry(number: int, group: GroupConfig) -> str:
+    return f"optim.groups[{number}], names={short(group.names)}"
 
 
 def _check_groups(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -197,15 +239,11 @@ def _check_groups(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> None
         else {}
     )
     for number, group in enumerate(groups):
-        entry = f"optim.groups[{number}], names={short(group.names)},"
+        entry = f"{_entry(number, group)},"
         own = [name for name in shapes if number_of[name] == number]
-        fitting = _fitting(group.names, shapes)
-        if not fitting:
-            raise UserError(
-                f"{entry} fits no parameter of the model", where, _meant(group.names, shapes)
-            )
         if not own:
-            what = f"{entry} fits only parameters of entries before it: {short(', '.join(fitting))}"
+            fitting = short(", ".join(_fitting(group.names, shapes)))
+            what = f"{entry} fits only parameters of entries before it: {fitting}"
             raise UserError(what, where, "put it before them, or leave it out")
         _check_layers(group, entry, own, where)
         if group.decay != 1 and excludes and all(is_excluded(shapes[name]) for name in own):
@@ -236,9 +274,9 @@ def _check_layers(group: GroupConfig, entry: str, own: Sequence[str], where: str
             )
 
 
-def _fitting(pattern: str, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Names of the parameters that a pattern fits."""
-    return [name for name in shapes if number_of_group(name, [pattern]) is not None]
+def _fitting(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names that a pattern fits."""
+    return [name for name in names if number_of_group(name, [pattern]) is not None]
 
 
 def _meant(pattern: str, shapes: Mapping[str, tuple[int, ...]]) -> str:

@@ -56,7 +56,8 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
     _use_gpu(keras.backend.backend(), communicator.local_rank)
     keras.utils.set_random_seed(fold(config.seed) % 2**31)
     model = Model(keras, _make(keras, config, task), config, task, dtype)
-    check_patterns(config, {name: p.shape for name, p in model.weights.items()})
+    trained = {name: p.shape for name, p in model.weights.items()}
+    check_patterns(config, trained, frozen=model.buffers)
     rule = build_rule(config)
     return HostLearner(
         config,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase, translate
 from typing import Any, NamedTuple, TypeVar
 
+from hvdtrain.core.adapters import is_adapter
 from hvdtrain.core.progress import Hyper
 from hvdtrain.optim.rule import Array, Ops, Rule
 
@@ -136,12 +137,31 @@ class Thawed:
         return (P, state) if h.step < 0 else self.rule.update(g, state, P, h, ops)
 
 
+class ThawEntries(NamedTuple):
+    """Which entry of model.thaw a weight has, by its name: weights that are never frozen have
+    none."""
+
+    patterns: tuple[tuple[str, ...], ...]  # of each entry
+    frozen: tuple[str, ...]  # patterns of model.freeze
+    trained: tuple[str, ...] | None  # with model.lora: patterns of what it does not freeze
+
+    def is_frozen(self, name: str) -> bool:
+        """Whether a weight is frozen at the start."""
+        by_lora = self.trained is not None and not (
+            is_adapter(name) or any(fnmatchcase(name, pattern) for pattern in self.trained)
+        )
+        return by_lora or any(fnmatchcase(name, pattern) for pattern in self.frozen)
+
+    def number_of(self, name: str) -> int | None:
+        return number_of_entry(name, self.patterns) if self.is_frozen(name) else None
+
+
 @dataclass(frozen=True)
 class Thawing:
-    """`rule` for every parameter, of those whose name fits an entry's patterns from a step on."""
+    """`rule` for every parameter, from a step on for those that an entry thaws."""
 
     rule: Rule
-    entries: tuple[tuple[str, ...], ...]
+    entries: ThawEntries
 
     @property
     def momentum(self) -> float:
@@ -149,7 +169,7 @@ class Thawing:
 
     def of_parameter(self, name: str, shape: tuple[int, ...], excluded: bool) -> Rule:
         rule = self.rule.of_parameter(name, shape, excluded)
-        number = number_of_entry(name, self.entries)
+        number = self.entries.number_of(name)
         return rule if number is None else Thawed(rule, number)
 
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:

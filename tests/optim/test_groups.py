@@ -11,10 +11,11 @@ import torch
 from oracles import M, Run
 from test_optim import distance, on_jax, on_numpy, on_torch
 
+from hvdtrain.__main__ import main
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Hyper
-from hvdtrain.errors import UserError
+from hvdtrain.errors import USER, UserError
 from hvdtrain.frameworks.by_name import build_rule, check_patterns
 from hvdtrain.optim.around import Scaled
 from hvdtrain.optim.muon import Muon
@@ -201,6 +202,44 @@ def test_every_framework_judges_the_names_before_the_first_step(
             config_of(f"framework={framework}", "model.name=linear", *words.split()),
             task,
             SingleProcessCommunicator(),
+        )
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "fix"),
+    [
+        (
+            'model.freeze=["*bias"] optim.groups=[{"names":"*.bias","rate":2}]',
+            "optim.groups[0], names=*.bias, fits only fc.bias, which model.freeze freezes",
+            "leave the entry out, or patterns of model.freeze that do not fit them",
+        ),
+        (
+            'model.freeze=["*bias"] optim.name=muon optim.rest=["*bias"]',
+            "optim.rest[0], *bias, fits only fc.bias, which model.freeze freezes",
+            "leave the entry out, or patterns of model.freeze that do not fit them",
+        ),
+        (
+            'model.lora=[fc] model.lora_rank=2 optim.groups=[{"names":"*.weight","rate":2}]',
+            "optim.groups[0], names=*.weight, fits only fc.weight, which model.lora freezes",
+            "leave the entry out; model.lora_train has what is trained beside the adapters",
+        ),
+    ],
+)
+def test_an_entry_for_frozen_parameters_names_what_freezes_them(
+    words: str, what: str, fix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = Classification((2, 2, 1), 3, np.array([0.4]), np.array([0.2]))
+    given = ["model.name=linear", *words.split()]
+    with pytest.raises(UserError) as caught:
+        build_learner(config_of(*given), task, SingleProcessCommunicator())
+    assert (caught.value.what, caught.value.fix) == (what, fix)
+    assert main(["plan", "--ranks", "1", *given]) == USER
+    assert what in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"fits only fc\.bias, which the model does not train"):
+        check_patterns(
+            config_of('optim.groups=[{"names":"*c.bias"}]'),
+            {"fc.weight": (3, 4)},
+            frozen=lambda: ["fc.bias"],
         )
 
 

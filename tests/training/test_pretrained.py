@@ -353,10 +353,12 @@ class Net(torch.nn.Module):
         return y
 
 
-@pytest.mark.parametrize("rule", ["sgd", "adamw"])
-def test_weights_are_thawed_as_torch_would(rule: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rule", "names"), [("sgd", "'first*', 'norm*'"), ("adamw", "'*'")])
+def test_weights_are_thawed_as_torch_would(
+    rule: str, names: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """An optimizer that gets a group more after three steps: its state begins there, and so do
-    running statistics."""
+    running statistics. model.thaw may fit weights that are never frozen."""
     draw = np.random.default_rng(0)
     x = draw.normal(size=(40, 5))
     data = {"x": x, "y": x.sum(1)}
@@ -378,12 +380,14 @@ def test_weights_are_thawed_as_torch_would(rule: str, tmp_path: Path) -> None:
     words += [
         "task.name=regression",
         "model.freeze=['first*','norm*']",
-        "model.thaw=[{at: 3, names: ['first*', 'norm*']}]",
+        f"model.thaw=[{{at: 3, names: [{names}]}}]",
     ]
     net = Net().double()
     hvdtrain.train(
         {"run": str(tmp_path / "run")}, *words, model=net, train_data=data, val_data=data
     )
+    line = "model.thaw[0]: never frozen, and trained from the start: last.weight, last.bias"
+    assert (line in capsys.readouterr().out) == (names == "'*'")
 
     expected = Net().double()
     make: Any = torch.optim.SGD if rule == "sgd" else torch.optim.AdamW
@@ -438,8 +442,8 @@ def test_weights_are_thawed_on_any_number_of_ranks_and_stage(tmp_path: Path) -> 
             "model.thaw does not support optim.ema=0.9",
         ),
         (
-            "model.freeze=['conv*'] model.thaw=[{at: 2, names: ['*']}]",
-            "fits .*, which is trained from the start",
+            "model.freeze=['conv*'] model.thaw=[{at: 2, names: ['conv*']},{at: 3, names: ['fc*']}]",
+            r"model.thaw: fc\* fits no weight that model.freeze has",
         ),
         ("model.thaw=[{at: 2}]", "has no names"),
         (

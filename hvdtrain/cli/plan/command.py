@@ -127,10 +127,10 @@ def plan(arguments: Sequence[str]) -> int:
     if not feasible:
         raise _none_feasible([one for one in forecasts if isinstance(one, Infeasible)])
     rule = _rule(config)
-    shapes = plugins.load("frameworks", config.framework, config.where("framework")).shapes(
-        config, data.task
-    )
-    check_patterns(config, shapes)
+    framework = plugins.load("frameworks", config.framework, config.where("framework"))
+    shapes = framework.shapes(config, data.task)
+    frozen = getattr(framework, "frozen", lambda *_: ())
+    check_patterns(config, shapes, frozen=lambda: frozen(config, data.task))
     planned = Plan(config, data.task, data.samples, data.origin, forecasts, shapes, rule)
     of_memory = None
     if options.memory is not None:

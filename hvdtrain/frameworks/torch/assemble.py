@@ -13,10 +13,11 @@ from hvdtrain.frameworks.by_name import (
     check_patterns,
     is_made_with_the_model,
     makes_groups,
+    thaw_entries,
 )
 from hvdtrain.frameworks.torch.arrangement import Arrangement
 from hvdtrain.frameworks.torch.forward import AddsLoss, Forward, TrainingModel
-from hvdtrain.frameworks.torch.frozen import lines, ties_of
+from hvdtrain.frameworks.torch.frozen import frozen_names, lines, ties_of
 from hvdtrain.frameworks.torch.inputs import Inputs, use_channels_last
 from hvdtrain.frameworks.torch.learner import TorchLearner
 from hvdtrain.frameworks.torch.optim import rule_optimizer
@@ -45,9 +46,9 @@ def assemble(arrangement: Arrangement) -> TorchLearner:
     inputs = Inputs(task, device, precision.weights, channels_last)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     parameters = [p for _, p in named]
-    notes = check_patterns(
-        config, {name: tuple(p.shape) for name, p in named}, ties_of(model)
-    ) + lines(model, config.model)
+    shapes = {name: tuple(p.shape) for name, p in named}
+    notes = check_patterns(config, shapes, ties_of(model), lambda: frozen_names(model))
+    notes += lines(model, config.model)
     optimizer = make_optimizer(config, named)
     # before the strategy: hooks of additions come first, and see a rank's own gradients
     additions = additions_of(config, mesh, model, parameters)
@@ -103,7 +104,7 @@ def additions_of(
     if config.model.thaw:
         from hvdtrain.frameworks.torch.thaw import Thaw
 
-        found.append(Thaw(model, [entry.names for entry in config.model.thaw]))
+        found.append(Thaw(model, thaw_entries(config.model)))
     return found
 
 

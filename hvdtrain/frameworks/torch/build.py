@@ -33,6 +33,7 @@ from hvdtrain.frameworks.torch.device import (
     return_large_memory,
 )
 from hvdtrain.frameworks.torch.foreign.downloads import download_first
+from hvdtrain.frameworks.torch.frozen import frozen_names
 from hvdtrain.frameworks.torch.model import (
     build_model,
     check_first_samples,
@@ -200,6 +201,11 @@ def shapes(config: Config, task: Task) -> dict[str, tuple[int, ...]]:
         for name, p in _model_without_memory(config, task).named_parameters()
         if p.requires_grad
     }
+
+
+def frozen(config: Config, task: Task) -> list[str]:
+    """Names of the parameters that shapes() leaves out."""
+    return frozen_names(_model_without_memory(config, task))
 
 
 def _model_without_memory(config: Config, task: Task) -> torch.nn.Module:

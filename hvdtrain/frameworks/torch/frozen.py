@@ -17,9 +17,10 @@ from hvdtrain.config.schema import ModelConfig
 from hvdtrain.core.adapters import is_adapter
 from hvdtrain.core.ties import Ties
 from hvdtrain.errors import UserError, nearest, short
+from hvdtrain.frameworks.by_name import thaw_entries
 from hvdtrain.frameworks.torch.buffers import RUNNING
 from hvdtrain.frameworks.torch.lora import LoraLinear
-from hvdtrain.optim.around import number_of_entry
+from hvdtrain.optim.around import ThawEntries, number_of_entry
 
 _SHOWN = 6  # names in a line
 _NOWHERE = 2**40  # an address
@@ -47,16 +48,17 @@ def freeze(model: nn.Module, config: ModelConfig) -> None:
             _fitting(names, [*config.lora_train, *config.weights_skip])
         )
         frozen |= ties.spread(adapted)
-    entries = [entry.names for entry in config.thaw]
+    entries = thaw_entries(config)
     _check_thaw(
-        config, entries, [name for name in names if name in frozen and name not in adapted], ties
+        config,
+        entries.patterns,
+        [name for name in names if name in frozen and name not in adapted],
+        ties,
     )
-    _check_trained_is_not_thawed(
-        config, entries, [name for name in all_names(model) if name not in frozen]
-    )
+    _check_ties_of_thaw(config, entries, names, frozen, ties)
 
     def stays(name: str) -> bool:
-        return name in frozen and (name in adapted or number_of_entry(name, entries) is None)
+        return name in frozen and (name in adapted or entries.number_of(name) is None)
 
     for name, p in model.named_parameters():
         if stays(name):
@@ -142,24 +144,31 @@ def _check_thaw(
     for number, patterns in enumerate(entries):
         _check_fits("model.thaw", patterns, frozen, "no weight that model.freeze has", where)
         if not any(number_of_entry(name, entries) == number for name in frozen):
-            what = f"model.thaw[{number}], names={patterns}, fits only weights of entries before it"
+            what = f"model.thaw[{number}], names={list(patterns)}, fits only weights of entries before it"
             raise UserError(what, where, "put it before them, or leave it out")
         fitting = set(_fitting(frozen, patterns))
-        ties.check_whole(fitting.__contains__, f"model.thaw[{number}], names={patterns},", where)
+        ties.check_whole(
+            fitting.__contains__, f"model.thaw[{number}], names={list(patterns)},", where
+        )
 
 
-def _check_trained_is_not_thawed(
-    config: ModelConfig, entries: Sequence[Sequence[str]], trained: Sequence[str]
+def _check_ties_of_thaw(
+    config: ModelConfig,
+    entries: ThawEntries,
+    names: Sequence[str],
+    frozen: Collection[str],
+    ties: Ties,
 ) -> None:
-    """Raises UserError where an entry of model.thaw fits what is trained from the start: it would
-    be frozen until then."""
-    for number, patterns in enumerate(entries):
-        for name in _fitting(trained, patterns)[:1]:
+    """Raises UserError where an entry of model.thaw fits a name that is frozen, or trained, only
+    because another name of the same array is: the optimizer knows one of them."""
+    for name in names:
+        number = number_of_entry(name, entries.patterns)
+        if number is not None and entries.is_frozen(name) != (name in frozen):
             what = (
-                f"model.thaw[{number}], names={patterns}, fits {name}, which is trained from the "
-                "start"
+                f"model.thaw[{number}] fits {name}, which is {' and '.join(ties.others(name))} "
+                "too (tied weights), and only one of these names is frozen"
             )
-            fix = "patterns that fit only what is frozen, as those of model.freeze"
+            fix = "model.freeze or model.lora_train with patterns that fit all its names"
             raise UserError(what, config.where("thaw"), fix)
 
 
@@ -182,6 +191,7 @@ def lines(model: nn.Module, config: ModelConfig) -> list[str]:
     found = [
         *ties.lines(_fitting(names, config.freeze), "model.freeze"),
         *ties.lines(_fitting(names, config.lora_train), "model.lora_train"),
+        *_trained_from_the_start(model, config),
     ]
     if not config.lora:
         return found
@@ -202,6 +212,18 @@ def lines(model: nn.Module, config: ModelConfig) -> list[str]:
     ]
 
 
+def _trained_from_the_start(model: nn.Module, config: ModelConfig) -> list[str]:
+    """A line for each entry of model.thaw that also fits parameters that are never frozen."""
+    entries = thaw_entries(config)
+    named = [name for name, p in model.named_parameters() if p.requires_grad]
+    free = [name for name in named if not entries.is_frozen(name)]
+    return [
+        f"model.thaw[{number}]: never frozen, and trained from the start: {_some(fitting)}"
+        for number in range(len(entries.patterns))
+        if (fitting := [n for n in free if number_of_entry(n, entries.patterns) == number])
+    ]
+
+
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (
         f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
@@ -215,6 +237,11 @@ def all_names(model: nn.Module) -> list[str]:
         *model.named_buffers(remove_duplicate=False),
     ]
     return [name for name, _ in named]
+
+
+def frozen_names(model: nn.Module) -> list[str]:
+    """Names of the parameters that nothing trains."""
+    return [name for name, p in model.named_parameters() if not p.requires_grad]
 
 
 def ties_of(model: nn.Module) -> Ties:

@@ -12,16 +12,16 @@ from hvdtrain.core.progress import Hyper
 from hvdtrain.frameworks.torch.buffers import RUNNING
 from hvdtrain.frameworks.torch.frozen import stay
 from hvdtrain.frameworks.torch.step import StepAddition
-from hvdtrain.optim.around import number_of_entry
+from hvdtrain.optim.around import ThawEntries
 
 
 class Thaw(StepAddition):
     """What each entry of model.thaw has of a rank's model."""
 
-    def __init__(self, model: nn.Module, entries: Sequence[Sequence[str]]) -> None:
+    def __init__(self, model: nn.Module, entries: ThawEntries) -> None:
         self._entries = entries
         self._trained = [name for name, p in model.named_parameters() if p.requires_grad]
-        self._norms: list[list[nn.Module]] = [[] for _ in entries]
+        self._norms: list[list[nn.Module]] = [[] for _ in entries.patterns]
         for name, module in model.named_modules():
             running = [
                 f"{name}.{buffer}".removeprefix(".")
@@ -29,9 +29,7 @@ class Thaw(StepAddition):
                 if buffer in module._buffers
             ]
             numbers = {
-                number
-                for buffer in running
-                if (number := number_of_entry(buffer, entries)) is not None
+                number for buffer in running if (number := entries.number_of(buffer)) is not None
             }
             for number in numbers:
                 self._norms[number].append(module)
@@ -41,12 +39,12 @@ class Thaw(StepAddition):
             [
                 p
                 for name, p in zip(self._trained, updated, strict=True)
-                if number_of_entry(name, self._entries) == n
+                if self._entries.number_of(name) == n
             ]
-            for n in range(len(self._entries))
+            for n in range(len(self._entries.patterns))
         ]
         # None: before the first step
-        self._is_frozen: list[bool | None] = [None] * len(self._entries)
+        self._is_frozen: list[bool | None] = [None] * len(self._entries.patterns)
 
     def begin_step(self, hyper: Hyper) -> None:
         for number, at in enumerate(hyper.thaw):
