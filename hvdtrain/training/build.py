@@ -145,6 +145,7 @@ def _build_own(config: Config, train: Source, val: Source) -> Task:
     name = config.task.name
     where = config.where("task.name")
     known = {"name": name, "train": train, "val": val, "users_model": is_users_model(config.model)}
+    _check_takes(config)
     task: Task = plugins.call_own(config.task, known)
     missing = [member for member in MEMBERS if not hasattr(task, member)]
     if missing:
@@ -154,6 +155,27 @@ def _build_own(config: Config, train: Source, val: Source) -> Task:
             "docs/tasks.md lists what a task has",
         )
     return task
+
+
+def _check_takes(config: Config) -> None:
+    """Raises UserError for an option of hvdtrain's tasks that the user's build does not take."""
+    name = config.task.name
+    parameters = plugins.signature_of(plugins.own_function(config.task)).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    for option in config.task.options.keys() - parameters.keys():
+        own = [
+            task
+            for task, path in plugins.files("tasks").items()
+            if option in plugins.options_of(path).model_fields
+        ]
+        if own:
+            what = (
+                f"task.{option} is an option of task.name={own[0]}, and {name} has no parameter "
+                f"{option}"
+            )
+            fix = f"a parameter {option} of {name}, which does this; or leave task.{option} out"
+            raise UserError(what, config.where(f"task.{option}"), fix)
 
 
 # Names that other sums, and other fields of the events "step" and "epoch", have.

@@ -121,7 +121,7 @@ def _is_of_library(path: Path) -> bool:
 def read_weights(path: Path, where: str) -> File:
     """Arrays by the names of a state dict. Raises UserError where there are none."""
     try:
-        file = _of_folder(path, where) if path.is_dir() else File(_of_file(path, where), [])
+        file = _of_folder(path, where) if path.is_dir() else _of_file(path, where)
     except OSError as error:
         raise UserError(
             f"cannot read {short(str(error.filename or path))}: {error.strerror or error}",
@@ -145,15 +145,15 @@ def read_weights(path: Path, where: str) -> File:
     return file
 
 
-def _of_file(path: Path, where: str) -> Arrays:
+def _of_file(path: Path, where: str) -> File:
     if not path.exists():
         raise UserError(f"there is no {path}", where, _KNOWN)
     check_regular(path)
     if path.suffix == ".safetensors":
-        return _of_safetensors(path, where)
+        return File(_of_safetensors(path, where), [])
     weights_file: Any = importlib.import_module("hvdtrain.frameworks.torch.foreign.weights_file")
-    found: Arrays = weights_file.read_state_dict(path, _INSIDE, where)
-    return found
+    found = weights_file.read_state_dict(path, _INSIDE, where)
+    return File(found.arrays, found.lines)
 
 
 def _of_folder(folder: Path, where: str) -> File:
@@ -176,7 +176,7 @@ def _of_folder(folder: Path, where: str) -> File:
             _KNOWN,
         )
     if not name.endswith(".json"):
-        return File(_of_file(folder / name, where), [])
+        return _of_file(folder / name, where)
     return File(_of_index(folder, name, where), [])
 
 

@@ -561,6 +561,14 @@ def test_what_is_wrong_with_a_task_of_the_users_own() -> None:
         build_task(
             source, source, configure(None, ["task.name=own_data:quantile", "task.shrae=0.3"])
         )
+    with pytest.raises(
+        UserError,
+        match=r"^task\.ignore_label is an option of task\.name=classification, and "
+        r"own_data:quantile has no parameter ignore_label\n  where: task\.ignore_label",
+    ):
+        build_task(
+            source, source, configure(None, ["task.name=own_data:quantile", "task.ignore_label=0"])
+        )
     task = build_task(
         source, source, configure(None, ["task.name=own_data:quantile", "task.share=0.25"])
     )

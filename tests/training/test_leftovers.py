@@ -313,12 +313,39 @@ def test_a_file_with_averages_beside_the_weights(tmp_path: Path) -> None:
 def test_a_file_with_settings_beside_the_weights(name: str, tmp_path: Path) -> None:
     settings = {"decay": 0.9, "every": torch.tensor(2)}
     torch.save({"model": Net().state_dict(), name: settings}, tmp_path / "w.pt")
-    found = read_state_dict(tmp_path / "w.pt", ["model"], "model.weights")
+    found = read_state_dict(tmp_path / "w.pt", ["model"], "model.weights").arrays
     assert found.keys() == Net().state_dict().keys()
     inner = {"module." + key: tensor for key, tensor in Net().state_dict().items()}
     torch.save({"model": Net().state_dict(), name: {"shadow": inner}}, tmp_path / "w.pt")
     with pytest.raises(UserError, match=f"averages of them as '{name}'"):
         read_state_dict(tmp_path / "w.pt", ["model"], "model.weights")
+
+
+def test_a_file_with_two_sets_of_weights(tmp_path: Path) -> None:
+    """Two that differ are an error that names both; of the same ones one is taken, and a line says
+    what else the file has. The state of an optimizer is no set."""
+    path = tmp_path / "w.pt"
+    first = Net().state_dict()
+    other = {name: tensor + 1 for name, tensor in first.items()}
+    names = ["state_dict", "model"]
+    for second in ("model", "best"):
+        torch.save({second: other, "state_dict": first}, path)
+        with pytest.raises(
+            UserError, match=f"has weights as 'state_dict' and other weights as '{second}'"
+        ) as caught:
+            read_state_dict(path, names, "model.weights")
+        assert f"with 'state_dict' or '{second}' as NAME" in caught.value.fix
+    torch.save({"state_dict": first} | other, path)
+    with pytest.raises(UserError, match="and others of the same names beside it"):
+        read_state_dict(path, names, "model.weights")
+    beside = {"optimizer": {"momentum": other}, "head": {"0.weight": torch.ones(2)}}
+    torch.save({"model": first, "state_dict": first, "epoch": 3, **beside}, path)
+    found = read_state_dict(path, names, "model.weights")
+    assert found.lines == [
+        f"weights {path}: taken is 'state_dict', beside 'model', which is the same, 'head'"
+    ]
+    torch.save({"state_dict": {"depth": 3}, "model": first}, path)
+    assert read_state_dict(path, names, "model.weights").arrays.keys() == first.keys()
 
 
 def test_a_folder_of_peft(tmp_path: Path) -> None:

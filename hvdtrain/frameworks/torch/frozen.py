@@ -144,7 +144,10 @@ def _check_thaw(
     for number, patterns in enumerate(entries):
         _check_fits("model.thaw", patterns, frozen, "no weight that model.freeze has", where)
         if not any(number_of_entry(name, entries) == number for name in frozen):
-            what = f"model.thaw[{number}], names={list(patterns)}, fits only weights of entries before it"
+            what = (
+                f"model.thaw[{number}], names={list(patterns)}, fits only weights of entries "
+                "before it"
+            )
             raise UserError(what, where, "put it before them, or leave it out")
         fitting = set(_fitting(frozen, patterns))
         ties.check_whole(

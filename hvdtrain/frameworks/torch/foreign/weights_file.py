@@ -6,7 +6,7 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,17 +18,30 @@ _FIX = "a file of torch.save(model.state_dict(), FILE), or of safetensors"
 _MOST_DIMENSIONS = 64  # of an array of numpy
 
 
-def read_state_dict(path: Path, inside: Sequence[str], where: str) -> Arrays:
-    """The tensors by name of a file, or of the first of `inside` that it has them under: on the
-    host, bfloat16 as float32.
+class StateDict(NamedTuple):
+    """The tensors by name of a file."""
 
-    Raises UserError for a file of anything else, and for a tensor that is no array.
+    arrays: Arrays
+    lines: list[str]  # for the user
+
+
+def read_state_dict(path: Path, inside: Sequence[str], where: str) -> StateDict:
+    """The tensors by name of a file, or of that of `inside` that it has them under: on the host,
+    bfloat16 as float32.
+
+    Raises UserError for a file of anything else, for one with several sets of weights, and for a
+    tensor that is no array.
     """
     tree = _load(path, where)
+    lines: list[str] = []
     if isinstance(tree, Mapping):
-        name = next((name for name in inside if isinstance(tree.get(name), Mapping)), None)
+        sets = [name for name in inside if isinstance(tree.get(name), Mapping)]
+        # settings of the model may have such a name, too
+        name = next((name for name in sets if _tensors(tree[name])), next(iter(sets), None))
         if name is not None:
-            _check_one_set(tree, name, path, where)
+            _check_one_set(tree, name, inside, path, where)
+            if others := _others(tree, name):
+                lines = [f"weights {path}: taken is {short(name)!r}, beside {', '.join(others)}"]
             tree = tree[name]
     if not isinstance(tree, Mapping):
         raise UserError(
@@ -41,23 +54,68 @@ def read_state_dict(path: Path, inside: Sequence[str], where: str) -> Arrays:
     ]
     if len(dict(tensors)) < len(tensors):
         raise UserError(f"{path} has two arrays of one name", where, _FIX)
-    return {name: _as_array(name, tensor, path, where) for name, tensor in tensors}
+    arrays = {name: _as_array(name, tensor, path, where) for name, tensor in tensors}
+    return StateDict(arrays, lines)
 
 
-def _check_one_set(tree: Mapping[Any, Any], name: str, path: Path, where: str) -> None:
-    """Raises UserError where a file has averages of weights beside the weights."""
+def _check_one_set(
+    tree: Mapping[Any, Any], name: str, inside: Sequence[str], path: Path, where: str
+) -> None:
+    """Raises UserError where a file has averages of weights beside the weights, or other weights of
+    the same names."""
     ends = _ends(tree[name])
     for other, value in tree.items():
-        if other == name or "ema" not in str(other).lower() or not isinstance(value, Mapping):
+        if other == name or not isinstance(value, Mapping) or "optim" in str(other).lower():
             continue
-        if ends & _ends(value):
-            what = f"{path} has weights as {short(name)!r} and averages of them as {short(other)!r}"
+        is_average = "ema" in str(other).lower() and bool(ends & _ends(value))
+        is_set = bool(_tensors(value)) if other in inside else bool(ends) and ends <= _ends(value)
+        if is_average or (is_set and not _are_equal(tree[name], value)):
+            kind = "averages of them" if is_average else "other weights"
+            what = f"{path} has weights as {short(name)!r} and {kind} as {short(str(other))!r}"
             raise UserError(
                 what,
                 where,
-                f"torch.save(torch.load(FILE)['{short(other)}'], 'averages.pt') has one of them "
-                "alone",
+                "torch.save(torch.load(FILE)[NAME], 'weights.pt') has one of them alone, with "
+                f"{short(name)!r} or {short(str(other))!r} as NAME",
             )
+    if ends and ends <= _ends({key: one for key, one in tree.items() if not _is_tree(one)}):
+        what = f"{path} has weights as {short(name)!r} and others of the same names beside it"
+        raise UserError(what, where, f"torch.save(torch.load(FILE)[{short(name)!r}], 'weights.pt')")
+
+
+def _is_tree(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _tensors(tree: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
+    """Those in a mapping itself, by name."""
+    return {
+        name: value
+        for name, value in tree.items()
+        if isinstance(name, str) and isinstance(value, torch.Tensor)
+    }
+
+
+def _are_equal(tree: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
+    """Whether two mappings have the same tensors."""
+    ours = _tensors(tree)
+    theirs = _tensors(other)
+    return ours.keys() == theirs.keys() and all(
+        tensor.dtype == theirs[name].dtype and torch.equal(tensor, theirs[name])
+        for name, tensor in ours.items()
+    )
+
+
+def _others(tree: Mapping[Any, Any], name: str) -> list[str]:
+    """What a file has beside the weights that are taken: other mappings with tensors by name."""
+    return [
+        f"{short(str(other))!r}{', which is the same' * _are_equal(tree[name], value)}"
+        for other, value in tree.items()
+        if other != name
+        and isinstance(value, Mapping)
+        and "optim" not in str(other).lower()
+        and _tensors(value)
+    ]
 
 
 def _ends(tree: Mapping[Any, Any]) -> set[str]:
