@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config, GroupConfig, ModelConfig
@@ -294,6 +294,31 @@ def _example(shapes: Mapping[str, tuple[int, ...]]) -> str:
     """A pattern that fits some of the names: '*.bias'; or the last name."""
     last = list(shapes)[-1]
     return f"'*.{last.rpartition('.')[2]}'" if "." in last else last
+
+
+class Activation(NamedTuple):
+    """What the loss of a task applies to the outputs of a model, so that the model should not."""
+
+    name: str
+    line: str  # of the header, where the model does
+
+
+def twice_activated(config: Config) -> Activation | None:
+    """None for a loss that takes outputs as they are, or that is the user's."""
+    names = {
+        "classification": "softmax",
+        "segmentation": "softmax",
+        "language": "softmax",
+        "multilabel": "sigmoid",
+    }
+    name = names.get(config.task.name)
+    if name is None or config.model.loss != "cross_entropy":
+        return None
+    line = (
+        f"the model ends in a {name}, and the loss of task.name={config.task.name} applies another "
+        f"{name} to its outputs: end the model without it"
+    )
+    return Activation(name, line)
 
 
 def momentum(config: Config) -> float:

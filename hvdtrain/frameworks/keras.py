@@ -26,7 +26,7 @@ from hvdtrain.core.arrays import Batch
 from hvdtrain.core.own_line import own_line
 from hvdtrain.core.progress import Hyper, fold
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.by_name import build_rule, check_patterns
+from hvdtrain.frameworks.by_name import build_rule, check_patterns, twice_activated
 from hvdtrain.frameworks.host import HostLearner, HostModel
 from hvdtrain.frameworks.keras_objects import (
     added_loss,
@@ -402,7 +402,9 @@ class Model(HostModel):
             transform, dtype=dtype.name, keeps_integers=True, channels_last=True
         )
         x = self.inputs(_zeros(task, 2))
-        self._outputs = _checked_outputs(model, self._backend, x, config, task)
+        outputs = _checked_outputs(model, self._backend, x, config, task)
+        self._outputs = outputs.shape[1:]
+        self.notes += _activated(outputs, model, config)
         self.notes += assigned_in_call(model, config.where("model.name"), x)
         named = dict(named_variables(model))
         drawn = {id(v) for v in model.variables} - {id(v) for v in model.weights}
@@ -504,10 +506,25 @@ def _zeros(task: Task, count: int) -> Batch:
     }
 
 
+def _activated(outputs: np.ndarray, model: Any, config: Config) -> list[str]:
+    """A line where the model applies what the loss applies again."""
+    activation = twice_activated(config)
+    if activation is None:
+        return []
+    if activation.name == "softmax":  # by any layer or operation: its outputs add up to one
+        sums = outputs.sum(-1)
+        is_twice = bool((outputs >= 0).all()) and np.allclose(sums, 1, rtol=0, atol=1e-4)
+    else:
+        layers = getattr(model, "layers", None) or [model]
+        last = getattr(layers[-1], "activation", None)
+        is_twice = getattr(last, "__name__", "") == activation.name
+    return [activation.line] if is_twice else []
+
+
 def _checked_outputs(
     model: Any, backend: Backend, x: np.ndarray, config: Config, task: Task
-) -> tuple[int, ...]:
-    """The shape of a sample's outputs; an unbuilt model is built. Raises UserError."""
+) -> np.ndarray:
+    """The outputs for x; an unbuilt model is built. Raises UserError."""
     where = config.where("model.name")
     try:
         build_variables(model, config, x)
@@ -539,7 +556,7 @@ def _checked_outputs(
             "end the model with outputs of that shape, without softmax, for "
             f"task.name={task.name}: {task.summary}",
         )
-    return outputs.shape[1:]
+    return outputs
 
 
 def shapes(config: Config, task: Task) -> dict[str, tuple[int, ...]]:

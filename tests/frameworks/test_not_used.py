@@ -112,6 +112,33 @@ def test_what_is_not_used_of_a_model_is_a_line(net: nn.Module, lines: list[str])
     assert notes_of(net, "optim.weight_decay=0.1") == lines
 
 
+class Ends(OneOutput):
+    """With an operation behind its outputs."""
+
+    def __init__(self, last: Any, drop: bool = False) -> None:
+        super().__init__()
+        self.last = last
+        self.takes_none = not drop
+
+    def forward(self, x: torch.Tensor) -> Any:
+        assert self.takes_none or len(x)
+        return self.last(super().forward(x))
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_a_softmax_that_the_loss_applies_again_is_a_line(drop: bool) -> None:
+    """Of a module or a function, whether the model takes a pass without samples or not."""
+    line = (
+        "the model ends in a softmax, and the loss of task.name=classification applies another "
+        "softmax to its outputs: end the model without it"
+    )
+    for last in (nn.Softmax(1), lambda y: torch.softmax(y, 1)):
+        assert notes_of(Ends(last, drop)) == [line]
+    assert notes_of(Ends(nn.Softmax(1), drop), "model.loss=squared_error") == []
+    for last in (nn.LogSoftmax(1), nn.Sigmoid()):
+        assert notes_of(Ends(last, drop)) == []
+
+
 @pytest.mark.parametrize(
     "method",
     [

@@ -465,6 +465,20 @@ def check_what_call_assigns(folder: Path) -> None:
     assert "not stored: what call() assigns to normed.kernel" in said.getvalue(), said.getvalue()
 
 
+def check_a_softmax_is_said(folder: Path) -> None:
+    """By framework=keras, and on torch by framework=torch too."""
+    layers = keras.layers
+    line = "the model ends in a softmax, and the loss of task.name=classification applies another"
+    for activation in ("softmax", None):
+        for framework in ["keras", *["torch"] * (keras.backend.backend() == "torch")]:
+            dense = layers.Dense(10, activation=activation)
+            model = keras.Sequential([layers.Input((8, 8, 1)), layers.Flatten(), dense])
+            run = folder / f"{framework}-{activation}"
+            with contextlib.redirect_stdout(io.StringIO()) as said:
+                train(run, "stop.steps=1", f"framework={framework}", model=model)
+            assert (line in said.getvalue()) == bool(activation), said.getvalue()
+
+
 def check_a_hook_sees_the_model(folder: Path) -> None:
     hook = KeepsNorm()
     run = train(folder / "run", "stop.steps=4", model=normed((8, 8, 1), 10), hooks=[hook])
@@ -482,6 +496,7 @@ def check_a_hook_sees_the_model(folder: Path) -> None:
 CHECKS: list[Callable[[Path], None]] = [
     check_a_hook_sees_the_model,
     check_what_call_assigns,
+    check_a_softmax_is_said,
     check_names,
     check_skipped_step,
     check_resumed_bits,

@@ -11,6 +11,7 @@ from torch import nn
 
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
+from hvdtrain.frameworks.by_name import Activation, twice_activated
 from hvdtrain.frameworks.torch.buffers import copied_buffers
 from hvdtrain.frameworks.torch.call import call
 from hvdtrain.frameworks.torch.forward import AddsLoss, first_of
@@ -44,6 +45,7 @@ def lines_of_not_used(
             model,
             part_of(task, "torch", config, Place(like.dtype, like.device)),
             zeros(2, task, like),
+            twice_activated(config),
         )
     return found
 
@@ -85,15 +87,18 @@ def _no_weight_decay(model: nn.Module) -> set[str]:
         return set()
 
 
-def _outputs(model: nn.Module, part: Part, batch: dict[str, torch.Tensor]) -> list[str]:
+def _outputs(
+    model: nn.Module, part: Part, batch: dict[str, torch.Tensor], activation: Activation | None
+) -> list[str]:
     """Outputs in training that the task's loss does not depend on, and the parameters that it does
-    not depend on either."""
+    not depend on either; activation: what the loss applies to the outputs, and the model may have
+    applied."""
     before = [(module, _plain_values(module)) for module in model.modules()]
     try:
         _train(model)
         devices = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
         with torch.random.fork_rng(devices), copied_buffers(model):
-            return _described(model, part, batch)
+            return _described(model, part, batch, activation)
     except Exception:  # a model that takes no samples of zeros: training has its own message
         return []
     finally:
@@ -114,24 +119,41 @@ def _train(model: nn.Module) -> None:
         module.training = not isinstance(model, AddsLoss) and any(True for _ in module.children())
 
 
-def _has_one_output(model: nn.Module, part: Part, no_samples: dict[str, torch.Tensor]) -> bool:
-    """Whether a pass without samples, which models get at the start anyway, gives one tensor. False
-    where the model takes no such pass."""
+def _outputs_of_none(model: nn.Module, part: Part, batch: dict[str, torch.Tensor]) -> Any:
+    """What it gives for no samples, which models get at the start anyway. None where it takes no
+    such pass."""
     try:
-        with torch.no_grad():
-            return len(list(_tensors(call(model, part.inputs(no_samples))))) < 2
+        return call(model, part.inputs({name: field[:0] for name, field in batch.items()}))
     except Exception:
-        return False
+        return None
 
 
-def _described(model: nn.Module, part: Part, batch: dict[str, torch.Tensor]) -> list[str]:
-    if _has_one_output(model, part, {name: field[:0] for name, field in batch.items()}):
+def _described(
+    model: nn.Module, part: Part, batch: dict[str, torch.Tensor], activation: Activation | None
+) -> list[str]:
+    outputs = _outputs_of_none(model, part, batch)
+    lines = _activated(outputs, activation)
+    if len(list(_tensors(outputs))) == 1:
+        return lines
+    outputs = call(model, part.inputs(batch))
+    lines = _activated(outputs, activation)
+    return lines + _without_effect(model, part, batch, outputs)
+
+
+def _activated(outputs: Any, activation: Activation | None) -> list[str]:
+    """A line where the last operation is what the loss applies again."""
+    if activation is None or outputs is None:
         return []
-    with torch.no_grad():
-        outputs = call(model, part.inputs(batch))
+    last = getattr(first_of(outputs), "grad_fn", None)
+    is_twice = last is not None and last.name().lower() == f"{activation.name}backward0"
+    return [activation.line] if is_twice else []
+
+
+def _without_effect(
+    model: nn.Module, part: Part, batch: dict[str, torch.Tensor], outputs: Any
+) -> list[str]:
     if len(list(_tensors(outputs))) < 2:
         return []
-    outputs = call(model, part.inputs(batch))
     named = dict(_tensors(outputs))
     main = first_of(outputs)
     loss = part.each(outputs, batch, training=True).loss.sum()
