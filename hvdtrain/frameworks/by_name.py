@@ -132,7 +132,7 @@ def build_rule(config: Config) -> Rule:
 
 
 def thaw_entries(model: ModelConfig) -> ThawEntries:
-    """Those of a job."""
+    """The entries of a job, with what decides whether a weight is frozen."""
     return ThawEntries(
         tuple(tuple(entry.names) for entry in model.thaw),
         tuple(model.freeze),

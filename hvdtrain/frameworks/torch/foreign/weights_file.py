@@ -88,7 +88,7 @@ def _is_tree(value: Any) -> bool:
 
 
 def _tensors(tree: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
-    """Those in a mapping itself, by name."""
+    """The tensors directly in a mapping, by name."""
     return {
         name: value
         for name, value in tree.items()
