@@ -3,12 +3,12 @@ docs/combinations.md is its result.
 
     python tests/support/combinations.py docs/combinations.md                          runs every
         pair that is not refused; writes the page
-    python tests/support/combinations.py docs/combinations.md --results FILE --for-s 500     as many
-        as that time allows; again: the rest
+    python tests/support/combinations.py docs/combinations.md --signs ?o --results FILE --for-s 500
+        pairs with these signs on the page, as many as that time allows; the others keep their signs
     python tests/support/combinations.py --jobs-only "comm.local_steps=2 + optim.ema=0.8"    these
         pairs, with their commands
-    python tests/support/combinations.py --framework jax --results FILE                all pairs
-        with framework=jax, or keras; no page
+    python tests/support/combinations.py docs/combinations.md --framework jax --results FILE
+        all pairs with framework=jax, or keras; writes its row of the page
 
 Jobs compute in float64 with SGD, on two ranks or four. Weights, losses and rates are those of one
 process to 1e-12. Where another number is right by definition, `bound_of()` and `HAS_NO_TWIN` say
@@ -36,13 +36,25 @@ from typing import NamedTuple
 from drawn_job import DrawnJob, Place
 from pairs import EXAMPLES, Pair, all_pairs, assigned, engines_of, joined, names, refusal
 from pool import end_all
-from random_jobs import OF_MUON, ONE, ROUNDING, Part, Verdict, compare, left_of, run_part
-from ranks import ROOT, Job
+from random_jobs import (
+    AT_A_TIME,
+    ENV,
+    OF_MUON,
+    ONE,
+    ROUNDING,
+    Part,
+    Verdict,
+    compare,
+    left_of,
+    run_part,
+)
+from ranks import Job
 
 from hvdtrain.config.exclusion import as_yaml
 from hvdtrain.errors import DONE
 
 LIMIT_S = 120.0  # of a job
+COMPILED_S = 360.0  # of a job for which torch calls a C++ compiler
 COMMON = (
     "speed.precision=fp64 optim.name=sgd optim.base_lr=0.05 batch.size=12 stop.steps=4 epochs=50 "
     "log.every_steps=2 guard.equal_steps=2 "
@@ -54,6 +66,7 @@ STOPPED = 2  # steps after which a job is resumed elsewhere
 SAMPLES = "data.samples=36 data.val_samples=12"  # an epoch ends within the job
 IMAGES = f"{SAMPLES} task.name=classification data.name=synthetic data.shape=[8,8,1] data.classes=3"
 PIXELS = 'data.source_options={"samples":36,"val_samples":12,"shape":[8,8,1]}'
+OF_KERAS = "model.name=example_objects:keras_model"
 GPT = "model.name=gpt model.layers=4 model.heads=2 model.width=8"
 MODELS = {  # the first one that has what both features need
     "mlp": f"{IMAGES} model.name=mlp model.widths=[10,8,6]",
@@ -69,20 +82,22 @@ MODELS = {  # the first one that has what both features need
     "masks": f"{SAMPLES} task.name=segmentation data.name=example_objects:masks "
     "model.name=example_objects:Pixels",
     "sequences": f"{SAMPLES} task.name=language data.name=example_objects:sequences {GPT}",
-    "keras": f"{IMAGES} model.name=example_objects:keras_model",
+    "keras": f"{IMAGES} {OF_KERAS}",
+    "keras-labels": f"{SAMPLES} task.name=multilabel data.name=example_objects:labels {OF_KERAS}",
+    "keras-numbers": f"{SAMPLES} task.name=regression data.name=drawn_job:numbers {OF_KERAS}",
     "fields": f"{SAMPLES} task.name=classification data.name=example_objects:fields "
     "model.name=example_objects:Both",
     "resnet": f"{IMAGES} model.name=wide_resnet model.widths=[4,4,4,4] model.dropout=0 "
     "norm.kind=ghost norm.ghost=3",
 }
-OF_CLASSES = ("mlp", "convnet", "resnet", "linear")
-OF_IMAGES = (*OF_CLASSES, "labels", "masks", "keras")
+OF_CLASSES = ("mlp", "convnet", "resnet", "linear", "keras")
+OF_IMAGES = (*OF_CLASSES, "labels", "masks", "keras-labels")
 OF_TOKENS = ("gpt", "pixels", "sequences")
 CAN_BE_CUT = ("mlp", "gpt", "pixels", "numbers", "labels", "sequences")
 WITH_LINEAR_LAYERS = ("mlp", "linear", "gpt", "pixels", "numbers", "labels", "sequences", "fields")
 NEEDS: dict[str, tuple[str, ...]] = {  # words -> models that have what they need
     "framework=numpy": ("linear",),
-    "framework=keras": ("keras",),
+    "framework=keras": ("keras", "keras-labels", "keras-numbers"),
     "framework=jax": ("mlp", "linear", "numbers", "convnet", "gpt", "pixels", "resnet", "labels"),
     "parallel.dense": ("convnet",),
     "parallel.sequence": OF_TOKENS,
@@ -99,8 +114,8 @@ NEEDS: dict[str, tuple[str, ...]] = {  # words -> models that have what they nee
     "data.inputs": ("fields",),
     "data.sample_weights": (*OF_CLASSES, "fields"),
     "task.name=language": OF_TOKENS,
-    "task.name=regression": ("numbers",),
-    "task.name=multilabel": ("labels",),
+    "task.name=regression": ("numbers", "keras-numbers"),
+    "task.name=multilabel": ("labels", "keras-labels"),
     "task.name=segmentation": ("masks",),
     "task.name=mine:measured": OF_CLASSES,
     "task.ignore_label": OF_CLASSES,
@@ -118,6 +133,10 @@ SMALLER = {  # what replaces a word of an example; None: the word of the model
         f"task.name={name}": None
         for name in ("regression", "language", "multilabel", "segmentation")
     },
+}
+STILL_TRAINED = {  # what a group may have beside an example that freezes biases
+    "model.freeze": "*.weight",
+    "model.lora": "*.lora_B",
 }
 BASE = "base.safetensors"  # of an example; the run folder of a job with the same model replaces it
 # keys that the base job does not have
@@ -211,7 +230,7 @@ def plan(pair: Pair) -> Planned | Found:
     error = refusal(pair)
     if error is not None:
         return Found("refused", error.what)
-    model = model_of(pair)
+    model = model_of(pair.words)
     if model is None:
         return Found("no model", "no model of the table has what both need")
     job = job_of(pair, model, pair.words)
@@ -271,9 +290,10 @@ def by_rank(pair: Pair) -> str:
     )
 
 
-def model_of(pair: Pair) -> str | None:
+def model_of(words: str) -> str | None:
+    """The first model of the table that has what these words need."""
     allowed = set(MODELS)
-    for word in pair.words.split():
+    for word in words.split():
         for need, models in NEEDS.items():
             if word.startswith(need):
                 allowed &= set(models)
@@ -283,6 +303,12 @@ def model_of(pair: Pair) -> str | None:
 def smaller(words: str) -> dict[str, str]:
     """The words of examples for a tiny job."""
     found = {key: SMALLER.get(f"{key}={value}", value) for key, value in assigned(words).items()}
+    if "framework" in found and found.get("task.name") == "example_objects:measured":
+        found["task.name"] = "example_objects:measured_in_arrays"  # torchmetrics takes tensors
+    groups = found.get("optim.groups")
+    for key, trained in STILL_TRAINED.items():
+        if groups is not None and key in found:
+            found["optim.groups"] = groups.replace("*.bias", trained)
     return {key: value for key, value in found.items() if value is not None}
 
 
@@ -326,6 +352,15 @@ def needs_ulfm(part: Part) -> bool:
     )
 
 
+def limit_of(words: Iterable[str]) -> float:
+    return COMPILED_S if any("speed.compile" in word for word in words) else LIMIT_S
+
+
+def run_at_place(part: Part) -> Verdict | None:
+    """run_part(), with mpirun's option where its place needs that."""
+    return run_with_ulfm(part) if needs_ulfm(part) else run_part(part, limit_of(part.words))
+
+
 def run_with_ulfm(part: Part) -> Verdict | None:
     """As run_part(), by a command of its own with that option of mpirun."""
     part.prepare()
@@ -334,8 +369,8 @@ def run_with_ulfm(part: Part) -> Verdict | None:
     with Job(
         part.place.ranks,
         argv,
-        timeout_s=LIMIT_S,
-        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"},
+        timeout_s=limit_of(part.words),
+        env=ENV,
         options=options,
         is_warm=True,
     ) as job:
@@ -361,7 +396,7 @@ class Runner:
         job = self._with_base(planned.job)
         part = Part(job, job.place, self._folder / "ranks")
         command = part.command()
-        instead = run_with_ulfm(part) if needs_ulfm(part) else run_part(part, LIMIT_S)
+        instead = run_at_place(part)
         if instead is not None:
             is_known = instead.kind == "refused" and all(
                 names(instead.why, example.keys) for example in planned.pair.both
@@ -393,11 +428,9 @@ class Runner:
 
     def _resumed(self, part: Part, straight: Found, stopped: Part, place: Place) -> Found:
         """What a pair came to, after a second run from the middle of `stopped` at `place`."""
-        if needs_ulfm(part):
-            return straight
         again = Part(part.job, place, self._folder / "next", stopped.run)
         way = f"{stopped.place.engine} x {stopped.place.ranks} -> {place.engine} x {place.ranks}"
-        instead = run_part(again, LIMIT_S)
+        instead = run_at_place(again)
         if instead is not None:
             return straight._replace(
                 kind="failed", why=f"resumed, {way}: {instead.why}", job=again.command()
@@ -416,7 +449,7 @@ class Runner:
         part = Part(job, job.place, self._folder / f"twin-{len(self._twins)}")
         known = tuple(sorted(part.words))
         if known not in self._twins:
-            self._twins[known] = run_part(part, LIMIT_S) or part
+            self._twins[known] = run_at_place(part) or part
         return self._twins[known]
 
     def _with_base(self, job: DrawnJob) -> DrawnJob:
@@ -435,31 +468,29 @@ class Runner:
         )
         if words not in self._bases:
             part = Part(job._replace(words=words), ONE, self._folder / f"base-{len(self._bases)}")
-            instead = run_part(part, LIMIT_S)
+            instead = run_at_place(part)
             assert instead is None, instead
             self._bases[words] = part.run
         return job._replace(words=joined(job.words, f"model.weights={self._bases[words]}"))
 
 
 def run_pairs(pairs: Sequence[Pair], for_s: float) -> Iterator[tuple[Pair, Found]]:
-    """What each pair came to: those on ranks of one kind one after the other, those that torch
-    compiles last."""
+    """What each pair came to: of some at a time, those on ranks of one kind one after the other;
+    those that torch compiles last."""
     end_s = time.monotonic() + for_s
     planned = [(pair, plan(pair)) for pair in pairs]
     yield from ((pair, found) for pair, found in planned if isinstance(found, Found))
     jobs = [found for _, found in planned if isinstance(found, Planned)]
     random.Random(0).shuffle(jobs)  # so that some are a sample of all
-    jobs.sort(key=_last)
+    groups = [jobs[first : first + AT_A_TIME] for first in range(0, len(jobs), AT_A_TIME)]
+    jobs = [each for group in groups for each in sorted(group, key=lambda each: each.job.place[:2])]
+    jobs.sort(key=lambda planned: "speed.compile" in planned.pair.words)
     with tempfile.TemporaryDirectory() as folder:
         runner = Runner(Path(folder))
         for each in jobs:
             if time.monotonic() > end_s:
                 return
             yield each.pair, runner.run(each)
-
-
-def _last(planned: Planned) -> tuple[bool, str, int]:
-    return "speed.compile" in planned.pair.words, *planned.job.place[:2]
 
 
 def shown(name: str, found: Found) -> str:
@@ -474,6 +505,7 @@ SIGNS = {
     "alike": "a",
     "runs": "r",
     "refused": "x",
+    "refused later": "d",
     "no model": "-",
     "once": "o",
     "failed": "!",
@@ -491,6 +523,7 @@ MEANINGS = {
     "are of each rank's passes, and norms, muon and numbers that are not scaled multiply what 16 "
     "bits round",
     "refused": "refused, with both keys in the message",
+    "refused later": "refused as well, by what the data or the task are",
     "no model": "no model of the tool has what both need",
     "once": "runs as one of the above in an earlier version; has not been resumed from its middle "
     "yet",
@@ -500,8 +533,8 @@ MEANINGS = {
 }
 
 
-def page(results: dict[str, Found]) -> str:
-    """The matrix and the reasons, as Markdown."""
+def page(results: dict[str, Found], of_frameworks: dict[str, str] | None = None) -> str:
+    """The matrix, the rows of other frameworks, and the reasons, as Markdown."""
     kinds = {name: kind_of(name, found) for name, found in results.items()}
     counts = Counter(kinds.values())
     running = sum(counts[kind] for kind in (*RUNNING, "once"))
@@ -514,7 +547,7 @@ def page(results: dict[str, Found]) -> str:
         "`python tests/support/combinations.py docs/combinations.md` runs them and writes this "
         f"page. Of {len(results)} pairs of "
         f"{len(EXAMPLES)} settings {running} run, {counts['refused']} are refused before data are "
-        f"read, {counts['no model']} have no "
+        f"read, {counts['refused later']} later, {counts['no model']} have no "
         f"model in common, {counts['failed']} are wrong{later}.",
         "All ranks are on one host, on which `shard.group=node` has one group.",
         f"The slow tests run at most {PER_DAY} of the resumed pairs a day, in turn; "
@@ -534,6 +567,7 @@ def page(results: dict[str, Found]) -> str:
         *_matrix(kinds),
         "```",
         "",
+        *_frameworks(of_frameworks or {}),
         "## Why pairs are refused",
         "`not made yet` is a matter of work; the other reasons are of the mathematics, or of the "
         "library that does it.",
@@ -546,6 +580,38 @@ def page(results: dict[str, Found]) -> str:
     return "\n".join(lines)
 
 
+def _frameworks(rows: dict[str, str]) -> Iterator[str]:
+    if not rows:
+        return
+    yield from (
+        "## In other frameworks",
+        "Pairs of the other settings with `framework=jax` or `keras`: of those that are accepted "
+        "and have a model, these have run, in random order, beside one process of that framework.",
+        "",
+        "| framework | pairs | accepted | run | equal, and resumed | other numbers by definition | "
+        "wrong |",
+        "|---|---|---|---|---|---|---|",
+    )
+    yield from (f"| {framework} | {row}" for framework, row in sorted(rows.items()))
+    yield ""
+
+
+def framework_row(pairs: int, results: dict[str, Found]) -> str:
+    """Of `pairs` and what those came to that have run or cannot."""
+    counts = Counter(found.kind for found in results.values())
+    without = counts["refused"] + counts["no model"]
+    resumed = sum(found.kind == "equal" and bool(found.resumed) for found in results.values())
+    others = counts["alike"] + counts["runs"] + counts["close"]
+    return (
+        f"{pairs} | {pairs - without} | {len(results) - without} | {resumed} | {others} | "
+        f"{counts['failed']} |"
+    )
+
+
+def framework_rows(text: str) -> dict[str, str]:
+    return dict(re.findall(r"^\| (jax|keras) \| (.*)$", text, re.MULTILINE))
+
+
 RUNNING = ("equal", "close", "alike", "runs")  # and resumed
 
 
@@ -553,22 +619,45 @@ def kind_of(name: str, found: Found) -> str:
     """The kind for the page."""
     if found.kind in RUNNING and not found.resumed:
         return "once"
+    if found.kind == "refused" and found.job:
+        return "refused later"
     in_16_bits = any(f"{key}={kind}" in name for key in IN_16_BITS for kind in ("fp16", "bf16"))
     return "close" if found.kind == "equal" and in_16_bits else found.kind
 
 
 def signs_of(text: str) -> dict[str, str]:
-    """Pair -> its sign in the matrix of the page."""
+    """Pair -> its sign in the matrix of the page, which may be older than some of the examples."""
     rows = re.findall(
-        r"^ *\d+  (.+?)  +(\S+)$", text.partition("```text")[2].partition("```")[0], re.MULTILINE
+        r"^ *\d+  (.+?)(?:  +(\S+))?$", text.partition("```text\n")[2].partition("```")[0], re.M
     )
-    assert [words for words, _ in rows] == [example.words for example in EXAMPLES[1:]]
-    of_row = {
-        words: dict(zip((example.words for example in EXAMPLES), signs, strict=False))
-        for words, signs in rows
+    found = {
+        frozenset((one, other)): sign
+        for number, (other, signs) in enumerate(rows)
+        for (one, _), sign in zip(rows[:number], signs, strict=True)
     }
-    signs = {f"{one} + {other}": sign for other, row in of_row.items() for one, sign in row.items()}
-    return {name: sign for name, sign in signs.items() if sign != SIGNS["same key"]}
+    of_pairs = (
+        (pair.name, found.get(frozenset(e.words for e in pair.both))) for pair in all_pairs()
+    )
+    return {name: sign for name, sign in of_pairs if sign is not None}
+
+
+def read_page(text: str, pairs: Iterable[Pair]) -> dict[str, Found]:
+    """What the page says of pairs; what is refused, and what has no model, is looked up again."""
+    kinds = {sign: kind for kind, sign in SIGNS.items()}
+    signs = signs_of(text)
+    found: dict[str, Found] = {}
+    for pair in pairs:
+        kind = kinds[signs.get(pair.name, SIGNS["not run"])]
+        planned = plan(pair)
+        if isinstance(planned, Found):
+            found[pair.name] = planned
+        elif kind == "once":
+            found[pair.name] = Found("equal")
+        elif kind == "refused later":
+            found[pair.name] = Found("refused", job="as the page says")
+        elif kind in (*RUNNING, "failed"):
+            found[pair.name] = Found(kind, resumed="as the page says")
+    return found
 
 
 def pairs_of_day(day: date, page_text: str) -> list[Pair]:
@@ -644,7 +733,11 @@ def main() -> int:
         help="these pairs, and no page: 'comm.local_steps=2 + optim.ema=0.8'",
     )
     parser.add_argument(
-        "--framework", choices=("jax", "keras"), help="all pairs with this framework, and no page"
+        "--signs",
+        help="the pairs with these signs on the page, as `?o`; the others keep what it says",
+    )
+    parser.add_argument(
+        "--framework", choices=("jax", "keras"), help="all pairs with this framework"
     )
     parser.add_argument(
         "--results", type=Path, help="a file of results, to which those of more pairs are added"
@@ -653,6 +746,8 @@ def main() -> int:
         "--for-s", type=float, default=float("inf"), help="after these seconds no job begins"
     )
     args = parser.parse_args()
+    if args.signs and (args.framework or not args.page):
+        parser.error("--signs are those of the page")
     pairs = {
         pair.name: pair
         for pair in all_pairs(f"framework={args.framework}" if args.framework else "")
@@ -660,11 +755,13 @@ def main() -> int:
     if unknown := [name for name in args.jobs_only or () if name not in pairs]:
         parser.error(f"no pair: {unknown[0]}; known are, as examples: {', '.join(list(pairs)[:3])}")
     results = {} if args.jobs_only else read_results(args.results)
-    todo = [
-        pair
-        for name, pair in pairs.items()
-        if name not in results and (not args.jobs_only or name in args.jobs_only)
-    ]
+    wanted = set(args.jobs_only or pairs) - set(results)
+    if args.signs:
+        kept = read_page(args.page.read_text(), pairs.values())
+        before = {name: kind_of(name, kept.get(name, Found("not run"))) for name in pairs}
+        wanted = {name for name in wanted if SIGNS[before[name]] in args.signs}
+        results = kept | results
+    todo = [pair for name, pair in pairs.items() if name in wanted]
     with (args.results or Path("/dev/null")).open("a") as file:
         for pair, found in run_pairs(todo, args.for_s):
             results[pair.name] = found
@@ -677,9 +774,17 @@ def main() -> int:
         f"{len(results)} of {len(args.jobs_only or pairs)} pairs: "
         f"{dict(Counter(found.kind for found in results.values()))}"
     )
-    if args.page and not args.jobs_only and not args.framework:
-        args.page.write_text(page({name: results.get(name, Found("not run")) for name in pairs}))
-    return int(any(found.kind == "failed" for found in results.values()))
+    has_failed = any(found.kind == "failed" for found in results.values())
+    if args.page and not args.jobs_only:
+        text = args.page.read_text() if args.page.exists() else ""
+        rows = framework_rows(text)
+        if args.framework:
+            rows[args.framework] = framework_row(len(pairs), results)
+            pairs = {pair.name: pair for pair in all_pairs()}
+            results = read_page(text, pairs.values())
+        of_page = {name: results.get(name, Found("not run")) for name in pairs}
+        args.page.write_text(page(of_page, rows))
+    return int(has_failed)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import functools
 import io
 import itertools
 import json
+import os
 import re
 import shlex
 import shutil
@@ -60,6 +61,9 @@ OF_ADAM = 1e-10
 # rounded by
 OF_MUON = 1e-8
 ROOM = 2**22  # bytes of a file of a checkpoint
+# of Keras, what the caller's path has as well
+PATH = (str(ROOT), str(ROOT / "tests/support"), os.environ.get("PYTHONPATH"))
+ENV = {"PYTHONPATH": os.pathsep.join(filter(None, PATH))}
 ONE = Place("single", 1, "")
 # of events
 FIELDS = (
@@ -186,13 +190,12 @@ def _by_command(part: Part, limit_s: float, before: str) -> Verdict | None:
 
 
 def by_command(part: Part, limit_s: float) -> Result:
-    env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"}
     argv = ["-m", "hvdtrain", *part.words, f"run={part.run}"]
     ranks = part.place.ranks
     return (
-        mpirun(ranks, argv, timeout_s=limit_s, env=env)
+        mpirun(ranks, argv, timeout_s=limit_s, env=ENV)
         if ranks > 1
-        else python(argv, timeout_s=limit_s, env=env)
+        else python(argv, timeout_s=limit_s, env=ENV)
     )
 
 

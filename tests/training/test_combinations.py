@@ -16,10 +16,13 @@ from combinations import (
     Found,
     Planned,
     bound_of,
+    framework_row,
+    framework_rows,
     kind_of,
     page,
     pairs_of_day,
     plan,
+    read_page,
     run_pairs,
     shown,
     signs_of,
@@ -116,9 +119,16 @@ def test_a_page_of_other_results_says_so() -> None:
     name = "shard.stage=1 + optim.clip_norm=0.05"
     other = "shard.stage=2 + optim.clip_norm=0.05"
     resumed = Found("equal", resumed="mpi x 2 -> single x 1")
-    text = page(
-        dict.fromkeys(PAIRS, resumed) | {name: Found("failed", "apart"), other: Found("equal")}
-    )
+    results = dict.fromkeys(PAIRS, resumed)
+    results |= {name: Found("failed", "apart"), other: Found("equal")}
+    in_jax = {"one": resumed, "two": Found("equal"), "three": Found("refused")}
+    text = page(results, {"jax": framework_row(5, in_jax)})
+    assert framework_rows(text) == {"jax": "5 | 4 | 2 | 1 | 0 | 0 |"}
+    kept = read_page(text, [PAIRS[name], PAIRS[other]])
+    assert [(each.kind, bool(each.resumed)) for each in kept.values()] == [
+        ("failed", True),
+        ("equal", False),
+    ]
     assert signs_of(text)[other] == "o" and "| `o` | 1 |" in text
     assert (
         signs_of(text)[name] == "!"
