@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from ranks import ROOT, mpirun, needs_mpirun, python
 
-from hvdtrain.config.extras import benches, commands, extras, plan_options
+from hvdtrain.config.extras import benches, commands, extras, plan_options, plans
 
 FOLDER = ROOT / "hvdtrain" / "extras"
 PAGE = ROOT / "docs" / "extras.md"
@@ -109,8 +109,11 @@ def test_each_command_bench_and_option_is_of_one_extra() -> None:
     assert len(commands()) == sum(len(extra.commands) for extra in extras().values())
     assert len(benches()) == sum(len(extra.benches) for extra in extras().values())
     assert len(plan_options()) == sum(len(extra.plan) for extra in extras().values())
+    assert len(plans()) == sum(len(extra.plans) for extra in extras().values())
     for name, extra in extras().items():
-        for each in (*extra.commands.values(), *extra.benches.values(), *extra.plan.values()):
+        for each in (*extra.commands.values(), *extra.benches.values()):
+            assert each.module.startswith(f"hvdtrain.extras.{name}.")
+        for each in (*extra.plan.values(), *extra.plans.values()):
             assert each.module.startswith(f"hvdtrain.extras.{name}.")
 
 
@@ -119,7 +122,7 @@ def row_of(name: str) -> list[str]:
     extra = extras()[name]
     gives = [f"`{each}`" for each in extra.commands]
     gives += [f"`bench {each}`" for each in extra.benches]
-    gives += [f"`plan --{each}`" for each in extra.plan]
+    gives += [f"`plan --{each}`" for each in (*extra.plan, *extra.plans)]
     plugins = [
         path for path in sorted((FOLDER / name).glob("*/**/*.py")) if path.stem != "__init__"
     ]

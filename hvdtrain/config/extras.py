@@ -20,7 +20,9 @@ class Command(NamedTuple):
     usage: what help shows of it, `hvdtrain extras` its first line. trains: it starts jobs, so a
     signal that asks for a checkpoint does not kill it. The module of an option of plan has
     with_value(arguments), which completes an option that stands alone, and read(value), which
-    returns the function that makes the lines and the JSON which it adds to the plan.
+    returns the function that makes the lines and the JSON which it adds to the plan. The module of
+    another plan has add_options(parser), refuse_options(options), and run(options, config), which
+    prints the plan and returns True where the options ask for it.
     """
 
     module: str
@@ -31,10 +33,10 @@ class Command(NamedTuple):
 class Extra(NamedTuple):
     """What the rest of hvdtrain learns of an extra: the value EXTRA of its extra.py, data only.
 
-    says: one sentence. benches: what `bench NAME` runs; plan: what `plan --NAME` adds. Plugins
-    need no entry: extras/NAME/FOLDER/PLUGIN.py is found as FOLDER/PLUGIN.py is; aliases has, by
-    folder, the names of those that have others. data_files: ending of a file of the user's, or of a
-    folder that counts as one -> the data.name that reads it.
+    says: one sentence. benches: what `bench NAME` runs; plan: what `plan --NAME` adds; plans: what
+    it prints instead. Plugins need no entry: extras/NAME/FOLDER/PLUGIN.py is found as
+    FOLDER/PLUGIN.py is; aliases has, by folder, the names of those that have others. data_files:
+    ending of a file of the user's, or a folder that counts as one -> the data.name that reads it.
     """
 
     status: Literal["stable", "experimental"]
@@ -42,6 +44,7 @@ class Extra(NamedTuple):
     commands: Mapping[str, Command] = MappingProxyType({})
     benches: Mapping[str, Command] = MappingProxyType({})
     plan: Mapping[str, Command] = MappingProxyType({})
+    plans: Mapping[str, Command] = MappingProxyType({})
     aliases: Mapping[str, Mapping[str, str]] = MappingProxyType({})
     data_files: Mapping[str, str] = MappingProxyType({})
 
@@ -78,6 +81,11 @@ def plan_options() -> dict[str, Command]:
     return {name: each for extra in extras().values() for name, each in extra.plan.items()}
 
 
+def plans() -> dict[str, Command]:
+    """name -> every other plan of an extra."""
+    return {name: each for extra in extras().values() for name, each in extra.plans.items()}
+
+
 def aliases(folder: str) -> dict[str, str]:
     """name -> the plugin of an extra that it means, in a folder of plugins."""
     found: dict[str, str] = {}
@@ -98,5 +106,5 @@ def list_text() -> str:
         lines.append(f"{name} ({extra.status}): {extra.says}")
         given = (*extra.commands.values(), *extra.benches.values())
         lines += [f"  {each.usage.partition(chr(10))[0]}" for each in given]
-        lines += [f"  hvdtrain plan --{option}" for option in extra.plan]
+        lines += [f"  hvdtrain plan --{option}" for option in (*extra.plan, *extra.plans)]
     return "\n".join(lines or ["this copy of hvdtrain has no extras"])

@@ -530,23 +530,3 @@ def test_the_layout_of_stages_measures_nothing(balance: str, stages: list[int]) 
     assert ("stages are cut by operations; a job measures seconds at its start" in found.notes) == (
         balance == "seconds"
     )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--parallel", "--png", "q.png"], "plan --parallel does not read --png"),
-        (
-            ["--parallel", "--parallel-picture", "p.png"],
-            "plan --parallel does not read --parallel-picture",
-        ),
-        (["--pipeline", "--memory"], "plan --pipeline does not read --memory"),
-        (["--pipeline", "--parallel"], "plan --pipeline does not read --parallel"),
-        (["--gflops", "3"], "plan without --parallel does not read --gflops"),
-    ],
-)
-def test_options_of_another_plan_are_refused(
-    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", *arguments]) == 2
-    assert expected in capsys.readouterr().err

@@ -25,16 +25,6 @@ from hvdtrain.cli.plan.forecast import (
     read_size,
     with_memory_value,
 )
-from hvdtrain.cli.plan.machine import add_options
-from hvdtrain.cli.plan.meshes import Data
-from hvdtrain.cli.plan.parallel import (
-    PARALLEL_RANKS,
-    draw_parallel,
-    pipeline_json,
-    pipeline_lines,
-    pipeline_plan,
-    plan_parallel,
-)
 from hvdtrain.cli.plan.table import Plan, batch_label, one_line, plan_lines, ranks_label, to_json
 from hvdtrain.config import extras, plugins
 from hvdtrain.config.schema import Config
@@ -45,7 +35,7 @@ from hvdtrain.frameworks.by_name import build_rule, check_patterns, is_made_with
 from hvdtrain.optim.rule import Rule
 from hvdtrain.recipe import from_config
 from hvdtrain.recipe.summary import lr_summary
-from hvdtrain.report.figures.commands import RecipeCurve, draw_recipe
+from hvdtrain.report.figures.commands import RecipeCurve, draw_layout, draw_recipe
 from hvdtrain.tasks.classification import without_statistics
 from hvdtrain.tasks.task import Task, tokens_of_sample
 from hvdtrain.training.build import planned_task
@@ -62,31 +52,13 @@ hvdtrain plan [--config FILE] [--ranks 1,8,64,512] [--json [FILE]] [--png FILE] 
   --json FILE                write the plan as JSON too; --json or --json - prints it instead of the text
   --memory [16GiB]           the memory of a rank, for 1, 2, 4, 8 ranks (or --ranks) and each shard.stage, with and without recomputation:
                              what fits in so much, the largest batch.micro, which to take; computed without memory, in seconds
-  --pipeline                 the time of each unit of the model, measured in this process; where parallel.balance cuts it into the stages of
-                             parallel.pipeline (or --ranks, default 2); how long the ranks of each parallel.schedule wait
 {extras}\
   --png FILE                 draw learning rate and batch
-  --parallel-picture FILE    draw as PNG which rank has which part of each layer, and what is sent, on the first of --ranks
-hvdtrain plan --parallel [--ranks 4] [--memory 16GiB] [--json [FILE]] [key=value ...]
-  instead: the ways to divide ranks and model (parallel.tensor, parallel.pipeline, parallel.dense, shard.stage), by the predicted time of a
-  step, with what each computes, sends, waits and keeps; which to take and why; which cannot be, and why
-  --gflops 50                floating-point operations of a rank in a second while all compute, in 10^9
-  --inside 10GB/s,5us        bandwidth and latency between the ranks of a node
-  --between 1.25GB/s,30us    those of a node to the others, shared by its ranks
-  --ranks-per-node 8         ranks on a node
-  --measured FILE,FILE       these numbers from JSON of bench step (of ranks that each have the whole model) and of bench allreduce\
+  --parallel-picture FILE    draw as PNG which rank has which part of each layer, and what is sent, on the first of --ranks\
 """  # noqa: E501
 _RANKS = (1, 8, 64, 512)
+_PICTURE = "--parallel-picture"
 _CURVE_POINTS = 2000
-_OPTIONS_OF_JOBS = ("png", "parallel_picture", "all")  # without --pipeline and --parallel
-# with --parallel
-_OPTIONS_OF_MESHES = (
-    "gflops",
-    "inside",
-    "between",
-    "ranks_per_node",
-    "measured",
-)
 
 
 class TrainingData(NamedTuple):
@@ -100,15 +72,18 @@ def plan(arguments: Sequence[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         of_extras = "".join(f"{each.usage}\n" for each in extras.plan_options().values())
         print(USAGE.replace("{extras}", of_extras))
+        for each in extras.plans().values():
+            print(each.usage)
         return DONE
     options, config_arguments = _parse(arguments)
-    _refuse_combinations(options)
+    others = _plans_of_extras()
+    for module in others:
+        module.refuse_options(options)
     config = configure(options.config, config_arguments)
     plugins.check_names(config)
-    if options.pipeline:
-        return _plan_pipelines(options, config)
-    if options.parallel:
-        return _plan_parallel(options, config)
+    if any(module.run(options, config) for module in others):
+        return DONE
+    options.ranks = options.ranks or list(_RANKS if options.memory is None else RANKS)
     conflicts = [conflict for ranks in options.ranks if (conflict := find_conflict(config, ranks))]
     if len(conflicts) == len(options.ranks):  # before data are read
         raise _none_feasible(conflicts)
@@ -150,57 +125,11 @@ def plan(arguments: Sequence[str]) -> int:
         if options.json != STANDARD_OUTPUT:
             print(f"\n{drawn}")
     if options.parallel_picture is not None:
-        drawn = draw_parallel(
+        drawn = _draw_parallel(
             options.parallel_picture, feasible[0].config, data.task, feasible[0].ranks
         )
         if options.json != STANDARD_OUTPUT:
             print(f"\n{drawn}")
-    return DONE
-
-
-def _refuse_combinations(options: argparse.Namespace) -> None:
-    """Raises UserError for an option that the kind of plan does not read."""
-    kind = next((kind for kind in ("pipeline", "parallel") if getattr(options, kind)), None)
-    others = _OPTIONS_OF_JOBS + (
-        ("pipeline",) if kind == "parallel" else ("parallel", "memory", *_OPTIONS_OF_MESHES)
-    )
-    if kind is None:
-        others = _OPTIONS_OF_MESHES
-    for name in others:
-        if getattr(options, name) not in (None, False):
-            option = f"--{name.replace('_', '-')}"
-            if kind is None:
-                raise UserError(
-                    f"plan without --parallel does not read {option}",
-                    option,
-                    f"plan --parallel ..., or leave {option} out",
-                )
-            raise UserError(
-                f"plan --{kind} does not read {option}",
-                option,
-                f"leave one of them out: --{kind} or {option}",
-            )
-
-
-def _plan_pipelines(options: argparse.Namespace, config: Config) -> int:
-    """Prints plans of parallel.pipeline ranks; without that key of --ranks."""
-    sizes = [config.parallel.pipeline] if config.parallel.pipeline > 1 else options.ranks
-    if 1 in sizes:
-        raise UserError(
-            "a pipeline has 2 ranks or more",
-            "--ranks",
-            "plan --pipeline --ranks 2,4, or parallel.pipeline=2",
-        )
-    task = training_data(options, config).task
-    plans = [pipeline_plan(config, task, size) for size in sizes]
-    lines = [line for each in plans for line in ["", *pipeline_lines(each)]]
-    print_result(options.json, lines[1:], {"pipelines": [pipeline_json(each) for each in plans]})
-    return DONE
-
-
-def _plan_parallel(options: argparse.Namespace, config: Config) -> int:
-    data = training_data(options, config)
-    plan_parallel(options, config, Data(data.task, data.samples))
     return DONE
 
 
@@ -210,7 +139,6 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--config")
     parser.add_argument("--ranks", type=_read_ranks, default=None)
     parser.add_argument("--memory")
-    parser.add_argument("--pipeline", action="store_true")
     for name in extras.plan_options():
         parser.add_argument(f"--{name}")
     parser.add_argument("--png")
@@ -218,22 +146,19 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--json")
     add_data_options(parser)
     parser.add_argument("--all", action="store_true")
-    add_options(parser)
+    for module in _plans_of_extras():
+        module.add_options(parser)
     arguments = with_memory_value(with_json_value(arguments))
     for name in extras.plan_options():
         if f"--{name}" in arguments:
             arguments = _of_extra(name).with_value(arguments)
-    options, others = parser.parse_known_args(arguments)
-    if options.parallel:
-        defaults: Sequence[int] = [PARALLEL_RANKS]
-    elif options.pipeline:
-        defaults = [2]
-    elif options.memory is not None:
-        defaults = RANKS
-    else:
-        defaults = _RANKS
-    options.ranks = options.ranks or list(defaults)
-    return options, others
+    return parser.parse_known_args(arguments)
+
+
+def _plans_of_extras() -> list[Any]:
+    """The modules of other plans, each once."""
+    names = dict.fromkeys(each.module for each in extras.plans().values())
+    return [importlib.import_module(name) for name in names]
 
 
 def _of_extra(name: str) -> Any:
@@ -322,6 +247,19 @@ def training_data(options: argparse.Namespace, config: Config) -> TrainingData:
             error.where,
             f"{error.fix}; or {without_data}" if error.fix else without_data,
         ) from None
+
+
+def _draw_parallel(path: str, config: Config, task: Task, ranks: int) -> str:
+    """Writes a PNG; returns a line for people. Raises UserError where the framework has no such
+    picture, or the file cannot be written."""
+    framework = plugins.load("frameworks", config.framework, config.where("framework"))
+    if not hasattr(framework, "layout"):
+        raise UserError(
+            f"framework={config.framework} has every model whole on each rank",
+            _PICTURE,
+            "framework=torch",
+        )
+    return draw_layout(Path(path), framework.layout(config, task, ranks), _PICTURE)
 
 
 def _rule(config: Config) -> Rule | None:

@@ -10,13 +10,17 @@ import sys
 import textwrap
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from hvdtrain.cli.output import align, print_result
+from hvdtrain.cli.plan.command import training_data
 from hvdtrain.cli.plan.forecast import read_size
-from hvdtrain.cli.plan.machine import machine_of
-from hvdtrain.cli.plan.meshes import (
+from hvdtrain.config import plugins
+from hvdtrain.config.schema import Config
+from hvdtrain.errors import UserError
+from hvdtrain.extras.meshes.machine import add_options as add_machine_options
+from hvdtrain.extras.meshes.machine import machine_of
+from hvdtrain.extras.meshes.meshes import (
     Data,
     MeshPlan,
     Row,
@@ -25,9 +29,6 @@ from hvdtrain.cli.plan.meshes import (
     plan_meshes,
     without_mesh,
 )
-from hvdtrain.config import plugins
-from hvdtrain.config.schema import Config
-from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.parallel.pipeline.schedule import (
     Schedule,
     UnitCost,
@@ -36,7 +37,6 @@ from hvdtrain.frameworks.torch.parallel.pipeline.schedule import (
     timeline,
 )
 from hvdtrain.recipe.batch import resolve_batch_size
-from hvdtrain.report.figures.commands import draw_layout
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.conflicts import refuse_on_every_engine
 from hvdtrain.training.input import passes_of_step
@@ -44,7 +44,72 @@ from hvdtrain.training.job_memory import resident_bytes
 from hvdtrain.training.memory import MARGIN, gib
 
 PARALLEL_RANKS = 4  # without --ranks
+_OPTIONS_OF_JOBS = ("png", "parallel_picture", "all")  # without --pipeline and --parallel
+# with --parallel
+_OPTIONS_OF_MESHES = (
+    "gflops",
+    "inside",
+    "between",
+    "ranks_per_node",
+    "measured",
+)
 _QUIET_S = 5.0  # after that, progress is printed
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--pipeline", action="store_true")
+    add_machine_options(parser)
+
+
+def refuse_options(options: argparse.Namespace) -> None:
+    """Raises UserError for an option that the kind of plan does not read."""
+    kind = next((kind for kind in ("pipeline", "parallel") if getattr(options, kind)), None)
+    others = _OPTIONS_OF_JOBS + (
+        ("pipeline",) if kind == "parallel" else ("parallel", "memory", *_OPTIONS_OF_MESHES)
+    )
+    if kind is None:
+        others = _OPTIONS_OF_MESHES
+    for name in others:
+        if getattr(options, name) not in (None, False):
+            option = f"--{name.replace('_', '-')}"
+            if kind is None:
+                raise UserError(
+                    f"plan without --parallel does not read {option}",
+                    option,
+                    f"plan --parallel ..., or leave {option} out",
+                )
+            raise UserError(
+                f"plan --{kind} does not read {option}",
+                option,
+                f"leave one of them out: --{kind} or {option}",
+            )
+
+
+def run(options: argparse.Namespace, config: Config) -> bool:
+    """Prints the plan that the options ask for; False where they ask for neither. Raises
+    UserError."""
+    if options.pipeline:
+        _plan_pipelines(options, config)
+    elif options.parallel:
+        options.ranks = options.ranks or [PARALLEL_RANKS]
+        data = training_data(options, config)
+        plan_parallel(options, config, Data(data.task, data.samples))
+    return bool(options.pipeline or options.parallel)
+
+
+def _plan_pipelines(options: argparse.Namespace, config: Config) -> None:
+    """Prints plans of parallel.pipeline ranks; without that key of --ranks."""
+    sizes = [config.parallel.pipeline] if config.parallel.pipeline > 1 else options.ranks or [2]
+    if 1 in sizes:
+        raise UserError(
+            "a pipeline has 2 ranks or more",
+            "--ranks",
+            "plan --pipeline --ranks 2,4, or parallel.pipeline=2",
+        )
+    task = training_data(options, config).task
+    plans = [pipeline_plan(config, task, size) for size in sizes]
+    lines = [line for each in plans for line in ["", *pipeline_lines(each)]]
+    print_result(options.json, lines[1:], {"pipelines": [pipeline_json(each) for each in plans]})
 
 
 def plan_parallel(options: argparse.Namespace, config: Config, data: Data) -> None:
@@ -75,22 +140,6 @@ def plan_parallel(options: argparse.Namespace, config: Config, data: Data) -> No
         config, data, ranks, machine, room, framework.has_dense_part(plain, data.task), says
     )
     print_result(options.json, mesh_lines(plan), mesh_json(plan))
-
-
-_OPTION = "--parallel-picture"
-
-
-def draw_parallel(path: str, config: Config, task: Task, ranks: int) -> str:
-    """Writes a PNG; returns a line for people. Raises UserError where the framework has no such
-    picture, or the file cannot be written."""
-    framework = plugins.load("frameworks", config.framework, config.where("framework"))
-    if not hasattr(framework, "layout"):
-        raise UserError(
-            f"framework={config.framework} has every model whole on each rank",
-            _OPTION,
-            "framework=torch",
-        )
-    return draw_layout(Path(path), framework.layout(config, task, ranks), _OPTION)
 
 
 _HEADER = ("mesh", "ms/step", "compute", "comm", "bubble", "MB sent", "memory")

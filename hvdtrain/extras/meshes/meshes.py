@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 from hvdtrain.cli.bench.cost_model import BACKWARD, Link
 from hvdtrain.cli.plan.forecast import Forecast, Infeasible, forecast
-from hvdtrain.cli.plan.machine import Machine
 from hvdtrain.comm.counted import Moved
 from hvdtrain.comm.engines import Feature, features_of
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config, ParallelConfig, ShardConfig
 from hvdtrain.errors import UserError
+from hvdtrain.extras.meshes.machine import Machine
 from hvdtrain.frameworks.footprint import PlannedWork
 from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Seconds, timeline
 from hvdtrain.recipe.batch import resolve_batch_size

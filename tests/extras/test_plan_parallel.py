@@ -13,10 +13,10 @@ import pytest
 from hvdtrain.__main__ import main
 from hvdtrain.cli.bench.allreduce import IN_PARTS
 from hvdtrain.cli.bench.cost_model import Link
-from hvdtrain.cli.plan.machine import Machine, machine_of, read_link
-from hvdtrain.cli.plan.meshes import Mesh, meshes, moved_s, step_time, with_mesh, without_mesh
 from hvdtrain.comm.counted import Kind, Moved
 from hvdtrain.config.read import configure
+from hvdtrain.extras.meshes.machine import Machine, machine_of, read_link
+from hvdtrain.extras.meshes.meshes import Mesh, meshes, moved_s, step_time, with_mesh, without_mesh
 from hvdtrain.frameworks.footprint import Footprint, PlannedWork
 
 INSIDE = Link("inside", 1e-3, 1e6)
@@ -265,3 +265,23 @@ def test_odd_measurements_are_refused(
     file.write_text(json.dumps(odd))
     assert main(["plan", "--parallel", *MLP, *MACHINE[2:], "--measured", str(file)]) == 2
     assert "is no result of bench step, or of bench allreduce" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--parallel", "--png", "q.png"], "plan --parallel does not read --png"),
+        (
+            ["--parallel", "--parallel-picture", "p.png"],
+            "plan --parallel does not read --parallel-picture",
+        ),
+        (["--pipeline", "--memory"], "plan --pipeline does not read --memory"),
+        (["--pipeline", "--parallel"], "plan --pipeline does not read --parallel"),
+        (["--gflops", "3"], "plan without --parallel does not read --gflops"),
+    ],
+)
+def test_options_of_another_plan_are_refused(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *arguments]) == 2
+    assert expected in capsys.readouterr().err
