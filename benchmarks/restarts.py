@@ -16,12 +16,12 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "cli"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "extras"))
 
 from cluster_hosts import Hosts
 from faults import events, reached, supervisor, told, wait_for
 from ranks import Job
-from test_faults_supervisor import WORDS
+from test_elastic_launch_faults import WORDS
 
 
 def goes_on_s(run: Path, before: int, lost: str) -> float:

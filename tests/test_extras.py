@@ -16,9 +16,10 @@ from hvdtrain.config.extras import benches, commands, extras, plan_options, plan
 FOLDER = ROOT / "hvdtrain" / "extras"
 PAGE = ROOT / "docs" / "extras.md"
 EVERYTHING = """
-import importlib, sys
+import contextlib, importlib, io, sys
 from pathlib import Path
-root, *missing = sys.argv[1:]
+root, *missing = [word for word in sys.argv[1:] if " " not in word]
+gone = [word.split() for word in sys.argv[1:] if " " in word]
 libraries = "torch jax keras tensorflow horovod matplotlib pandas optuna h5py zarr pyarrow mlflow wandb"
 sys.modules.update(dict.fromkeys(libraries.split()))  # their import fails, in no time
 sys.path.insert(0, root)
@@ -39,6 +40,11 @@ topics = ["data", "task", "model", "optim", "log", "train", "plan", "bench", "la
 pages = [["--help"], ["--help", "keys"], ["list"], ["extras"], *(["--help", topic] for topic in topics)]
 assert not any(main(page) for page in pages)
 assert main(["plan", "framework=numpy", "model.name=linear", "--ranks", "1"]) == 0
+for command, option in gone:
+    shown = io.StringIO()
+    with contextlib.redirect_stderr(shown):
+        assert main([command, option, "--", "run=r"]) == 2
+    assert f"unknown argument '{option}'" in shown.getvalue(), shown.getvalue()
 print("imported", imported)
 """  # noqa: E501
 OF_COPY = """
@@ -70,8 +76,10 @@ def with_extras(copy: Path) -> Iterator[Path]:
 
 
 def imported(root: Path, *missing: str) -> int:
-    """How many modules of a copy can be imported, all its pages of help being printed."""
-    done = python(["-c", EVERYTHING, str(root), *missing], is_warm=False)
+    """How many modules of a copy can be imported, all its pages of help being printed; an option
+    of an extra that is missing is unknown."""
+    modes = [name for extra in missing for name in extras()[extra].modes]
+    done = python(["-c", EVERYTHING, str(root), *missing, *modes], is_warm=False)
     assert done.returncode == 0, done.stderr
     return int(done.stdout.split()[-1])
 
@@ -115,6 +123,8 @@ def test_each_command_bench_and_option_is_of_one_extra() -> None:
             assert each.module.startswith(f"hvdtrain.extras.{name}.")
         for each in (*extra.plan.values(), *extra.plans.values()):
             assert each.module.startswith(f"hvdtrain.extras.{name}.")
+        for mode in extra.modes.values():
+            assert mode.module.startswith(f"hvdtrain.extras.{name}.")
 
 
 def row_of(name: str) -> list[str]:
@@ -123,6 +133,7 @@ def row_of(name: str) -> list[str]:
     gives = [f"`{each}`" for each in extra.commands]
     gives += [f"`bench {each}`" for each in extra.benches]
     gives += [f"`plan --{each}`" for each in (*extra.plan, *extra.plans)]
+    gives += [f"`{each}`" for each in extra.modes]
     plugins = [
         path for path in sorted((FOLDER / name).glob("*/**/*.py")) if path.stem != "__init__"
     ]

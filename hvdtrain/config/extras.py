@@ -30,13 +30,26 @@ class Command(NamedTuple):
     trains: bool = False
 
 
+class Mode(NamedTuple):
+    """What an option of a command asks an extra for, as `launch --elastic`. module: has the
+    function of its name, launch_elastic, which runs in the place of the command.
+
+    usage: what the command's help shows of it. options: those that need it, each with a value.
+    """
+
+    module: str
+    usage: str
+    options: tuple[str, ...] = ()
+
+
 class Extra(NamedTuple):
     """What the rest of hvdtrain learns of an extra: the value EXTRA of its extra.py, data only.
 
     says: one sentence. benches: what `bench NAME` runs; plan: what `plan --NAME` adds; plans: what
-    it prints instead. Plugins need no entry: extras/NAME/FOLDER/PLUGIN.py is found as
-    FOLDER/PLUGIN.py is; aliases has, by folder, the names of those that have others. data_files:
-    ending of a file of the user's, or a folder that counts as one -> the data.name that reads it.
+    it prints instead; modes: what `COMMAND --OPTION` runs. Plugins need no entry:
+    extras/NAME/FOLDER/PLUGIN.py is found as FOLDER/PLUGIN.py is; aliases has, by folder, the names
+    of those that have others. data_files: ending of a file of the user's, or a folder that counts
+    as one -> the data.name that reads it.
     """
 
     status: Literal["stable", "experimental"]
@@ -45,6 +58,7 @@ class Extra(NamedTuple):
     benches: Mapping[str, Command] = MappingProxyType({})
     plan: Mapping[str, Command] = MappingProxyType({})
     plans: Mapping[str, Command] = MappingProxyType({})
+    modes: Mapping[str, Mode] = MappingProxyType({})
     aliases: Mapping[str, Mapping[str, str]] = MappingProxyType({})
     data_files: Mapping[str, str] = MappingProxyType({})
 
@@ -86,6 +100,16 @@ def plans() -> dict[str, Command]:
     return {name: each for extra in extras().values() for name, each in extra.plans.items()}
 
 
+def modes(command: str) -> dict[str, Mode]:
+    """--OPTION -> every mode of a command that an extra has."""
+    return {
+        name.split()[1]: mode
+        for extra in extras().values()
+        for name, mode in extra.modes.items()
+        if name.split()[0] == command
+    }
+
+
 def aliases(folder: str) -> dict[str, str]:
     """name -> the plugin of an extra that it means, in a folder of plugins."""
     found: dict[str, str] = {}
@@ -104,7 +128,8 @@ def list_text() -> str:
     lines = []
     for name, extra in extras().items():
         lines.append(f"{name} ({extra.status}): {extra.says}")
-        given = (*extra.commands.values(), *extra.benches.values())
-        lines += [f"  {each.usage.partition(chr(10))[0]}" for each in given]
+        usages = [each.usage for each in (*extra.commands.values(), *extra.benches.values())]
+        usages += [mode.usage for mode in extra.modes.values()]
+        lines += [f"  {usage.partition(chr(10))[0]}" for usage in usages]
         lines += [f"  hvdtrain plan --{option}" for option in (*extra.plan, *extra.plans)]
     return "\n".join(lines or ["this copy of hvdtrain has no extras"])

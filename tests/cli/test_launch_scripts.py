@@ -1,5 +1,5 @@
 """`launch -- script.py` and `launch -- program`: tagged lines, log files, one traceback, exit
-codes, Ctrl-C, --elastic."""
+codes, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -99,17 +99,6 @@ for batch in ctx.samples({"x": torch.ones(9, 1)}, batch=3):
     ctx.backward(model(batch["x"]).mean())
     optimizer.step()
     ctx.should_stop
-"""
-COMES_BACK = """
-import os, pathlib, signal, sys
-
-rank, first = int(os.environ["OMPI_COMM_WORLD_RANK"]), pathlib.Path(sys.argv[1])
-print("start of", rank)
-if rank == 1 and not first.exists():
-    first.touch()
-    os.kill(os.getpid(), signal.SIGKILL)
-if sys.argv[2:] == ["wrong"]:
-    raise ValueError("again and again")
 """
 
 
@@ -419,20 +408,3 @@ def test_a_rank_that_does_not_come_is_named_with_its_line(tmp_path: Path) -> Non
         r"waiting: rank 0",
         err,
     ), err
-
-
-@needs_mpirun
-def test_a_script_without_a_run_folder_is_started_again_by_its_exit_code(tmp_path: Path) -> None:
-    (tmp_path / "back.py").write_text(COMES_BACK)
-    code, out, err = run_launch(["--elastic", "--max", "2", "--", "back.py", "first"], tmp_path)
-    assert code == 0, err
-    assert out.count("start of 0") >= 1 and out.count("start of 1") == 2
-    assert (
-        "hvdtrain launch: start 2: 2 ranks" in err
-        and "its hosts answer, so it is started again" in err
-    )
-    code, _, err = run_launch(
-        ["--elastic", "--max", "2", "--", "back.py", "first", "wrong"], tmp_path
-    )
-    assert code == 1 and "it failed twice before its first step by its own error" in err
-    assert err.count("ValueError: again and again") == 2

@@ -35,7 +35,9 @@ def copy_without(name: str, target: Path) -> None:
 
 
 def _is_test_of(name: str, file: Path) -> bool:
-    """Whether a test imports the extra."""
+    """Whether a test has the name of the extra, or imports it."""
+    if file.match(f"tests/extras/test_{name}*.py"):
+        return True
     is_test = file.parts[0] == "tests" and file.suffix == ".py"
     return is_test and f"hvdtrain.extras.{name}" in (ROOT / file).read_text()
 

@@ -4,6 +4,7 @@ runs it."""
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import re
 import shlex
@@ -11,8 +12,8 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from hvdtrain.cli.launch import elastic
 from hvdtrain.cli.launch.allocation import (
     Allocation,
     Host,
@@ -45,6 +46,7 @@ from hvdtrain.cli.launch.run import LauncherRun
 from hvdtrain.cli.options import CommandParser
 from hvdtrain.comm.placement import placement
 from hvdtrain.comm.rendezvous import SECRET, free_port, new_secret
+from hvdtrain.config.extras import Mode, modes
 from hvdtrain.config.read import expand
 from hvdtrain.errors import DONE, UserError, nearest, short
 
@@ -77,7 +79,7 @@ def launch(arguments: Sequence[str]) -> int:
     own_arguments = arguments[:separator]
     job = arguments[separator + 1 :]
     if {"-h", "--help"} & set(own_arguments) or not arguments:
-        print(f"{USAGE}\n{elastic.USAGE}")
+        print("\n".join([USAGE, *(mode.usage for mode in modes("launch").values())]))
         return DONE
     options = _parse(own_arguments)
     program = read_program(
@@ -87,9 +89,10 @@ def launch(arguments: Sequence[str]) -> int:
         option = "--logs" if options.logs else "--plain"
         fix = "without it: rank 0 speaks for all ranks, and run=DIR has what the job tells"
         raise UserError(f"{option} is for scripts and programs", _COMMAND_LINE, fix)
-    if options.elastic:
-        return _elastic(options, program)
-    elastic.refuse_without_elastic(options)
+    for option, mode in modes("launch").items():
+        if _value(options, option):
+            return _in_mode(option, mode, options, program)
+        _refuse_without(option, mode, options)
     command = compose(options, program, os.environ)
     if not options.dry_run:
         print(shlex.join(command), file=sys.stderr, flush=True)
@@ -100,7 +103,23 @@ def launch(arguments: Sequence[str]) -> int:
     return DONE
 
 
-def _elastic(options: argparse.Namespace, program: Program) -> int:
+def _value(options: argparse.Namespace, option: str) -> Any:
+    return getattr(options, option.removeprefix("--").replace("-", "_"))
+
+
+def _refuse_without(option: str, mode: Mode, options: argparse.Namespace) -> None:
+    """Raises UserError for an option that only a mode has."""
+    for needs in mode.options:
+        if _value(options, needs) is not None:
+            fix = f"launch {option} ... -- run=DIR ..."
+            raise UserError(f"{needs} needs {option}", _COMMAND_LINE, fix)
+
+
+def _in_mode(option: str, mode: Mode, options: argparse.Namespace, program: Program) -> int:
+    """Runs what an extra has for an option. It gets the options; what makes launch's line for
+    options with hosts and ranks; what finds this machine's mpirun; the ranks where no hosts are
+    named; and the hosts of the batch job, where none are."""
+
     def command(start: argparse.Namespace) -> list[str]:
         return compose(start, program, os.environ)
 
@@ -114,9 +133,11 @@ def _elastic(options: argparse.Namespace, program: Program) -> int:
         value is not None for value in (options.hosts, options.hostfile, options.hosts_from)
     )
     allocation = None if named else _allocation(options, os.environ)
-    return elastic.launch_elastic(
+    name = f"launch_{option.removeprefix('--').replace('-', '_')}"
+    code: int = getattr(importlib.import_module(mode.module), name)(
         options, program, command, find, _ranks(options, (), None, os.environ), allocation
     )
+    return code
 
 
 def compose(options: argparse.Namespace, program: Program, environ: Mapping[str, str]) -> list[str]:
@@ -393,7 +414,10 @@ def _parser() -> CommandParser:
         parser.add_argument(option, action="append", default=[])
     for option in ("--oversubscribe", "--slurm", "--inside", "--dry-run", "--plain"):
         parser.add_argument(option, action="store_true")
-    elastic.add_options(parser)
+    for option, mode in modes("launch").items():
+        parser.add_argument(option, action="store_true")
+        for needs in mode.options:
+            parser.add_argument(needs)
     return parser
 
 

@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdtrain.cli.launch.allocation import Host
-from hvdtrain.cli.launch.hosts import (
+from hvdtrain.cli.launch.run import STOPPING, LauncherRun
+from hvdtrain.core.early_signals import EarlySignals
+from hvdtrain.core.folder import Folder
+from hvdtrain.core.process import print_stderr
+from hvdtrain.errors import DONE, LOST, REQUEUE, UserError
+from hvdtrain.events.log import CLOSE_S
+from hvdtrain.extras.elastic_launch.hosts import (
     Ended,
     Failure,
     HostBook,
@@ -25,12 +31,6 @@ from hvdtrain.cli.launch.hosts import (
     reason_to_give_up,
     slots_of,
 )
-from hvdtrain.cli.launch.run import STOPPING, LauncherRun
-from hvdtrain.core.early_signals import EarlySignals
-from hvdtrain.core.folder import Folder
-from hvdtrain.core.process import print_stderr
-from hvdtrain.errors import DONE, LOST, REQUEUE, UserError
-from hvdtrain.events.log import CLOSE_S
 
 LOOK_S = 0.2  # between two looks at what goes on
 LEFT_OUT = 3  # looks at the offered hosts, for which a host is left out after its first failure

@@ -7,18 +7,25 @@ import errno
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from ranks import HANG_S, ROOT, environment, needs_mpirun
 
-from hvdtrain.cli.launch import hosts, supervisor
 from hvdtrain.cli.launch.allocation import Host
-from hvdtrain.cli.launch.command import launch
-from hvdtrain.cli.launch.hosts import (
+from hvdtrain.cli.launch.command import USAGE, launch
+from hvdtrain.cli.launch.program import value_of
+from hvdtrain.cli.launch.run import LauncherRun
+from hvdtrain.errors import BUG, DIVERGED, DONE, LOST, MEMORY, REQUEUE, STALLED, USER, UserError
+from hvdtrain.extras.elastic_launch import hosts, supervisor
+from hvdtrain.extras.elastic_launch.extra import EXTRA
+from hvdtrain.extras.elastic_launch.hosts import (
     FORGOTTEN_S,
     NO_PROGRESS,
     SHORTEST_S,
@@ -36,14 +43,22 @@ from hvdtrain.cli.launch.hosts import (
     reason_to_give_up,
     this_machine,
 )
-from hvdtrain.cli.launch.program import value_of
-from hvdtrain.cli.launch.run import LauncherRun
-from hvdtrain.cli.launch.supervisor import JobEvents, Record
-from hvdtrain.errors import BUG, DIVERGED, DONE, LOST, MEMORY, REQUEUE, STALLED, USER, UserError
+from hvdtrain.extras.elastic_launch.supervisor import JobEvents, Record
 
 KILLED = 128 + signal.SIGKILL
 TERMINATED = 128 + signal.SIGTERM
 CRASHED = 128 + signal.SIGSEGV
+COMES_BACK = """
+import os, pathlib, signal, sys
+
+rank, first = int(os.environ["OMPI_COMM_WORLD_RANK"]), pathlib.Path(sys.argv[1])
+print("start of", rank)
+if rank == 1 and not first.exists():
+    first.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[2:] == ["wrong"]:
+    raise ValueError("again and again")
+"""
 N1 = Host("n1", 2)
 N2 = Host("n2", 2)
 N3 = Host("n3", 4)
@@ -351,6 +366,26 @@ def test_options_that_do_not_go_together(arguments: list[str], message: str) -> 
         launch(arguments)
 
 
+def test_the_hosts_of_a_batch_job_and_help(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mpirun").write_text("#!/bin/sh\necho 'mpirun (Open MPI) 4.1.4'\n")
+    (tmp_path / "mpirun").chmod(0o755)
+    (tmp_path / "nodes").write_text("n1\nn1\nn2\nn2\n")
+    for name, value in {
+        "PATH": tmp_path,
+        "PBS_JOBID": "7",
+        "PBS_NODEFILE": tmp_path / "nodes",
+    }.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert launch(["--elastic", "--dry-run", "--", "run=r"]) == DONE
+    assert " -np 4 -H n1:2,n2:2 " in capsys.readouterr().out
+    assert launch(["--help"]) == DONE
+    usage = EXTRA.modes["launch --elastic"].usage
+    assert capsys.readouterr().out == f"{USAGE}\n{usage}\n"
+
+
 def test_below_min_after_patience(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """No rank is started; the signal handlers are the former ones afterwards."""
     hosts = tmp_path / "hosts"
@@ -431,3 +466,38 @@ def test_a_job_that_ends_before_its_first_step_by_a_mistake_in_its_words(
         "error that you can fix"
     )
     assert capfd.readouterr().err.splitlines()[1:] == [f"hvdtrain launch: {said}"]
+
+
+def launched(arguments: Sequence[str], folder: Path) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of `launch ARGUMENTS` in a folder."""
+    preset = ("PRTE_MCA_rmaps", "PRTE_MCA_hwloc")
+    env = {name: value for name, value in environment().items() if not name.startswith(preset)}
+    code = (
+        "import sys; from hvdtrain.cli.launch.command import launch; sys.exit(launch(sys.argv[1:]))"
+    )
+    done = subprocess.run(
+        ["timeout", "-k", "5", str(HANG_S), sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        env=env | {"PYTHONPATH": str(ROOT)},
+        cwd=folder,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@needs_mpirun
+def test_a_script_without_a_run_folder_is_started_again_by_its_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "back.py").write_text(COMES_BACK)
+    code, out, err = launched(["--elastic", "--max", "2", "--", "back.py", "first"], tmp_path)
+    assert code == 0, err
+    assert out.count("start of 0") >= 1 and out.count("start of 1") == 2
+    assert (
+        "hvdtrain launch: start 2: 2 ranks" in err
+        and "its hosts answer, so it is started again" in err
+    )
+    code, _, err = launched(
+        ["--elastic", "--max", "2", "--", "back.py", "first", "wrong"], tmp_path
+    )
+    assert code == 1 and "it failed twice before its first step by its own error" in err
+    assert err.count("ValueError: again and again") == 2

@@ -1,67 +1,28 @@
-"""The options of `launch --elastic`, and the supervisor that they ask for."""
+"""What the options of `launch --elastic` ask for: checks, and the supervisor."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hvdtrain.cli.launch import hosts
 from hvdtrain.cli.launch.allocation import Allocation, Host, read_hosts
-from hvdtrain.cli.launch.hosts import PROGRAM, Offer, choose
 from hvdtrain.cli.launch.launchers import LaunchRequest, MpiLauncher, mpirun_command
 from hvdtrain.cli.launch.program import Program, value_of
 from hvdtrain.cli.launch.run import LauncherRun
-from hvdtrain.cli.launch.supervisor import Limits, Supervisor
 from hvdtrain.config.lengths import parse_duration
 from hvdtrain.config.read import expand
 from hvdtrain.errors import DONE, UserError, short
+from hvdtrain.extras.elastic_launch import hosts
+from hvdtrain.extras.elastic_launch.hosts import PROGRAM, Offer, choose
+from hvdtrain.extras.elastic_launch.supervisor import Limits, Supervisor
 
-USAGE = """\
-hvdtrain launch --elastic [--min 2] [--max 8] [-H n1:4,n2:4 | --hostfile FILE | --hosts-from PROGRAM] -- run=DIR [key=value ...]
-hvdtrain launch --elastic ... -- script.py [run=DIR] [arguments]
-  --elastic           start the job again from its newest checkpoint where a host or a rank is lost, on the hosts that are left; on more
-                      where hosts come. docs/clusters.md. A script that trains in run=DIR is followed there; of another one the
-                      exit code counts, and its hosts are never changed while it runs
-  --min 2, --max 8    the fewest and the most ranks; default: 1, and all slots
-  --hosts-from PROGRAM  a program that prints a host in each line, as n1:4; it is run again every few seconds, as --hostfile is read again
-  --patience 10m      how long to wait for --min; then it ends with exit code 84
-  --every 5           seconds between two looks at the offered hosts
-  --answer 20         seconds after which a host where mpirun cannot start `echo` counts as lost; less where others
-                      answer in less than a fifth of that"""  # noqa: E501
 _WHERE = "command line of launch --elastic"
-# options that --elastic alone has
-_OWN = (
-    "min",
-    "max",
-    "hosts_from",
-    "patience",
-    "every",
-    "answer",
-)
 # Open MPI 5 notices a lost host after time + probes x intvl seconds; without these after 8 minutes,
 # or when TCP does.
 _KEEPALIVE = {"time": "3", "intvl": "1", "probes": "2"}
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--elastic", action="store_true")
-    for option in ("--min", "--max", "--hosts-from", "--patience", "--every", "--answer"):
-        parser.add_argument(option)
-
-
-def refuse_without_elastic(options: Namespace) -> None:
-    """Raises UserError for an option that only --elastic has."""
-    for name in _OWN:
-        if getattr(options, name) is not None:
-            raise UserError(
-                f"--{name.replace('_', '-')} needs --elastic",
-                "command line of launch",
-                "launch --elastic ... -- run=DIR ...",
-            )
 
 
 def launch_elastic(
