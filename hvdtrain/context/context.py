@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 from hvdtrain.comm.communicator import Elastic
 from hvdtrain.comm.mesh import Mesh, make_mesh
@@ -35,7 +35,6 @@ from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.checkpoints import Checkpoints
 from hvdtrain.training.checkpoint.resume import former_run
 from hvdtrain.training.checkpoint.room import cannot_write
-from hvdtrain.training.elastic_job import Loss, tell_loss
 from hvdtrain.training.job import make_health, make_saver
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.replicas.compare import broadcast_state
@@ -43,6 +42,9 @@ from hvdtrain.training.run_folder import check_run_folder, open_run_folder, writ
 from hvdtrain.training.run_rank import Rank
 from hvdtrain.training.sync_point import HASTY_S, close_all, fail, write_last_checkpoint
 from hvdtrain.training.train_job import open_run_log
+
+if TYPE_CHECKING:  # with guard.lost
+    from hvdtrain.training.elastic_job import Loss
 
 _SPARE_BYTES = 2**20  # of a checkpoint's file, beside arrays
 
@@ -757,6 +759,8 @@ class Context:
         """The event "lost" of a loop that goes on after a loss, once."""
         if self.untold_loss is None or self._former_loop is None:
             return
+        from hvdtrain.training.elastic_job import tell_loss
+
         loss = self.untold_loss._replace(go_on_s=time.perf_counter() - self._former_loop.began_s)
         place = (
             f"step {self.step}, the newest checkpoint"

@@ -1,5 +1,5 @@
 """The one place where the loss of a rank is caught: the living ranks go on as a smaller job, and
-one of them writes the run folder."""
+one of them writes the run folder. A job without guard.lost does not import it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ import json
 import os
 import time
 import traceback
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from hvdtrain.comm.communicator import Communicator, Elastic, elastic
-from hvdtrain.comm.engines import may_use_gpu
+from hvdtrain.comm.communicator import Communicator, Elastic
 from hvdtrain.comm.mesh import ranks_summary
 from hvdtrain.comm.on_all_ranks import on_rank_0, on_rank_0_only
 from hvdtrain.config.schema import Config
@@ -31,32 +29,8 @@ from hvdtrain.training.job import Job, on_other_ranks
 from hvdtrain.training.memory_copy import MemoryCopy, Restored
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.run_lock import RunLock
+from hvdtrain.training.running_job import RunningJob
 from hvdtrain.training.start import Start
-
-
-def ready_for_losses(config: Config, communicator: Communicator) -> Elastic | None:
-    """The communicator, where this job outlives the loss of a rank. Every rank calls it.
-
-    Raises UserError on all ranks where guard.lost=shrink asks for that and it cannot be; with
-    restart the job then ends without a last checkpoint, which a warning says, and so it does where
-    ranks have parts of the weights, or each host has all of the state.
-    """
-    if not config.keeps_copies or communicator.size == 1:
-        return None
-    try:
-        ranks = elastic(communicator, config.where("guard.lost"))
-        ranks.be_ready_to_shrink(may_use_gpu(config))
-    except UserError as error:
-        if config.guard.lost == "shrink":
-            raise
-        if communicator.rank == 0:
-            what = (
-                f"guard.lost=restart writes no last checkpoint when a rank is lost: {error.what} "
-                f"({error.fix})"
-            )
-            warnings.warn(what, stacklevel=1)  # the same place for both callers: it is shown once
-        return None
-    return ranks
 
 
 class Loss(NamedTuple):
@@ -77,40 +51,35 @@ class Loss(NamedTuple):
         return f"{ranks_summary(self.ranks)} on {', '.join(dict.fromkeys(self.hosts))}"
 
 
-class ElasticJob:
+class ElasticJob(RunningJob):
     """The job of this rank, which changes when ranks are lost."""
 
     def __init__(
         self,
         job: Job,
-        ranks: Elastic | None,
+        ranks: Elastic,
         successor: Successor,
         watchdog: Watchdog | None,
         now: TrainState,
     ) -> None:
         """ranks: of ready_for_losses(). Every rank calls it, in the state `now`."""
-        self.job = job
+        super().__init__(job)
         self._ranks = ranks
         self._successor = successor
         self._watchdog = watchdog
         self._hosts = list(job.hosts)  # by the numbers of the launcher
         self._total = now.progress.total
-        if ranks is not None:
-            job.memory_copy = MemoryCopy(job.learner, ranks, now)
-            successor.share_lock(job.communicator)
+        job.memory_copy = MemoryCopy(job.learner, ranks, now)
+        successor.share_lock(job.communicator)
 
     def outlives(self, error: Exception) -> bool:
-        """Whether it is the loss of a rank without which the others go on, by go_on()."""
-        if self._ranks is None or not self._ranks.is_loss(error):
+        if not self._ranks.is_loss(error):
             return False
         # collectives of the step that failed: their connections stay open with them
         traceback.clear_frames(error.__traceback__)
         return True
 
     def go_on(self) -> TrainState:
-        """The state of the newest sync point, in which self.job goes on. Every living rank calls
-        it."""
-        assert self._ranks is not None
         ranks = self._ranks
         began_s = time.perf_counter()
         job = self.job

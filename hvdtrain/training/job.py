@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
@@ -31,11 +31,13 @@ from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.hooks import Hook, Hooks, Training
 from hvdtrain.training.input import Prefetcher
 from hvdtrain.training.job_memory import MemoryMeter
-from hvdtrain.training.memory_copy import MemoryCopy
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.replicas.probe import Probe
 from hvdtrain.training.samples import SampleSeries
 from hvdtrain.training.telemetry.telemetry import Telemetry, make_gauges, make_telemetry
+
+if TYPE_CHECKING:  # with guard.lost
+    from hvdtrain.training.memory_copy import MemoryCopy
 
 
 class Unfinished(NamedTuple):

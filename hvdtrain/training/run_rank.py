@@ -23,7 +23,6 @@ from hvdtrain.recipe.batch import resolve_batch_size
 from hvdtrain.training.build import connect
 from hvdtrain.training.conflicts import refuse_before_connecting, refuse_conflicts
 from hvdtrain.training.datasets import open_datasets, with_blocks, with_class_names
-from hvdtrain.training.elastic_job import ready_for_losses
 from hvdtrain.training.failure import RankFailed, end_every_rank, is_only_process, report_crashes
 from hvdtrain.training.given import with_given
 from hvdtrain.training.health.heartbeat import Heartbeat, noted, place_and_pass
@@ -32,6 +31,7 @@ from hvdtrain.training.health.watchdog import Watchdog
 from hvdtrain.training.job_memory import advised, forecast_of_job, resolve_micro
 from hvdtrain.training.memory import room_of_rank
 from hvdtrain.training.run_lock import RunLock
+from hvdtrain.training.running_job import ready_for_losses
 from hvdtrain.training.train_job import JobResult, train_job
 
 T = TypeVar("T")

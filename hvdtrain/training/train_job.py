@@ -27,7 +27,6 @@ from hvdtrain.tasks.several_inputs import Transforms
 from hvdtrain.training import summary
 from hvdtrain.training.build import build_learner, job_transform, load_libraries
 from hvdtrain.training.datasets import Datasets, data_facts, identity, notes, recipe_of
-from hvdtrain.training.elastic_job import ElasticJob, Successor, ready_for_losses
 from hvdtrain.training.health.heartbeat import Heartbeat, noted
 from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.health.watchdog import Watchdog
@@ -43,6 +42,7 @@ from hvdtrain.training.replicas.probe import Probe
 from hvdtrain.training.replicas.same_job import check_same_facts, facts
 from hvdtrain.training.run_folder import write_config
 from hvdtrain.training.run_lock import RunLock
+from hvdtrain.training.running_job import RunningJob, ready_for_losses
 from hvdtrain.training.start import Start, start_or_resume
 from hvdtrain.training.sync_point import close_all, fail, write_last_checkpoint
 
@@ -128,26 +128,30 @@ def train_job(
     )
     start = start._replace(notes=[*start.notes, *job.hooks.load(start.train_state)])
     summary.emit_start(job, start, engine_reason)
-    successor = Successor(
-        config,
-        start,
-        lock,
-        lambda: open_sinks(config, start.run, lock),
-        lambda now: make_saver(
+    running = RunningJob(job)
+    if ranks is not None:
+        from hvdtrain.training.elastic_job import ElasticJob, Successor
+
+        successor = Successor(
             config,
-            identity(config, datasets),
-            log,
-            now,
-            start.run,
-            start.checkpoint_limit_bytes,
-            record_config,
-            lock.open,
-        ),
-    )
-    living = ElasticJob(job, ranks, successor, watchdog, start.train_state)
+            start,
+            lock,
+            lambda: open_sinks(config, start.run, lock),
+            lambda now: make_saver(
+                config,
+                identity(config, datasets),
+                log,
+                now,
+                start.run,
+                start.checkpoint_limit_bytes,
+                record_config,
+                lock.open,
+            ),
+        )
+        running = ElasticJob(job, ranks, successor, watchdog, start.train_state)
     log_path = start.run / "ranks" / f"rank-{communicator.rank:05d}.log"
     with (
-        closing(living),
+        closing(running),
         rank_log(log_path if config.log.per_rank and not start.is_over else None),
         noted(heartbeat, communicator.rank),
     ):
@@ -162,13 +166,13 @@ def train_job(
         now = start.train_state
         while True:
             try:
-                return train_to_the_end(living.job, start, now, lock)._replace(
+                return train_to_the_end(running.job, start, now, lock)._replace(
                     transform=job_transform(datasets.task, config)
                 )
             except Exception as error:
-                if not living.outlives(error):
+                if not running.outlives(error):
                     raise
-            now = living.go_on()
+            now = running.go_on()
 
 
 def check_smallest_pass(config: Config, growth: Growth, learner: Learner, ranks: int) -> None:
@@ -268,17 +272,17 @@ def open_sinks(config: Config, run: Path, lock: RunLock) -> list[Sink]:
 
 
 @contextlib.contextmanager
-def closing(living: ElasticJob) -> Iterator[None]:
+def closing(running: RunningJob) -> Iterator[None]:
     """Closes what the job has open. An error inside becomes the event "failed"."""
     failed = False
     try:
         yield
     except BaseException as error:
         failed = True
-        fail(living.job, living.job.heartbeat.step, error)
+        fail(running.job, running.job.heartbeat.step, error)
         raise
     finally:
-        close_all(living.job, living.job.prefetcher, failed=failed)
+        close_all(running.job, running.job.prefetcher, failed=failed)
 
 
 def load_best(job: Job, now: TrainState) -> None:
