@@ -7,11 +7,11 @@ import contextlib
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from hvdtrain.comm.communicator import Elastic
-from hvdtrain.context.context import Context, Former
+from hvdtrain.context.context import Context
 from hvdtrain.context.open_context import connected, the_open_one
+from hvdtrain.context.open_run import Former
 from hvdtrain.core.process import exit_now
 from hvdtrain.errors import UserError
 from hvdtrain.training.failure import RankFailed
@@ -124,7 +124,7 @@ class _Runs:
         # go_on_s is known later
         loss = Loss(lost, hosts, max(steps), detect_s, detect_s, "checkpoint", [])
         if context is not None:
-            return Former(context.run or Path(), context.token, context.model, loss, began_s)
+            return context.former(loss, began_s)
         assert former is not None
         return former._replace(loss=loss)
 

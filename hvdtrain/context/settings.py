@@ -9,7 +9,7 @@ from typing import Any
 from hvdtrain.config.read import assignments
 from hvdtrain.config.schema import known_keys
 from hvdtrain.errors import UserError, nearest, short
-from hvdtrain.frameworks.own_loop import frameworks_of_own_loops
+from hvdtrain.frameworks.user_loop import frameworks_of_user_loops
 
 WHERE = "hvdtrain.init()"
 KEYS = (
@@ -94,8 +94,8 @@ def refuse_other_keys(config_file: str | None, arguments: Sequence[str], where: 
             raise UserError(f"{key} is not of an own loop", f"{key}, {origin}", fix)
         if key not in KEYS:
             raise UserError(f"there is no key {short(key)}", f"{key}, {origin}", nearest(key, KEYS))
-        if key == "framework" and value not in frameworks_of_own_loops():
-            fix = f"framework={' or '.join(frameworks_of_own_loops())}; or hvdtrain.train()"
+        if key == "framework" and value not in frameworks_of_user_loops():
+            fix = f"framework={' or '.join(frameworks_of_user_loops())}; or hvdtrain.train()"
             raise UserError(f"framework={short(value)} has no own loop", f"{key}, {origin}", fix)
         if (key, value) == ("guard.nonfinite", "rollback"):
             fix = "guard.nonfinite=stop or skip"

@@ -11,7 +11,7 @@ from hvdtrain.comm.communicator import Communicator, Elastic
 from hvdtrain.comm.on_all_ranks import allreduce_sums
 from hvdtrain.config.schema import Config
 from hvdtrain.context.logged import Logged
-from hvdtrain.context.own_events import epoch_fields, step_fields
+from hvdtrain.context.loop_events import epoch_fields, step_fields
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Hyper
 from hvdtrain.events.log import Log

@@ -25,8 +25,8 @@ import yaml
 import hvdtrain as ht
 from hvdtrain.context.logged import Logged, quotient
 from hvdtrain.errors import Diverged, UserError
-from hvdtrain.frameworks.torch.own_loop.counted import check_mean_over_samples
-from hvdtrain.frameworks.torch.own_loop.extra import from_arrays, to_arrays
+from hvdtrain.frameworks.torch.user_loop.counted import check_mean_over_samples
+from hvdtrain.frameworks.torch.user_loop.extra import from_arrays, to_arrays
 
 X = np.arange(40, dtype=np.float64).reshape(20, 2)
 DATA = {"x": X, "y": X.sum(1)}
@@ -38,7 +38,7 @@ def opened() -> Iterator[list[ht.Context]]:
     contexts: list[ht.Context] = []
     yield contexts
     for ctx in contexts:
-        if not ctx._closed:
+        if not ctx._loop.is_closed:
             ctx.close()
 
 
@@ -924,7 +924,7 @@ def test_an_example_of_the_inputs_is_asked_for_where_it_is_needed(opened: list[h
 def test_calls_of_a_model_in_stages_that_compute_nothing() -> None:
     from hvdtrain.comm.communicator import SingleProcessCommunicator
     from hvdtrain.comm.mesh import one_group
-    from hvdtrain.frameworks.torch.own_loop.prepared import InStages
+    from hvdtrain.frameworks.torch.user_loop.prepared import InStages
 
     pipelined: Any = None  # which no call here comes to
     model = InStages(
@@ -1255,7 +1255,7 @@ def test_padded_samples_need_a_count_in_each_call(opened: list[ht.Context]) -> N
         )
         assert alone.weight.grad is not None
         torch.testing.assert_close(net.weight.grad, alone.weight.grad, rtol=0, atol=1e-14)
-        assert ctx._batch_count("") == (y != -100).sum()
+        assert ctx._batches.count("") == (y != -100).sum()
         optimizer.step()
     opened.append(ctx := (ctx.close(), ht.init("data.pad={tokens: -100}"))[1])
     model, optimizer = ctx.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0))

@@ -22,7 +22,7 @@ import hvdtrain as ht
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.context.logged import MOST_LATE, Logged
 from hvdtrain.errors import Diverged, UserError
-from hvdtrain.frameworks.jax.own_loop.extra import from_arrays, to_arrays
+from hvdtrain.frameworks.jax.user_loop.extra import from_arrays, to_arrays
 
 pytestmark = pytest.mark.usefixtures("jax_compilation_cache")
 
@@ -39,7 +39,7 @@ def opened() -> Iterator[list[ht.Context]]:
     contexts: list[ht.Context] = []
     yield contexts
     for ctx in contexts:
-        if not ctx._closed:
+        if not ctx._loop.is_closed:
             ctx.close()
 
 
@@ -127,7 +127,7 @@ def test_names_in_a_checkpoint_are_those_of_the_trees(make: Any, tmp_path: Path)
     ctx, params, state = make(f"run={tmp_path / 'run'}", optimizer=OPTIMIZERS["chain"])
     params, state = one_step(ctx, params, state)
     ctx.checkpoint(params, state, now=True)
-    names = {name for name in ctx._learner.state() if not name.startswith("e.")}
+    names = {name for name in ctx._loop.learner.state() if not name.startswith("e.")}
     parameters = ["first.b", "first.w", "rest.0"]
     of_state = {name for name in names if name.startswith("s. ")}
     assert (
@@ -138,7 +138,7 @@ def test_names_in_a_checkpoint_are_those_of_the_trees(make: Any, tmp_path: Path)
     )
     assert (
         "s. 1.hyperparams.learning_rate" in of_state
-        and ctx._learner.state_dict_names()["rest.0"] == "p.rest.0"
+        and ctx._loop.learner.state_dict_names()["rest.0"] == "p.rest.0"
     )
     ctx.close()
     (start_event,) = [

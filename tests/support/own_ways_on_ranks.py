@@ -124,7 +124,7 @@ def trained(arguments: list[str]) -> dict[str, Any]:  # noqa: PLR0915
             count = float(count) if batch.count else 0.0
             total += float(loss) * count if count else 0.0
             items += count
-    state = ctx._learner.state()
+    state = ctx._loop.learner.state()
     result = {
         "weights": {
             name: array.tolist() for name, array in state.items() if not name.startswith("s.")
@@ -132,7 +132,7 @@ def trained(arguments: list[str]) -> dict[str, Any]:  # noqa: PLR0915
         "losses": losses,
     }
     evaluated = ctx.mean({"loss": total / max(1.0, items)}, count=items)["loss"]
-    result |= {"rank": ctx.rank, "says": ctx._learner.describe(), "evaluated": evaluated}
+    result |= {"rank": ctx.rank, "says": ctx._loop.learner.describe(), "evaluated": evaluated}
     ctx.close()
     return result
 

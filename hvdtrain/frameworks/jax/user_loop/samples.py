@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from hvdtrain.frameworks.jax.model import key_of
-from hvdtrain.frameworks.own_loop import Samples
+from hvdtrain.frameworks.user_loop import Samples
 
 
 def _no_key() -> np.ndarray:

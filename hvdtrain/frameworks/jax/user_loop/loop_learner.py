@@ -1,4 +1,4 @@
-"""FunctionalLearner: a script's parameters and transformation in JAX as what checkpoints, replicas
+"""JaxLoopLearner: a script's parameters and transformation in JAX as what checkpoints, replicas
 and health need of a Learner."""
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays, ArrayStream, Batch, Piece, as_stream
 from hvdtrain.core.progress import fold
 from hvdtrain.errors import UserError
+from hvdtrain.frameworks.jax.build import pick_device
 from hvdtrain.frameworks.jax.model import key_data
-from hvdtrain.frameworks.jax.own_loop.compiled import (
+from hvdtrain.frameworks.jax.strategy import whole_piece
+from hvdtrain.frameworks.jax.user_loop.compiled import (
     WHERE,
     Gives,
     Rules,
@@ -28,23 +30,22 @@ from hvdtrain.frameworks.jax.own_loop.compiled import (
     updated,
     weighted_pass,
 )
-from hvdtrain.frameworks.jax.own_loop.prepared import (
+from hvdtrain.frameworks.jax.user_loop.prepared import (
     Tree,
     check_extra,
     check_given,
     tree_of_parameters,
     tree_of_state,
 )
-from hvdtrain.frameworks.jax.own_loop.samples import KeyedSamples
-from hvdtrain.frameworks.jax.own_loop.script import WORDS, pick_device
-from hvdtrain.frameworks.jax.strategy import whole_piece
+from hvdtrain.frameworks.jax.user_loop.samples import KeyedSamples
+from hvdtrain.frameworks.jax.user_loop.words import WORDS
 from hvdtrain.frameworks.learner import check_fit, gather, plain_names
-from hvdtrain.frameworks.own_loop import Divisor, LoopLearner, item_count
+from hvdtrain.frameworks.user_loop import Divisor, LoopLearner, item_count
 
 _MOST_FUNCTIONS = 32  # that a script has: more are a new one in each step
 
 
-class FunctionalLearner(LoopLearner):
+class JaxLoopLearner(LoopLearner):
     """Every rank makes one, with whole parameters and a whole state. on_step: called after each
     step of the transformation.
 
@@ -73,7 +74,7 @@ class FunctionalLearner(LoopLearner):
         self._transformation = transformation
         # threads that read samples do not see what `with` sets
         self._x64 = jax.config.read("jax_enable_x64")
-        self._device = pick_device(config, mesh.world)
+        self._device = pick_device(jax, config, mesh.world)
         self.params, paths = tree_of_parameters(params, self._device)
         self.state_tree = tree_of_state(transformation, self.params, paths, self._device)
         self._row_type = np.result_type(*(p.dtype for p in self.params.arrays))
@@ -343,18 +344,6 @@ class FunctionalLearner(LoopLearner):
             f"{count:,} parameters, jax {', '.join(dtypes)} on "
             f"{self._device.platform}:{self._device.id}, {how}"
         )
-
-
-def build(
-    config: Config,
-    mesh: Mesh,
-    model: Any,
-    optimizer: Any,
-    on_step: Callable[[], None],
-    example: Any,
-) -> FunctionalLearner:
-    """The learner of framework=jax in a script's own loop."""
-    return FunctionalLearner(config, mesh, model, optimizer, on_step, example)
 
 
 def _next(tree: Tree, new: Any) -> Tree:

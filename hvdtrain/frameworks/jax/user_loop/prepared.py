@@ -15,7 +15,7 @@ import numpy as np
 from hvdtrain.config.schema import Config
 from hvdtrain.config.section import DEFAULT
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.jax.own_loop.script import WORDS
+from hvdtrain.frameworks.jax.user_loop.words import WORDS
 from hvdtrain.frameworks.jax.user_optimizer import Path, name_of_other, owner_of
 
 WHERE = "ctx.prepare()"

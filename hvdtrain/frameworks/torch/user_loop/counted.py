@@ -10,7 +10,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.own_loop import Divisor, Samples, item_count
+from hvdtrain.frameworks.user_loop import Divisor, Samples, item_count
 
 _MOST_NODES = 64  # of the graph behind a loss that are looked at
 # what torch's cross_entropy() leaves in the graph

@@ -17,9 +17,9 @@ from hvdtrain.config.section import DEFAULT
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.forward import in_type
 from hvdtrain.frameworks.torch.optim.user_optimizer import OWN_KEYS, take
-from hvdtrain.frameworks.torch.own_loop.script import WORDS
 from hvdtrain.frameworks.torch.parallel.pipeline.pipelined import Pipelined
 from hvdtrain.frameworks.torch.precision import LossScale, Precision, Scale, pick_precision
+from hvdtrain.frameworks.torch.user_loop.words import WORDS
 
 WHERE = "ctx.prepare()"
 _WHERE_CALLED = "model(...) with parallel.pipeline"

@@ -1,5 +1,5 @@
-"""OwnLearner: a script's model and optimizer as what checkpoints, replicas and health need of a
-Learner; the script has the loop."""
+"""TorchLoopLearner: a script's model and optimizer as what checkpoints, replicas and health need of
+a Learner; the script has the loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from hvdtrain.core.arrays import Arrays, ArrayStream, Batch, Piece
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import fold
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.own_loop import Divisor, LoopLearner, Samples, item_count
 from hvdtrain.frameworks.stopwatch import HostStopwatch, ReplaceableStopwatch
 from hvdtrain.frameworks.torch.arrangement import Arrangement, Given, Making
 from hvdtrain.frameworks.torch.arrangements import arrangement_of
@@ -32,13 +31,17 @@ from hvdtrain.frameworks.torch.device import (
 )
 from hvdtrain.frameworks.torch.frozen import check_overlaps
 from hvdtrain.frameworks.torch.optim.user_optimizer import check_elementwise, set_mode
-from hvdtrain.frameworks.torch.own_loop.counted import (
+from hvdtrain.frameworks.torch.rank_model import RankModel
+from hvdtrain.frameworks.torch.state import LearnerState, numpy_type
+from hvdtrain.frameworks.torch.step import Update, one_or_nan
+from hvdtrain.frameworks.torch.strategy import Strategy
+from hvdtrain.frameworks.torch.user_loop.counted import (
     Accumulated,
     Watch,
     check_loss,
     check_mean_over_samples,
 )
-from hvdtrain.frameworks.torch.own_loop.prepared import (
+from hvdtrain.frameworks.torch.user_loop.prepared import (
     WHERE,
     GivenScale,
     InStages,
@@ -51,14 +54,11 @@ from hvdtrain.frameworks.torch.own_loop.prepared import (
     precision_of,
     take_optimizer,
 )
-from hvdtrain.frameworks.torch.own_loop.script import WORDS
-from hvdtrain.frameworks.torch.rank_model import RankModel
-from hvdtrain.frameworks.torch.state import LearnerState, numpy_type
-from hvdtrain.frameworks.torch.step import Update, one_or_nan
-from hvdtrain.frameworks.torch.strategy import Strategy
+from hvdtrain.frameworks.torch.user_loop.words import WORDS
+from hvdtrain.frameworks.user_loop import Divisor, LoopLearner, Samples, item_count
 
 
-class OwnLearner(RankModel, LoopLearner):
+class TorchLoopLearner(RankModel, LoopLearner):
     """Every rank makes one. on_step: called after each step of the optimizer.
 
     Raises UserError where the model, the optimizer or the engine cannot do what the configuration
@@ -484,18 +484,6 @@ class OwnLearner(RankModel, LoopLearner):
         count = self.count(p for _, p in self._named)
         name = self.strategy.class_name(self.model)
         return f"{name}, {count:,} parameters, {self.how_computed(self.precision)}"
-
-
-def build(
-    config: Config,
-    mesh: Mesh,
-    model: Any,
-    optimizer: Any,
-    on_step: Callable[[], None],
-    example: Any,
-) -> OwnLearner:
-    """The learner of framework=torch in a script's own loop."""
-    return OwnLearner(config, mesh, model, optimizer, on_step, example)
 
 
 def uncompiled(model: Any) -> Any:

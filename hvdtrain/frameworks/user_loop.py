@@ -1,5 +1,5 @@
-"""What a script's own loop needs of a framework: what its package own_loop/ has, a LoopLearner, and
-the Samples that the script gets."""
+"""What a script's own loop needs of a framework: a UserLoop, the LoopLearner that it makes, and the
+Samples that the script gets."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Self
 
 from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.mesh import Mesh
 from hvdtrain.comm.on_all_ranks import allreduce_sums
 from hvdtrain.config.schema import Config
-from hvdtrain.core.arrays import Batch
+from hvdtrain.core.arrays import Arrays, Batch
 from hvdtrain.core.metrics import check_one_number
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
@@ -83,6 +84,41 @@ class Words(NamedTuple):
     @property
     def whole_step(self) -> str:
         return f"{self.gradient}; {self.step}"
+
+
+class UserLoop:
+    """What a framework has for scripts with a loop of their own. Its methods import the tensor
+    library, not its module."""
+
+    words: Words
+
+    def begin(self, config: Config, communicator: Communicator) -> None:
+        """When the context is made, on every rank. Nothing here."""
+
+    def device(self, config: Config, communicator: Communicator) -> Any:
+        """The device of this rank, as the framework has it."""
+        raise NotImplementedError
+
+    def learner(
+        self,
+        config: Config,
+        mesh: Mesh,
+        model: Any,
+        optimizer: Any,
+        on_step: Callable[[], None],
+        example: Any,
+    ) -> Any:
+        """The LoopLearner of what the script prepares; on_step: called after each of its steps."""
+        raise NotImplementedError
+
+    def to_arrays(self, values: Mapping[str, Any]) -> Arrays:
+        """A copy of each value that the script keeps in a checkpoint. Raises UserError as
+        extra.to_arrays()."""
+        raise NotImplementedError
+
+    def from_arrays(self, arrays: Arrays) -> dict[str, Any]:
+        """The values of to_arrays(). Raises ValueError where they cannot be such."""
+        raise NotImplementedError
 
 
 class Divisor:
@@ -237,11 +273,14 @@ class LoopLearner:
         )
 
 
-def frameworks_of_own_loops() -> list[str]:
+def frameworks_of_user_loops() -> list[str]:
     """By the files that there are."""
-    return sorted(path.parent.name for path in Path(__file__).parent.glob("*/own_loop"))
+    return sorted(path.parent.name for path in Path(__file__).parent.glob("*/user_loop"))
 
 
-def module_of(framework: str, name: str) -> Any:
-    """A module of the framework's own_loop/: `script`, `own_learner` with build(), and `extra`."""
-    return importlib.import_module(f"hvdtrain.frameworks.{framework}.own_loop.{name}")
+def user_loop_of(framework: str) -> UserLoop:
+    """The one in the framework's user_loop/loop.py, which imports no tensor library."""
+    found: UserLoop = importlib.import_module(
+        f"hvdtrain.frameworks.{framework}.user_loop.loop"
+    ).LOOP
+    return found

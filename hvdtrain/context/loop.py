@@ -1,0 +1,214 @@
+"""ScriptLoop: what the calls of a Context share: the ranks, what was prepared, and where the loop
+is."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.comm.communicator import Elastic
+from hvdtrain.comm.mesh import make_mesh
+from hvdtrain.context import loop_events
+from hvdtrain.context.open_run import Former, OpenRun
+from hvdtrain.context.saved import IDENTITY, WithExtra
+from hvdtrain.context.stream import Order, SampleStream
+from hvdtrain.context.sync_points import SyncPoints
+from hvdtrain.core.progress import Progress
+from hvdtrain.errors import DONE, UserError
+from hvdtrain.frameworks.extra import MOST_BYTES
+from hvdtrain.frameworks.user_loop import Words, user_loop_of
+from hvdtrain.training.checkpoint.checkpoints import Checkpoints
+from hvdtrain.training.checkpoint.saver import Saver
+from hvdtrain.training.job import make_health, make_saver
+from hvdtrain.training.progress.train_state import TrainState
+from hvdtrain.training.replicas.compare import broadcast_state
+from hvdtrain.training.run_rank import Rank
+
+_SPARE_BYTES = 2**20  # of a checkpoint's file, beside arrays
+
+
+class ScriptLoop:
+    """One on each rank, for a Context and its parts."""
+
+    points: SyncPoints  # from prepare() on
+    saved: WithExtra
+    limit_bytes: int  # of a checkpoint's file
+
+    def __init__(
+        self,
+        rank: Rank,
+        closing: contextlib.ExitStack,
+        ranks: Elastic | None,
+        former: Former | None,
+    ) -> None:
+        """The arguments are those of Context. A collective."""
+        self.ranks = ranks
+        self._former = former
+        self.framework = user_loop_of(rank.config.framework)
+        self.framework.begin(rank.config, rank.communicator)
+        # until the loop has begun, with an event
+        self.untold_loss = None if former is None else former.loss
+        self.config = rank.config
+        self.communicator = rank.communicator
+        self.heartbeat = rank.heartbeat
+        self._signals = rank.signals
+        self._reason = rank.engine_reason
+        self.mesh = make_mesh(rank.communicator, rank.config)
+        self.hosts: list[str] = rank.communicator.allgather_object(socket.gethostname())
+        self.run = OpenRun(rank, closing, former, shares_lock=ranks is not None)
+        self.learner: Any = None
+        # that was prepared last, once one was
+        self.model: weakref.ref[Any] = weakref.ref(self) if former is None else former.model
+        self.order: Order | None = None  # of the samples, by the checkpoint or by samples()
+        self.stream: SampleStream | None = None
+        self.is_resumed = False
+        self.is_closed = False
+
+    @property
+    def words(self) -> Words:
+        return self.framework.words
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return 0 if self.learner is None else self.points.now.progress.step
+
+    @property
+    def epochs(self) -> float:
+        """Epochs of the samples done, with the fraction."""
+        return 0.0 if self.learner is None else self.points.now.progress.epochs
+
+    def need(self, where: str) -> None:
+        """Raises UserError where the call `where` comes before prepare() or after close()."""
+        if self.is_closed:
+            raise UserError("the context is closed", where, "ctx = hvdtrain.init(...) again")
+        if self.learner is None:
+            raise UserError("nothing is prepared", where, f"{self.words.prepare} before")
+
+    def prepare(
+        self, model: Any, optimizer: Any, example: Any, on_step: Callable[[], None]
+    ) -> tuple[Any, Any]:
+        """What Context.prepare() does; on_step: called after each step."""
+        if self.learner is not None:
+            raise UserError("a second ctx.prepare()", "ctx.prepare()", self.words.one)
+        former = self.model()
+        if former is not None and any(
+            former is one for one in (model, getattr(model, "_orig_mod", None))
+        ):
+            what = "a model that was prepared before a rank was lost"
+            raise UserError(
+                what,
+                "ctx.prepare()",
+                "make the model and the optimizer inside of the function that hvdtrain.run() calls",
+            )
+        self.heartbeat.beat("preparing the model", 0, 0)
+        learner = self.framework.learner(self.config, self.mesh, model, optimizer, on_step, example)
+        self.heartbeat.under_way = learner.under_way
+        broadcast_state(self.communicator, learner, None)
+        self.learner = learner
+        self.saved = WithExtra(learner)
+        self.model = weakref.ref(learner.user_model)
+        self.limit_bytes = (
+            _SPARE_BYTES + MOST_BYTES + 8 * sum(piece.nbytes for piece in learner.pieces())
+        )
+        beginning = TrainState(Progress(1, 1), sums={"loss": 0.0, "count": 0})
+        checkpoints = Checkpoints(
+            self.communicator,
+            self.saved,
+            self.run.path or Path(),
+            self.limit_bytes,
+            self._saver(beginning),
+            self.hosts,
+            self.heartbeat.go_on,
+        )
+        health = make_health(
+            self.config, self.communicator, self._signals, self.heartbeat, checkpoints, self.hosts
+        )
+        health.fix = "a lower learning rate, a warm-up or optim.clip_norm; or guard.nonfinite=skip"
+        self.points = SyncPoints(
+            self.config,
+            self.communicator,
+            learner,
+            health,
+            self.heartbeat,
+            self.run.log,
+            beginning,
+            self.ranks,
+        )
+        prepared: tuple[Any, Any] = learner.prepared
+        return prepared
+
+    def _saver(self, beginning: TrainState) -> Saver | None:
+        """What writes checkpoints; on rank 0 alone."""
+        run = self.run
+        if run.path is None or self.communicator.rank != 0:
+            return None
+        # of a new run samples() has written it
+        record = None if run.is_new else self._write_config
+        return make_saver(
+            self.config,
+            IDENTITY,
+            run.log,
+            beginning,
+            run.path,
+            self.limit_bytes,
+            record,
+            run.open_folder,
+        )
+
+    def _write_config(self) -> None:
+        assert self.stream is not None
+        self.run.write_config(self.stream.config)
+
+    @property
+    def should_stop(self) -> bool:
+        """What Context.should_stop is. A collective."""
+        self.need("ctx.should_stop")
+        if self.stream is not None and self.learner.has_stepped:
+            self.points.sync()
+        return bool(self.points.health.stop_request)
+
+    @property
+    def why_over(self) -> str:
+        """Why the loop is over, or stops."""
+        over = (
+            "its samples are over" if self.points.now.progress.done else "the script left its loop"
+        )
+        return self.points.health.stop_request or over
+
+    @property
+    def code(self) -> int:
+        """The exit code: that of a stop, or DONE."""
+        return (
+            self.points.health.stop_code
+            if self.learner is not None and self.points.health.stop_request
+            else DONE
+        )
+
+    def emit_start(self, stream: SampleStream) -> None:
+        """The event "start", and "lost" of a loop that goes on after a loss."""
+        fields = loop_events.start_fields(
+            self.communicator, self.hosts, self.learner.describe(), stream
+        )
+        notes = [*self.run.notes, *getattr(self.communicator, "notes", ())]
+        lines = loop_events.header(
+            fields, self._reason, stream, self.run.path, self.points.now, notes
+        )
+        self.run.log.emit(
+            "start",
+            self.step,
+            lines=lines,
+            **fields,
+            seconds=round(self.points.now.seconds, 3),
+            run=f"{self.run.path}",
+        )
+        if self.untold_loss is not None and self._former is not None:
+            go_on_s = time.perf_counter() - self._former.began_s
+            loss = self.untold_loss._replace(go_on_s=go_on_s)
+            loop_events.emit_loss(self.run.log, loss, self.points.now, self.communicator.size)
+            self.untold_loss = None

@@ -1,0 +1,124 @@
+"""OpenRun: the run folder of a script's loop, its log, and the run that it goes on from."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hvdtrain.comm.on_all_ranks import on_rank_0
+from hvdtrain.config.schema import Config
+from hvdtrain.context.settings import described
+from hvdtrain.errors import UserError
+from hvdtrain.events.rank_log import rank_log
+from hvdtrain.training.checkpoint import files
+from hvdtrain.training.checkpoint.resume import former_run
+from hvdtrain.training.checkpoint.room import cannot_write
+from hvdtrain.training.run_folder import check_run_folder, open_run_folder, write_config
+from hvdtrain.training.run_rank import Rank
+from hvdtrain.training.train_job import open_run_log
+
+if TYPE_CHECKING:  # with guard.lost
+    from hvdtrain.training.elastic_job import Loss
+
+
+class Former(NamedTuple):
+    """What the ranks that are left after a loss go on from."""
+
+    run: Path
+    token: str  # of the lock of the run folder
+    model: weakref.ref[Any]  # that was prepared
+    loss: Loss
+    began_s: float  # by time.perf_counter(), when this rank had the error of the loss
+
+
+class OpenRun:
+    """What a script's loop has open from hvdtrain.init() on."""
+
+    path: Path | None  # as rank 0 knows it; None: nothing is written
+    former: Path | None  # the folder to go on from
+    notes: list[str]  # lines for the user
+
+    def __init__(
+        self,
+        rank: Rank,
+        closing: contextlib.ExitStack,
+        former_loop: Former | None,
+        *,
+        shares_lock: bool,
+    ) -> None:
+        """shares_lock: another rank may take over the lock of the folder. A collective."""
+        self._config = rank.config
+        self._lock = rank.lock
+        communicator = rank.communicator
+        self.path, self.former, self.notes = on_rank_0(
+            communicator,
+            lambda: self._open() if former_loop is None else self._open_same(former_loop),
+        )
+        # the moving display is of hvdtrain's own loop
+        lines = rank.config.replace(log=rank.config.log.replace(display="lines"))
+        self.log = open_run_log(lines, communicator, self.path, rank.lock)
+        per_rank = rank.config.log.per_rank and self.path is not None
+        name = f"rank-{communicator.rank:05d}.log"
+        self.files = closing.enter_context(contextlib.ExitStack())
+        self.files.enter_context(
+            rank_log(Path(self.path or "") / "ranks" / name if per_rank else None)
+        )
+        self.open_folder = rank.lock.open
+        # of the lock that another rank 0 takes over
+        self.token = on_rank_0(communicator, lambda: self._lock.token) if shares_lock else ""
+
+    def _open(self) -> tuple[Path | None, Path | None, list[str]]:
+        """On rank 0: the run folder, locked; the one to go on from; lines for the user."""
+        if self._config.run is None:
+            if self._config.resume not in ("auto", "no"):
+                raise UserError(
+                    "resume= needs run=",
+                    self._config.where("resume"),
+                    "run=DIR, where this script writes",
+                )
+            return None, None, []
+        former = former_run(self._config)
+        run, notes = open_run_folder(self._config, self._lock)
+        check_run_folder(run, 0)
+        return run, former, notes
+
+    def _open_same(self, former: Former) -> tuple[Path, Path | None, list[str]]:
+        """What _open() returns, where ranks were lost, of which one may have had the lock."""
+        if not self._lock.is_held:
+            try:
+                self._lock.take_over(former.run, former.token)
+            except OSError as error:
+                raise cannot_write(error, self._config.where("run")) from None
+        check_run_folder(former.run, 0)
+        return (
+            former.run,
+            former.run if files.finished(former.run) else former_run(self._config),
+            [],
+        )
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing was written in the run folder before."""
+        return self.path is not None and (
+            self.former is None or self.former.resolve() != self.path.resolve()
+        )
+
+    def need(self, where: str) -> Path:
+        """The run folder. Raises UserError where the loop has none."""
+        if self.path is None:
+            raise UserError("there is no run folder", where, "hvdtrain.init({'run': 'DIR'})")
+        return self.path
+
+    def write_config(self, config: Config) -> None:
+        """config.yaml, on rank 0. Raises OSError."""
+        assert self.path is not None
+        write_config(config, self.path, self._lock, described())
+
+    def write_first_files(self, config: Config) -> None:
+        """Writes the first files of the run folder. Raises UserError, as on a full disk."""
+        try:
+            self.write_config(config)
+        except OSError as error:
+            raise cannot_write(error, self._config.where("run")) from None

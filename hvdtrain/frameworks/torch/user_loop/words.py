@@ -1,0 +1,15 @@
+"""Lines of a script with a loop of its own in torch, for messages."""
+
+from __future__ import annotations
+
+from hvdtrain.frameworks.user_loop import Words
+
+WORDS = Words(
+    prepare="model, optimizer = ctx.prepare(model, optimizer)",
+    one="one module that has all parts, with one optimizer of several groups",
+    gradient="ctx.backward(loss)",
+    step="optimizer.step()",
+    resume="state = ctx.resume()",
+    parts="ctx.accumulate()",
+    counted="ctx.backward(loss, count=N), or ctx.accumulate() where loss_of returns (loss, N)",
+)
