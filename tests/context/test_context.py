@@ -924,7 +924,7 @@ def test_an_example_of_the_inputs_is_asked_for_where_it_is_needed(opened: list[h
 def test_calls_of_a_model_in_stages_that_compute_nothing() -> None:
     from hvdtrain.comm.communicator import SingleProcessCommunicator
     from hvdtrain.comm.mesh import one_group
-    from hvdtrain.frameworks.torch.user_loop.prepared import InStages
+    from hvdtrain.frameworks.torch.parallel.pipeline.loop_passes import InStages
 
     pipelined: Any = None  # which no call here comes to
     model = InStages(

@@ -25,8 +25,9 @@ from hvdtrain.frameworks.torch.step import Passes
 from hvdtrain.frameworks.torch.strategy import NamedParameters, Strategy
 from hvdtrain.tasks.task import Task
 
-if TYPE_CHECKING:  # of a picture alone
+if TYPE_CHECKING:  # of pictures, and of loops of scripts
     from hvdtrain.frameworks.torch.layer import Layer, LayerCut
+    from hvdtrain.frameworks.torch.loop_passes import LoopPasses
 
 
 class Given(NamedTuple):
@@ -139,6 +140,12 @@ class Arrangement:
     def passes(self, strategy: Strategy, *of_passes: Any) -> Passes:
         """of_passes: what Passes is made of."""
         return Passes(*of_passes)
+
+    def loop_passes(self, forward: torch.nn.Module) -> LoopPasses:
+        """The passes of a script's own loop; forward: as the strategy wrapped the model."""
+        from hvdtrain.frameworks.torch.loop_passes import LoopPasses
+
+        return LoopPasses(forward)
 
     @classmethod
     def check_predictable(cls, config: Config) -> None:

@@ -15,7 +15,6 @@ from hvdtrain.comm.mesh import Mesh
 from hvdtrain.comm.order import end_step
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays, ArrayStream, Batch, Piece
-from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import fold
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.stopwatch import HostStopwatch, ReplaceableStopwatch
@@ -25,16 +24,15 @@ from hvdtrain.frameworks.torch.buffers import Buffers
 from hvdtrain.frameworks.torch.build import device_of_rank
 from hvdtrain.frameworks.torch.call import Called, each_of
 from hvdtrain.frameworks.torch.device import (
-    check_compiler,
     keep_gradients,
     seed_layers,
 )
-from hvdtrain.frameworks.torch.frozen import check_overlaps
-from hvdtrain.frameworks.torch.optim.user_optimizer import check_elementwise, set_mode
+from hvdtrain.frameworks.torch.optim.user_optimizer import set_mode
 from hvdtrain.frameworks.torch.rank_model import RankModel
-from hvdtrain.frameworks.torch.state import LearnerState, numpy_type
+from hvdtrain.frameworks.torch.state import LearnerState
 from hvdtrain.frameworks.torch.step import Update, one_or_nan
 from hvdtrain.frameworks.torch.strategy import Strategy
+from hvdtrain.frameworks.torch.user_loop.checks import check_given, check_gradients, uncompiled
 from hvdtrain.frameworks.torch.user_loop.counted import (
     Accumulated,
     Watch,
@@ -44,7 +42,6 @@ from hvdtrain.frameworks.torch.user_loop.counted import (
 from hvdtrain.frameworks.torch.user_loop.prepared import (
     WHERE,
     GivenScale,
-    InStages,
     PreparedOptimizer,
     Scaled,
     ScaleOfLoss,
@@ -67,7 +64,7 @@ class TorchLoopLearner(RankModel, LoopLearner):
 
     words = WORDS
 
-    def __init__(  # noqa: PLR0915
+    def __init__(
         self,
         config: Config,
         mesh: Mesh,
@@ -91,7 +88,7 @@ class TorchLoopLearner(RankModel, LoopLearner):
         ):  # which moves a part of it at a time
             what = f"the model is on {', '.join(sorted(on))}, this rank computes on {self.device}"
             raise UserError(what, WHERE, "model.to(ctx.device) before the optimizer is made")
-        _check_gradients(uncompiled(model))
+        check_gradients(uncompiled(model))
         self.precision = precision_of(config, uncompiled(model), self.device, mesh.world)
         self._sample_type = self.precision.weights if precision_is_asked(config) else None
         check_given(config, model, optimizer, self.device)
@@ -105,17 +102,10 @@ class TorchLoopLearner(RankModel, LoopLearner):
         wrapped = self.strategy.wrap(
             model if arrangement.body is self.model else arrangement.body, optimizer
         )
-        self.forward = wrapped.forward
         self._inner = wrapped.optimizer
-        self._stages: InStages | None = None
-        if config.parallel.pipeline > 1:
-            self.forward = self._stages = InStages(
-                self.model,
-                arrangement.pipelined,  # type: ignore[attr-defined]
-                mesh,
-                self.precision.weights,
-            )
-        else:
+        self._passes = arrangement.loop_passes(wrapped.forward)
+        self.forward = self._passes.forward
+        if self._passes.calls_model:
             compute_in(self.model, self.precision, self.device)
         self._watch = Watch()
         self.forward.register_forward_hook(self._watch)
@@ -237,16 +227,7 @@ class TorchLoopLearner(RankModel, LoopLearner):
         """What Context.backward() does. A collective."""
         where = "ctx.backward()"
         fix = "ctx.backward(loss, count=N), N: how many items the loss is the mean over"
-        if self._stages is not None:
-            what = (
-                "no rank has all layers of the model, with parallel.pipeline: a backward pass "
-                "goes through those of all"
-            )
-            fix = (
-                "loss = ctx.accumulate(loss_of, at_most=SAMPLES), loss_of(part): forward and loss "
-                "of a part of the batch"
-            )
-            raise UserError(what, where, fix)
+        self._passes.check_backward(where)
         batch = self._begin_passes(where)
         check_loss(loss, where)
         if count is None:
@@ -290,28 +271,12 @@ class TorchLoopLearner(RankModel, LoopLearner):
 
         divisor = self._divisor_of_samples(batch)
         self._pass_all(batch.parts(passes), of_part, divisor)
-        total, weight, is_counted = self._of_all_stages(losses)
+        total, weight, is_counted = self._passes.over_stages(
+            losses.total, losses.weight, is_counted=bool(losses.is_counted)
+        )
         self.divisor.agree(where, is_counted=is_counted)
         self._show_gradients(divisor / self._divisor_of_items(weight) if is_counted else 1.0)
         return total / (weight or 1.0)
-
-    def _of_all_stages(self, losses: Accumulated) -> tuple[torch.Tensor, float, bool]:
-        """The sum of losses, its weight, and whether that was counted. With a pipeline a
-        collective: the last stage has computed them."""
-        if self._stages is None:
-            return losses.total, losses.weight, bool(losses.is_counted)
-        own = torch.tensor(
-            [float(losses.total), losses.weight, float(bool(losses.is_counted))],
-            dtype=torch.float64,
-        )
-        total, weight, is_counted = torch.as_tensor(
-            self.mesh.pipe.allreduce(own, "loss of the last stage")
-        ).tolist()
-        return (
-            torch.tensor(total, dtype=self.precision.weights, device=self.device),
-            weight,
-            bool(is_counted),
-        )
 
     def _check_mean(self, loss: torch.Tensor, parts: int, where: str, fix: str) -> None:
         """Raises UserError for a mean over other things than samples, where several parts or ranks
@@ -368,22 +333,13 @@ class TorchLoopLearner(RankModel, LoopLearner):
             factor = self._scale.scale(one_or_nan(loss)) if weight else 1.0
             return (loss * (weight / divisor) * factor).sum()
 
-        def one_pass(part: Any, _: int, is_last: bool) -> Sums:
-            weighted(part, loss_of(part)).backward()
+        def ended(is_last: bool) -> None:
             self._watch.begin_part()
             if not is_last:
                 keep_gradients(self.config.speed.compile, [p for _, p in self._named])
-            return {}
 
-        def through_stages(parts: Any, _: int, is_last: bool) -> Sums:
-            assert self._stages is not None
-            self._stages.train_parts(parts, loss_of, weighted)
-            self._watch.begin_part()
-            return {}
-
-        self.strategy.run(
-            parts, self._global_batch, one_pass if self._stages is None else through_stages
-        )
+        one_pass = self._passes.one_pass(loss_of, weighted, ended)
+        self.strategy.run(parts, self._global_batch, one_pass)
         end_step(self.orders)
         self.strategy.reduce()
 
@@ -484,95 +440,6 @@ class TorchLoopLearner(RankModel, LoopLearner):
         count = self.count(p for _, p in self._named)
         name = self.strategy.class_name(self.model)
         return f"{name}, {count:,} parameters, {self.how_computed(self.precision)}"
-
-
-def uncompiled(model: Any) -> Any:
-    """The module in what torch.compile() has made of it; its parameters have the names that they
-    have without."""
-    return getattr(model, "_orig_mod", model)
-
-
-def check_given(
-    config: Config, model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
-) -> None:
-    """Raises UserError where the script's model or optimizer cannot be arranged among ranks as the
-    configuration says."""
-    stage = config.shard.stage
-    is_cut = config.shard.stage == 3 or config.parallel.cuts
-    check_overlaps(model, WHERE)
-    if not precision_is_asked(config):
-        _check_types(uncompiled(model))
-    if stage or is_cut:
-        check_elementwise(
-            optimizer,
-            type(optimizer).__name__,
-            config.where("shard.stage" if stage else "parallel.*"),
-        )
-    how, instead = (
-        ("shard.stage=3", "shard.stage=2") if stage == 3 else ("parallel.*", "no parallel.*")
-    )
-    if is_cut and hasattr(model, "_orig_mod"):
-        fix = f"torch.compile() of the layers inside, or {instead}"
-        raise UserError(f"a compiled model would keep whole weights, which {how} cuts", WHERE, fix)
-    types = {p.dtype for p in model.parameters()}
-    if is_cut and len(types) > 1 and not precision_is_asked(config):
-        what = (
-            f"the model's parameters are of {', '.join(sorted(map(str, types)))}: {how} gathers "
-            "those of one type"
-        )
-        raise UserError(
-            what,
-            WHERE,
-            "model.to(torch.float32), and torch.autocast for what computes in 16 bits; or "
-            f"{instead}",
-        )
-    if config.speed.compile != "none" and hasattr(model, "_orig_mod"):
-        raise UserError(
-            "the model is compiled already",
-            f"{WHERE}, {config.where('speed.compile')}",
-            "one of the two",
-        )
-    check_compiler(config, device)
-
-
-def _check_types(model: torch.nn.Module) -> None:
-    """Raises UserError for a number type that a checkpoint's arrays cannot have."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        try:
-            numpy_type(tensor.dtype)
-        except TypeError:
-            fix = (
-                "speed.precision=bf16 in hvdtrain.init(): layers compute in bfloat16, weights and "
-                "checkpoints are in float32"
-            )
-            what = f"{name} is of {tensor.dtype}, which a checkpoint cannot hold"
-            raise UserError(what, WHERE, fix) from None
-
-
-def _check_gradients(model: torch.nn.Module) -> None:
-    """Raises UserError for gradients that cannot be reduced in buckets of real numbers."""
-    sparse = next(
-        (
-            name
-            for name, module in model.named_modules()
-            if getattr(module, "sparse", False) is True
-        ),
-        None,
-    )
-    if sparse is not None:
-        raise UserError(
-            f"{sparse or 'the model'} makes sparse gradients",
-            WHERE,
-            "sparse=False, the default of torch.nn.Embedding",
-        )
-    numbers = next((name for name, p in model.named_parameters() if p.is_complex()), None)
-    if numbers is not None:
-        what = f"the parameter {numbers} has complex numbers"
-        raise UserError(
-            what,
-            WHERE,
-            "a real parameter of shape (..., 2), and torch.view_as_complex() of it in forward",
-        )
 
 
 class Elsewhere(torch.Tensor):

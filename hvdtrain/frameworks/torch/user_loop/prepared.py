@@ -4,25 +4,22 @@ and steps with all ranks' gradient."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.mesh import Mesh
 from hvdtrain.config.schema import Config
 from hvdtrain.config.section import DEFAULT
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.forward import in_type
 from hvdtrain.frameworks.torch.optim.user_optimizer import OWN_KEYS, take
-from hvdtrain.frameworks.torch.parallel.pipeline.pipelined import Pipelined
 from hvdtrain.frameworks.torch.precision import LossScale, Precision, Scale, pick_precision
 from hvdtrain.frameworks.torch.user_loop.words import WORDS
 
 WHERE = "ctx.prepare()"
-_WHERE_CALLED = "model(...) with parallel.pipeline"
 MOST = 30  # overflows in a row: from 2^16 the scale has come to 2^-14, and it was no overflow
 
 
@@ -178,128 +175,6 @@ def _check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
             WHERE,
             "a model with parameters whose requires_grad is true",
         )
-
-
-class InStages(torch.nn.Module):
-    """Within ctx.accumulate(loss_of) a call of the model ends on the first stage, which wanted its
-    inputs, and gives the outputs on the last. Elsewhere, without gradients, it is a collective of
-    the ranks of a pipeline, and gives the outputs on all of them.
-    """
-
-    def __init__(
-        self, model: torch.nn.Module, pipelined: Pipelined, mesh: Mesh, dtype: torch.dtype
-    ) -> None:
-        """model: the script's, of which this rank has its stages. dtype: of the outputs."""
-        super().__init__()
-        self.model = model
-        self._pipelined = pipelined
-        self._pipe = mesh.pipe
-        self._dtype = dtype
-        self._asks = False  # for the inputs
-        self._outputs: Any = None  # of the part whose loss is computed
-        self._calls = 0  # of the model, in this part
-
-    def train_parts(
-        self,
-        parts: Sequence[Any],
-        loss_of: Callable[[Any], Any],
-        weighted: Callable[[Any, Any], torch.Tensor],
-    ) -> None:
-        """Adds to p.grad of this rank's stages the gradient of the sum of weighted(part,
-        loss_of(part)). A collective."""
-        self._pipelined.train(
-            parts,
-            lambda part: self._inputs_of(part, loss_of),
-            lambda part, outputs: weighted(part, self._loss(part, outputs, loss_of)),
-            _nothing,
-        )
-
-    def _inputs_of(self, part: Any, loss_of: Callable[[Any], Any]) -> torch.Tensor:
-        self._asks = True
-        try:
-            loss_of(part)
-        except _Inputs as found:
-            return found.x
-        finally:
-            self._asks = False
-        what = "loss_of(part) did not call the model that ctx.prepare() returned"
-        raise UserError(what, "ctx.accumulate()", "loss(model(part['x']), ...)")
-
-    def _loss(self, part: Any, outputs: Any, loss_of: Callable[[Any], Any]) -> Any:
-        self._outputs = (in_type(outputs, self._dtype),)
-        self._calls = 0
-        try:
-            return loss_of(part)
-        finally:
-            self._outputs = None
-
-    def forward(self, x: torch.Tensor) -> Any:
-        if torch.is_autocast_enabled(x.device.type):
-            what = (
-                "torch.autocast around the model does not reach its stages, which are called "
-                "elsewhere"
-            )
-            raise UserError(
-                what,
-                _WHERE_CALLED,
-                "speed.precision=bf16 in hvdtrain.init(), which does; the loss may be under "
-                "torch.autocast",
-            )
-        if self._asks:
-            raise _Inputs(x)
-        if self._outputs is not None:
-            self._calls += 1
-            if self._calls > 1:
-                raise UserError(
-                    "loss_of(part) calls the model twice",
-                    _WHERE_CALLED,
-                    "once: the passes of all stages are one chain",
-                )
-            return self._outputs[0]
-        if torch.is_grad_enabled():
-            fix = (
-                "ctx.accumulate(loss_of, at_most=SAMPLES) trains; an evaluation is under "
-                "torch.no_grad()"
-            )
-            raise UserError(
-                "no rank has all layers of the model, so that it could go back through them",
-                _WHERE_CALLED,
-                fix,
-            )
-        return self._evaluated(x)
-
-    def _evaluated(self, x: torch.Tensor) -> torch.Tensor:
-        """The outputs (n, ...) on all ranks of the pipeline."""
-        found: list[Any] = []
-        self._pipelined.evaluate([x], lambda part: part, lambda _, outputs: found.append(outputs))
-        if found and not isinstance(found[0], torch.Tensor):
-            _refuse(found[0])
-        shapes = self._pipe.allgather_object(tuple(found[0].shape) if found else None)
-        if not found:
-            found = [torch.zeros(next(shape for shape in shapes if shape is not None))]
-        host = found[0].detach().to("cpu", self._dtype)
-        # the others give zeros
-        return torch.as_tensor(self._pipe.allreduce(host, "outputs of the last stage")).to(x.device)
-
-
-class _Inputs(BaseException):
-    """Ends the script's loss_of() where it calls the model: only what it calls it with was asked
-    for."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self.x = x
-
-
-def _nothing(phase: str) -> None:
-    """Phases of a step are not timed here."""
-
-
-def _refuse(outputs: Any) -> NoReturn:
-    what = (
-        f"the model gives a {type(outputs).__name__}; what the last stage sends to the others is "
-        "one tensor"
-    )
-    raise UserError(what, _WHERE_CALLED, "a model whose output is a tensor")
 
 
 def precision_of(

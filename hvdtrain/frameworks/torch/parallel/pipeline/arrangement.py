@@ -11,6 +11,7 @@ import torch
 from hvdtrain.config.schema import Config
 from hvdtrain.frameworks.torch.call import only_one
 from hvdtrain.frameworks.torch.layer import Layer, LayerCut
+from hvdtrain.frameworks.torch.loop_passes import LoopPasses
 from hvdtrain.frameworks.torch.parallel.divided import Divided
 from hvdtrain.frameworks.torch.parallel.pipeline.costs import agreed_seconds, samples_of_pass
 from hvdtrain.frameworks.torch.parallel.pipeline.cuts import first_units, planned_first_units
@@ -86,6 +87,13 @@ class PipelineStages(TensorParts):
 
     def passes(self, strategy: Strategy, *of_passes: Any) -> Passes:
         return PipelinePasses(*of_passes, pipelined=self.pipelined, mesh=self.making.mesh)
+
+    def loop_passes(self, forward: torch.nn.Module) -> LoopPasses:
+        from hvdtrain.frameworks.torch.parallel.pipeline.loop_passes import StagePasses
+
+        making = self.making
+        dtype = making.precision.weights
+        return StagePasses(self.model, self.pipelined, making.mesh, dtype, making.device)
 
     @classmethod
     def layout_stages(

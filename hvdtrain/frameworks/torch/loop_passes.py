@@ -1,0 +1,50 @@
+"""LoopPasses: forward and backward of a batch in a script's own loop, whose losses the script
+computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hvdtrain.core.metrics import Sums
+from hvdtrain.frameworks.torch.strategy import OnePass
+
+Found = tuple[torch.Tensor, float]  # the script's loss of a part of its batch, and its weight
+
+
+class LoopPasses:
+    """This class makes them as one process does. Others say what they do differently."""
+
+    calls_model = True  # a call of `forward` is one of the model, on this rank
+
+    def __init__(self, forward: torch.nn.Module) -> None:
+        """forward: what the script gets in the place of its model."""
+        self.forward = forward
+
+    def check_backward(self, where: str) -> None:
+        """Raises UserError where a loss that the script has computed cannot go backward."""
+
+    def one_pass(
+        self,
+        loss_of: Callable[[Any], Found],
+        weighted: Callable[[Any, Found], torch.Tensor],
+        ended: Callable[[bool], None],
+    ) -> OnePass:
+        """What Strategy.run() calls with each part of the batch. weighted(part, loss_of(part)):
+        what goes backward. ended: called after a pass, with whether it was the last."""
+
+        def one_pass(part: Any, _: int, is_last: bool) -> Sums:
+            weighted(part, loss_of(part)).backward()
+            ended(is_last)
+            return {}
+
+        return one_pass
+
+    def over_stages(
+        self, total: torch.Tensor, weight: float, *, is_counted: bool
+    ) -> tuple[torch.Tensor, float, bool]:
+        """The sum of losses, its weight, and whether the script has counted it, of the rank that
+        has computed them. A collective where that is another one."""
+        return total, weight, is_counted
