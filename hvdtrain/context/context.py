@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 from hvdtrain.comm.communicator import Elastic
 from hvdtrain.comm.mesh import Mesh
@@ -18,10 +18,8 @@ from hvdtrain.context.open_run import Former
 from hvdtrain.context.saving import Saving
 from hvdtrain.context.stream import check_batch
 from hvdtrain.core.metrics import Better
+from hvdtrain.training.lost import Loss
 from hvdtrain.training.run_rank import Rank
-
-if TYPE_CHECKING:  # with guard.lost
-    from hvdtrain.training.elastic_job import Loss
 
 
 class Context:

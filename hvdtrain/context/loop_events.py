@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.lengths import as_given
@@ -16,11 +16,9 @@ from hvdtrain.events import redaction
 from hvdtrain.events.log import Log
 from hvdtrain.events.writers import OWN_LOOP
 from hvdtrain.training.checkpoint.changes import PLACE, flat
+from hvdtrain.training.lost import Loss, tell_loss
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.summary import fields_of_ranks, lines_of_ranks
-
-if TYPE_CHECKING:  # with guard.lost
-    from hvdtrain.training.elastic_job import Loss
 
 
 def start_fields(
@@ -144,8 +142,6 @@ def end_fields(
 
 def emit_loss(log: Log, loss: Loss, now: TrainState, left: int) -> None:
     """The event "lost" of a loop that goes on after a loss. left: ranks."""
-    from hvdtrain.training.elastic_job import tell_loss
-
     step = now.progress.step
     place = (
         f"step {step}, the newest checkpoint" if step else "the beginning: there is no checkpoint"

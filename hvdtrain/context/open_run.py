@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from hvdtrain.comm.on_all_ranks import on_rank_0
 from hvdtrain.config.schema import Config
@@ -15,12 +15,10 @@ from hvdtrain.events.rank_log import rank_log
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.resume import former_run
 from hvdtrain.training.checkpoint.room import cannot_write
+from hvdtrain.training.lost import Loss
 from hvdtrain.training.run_folder import check_run_folder, open_run_folder, write_config
 from hvdtrain.training.run_rank import Rank
 from hvdtrain.training.train_job import open_run_log
-
-if TYPE_CHECKING:  # with guard.lost
-    from hvdtrain.training.elastic_job import Loss
 
 
 class Former(NamedTuple):

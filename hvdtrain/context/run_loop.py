@@ -15,8 +15,8 @@ from hvdtrain.context.open_run import Former
 from hvdtrain.core.process import exit_now
 from hvdtrain.errors import UserError
 from hvdtrain.training.failure import RankFailed
+from hvdtrain.training.lost import Loss, ready_for_losses
 from hvdtrain.training.run_rank import Rank
-from hvdtrain.training.running_job import ready_for_losses
 
 WHERE = "hvdtrain.run()"
 
@@ -118,8 +118,6 @@ class _Runs:
         self._rank.warnings.renumber(ranks.rank, ranks.size)
         if untold is not None:  # lost before the others had begun again
             lost, steps = [*untold.ranks, *lost], [*steps, untold.step]
-        from hvdtrain.training.elastic_job import Loss
-
         hosts = [self._hosts[rank] for rank in lost]
         # go_on_s is known later
         loss = Loss(lost, hosts, max(steps), detect_s, detect_s, "checkpoint", [])

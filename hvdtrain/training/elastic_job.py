@@ -11,44 +11,25 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from hvdtrain.comm.communicator import Communicator, Elastic
-from hvdtrain.comm.mesh import ranks_summary
 from hvdtrain.comm.on_all_ranks import on_rank_0, on_rank_0_only
 from hvdtrain.config.schema import Config
 from hvdtrain.core.folder import Folder
 from hvdtrain.core.progress import GoOn
 from hvdtrain.errors import LOST, StateLost, UserError
-from hvdtrain.events.log import Event, Log, Sink
+from hvdtrain.events.log import Event, Sink
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.room import cannot_write
 from hvdtrain.training.checkpoint.saver import Saver
 from hvdtrain.training.health.watchdog import Watchdog
 from hvdtrain.training.job import Job, on_other_ranks
+from hvdtrain.training.lost import Loss, RunningJob, tell_loss
 from hvdtrain.training.memory_copy import MemoryCopy, Restored
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.run_lock import RunLock
-from hvdtrain.training.running_job import RunningJob
 from hvdtrain.training.start import Start
-
-
-class Loss(NamedTuple):
-    """What a loss costs."""
-
-    ranks: list[int]  # as the launcher numbered them
-    hosts: list[str]
-    step: int  # that a living rank had come to
-    detect_s: (
-        float  # on this rank, from the error of a collective until every living rank knew of it
-    )
-    go_on_s: float  # from the same error until training goes on
-    restored_from: Literal["memory", "checkpoint", "servers"]
-    given_again: list[int]  # tickets of asynchronous updates
-
-    def who(self) -> str:
-        """The ranks and their hosts, for people."""
-        return f"{ranks_summary(self.ranks)} on {', '.join(dict.fromkeys(self.hosts))}"
 
 
 class ElasticJob(RunningJob):
@@ -193,26 +174,6 @@ class ElasticJob(RunningJob):
             job.communicator.size,
             f"{then} from step {step}{_what_was_lost(loss)}",
         )
-
-
-def tell_loss(log: Log, loss: Loss, now: TrainState, step: int, left: int, then: str) -> None:
-    """The event "lost". step: from which training goes on; left: ranks; then: what becomes of the
-    job, for people."""
-    line = f"lost    {loss.who()}, after step {loss.step}: {then}, after {loss.go_on_s:.3g} s"
-    log.emit(
-        "lost",
-        step,
-        ranks=loss.ranks,
-        hosts=loss.hosts,
-        left=left,
-        detect_s=round(loss.detect_s, 6),
-        go_on_s=round(loss.go_on_s, 6),
-        steps_lost=loss.step - step,
-        evaluated=now.evaluated,
-        restored_from=loss.restored_from,
-        **({"given_again": loss.given_again} if loss.restored_from == "servers" else {}),
-        lines=[line],
-    )
 
 
 def _what_was_lost(loss: Loss) -> str:

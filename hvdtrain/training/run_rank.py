@@ -29,9 +29,9 @@ from hvdtrain.training.health.heartbeat import Heartbeat, noted, place_and_pass
 from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.health.watchdog import Watchdog
 from hvdtrain.training.job_memory import advised, forecast_of_job, resolve_micro
+from hvdtrain.training.lost import ready_for_losses
 from hvdtrain.training.memory import room_of_rank
 from hvdtrain.training.run_lock import RunLock
-from hvdtrain.training.running_job import ready_for_losses
 from hvdtrain.training.train_job import JobResult, train_job
 
 T = TypeVar("T")

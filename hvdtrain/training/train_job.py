@@ -35,6 +35,7 @@ from hvdtrain.training.input import fewest_samples
 from hvdtrain.training.job import Job, make_job, make_saver
 from hvdtrain.training.job_memory import MemoryMeter, forecast_of_job
 from hvdtrain.training.loop import train
+from hvdtrain.training.lost import RunningJob, ready_for_losses
 from hvdtrain.training.memory import room_of_rank
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.progress.triggers import stop_reason
@@ -42,7 +43,6 @@ from hvdtrain.training.replicas.probe import Probe
 from hvdtrain.training.replicas.same_job import check_same_facts, facts
 from hvdtrain.training.run_folder import write_config
 from hvdtrain.training.run_lock import RunLock
-from hvdtrain.training.running_job import RunningJob, ready_for_losses
 from hvdtrain.training.start import Start, start_or_resume
 from hvdtrain.training.sync_point import close_all, fail, write_last_checkpoint
 

@@ -1,14 +1,17 @@
-"""RunningJob: the job of this rank while it trains. An error of any rank ends it, unless guard.lost
-asks for an ElasticJob."""
+"""What the loss of a rank is to the others: the end of a RunningJob, unless guard.lost asks for an
+ElasticJob, and an event."""
 
 from __future__ import annotations
 
 import warnings
+from typing import Literal, NamedTuple
 
 from hvdtrain.comm.communicator import Communicator, Elastic, elastic
 from hvdtrain.comm.engines import may_use_gpu
+from hvdtrain.comm.mesh import ranks_summary
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
+from hvdtrain.events.log import Log
 from hvdtrain.training.job import Job
 from hvdtrain.training.progress.train_state import TrainState
 
@@ -27,6 +30,24 @@ class RunningJob:
         """The state of the newest sync point, in which self.job goes on. Every living rank calls
         it."""
         raise AssertionError("a job that outlives no error goes on after none")
+
+
+class Loss(NamedTuple):
+    """What a loss costs."""
+
+    ranks: list[int]  # as the launcher numbered them
+    hosts: list[str]
+    step: int  # that a living rank had come to
+    detect_s: (
+        float  # on this rank, from the error of a collective until every living rank knew of it
+    )
+    go_on_s: float  # from the same error until training goes on
+    restored_from: Literal["memory", "checkpoint", "servers"]
+    given_again: list[int]  # tickets of asynchronous updates
+
+    def who(self) -> str:
+        """The ranks and their hosts, for people."""
+        return f"{ranks_summary(self.ranks)} on {', '.join(dict.fromkeys(self.hosts))}"
 
 
 def ready_for_losses(config: Config, communicator: Communicator) -> Elastic | None:
@@ -52,3 +73,23 @@ def ready_for_losses(config: Config, communicator: Communicator) -> Elastic | No
             warnings.warn(what, stacklevel=1)  # the same place for both callers: it is shown once
         return None
     return ranks
+
+
+def tell_loss(log: Log, loss: Loss, now: TrainState, step: int, left: int, then: str) -> None:
+    """The event "lost". step: from which training goes on; left: ranks; then: what becomes of the
+    job, for people."""
+    line = f"lost    {loss.who()}, after step {loss.step}: {then}, after {loss.go_on_s:.3g} s"
+    log.emit(
+        "lost",
+        step,
+        ranks=loss.ranks,
+        hosts=loss.hosts,
+        left=left,
+        detect_s=round(loss.detect_s, 6),
+        go_on_s=round(loss.go_on_s, 6),
+        steps_lost=loss.step - step,
+        evaluated=now.evaluated,
+        restored_from=loss.restored_from,
+        **({"given_again": loss.given_again} if loss.restored_from == "servers" else {}),
+        lines=[line],
+    )
