@@ -254,8 +254,8 @@ def test_nothing_is_imported_that_the_job_does_not_use(tmp_path: Path) -> None:
         "hvdtrain.frameworks.torch.noise_meter",
         "hvdtrain.frameworks.torch.thaw",
         *(
-            f"hvdtrain.frameworks.torch.parallel.{folder}"
-            for folder in ("dense", "fsdp", "parameter_server", "pipeline", "tensor")
+            f"hvdtrain.frameworks.torch.parallel.{way}"
+            for way in ("dense", "fsdp", "local_sgd", "parameter_server", "pipeline", "zero")
         ),
     )
     code = (

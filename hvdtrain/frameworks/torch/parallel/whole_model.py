@@ -18,8 +18,6 @@ from hvdtrain.frameworks.torch.parallel.buckets import (
     fastest_bucket_bytes,
 )
 from hvdtrain.frameworks.torch.parallel.by_library import Ddp, HorovodOptimizer, fits_horovod
-from hvdtrain.frameworks.torch.parallel.local_sgd import LocalSGD, PostLocalSGD
-from hvdtrain.frameworks.torch.parallel.zero import Zero
 from hvdtrain.frameworks.torch.strategy import NamedParameters, Strategy
 from hvdtrain.recipe.clock import epoch_multiplier
 
@@ -50,6 +48,8 @@ def select_strategy(
     comm = config.comm
     communicator = mesh.data
     if config.shard.stage in (1, 2):
+        from hvdtrain.frameworks.torch.parallel.zero import Zero
+
         on_host = config.shard.offload != "none"
         return Zero(
             named, mesh, config.shard.stage, int(comm.bucket_mb * 2**20), stopwatch, on_host
@@ -81,7 +81,9 @@ def select_strategy(
 
 def _local_steps(
     config: Config, named: NamedParameters, communicator: Communicator, stopwatch: Stopwatch
-) -> LocalSGD | PostLocalSGD:
+) -> Strategy:
+    from hvdtrain.frameworks.torch.parallel.local_sgd import LocalSGD, PostLocalSGD
+
     bucket_bytes = int(config.comm.bucket_mb * 2**20)
     begin = read_length(config.comm.local_from)
     local = LocalSGD(named, communicator, config.comm.local_steps, bucket_bytes, stopwatch)
