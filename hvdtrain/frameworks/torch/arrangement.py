@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # of pictures, and of loops of scripts
     from hvdtrain.frameworks.torch.loop_passes import LoopPasses
 
 
-class Given(NamedTuple):
+class UserModel(NamedTuple):
     """A script's own model, in the place of the one that model.name means."""
 
     model: torch.nn.Module  # on its device, in the number type of its weights
@@ -67,7 +67,7 @@ class Making(NamedTuple):
     """What a model is made from, and for."""
 
     config: Config
-    task: Task | None  # None of a given model
+    task: Task | None  # None of the model of a script
     mesh: Mesh
     device: torch.device
     precision: Precision
@@ -75,13 +75,13 @@ class Making(NamedTuple):
     planned: frozenset[Feature] | None = (
         None  # the features of an engine: tensors have no numbers then, and no rank is connected
     )
-    given: Given | None = None
+    user_model: UserModel | None = None
 
     def example(self, count: int = 2) -> Called:
         """What the model is called with for `count` samples: of zeros, or those that a script has
         given."""
-        if self.given is not None:
-            return self.given.example(count, self.config)
+        if self.user_model is not None:
+            return self.user_model.example(count, self.config)
         assert self.task is not None, "the script has given no model"
         return example(count, self.config, self.task, self.like)
 
@@ -116,8 +116,8 @@ class Arrangement:
     def make(self) -> torch.nn.Module:
         """The model on its device, by whose samples of zeros it is checked."""
         making = self.making
-        if making.given is not None:
-            return making.given.model
+        if making.user_model is not None:
+            return making.user_model.model
         model = making.new_model()
         if making.planned is None:
             return model.to(device=making.device, dtype=making.precision.weights)

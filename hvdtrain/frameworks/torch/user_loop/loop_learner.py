@@ -18,7 +18,7 @@ from hvdtrain.core.arrays import Arrays, ArrayStream, Batch, Piece
 from hvdtrain.core.progress import fold
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.stopwatch import HostStopwatch, ReplaceableStopwatch
-from hvdtrain.frameworks.torch.arrangement import Arrangement, Given, Making
+from hvdtrain.frameworks.torch.arrangement import Arrangement, Making, UserModel
 from hvdtrain.frameworks.torch.arrangements import arrangement_of
 from hvdtrain.frameworks.torch.buffers import Buffers
 from hvdtrain.frameworks.torch.build import device_of_rank
@@ -146,9 +146,15 @@ class TorchLoopLearner(RankModel, LoopLearner):
         if example is not None:
             example = each_of(example, self._as_sample)
         stopwatch = ReplaceableStopwatch(HostStopwatch())
-        given = Given(whole, example)
+        user_model = UserModel(whole, example)
         making = Making(
-            self.config, None, self.mesh, self.device, self.precision, stopwatch, given=given
+            self.config,
+            None,
+            self.mesh,
+            self.device,
+            self.precision,
+            stopwatch,
+            user_model=user_model,
         )
         arrangement = arrangement_of(self.config)(making)
         arrangement.cut()

@@ -46,7 +46,7 @@ class Dense(Arrangement):
 
     def strategy(self, named: NamedParameters, optimizer: torch.optim.Optimizer) -> Strategy:
         # which an own loop has not said yet
-        batch = None if self.making.given is not None else self.making.config.batch.size
+        batch = None if self.making.user_model is not None else self.making.config.batch.size
         return Hybrid(
             self.making.config, self.making.mesh, named, self._hybrid, self.making.stopwatch, batch
         )

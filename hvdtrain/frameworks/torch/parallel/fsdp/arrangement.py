@@ -62,18 +62,18 @@ class ShardedRows(Arrangement):
                     "torch 2.13 or newer; or comm.engine=torchdist; or shard.stage=2",
                 )
             start_process_group(mesh.world)
-        given = self.making.given
+        user_model = self.making.user_model
         model, deferred = (
-            make_deferred(self.making.new_model) if given is None else (given.model, None)
+            make_deferred(self.making.new_model) if user_model is None else (user_model.model, None)
         )
         groups = device_mesh(mesh, device)
         communicating = self.making.stopwatch.communicating
         sharded = shard_model(
             model, deferred, config, mesh, groups, device, precision.weights, communicating
         )
-        if given is not None:
+        if user_model is not None:
             give_whole_logits(sharded.model)
-        if deferred is None and given is None:
+        if deferred is None and user_model is None:
             return sharded._replace(
                 summary=f"{sharded.summary}, made whole first: its constructor reads its own "
                 "numbers"

@@ -43,8 +43,8 @@ class PipelineStages(TensorParts):
         config = self.making.config
         if making.planned is not None:
             return planned_first_units(self.model, config, only_one(making.example()))
-        if making.given is not None:
-            x = only_one(making.given.example(None, config))
+        if making.user_model is not None:
+            x = only_one(making.user_model.example(None, config))
         else:
             x = only_one(making.example(samples_of_pass(config, making.mesh.data.size)))
         autocast = making.precision.autocast

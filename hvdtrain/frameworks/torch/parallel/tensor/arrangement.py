@@ -65,7 +65,7 @@ class TensorParts(WholeModel):
         )
         model.register_forward_hook(lambda *_: order.end("end of the forward pass"))
         self.orders = [order]
-        if making.given is not None:
+        if making.user_model is not None:
             give_whole_logits(model)
         if x is not None:
             check_cut(model, x, expected, making.task, where)
