@@ -10,11 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
-from ranks import ROOT, needs_mpirun
+from ranks import ROOT
 
 from hvdtrain.__main__ import main
-from hvdtrain.cli.launch.command import launch
 from hvdtrain.errors import DONE
 
 JOBS = ROOT / "jobs"
@@ -349,52 +347,6 @@ def test_the_nodes_that_are_up(tmp_path: Path) -> None:
     done = run(JOBS / "slurm-hosts.sh", path=tmp_path, SLURM_JOB_ID="7", SLURM_NTASKS_PER_NODE="4")
     assert (done.returncode, done.stdout.split()) == (0, ["n1:4", "n2:4", "n6:4"])
     assert run(JOBS / "slurm-hosts.sh", path=tmp_path).returncode == 1
-
-
-@needs_mpirun
-def test_the_example_for_kubernetes_is_a_command_of_launch(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Fields as in the operator's types.go, options as launch reads them, hosts as the operator
-    writes them: no Kubernetes is here."""
-    job = yaml.safe_load((JOBS / "mpijob.yaml").read_text())
-    container = job["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
-    python, m, package, command, *arguments = container["command"] + container["args"]
-    assert (python, m, package, command, job["spec"]["slotsPerWorker"]) == (
-        "python3",
-        "-m",
-        "hvdtrain",
-        "launch",
-        1,
-    )
-    assert job["apiVersion"] == "kubeflow.org/v2beta1" and job["spec"].keys() <= {
-        "slotsPerWorker",
-        "runPolicy",
-        "mpiReplicaSpecs",
-    }
-    assert (
-        job["spec"]["runPolicy"].keys() <= {"cleanPodPolicy", "backoffLimit"}
-        and job["spec"]["runPolicy"]["cleanPodPolicy"] == "Running"
-    )
-    assert all(
-        spec["restartPolicy"] == "OnFailure" for spec in job["spec"]["mpiReplicaSpecs"].values()
-    )
-    workers = [f"hvdtrain-worker-{number}.hvdtrain.default.svc" for number in range(2)]
-    arguments[arguments.index("/etc/mpi/discover_hosts.sh")] = program(
-        tmp_path / "hosts", "\n".join(f"echo {name}" for name in workers)
-    )
-    assert (
-        launch(
-            [*arguments[: arguments.index("--")], "--dry-run", *arguments[arguments.index("--") :]]
-        )
-        == 0
-    )
-    said = capsys.readouterr().out
-    assert (
-        "-np 2" in said
-        and f"-H {workers[0]}:1,{workers[1]}:1" in said
-        and said.endswith("--config /shared/job.yaml\n")
-    ), said
 
 
 def in_a_program(folder: Path, code: str, *arguments: str, **modules: str) -> str:

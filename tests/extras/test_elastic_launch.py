@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+import yaml
 from ranks import HANG_S, ROOT, environment, needs_mpirun
 
 from hvdtrain.cli.launch.allocation import Host
@@ -366,11 +367,16 @@ def test_options_that_do_not_go_together(arguments: list[str], message: str) -> 
         launch(arguments)
 
 
+def program(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
 def test_the_hosts_of_a_batch_job_and_help(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "mpirun").write_text("#!/bin/sh\necho 'mpirun (Open MPI) 4.1.4'\n")
-    (tmp_path / "mpirun").chmod(0o755)
+    program(tmp_path / "mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
     (tmp_path / "nodes").write_text("n1\nn1\nn2\nn2\n")
     for name, value in {
         "PATH": tmp_path,
@@ -501,3 +507,49 @@ def test_a_script_without_a_run_folder_is_started_again_by_its_exit_code(tmp_pat
     )
     assert code == 1 and "it failed twice before its first step by its own error" in err
     assert err.count("ValueError: again and again") == 2
+
+
+@needs_mpirun
+def test_the_example_for_kubernetes_is_a_command_of_launch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fields as in the operator's types.go, options as launch reads them, hosts as the operator
+    writes them: no Kubernetes is here."""
+    job = yaml.safe_load((ROOT / "jobs" / "mpijob.yaml").read_text())
+    container = job["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
+    python, m, package, command, *arguments = container["command"] + container["args"]
+    assert (python, m, package, command, job["spec"]["slotsPerWorker"]) == (
+        "python3",
+        "-m",
+        "hvdtrain",
+        "launch",
+        1,
+    )
+    assert job["apiVersion"] == "kubeflow.org/v2beta1" and job["spec"].keys() <= {
+        "slotsPerWorker",
+        "runPolicy",
+        "mpiReplicaSpecs",
+    }
+    assert (
+        job["spec"]["runPolicy"].keys() <= {"cleanPodPolicy", "backoffLimit"}
+        and job["spec"]["runPolicy"]["cleanPodPolicy"] == "Running"
+    )
+    assert all(
+        spec["restartPolicy"] == "OnFailure" for spec in job["spec"]["mpiReplicaSpecs"].values()
+    )
+    workers = [f"hvdtrain-worker-{number}.hvdtrain.default.svc" for number in range(2)]
+    arguments[arguments.index("/etc/mpi/discover_hosts.sh")] = program(
+        tmp_path / "hosts", "\n".join(f"echo {name}" for name in workers)
+    )
+    assert (
+        launch(
+            [*arguments[: arguments.index("--")], "--dry-run", *arguments[arguments.index("--") :]]
+        )
+        == 0
+    )
+    said = capsys.readouterr().out
+    assert (
+        "-np 2" in said
+        and f"-H {workers[0]}:1,{workers[1]}:1" in said
+        and said.endswith("--config /shared/job.yaml\n")
+    ), said

@@ -19,7 +19,7 @@ EXTRAS = ROOT / "hvdtrain" / "extras"
 
 
 def copy_without(name: str, target: Path) -> None:
-    """The files of this checkout, but for those of an extra."""
+    """The files of this checkout, but for those of an extra and its row of the page."""
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"],
         cwd=ROOT,
@@ -32,6 +32,9 @@ def copy_without(name: str, target: Path) -> None:
         if is_there and not _is_test_of(name, file) and not _is_configuration_of(name, file):
             (target / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / file, target / file)
+    page = target / "docs" / "extras.md"
+    lines = page.read_text().splitlines(keepends=True)
+    page.write_text("".join(line for line in lines if not line.startswith(f"| `{name}` |")))
 
 
 def _is_test_of(name: str, file: Path) -> bool:
