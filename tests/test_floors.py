@@ -161,6 +161,45 @@ def test_each_assignment_has_a_line_of_its_own() -> None:
     assert packed == []
 
 
+def asks_for_kinds_of_tasks(source: str) -> list[int]:
+    """Lines that ask whether a task is of a class, or has a member: Task has defaults for all."""
+    tree = ast.parse(source)
+    of_tasks = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hvdtrain.tasks")
+        for alias in node.names
+    }
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and _asks_for_kind(node, of_tasks)
+    ]
+
+
+def _asks_for_kind(call: ast.Call, of_tasks: set[str]) -> bool:
+    name = ast.unparse(call.func)
+    if name == "isinstance":
+        return bool(
+            {each.id for each in ast.walk(call.args[1]) if isinstance(each, ast.Name)} & of_tasks
+        )
+    return name in ("getattr", "hasattr") and ast.unparse(call.args[0]).split(".")[-1] == "task"
+
+
+def test_nobody_outside_asks_for_the_class_of_a_task() -> None:
+    imported = "from hvdtrain.tasks.language import Language as L\n"
+    asking = ["isinstance(x, (int, L))", "getattr(self.task, 'masks', {})", "hasattr(task, 'y')"]
+    assert all(asks_for_kinds_of_tasks(imported + line) == [2] for line in asking)
+    assert asks_for_kinds_of_tasks(f"{imported}isinstance(x, int)\ngetattr(x.task.name, 'y')") == []
+    asked = [
+        f"{name}:{line}"
+        for name, path in zip(NAMES, FILES, strict=True)
+        if not name.startswith("tasks/")
+        for line in asks_for_kinds_of_tasks(path.read_text())
+    ]
+    assert asked == []
+
+
 def test_help_is_fast_and_imports_no_framework() -> None:
     heavy = (
         "numpy",

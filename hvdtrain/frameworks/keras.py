@@ -38,7 +38,6 @@ from hvdtrain.frameworks.keras_objects import (
 )
 from hvdtrain.frameworks.learner import Learner, fair_threads
 from hvdtrain.optim.rule import Array, Ops, Rule
-from hvdtrain.tasks.inputs import transform_of
 from hvdtrain.tasks.task import Place, Task, part_of
 
 _MEANS = ("moving_mean", "moving_variance")  # running statistics of norms
@@ -396,7 +395,7 @@ class Model(HostModel):
         self.module = model
         self.notes = check_and_describe(users_object(model, config), config.where("model.name"))
         self._backend: Backend = _BACKENDS[keras.backend.backend()]()
-        transform = transform_of(task)
+        transform = task.transform
         assert transform is not None, task.name  # part_of(task, "numpy") has refused all others
         self._transform = replace(
             transform, dtype=dtype.name, keeps_integers=True, channels_last=True

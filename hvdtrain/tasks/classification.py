@@ -4,7 +4,7 @@ accuracy; labels of two sets."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -16,8 +16,17 @@ from hvdtrain.core.metrics import Metric, ratio
 from hvdtrain.data.source import Field, LabelledImages, Source, known_labels
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.inputs import Transform, check_stats, input_stats, is_image
-from hvdtrain.tasks.label_counts import LossForm, right_terms
-from hvdtrain.tasks.task import Each, NumpyPart, Part, Place, is_users_model, refuse_nothing
+from hvdtrain.tasks.label_counts import LossForm, notes_on_gaps, right_terms
+from hvdtrain.tasks.rows import Rows, rows_of_classes
+from hvdtrain.tasks.task import (
+    Each,
+    NumpyPart,
+    Part,
+    Place,
+    Task,
+    is_users_model,
+    refuse_nothing,
+)
 
 _MOST = 2**26  # values of an image, and classes: more than any data set has
 _MOST_LABEL = 2**31  # of task.ignore_label: labels are int32 in JAX
@@ -32,7 +41,7 @@ def metrics_over(counted: str) -> tuple[Metric, ...]:
 
 
 @dataclass(frozen=True)
-class Classification:
+class Classification(Task):
     """Images in, one of `classes` labels out; model.loss and model.label_smoothing say what is
     learned from.
 
@@ -80,6 +89,8 @@ class Classification:
             "y": Field("int64", (), self.classes, self.ignored),
         }
 
+    class_label = "y"
+
     @property
     def is_of_images(self) -> bool:
         return is_image(Field(self.dtype, self.shape))
@@ -103,6 +114,35 @@ class Classification:
             f"{'x'.join(map(str, self.shape)) or '1'}{dtype}, {self.classes:,} "
             f"class{'es' if self.classes > 1 else ''}"
         )
+
+    @property
+    def details(self) -> str:
+        """images of 28x28 pixels and 1 channel, 10 classes"""
+        if not self.is_of_images:
+            return self.summary
+        height, width, channels = self.shape
+        return (
+            f"images of {height}x{width} pixels and {channels} "
+            f"channel{'s' if channels > 1 else ''}, {self.classes:,} classes"
+        )
+
+    def notes_on_data(self, train: Source, val: Source, has_given_stats: bool) -> list[str]:
+        lines = notes_on_labels(train, val, self.classes, self.ignored)
+        lines += notes_on_gaps(train, self.name, self.classes, self.ignored)
+        is_grey = (
+            self.is_of_images
+            and self.shape[2] == 3
+            and not has_given_stats
+            and len({*self.mean.tolist()}) == len({*self.std.tolist()}) == 1
+        )
+        if is_grey:
+            lines.append(
+                "grey images: the three channels have the same values; data.channels=1 reads one"
+            )
+        return lines
+
+    def rows(self, is_softmax: bool, class_names: Sequence[str] | None) -> Rows:
+        return rows_of_classes(is_softmax, class_names)
 
     def weight(self, batch: Batch) -> int:
         return len(batch["y"])

@@ -4,7 +4,7 @@ deviation, the same bits on every rank."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -240,6 +240,39 @@ class Transform:
         return x.reshape(len(x), math.prod(x.shape[1:])).astype(dtype)
 
 
+@dataclass(frozen=True, eq=False)
+class Transforms:
+    """What is done to each field that a model gets; of a mapping of their rows a dict of what the
+    model got: run.transform(fields)."""
+
+    each: Mapping[str, Transform]  # in the order of the fields
+
+    @property
+    def summary(self) -> str:
+        """A line for people."""
+        return "; ".join(f"{name}: {transform.summary}" for name, transform in self.each.items())
+
+    def changed(self, change: Callable[[Transform], Transform]) -> Transforms:
+        return Transforms({name: change(transform) for name, transform in self.each.items()})
+
+    def __call__(self, fields: Any) -> dict[str, Any]:
+        """Raises UserError where a field is missing or has another shape."""
+        missing = [
+            name for name in self.each if not isinstance(fields, Mapping) or name not in fields
+        ]
+        if missing:
+            what = (
+                f"the model was trained on the fields {', '.join(self.each)}; "
+                f"{', '.join(missing)} is missing"
+            )
+            raise UserError(
+                what,
+                "run.transform()",
+                f"a dict of arrays: {{{', '.join(f'{name!r}: ...' for name in self.each)}}}",
+            )
+        return {name: transform(fields[name]) for name, transform in self.each.items()}
+
+
 def _some(numbers: np.ndarray) -> str:
     shown = [f"{number:.4g}" for number in numbers[:3].tolist()]
     return " ".join(shown) + (" ..." if len(numbers) > len(shown) else "")
@@ -275,13 +308,6 @@ def input_stats(
         return column_stats(source, name)
     columns = x.shape[-1] if is_image(x) else 1
     return ColumnStats(np.zeros(columns), np.ones(columns))
-
-
-def transform_of(task: Any) -> Transform | None:
-    """What a task does to x; None of one that says nothing about it: of tokens, or of the user's
-    own."""
-    found = getattr(task, "transform", None)
-    return found if isinstance(found, Transform) else None
 
 
 def check_stats(x: Field, mean: np.ndarray, std: np.ndarray) -> None:

@@ -4,6 +4,7 @@ token."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +18,8 @@ from hvdtrain.data.packed import SEGMENTS, is_packed, segment_fields
 from hvdtrain.data.ragged import padded_fields
 from hvdtrain.data.source import Field, Source, field_of_facts, known_lengths
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.task import Part, Place, find_field
+from hvdtrain.tasks.rows import Rows, rows_of_tokens
+from hvdtrain.tasks.task import Part, Place, Task, find_field
 
 _MOST = 2**26  # tokens of a window, and of a vocabulary
 _nats = ratio("loss", "tokens")
@@ -33,7 +35,7 @@ def _perplexity(sums: Sums) -> float:
 
 
 @dataclass(frozen=True)
-class Language:
+class Language(Task):
     """Prediction of tokens: of a window of T + 1 the first T are read, and the last T predicted,
     but for those that are `ignore`."""
 
@@ -50,6 +52,8 @@ class Language:
     )
     objective = "loss"
     sums = MappingProxyType({"loss": 0, "tokens": 0})
+    takes_lengths = True
+    takes_split_logits = True
 
     @property
     def fields(self) -> dict[str, Field]:
@@ -61,6 +65,13 @@ class Language:
             if padding is None
             else padded_fields("tokens", self.tokens, padding)
         )
+
+    @property
+    def drawn(self) -> Field:
+        return self.tokens
+
+    def rows(self, is_softmax: bool, class_names: Sequence[str] | None) -> Rows:
+        return rows_of_tokens()
 
     @property
     def mask(self) -> str | None:

@@ -16,15 +16,15 @@ from hvdtrain.core.metrics import Metric, Sums, ratio
 from hvdtrain.data.source import Field, Source
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.inputs import Transform, check_stats, input_stats
-from hvdtrain.tasks.label_counts import edges_of_bins, terms
-from hvdtrain.tasks.task import Each, NumpyPart, Part, Place, find_field, is_users_model
+from hvdtrain.tasks.label_counts import edges_of_bins, notes_on_gaps, terms
+from hvdtrain.tasks.task import Each, NumpyPart, Part, Place, Task, find_field, is_users_model
 
 Objective = Literal["loss", "f1", "f1_macro", "average_precision"]
 _MOST = 2**20  # labels, and bins of all labels together: a row of bytes for each sample
 
 
 @dataclass(frozen=True)
-class Multilabel:
+class Multilabel(Task):
     """A field x in, and of each of `labels` labels a logit out: whether the sample has it."""
 
     x: Field
@@ -87,6 +87,9 @@ class Multilabel:
             if self.bins
             else found
         )
+
+    def notes_on_data(self, train: Source, val: Source, has_given_stats: bool) -> list[str]:
+        return notes_on_gaps(train, self.name, self.labels, None)
 
     def weight(self, batch: Batch) -> int:
         return len(batch["y"])

@@ -15,7 +15,7 @@ from hvdtrain.core.metrics import Metric, Sums, ratio
 from hvdtrain.data.source import Field, Source
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.inputs import Transform, check_stats, column_stats, input_stats
-from hvdtrain.tasks.task import Each, NumpyPart, Part, Place, find_field, is_users_model
+from hvdtrain.tasks.task import Each, NumpyPart, Part, Place, Task, find_field, is_users_model
 
 Loss = Literal["squared_error", "absolute_error"]
 Objective = Literal["loss", "mse", "mae", "r2"]
@@ -23,7 +23,7 @@ _MOST = 2**26  # numbers of a field: more than any data set has
 
 
 @dataclass(frozen=True)
-class Regression:
+class Regression(Task):
     """A field x in, the numbers of a field y out."""
 
     x: Field

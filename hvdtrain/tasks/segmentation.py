@@ -17,7 +17,9 @@ from hvdtrain.data.source import Field, Source, arrays_in_memory
 from hvdtrain.data.subset import Subset
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.inputs import Transform, check_stats, input_stats, is_image, without_stats
-from hvdtrain.tasks.task import Part, Place, find_field, is_users_model
+from hvdtrain.tasks.label_counts import notes_on_gaps
+from hvdtrain.tasks.rows import Rows, rows_of_pixels
+from hvdtrain.tasks.task import Part, Place, Task, find_field, is_users_model
 
 Objective = Literal["loss", "accuracy", "mean_iou"]
 _MOST = 2**26  # pixels of an image
@@ -56,7 +58,7 @@ def iou_of_classes(confusion: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Segmentation:
+class Segmentation(Task):
     """Images x in, of each pixel one of `classes` classes out; pixels of the label `ignored` are in
     no loss and no metric."""
 
@@ -94,10 +96,17 @@ class Segmentation:
         height, width = self.x.shape[:2] if is_image(self.x) else self.x.shape[1:]
         return height, width
 
+    mask_label = "y"
+
     @property
     def masks(self) -> dict[str, int | None]:
-        """The fields of pixels that move with x, and the label of what is outside of the image."""
         return {"y": self.ignored}
+
+    def notes_on_data(self, train: Source, val: Source, has_given_stats: bool) -> list[str]:
+        return notes_on_gaps(train, self.name, self.classes, self.ignored)
+
+    def rows(self, is_softmax: bool, class_names: Sequence[str] | None) -> Rows:
+        return rows_of_pixels()
 
     @property
     def sums(self) -> dict[str, int]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -24,89 +24,58 @@ from hvdtrain.data.source import (
 )
 from hvdtrain.data.subset import Subset
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.inputs import Transform, check_stats, input_stats, is_image, without_stats
-from hvdtrain.tasks.task import Part, Place, Task, refuse_nothing
-from hvdtrain.tasks.user_tasks import Measured, OwnLoss
+from hvdtrain.tasks.around import AroundTask
+from hvdtrain.tasks.inputs import (
+    Transform,
+    Transforms,
+    check_stats,
+    input_stats,
+    is_image,
+    without_stats,
+)
+from hvdtrain.tasks.task import Place, Task, refuse_nothing
+from hvdtrain.tasks.user_tasks import Measured
 
 Build = Callable[[Source, Source], Task]  # of a task from fields x and y
 
 
-@dataclass(frozen=True, eq=False)
-class Transforms:
-    """What is done to each field that a model gets; of a mapping of their rows a dict of what the
-    model got: run.transform(fields)."""
-
-    each: Mapping[str, Transform]  # in the order of the fields
-
-    @property
-    def summary(self) -> str:
-        """A line for people."""
-        return "; ".join(f"{name}: {transform.summary}" for name, transform in self.each.items())
-
-    def changed(self, change: Callable[[Transform], Transform]) -> Transforms:
-        return Transforms({name: change(transform) for name, transform in self.each.items()})
-
-    def __call__(self, fields: Any) -> dict[str, Any]:
-        """Raises UserError where a field is missing or has another shape."""
-        missing = [
-            name for name in self.each if not isinstance(fields, Mapping) or name not in fields
-        ]
-        if missing:
-            what = (
-                f"the model was trained on the fields {', '.join(self.each)}; "
-                f"{', '.join(missing)} is missing"
-            )
-            raise UserError(
-                what,
-                "run.transform()",
-                f"a dict of arrays: {{{', '.join(f'{name!r}: ...' for name in self.each)}}}",
-            )
-        return {name: transform(fields[name]) for name, transform in self.each.items()}
-
-
-def transforms_of(task: Any) -> Transforms | None:
-    """What a task does to several fields; None of one with a single x."""
-    found = getattr(task, "transforms", None)
-    return found if isinstance(found, Transforms) else None
-
-
-def input_fields(task: Any) -> dict[str, Field]:
-    """What a model of the task gets of a sample: its inputs; x; or of a task without it all fields:
-    tokens."""
-    fields = dict(task.fields)
-    transforms = transforms_of(task)
-    names = ["x"] if transforms is None else list(transforms.each)
-    return {name: fields[name] for name in names} if set(names) <= fields.keys() else fields
-
-
-def main_input(task: Any) -> str:
-    """The field that a task takes for x."""
-    return str(getattr(task, "main", "x"))
-
-
-class SeveralInputs:
+class SeveralInputs(AroundTask):
     """Another task, made of one of the fields as its x; the model is called with all of them."""
 
     def __init__(self, task: Task, transforms: Transforms) -> None:
-        self.task = task
-        self.transforms = transforms
-        self.main = main_field({name: each.x for name, each in transforms.each.items()})
+        super().__init__(task)
+        self._transforms = transforms
+        self._main = main_field({name: each.x for name, each in transforms.each.items()})
 
-    def __getattr__(self, name: str) -> Any:
-        """All else is the task's. AttributeError for a framework: torch alone calls a model with
-        several fields."""
-        if name in ("jax", "numpy", "transform"):
-            raise AttributeError(name)
-        found = getattr(self.__dict__["task"], name)
-        return self._named(found) if name == "examples" else found
+    @property
+    def transform(self) -> None:
+        """Each input has one of its own."""
 
-    def _named(self, batch: Batch) -> Batch:
-        return {self.main if name == "x" else name: array for name, array in batch.items()}
+    @property
+    def transforms(self) -> Transforms:
+        return self._transforms
+
+    @property
+    def main_input(self) -> str:
+        return self._main
+
+    @property
+    def frameworks(self) -> tuple[str, ...]:
+        """torch alone calls a model with several fields."""
+        return tuple(name for name in self.task.frameworks if name == "torch")
+
+    @property
+    def examples(self) -> Batch | None:
+        return None if self.task.examples is None else self.with_names(self.task.examples)
+
+    def with_names(self, batch: Batch) -> Batch:
+        """Samples of the task with one x, by the names of the data."""
+        return {self._main if name == "x" else name: array for name, array in batch.items()}
 
     @property
     def fields(self) -> dict[str, Field]:
         """The inputs, then what else the task needs."""
-        inputs = {name: transform.x for name, transform in self.transforms.each.items()}
+        inputs = {name: transform.x for name, transform in self._transforms.each.items()}
         return {
             **inputs,
             **{
@@ -122,24 +91,24 @@ class SeveralInputs:
         sizes = {name: size for name, size in self.task.sizes.items() if name != "shape"}
         return {
             "shapes": {
-                name: transform.x.shape or (1,) for name, transform in self.transforms.each.items()
+                name: transform.x.shape or (1,) for name, transform in self._transforms.each.items()
             },
             **sizes,
         }
 
     @property
     def summary(self) -> str:
-        if isinstance(self.task, OwnLoss):
+        if self.has_user_loss:
             return ", ".join(f"{name} {field}" for name, field in self.fields.items())
         others = [
-            f"{name} {each.x}" for name, each in self.transforms.each.items() if name != self.main
+            f"{name} {each.x}" for name, each in self._transforms.each.items() if name != self._main
         ]
-        return "; ".join([f"{self.main} {self.task.summary}", *others])
+        return "; ".join([f"{self._main} {self.task.summary}", *others])
 
     def facts(self) -> dict[str, Any]:
         """Facts of the task, and the inputs in their order."""
         inputs = []
-        for name, each in self.transforms.each.items():
+        for name, each in self._transforms.each.items():
             padding = [] if each.x.padding is None else [list(each.x.padding)]
             inputs.append(
                 [
@@ -153,11 +122,11 @@ class SeveralInputs:
             )
         return {**self.task.facts(), "inputs": inputs}
 
-    def torch(self, model: ModelConfig, place: Place) -> Part:
+    def part(self, framework: str, model: ModelConfig, place: Place) -> Any:
         from hvdtrain.tasks.torch import TorchFields, TorchFunctions, TorchOfFields
 
-        fields = TorchFields(self.transforms.each, place)
-        part = cast("Any", self.task).torch(model, place)
+        fields = TorchFields(self._transforms.each, place)
+        part = self.task.part(framework, model, place)
         return (
             part.of_fields(fields)
             if isinstance(part, TorchFunctions)
@@ -222,11 +191,8 @@ def several_inputs(
 def _with_inputs(task: Task, transforms: Transforms) -> Task:
     if isinstance(task, Measured):
         inner = SeveralInputs(task.task, transforms)
-        return cast(
-            "Task",
-            Measured(cast("Task", inner), task.own, task.objective, inner._named(task.examples)),
-        )
-    return cast("Task", SeveralInputs(task, transforms))
+        return Measured(inner, task.own, task.objective, inner.with_names(task.examples))
+    return SeveralInputs(task, transforms)
 
 
 def restore_inputs(facts: Mapping[str, Any], restore: Callable[[dict[str, Any]], Task]) -> Task:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -15,9 +15,10 @@ from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric, Parts, Sums, ratio
 from hvdtrain.data.source import Field, Source, arrays_in_memory, field_of_facts, known_labels
 from hvdtrain.errors import UserError, nearest
+from hvdtrain.tasks.around import AroundTask
 from hvdtrain.tasks.inputs import ColumnStats, Transform, input_stats, transform_of_facts
 from hvdtrain.tasks.library_metrics import PartsOfMetric, SumsOfMetric
-from hvdtrain.tasks.task import Part, Place, Task, find_field, gathered, is_users_model
+from hvdtrain.tasks.task import Part, Place, Task, find_field, is_users_model
 from hvdtrain.tasks.user_functions import (
     WHERE,
     GatheredMetric,
@@ -31,17 +32,30 @@ from hvdtrain.tasks.user_functions import (
 
 
 @dataclass(frozen=True)
-class OwnLoss:
+class OwnLoss(Task):
     """A field x in; the loss is a function of what the model gives and of the batch."""
 
-    name: str  # of the configuration
-    fields: Mapping[str, Field]
+    configured_name: str
+    fields_of_data: Mapping[str, Field]
     stats: ColumnStats  # of Transform
     loss: Loss
     own_outputs: int | None  # numbers that a model of hvdtrain's gives, where that is known
-    examples: Batch  # some samples, to try the function with
+    examples_of_data: Batch
 
     objective = "loss"
+    has_user_loss = True
+
+    @property
+    def name(self) -> str:
+        return self.configured_name
+
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        return self.fields_of_data
+
+    @property
+    def examples(self) -> Batch:
+        return self.examples_of_data
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -158,8 +172,13 @@ def without_loss(facts: Mapping[str, Any], outputs: int | None) -> OwnLoss:
     )
 
 
-def with_inputs_of(task: OwnLoss, facts: Mapping[str, Any]) -> OwnLoss:
-    """The task with the inputs of a checkpoint. Raises as without_loss()."""
+def with_inputs_of(task: Task, facts: Mapping[str, Any]) -> Task:
+    """The task of a script's loss, also with metrics, with the inputs of a checkpoint. Raises as
+    without_loss()."""
+    if isinstance(task, Measured):
+        inner = with_inputs_of(task.task, facts)
+        return Measured(inner, task.own, task.objective, task.examples)
+    assert isinstance(task, OwnLoss), type(task)
     transform = transform_of_facts(facts)
     return replace(task, stats=ColumnStats(transform.mean, transform.std))
 
@@ -226,28 +245,29 @@ def _refuse_keys_of_classification(model: ModelConfig) -> None:
             )
 
 
-class Measured:
+class Measured(AroundTask):
     """Another task with metrics of the user's own, one of which, or of the task's, is the
     objective."""
 
     def __init__(
         self, task: Task, metrics: UserMetrics, objective: str | None, examples: Batch
     ) -> None:
-        self.task = task
+        super().__init__(task)
         self.own = dict(metrics)
-        self.examples = examples
-        self.objective = objective or task.objective
+        self._examples = examples
+        self._objective = objective or task.objective
 
-    def __getattr__(self, name: str) -> Any:
-        """All else is the task's; AttributeError for a framework that it does not compute with."""
-        found = getattr(self.__dict__["task"], name)
-        if name not in ("torch", "jax", "numpy"):
-            return found
+    @property
+    def objective(self) -> str:
+        return self._objective
 
-        def part(model: ModelConfig, place: Place) -> Any:
-            return self._measured(name)(found(model, place), self.own, place)
+    @property
+    def examples(self) -> Batch:
+        return self._examples
 
-        return part
+    def part(self, framework: str, model: ModelConfig, place: Place) -> Any:
+        with_metrics = self._measured(framework)
+        return with_metrics(self.task.part(framework, model, place), self.own, place)
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
@@ -261,16 +281,14 @@ class Measured:
 
     @property
     def gathered(self) -> tuple[str, ...]:
-        return (*gathered(self.task), *(f"{name}_parts" for name in of_parts(self.own)))
+        return (*self.task.gathered, *(f"{name}_parts" for name in of_parts(self.own)))
 
     @property
     def notes(self) -> list[str]:
-        """Lines for the header."""
         names = list(of_parts(self.own))
         what = "of evaluations alone, which gather what they keep of every sample on every rank"
-        return (
-            [f"metric{'s' if len(names) > 1 else ''} {', '.join(names)}: {what}"] if names else []
-        )
+        line = f"metric{'s' if len(names) > 1 else ''} {', '.join(names)}: {what}"
+        return [*self.task.notes, *([line] if names else [])]
 
     def facts(self) -> dict[str, Any]:
         """With the direction and length of each metric."""
@@ -316,7 +334,7 @@ def measured(task: Task, metrics: UserMetrics, objective: str | None, examples: 
         )
     if not metrics and objective in (None, task.objective):
         return task
-    return cast("Task", Measured(task, metrics, objective, examples))
+    return Measured(task, metrics, objective, examples)
 
 
 def _refuse_padded_targets(task: Task, metrics: UserMetrics) -> None:

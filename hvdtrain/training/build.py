@@ -22,9 +22,10 @@ from hvdtrain.frameworks.learner import Learner
 from hvdtrain.recipe.from_config import recipe_from_config
 from hvdtrain.recipe.noise import NOISE_SCALE_KEYS
 from hvdtrain.recipe.recipe import Recipe
+from hvdtrain.tasks.around import as_task
 from hvdtrain.tasks.classification import classes_of, without_statistics
-from hvdtrain.tasks.inputs import Transform, transform_of, with_stats
-from hvdtrain.tasks.several_inputs import Transforms, restore_inputs, several_inputs, transforms_of
+from hvdtrain.tasks.inputs import Transform, Transforms, with_stats
+from hvdtrain.tasks.several_inputs import restore_inputs, several_inputs
 from hvdtrain.tasks.task import MEMBERS, Task, is_users_model
 from hvdtrain.training.model_inputs import X, input_names
 
@@ -101,9 +102,9 @@ def build_task(train: Source, val: Source, config: Config) -> Task:
         task = several_inputs(
             lambda *sources: _build(as_it_is, *sources), train, val, names, standardize, where
         )
-    several = transforms_of(task)
+    several = task.transforms
     if config.data.mean and (
-        transform_of(task) is None if several is None else "x" not in several.each
+        task.transform is None if several is None else "x" not in several.each
     ):
         what = (
             f"task.name={name} says nothing of what is done to x: data.mean and data.std would "
@@ -146,15 +147,15 @@ def _build_own(config: Config, train: Source, val: Source) -> Task:
     where = config.where("task.name")
     known = {"name": name, "train": train, "val": val, "users_model": is_users_model(config.model)}
     _check_takes(config)
-    task: Task = plugins.call_own(config.task, known)
-    missing = [member for member in MEMBERS if not hasattr(task, member)]
+    found = plugins.call_own(config.task, known)
+    missing = [member for member in MEMBERS if not hasattr(found, member)]
     if missing:
         raise UserError(
-            f"{name} gave a {type(task).__name__} without {', '.join(missing)}",
+            f"{name} gave a {type(found).__name__} without {', '.join(missing)}",
             where,
             "docs/tasks.md lists what a task has",
         )
-    return task
+    return as_task(found)
 
 
 def _check_takes(config: Config) -> None:
@@ -237,7 +238,7 @@ def check_task(config: Config, task: Task) -> None:
             where,
             "another name: a word that is not taken",
         )
-    has_masks = bool(getattr(task, "masks", {}))
+    has_masks = bool(task.masks)
     for key in ("mixup", "cutmix"):
         if (
             getattr(config.augment, key)
@@ -280,8 +281,7 @@ def restore_task(config: Config, facts: dict[str, Any]) -> Task:
     if restore is None:
         what = f"neither {name} nor its module has a restore(facts)"
         raise UserError(what, where, "define it: it gives the task again that has these facts()")
-    task: Task = restore(facts)
-    return task
+    return as_task(restore(facts))
 
 
 def job_transform(task: Task, config: Config) -> Transform | Transforms | None:
@@ -296,11 +296,9 @@ def job_transform(task: Task, config: Config) -> Transform | Transforms | None:
             found, dtype=dtype, keeps_integers=keeps_integers, channels_last=channels_last
         )
 
-    found = transform_of(task)
-    several = transforms_of(task)
-    if several is not None:
-        return several.changed(in_job)
-    return None if found is None else in_job(found)
+    if task.transforms is not None:
+        return task.transforms.changed(in_job)
+    return None if task.transform is None else in_job(task.transform)
 
 
 def planned_task(config: Config, source: Source) -> Task:

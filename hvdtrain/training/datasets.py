@@ -51,13 +51,8 @@ from hvdtrain.data.stored.statistics import Ranks
 from hvdtrain.data.subset import Division, divide, subset, without_fields
 from hvdtrain.errors import UserError
 from hvdtrain.recipe.recipe import Recipe
-from hvdtrain.tasks.classification import Classification, notes_on_labels
+from hvdtrain.tasks.classification import Classification
 from hvdtrain.tasks.inputs import is_image
-from hvdtrain.tasks.label_counts import notes_on_gaps
-from hvdtrain.tasks.language import Language
-from hvdtrain.tasks.multilabel import Multilabel
-from hvdtrain.tasks.segmentation import Segmentation
-from hvdtrain.tasks.several_inputs import input_fields, transforms_of
 from hvdtrain.tasks.task import Task, is_users_model, tokens_of_sample
 from hvdtrain.training.build import build_recipe, build_task
 from hvdtrain.training.checkpoint.files import Identity
@@ -108,9 +103,7 @@ def open_datasets(config: Config, communicator: Communicator | None = None) -> D
     train, val = (
         as_declared(_with_free_names(config, source, task), task.fields) for source in (train, val)
     )
-    return Datasets(
-        with_moved_masks(train, getattr(task, "masks", {}), config.augment), val, task, draws
-    )
+    return Datasets(with_moved_masks(train, task.masks, config.augment), val, task, draws)
 
 
 def _with_free_names(config: Config, source: Source, task: Task) -> Source:
@@ -194,7 +187,7 @@ def check_augmentation(config: Config, source: Source) -> None:
 def _check_augmented(config: Config, task: Task) -> None:
     """Raises UserError where the model gets no x, which is what is augmented."""
     if augment.is_enabled(config.augment) and "x" not in task.fields:
-        what = f"augmentation is of x, and the model gets {', '.join(input_fields(task))}"
+        what = f"augmentation is of x, and the model gets {', '.join(task.input_fields)}"
         raise UserError(
             what,
             config.where("data.inputs"),
@@ -224,19 +217,19 @@ def _check_lengths(config: Config, train: Source, task: Task) -> None:
     those of one."""
     where = config.where("data.pad")
     named = task.name
-    if config.data.pack is not None and not isinstance(task, Language):
+    if config.data.pack is not None and not task.takes_lengths:
         what = "data.pack packs tokens for task.name=language, and this job has a loss of a script"
         raise UserError(
             what,
             config.where("data.pack"),
             "task.name=language without a loss; or data.pad={tokens: 0}, and the loss",
         )
-    several = () if (transforms := transforms_of(task)) is None else transforms.each
+    several = () if task.transforms is None else task.transforms.each
     for name, field in train.fields.items():
         if field.padding is None or field.is_mask or name not in task.fields:
             continue
         if (
-            not isinstance(task, Language)
+            not task.takes_lengths
             and not plugins.is_dotted(config.task.name)
             and name not in several
         ):
@@ -255,7 +248,7 @@ def _check_lengths(config: Config, train: Source, task: Task) -> None:
                 f"{by_model}a loss of your own, which gets {field.padding.mask} too; or "
                 "task.name=language",
             )
-        if not isinstance(task, Language) and not is_users_model(config.model):
+        if not task.takes_lengths and not is_users_model(config.model):
             what = (
                 f"model.name={config.model.name} takes samples of one length, and data.pad pads "
                 f"{name} to the longest of a pass"
@@ -563,7 +556,7 @@ def notes(config: Config, datasets: Datasets) -> list[str]:
         dict.fromkeys(line for source in (train, val) for line in notes_of(source))
     ) + _notes_on_blocks(config, train)
     lines += notes_on_fields(config, train, task.fields)
-    lines += getattr(task, "notes", [])
+    lines += task.notes
     if (
         config.data.val_share is not None
         and _has_hidden_labels(train)
@@ -573,25 +566,7 @@ def notes(config: Config, datasets: Datasets) -> list[str]:
             "data.val_share takes of all samples alike, not of each class: labels are read with "
             "the samples (`targets` would have them)"
         )
-    if isinstance(task, Classification):
-        lines += notes_on_labels(train, val, task.classes, task.ignored)
-    if isinstance(task, (Classification, Segmentation, Multilabel)):
-        y = task.fields["y"]
-        lines += notes_on_gaps(
-            train, task.name, y.shape[0] if isinstance(task, Multilabel) else y.values, y.ignored
-        )
-    if not isinstance(task, Classification) or not task.is_of_images:
-        return lines
-    is_grey = (
-        task.shape[2] == 3
-        and not config.data.mean
-        and len({*task.mean.tolist()}) == len({*task.std.tolist()}) == 1
-    )
-    return (
-        lines
-        + ["grey images: the three channels have the same values; data.channels=1 reads one"]
-        * is_grey
-    )
+    return lines + task.notes_on_data(train, val, has_given_stats=bool(config.data.mean))
 
 
 def _notes_on_blocks(config: Config, train: Source) -> list[str]:

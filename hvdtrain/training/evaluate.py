@@ -16,8 +16,7 @@ from hvdtrain.core.metrics import Sums, add_sums, zero_sums
 from hvdtrain.data.sampler import evaluation_batches
 from hvdtrain.data.source import LabelledImages, Source
 from hvdtrain.frameworks.learner import Learner, Predictions
-from hvdtrain.tasks.classification import Classification
-from hvdtrain.tasks.task import Task, gathered
+from hvdtrain.tasks.task import Task
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.input import device_batches, read_ahead_of
 
@@ -53,16 +52,15 @@ def evaluate(
     """Evaluates every sample of `source` once. Every rank calls it."""
     sums = zero_sums(task.sums)
     counter = None
-    if isinstance(task, Classification) and isinstance(source, LabelledImages):
-        counter = _ClassCounter(task.classes, task.ignored)
+    if task.class_label is not None and isinstance(source, LabelledImages):
+        label = task.fields[task.class_label]
+        counter = _ClassCounter(label.values, label.ignored)
     for indices, predictions in predict(config, learner, source, communicator, heartbeat):
         sums = add_sums(sums, predictions.sums)
         if counter is not None and isinstance(source, LabelledImages):
             counter.add(source.labels()[indices], predictions.outputs.argmax(1))
     counts = counter.counts() if counter is not None else {}
-    total = allreduce_sums(
-        communicator, sums | counts, "evaluation.sums", task.sums, gathered(task)
-    )
+    total = allreduce_sums(communicator, sums | counts, "evaluation.sums", task.sums, task.gathered)
     assert total["count"] == len(source), (total["count"], len(source))
     return Evaluation(
         len(source),

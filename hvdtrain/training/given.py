@@ -16,7 +16,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.frameworks.by_name import makes_groups
 from hvdtrain.tasks.task import Task
 from hvdtrain.tasks.user_functions import is_torch_module, read_metrics
-from hvdtrain.tasks.user_tasks import OwnLoss, examples_of, measured, own_loss
+from hvdtrain.tasks.user_tasks import examples_of, measured, own_loss
 from hvdtrain.training.hooks import check_hooks
 
 Makers = Mapping[str, Given]  # by section
@@ -105,7 +105,7 @@ def given_task(loss: Any, metrics: Mapping[str, Any] | None, objective: str | No
     }
 
     def with_metrics(task: Task, train: Source) -> Task:
-        examples = task.examples if isinstance(task, OwnLoss) else examples_of(train)
+        examples = examples_of(train) if task.examples is None else task.examples
         return measured(task, own, objective, examples)
 
     if loss is None:

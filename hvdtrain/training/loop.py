@@ -12,7 +12,6 @@ from hvdtrain.comm.on_all_ranks import allreduce_sums
 from hvdtrain.core.metrics import Sums, add_sums, zero_sums
 from hvdtrain.core.progress import Hyper, Progress, fold
 from hvdtrain.data.sampler import evaluation_batches
-from hvdtrain.tasks.task import gathered
 from hvdtrain.training.job import Job, Unfinished
 from hvdtrain.training.progress.event_fields import epoch_fields, step_fields, target_fields
 from hvdtrain.training.progress.train_state import TrainState
@@ -189,6 +188,6 @@ def evaluate(job: Job, now: TrainState) -> Sums | None:
                 return None
             if batch is not None:
                 sums = add_sums(sums, job.learner.evaluate(batch))
-    sums = add_up(job, sums | job.telemetry.energy.read_sums(), "val.sums", gathered(job.task))
+    sums = add_up(job, sums | job.telemetry.energy.read_sums(), "val.sums", job.task.gathered)
     assert sums["count"] == len(job.val), (sums["count"], len(job.val))
     return sums

@@ -27,9 +27,6 @@ from hvdtrain.errors import UserError
 from hvdtrain.events.log import Log
 from hvdtrain.events.terminal import warn
 from hvdtrain.frameworks.learner import Learner, Sampler
-from hvdtrain.tasks.language import Language
-from hvdtrain.tasks.segmentation import Segmentation
-from hvdtrain.tasks.several_inputs import main_input
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.checkpoint.files import OpenFolder
 from hvdtrain.training.evaluate import predict
@@ -117,7 +114,7 @@ class SampleSeries:
         """What is shown without log.samples, as draw() does."""
         if (
             self.config.log.samples is None
-            and _segmentation(self.task)
+            and self.task.mask_label is not None
             and self.config.parallel.pipeline == 1
         ):
             self._draw(SHOWN_MASKS, now)
@@ -126,16 +123,15 @@ class SampleSeries:
         if self.run is None:
             return
         began_s = time.perf_counter()
-        samples = min(samples, len(self.val)) if _segmentation(self.task) else samples
+        label = self.task.mask_label
+        samples = samples if label is None else min(samples, len(self.val))
         with self.learner.averaged():
             content = (
-                self._masks(samples, now)
-                if _segmentation(self.task)
-                else self._sequences(samples, now)
+                self._sequences(samples, now) if label is None else self._masks(label, samples, now)
             )
         if content is not None and self.communicator.rank == 0:
             self._write(
-                f"{_stem(self.task)}-{now.progress.step:08d}.{'png' if content.startswith(_PNG) else 'txt'}",  # noqa: E501
+                f"{'step' if label is None else 'masks'}-{now.progress.step:08d}.{'png' if content.startswith(_PNG) else 'txt'}",  # noqa: E501
                 content,
             )
             self.log.emit(
@@ -147,7 +143,8 @@ class SampleSeries:
 
     def _sequences(self, samples: int, now: TrainState) -> bytes | None:
         """A picture or a text; None where the job stops meanwhile."""
-        if not isinstance(self.learner, Sampler) or not isinstance(self.task, Language):
+        tokens = self.task.drawn
+        if not isinstance(self.learner, Sampler) or tokens is None:
             what = (
                 f"log.samples={samples} draws tokens or masks, and the job has "
                 f"task.name={self.task.name}"
@@ -158,13 +155,14 @@ class SampleSeries:
                 "task.name=language or segmentation, or leave it out",
             )
         codebook = codebook_of(self.val)
+        positions = tokens.shape[0]
         try:
             drawn = draw_on_all_ranks(
                 self.learner.data,  # the ranks of a tensor group draw the same sequences together
                 self.learner,
                 np.tile(self.val.read(np.zeros(1, np.int64))["tokens"][:, :1], (samples, 1)),
-                self.task.context + 1,
-                tokens=self.task.tokens.values if codebook is None else len(codebook.colours),
+                positions,
+                tokens=tokens.values if codebook is None else len(codebook.colours),
                 temperature=1.0,
                 seed=self.config.seed,
                 at_once=self.config.batch.evaluate,
@@ -174,17 +172,19 @@ class SampleSeries:
             return None
         if codebook is None:
             return self._texts(drawn).encode()
-        side = math.isqrt(self.task.context)
+        side = math.isqrt(positions - 1)
         images = codebook.decode(drawn[:, 1:]).reshape(len(drawn), side, side, -1)
         return png(grid(images, COLUMNS))
 
-    def _masks(self, samples: int, now: TrainState) -> bytes:
-        """A picture of samples from the first of the validation set to the last."""
-        task = _segmentation(self.task)
-        assert task is not None
+    def _masks(self, label: str, samples: int, now: TrainState) -> bytes:
+        """A picture of samples from the first of the validation set to the last.
+
+        label: the field of masks.
+        """
+        field = self.task.fields[label]
         self.heartbeat.beat("masks for the report", now.progress.epoch, now.progress.step)
         numbers = np.unique(np.linspace(0, len(self.val) - 1, samples).astype(np.int64))
-        said = [np.empty((0, *task.pixels), np.int64)]
+        said = [np.empty((0, *field.shape), np.int64)]
         for _, predictions in predict(
             self.config, self.learner, Subset(self.val, numbers), self.learner.data, self.heartbeat
         ):
@@ -192,7 +192,7 @@ class SampleSeries:
         whole = self.learner.data.allgather(np.concatenate(said), "samples.masks")
         shown = self.val.read(numbers)
         return png(
-            picture(Masks(numbers, shown[main_input(self.task)], shown["y"], whole, task.ignored))
+            picture(Masks(numbers, shown[self.task.main_input], shown[label], whole, field.ignored))
         )
 
     def _keep_up(self, now: TrainState) -> Callable[[], None]:
@@ -226,19 +226,6 @@ class SampleSeries:
                 folder.replace(name, content)
         except OSError as error:
             warn(f"no samples of this step: {self.run / FOLDER / name}: {error.strerror or error}")
-
-
-def _segmentation(task: Task) -> Segmentation | None:
-    """The task, or that which metrics of a script or further inputs were added to."""
-    inner: Any = task
-    while hasattr(inner, "task"):
-        inner = inner.task
-    return inner if isinstance(inner, Segmentation) else None
-
-
-def _stem(task: Task) -> str:
-    """What the files' names begin with."""
-    return "masks" if _segmentation(task) else "step"
 
 
 _GAP = 2  # pixels between two images, after they were enlarged

@@ -22,8 +22,7 @@ from hvdtrain.events.terminal import terminal_sink, warn
 from hvdtrain.events.writers import JsonLinesWriter
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.recipe.batch import Growth
-from hvdtrain.tasks.inputs import Transform
-from hvdtrain.tasks.several_inputs import Transforms
+from hvdtrain.tasks.inputs import Transform, Transforms
 from hvdtrain.training import summary
 from hvdtrain.training.build import build_learner, job_transform, load_libraries
 from hvdtrain.training.datasets import Datasets, data_facts, identity, notes, recipe_of

@@ -5,16 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.on_all_ranks import long_on_rank_0, on_rank_0
-from hvdtrain.config.schema import Config, ModelConfig, ParallelConfig, ShardConfig
+from hvdtrain.config.schema import Config, ParallelConfig, ShardConfig
 from hvdtrain.core.arrays import Arrays, Batch
-from hvdtrain.core.metrics import Metric, ratio
 from hvdtrain.data.own.arrays import TARGETS, as_images, is_array
 from hvdtrain.data.own.as_source import as_source
 from hvdtrain.data.packed import PADDING, TOKENS, each_alone, is_packed
@@ -29,9 +27,8 @@ from hvdtrain.data.source import (
 from hvdtrain.errors import MEMORY, UserError, exit_code_of
 from hvdtrain.frameworks.learner import Learner, check_fit
 from hvdtrain.optim.around import averages
-from hvdtrain.tasks.inputs import Transform, is_image, transform_of
-from hvdtrain.tasks.several_inputs import input_fields
-from hvdtrain.tasks.task import Each, NumpyPart, Part, Place, Task
+from hvdtrain.tasks.inputs import is_image
+from hvdtrain.tasks.task import Task
 from hvdtrain.training.build import build_learner, restore_task
 from hvdtrain.training.checkpoint.files import Checkpoint, Damaged
 from hvdtrain.training.replicas.compare import broadcast_state
@@ -141,83 +138,6 @@ def task_of(
             str(checkpoint.folder),
             "use another checkpoint, or restore the run folder from a copy",
         ) from None
-
-
-@dataclass(frozen=True)
-class OnlyInputs:
-    """Another task without its targets: models are built and called as by that one, and the loss is
-    0."""
-
-    task: Task
-
-    metrics = (Metric("loss", ratio("loss", "count"), "min"),)
-    objective = "loss"
-    sums = MappingProxyType({"loss": 0})
-    sample_weight = 1
-
-    @property
-    def name(self) -> str:
-        return self.task.name
-
-    @property
-    def fields(self) -> dict[str, Field]:
-        """The inputs of the model."""
-        return input_fields(self.task)
-
-    @property
-    def sizes(self) -> Mapping[str, Any]:
-        return self.task.sizes
-
-    @property
-    def summary(self) -> str:
-        return self.task.summary
-
-    @property
-    def transform(self) -> Transform | None:
-        return transform_of(self.task)
-
-    def weight(self, batch: Batch) -> int:
-        return len(next(iter(batch.values())))
-
-    def facts(self) -> dict[str, Any]:
-        return self.task.facts()
-
-    def outputs(self, samples: int) -> str:
-        return self.task.outputs(samples)
-
-    def fits(self, found: tuple[int, ...], samples: int) -> bool:
-        return self.task.fits(found, samples)
-
-    def torch(self, model: ModelConfig, place: Place) -> Part:
-        return _WithoutLoss(self._part("torch", model, place))
-
-    def jax(self, model: ModelConfig, place: Place) -> Part:
-        return _WithoutLoss(self._part("jax", model, place))
-
-    def numpy(self, model: ModelConfig, place: Place) -> NumpyPart:
-        return _WithoutLoss(self._part("numpy", model, place))
-
-    def _part(self, framework: str, model: ModelConfig, place: Place) -> Part:
-        made: Part = getattr(self.task, framework)(model, place)
-        return made
-
-
-class _WithoutLoss:
-    """A part of a framework, by whatever arrays it computes with."""
-
-    def __init__(self, part: Part) -> None:
-        self.inputs = part.inputs
-
-    def each(self, outputs: Any, batch: Any, training: bool) -> Each:
-        if isinstance(outputs, Mapping):
-            outputs = tuple(outputs.values())
-        first = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
-        return Each(
-            (first if first.ndim == 1 else first.sum(tuple(range(1, first.ndim)))) * 0.0, {}
-        )
-
-    def gradient(self, outputs: Any, batch: Any) -> Any:
-        return outputs * 0.0
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ from hvdtrain.core.metrics import Parts, add_sums, zero_sums
 from hvdtrain.data.own.as_source import as_declared, as_source
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.task import Task, gathered
+from hvdtrain.tasks.task import Task
 from hvdtrain.tasks.user_functions import read_metrics, refuse_parts
 from hvdtrain.tasks.user_tasks import examples_of, measured
 from hvdtrain.training.build import build_learner, build_task
@@ -166,7 +166,7 @@ def test_metrics_are_the_librarys_own_on_any_number_of_ranks(name: str) -> None:
         for start in range(*edges[rank.rank : rank.rank + 2].tolist(), 8):
             rows = np.arange(start, min(start + 8, edges[rank.rank + 1]))
             sums = add_sums(sums, one.evaluate(one.to_device(source.read(rows))))
-        total = allreduce_sums(rank, sums, "test", task.sums, gathered(task))
+        total = allreduce_sums(rank, sums, "test", task.sums, task.gathered)
         return {metric.name: metric.of(total) for metric in task.metrics if metric.name in expected}
 
     for edges in SHARES:

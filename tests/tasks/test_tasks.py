@@ -24,6 +24,7 @@ from hvdtrain.data.subset import divide
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.tasks import language, regression
+from hvdtrain.tasks.around import UserTask, as_task
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.tasks.inputs import column_stats
 from hvdtrain.training.build import build_learner, build_task, restore_task
@@ -537,7 +538,7 @@ def test_a_loss_that_is_not_one_of_each_sample(
 ) -> None:
     monkeypatch.setattr(Losses, "how", how)
     with pytest.raises(UserError, match=message):
-        learner_of(Losses((3, 2), 0.5), "model.name=linear")
+        learner_of(as_task(Losses((3, 2), 0.5)), "model.name=linear")
 
 
 def test_what_is_wrong_with_a_task_of_the_users_own() -> None:
@@ -573,8 +574,8 @@ def test_what_is_wrong_with_a_task_of_the_users_own() -> None:
         source, source, configure(None, ["task.name=own_data:quantile", "task.share=0.25"])
     )
     assert (
-        isinstance(task, own_data.Quantile)
-        and task.share == 0.25
+        isinstance(task, UserTask)
+        and task.facts()["share"] == 0.25
         and isinstance(task.metrics[0], Metric)
     )
     with pytest.raises(UserError, match="task.name=quantile does not compute with framework=numpy"):

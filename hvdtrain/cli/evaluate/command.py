@@ -24,7 +24,8 @@ from hvdtrain.data.subset import relabelled, relabelled_rows
 from hvdtrain.errors import DONE, UserError, nearest, short
 from hvdtrain.events.log import Event
 from hvdtrain.events.writers import append_event, finite
-from hvdtrain.tasks.classification import Classification, classes_of
+from hvdtrain.tasks.classification import classes_of
+from hvdtrain.tasks.rows import name_of_class
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.build import restore_task
 from hvdtrain.training.datasets import CommonCodebook, build_source, digests, unstaged
@@ -148,20 +149,22 @@ def fit(source: Source, task: Task, config: Config) -> Source:
     model cannot take its samples."""
     where = config.where("data.root")
     names = config.data.class_names
-    if not isinstance(task, Classification) or not isinstance(source, LabelledImages):
+    if task.class_label is None or not isinstance(source, LabelledImages):
         if own := getattr(source, "class_names", ()):
             _refuse_unknown(own, names or (), where)
             source = relabelled_rows(source, names or ())
         return _with_fields_of(source, task, where)
-    if source.shape != task.shape:
+    shape = task.fields["x"].shape
+    label = task.fields[task.class_label]
+    if source.shape != shape:
         what = (
             f"the images are {'x'.join(map(str, source.shape))}, the model takes "
-            f"{'x'.join(map(str, task.shape))}"
+            f"{'x'.join(map(str, shape))}"
         )
         raise UserError(
             what,
             where,
-            f"data.size={task.shape[0]} and data.channels={task.shape[2]}, where data.name has "
+            f"data.size={shape[0]} and data.channels={shape[2]}, where data.name has "
             "them; or other data",
         )
     if names and source.class_names:
@@ -169,9 +172,9 @@ def fit(source: Source, task: Task, config: Config) -> Source:
         return as_declared(
             source if list(source.class_names) == names else relabelled(source, names), task.fields
         )
-    if classes_of(source, task.ignored) > task.classes:
+    if classes_of(source, label.ignored) > label.values:
         raise UserError(
-            f"the data have {source.classes} classes, the model {task.classes}",
+            f"the data have {source.classes} classes, the model {label.values}",
             where,
             "data of the classes of the run",
         )
@@ -325,7 +328,7 @@ def evaluation_lines(evaluation: Evaluation, class_names: Sequence[str] | None) 
 
 
 def _class_lines(counts: ClassCounts, class_names: Sequence[str] | None) -> list[str]:
-    names = [name_of(label, class_names) for label in range(len(counts.samples))]
+    names = [name_of_class(label, class_names) for label in range(len(counts.samples))]
     accuracies = class_accuracies(counts)
     seen = [label for label in range(len(names)) if counts.samples[label]]
     shown = (
@@ -349,10 +352,6 @@ def _class_lines(counts: ClassCounts, class_names: Sequence[str] | None) -> list
             else []
         ),
     ]
-
-
-def name_of(label: int, class_names: Sequence[str] | None) -> str:
-    return short(class_names[label], 60) if class_names and label < len(class_names) else str(label)
 
 
 def _mistake(confusion: np.ndarray | None, label: int, names: list[str]) -> str:

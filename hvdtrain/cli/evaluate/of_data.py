@@ -4,7 +4,7 @@ them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,16 +15,17 @@ from hvdtrain.config.schema import Config
 from hvdtrain.config.section import Given, is_object
 from hvdtrain.data.source import Source, known_lengths
 from hvdtrain.errors import UserError, short
-from hvdtrain.tasks.several_inputs import restore_inputs, transforms_of, with_several_inputs
+from hvdtrain.tasks.only_inputs import OnlyInputs
+from hvdtrain.tasks.several_inputs import restore_inputs, with_several_inputs
 from hvdtrain.tasks.task import Task, is_users_model
-from hvdtrain.tasks.user_tasks import Measured, with_inputs_of, without_loss
+from hvdtrain.tasks.user_tasks import with_inputs_of, without_loss
 from hvdtrain.training.build import restore_task
 from hvdtrain.training.datasets import digests, unstaged
 from hvdtrain.training.evaluate import evaluate as evaluate_samples
 from hvdtrain.training.evaluate import predict as predict_samples
 from hvdtrain.training.replicas.same_job import check_same_facts, facts
 from hvdtrain.training.run_rank import Rank
-from hvdtrain.training.trained_model import OnlyInputs, TrainedModel, asked_source
+from hvdtrain.training.trained_model import TrainedModel, asked_source
 
 # a task: a prediction has that of the checkpoint
 WITHOUT_TARGETS = Given("<object of hvdtrain:predict>", lambda: None, {})
@@ -119,7 +120,7 @@ def _inputs_alone(config: Config, of_checkpoint: dict[str, Any]) -> Task:
 
 
 def _without_loss(of_checkpoint: dict[str, Any], outputs: int | None) -> Task:
-    return restore_inputs(of_checkpoint, lambda facts: cast("Task", without_loss(facts, outputs)))
+    return restore_inputs(of_checkpoint, lambda facts: without_loss(facts, outputs))
 
 
 def _task_of_script(
@@ -136,25 +137,21 @@ def _task_of_script(
         return measured
     task = _without_loss(of_checkpoint, None)
     source = asked(task)
-    if transforms_of(task) is not None:
+    if task.transforms is not None:
         return with_several_inputs(lambda one: _of_script(config, one), source, of_checkpoint)
-    own = _of_script(config, source)
-    if isinstance(own, Measured):
-        own.task = with_inputs_of(own.task, of_checkpoint)  # type: ignore[arg-type]
-        return cast("Task", own)
-    found: Task = with_inputs_of(own, of_checkpoint)
-    return found
+    return with_inputs_of(_of_script(config, source), of_checkpoint)
 
 
-def _of_script(config: Config, source: Source) -> Any:
-    """OwnLoss, or Measured of one."""
+def _of_script(config: Config, source: Source) -> Task:
+    """The task of the script's loss and metrics, of these data."""
     known = {
         "name": config.task.name,
         "train": source,
         "val": source,
         "users_model": is_users_model(config.model),
     }
-    return plugins.call_own(config.task, known)
+    found: Task = plugins.call_own(config.task, known)
+    return found
 
 
 def _of_all_ranks(communicator: Communicator, mine: Sequence[np.ndarray]) -> np.ndarray:

@@ -9,13 +9,13 @@ import itertools
 import os
 import sys
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from hvdtrain.cli.evaluate.command import Arguments, load_model, name_of, parse, read_former_run
+from hvdtrain.cli.evaluate.command import Arguments, load_model, parse, read_former_run
 from hvdtrain.cli.evaluate.masks import check_folder_of_masks, write_masks
 from hvdtrain.cli.evaluate.of_data import WITHOUT_TARGETS, AskedData, predict_data
 from hvdtrain.config import plugins
@@ -34,18 +34,13 @@ from hvdtrain.data.images.image_source import (
 )
 from hvdtrain.data.own.arrays import TARGETS, read_safetensors
 from hvdtrain.errors import DONE, UserError, first_line, short
-from hvdtrain.tasks.classification import Classification
 from hvdtrain.tasks.inputs import is_image
-from hvdtrain.tasks.language import Language
-from hvdtrain.tasks.segmentation import Segmentation
-from hvdtrain.tasks.several_inputs import SeveralInputs, transforms_of
-from hvdtrain.tasks.task import Task
-from hvdtrain.tasks.user_tasks import Measured
+from hvdtrain.tasks.rows import Rows, best, name_of_class
 from hvdtrain.training.evaluate import predict as predict_samples
 from hvdtrain.training.failure import RankFailed
 from hvdtrain.training.replicas.same_job import check_same_facts, facts
 from hvdtrain.training.run_rank import Rank, on_connected_ranks
-from hvdtrain.training.trained_model import OnlyInputs, TrainedModel
+from hvdtrain.training.trained_model import TrainedModel
 
 USAGE = """\
 hvdtrain predict RUN --images DIR|--data FILE|package.module:function --to FILE.csv [--checkpoint newest] [--force] [key=value ...]
@@ -135,20 +130,20 @@ def _predict_data(rank: Rank, parsed: Arguments) -> int:
         rank,
         AskedData(found, name, "--data"),
         parsed.options["checkpoint"],
-        lambda outputs, model, lengths: said(_of(model), config).numbers(outputs, lengths),
+        lambda outputs, model, lengths: _rows(model, config).numbers(outputs, lengths),
     )
     if rank.communicator.rank:
         return DONE
-    form = said(_of(model), config)
+    form = _rows(model, config)
     print("\n".join(model.notes), end="\n" * bool(model.notes), file=sys.stderr)
     rows = [[str(sample), *form.row(row)] for sample, row in enumerate(numbers)]
     _write(parsed.options["to"], ["sample", *form.head(numbers.shape[1])], rows, "samples")
     return DONE
 
 
-def _of(model: TrainedModel) -> Task:
-    """The task that the model was trained for."""
-    return model.task.task if isinstance(model.task, OnlyInputs) else model.task
+def _rows(model: TrainedModel, config: Config) -> Rows:
+    """How what the model says becomes rows."""
+    return model.task.rows(config.model.loss == "cross_entropy", config.data.class_names)
 
 
 def _predict(rank: Rank, parsed: Arguments) -> int:
@@ -160,12 +155,11 @@ def _predict(rank: Rank, parsed: Arguments) -> int:
     model = load_model(rank, parsed)
     task = model.task
     to = parsed.options["to"]
-    is_of_masks = isinstance(task, Segmentation) and is_image(task.x)
-    if not is_of_masks and (not isinstance(task, Classification) or not task.is_of_images):
+    is_of_images = task.transforms is None and "x" in task.fields and is_image(task.fields["x"])
+    is_of_masks = is_of_images and task.mask_label is not None
+    if not is_of_masks and not (is_of_images and task.class_label is not None):
         what = f"task.name={task.name}" + (
-            f" with the inputs {', '.join(several.each)}"
-            if (several := transforms_of(task))
-            else ""
+            f" with the inputs {', '.join(task.transforms.each)}" if task.transforms else ""
         )
         raise UserError(f"--images are of images, and the run has {what}", "RUN", "--data FILE")
     source = _source(files, task.sizes["shape"], task.sizes.get("classes", 1), config)
@@ -199,7 +193,7 @@ def _predict(rank: Rank, parsed: Arguments) -> int:
     if communicator.rank:
         return DONE
     rows = [
-        [path, name_of(int(label), config.data.class_names), f"{probability:.6f}"]
+        [path, name_of_class(int(label), config.data.class_names), f"{probability:.6f}"]
         for path, (label, probability) in zip(files.paths, found.tolist(), strict=True)
     ]
     notes = [*model.notes, *left_out_note(left_out, folder)]
@@ -286,73 +280,6 @@ def _write(to: str, head: Sequence[str], rows: Sequence[Sequence[str]], unit: st
             "give a folder that can be written and has room",
         ) from None
     print(f"{len(rows):,} {unit} -> {to}")
-
-
-class Said(NamedTuple):
-    """How outputs become rows."""
-
-    head: Callable[[int], list[str]]  # of so many numbers of a sample
-    # outputs (n, ...), tokens of padded samples -> (n, numbers)
-    numbers: Callable[[np.ndarray, np.ndarray | None], np.ndarray]
-    row: Callable[[Sequence[Any]], list[str]]  # of a sample's numbers
-
-
-def said(task: Any, config: Config) -> Said:
-    """The most probable class, or token that comes next, with its probability; of all else the
-    outputs."""
-    while isinstance(task, (Measured, SeveralInputs)):
-        task = task.task
-    is_softmax = config.model.loss == "cross_entropy"
-    names = config.data.class_names
-    if isinstance(task, Classification):
-        return Said(
-            lambda numbers: ["class", "probability"],
-            lambda outputs, lengths: best(outputs.astype(np.float64), is_softmax),
-            lambda numbers: [name_of(int(numbers[0]), names), f"{numbers[1]:.6f}"],
-        )
-    if isinstance(task, Language):
-        return Said(
-            lambda numbers: ["token", "probability"],
-            lambda outputs, lengths: best(
-                _last(outputs, lengths).astype(np.float64), is_softmax=True
-            ),
-            lambda numbers: [str(int(numbers[0])), f"{numbers[1]:.6f}"],
-        )
-    if isinstance(task, Segmentation):
-        return Said(
-            lambda numbers: [f"pixel_{number}" for number in range(numbers)],
-            lambda outputs, lengths: outputs.argmax(1).reshape(len(outputs), -1),
-            lambda numbers: [str(int(number)) for number in numbers],
-        )
-    return Said(
-        lambda numbers: (
-            ["prediction"]
-            if numbers == 1
-            else [f"prediction_{number + 1}" for number in range(numbers)]
-        ),
-        lambda outputs, lengths: outputs.reshape(len(outputs), -1),
-        lambda numbers: [str(number) for number in numbers],
-    )
-
-
-def _last(outputs: np.ndarray, lengths: np.ndarray | None) -> np.ndarray:
-    """(n, V): of outputs (n, T, V) those that say the last token of each sample; of a sample of one
-    token the next."""
-    return (
-        outputs[:, -1]
-        if lengths is None
-        else outputs[np.arange(len(outputs)), np.maximum(lengths - 2, 0)]
-    )
-
-
-def best(logits: np.ndarray, is_softmax: bool) -> np.ndarray:
-    """float64 (n, 2): the class with the largest logit, and its probability; without softmax that
-    logit."""
-    label = logits.argmax(1)
-    largest = logits[np.arange(len(logits)), label]
-    if is_softmax:
-        largest = 1 / np.exp(logits - largest[:, None]).sum(1)
-    return np.stack([label.astype(np.float64), largest], 1)
 
 
 TABLE_SUFFIXES = (".csv", ".npy", ".npz", ".safetensors")

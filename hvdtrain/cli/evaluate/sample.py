@@ -18,10 +18,10 @@ from hvdtrain.core.folder import Folder
 from hvdtrain.data.codebook import Codebook
 from hvdtrain.data.datasets.text import decode
 from hvdtrain.data.sampler import permutation
+from hvdtrain.data.source import Field
 from hvdtrain.data.tokenizer import read_tokenizer
 from hvdtrain.errors import DONE, UserError, short
 from hvdtrain.frameworks.learner import Sampler
-from hvdtrain.tasks.language import Language
 from hvdtrain.training.datasets import CommonCodebook, build_source, read_codebook, unstaged
 from hvdtrain.training.failure import RankFailed
 from hvdtrain.training.run_rank import Rank, on_connected_ranks
@@ -114,7 +114,8 @@ def _sample(rank: Rank, parsed: Arguments, request: Request) -> int:
     if draw is _images:
         _check_target(request.png, parsed.options["force"])
     model = load_model(rank, parsed)
-    if not isinstance(model.task, Language):
+    tokens = model.task.drawn
+    if tokens is None:
         raise UserError(
             f"sample draws tokens, and the run has task.name={model.task.name}",
             "RUN",
@@ -136,15 +137,15 @@ def _sample(rank: Rank, parsed: Arguments, request: Request) -> int:
                 ]
             )
         )
-    draw(rank, config, model.learner, model.task, request)
+    draw(rank, config, model.learner, tokens, request)
     return DONE
 
 
-def _images(rank: Rank, config: Config, learner: Sampler, task: Language, request: Request) -> None:
+def _images(rank: Rank, config: Config, learner: Sampler, tokens: Field, request: Request) -> None:
     """Writes the grid."""
     codebook = CommonCodebook(rank.communicator, run_folder(rank))
-    start = task.tokens.values - 1
-    pixels = task.context
+    start = tokens.values - 1
+    pixels = tokens.shape[0] - 1
     whole = None
     prompts = np.full((request.count, 1), start, np.int64)
     if request.prompts_half:
@@ -166,7 +167,7 @@ def _images(rank: Rank, config: Config, learner: Sampler, task: Language, reques
     print(f"{len(found)} {what}, {side}x{side} -> {request.png}")
 
 
-def _text(rank: Rank, config: Config, learner: Sampler, task: Language, request: Request) -> None:
+def _text(rank: Rank, config: Config, learner: Sampler, tokens: Field, request: Request) -> None:
     """Prints the texts."""
     path = config.data.options.get("tokenizer")
     tokenizer = read_tokenizer(expand(path, "data.tokenizer")) if path else None
@@ -174,21 +175,22 @@ def _text(rank: Rank, config: Config, learner: Sampler, task: Language, request:
         prompt = np.frombuffer(request.prompt.encode(), np.uint8).astype(np.int64)
     else:
         prompt = np.array(tokenizer.encode(request.prompt), np.int64)
-    if not 1 <= len(prompt) <= task.context:
-        raise UserError(f"the prompt has {len(prompt)} tokens", "--prompt", f"1 to {task.context}")
-    if prompt.max() >= task.tokens.values:
+    most = tokens.shape[0] - 1
+    if not 1 <= len(prompt) <= most:
+        raise UserError(f"the prompt has {len(prompt)} tokens", "--prompt", f"1 to {most}")
+    if prompt.max() >= tokens.values:
         what = (
             f"the tokenizer gives the prompt token {prompt.max()}, the model has 0 to "
-            f"{task.tokens.values - 1}"
+            f"{tokens.values - 1}"
         )
         raise UserError(what, f"{path}", "the tokenizer that the run was trained with")
     prompts = np.tile(prompt, (request.count, 1))
     found = _of_all_ranks(
-        rank, learner, prompts, len(prompt) + request.length, task.tokens.values, request
+        rank, learner, prompts, len(prompt) + request.length, tokens.values, request
     )
     if rank.communicator.rank == 0:
-        for number, tokens in enumerate(found, start=1):
-            print(f"--- {number}\n{decode(tokens, tokenizer)}")
+        for number, sequence in enumerate(found, start=1):
+            print(f"--- {number}\n{decode(sequence, tokenizer)}")
 
 
 def _of_all_ranks(

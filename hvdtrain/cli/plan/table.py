@@ -26,7 +26,6 @@ from hvdtrain.frameworks.by_name import decay
 from hvdtrain.optim.around import Scaled, Thawed, without_average
 from hvdtrain.optim.rule import Rule, is_excluded
 from hvdtrain.recipe.summary import batch_summary, lr_summary, noise_summary
-from hvdtrain.tasks.classification import Classification
 from hvdtrain.tasks.task import Task
 
 _WIDTH = 100  # characters of a line; the name of a parameter may be longer
@@ -97,7 +96,7 @@ def _data_and_model(plan: Plan) -> list[str]:
     config = plan.config
     return [
         *_labelled(
-            "data", f"{plan.samples:,} training samples, {_fields(plan.task)} ({plan.origin})"
+            "data", f"{plan.samples:,} training samples, {plan.task.details} ({plan.origin})"
         ),
         *_labelled(
             "model",
@@ -106,17 +105,6 @@ def _data_and_model(plan: Plan) -> list[str]:
         ),
         *_labelled("optimizer", f"{config.optim.name}, {_decay(config)}"),
     ]
-
-
-def _fields(task: Task) -> str:
-    """images of 28x28 pixels and 1 channel, 10 classes"""
-    if not isinstance(task, Classification) or not task.is_of_images:
-        return task.summary
-    height, width, channels = task.shape
-    return (
-        f"images of {height}x{width} pixels and {channels} channel{'s' if channels > 1 else ''}, "
-        f"{task.classes:,} classes"
-    )
 
 
 def _recipes(plan: Plan, feasible: list[Forecast]) -> list[str]:

@@ -23,8 +23,6 @@ from hvdtrain.frameworks.keras_objects import (
     users_object,
 )
 from hvdtrain.frameworks.torch.forward import AddsLoss
-from hvdtrain.tasks.inputs import transform_of
-from hvdtrain.tasks.several_inputs import transforms_of
 from hvdtrain.tasks.task import Task
 
 
@@ -71,16 +69,15 @@ def as_module(model: Any, config: Config, task: Task) -> Any:
             config.where("speed.precision"),
             f"keras.config.set_dtype_policy('{wanted}') before the model is made",
         )
-    if (several := transforms_of(task)) is not None:
+    if task.transforms is not None:
         what = (
-            f"the job gives the model {', '.join(several.each)}, and a model of Keras is called "
-            "with one x"
+            f"the job gives the model {', '.join(task.transforms.each)}, and a model of Keras is "
+            "called with one x"
         )
         raise UserError(
             what, where, "one field x, or a module of torch whose forward() has these parameters"
         )
-    transform = transform_of(task)
-    is_of_images = transform is not None and transform.is_of_images
+    is_of_images = task.transform is not None and task.transform.is_of_images
     notes = check_and_describe(users_object(model, config), where)
     x = np.zeros((1, *task.sizes.get("shape", ())), np.float32)
     build_variables(model, config, x)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
@@ -20,8 +20,9 @@ from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.core.adapters import is_adapter, merged
-from hvdtrain.core.arrays import Arrays
+from hvdtrain.core.arrays import Arrays, Batch
 from hvdtrain.core.own_line import own_line
+from hvdtrain.data.source import Field
 from hvdtrain.errors import UserError, short
 from hvdtrain.frameworks import by_name
 from hvdtrain.frameworks.torch import lora
@@ -36,7 +37,6 @@ from hvdtrain.frameworks.torch.libraries.transformers import without_past
 from hvdtrain.frameworks.torch.norm import use_norm
 from hvdtrain.tasks.task import Part, Place, Task, part_of, wrong_shapes
 from hvdtrain.tasks.torch import check_alone
-from hvdtrain.tasks.user_tasks import Measured, OwnLoss
 
 
 def normed_model(config: Config, task: Task, communicator: Communicator) -> torch.nn.Module:
@@ -177,8 +177,8 @@ def check_outputs(
             )
         if first.device.type != "meta":  # shapes() has no numbers
             _check_loss(part, outputs, batch, config, task)
-    if isinstance(task, (OwnLoss, Measured)) and first.device.type != "meta":
-        _check_functions(model, part, task, first)
+    if task.examples is not None and first.device.type != "meta":
+        _check_functions(model, part, task.fields, task.examples, first)
 
 
 def _check_names(model: torch.nn.Module, part: Part, where: str) -> None:
@@ -198,13 +198,17 @@ def _check_names(model: torch.nn.Module, part: Part, where: str) -> None:
 
 
 def _check_functions(
-    model: torch.nn.Module, part: Part, task: OwnLoss | Measured, like: torch.Tensor
+    model: torch.nn.Module,
+    part: Part,
+    fields: Mapping[str, Field],
+    examples: Batch,
+    like: torch.Tensor,
 ) -> None:
     """Raises UserError where a function of the user's own gives for a sample what depends on
     others."""
     batch = {}
-    for name, field in task.fields.items():
-        tensor = torch.from_numpy(task.examples[name]).to(like.device)
+    for name, field in fields.items():
+        tensor = torch.from_numpy(examples[name]).to(like.device)
         batch[name] = (
             tensor.permute(0, 3, 1, 2)
             if field.dtype == "uint8" and len(field.shape) == 3

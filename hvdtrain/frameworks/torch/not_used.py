@@ -18,7 +18,6 @@ from hvdtrain.frameworks.torch.forward import AddsLoss, first_of
 from hvdtrain.frameworks.torch.model import zeros
 from hvdtrain.optim.rule import is_excluded
 from hvdtrain.tasks.task import Part, Place, Task, part_of
-from hvdtrain.tasks.user_tasks import OwnLoss
 
 _METHODS = ("training_step", "validation_step", "configure_optimizers")  # of Lightning and the like
 _MOST = 4  # names in a line
@@ -38,9 +37,7 @@ def lines_of_not_used(
     is_whole = (
         config.shard.stage < 3 and not config.parallel.cuts and config.parallel.dense == "none"
     )
-    if is_whole and not isinstance(
-        getattr(task, "task", task), OwnLoss
-    ):  # a loss of the script's takes what it wants
+    if is_whole and not task.has_user_loss:  # which takes what it wants
         found += _outputs(
             model,
             part_of(task, "torch", config, Place(like.dtype, like.device)),

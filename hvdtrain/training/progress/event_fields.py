@@ -68,7 +68,7 @@ def epoch_fields(
             for metric in task.metrics
         },
         **{f"val_{metric.name}": metric.of(val) for metric in task.metrics},
-        "val_count": int(val[getattr(task, "counted", "count")]),  # what its metrics are means over
+        "val_count": int(val[task.counted]),  # what its metrics are means over
         f"best_{now.objective}": now.best,
         "lr": now.lr,
         "batch": now.batch,

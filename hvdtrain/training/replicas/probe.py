@@ -92,7 +92,7 @@ def probe_batch(task: Task, most: int = _SAMPLES) -> Batch:
 
     Of a task with functions of the user's own, which may take no others, samples of the data.
     """
-    if hasattr(task, "examples"):
+    if task.examples is not None:
         return dict(task.examples)
     largest = max(math.prod(field.shape) for field in task.fields.values())
     samples = max(1, min(_SAMPLES, most, _VALUES // largest))

@@ -32,7 +32,6 @@ from hvdtrain.frameworks.torch.parallel.tensor.layers import (
     VocabularyEmbedding,
     VocabularyHead,
 )
-from hvdtrain.tasks.language import Language
 from hvdtrain.tasks.task import Task
 
 _WAY = re.compile(r"(columns|rows|vocabulary)(?: of ([1-9]\d*))?(?: by ([1-9]\d*))?|sequence")
@@ -268,7 +267,7 @@ def check_cut(
             f"{type(error).__name__}: {error}"
         )
         raise UserError(what, f"{where}, tensor_plan()", fix) from error
-    if isinstance(found, SplitLogits) and not isinstance(task, Language):
+    if isinstance(found, SplitLogits) and not (task and task.takes_split_logits):
         whose = f"task.name={task.name} has" if task else "a loss of your own has"
         what = (
             f"the outputs of {type(model).__name__} are cut by vocabulary, and {whose} no loss "

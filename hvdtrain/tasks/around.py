@@ -1,0 +1,183 @@
+"""Tasks around another one: AroundTask, what they take from it; UserTask, an object of the
+user's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hvdtrain.config.schema import ModelConfig
+from hvdtrain.core.arrays import Batch
+from hvdtrain.core.metrics import Metric
+from hvdtrain.data.source import Field, Source
+from hvdtrain.tasks.inputs import Transform, Transforms
+from hvdtrain.tasks.rows import Rows
+from hvdtrain.tasks.task import FRAMEWORKS, Place, Task
+
+
+class _Around(Task):
+    """What every task has, taken from another object that has it."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+
+    @property
+    def name(self) -> str:
+        return self.task.name
+
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        return self.task.fields
+
+    @property
+    def sizes(self) -> Mapping[str, Any]:
+        return self.task.sizes
+
+    @property
+    def summary(self) -> str:
+        return self.task.summary
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        return self.task.metrics
+
+    @property
+    def objective(self) -> str:
+        return self.task.objective
+
+    @property
+    def sums(self) -> Mapping[str, int]:
+        return self.task.sums
+
+    @property
+    def sample_weight(self) -> int | None:
+        return self.task.sample_weight
+
+    def weight(self, batch: Batch) -> int:
+        return self.task.weight(batch)
+
+    def facts(self) -> dict[str, Any]:
+        return self.task.facts()
+
+    def outputs(self, samples: int) -> str:
+        return self.task.outputs(samples)
+
+    def fits(self, found: tuple[int, ...], samples: int) -> bool:
+        return self.task.fits(found, samples)
+
+
+class AroundTask(_Around):
+    """What a task that wraps another one takes from it.
+
+    It has the defaults of `drawn`, `takes_lengths` and `takes_split_logits`: what is added to the
+    task computes on whole outputs of samples of one length.
+    """
+
+    @property
+    def frameworks(self) -> tuple[str, ...]:
+        return self.task.frameworks
+
+    def part(self, framework: str, model: ModelConfig, place: Place) -> Any:
+        return self.task.part(framework, model, place)
+
+    @property
+    def transform(self) -> Transform | None:
+        return self.task.transform
+
+    @property
+    def transforms(self) -> Transforms | None:
+        return self.task.transforms
+
+    @property
+    def main_input(self) -> str:
+        return self.task.main_input
+
+    @property
+    def masks(self) -> Mapping[str, int | None]:
+        return self.task.masks
+
+    @property
+    def class_label(self) -> str | None:
+        return self.task.class_label
+
+    @property
+    def mask_label(self) -> str | None:
+        return self.task.mask_label
+
+    @property
+    def has_user_loss(self) -> bool:
+        return self.task.has_user_loss
+
+    @property
+    def examples(self) -> Batch | None:
+        return self.task.examples
+
+    @property
+    def gathered(self) -> tuple[str, ...]:
+        return self.task.gathered
+
+    @property
+    def counted(self) -> str:
+        return self.task.counted
+
+    @property
+    def notes(self) -> Sequence[str]:
+        return self.task.notes
+
+    def notes_on_data(self, train: Source, val: Source, has_given_stats: bool) -> list[str]:
+        return self.task.notes_on_data(train, val, has_given_stats)
+
+    def rows(self, is_softmax: bool, class_names: Sequence[str] | None) -> Rows:
+        return self.task.rows(is_softmax, class_names)
+
+
+def as_task(found: Any) -> Task:
+    """What the user's code gives for a task."""
+    return found if isinstance(found, Task) else UserTask(found)
+
+
+class UserTask(_Around):
+    """An object of the user's that has the abstract members of Task, and maybe others, without
+    being one."""
+
+    @property
+    def frameworks(self) -> tuple[str, ...]:
+        return tuple(name for name in FRAMEWORKS if hasattr(self.task, name))
+
+    def part(self, framework: str, model: ModelConfig, place: Place) -> Any:
+        return getattr(self.task, framework)(model, place)
+
+    @property
+    def transform(self) -> Transform | None:
+        found = getattr(self.task, "transform", None)
+        return found if isinstance(found, Transform) else None
+
+    @property
+    def transforms(self) -> Transforms | None:
+        found = getattr(self.task, "transforms", None)
+        return found if isinstance(found, Transforms) else None
+
+    @property
+    def main_input(self) -> str:
+        return str(getattr(self.task, "main", "x"))
+
+    @property
+    def masks(self) -> Mapping[str, int | None]:
+        return dict(getattr(self.task, "masks", {}))
+
+    @property
+    def examples(self) -> Batch | None:
+        found: Batch | None = getattr(self.task, "examples", None)
+        return found
+
+    @property
+    def gathered(self) -> tuple[str, ...]:
+        return tuple(getattr(self.task, "gathered", ()))
+
+    @property
+    def counted(self) -> str:
+        return str(getattr(self.task, "counted", "count"))
+
+    @property
+    def notes(self) -> Sequence[str]:
+        return list(getattr(self.task, "notes", ()))

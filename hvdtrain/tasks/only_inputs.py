@@ -1,0 +1,93 @@
+"""OnlyInputs: a task of predictions, whose samples have no targets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from hvdtrain.config.schema import ModelConfig
+from hvdtrain.core.arrays import Batch
+from hvdtrain.core.metrics import Metric, ratio
+from hvdtrain.data.source import Field
+from hvdtrain.tasks.inputs import Transform
+from hvdtrain.tasks.rows import Rows
+from hvdtrain.tasks.task import Each, Part, Place, Task
+
+
+class OnlyInputs(Task):
+    """Another task without its targets: models are built and called as by that one, and the loss is
+    0."""
+
+    metrics = (Metric("loss", ratio("loss", "count"), "min"),)
+    objective = "loss"
+    sums = MappingProxyType({"loss": 0})
+    sample_weight = 1
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+
+    @property
+    def name(self) -> str:
+        return self.task.name
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        """The inputs of the model."""
+        return self.task.input_fields
+
+    @property
+    def sizes(self) -> Mapping[str, Any]:
+        return self.task.sizes
+
+    @property
+    def summary(self) -> str:
+        return self.task.summary
+
+    @property
+    def transform(self) -> Transform | None:
+        return self.task.transform
+
+    @property
+    def has_user_loss(self) -> bool:
+        return self.task.has_user_loss
+
+    def weight(self, batch: Batch) -> int:
+        return len(next(iter(batch.values())))
+
+    def facts(self) -> dict[str, Any]:
+        return self.task.facts()
+
+    def outputs(self, samples: int) -> str:
+        return self.task.outputs(samples)
+
+    def fits(self, found: tuple[int, ...], samples: int) -> bool:
+        return self.task.fits(found, samples)
+
+    def rows(self, is_softmax: bool, class_names: Sequence[str] | None) -> Rows:
+        return self.task.rows(is_softmax, class_names)
+
+    @property
+    def frameworks(self) -> tuple[str, ...]:
+        return self.task.frameworks
+
+    def part(self, framework: str, model: ModelConfig, place: Place) -> Part:
+        return _WithoutLoss(self.task.part(framework, model, place))
+
+
+class _WithoutLoss:
+    """A part of a framework, by whatever arrays it computes with."""
+
+    def __init__(self, part: Part) -> None:
+        self.inputs = part.inputs
+
+    def each(self, outputs: Any, batch: Any, training: bool) -> Each:
+        if isinstance(outputs, Mapping):
+            outputs = tuple(outputs.values())
+        first = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
+        return Each(
+            (first if first.ndim == 1 else first.sum(tuple(range(1, first.ndim)))) * 0.0, {}
+        )
+
+    def gradient(self, outputs: Any, batch: Any) -> Any:
+        return outputs * 0.0

@@ -1,0 +1,84 @@
+"""Rows: how what a model says about samples becomes the rows of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvdtrain.errors import short
+
+
+class Rows(NamedTuple):
+    """The columns of a table, and how outputs become its rows."""
+
+    head: Callable[[int], list[str]]  # of so many numbers of a sample
+    # outputs (n, ...), tokens of padded samples -> (n, numbers)
+    numbers: Callable[[np.ndarray, np.ndarray | None], np.ndarray]
+    row: Callable[[Sequence[Any]], list[str]]  # of a sample's numbers
+
+
+def rows_of_numbers() -> Rows:
+    """The outputs as they are."""
+    return Rows(
+        lambda numbers: (
+            ["prediction"]
+            if numbers == 1
+            else [f"prediction_{number + 1}" for number in range(numbers)]
+        ),
+        lambda outputs, lengths: outputs.reshape(len(outputs), -1),
+        lambda numbers: [str(number) for number in numbers],
+    )
+
+
+def rows_of_classes(is_softmax: bool, names: Sequence[str] | None) -> Rows:
+    """The class with the largest output, and its probability."""
+    return Rows(
+        lambda numbers: ["class", "probability"],
+        lambda outputs, lengths: best(outputs.astype(np.float64), is_softmax),
+        lambda numbers: [name_of_class(int(numbers[0]), names), f"{numbers[1]:.6f}"],
+    )
+
+
+def rows_of_tokens() -> Rows:
+    """The most probable token that comes next, and its probability."""
+    return Rows(
+        lambda numbers: ["token", "probability"],
+        lambda outputs, lengths: best(_last(outputs, lengths).astype(np.float64), is_softmax=True),
+        lambda numbers: [str(int(numbers[0])), f"{numbers[1]:.6f}"],
+    )
+
+
+def rows_of_pixels() -> Rows:
+    """The class of each pixel."""
+    return Rows(
+        lambda numbers: [f"pixel_{number}" for number in range(numbers)],
+        lambda outputs, lengths: outputs.argmax(1).reshape(len(outputs), -1),
+        lambda numbers: [str(int(number)) for number in numbers],
+    )
+
+
+def name_of_class(label: int, class_names: Sequence[str] | None) -> str:
+    """Its name, or its number where it has none."""
+    return short(class_names[label], 60) if class_names and label < len(class_names) else str(label)
+
+
+def _last(outputs: np.ndarray, lengths: np.ndarray | None) -> np.ndarray:
+    """(n, V): of outputs (n, T, V) those that say the last token of each sample; of a sample of one
+    token the next."""
+    return (
+        outputs[:, -1]
+        if lengths is None
+        else outputs[np.arange(len(outputs)), np.maximum(lengths - 2, 0)]
+    )
+
+
+def best(logits: np.ndarray, is_softmax: bool) -> np.ndarray:
+    """float64 (n, 2): the class with the largest logit, and its probability; without softmax that
+    logit."""
+    label = logits.argmax(1)
+    largest = logits[np.arange(len(logits)), label]
+    if is_softmax:
+        largest = 1 / np.exp(logits - largest[:, None]).sum(1)
+    return np.stack([label.astype(np.float64), largest], 1)
