@@ -183,7 +183,13 @@ def _asks_for_kind(call: ast.Call, of_tasks: set[str]) -> bool:
         return bool(
             {each.id for each in ast.walk(call.args[1]) if isinstance(each, ast.Name)} & of_tasks
         )
-    return name in ("getattr", "hasattr") and ast.unparse(call.args[0]).split(".")[-1] == "task"
+    return _asks_for_member(call, {"task"})
+
+
+def _asks_for_member(call: ast.Call, of: set[str]) -> bool:
+    """Whether it is getattr() or hasattr() of a variable or an attribute of one of these names."""
+    name = ast.unparse(call.func)
+    return name in ("getattr", "hasattr") and ast.unparse(call.args[0]).split(".")[-1] in of
 
 
 def test_nobody_outside_asks_for_the_class_of_a_task() -> None:
@@ -196,6 +202,18 @@ def test_nobody_outside_asks_for_the_class_of_a_task() -> None:
         for name, path in zip(NAMES, FILES, strict=True)
         if not name.startswith("tasks/")
         for line in asks_for_kinds_of_tasks(path.read_text())
+    ]
+    assert asked == []
+
+
+def test_nobody_outside_asks_whether_a_source_has_a_member() -> None:
+    of = {"source", "train", "val", "inner", "images"}
+    asked = [
+        f"{name}:{call.lineno}"
+        for name, path in zip(NAMES, FILES, strict=True)
+        if not name.startswith(("data/source.py", "horovod/"))
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and _asks_for_member(call, of)
     ]
     assert asked == []
 

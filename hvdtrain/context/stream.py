@@ -15,7 +15,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import Progress
 from hvdtrain.data.own.as_source import as_declared, as_source
 from hvdtrain.data.sampler import positions_of_rank
-from hvdtrain.data.source import Source, read_in_epochs
+from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
 from hvdtrain.training.build import build_recipe
 from hvdtrain.training.datasets import padding_of
@@ -76,7 +76,7 @@ class SampleStream:
                 p.samples, 1, 0, 1, p.dataset, self.config.seed, self.config.data.sampling
             )
             one = self._learner.to_device(
-                read_in_epochs(self.source, first.samples, first.epochs, self.config.seed)
+                self.source.read_in_epochs(first.samples, first.epochs, self.config.seed)
             )
             samples = dataclasses.replace(one, count=0)
         behind = p.advance(self.batch)

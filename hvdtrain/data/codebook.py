@@ -253,7 +253,7 @@ class UnencodedImages:
 
 
 @dataclass(frozen=True, eq=False)
-class TokenImages:
+class TokenImages(Source):
     """A source of {"tokens": int64 (n, side^2 + 1)}: images after a start token, whose number is
     that of the colours."""
 

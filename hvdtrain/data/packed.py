@@ -9,17 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hvdtrain.data.ragged import LEAST, Ragged, mask_of
-from hvdtrain.data.source import (
-    AroundSource,
-    Field,
-    Foresight,
-    Padding,
-    Source,
-    check_indices,
-    known_lengths,
-    notes_of,
-    read_in_epochs,
-)
+from hvdtrain.data.source import AroundSource, Field, Foresight, Padding, Source, check_indices
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -104,7 +94,7 @@ class PackedRows(AroundSource):
     def read_in_epochs(self, indices: np.ndarray, epochs: np.ndarray, seed: int) -> Batch:
         sequences, row, segment = self._members(indices)
         return self._packed(
-            read_in_epochs(self.source, sequences, epochs[row], seed),
+            self.source.read_in_epochs(sequences, epochs[row], seed),
             len(indices),
             sequences,
             row,
@@ -176,7 +166,7 @@ class PackedRows(AroundSource):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return (*notes_of(self.source), *([self.note] if self.note else []))
+        return (*self.source.notes, *([self.note] if self.note else []))
 
 
 def packed(source: Source, length: int, name: str, where: str) -> PackedRows:
@@ -218,7 +208,7 @@ def each_alone(source: Source, length: int, where: str) -> PackedRows:
 
 
 def _lengths(source: Source, length: int, where: str, fix: str) -> np.ndarray:
-    lengths = known_lengths(source, TOKENS)
+    lengths = source.known_lengths(TOKENS)
     if lengths is None:
         what = "the lengths of the sequences are known only when they are read"
         raise UserError(

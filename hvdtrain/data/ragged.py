@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hvdtrain.core.arrays import digest
-from hvdtrain.data.source import Field, Padding, check_indices, check_numbers
+from hvdtrain.data.source import Field, Padding, Source, check_indices, check_numbers
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def ragged(samples: Sequence[np.ndarray], what: str, where: str) -> Ragged:
 
 
 @dataclass(frozen=True, eq=False)
-class PaddedArrays:
+class PaddedArrays(Source):
     """A source of arrays in memory, of which some have samples of different lengths.
 
     A read pads these to the longest sample that it reads, and tells by the mask of each which rows
@@ -115,8 +115,12 @@ class PaddedArrays:
             elif array is not None:
                 check_numbers(name, array, kind, self.where)
 
-    @cached_property
+    @property
     def fields(self) -> dict[str, Field]:
+        return self._fields
+
+    @cached_property
+    def _fields(self) -> dict[str, Field]:
         found: dict[str, Field] = {}
         for name, array in self.arrays.items():
             if isinstance(array, Ragged):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -134,19 +135,22 @@ class Foresight(NamedTuple):
         return self._replace(samples=max(1, self.samples // ranks))
 
 
-class Source(Protocol):
+class Source(ABC):
     """Samples by index, each with named fields: no rank, no randomness, no framework.
 
-    One whose samples change from epoch to epoch has read_in_epochs(indices, epochs, seed) too;
-    read() is then of evaluations.
+    The abstract members are what every source has; the defaults of the others are those of samples
+    of which nothing is known before they are read.
     """
 
     @property
+    @abstractmethod
     def fields(self) -> Mapping[str, Field]:
         """The fields of every sample."""
 
+    @abstractmethod
     def __len__(self) -> int: ...
 
+    @abstractmethod
     def read(self, indices: np.ndarray) -> Batch:
         """{name: array (n, *shape)} for each field, in fresh arrays. Safe to call from several
         threads.
@@ -154,6 +158,7 @@ class Source(Protocol):
         Raises UserError for a damaged sample.
         """
 
+    @abstractmethod
     def digests(self, seed: int) -> dict[str, str]:
         """64 bits over the samples in their order, as 16 hex digits, by what they are of: "labels",
         "images".
@@ -161,66 +166,135 @@ class Source(Protocol):
         Of all samples, or where that takes long of some that the seed draws.
         """
 
+    @abstractmethod
     def identity(self) -> dict[str, str]:
         """Digests that do not depend on a seed: what a checkpoint keeps, to know the data again."""
 
+    if TYPE_CHECKING:  # of dataclasses a field, of which a property would become the default
 
-@runtime_checkable
-class LabelledImages(Source, Protocol):
+        @property
+        def where(self) -> str:
+            """Its path or name, for messages; empty where it has none."""
+
+        @property
+        def class_names(self) -> tuple[str, ...]:
+            """The name of each class y; empty where the data have none."""
+    else:
+        where = ""
+        class_names = ()
+
+    def read_in_epochs(self, indices: np.ndarray, epochs: np.ndarray, seed: int) -> Batch:
+        """The samples as they are trained on in these epochs, int64 (n,), where they change from
+        epoch to epoch; read() is then of evaluations."""
+        return self.read(indices)
+
+    @property
+    def crops_at_random(self) -> bool:
+        """Whether read_in_epochs() gives random boxes of whole images, for augment.resized_crop:
+        such a batch is not cropped again."""
+        return False
+
+    def known_labels(self) -> np.ndarray | None:
+        """Integers (n,), the field y of every sample, where no sample has to be read for them."""
+        return None
+
+    def known_lengths(self, name: str) -> np.ndarray | None:
+        """int64 (n,): how many rows of a field each sample has, where they differ and no sample has
+        to be read for them."""
+        return None
+
+    def known_stats(self, name: str, indices: np.ndarray | None = None) -> np.ndarray | None:
+        """Mean and deviation of a field over all samples, or some, float64 (2, C) by its last axis,
+        where the source knows them."""
+        return None
+
+    @property
+    def foresight(self) -> Foresight | None:
+        """What the source makes of samples that it knows of in advance, by expect(); None where it
+        reads no faster with them."""
+        return None
+
+    def expect(self, indices: np.ndarray, anew: bool) -> None:
+        """Tells a source with foresight that these samples, int64 (n,), will be read after all that
+        were told; anew: no others will be.
+
+        What is read does not depend on it, only how fast. A sample is told as often as it will be
+        read.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has a foresight and no expect()")
+
+    @property
+    def reads_from_memory(self) -> bool:
+        """Whether reading a sample is a copy from memory."""
+        return False
+
+    @property
+    def reads_in_process(self) -> bool:
+        """Whether reading runs the user's own code in this process: then on the thread that needs
+        the samples, and on no other."""
+        return False
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines for the user."""
+        return ()
+
+    @property
+    def nested_inputs(self) -> tuple[str, ...]:
+        """The fields that the data have inside of x, as {"x": {"image": ..., "table": ...}}: inputs
+        of a model."""
+        return ()
+
+
+class LabelledImages(Source):
     """A source of {"x": uint8 (n, H, W, C), "y": int64 (n,)}: images, each with the number of its
-    class."""
+    class.
 
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(H, W, C) of every image."""
+    The defaults are digests of all labels and of some images, and statistics of at most 2,000.
+    """
 
-    @property
-    def classes(self) -> int: ...
+    if TYPE_CHECKING:  # at run time a dataclass would take these for the defaults of its fields
 
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        """The name of each class; empty where the data set has none."""
+        @property
+        def shape(self) -> tuple[int, int, int]:
+            """(H, W, C) of every image."""
 
+        @property
+        def classes(self) -> int: ...
+
+    @abstractmethod
     def labels(self) -> np.ndarray:
         """int64 (n,): the label of every sample, without reading an image."""
 
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        return {"x": Field("uint8", self.shape), "y": Field("int64", (), self.classes)}
+
+    def known_labels(self) -> np.ndarray:
+        return self.labels()
+
     def stats(self) -> ChannelStats:
         """Mean and standard deviation of x / 255: the same bits on all ranks."""
+        return sampled_stats(self)
 
     def label_digest(self) -> str:
         """64 bits over all labels in their order, as 16 hex digits."""
+        return digest_of_labels(self.labels())
 
     def image_digest(self, seed: int) -> str:
         """64 bits over the images in their order: all of them, or where that takes long some that
         the seed draws."""
-
-
-class ImagesBase:
-    """What labelled images have where they do not say otherwise: digests of all labels and of some
-    images, statistics of at most 2,000."""
-
-    @property
-    def fields(self: LabelledImages) -> dict[str, Field]:
-        return {"x": Field("uint8", self.shape), "y": Field("int64", (), self.classes)}
-
-    def stats(self: LabelledImages) -> ChannelStats:
-        return sampled_stats(self)
-
-    def label_digest(self: LabelledImages) -> str:
-        return digest_of_labels(self.labels())
-
-    def image_digest(self: LabelledImages, seed: int) -> str:
         return digest_of_some(self, seed)
 
-    def digests(self: LabelledImages, seed: int) -> dict[str, str]:
+    def digests(self, seed: int) -> dict[str, str]:
         return {"labels": self.label_digest(), "images": self.image_digest(seed)}
 
-    def identity(self: LabelledImages) -> dict[str, str]:
+    def identity(self) -> dict[str, str]:
         return {"labels": self.label_digest()}
 
 
-class AroundSource:
-    """What a source that wraps another one takes from it: all but reading."""
+class AroundSource(Source):
+    """What a source that wraps another one takes from it: all but reading and labels."""
 
     source: Source
 
@@ -238,37 +312,49 @@ class AroundSource:
         return self.source.identity()
 
     def known_stats(self, name: str, indices: np.ndarray | None = None) -> np.ndarray | None:
-        return known_stats(self.source, name, indices)
+        return self.source.known_stats(name, indices)
 
     def known_lengths(self, name: str) -> np.ndarray | None:
-        return known_lengths(self.source, name)
+        return self.source.known_lengths(name)
 
     @property
     def foresight(self) -> Foresight | None:
-        return foresight(self.source)
+        return self.source.foresight
 
     def expect(self, indices: np.ndarray, anew: bool) -> None:
-        expect(self.source, indices, anew)
+        self.source.expect(indices, anew)
 
     @property
     def reads_from_memory(self) -> bool:
-        return reads_from_memory(self.source)
+        return self.source.reads_from_memory
 
     @property
     def reads_in_process(self) -> bool:
-        return reads_in_process(self.source)
+        return self.source.reads_in_process
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return notes_of(self.source)
+        return self.source.notes
 
     @property
     def nested_inputs(self) -> tuple[str, ...]:
-        return nested_inputs(self.source)
+        return self.source.nested_inputs
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        return tuple(getattr(self.source, "class_names", ()))
+        return self.source.class_names
+
+
+def inner_source(source: Source) -> Source | None:
+    """The source that another one is around, or part of; None of one that reads by itself."""
+    found: Source | None = getattr(source, "source", None)
+    return found
+
+
+def where_of(source: Source) -> str:
+    """What messages call a source: its path or name."""
+    inner = inner_source(source)
+    return source.where or ("data.name" if inner is None else where_of(inner))
 
 
 _DIGEST_IMAGES = 64
@@ -286,7 +372,7 @@ def digest_of_some(source: LabelledImages, seed: int) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class NamedArrays:
+class NamedArrays(Source):
     """A source of arrays (n, ...) of any type and shape, in memory or memory-mapped: one for each
     field.
 
@@ -300,6 +386,7 @@ class NamedArrays:
     where: str = ""  # a path or a name, for messages
     ignored: Mapping[str, int] = field(default_factory=dict)  # Field.ignored, where it is set
     nested_inputs: tuple[str, ...] = ()
+    reads_from_memory = True
 
     def __post_init__(self) -> None:
         lengths = {name: len(array) if array.ndim else -1 for name, array in self.arrays.items()}
@@ -426,7 +513,7 @@ def _fix_of_integers(name: str, values: int, wrong: int, axes: int) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class ArraySource(ImagesBase):
+class ArraySource(LabelledImages):
     """A source in memory, or in a memory-mapped file. Raises UserError where the arrays are not as
     described."""
 
@@ -436,6 +523,7 @@ class ArraySource(ImagesBase):
     where: str = ""  # a path or a name, for messages
     class_names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # for the user
+    reads_from_memory = True
 
     def __post_init__(self) -> None:
         if self.x.dtype != np.uint8 or self.x.ndim != 4 or 0 in self.x.shape:
@@ -517,84 +605,6 @@ def arrays_in_memory(source: Source) -> Mapping[str, np.ndarray] | None:
     if isinstance(source, ArraySource):
         return {"x": source.x, "y": source.y.astype(np.int64, copy=False)}
     return source.arrays if isinstance(source, NamedArrays) else None
-
-
-def known_labels(source: Source) -> np.ndarray | None:
-    """Integers (n,), the field y of every sample, where no sample has to be read for them; else
-    None."""
-    if isinstance(source, LabelledImages):
-        return source.labels()
-    method = getattr(source, "known_labels", None)
-    found: np.ndarray | None = None if method is None else method()
-    return found
-
-
-def known_lengths(source: Source, name: str) -> np.ndarray | None:
-    """int64 (n,): how many rows of a field each sample has, where they differ and no sample has to
-    be read for them; else None."""
-    method = getattr(source, "known_lengths", None)
-    found: np.ndarray | None = None if method is None else method(name)
-    return found
-
-
-def known_stats(source: Source, name: str, indices: np.ndarray | None = None) -> np.ndarray | None:
-    """Mean and deviation of a field over all samples, or some, float64 (2, C) by its last axis,
-    where the source knows them; else None."""
-    method = getattr(source, "known_stats", None)
-    found: np.ndarray | None = None if method is None else method(name, indices)
-    return found
-
-
-def read_in_epochs(source: Source, indices: np.ndarray, epochs: np.ndarray, seed: int) -> Batch:
-    """The samples as they are trained on in these epochs, int64 (n,): a source whose samples change
-    with the epoch has this as a method."""
-    method = getattr(source, "read_in_epochs", None)
-    found: Batch = source.read(indices) if method is None else method(indices, epochs, seed)
-    return found
-
-
-def foresight(source: Source) -> Foresight | None:
-    """What the source makes of samples that it knows of in advance, by expect(); None where it
-    reads no faster with them."""
-    found: Foresight | None = getattr(source, "foresight", None)
-    return found
-
-
-def expect(source: Source, indices: np.ndarray, anew: bool) -> None:
-    """Tells a source with foresight() that these samples, int64 (n,), will be read after all that
-    were told; anew: no others will be.
-
-    What is read does not depend on it, only how fast. A sample is told as often as it will be read.
-    """
-    source.expect(indices, anew)  # type: ignore[attr-defined]
-
-
-def reads_from_memory(source: Source) -> bool:
-    """Whether reading a sample is a copy from memory: a source of arrays, or one that says so."""
-    return arrays_in_memory(source) is not None or bool(getattr(source, "reads_from_memory", False))
-
-
-def notes_of(source: Source) -> tuple[str, ...]:
-    """Lines for the user."""
-    return tuple(getattr(source, "notes", ()))
-
-
-def nested_inputs(source: Source) -> tuple[str, ...]:
-    """The fields that the data have inside of x, as {"x": {"image": ..., "table": ...}}: inputs of
-    a model."""
-    return tuple(getattr(source, "nested_inputs", ()))
-
-
-def crops_at_random(source: Source) -> bool:
-    """Whether read_in_epochs() gives random boxes of whole images, for augment.resized_crop: such a
-    batch is not cropped again."""
-    return bool(getattr(source, "crops_at_random", False))
-
-
-def reads_in_process(source: Source) -> bool:
-    """Whether reading runs the user's own code in this process: then on the thread that needs the
-    samples, and on no other."""
-    return bool(getattr(source, "reads_in_process", False))
 
 
 def check_indices(indices: np.ndarray, samples: int) -> None:

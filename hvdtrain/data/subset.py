@@ -17,18 +17,10 @@ from hvdtrain.data.source import (
     ArraySource,
     Field,
     Foresight,
-    ImagesBase,
     LabelledImages,
     NamedArrays,
     Source,
     check_indices,
-    crops_at_random,
-    expect,
-    foresight,
-    known_labels,
-    known_stats,
-    notes_of,
-    read_in_epochs,
 )
 from hvdtrain.errors import UserError
 
@@ -109,18 +101,18 @@ class Subset(AroundSource):
 
     def read_in_epochs(self, indices: np.ndarray, epochs: np.ndarray, seed: int) -> Batch:
         check_indices(indices, len(self))
-        return read_in_epochs(self.source, self.indices[indices], epochs, seed)
+        return self.source.read_in_epochs(self.indices[indices], epochs, seed)
 
     def expect(self, indices: np.ndarray, anew: bool) -> None:
-        expect(self.source, self.indices[indices], anew)
+        self.source.expect(self.indices[indices], anew)
 
     def known_stats(self, name: str, indices: np.ndarray | None = None) -> np.ndarray | None:
-        return known_stats(
-            self.source, name, self.indices if indices is None else self.indices[indices]
+        return self.source.known_stats(
+            name, self.indices if indices is None else self.indices[indices]
         )
 
     def known_labels(self) -> np.ndarray | None:
-        labels = known_labels(self.source)
+        labels = self.source.known_labels()
         return None if labels is None else labels[self.indices]
 
     def known_lengths(self, name: str) -> np.ndarray | None:
@@ -164,17 +156,17 @@ class _WithoutFields(AroundSource):
         return self._without(self.source.read(indices))
 
     def read_in_epochs(self, indices: np.ndarray, epochs: np.ndarray, seed: int) -> Batch:
-        return self._without(read_in_epochs(self.source, indices, epochs, seed))
+        return self._without(self.source.read_in_epochs(indices, epochs, seed))
 
     def known_labels(self) -> np.ndarray | None:
-        return known_labels(self.source)
+        return self.source.known_labels()
 
     def _without(self, batch: Batch) -> Batch:
         return {name: array for name, array in batch.items() if name not in self.names}
 
 
 @dataclass(frozen=True, eq=False)
-class SubsetOfImages(ImagesBase):
+class SubsetOfImages(LabelledImages):
     """A subset of labelled images; without indices all of them, of which at most 2,000 are read for
     mean and deviation."""
 
@@ -198,7 +190,7 @@ class SubsetOfImages(ImagesBase):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return notes_of(self.source)
+        return self.source.notes
 
     def labels(self) -> np.ndarray:
         return self.source.labels() if self.indices is None else self.source.labels()[self.indices]
@@ -207,14 +199,14 @@ class SubsetOfImages(ImagesBase):
         return self.source.read(self._in_source(indices))
 
     def read_in_epochs(self, indices: np.ndarray, epochs: np.ndarray, seed: int) -> Batch:
-        return read_in_epochs(self.source, self._in_source(indices), epochs, seed)
+        return self.source.read_in_epochs(self._in_source(indices), epochs, seed)
 
     @property
     def foresight(self) -> Foresight | None:
-        return foresight(self.source)
+        return self.source.foresight
 
     def expect(self, indices: np.ndarray, anew: bool) -> None:
-        expect(self.source, self._in_source(indices), anew)
+        self.source.expect(self._in_source(indices), anew)
 
     def _in_source(self, indices: np.ndarray) -> np.ndarray:
         check_indices(indices, len(self))
@@ -222,12 +214,12 @@ class SubsetOfImages(ImagesBase):
 
     @property
     def crops_at_random(self) -> bool:
-        return crops_at_random(self.source)
+        return self.source.crops_at_random
 
 
 def relabelled_rows(source: Source, class_names: Sequence[str]) -> Source:
     """relabelled() of a table."""
-    own = tuple(getattr(source, "class_names", ()))
+    own = source.class_names
     numbers = np.array([class_names.index(name) for name in own], np.int64)
     return source if own == tuple(class_names) else _RelabelledRows(source, numbers, class_names)
 
@@ -253,7 +245,7 @@ class _RelabelledRows(AroundSource):
         return {**batch, "y": self.numbers[batch["y"]]}
 
     def known_labels(self) -> np.ndarray | None:
-        labels = known_labels(self.source)
+        labels = self.source.known_labels()
         return None if labels is None else self.numbers[labels]
 
 
@@ -268,7 +260,7 @@ def relabelled(source: LabelledImages, class_names: Sequence[str]) -> LabelledIm
 
 
 @dataclass(frozen=True, eq=False)
-class Relabelled(ImagesBase):
+class Relabelled(LabelledImages):
     """A source whose labels are numbered anew."""
 
     source: LabelledImages
@@ -298,10 +290,10 @@ class Relabelled(ImagesBase):
 
     @property
     def foresight(self) -> Foresight | None:
-        return foresight(self.source)
+        return self.source.foresight
 
     def expect(self, indices: np.ndarray, anew: bool) -> None:
-        expect(self.source, indices, anew)
+        self.source.expect(indices, anew)
 
     def image_digest(self, seed: int) -> str:
         return self.source.image_digest(seed)

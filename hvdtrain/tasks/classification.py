@@ -13,7 +13,7 @@ import numpy as np
 from hvdtrain.config.schema import ModelConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric, ratio
-from hvdtrain.data.source import Field, LabelledImages, Source, known_labels
+from hvdtrain.data.source import Field, LabelledImages, Source
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.inputs import Transform, check_stats, input_stats, is_image
 from hvdtrain.tasks.label_counts import LossForm, notes_on_gaps, right_terms
@@ -293,7 +293,7 @@ def _weights_of_classes(
     they are not known, or impossible."""
     where = "task.class_weights"
     if asked == "balanced":
-        labels = known_labels(train)
+        labels = train.known_labels()
         if labels is None:
             raise UserError(
                 "task.class_weights=balanced: labels are read sample by sample",
@@ -473,7 +473,7 @@ def number_of_classes(train: Source, val: Source, ignored: int | None, where: st
         declared = isinstance(train, LabelledImages) or train.fields["y"].values
         return of_train if declared else max(of_train, of_val)
     for name, source in (("training", train), ("validation", val)):
-        if known_labels(source) is not None and not classes_of(source, ignored):
+        if source.known_labels() is not None and not classes_of(source, ignored):
             every = (
                 "is below zero"
                 if ignored is None
@@ -494,11 +494,9 @@ def classes_of(source: Source, ignored: int | None) -> int:
     """Declared, or by the largest label that is not ignored; 0 where that would take reading all
     samples."""
     declared = source.fields["y"].values
-    if declared and (
-        declared - 1 != ignored or (hasattr(source, "class_names") and source.class_names)
-    ):
+    if declared and (declared - 1 != ignored or source.class_names):
         return declared
-    labels = known_labels(source)
+    labels = source.known_labels()
     if labels is None:
         return declared
     labels = labels if ignored is None else labels[labels != ignored]
@@ -507,27 +505,27 @@ def classes_of(source: Source, ignored: int | None) -> int:
 
 def _refuse_too_many(source: Source, ignored: int | None, where: str) -> None:
     """Raises UserError where labels without a declaration are numbers of something else."""
-    labels = known_labels(source)
+    labels = source.known_labels()
     if labels is None or classes_of(source, ignored) <= _MOST_CLASSES:
         return
     sample = int(np.argmax(np.where(labels == ignored, 0, labels)))
     what = f"field y of sample {sample} has {labels[sample]}: too many classes to be some"
     raise UserError(
         what,
-        getattr(source, "where", "") or where,
+        source.where or where,
         "labels from 0 on; for numbers to predict task.name=regression",
     )
 
 
 def notes_on_labels(train: Source, val: Source, classes: int, ignored: int | None) -> list[str]:
     """Lines for the user: that labels begin at 1, and how many samples have no class."""
-    labels = known_labels(train)
+    labels = train.known_labels()
     if labels is None:
         return []
     lines = []
     if ignored is not None:
         sets = [
-            (name, known_labels(source))
+            (name, source.known_labels())
             for name, source in (("training", train), ("validation", val))
         ]
         left_out = [

@@ -6,14 +6,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hvdtrain.config.schema import DataConfig
+from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import fold
 from hvdtrain.data.own.arrays import as_images, to_numpy
-from hvdtrain.data.source import Field, LabelledImages, Source, known_stats
+from hvdtrain.data.source import AroundSource, Field, LabelledImages, Source
 from hvdtrain.errors import UserError
 
 _MOST_VALUES = 2**22  # that are read at most: about 2 s of exact sums
@@ -27,24 +28,55 @@ class ColumnStats(NamedTuple):
     std: np.ndarray  # 1 where a column is constant
 
 
-class WithStats:
+class WithStats(AroundSource):
     """A source of images whose mean and deviation the configuration says; all else is the
     source's."""
 
     def __init__(self, source: Source, given: ColumnStats) -> None:
-        self._source = source
+        self.source = source
         self.given = given
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_source"], name)
+    def read(self, indices: np.ndarray) -> Batch:
+        return self.source.read(indices)
 
-    def __len__(self) -> int:
-        return len(self._source)
+    def read_in_epochs(self, indices: np.ndarray, epochs: np.ndarray, seed: int) -> Batch:
+        return self.source.read_in_epochs(indices, epochs, seed)
+
+    @property
+    def crops_at_random(self) -> bool:
+        return self.source.crops_at_random
+
+    def known_labels(self) -> np.ndarray | None:
+        return self.source.known_labels()
+
+
+class ImagesWithStats(WithStats, LabelledImages):
+    """Images with classes, whose mean and deviation the configuration says."""
+
+    source: LabelledImages
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.source.shape
+
+    @property
+    def classes(self) -> int:
+        return self.source.classes
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return self.source.class_names
+
+    def known_labels(self) -> np.ndarray:
+        return self.source.labels()
+
+    def labels(self) -> np.ndarray:
+        return self.source.labels()
 
 
 def without_stats(source: Source) -> Source:
     """The source that WithStats() wraps."""
-    return source._source if isinstance(source, WithStats) else source
+    return source.source if isinstance(source, WithStats) else source
 
 
 def with_stats(source: Source, config: DataConfig, standardize: Any) -> Source:
@@ -77,8 +109,8 @@ def with_stats(source: Source, config: DataConfig, standardize: Any) -> Source:
             where,
             "one of them",
         )
-    found: Any = WithStats(source, ColumnStats(np.array(mean), np.array(std)))
-    return cast("Source", found)
+    stats = ColumnStats(np.array(mean), np.array(std))
+    return (ImagesWithStats if isinstance(source, LabelledImages) else WithStats)(source, stats)
 
 
 def column_stats(source: Source, name: str) -> ColumnStats:
@@ -93,7 +125,7 @@ def column_stats(source: Source, name: str) -> ColumnStats:
     most = max(1, _MOST_VALUES // max(1, math.prod(field.shape)))
     chosen = np.arange(samples)
     if samples > most:
-        known = None if is_image(field) else known_stats(source, name)
+        known = None if is_image(field) else source.known_stats(name)
         if known is not None:
             return ColumnStats(*known)
         chosen = np.unique(fold(np.arange(most, dtype=np.uint64)) % np.uint64(samples)).astype(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdtrain.data.source import Source, arrays_in_memory, known_labels
+from hvdtrain.data.source import Source, arrays_in_memory
 from hvdtrain.data.subset import Subset
 from hvdtrain.tasks.inputs import without_stats
 
@@ -101,7 +101,7 @@ def notes_on_gaps(train: Source, name: str, classes: int, ignored: int | None) -
 def _labels_in_memory(source: Source) -> tuple[np.ndarray, bool] | None:
     """Labels y (n, ...), all or evenly spread ones of many; None where samples would have to be
     read for them."""
-    labels = known_labels(source)
+    labels = source.known_labels()
     if labels is not None:
         return labels, True
     whole = without_stats(source)

@@ -16,7 +16,7 @@ from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric, Sums, ratio
 from hvdtrain.data.packed import SEGMENTS, is_packed, segment_fields
 from hvdtrain.data.ragged import padded_fields
-from hvdtrain.data.source import Field, Source, field_of_facts, known_lengths
+from hvdtrain.data.source import Field, Source, field_of_facts
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.rows import Rows, rows_of_tokens
 from hvdtrain.tasks.task import Part, Place, Task, find_field
@@ -181,7 +181,7 @@ def build(
         )
         raise UserError(what, where, "both sets need windows of the same length")
     for source, which in ((train, "training"), (val, "validation")):
-        lengths = known_lengths(source, "tokens")
+        lengths = source.known_lengths("tokens")
         if lengths is not None and lengths.max(initial=0) < 2:
             raise UserError(
                 f"no {which} sequence has two tokens: none is predicted",

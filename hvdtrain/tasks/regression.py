@@ -164,7 +164,7 @@ def build(
     """
     x = find_field(train, "x", name, where, "numbers of any shape")
     y = find_field(train, "y", name, where, "the numbers to predict")
-    if names := getattr(train, "class_names", ()):
+    if names := train.class_names:
         raise UserError(
             f"{name} predicts numbers, and y has texts: {', '.join(names[:4])}",
             where,

@@ -13,15 +13,7 @@ import numpy as np
 from hvdtrain.config.schema import ModelConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.data.own.arrays import has_channels_first
-from hvdtrain.data.source import (
-    AroundSource,
-    Field,
-    NamedArrays,
-    Source,
-    field_of_facts,
-    known_labels,
-    known_stats,
-)
+from hvdtrain.data.source import AroundSource, Field, NamedArrays, Source, field_of_facts
 from hvdtrain.data.subset import Subset
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.around import AroundTask
@@ -272,7 +264,7 @@ class _Renamed(AroundSource):
         return _renamed(self.source.read(indices), self.name)
 
     def known_labels(self) -> np.ndarray | None:
-        return known_labels(self.source)
+        return self.source.known_labels()
 
     def known_stats(self, name: str, indices: np.ndarray | None = None) -> np.ndarray | None:
-        return known_stats(self.source, self.name if name == "x" else name, indices)
+        return self.source.known_stats(self.name if name == "x" else name, indices)

@@ -13,7 +13,7 @@ import numpy as np
 from hvdtrain.config.schema import ModelConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric, Parts, Sums, ratio
-from hvdtrain.data.source import Field, Source, arrays_in_memory, field_of_facts, known_labels
+from hvdtrain.data.source import Field, Source, arrays_in_memory, field_of_facts
 from hvdtrain.errors import UserError, nearest
 from hvdtrain.tasks.around import AroundTask
 from hvdtrain.tasks.inputs import ColumnStats, Transform, input_stats, transform_of_facts
@@ -230,7 +230,7 @@ def _never(source: Source, value: int) -> bool:
 def _sample_of(label: int, train: Source, val: Source) -> str:
     """What messages call the first sample with a label: sample 3 of the training set."""
     for name, source in (("training", train), ("validation", val)):
-        labels = known_labels(source)
+        labels = source.known_labels()
         if labels is not None and (labels == label).any():
             return f"sample {int(np.argmax(labels == label))} of the {name} set"
     return "a sample"

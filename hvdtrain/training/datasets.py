@@ -36,16 +36,7 @@ from hvdtrain.data.images.masks import with_moved_masks
 from hvdtrain.data.own.as_source import as_declared, as_source, bounded_alike
 from hvdtrain.data.packed import PADDING, packed
 from hvdtrain.data.sampler import BLOCKS_VERSION, WeightedDraws, evaluated_samples, shuffle_version
-from hvdtrain.data.source import (
-    LabelledImages,
-    Padding,
-    Source,
-    Split,
-    foresight,
-    known_labels,
-    notes_of,
-    reads_in_process,
-)
+from hvdtrain.data.source import LabelledImages, Padding, Source, Split
 from hvdtrain.data.stored.source import read_by, stored_in
 from hvdtrain.data.stored.statistics import Ranks
 from hvdtrain.data.subset import Division, divide, subset, without_fields
@@ -199,7 +190,7 @@ def _check_reading(config: Config, *sources: Source) -> None:
     """Raises UserError where threads would run the user's code beside the training."""
     data = config.data
     key = "readers" if data.readers else "ahead"
-    if (data.ahead or data.readers) and any(map(reads_in_process, sources)):
+    if (data.ahead or data.readers) and any(source.reads_in_process for source in sources):
         what = (
             f"data.{key}={getattr(data, key)} reads on other threads than the one that trains, "
             "and the random generators that "
@@ -287,7 +278,7 @@ def _packed(config: Config, source: Source, name: str) -> Source:
 def _divided(config: Config, val_share: float, codebook: CommonCodebook) -> Division:
     """The training set in two parts: by class where its labels are known."""
     source = _open(config, "train", codebook)
-    labels = None if config.task.name == "regression" else known_labels(source)
+    labels = None if config.task.name == "regression" else source.known_labels()
     return divide(
         source,
         val_share,
@@ -553,7 +544,7 @@ def notes(config: Config, datasets: Datasets) -> list[str]:
     """Lines for the user about data that may not be what was meant."""
     train, val, task, _ = datasets
     lines = list(
-        dict.fromkeys(line for source in (train, val) for line in notes_of(source))
+        dict.fromkeys(line for source in (train, val) for line in source.notes)
     ) + _notes_on_blocks(config, train)
     lines += notes_on_fields(config, train, task.fields)
     lines += task.notes
@@ -604,7 +595,7 @@ def _has_hidden_labels(source: Source) -> bool:
         y is not None
         and not y.shape
         and np.dtype(y.dtype).kind in "iu"
-        and known_labels(source) is None
+        and source.known_labels() is None
     )
 
 
@@ -620,7 +611,7 @@ def data_facts(config: Config, datasets: Datasets) -> dict[str, Any]:
         **digests(train, "training", config.seed),
         **(
             {}
-            if (known := foresight(train)) is None
+            if (known := train.foresight) is None
             else {"samples in a block of the training files": known.rows}
         ),  # by which ranks divide
         **(

@@ -31,15 +31,7 @@ from hvdtrain.data.sampler import (
     parts_of_rank,
     positions_of_rank,
 )
-from hvdtrain.data.source import (
-    Source,
-    crops_at_random,
-    foresight,
-    known_lengths,
-    read_in_epochs,
-    reads_from_memory,
-    reads_in_process,
-)
+from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.recipe.noise import sample_weights
@@ -120,7 +112,7 @@ def lengths_to_sort_by(config: DataConfig, source: Source) -> np.ndarray | None:
         return None
     name = next(iter(config.pad)) if config.bucket_by == "length" else config.bucket_by
     where = config.where("bucket_by")
-    lengths = known_lengths(source, name)
+    lengths = source.known_lengths(name)
     if lengths is None:
         fix = f"{' or '.join(config.pad)}, or length: that of {next(iter(config.pad))}"
         raise UserError(
@@ -180,10 +172,10 @@ def read_batch(
     batch: Batch = (
         {"indices": samples}
         if cached_on_device
-        else read_in_epochs(source, samples, epochs, config.seed)
+        else source.read_in_epochs(samples, epochs, config.seed)
     )
     augmentation = (
-        config.augment.replace(resized_crop=0.0) if crops_at_random(source) else config.augment
+        config.augment.replace(resized_crop=0.0) if source.crops_at_random else config.augment
     )
     if augment.is_enabled(augmentation):
         height, width, channels = source.fields[
@@ -207,7 +199,7 @@ def read_batch(
             else:
                 batch |= _partners(
                     batch,
-                    read_in_epochs(source, partners, epochs, config.seed),
+                    source.read_in_epochs(partners, epochs, config.seed),
                     moved_masks(source),
                 )
     if hyper.sample_noise:
@@ -285,7 +277,7 @@ class Prefetcher:
             and not config.servers.are_asynchronous
             and learner.readers is not None
         )
-        known = foresight(source) if is_told else None
+        known = source.foresight if is_told else None
         ranks = (
             1
             if known is None or learner.readers is None or not ranks_read_own_blocks(config)
@@ -456,7 +448,7 @@ def device_batches(
 def is_read_at_once(source: Source) -> bool:
     """Whether the thread that needs samples reads them: a copy from memory, or the user's code in
     this process."""
-    return reads_from_memory(source) or reads_in_process(source)
+    return source.reads_from_memory or source.reads_in_process
 
 
 def read_ahead_of(
@@ -464,7 +456,7 @@ def read_ahead_of(
 ) -> ReadAhead:
     """How far ahead a source is read: not where the user's code would run on other threads than the
     one that trains."""
-    if reads_in_process(source):
+    if source.reads_in_process:
         return ReadAhead(0, 1)
     return choose_read_ahead(config, cached or is_read_at_once(source), ranks_on_host)
 

@@ -10,7 +10,7 @@ from typing import Any
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.data.own.arrays import TARGETS
-from hvdtrain.data.source import Field, Source, nested_inputs
+from hvdtrain.data.source import Field, Source
 from hvdtrain.errors import UserError, nearest
 from hvdtrain.tasks.task import is_users_model
 from hvdtrain.tasks.user_functions import is_torch_module
@@ -33,7 +33,7 @@ def input_names(config: Config, source: Source) -> tuple[str, ...]:
     if not takes_x(config):
         _refuse_key(config, f"task.name={config.task.name} makes the inputs of its model itself")
         return X
-    names = _names(config, source.fields, nested_inputs(source))
+    names = _names(config, source.fields, source.nested_inputs)
     if names != X:
         _check(config, names, source.fields)
     elif "x" not in source.fields:

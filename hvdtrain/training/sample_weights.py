@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from hvdtrain.data.ragged import PaddedArrays
-from hvdtrain.data.source import Source, arrays_in_memory, known_labels
+from hvdtrain.data.source import Source, arrays_in_memory, inner_source
 from hvdtrain.data.stored.source import stored_in
 from hvdtrain.data.subset import Subset
 from hvdtrain.errors import UserError
@@ -62,7 +62,7 @@ def checked_weights(weights: np.ndarray, samples: int, where: str) -> np.ndarray
 
 
 def _balanced(source: Source, ignored: int | None, where: str) -> np.ndarray:
-    labels = known_labels(source)
+    labels = source.known_labels()
     if labels is None:
         labels = _field(source, "y") if "y" in source.fields else None
     if labels is None or labels.ndim != 1 or labels.dtype.kind not in "iub":
@@ -99,7 +99,7 @@ def _field(source: Source, name: str) -> np.ndarray | None:
     if isinstance(source, Subset):
         found = _field(source.source, name)
         return None if found is None else found[source.indices]
-    inner = getattr(source, "source", None)
+    inner = inner_source(source)
     if inner is not None and len(inner) == len(source):
         return _field(inner, name)
     files = stored_in(source)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hvdtrain.core.progress import Progress
-from hvdtrain.data.source import Source, expect, foresight
+from hvdtrain.data.source import Source
 
 
 class _Told(NamedTuple):
@@ -35,7 +35,7 @@ class Upcoming:
         ranks: int = 1,
     ) -> None:
         self._source = source
-        known = foresight(source)
+        known = source.foresight
         self._ahead = known.divided(ranks).ahead if known else 0
         self._samples_of = samples_of
         self._following = following
@@ -64,7 +64,7 @@ class Upcoming:
     def _tell(self, anew: bool) -> None:
         for progress in self._steps:
             samples = self._samples_of(progress)
-            expect(self._source, samples, anew)
+            self._source.expect(samples, anew)
             anew = False
             self._told.append(_Told(progress, len(samples)))
             self._samples += len(samples)

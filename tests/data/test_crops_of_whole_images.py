@@ -19,7 +19,6 @@ from hvdtrain.data.images.decode import Box, Undecoded, coarsest_scale, read_hea
 from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.images.resized_crop import crop_boxes, draw_keys
 from hvdtrain.data.sampler import Positions
-from hvdtrain.data.source import read_in_epochs
 from hvdtrain.training.datasets import open_datasets
 from hvdtrain.training.input import read_batch
 
@@ -75,7 +74,7 @@ def test_pixels_are_those_of_pil_and_the_same_however_they_are_read(
     files = sorted((tmp_path / "train").rglob(f"*.{suffix}"))
     indices = np.array([0, 1, 2, 3, 4, 5] * 4)
     epochs = np.arange(24) // 6
-    found = read_in_epochs(source, indices, epochs, 3)["x"]
+    found = source.read_in_epochs(indices, epochs, 3)["x"]
     for row, (index, epoch) in enumerate(zip(indices.tolist(), epochs.tolist(), strict=True)):
         height, width = SIZES[int(files[index].stem)]
         (box,) = crop_boxes(
@@ -85,15 +84,15 @@ def test_pixels_are_those_of_pil_and_the_same_however_they_are_read(
     order = np.random.default_rng(0).permutation(24)
     workers = train_set(tmp_path, "data.workers=2")
     np.testing.assert_array_equal(
-        read_in_epochs(workers, indices[order], epochs[order], 3)["x"], found[order]
+        workers.read_in_epochs(indices[order], epochs[order], 3)["x"], found[order]
     )
-    alone = [read_in_epochs(source, indices[[row]], epochs[[row]], 3)["x"][0] for row in range(24)]
+    alone = [source.read_in_epochs(indices[[row]], epochs[[row]], 3)["x"][0] for row in range(24)]
     np.testing.assert_array_equal(np.stack(alone), found)
     assert len({image.tobytes() for image in found}) > 18
     np.testing.assert_array_equal(workers.read(indices)["x"], source.read(indices)["x"])
     plain = train_set(tmp_path, "augment.resized_crop=0")
     np.testing.assert_array_equal(
-        read_in_epochs(plain, indices, epochs, 3)["x"], source.read(indices)["x"]
+        plain.read_in_epochs(indices, epochs, 3)["x"], source.read(indices)["x"]
     )
     assert [part.tolist() for part in plain.stats()] == [part.tolist() for part in source.stats()]
 
@@ -122,7 +121,7 @@ def test_a_batch_is_cropped_once_and_so_is_mixups_second_image(tmp_path: Path) -
             and batch["partner_augmentation"].crop_box is None
         )
         assert batch["augmentation"].flipped is not None
-        expected = read_in_epochs(source, samples, epochs, config.seed)["x"]
+        expected = source.read_in_epochs(samples, epochs, config.seed)["x"]
         np.testing.assert_array_equal(batch["x"], expected)
         assert (expected != source.read(samples)["x"]).any((1, 2, 3)).sum() >= len(source) - 1, (
             "all but the single pixel"

@@ -34,7 +34,7 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch
 from hvdtrain.data.own.as_source import as_declared, as_source
 from hvdtrain.data.own.dataset import DatasetSource
-from hvdtrain.data.source import ArraySource, Field, NamedArrays, Source, read_in_epochs
+from hvdtrain.data.source import ArraySource, Field, NamedArrays, Source
 from hvdtrain.data.subset import divide
 from hvdtrain.errors import UserError
 from hvdtrain.training.build import build_task
@@ -202,26 +202,26 @@ def test_samples_are_drawn_by_seed_epoch_and_sample_alone() -> None:
     random.seed(1), np.random.seed(2), torch.manual_seed(3)
     indices = np.array([5, 9, 130, 5, 0])
     epochs = np.array([0, 0, 0, 1, 1])
-    batch = read_in_epochs(here, indices, epochs, 4)
+    batch = here.read_in_epochs(indices, epochs, 4)
     assert (random.random(), np.random.rand(), torch.rand(())) == expected
-    one_by_one = [read_in_epochs(here, indices[[i]], epochs[[i]], 4) for i in (4, 3, 2, 1, 0)][::-1]
+    one_by_one = [here.read_in_epochs(indices[[i]], epochs[[i]], 4) for i in (4, 3, 2, 1, 0)][::-1]
     for name in ("x", "y"):
         assert (batch[name] == np.concatenate([one[name] for one in one_by_one])).all()
-        assert (batch[name] == read_in_epochs(there, indices, epochs, 4)[name]).all()
+        assert (batch[name] == there.read_in_epochs(indices, epochs, 4)[name]).all()
         assert (here.read(indices)[name] == there.read(indices)[name]).all()
     noise = batch["x"] - Noisy("train").arrays["x"][indices]
     assert (
         len({*noise.ravel()}) == noise.size
-        and (noise != read_in_epochs(here, indices, epochs, 5)["x"]).all()
+        and (noise != here.read_in_epochs(indices, epochs, 5)["x"]).all()
     )
     read = here.read(np.array([5, 5]))["x"]
     assert (read[0] == read[1]).all() and (read[0] != batch["x"][0]).all()
     assert here.digests(1) == there.digests(1) != here.digests(2)
     assert here.identity() == there.identity() != source(Noisy("val")).identity()
     train, val = divide(here, 0.1)
-    part = read_in_epochs(train, np.array([7]), np.array([2]), 4)["x"]
+    part = train.read_in_epochs(np.array([7]), np.array([2]), 4)["x"]
     whole = train.indices[[7]]  # type: ignore[attr-defined]
-    assert (part == read_in_epochs(here, whole, np.array([2]), 4)["x"]).all() and len(val) == 13
+    assert (part == here.read_in_epochs(whole, np.array([2]), 4)["x"]).all() and len(val) == 13
 
 
 def many() -> np.ndarray:
@@ -480,7 +480,7 @@ def test_a_source_of_ones_own_with_numbers_that_it_does_not_declare() -> None:
         {"tokens": "0f"},
         {"tokens": "0f"},
     )
-    for read in (found.read, lambda indices: read_in_epochs(found, indices, indices, 0)):
+    for read in (found.read, lambda indices: found.read_in_epochs(indices, indices, 0)):
         with pytest.raises(
             UserError, match="field tokens of sample 3 has 8, expected 0 to 7"
         ) as caught:

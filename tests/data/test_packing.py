@@ -21,7 +21,7 @@ from sequence_jobs import JOB, Sequences, tokens
 import hvdtrain
 from hvdtrain.data.own.as_source import as_source
 from hvdtrain.data.packed import PADDING, first_fit, packed
-from hvdtrain.data.source import Source, known_lengths
+from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
 from hvdtrain.tasks import language
 from hvdtrain.tasks.torch import TorchLanguage
@@ -72,7 +72,7 @@ def test_a_row_has_its_sequences_and_their_segments(of: Callable[[Any], Any]) ->
         and batch["segments"].dtype == np.int64
     )
     assert source.read(np.array([], np.int64))["tokens"].shape == (0, 6)
-    lengths = known_lengths(source, "tokens")
+    lengths = source.known_lengths("tokens")
     assert lengths is not None and lengths.tolist() == [5, 4]
     assert source.notes[-1] == (
         "training: 3 sequences in 2 rows of 6 tokens, 75.0% of which are real; left out, as "

@@ -17,6 +17,7 @@ from hvdtrain.data.source import (
     AroundSource,
     ArraySource,
     Foresight,
+    LabelledImages,
     NamedArrays,
     Source,
 )
@@ -46,11 +47,16 @@ class Listening(AroundSource):
         self.told = [indices] if anew else [*self.told, indices]
 
 
-class ListeningImages(Listening):
+class ListeningImages(Listening, LabelledImages):
     """Images that want to be known in advance."""
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.source, name)
+    source: ArraySource
+    shape = property(lambda self: self.source.shape)
+    classes = property(lambda self: self.source.classes)
+    class_names = property(lambda self: self.source.class_names)
+
+    def labels(self) -> np.ndarray:
+        return self.source.labels()
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from ranks import ROOT, mpirun, needs_mpirun
 import hvdtrain
 from hvdtrain.config.read import configure
 from hvdtrain.data.datasets import csv, npz, parquet
-from hvdtrain.data.source import Source, notes_of
+from hvdtrain.data.source import Source
 from hvdtrain.data.stored.selection import select
 from hvdtrain.data.stored.source import StoredSource, stored_in
 from hvdtrain.errors import UserError
@@ -114,7 +114,7 @@ def test_a_table_of_text_over_several_blocks(
     batch = source.read(np.arange(2))
     assert batch["x"].tolist() == [[1.0, 1.0, 5.0], [2.0, 0.0, 6.0]]
     assert batch["y"].tolist() == [0, 1] and batch["y"].dtype == np.int64
-    assert "column label has TRUE and FALSE" in notes_of(source)[1]
+    assert "column label has TRUE and FALSE" in source.notes[1]
 
 
 @needs_pyarrow

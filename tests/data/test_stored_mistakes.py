@@ -15,7 +15,6 @@ import hvdtrain
 from hvdtrain.__main__ import main
 from hvdtrain.data.datasets import csv, npz, parquet
 from hvdtrain.data.own.as_source import as_source
-from hvdtrain.data.source import notes_of
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.label_counts import right_terms
 
@@ -116,7 +115,7 @@ def test_a_column_that_numbers_the_rows_is_not_an_input(tmp_path: Path) -> None:
     for name in ("a.csv", "r.csv"):
         source = csv.build("csv", tmp_path / name, "train")
         assert source.read(np.arange(3))["x"].tolist() == [0.5, 1.5, 2.5]
-        assert "Unnamed: 0" in notes_of(source)[0]
+        assert "Unnamed: 0" in source.notes[0]
     read = pandas.read_csv(tmp_path / "a.csv")
     read.to_csv(tmp_path / "b.csv", index=False)
     assert csv.build("csv", tmp_path / "b.csv", "train").read(np.arange(3))["x"].tolist() == [
@@ -177,7 +176,7 @@ def test_values_of_the_split_that_are_missing_or_in_neither_set(tmp_path: Path) 
     assert len(source) == 2  # type: ignore[arg-type]
     assert any(
         "2 samples are in neither set: data.split_by=part has holdout, test" in note
-        for note in notes_of(source)
+        for note in source.notes
     )  # type: ignore[arg-type]
     assert len(of("day", split_val=["2020-01-02 00:00:00"])) == 5  # type: ignore[arg-type]
     for column in ("gaps", "number"):

@@ -13,7 +13,6 @@ import pytest
 from hvdtrain.config.read import configure
 from hvdtrain.data.datasets import text
 from hvdtrain.data.datasets.text import decode
-from hvdtrain.data.source import notes_of
 from hvdtrain.errors import UserError
 from hvdtrain.training.datasets import build_source, open_datasets
 
@@ -124,9 +123,7 @@ def test_a_tokenizer_that_truncates_and_pads_gives_the_tokens_of_the_text(tmp_pa
     np.testing.assert_array_equal(found.tokens, plain.tokens)
     assert len(found.tokens) >= 100 and plain.notes == ()
     (line,) = found.notes
-    assert line.startswith("changed.json asks for truncation and padding") and line in notes_of(
-        found
-    )
+    assert line.startswith("changed.json asks for truncation and padding") and line in found.notes
 
 
 def changed(**parts: Any) -> dict[str, Any]:

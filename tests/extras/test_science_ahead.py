@@ -19,8 +19,6 @@ from hvdtrain.core.progress import Progress
 from hvdtrain.data.sampler import BlocksOfRanks, Positions, parts_of_rank, positions_of_rank
 from hvdtrain.data.source import (
     Foresight,
-    expect,
-    foresight,
 )
 from hvdtrain.data.stored.source import StoredSource, read_by, stored_in
 from hvdtrain.data.subset import subset
@@ -141,7 +139,7 @@ def test_a_damaged_block_is_an_error_of_its_own_samples(tmp_path: Path) -> None:
         file.seek(int(array.offsets[3, 0, 0]))  # type: ignore[union-attr]
         file.write(bytes(40))
     source = of_file(tmp_path / "a.h5")
-    expect(source, np.arange(40, 75), anew=True)
+    source.expect(np.arange(40, 75), anew=True)
     with pytest.raises(UserError, match=r"a chunk of /x, \(3, 0, 0\), cannot be unpacked"):
         source.read(np.array([40, 50, 60]))  # blocks 2, 3 and 4
     for samples in ([41, 42, 61], [40, 62]):
@@ -160,13 +158,10 @@ def test_processes_read_what_is_known_in_advance(tmp_path: Path) -> None:
 
 def test_what_fits_into_memory_is_not_told(tmp_path: Path) -> None:
     of(tmp_path)
-    assert foresight(hdf5.build("hdf5", tmp_path / "a.h5", "train", cache_mb=2)) is None
-    assert (
-        foresight(
-            hdf5.build("hdf5", tmp_path / "a.h5", "train", fields={"x": "y", "y": "y"}, cache_mb=1)
-        )
-        is None
-    )
+    assert hdf5.build("hdf5", tmp_path / "a.h5", "train", cache_mb=2).foresight is None
+    fields = {"x": "y", "y": "y"}
+    small = hdf5.build("hdf5", tmp_path / "a.h5", "train", fields=fields, cache_mb=1)
+    assert small.foresight is None
 
 
 def test_a_job_knows_its_samples_in_advance(

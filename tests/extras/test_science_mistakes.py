@@ -11,7 +11,6 @@ import pytest
 import stored_data
 import zarr as zarr_library
 
-from hvdtrain.data.source import notes_of
 from hvdtrain.data.stored.selection import Box
 from hvdtrain.errors import UserError
 from hvdtrain.extras.science.data.datasets import hdf5, zarr
@@ -208,7 +207,7 @@ def test_chunks_that_were_never_written_are_counted(library: str, tmp_path: Path
             if x == "whole"
             else f"10 of 12 chunks of {x} are not there"
         )
-        notes = [note.partition(": ")[2] for note in notes_of(source)]
+        notes = [note.partition(": ")[2] for note in source.notes]
         assert [
             note.startswith(start)
             for note, start in zip(notes, [absent, "10 of 12 chunks of year"], strict=True)
@@ -280,5 +279,5 @@ def test_zarr_2_without_a_fill_value_is_read_as_0(tmp_path: Path) -> None:
     description.write_text(json.dumps(json.loads(description.read_text()) | {"fill_value": None}))
     source = zarr.build("zarr", tmp_path / "t.zarr", "train", fields={"x": "x", "y": "y"})
     assert source.read(np.arange(4))["x"].ravel().tolist() == [1, 1, 0, 0]
-    (note,) = notes_of(source)
+    (note,) = source.notes
     assert note.endswith("1 of 2 chunks of x are not there, and are read as 0"), note

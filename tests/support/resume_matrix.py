@@ -23,7 +23,7 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.placement import placement
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch
-from hvdtrain.data.source import Source
+from hvdtrain.data.source import AroundSource, Source
 from hvdtrain.training.build import connect
 from hvdtrain.training.datasets import Datasets, open_datasets
 from hvdtrain.training.health.heartbeat import Heartbeat
@@ -106,30 +106,26 @@ class Outcome(NamedTuple):
     start_s: float  # from the call of the job to its first sample
 
 
-class RecordingSource:
+class RecordingSource(AroundSource):
     """A source that remembers what was read of it; while it reads after `step` steps, this rank
     receives a signal."""
 
     def __init__(self, source: Source, heartbeat: Heartbeat, signals: Signals, step: int) -> None:
-        self._source = source
+        self.source = source
         self._heartbeat = heartbeat
         self._signals = signals
         self._step = step
         self.rows: list[int] = []
         self.first_s = 0.0
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
-
-    def __len__(self) -> int:
-        return len(self._source)
+    reads_from_memory = False
 
     def read(self, indices: np.ndarray) -> Batch:
         self.first_s = self.first_s or time.perf_counter()
         self.rows += indices.tolist()
         if self._heartbeat.step == self._step:
             self._signals.received = "SIGUSR2"
-        return self._source.read(indices)
+        return self.source.read(indices)
 
 
 class Dropping(nn.Module):

@@ -22,7 +22,7 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import Hyper
 from hvdtrain.data.own.as_source import as_declared, as_source
-from hvdtrain.data.source import ArraySource, Source, known_labels
+from hvdtrain.data.source import ArraySource, Source
 from hvdtrain.errors import UserError
 from hvdtrain.tasks import classification, segmentation
 from hvdtrain.tasks.classification import Classification, PartlyLabelled
@@ -468,7 +468,7 @@ def test_classes_of_parts_and_sums_of_datasets() -> None:
         (DataLoader(first), second),
     ):
         assert build_task(source(train), source(val), configure(None, [])).sizes["classes"] == 3
-    found = known_labels(source(ConcatDataset([first, of_class_0])))
+    found = source(ConcatDataset([first, of_class_0])).known_labels()
     assert found is not None and found.tolist() == [*LABELS[list(first.indices)], *[0] * 8]
     with pytest.raises(UserError, match="the number of classes is not known"):
         build_task(

@@ -150,7 +150,7 @@ def fit(source: Source, task: Task, config: Config) -> Source:
     where = config.where("data.root")
     names = config.data.class_names
     if task.class_label is None or not isinstance(source, LabelledImages):
-        if own := getattr(source, "class_names", ()):
+        if own := source.class_names:
             _refuse_unknown(own, names or (), where)
             source = relabelled_rows(source, names or ())
         return _with_fields_of(source, task, where)

@@ -13,7 +13,7 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.config.section import Given, is_object
-from hvdtrain.data.source import Source, known_lengths
+from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError, short
 from hvdtrain.tasks.only_inputs import OnlyInputs
 from hvdtrain.tasks.several_inputs import restore_inputs, with_several_inputs
@@ -58,7 +58,7 @@ def predict_data(
     communicator = rank.communicator
     model = load_checkpoint(rank, which, _inputs_alone)
     source = _asked(rank, data, model.task, with_targets=False)
-    lengths = known_lengths(source, "tokens")
+    lengths = source.known_lengths("tokens")
     found = [
         of(predictions.outputs, model, None if lengths is None else lengths[indices])
         for indices, predictions in predict_samples(

@@ -23,7 +23,7 @@ from hvdtrain.data.images.decode import (
     read_file,
 )
 from hvdtrain.data.images.image_source import find_images, left_out_note
-from hvdtrain.data.source import Field, Split, check_indices
+from hvdtrain.data.source import Field, Source, Split, check_indices
 from hvdtrain.errors import UserError, short
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _DIGEST_SAMPLES = 16
 
 
 @dataclass(frozen=True, eq=False)
-class MaskedImages:
+class MaskedImages(Source):
     """A source of {"x": uint8 (n, H, W, C), "y": uint8 (n, H, W)}, each pair decoded whenever it is
     read. Several threads may read."""
 

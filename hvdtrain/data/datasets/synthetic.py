@@ -12,7 +12,7 @@ import numpy as np
 
 from hvdtrain.core.progress import fold
 from hvdtrain.data.channel_stats import ChannelStats, stats_of_images
-from hvdtrain.data.source import ImagesBase, LabelledImages, Split, check_indices, digest_of_labels
+from hvdtrain.data.source import LabelledImages, Split, check_indices, digest_of_labels
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def _check_limit(option: str, value: int, most: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Synthetic(ImagesBase):
+class _Synthetic(LabelledImages):
     shape: tuple[int, int, int]
     classes: int
     length: int

@@ -87,7 +87,7 @@ def _read(path: Path) -> bytes:
 
 
 @dataclass(frozen=True, eq=False)
-class Windows:
+class Windows(Source):
     """A source of {"tokens": int64 (n, context + 1)}: window i begins with token i x context."""
 
     tokens: np.ndarray  # uint8, uint16 or uint32 (m,)

@@ -15,7 +15,7 @@ import numpy as np
 
 from hvdtrain.data.images.decode import SUFFIXES, Box, Name, Undecoded, centre_square, read_file
 from hvdtrain.data.images.resized_crop import crop_boxes, draw_keys
-from hvdtrain.data.source import Field, ImagesBase, check_indices, read_labels
+from hvdtrain.data.source import Field, LabelledImages, check_indices, read_labels
 from hvdtrain.data.worker_pool import WorkerPool
 from hvdtrain.errors import UserError, short
 
@@ -127,7 +127,7 @@ class ImageReader:
 
 
 @dataclass(frozen=True, eq=False)
-class ImageSource(ImagesBase):
+class ImageSource(LabelledImages):
     """A source that decodes each image when it is read: on the thread that reads it, or in worker
     processes."""
 

@@ -13,7 +13,7 @@ from hvdtrain.config.schema import AugmentConfig
 from hvdtrain.data.images.augment import AugmentationParameters, draw
 from hvdtrain.data.images.operations import HostArrays, is_geometric, moved_pixels
 from hvdtrain.data.images.resized_crop import WEIGHT_ONE, interpolate_box
-from hvdtrain.data.source import AroundSource, Source, read_in_epochs
+from hvdtrain.data.source import AroundSource, Source
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class MovedMasks(AroundSource):
         return self.source.read(indices)
 
     def read_in_epochs(self, indices: np.ndarray, epochs: np.ndarray, seed: int) -> Batch:
-        batch = read_in_epochs(self.source, indices, epochs, seed)
+        batch = self.source.read_in_epochs(indices, epochs, seed)
         height, width, channels = self.source.fields["x"].shape
         parameters = draw(self.augment, seed, epochs, indices, (height, width, channels))
         return {

@@ -31,7 +31,7 @@ from hvdtrain.data.files.npy import (
     write_npy,
 )
 from hvdtrain.data.images.image_source import ImageSource
-from hvdtrain.data.source import ArraySource, ImagesBase, LabelledImages, check_indices, read_labels
+from hvdtrain.data.source import ArraySource, LabelledImages, check_indices, read_labels
 from hvdtrain.data.worker_pool import WorkerPool
 from hvdtrain.errors import UserError
 
@@ -92,7 +92,7 @@ def pack(
 
 
 @dataclass(frozen=True, eq=False)
-class PackedSource(ImagesBase):
+class PackedSource(LabelledImages):
     """A source over several array files; all but the last have the same length."""
 
     arrays: tuple[CheckedArray, ...]

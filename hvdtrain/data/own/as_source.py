@@ -23,6 +23,7 @@ from hvdtrain.data.own.arrays import (
 )
 from hvdtrain.data.own.dataset import DatasetSource, from_dataset
 from hvdtrain.data.own.sequences import from_ragged, is_ragged
+from hvdtrain.data.own.user_source import MEMBERS, user_source
 from hvdtrain.data.ragged import PaddedArrays
 from hvdtrain.data.source import (
     AroundSource,
@@ -32,8 +33,8 @@ from hvdtrain.data.source import (
     Padding,
     Source,
     check_numbers,
-    known_labels,
-    read_in_epochs,
+    inner_source,
+    where_of,
 )
 from hvdtrain.data.subset import Subset
 from hvdtrain.errors import UserError
@@ -54,7 +55,6 @@ _INDEX = (
     "a Dataset with __len__ and __getitem__, an index of where each sample is; or "
     "data.name=webdataset, which makes one of tar files"
 )
-_SOURCE = ("fields", "read", "digests", "identity", "__len__")
 
 
 def as_source(
@@ -112,9 +112,10 @@ def _as_source(
             )
             raise UserError(what, where, "leave data.workers out")
         return from_arrays(given, name, where, inputs)
-    if all(hasattr(given, member) for member in _SOURCE):
-        _refuse_padding(cast("Source", given), padding, name, where)
-        return _checked(cast("Source", given), name)
+    if all(hasattr(given, member) for member in MEMBERS):
+        source = user_source(given)
+        _refuse_padding(source, padding, name, where)
+        return _checked(source, name)
     dataset, collate, loader = _parts(given)
     if type(dataset).__name__ == "DatasetDict":
         raise UserError(
@@ -245,12 +246,12 @@ def _described(given: object) -> str:
         return f"one array {cast('Any', given).shape} without a name"
     if isinstance(given, type) or callable(given):
         return f"a {type(given).__name__}, not what it gives: call it"
-    missing = [member for member in _SOURCE if not hasattr(given, member)]
+    missing = [member for member in MEMBERS if not hasattr(given, member)]
     name = type(given).__name__
     article = "an" if name[0] in "aeiouAEIOU" else "a"
     return (
         f"{article} "
-        f"{name}{'' if len(missing) >= len(_SOURCE) - 1 else ' without ' + ', '.join(missing)}"
+        f"{name}{'' if len(missing) >= len(MEMBERS) - 1 else ' without ' + ', '.join(missing)}"
     )
 
 
@@ -280,10 +281,10 @@ class CheckedSource(AroundSource):
         return self._checked(self.source.read(indices), indices)
 
     def read_in_epochs(self, indices: np.ndarray, epochs: np.ndarray, seed: int) -> Batch:
-        return self._checked(read_in_epochs(self.source, indices, epochs, seed), indices)
+        return self._checked(self.source.read_in_epochs(indices, epochs, seed), indices)
 
     def known_labels(self) -> np.ndarray | None:
-        return known_labels(self.source)
+        return self.source.known_labels()
 
     def _checked(self, batch: Batch, indices: np.ndarray) -> Batch:
         for name, kind in self.fields.items():
@@ -331,7 +332,7 @@ def as_declared(source: Source, fields: Mapping[str, Field]) -> Source:
 
 def _innermost(source: Source) -> Source:
     """The source itself, or what it is around."""
-    while (inner := getattr(source, "source", None)) is not None:
+    while (inner := inner_source(source)) is not None:
         source = inner
     return source
 
@@ -378,17 +379,9 @@ def bounded_alike(*sources: Source) -> list[Source]:
 def _bounded(source: Source, longest: Mapping[str, int], values: Mapping[str, int]) -> Source:
     if isinstance(source, (PaddedArrays, DatasetSource)):
         return source.with_bounds(longest, values)
-    inner = getattr(source, "source", None)
+    inner = inner_source(source)
     return (
         source
         if inner is None
         else dataclasses.replace(source, source=_bounded(inner, longest, values))  # type: ignore[type-var]
-    )
-
-
-def where_of(source: Source) -> str:
-    """What messages call a source: its path or name."""
-    return str(
-        getattr(source, "where", "")
-        or (where_of(source.source) if hasattr(source, "source") else "data.name")
     )

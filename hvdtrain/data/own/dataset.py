@@ -24,7 +24,7 @@ from hvdtrain.data.own.samples import (
     with_longest,
 )
 from hvdtrain.data.ragged import LEAST, mask_of, padded_fields, padded_length
-from hvdtrain.data.source import Field, Padding, check_indices, smallest
+from hvdtrain.data.source import Field, Padding, Source, check_indices, smallest
 from hvdtrain.data.worker_pool import WorkerPool
 from hvdtrain.errors import UserError
 
@@ -35,7 +35,7 @@ _DRAWN = 0x64726177  # a stream of counters apart from those of the sampler
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-class DatasetSource:
+class DatasetSource(Source):
     """Samples by index; those of training are drawn anew in each epoch, by (seed, epoch, sample),
     those of evaluation are always the same.
 
@@ -51,7 +51,7 @@ class DatasetSource:
         labels: np.ndarray | None = None,
         lengths: Mapping[str, np.ndarray] = _NOTHING,
     ) -> None:
-        self.notes = notes  # for the user
+        self._notes = notes
         self._samples = samples
         self._labels = labels
         self._lengths = dict(lengths)
@@ -80,6 +80,10 @@ class DatasetSource:
         found._longest = dict(longest)
         found._values = dict(values)
         return found
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self._notes
 
     def known_lengths(self, name: str) -> np.ndarray | None:
         return self._lengths.get(name)

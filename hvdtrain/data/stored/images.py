@@ -11,7 +11,7 @@ import numpy as np
 
 from hvdtrain.data.channel_stats import ChannelStats, sampled_stats, stats_of_images
 from hvdtrain.data.own.arrays import MOST_CLASSES, as_images
-from hvdtrain.data.source import LARGE_BYTES, Foresight, ImagesBase, read_labels
+from hvdtrain.data.source import LARGE_BYTES, Foresight, LabelledImages, read_labels
 from hvdtrain.data.stored.source import StoredSource
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class StoredImages(ImagesBase):
+class StoredImages(LabelledImages):
     """Images (H, W, C) of a field x of uint8 (H, W, C), (C, H, W) or (H, W), with labels from 0
     on."""
 

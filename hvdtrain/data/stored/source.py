@@ -15,7 +15,15 @@ import numpy as np
 
 from hvdtrain.core.arrays import digest
 from hvdtrain.core.progress import fold
-from hvdtrain.data.source import Field, Foresight, Source, check_indices, check_numbers, smallest
+from hvdtrain.data.source import (
+    Field,
+    Foresight,
+    Source,
+    check_indices,
+    check_numbers,
+    inner_source,
+    smallest,
+)
 from hvdtrain.data.stored.ahead import SamplesAhead
 from hvdtrain.data.stored.cache import BlockCache
 from hvdtrain.data.stored.selection import Selection
@@ -192,7 +200,7 @@ class StoredSamples:
 
 
 @dataclass(frozen=True, eq=False)
-class StoredSource:
+class StoredSource(Source):
     """Samples of files, read when a step needs them; a block that several samples of a read are in
     is decoded once.
 
@@ -261,7 +269,7 @@ class StoredSource:
         return Foresight(len(self), self.rows_of_block or 1, kept)
 
     def expect(self, indices: np.ndarray, anew: bool) -> None:
-        """See data.source.expect(). The first call divides the memory between these samples and
+        """See Source.expect(). The first call divides the memory between these samples and
         blocks."""
         self._once("ahead", self._begin_ahead).expect(indices, anew)
 
@@ -311,7 +319,7 @@ class StoredSource:
         """From now on statistics are computed by these ranks together."""
         self._known["ranks"] = ranks
 
-    def known_stats(self, name: str, indices: np.ndarray | None) -> np.ndarray | None:
+    def known_stats(self, name: str, indices: np.ndarray | None = None) -> np.ndarray | None:
         """Mean and deviation of a field, float64 (2, C) over its last axis, of all samples or of
         some: one pass, which is kept.
 
@@ -387,7 +395,7 @@ class StoredSource:
 def stored_in(source: Source) -> StoredSource | None:
     """The source of files that a source is part of, or checks; None of any other."""
     while not isinstance(source, StoredSource):
-        inner = getattr(source, "source", None)
+        inner = inner_source(source)
         if inner is None:
             return None
         source = inner

@@ -1,0 +1,149 @@
+"""A source of a class of the user's own, which need not be one of hvdtrain's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hvdtrain.data.channel_stats import ChannelStats
+from hvdtrain.data.source import Field, Foresight, LabelledImages, Source
+
+if TYPE_CHECKING:
+    from hvdtrain.core.arrays import Batch
+
+MEMBERS = ("fields", "read", "digests", "identity", "__len__")
+_OF_IMAGES = (
+    "shape",
+    "classes",
+    "class_names",
+    "labels",
+    "stats",
+    "label_digest",
+    "image_digest",
+)
+
+
+def user_source(found: Any) -> Source:
+    """The object, which has the MEMBERS of a source, as one."""
+    if isinstance(found, Source):
+        return found
+    is_of_images = all(hasattr(found, member) for member in _OF_IMAGES)
+    return UserImages(found) if is_of_images else UserSource(found)
+
+
+class UserSource(Source):
+    """An object of the user's with the abstract members of a source, and maybe others."""
+
+    def __init__(self, user_object: Any) -> None:
+        self.user_object = user_object
+
+    @property
+    def where(self) -> str:
+        return str(getattr(self.user_object, "where", ""))
+
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        found: Mapping[str, Field] = self.user_object.fields
+        return found
+
+    def __len__(self) -> int:
+        return len(self.user_object)
+
+    def read(self, indices: np.ndarray) -> Batch:
+        found: Batch = self.user_object.read(indices)
+        return found
+
+    def digests(self, seed: int) -> dict[str, str]:
+        found: dict[str, str] = self.user_object.digests(seed)
+        return found
+
+    def identity(self) -> dict[str, str]:
+        found: dict[str, str] = self.user_object.identity()
+        return found
+
+    def read_in_epochs(self, indices: np.ndarray, epochs: np.ndarray, seed: int) -> Batch:
+        read = getattr(self.user_object, "read_in_epochs", None)
+        found: Batch = self.read(indices) if read is None else read(indices, epochs, seed)
+        return found
+
+    def known_labels(self) -> np.ndarray | None:
+        return self._known("known_labels")
+
+    def known_lengths(self, name: str) -> np.ndarray | None:
+        return self._known("known_lengths", name)
+
+    def known_stats(self, name: str, indices: np.ndarray | None = None) -> np.ndarray | None:
+        return self._known("known_stats", name, indices)
+
+    def _known(self, member: str, *arguments: Any) -> np.ndarray | None:
+        method = getattr(self.user_object, member, None)
+        found: np.ndarray | None = None if method is None else method(*arguments)
+        return found
+
+    @property
+    def foresight(self) -> Foresight | None:
+        found: Foresight | None = getattr(self.user_object, "foresight", None)
+        return found
+
+    def expect(self, indices: np.ndarray, anew: bool) -> None:
+        self.user_object.expect(indices, anew)
+
+    @property
+    def crops_at_random(self) -> bool:
+        return bool(getattr(self.user_object, "crops_at_random", False))
+
+    @property
+    def reads_from_memory(self) -> bool:
+        return bool(getattr(self.user_object, "reads_from_memory", False))
+
+    @property
+    def reads_in_process(self) -> bool:
+        return bool(getattr(self.user_object, "reads_in_process", False))
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return tuple(getattr(self.user_object, "class_names", ()))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return tuple(getattr(self.user_object, "notes", ()))
+
+    @property
+    def nested_inputs(self) -> tuple[str, ...]:
+        return tuple(getattr(self.user_object, "nested_inputs", ()))
+
+
+class UserImages(UserSource, LabelledImages):
+    """An object of the user's with all members of labelled images."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        found: tuple[int, int, int] = self.user_object.shape
+        return found
+
+    @property
+    def classes(self) -> int:
+        return int(self.user_object.classes)
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return tuple(self.user_object.class_names)
+
+    def labels(self) -> np.ndarray:
+        found: np.ndarray = self.user_object.labels()
+        return found
+
+    def known_labels(self) -> np.ndarray:
+        return self.labels()
+
+    def stats(self) -> ChannelStats:
+        found: ChannelStats = self.user_object.stats()
+        return found
+
+    def label_digest(self) -> str:
+        return str(self.user_object.label_digest())
+
+    def image_digest(self, seed: int) -> str:
+        return str(self.user_object.image_digest(seed))
