@@ -37,7 +37,7 @@ from hvdtrain.events.log import Event, Log
 from hvdtrain.frameworks.torch import step as torch_step
 from hvdtrain.training.build import connect
 from hvdtrain.training.checkpoint.saver import Saver
-from hvdtrain.training.datasets import identity
+from hvdtrain.training.data_facts import identity
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.monitor import HealthMonitor
 from hvdtrain.training.health.signals import Signals

@@ -190,8 +190,9 @@ def on_ranks(folder: Path, words: list[str], rounds: int, steps: int) -> None:
     from hvdtrain.comm.placement import placement
     from hvdtrain.config.read import configure
     from hvdtrain.core.progress import Hyper
+    from hvdtrain.data.configured.unwritten import unstaged
     from hvdtrain.training.build import build_learner, connect, planned_task
-    from hvdtrain.training.datasets import build_source, unstaged
+    from hvdtrain.training.datasets import build_source
 
     torch.set_num_threads(1)
     config = configure(None, [*words, "parallel.tensor=2"])  # a job with groups

@@ -30,8 +30,8 @@ import torch
 from hvdtrain.core.progress import Progress
 from hvdtrain.data.sampler import BlockShuffle, BlocksOfRanks, Shuffle, positions_of_rank
 from hvdtrain.data.stored.source import read_by, stored_in
+from hvdtrain.data.upcoming import Upcoming
 from hvdtrain.extras.science.data.datasets import hdf5
-from hvdtrain.training.upcoming import Upcoming
 
 BATCH = 64
 WORKERS = 2

@@ -32,11 +32,11 @@ from hvdtrain.data.sampler import (
     positions_of_rank,
 )
 from hvdtrain.data.source import Source
+from hvdtrain.data.upcoming import Upcoming
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.recipe.noise import sample_weights
 from hvdtrain.recipe.recipe import Recipe
-from hvdtrain.training.upcoming import Upcoming
 
 
 def split_step(

@@ -14,6 +14,7 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
 from hvdtrain.core.folder import Folder
 from hvdtrain.core.metrics import Sums
+from hvdtrain.data.configured.split import evaluated_part
 from hvdtrain.data.source import Source
 from hvdtrain.events.log import Log
 from hvdtrain.events.rank_log import RankWarnings
@@ -24,7 +25,8 @@ from hvdtrain.tasks.task import Task
 from hvdtrain.training.checkpoint.checkpoints import Checkpoints
 from hvdtrain.training.checkpoint.files import Identity, OpenFolder
 from hvdtrain.training.checkpoint.saver import Saver
-from hvdtrain.training.datasets import Datasets, evaluated_part, identity, recipe_of
+from hvdtrain.training.data_facts import identity
+from hvdtrain.training.datasets import Datasets, recipe_of
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.monitor import Deadline, HealthMonitor
 from hvdtrain.training.health.signals import Signals

@@ -16,13 +16,14 @@ from hvdtrain.config.plugins import check_names
 from hvdtrain.config.read import Assignment, assignments, read_resumed
 from hvdtrain.config.schema import Config
 from hvdtrain.config.section import Given
+from hvdtrain.data.configured.class_names import with_class_names
 from hvdtrain.errors import UserError
 from hvdtrain.events.rank_log import RankWarnings, rank_warnings
 from hvdtrain.features.every_feature import configure
 from hvdtrain.recipe.batch import resolve_batch_size
 from hvdtrain.training.build import connect
 from hvdtrain.training.conflicts import refuse_before_connecting, refuse_conflicts
-from hvdtrain.training.datasets import open_datasets, with_blocks, with_class_names
+from hvdtrain.training.datasets import open_datasets, with_blocks
 from hvdtrain.training.failure import RankFailed, end_every_rank, is_only_process, report_crashes
 from hvdtrain.training.given import with_given
 from hvdtrain.training.health.heartbeat import Heartbeat, noted, place_and_pass

@@ -24,7 +24,9 @@ from hvdtrain.training.checkpoint.array_file import HEADER_BYTES
 from hvdtrain.training.checkpoint.changes import Change
 from hvdtrain.training.checkpoint.resume import ResumePoint, find_resume_point, former_run
 from hvdtrain.training.checkpoint.room import needed_bytes
-from hvdtrain.training.datasets import Datasets, identity, write_codebook
+from hvdtrain.training.common_codebook import write_codebook
+from hvdtrain.training.data_facts import identity
+from hvdtrain.training.datasets import Datasets
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.pretrained import load_pretrained
 from hvdtrain.training.progress.train_state import TrainState

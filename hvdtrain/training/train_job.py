@@ -25,7 +25,9 @@ from hvdtrain.recipe.batch import Growth
 from hvdtrain.tasks.inputs import Transform, Transforms
 from hvdtrain.training import summary
 from hvdtrain.training.build import build_learner, job_transform, load_libraries
-from hvdtrain.training.datasets import Datasets, data_facts, identity, notes, recipe_of
+from hvdtrain.training.data_facts import data_facts, identity
+from hvdtrain.training.data_notes import notes
+from hvdtrain.training.datasets import Datasets, recipe_of
 from hvdtrain.training.health.heartbeat import Heartbeat, noted
 from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.health.watchdog import Watchdog

@@ -16,7 +16,7 @@ from hvdtrain.__main__ import main
 from hvdtrain.cli.evaluate.sample import USAGE, sample
 from hvdtrain.data.datasets import digits
 from hvdtrain.errors import UserError
-from hvdtrain.training.datasets import read_codebook
+from hvdtrain.training.common_codebook import read_codebook
 from hvdtrain.training.samples import grid
 
 MODEL = [

@@ -15,10 +15,12 @@ from PIL import Image, ImageOps
 from ranks import HANG_S
 
 from hvdtrain.config.read import configure
+from hvdtrain.data.configured.class_names import with_class_names
 from hvdtrain.data.datasets import folder
 from hvdtrain.data.source import ArraySource, Source, Split
 from hvdtrain.errors import UserError
-from hvdtrain.training.datasets import notes, open_datasets, with_class_names
+from hvdtrain.training.data_notes import notes
+from hvdtrain.training.datasets import open_datasets
 
 PROJECT = Path(__file__).parents[2]
 

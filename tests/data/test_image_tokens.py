@@ -20,13 +20,9 @@ from hvdtrain.data.codebook import (
 )
 from hvdtrain.data.datasets import digits, image_tokens, synthetic
 from hvdtrain.errors import UserError
-from hvdtrain.training.datasets import (
-    build_source,
-    identity,
-    open_datasets,
-    read_codebook,
-    write_codebook,
-)
+from hvdtrain.training.common_codebook import read_codebook, write_codebook
+from hvdtrain.training.data_facts import identity
+from hvdtrain.training.datasets import build_source, open_datasets
 
 WORDS = ["data.name=image_tokens", "task.name=language"]
 

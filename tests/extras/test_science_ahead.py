@@ -22,10 +22,11 @@ from hvdtrain.data.source import (
 )
 from hvdtrain.data.stored.source import StoredSource, read_by, stored_in
 from hvdtrain.data.subset import subset
+from hvdtrain.data.upcoming import Upcoming
 from hvdtrain.errors import UserError
 from hvdtrain.extras.science.data.datasets import hdf5
-from hvdtrain.training.datasets import data_facts, open_datasets
-from hvdtrain.training.upcoming import Upcoming
+from hvdtrain.training.data_facts import data_facts
+from hvdtrain.training.datasets import open_datasets
 
 pytestmark = pytest.mark.skipif(
     not importlib.util.find_spec("h5py"), reason="h5py is not installed"

@@ -35,11 +35,12 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.plugins import check_names
 from hvdtrain.config.read import configure
 from hvdtrain.config.schema import known_keys
+from hvdtrain.data.configured.class_names import with_class_names
 from hvdtrain.errors import DONE, USER, UserError
 from hvdtrain.recipe.batch import resolve_batch_size
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.conflicts import refuse_conflicts
-from hvdtrain.training.datasets import open_datasets, with_class_names
+from hvdtrain.training.datasets import open_datasets
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.run_lock import RunLock

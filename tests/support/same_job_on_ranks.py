@@ -19,7 +19,8 @@ from hvdtrain.config.schema import Config
 from hvdtrain.data.source import ArraySource
 from hvdtrain.errors import UserError
 from hvdtrain.training.build import build_task
-from hvdtrain.training.datasets import Datasets, data_facts
+from hvdtrain.training.data_facts import data_facts
+from hvdtrain.training.datasets import Datasets
 from hvdtrain.training.replicas.same_job import check_same_facts, facts
 
 NET = (

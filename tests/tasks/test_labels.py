@@ -29,7 +29,8 @@ from hvdtrain.tasks.classification import Classification, PartlyLabelled
 from hvdtrain.tasks.label_counts import notes_on_gaps
 from hvdtrain.training.build import build_learner, build_task, planned_task, restore_task
 from hvdtrain.training.conflicts import refuse_conflicts
-from hvdtrain.training.datasets import Datasets, notes, open_datasets
+from hvdtrain.training.data_notes import notes
+from hvdtrain.training.datasets import Datasets, open_datasets
 from hvdtrain.training.evaluate import evaluate
 from hvdtrain.training.given import given_data, given_task, with_given
 from hvdtrain.training.health.heartbeat import Heartbeat

@@ -28,7 +28,8 @@ from hvdtrain.tasks.around import UserTask, as_task
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.tasks.inputs import column_stats
 from hvdtrain.training.build import build_learner, build_task, restore_task
-from hvdtrain.training.datasets import facts_of_task, identity, open_datasets
+from hvdtrain.training.data_facts import facts_of_task, identity
+from hvdtrain.training.datasets import open_datasets
 from hvdtrain.training.replicas.probe import probe_batch
 
 HYPER = Hyper(lr=0.1, momentum=0.0, weight_decay=0.0, batch=6)
@@ -300,7 +301,7 @@ def test_the_probe_is_a_batch_of_the_task(task: Any) -> None:
 def test_facts_of_all_ranks_are_those_of_the_task() -> None:
     config = configure(None, ["data.name=own_data:numbers", "task.name=regression"])
     datasets = open_datasets(config)
-    from hvdtrain.training.datasets import data_facts
+    from hvdtrain.training.data_facts import data_facts
 
     found = data_facts(config, datasets)
     assert facts_of_task(found) == datasets.task.facts()

@@ -24,7 +24,8 @@ from hvdtrain.recipe.recipe import Plateau
 from hvdtrain.training.checkpoint import array_file, files, resume, room
 from hvdtrain.training.checkpoint.array_file import HEADER_BYTES
 from hvdtrain.training.checkpoint.files import Damaged
-from hvdtrain.training.datasets import identity, open_datasets
+from hvdtrain.training.data_facts import identity
+from hvdtrain.training.datasets import open_datasets
 from hvdtrain.training.progress.train_state import Reached, TrainState
 
 IDENTITY = {

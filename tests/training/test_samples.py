@@ -23,8 +23,9 @@ from hvdtrain.core.folder import Folder
 from hvdtrain.errors import DONE, REQUEUE, UserError
 from hvdtrain.events.log import Event, Log
 from hvdtrain.training.build import build_learner
+from hvdtrain.training.common_codebook import read_codebook
 from hvdtrain.training.conflicts import refuse_conflicts
-from hvdtrain.training.datasets import open_datasets, read_codebook
+from hvdtrain.training.datasets import open_datasets
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.job import make_job

@@ -399,7 +399,7 @@ def _compare_outputs(
     ranks. Every rank calls it."""
     from hvdtrain.frameworks.learner import Learner
     from hvdtrain.training.build import build_learner, restore_task
-    from hvdtrain.training.datasets import facts_of_task
+    from hvdtrain.training.data_facts import facts_of_task
     from hvdtrain.training.replicas.compare import broadcast_state
     from hvdtrain.training.replicas.probe import Probe
 

@@ -49,7 +49,9 @@ def read_data(config: Config) -> dict[str, Any]:
 
     Raises UserError where data are missing or broken.
     """
-    from hvdtrain.training.datasets import data_facts, open_datasets, unstaged
+    from hvdtrain.data.configured.unwritten import unstaged
+    from hvdtrain.training.data_facts import data_facts
+    from hvdtrain.training.datasets import open_datasets
 
     began = time.perf_counter()
     found = data_facts(config, open_datasets(unstaged(config)))

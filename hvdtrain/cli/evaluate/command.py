@@ -18,6 +18,7 @@ from hvdtrain.cli.output import print_result, with_json_value
 from hvdtrain.config.read import Assignment, read_argument, read_resumed
 from hvdtrain.config.schema import Config
 from hvdtrain.core.process import command_line, path_argument
+from hvdtrain.data.configured.unwritten import unstaged
 from hvdtrain.data.own.as_source import as_declared
 from hvdtrain.data.source import LabelledImages, Source
 from hvdtrain.data.subset import relabelled, relabelled_rows
@@ -28,7 +29,9 @@ from hvdtrain.tasks.classification import classes_of
 from hvdtrain.tasks.rows import name_of_class
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.build import restore_task
-from hvdtrain.training.datasets import CommonCodebook, build_source, digests, unstaged
+from hvdtrain.training.common_codebook import CommonCodebook
+from hvdtrain.training.data_facts import digests
+from hvdtrain.training.datasets import build_source
 from hvdtrain.training.evaluate import ClassCounts, Evaluation
 from hvdtrain.training.evaluate import evaluate as evaluate_samples
 from hvdtrain.training.failure import RankFailed

@@ -13,6 +13,7 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.config.section import Given, is_object
+from hvdtrain.data.configured.unwritten import unstaged
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError, short
 from hvdtrain.tasks.only_inputs import OnlyInputs
@@ -20,7 +21,7 @@ from hvdtrain.tasks.several_inputs import restore_inputs, with_several_inputs
 from hvdtrain.tasks.task import Task, is_users_model
 from hvdtrain.tasks.user_tasks import with_inputs_of, without_loss
 from hvdtrain.training.build import restore_task
-from hvdtrain.training.datasets import digests, unstaged
+from hvdtrain.training.data_facts import digests
 from hvdtrain.training.evaluate import evaluate as evaluate_samples
 from hvdtrain.training.evaluate import predict as predict_samples
 from hvdtrain.training.replicas.same_job import check_same_facts, facts

@@ -16,13 +16,15 @@ from hvdtrain.config.read import expand
 from hvdtrain.config.schema import Config
 from hvdtrain.core.folder import Folder
 from hvdtrain.data.codebook import Codebook
+from hvdtrain.data.configured.unwritten import unstaged
 from hvdtrain.data.datasets.text import decode
 from hvdtrain.data.sampler import permutation
 from hvdtrain.data.source import Field
 from hvdtrain.data.tokenizer import read_tokenizer
 from hvdtrain.errors import DONE, UserError, short
 from hvdtrain.frameworks.learner import Sampler
-from hvdtrain.training.datasets import CommonCodebook, build_source, read_codebook, unstaged
+from hvdtrain.training.common_codebook import CommonCodebook, read_codebook
+from hvdtrain.training.datasets import build_source
 from hvdtrain.training.failure import RankFailed
 from hvdtrain.training.run_rank import Rank, on_connected_ranks
 from hvdtrain.training.samples import draw_on_all_ranks, grid, png

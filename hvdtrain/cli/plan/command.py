@@ -28,6 +28,7 @@ from hvdtrain.cli.plan.forecast import (
 from hvdtrain.cli.plan.table import Plan, batch_label, one_line, plan_lines, ranks_label, to_json
 from hvdtrain.config import extras, plugins
 from hvdtrain.config.schema import Config
+from hvdtrain.data.configured.unwritten import published, unwritten
 from hvdtrain.data.files.folders import FilesMissing
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.features.every_feature import configure
@@ -39,7 +40,7 @@ from hvdtrain.report.figures.commands import RecipeCurve, draw_layout, draw_reci
 from hvdtrain.tasks.classification import without_statistics
 from hvdtrain.tasks.task import Task, tokens_of_sample
 from hvdtrain.training.build import planned_task
-from hvdtrain.training.datasets import build_source, check_augmentation, published, unwritten
+from hvdtrain.training.datasets import build_source, check_augmentation
 from hvdtrain.training.job_memory import resident_bytes
 
 USAGE = """\

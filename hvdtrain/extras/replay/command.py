@@ -20,12 +20,14 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.process import command_line, path_argument
 from hvdtrain.core.progress import Progress
+from hvdtrain.data.configured.unwritten import unstaged
 from hvdtrain.errors import DIVERGED, DONE, UserError
 from hvdtrain.features.every_feature import configure
 from hvdtrain.report.run import read_run
 from hvdtrain.training.checkpoint.files import Checkpoint
 from hvdtrain.training.checkpoint.resume import check_identity, newest_good
-from hvdtrain.training.datasets import Datasets, identity, open_datasets, recipe_of, unstaged
+from hvdtrain.training.data_facts import identity
+from hvdtrain.training.datasets import Datasets, open_datasets, recipe_of
 from hvdtrain.training.input import Prefetcher
 from hvdtrain.training.start import begin
 from hvdtrain.training.telemetry.update_log import NAME, read_updates

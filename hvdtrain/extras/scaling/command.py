@@ -43,12 +43,13 @@ from hvdtrain.comm.placement import placement
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.core.folder import Folder
+from hvdtrain.data.configured.unwritten import unstaged
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.extras.scaling.figure import draw_scaling
 from hvdtrain.extras.scaling.report import SCALING_KINDS, Study, Trial, curves, to_json, to_text
 from hvdtrain.features.every_feature import configure
 from hvdtrain.training.build import planned_task
-from hvdtrain.training.datasets import build_source, unstaged
+from hvdtrain.training.datasets import build_source
 
 _SYNC_POINTS = 6  # of a job: the steps before the first one are warm-up
 _LINK_SIZES = "4KiB,64KiB,1MiB,4MiB,16MiB"

@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from hvdtrain.config import plugins
+from hvdtrain.config.schema import Config
+from hvdtrain.config.section import is_object
 from hvdtrain.data.ragged import PaddedArrays
+from hvdtrain.data.sampler import WeightedDraws
 from hvdtrain.data.source import Source, arrays_in_memory, inner_source
 from hvdtrain.data.stored.source import stored_in
 from hvdtrain.data.subset import Subset
@@ -13,6 +17,35 @@ from hvdtrain.errors import UserError
 
 BALANCED = "balanced"
 _GIVE = "hvdtrain.train(sample_weights=array), a number for each training sample"
+
+
+def draws_of(config: Config, train: Source) -> WeightedDraws | None:
+    """What data.sample_weights draws; None without it. Raises UserError where there are no such
+    weights."""
+    asked = config.data.sample_weights
+    where = config.where("data.sample_weights")
+    if asked is None:
+        return None
+    if not is_object(asked):
+        return WeightedDraws(read_weights(train, asked, _ignored_label(config), where))
+    given = None if config.data.given is None else config.data.given.objects.get("sample_weights")
+    if given is None:
+        raise UserError(
+            "data.sample_weights is an array of a script, and only that script has it",
+            where,
+            "hvdtrain.train(sample_weights=)",
+        )
+    return WeightedDraws(checked_weights(np.asarray(given), len(train), where))
+
+
+def _ignored_label(config: Config) -> int | None:
+    """The label of samples without a class: of the task, or of a loss of torch that a script gives;
+    None where there is none."""
+    if not plugins.is_dotted(config.task.name):
+        found: int | None = plugins.convert_options(config.task, "tasks").get("ignore_label")
+        return found
+    objects = {} if config.task.given is None else config.task.given.objects
+    return getattr(objects.get("loss"), "ignore_index", None)
 
 
 def read_weights(source: Source, asked: str, ignored: int | None, where: str) -> np.ndarray:

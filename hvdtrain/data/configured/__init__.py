@@ -1,0 +1,1 @@
+"""The data that a configuration means: opened, divided, padded, weighted, with names of classes."""

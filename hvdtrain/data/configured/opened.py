@@ -1,0 +1,119 @@
+"""A set of the data, as the plugin of data.name or the user's own function gives it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+
+from hvdtrain.config import plugins
+from hvdtrain.config.schema import Config
+from hvdtrain.data.codebook import TokenImages, UnencodedImages
+from hvdtrain.data.configured.pad import padding_of, refuse_lengths
+from hvdtrain.data.files.staging import stage_data
+from hvdtrain.data.images.image_source import ImageSource
+from hvdtrain.data.own.as_source import as_source
+from hvdtrain.data.source import Source, Split
+from hvdtrain.data.stored.source import read_by
+from hvdtrain.errors import UserError
+
+Encode = Callable[[UnencodedImages, Callable[[], UnencodedImages]], TokenImages]
+
+
+def open_split(
+    config: Config, split: Split, encode: Encode, kept: Callable[[], tuple[str, ...]]
+) -> Source:
+    """A set as the plugin of data.name, or the user, gives it. Raises UserError.
+
+    encode: makes tokens of images; its second argument gives the training images. kept: as that of
+    as_source(), asked for data of the user's alone.
+    """
+    if plugins.is_users_own(config.data):
+        return _open_own(config, split, kept)
+    refuse_lengths(config)
+    make = plugin_of(config).build
+    options = plugins.convert_options(config.data, "data/datasets")
+    _check_workers(config, make, options)
+    root = root_of(config)
+    if config.data.stage is not None:
+        root, options = stage_data(
+            config.data.name, root, options, config.data.stage, config.where("data.stage")
+        )
+    found: Source | UnencodedImages = make(config.data.name, root, split, **options)
+    if isinstance(found, UnencodedImages):
+        images = found
+        return encode(
+            images,
+            lambda: (
+                images if split == "train" else make(config.data.name, root, "train", **options)
+            ),
+        )
+    if isinstance(found, ImageSource):
+        found = found.cropped(config.augment.resized_crop)
+        return found.read_by(config.data.workers) if config.data.workers else found
+    return read_by(found, config.data.workers) if config.data.workers else found
+
+
+def _check_workers(
+    config: Config, make: Callable[..., object], options: Mapping[str, object]
+) -> None:
+    """Raises UserError where there is nothing that worker processes would read. make: build() of
+    the data set."""
+    # of a data set of image files, else None
+    packed = options.get("packed", _default_of(make, "packed"))
+    if config.data.workers is None or packed is False or _default_of(make, "cache_mb"):
+        return
+    what = (
+        f"data.workers={config.data.workers} are processes that decode images or read a Dataset "
+        "of your own; "
+    )
+    what += f"data.name={config.data.name} has " + (
+        "its pixels in array files (data.packed=true)" if packed else "threads"
+    )
+    fix = (
+        "data.packed=false, or leave data.workers out"
+        if packed
+        else "data.readers=N, or leave it out"
+    )
+    raise UserError(what, config.where("data.workers"), fix)
+
+
+def _default_of(make: Callable[..., object], option: str) -> object:
+    """Default of a parameter; None where there is none of that name."""
+    parameter = inspect.signature(make).parameters.get(option)
+    return None if parameter is None else parameter.default
+
+
+def _open_own(config: Config, split: Split, kept: Callable[[], tuple[str, ...]]) -> Source:
+    """What the user's own package.module:function gives, which gets split and root where its
+    parameters have these names.
+
+    Raises UserError where that is nothing that as_source() knows.
+    """
+    where = config.where("data.name")
+    if config.data.stage is not None:
+        raise UserError(
+            "data.stage copies the files of hvdtrain's own data sets",
+            config.where("data.stage"),
+            "leave it out",
+        )
+    found = plugins.call_own(
+        config.data, {"name": config.data.name, "root": root_of(config), "split": split}
+    )
+    return as_source(
+        found,
+        f"{config.data.name}, {split}",
+        where,
+        config.data.workers,
+        kept(),
+        padding_of(config),
+    )
+
+
+def plugin_of(config: Config) -> ModuleType:
+    return plugins.load("data/datasets", config.data.name, config.where("data.name"))
+
+
+def root_of(config: Config) -> Path | None:
+    return Path(config.data.root).expanduser() if config.data.root else None

@@ -1,0 +1,54 @@
+"""Samples of different lengths: data.pad, data.mask and data.pack."""
+
+from __future__ import annotations
+
+from hvdtrain.config.schema import Config
+from hvdtrain.data.packed import PADDING, packed
+from hvdtrain.data.source import Padding, Source
+from hvdtrain.errors import UserError
+
+
+def padding_of(config: Config) -> dict[str, Padding]:
+    """What data.pad and data.mask say; with data.pack that of its tokens. Raises UserError where
+    they do not fit each other."""
+    pad = config.data.pad
+    masks = config.data.mask
+    if other := next((name for name in masks if name not in pad), None):
+        what = f"data.mask names the mask of {other}, which data.pad does not have"
+        raise UserError(
+            what, config.where("data.mask"), f"data.pad={{{other}: 0}}, or leave it out"
+        )
+    if config.data.pack is not None:
+        return dict(PADDING)
+    return {name: Padding(value, masks.get(name, f"{name}_mask")) for name, value in pad.items()}
+
+
+def refuse_lengths(config: Config) -> None:
+    """Raises UserError where data of hvdtrain's, whose samples have one length, would be padded or
+    packed."""
+    if config.data.pad:
+        key = "data.pad"
+    elif config.data.mask:
+        key = "data.mask"
+    elif config.data.pack is not None:
+        key = "data.pack"
+    else:
+        return
+    what = (
+        f"{key} is of data of your own whose samples have different lengths; those of "
+        f"data.name={config.data.name} have one"
+    )
+    raise UserError(
+        what,
+        config.where(key),
+        "leave it out; or a torch Dataset, or a dict with a list of arrays",
+    )
+
+
+def packed_rows(config: Config, source: Source, name: str) -> Source:
+    """The set in rows of data.pack tokens. Raises UserError as packed()."""
+    return (
+        source
+        if config.data.pack is None
+        else packed(source, config.data.pack, name, config.where("data.pack"))
+    )

@@ -1,0 +1,54 @@
+"""Which samples train and which validate: data.val_share and evaluate.samples."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvdtrain.config.schema import Config
+from hvdtrain.config.section import class_of_object, is_object
+from hvdtrain.data.sampler import evaluated_samples
+from hvdtrain.data.source import Source
+from hvdtrain.data.subset import Division, divide, subset
+from hvdtrain.errors import UserError
+
+_LOSSES_OF_CLASSES = ("CrossEntropyLoss", "NLLLoss")  # of torch, given to hvdtrain.train()
+
+
+def divided(config: Config, val_share: float, source: Source) -> Division:
+    """The training set in two parts: by class where its labels are known."""
+    labels = None if config.task.name == "regression" else source.known_labels()
+    return divide(
+        source,
+        val_share,
+        labels if labels is not None and _are_classes(config, source, labels) else None,
+    )
+
+
+def _are_classes(config: Config, source: Source, labels: np.ndarray) -> bool:
+    """Whether integers y are classes: as the task, the data or the loss say, or since they are no
+    more than the samples that validate."""
+    task = config.task.name
+    if (
+        task == "classification"
+        or source.fields["y"].values
+        or (is_object(task) and class_of_object(task) in _LOSSES_OF_CLASSES)
+    ):
+        return True
+    return len(np.unique(labels)) <= (config.data.val_share or 0.0) * len(labels)
+
+
+def evaluated_part(config: Config, val: Source) -> Source:
+    """What an evaluation reads of the validation set: evaluate.samples of it, drawn by the seed, in
+    the order of the set; or all.
+
+    Raises UserError where there are not so many.
+    """
+    count = config.evaluate.samples
+    if count is None or count == len(val):
+        return val
+    if count > len(val):
+        what = f"evaluate.samples={count} is more than the {len(val)} validation samples"
+        raise UserError(
+            what, config.where("evaluate.samples"), f"{len(val)} or less, or leave it out"
+        )
+    return subset(val, evaluated_samples(len(val), count, config.seed))

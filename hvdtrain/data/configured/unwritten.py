@@ -1,0 +1,54 @@
+"""The data of commands that train nothing, which write no copy, download or index of them."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.config import plugins
+from hvdtrain.config.schema import Config
+from hvdtrain.data.configured.opened import plugin_of
+
+
+def unstaged(config: Config) -> Config:
+    """For commands that train nothing: data are read where they are, and not copied to
+    data.stage."""
+    return config.replace(data=config.data.replace(stage=None))
+
+
+def unwritten(config: Config, scratch: Path) -> Config:
+    """For commands that describe a job: data are read where they are, and not downloaded, staged or
+    packed.
+
+    An index of archives is made in `scratch`, which the command removes.
+    """
+    data = config.data.replace(stage=None)
+    if plugins.is_users_own(data):
+        return config.replace(data=data)
+    changed = _unwritten_options(data.name, config.where("data.name"), scratch)
+    if isinstance(source := data.options.get("source"), str):
+        of_source = _unwritten_options(source, config.where("data.name"), scratch)
+        changed["source_options"] = {**(data.options.get("source_options") or {}), **of_source}
+    return config.replace(data=data.with_options(**changed))
+
+
+def _unwritten_options(name: str, where: str, scratch: Path) -> dict[str, Any]:
+    """Options of a data set by which it writes nothing outside of `scratch`."""
+    known = inspect.signature(plugins.load("data/datasets", name, where).build).parameters
+    return {
+        option: value
+        for option, value in {"download": False, "packed": False, "cache": f"{scratch}"}.items()
+        if option in known
+    }
+
+
+def published(config: Config) -> tuple[int, tuple[int, int, int], int] | None:
+    """Samples, shape of an image and classes of the whole training set that data.name names, where
+    they are known without its files."""
+    if plugins.is_users_own(config.data) or config.data.val_share is not None:
+        return None
+    sizes: tuple[int, tuple[int, int, int], int] | None = getattr(
+        plugin_of(config), "TRAINING", {}
+    ).get(config.data.name)
+    return sizes

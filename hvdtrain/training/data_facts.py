@@ -1,0 +1,77 @@
+"""What of the data is compared: between ranks, and at a resume."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdtrain.config.schema import Config
+from hvdtrain.core.arrays import digest
+from hvdtrain.data.sampler import BLOCKS_VERSION, shuffle_version
+from hvdtrain.data.source import Source
+from hvdtrain.tasks.classification import Classification
+from hvdtrain.training.checkpoint.files import Identity
+from hvdtrain.training.datasets import Datasets
+
+# Task.facts() of images, by the name that a message gives them
+_FACT_NAMES = {
+    "shape": "image shape",
+    "classes": "classes",
+    "mean": "mean of the pixels",
+    "std": "their deviation",
+}
+_OF_TASK = " of the task"  # after the names of all others
+
+
+def data_facts(config: Config, datasets: Datasets) -> dict[str, Any]:
+    """What of the data must be equal on all ranks, by the name that a message gives it."""
+    task = datasets.task
+    train = datasets.train
+    val = datasets.val
+    return {
+        "training samples": len(train),
+        "validation samples": len(val),
+        **{_FACT_NAMES.get(name, name + _OF_TASK): value for name, value in task.facts().items()},
+        **digests(train, "training", config.seed),
+        **(
+            {}
+            if (known := train.foresight) is None
+            else {"samples in a block of the training files": known.rows}
+        ),  # by which ranks divide
+        **(
+            {}
+            if datasets.draws is None
+            else {"data.sample_weights": digest({"weights": datasets.draws.weights})}
+        ),
+        **digests(val, "validation", config.seed),
+    }
+
+
+def facts_of_task(found: dict[str, Any]) -> dict[str, Any]:
+    """Task.facts() again, from data_facts()."""
+    names = {shown: name for name, shown in _FACT_NAMES.items()}
+    facts = {
+        names.get(shown, shown.removesuffix(_OF_TASK)): value for shown, value in found.items()
+    }
+    return {name: facts[name] for name in facts if name in _FACT_NAMES or name + _OF_TASK in found}
+
+
+def digests(source: Source, name: str, seed: int) -> dict[str, Any]:
+    """Digests of labels and images, or of arrays, by the name that a message gives them."""
+    return {f"digest of the {name} {part}": value for part, value in source.digests(seed).items()}
+
+
+def identity(config: Config, datasets: Datasets) -> Identity:
+    """What a checkpoint keeps, to be compared at a resume: the seed and the training set, of which
+    all labels."""
+    task = datasets.task
+    # a checkpoint that names no task is of classification
+    named = {} if task.name == Classification.name else {"task": task.name}
+    data = {"samples": len(datasets.train), **named, **task.facts(), **datasets.train.identity()}
+    version = shuffle_version(len(datasets.train))
+    if config.data.shuffle == "blocks":
+        version = f"{BLOCKS_VERSION} {config.data.shuffle_block} x {config.data.shuffle_window}"
+    if datasets.draws is not None:
+        version = f"data.sample_weights {digest({'weights': datasets.draws.weights})}"
+    if version is not None:
+        data["shuffle"] = version
+    return {"seed": config.seed, "data": data}
