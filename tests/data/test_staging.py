@@ -19,6 +19,7 @@ import pytest
 from ranks import HANG_S, environment, mpirun, needs_mpirun, python
 
 from hvdtrain.config.read import configure
+from hvdtrain.data.datasets import digits, idx
 from hvdtrain.data.files.copying import FileSelection, FileState, format_bytes, list_files
 from hvdtrain.data.files.staging import StagedCopy, ensure_staged, stage_data
 from hvdtrain.errors import UserError
@@ -322,7 +323,7 @@ def test_stage_folders_that_cannot_be_used(root: Path, tmp_path: Path) -> None:
         with pytest.raises(UserError, match="belongs to user 12345"):
             stage_data("other", root, {}, disk, WHERE)
     with pytest.raises(UserError, match="digits has no files, there is nothing to stage"):
-        stage_data("digits", None, {}, disk, WHERE)
+        stage_data("digits", None, {}, disk, WHERE, digits.STAGING)
 
 
 def idx_root(folder: Path, labels: int = 64) -> Path:
@@ -409,7 +410,7 @@ def test_each_data_set_is_the_same_read_from_the_stage(
 
 
 def test_a_download_goes_to_the_stage(tmp_path: Path) -> None:
-    root, options = stage_data("mnist", tmp_path / "none", {}, str(tmp_path), WHERE)
+    root, options = stage_data("mnist", tmp_path / "none", {}, str(tmp_path), WHERE, idx.STAGING)
     assert root == tmp_path / f"hvdtrain-{os.geteuid()}" / "download" and options == {}
 
 

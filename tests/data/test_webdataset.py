@@ -381,7 +381,9 @@ def test_staging_copies_only_the_archives(tmp_path: Path, layout: str) -> None:
             path.rename(root / f"{path.parent.name}-{path.name}")
     write(root / "other" / "x.tar", sample(1, 0))
     (root / "large").write_bytes(b"x" * 1000)
-    there, options = stage_data("webdataset", root, {}, str(tmp_path / "disk"), "data.stage")
+    there, options = stage_data(
+        "webdataset", root, {}, str(tmp_path / "disk"), "data.stage", webdataset.STAGING
+    )
     assert there is not None and len([path for path in there.rglob("*") if path.is_file()]) == 3
     check(webdataset.build("webdataset", there, "train", **options), [1, 2, 3], [0, 2, 1])
     check(webdataset.build("webdataset", there, "val", **options), [4, 5], [0, 2])

@@ -11,7 +11,7 @@ from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.data.codebook import TokenImages, UnencodedImages
 from hvdtrain.data.configured.pad import padding_of, refuse_lengths
-from hvdtrain.data.files.staging import stage_data
+from hvdtrain.data.files.staging import Staging, stage_data
 from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.own.as_source import as_source
 from hvdtrain.data.source import Source, Split
@@ -32,13 +32,19 @@ def open_split(
     if plugins.is_users_own(config.data):
         return _open_own(config, split, kept)
     refuse_lengths(config)
-    make = plugin_of(config).build
+    plugin = plugin_of(config)
+    make = plugin.build
     options = plugins.convert_options(config.data, "data/datasets")
     _check_workers(config, make, options)
     root = root_of(config)
     if config.data.stage is not None:
         root, options = stage_data(
-            config.data.name, root, options, config.data.stage, config.where("data.stage")
+            config.data.name,
+            root,
+            options,
+            config.data.stage,
+            config.where("data.stage"),
+            getattr(plugin, "STAGING", Staging()),
         )
     found: Source | UnencodedImages = make(config.data.name, root, split, **options)
     if isinstance(found, UnencodedImages):

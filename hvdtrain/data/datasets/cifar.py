@@ -9,7 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from hvdtrain.core.import_torchvision import import_torchvision
+from hvdtrain.data.files.copying import FileSelection
 from hvdtrain.data.files.folders import RequiredFiles, data_root, download
+from hvdtrain.data.files.staging import Staging
 from hvdtrain.data.source import ArraySource, LabelledImages, Split
 from hvdtrain.errors import UserError
 
@@ -65,6 +67,11 @@ _EDITIONS = {
 }
 
 
+def _selections(name: str, source: Path) -> tuple[FileSelection, ...]:
+    return (FileSelection(_EDITIONS[name].folder, "*.bin"),)
+
+
+STAGING = Staging(selections=_selections)
 # samples, shape, classes, as published
 TRAINING = {
     "cifar10": (50_000, (32, 32, 3), 10),

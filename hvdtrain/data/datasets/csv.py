@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.data.files.staging import Staging
 from hvdtrain.data.own.arrays import TARGETS, is_index
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.build import Wanted, build_stored
@@ -44,6 +45,9 @@ _TRUTH = {"true": 1, "false": 0}
 _DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 _THOUSANDS = re.compile(r"[-+]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]*)?")
 _DECIMAL_COMMA = re.compile(r"[-+]?[0-9.]*,[0-9]+")
+
+
+STAGING = Staging(is_of_user=True, may_be_a_file=True)
 
 
 def build(

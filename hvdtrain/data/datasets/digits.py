@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hvdtrain.data.files.staging import Staging
 from hvdtrain.data.sampler import permutation
 from hvdtrain.data.source import ArraySource, LabelledImages, Split
 from hvdtrain.errors import UserError
@@ -17,6 +18,9 @@ from hvdtrain.errors import UserError
 _FILE = Path(__file__).with_suffix(".npz")
 _TRAIN = 1437  # of 1797; the other 360 validate
 _SPLIT_SEED = 1797  # of the shuffle that splits them, the same in every run
+
+
+STAGING = Staging(has_files=False)
 
 
 def build(name: str, root: Path | None, split: Split) -> LabelledImages:

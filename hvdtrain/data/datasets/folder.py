@@ -14,6 +14,7 @@ import numpy as np
 
 from hvdtrain.config.read import expand
 from hvdtrain.data.files.folders import cache_root, check_folder
+from hvdtrain.data.files.staging import Staging, splits_of_images
 from hvdtrain.data.images.decode import (
     SUFFIXES,
     check_file,
@@ -35,6 +36,9 @@ from hvdtrain.errors import UserError, short
 _FOLDERS: dict[Split, tuple[str, ...]] = {"train": ("train",), "val": ("val", "validation", "test")}
 # class -> names of its images in its folder, both in sorted order
 ImagesByClass = dict[str, list[str]]
+
+
+STAGING = Staging(is_of_user=True, keeps_decoded=True, selections=splits_of_images)
 
 
 def build(

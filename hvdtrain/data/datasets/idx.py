@@ -12,7 +12,9 @@ from typing import IO, NamedTuple
 import numpy as np
 
 from hvdtrain.core.import_torchvision import import_torchvision
+from hvdtrain.data.files.copying import FileSelection
 from hvdtrain.data.files.folders import RequiredFiles, data_root, download
+from hvdtrain.data.files.staging import Staging
 from hvdtrain.data.source import ArraySource, LabelledImages, Split
 from hvdtrain.errors import UserError
 
@@ -67,6 +69,14 @@ _DEFLATE_RATIO = (
 )
 
 
+def _selections(name: str, source: Path) -> tuple[FileSelection, ...]:
+    return (
+        FileSelection(f"{_FAMILY[name].folder}/raw", "*-ubyte*"),
+        FileSelection("", "*-ubyte*"),
+    )
+
+
+STAGING = Staging(selections=_selections)
 # samples, shape, classes, as published
 TRAINING = dict.fromkeys(_FAMILY, (60000, (28, 28, 1), _CLASSES))
 

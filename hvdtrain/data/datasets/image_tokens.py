@@ -8,8 +8,11 @@ from pathlib import Path
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import DataConfig
 from hvdtrain.data.codebook import UnencodedImages
+from hvdtrain.data.files.staging import Staging
 from hvdtrain.data.source import LabelledImages, Split
 from hvdtrain.errors import UserError
+
+STAGING = Staging(is_read_once=True)
 
 
 def build(

@@ -15,6 +15,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from hvdtrain.data.files.staging import Staging
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.build import Wanted, build_stored
 from hvdtrain.data.stored.files import FileOnDisk, cut_off
@@ -42,6 +43,9 @@ _DAMAGE = (
     RuntimeError,
     struct.error,
 )
+
+
+STAGING = Staging(is_of_user=True, may_be_a_file=True)
 
 
 def build(

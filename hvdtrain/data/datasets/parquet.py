@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.data.files.staging import Staging
 from hvdtrain.data.own.arrays import TARGETS, from_arrow, is_index
 from hvdtrain.data.source import Source, Split, padded_by
 from hvdtrain.data.stored.build import Wanted, build_stored
@@ -18,6 +19,8 @@ from hvdtrain.data.stored.files import FileOnDisk, cut_off
 from hvdtrain.data.stored.selection import Box
 from hvdtrain.data.stored.stored_array import Blocks, StoredArray, leaving_out, no_such, whole
 from hvdtrain.errors import UserError, first_line, short
+
+STAGING = Staging(is_of_user=True, may_be_a_file=True)
 
 
 def build(

@@ -12,6 +12,7 @@ import numpy as np
 
 from hvdtrain.core.progress import fold
 from hvdtrain.data.channel_stats import ChannelStats, stats_of_images
+from hvdtrain.data.files.staging import Staging
 from hvdtrain.data.source import LabelledImages, Split, check_indices, digest_of_labels
 from hvdtrain.errors import UserError
 
@@ -25,6 +26,9 @@ _MOST_SAMPLES = 2**40
 _MOST_CLASSES = 2**20
 _MOST_VALUES = 2**26  # of one image
 _TRAIN, _VAL, _PATTERN = range(3)  # streams of counters
+
+
+STAGING = Staging(has_files=False)
 
 
 def build(

@@ -12,6 +12,7 @@ import numpy as np
 from hvdtrain.config.read import expand
 from hvdtrain.core.arrays import digest
 from hvdtrain.core.folder import check_regular
+from hvdtrain.data.files.staging import Staging
 from hvdtrain.data.source import Field, Source, Split, check_indices
 from hvdtrain.data.tokenizer import Tokenizer, read_tokenizer
 from hvdtrain.errors import UserError
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 MOST_BYTES = 2**31  # of a text: its tokens are kept in memory
 _BYTES = 256
 _NAMES: dict[Split, str] = {"train": "train.txt", "val": "val.txt"}
+
+
+STAGING = Staging(is_read_once=True)
 
 
 def build(

@@ -17,6 +17,7 @@ import numpy as np
 from hvdtrain.config.read import expand
 from hvdtrain.data.files.folders import cache_root, check_folder, locked
 from hvdtrain.data.files.npy import load_npy, write_npy
+from hvdtrain.data.files.staging import Staging, splits_of_images
 from hvdtrain.data.images.decode import check_image_options, height_and_width
 from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.images.pack import pack
@@ -31,6 +32,11 @@ _PLACES = "places.npy"
 _LABELS = "labels.npy"
 _HEAD_BYTES = (
     4096  # of each archive, part of the key of its index: copying may give all files the same time
+)
+
+
+STAGING = Staging(
+    is_of_user=True, keeps_decoded=True, selections=partial(splits_of_images, archives=True)
 )
 
 

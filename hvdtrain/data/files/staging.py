@@ -13,7 +13,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,29 +32,27 @@ from hvdtrain.data.files.copying import (
 from hvdtrain.data.files.folders import data_root, locked
 from hvdtrain.errors import UserError
 
-_WITHOUT_FILES = ("digits", "synthetic")
-_READ_ONCE = ("image_tokens", "text")  # and kept in memory
-# never downloaded; the arrays and the index made of them go into the stage, too
-_USER_IMAGES = (
-    "folder",
-    "webdataset",
-)
-_USER_TABLES = ("csv", "npz", "parquet", *data_files().values())  # never downloaded
-_IDX_FOLDERS = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST", "kmnist": "KMNIST"}
-_SELECTIONS: dict[
-    str, tuple[FileSelection, ...]
-] = {  # what a data set reads below its root; any other reads all of it
-    **{
-        name: (FileSelection(f"{folder}/raw", "*-ubyte*"), FileSelection("", "*-ubyte*"))
-        for name, folder in _IDX_FOLDERS.items()
-    },
-    "cifar10": (FileSelection("cifar-10-batches-bin", "*.bin"),),
-    "cifar100": (FileSelection("cifar-100-binary", "*.bin"),),
-}
 _BLOCK_BYTES = 4096  # of a disk: a file occupies whole blocks
 _NO_SPACE_FIX = (
     "a larger data.stage, or free space there; or data.stage=null, which reads {source} itself"
 )
+
+
+def whole_root(name: str, source: Path) -> tuple[FileSelection, ...]:
+    return (FileSelection("", recursive=True),)
+
+
+class Staging(NamedTuple):
+    """How the files of a data set are copied: the STAGING of its module in data/datasets/. Without
+    one all files below its root are, and downloaded where there are none."""
+
+    has_files: bool = True
+    is_read_once: bool = False  # at the start, and kept in memory
+    is_of_user: bool = False  # never downloaded
+    may_be_a_file: bool = False  # data.root, in place of a folder
+    keeps_decoded: bool = False  # arrays and an index made of the files go into the stage, too
+    # what a data set of this name reads below its root
+    selections: Callable[[str, Path], tuple[FileSelection, ...]] = whole_root
 
 
 class StagedData(NamedTuple):
@@ -93,7 +91,12 @@ class VerifiedFiles(NamedTuple):
 
 
 def stage_data(
-    name: str, root: Path | None, options: dict[str, Any], folder: str, where: str
+    name: str,
+    root: Path | None,
+    options: dict[str, Any],
+    folder: str,
+    where: str,
+    staging: Staging = Staging(),  # noqa: B008 (it does not change)
 ) -> StagedData:
     """Copies the files of data set `name` below `folder`, on this node's disk; returns what it is
     built with there.
@@ -102,32 +105,32 @@ def stage_data(
     downloaded into the stage folder. Raises UserError; `where` is the place of data.stage in the
     configuration.
     """
-    if name in _WITHOUT_FILES:
+    if not staging.has_files:
         raise UserError(
             f"{name} has no files, there is nothing to stage",
             where,
             "leave data.stage out, or choose another data.name",
         )
-    if name in _READ_ONCE:
+    if staging.is_read_once:
         raise UserError(
             f"{name} reads its files once, at the start: a copy would be read once, too",
             where,
             "leave data.stage out",
         )
-    if name in (*_USER_IMAGES, *_USER_TABLES) and root is None:
+    if staging.is_of_user and root is None:
         return StagedData(root, options)  # building the data set reports the missing root
     source = data_root(root).resolve()
-    if name in _USER_TABLES and (source.is_file() or data_files().get(source.suffix) == name):
+    if staging.may_be_a_file and (source.is_file() or data_files().get(source.suffix) == name):
         what = f"data.stage copies a folder of files, and data.root is {source.name} alone"
         raise UserError(
             what, where, "data.root=FOLDER, with this file in it; or leave data.stage out"
         )
     stage = _user_folder(folder, source, where)
     target = stage / f"{name}-{hashlib.sha256(os.fsencode(source)).hexdigest()[:12]}"
-    if not ensure_staged(name, source, target, where):
-        downloads = name not in (*_USER_IMAGES, *_USER_TABLES) and options.get("download", True)
+    if not ensure_staged(name, source, target, where, staging):
+        downloads = not staging.is_of_user and options.get("download", True)
         return StagedData(stage / "download" if downloads else root, options)
-    if name in _USER_IMAGES:
+    if staging.keeps_decoded:
         options = {"cache": target / "decoded", **options}
     return StagedData(target / "files", options)
 
@@ -174,7 +177,7 @@ def _user_folder(folder: str, source: Path, where: str) -> Path:
 # training and validation data are built one after the other: a process compares source and copy
 # once
 @functools.cache
-def ensure_staged(name: str, source: Path, target: Path, where: str) -> bool:
+def ensure_staged(name: str, source: Path, target: Path, where: str, staging: Staging) -> bool:
     """Brings target/files up to date with the source. False where the source has no files. Raises
     UserError where there is no room."""
     try:
@@ -182,7 +185,7 @@ def ensure_staged(name: str, source: Path, target: Path, where: str) -> bool:
         target.mkdir(mode=0o700, exist_ok=True)
         with locked(target, f"stages {source}"):
             if not _verified_since(target, asked_s):
-                files = list_files(source, _selections(name, source))
+                files = list_files(source, staging.selections(name, source))
                 if not files:
                     return False
                 StagedCopy(source, target).update(files)
@@ -192,12 +195,11 @@ def ensure_staged(name: str, source: Path, target: Path, where: str) -> bool:
         raise UserError(what, where, _NO_SPACE_FIX.format(source=source)) from error
 
 
-def _selections(name: str, source: Path) -> tuple[FileSelection, ...]:
-    """What the data set reads of its root; of user images train and the first validation split that
-    exists."""
-    if name not in _USER_IMAGES:
-        return _SELECTIONS.get(name, (FileSelection("", recursive=True),))
-    archives = name == "webdataset"  # in train/, or train-*.tar in the root
+def splits_of_images(name: str, source: Path, archives: bool = False) -> tuple[FileSelection, ...]:
+    """The splits of a user's images: train, and the first one to validate that exists.
+
+    archives: in train/, or train-*.tar in the root.
+    """
     existing = (
         split
         for split in ("val", "validation", "test")

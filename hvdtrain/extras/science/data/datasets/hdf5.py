@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.data.files.staging import Staging
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.build import Wanted, build_stored
 from hvdtrain.data.stored.files import FileOnDisk, cut_off
@@ -45,6 +46,9 @@ _DAMAGE = (
     ArithmeticError,
     TypeError,
 )
+
+
+STAGING = Staging(is_of_user=True, may_be_a_file=True)
 
 
 def build(

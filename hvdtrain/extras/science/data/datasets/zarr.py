@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.core.folder import WrongKind, check_regular
+from hvdtrain.data.files.staging import Staging
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.build import Wanted, build_stored
 from hvdtrain.data.stored.files import FileOnDisk, cut_off
@@ -51,6 +52,9 @@ _NUMBERS = {
 _TEXTS = {"base64", "categorize", "json2", "vlen-array", "vlen-bytes", "vlen-utf8"}
 _CODECS = _COMPRESSORS | _CHECKSUMS | _NUMBERS | _TEXTS
 _DESCRIPTIONS = (".zarray", "zarr.json")
+
+
+STAGING = Staging(is_of_user=True, may_be_a_file=True)
 
 
 def build(
