@@ -100,7 +100,7 @@ def is_right(*arguments: str) -> bool:
             "data is a section: write data.name=csv data.root=x.csv (docs/science-data.md)",
         ),
         (["data.name=x.CSV"], "data.name=csv data.root=x.CSV"),
-        (["run.nc"], "write data.name=netcdf data.root=run.nc"),
+        (["run.npz"], "write data.name=npz data.root=run.npz"),
         (
             ["data=x.json"],
             "data is a section: write data.name=mydata:load, where load() in mydata.py is yours "

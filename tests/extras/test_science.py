@@ -19,11 +19,14 @@ import pytest
 import stored_data
 
 import hvdtrain
+from hvdtrain.config.other_words import data_of_path
+from hvdtrain.config.read import configure
 from hvdtrain.data.source import Source
 from hvdtrain.data.stored.cache import BlockCache
 from hvdtrain.data.stored.source import StoredSource, read_by, stored_in
 from hvdtrain.errors import UserError
 from hvdtrain.extras.science.data.datasets import hdf5, zarr
+from hvdtrain.training.datasets import build_source
 
 needs_h5py = pytest.mark.skipif(
     not importlib.util.find_spec("h5py"), reason="h5py is not installed"
@@ -311,6 +314,17 @@ def test_splits_by_a_column(tmp_path: Path) -> None:
     )
     chosen = hdf5.build("hdf5", path, "val", fields=fields, split_by="/labels", split_val=[4, 1])
     assert len(chosen) == np.isin(LABELS, [4, 1]).sum()
+
+
+def test_endings_of_files_tell_the_format(tmp_path: Path) -> None:
+    """Also those of a folder, which counts as a file: it is not staged alone."""
+    assert data_of_path("run.nc") == "data.name=netcdf data.root=run.nc (docs/science-data.md)"
+    assert data_of_path("run.H5") == "data.name=hdf5 data.root=run.H5 (docs/science-data.md)"
+    root = tmp_path / "a.zarr"
+    root.mkdir()
+    words = ["data.name=zarr", f"data.root={root}", f"data.stage={tmp_path}/stage"]
+    config = configure(None, words)
+    assert "data.root is a.zarr alone" in error_of(lambda: build_source(config, "train"))
 
 
 def truncated(path: Path, share: float) -> Path:
