@@ -39,7 +39,6 @@ from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.data.datasets import folder, webdataset
 from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.images.pack import pack
-from hvdtrain.data.source import read_in_epochs
 
 BATCH = 128
 SHARDS = 8
@@ -98,7 +97,7 @@ def read_epoch(source: Any, threads: int, round_number: int) -> int:
     indices = [order[i : i + BATCH] for i in range(0, len(order), BATCH)]
 
     def read(rows: np.ndarray) -> Any:
-        return read_in_epochs(source, rows, np.full(len(rows), round_number), 0)
+        return source.read_in_epochs(rows, np.full(len(rows), round_number), 0)
 
     if threads == 1:
         return sum(len(read(rows)["y"]) for rows in indices)

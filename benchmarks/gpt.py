@@ -29,8 +29,8 @@ from step import device_name
 from torch.nn import functional
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
-from hvdtrain.frameworks.torch.forward import continue_sequences
 from hvdtrain.frameworks.torch.models import gpt
+from hvdtrain.frameworks.torch.sampling import continue_sequences
 from hvdtrain.training.health.signals import Signals
 
 LR = 1e-3

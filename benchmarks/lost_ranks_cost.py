@@ -30,8 +30,8 @@ from blocks import Trainer, in_turn, spread
 from hvdtrain.comm.placement import placement
 from hvdtrain.config.read import configure
 from hvdtrain.training.build import connect
-from hvdtrain.training.elastic_job import ready_for_losses
 from hvdtrain.training.health.signals import Signals
+from hvdtrain.training.lost import ready_for_losses
 from hvdtrain.training.memory_copy import MemoryCopy
 
 ULFM = ["--with-ft", "ulfm"]

@@ -4,11 +4,13 @@ measure."""
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import math
 import struct
 import time
 from collections import defaultdict
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -43,9 +45,18 @@ def fashion(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_every_script_has_a_docstring(path: Path) -> None:
-    docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+def test_every_script_has_a_docstring_and_what_it_imports(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    docstring = ast.get_docstring(tree) or ""
     assert len(docstring.splitlines()[0]) > 30
+    for node in ast.walk(tree):  # what it imports of hvdtrain is there
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hvdtrain"):
+            module = importlib.import_module(node.module or "")
+            for alias in node.names:
+                is_package = hasattr(module, "__path__")
+                assert hasattr(module, alias.name) or (
+                    is_package and find_spec(f"{node.module}.{alias.name}")
+                ), f"{node.module} has no {alias.name}"
 
 
 def test_the_numbers_of_the_readme_are_those_of_the_rows() -> None:

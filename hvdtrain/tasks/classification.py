@@ -133,6 +133,7 @@ class Classification(Task):
             self.is_of_images
             and self.shape[2] == 3
             and not has_given_stats
+            and self.mean.any()  # of several inputs they stand elsewhere, and 0 here
             and len({*self.mean.tolist()}) == len({*self.std.tolist()}) == 1
         )
         if is_grey:

@@ -34,7 +34,15 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch
 from hvdtrain.data.own.as_source import as_declared, as_source
 from hvdtrain.data.own.dataset import DatasetSource
-from hvdtrain.data.source import ArraySource, Field, NamedArrays, Source
+from hvdtrain.data.own.user_source import user_source
+from hvdtrain.data.source import (
+    ArraySource,
+    Field,
+    LabelledImages,
+    NamedArrays,
+    Source,
+    inner_source,
+)
 from hvdtrain.data.subset import divide
 from hvdtrain.errors import UserError
 from hvdtrain.training.build import build_task
@@ -493,6 +501,24 @@ def test_a_source_of_ones_own_with_numbers_that_it_does_not_declare() -> None:
         found.read(np.array([2]))
     with pytest.raises(UserError, match="field y of sample 2 has 9, expected 0 to 2"):
         source(Images(np.zeros((3, 2, 2, 1), np.uint8), np.array([0, 1, 9]), 3))
+
+
+def test_a_source_of_ones_own_has_what_it_wraps_and_its_images() -> None:
+    images = ArraySource(np.zeros((3, 2, 2, 1), np.uint8), np.array([0, 1, 2]), 3)
+    members = ("shape", "classes", "labels", "stats", "label_digest", "image_digest")
+
+    class OwnImages(Windows, Source):  # type: ignore[misc]
+        """A subclass of Source, with all members of images."""
+
+        class_names = ()
+
+    for member in members:
+        setattr(OwnImages, member, getattr(images, member))
+    assert isinstance(user_source(OwnImages()), LabelledImages)
+    around = Windows()
+    assert inner_source(user_source(around)) is None
+    around.source = images  # type: ignore[attr-defined]
+    assert inner_source(user_source(around)) is images
 
 
 def test_workers_end_with_their_source() -> None:

@@ -17,11 +17,12 @@ from torch.nn import functional
 
 import hvdtrain
 from hvdtrain.__main__ import main
+from hvdtrain.cli.evaluate.command import fit
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Hyper
 from hvdtrain.data.own.as_source import as_source
-from hvdtrain.data.source import Field
+from hvdtrain.data.source import ArraySource, Field
 from hvdtrain.errors import UserError
 from hvdtrain.training.build import build_learner, restore_task
 from hvdtrain.training.checkpoint import files
@@ -339,6 +340,30 @@ def test_images_with_their_channels_first_are_turned_or_refused(
     ]
     with pytest.raises(UserError, match=r"image is uint8 \(3, 6, 5\), and images are \(H, W, C\)"):
         open_datasets(configure(None, [*words_of("regression"), *files_of_arrays]))
+
+
+def test_an_input_of_images_is_not_the_whole_of_a_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Colours are not taken for grey, and an image set alone is not evaluated."""
+    monkeypatch.setattr(two_inputs, "classes", in_colour)
+    monkeypatch.chdir(tmp_path)
+    config = configure(None, words_of("classification"))
+    opened = open_datasets(config)
+    assert opened.task.notes_on_data(opened.train, opened.val, False) == []
+    data = in_colour("val")
+    for images, what in (
+        (ArraySource(data["image"], data["y"], 2), "the model takes image uint8"),
+        (ArraySource(data["image"][..., :1], data["y"], 2), "the model takes image uint8"),
+    ):
+        with pytest.raises(UserError, match=what):
+            fit(images, opened.task, config)
+
+
+def in_colour(split: str = "train") -> dict[str, np.ndarray]:
+    image = np.random.default_rng(3).integers(0, 256, (two_inputs.SAMPLES, 6, 5, 3), np.uint8)
+    y = np.arange(two_inputs.SAMPLES) % 2
+    return {**two_inputs.fields(split), "image": image, "y": y}
 
 
 def test_data_that_do_not_fit_each_other_are_told_of() -> None:

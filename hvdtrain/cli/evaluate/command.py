@@ -152,7 +152,8 @@ def fit(source: Source, task: Task, config: Config) -> Source:
     model cannot take its samples."""
     where = config.where("data.root")
     names = config.data.class_names
-    if task.class_label is None or not isinstance(source, LabelledImages):
+    has_one_input = task.transforms is None
+    if task.class_label is None or not has_one_input or not isinstance(source, LabelledImages):
         if own := source.class_names:
             _refuse_unknown(own, names or (), where)
             source = relabelled_rows(source, names or ())

@@ -380,8 +380,6 @@ def _bounded(source: Source, longest: Mapping[str, int], values: Mapping[str, in
     if isinstance(source, (PaddedArrays, DatasetSource)):
         return source.with_bounds(longest, values)
     inner = inner_source(source)
-    return (
-        source
-        if inner is None
-        else dataclasses.replace(source, source=_bounded(inner, longest, values))  # type: ignore[type-var]
-    )
+    if inner is None or not dataclasses.is_dataclass(source):
+        return source
+    return dataclasses.replace(source, source=_bounded(inner, longest, values))

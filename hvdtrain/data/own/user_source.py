@@ -27,10 +27,11 @@ _OF_IMAGES = (
 
 def user_source(found: Any) -> Source:
     """The object, which has the MEMBERS of a source, as one."""
-    if isinstance(found, Source):
+    if isinstance(found, LabelledImages):
         return found
-    is_of_images = all(hasattr(found, member) for member in _OF_IMAGES)
-    return UserImages(found) if is_of_images else UserSource(found)
+    if all(hasattr(found, member) for member in _OF_IMAGES):
+        return UserImages(found)
+    return found if isinstance(found, Source) else UserSource(found)
 
 
 class UserSource(Source):
@@ -40,8 +41,14 @@ class UserSource(Source):
         self.user_object = user_object
 
     @property
+    def source(self) -> Source | None:
+        """What it wraps; `inner_source()` looks for it."""
+        found = getattr(self.user_object, "source", None)
+        return found if isinstance(found, Source) else None
+
+    @property
     def where(self) -> str:
-        return str(getattr(self.user_object, "where", ""))
+        return str(getattr(self.user_object, "where", "") or "")
 
     @property
     def fields(self) -> Mapping[str, Field]:
