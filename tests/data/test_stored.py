@@ -33,6 +33,7 @@ FORMATS = ["npz", "csv", pytest.param("parquet", marks=needs_pyarrow)]
 RANDOM = np.random.default_rng(3)
 U = RANDOM.normal(size=(101, 6, 5, 4)).astype("f4")
 LABELS = RANDOM.integers(0, 5, 101).astype(">i2")
+LOADTXT = np.loadtxt
 DRAWN = RANDOM.integers(0, 101, 40)
 
 
@@ -369,6 +370,11 @@ def test_damaged_and_foreign_npz_files(tmp_path: Path) -> None:
     assert "needs data.root" in error_of(lambda: npz.build("npz", None, "val"))
 
 
+def loadtxt_of_old_numpy(text: Any, dtype: Any, **options: Any) -> np.ndarray:
+    """Below 2.4 it reads 1.5 as the integer 1."""
+    return LOADTXT(text, np.float64, **options).astype(dtype)
+
+
 def test_damaged_tables_of_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def of(text: str, **options: Any) -> Any:
         (tmp_path / "a.csv").write_text(text)
@@ -397,6 +403,7 @@ def test_damaged_tables_of_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "# of me\na,y\n1,0\n": "remove what is above them",
         "a,y\r1,0\r": "the lines end in a carriage return alone",
         "a y\n1 0\n": "data.delimiter=space",
+        "a,label,target\n1,cat,0\n": "{x: [a], y: label}; or data.fields={x: [a], y: target}",
     }.items():
         assert message in error_of(lambda text=text: of(text))  # type: ignore[misc]
     decimal = error_of(lambda: of("a;y\n1,5;0\n", delimiter=";"))
@@ -414,6 +421,8 @@ def test_damaged_tables_of_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     )
     with monkeypatch.context() as patch:
         patch.setattr(csv, "_BLOCK_BYTES", 4)
+        patch.setattr(np, "loadtxt", loadtxt_of_old_numpy)
+        assert of("a,y\n1,0\n2,1.0\n")["y"].tolist() == [0, 1]
         assert (
             "a.csv:3\n" in (found := error_of(lambda: of("a,y\n1,0\n2,0.5\n")))
             and "a whole number, as the first lines have" in found

@@ -4,7 +4,9 @@ a traceback."""
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas
@@ -204,6 +206,16 @@ def test_values_of_the_split_that_are_missing_or_in_neither_set(tmp_path: Path) 
         )
 
 
+def write_table(
+    library: str, name: str, labels: list[Any], kind: str = "category", **more: object
+) -> None:
+    frame = pandas.DataFrame({"a": np.arange(len(labels)) * 1.0, "label": labels, **more})
+    if library == "csv":
+        frame.to_csv(f"{name}.csv", index=False)
+    else:
+        frame.astype({"label": kind}).to_parquet(f"{name}.parquet", row_group_size=5)
+
+
 @pytest.mark.parametrize("library", ["csv", "parquet"])
 def test_names_of_classes_in_a_table(
     library: str,
@@ -215,13 +227,7 @@ def test_names_of_classes_in_a_table(
     monkeypatch.chdir(tmp_path)
     build = csv.build if library == "csv" else parquet.build
 
-    def write(name: str, labels: list[str | None], kind: str = "category", **more: object) -> None:
-        frame = pandas.DataFrame({"a": np.arange(len(labels)) * 1.0, "label": labels, **more})
-        if library == "csv":
-            frame.to_csv(f"{name}.csv", index=False)
-        else:
-            frame.astype({"label": kind}).to_parquet(f"{name}.parquet", row_group_size=5)
-
+    write = partial(write_table, library)
     write("train", ["dog", "cat", "emu", "cat"] * 3)
     write("val", ["emu", "dog"], "str")
     train, val = (build(library, Path(), split) for split in ("train", "val"))
@@ -252,6 +258,9 @@ def test_names_of_classes_in_a_table(
     write("val", ["emu", "yak"])
     with pytest.raises(UserError, match="has the class 'yak'; the training set has cat, dog, emu"):
         build(library, Path(), "val")
+    write("other/val", [0, 1])
+    assert main(["evaluate", "run", "data.root=other"]) == 2
+    assert "y has no names of classes, as the run has: cat, dog, emu" in capsys.readouterr().err
     write("train", ["dog", None, "cat"])
     with pytest.raises(UserError, match="lacks 1 values|has names of classes, and ''"):
         build(library, Path(), "train")
@@ -268,3 +277,27 @@ def test_names_of_classes_in_a_table(
             "data.val_share=0.5",
             "model.name=linear",
         )
+
+
+@pytest.mark.parametrize("library", ["csv", "parquet"])
+def test_names_of_classes_that_are_not_as_others(
+    library: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    build = csv.build if library == "csv" else parquet.build
+    write = partial(write_table, library)
+    write("train", ["e", "E", "+", "."])
+    assert build(library, Path(), "train").class_names == ("+", ".", "E", "e")
+    write("train", ["dog", "${x}", "cat"] * 2)  # a name that config.yaml cannot have
+    write("val", ["cat"])
+    job = [f"data.name={library}", "data.root=.", "stop.steps=1", "run=run", "framework=numpy"]
+    hvdtrain.train({}, *job, "model.name=linear", "batch.size=4")
+    assert main(["evaluate", "run"]) == 0
+    (tmp_path / "other").mkdir()
+    write("other/val", ["cat", "dog"])
+    capsys.readouterr()
+    assert main(["evaluate", "run", "data.root=other"]) == 2
+    assert "2 classes by name, the run 3 without names" in capsys.readouterr().err

@@ -21,6 +21,7 @@ from hvdtrain.core.process import command_line, path_argument
 from hvdtrain.data.configured.unwritten import unstaged
 from hvdtrain.data.own.as_source import as_declared
 from hvdtrain.data.source import LabelledImages, Source
+from hvdtrain.data.stored.source import stored_in
 from hvdtrain.data.subset import relabelled, relabelled_rows
 from hvdtrain.errors import DONE, UserError, nearest, short
 from hvdtrain.events.log import Event
@@ -154,10 +155,7 @@ def fit(source: Source, task: Task, config: Config) -> Source:
     names = config.data.class_names
     has_one_input = task.transforms is None
     if task.class_label is None or not has_one_input or not isinstance(source, LabelledImages):
-        if own := source.class_names:
-            _refuse_unknown(own, names or (), where)
-            source = relabelled_rows(source, names or ())
-        return _with_fields_of(source, task, where)
+        return _with_fields_of(_with_classes_of(source, task, names, where), task, where)
     shape = task.fields["x"].shape
     label = task.fields[task.class_label]
     if source.shape != shape:
@@ -185,12 +183,32 @@ def fit(source: Source, task: Task, config: Config) -> Source:
     return as_declared(source, task.fields)
 
 
+def _with_classes_of(source: Source, task: Task, names: Sequence[str] | None, where: str) -> Source:
+    """The source with the labels of the run's classes. Raises UserError where its names are not
+    those of the run, or cannot be compared with them."""
+    own = source.class_names
+    if names and own:
+        _refuse_unknown(own, names, where)
+        return relabelled_rows(source, names)
+    classes = 0 if task.class_label is None else task.fields[task.class_label].values
+    if own and len(own) != classes:
+        what = f"the data have {len(own):,} classes by name, the run {classes:,} without names"
+        raise UserError(
+            what, where, "data with all classes of the run (config.yaml has no very long lists)"
+        )
+    is_table = stored_in(source) is not None and not isinstance(source, LabelledImages)
+    if names and is_table and task.class_label in source.fields:
+        what = f"{task.class_label} has no names of classes, as the run has: {', '.join(names)}"
+        what = short(what, 120)
+        raise UserError(what, where, f"the names in {task.class_label}")
+    return source
+
+
 def _refuse_unknown(own: Sequence[str], names: Sequence[str], where: str) -> None:
     """Raises UserError where the data have classes that the model does not know."""
     if unknown := [name for name in own if name not in names]:
         what = f"the model does not know {', '.join(unknown[:5])}{', ...' if unknown[5:] else ''}"
-        known = short(", ".join(names)) or "numbers from 0 on"
-        raise UserError(what, where, f"data of its classes: {known}")
+        raise UserError(what, where, f"data of its classes: {short(', '.join(names))}")
 
 
 def _with_fields_of(source: Source, task: Task, where: str) -> Source:

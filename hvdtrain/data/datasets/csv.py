@@ -297,7 +297,8 @@ def _kind_of(texts: list[str]) -> str:
     there = [text for text in texts if not is_missing(text)]
     if there and all(text.lower() in _TRUTH for text in there):
         return "truth"
-    if there and all(any(map(str.isalpha, text)) for text in there):
+    # classes may be named + and -
+    if there and all(any(map(str.isalpha, t)) or not any(map(str.isdigit, t)) for t in there):
         return "text" if any(map(_NUMBER.fullmatch, there)) else "words"
     if all(map(_WHOLE.fullmatch, texts)):
         return "whole"
@@ -322,7 +323,10 @@ def whole_number(text: str) -> int:
     """The int64 of a text. Raises ValueError where it is none."""
     text = text.strip()
     if not _WHOLE.fullmatch(text):
-        raise ValueError(f"could not convert {short(repr(text), 40)}")
+        found = float(text) if _NUMBER.fullmatch(text) else math.nan  # 2.0 is one
+        if not found.is_integer() or abs(found) >= _EXACT:
+            raise ValueError(f"could not convert {short(repr(text), 40)}")
+        return int(found)
     if not is_int64(text):
         raise ValueError(f"{short(text, 40)} is beyond the numbers of int64")
     return int(text)
@@ -499,10 +503,12 @@ class TextColumns:
             for line in lines.splitlines()
         ):
             return None
+        # of integers with a point or an exponent NumPy below 2.4 leaves the fraction out
+        is_rounded = self.dtype.kind == "i" and re.search("[.A-Za-z]", lines) is not None
         try:
             found = np.loadtxt(
                 io.StringIO(lines),
-                self.dtype,
+                np.float64 if is_rounded else self.dtype,
                 comments=None,
                 delimiter=self.table.delimiter,
                 usecols=self.places,
@@ -512,7 +518,9 @@ class TextColumns:
         except (ValueError, IndexError, OverflowError):
             return None
         is_exact = found.dtype.kind == "i" or bool((np.abs(found) < _EXACT).all())
-        return found if len(found) == rows and is_exact else None
+        if len(found) != rows or not is_exact or (is_rounded and (found % 1 != 0).any()):
+            return None
+        return found.astype(self.dtype, copy=False)
 
     def _slowly(self, block: int) -> np.ndarray:
         """Numbers (rows, columns). Raises UserError with the line that has none."""

@@ -32,10 +32,11 @@ from hvdtrain.data.stored.stored_array import (
     whole,
 )
 from hvdtrain.data.subset import subset
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, short
 
 Open = Callable[[Path], StoredFile]
 _FIELDS = "data.fields={x: NAME, y: NAME}"
+_NUMBER = re.compile(r"[-+]?([0-9][0-9.,]*|[.,][0-9]+)(e[-+]?[0-9]+)?", re.IGNORECASE)
 _VALIDATE = ("val", "valid", "validation")
 _TRAIN = ("train", "training")
 
@@ -214,14 +215,20 @@ def _fields(wanted: Wanted, split: Split, file: StoredFile, path: Path) -> dict[
     names = [
         name for name in file.names if name != _split_name(wanted) and name not in file.coordinates
     ]
-    target = next((name for name in TARGETS if name in names or f"/{name}" in names), None)
+    known = {name.lstrip("/"): name for name in names}
+    targets = [name for name in TARGETS if name in known]
+    if len(targets) > 1 and not {"x", "y"} <= known.keys():
+        without = [name for name in names if name.lstrip("/") not in TARGETS]
+        x = f"[{', '.join(map(as_yaml, without))}]" if 0 < len(without) <= 24 else "NAME"
+        choices = [f"data.fields={{x: {x}, y: {as_yaml(known[name])}}}" for name in targets]
+        raise UserError(f"which of {', '.join(targets)} is y?", str(path), "; or ".join(choices))
+    target = targets[0] if targets else None
     if target is None or (len(names) < 2):
         raise UserError(
             f"which arrays are x and y? The file has {', '.join(names[:24]) or 'none'}",
             str(path),
             _with_capitals(names) or _FIELDS,
         )
-    known = {name.lstrip("/"): name for name in names}
     others = [name for name in names if name.lstrip("/") != target]
     inputs = [known["x"]] if "x" in known else others
     if len(inputs) > 1 and file.columns(inputs) is None:
@@ -264,16 +271,20 @@ def _class_names(
     found: set[str] = set()
     for file, path in zip(files, paths, strict=True):
         names = set(map(str, np.unique(file.values(column)).tolist()))
-        numbers = {text for text in names if re.fullmatch(r"[-+0-9.,eE]+", text)}
-        wrong = [text for text in names if is_missing(text)]
-        wrong += sorted(numbers) if len(numbers) < len(names) else []
-        if wrong:
+        if missing := sorted(filter(is_missing, names)):
             raise UserError(
-                f"column {column} has names of classes, and {wrong[0]!r}",
+                f"column {column} has names of classes, and {missing[0]!r}",
                 str(path),
                 "a name for each sample, or remove the samples without one",
             )
         found |= names
+    numbers = sorted(filter(_NUMBER.fullmatch, found))
+    if numbers and len(numbers) < len(found):
+        raise UserError(
+            f"column {column} has names of classes, and the number {short(numbers[0], 40)}",
+            str(paths[0]),
+            "names with a letter in place of numbers, as class_7; or numbers alone",
+        )
     return tuple(sorted(found))
 
 
