@@ -389,6 +389,11 @@ def test_damaged_tables_of_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         and "could not convert" in found
     ) or "invalid literal" in found
     assert "no names of columns" in error_of(lambda: of("1.5,2\n1,0\n"))
+    assert of("400.5,y\n1,0\n2,1\n")["x"].tolist() == [1, 2]
+    assert of("1.5,2\n1,0\n2,1\n", fields={"x": "1.5", "y": "2"})["y"].tolist() == [0, 1]
+    assert of("a,y\n1,1.0e+00\n2,2.0e+00\n\r\n\n")["y"].tolist() == [1, 2]
+    assert of('a,b,y\n1,"b\n",1\n2,b,2\n\n\n', fields={"x": "a", "y": "y"})["y"].tolist() == [1, 2]
+    assert "no samples" in error_of(lambda: of("a,y\n\n\n"))
     assert "two columns of the same name, y" in error_of(lambda: of("y,y\n1,0\n"))
     named = {"x": "a", "y": "y"}
     assert of("a,b,b,y\n1,p,p,0\n2,p,p,1\n", fields=named)["x"].tolist() == [1, 2]
@@ -404,6 +409,10 @@ def test_damaged_tables_of_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "a,y\r1,0\r": "the lines end in a carriage return alone",
         "a y\n1 0\n": "data.delimiter=space",
         "a,label,target\n1,cat,0\n": "{x: [a], y: label}; or data.fields={x: [a], y: target}",
+        'a,y\n"r1",1,0\n': "R's write.table(col.names=NA)",
+        "a,y\n1,#N/A\n": "fill it",
+        'a,y\n"0,125",0\n': "sep=',', decimal=',')",
+        'a,y\n"1.234,56",0\n': "decimal=',', thousands='.')",
     }.items():
         assert message in error_of(lambda text=text: of(text))  # type: ignore[misc]
     decimal = error_of(lambda: of("a;y\n1,5;0\n", delimiter=";"))
@@ -426,7 +435,10 @@ def test_damaged_tables_of_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert (
             "a.csv:3\n" in (found := error_of(lambda: of("a,y\n1,0\n2,0.5\n")))
             and "a whole number, as the first lines have" in found
+            and "data.dtypes={y: float64}" in found
         )
+        floats = of("a,y\n1,0\n2,0.5\n", dtypes={"y": "float64"})
+        assert floats["y"].tolist() == [0, 0.5]
     assert "the line has no column" in error_of(lambda: of("a,y\n1,0\n\n1,1\n"))
 
 

@@ -17,6 +17,7 @@ import hvdtrain
 from hvdtrain.__main__ import main
 from hvdtrain.data.datasets import csv, npz, parquet
 from hvdtrain.data.own.as_source import as_source
+from hvdtrain.data.stored import build as stored
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.label_counts import right_terms
 
@@ -181,6 +182,13 @@ def test_values_of_the_split_that_are_missing_or_in_neither_set(tmp_path: Path) 
         for note in source.notes
     )  # type: ignore[arg-type]
     assert len(of("day", split_val=["2020-01-02 00:00:00"])) == 5  # type: ignore[arg-type]
+    (tmp_path / "t.csv").write_text("a,y,part\n1,0,TRUE\n2,0,FALSE\n3,1,TRUE\n")
+    for value in (True, 1, "TRUE"):
+        found = csv.build("csv", tmp_path / "t.csv", "val", split_by="part", split_val=[value])
+        assert found.read(np.arange(2))["x"].tolist() == [1, 3]
+    with pytest.raises(UserError, match="part has true and false: which") as caught:
+        csv.build("csv", tmp_path / "t.csv", "val", split_by="part")
+    assert caught.value.fix == "data.split_val=[true]"
     for column in ("gaps", "number"):
         with pytest.raises(UserError, match=f"{column} lacks 1 values"):
             of(column, split_val=["val"])
@@ -291,6 +299,30 @@ def test_names_of_classes_that_are_not_as_others(
     write = partial(write_table, library)
     write("train", ["e", "E", "+", "."])
     assert build(library, Path(), "train").class_names == ("+", ".", "E", "e")
+    write("train", ["no-data", "true", "false"])
+    write("val", ["true", "false"], "str")
+    assert build(library, Path(), "val").read(np.arange(2))["y"].tolist() == [2, 0]
+    write("val", [0, 1], "int64")
+    with pytest.raises(UserError, match="has the class '0'; the training set has false, no-data"):
+        build(library, Path(), "val")
+    with monkeypatch.context() as patch:
+        patch.setattr(stored, "_MOST_NAMES", 2)
+        with pytest.raises(UserError, match="has 3 different texts or more: are they classes"):
+            build(library, Path(), "train")
+    if library == "parquet":
+        for labels, kind, message in (
+            (["1", "10", "2"], "int64", "has numbers as texts, as '1'"),
+            (["1.5", "-2e3"], "float64", "has numbers as texts, as '-2e3'"),
+            (["cat", "7"], "as class_7", "names of classes, and the number 7"),
+        ):
+            write("train", labels)
+            with pytest.raises(UserError, match=message) as caught:
+                build(library, Path(), "train")
+            assert kind in caught.value.fix
+        write("train", [0, 1, 2], "int64", names=[["a"], ["b"], ["c"]])
+        with pytest.raises(UserError, match="column names is list") as caught:
+            build(library, Path(), "train")
+        assert "cat.codes" not in caught.value.fix
     write("train", ["dog", "${x}", "cat"] * 2)  # a name that config.yaml cannot have
     write("val", ["cat"])
     job = [f"data.name={library}", "data.root=.", "stop.steps=1", "run=run", "framework=numpy"]

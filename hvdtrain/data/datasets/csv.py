@@ -19,7 +19,7 @@ from hvdtrain.data.own.arrays import TARGETS, is_index
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.build import Wanted, build_stored
 from hvdtrain.data.stored.files import FileOnDisk
-from hvdtrain.data.stored.selection import Box
+from hvdtrain.data.stored.selection import Box, name_and_words
 from hvdtrain.data.stored.stored_array import (
     Blocks,
     StoredArray,
@@ -43,7 +43,7 @@ _EXACT = 2.0**53  # a float64 has all whole numbers up to it
 _WORDS = {"tab": "\t", "space": " "}
 _TRUTH = {"true": 1, "false": 0}
 _DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "bars"}
-_THOUSANDS = re.compile(r"[-+]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]*)?")
+_THOUSANDS = re.compile(r"[-+]?[1-9][0-9]{0,2}(,[0-9]{3})+(\.[0-9]*)?")
 _DECIMAL_COMMA = re.compile(r"[-+]?[0-9.]*,[0-9]+")
 
 
@@ -58,7 +58,7 @@ def build(
     fields: dict[str, str | list[str]] | None = None,
     dtypes: dict[str, str] | None = None,
     split_by: str | None = None,
-    split_val: list[int | str] | None = None,
+    split_val: list[bool | int | str] | None = None,
     cache_mb: int = 256,
     delimiter: str | None = None,
 ) -> Source:
@@ -83,7 +83,7 @@ def build(
 
     def opened(path: Path) -> CsvFile:
         between = _WORDS.get(delimiter or "", delimiter)
-        return CsvFile.of(path, between or ("\t" if path.suffix == ".tsv" else ","))
+        return CsvFile.of(path, between or ("\t" if path.suffix == ".tsv" else ","), wanted)
 
     wanted = Wanted(fields, dtypes or {}, split_by, split_val, cache_mb)
     return build_stored(name, root, split, (".csv", ".tsv"), opened, wanted)
@@ -99,9 +99,10 @@ class CsvFile:
     lines: np.ndarray  # int64 (blocks + 1,): of the file, for messages
     # of each column, by its first lines: whole, float, truth, words, text, empty
     kinds: tuple[str, ...] = ()
+    field_names: tuple[str, ...] = ()  # of each column, empty of those in no field
 
     @staticmethod
-    def of(path: Path, delimiter: str) -> CsvFile:
+    def of(path: Path, delimiter: str, wanted: Wanted) -> CsvFile:
         """Reads the file once, for the ends of its lines: a second for each GB. Raises UserError
         where it has no header."""
         if len(delimiter) != 1:
@@ -119,11 +120,25 @@ class CsvFile:
             name.strip() or f"Unnamed: {place}"
             for place, name in enumerate(cells[0][1] if cells else [])
         ]
-        _check_header(header, delimiter, path)
-        found = CsvFile(file, header, delimiter, *_index(file, len(first) + 1, delimiter))
+        fields = _fields_of_columns(wanted)
+        _check_header(header, delimiter, path, {*TARGETS, *fields, wanted.split_by})
+        rest = len(first) + 1
+        index = _index(file, rest, _without_blank_lines(file, rest), delimiter)
+        found = CsvFile(file, header, delimiter, *index)
         rows = found.rows(0) if found.edges[-1] else []
         kinds = [_kind_of([row[place].strip() for _, row in rows]) for place in range(len(header))]
-        return replace(found, kinds=tuple(kinds))
+        names = [fields.get(column, "") for column in header]
+        if wanted.fields is None:
+            names = ["y" if column in TARGETS else "x" for column in header]
+        are_floats = [wanted.dtypes.get(name, "").startswith("float") for name in names]
+        return replace(
+            found,
+            kinds=tuple(
+                "float" if kind == "whole" and is_float else kind
+                for kind, is_float in zip(kinds, are_floats, strict=True)
+            ),
+            field_names=tuple(names),
+        )
 
     @property
     def names(self) -> list[str]:
@@ -141,8 +156,9 @@ class CsvFile:
         is_truth = self.kinds[self.place(name)] == "truth"
         return f"column {name} has TRUE and FALSE, which are 1 and 0" if is_truth else ""
 
-    def edges_of_texts(self, name: str) -> np.ndarray | None:
-        return self.edges if self.kinds[self.place(name)] == "words" else None
+    def edges_of_texts(self, name: str, *, may_be_names: bool = False) -> np.ndarray | None:
+        kind = self.kinds[self.place(name)]
+        return self.edges if kind == "words" or (may_be_names and kind != "float") else None
 
     def array(self, name: str) -> StoredArray:
         return TextColumns.of(self, [name], True)
@@ -194,6 +210,8 @@ class CsvFile:
         fix = "correct or remove it"
         if any("\n" in cell for cell in row):
             fix = "close the quote that begins in this line and goes on in the next one"
+        elif len(row) == columns + 1 > 2 and line == 2 and row[-1]:
+            fix = "a name for the column of the names of rows: R's write.table(col.names=NA)"
         elif len(row) > columns and not any(row[columns:]):
             fix = "remove the delimiter at the ends of lines, or add one to the first line"
         elif columns == 1 and len(row) > 1:
@@ -223,11 +241,14 @@ class CsvFile:
                 ".to_csv(NEW, index=False)"
             )
         elif _DECIMAL_COMMA.fullmatch(text):
+            thousands = ", thousands='.'" if "." in text else ""
             fix = (
                 "a point in place of the decimal comma: pandas.read_csv(FILE, "
-                f"sep={self.delimiter!r}, decimal=',').to_csv(NEW, index=False), without "
-                "data.delimiter"
+                f"sep={self.delimiter!r}, decimal=','{thousands}).to_csv(NEW, index=False), "
+                "without data.delimiter"
             )
+        elif self.kinds[place] == "whole" and _NUMBER.fullmatch(text):
+            fix = f"data.dtypes={{{self.field_names[place] or 'FIELD'}: float64}}"
         else:
             fix = f"a number in its place, or remove the line; {without}"
         return UserError(
@@ -235,6 +256,27 @@ class CsvFile:
             f"{self.file.path}:{line}",
             fix,
         )
+
+
+def _fields_of_columns(wanted: Wanted) -> dict[str, str]:
+    """The field of each column that data.fields names."""
+    return {
+        name_and_words(text)[0]: field_name
+        for field_name, texts in (wanted.fields or {}).items()
+        for text in ([texts] if isinstance(texts, str) else texts)
+    }
+
+
+def _without_blank_lines(file: FileOnDisk, start: int) -> int:
+    """Where the last line ends that is not blank."""
+    first = max(start, file.size - _BLOCK_BYTES)
+    with file.opened() as text:
+        tail = text.read(first, file.size - first)
+    found = tail.rstrip(b"\r\n")
+    if not found and first == start:
+        return start
+    newline = tail.find(b"\n", len(found))
+    return first + (newline + 1 if newline >= 0 else len(tail))
 
 
 def _check_kind(first: bytes, newline: bytes, path: Path) -> None:
@@ -259,12 +301,18 @@ def _check_kind(first: bytes, newline: bytes, path: Path) -> None:
         )
 
 
-def _check_header(header: list[str], delimiter: str, path: Path) -> None:
-    """Raises UserError where the first line has no names, or is divided by another delimiter."""
+def _check_header(
+    header: list[str], delimiter: str, path: Path, known: Collection[str | None]
+) -> None:
+    """Raises UserError where the first line has no names, or is divided by another delimiter.
+
+    known: names that say that it is no line of numbers.
+    """
     shown = short(delimiter.join(header), 60)
     numbers = [name for name in header if any(map(str.isdigit, name)) and _NUMBER.fullmatch(name)]
     # whole numbers beside a name may be names: label,0,1,2
-    if not header or len(numbers) == len(header) or not all(map(_WHOLE.fullmatch, numbers)):
+    are_cells = len(numbers) == len(header) or not all(map(_WHOLE.fullmatch, numbers))
+    if not header or (are_cells and not set(known) & set(header)):
         raise UserError(
             f"the first line has no names of columns: {shown}",
             f"{path}:1",
@@ -294,15 +342,17 @@ def _kind_of(texts: list[str]) -> str:
     one that is no number is enough."""
     if texts and not any(texts):
         return "empty"
+    if all(map(_WHOLE.fullmatch, texts)):
+        return "whole"
+    if all(map(_NUMBER.fullmatch, texts)):  # 1.0e+00, which has a letter
+        return "float"
     there = [text for text in texts if not is_missing(text)]
     if there and all(text.lower() in _TRUTH for text in there):
         return "truth"
     # classes may be named + and -
     if there and all(any(map(str.isalpha, t)) or not any(map(str.isdigit, t)) for t in there):
         return "text" if any(map(_NUMBER.fullmatch, there)) else "words"
-    if all(map(_WHOLE.fullmatch, texts)):
-        return "whole"
-    return "float" if all(map(_NUMBER.fullmatch, texts)) else "text"
+    return "text"
 
 
 def number(text: str) -> float:
@@ -383,35 +433,36 @@ def _text(raw: bytes, path: Path, line: int) -> str:
 
 
 def _index(
-    file: FileOnDisk, start: int, delimiter: str
+    file: FileOnDisk, start: int, stop: int, delimiter: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Blocks of rows behind the header: their first rows, bytes and lines, and the ends of the last
-    one. A row is a line, unless there are newlines in quotes."""
+    """Blocks of rows behind the header, which ends at byte `start`: their first rows, bytes and
+    lines, and the ends of the last one, which is `stop`. A row is a line, unless there are newlines
+    in quotes."""
     rows = 0
     edges = [0]
     offsets = [start]
     quotes = 0
     with file.opened() as text:
-        for place in range(start, file.size, _PIECE_BYTES):
-            raw = np.frombuffer(text.read(place, min(_PIECE_BYTES, file.size - place)), np.uint8)
+        for place in range(start, stop, _PIECE_BYTES):
+            raw = np.frombuffer(text.read(place, min(_PIECE_BYTES, stop - place)), np.uint8)
             newlines = np.flatnonzero(raw == _NEWLINE)
             found = np.flatnonzero(raw == _QUOTE)
             if ((quotes + np.searchsorted(found, newlines)) % 2).any():
-                return _index_of_quoted(file, start, delimiter)
+                return _index_of_quoted(file, start, stop, delimiter)
             quotes += len(found)
             blocks, ends = _last_rows(place + 1 + newlines, start, offsets[-1])
             edges += (rows + 1 + blocks).tolist()
             offsets += ends.tolist()
             rows += len(newlines)
-        if file.size > start and text.read(file.size - 1, 1) != b"\n":
+        if stop > start and text.read(stop - 1, 1) != b"\n":
             rows += 1
-    if offsets[-1] < file.size:
-        edges, offsets = [*edges, rows], [*offsets, file.size]
+    if offsets[-1] < stop:
+        edges, offsets = [*edges, rows], [*offsets, stop]
     return _checked_blocks(file, np.array(edges), np.array(offsets), 2 + np.array(edges))
 
 
 def _index_of_quoted(
-    file: FileOnDisk, start: int, delimiter: str
+    file: FileOnDisk, start: int, stop: int, delimiter: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """_index() of a file with a newline in quotes, row by row: a second for 100 MB, about."""
     last = []  # line of each row, counted from 1 behind the header
@@ -424,24 +475,26 @@ def _index_of_quoted(
         except csv.Error as error:
             raise _undivided(error, file.path, reader.line_num + 1) from None
     with file.opened() as text:
-        pieces = range(start, file.size, _PIECE_BYTES)
+        pieces = range(start, stop, _PIECE_BYTES)
         ends = [
             piece
             + 1
             + np.flatnonzero(
-                np.frombuffer(text.read(piece, min(_PIECE_BYTES, file.size - piece)), np.uint8)
+                np.frombuffer(text.read(piece, min(_PIECE_BYTES, stop - piece)), np.uint8)
                 == _NEWLINE
             )
             for piece in pieces
         ]
-    lines = np.concatenate([*ends, [file.size]])  # the last line may have no newline
-    rows = np.array(last)
+    lines = np.concatenate(ends)
+    if lines[-1] < stop:  # the last line has no newline
+        lines = np.append(lines, stop)
+    rows = np.array([line for line in last if line <= len(lines)])
     found, offsets = _last_rows(lines[rows - 1], start, start)
     edges = np.array([0, *(1 + found)])
     offsets = np.array([start, *offsets])
     if edges[-1] < len(rows):
         edges = np.append(edges, len(rows))
-        offsets = np.append(offsets, file.size)
+        offsets = np.append(offsets, stop)
     return _checked_blocks(file, edges, offsets, 2 + np.array([0, *last])[edges])
 
 

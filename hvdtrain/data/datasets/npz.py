@@ -56,7 +56,7 @@ def build(
     fields: dict[str, str | list[str]] | None = None,
     dtypes: dict[str, str] | None = None,
     split_by: str | None = None,
-    split_val: list[int | str] | None = None,
+    split_val: list[bool | int | str] | None = None,
     cache_mb: int = 256,
 ) -> Source:
     """Arrays of train.npz and val.npz in data.root, of several such files, or of one file with
@@ -141,7 +141,7 @@ class NpzFile:
     def note(self, name: str) -> str:
         return ""
 
-    def edges_of_texts(self, name: str) -> np.ndarray | None:
+    def edges_of_texts(self, name: str, *, may_be_names: bool = False) -> np.ndarray | None:
         return None
 
     def columns(self, names: list[str]) -> Blocks | None:

@@ -31,7 +31,7 @@ def build(
     fields: dict[str, str | list[str]] | None = None,
     dtypes: dict[str, str] | None = None,
     split_by: str | None = None,
-    split_val: list[int | str] | None = None,
+    split_val: list[bool | int | str] | None = None,
     cache_mb: int = 256,
 ) -> Source:
     """Columns of train.parquet and val.parquet in data.root, of several such files, or of one with
@@ -115,8 +115,8 @@ class ParquetFile:
     def note(self, name: str) -> str:
         return ""
 
-    def edges_of_texts(self, name: str) -> np.ndarray | None:
-        return self.edges if name in self.with_texts else None
+    def edges_of_texts(self, name: str, *, may_be_names: bool = False) -> np.ndarray | None:
+        return self.edges if may_be_names or name in self.with_texts else None
 
     def array(self, name: str) -> StoredArray:
         return RowGroups.of(self, [name])
@@ -253,8 +253,8 @@ def _as_numbers(arrow_type: str, column: str) -> str:
     """How pandas makes numbers of a column."""
     if arrow_type.startswith("decimal"):
         return f"write it as floats: {column}.astype(float)"
-    if "string" in arrow_type:
-        return f"write it as numbers: {column}.astype('category').cat.codes"
+    if "string" in arrow_type and not arrow_type.startswith(("list", "large_list", "fixed_size")):
+        return f"write it as numbers: {column}.astype('category').cat.codes, over both sets at once"
     if arrow_type.startswith(("timestamp", "date")):
         return f"write it as numbers: pandas.to_datetime({column}).astype('int64')"
     return "write columns of numbers in its place"

@@ -324,7 +324,10 @@ def _numbers(array: np.ndarray, column: Any, name: str, where: str) -> np.ndarra
     return array
 
 
-_CONVERT = "leave the column out, or make numbers of it: frame[column].astype('category').cat.codes"
+_CONVERT = (
+    "leave the column out, or make numbers of it: frame[column].astype('category').cat.codes, over "
+    "both sets"
+)
 _FILL = "fill it, or leave the row out"
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,12 @@ from hvdtrain.errors import UserError, short
 
 Open = Callable[[Path], StoredFile]
 _FIELDS = "data.fields={x: NAME, y: NAME}"
-_NUMBER = re.compile(r"[-+]?([0-9][0-9.,]*|[.,][0-9]+)(e[-+]?[0-9]+)?", re.IGNORECASE)
+_NUMBER = re.compile(
+    r"[-+]?([0-9]{1,3}([.,][0-9]{3})+|[0-9]+|(?=[.,][0-9]))([.,][0-9]*)?(e[-+]?[0-9]+)?",
+    re.IGNORECASE,
+)
+_MOST_NAMES = 2**16
+_TRUTH = {"true": True, "false": False}
 _VALIDATE = ("val", "valid", "validation")
 _TRAIN = ("train", "training")
 
@@ -48,7 +53,7 @@ class Wanted:
     fields: Mapping[str, str | list[str]] | None
     dtypes: Mapping[str, str] = field(default_factory=dict)
     split_by: str | None = None
-    split_val: Sequence[int | str] | None = None
+    split_val: Sequence[bool | int | str] | None = None
     cache_mb: int = 256
 
 
@@ -75,11 +80,16 @@ def build_stored(
     paths, of_split_alone = files_of_split(expand(root, "data.root"), split, suffixes, name)
     files = [open_file(path) for path in paths]
     fields = _fields(wanted, split, files[0], paths[0])
-    of_train = (files, paths)
-    if split == "val" and of_split_alone and _texts_of(files[0], fields):
-        others = _training_paths(expand(root, "data.root"), suffixes, name) or paths
-        of_train = ([open_file(path) for path in others], others)
-    names = _class_names(*of_train, _fields(wanted, "train", of_train[0][0], of_train[1][0]))
+    others = (
+        _training_paths(expand(root, "data.root"), suffixes, name)
+        if split == "val" and of_split_alone and _texts_of(files[0], fields, may_be_names=True)
+        else []
+    )
+    names = (
+        _class_names(map(open_file, others), others, wanted)
+        if others
+        else _class_names(iter(files), paths, wanted)
+    )
     kinds, parts = _parts(files, paths, fields, wanted, names)
     samples = _samples(
         f"{name} {paths[0]}" if len(paths) == 1 else f"{name} {paths[0].parent}",
@@ -99,7 +109,8 @@ def build_stored(
             str(paths[0].parent),
             "data.root=FOLDER with fewer of them",
         )
-    notes = [*_left_out(files[0], fields, wanted), *_notes(files, paths, fields, wanted)]
+    numbers = {field: texts for field, texts in fields.items() if field != "y" or not names}
+    notes = [*_left_out(files[0], fields, wanted), *_notes(files, paths, numbers, wanted)]
     values = (
         _split_values(files, paths, parts, wanted.split_by) if wanted.split_by is not None else None
     )
@@ -244,12 +255,16 @@ def _with_capitals(names: Sequence[str]) -> str:
     return f"data.fields={{x: {x}, y: {target}}}" if target and 0 < len(others) <= 24 else ""
 
 
-def _texts_of(file: StoredFile, fields: Mapping[str, list[str]]) -> str:
-    """The column y where it has names of classes, else empty."""
+def _texts_of(
+    file: StoredFile, fields: Mapping[str, list[str]], *, may_be_names: bool = False
+) -> str:
+    """The column y where it has names of classes, else empty. may_be_names: also where it would
+    have them if the training set had some."""
     listed = fields.get("y", [])
     name, words = name_and_words(listed[0]) if len(listed) == 1 else ("", "")
     is_plain = name in file.names and not words
-    return name if is_plain and file.edges_of_texts(name) is not None else ""
+    edges = file.edges_of_texts(name, may_be_names=may_be_names) if is_plain else None
+    return "" if edges is None else name
 
 
 def _training_paths(root: Path, suffixes: tuple[str, ...], name: str) -> list[Path]:
@@ -260,16 +275,18 @@ def _training_paths(root: Path, suffixes: tuple[str, ...], name: str) -> list[Pa
         return []
 
 
-def _class_names(
-    files: list[StoredFile], paths: list[Path], fields: Mapping[str, list[str]]
-) -> tuple[str, ...]:
+def _class_names(files: Iterator[StoredFile], paths: list[Path], wanted: Wanted) -> tuple[str, ...]:
     """The names in a column y of texts, sorted: the classes. Raises UserError where one is missing,
-    or a number among names."""
-    column = _texts_of(files[0], fields)
+    for numbers, and for texts that are no names of classes.
+
+    files: opened as they are taken; of a set without names only the first is.
+    """
+    first = next(files)
+    column = _texts_of(first, _fields(wanted, "train", first, paths[0]))
     if not column:
         return ()
     found: set[str] = set()
-    for file, path in zip(files, paths, strict=True):
+    for file, path in zip(chain([first], files), paths, strict=True):
         names = set(map(str, np.unique(file.values(column)).tolist()))
         if missing := sorted(filter(is_missing, names)):
             raise UserError(
@@ -278,8 +295,21 @@ def _class_names(
                 "a name for each sample, or remove the samples without one",
             )
         found |= names
+        if len(found) > _MOST_NAMES:
+            raise UserError(
+                f"column {column} has {len(found):,} different texts or more: are they classes?",
+                str(path),
+                f"data.fields={{x: NAME, y: NAME}}, another column; at most {_MOST_NAMES:,} names",
+            )
     numbers = sorted(filter(_NUMBER.fullmatch, found))
-    if numbers and len(numbers) < len(found):
+    if numbers and len(numbers) == len(found):
+        number = short(repr(numbers[0]), 40)
+        raise UserError(
+            f"column {column} has numbers as texts, as {number}",
+            str(paths[0]),
+            f"write it as numbers: {_converted(f'frame[{column!r}]', numbers)}",
+        )
+    if numbers:
         raise UserError(
             f"column {column} has names of classes, and the number {short(numbers[0], 40)}",
             str(paths[0]),
@@ -288,19 +318,29 @@ def _class_names(
     return tuple(sorted(found))
 
 
+def _converted(column: str, numbers: Sequence[str]) -> str:
+    """How pandas makes numbers of a column of texts."""
+    if all(re.fullmatch("[-+]?[0-9]+", number) for number in numbers):
+        return f"{column}.astype('int64')"
+    if any("," in number for number in numbers):
+        return f"{column}.str.replace(',', '.').astype('float64') of decimal commas"
+    return f"{column}.astype('float64')"
+
+
 def _labels(file: StoredFile, column: str, names: Sequence[str], path: Path) -> Labels:
     """The number of the class of each sample. Raises UserError for a class that is none of the
     training set."""
     texts, places = np.unique(file.values(column).astype(str), return_inverse=True)
-    edges = file.edges_of_texts(column)
-    if edges is None or (unknown := [text for text in texts.tolist() if text not in names]):
+    edges = file.edges_of_texts(column, may_be_names=True)
+    known = {name: number for number, name in enumerate(names)}
+    if edges is None or (unknown := [text for text in texts.tolist() if text not in known]):
         what = "has no names of classes" if edges is None else f"has the class {unknown[0]!r}"
         raise UserError(
             f"column {column} {what}; the training set has {', '.join(names[:8])}",
             str(path),
             "the same names in all files, and each in the training set",
         )
-    numbers = np.array([names.index(text) for text in texts.tolist()])
+    numbers = np.array([known[text] for text in texts.tolist()])
     return Labels(numbers.astype(np.min_scalar_type(len(names)))[places], edges)
 
 
@@ -502,7 +542,9 @@ def _split_values(
             str(paths[0].parent),
             "one kind in all files",
         )
-    return np.concatenate(found)
+    values = np.concatenate(found)
+    are_truth = values.dtype.kind == "U" and np.isin(np.char.lower(values), list(_TRUTH)).all()
+    return np.char.lower(values) == "true" if are_truth else values
 
 
 def _split_values_of(file: StoredFile, path: Path, part: Part, text: str) -> np.ndarray:
@@ -555,7 +597,11 @@ def _of_split(values: np.ndarray, paths: list[Path], wanted: Wanted, split: Spli
     are none."""
     if wanted.split_val is not None:
         known = np.unique(values)
-        absent = [value for value in wanted.split_val if value not in known.tolist()]
+        chosen_values = [
+            _TRUTH.get(str(value).lower(), value) if known.dtype.kind == "b" else value
+            for value in wanted.split_val
+        ]
+        absent = [value for value in chosen_values if value not in known.tolist()]
         if absent:
             what = (
                 f"no sample has {', '.join(map(str, absent))}: {wanted.split_by} has the values "
@@ -564,9 +610,7 @@ def _of_split(values: np.ndarray, paths: list[Path], wanted: Wanted, split: Spli
             raise UserError(what, "data.split_val", "values of that column")
         mask = np.isin(
             values,
-            np.array(wanted.split_val, values.dtype)
-            if values.dtype.kind in "iufb"
-            else wanted.split_val,
+            np.array(chosen_values, values.dtype) if values.dtype.kind in "iufb" else chosen_values,
         )
         chosen = np.flatnonzero(mask == (split == "val"))
     elif values.dtype.kind == "U":
@@ -574,10 +618,12 @@ def _of_split(values: np.ndarray, paths: list[Path], wanted: Wanted, split: Spli
             np.isin(np.char.lower(values), _TRAIN if split == "train" else _VALIDATE)
         )
     else:
+        is_truth = values.dtype.kind == "b"
         raise UserError(
-            f"{wanted.split_by} has numbers: which of them validate?",
+            f"{wanted.split_by} has {'true and false' if is_truth else 'numbers'}: which of them "
+            "validate?",
             "data.split_by",
-            "data.split_val=[4]",
+            f"data.split_val=[{'true' if is_truth else 4}]",
         )
     if not len(chosen):
         shown = ", ".join(map(str, np.unique(values)[:12].tolist()))

@@ -85,9 +85,10 @@ class StoredFile(Protocol):
         """Names among them that only number the rows or the points of an axis, as pandas' index: no
         input unless data.fields says so."""
 
-    def edges_of_texts(self, name: str) -> np.ndarray | None:
+    def edges_of_texts(self, name: str, *, may_be_names: bool = False) -> np.ndarray | None:
         """Blocks.edges of a column of a table that has texts, as names of classes; None of
-        another."""
+        another. may_be_names: also of one that has something else, which a training set with
+        names would make names of classes, as true and false."""
 
     def array(self, name: str) -> StoredArray:
         """Raises UserError where there is none of this name, or it has no numbers."""
@@ -140,7 +141,9 @@ def check_dtype(dtype: np.dtype[Any], name: str, path: Path) -> None:
     )
     fix = "another array in data.fields, or write it again as numbers"
     if dtype.kind in "SU":
-        fix += f"; names of classes: np.unique({name}, return_inverse=True)[1]"
+        fix += (
+            f"; names of classes: np.unique({name}, return_inverse=True)[1], over both sets at once"
+        )
     unread = "; objects are never read: unpickling them could run code" if dtype.kind == "O" else ""
     raise UserError(what + unread, str(path), fix)
 
@@ -177,13 +180,15 @@ class Labels:
 
 def is_missing(text: str) -> bool:
     """Whether a text is a word for a value that is not there."""
-    return text.strip().lower() in ("", "na", "n/a", "nan", "null")
+    text = text.strip()
+    words = ("", "na", "n/a", "#n/a", "<na>", "nan", "null")
+    return text.lower() in words or text in ("None", "NaT")  # "none" may be a class
 
 
 def leaving_out(names: Sequence[str], wrong: Collection[str]) -> str:
     """The words that train on a table without some of its columns."""
     target = next((name for name in TARGETS if name in names and name not in wrong), None)
-    others = [name for name in names if name not in wrong and name != target]
+    others = [name for name in names if name not in wrong and name not in TARGETS]
     if target is None or not 0 < len(others) <= 24 or len(set(names)) < len(names):
         return "data.fields={x: [COLUMN, ...], y: COLUMN} takes other columns"
     return f"data.fields={{x: [{', '.join(map(as_yaml, others))}], y: {target}}} leaves it out"

@@ -59,7 +59,7 @@ def build(
     fields: dict[str, str | list[str]] | None = None,
     dtypes: dict[str, str] | None = None,
     split_by: str | None = None,
-    split_val: list[int | str] | None = None,
+    split_val: list[bool | int | str] | None = None,
     cache_mb: int = 256,
 ) -> Source:
     """Arrays of train.h5 and val.h5 in data.root, of several such files, or of one file with
@@ -288,7 +288,7 @@ class Hdf5File:
             fix,
         )
 
-    def edges_of_texts(self, name: str) -> np.ndarray | None:
+    def edges_of_texts(self, name: str, *, may_be_names: bool = False) -> np.ndarray | None:
         return None
 
     def columns(self, names: list[str]) -> Blocks | None:

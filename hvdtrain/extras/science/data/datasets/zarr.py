@@ -65,7 +65,7 @@ def build(
     fields: dict[str, str | list[str]] | None = None,
     dtypes: dict[str, str] | None = None,
     split_by: str | None = None,
-    split_val: list[int | str] | None = None,
+    split_val: list[bool | int | str] | None = None,
     cache_mb: int = 256,
 ) -> Source:
     """Arrays of train.zarr and val.zarr (or .zarr.zip) in data.root, of several, or of one with
@@ -256,7 +256,7 @@ class ZarrGroup:
             raise UserError(what, str(self.path), fix)
         return found
 
-    def edges_of_texts(self, name: str) -> np.ndarray | None:
+    def edges_of_texts(self, name: str, *, may_be_names: bool = False) -> np.ndarray | None:
         return None
 
     def columns(self, names: list[str]) -> Blocks | None:
