@@ -94,7 +94,7 @@ def makes_groups(optimizer: Any) -> bool:
         return False
 
 
-def build_rule(config: Config) -> Rule:
+def build_rule(config: Config, ties: Ties | None = None) -> Rule:
     """The rule, with the options of `optim`, for its groups, and with averages.
 
     Raises UserError for a user's own optimizer, which is not a rule.
@@ -127,16 +127,17 @@ def build_rule(config: Config) -> Rule:
     )
     rule = Grouped(rule, groups) if groups else rule
     if config.model.thaw:
-        rule = Thawing(rule, thaw_entries(config.model))
+        rule = Thawing(rule, thaw_entries(config.model, ties))
     return rule if config.optim.ema is None else Averaged(rule, config.optim.ema)
 
 
-def thaw_entries(model: ModelConfig) -> ThawEntries:
+def thaw_entries(model: ModelConfig, ties: Ties | None = None) -> ThawEntries:
     """The entries of a job, with what decides whether a weight is frozen."""
     return ThawEntries(
         tuple(tuple(entry.names) for entry in model.thaw),
         tuple(model.freeze),
         (*model.lora_train, *model.weights_skip) if model.lora else None,
+        tuple(map(tuple, ties.groups())) if ties is not None else (),
     )
 
 

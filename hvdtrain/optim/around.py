@@ -144,16 +144,22 @@ class ThawEntries(NamedTuple):
     patterns: tuple[tuple[str, ...], ...]  # of each entry
     frozen: tuple[str, ...]  # patterns of model.freeze
     trained: tuple[str, ...] | None  # with model.lora: patterns of what it does not freeze
+    ties: tuple[tuple[str, ...], ...] = ()  # the names of each array that has several
 
     def is_frozen(self, name: str) -> bool:
-        """Whether a weight is frozen at the start."""
+        """Whether a weight is frozen at the start, by any of its names."""
+        names = next((tied for tied in self.ties if name in tied), (name,))
         by_lora = self.trained is not None and not (
-            is_adapter(name) or any(fnmatchcase(name, pattern) for pattern in self.trained)
+            is_adapter(name) or _any_fits(names, self.trained)
         )
-        return by_lora or any(fnmatchcase(name, pattern) for pattern in self.frozen)
+        return by_lora or _any_fits(names, self.frozen)
 
     def number_of(self, name: str) -> int | None:
         return number_of_entry(name, self.patterns) if self.is_frozen(name) else None
+
+
+def _any_fits(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 @dataclass(frozen=True)

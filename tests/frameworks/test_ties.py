@@ -72,12 +72,23 @@ def train(folder: Path, *words: str, net: nn.Module | None = None) -> tuple[nn.M
             ["model.lora=['mid']", "model.lora_rank=1", "model.lora_train=['head.*']"],
             "model.lora_train: ",
         ),
+        *(
+            (
+                [f"model.freeze=['{name}.weight']", f"model.thaw=[{{at: 2, names: {names}}}]"],
+                f"model.freeze: {name}.weight is {other}.weight too (tied weights)",
+            )
+            for name, other, names in (
+                ("embed", "head", "['embed*','head*']"),
+                ("head", "embed", "['*']"),
+            )
+        ),
     ],
 )
 def test_a_name_holds_for_both(
     words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Against plain torch, four steps of all samples."""
+    """Against plain torch, four steps of all samples; thawed weights are trained in the last
+    two."""
     net, _ = train(tmp_path, *words)
     out = capsys.readouterr().out
     is_lora = "model.lora=['mid']" in words
@@ -93,9 +104,9 @@ def test_a_name_holds_for_both(
         )  # type: ignore[union-attr]
         return
     expected = Tied().double()
-    expected.embed.weight.requires_grad_(False)
-    optimizer = torch.optim.SGD([p for p in expected.parameters() if p.requires_grad], lr=0.5)
-    for _ in range(4):
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.5)
+    for step in range(4):
+        expected.embed.weight.requires_grad_(step >= 2 and "model.thaw" in words[-1])
         optimizer.zero_grad()
         nn.functional.cross_entropy(
             expected(torch.from_numpy(X)), torch.from_numpy(DATA["y"])

@@ -7,6 +7,7 @@ import torch
 from hvdtrain.comm.mesh import Mesh
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
+from hvdtrain.core.ties import Ties
 from hvdtrain.data.images.views import make_views
 from hvdtrain.frameworks.by_name import (
     build_rule,
@@ -47,9 +48,10 @@ def assemble(arrangement: Arrangement) -> TorchLearner:
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     parameters = [p for _, p in named]
     shapes = {name: tuple(p.shape) for name, p in named}
-    notes = check_patterns(config, shapes, ties_of(model), lambda: frozen_names(model))
+    ties = ties_of(model)
+    notes = check_patterns(config, shapes, ties, lambda: frozen_names(model))
     notes += lines(model, config.model)
-    optimizer = make_optimizer(config, named)
+    optimizer = make_optimizer(config, named, ties)
     # before the strategy: hooks of additions come first, and see a rank's own gradients
     additions = additions_of(config, mesh, model, parameters)
     strategy = arrangement.strategy(named, optimizer)
@@ -104,11 +106,13 @@ def additions_of(
     if config.model.thaw:
         from hvdtrain.frameworks.torch.thaw import Thaw
 
-        found.append(Thaw(model, thaw_entries(config.model)))
+        found.append(Thaw(model, thaw_entries(config.model, ties_of(model))))
     return found
 
 
-def make_optimizer(config: Config, named: NamedParameters) -> torch.optim.Optimizer:
+def make_optimizer(
+    config: Config, named: NamedParameters, ties: Ties | None = None
+) -> torch.optim.Optimizer:
     """The optimizer that optim.name means: one of our rules, a class of torch.optim, or what a
     function makes of the parameters."""
     name = config.optim.name
@@ -118,5 +122,5 @@ def make_optimizer(config: Config, named: NamedParameters) -> torch.optim.Optimi
             return construct_groups(constructor, named, config)
         return rule_optimizer.make_user_optimizer(constructor, name, named, config)
     return rule_optimizer.make_optimizer(
-        build_rule(config), named, config.optim.exclude == "norms_and_biases"
+        build_rule(config, ties), named, config.optim.exclude == "norms_and_biases"
     )

@@ -20,7 +20,7 @@ from hvdtrain.errors import UserError, nearest, short
 from hvdtrain.frameworks.by_name import thaw_entries
 from hvdtrain.frameworks.torch.buffers import RUNNING
 from hvdtrain.frameworks.torch.lora import LoraLinear
-from hvdtrain.optim.around import ThawEntries, number_of_entry
+from hvdtrain.optim.around import number_of_entry
 
 _SHOWN = 6  # names in a line
 _NOWHERE = 2**40  # an address
@@ -48,14 +48,13 @@ def freeze(model: nn.Module, config: ModelConfig) -> None:
             _fitting(names, [*config.lora_train, *config.weights_skip])
         )
         frozen |= ties.spread(adapted)
-    entries = thaw_entries(config)
+    entries = thaw_entries(config, ties)
     _check_thaw(
         config,
         entries.patterns,
         [name for name in names if name in frozen and name not in adapted],
         ties,
     )
-    _check_ties_of_thaw(config, entries, names, frozen, ties)
 
     def stays(name: str) -> bool:
         return name in frozen and (name in adapted or entries.number_of(name) is None)
@@ -155,26 +154,6 @@ def _check_thaw(
         )
 
 
-def _check_ties_of_thaw(
-    config: ModelConfig,
-    entries: ThawEntries,
-    names: Sequence[str],
-    frozen: Collection[str],
-    ties: Ties,
-) -> None:
-    """Raises UserError where an entry of model.thaw fits a name that is frozen, or trained, only
-    because another name of the same array is: the optimizer knows one of them."""
-    for name in names:
-        number = number_of_entry(name, entries.patterns)
-        if number is not None and entries.is_frozen(name) != (name in frozen):
-            what = (
-                f"model.thaw[{number}] fits {name}, which is {' and '.join(ties.others(name))} "
-                "too (tied weights), and only one of these names is frozen"
-            )
-            fix = "model.freeze or model.lora_train with patterns that fit all its names"
-            raise UserError(what, config.where("thaw"), fix)
-
-
 def stay(module: nn.Module) -> None:
     """Keeps a norm in evaluation mode."""
     module.train = functools.partial(_stay, module)  # type: ignore[method-assign]
@@ -194,7 +173,7 @@ def lines(model: nn.Module, config: ModelConfig) -> list[str]:
     found = [
         *ties.lines(_fitting(names, config.freeze), "model.freeze"),
         *ties.lines(_fitting(names, config.lora_train), "model.lora_train"),
-        *_trained_from_the_start(model, config),
+        *_trained_from_the_start(model, config, ties),
     ]
     if not config.lora:
         return found
@@ -215,9 +194,9 @@ def lines(model: nn.Module, config: ModelConfig) -> list[str]:
     ]
 
 
-def _trained_from_the_start(model: nn.Module, config: ModelConfig) -> list[str]:
+def _trained_from_the_start(model: nn.Module, config: ModelConfig, ties: Ties) -> list[str]:
     """A line for each entry of model.thaw that also fits parameters that are never frozen."""
-    entries = thaw_entries(config)
+    entries = thaw_entries(config, ties)
     named = [name for name, p in model.named_parameters() if p.requires_grad]
     free = [name for name in named if not entries.is_frozen(name)]
     return [
