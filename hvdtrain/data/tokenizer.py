@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,7 +44,7 @@ class Tokenizer:
             if _NO_UNKNOWN.search(error.what) is None:
                 raise
             raise self._unknown(text) from None
-        if dropped := self._dropped(text):
+        if dropped := self._dropped(text, found):
             raise self._unknown(dropped)
         if max(found, default=0) >= self.vocabulary:
             raise UserError(
@@ -54,35 +54,65 @@ class Tokenizer:
             )
         return found
 
-    def _dropped(self, text: str) -> str:
-        """A piece of the text with a character that the library drops without an error: one that a
-        BPE model without an unknown token does not have. Empty where there is none."""
+    def _dropped(self, text: str, found: Sequence[int]) -> str:
+        """A word of the text with a character that the library drops without an error: one that a
+        BPE model without an unknown token does not have. found: the tokens of the text.
+
+        Empty where there is none, and where these words do not have the tokens that were found.
+        """
         from tokenizers.pre_tokenizers import ByteLevel
 
         library = self.of_library
         model = library.model
         if type(model).__name__ != "BPE" or model.unk_token is not None or model.byte_fallback:
             return ""
-        letters = set(library.get_vocab(with_added_tokens=False))
+        known = set(library.get_vocab(with_added_tokens=False))
         first = model.continuing_subword_prefix or ""
         last = model.end_of_word_suffix or ""
         is_of_bytes = "ByteLevel" in str(library.pre_tokenizer) and not first and not last
-        if is_of_bytes and letters.issuperset(ByteLevel.alphabet()):
+        if is_of_bytes and known.issuperset(ByteLevel.alphabet()):
             return ""  # as GPT-2's: each byte has a token
-        for added in library.get_added_tokens_decoder().values():
-            text = text.replace(added.content, " ")
-        if library.normalizer is not None:
-            text = library.normalizer.normalize_str(text)
-        pieces = [text]
-        if library.pre_tokenizer is not None:
-            pieces = [piece for piece, _ in library.pre_tokenizer.pre_tokenize_str(text)]
-        for piece in dict.fromkeys(pieces):
-            marked = [first + letter for letter in piece]
-            marked[:1] = piece[:1]
-            marked[-1:] = [letter + last for letter in marked[-1:]]
-            if not letters.issuperset(marked):
-                return piece
-        return ""
+        words = list(self._words(text))
+        unsure = [
+            word
+            for word in dict.fromkeys(word for word in words if isinstance(word, str))
+            if not known.issuperset(_letters(word, first, last))
+        ]
+        # the library's own tokens of a word end before it does where a character was dropped
+        dropped = next((word for word in unsure if _end(model.tokenize(word)) < _bytes(word)), "")
+        if not dropped:
+            return ""
+        numbers = {
+            word: [token.id for token in model.tokenize(word)]
+            for word in dict.fromkeys(words)
+            if isinstance(word, str)
+        }
+        expected = [
+            number
+            for word in words
+            for number in (numbers[word] if isinstance(word, str) else [word])
+        ]
+        return dropped if expected == list(found) else ""
+
+    def _words(self, text: str) -> Iterator[str | int]:
+        """The words of a text as the model gets them, and the numbers of added tokens between them,
+        which the library finds before the normalizer or, of normalized ones, behind it."""
+        library = self.of_library
+        added = library.get_added_tokens_decoder()
+        normalize = library.normalizer.normalize_str if library.normalizer is not None else str
+        plain = _Added({n: (one, one.content) for n, one in added.items() if not one.normalized})
+        normalized = _Added(
+            {n: (one, normalize(one.content)) for n, one in added.items() if one.normalized}
+        )
+        for part in plain.cut(text):
+            if isinstance(part, int):
+                yield part
+                continue
+            for piece in normalized.cut(normalize(part)):
+                if isinstance(piece, int) or library.pre_tokenizer is None:
+                    yield piece
+                else:
+                    yield from (word for word, _ in library.pre_tokenizer.pre_tokenize_str(piece))
 
     def _unknown(self, text: str) -> UserError:
         """The error for text that has no tokens, by the first word of it."""
@@ -110,6 +140,55 @@ class Tokenizer:
                 lambda: self.of_library.decode(numbers), "makes no text of its numbers", self.path
             )
         )
+
+
+class _Added:
+    """Added tokens that cut a text; the longest is the first where several begin."""
+
+    def __init__(self, tokens: Mapping[int, tuple[Any, str]]) -> None:
+        """tokens: number -> tokenizers.AddedToken, and its content in the text."""
+        self._tokens = sorted(
+            ((content, number, token) for number, (token, content) in tokens.items() if content),
+            key=lambda each: -len(each[0]),
+        )
+
+    def cut(self, text: str) -> Iterator[str | int]:
+        """The parts of a text between the tokens, without empty ones, and the tokens' numbers."""
+        present = [each for each in self._tokens if each[0] in text]
+        end = 0
+        if present:
+            pattern = "|".join(_pattern(content, token) for content, _, token in present)
+            for match in re.finditer(pattern, text):
+                if match.start() > end:
+                    yield text[end : match.start()]
+                yield next(number for content, number, _ in present if content in match[0])
+                end = match.end()
+        if end < len(text):
+            yield text[end:]
+
+
+def _pattern(content: str, token: Any) -> str:
+    """What an added token fits: blanks beside it where it strips them, a whole word where it is of
+    such words alone."""
+    left = r"\s*" * token.lstrip + r"(?<!\w)" * token.single_word
+    right = r"(?!\w)" * token.single_word + r"\s*" * token.rstrip
+    return left + re.escape(content) + right
+
+
+def _letters(word: str, first: str, last: str) -> set[str]:
+    """The tokens that BPE begins with: letters, of which those behind the first have a prefix, and
+    the last one a suffix."""
+    ends = {word[:1], first + word[-1:] + last} if len(word) > 1 else {word + last}
+    return ends | {first + letter for letter in set(word[1:-1])}
+
+
+def _end(tokens: Sequence[Any]) -> int:
+    """Bytes of a word that its tokens are of."""
+    return int(tokens[-1].offsets[1]) if tokens else 0
+
+
+def _bytes(word: str) -> int:
+    return len(word.encode())
 
 
 def read_tokenizer(path: Path, notes: list[str] | None = None) -> Tokenizer:

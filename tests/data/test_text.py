@@ -13,6 +13,7 @@ import pytest
 from hvdtrain.config.read import configure
 from hvdtrain.data.datasets import text
 from hvdtrain.data.datasets.text import decode
+from hvdtrain.data.tokenizer import read_tokenizer
 from hvdtrain.errors import UserError
 from hvdtrain.training.datasets import build_source, open_datasets
 
@@ -193,6 +194,41 @@ def test_a_damaged_tokenizer_is_refused(content: Any, what: str, tmp_path: Path)
             "train",
         )
     assert "tokenizer.json" in caught.value.where
+
+
+@pytest.mark.parametrize(
+    ("added", "options", "words", "dropped"),
+    [
+        (["[SEP]"], {}, "ACGT[SEP]ACGT", "AN[SEP]ACGT"),
+        (["\n", " "], {}, "ACGT\nACGT C", "ACGT\tACGT C"),
+        (["\u00c91", "<m>"], {"lower": True}, "a\u00e91c\u00c91 <M> a", "a\u00e91c <m> xa"),
+        ([], {"ignore_merges": True, "vocab": ["zq", "a"], "split": True}, "zq a", "zqa a"),
+        (["xC"], {"single_word": True, "vocab": ["A", "C", " "]}, "A xC C", "AxC C"),
+        (["<m>"], {"lstrip": True, "rstrip": True}, "AC \n <m> GT", "AC\nGT"),
+    ],
+)
+def test_characters_that_a_bpe_model_drops(
+    added: list[str], options: dict[str, Any], words: str, dropped: str, tmp_path: Path
+) -> None:
+    """Added tokens, which the library finds before or behind the normalizer, and whole words of
+    ignore_merges drop nothing."""
+    tokenizers = pytest.importorskip("tokenizers")
+    letters = options.get("vocab", [*"ACGTac "] if "lower" in options else [*"ACGT"])
+    model = {"ignore_merges": True} if "ignore_merges" in options else {}
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE({letter: n for n, letter in enumerate(letters)}, [], **model)
+    )
+    if "lower" in options:
+        made.normalizer = tokenizers.normalizers.Lowercase()
+    if "split" in options:
+        made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    of_token = {name: True for name in ("lstrip", "rstrip", "single_word") if name in options}
+    made.add_tokens([tokenizers.AddedToken(one, **of_token) for one in added])
+    made.save(str(tmp_path / "t.json"))
+    tokenizer = read_tokenizer(tmp_path / "t.json")
+    assert tokenizer.encode(words) == made.encode(words, add_special_tokens=False).ids
+    with pytest.raises(UserError, match="the tokenizer has no tokens for"):
+        tokenizer.encode(dropped)
 
 
 def test_numbers_with_gaps_and_dropout(tmp_path: Path) -> None:

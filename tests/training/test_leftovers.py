@@ -3,7 +3,9 @@ what changes the others is an error."""
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -317,8 +319,9 @@ def test_a_file_with_settings_beside_the_weights(name: str, tmp_path: Path) -> N
     assert found.keys() == Net().state_dict().keys()
     inner = {"module." + key: tensor for key, tensor in Net().state_dict().items()}
     torch.save({"model": Net().state_dict(), name: {"shadow": inner}}, tmp_path / "w.pt")
-    with pytest.raises(UserError, match=f"averages of them as '{name}'"):
+    with pytest.raises(UserError, match=f"averages of them as '{name}'") as caught:
         read_state_dict(tmp_path / "w.pt", ["model"], "model.weights")
+    assert caught.value.fix.endswith(f"the other is torch.load(FILE)['{name}']['shadow']")
 
 
 def test_a_file_with_two_sets_of_weights(tmp_path: Path) -> None:
@@ -334,7 +337,10 @@ def test_a_file_with_two_sets_of_weights(tmp_path: Path) -> None:
             UserError, match=f"has weights as 'state_dict' and other weights as '{second}'"
         ) as caught:
             read_state_dict(path, names, "model.weights")
-        assert f"with 'state_dict' or '{second}' as NAME" in caught.value.fix
+        assert caught.value.fix == (
+            "torch.save(torch.load(FILE)['state_dict'], 'weights.pt') has one of them alone; the "
+            f"other is torch.load(FILE)['{second}']"
+        )
     torch.save({"state_dict": first} | other, path)
     with pytest.raises(UserError, match="and others of the same names beside it"):
         read_state_dict(path, names, "model.weights")
@@ -346,6 +352,31 @@ def test_a_file_with_two_sets_of_weights(tmp_path: Path) -> None:
     ]
     torch.save({"state_dict": {"depth": 3}, "model": first}, path)
     assert read_state_dict(path, names, "model.weights").arrays.keys() == first.keys()
+
+
+def test_what_is_not_a_second_set_of_weights(tmp_path: Path) -> None:
+    """Tensors of other names or other shapes, and the same bytes, as those of NaN."""
+    path = tmp_path / "w.pt"
+    first = Net().state_dict()
+    linear = nn.Linear(3, 2).state_dict()
+    missing = {"a.weight": torch.tensor([math.nan, -0.0]), "a.count": torch.tensor(3)}
+    alike = ", which is the same"
+    for weights, second, value, said in (
+        (first, "model", {"pixel_mean": torch.ones(3)}, ""),
+        (linear, "normalizer", nn.Linear(5, 4).state_dict(), ""),
+        (missing, "best", copy.deepcopy(missing), alike),
+        ({"t": torch.ones(2, 3).T}, "model", {"t": torch.ones(3, 2)}, alike),
+    ):
+        torch.save({"state_dict": weights, second: value}, path)
+        found = read_state_dict(path, ["state_dict", "model"], "model.weights")
+        assert found.arrays.keys() == weights.keys()
+        assert found.lines == [f"weights {path}: taken is 'state_dict', beside '{second}'{said}"]
+    huge = torch.zeros(1).expand(2**40)
+    strange = [torch.ones(2).to(torch.float8_e4m3fn), torch.eye(2).to_sparse(), huge]
+    for tensor in strange:
+        torch.save({"model": {"a.weight": tensor}, "best": {"a.weight": tensor}}, path)
+        with pytest.raises(UserError, match="other weights as 'best'|is of torch.float8_e4m3fn"):
+            read_state_dict(path, ["model"], "model.weights")
 
 
 def test_a_folder_of_peft(tmp_path: Path) -> None:

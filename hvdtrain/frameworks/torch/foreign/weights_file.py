@@ -63,24 +63,44 @@ def _check_one_set(
 ) -> None:
     """Raises UserError where a file has averages of weights beside the weights, or other weights of
     the same names."""
-    ends = _ends(tree[name])
+    weights = tree[name]
     for other, value in tree.items():
         if other == name or not isinstance(value, Mapping) or "optim" in str(other).lower():
             continue
-        is_average = "ema" in str(other).lower() and bool(ends & _ends(value))
-        is_set = bool(_tensors(value)) if other in inside else bool(ends) and ends <= _ends(value)
-        if is_average or (is_set and not _are_equal(tree[name], value)):
+        if not _is_alike(weights, value):
+            continue
+        is_average = "ema" in str(other).lower()
+        is_set = other in inside or _ends(weights).keys() <= _ends(value).keys()
+        if is_average or (is_set and not _are_equal(weights, value)):
             kind = "averages of them" if is_average else "other weights"
             what = f"{path} has weights as {short(name)!r} and {kind} as {short(str(other))!r}"
-            raise UserError(
-                what,
-                where,
-                "torch.save(torch.load(FILE)[NAME], 'weights.pt') has one of them alone, with "
-                f"{short(name)!r} or {short(str(other))!r} as NAME",
-            )
-    if ends and ends <= _ends({key: one for key, one in tree.items() if not _is_tree(one)}):
+            ours = f"torch.load(FILE)[{short(name)!r}]"
+            theirs = f"torch.load(FILE)[{short(str(other))!r}]{_inner(weights, value)}"
+            fix = f"torch.save({ours}, 'weights.pt') has one of them alone; the other is {theirs}"
+            raise UserError(what, where, fix)
+    beside = {key: one for key, one in tree.items() if not _is_tree(one)}
+    if _is_alike(weights, beside) and _ends(weights).keys() <= _ends(beside).keys():
         what = f"{path} has weights as {short(name)!r} and others of the same names beside it"
         raise UserError(what, where, f"torch.save(torch.load(FILE)[{short(name)!r}], 'weights.pt')")
+
+
+def _is_alike(weights: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
+    """Whether a mapping may have other values of these weights: names of both, of which at least
+    half have the same shapes."""
+    ours = _ends(weights)
+    theirs = _ends(other)
+    shared = ours.keys() & theirs.keys()
+    same = sum(not ours[end].isdisjoint(theirs[end]) for end in shared)
+    return bool(shared) and 2 * same >= len(shared)
+
+
+def _inner(weights: Mapping[Any, Any], other: Mapping[Any, Any]) -> str:
+    """ "['shadow']", the mapping in another one that has the weights; empty where it has them
+    itself."""
+    if _is_alike(weights, _tensors(other)):
+        return ""
+    found = (key for key, value in other.items() if _is_tree(value) and _is_alike(weights, value))
+    return "".join(f"[{short(str(key))!r}]" for key in list(found)[:1])
 
 
 def _is_tree(value: Any) -> bool:
@@ -101,9 +121,28 @@ def _are_equal(tree: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
     ours = _tensors(tree)
     theirs = _tensors(other)
     return ours.keys() == theirs.keys() and all(
-        tensor.dtype == theirs[name].dtype and torch.equal(tensor, theirs[name])
-        for name, tensor in ours.items()
+        _is_equal(tensor, theirs[name]) for name, tensor in ours.items()
     )
+
+
+def _is_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two dense tensors have the same bytes, as NaN has; False where they cannot be
+    compared."""
+    try:
+        if tensor.dtype != other.dtype or tensor.shape != other.shape:
+            return False
+        return torch.equal(_bytes_of(tensor), _bytes_of(other))
+    except (RuntimeError, TypeError, ValueError):  # NotImplementedError is a RuntimeError
+        return False
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Raises ValueError for what is not dense, or would take more memory than it has."""
+    is_dense = tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_meta)
+    if not is_dense or tensor.nbytes > tensor.untyped_storage().nbytes():
+        raise ValueError(tensor.layout)
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _others(tree: Mapping[Any, Any], name: str) -> list[str]:
@@ -118,16 +157,17 @@ def _others(tree: Mapping[Any, Any], name: str) -> list[str]:
     ]
 
 
-def _ends(tree: Mapping[Any, Any]) -> set[str]:
-    """The last two parts of the names of tensors in it, and in mappings in it: an average may have
-    a prefix before them."""
+def _ends(tree: Mapping[Any, Any]) -> dict[str, set[tuple[int, ...]]]:
+    """The last two parts of the names of tensors in it, and in mappings in it, with their shapes:
+    an average may have a prefix before them."""
+    found: dict[str, set[tuple[int, ...]]] = {}
     inside = [value for value in tree.values() if isinstance(value, Mapping)]
-    return {
-        ".".join(str(name).split(".")[-2:])
-        for each in [tree, *inside]
-        for name, value in each.items()
-        if isinstance(value, torch.Tensor)
-    }
+    for each in [tree, *inside]:
+        for name, value in each.items():
+            if isinstance(value, torch.Tensor) and not value.is_nested:
+                shapes = found.setdefault(".".join(str(name).split(".")[-2:]), set())
+                shapes.add(tuple(value.shape))
+    return found
 
 
 def _load(path: Path, where: str) -> Any:
