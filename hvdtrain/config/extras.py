@@ -34,12 +34,14 @@ class Mode(NamedTuple):
     """What an option of a command asks an extra for, as `launch --elastic`. module: has the
     function of its name, launch_elastic, which runs in the place of the command.
 
-    usage: what the command's help shows of it. options: those that need it, each with a value.
+    usage: what the command's help shows of it. options: those that need it, each with a value;
+    hosts: the ones among them that name hosts.
     """
 
     module: str
     usage: str
     options: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
 
 
 class Extra(NamedTuple):

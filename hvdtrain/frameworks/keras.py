@@ -514,10 +514,20 @@ def _activated(outputs: np.ndarray, model: Any, config: Config) -> list[str]:
         sums = outputs.sum(-1)
         is_twice = bool((outputs >= 0).all()) and np.allclose(sums, 1, rtol=0, atol=1e-4)
     else:
-        layers = getattr(model, "layers", None) or [model]
-        last = getattr(layers[-1], "activation", None)
-        is_twice = getattr(last, "__name__", "") == activation.name
+        is_twice = _last_activation(model) == activation.name
     return [activation.line] if is_twice else []
+
+
+def _last_activation(model: Any) -> str:
+    """The activation of the layer that gives the outputs of a Sequential or a functional model;
+    empty for a subclass, whose layers say nothing about their order."""
+    outputs = getattr(model, "outputs", None)
+    if not isinstance(outputs, list) or len(outputs) != 1:
+        return ""
+    layer = outputs[0]._keras_history.operation
+    if getattr(layer, "outputs", None):  # a model in this one
+        return _last_activation(layer)
+    return getattr(getattr(layer, "activation", None), "__name__", "")
 
 
 def _checked_outputs(

@@ -138,7 +138,12 @@ def as_task(found: Any) -> Task:
 
 class UserTask(_Around):
     """An object of the user's that has the abstract members of Task, and maybe others, without
-    being one."""
+    being one. The others have Task's defaults."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _OPTIONAL and hasattr(task := super().__getattribute__("task"), name):
+            return getattr(task, name)
+        return super().__getattribute__(name)
 
     @property
     def frameworks(self) -> tuple[str, ...]:
@@ -159,25 +164,13 @@ class UserTask(_Around):
 
     @property
     def main_input(self) -> str:
-        return str(getattr(self.task, "main", "x"))
+        found = getattr(self.task, "main_input", None)
+        return str(getattr(self.task, "main", "x") if found is None else found)
 
-    @property
-    def masks(self) -> Mapping[str, int | None]:
-        return dict(getattr(self.task, "masks", {}))
 
-    @property
-    def examples(self) -> Batch | None:
-        found: Batch | None = getattr(self.task, "examples", None)
-        return found
-
-    @property
-    def gathered(self) -> tuple[str, ...]:
-        return tuple(getattr(self.task, "gathered", ()))
-
-    @property
-    def counted(self) -> str:
-        return str(getattr(self.task, "counted", "count"))
-
-    @property
-    def notes(self) -> Sequence[str]:
-        return list(getattr(self.task, "notes", ()))
+# members of Task with a default that UserTask takes as they are
+_OPTIONAL = {
+    name
+    for name in vars(Task)
+    if not name.startswith("_") and name not in {*vars(_Around), "transform", "transforms"}
+} - {"main_input"}

@@ -31,7 +31,8 @@ from hvdtrain.cli.launch.launchers import (
 )
 from hvdtrain.cli.launch.run import STOPPING
 from hvdtrain.comm.rendezvous import PORTS
-from hvdtrain.errors import REQUEUE, UserError
+from hvdtrain.config.extras import Extra, Mode, extras
+from hvdtrain.errors import DONE, REQUEUE, UserError
 
 # The first lines that real launchers and libraries printed, and two that are unknown.
 RECORDED: list[tuple[str, MpiKind | None]] = [
@@ -941,3 +942,29 @@ def test_launch_runs_the_job_and_has_its_exit_code(tmp_path: Path) -> None:
     assert done.stderr.startswith(str(mpirun_path()))
     assert f"-m hvdtrain {run}" in done.stderr.splitlines()[0]
     assert run_launch(["-np", "2", "--", "bach.size=1"]).returncode == 2
+
+
+def launch_other(*given: object) -> int:
+    """The function of a mode; it gets the options first, and the hosts of the batch job last."""
+    print(given[0].nodes, given[-1] is not None)  # type: ignore[attr-defined]
+    return DONE
+
+
+@pytest.mark.parametrize("words", [[], ["-H", "n1:2"], ["--nodes", "n1"]])
+def test_a_mode_of_another_extra(
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Without the extra of --elastic and its options; a mode may name hosts by an option of its
+    own."""
+    (tmp_path / "nodes").write_text("n1\nn2\n")
+    monkeypatch.setenv("PBS_JOBID", "7")
+    monkeypatch.setenv("PBS_NODEFILE", str(tmp_path / "nodes"))
+    for name in list(extras()):
+        monkeypatch.delitem(extras(), name)
+    mode = Mode(__name__, "usage", ("--nodes",), hosts=("--nodes",))
+    monkeypatch.setitem(extras(), "other", Extra("stable", "", modes={"launch --other": mode}))
+    assert launch(["--other", *words, "--", "run=r"]) == DONE
+    assert capsys.readouterr().out == f"{'n1' if '--nodes' in words else None} {not words}\n"

@@ -57,6 +57,18 @@ class Twice(keras.layers.Layer):
         return self.two(self.one(x))
 
 
+class Gated(keras.Model):
+    """A subclass whose last layer is not the last operation."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.head = keras.layers.Dense(3)
+        self.gate = keras.layers.Dense(8, activation="sigmoid")
+
+    def call(self, x: Any) -> Any:
+        return self.head(x * self.gate(x))
+
+
 class Affine(keras.layers.Layer):
     """A dense layer whose variables have no names."""
 
@@ -477,6 +489,24 @@ def check_a_softmax_is_said(folder: Path) -> None:
             with contextlib.redirect_stdout(io.StringIO()) as said:
                 train(run, "stop.steps=1", f"framework={framework}", model=model)
             assert (line in said.getvalue()) == bool(activation), said.getvalue()
+    draw = np.random.default_rng(0)
+    data = {"x": draw.normal(size=(200, 8)), "y": draw.integers(0, 2, (200, 3))}
+    i = keras.Input((8,))
+    sigmoid = layers.Dense(3, activation="sigmoid")
+    ending = keras.Sequential([layers.Input((8,)), sigmoid])
+    line = "the model ends in a sigmoid, and the loss of task.name=multilabel applies another"
+    for number, (model, is_said) in enumerate(
+        (
+            (ending, True),
+            (keras.Model(i, ending(i)), True),
+            (keras.Model(i, 4 * sigmoid(i)), False),
+            (Gated(), False),
+        )
+    ):
+        words = ["stop.steps=1", "task.name=multilabel"]
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            train(folder / f"{number}", *words, model=model, train_data=data, val_data=data)
+        assert (line in said.getvalue()) == is_said, (number, said.getvalue())
 
 
 def check_a_hook_sees_the_model(folder: Path) -> None:

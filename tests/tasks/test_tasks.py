@@ -27,6 +27,7 @@ from hvdtrain.tasks import language, regression
 from hvdtrain.tasks.around import UserTask, as_task
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.tasks.inputs import column_stats
+from hvdtrain.tasks.task import Task
 from hvdtrain.training.build import build_learner, build_task, restore_task
 from hvdtrain.training.data_facts import facts_of_task, identity
 from hvdtrain.training.datasets import open_datasets
@@ -500,6 +501,27 @@ def of_a_taken_name() -> OfATakenName:
     return OfATakenName((3, 2), 0.5)
 
 
+class OfManyMembers(own_data.Quantile):
+    """With members that Task has defaults of, without being one."""
+
+    main = "image"
+    class_label = "y"
+    mask_label = "mask"
+    drawn = Field("uint16", (4,), 9)
+    takes_lengths = True
+    takes_split_logits = True
+    has_user_loss = True
+    details = "3 numbers"
+    notes = ("a line",)
+    examples = None
+
+    def notes_on_data(self, *_: object) -> list[str]:
+        return ["of the data"]
+
+    def rows(self, *_: object) -> str:
+        return "rows"
+
+
 class Losses(own_data.Quantile):
     """One that is wrong in the way that `how` says."""
 
@@ -579,5 +601,18 @@ def test_what_is_wrong_with_a_task_of_the_users_own() -> None:
         and task.facts()["share"] == 0.25
         and isinstance(task.metrics[0], Metric)
     )
+    own = OfManyMembers((3, 2), 0.5)
+    found = as_task(own)
+    assert isinstance(found, UserTask)
+    for name in vars(Task):
+        if name.startswith("_") or name in ("frameworks", "main_input"):
+            continue
+        if name in vars(OfManyMembers):
+            assert getattr(found, name) == getattr(own, name), name
+        elif name not in vars(own_data.Quantile) and not callable(vars(Task)[name]):
+            assert getattr(found, name) == vars(Task)[name].fget(found), name
+    assert found.main_input == "image" and task.main_input == "x"
+    own.main_input = "pixels"  # type: ignore[attr-defined]
+    assert found.main_input == "pixels"
     with pytest.raises(UserError, match="task.name=quantile does not compute with framework=numpy"):
         learner_of(task, "framework=numpy", "model.name=linear")

@@ -129,9 +129,8 @@ def _in_mode(option: str, mode: Mode, options: argparse.Namespace, program: Prog
             mpi_library_version([*container, "python3"] if container else [sys.executable])
         )
 
-    named = any(
-        value is not None for value in (options.hosts, options.hostfile, options.hosts_from)
-    )
+    of_hosts = ("--hosts", "--hostfile", *mode.hosts)
+    named = any(_value(options, name) is not None for name in of_hosts)
     allocation = None if named else _allocation(options, os.environ)
     name = f"launch_{option.removeprefix('--').replace('-', '_')}"
     code: int = getattr(importlib.import_module(mode.module), name)(

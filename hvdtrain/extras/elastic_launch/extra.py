@@ -22,6 +22,7 @@ EXTRA = Extra(
             "hvdtrain.extras.elastic_launch.command",
             _USAGE,
             ("--min", "--max", "--hosts-from", "--patience", "--every", "--answer"),
+            hosts=("--hosts-from",),
         )
     },
 )
