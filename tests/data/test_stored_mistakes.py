@@ -128,6 +128,9 @@ def test_a_column_that_numbers_the_rows_is_not_an_input(tmp_path: Path) -> None:
     ]
     with pytest.raises(UserError, match="'Unnamed: 0' of data is the index of a table of pandas"):
         as_source(read, "data", "train_data")
+    with pytest.raises(UserError, match="which of y, target of data is y") as caught:
+        as_source(frame.assign(target=frame.y), "data", "train_data")
+    assert "frame.drop(columns=['target'])" in caught.value.fix
 
 
 @pytest.mark.parametrize("library", ["npz", "csv", "parquet"])

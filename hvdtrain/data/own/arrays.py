@@ -235,6 +235,12 @@ def inputs_and_target(
     if target is None:
         return dict(columns)
     inputs = {column: array for column, array in columns.items() if column != target}
+    if "x" not in inputs and (others := [column for column in TARGETS if column in inputs]):
+        raise UserError(
+            f"which of {', '.join([target, *others])} of {name} is y?",
+            where,
+            f"leave the others out: frame.drop(columns={others}), dataset.remove_columns({others})",
+        )
     if (index := next(filter(is_index, inputs), None)) is not None and "x" not in inputs:
         fix = (
             f"leave it out: frame.drop(columns={index!r}), dataset.remove_columns({index!r}); or "
