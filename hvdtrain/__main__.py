@@ -10,12 +10,15 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from hvdtrain.config import extras
 from hvdtrain.core.early_signals import REMEMBERED, EarlySignals
 from hvdtrain.errors import DONE, UserError, closest, short
 from hvdtrain.version import __version__
+
+if TYPE_CHECKING:
+    from hvdtrain.config.extras import Command
 
 COMMANDS = {  # each is the function of its name in that module; hvdtrain/extras has more
     "train": "hvdtrain.cli.train",
@@ -83,15 +86,27 @@ def starts_job(arguments: Sequence[str]) -> bool:
     is_other = (
         name in (*_LISTS, "--version")
         or "--print-config" in arguments
-        or (is_command(name) and name not in ("train", "launch") and not extras.trains(name))
+        or (is_command(name) and name not in ("train", "launch") and not _extra_trains(name))
     )
     return not is_other and not {"-h", "--help"} & set(arguments)
+
+
+def _extra_commands() -> Mapping[str, Command]:
+    from hvdtrain.config import extras  # here: importing it takes longer than all of this module
+
+    return extras.commands()
+
+
+def _extra_trains(name: str) -> bool:
+    from hvdtrain.config import extras
+
+    return extras.trains(name)
 
 
 def is_command(name: str) -> bool:
     """Whether a word is a command, of an extra too."""
     is_word = name and "=" not in name and not name.startswith("-")
-    return name in COMMANDS or (bool(is_word) and name in extras.commands())
+    return name in COMMANDS or (bool(is_word) and name in _extra_commands())
 
 
 def script() -> int:
@@ -139,7 +154,9 @@ def run_command(arguments: list[str]) -> int:
     elif name == "list" and not arguments[1:]:
         print(help.list_text())
     elif name == "extras" and not arguments[1:]:
-        print(extras.list_text())
+        from hvdtrain.config.extras import list_text
+
+        print(list_text())
     else:
         _check_command(name)
         return _call("train", arguments[1:] if name == "train" else arguments)
@@ -177,7 +194,7 @@ def _check_command(name: str) -> None:
         )
     if "=" in name or name.startswith("-") or is_command(name):
         return
-    commands = [*COMMANDS, *_LISTS, *extras.commands()]
+    commands = [*COMMANDS, *_LISTS, *_extra_commands()]
     meant = closest(name, commands)
     if meant == name:
         raise UserError(f"{name} takes no arguments", "command line", f"hvdtrain {name}")
@@ -190,7 +207,7 @@ def _check_command(name: str) -> None:
 
 
 def _call(name: str, arguments: list[str]) -> int:
-    module = COMMANDS[name] if name in COMMANDS else extras.commands()[name].module
+    module = COMMANDS[name] if name in COMMANDS else _extra_commands()[name].module
     command: Callable[[list[str]], int] = getattr(
         importlib.import_module(module), name.replace("-", "_")
     )

@@ -4,7 +4,7 @@ step, no thread left behind."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch, digests
 from hvdtrain.core.progress import Progress
 from hvdtrain.data.datasets.text import Windows
-from hvdtrain.data.source import ArraySource
+from hvdtrain.data.source import ArraySource, Field, Source
 from hvdtrain.data.subset import subset
 from hvdtrain.errors import UserError
 from hvdtrain.training.build import build_learner, build_recipe, build_task
@@ -43,7 +43,7 @@ TIMEOUT_S = 300  # of every wait: reached only where a test fails
 FIRST = Progress(50, 100)  # 2 epochs of 50 samples, 13 steps
 
 
-class RecordingSource:
+class RecordingSource(Source):
     """A source that is no array. It records each read and its thread, and calls
     before_read(samples) first."""
 
@@ -51,13 +51,23 @@ class RecordingSource:
         self.source = source
         self.shape = source.shape
         self.classes = source.classes
-        self.fields = source.fields
         self.before_read = before_read or (lambda samples: None)
         self.reads: list[list[int]] = []
         self.threads: set[str] = set()
 
     def __len__(self) -> int:
         return len(self.source)
+
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        fields: Mapping[str, Field] = self.source.fields
+        return fields
+
+    def digests(self, seed: int) -> dict[str, str]:
+        return {}
+
+    def identity(self) -> dict[str, str]:
+        return {}
 
     def read(self, samples: np.ndarray) -> Batch:
         self.reads.append(samples.tolist())
