@@ -17,9 +17,10 @@ from hvdtrain.core.process import start_child
 PARENT = """
 import os, signal, sys
 from hvdtrain.core.process import start_child
-command = [sys.executable, "-c", "print('runs', flush=True); import time; time.sleep(2000)"]
+# one write a line: with PYTHONUNBUFFERED print() writes the end of a line by itself
+command = [sys.executable, "-c", "import os, time; os.write(1, b'runs\\\\n'); time.sleep(2000)"]
 child = start_child(command, os.environ, signal.SIGTERM, new_session=True)
-print(child.pid, flush=True)
+os.write(1, b"%d\\n" % child.pid)
 child.wait()
 """
 
