@@ -211,6 +211,7 @@ def read_tokenizer(path: Path, notes: list[str] | None = None) -> Tokenizer:
     found = _called(
         lambda: tokenizers.Tokenizer.from_file(str(path)), "is damaged or of another kind", path
     )
+    _check_added_tokens(found, path)
     if asked := [
         word
         for word, is_asked in (("truncation", found.truncation), ("padding", found.padding))
@@ -243,6 +244,21 @@ def read_tokenizer(path: Path, notes: list[str] | None = None) -> Tokenizer:
             f"model gets {vocabulary}, with gaps"
         )
     return Tokenizer(path, found, vocabulary)
+
+
+def _check_added_tokens(of_library: Any, path: Path) -> None:
+    """Raises UserError for an added token of which the normalizer leaves nothing: the library
+    (0.23) finds it everywhere and takes all memory."""
+    if of_library.normalizer is None:
+        return
+    for token in of_library.get_added_tokens_decoder().values():
+        if token.normalized and not of_library.normalizer.normalize_str(token.content):
+            content = short(repr(token.content), 40)
+            raise UserError(
+                f"the normalizer leaves nothing of the added token {content}",
+                str(path),
+                'remove the token from "added_tokens", or set its "normalized" to false',
+            )
 
 
 def _check_file(path: Path) -> None:

@@ -153,6 +153,23 @@ WRONG_TOKENIZERS: list[tuple[Any, str]] = [
     *((changed(model={"vocab": vocabulary}), UNKNOWN) for vocabulary in ({}, {"zebra": 0})),
     (changed(model={"vocab": {"the": 0}, "unk_token": "none"}), "has no tokens for 'cat', and no"),
     ({**TOKENIZER, "model": {**BPE, "unk_token": "none"}}, UNKNOWN),
+    (
+        changed(
+            normalizer={"type": "Strip", "strip_left": True, "strip_right": True},
+            added_tokens=[
+                {
+                    "id": 9,
+                    "content": "  ",
+                    "single_word": False,
+                    "lstrip": False,
+                    "rstrip": False,
+                    "normalized": True,
+                    "special": False,
+                }
+            ],
+        ),
+        "the normalizer leaves nothing of the added token '  '",
+    ),
     ({**TOKENIZER, "model": BPE}, UNKNOWN),  # the library drops what it does not have
     ({**TOKENIZER, "model": {"type": "Unigram", "vocab": [["a", -1.0]]}}, UNKNOWN),
     (changed(version="9.0"), DAMAGED),
