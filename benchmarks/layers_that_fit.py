@@ -37,6 +37,7 @@ WORDS = [
     "comm.engine=mpi",
     "recipe.warmup=0",
     "recipe.schedule=constant",
+    "recipe.floor=0",
     "log.samples=0",
     "stop.steps=2",
 ]

@@ -112,6 +112,7 @@ def gpt(part: Part, layers: int) -> str:
         "log.every_steps=1",
         "recipe.warmup=0",
         "recipe.schedule=constant",
+        "recipe.floor=0",
         "evaluate.samples=2",
         "log.samples=0",
     ]

@@ -42,6 +42,7 @@ WORDS = (
     "speed.precision=fp32",
     "recipe.warmup=0",
     "recipe.schedule=constant",
+    "recipe.floor=0",
     "log.samples=0",
     "log.every_steps=1",
     "checkpoint.every_steps=2",

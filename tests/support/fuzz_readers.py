@@ -23,6 +23,11 @@ from numpy.random import Generator
 from hvdtrain.config import plugins
 from hvdtrain.config.read import configure
 from hvdtrain.config.schema import OPEN_SECTIONS, DataConfig, OptimConfig
+from hvdtrain.core.import_torchvision import define_missing_operators
+
+# a name may be of a module that imports torchvision: what torch is loaded for then is loaded here,
+# before a library that is loaded counts as a finding
+define_missing_operators()
 
 PLAIN = """
 os:system os.system posix:system subprocess:Popen subprocess.run builtins:exec builtins.eval runpy:run_path pickle:loads

@@ -128,10 +128,12 @@ def _outputs_of_none(model: nn.Module, part: Part, batch: dict[str, torch.Tensor
 def _described(
     model: nn.Module, part: Part, batch: dict[str, torch.Tensor], activation: Activation | None
 ) -> list[str]:
-    outputs = _outputs_of_none(model, part, batch)
-    lines = _activated(outputs, activation)
+    with torch.no_grad():  # no pass that a model of the user's counts as one of training
+        outputs = _outputs_of_none(model, part, batch)
     if len(list(_tensors(outputs))) == 1:
-        return lines
+        for module in model.modules():
+            module.training = False
+        return _activated(_outputs_of_none(model, part, batch), activation)
     outputs = call(model, part.inputs(batch))
     lines = _activated(outputs, activation)
     return lines + _without_effect(model, part, batch, outputs)
