@@ -222,7 +222,13 @@ class Server:
         except (OSError, ValueError):  # it was ended meanwhile
             client.close()
             return None
+        # its pid, uid and gid
+        (of_client,) = struct.unpack(
+            "i8x", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        )
+        link = Path(self._listener.getsockname()).parent / FORKS / str(of_client)
         if not (pid := os.fork()):
+            link.symlink_to(str(os.getpid()))  # before it runs anything that is waited for
             for descriptor in [*self._selector.get_map(), client.fileno()]:
                 if descriptor:
                     os.close(descriptor)
@@ -231,12 +237,6 @@ class Server:
         for stream in streams:
             os.close(stream)
         descriptor = os.pidfd_open(pid)
-        # its pid, uid and gid
-        (of_client,) = struct.unpack(
-            "i8x", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        )
-        link = Path(self._listener.getsockname()).parent / FORKS / str(of_client)
-        link.symlink_to(str(pid))
         self._forks[descriptor] = Fork(
             pid, client, link, request.env.get("PYTEST_CURRENT_TEST", "")
         )
