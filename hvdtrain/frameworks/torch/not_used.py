@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
@@ -125,27 +126,38 @@ def _outputs_of_none(model: nn.Module, part: Part, batch: dict[str, torch.Tensor
         return None
 
 
+class _Activations(TorchFunctionMode):
+    """Keeps what the calls of one function, by its name, have given."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+        self.results: list[Any] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") == self._name:
+            self.results.append(result)
+        return result
+
+
 def _described(
     model: nn.Module, part: Part, batch: dict[str, torch.Tensor], activation: Activation | None
 ) -> list[str]:
-    with torch.no_grad():  # no pass that a model of the user's counts as one of training
+    activations = _Activations(activation.name if activation else "")
+    # in training mode without gradients: no pass that a model of the user's counts
+    with torch.no_grad(), activations:
         outputs = _outputs_of_none(model, part, batch)
-    if len(list(_tensors(outputs))) == 1:
-        for module in model.modules():
-            module.training = False
-        return _activated(_outputs_of_none(model, part, batch), activation)
-    outputs = call(model, part.inputs(batch))
-    lines = _activated(outputs, activation)
-    return lines + _without_effect(model, part, batch, outputs)
-
-
-def _activated(outputs: Any, activation: Activation | None) -> list[str]:
-    """A line where the last operation is what the loss applies again."""
-    if activation is None or outputs is None:
-        return []
-    last = getattr(first_of(outputs), "grad_fn", None)
-    is_twice = last is not None and last.name().lower() == f"{activation.name}backward0"
-    return [activation.line] if is_twice else []
+    lines = []
+    if len(list(_tensors(outputs))) != 1:
+        with activations:
+            outputs = call(model, part.inputs(batch))
+        lines = _without_effect(model, part, batch, outputs)
+    last = first_of(outputs)
+    is_twice = any(result is last for result in activations.results)
+    return [activation.line, *lines] if activation and is_twice else lines
 
 
 def _without_effect(
