@@ -107,7 +107,7 @@ def test_the_page_on_data_of_science_runs_and_prints_the_output_that_it_shows(
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     messages = failures(SCIENCE, run_page(SCIENCE, tmp_path))
     assert not messages, "\n".join(messages)
-    assert len([line for line in file_of(SCIENCE, "weather.py").text.splitlines() if line]) <= 36
+    assert len([line for line in file_of(SCIENCE, "weather.py").text.splitlines() if line]) <= 26
 
 
 def test_the_loop_has_fifteen_lines() -> None:

@@ -414,8 +414,7 @@ def test_a_node_is_drained_and_one_is_lost(slurm: Slurm, tmp_path: Path) -> None
         and "n2 idle again" in text
     ), text
     small_log = (tmp_path / "small.log").read_text()
-    # "2 slots for 1 s, ..." where the first look at the nodes took longer than the patience
-    assert re.search("2 slots(,| for 1 s,) at least 3 are needed", small_log), small_log
+    assert "2 slots, at least 3 are needed" in small_log, small_log
     assert not (tmp_path / "small").exists()
     with Job(
         0,

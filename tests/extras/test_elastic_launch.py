@@ -393,9 +393,9 @@ def test_the_hosts_of_a_batch_job_and_help(
 
 
 def test_below_min_after_patience(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """No rank is started; the signal handlers are the former ones afterwards."""
-    hosts = tmp_path / "hosts"
-    hosts.write_text("localhost slots=1\n")
+    """No rank is started; the signal handlers are the former ones afterwards. A first look that
+    takes longer than the patience is not part of it."""
+    program(tmp_path / "hosts", "sleep 1.1; echo localhost slots=1")
     before = signal.getsignal(signal.SIGTERM)
     code = launch(
         [
@@ -404,8 +404,8 @@ def test_below_min_after_patience(tmp_path: Path, capfd: pytest.CaptureFixture[s
             "2",
             "--patience",
             "1",
-            "--hostfile",
-            str(hosts),
+            "--hosts-from",
+            str(tmp_path / "hosts"),
             "--",
             f"run={tmp_path / 'run'}",
         ]

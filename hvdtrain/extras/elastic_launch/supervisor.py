@@ -106,16 +106,18 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _wait_for_hosts(self) -> tuple[Host, ...]:
-        """The hosts to start on; none where the patience is over, or a signal came."""
-        since_s = time.monotonic()
-        told = False
+        """The hosts to start on; none where the patience is over, or a signal came.
+
+        The patience begins when the first look is over, which may take long, and has found too few.
+        """
+        since_s: float | None = None
         while not self._signals.received:
             self._look_at_hosts()
             hosts = choose(self._book.usable(), self._limits.most)
             if not self._probes.are_open:
                 if slots_of(hosts) >= self._limits.least:
                     return hosts
-                if time.monotonic() - since_s > self._limits.patience_s:
+                if since_s is not None and time.monotonic() - since_s > self._limits.patience_s:
                     text = (
                         f"{slots_of(hosts)} slots for {self._limits.patience_s:g} s, at least "
                         f"{self._limits.least} are needed: given up"
@@ -126,14 +128,14 @@ class Supervisor:
                         code=LOST,
                     )
                     return ()
-                if not told:
+                if since_s is None:
+                    since_s = time.monotonic()
                     short = f"{slots_of(hosts)} slots, at least {self._limits.least} are needed"
                     self._record.add(
                         "waits",
                         f"{short}: waits for up to {self._limits.patience_s:g} s",
                         slots=slots_of(hosts),
                     )
-                told = True
             time.sleep(LOOK_S)
         return ()
 
