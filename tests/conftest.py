@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+import rotation
 import warm
+from extras_in_turn import extras_of_today, is_of_extras
 from ranks import environment
 from record import note
 
@@ -47,12 +49,25 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if config.option.markexpr != "gpu":
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
+    if rotation.is_by_day() and "PYTEST_XDIST_WORKER" not in os.environ:  # it chooses for them
+        os.environ["HVDTRAIN_TEST_DAY"] = rotation.today().isoformat()
+        os.environ["HVDTRAIN_TEST_EXTRAS"] = " ".join(extras_of_today())
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("numprocesses", None):
         warm.start(environment())  # one for all workers, which start meanwhile
     if "PYTEST_XDIST_WORKER" in os.environ:
         _tell_who_ends_this_process()
+
+
+def pytest_report_header() -> str | None:
+    """What repeats a run by day."""
+    if not rotation.is_by_day():
+        return None
+    return " ".join(
+        f"{name}={os.environ[name]!r}"
+        for name in ("HVDTRAIN_TEST_ROUNDS", "HVDTRAIN_TEST_DAY", "HVDTRAIN_TEST_EXTRAS")
+    )
 
 
 def _tell_who_ends_this_process() -> None:
@@ -82,7 +97,13 @@ def _tell_who_ends_this_process() -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """With `-m "faults"`, or `-m "slow and not faults"`: a file without that mark is not imported,
-    which saves each worker 10 s."""
+    which saves each worker 10 s; nor are tests of extras that are not tested today."""
+    if (
+        rotation.is_by_day()
+        and collection_path.match("tests/extras/test_*.py")
+        and not is_of_extras(collection_path, os.environ["HVDTRAIN_TEST_EXTRAS"].split())
+    ):
+        return True
     expression = str(config.option.markexpr)
     wanted = [word for word in expression.split(" and ") if word in PARTS]
     if " or " in expression or not wanted or not collection_path.name.startswith("test_"):
@@ -90,9 +111,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return any(not _names(collection_path, mark) for mark in wanted) or None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first; and the hook above would leave out a test whose mark is written in
-    another file."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The longest files first, and of what is marked `in_turn` the tests of today; and the hook
+    above would leave out a test whose mark is written in another file."""
+    config.stash[rotation.COLLECTED] = list(items)
+    if rotation.is_by_day():
+        others = rotation.items_of_other_days(items, rotation.today())
+        config.hook.pytest_deselected(items=list(others))
+        items[:] = [item for item in items if item not in others]
     items.sort(
         key=lambda item: (
             LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST)

@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-SLOWEST = 20
+SLOWEST = 30
 
 
 def note(fields: dict[str, Any]) -> None:

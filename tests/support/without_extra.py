@@ -6,13 +6,14 @@ folder of the extra and its tests.
 
 from __future__ import annotations
 
-import datetime
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from rotation import today
 
 ROOT = Path(__file__).resolve().parents[2]
 EXTRAS = ROOT / "hvdtrain" / "extras"
@@ -29,7 +30,7 @@ def copy_without(name: str, target: Path) -> None:
     ).stdout
     for file in map(Path, listed.splitlines()):
         is_there = (ROOT / file).is_file() and not file.is_relative_to(f"hvdtrain/extras/{name}")
-        if is_there and not _is_test_of(name, file) and not _is_configuration_of(name, file):
+        if is_there and not is_test_of(name, file) and not _is_configuration_of(name, file):
             (target / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / file, target / file)
     page = target / "docs" / "extras.md"
@@ -37,11 +38,11 @@ def copy_without(name: str, target: Path) -> None:
     page.write_text("".join(line for line in lines if not line.startswith(f"| `{name}` |")))
 
 
-def _is_test_of(name: str, file: Path) -> bool:
+def is_test_of(name: str, file: Path) -> bool:
     """Whether a test has the name of the extra, or imports it."""
     if file.match(f"tests/extras/test_{name}*.py"):
         return True
-    is_test = file.parts[0] == "tests" and file.suffix == ".py"
+    is_test = file.parts[0] == "tests" and file.suffix == ".py" and (ROOT / file).is_file()
     return is_test and f"hvdtrain.extras.{name}" in (ROOT / file).read_text()
 
 
@@ -53,10 +54,14 @@ def _is_configuration_of(name: str, file: Path) -> bool:
     )
 
 
+def names_of_extras() -> list[str]:
+    return sorted(path.parent.name for path in EXTRAS.glob("*/extra.py"))
+
+
 def main() -> int:
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    names = sorted(path.parent.name for path in EXTRAS.glob("*/extra.py"))
-    asked = sys.argv[1:split] or [names[datetime.date.today().toordinal() % len(names)]]
+    names = names_of_extras()
+    asked = sys.argv[1:split] or [names[today().toordinal() % len(names)]]
     if asked[0] not in names:
         print(f"there is no extra {asked[0]}; there are: {', '.join(names)}")
         return 2

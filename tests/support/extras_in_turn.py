@@ -1,0 +1,60 @@
+"""Which extras are tested today: a third, and those whose files the newest commits have changed.
+
+Of their files in tests/extras, where HVDTRAIN_TEST_ROUNDS=day; what another file tests of an extra
+is tested each day. Without the commits of git all extras are tested.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+
+from rotation import rows_of_day, today
+from without_extra import ROOT, is_test_of, names_of_extras
+
+COMMITS = 20
+
+
+def extras_of_day(names: Sequence[str], changed: Sequence[str] | None, day: date) -> list[str]:
+    """By the files that have changed; None: which ones is unknown."""
+    if changed is None:
+        return list(names)
+    in_turn = rows_of_day(names, day)
+    return [
+        name
+        for name in names
+        if name in in_turn
+        or any(
+            file.startswith(f"hvdtrain/extras/{name}/") or is_test_of(name, Path(file))
+            for file in changed
+        )
+    ]
+
+
+def extras_of_today() -> list[str]:
+    return extras_of_day(names_of_extras(), changed_files(), today())
+
+
+def changed_files(commits: int = COMMITS) -> list[str] | None:
+    """Those that the newest commits or nobody's commit has changed; None where git has fewer."""
+    changed = _git("diff", "--name-only", "--relative", f"HEAD~{commits}")
+    new = _git("ls-files", "--others", "--exclude-standard")
+    return None if changed is None or new is None else changed + new
+
+
+def _git(*command: str) -> list[str] | None:
+    try:
+        done = subprocess.run(
+            ["git", *command], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        return None
+    return done.stdout.splitlines() if done.returncode == 0 else None
+
+
+def is_of_extras(file: Path, chosen: Sequence[str]) -> bool:
+    """Whether a file of tests/extras tests one of the chosen extras, or none by its name."""
+    tested = {name for name in names_of_extras() if is_test_of(name, file.relative_to(ROOT))}
+    return not tested or bool(tested & set(chosen))

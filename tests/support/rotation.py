@@ -1,0 +1,56 @@
+"""Which rows of the largest tables run today: a third, so that each runs on one of three days.
+
+    @pytest.mark.in_turn                        a test, a row or a file, of whose tests a third runs
+    for name in rows_of_today(CASES):           a table inside a test
+
+HVDTRAIN_TEST_ROUNDS=day, which `make test` and the like set, asks for a third; otherwise all rows
+run. HVDTRAIN_TEST_DAY=2026-11-28 chooses the day.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from datetime import date
+from typing import TypeVar
+
+import pytest
+
+Row = TypeVar("Row")
+DAYS = 3
+COLLECTED = pytest.StashKey[list[pytest.Item]]()  # of all days
+
+
+def today() -> date:
+    return date.fromisoformat(os.environ.get("HVDTRAIN_TEST_DAY") or date.today().isoformat())
+
+
+def is_by_day() -> bool:
+    return os.environ.get("HVDTRAIN_TEST_ROUNDS") == "day"
+
+
+def rows_of_day(rows: Sequence[Row], day: date) -> list[Row]:
+    """At least one, of a table that has rows."""
+    days = min(DAYS, len(rows))
+    return [row for place, row in enumerate(rows) if (place + day.toordinal()) % days == 0]
+
+
+def rows_of_today(rows: Sequence[Row]) -> list[Row]:
+    return rows_of_day(rows, today()) if is_by_day() else list(rows)
+
+
+def items_of_other_days(items: Sequence[pytest.Item], day: date) -> set[pytest.Item]:
+    """The tests marked `in_turn` that do not run on a day, of each file two thirds. Files begin on
+    different days, so that those with one such test do not all run on one."""
+    places = Counter[str]()
+    others = set[pytest.Item]()
+    for item in items:
+        if item.get_closest_marker("in_turn"):
+            name = item.path.name
+            place = zlib.crc32(name.encode()) + places[name]
+            places[name] += 1
+            if (place + day.toordinal()) % DAYS != 0:
+                others.add(item)
+    return others

@@ -1,0 +1,90 @@
+"""The rows of a table that run by turns: each of them on one of three days, and the extras."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from datetime import date, timedelta
+
+import pytest
+from extras_in_turn import changed_files, extras_of_day, is_of_extras
+from ranks import ROOT, python
+from rotation import COLLECTED, DAYS, items_of_other_days, rows_of_day
+from without_extra import names_of_extras
+
+FIRST = date(2026, 12, 30)
+ALL_DAYS = [FIRST + timedelta(days) for days in range(DAYS)]
+
+
+@pytest.mark.in_turn
+@pytest.mark.parametrize("row", range(4))
+def test_a_row(row: int) -> None:
+    """What the other tests of this file choose from."""
+    assert row in range(4)
+
+
+@pytest.mark.parametrize("count", range(20))
+def test_each_row_of_a_table_is_of_one_of_three_days(count: int) -> None:
+    days = [rows_of_day(range(count), day) for day in ALL_DAYS]
+    assert set().union(*days) == set(range(count))
+    assert {len(rows) for rows in days} <= {count // DAYS, -(-count // DAYS)} - {0} or count == 0
+    if count >= DAYS:
+        assert sum(map(len, days)) == count
+    assert rows_of_day(range(count), FIRST + timedelta(12 * DAYS)) == days[0] or count < DAYS
+
+
+def test_each_test_that_is_marked_runs_on_one_of_three_days(request: pytest.FixtureRequest) -> None:
+    """Of all files that this run has read; `make test` reads all."""
+    collected = request.config.stash[COLLECTED]
+    marked = {item for item in collected if item.get_closest_marker("in_turn")}
+    chosen = [marked - items_of_other_days(collected, day) for day in ALL_DAYS]
+    assert len(marked) >= 4 and set().union(*chosen) == marked
+    assert sum(map(len, chosen)) == len(marked)
+    for path in {item.path for item in marked}:
+        of_file = [sum(item.path == path for item in items) for items in chosen]
+        assert max(of_file) - min(of_file) <= 1, path
+
+
+def test_a_run_by_day_has_those_rows_and_a_run_in_full_has_all(
+    request: pytest.FixtureRequest,
+) -> None:
+    def collected(**env: str) -> set[str]:
+        words = ["-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+        result = python([*words, __file__], env=env, is_warm=False)
+        assert result.returncode == 0, result.stdout
+        return set(re.findall(r"::(test_a_row\[\d\])", result.stdout))
+
+    here = [item for item in request.config.stash[COLLECTED] if item.path == request.path]
+    rows = {item.name for item in here if item.get_closest_marker("in_turn")}
+    others = {item.name for item in items_of_other_days(here, FIRST)}
+    by_day = collected(HVDTRAIN_TEST_ROUNDS="day", HVDTRAIN_TEST_DAY=FIRST.isoformat())
+    assert by_day == rows - others and 0 < len(by_day) < len(rows) == 4
+    assert collected(HVDTRAIN_TEST_ROUNDS="full") == rows
+
+
+def test_each_extra_is_tested_on_one_of_three_days_and_when_it_has_changed() -> None:
+    names = names_of_extras()
+    days = [extras_of_day(names, [], day) for day in ALL_DAYS]
+    assert sorted(itertools.chain(*days)) == names
+    for name in names:
+        (extra,) = (ROOT / "hvdtrain" / "extras" / name).glob("extra.py")
+        changed = str(extra.relative_to(ROOT))
+        assert all(name in extras_of_day(names, [changed], day) for day in ALL_DAYS)
+        assert all(
+            name in extras_of_day(names, [f"tests/extras/test_{name}_gone.py"], day)
+            for day in ALL_DAYS
+        )
+    unrelated = ["hvdtrain/core/numbers.py", "tests/test_gone.py", "docs/extras.md"]
+    assert [extras_of_day(names, unrelated, day) for day in ALL_DAYS] == days
+    assert extras_of_day(names, None, FIRST) == names and changed_files(10**9) is None
+
+
+def test_each_file_of_extras_is_of_one_that_is_tested() -> None:
+    names = names_of_extras()
+    files = sorted((ROOT / "tests" / "extras").glob("test_*.py"))
+    assert files
+    for file in files:
+        assert any(is_of_extras(file, [name]) for name in names), file
+        assert is_of_extras(file, names)
+    assert not is_of_extras(ROOT / "tests" / "extras" / "test_sweep.py", ["drill"])
+    assert is_of_extras(ROOT / "tests" / "extras" / "test_sweep.py", ["drill", "sweep"])
