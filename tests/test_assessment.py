@@ -203,6 +203,7 @@ def grade(script: Path, *options: str) -> Result:
     )
 
 
+@pytest.mark.in_turn
 @needs_mpirun
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -230,6 +231,7 @@ def test_our_answers_pass(name: str) -> None:
     )
 
 
+@pytest.mark.in_turn
 @needs_mpirun
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SUBMISSIONS if FULL else SOME)
@@ -622,6 +624,7 @@ def test_an_option_without_sense_is_named(
     )
 
 
+@pytest.mark.in_turn
 @needs_mpirun
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import ROOT, in_full_rounds, mpirun, needs_mpirun, python
+from ranks import FULL, ROOT, in_full_rounds, mpirun, needs_mpirun, python
 
 from hvdtrain.data.source import NamedArrays
 
@@ -99,20 +99,15 @@ GPU_DAY = [
     ["tests", "losses", "wide_resnet", "accuracy"],
     ["ranks", "resume", "zero3"],
     ["gpt12"],
-    ["gpt24"],  # with --quick the same as gpt12
+    *[["gpt24"]] * FULL,  # with --quick the same as gpt12
     ["cifar10", "folder", "energy"],
 ]
 
 
+@pytest.mark.in_turn
 @pytest.mark.slow
 @needs_mpirun
-@pytest.mark.parametrize(
-    "parts",
-    [
-        pytest.param(parts, marks=[in_full_rounds] if parts == ["gpt24"] else [], id=parts[0])
-        for parts in GPU_DAY
-    ],
-)
+@pytest.mark.parametrize("parts", GPU_DAY, ids=lambda parts: parts[0])
 def test_every_part_of_the_gpu_day_runs_without_a_gpu(
     fashion: Path, tmp_path: Path, parts: list[str]
 ) -> None:
@@ -232,6 +227,7 @@ def test_watching_measures_every_part(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.in_turn
 @pytest.mark.slow
 def test_guard_measures_every_part(tmp_path: Path) -> None:
     """Each part is switched off by an attribute of the job: one that is renamed must not be
@@ -344,6 +340,7 @@ def test_recompute_measures_each_way(tmp_path: Path) -> None:
     assert row["all"]["to none"][0] > 1
 
 
+@pytest.mark.in_turn
 @pytest.mark.slow
 @pytest.mark.clock
 def test_gpt_compares_training_and_drawing(tmp_path: Path) -> None:
