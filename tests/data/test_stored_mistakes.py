@@ -336,3 +336,17 @@ def test_names_of_classes_that_are_not_as_others(
     capsys.readouterr()
     assert main(["evaluate", "run", "data.root=other"]) == 2
     assert "2 classes by name, the run 3 without names" in capsys.readouterr().err
+
+
+def test_names_of_classes_of_npz_are_refused_with_the_words_that_count_them(tmp_path: Path) -> None:
+    np.savez(tmp_path / "t.npz", x=np.ones((2, 3)), y=np.array(["cat", "dog"]))
+    with pytest.raises(UserError, match="y has texts") as error:
+        npz.build("npz", tmp_path / "t.npz", "train")
+    assert "the numbers that np.unique(y, return_inverse=True)[1] gives" in error.value.fix
+
+
+def test_a_file_of_one_array_is_not_called_damaged(tmp_path: Path) -> None:
+    np.save(tmp_path / "t.npy", np.ones((2, 3)))
+    with pytest.raises(UserError, match=r"one array of numpy.save, not an .npz archive") as error:
+        npz.build("npz", tmp_path / "t.npy", "train")
+    assert error.value.fix == "an array for each field: numpy.savez('t', x=..., y=...)"

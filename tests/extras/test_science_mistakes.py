@@ -281,3 +281,28 @@ def test_zarr_2_without_a_fill_value_is_read_as_0(tmp_path: Path) -> None:
     assert source.read(np.arange(4))["x"].ravel().tolist() == [1, 1, 0, 0]
     (note,) = source.notes
     assert note.endswith("1 of 2 chunks of x are not there, and are read as 0"), note
+
+
+@pytest.mark.parametrize("library", ["hdf5", "hdf5 of any length", "zarr", "zarr of any length"])
+def test_names_of_classes_are_refused_with_the_words_that_count_them(
+    library: str, tmp_path: Path
+) -> None:
+    """With data.fields, and without, where x and y are found by their names."""
+    names = np.array(["cat", "dog", "cat"])
+    path = tmp_path / ("t.h5" if library.startswith("hdf5") else "t.zarr")
+    if library.startswith("hdf5"):
+        with h5py.File(path, "w") as file:
+            file["x"] = np.ones((3, 2), np.float32)
+            file["y"] = names.tolist() if "any" in library else names.astype("S3")
+    else:
+        version = 3 if "any" in library else 2
+        group = zarr_library.open_group(str(path), mode="w", zarr_format=version)
+        group.create_array("x", shape=(3, 2), dtype="f4")[:] = 1
+        texts = names.astype(np.dtypes.StringDType() if "any" in library else "U3")
+        group.create_array("y", shape=(3,), dtype=texts.dtype)[:] = texts
+    build = hdf5.build if library.startswith("hdf5") else zarr.build
+    for options in ({}, {"fields": {"x": "x", "y": "y"}}):
+        with pytest.raises(UserError, match="y has texts .*, expected integers or floats") as error:
+            build("name", path, "train", **options)  # type: ignore[arg-type]
+        assert "unpickling" not in str(error.value)
+        assert "the numbers that np.unique(y, return_inverse=True)[1] gives" in error.value.fix

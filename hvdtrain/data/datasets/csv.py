@@ -23,6 +23,7 @@ from hvdtrain.data.stored.selection import Box, name_and_words
 from hvdtrain.data.stored.stored_array import (
     Blocks,
     StoredArray,
+    StoredFile,
     is_missing,
     leaving_out,
     no_such,
@@ -90,7 +91,7 @@ def build(
 
 
 @dataclass(frozen=True, eq=False)
-class CsvFile:
+class CsvFile(StoredFile):
     file: FileOnDisk
     header: list[str]
     delimiter: str

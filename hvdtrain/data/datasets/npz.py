@@ -8,7 +8,6 @@ import math
 import struct
 import zipfile
 import zlib
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -21,9 +20,9 @@ from hvdtrain.data.stored.build import Wanted, build_stored
 from hvdtrain.data.stored.files import FileOnDisk, cut_off
 from hvdtrain.data.stored.selection import Box
 from hvdtrain.data.stored.stored_array import (
-    Blocks,
     PlainRows,
     StoredArray,
+    StoredFile,
     check_dtype,
     check_shape,
     no_such,
@@ -32,6 +31,7 @@ from hvdtrain.errors import UserError, first_line
 
 # of a zip file's member: signature, lengths of its name and of what follows
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
+_NPY = b"\x93NUMPY"  # how a file of numpy.save begins
 _HEADER_BYTES = 2**16  # at most, of an array
 _MOST_VALUES = 2**34  # bytes of an array that is read whole
 _DAMAGE = (
@@ -78,7 +78,7 @@ def build(
 
 
 @dataclass(frozen=True)
-class NpzFile:
+class NpzFile(StoredFile):
     file: FileOnDisk
     members: dict[str, zipfile.ZipInfo]
 
@@ -86,6 +86,13 @@ class NpzFile:
     def of(path: Path) -> NpzFile:
         """Raises UserError where it is no archive of arrays."""
         file = FileOnDisk.of(path)
+        with file.opened() as opened:
+            if opened.read(0, min(len(_NPY), file.size)) == _NPY:
+                raise UserError(
+                    "the file is one array of numpy.save, not an .npz archive of several",
+                    str(path),
+                    f"an array for each field: numpy.savez({path.stem!r:.60}, x=..., y=...)",
+                )
         try:
             with zipfile.ZipFile(path) as archive:
                 members = {
@@ -133,19 +140,6 @@ class NpzFile:
         return (
             WholeMember(self.file, name, dtype, shape) if is_fortran and len(shape) > 1 else found
         )
-
-    @property
-    def coordinates(self) -> Collection[str]:
-        return ()
-
-    def note(self, name: str) -> str:
-        return ""
-
-    def edges_of_texts(self, name: str, *, may_be_names: bool = False) -> np.ndarray | None:
-        return None
-
-    def columns(self, names: list[str]) -> Blocks | None:
-        return None
 
     def values(self, name: str) -> np.ndarray:
         """Texts are read too."""

@@ -17,7 +17,14 @@ from hvdtrain.data.source import Source, Split, padded_by
 from hvdtrain.data.stored.build import Wanted, build_stored
 from hvdtrain.data.stored.files import FileOnDisk, cut_off
 from hvdtrain.data.stored.selection import Box
-from hvdtrain.data.stored.stored_array import Blocks, StoredArray, leaving_out, no_such, whole
+from hvdtrain.data.stored.stored_array import (
+    Blocks,
+    StoredArray,
+    StoredFile,
+    leaving_out,
+    no_such,
+    whole,
+)
 from hvdtrain.errors import UserError, first_line, short
 
 STAGING = Staging(is_of_user=True, may_be_a_file=True)
@@ -74,11 +81,11 @@ _ITEM_BYTES = {"INT64": 8, "DOUBLE": 8, "FLOAT": 4}
 
 
 @dataclass(frozen=True, eq=False)
-class ParquetFile:
+class ParquetFile(StoredFile):
     file: FileOnDisk
     columns_in_file: list[str]
     edges: np.ndarray  # int64 (row groups + 1,)
-    coordinates: Collection[str]
+    index_columns: Collection[str]
     most_bytes: int  # of a row group, unpacked
     with_texts: Collection[str] = ()  # columns
 
@@ -112,8 +119,9 @@ class ParquetFile:
     def names(self) -> list[str]:
         return self.columns_in_file
 
-    def note(self, name: str) -> str:
-        return ""
+    @property
+    def coordinates(self) -> Collection[str]:
+        return self.index_columns
 
     def edges_of_texts(self, name: str, *, may_be_names: bool = False) -> np.ndarray | None:
         return self.edges if may_be_names or name in self.with_texts else None

@@ -234,6 +234,8 @@ def _fields(wanted: Wanted, split: Split, file: StoredFile, path: Path) -> dict[
         choices = [f"data.fields={{x: {x}, y: {as_yaml(known[name])}}}" for name in targets]
         raise UserError(f"which of {', '.join(targets)} is y?", str(path), "; or ".join(choices))
     target = targets[0] if targets else None
+    if target is None:
+        _refuse_texts(file)
     if target is None or (len(names) < 2):
         raise UserError(
             f"which arrays are x and y? The file has {', '.join(names[:24]) or 'none'}",
@@ -245,6 +247,13 @@ def _fields(wanted: Wanted, split: Split, file: StoredFile, path: Path) -> dict[
     if len(inputs) > 1 and file.columns(inputs) is None:
         raise UserError(f"which of {', '.join(others[:24])} is x?", str(path), _FIELDS)
     return {"x": inputs, "y": [known[target]]}
+
+
+def _refuse_texts(file: StoredFile) -> None:
+    """Raises UserError where the file has targets that are no numbers."""
+    for name in file.without_numbers:
+        if name.lstrip("/") in TARGETS:
+            file.array(name)
 
 
 def _with_capitals(names: Sequence[str]) -> str:

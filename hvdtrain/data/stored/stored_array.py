@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,36 +74,51 @@ class PlainRows:
 StoredArray = PlainRows | Blocks
 
 
-class StoredFile(Protocol):
-    """A file, or a folder that is one, with arrays or columns by name."""
+class StoredFile(ABC):
+    """A file, or a folder that is one, with arrays or columns by name.
+
+    The defaults are those of a file of plain arrays: neither a table nor coordinates.
+    """
 
     @property
+    @abstractmethod
     def names(self) -> list[str]:
         """Names of all arrays or columns that hold numbers."""
+
+    @abstractmethod
+    def array(self, name: str) -> StoredArray:
+        """Raises UserError where there is none of this name, or it has no numbers."""
+
+    @abstractmethod
+    def values(self, name: str) -> np.ndarray:
+        """All of a column of numbers or texts (n,). Raises UserError where there is none."""
+
+    @property
+    def without_numbers(self) -> Collection[str]:
+        """Names of the arrays that `names` leaves out, as they hold texts or others."""
+        return ()
 
     @property
     def coordinates(self) -> Collection[str]:
         """Names among them that only number the rows or the points of an axis, as pandas' index: no
         input unless data.fields says so."""
+        return ()
 
     def edges_of_texts(self, name: str, *, may_be_names: bool = False) -> np.ndarray | None:
         """Blocks.edges of a column of a table that has texts, as names of classes; None of
         another. may_be_names: also of one that has something else, which a training set with
         names would make names of classes, as true and false."""
-
-    def array(self, name: str) -> StoredArray:
-        """Raises UserError where there is none of this name, or it has no numbers."""
+        return None
 
     def columns(self, names: list[str]) -> Blocks | None:
         """Several columns as one array (n, columns), where the format reads them together; None:
         each is read by itself."""
-
-    def values(self, name: str) -> np.ndarray:
-        """All of a column of numbers or texts (n,). Raises UserError where there is none."""
+        return None
 
     def note(self, name: str) -> str:
         """A line for the user of an array of which a part was never written, so that its fill value
         is read; empty of any other."""
+        return ""
 
 
 MOST_ROWS = 2**31  # of an array along any axis: the numbers of its samples alone take 16 GiB
@@ -121,15 +137,19 @@ def check_shape(shape: tuple[int, ...], name: str, path: Path) -> None:
         )
 
 
-def check_dtype(dtype: np.dtype[Any], name: str, path: Path) -> None:
+def check_dtype(dtype: np.dtype[Any], name: str, path: Path, has_texts: bool = False) -> None:
     """Raises UserError for what is no number of at most 64 bits: objects, which could only be
-    unpickled, texts, records."""
+    unpickled, texts, records.
+
+    has_texts: whether objects are texts of a format that knows no pickle.
+    """
     if dtype.kind in "iufb" and dtype.itemsize <= 8:
         return
     kinds = {
-        "O": "objects",
+        "O": "texts" if has_texts else "objects",
         "S": "texts",
         "U": "texts",
+        "T": "texts",
         "V": "records",
         "c": "complex numbers",
         "M": "times",
@@ -140,12 +160,15 @@ def check_dtype(dtype: np.dtype[Any], name: str, path: Path) -> None:
         "integers or floats"
     )
     fix = "another array in data.fields, or write it again as numbers"
-    if dtype.kind in "SU":
+    if dtype.kind in "SUTO":
         fix += (
-            f"; names of classes: np.unique({name}, return_inverse=True)[1], over both sets at once"
+            "; for names of classes write the numbers that "
+            f"np.unique({name.rpartition('/')[2]}, return_inverse=True)[1] gives for the names of "
+            "both sets at once"
         )
-    unread = "; objects are never read: unpickling them could run code" if dtype.kind == "O" else ""
-    raise UserError(what + unread, str(path), fix)
+    if dtype.kind == "O" and not has_texts:
+        what += "; objects are never read: unpickling them could run code"
+    raise UserError(what, str(path), fix)
 
 
 def no_such(name: str, names: list[str], path: Path) -> UserError:

@@ -20,9 +20,9 @@ from hvdtrain.data.stored.build import Wanted, build_stored
 from hvdtrain.data.stored.files import FileOnDisk, cut_off
 from hvdtrain.data.stored.selection import Box
 from hvdtrain.data.stored.stored_array import (
-    Blocks,
     PlainRows,
     StoredArray,
+    StoredFile,
     check_dtype,
     check_shape,
     no_such,
@@ -113,7 +113,7 @@ def _opened(file: FileOnDisk) -> Iterator[Any]:
 
 
 @dataclass(frozen=True)
-class Hdf5File:
+class Hdf5File(StoredFile):
     file: FileOnDisk
 
     @staticmethod
@@ -124,23 +124,26 @@ class Hdf5File:
 
     @property
     def names(self) -> list[str]:
-        found: list[str] = []
+        return [name for name, has_numbers in self._arrays() if has_numbers]
+
+    @property
+    def without_numbers(self) -> Collection[str]:
+        return [name for name, has_numbers in self._arrays() if not has_numbers]
+
+    def _arrays(self) -> list[tuple[str, bool]]:
+        """Names of the arrays in this file, and whether they hold numbers."""
+        arrays: list[tuple[str, bool]] = []
 
         def visit(name: str, entry: Any) -> None:
-            if (
-                hasattr(entry, "chunks")
-                and entry.dtype.kind in "iufb"
-                and not _is_elsewhere(entry)
-                and entry.shape
-            ):
-                found.append(f"/{name}")
+            if hasattr(entry, "chunks") and not _is_elsewhere(entry) and entry.shape:
+                arrays.append((f"/{name}", entry.dtype.kind in "iufb"))
 
         with _opened(self.file) as file:
             try:
                 file.visititems(visit)
             except _DAMAGE as error:
                 raise cut_off(self.file.path, first_line(error)) from None
-        return found
+        return arrays
 
     @property
     def coordinates(self) -> Collection[str]:
@@ -164,7 +167,8 @@ class Hdf5File:
 
     def array(self, name: str) -> StoredArray:
         with self._dataset(name) as dataset:
-            check_dtype(dataset.dtype, name, self.file.path)
+            has_texts = _h5py().check_string_dtype(dataset.dtype) is not None
+            check_dtype(dataset.dtype, name, self.file.path, has_texts)
             return self._array(dataset, name)
 
     def _array(self, dataset: Any, name: str) -> StoredArray:
@@ -287,12 +291,6 @@ class Hdf5File:
             str(self.file.path),
             fix,
         )
-
-    def edges_of_texts(self, name: str, *, may_be_names: bool = False) -> np.ndarray | None:
-        return None
-
-    def columns(self, names: list[str]) -> Blocks | None:
-        return None
 
     def values(self, name: str) -> np.ndarray:
         with self._dataset(name) as dataset:

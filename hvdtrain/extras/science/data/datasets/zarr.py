@@ -24,8 +24,8 @@ from hvdtrain.data.stored.build import Wanted, build_stored
 from hvdtrain.data.stored.files import FileOnDisk, cut_off
 from hvdtrain.data.stored.selection import Box
 from hvdtrain.data.stored.stored_array import (
-    Blocks,
     StoredArray,
+    StoredFile,
     check_dtype,
     no_such,
 )
@@ -179,7 +179,7 @@ def _described(path: Path) -> list[str]:
 
 
 @dataclass(frozen=True)
-class ZarrGroup:
+class ZarrGroup(StoredFile):
     path: Path
 
     @staticmethod
@@ -193,6 +193,10 @@ class ZarrGroup:
             name for name, array in self._members() if array.shape and array.dtype.kind in "iufb"
         )
 
+    @property
+    def without_numbers(self) -> Collection[str]:
+        return [name for name, array in self._members() if array.dtype.kind not in "iufb"]
+
     def _members(self) -> list[tuple[str, Any]]:
         group = _opened(self.path)
         try:  # one by one: the library prints errors of others beside the one that it raises
@@ -205,7 +209,7 @@ class ZarrGroup:
 
     def array(self, name: str) -> StoredArray:
         array = self.opened(name)
-        check_dtype(array.dtype, name, self.path)
+        check_dtype(array.dtype, name, self.path, has_texts=True)  # pickle is no codec of _CODECS
         rows = array.chunks[0] if array.shape else 1
         edges = block_edges(array.shape[0] if array.shape else 0, max(1, rows))
         return ZarrChunks(
@@ -255,12 +259,6 @@ class ZarrGroup:
             )
             raise UserError(what, str(self.path), fix)
         return found
-
-    def edges_of_texts(self, name: str, *, may_be_names: bool = False) -> np.ndarray | None:
-        return None
-
-    def columns(self, names: list[str]) -> Blocks | None:
-        return None
 
     def values(self, name: str) -> np.ndarray:
         array = self.opened(name)
