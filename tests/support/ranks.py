@@ -45,7 +45,7 @@ def mpirun_path() -> str | None:
     return shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
 
 
-# If tests skip although a compiler could have built Horovod, test_horovod_build.py fails.
+# If tests skip although a compiler could have built Horovod, test_build_horovod.py fails.
 needs_mpirun = pytest.mark.skipif(mpirun_path() is None, reason="no mpirun on the path")
 needs_horovod = pytest.mark.skipif(
     not importlib.util.find_spec("horovod"),

@@ -17,9 +17,9 @@ import pytest
 from ranks import HANG_S, ROOT
 from waiting import wait_until
 
-from hvdtrain.cli.horovod import build, wheel
-from hvdtrain.cli.horovod.build import BuildTarget
 from hvdtrain.errors import DONE, USER, UserError
+from hvdtrain.extras.build_horovod import build, wheel
+from hvdtrain.extras.build_horovod.build import BuildTarget
 
 TARGET = BuildTarget("2.13.0+cpu", "openmpi-5.0.11", Path("/site/openmpi/bin/mpirun"))
 VARIABLES = {"HOROVOD_WITH_MPI": "1"}
@@ -147,7 +147,7 @@ def test_a_second_builder_waits_for_the_first(
     folder = build.cache_folder() / build.wheel_key("0.28.1", TARGET, VARIABLES)
     folder.mkdir(parents=True)
     ask = (
-        "from pathlib import Path; from hvdtrain.cli.horovod.build import BuildTarget, "
+        "from pathlib import Path; from hvdtrain.extras.build_horovod.build import BuildTarget, "
         "cached_wheel\n"
     )
     ask += (
@@ -366,8 +366,8 @@ def test_the_users_environment_wins_in_the_verification() -> None:
 
 def test_the_version_of_torch_is_known_without_its_import() -> None:
     code = (
-        "import sys; from hvdtrain.cli.horovod.build import torch_version; print(torch_version(), "
-        "'torch' in sys.modules)\n"
+        "import sys; from hvdtrain.extras.build_horovod.build import torch_version\n"
+        "print(torch_version(), 'torch' in sys.modules)\n"
     )
     said = subprocess.run(
         [sys.executable, "-c", f"{code}import torch; print(torch.__version__)"],

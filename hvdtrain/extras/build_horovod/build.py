@@ -1,5 +1,4 @@
-"""python -m hvdtrain.cli.horovod: builds Horovod for the installed torch and MPI, installs it and
-verifies it."""
+"""hvdtrain horovod: builds Horovod for the installed torch and MPI, installs it and verifies it."""
 
 from __future__ import annotations
 
@@ -23,7 +22,8 @@ from typing import NamedTuple, NoReturn
 
 from filelock import FileLock, Timeout
 
-from hvdtrain.cli.horovod.wheel import (
+from hvdtrain.errors import DONE, USER, UserError
+from hvdtrain.extras.build_horovod.wheel import (
     SHA256,
     compile_wheel,
     corrections,
@@ -34,7 +34,6 @@ from hvdtrain.cli.horovod.wheel import (
     unpack,
     verify,
 )
-from hvdtrain.errors import DONE, USER, UserError
 
 VERSION = "0.28.1"
 # of Horovod and its setup.py
@@ -353,9 +352,10 @@ def report(line: str) -> None:
     print(line, flush=True)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m hvdtrain.cli.horovod", description=__doc__)
+def horovod(arguments: Sequence[str], program: str = "hvdtrain horovod") -> int:
+    """The command; returns the exit code."""
+    what = f"{program}: {(__doc__ or '').partition(': ')[2]}"
+    parser = argparse.ArgumentParser(prog=program, description=what)
     parser.add_argument(
         "--version",
         default=VERSION,
@@ -383,7 +383,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="FOLDER",
         help="build it, and copy the wheel there; nothing is installed",
     )
-    options = parser.parse_args(argv)
+    if {"-h", "--help"} & set(arguments):
+        print(parser.format_help(), end="")
+        return DONE
+    options = parser.parse_args(arguments)
     for stop in (signal.SIGINT, signal.SIGTERM):
         # SystemExit leaves every block: no compiler is left behind
         signal.signal(stop, lambda number, _: sys.exit(128 + number))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.cli.horovod import wheel
 from hvdtrain.errors import UserError
+from hvdtrain.extras.build_horovod import wheel
 
 CMAKE_LISTS = (
     "project(horovod CXX)\nset(CMAKE_CXX_STANDARD 14)\nset(CMAKE_CXX_EXTENSIONS "

@@ -1,0 +1,23 @@
+"""python -m hvdtrain.cli.horovod: what `hvdtrain horovod` does, before the packages of a job are
+installed."""
+
+import importlib
+import sys
+
+from hvdtrain.config.extras import commands
+from hvdtrain.errors import DONE, USER
+
+_NAME = "horovod"
+
+
+def main() -> int:
+    """Returns the exit code."""
+    if _NAME not in commands():
+        print("Horovod is left out: this copy of hvdtrain has no extra that builds it")
+        return DONE if "--or-without" in sys.argv else USER
+    command = getattr(importlib.import_module(commands()[_NAME].module), _NAME)
+    return int(command(sys.argv[1:], "python -m hvdtrain.cli.horovod"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

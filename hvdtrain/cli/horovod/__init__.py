@@ -1,2 +1,0 @@
-"""`python -m hvdtrain.cli.horovod`: builds Horovod for the installed torch and MPI, installs and
-verifies it."""

@@ -1,0 +1,15 @@
+"""What the rest of hvdtrain learns of the command horovod."""
+
+from hvdtrain.config.extras import Command, Extra
+
+EXTRA = Extra(
+    status="stable",
+    says="Builds Horovod for the torch and the MPI that are installed, and verifies it.",
+    commands={
+        "horovod": Command(
+            "hvdtrain.extras.build_horovod.build",
+            "hvdtrain horovod [--nccl] [--rebuild]                    "
+            "builds Horovod for the torch and the MPI that are installed",
+        )
+    },
+)
