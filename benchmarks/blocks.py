@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from hvdtrain.cli.bench.trainer import Trainer as BenchTrainer
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.read import configure
+from hvdtrain.extras.bench.trainer import Trainer as BenchTrainer
 from hvdtrain.training.health.signals import Signals
 
 # part(True) is a context in which the job has the part, part(False) one without

@@ -232,8 +232,8 @@ def measure_step(config: Any, task: Any, communicator: Any, folder: Path) -> Non
     batch."""
     import torch
 
-    from hvdtrain.cli.bench.step import OneRank
     from hvdtrain.core.progress import Hyper
+    from hvdtrain.extras.bench.step import OneRank
     from hvdtrain.frameworks.stopwatch import total
     from hvdtrain.frameworks.torch.step_costs import peak_flops, step_flops, synchronizing_stopwatch
     from hvdtrain.training.build import build_learner
@@ -270,7 +270,8 @@ def measure_links(communicator: Any, folder: Path) -> None:
     waits until the others have computed, too."""
     import torch
 
-    from hvdtrain.cli.bench.allreduce import IN_PARTS, _in_parts
+    from hvdtrain.core.link import IN_PARTS
+    from hvdtrain.extras.bench.allreduce import _in_parts
 
     inside = communicator.split(communicator.rank // PER_HOST)
     for name, group, product in (("inside", inside, PRODUCT), ("between", communicator, 1)):

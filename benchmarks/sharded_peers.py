@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from hvdtrain.cli.bench.trainer import Trainer
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.core.import_torchvision import import_torchvision
+from hvdtrain.extras.bench.trainer import Trainer
 from hvdtrain.frameworks.torch.inputs import DeviceBatch
 from hvdtrain.frameworks.torch.parallel.fsdp.strategy import units
 from hvdtrain.tasks.task import Place, part_of

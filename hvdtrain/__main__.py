@@ -27,23 +27,19 @@ COMMANDS = {  # each is the function of its name in that module; hvdtrain/extras
     "check": "hvdtrain.cli.check.command",
     "launch": "hvdtrain.cli.launch.command",
     "summary": "hvdtrain.cli.plan.summary",
-    "lr-find": "hvdtrain.cli.bench.lr_find",
-    "bench": "hvdtrain.cli.bench.command",
     "export": "hvdtrain.cli.evaluate.export",
     "evaluate": "hvdtrain.cli.evaluate.command",
     "predict": "hvdtrain.cli.evaluate.predict",
     "sample": "hvdtrain.cli.evaluate.sample",
     "schema": "hvdtrain.cli.schema",
 }
-# commands that --num-nodes and so on start on ranks
+# commands that --num-nodes and so on start on ranks; extras have more
 _ON_RANKS = (
     "train",
     "check",
     "evaluate",
     "predict",
     "sample",
-    "bench",
-    "lr-find",
 )
 _LISTS = ("list", "extras")  # what they print needs no arguments
 _BY_HAND = ("--num-nodes", "--node-id", "--num-gpus")
@@ -103,6 +99,11 @@ def _extra_trains(name: str) -> bool:
     return extras.trains(name)
 
 
+def _is_on_ranks(name: str) -> bool:
+    extra = _extra_commands().get(name)
+    return name in _ON_RANKS or (extra is not None and extra.on_ranks)
+
+
 def is_command(name: str) -> bool:
     """Whether a word is a command, of an extra too."""
     is_word = name and "=" not in name and not name.startswith("-")
@@ -126,7 +127,7 @@ def run_command(arguments: list[str]) -> int:
         "-h",
         "--help",
     } & set(arguments)
-    if by_hand and (name in _ON_RANKS or name.startswith("-") or "=" in name):
+    if by_hand and (name.startswith("-") or "=" in name or _is_on_ranks(name)):
         from hvdtrain.cli.launch.run import spawn
 
         return spawn(arguments)

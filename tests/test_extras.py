@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from ranks import ROOT, mpirun, needs_mpirun, python
 
-from hvdtrain.config.extras import benches, commands, extras, plan_options, plans
+from hvdtrain.config.extras import commands, extras, plan_options, plans
+from hvdtrain.config.plugins import ALIASES
 
 FOLDER = ROOT / "hvdtrain" / "extras"
 PAGE = ROOT / "docs" / "extras.md"
@@ -36,7 +37,7 @@ for path in sorted(Path(root).glob("hvdtrain/**/*.py")):
         imported += 1
     except ImportError as error:
         assert (error.name or "").partition(".")[0] in libraries.split(), (path, error)
-topics = ["data", "task", "model", "optim", "log", "train", "plan", "bench", "launch", *commands()]
+topics = ["data", "task", "model", "optim", "log", "train", "plan", "launch", *commands()]
 pages = [["--help"], ["--help", "keys"], ["list"], ["extras"], *(["--help", topic] for topic in topics)]
 assert not any(main(page) for page in pages)
 assert main(["plan", "framework=numpy", "model.name=linear", "--ranks", "1"]) == 0
@@ -113,13 +114,12 @@ def test_nothing_outside_an_extra_names_it() -> None:
     assert len(files) > 300 and named == []
 
 
-def test_each_command_bench_and_option_is_of_one_extra() -> None:
+def test_each_command_and_option_is_of_one_extra() -> None:
     assert len(commands()) == sum(len(extra.commands) for extra in extras().values())
-    assert len(benches()) == sum(len(extra.benches) for extra in extras().values())
     assert len(plan_options()) == sum(len(extra.plan) for extra in extras().values())
     assert len(plans()) == sum(len(extra.plans) for extra in extras().values())
     for name, extra in extras().items():
-        for each in (*extra.commands.values(), *extra.benches.values()):
+        for each in extra.commands.values():
             assert each.module.startswith(f"hvdtrain.extras.{name}.")
         for each in (*extra.plan.values(), *extra.plans.values()):
             assert each.module.startswith(f"hvdtrain.extras.{name}.")
@@ -131,13 +131,11 @@ def row_of(name: str) -> list[str]:
     """The cells of an extra in the table of its page, without its lines."""
     extra = extras()[name]
     gives = [f"`{each}`" for each in extra.commands]
-    gives += [f"`bench {each}`" for each in extra.benches]
     gives += [f"`plan --{each}`" for each in (*extra.plan, *extra.plans)]
     gives += [f"`{each}`" for each in extra.modes]
-    plugins = [
-        path for path in sorted((FOLDER / name).glob("*/**/*.py")) if path.stem != "__init__"
-    ]
-    gives += [f"`{path.stem}` in `{path.parent.relative_to(FOLDER / name)}`" for path in plugins]
+    for folder in ALIASES:
+        plugins = sorted(path.stem for path in (FOLDER / name / folder).glob("*.py"))
+        gives += [f"`{plugin}` in `{folder}`" for plugin in plugins if plugin != "__init__"]
     return [f"`{name}`", extra.status, extra.says, ", ".join(gives)]
 
 

@@ -15,34 +15,6 @@ from typing import Any
 from hvdtrain.errors import UserError, short
 
 
-def format_seconds(seconds: float) -> str:
-    """Three digits: 4.21 us, 183 ms"""
-    if seconds >= 1:
-        unit = "s"
-        factor = 1.0
-    elif seconds >= 1e-3:
-        unit = "ms"
-        factor = 1e3
-    else:
-        unit = "us"
-        factor = 1e6
-    return f"{seconds * factor:#.3g}".rstrip(".") + f" {unit}"
-
-
-def format_bytes(size: int) -> str:
-    """1024 -> 1 KiB, 100000000 -> 100 MB, 1000 -> 1000 B"""
-    for unit, factor in (
-        ("GiB", 2**30),
-        ("GB", 10**9),
-        ("MiB", 2**20),
-        ("MB", 10**6),
-        ("KiB", 2**10),
-    ):
-        if size >= factor and size % factor == 0:
-            return f"{size // factor} {unit}"
-    return f"{size} B"
-
-
 def plural(count: int, noun: str) -> str:
     """1 rank, 2 ranks"""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -14,11 +14,12 @@ PACKAGE = Path(__file__).parents[1]
 
 
 class Command(NamedTuple):
-    """A command of an extra. module: has the function of its name, with _ for -; of `bench NAME`
-    bench_NAME.
+    """A command of an extra. module: has the function of its name, with _ for -.
 
     usage: what help shows of it, `hvdtrain extras` its first line. trains: it starts jobs, so a
-    signal that asks for a checkpoint does not kill it. The module of an option of plan has
+    signal that asks for a checkpoint does not kill it. on_ranks: --num-nodes and so on start it on
+    ranks. listed_after: how the line of `hvdtrain --help` begins after which its own line comes;
+    empty where that page does not list it. The module of an option of plan has
     with_value(arguments), which completes an option that stands alone, and read(value), which
     returns the function that makes the lines and the JSON which it adds to the plan. The module of
     another plan has add_options(parser), refuse_options(options), and run(options, config), which
@@ -28,6 +29,8 @@ class Command(NamedTuple):
     module: str
     usage: str
     trains: bool = False
+    on_ranks: bool = False
+    listed_after: str = ""
 
 
 class Mode(NamedTuple):
@@ -47,7 +50,7 @@ class Mode(NamedTuple):
 class Extra(NamedTuple):
     """What the rest of hvdtrain learns of an extra: the value EXTRA of its extra.py, data only.
 
-    says: one sentence. benches: what `bench NAME` runs; plan: what `plan --NAME` adds; plans: what
+    says: one sentence. plan: what `plan --NAME` adds; plans: what
     it prints instead; modes: what `COMMAND --OPTION` runs. Plugins need no entry:
     extras/NAME/FOLDER/PLUGIN.py is found as FOLDER/PLUGIN.py is; aliases has, by folder, the names
     of those that have others. data_files: ending of a file of the user's, or a folder that counts
@@ -57,7 +60,6 @@ class Extra(NamedTuple):
     status: Literal["stable", "experimental"]
     says: str
     commands: Mapping[str, Command] = MappingProxyType({})
-    benches: Mapping[str, Command] = MappingProxyType({})
     plan: Mapping[str, Command] = MappingProxyType({})
     plans: Mapping[str, Command] = MappingProxyType({})
     modes: Mapping[str, Mode] = MappingProxyType({})
@@ -85,11 +87,6 @@ def commands() -> dict[str, Command]:
 def trains(name: str) -> bool:
     """Whether a command is one of an extra that starts jobs."""
     return name in commands() and commands()[name].trains
-
-
-def benches() -> dict[str, Command]:
-    """name -> every bench of an extra."""
-    return {name: each for extra in extras().values() for name, each in extra.benches.items()}
 
 
 def plan_options() -> dict[str, Command]:
@@ -130,7 +127,7 @@ def list_text() -> str:
     lines = []
     for name, extra in extras().items():
         lines.append(f"{name} ({extra.status}): {extra.says}")
-        usages = [each.usage for each in (*extra.commands.values(), *extra.benches.values())]
+        usages = [each.usage for each in extra.commands.values()]
         usages += [mode.usage for mode in extra.modes.values()]
         lines += [f"  {usage.partition(chr(10))[0]}" for usage in usages]
         lines += [f"  hvdtrain plan --{option}" for option in (*extra.plan, *extra.plans)]

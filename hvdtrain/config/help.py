@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from hvdtrain.config import plugins, schema
+from hvdtrain.config import extras, plugins, schema
 from hvdtrain.config.plugins import options_of, shown_default
 from hvdtrain.config.refusal import fix_of_key, takes
 from hvdtrain.errors import MEANINGS, UserError, closest, short
@@ -23,8 +23,6 @@ hvdtrain trains deep networks on many workers.
   hvdtrain launch -np 8 [-H n1:4,n2:4] -- [key=value ...]  the command line for the MPI or SLURM that is here; --dry-run prints it
   mpirun ... hvdtrain check [key=value ...]                what would fail on these ranks, and how to fix it; trains nothing
   hvdtrain summary [key=value ...]                         layers of the model: shapes, parameters, operations
-  hvdtrain lr-find [--png FILE] [key=value ...]            a curve of the loss over learning rates, and a proposal
-  hvdtrain bench step|data|allreduce [...]                 images/s, phases of a step, speed of reading; of sums under mpirun
   hvdtrain evaluate RUN [--split val] [data.root=DIR]      loss and accuracy of a checkpoint, of each class too, on any ranks
   hvdtrain predict RUN --data FILE --to FILE.csv           what the model of a run says about tables, arrays, tokens; --images DIR
   hvdtrain sample RUN --png FILE.png                       images or text drawn from a model with task.name=language
@@ -93,7 +91,12 @@ def _page() -> str:
         f"Keys without a section: {', '.join(without)}",
     )
     keys = [line for each in lists for line in textwrap.wrap(each, 118, subsequent_indent="  ")]
-    return USAGE.format(codes=codes, keys="\n".join(keys))
+    lines = USAGE.format(codes=codes, keys="\n".join(keys)).splitlines()
+    for command in extras.commands().values():
+        if command.listed_after:
+            before = [line.startswith(command.listed_after) for line in lines].index(True)
+            lines.insert(before + 1, f"  {command.usage}")
+    return "\n".join(lines)
 
 
 def _every_key() -> str:

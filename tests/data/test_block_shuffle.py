@@ -12,8 +12,6 @@ from pool import alone
 from ranks import mpirun, needs_mpirun
 
 import hvdtrain
-from hvdtrain.cli.bench import data as bench_data
-from hvdtrain.cli.bench.trainer import Trainer
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import fold
@@ -27,6 +25,8 @@ from hvdtrain.data.sampler import (
 )
 from hvdtrain.data.stored.source import stored_in
 from hvdtrain.errors import UserError
+from hvdtrain.extras.bench import data as bench_data
+from hvdtrain.extras.bench.trainer import Trainer
 from hvdtrain.training.datasets import open_datasets
 from hvdtrain.training.health.signals import Signals
 

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.__main__ import main
-from hvdtrain.cli.bench.allreduce import IN_PARTS
-from hvdtrain.cli.bench.cost_model import Link
 from hvdtrain.comm.counted import Kind, Moved
 from hvdtrain.config.read import configure
+from hvdtrain.core.link import IN_PARTS, Link
 from hvdtrain.extras.meshes.machine import Machine, machine_of, read_link
 from hvdtrain.extras.meshes.meshes import Mesh, meshes, moved_s, step_time, with_mesh, without_mesh
 from hvdtrain.frameworks.footprint import Footprint, PlannedWork

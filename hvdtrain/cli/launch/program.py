@@ -22,7 +22,6 @@ NOT_ON_RANKS = (  # the others; those of extras neither
         "report",
         "plan",
         "launch",
-        "bench",
         "export",
         "evaluate",
         "predict",
@@ -31,7 +30,7 @@ NOT_ON_RANKS = (  # the others; those of extras neither
         "list",
         "extras",
     ),
-    *("lr-find", "summary"),
+    "summary",
 )
 WHERE = "command line of launch, after --"
 RANK = "hvdtrain.cli.launch.rank"

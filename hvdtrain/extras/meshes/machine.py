@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdtrain.cli.bench.allreduce import IN_PARTS
-from hvdtrain.cli.bench.cost_model import Link, fit_link, link_points
+from hvdtrain.core.link import IN_PARTS, Link, fit_link, link_points
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.footprint import PlannedWork
 

@@ -8,12 +8,12 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from hvdtrain.cli.bench.cost_model import BACKWARD, Link
 from hvdtrain.cli.plan.forecast import Forecast, Infeasible, forecast
 from hvdtrain.comm.counted import Moved
 from hvdtrain.comm.engines import Feature, features_of
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config, ParallelConfig, ShardConfig
+from hvdtrain.core.link import BACKWARD, Link
 from hvdtrain.errors import UserError
 from hvdtrain.extras.meshes.machine import Machine
 from hvdtrain.frameworks.footprint import PlannedWork

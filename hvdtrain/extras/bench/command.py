@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Sequence
 
 from hvdtrain.cli.output import with_json_value
-from hvdtrain.config import extras
 from hvdtrain.errors import DONE, UserError, nearest, short
 
 USAGE = """\
@@ -20,29 +19,34 @@ mpirun -np 2 hvdtrain bench allreduce [key=value ...]  how fast the ranks sum, a
     --budget 40               seconds in all; at least 5 rounds of each size in any case
 hvdtrain bench data [--config FILE] [key=value ...]    how fast samples are read, against how fast a step uses them
     --rounds 5                timed rounds
-{extras}\
+hvdtrain bench scaling [--config FILE] [key=value ...] real jobs on 1, 2, 4 ranks, and a prediction for many ranks
+    --ranks 1,2,4             numbers of ranks
+    --weak, --strong          keep batch.per_rank, or keep batch.size; default: both
+    --steps 60                steps of each job; the first sixth is warm-up
+    --repeat 1                runs of each job; all jobs run in turn
+    --links nvlink:5us:300GB/s,ib:2us:25GB/s   links inside a node and between nodes to predict for; default: the link measured here
+    --per-node 8              ranks on a node, for the prediction
+    --limit 300               seconds that one job may take
+    --png FILE                a picture of efficiency and prediction
 each of them: --json FILE writes the result as JSON; --json or --json - prints it instead of the text"""  # noqa: E501
-NAMES = ("step", "allreduce", "data")
+MODULES = {"step": "step", "allreduce": "allreduce", "data": "data", "scaling": "scaling.command"}
 
 
 def bench(arguments: Sequence[str]) -> int:
     """The command behind `bench`; returns the exit code. Raises UserError for an unknown bench or
     option."""
     if not arguments or {"-h", "--help"} & set(arguments):
-        of_extras = "".join(f"{each.usage}\n" for each in extras.benches().values())
-        print(USAGE.replace("{extras}", of_extras))
+        print(USAGE)
         return DONE
     name, *rest = arguments
-    modules = {name: f"hvdtrain.cli.bench.{name}" for name in NAMES}
-    modules |= {name: each.module for name, each in extras.benches().items()}
-    if name not in modules:
+    if name not in MODULES:
         raise UserError(
             f"there is no bench {short(name)}",
             "command line of bench",
-            nearest(name, list(modules)),
+            nearest(name, list(MODULES)),
         )
     command: Callable[[list[str]], int] = getattr(
-        importlib.import_module(modules[name]), f"bench_{name}"
+        importlib.import_module(f"hvdtrain.extras.bench.{MODULES[name]}"), f"bench_{name}"
     )
     return command(with_json_value(rest))
 

@@ -12,12 +12,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvdtrain.cli.bench.trainer import Trainer, quartiles, run_on_ranks
-from hvdtrain.cli.options import BenchParser, two_or_more
 from hvdtrain.cli.output import plural, print_result
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import CommConfig, Config, ParallelConfig
+from hvdtrain.extras.bench.options import BenchParser, two_or_more
+from hvdtrain.extras.bench.trainer import Trainer, quartiles, run_on_ranks
 from hvdtrain.features.every_feature import configure
 from hvdtrain.frameworks.stopwatch import total
 from hvdtrain.training.health.signals import Signals

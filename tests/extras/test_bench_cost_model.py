@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import pytest
 
-from hvdtrain.cli.bench.cost_model import (
+from hvdtrain.core.link import BACKWARD, Link, MeasuredAllreduce, fit_link
+from hvdtrain.errors import UserError
+from hvdtrain.extras.bench.cost_model import (
     ALGORITHMS,
-    BACKWARD,
     Cluster,
-    Link,
-    MeasuredAllreduce,
     MeasuredStep,
     StepModel,
     comm_s,
-    fit_link,
     fit_step,
     halving_doubling_s,
     hierarchical_ring_s,
@@ -27,7 +25,6 @@ from hvdtrain.cli.bench.cost_model import (
     step_s,
     tree_s,
 )
-from hvdtrain.errors import UserError
 
 SLOW = Link("slow", 0.5, 100.0)  # half a second a message, 100 bytes a second
 FAST = Link("fast", 0.25, 1000.0)

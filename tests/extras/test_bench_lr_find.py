@@ -13,7 +13,7 @@ from ranks import mpirun, needs_mpirun
 
 import hvdtrain
 from hvdtrain.__main__ import main
-from hvdtrain.cli.bench.lr_find import propose, smooth
+from hvdtrain.extras.bench.lr_find import propose, smooth
 
 JOB = [
     "model.name=linear",

@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hvdtrain.cli.bench.trainer import Trainer, quartiles, run_on_ranks
-from hvdtrain.cli.options import BenchParser, two_or_more
 from hvdtrain.cli.output import align, plural, print_result
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
 from hvdtrain.data.sampler import positions_of_rank
 from hvdtrain.data.source import Source
+from hvdtrain.extras.bench.options import BenchParser, two_or_more
+from hvdtrain.extras.bench.trainer import Trainer, quartiles, run_on_ranks
 from hvdtrain.features.every_feature import configure
 from hvdtrain.training.datasets import open_datasets
 from hvdtrain.training.health.signals import Signals

@@ -14,21 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hvdtrain.cli.bench.cost_model import (
-    Cluster,
-    Link,
-    MeasuredAllreduce,
-    MeasuredStep,
-    fit_link,
-    fit_step,
-    link_errors,
-    link_points,
-    read_links,
-    ring_s,
-    split_buckets,
-    step_errors,
-)
-from hvdtrain.cli.bench.trainer import quartiles
 from hvdtrain.cli.launch.launchers import (
     LaunchRequest,
     MpiKind,
@@ -37,16 +22,35 @@ from hvdtrain.cli.launch.launchers import (
     mpi_library_version,
     mpirun_command,
 )
-from hvdtrain.cli.options import BenchParser, one_or_more, read_rank_counts
 from hvdtrain.cli.output import plural, print_result
 from hvdtrain.comm.placement import placement
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.core.folder import Folder
+from hvdtrain.core.link import Link, MeasuredAllreduce, fit_link, link_points
 from hvdtrain.data.configured.unwritten import unstaged
 from hvdtrain.errors import DONE, UserError
-from hvdtrain.extras.scaling.figure import draw_scaling
-from hvdtrain.extras.scaling.report import SCALING_KINDS, Study, Trial, curves, to_json, to_text
+from hvdtrain.extras.bench.cost_model import (
+    Cluster,
+    MeasuredStep,
+    fit_step,
+    link_errors,
+    read_links,
+    ring_s,
+    split_buckets,
+    step_errors,
+)
+from hvdtrain.extras.bench.options import BenchParser, one_or_more, read_rank_counts
+from hvdtrain.extras.bench.scaling.figure import draw_scaling
+from hvdtrain.extras.bench.scaling.report import (
+    SCALING_KINDS,
+    Study,
+    Trial,
+    curves,
+    to_json,
+    to_text,
+)
+from hvdtrain.extras.bench.trainer import quartiles
 from hvdtrain.features.every_feature import configure
 from hvdtrain.training.build import planned_task
 from hvdtrain.training.datasets import build_source
@@ -329,7 +333,7 @@ def _measure_link(settings: JobSettings, rank_counts: Sequence[int]) -> LinkMeas
         options = ["--sizes", _LINK_SIZES, "--budget", "3", "--json", str(path)]
         program = [
             "-m",
-            "hvdtrain.cli.bench.command",
+            "hvdtrain.extras.bench.command",
             "allreduce",
             *options,
             *settings.config_arguments,

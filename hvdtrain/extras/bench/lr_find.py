@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hvdtrain.cli.bench.trainer import Trainer, run_on_ranks
-from hvdtrain.cli.options import CommandParser, two_or_more
+from hvdtrain.cli.options import CommandParser
 from hvdtrain.cli.output import STANDARD_OUTPUT, align, print_result, with_json_value
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.on_all_ranks import allreduce_sums, on_rank_0
@@ -18,10 +17,12 @@ from hvdtrain.config.exclusion import as_set, value_of
 from hvdtrain.config.schema import Config, RecipeConfig
 from hvdtrain.core.progress import fold
 from hvdtrain.errors import DONE, UserError
+from hvdtrain.extras.bench.lr_figure import draw_rates
+from hvdtrain.extras.bench.options import two_or_more
+from hvdtrain.extras.bench.trainer import Trainer, run_on_ranks
 from hvdtrain.features.every_feature import configure
 from hvdtrain.recipe.clock import base_batch
 from hvdtrain.recipe.recipe import scaling
-from hvdtrain.report.figures.commands import draw_rates
 from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.pretrained import load_pretrained
 from hvdtrain.training.replicas.compare import broadcast_state

@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 from ranks import needs_mpirun, python
 
-from hvdtrain.cli.bench.command import bench
-from hvdtrain.cli.bench.cost_model import Cluster, Link, StepModel
+from hvdtrain.core.link import Link
 from hvdtrain.errors import UserError
-from hvdtrain.extras.scaling import report
-from hvdtrain.extras.scaling.command import plan_jobs, step_seconds
-from hvdtrain.extras.scaling.figure import draw_scaling
-from hvdtrain.extras.scaling.report import Study, Trial, curves, efficiency, predictions
+from hvdtrain.extras.bench.command import bench
+from hvdtrain.extras.bench.cost_model import Cluster, StepModel
+from hvdtrain.extras.bench.scaling import report
+from hvdtrain.extras.bench.scaling.command import plan_jobs, step_seconds
+from hvdtrain.extras.bench.scaling.figure import draw_scaling
+from hvdtrain.extras.bench.scaling.report import Study, Trial, curves, efficiency, predictions
 
-BENCH = ["-m", "hvdtrain.cli.bench.command"]
+BENCH = ["-m", "hvdtrain.extras.bench.command"]
 
 
 def test_options_and_their_errors(capsys: pytest.CaptureFixture[str]) -> None:

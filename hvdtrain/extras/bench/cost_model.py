@@ -9,27 +9,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from hvdtrain.core.link import BACKWARD, Link, MeasuredAllreduce, fit_link, least_squares
 from hvdtrain.errors import UserError
 
-# share of a step's computing: two matrix products for each one of the forward pass
-BACKWARD = 2 / 3
 _PREFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 _LINK = re.compile(
     r"([\w.-]+):(\d+(?:\.\d+)?(?:e-?\d+)?)(ns|us|ms|s):(\d+(?:\.\d+)?)([KMGT]?)B/s", re.ASCII
 )
-
-
-class Link(NamedTuple):
-    """The connection from one rank to another; each rank has its own, none is shared."""
-
-    name: str
-    latency_s: float  # alpha, of one message
-    bytes_per_s: float  # 1 / beta; summing what arrives is part of it
 
 
 class Cluster(NamedTuple):
@@ -38,11 +29,6 @@ class Cluster(NamedTuple):
     inside: Link  # between ranks of one node
     between: Link  # between nodes
     per_node: int  # ranks
-
-
-class MeasuredAllreduce(NamedTuple):
-    size_bytes: float
-    seconds: float
 
 
 class MeasuredStep(NamedTuple):
@@ -159,24 +145,6 @@ def step_s(model: StepModel, samples: float, comm: float, oversubscription: floa
     return compute + max(model.exposed * comm, comm - BACKWARD * compute)
 
 
-def link_points(result: Mapping[str, Any]) -> list[MeasuredAllreduce]:
-    """The engine's allreduce of one vector, median seconds, from the JSON of bench allreduce."""
-    return [
-        MeasuredAllreduce(row["bytes"], row["quartiles_s"][1])
-        for row in result["rows"]
-        if row["method"] == "allreduce"
-    ]
-
-
-def fit_link(points: Sequence[MeasuredAllreduce], ranks: int, name: str = "measured") -> Link:
-    """Latency and bandwidth of ring allreduces, by the least sum of squared relative errors."""
-    rows = np.array(
-        [[2 * (ranks - 1), 2 * (ranks - 1) / ranks * point.size_bytes] for point in points]
-    )
-    latency, beta = _least_squares(rows, np.array([point.seconds for point in points]))
-    return Link(name, latency, 1 / beta if beta else math.inf)
-
-
 def fit_step(points: Sequence[MeasuredStep]) -> StepModel:
     """Least sums of squared relative errors: computing from single ranks, then contention and
     exposed communication from the others.
@@ -197,9 +165,9 @@ def fit_step(points: Sequence[MeasuredStep]) -> StepModel:
     )
     communication = np.array([point.comm_s for point in together])
     seconds = np.array([point.step_s for point in together])
-    slowdown, exposed = _least_squares(np.stack([compute, communication], axis=1), seconds)
+    slowdown, exposed = least_squares(np.stack([compute, communication], axis=1), seconds)
     if exposed > 1:
-        (slowdown,) = _least_squares(compute[:, None], seconds, known=communication)
+        (slowdown,) = least_squares(compute[:, None], seconds, known=communication)
         exposed = 1.0
     return StepModel(fixed_s, per_sample_s, contention=slowdown - 1, exposed=exposed)
 
@@ -215,24 +183,7 @@ def _fit_compute(points: Sequence[MeasuredStep]) -> list[float]:
         ]
         for point in points
     ]
-    return _least_squares(np.array(rows), np.array([point.step_s for point in points]))
-
-
-def _least_squares(
-    rows: np.ndarray, seconds: np.ndarray, known: np.ndarray | float = 0.0
-) -> list[float]:
-    """Factors x >= 0 with rows x + known = seconds, by relative errors. A column whose factor would
-    be negative is left out."""
-    kept = [column for column in range(rows.shape[1]) if rows[:, column].any()]
-    while kept:
-        relative = rows[:, kept] / seconds[:, None]
-        norms = np.linalg.norm(relative, axis=0)  # bytes and messages are nine powers of ten apart
-        normalized = np.linalg.lstsq(relative / norms, (seconds - known) / seconds, rcond=None)[0]
-        if normalized.min() >= 0:
-            factors = dict(zip(kept, normalized / norms, strict=True))
-            return [float(factors.get(column, 0.0)) for column in range(rows.shape[1])]
-        kept.pop(int(normalized.argmin()))
-    return [0.0] * rows.shape[1]
+    return least_squares(np.array(rows), np.array([point.step_s for point in points]))
 
 
 def link_errors(points: Sequence[MeasuredAllreduce], ranks: int) -> list[float]:

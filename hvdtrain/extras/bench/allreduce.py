@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdtrain.cli.bench.trainer import median_speedup, quartiles, run_on_ranks
 from hvdtrain.cli.check.dry_run import plain_mpi
-from hvdtrain.cli.options import BenchParser, read_sizes
-from hvdtrain.cli.output import align, format_bytes, format_seconds, plural, print_result
+from hvdtrain.cli.output import align, plural, print_result
 from hvdtrain.comm.communicator import Communicator, part_of
 from hvdtrain.comm.placement import Placement, placement
+from hvdtrain.core.link import IN_PARTS
 from hvdtrain.errors import UserError
+from hvdtrain.extras.bench.options import BenchParser, format_bytes, format_seconds, read_sizes
+from hvdtrain.extras.bench.trainer import median_speedup, quartiles, run_on_ranks
 from hvdtrain.features.every_feature import configure
 
 SIZES = "1,64,1KiB,16KiB,256KiB,1MiB,4MiB,16MiB,64MiB,100MB"
@@ -283,7 +284,7 @@ def check_sum(communicator: Communicator, vector: np.ndarray, method: Method) ->
 
 MPI = "plain MPI_Allreduce"
 COPY = "copy of memory"
-IN_PARTS = "reduce-scatter, all-gather"
+
 GROUPED = "hvd.grouped_allreduce"
 
 _COLUMNS = ("", "", "rounds", "median", "quartiles", "GB/s", "x MPI")

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from ranks import mpirun, needs_horovod, needs_mpirun, python
 
-from hvdtrain.cli.bench import allreduce
-from hvdtrain.cli.bench.allreduce import (
+from hvdtrain.comm.communicator import SingleProcessCommunicator
+from hvdtrain.core.link import IN_PARTS, link_points
+from hvdtrain.errors import UserError
+from hvdtrain.extras.bench import allreduce
+from hvdtrain.extras.bench.allreduce import (
     COPY,
-    IN_PARTS,
     SMALL_TENSOR_SIZES,
     AllreduceResult,
     Host,
@@ -27,15 +29,11 @@ from hvdtrain.cli.bench.allreduce import (
     measure,
     oversubscription_warning,
 )
-from hvdtrain.cli.bench.command import bench
-from hvdtrain.cli.bench.cost_model import link_points
-from hvdtrain.cli.bench.trainer import median_speedup, quartiles
-from hvdtrain.cli.options import read_rank_counts, read_sizes
-from hvdtrain.cli.output import format_bytes, format_seconds
-from hvdtrain.comm.communicator import SingleProcessCommunicator
-from hvdtrain.errors import UserError
+from hvdtrain.extras.bench.command import bench
+from hvdtrain.extras.bench.options import format_bytes, format_seconds, read_rank_counts, read_sizes
+from hvdtrain.extras.bench.trainer import median_speedup, quartiles
 
-BENCH = ["-m", "hvdtrain.cli.bench.command"]
+BENCH = ["-m", "hvdtrain.extras.bench.command"]
 QUICK = ["--sizes", "3,4KiB", "--budget", "0.1", "comm.bucket_mb=0.0009765625"]
 
 

@@ -1,1 +1,0 @@
-"""`bench`: how fast this machine does what a job consists of."""

@@ -1,0 +1,63 @@
+"""The links between ranks, fitted to measured allreduces: alpha is the latency of a message, beta
+the seconds of a byte (Hockney 1994)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+# share of a step's computing: two matrix products for each one of the forward pass
+BACKWARD = 2 / 3
+# how `bench allreduce` names a sum of which each rank first has a part
+IN_PARTS = "reduce-scatter, all-gather"
+
+
+class Link(NamedTuple):
+    """The connection from one rank to another; each rank has its own, none is shared."""
+
+    name: str
+    latency_s: float  # alpha, of one message
+    bytes_per_s: float  # 1 / beta; summing what arrives is part of it
+
+
+class MeasuredAllreduce(NamedTuple):
+    size_bytes: float
+    seconds: float
+
+
+def link_points(result: Mapping[str, Any]) -> list[MeasuredAllreduce]:
+    """The engine's allreduce of one vector, median seconds, from the JSON of bench allreduce."""
+    return [
+        MeasuredAllreduce(row["bytes"], row["quartiles_s"][1])
+        for row in result["rows"]
+        if row["method"] == "allreduce"
+    ]
+
+
+def fit_link(points: Sequence[MeasuredAllreduce], ranks: int, name: str = "measured") -> Link:
+    """Latency and bandwidth of ring allreduces, by the least sum of squared relative errors."""
+    rows = np.array(
+        [[2 * (ranks - 1), 2 * (ranks - 1) / ranks * point.size_bytes] for point in points]
+    )
+    latency, beta = least_squares(rows, np.array([point.seconds for point in points]))
+    return Link(name, latency, 1 / beta if beta else math.inf)
+
+
+def least_squares(
+    rows: np.ndarray, seconds: np.ndarray, known: np.ndarray | float = 0.0
+) -> list[float]:
+    """Factors x >= 0 with rows x + known = seconds, by relative errors. A column whose factor would
+    be negative is left out."""
+    kept = [column for column in range(rows.shape[1]) if rows[:, column].any()]
+    while kept:
+        relative = rows[:, kept] / seconds[:, None]
+        norms = np.linalg.norm(relative, axis=0)  # bytes and messages are nine powers of ten apart
+        normalized = np.linalg.lstsq(relative / norms, (seconds - known) / seconds, rcond=None)[0]
+        if normalized.min() >= 0:
+            factors = dict(zip(kept, normalized / norms, strict=True))
+            return [float(factors.get(column, 0.0)) for column in range(rows.shape[1])]
+        kept.pop(int(normalized.argmin()))
+    return [0.0] * rows.shape[1]

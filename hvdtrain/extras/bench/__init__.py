@@ -1,0 +1,1 @@
+"""`bench`: how fast this machine does what a job consists of; `lr-find`."""

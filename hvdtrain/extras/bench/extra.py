@@ -1,0 +1,24 @@
+"""What the rest of hvdtrain learns of bench and lr-find."""
+
+from hvdtrain.config.extras import Command, Extra
+
+EXTRA = Extra(
+    status="stable",
+    says="Measures steps, sums, reading and scaling of a job, and proposes a learning rate.",
+    commands={
+        "lr-find": Command(
+            "hvdtrain.extras.bench.lr_find",
+            "hvdtrain lr-find [--png FILE] [key=value ...]            "
+            "a curve of the loss over learning rates, and a proposal",
+            listed_after="  mpirun ... hvdtrain check",
+            on_ranks=True,
+        ),
+        "bench": Command(
+            "hvdtrain.extras.bench.command",
+            "hvdtrain bench step|data|allreduce [...]                 "
+            "images/s, phases of a step, speed of reading; of sums under mpirun",
+            listed_after="  hvdtrain lr-find",
+            on_ranks=True,
+        ),
+    },
+)
