@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -179,9 +180,15 @@ class Source(ABC):
         @property
         def class_names(self) -> tuple[str, ...]:
             """The name of each class y; empty where the data have none."""
+
+        @property
+        def columns(self) -> Mapping[str, Sequence[str]]:
+            """The columns of each field of a table whose first line alone says which they are;
+            empty of all others."""
     else:
         where = ""
         class_names = ()
+        columns = MappingProxyType({})
 
     def read_in_epochs(self, indices: np.ndarray, epochs: np.ndarray, seed: int) -> Batch:
         """The samples as they are trained on in these epochs, int64 (n,), where they change from
@@ -343,6 +350,10 @@ class AroundSource(Source):
     @property
     def class_names(self) -> tuple[str, ...]:
         return self.source.class_names
+
+    @property
+    def columns(self) -> Mapping[str, Sequence[str]]:
+        return self.source.columns
 
 
 def inner_source(source: Source) -> Source | None:

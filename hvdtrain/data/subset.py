@@ -3,7 +3,7 @@ images under other label numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -184,6 +184,10 @@ class SubsetOfImages(LabelledImages):
     @property
     def class_names(self) -> tuple[str, ...]:
         return self.source.class_names
+
+    @property
+    def columns(self) -> Mapping[str, Sequence[str]]:
+        return self.source.columns
 
     def __len__(self) -> int:
         return len(self.source if self.indices is None else self.indices)

@@ -8,6 +8,7 @@ from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import BATCH_KEYS
+from hvdtrain.data.configured.columns import with_columns
 from hvdtrain.data.configured.opened import open_split, plugin_of, root_of
 from hvdtrain.data.configured.pad import packed_rows
 from hvdtrain.data.configured.split import divided, evaluated_part
@@ -205,9 +206,9 @@ def _open_sources(config: Config, codebook: CommonCodebook) -> Division:
     )
     if check_splits:
         check_splits(root_of(config))
-    return Division(
-        *bounded_alike(_open(config, "train", codebook), _open(config, "val", codebook))
-    )
+    train = _open(config, "train", codebook)
+    val = _open(with_columns(config, train), "val", codebook)
+    return Division(*bounded_alike(train, val))
 
 
 def with_blocks(config: Config, source: Source) -> Config:

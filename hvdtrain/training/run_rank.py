@@ -17,6 +17,7 @@ from hvdtrain.config.read import Assignment, assignments, read_resumed
 from hvdtrain.config.schema import Config
 from hvdtrain.config.section import Given
 from hvdtrain.data.configured.class_names import with_class_names
+from hvdtrain.data.configured.columns import with_columns
 from hvdtrain.errors import UserError
 from hvdtrain.events.rank_log import RankWarnings, rank_warnings
 from hvdtrain.features.every_feature import configure
@@ -75,7 +76,8 @@ def _train(rank: Rank, imported: Callable[[], None]) -> JobResult:
     ready_for_losses(rank.config, rank.communicator)
     rank.heartbeat.beat("reading the data", 0, 0)
     datasets = open_datasets(rank.config, rank.communicator)
-    config = with_blocks(with_class_names(rank.config, datasets.train), datasets.train)
+    config = with_columns(rank.config, datasets.train)
+    config = with_blocks(with_class_names(config, datasets.train), datasets.train)
     config = resolve_micro(config, datasets, rank.communicator)
     with advised(
         lambda: forecast_of_job(config, datasets, rank.communicator),

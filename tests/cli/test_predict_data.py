@@ -4,6 +4,8 @@ is wrong with a file."""
 from __future__ import annotations
 
 import csv
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.numpy import load_file, save_file
 
 import hvdtrain
 from hvdtrain.__main__ import main
 from hvdtrain.cli.evaluate.predict import read_data_file
+from hvdtrain.cli.evaluate.table import Table
 from hvdtrain.data.source import NamedArrays
 from hvdtrain.errors import UserError
 
@@ -198,3 +202,74 @@ def test_pickled_arrays_are_not_read() -> None:
     np.save("x.npy", np.array([{}, []], object), allow_pickle=True)
     with pytest.raises(UserError, match="Python objects in dtype"):
         read_data_file(Path("x.npy"))
+
+
+def _table(name: str, *columns: str) -> None:
+    """A file with these columns of COLUMNS, the labels and others, in this order."""
+    known = {"a": COLUMNS[:, 0], "b": COLUMNS[:, 1], "c": COLUMNS[:, 2], "y": LABELS}
+    lines = [",".join(columns)]
+    for row in range(len(COLUMNS)):
+        lines.append(",".join(str(known.get(column, LABELS)[row]) for column in columns))
+    Path(name).write_text("\n".join(lines) + "\n")
+
+
+def _evaluated(*words: str) -> tuple[float, float]:
+    assert main(["evaluate", "run", "--json", "out.json", *words]) == 0
+    found = json.loads(Path("out.json").read_text())
+    return found["loss"], found["accuracy"]
+
+
+def test_columns_of_every_file_are_found_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    """A validation set, a set to evaluate and rows to predict with other columns first."""
+    _table("same.csv", "a", "b", "c", "y")
+    _table("other.csv", "y", "c", "z", "a", "b")
+    Path("data").mkdir()
+    shutil.copy("same.csv", "data/train.csv")
+    shutil.copy("same.csv", "data/val.csv")
+    words = ["data.name=csv", "model.name=linear", *(f"{k}={v}" for k, v in CONFIG.items())]
+    assert main([*words, "data.root=data"]) == 0
+    straight = _evaluated()
+    shutil.copy("other.csv", "data/val.csv")
+    assert main([*words, "data.root=data", "run=again"]) == 0
+    losses = [hvdtrain.read(run)["val_loss"].dropna().tolist() for run in ("run", "again")]
+    assert losses[0] and losses[0] == losses[1]
+    assert _evaluated() == straight
+    Path("other").mkdir()
+    shutil.copy("other.csv", "other/val.csv")
+    assert _evaluated("data.root=other") == straight
+    said = predicted("same.csv")
+    capsys.readouterr()
+    assert predicted("other.csv") == said
+    assert "other.csv: not inputs of the model: z" in capsys.readouterr().err
+    np.savetxt("plain.csv", COLUMNS, delimiter=",", fmt="%.17g")
+    assert predicted("plain.csv") == said
+    _table("less.csv", "a", "c")
+    assert main(["predict", "run", "--data", "less.csv", "--to", "x.csv"]) == 2
+    told = capsys.readouterr().err
+    assert "less.csv has no column b; it has a, c" in told
+    assert "the columns of the training data: a, b, c" in told
+
+
+def test_a_run_of_an_earlier_version_goes_on_without_a_change() -> None:
+    """Its config.yaml has no data.fields."""
+    _table("same.csv", "a", "b", "c", "y")
+    Path("data").mkdir()
+    for split in ("train", "val"):
+        shutil.copy("same.csv", f"data/{split}.csv")
+    words = ["data.name=csv", "model.name=linear", "data.root=data"]
+    words += [f"{k}={v}" for k, v in CONFIG.items()]
+    assert main(words) == 0
+    file = Path("run/config.yaml")
+    former = yaml.safe_load(file.read_text())
+    assert former["data"].pop("fields") == {"x": ["a", "b", "c"], "y": ["y"]}
+    file.write_text(yaml.safe_dump(former))
+    assert main([*words, "stop.steps=24"]) == 0
+
+
+def test_rows_to_predict_may_have_truth_values() -> None:
+    Path("t.csv").write_text("a,b\nTRUE,1.5\nfalse,2\n")
+    np.testing.assert_array_equal(
+        read_data_file(Path("t.csv"), Table(("b", "a"))), [[1.5, 1.0], [2.0, 0.0]]
+    )
+    Path("t.csv").write_text("a;b\n1;2\n")
+    np.testing.assert_array_equal(read_data_file(Path("t.csv"), Table(("b",), ";")), [[2]])

@@ -17,6 +17,7 @@ from hvdtrain.cli.options import CommandParser
 from hvdtrain.cli.output import print_result, with_json_value
 from hvdtrain.config.read import Assignment, read_argument, read_resumed
 from hvdtrain.config.schema import Config
+from hvdtrain.config.section import Given
 from hvdtrain.core.process import command_line, path_argument
 from hvdtrain.data.configured.unwritten import unstaged
 from hvdtrain.data.own.as_source import as_declared
@@ -387,6 +388,9 @@ def _mistake(confusion: np.ndarray | None, label: int, names: list[str]) -> str:
 
 # Keys of the run that say what its model is and what its data are. The others say how it was
 # trained, which matters no more.
+OF_A_FILE = Given("<object of hvdtrain:file>", lambda: None, {})  # predict --data FILE
+TABLES = ("csv", "parquet")  # data sets whose columns have names
+OF_ROWS = ("data.fields.", "data.delimiter")  # which columns of a file are inputs
 _OF_THE_RUN = (
     "framework",
     "seed",
@@ -502,5 +506,7 @@ def read_former_run(assigned: Sequence[Assignment]) -> list[Assignment]:
     if "data.name" in given and given["data.name"] != recorded.get(
         "data.name"
     ):  # its options are those of another data set
-        kept = [a for a in kept if not a.key.startswith("data.") or a.key == "data.class_names"]
+        is_table = given["data.name"] == OF_A_FILE.name and recorded["data.name"] in TABLES
+        remain = ("data.class_names", *OF_ROWS) if is_table else ("data.class_names",)
+        kept = [a for a in kept if not a.key.startswith("data.") or a.key.startswith(remain)]
     return kept

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import csv
 import io
-import itertools
 import os
 import sys
 import zipfile
@@ -15,14 +14,20 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.cli.evaluate.command import Arguments, load_model, parse, read_former_run
+from hvdtrain.cli.evaluate.command import (
+    OF_A_FILE,
+    Arguments,
+    load_model,
+    parse,
+    read_former_run,
+)
 from hvdtrain.cli.evaluate.masks import check_folder_of_masks, write_masks
 from hvdtrain.cli.evaluate.of_data import WITHOUT_TARGETS, AskedData, predict_data
+from hvdtrain.cli.evaluate.table import NO_TABLE, Table, read_table, table_of
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.config.section import Given
 from hvdtrain.core.folder import Folder
-from hvdtrain.data.datasets import csv as csv_files
 from hvdtrain.data.datasets import npz
 from hvdtrain.data.images.decode import SUFFIXES
 from hvdtrain.data.images.image_source import (
@@ -32,7 +37,7 @@ from hvdtrain.data.images.image_source import (
     find_images,
     left_out_note,
 )
-from hvdtrain.data.own.arrays import TARGETS, read_safetensors
+from hvdtrain.data.own.arrays import read_safetensors
 from hvdtrain.errors import DONE, UserError, first_line, short
 from hvdtrain.tasks.inputs import is_image
 from hvdtrain.tasks.rows import Rows, best, name_of_class
@@ -58,7 +63,6 @@ hvdtrain predict RUN --images DIR|--data FILE|package.module:function --to FILE.
                  batch.evaluate, speed.*, comm.*, shard.stage, optim.ema=null (as in evaluate)
 Under mpirun each rank reads its share of the images, and has its parts of the weights where the run has shard.stage=3 (on
 comm.engine=mpi or torchdist; shard.stage=0: the whole model)."""  # noqa: E501
-_OF_A_FILE = Given("<object of hvdtrain:file>", lambda: None, {})
 
 
 def predict(arguments: Sequence[str]) -> int:
@@ -108,9 +112,7 @@ def _objects(parsed: Arguments) -> dict[str, Given]:
     """What stands for sections of the run: a prediction needs neither its data nor its targets."""
     data = parsed.options["data"]
     objects = (
-        {}
-        if ":" in data and not os.path.lexists(os.path.expanduser(data))
-        else {"data": _OF_A_FILE}
+        {} if ":" in data and not os.path.lexists(os.path.expanduser(data)) else {"data": OF_A_FILE}
     )
     if not any(word.startswith("task.name=") for word in parsed.overrides):
         objects["task"] = WITHOUT_TARGETS
@@ -120,8 +122,8 @@ def _objects(parsed: Arguments) -> dict[str, Given]:
 def _predict_data(rank: Rank, parsed: Arguments) -> int:
     config = rank.config
     name = parsed.options["data"]
-    if config.data.given is _OF_A_FILE:
-        found = read_data_file(Path(os.path.expanduser(name)))
+    if config.data.given is OF_A_FILE:
+        found = read_data_file(Path(os.path.expanduser(name)), table_of(config.data.options))
     else:
         found = plugins.call_own(
             config.data, {"name": name, "root": config.data.root, "split": "val"}
@@ -285,7 +287,7 @@ def _write(to: str, head: Sequence[str], rows: Sequence[Sequence[str]], unit: st
 TABLE_SUFFIXES = (".csv", ".npy", ".npz", ".safetensors")
 
 
-def read_data_file(path: Path) -> Any:
+def read_data_file(path: Path, table: Table = NO_TABLE) -> Any:
     """An array of a table or of a .npy file, arrays by name of the others. Nothing pickled is read.
     Raises UserError."""
     if path.suffix not in TABLE_SUFFIXES:
@@ -299,7 +301,7 @@ def read_data_file(path: Path) -> Any:
             f"there is no file {path}", "--data", "the path of a file, or package.module:function"
         )
     if path.suffix == ".csv":
-        return read_table(path)
+        return read_table(path, table)
     if path.suffix == ".safetensors":
         return read_safetensors(path, str(path), "--data")
     try:
@@ -315,56 +317,3 @@ def read_data_file(path: Path) -> Any:
             "--data",
             "a file that numpy.save or numpy.savez wrote",
         ) from None
-
-
-def read_table(path: Path) -> np.ndarray:
-    """(n, columns) of the numbers of a CSV file, whole where all are; its first row may name the
-    columns, and a target is left out.
-
-    Raises UserError for a row of another length, and for what is no number.
-    """
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = [row for row in csv.reader(file) if row]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(
-            f"{path} cannot be read: {first_line(error)}", "--data", "a table of numbers, as UTF-8"
-        ) from None
-    if not rows:
-        raise UserError(f"{path} has no rows", "--data", "a row for each sample")
-    names = [] if all(map(_is_number, rows[0])) else rows.pop(0)
-    columns = [
-        column
-        for column in range(len(names or rows[0]))
-        if not names or names[column].strip() not in TARGETS
-    ]
-    width = len(names or rows[0])
-    for number, row in enumerate(rows):
-        if len(row) != width:
-            raise UserError(
-                f"row {number} of {path} has {len(row)} values, the first one {width}",
-                "--data",
-                "as many in each row",
-            )
-        wrong = next((column for column in columns if not _is_number(row[column])), None)
-        if wrong is not None:
-            what = (
-                f"row {number}, column {short(names[wrong]) if names else wrong} of {path} is "
-                f"{short(repr(row[wrong]))}, expected a number"
-            )
-            raise UserError(what, "--data", "replace it, or leave the row or the column out")
-    chosen = [[row[column].strip() for column in columns] for row in rows]
-    whole = all(map(csv_files.is_int64, itertools.chain.from_iterable(chosen)))
-    return (
-        np.array(chosen, str)
-        .astype(np.int64 if whole else np.float64)
-        .reshape(len(rows), len(columns))
-    )
-
-
-def _is_number(text: str) -> bool:
-    try:
-        csv_files.number(text)
-    except ValueError:
-        return False
-    return True

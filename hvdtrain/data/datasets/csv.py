@@ -83,8 +83,8 @@ def build(
     """
 
     def opened(path: Path) -> CsvFile:
-        between = _WORDS.get(delimiter or "", delimiter)
-        return CsvFile.of(path, between or ("\t" if path.suffix == ".tsv" else ","), wanted)
+        between = delimiter_of(delimiter) or ("\t" if path.suffix == ".tsv" else ",")
+        return CsvFile.of(path, between, wanted)
 
     wanted = Wanted(fields, dtypes or {}, split_by, split_val, cache_mb)
     return build_stored(name, root, split, (".csv", ".tsv"), opened, wanted)
@@ -118,8 +118,7 @@ class CsvFile(StoredFile):
         _check_kind(first, newline, path)
         cells = _split(_text(first, path, 1).lstrip("\ufeff").rstrip("\r"), delimiter, path, 1)
         header = [
-            name.strip() or f"Unnamed: {place}"
-            for place, name in enumerate(cells[0][1] if cells else [])
+            column_name(name, place) for place, name in enumerate(cells[0][1] if cells else [])
         ]
         fields = _fields_of_columns(wanted)
         _check_header(header, delimiter, path, {*TARGETS, *fields, wanted.split_by})
@@ -257,6 +256,16 @@ class CsvFile(StoredFile):
             f"{self.file.path}:{line}",
             fix,
         )
+
+
+def delimiter_of(option: str | None) -> str | None:
+    """The character of the option data.delimiter; None where it is not set."""
+    return _WORDS.get(option or "", option)
+
+
+def column_name(text: str, place: int) -> str:
+    """A column's name, without blanks around it; one without a name is numbered, as by pandas."""
+    return text.strip() or f"Unnamed: {place}"
 
 
 def _fields_of_columns(wanted: Wanted) -> dict[str, str]:

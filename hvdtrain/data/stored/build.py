@@ -116,7 +116,10 @@ def build_stored(
     )
     if values is not None and wanted.split_val is None:
         notes += _in_neither(values, split, f"data.split_by={wanted.split_by}")
-    source = StoredSource(samples, tuple(notes), class_names=names)
+    is_table = wanted.fields is None and files[0].columns(fields["x"]) is not None
+    source = StoredSource(
+        samples, tuple(notes), class_names=names, columns=fields if is_table else {}
+    )
     checked = images_of(source) or CheckedSource(source, samples.name)
     if values is not None:
         return subset(checked, _of_split(values, paths, wanted, split))

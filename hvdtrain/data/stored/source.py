@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -211,6 +211,8 @@ class StoredSource(Source):
     notes: tuple[str, ...] = ()  # for the user
     pool: WorkerPool | None = None
     class_names: tuple[str, ...] = ()  # of y, where the files have names
+    # of a table without data.fields
+    columns: Mapping[str, Sequence[str]] = field(default_factory=dict)
     # what is computed once: labels, the digest
     _known: dict[str, Any] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)

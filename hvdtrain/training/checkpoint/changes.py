@@ -75,6 +75,7 @@ _SYNC_POINTS = (
     "checkpoint.every_steps",
     "evaluate.every_steps",
 )
+_COLUMNS = "data.fields."  # of a table, which runs of earlier versions do not record
 _LENGTH = ("epochs", "stop.")  # when it is over
 _FORM = "form"  # an option of lars: its momentum has the learning rate inside, or outside
 _MOST_SHOWN = 6  # changes in a message
@@ -102,7 +103,9 @@ def changes(run: Path, config: Config) -> list[Change]:
     return [
         Change(key, shown_before.get(key), shown_after.get(key))
         for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key) and key not in PLACE
+        if before.get(key) != after.get(key)
+        and key not in PLACE
+        and not (key.startswith(_COLUMNS) and before.get(key) is None)
     ]
 
 

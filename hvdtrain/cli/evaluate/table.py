@@ -1,0 +1,122 @@
+"""`predict --data ROWS.csv`: the columns that the model was trained with, by name."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvdtrain.data.datasets import csv as csv_files
+from hvdtrain.data.own.arrays import TARGETS
+from hvdtrain.data.stored.selection import name_and_words
+from hvdtrain.errors import UserError, first_line, short
+
+
+class Table(NamedTuple):
+    """What the run says of its tables."""
+
+    columns: tuple[str, ...] = ()  # of x, in the order of the model's inputs; empty: not known
+    delimiter: str = ","
+
+
+NO_TABLE = Table()  # a run that was not trained on a table
+
+
+def table_of(options: Mapping[str, Any]) -> Table:
+    """The table of a run with these options of its data set."""
+    x = (options.get("fields") or {}).get("x", ())
+    found = [name_and_words(text) for text in ([x] if isinstance(x, str) else x)]
+    columns = () if any(words for _, words in found) else tuple(name for name, _ in found)
+    return Table(columns, csv_files.delimiter_of(options.get("delimiter")) or ",")
+
+
+def read_table(path: Path, table: Table = NO_TABLE) -> np.ndarray:
+    """(n, columns) of a CSV file, whole numbers where all are. TRUE and FALSE are 1 and 0.
+
+    Where the first row names the columns, they are those of the run, by name, and a line on stderr
+    names the others; a run whose columns are not known takes all but a target. Raises UserError for
+    a row of another length, for a column that is missing, and for what is no number.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = [row for row in csv.reader(file, delimiter=table.delimiter) if row]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(
+            f"{path} cannot be read: {first_line(error)}", "--data", "a table of numbers, as UTF-8"
+        ) from None
+    if not rows:
+        raise UserError(f"{path} has no rows", "--data", "a row for each sample")
+    names: list[str] = []
+    if not all(map(_is_number, rows[0])):
+        names = [csv_files.column_name(text, place) for place, text in enumerate(rows.pop(0))]
+    width = len(names or rows[0])
+    columns = _chosen(names, width, table, path)
+    for number, row in enumerate(rows):
+        if len(row) != width:
+            raise UserError(
+                f"row {number} of {path} has {len(row)} values, the first one {width}",
+                "--data",
+                "as many in each row",
+            )
+    chosen = [[row[column].strip() for row in rows] for column in columns]
+    read: list[Callable[[str], Any]] = [
+        csv_files.truth if all(map(_is_truth, texts)) else csv_files.number for texts in chosen
+    ]
+    for texts, column, of_text in zip(chosen, columns, read, strict=True):
+        wrong = next((n for n, text in enumerate(texts) if not _is_one(of_text, text)), None)
+        if wrong is not None:
+            what = (
+                f"row {wrong}, column {short(names[column]) if names else column} of {path} is "
+                f"{short(repr(texts[wrong]))}, expected a number"
+            )
+            raise UserError(what, "--data", "replace it, or leave the row or the column out")
+    numbers = [
+        [str(of_text(text)) if of_text is csv_files.truth else text for text in texts]
+        for texts, of_text in zip(chosen, read, strict=True)
+    ]
+    whole = all(map(csv_files.is_int64, itertools.chain.from_iterable(numbers)))
+    return np.array(numbers, str).astype(np.int64 if whole else np.float64).T.copy()
+
+
+def _chosen(names: list[str], width: int, table: Table, path: Path) -> list[int]:
+    """The places of the columns of x. Raises UserError where one is missing or stands twice."""
+    if not names:
+        return list(range(width))
+    if not table.columns:
+        return [place for place, name in enumerate(names) if name not in TARGETS]
+    if missing := [name for name in table.columns if name not in names]:
+        raise UserError(
+            f"{path} has no column {short(missing[0], 60)}; it has {short(', '.join(names), 200)}",
+            "--data",
+            f"the columns of the training data: {short(', '.join(table.columns), 200)}",
+        )
+    if twice := [name for name in table.columns if names.count(name) > 1]:
+        raise UserError(
+            f"{path} has two columns named {short(twice[0], 60)}",
+            "--data",
+            "another name for one of them",
+        )
+    if others := [name for name in names if name not in (*table.columns, *TARGETS)]:
+        print(f"{path}: not inputs of the model: {short(', '.join(others), 200)}", file=sys.stderr)
+    return [names.index(name) for name in table.columns]
+
+
+def _is_number(text: str) -> bool:
+    return _is_one(csv_files.number, text)
+
+
+def _is_truth(text: str) -> bool:
+    return _is_one(csv_files.truth, text)
+
+
+def _is_one(read: Callable[[str], Any], text: str) -> bool:
+    try:
+        read(text)
+    except ValueError:
+        return False
+    return True
