@@ -54,6 +54,11 @@ class Communicator(Protocol):
     local_size: int
     features: frozenset[Feature]  # what this engine can do beyond the protocol: comm/engines.py
 
+    @property
+    def secret(self) -> str | None:
+        """The job's, which signs what ranks pickle for each other; "" where it has none, so that
+        they do not pickle. None where no stranger reaches the connection: MPI, one process."""
+
     def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
         """Elementwise over all ranks; x has the same shape and dtype on every rank."""
 
@@ -248,6 +253,7 @@ class SingleProcessCommunicator:
     local_rank = 0
     local_size = 1
     features: frozenset[Feature] = frozenset(FEATURES)
+    secret: str | None = None
 
     def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
         return x

@@ -32,6 +32,7 @@ from hvdtrain.comm.placement import (
     check_size,
     library_name,
 )
+from hvdtrain.comm.rendezvous import secret_of
 from hvdtrain.comm.side_channel import MpiSideChannel
 from hvdtrain.comm.signed import pack, unpack
 from hvdtrain.config.schema import CommConfig
@@ -138,6 +139,7 @@ class HorovodCommunicator(StartedCollectives):
         self._side_channel: MpiSideChannel | None = None
         self._ops = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max, "adasum": hvd.Adasum}
         self._not_reduced = (torch.int8, torch.int16, torch.uint8)
+        self.secret = None if hvd.mpi_enabled() else secret_of(os.environ)
         self.rank = self._set.rank()
         self.size = self._set.size()
         nccl: set[Feature] = {"nccl"} if has_nccl() else set()

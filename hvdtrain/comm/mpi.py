@@ -187,6 +187,7 @@ class MpiCommunicator:
     """Works in place on the memory of x where it can."""
 
     name = "mpi"
+    secret: str | None = None
 
     def __init__(
         self, mpi: Any, ranks: Any, place: Placement, side_channel: MpiSideChannel | None

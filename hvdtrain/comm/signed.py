@@ -37,21 +37,30 @@ def pack(thing: Any, secret: str, purpose: str = "") -> bytes:
 
     Raises TypeError for an object of another class.
     """
-    text = json.dumps(_plain(thing)).encode()
-    return _tag(text, secret, purpose) + text
+    return sign(json.dumps(_plain(thing)).encode(), secret, purpose)
 
 
 def unpack(packed: bytes, secret: str, purpose: str = "") -> Any:
     """The object of pack(). Raises Forged where the secret or the purpose is another, or the bytes
     were changed."""
-    tag = packed[:TAG_BYTES]
-    text = packed[TAG_BYTES:]
-    if not hmac.compare_digest(tag, _tag(text, secret, purpose)):
-        raise Forged
+    text = signed_content(packed, secret, purpose)
     try:
         return _object(json.loads(text))
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise Forged from error  # without a secret a stranger can sign, too
+
+
+def sign(content: bytes, secret: str, purpose: str) -> bytes:
+    """The content behind a tag that only a process with the secret can make."""
+    return _tag(content, secret, purpose) + content
+
+
+def signed_content(signed: bytes, secret: str, purpose: str) -> bytes:
+    """The content of sign(). Raises Forged as unpack() does."""
+    content = signed[TAG_BYTES:]
+    if not hmac.compare_digest(signed[:TAG_BYTES], _tag(content, secret, purpose)):
+        raise Forged
+    return content
 
 
 def _tag(text: bytes, secret: str, purpose: str) -> bytes:

@@ -53,6 +53,7 @@ class ThreadCommunicator:
     local_rank = 0
     local_size = 1
     features: frozenset[Feature] = frozenset({"p2p", "several_ranks"})
+    secret: str | None = None
 
     def __init__(self, ranks: ThreadRanks, rank: int) -> None:
         self._ranks = ranks

@@ -197,7 +197,7 @@ class TorchDistCommunicator(StartedCollectives):
         self.local_size = place.local_size
         self._mpi = mpi_communicator
         self._store = store
-        self._secret = secret
+        self.secret = secret
         self._group: Any = None  # of torch.distributed: all ranks
         # devices where parts of all ranks are reduced and gathered so
         self.in_one_call = ("cuda",) if "cuda:nccl" in BACKENDS else ()
@@ -294,7 +294,7 @@ class TorchDistCommunicator(StartedCollectives):
     def allgather_object(self, thing: Any) -> list[Any]:
         """Objects of all ranks, sent as signed JSON. Raises TypeError for an object that has no
         form in it: comm/signed.py."""
-        packed = pack(thing, self._secret, str(self.rank))
+        packed = pack(thing, self.secret, str(self.rank))
         content = np.frombuffer(len(packed).to_bytes(8, "little") + packed, np.uint8)
         gathered = self.allgather(content, "objects").tobytes()
         start = 0
@@ -302,7 +302,7 @@ class TorchDistCommunicator(StartedCollectives):
         for rank in range(self.size):
             end = start + 8 + int.from_bytes(gathered[start : start + 8], "little")
             try:
-                things.append(unpack(gathered[start + 8 : end], self._secret, str(rank)))
+                things.append(unpack(gathered[start + 8 : end], self.secret, str(rank)))
             except Forged:
                 raise not_of_this_job(f"a message of rank {rank}") from None
             start = end
@@ -310,7 +310,7 @@ class TorchDistCommunicator(StartedCollectives):
 
     def broadcast_object(self, thing: Any, root: int = 0) -> Any:
         """The object of `root`, sent as signed JSON: see allgather_object()."""
-        packed = pack(thing, self._secret, str(root)) if self.rank == root else b""
+        packed = pack(thing, self.secret, str(root)) if self.rank == root else b""
         length = self.broadcast(np.array([len(packed)]), "object.length", root)
         content = (
             np.frombuffer(packed, np.uint8).copy()
@@ -318,9 +318,7 @@ class TorchDistCommunicator(StartedCollectives):
             else np.empty(int(length[0]), np.uint8)
         )
         try:
-            return unpack(
-                self.broadcast(content, "object", root).tobytes(), self._secret, str(root)
-            )
+            return unpack(self.broadcast(content, "object", root).tobytes(), self.secret, str(root))
         except Forged:
             raise not_of_this_job(f"a message of rank {root}") from None
 
@@ -372,7 +370,7 @@ class TorchDistCommunicator(StartedCollectives):
         ):  # every rank makes all of them, so that torch gives them the same names everywhere
             group = dist.new_group(members)
             if self.rank in members:
-                own = TorchDistCommunicator(groups.place(self.rank), None, None, self._secret)
+                own = TorchDistCommunicator(groups.place(self.rank), None, None, self.secret)
                 own._group = group
         return own
 
@@ -402,7 +400,7 @@ class TorchDistCommunicator(StartedCollectives):
                     "a launcher that leaves the others alone (docs/elastic.md); or guard.lost=stop",
                 )
             store, host = own_store(self._rendezvous, self)
-            self._meeting = Meeting(self, store, host, self._secret, CONNECT_S)
+            self._meeting = Meeting(self, store, host, self.secret, CONNECT_S)
             assert self._store is not None
             self._store.outlives_host = True
             self._pending = WeakSet()
@@ -445,7 +443,7 @@ class TorchDistCommunicator(StartedCollectives):
         )
         rendezvous = rendezvous_over_mpi(self._mpi)
         self._form(lambda wait: open_store(rendezvous, place, wait), place)
-        self._secret = rendezvous.secret
+        self.secret = rendezvous.secret
 
     def _shrink_by_meeting(self) -> None:
         assert self._meeting is not None and self._store is not None

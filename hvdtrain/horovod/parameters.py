@@ -14,8 +14,9 @@ from hvdtrain.horovod.basics import ProcessSet, global_process_set
 from hvdtrain.horovod.call import synchronize
 from hvdtrain.horovod.collectives import broadcast_async_
 from hvdtrain.horovod.engine.errors import BadCall
+from hvdtrain.horovod.engine.requests import name_of
 from hvdtrain.horovod.job import JOB
-from hvdtrain.horovod.objects import broadcast_object, packed
+from hvdtrain.horovod.objects import broadcast_object, to_bytes
 from hvdtrain.horovod.optimizer import AdasumSteps, GradientSteps, load_in_place
 
 # 1: a fresh optimizer is stepped as by Horovod, for those who compare losses with its
@@ -74,7 +75,7 @@ def _invalid(what: str) -> BadCall:
 class _Place(NamedTuple):
     """Place of a tensor in the state of the root's optimizer."""
 
-    dtype: torch.dtype
+    dtype: str
     shape: tuple[int, ...]
     on_host: bool  # as the numbers of steps are, else on the parameter's device
 
@@ -111,18 +112,19 @@ def broadcast_optimizer_state(
     frame = broadcast_object(
         _without_tensors(state) if is_root else None, root_rank, name, process_set
     )
-    places: dict[str, _Place] = broadcast_object(
+    sent_places: dict[str, tuple[Any, ...]] = broadcast_object(
         {
-            key: _Place(tensor.dtype, tuple(tensor.shape), tensor.is_cpu)
+            key: tuple(_Place(name_of(tensor.dtype), tuple(tensor.shape), tensor.is_cpu))
             for key, tensor in tensors.items()
         },
         root_rank,
         None,
         process_set,
     )
+    places = {key: _Place(*sent) for key, sent in sent_places.items()}
     for key, place in places.items():
         if not is_root:
-            tensors[key] = torch.empty(place.shape, dtype=place.dtype, device="cpu")
+            tensors[key] = torch.empty(place.shape, dtype=getattr(torch, place.dtype), device="cpu")
     wire = {key: tensors[key].detach().cpu().contiguous() for key in places}
     broadcast_parameters(
         {f"optimizer.{key}": tensor for key, tensor in wire.items()}, root_rank, process_set
@@ -221,8 +223,10 @@ def _without_tensors(state: dict[str, Any]) -> dict[str, Any]:
 
 def _is_data(value: Any) -> bool:
     """Not a function, which a group may have: each rank has its own."""
+    if callable(value):
+        return False
     try:
-        packed(value, "")
+        to_bytes(value, JOB.engine.secret, "", "")
     except Exception:
         return False
     return True

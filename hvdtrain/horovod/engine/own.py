@@ -66,6 +66,11 @@ class OwnEngine:
         self._handles: dict[int, tuple[Lane, Request]] = {}
         self._last_id = GLOBAL
 
+    @property
+    def secret(self) -> str | None:
+        """A new one after the loss of a rank."""
+        return self._communicator.secret if self.size > 1 else None
+
     def submit(self, set_id: int, request: Request) -> int:
         lane = self._lanes.get(set_id)
         if lane is None:

@@ -228,6 +228,10 @@ class Engine(Protocol):
     cross_size: int
     is_homogeneous: bool
 
+    @property
+    def secret(self) -> str | None:
+        """What Communicator.secret is."""
+
     def submit(self, set_id: int, request: Request) -> int:
         """A handle. Raises BadCall where this rank is not in the set, or a request of this name is
         under way."""

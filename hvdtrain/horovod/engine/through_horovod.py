@@ -42,6 +42,7 @@ class HorovodEngine:
 
         self._hvd = hvd
         self.name = f"horovod on {'MPI' if hvd.mpi_enabled() else 'Gloo'}"
+        self.secret = self._communicator.secret
         self.rank = hvd.rank()
         self.size = hvd.size()
         self.local_rank = hvd.local_rank()
