@@ -65,6 +65,7 @@ from hvdtrain.errors import DONE, USER, Diverged, UserError
 from hvdtrain.features.every_feature import configure
 from hvdtrain.recipe.batch import resolve_batch_size
 from hvdtrain.training.failure import end_every_rank
+from hvdtrain.training.replicas.same_job import by_key
 from hvdtrain.training.replicas.software import code_digests, digest
 from hvdtrain.training.replicas.user_code import module_digests, named_modules
 
@@ -308,7 +309,7 @@ def inspect_job(
 
     if communicator.rank == 0:
         rank.attempt(lambda: refuse_conflicts(config, communicator.name, communicator.size))
-    rank.facts["config"] = digest(values_by_key(config))
+    rank.facts["config"] = digest(_texts_by_key(config))
     rank.facts["modules"] = module_digests(named_modules(config))
     rank.facts["libraries"] = dry_run.load_libraries(communicator)
     rank.facts["data"] = rank.attempt(lambda: dry_run.read_data(config))
@@ -375,7 +376,7 @@ def _compare_code_and_configuration(
     if len({facts["config"] for facts in ranks}) > 1:
         digests = [facts["config"] for facts in ranks]
         findings += differing_configuration(
-            ranks, _of_each_kind(communicator, digests, values_by_key(config))
+            ranks, _of_each_kind(communicator, digests, _texts_by_key(config))
         )
     return findings
 
@@ -430,12 +431,5 @@ def _compare_outputs(
     return []
 
 
-def values_by_key(config: Config) -> dict[str, str]:
-    """ "batch.size" -> "64", for every key of the configuration."""
-    values: dict[str, str] = {}
-    for name, value in config.model_dump().items():
-        if isinstance(value, dict):
-            values |= {f"{name}.{key}": str(inner) for key, inner in value.items()}
-        else:
-            values[name] = str(value)
-    return values
+def _texts_by_key(config: Config) -> dict[str, str]:
+    return {name: str(value) for name, value in by_key(config).items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from hvdtrain.cli.check.rank_facts import (
     DeviceFacts,
@@ -115,20 +115,33 @@ def _minorities(
         yield Minority(value, groups[0][0], group)
 
 
+def _differing(
+    ranks: Sequence[RankFacts],
+    items_of: Callable[[RankFacts], Mapping[str, Any]],
+    absent: str,
+    describe: Callable[[str, str, str], str],
+    fix: str,
+) -> Iterator[Finding]:
+    """A finding for each name and each group of ranks whose item of this name is not the most
+    frequent one. describe(name, item there, most frequent item)."""
+    items = {facts["rank"]: items_of(facts) for facts in ranks}
+    for name in dict.fromkeys(name for of_rank in items.values() for name in of_rank):
+
+        def item(facts: RankFacts, name: str = name) -> str:
+            return str(items[facts["rank"]].get(name, absent))
+
+        for found, usual, group in _minorities(ranks, item):
+            yield Finding("error", describe(name, found, usual), describe_ranks(group), fix)
+
+
 def _versions(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    installed = {facts["rank"]: _installed(facts) for facts in ranks}
-    for name in dict.fromkeys(name for found in installed.values() for name in found):
-
-        def version(facts: RankFacts, name: str = name) -> str:
-            return installed[facts["rank"]].get(name, "not installed")
-
-        for version_there, usual, group in _minorities(ranks, version):
-            yield Finding(
-                "error",
-                f"{name} is {version_there}; other ranks: {usual}",
-                describe_ranks(group),
-                FIXES["versions"],
-            )
+    return _differing(
+        ranks,
+        _installed,
+        "not installed",
+        lambda name, found, usual: f"{name} is {found}; other ranks: {usual}",
+        FIXES["versions"],
+    )
 
 
 def _installed(facts: RankFacts) -> dict[str, str]:
@@ -142,29 +155,23 @@ def _installed(facts: RankFacts) -> dict[str, str]:
 
 
 def _modules(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    for name in dict.fromkeys(name for facts in ranks for name in facts.get("modules", {})):
-
-        def module(facts: RankFacts, name: str = name) -> str:
-            return facts.get("modules", {}).get(name, "not there")
-
-        for found, usual, group in _minorities(ranks, module):
-            what = f"the code of {name} differs: {found}; other ranks: {usual}"
-            yield Finding("error", what, describe_ranks(group), FIXES["code"])
+    return _differing(
+        ranks,
+        lambda facts: facts.get("modules", {}),
+        "not there",
+        lambda name, found, usual: f"the code of {name} differs: {found}; other ranks: {usual}",
+        FIXES["code"],
+    )
 
 
 def _environment(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    for name in dict.fromkeys(name for facts in ranks for name in facts.get("environment", {})):
-
-        def value(facts: RankFacts, name: str = name) -> str:
-            return facts.get("environment", {}).get(name, "not set")
-
-        for found, usual, group in _minorities(ranks, value):
-            yield Finding(
-                "error",
-                f"{name} is {short(found)}; other ranks: {short(usual)}",
-                describe_ranks(group),
-                FIXES["environment"],
-            )
+    return _differing(
+        ranks,
+        lambda facts: facts.get("environment", {}),
+        "not set",
+        lambda name, found, usual: f"{name} is {short(found)}; other ranks: {short(usual)}",
+        FIXES["environment"],
+    )
 
 
 def _containers(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
@@ -178,19 +185,15 @@ def _container(kind: str) -> str:
 
 
 def _data(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    data_of = {facts["rank"]: facts["data"] for facts in ranks if facts["data"]}
-    with_data = [facts for facts in ranks if facts["rank"] in data_of]
-    for name in dict.fromkeys(
-        name for data in data_of.values() for name in data if name != "seconds"
-    ):
-
-        def value(facts: RankFacts, name: str = name) -> str:
-            return str(data_of[facts["rank"]].get(name))
-
-        for found, usual, group in _minorities(with_data, value):
-            yield Finding(
-                "error", f"{name}: {found} instead of {usual}", describe_ranks(group), FIXES["data"]
-            )
+    return _differing(
+        [facts for facts in ranks if facts["data"]],
+        lambda facts: {
+            name: value for name, value in (facts["data"] or {}).items() if name != "seconds"
+        },
+        "None",
+        lambda name, found, usual: f"{name}: {found} instead of {usual}",
+        FIXES["data"],
+    )
 
 
 def _host_names(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
