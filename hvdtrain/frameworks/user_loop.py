@@ -109,15 +109,25 @@ class UserLoop:
         example: Any,
     ) -> Any:
         """The LoopLearner of what the script prepares; on_step: called after each of its steps."""
-        raise NotImplementedError
+        return self.learner_class()(config, mesh, model, optimizer, on_step, example)
 
     def to_arrays(self, values: Mapping[str, Any]) -> Arrays:
         """A copy of each value that the script keeps in a checkpoint. Raises UserError as
         extra.to_arrays()."""
-        raise NotImplementedError
+        found: Arrays = self.extra().to_arrays(values)
+        return found
 
     def from_arrays(self, arrays: Arrays) -> dict[str, Any]:
         """The values of to_arrays(). Raises ValueError where they cannot be such."""
+        found: dict[str, Any] = self.extra().from_arrays(arrays)
+        return found
+
+    def learner_class(self) -> Callable[..., Any]:
+        """The class of LoopLearners; its arguments are those of learner()."""
+        raise NotImplementedError
+
+    def extra(self) -> Any:
+        """The module with to_arrays() and from_arrays()."""
         raise NotImplementedError
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.mesh import Mesh
 from hvdtrain.config.schema import Config
-from hvdtrain.core.arrays import Arrays
 from hvdtrain.frameworks.jax.user_loop.words import WORDS
 from hvdtrain.frameworks.user_loop import UserLoop
 
@@ -40,28 +38,15 @@ class JaxLoop(UserLoop):
 
         return device_of(load_jax(config.where("framework")), config, communicator)
 
-    def learner(
-        self,
-        config: Config,
-        mesh: Mesh,
-        model: Any,
-        optimizer: Any,
-        on_step: Callable[[], None],
-        example: Any,
-    ) -> Any:
+    def learner_class(self) -> Callable[..., Any]:
         from hvdtrain.frameworks.jax.user_loop.loop_learner import JaxLoopLearner
 
-        return JaxLoopLearner(config, mesh, model, optimizer, on_step, example)
+        return JaxLoopLearner
 
-    def to_arrays(self, values: Mapping[str, Any]) -> Arrays:
-        from hvdtrain.frameworks.jax.user_loop.extra import to_arrays
+    def extra(self) -> Any:
+        from hvdtrain.frameworks.jax.user_loop import extra
 
-        return to_arrays(values)
-
-    def from_arrays(self, arrays: Arrays) -> dict[str, Any]:
-        from hvdtrain.frameworks.jax.user_loop.extra import from_arrays
-
-        return from_arrays(arrays)
+        return extra
 
 
 LOOP = JaxLoop()
