@@ -1,5 +1,5 @@
-"""Tasks around another one: AroundTask, what they take from it; UserTask, an object of the
-user's."""
+"""Tasks around another one: DelegatingTask and AroundTask, by what they take from it; UserTask, an
+object of the user's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvdtrain.tasks.rows import Rows
 from hvdtrain.tasks.task import FRAMEWORKS, Place, Task
 
 
-class _Around(Task):
+class DelegatingTask(Task):
     """What every task has, taken from another object that has it."""
 
     def __init__(self, task: Task) -> None:
@@ -66,7 +66,7 @@ class _Around(Task):
         return self.task.fits(found, samples)
 
 
-class AroundTask(_Around):
+class AroundTask(DelegatingTask):
     """What a task that wraps another one takes from it.
 
     It has the defaults of `drawn`, `takes_lengths` and `takes_split_logits`: what is added to the
@@ -136,7 +136,7 @@ def as_task(found: Any) -> Task:
     return found if isinstance(found, Task) else UserTask(found)
 
 
-class UserTask(_Around):
+class UserTask(DelegatingTask):
     """An object of the user's that has the abstract members of Task, and maybe others, without
     being one. The others have Task's defaults."""
 
@@ -172,5 +172,5 @@ class UserTask(_Around):
 _OPTIONAL = {
     name
     for name in vars(Task)
-    if not name.startswith("_") and name not in {*vars(_Around), "transform", "transforms"}
+    if not name.startswith("_") and name not in {*vars(DelegatingTask), "transform", "transforms"}
 } - {"main_input"}

@@ -10,12 +10,13 @@ from hvdtrain.config.schema import ModelConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric, ratio
 from hvdtrain.data.source import Field
+from hvdtrain.tasks.around import DelegatingTask
 from hvdtrain.tasks.inputs import Transform
 from hvdtrain.tasks.rows import Rows
-from hvdtrain.tasks.task import Each, Part, Place, Task
+from hvdtrain.tasks.task import Each, Part, Place
 
 
-class OnlyInputs(Task):
+class OnlyInputs(DelegatingTask):
     """Another task without its targets: models are built and called as by that one, and the loss is
     0."""
 
@@ -24,25 +25,10 @@ class OnlyInputs(Task):
     sums = MappingProxyType({"loss": 0})
     sample_weight = 1
 
-    def __init__(self, task: Task) -> None:
-        self.task = task
-
-    @property
-    def name(self) -> str:
-        return self.task.name
-
     @property
     def fields(self) -> dict[str, Field]:
         """The inputs of the model."""
         return self.task.input_fields
-
-    @property
-    def sizes(self) -> Mapping[str, Any]:
-        return self.task.sizes
-
-    @property
-    def summary(self) -> str:
-        return self.task.summary
 
     @property
     def transform(self) -> Transform | None:
@@ -54,15 +40,6 @@ class OnlyInputs(Task):
 
     def weight(self, batch: Batch) -> int:
         return len(next(iter(batch.values())))
-
-    def facts(self) -> dict[str, Any]:
-        return self.task.facts()
-
-    def outputs(self, samples: int) -> str:
-        return self.task.outputs(samples)
-
-    def fits(self, found: tuple[int, ...], samples: int) -> bool:
-        return self.task.fits(found, samples)
 
     def rows(self, is_softmax: bool, class_names: Sequence[str] | None) -> Rows:
         return self.task.rows(is_softmax, class_names)
