@@ -261,3 +261,15 @@ def test_the_description_of_an_option_may_take_several_lines(tmp_path: Path) -> 
         "depth": "layers",
     }
     assert help._first_paragraph(path) == "A model whose first paragraph takes two lines."
+
+
+@pytest.mark.parametrize(
+    "name", ["convnet", "gpt", "linear", "mlp", "resnet", "unet", "wide_resnet"]
+)
+def test_a_model_has_the_same_options_in_torch_and_in_jax(name: str) -> None:
+    """Names, types, defaults and texts."""
+    of_torch, of_jax = (
+        options_of(plugins.PACKAGE / "frameworks" / framework / "models" / f"{name}.py")
+        for framework in ("torch", "jax")
+    )
+    assert of_torch.model_json_schema() == of_jax.model_json_schema()

@@ -7,7 +7,6 @@ import itertools
 
 import jax
 
-from hvdtrain.errors import UserError
 from hvdtrain.frameworks.jax.layers import (
     OTHER_NUMBERS,
     Flow,
@@ -21,6 +20,7 @@ from hvdtrain.frameworks.jax.layers import (
     start_norms,
 )
 from hvdtrain.frameworks.jax.norm import Norms
+from hvdtrain.frameworks.model_options import check_convnet
 
 
 def build(
@@ -42,18 +42,7 @@ def build(
 
     Raises UserError for widths below 1.
     """
-    if min(dense, default=1) < 1:
-        raise UserError(
-            f"dense {dense} makes no layers",
-            "model.dense",
-            "1 or more for each hidden dense layer, or leave it out",
-        )
-    if min(widths, default=0) < 1:
-        raise UserError(
-            f"widths {widths} make no convolutions",
-            "model.widths",
-            "one width of 1 or more for each convolution",
-        )
+    check_convnet(widths, dense)
     convolutions = [f"conv{i}" for i in range(1, len(widths) + 1)]
     norms = {}
     last = [*(f"dense.fc{i}" for i in range(1, len(dense) + 1)), "dense.fc"] if dense else ["fc"]

@@ -8,7 +8,6 @@ import math
 
 import jax
 
-from hvdtrain.errors import UserError
 from hvdtrain.frameworks.jax.layers import (
     OTHER_NUMBERS,
     Functions,
@@ -21,6 +20,7 @@ from hvdtrain.frameworks.jax.layers import (
     key_for,
     start,
 )
+from hvdtrain.frameworks.model_options import check_mlp
 
 
 def build(
@@ -38,10 +38,7 @@ def build(
 
     Raises UserError for widths below 1 and a dropout outside of 0 to 1.
     """
-    if min(widths, default=1) < 1 or not 0 <= dropout < 1:
-        what = f"widths {widths} with dropout {dropout} make no network"
-        where = "model.widths, model.dropout"
-        raise UserError(what, where, "widths of 1 or more, 0 <= dropout < 1")
+    check_mlp(widths, dropout)
     hidden = [f"fc{i}" for i in range(1, len(widths) + 1)]
     sizes = itertools.pairwise((math.prod(shape), *widths, outputs))
     shapes: dict[str, tuple[int, ...]] = {

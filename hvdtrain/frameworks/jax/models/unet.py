@@ -10,7 +10,6 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from hvdtrain.errors import UserError
 from hvdtrain.frameworks.jax.layers import (
     OTHER_NUMBERS,
     Flow,
@@ -24,6 +23,7 @@ from hvdtrain.frameworks.jax.layers import (
     start_norms,
 )
 from hvdtrain.frameworks.jax.norm import Norms
+from hvdtrain.frameworks.model_options import check_unet
 
 AnyNorm = Callable[[Params, str, Flow], Flow]
 
@@ -46,19 +46,7 @@ def build(
 
     Raises UserError for widths that make no layers, or images that cannot be halved so often.
     """
-    if min(widths, default=0) < 1:
-        raise UserError(
-            f"widths {widths} make no layers",
-            "model.widths",
-            "one width of 1 or more for each size",
-        )
-    if norm == "group" and any(width % max(groups, 1) for width in widths):
-        what = f"model.groups={groups} does not divide the widths {', '.join(map(str, widths))}"
-        raise UserError(what, "model.groups", "a number that divides each of them")
-    factor = 2 ** (len(widths) - 1)
-    if shape[0] % factor or shape[1] % factor:
-        what = f"images of {shape[0]} x {shape[1]} pixels cannot be halved {len(widths) - 1} times"
-        raise UserError(what, "model.widths", f"sides that {factor} divides, or fewer widths")
+    check_unet(shape, widths, norm, groups)
     second = 2 if norm == "none" else 3  # place of the second convolution in its block
     pairs = list(itertools.pairwise(widths))[::-1]  # from the smallest images to the largest
     blocks = {

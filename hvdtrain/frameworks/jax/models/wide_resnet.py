@@ -7,7 +7,6 @@ import itertools
 
 import jax
 
-from hvdtrain.errors import UserError
 from hvdtrain.frameworks.jax.layers import (
     OTHER_NUMBERS,
     Flow,
@@ -24,6 +23,7 @@ from hvdtrain.frameworks.jax.layers import (
     start_norms,
 )
 from hvdtrain.frameworks.jax.norm import Norms
+from hvdtrain.frameworks.model_options import check_wide_resnet
 
 PAIRS = ("narrow", "middle", "wide")
 
@@ -45,16 +45,7 @@ def build(
     Raises UserError for widths below 1, a dropout outside of 0 to 1, and images too small to be
     halved twice.
     """
-    if min(widths) < 1 or not 0 <= dropout < 1:
-        what = f"widths {widths} with dropout {dropout} make no network"
-        where = "model.widths, model.dropout"
-        raise UserError(what, where, "widths of 1 or more, 0 <= dropout < 1")
-    if min(shape[:2]) < 4:
-        raise UserError(
-            f"images of {shape[0]}x{shape[1]} pixels cannot be halved twice",
-            "model.name=wide_resnet",
-            "model.name=mlp",
-        )
+    check_wide_resnet(shape, widths, dropout)
     blocks = [f"{pair}.{i}" for pair in PAIRS for i in (0, 1)]
     inputs = [width for pair in itertools.pairwise(widths) for width in pair]
     sizes = dict(

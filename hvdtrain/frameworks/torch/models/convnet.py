@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from hvdtrain.errors import UserError
+from hvdtrain.frameworks.model_options import check_convnet
 
 
 def build(
@@ -40,18 +40,7 @@ def build(
 
     Raises UserError for widths below 1.
     """
-    if min(dense, default=1) < 1:
-        raise UserError(
-            f"dense {dense} makes no layers",
-            "model.dense",
-            "1 or more for each hidden dense layer, or leave it out",
-        )
-    if min(widths, default=0) < 1:
-        raise UserError(
-            f"widths {widths} make no convolutions",
-            "model.widths",
-            "one width of 1 or more for each convolution",
-        )
+    check_convnet(widths, dense)
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for i, (before, after) in enumerate(itertools.pairwise((shape[2], *widths)), start=1):
         layers[f"conv{i}"] = nn.Conv2d(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hvdtrain.errors import UserError
+from hvdtrain.frameworks.model_options import check_gpt
 from hvdtrain.frameworks.torch.parallel.pipeline.stages import Unit
 
 STD = 0.02
@@ -323,24 +323,14 @@ def build(
     Raises UserError for sizes below 1, heads that do not divide the width, and a dropout outside of
     0 to 1.
     """
-    if min(layers, heads, width) < 1 or width % heads:
-        what = f"{layers} layers of {heads} heads and width {width} make no network"
-        raise UserError(
-            what,
-            "model.layers, model.heads, model.width",
-            "1 or more of each, and a width that is a multiple of heads",
-        )
-    for option, share in {
-        "embedding": embedding_dropout,
-        "attention": attention_dropout,
-        "residual": residual_dropout,
-    }.items():
-        if not 0 <= share < 1:
-            raise UserError(
-                f"a dropout of {share} leaves nothing",
-                f"model.{option}_dropout",
-                "0 or more, below 1",
-            )
+    check_gpt(
+        layers,
+        heads,
+        width,
+        embedding_dropout=embedding_dropout,
+        attention_dropout=attention_dropout,
+        residual_dropout=residual_dropout,
+    )
     return GPT(
         context,
         vocabulary,

@@ -9,7 +9,7 @@ from collections import OrderedDict
 
 from torch import nn
 
-from hvdtrain.errors import UserError
+from hvdtrain.frameworks.model_options import check_mlp
 from hvdtrain.frameworks.torch.sparse_dropout import SparseDropout
 
 
@@ -45,12 +45,7 @@ def build(
 
     Raises UserError for widths below 1 and a dropout outside of 0 to 1.
     """
-    if min(widths, default=1) < 1 or not 0 <= dropout < 1:
-        raise UserError(
-            f"widths {widths} with dropout {dropout} make no network",
-            "model.widths, model.dropout",
-            "widths of 1 or more, 0 <= dropout < 1",
-        )
+    check_mlp(widths, dropout)
     layers: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())
     for i, (before, after) in enumerate(itertools.pairwise((math.prod(shape), *widths)), start=1):
         layers[f"fc{i}"] = nn.Linear(before, after)

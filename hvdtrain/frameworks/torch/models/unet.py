@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from hvdtrain.errors import UserError
+from hvdtrain.frameworks.model_options import check_unet
 
 Norm = Literal["batch", "group", "none"]
 
@@ -76,17 +76,5 @@ def build(
 
     Raises UserError for widths that make no layers, or images that cannot be halved so often.
     """
-    if min(widths, default=0) < 1:
-        raise UserError(
-            f"widths {widths} make no layers",
-            "model.widths",
-            "one width of 1 or more for each size",
-        )
-    if norm == "group" and any(width % max(groups, 1) for width in widths):
-        what = f"model.groups={groups} does not divide the widths {', '.join(map(str, widths))}"
-        raise UserError(what, "model.groups", "a number that divides each of them")
-    factor = 2 ** (len(widths) - 1)
-    if shape[0] % factor or shape[1] % factor:
-        what = f"images of {shape[0]} x {shape[1]} pixels cannot be halved {len(widths) - 1} times"
-        raise UserError(what, "model.widths", f"sides that {factor} divides, or fewer widths")
+    check_unet(shape, widths, norm, groups)
     return UNet(shape[2], pixel_classes, widths, norm, groups)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hvdtrain.errors import UserError
+from hvdtrain.frameworks.model_options import check_wide_resnet
 from hvdtrain.frameworks.torch.sparse_dropout import SparseDropout
 
 
@@ -80,16 +80,5 @@ def build(
     Raises UserError for widths below 1, a dropout outside of 0 to 1, and images too small to be
     halved twice.
     """
-    if min(widths) < 1 or not 0 <= dropout < 1:
-        raise UserError(
-            f"widths {widths} with dropout {dropout} make no network",
-            "model.widths, model.dropout",
-            "widths of 1 or more, 0 <= dropout < 1",
-        )
-    if min(shape[:2]) < 4:
-        raise UserError(
-            f"images of {shape[0]}x{shape[1]} pixels cannot be halved twice",
-            "model.name=wide_resnet",
-            "model.name=mlp",
-        )
+    check_wide_resnet(shape, widths, dropout)
     return WideResNet(shape[2], outputs, widths, dropout)
