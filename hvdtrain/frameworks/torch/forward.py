@@ -9,7 +9,6 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdtrain.core.metrics import Sums, zero_sums
 from hvdtrain.data.images.views import Views
@@ -18,6 +17,7 @@ from hvdtrain.frameworks.torch.buffers import copied_buffers
 from hvdtrain.frameworks.torch.call import Called, any_of, call, each_of
 from hvdtrain.frameworks.torch.inputs import DeviceBatch, Inputs
 from hvdtrain.frameworks.torch.precision import Precision
+from hvdtrain.frameworks.torch.private_api import BatchNorm
 from hvdtrain.tasks.task import Part, Task
 from hvdtrain.tasks.torch import MAIN_OUTPUTS, rows_of
 
@@ -190,7 +190,7 @@ class Forward:
     def trains_one_sample(self, model: torch.nn.Module) -> bool:
         """Whether a forward pass of the model in training mode takes one sample: tried, where it
         has batch norms. Its buffers stay as they are."""
-        if not any(isinstance(module, _BatchNorm) for module in model.modules()):
+        if not any(isinstance(module, BatchNorm) for module in model.modules()):
             return True
         inputs = self.inputs_of(self.inputs.zeros(1))
         try:

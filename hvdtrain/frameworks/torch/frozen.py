@@ -20,6 +20,7 @@ from hvdtrain.errors import UserError, nearest, short
 from hvdtrain.frameworks.by_name import thaw_entries
 from hvdtrain.frameworks.torch.buffers import RUNNING
 from hvdtrain.frameworks.torch.lora import LoraLinear
+from hvdtrain.frameworks.torch.private_api import storage_of
 from hvdtrain.optim.around import number_of_entry
 
 _SHOWN = 6  # names in a line
@@ -244,7 +245,7 @@ def check_overlaps(model: nn.Module, where: str) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if nn.parameter.is_lazy(tensor) or not tensor.numel() or tensor.layout is not torch.strided:
             continue
-        held.setdefault(tensor.untyped_storage()._cdata, []).append((name, _places(tensor)))
+        held.setdefault(storage_of(tensor), []).append((name, _places(tensor)))
     for storage in held.values():
         for (name, places), (other, others) in _meeting(storage):
             if not {name, other} <= buffers and _share(places, others):

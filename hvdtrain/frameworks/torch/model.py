@@ -12,8 +12,6 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import is_grad_enabled, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
@@ -35,6 +33,7 @@ from hvdtrain.frameworks.torch.frozen import check_overlaps, freeze
 from hvdtrain.frameworks.torch.keras_module import as_module, set_number_type
 from hvdtrain.frameworks.torch.libraries.transformers import without_past
 from hvdtrain.frameworks.torch.norm import use_norm
+from hvdtrain.frameworks.torch.private_api import FakeTensor, TorchDispatchMode
 from hvdtrain.tasks.task import Part, Place, Task, part_of, wrong_shapes
 from hvdtrain.tasks.torch import check_alone
 

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.order import SameOrder
 from hvdtrain.errors import UserError
+from hvdtrain.frameworks.torch.private_api import BatchNorm
 from hvdtrain.frameworks.torch.strategy import reduction_device
 
 Kind = Literal["batch", "ghost", "sync"]
@@ -43,7 +43,7 @@ def use_norm(
     order = order_of_norms(communicator)
     replacements: dict[nn.Module, nn.Module] = {}
     for name, norm in model.named_modules():  # a layer in two places appears once
-        if isinstance(norm, _BatchNorm):
+        if isinstance(norm, BatchNorm):
             check_replaceable(norm, name, kind)
             if kind == "ghost":
                 replacements[norm] = GhostBatchNorm(norm, ghosts, statistics)
@@ -68,7 +68,7 @@ def use_norm(
     return model
 
 
-def check_replaceable(norm: _BatchNorm, name: str, kind: Kind) -> None:
+def check_replaceable(norm: BatchNorm, name: str, kind: Kind) -> None:
     """Raises UserError for a layer that would lose something by the replacement."""
     layer = f"{name or 'the model'} ({type(norm).__name__})"
     where = f"norm.kind={kind}"
@@ -78,7 +78,7 @@ def check_replaceable(norm: _BatchNorm, name: str, kind: Kind) -> None:
             where,
             "give it: nn.BatchNorm2d(64), not nn.LazyBatchNorm2d()",
         )
-    if type(norm).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+    if type(norm).forward not in (BatchNorm.forward, nn.SyncBatchNorm.forward):
         raise UserError(
             f"{layer} computes in its own way, which {kind} would drop",
             where,
@@ -86,7 +86,7 @@ def check_replaceable(norm: _BatchNorm, name: str, kind: Kind) -> None:
         )
 
 
-class GhostBatchNorm(_BatchNorm):
+class GhostBatchNorm(BatchNorm):
     """Batch norm over each ghost of `ghosts.ghost` samples, a smaller last one by itself; with one
     ghost at most it is the plain one.
 
@@ -102,7 +102,7 @@ class GhostBatchNorm(_BatchNorm):
     Any memory format is right; channels_last costs a copy.
     """
 
-    def __init__(self, norm: _BatchNorm, ghosts: Ghosts, statistics: Statistics) -> None:
+    def __init__(self, norm: BatchNorm, ghosts: Ghosts, statistics: Statistics) -> None:
         super().__init__(
             norm.num_features,
             norm.eps,
@@ -230,7 +230,7 @@ def _transpose_samples(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor
     return head if full == len(x) else torch.cat([head, x[full:]])
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """In training the batch is that of all ranks together, whose shares may differ and be empty; in
     evaluation it is the plain norm.
 
@@ -242,7 +242,7 @@ class SyncBatchNorm(_BatchNorm):
     """
 
     def __init__(
-        self, norm: _BatchNorm, communicator: Communicator, layer: str, order: SameOrder
+        self, norm: BatchNorm, communicator: Communicator, layer: str, order: SameOrder
     ) -> None:
         super().__init__(
             norm.num_features,
@@ -408,7 +408,7 @@ def end_forward(order: SameOrder, model: torch.nn.Module, inputs: Any, outputs: 
         order.end("end of the forward pass")
 
 
-def take_over(new: _BatchNorm, old: _BatchNorm) -> None:
+def take_over(new: BatchNorm, old: BatchNorm) -> None:
     """Gives `new` the parameters and buffers of `old`, themselves, and whether it trains."""
     new.weight = old.weight
     new.bias = old.bias
@@ -419,7 +419,7 @@ def take_over(new: _BatchNorm, old: _BatchNorm) -> None:
 
 
 def update_running(
-    norm: _BatchNorm, means: torch.Tensor, variances: torch.Tensor, one_by_one: bool
+    norm: BatchNorm, means: torch.Tensor, variances: torch.Tensor, one_by_one: bool
 ) -> None:
     """Moves the running statistics towards those of S batches, (S, C): by one update with their
     mean, or by one with each in order.

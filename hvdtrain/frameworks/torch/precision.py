@@ -16,6 +16,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.call import Called, any_of, call
+from hvdtrain.frameworks.torch.private_api import cpu_multiplies_bf16
 
 T = TypeVar("T")
 
@@ -78,7 +79,7 @@ def is_built_for_bf16(device: torch.device) -> bool:
     cores of 2020 and later."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return cpu_multiplies_bf16()
 
 
 _FLAGS = {  # of /proc/cpuinfo, on x86 and Arm

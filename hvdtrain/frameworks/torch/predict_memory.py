@@ -10,10 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hvdtrain.comm.counted import Moved
 from hvdtrain.comm.engines import Feature
@@ -29,6 +26,7 @@ from hvdtrain.frameworks.torch.assemble import assemble
 from hvdtrain.frameworks.torch.communicators import planned_mesh, timed_mesh
 from hvdtrain.frameworks.torch.learner import TorchLearner
 from hvdtrain.frameworks.torch.precision import pick_precision
+from hvdtrain.frameworks.torch.private_api import FakeTensorMode, TorchDispatchMode, tree_leaves
 from hvdtrain.frameworks.torch.step_costs import FlopCounter, stopwatch_for
 from hvdtrain.tasks.task import Task
 

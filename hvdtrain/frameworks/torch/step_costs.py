@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, record_function
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from hvdtrain.core.arrays import Batch
@@ -25,6 +23,7 @@ from hvdtrain.frameworks.stopwatch import (
     Stopwatch,
     phase_times,
 )
+from hvdtrain.frameworks.torch.private_api import TorchDispatchMode, tree_leaves
 
 
 class CudaStopwatch:

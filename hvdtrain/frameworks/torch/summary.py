@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.schema import Config
@@ -17,6 +15,7 @@ from hvdtrain.frameworks.footprint import LayerSummary
 from hvdtrain.frameworks.torch.call import Called, call
 from hvdtrain.frameworks.torch.model import example, normed_model
 from hvdtrain.frameworks.torch.predict_memory import ASKS_FOR_NUMBER, answer
+from hvdtrain.frameworks.torch.private_api import FakeTensorMode, TorchDispatchMode
 from hvdtrain.frameworks.torch.step_costs import FlopCounter
 from hvdtrain.tasks.task import Task
 

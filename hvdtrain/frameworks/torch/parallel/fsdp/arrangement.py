@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from hvdtrain.comm.engines import Feature
 from hvdtrain.comm.process_group import start_process_group
@@ -22,6 +21,7 @@ from hvdtrain.frameworks.torch.parallel.fsdp.planned import PlannedMesh
 from hvdtrain.frameworks.torch.parallel.fsdp.strategy import ShardedModel, device_mesh, shard_model
 from hvdtrain.frameworks.torch.parallel.tensor.layers import give_whole_logits
 from hvdtrain.frameworks.torch.parallel.tensor.layout import tensor_cuts
+from hvdtrain.frameworks.torch.private_api import unset_fake_temporarily
 from hvdtrain.frameworks.torch.strategy import NamedParameters, Strategy
 
 

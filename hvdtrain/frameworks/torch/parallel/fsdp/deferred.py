@@ -13,8 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+
+from hvdtrain.frameworks.torch.private_api import (
+    TorchDispatchMode,
+    storage_of,
+    tree_leaves,
+    tree_map,
+)
 
 # elements: a tensor with fewer is made at once, so that a constructor may read its numbers
 SMALL = 4096
@@ -112,7 +117,7 @@ class Deferred(TorchDispatchMode):
             result = call.operation(*args, **kwargs)
             for meta, real in zip(tree_leaves(call.result), tree_leaves(result), strict=True):
                 if isinstance(meta, torch.Tensor):
-                    memory.setdefault(_key(meta), real.untyped_storage())
+                    memory.setdefault(storage_of(meta), real.untyped_storage())
         torch.set_rng_state(before)
         found: torch.Tensor = _real(tensor.detach(), memory)
         return found
@@ -172,13 +177,8 @@ def _is_large(operation: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return makes and on_host and torch.Size(size).numel() >= SMALL
 
 
-def _key(tensor: torch.Tensor) -> int:
-    """A key of the memory that it would have, alone or as a view."""
-    return tensor.untyped_storage()._cdata
-
-
 def _memory(tree: Any) -> set[int]:
-    return {_key(x) for x in tree_leaves(tree) if isinstance(x, torch.Tensor) and x.is_meta}
+    return {storage_of(x) for x in tree_leaves(tree) if isinstance(x, torch.Tensor) and x.is_meta}
 
 
 def _to_meta(x: Any) -> Any:
@@ -198,5 +198,5 @@ def _real(x: Any, memory: dict[int, torch.UntypedStorage]) -> Any:
     if not isinstance(x, torch.Tensor) or not x.is_meta:
         return x
     return torch.empty(0, dtype=x.dtype).set_(
-        memory[_key(x)], x.storage_offset(), x.size(), x.stride()
+        memory[storage_of(x)], x.storage_offset(), x.size(), x.stride()
     )

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hvdtrain.comm.communicator import Communicator
+from hvdtrain.frameworks.torch.private_api import TorchDispatchMode, storage_of, tree_leaves
 
 # Since torch 2.13. An older one reduces the parameters that this rank's samples reach, and would
 # add up other ranks' other parameters.
@@ -157,24 +156,19 @@ class _Reads(TorchDispatchMode):
         for group in [group for group in self._pending if group.is_unsharded]:
             self._pending.remove(group)
             self._of_storage |= {
-                _address(each._unsharded_param): each for each in group.fsdp_params
+                storage_of(each._unsharded_param): each for each in group.fsdp_params
             }
 
     def _parameters_in(self, tree: Any) -> list[Any]:
         moved, of = self._moved
-        known = self._of_storage | ({_address(moved): of} if of else {})
+        known = self._of_storage | ({storage_of(moved): of} if of else {})
         tensors = [
             leaf
             for leaf in tree_leaves(tree)
             if isinstance(leaf, torch.Tensor) and not hasattr(leaf, "_local_tensor")
         ]
-        addresses = [_address(tensor) for tensor in tensors if tensor.layout == torch.strided]
+        addresses = [storage_of(tensor) for tensor in tensors if tensor.layout == torch.strided]
         return [known[address] for address in addresses if address in known]
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """Address of a tensor's storage."""
-    return tensor.untyped_storage()._cdata
 
 
 def _is_view(func: Any) -> bool:

@@ -20,7 +20,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
 )
-from torch.utils._pytree import tree_leaves
 
 from hvdtrain.comm.mesh import Mesh
 from hvdtrain.comm.order import SameOrder
@@ -36,9 +35,9 @@ from hvdtrain.frameworks.torch.parallel.fsdp.gathered_types import (
     group_of,
     reduce_all_of,
 )
-from hvdtrain.frameworks.torch.parallel.tensor.collectives import in_backward
 from hvdtrain.frameworks.torch.parallel.tensor.plan import CutLayers, order_of_layers, plan_of
 from hvdtrain.frameworks.torch.parallel.zero import of_shards, shard_summary, total_over
+from hvdtrain.frameworks.torch.private_api import in_backward, tree_leaves
 from hvdtrain.frameworks.torch.strategy import Shard, Strategy, Wrapped
 
 

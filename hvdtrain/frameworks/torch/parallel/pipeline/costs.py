@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.comm.on_all_ranks import on_rank_0
@@ -24,6 +23,7 @@ from hvdtrain.frameworks.torch.parallel.pipeline.cuts import operations_of, refu
 from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Seconds, UnitCost
 from hvdtrain.frameworks.torch.parallel.pipeline.stages import Autocast, Stage, Unit, units_of
 from hvdtrain.frameworks.torch.precision import pick_precision
+from hvdtrain.frameworks.torch.private_api import tree_leaves
 from hvdtrain.tasks.task import Task
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
@@ -17,6 +16,7 @@ from hvdtrain.frameworks.torch.buffers import copied_buffers
 from hvdtrain.frameworks.torch.parallel.pipeline.executor import DTYPES, MOST_AXES
 from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Seconds
 from hvdtrain.frameworks.torch.parallel.pipeline.stages import Unit, units_of
+from hvdtrain.frameworks.torch.private_api import tree_leaves
 
 
 def first_units(

@@ -10,18 +10,13 @@ from torch.autograd.function import once_differentiable
 
 from hvdtrain.comm.communicator import Communicator, part_of
 from hvdtrain.comm.order import SameOrder
+from hvdtrain.frameworks.torch.private_api import in_backward
 
 _PASSES = {
     "forward": "forward pass",
     "backward": "backward pass",
     "again": "gathering for the backward pass",
 }
-
-
-def in_backward() -> bool:
-    """Whether a backward pass is under way in this thread: a forward pass is another one's again,
-    then."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class Positions:

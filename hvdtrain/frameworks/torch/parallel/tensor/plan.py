@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdtrain.comm.communicator import Communicator, part_of
 from hvdtrain.comm.mesh import Mesh
@@ -32,6 +31,7 @@ from hvdtrain.frameworks.torch.parallel.tensor.layers import (
     VocabularyEmbedding,
     VocabularyHead,
 )
+from hvdtrain.frameworks.torch.private_api import BatchNorm
 from hvdtrain.tasks.task import Task
 
 _WAY = re.compile(r"(columns|rows|vocabulary)(?: of ([1-9]\d*))?(?: by ([1-9]\d*))?|sequence")
@@ -333,7 +333,7 @@ def _check(name: str, layer: nn.Module, way: Way, parts: int, where: str) -> Non
 
 
 def _check_own_positions(name: str, layer: nn.Module, where: str) -> None:
-    if isinstance(layer, _BatchNorm):
+    if isinstance(layer, BatchNorm):
         what = (
             f"{name} is a {type(layer).__name__}, whose statistics would be those of a part of "
             "the positions"
