@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from ranks import ROOT, mpirun, needs_mpirun, python
 
-from hvdtrain.config.extras import commands, extras, plan_options, plans
+from hvdtrain.config.extra_keys import key_classes
+from hvdtrain.config.extras import commands, extras, modules, plan_options, plans
 from hvdtrain.config.plugins import ALIASES
 
 FOLDER = ROOT / "hvdtrain" / "extras"
@@ -99,8 +100,37 @@ def test_a_job_trains_without_any_extra(copy: Path, tmp_path: Path) -> None:
     words = [*hvdtrain, *JOB, f"run={tmp_path / 'run'}"]
     done = mpirun(2, words, env=env, is_warm=False)
     assert done.returncode == 0 and done.stdout.startswith("ranks   2 "), done
+    done = python([*hvdtrain, f"resume={tmp_path / 'run'}", "stop.steps=3"], env=env, is_warm=False)
+    assert done.returncode == 0, done.stderr
     done = python([*hvdtrain, "extras"], env=env, is_warm=False)
     assert done.stdout == "this copy of hvdtrain has no extras\n"
+
+
+@needs_mpirun
+def test_a_run_of_a_copy_with_extras_goes_on_without_them(copy: Path, tmp_path: Path) -> None:
+    """The run has recorded every key of every extra. One that did something is an error."""
+    run = tmp_path / "run"
+    done = python(["-m", "hvdtrain", *JOB, f"run={run}"], is_warm=False)
+    assert done.returncode == 0, done.stderr
+    hvdtrain = ["-P", "-c", OF_COPY, str(copy), f"resume={run}", "stop.steps=4"]
+    env = {"PYTHONPATH": str(copy)}
+    done = python(hvdtrain, env=env, is_warm=False)
+    assert done.returncode == 0 and "resumed" in done.stdout, (done.stdout, done.stderr)
+    text = (run / "config.yaml").read_text()
+    for kind in key_classes():
+        key = kind.full_key(next(iter(kind.model_fields)))
+        section, name = key.split(".")
+        pattern = rf"(?ms)^({section}:\n.*?^  {name}:) \S+"
+        changed, count = re.subn(pattern, r"\1 2", text)
+        assert count == 1
+        (run / "config.yaml").write_text(changed)
+        done = python(hvdtrain, env=env, is_warm=False)
+        assert done.returncode == 2 and f"the run has {key}=2, and this copy" in done.stderr
+
+
+def test_the_first_key_of_an_extra_turns_it_on() -> None:
+    first = {kind.section: next(iter(kind.model_fields.values())) for kind in key_classes()}
+    assert all(info.default in (0, False, None, "none") for info in first.values()), first
 
 
 def test_nothing_outside_an_extra_names_it() -> None:
@@ -133,6 +163,8 @@ def row_of(name: str) -> list[str]:
     gives = [f"`{each}`" for each in extra.commands]
     gives += [f"`plan --{each}`" for each in (*extra.plan, *extra.plans)]
     gives += [f"`{each}`" for each in extra.modes]
+    if keys := modules("keys").get(name):
+        gives += [f"`{kind.full_key(key)}`" for kind in keys.KEYS for key in kind.model_fields]
     for folder in ALIASES:
         plugins = sorted(path.stem for path in (FOLDER / name / folder).glob("*.py"))
         gives += [f"`{plugin}` in `{folder}`" for plugin in plugins if plugin != "__init__"]

@@ -7,7 +7,7 @@ import ast
 import importlib.util
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 from hvdtrain.comm.placement import NO_LAUNCHER, TORCH_LAUNCHERS, Placement
 from hvdtrain.config import plugins
@@ -149,9 +149,5 @@ def may_use_gpu(config: Config) -> bool:
 
 def needed_features(config: Config) -> frozenset[Feature]:
     """Which not every engine has."""
-    needs = set[Feature]()
-    if config.parallel.pipeline > 1 or config.servers.count:
-        needs.add("p2p")
-    if config.guard.lost != "stop":
-        needs.add("shrink")
-    return frozenset(needs)
+    needs = {name for section in config.sections for name in section.needed_of_engine}
+    return frozenset(cast("set[Feature]", needs))

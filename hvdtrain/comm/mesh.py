@@ -47,25 +47,18 @@ class Mesh(NamedTuple):
     # the ranks that read the same samples, and have stages of the model; the same part of their
     # layers
     pipe: Communicator = ALONE
-    servers: int = (
-        0  # the first ranks of the world, which hold the weights and read no samples of training
-    )
-    # where there are servers: on a server all servers, on a worker those that divide a step among
-    # them
+    first_reader: int = 0  # the ranks of the world before it read no samples of training
+    # where there are such ranks: on one of them all of them, on another rank those that divide a
+    # step among them
     role: Communicator = ALONE
 
     @property
     def readers(self) -> Communicator | None:
         """The ranks that divide the samples of a step among them; None on a rank that reads
         none."""
-        if not self.servers:
+        if not self.first_reader:
             return self.data
-        return None if self.world.rank < self.servers else self.role
-
-    @property
-    def first_reader(self) -> int:
-        """The first rank of the world that reads samples."""
-        return self.servers
+        return None if self.world.rank < self.first_reader else self.role
 
     @property
     def counts(self) -> bool:
@@ -87,15 +80,15 @@ def one_group(world: Communicator) -> Mesh:
 
 
 def make_mesh(world: Communicator, config: Config) -> Mesh:
-    """The mesh that parallel.*, shard.* and servers.* describe. Every rank calls it.
+    """The mesh that a configuration describes. Every rank calls it.
 
     Raises UserError where hosts have different numbers of ranks, or where the engine makes no
     groups.
     """
     if config.parallel.ranks > 1:
         return _of_layers(world, config)
-    if config.servers.count:
-        return _with_servers(world, config)
+    if first := config.first_reader(world.size):
+        return _with_roles(world, first, config.is_asynchronous)
     table = _hosts(world) if config.shard.group == "node" else (tuple(range(world.size)),)
     if len(table) == 1:
         return one_group(world)
@@ -169,14 +162,11 @@ def mesh_of_layers(
     return Mesh(world, data, tensor, parts, ALONE, data, table, pipe)
 
 
-def _with_servers(world: Communicator, config: Config) -> Mesh:
-    """After a loss fewer ranks than servers may be left: all are servers then, which have the state
-    to write it."""
-    count = min(config.servers.count, world.size)
-    is_server = world.rank < count
-    group = _group(world, int(not is_server))
-    alone = config.servers.are_asynchronous and not is_server  # a step is one worker's
-    return one_group(world)._replace(servers=count, role=ALONE if alone else group)
+def _with_roles(world: Communicator, first_reader: int, is_asynchronous: bool) -> Mesh:
+    reads = world.rank >= first_reader
+    group = _group(world, int(reads))
+    alone = is_asynchronous and reads  # a step is one rank's
+    return one_group(world)._replace(first_reader=first_reader, role=ALONE if alone else group)
 
 
 def _group(world: Communicator, color: int) -> Communicator:

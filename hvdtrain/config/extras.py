@@ -7,7 +7,7 @@ import functools
 import importlib
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Literal, NamedTuple
 
 PACKAGE = Path(__file__).parents[1]
@@ -54,7 +54,8 @@ class Extra(NamedTuple):
     it prints instead; modes: what `COMMAND --OPTION` runs. Plugins need no entry:
     extras/NAME/FOLDER/PLUGIN.py is found as FOLDER/PLUGIN.py is; aliases has, by folder, the names
     of those that have others. data_files: ending of a file of the user's, or a folder that counts
-    as one -> the data.name that reads it.
+    as one -> the data.name that reads it. Nor do keys and features: config/extra_keys.py finds them
+    in extras/NAME/keys.py, and features/of_extras.py in extras/NAME/features.py.
     """
 
     status: Literal["stable", "experimental"]
@@ -70,11 +71,18 @@ class Extra(NamedTuple):
 @functools.cache
 def extras() -> dict[str, Extra]:
     """name -> every extra that is here."""
+    return {name: module.EXTRA for name, module in modules("extra").items()}
+
+
+def modules(name: str, beside: str = ".") -> dict[str, ModuleType]:
+    """The module of this name of every extra that has one, and a folder `beside` it, by the name of
+    the extra. A job imports no other module of an extra that it does not ask for."""
     return {
         path.parent.name: importlib.import_module(
-            f"{PACKAGE.name}.extras.{path.parent.name}.extra"
-        ).EXTRA
-        for path in sorted(PACKAGE.glob("extras/*/extra.py"))
+            f"{PACKAGE.name}.extras.{path.parent.name}.{name}"
+        )
+        for path in sorted(PACKAGE.glob(f"extras/*/{name}.py"))
+        if (path.parent / beside).is_dir()
     }
 
 
@@ -112,14 +120,18 @@ def modes(command: str) -> dict[str, Mode]:
 def aliases(folder: str) -> dict[str, str]:
     """name -> the plugin of an extra that it means, in a folder of plugins."""
     found: dict[str, str] = {}
-    for extra in extras().values():
-        found |= extra.aliases.get(folder, {})
+    for module in modules("extra", beside=folder).values():
+        found |= module.EXTRA.aliases.get(folder, {})
     return found
 
 
 def data_files() -> dict[str, str]:
     """Ending -> the data.name of an extra that reads such files."""
-    return {end: name for extra in extras().values() for end, name in extra.data_files.items()}
+    return {
+        end: name
+        for module in modules("extra", beside="data/datasets").values()
+        for end, name in module.EXTRA.data_files.items()
+    }
 
 
 def list_text() -> str:

@@ -92,6 +92,12 @@ def load(folder: str, name: str, where: str) -> ModuleType:
     return importlib.import_module(".".join(path.parts))
 
 
+def named(name: str) -> Any:
+    """What "package.module:name" means in hvdtrain: data name so what only some jobs import."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
 def find(folder: str, name: str, where: str) -> Path:
     """The file that `name` means in a folder, or a UserError with the nearest name."""
     known = files(folder)

@@ -316,14 +316,18 @@ def _without_references(assigned: Sequence[Assignment]) -> Iterator[Assignment]:
 
 def _check_known(key: str, value: Any, origin: str) -> None:
     """Raises UserError where the schema has no such key, and no option can be called so."""
+    if not _is_known(key):
+        raise UserError(f"no such key: {key}", origin, fix_of_key(key, value))
+
+
+def _is_known(key: str) -> bool:
+    """Whether the schema has a key, or an option can be called so."""
     section, _, option = key.partition(".")
-    if key in known_keys() or (
+    return key in known_keys() or (
         section in OPEN_SECTIONS
         and option.split(".")[0] not in ("", "options")
         and all(option.split("."))
-    ):
-        return
-    raise UserError(f"no such key: {key}", origin, fix_of_key(key, value))
+    )
 
 
 def _merge(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
@@ -389,12 +393,35 @@ def read_run_config(run: Path) -> Iterator[Assignment]:
             raise OSError(error.errno, error.strerror, path) from None
 
     seen = {}
-    for one in read_file(str(run / "config.yaml"), read):
+    for one in _of_this_copy(read_file(str(run / "config.yaml"), read)):
         seen[one.key] = one
         yield one
     for key, (owner, value) in _SINCE.items():
         if key not in seen and owner in seen and seen[owner].value:
             yield Assignment(key, value, seen[owner].origin)
+
+
+_OFF = (None, False, 0, "none")  # what the first key of an extra has where the extra does nothing
+
+
+def _of_this_copy(recorded: Iterable[Assignment]) -> Iterator[Assignment]:
+    """Without keys of extras that did nothing in the run, and that this copy of hvdtrain lacks: a
+    run records every key. The first key of a section that is not known says for all of them whether
+    they did. Raises UserError where they did something."""
+    unused = set[str]()
+    for one in recorded:
+        section = one.key.rpartition(".")[0]
+        if _is_known(one.key) or section in unused:
+            yield from [one] if _is_known(one.key) else []
+        elif one.value in _OFF and section:
+            unused.add(section)
+        else:
+            raise UserError(
+                f"the run has {one.key}={short(f'{one.value}')}, and this copy of hvdtrain has no "
+                "such key",
+                one.origin,
+                "a copy with the extra that has it: `hvdtrain extras` lists those of a copy",
+            )
 
 
 def read_file(path: str, read: Callable[[str], str] = read_text) -> Iterator[Assignment]:

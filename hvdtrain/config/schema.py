@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from hvdtrain.config.extra_keys import with_keys_of_extras, with_sections_of_extras
 from hvdtrain.config.extras import data_files
 from hvdtrain.config.lengths import LengthValue, PositiveLength, as_given
 from hvdtrain.config.section import OpenSection, Provenance, Section
@@ -34,6 +35,7 @@ OTHER_NAMES = {
 }
 
 
+@with_keys_of_extras
 class DataConfig(OpenSection):
     """The data set, and how samples reach the ranks."""
 
@@ -166,6 +168,7 @@ class DataConfig(OpenSection):
     )
 
 
+@with_keys_of_extras
 class TaskConfig(OpenSection):
     """What is learned: the loss, the metrics, and the one of them that stop.target speaks of."""
 
@@ -178,6 +181,7 @@ class TaskConfig(OpenSection):
     )
 
 
+@with_keys_of_extras
 class AugmentConfig(Section):
     """Augmentation of training images; the random numbers of an image depend on (seed, epoch,
     sample) only."""
@@ -265,6 +269,7 @@ class AugmentConfig(Section):
     )
 
 
+@with_keys_of_extras
 class BatchConfig(Section):
     """Samples per step."""
 
@@ -308,6 +313,7 @@ class ThawConfig(Section):
     )
 
 
+@with_keys_of_extras
 class ModelConfig(OpenSection):
     """The model and its loss."""
 
@@ -443,6 +449,7 @@ class GroupConfig(Section):
     )
 
 
+@with_keys_of_extras
 class OptimConfig(OpenSection):
     """The optimizer."""
 
@@ -562,6 +569,7 @@ class PieceConfig(Section):
     end_lr: float = Field(default=0.0, ge=0, le=1e6, description="as recipe.end_lr")
 
 
+@with_keys_of_extras
 class RecipeConfig(Section):
     """How learning rate, batch and noise change over the job."""
 
@@ -709,6 +717,7 @@ class RecipeConfig(Section):
     )
 
 
+@with_keys_of_extras
 class NormConfig(Section):
     """Statistics of the model's batch norm layers (framework=torch or jax)."""
 
@@ -726,6 +735,7 @@ class NormConfig(Section):
     )
 
 
+@with_keys_of_extras
 class CommConfig(Section):
     """Communication between ranks."""
 
@@ -816,6 +826,7 @@ class CommConfig(Section):
     )
 
 
+@with_keys_of_extras
 class ShardConfig(Section):
     """What each rank holds of the training state."""
 
@@ -847,6 +858,7 @@ class ShardConfig(Section):
     )
 
 
+@with_keys_of_extras
 class ParallelConfig(Section):
     """How the layers of one model are divided among ranks; the rest of the ranks is data
     parallel."""
@@ -960,6 +972,13 @@ class ParallelConfig(Section):
     def stages_of_rank(self) -> int:
         return self.virtual or (2 if self.schedule == "interleaved" else 1)
 
+    def readers_of(self, ranks: int) -> int:
+        return ranks // self.ranks
+
+    @property
+    def needed_of_engine(self) -> frozenset[str]:
+        return frozenset({"p2p"} if self.pipeline > 1 else ())
+
     def summary(self) -> str:
         """parallel.tensor=2, or parallel.pipeline=2 x parallel.tensor=2"""
         sizes = {"pipeline": self.pipeline, "tensor": self.tensor}
@@ -971,59 +990,7 @@ class ParallelConfig(Section):
         return self.ranks > 1 or self.dense != "none"
 
 
-class ServersConfig(Section):
-    """Parameter servers: some ranks hold the weights and update them, the others compute gradients
-    and do not wait for each other."""
-
-    section = "servers"
-    count: int = Field(
-        default=0,
-        ge=0,
-        le=10**6,
-        description="ranks that have a part of the weights each, and update it; the other ranks "
-        "are workers, which fetch weights and send "
-        "gradients (Li 2014, OSDI); 0: none, every rank computes gradients and updates. "
-        "framework=torch on the mpi and torchdist engines",
-    )
-    bound: Annotated[int, Field(ge=0, le=10**6)] | Literal["none"] = Field(
-        default=0,
-        description="updates by others between a worker's fetching of weights and the update from "
-        "its gradient, at most: 0: every update "
-        "waits for a gradient of each worker, as without servers; s: a step is one worker's, and "
-        "waits while it would leave another one "
-        "more than s updates behind (Ho 2013, NIPS); none: no worker waits",
-    )
-    correct: Literal["none", "scale", "delay_compensation"] = Field(
-        default="none",
-        description="of gradients at weights that are older: none; scale: the rate divided by "
-        "their staleness (Zhang 2016, "
-        "arXiv:1511.05950); delay_compensation: a term of the second order (Zheng 2017, "
-        "arXiv:1609.08326)",
-    )
-    compensation: float = Field(
-        default=0.04,
-        ge=0,
-        le=1e6,
-        description="of servers.correct=delay_compensation: the factor of its term, lambda of the "
-        "paper",
-    )
-    log: bool = Field(
-        default=False,
-        description="write RUN/updates.bin: 8 bytes for each update, from which `hvdtrain replay "
-        "RUN` computes the same weights",
-    )
-
-    @property
-    def are_asynchronous(self) -> bool:
-        """Whether a step is of one worker."""
-        return self.count > 0 and self.bound != 0
-
-    @property
-    def most_stale(self) -> int | None:
-        """The bound; None where there is none."""
-        return None if self.bound == "none" else self.bound
-
-
+@with_keys_of_extras
 class SpeedConfig(Section):
     """How each rank computes."""
 
@@ -1065,6 +1032,7 @@ class SpeedConfig(Section):
     )
 
 
+@with_keys_of_extras
 class EvaluateConfig(Section):
     """Evaluations on the validation set, besides those at the end of each epoch and of the job."""
 
@@ -1091,6 +1059,7 @@ class EvaluateConfig(Section):
     )
 
 
+@with_keys_of_extras
 class StopConfig(Section):
     """When the job is done: after `epochs` (or stop.epochs, the same key), stop.steps, stop.time,
     stop.target or stop.patience."""
@@ -1146,6 +1115,7 @@ class StopConfig(Section):
     )
 
 
+@with_keys_of_extras
 class CheckpointConfig(Section):
     """When rank 0 writes checkpoints, besides after each evaluation and at the end of the job."""
 
@@ -1179,6 +1149,7 @@ class CheckpointConfig(Section):
     )
 
 
+@with_keys_of_extras
 class GuardConfig(Section):
     """Time limit, stall detection, and checks of the job's health."""
 
@@ -1239,7 +1210,12 @@ class GuardConfig(Section):
         "step across all ranks; null: never",
     )
 
+    @property
+    def needed_of_engine(self) -> frozenset[str]:
+        return frozenset({"shrink"} if self.lost != "stop" else ())
 
+
+@with_keys_of_extras
 class LogConfig(Section):
     """What is logged, and how often."""
 
@@ -1300,6 +1276,7 @@ class LogConfig(Section):
     )
 
 
+@with_keys_of_extras
 class ProfileConfig(Section):
     """Traces of single steps; HOROVOD_TIMELINE=FILE in the environment makes Horovod write its own
     timeline as well."""
@@ -1313,6 +1290,7 @@ class ProfileConfig(Section):
     )
 
 
+@with_sections_of_extras
 class Config(Section):
     """The configuration of a job."""
 
@@ -1359,7 +1337,6 @@ class Config(Section):
     comm: CommConfig = Field(default_factory=CommConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     shard: ShardConfig = Field(default_factory=ShardConfig)
-    servers: ServersConfig = Field(default_factory=ServersConfig)
     speed: SpeedConfig = Field(default_factory=SpeedConfig)
     stop: StopConfig = Field(default_factory=StopConfig)
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
@@ -1386,11 +1363,25 @@ class Config(Section):
             and not self.parallel.cuts
         )
 
+    @property
+    def sections(self) -> list[Section]:
+        """Every section, in the order of the keys."""
+        return [getattr(self, name) for name in SECTIONS]
+
     def readers(self, ranks: int) -> int:
         """The number of ranks, of so many, that divide the samples of a step among them."""
-        if self.servers.count:
-            return 1 if self.servers.are_asynchronous else ranks - self.servers.count
-        return ranks // self.parallel.ranks
+        for section in self.sections:
+            ranks = section.readers_of(ranks)
+        return ranks
+
+    def first_reader(self, ranks: int) -> int:
+        """The first of so many ranks that reads samples of training."""
+        return max(section.first_reader_of(ranks) for section in self.sections)
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether a step is of one rank alone, and which one makes it is not known before."""
+        return any(section.is_asynchronous for section in self.sections)
 
     @model_validator(mode="before")
     @classmethod
@@ -1422,28 +1413,9 @@ class Config(Section):
 
 # The sections of Config, by key.
 SECTIONS: dict[str, type[Section]] = {
-    kind.section: kind
-    for kind in (
-        DataConfig,
-        TaskConfig,
-        AugmentConfig,
-        BatchConfig,
-        ModelConfig,
-        OptimConfig,
-        RecipeConfig,
-        NormConfig,
-        CommConfig,
-        ParallelConfig,
-        ShardConfig,
-        ServersConfig,
-        SpeedConfig,
-        StopConfig,
-        EvaluateConfig,
-        CheckpointConfig,
-        GuardConfig,
-        LogConfig,
-        ProfileConfig,
-    )
+    name: info.annotation
+    for name, info in Config.model_fields.items()
+    if isinstance(info.annotation, type) and issubclass(info.annotation, Section)
 }
 
 

@@ -4,7 +4,7 @@ that a script gives for it."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr
@@ -39,6 +39,8 @@ class Section(BaseModel):
         protected_namespaces=(),
     )
     section: ClassVar[str] = ""  # its name in the configuration; Config itself has none
+    # of keys that an extra has: the section, or the key of this section, that they come behind
+    behind: ClassVar[str] = ""
     _provenance: Provenance = PrivateAttr(default_factory=Provenance)
     _given: Given | None = PrivateAttr(default=None)
 
@@ -54,6 +56,13 @@ class Section(BaseModel):
         return copy
 
     @classmethod
+    def of(cls, config: BaseModel) -> Self:
+        """The section of a configuration that has the keys of this class."""
+        section = getattr(config, cls.section)
+        assert isinstance(section, cls), cls.section
+        return section
+
+    @classmethod
     def full_key(cls, key: str) -> str:
         """`batch.size` for the key `size` of the section batch."""
         return f"{cls.section}.{key}" if cls.section else key
@@ -66,6 +75,30 @@ class Section(BaseModel):
         """The key and where it was set, ready for UserError.where: `batch.size,
         configs/x.yaml:14`."""
         return self._provenance.where(self.full_key(key))
+
+    def readers_of(self, ranks: int) -> int:
+        """The number of ranks, of so many, that divide the samples of a step among them, by the
+        keys of this section."""
+        return ranks
+
+    def first_reader_of(self, ranks: int) -> int:
+        """The first of so many ranks that reads samples of training."""
+        return 0
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether a step is of one rank alone, and which one makes it is not known before."""
+        return False
+
+    @property
+    def needed_of_engine(self) -> frozenset[str]:
+        """Features that the engine needs, which not every engine has."""
+        return frozenset()
+
+    def why_over(self, lost: Sequence[int], left: int) -> str:
+        """Why a job cannot go on without the ranks that are lost, with so many that are left; empty
+        where it can."""
+        return ""
 
     def replace(self, **changes: Any) -> Self:
         """A copy with other values, which are not validated; it still knows where its keys were

@@ -120,7 +120,7 @@ class _Runs:
             lost, steps = [*untold.ranks, *lost], [*steps, untold.step]
         hosts = [self._hosts[rank] for rank in lost]
         # go_on_s is known later
-        loss = Loss(lost, hosts, max(steps), detect_s, detect_s, "checkpoint", [])
+        loss = Loss(lost, hosts, max(steps), detect_s, detect_s, "checkpoint", None)
         if context is not None:
             return context.former(loss, began_s)
         assert former is not None

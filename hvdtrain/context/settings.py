@@ -9,6 +9,7 @@ from typing import Any
 from hvdtrain.config.read import assignments
 from hvdtrain.config.schema import known_keys
 from hvdtrain.errors import UserError, nearest, short
+from hvdtrain.features.every_feature import FEATURES
 from hvdtrain.frameworks.user_loop import frameworks_of_user_loops
 
 WHERE = "hvdtrain.init()"
@@ -69,10 +70,9 @@ _OF_THE_CALLS = {
     "optim.base_lr": "the optimizer has its rate, and a scheduler of torch changes it",
     "data.name": "ctx.samples(dataset, batch=...)",
     "stop.steps": "break out of the loop; guard.max_time stops it to be resumed",
-    "servers.count": "hvdtrain.train(), with an optimizer of hvdtrain's: a worker makes no step, "
-    "which brings the state of one of torch's",
     "guard.lost": "hvdtrain.run(train, {...}) has guard.lost=shrink: train(ctx) is the loop; "
     "launch --elastic starts scripts again",
+    **{feature.key: feature.own_loop for feature in FEATURES if feature.own_loop},
 }
 
 

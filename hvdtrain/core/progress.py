@@ -111,3 +111,4 @@ class GoOn(NamedTuple):
     # by the new number of a worker: its whole gradient, which no update is made from yet
     sent_again: dict[int, Outstanding]
     given_again: list[int]  # tickets of which no worker that is left has the gradient
+    source: str  # where the state is, for the event "lost"

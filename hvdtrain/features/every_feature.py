@@ -22,11 +22,11 @@ from hvdtrain.features import (
     passes,
     pipeline,
     reduce,
-    servers,
     shards,
     tasks,
 )
 from hvdtrain.features.job_feature import JobFeature, PlannedJob
+from hvdtrain.features.of_extras import with_features_of_extras
 from hvdtrain.recipe.conflicts import KEYS_OF_SCHEDULES, recipe_conflicts, unread_recipe_keys
 
 
@@ -115,7 +115,7 @@ PLAIN = (  # these exclude nothing by themselves: others say where they cannot g
     _plain("log.step_times", False, "log.step_times=true"),
 )
 
-FEATURES: tuple[JobFeature, ...] = (
+OF_HVDTRAIN: tuple[JobFeature, ...] = (
     frameworks.JAX,
     frameworks.NUMPY,
     frameworks.KERAS,
@@ -133,7 +133,6 @@ FEATURES: tuple[JobFeature, ...] = (
     dense.DENSE_UPDATES,
     pipeline.PIPELINE,
     optim.MUON,
-    servers.SERVERS,
     reduce.TUNE,
     comm.HIERARCHICAL,
     comm.CYCLE,
@@ -175,6 +174,7 @@ FEATURES: tuple[JobFeature, ...] = (
     tasks.LOG_TARGETS,
     tasks.STOP_TARGET,
 )
+FEATURES = with_features_of_extras(OF_HVDTRAIN)
 
 
 def configure(

@@ -35,7 +35,6 @@ NOT_TORCH: dict[str, Supported] = {
     "parallel.dense": Supported(("none",), "a"),
     "parallel.dense_updates": Supported((1,), 2),
     "parallel.pipeline": Supported((1,), 2),
-    "servers.count": Supported((0,), 1),
     "shard.stage": Supported((0,), 1),
     "shard.group": Supported(("all",), "node", "shard.stage=1"),
     "shard.offload": Supported(("none",), "optimizer", "shard.stage=1"),
@@ -65,7 +64,8 @@ IN_KERAS = {key: row for key, row in IN_NUMPY.items() if key != "model.name"} | 
 }
 
 
-def _excluded(supported: dict[str, Supported]) -> tuple[Exclusion, ...]:
+def excluded(supported: dict[str, Supported]) -> tuple[Exclusion, ...]:
+    """Rows of a framework that has only some values of these keys."""
     return tuple(_exclusion(key, row) for key, row in supported.items())
 
 
@@ -111,7 +111,7 @@ JAX = JobFeature(
     examples=("framework=jax",),
     off="framework=torch",
     why="it is made for framework=torch alone",
-    excludes=_excluded(IN_JAX),
+    excludes=excluded(IN_JAX),
 )
 KERAS = JobFeature(
     key="framework",
@@ -120,7 +120,7 @@ KERAS = JobFeature(
     examples=("framework=keras model.name=mine:build",),
     off="framework=torch",
     why="losses and updates are on the host",
-    excludes=_excluded(IN_KERAS),
+    excludes=excluded(IN_KERAS),
 )
 NUMPY = JobFeature(
     key="framework",
@@ -129,5 +129,5 @@ NUMPY = JobFeature(
     examples=("framework=numpy model.name=linear",),
     off="framework=torch",
     why="framework=numpy is the reference for linear models",
-    excludes=_excluded(IN_NUMPY),
+    excludes=excluded(IN_NUMPY),
 )

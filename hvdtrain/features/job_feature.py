@@ -83,6 +83,12 @@ class JobFeature:
     first: tuple[Row, ...] = ()
     excludes: tuple[Exclusion, ...] = ()
     rules: tuple[Row, ...] = ()
+    updates_whole_weights: bool = True  # an update is one of all ranks, and of whole weights
+    has_common_steps: bool = True  # all ranks make each step together
+    reader: str = ""  # what the header calls a rank that reads samples; empty: a rank
+    own_loop: str = ""  # what a script's own loop has in the place of its key
+    arrangement: str = ""  # "module:class" of framework=torch: how ranks have the model
+    gauge: str = ""  # "module:function" that makes what it measures, as telemetry.py calls it
     lines_of_ranks: Callable[[Config, Sequence[str]], Sequence[str]] = lambda config, hosts: ()
     words_of_counts: Callable[[Config], str] = lambda config: ""
     words_of_reading: Callable[[Config, Recipe, int], str] = lambda config, recipe, readers: ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from hvdtrain.config.exclusion import Exclusion, Values, above, among, other_than
 from hvdtrain.features.comm import SETTINGS
-from hvdtrain.features.job_feature import Conflict, JobFeature
+from hvdtrain.features.job_feature import JobFeature
 
 ONLY_ON_HOROVOD = {
     "comm.op": among("adasum"),
@@ -32,14 +32,6 @@ LOST = JobFeature(
     on=lambda config: config.guard.lost != "stop",
     examples=("guard.lost=restart",),
     off="guard.lost=stop",
-    rules=(
-        Conflict(
-            lambda job: bool(job.config.servers.count) and job.engine != "mpi",
-            what="{chosen} does not go on with servers.count={config.servers.count} on the "
-            "{engine} engine",
-            fix="comm.engine=mpi (mpirun --with-ft ulfm), or guard.lost=stop",
-        ),
-    ),
 )
 SHRINK = JobFeature(
     key="guard.lost",

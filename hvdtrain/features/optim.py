@@ -48,7 +48,6 @@ MUON = JobFeature(
         Exclusion("parallel.tensor", above(1)),
         Exclusion("parallel.pipeline", above(1)),
         Exclusion("parallel.dense", other_than("none", "a")),
-        Exclusion("servers.count", above(0)),
         Exclusion(
             "framework",
             among("numpy"),
@@ -90,7 +89,6 @@ EMA = JobFeature(
             fix="leave {set} or optim.ema out; shard.stage=2 has them",
             when=lambda config: config.framework != "jax",
         ),
-        Exclusion("servers.count", above(0), where="optim.ema"),
         Exclusion("parallel.tensor", above(1), where="optim.ema"),
         Exclusion("parallel.pipeline", above(1), where="optim.ema"),
         Exclusion("parallel.dense", other_than("none", "a"), where="optim.ema"),
@@ -134,6 +132,7 @@ def _lines_of_thaw(config: Config, recipe: Recipe, samples: int) -> list[str]:
 THAW = JobFeature(
     key="model.thaw",
     on=lambda config: bool(config.model.thaw),
+    updates_whole_weights=False,
     chosen=lambda config: "model.thaw",
     examples=('model.thaw=[{"at":"2steps","names":["*bias"]}] model.freeze=["*bias"]',),
     fix="leave {key} or model.thaw out",
@@ -156,7 +155,6 @@ THAW = JobFeature(
             where="model.thaw",
             why="an average would count the steps in which a weight was frozen",
         ),
-        Exclusion("servers.count", above(0), where="model.thaw"),
         Exclusion("comm.local_steps", above(1), where="model.thaw"),
         Exclusion("parallel.dense", other_than("none", "a"), where="model.thaw"),
         Exclusion("log.noise_scale", among(True), where="model.thaw"),
@@ -196,7 +194,6 @@ LORA = JobFeature(
         fix="model.lora=['*.fc1']",
     ),
     excludes=(
-        Exclusion("servers.count", above(0), where="model.lora", why="not made yet"),
         Exclusion(
             "parallel.tensor",
             above(1),

@@ -177,6 +177,8 @@ def _divides_sync_points(job: PlannedJob) -> Iterator[UserError]:
 LOCAL_SGD = JobFeature(
     key="comm.local_steps",
     on=lambda config: config.comm.local_steps > 1,
+    updates_whole_weights=False,
+    has_common_steps=False,
     examples=("comm.local_steps=2",),
     off="comm.local_steps=1",
     without=(

@@ -52,6 +52,7 @@ def _keeps_own_gradients(job: PlannedJob) -> Iterator[UserError]:
 SHARDS = JobFeature(
     key="shard.stage",
     on=lambda config: config.shard.stage > 0,
+    updates_whole_weights=False,
     examples=(
         *("shard.stage=1", "shard.stage=2", "shard.stage=3", "shard.stage=1 shard.group=node"),
         *(

@@ -323,14 +323,6 @@ ROWS: tuple[Exclusion | Rule, ...] = (
         fix="recipe.gamma=0.1, or another number below 1",
         when=_is("plateau"),
     ),
-    Exclusion(
-        "servers.log",
-        among(True),
-        what="servers.log replays steps from their positions in the job, and with "
-        "recipe.schedule=plateau evaluations change the rate",
-        fix="servers.log=false, or another recipe.schedule",
-        when=_is("plateau"),
-    ),
     *OF_PLATEAU,
     Exclusion(
         "recipe.warmup",

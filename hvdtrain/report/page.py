@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hvdtrain.config.extras import modules
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import UserError
 from hvdtrain.events.redaction import redact_urls
@@ -102,12 +103,8 @@ def _tables(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[tuple[str,
         tables.append(("Mesh", page_tables.mesh_grid(runs[0])))
         tables.append(("Stages", page_tables.stages(runs[0])))
         tables.append(("Classes in the last evaluation", page_tables.classes(runs[0])))
-        tables.append(
-            (
-                "Updates between a worker's reading of the weights and its update",
-                page_tables.staleness(runs[0]),
-            )
-        )
+        for module in modules("tables").values():
+            tables += [(title, table_of(runs[0])) for title, table_of in module.TABLES.items()]
     for comparison in scaling_comparisons(runs):
         tables.append((f"More ranks: batch {comparison.batch}", page_tables.scaling(comparison)))
     if len(runs) > 1:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,13 +22,12 @@ from hvdtrain.report.run import (
     objective_of,
 )
 
-_MOST_RANKS = 32  # rows: the slowest ranks
+MOST_RANKS = 32  # rows: the slowest ranks
 _MOST_HOSTS = 8
 _MOST_COLUMNS = 16  # of the mesh
 _MOST_EVALUATIONS = 10  # rows of a run
 _MOST_CLASSES = 100  # rows
 _MOST_CHANGES = 50  # rows
-_MOST_AGES = 12  # of a row
 
 
 class Table(NamedTuple):
@@ -76,10 +74,10 @@ def _summary_column(run: RunRecord, objective: str) -> dict[str, str]:
         "ranks": shown(number(start, "ranks"), ",.0f"),
         "mesh": summary.ways(run),
         "hosts": _hosts(start.get("hosts")),
-        "engine": _cell(start.get("engine")),
-        "framework": _cell(start.get("framework") or run.config.get("framework")),
-        "device": _cell(start.get("device")),
-        "model": _cell(start.get("model") or run.config.get("model.name")),
+        "engine": cell(start.get("engine")),
+        "framework": cell(start.get("framework") or run.config.get("framework")),
+        "device": cell(start.get("device")),
+        "model": cell(start.get("model") or run.config.get("model.name")),
         "parameters": shown(number(start, "parameters"), ",.0f"),
         "training samples": shown(number(start, "samples"), ",.0f"),
         "global batch at first": shown(global_batch(run), ",g"),
@@ -95,14 +93,14 @@ def _summary_column(run: RunRecord, objective: str) -> dict[str, str]:
         ),
         "memory of a rank": summary.memory_summary(run),
         "energy per sample": summary.energy_summary(run),
-        "hvdtrain": _cell(start.get("version")),
+        "hvdtrain": cell(start.get("version")),
     }
 
 
 def _hosts(hosts: Any) -> str:
     if not isinstance(hosts, list):
         return ""
-    names = ", ".join(map(_cell, hosts[:_MOST_HOSTS]))
+    names = ", ".join(map(cell, hosts[:_MOST_HOSTS]))
     return names if len(hosts) <= _MOST_HOSTS else f"{names}, ... ({len(hosts):,} hosts)"
 
 
@@ -141,48 +139,12 @@ def logged(runs: Sequence[RunRecord], labels: Sequence[str]) -> Table:
     )
 
 
-def staleness(run: RunRecord) -> Table:
-    """How old gradients were when they were applied: a row for each worker of parameter servers
-    that are asynchronous."""
-    found: dict[str, Counter[int]] = {}
-    for event in run.events_of("step"):
-        of_workers = event.get("staleness")
-        for worker, counts in of_workers.items() if isinstance(of_workers, dict) else ():
-            if isinstance(counts, dict):
-                ages = {
-                    int(age): n
-                    for age, n in counts.items()
-                    if age.isdecimal() and isinstance(n, int)
-                }
-                found.setdefault(worker, Counter()).update(ages)
-    rows = []
-    for worker, counts in sorted(found.items(), key=lambda item: (len(item[0]), item[0]))[
-        :_MOST_RANKS
-    ]:
-        total = counts.total()
-        shares = ", ".join(
-            f"{age}: {percent(counts[age] / total)}" for age in sorted(counts)[:_MOST_AGES]
-        )
-        if total:
-            mean = sum(age * n for age, n in counts.items()) / total
-            rows.append(
-                [
-                    _cell(worker),
-                    shown(total, ",.0f"),
-                    shown(mean),
-                    shown(max(counts), ",.0f"),
-                    shares,
-                ]
-            )
-    return Table(["worker", "updates", "mean", "most", "share of updates of each staleness"], rows)
-
-
 def evaluations_table(runs: Sequence[RunRecord], labels: Sequence[str]) -> Table:
     """A row for each time that `evaluate` was run, of each run the last ones."""
     rows = [
         [
             label,
-            _cell(evaluation.get("checkpoint")),
+            cell(evaluation.get("checkpoint")),
             redaction.redact_urls(evaluated_data(evaluation)),
             shown(number(evaluation, "count"), ",.0f"),
             shown(number(evaluation, "loss"), ".4f"),
@@ -213,7 +175,7 @@ def classes(run: RunRecord) -> Table:
 def differing(keys: Sequence[tuple[str, list[Any]]], labels: Sequence[str]) -> Table:
     """(key, its value in each run) as rows, secrets hidden."""
     rows = [
-        [key, *(_cell(redaction.redact({key: value})[key]) for value in values)]
+        [key, *(cell(redaction.redact({key: value})[key]) for value in values)]
         for key, values in keys
     ]
     return Table(["key", *labels], rows)
@@ -289,12 +251,10 @@ def ranks(run: RunRecord) -> Table:
             f"{work_ms[rank]:.3f}",
             shown(work_ms[rank] / medians[rank] if medians[rank] else math.nan, ".2f"),
         ]
-        for rank in slowest_first[:_MOST_RANKS]
+        for rank in slowest_first[:MOST_RANKS]
     ]
     note = (
-        f"The slowest {_MOST_RANKS} of {len(work_ms):,} ranks."
-        if len(measured) > _MOST_RANKS
-        else ""
+        f"The slowest {MOST_RANKS} of {len(work_ms):,} ranks." if len(measured) > MOST_RANKS else ""
     )
     median_name = (
         "times the median of its stage" if found and found.sizes.stage > 1 else "times the median"
@@ -318,7 +278,7 @@ def mesh_grid(run: RunRecord) -> Table:
         for place in columns
     ]
     rows = []
-    for data in range(min(found.sizes.data, _MOST_RANKS)):
+    for data in range(min(found.sizes.data, MOST_RANKS)):
         ranks = [found.places.index(place._replace(data=data)) for place in columns]
         hosts = [summary.host_of(run.start_event, rank) for rank in ranks]
         rows.append(
@@ -331,8 +291,8 @@ def mesh_grid(run: RunRecord) -> Table:
             ]
         )
     more = (
-        f"The first {_MOST_RANKS} of {found.sizes.data:,} rows. "
-        if found.sizes.data > _MOST_RANKS
+        f"The first {MOST_RANKS} of {found.sizes.data:,} rows. "
+        if found.sizes.data > MOST_RANKS
         else ""
     )
     return Table(
@@ -353,7 +313,7 @@ def stages(run: RunRecord) -> Table:
             shown(stage.work_ms),
             f"{stage.waiting:.0%}" if math.isfinite(stage.waiting) else "",
         ]
-        for number, stage in enumerate(summary.stages(run, work_ms)[:_MOST_RANKS])
+        for number, stage in enumerate(summary.stages(run, work_ms)[:MOST_RANKS])
     ]
     predicted = summary.predicted_bubble(run)
     note = (
@@ -420,11 +380,11 @@ def settings(run: RunRecord) -> Table:
     """The whole configuration, secrets hidden."""
     return Table(
         ["key", "value"],
-        [[key, _cell(value)] for key, value in redaction.redact(run.config).items()],
+        [[key, cell(value)] for key, value in redaction.redact(run.config).items()],
     )
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
     """A value of JSON or YAML; text without quotes, nothing for None."""
     if value is None:
         return ""

@@ -11,7 +11,6 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 from hvdtrain.comm.communicator import Communicator, Elastic
 from hvdtrain.comm.on_all_ranks import on_rank_0, on_rank_0_only
@@ -86,9 +85,7 @@ class ElasticJob(RunningJob):
             self.job.unfinished = None
         go_on_s = time.perf_counter() - began_s
         hosts = [self._hosts[rank] for rank in lost]
-        source: Literal["memory", "checkpoint", "servers"] = (
-            "servers" if how else "checkpoint" if from_checkpoint else "memory"
-        )
+        source = how.source if how else "checkpoint" if from_checkpoint else "memory"
         loss = Loss(
             lost,
             hosts,
@@ -96,7 +93,7 @@ class ElasticJob(RunningJob):
             detect_s,
             go_on_s,
             source,
-            how.given_again if how else [],
+            how.given_again if how else None,
         )
         self._tell(loss, now)
         return now
@@ -151,18 +148,13 @@ class ElasticJob(RunningJob):
     def _tell(self, loss: Loss, now: TrainState) -> None:
         job = self.job
         p = now.progress
-        goes_on = loss.restored_from == "servers"
-        step = loss.step if goes_on else p.step  # from which training goes on
-        then = f"{job.communicator.size} go on"
-        is_server_lost = any(rank < job.config.servers.count for rank in loss.ranks)
-        no_worker_left = 0 < job.config.servers.count >= job.communicator.size
-        if job.config.guard.lost == "restart" or is_server_lost or no_worker_left:
-            if is_server_lost:
-                why = "a server is lost"
-            elif no_worker_left:
-                why = "no worker is left"
-            else:
-                why = "guard.lost=restart"
+        step = loss.step if loss.goes_on else p.step  # from which training goes on
+        left = job.communicator.size
+        then = f"{left} go on"
+        reasons = (each.why_over(loss.ranks, left) for each in job.config.sections)
+        why = next(filter(None, reasons), "")
+        if job.config.guard.lost == "restart" or why:
+            why = why or "guard.lost=restart"
             then = f"the job ends, to be started again ({why})"
             job.health.stop_request = f"{loss.who()} lost"
             job.health.stop_code = LOST
@@ -171,7 +163,7 @@ class ElasticJob(RunningJob):
             loss,
             now,
             step,
-            job.communicator.size,
+            left,
             f"{then} from step {step}{_what_was_lost(loss)}",
         )
 

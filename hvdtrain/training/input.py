@@ -101,7 +101,7 @@ def ranks_read_own_blocks(config: Config) -> bool:
         is_free
         and not config.data.sample_weights
         and config.data.bucket_by is None
-        and not config.servers.are_asynchronous
+        and not config.is_asynchronous
     )
 
 
@@ -267,15 +267,13 @@ class Prefetcher:
         self.ahead, self.readers = read_ahead_of(
             config.data, source, communicator.local_size, cached=self.cached_on_device
         )
-        if config.servers.are_asynchronous:  # the next ticket is not known
+        if config.is_asynchronous:  # the next ticket is not known
             self.ahead, self.readers = ReadAhead(0, 1)
         self.waited_s = 0.0  # spent in take(), so far
         self._pool = ThreadPoolExecutor(self.readers, "hvdtrain-reader") if self.ahead else None
         self._queue: deque[_Pending] = deque()
         is_told = (
-            not self.cached_on_device
-            and not config.servers.are_asynchronous
-            and learner.readers is not None
+            not self.cached_on_device and not config.is_asynchronous and learner.readers is not None
         )
         known = source.foresight if is_told else None
         ranks = (

@@ -4,7 +4,7 @@ ElasticJob, and an event."""
 from __future__ import annotations
 
 import warnings
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from hvdtrain.comm.communicator import Communicator, Elastic, elastic
 from hvdtrain.comm.engines import may_use_gpu
@@ -42,8 +42,13 @@ class Loss(NamedTuple):
         float  # on this rank, from the error of a collective until every living rank knew of it
     )
     go_on_s: float  # from the same error until training goes on
-    restored_from: Literal["memory", "checkpoint", "servers"]
-    given_again: list[int]  # tickets of asynchronous updates
+    restored_from: str  # memory, checkpoint, or GoOn.source
+    given_again: list[int] | None  # tickets of asynchronous updates; None: all go back
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the ranks do not go back to a sync point."""
+        return self.given_again is not None
 
     def who(self) -> str:
         """The ranks and their hosts, for people."""
@@ -90,6 +95,6 @@ def tell_loss(log: Log, loss: Loss, now: TrainState, step: int, left: int, then:
         steps_lost=loss.step - step,
         evaluated=now.evaluated,
         restored_from=loss.restored_from,
-        **({"given_again": loss.given_again} if loss.restored_from == "servers" else {}),
+        **({"given_again": loss.given_again} if loss.goes_on else {}),
         lines=[line],
     )

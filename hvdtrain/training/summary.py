@@ -149,7 +149,8 @@ def header(job: Job, start: Start, engine_reason: str) -> list[str]:
     if config.evaluate.samples is not None:
         counts += f" ({len(job.val):,} of them in an evaluation)"
     counts += "".join(feature.count_words(config) for feature in FEATURES)
-    reader = "worker" if config.servers.count else "rank"
+    readers_are = [feature.reader for feature in FEATURES if feature.on(config) and feature.reader]
+    reader = next(iter(readers_are), "rank")
     of_each = (
         f"{_share(job.prefetcher.samples, readers)} of an epoch on each {reader}, "
         if readers > 1
@@ -165,7 +166,7 @@ def header(job: Job, start: Start, engine_reason: str) -> list[str]:
         f"{_reading(job, readers)}{job.prefetcher.summary}",
         *inputs_lines(job.task, config),
         f"batch   {batch_summary(job.recipe)} "
-        f"{'of one worker in each step' if config.servers.are_asynchronous else divided}",
+        f"{f'of one {reader} in each step' if config.is_asynchronous else divided}",
         f"recipe  {config.optim.name}, "
         f"{_own_rate(config)}{lr_summary(config, job.prefetcher.samples, job.task.sizes.get('context'))}",  # noqa: E501
     ]

@@ -148,10 +148,6 @@ def test_sizes(text: str, size: int) -> None:
     [
         (["--memory", "much"], "cannot read the size 'much'"),
         (
-            ["servers.count=1", "comm.engine=mpi", "--memory", "--ranks", "3"],
-            "the memory of parameter servers and their workers is not predicted",
-        ),
-        (
             ["framework=numpy", "model.name=linear", "--memory"],
             "the memory of framework=numpy is not predicted",
         ),

@@ -1392,7 +1392,6 @@ def test_a_model_and_an_optimizer_that_do_not_belong_together(
             "augment.flip is not of an own loop",
             "hvdtrain.train() has it; an own loop has checkpoint, comm",
         ),
-        (["servers.count=1"], "servers.count is not of an own loop", "a worker makes no step"),
         (
             ["guard.lost=shrink"],
             "guard.lost is not of an own loop",

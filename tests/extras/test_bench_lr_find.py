@@ -92,7 +92,6 @@ def test_the_proposal() -> None:
         (["--from", "no"], "'no' is no learning rate"),
         (["--steps", "5"], "--steps 5 are too few for a curve"),
         (["model.name=convnt"], "unknown name"),
-        (["servers.count=1"], "which servers.count=1 does not"),
         (["comm.local_steps=4"], "which comm.local_steps=4 does not"),
     ],
 )

@@ -178,10 +178,6 @@ def test_a_job_has_these_rates_and_resumes_to_the_same_bits(
         ),
         ("recipe.patience=3", "recipe.patience needs recipe.schedule=plateau; it is constant"),
         ("recipe.threshold_mode=abs", "recipe.threshold_mode needs recipe.schedule=plateau"),
-        (
-            "recipe.schedule=plateau servers.count=1 servers.bound=2 servers.log=true",
-            "servers.log replays steps from their positions",
-        ),
     ],
 )
 def test_what_is_refused(words: str, what: str) -> None:

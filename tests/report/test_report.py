@@ -95,20 +95,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def test_staleness_is_a_table_of_workers() -> None:
-    events = [
-        start(),
-        step(5, staleness={"2": {"0": 1, "3": 2}, "10": {"1": 4}}),
-        step(10, staleness={"2": {"0": 1}, "3": "?"}),
-        end(10),
-    ]
-    assert page_tables.staleness(record_of(events)).rows == [
-        ["2", "4", "1.5", "3", "0: 50.00%, 3: 50.00%"],
-        ["10", "4", "1", "1", "1: 100.00%"],
-    ]
-    assert page_tables.staleness(record_of(FULL)).rows == []
-
-
 def test_world_sizes_over_time() -> None:
     events = [
         start(ranks=4),  # n1, n2, n2, n2

@@ -26,7 +26,7 @@ FEATURES = {  # a word of each, and the files that are its own
     r"parallel\.tensor|parallel\.sequence|mesh\.tensor": ("parallel/tensor", "mesh.py"),
     "ema": ("optim/around.py",),
     "elastic|shrink": ("elastic", "lost.py"),
-    "servers": ("servers", "parameter_server", "extras/replay", "update_log.py"),
+    "servers": ("extras/servers",),
     "noise_scale": ("noise",),
     r"parallel\.dense|dense_part|dense_updates": ("dense",),
     "views": ("views",),

@@ -114,7 +114,7 @@ MUTANTS = (
     Mutant(
         "prefetch.servers",
         "hvdtrain/training/input.py",
-        "if config.servers.are_asynchronous:",
+        "if config.is_asynchronous:",
         "if False:",
         ("tests/training/test_prefetch.py",),
     ),
@@ -156,10 +156,10 @@ MUTANTS = (
     ),
     Mutant(
         "servers.bound",
-        f"{PARALLEL}/parameter_server/turns.py",
+        "hvdtrain/extras/servers/turns.py",
         "for i, read in enumerate(others))",
         "for i, read in enumerate(others[1:]))",
-        ("tests/training/test_servers.py",),
+        ("tests/extras/test_servers.py",),
     ),
     Mutant(
         "pipeline.held",
@@ -260,11 +260,11 @@ MUTANTS = (
     ),
     Mutant(
         "servers.gradients_of_the_others",
-        f"{PARALLEL}/parameter_server/server.py",
+        "hvdtrain/extras/servers/server.py",
         "            gradient += other.received\n",
         "            pass\n",
         (
-            "tests/training/test_invariance.py::test_other_ways_to_have_a_model_on_ranks_have_the_curve_of_one",
+            "tests/extras/test_servers_keys.py::test_synchronous_servers_have_the_curve_of_one_process",
         ),
     ),
     Mutant(

@@ -22,7 +22,7 @@ import torch
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.read import configure
 from hvdtrain.events.log import Event, Log
-from hvdtrain.frameworks.torch.parallel.parameter_server.turns import AllWorkers
+from hvdtrain.extras.servers.turns import AllWorkers
 from hvdtrain.training.build import build_learner
 from hvdtrain.training.datasets import open_datasets
 from hvdtrain.training.health.heartbeat import Heartbeat

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import hvdtrain
+from hvdtrain.config.schema import known_keys
 
 BASE = {
     "batch.size": 12,
@@ -43,6 +44,11 @@ STRATEGIES = {  # name -> words of a job
     "asynchronous servers": "servers.count=1 servers.bound=2",
     "local steps": "comm.local_steps=2 log.every_steps=2",
     "buckets, stopped within an epoch": "comm.reduce=bucket stop.steps=7",
+}
+STRATEGIES = {  # that this copy of hvdtrain has
+    name: words
+    for name, words in STRATEGIES.items()
+    if all(word.partition("=")[0] in known_keys() for word in words.split())
 }
 
 

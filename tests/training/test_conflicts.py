@@ -176,10 +176,6 @@ OF_SEVERAL_RANKS = [
     ("parallel.dense=c parallel.tensor=2", "mpi", 2,
      "parallel.dense=c and parallel.tensor=2 both divide layers: parallel.dense over all "
      "ranks", "parallel.dense", "keep one of them"),
-    ("optim.name=muon "
-     "servers.count=1", "mpi", 2, "optim.name=muon does not support "
-                                  "servers.count=1", "servers.count",
-     "leave servers.count out, or optim.name=adamw"),
     ("parallel.dense=a parallel.dense_updates=2", "mpi", 2,
      "parallel.dense_updates=2 needs turns; parallel.dense=a has all samples in "
      "one", "parallel.dense_updates", "parallel.dense=c or b"),
@@ -215,27 +211,6 @@ OF_SEVERAL_RANKS = [
      "parallel.tensor=2", "mpi", 6, "parallel.pipeline=2 x parallel.tensor=2 does not divide the "
                                     "6 ranks of the job",
      "parallel.tensor", "a multiple of 4 ranks, or another parallel.tensor"),
-    ("servers.count=1", "horovod", 2, "servers.count=1 sends from one rank to another, which the "
-                                      "horovod engine does not", "comm.engine",
-     "comm.engine=mpi with the same mpirun, or comm.engine=torchdist"),
-    ("servers.count=3", "mpi", 3, "servers.count=3 leaves no worker: the job has 3 "
-                                  "ranks", "servers.count",
-     "4 ranks or more, or fewer servers"),
-    ("servers.count=1 "
-     "comm.local_steps=2", "mpi", 2, "servers.count=1 does not support "
-                                     "comm.local_steps=2", "comm.local_steps",
-     "leave comm.local_steps out, or servers.count=0"),
-    ("guard.lost=shrink "
-     "servers.count=1", "torchdist", 2, "guard.lost=shrink does not go on with servers.count=1 on "
-                                        "the torchdist engine",
-     "guard.lost", "comm.engine=mpi (mpirun --with-ft ulfm), or guard.lost=stop"),
-    ("guard.lost=restart servers.count=1", "torchdist", 2,
-     "guard.lost=restart does not go on with servers.count=1 on the torchdist engine", "guard.lost",
-     "comm.engine=mpi (mpirun --with-ft ulfm), or guard.lost=stop"),
-    ("servers.count=1 servers.bound=4 servers.log=true log.every_steps=70000", "mpi", 2,
-     "servers.log needs a sync point every 65535 steps or less, this is "
-     "log.every_steps=70000", "log.every_steps",
-     "log.every_steps=65535"),
     ("parallel.pipeline=2", "horovod", 2, "parallel.pipeline=2 sends from one rank to another, "
                                           "which the horovod engine does not",
      "comm.engine", "comm.engine=mpi with the same mpirun, or comm.engine=torchdist"),

@@ -99,7 +99,6 @@ def test_loss_curves_are_those_of_one_rank(curves: dict, engine: str, size: int)
     [
         ("mpi", 2, TIED, "parallel.tensor=2"),
         ("mpi", 2, TIED, "parallel.pipeline=2"),
-        ("mpi", 3, SGD, "servers.count=1"),
         pytest.param("horovod", 2, SGD, "comm.reduce=distributed_optimizer", marks=needs_horovod),
     ],
 )

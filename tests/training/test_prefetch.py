@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ranks import needs_extra
 from waiting import wait_until
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
@@ -265,6 +266,7 @@ def test_a_source_that_is_no_array_cannot_stay_on_the_device() -> None:
         )
 
 
+@needs_extra("servers")
 def test_a_worker_whose_next_ticket_is_not_known_reads_no_other_step() -> None:
     """Asynchronous parameter servers give a worker any step: what is read ahead would be for
     nothing, and the step would wait for it."""

@@ -13,14 +13,14 @@ from hvdtrain.cli.options import CommandParser
 from hvdtrain.cli.output import STANDARD_OUTPUT, align, print_result, with_json_value
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.on_all_ranks import allreduce_sums, on_rank_0
-from hvdtrain.config.exclusion import as_set, value_of
+from hvdtrain.config.exclusion import as_set, default_of
 from hvdtrain.config.schema import Config, RecipeConfig
 from hvdtrain.core.progress import fold
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.extras.bench.lr_figure import draw_rates
 from hvdtrain.extras.bench.options import two_or_more
 from hvdtrain.extras.bench.trainer import Trainer, run_on_ranks
-from hvdtrain.features.every_feature import configure
+from hvdtrain.features.every_feature import FEATURES, configure
 from hvdtrain.recipe.clock import base_batch
 from hvdtrain.recipe.recipe import scaling
 from hvdtrain.training.health.signals import Signals
@@ -86,13 +86,14 @@ def lr_find(arguments: Sequence[str]) -> int:
             f"--steps {options.steps} are too few for a curve", parser.where, "--steps 100"
         )
     config = configure(options.config, overrides)
-    for key, usual in (("servers.count", 0), ("comm.local_steps", 1)):
-        if value_of(config, key) != usual:
+    for feature in FEATURES:
+        key = feature.key
+        if feature.on(config) and not feature.has_common_steps:
             what = (
                 "lr-find makes one step of all ranks after the other, which "
                 f"{as_set(config, key)} does not"
             )
-            raise UserError(what, config.where(key), f"{key}={usual}")
+            raise UserError(what, config.where(key), f"{key}={default_of(key)}")
     config = config.replace(
         recipe=_plain(config.recipe), optim=config.optim.replace(base_lr=options.most)
     )

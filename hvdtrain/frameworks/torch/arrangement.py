@@ -105,6 +105,7 @@ class Arrangement:
 
     orders: Sequence[SameOrder] = ()  # in which ranks come to layers
     keeps_memory_order = False  # of the weights
+    divides = False  # a rank has, or updates, a part of the weights
     without_samples: WhenEmpty = (
         "skip"  # what a forward pass does then: the collectives of the other ranks may wait for it
     )

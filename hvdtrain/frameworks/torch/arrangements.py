@@ -1,5 +1,5 @@
-"""The ways to have a model on ranks: one list of the classes in parallel/, of which a job imports
-the one that it asks for."""
+"""The ways to have a model on ranks: one list of the classes in parallel/, and those that features
+name, of which a job imports the one that it asks for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from hvdtrain.config.plugins import named
 from hvdtrain.config.schema import Config
+from hvdtrain.features.every_feature import FEATURES
 from hvdtrain.frameworks.torch.arrangement import Arrangement
 
 
@@ -19,24 +21,25 @@ class Entry(NamedTuple):
     name: str
 
 
-ENTRIES = (  # the first one that is asked for
+PLACE = f"{__package__}.parallel"
+# the first one that is asked for; else that of a feature, else the whole model on every rank
+ENTRIES = (
     Entry(lambda config: config.shard.stage == 3, "fsdp.arrangement", "ShardedRows"),
     Entry(lambda config: config.parallel.pipeline > 1, "pipeline.arrangement", "PipelineStages"),
     Entry(lambda config: config.parallel.tensor > 1, "tensor.arrangement", "TensorParts"),
     Entry(lambda config: config.parallel.dense != "none", "dense.arrangement", "Dense"),
-    Entry(lambda config: config.servers.count > 0, "parameter_server.arrangement", "Servers"),
-    Entry(lambda config: True, "whole_model", "WholeModel"),
 )
 
 
 def arrangement_of(config: Config) -> type[Arrangement]:
     """The class of the arrangement that the configuration asks for. It alone is imported: some take
     half a second."""
-    entry = next(entry for entry in ENTRIES if entry.is_asked(config))
-    found: type[Arrangement] = getattr(module_of(entry.module), entry.name)
+    asked = [f"{PLACE}.{entry.module}:{entry.name}" for entry in ENTRIES if entry.is_asked(config)]
+    asked += [each.arrangement for each in FEATURES if each.arrangement and each.on(config)]
+    found: type[Arrangement] = named(next(iter(asked), f"{PLACE}.whole_model:WholeModel"))
     return found
 
 
 def module_of(name: str) -> Any:
     """A module of parallel/, by its name: nothing here imports one of them otherwise."""
-    return importlib.import_module(f"{__package__}.parallel.{name}")
+    return importlib.import_module(f"{PLACE}.{name}")

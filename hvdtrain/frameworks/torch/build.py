@@ -55,7 +55,7 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
     device = device_of_rank(config, communicator)
     precision = pick_precision(config, device, communicator)
     check_compiler(config, device)
-    if config.shard.stage or config.parallel.cuts or config.servers.count:
+    if config.shard.stage or arrangement_of(config).divides:
         check_optimizer(config)
     stopwatch = ReplaceableStopwatch(step_costs.stopwatch_for(device))
     making = Making(
@@ -143,7 +143,7 @@ def footprint(
     config: Config, task: Task, step: PlannedStep, ranks: int, features: frozenset[Feature]
 ) -> Footprint:
     """The memory of the rank that takes most of so many, predicted. Raises UserError where the
-    model needs numbers to compute shapes, and for parameter servers.
+    model needs numbers to compute shapes, and where an arrangement is not predicted.
     """
     arrangement_of(config).check_predictable(config)
     from hvdtrain.frameworks.torch.predict_memory import (

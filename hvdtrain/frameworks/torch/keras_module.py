@@ -13,6 +13,7 @@ from torch import nn
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
+from hvdtrain.features.every_feature import FEATURES
 from hvdtrain.frameworks.keras import load_keras
 from hvdtrain.frameworks.keras_objects import (
     added_loss,
@@ -89,13 +90,8 @@ def as_module(model: Any, config: Config, task: Task) -> Any:
 def _refuse_constraints(model: Any, config: Config) -> None:
     """Raises UserError where an update would not see a whole weight, or would not be one of all
     ranks."""
-    keys = {
-        "shard.stage": bool(config.shard.stage),
-        "servers.count": bool(config.servers.count),
-        "comm.local_steps": config.comm.local_steps > 1,
-        "model.thaw": bool(config.model.thaw),
-    }
-    for key in (key for key, is_on in keys.items() if is_on):
+    updates = [feature for feature in FEATURES if not feature.updates_whole_weights]
+    for key in (feature.key for feature in updates if feature.on(config)):
         if name := next(
             (name for name, v in named_variables(model) if v.constraint is not None), None
         ):

@@ -194,8 +194,8 @@ class Around(Strategy):
     """A strategy that does what another one does, but for what its own methods do.
 
     Not passed on: put_together(), divide_anew(), how_to_go_on() and go_on(), since optim.ema and
-    guard.lost=shrink are refused beside what wraps; own_steps() and read_updates(), which servers
-    and workers have, that nothing of this kind wraps.
+    guard.lost=shrink are refused beside what wraps; own_steps() and read_updates(), since nothing
+    of this kind wraps the strategies of asynchronous steps.
     """
 
     def __init__(self, within: Strategy) -> None:

@@ -17,11 +17,13 @@ import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.on_all_ranks import allreduce_sums
+from hvdtrain.config.plugins import named
 from hvdtrain.config.schema import Config
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Progress
 from hvdtrain.events.log import Log
 from hvdtrain.events.rank_log import LOGGER
+from hvdtrain.features.every_feature import FEATURES
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.frameworks.stopwatch import PHASES, PhaseTimes, total
 from hvdtrain.training.progress.event_fields import energy_fields
@@ -31,7 +33,6 @@ from hvdtrain.training.telemetry.gauge import Gauge
 from hvdtrain.training.telemetry.mesh import MeshGauge, slowest, stages_of_ranks
 from hvdtrain.training.telemetry.profiler import StepProfiler, parse_profile_steps
 from hvdtrain.training.telemetry.startup import FirstStep
-from hvdtrain.training.telemetry.update_log import staleness_gauge
 
 
 def make_telemetry(
@@ -80,8 +81,10 @@ def make_gauges(
     gauges: list[Gauge] = []
     if config.parallel.cuts:
         gauges.append(MeshGauge(config.parallel, communicator, learner, log))
-    if config.servers.count:
-        gauges.append(staleness_gauge(config.servers, communicator, learner, run, step))
+    for feature in FEATURES:
+        if feature.gauge and feature.on(config):
+            make = named(feature.gauge)
+            gauges.append(make(config, communicator, learner, run, step))
     return gauges
 
 

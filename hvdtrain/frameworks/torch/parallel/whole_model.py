@@ -38,8 +38,7 @@ def select_strategy(
     stopwatch: Stopwatch,
 ) -> Strategy:
     """The strategy for the trained parameters and their optimizer, which it has not wrapped yet;
-    not of shard.stage=3, parallel.* and servers.*, whose arrangements have others. Every rank calls
-    it.
+    not of shard.stage=3 and where an arrangement has its own. Every rank calls it.
 
     training/conflicts.py has refused what the configuration or the engine excludes. Raises
     UserError where Horovod cannot wrap this optimizer or these parameters, and

@@ -23,6 +23,7 @@ class Dense(Arrangement):
     """The arrangement of parallel.dense: every rank has the convolutions, and its part of the dense
     layers."""
 
+    divides = True
     without_samples = "call"
 
     def cut(self) -> None:

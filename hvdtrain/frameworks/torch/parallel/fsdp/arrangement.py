@@ -28,6 +28,7 @@ from hvdtrain.frameworks.torch.strategy import NamedParameters, Strategy
 class ShardedRows(Arrangement):
     """The arrangement of shard.stage=3: each rank has its rows of every weight."""
 
+    divides = True
     keeps_memory_order = True
     without_samples = "call with zeros"
 

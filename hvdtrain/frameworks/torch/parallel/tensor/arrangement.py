@@ -31,6 +31,8 @@ from hvdtrain.frameworks.torch.strategy import NamedParameters, Strategy
 class TensorParts(WholeModel):
     """The arrangement of parallel.tensor."""
 
+    divides = True
+
     def cut(self) -> None:
         """Raises UserError where the model says not how it is cut, or its parts would compute
         something else."""

@@ -6,15 +6,18 @@ from collections.abc import Iterator
 
 from hvdtrain.config.exclusion import Exclusion, Values, above, among, options, other_than
 from hvdtrain.config.plugins import is_dotted
-from hvdtrain.config.schema import Config, ServersConfig
+from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import MOST_STALE
 from hvdtrain.errors import UserError
+from hvdtrain.extras.servers.keys import ServersConfig
+from hvdtrain.features import frameworks, optim
 from hvdtrain.features.comm import not_on_horovod
-from hvdtrain.features.job_feature import JobFeature, PlannedJob, needs_engine
+from hvdtrain.features.job_feature import Conflict, JobFeature, PlannedJob, needs_engine
+from hvdtrain.features.of_extras import Added, AddedRows
 
 
 def _leaves_a_worker(job: PlannedJob) -> Iterator[UserError]:
-    count = job.config.servers.count
+    count = ServersConfig.of(job.config).count
     if count >= job.ranks:
         what = (
             f"servers.count={count} leaves no worker: the job has {job.ranks} "
@@ -28,17 +31,17 @@ def _leaves_a_worker(job: PlannedJob) -> Iterator[UserError]:
 def _is_new_without(config: Config) -> bool:
     """Whether a job does not go on from a run, whose config.yaml may have what it goes on
     without."""
-    return not config.servers.count and config.resume in ("auto", "no")
+    return not ServersConfig.of(config).count and config.resume in ("auto", "no")
 
 
 def _is_synchronous(config: Config) -> bool:
     """Whether no gradient is older than the weights, and the order of updates is that of the
     steps."""
-    return not config.servers.are_asynchronous
+    return not ServersConfig.of(config).is_asynchronous
 
 
 def _has_log(config: Config) -> bool:
-    return config.servers.log
+    return ServersConfig.of(config).log
 
 
 def _of_asynchronous(key: str, values: Values) -> Exclusion:
@@ -57,7 +60,7 @@ def _summary(servers: ServersConfig, ranks: int) -> str:
     """rank 0; the others are workers, whose gradients are at most 4 updates old when they are
     applied"""
     first = "rank 0" if servers.count == 1 else f"ranks 0 to {servers.count - 1}"
-    if not servers.are_asynchronous:
+    if not servers.is_asynchronous:
         return (
             f"{first}; every update waits for a gradient of each of the {ranks - servers.count} "
             "workers"
@@ -71,7 +74,14 @@ def _summary(servers: ServersConfig, ranks: int) -> str:
 
 SERVERS = JobFeature(
     key="servers.count",
-    on=lambda config: config.servers.count > 0,
+    on=lambda config: ServersConfig.of(config).count > 0,
+    updates_whole_weights=False,
+    has_common_steps=False,
+    reader="worker",
+    own_loop="hvdtrain.train(), with an optimizer of hvdtrain's: a worker makes no step, which "
+    "brings the state of one of torch's",
+    arrangement="hvdtrain.extras.servers.arrangement:Servers",
+    gauge="hvdtrain.extras.servers.update_log:staleness_gauge",
     examples=(
         *(
             "servers.count=1",
@@ -151,9 +161,26 @@ SERVERS = JobFeature(
             words="servers.log=true servers.bound=4",
             why="the log has updates alone, and no older weights in their place",
         ),
+        Exclusion(
+            "recipe.schedule",
+            among("plateau"),
+            what="servers.log replays steps from their positions in the job, and with "
+            "recipe.schedule=plateau evaluations change the rate",
+            fix="servers.log=false, or another recipe.schedule",
+            where="servers.log",
+            when=_has_log,
+            words="servers.log=true servers.bound=4",
+            why="the log has no evaluations, which change the rate",
+        ),
         *not_on_horovod(),
     ),
     rules=(
+        Conflict(
+            lambda job: job.config.guard.lost != "stop" and job.engine != "mpi",
+            what="{set} does not go on with {chosen} on the {engine} engine",
+            fix="comm.engine=mpi (mpirun --with-ft ulfm), or guard.lost=stop",
+            key="guard.lost",
+        ),
         needs_engine(
             "p2p",
             what="{chosen} sends from one rank to another, which the {engine} engine does not",
@@ -162,5 +189,22 @@ SERVERS = JobFeature(
             when=lambda job: "several_ranks" in job.features,
         ),
     ),
-    lines_of_ranks=lambda config, hosts: [f"servers {_summary(config.servers, len(hosts))}"],
+    lines_of_ranks=lambda config, hosts: [
+        f"servers {_summary(ServersConfig.of(config), len(hosts))}"
+    ],
+)
+
+FEATURES = (Added((SERVERS,), behind=optim.MUON),)
+
+_ANY = ("servers.count", above(0))
+ROWS = (
+    AddedRows(
+        (frameworks.JAX, frameworks.NUMPY, frameworks.KERAS),
+        frameworks.excluded({"servers.count": frameworks.Supported((0,), 1)}),
+        behind="parallel.pipeline",
+    ),
+    AddedRows((optim.MUON,), (Exclusion(*_ANY),), behind="parallel.dense"),
+    AddedRows((optim.EMA,), (Exclusion(*_ANY, where="optim.ema"),), behind="shard.stage"),
+    AddedRows((optim.THAW,), (Exclusion(*_ANY, where="model.thaw"),), behind="optim.ema"),
+    AddedRows((optim.LORA,), (Exclusion(*_ANY, where="model.lora", why="not made yet"),)),
 )

@@ -14,11 +14,12 @@ import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.on_all_ranks import on_rank_0_only
-from hvdtrain.config.schema import ServersConfig
+from hvdtrain.config.schema import Config
 from hvdtrain.core.folder import NO_LINKS, Folder, WrongKind
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import MOST_STALE, WorkerUpdate
 from hvdtrain.errors import UserError
+from hvdtrain.extras.servers.keys import ServersConfig
 from hvdtrain.frameworks.learner import Learner, asked_threads, fair_threads
 from hvdtrain.training.telemetry.gauge import Gauge
 
@@ -207,14 +208,15 @@ _MOST_BARS = 8  # of a line
 
 
 def staleness_gauge(
-    config: ServersConfig, communicator: Communicator, learner: Learner, run: Path | None, step: int
+    config: Config, communicator: Communicator, learner: Learner, run: Path | None, step: int
 ) -> StalenessGauge:
     """With the log of updates where servers.log asks for it and there is a run folder; the job goes
     on with `step`. A collective."""
     log = None
-    if config.log and run is not None:
+    servers = ServersConfig.of(config)
+    if servers.log and run is not None:
         threads = asked_threads() or fair_threads(communicator)
-        header = Header(config.count, communicator.size - config.count, threads, step)
+        header = Header(servers.count, communicator.size - servers.count, threads, step)
         log = on_rank_0_only(communicator, lambda: open_update_log(run, header))
     return StalenessGauge(learner.read_updates, log)
 

@@ -10,19 +10,17 @@ import torch
 
 from hvdtrain.comm.communicator import Handle, PointToPoint
 from hvdtrain.comm.mesh import Mesh
-from hvdtrain.config.schema import ServersConfig
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import GoOn, Progress
-from hvdtrain.frameworks.stopwatch import Stopwatch
-from hvdtrain.frameworks.torch.parallel.buckets import Bucket, InOrder
-from hvdtrain.frameworks.torch.parallel.parameter_server.losses import Report, SyncPoints
-from hvdtrain.frameworks.torch.parallel.parameter_server.ranges import (
+from hvdtrain.extras.servers.keys import ServersConfig
+from hvdtrain.extras.servers.losses import Report, SyncPoints
+from hvdtrain.extras.servers.ranges import (
     Ranges,
     Weights,
     broadcast_numbers,
 )
-from hvdtrain.frameworks.torch.parallel.parameter_server.server import summary_of
-from hvdtrain.frameworks.torch.parallel.parameter_server.turns import (
+from hvdtrain.extras.servers.server import summary_of
+from hvdtrain.extras.servers.turns import (
     DONE,
     GRADIENT,
     LEADER,
@@ -31,6 +29,8 @@ from hvdtrain.frameworks.torch.parallel.parameter_server.turns import (
     WEIGHTS,
     end_all,
 )
+from hvdtrain.frameworks.stopwatch import Stopwatch
+from hvdtrain.frameworks.torch.parallel.buckets import Bucket, InOrder
 from hvdtrain.frameworks.torch.parallel.zero import of_shards
 from hvdtrain.frameworks.torch.strategy import (
     OnePass,
@@ -93,7 +93,7 @@ class Worker(Strategy):
         first = self._sync_points.begin(steps[0].step)
         self._begin()
         for ticket in (
-            self._tickets() if self._config.are_asynchronous else range(first, steps[-1].step + 1)
+            self._tickets() if self._config.is_asynchronous else range(first, steps[-1].step + 1)
         ):
             self._made = ticket
             self._fetch()
@@ -150,7 +150,7 @@ class Worker(Strategy):
     def reduce(self) -> None:
         self._order.end()
         self._held = self._made
-        if self._config.are_asynchronous:
+        if self._config.is_asynchronous:
             self._unless_failed(self._say_done)
         for shard in self._shards.values():
             shard.parameter.grad = torch.zeros_like(shard.parameter)
@@ -198,7 +198,7 @@ class Worker(Strategy):
             p.grad = None  # of a pass that did not come to its end
 
     def report(self, rank: int, kept: int) -> Report | None:
-        if not self._config.are_asynchronous or self._sync_points.is_behind(kept):
+        if not self._config.is_asynchronous or self._sync_points.is_behind(kept):
             return None
         return Report(rank, held=self._held if self._sync_points.is_begun(kept) else None)
 

@@ -1,13 +1,13 @@
-"""What the rest of hvdtrain learns of the command replay."""
+"""What the rest of hvdtrain learns of parameter servers and the command replay."""
 
 from hvdtrain.config.extras import Command, Extra
 
 EXTRA = Extra(
     status="stable",
-    says="Makes the updates of a run with servers.log=true again, and compares bit by bit.",
+    says="Some ranks hold the weights and update them, the others do not wait for each other.",
     commands={
         "replay": Command(
-            "hvdtrain.extras.replay.command",
+            "hvdtrain.extras.servers.replay",
             "hvdtrain replay RUN                                      "
             "makes the updates of a run with servers.log=true again, and compares",
         )

@@ -22,6 +22,8 @@ from hvdtrain.core.process import command_line, path_argument
 from hvdtrain.core.progress import Progress
 from hvdtrain.data.configured.unwritten import unstaged
 from hvdtrain.errors import DIVERGED, DONE, UserError
+from hvdtrain.extras.servers.keys import ServersConfig
+from hvdtrain.extras.servers.update_log import NAME, read_updates
 from hvdtrain.features.every_feature import configure
 from hvdtrain.report.run import read_run
 from hvdtrain.training.checkpoint.files import Checkpoint
@@ -30,7 +32,6 @@ from hvdtrain.training.data_facts import identity
 from hvdtrain.training.datasets import Datasets, open_datasets, recipe_of
 from hvdtrain.training.input import Prefetcher
 from hvdtrain.training.start import begin
-from hvdtrain.training.telemetry.update_log import NAME, read_updates
 
 USAGE = """\
 hvdtrain replay RUN [key=value ...]
@@ -63,9 +64,10 @@ def replay(arguments: Sequence[str]) -> int:
     if header.first:
         what = f"the log begins at step {header.first}, and a replay begins at step 0"
         raise UserError(what, str(run), "a run that had servers.log=true from its beginning")
-    if config.servers.count != header.servers:
+    servers = ServersConfig.of(config).count
+    if servers != header.servers:
         what = (
-            f"the log is of {header.servers} servers, config.yaml of {config.servers.count}: the "
+            f"the log is of {header.servers} servers, config.yaml of {servers}: the "
             "job went on with others"
         )
         raise UserError(what, str(run), "a run that had the same servers all the time")
@@ -116,7 +118,7 @@ def _config_of(run: Path, arguments: Sequence[str]) -> Config:
 
 
 def _replay(config: Config, found: Checkpoint, updates: Sequence[Any], threads: int) -> Arrays:
-    from hvdtrain.extras.replay import state  # torch
+    from hvdtrain.extras.servers import replayed  # torch
 
     datasets = open_datasets(config)
     check_identity(found, identity(config, datasets))
@@ -137,9 +139,9 @@ def _replay(config: Config, found: Checkpoint, updates: Sequence[Any], threads: 
         return readers[id(learner)].prepare(p)
 
     began_s = time.perf_counter()
-    replayed = state.replay(config, datasets.task, updates, steps, input_of, threads)
+    arrays = replayed.replay(config, datasets.task, updates, steps, input_of, threads)
     print(f"replayed {len(updates)} updates in {time.perf_counter() - began_s:.1f} s")
-    return replayed
+    return arrays
 
 
 def _reader(config: Config, datasets: Datasets, learner: Any) -> Prefetcher:

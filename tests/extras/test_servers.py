@@ -11,7 +11,7 @@ from typing import cast
 import numpy as np
 import pytest
 from pool import on_ranks
-from ranks import FULL, mpirun, needs_extra, needs_mpirun, python
+from ranks import FULL, mpirun, needs_mpirun, python
 from same_curve import check_same
 from servers_on_ranks import BOUNDS, FEW, JOBS
 
@@ -20,15 +20,15 @@ from hvdtrain.comm.threads import ThreadCommunicator, ThreadRanks, run_threads
 from hvdtrain.core.folder import Folder
 from hvdtrain.core.progress import GoOn, Outstanding, WorkerUpdate
 from hvdtrain.errors import DIVERGED, UserError
-from hvdtrain.frameworks.torch.parallel.parameter_server.losses import (
+from hvdtrain.extras.servers.losses import (
     Agreement,
     LostMeanwhile,
     Report,
     SyncPoints,
     go_on_from,
 )
-from hvdtrain.frameworks.torch.parallel.parameter_server.turns import Order, Window
-from hvdtrain.training.telemetry.update_log import (
+from hvdtrain.extras.servers.turns import Order, Window
+from hvdtrain.extras.servers.update_log import (
     NAME,
     Header,
     StalenessGauge,
@@ -144,7 +144,7 @@ def test_what_the_others_go_on_from() -> None:
     ]
     ranks = {0: 0, 1: 1, 2: 2, 4: 3}
     assert go_on_from([first, second, *workers], 2) == GoOn(
-        13, ranks, {2: Outstanding(14, 10)}, [12, 15]
+        13, ranks, {2: Outstanding(14, 10)}, [12, 15], source="servers"
     )
     assert go_on_from([first, *workers], 2) is None, "a server is lost"
     assert go_on_from([first, second], 2) is None, "no worker is left"
@@ -274,7 +274,6 @@ def test_servers(
         * FULL,
     ],
 )
-@needs_extra("replay")
 def test_a_job_is_replayed_resumed_with_servers_and_without(
     tmp_path: Path, engine: str, servers: int, options: str
 ) -> None:

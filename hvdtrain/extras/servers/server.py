@@ -10,23 +10,23 @@ import torch
 
 from hvdtrain.comm.communicator import Communicator, Handle, PointToPoint
 from hvdtrain.comm.mesh import Mesh
-from hvdtrain.config.schema import ServersConfig
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import GoOn, Progress, WorkerUpdate
-from hvdtrain.frameworks.stopwatch import Stopwatch
-from hvdtrain.frameworks.torch.parallel.parameter_server.losses import Agreement, Report, SyncPoints
-from hvdtrain.frameworks.torch.parallel.parameter_server.ranges import (
+from hvdtrain.extras.servers.keys import ServersConfig
+from hvdtrain.extras.servers.losses import Agreement, Report, SyncPoints
+from hvdtrain.extras.servers.ranges import (
     Ranges,
     Weights,
     broadcast_numbers,
 )
-from hvdtrain.frameworks.torch.parallel.parameter_server.turns import (
+from hvdtrain.extras.servers.turns import (
     GRADIENT,
     WEIGHTS,
     AsynchronousTurns,
     Turns,
     end_all,
 )
+from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.frameworks.torch.parallel.zero import of_shards
 from hvdtrain.frameworks.torch.strategy import Held, OnePass, Shard, Strategy, Wrapped
 

@@ -12,25 +12,28 @@ from hvdtrain.comm.mesh import Mesh
 from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import GoOn, Progress, WorkerUpdate
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.stopwatch import Stopwatch
-from hvdtrain.frameworks.torch.arrangement import Arrangement
-from hvdtrain.frameworks.torch.parallel.parameter_server.losses import Agreement, go_on_from
-from hvdtrain.frameworks.torch.parallel.parameter_server.ranges import Ranges
-from hvdtrain.frameworks.torch.parallel.parameter_server.server import Server
-from hvdtrain.frameworks.torch.parallel.parameter_server.turns import (
+from hvdtrain.extras.servers.keys import ServersConfig
+from hvdtrain.extras.servers.losses import Agreement, go_on_from
+from hvdtrain.extras.servers.ranges import Ranges
+from hvdtrain.extras.servers.server import Server
+from hvdtrain.extras.servers.turns import (
     LEADER,
     AllWorkers,
     Follower,
     Leader,
     Turns,
 )
-from hvdtrain.frameworks.torch.parallel.parameter_server.worker import Worker
+from hvdtrain.extras.servers.worker import Worker
+from hvdtrain.frameworks.stopwatch import Stopwatch
+from hvdtrain.frameworks.torch.arrangement import Arrangement
 from hvdtrain.frameworks.torch.strategy import Around, NamedParameters, Strategy, Wrapped
 
 
 class Servers(Arrangement):
     """The arrangement of servers.count: some ranks hold the weights, the others learn from
     samples."""
+
+    divides = True
 
     def strategy(self, named: NamedParameters, optimizer: torch.optim.Optimizer) -> Strategy:
         return Role(self.making.config, self.making.mesh, named, self.making.stopwatch)
@@ -87,7 +90,7 @@ class Role(Around):
         self._now.cut_off()
         return go_on_from(
             self._world.allgather_object(self._now.report(former_rank, kept)),
-            self._config.servers.count,
+            ServersConfig.of(self._config).count,
         )
 
     def go_on(self, how: GoOn, kept: int, mesh: Mesh) -> None:
@@ -99,20 +102,20 @@ def server_or_worker(
     config: Config, mesh: Mesh, named: NamedParameters, stopwatch: Stopwatch
 ) -> Server | Worker:
     """The strategy of this rank's role."""
-    servers = config.servers
+    servers = ServersConfig.of(config)
     world = point_to_point(mesh.world, config.where("servers.count"))
-    ranges = Ranges(named, int(config.comm.bucket_mb * 2**20), mesh.servers)
-    if world.rank >= mesh.servers:
+    ranges = Ranges(named, int(config.comm.bucket_mb * 2**20), mesh.first_reader)
+    if world.rank >= mesh.first_reader:
         return Worker(servers, ranges, world, stopwatch)
-    workers = range(mesh.servers, world.size)
+    workers = range(mesh.first_reader, world.size)
     turns: Turns = AllWorkers(workers)
     agreement = None
-    if servers.are_asynchronous:
-        if config.guard.lost == "shrink" and mesh.servers > 1:
+    if servers.is_asynchronous:
+        if config.guard.lost == "shrink" and mesh.first_reader > 1:
             agreement = Agreement(interruptible(mesh.world, config.where("guard.lost")), mesh.role)
         is_leader = world.rank == LEADER
         turns = (
-            Leader(world, mesh.servers, workers, servers.most_stale)
+            Leader(world, mesh.first_reader, workers, servers.most_stale)
             if is_leader
             else Follower(world, workers)
         )

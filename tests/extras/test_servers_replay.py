@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.errors import DIVERGED, DONE
-from hvdtrain.extras.replay.command import compare
+from hvdtrain.extras.servers.replay import compare
 
 
 def test_replay_says_what_it_does_not_compare(

@@ -73,7 +73,8 @@ def go_on_from(reports: Sequence[Report | None], servers: int) -> GoOn | None:
         worker: read for worker, read in outstanding.items() if holders.get(worker) == read.ticket
     }
     again = sorted(read.ticket for worker, read in outstanding.items() if worker not in kept)
-    return GoOn(version, ranks, {ranks[worker]: read for worker, read in kept.items()}, again)
+    sent_again = {ranks[worker]: read for worker, read in kept.items()}
+    return GoOn(version, ranks, sent_again, again, source="servers")
 
 
 class LostMeanwhile(Exception):

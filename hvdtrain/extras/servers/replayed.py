@@ -16,21 +16,22 @@ from hvdtrain.comm.threads import ThreadCommunicator, ThreadRanks, run_threads
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.progress import Hyper, Progress, WorkerUpdate, fold
+from hvdtrain.extras.servers.keys import ServersConfig
+from hvdtrain.extras.servers.ranges import Ranges
+from hvdtrain.extras.servers.server import Server
+from hvdtrain.extras.servers.turns import (
+    LEADER,
+    NO_TICKET,
+    TICKET,
+    Read,
+)
+from hvdtrain.extras.servers.worker import Worker
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
 from hvdtrain.frameworks.torch.arrangement import Arrangement, Making
 from hvdtrain.frameworks.torch.assemble import assemble
 from hvdtrain.frameworks.torch.device import pick_device
 from hvdtrain.frameworks.torch.learner import TorchLearner
 from hvdtrain.frameworks.torch.model import normed_model
-from hvdtrain.frameworks.torch.parallel.parameter_server.ranges import Ranges
-from hvdtrain.frameworks.torch.parallel.parameter_server.server import Server
-from hvdtrain.frameworks.torch.parallel.parameter_server.turns import (
-    LEADER,
-    NO_TICKET,
-    TICKET,
-    Read,
-)
-from hvdtrain.frameworks.torch.parallel.parameter_server.worker import Worker
 from hvdtrain.frameworks.torch.precision import pick_precision
 from hvdtrain.frameworks.torch.step_costs import stopwatch_for
 from hvdtrain.frameworks.torch.strategy import NamedParameters, Strategy
@@ -90,7 +91,7 @@ def replay(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        servers = config.servers.count
+        servers = ServersConfig.of(config).count
         world = ThreadRanks(servers + 1)
         group = ThreadRanks(servers)
         learners = _learners(config, task, updates, world, group)
@@ -149,7 +150,7 @@ class _InOneProcess(Arrangement):
         config = self.making.config
         mesh = self.making.mesh
         stopwatch = self.making.stopwatch
-        servers = config.servers
+        servers = ServersConfig.of(config)
         world = cast(PointToPoint, mesh.world)
         ranges = Ranges(named, int(config.comm.bucket_mb * 2**20), servers.count)
         if world.rank == servers.count:
@@ -160,4 +161,4 @@ class _InOneProcess(Arrangement):
 def _mesh(world: ThreadRanks, group: ThreadRanks, rank: int) -> Mesh:
     role: Any = ThreadCommunicator(group, rank) if rank < group.size else ALONE
     everyone: Any = ThreadCommunicator(world, rank)
-    return one_group(everyone)._replace(servers=group.size, role=role)
+    return one_group(everyone)._replace(first_reader=group.size, role=role)

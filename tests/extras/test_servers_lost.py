@@ -17,10 +17,10 @@ from lost_ranks import (
     outcome,
     undisturbed,
 )
-from ranks import FULL, needs_extra, needs_mpirun, python
+from ranks import FULL, needs_mpirun, python
 
 from hvdtrain.errors import DONE, LOST
-from hvdtrain.training.telemetry.update_log import read_updates
+from hvdtrain.extras.servers.update_log import read_updates
 
 pytestmark = [pytest.mark.faults, needs_mpirun]
 LOGGED = (
@@ -83,7 +83,6 @@ def test_a_worker_of_a_synchronous_job_is_lost(
         ),
     ],
 )
-@needs_extra("replay")
 def test_a_lost_worker_costs_no_update(
     servers: int,
     bound: int | None,

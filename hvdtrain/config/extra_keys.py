@@ -1,0 +1,73 @@
+"""Keys of the configuration that extras have: whole sections, and keys in a section of others."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from pydantic import Field, create_model
+
+from hvdtrain.config.extras import modules
+from hvdtrain.config.section import Section
+
+S = TypeVar("S", bound=Section)
+
+
+@functools.cache
+def key_classes() -> list[type[Section]]:
+    """The classes in KEYS of every extras/NAME/keys.py.
+
+    Where hvdtrain has no section of that name, the class is one. Otherwise its keys, properties and
+    methods come into that section; super() is there the class of config/schema.py.
+    """
+    return [kind for module in modules("keys").values() for kind in module.KEYS]
+
+
+def with_keys_of_extras(kind: type[S]) -> type[S]:
+    """A decorator: the section with the keys that extras have in it."""
+    added = [each for each in key_classes() if each.section == kind.section]
+    if not added:
+        return kind
+    return _in_order(_subclass(kind, (*added, kind)), added)
+
+
+def with_sections_of_extras(kind: type[S]) -> type[S]:
+    """A decorator: the class of the whole configuration with the sections of extras."""
+    added = [each for each in key_classes() if each.section not in kind.model_fields]
+    if not added:
+        return kind
+    fields = {each.section: (each, Field(default_factory=each)) for each in added}
+    found = _subclass(kind, (kind,), **fields)
+    for each in added:
+        _move(found, [each.section], each.behind)
+    return found
+
+
+def _subclass(kind: type[S], bases: tuple[Any, ...], **fields: Any) -> type[S]:
+    made: type[S] = create_model(
+        kind.__name__, __base__=bases, __module__=kind.__module__, __doc__=kind.__doc__, **fields
+    )
+    return made
+
+
+def _in_order(kind: type[S], added: Iterable[type[Section]]) -> type[S]:
+    for each in added:
+        _move(kind, list(each.model_fields), each.behind)
+    return kind
+
+
+def _move(kind: type[Section], names: list[str], behind: str) -> None:
+    """Puts these fields behind another one, or at the end where there is none of that name.
+
+    Nothing has been validated yet (defer_build), so validators and JSON Schema have this order.
+    """
+    fields = kind.model_fields
+    others = {name: info for name, info in fields.items() if name not in names}
+    moved = {name: fields[name] for name in names}
+    fields.clear()
+    for name, info in others.items():
+        fields[name] = info
+        if name == behind:
+            fields.update(moved)
+    fields.update(moved)

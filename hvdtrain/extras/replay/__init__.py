@@ -1,1 +1,0 @@
-"""hvdtrain replay: the updates of an asynchronous job again, in one process."""

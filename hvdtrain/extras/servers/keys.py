@@ -1,0 +1,86 @@
+"""The keys servers.*, and what follows from them before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from hvdtrain.config.section import Section
+
+
+class ServersConfig(Section):
+    """Parameter servers: some ranks hold the weights and update them, the others compute gradients
+    and do not wait for each other."""
+
+    section = "servers"
+    behind = "shard"
+    count: int = Field(
+        default=0,
+        ge=0,
+        le=10**6,
+        description="ranks that have a part of the weights each, and update it; the other ranks "
+        "are workers, which fetch weights and send "
+        "gradients (Li 2014, OSDI); 0: none, every rank computes gradients and updates. "
+        "framework=torch on the mpi and torchdist engines",
+    )
+    bound: Annotated[int, Field(ge=0, le=10**6)] | Literal["none"] = Field(
+        default=0,
+        description="updates by others between a worker's fetching of weights and the update from "
+        "its gradient, at most: 0: every update "
+        "waits for a gradient of each worker, as without servers; s: a step is one worker's, and "
+        "waits while it would leave another one "
+        "more than s updates behind (Ho 2013, NIPS); none: no worker waits",
+    )
+    correct: Literal["none", "scale", "delay_compensation"] = Field(
+        default="none",
+        description="of gradients at weights that are older: none; scale: the rate divided by "
+        "their staleness (Zhang 2016, "
+        "arXiv:1511.05950); delay_compensation: a term of the second order (Zheng 2017, "
+        "arXiv:1609.08326)",
+    )
+    compensation: float = Field(
+        default=0.04,
+        ge=0,
+        le=1e6,
+        description="of servers.correct=delay_compensation: the factor of its term, lambda of the "
+        "paper",
+    )
+    log: bool = Field(
+        default=False,
+        description="write RUN/updates.bin: 8 bytes for each update, from which `hvdtrain replay "
+        "RUN` computes the same weights",
+    )
+
+    def readers_of(self, ranks: int) -> int:
+        if not self.count:
+            return ranks
+        return 1 if self.is_asynchronous else ranks - self.count
+
+    def first_reader_of(self, ranks: int) -> int:
+        """After a loss fewer ranks than servers may be left: all are servers then, which have the
+        state to write it."""
+        return min(self.count, ranks)
+
+    @property
+    def needed_of_engine(self) -> frozenset[str]:
+        return frozenset({"p2p"} if self.count else ())
+
+    def why_over(self, lost: Sequence[int], left: int) -> str:
+        if any(rank < self.count for rank in lost):
+            return "a server is lost"
+        return "no worker is left" if 0 < self.count >= left else ""
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether a step is of one worker."""
+        return self.count > 0 and self.bound != 0
+
+    @property
+    def most_stale(self) -> int | None:
+        """The bound; None where there is none."""
+        return None if self.bound == "none" else self.bound
+
+
+KEYS = (ServersConfig,)
