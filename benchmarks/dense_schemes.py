@@ -27,7 +27,7 @@ from hvdtrain.comm.communicator import Buffer, Communicator, Handle, Op, part_of
 from hvdtrain.comm.placement import placement
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import CommConfig
-from hvdtrain.frameworks.torch.parallel.dense.hybrid import HybridModel
+from hvdtrain.extras.dense.hybrid import HybridModel
 
 SCHEMES: tuple[Any, ...] = ("a", "b", "c")
 WAYS = (*SCHEMES, "data parallel")

@@ -12,7 +12,7 @@ import pytest
 from ranks import ROOT, mpirun, needs_mpirun, python
 
 from hvdtrain.config.extra_keys import key_classes
-from hvdtrain.config.extras import commands, extras, modules, plan_options, plans
+from hvdtrain.config.extras import commands, extras, keys_of, plan_options, plans
 from hvdtrain.config.plugins import ALIASES
 
 FOLDER = ROOT / "hvdtrain" / "extras"
@@ -163,8 +163,7 @@ def row_of(name: str) -> list[str]:
     gives = [f"`{each}`" for each in extra.commands]
     gives += [f"`plan --{each}`" for each in (*extra.plan, *extra.plans)]
     gives += [f"`{each}`" for each in extra.modes]
-    if keys := modules("keys").get(name):
-        gives += [f"`{kind.full_key(key)}`" for kind in keys.KEYS for key in kind.model_fields]
+    gives += [f"`{key}`" for key in keys_of(name)]
     for folder in ALIASES:
         plugins = sorted(path.stem for path in (FOLDER / name / folder).glob("*.py"))
         gives += [f"`{plugin}` in `{folder}`" for plugin in plugins if plugin != "__init__"]

@@ -28,6 +28,7 @@ ALLOWED = {  # the only files that may import these
         "comm/torchdist.py",
         "comm/torch_groups.py",
         "comm/process_group.py",
+        "extras/dense/",
         "extras/servers/",
         "frameworks/torch/",
         "horovod/",

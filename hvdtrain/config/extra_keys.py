@@ -24,6 +24,11 @@ def key_classes() -> list[type[Section]]:
     return [kind for module in modules("keys").values() for kind in module.KEYS]
 
 
+def dividing_keys() -> list[str]:
+    """Keys of extras that divide a model among ranks."""
+    return [kind.full_key(name) for kind in key_classes() for name in kind.dividing]
+
+
 def with_keys_of_extras(kind: type[S]) -> type[S]:
     """A decorator: the section with the keys that extras have in it."""
     added = [each for each in key_classes() if each.section == kind.section]

@@ -134,8 +134,14 @@ def data_files() -> dict[str, str]:
     }
 
 
+def keys_of(name: str) -> list[str]:
+    """The keys of the configuration that an extra has."""
+    found = modules("keys").get(name)
+    return [kind.full_key(key) for kind in found.KEYS for key in kind.model_fields] if found else []
+
+
 def list_text() -> str:
-    """What `hvdtrain extras` prints: each extra with its status and its commands."""
+    """What `hvdtrain extras` prints: each extra with its status, its commands and its keys."""
     lines = []
     for name, extra in extras().items():
         lines.append(f"{name} ({extra.status}): {extra.says}")
@@ -143,4 +149,5 @@ def list_text() -> str:
         usages += [mode.usage for mode in extra.modes.values()]
         lines += [f"  {usage.partition(chr(10))[0]}" for usage in usages]
         lines += [f"  hvdtrain plan --{option}" for option in (*extra.plan, *extra.plans)]
+        lines += [f"  {key}" for key in keys_of(name)]
     return "\n".join(lines or ["this copy of hvdtrain has no extras"])

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic import ValidationError
 
+from hvdtrain.config.extra_keys import key_classes
 from hvdtrain.config.plugins import of_a_script
 from hvdtrain.config.refusal import fix_of_argument, fix_of_key, refusal
 from hvdtrain.config.schema import (
@@ -130,7 +131,6 @@ _SINCE = {"model.lora_train": ("model.lora", ["*"])}
 
 _OWNERS = {  # key -> what it belongs to, and the value without which it says nothing
     "parallel.sequence": ("parallel.tensor", 1),
-    "parallel.dense_updates": ("parallel.dense", "none"),
     **{
         f"parallel.{name}": ("parallel.pipeline", 1)
         for name in ("schedule", "virtual", "micro_batches", "balance")
@@ -140,6 +140,7 @@ _OWNERS = {  # key -> what it belongs to, and the value without which it says no
         f"model.{name}": ("model.lora", [])
         for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_train")
     },
+    **{key: owner for kind in key_classes() for key, owner in kind.owners.items()},
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 from pydantic.fields import FieldInfo
@@ -864,6 +864,7 @@ class ParallelConfig(Section):
     parallel."""
 
     section = "parallel"
+    dividing: ClassVar[tuple[str, ...]] = ("pipeline", "tensor")
     tensor: int = Field(
         default=1,
         ge=1,
@@ -880,25 +881,6 @@ class ParallelConfig(Section):
         "norms, dropout and shortcuts, which every rank of a group computes whole without it "
         "(Korthikanti 2022, arXiv:2205.05198): less "
         "memory of activations, the same results. For models whose plan has it: gpt",
-    )
-    dense: Literal["none", "a", "b", "c"] = Field(
-        default="none",
-        description="a, b, c: each rank has some of the neurons of the dense layers at a model's "
-        "end, for the samples of all ranks, and "
-        "all convolutions, for its own (Krizhevsky 2014, arXiv:1404.5997); a: the samples of all "
-        "ranks at once, b: one rank's after the "
-        "other's, c: 1 / ranks of each rank's at a time; none: whole. For models with a dense "
-        "part: alexnet, convnet (framework=torch)",
-    )
-    dense_updates: int = Field(
-        default=1,
-        ge=1,
-        le=10**6,
-        description="updates of the dense part in a step, with parallel.dense=b or c; the "
-        "convolutions have one (the variable batch, "
-        "Krizhevsky 2014, section 3.2). With 4, each is from a quarter of the batch (b), or from "
-        "every fourth of its samples (c), on any "
-        "number of ranks, at a quarter of the learning rate",
     )
     pipeline: int = Field(
         default=1,
@@ -985,9 +967,29 @@ class ParallelConfig(Section):
         return " x ".join(f"parallel.{name}={size}" for name, size in sizes.items() if size > 1)
 
     @property
+    def cut_by(self) -> str:
+        """The key by which ranks have parts of layers; empty where each has whole ones."""
+        return next((key for key in ("tensor", "pipeline") if getattr(self, key) > 1), "")
+
+    @property
     def cuts(self) -> bool:
         """Whether ranks have parts of parameters, and of the optimizer's state."""
-        return self.ranks > 1 or self.dense != "none"
+        return bool(self.cut_by)
+
+    @property
+    def highest_stage(self) -> int:
+        """The highest shard.stage that goes with them."""
+        return 2 if self.pipeline > 1 else 3
+
+    @property
+    def may_recompute(self) -> bool:
+        """Whether model.recompute goes with them."""
+        return self.schedule != "zero_bubble"
+
+    @property
+    def may_divide_passes(self) -> bool:
+        """Whether batch.micro goes with them."""
+        return True
 
 
 @with_keys_of_extras

@@ -41,6 +41,9 @@ class Section(BaseModel):
     section: ClassVar[str] = ""  # its name in the configuration; Config itself has none
     # of keys that an extra has: the section, or the key of this section, that they come behind
     behind: ClassVar[str] = ""
+    dividing: ClassVar[tuple[str, ...]] = ()  # keys that divide a model among ranks
+    # a key -> the one that it belongs to, and the value without which it says nothing
+    owners: ClassVar[Mapping[str, tuple[str, Any]]] = {}
     _provenance: Provenance = PrivateAttr(default_factory=Provenance)
     _given: Given | None = PrivateAttr(default=None)
 

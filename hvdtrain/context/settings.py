@@ -33,7 +33,7 @@ KEYS = (
     *(f"shard.{name}" for name in ("stage", "group", "offload", "reshard")),
     *(
         f"parallel.{name}"
-        for name in ("tensor", "sequence", "dense", "pipeline", "schedule", "virtual", "balance")
+        for name in ("tensor", "sequence", "pipeline", "schedule", "virtual", "balance")
     ),
     *("optim.clip_norm", "optim.clip_value"),
     *(
@@ -58,6 +58,7 @@ KEYS = (
         )
     ),
     *(f"log.{name}" for name in ("every_steps", "every_s", "per_rank", "trackers")),
+    *(feature.key for feature in FEATURES if feature.is_of_own_loops),
 )
 OF_SAMPLES = ("epochs", "batch.size")  # what ctx.samples() is called with, beside the seed
 _OF_THE_CALLS = {

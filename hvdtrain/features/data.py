@@ -126,12 +126,12 @@ PAD = JobFeature(
     excludes=(
         Exclusion("parallel.pipeline", above(1)),
         Exclusion("parallel.sequence", among(True), words="parallel.tensor=2"),
-        Exclusion("parallel.dense", other_than("none", "a")),
     ),
 )
 
 
-def _of_rows(key: str, values: Values, why: str) -> Exclusion:
+def of_rows(key: str, values: Values, why: str) -> Exclusion:
+    """A row of data.pack."""
     return Exclusion(
         key,
         values,
@@ -160,21 +160,20 @@ PACK = JobFeature(
             fix="task.name=language, or leave data.pack out",
             why="it packs tokens",
         ),
-        _of_rows(
+        of_rows(
             "data.pad",
             Values(bool, '{"tokens":0}'),
             "a row contains several sequences, so no single sequence can be padded",
         ),
-        _of_rows("data.bucket_by", other_than(None, "length"), "all rows have one length"),
-        _of_rows(
+        of_rows("data.bucket_by", other_than(None, "length"), "all rows have one length"),
+        of_rows(
             "data.sample_weights", other_than(None, "balanced"), "a row contains several samples"
         ),
         *(
-            _of_rows(key, above(1), "models of tokens alone are cut")
+            of_rows(key, above(1), "models of tokens alone are cut")
             for key in ("parallel.tensor", "parallel.pipeline")
         ),
-        _of_rows("parallel.dense", other_than("none", "a"), "models of tokens alone are cut"),
-        _of_rows(
+        of_rows(
             "log.noise_scale",
             among(True),
             "the noise scale compares means over samples, but rows contain several",

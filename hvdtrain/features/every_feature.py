@@ -13,7 +13,6 @@ from hvdtrain.errors import UserError
 from hvdtrain.features import (
     comm,
     data,
-    dense,
     frameworks,
     log,
     lost,
@@ -129,8 +128,6 @@ OF_HVDTRAIN: tuple[JobFeature, ...] = (
     shards.SHARDS,
     mesh.SEQUENCE,
     mesh.MESH,
-    dense.DENSE,
-    dense.DENSE_UPDATES,
     pipeline.PIPELINE,
     optim.MUON,
     reduce.TUNE,

@@ -32,8 +32,6 @@ NOT_TORCH: dict[str, Supported] = {
     "comm.reduce": Supported(("auto",), "bucket"),
     "parallel.tensor": Supported((1,), 2),
     "parallel.sequence": Supported((False,), True),
-    "parallel.dense": Supported(("none",), "a"),
-    "parallel.dense_updates": Supported((1,), 2),
     "parallel.pipeline": Supported((1,), 2),
     "shard.stage": Supported((0,), 1),
     "shard.group": Supported(("all",), "node", "shard.stage=1"),

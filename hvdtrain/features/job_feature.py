@@ -87,6 +87,7 @@ class JobFeature:
     has_common_steps: bool = True  # all ranks make each step together
     reader: str = ""  # what the header calls a rank that reads samples; empty: a rank
     own_loop: str = ""  # what a script's own loop has in the place of its key
+    is_of_own_loops: bool = False  # a script's own loop has its key
     arrangement: str = ""  # "module:class" of framework=torch: how ranks have the model
     gauge: str = ""  # "module:function" that makes what it measures, as telemetry.py calls it
     lines_of_ranks: Callable[[Config, Sequence[str]], Sequence[str]] = lambda config, hosts: ()

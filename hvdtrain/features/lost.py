@@ -3,7 +3,7 @@ that is the same on fewer ranks."""
 
 from __future__ import annotations
 
-from hvdtrain.config.exclusion import Exclusion, Values, above, among, other_than
+from hvdtrain.config.exclusion import Exclusion, Values, above, among
 from hvdtrain.features.comm import SETTINGS
 from hvdtrain.features.job_feature import JobFeature
 
@@ -14,9 +14,10 @@ ONLY_ON_HOROVOD = {
 }
 
 
-def _fewer_ranks(
+def fewer_ranks(
     key: str, values: Values, instead: str = "without {key}", why: str = "", words: str = ""
 ) -> Exclusion:
+    """A row of guard.lost=shrink."""
     return Exclusion(
         key,
         values,
@@ -42,15 +43,14 @@ SHRINK = JobFeature(
     why="the parts of a rank that is lost cannot be divided anew",
     what="{chosen} does not go on with {set} on fewer ranks",
     excludes=(
-        _fewer_ranks("parallel.tensor", above(1)),
-        _fewer_ranks("parallel.pipeline", above(1)),
-        _fewer_ranks("parallel.dense", other_than("none", "a")),
-        _fewer_ranks("shard.stage", among(3), "shard.stage=2"),
-        _fewer_ranks("shard.group", among("node"), "shard.group=all", words="shard.stage=1"),
-        _fewer_ranks(
+        fewer_ranks("parallel.tensor", above(1)),
+        fewer_ranks("parallel.pipeline", above(1)),
+        fewer_ranks("shard.stage", among(3), "shard.stage=2"),
+        fewer_ranks("shard.group", among("node"), "shard.group=all", words="shard.stage=1"),
+        fewer_ranks(
             "comm.reduce", among("ddp"), why="DDP keeps the process group that it began with"
         ),
-        _fewer_ranks("comm.local_steps", above(1), why="each rank has weights of its own"),
+        fewer_ranks("comm.local_steps", above(1), why="each rank has weights of its own"),
         *(
             Exclusion(
                 key,

@@ -47,7 +47,6 @@ MUON = JobFeature(
         ),
         Exclusion("parallel.tensor", above(1)),
         Exclusion("parallel.pipeline", above(1)),
-        Exclusion("parallel.dense", other_than("none", "a")),
         Exclusion(
             "framework",
             among("numpy"),
@@ -91,7 +90,6 @@ EMA = JobFeature(
         ),
         Exclusion("parallel.tensor", above(1), where="optim.ema"),
         Exclusion("parallel.pipeline", above(1), where="optim.ema"),
-        Exclusion("parallel.dense", other_than("none", "a"), where="optim.ema"),
     ),
     lines_of_recipe=lambda config, recipe, samples: [
         f"evaluations of averaged weights, optim.ema={config.optim.ema:g}"
@@ -156,7 +154,6 @@ THAW = JobFeature(
             why="an average would count the steps in which a weight was frozen",
         ),
         Exclusion("comm.local_steps", above(1), where="model.thaw"),
-        Exclusion("parallel.dense", other_than("none", "a"), where="model.thaw"),
         Exclusion("log.noise_scale", among(True), where="model.thaw"),
     ),
     lines_of_recipe=_lines_of_thaw,
@@ -202,6 +199,5 @@ LORA = JobFeature(
             where="model.lora",
             why="an adapter needs the whole inputs and outputs of its layer on each rank",
         ),
-        Exclusion("parallel.dense", other_than("none", "a"), where="model.lora"),
     ),
 )

@@ -104,15 +104,6 @@ IGNORED_LABEL = JobFeature(
             fix="log.noise_scale=false, or leave task.ignore_label out",
             why="the noise scale compares means over samples, whose weights differ",
         ),
-        Exclusion(
-            "parallel.dense_updates",
-            above(1),
-            what="{set} needs the weight of each turn, and with task.ignore_label samples do not "
-            "all weigh the same",
-            fix="parallel.dense_updates=1, or leave task.ignore_label out",
-            words="parallel.dense=c",
-            why="the weight of a turn is not known",
-        ),
     ),
     rules=(_loss_object,),
 )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
+from hvdtrain.config.extra_keys import dividing_keys
 from hvdtrain.report import summary
 from hvdtrain.report.run import Fields, RunRecord, number
 
@@ -25,7 +26,7 @@ _LOCATION_KEYS = (
     "comm.address",
     "comm.timeout_s",
 )
-_MODEL_KEYS = ("parallel.pipeline", "parallel.tensor", "parallel.dense")
+_MODEL_KEYS = ("parallel.pipeline", "parallel.tensor", *dividing_keys())
 _OBSERVATION_PREFIXES = ("log.", "guard.", "checkpoint.", "profile.")
 # what ranks send each other, not what is trained
 _COMMUNICATION_PREFIXES = (

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+from hvdtrain.config.extra_keys import dividing_keys
 from hvdtrain.report.run import Fields, RunRecord, number, numbers, objective_of
 
 LONGEST_LABEL = 40  # characters of a run's name in a legend
@@ -401,7 +402,7 @@ def ways(run: RunRecord) -> str:
     mesh = mesh_of(run)
     keys = [
         f"{key}={run.config[key]}"
-        for key in ("parallel.dense", "shard.stage")
+        for key in (*dividing_keys(), "shard.stage")
         if run.config.get(key) not in (None, "none", 0)
     ]
     if mesh and mesh.sizes.stage > 1:

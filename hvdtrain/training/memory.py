@@ -248,16 +248,7 @@ def _text(path: Path) -> str:
 
 def stages_of(config: Config) -> tuple[int, ...]:
     """The values of shard.stage that go with the configuration's way to divide layers."""
-    return (
-        (0, 1, 2)
-        if config.parallel.pipeline > 1 or config.parallel.dense != "none"
-        else (0, 1, 2, 3)
-    )
-
-
-def may_recompute(config: Config) -> bool:
-    """Whether model.recompute goes with the configuration's way to divide layers."""
-    return config.parallel.dense == "none" and config.parallel.schedule != "zero_bubble"
+    return tuple(range(config.parallel.highest_stage + 1))
 
 
 def advice(forecast: MemoryForecast, room: Room) -> str:
@@ -275,7 +266,9 @@ def advice(forecast: MemoryForecast, room: Room) -> str:
     )
     stages: list[int | None] = [None, *higher]
     recomputes = (
-        [None, "all"] if config.model.recompute == "none" and may_recompute(config) else [None]
+        [None, "all"]
+        if config.model.recompute == "none" and config.parallel.may_recompute
+        else [None]
     )
     needs = forecast.footprint().total
     parts = [
@@ -295,7 +288,7 @@ def advice(forecast: MemoryForecast, room: Room) -> str:
     micro = largest_micro(
         lambda samples: MARGIN * forecast.footprint(micro=samples).total, step.micro, room.bytes
     )
-    if 0 < micro < step.micro and config.parallel.dense_updates == 1:  # several exclude batch.micro
+    if 0 < micro < step.micro and config.parallel.may_divide_passes:
         parts.append(f"batch.micro={micro} takes {gib(forecast.footprint(micro=micro).total)}")
     found = forecast.footprint()
     if found.evaluation == found.tensors and forecast.evaluated > 1:

@@ -186,10 +186,7 @@ def _check(config: Config, names: tuple[str, ...], fields: Mapping[str, Field]) 
             config.where("model.name"),
             "a model of your own, package.module:Class; or one field x",
         )
-    if key := next(
-        (key for key in ("tensor", "pipeline") if getattr(config.parallel, key) > 1),
-        ("dense" if config.parallel.dense != "none" else ""),
-    ):
+    if key := config.parallel.cut_by:
         what = f"parallel.{key} cuts a model with one input, and the model gets {shown}"
         raise UserError(
             what,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from ranks import needs_extra
 
 from hvdtrain.__main__ import main
 from hvdtrain.cli.plan.forecast import read_size
@@ -116,7 +117,11 @@ def test_where_nothing_fits_the_least_is_named(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("model", "key"),
     [
-        ("convnet model.norm=false model.dense=[8]", "parallel.dense=a"),
+        pytest.param(
+            "convnet model.norm=false model.dense=[8]",
+            "parallel.dense=a",
+            marks=needs_extra("dense"),
+        ),
         ("mlp", "parallel.pipeline=2"),
     ],
 )

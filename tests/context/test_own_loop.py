@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from own_ways_on_ranks import plain_counted
 from pool import alone
-from ranks import FULL, ROOT, mpirun, needs_horovod, needs_mpirun, python
+from ranks import FULL, ROOT, mpirun, needs_horovod, needs_mpirun, of_this_copy, python
 
 SCRIPT = str(ROOT / "tests" / "support" / "own_loop_on_ranks.py")
 STEPS = math.ceil(3 * 100 / 7)
@@ -373,7 +373,10 @@ def test_ranks_that_have_the_model_together(tmp_path: Path) -> None:
         "parallel.pipeline=2",
         "parallel.dense=c",
     )
-    of_counted = [f"counted {words}" for words in layouts]
+    of_counted = of_this_copy(f"counted {words}" for words in layouts)
+    ways = of_this_copy(ways)
+    of_clipped = of_this_copy(of_clipped)
+    resumed = of_this_copy(resumed)
     found = in_ways(tmp_path, 2, *of_counted, *ways, *of_clipped, *of_tokens, *resumed)
     for name, weights in plain_counted().items():
         np.testing.assert_allclose(counted["weights"][f"p.{name}"], weights, rtol=0, atol=1e-12)

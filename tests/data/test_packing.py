@@ -194,7 +194,6 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
         _train(LANGUAGE, PACK, "data.sample_weights=y"),
         "data.pack does not support data.sample_weights=y",
     ),
-    (_train(LANGUAGE, PACK, "parallel.dense=a"), "data.pack does not support parallel.dense=a"),
     (_train(LANGUAGE, PACK, "framework=jax"), "framework=jax does not support data.pack"),
     (_train(LANGUAGE, PACK, "recipe.warmup=200 tokens"), "tokens"),
     (

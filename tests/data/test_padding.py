@@ -393,10 +393,6 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
         "whose mean and deviation would be those of the padding too",
     ),
     (
-        _train(PAD_TOKENS, "parallel.dense=a", "task.name=language"),
-        "data.pad does not support parallel.dense=a",
-    ),
-    (
         _train(PAD_TOKENS, "framework=jax", "task.name=language"),
         "framework=jax does not support data.pad",
     ),

@@ -9,7 +9,7 @@ import memory_on_ranks
 import pytest
 import torch
 from pool import on_ranks
-from ranks import FULL, needs_mpirun
+from ranks import FULL, needs_extra, needs_mpirun
 
 from hvdtrain.cli.plan import forecast
 from hvdtrain.comm.communicator import SingleProcessCommunicator
@@ -154,6 +154,7 @@ def test_adam_takes_four_times_the_weights_and_its_shards_less() -> None:
     assert whole.staging == 2**20, "torch takes page-locked memory in powers of two"
 
 
+@needs_extra("dense")
 def test_a_dense_part_over_ranks_is_predicted() -> None:
     """Of 4 bytes each: 10 x 9 + 10 weights of the convolution on every rank, of the dense layers
     (10 -> 6 -> 10) half; Adam: two."""

@@ -8,7 +8,7 @@ import torch
 from layers_on_ranks import TASK, all_samples, batch
 from pool import on_ranks
 from rank_threads import ThreadRank, in_threads
-from ranks import FULL, needs_mpirun
+from ranks import FULL, needs_extra, needs_mpirun, of_this_copy
 from torch import nn
 
 from hvdtrain.comm.communicator import Buffer, SingleProcessCommunicator
@@ -32,7 +32,7 @@ EXACT = [
     *((model, "parallel.tensor=2", "alike") for model in ("Experts", "Alike")),
     *((model, "parallel.tensor=2 shard.stage=3", "alike") for model in ("Experts", "Alike")),
     ("HiddenExperts", "parallel.pipeline=2", "alike"),
-    ("ConvExperts", "parallel.dense=c", ""),
+    *(("ConvExperts", words, "") for words in of_this_copy(["parallel.dense=c"])),
 ]
 REFUSED = {
     (
@@ -245,6 +245,7 @@ def test_ranks_that_come_to_other_synchronized_norms_are_named() -> None:
         assert asked_by_norms(called, used) == [text] * 2
 
 
+@needs_extra("dense")
 @pytest.mark.parametrize("updates", [1, 2])
 def test_a_dense_part_is_called_once_in_a_pass(updates: int) -> None:
     """On a rank that calls it twice, or not, the others would wait."""

@@ -14,11 +14,11 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from hvdtrain.comm.communicator import Buffer, Communicator, CompletedHandle, Handle, part_of
+from hvdtrain.extras.dense.cut import Scheme, turn_learning_rate
+from hvdtrain.extras.dense.hybrid import HybridModel
 from hvdtrain.frameworks.stopwatch import HostStopwatch
 from hvdtrain.frameworks.torch.models import alexnet, convnet
 from hvdtrain.frameworks.torch.parallel.buckets import Buckets
-from hvdtrain.frameworks.torch.parallel.dense.cut import Scheme, turn_learning_rate
-from hvdtrain.frameworks.torch.parallel.dense.hybrid import HybridModel
 
 CLASSES = 10  # which 4 ranks do not divide
 SCHEMES: tuple[Scheme, ...] = ("a", "b", "c")

@@ -28,7 +28,7 @@ FEATURES = {  # a word of each, and the files that are its own
     "elastic|shrink": ("elastic", "lost.py"),
     "servers": ("extras/servers",),
     "noise_scale": ("noise",),
-    r"parallel\.dense|dense_part|dense_updates": ("dense",),
+    r"parallel\.dense|dense_part|dense_updates": ("extras/dense",),
     "views": ("views",),
 }
 DATA = ("features/", "config/schema.py")  # what excludes what, and the keys

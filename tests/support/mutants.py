@@ -170,10 +170,10 @@ MUTANTS = (
     ),
     Mutant(
         "dense.scale",
-        f"{PARALLEL}/dense/hybrid.py",
+        "hvdtrain/extras/dense/hybrid.py",
         "turn.x.grad * (len(turn.x) / batch)",
         "turn.x.grad",
-        ("tests/frameworks/test_dense.py",),
+        ("tests/extras/test_dense.py",),
     ),
     Mutant(
         "clip.norm_of_a_part",

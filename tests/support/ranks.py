@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -22,6 +22,7 @@ from record import note
 
 from hvdtrain.comm.placement import placement
 from hvdtrain.config.extras import extras
+from hvdtrain.config.schema import OPEN_SECTIONS, known_keys
 from hvdtrain.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,6 +52,16 @@ needs_horovod = pytest.mark.skipif(
     not importlib.util.find_spec("horovod"),
     reason="Horovod is not installed: python -m hvdtrain.cli.horovod",
 )
+
+
+def of_this_copy(rows: Iterable[str]) -> list[str]:
+    """Rows of words without those that have a key of an extra which this copy of hvdtrain lacks."""
+    return [row for row in rows if all(map(_is_of_this_copy, row.split()))]
+
+
+def _is_of_this_copy(word: str) -> bool:
+    key = word.partition("=")[0]
+    return "." not in key or key in known_keys() or key.partition(".")[0] in OPEN_SECTIONS
 
 
 def needs_extra(name: str) -> pytest.MarkDecorator:

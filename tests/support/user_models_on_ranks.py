@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from ranks import of_this_copy
 from torch import nn
 
 import hvdtrain
-from hvdtrain.config.schema import known_keys
 
 BASE = {
     "batch.size": 12,
@@ -45,11 +45,7 @@ STRATEGIES = {  # name -> words of a job
     "local steps": "comm.local_steps=2 log.every_steps=2",
     "buckets, stopped within an epoch": "comm.reduce=bucket stop.steps=7",
 }
-STRATEGIES = {  # that this copy of hvdtrain has
-    name: words
-    for name, words in STRATEGIES.items()
-    if all(word.partition("=")[0] in known_keys() for word in words.split())
-}
+STRATEGIES = {name: words for name, words in STRATEGIES.items() if of_this_copy([words])}
 
 
 class Net(nn.Sequential):

@@ -12,7 +12,7 @@ import pytest
 import torch
 import two_inputs
 from rank_threads import in_threads
-from ranks import ROOT, mpirun, needs_mpirun
+from ranks import ROOT, mpirun, needs_extra, needs_mpirun
 from torch.nn import functional
 
 import hvdtrain
@@ -306,7 +306,11 @@ def test_a_field_that_nothing_uses_is_told_of(
             "parallel.pipeline=2",
             r"parallel\.pipeline cuts a model with one input, and the model gets image, table",
         ),
-        ("parallel.dense=b", r"parallel\.dense cuts a model with one input"),
+        pytest.param(
+            "parallel.dense=b",
+            r"parallel\.dense cuts a model with one input",
+            marks=needs_extra("dense"),
+        ),
         ("augment.flip=true", r"augmentation is of images; .*\n.*\n.*or call the field image x"),
         ("evaluate.views=2", "the data have no field x but image, table, y"),
         ("data.mean=[0.5] data.std=[0.2]", "the data have image, table, y, and no x"),

@@ -170,22 +170,6 @@ OF_ONE_PROCESS = [
 
 # the same on several ranks: (the configuration, the engine, ranks, ...)
 OF_SEVERAL_RANKS = [
-    ("parallel.dense=a "
-     "comm.op=adasum", "horovod", 2, "parallel.dense=a does not support comm.op=adasum", "comm.op",
-     "leave comm.op out, or parallel.dense=none"),
-    ("parallel.dense=c parallel.tensor=2", "mpi", 2,
-     "parallel.dense=c and parallel.tensor=2 both divide layers: parallel.dense over all "
-     "ranks", "parallel.dense", "keep one of them"),
-    ("parallel.dense=a parallel.dense_updates=2", "mpi", 2,
-     "parallel.dense_updates=2 needs turns; parallel.dense=a has all samples in "
-     "one", "parallel.dense_updates", "parallel.dense=c or b"),
-    ("parallel.dense=b parallel.dense_updates=8 batch.size=7", "mpi", 2,
-     "batch 7 does not split into the turns of parallel.dense_updates=8: some would have no "
-     "sample", "parallel.dense_updates",
-     "parallel.dense_updates=7 or fewer"),
-    ("parallel.dense=c parallel.dense_updates=2 "
-     "batch.micro=8", "mpi", 2, "parallel.dense_updates=2 does not support batch.micro=8",
-     "batch.micro", "leave batch.micro out, or parallel.dense_updates=1"),
     ("batch.size=3", "mpi", 4, "batch 3 does not split over 4 ranks: some would have no "
                                "sample", "batch.size",
      "4 or more, or fewer ranks"),

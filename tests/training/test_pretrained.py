@@ -563,10 +563,6 @@ class Around(torch.nn.Module):
             r"model.weights_skip=\['fc\*'\] has no effect without model.weights",
         ),
         (
-            "model.name=mlp model.lora=['fc1'] parallel.dense=b",
-            "model.lora does not support parallel.dense=b",
-        ),
-        (
             "framework=jax model.name=mlp model.lora=['fc1']",
             "framework=jax does not support model.lora",
         ),

@@ -34,7 +34,6 @@ from hvdtrain.training.memory import (
     MemoryForecast,
     forecast_memory,
     gib,
-    may_recompute,
     stages_of,
 )
 
@@ -304,7 +303,7 @@ def memory_plan(
     """
     rows: list[Row] = []
     several = [one for one in forecasts if one.ranks > 1]
-    for recompute in ("none", "all") if may_recompute(config) else ("none",):
+    for recompute in ("none", "all") if config.parallel.may_recompute else ("none",):
         try:
             rows += [
                 row

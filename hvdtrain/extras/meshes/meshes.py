@@ -124,9 +124,9 @@ def with_mesh(config: Config, mesh: Mesh, original: Config) -> Config:
     parallel = config.parallel.replace(
         tensor=mesh.tensor,
         pipeline=mesh.pipeline,
-        dense=mesh.dense,
         sequence=sequence,
         **of_pipeline,
+        **({} if mesh.dense == "none" else {"dense": mesh.dense}),
     )
     # no rank has the whole model to draw with
     log = config.log.replace(samples=0) if mesh.pipeline > 1 else config.log

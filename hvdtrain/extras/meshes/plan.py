@@ -16,7 +16,7 @@ from hvdtrain.cli.output import align, print_result
 from hvdtrain.cli.plan.command import training_data
 from hvdtrain.cli.plan.forecast import read_size
 from hvdtrain.config import plugins
-from hvdtrain.config.schema import Config
+from hvdtrain.config.schema import Config, known_keys
 from hvdtrain.errors import UserError
 from hvdtrain.extras.meshes.machine import add_options as add_machine_options
 from hvdtrain.extras.meshes.machine import machine_of
@@ -136,9 +136,9 @@ def plan_parallel(options: argparse.Namespace, config: Config, data: Data) -> No
         if time.monotonic() - start > _QUIET_S:
             print(f"plan --parallel: {name}", file=sys.stderr, flush=True)
 
-    plan = plan_meshes(
-        config, data, ranks, machine, room, framework.has_dense_part(plain, data.task), says
-    )
+    # this copy may lack the extra that cuts it
+    cuts_dense = "parallel.dense" in known_keys() and framework.has_dense_part(plain, data.task)
+    plan = plan_meshes(config, data, ranks, machine, room, cuts_dense, says)
     print_result(options.json, mesh_lines(plan), mesh_json(plan))
 
 

@@ -106,6 +106,8 @@ class Arrangement:
     orders: Sequence[SameOrder] = ()  # in which ranks come to layers
     keeps_memory_order = False  # of the weights
     divides = False  # a rank has, or updates, a part of the weights
+    # ranks divide the state of layers that all of them have whole, as with shard.stage=1
+    divides_state = False
     without_samples: WhenEmpty = (
         "skip"  # what a forward pass does then: the collectives of the other ranks may wait for it
     )
@@ -151,6 +153,11 @@ class Arrangement:
     @classmethod
     def check_predictable(cls, config: Config) -> None:
         """Raises UserError where the memory of its ranks cannot be predicted."""
+
+    @classmethod
+    def layout_ways(cls, config: Config) -> list[str]:
+        """For a picture: how ranks have the model, as a user writes it."""
+        return [config.parallel.summary()] if config.parallel.ranks > 1 else []
 
     @classmethod
     def layout_stages(

@@ -27,7 +27,6 @@ ENTRIES = (
     Entry(lambda config: config.shard.stage == 3, "fsdp.arrangement", "ShardedRows"),
     Entry(lambda config: config.parallel.pipeline > 1, "pipeline.arrangement", "PipelineStages"),
     Entry(lambda config: config.parallel.tensor > 1, "tensor.arrangement", "TensorParts"),
-    Entry(lambda config: config.parallel.dense != "none", "dense.arrangement", "Dense"),
 )
 
 

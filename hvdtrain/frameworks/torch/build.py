@@ -189,7 +189,7 @@ def free_device_bytes(config: Config, communicator: Communicator) -> int | None:
 
 
 def has_dense_part(config: Config, task: Task) -> bool:
-    """Whether the model names a part that parallel.dense cuts."""
+    """Whether the model names its dense part."""
     return isinstance(getattr(_model_without_memory(config, task), "dense_part", None), str)
 
 

@@ -44,7 +44,7 @@ class TrainingModel(torch.nn.Module):
     nothing.
 
     when_empty: what is done without samples. skip: the output is a scalar 0; call: the model is
-    called, as the statistics of norm.kind=sync and the dense layers of parallel.dense are
+    called, as the statistics of norm.kind=sync and the layers that some arrangements cut are
     collectives; call with zeros: it is called with two samples of zeros, since the weights of
     shard.stage=3 are gathered in a collective, and not every model takes no samples.
     """

@@ -27,6 +27,7 @@ class LayerCut(NamedTuple):
     sent: str
     groups: int = 1
     axis: int = 0  # of the weight (outputs, inputs)
+    over_all: bool = False  # all ranks have parts; else those of a tensor group
 
 
 def bytes_of_sample(x: Any) -> int:

@@ -14,6 +14,7 @@ from hvdtrain.comm.communicator import part_of
 from hvdtrain.comm.mesh import Coordinates, coordinates, place_of
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Layout, LayoutRow, Share, Way, shown_bytes
+from hvdtrain.frameworks.torch.arrangement import Arrangement
 from hvdtrain.frameworks.torch.arrangements import arrangement_of
 from hvdtrain.frameworks.torch.call import only_one
 from hvdtrain.frameworks.torch.layer import Layer, LayerCut, bytes_of_sample
@@ -41,18 +42,21 @@ def layout(config: Config, task: Task, ranks: int) -> Layout:
         for alike in groups.values()
     ]
     found = Layout(
-        title=f"{config.model.name}: {', '.join(_ways(config, readers))} on {ranks} ranks",
+        title=f"{config.model.name}: {', '.join(_ways(arrangement, config))} on {ranks} ranks",
         ranks=[place_of(rank, ranks, parallel) or f"data {rank}" for rank in range(ranks)],
         rows=rows,
         together=[
-            0 if parallel.dense != "none" else rank // parallel.tensor for rank in range(ranks)
+            0 if arrangement.divides_state else rank // parallel.tensor for rank in range(ranks)
         ],
-        updates=[_updated(rows, rank, place, config, readers) for rank, place in enumerate(places)],
+        updates=[
+            _updated(rows, rank, place, arrangement, config, readers)
+            for rank, place in enumerate(places)
+        ],
         between_stages=between,
         gradients="",
         notes=_notes(config),
     )
-    return found._replace(gradients=_gradients(config, found, readers))
+    return found._replace(gradients=_gradients(arrangement, config, found, readers))
 
 
 def _layers(model: nn.Module, x: torch.Tensor) -> list[Layer]:
@@ -114,7 +118,7 @@ def _row(
             held.append(None)
         elif cut is None:
             held.append(_share(place.data, readers) if config.shard.stage == 3 else _WHOLE)
-        elif parallel.dense != "none":
+        elif cut.over_all:
             held.append(_part(alike[0].shape[0], rank, len(places)))
         else:
             part = _part(alike[0].shape[cut.axis] // cut.groups, place.tensor, parallel.tensor)
@@ -135,7 +139,12 @@ def _row(
 
 
 def _updated(
-    rows: list[LayoutRow], rank: int, place: Coordinates, config: Config, readers: int
+    rows: list[LayoutRow],
+    rank: int,
+    place: Coordinates,
+    arrangement: type[Arrangement],
+    config: Config,
+    readers: int,
 ) -> float:
     """Bytes of weights of which a rank has the optimizer state: of those that a tensor group has
     whole its first rank."""
@@ -145,7 +154,7 @@ def _updated(
         is_cut = bool(row.sent)
         if held is None or (not is_cut and place.tensor):
             continue
-        shards = config.shard.stage in (1, 2) or (config.parallel.dense != "none" and not is_cut)
+        shards = config.shard.stage in (1, 2) or (arrangement.divides_state and not is_cut)
         part = (row.bytes - row.whole_bytes) * (held.stop - held.start) + row.whole_bytes * (
             not place.tensor
         )
@@ -180,19 +189,18 @@ def _within(part: Share, index: int, parts: int) -> Share:
     return Share(part.start + index * width, part.start + (index + 1) * width)
 
 
-def _ways(config: Config, readers: int) -> list[str]:
-    found = [config.parallel.summary()] if config.parallel.ranks > 1 else []
-    found += [f"parallel.dense={config.parallel.dense}"] if config.parallel.dense != "none" else []
+def _ways(arrangement: type[Arrangement], config: Config) -> list[str]:
+    found = arrangement.layout_ways(config)
     found += [f"shard.stage={config.shard.stage}"] if config.shard.stage else []
     return found or ["data parallel"]
 
 
-def _gradients(config: Config, found: Layout, readers: int) -> str:
+def _gradients(arrangement: type[Arrangement], config: Config, found: Layout, readers: int) -> str:
     """What goes over the ranks that read different samples, in a step."""
     if readers == 1:
         return ""
     sent = max(map(found.weight_bytes, range(len(found.ranks))))
-    if config.parallel.dense != "none":
+    if arrangement.divides_state:
         sent = sum(row.bytes for row in found.rows if row.way == "whole")
     if config.shard.stage == 3:
         whole = sum(row.bytes for row in found.rows)
@@ -200,7 +208,7 @@ def _gradients(config: Config, found: Layout, readers: int) -> str:
             "weights gathered in each pass, gradients summed to their owners: "
             f"{shown_bytes(whole)} each"
         )
-    if config.shard.stage or config.parallel.dense != "none":
+    if config.shard.stage or arrangement.divides_state:
         return f"gradients summed to their owners, new weights sent back: {shown_bytes(sent)} each"
     return (
         "gradients summed over the ranks of data: "

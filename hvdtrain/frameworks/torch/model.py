@@ -105,7 +105,6 @@ def check_first_samples(model: torch.nn.Module, config: Config) -> None:
     keys = {
         "shard.stage": config.shard.stage == 3,
         "parallel": config.parallel.cuts,
-        "parallel.dense": config.parallel.dense != "none",
     }
     for key in (key for key, cuts in keys.items() if cuts and first_samples_of(model)):
         what = f"begin_with() of model.name={config.model.name} needs whole weights on rank 0"

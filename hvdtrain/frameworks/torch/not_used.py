@@ -35,9 +35,7 @@ def lines_of_not_used(
     if not plugins.is_dotted(config.model.name):
         return []
     found = _methods(model) + _without_decay(model, config)
-    is_whole = (
-        config.shard.stage < 3 and not config.parallel.cuts and config.parallel.dense == "none"
-    )
+    is_whole = config.shard.stage < 3 and not config.parallel.cuts
     if is_whole and not task.has_user_loss:  # which takes what it wants
         found += _outputs(
             model,

@@ -35,7 +35,7 @@ def build(
     conv1 of 5x5 with stride 1, and a row of padding around each maximum: 32 becomes 16, 8, 4.
 
     The dense part is `dense`: fc6 and fc7 (of the widths `dense`), and fc8, the logits.
-    parallel.dense cuts it over ranks.
+    It may be cut over ranks.
 
     widths: channels of the five convolutions
     dense: neurons of the hidden dense layers

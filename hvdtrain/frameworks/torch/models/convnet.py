@@ -31,7 +31,7 @@ def build(
     widths[-1]), fc.bias. First weights and biases are torch's: uniform between -1 / sqrt(fan_in)
     and 1 / sqrt(fan_in), where fan_in is 9 times the input channels, or widths[-1] for fc. With
     hidden dense layers they are in front of fc: dense.fc1, dense.relu1, ..., dense.fc.
-    parallel.dense cuts this dense part over ranks.
+    This dense part may be cut over ranks.
 
     widths: channels of each convolution
     norm: true: a batch norm after each convolution; false: none, so that any number of ranks

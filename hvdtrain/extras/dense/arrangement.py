@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from hvdtrain.config.schema import Config
+from hvdtrain.extras.dense.hybrid import Hybrid, HybridModel
+from hvdtrain.extras.dense.keys import DenseKeys
+from hvdtrain.extras.dense.layout import dense_cuts
+from hvdtrain.extras.dense.passes import DenseUpdates
 from hvdtrain.frameworks.torch.arrangement import Arrangement, send_from_rank_0
 from hvdtrain.frameworks.torch.communicators import timed
 from hvdtrain.frameworks.torch.layer import Layer, LayerCut
-from hvdtrain.frameworks.torch.parallel.dense.hybrid import Hybrid, HybridModel
-from hvdtrain.frameworks.torch.parallel.dense.layout import dense_cuts
-from hvdtrain.frameworks.torch.parallel.dense.passes import DenseUpdates
 from hvdtrain.frameworks.torch.step import Passes
 from hvdtrain.frameworks.torch.strategy import NamedParameters, Strategy
 
@@ -24,13 +25,14 @@ class Dense(Arrangement):
     layers."""
 
     divides = True
+    divides_state = True
     without_samples = "call"
 
     def cut(self) -> None:
         """Raises UserError where the model names no dense part that can be cut."""
         making = self.making
         config = self.making.config
-        scheme = self.making.config.parallel.dense
+        scheme = DenseKeys.of(self.making.config).dense
         assert scheme != "none", "arrangement_of() asks for it"
         if making.planned is None:
             send_from_rank_0(self.model, making.mesh)
@@ -53,9 +55,13 @@ class Dense(Arrangement):
         )
 
     def passes(self, strategy: Strategy, *of_passes: Any) -> Passes:
-        if self.making.config.parallel.dense_updates == 1:
+        if DenseKeys.of(self.making.config).dense_updates == 1:
             return super().passes(strategy, *of_passes)
         return DenseUpdates(*of_passes, model=self._hybrid, strategy=strategy)
+
+    @classmethod
+    def layout_ways(cls, config: Config) -> list[str]:
+        return [f"parallel.dense={DenseKeys.of(config).dense}"]
 
     @classmethod
     def layout_cuts(

@@ -5,12 +5,23 @@ from __future__ import annotations
 
 from hvdtrain.config.exclusion import Exclusion, Values, above, among, no_effect, other_than
 from hvdtrain.config.plugins import is_dotted
+from hvdtrain.config.schema import Config
+from hvdtrain.extras.dense.keys import DenseKeys
+from hvdtrain.features import data, frameworks, lost, mesh, optim, tasks
 from hvdtrain.features.job_feature import Conflict, JobFeature
+from hvdtrain.features.of_extras import Added, AddedRows
+
+
+def _is_on(config: Config) -> bool:
+    return DenseKeys.of(config).dense != "none"
+
 
 # Each rank has the owner's part of all other training state (ZeRO stage 1 or 2).
 DENSE = JobFeature(
     key="parallel.dense",
-    on=lambda config: config.parallel.dense != "none",
+    is_of_own_loops=True,
+    arrangement="hvdtrain.extras.dense.arrangement:Dense",
+    on=_is_on,
     examples=("parallel.dense=a", "parallel.dense=b", "parallel.dense=c"),
     off="parallel.dense=none",
     why="a rank has gradients of its part of the dense layers for all samples",
@@ -57,7 +68,9 @@ DENSE = JobFeature(
 # turn, which its place says.
 DENSE_UPDATES = JobFeature(
     key="parallel.dense_updates",
-    on=lambda config: config.parallel.dense != "none" and config.parallel.dense_updates > 1,
+    on=lambda config: (
+        DenseKeys.of(config).dense != "none" and DenseKeys.of(config).dense_updates > 1
+    ),
     examples=("parallel.dense_updates=2 parallel.dense=c",),
     off="parallel.dense_updates=1",
     why="the dense part is updated several times in a step, the convolutions once",
@@ -66,7 +79,7 @@ DENSE_UPDATES = JobFeature(
             "parallel.dense_updates",
             above(1),
             without="parallel.dense=b or c",
-            when=lambda config: config.parallel.dense == "none",
+            when=lambda config: not _is_on(config),
         ),
     ),
     first=(
@@ -78,7 +91,7 @@ DENSE_UPDATES = JobFeature(
             where="parallel.dense_updates",
         ),
         Conflict(
-            lambda job: job.config.batch.size < job.config.parallel.dense_updates,
+            lambda job: job.config.batch.size < DenseKeys.of(job.config).dense_updates,
             what="batch {config.batch.size} does not split into the turns of {chosen}: some would "
             "have no sample",
             fix="parallel.dense_updates={config.batch.size} or fewer",
@@ -101,5 +114,48 @@ DENSE_UPDATES = JobFeature(
         ),  # by micro-batches
         Exclusion("recipe.gradient_noise", Values(lambda eta: eta > 0, 0.01)),
         Exclusion("data.sampling", other_than("global", "partition")),
+    ),
+)
+
+FEATURES = (Added((DENSE, DENSE_UPDATES), behind=mesh.MESH),)
+
+_KEY = "parallel.dense"
+_ANY = other_than("none", "a")
+ROWS = (
+    AddedRows(
+        (frameworks.JAX, frameworks.NUMPY, frameworks.KERAS),
+        frameworks.excluded(
+            {
+                _KEY: frameworks.Supported(("none",), "a"),
+                "parallel.dense_updates": frameworks.Supported((1,), 2),
+            }
+        ),
+        behind="parallel.sequence",
+    ),
+    AddedRows((optim.MUON,), (Exclusion(_KEY, _ANY),), behind="parallel.pipeline"),
+    AddedRows((optim.EMA,), (Exclusion(_KEY, _ANY, where="optim.ema"),), "parallel.pipeline"),
+    AddedRows((optim.THAW,), (Exclusion(_KEY, _ANY, where="model.thaw"),), "comm.local_steps"),
+    AddedRows((optim.LORA,), (Exclusion(_KEY, _ANY, where="model.lora"),), "parallel.tensor"),
+    AddedRows((data.PAD,), (Exclusion(_KEY, _ANY),), behind="parallel.sequence"),
+    AddedRows(
+        (data.PACK,),
+        (data.of_rows(_KEY, _ANY, "models of tokens alone are cut"),),
+        behind="parallel.pipeline",
+    ),
+    AddedRows((lost.SHRINK,), (lost.fewer_ranks(_KEY, _ANY),), behind="parallel.pipeline"),
+    AddedRows(
+        (tasks.IGNORED_LABEL,),
+        (
+            Exclusion(
+                "parallel.dense_updates",
+                above(1),
+                what="{set} needs the weight of each turn, and with task.ignore_label samples do "
+                "not all weigh the same",
+                fix="parallel.dense_updates=1, or leave task.ignore_label out",
+                words="parallel.dense=c",
+                why="the weight of a turn is not known",
+            ),
+        ),
+        behind="log.noise_scale",
     ),
 )

@@ -18,8 +18,7 @@ from hvdtrain.comm.mesh import Mesh
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Cut
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.stopwatch import Stopwatch
-from hvdtrain.frameworks.torch.parallel.dense.cut import (
+from hvdtrain.extras.dense.cut import (
     CutLayers,
     Exchange,
     Scheme,
@@ -28,6 +27,8 @@ from hvdtrain.frameworks.torch.parallel.dense.cut import (
     rows_of_turns,
     rows_of_updates,
 )
+from hvdtrain.extras.dense.keys import DenseKeys
+from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.frameworks.torch.parallel.zero import Zero, of_shards, total_over
 from hvdtrain.frameworks.torch.strategy import (
     Around,
@@ -356,7 +357,7 @@ class Hybrid(Around):
         """batch: samples of a step, for the summary, where they are known."""
         self._world = mesh.world
         self._cuts = model.cuts()
-        updates = config.parallel.dense_updates
+        updates = DenseKeys.of(config).dense_updates
         # else they have no gradient behind the last turn
         self._reduced = [p for _, p in named if p in self._cuts and updates == 1]
         stage: Literal[1, 2] = 2 if config.shard.stage == 2 else 1

@@ -8,16 +8,17 @@ from torch import nn
 
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import shown_bytes
+from hvdtrain.extras.dense.hybrid import HybridModel
+from hvdtrain.extras.dense.keys import DenseKeys
 from hvdtrain.frameworks.torch.communicators import PlannedCommunicator
 from hvdtrain.frameworks.torch.layer import Layer, LayerCut
-from hvdtrain.frameworks.torch.parallel.dense.hybrid import HybridModel
 
 
 def dense_cuts(
     model: nn.Module, config: Config, ranks: int, layers: Sequence[Layer]
 ) -> dict[str, LayerCut]:
     """Cuts of the layers of the dense part, whose neurons are on all ranks."""
-    scheme = config.parallel.dense
+    scheme = DenseKeys.of(config).dense
     assert scheme != "none", "arrangement_of() asks for it"
     hybrid = HybridModel(
         model,
@@ -40,6 +41,8 @@ def dense_cuts(
             else ""
         )
         found[name] = LayerCut(
-            "columns", f"{rows}neurons of all ranks, {shown_bytes(by_name[name].outputs)} a sample"
+            "columns",
+            f"{rows}neurons of all ranks, {shown_bytes(by_name[name].outputs)} a sample",
+            over_all=True,
         )
     return found

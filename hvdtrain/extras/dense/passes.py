@@ -13,11 +13,12 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.metrics import Sums, add_sums, zero_sums
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
+from hvdtrain.extras.dense.cut import turn_learning_rate
+from hvdtrain.extras.dense.hybrid import HybridModel
+from hvdtrain.extras.dense.keys import DenseKeys
 from hvdtrain.frameworks.torch.call import only_one
 from hvdtrain.frameworks.torch.inputs import DeviceBatch, samples_of
 from hvdtrain.frameworks.torch.optim import rule_optimizer
-from hvdtrain.frameworks.torch.parallel.dense.cut import turn_learning_rate
-from hvdtrain.frameworks.torch.parallel.dense.hybrid import HybridModel
 from hvdtrain.frameworks.torch.step import Passes, Update
 from hvdtrain.frameworks.torch.strategy import (
     OnePass,
@@ -57,7 +58,7 @@ class DenseUpdates(Passes):
         self._config = config
         self._model = model
         self._strategy = strategy
-        self._updates = config.parallel.dense_updates
+        self._updates = DenseKeys.of(config).dense_updates
         self._sample_weight = forward.task.sample_weight
         self._dense = [p for p in model.dense_parameters() if p.requires_grad]
         # whether a gradient of the step so far is not finite; of this rank

@@ -15,8 +15,7 @@ from torch import nn
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch.models import mlp
-from hvdtrain.frameworks.torch.parallel.dense.cut import (
+from hvdtrain.extras.dense.cut import (
     CutLayers,
     Exchange,
     Turn,
@@ -24,7 +23,8 @@ from hvdtrain.frameworks.torch.parallel.dense.cut import (
     rows_of_updates,
     turn_learning_rate,
 )
-from hvdtrain.frameworks.torch.parallel.dense.hybrid import HybridModel
+from hvdtrain.extras.dense.hybrid import HybridModel
+from hvdtrain.frameworks.torch.models import mlp
 
 slow = pytest.mark.slow
 STARTS = [

@@ -1,0 +1,64 @@
+"""The keys parallel.dense and parallel.dense_updates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from hvdtrain.config.section import Section
+
+if TYPE_CHECKING:  # the section that has these keys: super() is its class
+    from hvdtrain.config.schema import ParallelConfig as Parallel
+else:
+    Parallel = Section
+
+
+class DenseKeys(Parallel):
+    """How ranks have the dense layers at a model's end."""
+
+    section = "parallel"
+    behind = "sequence"
+    dividing = ("dense",)
+    owners: ClassVar[Mapping[str, tuple[str, Any]]] = {
+        "parallel.dense_updates": ("parallel.dense", "none")
+    }
+    dense: Literal["none", "a", "b", "c"] = Field(
+        default="none",
+        description="a, b, c: each rank has some of the neurons of the dense layers at a model's "
+        "end, for the samples of all ranks, and "
+        "all convolutions, for its own (Krizhevsky 2014, arXiv:1404.5997); a: the samples of all "
+        "ranks at once, b: one rank's after the "
+        "other's, c: 1 / ranks of each rank's at a time; none: whole. For models with a dense "
+        "part: alexnet, convnet (framework=torch)",
+    )
+    dense_updates: int = Field(
+        default=1,
+        ge=1,
+        le=10**6,
+        description="updates of the dense part in a step, with parallel.dense=b or c; the "
+        "convolutions have one (the variable batch, "
+        "Krizhevsky 2014, section 3.2). With 4, each is from a quarter of the batch (b), or from "
+        "every fourth of its samples (c), on any "
+        "number of ranks, at a quarter of the learning rate",
+    )
+
+    @property
+    def cut_by(self) -> str:
+        return super().cut_by or ("dense" if self.dense != "none" else "")
+
+    @property
+    def highest_stage(self) -> int:
+        return super().highest_stage if self.dense == "none" else 2
+
+    @property
+    def may_recompute(self) -> bool:
+        return super().may_recompute and self.dense == "none"
+
+    @property
+    def may_divide_passes(self) -> bool:
+        return super().may_divide_passes and self.dense_updates == 1
+
+
+KEYS = (DenseKeys,)
