@@ -24,7 +24,7 @@ from hvdtrain.__main__ import main
 from hvdtrain.config.read import configure
 from hvdtrain.data.source import Field, NamedArrays
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.torch import of_torch_module
+from hvdtrain.tasks.loss_modules import of_torch_module
 from hvdtrain.tasks.user_tasks import own_loss
 from hvdtrain.training.given import given_model, given_task, with_given
 from hvdtrain.training.replicas.user_code import module_digests, named_modules, object_digests

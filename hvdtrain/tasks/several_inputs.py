@@ -115,7 +115,8 @@ class SeveralInputs(AroundTask):
         return {**self.task.facts(), "inputs": inputs}
 
     def part(self, framework: str, model: ModelConfig, place: Place) -> Any:
-        from hvdtrain.tasks.torch import TorchFields, TorchFunctions, TorchOfFields
+        from hvdtrain.tasks.torch import TorchFields, TorchOfFields
+        from hvdtrain.tasks.torch_functions import TorchFunctions
 
         fields = TorchFields(self._transforms.each, place)
         part = self.task.part(framework, model, place)

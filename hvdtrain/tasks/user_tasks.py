@@ -106,7 +106,8 @@ class OwnLoss(Task):
         return len(found) >= 1 and found[0] == samples
 
     def torch(self, model: ModelConfig, place: Place) -> Part:
-        from hvdtrain.tasks.torch import TorchFunctions, TorchInputs
+        from hvdtrain.tasks.torch import TorchInputs
+        from hvdtrain.tasks.torch_functions import TorchFunctions
 
         _refuse_keys_of_classification(model)
         return TorchFunctions(
@@ -199,7 +200,7 @@ def examples_of(source: Source) -> Batch:
 def _loss(loss: Any, sources: tuple[Source, Source], where: str) -> Loss:
     """Raises UserError for what is no loss of each sample."""
     if is_torch_module(loss):
-        from hvdtrain.tasks.torch import of_torch_module
+        from hvdtrain.tasks.loss_modules import of_torch_module
 
         def never(value: int) -> bool:
             return all(_never(source, value) for source in sources)
@@ -299,7 +300,7 @@ class Measured(AroundTask):
 
     def _measured(self, framework: str) -> Any:
         if framework == "torch":
-            from hvdtrain.tasks.torch import TorchMeasured
+            from hvdtrain.tasks.torch_functions import TorchMeasured
 
             return TorchMeasured
         if framework == "jax":

@@ -19,7 +19,8 @@ from hvdtrain.frameworks.torch.inputs import DeviceBatch, Inputs
 from hvdtrain.frameworks.torch.precision import Precision
 from hvdtrain.frameworks.torch.private_api import BatchNorm
 from hvdtrain.tasks.task import Part, Task
-from hvdtrain.tasks.torch import MAIN_OUTPUTS, rows_of
+from hvdtrain.tasks.torch import MAIN_OUTPUTS
+from hvdtrain.tasks.torch_functions import rows_of
 
 ONE_VALUE = "more than 1 value per channel"  # in what a batch norm of torch raises
 WhenEmpty = Literal["skip", "call", "call with zeros"]

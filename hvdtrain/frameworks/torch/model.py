@@ -35,7 +35,7 @@ from hvdtrain.frameworks.torch.libraries.transformers import without_past
 from hvdtrain.frameworks.torch.norm import use_norm
 from hvdtrain.frameworks.torch.private_api import FakeTensor, TorchDispatchMode
 from hvdtrain.tasks.task import Part, Place, Task, part_of, wrong_shapes
-from hvdtrain.tasks.torch import check_alone
+from hvdtrain.tasks.torch_functions import check_alone
 
 
 def normed_model(config: Config, task: Task, communicator: Communicator) -> torch.nn.Module:
