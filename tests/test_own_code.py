@@ -22,7 +22,8 @@ from user_models_on_ranks import STRATEGIES
 import hvdtrain
 from hvdtrain.__main__ import main
 from hvdtrain.config.read import configure
-from hvdtrain.data.source import Field, NamedArrays
+from hvdtrain.data.field import Field
+from hvdtrain.data.source import NamedArrays
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.loss_modules import of_torch_module
 from hvdtrain.tasks.user_tasks import own_loss

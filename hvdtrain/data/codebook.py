@@ -12,7 +12,8 @@ import numpy as np
 
 from hvdtrain.core.arrays import Batch, digest
 from hvdtrain.core.progress import fold
-from hvdtrain.data.source import Field, LabelledImages, Source, check_indices
+from hvdtrain.data.field import Field
+from hvdtrain.data.source import LabelledImages, Source, check_indices
 from hvdtrain.data.subset import Subset
 from hvdtrain.errors import UserError
 

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hvdtrain.data.around_source import AroundSource
+from hvdtrain.data.field import Field, Padding
 from hvdtrain.data.ragged import LEAST, Ragged, mask_of
-from hvdtrain.data.source import AroundSource, Field, Foresight, Padding, Source, check_indices
+from hvdtrain.data.source import Foresight, Source, check_indices
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hvdtrain.core.arrays import digest
-from hvdtrain.data.source import Field, Padding, Source, check_indices, check_numbers
+from hvdtrain.data.field import Field, Padding, check_numbers
+from hvdtrain.data.source import Source, check_indices
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:

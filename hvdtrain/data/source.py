@@ -7,100 +7,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from hvdtrain.core.arrays import digest, digest_as
+from hvdtrain.core.arrays import digest
 from hvdtrain.core.progress import fold
 from hvdtrain.data.channel_stats import ChannelStats, channel_stats, sampled_stats
+from hvdtrain.data.field import Field, check_numbers, describe
+from hvdtrain.data.labels import digest_of_labels, first_outside, read_labels
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:
     from hvdtrain.core.arrays import Batch
 
-
 Split = Literal["train", "val"]
-_LABELS = 2**20  # that are looked at at once
 _MOST_AHEAD = 2**17  # samples that are known in advance: about 10 us of the processor each, once
 LARGE_BYTES = 2**30  # of arrays that are not read whole at the start of a job
-
-
-class Padding(NamedTuple):
-    """What stands behind the rows of a sample that is shorter than another one that is read with
-    it."""
-
-    value: float
-    mask: str  # the field, bool (T,), that says which rows are real; empty: this is a mask itself
-
-
-_TARGETS = ("y", "label", "labels", "target", "targets")
-
-
-def padded_by(field: str) -> str:
-    """The words that pad a field: targets by what torch's cross_entropy() ignores, since a 0 there
-    would be a class."""
-    return f"data.pad={{{field}: {-100 if field in _TARGETS else 0}}}"
-
-
-class Field(NamedTuple):
-    """What each sample has under one name."""
-
-    dtype: str  # as numpy calls it: "uint8", "int64", "float32"
-    shape: tuple[int, ...]  # of one sample
-    values: int = 0  # integers are in 0 ... values - 1; 0: any number
-    ignored: int | None = (
-        None  # a further value that integers may have: of samples that a task leaves out
-    )
-    padding: Padding | None = (
-        None  # samples have 0 to shape[0] rows: a read pads to the longest that it reads
-    )
-
-    def __str__(self) -> str:
-        below = f" below {self.values:,}" if self.values else ""
-        shape = (
-            f"{self.shape}"
-            if self.padding is None
-            else f"(up to {self.shape[0]}{''.join(f', {size}' for size in self.shape[1:])})"
-        )
-        return f"{self.dtype} {shape}{below}"
-
-    @property
-    def is_mask(self) -> bool:
-        """Whether it says which rows of another field are real."""
-        return self.padding is not None and not self.padding.mask
-
-    def fits(self, other: Field) -> bool:
-        """Whether a model for samples of this shape takes those of another field: of different
-        lengths those that are not longer."""
-        if self.padding is None or other.padding is None:
-            return self.shape == other.shape and self.padding == other.padding
-        return self.shape[1:] == other.shape[1:] and self.shape[0] >= other.shape[0]
-
-    def facts(self) -> list[Any]:
-        """Plain values of JSON, of which field_of_facts() makes it again."""
-        return [
-            self.dtype,
-            list(self.shape),
-            self.values,
-            *([] if self.padding is None else [list(self.padding)]),
-        ]
-
-
-def field_of_facts(facts: Sequence[Any]) -> Field:
-    """The field of Field.facts(). Raises TypeError or ValueError where they are none."""
-    dtype, shape, values, *padding = facts
-    found = Field(np.dtype(dtype).name, tuple(shape), values)
-    if not padding:
-        return found
-    value, mask = padding[0]
-    is_number = isinstance(value, (int, float)) and isinstance(mask, str)
-    if len(padding) > 1 or not is_number or not shape:
-        raise ValueError("impossible padding")
-    return found._replace(
-        padding=Padding(value, mask),
-        ignored=int(value) if values and not 0 <= value < values else None,
-    )
 
 
 class Foresight(NamedTuple):
@@ -300,74 +223,6 @@ class LabelledImages(Source):
         return {"labels": self.label_digest()}
 
 
-class AroundSource(Source):
-    """What a source that wraps another one takes from it: all but reading and labels."""
-
-    source: Source
-
-    @property
-    def fields(self) -> Mapping[str, Field]:
-        return self.source.fields
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def digests(self, seed: int) -> dict[str, str]:
-        return self.source.digests(seed)
-
-    def identity(self) -> dict[str, str]:
-        return self.source.identity()
-
-    def known_stats(self, name: str, indices: np.ndarray | None = None) -> np.ndarray | None:
-        return self.source.known_stats(name, indices)
-
-    def known_lengths(self, name: str) -> np.ndarray | None:
-        return self.source.known_lengths(name)
-
-    @property
-    def foresight(self) -> Foresight | None:
-        return self.source.foresight
-
-    def expect(self, indices: np.ndarray, anew: bool) -> None:
-        self.source.expect(indices, anew)
-
-    @property
-    def reads_from_memory(self) -> bool:
-        return self.source.reads_from_memory
-
-    @property
-    def reads_in_process(self) -> bool:
-        return self.source.reads_in_process
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return self.source.notes
-
-    @property
-    def nested_inputs(self) -> tuple[str, ...]:
-        return self.source.nested_inputs
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        return self.source.class_names
-
-    @property
-    def columns(self) -> Mapping[str, Sequence[str]]:
-        return self.source.columns
-
-
-def inner_source(source: Source) -> Source | None:
-    """The source that another one is around, or part of; None of one that reads by itself."""
-    found: Source | None = getattr(source, "source", None)
-    return found
-
-
-def where_of(source: Source) -> str:
-    """What messages call a source: its path or name."""
-    inner = inner_source(source)
-    return source.where or ("data.name" if inner is None else where_of(inner))
-
-
 _DIGEST_IMAGES = 64
 _DIGEST_VALUES = 2**24  # at most: 0.1 s of large JPEG files
 _DRAWN = 0x64726177  # a stream of counters apart from those of the sampler
@@ -403,7 +258,7 @@ class NamedArrays(Source):
         lengths = {name: len(array) if array.ndim else -1 for name, array in self.arrays.items()}
         if not lengths or min(lengths.values()) < 0 or len(set(lengths.values())) > 1:
             shown = (
-                ", ".join(f"{name} {_describe(array)}" for name, array in self.arrays.items())
+                ", ".join(f"{name} {describe(array)}" for name, array in self.arrays.items())
                 or "none"
             )
             raise UserError(
@@ -463,66 +318,6 @@ def _rows_of_digest(samples: int) -> np.ndarray:
     return np.unique(fold(np.arange(4096, dtype=np.uint64)) % np.uint64(samples)).astype(np.int64)
 
 
-def check_numbers(
-    name: str, array: np.ndarray, field: Field, where: str, samples: np.ndarray | None = None
-) -> None:
-    """Raises UserError where one is not finite, or is no integer that the field may have; reads
-    about 16 MB at once.
-
-    samples: the numbers of the rows, for the message; None: from 0 on.
-    """
-    if array.dtype.kind not in "iufb":
-        raise UserError(
-            f"field {name} is {_describe(array)}, expected numbers",
-            where,
-            "convert it to integers or floats",
-        )
-    is_float = array.dtype.kind == "f"
-    # the model gets integers as int64
-    values = field.values or (2**63 if array.dtype == np.uint64 else 0)
-    if not is_float and not values:
-        return
-    rows = max(1, 2**24 // max(1, array[:1].nbytes))
-    for start in range(0, len(array), rows):
-        part = array[start : start + rows]
-        wrong = ~np.isfinite(part) if is_float else (part < 0) | (part >= values)
-        if not is_float and field.ignored is not None:
-            wrong &= part != field.ignored
-        if wrong.any():
-            first = tuple(int(axis[0]) for axis in np.nonzero(wrong))
-            expected = "a finite number" if is_float else f"0 to {values - 1}"
-            sample = start + first[0] if samples is None else samples[start + first[0]]
-            fix = (
-                "replace it, or leave the sample out"
-                if is_float
-                else _fix_of_integers(name, values, int(part[first]), len(field.shape))
-            )
-            raise UserError(
-                f"field {name} of sample {sample} has {part[first]}, expected {expected}",
-                where,
-                fix,
-            )
-
-
-def _fix_of_integers(name: str, values: int, wrong: int, axes: int) -> str:
-    if values == 2**63:
-        return "convert it to floats, or subtract a number: the model gets integers as int64"
-    if name != "y":
-        return "count from 0; `values` of the field is how many there are"
-    fix = f"labels count from 0 to {values - 1}: y - 1 where they begin at 1"
-    if axes == 1:  # several labels of a sample
-        return fix
-    if axes > 1:
-        return (
-            f"{fix}; where {wrong} stands for no class, task.ignore_label={wrong} of "
-            "task.name=segmentation, which keeps these pixels out of loss and metrics"
-        )
-    return (
-        f"{fix}, leave the sample out where it has no class, or task.ignore_label={wrong} of "
-        "task.name=classification, which keeps these samples out of loss and metrics"
-    )
-
-
 @dataclass(frozen=True, eq=False)
 class ArraySource(LabelledImages):
     """A source in memory, or in a memory-mapped file. Raises UserError where the arrays are not as
@@ -539,12 +334,12 @@ class ArraySource(LabelledImages):
     def __post_init__(self) -> None:
         if self.x.dtype != np.uint8 or self.x.ndim != 4 or 0 in self.x.shape:
             raise UserError(
-                f"images are {_describe(self.x)}, expected uint8 (n, H, W, C) with no dimension 0",
+                f"images are {describe(self.x)}, expected uint8 (n, H, W, C) with no dimension 0",
                 self.where,
             )
         if self.y.dtype.kind not in "iu" or self.y.shape != self.x.shape[:1]:
             raise UserError(
-                f"labels are {_describe(self.y)}, expected integers ({len(self.x)},), one for "
+                f"labels are {describe(self.y)}, expected integers ({len(self.x)},), one for "
                 "each image",
                 self.where,
             )
@@ -578,38 +373,6 @@ class ArraySource(LabelledImages):
         return digest({"x": self.x})
 
 
-def digest_of_labels(y: np.ndarray) -> str:
-    """A digest of integers (n,), the same for any type: 0.02 s for ten million labels."""
-    return digest_as("<i8", "y", y)
-
-
-def first_outside(y: np.ndarray, classes: int) -> int | None:
-    """Which of the labels, integers (n,), is the first that is not in 0..classes-1; a piece at a
-    time: they may be mapped from a file."""
-    for start in range(0, len(y), _LABELS):
-        part = y[start : start + _LABELS]
-        wrong = np.flatnonzero((part < 0) | (part >= classes))
-        if len(wrong):
-            return start + int(wrong[0])
-    return None
-
-
-def read_labels(y: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """The labels of some samples, as a batch has them: int64. All of them are kept in the type that
-    the data have."""
-    return y[indices].astype(np.int64, copy=False)
-
-
-def smallest(y: np.ndarray) -> np.ndarray:
-    """Integers (n,) in the smallest type that has them: a byte for each label of up to 256
-    classes."""
-    return (
-        y.astype(np.result_type(np.min_scalar_type(y.min()), np.min_scalar_type(y.max())))
-        if len(y)
-        else y
-    )
-
-
 def arrays_in_memory(source: Source) -> Mapping[str, np.ndarray] | None:
     """The whole arrays of a source by field, where reading a sample is a copy from them; else
     None."""
@@ -622,7 +385,3 @@ def check_indices(indices: np.ndarray, samples: int) -> None:
     """Raises IndexError where an index is not in 0 ... samples - 1."""
     if len(indices) and not 0 <= indices.min() <= indices.max() < samples:
         raise IndexError(f"samples {indices.min()}..{indices.max()} of {samples}")
-
-
-def _describe(array: np.ndarray) -> str:
-    return f"{array.dtype} {array.shape}"

@@ -11,11 +11,11 @@ import numpy as np
 
 from hvdtrain.core.arrays import digest
 from hvdtrain.core.progress import fold
+from hvdtrain.data.around_source import AroundSource
 from hvdtrain.data.channel_stats import ChannelStats
+from hvdtrain.data.field import Field
 from hvdtrain.data.source import (
-    AroundSource,
     ArraySource,
-    Field,
     Foresight,
     LabelledImages,
     NamedArrays,

@@ -30,7 +30,7 @@ import numpy as np
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.import_torchvision import define_missing_operators
 from hvdtrain.core.own_line import own_line
-from hvdtrain.data.source import Field
+from hvdtrain.data.field import Field
 from hvdtrain.errors import UserError, first_line
 
 _SHARED_BYTES = 2**23  # of a worker's samples

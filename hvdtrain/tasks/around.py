@@ -9,7 +9,8 @@ from typing import Any
 from hvdtrain.config.schema import ModelConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric
-from hvdtrain.data.source import Field, Source
+from hvdtrain.data.field import Field
+from hvdtrain.data.source import Source
 from hvdtrain.tasks.inputs import Transform, Transforms
 from hvdtrain.tasks.rows import Rows
 from hvdtrain.tasks.task import FRAMEWORKS, Place, Task

@@ -13,7 +13,8 @@ import numpy as np
 from hvdtrain.config.schema import ModelConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric, ratio
-from hvdtrain.data.source import Field, LabelledImages, Source
+from hvdtrain.data.field import Field
+from hvdtrain.data.source import LabelledImages, Source
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.inputs import Transform, check_stats, input_stats, is_image
 from hvdtrain.tasks.label_counts import LossForm, notes_on_gaps, right_terms

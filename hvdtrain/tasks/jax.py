@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hvdtrain.data.source import Field
+from hvdtrain.data.field import Field
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.inputs import Transform
 from hvdtrain.tasks.label_counts import LossForm, edges_of_bins, right_terms, terms

@@ -14,9 +14,10 @@ import numpy as np
 from hvdtrain.config.schema import ModelConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric, Sums, ratio
+from hvdtrain.data.field import Field, field_of_facts
 from hvdtrain.data.packed import SEGMENTS, is_packed, segment_fields
 from hvdtrain.data.ragged import padded_fields
-from hvdtrain.data.source import Field, Source, field_of_facts
+from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.rows import Rows, rows_of_tokens
 from hvdtrain.tasks.task import Part, Place, Task, find_field

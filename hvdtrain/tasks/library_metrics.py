@@ -15,7 +15,7 @@ import numpy as np
 
 from hvdtrain.core.metrics import Parts
 from hvdtrain.core.own_line import own_line
-from hvdtrain.data.source import Padding
+from hvdtrain.data.field import Padding
 from hvdtrain.errors import BUG, UserError, exit_code_of, first_line
 
 Inputs = Callable[[Any, Mapping[str, Any]], tuple[Any, Any]]  # (outputs, batch) -> (preds, target)

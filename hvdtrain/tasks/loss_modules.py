@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvdtrain.data.source import Field
+from hvdtrain.data.field import Field
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.user_functions import (
     Loss,

@@ -9,7 +9,7 @@ from typing import Any
 from hvdtrain.config.schema import ModelConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric, ratio
-from hvdtrain.data.source import Field
+from hvdtrain.data.field import Field
 from hvdtrain.tasks.around import DelegatingTask
 from hvdtrain.tasks.inputs import Transform
 from hvdtrain.tasks.rows import Rows

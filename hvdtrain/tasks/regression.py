@@ -12,7 +12,8 @@ import numpy as np
 from hvdtrain.config.schema import ModelConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric, Sums, ratio
-from hvdtrain.data.source import Field, Source
+from hvdtrain.data.field import Field
+from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.inputs import Transform, check_stats, column_stats, input_stats
 from hvdtrain.tasks.task import Each, NumpyPart, Part, Place, Task, find_field, is_users_model

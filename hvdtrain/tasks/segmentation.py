@@ -13,7 +13,8 @@ import numpy as np
 from hvdtrain.config.schema import ModelConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric, Sums, ratio
-from hvdtrain.data.source import Field, Source, arrays_in_memory
+from hvdtrain.data.field import Field
+from hvdtrain.data.source import Source, arrays_in_memory
 from hvdtrain.data.subset import Subset
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.inputs import Transform, check_stats, input_stats, is_image, without_stats

@@ -12,8 +12,10 @@ import numpy as np
 
 from hvdtrain.config.schema import ModelConfig
 from hvdtrain.core.arrays import Batch
+from hvdtrain.data.around_source import AroundSource
+from hvdtrain.data.field import Field, field_of_facts
 from hvdtrain.data.own.arrays import has_channels_first
-from hvdtrain.data.source import AroundSource, Field, NamedArrays, Source, field_of_facts
+from hvdtrain.data.source import NamedArrays, Source
 from hvdtrain.data.subset import Subset
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.around import AroundTask

@@ -13,7 +13,8 @@ from hvdtrain.config.plugins import is_dotted
 from hvdtrain.config.schema import Config, ModelConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric, Parts
-from hvdtrain.data.source import Field, Source
+from hvdtrain.data.field import Field
+from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.inputs import Transform, Transforms
 from hvdtrain.tasks.rows import Rows, rows_of_numbers

@@ -13,7 +13,8 @@ import numpy as np
 from hvdtrain.config.schema import ModelConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric, Parts, Sums, ratio
-from hvdtrain.data.source import Field, Source, arrays_in_memory, field_of_facts
+from hvdtrain.data.field import Field, field_of_facts
+from hvdtrain.data.source import Source, arrays_in_memory
 from hvdtrain.errors import UserError, nearest
 from hvdtrain.tasks.around import AroundTask
 from hvdtrain.tasks.inputs import ColumnStats, Transform, input_stats, transform_of_facts

@@ -9,8 +9,9 @@ from typing import Any
 
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
+from hvdtrain.data.field import Field
 from hvdtrain.data.own.arrays import TARGETS
-from hvdtrain.data.source import Field, Source
+from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError, nearest
 from hvdtrain.tasks.task import is_users_model
 from hvdtrain.tasks.user_functions import is_torch_module

@@ -13,17 +13,12 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.on_all_ranks import long_on_rank_0, on_rank_0
 from hvdtrain.config.schema import Config, ParallelConfig, ShardConfig
 from hvdtrain.core.arrays import Arrays, Batch
+from hvdtrain.data.around_source import AroundSource
+from hvdtrain.data.field import Field, Padding, check_numbers
 from hvdtrain.data.own.arrays import TARGETS, as_images, is_array
 from hvdtrain.data.own.as_source import as_source
 from hvdtrain.data.packed import PADDING, TOKENS, each_alone, is_packed
-from hvdtrain.data.source import (
-    AroundSource,
-    Field,
-    Padding,
-    Source,
-    arrays_in_memory,
-    check_numbers,
-)
+from hvdtrain.data.source import Source, arrays_in_memory
 from hvdtrain.errors import MEMORY, UserError, exit_code_of
 from hvdtrain.frameworks.learner import Learner, check_fit
 from hvdtrain.optim.around import averages

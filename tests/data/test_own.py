@@ -32,17 +32,12 @@ from waiting import wait_until
 
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch
+from hvdtrain.data.around_source import inner_source
+from hvdtrain.data.field import Field
 from hvdtrain.data.own.as_source import as_declared, as_source
 from hvdtrain.data.own.dataset import DatasetSource
 from hvdtrain.data.own.user_source import user_source
-from hvdtrain.data.source import (
-    ArraySource,
-    Field,
-    LabelledImages,
-    NamedArrays,
-    Source,
-    inner_source,
-)
+from hvdtrain.data.source import ArraySource, LabelledImages, NamedArrays, Source
 from hvdtrain.data.subset import divide
 from hvdtrain.errors import UserError
 from hvdtrain.training.build import build_task

@@ -12,15 +12,9 @@ from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import Progress
+from hvdtrain.data.around_source import AroundSource
 from hvdtrain.data.sampler import positions_of_rank
-from hvdtrain.data.source import (
-    AroundSource,
-    ArraySource,
-    Foresight,
-    LabelledImages,
-    NamedArrays,
-    Source,
-)
+from hvdtrain.data.source import ArraySource, Foresight, LabelledImages, NamedArrays, Source
 from hvdtrain.training.build import build_learner, build_recipe, build_task
 from hvdtrain.training.input import Prefetcher
 

@@ -19,10 +19,11 @@ from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.core.progress import fold
 from hvdtrain.data.channel_stats import channel_stats
 from hvdtrain.data.datasets import cifar, digits, idx, synthetic
+from hvdtrain.data.labels import smallest
 from hvdtrain.data.own import arrays
 from hvdtrain.data.own.as_source import as_source
 from hvdtrain.data.own.dataset import labels_of
-from hvdtrain.data.source import ArraySource, Source, smallest
+from hvdtrain.data.source import ArraySource, Source
 from hvdtrain.data.subset import SubsetOfImages, divide, relabelled, validation_mask
 from hvdtrain.errors import UserError
 

@@ -13,8 +13,8 @@ import torch
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
+from hvdtrain.data.field import Field
 from hvdtrain.data.images.views import VIEWS, Views, make_views
-from hvdtrain.data.source import Field
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner

@@ -14,7 +14,7 @@ from ranks import FULL, needs_extra, needs_mpirun
 from hvdtrain.cli.plan import forecast
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
-from hvdtrain.data.source import Field
+from hvdtrain.data.field import Field
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.footprint import Footprint, PlannedStep
 from hvdtrain.frameworks.torch.build import footprint

@@ -22,7 +22,7 @@ from hvdtrain.comm.communicator import (
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Arrays, Batch
 from hvdtrain.core.progress import Hyper
-from hvdtrain.data.source import Field
+from hvdtrain.data.field import Field
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.tasks.language import Language

@@ -18,7 +18,7 @@ from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch, digest
 from hvdtrain.core.progress import Hyper
-from hvdtrain.data.source import Field
+from hvdtrain.data.field import Field
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.jax.layers import Functions
 from hvdtrain.frameworks.jax.models.gpt import build

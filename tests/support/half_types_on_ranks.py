@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Hyper
-from hvdtrain.data.source import Field
+from hvdtrain.data.field import Field
 from hvdtrain.tasks.classification import without_statistics
 from hvdtrain.tasks.language import Language
 from hvdtrain.training.build import build_learner

@@ -20,7 +20,7 @@ from hvdtrain.config.lengths import read_length
 from hvdtrain.config.read import configure
 from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import Hyper
-from hvdtrain.data.source import Field
+from hvdtrain.data.field import Field
 from hvdtrain.frameworks.footprint import PlannedStep
 from hvdtrain.frameworks.torch.predict_memory import LiveStorages, mark, planned_work
 from hvdtrain.tasks.classification import without_statistics

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.core.metrics import Metric, ratio
-from hvdtrain.data.source import Field, NamedArrays, Source
+from hvdtrain.data.field import Field
+from hvdtrain.data.source import NamedArrays, Source
 from hvdtrain.tasks import classification
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.tasks.task import Each

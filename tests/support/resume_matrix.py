@@ -23,7 +23,8 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.placement import placement
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch
-from hvdtrain.data.source import AroundSource, Source
+from hvdtrain.data.around_source import AroundSource
+from hvdtrain.data.source import Source
 from hvdtrain.training.build import connect
 from hvdtrain.training.datasets import Datasets, open_datasets
 from hvdtrain.training.health.heartbeat import Heartbeat

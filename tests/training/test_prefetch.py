@@ -17,7 +17,8 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch, digests
 from hvdtrain.core.progress import Progress
 from hvdtrain.data.datasets.text import Windows
-from hvdtrain.data.source import ArraySource, Field, Source
+from hvdtrain.data.field import Field
+from hvdtrain.data.source import ArraySource, Source
 from hvdtrain.data.subset import subset
 from hvdtrain.errors import UserError
 from hvdtrain.training.build import build_learner, build_recipe, build_task

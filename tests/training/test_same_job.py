@@ -17,7 +17,7 @@ from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import digest
 from hvdtrain.data.datasets import synthetic
-from hvdtrain.data.source import digest_of_labels
+from hvdtrain.data.labels import digest_of_labels
 from hvdtrain.errors import UserError
 from hvdtrain.training.replicas import same_job
 from hvdtrain.training.replicas.same_job import check_same_facts

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hvdtrain.comm.on_all_ranks import on_rank_0
+from hvdtrain.data.around_source import AroundSource
+from hvdtrain.data.field import Field
 from hvdtrain.data.images.image_source import ImageSource
-from hvdtrain.data.source import AroundSource, Field, Source
+from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError, short
 from hvdtrain.training.evaluate import predict as predict_samples
 from hvdtrain.training.run_rank import Rank

@@ -18,8 +18,8 @@ from hvdtrain.core.folder import Folder
 from hvdtrain.data.codebook import Codebook
 from hvdtrain.data.configured.unwritten import unstaged
 from hvdtrain.data.datasets.text import decode
+from hvdtrain.data.field import Field
 from hvdtrain.data.sampler import permutation
-from hvdtrain.data.source import Field
 from hvdtrain.data.tokenizer import read_tokenizer
 from hvdtrain.errors import DONE, UserError, short
 from hvdtrain.frameworks.learner import Sampler

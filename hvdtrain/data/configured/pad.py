@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from hvdtrain.config.schema import Config
+from hvdtrain.data.field import Padding
 from hvdtrain.data.packed import PADDING, packed
-from hvdtrain.data.source import Padding, Source
+from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
 
 

@@ -8,9 +8,10 @@ import numpy as np
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.config.section import is_object
+from hvdtrain.data.around_source import inner_source
 from hvdtrain.data.ragged import PaddedArrays
 from hvdtrain.data.sampler import WeightedDraws
-from hvdtrain.data.source import Source, arrays_in_memory, inner_source
+from hvdtrain.data.source import Source, arrays_in_memory
 from hvdtrain.data.stored.source import stored_in
 from hvdtrain.data.subset import Subset
 from hvdtrain.errors import UserError

@@ -30,7 +30,8 @@ from hvdtrain.data.images.image_source import (
     left_out_note,
 )
 from hvdtrain.data.images.pack import pack
-from hvdtrain.data.source import LabelledImages, Split, smallest
+from hvdtrain.data.labels import smallest
+from hvdtrain.data.source import LabelledImages, Split
 from hvdtrain.errors import UserError, short
 
 _FOLDERS: dict[Split, tuple[str, ...]] = {"train": ("train",), "val": ("val", "validation", "test")}

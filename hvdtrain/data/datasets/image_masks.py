@@ -13,6 +13,7 @@ import numpy as np
 from hvdtrain.config.read import expand
 from hvdtrain.core.arrays import digest
 from hvdtrain.core.progress import fold
+from hvdtrain.data.field import Field
 from hvdtrain.data.files.folders import check_folder
 from hvdtrain.data.images.decode import (
     Undecoded,
@@ -23,7 +24,7 @@ from hvdtrain.data.images.decode import (
     read_file,
 )
 from hvdtrain.data.images.image_source import find_images, left_out_note
-from hvdtrain.data.source import Field, Source, Split, check_indices
+from hvdtrain.data.source import Source, Split, check_indices
 from hvdtrain.errors import UserError, short
 
 if TYPE_CHECKING:

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.data.field import padded_by
 from hvdtrain.data.files.staging import Staging
 from hvdtrain.data.own.arrays import TARGETS, from_arrow, is_index
-from hvdtrain.data.source import Source, Split, padded_by
+from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.build import Wanted, build_stored
 from hvdtrain.data.stored.files import FileOnDisk, cut_off
 from hvdtrain.data.stored.selection import Box

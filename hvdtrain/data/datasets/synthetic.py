@@ -13,7 +13,8 @@ import numpy as np
 from hvdtrain.core.progress import fold
 from hvdtrain.data.channel_stats import ChannelStats, stats_of_images
 from hvdtrain.data.files.staging import Staging
-from hvdtrain.data.source import LabelledImages, Split, check_indices, digest_of_labels
+from hvdtrain.data.labels import digest_of_labels
+from hvdtrain.data.source import LabelledImages, Split, check_indices
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:

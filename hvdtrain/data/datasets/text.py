@@ -12,8 +12,9 @@ import numpy as np
 from hvdtrain.config.read import expand
 from hvdtrain.core.arrays import digest
 from hvdtrain.core.folder import check_regular
+from hvdtrain.data.field import Field
 from hvdtrain.data.files.staging import Staging
-from hvdtrain.data.source import Field, Source, Split, check_indices
+from hvdtrain.data.source import Source, Split, check_indices
 from hvdtrain.data.tokenizer import Tokenizer, read_tokenizer
 from hvdtrain.errors import UserError
 

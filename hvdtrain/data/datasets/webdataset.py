@@ -22,7 +22,8 @@ from hvdtrain.data.images.decode import check_image_options, height_and_width
 from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.images.pack import pack
 from hvdtrain.data.images.tar_index import index_samples, name_at
-from hvdtrain.data.source import LabelledImages, Split, first_outside, smallest
+from hvdtrain.data.labels import first_outside, smallest
+from hvdtrain.data.source import LabelledImages, Split
 from hvdtrain.errors import UserError, short
 
 _SPLITS: dict[Split, tuple[str, ...]] = {"train": ("train",), "val": ("val", "validation", "test")}

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hvdtrain.config.schema import AugmentConfig
+from hvdtrain.data.around_source import AroundSource
 from hvdtrain.data.images.augment import AugmentationParameters, draw
 from hvdtrain.data.images.operations import HostArrays, is_geometric, moved_pixels
 from hvdtrain.data.images.resized_crop import WEIGHT_ONE, interpolate_box
-from hvdtrain.data.source import AroundSource, Source
+from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:

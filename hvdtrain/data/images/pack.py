@@ -31,7 +31,8 @@ from hvdtrain.data.files.npy import (
     write_npy,
 )
 from hvdtrain.data.images.image_source import ImageSource
-from hvdtrain.data.source import ArraySource, LabelledImages, check_indices, read_labels
+from hvdtrain.data.labels import read_labels
+from hvdtrain.data.source import ArraySource, LabelledImages, check_indices
 from hvdtrain.data.worker_pool import WorkerPool
 from hvdtrain.errors import UserError
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hvdtrain.config.schema import Config
-from hvdtrain.data.source import Field
+from hvdtrain.data.field import Field
 from hvdtrain.errors import UserError
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.core.folder import check_regular
+from hvdtrain.data.field import padded_by
 from hvdtrain.data.ragged import Ragged
-from hvdtrain.data.source import LARGE_BYTES, ArraySource, NamedArrays, Source, padded_by
+from hvdtrain.data.source import LARGE_BYTES, ArraySource, NamedArrays, Source
 from hvdtrain.data.subset import SubsetOfImages
 from hvdtrain.errors import UserError, first_line
 

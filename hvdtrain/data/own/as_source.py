@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import numpy as np
 
+from hvdtrain.data.around_source import AroundSource, inner_source, where_of
+from hvdtrain.data.field import Field, Padding, check_numbers
 from hvdtrain.data.own.arrays import (
     columns_of_frame,
     columns_of_hugging_face,
@@ -25,17 +27,7 @@ from hvdtrain.data.own.dataset import DatasetSource, from_dataset
 from hvdtrain.data.own.sequences import from_ragged, is_ragged
 from hvdtrain.data.own.user_source import MEMBERS, user_source
 from hvdtrain.data.ragged import PaddedArrays
-from hvdtrain.data.source import (
-    AroundSource,
-    Field,
-    LabelledImages,
-    NamedArrays,
-    Padding,
-    Source,
-    check_numbers,
-    inner_source,
-    where_of,
-)
+from hvdtrain.data.source import LabelledImages, NamedArrays, Source
 from hvdtrain.data.subset import Subset
 from hvdtrain.errors import UserError
 

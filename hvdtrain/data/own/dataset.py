@@ -13,6 +13,8 @@ import numpy as np
 
 from hvdtrain.core.arrays import Batch, digest
 from hvdtrain.core.progress import fold
+from hvdtrain.data.field import Field, Padding
+from hvdtrain.data.labels import smallest
 from hvdtrain.data.own.samples import (
     Samples,
     evaluation_seeds,
@@ -24,7 +26,7 @@ from hvdtrain.data.own.samples import (
     with_longest,
 )
 from hvdtrain.data.ragged import LEAST, mask_of, padded_fields, padded_length
-from hvdtrain.data.source import Field, Padding, Source, check_indices, smallest
+from hvdtrain.data.source import Source, check_indices
 from hvdtrain.data.worker_pool import WorkerPool
 from hvdtrain.errors import UserError
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hvdtrain.data.channel_stats import ChannelStats
-from hvdtrain.data.source import Field, Foresight, LabelledImages, Source
+from hvdtrain.data.field import Field
+from hvdtrain.data.source import Foresight, LabelledImages, Source
 
 if TYPE_CHECKING:
     from hvdtrain.core.arrays import Batch

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.config.read import expand
+from hvdtrain.data.field import Field
 from hvdtrain.data.own.arrays import TARGETS, has_channels_first
 from hvdtrain.data.own.as_source import CheckedSource
-from hvdtrain.data.source import Field, Source, Split
+from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.cache import BlockCache
 from hvdtrain.data.stored.files import FileOnDisk, files_of_split
 from hvdtrain.data.stored.images import images_of

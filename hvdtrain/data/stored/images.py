@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hvdtrain.data.channel_stats import ChannelStats, sampled_stats, stats_of_images
+from hvdtrain.data.labels import read_labels
 from hvdtrain.data.own.arrays import MOST_CLASSES, as_images
-from hvdtrain.data.source import LARGE_BYTES, Foresight, LabelledImages, read_labels
+from hvdtrain.data.source import LARGE_BYTES, Foresight, LabelledImages
 from hvdtrain.data.stored.source import StoredSource
 
 if TYPE_CHECKING:

@@ -15,15 +15,10 @@ import numpy as np
 
 from hvdtrain.core.arrays import digest
 from hvdtrain.core.progress import fold
-from hvdtrain.data.source import (
-    Field,
-    Foresight,
-    Source,
-    check_indices,
-    check_numbers,
-    inner_source,
-    smallest,
-)
+from hvdtrain.data.around_source import inner_source
+from hvdtrain.data.field import Field, check_numbers
+from hvdtrain.data.labels import smallest
+from hvdtrain.data.source import Foresight, Source, check_indices
 from hvdtrain.data.stored.ahead import SamplesAhead
 from hvdtrain.data.stored.cache import BlockCache
 from hvdtrain.data.stored.selection import Selection

@@ -18,7 +18,7 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
 from hvdtrain.config.section import class_of_object, is_object
 from hvdtrain.core.progress import fold
-from hvdtrain.data.source import Field
+from hvdtrain.data.field import Field
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks import by_name
 from hvdtrain.frameworks.jax.layers import Block, Functions, Params

@@ -20,7 +20,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.adapters import is_adapter, merged
 from hvdtrain.core.arrays import Arrays, Batch
 from hvdtrain.core.own_line import own_line
-from hvdtrain.data.source import Field
+from hvdtrain.data.field import Field
 from hvdtrain.errors import UserError, short
 from hvdtrain.frameworks import by_name
 from hvdtrain.frameworks.torch import lora

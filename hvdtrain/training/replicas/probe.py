@@ -16,7 +16,7 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import BatchConfig, Config
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import fold
-from hvdtrain.data.source import Field
+from hvdtrain.data.field import Field
 from hvdtrain.errors import Diverged
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.tasks.task import Task

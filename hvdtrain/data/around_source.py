@@ -1,0 +1,78 @@
+"""Sources that wrap another one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from hvdtrain.data.field import Field
+from hvdtrain.data.source import Foresight, Source
+
+
+class AroundSource(Source):
+    """What a source that wraps another one takes from it: all but reading and labels."""
+
+    source: Source
+
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        return self.source.fields
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def digests(self, seed: int) -> dict[str, str]:
+        return self.source.digests(seed)
+
+    def identity(self) -> dict[str, str]:
+        return self.source.identity()
+
+    def known_stats(self, name: str, indices: np.ndarray | None = None) -> np.ndarray | None:
+        return self.source.known_stats(name, indices)
+
+    def known_lengths(self, name: str) -> np.ndarray | None:
+        return self.source.known_lengths(name)
+
+    @property
+    def foresight(self) -> Foresight | None:
+        return self.source.foresight
+
+    def expect(self, indices: np.ndarray, anew: bool) -> None:
+        self.source.expect(indices, anew)
+
+    @property
+    def reads_from_memory(self) -> bool:
+        return self.source.reads_from_memory
+
+    @property
+    def reads_in_process(self) -> bool:
+        return self.source.reads_in_process
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self.source.notes
+
+    @property
+    def nested_inputs(self) -> tuple[str, ...]:
+        return self.source.nested_inputs
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return self.source.class_names
+
+    @property
+    def columns(self) -> Mapping[str, Sequence[str]]:
+        return self.source.columns
+
+
+def inner_source(source: Source) -> Source | None:
+    """The source that another one is around, or part of; None of one that reads by itself."""
+    found: Source | None = getattr(source, "source", None)
+    return found
+
+
+def where_of(source: Source) -> str:
+    """What messages call a source: its path or name."""
+    inner = inner_source(source)
+    return source.where or ("data.name" if inner is None else where_of(inner))

@@ -1,0 +1,151 @@
+"""What each sample has under one name, and the check of its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvdtrain.errors import UserError
+
+
+class Padding(NamedTuple):
+    """What stands behind the rows of a sample that is shorter than another one that is read with
+    it."""
+
+    value: float
+    mask: str  # the field, bool (T,), that says which rows are real; empty: this is a mask itself
+
+
+_TARGETS = ("y", "label", "labels", "target", "targets")
+
+
+def padded_by(field: str) -> str:
+    """The words that pad a field: targets by what torch's cross_entropy() ignores, since a 0 there
+    would be a class."""
+    return f"data.pad={{{field}: {-100 if field in _TARGETS else 0}}}"
+
+
+class Field(NamedTuple):
+    """What each sample has under one name."""
+
+    dtype: str  # as numpy calls it: "uint8", "int64", "float32"
+    shape: tuple[int, ...]  # of one sample
+    values: int = 0  # integers are in 0 ... values - 1; 0: any number
+    ignored: int | None = (
+        None  # a further value that integers may have: of samples that a task leaves out
+    )
+    padding: Padding | None = (
+        None  # samples have 0 to shape[0] rows: a read pads to the longest that it reads
+    )
+
+    def __str__(self) -> str:
+        below = f" below {self.values:,}" if self.values else ""
+        shape = (
+            f"{self.shape}"
+            if self.padding is None
+            else f"(up to {self.shape[0]}{''.join(f', {size}' for size in self.shape[1:])})"
+        )
+        return f"{self.dtype} {shape}{below}"
+
+    @property
+    def is_mask(self) -> bool:
+        """Whether it says which rows of another field are real."""
+        return self.padding is not None and not self.padding.mask
+
+    def fits(self, other: Field) -> bool:
+        """Whether a model for samples of this shape takes those of another field: of different
+        lengths those that are not longer."""
+        if self.padding is None or other.padding is None:
+            return self.shape == other.shape and self.padding == other.padding
+        return self.shape[1:] == other.shape[1:] and self.shape[0] >= other.shape[0]
+
+    def facts(self) -> list[Any]:
+        """Plain values of JSON, of which field_of_facts() makes it again."""
+        return [
+            self.dtype,
+            list(self.shape),
+            self.values,
+            *([] if self.padding is None else [list(self.padding)]),
+        ]
+
+
+def field_of_facts(facts: Sequence[Any]) -> Field:
+    """The field of Field.facts(). Raises TypeError or ValueError where they are none."""
+    dtype, shape, values, *padding = facts
+    found = Field(np.dtype(dtype).name, tuple(shape), values)
+    if not padding:
+        return found
+    value, mask = padding[0]
+    is_number = isinstance(value, (int, float)) and isinstance(mask, str)
+    if len(padding) > 1 or not is_number or not shape:
+        raise ValueError("impossible padding")
+    return found._replace(
+        padding=Padding(value, mask),
+        ignored=int(value) if values and not 0 <= value < values else None,
+    )
+
+
+def check_numbers(
+    name: str, array: np.ndarray, field: Field, where: str, samples: np.ndarray | None = None
+) -> None:
+    """Raises UserError where one is not finite, or is no integer that the field may have; reads
+    about 16 MB at once.
+
+    samples: the numbers of the rows, for the message; None: from 0 on.
+    """
+    if array.dtype.kind not in "iufb":
+        raise UserError(
+            f"field {name} is {describe(array)}, expected numbers",
+            where,
+            "convert it to integers or floats",
+        )
+    is_float = array.dtype.kind == "f"
+    # the model gets integers as int64
+    values = field.values or (2**63 if array.dtype == np.uint64 else 0)
+    if not is_float and not values:
+        return
+    rows = max(1, 2**24 // max(1, array[:1].nbytes))
+    for start in range(0, len(array), rows):
+        part = array[start : start + rows]
+        wrong = ~np.isfinite(part) if is_float else (part < 0) | (part >= values)
+        if not is_float and field.ignored is not None:
+            wrong &= part != field.ignored
+        if wrong.any():
+            first = tuple(int(axis[0]) for axis in np.nonzero(wrong))
+            expected = "a finite number" if is_float else f"0 to {values - 1}"
+            sample = start + first[0] if samples is None else samples[start + first[0]]
+            fix = (
+                "replace it, or leave the sample out"
+                if is_float
+                else _fix_of_integers(name, values, int(part[first]), len(field.shape))
+            )
+            raise UserError(
+                f"field {name} of sample {sample} has {part[first]}, expected {expected}",
+                where,
+                fix,
+            )
+
+
+def _fix_of_integers(name: str, values: int, wrong: int, axes: int) -> str:
+    if values == 2**63:
+        return "convert it to floats, or subtract a number: the model gets integers as int64"
+    if name != "y":
+        return "count from 0; `values` of the field is how many there are"
+    fix = f"labels count from 0 to {values - 1}: y - 1 where they begin at 1"
+    if axes == 1:  # several labels of a sample
+        return fix
+    if axes > 1:
+        return (
+            f"{fix}; where {wrong} stands for no class, task.ignore_label={wrong} of "
+            "task.name=segmentation, which keeps these pixels out of loss and metrics"
+        )
+    return (
+        f"{fix}, leave the sample out where it has no class, or task.ignore_label={wrong} of "
+        "task.name=classification, which keeps these samples out of loss and metrics"
+    )
+
+
+def describe(array: np.ndarray) -> str:
+    return f"{array.dtype} {array.shape}"
