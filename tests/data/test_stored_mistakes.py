@@ -17,7 +17,7 @@ import hvdtrain
 from hvdtrain.__main__ import main
 from hvdtrain.data.datasets import csv, npz, parquet
 from hvdtrain.data.own.as_source import as_source
-from hvdtrain.data.stored import build as stored
+from hvdtrain.data.stored import class_names
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.label_counts import right_terms
 
@@ -309,7 +309,7 @@ def test_names_of_classes_that_are_not_as_others(
     with pytest.raises(UserError, match="has the class '0'; the training set has false, no-data"):
         build(library, Path(), "val")
     with monkeypatch.context() as patch:
-        patch.setattr(stored, "_MOST_NAMES", 2)
+        patch.setattr(class_names, "_MOST_NAMES", 2)
         with pytest.raises(UserError, match="has 3 different texts or more: are they classes"):
             build(library, Path(), "train")
     if library == "parquet":

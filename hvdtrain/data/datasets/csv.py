@@ -3,9 +3,7 @@ lines when a sample of it is read."""
 
 from __future__ import annotations
 
-import csv
 import io
-import math
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
@@ -17,8 +15,9 @@ import numpy as np
 from hvdtrain.data.files.staging import Staging
 from hvdtrain.data.own.arrays import TARGETS, is_index
 from hvdtrain.data.source import Source, Split
-from hvdtrain.data.stored.build import Wanted, build_stored
+from hvdtrain.data.stored.build import build_stored
 from hvdtrain.data.stored.files import FileOnDisk
+from hvdtrain.data.stored.options import Wanted
 from hvdtrain.data.stored.selection import Box, name_and_words
 from hvdtrain.data.stored.stored_array import (
     Blocks,
@@ -28,22 +27,26 @@ from hvdtrain.data.stored.stored_array import (
     leaving_out,
     no_such,
 )
+from hvdtrain.data.stored.text_tables.cells import (
+    EXACT,
+    NUMBER,
+    is_int64,
+    kind_of,
+    number,
+    truth,
+    whole_number,
+)
+from hvdtrain.data.stored.text_tables.header import check_header, check_kind
+from hvdtrain.data.stored.text_tables.lines import (
+    decoded,
+    index_of_blocks,
+    split_rows,
+    without_blank_lines,
+)
 from hvdtrain.errors import UserError, first_line, short
 
-_BLOCK_BYTES = 2**17  # of text that is parsed at once
-_PIECE_BYTES = 2**22  # of text that is searched for ends of lines at once
 _MOST_HEADER = 2**20
-_NEWLINE = 10
-_QUOTE = 34
-_MOST_LINE = 2**26  # bytes
-_WHOLE = re.compile(r"[-+]?[0-9]+")
-_NUMBER = re.compile(
-    r"[-+]?(([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?|nan|inf(inity)?)", re.IGNORECASE
-)
-_EXACT = 2.0**53  # a float64 has all whole numbers up to it
 _WORDS = {"tab": "\t", "space": " "}
-_TRUTH = {"true": 1, "false": 0}
-_DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 _THOUSANDS = re.compile(r"[-+]?[1-9][0-9]{0,2}(,[0-9]{3})+(\.[0-9]*)?")
 _DECIMAL_COMMA = re.compile(r"[-+]?[0-9.]*,[0-9]+")
 
@@ -115,18 +118,20 @@ class CsvFile(StoredFile):
         file = FileOnDisk.of(path)
         with file.opened() as text:
             first, newline, _ = text.read(0, min(file.size, _MOST_HEADER)).partition(b"\n")
-        _check_kind(first, newline, path)
-        cells = _split(_text(first, path, 1).lstrip("\ufeff").rstrip("\r"), delimiter, path, 1)
+        check_kind(first, newline, path)
+        cells = split_rows(
+            decoded(first, path, 1).lstrip("\ufeff").rstrip("\r"), delimiter, path, 1
+        )
         header = [
             column_name(name, place) for place, name in enumerate(cells[0][1] if cells else [])
         ]
         fields = _fields_of_columns(wanted)
-        _check_header(header, delimiter, path, {*TARGETS, *fields, wanted.split_by})
+        check_header(header, delimiter, path, {*TARGETS, *fields, wanted.split_by})
         rest = len(first) + 1
-        index = _index(file, rest, _without_blank_lines(file, rest), delimiter)
+        index = index_of_blocks(file, rest, without_blank_lines(file, rest), delimiter)
         found = CsvFile(file, header, delimiter, *index)
         rows = found.rows(0) if found.edges[-1] else []
-        kinds = [_kind_of([row[place].strip() for _, row in rows]) for place in range(len(header))]
+        kinds = [kind_of([row[place].strip() for _, row in rows]) for place in range(len(header))]
         names = [fields.get(column, "") for column in header]
         if wanted.fields is None:
             names = ["y" if column in TARGETS else "x" for column in header]
@@ -193,13 +198,13 @@ class CsvFile(StoredFile):
             raw = file.read(
                 int(self.offsets[block]), int(self.offsets[block + 1] - self.offsets[block])
             )
-        return _text(raw, self.file.path, int(self.lines[block]))
+        return decoded(raw, self.file.path, int(self.lines[block]))
 
     def rows(self, block: int) -> list[tuple[int, list[str]]]:
         """Rows with the line of the file that each begins in. Raises UserError for one that has not
         as many columns as the first line."""
         first = int(self.lines[block])
-        rows = _split(self.text(block), self.delimiter, self.file.path, first)
+        rows = split_rows(self.text(block), self.delimiter, self.file.path, first)
         columns = len(self.header)
         wrong = next(((line, row) for line, row in rows if len(row) != columns), None)
         if wrong is None and len(rows) != self.edges[block + 1] - self.edges[block]:
@@ -247,7 +252,7 @@ class CsvFile(StoredFile):
                 f"sep={self.delimiter!r}, decimal=','{thousands}).to_csv(NEW, index=False), "
                 "without data.delimiter"
             )
-        elif self.kinds[place] == "whole" and _NUMBER.fullmatch(text):
+        elif self.kinds[place] == "whole" and NUMBER.fullmatch(text):
             fix = f"data.dtypes={{{self.field_names[place] or 'FIELD'}: float64}}"
         else:
             fix = f"a number in its place, or remove the line; {without}"
@@ -275,256 +280,6 @@ def _fields_of_columns(wanted: Wanted) -> dict[str, str]:
         for field_name, texts in (wanted.fields or {}).items()
         for text in ([texts] if isinstance(texts, str) else texts)
     }
-
-
-def _without_blank_lines(file: FileOnDisk, start: int) -> int:
-    """Where the last line ends that is not blank."""
-    first = max(start, file.size - _BLOCK_BYTES)
-    with file.opened() as text:
-        tail = text.read(first, file.size - first)
-    found = tail.rstrip(b"\r\n")
-    if not found and first == start:
-        return start
-    newline = tail.find(b"\n", len(found))
-    return first + (newline + 1 if newline >= 0 else len(tail))
-
-
-def _check_kind(first: bytes, newline: bytes, path: Path) -> None:
-    """Raises UserError for a file that is no text in lines."""
-    if first.startswith(b"\x1f\x8b"):
-        raise UserError("the file is compressed", str(path), f"gunzip -k {path}, and that file")
-    if first.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise UserError(
-            "the text is UTF-16", f"{path}:1", "convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW"
-        )
-    if not newline and b"\r" in first:
-        raise UserError(
-            "the lines end in a carriage return alone",
-            f"{path}:1",
-            "newlines in its place: tr '\\r' '\\n' < FILE > NEW",
-        )
-    if not newline:
-        raise UserError(
-            "the file has no lines below the names of the columns",
-            f"{path}:1",
-            "the names in the first line, and a line for each sample",
-        )
-
-
-def _check_header(
-    header: list[str], delimiter: str, path: Path, known: Collection[str | None]
-) -> None:
-    """Raises UserError where the first line has no names, or is divided by another delimiter.
-
-    known: names that say that it is no line of numbers.
-    """
-    shown = short(delimiter.join(header), 60)
-    numbers = [name for name in header if any(map(str.isdigit, name)) and _NUMBER.fullmatch(name)]
-    # whole numbers beside a name may be names: label,0,1,2
-    are_cells = len(numbers) == len(header) or not all(map(_WHOLE.fullmatch, numbers))
-    if not header or (are_cells and not set(known) & set(header)):
-        raise UserError(
-            f"the first line has no names of columns: {shown}",
-            f"{path}:1",
-            "names of the columns in the first line (frame.to_csv(index=False))",
-        )
-    if len(header) > 1:
-        return
-    for other, name in _DELIMITERS.items():
-        if other in header[0]:
-            word = "tab" if other == "\t" else f"'{other}'"
-            comma = "; numbers need a decimal point" if other == ";" else ""
-            raise UserError(
-                f"the first line is a single column, and has {name}: {shown}",
-                f"{path}:1",
-                f"data.delimiter={word}{comma}",
-            )
-    if set(TARGETS) & set(header[0].split()):
-        raise UserError(
-            f"the first line is a single column, and has blanks: {shown}",
-            f"{path}:1",
-            "data.delimiter=space where one is between two columns, else commas in their place",
-        )
-
-
-def _kind_of(texts: list[str]) -> str:
-    """What a column has: whole, float, truth, empty; words, which may name classes; text, of which
-    one that is no number is enough."""
-    if texts and not any(texts):
-        return "empty"
-    if all(map(_WHOLE.fullmatch, texts)):
-        return "whole"
-    if all(map(_NUMBER.fullmatch, texts)):  # 1.0e+00, which has a letter
-        return "float"
-    there = [text for text in texts if not is_missing(text)]
-    if there and all(text.lower() in _TRUTH for text in there):
-        return "truth"
-    # classes may be named + and -
-    if there and all(any(map(str.isalpha, t)) or not any(map(str.isdigit, t)) for t in there):
-        return "text" if any(map(_NUMBER.fullmatch, there)) else "words"
-    return "text"
-
-
-def number(text: str) -> float:
-    """The float64 of a text. Raises ValueError for what is no number to every program, as 1_000,
-    and for one that float64 does not have."""
-    text = text.strip()
-    if not _NUMBER.fullmatch(text):
-        raise ValueError(f"could not convert {short(repr(text), 40)}")
-    found = float(text)
-    if math.isinf(found) and "inf" not in text.lower():
-        raise ValueError(f"{short(text, 40)} is beyond the numbers of float64")
-    if abs(found) >= _EXACT and _WHOLE.fullmatch(text) and int(found) != int(text):
-        raise ValueError(f"{short(text, 40)} loses digits as a float64, {found:.0f}")
-    return found
-
-
-def whole_number(text: str) -> int:
-    """The int64 of a text. Raises ValueError where it is none."""
-    text = text.strip()
-    if not _WHOLE.fullmatch(text):
-        found = float(text) if _NUMBER.fullmatch(text) else math.nan  # 2.0 is one
-        if not found.is_integer() or abs(found) >= _EXACT:
-            raise ValueError(f"could not convert {short(repr(text), 40)}")
-        return int(found)
-    if not is_int64(text):
-        raise ValueError(f"{short(text, 40)} is beyond the numbers of int64")
-    return int(text)
-
-
-def is_int64(text: str) -> bool:
-    if not _WHOLE.fullmatch(text):
-        return False
-    digits = text.lstrip("+-").lstrip("0") or "0"
-    most = 2**63 if text.startswith("-") else 2**63 - 1
-    return len(digits) < 20 and int(digits) <= most
-
-
-def truth(text: str) -> int:
-    """1 of TRUE and 0 of FALSE, in any case. Raises ValueError for anything else."""
-    found = _TRUTH.get(text.strip().lower())
-    if found is None:
-        raise ValueError(f"could not convert {short(repr(text), 40)}")
-    return found
-
-
-def _split(text: str, delimiter: str, path: Path, first: int) -> list[tuple[int, list[str]]]:
-    """Rows with the line that each begins in; first: that of the text."""
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
-    rows = []
-    line = first
-    try:
-        for row in reader:
-            rows.append((line, row))
-            line = first + reader.line_num
-    except csv.Error as error:
-        raise _undivided(error, path, line) from None
-    return rows
-
-
-def _undivided(error: csv.Error, path: Path, line: int) -> UserError:
-    return UserError(
-        f"the lines from here on cannot be divided into columns: {error}",
-        f"{path}:{line}",
-        "correct the quotes and ends of lines",
-    )
-
-
-def _text(raw: bytes, path: Path, line: int) -> str:
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        number = line + raw.count(b"\n", 0, error.start)
-        raise UserError(
-            f"a byte is no UTF-8: {error.reason}",
-            f"{path}:{number}",
-            "convert the text: iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW (or what it is in)",
-        ) from None
-
-
-def _index(
-    file: FileOnDisk, start: int, stop: int, delimiter: str
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Blocks of rows behind the header, which ends at byte `start`: their first rows, bytes and
-    lines, and the ends of the last one, which is `stop`. A row is a line, unless there are newlines
-    in quotes."""
-    rows = 0
-    edges = [0]
-    offsets = [start]
-    quotes = 0
-    with file.opened() as text:
-        for place in range(start, stop, _PIECE_BYTES):
-            raw = np.frombuffer(text.read(place, min(_PIECE_BYTES, stop - place)), np.uint8)
-            newlines = np.flatnonzero(raw == _NEWLINE)
-            found = np.flatnonzero(raw == _QUOTE)
-            if ((quotes + np.searchsorted(found, newlines)) % 2).any():
-                return _index_of_quoted(file, start, stop, delimiter)
-            quotes += len(found)
-            blocks, ends = _last_rows(place + 1 + newlines, start, offsets[-1])
-            edges += (rows + 1 + blocks).tolist()
-            offsets += ends.tolist()
-            rows += len(newlines)
-        if stop > start and text.read(stop - 1, 1) != b"\n":
-            rows += 1
-    if offsets[-1] < stop:
-        edges, offsets = [*edges, rows], [*offsets, stop]
-    return _checked_blocks(file, np.array(edges), np.array(offsets), 2 + np.array(edges))
-
-
-def _index_of_quoted(
-    file: FileOnDisk, start: int, stop: int, delimiter: str
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """_index() of a file with a newline in quotes, row by row: a second for 100 MB, about."""
-    last = []  # line of each row, counted from 1 behind the header
-    with file.path.open("rb") as raw:
-        raw.seek(start)
-        whole_text = io.TextIOWrapper(raw, "utf-8", errors="replace", newline="\n")
-        reader = csv.reader(whole_text, delimiter=delimiter)
-        try:
-            last = [reader.line_num for _ in reader]
-        except csv.Error as error:
-            raise _undivided(error, file.path, reader.line_num + 1) from None
-    with file.opened() as text:
-        pieces = range(start, stop, _PIECE_BYTES)
-        ends = [
-            piece
-            + 1
-            + np.flatnonzero(
-                np.frombuffer(text.read(piece, min(_PIECE_BYTES, stop - piece)), np.uint8)
-                == _NEWLINE
-            )
-            for piece in pieces
-        ]
-    lines = np.concatenate(ends)
-    if lines[-1] < stop:  # the last line has no newline
-        lines = np.append(lines, stop)
-    rows = np.array([line for line in last if line <= len(lines)])
-    found, offsets = _last_rows(lines[rows - 1], start, start)
-    edges = np.array([0, *(1 + found)])
-    offsets = np.array([start, *offsets])
-    if edges[-1] < len(rows):
-        edges = np.append(edges, len(rows))
-        offsets = np.append(offsets, stop)
-    return _checked_blocks(file, edges, offsets, 2 + np.array([0, *last])[edges])
-
-
-def _last_rows(ends: np.ndarray, start: int, before: int) -> tuple[np.ndarray, np.ndarray]:
-    """The rows that end a block, and their ends, of rows that end at these bytes; the last block
-    before them ended at `before`."""
-    blocks = np.flatnonzero(
-        np.diff((ends - start) // _BLOCK_BYTES, prepend=(before - start) // _BLOCK_BYTES)
-    )
-    return blocks, ends[blocks]
-
-
-def _checked_blocks(
-    file: FileOnDisk, edges: np.ndarray, offsets: np.ndarray, lines: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    if len(long := np.flatnonzero(np.diff(offsets) > _MOST_LINE)):
-        what = f"a line from here on has more than {_MOST_LINE:,} bytes"
-        fix = "a file whose lines end in a newline"
-        raise UserError(what, f"{file.path}:{lines[long[0]]}", fix)
-    return edges.astype(np.int64), offsets.astype(np.int64), lines.astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -580,7 +335,7 @@ class TextColumns:
             )
         except (ValueError, IndexError, OverflowError):
             return None
-        is_exact = found.dtype.kind == "i" or bool((np.abs(found) < _EXACT).all())
+        is_exact = found.dtype.kind == "i" or bool((np.abs(found) < EXACT).all())
         if len(found) != rows or not is_exact or (is_rounded and (found % 1 != 0).any()):
             return None
         return found.astype(self.dtype, copy=False)

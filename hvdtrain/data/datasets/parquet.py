@@ -15,8 +15,9 @@ from hvdtrain.data.field import padded_by
 from hvdtrain.data.files.staging import Staging
 from hvdtrain.data.own.arrays import TARGETS, from_arrow, is_index
 from hvdtrain.data.source import Source, Split
-from hvdtrain.data.stored.build import Wanted, build_stored
+from hvdtrain.data.stored.build import build_stored
 from hvdtrain.data.stored.files import FileOnDisk, cut_off
+from hvdtrain.data.stored.options import Wanted
 from hvdtrain.data.stored.selection import Box
 from hvdtrain.data.stored.stored_array import (
     Blocks,

@@ -20,8 +20,9 @@ import numpy as np
 from hvdtrain.core.folder import WrongKind, check_regular
 from hvdtrain.data.files.staging import Staging
 from hvdtrain.data.source import Source, Split
-from hvdtrain.data.stored.build import Wanted, build_stored
+from hvdtrain.data.stored.build import build_stored
 from hvdtrain.data.stored.files import FileOnDisk, cut_off
+from hvdtrain.data.stored.options import Wanted
 from hvdtrain.data.stored.selection import Box
 from hvdtrain.data.stored.stored_array import (
     StoredArray,

@@ -1,0 +1,88 @@
+"""Which arrays of a file are the fields of a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hvdtrain.data.own.arrays import TARGETS
+from hvdtrain.data.source import Split
+from hvdtrain.data.stored.options import Wanted
+from hvdtrain.data.stored.selection import name_and_words
+from hvdtrain.data.stored.stored_array import (
+    StoredFile,
+    as_yaml,
+)
+from hvdtrain.errors import UserError
+
+FIELDS_KEY = "data.fields={x: NAME, y: NAME}"
+
+
+def names_split(wanted: Wanted) -> bool:
+    return any(
+        "{split}" in text for texts in (wanted.fields or {}).values() for text in _listed(texts)
+    )
+
+
+def _listed(texts: str | list[str]) -> list[str]:
+    return [texts] if isinstance(texts, str) else list(texts)
+
+
+def fields_of(wanted: Wanted, split: Split, file: StoredFile, path: Path) -> dict[str, list[str]]:
+    """Arrays of each field, as written: data.fields, else x and y of the file, else of a table the
+    target and all other columns."""
+    if wanted.fields is not None:
+        for name, texts in wanted.fields.items():
+            if not name.isidentifier() or not _listed(texts):
+                raise UserError(
+                    f"data.fields has a field named {name!r:.40}",
+                    "data.fields",
+                    f"names of fields are words: {FIELDS_KEY}",
+                )
+        return {
+            name: [text.replace("{split}", split) for text in _listed(texts)]
+            for name, texts in wanted.fields.items()
+        }
+    names = [
+        name for name in file.names if name != split_name(wanted) and name not in file.coordinates
+    ]
+    known = {name.lstrip("/"): name for name in names}
+    targets = [name for name in TARGETS if name in known]
+    if len(targets) > 1 and not {"x", "y"} <= known.keys():
+        without = [name for name in names if name.lstrip("/") not in TARGETS]
+        x = f"[{', '.join(map(as_yaml, without))}]" if 0 < len(without) <= 24 else "NAME"
+        choices = [f"data.fields={{x: {x}, y: {as_yaml(known[name])}}}" for name in targets]
+        raise UserError(f"which of {', '.join(targets)} is y?", str(path), "; or ".join(choices))
+    target = targets[0] if targets else None
+    if target is None:
+        _refuse_texts(file)
+    if target is None or (len(names) < 2):
+        raise UserError(
+            f"which arrays are x and y? The file has {', '.join(names[:24]) or 'none'}",
+            str(path),
+            _with_capitals(names) or FIELDS_KEY,
+        )
+    others = [name for name in names if name.lstrip("/") != target]
+    inputs = [known["x"]] if "x" in known else others
+    if len(inputs) > 1 and file.columns(inputs) is None:
+        raise UserError(f"which of {', '.join(others[:24])} is x?", str(path), FIELDS_KEY)
+    return {"x": inputs, "y": [known[target]]}
+
+
+def _refuse_texts(file: StoredFile) -> None:
+    """Raises UserError where the file has targets that are no numbers."""
+    for name in file.without_numbers:
+        if name.lstrip("/") in TARGETS:
+            file.array(name)
+
+
+def _with_capitals(names: Sequence[str]) -> str:
+    """The words for a table whose target is written in another way, as Label; else empty."""
+    target = next((name for name in names if name.lower() in TARGETS), None)
+    others = [name for name in names if name != target]
+    x = f"[{', '.join(map(as_yaml, others))}]" if len(others) > 1 else "".join(others)
+    return f"data.fields={{x: {x}, y: {target}}}" if target and 0 < len(others) <= 24 else ""
+
+
+def split_name(wanted: Wanted) -> str | None:
+    return None if wanted.split_by is None else name_and_words(wanted.split_by)[0]

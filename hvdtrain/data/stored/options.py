@@ -1,0 +1,57 @@
+"""The options that all data sets of stored arrays have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hvdtrain.errors import UserError
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The options that all these data sets have."""
+
+    fields: Mapping[str, str | list[str]] | None
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    split_by: str | None = None
+    split_val: Sequence[bool | int | str] | None = None
+    cache_mb: int = 256
+
+
+def check_options(wanted: Wanted) -> None:
+    if wanted.cache_mb < 1:
+        raise UserError(
+            f"data.cache_mb={wanted.cache_mb} is no memory", "data.cache_mb", "megabytes, as 256"
+        )
+    if wanted.split_val is not None and wanted.split_by is None:
+        raise UserError(
+            "data.split_val are values of a column, and there is no data.split_by",
+            "data.split_val",
+            "data.split_by=COLUMN",
+        )
+    for name, dtype in (wanted.dtypes or {}).items():
+        if dtype not in (
+            "float16",
+            "float32",
+            "float64",
+            "int8",
+            "uint8",
+            "int16",
+            "uint16",
+            "int32",
+            "uint32",
+            "int64",
+            "bool",
+        ):
+            raise UserError(
+                f"data.dtypes has {name} as {dtype!r:.40}",
+                "data.dtypes",
+                "float32, float64, int64, uint8, ...",
+            )
+        if wanted.fields is not None and name not in wanted.fields:
+            raise UserError(
+                f"data.dtypes names the field {name}, which data.fields lacks",
+                "data.dtypes",
+                f"{', '.join(wanted.fields)}",
+            )

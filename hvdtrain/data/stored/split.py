@@ -1,0 +1,129 @@
+"""Which samples train and which validate, by the values of a column."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from hvdtrain.data.source import Split
+from hvdtrain.data.stored.options import Wanted
+from hvdtrain.data.stored.selection import name_and_words, select
+from hvdtrain.data.stored.source import Part
+from hvdtrain.data.stored.stored_array import (
+    StoredFile,
+)
+from hvdtrain.errors import UserError
+
+_TRUTH = {"true": True, "false": False}
+_VALIDATE = ("val", "valid", "validation")
+_TRAIN = ("train", "training")
+
+
+def split_values(
+    files: list[StoredFile], paths: list[Path], parts: tuple[Part, ...], text: str
+) -> np.ndarray:
+    """The values of data.split_by (n,) for all samples."""
+    found = [_split_values_of(*one, text) for one in zip(files, paths, parts, strict=True)]
+    kinds = {values.dtype.kind == "U" for values in found}
+    if len(kinds) > 1:
+        raise UserError(
+            f"data.split_by={text} has texts in some files and numbers in others",
+            str(paths[0].parent),
+            "one kind in all files",
+        )
+    values = np.concatenate(found)
+    are_truth = values.dtype.kind == "U" and np.isin(np.char.lower(values), list(_TRUTH)).all()
+    return np.char.lower(values) == "true" if are_truth else values
+
+
+def _split_values_of(file: StoredFile, path: Path, part: Part, text: str) -> np.ndarray:
+    """The values for the samples of a file. Raises UserError where it has another number of them,
+    or one is missing."""
+    name, words = name_and_words(text)
+    values = file.values(name)
+    if values.ndim != 1:
+        raise UserError(
+            f"{name} is of shape {values.shape}, expected one value for each sample",
+            str(path),
+            "another array as data.split_by",
+        )
+    selection = select(words, values.shape, text, str(path))
+    found = values[selection.first :: selection.step][: selection.samples]
+    if len(found) != part.samples:
+        fields = ", ".join(one.text for arrays in part.arrays.values() for one in arrays)
+        what = (
+            f"data.split_by={text} has {len(found):,} values, and the file has {part.samples:,} "
+            f"samples ({fields})"
+        )
+        raise UserError(
+            what,
+            str(path),
+            "one value for each sample; an array may be cut as in data.fields: 'year[:-1]'",
+        )
+    if found.dtype.kind == "f" and (absent := int(np.isnan(found).sum())):
+        raise UserError(
+            f"data.split_by={text} lacks {absent:,} values",
+            str(path),
+            "fill them, or remove these samples",
+        )
+    return found
+
+
+def in_neither(values: np.ndarray, split: Split, key: str) -> Iterator[str]:
+    """A line for the user where samples are neither of the training nor of the validation set."""
+    if split != "train" or values.dtype.kind != "U":
+        return
+    others = values[~np.isin(np.char.lower(values), (*_TRAIN, *_VALIDATE))]
+    if len(others):
+        yield (
+            f"{len(others):,} samples are in neither set: {key} has "
+            f"{', '.join(np.unique(others)[:8].tolist())} for them"
+        )
+
+
+def samples_of_split(
+    values: np.ndarray, paths: list[Path], wanted: Wanted, split: Split
+) -> np.ndarray:
+    """The samples of a split, int64 (n,), by the values of a column. Raises UserError where there
+    are none."""
+    if wanted.split_val is not None:
+        known = np.unique(values)
+        chosen_values = [
+            _TRUTH.get(str(value).lower(), value) if known.dtype.kind == "b" else value
+            for value in wanted.split_val
+        ]
+        absent = [value for value in chosen_values if value not in known.tolist()]
+        if absent:
+            what = (
+                f"no sample has {', '.join(map(str, absent))}: {wanted.split_by} has the values "
+                f"{', '.join(map(str, known[:12].tolist()))}"
+            )
+            raise UserError(what, "data.split_val", "values of that column")
+        mask = np.isin(
+            values,
+            np.array(chosen_values, values.dtype) if values.dtype.kind in "iufb" else chosen_values,
+        )
+        chosen = np.flatnonzero(mask == (split == "val"))
+    elif values.dtype.kind == "U":
+        chosen = np.flatnonzero(
+            np.isin(np.char.lower(values), _TRAIN if split == "train" else _VALIDATE)
+        )
+    else:
+        is_truth = values.dtype.kind == "b"
+        raise UserError(
+            f"{wanted.split_by} has {'true and false' if is_truth else 'numbers'}: which of them "
+            "validate?",
+            "data.split_by",
+            f"data.split_val=[{'true' if is_truth else 4}]",
+        )
+    if not len(chosen):
+        shown = ", ".join(map(str, np.unique(values)[:12].tolist()))
+        what = f"no sample is of {split}: {wanted.split_by} has the values {shown}"
+        raise UserError(
+            what,
+            str(paths[0]),
+            "data.split_val=[VALUE, ...], those that validate; or the words train and val",
+        )
+    return chosen.astype(np.int64, copy=False)

@@ -1,0 +1,79 @@
+"""The numbers and words in the cells of a table."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from hvdtrain.data.stored.stored_array import (
+    is_missing,
+)
+from hvdtrain.errors import short
+
+WHOLE = re.compile(r"[-+]?[0-9]+")
+NUMBER = re.compile(
+    r"[-+]?(([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?|nan|inf(inity)?)", re.IGNORECASE
+)
+EXACT = 2.0**53  # a float64 has all whole numbers up to it
+_TRUTH = {"true": 1, "false": 0}
+
+
+def kind_of(texts: list[str]) -> str:
+    """What a column has: whole, float, truth, empty; words, which may name classes; text, of which
+    one that is no number is enough."""
+    if texts and not any(texts):
+        return "empty"
+    if all(map(WHOLE.fullmatch, texts)):
+        return "whole"
+    if all(map(NUMBER.fullmatch, texts)):  # 1.0e+00, which has a letter
+        return "float"
+    there = [text for text in texts if not is_missing(text)]
+    if there and all(text.lower() in _TRUTH for text in there):
+        return "truth"
+    # classes may be named + and -
+    if there and all(any(map(str.isalpha, t)) or not any(map(str.isdigit, t)) for t in there):
+        return "text" if any(map(NUMBER.fullmatch, there)) else "words"
+    return "text"
+
+
+def number(text: str) -> float:
+    """The float64 of a text. Raises ValueError for what is no number to every program, as 1_000,
+    and for one that float64 does not have."""
+    text = text.strip()
+    if not NUMBER.fullmatch(text):
+        raise ValueError(f"could not convert {short(repr(text), 40)}")
+    found = float(text)
+    if math.isinf(found) and "inf" not in text.lower():
+        raise ValueError(f"{short(text, 40)} is beyond the numbers of float64")
+    if abs(found) >= EXACT and WHOLE.fullmatch(text) and int(found) != int(text):
+        raise ValueError(f"{short(text, 40)} loses digits as a float64, {found:.0f}")
+    return found
+
+
+def whole_number(text: str) -> int:
+    """The int64 of a text. Raises ValueError where it is none."""
+    text = text.strip()
+    if not WHOLE.fullmatch(text):
+        found = float(text) if NUMBER.fullmatch(text) else math.nan  # 2.0 is one
+        if not found.is_integer() or abs(found) >= EXACT:
+            raise ValueError(f"could not convert {short(repr(text), 40)}")
+        return int(found)
+    if not is_int64(text):
+        raise ValueError(f"{short(text, 40)} is beyond the numbers of int64")
+    return int(text)
+
+
+def is_int64(text: str) -> bool:
+    if not WHOLE.fullmatch(text):
+        return False
+    digits = text.lstrip("+-").lstrip("0") or "0"
+    most = 2**63 if text.startswith("-") else 2**63 - 1
+    return len(digits) < 20 and int(digits) <= most
+
+
+def truth(text: str) -> int:
+    """1 of TRUE and 0 of FALSE, in any case. Raises ValueError for anything else."""
+    found = _TRUTH.get(text.strip().lower())
+    if found is None:
+        raise ValueError(f"could not convert {short(repr(text), 40)}")
+    return found
