@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import import_graph
 import pytest
+
+from hvdtrain.config.schema import Config
 
 REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "hvdtrain"
@@ -220,6 +223,60 @@ def test_nobody_outside_asks_whether_a_source_has_a_member() -> None:
         if isinstance(call, ast.Call) and _asks_for_member(call, of)
     ]
     assert asked == []
+
+
+# strings of data/ with keys of other sections than data: may only shrink
+KEYS_OF_OTHERS = {
+    "data/field.py": 4,
+    "data/images/augment.py": 5,
+    "data/images/masks.py": 3,
+    "data/images/views.py": 3,
+}
+# files of data/ outside of configured/ with a key as the place of an error, not an option
+KEYS_AS_PLACES = {
+    "data/around_source.py",
+    "data/datasets/image_tokens.py",
+    "data/packed.py",
+    "data/worker_pool.py",
+}
+
+
+def strings_with(pattern: str, source: str) -> list[str]:
+    """Strings of the code but docstrings that a pattern is found in."""
+    tree = ast.parse(source)
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, documented) and isinstance(node.body[0], ast.Expr)
+    }
+    return [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and id(node) not in docstrings
+        and re.search(pattern, node.value)
+    ]
+
+
+def test_data_does_not_know_the_keys_of_others() -> None:
+    """It names the option that is wrong; configured/ adds its key, and where that was set."""
+    code = "'task.a'\nf('task.name=x', f'{a}batch.size')"
+    assert sorted(strings_with("task|batch", code)) == ["batch.size", "task.name=x"]
+    others = "|".join(Config.model_fields.keys() - {"data"})
+    strings = {
+        name: path.read_text()
+        for name, path in zip(NAMES, FILES, strict=True)
+        if name.startswith("data/") and not name.startswith("data/configured/")
+    }
+    of_others = {
+        name: len(strings_with(rf"\b({others})\.[a-z_]+[= ]|^({others})\.[a-z_]+$", text))
+        for name, text in strings.items()
+    }
+    assert {name: count for name, count in of_others.items() if count} == KEYS_OF_OTHERS
+    as_places = {name for name, text in strings.items() if strings_with(r"^data\.[a-z_]+$", text)}
+    assert as_places == KEYS_AS_PLACES
 
 
 def test_help_is_fast_and_imports_no_framework() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from hvdtrain.core.arrays import Batch, digest
 from hvdtrain.core.progress import fold
 from hvdtrain.data.field import Field
+from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import LabelledImages, Source, check_indices
 from hvdtrain.data.subset import Subset
 from hvdtrain.errors import UserError
@@ -123,7 +124,7 @@ def k_means(pixels: np.ndarray, colours: int) -> np.ndarray:
     numbers, firsts, counts = np.unique(_as_numbers(pixels), return_index=True, return_counts=True)
     if len(numbers) < colours:
         what = f"the pixels have {len(numbers)} colours; data.colours={colours} asks for more"
-        raise UserError(what, "data.colours", f"data.colours={len(numbers)} or less")
+        raise OptionError(what, "colours", f"data.colours={len(numbers)} or less")
     points = _as_colours(numbers, channels)  # different ones, each `counts` times
     centres = pixels[np.sort(firsts)[:colours]]
     for _ in range(_ROUNDS):
@@ -206,23 +207,23 @@ class UnencodedImages:
                 f"images of {height}x{width}x{channels} have no tokens: they need as many rows as "
                 "columns, and 1 or 3 channels"
             )
-            raise UserError(
+            raise OptionError(
                 what,
-                "data.source",
+                "source",
                 "data.source=folder with data.source_options={size: 32, channels: 3}, or other "
                 "images",
             )
         if self.side is not None and (self.side < 1 or height % self.side):
             divisors = ", ".join(str(side) for side in range(1, height + 1) if height % side == 0)
-            raise UserError(
+            raise OptionError(
                 f"data.side={self.side} does not divide {height} pixels",
-                "data.side",
+                "side",
                 f"one of {divisors}",
             )
         if not 2 <= self.colours <= MOST_COLOURS:
-            raise UserError(
+            raise OptionError(
                 f"{self.colours} colours are impossible",
-                "data.colours",
+                "colours",
                 f"2 to {MOST_COLOURS}; iGPT has 512",
             )
 

@@ -14,6 +14,7 @@ from hvdtrain.core.progress import fold
 from hvdtrain.data.around_source import AroundSource
 from hvdtrain.data.channel_stats import ChannelStats
 from hvdtrain.data.field import Field
+from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import (
     ArraySource,
     Foresight,
@@ -22,7 +23,6 @@ from hvdtrain.data.source import (
     Source,
     check_indices,
 )
-from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:
     from hvdtrain.core.arrays import Batch
@@ -55,7 +55,7 @@ def divide(source: Source, val_share: float, labels: np.ndarray | None = None) -
     validates = validation_mask(labels, val_share)
     if not validates.any():
         what = f"no class has the two samples that data.val_share={val_share:g} needs"
-        raise UserError(what, "data.val_share", "more samples, or a validation set of its own")
+        raise OptionError(what, "val_share", "more samples, or a validation set of its own")
     return Division(
         subset(source, np.flatnonzero(~validates)), subset(source, np.flatnonzero(validates))
     )

@@ -203,7 +203,7 @@ def read_tokenizer(path: Path, notes: list[str] | None = None) -> Tokenizer:
     except ImportError:
         raise UserError(
             "data.tokenizer needs the tokenizers package",
-            "data.tokenizer",
+            str(path),
             "pip install 'hvdtrain[tokenizers]'",
         ) from None
     notes = [] if notes is None else notes

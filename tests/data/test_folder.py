@@ -451,7 +451,7 @@ def test_images_are_turned_as_their_exif_orientation_says(tmp_path: Path, suffix
 def test_wrong_folders_are_errors(tmp_path: Path) -> None:
     fix = "  fix: data.root=DIR, with images in DIR/train/<class>/"
     assert refusal(tmp_path / "none").startswith(
-        f"{tmp_path}/none does not exist\n  where: data.root\n{fix}"
+        f"{tmp_path}/none does not exist\n  where: root\n{fix}"
     )
     assert "no folder train\n" in refusal(tmp_path) and f"where: {tmp_path}" in refusal(tmp_path)
     (tmp_path / "train").mkdir()
@@ -481,7 +481,7 @@ def test_wrong_folders_are_errors(tmp_path: Path) -> None:
 def test_wrong_options_are_errors(tmp_path: Path) -> None:
     with pytest.raises(
         UserError,
-        match=r"data.name=folder needs data.root\n  where: data.root\n  fix: data.root=DIR",
+        match=r"data.name=folder needs data.root\n  where: root\n  fix: data.root=DIR",
     ):
         folder.build("folder", None, "train")
     assert "images of size None with 2 channels are impossible" in refusal(tmp_path, channels=2)

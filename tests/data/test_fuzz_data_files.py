@@ -161,16 +161,15 @@ def test_synthetic_images_of_a_huge_size_are_errors() -> None:
     for options, what in (
         (
             {"samples": 2**62},
-            f"{2**62} is too large, at most {2**40} is possible\n  where: data.samples",
+            f"{2**62} is too large, at most {2**40} is possible\n  where: samples",
         ),
         (
             {"classes": 2**62},
-            f"{2**62} is too large, at most {2**20} is possible\n  where: data.classes",
+            f"{2**62} is too large, at most {2**20} is possible\n  where: classes",
         ),
         (
             {"shape": (60000, 60000, 3)},
-            f"images of {60000 * 60000 * 3} values are too large, at most {2**26}\n  where: "
-            "data.shape",
+            f"images of {60000 * 60000 * 3} values are too large, at most {2**26}\n  where: shape",
         ),
     ):
         with pytest.raises(UserError) as caught:
@@ -186,6 +185,6 @@ def test_a_home_folder_of_an_unknown_user() -> None:
         with pytest.raises(
             UserError,
             match="cannot find the folder ~nobodyhere.*: Could not determine home directory.\n  "
-            "where: data.root",
+            "where: root",
         ):
             make()

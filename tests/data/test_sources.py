@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import digest
 from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.core.progress import fold
@@ -26,6 +27,7 @@ from hvdtrain.data.own.dataset import labels_of
 from hvdtrain.data.source import ArraySource, Source
 from hvdtrain.data.subset import SubsetOfImages, divide, relabelled, validation_mask
 from hvdtrain.errors import UserError
+from hvdtrain.training.datasets import open_datasets
 
 PROJECT = Path(__file__).parents[2]
 
@@ -227,13 +229,11 @@ def test_synthetic_stats_are_close_to_those_of_all_samples() -> None:
 
 
 def test_synthetic_options_out_of_range_are_errors() -> None:
-    with pytest.raises(
-        UserError, match=r"0 is too small, at least 1 is needed\n  where: data.samples"
-    ):
+    with pytest.raises(UserError, match=r"0 is too small, at least 1 is needed\n  where: samples"):
         synthetic.build("synthetic", None, "train", samples=0)
-    with pytest.raises(UserError, match="where: data.shape"):
+    with pytest.raises(UserError, match="where: shape"):
         synthetic.build("synthetic", None, "train", shape=(8, 0, 3))
-    with pytest.raises(UserError, match="where: data.classes"):
+    with pytest.raises(UserError, match="where: classes"):
         synthetic.build("synthetic", None, "train", classes=0)
 
 
@@ -313,3 +313,28 @@ def test_names_of_classes_are_those_of_torchvision() -> None:
         names = cifar._EDITIONS[name].classes
         assert len(names) == len({*names}) == count and list(names) == sorted(names)
     assert digits.build("digits", None, "val").class_names == tuple("0123456789")
+
+
+@pytest.mark.parametrize(
+    ("words", "where"),
+    [
+        ("data.name=synthetic data.samples=0", "data.samples, command line"),
+        ("data.name=folder", "data.root, default"),
+        ("data.name=digits data.root=x", "data.root, command line"),
+        ("data.name=csv data.root=t.csv data.delimiter=ab", "data.delimiter, command line"),
+        (
+            "task.name=language data.name=image_tokens data.source=synthetic "
+            "data.source_options={samples: 0}",
+            "data.source_options, command line",
+        ),
+    ],
+)
+def test_an_error_of_an_option_names_its_key_and_where_that_was_set(
+    words: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "t.csv").write_text("x,y\n1,2\n")
+    monkeypatch.chdir(tmp_path)
+    config = configure(None, words.replace(": ", ":").split())
+    with pytest.raises(UserError) as caught:
+        open_datasets(config)
+    assert caught.value.where == where

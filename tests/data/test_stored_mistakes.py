@@ -45,7 +45,7 @@ def test_a_value_of_the_split_that_no_sample_has(values: list[object], tmp_path:
     (tmp_path / "t.csv").write_text("a,y,part\n" + "".join(f"{n},{n},{n % 3}\n" for n in range(9)))
     with pytest.raises(UserError, match="no sample has") as caught:
         csv.build("csv", tmp_path / "t.csv", "val", split_by="part", split_val=values)  # type: ignore[arg-type]
-    assert caught.value.where == "data.split_val"
+    assert caught.value.where == "split_val"
 
 
 def test_a_run_of_blocks_does_not_go_on_in_another_order(tmp_path: Path) -> None:

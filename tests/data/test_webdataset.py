@@ -308,7 +308,7 @@ def test_labels_beyond_the_classes(tmp_path: Path) -> None:
     assert f"label 3 is outside 0..2\n  where: {tmp_path / 'val' / 'b.tar'}: 5.png" in refusal(
         tmp_path, "val"
     )
-    assert "0 classes are impossible\n  where: data.classes" in refusal(tmp_path, classes=0)
+    assert "0 classes are impossible\n  where: classes" in refusal(tmp_path, classes=0)
 
 
 def test_an_image_that_does_not_decode_is_named(tmp_path: Path) -> None:
@@ -338,15 +338,15 @@ def test_an_image_that_does_not_decode_is_named(tmp_path: Path) -> None:
 def test_folders_without_archives(tmp_path: Path) -> None:
     with pytest.raises(
         UserError,
-        match="data.name=webdataset needs data.root\n  where: data.root\n  fix: data.root=DIR",
+        match="data.name=webdataset needs data.root\n  where: root\n  fix: data.root=DIR",
     ):
         webdataset.build("webdataset", None, "train")
     assert refusal(tmp_path / "none").startswith(
-        f"{tmp_path}/none does not exist\n  where: data.root\n  fix: data.root=DIR, with archives"
+        f"{tmp_path}/none does not exist\n  where: root\n  fix: data.root=DIR, with archives"
     )
     (tmp_path / "file").touch()
     assert refusal(tmp_path / "file").startswith(
-        f"{tmp_path}/file is not a folder\n  where: data.root\n"
+        f"{tmp_path}/file is not a folder\n  where: root\n"
     )
     assert f"no archives train/*.tar or train-*.tar\n  where: {tmp_path}" in refusal(tmp_path)
     fill(tmp_path)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -13,12 +14,22 @@ from hvdtrain.data.codebook import TokenImages, UnencodedImages
 from hvdtrain.data.configured.pad import padding_of, refuse_lengths
 from hvdtrain.data.files.staging import Staging, stage_data
 from hvdtrain.data.images.image_source import ImageSource
+from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.own.as_source import as_source
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.source import read_by
 from hvdtrain.errors import UserError
 
 Encode = Callable[[UnencodedImages, Callable[[], UnencodedImages]], TokenImages]
+
+
+@contextlib.contextmanager
+def with_keys(config: Config) -> Iterator[None]:
+    """Errors in an option of the data set name its key, and where that was set."""
+    try:
+        yield
+    except OptionError as error:
+        raise UserError(error.what, config.where(f"data.{error.where}"), error.fix) from None
 
 
 def open_split(
@@ -37,24 +48,25 @@ def open_split(
     options = plugins.convert_options(config.data, "data/datasets")
     _check_workers(config, make, options)
     root = root_of(config)
-    if config.data.stage is not None:
-        root, options = stage_data(
-            config.data.name,
-            root,
-            options,
-            config.data.stage,
-            config.where("data.stage"),
-            getattr(plugin, "STAGING", Staging()),
-        )
-    found: Source | UnencodedImages = make(config.data.name, root, split, **options)
-    if isinstance(found, UnencodedImages):
-        images = found
-        return encode(
-            images,
-            lambda: (
-                images if split == "train" else make(config.data.name, root, "train", **options)
-            ),
-        )
+    with with_keys(config):
+        if config.data.stage is not None:
+            root, options = stage_data(
+                config.data.name,
+                root,
+                options,
+                config.data.stage,
+                config.where("data.stage"),
+                getattr(plugin, "STAGING", Staging()),
+            )
+        found: Source | UnencodedImages = make(config.data.name, root, split, **options)
+        if isinstance(found, UnencodedImages):
+            images = found
+            return encode(
+                images,
+                lambda: (
+                    images if split == "train" else make(config.data.name, root, "train", **options)
+                ),
+            )
     if isinstance(found, ImageSource):
         found = found.cropped(config.augment.resized_crop)
         return found.read_by(config.data.workers) if config.data.workers else found

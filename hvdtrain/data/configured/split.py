@@ -6,6 +6,7 @@ import numpy as np
 
 from hvdtrain.config.schema import Config
 from hvdtrain.config.section import class_of_object, is_object
+from hvdtrain.data.configured.opened import with_keys
 from hvdtrain.data.sampler import evaluated_samples
 from hvdtrain.data.source import Source
 from hvdtrain.data.subset import Division, divide, subset
@@ -17,11 +18,9 @@ _LOSSES_OF_CLASSES = ("CrossEntropyLoss", "NLLLoss")  # of torch, given to hvdtr
 def divided(config: Config, val_share: float, source: Source) -> Division:
     """The training set in two parts: by class where its labels are known."""
     labels = None if config.task.name == "regression" else source.known_labels()
-    return divide(
-        source,
-        val_share,
-        labels if labels is not None and _are_classes(config, source, labels) else None,
-    )
+    are_classes = labels is not None and _are_classes(config, source, labels)
+    with with_keys(config):
+        return divide(source, val_share, labels if are_classes else None)
 
 
 def _are_classes(config: Config, source: Source, labels: np.ndarray) -> bool:

@@ -12,6 +12,7 @@ from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.data.files.copying import FileSelection
 from hvdtrain.data.files.folders import RequiredFiles, data_root, download
 from hvdtrain.data.files.staging import Staging
+from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import ArraySource, LabelledImages, Split
 from hvdtrain.errors import UserError
 
@@ -91,8 +92,8 @@ def build(name: str, root: Path | None, split: Split, *, download: bool = True) 
     Raises UserError for another name, and where files are missing or damaged.
     """
     if name not in _EDITIONS:
-        raise UserError(
-            f"{name} is not a CIFAR data set", "data.name", f"one of {', '.join(_EDITIONS)}"
+        raise OptionError(
+            f"{name} is not a CIFAR data set", "name", f"one of {', '.join(_EDITIONS)}"
         )
     edition = _EDITIONS[name]
     folder = data_root(root) / edition.folder

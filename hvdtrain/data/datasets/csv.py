@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.data.files.staging import Staging
+from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.own.arrays import TARGETS, is_index
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.build import build_stored
@@ -110,9 +111,9 @@ class CsvFile(StoredFile):
         """Reads the file once, for the ends of its lines: a second for each GB. Raises UserError
         where it has no header."""
         if len(delimiter) != 1:
-            raise UserError(
+            raise OptionError(
                 f"data.delimiter={delimiter!r:.40} is no character",
-                "data.delimiter",
+                "delimiter",
                 "one character, or the word tab or space",
             )
         file = FileOnDisk.of(path)

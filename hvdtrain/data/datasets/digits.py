@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain.data.files.staging import Staging
+from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.sampler import permutation
 from hvdtrain.data.source import ArraySource, LabelledImages, Split
-from hvdtrain.errors import UserError
 
 # uint8 images (1797, 8, 8) of values 0 to 16, and uint8 labels (1797,). The test set of "Optical
 # Recognition of Handwritten Digits" (Alpaydin and Kaynak 1998, UCI Machine Learning Repository,
@@ -32,9 +32,9 @@ def build(name: str, root: Path | None, split: Split) -> LabelledImages:
     Raises UserError where data.root is set.
     """
     if root is not None:
-        raise UserError(
+        raise OptionError(
             "data.name=digits reads no folder",
-            "data.root",
+            "root",
             "leave data.root out, or choose another data.name",
         )
     with np.load(_FILE, allow_pickle=False) as digits:

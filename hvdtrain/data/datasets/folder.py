@@ -12,7 +12,6 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from hvdtrain.config.read import expand
 from hvdtrain.data.files.folders import cache_root, check_folder
 from hvdtrain.data.files.staging import Staging, splits_of_images
 from hvdtrain.data.images.decode import (
@@ -31,6 +30,7 @@ from hvdtrain.data.images.image_source import (
 )
 from hvdtrain.data.images.pack import pack
 from hvdtrain.data.labels import smallest
+from hvdtrain.data.option_error import OptionError, expanded
 from hvdtrain.data.source import LabelledImages, Split
 from hvdtrain.errors import UserError, short
 
@@ -75,13 +75,13 @@ def build(
     Raises UserError without a root, and where images cannot be listed or decoded.
     """
     if root is None:
-        raise UserError(
+        raise OptionError(
             "data.name=folder needs data.root",
-            "data.root",
+            "root",
             "data.root=DIR, with images in DIR/train/<class>/",
         )
     check_image_options(size, channels)
-    root = expand(root, "data.root")
+    root = expanded(root, "root")
     try:
         found = _find_images(root, split)
         key = (
@@ -110,7 +110,7 @@ def build(
     )
     if not packed:
         return source
-    arrays = expand(cache, "data.cache") if cache else cache_root() / "folders"
+    arrays = expanded(cache, "cache") if cache else cache_root() / "folders"
     return pack(source, arrays / key)
 
 
@@ -128,7 +128,7 @@ def check_splits(root: Path | None) -> None:
     names of folders alone: no image."""
     if root is None:  # build() refuses it
         return
-    root = expand(root, "data.root")
+    root = expanded(root, "root")
     train = _split_folder(root, "train")
     val = _split_folder(root, "val")
     try:

@@ -15,6 +15,7 @@ from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.data.files.copying import FileSelection
 from hvdtrain.data.files.folders import RequiredFiles, data_root, download
 from hvdtrain.data.files.staging import Staging
+from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import ArraySource, LabelledImages, Split
 from hvdtrain.errors import UserError
 
@@ -94,8 +95,8 @@ def build(name: str, root: Path | None, split: Split, *, download: bool = True) 
     together.
     """
     if name not in _FAMILY:
-        raise UserError(
-            f"{name} is not of the MNIST family", "data.name", f"one of {', '.join(_FAMILY)}"
+        raise OptionError(
+            f"{name} is not of the MNIST family", "name", f"one of {', '.join(_FAMILY)}"
         )
     images, labels = _find_or_download(name, data_root(root), split, download)
     x = _read_idx(images, 3)

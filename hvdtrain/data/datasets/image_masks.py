@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hvdtrain.config.read import expand
 from hvdtrain.core.arrays import digest
 from hvdtrain.core.progress import fold
 from hvdtrain.data.field import Field
@@ -24,6 +23,7 @@ from hvdtrain.data.images.decode import (
     read_file,
 )
 from hvdtrain.data.images.image_source import find_images, left_out_note
+from hvdtrain.data.option_error import OptionError, expanded
 from hvdtrain.data.source import Source, Split, check_indices
 from hvdtrain.errors import UserError, short
 
@@ -117,11 +117,11 @@ def build(
     Raises UserError without a root, where an image has no mask, and where one cannot be read.
     """
     if root is None:
-        raise UserError(
-            f"data.name={name} needs data.root", "data.root", f"data.root=DIR, with {_HOW}"
+        raise OptionError(
+            f"data.name={name} needs data.root", "root", f"data.root=DIR, with {_HOW}"
         )
     check_image_options(size, channels)
-    root = expand(root, "data.root")
+    root = expanded(root, "root")
     check_folder(root, f"data.root=DIR, with {_HOW}")
     folder = _split_folder(root, split)
     images, masks, left_out = _pairs(folder)

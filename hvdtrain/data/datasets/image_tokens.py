@@ -9,8 +9,8 @@ from hvdtrain.config import plugins
 from hvdtrain.config.schema import DataConfig
 from hvdtrain.data.codebook import UnencodedImages
 from hvdtrain.data.files.staging import Staging
+from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import LabelledImages, Split
-from hvdtrain.errors import UserError
 
 STAGING = Staging(is_read_once=True)
 
@@ -40,23 +40,27 @@ def build(
     Raises UserError where the other data set does, and for a side that does not divide the images'
     own.
     """
-    where = "data.source"
     if source == name or plugins.is_dotted(source):
-        raise UserError(
-            f"data.source={source} names no images", where, "cifar10, digits, folder, ..."
+        raise OptionError(
+            f"data.source={source} names no images", "source", "cifar10, digits, folder, ..."
         )
     if own := sorted(DataConfig.model_fields.keys() & (source_options or {}).keys()):
-        raise UserError(
+        raise OptionError(
             f"{own[0]} is a key of data, not an option of data.source={source}",
-            "data.source_options",
+            "source_options",
             f"data.{own[0]}=...",
         )
     options = plugins.convert_options(
         DataConfig.model_validate({"name": source} | (source_options or {})), "data/datasets"
     )
-    images = plugins.load("data/datasets", source, where).build(source, root, split, **options)
+    build = plugins.load("data/datasets", source, "data.source").build
+    try:
+        images = build(source, root, split, **options)
+    except OptionError as error:
+        of_source = {"name": "source", "root": "root"}.get(error.where, "source_options")
+        raise OptionError(error.what, of_source, error.fix) from None
     if not isinstance(images, LabelledImages):
-        raise UserError(
-            f"data.source={source} has no images", where, "cifar10, digits, folder, ..."
+        raise OptionError(
+            f"data.source={source} has no images", "source", "cifar10, digits, folder, ..."
         )
     return UnencodedImages(images, side, colours)

@@ -13,6 +13,7 @@ import numpy as np
 
 from hvdtrain.data.field import padded_by
 from hvdtrain.data.files.staging import Staging
+from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.own.arrays import TARGETS, from_arrow, is_index
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.build import build_stored
@@ -72,8 +73,8 @@ def _pyarrow() -> Any:
     try:
         import pyarrow.parquet
     except ImportError:
-        raise UserError(
-            "Parquet files need the package pyarrow", "data.name", "pip install 'hvdtrain[parquet]'"
+        raise OptionError(
+            "Parquet files need the package pyarrow", "name", "pip install 'hvdtrain[parquet]'"
         ) from None
     return pyarrow
 

@@ -14,8 +14,8 @@ from hvdtrain.core.progress import fold
 from hvdtrain.data.channel_stats import ChannelStats, stats_of_images
 from hvdtrain.data.files.staging import Staging
 from hvdtrain.data.labels import digest_of_labels
+from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import LabelledImages, Split, check_indices
-from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:
     from hvdtrain.core.arrays import Batch
@@ -53,9 +53,9 @@ def build(
     impossible.
     """
     if root is not None:
-        raise UserError(
+        raise OptionError(
             "data.name=synthetic reads no folder",
-            "data.root",
+            "root",
             "leave data.root out, or choose another data.name",
         )
     height, width, channels = shape
@@ -64,9 +64,9 @@ def build(
     _check_limit("classes", classes, _MOST_CLASSES)
     _check_limit("shape", min(height, width, channels), _MOST_VALUES)
     if height * width * channels > _MOST_VALUES:
-        raise UserError(
+        raise OptionError(
             f"images of {height * width * channels} values are too large, at most {_MOST_VALUES}",
-            "data.shape",
+            "shape",
         )
     stream, length = (_TRAIN, samples) if split == "train" else (_VAL, val_samples)
     return _Synthetic((height, width, channels), classes, length, stream)
@@ -74,9 +74,9 @@ def build(
 
 def _check_limit(option: str, value: int, most: int) -> None:
     if value < 1:
-        raise UserError(f"{value} is too small, at least 1 is needed", f"data.{option}")
+        raise OptionError(f"{value} is too small, at least 1 is needed", option)
     if value > most:
-        raise UserError(f"{value} is too large, at most {most} is possible", f"data.{option}")
+        raise OptionError(f"{value} is too large, at most {most} is possible", option)
 
 
 @dataclass(frozen=True)

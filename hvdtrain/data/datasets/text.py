@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hvdtrain.config.read import expand
 from hvdtrain.core.arrays import digest
 from hvdtrain.core.folder import check_regular
 from hvdtrain.data.field import Field
 from hvdtrain.data.files.staging import Staging
+from hvdtrain.data.option_error import OptionError, expanded
 from hvdtrain.data.source import Source, Split, check_indices
 from hvdtrain.data.tokenizer import Tokenizer, read_tokenizer
 from hvdtrain.errors import UserError
@@ -46,26 +46,24 @@ def build(
     a file is damaged.
     """
     if root is None:
-        raise UserError(
+        raise OptionError(
             "data.name=text needs data.root",
-            "data.root",
+            "root",
             "data.root=FILE, or a folder with train.txt and val.txt",
         )
     if not 1 <= context <= 2**20:
-        raise UserError(
-            f"a context of {context} tokens is impossible", "data.context", "1 to 1048576"
-        )
-    path = expand(root, "data.root")
+        raise OptionError(f"a context of {context} tokens is impossible", "context", "1 to 1048576")
+    path = expanded(root, "root")
     if path.is_dir():
         path = path / _NAMES[split]
     elif split == "val":
         what = f"{path.name} is one file, without a validation set"
-        raise UserError(
-            what, "data.root", "data.val_share=0.1, or a folder with train.txt and val.txt"
+        raise OptionError(
+            what, "root", "data.val_share=0.1, or a folder with train.txt and val.txt"
         )
     text = _read(path)
     notes: list[str] = []
-    of_file = read_tokenizer(expand(tokenizer, "data.tokenizer"), notes) if tokenizer else None
+    of_file = read_tokenizer(expanded(tokenizer, "tokenizer"), notes) if tokenizer else None
     tokens, vocabulary = encode(text, path, of_file)
     if len(tokens) <= context:
         what = f"{len(tokens)} tokens are no window of data.context={context} and one more"

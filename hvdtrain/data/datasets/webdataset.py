@@ -14,7 +14,6 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from hvdtrain.config.read import expand
 from hvdtrain.data.files.folders import cache_root, check_folder, locked
 from hvdtrain.data.files.npy import load_npy, write_npy
 from hvdtrain.data.files.staging import Staging, splits_of_images
@@ -23,6 +22,7 @@ from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.images.pack import pack
 from hvdtrain.data.images.tar_index import index_samples, name_at
 from hvdtrain.data.labels import first_outside, smallest
+from hvdtrain.data.option_error import OptionError, expanded
 from hvdtrain.data.source import LabelledImages, Split
 from hvdtrain.errors import UserError, short
 
@@ -76,12 +76,12 @@ def build(
     """
     if root is None:
         fix = "data.root=DIR, with archives DIR/train/*.tar and DIR/val/*.tar"
-        raise UserError("data.name=webdataset needs data.root", "data.root", fix)
+        raise OptionError("data.name=webdataset needs data.root", "root", fix)
     check_image_options(size, channels)
     if classes is not None and classes < 1:
-        raise UserError(f"{classes} classes are impossible", "data.classes", "1 or more")
-    root = expand(root, "data.root")
-    cache = expand(cache, "data.cache") if cache else cache_root() / "webdataset"
+        raise OptionError(f"{classes} classes are impossible", "classes", "1 or more")
+    root = expanded(root, "root")
+    cache = expanded(cache, "cache") if cache else cache_root() / "webdataset"
     archives = _open_archives(root, split, cache)
     train = (
         archives

@@ -16,6 +16,7 @@ from http.client import HTTPException
 from pathlib import Path
 
 from hvdtrain.config.read import expand
+from hvdtrain.data.option_error import OptionError, expanded
 from hvdtrain.errors import UserError
 
 
@@ -29,7 +30,7 @@ def cache_root() -> Path:
 
 def data_root(root: Path | None) -> Path:
     """The user's data.root, or `data` in the cache. Raises UserError where ~user is unknown."""
-    return cache_root() / "data" if root is None else expand(root, "data.root")
+    return cache_root() / "data" if root is None else expanded(root, "root")
 
 
 def check_folder(root: Path, fix: str) -> None:
@@ -38,9 +39,9 @@ def check_folder(root: Path, fix: str) -> None:
     try:
         is_folder = stat.S_ISDIR(root.stat().st_mode)
     except FileNotFoundError:
-        raise UserError(f"{root} does not exist", "data.root", fix) from None
+        raise OptionError(f"{root} does not exist", "root", fix) from None
     if not is_folder:
-        raise UserError(f"{root} is not a folder", "data.root", fix)
+        raise OptionError(f"{root} is not a folder", "root", fix)
 
 
 # what flock() answers on a file system that is mounted without them

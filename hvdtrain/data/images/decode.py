@@ -13,6 +13,7 @@ from struct import Struct
 from threading import Condition
 from typing import TYPE_CHECKING, NamedTuple
 
+from hvdtrain.data.option_error import OptionError
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -70,12 +71,12 @@ _pixel_budget = _PixelBudget(_MOST_PIXELS)
 
 
 def check_image_options(size: int | None, channels: int) -> None:
-    """Raises UserError for a data.size or data.channels that no image can have."""
+    """Raises OptionError for a size or channels that no image can have."""
     if channels not in _MODES or (size is not None and not 1 <= size <= _MOST_SIDE):
         what = f"images of size {size} with {channels} channels are impossible"
-        raise UserError(
+        raise OptionError(
             what,
-            "data.size, data.channels",
+            "size" if channels in _MODES else "channels",
             f"data.channels is 1 or 3, data.size is 1 to {_MOST_SIDE}",
         )
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from hvdtrain.config.read import expand
 from hvdtrain.data.field import Field
+from hvdtrain.data.option_error import OptionError, expanded
 from hvdtrain.data.own.as_source import CheckedSource
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.cache import BlockCache
@@ -48,13 +48,13 @@ def build_stored(
         fix = (
             f"data.root=FILE{suffixes[0]}, or a folder with train{suffixes[0]} and val{suffixes[0]}"
         )
-        raise UserError(f"data.name={name} needs data.root", "data.root", fix)
+        raise OptionError(f"data.name={name} needs data.root", "root", fix)
     check_options(wanted)
-    paths, of_split_alone = files_of_split(expand(root, "data.root"), split, suffixes, name)
+    paths, of_split_alone = files_of_split(expanded(root, "root"), split, suffixes, name)
     files = [open_file(path) for path in paths]
     fields = fields_of(wanted, split, files[0], paths[0])
     others = (
-        _training_paths(expand(root, "data.root"), suffixes, name)
+        _training_paths(expanded(root, "root"), suffixes, name)
         if split == "val"
         and of_split_alone
         and column_of_texts(files[0], fields, may_be_names=True)

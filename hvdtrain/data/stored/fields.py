@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.own.arrays import TARGETS
 from hvdtrain.data.source import Split
 from hvdtrain.data.stored.options import Wanted
@@ -34,9 +35,9 @@ def fields_of(wanted: Wanted, split: Split, file: StoredFile, path: Path) -> dic
     if wanted.fields is not None:
         for name, texts in wanted.fields.items():
             if not name.isidentifier() or not _listed(texts):
-                raise UserError(
+                raise OptionError(
                     f"data.fields has a field named {name!r:.40}",
-                    "data.fields",
+                    "fields",
                     f"names of fields are words: {FIELDS_KEY}",
                 )
         return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hvdtrain.errors import UserError
+from hvdtrain.data.option_error import OptionError
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,13 @@ class Wanted:
 
 def check_options(wanted: Wanted) -> None:
     if wanted.cache_mb < 1:
-        raise UserError(
-            f"data.cache_mb={wanted.cache_mb} is no memory", "data.cache_mb", "megabytes, as 256"
+        raise OptionError(
+            f"data.cache_mb={wanted.cache_mb} is no memory", "cache_mb", "megabytes, as 256"
         )
     if wanted.split_val is not None and wanted.split_by is None:
-        raise UserError(
+        raise OptionError(
             "data.split_val are values of a column, and there is no data.split_by",
-            "data.split_val",
+            "split_val",
             "data.split_by=COLUMN",
         )
     for name, dtype in (wanted.dtypes or {}).items():
@@ -44,14 +44,14 @@ def check_options(wanted: Wanted) -> None:
             "int64",
             "bool",
         ):
-            raise UserError(
+            raise OptionError(
                 f"data.dtypes has {name} as {dtype!r:.40}",
-                "data.dtypes",
+                "dtypes",
                 "float32, float64, int64, uint8, ...",
             )
         if wanted.fields is not None and name not in wanted.fields:
-            raise UserError(
+            raise OptionError(
                 f"data.dtypes names the field {name}, which data.fields lacks",
-                "data.dtypes",
+                "dtypes",
                 f"{', '.join(wanted.fields)}",
             )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import Split
 from hvdtrain.data.stored.options import Wanted
 from hvdtrain.data.stored.selection import name_and_words, select
@@ -100,7 +101,7 @@ def samples_of_split(
                 f"no sample has {', '.join(map(str, absent))}: {wanted.split_by} has the values "
                 f"{', '.join(map(str, known[:12].tolist()))}"
             )
-            raise UserError(what, "data.split_val", "values of that column")
+            raise OptionError(what, "split_val", "values of that column")
         mask = np.isin(
             values,
             np.array(chosen_values, values.dtype) if values.dtype.kind in "iufb" else chosen_values,
@@ -112,10 +113,10 @@ def samples_of_split(
         )
     else:
         is_truth = values.dtype.kind == "b"
-        raise UserError(
+        raise OptionError(
             f"{wanted.split_by} has {'true and false' if is_truth else 'numbers'}: which of them "
             "validate?",
-            "data.split_by",
+            "split_by",
             f"data.split_val=[{'true' if is_truth else 4}]",
         )
     if not len(chosen):

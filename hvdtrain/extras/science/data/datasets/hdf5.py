@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.data.files.staging import Staging
+from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.build import build_stored
 from hvdtrain.data.stored.files import FileOnDisk, cut_off
@@ -86,9 +87,9 @@ def _h5py() -> Any:
     try:
         import h5py
     except ImportError:
-        raise UserError(
+        raise OptionError(
             "HDF5 and netCDF files need the package h5py",
-            "data.name",
+            "name",
             "pip install 'hvdtrain[hdf5]'",
         ) from None
     return h5py

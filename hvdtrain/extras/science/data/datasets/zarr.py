@@ -19,6 +19,7 @@ import numpy as np
 
 from hvdtrain.core.folder import WrongKind, check_regular
 from hvdtrain.data.files.staging import Staging
+from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.build import build_stored
 from hvdtrain.data.stored.files import FileOnDisk, cut_off
@@ -91,8 +92,8 @@ def _zarr() -> Any:
     try:
         import zarr
     except ImportError:
-        raise UserError(
-            "Zarr groups need the package zarr", "data.name", "pip install 'hvdtrain[zarr]'"
+        raise OptionError(
+            "Zarr groups need the package zarr", "name", "pip install 'hvdtrain[zarr]'"
         ) from None
     return zarr
 

@@ -1,0 +1,23 @@
+"""Errors in the options of a data set, which does not know how the user gave them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hvdtrain.config.read import expand
+from hvdtrain.errors import UserError
+
+
+class OptionError(UserError):
+    """An error whose `where` is the name of an option, as build() of the data set has it.
+
+    Who opened the data names the key and where it was set: with_keys() of configured/opened.py.
+    """
+
+
+def expanded(path: str | Path, option: str) -> Path:
+    """The path that an option names, with ~ or ~user replaced. Raises OptionError as expand()."""
+    try:
+        return expand(path, option)
+    except UserError as error:
+        raise OptionError(error.what, option, error.fix) from None
