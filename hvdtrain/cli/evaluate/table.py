@@ -14,6 +14,7 @@ import numpy as np
 from hvdtrain.data.datasets import csv as csv_files
 from hvdtrain.data.own.arrays import TARGETS
 from hvdtrain.data.stored.selection import name_and_words
+from hvdtrain.data.stored.text_tables import cells
 from hvdtrain.errors import UserError, first_line, short
 
 
@@ -65,7 +66,7 @@ def read_table(path: Path, table: Table = NO_TABLE) -> np.ndarray:
             )
     chosen = [[row[column].strip() for row in rows] for column in columns]
     read: list[Callable[[str], Any]] = [
-        csv_files.truth if all(map(_is_truth, texts)) else csv_files.number for texts in chosen
+        cells.truth if all(map(_is_truth, texts)) else cells.number for texts in chosen
     ]
     for texts, column, of_text in zip(chosen, columns, read, strict=True):
         wrong = next((n for n, text in enumerate(texts) if not _is_one(of_text, text)), None)
@@ -76,10 +77,10 @@ def read_table(path: Path, table: Table = NO_TABLE) -> np.ndarray:
             )
             raise UserError(what, "--data", "replace it, or leave the row or the column out")
     numbers = [
-        [str(of_text(text)) if of_text is csv_files.truth else text for text in texts]
+        [str(of_text(text)) if of_text is cells.truth else text for text in texts]
         for texts, of_text in zip(chosen, read, strict=True)
     ]
-    whole = all(map(csv_files.is_int64, itertools.chain.from_iterable(numbers)))
+    whole = all(map(cells.is_int64, itertools.chain.from_iterable(numbers)))
     return np.array(numbers, str).astype(np.int64 if whole else np.float64).T.copy()
 
 
@@ -107,11 +108,11 @@ def _chosen(names: list[str], width: int, table: Table, path: Path) -> list[int]
 
 
 def _is_number(text: str) -> bool:
-    return _is_one(csv_files.number, text)
+    return _is_one(cells.number, text)
 
 
 def _is_truth(text: str) -> bool:
-    return _is_one(csv_files.truth, text)
+    return _is_one(cells.truth, text)
 
 
 def _is_one(read: Callable[[str], Any], text: str) -> bool:
