@@ -108,6 +108,7 @@ PLAIN = (  # these exclude nothing by themselves: others say where they cannot g
     _plain(
         "stop.patience",
         None,
+        "stop.patience=9",
         without=options("stop.patience", {"stop.min_delta": 0.01}, fix="stop.patience=5"),
     ),
     _plain("checkpoint.keep_best", 0, "checkpoint.keep_best=1"),

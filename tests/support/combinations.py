@@ -173,7 +173,7 @@ SAME_NUMBERS = (  # keys that change no number, beside what has no twin
         "parallel.sequence",
         "shard.",
         "hooks",
-        "stop.target",
+        "stop.",
         "data.bucket_by",
     ),
 )

@@ -3,6 +3,7 @@ and an uninterrupted one."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections import Counter
@@ -10,12 +11,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from resume_matrix import Outcome
+from combinations import MODELS, as_words, model_of, smaller
+from pairs import EXAMPLES, assigned, engines_of, joined
+from resume_matrix import KINDS, Outcome
 
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.errors import DONE, REQUEUE
 from hvdtrain.training.checkpoint import files
-from hvdtrain.training.progress.train_state import to_json
+from hvdtrain.training.progress.train_state import Reached, to_json
 
 # of events; no times
 FIELDS = (
@@ -29,6 +32,42 @@ FIELDS = (
     "val_count",
 )
 ROOM = 2**22
+# 36 samples in steps of 11: no epoch ends with a step
+ROW = (
+    "batch.size=11 epochs=50 stop.steps=12 optim.name=sgd optim.base_lr=0.05 log.every_steps=2 "
+    "guard.equal_steps=1 data.ahead=0 checkpoint.keep_last=1"
+)
+NO_ROW = {  # words of an example -> where such a job is resumed instead
+    "framework=": "the table of frameworks",
+    "guard.lost=": "tests of lost ranks, which start MPI with its own options",
+    "speed.compile=": "the pairs: a C++ compiler takes most of a minute",
+    "model.weights=": "the pairs, which make the file of weights",
+    "servers.count=1": "the pairs: without a bound it takes three ranks",
+}
+
+
+@functools.cache
+def rows() -> dict[str, str]:
+    """Words of each feature's examples whose keys no entry of KINDS has -> a job on two ranks."""
+    covered = assigned(" ".join(KINDS.values()))
+    return {
+        example.words: joined(ROW, MODELS[str(model_of(example.words))], _small(example.words))
+        for example in EXAMPLES
+        if example.keys - covered.keys() and not _elsewhere(example.words)
+    }
+
+
+def _small(words: str) -> str:
+    return as_words(smaller(words))
+
+
+def _elsewhere(words: str) -> bool:
+    return words in NO_ROW or any(words.startswith(start) for start in NO_ROW if start[-1] == "=")
+
+
+def rows_on(engine: str) -> list[str]:
+    """The rows that an engine takes."""
+    return [words for words in rows() if engine in engines_of(words)]
 
 
 class Run(NamedTuple):
@@ -63,6 +102,8 @@ def read_run(folder: Path, outcome: Outcome) -> Run:
         for key, value in train_state.items()
         if key not in ("seconds", "epoch_s", "trained_s", "evaluated_s")
     }
+    for reached in train_state["reached"]:
+        reached[Reached._fields.index("seconds")] = 0.0
     return Run(outcome.code, outcome.rows, files.read_arrays(newest, ROOM), train_state, events)
 
 

@@ -312,7 +312,6 @@ def test_every_feature_has_examples() -> None:
         "comm.device_memory",
         "speed.devices",
         "checkpoint.every",
-        "stop.patience",
     } and all(without.values()), without
     assert [feature.key for feature in FEATURES if feature.on(configure(None, []))] == []
 

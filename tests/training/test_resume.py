@@ -18,7 +18,18 @@ import numpy as np
 import pytest
 from ranks import ENGINES, FULL, mpirun, needs_horovod, needs_mpirun, python
 from resume_matrix import KINDS, LINEAR, POINTS, Outcome, Stop, Work, do
-from resume_runs import ROOM, Cell, Run, check_same, difference, read_run, reads_the_rest
+from resume_runs import (
+    ROOM,
+    Cell,
+    Run,
+    check_same,
+    difference,
+    read_run,
+    reads_the_rest,
+    rows,
+    rows_on,
+)
+from rotation import rows_of_today
 from safetensors.numpy import load_file
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
@@ -58,6 +69,7 @@ class Jobs:
         env = {
             "PYTHONPATH": PATH,
             "JAX_COMPILATION_CACHE_DIR": str(self.folder / "jax"),
+            "HOROVOD_DYNAMIC_PROCESS_SETS": "1",  # rows with groups of ranks
         }
         env |= {
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -88,6 +100,17 @@ def kinds_on(engine: str) -> list[str]:
     HVDTRAIN_TEST_ROUNDS=full."""
     place = [str(param.values[0]) for param in ENGINES].index(engine)
     return [kind for i, kind in enumerate(KINDS) if FULL or i % len(ENGINES) != place]
+
+
+def rows_of_day(engine: str) -> list[str]:
+    """The examples of features that are resumed on an engine today: a third of those it takes,
+    all with HVDTRAIN_TEST_ROUNDS=full."""
+    return rows_of_today(rows_on(engine))
+
+
+def number_of(row: str) -> str:
+    """A row's part of the path of its run folders."""
+    return f"row-{list(rows()).index(row)}"
 
 
 class Matrix:
@@ -136,6 +159,12 @@ class Matrix:
             yield Work(
                 self.jobs.run("stopped", engine, kind), f"{words} comm.engine={engine}", stop
             )
+        for row in rows_of_day(engine) if size == 2 else ():
+            words = f"{rows()[row]} comm.engine={engine}"
+            yield Work(self.jobs.run("straight", engine, number_of(row)), words)
+            # rank 0 may be a server, which reads no samples
+            stop = Stop("train", 7, 1)
+            yield Work(self.jobs.run("stopped", engine, number_of(row)), words, stop)
 
     def _go_on(self, engine: str, size: int) -> Iterator[Work]:
         """In another process than the one that was stopped: nothing stays behind in its memory."""
@@ -152,6 +181,14 @@ class Matrix:
                 self.jobs.run("stopped", engine, kind), "resumed", engine, kind
             )
             yield Work(run, f"{words} comm.engine={engine}")
+        for row in rows_of_day(engine) if size == 2 else ():
+            run = self.jobs.resumable(
+                self.jobs.run("stopped", engine, number_of(row)),
+                "resumed",
+                engine,
+                number_of(row),
+            )
+            yield Work(run, f"{rows()[row]} comm.engine={engine}")
 
     def kind(self, engine: str, kind: str) -> Cell:
         return Cell(
@@ -268,6 +305,17 @@ def test_every_kind_of_state_resumes_to_the_last_bit(
     check_same(cell)
     assert cell.stopped.train_state["progress"]["step"] == (6 if "evaluation" in kind else 9)
     assert (cell.stopped.train_state["noise"][1] != 0) == (kind == "noise scale")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_example_of_a_feature_resumes_to_the_last_bit(matrix: Matrix, engine: str) -> None:
+    for row in rows_of_day(engine):
+        print(row)
+        cell = matrix.kind(engine, number_of(row))
+        check_same(cell)
+        assert cell.stopped.train_state["progress"]["step"] == 8
+        assert cell.straight.train_state["progress"]["step"] == 12
 
 
 @pytest.mark.slow
