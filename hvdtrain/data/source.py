@@ -252,6 +252,7 @@ class NamedArrays(Source):
     where: str = ""  # a path or a name, for messages
     ignored: Mapping[str, int] = field(default_factory=dict)  # Field.ignored, where it is set
     nested_inputs: tuple[str, ...] = ()
+    columns: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of fields of DataFrames
     reads_from_memory = True
 
     def __post_init__(self) -> None:

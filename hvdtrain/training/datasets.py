@@ -8,7 +8,7 @@ from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import BATCH_KEYS
-from hvdtrain.data.configured.columns import with_columns
+from hvdtrain.data.configured.columns import check_columns, with_columns
 from hvdtrain.data.configured.opened import open_split, plugin_of, root_of
 from hvdtrain.data.configured.pad import packed_rows
 from hvdtrain.data.configured.split import divided, evaluated_part
@@ -208,6 +208,7 @@ def _open_sources(config: Config, codebook: CommonCodebook) -> Division:
         check_splits(root_of(config))
     train = _open(config, "train", codebook)
     val = _open(with_columns(config, train), "val", codebook)
+    check_columns(config, train, val)
     return Division(*bounded_alike(train, val))
 
 

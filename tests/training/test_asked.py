@@ -14,6 +14,7 @@ from torch.nn import Flatten, Linear, Sequential, Tanh
 from torch.nn.functional import cross_entropy
 
 import hvdtrain
+from hvdtrain.errors import UserError
 
 RANDOM = np.random.default_rng(0)
 COLUMNS = (RANDOM.uniform(-1, 1, (120, 3)) * [1.0, 5.0, 0.1] + 100.0).astype(np.float32)
@@ -231,3 +232,25 @@ def test_what_does_not_fit_is_named() -> None:
         hvdtrain.predict("run", COLUMNS)
     with pytest.raises(hvdtrain.UserError, match="no checkpoint step-9"):
         hvdtrain.predict(run, COLUMNS, checkpoint="step-9")
+
+
+def test_frames_have_their_columns_in_one_order() -> None:
+    frame = pandas.DataFrame(COLUMNS, columns=["a", "b", "c"])
+    other = frame[["a", "c", "b"]]
+    pairs = (
+        ({"x": frame, "y": LABELS}, {"x": other, "y": LABELS}),
+        ((frame, LABELS), (other, LABELS)),
+        (frame.assign(label=LABELS), other.assign(label=LABELS)),
+    )
+    for data, val_data in pairs:
+        with pytest.raises(UserError) as caught:
+            hvdtrain.train(
+                CONFIG | {"run": None}, train_data=data, val_data=val_data, model=net(3, 2)
+            )
+        assert "column 1 of x is b in the training set, and c in the validation" in str(
+            caught.value.what
+        )
+        assert "val_frame[train_frame.columns]" in str(caught.value.fix)
+    hvdtrain.train(
+        CONFIG, train_data=(frame, LABELS), val_data=frame.assign(y=LABELS), model=net(3, 2)
+    )

@@ -4,18 +4,40 @@ from __future__ import annotations
 
 import json
 
+from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.config.yaml_reader import MOST_BYTES
 from hvdtrain.data.source import Source
+from hvdtrain.errors import UserError, short
 
 
 def with_columns(config: Config, source: Source) -> Config:
     """The configuration with the columns of the training set's fields, by name: other files of the
     same table may have them in another order."""
     columns = {name: list(texts) for name, texts in source.columns.items()}
-    if not columns or config.data.options.get("fields") is not None or not _fits(columns):
+    if plugins.is_users_own(config.data) or config.data.options.get("fields") is not None:
+        return config
+    if not columns or not _fits(columns):
         return config
     return config.replace(data=config.data.with_options(fields=columns))
+
+
+def check_columns(config: Config, train: Source, val: Source) -> None:
+    """Raises UserError where both sets are DataFrames with the same columns in another order: what
+    a model gets has no names."""
+    for name in train.columns.keys() & val.columns.keys():
+        one = list(train.columns[name])
+        other = list(val.columns[name])
+        if one != other and sorted(one) == sorted(other):
+            place = next(
+                place for place, (a, b) in enumerate(zip(one, other, strict=True)) if a != b
+            )
+            raise UserError(
+                f"column {place} of {name} is {short(one[place], 60)} in the training set, and "
+                f"{short(other[place], 60)} in the validation set",
+                config.where("data.name"),
+                "the columns of both in one order: val_frame[train_frame.columns]",
+            )
 
 
 def _fits(columns: dict[str, list[str]]) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 from hvdtrain.data.around_source import AroundSource, inner_source, where_of
 from hvdtrain.data.field import Field, Padding, check_numbers
 from hvdtrain.data.own.arrays import (
+    TARGETS,
     columns_of_frame,
     columns_of_hugging_face,
     flat_fields,
@@ -69,7 +70,28 @@ def as_source(
     source = _as_source(given, name, where, workers, kept, padding)
     if not len(source):
         raise UserError(f"{name} has no samples", where, "data with one sample or more")
-    return source
+    columns = _columns(given)
+    return (
+        dataclasses.replace(source, columns=columns)
+        if columns and isinstance(source, NamedArrays)
+        else source
+    )
+
+
+def _columns(given: object) -> dict[str, tuple[str, ...]]:
+    """The names of the columns of each field that a DataFrame becomes."""
+    if _is_a(given, "pandas", "DataFrame"):
+        names = [str(name) for name in cast("Any", given).columns]
+        target = next((name for name in TARGETS if name in names), None)
+        return {} if "x" in names else {"x": tuple(name for name in names if name != target)}
+    if _is_pair(given):
+        given = {"x": given[0]}
+    fields = given if isinstance(given, Mapping) else {}
+    return {
+        name: tuple(map(str, cast("Any", value).columns))
+        for name, value in fields.items()
+        if _is_a(value, "pandas", "DataFrame")
+    }
 
 
 def _as_source(
