@@ -40,7 +40,7 @@ from hvdtrain.training.job import Job, make_job
 from hvdtrain.training.loop import evaluate_and_record, train_to_sync_point
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.progress.triggers import evaluation_due
-from hvdtrain.training.replicas.compare import broadcast_state
+from hvdtrain.training.replicas.broadcast import broadcast_state
 from hvdtrain.training.start import begin
 
 TARGET = 0.95

@@ -25,7 +25,7 @@ from hvdtrain.errors import DONE, UserError, nearest
 from hvdtrain.optim.around import averages
 from hvdtrain.tasks.inputs import Transforms, transform_of_facts
 from hvdtrain.tasks.several_inputs import transforms_of_facts
-from hvdtrain.training.checkpoint import files
+from hvdtrain.training.checkpoint import files, prune
 from hvdtrain.training.checkpoint.array_file import write_arrays
 from hvdtrain.training.checkpoint.files import Checkpoint, Damaged
 from hvdtrain.training.progress.train_state import TrainState
@@ -272,7 +272,7 @@ def read_checkpoint(
             "give the run folder: it has a folder checkpoints/step-...",
         )
     if not which:
-        which = "best" if _is_set(run, "stop.restore_best") and files.best(folders, 1) else "newest"
+        which = "best" if _is_set(run, "stop.restore_best") and prune.best(folders, 1) else "newest"
     if which == "newest":
         return _first_undamaged(run, reversed(folders), [], mapped, on_piece)
     if which == "best":
@@ -312,7 +312,7 @@ def _best_first(run: Path, folders: list[Path]) -> tuple[list[Path], list[str]]:
             states[folder] = files.read_numbers(folder).train_state
         except Damaged as error:
             notes.append(_skipped(folder, error))
-    rated = files.best_first(states)
+    rated = prune.best_first(states)
     if not rated:
         what = "; ".join([f"no checkpoint of {run} was evaluated at its own step", *notes])
         raise UserError(what, "--checkpoint best", "--checkpoint newest")

@@ -26,7 +26,7 @@ from hvdtrain.training.checkpoint.checkpoints import Checkpoints
 from hvdtrain.training.checkpoint.saver import Saver
 from hvdtrain.training.job import make_health, make_saver
 from hvdtrain.training.progress.train_state import TrainState
-from hvdtrain.training.replicas.compare import broadcast_state
+from hvdtrain.training.replicas.broadcast import broadcast_state
 from hvdtrain.training.run_rank import Rank
 
 _SPARE_BYTES = 2**20  # of a checkpoint's file, beside arrays

@@ -20,7 +20,7 @@ from hvdtrain.frameworks.learner import HasState
 from hvdtrain.training.checkpoint.files import Identity
 from hvdtrain.training.checkpoint.resume import check_identity, newest_good
 from hvdtrain.training.progress.train_state import TrainState
-from hvdtrain.training.replicas.compare import broadcast_state
+from hvdtrain.training.replicas.broadcast import broadcast_state
 
 # no job of hvdtrain's own loop goes on from it, and the other way round
 IDENTITY: Identity = {"loop": "a script's own"}

@@ -21,7 +21,8 @@ from hvdtrain.data.images.views import make_views
 from hvdtrain.data.source import Source
 from hvdtrain.frameworks.learner import Learner, Predictions, check_fit, global_weight, plain_names
 from hvdtrain.frameworks.stopwatch import HostStopwatch, Stopwatch
-from hvdtrain.optim.rule import ArrayOps, Rule, clip, is_excluded
+from hvdtrain.optim.clip import clip
+from hvdtrain.optim.rule import ArrayOps, Rule, is_excluded
 from hvdtrain.tasks.task import NumpyPart, Place, Task, part_of
 
 

@@ -13,7 +13,9 @@ from hvdtrain.errors import UserError, short
 from hvdtrain.recipe.batch import Growth, batches_instead_of_decays, steps_before
 from hvdtrain.recipe.clock import Clock, base_batch, clock
 from hvdtrain.recipe.conflicts import SHORTER_WARMUP, check_recipe, needs_time_after_warmup
-from hvdtrain.recipe.recipe import (
+from hvdtrain.recipe.plateau import PlateauRule
+from hvdtrain.recipe.recipe import Recipe, scaling
+from hvdtrain.recipe.schedules import (
     AtLeast,
     Chain,
     Constant,
@@ -21,14 +23,11 @@ from hvdtrain.recipe.recipe import (
     Cosine,
     Exponential,
     OneCycle,
-    PlateauRule,
     Polynomial,
-    Recipe,
     Schedule,
     Steps,
     UsersSchedule,
     Warmup,
-    scaling,
 )
 
 

@@ -35,7 +35,7 @@ from hvdtrain.training.leftovers import (
     with_adapters,
     without_wrappers,
 )
-from hvdtrain.training.replicas.compare import broadcast_state
+from hvdtrain.training.replicas.broadcast import broadcast_state
 
 # where files of torch have weights beside other things
 _INSIDE = (

@@ -31,7 +31,7 @@ from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.pretrained import load_pretrained
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.progress.triggers import stop_reason
-from hvdtrain.training.replicas.compare import broadcast_state
+from hvdtrain.training.replicas.broadcast import broadcast_state
 from hvdtrain.training.run_folder import (
     check_run_folder,
     open_run_folder,

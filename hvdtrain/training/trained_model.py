@@ -26,7 +26,7 @@ from hvdtrain.tasks.inputs import is_image
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.build import build_learner, restore_task
 from hvdtrain.training.checkpoint.files import Checkpoint, Damaged
-from hvdtrain.training.replicas.compare import broadcast_state
+from hvdtrain.training.replicas.broadcast import broadcast_state
 
 if TYPE_CHECKING:
     from hvdtrain.core.arrays import Batch

@@ -18,7 +18,7 @@ from hvdtrain.core.progress import Hyper
 from hvdtrain.frameworks.torch.buffers import Buffers
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
-from hvdtrain.training.replicas.compare import broadcast_state
+from hvdtrain.training.replicas.broadcast import broadcast_state
 
 TASK = Classification((4, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
 SHARES = (5, 0, 3)  # samples of each rank in a step

@@ -12,7 +12,7 @@ import torch
 from hvdtrain.core.metrics import add_sums
 from hvdtrain.frameworks.torch.step import add_noise_
 from hvdtrain.frameworks.torch.strategy import Shard
-from hvdtrain.optim.rule import clip
+from hvdtrain.optim.clip import clip
 from hvdtrain.recipe.noise import (
     NOISE_SCALE_KEYS,
     NoiseScale,

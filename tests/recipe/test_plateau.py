@@ -19,7 +19,7 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.errors import UserError
 from hvdtrain.recipe.from_config import recipe_from_config
-from hvdtrain.recipe.recipe import Plateau
+from hvdtrain.recipe.plateau import Plateau
 from hvdtrain.recipe.summary import lr_summary
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.conflicts import refuse_conflicts

@@ -17,17 +17,16 @@ from hvdtrain.errors import UserError
 from hvdtrain.recipe import from_config
 from hvdtrain.recipe.batch import Growth, batches_instead_of_decays, resolve_batch_size
 from hvdtrain.recipe.clock import clock, total_epochs, total_samples
-from hvdtrain.recipe.recipe import (
+from hvdtrain.recipe.recipe import Recipe, scaling
+from hvdtrain.recipe.schedules import (
     Chain,
     Constant,
     ConstantWarmup,
     Cosine,
     Exponential,
     Polynomial,
-    Recipe,
     Steps,
     Warmup,
-    scaling,
 )
 from hvdtrain.recipe.summary import averages_lines, batch_summary, lr_summary, noise_summary
 

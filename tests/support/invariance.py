@@ -18,7 +18,7 @@ from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.job import make_job
 from hvdtrain.training.loop import evaluate, evaluate_and_record, train_to_sync_point
 from hvdtrain.training.progress.triggers import evaluation_due
-from hvdtrain.training.replicas.compare import broadcast_state
+from hvdtrain.training.replicas.broadcast import broadcast_state
 from hvdtrain.training.start import begin
 
 # 31 does not divide among 2, 3 or 4 ranks, nor 1,437 samples among steps of 31: every share is

@@ -13,7 +13,7 @@ from hvdtrain.core.progress import Hyper
 from hvdtrain.frameworks.torch.precision import NAME
 from hvdtrain.tasks.classification import without_statistics
 from hvdtrain.training.build import build_learner
-from hvdtrain.training.replicas.compare import broadcast_state
+from hvdtrain.training.replicas.broadcast import broadcast_state
 
 IMAGES = without_statistics((8, 8, 1), 10)
 # in step BAD a sample of the last rank has infinite weight

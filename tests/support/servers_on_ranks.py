@@ -29,7 +29,8 @@ from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.job import make_job
 from hvdtrain.training.loop import train_to_sync_point
-from hvdtrain.training.replicas.compare import broadcast_state, check_equal
+from hvdtrain.training.replicas.broadcast import broadcast_state
+from hvdtrain.training.replicas.compare import check_equal
 from hvdtrain.training.start import begin
 
 MLP = "model.name=mlp model.widths=[24,7] max_steps=6 comm.bucket_mb=0.004"

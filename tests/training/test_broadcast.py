@@ -21,7 +21,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import fair_threads
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner, build_task
-from hvdtrain.training.replicas.compare import broadcast_state
+from hvdtrain.training.replicas.broadcast import broadcast_state
 
 
 class SecondOfTwo(SingleProcessCommunicator):

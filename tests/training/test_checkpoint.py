@@ -20,8 +20,8 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import UserError
-from hvdtrain.recipe.recipe import Plateau
-from hvdtrain.training.checkpoint import array_file, files, resume, room
+from hvdtrain.recipe.plateau import Plateau
+from hvdtrain.training.checkpoint import array_file, files, prune, resume, room
 from hvdtrain.training.checkpoint.array_file import HEADER_BYTES
 from hvdtrain.training.checkpoint.files import Damaged
 from hvdtrain.training.data_facts import identity
@@ -198,7 +198,7 @@ def test_a_metric_of_infinity_is_written_and_read_back(tmp_path: Path) -> None:
     assert found.reached == reached and found.sums.keys() == sums.keys()
     for name, value in sums.items():
         np.testing.assert_array_equal(found.sums[name], value)
-    assert files.best([save(tmp_path, 2, evaluated=2), folder], 1) == [folder]
+    assert prune.best([save(tmp_path, 2, evaluated=2), folder], 1) == [folder]
 
 
 def test_sha256sum_checks_it_too(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
         (6, 0.1, 6),
     ):
         folder = save(tmp_path, step, last=accuracy, evaluated=evaluated)
-        files.prune(tmp_path, 2, 1, folder)
+        prune.prune(tmp_path, 2, 1, folder)
     assert [path.name for path in files.finished(tmp_path)] == [
         "step-00000002",
         "step-00000005",
@@ -268,7 +268,7 @@ def test_evaluations_of_other_samples_are_not_compared(tmp_path: Path) -> None:
         (5, 0.5, 7),
     ):
         folder = save(tmp_path, step, last=accuracy, evaluated=step, evaluates=evaluates)
-        files.prune(tmp_path, 1, 1, folder)
+        prune.prune(tmp_path, 1, 1, folder)
     assert [path.name for path in files.finished(tmp_path)] == ["step-00000003", "step-00000005"]
 
 
@@ -277,11 +277,11 @@ def test_the_checkpoint_just_written_stays_beside_newer_damaged_ones(tmp_path: P
         (save(tmp_path, step) / "SHA256SUMS").unlink()
     save(tmp_path, 4)
     folder = save(tmp_path, 5)
-    files.prune(tmp_path, 2, 0, folder)
+    prune.prune(tmp_path, 2, 0, folder)
     assert [path.name[-1] for path in files.finished(tmp_path)] == ["4", "5", "8", "9"], (
         "damaged ones do not count"
     )
-    files.prune(tmp_path, 1, 0, folder)
+    prune.prune(tmp_path, 1, 0, folder)
     assert folder.exists()
     found, _, notes = resume.newest_good(tmp_path, ROOM)
     assert found.folder == folder
@@ -308,7 +308,7 @@ def test_leftovers_of_a_write_that_was_cut_off_are_removed(tmp_path: Path) -> No
     (tmp_path / "checkpoints" / ".step-00000009.unfinished").mkdir(parents=True)
     folder = save(tmp_path, 1)
     assert files.finished(tmp_path) == [folder]
-    files.prune(tmp_path, 2, 0, folder)
+    prune.prune(tmp_path, 2, 0, folder)
     assert os.listdir(tmp_path / "checkpoints") == ["step-00000001"]
 
 

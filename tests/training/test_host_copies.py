@@ -26,7 +26,8 @@ from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.shards import Parts
 from hvdtrain.training.memory_copy import MemoryCopy
 from hvdtrain.training.progress.train_state import Progress, TrainState
-from hvdtrain.training.replicas.compare import broadcast_state, digest_tables
+from hvdtrain.training.replicas.broadcast import broadcast_state
+from hvdtrain.training.replicas.compare import digest_tables
 
 T = TypeVar("T")
 DEVICES = [

@@ -401,7 +401,7 @@ def _compare_outputs(
     from hvdtrain.frameworks.learner import Learner
     from hvdtrain.training.build import build_learner, restore_task
     from hvdtrain.training.data_facts import facts_of_task
-    from hvdtrain.training.replicas.compare import broadcast_state
+    from hvdtrain.training.replicas.broadcast import broadcast_state
     from hvdtrain.training.replicas.probe import Probe
 
     facts = ranks[communicator.rank]

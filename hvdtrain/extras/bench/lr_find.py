@@ -25,7 +25,7 @@ from hvdtrain.recipe.clock import base_batch
 from hvdtrain.recipe.recipe import scaling
 from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.pretrained import load_pretrained
-from hvdtrain.training.replicas.compare import broadcast_state
+from hvdtrain.training.replicas.broadcast import broadcast_state
 from hvdtrain.training.start import begin_with_samples
 
 USAGE = """\

@@ -28,7 +28,7 @@ from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.job import make_job
 from hvdtrain.training.job_memory import resolve_micro
 from hvdtrain.training.loop import train_to_sync_point
-from hvdtrain.training.replicas.compare import broadcast_state
+from hvdtrain.training.replicas.broadcast import broadcast_state
 from hvdtrain.training.start import begin
 
 

@@ -18,7 +18,8 @@ from hvdtrain.data.images.views import Views
 from hvdtrain.frameworks.jax.layers import Params
 from hvdtrain.frameworks.jax.model import Model, Pass, key_of
 from hvdtrain.frameworks.stopwatch import Stopwatch
-from hvdtrain.optim.rule import ArrayOps, Ops, Rule, clip, is_excluded
+from hvdtrain.optim.clip import clip
+from hvdtrain.optim.rule import ArrayOps, Ops, Rule, is_excluded
 from hvdtrain.tasks.task import Each, Part, counts_exactly
 
 Weights = list[jax.Array]  # in the order of Model.names

@@ -20,7 +20,8 @@ from hvdtrain.frameworks.jax.model import Model, Target, key_data
 from hvdtrain.frameworks.jax.parts import Cut, CutUnits
 from hvdtrain.frameworks.jax.step import AnyOptimizer, OptimizerState, Phases, Weights, noise
 from hvdtrain.frameworks.jax.strategy import Squares, Updated, start_state, whole_piece
-from hvdtrain.optim.rule import ArrayOps, clip
+from hvdtrain.optim.clip import clip
+from hvdtrain.optim.rule import ArrayOps
 
 
 class Zero:

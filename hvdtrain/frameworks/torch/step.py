@@ -19,7 +19,7 @@ from hvdtrain.frameworks.torch.forward import Evaluated, Forward, Losses
 from hvdtrain.frameworks.torch.inputs import DeviceBatch
 from hvdtrain.frameworks.torch.precision import Scale
 from hvdtrain.frameworks.torch.strategy import OnePass, Shard, Strategy
-from hvdtrain.optim.rule import clip
+from hvdtrain.optim.clip import clip
 
 Total = Callable[[torch.Tensor], torch.Tensor]  # Strategy.total
 

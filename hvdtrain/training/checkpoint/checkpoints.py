@@ -24,7 +24,7 @@ from hvdtrain.training.checkpoint.resume import best_good, newest_good
 from hvdtrain.training.checkpoint.saver import LOOK_S, Saved, Saver
 from hvdtrain.training.checkpoint.shards import Parts, WrittenByAll, write_parts
 from hvdtrain.training.progress.train_state import TrainState
-from hvdtrain.training.replicas.compare import broadcast_state
+from hvdtrain.training.replicas.broadcast import broadcast_state
 
 GRACE_S = 10.0  # of a job that ends, for rank 0 to make the folder that the others write into
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -95,7 +94,7 @@ def write(
     with open_run(run) as folder:
         checkpoints = _checkpoints_to_write(folder)
     with checkpoints:
-        _remove_leftovers(checkpoints)
+        remove_leftovers_from(checkpoints)
         try:
             with checkpoints.make_folder(unfinished, new=True) as new:
                 if isinstance(arrays, WrittenByAll):
@@ -106,10 +105,10 @@ def write(
                 new.sync()
             _give_name(checkpoints, unfinished, name)
         except BaseException:
-            _remove(checkpoints, unfinished)  # a full disk gets its room back
+            remove_from(checkpoints, unfinished)  # a full disk gets its room back
             raise
         checkpoints.sync()
-        _remove(checkpoints, f"{name}{ASIDE}")
+        remove_from(checkpoints, f"{name}{ASIDE}")
     return run / "checkpoints" / name
 
 
@@ -127,7 +126,7 @@ def _give_name(checkpoints: Folder, unfinished: str, name: str) -> None:
     """A checkpoint of this name, which is damaged or of the same step before its evaluation, counts
     until the new one is there."""
     if checkpoints.status(name) is not None:
-        _remove(checkpoints, f"{name}{ASIDE}")
+        remove_from(checkpoints, f"{name}{ASIDE}")
         with contextlib.suppress(FileNotFoundError):  # another job has just moved it
             checkpoints.rename(name, f"{name}{ASIDE}")
     checkpoints.rename(unfinished, name)
@@ -323,24 +322,7 @@ def _number(name: str) -> str:
     return name.removeprefix("step-").removesuffix(ASIDE)
 
 
-def prune(
-    run: Path, keep_last: int, keep_best: int, written: Path, open_run: OpenFolder = Folder.open
-) -> None:
-    """Removes all but the newest, the best, those that a script asked for and the one that was just
-    written; and the leftovers of writes that were cut off.
-    """
-    folders = finished(run)
-    # newer ones are damaged: the job went on from one before them
-    older = folders[: folders.index(written) + 1]
-    keep = {*older[-keep_last:], *best(folders, keep_best), *asked_for(older[:-keep_last])}
-    with open_run(run) as opened, opened.folder("checkpoints") as checkpoints:
-        _remove_leftovers(checkpoints)
-        for folder in older:
-            if folder not in keep:
-                _remove(checkpoints, folder.name)
-
-
-def _remove_leftovers(checkpoints: Folder) -> None:
+def remove_leftovers_from(checkpoints: Folder) -> None:
     """What writes and removals that were cut off have left; a checkpoint that was about to be
     replaced stays where no other is there."""
     names = set(checkpoints.names())
@@ -348,65 +330,28 @@ def _remove_leftovers(checkpoints: Folder) -> None:
         if name.startswith(".step-") or (
             name.endswith(ASIDE) and name.removesuffix(ASIDE) in names
         ):
-            _remove(checkpoints, name)
+            remove_from(checkpoints, name)
 
 
 def remove(folder: Path) -> None:
     """Removes a checkpoint. Raises OSError where its run folder cannot be opened."""
     with Folder.open(folder.parent.parent, folder.parent.name) as checkpoints:
-        _remove(checkpoints, folder.name)
+        remove_from(checkpoints, folder.name)
 
 
 def remove_leftovers(run: Path) -> None:
     """Removes what writes that were cut off have left in the run folder of this job."""
     with contextlib.suppress(OSError), Folder.open(run, "checkpoints") as checkpoints:
-        _remove_leftovers(checkpoints)
+        remove_leftovers_from(checkpoints)
 
 
-def _remove(checkpoints: Folder, name: str) -> None:
+def remove_from(checkpoints: Folder, name: str) -> None:
     """Under another name first: a half-removed checkpoint must not look like one. What cannot be
     removed stays until the next time."""
     hidden = f".{name.lstrip('.')}.{secrets.token_hex(8)}.removed"
     with contextlib.suppress(OSError):
         checkpoints.rename(name, hidden)
         checkpoints.remove_tree(hidden)
-
-
-def asked_for(folders: list[Path]) -> list[Path]:
-    """Checkpoints that a script wrote to be kept."""
-    return [folder for folder, state in _states(folders).items() if state.is_kept]
-
-
-def best(folders: list[Path], count: int) -> list[Path]:
-    """Checkpoints that are best in the task's objective, the earlier first among equals; only where
-    one was just evaluated."""
-    return best_first(_states(folders if count else []))[:count]
-
-
-def _states(folders: list[Path]) -> dict[Path, TrainState]:
-    """States of the checkpoints that can be read."""
-    states = {}
-    for folder in folders:
-        with contextlib.suppress(Damaged):
-            states[folder] = read_numbers(folder).train_state
-    return states
-
-
-def best_first(states: Mapping[Path, TrainState]) -> list[Path]:
-    """Checkpoints, of some given oldest first, that were evaluated at their own step, on as many
-    samples as the newest one of them."""
-    rated = {
-        folder: state
-        for folder, state in states.items()
-        if state.evaluated == state.progress.step and not math.isnan(state.last)
-    }
-    newest = next(reversed(rated.values()), None)
-    same = [
-        folder for folder, state in rated.items() if newest is not None and state.comparable(newest)
-    ]
-    return sorted(
-        same, key=lambda folder: (rated[folder].rank_of_last, rated[folder].progress.step)
-    )
 
 
 def _open(folder: Path) -> Folder:

@@ -17,7 +17,7 @@ from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Shapes, check_fit
-from hvdtrain.training.checkpoint import files
+from hvdtrain.training.checkpoint import files, prune
 from hvdtrain.training.checkpoint.changes import (
     Change,
     changes,
@@ -210,7 +210,7 @@ def best_good(
     """The good checkpoint that was best in the task's objective when it was evaluated; None where
     none was evaluated."""
     folders = files.finished(run)
-    rated = files.best(folders, len(folders))
+    rated = prune.best(folders, len(folders))
     return _first_good(run, rated, limit_bytes, mapped, on_piece) if rated else None
 
 

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 from hvdtrain.errors import UserError
-from hvdtrain.training.checkpoint import files
+from hvdtrain.training.checkpoint import files, prune
 from hvdtrain.training.checkpoint.files import Damaged
 
 NO_ROOM = "no room on the disk"
@@ -85,7 +85,7 @@ def give_up_one(run: Path, needed: int, keep_best: int, limit_bytes: int) -> int
     free = free_bytes(run)
     if not older or free is None or free + sum(map(_size, older)) < needed - _BESIDE_ARRAYS_BYTES:
         return None
-    kept = {*files.best(older, keep_best), *files.asked_for(older)}
+    kept = {*prune.best(older, keep_best), *prune.asked_for(older)}
     given_up = next((folder for folder in older if folder not in kept), older[0])
     files.remove(given_up)
     return int(given_up.name.removeprefix("step-").removesuffix(files.ASIDE))

@@ -18,7 +18,7 @@ from hvdtrain.core.folder import Folder
 from hvdtrain.errors import Diverged, UserError
 from hvdtrain.events.log import Log
 from hvdtrain.frameworks.learner import plain_names
-from hvdtrain.training.checkpoint import files, room
+from hvdtrain.training.checkpoint import files, prune, room
 from hvdtrain.training.checkpoint.files import Identity, OpenFolder
 from hvdtrain.training.checkpoint.interval import AutoInterval
 from hvdtrain.training.checkpoint.shards import WrittenByAll
@@ -265,7 +265,7 @@ class Saver:
             with contextlib.suppress(
                 OSError
             ):  # what could not be removed now is removed after the next one
-                files.prune(
+                prune.prune(
                     self._run,
                     self._config.keep_last,
                     self._config.keep_best,

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, WrapVa
 
 from hvdtrain.core.metrics import Better, Sums, add_sums, host_value, is_better, reaches, zero_sums
 from hvdtrain.core.progress import Progress
-from hvdtrain.recipe.recipe import INFINITIES, NumberOrInfinity, Plateau
+from hvdtrain.recipe.plateau import INFINITIES, NumberOrInfinity, Plateau
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Number = Annotated[float, Field(allow_inf_nan=False)]

@@ -1,4 +1,4 @@
-"""The ranks begin with the state of rank 0 and stay equal: digests of weights, buffers, optimizer
+"""The ranks stay equal: digests of weights, buffers, optimizer
 state, learning rate and step compared.
 
 What all ranks have is compared over all ranks; a part of an array (shard.stage, parallel) over the
@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.core.arrays import Arrays, ArrayStream, Piece, combine, digests, whole, whole_arrays
+from hvdtrain.core.arrays import Piece, combine, digests
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import Diverged
 from hvdtrain.frameworks.learner import HasState
@@ -151,73 +151,3 @@ def _part(piece: Piece) -> str:
 
 def _bits(number: float) -> int:
     return int.from_bytes(struct.pack(">d", number), "big")
-
-
-def broadcast_state(
-    communicator: Communicator,
-    learner: HasState,
-    restored: Arrays | None,
-    *,
-    only_weights: bool = False,
-    on_array: Callable[[], None] = lambda: None,
-) -> str:
-    """Loads rank 0's state (what it restored, or its initial one) into every rank's learner;
-    returns the common digest.
-
-    only_weights: `restored` has no optimizer state; each rank keeps its own. on_array: called after
-    each array that has travelled.
-
-    Weights, buffers and optimizer state travel as data: a step of the optimizer, to make its state,
-    would change the weights. They travel one by one, and a rank keeps what it has a part of.
-    Initial optimizer state that ranks have in parts is each rank's own: it does not depend on the
-    weights.
-
-    Raises RuntimeError where digests differ after that.
-    """
-    if restored is None:
-        pieces = [piece for piece in learner.pieces() if piece.is_whole]
-        is_partial = learner.is_sharded
-    else:
-        pieces = [whole(name, array) for name, array in restored.items()]
-        is_partial = only_weights
-    own = (
-        (is_partial, [(piece.name, piece.shape, piece.dtype.str) for piece in pieces])
-        if communicator.rank == 0
-        else None
-    )
-    # only rank 0 knows whether what comes is all
-    is_partial, schema = communicator.broadcast_object(own)
-    loads_its_own = restored is None and communicator.rank == 0
-    stream = ArrayStream(
-        {name: tuple(shape) for name, shape, _ in schema},
-        _broadcast(communicator, schema, pieces, on_array),
-        is_partial,
-    )
-    if loads_its_own:
-        for _ in stream.arrays:
-            pass
-    else:
-        learner.load(stream)
-    state_digests = communicator.allgather_object(combine(digests(whole_arrays(learner.pieces()))))
-    if len(set(state_digests)) > 1:
-        # a bug of hvdtrain, or faulty memory
-        raise RuntimeError(f"ranks differ after the start: digests {state_digests}")
-    return str(state_digests[0])
-
-
-def _broadcast(
-    communicator: Communicator,
-    schema: list[tuple[str, tuple[int, ...], str]],
-    own: list[Piece],
-    on_array: Callable[[], None],
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Rank 0's arrays, one by one; of one that is mapped from a file, which is read-only, a copy
-    while it is sent."""
-    for i, (name, shape, dtype) in enumerate(schema):
-        array = (
-            np.require(own[i].read(), requirements=["C", "W"]).reshape(shape)
-            if communicator.rank == 0
-            else np.zeros(shape, dtype)
-        )
-        yield name, communicator.broadcast(array, f"state.{name}")
-        on_array()

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hvdtrain.errors import UserError
-from hvdtrain.optim.rule import clip
+from hvdtrain.optim.clip import clip
 
 WHERE = "ctx.value_and_grad()"
 

@@ -1,0 +1,88 @@
+"""recipe.schedule=plateau: evaluations that get no better lower the learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field, WrapValidator
+
+from hvdtrain.core.metrics import Better
+
+# by their words in JSON, which has no such numbers
+INFINITIES = {
+    "inf": math.inf,
+    "-inf": -math.inf,
+}
+
+
+def _number_of(value: Any, number: Callable[[Any], float]) -> float:
+    return INFINITIES[value] if isinstance(value, str) and value in INFINITIES else number(value)
+
+
+NumberOrInfinity = Annotated[float, Field(allow_inf_nan=False), WrapValidator(_number_of)]
+LEAST_CHANGE = 1e-8  # of a rate, below which it stays: eps of torch
+
+
+class Plateau(NamedTuple):
+    """What the evaluations of a job have come to. With the position in the job it is all that the
+    rate of a step depends on."""
+
+    share: Annotated[float, Field(ge=0, le=1)] = (
+        1.0  # of the rate that the recipe has at a position
+    )
+    best: NumberOrInfinity | None = None
+    bad: Annotated[int, Field(ge=0, lt=2**63)] = 0  # evaluations in a row without a better one
+    cooldown: Annotated[int, Field(ge=0, lt=2**63)] = (
+        0  # evaluations to come that are not counted as bad
+    )
+
+
+@dataclass(frozen=True)
+class PlateauRule:
+    """The rate is multiplied by gamma after more than `patience` evaluations in a row without a
+    better one.
+
+    The rule of torch.optim.lr_scheduler.ReduceLROnPlateau, whose names these are; its factor is
+    gamma, and min_lr recipe.end_lr.
+    """
+
+    peak: float  # the rate after the warm-up
+    begin: float  # epochs done at the end of the warm-up: evaluations before it are not looked at
+    gamma: float
+    patience: int
+    threshold: float
+    is_relative: bool  # threshold_mode=rel
+    cooldown: int
+    least: float  # share of the peak
+
+    def after(self, state: Plateau, epochs: float, value: float, better: Better) -> Plateau:
+        """After an evaluation of this value, at `epochs` epochs done."""
+        if epochs < self.begin:
+            return state
+        share, best, bad, cooldown = state
+        if self._is_better(value, best, better):
+            best = value
+            bad = 0
+        else:
+            bad += 1
+        if cooldown:
+            cooldown = cooldown - 1
+            bad = 0
+        if bad > self.patience:
+            lower = max(share * self.gamma, self.least)
+            share = lower if (share - lower) * self.peak > LEAST_CHANGE else share
+            cooldown = self.cooldown
+            bad = 0
+        return Plateau(share, best, bad, cooldown)
+
+    def _is_better(self, value: float, best: float | None, better: Better) -> bool:
+        if best is None:
+            return not math.isnan(value)
+        sign = 1 if better == "max" else -1
+        least = (
+            best * (1 + sign * self.threshold) if self.is_relative else best + sign * self.threshold
+        )
+        return value > least if better == "max" else value < least

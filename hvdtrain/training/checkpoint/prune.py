@@ -1,0 +1,73 @@
+"""Which checkpoints of a run stay: the newest, the best, and those that a script asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from hvdtrain.core.folder import Folder
+from hvdtrain.training.checkpoint.files import (
+    Damaged,
+    OpenFolder,
+    finished,
+    read_numbers,
+    remove_from,
+    remove_leftovers_from,
+)
+from hvdtrain.training.progress.train_state import TrainState
+
+
+def prune(
+    run: Path, keep_last: int, keep_best: int, written: Path, open_run: OpenFolder = Folder.open
+) -> None:
+    """Removes all but the newest, the best, those that a script asked for and the one that was just
+    written; and the leftovers of writes that were cut off.
+    """
+    folders = finished(run)
+    # newer ones are damaged: the job went on from one before them
+    older = folders[: folders.index(written) + 1]
+    keep = {*older[-keep_last:], *best(folders, keep_best), *asked_for(older[:-keep_last])}
+    with open_run(run) as opened, opened.folder("checkpoints") as checkpoints:
+        remove_leftovers_from(checkpoints)
+        for folder in older:
+            if folder not in keep:
+                remove_from(checkpoints, folder.name)
+
+
+def asked_for(folders: list[Path]) -> list[Path]:
+    """Checkpoints that a script wrote to be kept."""
+    return [folder for folder, state in _states(folders).items() if state.is_kept]
+
+
+def best(folders: list[Path], count: int) -> list[Path]:
+    """Checkpoints that are best in the task's objective, the earlier first among equals; only where
+    one was just evaluated."""
+    return best_first(_states(folders if count else []))[:count]
+
+
+def _states(folders: list[Path]) -> dict[Path, TrainState]:
+    """States of the checkpoints that can be read."""
+    states = {}
+    for folder in folders:
+        with contextlib.suppress(Damaged):
+            states[folder] = read_numbers(folder).train_state
+    return states
+
+
+def best_first(states: Mapping[Path, TrainState]) -> list[Path]:
+    """Checkpoints, of some given oldest first, that were evaluated at their own step, on as many
+    samples as the newest one of them."""
+    rated = {
+        folder: state
+        for folder, state in states.items()
+        if state.evaluated == state.progress.step and not math.isnan(state.last)
+    }
+    newest = next(reversed(rated.values()), None)
+    same = [
+        folder for folder, state in rated.items() if newest is not None and state.comparable(newest)
+    ]
+    return sorted(
+        same, key=lambda folder: (rated[folder].rank_of_last, rated[folder].progress.step)
+    )
