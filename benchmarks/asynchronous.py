@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from hvdtrain.comm.communicator import Buffer, Communicator, Handle
-from hvdtrain.comm.placement import placement
+from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.config.read import configure
 from hvdtrain.events.log import Event, Log
 from hvdtrain.training.build import build_learner, connect

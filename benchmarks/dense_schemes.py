@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from hvdtrain.comm.communicator import Buffer, Communicator, Handle, Op, part_of
-from hvdtrain.comm.placement import placement
+from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import CommConfig
 from hvdtrain.extras.dense.hybrid import HybridModel

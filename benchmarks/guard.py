@@ -28,8 +28,8 @@ import torch
 from blocks import Part, Trainer, changed, microseconds, ratio, spread
 
 from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.comm.on_all_ranks import allreduce_sums
-from hvdtrain.comm.placement import placement
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import digests
 from hvdtrain.core.metrics import Sums

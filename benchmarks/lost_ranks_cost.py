@@ -27,7 +27,7 @@ from typing import IO, NamedTuple
 
 from blocks import Trainer, in_turn, spread
 
-from hvdtrain.comm.placement import placement
+from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.config.read import configure
 from hvdtrain.training.build import connect
 from hvdtrain.training.health.signals import Signals

@@ -187,7 +187,7 @@ def on_ranks(folder: Path, words: list[str], rounds: int, steps: int) -> None:
     import numpy as np
     import torch
 
-    from hvdtrain.comm.placement import placement
+    from hvdtrain.comm.launcher_variables import placement
     from hvdtrain.config.read import configure
     from hvdtrain.core.progress import Hyper
     from hvdtrain.data.configured.unwritten import unstaged

@@ -25,7 +25,7 @@ from sharded_peers import PEERS, Feed
 from step import device_name
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.placement import placement
+from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.config.read import configure
 from hvdtrain.training.build import connect
 from hvdtrain.training.health.signals import Signals

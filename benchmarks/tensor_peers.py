@@ -39,7 +39,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.placement import placement
+from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import CommConfig
 from hvdtrain.frameworks.torch.models import gpt

@@ -30,7 +30,7 @@ from typing import IO, Any
 from blocks import Part, Trainer, changed, ratio
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.placement import placement
+from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.config.read import configure
 from hvdtrain.config.schema import LogConfig
 from hvdtrain.events.log import BackgroundSink, Event, Log, Sink

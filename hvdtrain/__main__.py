@@ -169,7 +169,7 @@ def _without_local_rank(arguments: list[str]) -> list[str]:
     where the environment has another."""
     options = [argument for argument in arguments if re.fullmatch(r"--local[-_]rank=\d+", argument)]
     if options:
-        from hvdtrain.comm.placement import placement
+        from hvdtrain.comm.launcher_variables import placement
 
         place = placement(os.environ)
         if any(int(option.partition("=")[2]) != place.local_rank for option in options):

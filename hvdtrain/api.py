@@ -161,7 +161,7 @@ def train(
     schedule: of the share of the job that is done, 0 to 1, the factor of the learning rate, after
     recipe.warmup hooks: the script's own calls in the loop, objects of hvdtrain.Hook
     """
-    from hvdtrain.comm.placement import placement
+    from hvdtrain.comm.launcher_variables import placement
     from hvdtrain.config.section import COMMAND_LINE, name_of_object
     from hvdtrain.data.worker_pool import end_script_of_worker
     from hvdtrain.frameworks.by_name import makes_groups

@@ -18,7 +18,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 from blocks import Trainer
 
 from hvdtrain import __version__
-from hvdtrain.comm.placement import placement
+from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.config.read import configure
 from hvdtrain.training.build import connect
 from hvdtrain.training.health.signals import Signals

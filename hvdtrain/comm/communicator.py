@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from typing import Any, Literal, NoReturn, Protocol, cast
 
 from hvdtrain.comm.engines import Feature
-from hvdtrain.comm.placement import Placement
+from hvdtrain.comm.launcher_variables import Placement
 from hvdtrain.config.schema import CommConfig
 from hvdtrain.core.process import exit_now
 from hvdtrain.errors import UserError

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.placement import library_name
+from hvdtrain.comm.launcher_variables import library_name
 from hvdtrain.errors import UserError
 
 Wish = Literal["auto", "host", "device"]  # of comm.device_memory

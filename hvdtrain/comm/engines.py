@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Literal, NamedTuple, cast
 
-from hvdtrain.comm.placement import NO_LAUNCHER, TORCH_LAUNCHERS, Placement
+from hvdtrain.comm.launcher_variables import NO_LAUNCHER, TORCH_LAUNCHERS, Placement
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 

@@ -23,8 +23,7 @@ from hvdtrain.comm.communicator import (
     writable,
 )
 from hvdtrain.comm.engines import Feature
-from hvdtrain.comm.mesh import split_groups
-from hvdtrain.comm.placement import (
+from hvdtrain.comm.launcher_variables import (
     NO_LAUNCHER,
     EngineLibrary,
     Placement,
@@ -32,6 +31,7 @@ from hvdtrain.comm.placement import (
     check_size,
     library_name,
 )
+from hvdtrain.comm.mesh import split_groups
 from hvdtrain.comm.rendezvous import secret_of
 from hvdtrain.comm.side_channel import MpiSideChannel
 from hvdtrain.comm.signed import pack, unpack

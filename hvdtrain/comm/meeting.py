@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch.distributed as dist
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.placement import Placement
+from hvdtrain.comm.launcher_variables import Placement
 from hvdtrain.comm.rendezvous import (
     LOOPBACK,
     SECRET,

@@ -25,10 +25,7 @@ from hvdtrain.comm.communicator import (
 )
 from hvdtrain.comm.device_memory import Way, Wish, ask, choose, gpu_kind
 from hvdtrain.comm.engines import Feature
-from hvdtrain.comm.mesh import split_groups
-from hvdtrain.comm.mpi_calls import MpiCalls
-from hvdtrain.comm.order import CommThread, MpiExchange
-from hvdtrain.comm.placement import (
+from hvdtrain.comm.launcher_variables import (
     NO_LAUNCHER,
     EngineLibrary,
     Placement,
@@ -36,6 +33,9 @@ from hvdtrain.comm.placement import (
     check_size,
     library_name,
 )
+from hvdtrain.comm.mesh import split_groups
+from hvdtrain.comm.mpi_calls import MpiCalls
+from hvdtrain.comm.order import CommThread, MpiExchange
 from hvdtrain.comm.side_channel import MpiSideChannel
 from hvdtrain.config.schema import CommConfig
 from hvdtrain.core.process import exit_now, flush_output

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from hvdtrain.comm.placement import SUBMITIT, TORCH_LAUNCHERS, Placement
+from hvdtrain.comm.launcher_variables import SUBMITIT, TORCH_LAUNCHERS, Placement
 from hvdtrain.errors import UserError
 
 PORTS = range(20000, 32000)  # below those that Linux gives to outgoing connections

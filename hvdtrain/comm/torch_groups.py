@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.launcher_variables import Placement
 from hvdtrain.comm.order import WORDS, Word
-from hvdtrain.comm.placement import Placement
 from hvdtrain.comm.rendezvous import Rendezvous, interface_of, local_address
 
 # torch 2.13 has given both other names

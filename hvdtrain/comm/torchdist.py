@@ -26,6 +26,7 @@ from hvdtrain.comm.communicator import (
     writable,
 )
 from hvdtrain.comm.engines import Feature
+from hvdtrain.comm.launcher_variables import Placement
 from hvdtrain.comm.meeting import (
     Meeting,
     connect_to_store,
@@ -36,7 +37,6 @@ from hvdtrain.comm.meeting import (
     wait_for_all_ranks,
 )
 from hvdtrain.comm.mesh import split_groups
-from hvdtrain.comm.placement import Placement
 from hvdtrain.comm.rendezvous import Rendezvous, find_rendezvous, secret_of
 from hvdtrain.comm.side_channel import StoreSideChannel
 from hvdtrain.comm.signed import Forged, SignedStore, pack, unpack

@@ -20,7 +20,6 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from hvdtrain.config.extras import aliases
-from hvdtrain.config.other_words import data_of_path, right_key, right_value, without_a_key
 from hvdtrain.config.refusal import expected
 from hvdtrain.config.schema import (
     OPEN_SECTIONS,
@@ -31,6 +30,7 @@ from hvdtrain.config.schema import (
     TaskConfig,
 )
 from hvdtrain.config.section import OpenSection, go_on, is_object
+from hvdtrain.config.words_of_other_tools import data_of_path, right_key, right_value, without_a_key
 from hvdtrain.core.import_torchvision import define_missing_operators
 from hvdtrain.errors import UserError, closest, nearest, short
 

@@ -18,13 +18,6 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from hvdtrain.config.lengths import LengthValue
-from hvdtrain.config.other_words import (
-    assignment_of,
-    data_of_path,
-    right_key,
-    right_value,
-    without_a_key,
-)
 from hvdtrain.config.schema import (
     SECTIONS,
     Config,
@@ -34,6 +27,13 @@ from hvdtrain.config.schema import (
     known_keys,
 )
 from hvdtrain.config.section import Provenance, Section
+from hvdtrain.config.words_of_other_tools import (
+    assignment_of,
+    data_of_path,
+    right_key,
+    right_value,
+    without_a_key,
+)
 from hvdtrain.errors import UserError, closest, nearest, short
 
 OUT_OF_BOUNDS = (

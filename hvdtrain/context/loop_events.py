@@ -16,9 +16,9 @@ from hvdtrain.events import redaction
 from hvdtrain.events.log import Log
 from hvdtrain.events.writers import OWN_LOOP
 from hvdtrain.training.checkpoint.changes import PLACE, flat
+from hvdtrain.training.header import fields_of_ranks, lines_of_ranks
 from hvdtrain.training.lost import Loss, tell_loss
 from hvdtrain.training.progress.train_state import TrainState
-from hvdtrain.training.summary import fields_of_ranks, lines_of_ranks
 
 
 def start_fields(

@@ -16,8 +16,8 @@ import torch
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.engines import Installed, select_engine
+from hvdtrain.comm.launcher_variables import Placement, placement, take_part_of_gpu
 from hvdtrain.comm.mpi import abort_world, has_several_ranks
-from hvdtrain.comm.placement import Placement, placement, take_part_of_gpu
 from hvdtrain.comm.rendezvous import allow_open_files
 from hvdtrain.config import plugins
 from hvdtrain.errors import UserError, exit_code_of, nearest

@@ -10,7 +10,7 @@ from typing import Any
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.engines import EngineChoice, installed_here, needed_features, select_engine
-from hvdtrain.comm.placement import Placement, take_part_of_gpu
+from hvdtrain.comm.launcher_variables import Placement, take_part_of_gpu
 from hvdtrain.comm.rendezvous import allow_open_files
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config

@@ -10,7 +10,7 @@ shape of the data, the layers of the model, the GPUs and compilers of a host.
 from __future__ import annotations
 
 from hvdtrain.comm.engines import features_of, possible_engines
-from hvdtrain.comm.placement import NO_LAUNCHER, Placement
+from hvdtrain.comm.launcher_variables import NO_LAUNCHER, Placement
 from hvdtrain.comm.rendezvous import parse_address
 from hvdtrain.config.lengths import parse_duration
 from hvdtrain.config.schema import Config

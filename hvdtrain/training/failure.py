@@ -201,7 +201,7 @@ def is_only_process(communicator: Communicator | None) -> bool:
     """Whether this process is the whole job."""
     if communicator is not None:
         return communicator.size == 1
-    from hvdtrain.comm.placement import placement
+    from hvdtrain.comm.launcher_variables import placement
 
     return placement(os.environ).size == 1
 
@@ -229,7 +229,7 @@ def _prepare_abort() -> None:
 def _rank(communicator: Communicator | None) -> int:
     if communicator is not None:
         return communicator.rank
-    from hvdtrain.comm.placement import placement
+    from hvdtrain.comm.launcher_variables import placement
 
     try:
         return placement(os.environ).rank

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.launcher_variables import Placement, placement
 from hvdtrain.comm.mesh import place_of
 from hvdtrain.comm.on_all_ranks import on_rank_0
-from hvdtrain.comm.placement import Placement, placement
 from hvdtrain.config.plugins import check_names
 from hvdtrain.config.read import Assignment, assignments, read_resumed
 from hvdtrain.config.schema import Config

@@ -23,7 +23,7 @@ from hvdtrain.events.writers import JsonLinesWriter
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.recipe.batch import Growth
 from hvdtrain.tasks.inputs import Transform, Transforms
-from hvdtrain.training import summary
+from hvdtrain.training import header
 from hvdtrain.training.build import build_learner, job_transform, load_libraries
 from hvdtrain.training.data_facts import data_facts, identity
 from hvdtrain.training.data_notes import notes
@@ -128,7 +128,7 @@ def train_job(
         hooks=hooks,
     )
     start = start._replace(notes=[*start.notes, *job.hooks.load(start.train_state)])
-    summary.emit_start(job, start, engine_reason)
+    header.emit_start(job, start, engine_reason)
     running = RunningJob(job)
     if ranks is not None:
         from hvdtrain.training.elastic_job import ElasticJob, Successor
@@ -316,7 +316,7 @@ def finish(job: Job, start: Start, now: TrainState, reason: str) -> JobResult:
             load_best(job, now)
         job.config.model.given.at_end(job.learner)
     if is_over:
-        summary.emit_end(job, start, now, reason, memory_fields)
+        header.emit_end(job, start, now, reason, memory_fields)
         return JobResult(DONE, start.run, reason, now)
-    summary.emit_stop(job, start, now, reason, failure, memory_fields)
+    header.emit_stop(job, start, now, reason, failure, memory_fields)
     return JobResult(job.health.stop_code, start.run, reason, now)

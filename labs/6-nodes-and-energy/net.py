@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from hvdtrain.comm.placement import placement
+from hvdtrain.comm.launcher_variables import placement
 
 VARIABLES = (
     "RANK",

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from hvdtrain.cli.launch.launchers import (
+from hvdtrain.cli.launch.launch_commands import (
     LaunchRequest,
     available_cores,
     find_launcher,

@@ -17,7 +17,7 @@ from ranks import HANG_S, environment, mpirun_path, needs_mpirun
 
 from hvdtrain.cli.launch.allocation import Host, read_hostfile, read_hosts
 from hvdtrain.cli.launch.command import USAGE, launch
-from hvdtrain.cli.launch.launchers import (
+from hvdtrain.cli.launch.launch_commands import (
     LaunchRequest,
     MpiKind,
     container_command,

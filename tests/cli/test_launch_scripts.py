@@ -18,7 +18,7 @@ from ranks import HANG_S, ROOT, environment, needs_mpirun
 from hvdtrain.__main__ import COMMANDS
 from hvdtrain.cli.launch.program import NOT_ON_RANKS, Program, read_program
 from hvdtrain.cli.launch.rank import LONGEST, TaggedLines, log_of, set_torch_variables
-from hvdtrain.comm.placement import Placement
+from hvdtrain.comm.launcher_variables import Placement
 from hvdtrain.errors import STALLED, UserError
 
 LAUNCH = [

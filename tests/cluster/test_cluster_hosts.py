@@ -19,7 +19,7 @@ from cluster_hosts import Hosts
 from faults import events, newest, reached, same_end, wait_for
 from ranks import FULL, ROOT, Job, needs_horovod, needs_mpirun
 
-from hvdtrain.comm.placement import placement
+from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.errors import LOST, REQUEUE, STALLED, UserError
 
 pytestmark = [pytest.mark.cluster, needs_mpirun]
@@ -61,7 +61,7 @@ KEEPALIVE = {
 }
 PROBE = """
 import os, socket, sys, json, numpy
-from hvdtrain.comm.placement import placement
+from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.config.read import configure
 from hvdtrain.training.build import connect
 engine, _ = connect(configure(None, [f"comm.engine={sys.argv[1]}"]), placement(os.environ))

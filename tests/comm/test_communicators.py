@@ -27,7 +27,7 @@ import os, sys, time
 import numpy as np
 from hvdtrain import errors
 from hvdtrain.config import plugins
-from hvdtrain.comm.placement import NO_LAUNCHER, placement
+from hvdtrain.comm.launcher_variables import NO_LAUNCHER, placement
 def connect(place):
     try:
         return plugins.load("comm", sys.argv[1], "tests").connect(place)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdtrain.comm.placement import Placement
+from hvdtrain.comm.launcher_variables import Placement
 from hvdtrain.comm.signed import Forged, pack, unpack
 from hvdtrain.config.read import Assignment
 from hvdtrain.core.progress import Progress
@@ -84,11 +84,11 @@ def test_bytes_of_another_secret_purpose_or_content_are_refused() -> None:
 HOSTILE: list[Any] = [
     {"class": ["subprocess", "Popen", [["touch", "ran"]]]},
     {"class": ["os", "system", ["touch ran"]]},
-    {"class": ["hvdtrain.cli.launch.launchers", "output_of", [["touch", "ran"]]]},
+    {"class": ["hvdtrain.cli.launch.launch_commands", "output_of", [["touch", "ran"]]]},
     {"class": ["hvdtrain.errors", "UserError.__init__.__globals__", []]},
     {"class": ["hvdtrain.comm.signed", "Path", ["x"]]},
     {"class": ["hvdtrain.cli.horovod", "x", []]},
-    {"class": ["hvdtrain.comm.placement", "Placement", [1]]},
+    {"class": ["hvdtrain.comm.launcher_variables", "Placement", [1]]},
     {"array": ["|O", [1], "AAAAAAAAAAA="]},
     {"array": ["<f8", [10**12], ""]},
     {"unknown": 1},

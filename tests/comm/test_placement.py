@@ -10,7 +10,7 @@ import pytest
 
 from hvdtrain.__main__ import main
 from hvdtrain.comm.communicator import SingleProcessCommunicator, connect
-from hvdtrain.comm.placement import (
+from hvdtrain.comm.launcher_variables import (
     LAUNCHERS,
     NO_LAUNCHER,
     EngineLibrary,

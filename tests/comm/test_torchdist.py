@@ -34,8 +34,8 @@ from hvdtrain.cli.launch.run import NodeOptions, parse_node_options
 from hvdtrain.comm import torchdist
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.comm.engines import Feature, Installed, needed_features, select_engine
+from hvdtrain.comm.launcher_variables import NO_LAUNCHER, SUBMITIT, Placement
 from hvdtrain.comm.meeting import ALL, wait_for_all_ranks
-from hvdtrain.comm.placement import NO_LAUNCHER, SUBMITIT, Placement
 from hvdtrain.comm.rendezvous import (
     LOOPBACK,
     PORTS,
@@ -690,7 +690,7 @@ def test_addresses_without_a_host_name_are_no_warning(tmp_path: Path) -> None:
 ENDS_AT_ONCE = """
 import torch, torch.distributed as dist
 from hvdtrain.comm import torchdist
-from hvdtrain.comm.placement import NO_LAUNCHER
+from hvdtrain.comm.launcher_variables import NO_LAUNCHER
 communicator = torchdist.connect(NO_LAUNCHER)
 kept = dist.group.WORLD  # as FSDP2 does: Gloo's threads live to the end of the process
 tensors = [torch.ones(30_000) for _ in range(3_000)]

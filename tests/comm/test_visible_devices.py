@@ -11,9 +11,14 @@ import pytest
 import torch
 
 from hvdtrain.cli.check import dry_run
-from hvdtrain.cli.launch.launchers import nvidia_devices, visible_gpus
+from hvdtrain.cli.launch.launch_commands import nvidia_devices, visible_gpus
 from hvdtrain.comm.communicator import SingleProcessCommunicator
-from hvdtrain.comm.placement import VISIBLE_DEVICES, Placement, listed_devices, take_part_of_gpu
+from hvdtrain.comm.launcher_variables import (
+    VISIBLE_DEVICES,
+    Placement,
+    listed_devices,
+    take_part_of_gpu,
+)
 from hvdtrain.config.read import configure
 from hvdtrain.frameworks.torch.device import describe_device, gpu, pick_device
 from hvdtrain.training.build import connect

@@ -11,9 +11,9 @@ from ranks import ROOT
 
 from hvdtrain.__main__ import run_command
 from hvdtrain.config import plugins
-from hvdtrain.config.other_words import KEYS, NO_KEYS, VALUES
 from hvdtrain.config.read import configure
 from hvdtrain.config.schema import SECTIONS, known_keys
+from hvdtrain.config.words_of_other_tools import KEYS, NO_KEYS, VALUES
 from hvdtrain.errors import UserError
 
 

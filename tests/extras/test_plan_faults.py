@@ -23,7 +23,7 @@ from hvdtrain.extras.faults.plan import (
     simulate_restarts,
     simulate_shrink,
 )
-from hvdtrain.training.checkpoint.interval import optimal_interval_s
+from hvdtrain.training.checkpoint.auto_interval import optimal_interval_s
 
 DATA = [
     "--samples",

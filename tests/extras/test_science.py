@@ -19,8 +19,8 @@ import pytest
 import stored_data
 
 import hvdtrain
-from hvdtrain.config.other_words import data_of_path
 from hvdtrain.config.read import configure
+from hvdtrain.config.words_of_other_tools import data_of_path
 from hvdtrain.data.source import Source
 from hvdtrain.data.stored.cache import BlockCache
 from hvdtrain.data.stored.source import StoredSource, read_by, stored_in

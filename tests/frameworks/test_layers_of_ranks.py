@@ -17,7 +17,7 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.norm import use_norm
-from hvdtrain.frameworks.torch.parallel.fsdp.gathered_types import REDUCES_UNREACHED
+from hvdtrain.frameworks.torch.parallel.zero_3.gathered_types import REDUCES_UNREACHED
 from hvdtrain.training.build import build_learner
 
 EXACT = [

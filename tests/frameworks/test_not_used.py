@@ -16,7 +16,7 @@ from hvdtrain.config.read import configure
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
 from hvdtrain.training.given import given_model, with_given
-from hvdtrain.training.summary import _drops
+from hvdtrain.training.header import _drops
 
 TASK = Classification((4,), 2, np.array([0.0]), np.array([1.0]), dtype="float32")
 NO_GRADIENT = "which the loss does not depend on; no gradient for aux.weight, aux.bias"

@@ -287,7 +287,7 @@ import torch
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.comm.horovod import connect
 from hvdtrain.comm.mesh import one_group
-from hvdtrain.comm.placement import placement
+from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.config.read import configure
 from hvdtrain.frameworks.stopwatch import HostStopwatch
 from hvdtrain.frameworks.torch import build

@@ -176,7 +176,7 @@ def test_process_sets_that_are_none_are_refused_before_ranks_connect() -> None:
 
 
 def test_an_unknown_engine_is_an_error_with_the_nearest() -> None:
-    from hvdtrain.comm.placement import NO_LAUNCHER
+    from hvdtrain.comm.launcher_variables import NO_LAUNCHER
 
     assert engine_name({}, NO_LAUNCHER) == "single"
     with pytest.raises(UserError, match="HVDTRAIN_ENGINE='mpii' is no engine"):

@@ -25,7 +25,7 @@ from ports import free_port
 from ranks import Job
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
-from hvdtrain.comm.placement import Placement
+from hvdtrain.comm.launcher_variables import Placement
 from hvdtrain.comm.signed import sign
 from hvdtrain.comm.torchdist import TorchDistCommunicator
 from hvdtrain.horovod.engine.errors import BadCall

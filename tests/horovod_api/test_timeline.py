@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hvdtrain.comm.placement import NO_LAUNCHER
+from hvdtrain.comm.launcher_variables import NO_LAUNCHER
 from hvdtrain.config import plugins
 from hvdtrain.horovod.engine.own import OwnEngine
 from hvdtrain.horovod.engine.requests import GLOBAL, Request, Settings, Signature, settings_of

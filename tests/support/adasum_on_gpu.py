@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from hvdtrain.comm import mpi
-from hvdtrain.comm.placement import placement
+from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.horovod.engine.reduce import adasum_
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.comm import mpi
-from hvdtrain.comm.placement import placement
+from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.errors import UserError
 
 

@@ -36,7 +36,7 @@ from hvdtrain.comm.communicator import (
     point_to_point,
 )
 from hvdtrain.comm.engines import MEANINGS, features_of
-from hvdtrain.comm.placement import placement
+from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.config import plugins
 from hvdtrain.errors import UserError
 

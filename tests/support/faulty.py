@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hvdtrain.comm.placement import placement
+from hvdtrain.comm.launcher_variables import placement
 
 
 class Faulty(nn.Module):

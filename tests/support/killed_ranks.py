@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from hvdtrain.__main__ import main
-from hvdtrain.comm.placement import placement
+from hvdtrain.comm.launcher_variables import placement
 
 
 class Kill(NamedTuple):

@@ -15,7 +15,7 @@ import time
 import numpy as np
 
 from hvdtrain.comm import torchdist
-from hvdtrain.comm.placement import placement
+from hvdtrain.comm.launcher_variables import placement
 
 
 def main(out: str) -> None:

@@ -22,7 +22,7 @@ import torch
 from killed_ranks import die_at, parse
 
 import hvdtrain as ht
-from hvdtrain.comm.placement import placement
+from hvdtrain.comm.launcher_variables import placement
 
 # uneven shares, and batches across the ends of epochs
 SAMPLES = 100

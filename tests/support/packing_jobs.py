@@ -13,7 +13,7 @@ from sequence_jobs import JOB, STEPS, VOCABULARY, by_hand, tokens
 from torch.nn import functional
 
 import hvdtrain
-from hvdtrain.comm.placement import placement
+from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.data.packed import first_fit
 from hvdtrain.frameworks.torch.models.gpt import GPT, build
 

@@ -20,7 +20,7 @@ import pytest
 import warm
 from record import note
 
-from hvdtrain.comm.placement import placement
+from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.config.extras import extras
 from hvdtrain.config.schema import OPEN_SECTIONS, known_keys
 from hvdtrain.errors import UserError

@@ -52,7 +52,7 @@ def merge(folder: Path, out: Path, version: str, command: str) -> None:
     """One file for the launcher: the variables that are equal in all processes, and those of each
     process, in rank order."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from hvdtrain.comm.placement import placement
+    from hvdtrain.comm.launcher_variables import placement
 
     recorded = [
         json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))

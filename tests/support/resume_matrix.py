@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.placement import placement
+from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch
 from hvdtrain.data.around_source import AroundSource

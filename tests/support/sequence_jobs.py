@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 import hvdtrain
-from hvdtrain.comm.placement import placement
+from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.data.sampler import positions_of_rank
 
 SAMPLES = 50

@@ -32,7 +32,7 @@ from hvdtrain.cli.check.command import (
 from hvdtrain.cli.check.dry_run import LARGE_BYTES
 from hvdtrain.cli.check.report import Report, to_text
 from hvdtrain.comm.communicator import Buffer, CompletedHandle, Handle, Op
-from hvdtrain.comm.placement import Placement
+from hvdtrain.comm.launcher_variables import Placement
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import whole
 from hvdtrain.core.folder import Folder

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import hvdtrain
-from hvdtrain.comm.placement import placement
+from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.errors import UserError
 
 SAMPLES = 203

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hvdtrain.comm.placement import placement
+from hvdtrain.comm.launcher_variables import placement
 
 SLOW_S = 0.2  # a pass of an evaluation in trouble
 for _method in vars(

@@ -19,7 +19,7 @@ import torch
 from on_ranks import function_of
 
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
-from hvdtrain.comm.placement import placement
+from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import CommConfig
 

@@ -10,7 +10,7 @@ import time
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
-from hvdtrain.comm.placement import placement
+from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import GuardConfig
 from hvdtrain.training.health.heartbeat import Heartbeat

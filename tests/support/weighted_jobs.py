@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import hvdtrain
-from hvdtrain.comm.placement import placement
+from hvdtrain.comm.launcher_variables import placement
 
 SAMPLES = 60
 JOB = [

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.training.checkpoint.interval import (
+from hvdtrain.training.checkpoint.auto_interval import (
     UNKNOWN_MTBF_S,
     AutoInterval,
     Faults,

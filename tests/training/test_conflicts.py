@@ -28,7 +28,7 @@ from pairs import (
 
 from hvdtrain.__main__ import main
 from hvdtrain.comm.engines import MEANINGS, features_of, possible_engines
-from hvdtrain.comm.placement import NO_LAUNCHER, Placement
+from hvdtrain.comm.launcher_variables import NO_LAUNCHER, Placement
 from hvdtrain.config.exclusion import Exclusion
 from hvdtrain.config.schema import known_keys
 from hvdtrain.errors import USER, UserError

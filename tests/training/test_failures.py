@@ -104,8 +104,8 @@ def test_a_user_error_on_all_ranks_is_printed_once(tmp_path: Path) -> None:
 def test_a_user_error_on_one_rank_names_it(tmp_path: Path, engine: str) -> None:
     """Rank 0 waits in the engine's start for a rank that found no data."""
     code = (
-        "import os, sys; from hvdtrain.__main__ import main; from hvdtrain.comm.placement import "
-        "placement; "
+        "import os, sys; from hvdtrain.__main__ import main; "
+        "from hvdtrain.comm.launcher_variables import placement; "
         f"sys.exit(main(['run={tmp_path / 'run'}', 'comm.engine={engine}'] + ['data.name=folder', "
         "'data.root=/nowhere']"
         " * placement(os.environ).rank))"
@@ -118,8 +118,8 @@ def test_a_user_error_on_one_rank_names_it(tmp_path: Path, engine: str) -> None:
 
 def test_ranks_that_were_given_different_jobs_are_refused(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from hvdtrain.__main__ import main; from hvdtrain.comm.placement import "
-        "placement; "
+        "import os, sys; from hvdtrain.__main__ import main; "
+        "from hvdtrain.comm.launcher_variables import placement; "
         f"sys.exit(main(['run={tmp_path / 'run'}', 'comm.engine=mpi', f'seed={{1 + "
         f"placement(os.environ).rank}}']))"
     )

@@ -111,8 +111,8 @@ def test_auto_takes_horovod_under_mpirun() -> None:
     code = (
         "import os; from hvdtrain.training.build import connect; from hvdtrain.config.read import "
         "configure\n"
-        "from hvdtrain.comm.placement import placement; engine, why = connect(configure(None, "
-        "[]), placement(os.environ))\n"
+        "from hvdtrain.comm.launcher_variables import placement\n"
+        "engine, why = connect(configure(None, []), placement(os.environ))\n"
         "print(engine.name, engine.size, why)"
     )
     found = mpirun(2, ["-c", code])

@@ -49,7 +49,7 @@ from hvdtrain.cli.check.report import Report, one_line, to_json, to_text
 from hvdtrain.cli.options import CommandParser
 from hvdtrain.cli.output import with_json_value
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.placement import (
+from hvdtrain.comm.launcher_variables import (
     LAUNCHERS,
     SRUN,
     SUBMITIT,

@@ -18,7 +18,7 @@ import numpy as np
 
 from hvdtrain.cli.check.rank_facts import DeviceFacts, Finding, Level, LibraryFacts, RankFacts
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.placement import Placement, library_name
+from hvdtrain.comm.launcher_variables import Placement, library_name
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.core.folder import UNFINISHED, Folder

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
 
-from hvdtrain.comm.placement import Placement
+from hvdtrain.comm.launcher_variables import Placement
 from hvdtrain.comm.rendezvous import interfaces
 from hvdtrain.errors import UserError
 from hvdtrain.training.replicas.software import code_digests, digest, variables, versions

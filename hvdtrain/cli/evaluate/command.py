@@ -37,9 +37,9 @@ from hvdtrain.training.datasets import build_source
 from hvdtrain.training.evaluate import ClassCounts, Evaluation
 from hvdtrain.training.evaluate import evaluate as evaluate_samples
 from hvdtrain.training.failure import RankFailed
+from hvdtrain.training.header import first_names
 from hvdtrain.training.replicas.same_job import check_same_facts, facts
 from hvdtrain.training.run_rank import Rank, on_connected_ranks
-from hvdtrain.training.summary import first_names
 from hvdtrain.training.trained_model import TrainedModel, load_trained_model
 
 USAGE = """\

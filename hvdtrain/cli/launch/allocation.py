@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from hvdtrain.comm.placement import tasks_per_node
+from hvdtrain.comm.launcher_variables import tasks_per_node
 from hvdtrain.comm.rendezvous import expand_nodes
 from hvdtrain.errors import UserError, short
 

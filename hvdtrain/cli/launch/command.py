@@ -22,7 +22,7 @@ from hvdtrain.cli.launch.allocation import (
     read_hosts,
     read_text,
 )
-from hvdtrain.cli.launch.launchers import (
+from hvdtrain.cli.launch.launch_commands import (
     MPIS,
     LaunchRequest,
     MpiLauncher,
@@ -44,7 +44,7 @@ from hvdtrain.cli.launch.launchers import (
 from hvdtrain.cli.launch.program import Program, check_exists, read_program, value_of
 from hvdtrain.cli.launch.run import LauncherRun
 from hvdtrain.cli.options import CommandParser
-from hvdtrain.comm.placement import placement
+from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.comm.rendezvous import SECRET, free_port, new_secret
 from hvdtrain.config.extras import Mode, modes
 from hvdtrain.config.read import expand

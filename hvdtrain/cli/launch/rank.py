@@ -20,7 +20,13 @@ from types import FrameType, TracebackType
 from typing import NoReturn
 
 from hvdtrain.cli.launch.allocation import Host, read_hosts
-from hvdtrain.comm.placement import BY_LAUNCH, SRUN, Placement, placement, torchrun_variables
+from hvdtrain.comm.launcher_variables import (
+    BY_LAUNCH,
+    SRUN,
+    Placement,
+    placement,
+    torchrun_variables,
+)
 from hvdtrain.comm.rendezvous import LOOPBACK, step_nodes
 from hvdtrain.core.early_signals import EarlySignals
 from hvdtrain.core.ends_with_parent import end_with_parent

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import NamedTuple
 
-from hvdtrain.cli.launch.launchers import visible_gpus
-from hvdtrain.comm.placement import Placement, torchrun_variables
+from hvdtrain.cli.launch.launch_commands import visible_gpus
+from hvdtrain.comm.launcher_variables import Placement, torchrun_variables
 from hvdtrain.comm.rendezvous import (
     LOOPBACK,
     SECRET,

@@ -20,7 +20,7 @@ import numpy as np
 from hvdtrain.cli.check.dry_run import plain_mpi
 from hvdtrain.cli.output import align, plural, print_result
 from hvdtrain.comm.communicator import Communicator, part_of
-from hvdtrain.comm.placement import Placement, placement
+from hvdtrain.comm.launcher_variables import Placement, placement
 from hvdtrain.core.link import IN_PARTS
 from hvdtrain.errors import UserError
 from hvdtrain.extras.bench.options import BenchParser, format_bytes, format_seconds, read_sizes

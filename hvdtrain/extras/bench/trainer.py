@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.placement import placement
+from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.config.plugins import check_names
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import DONE

@@ -29,7 +29,7 @@ from hvdtrain.extras.dense.cut import (
 )
 from hvdtrain.extras.dense.keys import DenseKeys
 from hvdtrain.frameworks.stopwatch import Stopwatch
-from hvdtrain.frameworks.torch.parallel.zero import Zero, of_shards, total_over
+from hvdtrain.frameworks.torch.parallel.zero_1_and_2 import Zero, of_shards, total_over
 from hvdtrain.frameworks.torch.strategy import (
     Around,
     NamedParameters,

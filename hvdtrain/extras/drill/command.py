@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 from hvdtrain.cli.options import CommandParser
 from hvdtrain.cli.output import print_result, with_json_value
-from hvdtrain.comm.placement import placement
+from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.config.lengths import parse_duration
 from hvdtrain.config.read import expand
 from hvdtrain.core.folder import Folder

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hvdtrain.cli.launch.allocation import Allocation, Host, read_hosts
-from hvdtrain.cli.launch.launchers import LaunchRequest, MpiLauncher, mpirun_command
+from hvdtrain.cli.launch.launch_commands import LaunchRequest, MpiLauncher, mpirun_command
 from hvdtrain.cli.launch.program import Program, value_of
 from hvdtrain.cli.launch.run import LauncherRun
 from hvdtrain.config.lengths import parse_duration

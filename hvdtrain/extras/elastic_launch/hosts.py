@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from hvdtrain.cli.launch.allocation import Host, read_hostfile
-from hvdtrain.cli.launch.launchers import ranks_per_host
+from hvdtrain.cli.launch.launch_commands import ranks_per_host
 from hvdtrain.errors import DONE, LOST, REQUEUE, USER, UserError, short
 
 SCRIPT_S = 10.0  # that the program may take

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
-from hvdtrain.comm.placement import placement
+from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.config import plugins
 from hvdtrain.config.read import ACTS, CODE, expand
 from hvdtrain.config.schema import Config

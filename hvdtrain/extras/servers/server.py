@@ -27,7 +27,7 @@ from hvdtrain.extras.servers.turns import (
     end_all,
 )
 from hvdtrain.frameworks.stopwatch import Stopwatch
-from hvdtrain.frameworks.torch.parallel.zero import of_shards
+from hvdtrain.frameworks.torch.parallel.zero_1_and_2 import of_shards
 from hvdtrain.frameworks.torch.strategy import Held, OnePass, Shard, Strategy, Wrapped
 
 

@@ -31,7 +31,7 @@ from hvdtrain.extras.servers.turns import (
 )
 from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.frameworks.torch.parallel.buckets import Bucket, InOrder
-from hvdtrain.frameworks.torch.parallel.zero import of_shards
+from hvdtrain.frameworks.torch.parallel.zero_1_and_2 import of_shards
 from hvdtrain.frameworks.torch.strategy import (
     OnePass,
     Shard,

@@ -15,10 +15,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from hvdtrain.cli.launch.launchers import available_cores, visible_gpus
+from hvdtrain.cli.launch.launch_commands import available_cores, visible_gpus
 from hvdtrain.cli.launch.run import ECHO_S, STOPPING
 from hvdtrain.cli.output import STANDARD_OUTPUT, print_result
-from hvdtrain.comm.placement import listed_devices, placement
+from hvdtrain.comm.launcher_variables import listed_devices, placement
 from hvdtrain.core.early_signals import EarlySignals
 from hvdtrain.core.folder import Folder
 from hvdtrain.core.process import command_line, path_argument, start_child

@@ -19,8 +19,8 @@ from hvdtrain.errors import Diverged, UserError
 from hvdtrain.events.log import Log
 from hvdtrain.frameworks.learner import plain_names
 from hvdtrain.training.checkpoint import files, prune, room
+from hvdtrain.training.checkpoint.auto_interval import AutoInterval
 from hvdtrain.training.checkpoint.files import Identity, OpenFolder
-from hvdtrain.training.checkpoint.interval import AutoInterval
 from hvdtrain.training.checkpoint.shards import WrittenByAll
 from hvdtrain.training.progress.train_state import TrainState
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.comm.placement import SRUN, placement
+from hvdtrain.comm.launcher_variables import SRUN, placement
 from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import ENDLESS, Progress
 from hvdtrain.events.log import Log

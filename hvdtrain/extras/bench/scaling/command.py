@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hvdtrain.cli.launch.launchers import (
+from hvdtrain.cli.launch.launch_commands import (
     LaunchRequest,
     MpiKind,
     available_cores,
@@ -23,7 +23,7 @@ from hvdtrain.cli.launch.launchers import (
     mpirun_command,
 )
 from hvdtrain.cli.output import plural, print_result
-from hvdtrain.comm.placement import placement
+from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.core.folder import Folder

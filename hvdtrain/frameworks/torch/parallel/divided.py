@@ -19,7 +19,7 @@ import torch
 from hvdtrain.comm.mesh import Mesh
 from hvdtrain.core.arrays import WHOLE, Cut
 from hvdtrain.core.metrics import Sums
-from hvdtrain.frameworks.torch.parallel.zero import of_shards, total_over
+from hvdtrain.frameworks.torch.parallel.zero_1_and_2 import of_shards, total_over
 from hvdtrain.frameworks.torch.strategy import (
     Around,
     OnePass,

@@ -47,7 +47,7 @@ def select_strategy(
     comm = config.comm
     communicator = mesh.data
     if config.shard.stage in (1, 2):
-        from hvdtrain.frameworks.torch.parallel.zero import Zero
+        from hvdtrain.frameworks.torch.parallel.zero_1_and_2 import Zero
 
         on_host = config.shard.offload != "none"
         return Zero(

@@ -15,12 +15,16 @@ from hvdtrain.frameworks.torch.buffers import copied_buffers
 from hvdtrain.frameworks.torch.call import call
 from hvdtrain.frameworks.torch.layer import Layer, LayerCut
 from hvdtrain.frameworks.torch.parallel.divided import Divided
-from hvdtrain.frameworks.torch.parallel.fsdp.deferred import make_deferred
-from hvdtrain.frameworks.torch.parallel.fsdp.gathered_types import REDUCES_UNREACHED
-from hvdtrain.frameworks.torch.parallel.fsdp.planned import PlannedMesh
-from hvdtrain.frameworks.torch.parallel.fsdp.strategy import ShardedModel, device_mesh, shard_model
 from hvdtrain.frameworks.torch.parallel.tensor.layers import give_whole_logits
 from hvdtrain.frameworks.torch.parallel.tensor.layout import tensor_cuts
+from hvdtrain.frameworks.torch.parallel.zero_3.deferred import make_deferred
+from hvdtrain.frameworks.torch.parallel.zero_3.gathered_types import REDUCES_UNREACHED
+from hvdtrain.frameworks.torch.parallel.zero_3.planned import PlannedMesh
+from hvdtrain.frameworks.torch.parallel.zero_3.strategy import (
+    ShardedModel,
+    device_mesh,
+    shard_model,
+)
 from hvdtrain.frameworks.torch.private_api import unset_fake_temporarily
 from hvdtrain.frameworks.torch.strategy import NamedParameters, Strategy
 

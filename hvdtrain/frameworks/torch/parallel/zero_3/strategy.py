@@ -27,16 +27,16 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Cut
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.communicators import Communicating
-from hvdtrain.frameworks.torch.parallel.fsdp.deferred import Deferred
-from hvdtrain.frameworks.torch.parallel.fsdp.gathered_types import (
+from hvdtrain.frameworks.torch.parallel.tensor.plan import CutLayers, order_of_layers, plan_of
+from hvdtrain.frameworks.torch.parallel.zero_1_and_2 import of_shards, shard_summary, total_over
+from hvdtrain.frameworks.torch.parallel.zero_3.deferred import Deferred
+from hvdtrain.frameworks.torch.parallel.zero_3.gathered_types import (
     REDUCES_UNREACHED,
     Pass,
     gather_in_16_bits,
     group_of,
     reduce_all_of,
 )
-from hvdtrain.frameworks.torch.parallel.tensor.plan import CutLayers, order_of_layers, plan_of
-from hvdtrain.frameworks.torch.parallel.zero import of_shards, shard_summary, total_over
 from hvdtrain.frameworks.torch.private_api import in_backward, tree_leaves
 from hvdtrain.frameworks.torch.strategy import Shard, Strategy, Wrapped
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from hvdtrain.cli.launch.allocation import Host
-from hvdtrain.comm.placement import listed_devices
+from hvdtrain.comm.launcher_variables import listed_devices
 from hvdtrain.errors import UserError, short
 from hvdtrain.training.replicas.software import variables
 
