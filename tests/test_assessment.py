@@ -203,7 +203,6 @@ def grade(script: Path, *options: str) -> Result:
     )
 
 
-@pytest.mark.in_turn
 @needs_mpirun
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -231,7 +230,6 @@ def test_our_answers_pass(name: str) -> None:
     )
 
 
-@pytest.mark.in_turn
 @needs_mpirun
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SUBMISSIONS if FULL else SOME)
@@ -624,7 +622,6 @@ def test_an_option_without_sense_is_named(
     )
 
 
-@pytest.mark.in_turn
 @needs_mpirun
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

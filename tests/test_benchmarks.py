@@ -104,7 +104,6 @@ GPU_DAY = [
 ]
 
 
-@pytest.mark.in_turn
 @pytest.mark.slow
 @needs_mpirun
 @pytest.mark.parametrize("parts", GPU_DAY, ids=lambda parts: parts[0])
@@ -227,7 +226,6 @@ def test_watching_measures_every_part(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.in_turn
 @pytest.mark.slow
 def test_guard_measures_every_part(tmp_path: Path) -> None:
     """Each part is switched off by an attribute of the job: one that is renamed must not be
@@ -340,7 +338,6 @@ def test_recompute_measures_each_way(tmp_path: Path) -> None:
     assert row["all"]["to none"][0] > 1
 
 
-@pytest.mark.in_turn
 @pytest.mark.slow
 @pytest.mark.clock
 def test_gpt_compares_training_and_drawing(tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ def imported(root: Path, *missing: str) -> int:
     return int(done.stdout.split()[-1])
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", extras())
 def test_everything_works_without_one_extra(name: str, with_extras: Path) -> None:
     shutil.rmtree(with_extras / "hvdtrain" / "extras" / name)

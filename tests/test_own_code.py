@@ -707,6 +707,7 @@ def after_training(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, d
 
 @needs_mpirun
 @pytest.mark.slow
+@pytest.mark.every_day
 @pytest.mark.parametrize("strategy", TODAY)
 def test_every_rank_has_the_object_that_was_reported(
     strategy: str, after_training: list[dict[str, dict[str, float]]]

@@ -9,7 +9,7 @@ from datetime import date, timedelta
 import pytest
 from extras_in_turn import changed_files, extras_of_day, is_of_extras
 from ranks import ROOT, python
-from rotation import COLLECTED, DAYS, items_of_other_days, rows_of_day
+from rotation import COLLECTED, DAYS, is_by_turns, is_together, items_of_other_days, rows_of_day
 from without_extra import names_of_extras
 
 FIRST = date(2026, 12, 30)
@@ -33,14 +33,14 @@ def test_each_row_of_a_table_is_of_one_of_three_days(count: int) -> None:
     assert rows_of_day(range(count), FIRST + timedelta(12 * DAYS)) == days[0] or count < DAYS
 
 
-def test_each_test_that_is_marked_runs_on_one_of_three_days(request: pytest.FixtureRequest) -> None:
+def test_each_test_by_turns_runs_on_one_of_three_days(request: pytest.FixtureRequest) -> None:
     """Of all files that this run has read; `make test` reads all."""
     collected = request.config.stash[COLLECTED]
-    marked = {item for item in collected if item.get_closest_marker("in_turn")}
+    marked = {item for item in collected if is_by_turns(item)}
     chosen = [marked - items_of_other_days(collected, day) for day in ALL_DAYS]
     assert len(marked) >= 4 and set().union(*chosen) == marked
     assert sum(map(len, chosen)) == len(marked)
-    for path in {item.path for item in marked}:
+    for path in {item.path for item in marked if not is_together(item)}:
         of_file = [sum(item.path == path for item in items) for items in chosen]
         assert max(of_file) - min(of_file) <= 1, path
 
@@ -55,7 +55,7 @@ def test_a_run_by_day_has_those_rows_and_a_run_in_full_has_all(
         return set(re.findall(r"::(test_a_row\[\d\])", result.stdout))
 
     here = [item for item in request.config.stash[COLLECTED] if item.path == request.path]
-    rows = {item.name for item in here if item.get_closest_marker("in_turn")}
+    rows = {item.name for item in here if is_by_turns(item)}
     others = {item.name for item in items_of_other_days(here, FIRST)}
     by_day = collected(HVDTRAIN_TEST_ROUNDS="day", HVDTRAIN_TEST_DAY=FIRST.isoformat())
     assert by_day == rows - others and 0 < len(by_day) < len(rows) == 4

@@ -66,7 +66,6 @@ def file_of(page: Path, name: str) -> Block:
     return next(block for block in blocks(page) if block.file == name)
 
 
-@pytest.mark.in_turn
 @needs_mpirun
 @pytest.mark.slow
 def test_the_tutorial_runs_and_prints_the_output_that_it_shows(tmp_path: Path) -> None:
@@ -74,7 +73,6 @@ def test_the_tutorial_runs_and_prints_the_output_that_it_shows(tmp_path: Path) -
     assert not messages, "\n".join(messages)
 
 
-@pytest.mark.in_turn
 @needs_mpirun
 @pytest.mark.slow
 @pytest.mark.parametrize("page", OWN, ids=lambda page: page.stem)
@@ -85,7 +83,6 @@ def test_a_page_on_ones_own_code_runs_and_prints_the_output_that_it_shows(
     assert not messages, "\n".join(messages)
 
 
-@pytest.mark.in_turn
 @needs_mpirun
 @pytest.mark.slow
 def test_the_page_on_ones_own_loop_runs_and_prints_the_output_that_it_shows(tmp_path: Path) -> None:
@@ -100,7 +97,6 @@ def test_the_page_on_ones_own_loop_runs_and_prints_the_output_that_it_shows(tmp_
     assert len(losses) == 2 and losses[0] == pytest.approx(losses[1], rel=1e-3)  # in float32
 
 
-@pytest.mark.in_turn
 @needs_mpirun
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("h5py"), reason="h5py is not installed")
@@ -238,7 +234,6 @@ def test_other_scripts_find_keys_that_exist() -> None:
     )
 
 
-@pytest.mark.in_turn
 @needs_horovod
 @needs_mpirun
 @pytest.mark.slow

@@ -150,6 +150,7 @@ def test_a_run_folder_that_is_a_link_to_nothing(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["run"]
 
 
+@pytest.mark.in_turn
 @needs_mpirun
 def test_ranks_that_differ(tmp_path: Path) -> None:
     """One start of four ranks, each with a mistake of its own: every one is named, with its rank,
@@ -249,6 +250,7 @@ def test_a_model_with_other_outputs_on_one_rank(tmp_path: Path) -> None:
     ), (where, fix)
 
 
+@pytest.mark.in_turn
 @needs_mpirun
 @needs_horovod
 def test_horovod_beside_plain_mpi(tmp_path: Path) -> None:
@@ -280,6 +282,7 @@ STEP = {
 }
 
 
+@pytest.mark.in_turn
 def test_srun_that_starts_n_jobs_of_one_rank() -> None:
     """srun without --mpi: every process would train alone. Rank 0 reports it, the others are
     silent."""
@@ -304,6 +307,7 @@ def test_srun_that_starts_n_jobs_of_one_rank() -> None:
     assert (other.returncode, other.stdout, other.stderr) == (2, "", "")
 
 
+@pytest.mark.in_turn
 def test_a_launcher_that_contradicts_itself() -> None:
     environ = {
         "RANK": "0",
@@ -353,6 +357,7 @@ def test_a_rank_that_cannot_start_or_never_connects(tmp_path: Path) -> None:
     assert "hvdtrain check: error: rank 0 waited 4 s for other ranks to connect\n" in result.stderr
 
 
+@pytest.mark.in_turn
 def test_the_command_line() -> None:
     result = python([*CHECK, *SMALL, "--json"])
     assert result.returncode == 0 and json.loads(result.stdout)["exit_code"] == 0, (

@@ -123,6 +123,7 @@ def assert_stopped_with_checkpoint(run: Path) -> None:
     assert list(run.glob(f"checkpoints/step-{last['step']:08d}/weights.safetensors"))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "how",
     [

@@ -15,7 +15,12 @@ from cluster_slurm import Slurm
 from faults import Tree, events, outcome
 from ranks import ENGINES, FULL, in_full_rounds, mpirun, mpirun_path
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(BUILT_S)]  # the first one builds the images
+# the first one builds the images
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.in_turn(together=True),
+    pytest.mark.timeout(BUILT_S),
+]
 
 # Everything that two ranks in two containers need of each other: the wire, shared memory and its
 # processes, PMIx's files, the user.

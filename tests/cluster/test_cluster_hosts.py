@@ -190,6 +190,7 @@ def test_a_script_on_uneven_hosts(hosts: Hosts, tmp_path: Path, engine: str) -> 
     ]
 
 
+@pytest.mark.every_day
 @pytest.mark.parametrize(
     "engine", ENGINES if FULL else ENGINES[:2]
 )  # torchdist: test_a_host_is_lost

@@ -121,6 +121,7 @@ def name_of(pid: int) -> str:
         return "munged"  # gone by now
 
 
+@pytest.mark.every_day
 @pytest.mark.parametrize(
     "engine", ENGINES if FULL else ENGINES[:2]
 )  # torchdist: test_srun_without_pmi

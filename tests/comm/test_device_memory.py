@@ -313,6 +313,7 @@ def test_a_line_of_the_header_says_what_the_key_does(is_own_loop: bool, tmp_path
     ), lines
 
 
+@pytest.mark.in_turn
 @needs_mpirun
 @pytest.mark.parametrize("way", ["host", "device"])
 @pytest.mark.parametrize("size", [2, 3])

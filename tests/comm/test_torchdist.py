@@ -251,6 +251,7 @@ def ranks_with_a_store(how: str) -> Iterator[tuple[Job, Job, int]]:
             yield host, other, port
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("how", "code"), [("both", 0), ("late", errors.LOST)])
 def test_ranks_close_a_store_together(how: str, code: int) -> None:
     """Rank 0, which hosts the store, waits for a limited time; a rank that has not closed by then
@@ -264,6 +265,7 @@ def test_ranks_close_a_store_together(how: str, code: int) -> None:
         assert (kept.returncode, kept.stderr, left.stderr) == (0, "", ""), (kept, left)
 
 
+@pytest.mark.in_turn
 def test_a_stranger_does_not_end_a_job_with_success() -> None:
     """Who reaches the port can end a job, not make it look done."""
     with ranks_with_a_store("stranger") as (host, other, port):
@@ -501,6 +503,7 @@ def test_two_nodes_need_an_address() -> None:
     )
 
 
+@pytest.mark.in_turn
 def test_other_commands_run_on_ranks_without_a_launcher_too() -> None:
     result = python(["-m", "hvdtrain", "check", "--num-gpus=2", "data.name=digits"])
     assert result.returncode == errors.DONE, result
@@ -622,6 +625,7 @@ def test_a_loss_that_does_not_reach_a_parameter_is_refused_by_ddp() -> None:
     assert "the loss does not depend on" in result.stderr and "comm.reduce=auto" in result.stderr
 
 
+@pytest.mark.in_turn
 @needs_mpirun
 def test_a_rank_that_fails_while_it_connects_ends_all(tmp_path: Path) -> None:
     """MPI runs by then, and would keep the others waiting."""
@@ -700,6 +704,7 @@ communicator.close()
 """  # noqa: E501
 
 
+@pytest.mark.in_turn
 def test_a_process_may_end_while_gloo_works() -> None:
     result = python(["-c", ENDS_AT_ONCE], is_warm=False)
     assert result.returncode == 0, result.stderr
@@ -753,6 +758,7 @@ print(limits)
     ), result
 
 
+@pytest.mark.in_turn
 @needs_mpirun
 @pytest.mark.parametrize("size", [2, 3])
 def test_parts_go_in_one_call_as_on_nccl(size: int) -> None:

@@ -86,6 +86,7 @@ SEEN = {
 }
 
 
+@pytest.mark.in_turn
 @linux
 @pytest.mark.parametrize("fault", SEEN)
 def test_the_fuzzer_reports(fault: str) -> None:

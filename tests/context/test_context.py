@@ -899,6 +899,7 @@ def test_number_types_by_the_key(opened: list[ht.Context]) -> None:
     )
 
 
+@pytest.mark.in_turn
 @pytest.mark.filterwarnings(
     "ignore:.*torch.jit.*:DeprecationWarning"
 )  # of torch, inside of its compiler

@@ -98,6 +98,7 @@ def test_one_process_computes_what_jax_and_optax_compute(tmp_path: Path, optimiz
     )
 
 
+@pytest.mark.in_turn
 @needs_mpirun
 def test_ranks_compute_what_one_process_computes_and_go_on_where_others_have_stopped(
     tmp_path: Path,

@@ -14,6 +14,7 @@ import pytest
 from own_ways_on_ranks import plain_counted
 from pool import alone
 from ranks import FULL, ROOT, mpirun, needs_horovod, needs_mpirun, of_this_copy, python
+from rotation import rows_of_today
 
 SCRIPT = str(ROOT / "tests" / "support" / "own_loop_on_ranks.py")
 STEPS = math.ceil(3 * 100 / 7)
@@ -350,8 +351,8 @@ def test_ranks_that_have_the_model_together(tmp_path: Path) -> None:
         f"parallel.pipeline=2 {guards}",
         f"parallel.dense=c {guards}",
         "parallel.tensor=2 shard.stage=1",
+        "parallel.pipeline=2 parallel.schedule=zero_bubble parallel.balance=[1,3]",
     ]
-    ways += ["parallel.pipeline=2 parallel.schedule=zero_bubble parallel.balance=[1,3]"]
     of_clipped = [
         f"parallel.tensor=2 {clip}",
         f"parallel.pipeline=2 {clip}",
@@ -363,7 +364,8 @@ def test_ranks_that_have_the_model_together(tmp_path: Path) -> None:
         f"{run} parallel.dense=a",
     ]
     of_tokens = [
-        f"gpt parallel.tensor=2 parallel.sequence=true {words}" for words in ("", "shard.stage=3")
+        f"gpt parallel.tensor=2 parallel.sequence=true {words}"
+        for words in rows_of_today(("", "shard.stage=3"))
     ]
     layouts = (
         "",
@@ -373,9 +375,9 @@ def test_ranks_that_have_the_model_together(tmp_path: Path) -> None:
         "parallel.pipeline=2",
         "parallel.dense=c",
     )
-    of_counted = of_this_copy(f"counted {words}" for words in layouts)
-    ways = of_this_copy(ways)
-    of_clipped = of_this_copy(of_clipped)
+    of_counted = rows_of_today(of_this_copy(f"counted {words}" for words in layouts))
+    ways = rows_of_today(of_this_copy(ways))
+    of_clipped = rows_of_today(of_this_copy(of_clipped))
     resumed = of_this_copy(resumed)
     found = in_ways(tmp_path, 2, *of_counted, *ways, *of_clipped, *of_tokens, *resumed)
     for name, weights in plain_counted().items():

@@ -396,6 +396,7 @@ def mixture(n: int, config: AugmentConfig) -> Batch:
     }
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("loss", "kind"), [*(("cross_entropy", kind) for kind in MIXTURES), ("squared_error", "mixup")]
 )

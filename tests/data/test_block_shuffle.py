@@ -143,6 +143,7 @@ def test_partitions_are_not_by_block() -> None:
     assert "data.shuffle=full" in caught.value.fix
 
 
+@pytest.mark.in_turn
 @needs_mpirun
 def test_a_job_is_the_same_on_ranks_and_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

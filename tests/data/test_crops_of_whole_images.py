@@ -65,6 +65,7 @@ def by_hand(path: Path, box: list[int]) -> np.ndarray:
         return np.asarray(image.convert("RGB").resize((16, 16), Image.Resampling.BILINEAR, edges))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("suffix", ["jpg", "png"])
 def test_pixels_are_those_of_pil_and_the_same_however_they_are_read(
     tmp_path: Path, suffix: str

@@ -190,6 +190,7 @@ def test_missing_files_without_download(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.in_turn
 def test_without_a_network_the_error_comes_at_once(tmp_path: Path) -> None:
     script = f"""
 from pathlib import Path
@@ -300,6 +301,7 @@ assert (Path(sys.argv[1]) / "a").read_text() == "whole"
 """
 
 
+@pytest.mark.in_turn
 def test_one_process_downloads_and_the_others_wait(tmp_path: Path) -> None:
     """Which goes on once both others have said that they wait."""
     said = tmp_path / "said"
@@ -365,6 +367,7 @@ def run(script: str, *path: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.in_turn
 def test_torchvision_imports_beside_this_torch() -> None:
     ended = run("""
 from hvdtrain.core.import_torchvision import import_torchvision
@@ -390,6 +393,7 @@ def test_a_torchvision_that_imports_is_not_changed(tmp_path: Path) -> None:
     assert ended.stdout == "True []\n", ended.stderr
 
 
+@pytest.mark.in_turn
 def test_a_missing_or_broken_torchvision_is_an_error(tmp_path: Path) -> None:
     asked = "from hvdtrain.core.import_torchvision import import_torchvision; import_torchvision()"
     ended = run(f"import sys; sys.modules['torchvision'] = None; {asked}")

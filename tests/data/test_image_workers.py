@@ -69,6 +69,7 @@ def of_files(root: Path, kind: str) -> ImageSource:
     return found
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("kind", ["folder", "webdataset"])
 def test_worker_processes_decode_the_same_bytes(tmp_path: Path, kind: str) -> None:
     threads = of_files(tmp_path, kind)
@@ -94,6 +95,7 @@ def test_worker_processes_decode_the_same_bytes(tmp_path: Path, kind: str) -> No
     assert len(set(pids)) == 2 and all(pid != os.getpid() for pid in pids)
 
 
+@pytest.mark.in_turn
 def test_a_damaged_image_is_the_same_error_and_the_next_read_goes_on() -> None:
     threads = source_of(InMemory(IMAGES, BROKEN))
     processes = threads.read_by(2)
@@ -110,6 +112,7 @@ def test_a_damaged_image_is_the_same_error_and_the_next_read_goes_on() -> None:
     )
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("padding", [0, 5000])
 def test_many_images_are_packed_by_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, padding: int
@@ -160,6 +163,7 @@ def test_who_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pack(local, tmp_path / "macOS", worth_workers=20)
 
 
+@pytest.mark.in_turn
 def test_no_process_stays_where_workers_cannot_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +205,7 @@ pack(source_of(InMemory(3000, endless=1500)), Path(sys.argv[1]), worth_workers=1
 """
 
 
+@pytest.mark.in_turn
 def test_a_killed_packing_leaves_no_process(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT, env=environment()
@@ -219,6 +224,7 @@ def started(tasks: Path) -> set[int]:
     return {int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()}
 
 
+@pytest.mark.in_turn
 def test_the_key_data_workers(tmp_path: Path) -> None:
     for split, place in (("train", 0), ("train", 1), ("val", 1)):
         save(tmp_path / split / "ant" / f"{place}.png", colour(place))

@@ -195,6 +195,7 @@ def test_a_table_needs_numbers() -> None:
     assert source(frame(a=X[:, 0], tokens=X[:, 1])).fields.keys() == {"a", "tokens"}
 
 
+@pytest.mark.in_turn
 def test_samples_are_drawn_by_seed_epoch_and_sample_alone() -> None:
     """Whatever their order, their batch and the process that reads them; this process's own
     generators stay as they are."""
@@ -231,6 +232,7 @@ def many() -> np.ndarray:
     return np.arange(40)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(
     ("flaw", "message"),
@@ -389,6 +391,7 @@ def test_what_workers_cannot_have() -> None:
         source({"x": X, "y": Y}, workers=1)
 
 
+@pytest.mark.in_turn
 def test_a_killed_worker_is_an_error() -> None:
     with pytest.raises(
         UserError,
@@ -398,6 +401,7 @@ def test_a_killed_worker_is_an_error() -> None:
         source(Flawed("kill"), workers=1).read(many())
 
 
+@pytest.mark.in_turn
 def test_no_worker_outlives_its_rank(tmp_path: Path) -> None:
     """Workers of a script's own class; one of them is in the user's code when the rank is
     killed."""
@@ -516,6 +520,7 @@ def test_a_source_of_ones_own_has_what_it_wraps_and_its_images() -> None:
     assert inner_source(user_source(around)) is images
 
 
+@pytest.mark.in_turn
 def test_workers_end_with_their_source() -> None:
     found = source(Flawed(), workers=1)
     assert isinstance(found, DatasetSource) and found._pool is not None

@@ -100,6 +100,7 @@ def test_losses_and_gradients_are_those_of_each_sequence_alone() -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
+@pytest.mark.in_turn
 @needs_mpirun
 def test_steps_are_those_of_sequences_alone_on_ranks_and_resumed(tmp_path: Path) -> None:
     ways = [

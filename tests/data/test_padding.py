@@ -52,6 +52,7 @@ def test_samples_are_padded_to_the_longest_that_is_read() -> None:
     assert deep.padded(np.array([1]), 2, -1.0)[0].tolist() == [[0.0] * 3, [-1.0] * 3]
 
 
+@pytest.mark.in_turn
 @needs_mpirun
 def test_steps_are_those_of_samples_without_padding_on_ranks_and_resumed(tmp_path: Path) -> None:
     """A language, a loss of a script, a model that gets the mask, in one pass and by length; one
@@ -182,6 +183,7 @@ def test_a_loss_of_torch_leaves_padded_targets_out() -> None:
         np.testing.assert_allclose(run.weights[name], weight, rtol=0, atol=1e-12)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("workers", [0, 1])
 def test_datasets_are_padded_as_arrays_are(workers: int) -> None:
     of_arrays = as_source({"tokens": tokens()}, "mine", "here", padding=PADDING)

@@ -92,6 +92,7 @@ def test_ranks_together_have_the_draws_of_one(size: int) -> None:
         assert [drawn[position] for position in whole.epochs.tolist()] == whole.samples.tolist()
 
 
+@pytest.mark.in_turn
 @needs_mpirun
 def test_a_job_is_the_same_on_ranks_and_resumed_on_another_number(tmp_path: Path) -> None:
     """On two ranks; and the job that they stopped goes on in one process."""

@@ -425,6 +425,7 @@ def test_format_bytes() -> None:
     ]
 
 
+@pytest.mark.in_turn
 @needs_mpirun
 def test_training_from_the_stage_gives_the_same_numbers(tmp_path: Path) -> None:
     root = idx_root(tmp_path / "source")

@@ -43,6 +43,7 @@ def stored(source: Source) -> StoredSource:
     return found
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_job_on_files_trains_the_weights_of_a_job_on_arrays(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -59,6 +60,7 @@ def test_a_job_on_files_trains_the_weights_of_a_job_on_arrays(
     assert stored_data.bits(resumed.weights) == expected
 
 
+@pytest.mark.in_turn
 @needs_mpirun
 def test_ranks_train_the_weights_of_ranks_on_arrays(tmp_path: Path) -> None:
     names = ["", "npz"]
@@ -197,6 +199,7 @@ def test_stored_pixels_are_images_as_arrays_in_memory_are(
     assert stored_data.bits(found.weights) == stored_data.bits(expected.weights)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("task", ["regression", "multilabel", "segmentation"])
 def test_pixels_with_their_channels_first_are_images_of_every_task(
     task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -456,6 +459,7 @@ def test_words_that_select_nothing(words: str, message: str) -> None:
     assert message in error_of(lambda: select(words, (9, 5), f"u[{words}]", "a.h5"))
 
 
+@pytest.mark.in_turn
 def test_files_damaged_at_random_are_read_or_refused(tmp_path: Path) -> None:
     done = subprocess.run(
         [

@@ -454,6 +454,7 @@ def test_a_terminal_that_goes_away_does_not_end_the_job() -> None:
     terminal.close()
 
 
+@pytest.mark.in_turn
 @needs_mpirun
 def test_under_mpirun_the_display_updates_in_a_terminal_and_a_pipe_gets_plain_lines(
     tmp_path: Path,

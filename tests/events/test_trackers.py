@@ -468,6 +468,7 @@ def read_wandb(file: Path) -> tuple[list[dict[str, Any]], dict[str, Any], list[i
     return rows, config, codes, kinds
 
 
+@pytest.mark.in_turn
 def test_wandb_reads_back(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("wandb")
     before = sys.exit, sys.excepthook, sys.stdout, sys.stderr

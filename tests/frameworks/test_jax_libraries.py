@@ -29,7 +29,7 @@ pytest.importorskip("equinox", reason="equinox is not installed: make test-keras
 pytest.importorskip("haiku", reason="dm-haiku is not installed: make test-keras")
 from jax_libraries import CASES, linen_bound
 
-pytestmark = pytest.mark.usefixtures("jax_compilation_cache")
+pytestmark = [pytest.mark.in_turn, pytest.mark.usefixtures("jax_compilation_cache")]
 
 STEPS = 4
 RATE = 0.3

@@ -12,6 +12,8 @@ import pytest
 from framework_jobs import RECIPES
 from ranks import FULL, mpirun, needs_keras, needs_mpirun, needs_tensorflow, python
 
+pytestmark = pytest.mark.in_turn
+
 BACKENDS = ["torch", "jax", pytest.param("tensorflow", marks=needs_tensorflow)]
 Weights = dict[str, list[Any]]  # by recipe
 

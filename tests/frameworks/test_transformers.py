@@ -25,6 +25,8 @@ from hvdtrain.frameworks.torch.foreign.config_json import read_config
 from hvdtrain.frameworks.torch.libraries.transformers import model_of
 from hvdtrain.training.pretrained import read_weights
 
+pytestmark = pytest.mark.in_turn
+
 define_missing_operators()  # transformers imports torchvision
 transformers: Any = pytest.importorskip(
     "transformers", reason="transformers is not installed: make test-keras"

@@ -11,6 +11,8 @@ import ranks
 from pages import failures, run_page
 from ranks import ROOT, needs_horovod, needs_keras, needs_mpirun, needs_tensorflow
 
+pytestmark = pytest.mark.in_turn
+
 BACKENDS = ["torch", "jax", pytest.param("tensorflow", marks=needs_tensorflow)]
 
 

@@ -1,7 +1,10 @@
 """Which rows of the largest tables run today: a third, so that each runs on one of three days.
 
-    @pytest.mark.in_turn                        a test, a row or a file, of whose tests a third runs
-    for name in rows_of_today(CASES):           a table inside a test
+    @pytest.mark.in_turn                    a test, a row or a file, of whose tests a third runs;
+                                            so are those marked slow, faults or cluster
+    @pytest.mark.in_turn(together=True)     a file whose tests have one dear fixture: on one day
+    @pytest.mark.every_day                  one of those that runs each day
+    for name in rows_of_today(CASES):       a table inside a test
 
 HVDTRAIN_TEST_ROUNDS=day, which `make test` and the like set, asks for a third; otherwise all rows
 run. HVDTRAIN_TEST_DAY=2026-11-28 chooses the day.
@@ -20,6 +23,7 @@ import pytest
 
 Row = TypeVar("Row")
 DAYS = 3
+BY_TURNS = {"in_turn", "slow", "faults", "cluster"}
 COLLECTED = pytest.StashKey[list[pytest.Item]]()  # of all days
 
 
@@ -41,16 +45,24 @@ def rows_of_today(rows: Sequence[Row]) -> list[Row]:
     return rows_of_day(rows, today()) if is_by_day() else list(rows)
 
 
+def is_by_turns(item: pytest.Item) -> bool:
+    marks = {mark.name for mark in item.iter_markers()}
+    return bool(BY_TURNS & marks) and "every_day" not in marks
+
+
+def is_together(item: pytest.Item) -> bool:
+    return any(mark.kwargs.get("together") for mark in item.iter_markers("in_turn"))
+
+
 def items_of_other_days(items: Sequence[pytest.Item], day: date) -> set[pytest.Item]:
-    """The tests marked `in_turn` that do not run on a day, of each file two thirds. Files begin on
+    """The tests by turns that do not run on a day, of each file two thirds. Files begin on
     different days, so that those with one such test do not all run on one."""
     places = Counter[str]()
     others = set[pytest.Item]()
-    for item in items:
-        if item.get_closest_marker("in_turn"):
-            name = item.path.name
-            place = zlib.crc32(name.encode()) + places[name]
-            places[name] += 1
-            if (place + day.toordinal()) % DAYS != 0:
-                others.add(item)
+    for item in filter(is_by_turns, items):
+        name = item.path.name
+        place = zlib.crc32(name.encode()) + places[name]
+        places[name] += not is_together(item)
+        if (place + day.toordinal()) % DAYS != 0:
+            others.add(item)
     return others

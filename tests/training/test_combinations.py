@@ -37,6 +37,7 @@ PAIRS = {pair.name: pair for pair in all_pairs()}
 @needs_mpirun
 @needs_horovod
 @pytest.mark.slow
+@pytest.mark.every_day
 def test_pairs_are_equal_to_one_process_or_refused() -> None:
     """The pairs of today, or of HVDTRAIN_TEST_DAY=2026-11-28; all pairs on every engine in full
     rounds, which take hours."""

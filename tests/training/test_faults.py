@@ -51,6 +51,7 @@ if FULL:
     ]
 
 
+@pytest.mark.every_day
 @pytest.mark.parametrize(("command", "count", "more"), CHAINS)
 def test_sigkill_at_any_moment(tmp_path: Path, command: Command, count: int, more: int) -> None:
     """Kill after kill, the same command each time."""

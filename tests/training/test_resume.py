@@ -96,10 +96,12 @@ class Jobs:
 
 
 def kinds_on(engine: str) -> list[str]:
-    """The kinds of state that are resumed on an engine: every second one on each, all on both with
-    HVDTRAIN_TEST_ROUNDS=full."""
+    """The kinds of state that are resumed on an engine: every second one on each, of which a third
+    each day; all on both with HVDTRAIN_TEST_ROUNDS=full."""
     place = [str(param.values[0]) for param in ENGINES].index(engine)
-    return [kind for i, kind in enumerate(KINDS) if FULL or i % len(ENGINES) != place]
+    return rows_of_today(
+        [kind for i, kind in enumerate(KINDS) if FULL or i % len(ENGINES) != place]
+    )
 
 
 def rows_of_day(engine: str) -> list[str]:
@@ -271,6 +273,7 @@ def matrix(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Matrix(tmp_path_factory.mktemp("resume"), engines, sizes)
 
 
+@pytest.mark.every_day
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, *[pytest.param(4, marks=pytest.mark.ranks4)] * FULL])
 def test_interrupted_and_resumed_equals_uninterrupted(matrix: Matrix, ranks: int) -> None:
@@ -289,6 +292,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(matrix: Matrix, ranks: int
         assert reads_the_rest(cell)
 
 
+@pytest.mark.every_day
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "kind"),
@@ -307,6 +311,7 @@ def test_every_kind_of_state_resumes_to_the_last_bit(
     assert (cell.stopped.train_state["noise"][1] != 0) == (kind == "noise scale")
 
 
+@pytest.mark.every_day
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_example_of_a_feature_resumes_to_the_last_bit(matrix: Matrix, engine: str) -> None:
@@ -318,6 +323,7 @@ def test_every_example_of_a_feature_resumes_to_the_last_bit(matrix: Matrix, engi
         assert cell.straight.train_state["progress"]["step"] == 12
 
 
+@pytest.mark.every_day
 @pytest.mark.slow
 def test_the_table(matrix: Matrix) -> None:
     text = report(matrix)
