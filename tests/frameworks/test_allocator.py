@@ -28,6 +28,7 @@ print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.in_turn
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this libc has no mallopt")
 def test_freed_memory_is_reused() -> None:
     faults = {}
@@ -52,6 +53,7 @@ print(data_kb() - before)
 """  # noqa: E501
 
 
+@pytest.mark.in_turn
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this libc has no mallopt")
 def test_large_memory_leaves_no_holes() -> None:
     """Where freed memory is kept, the 470 MB of weights stay, or (at times) a tenth of them; 2 MB

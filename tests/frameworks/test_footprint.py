@@ -41,6 +41,7 @@ def predicted(*words: str, ranks: int = 1, samples: int = 8, passes: int = 1) ->
     )  # type: ignore[arg-type]
 
 
+@pytest.mark.in_turn
 def test_a_step_takes_what_was_predicted() -> None:
     """Of one process, as the next test."""
     case = "2 all 2"
@@ -117,6 +118,7 @@ def test_stage_3_has_parts_and_one_whole_unit() -> None:
     assert found.step == pytest.approx(4 * sizes * (0.5 + 0.5 + 1 + 1 + 0.5), rel=0.001)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("stage", [2, *[pytest.param(3, marks=pytest.mark.slow)] * FULL])
 def test_what_more_ranks_take_is_computed_from_two(stage: int) -> None:
     """As plan --memory does, of a model whose blocks have many sizes."""

@@ -20,6 +20,7 @@ LIKE_STAGE_0 = [
 ]
 
 
+@pytest.mark.in_turn
 @needs_mpirun
 def test_after_forward_a_rank_has_no_block_in_16_bits() -> None:
     """The head alone, which is no block's, stays until backward; autocast kept 12 WIDTH^2 numbers
@@ -29,6 +30,7 @@ def test_after_forward_a_rank_has_no_block_in_16_bits() -> None:
         assert found == dict.fromkeys(cases, 2 * COLOURS * WIDTH)
 
 
+@pytest.mark.in_turn
 @needs_mpirun
 def test_what_is_gathered_and_what_is_alive_is_as_planned() -> None:
     """Matrices and biases of blocks, and the head, in 16 bits; norms and embeddings in 32. A rank
@@ -52,6 +54,7 @@ def test_what_is_gathered_and_what_is_alive_is_as_planned() -> None:
     assert found["step"] == pytest.approx(found["sum"], rel=0.005)
 
 
+@pytest.mark.in_turn
 @needs_mpirun
 def test_weights_are_those_of_stage_0() -> None:
     """To a tenth of what 16 bits round: sums over ranks have another order."""

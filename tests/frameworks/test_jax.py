@@ -100,6 +100,7 @@ def compilations() -> Iterator[list[str]]:
     compilation_cache.reset_cache()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("loss", ["cross_entropy", "squared_error"])
 @pytest.mark.parametrize(
     "words",
@@ -118,6 +119,7 @@ def test_jax_and_numpy_move_alike(loss: str, words: str) -> None:
     move_alike(*both, weighted=not words)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("rule", RULES)
 def test_jax_and_torch_move_an_mlp_alike(rule: str) -> None:
     words = ["model.name=mlp", "model.widths=[6,5]", f"optim.name={rule}"]

@@ -22,6 +22,7 @@ from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
 
 
+@pytest.mark.in_turn
 @needs_mpirun
 def test_ranks_with_two_devices_are_one_process_with_one() -> None:
     found = on_ranks("mpi", 2, "jax_devices_on_ranks:curves", env=TWO)[0]

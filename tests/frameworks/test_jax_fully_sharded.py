@@ -102,6 +102,7 @@ def after_steps(one: Any, batches: list[Batch]) -> tuple[Arrays, list[dict[str, 
     return one.state(), [{name: float(value) for name, value in each.items()} for each in sums]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("size", "words", "units"),
     [
@@ -168,6 +169,7 @@ def test_ranks_make_the_steps_of_one_process(size: int, words: str, units: str) 
     assert max(shares) - min(shares) <= 4, "each unit is cut evenly"
 
 
+@pytest.mark.in_turn
 def test_a_loss_that_is_not_finite_stops_the_step_on_every_rank_and_local_statistics_stay() -> None:
     """Of a convnet with norms; rank 1 has a bad sample, rank 0 none in the second micro-batch."""
     words = "model.name=convnet model.widths=[4] optim.name=sgd guard.nonfinite=skip"
@@ -203,6 +205,7 @@ def test_a_loss_that_is_not_finite_stops_the_step_on_every_rank_and_local_statis
     assert np.abs(parts[0][0][mean] - parts[1][0][mean]).max() > 1e-3, "of each rank's own samples"
 
 
+@pytest.mark.in_turn
 def test_ranks_draw_what_one_draws_and_go_on() -> None:
     """A gpt with dropout and tied weights draws between steps from weights that are whole
     meanwhile."""

@@ -26,7 +26,6 @@ SEEDS = range(12)
 
 @needs_mpirun
 @pytest.mark.slow
-@pytest.mark.every_day
 def test_drawn_jobs_are_equal_to_one_process_or_refused(tmp_path: Path) -> None:
     verdicts: dict[int, Verdict] = {}
     for job, verdict, parts in run_jobs(SEEDS, ON_2, tmp_path, limit_s=600):

@@ -57,7 +57,6 @@ def reference(one_process: dict, tmp: Path, *how: str) -> dict:
     return dict(one_process[key])
 
 
-@pytest.mark.every_day
 @pytest.mark.parametrize(
     ("engine", "size", "stages", "how"),
     [
