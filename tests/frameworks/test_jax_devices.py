@@ -31,6 +31,7 @@ def test_ranks_with_two_devices_are_one_process_with_one() -> None:
         check_same(name, two, one)
 
 
+@pytest.mark.in_turn
 @needs_mpirun
 @pytest.mark.parametrize(
     "model",
