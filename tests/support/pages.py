@@ -6,6 +6,7 @@ page shows.
     ```sh                 run by bash
     ```text               what the block above it prints, in part: `...` stands for lines or for the
     rest of a line that are left out
+    ```none               is shown only: what another program or another job prints
 
 `python pages.py PAGE FOLDER` runs a page in a folder and writes the results there, as lines of JSON
 in pages.json.
@@ -122,7 +123,7 @@ def failures(page: Path, results: dict[int, Result]) -> list[str]:
                     f"{page.name}, output of {before.name}: {one}"
                     for one in differences(block.text, result.output)
                 ]
-        elif not block.file:
+        elif not block.file and block.language != "none":
             before = block
             if block.number not in results:
                 found_failures.append(f"{page.name}, {block.name} did not run")
