@@ -37,8 +37,8 @@ import torch
 
 from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.data.datasets import folder, webdataset
+from hvdtrain.data.images.decoded_files import pack
 from hvdtrain.data.images.image_source import ImageSource
-from hvdtrain.data.images.pack import pack
 
 BATCH = 128
 SHARDS = 8

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from hvdtrain.config.section import Given
     from hvdtrain.context.context import Context
-    from hvdtrain.tasks.inputs import Transform, Transforms
+    from hvdtrain.tasks.transform import Transform, Transforms
     from hvdtrain.training.hooks import Hook
     from hvdtrain.training.run_rank import Rank
 

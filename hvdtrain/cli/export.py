@@ -23,8 +23,8 @@ from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import DONE, UserError, nearest
 from hvdtrain.optim.around import averages
-from hvdtrain.tasks.inputs import Transforms, transform_of_facts
 from hvdtrain.tasks.several_inputs import transforms_of_facts
+from hvdtrain.tasks.transform import Transforms, transform_of_facts
 from hvdtrain.training.checkpoint import files, prune
 from hvdtrain.training.checkpoint.array_file import write_arrays
 from hvdtrain.training.checkpoint.files import Checkpoint, Damaged

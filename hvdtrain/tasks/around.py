@@ -11,9 +11,9 @@ from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric
 from hvdtrain.data.field import Field
 from hvdtrain.data.source import Source
-from hvdtrain.tasks.inputs import Transform, Transforms
 from hvdtrain.tasks.rows import Rows
 from hvdtrain.tasks.task import FRAMEWORKS, Place, Task
+from hvdtrain.tasks.transform import Transform, Transforms
 
 
 class DelegatingTask(Task):

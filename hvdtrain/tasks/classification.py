@@ -16,7 +16,6 @@ from hvdtrain.core.metrics import Metric, ratio
 from hvdtrain.data.field import Field
 from hvdtrain.data.source import LabelledImages, Source
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.inputs import Transform, check_stats, input_stats, is_image
 from hvdtrain.tasks.label_counts import LossForm, notes_on_gaps, right_terms
 from hvdtrain.tasks.rows import Rows, rows_of_classes
 from hvdtrain.tasks.task import (
@@ -28,6 +27,7 @@ from hvdtrain.tasks.task import (
     is_users_model,
     refuse_nothing,
 )
+from hvdtrain.tasks.transform import Transform, check_stats, input_stats, is_image
 
 _MOST = 2**26  # values of an image, and classes: more than any data set has
 _MOST_LABEL = 2**31  # of task.ignore_label: labels are int32 in JAX

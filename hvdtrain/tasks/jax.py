@@ -12,9 +12,9 @@ import numpy as np
 
 from hvdtrain.data.field import Field
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.inputs import Transform
 from hvdtrain.tasks.label_counts import LossForm, edges_of_bins, right_terms, terms
 from hvdtrain.tasks.task import Each, Part, Place, counts_exactly, outputs_of
+from hvdtrain.tasks.transform import Transform
 from hvdtrain.tasks.user_functions import Loss, UserMetrics, refuse_parts, terms_of
 
 Arrays = Mapping[str, jax.Array]

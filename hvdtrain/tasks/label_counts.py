@@ -10,7 +10,7 @@ import numpy as np
 
 from hvdtrain.data.source import Source, arrays_in_memory
 from hvdtrain.data.subset import Subset
-from hvdtrain.tasks.inputs import without_stats
+from hvdtrain.tasks.transform import without_stats
 
 
 def edges_of_bins(bins: int) -> tuple[np.ndarray, np.ndarray]:

@@ -16,9 +16,9 @@ from hvdtrain.core.metrics import Metric, Sums, ratio
 from hvdtrain.data.field import Field
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.inputs import Transform, check_stats, input_stats
 from hvdtrain.tasks.label_counts import edges_of_bins, notes_on_gaps, terms
 from hvdtrain.tasks.task import Each, NumpyPart, Part, Place, Task, find_field, is_users_model
+from hvdtrain.tasks.transform import Transform, check_stats, input_stats
 
 Objective = Literal["loss", "f1", "f1_macro", "average_precision"]
 _MOST = 2**20  # labels, and bins of all labels together: a row of bytes for each sample

@@ -11,9 +11,9 @@ from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric, ratio
 from hvdtrain.data.field import Field
 from hvdtrain.tasks.around import DelegatingTask
-from hvdtrain.tasks.inputs import Transform
 from hvdtrain.tasks.rows import Rows
 from hvdtrain.tasks.task import Each, Part, Place
+from hvdtrain.tasks.transform import Transform
 
 
 class OnlyInputs(DelegatingTask):

@@ -15,8 +15,8 @@ from hvdtrain.core.metrics import Metric, Sums, ratio
 from hvdtrain.data.field import Field
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.inputs import Transform, check_stats, column_stats, input_stats
 from hvdtrain.tasks.task import Each, NumpyPart, Part, Place, Task, find_field, is_users_model
+from hvdtrain.tasks.transform import Transform, check_stats, column_stats, input_stats
 
 Loss = Literal["squared_error", "absolute_error"]
 Objective = Literal["loss", "mse", "mae", "r2"]

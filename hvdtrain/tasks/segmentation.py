@@ -17,10 +17,10 @@ from hvdtrain.data.field import Field
 from hvdtrain.data.source import Source, arrays_in_memory
 from hvdtrain.data.subset import Subset
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.inputs import Transform, check_stats, input_stats, is_image, without_stats
 from hvdtrain.tasks.label_counts import notes_on_gaps
 from hvdtrain.tasks.rows import Rows, rows_of_pixels
 from hvdtrain.tasks.task import Part, Place, Task, find_field, is_users_model
+from hvdtrain.tasks.transform import Transform, check_stats, input_stats, is_image, without_stats
 
 Objective = Literal["loss", "accuracy", "mean_iou"]
 _MOST = 2**26  # pixels of an image

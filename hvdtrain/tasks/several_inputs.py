@@ -14,12 +14,13 @@ from hvdtrain.config.schema import ModelConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.data.around_source import AroundSource
 from hvdtrain.data.field import Field, field_of_facts
-from hvdtrain.data.own.arrays import has_channels_first
 from hvdtrain.data.source import NamedArrays, Source
 from hvdtrain.data.subset import Subset
+from hvdtrain.data.user_data.arrays import has_channels_first
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.around import AroundTask
-from hvdtrain.tasks.inputs import (
+from hvdtrain.tasks.task import Place, Task, refuse_nothing
+from hvdtrain.tasks.transform import (
     Transform,
     Transforms,
     check_stats,
@@ -27,7 +28,6 @@ from hvdtrain.tasks.inputs import (
     is_image,
     without_stats,
 )
-from hvdtrain.tasks.task import Place, Task, refuse_nothing
 from hvdtrain.tasks.user_tasks import Measured
 
 Build = Callable[[Source, Source], Task]  # of a task from fields x and y

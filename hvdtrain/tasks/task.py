@@ -16,8 +16,8 @@ from hvdtrain.core.metrics import Metric, Parts
 from hvdtrain.data.field import Field
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.inputs import Transform, Transforms
 from hvdtrain.tasks.rows import Rows, rows_of_numbers
+from hvdtrain.tasks.transform import Transform, Transforms
 
 FRAMEWORKS = ("torch", "jax", "numpy")
 

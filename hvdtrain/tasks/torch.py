@@ -11,9 +11,9 @@ from torch.nn import functional
 
 from hvdtrain.data.packed import SEGMENTS, TOKENS
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.inputs import Transform
 from hvdtrain.tasks.label_counts import LossForm, edges_of_bins, right_terms, terms
 from hvdtrain.tasks.task import Each, Part, Place
+from hvdtrain.tasks.transform import Transform
 
 Tensors = Mapping[str, torch.Tensor]
 

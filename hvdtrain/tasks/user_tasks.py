@@ -17,9 +17,9 @@ from hvdtrain.data.field import Field, field_of_facts
 from hvdtrain.data.source import Source, arrays_in_memory
 from hvdtrain.errors import UserError, nearest
 from hvdtrain.tasks.around import AroundTask
-from hvdtrain.tasks.inputs import ColumnStats, Transform, input_stats, transform_of_facts
 from hvdtrain.tasks.library_metrics import PartsOfMetric, SumsOfMetric
 from hvdtrain.tasks.task import Part, Place, Task, find_field, is_users_model
+from hvdtrain.tasks.transform import ColumnStats, Transform, input_stats, transform_of_facts
 from hvdtrain.tasks.user_functions import (
     WHERE,
     GatheredMetric,

@@ -24,9 +24,9 @@ from hvdtrain.recipe.noise import NOISE_SCALE_KEYS
 from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.tasks.around import as_task
 from hvdtrain.tasks.classification import classes_of, without_statistics
-from hvdtrain.tasks.inputs import Transform, Transforms, with_stats
 from hvdtrain.tasks.several_inputs import restore_inputs, several_inputs
 from hvdtrain.tasks.task import MEMBERS, Task, is_users_model
+from hvdtrain.tasks.transform import Transform, Transforms, with_stats
 from hvdtrain.training.model_inputs import X, input_names
 
 

@@ -14,17 +14,17 @@ from hvdtrain.data.configured.pad import packed_rows
 from hvdtrain.data.configured.split import divided, evaluated_part
 from hvdtrain.data.configured.weights import draws_of
 from hvdtrain.data.images import augment
-from hvdtrain.data.images.masks import with_moved_masks
-from hvdtrain.data.own.as_source import as_declared, bounded_alike
+from hvdtrain.data.images.moved_masks import with_moved_masks
 from hvdtrain.data.sampler import WeightedDraws
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.source import stored_in
 from hvdtrain.data.stored.statistics import Ranks
 from hvdtrain.data.subset import Division, without_fields
+from hvdtrain.data.user_data.as_source import as_declared, bounded_alike
 from hvdtrain.errors import UserError
 from hvdtrain.recipe.recipe import Recipe
-from hvdtrain.tasks.inputs import is_image
 from hvdtrain.tasks.task import Task, is_users_model, tokens_of_sample
+from hvdtrain.tasks.transform import is_image
 from hvdtrain.training.build import build_recipe, build_task
 from hvdtrain.training.common_codebook import CommonCodebook
 from hvdtrain.training.input import DEFAULT_BLOCK

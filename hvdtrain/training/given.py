@@ -10,8 +10,8 @@ import numpy as np
 
 from hvdtrain.config.schema import Config
 from hvdtrain.config.section import DEFAULT, Given, name_of_object
-from hvdtrain.data.own.arrays import is_array, to_numpy
 from hvdtrain.data.source import Source, Split
+from hvdtrain.data.user_data.arrays import is_array, to_numpy
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.by_name import makes_groups
 from hvdtrain.tasks.task import Task

@@ -19,7 +19,7 @@ from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.data.images import augment
 from hvdtrain.data.images.cutmix import paste
-from hvdtrain.data.images.masks import moved_masks
+from hvdtrain.data.images.moved_masks import moved_masks
 from hvdtrain.data.sampler import (
     BlockShuffle,
     BlocksOfRanks,

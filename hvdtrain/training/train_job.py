@@ -22,7 +22,7 @@ from hvdtrain.events.terminal import terminal_sink, warn
 from hvdtrain.events.writers import JsonLinesWriter
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.recipe.batch import Growth
-from hvdtrain.tasks.inputs import Transform, Transforms
+from hvdtrain.tasks.transform import Transform, Transforms
 from hvdtrain.training import header
 from hvdtrain.training.build import build_learner, job_transform, load_libraries
 from hvdtrain.training.data_facts import data_facts, identity

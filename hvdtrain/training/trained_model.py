@@ -15,15 +15,15 @@ from hvdtrain.config.schema import Config, ParallelConfig, ShardConfig
 from hvdtrain.core.arrays import Arrays, Batch
 from hvdtrain.data.around_source import AroundSource
 from hvdtrain.data.field import Field, Padding, check_numbers
-from hvdtrain.data.own.arrays import TARGETS, as_images, is_array
-from hvdtrain.data.own.as_source import as_source
 from hvdtrain.data.packed import PADDING, TOKENS, each_alone, is_packed
 from hvdtrain.data.source import Source, arrays_in_memory
+from hvdtrain.data.user_data.arrays import TARGETS, as_images, is_array
+from hvdtrain.data.user_data.as_source import as_source
 from hvdtrain.errors import MEMORY, UserError, exit_code_of
 from hvdtrain.frameworks.learner import Learner, check_fit
 from hvdtrain.optim.around import averages
-from hvdtrain.tasks.inputs import is_image
 from hvdtrain.tasks.task import Task
+from hvdtrain.tasks.transform import is_image
 from hvdtrain.training.build import build_learner, restore_task
 from hvdtrain.training.checkpoint.files import Checkpoint, Damaged
 from hvdtrain.training.replicas.broadcast import broadcast_state

@@ -22,8 +22,8 @@ from waiting import wait_until
 
 from hvdtrain.config.read import configure
 from hvdtrain.data.datasets import folder, webdataset
+from hvdtrain.data.images.decoded_files import pack
 from hvdtrain.data.images.image_source import ImageSource
-from hvdtrain.data.images.pack import pack
 from hvdtrain.errors import UserError
 from hvdtrain.training.datasets import open_datasets
 
@@ -200,7 +200,7 @@ sys.path[:0] = ["tests/data", "tests/support"]
 os.sched_getaffinity = lambda pid: {0, 1}
 from images_in_memory import InMemory
 from test_image_workers import source_of
-from hvdtrain.data.images.pack import pack
+from hvdtrain.data.images.decoded_files import pack
 pack(source_of(InMemory(3000, endless=1500)), Path(sys.argv[1]), worth_workers=1)
 """
 

@@ -16,7 +16,7 @@ from hvdtrain.data.images import augment
 from hvdtrain.data.images.augment import AugmentationParameters
 from hvdtrain.data.images.cutmix import cutmix_boxes, paste, remaining_shares
 from hvdtrain.data.images.erasing import random_pixels
-from hvdtrain.data.images.masks import move
+from hvdtrain.data.images.moved_masks import move
 from hvdtrain.data.images.operations import GEOMETRIC, HostArrays, Operation, apply_operations
 from hvdtrain.data.images.random_operations import color_jitter, rand_augment
 from hvdtrain.data.images.resized_crop import draw_keys

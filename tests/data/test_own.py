@@ -34,11 +34,11 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch
 from hvdtrain.data.around_source import inner_source
 from hvdtrain.data.field import Field
-from hvdtrain.data.own.as_source import as_declared, as_source
-from hvdtrain.data.own.dataset import DatasetSource
-from hvdtrain.data.own.user_source import user_source
 from hvdtrain.data.source import ArraySource, LabelledImages, NamedArrays, Source
 from hvdtrain.data.subset import divide
+from hvdtrain.data.user_data.as_source import as_declared, as_source
+from hvdtrain.data.user_data.dataset import DatasetSource
+from hvdtrain.data.user_data.user_source import user_source
 from hvdtrain.errors import UserError
 from hvdtrain.training.build import build_task
 from hvdtrain.training.datasets import open_datasets
@@ -426,8 +426,8 @@ import threading, time
 import numpy as np
 import own_datasets
 import hvdtrain
-from hvdtrain.data.own.as_source import as_source
-from hvdtrain.data.own.as_source import as_declared
+from hvdtrain.data.user_data.as_source import as_source
+from hvdtrain.data.user_data.as_source import as_declared
 from hvdtrain.data.worker_pool import end_script_of_worker
 
 class Mine(own_datasets.Flawed):

@@ -22,8 +22,8 @@ from xxhash import xxh3_64_intdigest
 
 from hvdtrain.data.datasets import folder
 from hvdtrain.data.files.npy import MOST_ROWS, checksums, rows_of_block
+from hvdtrain.data.images.decoded_files import PackedSource, pack
 from hvdtrain.data.images.image_source import ImageSource
-from hvdtrain.data.images.pack import PackedSource, pack
 from hvdtrain.data.source import ArraySource, Source
 from hvdtrain.errors import UserError
 

@@ -21,11 +21,11 @@ from hvdtrain.core.progress import fold
 from hvdtrain.data.channel_stats import channel_stats
 from hvdtrain.data.datasets import cifar, digits, idx, synthetic
 from hvdtrain.data.labels import smallest
-from hvdtrain.data.own import arrays
-from hvdtrain.data.own.as_source import as_source
-from hvdtrain.data.own.dataset import labels_of
 from hvdtrain.data.source import ArraySource, Source
 from hvdtrain.data.subset import SubsetOfImages, divide, relabelled, validation_mask
+from hvdtrain.data.user_data import arrays
+from hvdtrain.data.user_data.as_source import as_source
+from hvdtrain.data.user_data.dataset import labels_of
 from hvdtrain.errors import UserError
 from hvdtrain.training.datasets import open_datasets
 

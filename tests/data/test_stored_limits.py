@@ -19,7 +19,7 @@ from hvdtrain.cli.evaluate.predict import read_data_file
 from hvdtrain.cli.evaluate.table import read_table
 from hvdtrain.core.folder import WrongKind, check_regular
 from hvdtrain.data.datasets import csv, npz, parquet, text
-from hvdtrain.data.own.arrays import read_safetensors
+from hvdtrain.data.user_data.arrays import read_safetensors
 from hvdtrain.errors import UserError
 
 BUILDS: dict[str, Callable[..., Any]] = {

@@ -16,8 +16,8 @@ import stored_data
 import hvdtrain
 from hvdtrain.__main__ import main
 from hvdtrain.data.datasets import csv, npz, parquet
-from hvdtrain.data.own.as_source import as_source
 from hvdtrain.data.stored import class_names
+from hvdtrain.data.user_data.as_source import as_source
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.label_counts import right_terms
 

@@ -19,7 +19,7 @@ from hvdtrain.data.stored.statistics import Ranks
 from hvdtrain.data.subset import divide
 from hvdtrain.errors import UserError
 from hvdtrain.tasks import inputs
-from hvdtrain.tasks.inputs import column_stats
+from hvdtrain.tasks.transform import column_stats
 
 RANDOM = np.random.default_rng(5)
 # far from zero; one column is constant

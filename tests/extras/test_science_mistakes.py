@@ -14,7 +14,7 @@ import zarr as zarr_library
 from hvdtrain.data.stored.selection import Box
 from hvdtrain.errors import UserError
 from hvdtrain.extras.science.data.datasets import hdf5, zarr
-from hvdtrain.extras.science.packing import unpacked, unpacked_dtype
+from hvdtrain.extras.science.netcdf_numbers import unpacked, unpacked_dtype
 
 
 def test_missing_integers_are_an_error_and_missing_floats_nan() -> None:
@@ -267,7 +267,7 @@ def test_the_fill_value_that_xarray_writes_into_zarr_2(tmp_path: Path) -> None:
         array[:] = [3, -32767]
         array.attrs.update({"scale_factor": 0.5} | more)
     for name, expected in {"x": [1.5, np.nan], "y": [1.5, -16383.5]}.items():
-        array_ = zarr.ZarrGroup.of(tmp_path / "t.zarr").array(name)
+        array_ = zarr.ZarrGroup.open(tmp_path / "t.zarr").array(name)
         np.testing.assert_array_equal(array_.decode(0, Box((), ())), np.array(expected, np.float32))  # type: ignore[union-attr]
 
 

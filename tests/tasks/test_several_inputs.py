@@ -22,8 +22,8 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Hyper
 from hvdtrain.data.field import Field
-from hvdtrain.data.own.as_source import as_source
 from hvdtrain.data.source import ArraySource
+from hvdtrain.data.user_data.as_source import as_source
 from hvdtrain.errors import UserError
 from hvdtrain.training.build import build_learner, restore_task
 from hvdtrain.training.checkpoint import files

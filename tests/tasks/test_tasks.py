@@ -27,8 +27,8 @@ from hvdtrain.frameworks.learner import Learner
 from hvdtrain.tasks import language, regression
 from hvdtrain.tasks.around import UserTask, as_task
 from hvdtrain.tasks.classification import Classification
-from hvdtrain.tasks.inputs import column_stats
 from hvdtrain.tasks.task import Task
+from hvdtrain.tasks.transform import column_stats
 from hvdtrain.training.build import build_learner, build_task, restore_task
 from hvdtrain.training.data_facts import facts_of_task, identity
 from hvdtrain.training.datasets import open_datasets

@@ -20,10 +20,10 @@ from hvdtrain.config.schema import Config
 from hvdtrain.config.section import Given
 from hvdtrain.core.process import command_line, path_argument
 from hvdtrain.data.configured.unwritten import unstaged
-from hvdtrain.data.own.as_source import as_declared
 from hvdtrain.data.source import LabelledImages, Source
 from hvdtrain.data.stored.source import stored_in
 from hvdtrain.data.subset import relabelled, relabelled_rows
+from hvdtrain.data.user_data.as_source import as_declared
 from hvdtrain.errors import DONE, UserError, nearest, short
 from hvdtrain.events.log import Event
 from hvdtrain.events.writers import append_event, finite

@@ -37,10 +37,10 @@ from hvdtrain.data.images.image_source import (
     find_images,
     left_out_note,
 )
-from hvdtrain.data.own.arrays import read_safetensors
+from hvdtrain.data.user_data.arrays import read_safetensors
 from hvdtrain.errors import DONE, UserError, first_line, short
-from hvdtrain.tasks.inputs import is_image
 from hvdtrain.tasks.rows import Rows, best, name_of_class
+from hvdtrain.tasks.transform import is_image
 from hvdtrain.training.evaluate import predict as predict_samples
 from hvdtrain.training.failure import RankFailed
 from hvdtrain.training.replicas.same_job import check_same_facts, facts
@@ -309,7 +309,7 @@ def read_data_file(path: Path, table: Table = NO_TABLE) -> Any:
             with np.errstate(over="ignore"):
                 # takes no memory for what the file does not have
                 return np.load(path, mmap_mode="r", allow_pickle=False)
-        archive = npz.NpzFile.of(path)
+        archive = npz.NpzFile.open(path)
         return {name: archive.values(name) for name in archive.names}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(

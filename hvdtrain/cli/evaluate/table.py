@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdtrain.data.datasets import csv as csv_files
-from hvdtrain.data.own.arrays import TARGETS
 from hvdtrain.data.stored.selection import name_and_words
 from hvdtrain.data.stored.text_tables import cells
+from hvdtrain.data.user_data.arrays import TARGETS
 from hvdtrain.errors import UserError, first_line, short
 
 

@@ -15,9 +15,9 @@ from hvdtrain.data.configured.pad import padding_of, refuse_lengths
 from hvdtrain.data.files.staging import Staging, stage_data
 from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.option_error import OptionError
-from hvdtrain.data.own.as_source import as_source
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.source import read_by
+from hvdtrain.data.user_data.as_source import as_source
 from hvdtrain.errors import UserError
 
 Encode = Callable[[UnencodedImages, Callable[[], UnencodedImages]], TokenImages]

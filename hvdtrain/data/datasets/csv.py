@@ -14,7 +14,6 @@ import numpy as np
 
 from hvdtrain.data.files.staging import Staging
 from hvdtrain.data.option_error import OptionError
-from hvdtrain.data.own.arrays import TARGETS, is_index
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.build import build_stored
 from hvdtrain.data.stored.files import FileOnDisk
@@ -44,6 +43,7 @@ from hvdtrain.data.stored.text_tables.lines import (
     split_rows,
     without_blank_lines,
 )
+from hvdtrain.data.user_data.arrays import TARGETS, is_index
 from hvdtrain.errors import UserError, first_line, short
 
 _MOST_HEADER = 2**20
@@ -88,7 +88,7 @@ def build(
 
     def opened(path: Path) -> CsvFile:
         between = delimiter_of(delimiter) or ("\t" if path.suffix == ".tsv" else ",")
-        return CsvFile.of(path, between, wanted)
+        return CsvFile.open(path, between, wanted)
 
     wanted = Wanted(fields, dtypes or {}, split_by, split_val, cache_mb)
     return build_stored(name, root, split, (".csv", ".tsv"), opened, wanted)
@@ -107,7 +107,7 @@ class CsvFile(StoredFile):
     field_names: tuple[str, ...] = ()  # of each column, empty of those in no field
 
     @staticmethod
-    def of(path: Path, delimiter: str, wanted: Wanted) -> CsvFile:
+    def open(path: Path, delimiter: str, wanted: Wanted) -> CsvFile:
         """Reads the file once, for the ends of its lines: a second for each GB. Raises UserError
         where it has no header."""
         if len(delimiter) != 1:
@@ -116,7 +116,7 @@ class CsvFile(StoredFile):
                 "delimiter",
                 "one character, or the word tab or space",
             )
-        file = FileOnDisk.of(path)
+        file = FileOnDisk.at(path)
         with file.opened() as text:
             first, newline, _ = text.read(0, min(file.size, _MOST_HEADER)).partition(b"\n")
         check_kind(first, newline, path)
@@ -167,10 +167,10 @@ class CsvFile(StoredFile):
         return self.edges if kind == "words" or (may_be_names and kind != "float") else None
 
     def array(self, name: str) -> StoredArray:
-        return TextColumns.of(self, [name], True)
+        return TextColumns.named(self, [name], True)
 
     def columns(self, names: list[str]) -> Blocks | None:
-        return TextColumns.of(self, names, False)
+        return TextColumns.named(self, names, False)
 
     def values(self, name: str) -> np.ndarray:
         """Numbers, or texts without blanks around them."""
@@ -294,7 +294,7 @@ class TextColumns:
     edges: np.ndarray = field(repr=False)
 
     @staticmethod
-    def of(table: CsvFile, names: list[str], is_single: bool) -> TextColumns:
+    def named(table: CsvFile, names: list[str], is_single: bool) -> TextColumns:
         """Raises UserError where the first lines have something else than numbers."""
         places = tuple(table.place(name) for name in names)
         samples = int(table.edges[-1])

@@ -21,6 +21,7 @@ from hvdtrain.data.images.decode import (
     height_and_width,
     read_file,
 )
+from hvdtrain.data.images.decoded_files import pack
 from hvdtrain.data.images.image_source import (
     ImageFiles,
     ImageSource,
@@ -28,7 +29,6 @@ from hvdtrain.data.images.image_source import (
     is_hidden,
     left_out_note,
 )
-from hvdtrain.data.images.pack import pack
 from hvdtrain.data.labels import smallest
 from hvdtrain.data.option_error import OptionError, expanded
 from hvdtrain.data.source import LabelledImages, Split

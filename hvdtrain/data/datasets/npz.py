@@ -75,7 +75,7 @@ def build(
     loaded.
     """
     wanted = Wanted(fields, dtypes or {}, split_by, split_val, cache_mb)
-    return build_stored(name, root, split, (".npz",), NpzFile.of, wanted)
+    return build_stored(name, root, split, (".npz",), NpzFile.open, wanted)
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,9 @@ class NpzFile(StoredFile):
     members: dict[str, zipfile.ZipInfo]
 
     @staticmethod
-    def of(path: Path) -> NpzFile:
+    def open(path: Path) -> NpzFile:
         """Raises UserError where it is no archive of arrays."""
-        file = FileOnDisk.of(path)
+        file = FileOnDisk.at(path)
         with file.opened() as opened:
             if opened.read(0, min(len(_NPY), file.size)) == _NPY:
                 raise UserError(

@@ -14,7 +14,6 @@ import numpy as np
 from hvdtrain.data.field import padded_by
 from hvdtrain.data.files.staging import Staging
 from hvdtrain.data.option_error import OptionError
-from hvdtrain.data.own.arrays import TARGETS, from_arrow, is_index
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.build import build_stored
 from hvdtrain.data.stored.files import FileOnDisk, cut_off
@@ -28,6 +27,7 @@ from hvdtrain.data.stored.stored_array import (
     no_such,
     whole,
 )
+from hvdtrain.data.user_data.arrays import TARGETS, from_arrow, is_index
 from hvdtrain.errors import UserError, first_line, short
 
 STAGING = Staging(is_of_user=True, may_be_a_file=True)
@@ -64,7 +64,7 @@ def build(
         root,
         split,
         (".parquet", ".pq"),
-        partial(ParquetFile.of, most_bytes=_BLOCKS * cache_mb * 10**6),
+        partial(ParquetFile.open, most_bytes=_BLOCKS * cache_mb * 10**6),
         wanted,
     )
 
@@ -93,8 +93,8 @@ class ParquetFile(StoredFile):
     with_texts: Collection[str] = ()  # columns
 
     @staticmethod
-    def of(path: Path, most_bytes: int) -> ParquetFile:
-        file = FileOnDisk.of(path)
+    def open(path: Path, most_bytes: int) -> ParquetFile:
+        file = FileOnDisk.at(path)
         pyarrow = _pyarrow()
         try:
             with pyarrow.parquet.ParquetFile(path) as opened:
@@ -130,10 +130,10 @@ class ParquetFile(StoredFile):
         return self.edges if may_be_names or name in self.with_texts else None
 
     def array(self, name: str) -> StoredArray:
-        return RowGroups.of(self, [name])
+        return RowGroups.named(self, [name])
 
     def columns(self, names: list[str]) -> Blocks | None:
-        return RowGroups.of(self, names)
+        return RowGroups.named(self, names)
 
     def values(self, name: str) -> np.ndarray:
         groups = range(len(self.edges) - 1)
@@ -233,7 +233,7 @@ class RowGroups:
     edges: np.ndarray = field(repr=False)
 
     @staticmethod
-    def of(table: ParquetFile, names: list[str]) -> RowGroups:
+    def named(table: ParquetFile, names: list[str]) -> RowGroups:
         """Type and shape are those of the first row group. Raises UserError where it has something
         else than numbers."""
         first = _numbers(table, 0, names) if len(table.edges) > 1 else np.empty((0,))

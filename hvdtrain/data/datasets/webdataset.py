@@ -18,8 +18,8 @@ from hvdtrain.data.files.folders import cache_root, check_folder, locked
 from hvdtrain.data.files.npy import load_npy, write_npy
 from hvdtrain.data.files.staging import Staging, splits_of_images
 from hvdtrain.data.images.decode import check_image_options, height_and_width
+from hvdtrain.data.images.decoded_files import pack
 from hvdtrain.data.images.image_source import ImageSource
-from hvdtrain.data.images.pack import pack
 from hvdtrain.data.images.tar_index import index_samples, name_at
 from hvdtrain.data.labels import first_outside, smallest
 from hvdtrain.data.option_error import OptionError, expanded

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from hvdtrain.data.field import Field
 from hvdtrain.data.option_error import OptionError, expanded
-from hvdtrain.data.own.as_source import CheckedSource
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.cache import BlockCache
 from hvdtrain.data.stored.class_names import class_names_of, column_of_texts
@@ -25,6 +24,7 @@ from hvdtrain.data.stored.stored_array import (
     StoredFile,
 )
 from hvdtrain.data.subset import subset
+from hvdtrain.data.user_data.as_source import CheckedSource
 from hvdtrain.errors import UserError
 
 Open = Callable[[Path], StoredFile]
@@ -169,5 +169,5 @@ def _samples(
 
 
 def _state(path: Path) -> tuple[str, int, int]:
-    file = FileOnDisk.of(path)
+    file = FileOnDisk.at(path)
     return str(path.resolve()), file.size, file.mtime_ns

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvdtrain.data.option_error import OptionError
-from hvdtrain.data.own.arrays import TARGETS
 from hvdtrain.data.source import Split
 from hvdtrain.data.stored.options import Wanted
 from hvdtrain.data.stored.selection import name_and_words
@@ -14,6 +13,7 @@ from hvdtrain.data.stored.stored_array import (
     StoredFile,
     as_yaml,
 )
+from hvdtrain.data.user_data.arrays import TARGETS
 from hvdtrain.errors import UserError
 
 FIELDS_KEY = "data.fields={x: NAME, y: NAME}"

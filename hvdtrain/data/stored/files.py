@@ -25,7 +25,7 @@ class FileOnDisk:
     mtime_ns: int
 
     @staticmethod
-    def of(path: Path) -> FileOnDisk:
+    def at(path: Path) -> FileOnDisk:
         """Raises UserError where it cannot be seen, and where it is a pipe or a device, which
         opening would wait for."""
         try:
@@ -43,7 +43,7 @@ class FileOnDisk:
         """The file, opened anew: there may be more than a process may hold open, and the page cache
         makes it cheap.
 
-        Raises UserError where it has changed since of(), and where it cannot be read.
+        Raises UserError where it has changed since at(), and where it cannot be read.
         """
         try:
             descriptor = os.open(

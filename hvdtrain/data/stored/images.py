@@ -11,9 +11,9 @@ import numpy as np
 
 from hvdtrain.data.channel_stats import ChannelStats, sampled_stats, stats_of_images
 from hvdtrain.data.labels import read_labels
-from hvdtrain.data.own.arrays import MOST_CLASSES, as_images
 from hvdtrain.data.source import LARGE_BYTES, Foresight, LabelledImages
 from hvdtrain.data.stored.source import StoredSource
+from hvdtrain.data.user_data.arrays import MOST_CLASSES, as_images
 
 if TYPE_CHECKING:
     from hvdtrain.core.arrays import Batch

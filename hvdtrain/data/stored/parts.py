@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.data.field import Field
-from hvdtrain.data.own.arrays import has_channels_first
 from hvdtrain.data.stored.class_names import labels_of
 from hvdtrain.data.stored.fields import FIELDS_KEY
 from hvdtrain.data.stored.options import Wanted
@@ -22,6 +21,7 @@ from hvdtrain.data.stored.stored_array import (
     check_shape,
     whole,
 )
+from hvdtrain.data.user_data.arrays import has_channels_first
 from hvdtrain.errors import UserError
 
 

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hvdtrain.data.own.arrays import TARGETS
 from hvdtrain.data.stored.files import FileOnDisk, cut_off
 from hvdtrain.data.stored.selection import Box
+from hvdtrain.data.user_data.arrays import TARGETS
 from hvdtrain.errors import UserError
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from hvdtrain.data.own.arrays import TARGETS
 from hvdtrain.data.stored.text_tables.cells import NUMBER, WHOLE
+from hvdtrain.data.user_data.arrays import TARGETS
 from hvdtrain.errors import UserError, short
 
 _DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "bars"}

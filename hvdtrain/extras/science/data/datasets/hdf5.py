@@ -31,7 +31,7 @@ from hvdtrain.data.stored.stored_array import (
 )
 from hvdtrain.errors import UserError, first_line
 from hvdtrain.extras.science.chunks import block_edges, check_chunks
-from hvdtrain.extras.science.packing import WORDS, is_packed, unpacked, unpacked_dtype
+from hvdtrain.extras.science.netcdf_numbers import WORDS, is_packed, unpacked, unpacked_dtype
 
 # as HDF5 numbers its filters
 _SHUFFLE = 2
@@ -79,7 +79,7 @@ def build(
     """
     wanted = Wanted(fields, dtypes or {}, split_by, split_val, cache_mb)
     return build_stored(
-        name, root, split, (".h5", ".hdf5", ".hdf", ".nc", ".nc4"), Hdf5File.of, wanted
+        name, root, split, (".h5", ".hdf5", ".hdf", ".nc", ".nc4"), Hdf5File.open, wanted
     )
 
 
@@ -119,8 +119,8 @@ class Hdf5File(StoredFile):
     file: FileOnDisk
 
     @staticmethod
-    def of(path: Path) -> Hdf5File:
-        file = FileOnDisk.of(path)
+    def open(path: Path) -> Hdf5File:
+        file = FileOnDisk.at(path)
         with _opened(file):
             return Hdf5File(file)
 

@@ -33,7 +33,7 @@ from hvdtrain.data.stored.stored_array import (
 )
 from hvdtrain.errors import UserError, first_line
 from hvdtrain.extras.science.chunks import block_edges, check_chunks
-from hvdtrain.extras.science.packing import is_packed, unpacked, unpacked_dtype
+from hvdtrain.extras.science.netcdf_numbers import is_packed, unpacked, unpacked_dtype
 
 _CODEC_KEYS = ("filters", "compressor", "codecs", "index_codecs")
 # of numcodecs and zarr, without pickle, which may run code, and msgpack2
@@ -85,7 +85,7 @@ def build(
     numbers.
     """
     wanted = Wanted(fields, dtypes or {}, split_by, split_val, cache_mb)
-    return build_stored(name, root, split, (".zarr", ".zarr.zip"), ZarrGroup.of, wanted)
+    return build_stored(name, root, split, (".zarr", ".zarr.zip"), ZarrGroup.open, wanted)
 
 
 def _zarr() -> Any:
@@ -125,7 +125,7 @@ def _check_inside(root: Path, key: str) -> None:
 def _opened(path: Path) -> Any:
     zarr = _zarr()
     if not path.is_dir():
-        FileOnDisk.of(path)  # that it is a file
+        FileOnDisk.at(path)  # that it is a file
     try:
         return zarr.open_group(
             _folder_store()(path, read_only=True)
@@ -171,9 +171,9 @@ def _described(path: Path) -> list[str]:
     for folder, folders, files in os.walk(path):
         if there := [name for name in _DESCRIPTIONS if name in files]:
             found.append(Path(folder).relative_to(path).as_posix())
-            with FileOnDisk.of(Path(folder) / there[0]).opened() as file:
+            with FileOnDisk.at(Path(folder) / there[0]).opened() as file:
                 is_array = there[0] == ".zarray" or b'"chunk_grid"' in file.read(
-                    0, FileOnDisk.of(file.path).size
+                    0, FileOnDisk.at(file.path).size
                 )
             if is_array:
                 folders.clear()  # chunks, maybe a million of them
@@ -185,7 +185,7 @@ class ZarrGroup(StoredFile):
     path: Path
 
     @staticmethod
-    def of(path: Path) -> ZarrGroup:
+    def open(path: Path) -> ZarrGroup:
         _opened(path)
         return ZarrGroup(path)
 

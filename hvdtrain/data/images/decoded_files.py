@@ -1,5 +1,5 @@
-"""Packing: every image is decoded once, into memory-mapped array files of bounded size; only
-missing files are decoded again."""
+"""Images that are decoded once, into memory-mapped array files of bounded size; only missing files
+are decoded again."""
 
 from __future__ import annotations
 

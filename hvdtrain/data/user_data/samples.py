@@ -19,8 +19,14 @@ from hvdtrain.core.arrays import Batch
 from hvdtrain.core.own_line import own_line
 from hvdtrain.core.progress import fold
 from hvdtrain.data.field import Field, Padding, check_numbers, padded_by
-from hvdtrain.data.own.arrays import TARGETS, flat_fields, has_channels_first, is_array, to_numpy
 from hvdtrain.data.ragged import check_padding
+from hvdtrain.data.user_data.arrays import (
+    TARGETS,
+    flat_fields,
+    has_channels_first,
+    is_array,
+    to_numpy,
+)
 from hvdtrain.errors import UserError, first_line, short
 
 # two streams of counters

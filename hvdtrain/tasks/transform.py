@@ -15,8 +15,8 @@ from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import fold
 from hvdtrain.data.around_source import AroundSource
 from hvdtrain.data.field import Field
-from hvdtrain.data.own.arrays import as_images, to_numpy
 from hvdtrain.data.source import LabelledImages, Source
+from hvdtrain.data.user_data.arrays import as_images, to_numpy
 from hvdtrain.errors import UserError
 
 _MOST_VALUES = 2**22  # that are read at most: about 2 s of exact sums

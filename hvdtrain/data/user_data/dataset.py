@@ -15,7 +15,9 @@ from hvdtrain.core.arrays import Batch, digest
 from hvdtrain.core.progress import fold
 from hvdtrain.data.field import Field, Padding
 from hvdtrain.data.labels import smallest
-from hvdtrain.data.own.samples import (
+from hvdtrain.data.ragged import LEAST, mask_of, padded_fields, padded_length
+from hvdtrain.data.source import Source, check_indices
+from hvdtrain.data.user_data.samples import (
     Samples,
     evaluation_seeds,
     lengths_of,
@@ -25,8 +27,6 @@ from hvdtrain.data.own.samples import (
     training_seeds,
     with_longest,
 )
-from hvdtrain.data.ragged import LEAST, mask_of, padded_fields, padded_length
-from hvdtrain.data.source import Source, check_indices
 from hvdtrain.data.worker_pool import WorkerPool
 from hvdtrain.errors import UserError
 

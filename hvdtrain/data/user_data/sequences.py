@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.data.field import Padding, padded_by
-from hvdtrain.data.own.arrays import is_array, to_numpy
 from hvdtrain.data.ragged import PaddedArrays, Ragged, check_padding, ragged
+from hvdtrain.data.user_data.arrays import is_array, to_numpy
 from hvdtrain.errors import UserError
 
 

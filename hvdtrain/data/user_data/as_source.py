@@ -14,7 +14,10 @@ import numpy as np
 
 from hvdtrain.data.around_source import AroundSource, inner_source, where_of
 from hvdtrain.data.field import Field, Padding, check_numbers
-from hvdtrain.data.own.arrays import (
+from hvdtrain.data.ragged import PaddedArrays
+from hvdtrain.data.source import LabelledImages, NamedArrays, Source
+from hvdtrain.data.subset import Subset
+from hvdtrain.data.user_data.arrays import (
     TARGETS,
     columns_of_frame,
     columns_of_hugging_face,
@@ -24,12 +27,9 @@ from hvdtrain.data.own.arrays import (
     is_read_by_row,
     read_safetensors,
 )
-from hvdtrain.data.own.dataset import DatasetSource, from_dataset
-from hvdtrain.data.own.sequences import from_ragged, is_ragged
-from hvdtrain.data.own.user_source import MEMBERS, user_source
-from hvdtrain.data.ragged import PaddedArrays
-from hvdtrain.data.source import LabelledImages, NamedArrays, Source
-from hvdtrain.data.subset import Subset
+from hvdtrain.data.user_data.dataset import DatasetSource, from_dataset
+from hvdtrain.data.user_data.sequences import from_ragged, is_ragged
+from hvdtrain.data.user_data.user_source import MEMBERS, user_source
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:
