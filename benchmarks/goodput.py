@@ -37,7 +37,7 @@ from faults import events, supervisor, told, wait_for
 from ranks import Job
 
 from hvdtrain.extras.drill.command import measure, step_of
-from hvdtrain.extras.faults.plan import (
+from hvdtrain.extras.plan.faults import (
     FaultTimes,
     simulate_last_checkpoints,
     simulate_restarts,

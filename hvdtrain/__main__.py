@@ -23,10 +23,8 @@ if TYPE_CHECKING:
 COMMANDS = {  # each is the function of its name in that module; hvdtrain/extras has more
     "train": "hvdtrain.cli.train",
     "report": "hvdtrain.cli.report",
-    "plan": "hvdtrain.cli.plan.command",
     "check": "hvdtrain.cli.check.command",
     "launch": "hvdtrain.cli.launch.command",
-    "summary": "hvdtrain.cli.plan.summary",
     "export": "hvdtrain.cli.evaluate.export",
     "evaluate": "hvdtrain.cli.evaluate.command",
     "predict": "hvdtrain.cli.evaluate.predict",

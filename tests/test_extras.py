@@ -12,7 +12,7 @@ import pytest
 from ranks import ROOT, mpirun, needs_mpirun, python
 
 from hvdtrain.config.extra_keys import key_classes
-from hvdtrain.config.extras import commands, extras, keys_of, plan_options, plans
+from hvdtrain.config.extras import commands, extras, keys_of
 from hvdtrain.config.plugins import ALIASES
 
 FOLDER = ROOT / "hvdtrain" / "extras"
@@ -38,10 +38,10 @@ for path in sorted(Path(root).glob("hvdtrain/**/*.py")):
         imported += 1
     except ImportError as error:
         assert (error.name or "").partition(".")[0] in libraries.split(), (path, error)
-topics = ["data", "task", "model", "optim", "log", "train", "plan", "launch", *commands()]
+topics = ["data", "task", "model", "optim", "log", "train", "launch", *commands()]
 pages = [["--help"], ["--help", "keys"], ["list"], ["extras"], *(["--help", topic] for topic in topics)]
 assert not any(main(page) for page in pages)
-assert main(["plan", "framework=numpy", "model.name=linear", "--ranks", "1"]) == 0
+assert main(["check", "framework=numpy", "model.name=linear"]) == 0
 for command, option in gone:
     shown = io.StringIO()
     with contextlib.redirect_stderr(shown):
@@ -145,14 +145,10 @@ def test_nothing_outside_an_extra_names_it() -> None:
     assert len(files) > 300 and named == []
 
 
-def test_each_command_and_option_is_of_one_extra() -> None:
+def test_each_command_is_of_one_extra() -> None:
     assert len(commands()) == sum(len(extra.commands) for extra in extras().values())
-    assert len(plan_options()) == sum(len(extra.plan) for extra in extras().values())
-    assert len(plans()) == sum(len(extra.plans) for extra in extras().values())
     for name, extra in extras().items():
         for each in extra.commands.values():
-            assert each.module.startswith(f"hvdtrain.extras.{name}.")
-        for each in (*extra.plan.values(), *extra.plans.values()):
             assert each.module.startswith(f"hvdtrain.extras.{name}.")
         for mode in extra.modes.values():
             assert mode.module.startswith(f"hvdtrain.extras.{name}.")
@@ -162,7 +158,6 @@ def row_of(name: str) -> list[str]:
     """The cells of an extra in the table of its page, without its lines."""
     extra = extras()[name]
     gives = [f"`{each}`" for each in extra.commands]
-    gives += [f"`plan --{each}`" for each in (*extra.plan, *extra.plans)]
     gives += [f"`{each}`" for each in extra.modes]
     gives += [f"`{key}`" for key in keys_of(name)]
     for folder in ALIASES:

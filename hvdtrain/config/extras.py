@@ -19,11 +19,7 @@ class Command(NamedTuple):
     usage: what help shows of it, `hvdtrain extras` its first line. trains: it starts jobs, so a
     signal that asks for a checkpoint does not kill it. on_ranks: --num-nodes and so on start it on
     ranks. listed_after: how the line of `hvdtrain --help` begins after which its own line comes;
-    empty where that page does not list it. The module of an option of plan has
-    with_value(arguments), which completes an option that stands alone, and read(value), which
-    returns the function that makes the lines and the JSON which it adds to the plan. The module of
-    another plan has add_options(parser), refuse_options(options), and run(options, config), which
-    prints the plan and returns True where the options ask for it.
+    empty where that page does not list it.
     """
 
     module: str
@@ -50,8 +46,7 @@ class Mode(NamedTuple):
 class Extra(NamedTuple):
     """What the rest of hvdtrain learns of an extra: the value EXTRA of its extra.py, data only.
 
-    says: one sentence. plan: what `plan --NAME` adds; plans: what
-    it prints instead; modes: what `COMMAND --OPTION` runs. Plugins need no entry:
+    says: one sentence. modes: what `COMMAND --OPTION` runs. Plugins need no entry:
     extras/NAME/FOLDER/PLUGIN.py is found as FOLDER/PLUGIN.py is; aliases has, by folder, the names
     of those that have others. data_files: ending of a file of the user's, or a folder that counts
     as one -> the data.name that reads it. Nor do keys and features: config/extra_keys.py finds them
@@ -61,8 +56,6 @@ class Extra(NamedTuple):
     status: Literal["stable", "experimental"]
     says: str
     commands: Mapping[str, Command] = MappingProxyType({})
-    plan: Mapping[str, Command] = MappingProxyType({})
-    plans: Mapping[str, Command] = MappingProxyType({})
     modes: Mapping[str, Mode] = MappingProxyType({})
     aliases: Mapping[str, Mapping[str, str]] = MappingProxyType({})
     data_files: Mapping[str, str] = MappingProxyType({})
@@ -95,16 +88,6 @@ def commands() -> dict[str, Command]:
 def trains(name: str) -> bool:
     """Whether a command is one of an extra that starts jobs."""
     return name in commands() and commands()[name].trains
-
-
-def plan_options() -> dict[str, Command]:
-    """name -> every option of plan of an extra."""
-    return {name: each for extra in extras().values() for name, each in extra.plan.items()}
-
-
-def plans() -> dict[str, Command]:
-    """name -> every other plan of an extra."""
-    return {name: each for extra in extras().values() for name, each in extra.plans.items()}
 
 
 def modes(command: str) -> dict[str, Mode]:
@@ -148,6 +131,5 @@ def list_text() -> str:
         usages = [each.usage for each in extra.commands.values()]
         usages += [mode.usage for mode in extra.modes.values()]
         lines += [f"  {usage.partition(chr(10))[0]}" for usage in usages]
-        lines += [f"  hvdtrain plan --{option}" for option in (*extra.plan, *extra.plans)]
         lines += [f"  {key}" for key in keys_of(name)]
     return "\n".join(lines or ["this copy of hvdtrain has no extras"])

@@ -19,10 +19,8 @@ hvdtrain trains deep networks on many workers.
 
   hvdtrain [--config FILE] [key=value ...]                 one process
   mpirun -np 8 -H n1:4,n2:4 hvdtrain [key=value ...]       eight
-  hvdtrain plan [--config FILE] [key=value ...]            what the job would do on 1, 8, 64 and 512 ranks; trains nothing
   hvdtrain launch -np 8 [-H n1:4,n2:4] -- [key=value ...]  the command line for the MPI or SLURM that is here; --dry-run prints it
   mpirun ... hvdtrain check [key=value ...]                what would fail on these ranks, and how to fix it; trains nothing
-  hvdtrain summary [key=value ...]                         layers of the model: shapes, parameters, operations
   hvdtrain evaluate RUN [--split val] [data.root=DIR]      loss and accuracy of a checkpoint, of each class too, on any ranks
   hvdtrain predict RUN --data FILE --to FILE.csv           what the model of a run says about tables, arrays, tokens; --images DIR
   hvdtrain sample RUN --png FILE.png                       images or text drawn from a model with task.name=language

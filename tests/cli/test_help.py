@@ -55,17 +55,6 @@ def test_the_help_of_a_job_names_its_options(capsys: pytest.CaptureFixture[str])
         option in said(capsys, "train", "--help")
         for option in ("--config", "--max-time", "--print-config", "--num-nodes")
     )
-    options = (
-        "--config",
-        "--ranks",
-        "--json",
-        "--png",
-        "--samples",
-        "--image",
-        "--classes",
-        "--all",
-    )
-    assert all(option in said(capsys, "plan", "--help") for option in options)
     assert all(
         option in said(capsys, "check", "--help") for option in ("--config", "--json", "--limit")
     )

@@ -12,10 +12,7 @@ from pool import alone
 from ranks import mpirun, needs_mpirun
 
 import hvdtrain
-from hvdtrain.comm.communicator import SingleProcessCommunicator
-from hvdtrain.config.read import configure
 from hvdtrain.core.progress import fold
-from hvdtrain.data.datasets import csv
 from hvdtrain.data.sampler import (
     BlockShuffle,
     parts_of_rank,
@@ -23,12 +20,7 @@ from hvdtrain.data.sampler import (
     positions_of_rank,
     shuffled_by_blocks,
 )
-from hvdtrain.data.stored.source import stored_in
 from hvdtrain.errors import UserError
-from hvdtrain.extras.bench import data as bench_data
-from hvdtrain.extras.bench.trainer import Trainer
-from hvdtrain.training.datasets import open_datasets
-from hvdtrain.training.health.signals import Signals
 
 SHUFFLES = [
     (1000, 64, 4),
@@ -164,35 +156,3 @@ def test_a_job_is_the_same_on_ranks_and_resumed(
         np.testing.assert_allclose(array, one[name], rtol=0, atol=1e-12)
     with pytest.raises(UserError, match="blocks-1 10 x 3"):
         hvdtrain.train("resume=stopped", "data.shuffle_window=4")
-
-
-def test_a_bench_shuffles_the_blocks_of_the_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a job does: 30 rows of a CSV file are a block here, where 256 samples are one of data
-    without any."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(csv, "_BLOCK_BYTES", 16_000)
-    stored_data.write(tmp_path, "csv")
-    words = [
-        "data.name=csv",
-        *stored_data.WORDS["csv"],
-        "data.shuffle=blocks",
-        "data.val_share=0.1",
-        "task.name=regression",
-    ]
-    config = configure(
-        None, [*words, "model.name=mlp", "model.widths=[7]", "batch.size=24", "speed.device=cpu"]
-    )
-    communicator = SingleProcessCommunicator()
-    datasets = open_datasets(config, communicator)
-    files = stored_in(datasets.train)
-    assert files is not None
-    with Signals(0) as signals:
-        trainer = Trainer(config, communicator, signals, datasets)
-        found = bench_data.measure(config, communicator, signals, 2)
-    assert (
-        trainer.job.config.data.shuffle_block == files.rows_of_block
-        and 20 < (files.rows_of_block or 0) < 50
-    )
-    assert found["samples_per_s"]["prefetch"][1] > 0 and found["samples"] == len(datasets.train)

@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 
-from hvdtrain.cli.plan.command import plan
 from hvdtrain.errors import UserError
-from hvdtrain.extras.faults.plan import (
+from hvdtrain.extras.plan.command import plan
+from hvdtrain.extras.plan.faults import (
     RANKS,
     FaultTimes,
     goodputs,

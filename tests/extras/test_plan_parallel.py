@@ -14,8 +14,15 @@ from hvdtrain.__main__ import main
 from hvdtrain.comm.counted import Kind, Moved
 from hvdtrain.config.read import configure
 from hvdtrain.core.link import IN_PARTS, Link
-from hvdtrain.extras.meshes.machine import Machine, machine_of, read_link
-from hvdtrain.extras.meshes.meshes import Mesh, meshes, moved_s, step_time, with_mesh, without_mesh
+from hvdtrain.extras.plan.meshes.machine import Machine, machine_of, read_link
+from hvdtrain.extras.plan.meshes.meshes import (
+    Mesh,
+    meshes,
+    moved_s,
+    step_time,
+    with_mesh,
+    without_mesh,
+)
 from hvdtrain.frameworks.footprint import Footprint, PlannedWork
 
 INSIDE = Link("inside", 1e-3, 1e6)

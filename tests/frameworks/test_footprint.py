@@ -8,15 +8,15 @@ from pathlib import Path
 import memory_on_ranks
 import pytest
 import torch
+from memory_on_ranks import MPI, predicted
 from pool import on_ranks
 from ranks import FULL, needs_extra, needs_mpirun
 
-from hvdtrain.cli.plan import forecast
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.data.field import Field
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.footprint import Footprint, PlannedStep
+from hvdtrain.frameworks.footprint import PlannedStep
 from hvdtrain.frameworks.torch.build import footprint
 from hvdtrain.frameworks.torch.predict_memory import LiveStorages
 from hvdtrain.tasks.classification import without_statistics
@@ -25,20 +25,8 @@ from hvdtrain.training.job_memory import forget_peak, resident_bytes
 from hvdtrain.training.telemetry.telemetry import peak_memory_bytes
 
 IMAGES = without_statistics((8, 8, 1), 10)
-MPI = frozenset({"several_ranks", "bfloat16_sums", "plain_mpi"})
 
 HYBRID = "alexnet model.widths=[16,32,32,32,32] model.dense=[256,256]"
-
-
-def predicted(*words: str, ranks: int = 1, samples: int = 8, passes: int = 1) -> Footprint:
-    step = PlannedStep(samples, passes, 4, 0, writes_checkpoints=True)
-    return footprint(
-        configure(None, ["model.name=mlp", "model.widths=[500,500]", *words]),
-        IMAGES,
-        step,
-        ranks,
-        MPI,
-    )  # type: ignore[arg-type]
 
 
 @pytest.mark.in_turn
@@ -116,20 +104,6 @@ def test_stage_3_has_parts_and_one_whole_unit() -> None:
     found = predicted("optim.name=sgd", "shard.stage=3", ranks=2, samples=1)
     assert found.optimizer_state == found.checkpoint - found.optimizer_state == 2 * sizes
     assert found.step == pytest.approx(4 * sizes * (0.5 + 0.5 + 1 + 1 + 0.5), rel=0.001)
-
-
-@pytest.mark.in_turn
-@pytest.mark.parametrize("stage", [2, *[pytest.param(3, marks=pytest.mark.slow)] * FULL])
-def test_what_more_ranks_take_is_computed_from_two(stage: int) -> None:
-    """As plan --memory does, of a model whose blocks have many sizes."""
-    words = ["model.name=wide_resnet", "model.widths=[16,32,64,128]", f"shard.stage={stage}"]
-    two, eight = (predicted(*words, ranks=ranks, samples=2) for ranks in (2, 8))
-    weights = predicted(*words[:2], samples=1).weights
-    computed = forecast.on_ranks(two, stage, 2, 8, weights)
-    assert computed.step == pytest.approx(eight.step, rel=0.05)
-    assert computed.evaluation == pytest.approx(eight.evaluation, rel=0.01)
-    assert computed.checkpoint == pytest.approx(eight.checkpoint, rel=0.01) and min(computed) >= 0
-    assert computed.largest_array == eight.largest_array
 
 
 def test_adam_takes_four_times_the_weights_and_its_shards_less() -> None:

@@ -16,7 +16,6 @@ from oracles import timm as _  # noqa: F401  # torchvision's operators, without 
 from rank_threads import ThreadRank, in_threads
 
 import hvdtrain
-from hvdtrain.__main__ import main
 from hvdtrain.config.read import configure
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.foreign.downloads import download_first
@@ -55,27 +54,6 @@ def test_outputs_are_those_of_timm(tmp_path: Path, capsys: pytest.CaptureFixture
     with torch.no_grad():
         expected = net.double().eval()(torch.from_numpy(run.transform(IMAGES)).double()).numpy()
     np.testing.assert_allclose(hvdtrain.predict(run, IMAGES), expected, rtol=0, atol=1e-12)
-
-
-def test_layers_of_a_model_whose_first_weights_are_drawn_until_they_fit(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Those of a truncated normal distribution: `summary` has tensors without numbers, and `plan
-    --memory` too."""
-    import timm
-
-    sizes = {"img_size": 8, "patch_size": 4, "depth": 1, "embed_dim": 16, "num_heads": 2}
-    net = timm.create_model("vit_tiny_patch16_224", num_classes=10, in_chans=1, **sizes)
-    words = [
-        "model.name=timm:vit_tiny_patch16_224",
-        *(f"model.{option}={value}" for option, value in sizes.items()),
-    ]
-    assert main(["summary", *words]) == 0
-    assert (
-        f"{sum(p.numel() for p in net.parameters()):,} parameters, all of them trained"
-        in capsys.readouterr().out
-    )
-    assert main(["plan", "--memory", *words]) == 0
 
 
 def asks_the_hub(seen: str) -> torch.nn.Module:

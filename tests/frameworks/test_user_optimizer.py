@@ -246,29 +246,6 @@ def test_momentum_reaches_a_constructor_that_asks_for_it() -> None:
     assert user(torch.optim.Adam, ours).defaults["betas"] == (0.9, 0.999)
 
 
-def test_plan_refuses_what_training_refuses(capsys: pytest.CaptureFixture[str]) -> None:
-    data = ["plan", "--samples", "100", "--image", "8x8x1", "--classes", "10", "--ranks", "1"]
-    for words, what in (
-        (["optim.name=os.getcwd"], "os.getcwd(...) is not a subclass of torch.optim.Optimizer"),
-        (
-            ["optim.name=builtins.dict"],
-            "builtins.dict(...) is not a subclass of torch.optim.Optimizer",
-        ),
-        (["optim.name=torch.optim.LBFGS"], "torch.optim.LBFGS needs a closure"),
-        (
-            ["optim.name=torch.optim.SGD", "optim.nesterov=true"],
-            "Nesterov momentum requires a momentum",
-        ),
-        (["optim.name=torch.optim.Adam", "optim.lr=1"], "optim.lr is not an option"),
-    ):
-        assert main([*data, *words]) == 2
-        assert what in capsys.readouterr().err
-    assert (
-        main([*data, "optim.name=torch.optim.SGD", "optim.nesterov=true", "optim.momentum=0.9"])
-        == 0
-    )
-
-
 def test_horovod_is_not_given_a_class_with_options() -> None:
     """It would make the class anew from its groups, where Adagrad's initial_accumulator_value has
     no effect."""

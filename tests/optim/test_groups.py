@@ -11,7 +11,7 @@ import torch
 from oracles import M, Run
 from test_optim import distance, on_jax, on_numpy, on_torch
 
-from hvdtrain.__main__ import main
+from hvdtrain.__main__ import is_command, main
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Hyper
@@ -233,8 +233,9 @@ def test_an_entry_for_frozen_parameters_names_what_freezes_them(
     with pytest.raises(UserError) as caught:
         build_learner(config_of(*given), task, SingleProcessCommunicator())
     assert (caught.value.what, caught.value.fix) == (what, fix)
-    assert main(["plan", "--ranks", "1", *given]) == USER
-    assert what in capsys.readouterr().err
+    if is_command("plan"):
+        assert main(["plan", "--ranks", "1", *given]) == USER
+        assert what in capsys.readouterr().err
     with pytest.raises(UserError, match=r"fits only fc\.bias, which the model does not train"):
         check_patterns(
             config_of('optim.groups=[{"names":"*c.bias"}]'),

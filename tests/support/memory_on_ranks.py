@@ -21,7 +21,8 @@ from hvdtrain.config.read import configure
 from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import Hyper
 from hvdtrain.data.field import Field
-from hvdtrain.frameworks.footprint import PlannedStep
+from hvdtrain.frameworks.footprint import Footprint, PlannedStep
+from hvdtrain.frameworks.torch.build import footprint
 from hvdtrain.frameworks.torch.predict_memory import LiveStorages, mark, planned_work
 from hvdtrain.tasks.classification import without_statistics
 from hvdtrain.tasks.language import Language
@@ -29,6 +30,19 @@ from hvdtrain.tasks.task import Task
 from hvdtrain.training.build import build_learner
 
 SAMPLES = 8
+MPI = frozenset({"several_ranks", "bfloat16_sums", "plain_mpi"})
+
+
+def predicted(*words: str, ranks: int = 1, samples: int = 8, passes: int = 1) -> Footprint:
+    """The footprint of a small mlp on images of 8x8."""
+    step = PlannedStep(samples, passes, 4, 0, writes_checkpoints=True)
+    return footprint(
+        configure(None, ["model.name=mlp", "model.widths=[500,500]", *words]),
+        without_statistics((8, 8, 1), 10),
+        step,
+        ranks,
+        MPI,
+    )
 
 
 def measured(

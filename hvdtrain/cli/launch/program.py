@@ -18,19 +18,15 @@ from hvdtrain.errors import UserError, closest, short
 _PYTHONS = ("python", "python3", f"python3.{sys.version_info.minor}")
 _JOBS = ("train", "check")  # commands of hvdtrain that run on ranks
 NOT_ON_RANKS = (  # the others; those of extras neither
-    *(
-        "report",
-        "plan",
-        "launch",
-        "export",
-        "evaluate",
-        "predict",
-        "sample",
-        "schema",
-        "list",
-        "extras",
-    ),
-    "summary",
+    "report",
+    "launch",
+    "export",
+    "evaluate",
+    "predict",
+    "sample",
+    "schema",
+    "list",
+    "extras",
 )
 WHERE = "command line of launch, after --"
 RANK = "hvdtrain.cli.launch.rank"

@@ -100,5 +100,26 @@ def test_other_frameworks_show_their_parameters(framework: str, capsys: Any) -> 
 
 
 def test_a_model_that_reads_numbers(capsys: Any) -> None:
-    assert main(["summary", "model.name=test_summary:ReadsNumbers"]) == 2
+    assert main(["summary", "model.name=test_plan_summary:ReadsNumbers"]) == 2
     assert "cannot be called without numbers" in capsys.readouterr().err
+
+
+def test_layers_of_a_model_whose_first_weights_are_drawn_until_they_fit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Those of a truncated normal distribution: `summary` has tensors without numbers, and `plan
+    --memory` too."""
+    import timm
+
+    sizes = {"img_size": 8, "patch_size": 4, "depth": 1, "embed_dim": 16, "num_heads": 2}
+    net = timm.create_model("vit_tiny_patch16_224", num_classes=10, in_chans=1, **sizes)
+    words = [
+        "model.name=timm:vit_tiny_patch16_224",
+        *(f"model.{option}={value}" for option, value in sizes.items()),
+    ]
+    assert main(["summary", *words]) == 0
+    assert (
+        f"{sum(p.numel() for p in net.parameters()):,} parameters, all of them trained"
+        in capsys.readouterr().out
+    )
+    assert main(["plan", "--memory", *words]) == 0

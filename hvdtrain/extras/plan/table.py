@@ -9,7 +9,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from hvdtrain.cli.output import align
-from hvdtrain.cli.plan.forecast import (
+from hvdtrain.config.schema import Config
+from hvdtrain.core.progress import Hyper
+from hvdtrain.errors import UserError
+from hvdtrain.extras.plan.forecast import (
     BatchPhase,
     Forecast,
     Infeasible,
@@ -19,9 +22,6 @@ from hvdtrain.cli.plan.forecast import (
     memory,
     memory_lines,
 )
-from hvdtrain.config.schema import Config
-from hvdtrain.core.progress import Hyper
-from hvdtrain.errors import UserError
 from hvdtrain.frameworks.by_name import decay
 from hvdtrain.optim.around import Scaled, Thawed, without_average
 from hvdtrain.optim.rule import Rule, is_excluded

@@ -4,16 +4,16 @@ is trained."""
 from __future__ import annotations
 
 import argparse
-import importlib
-import re
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from hvdtrain.cli.options import CommandParser
 from hvdtrain.cli.output import STANDARD_OUTPUT, print_result, with_json_value
-from hvdtrain.cli.plan.forecast import (
+from hvdtrain.config import plugins
+from hvdtrain.config.schema import Config
+from hvdtrain.errors import DONE, UserError
+from hvdtrain.extras.plan import faults
+from hvdtrain.extras.plan.forecast import (
     RANKS,
     Forecast,
     Infeasible,
@@ -25,22 +25,16 @@ from hvdtrain.cli.plan.forecast import (
     read_size,
     with_memory_value,
 )
-from hvdtrain.cli.plan.table import Plan, batch_label, one_line, plan_lines, ranks_label, to_json
-from hvdtrain.config import extras, plugins
-from hvdtrain.config.schema import Config
-from hvdtrain.data.configured.unwritten import published, unwritten
-from hvdtrain.data.files.folders import FilesMissing
-from hvdtrain.errors import DONE, UserError
+from hvdtrain.extras.plan.meshes import plan as mesh_plan
+from hvdtrain.extras.plan.planned_data import add_data_options, training_data
+from hvdtrain.extras.plan.table import Plan, batch_label, one_line, plan_lines, ranks_label, to_json
 from hvdtrain.features.every_feature import configure
 from hvdtrain.frameworks.by_name import build_rule, check_patterns, is_made_with_the_model
 from hvdtrain.optim.rule import Rule
 from hvdtrain.recipe import from_config
 from hvdtrain.recipe.summary import lr_summary
 from hvdtrain.report.figures.commands import RecipeCurve, draw_layout, draw_recipe
-from hvdtrain.tasks.classification import without_statistics
 from hvdtrain.tasks.task import Task, tokens_of_sample
-from hvdtrain.training.build import planned_task
-from hvdtrain.training.datasets import build_source, check_augmentation
 from hvdtrain.training.job_memory import resident_bytes
 
 USAGE = """\
@@ -53,47 +47,43 @@ hvdtrain plan [--config FILE] [--ranks 1,8,64,512] [--json [FILE]] [--png FILE] 
   --json FILE                write the plan as JSON too; --json or --json - prints it instead of the text
   --memory [16GiB]           the memory of a rank, for 1, 2, 4, 8 ranks (or --ranks) and each shard.stage, with and without recomputation:
                              what fits in so much, the largest batch.micro, which to take; computed without memory, in seconds
-{extras}\
+  --faults [KEY=VALUE,...]   the share of time that moves the job on 8 to 8,192 ranks, where a fault stops it, restarts it or takes a rank;
+                             rank_mtbf_hours, checkpoint_s, sync_s, detect_s, restart_s, reform_s, requeue_s, repair_s, seed
   --png FILE                 draw learning rate and batch
-  --parallel-picture FILE    draw as PNG which rank has which part of each layer, and what is sent, on the first of --ranks\
+  --parallel-picture FILE    draw as PNG which rank has which part of each layer, and what is sent, on the first of --ranks
+  --pipeline                 the time of each unit of the model, measured in this process; where parallel.balance cuts it into the stages of
+                             parallel.pipeline (or --ranks, default 2); how long the ranks of each parallel.schedule wait
+hvdtrain plan --parallel [--ranks 4] [--memory 16GiB] [--json [FILE]] [key=value ...]
+  instead: the ways to divide ranks and model (parallel.tensor, parallel.pipeline, parallel.dense, shard.stage), by the predicted time of a
+  step, with what each computes, sends, waits and keeps; which to take and why; which cannot be, and why
+  --gflops 50                floating-point operations of a rank in a second while all compute, in 10^9
+  --inside 10GB/s,5us        bandwidth and latency between the ranks of a node
+  --between 1.25GB/s,30us    those of a node to the others, shared by its ranks
+  --ranks-per-node 8         ranks on a node
+  --measured FILE,FILE       these numbers from JSON of bench step (of ranks that each have the whole model) and of bench allreduce\
 """  # noqa: E501
 _RANKS = (1, 8, 64, 512)
 _PICTURE = "--parallel-picture"
 _CURVE_POINTS = 2000
 
 
-class TrainingData(NamedTuple):
-    samples: int
-    task: Task
-    origin: str  # for people
-
-
 def plan(arguments: Sequence[str]) -> int:
     """Runs `plan`; returns the exit code. Raises UserError."""
     if {"-h", "--help"} & set(arguments):
-        of_extras = "".join(f"{each.usage}\n" for each in extras.plan_options().values())
-        print(USAGE.replace("{extras}", of_extras))
-        for each in extras.plans().values():
-            print(each.usage)
+        print(USAGE)
         return DONE
     options, config_arguments = _parse(arguments)
-    others = _plans_of_extras()
-    for module in others:
-        module.refuse_options(options)
+    mesh_plan.refuse_options(options)
     config = configure(options.config, config_arguments)
     plugins.check_names(config)
-    if any(module.run(options, config) for module in others):
+    if mesh_plan.run(options, config):
         return DONE
     options.ranks = options.ranks or list(_RANKS if options.memory is None else RANKS)
     conflicts = [conflict for ranks in options.ranks if (conflict := find_conflict(config, ranks))]
     if len(conflicts) == len(options.ranks):  # before data are read
         raise _none_feasible(conflicts)
     limit = read_size(options.memory) if options.memory else None
-    added = {
-        name: _of_extra(name).read(getattr(options, name))
-        for name in extras.plan_options()
-        if getattr(options, name) is not None
-    }
+    times = None if options.faults is None else faults.read_fault_times(options.faults)
     data = training_data(options, config)
     forecasts = [
         forecast(config, data.samples, ranks, tokens_of_sample(data.task))
@@ -113,10 +103,10 @@ def plan(arguments: Sequence[str]) -> int:
         of_memory = memory_plan(config, data.task, feasible, limit, resident_bytes())
     lines = plan_lines(planned, options.all, of_memory)
     found = to_json(planned)
-    for name, add in added.items():
-        more, result = add()
-        lines += ["", *more]
-        found |= {name: result}
+    if times is not None:
+        rows = faults.goodputs(times)
+        lines += ["", *faults.fault_lines(times, rows)]
+        found |= {"faults": faults.faults_json(times, rows)}
     print_result(
         options.json, lines, found | ({"memory": memory_json(of_memory)} if of_memory else {})
     )
@@ -140,48 +130,15 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--config")
     parser.add_argument("--ranks", type=_read_ranks, default=None)
     parser.add_argument("--memory")
-    for name in extras.plan_options():
-        parser.add_argument(f"--{name}")
+    parser.add_argument("--faults")
     parser.add_argument("--png")
     parser.add_argument("--parallel-picture")
     parser.add_argument("--json")
     add_data_options(parser)
     parser.add_argument("--all", action="store_true")
-    for module in _plans_of_extras():
-        module.add_options(parser)
-    arguments = with_memory_value(with_json_value(arguments))
-    for name in extras.plan_options():
-        if f"--{name}" in arguments:
-            arguments = _of_extra(name).with_value(arguments)
+    mesh_plan.add_options(parser)
+    arguments = faults.with_value(with_memory_value(with_json_value(arguments)))
     return parser.parse_known_args(arguments)
-
-
-def _plans_of_extras() -> list[Any]:
-    """The modules of other plans, each once."""
-    names = dict.fromkeys(each.module for each in extras.plans().values())
-    return [importlib.import_module(name) for name in names]
-
-
-def _of_extra(name: str) -> Any:
-    """The module of an extra's option."""
-    return importlib.import_module(extras.plan_options()[name].module)
-
-
-def add_data_options(parser: CommandParser) -> None:
-    """Sizes of data that are not read."""
-    parser.add_argument("--samples", type=_read_count)
-    parser.add_argument("--image", type=_read_image)
-    parser.add_argument("--classes", type=_read_count)
-
-
-def _read_count(value: str) -> int:
-    if not (value.isdecimal() and int(value)):
-        raise UserError(
-            f"{value} is no number of samples or classes",
-            "--samples, --classes",
-            "give 1 or more, as in --samples 1281167",
-        )
-    return int(value)
 
 
 def _read_ranks(value: str) -> list[int]:
@@ -193,61 +150,6 @@ def _read_ranks(value: str) -> list[int]:
             "give them as in --ranks 1,8,64,512",
         )
     return sorted({int(number) for number in ranks})
-
-
-def _read_image(value: str) -> tuple[int, ...]:
-    """(height, width, channels)"""
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", value)
-    if not match:
-        raise UserError(
-            f"cannot read the shape {value!r}",
-            "--image",
-            "give height x width x channels, as in --image 224x224x3",
-        )
-    return tuple(map(int, match.groups()))
-
-
-def training_data(options: argparse.Namespace, config: Config) -> TrainingData:
-    """From the command line; without that read as a job reads it, but for the statistics, which
-    take a pass over all pixels."""
-    given = [options.samples, options.image, options.classes]
-    example = "--samples 1281167 --image 224x224x3 --classes 1000"
-    if None not in given:
-        origin = "by --samples, --image and --classes; no data is read"
-        return TrainingData(
-            options.samples, without_statistics(options.image, options.classes), origin
-        )
-    if any(given):
-        raise UserError(
-            "--samples, --image and --classes need each other",
-            "command line",
-            f"give all three: {example}",
-        )
-    without_data = f"plan without data, as in {example}"
-    try:
-        with tempfile.TemporaryDirectory(prefix="hvdtrain-plan-") as scratch:
-            source = build_source(unwritten(config, Path(scratch)), "train")
-            check_augmentation(config, source)
-            return TrainingData(
-                len(source), planned_task(config, source), f"data.name={config.data.name}"
-            )
-    except FilesMissing as error:
-        sizes = published(config) if config.task.name == "classification" else None
-        if sizes is None:
-            what = error.what.replace("data.download is false", "plan downloads nothing")
-            raise UserError(what, error.where, f"{error.fix}; or {without_data}") from None
-        samples, shape, classes = sizes
-        origin = (
-            f"as data.name={config.data.name} is published; its files are not here, and plan "
-            "downloads nothing"
-        )
-        return TrainingData(samples, without_statistics(shape, classes), origin)
-    except UserError as error:
-        raise UserError(
-            error.what,
-            error.where,
-            f"{error.fix}; or {without_data}" if error.fix else without_data,
-        ) from None
 
 
 def _draw_parallel(path: str, config: Config, task: Task, ranks: int) -> str:

@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, get_args
 
 from hvdtrain.cli.output import align, print_result
-from hvdtrain.cli.plan.command import training_data
-from hvdtrain.cli.plan.forecast import read_size
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config, known_keys
 from hvdtrain.errors import UserError
-from hvdtrain.extras.meshes.machine import add_options as add_machine_options
-from hvdtrain.extras.meshes.machine import machine_of
-from hvdtrain.extras.meshes.meshes import (
+from hvdtrain.extras.plan.forecast import read_size
+from hvdtrain.extras.plan.meshes.machine import add_options as add_machine_options
+from hvdtrain.extras.plan.meshes.machine import machine_of
+from hvdtrain.extras.plan.meshes.meshes import (
     Data,
     MeshPlan,
     Row,
@@ -29,6 +28,7 @@ from hvdtrain.extras.meshes.meshes import (
     plan_meshes,
     without_mesh,
 )
+from hvdtrain.extras.plan.planned_data import training_data
 from hvdtrain.frameworks.torch.parallel.pipeline.schedule import (
     Schedule,
     UnitCost,

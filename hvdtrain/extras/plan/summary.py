@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from hvdtrain.cli.options import CommandParser
 from hvdtrain.cli.output import align, print_result, with_json_value
-from hvdtrain.cli.plan.command import add_data_options, training_data
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import DONE
+from hvdtrain.extras.plan.planned_data import add_data_options, training_data
 from hvdtrain.features.every_feature import configure
 from hvdtrain.frameworks.footprint import LayerSummary
 from hvdtrain.tasks.task import Task

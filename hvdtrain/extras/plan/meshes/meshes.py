@@ -8,14 +8,14 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from hvdtrain.cli.plan.forecast import Forecast, Infeasible, forecast
 from hvdtrain.comm.counted import Moved
 from hvdtrain.comm.engines import Feature, features_of
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config, ParallelConfig, ShardConfig
 from hvdtrain.core.link import BACKWARD, Link
 from hvdtrain.errors import UserError
-from hvdtrain.extras.meshes.machine import Machine
+from hvdtrain.extras.plan.forecast import Forecast, Infeasible, forecast
+from hvdtrain.extras.plan.meshes.machine import Machine
 from hvdtrain.frameworks.footprint import PlannedWork
 from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Seconds, timeline
 from hvdtrain.recipe.batch import resolve_batch_size

@@ -6,7 +6,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from random import Random
 from typing import Any, NamedTuple
 
@@ -68,17 +68,6 @@ def with_value(arguments: Sequence[str]) -> list[str]:
         )
         completed.append("--faults=" if argument == "--faults" and not is_value else argument)
     return completed
-
-
-def read(text: str) -> Callable[[], tuple[list[str], dict[str, Any]]]:
-    """What makes the lines of the plan and its JSON, of a value of --faults. Raises UserError."""
-    times = read_fault_times(text)
-
-    def add() -> tuple[list[str], dict[str, Any]]:
-        rows = goodputs(times)
-        return fault_lines(times, rows), faults_json(times, rows)
-
-    return add
 
 
 def read_fault_times(text: str) -> FaultTimes:
