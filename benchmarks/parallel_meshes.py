@@ -233,9 +233,9 @@ def measure_step(config: Any, task: Any, communicator: Any, folder: Path) -> Non
     import torch
 
     from hvdtrain.core.progress import Hyper
+    from hvdtrain.extras.bench.of_torch import peak_flops, step_flops, synchronizing_stopwatch
     from hvdtrain.extras.bench.step import OneRank
     from hvdtrain.frameworks.stopwatch import total
-    from hvdtrain.frameworks.torch.step_costs import peak_flops, step_flops, synchronizing_stopwatch
     from hvdtrain.training.build import build_learner
 
     learner: Any = build_learner(config, task, OneRank(communicator))

@@ -101,16 +101,3 @@ class PlannedWork(NamedTuple):
     @property
     def sent_bytes(self) -> int:
         return sum(each.sent_bytes for each in self.moved)
-
-
-class LayerSummary(NamedTuple):
-    """A layer of a model, for people."""
-
-    name: str
-    kind: str
-    outputs: tuple[int, ...] | None  # shape for one sample; None where it is not known
-    parameters: int  # numbers of its own
-    trained: int  # of these
-    flops: (
-        int | None
-    )  # operations of a forward pass of one sample, a multiply-add is two; None where they are not counted  # noqa: E501

@@ -13,7 +13,7 @@ from ranks import python
 
 from hvdtrain.__main__ import main
 from hvdtrain.config.read import configure
-from hvdtrain.core.arrays import Share
+from hvdtrain.extras.plan.layout import Share
 from hvdtrain.tasks.classification import without_statistics
 
 IMAGENET = ["--samples", "1281167", "--image", "224x224x3", "--classes", "1000"]
@@ -481,7 +481,7 @@ def test_the_layout_of_a_model_over_ranks(
         "cannot write the picture" in (err := capsys.readouterr().err)
         and "\n  where: --parallel-picture\n" in err
     )
-    from hvdtrain.frameworks.torch.layout import (
+    from hvdtrain.extras.plan.of_torch.layout import (
         layout,  # torch: the other tests here go without it
     )
 
@@ -514,7 +514,7 @@ def test_the_layout_of_a_model_over_ranks(
 @pytest.mark.parametrize(("balance", "stages"), [("seconds", [0, 1, 1]), ("5,1", [0, 0, 1])])
 def test_the_layout_of_stages_measures_nothing(balance: str, stages: list[int]) -> None:
     """By operations the first layer, of most weights, has a stage of its own."""
-    from hvdtrain.frameworks.torch.layout import layout
+    from hvdtrain.extras.plan.of_torch.layout import layout
 
     config = configure(
         None,

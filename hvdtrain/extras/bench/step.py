@@ -14,7 +14,6 @@ from typing import Any
 
 from hvdtrain.cli.output import plural, print_result
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
-from hvdtrain.config import plugins
 from hvdtrain.config.schema import CommConfig, Config, ParallelConfig
 from hvdtrain.extras.bench.options import BenchParser, two_or_more
 from hvdtrain.extras.bench.trainer import Trainer, quartiles, run_on_ranks
@@ -133,13 +132,13 @@ def _phases_and_operations(
 ) -> dict[str, Any]:
     """Milliseconds by phase, and floating-point operations; nothing where the framework does not
     count them."""
-    framework = plugins.load("frameworks", config.framework, "framework")
-    if not hasattr(framework, "figures"):
+    if config.framework != "torch":
         return {}
-    figures = framework.figures()
+    from hvdtrain.extras.bench import of_torch
+
     learner: Any = trainer.job.learner
     progress = trainer.now.progress
-    stopwatch = figures.synchronizing_stopwatch(learner.device)
+    stopwatch = of_torch.synchronizing_stopwatch(learner.device)
     with learner.stopwatch.replaced_by(stopwatch):
         for _ in range(steps):
             stopwatch.enter("data")
@@ -148,8 +147,8 @@ def _phases_and_operations(
             progress = progress.advance(hyper.batch)
     phases = total(stopwatch.read())
     hyper, micro_batches = trainer.prefetcher.take(progress)
-    flops = figures.step_flops(learner, micro_batches, hyper)
-    peak_flops = figures.peak_flops(learner)
+    flops = of_torch.step_flops(learner, micro_batches, hyper)
+    peak_flops = of_torch.peak_flops(learner)
     return {
         "phases_ms": {phase: 1e3 * seconds / steps for phase, seconds in phases.items()},
         "gflop_per_step_of_a_rank": flops / 1e9,

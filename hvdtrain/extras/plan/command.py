@@ -13,6 +13,7 @@ from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.extras.plan import faults
+from hvdtrain.extras.plan.figure import RecipeCurve, draw_layout, draw_recipe
 from hvdtrain.extras.plan.forecast import (
     RANKS,
     Forecast,
@@ -33,7 +34,6 @@ from hvdtrain.frameworks.by_name import build_rule, check_patterns, is_made_with
 from hvdtrain.optim.rule import Rule
 from hvdtrain.recipe import from_config
 from hvdtrain.recipe.summary import lr_summary
-from hvdtrain.report.figures.commands import RecipeCurve, draw_layout, draw_recipe
 from hvdtrain.tasks.task import Task, tokens_of_sample
 from hvdtrain.training.job_memory import resident_bytes
 
@@ -155,14 +155,15 @@ def _read_ranks(value: str) -> list[int]:
 def _draw_parallel(path: str, config: Config, task: Task, ranks: int) -> str:
     """Writes a PNG; returns a line for people. Raises UserError where the framework has no such
     picture, or the file cannot be written."""
-    framework = plugins.load("frameworks", config.framework, config.where("framework"))
-    if not hasattr(framework, "layout"):
+    if config.framework != "torch":
         raise UserError(
             f"framework={config.framework} has every model whole on each rank",
             _PICTURE,
             "framework=torch",
         )
-    return draw_layout(Path(path), framework.layout(config, task, ranks), _PICTURE)
+    from hvdtrain.extras.plan.of_torch.layout import layout  # torch, which other plans do without
+
+    return draw_layout(Path(path), layout(config, task, ranks), _PICTURE)
 
 
 def _rule(config: Config) -> Rule | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from hvdtrain.cli.options import CommandParser
 from hvdtrain.cli.output import align, print_result, with_json_value
@@ -13,7 +14,6 @@ from hvdtrain.config.schema import Config
 from hvdtrain.errors import DONE
 from hvdtrain.extras.plan.planned_data import add_data_options, training_data
 from hvdtrain.features.every_feature import configure
-from hvdtrain.frameworks.footprint import LayerSummary
 from hvdtrain.tasks.task import Task
 
 USAGE = """\
@@ -21,6 +21,19 @@ hvdtrain summary [--json [FILE]] [--config FILE] [key=value ...]
   prints the layers of the model: shapes, parameters trained and frozen, operations of a forward pass of one sample; trains nothing
   --samples 1281167 --image 224x224x3 --classes 1000   the data, which then is not read; without it: read, not downloaded
   --json FILE   the rows as JSON; --json or --json - prints them instead of the text"""  # noqa: E501
+
+
+class LayerSummary(NamedTuple):
+    """A layer of a model, for people."""
+
+    name: str
+    kind: str
+    outputs: tuple[int, ...] | None  # shape for one sample; None where it is not known
+    parameters: int  # numbers of its own
+    trained: int  # of these
+    flops: (
+        int | None
+    )  # operations of a forward pass of one sample, a multiply-add is two; None where they are not counted  # noqa: E501
 
 
 def summary(arguments: Sequence[str]) -> int:
@@ -46,10 +59,11 @@ def summary(arguments: Sequence[str]) -> int:
 
 def layers_of(config: Config, task: Task) -> list[LayerSummary]:
     """The layers; the parameters alone, where the framework counts nothing."""
+    if config.framework == "torch":
+        from hvdtrain.extras.plan.of_torch.summary import summarize  # torch
+
+        return summarize(config, task)
     framework = plugins.load("frameworks", config.framework, config.where("framework"))
-    if hasattr(framework, "summarize"):
-        rows: list[LayerSummary] = framework.summarize(config, task)
-        return rows
     sizes = {name: math.prod(shape) for name, shape in framework.shapes(config, task).items()}
     return [LayerSummary(name, "parameter", None, size, size, None) for name, size in sizes.items()]
 

@@ -13,14 +13,12 @@ from hvdtrain.comm.mesh import make_mesh
 from hvdtrain.comm.staging import Cuda
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
-from hvdtrain.core.arrays import Layout
 from hvdtrain.core.progress import fold
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.by_name import is_made_with_the_model, makes_groups
-from hvdtrain.frameworks.footprint import Footprint, LayerSummary, PlannedStep, PlannedWork
+from hvdtrain.frameworks.footprint import Footprint, PlannedStep, PlannedWork
 from hvdtrain.frameworks.learner import Learner, fair_threads
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
-from hvdtrain.frameworks.torch import step_costs
 from hvdtrain.frameworks.torch.arrangement import Making
 from hvdtrain.frameworks.torch.arrangements import arrangement_of, module_of
 from hvdtrain.frameworks.torch.assemble import assemble, make_optimizer
@@ -43,6 +41,7 @@ from hvdtrain.frameworks.torch.model import (
 from hvdtrain.frameworks.torch.not_used import lines_of_not_used
 from hvdtrain.frameworks.torch.optim.user_optimizer import check_elementwise
 from hvdtrain.frameworks.torch.precision import pick_precision, refuse_tiny_images
+from hvdtrain.frameworks.torch.step_costs import stopwatch_for
 from hvdtrain.tasks.task import Task
 
 
@@ -57,7 +56,7 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
     check_compiler(config, device)
     if config.shard.stage or arrangement_of(config).divides:
         check_optimizer(config)
-    stopwatch = ReplaceableStopwatch(step_costs.stopwatch_for(device))
+    stopwatch = ReplaceableStopwatch(stopwatch_for(device))
     making = Making(
         config,
         task,
@@ -134,11 +133,6 @@ def unit_costs(config: Config, task: Task, samples: int) -> list[Any]:
     return found
 
 
-def figures() -> Any:
-    """The module that `bench step` counts operations with."""
-    return step_costs
-
-
 def footprint(
     config: Config, task: Task, step: PlannedStep, ranks: int, features: frozenset[Feature]
 ) -> Footprint:
@@ -151,21 +145,6 @@ def footprint(
     )  # tensors without numbers: commands that predict nothing do not load them
 
     return predict(config, task, step, ranks, features)
-
-
-def layout(config: Config, task: Task, ranks: int) -> Layout:
-    """Which of so many ranks has which part of each layer. Raises UserError where the model cannot
-    be cut so."""
-    from hvdtrain.frameworks.torch import layout as of_ranks
-
-    return of_ranks.layout(config, task, ranks)
-
-
-def summarize(config: Config, task: Task) -> list[LayerSummary]:
-    """The layers of the model. Raises UserError as footprint() does."""
-    from hvdtrain.frameworks.torch import summary
-
-    return summary.summarize(config, task)
 
 
 def planned_work(

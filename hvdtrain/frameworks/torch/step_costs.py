@@ -1,11 +1,11 @@
-"""What a step costs on a device: the time of each phase, a trace, its floating-point operations,
-and the most that the device could do."""
+"""What a step costs on a device: the time of each phase, a trace, and its floating-point
+operations."""
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,6 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from hvdtrain.core.arrays import Batch
-from hvdtrain.core.progress import Hyper
 from hvdtrain.frameworks.stopwatch import (
     HostStopwatch,
     PhaseTimes,
@@ -103,17 +101,6 @@ def profile(stopwatch: ReplaceableStopwatch, device: torch.device, path: Path) -
     trace.export_chrome_trace(str(path / "trace.json.gz"))
 
 
-PRODUCTS = 7
-
-
-def synchronizing_stopwatch(device: torch.device) -> HostStopwatch:
-    """A stopwatch that waits for the device at the end of each phase, so that no two phases
-    overlap."""
-    return HostStopwatch(
-        (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else None
-    )
-
-
 class FlopCounter(TorchDispatchMode):
     """Adds up the operations of matrix products, convolutions and attention, and the bytes that all
     others read and write.
@@ -177,29 +164,3 @@ _FORMULAS: dict[Any, Any] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,  # which torch's table has not
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
-
-
-def step_flops(learner: Any, micro: Sequence[Batch], hyper: Hyper) -> int:
-    """Operations of the matrix products and convolutions of one step, forward and backward, which
-    this makes; a multiply-add counts as two.
-
-    Every rank calls it. What torch.compile fuses is not counted.
-    """
-    with FlopCounter() as counter:
-        learner.step(micro, hyper, 0)
-    return counter.flops
-
-
-def peak_flops(learner: Any, size: int = 2048) -> float:
-    """Operations per second of a square matrix product in the number type of the layers: the median
-    of PRODUCTS, after two to warm up."""
-    dtype = learner.forward.precision.layers or learner.dtype
-    a, b = (torch.randn(size, size, device=learner.device).to(dtype) for _ in range(2))
-    stopwatch = synchronizing_stopwatch(learner.device)
-    for _ in range(PRODUCTS + 2):
-        stopwatch.enter("data")
-        stopwatch.enter("compute")
-        torch.mm(a, b)
-        stopwatch.enter("")
-    seconds = [step["compute"] for step in stopwatch.read()]
-    return 2 * size**3 / sorted(seconds[2:])[PRODUCTS // 2]

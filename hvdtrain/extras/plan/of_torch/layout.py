@@ -13,7 +13,8 @@ from torch import nn
 from hvdtrain.comm.communicator import part_of
 from hvdtrain.comm.mesh import Coordinates, coordinates, place_of
 from hvdtrain.config.schema import Config
-from hvdtrain.core.arrays import Layout, LayoutRow, Share, Way, shown_bytes
+from hvdtrain.core.arrays import Way, shown_bytes
+from hvdtrain.extras.plan.layout import Layout, LayoutRow, Share
 from hvdtrain.frameworks.torch.arrangement import Arrangement
 from hvdtrain.frameworks.torch.arrangements import arrangement_of
 from hvdtrain.frameworks.torch.call import only_one

@@ -1,23 +1,20 @@
-"""The figures of `plan` and `lr-find`: learning rate and batch, a model over ranks, the loss over
-learning rates."""
+"""The figures of `plan`: learning rate and batch over epochs, and a model over ranks."""
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from hvdtrain.report.figures.canvas import literal, new_figure, run_style, save_png
+from hvdtrain.core.arrays import shown_bytes
+from hvdtrain.extras.plan.layout import Layout, LayoutRow, Share
+from hvdtrain.report.figures.canvas import GREY, literal, new_figure, run_style, save_png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-import itertools
-from typing import TYPE_CHECKING
-
-from hvdtrain.core.arrays import Layout, LayoutRow, Share, shown_bytes
-from hvdtrain.report.figures.canvas import GREY
 
 
 class RecipeCurve(NamedTuple):

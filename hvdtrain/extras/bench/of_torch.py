@@ -1,0 +1,50 @@
+"""What bench step counts of a step with torch: phases that do not overlap, floating-point
+operations, and the most that the device could do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hvdtrain.core.arrays import Batch
+from hvdtrain.core.progress import Hyper
+from hvdtrain.frameworks.stopwatch import HostStopwatch
+from hvdtrain.frameworks.torch.step_costs import FlopCounter
+
+PRODUCTS = 7
+
+
+def synchronizing_stopwatch(device: torch.device) -> HostStopwatch:
+    """A stopwatch that waits for the device at the end of each phase, so that no two phases
+    overlap."""
+    return HostStopwatch(
+        (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else None
+    )
+
+
+def step_flops(learner: Any, micro: Sequence[Batch], hyper: Hyper) -> int:
+    """Operations of the matrix products and convolutions of one step, forward and backward, which
+    this makes; a multiply-add counts as two.
+
+    Every rank calls it. What torch.compile fuses is not counted.
+    """
+    with FlopCounter() as counter:
+        learner.step(micro, hyper, 0)
+    return counter.flops
+
+
+def peak_flops(learner: Any, size: int = 2048) -> float:
+    """Operations per second of a square matrix product in the number type of the layers: the median
+    of PRODUCTS, after two to warm up."""
+    dtype = learner.forward.precision.layers or learner.dtype
+    a, b = (torch.randn(size, size, device=learner.device).to(dtype) for _ in range(2))
+    stopwatch = synchronizing_stopwatch(learner.device)
+    for _ in range(PRODUCTS + 2):
+        stopwatch.enter("data")
+        stopwatch.enter("compute")
+        torch.mm(a, b)
+        stopwatch.enter("")
+    seconds = [step["compute"] for step in stopwatch.read()]
+    return 2 * size**3 / sorted(seconds[2:])[PRODUCTS // 2]

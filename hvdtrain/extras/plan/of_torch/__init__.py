@@ -1,0 +1,1 @@
+"""What plan and summary read of a model of torch."""
