@@ -13,7 +13,7 @@ from ranks import python
 
 from hvdtrain.__main__ import main
 from hvdtrain.config.read import configure
-from hvdtrain.extras.plan.layout import Share
+from hvdtrain.extras.plan.forecast.layers import Share
 from hvdtrain.tasks.classification import without_statistics
 
 IMAGENET = ["--samples", "1281167", "--image", "224x224x3", "--classes", "1000"]

@@ -6,7 +6,7 @@ import pytest
 from memory_on_ranks import predicted
 from ranks import FULL
 
-from hvdtrain.extras.plan import forecast
+from hvdtrain.extras.plan.forecast import memory
 
 
 @pytest.mark.in_turn
@@ -16,7 +16,7 @@ def test_what_more_ranks_take_is_computed_from_two(stage: int) -> None:
     words = ["model.name=wide_resnet", "model.widths=[16,32,64,128]", f"shard.stage={stage}"]
     two, eight = (predicted(*words, ranks=ranks, samples=2) for ranks in (2, 8))
     weights = predicted(*words[:2], samples=1).weights
-    computed = forecast.on_ranks(two, stage, 2, 8, weights)
+    computed = memory.on_ranks(two, stage, 2, 8, weights)
     assert computed.step == pytest.approx(eight.step, rel=0.05)
     assert computed.evaluation == pytest.approx(eight.evaluation, rel=0.01)
     assert computed.checkpoint == pytest.approx(eight.checkpoint, rel=0.01) and min(computed) >= 0

@@ -12,7 +12,7 @@ from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config import plugins
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Progress
-from hvdtrain.extras.plan.forecast import Forecast, forecast, memory
+from hvdtrain.extras.plan.forecast.job import Forecast, forecast, memory
 from hvdtrain.frameworks.by_name import build_rule
 from hvdtrain.recipe.batch import steps_until
 from hvdtrain.recipe.clock import total_samples

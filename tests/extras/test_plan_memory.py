@@ -8,7 +8,7 @@ import pytest
 from ranks import needs_extra
 
 from hvdtrain.__main__ import main
-from hvdtrain.extras.plan.forecast import read_size
+from hvdtrain.extras.plan.forecast.memory import read_size
 
 MLP = ["data.name=digits", "model.name=mlp", "model.widths=[500]", "optim.name=adam"]
 BYTES = 4 * (64 * 500 + 500 + 500 * 10 + 10)

@@ -14,20 +14,22 @@ from hvdtrain.config.schema import Config
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.extras.plan import faults
 from hvdtrain.extras.plan.figure import RecipeCurve, draw_layout, draw_recipe
-from hvdtrain.extras.plan.forecast import (
-    RANKS,
+from hvdtrain.extras.plan.forecast.data import add_data_options, training_data
+from hvdtrain.extras.plan.forecast.job import (
     Forecast,
     Infeasible,
     find_conflict,
     forecast,
     group_by_recipe,
+)
+from hvdtrain.extras.plan.forecast.memory import (
+    RANKS,
     memory_json,
     memory_plan,
     read_size,
     with_memory_value,
 )
 from hvdtrain.extras.plan.meshes import plan as mesh_plan
-from hvdtrain.extras.plan.planned_data import add_data_options, training_data
 from hvdtrain.extras.plan.table import Plan, batch_label, one_line, plan_lines, ranks_label, to_json
 from hvdtrain.features.every_feature import configure
 from hvdtrain.frameworks.by_name import build_rule, check_patterns, is_made_with_the_model

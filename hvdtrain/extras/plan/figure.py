@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from hvdtrain.core.arrays import shown_bytes
-from hvdtrain.extras.plan.layout import Layout, LayoutRow, Share
+from hvdtrain.extras.plan.forecast.layers import Layout, LayoutRow, Share
 from hvdtrain.report.figures.canvas import GREY, literal, new_figure, run_style, save_png
 
 if TYPE_CHECKING:

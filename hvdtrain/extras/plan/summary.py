@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from hvdtrain.cli.options import CommandParser
 from hvdtrain.cli.output import align, print_result, with_json_value
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import DONE
-from hvdtrain.extras.plan.planned_data import add_data_options, training_data
+from hvdtrain.extras.plan.forecast.data import add_data_options, training_data
+from hvdtrain.extras.plan.forecast.layers import LayerSummary
 from hvdtrain.features.every_feature import configure
 from hvdtrain.tasks.task import Task
 
@@ -21,19 +21,6 @@ hvdtrain summary [--json [FILE]] [--config FILE] [key=value ...]
   prints the layers of the model: shapes, parameters trained and frozen, operations of a forward pass of one sample; trains nothing
   --samples 1281167 --image 224x224x3 --classes 1000   the data, which then is not read; without it: read, not downloaded
   --json FILE   the rows as JSON; --json or --json - prints them instead of the text"""  # noqa: E501
-
-
-class LayerSummary(NamedTuple):
-    """A layer of a model, for people."""
-
-    name: str
-    kind: str
-    outputs: tuple[int, ...] | None  # shape for one sample; None where it is not known
-    parameters: int  # numbers of its own
-    trained: int  # of these
-    flops: (
-        int | None
-    )  # operations of a forward pass of one sample, a multiply-add is two; None where they are not counted  # noqa: E501
 
 
 def summary(arguments: Sequence[str]) -> int:

@@ -12,16 +12,15 @@ from hvdtrain.cli.output import align
 from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
-from hvdtrain.extras.plan.forecast import (
+from hvdtrain.extras.plan.forecast.job import (
     BatchPhase,
     Forecast,
     Infeasible,
-    MemoryPlan,
     Shapes,
     group_by_recipe,
     memory,
-    memory_lines,
 )
+from hvdtrain.extras.plan.forecast.memory import MemoryPlan, memory_lines
 from hvdtrain.frameworks.by_name import decay
 from hvdtrain.optim.around import Scaled, Thawed, without_average
 from hvdtrain.optim.rule import Rule, is_excluded

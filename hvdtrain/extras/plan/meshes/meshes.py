@@ -14,7 +14,7 @@ from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config, ParallelConfig, ShardConfig
 from hvdtrain.core.link import BACKWARD, Link
 from hvdtrain.errors import UserError
-from hvdtrain.extras.plan.forecast import Forecast, Infeasible, forecast
+from hvdtrain.extras.plan.forecast.job import Forecast, Infeasible, forecast
 from hvdtrain.extras.plan.meshes.machine import Machine
 from hvdtrain.frameworks.footprint import PlannedWork
 from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Seconds, timeline

@@ -14,7 +14,7 @@ from hvdtrain.comm.communicator import part_of
 from hvdtrain.comm.mesh import Coordinates, coordinates, place_of
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Way, shown_bytes
-from hvdtrain.extras.plan.layout import Layout, LayoutRow, Share
+from hvdtrain.extras.plan.forecast.layers import Layout, LayoutRow, Share
 from hvdtrain.frameworks.torch.arrangement import Arrangement
 from hvdtrain.frameworks.torch.arrangements import arrangement_of
 from hvdtrain.frameworks.torch.call import only_one

@@ -11,7 +11,7 @@ from torch import nn
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError, first_line
-from hvdtrain.extras.plan.summary import LayerSummary
+from hvdtrain.extras.plan.forecast.layers import LayerSummary
 from hvdtrain.frameworks.torch.call import Called, call
 from hvdtrain.frameworks.torch.model import example, normed_model
 from hvdtrain.frameworks.torch.predict_memory import ASKS_FOR_NUMBER, answer

@@ -1,10 +1,24 @@
-"""The layout of a model over ranks: which rank has which part of each layer, and what is sent."""
+"""The layers of a model: what each has and computes, which rank has which part of it, and what is
+sent."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from hvdtrain.core.arrays import Way
+
+
+class LayerSummary(NamedTuple):
+    """A layer of a model, for people."""
+
+    name: str
+    kind: str
+    outputs: tuple[int, ...] | None  # shape for one sample; None where it is not known
+    parameters: int  # numbers of its own
+    trained: int  # of these
+    flops: (
+        int | None
+    )  # operations of a forward pass of one sample, a multiply-add is two; None where they are not counted  # noqa: E501
 
 
 class Share(NamedTuple):

@@ -1,34 +1,21 @@
-"""What a job would do, computed without a step: its steps on any number of ranks, the memory of a
-rank, and with --memory what fits."""
+"""plan --memory: the memory of a rank by number of ranks, shard.stage and recomputation, and what
+fits."""
 
 from __future__ import annotations
 
 import itertools
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from hvdtrain.cli.output import align
 from hvdtrain.comm.engines import Feature, features_of, possible_engines
 from hvdtrain.config.schema import Config
-from hvdtrain.core.progress import Hyper, Progress
-from hvdtrain.data.sampler import largest_share
 from hvdtrain.errors import UserError
+from hvdtrain.extras.plan.forecast.job import Forecast
 from hvdtrain.frameworks.footprint import KINDS, Footprint
-from hvdtrain.optim.rule import ArrayOps, Rule
-from hvdtrain.recipe import from_config
-from hvdtrain.recipe.batch import BatchPhase, batch_phases, resolve_batch_size, steps_until
-from hvdtrain.recipe.clock import clock, total_samples
-from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.tasks.task import Task
-from hvdtrain.training.build import build_recipe
-from hvdtrain.training.conflicts import refuse_on_every_engine
-from hvdtrain.training.input import passes_of_step
 from hvdtrain.training.memory import (
     MARGIN,
     MemoryForecast,
@@ -36,168 +23,6 @@ from hvdtrain.training.memory import (
     gib,
     stages_of,
 )
-
-Shapes = Mapping[str, tuple[int, ...]]  # of the trained parameters, by name
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """A whole job on `ranks` ranks."""
-
-    ranks: int
-    config: Config
-    recipe: Recipe
-    dataset: int  # training samples
-    context: int | None  # tokens of each, where they have tokens
-    batch_phases: tuple[BatchPhase, ...]
-
-    @property
-    def steps(self) -> int:
-        last = self.batch_phases[-1]
-        return last.first_step + int(last.steps)
-
-    @property
-    def epochs(self) -> float:
-        """Epochs of the whole job."""
-        return min(self.recipe.epochs, self.progress(self.steps).epochs)
-
-    def progress(self, step: int) -> Progress:
-        """The progress of the job after `step` steps."""
-        phase = next(phase for phase in reversed(self.batch_phases) if phase.first_step <= step)
-        samples = phase.samples + (step - phase.first_step) * phase.batch
-        return Progress(self.dataset, total_samples(self.config, self.dataset), step, samples)
-
-    def hyper(self, step: int) -> Hyper:
-        """Learning rate, momentum and batch of the step after `step` steps."""
-        return self.recipe.at(self.progress(step))
-
-    def after_warmup(self) -> Hyper | None:
-        """Hyper of the first step after the warm-up; None if the job ends before."""
-        epochs = from_config.warmup_epochs(
-            self.config, clock(self.config, self.dataset, self.context), self.recipe.batch
-        )
-        for phase in self.batch_phases:
-            steps = steps_until(epochs, phase.samples, phase.batch, self.dataset)
-            if steps < phase.steps:
-                return self.hyper(phase.first_step + int(steps))
-        return None
-
-    def samples_per_rank(self, batch: int) -> tuple[int, int]:
-        """The fewest and the most samples of a rank in a step."""
-        return batch // self._readers, math.ceil(batch / self._readers)
-
-    @property
-    def _readers(self) -> int:
-        """Ranks that read different samples."""
-        return self.config.readers(self.ranks)
-
-    def forward_passes(self, batch: int) -> int:
-        """Passes of a rank in a step; data.sampling=partition may take one more in a step that
-        reaches into the next epoch."""
-        most = largest_share(0, batch, self._readers, self.dataset, self.config.data.sampling)
-        return passes_of_step(self.config, most, batch, self.recipe.batch.first)
-
-
-class Infeasible(NamedTuple):
-    """A number of ranks on which the configuration cannot run, and why."""
-
-    ranks: int
-    error: UserError
-
-
-def find_conflict(config: Config, ranks: int) -> Infeasible | None:
-    """Why the configuration does not fit `ranks` ranks, whatever the data; None where it does."""
-    try:
-        refuse_on_every_engine(resolve_batch_size(config, ranks), ranks)
-    except UserError as error:
-        return Infeasible(ranks, error)
-    return None
-
-
-def forecast(
-    config: Config, dataset: int, ranks: int, context: int | None = None
-) -> Forecast | Infeasible:
-    """The job on `ranks` ranks, or why the configuration or the recipe does not fit them, or its
-    steps are not known.
-
-    dataset: training samples; context: tokens of each, where they have tokens.
-    """
-    if conflict := find_conflict(config, ranks):
-        return conflict
-    config = resolve_batch_size(config, ranks)
-    try:
-        recipe = build_recipe(config, dataset, context)
-    except UserError as error:
-        return Infeasible(ranks, error)
-    if recipe.epochs == math.inf:
-        what = f"stop.time={config.stop.time} alone ends the job: its steps are not known"
-        return Infeasible(
-            ranks,
-            UserError(
-                what, config.where("stop.time"), "plan with stop.steps=N or epochs=N as well"
-            ),
-        )
-    phases = phases_of_job(
-        recipe, dataset, total_samples(config, dataset), config.stop.steps or math.inf
-    )
-    return Forecast(ranks, config, recipe, dataset, context, phases)
-
-
-def group_by_recipe(forecasts: Sequence[Forecast]) -> list[list[Forecast]]:
-    """Forecasts of equal recipes together: their steps have the same learning rates and batches, on
-    any number of ranks."""
-    groups: list[list[Forecast]] = []
-    for one in forecasts:
-        group = next((group for group in groups if group[0].recipe == one.recipe), None)
-        if group is None:
-            groups.append([one])
-        else:
-            group.append(one)
-    return groups
-
-
-def phases_of_job(
-    recipe: Recipe, dataset: int, total: int, step_limit: float
-) -> tuple[BatchPhase, ...]:
-    """Up to the first step that has read `total` samples, or to `step_limit` steps."""
-    phases: list[BatchPhase] = []
-    for phase in batch_phases(recipe.batch, dataset):
-        to_the_end = -((phase.samples - total) // phase.batch)  # rounded up, in integers
-        steps = min(to_the_end, step_limit - phase.first_step, phase.steps)
-        phases.append(phase._replace(steps=int(steps)))
-        if steps < phase.steps or to_the_end <= steps or phase.first_step + steps >= step_limit:
-            break
-    return tuple(phases)
-
-
-class Memory(NamedTuple):
-    """Bytes of one rank."""
-
-    weights: int
-    gradients: int
-    optimizer_state: int | None  # None where it is known only after the optimizer's first step
-    buckets: int  # of gradients that are being reduced, with comm.reduce=bucket
-
-
-def memory(shapes: Shapes, rule: Rule | None, precision: str) -> Memory:
-    """Computed from shapes: nothing of that size is allocated. `rule` is None for a class of
-    torch.optim."""
-    # weights of half precision are float32
-    dtype = np.dtype("float64" if precision == "fp64" else "float32")
-    # one number each, whatever the shape
-    arrays = [np.broadcast_to(np.zeros((), dtype), shape) for shape in shapes.values()]
-    weights = sum(array.nbytes for array in arrays)
-    ops = ArrayOps(SimpleNamespace(zeros_like=lambda array: array, zeros=np.zeros))
-    optimizer_state = None
-    if rule is not None:
-        rules = [rule.of_parameter(name, shape, False) for name, shape in shapes.items()]
-        optimizer_state = sum(
-            state.nbytes
-            for one, array in zip(rules, arrays, strict=True)
-            for state in one.init(array, ops)
-        )
-    return Memory(weights, weights, optimizer_state, weights)
-
 
 RANKS = (1, 2, 4, 8)  # without --ranks
 _UNITS = {

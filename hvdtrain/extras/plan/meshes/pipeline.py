@@ -1,0 +1,278 @@
+"""plan --pipeline: where stages are cut, and how long their ranks wait."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple, get_args
+
+from hvdtrain.cli.output import align
+from hvdtrain.config import plugins
+from hvdtrain.config.schema import Config
+from hvdtrain.frameworks.torch.parallel.pipeline.schedule import (
+    Schedule,
+    UnitCost,
+    formula,
+    of_stages,
+    timeline,
+)
+from hvdtrain.recipe.batch import resolve_batch_size
+from hvdtrain.tasks.task import Task
+from hvdtrain.training.conflicts import refuse_on_every_engine
+from hvdtrain.training.input import passes_of_step
+
+_SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+_BAR = 30  # characters of the slowest stage's
+
+
+class Cut(NamedTuple):
+    """Where the model is cut, and by what."""
+
+    by: str  # as parallel.balance
+    first: list[int]  # the first unit of each stage
+
+
+class Bubble(NamedTuple):
+    """The share of a step in which a rank waits, 0 to 1."""
+
+    micro: int  # micro-batches of the step
+    schedule: Schedule
+    by: str
+    formula: float  # of equal stages
+    measured_times: float
+
+
+class PipelinePlan(NamedTuple):
+    """The plan of one pipeline: what --pipeline shows."""
+
+    config: Config  # of one pipeline
+    samples: int  # of a micro-batch
+    micro: int  # micro-batches of a step
+    units: list[UnitCost]
+    cuts: list[Cut]  # of this schedule; the job's first
+    bubbles: list[Bubble]
+
+
+def pipeline_plan(config: Config, task: Task, ranks: int) -> PipelinePlan:
+    """Measures the units of the model in this process. `ranks`: of the pipeline, where
+    parallel.pipeline=1. Raises UserError."""
+    if config.parallel.pipeline == 1:
+        config = config.replace(parallel=config.parallel.replace(pipeline=ranks))
+    # no rank has the whole model to draw with
+    config = config.replace(log=config.log.replace(samples=0))
+    config = resolve_batch_size(config, config.parallel.ranks)
+    refuse_on_every_engine(config, config.parallel.ranks)
+    framework: Any = plugins.load("frameworks", config.framework, config.where("framework"))
+    batch = config.batch.size
+    micro = passes_of_step(config, batch, batch, batch)
+    samples = -(-batch // micro)
+    units: list[UnitCost] = framework.unit_costs(config, task, samples)
+    stages = config.parallel.pipeline * config.parallel.stages_of_rank
+    cuts = sorted(_cuts(config, units, stages), key=lambda cut: cut.by != _label(config))
+    numbers = sorted({micro, *(factor * config.parallel.pipeline for factor in (1, 2, 4, 8))})
+    bubbles = [
+        bubble
+        for number in numbers
+        for schedule in _SCHEDULES
+        for bubble in _bubbles(config, units, schedule, number)
+    ]
+    return PipelinePlan(config, samples, micro, units, cuts, bubbles)
+
+
+def _label(config: Config) -> str:
+    balance = config.parallel.balance
+    return ",".join(map(str, balance)) if isinstance(balance, list) else balance
+
+
+def _cuts(config: Config, units: Sequence[UnitCost], stages: int) -> list[Cut]:
+    """By operations, by seconds, and as the job gives them, where that is for so many stages."""
+    from hvdtrain.frameworks.torch.parallel.pipeline.cuts import (
+        balanced_cuts,
+        given_cuts,
+    )  # torch, which other plans do without
+
+    balance = config.parallel.balance
+    found = [
+        Cut("operations", balanced_cuts([unit.operations for unit in units], stages)),
+        Cut("seconds", balanced_cuts([sum(unit.seconds) for unit in units], stages)),
+    ]
+    if isinstance(balance, list) and len(balance) == stages:
+        found.append(
+            Cut(
+                _label(config),
+                given_cuts(
+                    balance, [unit.name for unit in units], config.where("parallel.balance")
+                ),
+            )
+        )
+    return found
+
+
+def _bubbles(
+    config: Config, units: Sequence[UnitCost], schedule: Schedule, micro: int
+) -> list[Bubble]:
+    """None where the model has fewer units than stages."""
+    ranks = config.parallel.pipeline
+    virtual = (config.parallel.virtual or 2) if schedule == "interleaved" else 1
+    if ranks * virtual > len(units):
+        return []
+    equal = formula(schedule, ranks, micro, virtual)
+    seconds = [unit.seconds for unit in units]
+    return [
+        Bubble(
+            micro,
+            schedule,
+            by,
+            equal,
+            timeline(schedule, ranks, micro, virtual, of_stages(seconds, first)).bubble,
+        )
+        for by, first in _cuts(config, units, ranks * virtual)
+    ]
+
+
+def pipeline_lines(plan: PipelinePlan) -> list[str]:
+    """Units, the stages of each cut, and the shares of waiting."""
+    parallel = plan.config.parallel
+    lines = [
+        f"{plan.config.model.name} on a pipeline of {parallel.pipeline} ranks, "
+        f"{parallel.schedule}: "
+        f"{plan.micro} micro-batches of {plan.samples} samples",
+        "",
+        *_units(plan.units),
+        "",
+    ]
+    for cut in plan.cuts:
+        lines += [*_stages(plan, cut), ""]
+    return [*lines, *_shares(plan), "", f"  {_advice(plan)}"]
+
+
+def _units(units: Sequence[UnitCost]) -> list[str]:
+    operations = sum(unit.operations for unit in units)
+    seconds = sum(sum(unit.seconds) for unit in units)
+    rows = [
+        [
+            unit.name,
+            *(f"{1e3 * each:.2f}" for each in unit.seconds),
+            f"{100 * sum(unit.seconds) / seconds:.1f}",
+            f"{100 * unit.operations / operations:.1f}" if operations else "-",
+        ]
+        for unit in units
+    ]
+    return [
+        *align([["unit", "forward ms", "backward ms", "% of time", "% of operations"], *rows]),
+        "  the fastest of 5 passes of a micro-batch in this process, without the loss; "
+        "operations: of the forward pass's matrix products",
+    ]
+
+
+def _stages(plan: PipelinePlan, cut: Cut) -> list[str]:
+    """A bar for each."""
+    seconds = [sum(each) for each in of_stages([unit.seconds for unit in plan.units], cut.first)]
+    is_of_job = cut.by == _label(plan.config)
+    head = (
+        f"cut by {cut.by}"
+        if cut.by in ("operations", "seconds")
+        else f"cut as parallel.balance={cut.by}"
+    )
+    rows = [
+        [
+            f"  {number}",
+            _names(plan.units[start:stop]),
+            f"{100 * each / sum(seconds):.1f} %",
+            "#" * round(_BAR * each / max(seconds)),
+        ]
+        for number, ((start, stop), each) in enumerate(
+            zip(_ranges(cut, len(plan.units)), seconds, strict=True)
+        )
+    ]
+    return [
+        f"{head}: {_counts(plan, cut)} units{', as this job' if is_of_job else ''}",
+        *align(rows, left=(0, 1, 3)),
+    ]
+
+
+def _ranges(cut: Cut, units: int) -> list[tuple[int, int]]:
+    return list(itertools.pairwise([*cut.first, units]))
+
+
+def _counts(plan: PipelinePlan, cut: Cut) -> str:
+    """Units of each stage as parallel.balance takes them: 3,3"""
+    return ",".join(str(stop - start) for start, stop in _ranges(cut, len(plan.units)))
+
+
+def _names(units: Sequence[UnitCost]) -> str:
+    return units[0].name + (f" ... {units[-1].name}" if len(units) > 1 else "")
+
+
+def _shares(plan: PipelinePlan) -> list[str]:
+    """A row for each schedule and cut, a column for each number of micro-batches."""
+    numbers = sorted({bubble.micro for bubble in plan.bubbles})
+    rows = [
+        [
+            "schedule",
+            "cut by",
+            *(f"m={number}{'*' if number == plan.micro else ''}" for number in numbers),
+        ]
+    ]
+    for schedule, by in dict.fromkeys((bubble.schedule, bubble.by) for bubble in plan.bubbles):
+        of = {
+            bubble.micro: bubble
+            for bubble in plan.bubbles
+            if (bubble.schedule, bubble.by) == (schedule, by)
+        }
+        is_of_job = (schedule, by) == (plan.config.parallel.schedule, _label(plan.config))
+        cells = [
+            f"{100 * of[number].formula:.1f} > {100 * of[number].measured_times:.1f}"
+            for number in numbers
+        ]
+        rows.append([f"{schedule}{'*' * is_of_job}", by, *cells])
+    return [
+        "share of a step in which a rank waits, %: of equal stages by the formula > with the "
+        "times above; m: micro-batches of a step",
+        *align(rows, left=(0, 1)),
+        "  *: of this job",
+    ]
+
+
+def _advice(plan: PipelinePlan) -> str:
+    """Whether another cut is faster."""
+    slowest = {
+        cut.by: max(
+            sum(each) for each in of_stages([unit.seconds for unit in plan.units], cut.first)
+        )
+        for cut in plan.cuts
+    }
+    own = plan.cuts[0]
+    best = min(plan.cuts, key=lambda cut: slowest[cut.by])
+    ratio = slowest[own.by] / slowest[best.by]
+    if ratio < 1.02:
+        return (
+            f"parallel.balance={own.by}, as this job: no other cut has a slowest stage that is "
+            "faster by 2 % or more"
+        )
+    return (
+        f"parallel.balance={own.by}, as this job, has a slowest stage of {ratio:.2f} times the "
+        "time of that of "
+        f"parallel.balance={_counts(plan, best)}, cut by {best.by}"
+    )
+
+
+def pipeline_json(plan: PipelinePlan) -> dict[str, Any]:
+    """The plan for programs, in seconds and shares of 1."""
+    return {
+        "pipeline": plan.config.parallel.pipeline,
+        "schedule": plan.config.parallel.schedule,
+        "balance": plan.config.parallel.balance,
+        "micro_batches": plan.micro,
+        "samples": plan.samples,
+        "units": [
+            {"name": unit.name, "operations": unit.operations, **unit.seconds._asdict()}
+            for unit in plan.units
+        ],
+        "cuts": [
+            {"by": cut.by, "units": [stop - start for start, stop in _ranges(cut, len(plan.units))]}
+            for cut in plan.cuts
+        ],
+        "bubbles": [bubble._asdict() for bubble in plan.bubbles],
+        "advice": _advice(plan),
+    }
