@@ -281,6 +281,19 @@ def test_data_does_not_know_the_keys_of_others() -> None:
     assert as_places == KEYS_AS_PLACES
 
 
+def test_a_module_that_a_text_names_is_there() -> None:
+    """As "hvdtrain.extras.servers.arrangement:Servers", which only some jobs import."""
+    named = re.compile(r'"(hvdtrain(?:\.\w+)+):(\w+)"')
+    found = {match.groups() for path in FILES for match in named.finditer(path.read_text())}
+    missing = [
+        (module, name)
+        for module, name in sorted(found)
+        if not (path := REPOSITORY / f"{module.replace('.', '/')}.py").is_file()
+        or not re.search(rf"^(class|def) {name}\b", path.read_text(), re.MULTILINE)
+    ]
+    assert len(found) >= 4 and missing == []
+
+
 def test_help_is_fast_and_imports_no_framework() -> None:
     heavy = (
         "numpy",

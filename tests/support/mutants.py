@@ -149,7 +149,7 @@ MUTANTS = (
     ),
     Mutant(
         "fsdp.gradient_of_the_step_before",
-        f"{PARALLEL}/fsdp/strategy.py",
+        f"{PARALLEL}/zero_3/strategy.py",
         "            p.grad = None\n",
         "",
         ("tests/frameworks/test_fsdp.py",),

@@ -255,7 +255,7 @@ def test_nothing_is_imported_that_the_job_does_not_use(tmp_path: Path) -> None:
         "hvdtrain.frameworks.torch.thaw",
         *(
             f"hvdtrain.frameworks.torch.parallel.{way}"
-            for way in ("fsdp", "local_sgd", "pipeline", "zero")
+            for way in ("zero_3", "local_sgd", "pipeline", "zero_1_and_2")
         ),
     )
     code = (

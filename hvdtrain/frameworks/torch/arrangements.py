@@ -17,28 +17,36 @@ class Entry(NamedTuple):
     """A class of parallel/."""
 
     is_asked: Callable[[Config], bool]
-    module: str
-    name: str
+    name: str  # "module:class"
 
 
-PLACE = f"{__package__}.parallel"
+WHOLE = "hvdtrain.frameworks.torch.parallel.whole_model:WholeModel"
 # the first one that is asked for; else that of a feature, else the whole model on every rank
 ENTRIES = (
-    Entry(lambda config: config.shard.stage == 3, "fsdp.arrangement", "ShardedRows"),
-    Entry(lambda config: config.parallel.pipeline > 1, "pipeline.arrangement", "PipelineStages"),
-    Entry(lambda config: config.parallel.tensor > 1, "tensor.arrangement", "TensorParts"),
+    Entry(
+        lambda config: config.shard.stage == 3,
+        "hvdtrain.frameworks.torch.parallel.zero_3.arrangement:ShardedRows",
+    ),
+    Entry(
+        lambda config: config.parallel.pipeline > 1,
+        "hvdtrain.frameworks.torch.parallel.pipeline.arrangement:PipelineStages",
+    ),
+    Entry(
+        lambda config: config.parallel.tensor > 1,
+        "hvdtrain.frameworks.torch.parallel.tensor.arrangement:TensorParts",
+    ),
 )
 
 
 def arrangement_of(config: Config) -> type[Arrangement]:
     """The class of the arrangement that the configuration asks for. It alone is imported: some take
     half a second."""
-    asked = [f"{PLACE}.{entry.module}:{entry.name}" for entry in ENTRIES if entry.is_asked(config)]
+    asked = [entry.name for entry in ENTRIES if entry.is_asked(config)]
     asked += [each.arrangement for each in FEATURES if each.arrangement and each.on(config)]
-    found: type[Arrangement] = named(next(iter(asked), f"{PLACE}.whole_model:WholeModel"))
+    found: type[Arrangement] = named(next(iter(asked), WHOLE))
     return found
 
 
 def module_of(name: str) -> Any:
     """A module of parallel/, by its name: nothing here imports one of them otherwise."""
-    return importlib.import_module(f"{PLACE}.{name}")
+    return importlib.import_module(f"{__package__}.parallel.{name}")
