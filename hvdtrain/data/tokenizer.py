@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
+from hvdtrain.core.arrays import digest
 from hvdtrain.core.folder import check_regular
 from hvdtrain.errors import BUG, UserError, exit_code_of, first_line, short
 
@@ -31,6 +34,13 @@ class Tokenizer:
     path: Path
     of_library: Any  # tokenizers.Tokenizer
     vocabulary: int  # the largest number and one more
+
+    @property
+    def digest(self) -> str:
+        """The digest of all tokens with their numbers; a file that was only written anew has the
+        same."""
+        tokens = json.dumps(sorted(self.of_library.get_vocab(True).items()))
+        return digest({"tokens": np.frombuffer(tokens.encode(), np.uint8)})
 
     def encode(self, text: str) -> list[int]:
         """Raises UserError where the tokenizer fails, as for a word that it does not have."""

@@ -135,6 +135,15 @@ def task_of(
         ) from None
 
 
+def check_tokenizer(checkpoint: Checkpoint, digest: str | None, where: str) -> None:
+    """Raises UserError where texts are tokenized otherwise than those that the model was trained
+    on: its numbers would mean other words. digest: of the tokenizer; None of bytes."""
+    trained = checkpoint.identity["data"].get("tokenizer")
+    if trained is not None and trained != digest:
+        what = "the tokenizer has other tokens than the one that the model was trained with"
+        raise UserError(what, where, "data.tokenizer=FILE, the tokenizer.json of the training")
+
+
 @dataclass(frozen=True, eq=False)
 class AskedSource(AroundSource):
     """Samples of another source with the fields of a task, in its number types.

@@ -242,6 +242,18 @@ def test_a_tokenizer_with_more_tokens_than_the_model(
         )
         == 0
     )
+    run = str(tmp_path / "run")
+    assert main(["evaluate", run]) == 0
+    (tmp_path / "t.json").write_text((tmp_path / "t.json").read_text().replace(" ", "\n"))
+    assert main(["evaluate", run]) == 0
+    earlier = (tmp_path / "t.json").read_text()
+    (tmp_path / "t.json").write_text(
+        earlier.replace('"to":\n1', '"to":\n2').replace('"be":\n2', '"be":\n1')
+    )
+    for command in (["evaluate", run], ["sample", run, "--prompt", "to be"]):
+        capsys.readouterr()
+        assert main(command) == 2
+        assert "the tokenizer has other tokens than the one that" in capsys.readouterr().err
     write("or", "not")
     assert main(["sample", str(tmp_path / "run"), "--prompt", "to be or not"]) == 2
     assert "the tokenizer gives the prompt token 4, the model has 0 to 2" in capsys.readouterr().err

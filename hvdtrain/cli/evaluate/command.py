@@ -40,7 +40,11 @@ from hvdtrain.training.failure import RankFailed
 from hvdtrain.training.header import first_names
 from hvdtrain.training.replicas.same_job import check_same_facts, facts
 from hvdtrain.training.run_rank import Rank, on_connected_ranks
-from hvdtrain.training.trained_model import TrainedModel, load_trained_model
+from hvdtrain.training.trained_model import (
+    TrainedModel,
+    check_tokenizer,
+    load_trained_model,
+)
 
 USAGE = """\
 hvdtrain evaluate RUN [--split val] [--checkpoint newest] [--json [FILE]] [key=value ...]
@@ -98,6 +102,9 @@ def _evaluate(rank: Rank, parsed: Arguments) -> int:
         model.task,
         config,
     )
+    if config.data.name == "text":
+        tokenizer = source.identity().get("tokenizer")
+        check_tokenizer(model.checkpoint, tokenizer, config.where("data.tokenizer"))
     if communicator.size > 1:
         data = {"samples": len(source), **digests(source, split, config.seed)}
         check_same_facts(communicator, facts(config, data, communicator.name))

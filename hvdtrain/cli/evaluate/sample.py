@@ -23,11 +23,13 @@ from hvdtrain.data.sampler import permutation
 from hvdtrain.data.tokenizer import read_tokenizer
 from hvdtrain.errors import DONE, UserError, short
 from hvdtrain.frameworks.learner import Sampler
+from hvdtrain.training.checkpoint.files import Checkpoint
 from hvdtrain.training.common_codebook import CommonCodebook, read_codebook
 from hvdtrain.training.datasets import build_source
 from hvdtrain.training.failure import RankFailed
 from hvdtrain.training.run_rank import Rank, on_connected_ranks
 from hvdtrain.training.samples import draw_on_all_ranks, grid, png
+from hvdtrain.training.trained_model import check_tokenizer
 
 USAGE = """\
 hvdtrain sample RUN [--count 32] [--temperature 1.0] [--png FILE.png] [key=value ...]
@@ -112,8 +114,8 @@ def _sample(rank: Rank, parsed: Arguments, request: Request) -> int:
                 option,
                 "leave it out",
             )
-    draw = _images if config.data.name == "image_tokens" else _text
-    if draw is _images:
+    of_images = config.data.name == "image_tokens"
+    if of_images:
         _check_target(request.png, parsed.options["force"])
     model = load_model(rank, parsed)
     tokens = model.task.drawn
@@ -139,7 +141,10 @@ def _sample(rank: Rank, parsed: Arguments, request: Request) -> int:
                 ]
             )
         )
-    draw(rank, config, model.learner, tokens, request)
+    if of_images:
+        _images(rank, config, model.learner, tokens, request)
+    else:
+        _text(rank, config, model.learner, tokens, request, model.checkpoint)
     return DONE
 
 
@@ -169,7 +174,14 @@ def _images(rank: Rank, config: Config, learner: Sampler, tokens: Field, request
     print(f"{len(found)} {what}, {side}x{side} -> {request.png}")
 
 
-def _text(rank: Rank, config: Config, learner: Sampler, tokens: Field, request: Request) -> None:
+def _text(
+    rank: Rank,
+    config: Config,
+    learner: Sampler,
+    tokens: Field,
+    request: Request,
+    checkpoint: Checkpoint,
+) -> None:
     """Prints the texts."""
     path = config.data.options.get("tokenizer")
     tokenizer = read_tokenizer(expand(path, "data.tokenizer")) if path else None
@@ -186,6 +198,7 @@ def _text(rank: Rank, config: Config, learner: Sampler, tokens: Field, request: 
             f"{tokens.values - 1}"
         )
         raise UserError(what, f"{path}", "the tokenizer that the run was trained with")
+    check_tokenizer(checkpoint, tokenizer.digest if tokenizer else None, f"{path}")
     prompts = np.tile(prompt, (request.count, 1))
     found = _of_all_ranks(
         rank, learner, prompts, len(prompt) + request.length, tokens.values, request

@@ -70,7 +70,8 @@ def build(
         raise UserError(
             what, str(path), f"a longer text, or data.context={max(1, len(tokens) - 1)} or less"
         )
-    return Windows(tokens, context, vocabulary, tuple(notes))
+    tokenized = of_file.digest if of_file else ""
+    return Windows(tokens, context, vocabulary, tuple(notes), tokenized)
 
 
 def _read(path: Path) -> bytes:
@@ -97,6 +98,7 @@ class Windows(Source):
     context: int
     vocabulary: int
     notes: tuple[str, ...] = ()  # lines for the header
+    tokenizer: str = ""  # its digest; empty of bytes
     reads_from_memory = True
 
     @property
@@ -116,7 +118,8 @@ class Windows(Source):
         return self.identity()
 
     def identity(self) -> dict[str, str]:
-        return {"text": digest({"tokens": self.tokens})}
+        text = {"text": digest({"tokens": self.tokens})}
+        return {"tokenizer": self.tokenizer, **text} if self.tokenizer else text
 
 
 def encode(text: bytes, path: Path, tokenizer: Tokenizer | None) -> tuple[np.ndarray, int]:
