@@ -134,7 +134,7 @@ MUTANTS = (
     ),
     Mutant(
         "zero.owner",
-        f"{PARALLEL}/zero.py",
+        f"{PARALLEL}/zero_1_and_2.py",
         "self._own = part_of(len(self._weights), self._mesh.shard.rank, self._mesh.shard.size)",
         "self._own = part_of(len(self._weights), self._mesh.shard.size - 1 - "
         "self._mesh.shard.rank, self._mesh.shard.size)",
@@ -226,7 +226,7 @@ MUTANTS = (
     ),
     Mutant(
         "zero.sum_of_passes",
-        f"{PARALLEL}/zero.py",
+        f"{PARALLEL}/zero_1_and_2.py",
         "self._sum.copy_(part) if self._sums == 0 else self._sum.add_(part.to(self._sum.device))",
         "self._sum.copy_(part)",
         ("tests/frameworks/test_ranks_in_threads.py",),
