@@ -23,6 +23,7 @@ from hvdtrain.data.datasets import csv, npz, parquet
 from hvdtrain.data.source import Source
 from hvdtrain.data.stored.selection import select
 from hvdtrain.data.stored.source import StoredSource, stored_in
+from hvdtrain.data.stored.text_tables import lines as table_lines
 from hvdtrain.errors import UserError
 from hvdtrain.training.datasets import build_source
 
@@ -88,8 +89,8 @@ def test_arrays_of_npz_stored_or_compressed_or_by_columns(tmp_path: Path) -> Non
 def test_a_table_of_text_over_several_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(csv, "_BLOCK_BYTES", 300)
-    monkeypatch.setattr(csv, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(table_lines, "_BLOCK_BYTES", 300)
+    monkeypatch.setattr(table_lines, "_PIECE_BYTES", 1000)
     numbers = RANDOM.normal(size=(101, 3))
     for end, cell in itertools.product(("", "\n"), ('"a, b"', '"a,\n""b""\n\n"')):
         rows = [
@@ -291,7 +292,7 @@ def test_blocks_that_do_not_fit_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(csv, "_BLOCK_BYTES", 50_000)
+    monkeypatch.setattr(table_lines, "_BLOCK_BYTES", 50_000)
     numbers = RANDOM.integers(0, 2, (3000, 80))
     lines = [
         ",".join(f"c{i}" for i in range(79)) + ",y",
@@ -432,7 +433,7 @@ def test_damaged_tables_of_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         lambda: of("a,y\n1,0\n", fields={"x": "c", "y": "y"})
     )
     with monkeypatch.context() as patch:
-        patch.setattr(csv, "_BLOCK_BYTES", 4)
+        patch.setattr(table_lines, "_BLOCK_BYTES", 4)
         patch.setattr(np, "loadtxt", loadtxt_of_old_numpy)
         assert of("a,y\n1,0\n2,1.0\n")["y"].tolist() == [0, 1]
         assert (

@@ -18,7 +18,7 @@ from hvdtrain.data.stored.source import StoredSource, stored_in
 from hvdtrain.data.stored.statistics import Ranks
 from hvdtrain.data.subset import divide
 from hvdtrain.errors import UserError
-from hvdtrain.tasks import inputs
+from hvdtrain.tasks import transform
 from hvdtrain.tasks.transform import column_stats
 
 RANDOM = np.random.default_rng(5)
@@ -29,7 +29,7 @@ X = RANDOM.normal(1e4, 0.1, (997, 3, 5)) * np.array([1, 1, 10, 0, 1e-3])
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(inputs, "_MOST_VALUES", 100)
+    monkeypatch.setattr(transform, "_MOST_VALUES", 100)
     monkeypatch.setattr(statistics, "_VALUES", 64 * 15)
     np.savez(tmp_path / "a.npz", x=X, y=X[:, 0, 0])
     return tmp_path / "a.npz"

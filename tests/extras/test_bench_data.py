@@ -10,8 +10,8 @@ import stored_data
 from hvdtrain.__main__ import main
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
-from hvdtrain.data.datasets import csv
 from hvdtrain.data.stored.source import stored_in
+from hvdtrain.data.stored.text_tables import lines as table_lines
 from hvdtrain.extras.bench import data as bench_data
 from hvdtrain.extras.bench.trainer import Trainer
 from hvdtrain.training.datasets import open_datasets
@@ -24,7 +24,7 @@ def test_a_bench_shuffles_the_blocks_of_the_files(
     """As a job does: 30 rows of a CSV file are a block here, where 256 samples are one of data
     without any."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(csv, "_BLOCK_BYTES", 16_000)
+    monkeypatch.setattr(table_lines, "_BLOCK_BYTES", 16_000)
     stored_data.write(tmp_path, "csv")
     words = [
         "data.name=csv",
