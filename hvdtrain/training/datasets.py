@@ -9,7 +9,7 @@ from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import BATCH_KEYS
 from hvdtrain.data.configured.columns import check_columns, with_columns
-from hvdtrain.data.configured.opened import open_split, plugin_of, root_of
+from hvdtrain.data.configured.opened import open_split, plugin_of, root_of, with_keys
 from hvdtrain.data.configured.pad import packed_rows
 from hvdtrain.data.configured.split import divided, evaluated_part
 from hvdtrain.data.configured.weights import draws_of
@@ -205,7 +205,8 @@ def _open_sources(config: Config, codebook: CommonCodebook) -> Division:
         else getattr(plugin_of(config), "check_splits", None)
     )
     if check_splits:
-        check_splits(root_of(config))
+        with with_keys(config):
+            check_splits(root_of(config))
     train = _open(config, "train", codebook)
     val = _open(with_columns(config, train), "val", codebook)
     check_columns(config, train, val)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 import torch
 import yaml
@@ -236,7 +237,21 @@ def test_columns_of_every_file_are_found_by_name(capsys: pytest.CaptureFixture[s
     assert _evaluated() == straight
     Path("other").mkdir()
     shutil.copy("other.csv", "other/val.csv")
+    capsys.readouterr()
     assert _evaluated("data.root=other") == straight
+    told = capsys.readouterr().out
+    assert "other/val.csv: columns in no field of the training set: z" in told
+    numbers = pandas.read_csv("other.csv")
+    numbers.drop(columns="z").to_parquet("other.parquet", index=False)
+    words = ["data.root=other.parquet", "data.name=parquet", "data.val_share=0.5"]
+    assert main(["evaluate", "run", "--json", "of_parquet.json", *words]) == 0
+    words[:2] = ["data.root=same.csv", "data.name=csv"]
+    assert main(["evaluate", "run", "--json", "of_csv.json", *words]) == 0
+    found = [json.loads(Path(f"of_{name}.json").read_text()) for name in ("parquet", "csv")]
+    assert found[0]["loss"] == found[1]["loss"]
+    straight_frame = hvdtrain.predict("run", numbers[["a", "b", "c"]])
+    for frame in (numbers[["c", "a", "b"]], {"x": numbers[["b", "a", "c"]]}):
+        np.testing.assert_array_equal(hvdtrain.predict("run", frame), straight_frame)
     said = predicted("same.csv")
     capsys.readouterr()
     assert predicted("other.csv") == said
@@ -271,5 +286,7 @@ def test_rows_to_predict_may_have_truth_values() -> None:
     np.testing.assert_array_equal(
         read_data_file(Path("t.csv"), Table(("b", "a"))), [[1.5, 1.0], [2.0, 0.0]]
     )
+    Path("t.csv").write_text("TRUE,1\nFALSE,2\n")
+    np.testing.assert_array_equal(read_data_file(Path("t.csv")), [[1, 1], [0, 2]])
     Path("t.csv").write_text("a;b\n1;2\n")
     np.testing.assert_array_equal(read_data_file(Path("t.csv"), Table(("b",), ";")), [[2]])

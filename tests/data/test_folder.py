@@ -14,6 +14,7 @@ import pytest
 from PIL import Image, ImageOps
 from ranks import HANG_S
 
+from hvdtrain.__main__ import main
 from hvdtrain.config.read import configure
 from hvdtrain.data.configured.class_names import with_class_names
 from hvdtrain.data.datasets import folder
@@ -643,3 +644,11 @@ def test_grey_images_in_three_channels_are_named(tmp_path: Path) -> None:
     assert line == "grey images: the three channels have the same values; data.channels=1 reads one"
     for others in ([*words, "data.channels=1"], ["data.name=synthetic"]):
         assert notes(configure(None, others), open_datasets(configure(None, others))) == []
+
+
+def test_a_root_that_is_not_there_is_named_by_its_key(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """It is looked at before the set is opened."""
+    assert main(["data.name=folder", f"data.root={tmp_path / 'nosuch'}", "run=null"]) == 2
+    assert "where: data.root, command line" in capsys.readouterr().err

@@ -254,3 +254,27 @@ def test_frames_have_their_columns_in_one_order() -> None:
     hvdtrain.train(
         CONFIG, train_data=(frame, LABELS), val_data=frame.assign(y=LABELS), model=net(3, 2)
     )
+
+
+def test_frames_without_a_target_are_read_by_name() -> None:
+    """Each column is a field then."""
+    frame = pandas.DataFrame({"u": COLUMNS[:, 0], "v": LABELS.astype(float)})
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, u: torch.Tensor) -> torch.Tensor:
+            return self.weight * u.reshape(-1)
+
+    def loss(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return (output - batch["v"]) ** 2
+
+    losses = []
+    for run, val in (("one", frame), ("two", frame[["v", "u"]])):
+        hvdtrain.train(
+            CONFIG | {"run": run}, train_data=frame, val_data=val, model=Model(), loss=loss
+        )
+        losses.append(hvdtrain.read(run)["val_loss"].dropna().tolist())
+    assert losses[0] and losses[0] == losses[1]

@@ -17,7 +17,7 @@ from hvdtrain.cli.options import CommandParser
 from hvdtrain.cli.output import print_result, with_json_value
 from hvdtrain.config.read import Assignment, read_argument, read_resumed
 from hvdtrain.config.schema import Config
-from hvdtrain.config.section import Given
+from hvdtrain.config.section import Given, is_object
 from hvdtrain.core.process import command_line, path_argument
 from hvdtrain.data.configured.unwritten import unstaged
 from hvdtrain.data.source import LabelledImages, Source
@@ -268,6 +268,7 @@ def _header(
         f"weights  {run_folder(rank)}, step {progress.step}, epoch {progress.epochs:.2f}{averages}",
         f"data     {data}: {len(source):,} samples{views}, "
         f"{model.task.summary}{first_names(config.data.class_names)}",
+        *(f"         {note}" for note in source.notes),
     ]
 
 
@@ -513,7 +514,9 @@ def read_former_run(assigned: Sequence[Assignment]) -> list[Assignment]:
     if "data.name" in given and given["data.name"] != recorded.get(
         "data.name"
     ):  # its options are those of another data set
-        is_table = given["data.name"] == OF_A_FILE.name and recorded["data.name"] in TABLES
-        remain = ("data.class_names", *OF_ROWS) if is_table else ("data.class_names",)
+        remain: tuple[str, ...] = ("data.class_names",)
+        name = given["data.name"]
+        if recorded["data.name"] in TABLES and (name in TABLES or is_object(name)):
+            remain += OF_ROWS if name == OF_A_FILE.name else OF_ROWS[:1]
         kept = [a for a in kept if not a.key.startswith("data.") or a.key.startswith(remain)]
     return kept

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdtrain.cli.evaluate.command import load_checkpoint
+from hvdtrain.cli.evaluate.table import table_of
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.config.section import Given, is_object
 from hvdtrain.data.configured.unwritten import unstaged
 from hvdtrain.data.source import Source
+from hvdtrain.data.user_data.as_source import in_order_of
 from hvdtrain.errors import UserError, short
 from hvdtrain.tasks.only_inputs import OnlyInputs
 from hvdtrain.tasks.several_inputs import restore_inputs, with_several_inputs
@@ -87,8 +89,10 @@ def evaluate_data(rank: Rank, data: AskedData, which: str) -> dict[str, float]:
 
 def _asked(rank: Rank, data: AskedData, task: Task, with_targets: bool = True) -> Source:
     """The data with the fields of the task, the same on every rank."""
+    columns = table_of(rank.config.data.options).columns
+    given = data.given if not columns else in_order_of(data.given, columns)
     source = asked_source(
-        data.given, task.fields, data.name, data.where, rank.config.data.workers, with_targets
+        given, task.fields, data.name, data.where, rank.config.data.workers, with_targets
     )
     if rank.communicator.size > 1:
         found = {"samples": len(source), **digests(source, "given", rank.config.seed)}

@@ -53,7 +53,7 @@ def read_table(path: Path, table: Table = NO_TABLE) -> np.ndarray:
     if not rows:
         raise UserError(f"{path} has no rows", "--data", "a row for each sample")
     names: list[str] = []
-    if not all(map(_is_number, rows[0])):
+    if not all(_is_number(cell) or _is_truth(cell) for cell in rows[0]):
         names = [csv_files.column_name(text, place) for place, text in enumerate(rows.pop(0))]
     width = len(names or rows[0])
     columns = _chosen(names, width, table, path)

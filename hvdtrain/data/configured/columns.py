@@ -23,8 +23,8 @@ def with_columns(config: Config, source: Source) -> Config:
 
 
 def check_columns(config: Config, train: Source, val: Source) -> None:
-    """Raises UserError where both sets are DataFrames with the same columns in another order: what
-    a model gets has no names."""
+    """Raises UserError where both sets are tables with the same columns in another order: what a
+    model gets has no names."""
     for name in train.columns.keys() & val.columns.keys():
         one = list(train.columns[name])
         other = list(val.columns[name])
@@ -36,7 +36,7 @@ def check_columns(config: Config, train: Source, val: Source) -> None:
                 f"column {place} of {name} is {short(one[place], 60)} in the training set, and "
                 f"{short(other[place], 60)} in the validation set",
                 config.where("data.name"),
-                "the columns of both in one order: val_frame[train_frame.columns]",
+                "the columns of both in one order; of DataFrames val_frame[train_frame.columns]",
             )
 
 

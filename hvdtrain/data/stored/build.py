@@ -25,7 +25,7 @@ from hvdtrain.data.stored.stored_array import (
 )
 from hvdtrain.data.subset import subset
 from hvdtrain.data.user_data.as_source import CheckedSource
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, short
 
 Open = Callable[[Path], StoredFile]
 
@@ -86,6 +86,8 @@ def build_stored(
         )
     numbers = {field: texts for field, texts in fields.items() if field != "y" or not names}
     notes = [*_left_out(files[0], fields, wanted), *_notes(files, paths, numbers, wanted)]
+    if split == "val" and of_split_alone:
+        notes += _not_read(files[0], paths[0], fields, wanted)
     values = (
         split_values(files, paths, parts, wanted.split_by) if wanted.split_by is not None else None
     )
@@ -136,6 +138,20 @@ def _left_out(file: StoredFile, fields: Mapping[str, list[str]], wanted: Wanted)
             f"{', '.join(names)} "
             "(data.fields takes them)"
         )
+
+
+def _not_read(
+    file: StoredFile, path: Path, fields: Mapping[str, list[str]], wanted: Wanted
+) -> Iterator[str]:
+    """A line where a table has columns that are in no field: those of the training set are."""
+    read = {name_and_words(text)[0] for texts in fields.values() for text in texts}
+    others = [
+        name
+        for name in file.names
+        if name not in read and name != wanted.split_by and name not in file.coordinates
+    ]
+    if wanted.fields is not None and others and file.columns(others) is not None:
+        yield f"{path}: columns in no field of the training set: {short(', '.join(others), 200)}"
 
 
 def _training_paths(root: Path, suffixes: tuple[str, ...], name: str) -> list[Path]:

@@ -78,12 +78,28 @@ def as_source(
     )
 
 
+def in_order_of(given: Any, columns: Sequence[str]) -> Any:
+    """The data with the columns of a DataFrame in this order, where it has these and a target."""
+    if _is_a(given, "pandas", "DataFrame"):
+        names = {str(name): name for name in given.columns}
+        targets = [name for name in names if name in TARGETS and name not in columns]
+        is_same = sorted(names) == sorted([*columns, *targets])
+        return given[[names[name] for name in (*columns, *targets)]] if is_same else given
+    if _is_pair(given):
+        return (in_order_of(given[0], columns), given[1])
+    if isinstance(given, Mapping) and "x" in given:
+        return {**given, "x": in_order_of(given["x"], columns)}
+    return given
+
+
 def _columns(given: object) -> dict[str, tuple[str, ...]]:
     """The names of the columns of each field that a DataFrame becomes."""
     if _is_a(given, "pandas", "DataFrame"):
         names = [str(name) for name in cast("Any", given).columns]
         target = next((name for name in TARGETS if name in names), None)
-        return {} if "x" in names else {"x": tuple(name for name in names if name != target)}
+        if target is None or "x" in names:  # then each column is a field by its name
+            return {}
+        return {"x": tuple(name for name in names if name != target)}
     if _is_pair(given):
         given = {"x": given[0]}
     fields = given if isinstance(given, Mapping) else {}
