@@ -51,7 +51,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
     if rotation.is_by_day() and "PYTEST_XDIST_WORKER" not in os.environ:  # it chooses for them
         os.environ["HVDTRAIN_TEST_DAY"] = rotation.today().isoformat()
-        os.environ["HVDTRAIN_TEST_EXTRAS"] = " ".join(extras_of_today())
+        if "HVDTRAIN_TEST_EXTRAS" not in os.environ:  # else this repeats a run
+            os.environ["HVDTRAIN_TEST_EXTRAS"] = " ".join(extras_of_today())
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("numprocesses", None):
@@ -100,7 +101,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     which saves each worker 10 s; nor are tests of extras that are not tested today."""
     if (
         rotation.is_by_day()
-        and collection_path.match("tests/extras/test_*.py")
+        and collection_path.match(rotation.FILES_OF_EXTRAS)
         and not is_of_extras(collection_path, os.environ["HVDTRAIN_TEST_EXTRAS"].split())
     ):
         return True

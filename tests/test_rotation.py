@@ -9,7 +9,15 @@ from datetime import date, timedelta
 import pytest
 from extras_in_turn import changed_files, extras_of_day, is_of_extras
 from ranks import ROOT, python
-from rotation import COLLECTED, DAYS, is_by_turns, is_together, items_of_other_days, rows_of_day
+from rotation import (
+    COLLECTED,
+    DAYS,
+    FILES_OF_EXTRAS,
+    is_by_turns,
+    is_together,
+    items_of_other_days,
+    rows_of_day,
+)
 from without_extra import names_of_extras
 
 FIRST = date(2026, 12, 30)
@@ -45,21 +53,65 @@ def test_each_test_by_turns_runs_on_one_of_three_days(request: pytest.FixtureReq
         assert max(of_file) - min(of_file) <= 1, path
 
 
+def test_each_test_of_each_file_runs_on_one_of_three_days_where_no_extra_has_changed(
+    request: pytest.FixtureRequest,
+) -> None:
+    """Of all files that this run has read: of tests/extras `make test` reads those of the day."""
+    collected = request.config.stash[COLLECTED]
+    names = names_of_extras()
+    run = set[pytest.Item]()
+    for day in ALL_DAYS:
+        extras = extras_of_day(names, [], day)
+        others = items_of_other_days(collected, day)
+        run |= {
+            item
+            for item in collected
+            if item not in others
+            and (not item.path.match(FILES_OF_EXTRAS) or is_of_extras(item.path, extras))
+        }
+    assert [item.nodeid for item in collected if item not in run] == []
+
+
 def test_a_run_by_day_has_those_rows_and_a_run_in_full_has_all(
     request: pytest.FixtureRequest,
 ) -> None:
-    def collected(**env: str) -> set[str]:
-        words = ["-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
-        result = python([*words, __file__], env=env, is_warm=False)
-        assert result.returncode == 0, result.stdout
-        return set(re.findall(r"::(test_a_row\[\d\])", result.stdout))
+    def rows_collected(**env: str) -> set[str]:
+        tests = collected(__file__, **env)
+        return {row for test in tests for row in re.findall(r"::(test_a_row\[\d\])", test)}
 
     here = [item for item in request.config.stash[COLLECTED] if item.path == request.path]
     rows = {item.name for item in here if is_by_turns(item)}
     others = {item.name for item in items_of_other_days(here, FIRST)}
-    by_day = collected(HVDTRAIN_TEST_ROUNDS="day", HVDTRAIN_TEST_DAY=FIRST.isoformat())
+    by_day = rows_collected(HVDTRAIN_TEST_ROUNDS="day", HVDTRAIN_TEST_DAY=FIRST.isoformat())
     assert by_day == rows - others and 0 < len(by_day) < len(rows) == 4
-    assert collected(HVDTRAIN_TEST_ROUNDS="full") == rows
+    assert rows_collected(HVDTRAIN_TEST_ROUNDS="full") == rows
+
+
+def test_all_tests_of_the_extras_that_are_given_run_by_day() -> None:
+    """Those marked faults, too, of which elsewhere a third runs. The variables are what the first
+    lines of a run by day show."""
+    words = ["-m", "faults", "tests/extras"]
+    in_full = collected(*words, HVDTRAIN_TEST_ROUNDS="")
+    of_extra = {
+        name: {test for test in in_full if is_of_extras(ROOT / test.partition("::")[0], [name])}
+        for name in names_of_extras()
+    }
+    given = next(name for name, tests in of_extra.items() if tests)
+    by_day = collected(
+        *words,
+        HVDTRAIN_TEST_ROUNDS="day",
+        HVDTRAIN_TEST_DAY=FIRST.isoformat(),
+        HVDTRAIN_TEST_EXTRAS=given,
+    )
+    assert by_day == of_extra[given]
+
+
+def collected(*words: str, **env: str) -> set[str]:
+    """The tests that a run of its own chooses."""
+    options = ["--collect-only", "-q", "-p", "no:cacheprovider"]
+    result = python(["-m", "pytest", *options, *words], env=env, is_warm=False)
+    assert result.returncode == 0, result.stdout
+    return set(re.findall(r"^tests/.*::.*", result.stdout, re.MULTILINE))
 
 
 def test_each_extra_is_tested_on_one_of_three_days_and_when_it_has_changed() -> None:

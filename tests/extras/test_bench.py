@@ -37,7 +37,6 @@ BENCH = ["-m", "hvdtrain.extras.bench.command"]
 QUICK = ["--sizes", "3,4KiB", "--budget", "0.1", "comm.bucket_mb=0.0009765625"]
 
 
-@pytest.mark.in_turn
 @needs_mpirun
 def test_allreduce_on_two_ranks(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
@@ -76,7 +75,6 @@ def test_allreduce_on_two_ranks(tmp_path: Path) -> None:
     assert [size for size, _ in link_points(tree)] == [3, 4096]
 
 
-@pytest.mark.in_turn
 @needs_mpirun
 @needs_horovod
 def test_allreduce_of_horovod() -> None:
@@ -259,7 +257,6 @@ STEP = [
 ]
 
 
-@pytest.mark.in_turn
 @needs_mpirun
 def test_step_on_two_ranks_measures_exposed_communication() -> None:
     result = mpirun(2, [*BENCH, "step", *STEP, "--rounds", "2", "--steps", "3", "comm.engine=mpi"])

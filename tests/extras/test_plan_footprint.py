@@ -9,7 +9,6 @@ from ranks import FULL
 from hvdtrain.extras.plan.forecast import memory
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("stage", [2, *[pytest.param(3, marks=pytest.mark.slow)] * FULL])
 def test_what_more_ranks_take_is_computed_from_two(stage: int) -> None:
     """As plan --memory does, of a model whose blocks have many sizes."""

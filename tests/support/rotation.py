@@ -1,7 +1,8 @@
 """Which rows of the largest tables run today: a third, so that each runs on one of three days.
 
     @pytest.mark.in_turn                    a test, a row or a file, of whose tests a third runs;
-                                            so are those marked slow, faults or cluster
+                                            so are those marked slow, faults or cluster,
+                                            but for those of tests/extras, whose files run by turns
     @pytest.mark.in_turn(together=True)     a file whose tests have one dear fixture: on one day
     @pytest.mark.every_day                  one of those that runs each day
     for name in rows_of_today(CASES):       a table inside a test
@@ -24,6 +25,7 @@ import pytest
 Row = TypeVar("Row")
 DAYS = 3
 BY_TURNS = {"in_turn", "slow", "faults", "cluster"}
+FILES_OF_EXTRAS = "tests/extras/test_*.py"
 COLLECTED = pytest.StashKey[list[pytest.Item]]()  # of all days
 
 
@@ -46,6 +48,10 @@ def rows_of_today(rows: Sequence[Row]) -> list[Row]:
 
 
 def is_by_turns(item: pytest.Item) -> bool:
+    """Not in the files of extras. On the days of such a file its tests by turns would always be
+    the same third: the others would never run."""
+    if item.path.match(FILES_OF_EXTRAS):
+        return False
     marks = {mark.name for mark in item.iter_markers()}
     return bool(BY_TURNS & marks) and "every_day" not in marks
 
