@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,6 +107,26 @@ def test_a_job_trains_without_any_extra(copy: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     done = python([*hvdtrain, "extras"], env=env, is_warm=False)
     assert done.stdout == "this copy of hvdtrain has no extras\n"
+
+
+def test_make_fills_a_wheelhouse_without_the_extra_that_builds_horovod(
+    copy: Path, tmp_path: Path
+) -> None:
+    settings = [f"PY={sys.executable}", f"VENV={tmp_path}", "READY=", "HOROVOD=", "INSTALL=echo"]
+    env = os.environ | {"PYTHONPATH": str(copy)}
+
+    def said(*command: str, status: int) -> str:
+        done = subprocess.run(
+            command, cwd=copy, env=env, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == status, done
+        return done.stdout
+
+    left_out = "Horovod is left out: this copy of hvdtrain has no extra that builds it\n"
+    make = ["make", "-s", "-f", str(ROOT / "Makefile"), "wheelhouse", "DIR=house"]
+    filled = "--extras horovod mpi notebook torchvision --wheelhouse house\n"
+    assert said(*make, *settings, status=0) == left_out + filled
+    assert said(sys.executable, "-m", "hvdtrain.cli.horovod", status=2) == left_out
 
 
 @needs_mpirun

@@ -6,17 +6,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from mutants import MUTANTS, ROOT, Mutant, Verdict, chosen, troubles
+from mutants import MUTANTS, ROOT, Mutant, Verdict, chosen, of_this_copy, troubles
+
+OF_STEPS = (
+    "hvdtrain/frameworks/torch/",
+    "hvdtrain/optim/",
+    "hvdtrain/extras/dense/",
+    "hvdtrain/extras/servers/",
+)
 
 
 def test_the_text_of_each_change_is_there_once_and_so_are_its_tests() -> None:
-    assert troubles() == []
+    assert troubles(of_this_copy()) == []
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
-    of_steps = [
-        mutant
-        for mutant in MUTANTS
-        if mutant.file.startswith(("hvdtrain/frameworks/torch/", "hvdtrain/optim/"))
-    ]
+    of_steps = [mutant for mutant in MUTANTS if mutant.file.startswith(OF_STEPS)]
     assert len(of_steps) == 20, "in the strategies and the step"
     assert all(mutant.before != mutant.after for mutant in MUTANTS)
 
@@ -37,8 +40,15 @@ def test_a_table_that_does_not_fit_is_told_row_by_row(tmp_path: Path) -> None:
     ]
 
 
+def test_a_change_of_an_extra_is_left_out_where_the_extra_is(tmp_path: Path) -> None:
+    (tmp_path / "hvdtrain/extras/here").mkdir(parents=True)
+    files = ["hvdtrain/extras/here/a.py", "hvdtrain/extras/gone/a.py", "hvdtrain/gone/a.py"]
+    rows = [Mutant(file, file, "x", "y", ("test_a.py",)) for file in files]
+    assert of_this_copy(rows, tmp_path) == [rows[0], rows[2]]
+
+
 def test_every_change_is_python_in_the_copy_alone(tmp_path: Path) -> None:
-    for mutant in MUTANTS:
+    for mutant in of_this_copy():
         before = (ROOT / mutant.file).read_text()
         copy = tmp_path / mutant.file
         copy.parent.mkdir(parents=True, exist_ok=True)

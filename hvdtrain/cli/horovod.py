@@ -1,5 +1,8 @@
 """python -m hvdtrain.cli.horovod: what `hvdtrain horovod` does, before the packages of a job are
-installed."""
+installed.
+
+In a copy without the extra that builds Horovod, what `make` runs ends with 0.
+"""
 
 import importlib
 import sys
@@ -14,7 +17,7 @@ def main() -> int:
     """Returns the exit code."""
     if _NAME not in commands():
         print("Horovod is left out: this copy of hvdtrain has no extra that builds it")
-        return DONE if "--or-without" in sys.argv else USER
+        return DONE if {"--or-without", "--copy-to"} & set(sys.argv) else USER
     command = getattr(importlib.import_module(commands()[_NAME].module), _NAME)
     return int(command(sys.argv[1:], "python -m hvdtrain.cli.horovod"))
 

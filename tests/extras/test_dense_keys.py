@@ -33,6 +33,11 @@ REFUSED = [
     ("task.name=language data.pack=16 parallel.dense=a", "mpi", 2,
      "data.pack does not support parallel.dense=a: models of tokens alone are cut",
      "parallel.dense", "leave parallel.dense out, or data.pack"),
+    ("task.name=language data.pad={'tokens':0} parallel.dense=a", "mpi", 2,
+     "data.pad does not support parallel.dense=a: ranks exchange activations of one shape, but "
+     "the passes have different lengths", "parallel.dense",
+     "leave parallel.dense out; or pad all samples to one length in the data, and leave data.pad "
+     "out"),
     ("guard.lost=shrink parallel.dense=a", "mpi", 2,
      "guard.lost=shrink does not go on with parallel.dense=a on fewer ranks", "guard.lost",
      "guard.lost=restart, or without parallel.dense"),

@@ -1,4 +1,4 @@
-"""replay: what it says of the arrays that it compares; tests/training/test_servers.py runs it."""
+"""replay: what it says of the arrays that it compares; test_servers.py runs it."""
 
 from __future__ import annotations
 
