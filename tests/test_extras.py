@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -11,11 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from ranks import ROOT, mpirun, needs_mpirun, python
 
 from hvdtrain.config.extra_keys import key_classes
 from hvdtrain.config.extras import commands, extras, keys_of
 from hvdtrain.config.plugins import ALIASES
+from hvdtrain.config.read import configure, to_record
+from hvdtrain.errors import UserError
 
 FOLDER = ROOT / "hvdtrain" / "extras"
 PAGE = ROOT / "docs" / "extras.md"
@@ -131,29 +136,70 @@ def test_make_fills_a_wheelhouse_without_the_extra_that_builds_horovod(
 
 @needs_mpirun
 def test_a_run_of_a_copy_with_extras_goes_on_without_them(copy: Path, tmp_path: Path) -> None:
-    """The run has recorded every key of every extra. One that did something is an error."""
+    """The run has recorded no key of an extra. One that is recorded is an error."""
     run = tmp_path / "run"
     done = python(["-m", "hvdtrain", *JOB, f"run={run}"], is_warm=False)
     assert done.returncode == 0, done.stderr
-    text = (run / "config.yaml").read_text()
-    hvdtrain = ["-P", "-c", OF_COPY, str(copy), f"resume={run}", "stop.steps=4"]
+    config = run / "config.yaml"
+    text = config.read_text()
+    hvdtrain = ["-P", "-c", OF_COPY, str(copy)]
+    resume = [*hvdtrain, f"resume={run}", "stop.steps=4"]
+    other = [*hvdtrain, "--config", f"{config}", f"run={tmp_path / 'other'}"]
     env = {"PYTHONPATH": str(copy)}
-    done = python(hvdtrain, env=env, is_warm=False)
-    assert done.returncode == 0 and (run / "checkpoints" / "step-00000004").is_dir(), done.stderr
+    for words, made in ((resume, run), (other, tmp_path / "other")):
+        done = python(words, env=env, is_warm=False)
+        assert done.returncode == 0 and (made / "checkpoints").is_dir(), done.stderr
+    assert (run / "checkpoints" / "step-00000004").is_dir()
+    assert key_classes()
     for kind in key_classes():
         key = kind.full_key(next(iter(kind.model_fields)))
-        section, name = key.split(".")
-        pattern = rf"(?ms)^({section}:\n.*?^  {name}:) \S+"
-        changed, count = re.subn(pattern, r"\1 2", text)
-        assert count == 1
-        (run / "config.yaml").write_text(changed)
-        done = python(hvdtrain, env=env, is_warm=False)
-        assert done.returncode == 2 and f"the run has {key}=2, and this copy" in done.stderr
+        config.write_text(f"{text}{key}: 2\n")
+        for words in (resume, other):
+            done = python(words, env=env, is_warm=False)
+            assert done.returncode == 2 and f"the run has {key}=2, and this copy" in done.stderr
+            assert "`hvdtrain extras` lists those of a copy" in done.stderr
+
+
+def test_a_run_records_the_keys_of_an_extra_where_it_uses_one() -> None:
+    keys = {kind: [kind.full_key(name) for name in kind.model_fields] for kind in key_classes()}
+
+    def recorded(words: list[str]) -> set[str]:
+        tree = yaml.safe_load(to_record(configure(None, words), (), None))
+        assert {} not in tree.values()
+        return {
+            key
+            for key in itertools.chain.from_iterable(keys.values())
+            if key.split(".")[1] in tree.get(key.split(".")[0], {})
+        }
+
+    assert recorded([]) == set()
+    for kind, of_kind in keys.items():
+        for key, default in zip(of_kind, kind().model_dump().values(), strict=True):
+            for value in ("1", "2", "c", "scale", "true"):
+                with contextlib.suppress(UserError):
+                    config = configure(None, [f"{key}={value}"])
+                    now = getattr(kind.of(config), key.split(".")[1])
+                    assert recorded([f"{key}={value}"]) == (
+                        set(of_kind) if now != default else set()
+                    )
 
 
 def test_the_first_key_of_an_extra_turns_it_on() -> None:
-    first = {kind.section: next(iter(kind.model_fields.values())) for kind in key_classes()}
-    assert all(info.default in (0, False, None, "none") for info in first.values()), first
+    first = [(kind.__name__, next(iter(kind.model_fields.values()))) for kind in key_classes()]
+    assert all(info.default in (0, False, None, "none") for _, info in first), first
+
+
+@pytest.mark.parametrize("value", ["none", "null", "false", "0", "8"])
+@pytest.mark.parametrize("section", ["parallel", "batch", "newer"])
+def test_an_unknown_key_of_a_run_is_an_error(tmp_path: Path, section: str, value: str) -> None:
+    """Such as a key of a newer version, whatever its value."""
+    path = tmp_path / "config.yaml"
+    path.write_text(f"epochs: 3\n{section}:\n  experts: {value}\n  experts_top: 8\n")
+    (tmp_path / "checkpoints").mkdir()
+    for file, words in ((None, [f"resume={tmp_path}"]), (f"{path}", [])):
+        with pytest.raises(UserError, match=rf"the run has {section}.experts=.* no such key") as e:
+            configure(file, words)
+        assert e.value.where == f"{path}:3"
 
 
 def test_nothing_outside_an_extra_names_it() -> None:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-from pydantic import Field, create_model
+from pydantic import BaseModel, Field, create_model
 
 from hvdtrain.config.extras import modules
 from hvdtrain.config.section import Section
@@ -27,6 +27,26 @@ def key_classes() -> list[type[Section]]:
 def dividing_keys() -> list[str]:
     """Keys of extras that divide a model among ranks."""
     return [kind.full_key(name) for kind in key_classes() for name in kind.dividing]
+
+
+def defaults() -> dict[str, Any]:
+    """Every key of an extra -> its default."""
+    return {
+        kind.full_key(name): value
+        for kind in key_classes()
+        for name, value in kind().model_dump().items()
+    }
+
+
+def unused_keys(config: BaseModel) -> list[tuple[str, str]]:
+    """Section and name of the keys of extras that a job does not use: all of a class have their
+    defaults."""
+    return [
+        (kind.section, name)
+        for kind in key_classes()
+        for name in kind.model_fields
+        if kind.of(config).model_dump(include=set(kind.model_fields)) == kind().model_dump()
+    ]
 
 
 def with_keys_of_extras(kind: type[S]) -> type[S]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic import ValidationError
 
-from hvdtrain.config.extra_keys import key_classes
+from hvdtrain.config.extra_keys import key_classes, unused_keys
 from hvdtrain.config.plugins import of_a_script
 from hvdtrain.config.refusal import fix_of_argument, fix_of_key, refusal
 from hvdtrain.config.schema import (
@@ -25,6 +25,7 @@ from hvdtrain.config.schema import (
     takes_text,
 )
 from hvdtrain.config.section import COMMAND_LINE, DEFAULT, Provenance, go_on, is_object
+from hvdtrain.config.words_of_other_tools import right_key
 from hvdtrain.config.yaml_reader import (
     MOST_BYTES,
     MOST_KEYS,
@@ -78,6 +79,11 @@ def configure(
     resumed = _without_owner(read_resumed(assigned) if resumed is None else resumed, assigned)
     typed = [assignment for assignment in assigned if assignment.origin == COMMAND_LINE]
     from_a_run = path is not None and _is_of_a_run(path)
+    if path is not None and _is_in_a_run_folder(path):
+        assigned = [
+            *_of_this_copy(one for one in assigned if one.origin != COMMAND_LINE),
+            *typed,
+        ]
     every = [*resumed, *assigned]
     recorded = Recorded(every, typed if from_a_run else assigned)
     config = resolve_recorded(every, recorded.keys, unread)
@@ -248,10 +254,12 @@ class Recorded:
 def _is_of_a_run(path: str) -> bool:
     """Whether a file is the record of a run, which may come from a stranger: by its name, or by
     what lies beside it."""
-    folder, name = os.path.split(path)
-    return name == "config.yaml" or any(
-        os.path.lexists(os.path.join(folder, other)) for other in _RUN_FOLDER
-    )
+    return os.path.basename(path) == "config.yaml" or _is_in_a_run_folder(path)
+
+
+def _is_in_a_run_folder(path: str) -> bool:
+    folder = os.path.dirname(path)
+    return any(os.path.lexists(os.path.join(folder, other)) for other in _RUN_FOLDER)
 
 
 def _elsewhere(key: str) -> str:
@@ -402,27 +410,20 @@ def read_run_config(run: Path) -> Iterator[Assignment]:
             yield Assignment(key, value, seen[owner].origin)
 
 
-_OFF = (None, False, 0, "none")  # what the first key of an extra has where the extra does nothing
-
-
 def _of_this_copy(recorded: Iterable[Assignment]) -> Iterator[Assignment]:
-    """Without keys of extras that did nothing in the run, and that this copy of hvdtrain lacks: a
-    run records every key. The first key of a section that is not known says for all of them whether
-    they did. Raises UserError where they did something."""
-    unused = set[str]()
+    """What a run has recorded. Raises UserError for a key that this copy of hvdtrain lacks: a run
+    records the keys of an extra where it uses one of them."""
     for one in recorded:
-        section = one.key.rpartition(".")[0]
-        if _is_known(one.key) or section in unused:
-            yield from [one] if _is_known(one.key) else []
-        elif one.value in _OFF and section:
-            unused.add(section)
-        else:
+        if not _is_known(one.key):
+            if right_key(one.key, one.value):  # a former name, or another tool's
+                _check_known(*one)
             raise UserError(
                 f"the run has {one.key}={short(f'{one.value}')}, and this copy of hvdtrain has no "
                 "such key",
                 one.origin,
                 "a copy with the extra that has it: `hvdtrain extras` lists those of a copy",
             )
+        yield one
 
 
 def read_file(path: str, read: Callable[[str], str] = read_text) -> Iterator[Assignment]:
@@ -500,14 +501,21 @@ def _value(config: Config, key: str) -> Any:
     return found
 
 
-def to_yaml(
-    config: Config, leave_out: Collection[str] = (), only: dict[str, Any] | None = None
-) -> str:
-    """The resolved configuration without these of its first keys, in the form that --config reads.
-    only: the keys, as a tree of True."""
-    return yaml.dump(
-        config.model_dump(include=only, exclude=set(leave_out)),
-        Dumper=Dumper,
-        sort_keys=False,
-        allow_unicode=True,
-    )
+def to_yaml(config: Config) -> str:
+    """The resolved configuration, in the form that --config reads."""
+    return _dump(config.model_dump())
+
+
+def to_record(config: Config, leave_out: Collection[str], only: dict[str, Any] | None) -> str:
+    """to_yaml() without these of its first keys, and without those of extras that the job does not
+    use: a copy of hvdtrain without the extra reads it, too. only: the keys, as a tree of True."""
+    tree = config.model_dump(include=only, exclude=set(leave_out))
+    for section, name in unused_keys(config):
+        tree.get(section, {}).pop(name, None)
+        if not tree.get(section, True):
+            del tree[section]
+    return _dump(tree)
+
+
+def _dump(tree: dict[str, Any]) -> str:
+    return yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from hvdtrain.config.extra_keys import dividing_keys
+from hvdtrain.config.extra_keys import defaults, dividing_keys
 from hvdtrain.report import summary
 from hvdtrain.report.run import Fields, RunRecord, number
 
@@ -86,9 +86,13 @@ def spread(values: list[float]) -> Spread:
 
 def differing_keys(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
     """(key, its value in each run) of the keys whose values are not all equal, but for `run`; None
-    where a run lacks the key."""
+    where a run lacks the key, its default where it is of an extra: a run records those that it
+    uses."""
     keys = dict.fromkeys(key for run in runs for key in run.config if key != "run")
-    values = {key: [run.config.get(key) for run in runs] for key in keys}
+    values = {
+        key: [run.config.get(key, defaults().get(key) if run.config else None) for run in runs]
+        for key in keys
+    }
     return [
         (key, of_runs)
         for key, of_runs in values.items()
@@ -178,7 +182,7 @@ def _training_key(run: RunRecord) -> str:
     ignored_prefixes = (*_COMMUNICATION_PREFIXES, *_OBSERVATION_PREFIXES)
     config = {
         key: value
-        for key, value in run.config.items()
+        for key, value in (defaults() | run.config).items()
         if key not in ignored_keys and not key.startswith(ignored_prefixes)
     }
     energy = run.start_event.get("energy")
@@ -191,7 +195,7 @@ def _communication_key(run: RunRecord) -> str:
     """Equal for runs whose ranks communicate alike."""
     config = {
         key: value
-        for key, value in run.config.items()
+        for key, value in (defaults() | run.config).items()
         if key.startswith(_COMMUNICATION_PREFIXES) and key not in _LOCATION_KEYS
     }
     return _json([run.start_event.get("engine"), sorted(config.items())])

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.config.read import to_yaml
+from hvdtrain.config.read import to_record
 from hvdtrain.config.schema import Config
 from hvdtrain.config.section import class_of_object, is_object
 from hvdtrain.core.folder import NO_LINKS, Folder, WrongKind
@@ -109,12 +109,12 @@ def write_config(
     config: Config, run: Path, lock: RunLock, only: dict[str, Any] | None = None
 ) -> None:
     """Writes config.yaml, whole or not at all, without the keys that say where the run is; only: as
-    to_yaml()'s.
+    to_record()'s.
 
     Raises OSError, and what the lock raises.
     """
     with lock.open(run) as folder:
-        folder.replace("config.yaml", to_yaml(config, PLACE, only).encode())
+        folder.replace("config.yaml", to_record(config, PLACE, only).encode())
 
 
 def _is_of_this_command(run: Path, config: Config, resumed: Path | None) -> bool:

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from hvdtrain.config.extra_keys import defaults, key_classes
+from hvdtrain.config.section import Section
 from hvdtrain.errors import UserError
 from hvdtrain.report import summary
 from hvdtrain.report.compare import changes_between_starts, differing_keys, scaling_comparisons
@@ -490,6 +492,18 @@ def test_differing_keys() -> None:
         ("seed", [1, 2]),
         ("comm.compression", ["same", None]),
     ]
+
+
+@pytest.mark.parametrize("kind", key_classes(), ids=lambda kind: kind.section)
+def test_a_run_has_the_defaults_of_keys_of_extras(kind: type[Section]) -> None:
+    """It records those of an extra that it uses."""
+    plain = record_of([start()])
+    recorded = record_of([start()])
+    key, *others = (kind.full_key(name) for name in kind.model_fields)
+    recorded.config.update({each: defaults()[each] for each in (key, *others)})
+    assert differing_keys([plain, recorded]) == []
+    recorded.config[key] = 2
+    assert differing_keys([plain, recorded]) == [(key, [defaults()[key], 2])]
 
 
 def test_a_run_as_a_dataframe(tmp_path: Path) -> None:
