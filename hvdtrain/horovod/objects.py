@@ -6,7 +6,8 @@ from __future__ import annotations
 import base64
 import io
 import pickle  # of ranks of one job: over MPI, or once the signature is checked
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,7 +126,7 @@ def from_bytes(content: bytes, secret: str | None, purpose: str, where: str) -> 
     """
     try:
         if secret == "":
-            return _restored(unpack(content, "", purpose))
+            return _unpacked(content, purpose)
         pickled = content if secret is None else signed_content(content, secret, purpose)
     except Forged:
         raise BadCall(
@@ -135,12 +136,21 @@ def from_bytes(content: bytes, secret: str | None, purpose: str, where: str) -> 
         ) from None
     try:
         return pickle.loads(pickled)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # the constructor of a user's class may raise anything
         raise BadCall(
-            f"this rank cannot make the object of {purpose}: {first_line(error)}",
+            f"this rank cannot make the object of {purpose}: {type(error).__name__}: "
+            f"{first_line(error)}",
             where,
-            "the same modules and classes on every rank",
+            "the same modules and classes on every rank, and objects that pickle.loads() can make",
         ) from error
+
+
+def _unpacked(content: bytes, purpose: str) -> Any:
+    found = unpack(content, "", purpose)
+    try:
+        return _restored(found)
+    except Exception as error:  # a stranger can sign, too
+        raise Forged from error
 
 
 class _Tensor(NamedTuple):
@@ -161,13 +171,20 @@ def _of_tensor(tensor: torch.Tensor) -> _Tensor:
 
 
 def _tensor(dtype: str, array: np.ndarray, shape: tuple[int, ...], grad: bool) -> torch.Tensor:
-    kind = getattr(torch, dtype)
+    kind = _dtype(dtype)
     flat = (
         torch.from_numpy(array).view(kind)
         if len(array)
         else torch.empty(0, dtype=kind, device="cpu")
     )
     return flat.view(shape).requires_grad_(grad)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(name)
+    return found
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -192,20 +209,49 @@ class _Scalar(NamedTuple):
     array: np.ndarray
 
 
-class _Bytes(NamedTuple):
-    text: str
-
-
-class _Set(NamedTuple):
-    members: list[Any]
-
-
 class _Dict(NamedTuple):
     """A dict with any keys, or an OrderedDict: of a state_dict() of a module the attributes are the
     versions of its layers."""
 
     items: list[Any]
     attributes: dict[str, Any] | None  # of an OrderedDict
+
+
+class _Made(NamedTuple):
+    """An object of a class in _FORMS."""
+
+    name: str  # of the class
+    content: Any
+
+
+class _Form(NamedTuple):
+    """Content of an object, in lists, strings and a dict, and the object of such content."""
+
+    content: Callable[[Any], Any]
+    make: Callable[[Any], Any]
+
+
+def _encoded(thing: bytes | bytearray) -> str:
+    return base64.b64encode(thing).decode()
+
+
+_FORMS = {
+    bytes: _Form(_encoded, base64.b64decode),
+    bytearray: _Form(_encoded, lambda content: bytearray(base64.b64decode(content))),
+    set: _Form(list, set),
+    frozenset: _Form(list, frozenset),
+    Counter: _Form(dict, Counter),
+    range: _Form(lambda thing: [thing.start, thing.stop, thing.step], lambda each: range(*each)),
+    complex: _Form(lambda thing: [thing.real, thing.imag], lambda parts: complex(*parts)),
+    torch.dtype: _Form(lambda thing: f"{thing}".removeprefix("torch."), _dtype),
+    torch.device: _Form(str, torch.device),
+    torch.Size: _Form(list, torch.Size),
+    torch.nn.Parameter: _Form(
+        lambda thing: thing.data.requires_grad_(thing.requires_grad),
+        lambda tensor: torch.nn.Parameter(tensor, tensor.requires_grad),
+    ),
+}
+_BY_NAME = {kind.__name__: form for kind, form in _FORMS.items()}
 
 
 _AS_THEY_ARE = frozenset((type(None), bool, int, float, str))
@@ -227,10 +273,8 @@ def plain(thing: Any, where: str, place: str = "") -> Any:  # noqa: PLR0911 (one
         return dict(items) if _AS_THEY_ARE.issuperset(map(type, thing)) else _Dict(items, None)
     if kind is OrderedDict:
         return _Dict(_items(thing, where, place), plain(vars(thing), where, f"{place}.__dict__"))
-    if kind is set:
-        return _Set(_members(thing, where, place))
-    if kind is bytes:
-        return _Bytes(base64.b64encode(thing).decode())
+    if kind in _FORMS:
+        return _Made(kind.__name__, plain(_FORMS[kind].content(thing), where, place))
     if kind is torch.Tensor and _is_dense(thing):
         return _of_tensor(thing)
     if isinstance(thing, (np.ndarray, np.generic)) and thing.dtype.kind not in "OV":
@@ -268,10 +312,10 @@ def _restored(thing: Any) -> Any:  # noqa: PLR0911
             return _tensor(*thing)
         case _Scalar():
             return thing.array[()]
-        case _Bytes():
-            return base64.b64decode(thing.text)
-        case _Set():
-            return {_restored(inner) for inner in thing.members}
+        case _Made():
+            if isinstance(thing.content, _Made):  # a set of a range that fills the memory
+                raise TypeError(thing.name)
+            return _BY_NAME[thing.name].make(_restored(thing.content))
         case _Dict():
             items = [(_restored(key), _restored(value)) for key, value in thing.items]
             if thing.attributes is None:

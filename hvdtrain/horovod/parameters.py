@@ -4,6 +4,7 @@ for it."""
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -215,19 +216,23 @@ def _without_tensors(state: dict[str, Any]) -> dict[str, Any]:
         for number, each in state["state"].items()
     }
     groups = [
-        {key: value for key, value in group.items() if _is_data(value)}
-        for group in state["param_groups"]
+        {key: value for key, value in group.items() if _can_be_sent(value, index, key)}
+        for index, group in enumerate(state["param_groups"])
     ]
     return {"state": entries, "param_groups": groups}
 
 
-def _is_data(value: Any) -> bool:
-    """Not a function, which a group may have: each rank has its own."""
-    if callable(value):
-        return False
+def _can_be_sent(value: Any, group: int, key: str) -> bool:
+    """Not a lambda, say, which Horovod's cloudpickle sends. A line of this rank says so."""
     try:
         to_bytes(value, JOB.engine.secret, "", "")
     except Exception:
+        print(
+            f"hvdtrain.horovod: broadcast_optimizer_state does not send param_groups[{group}]"
+            f"[{key!r}], of {type(value).__name__}: every rank keeps its own",
+            file=sys.stderr,
+            flush=True,
+        )
         return False
     return True
 

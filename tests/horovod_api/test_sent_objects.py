@@ -26,8 +26,9 @@ from ranks import Job
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.comm.launcher_variables import Placement
-from hvdtrain.comm.signed import sign
+from hvdtrain.comm.signed import pack, sign
 from hvdtrain.comm.torchdist import TorchDistCommunicator
+from hvdtrain.horovod import objects, parameters
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.engine.own import OwnEngine
 from hvdtrain.horovod.engine.requests import Settings
@@ -68,6 +69,12 @@ DATA: list[Any] = [
     np.arange(6).reshape(2, 3),
     np.array(["a", "bc"]),
     float("inf"),
+    [range(3), range(5, -4, -2), frozenset({1}), complex(-0.0, float("inf")), bytearray(b"\x00x")],
+    [Counter("aab"), Counter({(1, "x"): 2}), torch.Size([2, 3]), {range(2): frozenset()}],
+    [torch.float32, torch.bfloat16, torch.float8_e5m2, torch.device("cuda:1"), torch.device("cpu")],
+    torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16), requires_grad=False),
+    [torch.nn.Parameter(torch.arange(4.0).view(2, 2))],
+    torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD([torch.ones(1)]), [2, 5]).state_dict(),
 ]
 OBJECTS: list[Any] = [
     [Counter("aab"), defaultdict(list, a=[1]), deque([1], maxlen=3), bytearray(b"x"), 1 + 2j],
@@ -163,7 +170,11 @@ def test_without_a_secret_objects_are_refused_where_they_are_sent() -> None:
         ([Frozen(Path("a"), [])], "Frozen is not sent over a connection that the job does not"),
         (np.array([None]), "ndarray is not sent"),
         (np.zeros(1, [("a", "f8")]), "ndarray is not sent"),
-        (Counter("a"), "Counter is not sent"),
+        (defaultdict(list), "defaultdict is not sent"),
+        (
+            {"a": [torch.nn.Parameter(torch.eye(2).to_sparse())]},
+            r"(?s)Tensor is not sent .*, at object\['a'\]\[0\]\n",
+        ),
         (torch.eye(2).to_sparse(), "Tensor is not sent"),
         (lambda: 1, "function is not sent"),
     ):
@@ -222,6 +233,81 @@ def test_a_class_that_this_rank_does_not_have_is_an_error(monkeypatch: pytest.Mo
     monkeypatch.delattr(sys.modules[__name__], "Own")
     with pytest.raises(BadCall, match="this rank cannot make the object of x of rank 1: .*'Own'"):
         from_bytes(content, MPI, "x of rank 1", "test")
+
+
+class Refused(Exception):
+    """pickle.loads() calls it with one argument."""
+
+    def __init__(self, what: str, where: str) -> None:
+        super().__init__(what)
+        self.where = where
+
+
+def test_an_object_that_cannot_be_made_again_is_an_error_of_its_call() -> None:
+    for secret in (MPI, "s"):
+        with pytest.raises(
+            BadCall, match="cannot make the object of x of rank 0: TypeError: .*Ref"
+        ):
+            sent({"last": Refused("a", "b")}, secret)
+
+
+INTEGER = np.zeros(2, np.uint8)
+DAMAGED: list[Any] = [
+    objects._Tensor("float32", INTEGER, (1,), False),  # half a number
+    objects._Tensor("int8", INTEGER, (3,), False),
+    objects._Tensor("int8", INTEGER, (2,), True),
+    objects._Tensor("save", INTEGER, (2,), False),
+    objects._Tensor("no_such_type", INTEGER, (2,), False),
+    objects._Tensor(5, INTEGER, (2,), False),  # type: ignore[arg-type]
+    objects._Made("bytes", "x"),
+    objects._Made("bytearray", 10**12),
+    objects._Made("set", [[1]]),
+    objects._Made("set", objects._Made("range", [0, 10**12, 1])),
+    objects._Made("dtype", "save"),
+    objects._Made("device", "no such device"),
+    objects._Made("list", []),
+    objects._Scalar([1]),  # type: ignore[arg-type]
+    objects._Dict([1], None),
+    objects._Dict([([], 1)], None),
+    objects._Dict([], 5),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize("thing", DAMAGED, ids=repr)
+def test_data_that_no_rank_makes_is_not_of_the_job(thing: Any) -> None:
+    """Without a secret a stranger can sign it."""
+    for content in (pack(thing, "", "x"), pack({"a": [thing]}, "", "x")):
+        with pytest.raises(BadCall, match="x is not signed with the job's secret\n.*\n  fix: give"):
+            from_bytes(content, UNSIGNED, "x", "test")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"array": ["f4", [1e999], ""]}', f'{{"array": ["u1", [{10**30}], "AA=="]}}', "[" * 9**5],
+)
+def test_text_that_no_rank_writes_is_not_of_the_job(text: str) -> None:
+    with pytest.raises(BadCall, match="x is not signed with the job's secret"):
+        from_bytes(sign(text.encode(), "", "x"), UNSIGNED, "x", "test")
+
+
+@pytest.mark.parametrize(("secret", "unsent"), [(MPI, ["scale"]), (UNSIGNED, ["by_name", "scale"])])
+def test_a_setting_of_an_optimizer_that_is_not_sent_is_said(
+    secret: str | None,
+    unsent: list[str],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(parameters.JOB, "_engine", SimpleNamespace(secret=secret))
+    settings = {"lr": 0.5, "by_name": max, "range": range(3), "scale": lambda step: step}
+    groups = [{"params": [0]}, {"params": [1], **settings}]
+    found = parameters._without_tensors({"state": {}, "param_groups": groups})["param_groups"]
+    assert found[0] == groups[0]
+    assert found[1].keys() == groups[1].keys() - set(unsent)
+    said = capfd.readouterr().err.splitlines()
+    assert [line.partition(", of ")[0] for line in said] == [
+        f"hvdtrain.horovod: broadcast_optimizer_state does not send param_groups[1]['{key}']"
+        for key in unsent
+    ]
 
 
 def test_which_connections_are_signed() -> None:
