@@ -265,7 +265,9 @@ def test_columns_of_every_file_are_found_by_name(capsys: pytest.CaptureFixture[s
     assert "the columns of the training data: a, b, c" in told
 
 
-def test_a_run_of_an_earlier_version_goes_on_without_a_change() -> None:
+def test_a_run_of_an_earlier_version_goes_on_without_a_change(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Its config.yaml has no data.fields."""
     _table("same.csv", "a", "b", "c", "y")
     Path("data").mkdir()
@@ -279,6 +281,12 @@ def test_a_run_of_an_earlier_version_goes_on_without_a_change() -> None:
     assert former["data"].pop("fields") == {"x": ["a", "b", "c"], "y": ["y"]}
     file.write_text(yaml.safe_dump(former))
     assert main([*words, "stop.steps=24"]) == 0
+    file.write_text(yaml.safe_dump(former))
+    capsys.readouterr()
+    assert main(["evaluate", "run"]) == 0
+    assert "records no columns; x has them in this order: a, b, c" in capsys.readouterr().out
+    predicted("same.csv")
+    assert "records no columns; taken in this order: a, b, c" in capsys.readouterr().err
 
 
 def test_rows_to_predict_may_have_truth_values() -> None:

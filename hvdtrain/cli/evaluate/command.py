@@ -269,7 +269,18 @@ def _header(
         f"data     {data}: {len(source):,} samples{views}, "
         f"{model.task.summary}{first_names(config.data.class_names)}",
         *(f"         {note}" for note in source.notes),
+        *_in_order_of_the_file(source),
     ]
+
+
+def _in_order_of_the_file(source: Source) -> list[str]:
+    """A line where the columns of a table are not those that the run has recorded by name."""
+    columns = short(", ".join(source.columns.get("x", ())), 200)
+    return (
+        [f"         the run records no columns; x has them in this order: {columns}"]
+        if columns
+        else []
+    )
 
 
 def _record(run: Path, step: int, found: dict[str, Any]) -> list[str]:

@@ -89,7 +89,10 @@ def _chosen(names: list[str], width: int, table: Table, path: Path) -> list[int]
     if not names:
         return list(range(width))
     if not table.columns:
-        return [place for place, name in enumerate(names) if name not in TARGETS]
+        inputs = [place for place, name in enumerate(names) if name not in TARGETS]
+        shown = short(", ".join(names[place] for place in inputs), 200)
+        print(f"{path}: the run records no columns; taken in this order: {shown}", file=sys.stderr)
+        return inputs
     if missing := [name for name in table.columns if name not in names]:
         raise UserError(
             f"{path} has no column {short(missing[0], 60)}; it has {short(', '.join(names), 200)}",
