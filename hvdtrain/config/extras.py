@@ -62,9 +62,9 @@ class Extra(NamedTuple):
 
 
 @functools.cache
-def extras() -> dict[str, Extra]:
-    """name -> every extra that is here."""
-    return {name: module.EXTRA for name, module in modules("extra").items()}
+def extras() -> Mapping[str, Extra]:
+    """name -> every extra that is here, in the order of their names."""
+    return MappingProxyType({name: module.EXTRA for name, module in modules("extra").items()})
 
 
 def modules(name: str, beside: str = ".") -> dict[str, ModuleType]:
@@ -80,9 +80,11 @@ def modules(name: str, beside: str = ".") -> dict[str, ModuleType]:
 
 
 @functools.cache
-def commands() -> dict[str, Command]:
+def commands() -> Mapping[str, Command]:
     """name -> every command of an extra."""
-    return {name: each for extra in extras().values() for name, each in extra.commands.items()}
+    return MappingProxyType(
+        {name: each for extra in extras().values() for name, each in extra.commands.items()}
+    )
 
 
 def trains(name: str) -> bool:

@@ -962,9 +962,8 @@ def test_a_mode_of_another_extra(
     (tmp_path / "nodes").write_text("n1\nn2\n")
     monkeypatch.setenv("PBS_JOBID", "7")
     monkeypatch.setenv("PBS_NODEFILE", str(tmp_path / "nodes"))
-    for name in list(extras()):
-        monkeypatch.delitem(extras(), name)
     mode = Mode(__name__, "usage", ("--nodes",), hosts=("--nodes",))
-    monkeypatch.setitem(extras(), "other", Extra("stable", "", modes={"launch --other": mode}))
+    others = {"other": Extra("stable", "", modes={"launch --other": mode})}
+    monkeypatch.setattr("hvdtrain.config.extras.extras", lambda: others)
     assert launch(["--other", *words, "--", "run=r"]) == DONE
     assert capsys.readouterr().out == f"{'n1' if '--nodes' in words else None} {not words}\n"
