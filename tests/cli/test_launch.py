@@ -31,7 +31,7 @@ from hvdtrain.cli.launch.launch_commands import (
 )
 from hvdtrain.cli.launch.run import STOPPING
 from hvdtrain.comm.rendezvous import PORTS
-from hvdtrain.config.extras import Extra, Mode, extras
+from hvdtrain.config.extras import Extra, Mode
 from hvdtrain.errors import DONE, REQUEUE, UserError
 
 # The first lines that real launchers and libraries printed, and two that are unknown.
