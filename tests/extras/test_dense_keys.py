@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from hvdtrain.config.read import configure
-from hvdtrain.errors import UserError
-from hvdtrain.training.conflicts import refuse_conflicts
+from refusals import refusal_of_job
 
 # (the configuration, the engine, ranks, what the message says, the key that it names, how to fix
 # it)
@@ -48,7 +45,5 @@ REFUSED = [
 def test_what_is_refused(
     words: str, engine: str, ranks: int, what: str, key: str, fix: str
 ) -> None:
-    with pytest.raises(UserError) as caught:
-        refuse_conflicts(configure(None, words.split()), engine, ranks)
-    error = caught.value
-    assert (error.what, error.where.partition(",")[0], error.fix) == (what, key, fix)
+    found, where, how = refusal_of_job(words, engine, ranks)
+    assert (found, where.partition(",")[0], how) == (what, key, fix)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from plan_command import planned, refused, without_data
 from ranks import python
 
 from hvdtrain.__main__ import main
@@ -16,20 +17,11 @@ from hvdtrain.config.read import configure
 from hvdtrain.extras.plan.forecast.layers import Share
 from hvdtrain.tasks.classification import without_statistics
 
-IMAGENET = ["--samples", "1281167", "--image", "224x224x3", "--classes", "1000"]
+IMAGENET = without_data(1281167, "224x224x3", 1000)
 GOYAL = ["model.name=resnet50", "optim.base_lr=0.1", "optim.base_batch=256", "batch.per_rank=32", "epochs=90", "recipe.warmup=5",  # noqa: E501
          "recipe.schedule=steps", "recipe.milestones=[30,60,80]", "optim.weight_decay=1e-4"]  # fmt: skip  # noqa: E501
 # imports no torch: fast
-SMALL = [
-    "framework=numpy",
-    "model.name=linear",
-    "--samples",
-    "1000",
-    "--image",
-    "4x4x1",
-    "--classes",
-    "10",
-]
+SMALL = ["framework=numpy", "model.name=linear", *without_data(1000, "4x4x1", 10)]
 GROWTH = ["recipe.growth=milestones", "recipe.grow_at=[1,2.5]", "recipe.grow_to=[300,200]"]
 
 
@@ -39,22 +31,9 @@ def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
-    """The lines of a plan."""
-    assert main(["plan", *arguments]) == 0
-    return capsys.readouterr().out.splitlines()
-
-
 def cells(lines: list[str], ranks: int) -> list[str]:
     """A row of the table."""
     return next(line.split() for line in lines if line.split()[:1] == [str(ranks)])
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["plan", *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err[:10]) == ("", "hvdtrain: ")
-    return err
 
 
 def test_goyal_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,17 +195,7 @@ def test_a_users_own_model_and_optimizer(
         "    layer.bias.requires_grad_(False)\n    return nn.Sequential(nn.Flatten(), layer)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    data = [
-        "--samples",
-        "100",
-        "--image",
-        "8x8x1",
-        "--classes",
-        "10",
-        "--ranks",
-        "1",
-        "optim.name=torch.optim.RMSprop",
-    ]
+    data = [*without_data(100, "8x8x1", 10), "--ranks", "1", "optim.name=torch.optim.RMSprop"]
     lines = planned(capsys, "model.name=own_model:lazy", *data)
     assert "            1 tensor, 10 numbers: not decayed: 1.bias" in lines
     assert "  optimizer state      known only after its first step" in lines
@@ -242,16 +211,7 @@ def test_a_users_own_model_and_optimizer(
 
 
 def test_names_of_excluded_parameters(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [
-        "optim.name=lars",
-        "model.widths=[4,4,4,4]",
-        "--samples",
-        "1000",
-        "--image",
-        "8x8x1",
-        "--classes",
-        "10",
-    ]
+    arguments = ["optim.name=lars", "model.widths=[4,4,4,4]", *without_data(1000, "8x8x1", 10)]
     lines = planned(capsys, *arguments)
     assert any(line.endswith("numbers: decayed and adapted layer by layer") for line in lines)
     text = " ".join(" ".join(lines).split())
@@ -400,14 +360,8 @@ def test_the_picture_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
             assert (of_colour[:580].sum() > 1000, of_colour[580:860].sum() > 1000) == (
                 index < lines,
             ) * 2
-    assert "cannot write the picture" in " ".join(
-        fails(capsys, *SMALL, "--ranks", "1", "--png", "nowhere/plan.png").split()
-    )
-
-
-def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["plan", *arguments]) == 2
-    return capsys.readouterr().err
+    assert main(["plan", *SMALL, "--ranks", "1", "--png", "nowhere/plan.png"]) == 2
+    assert "cannot write the picture" in " ".join(capsys.readouterr().err.split())
 
 
 def test_without_matplotlib_the_table_is_printed(
@@ -454,29 +408,11 @@ def test_the_layout_of_a_model_over_ranks(
         "parallel.tensor=2",
         f"--parallel-picture={picture}",
     ]
-    assert (
-        main(
-            [
-                "plan",
-                "--ranks",
-                "4",
-                "--samples",
-                "64",
-                "--image",
-                "2x2x1",
-                "--classes",
-                "3",
-                *words,
-            ]
-        )
-        == 0
-    )
-    assert (
-        picture.read_bytes()[:4] == b"\x89PNG" and f"picture: {picture}" in capsys.readouterr().out
-    )
-    data = ["--samples", "64", "--image", "2x2x1", "--classes", "3"]
-    lost = ["plan", "--ranks", "4", *data, *words[:3], "--parallel-picture=/no/such/p.png"]
-    assert main(lost) == 2
+    data = ["--ranks", "4", *without_data(64, "2x2x1", 3)]
+    said = "\n".join(planned(capsys, *data, *words))
+    assert picture.read_bytes()[:4] == b"\x89PNG" and f"picture: {picture}" in said
+    lost = [*data, *words[:3], "--parallel-picture=/no/such/p.png"]
+    assert main(["plan", *lost]) == 2
     assert (
         "cannot write the picture" in (err := capsys.readouterr().err)
         and "\n  where: --parallel-picture\n" in err

@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from plan_command import without_data
 
 from hvdtrain.errors import UserError
 from hvdtrain.extras.plan.command import plan
@@ -25,16 +26,7 @@ from hvdtrain.extras.plan.faults import (
 )
 from hvdtrain.training.checkpoint.auto_interval import optimal_interval_s
 
-DATA = [
-    "--samples",
-    "1000",
-    "--image",
-    "8x8x1",
-    "--classes",
-    "10",
-    "framework=numpy",
-    "model.name=linear",
-]
+DATA = [*without_data(1000, "8x8x1", 10), "framework=numpy", "model.name=linear"]
 
 
 @pytest.mark.parametrize(

@@ -7,22 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plan_command import planned, refused, without_data
 
 from hvdtrain.__main__ import main
 
-PLAN = [
-    "plan",
-    "--ranks",
-    "2,3,5000",
-    "--samples",
-    "96",
-    "--image",
-    "8x8x1",
-    "--classes",
-    "10",
-    "model.name=linear",
-    "epochs=2",
-]
+DATA = without_data(96, "8x8x1", 10)
+PLAN = ["plan", "--ranks", "2,3,5000", *DATA, "model.name=linear", "epochs=2"]
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
@@ -100,7 +90,7 @@ def test_the_help_of_a_plan_names_its_options(capsys: pytest.CaptureFixture[str]
 
 
 def test_plan_refuses_what_training_refuses(capsys: pytest.CaptureFixture[str]) -> None:
-    data = ["plan", "--samples", "100", "--image", "8x8x1", "--classes", "10", "--ranks", "1"]
+    data = [*without_data(100, "8x8x1", 10), "--ranks", "1"]
     for words, what in (
         (["optim.name=os.getcwd"], "os.getcwd(...) is not a subclass of torch.optim.Optimizer"),
         (
@@ -114,18 +104,13 @@ def test_plan_refuses_what_training_refuses(capsys: pytest.CaptureFixture[str]) 
         ),
         (["optim.name=torch.optim.Adam", "optim.lr=1"], "optim.lr is not an option"),
     ):
-        assert main([*data, *words]) == 2
-        assert what in capsys.readouterr().err
-    assert (
-        main([*data, "optim.name=torch.optim.SGD", "optim.nesterov=true", "optim.momentum=0.9"])
-        == 0
-    )
+        assert what in refused(capsys, *data, *words)
+    words = ["optim.name=torch.optim.SGD", "optim.nesterov=true", "optim.momentum=0.9"]
+    assert planned(capsys, *data, *words)
 
 
 def test_a_plan_names_the_rows_that_a_conflict_concerns(capsys: pytest.CaptureFixture[str]) -> None:
-    shape = ["--samples", "960", "--image", "8x8x3", "--classes", "10", "model.name=mlp"]
-    assert main(["plan", "--ranks", "2,3,4", "comm.op=adasum", *shape]) == 0
-    rows = [
-        line for line in capsys.readouterr().out.splitlines() if "needs 2, 4, 8, ... ranks" in line
-    ]
+    shape = [*without_data(960, "8x8x3", 10), "model.name=mlp"]
+    lines = planned(capsys, "--ranks", "2,3,4", "comm.op=adasum", *shape)
+    rows = [line for line in lines if "needs 2, 4, 8, ... ranks" in line]
     assert len(rows) == 1 and rows[0].split()[0] == "3", rows

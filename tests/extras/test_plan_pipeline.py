@@ -8,37 +8,17 @@ import re
 from pathlib import Path
 
 import pytest
-
-from hvdtrain.__main__ import main
+from plan_command import planned, refused, without_data
 
 # 6 units
-MLP = [
-    "plan",
-    "data.name=digits",
-    "model.name=mlp",
-    "model.widths=[500,8]",
-    "batch.size=48",
-    "--pipeline",
-]
+MLP = ["data.name=digits", "model.name=mlp", "model.widths=[500,8]", "batch.size=48", "--pipeline"]
 DIGITS = Path(__file__).parents[2] / "configs" / "image_gpt_digits.yaml"
 UNITS = ["flatten", "fc1", "relu1", "fc2", "relu2", "head"]
 
 
 def test_cuts_and_shares_follow_from_the_seconds(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(
-            [
-                *MLP,
-                "parallel.pipeline=2",
-                "parallel.micro_batches=3",
-                "parallel.balance=5,1",
-                "--json",
-                "-",
-            ]
-        )
-        == 0
-    )
-    (found,) = json.loads(capsys.readouterr().out)["pipelines"]
+    job = ["parallel.pipeline=2", "parallel.micro_batches=3", "parallel.balance=5,1"]
+    (found,) = json.loads("".join(planned(capsys, *MLP, *job, "--json", "-")))["pipelines"]
     units = found["units"]
     seconds = [unit["forward"] + unit["backward"] for unit in units]
     assert [unit["name"] for unit in units] == UNITS and min(seconds) > 0
@@ -79,8 +59,8 @@ def test_cuts_and_shares_follow_from_the_seconds(capsys: pytest.CaptureFixture[s
 
 
 def test_the_lines_say_which_cut_is_the_jobs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*MLP, "parallel.balance=seconds", "--ranks", "2,4"]) == 0
-    two, four = capsys.readouterr().out.split("mlp on a pipeline of ")[1:]
+    said = "\n".join(planned(capsys, *MLP, "parallel.balance=seconds", "--ranks", "2,4"))
+    two, four = said.split("mlp on a pipeline of ")[1:]
     assert two.startswith("2 ranks, 1f1b: 4 micro-batches of 12 samples\n") and four.startswith(
         "4 ranks, 1f1b: 8 micro-batches of 6 samples"
     )
@@ -124,40 +104,22 @@ def test_the_lines_say_which_cut_is_the_jobs(capsys: pytest.CaptureFixture[str])
     ],
 )
 def test_refusals(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*MLP, *arguments]) == 2
-    assert expected in capsys.readouterr().err
+    assert expected in refused(capsys, *MLP, *arguments)
 
 
 def test_units_that_work_in_place(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "--samples",
-        "100",
-        "--image",
-        "8x8x1",
-        "--classes",
-        "10",
-        "model.name=convnet",
-        "model.widths=[2,2]",
-        "model.norm=false",
-    ]
-    assert main(["plan", "--pipeline", "--ranks", "2", "batch.size=8", *words]) == 0
-    assert "cut by operations: " in capsys.readouterr().out
+    words = ["--pipeline", "--ranks", "2", "batch.size=8", *without_data(100, "8x8x1", 10)]
+    model = ["model.name=convnet", "model.widths=[2,2]", "model.norm=false"]
+    assert "cut by operations: " in "\n".join(planned(capsys, *words, *model))
 
 
 def test_a_job_that_draws_samples_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    small = [
-        "model.layers=1",
-        "model.heads=1",
-        "model.width=8",
-        "batch.size=4",
-        "parallel.pipeline=2",
-    ]
-    assert main(["plan", "--pipeline", "--config", str(DIGITS), *small]) == 0, (
-        "log.samples=16 there"
-    )
-    assert "gpt on a pipeline of 2 ranks" in capsys.readouterr().out
+    """log.samples=16 in that file."""
+    small = ["model.layers=1", "model.heads=1", "model.width=8", "batch.size=4"]
+    words = ["--pipeline", "parallel.pipeline=2", "--config", str(DIGITS), *small]
+    assert "gpt on a pipeline of 2 ranks" in "\n".join(planned(capsys, *words))
 
 
 def test_a_framework_without_stages_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--pipeline", "framework=numpy", "model.name=linear"]) == 2
-    assert "framework=numpy" in capsys.readouterr().err
+    words = ["--pipeline", "framework=numpy", "model.name=linear"]
+    assert "framework=numpy" in refused(capsys, *words)

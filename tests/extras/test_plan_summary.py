@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from plan_command import without_data
 from torch.utils.flop_counter import FlopCounterMode
 
 from hvdtrain.__main__ import main
@@ -33,12 +34,7 @@ class ReadsNumbers(torch.nn.Module):
 
 def test_the_numbers_are_those_of_torch(capsys: Any) -> None:
     words = [
-        "--samples",
-        "1000",
-        "--image",
-        "64x64x3",
-        "--classes",
-        "10",
+        *without_data(1000, "64x64x3", 10),
         "model.name=torchvision.models:resnet18",
         "model.num_classes=10",
         "--json",

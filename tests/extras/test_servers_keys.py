@@ -10,6 +10,7 @@ import pytest
 from invariance import SGD
 from pool import on_ranks
 from ranks import needs_extra, needs_mpirun
+from refusals import refusal_of_job
 
 from hvdtrain.__main__ import main
 from hvdtrain.comm.engines import needed_features
@@ -17,7 +18,6 @@ from hvdtrain.config.read import configure
 from hvdtrain.errors import UserError
 from hvdtrain.extras.servers.tables import staleness
 from hvdtrain.report.run import RunRecord
-from hvdtrain.training.conflicts import refuse_conflicts
 
 # (the configuration, the engine, ranks, what the message says, the key that it names, how to fix
 # it)
@@ -58,10 +58,8 @@ REFUSED = [
 def test_what_is_refused(
     words: str, engine: str, ranks: int, what: str, key: str, fix: str
 ) -> None:
-    with pytest.raises(UserError) as caught:
-        refuse_conflicts(configure(None, words.split()), engine, ranks)
-    error = caught.value
-    assert (error.what, error.where.partition(",")[0], error.fix) == (what, key, fix)
+    found, where, how = refusal_of_job(words, engine, ranks)
+    assert (found, where.partition(",")[0], how) == (what, key, fix)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,16 @@
+"""What a configuration that is not supported is refused with."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdtrain.config.read import configure
+from hvdtrain.errors import UserError
+from hvdtrain.training.conflicts import refuse_conflicts
+
+
+def refusal_of_job(words: str, engine: str, ranks: int) -> tuple[str, str, str]:
+    """The message, where the conflict is (the key, and its file and line) and how to fix it."""
+    with pytest.raises(UserError) as caught:
+        refuse_conflicts(configure(None, words.split()), engine, ranks)
+    return caught.value.what, caught.value.where, caught.value.fix
