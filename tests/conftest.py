@@ -16,9 +16,10 @@ from typing import Any, NoReturn
 import pytest
 import rotation
 import warm
-from extras_in_turn import extras_of_today, is_of_extras
+from extras_in_turn import extras_of_today, is_of_extras, unknown_extras
 from ranks import environment
 from record import note
+from without_extra import names_of_extras
 
 # marks by which the Makefile chooses tests; without one of them: `make test`
 PARTS = (
@@ -53,6 +54,11 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["HVDTRAIN_TEST_DAY"] = rotation.today().isoformat()
         if "HVDTRAIN_TEST_EXTRAS" not in os.environ:  # else this repeats a run
             os.environ["HVDTRAIN_TEST_EXTRAS"] = " ".join(extras_of_today())
+        if unknown := unknown_extras(os.environ["HVDTRAIN_TEST_EXTRAS"].split()):
+            raise pytest.UsageError(
+                f"HVDTRAIN_TEST_EXTRAS names {', '.join(unknown)}, which is not an extra; there "
+                f"are: {', '.join(names_of_extras())}"
+            )
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("numprocesses", None):

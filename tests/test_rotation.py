@@ -22,6 +22,7 @@ from without_extra import names_of_extras
 
 FIRST = date(2026, 12, 30)
 ALL_DAYS = [FIRST + timedelta(days) for days in range(DAYS)]
+COLLECT = ["-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
 
 
 @pytest.mark.in_turn
@@ -106,10 +107,16 @@ def test_all_tests_of_the_extras_that_are_given_run_by_day() -> None:
     assert by_day == of_extra[given]
 
 
+def test_an_unknown_extra_is_an_error() -> None:
+    env = {"HVDTRAIN_TEST_ROUNDS": "day", "HVDTRAIN_TEST_EXTRAS": "swepe drill"}
+    result = python([*COLLECT, __file__], env=env, is_warm=False)
+    assert (result.returncode, result.stdout) == (pytest.ExitCode.USAGE_ERROR, "")
+    assert "names swepe, which is not an extra; there are: bench, " in result.stderr
+
+
 def collected(*words: str, **env: str) -> set[str]:
     """The tests that a run of its own chooses."""
-    options = ["--collect-only", "-q", "-p", "no:cacheprovider"]
-    result = python(["-m", "pytest", *options, *words], env=env, is_warm=False)
+    result = python([*COLLECT, *words], env=env, is_warm=False)
     assert result.returncode == 0, result.stdout
     return set(re.findall(r"^tests/.*::.*", result.stdout, re.MULTILINE))
 

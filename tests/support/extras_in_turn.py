@@ -37,6 +37,11 @@ def extras_of_today() -> list[str]:
     return extras_of_day(names_of_extras(), changed_files(), today())
 
 
+def unknown_extras(chosen: Sequence[str]) -> list[str]:
+    """The names that are not of an extra."""
+    return sorted(set(chosen) - set(names_of_extras()))
+
+
 def changed_files(commits: int = COMMITS) -> list[str] | None:
     """Those that the newest commits or nobody's commit has changed; None where git has fewer."""
     changed = _git("diff", "--name-only", "--relative", f"HEAD~{commits}")
