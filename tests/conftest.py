@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import os
 import posix
 import re
@@ -65,6 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
         warm.start(environment())  # one for all workers, which start meanwhile
     if "PYTEST_XDIST_WORKER" in os.environ:
         _tell_who_ends_this_process()
+    gc.disable()  # until pytest_collection_finish()
 
 
 def pytest_report_header() -> str | None:
@@ -139,6 +141,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                     f"{item.nodeid} is marked {mark} by another file: write `pytest.mark.{mark}` "
                     "in its own"
                 )
+
+
+def pytest_collection_finish() -> None:
+    """The tests and the libraries that they import are a million objects, which stay: a search for
+    garbage among them takes half a second of a core."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
