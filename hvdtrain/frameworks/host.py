@@ -80,7 +80,7 @@ class HostModel(Protocol):
         return False
 
 
-class DeviceBatch(NamedTuple):
+class HostBatch(NamedTuple):
     """A micro-batch as the learner computes with it."""
 
     x: np.ndarray  # (n, ...), what the model is called with
@@ -134,12 +134,12 @@ class HostLearner(Learner):
     def cache_on_device(self, source: Source) -> bool:
         return False
 
-    def to_device(self, batch: Batch) -> DeviceBatch:
+    def to_device(self, batch: Batch) -> HostBatch:
         batch = augment.augment_batch(batch)
-        return DeviceBatch(self.model.inputs(batch), batch, self.task.weight(batch))
+        return HostBatch(self.model.inputs(batch), batch, self.task.weight(batch))
 
     @np.errstate(over="ignore", invalid="ignore")  # "nonfinite" reports it
-    def step(self, micro: Sequence[DeviceBatch], hyper: Hyper, seed: int) -> Sums:
+    def step(self, micro: Sequence[HostBatch], hyper: Hyper, seed: int) -> Sums:
         gradient = np.zeros(sum(p.size for p in self.weights.values()), self.dtype)
         total = zero_sums(self.task.sums)
         divisor = global_weight(
@@ -216,10 +216,10 @@ class HostLearner(Learner):
             self.weights = weights
             self.model.assign(weights)
 
-    def evaluate(self, batch: DeviceBatch) -> Sums:
+    def evaluate(self, batch: HostBatch) -> Sums:
         return self.predict(batch).sums
 
-    def predict(self, batch: DeviceBatch) -> Predictions:
+    def predict(self, batch: HostBatch) -> Predictions:
         added: list[float] = []  # of each view
 
         def outputs_of(arrays: Mapping[str, Any]) -> np.ndarray:
@@ -279,7 +279,7 @@ class HostLearner(Learner):
         raise NotImplementedError(f"no profiler to write {path}")
 
     def _sums(
-        self, outputs: np.ndarray, batch: DeviceBatch, added_loss: float, training: bool
+        self, outputs: np.ndarray, batch: HostBatch, added_loss: float, training: bool
     ) -> Sums:
         each = self.part.each(outputs, batch.batch, training)
         terms = {name: _number_or_tuple(term.sum(0)) for name, term in each.terms.items()}

@@ -54,7 +54,7 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
     keras = load_keras(config.where("framework"), dtype)
     _use_gpu(keras.backend.backend(), communicator.local_rank)
     keras.utils.set_random_seed(fold(config.seed) % 2**31)
-    model = Model(keras, _make(keras, config, task), config, task, dtype)
+    model = KerasModel(keras, _make(keras, config, task), config, task, dtype)
     trained = {name: p.shape for name, p in model.weights.items()}
     check_patterns(config, trained, frozen=model.buffers)
     rule = build_rule(config)
@@ -202,7 +202,7 @@ def _turned(array: Any, order: tuple[int, ...]) -> Any:
     return np.ascontiguousarray(array.transpose(order)) if np.ndim(array) == len(order) else array
 
 
-class Pass(NamedTuple):
+class KerasOutputs(NamedTuple):
     """What a model gives for a batch."""
 
     outputs: np.ndarray
@@ -212,8 +212,8 @@ class Pass(NamedTuple):
 class Backend(Protocol):
     """How one backend of Keras computes outputs with gradients."""
 
-    def outputs(self, model: Any, x: np.ndarray) -> Pass: ...
-    def training_outputs(self, model: Any, x: np.ndarray) -> Pass:
+    def outputs(self, model: Any, x: np.ndarray) -> KerasOutputs: ...
+    def training_outputs(self, model: Any, x: np.ndarray) -> KerasOutputs:
         """gradient() follows."""
 
     def seed(self, seed: int) -> None:
@@ -236,16 +236,16 @@ class OnTorch:
         self._outputs: Any = None
         self._added: Any = None
 
-    def outputs(self, model: Any, x: np.ndarray) -> Pass:
+    def outputs(self, model: Any, x: np.ndarray) -> KerasOutputs:
         with self.torch.no_grad():
             outputs = model(x, training=False)
-            return Pass(_to_host(outputs), _to_float(added_loss(model.losses)))
+            return KerasOutputs(_to_host(outputs), _to_float(added_loss(model.losses)))
 
-    def training_outputs(self, model: Any, x: np.ndarray) -> Pass:
+    def training_outputs(self, model: Any, x: np.ndarray) -> KerasOutputs:
         self._model = model
         self._outputs = model(x, training=True)
         self._added = added_loss(model.losses)
-        return Pass(_to_host(self._outputs.detach()), _to_float(self._added))
+        return KerasOutputs(_to_host(self._outputs.detach()), _to_float(self._added))
 
     def seed(self, seed: int) -> None:
         """Keras' dropout is torch's own here."""
@@ -274,17 +274,17 @@ class OnTensorFlow:
         self._tape: Any = None
         self._ends: list[Any] = []  # the outputs and the added loss
 
-    def outputs(self, model: Any, x: np.ndarray) -> Pass:
+    def outputs(self, model: Any, x: np.ndarray) -> KerasOutputs:
         outputs = model(x, training=False)
-        return Pass(_to_host(outputs), _to_float(added_loss(model.losses)))
+        return KerasOutputs(_to_host(outputs), _to_float(added_loss(model.losses)))
 
-    def training_outputs(self, model: Any, x: np.ndarray) -> Pass:
+    def training_outputs(self, model: Any, x: np.ndarray) -> KerasOutputs:
         self._model = model
         with self.tensorflow.GradientTape() as self._tape:
             outputs = model(x, training=True)
             added = self.tensorflow.convert_to_tensor(added_loss(model.losses), outputs.dtype)
         self._ends = [outputs, added]
-        return Pass(_to_host(outputs), _to_float(added))
+        return KerasOutputs(_to_host(outputs), _to_float(added))
 
     def seed(self, seed: int) -> None:
         """Nothing draws beside them."""
@@ -312,15 +312,15 @@ class OnJax:
         self._evaluate: Any = None
         self._pull_back: Any = None
 
-    def outputs(self, model: Any, x: np.ndarray) -> Pass:
+    def outputs(self, model: Any, x: np.ndarray) -> KerasOutputs:
         if self._evaluate is None:
             self._evaluate = self.jax.jit(
                 lambda trained, other, x: self._called(model, trained, other, x, False)[0]
             )
         outputs, added = self._evaluate(*self._values(model), x)
-        return Pass(_to_host(outputs), _to_float(added))
+        return KerasOutputs(_to_host(outputs), _to_float(added))
 
-    def training_outputs(self, model: Any, x: np.ndarray) -> Pass:
+    def training_outputs(self, model: Any, x: np.ndarray) -> KerasOutputs:
         if self._forward is None:
 
             def forward(trained: Any, other: Any, x: Any) -> Any:
@@ -334,7 +334,7 @@ class OnJax:
         (outputs, added), self._pull_back, others = self._forward(*self._values(model), x)
         for variable, value in zip(model.non_trainable_variables, others, strict=True):
             variable.assign(value)
-        return Pass(_to_host(outputs), _to_float(added))
+        return KerasOutputs(_to_host(outputs), _to_float(added))
 
     def _called(self, model: Any, trained: Any, other: Any, x: Any, training: bool) -> Any:
         """((outputs, added loss), new values of the other variables)"""
@@ -382,7 +382,7 @@ def _to_float(value: Any) -> float:
     return float(_to_host(value))
 
 
-class Model(HostModel):
+class KerasModel(HostModel):
     """A keras.Model as HostLearner computes with it."""
 
     def __init__(
@@ -451,13 +451,13 @@ class Model(HostModel):
         return found
 
     def outputs(self, x: np.ndarray) -> np.ndarray:
-        of_none = Pass(np.zeros((0, *self._outputs), self._dtype), 0.0)
+        of_none = KerasOutputs(np.zeros((0, *self._outputs), self._dtype), 0.0)
         return self._kept(self._backend.outputs(self.model, x) if len(x) else of_none)
 
     def training_outputs(self, x: np.ndarray) -> np.ndarray:
         return self._kept(self._backend.training_outputs(self.model, x))
 
-    def _kept(self, found: Pass) -> np.ndarray:
+    def _kept(self, found: KerasOutputs) -> np.ndarray:
         self._added_loss = found.added_loss
         return found.outputs
 
@@ -575,5 +575,7 @@ def shapes(config: Config, task: Task) -> dict[str, tuple[int, ...]]:
     keras = load_keras(config.where("framework"), dtype)
     return {
         name: p.shape
-        for name, p in Model(keras, _make(keras, config, task), config, task, dtype).weights.items()
+        for name, p in KerasModel(
+            keras, _make(keras, config, task), config, task, dtype
+        ).weights.items()
     }

@@ -17,7 +17,7 @@ from hvdtrain.frameworks.learner import Learner
 from hvdtrain.tasks.task import NumpyPart, Place, Task, part_of
 
 
-class Linear(HostModel):
+class NumpyLinear(HostModel):
     """outputs = x W' + b from zero weights; names and shapes are those of
     torch/models/linear.py."""
 
@@ -57,7 +57,7 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
     check_patterns(config, shapes(config, task))
     dtype = np.dtype("float64" if config.speed.precision == "fp64" else "float32")
     return HostLearner(
-        config, task, Linear(config, task, dtype), build_rule(config), communicator, dtype
+        config, task, NumpyLinear(config, task, dtype), build_rule(config), communicator, dtype
     )
 
 

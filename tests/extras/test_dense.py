@@ -16,7 +16,7 @@ from torch import nn
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.errors import UserError
 from hvdtrain.extras.dense.cut import (
-    CutLayers,
+    ColumnParallelChain,
     Exchange,
     Turn,
     rows_of_turns,
@@ -191,7 +191,8 @@ def test_dense_parts_that_cannot_be_cut_are_refused() -> None:
     expected = chain.head(x)
     # `act` is there twice
     assert torch.equal(
-        CutLayers(chain.head, Exchange(SingleProcessCommunicator()), "head", "")(x), expected
+        ColumnParallelChain(chain.head, Exchange(SingleProcessCommunicator()), "head", "")(x),
+        expected,
     )
     refused = {
         "a linear layer of 'head' is there twice": Own(nn.Sequential(twice, act, twice)),

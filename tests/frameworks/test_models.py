@@ -381,7 +381,7 @@ def test_zero_gamma_learns_in_resnet_but_never_would_in_wide_resnet() -> None:
     labels = torch.arange(4)
     residual = resnet.build("resnet18", (16, 16, 3), 4, small_images=True, zero_gamma=True)
     wide = wide_resnet.build("wide_resnet", (16, 16, 3), 4, dropout=0.0)
-    blocks = [block for block in wide.modules() if isinstance(block, wide_resnet.Block)]
+    blocks = [block for block in wide.modules() if isinstance(block, wide_resnet.WideResNetBlock)]
     for block in blocks:
         torch.nn.init.zeros_(block.second[1].weight)
     for model in (residual, wide):

@@ -35,7 +35,7 @@ ELEMENTWISE = (
 )
 
 
-class CutLayers:
+class ColumnParallelChain:
     """Linear layers cut by output features, as part_of() cuts them: the first ranks have one neuron
     more where they do not divide.
 

@@ -19,7 +19,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Cut
 from hvdtrain.errors import UserError
 from hvdtrain.extras.dense.cut import (
-    CutLayers,
+    ColumnParallelChain,
     Exchange,
     Scheme,
     Turn,
@@ -29,7 +29,7 @@ from hvdtrain.extras.dense.cut import (
 )
 from hvdtrain.extras.dense.keys import DenseKeys
 from hvdtrain.frameworks.stopwatch import Stopwatch
-from hvdtrain.frameworks.torch.parallel.zero_1_and_2 import Zero, of_shards, total_over
+from hvdtrain.frameworks.torch.parallel.zero_1_and_2 import ZeroStrategy, of_shards, total_over
 from hvdtrain.frameworks.torch.strategy import (
     Around,
     NamedParameters,
@@ -183,7 +183,7 @@ class DenseTurns:
     ) -> None:
         self.exchange = Exchange(communicator)
         self.scheme = scheme
-        self.layers = CutLayers(chain, self.exchange, name, where)
+        self.layers = ColumnParallelChain(chain, self.exchange, name, where)
         self.returns_inputs = False  # of the layers that are cut, in place of outputs
         self._name = name
         self._where = where
@@ -363,7 +363,9 @@ class Hybrid(Around):
         stage: Literal[1, 2] = 2 if config.shard.stage == 2 else 1
         others = [(name, p) for name, p in named if p not in self._cuts]
         super().__init__(
-            Zero(others, mesh, stage, int(config.comm.bucket_mb * 2**20), stopwatch, on_host=False)
+            ZeroStrategy(
+                others, mesh, stage, int(config.comm.bucket_mb * 2**20), stopwatch, on_host=False
+            )
         )
         self._shards = {
             p: self.part(p) if p in self._cuts else self._within.shard(p) for _, p in named

@@ -19,7 +19,7 @@ from hvdtrain.extras.dense.keys import DenseKeys
 from hvdtrain.frameworks.torch.call import only_one
 from hvdtrain.frameworks.torch.inputs import DeviceBatch, samples_of
 from hvdtrain.frameworks.torch.optim import rule_optimizer
-from hvdtrain.frameworks.torch.step import Passes, Update
+from hvdtrain.frameworks.torch.step import OptimizerStep, Passes
 from hvdtrain.frameworks.torch.strategy import (
     OnePass,
     Shard,
@@ -87,7 +87,7 @@ class DenseUpdates(Passes):
         sums = zero_sums(self._forward.task.sums)
         self._bad = torch.zeros((), dtype=torch.bool, device=x.device)
         shards = [self._strategy.shard(p) for p in self._dense]
-        update = Update(
+        update = OptimizerStep(
             self._config,
             optimizer,
             self._strategy,
@@ -114,7 +114,7 @@ class DenseUpdates(Passes):
         rule_optimizer.set_hyper(optimizer, hyper)
         return sums
 
-    def _end_turn(self, update: Update) -> None:
+    def _end_turn(self, update: OptimizerStep) -> None:
         fill_missing(self._dense)
         self._bad = self._bad | update.unscaled_are_bad()
         if not (

@@ -23,10 +23,10 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
     jax = load_jax(config.where("framework"))
     start_threads(jax, communicator)
     from hvdtrain.frameworks.jax.learner import JaxLearner, make_optimizer
-    from hvdtrain.frameworks.jax.model import Target, build_model
+    from hvdtrain.frameworks.jax.model import JaxDevice, build_model
 
     first, *others = pick_devices(jax, config, communicator)
-    target = Target(
+    target = JaxDevice(
         first, np.dtype("float64" if config.speed.precision == "fp64" else "float32"), tuple(others)
     )
     model = build_model(config, task, target, communicator)
@@ -124,12 +124,12 @@ def shapes(config: Config, task: Task) -> dict[str, tuple[int, ...]]:
     """The parameters by name, as build() makes them. Takes the memory of the weights, which init()
     may draw outside of JAX."""
     jax = load_jax(config.where("framework"))
-    from hvdtrain.frameworks.jax.model import Target, build_model
+    from hvdtrain.frameworks.jax.model import JaxDevice, build_model
 
     model = build_model(
         config,
         task,
-        Target(jax.local_devices(backend="cpu")[0], np.dtype("float32")),
+        JaxDevice(jax.local_devices(backend="cpu")[0], np.dtype("float32")),
         SingleProcessCommunicator(),
     )
     return {name: array.shape for name, array in zip(model.names, model.start, strict=True)}

@@ -26,16 +26,16 @@ import numpy as np
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.core.metrics import Sums
 from hvdtrain.frameworks.jax.layers import Params
-from hvdtrain.frameworks.jax.model import Model, Target, key_data
+from hvdtrain.frameworks.jax.model import JaxDevice, JaxModel, key_data
 from hvdtrain.frameworks.jax.norm import NormRanks
-from hvdtrain.frameworks.jax.parts import CutUnits, Unit
+from hvdtrain.frameworks.jax.parts import CutUnits, ShardedUnit
 from hvdtrain.frameworks.jax.segments import CutPass, Programs, Segment, Variables, mark
-from hvdtrain.frameworks.jax.step import DeviceBatch, Formulas, Gradient, Phases, Weights
+from hvdtrain.frameworks.jax.step import Formulas, Gradient, PaddedBatch, Phases, Weights
 
 REST = 0  # the unit of what is in no block
 
 
-def with_marked_blocks(model: Model) -> Model:
+def with_marked_blocks(model: JaxModel) -> JaxModel:
     """The model whose blocks a traced pass shows, where its function has a parameter `wrap`."""
     apply = model.functions.apply
     if "wrap" not in inspect.signature(apply).parameters:
@@ -92,7 +92,7 @@ class WholeUnits:
     last."""
 
     def __init__(
-        self, cut: CutUnits, communicator: Communicator, target: Target, keeps_all: bool
+        self, cut: CutUnits, communicator: Communicator, target: JaxDevice, keeps_all: bool
     ) -> None:
         """keeps_all: those of blocks stay until drop()."""
         self._cut = cut
@@ -148,7 +148,7 @@ class BlockPasses:
         buffers: Params,
         padding: dict[str, jax.Array],
         communicator: Communicator,
-        target: Target,
+        target: JaxDevice,
         phases: Phases,
         reshards: bool,
     ) -> None:
@@ -162,20 +162,20 @@ class BlockPasses:
         self._passes = dict[Any, CutPass]()
         self._like = [jax.ShapeDtypeStruct(shape, target.dtype) for shape in shapes]
         with target.enable_x64():
-            arguments = self._on_device(buffers, DeviceBatch(0, 0, padding), 1, key_data(0))
+            arguments = self._on_device(buffers, PaddedBatch(0, 0, padding), 1, key_data(0))
             self.units = Units(self._cut(formulas.loss, arguments), shapes, communicator)
         self.cut = self.units.cut
         self.whole = WholeUnits(self.cut, communicator, target, keeps_all=not reshards)
 
     def gradient(
-        self, weights: Weights, buffers: Params, batch: DeviceBatch, divisor: int, key: np.ndarray
+        self, weights: Weights, buffers: Params, batch: PaddedBatch, divisor: int, key: np.ndarray
     ) -> Gradient:
         """What Formulas.gradient() gives, of whose row this rank's part of the sum over ranks;
         without samples there are no sums."""
         arguments = self._on_device(buffers, batch, divisor, key)
         cut = self._cut(self.formulas.loss, arguments)
         computes = batch.n > 0 or self.norm_ranks is not None
-        training = Training(self, weights, cut, arguments if computes else None)
+        training = TrainingPass(self, weights, cut, arguments if computes else None)
         *before, last = cut.segments
         for segment in before:
             training.forward(segment)
@@ -188,11 +188,11 @@ class BlockPasses:
         _, (sums, changed, _) = cut.results(training.variables)
         return Gradient(training.row(), sums, changed)
 
-    def sums(self, weights: Weights, buffers: Params, batch: DeviceBatch) -> Sums:
+    def sums(self, weights: Weights, buffers: Params, batch: PaddedBatch) -> Sums:
         """In evaluation; none without samples."""
         return self._evaluate(self.formulas.sums, weights, buffers, batch) or {}
 
-    def outputs(self, weights: Weights, buffers: Params, batch: DeviceBatch) -> Any:
+    def outputs(self, weights: Weights, buffers: Params, batch: PaddedBatch) -> Any:
         """(rows, ...) of the model in evaluation; without samples (0,)."""
         found = self._evaluate(self.formulas.outputs, weights, buffers, batch)
         return np.zeros(0, self.target.dtype) if found is None else found
@@ -218,7 +218,7 @@ class BlockPasses:
         return [found[i] for i in segment.parameters]
 
     def _evaluate(
-        self, function: Callable[..., Any], parts: Weights, buffers: Params, batch: DeviceBatch
+        self, function: Callable[..., Any], parts: Weights, buffers: Params, batch: PaddedBatch
     ) -> Any:
         arguments = self._on_device(buffers, batch)
         cut = self._cut(function, arguments)
@@ -257,7 +257,7 @@ def _forget(variables: Variables, cut: CutPass, number: int) -> None:
             del variables[v]
 
 
-class Training:
+class TrainingPass:
     """One pass in training, forward and backward. Arrays between segments stay until backward has
     used them."""
 
@@ -409,7 +409,7 @@ class Training:
 
 def _backward(
     segment: Segment,
-    unit: Unit | None,
+    unit: ShardedUnit | None,
     weights: Weights,
     inputs: list[Any],
     cotangents: list[Any],

@@ -25,20 +25,20 @@ from hvdtrain.errors import UserError
 from hvdtrain.frameworks.by_name import build_rule, is_made_with_the_model
 from hvdtrain.frameworks.jax.fully_sharded import BlockPasses, with_marked_blocks
 from hvdtrain.frameworks.jax.layers import Params
-from hvdtrain.frameworks.jax.model import Model, Target, device_dtype, key_data
-from hvdtrain.frameworks.jax.sampling import Decoder
+from hvdtrain.frameworks.jax.model import JaxDevice, JaxModel, device_dtype, key_data
+from hvdtrain.frameworks.jax.sampling import CompiledDecoder
 from hvdtrain.frameworks.jax.step import (
     AnyOptimizer,
-    DeviceBatch,
     Formulas,
+    LearnerPasses,
     Optimizer,
-    Passes,
+    PaddedBatch,
     Phases,
     WholePasses,
 )
-from hvdtrain.frameworks.jax.strategy import Replicated, Strategy, whole_piece
+from hvdtrain.frameworks.jax.strategy import JaxStrategy, Replicated, whole_piece
 from hvdtrain.frameworks.jax.user_optimizer import UserOptimizer
-from hvdtrain.frameworks.jax.zero import Zero
+from hvdtrain.frameworks.jax.zero import JaxZeroStrategy
 from hvdtrain.frameworks.learner import (
     MADE_BY,
     Gpu,
@@ -64,11 +64,11 @@ class JaxLearner(Learner):
     def __init__(
         self,
         config: Config,
-        model: Model,
+        model: JaxModel,
         optimizer: AnyOptimizer,
         task: Task,
         communicator: Communicator,
-        target: Target,
+        target: JaxDevice,
     ) -> None:
         self.task = task
         self.communicator = communicator
@@ -97,8 +97,8 @@ class JaxLearner(Learner):
             part = part_of(task, "jax", config, Place(target.dtype))
             views = make_views(config, task.fields)
         self._counts_exactly = counts_exactly(part)
-        self._passes: Passes
-        self._strategy: Strategy
+        self._passes: LearnerPasses
+        self._strategy: JaxStrategy
         if config.shard.stage == 3:
             passes = BlockPasses(
                 Formulas(with_marked_blocks(self.model), part, views),
@@ -113,12 +113,12 @@ class JaxLearner(Learner):
                 ),
             )
             in_units = passes.units.summary
-            self._strategy = Zero(
+            self._strategy = JaxZeroStrategy(
                 config, model, optimizer, communicator, target, self._phases, passes.cut, in_units
             )
             self._passes = passes
         else:
-            strategy = Zero if config.shard.stage else Replicated
+            strategy = JaxZeroStrategy if config.shard.stage else Replicated
             self._strategy = strategy(config, model, optimizer, communicator, target, self._phases)
             self._passes = WholePasses(Formulas(self.model, part, views), target.everywhere)
         self.is_sharded = self._strategy.is_sharded
@@ -126,15 +126,15 @@ class JaxLearner(Learner):
         self._zero = target.to_device(np.zeros((), target.dtype))
         self.weights = self._strategy.start_weights(model.start)
         self._where_model = config.where("model.name")
-        self._decoder: Decoder | None = None  # since tokens were drawn
+        self._decoder: CompiledDecoder | None = None  # since tokens were drawn
 
     def cache_on_device(self, source: Source) -> bool:
         return False
 
-    def to_device(self, batch: Batch) -> DeviceBatch:
+    def to_device(self, batch: Batch) -> PaddedBatch:
         n = len(next(batch[name] for name in self.task.fields))
         if n == 0:
-            return DeviceBatch(
+            return PaddedBatch(
                 0,
                 0,
                 self._row_of_padding()
@@ -159,7 +159,7 @@ class JaxLearner(Learner):
         sample_weights = np.concatenate([batch.get("w", np.ones(n)), np.zeros(padding)]).astype(
             self.target.dtype
         )
-        return DeviceBatch(n, weight, arrays | {"w": self.target.rows_to_devices(sample_weights)})
+        return PaddedBatch(n, weight, arrays | {"w": self.target.rows_to_devices(sample_weights)})
 
     def _row_of_padding(self) -> dict[str, jax.Array]:
         """What a rank without samples computes the collectives of synchronized norms with, and what
@@ -173,7 +173,7 @@ class JaxLearner(Learner):
             for name, array in (arrays | {"w": np.zeros(1, self.target.dtype)}).items()
         }
 
-    def step(self, micro: Sequence[DeviceBatch], hyper: Hyper, seed: int) -> Sums:
+    def step(self, micro: Sequence[PaddedBatch], hyper: Hyper, seed: int) -> Sums:
         sums = zero_sums(self.task.sums)
         buffers = self.buffers
         divisor = global_weight(
@@ -201,7 +201,7 @@ class JaxLearner(Learner):
                 sums |= {key: jnp.where(nonfinite > 0, 0.0, value) for key, value in found.items()}
         return self._host_float64(sums | {"nonfinite": nonfinite})
 
-    def _one_pass(self, batch: DeviceBatch, divisor: int, key: np.ndarray) -> Sums:
+    def _one_pass(self, batch: PaddedBatch, divisor: int, key: np.ndarray) -> Sums:
         """The sums of a micro-batch, whose gradient the strategy has after it, and nobody else."""
         if not batch.arrays:
             self._strategy.add(None)
@@ -250,7 +250,7 @@ class JaxLearner(Learner):
         finally:
             self.weights = weights
 
-    def evaluate(self, batch: DeviceBatch) -> Sums:
+    def evaluate(self, batch: PaddedBatch) -> Sums:
         if not batch.n and not self._passes.are_collective:
             return zero_sums(self.task.sums)
         with self.target.enable_x64():
@@ -263,7 +263,7 @@ class JaxLearner(Learner):
             | {"count": batch.n}
         )
 
-    def predict(self, batch: DeviceBatch) -> Predictions:
+    def predict(self, batch: PaddedBatch) -> Predictions:
         with self.target.enable_x64():
             outputs = np.asarray(self._passes.outputs(self.weights, self.buffers, batch))[: batch.n]
         return Predictions(outputs, self.evaluate(batch))
@@ -283,7 +283,7 @@ class JaxLearner(Learner):
         if reader is None:
             what = f"{self.model.title} has no reader, by which it would be read token by token"
             raise UserError(what, self._where_model, "a run with model.name=gpt")
-        self._decoder = self._decoder or Decoder(reader, self.model.tree, self.target)
+        self._decoder = self._decoder or CompiledDecoder(reader, self.model.tree, self.target)
         numbers = sampling_numbers(seed, first + np.arange(len(prompts)), np.arange(length))
         weights = self._passes.all_weights(self.weights)
         return self._decoder.continue_sequences(
@@ -398,7 +398,7 @@ class JaxLearner(Learner):
         }
 
 
-def make_optimizer(config: Config, model: Model) -> AnyOptimizer:
+def make_optimizer(config: Config, model: JaxModel) -> AnyOptimizer:
     """The optimizer that optim.name means: one of our rules, or a function of optax or the user's.
 
     Raises UserError where shard.stage needs one that is elementwise.

@@ -27,7 +27,7 @@ from hvdtrain.frameworks.jax.norm import BatchNorms
 from hvdtrain.tasks.task import Part, Place, Task, outputs_of, part_of, wrong_shapes
 
 
-class Target(NamedTuple):
+class JaxDevice(NamedTuple):
     """The device that JAX computes on, and the number type of weights."""
 
     device: jax.Device  # the first one
@@ -69,14 +69,14 @@ def _sharding(devices: tuple[jax.Device, ...], by_rows: bool) -> jax.sharding.Na
     )
 
 
-class Pass(NamedTuple):
+class ForwardPass(NamedTuple):
     """A forward pass in training."""
 
     key: jax.Array  # for dropout
     samples: Any  # rows that are none of padding
 
 
-class Model(NamedTuple):
+class JaxModel(NamedTuple):
     """Parameters in one order, and the functions of them."""
 
     title: str
@@ -88,7 +88,11 @@ class Model(NamedTuple):
     outputs_of: Callable[[Any], Any]  # what the task takes of what the model gives
 
     def outputs(
-        self, weights: list[jax.Array], buffers: Params, x: jax.Array, of_pass: Pass | None = None
+        self,
+        weights: list[jax.Array],
+        buffers: Params,
+        x: jax.Array,
+        of_pass: ForwardPass | None = None,
     ) -> tuple[jax.Array, Params]:
         """x (rows, ...), as the task prepares it -> (rows, ...), and the buffers after the pass.
         of_pass: None in evaluation."""
@@ -120,7 +124,9 @@ def key_of(data: Any) -> jax.Array:
     return jax.random.wrap_key_data(data, impl="threefry2x32")
 
 
-def build_model(config: Config, task: Task, target: Target, communicator: Communicator) -> Model:
+def build_model(
+    config: Config, task: Task, target: JaxDevice, communicator: Communicator
+) -> JaxModel:
     """The model with its initial weights, equal on all ranks. Raises UserError for what is not a
     model of JAX's kind."""
     name = config.model.name
@@ -139,7 +145,7 @@ def build_model(config: Config, task: Task, target: Target, communicator: Commun
         ]
         _check_parameters(name, names, [array for _, array in paths], where)
         title = class_of_object(name) if is_object(name) else name
-        model = Model(
+        model = JaxModel(
             title,
             names,
             [np.array(array, target.dtype) for _, array in paths],
@@ -152,7 +158,7 @@ def build_model(config: Config, task: Task, target: Target, communicator: Commun
     return model
 
 
-def _two_samples(task: Task, target: Target) -> dict[str, jax.ShapeDtypeStruct]:
+def _two_samples(task: Task, target: JaxDevice) -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes and number types of a batch."""
     return {
         name: jax.ShapeDtypeStruct((2, *field.shape), device_dtype(field, target.dtype))
@@ -220,7 +226,12 @@ def _check_parameters(model: str, names: list[str], arrays: list[Any], where: st
 
 
 def _check_outputs(
-    model: Model, config: Config, task: Task, part: Part, batch: Any, inputs: jax.ShapeDtypeStruct
+    model: JaxModel,
+    config: Config,
+    task: Task,
+    part: Part,
+    batch: Any,
+    inputs: jax.ShapeDtypeStruct,
 ) -> None:
     """Shapes alone, nothing is computed: the model gives what the task needs for two samples."""
     weights = [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in model.start]

@@ -14,7 +14,7 @@ import numpy as np
 from hvdtrain.comm.communicator import part_of
 
 
-class Cut:
+class FlatShard:
     """A rank's part of all parameters in one row, and what it has of each of them: a range of its
     elements, maybe an empty one."""
 
@@ -47,11 +47,11 @@ class Cut:
         ]
 
 
-class Unit(NamedTuple):
+class ShardedUnit(NamedTuple):
     """Parameters of which a rank has whole arrays at the same time."""
 
     parameters: list[int]  # their numbers
-    cut: Cut
+    cut: FlatShard
 
 
 class CutUnits:
@@ -63,7 +63,8 @@ class CutUnits:
         """units: numbers of parameters, each of which is in one unit."""
         self.shapes = list(shapes)
         self.units = [
-            Unit(numbers, Cut([shapes[i] for i in numbers], rank, size)) for numbers in units
+            ShardedUnit(numbers, FlatShard([shapes[i] for i in numbers], rank, size))
+            for numbers in units
         ]
         ranges = {
             i: own

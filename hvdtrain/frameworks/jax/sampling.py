@@ -10,15 +10,15 @@ import jax
 import numpy as np
 
 from hvdtrain.frameworks.jax.layers import Params, Reader
-from hvdtrain.frameworks.jax.model import Target
+from hvdtrain.frameworks.jax.model import JaxDevice
 
 
-class Decoder:
+class CompiledDecoder:
     """Reads with a model's Reader: compiled once for each number of sequences, and of positions
     that are read together."""
 
     def __init__(
-        self, reader: Reader, tree: Callable[[list[jax.Array]], Params], target: Target
+        self, reader: Reader, tree: Callable[[list[jax.Array]], Params], target: JaxDevice
     ) -> None:
         """tree: the parameters of a list of weights."""
         self._reader = reader

@@ -16,17 +16,17 @@ from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Hyper
 from hvdtrain.data.images.views import Views
 from hvdtrain.frameworks.jax.layers import Params
-from hvdtrain.frameworks.jax.model import Model, Pass, key_of
+from hvdtrain.frameworks.jax.model import ForwardPass, JaxModel, key_of
 from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.optim.clip import clip
 from hvdtrain.optim.rule import ArrayOps, Ops, Rule, is_excluded
 from hvdtrain.tasks.task import Each, Part, counts_exactly
 
-Weights = list[jax.Array]  # in the order of Model.names
-OptimizerState = list[tuple[Any, ...]]  # of each parameter, in the order of Model.names
+Weights = list[jax.Array]  # in the order of JaxModel.names
+OptimizerState = list[tuple[Any, ...]]  # of each parameter, in the order of JaxModel.names
 
 
-class DeviceBatch(NamedTuple):
+class PaddedBatch(NamedTuple):
     """A micro-batch on the device: n samples, then padding, whose weight "w" is 0. Without samples
     it has no arrays, or one row."""
 
@@ -49,17 +49,17 @@ class Gradient(NamedTuple):
 class Formulas:
     """Loss and gradient. Batches that reach them have rows."""
 
-    def __init__(self, model: Model, part: Part, views: Views) -> None:
+    def __init__(self, model: JaxModel, part: Part, views: Views) -> None:
         self.model = model
         self.part = part
         self.views = views
 
-    def sums(self, weights: Weights, buffers: Params, batch: DeviceBatch) -> Sums:
+    def sums(self, weights: Weights, buffers: Params, batch: PaddedBatch) -> Sums:
         """In evaluation."""
         each = self.part.each(self.outputs(weights, buffers, batch), batch.arrays, False)
         return _sums(each, batch.n, counts_exactly(self.part))
 
-    def outputs(self, weights: Weights, buffers: Params, batch: DeviceBatch) -> jax.Array:
+    def outputs(self, weights: Weights, buffers: Params, batch: PaddedBatch) -> jax.Array:
         """(rows, ...) of the model in evaluation: the mean over the views of each sample."""
 
         def of_view(arrays: Mapping[str, jax.Array]) -> jax.Array:
@@ -69,7 +69,7 @@ class Formulas:
         return outputs
 
     def gradient(
-        self, weights: Weights, buffers: Params, batch: DeviceBatch, divisor: int, key: Any
+        self, weights: Weights, buffers: Params, batch: PaddedBatch, divisor: int, key: Any
     ) -> Gradient:
         """The gradient of the sum of losses over `divisor`, in one row. key: the data of one, for
         dropout.
@@ -86,13 +86,13 @@ class Formulas:
         )
 
     def loss(
-        self, weights: Weights, buffers: Params, batch: DeviceBatch, divisor: Any, key: Any
+        self, weights: Weights, buffers: Params, batch: PaddedBatch, divisor: Any, key: Any
     ) -> tuple[jax.Array, tuple[Sums, Params, jax.Array]]:
         """The sum of losses over `divisor`, which over ranks adds up to the mean over the global
         batch; and sums, buffers, and whether all losses are finite.
         """
         outputs, changed = self.model.outputs(
-            weights, buffers, self.part.inputs(batch.arrays), Pass(key_of(key), batch.n)
+            weights, buffers, self.part.inputs(batch.arrays), ForwardPass(key_of(key), batch.n)
         )
         each = self.part.each(outputs, batch.arrays, True)
         sample_weights = batch.arrays["w"]
@@ -104,21 +104,21 @@ class Formulas:
         )
 
 
-class Passes(Protocol):
+class LearnerPasses(Protocol):
     """The passes of a learner's model; what weights and the gradient's row are is the Strategy's
     matter."""
 
     are_collective: bool  # every rank makes the same ones, also without samples
 
     def gradient(
-        self, weights: Weights, buffers: Params, batch: DeviceBatch, divisor: int, key: np.ndarray
+        self, weights: Weights, buffers: Params, batch: PaddedBatch, divisor: int, key: np.ndarray
     ) -> Gradient:
         """Formulas.gradient()"""
 
-    def sums(self, weights: Weights, buffers: Params, batch: DeviceBatch) -> Sums:
+    def sums(self, weights: Weights, buffers: Params, batch: PaddedBatch) -> Sums:
         """Formulas.sums()"""
 
-    def outputs(self, weights: Weights, buffers: Params, batch: DeviceBatch) -> Any:
+    def outputs(self, weights: Weights, buffers: Params, batch: PaddedBatch) -> Any:
         """Formulas.outputs()"""
 
     def all_weights(self, weights: Weights) -> Weights:
@@ -167,7 +167,7 @@ def _sums(each: Each, samples: Any, exactly: bool = False) -> Sums:
     }
 
 
-class Update:
+class OptimizerUpdate:
     """The update of every parameter."""
 
     def __init__(self, config: Config, optimizer: AnyOptimizer, ranks: int) -> None:

@@ -1,5 +1,5 @@
-"""Strategy: how the gradients of the ranks become one, and which rank updates what; and the one in
-which every rank updates everything."""
+"""JaxStrategy: how the gradients of the ranks become one, and which rank updates what; and the one
+in which every rank updates everything."""
 
 from __future__ import annotations
 
@@ -14,8 +14,14 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Piece
 from hvdtrain.core.progress import Hyper
-from hvdtrain.frameworks.jax.model import Model, Target, key_data
-from hvdtrain.frameworks.jax.step import AnyOptimizer, OptimizerState, Phases, Update, Weights
+from hvdtrain.frameworks.jax.model import JaxDevice, JaxModel, key_data
+from hvdtrain.frameworks.jax.step import (
+    AnyOptimizer,
+    OptimizerState,
+    OptimizerUpdate,
+    Phases,
+    Weights,
+)
 
 
 class Squares(NamedTuple):
@@ -33,7 +39,7 @@ class Updated(NamedTuple):
     squares: Squares | None  # where log.noise_scale asks for them
 
 
-class Strategy(Protocol):
+class JaxStrategy(Protocol):
     """Sums gradients over ranks and applies the optimizer, whose state it has.
 
     The losses of a step are divided by the weight of the global batch before, so that the sum over
@@ -52,7 +58,7 @@ class Strategy(Protocol):
         """The gradient of a micro-batch, of all parameters in one row; None where it has no
         samples. May be a collective.
 
-        Called inside of Target.enable_x64().
+        Called inside of JaxDevice.enable_x64().
         """
 
     def update(self, weights: Weights, hyper: Hyper, seed: int) -> Updated:
@@ -80,10 +86,10 @@ class Replicated:
     def __init__(
         self,
         config: Config,
-        model: Model,
+        model: JaxModel,
         optimizer: AnyOptimizer,
         communicator: Communicator,
-        target: Target,
+        target: JaxDevice,
         phases: Phases,
     ) -> None:
         self._communicator = communicator
@@ -91,7 +97,7 @@ class Replicated:
         self._phases = phases
         self._measures = config.log.noise_scale
         self.summary = "gradients by one allreduce" if communicator.size > 1 else "no reduction"
-        update = Update(config, optimizer, communicator.size).update
+        update = OptimizerUpdate(config, optimizer, communicator.size).update
         self._update = jax.jit(
             update, static_argnames="noisy", donate_argnums=(0, 1), out_shardings=target.everywhere
         )
@@ -159,7 +165,7 @@ def whole_piece(name: str, array: jax.Array) -> Piece:
 
 
 def start_state(
-    optimizer: AnyOptimizer, weights: list[np.ndarray], target: Target
+    optimizer: AnyOptimizer, weights: list[np.ndarray], target: JaxDevice
 ) -> OptimizerState:
     """The optimizer state before the first step, on the device, for arrays of weights or parts of
     them."""

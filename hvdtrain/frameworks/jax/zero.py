@@ -16,15 +16,15 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Piece
 from hvdtrain.core.progress import Hyper
-from hvdtrain.frameworks.jax.model import Model, Target, key_data
-from hvdtrain.frameworks.jax.parts import Cut, CutUnits
+from hvdtrain.frameworks.jax.model import JaxDevice, JaxModel, key_data
+from hvdtrain.frameworks.jax.parts import CutUnits, FlatShard
 from hvdtrain.frameworks.jax.step import AnyOptimizer, OptimizerState, Phases, Weights, noise
 from hvdtrain.frameworks.jax.strategy import Squares, Updated, start_state, whole_piece
 from hvdtrain.optim.clip import clip
 from hvdtrain.optim.rule import ArrayOps
 
 
-class Zero:
+class JaxZeroStrategy:
     """All weights in one row, or each unit of stage 3 in one, cut into one part for each rank.
 
     Each rank gets the sum over ranks of its part of the gradient, applies the optimizer to it, and
@@ -40,10 +40,10 @@ class Zero:
     def __init__(
         self,
         config: Config,
-        model: Model,
+        model: JaxModel,
         optimizer: AnyOptimizer,
         communicator: Communicator,
-        target: Target,
+        target: JaxDevice,
         phases: Phases,
         units: CutUnits | None = None,
         in_units: str = "",
@@ -55,7 +55,7 @@ class Zero:
         self._stage = config.shard.stage
         self._skips = config.guard.nonfinite == "skip"
         self._measures = config.log.noise_scale
-        self._cut = cut = units or Cut(optimizer.shapes, communicator.rank, communicator.size)
+        self._cut = cut = units or FlatShard(optimizer.shapes, communicator.rank, communicator.size)
         formulas = ShardUpdate(config, optimizer, cut)
         self._gradient_sums = jax.jit(formulas.gradient_sums)
         self._norm_sums = jax.jit(formulas.norm_sums, static_argnames="noisy")
@@ -106,12 +106,12 @@ class Zero:
                 own, self.optimizer_state = self._update(
                     weights, self.optimizer_state, part, square, squares, hyper, key, noisy=noisy
                 )
-                weights = self._spread(own) if isinstance(self._cut, Cut) else own
+                weights = self._spread(own) if isinstance(self._cut, FlatShard) else own
         measured = Squares(self._own_square, mean_square) if self._measures else None
         return Updated(weights, bool(bad) / self._communicator.size, measured)
 
     def put_together(self, parts: Weights) -> Weights:
-        return self._spread(parts) if isinstance(self._cut, Cut) else parts
+        return self._spread(parts) if isinstance(self._cut, FlatShard) else parts
 
     def weight(self, name: str, parameter: int, array: jax.Array) -> Piece:
         return self.piece(name, parameter, array) if self._stage == 3 else whole_piece(name, array)
@@ -151,7 +151,7 @@ class Zero:
 
     def _spread(self, own: Weights) -> Weights:
         """All weights, of which each rank gives its part."""
-        assert isinstance(self._cut, Cut)
+        assert isinstance(self._cut, FlatShard)
         # new: the weights on a CPU may be views of it
         row = np.empty(self._cut.length, self._target.dtype)
         np.concatenate([np.asarray(part).reshape(-1) for part in own], out=row[self._cut.own])
@@ -165,7 +165,7 @@ class ShardUpdate:
     """One step of a rank's part. The results of gradient_sums() and norm_sums() are added up over
     ranks before the next function."""
 
-    def __init__(self, config: Config, optimizer: AnyOptimizer, cut: Cut | CutUnits) -> None:
+    def __init__(self, config: Config, optimizer: AnyOptimizer, cut: FlatShard | CutUnits) -> None:
         self.optim = config.optim
         self.optimizer = optimizer
         self.cut = cut
@@ -235,7 +235,7 @@ class ShardUpdate:
                 noise(hyper, key, jax.ShapeDtypeStruct((self.cut.length,), part.dtype))
             )
         gradients = jnp.split(clipped, np.cumsum(self.cut.lengths)[:-1])
-        own = self.cut.of(weights) if isinstance(self.cut, Cut) else weights
+        own = self.cut.of(weights) if isinstance(self.cut, FlatShard) else weights
         return self.optimizer.apply(gradients, optimizer_state, own, hyper, ops)
 
 

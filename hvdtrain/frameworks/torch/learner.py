@@ -40,7 +40,7 @@ from hvdtrain.frameworks.torch.precision import Scale
 from hvdtrain.frameworks.torch.rank_model import RankModel
 from hvdtrain.frameworks.torch.sampling import DrawsTokens
 from hvdtrain.frameworks.torch.state import LearnerState
-from hvdtrain.frameworks.torch.step import Passes, StepAddition, Update, zero_where
+from hvdtrain.frameworks.torch.step import OptimizerStep, Passes, StepAddition, zero_where
 from hvdtrain.frameworks.torch.step_costs import profile
 from hvdtrain.frameworks.torch.strategy import Strategy
 
@@ -79,7 +79,7 @@ class TorchLearner(RankModel, DrawsTokens, Learner):
         self.updated = [shard.parameter for shard in self.shards]
         self.is_sharded = not all(shard.is_whole for shard in self.shards)
         last = self.passes.updated_after(self.shards)
-        self._update = Update(
+        self._update = OptimizerStep(
             self.config, self.optimizer, self.strategy, last, self.scale, self.buffers.restore
         )
         self._state = LearnerState(

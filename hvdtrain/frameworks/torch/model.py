@@ -444,7 +444,7 @@ def _refuse_hooks_on_parts(model: nn.Module, config: Config) -> None:
         )
 
 
-class Trained(Protocol):
+class WeightsHolder(Protocol):
     """What a script's own model takes from a learner."""
 
     config: Config
@@ -481,7 +481,7 @@ class GivenModel:
             _copy_marks(original, p)
         return found
 
-    def take(self, learner: Trained) -> None:
+    def take(self, learner: WeightsHolder) -> None:
         """Copies the learner's weights and buffers into the script's model, which keeps its device
         and number type. A collective."""
         arrays = learner.weights()

@@ -59,7 +59,7 @@ class DrawsTokens:
         return found[: len(prompts)].cpu().numpy()
 
 
-class Decoder(Protocol):
+class IncrementalDecoder(Protocol):
     """A model that can read a sequence a few positions at a time, as models/gpt.py."""
 
     context: int
@@ -73,7 +73,7 @@ class Decoder(Protocol):
 
 @torch.inference_mode()
 def continue_sequences(
-    model: Decoder,
+    model: IncrementalDecoder,
     prompts: torch.Tensor,
     length: int,
     *,

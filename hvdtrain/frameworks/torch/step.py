@@ -46,7 +46,7 @@ class StepAddition:
         return {}
 
 
-class Update:
+class OptimizerStep:
     """The end of a step, from gradients that are the sum over ranks: they are unscaled, left out
     where they are not finite, clipped, given noise, and the optimizer makes its step.
     """

@@ -191,7 +191,7 @@ class Place(NamedTuple):
     of_ranks: list[torch.Tensor]
 
 
-class Block:
+class NegotiationBlock:
     """The block of one rank, and those that all of them give."""
 
     def __init__(self, size: int) -> None:

@@ -21,8 +21,8 @@ from hvdtrain.horovod.engine.agree import (
     LEAVING,
     OVERDUE,
     Asked,
-    Block,
     Decision,
+    NegotiationBlock,
     Standing,
     decide,
     outside_of_inference,
@@ -82,7 +82,7 @@ class Lane:
         self._performer = Performer(
             communicator, ranks, settings.fusion_bytes, timeline, self._streams
         )
-        self._block = Block(len(self.ranks))
+        self._block = NegotiationBlock(len(self.ranks))
         self._queue: dict[Key, Request] = {}  # in the order of the program
         self._lock = threading.Lock()  # of the queue
         self._rounds = threading.Lock()  # held by the thread that makes rounds

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hvdtrain.comm.communicator import NUMBER_TYPES, Communicator, part_of, point_to_point
-from hvdtrain.horovod.engine.agree import INLINE_BYTES, INLINE_RANKS, Block, Place
+from hvdtrain.horovod.engine.agree import INLINE_BYTES, INLINE_RANKS, NegotiationBlock, Place
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.engine.requests import ANY, Request, Signature, name_of
 
@@ -287,7 +287,9 @@ def stand_in(signature: Signature, size: int) -> Request:
     return request
 
 
-def finish_inline(block: Block, requests: Sequence[Request], ranks: Sequence[int]) -> None:
+def finish_inline(
+    block: NegotiationBlock, requests: Sequence[Request], ranks: Sequence[int]
+) -> None:
     """Results of small tensors that came with a round's blocks: every rank computes them from all
     ranks' values, in the order of ranks.
 

@@ -29,7 +29,7 @@ from hvdtrain.frameworks.model_options import check_gpt
 STD = 0.02
 
 
-class KeysAndValues(NamedTuple):
+class StaticKVCache(NamedTuple):
     """What one block remembers of the positions that were read; of later ones the numbers are of no
     meaning."""
 
@@ -98,16 +98,16 @@ class GPT:
             )
         return self._logits(params, x)
 
-    def empty_cache(self, sequences: int, dtype: np.dtype) -> list[KeysAndValues]:
+    def empty_cache(self, sequences: int, dtype: np.dtype) -> list[StaticKVCache]:
         shape = (sequences, self.heads, self.context, self.width // self.heads)
         return [
-            KeysAndValues(np.zeros(shape, dtype), np.zeros(shape, dtype))
+            StaticKVCache(np.zeros(shape, dtype), np.zeros(shape, dtype))
             for _ in range(self.layers)
         ]
 
     def read(
-        self, params: Params, tokens: jax.Array, cache: list[KeysAndValues], first: Any
-    ) -> tuple[jax.Array, list[KeysAndValues]]:
+        self, params: Params, tokens: jax.Array, cache: list[StaticKVCache], first: Any
+    ) -> tuple[jax.Array, list[StaticKVCache]]:
         """apply() of the positions from `first` on, in evaluation, with the cache of those before:
         only `tokens` are computed."""
         x = self._embed(params, tokens, first)
@@ -116,7 +116,7 @@ class GPT:
             name = f"blocks.{layer}"
             queries, *new = self._parts(params, name, x)
             pairs = zip(before, new, strict=True)
-            kept = KeysAndValues(
+            kept = StaticKVCache(
                 *(
                     jax.lax.dynamic_update_slice_in_dim(old, part, first, axis=2)
                     for old, part in pairs
@@ -140,7 +140,7 @@ class GPT:
         """Attention, then two layers for each position by itself; each after a norm and beside a
         shortcut."""
         queries, keys, values = self._parts(params, f"blocks.{layer}", x)
-        mixed = self._mixed(queries, KeysAndValues(keys, values), 0, key_for(key, 0))
+        mixed = self._mixed(queries, StaticKVCache(keys, values), 0, key_for(key, 0))
         return self._after(params, f"blocks.{layer}", x, mixed, key)
 
     def _parts(self, params: Params, name: str, x: jax.Array) -> list[jax.Array]:
@@ -153,7 +153,7 @@ class GPT:
         )
 
     def _mixed(
-        self, queries: jax.Array, kept: KeysAndValues, first: jax.Array | int, key: jax.Array | None
+        self, queries: jax.Array, kept: StaticKVCache, first: jax.Array | int, key: jax.Array | None
     ) -> jax.Array:
         """(n, m, width): each of the positions from `first` on looks at itself and those before
         it."""

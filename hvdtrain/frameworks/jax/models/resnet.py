@@ -39,7 +39,7 @@ OF_TWO = (
 )
 
 
-class Block(NamedTuple):
+class ResNetBlock(NamedTuple):
     """Convolutions beside a shortcut."""
 
     name: str  # "layer1.0"
@@ -49,7 +49,7 @@ class Block(NamedTuple):
     shortcut: tuple[int, int, int, int] | None  # of a convolution in it
 
 
-def blocks_of(name: str) -> list[Block]:
+def blocks_of(name: str) -> list[ResNetBlock]:
     found = []
     before = 64
     for stage, count in enumerate(BLOCKS[name]):
@@ -67,7 +67,7 @@ def blocks_of(name: str) -> list[Block]:
             after = width if name in OF_TWO else 4 * width
             shortcut = (after, before, 1, 1) if stride > 1 or before != after else None
             found.append(
-                Block(
+                ResNetBlock(
                     f"layer{stage + 1}.{number}",
                     kernels,
                     "conv1" if name in OF_TWO else "conv2",
@@ -148,7 +148,7 @@ def _normalized(
     return norms(params, norm, flow._replace(x=convolve(params, convolution, flow.x, stride)))
 
 
-def _block(block: Block, norms: Norms, params: Params, flow: Flow) -> Flow:
+def _block(block: ResNetBlock, norms: Norms, params: Params, flow: Flow) -> Flow:
     """ReLU after each norm, but after the last only of its sum with the shortcut."""
     x = shortcut = flow.x
     for number, convolution in enumerate(block.kernels, start=1):

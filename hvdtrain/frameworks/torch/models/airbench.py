@@ -51,7 +51,7 @@ class Whitening(nn.Conv2d):
         self.weight.copy_(torch.cat([largest, -largest]).view(self.weight.shape))
 
 
-class Block(nn.Sequential):
+class AirbenchBlock(nn.Sequential):
     """Two convolutions that begin as the identity of their first channels; the image is halved
     behind the first."""
 
@@ -88,7 +88,10 @@ class Airbench(nn.Module):
         self.whitening = Whitening(channels, whitening_eps, from_samples=whitening)
         self.blocks = nn.Sequential(
             nn.GELU(),
-            *(Block(*pair, identity) for pair in itertools.pairwise((8 * channels, *widths))),
+            *(
+                AirbenchBlock(*pair, identity)
+                for pair in itertools.pairwise((8 * channels, *widths))
+            ),
         )
         self.fc = nn.Linear(widths[-1], outputs, bias=False)
         with torch.no_grad():

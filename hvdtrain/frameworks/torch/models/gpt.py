@@ -16,7 +16,7 @@ STD = 0.02
 
 
 @dataclass(eq=False)
-class KeysAndValues:
+class KVCache:
     """What one block remembers of the positions that were read: the part of two buffers that is
     filled.
 
@@ -24,7 +24,7 @@ class KeysAndValues:
     """
 
     context: int
-    # the block's parameters, for Block.next(); none where a rank has parts of them
+    # the block's parameters, for GPTBlock.next(); none where a rank has parts of them
     weights: tuple[torch.Tensor, ...]
     length: int = 0  # positions that were read
     keys: torch.Tensor | None = None  # (n heads, width / heads, context)
@@ -59,7 +59,7 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(residual_dropout)
 
     def forward(
-        self, x: torch.Tensor, cache: KeysAndValues | None, seen: torch.Tensor | None = None
+        self, x: torch.Tensor, cache: KVCache | None, seen: torch.Tensor | None = None
     ) -> torch.Tensor:
         # (n, m, 3 heads head_size); x may have fewer positions, with parallel.sequence
         inputs = self.inputs(x)
@@ -89,7 +89,7 @@ class Attention(nn.Module):
         return self.dropout(self.output(mixed.transpose(1, 2).flatten(2)))
 
 
-class Block(nn.Module):
+class GPTBlock(nn.Module):
     """Attention, then two layers for each position by itself; each after a norm and beside a
     shortcut, as in GPT-2."""
 
@@ -105,7 +105,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(residual_dropout)
 
     def forward(
-        self, x: torch.Tensor, cache: KeysAndValues | None = None, seen: torch.Tensor | None = None
+        self, x: torch.Tensor, cache: KVCache | None = None, seen: torch.Tensor | None = None
     ) -> torch.Tensor:
         """seen: bool (n, 1, m, m), the positions that each one looks at; None: itself and all
         before it."""
@@ -114,7 +114,7 @@ class Block(nn.Module):
             self.fc2(functional.gelu(self.fc1(self.norm2(x)), approximate="tanh"))
         )
 
-    def next(self, x: torch.Tensor, cache: KeysAndValues) -> torch.Tensor:
+    def next(self, x: torch.Tensor, cache: KVCache) -> torch.Tensor:
         """forward() of one more position in evaluation mode: (n, width) -> (n, width).
 
         It takes the weights from the cache: to look them up in modules, and to call these, would be
@@ -174,7 +174,7 @@ class GPT(nn.Module):
         self.positions = nn.Embedding(context, width)
         self.dropout = nn.Dropout(embedding_dropout)
         self.blocks = nn.ModuleList(
-            Block(width, heads, attention_dropout, residual_dropout) for _ in range(layers)
+            GPTBlock(width, heads, attention_dropout, residual_dropout) for _ in range(layers)
         )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
@@ -185,7 +185,7 @@ class GPT(nn.Module):
     def forward(
         self,
         tokens: torch.Tensor,
-        cache: list[KeysAndValues] | None = None,
+        cache: list[KVCache] | None = None,
         segments: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """With the cache of empty_cache() the positions after those that it holds, which are
@@ -235,21 +235,21 @@ class GPT(nn.Module):
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.norm(x))
 
-    def _next(self, tokens: torch.Tensor, cache: list[KeysAndValues]) -> torch.Tensor:
+    def _next(self, tokens: torch.Tensor, cache: list[KVCache]) -> torch.Tensor:
         """The logits (n, vocabulary) after one more position, tokens (n,)."""
         x = self.tokens(tokens) + self.positions.weight[cache[0].length]  # (n, width)
         for block, kept in zip(self.blocks, cache, strict=True):
-            x = block.next(x, kept)  # type: ignore[operator]  # it is a Block
+            x = block.next(x, kept)  # type: ignore[operator]  # it is a GPTBlock
         return self.head(self.norm(x))
 
-    def empty_cache(self) -> list[KeysAndValues]:
+    def empty_cache(self) -> list[KVCache]:
         """For each layer, to read sequences with forward() a few positions at a time; `context`
         positions in all."""
         is_whole = (
             all(type(p) is nn.Parameter for p in self.parameters()) and type(self.head) is nn.Linear
         )
         return [
-            KeysAndValues(self.context, tuple(block.parameters()) if is_whole else ())
+            KVCache(self.context, tuple(block.parameters()) if is_whole else ())
             for block in self.blocks
         ]
 
@@ -257,7 +257,7 @@ class GPT(nn.Module):
         """Which layers tensor parallelism cuts, and how (frameworks/torch/parallel/tensor/plan.py):
         heads, hidden neurons, tokens."""
         block = self.blocks[0]
-        assert isinstance(block, Block)
+        assert isinstance(block, GPTBlock)
         by_heads = f"by {block.attention.head_size}"
         return {
             "tokens": "vocabulary",

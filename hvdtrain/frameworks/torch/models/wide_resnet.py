@@ -19,7 +19,7 @@ def convolution(inputs: int, outputs: int) -> nn.Sequential:
     )
 
 
-class Block(nn.Module):
+class WideResNetBlock(nn.Module):
     """Two convolutions beside a shortcut, which a 1x1 convolution scales where the number of
     channels changes."""
 
@@ -45,9 +45,15 @@ class WideResNet(nn.Module):
         super().__init__()
         stem, narrow, middle, wide = widths
         self.stem = convolution(channels, stem)
-        self.narrow = nn.Sequential(Block(stem, narrow, dropout), Block(narrow, narrow, dropout))
-        self.middle = nn.Sequential(Block(narrow, middle, dropout), Block(middle, middle, dropout))
-        self.wide = nn.Sequential(Block(middle, wide, dropout), Block(wide, wide, dropout))
+        self.narrow = nn.Sequential(
+            WideResNetBlock(stem, narrow, dropout), WideResNetBlock(narrow, narrow, dropout)
+        )
+        self.middle = nn.Sequential(
+            WideResNetBlock(narrow, middle, dropout), WideResNetBlock(middle, middle, dropout)
+        )
+        self.wide = nn.Sequential(
+            WideResNetBlock(middle, wide, dropout), WideResNetBlock(wide, wide, dropout)
+        )
         self.halve = nn.MaxPool2d(2)
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(wide, classes)

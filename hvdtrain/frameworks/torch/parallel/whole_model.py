@@ -47,10 +47,10 @@ def select_strategy(
     comm = config.comm
     communicator = mesh.data
     if config.shard.stage in (1, 2):
-        from hvdtrain.frameworks.torch.parallel.zero_1_and_2 import Zero
+        from hvdtrain.frameworks.torch.parallel.zero_1_and_2 import ZeroStrategy
 
         on_host = config.shard.offload != "none"
-        return Zero(
+        return ZeroStrategy(
             named, mesh, config.shard.stage, int(comm.bucket_mb * 2**20), stopwatch, on_host
         )
     # Horovod's optimizer has none of these

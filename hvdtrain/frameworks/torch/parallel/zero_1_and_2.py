@@ -30,7 +30,7 @@ from hvdtrain.frameworks.torch.strategy import (
 )
 
 
-class Zero(Strategy):
+class ZeroStrategy(Strategy):
     """Flat buckets of weights, from the last layer to the first, each cut into one part for each
     rank.
 
@@ -309,7 +309,7 @@ class _Bucket(Bucket):
     def put_together(
         self, of: Callable[[torch.nn.Parameter], torch.Tensor]
     ) -> dict[torch.nn.Parameter, torch.Tensor]:
-        """Puts parts together: Zero.put_together()."""
+        """Puts parts together: ZeroStrategy.put_together()."""
         row = torch.empty_like(self._weights)
         for shard in self.shards:
             begin = self._begins[shard.whole] + shard.start

@@ -30,7 +30,7 @@ from hvdtrain.frameworks.torch.device import (
 from hvdtrain.frameworks.torch.optim.user_optimizer import set_mode
 from hvdtrain.frameworks.torch.rank_model import RankModel
 from hvdtrain.frameworks.torch.state import LearnerState
-from hvdtrain.frameworks.torch.step import Update, one_or_nan
+from hvdtrain.frameworks.torch.step import OptimizerStep, one_or_nan
 from hvdtrain.frameworks.torch.strategy import Strategy
 from hvdtrain.frameworks.torch.user_loop.checks import check_given, check_gradients, uncompiled
 from hvdtrain.frameworks.torch.user_loop.counted import (
@@ -119,7 +119,7 @@ class TorchLoopLearner(RankModel, LoopLearner):
             self._scale: GivenScale | ScaleOfLoss = ScaleOfLoss(self.device)
         else:
             self._scale = GivenScale(self.is_sharded or config.comm.local_steps > 1)
-        self._update = Update(
+        self._update = OptimizerStep(
             config, self._inner, self.strategy, shards, self._scale, self.buffers.restore
         )
         self._out_of_sight: dict[

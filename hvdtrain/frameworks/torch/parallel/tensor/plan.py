@@ -137,7 +137,7 @@ def resolve(
     return {name: way for name, way in ways.items() if way.kind != "sequence"}
 
 
-class CutLayers:
+class TensorParallelLayers:
     """The layers of a model that its plan names, which are replaced in place by those of this
     rank's part."""
 
@@ -213,8 +213,8 @@ def cut_model(
     sequence: bool = False,
     order: SameOrder | None = None,
 ) -> dict[nn.Parameter, Cut]:
-    """CutLayers of the whole model: its `cuts`."""
-    layers = CutLayers(model, plan, communicator, where, sequence, order)
+    """TensorParallelLayers of the whole model: its `cuts`."""
+    layers = TensorParallelLayers(model, plan, communicator, where, sequence, order)
     layers.cut(model)
     return layers.cuts
 

@@ -27,7 +27,11 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Cut
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.communicators import Communicating
-from hvdtrain.frameworks.torch.parallel.tensor.plan import CutLayers, order_of_layers, plan_of
+from hvdtrain.frameworks.torch.parallel.tensor.plan import (
+    TensorParallelLayers,
+    order_of_layers,
+    plan_of,
+)
 from hvdtrain.frameworks.torch.parallel.zero_1_and_2 import of_shards, shard_summary, total_over
 from hvdtrain.frameworks.torch.parallel.zero_3.deferred import Deferred
 from hvdtrain.frameworks.torch.parallel.zero_3.gathered_types import (
@@ -107,7 +111,7 @@ def shard_model(
     if mesh.tensor.size > 1:
         where = config.where("parallel.tensor")
         orders += [order_of_layers(config, mesh, device)]
-        layers = CutLayers(
+        layers = TensorParallelLayers(
             model, plan_of(model, where), mesh.tensor, where, config.parallel.sequence, orders[1]
         )
     blocks = units(model)
