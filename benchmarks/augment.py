@@ -27,7 +27,7 @@ import torch
 from blocks import in_turn
 from PIL import Image
 
-from hvdtrain.config.schema import AugmentConfig
+from hvdtrain.config.sections.augment import AugmentConfig
 from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.data.images import augment
 

@@ -26,7 +26,7 @@ import torch
 from hvdtrain.comm.communicator import Buffer, Communicator, Handle, Op, part_of
 from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.config import plugins
-from hvdtrain.config.schema import CommConfig
+from hvdtrain.config.sections.comm import CommConfig
 from hvdtrain.extras.dense.hybrid import HybridModel
 
 SCHEMES: tuple[Any, ...] = ("a", "b", "c")

@@ -29,7 +29,7 @@ from torch import nn
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.config import plugins
-from hvdtrain.config.schema import CommConfig
+from hvdtrain.config.sections.comm import CommConfig
 from hvdtrain.frameworks.torch.models import gpt
 from hvdtrain.frameworks.torch.parallel.pipeline.costs import measured_seconds
 from hvdtrain.frameworks.torch.parallel.pipeline.cuts import balanced_cuts

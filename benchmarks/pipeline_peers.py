@@ -28,7 +28,7 @@ from torch.nn import functional
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.config import plugins
-from hvdtrain.config.schema import CommConfig
+from hvdtrain.config.sections.comm import CommConfig
 from hvdtrain.frameworks.torch.models import gpt
 from hvdtrain.frameworks.torch.parallel.pipeline.cuts import balanced_cuts
 from hvdtrain.frameworks.torch.parallel.pipeline.executor import Pipeline

@@ -32,7 +32,7 @@ from blocks import Part, Trainer, changed, ratio
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.config.read import configure
-from hvdtrain.config.schema import LogConfig
+from hvdtrain.config.sections.log import LogConfig
 from hvdtrain.events.log import BackgroundSink, Event, Log, Sink
 from hvdtrain.events.rank_log import rank_log
 from hvdtrain.events.terminal import terminal_sink

@@ -18,7 +18,7 @@ from hvdtrain.errors import DONE, UserError, closest, short
 from hvdtrain.version import __version__
 
 if TYPE_CHECKING:
-    from hvdtrain.config.extras import Command
+    from hvdtrain.core.extras import Command
 
 COMMANDS = {  # each is the function of its name in that module; hvdtrain/extras has more
     "train": "hvdtrain.cli.train",
@@ -86,13 +86,13 @@ def starts_job(arguments: Sequence[str]) -> bool:
 
 
 def _extra_commands() -> Mapping[str, Command]:
-    from hvdtrain.config import extras  # here: importing it takes longer than all of this module
+    from hvdtrain.core import extras  # here: importing it takes longer than all of this module
 
     return extras.commands()
 
 
 def _extra_trains(name: str) -> bool:
-    from hvdtrain.config import extras
+    from hvdtrain.core import extras
 
     return extras.trains(name)
 
@@ -153,7 +153,7 @@ def run_command(arguments: list[str]) -> int:
     elif name == "list" and not arguments[1:]:
         print(help.list_text())
     elif name == "extras" and not arguments[1:]:
-        from hvdtrain.config.extras import list_text
+        from hvdtrain.core.extras import list_text
 
         print(list_text())
     else:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     import pandas
 
-    from hvdtrain.config.section import Given
+    from hvdtrain.config.sections.section import Given
     from hvdtrain.context.context import Context
     from hvdtrain.tasks.transform import Transform, Transforms
     from hvdtrain.training.hooks import Hook
@@ -162,7 +162,7 @@ def train(
     recipe.warmup hooks: the script's own calls in the loop, objects of hvdtrain.Hook
     """
     from hvdtrain.comm.launcher_variables import placement
-    from hvdtrain.config.section import COMMAND_LINE, name_of_object
+    from hvdtrain.config.sections.section import COMMAND_LINE, name_of_object
     from hvdtrain.data.worker_pool import end_script_of_worker
     from hvdtrain.frameworks.by_name import makes_groups
     from hvdtrain.training.failure import report_user_errors
@@ -325,7 +325,7 @@ def _ask(
     """Does the work on the ranks of this script, with the configuration of the run. Raises as
     train()."""
     from hvdtrain.cli.evaluate.command import Arguments, read_former_run
-    from hvdtrain.config.section import COMMAND_LINE
+    from hvdtrain.config.sections.section import COMMAND_LINE
     from hvdtrain.training.given import given_data
     from hvdtrain.training.run_rank import on_connected_ranks
 

@@ -16,10 +16,10 @@ import pytest
 import yaml
 from ranks import ROOT, mpirun, needs_mpirun, python
 
-from hvdtrain.config.extra_keys import key_classes
-from hvdtrain.config.extras import commands, extras, keys_of
 from hvdtrain.config.plugins import ALIASES
 from hvdtrain.config.read import configure, to_record
+from hvdtrain.config.sections.extra_keys import key_classes
+from hvdtrain.core.extras import commands, extras, keys_of
 from hvdtrain.errors import UserError
 
 FOLDER = ROOT / "hvdtrain" / "extras"
@@ -34,7 +34,7 @@ sys.modules.update(dict.fromkeys(libraries.split()))  # their import fails, in n
 sys.path.insert(0, root)
 import hvdtrain
 from hvdtrain.__main__ import main
-from hvdtrain.config.extras import commands, extras
+from hvdtrain.core.extras import commands, extras
 assert Path(hvdtrain.__file__).parents[1] == Path(root), hvdtrain.__file__
 assert not set(extras()) & set(missing), extras()
 imported = 0

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.config.schema import CheckpointConfig, GuardConfig
+from hvdtrain.config.sections.checkpoint import CheckpointConfig
+from hvdtrain.config.sections.guard import GuardConfig
 from hvdtrain.training import run_lock
 from hvdtrain.training.checkpoint.saver import RETRY_S
 

@@ -16,8 +16,8 @@ from ranks import ROOT, in_full_rounds, needs_horovod, needs_mpirun, python
 from torch.utils.data import TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from hvdtrain.config.extras import data_files
 from hvdtrain.config.schema import known_keys
+from hvdtrain.core.extras import data_files
 
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 FROM_HOROVOD = ROOT / "docs" / "from-horovod-script.md"

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from hvdtrain.cli.options import CommandParser
 from hvdtrain.config.read import expand, read_run_config
-from hvdtrain.config.schema import ModelConfig
-from hvdtrain.config.section import is_object
+from hvdtrain.config.sections.model import ModelConfig
+from hvdtrain.config.sections.section import is_object
 from hvdtrain.core.adapters import merged, scale_of
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.folder import Folder

@@ -7,7 +7,7 @@ In a copy without the extra that builds Horovod, what `make` runs ends with 0.
 import importlib
 import sys
 
-from hvdtrain.config.extras import commands
+from hvdtrain.core.extras import commands
 from hvdtrain.errors import DONE, USER
 
 _NAME = "horovod"

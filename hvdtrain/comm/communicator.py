@@ -8,7 +8,7 @@ from typing import Any, Literal, NoReturn, Protocol, cast
 
 from hvdtrain.comm.engines import Feature
 from hvdtrain.comm.launcher_variables import Placement
-from hvdtrain.config.schema import CommConfig
+from hvdtrain.config.sections.comm import CommConfig
 from hvdtrain.core.process import exit_now
 from hvdtrain.errors import UserError
 

@@ -35,7 +35,7 @@ from hvdtrain.comm.mesh import split_groups
 from hvdtrain.comm.rendezvous import secret_of
 from hvdtrain.comm.side_channel import MpiSideChannel
 from hvdtrain.comm.signed import pack, unpack
-from hvdtrain.config.schema import CommConfig
+from hvdtrain.config.sections.comm import CommConfig
 from hvdtrain.core.process import exit_now, flush_output
 from hvdtrain.errors import UserError
 

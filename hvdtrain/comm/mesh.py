@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.comm.launcher_variables import Placement
-from hvdtrain.config.schema import Config, ParallelConfig
+from hvdtrain.config.schema import Config
+from hvdtrain.config.sections.parallel import ParallelConfig
 from hvdtrain.errors import UserError
 
 PIECES = 12  # of a list of ranks

@@ -37,7 +37,7 @@ from hvdtrain.comm.mesh import split_groups
 from hvdtrain.comm.mpi_calls import MpiCalls
 from hvdtrain.comm.order import CommThread, MpiExchange
 from hvdtrain.comm.side_channel import MpiSideChannel
-from hvdtrain.config.schema import CommConfig
+from hvdtrain.config.sections.comm import CommConfig
 from hvdtrain.core.process import exit_now, flush_output
 from hvdtrain.errors import UserError
 

@@ -49,7 +49,7 @@ from hvdtrain.comm.torch_groups import (
     set_gloo_interface,
     wait_until_idle,
 )
-from hvdtrain.config.schema import CommConfig
+from hvdtrain.config.sections.comm import CommConfig
 from hvdtrain.core.process import exit_now, flush_output
 from hvdtrain.errors import LOST, UserError, exit_code_of
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from hvdtrain.config import extras, plugins, schema
+from hvdtrain.config import plugins, schema
 from hvdtrain.config.plugins import options_of, shown_default
 from hvdtrain.config.refusal import fix_of_key, takes
+from hvdtrain.core import extras
 from hvdtrain.errors import MEANINGS, UserError, closest, short
 
 USAGE = """\

@@ -19,18 +19,15 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from hvdtrain.config.extras import aliases
 from hvdtrain.config.refusal import expected
-from hvdtrain.config.schema import (
-    OPEN_SECTIONS,
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimConfig,
-    TaskConfig,
-)
-from hvdtrain.config.section import OpenSection, go_on, is_object
+from hvdtrain.config.schema import OPEN_SECTIONS, Config
+from hvdtrain.config.sections.data import DataConfig
+from hvdtrain.config.sections.model import ModelConfig
+from hvdtrain.config.sections.optim import OptimConfig
+from hvdtrain.config.sections.section import OpenSection, go_on, is_object
+from hvdtrain.config.sections.task import TaskConfig
 from hvdtrain.config.words_of_other_tools import data_of_path, right_key, right_value, without_a_key
+from hvdtrain.core.extras import aliases
 from hvdtrain.core.import_torchvision import define_missing_operators
 from hvdtrain.errors import UserError, closest, nearest, short
 

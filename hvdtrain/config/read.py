@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic import ValidationError
 
-from hvdtrain.config.extra_keys import key_classes, unused_keys
 from hvdtrain.config.plugins import of_a_script
 from hvdtrain.config.refusal import fix_of_argument, fix_of_key, refusal
 from hvdtrain.config.schema import (
@@ -24,7 +23,8 @@ from hvdtrain.config.schema import (
     known_keys,
     takes_text,
 )
-from hvdtrain.config.section import COMMAND_LINE, DEFAULT, Provenance, go_on, is_object
+from hvdtrain.config.sections.extra_keys import key_classes, unused_keys
+from hvdtrain.config.sections.section import COMMAND_LINE, DEFAULT, Provenance, go_on, is_object
 from hvdtrain.config.words_of_other_tools import right_key
 from hvdtrain.config.yaml_reader import (
     MOST_BYTES,

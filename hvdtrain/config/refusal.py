@@ -17,16 +17,11 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from hvdtrain.config.lengths import LengthValue
-from hvdtrain.config.schema import (
-    SECTIONS,
-    Config,
-    GroupConfig,
-    PieceConfig,
-    ThawConfig,
-    known_keys,
-)
-from hvdtrain.config.section import Provenance, Section
+from hvdtrain.config.schema import SECTIONS, Config, known_keys
+from hvdtrain.config.sections.model import ThawConfig
+from hvdtrain.config.sections.optim import GroupConfig
+from hvdtrain.config.sections.recipe import PieceConfig
+from hvdtrain.config.sections.section import Provenance, Section
 from hvdtrain.config.words_of_other_tools import (
     assignment_of,
     data_of_path,
@@ -34,6 +29,7 @@ from hvdtrain.config.words_of_other_tools import (
     right_value,
     without_a_key,
 )
+from hvdtrain.core.lengths import LengthValue
 from hvdtrain.errors import UserError, closest, nearest, short
 
 OUT_OF_BOUNDS = (

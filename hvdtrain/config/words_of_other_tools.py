@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from hvdtrain.config.extras import data_files
+from hvdtrain.core.extras import data_files
 from hvdtrain.errors import short
 
 # word, in lower case and with _ -> the key, or key=value

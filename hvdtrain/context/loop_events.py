@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.config.lengths import as_given
 from hvdtrain.context.settings import described
 from hvdtrain.context.stream import SampleStream
+from hvdtrain.core.lengths import as_given
 from hvdtrain.errors import DONE
 from hvdtrain.events import redaction
 from hvdtrain.events.log import Log

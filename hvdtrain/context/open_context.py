@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 
-from hvdtrain.config.section import COMMAND_LINE
+from hvdtrain.config.sections.section import COMMAND_LINE
 from hvdtrain.context.context import Context
 from hvdtrain.context.settings import WHERE, refuse_other_keys
 from hvdtrain.core.process import exit_now

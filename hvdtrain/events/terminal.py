@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import IO, TextIO
 
-from hvdtrain.config.schema import LogConfig
+from hvdtrain.config.sections.log import LogConfig
 from hvdtrain.core.process import print_stderr
 from hvdtrain.events.log import BackgroundSink, Event
 from hvdtrain.events.writers import OutputStream, Pace, TextWriter

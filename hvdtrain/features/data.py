@@ -4,8 +4,9 @@ cropped, and seen by an evaluation."""
 from __future__ import annotations
 
 from hvdtrain.config.exclusion import Exclusion, Values, above, among, options, other_than
-from hvdtrain.config.schema import Config, DataConfig
-from hvdtrain.config.section import is_object
+from hvdtrain.config.schema import Config
+from hvdtrain.config.sections.data import DataConfig
+from hvdtrain.config.sections.section import is_object
 from hvdtrain.features.job_feature import JobFeature
 from hvdtrain.recipe.recipe import Recipe
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from hvdtrain.comm.mesh import coordinates
 from hvdtrain.config.exclusion import Exclusion, above, among, other_than, value_of
-from hvdtrain.config.schema import Config, ParallelConfig
+from hvdtrain.config.schema import Config
+from hvdtrain.config.sections.parallel import ParallelConfig
 from hvdtrain.errors import UserError
 from hvdtrain.features.job_feature import JobFeature, PlannedJob
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from hvdtrain.config.exclusion import Exclusion
-from hvdtrain.config.extras import modules
 from hvdtrain.config.schema import known_keys
+from hvdtrain.core.extras import modules
 from hvdtrain.features.job_feature import JobFeature
 
 

@@ -4,9 +4,9 @@ of the weights, groups of parameters."""
 from __future__ import annotations
 
 from hvdtrain.config.exclusion import Exclusion, Values, above, among, options, other_than
-from hvdtrain.config.lengths import read_length
 from hvdtrain.config.plugins import is_dotted
 from hvdtrain.config.schema import Config
+from hvdtrain.core.lengths import read_length
 from hvdtrain.features.job_feature import Conflict, JobFeature
 from hvdtrain.recipe.recipe import Recipe
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hvdtrain.config.exclusion import Exclusion, Values, above, among, no_effect, other_than
-from hvdtrain.config.lengths import read_length
 from hvdtrain.config.schema import Config
+from hvdtrain.core.lengths import read_length
 from hvdtrain.errors import UserError
 from hvdtrain.features.comm import not_on_horovod
 from hvdtrain.features.job_feature import Conflict, JobFeature, PlannedJob, needs_engine

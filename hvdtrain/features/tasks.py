@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from hvdtrain.config.exclusion import Exclusion, Values, When, above, among, options, other_than
 from hvdtrain.config.plugins import is_dotted
 from hvdtrain.config.schema import Config
-from hvdtrain.config.section import class_of_object, is_object
+from hvdtrain.config.sections.section import class_of_object, is_object
 from hvdtrain.errors import UserError
 from hvdtrain.features.job_feature import JobFeature, PlannedJob
 

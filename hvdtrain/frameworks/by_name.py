@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hvdtrain.config import plugins
-from hvdtrain.config.schema import Config, GroupConfig, ModelConfig
+from hvdtrain.config.schema import Config
+from hvdtrain.config.sections.model import ModelConfig
+from hvdtrain.config.sections.optim import GroupConfig
 from hvdtrain.core.ties import Ties
 from hvdtrain.errors import UserError, closest, nearest, short
 from hvdtrain.optim.around import (

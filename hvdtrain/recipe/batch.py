@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from hvdtrain.config.read import expand
 from hvdtrain.config.schema import Config
-from hvdtrain.config.section import COMMAND_LINE, DEFAULT
+from hvdtrain.config.sections.section import COMMAND_LINE, DEFAULT
 from hvdtrain.errors import UserError
 
 

@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from hvdtrain.config.lengths import Length
 from hvdtrain.config.schema import Config
+from hvdtrain.core.lengths import Length
 from hvdtrain.core.progress import ENDLESS
 from hvdtrain.errors import UserError
 from hvdtrain.recipe.batch import Growth, samples_after, steps_before

@@ -17,8 +17,9 @@ from hvdtrain.config.exclusion import (
     other_than,
     value_of,
 )
-from hvdtrain.config.lengths import read_length
-from hvdtrain.config.schema import Config, RecipeConfig
+from hvdtrain.config.schema import Config
+from hvdtrain.config.sections.recipe import RecipeConfig
+from hvdtrain.core.lengths import read_length
 from hvdtrain.errors import UserError
 from hvdtrain.recipe.clock import epoch_multiplier, total_epochs
 

@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hvdtrain.config.lengths import Length, read_length
 from hvdtrain.config.plugins import load_dotted, of_python
-from hvdtrain.config.schema import Config, PieceConfig, RecipeConfig
+from hvdtrain.config.schema import Config
+from hvdtrain.config.sections.recipe import PieceConfig, RecipeConfig
+from hvdtrain.core.lengths import Length, read_length
 from hvdtrain.errors import UserError, short
 from hvdtrain.recipe.batch import Growth, batches_instead_of_decays, steps_before
 from hvdtrain.recipe.clock import Clock, base_batch, clock

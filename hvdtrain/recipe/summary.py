@@ -7,9 +7,10 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from hvdtrain.config.lengths import read_length
-from hvdtrain.config.schema import Config, PieceConfig
-from hvdtrain.config.section import class_of_object
+from hvdtrain.config.schema import Config
+from hvdtrain.config.sections.recipe import PieceConfig
+from hvdtrain.config.sections.section import class_of_object
+from hvdtrain.core.lengths import read_length
 from hvdtrain.recipe.batch import steps_before
 from hvdtrain.recipe.clock import base_batch, clock, epoch_multiplier
 from hvdtrain.recipe.from_config import batch_growth, peak_lr, schedule_pieces, warmup_start_lr

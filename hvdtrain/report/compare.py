@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from hvdtrain.config.extra_keys import defaults, dividing_keys
+from hvdtrain.config.sections.extra_keys import defaults, dividing_keys
 from hvdtrain.report import summary
 from hvdtrain.report.run import Fields, RunRecord, number
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvdtrain.config.extras import modules
+from hvdtrain.core.extras import modules
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import UserError
 from hvdtrain.events.redaction import redact_urls

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from hvdtrain.config.extra_keys import dividing_keys
+from hvdtrain.config.sections.extra_keys import dividing_keys
 from hvdtrain.report.run import Fields, RunRecord, number, numbers, objective_of
 
 LONGEST_LABEL = 40  # characters of a run's name in a legend

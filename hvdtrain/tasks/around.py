@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvdtrain.config.schema import ModelConfig
+from hvdtrain.config.sections.model import ModelConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric
 from hvdtrain.data.field import Field

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.config.schema import ModelConfig
+from hvdtrain.config.sections.model import ModelConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric, Sums, ratio
 from hvdtrain.data.field import Field, field_of_facts

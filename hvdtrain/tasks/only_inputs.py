@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from hvdtrain.config.schema import ModelConfig
+from hvdtrain.config.sections.model import ModelConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric, ratio
 from hvdtrain.data.field import Field

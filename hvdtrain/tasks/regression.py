@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hvdtrain.config.schema import ModelConfig
+from hvdtrain.config.sections.model import ModelConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric, Sums, ratio
 from hvdtrain.data.field import Field

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from hvdtrain.config.plugins import is_dotted
-from hvdtrain.config.schema import Config, ModelConfig
+from hvdtrain.config.schema import Config
+from hvdtrain.config.sections.model import ModelConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric, Parts
 from hvdtrain.data.field import Field

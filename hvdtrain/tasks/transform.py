@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdtrain.config.schema import DataConfig
+from hvdtrain.config.sections.data import DataConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import fold
 from hvdtrain.data.around_source import AroundSource

@@ -12,8 +12,8 @@ from __future__ import annotations
 from hvdtrain.comm.engines import features_of, possible_engines
 from hvdtrain.comm.launcher_variables import NO_LAUNCHER, Placement
 from hvdtrain.comm.rendezvous import parse_address
-from hvdtrain.config.lengths import parse_duration
 from hvdtrain.config.schema import Config
+from hvdtrain.core.lengths import parse_duration
 from hvdtrain.errors import UserError
 from hvdtrain.features.every_feature import conflicts_of
 from hvdtrain.features.job_feature import PlannedJob

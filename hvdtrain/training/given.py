@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.config.schema import Config
-from hvdtrain.config.section import DEFAULT, Given, name_of_object
+from hvdtrain.config.sections.section import DEFAULT, Given, name_of_object
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.user_data.arrays import is_array, to_numpy
 from hvdtrain.errors import UserError

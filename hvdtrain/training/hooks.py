@@ -17,7 +17,7 @@ import numpy as np
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.plugins import load_dotted, of_python
 from hvdtrain.config.schema import Config
-from hvdtrain.config.section import is_object
+from hvdtrain.config.sections.section import is_object
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.metrics import Sums, host_value, scalar
 from hvdtrain.core.progress import Progress

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.config.schema import BatchConfig, Config, DataConfig
+from hvdtrain.config.schema import Config
+from hvdtrain.config.sections.batch import BatchConfig
+from hvdtrain.config.sections.data import DataConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.data.images import augment

@@ -18,7 +18,8 @@ import numpy as np
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.on_all_ranks import long_on_rank_0
 from hvdtrain.config.read import read_run_config
-from hvdtrain.config.schema import Config, ModelConfig
+from hvdtrain.config.schema import Config
+from hvdtrain.config.sections.model import ModelConfig
 from hvdtrain.core.adapters import is_adapter, scale_of
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.folder import check_regular

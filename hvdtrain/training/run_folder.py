@@ -12,7 +12,7 @@ from typing import Any
 
 from hvdtrain.config.read import to_record
 from hvdtrain.config.schema import Config
-from hvdtrain.config.section import class_of_object, is_object
+from hvdtrain.config.sections.section import class_of_object, is_object
 from hvdtrain.core.folder import NO_LINKS, Folder, WrongKind
 from hvdtrain.errors import UserError, short
 from hvdtrain.training.checkpoint import files

@@ -15,7 +15,7 @@ from hvdtrain.comm.on_all_ranks import on_rank_0
 from hvdtrain.config.plugins import check_names
 from hvdtrain.config.read import Assignment, assignments, read_resumed
 from hvdtrain.config.schema import Config
-from hvdtrain.config.section import Given
+from hvdtrain.config.sections.section import Given
 from hvdtrain.data.configured.class_names import with_class_names
 from hvdtrain.data.configured.columns import with_columns
 from hvdtrain.errors import UserError

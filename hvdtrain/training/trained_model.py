@@ -11,7 +11,9 @@ import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.on_all_ranks import long_on_rank_0, on_rank_0
-from hvdtrain.config.schema import Config, ParallelConfig, ShardConfig
+from hvdtrain.config.schema import Config
+from hvdtrain.config.sections.parallel import ParallelConfig
+from hvdtrain.config.sections.shard import ShardConfig
 from hvdtrain.core.arrays import Arrays, Batch
 from hvdtrain.data.around_source import AroundSource
 from hvdtrain.data.field import Field, Padding, check_numbers

@@ -8,9 +8,10 @@ import typing
 import pytest
 
 from hvdtrain.__main__ import COMMANDS, main
-from hvdtrain.config import extras, help, plugins
+from hvdtrain.config import help, plugins
 from hvdtrain.config.plugins import options_of
 from hvdtrain.config.schema import SECTIONS, known_keys
+from hvdtrain.core import extras
 from hvdtrain.errors import MEANINGS, UserError
 
 

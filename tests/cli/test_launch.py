@@ -31,7 +31,7 @@ from hvdtrain.cli.launch.launch_commands import (
 )
 from hvdtrain.cli.launch.run import STOPPING
 from hvdtrain.comm.rendezvous import PORTS
-from hvdtrain.config.extras import Extra, Mode
+from hvdtrain.core.extras import Extra, Mode
 from hvdtrain.errors import DONE, REQUEUE, UserError
 
 # The first lines that real launchers and libraries printed, and two that are unknown.
@@ -964,6 +964,6 @@ def test_a_mode_of_another_extra(
     monkeypatch.setenv("PBS_NODEFILE", str(tmp_path / "nodes"))
     mode = Mode(__name__, "usage", ("--nodes",), hosts=("--nodes",))
     others = {"other": Extra("stable", "", modes={"launch --other": mode})}
-    monkeypatch.setattr("hvdtrain.config.extras.extras", lambda: others)
+    monkeypatch.setattr("hvdtrain.core.extras.extras", lambda: others)
     assert launch(["--other", *words, "--", "run=r"]) == DONE
     assert capsys.readouterr().out == f"{'n1' if '--nodes' in words else None} {not words}\n"

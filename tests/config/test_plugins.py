@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.config import help, plugins
-from hvdtrain.config.extras import data_files
 from hvdtrain.config.plugins import options_of
 from hvdtrain.config.read import configure
-from hvdtrain.config.schema import DataConfig, ModelConfig, OptimConfig
+from hvdtrain.config.sections.data import DataConfig
+from hvdtrain.config.sections.model import ModelConfig
+from hvdtrain.config.sections.optim import OptimConfig
+from hvdtrain.core.extras import data_files
 from hvdtrain.errors import UserError, nearest
 
 WIDTHS = "model.widths takes a list of 4, each a whole number: 'model.widths=[16,16,32,64]'"

@@ -12,6 +12,10 @@ from pydantic import ValidationError
 from hvdtrain.config import help, schema
 from hvdtrain.config.plugins import load_dotted
 from hvdtrain.config.read import configure, to_yaml
+from hvdtrain.config.sections.batch import BatchConfig
+from hvdtrain.config.sections.log import LogConfig
+from hvdtrain.config.sections.model import ModelConfig
+from hvdtrain.config.sections.parallel import ParallelConfig
 from hvdtrain.errors import UserError
 
 
@@ -156,7 +160,7 @@ def test_a_run_leaves_behind_what_says_nothing_without_its_mesh(tmp_path: Path) 
     assert (now.sequence, now.schedule, now.balance) == (False, "gpipe", [1, 2])
     assert (
         configure(None, [f"resume={tmp_path}", "parallel.tensor=1", "parallel.pipeline=1"]).parallel
-        == schema.ParallelConfig()
+        == ParallelConfig()
     )
 
 
@@ -405,9 +409,7 @@ def test_a_section_knows_where_its_keys_were_set(tmp_path: Path) -> None:
         f"epochs, {path}:1",
         "seed, command line",
     )
-    assert (
-        config.log.where("every_s") == "log.every_s, default" == schema.LogConfig().where("every_s")
-    )
+    assert config.log.where("every_s") == "log.every_s, default" == LogConfig().where("every_s")
 
 
 def test_a_copy_with_other_values_knows_where_its_keys_were_set() -> None:
@@ -426,8 +428,8 @@ def test_a_copy_with_other_values_knows_where_its_keys_were_set() -> None:
 
 def test_sections_are_equal_where_their_values_are() -> None:
     typed = configure(None, ["batch.size=64", "model.widths=[3]"])
-    assert typed.batch == schema.BatchConfig() != schema.BatchConfig(size=65)
-    assert typed.model == schema.ModelConfig(widths=[3]) != schema.ModelConfig(widths=[4])
+    assert typed.batch == BatchConfig() != BatchConfig(size=65)
+    assert typed.model == ModelConfig(widths=[3]) != ModelConfig(widths=[4])
     assert typed == schema.Config(model=typed.model) != schema.Config()
     with pytest.raises(ValidationError, match="frozen"):
         typed.batch.size = 3  # type: ignore[misc]

@@ -11,7 +11,7 @@ import torch
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
-from hvdtrain.config.schema import AugmentConfig
+from hvdtrain.config.sections.augment import AugmentConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.core.progress import Hyper

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from hvdtrain.config.schema import AugmentConfig
+from hvdtrain.config.sections.augment import AugmentConfig
 from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.data.images import augment
 from hvdtrain.data.images.augment import AugmentationParameters

@@ -17,7 +17,7 @@ from ranks import mpirun, needs_mpirun
 
 import hvdtrain
 from hvdtrain.config.read import configure
-from hvdtrain.config.section import Given
+from hvdtrain.config.sections.section import Given
 from hvdtrain.core.progress import fold
 from hvdtrain.data.configured.weights import draws_of, read_weights
 from hvdtrain.data.field import Padding

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.config.schema import Config, ModelConfig
+from hvdtrain.config.schema import Config
+from hvdtrain.config.sections.model import ModelConfig
 from hvdtrain.errors import UserError
 from hvdtrain.events.log import Event
 from hvdtrain.events.rank_log import LOGGER, rank_log, rank_warnings

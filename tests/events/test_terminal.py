@@ -22,7 +22,7 @@ from typing import IO, Any
 import pytest
 from ranks import HANG_S, ROOT, environment, needs_mpirun
 
-from hvdtrain.config.schema import LogConfig
+from hvdtrain.config.sections.log import LogConfig
 from hvdtrain.events.log import Event
 from hvdtrain.events.progress_display import ProgressDisplay, duration
 from hvdtrain.events.terminal import CAPACITY, is_interactive, terminal_sink

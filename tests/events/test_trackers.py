@@ -18,7 +18,10 @@ from ranks import HANG_S
 from waiting import wait_until
 
 from hvdtrain.config import plugins
-from hvdtrain.config.schema import BatchConfig, Config, DataConfig, ModelConfig
+from hvdtrain.config.schema import Config
+from hvdtrain.config.sections.batch import BatchConfig
+from hvdtrain.config.sections.data import DataConfig
+from hvdtrain.config.sections.model import ModelConfig
 from hvdtrain.errors import UserError
 from hvdtrain.events.log import BackgroundSink, Event
 from hvdtrain.events.tracker_data import flat_config, redacted_config, scalars

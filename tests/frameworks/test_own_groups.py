@@ -25,7 +25,7 @@ from test_ranks_in_threads import (
 import hvdtrain
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
-from hvdtrain.config.section import Given, name_of_object
+from hvdtrain.config.sections.section import Given, name_of_object
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.optim.user_optimizer import take
 from hvdtrain.frameworks.torch.parallel.by_library import fits_horovod

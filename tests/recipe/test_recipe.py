@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.config.read import configure
-from hvdtrain.config.schema import BatchConfig, Config
+from hvdtrain.config.schema import Config
+from hvdtrain.config.sections.batch import BatchConfig
 from hvdtrain.core.progress import ENDLESS, Progress
 from hvdtrain.errors import UserError
 from hvdtrain.recipe import from_config

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.config.extra_keys import defaults, key_classes
-from hvdtrain.config.section import Section
+from hvdtrain.config.sections.extra_keys import defaults, key_classes
+from hvdtrain.config.sections.section import Section
 from hvdtrain.errors import UserError
 from hvdtrain.report import summary
 from hvdtrain.report.compare import changes_between_starts, differing_keys, scaling_comparisons

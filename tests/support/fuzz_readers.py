@@ -22,7 +22,9 @@ from numpy.random import Generator
 
 from hvdtrain.config import plugins
 from hvdtrain.config.read import configure
-from hvdtrain.config.schema import OPEN_SECTIONS, DataConfig, OptimConfig
+from hvdtrain.config.schema import OPEN_SECTIONS
+from hvdtrain.config.sections.data import DataConfig
+from hvdtrain.config.sections.optim import OptimConfig
 from hvdtrain.core.import_torchvision import define_missing_operators
 
 # a name may be of a module that imports torchvision: what torch is loaded for then is loaded here,

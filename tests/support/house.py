@@ -31,7 +31,7 @@ FEATURES = {  # a word of each, and the files that are its own
     r"parallel\.dense|dense_part|dense_updates": ("extras/dense",),
     "views": ("views",),
 }
-DATA = ("features/", "config/schema.py")  # what excludes what, and the keys
+DATA = ("features/", "config/sections/", "config/schema.py")  # what excludes what, and the keys
 SHORT = 40  # lines
 PROBE = """
 import sys, traceback

@@ -16,9 +16,9 @@ import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.counted import Moved, counted
-from hvdtrain.config.lengths import read_length
 from hvdtrain.config.read import configure
 from hvdtrain.config.schema import Config
+from hvdtrain.core.lengths import read_length
 from hvdtrain.core.progress import Hyper
 from hvdtrain.data.field import Field
 from hvdtrain.frameworks.footprint import Footprint, PlannedStep

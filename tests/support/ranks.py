@@ -21,8 +21,8 @@ import warm
 from record import note
 
 from hvdtrain.comm.launcher_variables import placement
-from hvdtrain.config.extras import extras
 from hvdtrain.config.schema import OPEN_SECTIONS, known_keys
+from hvdtrain.core.extras import extras
 from hvdtrain.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,7 +21,7 @@ from on_ranks import function_of
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.config import plugins
-from hvdtrain.config.schema import CommConfig
+from hvdtrain.config.sections.comm import CommConfig
 
 # which torch sets when its compiler is first imported: no reason for new ranks
 BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"

@@ -12,7 +12,7 @@ import numpy as np
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.config import plugins
-from hvdtrain.config.schema import GuardConfig
+from hvdtrain.config.sections.guard import GuardConfig
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.health.watchdog import Watchdog

@@ -20,7 +20,7 @@ from hvdtrain.__main__ import main
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.comm.on_all_ranks import allreduce_sums
 from hvdtrain.config.read import configure
-from hvdtrain.config.schema import AugmentConfig
+from hvdtrain.config.sections.augment import AugmentConfig
 from hvdtrain.core.metrics import add_sums, zero_sums
 from hvdtrain.core.progress import Hyper
 from hvdtrain.data.images import augment

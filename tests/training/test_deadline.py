@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.config.lengths import parse_duration
+from hvdtrain.core.lengths import parse_duration
 from hvdtrain.errors import UserError
 from hvdtrain.training.health.monitor import Deadline
 

@@ -17,7 +17,7 @@ from rank_threads import ThreadRank, in_threads
 
 from hvdtrain.comm import on_all_ranks
 from hvdtrain.comm.communicator import Buffer, Op, SingleProcessCommunicator
-from hvdtrain.config.schema import CheckpointConfig
+from hvdtrain.config.sections.checkpoint import CheckpointConfig
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.progress import Progress
 from hvdtrain.events.log import Event, Log

@@ -25,7 +25,7 @@ from waiting import wait_until
 
 from hvdtrain.comm import on_all_ranks
 from hvdtrain.comm.communicator import part_of
-from hvdtrain.config.schema import CheckpointConfig
+from hvdtrain.config.sections.checkpoint import CheckpointConfig
 from hvdtrain.core.arrays import WHOLE, Arrays, ArrayStream, Cut, Piece, whole
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import Diverged

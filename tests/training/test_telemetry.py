@@ -23,7 +23,7 @@ from hvdtrain.__main__ import main
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.comm.on_all_ranks import allreduce_sums
 from hvdtrain.config.read import configure
-from hvdtrain.config.schema import ParallelConfig
+from hvdtrain.config.sections.parallel import ParallelConfig
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import UserError
 from hvdtrain.events.log import Event, Log

@@ -213,7 +213,7 @@ def test_a_suspended_job_is_no_stall() -> None:
 FAKE = """
 import threading, time
 from hvdtrain.comm.communicator import SingleProcessCommunicator
-from hvdtrain.config.schema import GuardConfig
+from hvdtrain.config.sections.guard import GuardConfig
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.health.watchdog import Watchdog

@@ -17,7 +17,7 @@ from hvdtrain.cli.options import CommandParser
 from hvdtrain.cli.output import print_result, with_json_value
 from hvdtrain.config.read import Assignment, read_argument, read_resumed
 from hvdtrain.config.schema import Config
-from hvdtrain.config.section import Given, is_object
+from hvdtrain.config.sections.section import Given, is_object
 from hvdtrain.core.process import command_line, path_argument
 from hvdtrain.data.configured.unwritten import unstaged
 from hvdtrain.data.source import LabelledImages, Source

@@ -13,7 +13,7 @@ from hvdtrain.cli.evaluate.table import table_of
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
-from hvdtrain.config.section import Given, is_object
+from hvdtrain.config.sections.section import Given, is_object
 from hvdtrain.data.configured.unwritten import unstaged
 from hvdtrain.data.source import Source
 from hvdtrain.data.user_data.as_source import in_order_of

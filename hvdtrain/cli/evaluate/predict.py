@@ -26,7 +26,7 @@ from hvdtrain.cli.evaluate.of_data import WITHOUT_TARGETS, AskedData, predict_da
 from hvdtrain.cli.evaluate.table import NO_TABLE, Table, read_table, table_of
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
-from hvdtrain.config.section import Given
+from hvdtrain.config.sections.section import Given
 from hvdtrain.core.folder import Folder
 from hvdtrain.data.datasets import npz
 from hvdtrain.data.images.decode import SUFFIXES

@@ -46,8 +46,8 @@ from hvdtrain.cli.launch.run import LauncherRun
 from hvdtrain.cli.options import CommandParser
 from hvdtrain.comm.launcher_variables import placement
 from hvdtrain.comm.rendezvous import SECRET, free_port, new_secret
-from hvdtrain.config.extras import Mode, modes
 from hvdtrain.config.read import expand
+from hvdtrain.core.extras import Mode, modes
 from hvdtrain.errors import DONE, UserError, nearest, short
 
 USAGE = """\

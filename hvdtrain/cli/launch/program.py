@@ -11,8 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from hvdtrain.config import extras
 from hvdtrain.config.read import expand, read_argument, read_file
+from hvdtrain.core import extras
 from hvdtrain.errors import UserError, closest, short
 
 _PYTHONS = ("python", "python3", f"python3.{sys.version_info.minor}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hvdtrain.config.schema import Config
-from hvdtrain.config.section import class_of_object, is_object
+from hvdtrain.config.sections.section import class_of_object, is_object
 from hvdtrain.data.configured.opened import with_keys
 from hvdtrain.data.sampler import evaluated_samples
 from hvdtrain.data.source import Source

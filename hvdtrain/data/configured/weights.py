@@ -7,7 +7,7 @@ import numpy as np
 
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
-from hvdtrain.config.section import is_object
+from hvdtrain.config.sections.section import is_object
 from hvdtrain.data.around_source import inner_source
 from hvdtrain.data.ragged import PaddedArrays
 from hvdtrain.data.sampler import WeightedDraws

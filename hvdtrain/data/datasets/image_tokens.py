@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hvdtrain.config import plugins
-from hvdtrain.config.schema import DataConfig
+from hvdtrain.config.sections.data import DataConfig
 from hvdtrain.data.codebook import UnencodedImages
 from hvdtrain.data.files.staging import Staging
 from hvdtrain.data.option_error import OptionError

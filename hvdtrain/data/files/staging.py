@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvdtrain.config.extras import data_files
 from hvdtrain.config.read import expand
+from hvdtrain.core.extras import data_files
 from hvdtrain.data.files.copying import (
     CopyThread,
     FileSelection,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdtrain.config.schema import AugmentConfig
+from hvdtrain.config.sections.augment import AugmentConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.data.images.cutmix import blend_weights, cutmix_boxes, paste, remaining_shares
 from hvdtrain.data.images.erasing import erase_boxes, has_box, random_pixels

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvdtrain.config.schema import AugmentConfig
+from hvdtrain.config.sections.augment import AugmentConfig
 from hvdtrain.data.around_source import AroundSource
 from hvdtrain.data.images.augment import AugmentationParameters, draw
 from hvdtrain.data.images.operations import HostArrays, is_geometric, moved_pixels

@@ -14,7 +14,8 @@ from hvdtrain.cli.output import STANDARD_OUTPUT, align, print_result, with_json_
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.on_all_ranks import allreduce_sums, on_rank_0
 from hvdtrain.config.exclusion import as_set, default_of
-from hvdtrain.config.schema import Config, RecipeConfig
+from hvdtrain.config.schema import Config
+from hvdtrain.config.sections.recipe import RecipeConfig
 from hvdtrain.core.progress import fold
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.extras.bench.lr_figure import draw_rates

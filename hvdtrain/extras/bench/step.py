@@ -14,7 +14,9 @@ from typing import Any
 
 from hvdtrain.cli.output import plural, print_result
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
-from hvdtrain.config.schema import CommConfig, Config, ParallelConfig
+from hvdtrain.config.schema import Config
+from hvdtrain.config.sections.comm import CommConfig
+from hvdtrain.config.sections.parallel import ParallelConfig
 from hvdtrain.extras.bench.options import BenchParser, two_or_more
 from hvdtrain.extras.bench.trainer import Trainer, quartiles, run_on_ranks
 from hvdtrain.features.every_feature import configure

@@ -1,6 +1,6 @@
 """What the rest of hvdtrain learns of parallel.dense."""
 
-from hvdtrain.config.extras import Extra
+from hvdtrain.core.extras import Extra
 
 EXTRA = Extra(
     status="stable",

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from hvdtrain.config.section import Section
+from hvdtrain.config.sections.section import Section
 
 if TYPE_CHECKING:  # the section that has these keys: super() is its class
-    from hvdtrain.config.schema import ParallelConfig as Parallel
+    from hvdtrain.config.sections.parallel import ParallelConfig as Parallel
 else:
     Parallel = Section
 

@@ -19,9 +19,9 @@ from typing import Any, Literal, NamedTuple, NoReturn
 from hvdtrain.cli.options import CommandParser
 from hvdtrain.cli.output import print_result, with_json_value
 from hvdtrain.comm.launcher_variables import placement
-from hvdtrain.config.lengths import parse_duration
 from hvdtrain.config.read import expand
 from hvdtrain.core.folder import Folder
+from hvdtrain.core.lengths import parse_duration
 from hvdtrain.errors import DONE, LOST, UserError, nearest
 from hvdtrain.training.lock_holder import Holder, is_gone
 from hvdtrain.training.run_lock import read_holder

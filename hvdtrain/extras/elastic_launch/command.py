@@ -12,8 +12,8 @@ from hvdtrain.cli.launch.allocation import Allocation, Host, read_hosts
 from hvdtrain.cli.launch.launch_commands import LaunchRequest, MpiLauncher, mpirun_command
 from hvdtrain.cli.launch.program import Program, value_of
 from hvdtrain.cli.launch.run import LauncherRun
-from hvdtrain.config.lengths import parse_duration
 from hvdtrain.config.read import expand
+from hvdtrain.core.lengths import parse_duration
 from hvdtrain.errors import DONE, UserError, short
 from hvdtrain.extras.elastic_launch import hosts
 from hvdtrain.extras.elastic_launch.hosts import PROGRAM, Offer, choose

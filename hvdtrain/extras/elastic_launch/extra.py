@@ -1,6 +1,6 @@
 """What the rest of hvdtrain learns of launch --elastic."""
 
-from hvdtrain.config.extras import Extra, Mode
+from hvdtrain.core.extras import Extra, Mode
 
 _USAGE = """\
 hvdtrain launch --elastic [--min 2] [--max 8] [-H n1:4,n2:4 | --hostfile FILE | --hosts-from PROGRAM] -- run=DIR [key=value ...]

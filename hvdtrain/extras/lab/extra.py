@@ -1,6 +1,6 @@
 """What the rest of hvdtrain learns of the command lab."""
 
-from hvdtrain.config.extras import Command, Extra
+from hvdtrain.core.extras import Command, Extra
 
 EXTRA = Extra(
     status="stable",

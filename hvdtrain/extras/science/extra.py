@@ -1,6 +1,6 @@
 """What the rest of hvdtrain learns of the files of HDF5 and Zarr."""
 
-from hvdtrain.config.extras import Extra
+from hvdtrain.core.extras import Extra
 
 EXTRA = Extra(
     status="stable",

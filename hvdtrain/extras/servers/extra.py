@@ -1,6 +1,6 @@
 """What the rest of hvdtrain learns of parameter servers and the command replay."""
 
-from hvdtrain.config.extras import Command, Extra
+from hvdtrain.core.extras import Command, Extra
 
 EXTRA = Extra(
     status="stable",

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hvdtrain.config.section import Section
+from hvdtrain.config.sections.section import Section
 
 
 class ServersConfig(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from hvdtrain.config.section import Given, name_of_object
+from hvdtrain.config.sections.section import Given, name_of_object
 from hvdtrain.frameworks.jax.library_models import Library, library_of
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object, which differs between processes

@@ -16,7 +16,7 @@ import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
-from hvdtrain.config.section import class_of_object, is_object
+from hvdtrain.config.sections.section import class_of_object, is_object
 from hvdtrain.core.progress import fold
 from hvdtrain.data.field import Field
 from hvdtrain.errors import UserError

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.config.schema import NormConfig
+from hvdtrain.config.sections.norm import NormConfig
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.jax.layers import Flow, Params
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from hvdtrain.config.plugins import fix_of_parameters, own_function
 from hvdtrain.config.schema import Config
-from hvdtrain.config.section import is_object
+from hvdtrain.config.sections.section import is_object
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.jax.step import OptimizerState, Weights

@@ -12,7 +12,7 @@ from hvdtrain.comm.engines import Feature
 from hvdtrain.comm.mesh import Mesh
 from hvdtrain.comm.order import SameOrder
 from hvdtrain.config.schema import Config
-from hvdtrain.config.section import DEFAULT
+from hvdtrain.config.sections.section import DEFAULT
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
 from hvdtrain.frameworks.torch.call import Called, any_of, each_of

@@ -13,7 +13,7 @@ from numpy.exceptions import TooHardError
 from torch import nn
 
 from hvdtrain.config import plugins
-from hvdtrain.config.schema import ModelConfig
+from hvdtrain.config.sections.model import ModelConfig
 from hvdtrain.core.adapters import is_adapter
 from hvdtrain.core.ties import Ties
 from hvdtrain.errors import UserError, nearest, short

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hvdtrain.config.schema import ModelConfig
+from hvdtrain.config.sections.model import ModelConfig
 from hvdtrain.errors import UserError, nearest, short
 from hvdtrain.frameworks.torch.call import Called, call
 

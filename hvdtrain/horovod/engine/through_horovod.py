@@ -12,7 +12,7 @@ import torch
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.horovod import GROUPS, connect
 from hvdtrain.comm.launcher_variables import Placement
-from hvdtrain.config.schema import CommConfig
+from hvdtrain.config.sections.comm import CommConfig
 from hvdtrain.horovod.engine.errors import BadCall, HorovodInternalError
 from hvdtrain.horovod.engine.requests import GLOBAL, Request, Signature
 

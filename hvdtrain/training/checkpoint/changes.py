@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdtrain.config import plugins
-from hvdtrain.config.lengths import as_given
 from hvdtrain.config.plugins import is_dotted, is_users_own
 from hvdtrain.config.read import read_run_config, resolve_recorded
 from hvdtrain.config.schema import Config
+from hvdtrain.core.lengths import as_given
 from hvdtrain.core.process import command_line
 from hvdtrain.errors import UserError, short
 from hvdtrain.events import redaction

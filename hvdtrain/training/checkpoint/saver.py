@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from hvdtrain.config.schema import CheckpointConfig
+from hvdtrain.config.sections.checkpoint import CheckpointConfig
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import Diverged, UserError

@@ -18,8 +18,8 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.config.lengths import parse_duration
-from hvdtrain.config.schema import GuardConfig
+from hvdtrain.config.sections.guard import GuardConfig
+from hvdtrain.core.lengths import parse_duration
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import REQUEUE, Diverged

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import NamedTuple, NoReturn, TypeVar
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.config.schema import GuardConfig
+from hvdtrain.config.sections.guard import GuardConfig
 from hvdtrain.core.process import exit_now, print_stderr, write_stderr
 from hvdtrain.errors import REQUEUE, STALLED
 from hvdtrain.training.health.heartbeat import Heartbeat

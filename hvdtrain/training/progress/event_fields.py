@@ -7,8 +7,8 @@ import math
 from collections.abc import Collection
 from typing import Any
 
-from hvdtrain.config.lengths import as_given
 from hvdtrain.config.schema import Config
+from hvdtrain.core.lengths import as_given
 from hvdtrain.core.metrics import Sums
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.progress.train_state import Reached, TrainState

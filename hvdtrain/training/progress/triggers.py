@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from hvdtrain.config.lengths import parse_duration
 from hvdtrain.config.schema import Config
+from hvdtrain.core.lengths import parse_duration
 from hvdtrain.core.metrics import Sums, reaches
 from hvdtrain.core.progress import Progress
 from hvdtrain.recipe.clock import total_epochs, total_samples

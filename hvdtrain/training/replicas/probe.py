@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.config.schema import BatchConfig, Config
+from hvdtrain.config.schema import Config
+from hvdtrain.config.sections.batch import BatchConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import fold
 from hvdtrain.data.field import Field

@@ -19,7 +19,7 @@ import numpy as np
 
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
-from hvdtrain.config.section import is_object
+from hvdtrain.config.sections.section import is_object
 from hvdtrain.tasks.user_functions import is_torch_module
 
 MOST_MODULES = 2000

@@ -12,7 +12,7 @@ import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.mesh import coordinates
-from hvdtrain.config.schema import ParallelConfig
+from hvdtrain.config.sections.parallel import ParallelConfig
 from hvdtrain.core.metrics import Sums
 from hvdtrain.events.log import Log
 from hvdtrain.frameworks.learner import Learner, TimedPass

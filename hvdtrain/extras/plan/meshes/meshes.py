@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 from hvdtrain.comm.counted import Moved
 from hvdtrain.comm.engines import Feature, features_of
 from hvdtrain.config import plugins
-from hvdtrain.config.schema import Config, ParallelConfig, ShardConfig
+from hvdtrain.config.schema import Config
+from hvdtrain.config.sections.parallel import ParallelConfig
+from hvdtrain.config.sections.shard import ShardConfig
 from hvdtrain.core.link import BACKWARD, Link
 from hvdtrain.errors import UserError
 from hvdtrain.extras.plan.forecast.job import Forecast, Infeasible, forecast

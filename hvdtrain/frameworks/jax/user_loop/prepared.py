@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hvdtrain.config.schema import Config
-from hvdtrain.config.section import DEFAULT
+from hvdtrain.config.sections.section import DEFAULT
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.jax.user_loop.words import WORDS
 from hvdtrain.frameworks.jax.user_optimizer import Path, name_of_other, owner_of

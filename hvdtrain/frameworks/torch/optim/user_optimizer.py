@@ -13,7 +13,7 @@ import torch
 
 from hvdtrain.config.plugins import fix_of_parameters
 from hvdtrain.config.schema import Config
-from hvdtrain.config.section import DEFAULT
+from hvdtrain.config.sections.section import DEFAULT
 from hvdtrain.core.own_line import own_line
 from hvdtrain.errors import UserError
 

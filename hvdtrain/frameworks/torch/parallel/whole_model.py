@@ -7,8 +7,8 @@ import torch
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.mesh import Mesh
-from hvdtrain.config.lengths import read_length
 from hvdtrain.config.schema import Config
+from hvdtrain.core.lengths import read_length
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.frameworks.torch.arrangement import Arrangement

@@ -12,7 +12,7 @@ import torch
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
-from hvdtrain.config.section import DEFAULT
+from hvdtrain.config.sections.section import DEFAULT
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.forward import in_type
 from hvdtrain.frameworks.torch.optim.user_optimizer import OWN_KEYS, take

@@ -49,8 +49,8 @@ class Extra(NamedTuple):
     says: one sentence. modes: what `COMMAND --OPTION` runs. Plugins need no entry:
     extras/NAME/FOLDER/PLUGIN.py is found as FOLDER/PLUGIN.py is; aliases has, by folder, the names
     of those that have others. data_files: ending of a file of the user's, or a folder that counts
-    as one -> the data.name that reads it. Nor do keys and features: config/extra_keys.py finds them
-    in extras/NAME/keys.py, and features/of_extras.py in extras/NAME/features.py.
+    as one -> the data.name that reads it. Nor do keys and features: config/sections/extra_keys.py
+    finds them in extras/NAME/keys.py, and features/of_extras.py in extras/NAME/features.py.
     """
 
     status: Literal["stable", "experimental"]

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, Field, create_model
 
-from hvdtrain.config.extras import modules
-from hvdtrain.config.section import Section
+from hvdtrain.config.sections.section import Section
+from hvdtrain.core.extras import modules
 
 S = TypeVar("S", bound=Section)
 
@@ -19,7 +19,7 @@ def key_classes() -> list[type[Section]]:
     """The classes in KEYS of every extras/NAME/keys.py.
 
     Where hvdtrain has no section of that name, the class is one. Otherwise its keys, properties and
-    methods come into that section; super() is there the class of config/schema.py.
+    methods come into that section; super() is there the class of config/sections/.
     """
     return [kind for module in modules("keys").values() for kind in module.KEYS]
 

@@ -1,0 +1,138 @@
+"""The section optim: the optimizer, and groups of parameters with a rate of their own."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from hvdtrain.config.sections.extra_keys import with_keys_of_extras
+from hvdtrain.config.sections.section import OpenSection, Section
+
+
+class GroupConfig(Section):
+    """Parameters with a rate, a decay or a momentum of their own: an entry of optim.groups."""
+
+    section = "optim.groups"
+    names: str = Field(
+        min_length=1,
+        description="names of parameters, with * for any characters, ? for one, # for the number "
+        "of a layer: '*.bias'",
+    )
+    rate: float = Field(
+        default=1.0, ge=0, le=1e6, description="their learning rate, times that of the others"
+    )
+    layer_rate: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e3,
+        description="with # in names: the rate of a layer, times that of the layer behind it: 0.75",
+    )
+    layers: int | None = Field(
+        default=None,
+        ge=1,
+        le=10**6,
+        description="with layer_rate: how many layers there are, numbered from 0",
+    )
+    decay: float = Field(
+        default=1.0, ge=0, le=1e6, description="their weight decay, times that of the others"
+    )
+    momentum: float | None = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="their momentum, or first beta; default: that of the others",
+    )
+
+
+@with_keys_of_extras
+class OptimConfig(OpenSection):
+    """The optimizer."""
+
+    section = "optim"
+    name: str = Field(
+        default="sgd",
+        description="optimizer: sgd, adam, adamw, lars, larc, lamb, novograd, muon, or a "
+        "torch.optim.Optimizer by its import path: "
+        "torch.optim.RMSprop (not LBFGS, whose step computes the loss again)",
+    )
+    base_lr: float = Field(
+        default=0.02,
+        ge=0,
+        le=1e6,
+        description="learning rate for a global batch of base_batch, after the warm-up",
+    )
+    base_batch: int | None = Field(
+        default=None,
+        ge=1,
+        le=10**9,
+        description="global batch that base_lr belongs to; default: batch.size, so that only a "
+        "growing batch scales the rate",
+    )
+    momentum: float | None = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="momentum, or the first beta of Adam-like optimizers; default: the "
+        "optimizer's own, 0.9 or 0.95 for novograd and muon",
+    )
+    weight_decay: float | None = Field(
+        default=None,
+        ge=0,
+        le=1e6,
+        description="weight decay: weight_decay x weight is added to the gradient, or as the "
+        "optimizer defines it; default: 0, or that of "
+        "the class, for all parameters, where optim.name is an import path",
+    )
+    exclude: Literal["norms_and_biases", "none"] = Field(
+        default="norms_and_biases",
+        description="norms_and_biases: parameters with at most one dimension are not decayed and "
+        "not scaled by lars, larc, lamb; "
+        "none: all are",
+    )
+    groups: list[GroupConfig] = Field(
+        default_factory=list,
+        description="parameters with a rate, a decay or a momentum of their own, by their names: "
+        "a list of {names, rate, decay, momentum}, "
+        "as in [{names: '*.bias', rate: 64}]; of several entries that a name fits the first counts",
+    )
+    ema: float | None = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="decay of an exponential moving average of the weights, one update a step, as "
+        "in 0.999: evaluations, predict, "
+        "sample and export use it in the place of the weights (Polyak and Juditsky 1992)",
+    )
+    clip_norm: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e30,
+        description="largest Euclidean norm of the mean gradient over all parameters; a longer "
+        "gradient is scaled down",
+    )
+    clip_value: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e30,
+        description="clamp each element of the mean gradient to [-clip_value, clip_value], before "
+        "clip_norm",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_decay(cls, tree: Any) -> Any:
+        """None where a class of the user's may have its own."""
+        if (
+            not isinstance(tree, dict)
+            or tree.get("weight_decay") is not None
+            or {".", ":"} & set(str(tree.get("name", "")))
+        ):
+            return tree
+        return tree | {"weight_decay": 0.0}
+
+    @property
+    def decay(self) -> float:
+        """What hvdtrain tells the optimizer: 0 where weight_decay is not set, and a class keeps its
+        own."""
+        return self.weight_decay or 0.0

@@ -1,0 +1,144 @@
+"""The section parallel: how the layers of one model are divided among ranks."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, PositiveInt, field_validator
+
+from hvdtrain.config.sections.extra_keys import with_keys_of_extras
+from hvdtrain.config.sections.section import Section
+
+
+@with_keys_of_extras
+class ParallelConfig(Section):
+    """How the layers of one model are divided among ranks; the rest of the ranks is data
+    parallel."""
+
+    section = "parallel"
+    dividing: ClassVar[tuple[str, ...]] = ("pipeline", "tensor")
+    tensor: int = Field(
+        default=1,
+        ge=1,
+        le=10**6,
+        description="ranks that compute each layer together, each a part of its neurons and heads "
+        "(Shoeybi 2019, arXiv:1909.08053); they "
+        "read the same samples, and exchange activations in every layer: keep them inside a host. "
+        "For models with a plan: gpt, mlp",
+    )
+    sequence: bool = Field(
+        default=False,
+        description="with parallel.tensor: between the layers that are cut each rank has its part "
+        "of the positions of each sample, in "
+        "norms, dropout and shortcuts, which every rank of a group computes whole without it "
+        "(Korthikanti 2022, arXiv:2205.05198): less "
+        "memory of activations, the same results. For models whose plan has it: gpt",
+    )
+    pipeline: int = Field(
+        default=1,
+        ge=1,
+        le=10**6,
+        description="ranks that have the layers of a model one after the other, through which a "
+        "step's micro-batches go; they read the "
+        "same samples. For gpt, mlp, a torch.nn.Sequential and models with pipeline_units() "
+        "(framework=torch)",
+    )
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = Field(
+        default="1f1b",
+        description="order of a pipeline's passes: gpipe: all forward, then all backward (Huang "
+        "2019, arXiv:1811.06965); 1f1b: backward as "
+        "soon as can be, with fewer activations (Narayanan 2019, arXiv:1806.03377); interleaved: "
+        "several stages on each rank (Narayanan "
+        "2021, arXiv:2104.04473); zero_bubble: gradients of weights fill the gaps (Qi 2023, "
+        "arXiv:2401.10241)",
+    )
+    virtual: int | None = Field(
+        default=None,
+        ge=1,
+        le=1000,
+        description="stages of a rank with parallel.schedule=interleaved; default 2, with other "
+        "schedules 1",
+    )
+    micro_batches: int | None = Field(
+        default=None,
+        ge=1,
+        le=10**6,
+        description="micro-batches of a step, of the ranks of a pipeline; default: 2 x "
+        "parallel.pipeline, or what batch.micro gives",
+    )
+    balance: Literal["operations", "seconds"] | list[PositiveInt] = Field(
+        default="operations",
+        description="where a pipeline's model is cut, so that the slowest stage is as fast as can "
+        "be: operations: by the floating-point "
+        "operations of each unit, the same in every run; seconds: by its time, as rank 0 measures "
+        "it at the start; [3, 2]: units of each "
+        "stage; `hvdtrain plan --pipeline` shows all",
+    )
+
+    @field_validator("balance", mode="before")
+    @classmethod
+    def _as_on_the_command_line(cls, balance: Any) -> Any:
+        """3,2 is [3, 2], and 3 is [3]."""
+        if isinstance(balance, str) and all(
+            part.strip().isdecimal() for part in balance.split(",")
+        ):
+            balance = [int(part) for part in balance.split(",")]
+        elif type(balance) is int:
+            balance = [balance]
+        is_list = (
+            isinstance(balance, list)
+            and balance
+            and all(type(units) is int and units >= 1 for units in balance)
+        )
+        if not is_list and balance not in ("operations", "seconds"):
+            raise ValueError(
+                "parallel.balance takes operations, seconds, or the units of each stage, each 1 "
+                "or more, as in 3,2"
+            )
+        return balance
+
+    @property
+    def ranks(self) -> int:
+        """That have one model together, and read the same samples."""
+        return self.tensor * self.pipeline
+
+    @property
+    def stages_of_rank(self) -> int:
+        return self.virtual or (2 if self.schedule == "interleaved" else 1)
+
+    def readers_of(self, ranks: int) -> int:
+        return ranks // self.ranks
+
+    @property
+    def needed_of_engine(self) -> frozenset[str]:
+        return frozenset({"p2p"} if self.pipeline > 1 else ())
+
+    def summary(self) -> str:
+        """parallel.tensor=2, or parallel.pipeline=2 x parallel.tensor=2"""
+        sizes = {"pipeline": self.pipeline, "tensor": self.tensor}
+        return " x ".join(f"parallel.{name}={size}" for name, size in sizes.items() if size > 1)
+
+    @property
+    def cut_by(self) -> str:
+        """The key by which ranks have parts of layers; empty where each has whole ones."""
+        return next((key for key in ("tensor", "pipeline") if getattr(self, key) > 1), "")
+
+    @property
+    def cuts(self) -> bool:
+        """Whether ranks have parts of parameters, and of the optimizer's state."""
+        return bool(self.cut_by)
+
+    @property
+    def highest_stage(self) -> int:
+        """The highest shard.stage that goes with them."""
+        return 2 if self.pipeline > 1 else 3
+
+    @property
+    def may_recompute(self) -> bool:
+        """Whether model.recompute goes with them."""
+        return self.schedule != "zero_bubble"
+
+    @property
+    def may_divide_passes(self) -> bool:
+        """Whether batch.micro goes with them."""
+        return True

@@ -1,0 +1,21 @@
+"""The section task: what is learned."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from hvdtrain.config.sections.extra_keys import with_keys_of_extras
+from hvdtrain.config.sections.section import OpenSection
+
+
+@with_keys_of_extras
+class TaskConfig(OpenSection):
+    """What is learned: the loss, the metrics, and the one of them that stop.target speaks of."""
+
+    section = "task"
+    name: str = Field(
+        default="classification",
+        description="task: classification (images of classes), multilabel (several labels), "
+        "segmentation (classes of pixels), "
+        "regression (numbers), language (the next token), or package.module:build of your own",
+    )
