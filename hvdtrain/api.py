@@ -134,11 +134,11 @@ def train(
     """Trains, as `hvdtrain` does, on one process or as one rank of those that mpirun or srun
     started with this script.
 
-    config: the keys of `hvdtrain --help keys`, nested or dotted, {"epochs": 3, "model": {"name":
-    Net}}, where a class stands for its import path; or a YAML file. `arguments` are key=value, and
-    win over it. Every rank calls it with the same. On one process an error is raised (UserError: a
-    mistake in what was given, of which a script that does not catch it shows what, where and fix
-    alone); where one of several ranks fails, its error is printed and all ranks end.
+    config: the keys of `hvdtrain --help all-keys`, nested or dotted: {"epochs": 3, "model":
+    {"name": Net}}, where a class stands for its import path; or a YAML file. `arguments` are
+    key=value, and win over it. Every rank passes the same arguments. On one process an error is
+    raised: a UserError for a mistake in the arguments, which a script that does not catch it shows
+    as what, where and fix. If one of several ranks fails, its error is printed and all ranks end.
 
     The others stand for names of the configuration, and win over it; docs/own-model.md, own-data.md
     and own-loss.md have examples: model: a torch module, which is trained from rank 0's weights,

@@ -17,7 +17,7 @@ from hvdtrain.training.failure import check_limits
 USAGE = """\
 hvdtrain [train] [--config FILE] [--max-time TIME] [key=value ...]
   --config FILE      a YAML file of keys: configs/*.yaml, or what --print-config prints
-  key=value          a key of the configuration: --help keys lists all of them, --help SECTION some, --help KEY shows one
+  key=value          a key of the configuration: --help keys lists the most used, --help all-keys all; --help SECTION, --help KEY
   --max-time 3.5h    stop with a checkpoint before that time is over, exit code 75: the same command continues the job
   --print-config     print the resolved configuration, ready for --config; trains nothing
   --num-nodes 2 --node-id 0 --num-gpus 4 comm.address=n1:29500   without a launcher: on each host, with its --node-id

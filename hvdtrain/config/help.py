@@ -29,7 +29,8 @@ hvdtrain trains deep networks on many workers.
   hvdtrain report RUN [RUN ...] [--to FOLDER]              one page with figures, of one or several jobs, running, done or killed
   hvdtrain --num-nodes 2 --node-id 0 --num-gpus 4 comm.address=n1:29500 [key=value ...]    by hand, on each node, without MPI
 
-  COMMAND --help     the options of a command; --help SECTION: its keys and the options of each name; --help KEY, --help keys
+  COMMAND --help     the options of a command; --help SECTION: its keys and the options of each name; --help KEY
+  --help keys        the keys that most jobs set; --help all-keys: every key, a line each
   --max-time 3.5h    stop with a checkpoint before that time is over, exit code 75: the same command continues the job
   --print-config     the resolved configuration, ready for --config; --version: the version
   list               the names that data.name, task.name, model.name, optim.name, comm.engine, framework and log.trackers take
@@ -45,6 +46,55 @@ _OF_LISTS = {
     "list": "hvdtrain list\n  prints the names that each key with names takes",
     "extras": "hvdtrain extras\n  prints more commands, of features that most users never need",
 }
+# Keys that most jobs set, in the order of the schema: `--help keys`.
+EVERYDAY = (
+    "framework",
+    "run",
+    "resume",
+    "epochs",
+    "seed",
+    "data.name",
+    "data.root",
+    "data.val_share",
+    "data.readers",
+    "task.name",
+    "augment.crop",
+    "augment.flip",
+    "batch.size",
+    "batch.per_rank",
+    "batch.micro",
+    "model.name",
+    "model.label_smoothing",
+    "model.recompute",
+    "model.weights",
+    "model.freeze",
+    "optim.name",
+    "optim.base_lr",
+    "optim.base_batch",
+    "optim.momentum",
+    "optim.weight_decay",
+    "optim.clip_norm",
+    "recipe.scale",
+    "recipe.warmup",
+    "recipe.schedule",
+    "recipe.growth",
+    "norm.kind",
+    "comm.engine",
+    "comm.compression",
+    "shard.stage",
+    "speed.precision",
+    "speed.device",
+    "speed.compile",
+    "stop.steps",
+    "stop.target",
+    "stop.patience",
+    "checkpoint.every_minutes",
+    "checkpoint.keep_best",
+    "guard.max_time",
+    "log.trackers",
+)
+_KEY_WIDTH = 34
+_LINE_WIDTH = 118
 # Where the plugins are that a key names, and when.
 _FOLDERS = {
     "data.name": schema.OPEN_SECTIONS["data"],
@@ -62,13 +112,13 @@ def help_text(topic: str | None) -> str:
     """One screen: commands, sections, exit codes; or what a topic says. Raises UserError for an
     unknown topic.
 
-    A topic is a section, whose keys and options of plugins are listed, one key or option, or
-    "keys": every key.
+    A topic is a section, whose keys and options of plugins are listed, one key or option, "keys"
+    or "all-keys".
     """
     if topic is None:
         return _page()
-    if topic == "keys":
-        return _every_key()
+    if topic in ("keys", "all-keys"):
+        return _everyday_keys() if topic == "keys" else _every_key()
     if topic in _OF_LISTS:
         return _OF_LISTS[topic]
     if topic in schema.SECTIONS:
@@ -96,6 +146,29 @@ def _page() -> str:
             before = [line.startswith(command.listed_after) for line in lines].index(True)
             lines.insert(before + 1, f"  {command.usage}")
     return "\n".join(lines)
+
+
+def _everyday_keys() -> str:
+    """The keys of EVERYDAY with their defaults and descriptions, wrapped; a blank line between
+    sections."""
+    lines = ["the keys that most jobs set, with their defaults"]
+    before = None
+    for key in EVERYDAY:
+        section = key.rpartition(".")[0]
+        if section != before:
+            lines.append("")
+        before = section
+        row = _row(key, schema.known_keys()[key])
+        indent = " " * (_KEY_WIDTH + 3)
+        lines += textwrap.wrap(
+            row,
+            _LINE_WIDTH,
+            subsequent_indent=indent,
+            drop_whitespace=True,
+            break_on_hyphens=False,
+        )
+    more = len(schema.known_keys()) - len(EVERYDAY)
+    return "\n".join([*lines, "", f"{more} more keys: --help all-keys; one section: --help optim"])
 
 
 def _every_key() -> str:
@@ -143,16 +216,17 @@ def list_text() -> str:
 def _rows(kind: type[BaseModel], prefix: str) -> list[str]:
     """A row for each key of a section, or each option of a plugin: key=default, then its
     description."""
-    fields = {
-        name: info
+    return [
+        _row(f"{prefix}{name}", info)
         for name, info in kind.model_fields.items()
         if info.annotation not in schema.SECTIONS.values()
-    }
-    keys = {
-        name: f"{prefix}{name}={shown_default(info.get_default(call_default_factory=True))}"
-        for name, info in fields.items()
-    }
-    return [f"  {keys[name]:34} {info.description or ''}".rstrip() for name, info in fields.items()]
+    ]
+
+
+def _row(key: str, info: FieldInfo) -> str:
+    """`key=default`, then its description."""
+    text = f"{key}={shown_default(info.get_default(call_default_factory=True))}"
+    return f"  {text:{_KEY_WIDTH}} {info.description or ''}".rstrip()
 
 
 def _option_rows(section: str, only: str | None = None) -> list[str]:

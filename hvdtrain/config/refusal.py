@@ -325,7 +325,7 @@ def fix_of_argument(argument: str, following: str) -> str:
         return f"did you mean {option}?"
     key = key or assignment_of(word) or closest(word, list(known_keys()))
     if key is None:
-        return "write key=value, as in batch.size=128; --help keys lists them"
+        return "write key=value, as in batch.size=128; --help all-keys lists them"
     is_value = following and "=" not in following and not following.startswith("-")
     return (
         f"write {key}" if "=" in key else f"write {key}={short(following) if is_value else 'VALUE'}"

@@ -38,6 +38,23 @@ def test_each_command_has_help_of_its_own(capsys: pytest.CaptureFixture[str], co
     )
 
 
+def test_the_keys_that_most_jobs_set_have_the_rows_of_all_keys(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """--help keys: at most 45 of them, wrapped, in the order and with the text of --help
+    all-keys."""
+    everyday, every = said(capsys, "--help", "keys"), said(capsys, "--help", "all-keys")
+    assert max(len(line) for line in everyday.splitlines()) <= 118
+    paragraphs = re.split(r"\n(?=\n|  \S)", everyday)[1:-1]
+    rows = [" ".join(each.split()) for each in paragraphs if each.strip()]
+    lines = [" ".join(line.split()) for line in every.splitlines() if line.startswith("  ")]
+    assert len(lines) == len(known_keys()) and 40 <= len(rows) <= 45
+    assert rows == [line for line in lines if line in rows]
+    assert everyday.endswith(
+        f"{len(lines) - len(rows)} more keys: --help all-keys; one section: --help optim\n"
+    )
+
+
 def test_the_help_of_the_program_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
     lines = said(capsys, "--help").splitlines()
     assert 24 <= len(lines) <= 40 and max(map(len, lines)) <= 130

@@ -386,7 +386,7 @@ def test_a_missing_file_is_named() -> None:
 
 
 def test_every_number_is_bounded_and_every_key_is_described() -> None:
-    page = help.help_text("keys")
+    page = help.help_text("all-keys")
     for key, info in schema.known_keys().items():
         assert f"  {key}=" in page
         assert info.description, f"{key} has no description"
