@@ -1,4 +1,4 @@
-# make train | horovod | wheelhouse | check | test | test-keras | test-slow | test-faults | test-cluster | test-all | test-extras | test-torch | test-gpu | test-4 | test-debian-13 | mutants | lock | clean.
+# make train | horovod | wheelhouse | check | test | test-keras | test-slow | test-faults | test-cluster | test-all | test-extras | test-torch | test-gpu | test-4 | test-debian-13 | mutants | dist | lock | clean.
 # Each installs what it needs.
 #   make train RANKS=4 ARGS="epochs=3" LIMIT_S=3600      make test ARGS="-k sampler"      make PYTHON=python3.12 train
 #   make train ACCEPT="torch torchvision 'nvidia-*'"     packages of another index, whose files constraints.txt does not list
@@ -63,7 +63,7 @@ export OMPI_ALLOW_RUN_AS_ROOT ?= 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 endif
 
-.PHONY: train horovod wheelhouse test test-keras test-torch test-slow test-faults test-cluster test-all test-extras mutants test-gpu check test-4 test-debian-13 lock clean no-compiler
+.PHONY: train horovod wheelhouse test test-keras test-torch test-slow test-faults test-cluster test-all test-extras dist mutants test-gpu check test-4 test-debian-13 lock clean no-compiler
 .DELETE_ON_ERROR:
 
 train: $(READY) $(HOROVOD)  ## RANKS ranks train on the embedded digits
@@ -121,6 +121,11 @@ check: $(VENV)/.test  ## format, lint, types, floors
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 	$(PY) -m pytest -q tests/test_floors.py
+
+dist: $(VENV)/.test  ## dist/: the source archive, and the wheel built from it (docs/releasing.md)
+	rm -rf dist build
+	$(PY) -c "from setuptools import build_meta; build_meta.build_sdist('dist')"
+	$(PY) -m pip wheel --no-deps --no-build-isolation --wheel-dir dist dist/hvdtrain-*.tar.gz
 
 lock: $(VENV)/.python  ## constraints.txt from setup.cfg: versions and sha256 of every file; ARGS are options of `uv pip compile`
 	$(PY) install.py --packages-only --extras lock

@@ -1,37 +1,57 @@
-"""The wheel: what an index shows of it, and that it has every file that a command needs."""
+"""The wheel and the source archive: what an index shows of them, that both have every file that a
+command needs, and that pip installs the wheel in an empty environment."""
 
 from __future__ import annotations
 
 import email
+import os
 import shutil
 import subprocess
 import sys
 import zipfile
 from email.message import Message
+from functools import partial
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_{}(sys.argv[1]))"
+
+
+def build(kind: str, source: Path, out: Path) -> Path:
+    """Builds the wheel or the sdist of a folder."""
+    pytest.importorskip("setuptools")
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD.format(kind), str(out)],
+        cwd=source,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return out / done.stdout.splitlines()[-1]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy: setuptools leaves files in the folder that it builds in."""
-    pytest.importorskip("setuptools")
     source = tmp_path_factory.mktemp("source")
-    out = tmp_path_factory.mktemp("wheel")
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     shutil.copytree(
         ROOT / "hvdtrain", source / "hvdtrain", ignore=shutil.ignore_patterns("__pycache__")
     )
-    subprocess.run(
-        [sys.executable, "-c", BUILD, str(out)], cwd=source, check=True, capture_output=True
-    )
-    (path,) = out.glob("*.whl")
-    return path
+    return build("sdist", source, tmp_path_factory.mktemp("sdist"))
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from the source archive, as `make dist` and pip do."""
+    folder = tmp_path_factory.mktemp("unpacked")
+    shutil.unpack_archive(sdist, folder, filter="data")
+    (source,) = folder.iterdir()
+    return build("wheel", source, tmp_path_factory.mktemp("wheel"))
 
 
 def metadata_of(wheel: Path) -> Message:
@@ -41,18 +61,18 @@ def metadata_of(wheel: Path) -> Message:
 
 
 def test_an_index_shows_description_classifiers_and_links(wheel: Path) -> None:
-    metadata = metadata_of(wheel)
-    assert metadata["Description-Content-Type"] == "text/markdown"
-    description = metadata.get_payload(decode=True)
+    shown = metadata_of(wheel)
+    assert shown["Description-Content-Type"] == "text/markdown"
+    description = shown.get_payload(decode=True)
     assert (
         isinstance(description, bytes)
         and description.decode().strip() == (ROOT / "README.md").read_text().strip()
     )
-    classifiers = metadata.get_all("Classifier") or []
+    classifiers = shown.get_all("Classifier") or []
     assert {"Operating System :: POSIX :: Linux", "Programming Language :: Python :: 3.11"} <= set(
         classifiers
     )
-    assert metadata.get_all("Project-URL") and set(metadata["Requires-Python"].split(",")) == {
+    assert shown.get_all("Project-URL") and set(shown["Requires-Python"].split(",")) == {
         ">=3.11",
         "<3.15",
     }
@@ -87,3 +107,31 @@ def test_a_wheel_has_every_file_of_the_package_and_runs(wheel: Path, tmp_path: P
         str(tmp_path / "site/hvdtrain/__init__.py")
     ), done
     assert "wide_resnet" in done.stdout
+
+
+def test_the_source_archive_takes_folders_and_files_that_exist() -> None:
+    """setuptools only warns of a line that matches nothing."""
+    lines = (ROOT / "MANIFEST.in").read_text().splitlines()
+    names = [
+        name for line in lines if line.startswith(("graft", "include")) for name in line.split()[1:]
+    ]
+    assert {"tests", "docs", "constraints.txt"} <= set(names)
+    assert [name for name in names if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.slow
+def test_pip_installs_the_wheel_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
+    """With everything that it requires, in the versions that pip chooses; a job trains, and a
+    report has figures."""
+    run = partial(subprocess.run, cwd=tmp_path, check=True, text=True, capture_output=True)
+    run([sys.executable, "-m", "venv", "env"])
+    python = tmp_path / "env" / "bin" / "python"
+    version = metadata.version("torch").partition("+")[0]
+    run([python, "-m", "pip", "install", "-q", wheel, f"torch=={version}"])
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = tmp_path / "env" / "bin" / "hvdtrain"
+    trained = run([command, "run=digits", "epochs=1"], env=environment).stdout
+    assert "done (epochs=1)" in trained
+    run([command, "report", "digits"], env=environment)
+    assert list(tmp_path.glob("**/report.html"))
+    run([python, "-m", "pip", "check"])
