@@ -58,24 +58,23 @@ class Config(Section):
 
     framework: str = Field(
         default="torch",
-        description="framework that computes on each rank: torch, jax, keras (a keras.Model of "
-        "yours, on the backend of KERAS_BACKEND), or "
-        "numpy (the reference for linear models)",
+        description="framework that runs on each rank: torch, jax, keras (your keras.Model, "
+        "on the backend of KERAS_BACKEND), or numpy (the reference for linear "
+        "models)",
     )
     run: str | None = Field(default=None, description="run folder; default: runs/DATA-MODEL-TIME")
     resume: str = Field(
         default="auto",
-        description="auto: continue from the newest intact checkpoint of run= if there is one of "
-        "this job; no: a new job; "
-        "RUN: continue that run folder with its configuration, and with what the command changes "
-        "in it",
+        description="auto: resume from the newest intact checkpoint in run=, if it contains "
+        "one of this job; no: start a new job; RUN: resume that run folder with "
+        "its configuration and the keys on the command line",
     )
     epochs: float | None = Field(
         default=DEFAULT_EPOCHS,
         gt=0,
         le=10**9,
-        description="passes over the training set, 0.5 or 2.25 too; no limit by default where "
-        "stop.steps or stop.time ends the job",
+        description="passes over the training set; fractions such as 0.5 or 2.25 work; "
+        "without a limit if stop.steps or stop.time ends the job",
     )
     seed: int = Field(
         default=1,
@@ -85,7 +84,7 @@ class Config(Section):
     )
     hooks: list[str] = Field(
         default_factory=list,
-        description="your own calls in the training loop, classes of hvdtrain.Hook: "
+        description="your callbacks in the training loop, subclasses of hvdtrain.Hook: "
         "[package.module:Class]",
     )
     data: DataConfig = Field(default_factory=DataConfig)

@@ -92,7 +92,7 @@ def test_the_help_of_a_job_names_its_options(capsys: pytest.CaptureFixture[str])
         (
             "stop.target",
             "stop.target: default nothing\n  value of the task's objective at which the job "
-            "stops: validation accuracy",
+            "stops; with task.name=classification the validation accuracy\n",
         ),
         ("log.trackers", "takes a list, each a text"),
         (

@@ -25,19 +25,18 @@ class BatchConfig(Section):
         default=None,
         ge=1,
         le=10**9,
-        description="samples per step on each rank, instead of batch.size: batch.size becomes "
-        "this times the number of ranks at the "
-        "start of the job",
+        description="samples per step on each rank; sets batch.size to this value times the "
+        "number of ranks at the start of the job",
     )
     micro: Annotated[int, Field(ge=1, le=10**9)] | Literal["auto"] | None = Field(
         default=None,
-        description="largest number of samples in one forward pass of one rank; gradients of a "
-        "step's passes are accumulated; "
-        "auto: as many as fit into the rank's memory, by prediction",
+        description="largest number of samples in one forward pass of a rank (micro-batch); "
+        "gradients of the micro-batches of a step are accumulated; auto: the "
+        "predicted maximum that fits in memory",
     )
     evaluate: int = Field(
         default=500,
         ge=1,
         le=10**9,
-        description="samples in one forward pass of one rank during evaluation",
+        description="samples in one forward pass of a rank during evaluation",
     )

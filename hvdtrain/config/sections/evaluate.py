@@ -16,22 +16,20 @@ class EvaluateConfig(Section):
 
     section = "evaluate"
     every_steps: int | None = Field(
-        default=None, ge=1, le=10**15, description="steps between two evaluations within an epoch"
+        default=None, ge=1, le=10**15, description="steps between evaluations within an epoch"
     )
     samples: int | None = Field(
         default=None,
         ge=1,
         le=10**12,
-        description="evaluate only so many samples of the validation set: the same ones each time "
-        "and on any number of ranks, drawn by "
-        "the seed",
+        description="evaluate only this many samples of the validation set; the seed selects "
+        "them, the same ones each time and on any number of ranks",
     )
     views: Literal[1, 2, 6] = Field(
         default=1,
-        description="test-time augmentation: what the model says of an image is the mean of its "
-        "outputs for so many views: 2: the image "
-        "and its mirror image; 6: these two with weight 1/4 each, and both shifted by a pixel up "
-        "and left, and down and right, 1/8 each "
-        "(Jordan 2024, arXiv:2404.00498). An evaluation takes so many forward passes. For "
-        "task.name=classification of images",
+        description="test-time augmentation: average the model's outputs over this many views "
+        "of an image; 2: the image and its mirror image; 6: these two with weight "
+        "1/4 each, and both shifted by one pixel up and left, and down and right, "
+        "with weight 1/8 each (Jordan 2024, arXiv:2404.00498). An evaluation "
+        "takes that many forward passes. For classification of images",
     )

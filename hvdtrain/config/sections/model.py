@@ -30,91 +30,89 @@ class ModelConfig(OpenSection):
     section = "model"
     name: str = Field(
         default="wide_resnet",
-        description="model: wide_resnet, convnet, airbench, alexnet, resnet18 ... resnet152, gpt, "
-        "mlp, linear, timm:NAME, "
-        "transformers:FOLDER, or package.module:Class of your own",
+        description="model: wide_resnet, convnet, airbench, alexnet, resnet18 ... resnet152, "
+        "gpt, mlp, linear, timm:NAME, transformers:FOLDER, or your own as "
+        "package.module:Class",
     )
     loss: Literal["cross_entropy", "squared_error"] = Field(
         default="cross_entropy",
-        description="cross_entropy: of the softmax; squared_error: half the squared distance to "
-        "the one-hot label",
+        description="cross_entropy: cross-entropy of the softmax; squared_error: half the "
+        "squared distance to the one-hot label",
     )
     label_smoothing: float = Field(
         default=0.0,
         ge=0,
         le=1,
-        description="share of the label spread over all classes in training; validation loss is "
-        "computed without it",
+        description="fraction of the label that is spread over all classes during training; "
+        "the validation loss is computed without smoothing",
     )
     classifier_std: float | None = Field(
         default=None,
         ge=0,
         le=1e6,
-        description="standard deviation of the last linear layer's initial weights, with bias 0 "
-        "(Goyal 2017: 0.01); framework=torch only",
+        description="standard deviation of the initial weights of the last linear layer, "
+        "whose bias is then 0 (Goyal 2017: 0.01); framework=torch only",
     )
     recompute: Literal["none", "all"] | Annotated[int, Field(ge=1, le=10**6)] = Field(
         default="none",
-        description="activation checkpointing: all: the model's blocks keep no activations, the "
-        "backward pass computes them again; "
-        "N: every N-th block; none: all are kept",
+        description="activation checkpointing; all: no block of the model keeps activations, "
+        "the backward pass recomputes them; N: every N-th block; none: all "
+        "activations are kept",
     )
     weights: str | None = Field(
         default=None,
-        description="pretrained weights that a new job begins with: model.safetensors, model.pt, "
-        "a run folder, or a folder with "
-        "model.safetensors",
+        description="pretrained weights to start a new job from: model.safetensors, model.pt, "
+        "a run folder, or a folder that contains model.safetensors",
     )
     download: bool = Field(
         default=False,
-        description="whether a model's own code may download weights through torch.hub, as "
-        "torchvision's does, or from the Hugging Face "
-        "Hub (framework=torch)",
+        description="allow the model's code to download weights through torch.hub, as "
+        "torchvision does, or from the Hugging Face Hub (framework=torch)",
     )
     freeze: list[str] = Field(
         default_factory=list,
-        description="weights that are not trained, and norms whose running statistics stay: "
-        "names, with * for any characters: "
-        "['backbone.*'] (framework=torch)",
+        description="weights to freeze, and norms whose running statistics to freeze, by "
+        "name, with * as a wildcard: ['backbone.*'] (framework=torch)",
     )
     thaw: list[ThawConfig] = Field(
         default_factory=list,
-        description="frozen weights, and running statistics of their norms, that are trained "
+        description="frozen weights, and running statistics of their norms, to unfreeze "
         "later: [{at: 2, names: ['backbone.*']}]",
     )
     lora: list[str] = Field(
         default_factory=list,
-        description="linear layers that get a low-rank adapter: names, with * for any characters: "
-        "['blocks.*.fc1'] (framework=torch); "
-        "all other weights are frozen but those of model.lora_train and model.weights_skip",
+        description="linear layers that get a low-rank adapter (LoRA), by name, with * as a "
+        "wildcard: ['blocks.*.fc1']; all other weights are frozen, except those "
+        "in model.lora_train and model.weights_skip (framework=torch)",
     )
     lora_train: list[str] = Field(
         default_factory=list,
-        description="weights and running statistics that are trained beside the adapters of "
-        "model.lora: names, with * for any characters: "
-        "['head.*']; never those of the layers with an adapter",
+        description="weights and running statistics to train in addition to the adapters of "
+        "model.lora, by name, with * as a wildcard: ['head.*']; not those of the "
+        "adapted layers",
     )
     lora_rank: int = Field(
-        default=8, ge=1, le=10**6, description="rank of each adapter of model.lora"
+        default=8, ge=1, le=10**6, description="rank of the adapters of model.lora"
     )
     lora_alpha: float | None = Field(
         default=None,
         gt=0,
         le=1e6,
-        description="an adapter counts lora_alpha / lora_rank; default: 1",
+        description="an adapter's output is scaled by lora_alpha / lora_rank; default: a "
+        "factor of 1",
     )
     lora_dropout: float = Field(
-        default=0.0, ge=0, lt=1, description="dropout of what an adapter gets"
+        default=0.0, ge=0, lt=1, description="dropout probability of an adapter's input"
     )
     weights_skip: list[str] = Field(
         default_factory=list,
-        description="weights that begin as without model.weights: names, with * for any "
-        "characters: ['fc.*']",
+        description="weights not to load from model.weights, by name, with * as a wildcard: "
+        "['fc.*']; they are initialized as in a new model",
     )
     weights_names: list[str] = Field(
         default_factory=list,
-        description="OLD=NEW: the names of the file that begin with OLD begin with NEW in the "
-        "model: ['backbone.=']; with * whole names: "
+        description="OLD=NEW renames weights of the file whose names begin with OLD: "
+        "['backbone.=']; with * it matches whole names: "
         "['encoder.layer.*.query.*=layers.*.q_proj.*']",
     )
 

@@ -17,12 +17,14 @@ class NormConfig(Section):
     section = "norm"
     kind: Literal["batch", "ghost", "sync"] = Field(
         default="batch",
-        description="batch: statistics of one rank's forward pass; ghost: of each `ghost` samples "
-        "of it; sync: of all ranks' samples",
+        description="which samples the statistics of batch norm come from; batch: one forward "
+        "pass of one rank; ghost: groups of norm.ghost samples within it; sync: "
+        "the samples of all ranks",
     )
     ghost: int = Field(default=128, ge=1, le=10**9, description="samples in a ghost batch")
     statistics: Literal["averaged", "sequential"] = Field(
         default="averaged",
-        description="running statistics of ghost batches: averaged: one update by their mean; "
-        "sequential: one update by each, as in Hoffer's code",
+        description="how the running statistics of ghost batches are updated; averaged: once, "
+        "with the mean over the ghost batches; sequential: once per ghost batch, "
+        "as in Hoffer's code",
     )

@@ -52,71 +52,70 @@ class OptimConfig(OpenSection):
     section = "optim"
     name: str = Field(
         default="sgd",
-        description="optimizer: sgd, adam, adamw, lars, larc, lamb, novograd, muon, or a "
-        "torch.optim.Optimizer by its import path: "
-        "torch.optim.RMSprop (not LBFGS, whose step computes the loss again)",
+        description="optimizer: sgd, adam, adamw, lars, larc, lamb, novograd, muon, or the "
+        "import path of a torch.optim.Optimizer, such as torch.optim.RMSprop (not "
+        "LBFGS, whose step recomputes the loss)",
     )
     base_lr: float = Field(
         default=0.02,
         ge=0,
         le=1e6,
-        description="learning rate for a global batch of base_batch, after the warm-up",
+        description="learning rate after the warm-up for a global batch of optim.base_batch",
     )
     base_batch: int | None = Field(
         default=None,
         ge=1,
         le=10**9,
-        description="global batch that base_lr belongs to; default: batch.size, so that only a "
-        "growing batch scales the rate",
+        description="global batch for which optim.base_lr is meant; default: batch.size, so "
+        "that only a growing batch scales the learning rate",
     )
     momentum: float | None = Field(
         default=None,
         ge=0,
         lt=1,
         description="momentum, or the first beta of Adam-like optimizers; default: the "
-        "optimizer's own, 0.9 or 0.95 for novograd and muon",
+        "optimizer's own, which is 0.9, or 0.95 for novograd and muon",
     )
     weight_decay: float | None = Field(
         default=None,
         ge=0,
         le=1e6,
-        description="weight decay: weight_decay x weight is added to the gradient, or as the "
-        "optimizer defines it; default: 0, or that of "
-        "the class, for all parameters, where optim.name is an import path",
+        description="weight decay: weight_decay x weight is added to the gradient, or applied "
+        "as the optimizer defines it; default: 0, or the default of the class if "
+        "optim.name is an import path, which then decays all parameters",
     )
     exclude: Literal["norms_and_biases", "none"] = Field(
         default="norms_and_biases",
-        description="norms_and_biases: parameters with at most one dimension are not decayed and "
-        "not scaled by lars, larc, lamb; "
-        "none: all are",
+        description="norms_and_biases: parameters with at most one dimension get no weight "
+        "decay and no scaling by lars, larc or lamb; none: all parameters do",
     )
     groups: list[GroupConfig] = Field(
         default_factory=list,
-        description="parameters with a rate, a decay or a momentum of their own, by their names: "
-        "a list of {names, rate, decay, momentum}, "
-        "as in [{names: '*.bias', rate: 64}]; of several entries that a name fits the first counts",
+        description="parameters with their own learning rate factor, weight decay or "
+        "momentum: a list of {names, rate, decay, momentum}, such as [{names: "
+        "'*.bias', rate: 64}]; the first entry that matches a name applies",
     )
     ema: float | None = Field(
         default=None,
         ge=0,
         lt=1,
-        description="decay of an exponential moving average of the weights, one update a step, as "
-        "in 0.999: evaluations, predict, "
-        "sample and export use it in the place of the weights (Polyak and Juditsky 1992)",
+        description="decay of an exponential moving average of the weights, such as 0.999, "
+        "updated once per step; evaluations, predict, sample and export use the "
+        "average instead of the weights (Polyak and Juditsky 1992)",
     )
     clip_norm: float | None = Field(
         default=None,
         gt=0,
         le=1e30,
-        description="largest Euclidean norm of the mean gradient over all parameters; a longer "
-        "gradient is scaled down",
+        description="largest Euclidean norm of the mean gradient over all parameters; a "
+        "larger gradient is scaled down to it",
     )
     clip_value: float | None = Field(
         default=None,
         gt=0,
         le=1e30,
-        description="clamp each element of the mean gradient to [-clip_value, clip_value], before "
-        "clip_norm",
+        description="clamp each element of the mean gradient to [-clip_value, clip_value], "
+        "before optim.clip_norm",
     )
 
     @model_validator(mode="before")

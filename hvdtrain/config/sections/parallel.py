@@ -21,58 +21,58 @@ class ParallelConfig(Section):
         default=1,
         ge=1,
         le=10**6,
-        description="ranks that compute each layer together, each a part of its neurons and heads "
-        "(Shoeybi 2019, arXiv:1909.08053); they "
-        "read the same samples, and exchange activations in every layer: keep them inside a host. "
-        "For models with a plan: gpt, mlp",
+        description="number of ranks that compute each layer together, each with part of its "
+        "neurons and attention heads (Shoeybi 2019, arXiv:1909.08053). These "
+        "ranks read the same samples and exchange activations in every layer, so "
+        "keep them within a host. For models with a tensor plan: gpt, mlp",
     )
     sequence: bool = Field(
         default=False,
-        description="with parallel.tensor: between the layers that are cut each rank has its part "
-        "of the positions of each sample, in "
-        "norms, dropout and shortcuts, which every rank of a group computes whole without it "
-        "(Korthikanti 2022, arXiv:2205.05198): less "
-        "memory of activations, the same results. For models whose plan has it: gpt",
+        description="with parallel.tensor: in norms, dropout and residual connections each "
+        "rank computes only its part of the positions, instead of all of them "
+        "(sequence parallelism: Korthikanti 2022, arXiv:2205.05198); needs less "
+        "memory for activations, same results. For models whose plan supports it: "
+        "gpt",
     )
     pipeline: int = Field(
         default=1,
         ge=1,
         le=10**6,
-        description="ranks that have the layers of a model one after the other, through which a "
-        "step's micro-batches go; they read the "
-        "same samples. For gpt, mlp, a torch.nn.Sequential and models with pipeline_units() "
-        "(framework=torch)",
+        description="number of pipeline stages: each rank of a pipeline has consecutive "
+        "layers of the model, and the micro-batches of a step pass through the "
+        "stages; the ranks of a pipeline read the same samples. For gpt, mlp, "
+        "torch.nn.Sequential and models with pipeline_units() (framework=torch)",
     )
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = Field(
         default="1f1b",
-        description="order of a pipeline's passes: gpipe: all forward, then all backward (Huang "
-        "2019, arXiv:1811.06965); 1f1b: backward as "
-        "soon as can be, with fewer activations (Narayanan 2019, arXiv:1806.03377); interleaved: "
-        "several stages on each rank (Narayanan "
-        "2021, arXiv:2104.04473); zero_bubble: gradients of weights fill the gaps (Qi 2023, "
-        "arXiv:2401.10241)",
+        description="order of the forward and backward passes of a pipeline; gpipe: all "
+        "forward, then all backward (Huang 2019, arXiv:1811.06965); 1f1b: "
+        "backward as early as possible, with fewer activations in memory "
+        "(Narayanan 2019, arXiv:1806.03377); interleaved: several stages on each "
+        "rank (Narayanan 2021, arXiv:2104.04473); zero_bubble: weight gradients "
+        "fill the gaps (Qi 2023, arXiv:2401.10241)",
     )
     virtual: int | None = Field(
         default=None,
         ge=1,
         le=1000,
-        description="stages of a rank with parallel.schedule=interleaved; default 2, with other "
-        "schedules 1",
+        description="stages per rank with parallel.schedule=interleaved; default: 2, or 1 "
+        "with other schedules",
     )
     micro_batches: int | None = Field(
         default=None,
         ge=1,
         le=10**6,
-        description="micro-batches of a step, of the ranks of a pipeline; default: 2 x "
-        "parallel.pipeline, or what batch.micro gives",
+        description="micro-batches per step of a pipeline; default: 2 x parallel.pipeline, or "
+        "as many as batch.micro implies",
     )
     balance: Literal["operations", "seconds"] | list[PositiveInt] = Field(
         default="operations",
-        description="where a pipeline's model is cut, so that the slowest stage is as fast as can "
-        "be: operations: by the floating-point "
-        "operations of each unit, the same in every run; seconds: by its time, as rank 0 measures "
-        "it at the start; [3, 2]: units of each "
-        "stage; `hvdtrain plan --pipeline` shows all",
+        description="how a pipeline divides the model so that the slowest stage is as fast as "
+        "possible; operations: by the floating-point operations of each unit, the "
+        "same in every run; seconds: by the time of each unit, measured by rank 0 "
+        "at the start; [3, 2]: by the number of units in each stage. `hvdtrain "
+        "plan --pipeline` shows all three",
     )
 
     @field_validator("balance", mode="before")

@@ -17,6 +17,6 @@ class ProfileConfig(Section):
     steps: str | None = Field(
         default=None,
         description="A:B traces the steps after step A up to step B on every rank into "
-        "RUN/profile/rank-00000/, for "
-        "https://ui.perfetto.dev; slows these steps",
+        "RUN/profile/rank-00000/, to open at https://ui.perfetto.dev; slows these "
+        "steps",
     )

@@ -17,26 +17,25 @@ class ShardConfig(Section):
     section = "shard"
     stage: Literal[0, 1, 2, 3] = Field(
         default=0,
-        description="ZeRO (Rajbhandari 2020, arXiv:1910.02054): 0: every rank has everything; 1: "
-        "each rank has its part of the optimizer "
-        "state; 2: and of the gradients, also between micro-batches; 3: and of the weights, with "
-        "one block of the model's `blocks` whole "
-        "at a time (framework=torch: FSDP2, not on horovod)",
+        description="ZeRO stage (Rajbhandari 2020, arXiv:1910.02054); 0: every rank has "
+        "everything; 1: optimizer state is sharded; 2: gradients too, also "
+        "between micro-batches; 3: weights too, and one block of the model's "
+        "`blocks` is gathered at a time (framework=torch: FSDP2, not on horovod)",
     )
     group: Literal["all", "node"] = Field(
         default="all",
-        description="all: parts over all ranks; node: over the ranks of each host, with copies on "
-        "the others, between which only sums of "
-        "parts travel (HSDP); every host has equally many ranks",
+        description="all: shard over all ranks; node: shard over the ranks of each host and "
+        "replicate across hosts, between which only reduced shards are sent "
+        "(HSDP); every host must have the same number of ranks",
     )
     reshard: bool = Field(
         default=True,
-        description="of stage 3: false keeps whole weights from forward to backward: more memory, "
-        "a third less communication",
+        description="with shard.stage=3; false: keep gathered weights from the forward to the "
+        "backward pass, which needs more memory and a third less communication",
     )
     offload: Literal["none", "optimizer", "parameters"] = Field(
         default="none",
-        description="none: a GPU has everything; optimizer: each rank's optimizer state and its "
-        "update are in host memory; "
-        "parameters (stage 3): and its parts of the weights. On a CPU nothing moves",
+        description="what is kept in host memory; none: nothing; optimizer: each rank's "
+        "optimizer state, which is updated there; parameters: its shard of the "
+        "weights too (shard.stage=3). Has no effect on a CPU",
     )

@@ -18,47 +18,45 @@ class StopConfig(Section):
         default=None,
         ge=1,
         le=10**15,
-        description="steps of the whole job, over all its runs: the length that its schedules "
-        "have, where it is reached before `epochs`",
+        description="steps of the whole job, over all its runs; schedules use this length if "
+        "it is reached before `epochs`",
     )
     time: str | None = Field(
         default=None,
-        description="time of the whole job, over all its runs, at which it is done: 90 (seconds), "
-        "45m, 3.5h, 1:30:00; as the clock of "
-        "rank 0 has it at a sync point. Where only time ends the job, no schedule can count "
-        "shares of it (guard.max_time stops one run, "
-        "to be resumed)",
+        description="time limit of the whole job, over all its runs: 90 (seconds), 45m, 3.5h, "
+        "1:30:00, measured by rank 0's clock at sync points. If only time ends "
+        "the job, no schedule can use fractions of its length. guard.max_time "
+        "instead stops one run, to be resumed",
     )
     target: float | None = Field(
         default=None,
         ge=-1e30,
         le=1e30,
-        description="value of the task's objective at which the job stops: validation accuracy, "
-        "with task.name=classification",
+        description="value of the task's objective at which the job stops; with "
+        "task.name=classification the validation accuracy",
     )
     target_for: int = Field(
         default=1,
         ge=1,
         le=10**9,
-        description="stop only after this many consecutive evaluations at stop.target or better",
+        description="stop only after this many consecutive evaluations that reach stop.target",
     )
     patience: int | None = Field(
         default=None,
         ge=1,
         le=10**9,
-        description="evaluations in a row without a better value of the task's objective "
-        "(validation accuracy) after which the job stops",
+        description="stop after this many consecutive evaluations without a better value of "
+        "the task's objective (validation accuracy)",
     )
     min_delta: float = Field(
         default=0.0,
         ge=0,
         le=1e30,
-        description="by more than this a value is better than the one that stop.patience counts "
-        "from",
+        description="smallest change that stop.patience counts as better",
     )
     restore_best: bool = Field(
         default=False,
-        description="keep the checkpoint of the best evaluation: its weights are those of the "
-        "script's model at the end of the job, and of "
-        "export, evaluate, predict and sample",
+        description="keep the checkpoint of the best evaluation; export, evaluate, predict "
+        "and sample use its weights, and a script's model has them at the end of "
+        "the job",
     )

@@ -15,7 +15,7 @@ class TaskConfig(OpenSection):
     section = "task"
     name: str = Field(
         default="classification",
-        description="task: classification (images of classes), multilabel (several labels), "
-        "segmentation (classes of pixels), "
-        "regression (numbers), language (the next token), or package.module:build of your own",
+        description="task: classification (images of classes), multilabel (several labels per "
+        "sample), segmentation (a class per pixel), regression (numbers), "
+        "language (the next token), or your own as package.module:build",
     )

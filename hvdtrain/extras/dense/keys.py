@@ -26,22 +26,23 @@ class DenseKeys(Parallel):
     }
     dense: Literal["none", "a", "b", "c"] = Field(
         default="none",
-        description="a, b, c: each rank has some of the neurons of the dense layers at a model's "
-        "end, for the samples of all ranks, and "
-        "all convolutions, for its own (Krizhevsky 2014, arXiv:1404.5997); a: the samples of all "
-        "ranks at once, b: one rank's after the "
-        "other's, c: 1 / ranks of each rank's at a time; none: whole. For models with a dense "
-        "part: alexnet, convnet (framework=torch)",
+        description="model parallelism for the dense layers at the end of a model, data "
+        "parallelism for its convolutions (Krizhevsky 2014, arXiv:1404.5997): "
+        "each rank has some of the dense neurons, which it computes for the "
+        "samples of all ranks; a: for all samples at once; b: for those of one "
+        "rank after another; c: for 1 / ranks of each rank's samples at a time; "
+        "none: off. For models with a dense part: alexnet, convnet "
+        "(framework=torch)",
     )
     dense_updates: int = Field(
         default=1,
         ge=1,
         le=10**6,
-        description="updates of the dense part in a step, with parallel.dense=b or c; the "
-        "convolutions have one (the variable batch, "
-        "Krizhevsky 2014, section 3.2). With 4, each is from a quarter of the batch (b), or from "
-        "every fourth of its samples (c), on any "
-        "number of ranks, at a quarter of the learning rate",
+        description="updates of the dense part per step with parallel.dense=b or c; the "
+        "convolutions have one (variable batch size: Krizhevsky 2014, section "
+        "3.2). With 4, each update uses a quarter of the batch (b) or every "
+        "fourth sample (c), on any number of ranks, at a quarter of the learning "
+        "rate",
     )
 
     @property

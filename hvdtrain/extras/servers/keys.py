@@ -20,37 +20,36 @@ class ServersConfig(Section):
         default=0,
         ge=0,
         le=10**6,
-        description="ranks that have a part of the weights each, and update it; the other ranks "
-        "are workers, which fetch weights and send "
-        "gradients (Li 2014, OSDI); 0: none, every rank computes gradients and updates. "
-        "framework=torch on the mpi and torchdist engines",
+        description="number of parameter servers: ranks that each have part of the weights "
+        "and update it; the other ranks are workers, which fetch weights and send "
+        "gradients (Li 2014, OSDI); 0: none, every rank computes gradients and "
+        "updates. framework=torch on the mpi and torchdist engines",
     )
     bound: Annotated[int, Field(ge=0, le=10**6)] | Literal["none"] = Field(
         default=0,
-        description="updates by others between a worker's fetching of weights and the update from "
-        "its gradient, at most: 0: every update "
-        "waits for a gradient of each worker, as without servers; s: a step is one worker's, and "
-        "waits while it would leave another one "
+        description="largest staleness: how many updates by others may come between a "
+        "worker's fetch of the weights and the update from its gradient; 0: every "
+        "update waits for a gradient from each worker, as without servers; s: a "
+        "step belongs to one worker, and waits if it would leave another worker "
         "more than s updates behind (Ho 2013, NIPS); none: no worker waits",
     )
     correct: Literal["none", "scale", "delay_compensation"] = Field(
         default="none",
-        description="of gradients at weights that are older: none; scale: the rate divided by "
-        "their staleness (Zhang 2016, "
-        "arXiv:1511.05950); delay_compensation: a term of the second order (Zheng 2017, "
+        description="correction of stale gradients; none: none; scale: the learning rate is "
+        "divided by the staleness (Zhang 2016, arXiv:1511.05950); "
+        "delay_compensation: a second-order term is added (Zheng 2017, "
         "arXiv:1609.08326)",
     )
     compensation: float = Field(
         default=0.04,
         ge=0,
         le=1e6,
-        description="of servers.correct=delay_compensation: the factor of its term, lambda of the "
-        "paper",
+        description="factor of the term of servers.correct=delay_compensation, lambda in the paper",
     )
     log: bool = Field(
         default=False,
-        description="write RUN/updates.bin: 8 bytes for each update, from which `hvdtrain replay "
-        "RUN` computes the same weights",
+        description="write RUN/updates.bin with 8 bytes per update, from which `hvdtrain "
+        "replay RUN` recomputes the same weights",
     )
 
     def readers_of(self, ranks: int) -> int:
