@@ -245,7 +245,7 @@ class LanesInThreads:
         ]
 
     def gives_up(self, after_s: float | None) -> None:
-        self.lanes[0]._settings = Settings(end_s=after_s)
+        self.lanes[0]._settings = self.lanes[0].rounds._settings = Settings(end_s=after_s)
 
     def call(self, rank: int, name: str) -> str:
         """The first line of its error."""

@@ -81,7 +81,7 @@ def test_a_collective_follows_the_stream_that_asks_and_the_one_that_waits_follow
     gpus = Gpus()
     engine = OwnEngine(Logged(gpus), Settings())
     lane = engine._lanes[GLOBAL]
-    lane._streams = lane._performer._streams = Streams(gpus)
+    lane._streams = lane.rounds._streams = lane.rounds._performer._streams = Streams(gpus)
     length = 1000  # too long for the block of a round
     request = Request(
         Signature(

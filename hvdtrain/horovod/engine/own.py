@@ -175,7 +175,7 @@ class OwnEngine:
             return
         self._can_shrink = True
         for lane in self._lanes.values():
-            lane.names_lost = False
+            lane.rounds.names_lost = False
 
     def confirm(self) -> None:
         if self._can_shrink:
@@ -254,7 +254,7 @@ class OwnEngine:
             self._callers,
             self._change,
         )
-        lane.names_lost = not self._can_shrink  # else the living go on at once
+        lane.rounds.names_lost = not self._can_shrink  # else the living go on at once
         return lane
 
     def _agree_on(self, kind: str, ranks: Sequence[int]) -> Any:
