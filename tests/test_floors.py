@@ -31,6 +31,7 @@ ALLOWED = {  # the only files that may import these
         "comm/torchdist.py",
         "comm/torch_groups.py",
         "comm/process_group.py",
+        "extras/airbench/",
         "extras/bench/of_torch.py",
         "extras/dense/",
         "extras/plan/of_torch/",

@@ -110,6 +110,12 @@ def aliases(folder: str) -> dict[str, str]:
     return found
 
 
+def plugins_of_extras(folder: str) -> list[str]:
+    """Names of the files of plugins that extras have in a folder, without their aliases."""
+    found = {path.stem for path in PACKAGE.glob(f"extras/*/{folder}/*.py")} - {"__init__"}
+    return sorted(found - set(aliases(folder).values()))
+
+
 def data_files() -> dict[str, str]:
     """Ending -> the data.name of an extra that reads such files."""
     return {

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hvdtrain.config import plugins
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.model import MasksWithGaps, init_classifier
 from hvdtrain.frameworks.torch.models import (
-    airbench,
     alexnet,
     convnet,
     linear,
@@ -169,90 +164,6 @@ def test_convnet_computes_what_it_describes(norm: bool) -> None:
         expected = rows.clamp(min=0)
     expected = expected.mean((2, 3)) @ state["fc.weight"].T + state["fc.bias"]
     torch.testing.assert_close(model(x), expected, rtol=1e-10, atol=1e-12)
-
-
-def test_airbench_computes_what_it_describes() -> None:
-    torch.manual_seed(3)
-    model = airbench.build("airbench", (12, 9, 2), 5, widths=(20, 6)).double()
-    x = torch.randn(7, 2, 12, 9, dtype=torch.float64)
-    f = torch.nn.functional
-    model.begin_with(x)
-    state = dict(model.state_dict())
-    assert {name for name, p in model.named_parameters() if not p.requires_grad} == {
-        "whitening.weight",
-        *(f"blocks.{i}.{k}.weight" for i in (1, 2) for k in (2, 5)),
-    }
-
-    def norm(x: torch.Tensor) -> torch.Tensor:
-        centred = x - x.mean((0, 2, 3), keepdim=True)
-        return centred / (centred.square().mean((0, 2, 3), keepdim=True) + 1e-12).sqrt()
-
-    expected = f.gelu(f.conv2d(x, state["whitening.weight"]))
-    for i in (1, 2):
-        expected = f.max_pool2d(f.conv2d(expected, state[f"blocks.{i}.0.weight"], padding=1), 2)
-        expected = f.gelu(
-            norm(f.conv2d(f.gelu(norm(expected)), state[f"blocks.{i}.4.weight"], padding=1))
-        )
-    expected = expected.amax((2, 3)) @ state["fc.weight"].T / 6
-    torch.testing.assert_close(model(x), expected, rtol=1e-10, atol=1e-12)
-    first = state["blocks.1.0.weight"]
-    assert state["fc.weight"].std() == pytest.approx(1)
-    torch.testing.assert_close(
-        f.conv2d(torch.ones(1, 16, 3, 3).double(), first[:16], padding=1),
-        torch.ones(1, 16, 3, 3).double(),
-    )
-
-
-class Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that is computed within."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **kwargs or {})
-        self.numbers = max(
-            [
-                self.numbers,
-                *(part.numel() for part in tree_leaves(result) if isinstance(part, torch.Tensor)),
-            ]
-        )
-        return result
-
-
-def test_airbench_whitens(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(4)
-    layer = airbench.Whitening(3, eps=1e-9).double()
-    monkeypatch.setattr(airbench, "PART", 20)  # samples at a time, the last ten alone
-    x = (
-        torch.randn(50, 3, 10, 10, dtype=torch.float64).cumsum(3)
-        @ torch.randn(10, 10, dtype=torch.float64)
-    ).cumsum(1)
-    layer.begin_with(x)
-    outputs = layer(x).transpose(0, 1).flatten(1)  # (24, patches)
-    torch.testing.assert_close(
-        outputs[:12] @ outputs[:12].T / outputs.shape[1], torch.eye(12).double(), rtol=0, atol=1e-6
-    )
-    torch.testing.assert_close(outputs[12:], -outputs[:12])
-    with Largest() as largest:
-        layer.begin_with(x)
-    assert largest.numbers == 20 * 9 * 9 * 12, "the patches of all samples were in memory at once"
-    with pytest.raises(UserError, match="3 blocks halve images of 8x9 to nothing"):
-        airbench.build("airbench", (8, 9, 1), 3)
-
-
-def test_airbench_without_its_first_weights() -> None:
-    torch.manual_seed(5)
-    model = airbench.build(
-        "airbench", (12, 9, 2), 5, widths=(20, 6), whitening=False, identity=False
-    )
-    first = model.whitening.weight.detach().clone()
-    model.begin_with(torch.randn(7, 2, 12, 9))
-    assert model.whitening.weight.requires_grad and torch.equal(model.whitening.weight, first)
-    assert all(
-        kernels.detach().abs().min() > 0
-        for name, kernels in model.named_parameters()
-        if kernels.ndim == 4
-    ), "an identity has zeros"
 
 
 def test_convnet_first_weights_are_uniform_as_described() -> None:

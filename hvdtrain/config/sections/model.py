@@ -9,6 +9,7 @@ from pydantic import Field
 
 from hvdtrain.config.sections.extra_keys import with_keys_of_extras
 from hvdtrain.config.sections.section import OpenSection, Section
+from hvdtrain.core.extras import plugins_of_extras
 from hvdtrain.core.lengths import PositiveLength
 
 
@@ -30,9 +31,10 @@ class ModelConfig(OpenSection):
     section = "model"
     name: str = Field(
         default="wide_resnet",
-        description="model: wide_resnet, convnet, airbench, alexnet, resnet18 ... resnet152, "
-        "gpt, mlp, linear, timm:NAME, transformers:FOLDER, or your own as "
-        "package.module:Class",
+        description="model: wide_resnet, convnet, "
+        + "".join(f"{name}, " for name in plugins_of_extras("frameworks/torch/models"))
+        + "alexnet, resnet18 ... resnet152, gpt, mlp, linear, timm:NAME, transformers:FOLDER, or "
+        "your own as package.module:Class",
     )
     loss: Literal["cross_entropy", "squared_error"] = Field(
         default="cross_entropy",

@@ -1,0 +1,1 @@
+"""Plugins of hvdtrain/frameworks/torch."""
