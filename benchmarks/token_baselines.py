@@ -19,7 +19,6 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain.config.read import configure
-from hvdtrain.data.codebook import codebook_of
 from hvdtrain.data.source import Source
 from hvdtrain.training.datasets import open_datasets
 
@@ -53,7 +52,7 @@ def main() -> None:
     options = parser.parse_args()
     train, val, task, _ = open_datasets(configure(options.config, options.overrides))
     vocabulary = task.sizes["vocabulary"]
-    is_image = codebook_of(train) is not None
+    is_image = train.pictures is not None
     predicted = vocabulary - is_image
     pairs = {
         back: [counts(source, vocabulary, back)[:, :predicted] for source in (train, val)]

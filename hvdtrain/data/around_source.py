@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from hvdtrain.data.field import Field
-from hvdtrain.data.source import Foresight, Source
+from hvdtrain.data.source import Foresight, Pictures, Source
 
 
 class AroundSource(Source):
@@ -56,6 +56,14 @@ class AroundSource(Source):
     @property
     def nested_inputs(self) -> tuple[str, ...]:
         return self.source.nested_inputs
+
+    @property
+    def pictures(self) -> Pictures | None:
+        return self.source.pictures
+
+    @property
+    def run_files(self) -> Mapping[str, bytes]:
+        return self.source.run_files
 
     @property
     def class_names(self) -> tuple[str, ...]:

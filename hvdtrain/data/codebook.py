@@ -6,16 +6,18 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from hvdtrain.core.arrays import Batch, digest
+from hvdtrain.core.folder import Folder
 from hvdtrain.core.progress import fold
 from hvdtrain.data.field import Field
 from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import LabelledImages, Source, check_indices
-from hvdtrain.data.subset import Subset
+from hvdtrain.data.unfinished import Unfinished
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -47,6 +49,11 @@ class Codebook:
     def decode(self, tokens: np.ndarray) -> np.ndarray:
         """The colours of integer tokens (...), each below k: uint8 (..., C)."""
         return self.colours[tokens]
+
+    @property
+    def values(self) -> int:
+        """How many colours there are."""
+        return len(self.colours)
 
     def digest(self) -> str:
         """64 bits, as 16 hex digits."""
@@ -192,10 +199,11 @@ _ENCODED_VALUES = 2**22  # of pixels encoded at once
 
 
 @dataclass(frozen=True, eq=False)
-class UnencodedImages:
+class UnencodedImages(Unfinished):
     """Images whose tokens wait for a codebook, which is the same on all ranks. Raises UserError
     where sizes do not fit."""
 
+    array = "codebook"
     images: LabelledImages
     side: int | None  # None: as the images are
     colours: int
@@ -232,13 +240,17 @@ class UnencodedImages:
         """The side of the reduced images."""
         return self.side or self.images.shape[0]
 
-    def make_codebook(self) -> Codebook:
-        """2 s for 512 colours. Raises UserError where the images have fewer colours."""
-        return make_codebook(self.images, self.colours, self.pixels)
+    def compute(self) -> np.ndarray:
+        """The colours of a codebook: 2 s for 512. Raises UserError where the images have fewer."""
+        return make_codebook(self.images, self.colours, self.pixels).colours
 
-    def encode(self, codebook: Codebook) -> TokenImages:
-        """All images, once: 5 s for each million different colours of 512, and the images are kept
-        no longer."""
+    def read(self, run: Path) -> np.ndarray:
+        return read_codebook(run).colours
+
+    def finish(self, array: np.ndarray) -> TokenImages:
+        """Encodes all images, once: 5 s for each million different colours of 512, and the images
+        are kept no longer."""
+        codebook = Codebook(array)
         images = self.images
         side = self.pixels
         encoder = Encoder(codebook)
@@ -266,7 +278,15 @@ class TokenImages(Source):
     @property
     def start(self) -> int:
         """The token that every sequence begins with."""
-        return len(self.codebook.colours)
+        return self.codebook.values
+
+    @property
+    def pictures(self) -> Codebook:
+        return self.codebook
+
+    @property
+    def run_files(self) -> dict[str, bytes]:
+        return {FILE: to_json(self.codebook)}
 
     @property
     def fields(self) -> dict[str, Field]:
@@ -289,16 +309,22 @@ class TokenImages(Source):
         return {"codebook": self.codebook.digest(), "pixels": digest({"pixels": self.pixels})}
 
 
-def codebook_of(source: Source) -> Codebook | None:
-    """That of a source of image tokens, or of a part of one; else None."""
-    while isinstance(source, Subset):
-        source = source.source
-    return source.codebook if isinstance(source, TokenImages) else None
-
-
 def to_json(codebook: Codebook) -> bytes:
     """The file of a run folder: {"colours": [[255, 0, 0], ...]}."""
     return json.dumps({"colours": codebook.colours.tolist()}).encode() + b"\n"
+
+
+def read_codebook(run: Path) -> Codebook:
+    """Raises UserError where the file is absent or damaged."""
+    try:
+        with Folder.open(run) as folder:
+            content = folder.read(FILE, MOST_FILE_BYTES)
+    except OSError as error:
+        what = f"the codebook cannot be read: {error.strerror or error}"
+        raise UserError(
+            what, str(run / FILE), "restore it from a copy; without it, colours are unknown"
+        ) from None
+    return from_json(content, str(run / FILE))
 
 
 def from_json(content: bytes, where: str) -> Codebook:

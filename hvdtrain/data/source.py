@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -57,6 +57,17 @@ class Foresight(NamedTuple):
     def divided(self, ranks: int) -> Foresight:
         """The foresight of each of ranks that read other blocks than the others."""
         return self._replace(samples=max(1, self.samples // ranks))
+
+
+class Pictures(Protocol):
+    """What tokens show that are the pixels of images."""
+
+    @property
+    def values(self) -> int:
+        """The tokens of pixels are 0 to values - 1."""
+
+    def decode(self, tokens: np.ndarray) -> np.ndarray:
+        """Integer tokens (...) of pixels -> uint8 (..., C)."""
 
 
 class Source(ABC):
@@ -174,6 +185,16 @@ class Source(ABC):
         """The fields that the data have inside of x, as {"x": {"image": ..., "table": ...}}: inputs
         of a model."""
         return ()
+
+    @property
+    def pictures(self) -> Pictures | None:
+        """What its tokens show, where they are the pixels of images."""
+        return None
+
+    @property
+    def run_files(self) -> Mapping[str, bytes]:
+        """name -> content of files in the run folder: what its samples depend on."""
+        return {}
 
 
 class LabelledImages(Source):

@@ -38,7 +38,8 @@ NOISE_SCALE = JobFeature(
 )
 
 
-DRAWN = ("image_tokens", "text")  # data whose tokens can be shown
+TOKEN_IMAGES = ("image_tokens",)  # data whose tokens are pixels
+DRAWN = (*TOKEN_IMAGES, "text")  # data whose tokens can be shown
 
 # log.samples: what a language model draws, as images or text.
 SAMPLES = JobFeature(
@@ -62,7 +63,7 @@ SAMPLES = JobFeature(
             Values(lambda name: name not in DRAWN, "mine:tokens"),
             what="{chosen} draws images or text; what tokens of {set} show is not known",
             where="log.samples",
-            fix="data.name=image_tokens or text, or leave it out",
+            fix=f"data.name={' or '.join(DRAWN)}, or leave it out",
             words="task.name=language",
             why="what its tokens show is not known",
         ),

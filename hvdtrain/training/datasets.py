@@ -26,7 +26,7 @@ from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.tasks.task import Task, is_users_model, tokens_of_sample
 from hvdtrain.tasks.transform import is_image
 from hvdtrain.training.build import build_recipe, build_task
-from hvdtrain.training.common_codebook import CommonCodebook
+from hvdtrain.training.common_array import CommonArray
 from hvdtrain.training.input import DEFAULT_BLOCK
 from hvdtrain.training.model_inputs import names_to_keep
 
@@ -46,7 +46,7 @@ def open_datasets(config: Config, communicator: Communicator | None = None) -> D
 
     Raises UserError where data are missing or broken, or do not fit the recipe or the augmentation.
     """
-    sources = _open_sources(config, CommonCodebook(communicator or SingleProcessCommunicator()))
+    sources = _open_sources(config, CommonArray(communicator or SingleProcessCommunicator()))
     train = packed_rows(config, sources.train, "training")
     val = packed_rows(config, sources.val, "validation")
     ranks = communicator or SingleProcessCommunicator()
@@ -175,30 +175,30 @@ def _check_lengths(config: Config, train: Source, task: Task) -> None:
             )
 
 
-def build_source(config: Config, split: Split, codebook: CommonCodebook | None = None) -> Source:
+def build_source(config: Config, split: Split, array: CommonArray | None = None) -> Source:
     """One of the two sets. It needs no ranks: missing data is reported before any rank waits for
     another. Raises UserError.
 
-    codebook: of image tokens; without it, this process makes one of the training images.
+    array: what unfinished samples wait for; without it, this process computes it.
     """
-    codebook = codebook or CommonCodebook(SingleProcessCommunicator())
+    array = array or CommonArray(SingleProcessCommunicator())
     if config.data.val_share is not None:
         source = getattr(
-            divided(config, config.data.val_share, _open(config, "train", codebook)), split
+            divided(config, config.data.val_share, _open(config, "train", array)), split
         )
     else:
-        source = _open(config, split, codebook)
+        source = _open(config, split, array)
     return packed_rows(config, source, "training" if split == "train" else "validation")
 
 
-def _open(config: Config, split: Split, codebook: CommonCodebook) -> Source:
-    return open_split(config, split, codebook.encode, lambda: names_to_keep(config))
+def _open(config: Config, split: Split, array: CommonArray) -> Source:
+    return open_split(config, split, array.finish, lambda: names_to_keep(config))
 
 
-def _open_sources(config: Config, codebook: CommonCodebook) -> Division:
+def _open_sources(config: Config, array: CommonArray) -> Division:
     """Both sets. Raises UserError, for class folders that do not fit before an image is decoded."""
     if config.data.val_share is not None:
-        return divided(config, config.data.val_share, _open(config, "train", codebook))
+        return divided(config, config.data.val_share, _open(config, "train", array))
     check_splits = (
         None
         if plugins.is_users_own(config.data)
@@ -207,8 +207,8 @@ def _open_sources(config: Config, codebook: CommonCodebook) -> Division:
     if check_splits:
         with with_keys(config):
             check_splits(root_of(config))
-    train = _open(config, "train", codebook)
-    val = _open(with_columns(config, train), "val", codebook)
+    train = _open(config, "train", array)
+    val = _open(with_columns(config, train), "val", array)
     check_columns(config, train, val)
     return Division(*bounded_alike(train, val))
 

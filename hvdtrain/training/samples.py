@@ -17,7 +17,6 @@ import numpy as np
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.read import expand
 from hvdtrain.config.schema import Config
-from hvdtrain.data.codebook import codebook_of
 from hvdtrain.data.datasets.text import decode
 from hvdtrain.data.sampler import evaluation_batches
 from hvdtrain.data.source import Source
@@ -154,7 +153,7 @@ class SampleSeries:
                 self.config.where("log.samples"),
                 "task.name=language or segmentation, or leave it out",
             )
-        codebook = codebook_of(self.val)
+        pictures = self.val.pictures
         positions = tokens.shape[0]
         try:
             drawn = draw_on_all_ranks(
@@ -162,7 +161,7 @@ class SampleSeries:
                 self.learner,
                 np.tile(self.val.read(np.zeros(1, np.int64))["tokens"][:, :1], (samples, 1)),
                 positions,
-                tokens=tokens.values if codebook is None else len(codebook.colours),
+                tokens=tokens.values if pictures is None else pictures.values,
                 temperature=1.0,
                 seed=self.config.seed,
                 at_once=self.config.batch.evaluate,
@@ -170,10 +169,10 @@ class SampleSeries:
             )
         except _Stopped:
             return None
-        if codebook is None:
+        if pictures is None:
             return self._texts(drawn).encode()
         side = math.isqrt(positions - 1)
-        images = codebook.decode(drawn[:, 1:]).reshape(len(drawn), side, side, -1)
+        images = pictures.decode(drawn[:, 1:]).reshape(len(drawn), side, side, -1)
         return png(grid(images, COLUMNS))
 
     def _masks(self, label: str, samples: int, now: TrainState) -> bytes:

@@ -12,9 +12,9 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.on_all_ranks import long_on_rank_0, on_rank_0
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
+from hvdtrain.core.folder import Folder
 from hvdtrain.core.metrics import zero_sums
 from hvdtrain.core.progress import Progress
-from hvdtrain.data.codebook import codebook_of
 from hvdtrain.data.sampler import evaluated_samples
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Learner
@@ -24,7 +24,6 @@ from hvdtrain.training.checkpoint.array_file import HEADER_BYTES
 from hvdtrain.training.checkpoint.changes import Change
 from hvdtrain.training.checkpoint.resume import ResumePoint, find_resume_point, former_run
 from hvdtrain.training.checkpoint.room import needed_bytes
-from hvdtrain.training.common_codebook import write_codebook
 from hvdtrain.training.data_facts import identity
 from hvdtrain.training.datasets import Datasets
 from hvdtrain.training.health.heartbeat import Heartbeat
@@ -177,11 +176,12 @@ def begin_with_samples(config: Config, datasets: Datasets, learner: Learner) -> 
 
 
 def _write_first_files(config: Config, datasets: Datasets, run: Path, lock: RunLock) -> None:
-    """config.yaml, and the codebook of image tokens. Raises UserError, as on a full disk."""
-    codebook = codebook_of(datasets.train)
+    """config.yaml, and what the data keep in the run folder. Raises UserError, as on a full
+    disk."""
     try:
-        if codebook is not None:
-            write_codebook(codebook, run)
+        for name, content in datasets.train.run_files.items():
+            with Folder.open(run) as folder:
+                folder.replace(name, content)
         write_config(config, run, lock)
     except OSError as error:
         what = f"cannot write config.yaml: {error.strerror or error}"

@@ -14,9 +14,9 @@ from ranks import FULL, mpirun, needs_mpirun
 
 from hvdtrain.__main__ import main
 from hvdtrain.cli.evaluate.sample import USAGE, sample
+from hvdtrain.data.codebook import read_codebook
 from hvdtrain.data.datasets import digits
 from hvdtrain.errors import UserError
-from hvdtrain.training.common_codebook import read_codebook
 from hvdtrain.training.samples import grid
 
 MODEL = [

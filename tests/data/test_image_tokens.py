@@ -13,14 +13,13 @@ from hvdtrain.config.read import configure
 from hvdtrain.data.codebook import (
     Codebook,
     TokenImages,
-    codebook_of,
     from_json,
+    read_codebook,
     reduce_images,
     to_json,
 )
 from hvdtrain.data.datasets import digits, image_tokens, synthetic
 from hvdtrain.errors import UserError
-from hvdtrain.training.common_codebook import read_codebook, write_codebook
 from hvdtrain.training.data_facts import identity
 from hvdtrain.training.datasets import build_source, open_datasets
 
@@ -68,8 +67,9 @@ def test_three_channels_of_another_source_with_its_options() -> None:
 def test_a_part_for_validation_has_the_codebook_too() -> None:
     train, val, *_ = open_datasets(configure(None, [*WORDS, "data.val_share=0.1"]))
     assert len(train) + len(val) == 1437 and len(val) == 144
-    codebook = codebook_of(train)
-    assert codebook is not None and codebook_of(val) is codebook
+    codebook = train.pictures
+    assert codebook is not None and val.pictures is codebook
+    assert list(train.run_files) == ["codebook.json"]
 
 
 def test_a_checkpoint_knows_the_codebook() -> None:
@@ -82,7 +82,8 @@ def test_a_checkpoint_knows_the_codebook() -> None:
 
 def test_the_file_of_a_run_folder(tmp_path: Path) -> None:
     codebook = Codebook(np.array([[0, 1, 2], [255, 254, 3]], np.uint8))
-    write_codebook(codebook, tmp_path)
+    files = TokenImages(np.zeros((1, 1), np.uint8), codebook).run_files
+    (tmp_path / "codebook.json").write_bytes(files["codebook.json"])
     assert json.loads((tmp_path / "codebook.json").read_text()) == {
         "colours": [[0, 1, 2], [255, 254, 3]]
     }

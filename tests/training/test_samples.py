@@ -20,10 +20,10 @@ from hvdtrain.__main__ import main
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.folder import Folder
+from hvdtrain.data.codebook import read_codebook
 from hvdtrain.errors import DONE, REQUEUE, UserError
 from hvdtrain.events.log import Event, Log
 from hvdtrain.training.build import build_learner
-from hvdtrain.training.common_codebook import read_codebook
 from hvdtrain.training.conflicts import refuse_conflicts
 from hvdtrain.training.datasets import open_datasets
 from hvdtrain.training.health.heartbeat import Heartbeat

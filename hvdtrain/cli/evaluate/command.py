@@ -31,7 +31,7 @@ from hvdtrain.tasks.classification import classes_of
 from hvdtrain.tasks.rows import name_of_class
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.build import restore_task
-from hvdtrain.training.common_codebook import CommonCodebook
+from hvdtrain.training.common_array import CommonArray
 from hvdtrain.training.data_facts import digests
 from hvdtrain.training.datasets import build_source
 from hvdtrain.training.evaluate import ClassCounts, Evaluation
@@ -98,7 +98,7 @@ def _evaluate(rank: Rank, parsed: Arguments) -> int:
     model = load_model(rank, parsed)
     rank.heartbeat.beat("reading the data", 0, 0)
     source = fit(
-        build_source(config, split, CommonCodebook(communicator, run_folder(rank))),
+        build_source(config, split, CommonArray(communicator, run_folder(rank))),
         model.task,
         config,
     )

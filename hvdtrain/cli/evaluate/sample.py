@@ -15,16 +15,18 @@ from hvdtrain.cli.evaluate.command import Arguments, load_model, parse, read_for
 from hvdtrain.config.read import expand
 from hvdtrain.config.schema import Config
 from hvdtrain.core.folder import Folder
-from hvdtrain.data.codebook import Codebook
+from hvdtrain.data.configured.opened import plugin_of
 from hvdtrain.data.configured.unwritten import unstaged
 from hvdtrain.data.datasets.text import decode
 from hvdtrain.data.field import Field
 from hvdtrain.data.sampler import permutation
+from hvdtrain.data.source import Pictures
 from hvdtrain.data.tokenizer import read_tokenizer
 from hvdtrain.errors import DONE, UserError, short
+from hvdtrain.features.log import DRAWN, TOKEN_IMAGES
 from hvdtrain.frameworks.learner import Sampler
 from hvdtrain.training.checkpoint.files import Checkpoint
-from hvdtrain.training.common_codebook import CommonCodebook, read_codebook
+from hvdtrain.training.common_array import CommonArray
 from hvdtrain.training.datasets import build_source
 from hvdtrain.training.failure import RankFailed
 from hvdtrain.training.run_rank import Rank, on_connected_ranks
@@ -58,11 +60,6 @@ _OPTIONS: dict[str, str | None] = {
 _MOST = 2**20  # sequences, and tokens of one
 _OF_IMAGES = ("--png", "--prompt-half")
 _OF_TEXT = ("--prompt", "--length")
-# data.name -> options that are of other data
-_OF_OTHERS = {
-    "image_tokens": (_OF_TEXT, "text"),
-    "text": (_OF_IMAGES, "images"),
-}
 
 
 @dataclass(frozen=True)
@@ -100,13 +97,14 @@ def sample(arguments: Sequence[str]) -> int:
 
 def _sample(rank: Rank, parsed: Arguments, request: Request) -> int:
     config = unstaged(rank.config)
-    if config.data.name not in _OF_OTHERS:
+    if config.data.name not in DRAWN:
         what = (
-            "sample draws what data.name=image_tokens and text have; the run has "
+            f"sample draws what data.name={' and '.join(DRAWN)} have; the run has "
             f"data.name={short(config.data.name)}"
         )
         raise UserError(what, "RUN", "another run folder")
-    options, others = _OF_OTHERS[config.data.name]
+    of_images = config.data.name in TOKEN_IMAGES
+    options, others = (_OF_TEXT, "text") if of_images else (_OF_IMAGES, "images")
     for option in options:
         if parsed.options[option.removeprefix("--").replace("-", "_")] not in (None, False):
             raise UserError(
@@ -114,7 +112,6 @@ def _sample(rank: Rank, parsed: Arguments, request: Request) -> int:
                 option,
                 "leave it out",
             )
-    of_images = config.data.name == "image_tokens"
     if of_images:
         _check_target(request.png, parsed.options["force"])
     model = load_model(rank, parsed)
@@ -150,25 +147,24 @@ def _sample(rank: Rank, parsed: Arguments, request: Request) -> int:
 
 def _images(rank: Rank, config: Config, learner: Sampler, tokens: Field, request: Request) -> None:
     """Writes the grid."""
-    codebook = CommonCodebook(rank.communicator, run_folder(rank))
     start = tokens.values - 1
     pixels = tokens.shape[0] - 1
     whole = None
     prompts = np.full((request.count, 1), start, np.int64)
     if request.prompts_half:
-        source = build_source(config, "val", codebook)
+        array = CommonArray(rank.communicator, run_folder(rank))
+        source = build_source(config, "val", array)
         chosen = permutation(request.seed, 0, len(source))[: request.count]
         whole = source.read(chosen)["tokens"]  # (count, pixels + 1)
         prompts = whole[:, : 1 + pixels // 2]
     found = _of_all_ranks(rank, learner, prompts, pixels + 1, start, request)
     if rank.communicator.rank:
         return
-    colours = read_codebook(run_folder(rank))
-    _check_codebook(colours, start, run_folder(rank))
+    pictures: Pictures = plugin_of(config).read_pictures(run_folder(rank), start)
     side = math.isqrt(pixels)
-    images = colours.decode(found[:, 1:]).reshape(len(found), side, side, -1)
+    images = pictures.decode(found[:, 1:]).reshape(len(found), side, side, -1)
     if whole is not None:
-        images = np.concatenate([colours.decode(whole[:, 1:]).reshape(images.shape), images], 2)
+        images = np.concatenate([pictures.decode(whole[:, 1:]).reshape(images.shape), images], 2)
     _write(request.png, png(grid(images)))
     what = "images completed, each beside its whole" if whole is not None else "images drawn"
     print(f"{len(found)} {what}, {side}x{side} -> {request.png}")
@@ -273,12 +269,6 @@ def _check_target(path: Path, force: bool) -> None:
         raise UserError(
             f"{path} exists already", "--png", "--force overwrites it; or give another name"
         )
-
-
-def _check_codebook(codebook: Codebook, colours: int, run: Path) -> None:
-    if len(codebook.colours) != colours:
-        what = f"the codebook has {len(codebook.colours)} colours, the model {colours}"
-        raise UserError(what, str(run), "restore codebook.json from a copy of the run folder")
 
 
 def _write(path: Path, content: bytes) -> None:

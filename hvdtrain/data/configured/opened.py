@@ -10,17 +10,17 @@ from types import ModuleType
 
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
-from hvdtrain.data.codebook import TokenImages, UnencodedImages
 from hvdtrain.data.configured.pad import padding_of, refuse_lengths
 from hvdtrain.data.files.staging import Staging, stage_data
 from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.source import read_by
+from hvdtrain.data.unfinished import Unfinished
 from hvdtrain.data.user_data.as_source import as_source
 from hvdtrain.errors import UserError
 
-Encode = Callable[[UnencodedImages, Callable[[], UnencodedImages]], TokenImages]
+Finish = Callable[[Unfinished, Callable[[], Unfinished]], Source]
 
 
 @contextlib.contextmanager
@@ -33,12 +33,12 @@ def with_keys(config: Config) -> Iterator[None]:
 
 
 def open_split(
-    config: Config, split: Split, encode: Encode, kept: Callable[[], tuple[str, ...]]
+    config: Config, split: Split, finish: Finish, kept: Callable[[], tuple[str, ...]]
 ) -> Source:
     """A set as the plugin of data.name, or the user, gives it. Raises UserError.
 
-    encode: makes tokens of images; its second argument gives the training images. kept: as that of
-    as_source(), asked for data of the user's alone.
+    finish: as that of CommonArray. kept: as that of as_source(), asked for data of the user's
+    alone.
     """
     if plugins.is_users_own(config.data):
         return _open_own(config, split, kept)
@@ -58,13 +58,15 @@ def open_split(
                 config.where("data.stage"),
                 getattr(plugin, "STAGING", Staging()),
             )
-        found: Source | UnencodedImages = make(config.data.name, root, split, **options)
-        if isinstance(found, UnencodedImages):
-            images = found
-            return encode(
-                images,
+        found: Source | Unfinished = make(config.data.name, root, split, **options)
+        if isinstance(found, Unfinished):
+            samples = found
+            return finish(
+                samples,
                 lambda: (
-                    images if split == "train" else make(config.data.name, root, "train", **options)
+                    samples
+                    if split == "train"
+                    else make(config.data.name, root, "train", **options)
                 ),
             )
     if isinstance(found, ImageSource):

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from hvdtrain.config import plugins
 from hvdtrain.config.sections.data import DataConfig
-from hvdtrain.data.codebook import UnencodedImages
+from hvdtrain.data.codebook import Codebook, UnencodedImages, read_codebook
 from hvdtrain.data.files.staging import Staging
 from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import LabelledImages, Split
+from hvdtrain.errors import UserError
 
 STAGING = Staging(is_read_once=True)
 
@@ -64,3 +65,13 @@ def build(
             f"data.source={source} has no images", "source", "cifar10, digits, folder, ..."
         )
     return UnencodedImages(images, side, colours)
+
+
+def read_pictures(run: Path, values: int) -> Codebook:
+    """What the tokens of a run show, whose model has so many for pixels. Raises UserError where
+    the codebook of the run folder is absent, damaged or another one."""
+    codebook = read_codebook(run)
+    if codebook.values != values:
+        what = f"the codebook has {codebook.values} colours, the model {values}"
+        raise UserError(what, str(run), "restore codebook.json from a copy of the run folder")
+    return codebook

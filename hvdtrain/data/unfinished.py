@@ -1,0 +1,32 @@
+"""A data set that waits for what is computed of its training samples, the same on all ranks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from hvdtrain.data.source import Source
+
+
+class Unfinished(ABC):
+    """What build() of a data set gives where its samples depend on an array that is computed of the
+    training samples, as tokens do on a codebook.
+
+    Rank 0 computes it once (training/common_array.py), and Source.run_files keeps it.
+    """
+
+    array: ClassVar[str]  # what ranks call it when they broadcast it
+
+    @abstractmethod
+    def compute(self) -> np.ndarray:
+        """The array, computed of these samples. Raises UserError."""
+
+    @abstractmethod
+    def read(self, run: Path) -> np.ndarray:
+        """The array that a run folder has kept. Raises UserError where it is absent or damaged."""
+
+    @abstractmethod
+    def finish(self, array: np.ndarray) -> Source: ...

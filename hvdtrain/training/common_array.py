@@ -1,0 +1,43 @@
+"""What a data set computes of its training samples, the same on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.on_all_ranks import on_rank_0_only
+from hvdtrain.data.source import Source
+from hvdtrain.data.unfinished import Unfinished
+
+
+class CommonArray:
+    """The array that unfinished samples wait for: rank 0 computes it when it is needed first, or
+    reads it from a run folder."""
+
+    def __init__(self, communicator: Communicator, run: Path | None = None) -> None:
+        self._communicator = communicator
+        self._run = run
+        self._array: np.ndarray | None = None
+
+    def finish(self, samples: Unfinished, train: Callable[[], Unfinished]) -> Source:
+        """Every rank calls it. train() gives the training samples. Raises UserError where there is
+        no array, or it does not fit."""
+        if self._array is None:
+            run = self._run
+            array = on_rank_0_only(
+                self._communicator,
+                (lambda: train().compute()) if run is None else (lambda: samples.read(run)),
+            )
+            self._array = self._broadcast(array, samples.array)
+        return samples.finish(self._array)
+
+    def _broadcast(self, array: np.ndarray | None, name: str) -> np.ndarray:
+        """array: None on other ranks than 0."""
+        shape, dtype = self._communicator.broadcast_object(
+            None if array is None else (array.shape, array.dtype.str)
+        )
+        here = np.zeros(shape, dtype) if array is None else array
+        return self._communicator.broadcast(here, name)
