@@ -238,7 +238,6 @@ KEYS_OF_OTHERS = {
 # files of data/ outside of configured/ with a key as the place of an error, not an option
 KEYS_AS_PLACES = {
     "data/around_source.py",
-    "data/datasets/image_tokens.py",
     "data/packed.py",
     "data/worker_pool.py",
 }

@@ -49,8 +49,10 @@ class Extra(NamedTuple):
     says: one sentence. modes: what `COMMAND --OPTION` runs. Plugins need no entry:
     extras/NAME/FOLDER/PLUGIN.py is found as FOLDER/PLUGIN.py is; aliases has, by folder, the names
     of those that have others. data_files: ending of a file of the user's, or a folder that counts
-    as one -> the data.name that reads it. Nor do keys and features: config/sections/extra_keys.py
-    finds them in extras/NAME/keys.py, and features/of_extras.py in extras/NAME/features.py.
+    as one -> the data.name that reads it. token_images: the data.name whose tokens are pixels,
+    which log.samples and `hvdtrain sample` show by read_pictures() of its module. Keys and features
+    need no entry, either: config/sections/extra_keys.py finds them in extras/NAME/keys.py, and
+    features/of_extras.py in extras/NAME/features.py.
     """
 
     status: Literal["stable", "experimental"]
@@ -59,6 +61,7 @@ class Extra(NamedTuple):
     modes: Mapping[str, Mode] = MappingProxyType({})
     aliases: Mapping[str, Mapping[str, str]] = MappingProxyType({})
     data_files: Mapping[str, str] = MappingProxyType({})
+    token_images: tuple[str, ...] = ()
 
 
 @functools.cache
@@ -123,6 +126,12 @@ def data_files() -> dict[str, str]:
         for module in modules("extra", beside="data/datasets").values()
         for end, name in module.EXTRA.data_files.items()
     }
+
+
+def token_images() -> tuple[str, ...]:
+    """The data.name of extras whose tokens are the pixels of images."""
+    found = modules("extra", beside="data/datasets").values()
+    return tuple(name for module in found for name in module.EXTRA.token_images)
 
 
 def keys_of(name: str) -> list[str]:

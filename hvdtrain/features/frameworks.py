@@ -51,7 +51,7 @@ IN_NUMPY = NOT_TORCH | {
     "norm.kind": Supported(("batch",), "sync"),
     "speed.device": Supported(("auto", "cpu"), "cuda"),
     "log.noise_scale": Supported((False,), True),
-    "log.samples": Supported((0, None), 2, "task.name=language data.name=image_tokens"),
+    "log.samples": Supported((0, None), 2, "task.name=language data.name=text"),
     "profile.steps": Supported((None,), "1:2"),
 }
 

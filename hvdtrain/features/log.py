@@ -4,6 +4,7 @@ trains."""
 from __future__ import annotations
 
 from hvdtrain.config.exclusion import Exclusion, Values, among, other_than
+from hvdtrain.core.extras import token_images
 from hvdtrain.features.job_feature import Conflict, JobFeature
 
 # log.noise_scale: each rank's own gradient is compared with the mean of all.
@@ -38,8 +39,7 @@ NOISE_SCALE = JobFeature(
 )
 
 
-TOKEN_IMAGES = ("image_tokens",)  # data whose tokens are pixels
-DRAWN = (*TOKEN_IMAGES, "text")  # data whose tokens can be shown
+DRAWN = (*token_images(), "text")  # data whose tokens can be shown
 
 # log.samples: what a language model draws, as images or text.
 SAMPLES = JobFeature(
@@ -47,7 +47,7 @@ SAMPLES = JobFeature(
     on=lambda config: (
         bool(config.log.samples) and config.task.name != "segmentation"
     ),  # which shows masks of any data
-    examples=("log.samples=2 task.name=language data.name=image_tokens",),
+    examples=("log.samples=2 task.name=language data.name=text",),
     off="log.samples=0",
     excludes=(
         Exclusion(

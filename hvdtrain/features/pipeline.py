@@ -104,7 +104,7 @@ PIPELINE = JobFeature(
             "log.samples",
             Values(bool, 1),
             fix="log.samples=0, and draw from its checkpoints: hvdtrain sample RUN; or {off}",
-            words="task.name=language data.name=image_tokens",
+            words="task.name=language data.name=text",
         ),
         *not_on_horovod(keys=("comm.cycle_ms", "comm.fusion_mb")),  # mesh.py has comm.hierarchical
     ),

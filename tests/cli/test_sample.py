@@ -1,21 +1,15 @@
-"""`sample`: pictures in the colours of the codebook, completions of validation images, text; the
-same on any number of ranks."""
+"""`sample`: text, and mistakes; tests/extras/test_image_tokens_sample.py has images."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
-from ranks import FULL, mpirun, needs_mpirun
 
 from hvdtrain.__main__ import main
 from hvdtrain.cli.evaluate.sample import USAGE, sample
-from hvdtrain.data.codebook import read_codebook
-from hvdtrain.data.datasets import digits
 from hvdtrain.errors import UserError
 from hvdtrain.training.samples import grid
 
@@ -28,109 +22,6 @@ MODEL = [
     "optim.name=adamw",
 ]
 SHORT = ["max_steps=3", "batch.size=16", "batch.evaluate=100", "log.every_steps=3"]
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of a few steps."""
-    run = tmp_path_factory.mktemp("images") / "run"
-    assert main(["data.name=image_tokens", "data.colours=4", *MODEL, *SHORT, f"run={run}"]) == 0
-    return run
-
-
-def cells(path: Path, height: int, width: int) -> np.ndarray:
-    """The images of a grid, each enlarged eightfold: uint8 (rows, columns, height, width)."""
-    page = np.asarray(Image.open(path))
-    rows = (page.shape[0] + 2) // (8 * height + 2)
-    columns = (page.shape[1] + 2) // (8 * width + 2)
-    assert page.shape == (rows * (8 * height + 2) - 2, columns * (8 * width + 2) - 2)
-    found = np.zeros((rows, columns, height, width), np.uint8)
-    for row in range(rows):
-        for column in range(columns):
-            top = row * (8 * height + 2)
-            left = column * (8 * width + 2)
-            found[row, column] = page[top : top + 8 * height : 8, left : left + 8 * width : 8]
-    return found
-
-
-def test_a_grid_of_images(images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    to = tmp_path / "grid.png"
-    assert main(["sample", str(images), "--count", "9", "--png", str(to)]) == 0
-    assert f"9 images drawn, 8x8 -> {to}" in capsys.readouterr().out
-    drawn = cells(to, 8, 8)
-    assert drawn.shape == (3, 3, 8, 8)
-    assert {*np.unique(drawn)} == {*read_codebook(images).colours[:, 0].tolist()}
-    first = to.read_bytes()
-    assert main(["sample", str(images), "--count", "9", "--png", str(to), "--force"]) == 0
-    assert to.read_bytes() == first
-    assert (
-        main(["sample", str(images), "--count", "9", "--png", str(to), "--force", "--seed", "2"])
-        == 0
-    )
-    assert to.read_bytes() != first
-
-
-def test_lower_halves_are_drawn_beside_whole_images(images: Path, tmp_path: Path) -> None:
-    to = tmp_path / "grid.png"
-    assert main(["sample", str(images), "--count", "4", "--prompt-half", "--png", str(to)]) == 0
-    pairs = cells(to, 8, 16).reshape(-1, 8, 16)
-    colours = read_codebook(images).colours[:, 0].astype(int)
-    val = digits.build("digits", None, "val").read(np.arange(360))["x"][..., 0].astype(int)
-    coloured = colours[np.abs(val[..., None] - colours).argmin(3)]
-    for pair in pairs[:4]:
-        whole = pair[:, :8]
-        completed = pair[:, 8:]
-        assert (coloured == whole).all((1, 2)).any()
-        assert np.array_equal(completed[:4], whole[:4])
-    assert not np.array_equal(pairs[:4, 4:, :8], pairs[:4, 4:, 8:])
-
-
-@pytest.mark.slow
-@needs_mpirun
-def test_two_ranks_draw_what_one_draws(images: Path, tmp_path: Path) -> None:
-    one = tmp_path / "one.png"
-    two = tmp_path / "two.png"
-    assert main(["sample", str(images), "--count", "5", "--png", str(one)]) == 0
-    result = mpirun(2, ["-m", "hvdtrain", "sample", str(images), "--count", "5", "--png", str(two)])
-    assert result.returncode == 0, result.stderr
-    assert two.read_bytes() == one.read_bytes()
-
-
-@pytest.mark.slow
-@needs_mpirun
-@pytest.mark.parametrize("framework", ["torch", *["jax"] * FULL])
-def test_two_ranks_with_parts_of_the_weights_draw_what_one_draws(
-    framework: str, tmp_path: Path
-) -> None:
-    """Of 3 images rank 0 draws one and rank 1 two, one after the other: rank 0 keeps in step with
-    the second."""
-    run, one, two = (tmp_path / name for name in ("run", "one.png", "two.png"))
-    words = [
-        "data.name=image_tokens",
-        "data.colours=4",
-        *MODEL,
-        "model.layers=2",
-        *SHORT,
-        "speed.precision=fp64",
-        "shard.stage=3",
-        f"framework={framework}",
-    ]
-    trained = mpirun(2, ["-m", "hvdtrain", *words, "comm.engine=mpi", f"run={run}"])
-    assert trained.returncode == 0, trained.stderr
-    assert main(["sample", str(run), "--count", "3", "--png", str(one)]) == 0
-    words = [
-        "sample",
-        str(run),
-        "--count",
-        "3",
-        "--png",
-        str(two),
-        "batch.evaluate=1",
-        "comm.engine=mpi",
-    ]
-    result = mpirun(2, ["-m", "hvdtrain", *words])
-    assert result.returncode == 0, result.stderr
-    assert two.read_bytes() == one.read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -177,25 +68,6 @@ def test_text(text_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_mistake_in_the_command_line(arguments: list[str], what: str) -> None:
     with pytest.raises(UserError, match=what):
         sample(["run", *arguments])
-
-
-def test_what_cannot_be_sampled(
-    images: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "grid.png").write_text("mine")
-    assert main(["sample", str(images)]) == 2
-    assert "grid.png exists already" in capsys.readouterr().err
-    assert (tmp_path / "grid.png").read_text() == "mine"
-    assert main(["model.name=linear", "max_steps=1", "run=classes"]) == 0
-    assert main(["sample", "classes", "--png", "other.png"]) == 2
-    assert (
-        "sample draws what data.name=image_tokens and text have; the run has data.name=digits"
-        in capsys.readouterr().err
-    )
 
 
 @pytest.mark.parametrize(
@@ -262,21 +134,6 @@ def test_a_tokenizer_with_more_tokens_than_the_model(
     assert "the tokenizer is damaged" in capsys.readouterr().err
 
 
-def test_a_codebook_of_another_model(
-    images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(images, run)
-    (run / "codebook.json").write_text('{"colours": [[0], [255]]}')
-    assert main(["sample", str(run), "--count", "1", "--png", str(tmp_path / "grid.png")]) == 2
-    assert (
-        "the codebook has 2 colours, the model 4" in capsys.readouterr().err
-        and not (tmp_path / "grid.png").exists()
-    )
-    assert main(["sample", str(run), "--prompt", "x"]) == 2
-    assert "--prompt is of text; the run has data.name=image_tokens" in capsys.readouterr().err
-
-
 def test_help_is_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert sample(["--help"]) == 0
     assert capsys.readouterr().out.strip() == USAGE
@@ -289,3 +146,13 @@ def test_a_grid_by_hand() -> None:
     assert page[0, 0, 0] == 1 and page[0, 66, 0] == 2 and page[66, 0, 0] == 3
     assert page[0, 64, 0] == page[66, 66, 0] == 255
     assert grid(np.zeros((1, 16, 16, 3), np.uint8)).shape == (64, 64, 3)
+
+
+def test_a_run_of_other_data_cannot_be_sampled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["model.name=linear", "max_steps=1", "run=classes"]) == 0
+    assert main(["sample", "classes", "--png", "other.png"]) == 2
+    said = capsys.readouterr().err
+    assert "text have; the run has data.name=digits" in said

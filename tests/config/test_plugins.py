@@ -13,7 +13,7 @@ from hvdtrain.config.read import configure
 from hvdtrain.config.sections.data import DataConfig
 from hvdtrain.config.sections.model import ModelConfig
 from hvdtrain.config.sections.optim import OptimConfig
-from hvdtrain.core.extras import data_files
+from hvdtrain.core.extras import data_files, token_images
 from hvdtrain.errors import UserError, nearest
 
 WIDTHS = "model.widths takes a list of 4, each a whole number: 'model.widths=[16,16,32,64]'"
@@ -40,7 +40,7 @@ def test_known_names() -> None:
         "image_masks",
     }
     stored = {"parquet", "csv", "npz"} | set(data_files().values())
-    assert images | stored | {"image_tokens", "text"} == set(plugins.files("data/datasets"))
+    assert images | stored | {*token_images(), "text"} == set(plugins.files("data/datasets"))
     assert {"wide_resnet", "resnet18", "resnet50", "mlp", "linear"} <= set(
         plugins.files("frameworks/torch/models")
     )

@@ -198,8 +198,8 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (_train(LANGUAGE, PACK, "framework=jax"), "framework=jax does not support data.pack"),
     (_train(LANGUAGE, PACK, "recipe.warmup=200 tokens"), "tokens"),
     (
-        lambda: hvdtrain.train({"data.name": "image_tokens"}, LANGUAGE, PACK),
-        "those of data.name=image_tokens have one",
+        lambda: hvdtrain.train({"data.name": "text"}, LANGUAGE, PACK),
+        "those of data.name=text have one",
     ),
     (lambda: hvdtrain.init(PACK), "data.pack"),
 ]

@@ -12,7 +12,6 @@ from plan_command import planned, refused, without_data
 
 # 6 units
 MLP = ["data.name=digits", "model.name=mlp", "model.widths=[500,8]", "batch.size=48", "--pipeline"]
-DIGITS = Path(__file__).parents[2] / "configs" / "image_gpt_digits.yaml"
 UNITS = ["flatten", "fc1", "relu1", "fc2", "relu2", "head"]
 
 
@@ -113,11 +112,14 @@ def test_units_that_work_in_place(capsys: pytest.CaptureFixture[str]) -> None:
     assert "cut by operations: " in "\n".join(planned(capsys, *words, *model))
 
 
-def test_a_job_that_draws_samples_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    """log.samples=16 in that file."""
-    small = ["model.layers=1", "model.heads=1", "model.width=8", "batch.size=4"]
-    words = ["--pipeline", "parallel.pipeline=2", "--config", str(DIGITS), *small]
-    assert "gpt on a pipeline of 2 ranks" in "\n".join(planned(capsys, *words))
+def test_a_job_that_draws_samples_is_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("abab" * 500)
+    data = ["data.name=text", f"data.root={tmp_path / 'text.txt'}", "data.val_share=0.2"]
+    model = ["model.name=gpt", "model.layers=1", "model.heads=1", "model.width=8", "batch.size=4"]
+    words = ["--pipeline", "parallel.pipeline=2", "task.name=language", "log.samples=16"]
+    assert "gpt on a pipeline of 2 ranks" in "\n".join(planned(capsys, *words, *data, *model))
 
 
 def test_a_framework_without_stages_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

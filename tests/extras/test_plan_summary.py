@@ -70,8 +70,8 @@ def test_operations_of_a_module_without_parameters_of_its_own(capsys: Any) -> No
     """The products of attention, of 16 queries with 16 keys of 8 numbers and of their shares with
     the values, are of the module itself."""
     words = (
-        "data.name=image_tokens data.colours=8 data.side=4 task.name=language model.name=gpt "
-        "model.layers=1 model.heads=2 model.width=8"
+        "data.name=digit_tokens:windows data.levels=8 data.side=4 task.name=language "
+        "model.name=gpt model.layers=1 model.heads=2 model.width=8"
     )
     rows = {
         layer["name"]: layer

@@ -65,7 +65,7 @@ PER_DAY = 24  # pairs that the tests run: each takes about two seconds of a core
 STOPPED = 2  # steps after which a job is resumed elsewhere
 SAMPLES = "data.samples=36 data.val_samples=12"  # an epoch ends within the job
 IMAGES = f"{SAMPLES} task.name=classification data.name=synthetic data.shape=[8,8,1] data.classes=3"
-PIXELS = 'data.source_options={"samples":36,"val_samples":12,"shape":[8,8,1]}'
+TEXT = "task.name=language data.name=text data.context=16 data.val_share=0.25"
 OF_KERAS = "model.name=example_objects:keras_model"
 GPT = "model.name=gpt model.layers=4 model.heads=2 model.width=8"
 MODELS = {  # the first one that has what both features need
@@ -73,8 +73,7 @@ MODELS = {  # the first one that has what both features need
     "convnet": f"{IMAGES} model.name=convnet model.widths=[3,4] model.dense=[8,6] model.norm=false",
     "linear": f"{IMAGES} model.name=linear",
     "gpt": f"{SAMPLES} task.name=language data.name=drawn_job:tokens {GPT}",
-    "pixels": "task.name=language data.name=image_tokens data.source=synthetic data.colours=6 "
-    f"data.side=4 {PIXELS} {GPT}",
+    "text": f"{TEXT} data.root={Path(__file__).parents[2] / 'CITATION.cff'} {GPT}",
     "numbers": f"{SAMPLES} task.name=regression data.name=drawn_job:numbers model.name=mlp "
     "model.widths=[10,8,6]",
     "labels": f"{SAMPLES} task.name=multilabel data.name=example_objects:labels model.name=mlp "
@@ -92,13 +91,13 @@ MODELS = {  # the first one that has what both features need
 }
 OF_CLASSES = ("mlp", "convnet", "resnet", "linear", "keras")
 OF_IMAGES = (*OF_CLASSES, "labels", "masks", "keras-labels")
-OF_TOKENS = ("gpt", "pixels", "sequences")
-CAN_BE_CUT = ("mlp", "gpt", "pixels", "numbers", "labels", "sequences")
-WITH_LINEAR_LAYERS = ("mlp", "linear", "gpt", "pixels", "numbers", "labels", "sequences", "fields")
+OF_TOKENS = ("gpt", "text", "sequences")
+CAN_BE_CUT = ("mlp", "gpt", "text", "numbers", "labels", "sequences")
+WITH_LINEAR_LAYERS = ("mlp", "linear", "gpt", "text", "numbers", "labels", "sequences", "fields")
 NEEDS: dict[str, tuple[str, ...]] = {  # words -> models that have what they need
     "framework=numpy": ("linear",),
     "framework=keras": ("keras", "keras-labels", "keras-numbers"),
-    "framework=jax": ("mlp", "linear", "numbers", "convnet", "gpt", "pixels", "resnet", "labels"),
+    "framework=jax": ("mlp", "linear", "numbers", "convnet", "gpt", "text", "resnet", "labels"),
     "parallel.dense": ("convnet",),
     "parallel.sequence": OF_TOKENS,
     "parallel.tensor": CAN_BE_CUT,
@@ -107,7 +106,7 @@ NEEDS: dict[str, tuple[str, ...]] = {  # words -> models that have what they nee
     "speed.channels_last": ("convnet", "resnet", "masks"),
     "model.recompute": (*OF_TOKENS, "resnet"),
     "model.lora": WITH_LINEAR_LAYERS,
-    "log.samples": ("pixels",),
+    "log.samples": ("text",),
     "data.pad": ("sequences",),
     "data.pack": ("sequences",),
     "data.bucket_by": ("sequences",),
@@ -124,7 +123,7 @@ NEEDS: dict[str, tuple[str, ...]] = {  # words -> models that have what they nee
 }
 SMALLER = {  # what replaces a word of an example; None: the word of the model
     "recipe.grow_to=[80]": "[18]",
-    "data.name=image_tokens": None,
+    "data.name=text": None,
     "task.name=mine:measured": "example_objects:measured",
     "hooks=[mine:Hook]": "[example_objects:Hook]",
     # images of one channel have no saturation or hue

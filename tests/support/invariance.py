@@ -225,7 +225,7 @@ def curves(communicator: Communicator, engine: str, how: str = "") -> dict[str, 
 
 
 TIED = (
-    "task.name=language data.name=image_tokens data.colours=16 model.name=gpt model.layers=2 "
+    "task.name=language data.name=digit_tokens:windows model.name=gpt model.layers=2 "
     "model.heads=2 model.width=8 model.tied=true "
     "optim.name=sgd optim.base_lr=0.05 max_steps=4"
 )

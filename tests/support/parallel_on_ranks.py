@@ -23,14 +23,12 @@ from hvdtrain.core.arrays import digest
 from hvdtrain.errors import UserError
 
 GPT = (
-    "task.name=language data.name=image_tokens data.colours=16 model.name=gpt model.layers=2 "
+    "task.name=language data.name=digit_tokens:windows model.name=gpt model.layers=2 "
     "model.heads=4 model.width=24 "
     "optim.name=sgd optim.base_lr=0.05 max_steps=4 batch.micro=4 model.label_smoothing=0.1"
 )
 MLP = "model.name=mlp model.widths=[24,8] max_steps=6"
-NINE_PIXELS = (
-    "data.source=synthetic data.source_options={'shape':[3,3,1],'samples':1500,'val_samples':50}"
-)
+NINE_PIXELS = "data.side=3 data.samples=1500 data.val_samples=50"
 UNEVEN = f"{GPT} {NINE_PIXELS} optim.clip_norm=0.5"  # 9 positions, 17 tokens
 CLIPPED = "optim.clip_norm=0.5 optim.clip_value=0.1 batch.micro=5"
 JOBS = {

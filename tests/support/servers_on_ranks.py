@@ -46,7 +46,7 @@ JOBS = {
     "everything": f"{invariance.GROWN} max_steps=12 recipe.gradient_noise=0.01 "
     "guard.nonfinite=skip",
     **RULES,
-    "language": "task.name=language data.name=image_tokens data.colours=16 model.name=gpt "
+    "language": "task.name=language data.name=digit_tokens:windows model.name=gpt "
     "model.layers=1 model.heads=2 model.width=24 "
     "model.tied=true optim.name=sgd optim.base_lr=0.05 max_steps=4",
     "unused layer": "model.name=faulty:Faulty optim.base_lr=0.05 max_steps=6",

@@ -39,7 +39,7 @@ RULES = {
 }
 MLP = "model.name=mlp model.widths=[24,7] max_steps=6 comm.bucket_mb=0.004"
 GPT = (
-    "task.name=language data.name=image_tokens data.colours=16 model.name=gpt model.layers=2 "
+    "task.name=language data.name=digit_tokens:windows model.name=gpt model.layers=2 "
     "model.heads=2 model.width=24 model.tied=true "
     "model.recompute=all optim.name=sgd optim.base_lr=0.05 max_steps=4 batch.micro=4"
 )

@@ -28,10 +28,10 @@ TOKENS = (  # SGD, since Adam hides wrong scales of gradients
     "model.heads=2 optim.base_lr=0.5 max_steps=12"
 )
 IMAGES = (
-    "data.name=image_tokens data.source=synthetic data.colours=6 data.side=4 task.name=language "
+    "data.name=digit_tokens:windows data.levels=6 data.side=4 task.name=language "
     "model.name=gpt model.layers=3 "
     "model.width=8 model.heads=2 "
-    'data.source_options={"samples":131,"val_samples":47,"shape":[8,8,3]} optim.base_lr=0.5 '
+    "data.samples=131 data.val_samples=47 optim.base_lr=0.5 "
     "max_steps=12"
 )
 JOBS = {

@@ -13,8 +13,8 @@ from hvdtrain.__main__ import main
 from hvdtrain.errors import DONE
 
 IMAGES = [
-    "data.name=image_tokens",
-    "data.colours=8",
+    "data.name=digit_tokens:windows",
+    "data.levels=8",
     "data.side=4",
     "task.name=language",
     "optim.name=adamw",

@@ -81,8 +81,8 @@ class LogsLoss(hvdtrain.Hook):
 
 def test_the_loss_of_tokens_is_a_mean_over_tokens(tmp_path: Path) -> None:
     words = (
-        "data.name=image_tokens data.colours=4 data.side=4 task.name=language model.name=gpt "
-        "model.layers=1 model.heads=1 model.width=8"
+        "data.name=digit_tokens:windows data.levels=4 data.side=4 task.name=language "
+        "model.name=gpt model.layers=1 model.heads=1 model.width=8"
     )
     run = hvdtrain.train(
         {"run": str(tmp_path / "run"), "stop.steps": 3, "log.every_steps": 1},

@@ -167,8 +167,7 @@ def test_auto_needs_a_framework_that_predicts(capsys: pytest.CaptureFixture[str]
 
 def test_a_job_with_lengths_in_tokens_is_forecast() -> None:
     words = [
-        "data.name=image_tokens",
-        "data.source=digits",
+        "data.name=digit_tokens:windows",
         "task.name=language",
         "model.name=gpt",
         "recipe.warmup=2000 tokens",

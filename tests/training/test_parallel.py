@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from parallel_on_ranks import DROPPED, files_on, jobs_on
 from pool import on_ranks
-from ranks import FULL, in_full_rounds, mpirun, needs_horovod, needs_mpirun, python
+from ranks import FULL, needs_horovod, needs_mpirun
 from same_curve import check_same
 
 from hvdtrain.config.read import configure
@@ -142,43 +142,3 @@ def test_the_picture_of_a_mesh() -> None:
     ]
     assert "a tensor group is on several hosts" in "".join(mesh_lines(parallel, ["n1", "n2"]))
     assert MESH.ranks_lines(configure(None, []), ["n1", "n1"]) == ()
-
-
-@slow
-@in_full_rounds
-@needs_mpirun
-@pytest.mark.ranks4
-def test_ranks_of_a_tensor_group_draw_what_one_process_draws(tmp_path: Path) -> None:
-    """And go on where one process stopped, and one process where they did."""
-    words = (
-        "task.name=language data.name=image_tokens data.colours=16 model.name=gpt model.layers=1 "
-        "model.heads=2 model.width=16 "
-    )
-    words += "speed.precision=fp64 evaluate.every_steps=2 recipe.warmup=0 log.samples=3 epochs=1"
-    tensor = ["parallel.tensor=2", "comm.engine=mpi"]
-    of_positions = [*tensor, "parallel.sequence=true"]
-    starts = [
-        (1, [f"run={tmp_path}/1"], 2),
-        (4, [f"run={tmp_path}/4", *tensor], 2),
-        (2, [f"run={tmp_path}/2", *of_positions], 2),
-    ]
-    starts += [
-        (2, [f"resume={tmp_path}/1", *of_positions], 4),
-        (1, [f"resume={tmp_path}/2", "parallel.tensor=1"], 4),
-    ]
-    for size, how, steps in starts:
-        argv = [
-            "-m",
-            "hvdtrain",
-            *([] if "resume" in how[0] else words.split()),
-            *how,
-            f"stop.steps={steps}",
-        ]
-        result = mpirun(size, argv) if size > 1 else python(argv)
-        assert result.returncode == 0, result.stderr
-    pictures = {
-        run: {path.name: path.read_bytes() for path in tmp_path.glob(f"{run}/**/step-*.png")}
-        for run in "142"
-    }
-    assert len(pictures["1"]) == 3 and pictures["1"] == pictures["2"]
-    assert len(pictures["4"]) == 2 and pictures["4"].items() <= pictures["1"].items()

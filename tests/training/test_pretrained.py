@@ -638,7 +638,7 @@ def test_a_net_of_torchvision_gives_what_the_library_gives(
             "task.standardize=false leaves data.mean and data.std without effect",
         ),
         (
-            "data.mean=[0.5] data.std=[0.5] task.name=language data.name=image_tokens",
+            "data.mean=[0.5] data.std=[0.5] task.name=language data.name=digit_tokens:windows",
             "are of images",
         ),
     ],

@@ -1,35 +1,16 @@
-"""log.samples: what the model draws at each evaluation, without any effect on training."""
+"""log.samples: texts that the model draws at each evaluation.
+tests/extras/test_image_tokens_samples.py has images."""
 
 from __future__ import annotations
 
-import errno
-import json
-import os
-import signal
-import time
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
-from ranks import Job, mpirun, needs_mpirun
-from waiting import wait_until
 
 from hvdtrain.__main__ import main
-from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
-from hvdtrain.core.folder import Folder
-from hvdtrain.data.codebook import read_codebook
-from hvdtrain.errors import DONE, REQUEUE, UserError
-from hvdtrain.events.log import Event, Log
-from hvdtrain.training.build import build_learner
+from hvdtrain.errors import DONE, UserError
 from hvdtrain.training.conflicts import refuse_conflicts
-from hvdtrain.training.datasets import open_datasets
-from hvdtrain.training.health.heartbeat import Heartbeat
-from hvdtrain.training.health.signals import Signals
-from hvdtrain.training.job import make_job
-from hvdtrain.training.start import begin
 
 MODEL = [
     "task.name=language",
@@ -39,53 +20,6 @@ MODEL = [
     "model.width=8",
     "optim.name=adamw",
 ]
-IMAGES = [
-    "data.name=image_tokens",
-    "data.colours=4",
-    "data.side=4",
-    *MODEL,
-    "model.residual_dropout=0.1",
-    "batch.size=479",
-    "epochs=2",
-]
-
-
-def images_of(path: Path, side: int) -> np.ndarray:
-    """The images of a strip of up to 16, uint8 (n, side, side)."""
-    page = np.asarray(Image.open(path))
-    factor = 64 // side
-    return np.stack(
-        [page[:64:factor, left : left + 64 : factor] for left in range(0, page.shape[1], 66)]
-    )
-
-
-def test_a_strip_of_images_at_each_evaluation_and_the_same_weights(tmp_path: Path) -> None:
-    for name, words in {
-        "with": ["log.samples=5", "batch.evaluate=2"],
-        "again": ["log.samples=5"],
-        "without": [],
-    }.items():
-        assert main([*IMAGES, *words, f"run={tmp_path / name}"]) == DONE
-    strips = {path.name: path for path in (tmp_path / "with" / "samples").iterdir()}
-    assert sorted(strips) == ["step-00000000.png", "step-00000003.png", "step-00000006.png"]
-    colours = read_codebook(tmp_path / "with").colours
-    for path in strips.values():
-        drawn = images_of(path, 4)
-        assert drawn.shape == (5, 4, 4) and {*np.unique(drawn)} <= {*colours[:, 0].tolist()}
-        assert path.read_bytes() == (tmp_path / "again" / "samples" / path.name).read_bytes()
-    assert len({path.read_bytes() for path in strips.values()}) == 3
-    weights = {
-        (tmp_path / name / "checkpoints" / "step-00000006" / "weights.safetensors").read_bytes()
-        for name in ("with", "without")
-    }
-    assert len(weights) == 1
-    assert not (tmp_path / "without" / "samples").exists()
-    lines = map(json.loads, (tmp_path / "with" / "events.jsonl").read_text().splitlines())
-    assert [(event["step"], event["count"]) for event in lines if event["kind"] == "samples"] == [
-        (0, 5),
-        (3, 5),
-        (6, 5),
-    ]
 
 
 def test_texts_begin_with_the_first_character_of_the_validation_text(tmp_path: Path) -> None:
@@ -105,37 +39,6 @@ def test_texts_begin_with_the_first_character_of_the_validation_text(tmp_path: P
     assert text.count("--- ") == 3 and text.startswith("--- 1\nb") and "\n--- 3\nb" in text
 
 
-def test_a_full_disk_costs_the_picture_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = configure(None, [*IMAGES, "log.samples=2"])
-    datasets = open_datasets(config)
-    emitted = list[Event]()
-    learner = build_learner(config, datasets.task, SingleProcessCommunicator())
-    now = begin(config, datasets)
-
-    def no_room(run: Path) -> Folder:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    here: dict[str, Any] = {
-        "signals": Signals(0),
-        "heartbeat": Heartbeat(),
-        "log": Log([emitted.append]),
-        "start": now,
-        "run": tmp_path,
-    }
-    job = make_job(config, datasets, SingleProcessCommunicator(), learner, **here, open_run=no_room)
-    beats = job.heartbeat.beats
-    job.samples.draw(now)
-    job.prefetcher.close()
-    assert (
-        "no samples of this step: " in (said := capsys.readouterr().err)
-        and "step-00000000.png: No space left on device" in said
-    )
-    assert job.heartbeat.beats - beats == 16, "a sign of life at each position"
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_tokens_that_show_nothing() -> None:
     config = configure(
         None, ["data.name=own_data:tokens", "task.name=language", "model.name=gpt", "log.samples=4"]
@@ -145,48 +48,3 @@ def test_tokens_that_show_nothing() -> None:
         match="draws images or text; what tokens of data.name=own_data:tokens show is not known",
     ):
         refuse_conflicts(config, "single", 1)
-
-
-@pytest.mark.slow
-@needs_mpirun
-def test_two_ranks_draw_what_one_draws_and_stop_meanwhile(tmp_path: Path) -> None:
-    """With one sample a rank has none, and keeps in step; with shards it gathers weights for the
-    other."""
-    for samples, stage in ((5, 0), (1, 3)):
-        runs = {ranks: tmp_path / f"{ranks}-{samples}-{stage}" for ranks in (1, 2)}
-        words = [
-            *IMAGES,
-            "speed.precision=fp64",
-            "model.residual_dropout=0",
-            f"log.samples={samples}",
-            "max_steps=3",
-        ]
-        assert main([*words, f"run={runs[1]}"]) == DONE
-        result = mpirun(
-            2,
-            ["-m", "hvdtrain", *words, f"shard.stage={stage}", "comm.engine=mpi", f"run={runs[2]}"],
-        )
-        assert result.returncode == DONE, result.stderr
-        for name in ("step-00000000.png", "step-00000003.png"):
-            one, two = (run / "samples" / name for run in runs.values())
-            assert one.read_bytes() == two.read_bytes()
-    run = tmp_path / "stopped"
-    long = [
-        *IMAGES,
-        "data.side=8",
-        "model.layers=12",
-        "model.width=64",
-        "log.samples=1024",
-        "batch.evaluate=1024",
-        "comm.engine=mpi",
-    ]
-    long += ["log.per_rank=true"]
-    with Job(2, ["-m", "hvdtrain", *long, f"run={run}"], is_warm=True) as job:
-        # whose first line is written just before the first samples are drawn
-        log = run / "ranks" / "rank-00001.log"
-        wait_until(lambda: log.exists() and log.read_text(), "rank 1 trains")
-        time.sleep(1.0)  # before that the job would stop, too
-        os.kill(job.pids()[1], signal.SIGTERM)
-        result = job.wait()
-    assert result.returncode == REQUEUE, result.stderr
-    assert not (run / "samples").exists() and "a signal on another rank" in result.stdout

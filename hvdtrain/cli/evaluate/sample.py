@@ -14,6 +14,7 @@ import numpy as np
 from hvdtrain.cli.evaluate.command import Arguments, load_model, parse, read_former_run, run_folder
 from hvdtrain.config.read import expand
 from hvdtrain.config.schema import Config
+from hvdtrain.core.extras import token_images
 from hvdtrain.core.folder import Folder
 from hvdtrain.data.configured.opened import plugin_of
 from hvdtrain.data.configured.unwritten import unstaged
@@ -23,7 +24,7 @@ from hvdtrain.data.sampler import permutation
 from hvdtrain.data.source import Pictures
 from hvdtrain.data.tokenizer import read_tokenizer
 from hvdtrain.errors import DONE, UserError, short
-from hvdtrain.features.log import DRAWN, TOKEN_IMAGES
+from hvdtrain.features.log import DRAWN
 from hvdtrain.frameworks.learner import Sampler
 from hvdtrain.training.checkpoint.files import Checkpoint
 from hvdtrain.training.common_array import CommonArray
@@ -103,7 +104,7 @@ def _sample(rank: Rank, parsed: Arguments, request: Request) -> int:
             f"data.name={short(config.data.name)}"
         )
         raise UserError(what, "RUN", "another run folder")
-    of_images = config.data.name in TOKEN_IMAGES
+    of_images = config.data.name in token_images()
     options, others = (_OF_TEXT, "text") if of_images else (_OF_IMAGES, "images")
     for option in options:
         if parsed.options[option.removeprefix("--").replace("-", "_")] not in (None, False):

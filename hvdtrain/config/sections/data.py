@@ -8,7 +8,7 @@ from pydantic import Field
 
 from hvdtrain.config.sections.extra_keys import with_keys_of_extras
 from hvdtrain.config.sections.section import OpenSection
-from hvdtrain.core.extras import data_files
+from hvdtrain.core.extras import data_files, token_images
 
 
 @with_keys_of_extras
@@ -20,7 +20,7 @@ class DataConfig(OpenSection):
         default="digits",
         description="data set: digits (embedded), mnist, fashion_mnist, kmnist, cifar10, "
         "cifar100, folder, webdataset, synthetic, "
-        "image_tokens, text; scientific formats: "
+        f"{', '.join([*token_images(), 'text'])}; scientific formats: "
         f"{', '.join(dict.fromkeys([*data_files().values(), 'parquet', 'csv', 'npz']))}; or "
         "your own as package.module:function",
     )

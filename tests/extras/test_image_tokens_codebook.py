@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 
 from hvdtrain.core.progress import fold
-from hvdtrain.data.codebook import (
+from hvdtrain.data.datasets import digits, synthetic
+from hvdtrain.data.source import ArraySource
+from hvdtrain.errors import UserError
+from hvdtrain.extras.image_tokens.codebook import (
     Codebook,
     Encoder,
     draw_pixels,
@@ -16,9 +19,6 @@ from hvdtrain.data.codebook import (
     nearest,
     reduce_images,
 )
-from hvdtrain.data.datasets import digits, synthetic
-from hvdtrain.data.source import ArraySource
-from hvdtrain.errors import UserError
 
 
 def brute(points: np.ndarray, centres: np.ndarray) -> np.ndarray:

@@ -10,16 +10,17 @@ import numpy as np
 import pytest
 
 from hvdtrain.config.read import configure
-from hvdtrain.data.codebook import (
+from hvdtrain.data.datasets import digits, synthetic
+from hvdtrain.errors import UserError
+from hvdtrain.extras.image_tokens.codebook import (
     Codebook,
-    TokenImages,
     from_json,
     read_codebook,
     reduce_images,
     to_json,
 )
-from hvdtrain.data.datasets import digits, image_tokens, synthetic
-from hvdtrain.errors import UserError
+from hvdtrain.extras.image_tokens.data.datasets import image_tokens
+from hvdtrain.extras.image_tokens.images import TokenImages
 from hvdtrain.training.data_facts import identity
 from hvdtrain.training.datasets import build_source, open_datasets
 
@@ -149,6 +150,13 @@ def test_a_damaged_codebook_is_refused(content: bytes) -> None:
 def test_what_is_refused(words: list[str], what: str) -> None:
     with pytest.raises(UserError, match=what):
         open_datasets(configure(None, [*WORDS, *words]))
+
+
+def test_an_error_of_an_option_of_the_source_names_the_key() -> None:
+    words = [*WORDS, "data.source=synthetic", "data.source_options={samples:0}"]
+    with pytest.raises(UserError) as caught:
+        open_datasets(configure(None, words))
+    assert caught.value.where == "data.source_options, command line"
 
 
 def test_images_are_refused_by_the_model_of_tokens() -> None:

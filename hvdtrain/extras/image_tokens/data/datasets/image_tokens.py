@@ -7,11 +7,12 @@ from pathlib import Path
 
 from hvdtrain.config import plugins
 from hvdtrain.config.sections.data import DataConfig
-from hvdtrain.data.codebook import Codebook, UnencodedImages, read_codebook
 from hvdtrain.data.files.staging import Staging
 from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import LabelledImages, Split
 from hvdtrain.errors import UserError
+from hvdtrain.extras.image_tokens.codebook import Codebook, read_codebook
+from hvdtrain.extras.image_tokens.images import UnencodedImages
 
 STAGING = Staging(is_read_once=True)
 

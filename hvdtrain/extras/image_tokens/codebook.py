@@ -1,27 +1,20 @@
-"""Images as sequences of tokens: k-means finds few colours for all of a data set, and a pixel
-becomes the number of its nearest."""
+"""The codebook of image tokens: few colours for all of a data set, which k-means finds; the nearest
+one of a pixel; and its file in a run folder."""
 
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from hvdtrain.core.arrays import Batch, digest
 from hvdtrain.core.folder import Folder
 from hvdtrain.core.progress import fold
-from hvdtrain.data.field import Field
 from hvdtrain.data.option_error import OptionError
-from hvdtrain.data.source import LabelledImages, Source, check_indices
-from hvdtrain.data.unfinished import Unfinished
 from hvdtrain.errors import UserError
-
-if TYPE_CHECKING:
-    from hvdtrain.core.arrays import Batch
 
 MOST_COLOURS = 2**15
 _PIXELS = 2**16  # that are drawn: 1.3 for each image of CIFAR-10
@@ -195,118 +188,6 @@ def _as_colours(numbers: np.ndarray, channels: int) -> np.ndarray:
 
 FILE = "codebook.json"  # of a run folder
 MOST_FILE_BYTES = 2**21  # of that file
-_ENCODED_VALUES = 2**22  # of pixels encoded at once
-
-
-@dataclass(frozen=True, eq=False)
-class UnencodedImages(Unfinished):
-    """Images whose tokens wait for a codebook, which is the same on all ranks. Raises UserError
-    where sizes do not fit."""
-
-    array = "codebook"
-    images: LabelledImages
-    side: int | None  # None: as the images are
-    colours: int
-
-    def __post_init__(self) -> None:
-        height, width, channels = self.images.shape
-        if height != width or channels not in (1, 3):
-            what = (
-                f"images of {height}x{width}x{channels} have no tokens: they need as many rows as "
-                "columns, and 1 or 3 channels"
-            )
-            raise OptionError(
-                what,
-                "source",
-                "data.source=folder with data.source_options={size: 32, channels: 3}, or other "
-                "images",
-            )
-        if self.side is not None and (self.side < 1 or height % self.side):
-            divisors = ", ".join(str(side) for side in range(1, height + 1) if height % side == 0)
-            raise OptionError(
-                f"data.side={self.side} does not divide {height} pixels",
-                "side",
-                f"one of {divisors}",
-            )
-        if not 2 <= self.colours <= MOST_COLOURS:
-            raise OptionError(
-                f"{self.colours} colours are impossible",
-                "colours",
-                f"2 to {MOST_COLOURS}; iGPT has 512",
-            )
-
-    @property
-    def pixels(self) -> int:
-        """The side of the reduced images."""
-        return self.side or self.images.shape[0]
-
-    def compute(self) -> np.ndarray:
-        """The colours of a codebook: 2 s for 512. Raises UserError where the images have fewer."""
-        return make_codebook(self.images, self.colours, self.pixels).colours
-
-    def read(self, run: Path) -> np.ndarray:
-        return read_codebook(run).colours
-
-    def finish(self, array: np.ndarray) -> TokenImages:
-        """Encodes all images, once: 5 s for each million different colours of 512, and the images
-        are kept no longer."""
-        codebook = Codebook(array)
-        images = self.images
-        side = self.pixels
-        encoder = Encoder(codebook)
-        tokens = np.empty(
-            (len(images), side * side), np.uint8 if len(codebook.colours) <= 2**8 else np.uint16
-        )
-        block = max(1, _ENCODED_VALUES // math.prod(images.shape))
-        for start in range(0, len(images), block):
-            rows = np.arange(start, min(start + block, len(images)))
-            tokens[rows] = encoder.encode(reduce_images(images.read(rows)["x"], side)).reshape(
-                len(rows), -1
-            )
-        return TokenImages(tokens, codebook)
-
-
-@dataclass(frozen=True, eq=False)
-class TokenImages(Source):
-    """A source of {"tokens": int64 (n, side^2 + 1)}: images after a start token, whose number is
-    that of the colours."""
-
-    pixels: np.ndarray  # uint8 or uint16 (n, side^2), each below the number of colours
-    codebook: Codebook
-    reads_from_memory = True
-
-    @property
-    def start(self) -> int:
-        """The token that every sequence begins with."""
-        return self.codebook.values
-
-    @property
-    def pictures(self) -> Codebook:
-        return self.codebook
-
-    @property
-    def run_files(self) -> dict[str, bytes]:
-        return {FILE: to_json(self.codebook)}
-
-    @property
-    def fields(self) -> dict[str, Field]:
-        return {"tokens": Field("int64", (self.pixels.shape[1] + 1,), self.start + 1)}
-
-    def __len__(self) -> int:
-        return len(self.pixels)
-
-    def read(self, indices: np.ndarray) -> Batch:
-        check_indices(indices, len(self))
-        tokens = np.full((len(indices), self.pixels.shape[1] + 1), self.start, np.int64)
-        tokens[:, 1:] = self.pixels[indices]
-        return {"tokens": tokens}
-
-    def digests(self, seed: int) -> dict[str, str]:
-        """A digest of all tokens: 0.05 s for CIFAR-10."""
-        return self.identity()
-
-    def identity(self) -> dict[str, str]:
-        return {"codebook": self.codebook.digest(), "pixels": digest({"pixels": self.pixels})}
 
 
 def to_json(codebook: Codebook) -> bytes:
