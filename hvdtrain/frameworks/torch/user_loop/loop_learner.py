@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,6 +51,7 @@ from hvdtrain.frameworks.torch.user_loop.prepared import (
     precision_of,
     take_optimizer,
 )
+from hvdtrain.frameworks.torch.user_loop.shown_gradients import ShownGradients
 from hvdtrain.frameworks.torch.user_loop.words import WORDS
 from hvdtrain.frameworks.user_loop import Divisor, LoopLearner, Samples, item_count
 
@@ -122,10 +123,13 @@ class TorchLoopLearner(RankModel, LoopLearner):
         self._update = OptimizerStep(
             config, self._inner, self.strategy, shards, self._scale, self.buffers.restore
         )
-        self._out_of_sight: dict[
-            torch.nn.Parameter, torch.Tensor | None
-        ] = {}  # gradients of parts, from backward to the step
-        self._updated = [shard.parameter for shard in shards]
+        self._gradients = ShownGradients(
+            [p for _, p in self._named],
+            [shard.parameter for shard in shards],
+            self.strategy,
+            self._scale,
+            is_sharded=self.is_sharded,
+        )
         self._saves_buffers = self._update.may_leave_out
         self._state = LearnerState(
             self.model, self._inner, self._scale, self.strategy, mesh.replicas.rank == 0
@@ -247,7 +251,7 @@ class TorchLoopLearner(RankModel, LoopLearner):
             weight = item_count(count, where) if batch.count else 0.0
             divisor = self._divisor_of_items(weight)
         self._pass_all([batch], lambda _: (loss, weight), divisor)
-        self._show_gradients()
+        self._gradients.show()
 
     def accumulate(self, loss_of: Callable[[Samples], Any], at_most: int) -> torch.Tensor:
         """What Context.accumulate() does. A collective."""
@@ -281,7 +285,7 @@ class TorchLoopLearner(RankModel, LoopLearner):
             losses.total, losses.weight, is_counted=bool(losses.is_counted)
         )
         self.divisor.agree(where, is_counted=is_counted)
-        self._show_gradients(divisor / self._divisor_of_items(weight) if is_counted else 1.0)
+        self._gradients.show(divisor / self._divisor_of_items(weight) if is_counted else 1.0)
         return total / (weight or 1.0)
 
     def _check_mean(self, loss: torch.Tensor, parts: int, where: str, fix: str) -> None:
@@ -349,20 +353,6 @@ class TorchLoopLearner(RankModel, LoopLearner):
         end_step(self.orders)
         self.strategy.reduce()
 
-    def _show_gradients(self, factor: float = 1.0) -> None:
-        """Multiplies the reduced gradients; what this rank has only a part of is out of the
-        script's sight."""
-        gradients = [p.grad for p in self._updated if p.grad is not None]
-        if factor != 1.0 and gradients:
-            torch._foreach_mul_(gradients, factor)
-        if isinstance(self._scale, ScaleOfLoss):
-            self._scale.divide_out(self._updated)
-        if self.is_sharded:
-            for _, p in self._named:
-                if self.strategy.shard(p).parameter is p:
-                    self._out_of_sight[p] = p.grad
-                p.grad = elsewhere(p)
-
     def _step(self, scaled: Scaled | None) -> None:
         """The optimizer's step from the mean gradient over the global batch; scaled: by a
         GradScaler. A collective."""
@@ -390,9 +380,7 @@ class TorchLoopLearner(RankModel, LoopLearner):
                 "scaler.step(optimizer)",
                 "ctx.backward(loss); optimizer.step(); or leave speed.precision out",
             )
-        for p, gradient in self._out_of_sight.items():
-            p.grad = gradient
-        self._out_of_sight = {}
+        self._gradients.bring_back()
         self._bad = self._bad + self._update.make(self._update.unscaled_are_bad())["nonfinite"]
         self.zero_grad()
         self._batch = None
@@ -404,9 +392,7 @@ class TorchLoopLearner(RankModel, LoopLearner):
         return self._batch is None
 
     def zero_grad(self) -> None:
-        for _, p in self._named:
-            p.grad = None
-        self._out_of_sight = {}
+        self._gradients.clear()
         self._inner.zero_grad()
 
     def read_nonfinite(self) -> float:
@@ -446,26 +432,3 @@ class TorchLoopLearner(RankModel, LoopLearner):
         count = self.count(p for _, p in self._named)
         name = self.strategy.class_name(self.model)
         return f"{name}, {count:,} parameters, {self.how_computed(self.precision)}"
-
-
-class Elsewhere(torch.Tensor):
-    """Has a parameter's shape and type, and one number of memory."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> NoReturn:
-        what = (
-            "with shard.stage or parallel.* each rank has a part of the gradients, and p.grad has "
-            "none"
-        )
-        fix = (
-            "optim.clip_norm=1 in hvdtrain.init() clips by the norm of all; or neither, and "
-            "p.grad is the mean over all ranks"
-        )
-        raise UserError(what, "p.grad after ctx.backward()", fix)
-
-
-def elsewhere(p: torch.nn.Parameter) -> torch.Tensor:
-    """In the place of the gradient of `p`."""
-    return torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape).as_subclass(Elsewhere)

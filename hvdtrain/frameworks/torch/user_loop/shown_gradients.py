@@ -1,0 +1,81 @@
+"""The gradients that a script sees between ctx.backward() and the optimizer's step; what this rank
+has only a part of is out of its sight."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+from hvdtrain.errors import UserError
+from hvdtrain.frameworks.torch.strategy import Strategy
+from hvdtrain.frameworks.torch.user_loop.prepared import GivenScale, ScaleOfLoss
+
+
+class ShownGradients:
+    """The gradients of a model's parameters after all ranks have reduced them."""
+
+    def __init__(
+        self,
+        parameters: list[torch.nn.Parameter],
+        updated: list[torch.nn.Parameter],
+        strategy: Strategy,
+        scale: GivenScale | ScaleOfLoss,
+        *,
+        is_sharded: bool,
+    ) -> None:
+        """updated: what the optimizer has of them. is_sharded: some of these are parts."""
+        self._parameters = parameters
+        self._updated = updated
+        self._strategy = strategy
+        self._scale = scale
+        self._is_sharded = is_sharded
+        # gradients of parts, from backward to the step
+        self._out_of_sight: dict[torch.nn.Parameter, torch.Tensor | None] = {}
+
+    def show(self, factor: float = 1.0) -> None:
+        """Multiplies the reduced gradients, and hides parts."""
+        gradients = [p.grad for p in self._updated if p.grad is not None]
+        if factor != 1.0 and gradients:
+            torch._foreach_mul_(gradients, factor)
+        if isinstance(self._scale, ScaleOfLoss):
+            self._scale.divide_out(self._updated)
+        if self._is_sharded:
+            for p in self._parameters:
+                if self._strategy.shard(p).parameter is p:
+                    self._out_of_sight[p] = p.grad
+                p.grad = _elsewhere(p)
+
+    def bring_back(self) -> None:
+        """For the step: hidden parts are p.grad again."""
+        for p, gradient in self._out_of_sight.items():
+            p.grad = gradient
+        self._out_of_sight = {}
+
+    def clear(self) -> None:
+        for p in self._parameters:
+            p.grad = None
+        self._out_of_sight = {}
+
+
+class Elsewhere(torch.Tensor):
+    """Has a parameter's shape and type, and one number of memory."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        what = (
+            "with shard.stage or parallel.* each rank has a part of the gradients, and p.grad has "
+            "none"
+        )
+        fix = (
+            "optim.clip_norm=1 in hvdtrain.init() clips by the norm of all; or neither, and "
+            "p.grad is the mean over all ranks"
+        )
+        raise UserError(what, "p.grad after ctx.backward()", fix)
+
+
+def _elsewhere(p: torch.nn.Parameter) -> torch.Tensor:
+    """In the place of the gradient of `p`."""
+    return torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape).as_subclass(Elsewhere)
