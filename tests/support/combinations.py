@@ -512,23 +512,21 @@ SIGNS = {
     "same key": ".",
 }
 MEANINGS = {
-    "equal": "runs, and is resumed from its middle on another world, with the weights of one "
-    "process to 1e-12 (muon: 1e-8)",
-    "close": "runs, with those of one process but for what 16 bits round",
-    "alike": "runs, with the weights of the same ranks without the other feature, which changes "
-    "no number; one process has others",
-    "runs": "runs; no other job has these numbers: with local SGD each rank steps by itself, "
-    "Adasum is no mean, ghost batches "
-    "are of each rank's passes, and norms, muon and numbers that are not scaled multiply what 16 "
-    "bits round",
-    "refused": "refused, with both keys in the message",
-    "refused later": "refused as well, by what the data or the task are",
-    "no model": "no model of the tool has what both need",
-    "once": "runs as one of the above in an earlier version; has not been resumed from its middle "
-    "yet",
+    "equal": "runs, and resumes from its middle on another engine or number of ranks, with the "
+    "weights of one process to 1e-12 (muon: 1e-8)",
+    "close": "runs, with the weights of one process up to 16-bit rounding",
+    "alike": "runs, with the weights of the same ranks without the other feature, which changes no "
+    "number; the weights of one process differ",
+    "runs": "runs, but no other job has the same numbers: with local SGD each rank steps by "
+    "itself, Adasum is not a mean, ghost batches depend on each rank's micro-batches, and norms, "
+    "muon and unscaled numbers amplify 16-bit rounding",
+    "refused": "rejected, with both keys in the message",
+    "refused later": "also rejected, because of the data or the task",
+    "no model": "the tool has no model that supports both",
+    "once": "ran as one of the above in an earlier version; not resumed from its middle yet",
     "failed": "differs, or ends with an error",
     "not run": "not run yet",
-    "same key": "two values of one key, or of what one key has",
+    "same key": "two values of one key, or of its options",
 }
 
 
@@ -539,20 +537,20 @@ def page(results: dict[str, Found], of_frameworks: dict[str, str] | None = None)
     running = sum(counts[kind] for kind in (*RUNNING, "once"))
     later = f", {counts['not run']} have not run yet" * (counts["not run"] > 0)
     lines = [
-        "# What goes together",
+        "# Supported combinations",
         "",
-        "Every pair of features, each by the words that turn it on, as a job of four steps on two "
-        "to four ranks, in float64 with SGD.",
+        "This page lists every pair of features. A feature is named by the settings that turn it "
+        "on. Each pair is tried as a job of four steps on two to four ranks, in float64 with SGD.",
         "`python tests/support/combinations.py docs/combinations.md` runs them and writes this "
         f"page. Of {len(results)} pairs of "
-        f"{len(EXAMPLES)} settings {running} run, {counts['refused']} are refused before data are "
+        f"{len(EXAMPLES)} settings {running} run, {counts['refused']} are rejected before data is "
         f"read, {counts['refused later']} later, {counts['no model']} have no "
-        f"model in common, {counts['failed']} are wrong{later}.",
-        "All ranks are on one host, on which `shard.group=node` has one group.",
-        f"The slow tests run at most {PER_DAY} of the resumed pairs a day, in turn; "
-        "`HVDTRAIN_TEST_DAY=2026-11-28` chooses a day.",
+        f"model that supports both, {counts['failed']} are wrong{later}.",
+        "All ranks are on one host, so `shard.group=node` has only one group.",
+        f"The slow tests run at most {PER_DAY} of the resumed pairs per day, in turn; "
+        "`HVDTRAIN_TEST_DAY=2026-11-28` selects a day.",
         "",
-        "| sign | pairs | |",
+        "| sign | pairs | meaning |",
         "|---|---|---|",
         *(
             f"| `{SIGNS[kind]}` | {counts[kind]} | {meaning} |"
@@ -560,18 +558,18 @@ def page(results: dict[str, Found], of_frameworks: dict[str, str] | None = None)
             if counts[kind]
         ),
         "",
-        "Line and column of a sign are the two numbers of a pair.",
+        "The row and the column of a sign are the numbers of the two features.",
         "",
         "```text",
         *_matrix(kinds),
         "```",
         "",
         *_frameworks(of_frameworks or {}),
-        "## Why pairs are refused",
-        "`not made yet` is a matter of work; the other reasons are of the mathematics, or of the "
-        "library that does it.",
+        "## Why pairs are rejected",
+        "`not made yet` means that the pair is possible but not implemented. The other reasons "
+        "follow from the mathematics, or from the library that is used.",
         "",
-        "| with | cannot go | because |",
+        "| feature | not supported with | reason |",
         "|---|---|---|",
         *_reasons(),
         "",
@@ -584,8 +582,8 @@ def _frameworks(rows: dict[str, str]) -> Iterator[str]:
         return
     yield from (
         "## In other frameworks",
-        "Pairs of the other settings with `framework=jax` or `keras`: of those that are accepted "
-        "and have a model, these have run, in random order, beside one process of that framework.",
+        "Some pairs of the other settings were also run with `framework=jax` or `keras`, in random "
+        "order, and compared with one process of that framework.",
         "",
         "| framework | pairs | accepted | run | equal, and resumed | other numbers by definition | "
         "wrong |",
