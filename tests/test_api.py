@@ -127,6 +127,7 @@ print("never")
 """
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("call", "said"),
     [

@@ -93,6 +93,7 @@ def mistakes(content: str) -> list[str]:
     return [error.message for error in validator.iter_errors(yaml.load(content, Loader))]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("content", RIGHT)
 def test_what_is_read_is_right(tmp_path: Path, content: str) -> None:
     (tmp_path / "x.yaml").write_text(content)
@@ -100,6 +101,7 @@ def test_what_is_read_is_right(tmp_path: Path, content: str) -> None:
     assert mistakes(content) == []
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("content", WRONG)
 def test_what_is_refused_is_wrong(tmp_path: Path, content: str) -> None:
     (tmp_path / "x.yaml").write_text(content)

@@ -84,6 +84,7 @@ def assert_near(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert len(set(keys)) == len(keys)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_one_process_computes_what_jax_and_optax_compute(tmp_path: Path, optimizer: str) -> None:
     (found,) = in_ways(tmp_path, 1, f"{optimizer} 7 {STEPS}")

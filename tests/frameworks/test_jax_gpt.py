@@ -62,6 +62,7 @@ def step(one: Learner, number: int, seed: int = 1) -> dict[str, float]:
     }
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("words", "ignore"),
     [
@@ -117,6 +118,7 @@ def test_the_first_weights_follow_the_law_of_torchs() -> None:
         assert np.std(array) == pytest.approx(expected, rel=0.03), name
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("option", ["embedding_dropout", "attention_dropout", "residual_dropout"])
 def test_each_dropout_drops_in_training_alone_by_its_key(option: str) -> None:
     sizes: dict[str, Any] = {"layers": 2, "heads": 2, "width": 8}
@@ -151,6 +153,7 @@ def test_dropout_of_a_step_follows_from_its_seed_and_micro_batch() -> None:
     )
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("length", [7, 15])
 def test_jax_draws_the_tokens_that_torch_draws(length: int) -> None:
     """Prompts of two positions; 15 are beyond the context, of which the second half is read again,
@@ -244,6 +247,7 @@ def curve(size: int, run: Path, *words: str) -> list[float]:
     ]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=needs_mpirun)])
 def test_a_job_goes_on_in_the_other_framework(size: int, tmp_path: Path) -> None:
     """torch for 8 steps; torch for 3, then JAX for 3, then torch again: every number is the

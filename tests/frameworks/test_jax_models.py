@@ -53,6 +53,7 @@ def by_jax(
         return np.asarray(flow.x), {name: np.asarray(array) for name, array in flow.buffers.items()}
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("small_images", [True, False])
 @pytest.mark.parametrize("depth", RESNETS)
 def test_a_resnet_is_torchvisions(depth: int, small_images: bool) -> None:
@@ -82,6 +83,7 @@ def test_a_resnet_is_torchvisions(depth: int, small_images: bool) -> None:
     assert len(found) == 3 * len(functions.norms) and apart(buffers, found) < 1e-10
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("words", "steps"),
     [

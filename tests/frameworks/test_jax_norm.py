@@ -24,6 +24,7 @@ def check_same(found: Arrays, expected: Arrays) -> None:
         np.testing.assert_allclose(found[name], array, rtol=1e-11, atol=1e-12, err_msg=name)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("ghost", [1, 2, 3, 7, 50])
 @pytest.mark.parametrize(
     ("words", "recompute"),
@@ -62,6 +63,7 @@ def test_batch_norms_are_torchs_and_a_skipped_step_leaves_their_buffers() -> Non
     assert step(jaxs, [batch(9)], 4, 9) == pytest.approx(step(torchs, [batch(9)], 4, 9), rel=1e-12)
 
 
+@pytest.mark.in_turn
 @needs_mpirun
 @pytest.mark.parametrize(
     ("size", "words", "model"),

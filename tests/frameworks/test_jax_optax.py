@@ -157,6 +157,7 @@ CASES: dict[str, tuple[list[str], Callable[[], Any], bool]] = {
 }
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("case", list(CASES))
 def test_ranks_have_the_weights_of_optax_alone_and_go_on_with_the_same_bits(case: str) -> None:
     """On one rank and on two, without shards and with those of stages 1 and 2, where the

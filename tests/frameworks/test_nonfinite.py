@@ -171,6 +171,7 @@ BADLY = {  # a learner's words, and a bad batch for it
 }
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("case", BADLY)
 def test_a_skipped_step_is_as_if_it_had_not_been(case: str) -> None:
     words, weight = BADLY[case]

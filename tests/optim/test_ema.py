@@ -109,6 +109,7 @@ def test_which_arrays_are_averages() -> None:
     assert averages(arrays) == {"p.a.b": 4, "p.c": 6}
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("framework", "model"),
     [

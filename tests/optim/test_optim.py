@@ -98,6 +98,7 @@ def float64() -> Any:
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.in_turn
 @EVERY
 def test_a_rule_equals_an_independent_implementation(case: Case, float64: None) -> None:
     ours = on_numpy(build(case.name, **case.options), case.run)
@@ -107,6 +108,7 @@ def test_a_rule_equals_an_independent_implementation(case: Case, float64: None) 
     assert all(distance([a], [b]) > 0.02 for a, b in zip(ours, case.run.weights(), strict=True))
 
 
+@pytest.mark.in_turn
 @EVERY
 @pytest.mark.parametrize(("exclude", "decay"), [(True, 0.05), (False, 0.0)])
 def test_a_rule_is_the_same_on_every_framework(case: Case, exclude: bool, decay: float) -> None:

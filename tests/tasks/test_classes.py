@@ -57,6 +57,7 @@ def learner_of(framework: str, task: Classification, rank: Communicator, *words:
     return found
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("framework", ["torch", "numpy", "jax"])
 @pytest.mark.parametrize("partly", ["", "partly"])
 def test_steps_and_metrics_are_those_of_torch_and_scikit_learn(

@@ -247,6 +247,7 @@ def test_a_loss_of_torch_names_the_sample_of_a_label_that_is_no_class() -> None:
 # samples without a class
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("framework", "words", "label"),
     [

@@ -94,6 +94,7 @@ def loss_by_hand(
     return total / (y != 255).sum()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("dice", "weights"), [(0.0, None), (0.4, None), (0.4, (0.25, 0.0, 3.0))])
 def test_steps_are_those_of_torch_on_any_number_of_ranks(
     dice: float, weights: tuple[float, ...] | None
@@ -133,6 +134,7 @@ def test_steps_are_those_of_torch_on_any_number_of_ranks(
             np.testing.assert_allclose(one[name], array, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "words", [[], ["model.norm=none", "framework=jax"], ["framework=jax", "speed.precision=fp32"]]
 )

@@ -192,6 +192,7 @@ FORMS = [pytest.param(case, dict, id=f"{case}, arrays") for case in CASES] + [
 ]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("case", "form"), FORMS)
 def test_what_is_reported_is_what_plain_torch_gives_with_the_exported_weights(
     case: str, form: Callable[[Data], Any], capsys: pytest.CaptureFixture[str]
