@@ -116,7 +116,7 @@ def test_a_step_is_torchs(words: str, steps: int) -> None:
 
 
 def test_dropout_of_a_wide_resnet_drops_its_share() -> None:
-    functions = both("wide_resnet", (8, 8, 1), dropout=0.5)[1]
+    functions = both("wide_resnet", (8, 8, 1), dropout=0.5, widths=(4, 4, 4, 4))[1]
     norms = BatchNorms(configure(None, []).norm, functions.norms, SingleProcessCommunicator())
     params = functions.init(jax.random.key(0)) | norms.start()
     x = np.random.default_rng(1).normal(size=(4, 8, 8, 1)).astype(np.float32)

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 from test_jax_zero import RANKS, TASK, batch, on_ranks
 
 import hvdtrain
+from hvdtrain.__main__ import main
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch, digest
@@ -378,10 +379,7 @@ def test_a_job_stops_and_goes_on_with_the_same_bits(tmp_path: Path) -> None:
             and "weight decay 0.1 but for norms and biases, optim.weight_decay" in done.stdout
         )
         out = tmp_path / f"{name}.safetensors"
-        exported = python(
-            ["-m", "hvdtrain", "export", str(tmp_path / name), "--to", str(out), "--force"]
-        )
-        assert exported.returncode == 0, exported.stdout + exported.stderr
+        assert main(["export", str(tmp_path / name), "--to", str(out), "--force"]) == 0
         return load_file(out)
 
     straight = trained(2, "straight", "shard.stage=1")
