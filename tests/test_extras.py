@@ -58,6 +58,7 @@ print("imported", imported)
 """  # noqa: E501
 OF_COPY = """
 import sys
+sys.path.insert(0, sys.argv[1])
 import hvdtrain
 from hvdtrain.__main__ import main
 assert hvdtrain.__file__.startswith(sys.argv.pop(1)), hvdtrain.__file__
@@ -104,13 +105,13 @@ def test_everything_works_without_one_extra(name: str, with_extras: Path) -> Non
 def test_a_job_trains_without_any_extra(copy: Path, tmp_path: Path) -> None:
     assert not (copy / "hvdtrain" / "extras").exists() and imported(copy, *extras()) > 250
     env = {"PYTHONPATH": str(copy)}
-    hvdtrain = ["-P", "-c", OF_COPY, str(copy)]
+    hvdtrain = ["-c", OF_COPY, str(copy)]
     words = [*hvdtrain, *JOB, f"run={tmp_path / 'run'}"]
-    done = mpirun(2, words, env=env, is_warm=False)
+    done = mpirun(2, words, env=env)
     assert done.returncode == 0 and done.stdout.startswith("ranks   2 "), done
-    done = python([*hvdtrain, f"resume={tmp_path / 'run'}", "stop.steps=3"], env=env, is_warm=False)
+    done = python([*hvdtrain, f"resume={tmp_path / 'run'}", "stop.steps=3"], env=env)
     assert done.returncode == 0, done.stderr
-    done = python([*hvdtrain, "extras"], env=env, is_warm=False)
+    done = python([*hvdtrain, "extras"], env=env)
     assert done.stdout == "this copy of hvdtrain has no extras\n"
 
 
@@ -138,16 +139,16 @@ def test_make_fills_a_wheelhouse_without_the_extra_that_builds_horovod(
 def test_a_run_of_a_copy_with_extras_goes_on_without_them(copy: Path, tmp_path: Path) -> None:
     """The run has recorded no key of an extra. One that is recorded is an error."""
     run = tmp_path / "run"
-    done = python(["-m", "hvdtrain", *JOB, f"run={run}"], is_warm=False)
+    done = python(["-m", "hvdtrain", *JOB, f"run={run}"])
     assert done.returncode == 0, done.stderr
     config = run / "config.yaml"
     text = config.read_text()
-    hvdtrain = ["-P", "-c", OF_COPY, str(copy)]
+    hvdtrain = ["-c", OF_COPY, str(copy)]
     resume = [*hvdtrain, f"resume={run}", "stop.steps=4"]
     other = [*hvdtrain, "--config", f"{config}", f"run={tmp_path / 'other'}"]
     env = {"PYTHONPATH": str(copy)}
     for words, made in ((resume, run), (other, tmp_path / "other")):
-        done = python(words, env=env, is_warm=False)
+        done = python(words, env=env)
         assert done.returncode == 0 and (made / "checkpoints").is_dir(), done.stderr
     assert (run / "checkpoints" / "step-00000004").is_dir()
     assert key_classes()
@@ -155,7 +156,7 @@ def test_a_run_of_a_copy_with_extras_goes_on_without_them(copy: Path, tmp_path: 
         key = kind.full_key(next(iter(kind.model_fields)))
         config.write_text(f"{text}{key}: 2\n")
         for words in (resume, other):
-            done = python(words, env=env, is_warm=False)
+            done = python(words, env=env)
             assert done.returncode == 2 and f"the run has {key}=2, and this copy" in done.stderr
             assert "`hvdtrain extras` lists those of a copy" in done.stderr
 

@@ -154,7 +154,7 @@ load_libraries(configure(None, {[*SMALL, word]}))
 module = "hvdtrain.frameworks.torch.parallel.{{}}.arrangement".format
 print([name for name in ("pipeline", "tensor") if module(name) in sys.modules])
 """
-    done = python(["-c", program], is_warm=False)
+    done = python(["-c", program])
     assert done.stdout == f"{loaded}\n", done
 
 
