@@ -90,14 +90,16 @@ def ask(library: ctypes.CDLL, version: str, environ: Mapping[str, str], kind: Gp
     return Answer(None, f"{name} does not say whether it takes GPU memory")
 
 
-class Choice(NamedTuple):
+class DeviceMemoryChoice(NamedTuple):
     """What all ranks have chosen."""
 
     way: Way | None  # None: no rank computes on a GPU
     note: str  # a line for the user; empty where there is nothing to say
 
 
-def choose(communicator: Communicator, answer: Answer | None, wish: Wish, where: str) -> Choice:
+def choose(
+    communicator: Communicator, answer: Answer | None, wish: Wish, where: str
+) -> DeviceMemoryChoice:
     """How collectives take tensors on GPUs. A collective. answer: of this rank's library, None
     where it computes on a CPU.
 
@@ -121,7 +123,7 @@ def choose(communicator: Communicator, answer: Answer | None, wish: Wish, where:
         else f"{'the MPI of ' if least_code < _YES else ''}another rank"
     )
     if not any_on_gpu:
-        return Choice(
+        return DeviceMemoryChoice(
             None,
             f"comm.device_memory={wish} does nothing: no rank computes on a GPU"
             if wish != "auto"
@@ -140,7 +142,7 @@ def choose(communicator: Communicator, answer: Answer | None, wish: Wish, where:
             "comm.device_memory=host, or an MPI that is built for these GPUs",
         )
     if wish == "device" or (wish == "auto" and all_on_gpus and least_code == _YES):
-        return Choice(
+        return DeviceMemoryChoice(
             "device",
             "GPU tensors are handed to MPI as they are: "
             f"{how if least_code == _YES else f'comm.device_memory=device; {how}'}",
@@ -151,7 +153,7 @@ def choose(communicator: Communicator, answer: Answer | None, wish: Wish, where:
         why = how
     else:
         why = "a rank computes on a CPU"
-    return Choice("host", f"GPU tensors go through page-locked host memory: {why}")
+    return DeviceMemoryChoice("host", f"GPU tensors go through page-locked host memory: {why}")
 
 
 class DeviceArray:

@@ -172,7 +172,7 @@ NOTICE = 1
 LAST = 2
 
 
-class Exchange(Protocol):
+class OrderedExchange(Protocol):
     """Gathers, one after another: each rank starts the next one once the last is done."""
 
     threads: bool  # whether threads of a process may use their communicators at the same time

@@ -16,8 +16,8 @@ from hvdtrain.core.ties import Ties
 from hvdtrain.errors import UserError, closest, nearest, short
 from hvdtrain.optim.around import (
     Averaged,
-    Group,
     Grouped,
+    ParameterGroup,
     ThawEntries,
     Thawing,
     number_of_group,
@@ -117,7 +117,7 @@ def build_rule(config: Config, ties: Ties | None = None) -> Rule:
     build = plugins.load("optim", name, where).build
     rule: Rule = build(**plugins.convert_options(config.optim, "optim"))
     groups = tuple(
-        Group(
+        ParameterGroup(
             group.names,
             group.rate,
             group.decay,

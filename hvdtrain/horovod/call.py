@@ -23,7 +23,7 @@ Back = Callable[[torch.Tensor], Any]  # a result as a tensor of the caller's lib
 _NAMES: tuple[ReduceOp, ...] = ("average", "sum", "adasum", "min", "max", "product")
 
 
-class Call:
+class CollectiveCall:
     """One call of one or several tensors."""
 
     def __init__(

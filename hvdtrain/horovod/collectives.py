@@ -11,7 +11,15 @@ import torch
 
 from hvdtrain.horovod import gradients
 from hvdtrain.horovod.basics import ProcessSet, global_process_set
-from hvdtrain.horovod.call import Adasum, Average, Call, Compression, Compressor, own, synchronize
+from hvdtrain.horovod.call import (
+    Adasum,
+    Average,
+    CollectiveCall,
+    Compression,
+    Compressor,
+    own,
+    synchronize,
+)
 from hvdtrain.horovod.engine.errors import BadCall, NoSuchReduction
 from hvdtrain.horovod.engine.perform import check_splits
 from hvdtrain.horovod.job import JOB
@@ -28,7 +36,9 @@ def broadcast_async(
 ) -> int:
     """Begins to send the tensor of rank `root_rank` (of the job, also in a process set) to all;
     synchronize() gives a new tensor."""
-    return _start_broadcast(Call("broadcast", tensor, name, process_set), root_rank, process_set)
+    return _start_broadcast(
+        CollectiveCall("broadcast", tensor, name, process_set), root_rank, process_set
+    )
 
 
 def broadcast_async_(
@@ -39,11 +49,13 @@ def broadcast_async_(
 ) -> int:
     """A broadcast_async() into the tensor itself."""
     return _start_broadcast(
-        Call("broadcast", tensor, name, process_set, in_place=True), root_rank, process_set
+        CollectiveCall("broadcast", tensor, name, process_set, in_place=True),
+        root_rank,
+        process_set,
     )
 
 
-def _start_broadcast(call: Call, root: int, process_set: ProcessSet) -> int:
+def _start_broadcast(call: CollectiveCall, root: int, process_set: ProcessSet) -> int:
     ranks = (
         JOB.engine.ranks_of(process_set.process_set_id)
         if process_set.process_set_id is not None
@@ -107,17 +119,17 @@ def allgather_async(
 ) -> int:
     """Begins to concatenate the tensors of all ranks along axis 0, whose lengths may differ;
     synchronize() gives a new tensor."""
-    return _start_gather(Call("allgather", tensor, name, process_set))
+    return _start_gather(CollectiveCall("allgather", tensor, name, process_set))
 
 
 def grouped_allgather_async(
     tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """An allgather_async() of several tensors as one request. synchronize() gives a tuple."""
-    return _start_gather(Call("allgather", tensors, name, process_set, grouped=True))
+    return _start_gather(CollectiveCall("allgather", tensors, name, process_set, grouped=True))
 
 
-def _start_gather(call: Call) -> int:
+def _start_gather(call: CollectiveCall) -> int:
     call.needs_rows()
     return call.start(any_rows=True)
 
@@ -150,7 +162,7 @@ class _Allgather(torch.autograd.Function):
     ) -> Any:
         found = synchronize(
             _start_gather(
-                Call(
+                CollectiveCall(
                     "allgather",
                     list(tensors) if grouped else tensors[0],
                     name,
@@ -191,7 +203,7 @@ def alltoall_async(
     synchronize() gives the rows received, in the order of ranks, and how many came from each: as
     splits' own dtype and device.
     """
-    call = Call("alltoall", tensor, name, process_set)
+    call = CollectiveCall("alltoall", tensor, name, process_set)
     call.needs_rows()
     rows = len(call.tensors[0])
     size = process_set.size() or 1
@@ -279,7 +291,10 @@ def reducescatter_async(
     """Begins a reduction of which each rank gets its rows: equally many, the first ranks one more.
     op: all but Adasum."""
     return _start_scatter(
-        Call("reducescatter", tensor, name, process_set), op, prescale_factor, postscale_factor
+        CollectiveCall("reducescatter", tensor, name, process_set),
+        op,
+        prescale_factor,
+        postscale_factor,
     )
 
 
@@ -293,14 +308,14 @@ def grouped_reducescatter_async(
 ) -> int:
     """A reducescatter_async() of several tensors as one request. synchronize() gives a tuple."""
     return _start_scatter(
-        Call("reducescatter", tensors, name, process_set, grouped=True),
+        CollectiveCall("reducescatter", tensors, name, process_set, grouped=True),
         op,
         prescale_factor,
         postscale_factor,
     )
 
 
-def _start_scatter(call: Call, op: int, prescale: float, postscale: float) -> int:
+def _start_scatter(call: CollectiveCall, op: int, prescale: float, postscale: float) -> int:
     call.needs_rows()
     if op == Adasum:
         raise NoSuchReduction(
@@ -376,7 +391,7 @@ class _Reducescatter(torch.autograd.Function):
         grouped: bool,
         *tensors: torch.Tensor,
     ) -> Any:
-        call = Call(
+        call = CollectiveCall(
             "reducescatter",
             list(tensors) if grouped else tensors[0],
             name,

@@ -13,7 +13,14 @@ from typing import Any, NamedTuple
 import torch
 
 from hvdtrain.horovod.basics import ProcessSet, global_process_set
-from hvdtrain.horovod.call import Adasum, Average, Call, Compression, Compressor, synchronize
+from hvdtrain.horovod.call import (
+    Adasum,
+    Average,
+    CollectiveCall,
+    Compression,
+    Compressor,
+    synchronize,
+)
 from hvdtrain.horovod.collectives import sparse_allreduce_async
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.job import JOB
@@ -93,7 +100,7 @@ def _below(optimizer: torch.optim.Optimizer, steps: type) -> Any:
     return found
 
 
-class Group:
+class ReductionGroup:
     """Parameters that are reduced as one."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], name: str) -> None:
@@ -132,11 +139,13 @@ class Gradients:
         self._factors = factors
         self._sparse_as_dense = sparse_as_dense
         trained = [(parameter,) for parameter in names if parameter.requires_grad]
-        self.groups = [Group(parameters, names[parameters[0]]) for parameters in groups or trained]
+        self.groups = [
+            ReductionGroup(parameters, names[parameters[0]]) for parameters in groups or trained
+        ]
         self._is_grouped = bool(groups)
-        self.under_way: dict[Group, UnderWay] = {}
+        self.under_way: dict[ReductionGroup, UnderWay] = {}
 
-    def start(self, group: Group) -> None:
+    def start(self, group: ReductionGroup) -> None:
         """A gradient that was not computed counts as zeros: another rank may have computed it."""
         grads = [_gradient(parameter) for parameter in group.parameters]
         if grads[0].is_sparse and not self._sparse_as_dense and not self._is_grouped:
@@ -154,7 +163,7 @@ class Gradients:
         wires = [wire for wire, _ in compressed]
         ctxs = [ctx for _, ctx in compressed]
         given = wires if self._is_grouped else wires[0]
-        call = Call(
+        call = CollectiveCall(
             "allreduce",
             given,
             group.name,
@@ -232,7 +241,7 @@ class GradientSteps:
         for group in self._gradients.groups:
             group.passes_left = [passes] * len(group.parameters)
 
-    def _after_backward(self, group: Group, place: int, _: torch.Tensor) -> None:
+    def _after_backward(self, group: ReductionGroup, place: int, _: torch.Tensor) -> None:
         """Takes the gradient of a parameter of the group."""
         if group.passes_left[place] <= 0:
             raise AssertionError(
@@ -304,7 +313,7 @@ class GradientSteps:
             if isinstance(loss, torch.Tensor)
             else torch.tensor(float(loss), dtype=torch.float64, device="cpu")
         )
-        call = Call("allreduce", value, "loss.of.closure", self._gradients.process_set)
+        call = CollectiveCall("allreduce", value, "loss.of.closure", self._gradients.process_set)
         return synchronize(call.start_reduction(self._gradients.op, 1.0, 1.0))
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:

@@ -10,7 +10,15 @@ import torch
 
 from hvdtrain.horovod import gradients
 from hvdtrain.horovod.basics import ProcessSet, global_process_set
-from hvdtrain.horovod.call import Call, Compression, Compressor, Product, given_op, own, synchronize
+from hvdtrain.horovod.call import (
+    CollectiveCall,
+    Compression,
+    Compressor,
+    Product,
+    given_op,
+    own,
+    synchronize,
+)
 
 
 def allreduce_async(
@@ -28,7 +36,7 @@ def allreduce_async(
     before, postscale_factor after. Every rank gives the same name, shape and dtype. `average` is a
     former name of `op`.
     """
-    call = Call("allreduce", tensor, name, process_set)
+    call = CollectiveCall("allreduce", tensor, name, process_set)
     return call.start_reduction(given_op(op, average), prescale_factor, postscale_factor)
 
 
@@ -42,7 +50,7 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """An allreduce_async() into the tensor itself."""
-    call = Call("allreduce", tensor, name, process_set, in_place=True)
+    call = CollectiveCall("allreduce", tensor, name, process_set, in_place=True)
     return call.start_reduction(given_op(op, average), prescale_factor, postscale_factor)
 
 
@@ -57,7 +65,7 @@ def grouped_allreduce_async(
 ) -> int:
     """An allreduce_async() of several tensors as one request; their dtypes may differ.
     synchronize() gives a tuple."""
-    call = Call("allreduce", tensors, name, process_set, grouped=True)
+    call = CollectiveCall("allreduce", tensors, name, process_set, grouped=True)
     return call.start_reduction(given_op(op, average), prescale_factor, postscale_factor)
 
 
@@ -71,7 +79,7 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """A grouped_allreduce_async() into the tensors themselves."""
-    call = Call("allreduce", tensors, name, process_set, grouped=True, in_place=True)
+    call = CollectiveCall("allreduce", tensors, name, process_set, grouped=True, in_place=True)
     return call.start_reduction(given_op(op, average), prescale_factor, postscale_factor)
 
 
@@ -189,7 +197,7 @@ class _Allreduce(torch.autograd.Function):
         grouped: bool,
         *tensors: torch.Tensor,
     ) -> Any:
-        call = Call(
+        call = CollectiveCall(
             "allreduce",
             list(tensors) if grouped else tensors[0],
             name,

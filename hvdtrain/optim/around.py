@@ -14,7 +14,7 @@ from hvdtrain.core.progress import Hyper
 from hvdtrain.optim.rule import Array, Ops, Rule
 
 
-class Group(NamedTuple):
+class ParameterGroup(NamedTuple):
     """Factors of the parameters whose name fits a pattern."""
 
     names: str  # with * for any characters, ? for one
@@ -82,7 +82,7 @@ class Grouped:
     """`rule` for every parameter, scaled as the first group says that its name fits."""
 
     rule: Rule
-    groups: tuple[Group, ...]
+    groups: tuple[ParameterGroup, ...]
 
     @property
     def momentum(self) -> float:

@@ -25,7 +25,7 @@ from hvdtrain.training.checkpoint.saver import Saver
 from hvdtrain.training.health.watchdog import Watchdog
 from hvdtrain.training.job import Job, on_other_ranks
 from hvdtrain.training.lost import Loss, RunningJob, tell_loss
-from hvdtrain.training.memory_copy import MemoryCopy, Restored
+from hvdtrain.training.memory_copy import MemoryCopy, RolledBack
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.run_lock import RunLock
 from hvdtrain.training.start import Start
@@ -105,7 +105,7 @@ class ElasticJob(RunningJob):
         assert copy is not None
         return learner.how_to_go_on(former_rank, copy.now.progress.step)
 
-    def _restore(self, ranks: Elastic, how: GoOn | None) -> Restored:
+    def _restore(self, ranks: Elastic, how: GoOn | None) -> RolledBack:
         """Everything that depends on which ranks there are. A collective."""
         job = self.job
         assert job.memory_copy is not None
@@ -116,7 +116,7 @@ class ElasticJob(RunningJob):
         job.learner.stopwatch.read()
         job.checkpoints.give_up()
         restored = (
-            Restored(job.memory_copy.go_on(), False)
+            RolledBack(job.memory_copy.go_on(), False)
             if how
             else job.memory_copy.restore(self._read_checkpoint)
         )

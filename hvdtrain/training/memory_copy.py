@@ -25,7 +25,7 @@ class Kept(NamedTuple):
     owners: list[int]  # those whose parts it keeps
 
 
-class Held(NamedTuple):
+class HeldState(NamedTuple):
     """What a rank has to go back to."""
 
     number: int  # of the sync point of its arrays
@@ -33,7 +33,7 @@ class Held(NamedTuple):
     parts: list[Kept]
 
 
-class Restored(NamedTuple):
+class RolledBack(NamedTuple):
     """The state that all ranks have."""
 
     now: TrainState
@@ -100,7 +100,7 @@ class MemoryCopy:
         self._neighbours = None
         return self.now
 
-    def restore(self, fall_back: Callable[[], TrainState]) -> Restored:
+    def restore(self, fall_back: Callable[[], TrainState]) -> RolledBack:
         """Gives all ranks the newest state of which the living ones have everything together. A
         collective.
 
@@ -114,8 +114,8 @@ class MemoryCopy:
             Kept(each.number, each.ranks, sorted({*each.parts, *each.empty}))
             for each in self._parts
         ]
-        tables: list[Held] = communicator.allgather_object(
-            Held(self._number, self.now.evaluated, parts)
+        tables: list[HeldState] = communicator.allgather_object(
+            HeldState(self._number, self.now.evaluated, parts)
         )
         number = newest(tables, learner.is_sharded)
         if learner.is_sharded:
@@ -131,9 +131,9 @@ class MemoryCopy:
         self._parts = [each for each in self._parts if each.number == number]
         self._neighbours = None
         self._copy(now, 1 + max(held.number for held in tables))
-        return Restored(now, number is None)
+        return RolledBack(now, number is None)
 
-    def _load(self, tables: Sequence[Held], number: int) -> TrainState:
+    def _load(self, tables: Sequence[HeldState], number: int) -> TrainState:
         """The state of this sync point, into the learner. A collective."""
         communicator = self._communicator
         rank = self._communicator.rank
@@ -178,7 +178,7 @@ class MemoryCopy:
             yield name, self._communicator.broadcast(array, f"state.{name}", source)
 
 
-def newest(tables: Sequence[Held], in_parts: bool) -> int | None:
+def newest(tables: Sequence[HeldState], in_parts: bool) -> int | None:
     """The number of the newest sync point of which ranks with these tables have everything
     together; None where parts are gone."""
     for number in sorted({held.number for held in tables}, reverse=True):
@@ -192,7 +192,7 @@ def newest(tables: Sequence[Held], in_parts: bool) -> int | None:
     return None
 
 
-def _owners(held: Held, number: int) -> list[int]:
+def _owners(held: HeldState, number: int) -> list[int]:
     return [owner for kept in held.parts if kept.number == number for owner in kept.owners]
 
 
@@ -209,7 +209,7 @@ class Array(NamedTuple):
     dtype: str
 
 
-class Part(NamedTuple):
+class RankRuns(NamedTuple):
     """What one rank has of some arrays."""
 
     runs: list[Runs]  # of each array
@@ -230,7 +230,7 @@ class Copies(NamedTuple):
     number: int  # of the sync point
     ranks: int  # that had parts
     arrays: list[Array]
-    parts: dict[int, Part]  # by the number that the rank had
+    parts: dict[int, RankRuns]  # by the number that the rank had
     # ranks of which there is nothing to keep, as workers of parameter servers
     empty: frozenset[int] = frozenset()
 
@@ -266,7 +266,7 @@ class Neighbours:
             self._runs[self._source] = self._runs_of_source()
         if memory is None or memory.ranks != self._size or memory.arrays != self.arrays:
             parts = {
-                rank: Part(runs, np.empty(_nbytes(self.arrays, runs), np.uint8))
+                rank: RankRuns(runs, np.empty(_nbytes(self.arrays, runs), np.uint8))
                 for rank, runs in self._runs.items()
             }
             memory = Copies(number, self._size, self.arrays, parts, self._empty)
@@ -322,7 +322,7 @@ def distance(hosts: Sequence[int]) -> int:
 
 
 def wholes(
-    communicator: Communicator, arrays: Sequence[Array], parts: Sequence[Part]
+    communicator: Communicator, arrays: Sequence[Array], parts: Sequence[RankRuns]
 ) -> Iterator[tuple[str, np.ndarray]]:
     """The arrays, one by one, of which this rank gives these parts and others the rest. A
     collective."""

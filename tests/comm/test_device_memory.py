@@ -15,7 +15,7 @@ from pool import alone, on_ranks
 from rank_threads import ThreadRank, in_threads
 from ranks import needs_mpirun, python
 
-from hvdtrain.comm.device_memory import Answer, Choice, ask, choose
+from hvdtrain.comm.device_memory import Answer, DeviceMemoryChoice, ask, choose
 from hvdtrain.comm.staging import Direct, Staged, Ways
 from hvdtrain.errors import UserError
 
@@ -201,29 +201,34 @@ COPIES = "GPU tensors go through page-locked host memory: "
 @pytest.mark.parametrize(
     ("answers", "wish", "expected"),
     [
-        ([YES, YES], "auto", [Choice("device", f"{DIRECT}it says yes")] * 2),
+        ([YES, YES], "auto", [DeviceMemoryChoice("device", f"{DIRECT}it says yes")] * 2),
         (
             [YES, NO],
             "auto",
             [
-                Choice("host", f"{COPIES}the MPI of another rank"),
-                Choice("host", f"{COPIES}it says no"),
+                DeviceMemoryChoice("host", f"{COPIES}the MPI of another rank"),
+                DeviceMemoryChoice("host", f"{COPIES}it says no"),
             ],
         ),
         (
             [SILENT, YES],
             "auto",
             [
-                Choice("host", f"{COPIES}it says nothing"),
-                Choice("host", f"{COPIES}the MPI of another rank"),
+                DeviceMemoryChoice("host", f"{COPIES}it says nothing"),
+                DeviceMemoryChoice("host", f"{COPIES}the MPI of another rank"),
             ],
         ),
-        ([YES, None], "auto", [Choice("host", f"{COPIES}a rank computes on a CPU")] * 2),
-        ([YES, YES], "host", [Choice("host", f"{COPIES}comm.device_memory=host")] * 2),
+        (
+            [YES, None],
+            "auto",
+            [DeviceMemoryChoice("host", f"{COPIES}a rank computes on a CPU")] * 2,
+        ),
+        ([YES, YES], "host", [DeviceMemoryChoice("host", f"{COPIES}comm.device_memory=host")] * 2),
         (
             [SILENT, SILENT],
             "device",
-            [Choice("device", f"{DIRECT}comm.device_memory=device; it says nothing")] * 2,
+            [DeviceMemoryChoice("device", f"{DIRECT}comm.device_memory=device; it says nothing")]
+            * 2,
         ),
         (
             [NO, YES],
@@ -242,25 +247,32 @@ COPIES = "GPU tensors go through page-locked host memory: "
             ]
             * 2,
         ),
-        ([None, None], "auto", [Choice(None, "")] * 2),
+        ([None, None], "auto", [DeviceMemoryChoice(None, "")] * 2),
         (
             [None, None],
             "host",
-            [Choice(None, "comm.device_memory=host does nothing: no rank computes on a GPU")] * 2,
+            [
+                DeviceMemoryChoice(
+                    None, "comm.device_memory=host does nothing: no rank computes on a GPU"
+                )
+            ]
+            * 2,
         ),
     ],
 )
 def test_ranks_choose_alike(
-    answers: list[Answer | None], wish: str, expected: list[Choice | str]
+    answers: list[Answer | None], wish: str, expected: list[DeviceMemoryChoice | str]
 ) -> None:
-    def of_rank(communicator: ThreadRank) -> Choice | str:
+    def of_rank(communicator: ThreadRank) -> DeviceMemoryChoice | str:
         try:
             return choose(communicator, answers[communicator.rank], wish, "a test")  # type: ignore[arg-type]
         except UserError as error:
             return error.what
 
     for found, one in zip(in_threads(2, of_rank), expected, strict=True):
-        assert found == one if isinstance(one, Choice) else str(found).startswith(one), found
+        assert (
+            found == one if isinstance(one, DeviceMemoryChoice) else str(found).startswith(one)
+        ), found
 
 
 @needs_mpirun

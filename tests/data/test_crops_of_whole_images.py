@@ -15,7 +15,7 @@ from test_folder import save
 from hvdtrain.config.read import configure
 from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.core.progress import Hyper
-from hvdtrain.data.images.decode import Box, Undecoded, coarsest_scale, read_header
+from hvdtrain.data.images.decode import CropBox, Undecoded, coarsest_scale, read_header
 from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.images.resized_crop import crop_boxes, draw_keys
 from hvdtrain.data.sampler import Positions
@@ -169,14 +169,14 @@ def test_reduced_scale_only_where_the_box_has_the_pixels_and_close_to_full_scale
     for box in ((10, 20, 140, 150), (0, 0, 200, 260), (33, 41, 70, 66)):
         coarse, full = (
             np.frombuffer(
-                image.pixels((16, 16, 3), Box(*box, may_be_coarse=reduced)), np.uint8
+                image.pixels((16, 16, 3), CropBox(*box, may_be_coarse=reduced)), np.uint8
             ).astype(int)
             for reduced in (True, False)
         )
         off = np.abs(coarse - full)  # the decoder's filter is sharper than a bilinear one
         assert 0 < off.max() <= 10 and off.mean() < 4
-    assert image.pixels((40, 40, 3), Box(5, 5, 60, 70, True)) == image.pixels(
-        (40, 40, 3), Box(5, 5, 60, 70)
+    assert image.pixels((40, 40, 3), CropBox(5, 5, 60, 70, True)) == image.pixels(
+        (40, 40, 3), CropBox(5, 5, 60, 70)
     ), "less than twice the pixels"
 
 

@@ -18,7 +18,7 @@ from hvdtrain.extras.bench.allreduce import (
     COPY,
     SMALL_TENSOR_SIZES,
     AllreduceResult,
-    Host,
+    BenchHost,
     Method,
     MethodTimes,
     PayloadTimes,
@@ -206,9 +206,12 @@ def test_numbers_and_statistics() -> None:
         bus_bytes_per_s("allreduce", 100, 4, 2.0) == 75.0
         and bus_bytes_per_s(COPY, 100, 4, 2.0) == 50.0
     )
-    assert count_hosts([("n1", 2), ("n1", 2), ("n2", 4)]) == [Host("n1", 2, 2), Host("n2", 1, 4)]
-    assert oversubscription_warning([Host("n1", 2, 2)]) == []
-    assert "4 ranks on 2 cores" in oversubscription_warning([Host("n1", 4, 2)])[0]
+    assert count_hosts([("n1", 2), ("n1", 2), ("n2", 4)]) == [
+        BenchHost("n1", 2, 2),
+        BenchHost("n2", 1, 4),
+    ]
+    assert oversubscription_warning([BenchHost("n1", 2, 2)]) == []
+    assert "4 ranks on 2 cores" in oversubscription_warning([BenchHost("n1", 4, 2)])[0]
 
 
 def test_table_of_allreduce() -> None:
@@ -219,7 +222,9 @@ def test_table_of_allreduce() -> None:
     ]
     payloads = [PayloadTimes("160 small tensors", 1000, methods)]
     lines = allreduce.to_text(
-        AllreduceResult("horovod", "comm.engine=horovod", 2, 2**22, [Host("n1", 2, 2)], payloads)
+        AllreduceResult(
+            "horovod", "comm.engine=horovod", 2, 2**22, [BenchHost("n1", 2, 2)], payloads
+        )
     )
     assert lines[:2] == [
         "hvdtrain bench allreduce: 2 ranks, engine horovod (comm.engine=horovod), buckets of 4 MiB",

@@ -16,8 +16,8 @@ from torch import nn
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.errors import UserError
 from hvdtrain.extras.dense.cut import (
+    AdjointExchange,
     ColumnParallelChain,
-    Exchange,
     Turn,
     rows_of_turns,
     rows_of_updates,
@@ -191,7 +191,9 @@ def test_dense_parts_that_cannot_be_cut_are_refused() -> None:
     expected = chain.head(x)
     # `act` is there twice
     assert torch.equal(
-        ColumnParallelChain(chain.head, Exchange(SingleProcessCommunicator()), "head", "")(x),
+        ColumnParallelChain(chain.head, AdjointExchange(SingleProcessCommunicator()), "head", "")(
+            x
+        ),
         expected,
     )
     refused = {

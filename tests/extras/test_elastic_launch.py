@@ -30,11 +30,11 @@ from hvdtrain.extras.elastic_launch.hosts import (
     FORGOTTEN_S,
     NO_PROGRESS,
     SHORTEST_S,
-    Decision,
     Ended,
     Failure,
     HostBook,
     Probes,
+    RestartDecision,
     choose,
     decide,
     left_out_s,
@@ -68,26 +68,29 @@ N3 = Host("n3", 4)
 @pytest.mark.parametrize(
     ("ended", "decision"),
     [
-        (Ended(DONE, "end", 300), Decision("finish", DONE)),
-        (Ended(DONE, "", 40), Decision("failed", DONE)),  # mpirun has lost a host
-        (Ended(DONE, "end", -1), Decision("failed", DONE)),  # the end is that of an earlier start
-        (Ended(REQUEUE, "stop", 40), Decision("finish", REQUEUE)),  # its time limit
-        (Ended(REQUEUE, "stop", 40, asked=True), Decision("change", DONE)),
-        (Ended(128 + signal.SIGUSR2, "", 40, asked=True), Decision("change", DONE)),
-        (Ended(DONE, "end", 300, asked=True), Decision("finish", DONE)),  # it was faster
-        (Ended(KILLED, "", 40, asked=True), Decision("failed", KILLED)),
-        (Ended(REQUEUE, "stop", 40, stopped=True), Decision("finish", REQUEUE)),
-        (Ended(REQUEUE, "stop", 40, stopped=True, asked=True), Decision("finish", REQUEUE)),
+        (Ended(DONE, "end", 300), RestartDecision("finish", DONE)),
+        (Ended(DONE, "", 40), RestartDecision("failed", DONE)),  # mpirun has lost a host
+        (
+            Ended(DONE, "end", -1),
+            RestartDecision("failed", DONE),
+        ),  # the end is that of an earlier start
+        (Ended(REQUEUE, "stop", 40), RestartDecision("finish", REQUEUE)),  # its time limit
+        (Ended(REQUEUE, "stop", 40, asked=True), RestartDecision("change", DONE)),
+        (Ended(128 + signal.SIGUSR2, "", 40, asked=True), RestartDecision("change", DONE)),
+        (Ended(DONE, "end", 300, asked=True), RestartDecision("finish", DONE)),  # it was faster
+        (Ended(KILLED, "", 40, asked=True), RestartDecision("failed", KILLED)),
+        (Ended(REQUEUE, "stop", 40, stopped=True), RestartDecision("finish", REQUEUE)),
+        (Ended(REQUEUE, "stop", 40, stopped=True, asked=True), RestartDecision("finish", REQUEUE)),
         (
             Ended(TERMINATED, "", 40, stopped=True),
-            Decision("finish", TERMINATED),
+            RestartDecision("finish", TERMINATED),
         ),  # a second signal
-        (Ended(DONE, "", 40, stopped=True), Decision("finish", REQUEUE)),
-        (Ended(LOST, "stop", 40), Decision("failed", LOST)),  # guard.lost=restart
-        (Ended(DIVERGED, "failed", 40), Decision("failed", DIVERGED)),
+        (Ended(DONE, "", 40, stopped=True), RestartDecision("finish", REQUEUE)),
+        (Ended(LOST, "stop", 40), RestartDecision("failed", LOST)),  # guard.lost=restart
+        (Ended(DIVERGED, "failed", 40), RestartDecision("failed", DIVERGED)),
     ],
 )
-def test_what_the_end_of_a_start_means(ended: Ended, decision: Decision) -> None:
+def test_what_the_end_of_a_start_means(ended: Ended, decision: RestartDecision) -> None:
     assert decide(ended) == decision
 
 

@@ -11,7 +11,7 @@ import pytest
 import stored_data
 import zarr as zarr_library
 
-from hvdtrain.data.stored.selection import Box
+from hvdtrain.data.stored.selection import SelectionBox
 from hvdtrain.errors import UserError
 from hvdtrain.extras.science.data.datasets import hdf5, zarr
 from hvdtrain.extras.science.netcdf_numbers import unpacked, unpacked_dtype
@@ -268,7 +268,9 @@ def test_the_fill_value_that_xarray_writes_into_zarr_2(tmp_path: Path) -> None:
         array.attrs.update({"scale_factor": 0.5} | more)
     for name, expected in {"x": [1.5, np.nan], "y": [1.5, -16383.5]}.items():
         array_ = zarr.ZarrGroup.open(tmp_path / "t.zarr").array(name)
-        np.testing.assert_array_equal(array_.decode(0, Box((), ())), np.array(expected, np.float32))  # type: ignore[union-attr]
+        np.testing.assert_array_equal(
+            array_.decode(0, SelectionBox((), ())), np.array(expected, np.float32)
+        )  # type: ignore[union-attr]
 
 
 def test_zarr_2_without_a_fill_value_is_read_as_0(tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ from hvdtrain.core.folder import Folder
 from hvdtrain.core.progress import GoOn, Outstanding, WorkerUpdate
 from hvdtrain.errors import DIVERGED, UserError
 from hvdtrain.extras.servers.losses import (
-    Agreement,
     LostMeanwhile,
     Report,
+    ServerAgreement,
     SyncPoints,
     go_on_from,
 )
@@ -183,7 +183,7 @@ def test_servers_make_an_update_all_or_none() -> None:
     made: list[list[str]] = [[], [], []]
 
     def serve(rank: int) -> str:
-        agreement = Agreement(
+        agreement = ServerAgreement(
             cast(Interruptible, worlds[rank]), cast(Communicator, ThreadCommunicator(group, rank))
         )
         try:

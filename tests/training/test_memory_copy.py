@@ -15,10 +15,10 @@ from hvdtrain.comm.communicator import Buffer, Handle
 from hvdtrain.core.arrays import Piece, whole
 from hvdtrain.training.memory_copy import (
     Array,
-    Held,
+    HeldState,
     Kept,
     Neighbours,
-    Part,
+    RankRuns,
     distance,
     newest,
     wholes,
@@ -49,9 +49,9 @@ def test_the_neighbours_of_8192_ranks_are_found_in_seconds() -> None:
     assert time.thread_time() - began_s < 5
 
 
-def held(number: int, *parts: tuple[int, list[int]]) -> Held:
+def held(number: int, *parts: tuple[int, list[int]]) -> HeldState:
     """Of a rank that keeps, of sync point `number` of 3 ranks, the parts of these."""
-    return Held(number, 0, [Kept(of, 3, owners) for of, owners in parts])
+    return HeldState(number, 0, [Kept(of, 3, owners) for of, owners in parts])
 
 
 def test_the_newest_sync_point_of_which_all_parts_are_there() -> None:
@@ -79,7 +79,7 @@ def test_the_numbers_of_a_part_lie_one_array_behind_the_other() -> None:
         part_of_array("s.b.0", (2, 2), 3, 4, np.array([7.0])),
     ]
     # 12 bytes, 4 of alignment, 8
-    part = Part([list(piece.runs()) for piece in pieces], np.empty(24, np.uint8))
+    part = RankRuns([list(piece.runs()) for piece in pieces], np.empty(24, np.uint8))
     for view, piece in zip(part.views(arrays), pieces, strict=True):
         view[:] = piece.read()
     assert [view.tolist() for view in part.views(arrays)] == [[0, 1, 2], [7]]

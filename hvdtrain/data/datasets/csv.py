@@ -18,7 +18,7 @@ from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.build import build_stored
 from hvdtrain.data.stored.files import FileOnDisk
 from hvdtrain.data.stored.options import Wanted
-from hvdtrain.data.stored.selection import Box, name_and_words
+from hvdtrain.data.stored.selection import SelectionBox, name_and_words
 from hvdtrain.data.stored.stored_array import (
     Blocks,
     StoredArray,
@@ -306,7 +306,7 @@ class TextColumns:
             found._slowly(0)  # raises
         return found
 
-    def decode(self, block: int, box: Box) -> np.ndarray:
+    def decode(self, block: int, box: SelectionBox) -> np.ndarray:
         lines = self.table.text(block)
         rows = int(self.edges[block + 1] - self.edges[block])
         found = self._parsed(lines, rows)

@@ -19,7 +19,7 @@ from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.build import build_stored
 from hvdtrain.data.stored.files import FileOnDisk, cut_off
 from hvdtrain.data.stored.options import Wanted
-from hvdtrain.data.stored.selection import Box
+from hvdtrain.data.stored.selection import SelectionBox
 from hvdtrain.data.stored.stored_array import (
     PlainRows,
     StoredArray,
@@ -216,7 +216,7 @@ class WholeMember:
     def __post_init__(self) -> None:
         object.__setattr__(self, "edges", np.array([0, *self.shape[:1]], np.int64))
 
-    def decode(self, block: int, box: Box) -> np.ndarray:
+    def decode(self, block: int, box: SelectionBox) -> np.ndarray:
         found = _load(self.file, self.name)
         if found.shape != self.shape or found.dtype != self.dtype:
             raise UserError(

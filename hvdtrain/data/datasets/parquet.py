@@ -18,7 +18,7 @@ from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.build import build_stored
 from hvdtrain.data.stored.files import FileOnDisk, cut_off
 from hvdtrain.data.stored.options import Wanted
-from hvdtrain.data.stored.selection import Box
+from hvdtrain.data.stored.selection import SelectionBox
 from hvdtrain.data.stored.stored_array import (
     Blocks,
     StoredArray,
@@ -245,7 +245,7 @@ class RowGroups:
             table.edges,
         )
 
-    def decode(self, block: int, box: Box) -> np.ndarray:
+    def decode(self, block: int, box: SelectionBox) -> np.ndarray:
         found = _numbers(self.table, block, self.names)
         if found.shape[1:] != self.shape[1:] or found.dtype != self.dtype:
             what = (

@@ -118,7 +118,7 @@ def read_file(file: str) -> bytes:
         raise _unreadable(error, file) from error
 
 
-class Box(NamedTuple):
+class CropBox(NamedTuple):
     """A part of an image, in its pixels."""
 
     top: float
@@ -128,10 +128,10 @@ class Box(NamedTuple):
     may_be_coarse: bool = False  # decoded with fewer pixels, where that suffices
 
 
-def centre_square(height: int, width: int) -> Box:
+def centre_square(height: int, width: int) -> CropBox:
     """The centre square of an image of height x width."""
     side = min(height, width)
-    return Box((height - side) / 2, (width - side) / 2, side, side)
+    return CropBox((height - side) / 2, (width - side) / 2, side, side)
 
 
 class Undecoded:
@@ -150,7 +150,7 @@ class Undecoded:
         self._orientation = self._read_orientation() if upright else 1
         self.height, self.width = self._stored if self._orientation < 5 else self._stored[::-1]
 
-    def pixels(self, shape: tuple[int, ...], box: Box | None) -> bytes:
+    def pixels(self, shape: tuple[int, ...], box: CropBox | None) -> bytes:
         """uint8 of `shape`, (H, W, C), row by row: the box, resized with antialiasing; without a
         box the whole image, which is H x W.
 
@@ -198,7 +198,9 @@ def height_and_width(content: bytes, name: Name, upright: bool = False) -> tuple
     return image.height, image.width
 
 
-def mask_numbers(content: bytes, shape: tuple[int, int], box: Box | None, name: Name) -> np.ndarray:
+def mask_numbers(
+    content: bytes, shape: tuple[int, int], box: CropBox | None, name: Name
+) -> np.ndarray:
     """uint8 (H, W): the numbers of a mask's pixels, those of its palette where it has one; the box
     by its nearest pixels, or the whole.
 
@@ -239,7 +241,7 @@ def _turned(image: Image, orientation: int) -> Image:
     )
 
 
-def _resized(image: Image, shape: tuple[int, ...], box: Box | None, scale: int) -> bytes:
+def _resized(image: Image, shape: tuple[int, ...], box: CropBox | None, scale: int) -> bytes:
     """The box is of an image with `scale` times the height and width."""
     from PIL.Image import Resampling
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from hvdtrain.data.field import Field
-from hvdtrain.data.images.decode import SUFFIXES, Box, Name, Undecoded, centre_square, read_file
+from hvdtrain.data.images.decode import SUFFIXES, CropBox, Name, Undecoded, centre_square, read_file
 from hvdtrain.data.images.resized_crop import crop_boxes, draw_keys
 from hvdtrain.data.labels import read_labels
 from hvdtrain.data.source import LabelledImages, check_indices
@@ -98,20 +98,21 @@ class ImageReader:
                 images = []
                 size = 0
 
-    def _own_boxes(self, images: list[Undecoded]) -> list[Box | None]:
+    def _own_boxes(self, images: list[Undecoded]) -> list[CropBox | None]:
         """The centre squares; or None, where every image is as large as the first."""
         if self.crop:
             return [centre_square(image.height, image.width) for image in images]
         self._check_sizes(images)
         return [None] * len(images)
 
-    def _random_boxes(self, images: list[Undecoded], keys: np.ndarray) -> list[Box]:
+    def _random_boxes(self, images: list[Undecoded], keys: np.ndarray) -> list[CropBox]:
         if not self.crop:
             self._check_sizes(images)
         heights, widths = np.array([(image.height, image.width) for image in images]).T
         found = crop_boxes(keys, self.smallest_box, heights, widths).tolist()
         return [
-            Box(top, left, height, width, may_be_coarse=True) for top, left, height, width in found
+            CropBox(top, left, height, width, may_be_coarse=True)
+            for top, left, height, width in found
         ]
 
     def _check_sizes(self, images: list[Undecoded]) -> None:

@@ -18,7 +18,7 @@ _FIX = (
 )
 
 
-class Box(NamedTuple):
+class SelectionBox(NamedTuple):
     """The smallest part of a row that has all that is selected, along each axis: [first, last)."""
 
     first: tuple[int, ...]
@@ -40,7 +40,7 @@ class Selection:
     first: int
     step: int
     samples: int
-    box: Box
+    box: SelectionBox
     inside: tuple[slice | int | np.ndarray, ...]  # of the box; a number removes its axis
 
     def pick(self, rows: np.ndarray) -> np.ndarray:
@@ -101,7 +101,7 @@ def select(words: str, shape: tuple[int, ...], text: str, where: str) -> Selecti
         inside.append(
             0 if isinstance(part, int) else slice(None) if is_whole else np.array(chosen) - low
         )
-    return Selection(first, step, samples, Box(tuple(lows), tuple(highs)), tuple(inside))
+    return Selection(first, step, samples, SelectionBox(tuple(lows), tuple(highs)), tuple(inside))
 
 
 def _places(part: slice | int | list[int], size: int) -> range | list[int]:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hvdtrain.data.stored.files import FileOnDisk, cut_off
-from hvdtrain.data.stored.selection import Box
+from hvdtrain.data.stored.selection import SelectionBox
 from hvdtrain.data.user_data.arrays import TARGETS
 from hvdtrain.errors import UserError
 
@@ -32,7 +32,7 @@ class Blocks(Protocol):
     def edges(self) -> np.ndarray:
         """int64 (blocks + 1,): block b has the rows edges[b] ... edges[b + 1] - 1."""
 
-    def decode(self, block: int, box: Box) -> np.ndarray:
+    def decode(self, block: int, box: SelectionBox) -> np.ndarray:
         """(rows, *box.shape), in fresh memory. Safe to call from several threads. Raises UserError
         where the block is damaged."""
 
@@ -197,7 +197,7 @@ class Labels:
     def shape(self) -> tuple[int, ...]:
         return self.numbers.shape
 
-    def decode(self, block: int, box: Box) -> np.ndarray:
+    def decode(self, block: int, box: SelectionBox) -> np.ndarray:
         return self.numbers[self.edges[block] : self.edges[block + 1]].copy()
 
 

@@ -310,7 +310,7 @@ class PayloadTimes(NamedTuple):
     methods: list[MethodTimes]
 
 
-class Host(NamedTuple):
+class BenchHost(NamedTuple):
     name: str
     ranks: int
     cores: int
@@ -321,15 +321,15 @@ class AllreduceResult(NamedTuple):
     engine_reason: str
     ranks: int
     bucket_bytes: int
-    hosts: list[Host]
+    hosts: list[BenchHost]
     payloads: list[PayloadTimes]
 
 
-def count_hosts(ranks: Sequence[tuple[str, int]]) -> list[Host]:
+def count_hosts(ranks: Sequence[tuple[str, int]]) -> list[BenchHost]:
     """Hosts, from (host name, cores) of each rank."""
     ranks_on_host = Counter(name for name, _ in ranks)
     cores = dict(ranks)
-    return [Host(name, count, cores[name]) for name, count in ranks_on_host.items()]
+    return [BenchHost(name, count, cores[name]) for name, count in ranks_on_host.items()]
 
 
 def bus_bytes_per_s(method: str, size_bytes: int, ranks: int, seconds: float) -> float:
@@ -338,7 +338,7 @@ def bus_bytes_per_s(method: str, size_bytes: int, ranks: int, seconds: float) ->
     return crossing / seconds
 
 
-def oversubscription_warning(hosts: Iterable[Host]) -> list[str]:
+def oversubscription_warning(hosts: Iterable[BenchHost]) -> list[str]:
     """A line where hosts have more ranks than cores, which makes times incomparable."""
     crowded = [
         f"{host.ranks} ranks on {host.cores} cores" for host in hosts if host.ranks > host.cores

@@ -45,7 +45,7 @@ class ColumnParallelChain:
     numbers. What is in front of the first linear layer is `lead`, which is not cut.
     """
 
-    def __init__(self, chain: nn.Module, exchange: Exchange, name: str, where: str) -> None:
+    def __init__(self, chain: nn.Module, exchange: AdjointExchange, name: str, where: str) -> None:
         """Cuts `chain`, the part `name` of a model: one nn.Linear, or an nn.Sequential. Raises
         UserError for other layers in it."""
         layers = list(_flattened(name, chain))
@@ -133,7 +133,7 @@ def _length(outputs: int, rank: int, size: int) -> int:
 
 
 @torch.no_grad()
-def _keep_part(layer: nn.Linear, exchange: Exchange) -> dict[nn.Parameter, Cut]:
+def _keep_part(layer: nn.Linear, exchange: AdjointExchange) -> dict[nn.Parameter, Cut]:
     """Which part of the whole the layer's parameters are now."""
     cut = Cut(0, 1, exchange.size, exchange.rank, layer.out_features)
     cuts = {}
@@ -145,7 +145,7 @@ def _keep_part(layer: nn.Linear, exchange: Exchange) -> dict[nn.Parameter, Cut]:
     return cuts
 
 
-class Exchange:
+class AdjointExchange:
     """start_gather() and start_sum() are adjoint to each other: one is the other's backward pass
     where the loss is the sum over ranks.
 
@@ -227,7 +227,7 @@ class GatherColumns(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, own: torch.Tensor, exchange: Exchange, widths: Sizes, name: str
+        ctx: Any, own: torch.Tensor, exchange: AdjointExchange, widths: Sizes, name: str
     ) -> torch.Tensor:
         ctx.exchange = exchange
         ctx.widths = widths

@@ -19,8 +19,8 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Cut
 from hvdtrain.errors import UserError
 from hvdtrain.extras.dense.cut import (
+    AdjointExchange,
     ColumnParallelChain,
-    Exchange,
     Scheme,
     Turn,
     Wait,
@@ -181,7 +181,7 @@ class DenseTurns:
     def __init__(
         self, chain: nn.Module, name: str, communicator: Communicator, scheme: Scheme, where: str
     ) -> None:
-        self.exchange = Exchange(communicator)
+        self.exchange = AdjointExchange(communicator)
         self.scheme = scheme
         self.layers = ColumnParallelChain(chain, self.exchange, name, where)
         self.returns_inputs = False  # of the layers that are cut, in place of outputs
@@ -274,7 +274,7 @@ class GatheredTurn(NamedTuple):
     own: slice  # of this rank's rows, in x
     rows: slice  # where they are among all of this rank's rows, which may be every third one
 
-    def start_sum(self, exchange: Exchange, gradient: torch.Tensor) -> Wait:
+    def start_sum(self, exchange: AdjointExchange, gradient: torch.Tensor) -> Wait:
         """The gradient of x, back to the ranks of its rows."""
         return exchange.start_sum(gradient, self.sizes, f"dense.rows.{self.number}.gradient")
 

@@ -349,23 +349,23 @@ class Failure(NamedTuple):
         return self.code not in _FROM_OUTSIDE
 
 
-class Decision(NamedTuple):
+class RestartDecision(NamedTuple):
     # end with the code; start on other hosts; find out which host is lost
     action: Literal["finish", "change", "failed"]
     code: int = DONE
 
 
-def decide(ended: Ended) -> Decision:
+def decide(ended: Ended) -> RestartDecision:
     """What the end of a start means, before anybody has looked at its hosts."""
     if ended.code == DONE and ended.ending == "end" and ended.step >= 0:
-        return Decision("finish")
+        return RestartDecision("finish")
     if ended.stopped:
-        return Decision("finish", ended.code or REQUEUE)
+        return RestartDecision("finish", ended.code or REQUEUE)
     if ended.asked and ended.code in (REQUEUE, _STARTING):
-        return Decision("change")
+        return RestartDecision("change")
     if ended.code == REQUEUE:  # its time limit, or a signal to a rank: as without a supervisor
-        return Decision("finish", REQUEUE)
-    return Decision("failed", ended.code)
+        return RestartDecision("finish", REQUEUE)
+    return RestartDecision("failed", ended.code)
 
 
 def reason_to_give_up(failures: Sequence[Failure], is_first_start: bool) -> str:

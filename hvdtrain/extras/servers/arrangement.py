@@ -13,7 +13,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import GoOn, Progress, WorkerUpdate
 from hvdtrain.errors import UserError
 from hvdtrain.extras.servers.keys import ServersConfig
-from hvdtrain.extras.servers.losses import Agreement, go_on_from
+from hvdtrain.extras.servers.losses import ServerAgreement, go_on_from
 from hvdtrain.extras.servers.ranges import Ranges
 from hvdtrain.extras.servers.server import Server
 from hvdtrain.extras.servers.turns import (
@@ -112,7 +112,9 @@ def server_or_worker(
     agreement = None
     if servers.is_asynchronous:
         if config.guard.lost == "shrink" and mesh.first_reader > 1:
-            agreement = Agreement(interruptible(mesh.world, config.where("guard.lost")), mesh.role)
+            agreement = ServerAgreement(
+                interruptible(mesh.world, config.where("guard.lost")), mesh.role
+            )
         is_leader = world.rank == LEADER
         turns = (
             Leader(world, mesh.first_reader, workers, servers.most_stale)

@@ -81,7 +81,7 @@ class LostMeanwhile(Exception):
     """Another server does not have what the next update needs: a rank is lost."""
 
 
-class Agreement:
+class ServerAgreement:
     """The agreement of this server with the others, whose group no worker is in: its collectives go
     on when a worker is lost.
 
@@ -94,9 +94,9 @@ class Agreement:
         self._world = world
         self._group = group
 
-    def of_group(self, group: Communicator) -> Agreement:
+    def of_group(self, group: Communicator) -> ServerAgreement:
         """These servers after a loss."""
-        return Agreement(self._world, group)
+        return ServerAgreement(self._world, group)
 
     @contextlib.contextmanager
     def all_or_none(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ from hvdtrain.comm.mesh import Mesh
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import GoOn, Progress, WorkerUpdate
 from hvdtrain.extras.servers.keys import ServersConfig
-from hvdtrain.extras.servers.losses import Agreement, Report, SyncPoints
+from hvdtrain.extras.servers.losses import Report, ServerAgreement, SyncPoints
 from hvdtrain.extras.servers.ranges import (
     Ranges,
     Weights,
@@ -28,7 +28,7 @@ from hvdtrain.extras.servers.turns import (
 )
 from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.frameworks.torch.parallel.zero_1_and_2 import of_shards
-from hvdtrain.frameworks.torch.strategy import Held, OnePass, Shard, Strategy, Wrapped
+from hvdtrain.frameworks.torch.strategy import OnePass, Shard, Strategy, StrategyMemory, Wrapped
 
 
 class Server(Strategy):
@@ -52,7 +52,7 @@ class Server(Strategy):
         group: Communicator,
         turns: Turns,
         stopwatch: Stopwatch,
-        agreement: Agreement | None = None,
+        agreement: ServerAgreement | None = None,
     ) -> None:
         """group: of the servers alone. agreement: of several servers that go on when a worker is
         lost."""
@@ -202,8 +202,8 @@ class Server(Strategy):
             self._agreement = self._agreement.of_group(mesh.role)
         self.summary = summary_of(self._config, self._world.size)
 
-    def held(self) -> Held:
-        return Held(
+    def held(self) -> StrategyMemory:
+        return StrategyMemory(
             [], [t for inbox in self._inboxes.values() for t in (inbox.weights, inbox.received)]
         )
 

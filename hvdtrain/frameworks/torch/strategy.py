@@ -64,7 +64,7 @@ def whole_shard(p: torch.nn.Parameter) -> Shard:
     return Shard(p, p, 0, p.numel())
 
 
-class Held(NamedTuple):
+class StrategyMemory(NamedTuple):
     """Memory of a strategy's own, between two steps."""
 
     gradients: list[torch.Tensor]  # where p.grad lies from the reduction to the update
@@ -159,9 +159,9 @@ class Strategy:
         """Makes weights and optimizer state equal on all ranks, where they are not. A
         collective."""
 
-    def held(self) -> Held:
+    def held(self) -> StrategyMemory:
         """The memory of its own, for those who count it."""
-        return Held([], [])
+        return StrategyMemory([], [])
 
     def put_together(
         self,
@@ -235,7 +235,7 @@ class Around(Strategy):
     def sync(self, optimizer: torch.optim.Optimizer) -> None:
         self._within.sync(optimizer)
 
-    def held(self) -> Held:
+    def held(self) -> StrategyMemory:
         return self._within.held()
 
     def class_name(self, model: torch.nn.Module) -> str:

@@ -47,14 +47,14 @@ class Refusal(NamedTuple):
     of_missing: bool  # a rank does not take part; otherwise ranks take part differently
 
 
-class Decision(NamedTuple):
+class NegotiationResult(NamedTuple):
     ready: list[Ready]  # in the order of the first rank that has not joined
     refused: dict[Key, Refusal]
     # the ranks that have not asked for it yet; only what is neither ready nor refused
     missing: dict[Key, list[int]]
 
 
-def decide(standings: Sequence[Standing]) -> Decision:
+def decide(standings: Sequence[Standing]) -> NegotiationResult:
     """standings: in the order of ranks."""
     by_rank = {
         standing.rank: {asked.signature.key: asked for asked in standing.asked}
@@ -87,8 +87,8 @@ def decide(standings: Sequence[Standing]) -> Decision:
                 )
             )
     if _is_deadlock(standings, ready, refused, missing):
-        return Decision([], _deadlock(standings, missing), {})
-    return Decision(ready, refused, missing)
+        return NegotiationResult([], _deadlock(standings, missing), {})
+    return NegotiationResult(ready, refused, missing)
 
 
 def _is_deadlock(

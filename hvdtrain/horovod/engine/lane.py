@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.order import CommThread, Exchange
+from hvdtrain.comm.order import CommThread, OrderedExchange
 from hvdtrain.horovod.engine.agree import ranks_text
 from hvdtrain.horovod.engine.errors import HorovodInternalError, Missing, Stalled
 from hvdtrain.horovod.engine.perform import Streams
@@ -35,7 +35,7 @@ class Lane:
     def __init__(
         self,
         communicator: Communicator,
-        exchange: Exchange,
+        exchange: OrderedExchange,
         ranks: Sequence[int],
         settings: Settings,
         timeline: Timeline,

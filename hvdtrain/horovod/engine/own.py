@@ -13,7 +13,7 @@ import torch
 
 from hvdtrain.comm.communicator import Communicator, elastic
 from hvdtrain.comm.mesh import split_groups
-from hvdtrain.comm.order import Alone, Exchange
+from hvdtrain.comm.order import Alone, OrderedExchange
 from hvdtrain.errors import UserError
 from hvdtrain.horovod.engine.errors import BadCall, HorovodInternalError
 from hvdtrain.horovod.engine.lane import Lane
@@ -241,7 +241,7 @@ class OwnEngine:
         self._communicator.abort(code)
 
     def _lane(self, communicator: Communicator, ranks: Sequence[int]) -> Lane:
-        exchange: Exchange = (
+        exchange: OrderedExchange = (
             cast(Any, communicator).exchange() if communicator.size > 1 else Alone()
         )
         self._has_threads = exchange.threads

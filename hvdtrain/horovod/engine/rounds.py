@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.order import Exchange
+from hvdtrain.comm.order import OrderedExchange
 from hvdtrain.comm.signed import pack, unpack
 from hvdtrain.errors import LOST, UserError, exit_code_of
 from hvdtrain.horovod.engine.agree import (
@@ -19,7 +19,7 @@ from hvdtrain.horovod.engine.agree import (
     LEAVING,
     OVERDUE,
     Asked,
-    Decision,
+    NegotiationResult,
     NegotiationBlock,
     Standing,
     decide,
@@ -91,7 +91,7 @@ class Rounds:
     def __init__(
         self,
         communicator: Communicator,
-        exchange: Exchange,
+        exchange: OrderedExchange,
         ranks: Sequence[int],
         settings: Settings,
         timeline: Timeline,
@@ -300,7 +300,7 @@ class Rounds:
             )
         self._forget([request for request, _ in requests])
 
-    def _refuse(self, decision: Decision, own: dict[Key, Request]) -> None:
+    def _refuse(self, decision: NegotiationResult, own: dict[Key, Request]) -> None:
         for key, refusal in decision.refused.items():
             if key in own:
                 request = own[key]

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import NamedTuple
 from weakref import WeakSet
 
-from hvdtrain.comm.order import Exchange
+from hvdtrain.comm.order import OrderedExchange
 from hvdtrain.horovod.engine.agree import ranks_text
 from hvdtrain.horovod.engine.errors import Stalled
 from hvdtrain.horovod.engine.requests import Settings
@@ -57,7 +57,7 @@ _WAIT = threading.Condition.wait.__code__  # of a queue's get(), of an event, of
 class Waiting(NamedTuple):
     """What a rank waits for, in an exchange."""
 
-    exchange: Exchange
+    exchange: OrderedExchange
     settings: Settings
     ranks: Sequence[int]  # of the job, those of the set
     rank: int  # this one's place among them
@@ -142,7 +142,7 @@ def _warn(waiting: Waiting, waited_s: float) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _missing(exchange: Exchange, ranks: Sequence[int]) -> list[int]:
+def _missing(exchange: OrderedExchange, ranks: Sequence[int]) -> list[int]:
     exchange.say("here")
     end = time.monotonic() + NOTICE_S
     while time.monotonic() < end and not exchange.done():
@@ -151,7 +151,7 @@ def _missing(exchange: Exchange, ranks: Sequence[int]) -> list[int]:
     return [rank for place, rank in enumerate(ranks) if place not in present]
 
 
-def lost_ranks(exchange: Exchange, ranks: Sequence[int], rank: int) -> list[int]:
+def lost_ranks(exchange: OrderedExchange, ranks: Sequence[int], rank: int) -> list[int]:
     """After a connection broke: those of the other ranks that do not announce themselves; several
     where some are still at work alone."""
     others = {place for place in range(len(ranks)) if place != rank}

@@ -25,7 +25,7 @@ _SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 _BAR = 30  # characters of the slowest stage's
 
 
-class Cut(NamedTuple):
+class PipelineSplit(NamedTuple):
     """Where the model is cut, and by what."""
 
     by: str  # as parallel.balance
@@ -49,7 +49,7 @@ class PipelinePlan(NamedTuple):
     samples: int  # of a micro-batch
     micro: int  # micro-batches of a step
     units: list[UnitCost]
-    cuts: list[Cut]  # of this schedule; the job's first
+    cuts: list[PipelineSplit]  # of this schedule; the job's first
     bubbles: list[Bubble]
 
 
@@ -84,7 +84,7 @@ def _label(config: Config) -> str:
     return ",".join(map(str, balance)) if isinstance(balance, list) else balance
 
 
-def _cuts(config: Config, units: Sequence[UnitCost], stages: int) -> list[Cut]:
+def _cuts(config: Config, units: Sequence[UnitCost], stages: int) -> list[PipelineSplit]:
     """By operations, by seconds, and as the job gives them, where that is for so many stages."""
     from hvdtrain.frameworks.torch.parallel.pipeline.cuts import (
         balanced_cuts,
@@ -93,12 +93,12 @@ def _cuts(config: Config, units: Sequence[UnitCost], stages: int) -> list[Cut]:
 
     balance = config.parallel.balance
     found = [
-        Cut("operations", balanced_cuts([unit.operations for unit in units], stages)),
-        Cut("seconds", balanced_cuts([sum(unit.seconds) for unit in units], stages)),
+        PipelineSplit("operations", balanced_cuts([unit.operations for unit in units], stages)),
+        PipelineSplit("seconds", balanced_cuts([sum(unit.seconds) for unit in units], stages)),
     ]
     if isinstance(balance, list) and len(balance) == stages:
         found.append(
-            Cut(
+            PipelineSplit(
                 _label(config),
                 given_cuts(
                     balance, [unit.name for unit in units], config.where("parallel.balance")
@@ -165,7 +165,7 @@ def _units(units: Sequence[UnitCost]) -> list[str]:
     ]
 
 
-def _stages(plan: PipelinePlan, cut: Cut) -> list[str]:
+def _stages(plan: PipelinePlan, cut: PipelineSplit) -> list[str]:
     """A bar for each."""
     seconds = [sum(each) for each in of_stages([unit.seconds for unit in plan.units], cut.first)]
     is_of_job = cut.by == _label(plan.config)
@@ -191,11 +191,11 @@ def _stages(plan: PipelinePlan, cut: Cut) -> list[str]:
     ]
 
 
-def _ranges(cut: Cut, units: int) -> list[tuple[int, int]]:
+def _ranges(cut: PipelineSplit, units: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise([*cut.first, units]))
 
 
-def _counts(plan: PipelinePlan, cut: Cut) -> str:
+def _counts(plan: PipelinePlan, cut: PipelineSplit) -> str:
     """Units of each stage as parallel.balance takes them: 3,3"""
     return ",".join(str(stop - start) for start, stop in _ranges(cut, len(plan.units)))
 

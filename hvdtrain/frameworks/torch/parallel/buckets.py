@@ -15,10 +15,10 @@ from hvdtrain.comm.communicator import Communicator, Handle, Op
 from hvdtrain.core.metrics import Sums
 from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.frameworks.torch.strategy import (
-    Held,
     NamedParameters,
     OnePass,
     Strategy,
+    StrategyMemory,
     reduction_device,
     run_passes,
 )
@@ -215,9 +215,9 @@ class Buckets(Strategy):
         for bucket in self._buckets:
             bucket.unpack()
 
-    def held(self) -> Held:
+    def held(self) -> StrategyMemory:
         in_place = [bucket.memory for bucket in self._buckets if bucket.optimizer_reads_buffer]
-        return Held(
+        return StrategyMemory(
             in_place,
             [bucket.memory for bucket in self._buckets if not bucket.optimizer_reads_buffer],
         )

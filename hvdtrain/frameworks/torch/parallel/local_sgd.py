@@ -11,9 +11,9 @@ from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.frameworks.torch.parallel.buckets import Buckets, group
 from hvdtrain.frameworks.torch.strategy import (
     Around,
-    Held,
     NamedParameters,
     Strategy,
+    StrategyMemory,
     reduction_device,
 )
 
@@ -115,5 +115,5 @@ class PostLocalSGD(Around):
     def sync(self, optimizer: torch.optim.Optimizer) -> None:
         self._apart.sync(optimizer)
 
-    def held(self) -> Held:
+    def held(self) -> StrategyMemory:
         return self._together.held()

@@ -20,11 +20,11 @@ from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.frameworks.torch.optim.rule_optimizer import RuleOptimizer, TorchOps
 from hvdtrain.frameworks.torch.parallel.buckets import Bucket, InOrder, group
 from hvdtrain.frameworks.torch.strategy import (
-    Held,
     NamedParameters,
     OnePass,
     Shard,
     Strategy,
+    StrategyMemory,
     Wrapped,
     reduction_device,
 )
@@ -147,8 +147,8 @@ class ZeroStrategy(Strategy):
             p: whole for bucket in self._buckets for p, whole in bucket.put_together(of).items()
         }
 
-    def held(self) -> Held:
-        return Held([bucket.gradient for bucket in self._buckets], self._buffers.free)
+    def held(self) -> StrategyMemory:
+        return StrategyMemory([bucket.gradient for bucket in self._buckets], self._buffers.free)
 
 
 class _Buffers:

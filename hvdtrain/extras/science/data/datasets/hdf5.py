@@ -20,7 +20,7 @@ from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.build import build_stored
 from hvdtrain.data.stored.files import FileOnDisk, cut_off
 from hvdtrain.data.stored.options import Wanted
-from hvdtrain.data.stored.selection import Box
+from hvdtrain.data.stored.selection import SelectionBox
 from hvdtrain.data.stored.stored_array import (
     PlainRows,
     StoredArray,
@@ -424,7 +424,7 @@ class Chunks:
     def __post_init__(self) -> None:
         object.__setattr__(self, "edges", block_edges(self.shape[0], self.chunks[0]))
 
-    def decode(self, block: int, box: Box) -> np.ndarray:
+    def decode(self, block: int, box: SelectionBox) -> np.ndarray:
         rows = int(self.edges[block + 1] - self.edges[block])
         found = np.empty((rows, *box.shape), self.dtype)
         grid = [
@@ -443,7 +443,9 @@ class Chunks:
                     found[(slice(None), *into)] = self.fill
         return found
 
-    def _overlap(self, inner: tuple[int, ...], box: Box) -> tuple[list[slice], list[slice]]:
+    def _overlap(
+        self, inner: tuple[int, ...], box: SelectionBox
+    ) -> tuple[list[slice], list[slice]]:
         """Where a chunk is in the box, and what of the chunk that is."""
         into = []
         of = []
@@ -489,7 +491,7 @@ class Unpacked:
     def edges(self) -> np.ndarray:
         return self.chunks.edges
 
-    def decode(self, block: int, box: Box) -> np.ndarray:
+    def decode(self, block: int, box: SelectionBox) -> np.ndarray:
         where = f"{self.chunks.name} of {self.chunks.file.path}"
         return unpacked(self.chunks.decode(block, box), self.attributes, self.dtype, where)
 
@@ -530,7 +532,7 @@ class ThroughLibrary:
     shape: tuple[int, ...]
     edges: np.ndarray
 
-    def decode(self, block: int, box: Box) -> np.ndarray:
+    def decode(self, block: int, box: SelectionBox) -> np.ndarray:
         with Hdf5File(self.file)._dataset(self.name) as dataset:
             raw = dataset[(slice(int(self.edges[block]), int(self.edges[block + 1])), *box.slices)]
             return unpacked(

@@ -24,7 +24,7 @@ from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.build import build_stored
 from hvdtrain.data.stored.files import FileOnDisk, cut_off
 from hvdtrain.data.stored.options import Wanted
-from hvdtrain.data.stored.selection import Box
+from hvdtrain.data.stored.selection import SelectionBox
 from hvdtrain.data.stored.stored_array import (
     StoredArray,
     StoredFile,
@@ -300,7 +300,7 @@ class ZarrChunks:
     def __reduce__(self) -> tuple[object, ...]:
         return ZarrChunks, (self.group, self.name, self.dtype, self.shape, self.edges)
 
-    def decode(self, block: int, box: Box) -> np.ndarray:
+    def decode(self, block: int, box: SelectionBox) -> np.ndarray:
         if not self._array:
             self._array.append(self.group.opened(self.name))
         rows = slice(int(self.edges[block]), int(self.edges[block + 1]))

@@ -25,7 +25,7 @@ from hvdtrain.frameworks.torch.private_api import (
 SMALL = 4096
 
 
-class Call(NamedTuple):
+class RecordedOperation(NamedTuple):
     """An operation that was recorded."""
 
     operation: Any  # of torch.ops.aten
@@ -45,7 +45,7 @@ class Deferred(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._calls: list[Call] = []
+        self._calls: list[RecordedOperation] = []
         self._made = set[int]()  # memory that has a call
         # into which numbers are drawn that are not kept: to free it each time would leave holes
         self._scratch = torch.empty(0)
@@ -71,7 +71,9 @@ class Deferred(TorchDispatchMode):
         written = _memory((result, (args, kwargs) if operation._schema.is_mutable else ()))
         self._made |= written
         self._calls.append(
-            Call(operation, tree_map(_kept, (args, kwargs)), result, generator, written)
+            RecordedOperation(
+                operation, tree_map(_kept, (args, kwargs)), result, generator, written
+            )
         )
         return result
 
@@ -122,7 +124,7 @@ class Deferred(TorchDispatchMode):
         found: torch.Tensor = _real(tensor.detach(), memory)
         return found
 
-    def _calls_for(self, tensor: torch.Tensor) -> list[Call]:
+    def _calls_for(self, tensor: torch.Tensor) -> list[RecordedOperation]:
         """Calls that wrote the tensor, or one that it was computed from, in order."""
         needed = _memory(tensor)
         found = []
