@@ -9,7 +9,7 @@ from typing import Any
 from hvdtrain.comm.on_all_ranks import allreduce_sums, on_rank_0
 from hvdtrain.context.logged import check_mean, check_same_names, names_fingerprint, quotient
 from hvdtrain.context.loop import ScriptLoop
-from hvdtrain.context.stream import Order, SampleStream, check_batch, checked_source, rows_of
+from hvdtrain.context.stream import SampleOrder, SampleStream, check_batch, checked_source, rows_of
 from hvdtrain.core.metrics import Sums, scalar
 from hvdtrain.data.sampler import evaluation_batches
 from hvdtrain.errors import UserError
@@ -176,5 +176,5 @@ class Batches:
         return float(self._samples.count) if divisor.items is None else divisor.items
 
 
-def _of_order(order: Order) -> str:
+def _of_order(order: SampleOrder) -> str:
     return f"{order.dataset:,} samples with seed={order.seed}, {order.sampling} sampling"

@@ -18,7 +18,7 @@ from hvdtrain.context.open_run import Former
 from hvdtrain.context.saving import Saving
 from hvdtrain.context.stream import check_batch
 from hvdtrain.core.metrics import Better
-from hvdtrain.training.lost import Loss
+from hvdtrain.training.lost import RankFailure
 from hvdtrain.training.run_rank import Rank
 
 
@@ -315,12 +315,12 @@ class Context:
         is not waited for."""
         self._ending.give_up()
 
-    def former(self, loss: Loss, began_s: float) -> Former:
+    def former(self, loss: RankFailure, began_s: float) -> Former:
         """What the ranks that are left go on from after this loss."""
         loop = self._loop
         return Former(self.run or Path(), loop.run.token, loop.model, loss, began_s)
 
     @property
-    def untold_loss(self) -> Loss | None:
+    def untold_loss(self) -> RankFailure | None:
         """The loss before this loop, until the loop has begun, with an event."""
         return self._loop.untold_loss

@@ -16,7 +16,7 @@ from hvdtrain.comm.mesh import make_mesh
 from hvdtrain.context import loop_events
 from hvdtrain.context.open_run import Former, OpenRun
 from hvdtrain.context.saved import IDENTITY, WithExtra
-from hvdtrain.context.stream import Order, SampleStream
+from hvdtrain.context.stream import SampleOrder, SampleStream
 from hvdtrain.context.sync_points import SyncPoints
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import DONE, UserError
@@ -64,7 +64,7 @@ class ScriptLoop:
         self.learner: Any = None
         # that was prepared last, once one was
         self.model: weakref.ref[Any] = weakref.ref(self) if former is None else former.model
-        self.order: Order | None = None  # of the samples, by the checkpoint or by samples()
+        self.order: SampleOrder | None = None  # of the samples, by the checkpoint or by samples()
         self.stream: SampleStream | None = None
         self.is_resumed = False
         self.is_closed = False

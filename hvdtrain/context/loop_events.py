@@ -17,7 +17,7 @@ from hvdtrain.events.log import Log
 from hvdtrain.events.writers import OWN_LOOP
 from hvdtrain.training.checkpoint.changes import PLACE, flat
 from hvdtrain.training.header import fields_of_ranks, lines_of_ranks
-from hvdtrain.training.lost import Loss, tell_loss
+from hvdtrain.training.lost import RankFailure, tell_loss
 from hvdtrain.training.progress.train_state import TrainState
 
 
@@ -140,7 +140,7 @@ def end_fields(
     return {"reason": reason, "exit_code": code, "lines": lines, **numbers, **best}
 
 
-def emit_loss(log: Log, loss: Loss, now: TrainState, left: int) -> None:
+def emit_loss(log: Log, loss: RankFailure, now: TrainState, left: int) -> None:
     """The event "lost" of a loop that goes on after a loss. left: ranks."""
     step = now.progress.step
     place = (

@@ -15,7 +15,7 @@ from hvdtrain.events.rank_log import rank_log
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.resume import former_run
 from hvdtrain.training.checkpoint.room import cannot_write
-from hvdtrain.training.lost import Loss
+from hvdtrain.training.lost import RankFailure
 from hvdtrain.training.run_folder import check_run_folder, open_run_folder, write_config
 from hvdtrain.training.run_rank import Rank
 from hvdtrain.training.train_job import open_run_log
@@ -27,7 +27,7 @@ class Former(NamedTuple):
     run: Path
     token: str  # of the lock of the run folder
     model: weakref.ref[Any]  # that was prepared
-    loss: Loss
+    loss: RankFailure
     began_s: float  # by time.perf_counter(), when this rank had the error of the loss
 
 

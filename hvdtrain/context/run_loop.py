@@ -15,7 +15,7 @@ from hvdtrain.context.open_run import Former
 from hvdtrain.core.process import exit_now
 from hvdtrain.errors import UserError
 from hvdtrain.training.failure import RankFailed
-from hvdtrain.training.lost import Loss, ready_for_losses
+from hvdtrain.training.lost import RankFailure, ready_for_losses
 from hvdtrain.training.run_rank import Rank
 
 WHERE = "hvdtrain.run()"
@@ -120,7 +120,7 @@ class _Runs:
             lost, steps = [*untold.ranks, *lost], [*steps, untold.step]
         hosts = [self._hosts[rank] for rank in lost]
         # go_on_s is known later
-        loss = Loss(lost, hosts, max(steps), detect_s, detect_s, "checkpoint", None)
+        loss = RankFailure(lost, hosts, max(steps), detect_s, detect_s, "checkpoint", None)
         if context is not None:
             return context.former(loss, began_s)
         assert former is not None

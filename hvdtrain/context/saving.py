@@ -9,7 +9,7 @@ from typing import Any
 from hvdtrain.comm.on_all_ranks import on_rank_0
 from hvdtrain.context.loop import ScriptLoop
 from hvdtrain.context.saved import Restored, decoded, evaluated, restore
-from hvdtrain.context.stream import Order
+from hvdtrain.context.stream import SampleOrder
 from hvdtrain.core.metrics import Better
 from hvdtrain.errors import UserError
 from hvdtrain.training.sync_point import write_last_checkpoint
@@ -61,7 +61,7 @@ class Saving:
         values = decoded(found.extra, loop.framework.from_arrays, run.path)
         run.notes += found.notes
         loop.points.go_on_from(dataclasses.replace(found.train_state, is_kept=False))
-        loop.order = Order(*values["order"])
+        loop.order = SampleOrder(*values["order"])
         if loop.points.checkpoints.saver is not None:
             loop.points.checkpoints.saver.resume_from(found.train_state)
         extra: dict[str, Any] = values["extra"]

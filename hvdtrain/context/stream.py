@@ -24,7 +24,7 @@ from hvdtrain.training.input import Prefetcher
 WHERE = "ctx.samples()"
 
 
-class Order(NamedTuple):
+class SampleOrder(NamedTuple):
     """What the order of the samples depends on; a checkpoint has it, so that a script which changed
     goes on with nothing else."""
 
@@ -54,7 +54,7 @@ class SampleStream:
                 WHERE,
                 f"{len(self.source)} or less",
             )
-        self.order = Order(len(self.source), seed, config.data.sampling)
+        self.order = SampleOrder(len(self.source), seed, config.data.sampling)
         self.batch = batch
         self.total = math.ceil(Fraction(repr(epochs)) * len(self.source))
         self.config = config.replace(

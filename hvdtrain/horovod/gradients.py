@@ -12,7 +12,7 @@ from typing import Any
 
 from hvdtrain.horovod.call import Average, Max, Min, Product, Sum
 from hvdtrain.horovod.engine.errors import BadCall
-from hvdtrain.horovod.libraries import Library
+from hvdtrain.horovod.libraries import TensorLibrary
 
 # tensors, op, factor before, factor after
 Reduce = Callable[[list[Any], int, float, float], list[Any]]
@@ -40,7 +40,7 @@ def of_allreduce(
     grads: Sequence[Any],
     found_shares: Sequence[Any] | None,
     reduce: Reduce,
-    library: Library,
+    library: TensorLibrary,
 ) -> list[Any]:
     """The gradients of an allreduce, of the sum over ranks of what each computes from its result.
 
@@ -88,14 +88,18 @@ def of_allgather(
     ]
 
 
-def of_broadcast(grad: Any, is_root: bool, reduce: Reduce, library: Library) -> Any:
+def of_broadcast(grad: Any, is_root: bool, reduce: Reduce, library: TensorLibrary) -> Any:
     """The average over ranks on the root, zeros elsewhere."""
     (average,) = reduce([grad], Average, 1.0, 1.0)
     return library.choose(is_root, average)
 
 
 def of_alltoall(
-    grad: Any, received: Any, unsent: Any, exchange: Callable[[Any, Any], Any], library: Library
+    grad: Any,
+    received: Any,
+    unsent: Any,
+    exchange: Callable[[Any, Any], Any],
+    library: TensorLibrary,
 ) -> Any:
     """The rows on their way back. received: from each rank, None for equal parts. unsent: rows that
     were sent to nobody, None for none."""

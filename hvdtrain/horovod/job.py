@@ -30,7 +30,7 @@ ENGINES = ("auto", "mpi", "torchdist", "horovod", "single")
 Finish = Callable[[Any], Any]  # what a request gives -> what the caller gets
 
 
-class Job:
+class HorovodJob:
     """One for a process. The engine stays connected after shutdown(), for an init() of the same
     ranks that follows."""
 
@@ -208,7 +208,7 @@ class Job:
             engine.abort(exit_code_of(error))
 
 
-JOB = Job()
+JOB = HorovodJob()
 
 
 def connect(comm: Any) -> Engine:

@@ -59,7 +59,7 @@ def is_in_graph() -> bool:
     return tf is not None and not tf.executing_eagerly()
 
 
-class Library(Protocol):
+class TensorLibrary(Protocol):
     """What gradients need beside collectives: operations on the numbers of one tensor."""
 
     def cast(self, flags: Any, like: Any) -> Any:
@@ -76,7 +76,7 @@ class Library(Protocol):
         """The tensor with so many rows of zeros behind it."""
 
 
-def library_of(tensors: Sequence[Any]) -> Library:
+def library_of(tensors: Sequence[Any]) -> TensorLibrary:
     return TensorFlow() if is_of_tensorflow(tensors) else Jax()
 
 

@@ -341,7 +341,7 @@ class Place(NamedTuple):
     tensor: int
 
 
-class Mesh(NamedTuple):
+class RunMesh(NamedTuple):
     """The mesh of a run in which several ranks have one model."""
 
     sizes: Place  # of each axis
@@ -373,7 +373,7 @@ class Stage(NamedTuple):
     waiting: float  # share of the time of its passes, the mean of its ranks
 
 
-def mesh_of(run: RunRecord) -> Mesh | None:
+def mesh_of(run: RunRecord) -> RunMesh | None:
     """None where every rank has a whole model, or the event is another's."""
     start = run.start_event
     sizes = [number(start, f"mesh.{axis}") for axis in _AXES]
@@ -385,7 +385,7 @@ def mesh_of(run: RunRecord) -> Mesh | None:
         _is_place(one, whole) for one in coordinates
     ):
         return None
-    return Mesh(whole, [Place(*one) for one in coordinates])
+    return RunMesh(whole, [Place(*one) for one in coordinates])
 
 
 def _is_place(value: Any, sizes: Place) -> bool:

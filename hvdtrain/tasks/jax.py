@@ -15,7 +15,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.tasks.label_counts import LossForm, edges_of_bins, right_terms, terms
 from hvdtrain.tasks.task import Each, Part, Place, counts_exactly, outputs_of
 from hvdtrain.tasks.transform import Transform
-from hvdtrain.tasks.user_functions import Loss, UserMetrics, refuse_parts, terms_of
+from hvdtrain.tasks.user_functions import UserLoss, UserMetrics, refuse_parts, terms_of
 
 Arrays = Mapping[str, jax.Array]
 
@@ -250,7 +250,7 @@ class JaxFunctions:
     """A loss (outputs, batch) -> (n,). Images are (n, H, W, C)."""
 
     def __init__(
-        self, loss: Loss, inputs: JaxInputs, fields: Mapping[str, Field], place: Place
+        self, loss: UserLoss, inputs: JaxInputs, fields: Mapping[str, Field], place: Place
     ) -> None:
         if loss.ignore is not None or "class" in loss.facts:
             raise UserError(

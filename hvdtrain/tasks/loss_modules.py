@@ -12,7 +12,7 @@ from torch import nn
 from hvdtrain.data.field import Field
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.user_functions import (
-    Loss,
+    UserLoss,
 )
 
 # Whose mean is that over all elements, so that it is the mean over samples of each sample's mean
@@ -52,7 +52,7 @@ def of_torch_module(
     fields: Mapping[str, Field],
     never: Callable[[int], bool],
     sample_of: Callable[[int], str],
-) -> Loss:
+) -> UserLoss:
     """The loss of each sample, called with the model's outputs and y; a module without `reduction`
     is called with outputs and batch.
 
@@ -73,13 +73,13 @@ def of_torch_module(
         **{key: value for key, value in vars(loss).items() if _is_plain(key, value)},
     }
     if reduction is None:
-        return Loss(loss, facts)
+        return UserLoss(loss, facts)
     if "y" not in fields:
         what = f"loss={name} compares outputs with y; the data have {', '.join(fields)}"
         raise UserError(what, where, "a function loss(outputs, batch), which takes any field")
     _refuse_padded_targets(loss, name, fields["y"], where)
     if reduction == "none":
-        return Loss(_OfTargets(loss, "none", sample_of), facts)
+        return UserLoss(_OfTargets(loss, "none", sample_of), facts)
     # a class that is made of one may compute something else
     known = type(loss) in (
         *_ELEMENTWISE,
@@ -94,8 +94,8 @@ def of_torch_module(
     each = copy.deepcopy(loss)
     each.reduction = "none"  # type: ignore[assignment]
     if isinstance(loss, _OF_CLASSES) and not never(int(loss.ignore_index)):  # type: ignore[arg-type]
-        return Loss(_OfTargets(each, "sum", sample_of), facts, ignore=int(loss.ignore_index))  # type: ignore[arg-type]
-    return Loss(_OfTargets(each, "mean", sample_of), facts)
+        return UserLoss(_OfTargets(each, "sum", sample_of), facts, ignore=int(loss.ignore_index))  # type: ignore[arg-type]
+    return UserLoss(_OfTargets(each, "mean", sample_of), facts)
 
 
 def _refuse_padded_targets(loss: nn.Module, name: str, y: Field, where: str) -> None:

@@ -12,7 +12,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.tasks.task import Each, Part, Place
 from hvdtrain.tasks.torch import Tensors, TorchFields, TorchInputs, as_given
 from hvdtrain.tasks.user_functions import (
-    Loss,
+    UserLoss,
     UserMetrics,
     is_torch_module,
     parts_of,
@@ -24,7 +24,7 @@ from hvdtrain.tasks.user_functions import (
 class TorchFunctions:
     """A loss (outputs, batch) -> (n,)."""
 
-    def __init__(self, loss: Loss, inputs: TorchInputs | TorchFields, place: Place) -> None:
+    def __init__(self, loss: UserLoss, inputs: TorchInputs | TorchFields, place: Place) -> None:
         self._loss = loss
         self._inputs = inputs
         self._place = place

@@ -23,7 +23,7 @@ from hvdtrain.tasks.library_metrics import (
 WHERE = "hvdtrain.train(), metrics"
 
 
-class Loss(NamedTuple):
+class UserLoss(NamedTuple):
     """What is learned from, of each sample."""
 
     # (outputs, batch) -> (n,); a torch.nn.Module moves to the model's device

@@ -23,8 +23,8 @@ from hvdtrain.tasks.transform import ColumnStats, Transform, input_stats, transf
 from hvdtrain.tasks.user_functions import (
     WHERE,
     GatheredMetric,
-    Loss,
     OwnMetric,
+    UserLoss,
     UserMetrics,
     is_torch_module,
     of_parts,
@@ -39,7 +39,7 @@ class OwnLoss(Task):
     configured_name: str
     fields_of_data: Mapping[str, Field]
     stats: ColumnStats  # of Transform
-    loss: Loss
+    loss: UserLoss
     own_outputs: int | None  # numbers that a model of hvdtrain's gives, where that is known
     examples_of_data: Batch
 
@@ -163,7 +163,7 @@ def without_loss(facts: Mapping[str, Any], outputs: int | None) -> OwnLoss:
     TypeError, ValueError."""
     fields = {name: field_of_facts(found) for name, found in facts["fields"].items()}
     transform = transform_of_facts(facts)
-    loss = Loss(lambda outputs, batch: outputs, {})
+    loss = UserLoss(lambda outputs, batch: outputs, {})
     return OwnLoss(
         "prediction",
         fields,
@@ -198,7 +198,7 @@ def examples_of(source: Source) -> Batch:
     return source.read(np.unique(np.linspace(0, len(source) - 1, 4).astype(np.int64)))
 
 
-def _loss(loss: Any, sources: tuple[Source, Source], where: str) -> Loss:
+def _loss(loss: Any, sources: tuple[Source, Source], where: str) -> UserLoss:
     """Raises UserError for what is no loss of each sample."""
     if is_torch_module(loss):
         from hvdtrain.tasks.loss_modules import of_torch_module
@@ -215,7 +215,7 @@ def _loss(loss: Any, sources: tuple[Source, Source], where: str) -> Loss:
             where,
             "a function loss(outputs, batch) -> (n,), or a loss of torch.nn",
         )
-    return Loss(loss, {"function": getattr(loss, "__qualname__", type(loss).__qualname__)})
+    return UserLoss(loss, {"function": getattr(loss, "__qualname__", type(loss).__qualname__)})
 
 
 def _never(source: Source, value: int) -> bool:

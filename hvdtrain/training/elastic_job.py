@@ -24,7 +24,7 @@ from hvdtrain.training.checkpoint.room import cannot_write
 from hvdtrain.training.checkpoint.saver import Saver
 from hvdtrain.training.health.watchdog import Watchdog
 from hvdtrain.training.job import Job, on_other_ranks
-from hvdtrain.training.lost import Loss, RunningJob, tell_loss
+from hvdtrain.training.lost import RankFailure, RunningJob, tell_loss
 from hvdtrain.training.memory_copy import MemoryCopy, RolledBack
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.run_lock import RunLock
@@ -86,7 +86,7 @@ class ElasticJob(RunningJob):
         go_on_s = time.perf_counter() - began_s
         hosts = [self._hosts[rank] for rank in lost]
         source = how.source if how else "checkpoint" if from_checkpoint else "memory"
-        loss = Loss(
+        loss = RankFailure(
             lost,
             hosts,
             how.version if how else max(steps),
@@ -145,7 +145,7 @@ class ElasticJob(RunningJob):
             now, progress=dataclasses.replace(now.progress, total=self._total)
         )
 
-    def _tell(self, loss: Loss, now: TrainState) -> None:
+    def _tell(self, loss: RankFailure, now: TrainState) -> None:
         job = self.job
         p = now.progress
         step = loss.step if loss.goes_on else p.step  # from which training goes on
@@ -168,7 +168,7 @@ class ElasticJob(RunningJob):
         )
 
 
-def _what_was_lost(loss: Loss) -> str:
+def _what_was_lost(loss: RankFailure) -> str:
     """For the line of the event."""
     if loss.restored_from == "checkpoint":
         return ", the newest checkpoint: the copies of some parts are lost"

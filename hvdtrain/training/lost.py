@@ -32,7 +32,7 @@ class RunningJob:
         raise AssertionError("a job that outlives no error goes on after none")
 
 
-class Loss(NamedTuple):
+class RankFailure(NamedTuple):
     """What a loss costs."""
 
     ranks: list[int]  # as the launcher numbered them
@@ -80,7 +80,9 @@ def ready_for_losses(config: Config, communicator: Communicator) -> Elastic | No
     return ranks
 
 
-def tell_loss(log: Log, loss: Loss, now: TrainState, step: int, left: int, then: str) -> None:
+def tell_loss(
+    log: Log, loss: RankFailure, now: TrainState, step: int, left: int, then: str
+) -> None:
     """The event "lost". step: from which training goes on; left: ranks; then: what becomes of the
     job, for people."""
     line = f"lost    {loss.who()}, after step {loss.step}: {then}, after {loss.go_on_s:.3g} s"

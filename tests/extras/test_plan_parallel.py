@@ -17,7 +17,7 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.link import IN_PARTS, Link
 from hvdtrain.extras.plan.meshes.machine import Machine, machine_of, read_link
 from hvdtrain.extras.plan.meshes.meshes import (
-    Mesh,
+    MeshShape,
     meshes,
     moved_s,
     step_time,
@@ -182,12 +182,14 @@ def test_pipelines_have_the_balance_of_the_job() -> None:
     original = configure(None, ["parallel.balance=5,1"])
     plain = without_mesh(original, 4)
     found = [
-        with_mesh(plain, Mesh(4 // n, 1, n, 0, "none"), original).parallel.balance
+        with_mesh(plain, MeshShape(4 // n, 1, n, 0, "none"), original).parallel.balance
         for n in (1, 2, 4)
     ]
     assert found == ["operations", [5, 1], "operations"]
     measured = configure(None, ["parallel.balance=seconds"])
-    assert with_mesh(plain, Mesh(2, 1, 2, 0, "none"), measured).parallel.balance == "operations"
+    assert (
+        with_mesh(plain, MeshShape(2, 1, 2, 0, "none"), measured).parallel.balance == "operations"
+    )
 
 
 def test_what_is_assumed_of_a_balance(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,7 @@ from hvdtrain.extras.servers.losses import (
     SyncPoints,
     go_on_from,
 )
-from hvdtrain.extras.servers.turns import Order, Window
+from hvdtrain.extras.servers.turns import UpdateOrder, Window
 from hvdtrain.extras.servers.update_log import (
     NAME,
     Header,
@@ -47,7 +47,7 @@ class Simulation:
     def __init__(self, workers: int, bound: int | None, seed: int, tickets: int = 60) -> None:
         self.draw = random.Random(seed)
         self.bound = bound
-        self.order = Order(bound)
+        self.order = UpdateOrder(bound)
         self.workers = list(range(1, 1 + workers))
         self.computing: set[int] = set()
         self.whole: dict[int, int] = {}  # worker -> the ticket of the gradient that it has
@@ -91,7 +91,7 @@ class Simulation:
         self.whole = {
             how.ranks[worker]: ticket for worker, ticket in self.whole.items() if worker != lost
         }
-        self.order = Order(self.bound)
+        self.order = UpdateOrder(self.bound)
         self.order.begin(window._replace(reads=how.sent_again))
         for worker in self.workers:
             if worker in how.sent_again:

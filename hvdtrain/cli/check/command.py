@@ -87,7 +87,7 @@ SAME_ERROR_WAIT_S = (
 )
 
 
-class Options(NamedTuple):
+class CheckOptions(NamedTuple):
     """The command line of check."""
 
     config_path: str | None
@@ -146,7 +146,7 @@ def _let_go(time_limit: TimeLimit, size: int) -> None:
 
 
 def _resolve_on_all_ranks(
-    options: Options, rank: RankInspection, communicator: Communicator
+    options: CheckOptions, rank: RankInspection, communicator: Communicator
 ) -> Config | None:
     """The configuration of the job on this number of ranks; None where it is wrong, which is then a
     finding. A collective.
@@ -166,7 +166,7 @@ def _resolve_on_all_ranks(
     )
 
 
-def _report_unconnected(options: Options, place: Placement, error: Exception) -> int:
+def _report_unconnected(options: CheckOptions, place: Placement, error: Exception) -> int:
     """Without an engine a rank knows only itself: rank 0 prints the whole report, another rank its
     own error on one line."""
     facts = local_facts(place, os.environ)
@@ -190,7 +190,7 @@ def _assumed_placement() -> Placement:
     return Placement(rank, rank + 2, 0, 1, "not known")
 
 
-def _print(options: Options, report: Report) -> int:
+def _print(options: CheckOptions, report: Report) -> int:
     """On rank 0. Returns the exit code: the report's, or USER where the file of --json cannot be
     written."""
     as_json = json.dumps(to_json(report), indent=1)
@@ -204,14 +204,14 @@ def _print(options: Options, report: Report) -> int:
     return report.exit_code
 
 
-def _parse(arguments: Sequence[str]) -> Options:
+def _parse(arguments: Sequence[str]) -> CheckOptions:
     """The options of check; everything else belongs to the configuration."""
     parser = CommandParser("check", USAGE.partition("\n")[0])
     parser.add_argument("--config")
     parser.add_argument("--json")
     parser.add_argument("--limit", type=float, default=180.0)
     options, overrides = parser.parse_known_args(with_json_value(arguments))
-    return Options(options.config, options.json, options.limit, overrides)
+    return CheckOptions(options.config, options.json, options.limit, overrides)
 
 
 _GRACE_S = 1.5  # for the messages of other ranks: some launchers end the job at the first exit

@@ -26,7 +26,7 @@ CLOCKS_S = 2.0
 MOST_DIFFERENCES = 4  # files or keys named in one finding
 
 
-class Minority(NamedTuple, Generic[Value]):
+class DifferingRanks(NamedTuple, Generic[Value]):
     """Ranks whose value is not the most frequent one."""
 
     value: Value
@@ -108,11 +108,11 @@ def _differing_key(name: str, found: Mapping[str, str], expected: Mapping[str, s
 
 def _minorities(
     ranks: Sequence[RankFacts], key: Callable[[RankFacts], Value]
-) -> Iterator[Minority[Value]]:
+) -> Iterator[DifferingRanks[Value]]:
     """The groups of ranks whose value differs from the most frequent one."""
     groups = list(group_ranks(ranks, key).items())
     for value, group in groups[1:]:
-        yield Minority(value, groups[0][0], group)
+        yield DifferingRanks(value, groups[0][0], group)
 
 
 def _differing(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from hvdtrain.core.arrays import shown_bytes
-from hvdtrain.extras.plan.forecast.layers import Layout, LayoutRow, Share
+from hvdtrain.extras.plan.forecast.layers import LayoutRow, ParallelLayout, Share
 from hvdtrain.report.figures.canvas import GREY, literal, new_figure, run_style, save_png
 
 if TYPE_CHECKING:
@@ -105,12 +105,12 @@ _BOX = 0.62
 _HIGH = 0.74
 
 
-def draw_layout(path: Path, layout: Layout, option: str) -> str:
+def draw_layout(path: Path, layout: ParallelLayout, option: str) -> str:
     """Writes a PNG; returns a line for people. Raises UserError as save_png()."""
     return save_png(path, lambda: layout_figure(layout), option)
 
 
-def layout_figure(layout: Layout) -> Figure:
+def layout_figure(layout: ParallelLayout) -> Figure:
     from matplotlib.figure import Figure
 
     ranks = min(len(layout.ranks), MOST_RANKS)
@@ -219,7 +219,7 @@ def _tell(axes: Axes, ranks: int, level: float, text: str) -> None:
 
 
 def _draw_stages(
-    axes: Axes, layout: Layout, rows: list[LayoutRow], levels: list[float], ranks: int
+    axes: Axes, layout: ParallelLayout, rows: list[LayoutRow], levels: list[float], ranks: int
 ) -> None:
     """An arrow from the last layer of a stage to the first one of the next."""
     for number, (before, row) in enumerate(itertools.pairwise(rows)):
@@ -239,7 +239,7 @@ def _draw_stages(
         _tell(axes, ranks, middle, layout.between_stages)
 
 
-def _draw_sums(axes: Axes, layout: Layout, level: float, ranks: int) -> None:
+def _draw_sums(axes: Axes, layout: ParallelLayout, level: float, ranks: int) -> None:
     """Below the layers: weights and optimizer state of each rank, and what goes over the ranks of
     data."""
     _name_row(axes, level, "weights of a rank")
@@ -291,7 +291,7 @@ def _draw_sums(axes: Axes, layout: Layout, level: float, ranks: int) -> None:
         )
 
 
-def _names_of_places(layout: Layout, ranks: int) -> list[str]:
+def _names_of_places(layout: ParallelLayout, ranks: int) -> list[str]:
     return list(dict.fromkeys(_without_data(place) for place in layout.ranks[:ranks]))
 
 

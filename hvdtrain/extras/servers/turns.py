@@ -90,7 +90,7 @@ class Leader:
         self._followers = range(1, servers)
         self._workers = workers
         self._bound = bound
-        self._order = Order(bound)
+        self._order = UpdateOrder(bound)
         self._sent: dict[tuple[int, int], Handle] = {}  # (rank, tag) -> the last message
         self._goes_on = False  # in the window that the order has
         # workers that get their next ticket when their gradient is complete, again
@@ -126,7 +126,7 @@ class Leader:
 
     def go_on(self, how: GoOn, workers: Sequence[int], *, is_begun: bool) -> None:
         former = self._order
-        self._order = Order(self._bound)
+        self._order = UpdateOrder(self._bound)
         self._workers = workers
         self._sent = {}
         self._goes_on = is_begun
@@ -207,7 +207,7 @@ class Window(NamedTuple):
         return [ticket for ticket in range(self.first, self.behind) if ticket not in taken]
 
 
-class Order:
+class UpdateOrder:
     """The decisions of the first server, between two sync points; nothing here communicates.
 
     A worker has at most one read: weights that it fetched, by the number of updates that they have,

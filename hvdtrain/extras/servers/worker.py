@@ -62,7 +62,8 @@ class Worker(Strategy):
         self._stopwatch = stopwatch
         self._weights = Weights(ranges)
         self._buckets = [
-            _Bucket(i, parameters, ranges, world) for i, parameters in enumerate(ranges.buckets)
+            _ServerBucket(i, parameters, ranges, world)
+            for i, parameters in enumerate(ranges.buckets)
         ]
         self._order = InOrder(self._buckets, self._start, stopwatch)
         self._shards = {
@@ -160,7 +161,7 @@ class Worker(Strategy):
             self._done.wait()
         self._done = self._world.start_send(np.zeros(1, np.int64), LEADER, "done", DONE)
 
-    def _start(self, bucket: _Bucket) -> None:
+    def _start(self, bucket: _ServerBucket) -> None:
         bucket.fill()
         self._unless_failed(bucket.send)
 
@@ -213,7 +214,7 @@ class Worker(Strategy):
         self.summary = summary_of(self._config, self._world.size)
 
 
-class _Bucket(Bucket):
+class _ServerBucket(Bucket):
     """A bucket from whose buffer each server's part is sent."""
 
     def __init__(

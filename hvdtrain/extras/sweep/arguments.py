@@ -55,7 +55,7 @@ _OF_THE_SWEEP = {
 }
 
 
-class Options(NamedTuple):
+class SweepOptions(NamedTuple):
     config: str | None
     shared: list[str]  # key=value of all trials
     space: Space
@@ -84,7 +84,7 @@ def _parser() -> CommandParser:
     return parser
 
 
-def read_options(arguments: Sequence[str]) -> tuple[Options, Sweep]:
+def read_options(arguments: Sequence[str]) -> tuple[SweepOptions, Sweep]:
     """The options, and the sweep that they make. Raises UserError for what no trial could start
     with."""
     parser = _parser()
@@ -101,7 +101,7 @@ def read_options(arguments: Sequence[str]) -> tuple[Options, Sweep]:
             f"--sampler {short(sampler)}",
             nearest(sampler, _SAMPLERS),
         )
-    options = Options(
+    options = SweepOptions(
         config=parsed.config,
         shared=shared,
         space=read_space(parsed.grid, parsed.random),
@@ -151,7 +151,7 @@ def _count(text: str, option: str, most: int, least: int = 1) -> int:
     return int(text)
 
 
-def _check_shared(options: Options) -> Config:
+def _check_shared(options: SweepOptions) -> Config:
     """What all trials share. Raises UserError where it has a key that the sweep sets, or one that
     is swept."""
     swept = options.space.keys
@@ -176,7 +176,7 @@ def _check_shared(options: Options) -> Config:
     return configure(options.config, options.shared)
 
 
-def _points(options: Options) -> list[Point]:
+def _points(options: SweepOptions) -> list[Point]:
     """All trials; none where they depend on results."""
     if options.sampler == "grid":
         return grid_points(options.space, options.trials)
@@ -188,7 +188,7 @@ def _points(options: Options) -> list[Point]:
     return []
 
 
-def _check_point(options: Options, point: Point) -> None:
+def _check_point(options: SweepOptions, point: Point) -> None:
     """Raises UserError where the trial would refuse its configuration."""
     try:
         config = configure(options.config, [*options.shared, *point])

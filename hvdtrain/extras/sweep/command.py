@@ -23,7 +23,7 @@ from hvdtrain.core.early_signals import EarlySignals
 from hvdtrain.core.folder import Folder
 from hvdtrain.core.process import command_line, path_argument, start_child
 from hvdtrain.errors import BUG, DIVERGED, DONE, REQUEUE, UserError
-from hvdtrain.extras.sweep.arguments import USAGE, Options, read_options
+from hvdtrain.extras.sweep.arguments import USAGE, SweepOptions, read_options
 from hvdtrain.extras.sweep.figure import SweepPoint, draw_sweep
 from hvdtrain.extras.sweep.optuna_study import OptunaStudy
 from hvdtrain.extras.sweep.space import Point
@@ -78,7 +78,7 @@ def sweep(arguments: Sequence[str]) -> int:
 class _Job:
     """One start of a sweep."""
 
-    def __init__(self, options: Options, planned: Sweep) -> None:
+    def __init__(self, options: SweepOptions, planned: Sweep) -> None:
         self._options = options
         self._planned = planned
         self._began_s = time.monotonic()

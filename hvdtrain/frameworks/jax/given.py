@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from hvdtrain.config.sections.section import Given, name_of_object
-from hvdtrain.frameworks.jax.library_models import Library, library_of
+from hvdtrain.frameworks.jax.library_models import ModuleLibrary, library_of
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object, which differs between processes
 
@@ -36,7 +36,7 @@ def given_model(model: Any) -> Given | None:
 class Trained:
     """The weights of a job whose script gave the model."""
 
-    def __init__(self, model: Any, library: Library | None) -> None:
+    def __init__(self, model: Any, library: ModuleLibrary | None) -> None:
         self._model = model
         self._library = library
         self._found = None

@@ -33,7 +33,7 @@ class ChangedByPass(Exception):
     """A model keeps more than parameters: numbers that a pass changes."""
 
 
-class Library(Protocol):
+class ModuleLibrary(Protocol):
     """What is known of the modules of one library."""
 
     takes: str  # what a module is called with
@@ -258,7 +258,7 @@ class Equinox:
         return equinox.combine(jax.tree.unflatten(form, _like(leaves, params)), static)
 
 
-_LIBRARIES: dict[str, Library] = {  # by the class that a model is an object of
+_LIBRARIES: dict[str, ModuleLibrary] = {  # by the class that a model is an object of
     "flax.linen.module.Module": Linen(),
     "flax.nnx.module.Module": Nnx(),
     "equinox._module._module.Module": Equinox(),
@@ -267,7 +267,7 @@ _LIBRARIES: dict[str, Library] = {  # by the class that a model is an object of
 }
 
 
-def library_of(model: Any) -> Library | None:
+def library_of(model: Any) -> ModuleLibrary | None:
     """By the names of its classes: no library is imported for it. A pair (module, state) of equinox
     is one of its modules."""
     module = (
@@ -286,7 +286,7 @@ def library_of(model: Any) -> Library | None:
 
 
 def functions_of(
-    library: Library,
+    library: ModuleLibrary,
     module: Any,
     x: jax.ShapeDtypeStruct,
     dtype: np.dtype,

@@ -44,7 +44,7 @@ _REPORT_BYTES = 2**26  # of a rank: 67 for each chunk of its share
 WORD = "all-have-written"  # the file that rank 0 writes: how many ranks there are
 
 
-class Layout:
+class CheckpointLayout:
     """Where the numbers of each array lie: known to every rank from the names, shapes and dtypes
     alone."""
 
@@ -103,7 +103,7 @@ class Parts:
         """several_hosts: this rank writes whole blocks alone, and rank 0 what is left of them."""
         self.rank = rank
         self.several_hosts = several_hosts
-        self.layout = Layout(pieces, files, file_of)
+        self.layout = CheckpointLayout(pieces, files, file_of)
         self._own = [
             piece.copied() for piece in pieces if piece.is_mine or (piece.is_whole and rank == 0)
         ]

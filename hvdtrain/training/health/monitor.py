@@ -178,7 +178,7 @@ SLURM_MARGIN_S = 10.0  # SLURM kills the job, and its clock may differ from that
 SQUEUE_S = 5.0  # timeout of squeue
 
 
-class Limit(NamedTuple):
+class RemainingTime(NamedTuple):
     reason: str
     left_s: float  # now
     margin_s: float
@@ -201,15 +201,15 @@ class Deadline:
         now_s: float,
         clock: Callable[[], float],
     ) -> None:
-        limits: list[Limit] = []
+        limits: list[RemainingTime] = []
         if max_time is not None:
             left_s = parse_duration(max_time, "guard.max_time") - (clock() - started_s)
-            limits.append(Limit(f"guard.max_time={max_time}", left_s, MAX_TIME_MARGIN_S))
+            limits.append(RemainingTime(f"guard.max_time={max_time}", left_s, MAX_TIME_MARGIN_S))
         end_s = slurm_end(environ, now_s)
         if end_s is not None:
             when = datetime.fromtimestamp(end_s).strftime("%Y-%m-%d %H:%M:%S")
             reason = f"SLURM ends job {environ.get('SLURM_JOB_ID', '?')} at {when}"
-            limits.append(Limit(reason, end_s - now_s, SLURM_MARGIN_S))
+            limits.append(RemainingTime(reason, end_s - now_s, SLURM_MARGIN_S))
         first = min(limits, key=lambda limit: limit.left_s - limit.margin_s, default=None)
         self.reason = first.reason if first else ""
         self._clock = clock

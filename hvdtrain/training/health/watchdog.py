@@ -41,7 +41,7 @@ END_S = 5  # for the report and the end of all ranks
 FLUSH_S = 0.2
 
 
-class Limit(NamedTuple):
+class StallLimit(NamedTuple):
     key: str  # "guard.stall_s"
     seconds: float
 
@@ -114,10 +114,10 @@ class Watchdog:
             elif limit and idle.seconds > limit.seconds:
                 self._stop_after_stall(limit, idle.seconds)
 
-    def _limit(self) -> Limit | None:
+    def _limit(self) -> StallLimit | None:
         key = self._heartbeat.limit
         limit_s = self._guard.start_s if key == "start_s" else self._guard.stall_s
-        return None if limit_s is None else Limit(f"guard.{key}", limit_s)
+        return None if limit_s is None else StallLimit(f"guard.{key}", limit_s)
 
     def _stop_during_start(self) -> None:
         if self._rank:
@@ -129,7 +129,7 @@ class Watchdog:
             )
             self._end(f"hvdtrain: rank {self._rank} on {self._host}: {what}", REQUEUE)
 
-    def _stop_after_stall(self, limit: Limit, idle_s: float) -> None:
+    def _stop_after_stall(self, limit: StallLimit, idle_s: float) -> None:
         """Reports the stall and ends the job; does nothing where the main thread goes on
         meanwhile."""
         beats = self._heartbeat.beats
@@ -155,7 +155,7 @@ class Watchdog:
         if not goes_on():
             self._end(message, STALLED)
 
-    def _message(self, report: Report, limit: Limit, goes_on: Callable[[], bool]) -> str:
+    def _message(self, report: Report, limit: StallLimit, goes_on: Callable[[], bool]) -> str:
         """On rank 0 the report of all ranks. The other ranks send theirs, and wait for rank 0 to
         end the job.
 

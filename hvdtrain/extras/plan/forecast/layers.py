@@ -42,7 +42,7 @@ class LayoutRow(NamedTuple):
     stage: int
 
 
-class Layout(NamedTuple):
+class ParallelLayout(NamedTuple):
     title: str
     ranks: list[str]  # of each rank its place in the mesh
     rows: list[LayoutRow]

@@ -28,7 +28,7 @@ _OF_A_PIPELINE = ("schedule", "virtual", "micro_batches")
 _SCHEMES = ("a", "b", "c")
 
 
-class Mesh(NamedTuple):
+class MeshShape(NamedTuple):
     """How ranks are divided."""
 
     data: int
@@ -62,7 +62,7 @@ class Mesh(NamedTuple):
 class Row(NamedTuple):
     """A mesh that fits."""
 
-    mesh: Mesh
+    mesh: MeshShape
     time: StepTime
     sent_bytes: int  # of the rank that sends most
     needs: float  # bytes of the rank that needs most, beside libraries and data
@@ -70,7 +70,7 @@ class Row(NamedTuple):
 
 
 class Excluded(NamedTuple):
-    mesh: Mesh
+    mesh: MeshShape
     reason: str
 
 
@@ -91,7 +91,7 @@ class MeshPlan(NamedTuple):
     assumed: list[str]  # of the machine, and of the meshes
 
 
-def meshes(ranks: int, has_dense_part: bool) -> Iterator[Mesh]:
+def meshes(ranks: int, has_dense_part: bool) -> Iterator[MeshShape]:
     """All of them; without tensor and pipeline first."""
     for pipeline in _divisors(ranks):
         for tensor in _divisors(ranks // pipeline):
@@ -102,9 +102,9 @@ def meshes(ranks: int, has_dense_part: bool) -> Iterator[Mesh]:
                 stages = range(3)
             else:
                 stages = range(4)
-            yield from (Mesh(data, tensor, pipeline, stage, "none") for stage in stages)
+            yield from (MeshShape(data, tensor, pipeline, stage, "none") for stage in stages)
             if data == ranks > 1 and has_dense_part:
-                yield from (Mesh(data, 1, 1, 0, scheme) for scheme in _SCHEMES)
+                yield from (MeshShape(data, 1, 1, 0, scheme) for scheme in _SCHEMES)
 
 
 def without_mesh(config: Config, ranks: int) -> Config:
@@ -114,7 +114,7 @@ def without_mesh(config: Config, ranks: int) -> Config:
     return resolve_batch_size(plain, ranks)
 
 
-def with_mesh(config: Config, mesh: Mesh, original: Config) -> Config:
+def with_mesh(config: Config, mesh: MeshShape, original: Config) -> Config:
     """original: whose schedule a pipeline has, how many micro-batches, and which stages; whose
     parallel.sequence a tensor group."""
     of_pipeline: dict[str, Any] = {}
@@ -221,7 +221,7 @@ def _features(config: Config, several_nodes: bool) -> frozenset[Feature]:
 
 def _row(
     config: Config,
-    mesh: Mesh,
+    mesh: MeshShape,
     data: Data,
     machine: Machine,
     features: frozenset[Feature],

@@ -14,7 +14,7 @@ from hvdtrain.comm.communicator import part_of
 from hvdtrain.comm.mesh import Coordinates, coordinates, place_of
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Way, shown_bytes
-from hvdtrain.extras.plan.forecast.layers import Layout, LayoutRow, Share
+from hvdtrain.extras.plan.forecast.layers import LayoutRow, ParallelLayout, Share
 from hvdtrain.frameworks.torch.arrangement import Arrangement
 from hvdtrain.frameworks.torch.arrangements import arrangement_of
 from hvdtrain.frameworks.torch.call import only_one
@@ -25,7 +25,7 @@ from hvdtrain.tasks.task import Task
 _WHOLE = Share(0.0, 1.0)
 
 
-def layout(config: Config, task: Task, ranks: int) -> Layout:
+def layout(config: Config, task: Task, ranks: int) -> ParallelLayout:
     """The layout of a job on so many ranks; nothing is trained. Raises UserError where the model
     cannot be cut so."""
     parallel = config.parallel
@@ -42,7 +42,7 @@ def layout(config: Config, task: Task, ranks: int) -> Layout:
         _row(alike, cuts.get(alike[0].name), stage_of.get(alike[0].name, 0), config, places)
         for alike in groups.values()
     ]
-    found = Layout(
+    found = ParallelLayout(
         title=f"{config.model.name}: {', '.join(_ways(arrangement, config))} on {ranks} ranks",
         ranks=[place_of(rank, ranks, parallel) or f"data {rank}" for rank in range(ranks)],
         rows=rows,
@@ -196,7 +196,9 @@ def _ways(arrangement: type[Arrangement], config: Config) -> list[str]:
     return found or ["data parallel"]
 
 
-def _gradients(arrangement: type[Arrangement], config: Config, found: Layout, readers: int) -> str:
+def _gradients(
+    arrangement: type[Arrangement], config: Config, found: ParallelLayout, readers: int
+) -> str:
     """What goes over the ranks that read different samples, in a step."""
     if readers == 1:
         return ""

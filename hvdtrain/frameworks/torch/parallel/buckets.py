@@ -180,7 +180,7 @@ class Buckets(Strategy):
         op: Op = "sum",
     ) -> None:
         self._buckets = [
-            _Bucket(parameters, f"gradient.{i}", communicator, compressed)
+            _ReducedBucket(parameters, f"gradient.{i}", communicator, compressed)
             for i, parameters in enumerate(group(named, bucket_bytes))
         ]
         self._order = InOrder(
@@ -223,7 +223,7 @@ class Buckets(Strategy):
         )
 
 
-class _Bucket(Bucket):
+class _ReducedBucket(Bucket):
     """A bucket whose buffer is reduced."""
 
     def __init__(

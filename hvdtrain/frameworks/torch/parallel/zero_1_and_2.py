@@ -62,10 +62,10 @@ class ZeroStrategy(Strategy):
         self._stopwatch = stopwatch
         self._buffers = _Buffers()
         self._buckets = [
-            _Bucket(parameters, f"gradient.{i}", mesh, self._buffers, on_host)
+            _ShardedBucket(parameters, f"gradient.{i}", mesh, self._buffers, on_host)
             for i, parameters in enumerate(group(named, bucket_bytes))
         ]
-        self._order = InOrder(self._buckets, _Bucket.start, stopwatch)
+        self._order = InOrder(self._buckets, _ShardedBucket.start, stopwatch)
         self._shards = self._find_shards()
         self.summary = (
             f"optimizer state{' and gradients' if stage == 2 else ''} sharded over "
@@ -158,7 +158,7 @@ class _Buffers:
 
     def __init__(self) -> None:
         self.free: list[torch.Tensor] = []
-        self._reduced: list[_Bucket] = []  # the oldest first
+        self._reduced: list[_ShardedBucket] = []  # the oldest first
 
     def take(self, length: int, like: torch.Tensor) -> torch.Tensor:
         """(length,), with any numbers in it."""
@@ -171,13 +171,13 @@ class _Buffers:
         whole = memory if memory._base is None else memory._base
         self.free = [*self.free, whole][-self.most_reduced :]
 
-    def is_reduced(self, bucket: _Bucket) -> None:
+    def is_reduced(self, bucket: _ShardedBucket) -> None:
         """Waits for the oldest reductions, where there are more."""
         self._reduced.append(bucket)
         while len(self._reduced) > self.most_reduced:
             self._reduced[0].finish()
 
-    def is_finished(self, bucket: _Bucket) -> None:
+    def is_finished(self, bucket: _ShardedBucket) -> None:
         self._reduced.remove(bucket)
 
     def forget(self) -> None:
@@ -185,7 +185,7 @@ class _Buffers:
         self._reduced = []
 
 
-class _Bucket(Bucket):
+class _ShardedBucket(Bucket):
     """Some parameters, whose weights lie in one flat tensor; this rank's part of it, and of the
     gradient."""
 

@@ -31,7 +31,7 @@ class Positions:
         return part_of(self.count, communicator.rank, communicator.size)
 
 
-class Link(NamedTuple):
+class TensorParallelLink(NamedTuple):
     """A layer's connection with the other ranks of its tensor group."""
 
     communicator: Communicator
@@ -86,7 +86,7 @@ class Link(NamedTuple):
         return x.to(self.device_of(x)).contiguous()
 
 
-def copy_to_ranks(x: torch.Tensor, link: Link) -> torch.Tensor:
+def copy_to_ranks(x: torch.Tensor, link: TensorParallelLink) -> torch.Tensor:
     """f: x itself, which every rank has; its gradient is the sum over ranks, since each rank's
     layers are a part of what it goes through.
 
@@ -97,7 +97,7 @@ def copy_to_ranks(x: torch.Tensor, link: Link) -> torch.Tensor:
     return found
 
 
-def sum_over_ranks(x: torch.Tensor, link: Link) -> torch.Tensor:
+def sum_over_ranks(x: torch.Tensor, link: TensorParallelLink) -> torch.Tensor:
     """g: the sum of the ranks' x, which may be overwritten; its gradient goes to each of them."""
     found: torch.Tensor = _SumOverRanks.apply(x, link)
     return found
@@ -105,7 +105,7 @@ def sum_over_ranks(x: torch.Tensor, link: Link) -> torch.Tensor:
 
 class _CopyToRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, link: Link) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, link: TensorParallelLink) -> torch.Tensor:
         ctx.link = link
         return x.view_as(x)
 
@@ -117,7 +117,7 @@ class _CopyToRanks(torch.autograd.Function):
 
 class _SumOverRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, link: Link) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, link: TensorParallelLink) -> torch.Tensor:
         return link.sum(x, "forward")
 
     @staticmethod
@@ -136,7 +136,7 @@ class SplitLogits(NamedTuple):
     """The logits of the v tokens from rows.first on. A NamedTuple: torch finds the tensor in it."""
 
     local: torch.Tensor  # (..., v)
-    link: Link
+    link: TensorParallelLink
     rows: Rows
 
     def to(self, dtype: torch.dtype) -> SplitLogits:
@@ -170,7 +170,7 @@ def whole_logits(outputs: torch.Tensor | SplitLogits) -> torch.Tensor:
 
 class _Whole(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, link: Link, rows: Rows) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, link: TensorParallelLink, rows: Rows) -> torch.Tensor:
         """x (..., v) -> (..., vocabulary)"""
         ctx.first = rows.first
         ctx.length = x.shape[-1]
@@ -200,7 +200,7 @@ class _CrossEntropy(torch.autograd.Function):
         targets: torch.Tensor,
         smoothing: float,
         ignore: int,
-        link: Link,
+        link: TensorParallelLink,
         rows: Rows,
     ) -> torch.Tensor:
         """x (n, v), targets (n,) -> (n,)"""

@@ -22,10 +22,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from hvdtrain.frameworks.torch.parallel.tensor.collectives import (
-    Link,
     Positions,
     Rows,
     SplitLogits,
+    TensorParallelLink,
     copy_to_ranks,
     sum_over_ranks,
 )
@@ -41,7 +41,9 @@ class ColumnsLinear(nn.Module):
     XA.
     """
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, link: Link) -> None:
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, link: TensorParallelLink
+    ) -> None:
         super().__init__()
         self.weight = weight
         self.bias = bias
@@ -57,7 +59,9 @@ class RowsLinear(nn.Module):
     """This rank's part of x, (..., inputs / ranks) -> (..., outputs), the same on all ranks; the
     bias is whole, and added to the sum."""
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, link: Link) -> None:
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, link: TensorParallelLink
+    ) -> None:
         super().__init__()
         self.weight = weight
         self.bias = bias
@@ -83,7 +87,7 @@ class VocabularyHead(ColumnsLinear):
     """x (..., width) -> the logits of this rank's part of the vocabulary."""
 
     def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter | None, link: Link, rows: Rows
+        self, weight: nn.Parameter, bias: nn.Parameter | None, link: TensorParallelLink, rows: Rows
     ) -> None:
         super().__init__(weight, bias, link)
         self._rows = rows
@@ -111,7 +115,7 @@ class VocabularyEmbedding(nn.Module):
     """Tokens (...), the same on all ranks -> (..., width), likewise; a rank has the rows of its
     part of the vocabulary."""
 
-    def __init__(self, weight: nn.Parameter, link: Link, rows: Rows) -> None:
+    def __init__(self, weight: nn.Parameter, link: TensorParallelLink, rows: Rows) -> None:
         super().__init__()
         self.weight = weight
         self._link = link
@@ -133,7 +137,7 @@ class OwnPositionsEmbedding(nn.Module):
     """Indices (..., m), the same on all ranks -> (..., m / ranks, width), of this rank's positions;
     the weight is whole."""
 
-    def __init__(self, weight: nn.Parameter, link: Link) -> None:
+    def __init__(self, weight: nn.Parameter, link: TensorParallelLink) -> None:
         super().__init__()
         self.weight = weight
         self._link = link
@@ -147,7 +151,7 @@ class OwnPositionsEmbedding(nn.Module):
 
 
 def linear_of_all_positions(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, link: Link
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, link: TensorParallelLink
 ) -> torch.Tensor:
     """x (..., m / ranks, inputs), a rank's positions -> (..., m, outputs) of its part of the layer;
     the conjugate is a reduce-scatter."""
@@ -161,7 +165,7 @@ def linear_of_all_positions(
     return found
 
 
-def sum_of_own_positions(rows: torch.Tensor, link: Link) -> torch.Tensor:
+def sum_of_own_positions(rows: torch.Tensor, link: TensorParallelLink) -> torch.Tensor:
     """rows (m, ..., features) on every rank -> (..., m / ranks, features), their sum at this rank's
     positions; the conjugate gathers.
 
@@ -174,7 +178,11 @@ def sum_of_own_positions(rows: torch.Tensor, link: Link) -> torch.Tensor:
 class _LinearOfAllPositions(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, link: Link
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        link: TensorParallelLink,
     ) -> torch.Tensor:
         positions = _positions(link)
         ctx.save_for_backward(x, weight)
@@ -202,7 +210,7 @@ class _LinearOfAllPositions(torch.autograd.Function):
 
 class _SumOfOwnPositions(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, link: Link) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, link: TensorParallelLink) -> torch.Tensor:
         ctx.link = link
         ctx.count = len(rows)
         _positions(link).count = len(rows)
@@ -214,12 +222,12 @@ class _SumOfOwnPositions(torch.autograd.Function):
         return _start_gather(dy, ctx.link, ctx.count, "backward")(), None
 
 
-def _positions(link: Link) -> Positions:
+def _positions(link: TensorParallelLink) -> Positions:
     assert link.positions is not None, link.layer
     return link.positions
 
 
-def _start_gather(x: torch.Tensor, link: Link, count: int, direction: str) -> Waiting:
+def _start_gather(x: torch.Tensor, link: TensorParallelLink, count: int, direction: str) -> Waiting:
     """x (..., m / ranks, features) -> rows (m, ..., features) of all ranks, m = count."""
     own = x.detach().movedim(-2, 0)
     part = Positions(count).part(link.communicator)
@@ -241,7 +249,7 @@ def _start_gather(x: torch.Tensor, link: Link, count: int, direction: str) -> Wa
     return wait
 
 
-def _start_sum(rows: torch.Tensor, link: Link, direction: str) -> Waiting:
+def _start_sum(rows: torch.Tensor, link: TensorParallelLink, direction: str) -> Waiting:
     """rows (m, ..., features) -> (..., m / ranks, features) of their sum over ranks, in memory of
     its own."""
     with torch.inference_mode(False):

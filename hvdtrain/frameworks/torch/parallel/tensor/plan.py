@@ -18,10 +18,10 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Cut
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.parallel.tensor.collectives import (
-    Link,
     Positions,
     Rows,
     SplitLogits,
+    TensorParallelLink,
     whole_logits,
 )
 from hvdtrain.frameworks.torch.parallel.tensor.layers import (
@@ -60,7 +60,11 @@ class Way(NamedTuple):
         return {name: cut for name, p in layer.named_parameters(recurse=False) if p is not None}
 
     def new_layer(
-        self, layer: nn.Module, weight: nn.Parameter, bias: nn.Parameter | None, link: Link
+        self,
+        layer: nn.Module,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        link: TensorParallelLink,
     ) -> nn.Module:
         if self.kind == "sequence":
             return OwnPositionsEmbedding(weight, link) if isinstance(layer, nn.Embedding) else layer
@@ -197,7 +201,7 @@ class TensorParallelLayers:
                 part = nn.Parameter(cut.of(whole.detach()).clone(), whole.requires_grad)
                 self._parts[whole], self.cuts[part] = part, cut
             kept[key], self.names[f"{name}.{key}"] = self._parts[whole], cut
-        link = Link(self._communicator, name, self._positions, self._order)
+        link = TensorParallelLink(self._communicator, name, self._positions, self._order)
         return (
             self._ways[name]
             .new_layer(layer, kept["weight"], kept.get("bias"), link)
