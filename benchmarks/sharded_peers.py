@@ -26,7 +26,7 @@ from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.extras.bench.trainer import Trainer
 from hvdtrain.frameworks.torch.inputs import DeviceBatch
 from hvdtrain.frameworks.torch.parallel.zero_3.strategy import units
-from hvdtrain.tasks.task import Place, part_of
+from hvdtrain.tasks.task import DeviceAndDtype, part_of
 
 OneStep = Callable[[DeviceBatch], torch.Tensor]  # returns the mean loss of this rank's samples
 
@@ -40,7 +40,10 @@ class Feed:
         self.communicator: Communicator = trainer.job.communicator
         self.model: torch.nn.Module = copy.deepcopy(learner.model)  # without hooks
         self._part = part_of(
-            trainer.job.task, "torch", trainer.job.config, Place(torch.float32, torch.device("cpu"))
+            trainer.job.task,
+            "torch",
+            trainer.job.config,
+            DeviceAndDtype(torch.float32, torch.device("cpu")),
         )
         self.batches: list[DeviceBatch] = []
         progress = trainer.now.progress

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hvdtrain.context.context import Context
     from hvdtrain.tasks.transform import Transform, Transforms
     from hvdtrain.training.hooks import Hook
-    from hvdtrain.training.run_rank import Rank
+    from hvdtrain.training.run_rank import ConnectedRank
 
 T = TypeVar("T")
 
@@ -319,7 +319,7 @@ def _ask(
     arguments: list[str],
     given: dict[str, Given],
     data: Any,
-    work: Callable[[Rank], T],
+    work: Callable[[ConnectedRank], T],
     what: str,
 ) -> T:
     """Does the work on the ranks of this script, with the configuration of the run. Raises as

@@ -43,7 +43,7 @@ def report(arguments: Sequence[str]) -> int:
     runs = [read_run(folder) for folder in options.runs]
     _make_folder(options.to)  # before seconds are spent on drawing
     labels = summary.labels(runs)
-    progress = Progress()
+    progress = ProgressPrinter()
     images: list[PageImage] = []
     pictures: dict[str, bytes] = {}  # file name -> PNG
     drawn = draw.draw_all(runs, labels, progress)
@@ -64,7 +64,7 @@ def report(arguments: Sequence[str]) -> int:
     return DONE
 
 
-class Progress:
+class ProgressPrinter:
     """Prints a line to the standard error if PROGRESS_S have passed since the last one."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.core.metrics import Parts, Sums, host_value
+from hvdtrain.core.metrics import Concatenated, Sums, host_value
 from hvdtrain.errors import UserError
 
 T = TypeVar("T")
@@ -28,17 +28,18 @@ def allreduce_sums(
     (n,). The host waits for the device.
 
     lengths: of vectors, by name, so that a rank without samples, where it is one 0, sends as many
-    numbers as the others; 0: no vector. gathered: names of Parts, of which a rank without samples
-    has none.
+    numbers as the others; 0: no vector. gathered: names of Concatenated, of which a rank without
+    samples has none.
     """
     parts = {
-        key: gather_parts(communicator, sums.get(key, Parts()), f"{name}.{key}") for key in gathered
+        key: gather_parts(communicator, sums.get(key, Concatenated()), f"{name}.{key}")
+        for key in gathered
     }
     sums = {key: value for key, value in sums.items() if key not in parts}
     return _added_up(communicator, sums, name, lengths) | parts
 
 
-def gather_parts(communicator: Communicator, own: Parts, name: str) -> Parts:
+def gather_parts(communicator: Communicator, own: Concatenated, name: str) -> Concatenated:
     """The parts of all ranks, in the order of the ranks. A collective."""
     forms = [
         [[(str(array.dtype), list(array.shape)) for array in group] for group in part]
@@ -62,7 +63,7 @@ def gather_parts(communicator: Communicator, own: Parts, name: str) -> Parts:
         start, found = stop, content[start:stop]
         return found.copy().view(dtype).reshape(shape)
 
-    return Parts(
+    return Concatenated(
         [
             tuple(tuple(array(*form) for form in group) for group in part)
             for forms in forms_of_ranks

@@ -19,7 +19,7 @@ from hvdtrain.context.saving import Saving
 from hvdtrain.context.stream import check_batch
 from hvdtrain.core.metrics import Better
 from hvdtrain.training.lost import RankFailure
-from hvdtrain.training.run_rank import Rank
+from hvdtrain.training.run_rank import ConnectedRank
 
 
 class Context:
@@ -41,7 +41,7 @@ class Context:
 
     def __init__(
         self,
-        rank: Rank,
+        rank: ConnectedRank,
         closing: contextlib.ExitStack,
         ranks: Elastic | None = None,
         former: Former | None = None,

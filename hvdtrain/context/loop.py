@@ -27,7 +27,7 @@ from hvdtrain.training.checkpoint.saver import Saver
 from hvdtrain.training.job import make_health, make_saver
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.replicas.broadcast import broadcast_state
-from hvdtrain.training.run_rank import Rank
+from hvdtrain.training.run_rank import ConnectedRank
 
 _SPARE_BYTES = 2**20  # of a checkpoint's file, beside arrays
 
@@ -41,7 +41,7 @@ class ScriptLoop:
 
     def __init__(
         self,
-        rank: Rank,
+        rank: ConnectedRank,
         closing: contextlib.ExitStack,
         ranks: Elastic | None,
         former: Former | None,

@@ -16,7 +16,7 @@ from hvdtrain.core.process import exit_now
 from hvdtrain.data.worker_pool import end_script_of_worker
 from hvdtrain.errors import UserError, exit_code_of
 from hvdtrain.training.failure import RankFailed, report_user_errors
-from hvdtrain.training.run_rank import Rank, connected_rank
+from hvdtrain.training.run_rank import ConnectedRank, connected_rank
 
 
 class _Open:
@@ -46,7 +46,7 @@ def open_context(config_file: str | None, arguments: Sequence[str]) -> Context:
 
 def connected(
     config_file: str | None, arguments: Sequence[str], where: str
-) -> tuple[Rank, contextlib.ExitStack]:
+) -> tuple[ConnectedRank, contextlib.ExitStack]:
     """This rank, connected with the others, for a loop of the script's; and what disconnects it.
     Raises as open_context().
 

@@ -17,7 +17,7 @@ from hvdtrain.training.checkpoint.resume import former_run
 from hvdtrain.training.checkpoint.room import cannot_write
 from hvdtrain.training.lost import RankFailure
 from hvdtrain.training.run_folder import check_run_folder, open_run_folder, write_config
-from hvdtrain.training.run_rank import Rank
+from hvdtrain.training.run_rank import ConnectedRank
 from hvdtrain.training.train_job import open_run_log
 
 
@@ -40,7 +40,7 @@ class OpenRun:
 
     def __init__(
         self,
-        rank: Rank,
+        rank: ConnectedRank,
         closing: contextlib.ExitStack,
         former_loop: Former | None,
         *,

@@ -16,7 +16,7 @@ from hvdtrain.core.process import exit_now
 from hvdtrain.errors import UserError
 from hvdtrain.training.failure import RankFailed
 from hvdtrain.training.lost import RankFailure, ready_for_losses
-from hvdtrain.training.run_rank import Rank
+from hvdtrain.training.run_rank import ConnectedRank
 
 WHERE = "hvdtrain.run()"
 
@@ -50,7 +50,7 @@ class _Runs:
     """The calls of train() on this rank, from the first to the one that comes to its end."""
 
     def __init__(
-        self, train: Callable[[Context], object], rank: Rank, closing: contextlib.ExitStack
+        self, train: Callable[[Context], object], rank: ConnectedRank, closing: contextlib.ExitStack
     ) -> None:
         self._train = train
         self._rank = rank

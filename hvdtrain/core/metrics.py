@@ -16,7 +16,7 @@ from hvdtrain.errors import UserError
 Part = tuple[tuple[np.ndarray, ...], ...]
 
 
-class Parts:
+class Concatenated:
     """What passes keep of their samples, in their order, where it cannot be added up; among sums
     "+" puts one behind the other."""
 
@@ -29,15 +29,15 @@ class Parts:
     def __iter__(self) -> Iterator[Part]:
         return iter(self._parts)
 
-    def __add__(self, other: Any) -> Parts:
+    def __add__(self, other: Any) -> Concatenated:
         """0 adds nothing, as to a sum."""
-        return Parts((*self._parts, *other)) if isinstance(other, Parts) else self
+        return Concatenated((*self._parts, *other)) if isinstance(other, Concatenated) else self
 
     __radd__ = __add__  # of 0
 
-    def __rmul__(self, times: int) -> Parts:
+    def __rmul__(self, times: int) -> Concatenated:
         """0 of a rank whose samples are another's, too."""
-        return self if times else Parts()
+        return self if times else Concatenated()
 
 
 # {"loss": sum, "right": sum, "count": n}: sums over samples, never means; which they are the task

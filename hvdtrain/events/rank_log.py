@@ -24,7 +24,7 @@ PYTHON = "py.warnings"  # the logger to which logging.captureWarnings() sends th
 MOST_WARNINGS = 1000  # different ones of Python that a rank shows
 
 
-class Ranks(Protocol):
+class ObjectBroadcast(Protocol):
     """What exchange() needs of a communicator."""
 
     def broadcast_object(self, thing: Any, /) -> Any: ...
@@ -72,7 +72,7 @@ class RankWarnings(logging.Handler):
                 self._shown_by_rank_0.append(text)
                 self._show(record)
 
-    def exchange(self, communicator: Ranks) -> None:
+    def exchange(self, communicator: ObjectBroadcast) -> None:
         """Every rank calls it."""
         if self._size > 1:
             with self.lock or contextlib.nullcontext():

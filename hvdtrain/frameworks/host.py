@@ -23,7 +23,7 @@ from hvdtrain.frameworks.learner import Learner, Predictions, check_fit, global_
 from hvdtrain.frameworks.stopwatch import HostStopwatch, Stopwatch
 from hvdtrain.optim.clip import clip
 from hvdtrain.optim.rule import ArrayOps, Rule, is_excluded
-from hvdtrain.tasks.task import NumpyPart, Place, Task, part_of
+from hvdtrain.tasks.task import DeviceAndDtype, NumpyPart, Task, part_of
 
 
 class HostModel(Protocol):
@@ -109,7 +109,7 @@ class HostLearner(Learner):
         self.data = self.readers = communicator
         self.skips_nonfinite = config.guard.nonfinite == "skip"
         self.dtype = dtype
-        self.part: NumpyPart = part_of(task, "numpy", config, Place(dtype))
+        self.part: NumpyPart = part_of(task, "numpy", config, DeviceAndDtype(dtype))
         self.views = make_views(config, task.fields)
         self.stopwatch: Stopwatch = HostStopwatch()
         self.waits_only_in_communication = True

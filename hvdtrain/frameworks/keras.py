@@ -38,7 +38,7 @@ from hvdtrain.frameworks.keras_objects import (
 )
 from hvdtrain.frameworks.learner import Learner, fair_threads
 from hvdtrain.optim.rule import Array, Ops, Rule
-from hvdtrain.tasks.task import Place, Task, part_of
+from hvdtrain.tasks.task import DeviceAndDtype, Task, part_of
 
 _MEANS = ("moving_mean", "moving_variance")  # running statistics of norms
 
@@ -50,7 +50,7 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
     """
     _share_cores(communicator)
     dtype = np.dtype("float64" if config.speed.precision == "fp64" else "float32")
-    part_of(task, "numpy", config, Place(dtype))
+    part_of(task, "numpy", config, DeviceAndDtype(dtype))
     keras = load_keras(config.where("framework"), dtype)
     _use_gpu(keras.backend.backend(), communicator.local_rank)
     keras.utils.set_random_seed(fold(config.seed) % 2**31)
@@ -571,7 +571,7 @@ def _checked_outputs(
 def shapes(config: Config, task: Task) -> dict[str, tuple[int, ...]]:
     """The parameters by name, as build() makes them. Takes the memory of the weights."""
     dtype = np.dtype("float32")
-    part_of(task, "numpy", config, Place(dtype))
+    part_of(task, "numpy", config, DeviceAndDtype(dtype))
     keras = load_keras(config.where("framework"), dtype)
     return {
         name: p.shape

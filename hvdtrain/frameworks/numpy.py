@@ -14,7 +14,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.frameworks.by_name import build_rule, check_patterns
 from hvdtrain.frameworks.host import HostLearner, HostModel
 from hvdtrain.frameworks.learner import Learner
-from hvdtrain.tasks.task import NumpyPart, Place, Task, part_of
+from hvdtrain.tasks.task import DeviceAndDtype, NumpyPart, Task, part_of
 
 
 class NumpyLinear(HostModel):
@@ -28,7 +28,7 @@ class NumpyLinear(HostModel):
         self.weights: Mapping[str, np.ndarray] = {
             name: np.zeros(shape, dtype) for name, shape in shapes(config, task).items()
         }
-        self._part: NumpyPart = part_of(task, "numpy", config, Place(dtype))
+        self._part: NumpyPart = part_of(task, "numpy", config, DeviceAndDtype(dtype))
         self._x = np.zeros(0)  # of the last training_outputs()
 
     def inputs(self, batch: Mapping[str, Any]) -> np.ndarray:
@@ -64,6 +64,6 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
 def shapes(config: Config, task: Task) -> dict[str, tuple[int, ...]]:
     """The parameters by name, as build() makes them, without their memory. Raises UserError for a
     task that NumPy does not compute."""
-    part_of(task, "numpy", config, Place(np.dtype(np.float64)))
+    part_of(task, "numpy", config, DeviceAndDtype(np.dtype(np.float64)))
     outputs = task.sizes["outputs"]
     return {"fc.weight": (outputs, math.prod(task.sizes["shape"])), "fc.bias": (outputs,)}

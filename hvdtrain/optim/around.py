@@ -41,7 +41,7 @@ class ParameterGroup(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Scaled:
+class ScaledRule:
     """`rule` at a share of the rate and of the weight decay; own_momentum: in the place of the
     job's, where it is not None."""
 
@@ -94,7 +94,7 @@ class Grouped:
         if number is None:
             return rule
         group = self.groups[number]
-        if isinstance(rule, Scaled):  # what optim.name=muon leaves to another rule
+        if isinstance(rule, ScaledRule):  # what optim.name=muon leaves to another rule
             momentum = rule.own_momentum if group.momentum is None else group.momentum
             return replace(
                 rule,
@@ -102,7 +102,7 @@ class Grouped:
                 decay=rule.decay * group.decay,
                 own_momentum=momentum,
             )
-        return Scaled(rule, group.rate_of(name), group.decay, group.momentum)
+        return ScaledRule(rule, group.rate_of(name), group.decay, group.momentum)
 
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
         return self.rule.init(p, ops)

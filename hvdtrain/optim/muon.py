@@ -12,11 +12,11 @@ from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
 from hvdtrain.optim.adam import check_moments
 from hvdtrain.optim.adamw import AdamW
-from hvdtrain.optim.around import Scaled
+from hvdtrain.optim.around import ScaledRule
 from hvdtrain.optim.rule import Array, Ops, Rule
 from hvdtrain.optim.sgd import Sgd
 
-_REST = Scaled(AdamW(0.95), rate=0.015, own_momentum=0.9)
+_REST = ScaledRule(AdamW(0.95), rate=0.015, own_momentum=0.9)
 
 
 @dataclass(frozen=True)
@@ -142,5 +142,5 @@ def build(
         adjust,
         unit_rows,
         rest,
-        Scaled(of_rest, rate=rest_rate, own_momentum=rest_momentum),
+        ScaledRule(of_rest, rate=rest_rate, own_momentum=rest_momentum),
     )

@@ -333,7 +333,7 @@ _AXES = ("pipeline", "data", "tensor")
 MOST_RANKS = 2**20
 
 
-class Place(NamedTuple):
+class MeshCoordinate(NamedTuple):
     """Place of a rank in the mesh."""
 
     stage: int
@@ -344,8 +344,8 @@ class Place(NamedTuple):
 class RunMesh(NamedTuple):
     """The mesh of a run in which several ranks have one model."""
 
-    sizes: Place  # of each axis
-    places: list[Place]  # of each rank
+    sizes: MeshCoordinate  # of each axis
+    places: list[MeshCoordinate]  # of each rank
 
     @property
     def summary(self) -> str:
@@ -358,7 +358,7 @@ class RunMesh(NamedTuple):
 
     def name(self, rank: int) -> str:
         """ "stage 1, data 0": without the axes of one place."""
-        names = zip(Place._fields, self.places[rank], self.sizes, strict=True)
+        names = zip(MeshCoordinate._fields, self.places[rank], self.sizes, strict=True)
         return ", ".join(f"{axis} {at}" for axis, at, size in names if size > 1 or axis == "data")
 
     def ranks_of(self, stage: int) -> list[int]:
@@ -380,15 +380,15 @@ def mesh_of(run: RunRecord) -> RunMesh | None:
     coordinates = start.get("coordinates_of_rank")
     if not isinstance(coordinates, list) or not all(math.isfinite(size) for size in sizes):
         return None
-    whole = Place(*map(int, sizes))
+    whole = MeshCoordinate(*map(int, sizes))
     if not 0 < len(coordinates) == math.prod(whole) <= MOST_RANKS or not all(
         _is_place(one, whole) for one in coordinates
     ):
         return None
-    return RunMesh(whole, [Place(*one) for one in coordinates])
+    return RunMesh(whole, [MeshCoordinate(*one) for one in coordinates])
 
 
-def _is_place(value: Any, sizes: Place) -> bool:
+def _is_place(value: Any, sizes: MeshCoordinate) -> bool:
     if not isinstance(value, list) or len(value) != len(sizes):
         return False
     return all(type(at) is int and 0 <= at < size for at, size in zip(value, sizes, strict=True))

@@ -12,7 +12,7 @@ from hvdtrain.core.metrics import Metric
 from hvdtrain.data.field import Field
 from hvdtrain.data.source import Source
 from hvdtrain.tasks.rows import Rows
-from hvdtrain.tasks.task import FRAMEWORKS, Place, Task
+from hvdtrain.tasks.task import FRAMEWORKS, DeviceAndDtype, Task
 from hvdtrain.tasks.transform import Transform, Transforms
 
 
@@ -78,7 +78,7 @@ class AroundTask(DelegatingTask):
     def frameworks(self) -> tuple[str, ...]:
         return self.task.frameworks
 
-    def part(self, framework: str, model: ModelConfig, place: Place) -> Any:
+    def part(self, framework: str, model: ModelConfig, place: DeviceAndDtype) -> Any:
         return self.task.part(framework, model, place)
 
     @property
@@ -150,7 +150,7 @@ class UserTask(DelegatingTask):
     def frameworks(self) -> tuple[str, ...]:
         return tuple(name for name in FRAMEWORKS if hasattr(self.task, name))
 
-    def part(self, framework: str, model: ModelConfig, place: Place) -> Any:
+    def part(self, framework: str, model: ModelConfig, place: DeviceAndDtype) -> Any:
         return getattr(self.task, framework)(model, place)
 
     @property

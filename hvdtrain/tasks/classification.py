@@ -19,11 +19,11 @@ from hvdtrain.errors import UserError
 from hvdtrain.tasks.label_counts import LossForm, notes_on_gaps, right_terms
 from hvdtrain.tasks.rows import Rows, rows_of_classes
 from hvdtrain.tasks.task import (
+    DeviceAndDtype,
     Each,
     NumpyPart,
-    Part,
-    Place,
     Task,
+    TaskPart,
     is_users_model,
     refuse_nothing,
 )
@@ -171,7 +171,7 @@ class Classification(Task):
         """A model may have more outputs than there are classes."""
         return len(found) == 2 and found[0] == samples and found[1] >= self.classes
 
-    def torch(self, model: ModelConfig, place: Place) -> Part:
+    def torch(self, model: ModelConfig, place: DeviceAndDtype) -> TaskPart:
         from hvdtrain.tasks.torch import TorchClassification, TorchInputs
 
         inputs = TorchInputs(self.transform, place, is_users_model(model))
@@ -180,7 +180,7 @@ class Classification(Task):
         )
         return TorchClassification(inputs, form, place)
 
-    def jax(self, model: ModelConfig, place: Place) -> Part:
+    def jax(self, model: ModelConfig, place: DeviceAndDtype) -> TaskPart:
         from hvdtrain.tasks.jax import JaxClassification, JaxInputs
 
         users_model = is_users_model(model)
@@ -192,7 +192,7 @@ class Classification(Task):
             turned=len(self.shape) == 3 and not self.is_of_images and not users_model,
         )
 
-    def numpy(self, model: ModelConfig, place: Place) -> NumpyPart:
+    def numpy(self, model: ModelConfig, place: DeviceAndDtype) -> NumpyPart:
         form = LossForm(
             model.loss == "squared_error", model.label_smoothing, self.class_weights, self.top_k
         )
@@ -217,13 +217,13 @@ class PartlyLabelled(Classification):
     def facts(self) -> dict[str, Any]:
         return {**super().facts(), "ignore_label": self.ignored}
 
-    def torch(self, model: ModelConfig, place: Place) -> Part:
+    def torch(self, model: ModelConfig, place: DeviceAndDtype) -> TaskPart:
         return LabelledPart(super().torch(model, place), self.ignored)
 
-    def jax(self, model: ModelConfig, place: Place) -> Part:
+    def jax(self, model: ModelConfig, place: DeviceAndDtype) -> TaskPart:
         return LabelledPart(super().jax(model, place), self.ignored)
 
-    def numpy(self, model: ModelConfig, place: Place) -> NumpyPart:
+    def numpy(self, model: ModelConfig, place: DeviceAndDtype) -> NumpyPart:
         return LabelledPart(super().numpy(model, place), self.ignored)
 
 
@@ -380,7 +380,7 @@ class NumpyClassification:
 
     where = staticmethod(np.where)  # of this framework
 
-    def __init__(self, transform: Transform, place: Place, form: LossForm) -> None:
+    def __init__(self, transform: Transform, place: DeviceAndDtype, form: LossForm) -> None:
         self._transform = transform
         self._dtype = place.dtype
         self._form = form

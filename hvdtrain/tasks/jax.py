@@ -13,7 +13,7 @@ import numpy as np
 from hvdtrain.data.field import Field
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.label_counts import LossForm, edges_of_bins, right_terms, terms
-from hvdtrain.tasks.task import Each, Part, Place, counts_exactly, outputs_of
+from hvdtrain.tasks.task import DeviceAndDtype, Each, TaskPart, counts_exactly, outputs_of
 from hvdtrain.tasks.transform import Transform
 from hvdtrain.tasks.user_functions import UserLoss, UserMetrics, refuse_parts, terms_of
 
@@ -24,7 +24,7 @@ class JaxInputs:
     """x of a batch, images uint8 (n, H, W, C), as the model gets it: (n, ...), single numbers (n,
     1)."""
 
-    def __init__(self, transform: Transform, place: Place, users_model: bool) -> None:
+    def __init__(self, transform: Transform, place: DeviceAndDtype, users_model: bool) -> None:
         self._transform = transform
         self._dtype = place.dtype
         self._keeps_integers = users_model
@@ -100,7 +100,9 @@ class JaxRegression:
     """Outputs (n, outputs); targets of any shape with as many numbers. Images are uint8 (n, H, W,
     C)."""
 
-    def __init__(self, inputs: JaxInputs, target_mean: np.ndarray, loss: str, place: Place) -> None:
+    def __init__(
+        self, inputs: JaxInputs, target_mean: np.ndarray, loss: str, place: DeviceAndDtype
+    ) -> None:
         self._inputs = inputs
         self._target_mean = target_mean
         self._loss = loss
@@ -250,7 +252,7 @@ class JaxFunctions:
     """A loss (outputs, batch) -> (n,). Images are (n, H, W, C)."""
 
     def __init__(
-        self, loss: UserLoss, inputs: JaxInputs, fields: Mapping[str, Field], place: Place
+        self, loss: UserLoss, inputs: JaxInputs, fields: Mapping[str, Field], place: DeviceAndDtype
     ) -> None:
         if loss.ignore is not None or "class" in loss.facts:
             raise UserError(
@@ -293,7 +295,7 @@ class JaxFunctions:
 class JaxMeasured:
     """A part with the terms of metrics of the user's own."""
 
-    def __init__(self, part: Part, metrics: UserMetrics, place: Place) -> None:
+    def __init__(self, part: TaskPart, metrics: UserMetrics, place: DeviceAndDtype) -> None:
         refuse_parts(metrics)
         self._part = part
         self._metrics = metrics

@@ -20,7 +20,7 @@ from hvdtrain.data.ragged import padded_fields
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.rows import Rows, rows_of_tokens
-from hvdtrain.tasks.task import Part, Place, Task, find_field
+from hvdtrain.tasks.task import DeviceAndDtype, Task, TaskPart, find_field
 
 _MOST = 2**26  # tokens of a window, and of a vocabulary
 _nats = ratio("loss", "tokens")
@@ -133,12 +133,12 @@ class Language(Task):
             and found[2] >= self.tokens.values
         )
 
-    def torch(self, model: ModelConfig, place: Place) -> Part:
+    def torch(self, model: ModelConfig, place: DeviceAndDtype) -> TaskPart:
         from hvdtrain.tasks.torch import TorchLanguage
 
         return TorchLanguage(self.ignore, model.label_smoothing, self.mask, self.packed)
 
-    def jax(self, model: ModelConfig, place: Place) -> Part:
+    def jax(self, model: ModelConfig, place: DeviceAndDtype) -> TaskPart:
         from hvdtrain.tasks.jax import JaxLanguage
 
         return JaxLanguage(self.ignore, model.label_smoothing)

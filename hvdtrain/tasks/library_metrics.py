@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.core.metrics import Parts
+from hvdtrain.core.metrics import Concatenated
 from hvdtrain.core.own_line import own_line
 from hvdtrain.data.field import Padding
 from hvdtrain.errors import BUG, UserError, exit_code_of, first_line
@@ -213,7 +213,7 @@ class SumsOfMetric:
 
 
 class PartsOfMetric:
-    """A metric as a function (outputs, batch) -> Parts, the states after this batch alone;
+    """A metric as a function (outputs, batch) -> Concatenated, the states after this batch alone;
     compute() of the parts of all batches.
 
     A list of tensors becomes that of all parts, in their order; sums, largest and least values
@@ -229,7 +229,7 @@ class PartsOfMetric:
             state: _reduction(function) for state, function in metric._reductions.items()
         }
         self.refuse_padding = self._library.refuse_padding
-        self._last: tuple[weakref.ref[Parts], float] | None = (
+        self._last: tuple[weakref.ref[Concatenated], float] | None = (
             None  # compute() is called several times for one evaluation
         )
         own = {state: found for state, found in self._reductions.items() if found not in _KNOWN}
@@ -243,9 +243,9 @@ class PartsOfMetric:
                 what, where, "dist_reduce_fx=sum, max, min or cat; or hvdtrain.OwnMetric"
             )
 
-    def __call__(self, outputs: Any, batch: Mapping[str, Any]) -> Parts:
+    def __call__(self, outputs: Any, batch: Mapping[str, Any]) -> Concatenated:
         states, _ = self._library.states_after(outputs, batch)
-        return Parts([tuple(self._on_host(state, value) for state, value in states.items())])
+        return Concatenated([tuple(self._on_host(state, value) for state, value in states.items())])
 
     def _on_host(self, state: str, value: Any) -> tuple[np.ndarray, ...]:
         """The tensor, or those of the list. The host waits for the device."""
@@ -261,7 +261,7 @@ class PartsOfMetric:
         )
         return tuple(tensor.detach().cpu().numpy() for tensor in wide)
 
-    def compute(self, parts: Parts) -> float:
+    def compute(self, parts: Concatenated) -> float:
         """The metric of all parts; NaN without any. Raises UserError where it is several numbers,
         and where a mean is no constant."""
         if not len(parts):
@@ -270,7 +270,7 @@ class PartsOfMetric:
             self._last = weakref.ref(parts), self._library.value_of(self._together(parts))
         return self._last[1]
 
-    def _together(self, parts: Parts) -> dict[str, Any]:
+    def _together(self, parts: Concatenated) -> dict[str, Any]:
         defaults = self._library.defaults
         return {
             state: self._state(state, default, [part[i] for part in parts])

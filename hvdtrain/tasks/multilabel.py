@@ -17,7 +17,15 @@ from hvdtrain.data.field import Field
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.label_counts import edges_of_bins, notes_on_gaps, terms
-from hvdtrain.tasks.task import Each, NumpyPart, Part, Place, Task, find_field, is_users_model
+from hvdtrain.tasks.task import (
+    DeviceAndDtype,
+    Each,
+    NumpyPart,
+    Task,
+    TaskPart,
+    find_field,
+    is_users_model,
+)
 from hvdtrain.tasks.transform import Transform, check_stats, input_stats
 
 Objective = Literal["loss", "f1", "f1_macro", "average_precision"]
@@ -111,19 +119,19 @@ class Multilabel(Task):
     def fits(self, found: tuple[int, ...], samples: int) -> bool:
         return found == (samples, self.labels)
 
-    def torch(self, model: ModelConfig, place: Place) -> Part:
+    def torch(self, model: ModelConfig, place: DeviceAndDtype) -> TaskPart:
         from hvdtrain.tasks.torch import TorchInputs, TorchMultilabel
 
         return TorchMultilabel(
             TorchInputs(self.transform, place, is_users_model(model)), self.bins, place
         )
 
-    def jax(self, model: ModelConfig, place: Place) -> Part:
+    def jax(self, model: ModelConfig, place: DeviceAndDtype) -> TaskPart:
         from hvdtrain.tasks.jax import JaxInputs, JaxMultilabel
 
         return JaxMultilabel(JaxInputs(self.transform, place, is_users_model(model)), self.bins)
 
-    def numpy(self, model: ModelConfig, place: Place) -> NumpyPart:
+    def numpy(self, model: ModelConfig, place: DeviceAndDtype) -> NumpyPart:
         return NumpyMultilabel(self.transform, self.bins, place)
 
 
@@ -258,7 +266,7 @@ class NumpyMultilabel:
     """The oracle of the other frameworks, with a gradient written by hand. x as in regression, y
     uint8 (n, labels), logits (n, labels)."""
 
-    def __init__(self, transform: Transform, bins: int, place: Place) -> None:
+    def __init__(self, transform: Transform, bins: int, place: DeviceAndDtype) -> None:
         self._transform = transform
         self._edges = edges_of_bins(bins)
         self._dtype = place.dtype

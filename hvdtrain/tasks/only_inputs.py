@@ -12,7 +12,7 @@ from hvdtrain.core.metrics import Metric, ratio
 from hvdtrain.data.field import Field
 from hvdtrain.tasks.around import DelegatingTask
 from hvdtrain.tasks.rows import Rows
-from hvdtrain.tasks.task import Each, Part, Place
+from hvdtrain.tasks.task import DeviceAndDtype, Each, TaskPart
 from hvdtrain.tasks.transform import Transform
 
 
@@ -48,14 +48,14 @@ class OnlyInputs(DelegatingTask):
     def frameworks(self) -> tuple[str, ...]:
         return self.task.frameworks
 
-    def part(self, framework: str, model: ModelConfig, place: Place) -> Part:
+    def part(self, framework: str, model: ModelConfig, place: DeviceAndDtype) -> TaskPart:
         return _WithoutLoss(self.task.part(framework, model, place))
 
 
 class _WithoutLoss:
     """A part of a framework, by whatever arrays it computes with."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: TaskPart) -> None:
         self.inputs = part.inputs
 
     def each(self, outputs: Any, batch: Any, training: bool) -> Each:

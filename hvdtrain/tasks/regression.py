@@ -15,7 +15,15 @@ from hvdtrain.core.metrics import Metric, Sums, ratio
 from hvdtrain.data.field import Field
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.task import Each, NumpyPart, Part, Place, Task, find_field, is_users_model
+from hvdtrain.tasks.task import (
+    DeviceAndDtype,
+    Each,
+    NumpyPart,
+    Task,
+    TaskPart,
+    find_field,
+    is_users_model,
+)
 from hvdtrain.tasks.transform import Transform, check_stats, column_stats, input_stats
 
 Loss = Literal["squared_error", "absolute_error"]
@@ -99,7 +107,7 @@ class Regression(Task):
     def fits(self, found: tuple[int, ...], samples: int) -> bool:
         return found == (samples, self.size)
 
-    def torch(self, model: ModelConfig, place: Place) -> Part:
+    def torch(self, model: ModelConfig, place: DeviceAndDtype) -> TaskPart:
         from hvdtrain.tasks.torch import TorchInputs, TorchRegression
 
         return TorchRegression(
@@ -109,7 +117,7 @@ class Regression(Task):
             place,
         )
 
-    def jax(self, model: ModelConfig, place: Place) -> Part:
+    def jax(self, model: ModelConfig, place: DeviceAndDtype) -> TaskPart:
         from hvdtrain.tasks.jax import JaxInputs, JaxRegression
 
         return JaxRegression(
@@ -119,7 +127,7 @@ class Regression(Task):
             place,
         )
 
-    def numpy(self, model: ModelConfig, place: Place) -> NumpyPart:
+    def numpy(self, model: ModelConfig, place: DeviceAndDtype) -> NumpyPart:
 
         return NumpyRegression(self.transform, self.target_mean, self.loss, place)
 
@@ -226,7 +234,7 @@ class NumpyRegression:
     """
 
     def __init__(
-        self, transform: Transform, target_mean: np.ndarray, loss: str, place: Place
+        self, transform: Transform, target_mean: np.ndarray, loss: str, place: DeviceAndDtype
     ) -> None:
         self._transform = transform
         self._target_mean = target_mean

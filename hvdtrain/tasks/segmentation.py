@@ -19,7 +19,7 @@ from hvdtrain.data.subset import Subset
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.label_counts import notes_on_gaps
 from hvdtrain.tasks.rows import Rows, rows_of_pixels
-from hvdtrain.tasks.task import Part, Place, Task, find_field, is_users_model
+from hvdtrain.tasks.task import DeviceAndDtype, Task, TaskPart, find_field, is_users_model
 from hvdtrain.tasks.transform import Transform, check_stats, input_stats, is_image, without_stats
 
 Objective = Literal["loss", "accuracy", "mean_iou"]
@@ -159,13 +159,13 @@ class Segmentation(Task):
     def fits(self, found: tuple[int, ...], samples: int) -> bool:
         return found == (samples, self.classes, *self.pixels)
 
-    def torch(self, model: ModelConfig, place: Place) -> Part:
+    def torch(self, model: ModelConfig, place: DeviceAndDtype) -> TaskPart:
         from hvdtrain.tasks.torch import TorchInputs, TorchSegmentation
 
         inputs = TorchInputs(self.transform, place, is_users_model(model))
         return TorchSegmentation(inputs, self.classes, self.ignored, self.dice, self.class_weights)
 
-    def jax(self, model: ModelConfig, place: Place) -> Part:
+    def jax(self, model: ModelConfig, place: DeviceAndDtype) -> TaskPart:
         from hvdtrain.tasks.jax import JaxInputs, JaxSegmentation
 
         inputs = JaxInputs(self.transform, place, is_users_model(model))

@@ -19,7 +19,7 @@ from hvdtrain.data.subset import Subset
 from hvdtrain.data.user_data.arrays import has_channels_first
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.around import AroundTask
-from hvdtrain.tasks.task import Place, Task, refuse_nothing
+from hvdtrain.tasks.task import DeviceAndDtype, Task, refuse_nothing
 from hvdtrain.tasks.transform import (
     Transform,
     Transforms,
@@ -116,7 +116,7 @@ class SeveralInputs(AroundTask):
             )
         return {**self.task.facts(), "inputs": inputs}
 
-    def part(self, framework: str, model: ModelConfig, place: Place) -> Any:
+    def part(self, framework: str, model: ModelConfig, place: DeviceAndDtype) -> Any:
         from hvdtrain.tasks.torch import TorchFields, TorchOfFields
         from hvdtrain.tasks.torch_functions import TorchFunctions
 

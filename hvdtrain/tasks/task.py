@@ -13,7 +13,7 @@ from hvdtrain.config.plugins import is_dotted
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.model import ModelConfig
 from hvdtrain.core.arrays import Batch
-from hvdtrain.core.metrics import Metric, Parts
+from hvdtrain.core.metrics import Concatenated, Metric
 from hvdtrain.data.field import Field
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
@@ -97,7 +97,7 @@ class Task(ABC):
         """The frameworks in which it computes."""
         return tuple(name for name in FRAMEWORKS if hasattr(self, name))
 
-    def part(self, framework: str, model: ModelConfig, place: Place) -> Any:
+    def part(self, framework: str, model: ModelConfig, place: DeviceAndDtype) -> Any:
         """What it does in one of its frameworks: the method of that name."""
         return getattr(self, framework)(model, place)
 
@@ -166,7 +166,7 @@ class Task(ABC):
 
     @property
     def gathered(self) -> tuple[str, ...]:
-        """Names of what an evaluation gathers from all ranks besides the sums, as Parts."""
+        """Names of what an evaluation gathers from all ranks besides the sums, as Concatenated."""
         return ()
 
     @property
@@ -210,7 +210,7 @@ class Each(NamedTuple):
     # the loss
     loss: Any
     terms: dict[str, Any]  # (n,) or (n, length) for each of Task.sums but "loss"
-    parts: Mapping[str, Parts] = {}  # of an evaluation alone, for each of Task.gathered
+    parts: Mapping[str, Concatenated] = {}  # of an evaluation alone, for each of Task.gathered
 
 
 def wrong_shapes(task: Task, each: Any, samples: int) -> str:
@@ -233,7 +233,7 @@ def wrong_shapes(task: Task, each: Any, samples: int) -> str:
     return ""
 
 
-class Part(Protocol):
+class TaskPart(Protocol):
     """What a task does in one framework. `batch` has the fields of Task.fields, augmented, and the
     further keys of core/arrays.py."""
 
@@ -246,33 +246,33 @@ class Part(Protocol):
         sample and its outputs alone."""
 
 
-def outputs_of(part: Part) -> Callable[[Any], Any]:
+def outputs_of(part: TaskPart) -> Callable[[Any], Any]:
     """What makes of a model's outputs those that each() takes: the outputs themselves, unless the
     part has an outputs_of()."""
     return getattr(part, "outputs_of", lambda found: found)
 
 
-def counts_exactly(part: Part) -> bool:
+def counts_exactly(part: TaskPart) -> bool:
     """Whether its terms are whole numbers that are too large for 32 bits once they are added up
     over a data set."""
     return bool(getattr(part, "counts_exactly", False))
 
 
-class NumpyPart(Part, Protocol):
+class NumpyPart(TaskPart, Protocol):
     """A task's part in NumPy, which has no gradients of its own."""
 
     def gradient(self, outputs: np.ndarray, batch: Any, /) -> np.ndarray:
         """d(loss of each sample) / d(outputs), (n, outputs), in training."""
 
 
-class Place(NamedTuple):
+class DeviceAndDtype(NamedTuple):
     """Where a part computes, as its framework names it."""
 
     dtype: Any  # of the model's numbers
     device: Any = None
 
 
-def part_of(task: Task, framework: str, config: Config, place: Place) -> Any:
+def part_of(task: Task, framework: str, config: Config, place: DeviceAndDtype) -> Any:
     """What a task does in a framework. Raises UserError where it has no part for it."""
     if framework not in task.frameworks:
         what = f"task.name={task.name} does not compute with framework={config.framework}"

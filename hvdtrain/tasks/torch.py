@@ -12,7 +12,7 @@ from torch.nn import functional
 from hvdtrain.data.packed import SEGMENTS, TOKENS
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.label_counts import LossForm, edges_of_bins, right_terms, terms
-from hvdtrain.tasks.task import Each, Part, Place
+from hvdtrain.tasks.task import DeviceAndDtype, Each, TaskPart
 from hvdtrain.tasks.transform import Transform
 
 Tensors = Mapping[str, torch.Tensor]
@@ -22,7 +22,7 @@ class TorchInputs:
     """x of a batch, images uint8 (n, C, H, W), as the model gets it: (n, ...), single numbers (n,
     1)."""
 
-    def __init__(self, transform: Transform, place: Place, users_model: bool) -> None:
+    def __init__(self, transform: Transform, place: DeviceAndDtype, users_model: bool) -> None:
         by_channel = (1, -1, 1, 1) if transform.is_of_images else (-1,)
         self._dtype = place.dtype
         self._largest = 255.0 if transform.is_of_images else 1.0
@@ -47,7 +47,7 @@ class TorchInputs:
 class TorchFields:
     """Several fields of a batch as the model gets them, by name."""
 
-    def __init__(self, transforms: Mapping[str, Transform], place: Place) -> None:
+    def __init__(self, transforms: Mapping[str, Transform], place: DeviceAndDtype) -> None:
         self._each = {
             name: TorchInputs(transform, place, users_model=True)
             for name, transform in transforms.items()
@@ -61,7 +61,7 @@ class TorchFields:
 class TorchOfFields:
     """Another part, whose model is called with several fields."""
 
-    def __init__(self, part: Part, fields: TorchFields) -> None:
+    def __init__(self, part: TaskPart, fields: TorchFields) -> None:
         self.inputs = fields.named
         self.each = part.each
 
@@ -117,7 +117,7 @@ class TorchClassification:
 
     where = staticmethod(torch.where)  # of this framework
 
-    def __init__(self, inputs: TorchInputs, form: LossForm, place: Place) -> None:
+    def __init__(self, inputs: TorchInputs, form: LossForm, place: DeviceAndDtype) -> None:
         self._inputs = inputs
         self._form = form
         weights = form.class_weights
@@ -167,7 +167,7 @@ class TorchRegression:
     W)."""
 
     def __init__(
-        self, inputs: TorchInputs, target_mean: np.ndarray, loss: str, place: Place
+        self, inputs: TorchInputs, target_mean: np.ndarray, loss: str, place: DeviceAndDtype
     ) -> None:
         self._inputs = inputs
         self._loss = loss
@@ -197,7 +197,7 @@ class TorchRegression:
 class TorchMultilabel:
     """Logits (n, labels), y uint8 (n, labels). Images are uint8 (n, C, H, W)."""
 
-    def __init__(self, inputs: TorchInputs, bins: int, place: Place) -> None:
+    def __init__(self, inputs: TorchInputs, bins: int, place: DeviceAndDtype) -> None:
         self._inputs = inputs
         lower, upper = (
             torch.tensor(edges, dtype=torch.float64, device=place.device)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.task import Each, Part, Place
+from hvdtrain.tasks.task import DeviceAndDtype, Each, TaskPart
 from hvdtrain.tasks.torch import Tensors, TorchFields, TorchInputs, as_given
 from hvdtrain.tasks.user_functions import (
     UserLoss,
@@ -24,7 +24,9 @@ from hvdtrain.tasks.user_functions import (
 class TorchFunctions:
     """A loss (outputs, batch) -> (n,)."""
 
-    def __init__(self, loss: UserLoss, inputs: TorchInputs | TorchFields, place: Place) -> None:
+    def __init__(
+        self, loss: UserLoss, inputs: TorchInputs | TorchFields, place: DeviceAndDtype
+    ) -> None:
         self._loss = loss
         self._inputs = inputs
         self._place = place
@@ -83,7 +85,7 @@ def _not_of_each(loss: Any, samples: int) -> tuple[str, str, str]:
     return found, where, fix if len(loss) == samples else "one number for each sample"
 
 
-def check_alone(part: Part, outputs: Any, batch: Tensors) -> None:
+def check_alone(part: TaskPart, outputs: Any, batch: Tensors) -> None:
     """Raises UserError where what a function gives for a sample depends on the others of its batch:
     (n, 1) less (n,) is (n, n)."""
     if not isinstance(part, (TorchFunctions, TorchMeasured)):
@@ -161,7 +163,7 @@ class TorchMeasured:
     """A part with the terms of metrics of the user's own, and in an evaluation with what is
     gathered for them."""
 
-    def __init__(self, part: Part, metrics: UserMetrics, place: Place) -> None:
+    def __init__(self, part: TaskPart, metrics: UserMetrics, place: DeviceAndDtype) -> None:
         self._part = part
         self._metrics = metrics
         self._dtype = place.dtype

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from hvdtrain.core.metrics import Better, Parts
+from hvdtrain.core.metrics import Better, Concatenated
 from hvdtrain.core.own_line import own_line
 from hvdtrain.errors import BUG, UserError, exit_code_of, first_line
 from hvdtrain.tasks.library_metrics import (
@@ -63,9 +63,9 @@ class GatheredMetric:
     """A metric of what a function (outputs, batch) keeps of each pass of an evaluation; training
     has none."""
 
-    function: Callable[[Any, Mapping[str, Any]], Parts]
+    function: Callable[[Any, Mapping[str, Any]], Concatenated]
     better: Better
-    of: Callable[[Parts], float]  # of all ranks' parts, in the order of the ranks
+    of: Callable[[Concatenated], float]  # of all ranks' parts, in the order of the ranks
 
     length: ClassVar[int] = -1  # no vector of sums
     percent: ClassVar[bool] = False
@@ -146,11 +146,13 @@ def summed(metrics: UserMetrics) -> dict[str, OwnMetric]:
 
 
 def of_parts(metrics: UserMetrics) -> dict[str, GatheredMetric]:
-    """The metrics that are made of Parts."""
+    """The metrics that are made of Concatenated."""
     return {name: metric for name, metric in metrics.items() if isinstance(metric, GatheredMetric)}
 
 
-def parts_of(metrics: UserMetrics, outputs: Any, batch: Mapping[str, Any]) -> dict[str, Parts]:
+def parts_of(
+    metrics: UserMetrics, outputs: Any, batch: Mapping[str, Any]
+) -> dict[str, Concatenated]:
     """What is gathered of a pass, by the names of Measured.gathered."""
     return {
         f"{name}_parts": metric.function(outputs, batch)

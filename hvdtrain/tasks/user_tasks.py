@@ -12,13 +12,13 @@ import numpy as np
 
 from hvdtrain.config.sections.model import ModelConfig
 from hvdtrain.core.arrays import Batch
-from hvdtrain.core.metrics import Metric, Parts, Sums, ratio
+from hvdtrain.core.metrics import Concatenated, Metric, Sums, ratio
 from hvdtrain.data.field import Field, field_of_facts
 from hvdtrain.data.source import Source, arrays_in_memory
 from hvdtrain.errors import UserError, nearest
 from hvdtrain.tasks.around import AroundTask
 from hvdtrain.tasks.library_metrics import PartsOfMetric, SumsOfMetric
-from hvdtrain.tasks.task import Part, Place, Task, find_field, is_users_model
+from hvdtrain.tasks.task import DeviceAndDtype, Task, TaskPart, find_field, is_users_model
 from hvdtrain.tasks.transform import ColumnStats, Transform, input_stats, transform_of_facts
 from hvdtrain.tasks.user_functions import (
     WHERE,
@@ -106,7 +106,7 @@ class OwnLoss(Task):
     def fits(self, found: tuple[int, ...], samples: int) -> bool:
         return len(found) >= 1 and found[0] == samples
 
-    def torch(self, model: ModelConfig, place: Place) -> Part:
+    def torch(self, model: ModelConfig, place: DeviceAndDtype) -> TaskPart:
         from hvdtrain.tasks.torch import TorchInputs
         from hvdtrain.tasks.torch_functions import TorchFunctions
 
@@ -115,7 +115,7 @@ class OwnLoss(Task):
             self.loss, TorchInputs(self.transform, place, is_users_model(model)), place
         )
 
-    def jax(self, model: ModelConfig, place: Place) -> Part:
+    def jax(self, model: ModelConfig, place: DeviceAndDtype) -> TaskPart:
         from hvdtrain.tasks.jax import JaxFunctions, JaxInputs
 
         _refuse_keys_of_classification(model)
@@ -267,7 +267,7 @@ class Measured(AroundTask):
     def examples(self) -> Batch:
         return self._examples
 
-    def part(self, framework: str, model: ModelConfig, place: Place) -> Any:
+    def part(self, framework: str, model: ModelConfig, place: DeviceAndDtype) -> Any:
         with_metrics = self._measured(framework)
         return with_metrics(self.task.part(framework, model, place), self.own, place)
 
@@ -349,7 +349,9 @@ def _refuse_padded_targets(task: Task, metrics: UserMetrics) -> None:
 def _metric(name: str, own: OwnMetric | GatheredMetric) -> Metric:
     if isinstance(own, GatheredMetric):
         of_all = own.of
-        return Metric(name, lambda sums: of_all(sums.get(f"{name}_parts", Parts())), own.better)
+        return Metric(
+            name, lambda sums: of_all(sums.get(f"{name}_parts", Concatenated())), own.better
+        )
     if not own.length:
         return Metric(name, ratio(f"{name}_sum", f"{name}_count"), own.better, percent=own.percent)
     of = own.of

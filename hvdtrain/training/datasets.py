@@ -18,7 +18,7 @@ from hvdtrain.data.images.moved_masks import with_moved_masks
 from hvdtrain.data.sampler import WeightedDraws
 from hvdtrain.data.source import Source, Split
 from hvdtrain.data.stored.source import stored_in
-from hvdtrain.data.stored.statistics import Ranks
+from hvdtrain.data.stored.statistics import ReadingRanks
 from hvdtrain.data.subset import Division, without_fields
 from hvdtrain.data.user_data.as_source import as_declared, bounded_alike
 from hvdtrain.errors import UserError
@@ -51,7 +51,7 @@ def open_datasets(config: Config, communicator: Communicator | None = None) -> D
     val = packed_rows(config, sources.val, "validation")
     ranks = communicator or SingleProcessCommunicator()
     if (files := stored_in(train)) is not None:
-        files.read_together(Ranks(ranks.rank, ranks.size, ranks.allreduce))
+        files.read_together(ReadingRanks(ranks.rank, ranks.size, ranks.allreduce))
     _check_reading(config, train, val)
     check_augmentation(config, train)
     task = build_task(train, val, config)

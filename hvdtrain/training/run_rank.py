@@ -42,7 +42,7 @@ _NOTHING: Mapping[str, Given] = {}
 ReadFormerRun = Callable[[Sequence[Assignment]], list[Assignment]]
 
 
-class Rank(NamedTuple):
+class ConnectedRank(NamedTuple):
     """A rank that is connected with the others and knows the configuration, before it reads
     data."""
 
@@ -72,7 +72,7 @@ def run_rank(
         return _train(rank, imported)
 
 
-def _train(rank: Rank, imported: Callable[[], None]) -> JobResult:
+def _train(rank: ConnectedRank, imported: Callable[[], None]) -> JobResult:
     ready_for_losses(rank.config, rank.communicator)
     rank.heartbeat.beat("reading the data", 0, 0)
     datasets = open_datasets(rank.config, rank.communicator)
@@ -98,7 +98,7 @@ def _train(rank: Rank, imported: Callable[[], None]) -> JobResult:
 
 
 def on_connected_ranks(
-    work: Callable[[Rank], T],
+    work: Callable[[ConnectedRank], T],
     config_file: str | None,
     arguments: Sequence[str],
     *,
@@ -129,7 +129,7 @@ def connected_rank(
     from_script: bool = False,
     given: Mapping[str, Given] = _NOTHING,
     what: str = "job",
-) -> Iterator[Rank]:
+) -> Iterator[ConnectedRank]:
     """This rank, which the launcher's variables tell from the others, connected with them. Every
     rank enters it, and leaves it together.
 
@@ -165,7 +165,7 @@ def connected_rank(
             ]
             heartbeat.place = watchdog.places[communicator.rank]
             with noted(heartbeat, communicator.rank):
-                yield Rank(
+                yield ConnectedRank(
                     config,
                     communicator,
                     engine_reason,

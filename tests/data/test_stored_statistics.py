@@ -15,7 +15,7 @@ from hvdtrain.data.datasets import npz
 from hvdtrain.data.source import Source
 from hvdtrain.data.stored import statistics
 from hvdtrain.data.stored.source import StoredSource, stored_in
-from hvdtrain.data.stored.statistics import Ranks
+from hvdtrain.data.stored.statistics import ReadingRanks
 from hvdtrain.data.subset import divide
 from hvdtrain.errors import UserError
 from hvdtrain.tasks import transform
@@ -51,7 +51,9 @@ def stats_on(ranks: int, file: Path, share: float | None = None) -> list[tuple[b
 
         stored.identity()
         object.__setattr__(stored, "read_field", lambda name, indices: count(stored, name, indices))
-        stored.read_together(Ranks(communicator.rank, communicator.size, communicator.allreduce))
+        stored.read_together(
+            ReadingRanks(communicator.rank, communicator.size, communicator.allreduce)
+        )
         found = column_stats(source if share is None else divide(source, share).train, "x")
         return found.mean.tobytes(), found.std.tobytes(), sum(read)
 

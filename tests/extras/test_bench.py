@@ -17,12 +17,12 @@ from hvdtrain.extras.bench import allreduce
 from hvdtrain.extras.bench.allreduce import (
     COPY,
     SMALL_TENSOR_SIZES,
+    AllreduceRanks,
     AllreduceResult,
     BenchHost,
     Method,
     MethodTimes,
     PayloadTimes,
-    Ranks,
     bus_bytes_per_s,
     check_sum,
     count_hosts,
@@ -119,7 +119,7 @@ def test_small_tensors_are_those_of_resnet50() -> None:
 
 
 def test_one_process_measures_the_copy_too() -> None:
-    rows = measure(Ranks(SingleProcessCommunicator(), None, 4096), [64], 0.05)
+    rows = measure(AllreduceRanks(SingleProcessCommunicator(), None, 4096), [64], 0.05)
     assert [times.method for times in rows[0].methods] == [
         "allreduce",
         "in 1 bucket",

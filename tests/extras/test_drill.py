@@ -15,7 +15,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.extras.drill.command import (
     Harm,
     Pause,
-    Rank,
+    RankProcess,
     choose,
     drill,
     find_ranks,
@@ -29,7 +29,12 @@ from hvdtrain.extras.drill.command import (
 from hvdtrain.training.lock_holder import this_process, to_bytes
 from hvdtrain.training.run_lock import LOCK
 
-RANKS = [Rank(0, 10, 1, 5), Rank(1, 11, 1, 5), Rank(2, 12, 1, 6), Rank(3, 13, 1, 6)]
+RANKS = [
+    RankProcess(0, 10, 1, 5),
+    RankProcess(1, 11, 1, 5),
+    RankProcess(2, 12, 1, 6),
+    RankProcess(3, 13, 1, 6),
+]
 
 
 @pytest.fixture
@@ -45,11 +50,15 @@ def start_of(pid: int) -> int:
 
 def test_only_the_very_process_is_killed(process: subprocess.Popen[bytes]) -> None:
     start = start_of(process.pid)
-    assert not send(Rank(1, process.pid, start + 1, 1), signal.SIGKILL) and process.poll() is None
     assert (
-        send(Rank(1, process.pid, start, 1), signal.SIGKILL) and process.wait() == -signal.SIGKILL
+        not send(RankProcess(1, process.pid, start + 1, 1), signal.SIGKILL)
+        and process.poll() is None
     )
-    assert not send(Rank(1, process.pid, start, 1), signal.SIGKILL)
+    assert (
+        send(RankProcess(1, process.pid, start, 1), signal.SIGKILL)
+        and process.wait() == -signal.SIGKILL
+    )
+    assert not send(RankProcess(1, process.pid, start, 1), signal.SIGKILL)
 
 
 def test_who_is_chosen() -> None:

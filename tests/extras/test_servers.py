@@ -22,8 +22,8 @@ from hvdtrain.core.progress import GoOn, Outstanding, WorkerUpdate
 from hvdtrain.errors import DIVERGED, UserError
 from hvdtrain.extras.servers.losses import (
     LostMeanwhile,
-    Report,
     ServerAgreement,
+    SurvivorReport,
     SyncPoints,
     go_on_from,
 )
@@ -81,9 +81,10 @@ class Simulation:
         """undone: updates that were chosen, and that not all servers could make."""
         window = self.order.window(self.order.version - undone)
         left = [worker for worker in self.workers if worker != lost]
-        servers = Report(0, window.first + len(window.updates), outstanding=window.reads)
+        servers = SurvivorReport(0, window.first + len(window.updates), outstanding=window.reads)
         how = go_on_from(
-            [servers, *(Report(worker, held=self.whole.get(worker)) for worker in left)], servers=1
+            [servers, *(SurvivorReport(worker, held=self.whole.get(worker)) for worker in left)],
+            servers=1,
         )
         assert how is not None and len(how.sent_again) + len(how.given_again) == len(window.reads)
         self.workers = [how.ranks[worker] for worker in left]
@@ -135,12 +136,12 @@ def test_a_lost_worker_loses_no_update(bound: int | None) -> None:
 
 def test_what_the_others_go_on_from() -> None:
     reads = {2: Outstanding(14, 10), 3: Outstanding(12, 11), 4: Outstanding(15, 11)}
-    first = Report(0, 13, outstanding=reads)
-    second = Report(1, 13, outstanding={})
+    first = SurvivorReport(0, 13, outstanding=reads)
+    second = SurvivorReport(1, 13, outstanding={})
     # 3 is lost; 4 computes the next gradient, 11 is one that an update was made from
     workers = [
-        Report(2, held=14),
-        Report(4, held=11),
+        SurvivorReport(2, held=14),
+        SurvivorReport(4, held=11),
     ]
     ranks = {0: 0, 1: 1, 2: 2, 4: 3}
     assert go_on_from([first, second, *workers], 2) == GoOn(

@@ -22,9 +22,9 @@ from hvdtrain.core.arrays import Cut
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.models import gpt, linear, mlp
 from hvdtrain.frameworks.torch.parallel.tensor.collectives import (
-    Rows,
     SplitLogits,
     TensorParallelLink,
+    VocabularyRange,
 )
 from hvdtrain.frameworks.torch.parallel.tensor.plan import cut_model, plan_of, resolve
 
@@ -295,7 +295,7 @@ def test_the_loss_of_split_logits_is_that_of_torch(smoothing: float) -> None:
     targets = torch.randint(7, (4, 3))
     targets[1, 2] = -100
     found = SplitLogits(
-        logits, TensorParallelLink(SingleProcessCommunicator(), "head"), Rows(0, 7)
+        logits, TensorParallelLink(SingleProcessCommunicator(), "head"), VocabularyRange(0, 7)
     ).cross_entropy(targets, smoothing, -100)
     expected = functional.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), reduction="none", label_smoothing=smoothing

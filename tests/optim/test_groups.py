@@ -17,7 +17,7 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import USER, UserError
 from hvdtrain.frameworks.by_name import build_rule, check_patterns
-from hvdtrain.optim.around import Scaled
+from hvdtrain.optim.around import ScaledRule
 from hvdtrain.optim.muon import Muon
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner
@@ -81,7 +81,7 @@ def test_a_group_scales_what_muon_leaves_to_another_rule_too() -> None:
     assert str(of["fc.weight"]) == "adamw at 0.015 of the rate, momentum 0.9"
     stem = of["stem.weight"]
     assert (
-        isinstance(stem, Scaled)
+        isinstance(stem, ScaledRule)
         and isinstance(stem.rule, Muon)
         and str(stem) == "muon at 0.5 of the rate"
     )

@@ -21,7 +21,7 @@ from PIL import Image
 from test_report_run import COMPLETE, CONFIG, end, epoch, record_of, run_on, start, step, write
 
 from hvdtrain.__main__ import main
-from hvdtrain.cli.report import Progress
+from hvdtrain.cli.report import ProgressPrinter
 from hvdtrain.core.process import command_line
 from hvdtrain.report import page_tables, summary
 from hvdtrain.report.compare import scaling_comparisons
@@ -555,7 +555,7 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_progress_is_printed_every_two_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     now = [10.0]
-    progress = Progress(lambda: now[0])
+    progress = ProgressPrinter(lambda: now[0])
     for at, line in ((11.9, "early"), (12.0, "first"), (13.9, "soon"), (14.1, "second")):
         now[0] = at
         progress(line)

@@ -26,7 +26,7 @@ from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner, build_recipe
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.resume import check_identity, newest_good
-from hvdtrain.training.checkpoint.shards import Parts, WrittenByAll
+from hvdtrain.training.checkpoint.shards import CheckpointShard, WrittenByAll
 from hvdtrain.training.checkpoint.sums import CHUNK_BYTES, as_text, sums_of
 from hvdtrain.training.progress.train_state import TrainState
 
@@ -105,7 +105,7 @@ def good_files(home: Path, by_chunks: bool) -> dict[str, bytes]:
         run.mkdir()
         state: Arrays | WrittenByAll = learner.state()
         if by_chunks:
-            parts = Parts(
+            parts = CheckpointShard(
                 [whole(name, array) for name, array in learner.state().items()],
                 files.ARRAYS,
                 files.file_of,

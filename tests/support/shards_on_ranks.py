@@ -23,12 +23,12 @@ from hvdtrain.errors import Diverged
 from hvdtrain.tasks.classification import without_statistics
 from hvdtrain.training.build import build_learner
 from hvdtrain.training.checkpoint import files
-from hvdtrain.training.checkpoint.shards import Parts, WrittenByAll, write_parts
+from hvdtrain.training.checkpoint.shards import CheckpointShard, WrittenByAll, write_parts
 from hvdtrain.training.datasets import open_datasets
 from hvdtrain.training.failure import RankFailed
 from hvdtrain.training.progress.train_state import Progress, TrainState
 from hvdtrain.training.replicas.compare import check_equal
-from hvdtrain.training.run_rank import Rank, on_connected_ranks
+from hvdtrain.training.run_rank import ConnectedRank, on_connected_ranks
 
 CLIPPED = "optim.base_lr=0.02 optim.clip_norm=0.5 optim.clip_value=0.1 batch.micro=5"
 # with options; in these few steps larc's own mode would clip every ratio to 1, so that no norm
@@ -147,7 +147,7 @@ def checkpoint(run: Path, words: str, communicator: Communicator) -> dict[str, s
     name = files.unfinished_name(3, "0123456789abcdef")
     arrays: Arrays | WrittenByAll = learner.state()
     if learner.is_sharded:
-        parts = Parts(
+        parts = CheckpointShard(
             list(learner.pieces()),
             files.ARRAYS,
             files.file_of,
@@ -198,7 +198,7 @@ def altered(communicator: Communicator, stage: str) -> str:
 def sleeping(engine: str) -> None:
     """Ends as a job does in which rank 1 does not leave a block."""
 
-    def train(rank: Rank) -> None:
+    def train(rank: ConnectedRank) -> None:
         def sleep(learner: Any) -> None:
             rank.heartbeat.limit = "stall_s"
             rank.heartbeat.under_way = learner.under_way

@@ -30,7 +30,7 @@ from hvdtrain.cli.check.command import (
     inspect_job,
 )
 from hvdtrain.cli.check.dry_run import LARGE_BYTES
-from hvdtrain.cli.check.report import Report, to_text
+from hvdtrain.cli.check.report import CheckReport, to_text
 from hvdtrain.comm.communicator import Buffer, CompletedHandle, Handle, Op
 from hvdtrain.comm.launcher_variables import Placement
 from hvdtrain.config.read import configure
@@ -42,7 +42,7 @@ from hvdtrain.recipe.batch import resolve_batch_size
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.shards import (
     WORD,
-    Parts,
+    CheckpointShard,
     Share,
     WrittenByAll,
     of_read,
@@ -193,7 +193,7 @@ def _of_rank(rank: int, thing: Any) -> Any:
     return thing
 
 
-def check_of(size: int, run: Path) -> tuple[Counts, Report]:
+def check_of(size: int, run: Path) -> tuple[Counts, CheckReport]:
     """Of `hvdtrain check`, as rank 0 of `size`."""
     phases = Phases()
     communicator = StandInOfCheck(size, phases)
@@ -214,7 +214,7 @@ class OtherWriters(threading.Thread):
     """All ranks but 0 of a checkpoint: each reports what a rank does that has no part of the small
     state, and reads its share."""
 
-    def __init__(self, parts: Parts, size: int, folder: Path) -> None:
+    def __init__(self, parts: CheckpointShard, size: int, folder: Path) -> None:
         super().__init__()
         self._parts = parts
         self._size = size
@@ -253,7 +253,7 @@ def checkpoint_of(size: int, run: Path) -> Counts:
         whole("p.w", state["p.w"]),
         whole("s.w.0", state["s.w.0"])._replace(shape=(1000,), is_whole=False, is_mine=True),
     ]
-    parts = Parts(pieces, files.ARRAYS, files.file_of, 0)
+    parts = CheckpointShard(pieces, files.ARRAYS, files.file_of, 0)
     others = OtherWriters(parts, size, run / "checkpoints" / name)
     others.start()
     began_s = time.thread_time()

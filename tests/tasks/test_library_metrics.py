@@ -18,7 +18,7 @@ from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.comm.on_all_ranks import allreduce_sums
 from hvdtrain.config.read import configure
 from hvdtrain.core.import_torchvision import import_torchvision
-from hvdtrain.core.metrics import Parts, add_sums, zero_sums
+from hvdtrain.core.metrics import Concatenated, add_sums, zero_sums
 from hvdtrain.data.source import Source
 from hvdtrain.data.user_data.as_source import as_declared, as_source
 from hvdtrain.errors import UserError
@@ -281,7 +281,7 @@ def test_states_that_cannot_be_put_together_are_refused() -> None:
     mean: Any = read_metrics({"mine": (Odd("mean"), "max")})["mine"]
     batch = {"y": torch.ones(2)}
     parts = mean.function(torch.ones(2), batch)
-    assert mean.of(parts + parts) == 1.0 and np.isnan(mean.of(Parts()))
+    assert mean.of(parts + parts) == 1.0 and np.isnan(mean.of(Concatenated()))
     with pytest.raises(
         UserError, match=r"Odd takes the mean of state over ranks, which depends on their number"
     ):

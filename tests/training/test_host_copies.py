@@ -23,7 +23,7 @@ from hvdtrain.frameworks.torch.state import Staging
 from hvdtrain.tasks.classification import without_statistics
 from hvdtrain.training.build import build_learner
 from hvdtrain.training.checkpoint import files
-from hvdtrain.training.checkpoint.shards import Parts
+from hvdtrain.training.checkpoint.shards import CheckpointShard
 from hvdtrain.training.memory_copy import MemoryCopy
 from hvdtrain.training.progress.train_state import Progress, TrainState
 from hvdtrain.training.replicas.broadcast import broadcast_state
@@ -116,7 +116,7 @@ def test_a_rank_copies_what_it_writes_of_a_checkpoint(device: str) -> None:
     learners = in_threads(2, lambda communicator: learner_on(device, communicator, "shard.stage=1"))
     for rank, learner in enumerate(learners):
         parts, most = most_bytes(
-            lambda: Parts(list(learner.pieces()), files.ARRAYS, files.file_of, rank)  # noqa: B023
+            lambda: CheckpointShard(list(learner.pieces()), files.ARRAYS, files.file_of, rank)  # noqa: B023
         )
         own = sum(piece.read().nbytes for piece in parts._own)
         assert own == pytest.approx(WEIGHTS * (2 if rank == 0 else 1), rel=1e-3)

@@ -34,7 +34,7 @@ from hvdtrain.training.checkpoint import array_file, checkpoints, files, shards,
 from hvdtrain.training.checkpoint.checkpoints import Checkpoints, LastWrite
 from hvdtrain.training.checkpoint.files import Damaged
 from hvdtrain.training.checkpoint.saver import Saver
-from hvdtrain.training.checkpoint.shards import Parts, WrittenByAll, write_parts
+from hvdtrain.training.checkpoint.shards import CheckpointShard, WrittenByAll, write_parts
 from hvdtrain.training.checkpoint.shared_file import BLOCK_BYTES, WholeBlocks
 from hvdtrain.training.checkpoint.sums import ByteSum
 from hvdtrain.training.health.heartbeat import Heartbeat
@@ -106,8 +106,10 @@ def test_ranks_with_columns_write_the_bytes_of_one_process(
     def other(rank: int) -> None:
         write_parts(of_rank(rank), run, name, lambda: False)
 
-    def of_rank(rank: int) -> Parts:
-        return Parts(columns(rank), files.ARRAYS, files.file_of, rank, several_hosts=several_hosts)
+    def of_rank(rank: int) -> CheckpointShard:
+        return CheckpointShard(
+            columns(rank), files.ARRAYS, files.file_of, rank, several_hosts=several_hosts
+        )
 
     run = tmp_path / "columns"
     name = files.unfinished_name(3, "0123456789abcdef")
@@ -123,8 +125,10 @@ def test_ranks_with_columns_write_the_bytes_of_one_process(
         assert (found / file).read_bytes() == (whole_run / file).read_bytes(), file
 
 
-def parts(rank: int, ranks: int, state: Arrays = STATE, several_hosts: bool = False) -> Parts:
-    return Parts(
+def parts(
+    rank: int, ranks: int, state: Arrays = STATE, several_hosts: bool = False
+) -> CheckpointShard:
+    return CheckpointShard(
         pieces(rank, ranks, state), files.ARRAYS, files.file_of, rank, several_hosts=several_hosts
     )
 
@@ -407,7 +411,7 @@ def test_a_rank_that_cannot_write_is_named_and_nothing_stays(tmp_path: Path) -> 
     assert caught.value.errno == errno.ENOSPC and list((run / "checkpoints").iterdir()) == []
 
 
-class Wrong(Parts):
+class Wrong(CheckpointShard):
     """Rank 1, which writes all, and says `more` than that."""
 
     def __init__(self, more: ByteSum) -> None:
@@ -466,7 +470,7 @@ def test_a_report_has_the_same_few_bytes_for_any_number_of_stretches(tmp_path: P
         array = np.arange(rows * 4.0).reshape(rows, 4)
         part = whole("s.w.0", cut.of(array).reshape(-1))
         column = part._replace(shape=array.shape, is_whole=False, is_mine=True, cut=cut)
-        of_rank = Parts([column], files.ARRAYS, files.file_of, 1)
+        of_rank = CheckpointShard([column], files.ARRAYS, files.file_of, 1)
         with Folder.make(run, "checkpoints", name) as folder:
             WrittenByAll(of_rank, [1], ["n1", "n1"], name).prepare(folder)
             write_parts(of_rank, run, name, lambda: False, is_lost=lambda: True)
@@ -480,7 +484,7 @@ def test_a_rank_that_has_written_reads_its_share_though_its_job_ends(tmp_path: P
     name = files.unfinished_name(3, "0123456789abcdef")
     is_over = threading.Event()
 
-    class LastOne(Parts):
+    class LastOne(CheckpointShard):
         def write(
             self, folder: Folder, on_disk: Callable[[], None] = lambda: None
         ) -> list[ByteSum]:

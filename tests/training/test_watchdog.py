@@ -30,7 +30,7 @@ from waiting import is_stopped, wait_until
 
 from hvdtrain.comm.mesh import PIECES, ranks_summary
 from hvdtrain.errors import REQUEUE, STALLED
-from hvdtrain.training.health.stall_report import SILENCE, Report, render, render_alone
+from hvdtrain.training.health.stall_report import SILENCE, StallReport, render, render_alone
 from hvdtrain.training.health.watchdog import IdleTime
 
 STALL_S = 1.0
@@ -307,9 +307,9 @@ def test_idle_seconds_of_a_process_that_slept() -> None:
 
 def report(
     rank: int, waiting: bool, phase: str = "step", step: int = 121, calls: int = 1
-) -> Report:
+) -> StallReport:
     stack = tuple(f"job.py:{call} in f{call}: g()" for call in range(calls))
-    return Report(
+    return StallReport(
         rank,
         f"node{rank // 8}",
         100 + rank,
@@ -393,7 +393,7 @@ def test_report_of_ranks_in_different_collectives() -> None:
     assert lines[-2] == "  and ranks 1, 3 at step 121, epoch 3: step"
 
 
-def in_pipeline(rank: int, doing: str, waits_for: int | None = None) -> Report:
+def in_pipeline(rank: int, doing: str, waits_for: int | None = None) -> StallReport:
     return replace(
         report(rank, True),
         place=f"stage {rank // 2}, data {rank % 2}",

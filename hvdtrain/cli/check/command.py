@@ -1,9 +1,9 @@
 """hvdtrain check: what would go wrong with a job, found by its ranks under its launcher; nothing is
 trained.
 
---json FILE (- or nothing: the standard output instead of the text) writes one object: Report, of
-report.py, with its exit code (0 or 2). Its ranks are RankFacts, of rank_facts.py. What is not known
-is null.
+--json FILE (- or nothing: the standard output instead of the text) writes one object: CheckReport,
+of report.py, with its exit code (0 or 2). Its ranks are RankFacts, of rank_facts.py. What is not
+known is null.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from hvdtrain.cli.check.rank_facts import (
     most_severe_first,
     network_variables,
 )
-from hvdtrain.cli.check.report import Report, one_line, to_json, to_text
+from hvdtrain.cli.check.report import CheckReport, one_line, to_json, to_text
 from hvdtrain.cli.options import CommandParser
 from hvdtrain.cli.output import with_json_value
 from hvdtrain.comm.communicator import Communicator
@@ -173,7 +173,8 @@ def _report_unconnected(options: CheckOptions, place: Placement, error: Exceptio
     finding = finding_of_error(error, describe_rank(facts))
     if place.rank == 0:
         return _print(
-            options, Report([facts], "none", None, no_speeds(), [finding, *find_shortages([facts])])
+            options,
+            CheckReport([facts], "none", None, no_speeds(), [finding, *find_shortages([facts])]),
         )
     same_on_all_ranks = isinstance(error, LauncherMismatch)
     time.sleep(SAME_ERROR_WAIT_S if same_on_all_ranks else OWN_ERROR_WAIT_S)
@@ -190,7 +191,7 @@ def _assumed_placement() -> Placement:
     return Placement(rank, rank + 2, 0, 1, "not known")
 
 
-def _print(options: CheckOptions, report: Report) -> int:
+def _print(options: CheckOptions, report: CheckReport) -> int:
     """On rank 0. Returns the exit code: the report's, or USER where the file of --json cannot be
     written."""
     as_json = json.dumps(to_json(report), indent=1)
@@ -333,7 +334,7 @@ def compare_ranks(
     engine_reason: str,
     place: Placement,
     time_limit: TimeLimit,
-) -> Report:
+) -> CheckReport:
     """Brings the facts and findings of all ranks together and compares them. Every rank calls it
     and gets the whole report."""
     time_limit.start_waiting("to compare")
@@ -355,7 +356,7 @@ def compare_ranks(
     if communicator.size > 1 and not count_by_level(findings)["error"]:
         time_limit.start_work("comparing the outputs of the model")
         findings += _compare_outputs(communicator, config, ranks)
-    return Report(
+    return CheckReport(
         ranks,
         f"{communicator.name}: {engine_reason}",
         run_folder,

@@ -26,7 +26,7 @@ _COLUMNS = ("rank", "host", "local", "device", "cores", "threads", "engine", "la
 
 
 @dataclass(frozen=True)
-class Report:
+class CheckReport:
     """Everything that a check has found."""
 
     ranks: Sequence[RankFacts]  # of all ranks; of rank 0 alone where the ranks are not connected
@@ -40,8 +40,8 @@ class Report:
         return USER if count_by_level(self.findings)["error"] else DONE
 
 
-def to_json(report: Report) -> dict[str, Any]:
-    """The object that --json writes: see the types of Report's fields for what is in each."""
+def to_json(report: CheckReport) -> dict[str, Any]:
+    """The object that --json writes: see the types of CheckReport's fields for what is in each."""
     return {
         "exit_code": report.exit_code,
         "engine": report.engine,
@@ -52,7 +52,7 @@ def to_json(report: Report) -> dict[str, Any]:
     }
 
 
-def to_text(report: Report) -> list[str]:
+def to_text(report: CheckReport) -> list[str]:
     """The lines for people."""
     return [
         _title(report),
@@ -69,7 +69,7 @@ def one_line(finding: Finding) -> str:
     return f"{finding.what} ({finding.where}); fix: {finding.fix}"
 
 
-def _title(report: Report) -> str:
+def _title(report: CheckReport) -> str:
     if len(report.ranks) > 1:
         return f"hvdtrain check: {len(report.ranks)} ranks"
     if report.ranks[0]["size"] > 1:
@@ -112,7 +112,7 @@ def _threads(facts: RankFacts, ranks: Sequence[RankFacts]) -> int:
     return max(1, len(facts["cores"]) // sharing)
 
 
-def _in_common(report: Report) -> Iterator[str]:
+def _in_common(report: CheckReport) -> Iterator[str]:
     """What all ranks have in common, or most of them."""
     first = report.ranks[0]
     yield f"engine    {report.engine}"

@@ -39,7 +39,7 @@ from hvdtrain.training.evaluate import evaluate as evaluate_samples
 from hvdtrain.training.failure import RankFailed
 from hvdtrain.training.header import first_names
 from hvdtrain.training.replicas.same_job import check_same_facts, facts
-from hvdtrain.training.run_rank import Rank, on_connected_ranks
+from hvdtrain.training.run_rank import ConnectedRank, on_connected_ranks
 from hvdtrain.training.trained_model import (
     TrainedModel,
     check_tokenizer,
@@ -91,7 +91,7 @@ def evaluate(arguments: Sequence[str]) -> int:
         return failed.code
 
 
-def _evaluate(rank: Rank, parsed: Arguments) -> int:
+def _evaluate(rank: ConnectedRank, parsed: Arguments) -> int:
     config = unstaged(rank.config)
     communicator = rank.communicator
     split = parsed.options["split"]
@@ -130,7 +130,7 @@ def _evaluate(rank: Rank, parsed: Arguments) -> int:
     return DONE
 
 
-def load_model(rank: Rank, parsed: Arguments) -> TrainedModel:
+def load_model(rank: ConnectedRank, parsed: Arguments) -> TrainedModel:
     """The model of the run with the weights of --checkpoint, on every rank or in parts. Every rank
     calls it. Raises UserError."""
     rank.heartbeat.beat("reading the checkpoint", 0, 0)
@@ -138,7 +138,9 @@ def load_model(rank: Rank, parsed: Arguments) -> TrainedModel:
 
 
 def load_checkpoint(
-    rank: Rank, which: str, restore: Callable[[Config, dict[str, Any]], Task] = restore_task
+    rank: ConnectedRank,
+    which: str,
+    restore: Callable[[Config, dict[str, Any]], Task] = restore_task,
 ) -> TrainedModel:
     """The model of a run with the weights of checkpoint `which`; restore: as
     load_trained_model()."""
@@ -152,7 +154,7 @@ def load_checkpoint(
     )
 
 
-def run_folder(rank: Rank) -> Path:
+def run_folder(rank: ConnectedRank) -> Path:
     return Path(os.path.expanduser(rank.config.resume))
 
 
@@ -239,7 +241,7 @@ def _with_fields_of(source: Source, task: Task, where: str) -> Source:
     return as_declared(source, task.fields)
 
 
-def _facts(rank: Rank, model: TrainedModel, config: Config, split: str) -> dict[str, Any]:
+def _facts(rank: ConnectedRank, model: TrainedModel, config: Config, split: str) -> dict[str, Any]:
     """Which model was evaluated on which data."""
     return {
         "checkpoint": model.checkpoint.folder.name,
@@ -253,7 +255,7 @@ def _facts(rank: Rank, model: TrainedModel, config: Config, split: str) -> dict[
 
 
 def _header(
-    rank: Rank, model: TrainedModel, source: Source, config: Config, split: str
+    rank: ConnectedRank, model: TrainedModel, source: Source, config: Config, split: str
 ) -> list[str]:
     size = rank.communicator.size
     progress = model.checkpoint.train_state.progress

@@ -13,7 +13,7 @@ from hvdtrain.config.read import expand
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.training.failure import RankFailed
-from hvdtrain.training.run_rank import Rank, on_connected_ranks
+from hvdtrain.training.run_rank import ConnectedRank, on_connected_ranks
 
 
 def export(arguments: Sequence[str]) -> int:
@@ -50,7 +50,7 @@ def _export_keras(run: Path, to: Path, which: str, words: Sequence[str]) -> int:
         return failed.code
 
 
-def _write(rank: Rank, to: Path, which: str) -> int:
+def _write(rank: ConnectedRank, to: Path, which: str) -> int:
     if rank.config.framework != "keras":
         what = f"the run has framework={rank.config.framework}, which makes no file of Keras"
         raise UserError(what, "--to", "--to model.safetensors")

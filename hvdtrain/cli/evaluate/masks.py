@@ -18,7 +18,7 @@ from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError, short
 from hvdtrain.training.evaluate import predict as predict_samples
-from hvdtrain.training.run_rank import Rank
+from hvdtrain.training.run_rank import ConnectedRank
 from hvdtrain.training.shown_masks import palette
 from hvdtrain.training.trained_model import TrainedModel
 
@@ -57,7 +57,12 @@ class _WithoutMasks(AroundSource):
 
 
 def write_masks(
-    rank: Rank, model: TrainedModel, source: ImageSource, names: Sequence[str], to: str, force: bool
+    rank: ConnectedRank,
+    model: TrainedModel,
+    source: ImageSource,
+    names: Sequence[str],
+    to: str,
+    force: bool,
 ) -> int:
     """Every rank writes those of its images, below the names of these; returns how many there are.
     Every rank calls it.

@@ -27,7 +27,7 @@ from hvdtrain.training.data_facts import digests
 from hvdtrain.training.evaluate import evaluate as evaluate_samples
 from hvdtrain.training.evaluate import predict as predict_samples
 from hvdtrain.training.replicas.same_job import check_same_facts, facts
-from hvdtrain.training.run_rank import Rank
+from hvdtrain.training.run_rank import ConnectedRank
 from hvdtrain.training.trained_model import TrainedModel, asked_source
 
 # a task: a prediction has that of the checkpoint
@@ -43,7 +43,7 @@ class AskedData(NamedTuple):
 
 
 def predict_data(
-    rank: Rank,
+    rank: ConnectedRank,
     data: AskedData,
     which: str,
     of: Callable[
@@ -71,7 +71,7 @@ def predict_data(
     return model, _of_all_ranks(communicator, found)
 
 
-def evaluate_data(rank: Rank, data: AskedData, which: str) -> dict[str, float]:
+def evaluate_data(rank: ConnectedRank, data: AskedData, which: str) -> dict[str, float]:
     """The metrics of checkpoint `which` of the run on the data. Every rank calls it. Raises
     UserError where they do not fit the model."""
     config = unstaged(rank.config)
@@ -87,7 +87,7 @@ def evaluate_data(rank: Rank, data: AskedData, which: str) -> dict[str, float]:
     ).metrics
 
 
-def _asked(rank: Rank, data: AskedData, task: Task, with_targets: bool = True) -> Source:
+def _asked(rank: ConnectedRank, data: AskedData, task: Task, with_targets: bool = True) -> Source:
     """The data with the fields of the task, the same on every rank."""
     columns = table_of(rank.config.data.options).columns
     given = data.given if not columns else in_order_of(data.given, columns)

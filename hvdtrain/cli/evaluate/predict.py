@@ -44,7 +44,7 @@ from hvdtrain.tasks.transform import is_image
 from hvdtrain.training.evaluate import predict as predict_samples
 from hvdtrain.training.failure import RankFailed
 from hvdtrain.training.replicas.same_job import check_same_facts, facts
-from hvdtrain.training.run_rank import Rank, on_connected_ranks
+from hvdtrain.training.run_rank import ConnectedRank, on_connected_ranks
 from hvdtrain.training.trained_model import TrainedModel
 
 USAGE = """\
@@ -119,7 +119,7 @@ def _objects(parsed: Arguments) -> dict[str, Given]:
     return objects
 
 
-def _predict_data(rank: Rank, parsed: Arguments) -> int:
+def _predict_data(rank: ConnectedRank, parsed: Arguments) -> int:
     config = rank.config
     name = parsed.options["data"]
     if config.data.given is OF_A_FILE:
@@ -148,7 +148,7 @@ def _rows(model: TrainedModel, config: Config) -> Rows:
     return model.task.rows(config.model.loss == "cross_entropy", config.data.class_names)
 
 
-def _predict(rank: Rank, parsed: Arguments) -> int:
+def _predict(rank: ConnectedRank, parsed: Arguments) -> int:
     config = rank.config
     communicator = rank.communicator
     folder = os.path.expanduser(parsed.options["images"])

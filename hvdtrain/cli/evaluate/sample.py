@@ -30,7 +30,7 @@ from hvdtrain.training.checkpoint.files import Checkpoint
 from hvdtrain.training.common_array import CommonArray
 from hvdtrain.training.datasets import build_source
 from hvdtrain.training.failure import RankFailed
-from hvdtrain.training.run_rank import Rank, on_connected_ranks
+from hvdtrain.training.run_rank import ConnectedRank, on_connected_ranks
 from hvdtrain.training.samples import draw_on_all_ranks, grid, png
 from hvdtrain.training.trained_model import check_tokenizer
 
@@ -64,7 +64,7 @@ _OF_TEXT = ("--prompt", "--length")
 
 
 @dataclass(frozen=True)
-class Request:
+class SampleRequest:
     """What the command line asks for."""
 
     count: int
@@ -96,7 +96,7 @@ def sample(arguments: Sequence[str]) -> int:
         return failed.code
 
 
-def _sample(rank: Rank, parsed: Arguments, request: Request) -> int:
+def _sample(rank: ConnectedRank, parsed: Arguments, request: SampleRequest) -> int:
     config = unstaged(rank.config)
     if config.data.name not in DRAWN:
         what = (
@@ -146,7 +146,9 @@ def _sample(rank: Rank, parsed: Arguments, request: Request) -> int:
     return DONE
 
 
-def _images(rank: Rank, config: Config, learner: Sampler, tokens: Field, request: Request) -> None:
+def _images(
+    rank: ConnectedRank, config: Config, learner: Sampler, tokens: Field, request: SampleRequest
+) -> None:
     """Writes the grid."""
     start = tokens.values - 1
     pixels = tokens.shape[0] - 1
@@ -172,11 +174,11 @@ def _images(rank: Rank, config: Config, learner: Sampler, tokens: Field, request
 
 
 def _text(
-    rank: Rank,
+    rank: ConnectedRank,
     config: Config,
     learner: Sampler,
     tokens: Field,
-    request: Request,
+    request: SampleRequest,
     checkpoint: Checkpoint,
 ) -> None:
     """Prints the texts."""
@@ -206,7 +208,12 @@ def _text(
 
 
 def _of_all_ranks(
-    rank: Rank, learner: Sampler, prompts: np.ndarray, length: int, tokens: int, request: Request
+    rank: ConnectedRank,
+    learner: Sampler,
+    prompts: np.ndarray,
+    length: int,
+    tokens: int,
+    request: SampleRequest,
 ) -> np.ndarray:
     """int64 (count, length): each rank continues its share of the prompts."""
     return draw_on_all_ranks(
@@ -222,7 +229,7 @@ def _of_all_ranks(
     )
 
 
-def _read(parsed: Arguments) -> Request:
+def _read(parsed: Arguments) -> SampleRequest:
     """Raises UserError for values that make no sense."""
     options = parsed.options
     count = _number(
@@ -247,7 +254,7 @@ def _read(parsed: Arguments) -> Request:
     prompt = "\n" if options["prompt"] is None else options["prompt"]
     if path.suffix != ".png":
         raise UserError(f"{path} does not end in .png", "--png", "as in --png grid.png")
-    return Request(count, temperature, seed, path, options["prompt_half"], prompt, length)
+    return SampleRequest(count, temperature, seed, path, options["prompt_half"], prompt, length)
 
 
 def _number(

@@ -17,7 +17,7 @@ from hvdtrain.data.stored.images import images_of
 from hvdtrain.data.stored.options import Wanted, check_options
 from hvdtrain.data.stored.parts import parts_of_files
 from hvdtrain.data.stored.selection import name_and_words
-from hvdtrain.data.stored.source import Part, StoredSamples, StoredSource
+from hvdtrain.data.stored.source import FileSamples, StoredSamples, StoredSource
 from hvdtrain.data.stored.split import in_neither, samples_of_split, split_values
 from hvdtrain.data.stored.stored_array import (
     MOST_ROWS,
@@ -164,7 +164,7 @@ def _training_paths(root: Path, suffixes: tuple[str, ...], name: str) -> list[Pa
 
 def _samples(
     name: str,
-    parts: tuple[Part, ...],
+    parts: tuple[FileSamples, ...],
     kinds: dict[str, Field],
     paths: list[Path],
     fields: dict[str, list[str]],

@@ -14,7 +14,7 @@ from hvdtrain.data.stored.class_names import labels_of
 from hvdtrain.data.stored.fields import FIELDS_KEY
 from hvdtrain.data.stored.options import Wanted
 from hvdtrain.data.stored.selection import name_and_words, select
-from hvdtrain.data.stored.source import Part, Selected
+from hvdtrain.data.stored.source import FileSamples, Selected
 from hvdtrain.data.stored.stored_array import (
     PlainRows,
     StoredFile,
@@ -31,7 +31,7 @@ def parts_of_files(
     fields: dict[str, list[str]],
     wanted: Wanted,
     class_names: Sequence[str],
-) -> tuple[dict[str, Field], tuple[Part, ...]]:
+) -> tuple[dict[str, Field], tuple[FileSamples, ...]]:
     """The fields, as the first file has them, and the samples of each file. class_names: of y,
     where it has texts."""
     keys = count()
@@ -117,7 +117,7 @@ def _shape(name: str, one: Selected, arrays: int, dtype: np.dtype[Any]) -> tuple
 
 def _part(
     arrays: dict[str, list[Selected]], kinds: Mapping[str, Field], path: Path, wanted: Wanted
-) -> Part:
+) -> FileSamples:
     """One file's samples. Raises UserError where its arrays do not fit each other, or the first
     file's."""
     lengths = {one.text: one.selection.samples for group in arrays.values() for one in group}
@@ -153,7 +153,7 @@ def _part(
             Selected(one.array, one.selection, np.dtype(kind.dtype), one.key, one.text, one.where)
             for one in group
         )
-    return Part(next(iter(lengths.values())), found)
+    return FileSamples(next(iter(lengths.values())), found)
 
 
 def _check_block(one: Selected, path: Path, wanted: Wanted) -> None:

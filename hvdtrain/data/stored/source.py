@@ -22,7 +22,7 @@ from hvdtrain.data.source import Foresight, Source, check_indices
 from hvdtrain.data.stored.ahead import SamplesAhead
 from hvdtrain.data.stored.cache import BlockCache
 from hvdtrain.data.stored.selection import Selection
-from hvdtrain.data.stored.statistics import Ranks, kept, mean_and_std
+from hvdtrain.data.stored.statistics import ReadingRanks, kept, mean_and_std
 from hvdtrain.data.stored.stored_array import Blocks, PlainRows, StoredArray
 from hvdtrain.data.worker_pool import WorkerPool
 from hvdtrain.errors import UserError
@@ -108,7 +108,7 @@ class Selected:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class FileSamples:
     """Samples of one file: for each field one array, or several along a new axis behind that of the
     samples."""
 
@@ -134,7 +134,7 @@ class StoredSamples:
     """What a worker process has: parts in order, read by index."""
 
     fields: Mapping[str, Field]
-    parts: tuple[Part, ...]
+    parts: tuple[FileSamples, ...]
     name: str  # for messages
     cache: BlockCache
     # changes with the name, size and time of each file, and with what is read of it; empty of
@@ -185,7 +185,9 @@ class StoredSamples:
             math.prod(kind.shape) * np.dtype(kind.dtype).itemsize for kind in self.fields.values()
         )
 
-    def _read_part(self, out: np.ndarray, part: Part, name: str, samples: np.ndarray) -> None:
+    def _read_part(
+        self, out: np.ndarray, part: FileSamples, name: str, samples: np.ndarray
+    ) -> None:
         arrays = part.arrays[name]
         stored = arrays[0].shape if len(arrays) == 1 else (len(arrays), *arrays[0].shape)
         if stored != out.shape[1:]:  # images (C, H, W)
@@ -257,7 +259,7 @@ class StoredSource(Source):
         fits = self.samples.cache.most_bytes / self.samples.bytes_of_sample
         if self.foresight is None:
             return need.rows * max(0.0, 1 - fits / need.samples)
-        ranks: Ranks | None = self._known.get("ranks")
+        ranks: ReadingRanks | None = self._known.get("ranks")
         return need.rows * need.divided(ranks.size if own and ranks else 1).decoded
 
     @property
@@ -312,7 +314,7 @@ class StoredSource(Source):
             ]
         )
 
-    def read_together(self, ranks: Ranks) -> None:
+    def read_together(self, ranks: ReadingRanks) -> None:
         """From now on statistics are computed by these ranks together."""
         self._known["ranks"] = ranks
 
@@ -322,7 +324,7 @@ class StoredSource(Source):
 
         None where no ranks read together. Every rank calls it.
         """
-        ranks: Ranks | None = self._known.get("ranks")
+        ranks: ReadingRanks | None = self._known.get("ranks")
         if ranks is None:
             return None
         shape = self.fields[name].shape

@@ -11,7 +11,7 @@ from hvdtrain.data.option_error import OptionError
 from hvdtrain.data.source import Split
 from hvdtrain.data.stored.options import Wanted
 from hvdtrain.data.stored.selection import name_and_words, select
-from hvdtrain.data.stored.source import Part
+from hvdtrain.data.stored.source import FileSamples
 from hvdtrain.data.stored.stored_array import (
     StoredFile,
 )
@@ -23,7 +23,7 @@ _TRAIN = ("train", "training")
 
 
 def split_values(
-    files: list[StoredFile], paths: list[Path], parts: tuple[Part, ...], text: str
+    files: list[StoredFile], paths: list[Path], parts: tuple[FileSamples, ...], text: str
 ) -> np.ndarray:
     """The values of data.split_by (n,) for all samples."""
     found = [_split_values_of(*one, text) for one in zip(files, paths, parts, strict=True)]
@@ -39,7 +39,7 @@ def split_values(
     return np.char.lower(values) == "true" if are_truth else values
 
 
-def _split_values_of(file: StoredFile, path: Path, part: Part, text: str) -> np.ndarray:
+def _split_values_of(file: StoredFile, path: Path, part: FileSamples, text: str) -> np.ndarray:
     """The values for the samples of a file. Raises UserError where it has another number of them,
     or one is missing."""
     name, words = name_and_words(text)

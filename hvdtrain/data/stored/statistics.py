@@ -17,7 +17,7 @@ from hvdtrain.data.files.folders import cache_root
 _VALUES = 2**20  # of a piece, about
 
 
-class Ranks(NamedTuple):
+class ReadingRanks(NamedTuple):
     """The ranks that read together."""
 
     rank: int
@@ -26,11 +26,14 @@ class Ranks(NamedTuple):
     add_up: Callable[[np.ndarray, str], np.ndarray]
 
 
-ALONE = Ranks(0, 1, lambda array, name: array)
+ALONE = ReadingRanks(0, 1, lambda array, name: array)
 
 
 def mean_and_std(
-    read: Callable[[np.ndarray], np.ndarray], samples: int, shape: tuple[int, ...], ranks: Ranks
+    read: Callable[[np.ndarray], np.ndarray],
+    samples: int,
+    shape: tuple[int, ...],
+    ranks: ReadingRanks,
 ) -> np.ndarray:
     """float64 (2, C), over the last axis: the mean and the deviation, 1 where a column is constant.
     Every rank calls it.
@@ -69,7 +72,9 @@ def _together(pieces: np.ndarray) -> np.ndarray:
     return np.array(found).T
 
 
-def kept(key: str, columns: int, ranks: Ranks, compute: Callable[[], np.ndarray]) -> np.ndarray:
+def kept(
+    key: str, columns: int, ranks: ReadingRanks, compute: Callable[[], np.ndarray]
+) -> np.ndarray:
     """What compute() gave, float64 (2, columns), on this machine before, or gives now: rank 0 has
     the file. Every rank calls it.
 

@@ -18,7 +18,7 @@ from hvdtrain.data.labels import smallest
 from hvdtrain.data.ragged import LEAST, mask_of, padded_fields, padded_length
 from hvdtrain.data.source import Source, check_indices
 from hvdtrain.data.user_data.samples import (
-    Samples,
+    CollatedDataset,
     evaluation_seeds,
     lengths_of,
     probed,
@@ -47,7 +47,7 @@ class DatasetSource(Source):
 
     def __init__(
         self,
-        samples: Samples,
+        samples: CollatedDataset,
         workers: int,
         notes: tuple[str, ...] = (),
         labels: np.ndarray | None = None,
@@ -225,7 +225,7 @@ def from_dataset(
     return DatasetSource(samples, workers or 0, tuple(notes), known, lengths)
 
 
-def _check_repeats(samples: Samples, where: str) -> None:
+def _check_repeats(samples: CollatedDataset, where: str) -> None:
     """Raises UserError where the first sample is another one when it is read again, after the last
     one, with the same random state."""
     indices = np.array([0, samples.samples - 1, 0])

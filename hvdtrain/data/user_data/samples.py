@@ -39,7 +39,7 @@ _INPUTS = ("x", "image", "img", "pixel_values")  # the first of them that a samp
 
 
 @dataclass(frozen=True)
-class Samples:
+class CollatedDataset:
     """A Dataset with its collate function, and what each of its samples has. A worker process gets
     it whole."""
 
@@ -214,7 +214,7 @@ def probed(
     where: str,
     kept: tuple[str, ...] = (),
     padding: Mapping[str, Padding] = _NOTHING,
-) -> Samples:
+) -> CollatedDataset:
     """The samples of a Dataset with the fields of its first one; values: Field.values of integers.
 
     padding: of fields whose samples have different lengths; their longest is that of the first one
@@ -230,7 +230,7 @@ def probed(
         ) from error
     if not samples:
         raise UserError(f"{name} has no samples", where, "a Dataset with one sample or more")
-    bare = Samples(dataset, collate, samples, {}, name, kept)
+    bare = CollatedDataset(dataset, collate, samples, {}, name, kept)
     first, inputs = bare.sample_and_inputs(0, seed)
     fields = {
         field: Field(
@@ -250,7 +250,7 @@ def probed(
     return dataclasses.replace(bare, fields=fields, nested_inputs=inputs, padding=dict(padding))
 
 
-def read_lengths(samples: Samples) -> dict[str, np.ndarray]:
+def read_lengths(samples: CollatedDataset) -> dict[str, np.ndarray]:
     """int64 (n,) of each padded field: as the attribute `lengths` of the Dataset says, else of
     every sample, as it is evaluated.
 
@@ -279,7 +279,7 @@ def read_lengths(samples: Samples) -> dict[str, np.ndarray]:
     return {name: array.astype(np.int64) for name, array in found.items()}
 
 
-def with_longest(samples: Samples, longest: Mapping[str, int]) -> Samples:
+def with_longest(samples: CollatedDataset, longest: Mapping[str, int]) -> CollatedDataset:
     """The samples with so many rows of each padded field at most."""
     fields = {
         name: kind._replace(shape=(longest[name], *kind.shape[1:]))

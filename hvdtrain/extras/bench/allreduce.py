@@ -51,7 +51,7 @@ class Method(NamedTuple):
     run: Callable[[], object]
 
 
-class Ranks(NamedTuple):
+class AllreduceRanks(NamedTuple):
     """The ranks that sum."""
 
     communicator: Communicator
@@ -70,7 +70,9 @@ def bench_allreduce(arguments: Sequence[str]) -> int:
 
     def work(communicator: Communicator, engine_reason: str) -> None:
         bucket_bytes = max(4, int(config.comm.bucket_mb * 2**20))
-        ranks = Ranks(communicator, _connect_mpi(communicator, placement(os.environ)), bucket_bytes)
+        ranks = AllreduceRanks(
+            communicator, _connect_mpi(communicator, placement(os.environ)), bucket_bytes
+        )
         payloads = measure(ranks, options.sizes, options.budget)
         host_of_rank = communicator.allgather_object(
             (socket.gethostname(), len(os.sched_getaffinity(0)))
@@ -94,7 +96,7 @@ def _connect_mpi(communicator: Communicator, place: Placement) -> Any | None:
     return mpi.load().COMM_WORLD.Dup()
 
 
-def measure(ranks: Ranks, sizes: Sequence[int], budget_s: float) -> list[PayloadTimes]:
+def measure(ranks: AllreduceRanks, sizes: Sequence[int], budget_s: float) -> list[PayloadTimes]:
     """One vector of each size in bytes, then many small tensors, by all methods. A collective;
     every rank gets the same times."""
     payload_budget_s = budget_s / (len(sizes) + 1)
@@ -122,7 +124,7 @@ def measure(ranks: Ranks, sizes: Sequence[int], budget_s: float) -> list[Payload
     return payloads
 
 
-def _methods_for_vector(ranks: Ranks, vector: np.ndarray) -> Iterator[Method]:
+def _methods_for_vector(ranks: AllreduceRanks, vector: np.ndarray) -> Iterator[Method]:
     communicator = ranks.communicator
     name = f"bench.{vector.nbytes}"
     if ranks.mpi_world is not None:
@@ -160,7 +162,7 @@ def _mpi_allreduce(mpi_world: Any) -> Callable[[np.ndarray], None]:
     return lambda vector: mpi_world.Allreduce(in_place, vector)
 
 
-def _methods_for_tensors(ranks: Ranks, flat: np.ndarray) -> Iterator[Method]:
+def _methods_for_tensors(ranks: AllreduceRanks, flat: np.ndarray) -> Iterator[Method]:
     """Methods for many small tensors, which are views of `flat`. Those that reduce one bucket copy
     the tensors in and out, timed too."""
     communicator = ranks.communicator
@@ -220,7 +222,7 @@ def _copy_unless_same(target: np.ndarray, result: np.ndarray) -> None:
 
 
 def _time_methods(
-    ranks: Ranks, vector: np.ndarray, methods: Sequence[Method], budget_s: float
+    ranks: AllreduceRanks, vector: np.ndarray, methods: Sequence[Method], budget_s: float
 ) -> list[MethodTimes]:
     """The slowest rank's seconds of each method in each round. A round runs all methods once,
     starting with another one each time."""
@@ -244,7 +246,7 @@ def _time_methods(
     ]
 
 
-def _run_round(ranks: Ranks, methods: Sequence[Method], first: int) -> list[float]:
+def _run_round(ranks: AllreduceRanks, methods: Sequence[Method], first: int) -> list[float]:
     """Seconds of each method on this rank; the ranks start each method together."""
     seconds = [0.0] * len(methods)
     order = [*range(first, len(methods)), *range(first)]

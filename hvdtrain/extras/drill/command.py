@@ -90,7 +90,7 @@ def _is_stuck(harm: Harm | Pause) -> bool:
     return harm.go_on_s is None and not (isinstance(harm, Pause) and harm.said)
 
 
-def _harm(run: Path, victims: Sequence[Rank], wait_s: float) -> Harm:
+def _harm(run: Path, victims: Sequence[RankProcess], wait_s: float) -> Harm:
     ranks = [victim.rank for victim in victims]
     events = lines_of(run / "events.jsonl")
     step = step_of(events)
@@ -213,7 +213,7 @@ What = Literal["rank", "host", "rank0", "random"]
 KINDS: tuple[What, ...] = ("rank", "host", "rank0", "random")
 
 
-class Rank(NamedTuple):
+class RankProcess(NamedTuple):
     """A process of the job."""
 
     rank: int
@@ -222,7 +222,7 @@ class Rank(NamedTuple):
     parent: int  # mpirun, or its daemon of a host
 
 
-def find_ranks(run: Path) -> list[Rank]:
+def find_ranks(run: Path) -> list[RankProcess]:
     """By rank. Raises UserError where no job runs in the folder, or not here and as this user."""
     holder = _holder(run)
     first = _read(holder.pid)
@@ -252,7 +252,7 @@ def find_ranks(run: Path) -> list[Rank]:
     return sorted(found)
 
 
-def choose(ranks: list[Rank], what: What, random: Random) -> list[Rank]:
+def choose(ranks: list[RankProcess], what: What, random: Random) -> list[RankProcess]:
     """The ranks to kill: one rank, any but rank 0 where there is another; all of a host; rank 0; or
     one of these ways."""
     if what == "random":
@@ -265,7 +265,7 @@ def choose(ranks: list[Rank], what: What, random: Random) -> list[Rank]:
     return [rank for rank in ranks if rank.parent == parent]
 
 
-def send(victim: Rank, number: int) -> bool:
+def send(victim: RankProcess, number: int) -> bool:
     """A signal to that very process; False where it has ended."""
     try:
         handle = os.pidfd_open(victim.pid)
@@ -308,7 +308,7 @@ def _holder(run: Path) -> Holder:
     return holder
 
 
-def _read(pid: int) -> Rank | None:
+def _read(pid: int) -> RankProcess | None:
     """A process of this user that is alive; its rank is not known yet."""
     try:
         if os.stat(f"/proc/{pid}").st_uid != os.geteuid():
@@ -318,7 +318,7 @@ def _read(pid: int) -> Rank | None:
         )
     except (OSError, ValueError):
         return None
-    return None if state in "ZX" else Rank(0, pid, int(rest[17]), int(parent))
+    return None if state in "ZX" else RankProcess(0, pid, int(rest[17]), int(parent))
 
 
 def _environ(pid: int) -> Mapping[str, str] | None:
@@ -393,7 +393,7 @@ class Pause(NamedTuple):
     go_on_s: float | None  # from the end of the pause to the next sync point
 
 
-def pause(run: Path, victims: Sequence[Rank], pause_s: float, wait_s: float) -> Pause:
+def pause(run: Path, victims: Sequence[RankProcess], pause_s: float, wait_s: float) -> Pause:
     """Stops them, lets them go on after pause_s even where it is interrupted, and waits for the
     job."""
     path = run / "events.jsonl"

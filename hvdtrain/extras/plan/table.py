@@ -22,7 +22,7 @@ from hvdtrain.extras.plan.forecast.job import (
 )
 from hvdtrain.extras.plan.forecast.memory import MemoryPlan, memory_lines
 from hvdtrain.frameworks.by_name import decay
-from hvdtrain.optim.around import Scaled, Thawed, without_average
+from hvdtrain.optim.around import ScaledRule, Thawed, without_average
 from hvdtrain.optim.rule import Rule, is_excluded
 from hvdtrain.recipe.summary import batch_summary, lr_summary, noise_summary
 from hvdtrain.tasks.task import Task
@@ -232,7 +232,7 @@ def _of_other_rules(plan: Plan) -> dict[str, Shapes]:
     for name, shape in plan.shapes.items():
         rule = without_average(plan.rule.of_parameter(name, shape, False))
         rule = rule.rule if isinstance(rule, Thawed) else rule
-        if isinstance(rule, Scaled):
+        if isinstance(rule, ScaledRule):
             found[f"{rule}"] = {**found.get(f"{rule}", {}), name: shape}
     return found
 

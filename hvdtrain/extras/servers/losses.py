@@ -41,7 +41,7 @@ class SyncPoints:
         return self._synced == kept
 
 
-class Report(NamedTuple):
+class SurvivorReport(NamedTuple):
     """What a living rank has."""
 
     rank: int  # before the loss
@@ -50,7 +50,7 @@ class Report(NamedTuple):
     held: int | None = None  # of a worker: the ticket of the gradient that it has whole
 
 
-def go_on_from(reports: Sequence[Report | None], servers: int) -> GoOn | None:
+def go_on_from(reports: Sequence[SurvivorReport | None], servers: int) -> GoOn | None:
     """reports: of the living ranks, in order. None where not all servers and a worker are left, or
     a rank is at another sync point.
 

@@ -13,7 +13,7 @@ from hvdtrain.comm.mesh import Mesh
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import GoOn, Progress, WorkerUpdate
 from hvdtrain.extras.servers.keys import ServersConfig
-from hvdtrain.extras.servers.losses import Report, ServerAgreement, SyncPoints
+from hvdtrain.extras.servers.losses import ServerAgreement, SurvivorReport, SyncPoints
 from hvdtrain.extras.servers.ranges import (
     Ranges,
     Weights,
@@ -178,12 +178,14 @@ class Server(Strategy):
         for inbox in self._inboxes.values():
             inbox.cut_off()
 
-    def report(self, rank: int, kept: int) -> Report | None:
+    def report(self, rank: int, kept: int) -> SurvivorReport | None:
         if not isinstance(self._turns, AsynchronousTurns) or self._sync_points.is_behind(kept):
             return None
         if not self._sync_points.is_begun(kept):
-            return Report(rank, kept)
-        return Report(rank, self._version, outstanding=self._turns.outstanding(self._version))
+            return SurvivorReport(rank, kept)
+        return SurvivorReport(
+            rank, self._version, outstanding=self._turns.outstanding(self._version)
+        )
 
     def go_on(self, how: GoOn, kept: int, mesh: Mesh) -> None:
         assert isinstance(self._turns, AsynchronousTurns)

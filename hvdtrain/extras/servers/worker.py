@@ -13,7 +13,7 @@ from hvdtrain.comm.mesh import Mesh
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import GoOn, Progress
 from hvdtrain.extras.servers.keys import ServersConfig
-from hvdtrain.extras.servers.losses import Report, SyncPoints
+from hvdtrain.extras.servers.losses import SurvivorReport, SyncPoints
 from hvdtrain.extras.servers.ranges import (
     Ranges,
     Weights,
@@ -198,10 +198,10 @@ class Worker(Strategy):
         for p in self._shards:
             p.grad = None  # of a pass that did not come to its end
 
-    def report(self, rank: int, kept: int) -> Report | None:
+    def report(self, rank: int, kept: int) -> SurvivorReport | None:
         if not self._config.is_asynchronous or self._sync_points.is_behind(kept):
             return None
-        return Report(rank, held=self._held if self._sync_points.is_begun(kept) else None)
+        return SurvivorReport(rank, held=self._held if self._sync_points.is_begun(kept) else None)
 
     def go_on(self, how: GoOn, kept: int, mesh: Mesh) -> None:
         self._sends_again = self._world.rank in how.sent_again

@@ -29,8 +29,8 @@ from hvdtrain.extras.sweep.optuna_study import OptunaStudy
 from hvdtrain.extras.sweep.space import Point
 from hvdtrain.extras.sweep.trials import (
     KEPT,
+    PointSummary,
     Result,
-    Row,
     State,
     Sweep,
     Trial,
@@ -239,7 +239,7 @@ class _Job:
             if result.error
         ]
 
-    def _draw(self, rows: Sequence[Row]) -> str:
+    def _draw(self, rows: Sequence[PointSummary]) -> str:
         """A line for people; empty where there is nothing to draw."""
         points = [SweepPoint(row.values, row.mean, row.sd) for row in rows if row.done]
         if not points:

@@ -117,7 +117,7 @@ def error_line(log: Path) -> str:
 Results = Mapping[Trial, Result]
 
 
-class Row(NamedTuple):
+class PointSummary(NamedTuple):
     """Trials that differ in the seed alone; the numbers are over those that are done."""
 
     point: Point  # without the seed
@@ -140,7 +140,7 @@ def metric_of(results: Results) -> RunMetric:
     return next((result.metric for result in results.values() if result.values), ACCURACY)
 
 
-def rows_of(results: Results) -> list[Row]:
+def rows_of(results: Results) -> list[PointSummary]:
     """Sorted by the objective; those without a trial that is done are last."""
     groups: dict[Point, list[Trial]] = {}
     for trial in results:
@@ -160,7 +160,7 @@ def rows_of(results: Results) -> list[Row]:
     )
 
 
-def _row(point: Point, results: Results) -> Row:
+def _row(point: Point, results: Results) -> PointSummary:
     done = [
         result
         for result in results.values()
@@ -173,7 +173,7 @@ def _row(point: Point, results: Results) -> Row:
         if len(results) > 1
         else next(iter(counts))
     )
-    return Row(
+    return PointSummary(
         point=point,
         mean=_mean(last),
         sd=stdev(last) if len(last) > 1 else math.nan,
@@ -190,7 +190,7 @@ def _mean(values: Sequence[float]) -> float:
     return fmean(values) if values else math.nan
 
 
-def table_lines(rows: Sequence[Row], metric: RunMetric) -> list[str]:
+def table_lines(rows: Sequence[PointSummary], metric: RunMetric) -> list[str]:
     keys = list(dict.fromkeys(key for row in rows for key in row.values))
     cells = [["", *keys, metric.name, "sd", "n", "best", "epochs", "seconds", "trials", ""]]
     for place, row in enumerate(rows, start=1):
@@ -219,11 +219,11 @@ def _shown(value: float, digits: int) -> str:
     return f"{value:.{digits}f}" if math.isfinite(value) else ""
 
 
-def _numbers(row: Row) -> str:
+def _numbers(row: PointSummary) -> str:
     return ",".join(str(trial.number) for trial in row.trials)
 
 
-def to_json(rows: Sequence[Row], results: Results, metric: RunMetric) -> dict[str, Any]:
+def to_json(rows: Sequence[PointSummary], results: Results, metric: RunMetric) -> dict[str, Any]:
     return {
         "objective": metric.name,
         "better": "min" if metric.lower_is_better else "max",

@@ -53,7 +53,7 @@ from hvdtrain.frameworks.learner import (
 )
 from hvdtrain.frameworks.stopwatch import HostStopwatch, Stopwatch
 from hvdtrain.recipe.noise import noise_scale_sums
-from hvdtrain.tasks.task import Place, Task, counts_exactly, part_of
+from hvdtrain.tasks.task import DeviceAndDtype, Task, counts_exactly, part_of
 
 _DROPOUT = 0x64726F70  # of counters, apart from those of other random numbers
 
@@ -94,7 +94,7 @@ class JaxLearner(Learner):
             for name, b in start.items()
         }
         with target.enable_x64():
-            part = part_of(task, "jax", config, Place(target.dtype))
+            part = part_of(task, "jax", config, DeviceAndDtype(target.dtype))
             views = make_views(config, task.fields)
         self._counts_exactly = counts_exactly(part)
         self._passes: LearnerPasses

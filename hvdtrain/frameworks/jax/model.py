@@ -24,7 +24,7 @@ from hvdtrain.frameworks import by_name
 from hvdtrain.frameworks.jax.layers import Block, Functions, Params
 from hvdtrain.frameworks.jax.library_models import functions_of, library_of, random_arguments
 from hvdtrain.frameworks.jax.norm import BatchNorms
-from hvdtrain.tasks.task import Part, Place, Task, outputs_of, part_of, wrong_shapes
+from hvdtrain.tasks.task import DeviceAndDtype, Task, TaskPart, outputs_of, part_of, wrong_shapes
 
 
 class JaxDevice(NamedTuple):
@@ -132,7 +132,7 @@ def build_model(
     name = config.model.name
     where = config.where("model.name")
     with target.enable_x64(), jax.default_device(target.device):
-        part = part_of(task, "jax", config, Place(target.dtype))
+        part = part_of(task, "jax", config, DeviceAndDtype(target.dtype))
         batch = _two_samples(task, target)
         inputs = jax.eval_shape(part.inputs, batch)
         key = key_of(key_data(fold(config.seed)))
@@ -229,7 +229,7 @@ def _check_outputs(
     model: JaxModel,
     config: Config,
     task: Task,
-    part: Part,
+    part: TaskPart,
     batch: Any,
     inputs: jax.ShapeDtypeStruct,
 ) -> None:

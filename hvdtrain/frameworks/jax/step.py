@@ -20,7 +20,7 @@ from hvdtrain.frameworks.jax.model import ForwardPass, JaxModel, key_of
 from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.optim.clip import clip
 from hvdtrain.optim.rule import ArrayOps, Ops, Rule, is_excluded
-from hvdtrain.tasks.task import Each, Part, counts_exactly
+from hvdtrain.tasks.task import Each, TaskPart, counts_exactly
 
 Weights = list[jax.Array]  # in the order of JaxModel.names
 OptimizerState = list[tuple[Any, ...]]  # of each parameter, in the order of JaxModel.names
@@ -49,7 +49,7 @@ class Gradient(NamedTuple):
 class Formulas:
     """Loss and gradient. Batches that reach them have rows."""
 
-    def __init__(self, model: JaxModel, part: Part, views: Views) -> None:
+    def __init__(self, model: JaxModel, part: TaskPart, views: Views) -> None:
         self.model = model
         self.part = part
         self.views = views

@@ -26,7 +26,7 @@ from hvdtrain.frameworks.torch.optim.user_optimizer import construct_groups
 from hvdtrain.frameworks.torch.precision import loss_scale
 from hvdtrain.frameworks.torch.step import StepAddition
 from hvdtrain.frameworks.torch.strategy import NamedParameters
-from hvdtrain.tasks.task import Place, part_of
+from hvdtrain.tasks.task import DeviceAndDtype, part_of
 
 
 def assemble(arrangement: Arrangement) -> TorchLearner:
@@ -61,7 +61,7 @@ def assemble(arrangement: Arrangement) -> TorchLearner:
     if isinstance(model, AddsLoss):
         notes += model.notes
         wrapped.optimizer.register_step_post_hook(lambda *_: model.constrain())
-    part = part_of(task, "torch", config, Place(precision.weights, device))
+    part = part_of(task, "torch", config, DeviceAndDtype(precision.weights, device))
     forward = Forward(
         wrapped.forward,
         body,

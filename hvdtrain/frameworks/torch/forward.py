@@ -18,7 +18,7 @@ from hvdtrain.frameworks.torch.call import Called, any_of, call, each_of
 from hvdtrain.frameworks.torch.inputs import DeviceBatch, Inputs
 from hvdtrain.frameworks.torch.precision import Precision
 from hvdtrain.frameworks.torch.private_api import BatchNorm
-from hvdtrain.tasks.task import Part, Task
+from hvdtrain.tasks.task import Task, TaskPart
 from hvdtrain.tasks.torch import MAIN_OUTPUTS
 from hvdtrain.tasks.torch_functions import rows_of
 
@@ -166,7 +166,7 @@ class Forward:
         inputs: Inputs,
         precision: Precision,
         task: Task,
-        part: Part,
+        part: TaskPart,
         views: Views,
         when_empty: WhenEmpty,
     ) -> None:

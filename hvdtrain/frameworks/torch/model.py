@@ -34,7 +34,7 @@ from hvdtrain.frameworks.torch.keras_module import as_module, set_number_type
 from hvdtrain.frameworks.torch.libraries.transformers import without_past
 from hvdtrain.frameworks.torch.norm import use_norm
 from hvdtrain.frameworks.torch.private_api import FakeTensor, TorchDispatchMode
-from hvdtrain.tasks.task import Part, Place, Task, part_of, wrong_shapes
+from hvdtrain.tasks.task import DeviceAndDtype, Task, TaskPart, part_of, wrong_shapes
 from hvdtrain.tasks.torch_functions import check_alone
 
 
@@ -137,7 +137,7 @@ def check_outputs(
     """
     first = next(model.parameters()) if like is None else like
     where = config.where("model.name")
-    part = part_of(task, "torch", config, Place(first.dtype, first.device))
+    part = part_of(task, "torch", config, DeviceAndDtype(first.dtype, first.device))
     has_numbers = not (first.is_meta or isinstance(first, FakeTensor))
     # its first call imports torch._dynamo, which takes a second
     masks = contextlib.nullcontext() if has_numbers else MasksWithGaps()
@@ -179,7 +179,7 @@ def check_outputs(
         _check_functions(model, part, task.fields, task.examples, first)
 
 
-def _check_names(model: torch.nn.Module, part: Part, where: str) -> None:
+def _check_names(model: torch.nn.Module, part: TaskPart, where: str) -> None:
     """Raises UserError where forward() lacks a parameter of an input that a model has to take by
     its name."""
     names = getattr(part, "by_name", ())
@@ -197,7 +197,7 @@ def _check_names(model: torch.nn.Module, part: Part, where: str) -> None:
 
 def _check_functions(
     model: torch.nn.Module,
-    part: Part,
+    part: TaskPart,
     fields: Mapping[str, Field],
     examples: Batch,
     like: torch.Tensor,
@@ -217,7 +217,7 @@ def _check_functions(
 
 
 def _check_loss(
-    part: Part, outputs: Any, batch: dict[str, torch.Tensor], config: Config, task: Task
+    part: TaskPart, outputs: Any, batch: dict[str, torch.Tensor], config: Config, task: Task
 ) -> None:
     """Raises UserError where the task's loss fails for these outputs, or is not one of each
     sample."""
@@ -277,7 +277,7 @@ def _sizes(inputs: Called) -> str:
 def example(count: int, config: Config, task: Task, like: torch.Tensor) -> Called:
     """What the model is called with for `count` samples of zeros, on the device and in the number
     type of `like`."""
-    inputs: Called = part_of(task, "torch", config, Place(like.dtype, like.device)).inputs(
+    inputs: Called = part_of(task, "torch", config, DeviceAndDtype(like.dtype, like.device)).inputs(
         zeros(count, task, like)
     )
     return inputs

@@ -18,7 +18,7 @@ from hvdtrain.frameworks.torch.call import call
 from hvdtrain.frameworks.torch.forward import AddsLoss, first_of
 from hvdtrain.frameworks.torch.model import zeros
 from hvdtrain.optim.rule import is_excluded
-from hvdtrain.tasks.task import Part, Place, Task, part_of
+from hvdtrain.tasks.task import DeviceAndDtype, Task, TaskPart, part_of
 
 _METHODS = ("training_step", "validation_step", "configure_optimizers")  # of Lightning and the like
 _MOST = 4  # names in a line
@@ -39,7 +39,7 @@ def lines_of_not_used(
     if is_whole and not task.has_user_loss:  # which takes what it wants
         found += _outputs(
             model,
-            part_of(task, "torch", config, Place(like.dtype, like.device)),
+            part_of(task, "torch", config, DeviceAndDtype(like.dtype, like.device)),
             zeros(2, task, like),
             twice_activated(config),
         )
@@ -84,7 +84,7 @@ def _no_weight_decay(model: nn.Module) -> set[str]:
 
 
 def _outputs(
-    model: nn.Module, part: Part, batch: dict[str, torch.Tensor], activation: Activation | None
+    model: nn.Module, part: TaskPart, batch: dict[str, torch.Tensor], activation: Activation | None
 ) -> list[str]:
     """Outputs in training that the task's loss does not depend on, and the parameters that it does
     not depend on either; activation: what the loss applies to the outputs, and the model may have
@@ -115,7 +115,7 @@ def _train(model: nn.Module) -> None:
         module.training = not isinstance(model, AddsLoss) and any(True for _ in module.children())
 
 
-def _outputs_of_none(model: nn.Module, part: Part, batch: dict[str, torch.Tensor]) -> Any:
+def _outputs_of_none(model: nn.Module, part: TaskPart, batch: dict[str, torch.Tensor]) -> Any:
     """What it gives for no samples, which models get at the start anyway. None where it takes no
     such pass."""
     try:
@@ -142,7 +142,7 @@ class _Activations(TorchFunctionMode):
 
 
 def _described(
-    model: nn.Module, part: Part, batch: dict[str, torch.Tensor], activation: Activation | None
+    model: nn.Module, part: TaskPart, batch: dict[str, torch.Tensor], activation: Activation | None
 ) -> list[str]:
     activations = _Activations(activation.name if activation else "")
     # in training mode without gradients: no pass that a model of the user's counts
@@ -159,7 +159,7 @@ def _described(
 
 
 def _without_effect(
-    model: nn.Module, part: Part, batch: dict[str, torch.Tensor], outputs: Any
+    model: nn.Module, part: TaskPart, batch: dict[str, torch.Tensor], outputs: Any
 ) -> list[str]:
     if len(list(_tensors(outputs))) < 2:
         return []

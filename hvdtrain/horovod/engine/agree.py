@@ -184,7 +184,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Place(NamedTuple):
+class TensorViews(NamedTuple):
     """Place of a tensor in the blocks: views of their memory, as one dimension."""
 
     own: torch.Tensor
@@ -200,7 +200,7 @@ class NegotiationBlock:
         length = HEADER + (INLINE_BYTES // _BYTES if self._has_inline else 0)
         self.own = np.zeros(length, np.int64)
         self.rows = np.zeros((size, length), np.int64)
-        self._places: dict[tuple[int, int, torch.dtype], Place] = {}
+        self._places: dict[tuple[int, int, torch.dtype], TensorViews] = {}
 
     def fill(self, requests: Sequence[Request], special: int, own: int) -> None:
         """requests: what this rank asks for, in order; buckets count relative to the first."""
@@ -225,7 +225,7 @@ class NegotiationBlock:
         """Whether the blocks, which are equal, have all that was asked for."""
         return bool(self.rows[0, 3])
 
-    def places(self, requests: Sequence[Request]) -> list[Place]:
+    def places(self, requests: Sequence[Request]) -> list[TensorViews]:
         """Places of every tensor of requests that are sent inline, in order."""
         found = []
         start = 0
@@ -238,13 +238,13 @@ class NegotiationBlock:
                 start += _rounded(tensor)
         return found
 
-    def _place(self, start: int, numbers: int, dtype: torch.dtype) -> Place:
+    def _place(self, start: int, numbers: int, dtype: torch.dtype) -> TensorViews:
         end = start + numbers * dtype.itemsize
         own, *of_ranks = (
             torch.from_numpy(row[HEADER:].view(np.uint8))[start:end].view(dtype)
             for row in (self.own, *self.rows)
         )
-        return Place(own, of_ranks)
+        return TensorViews(own, of_ranks)
 
     def _put_inline(self, requests: Sequence[Request]) -> int:
         """The number of bytes; 0 where the tensors do not fit, -1 where there is nothing to

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hvdtrain.comm.communicator import NUMBER_TYPES, Communicator, part_of, point_to_point
-from hvdtrain.horovod.engine.agree import INLINE_BYTES, INLINE_RANKS, NegotiationBlock, Place
+from hvdtrain.horovod.engine.agree import INLINE_BYTES, INLINE_RANKS, NegotiationBlock, TensorViews
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.engine.requests import ANY, Request, Signature, name_of
 
@@ -304,7 +304,7 @@ def finish_inline(
         request.finish(results)
 
 
-def _result(request: Request, place: Place, ranks: Sequence[int]) -> torch.Tensor:
+def _result(request: Request, place: TensorViews, ranks: Sequence[int]) -> torch.Tensor:
     """In memory of its own."""
     signature = request.signature
     if signature.kind == "broadcast":

@@ -22,7 +22,7 @@ from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.files import Checkpoint
 from hvdtrain.training.checkpoint.resume import best_good, newest_good
 from hvdtrain.training.checkpoint.saver import LOOK_S, Saved, Saver
-from hvdtrain.training.checkpoint.shards import Parts, WrittenByAll, write_parts
+from hvdtrain.training.checkpoint.shards import CheckpointShard, WrittenByAll, write_parts
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.replicas.broadcast import broadcast_state
 
@@ -144,7 +144,7 @@ class Checkpoints:
                 self.saver.save(now, Saved(state, self._learner.state_dict_names()))
             return
         several_hosts = len(set(self._hosts)) > 1
-        parts = Parts(
+        parts = CheckpointShard(
             list(self._learner.pieces()),
             files.ARRAYS,
             files.file_of,

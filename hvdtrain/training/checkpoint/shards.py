@@ -88,7 +88,7 @@ class CheckpointLayout:
             done += length
 
 
-class Parts:
+class CheckpointShard:
     """What one rank writes of a checkpoint: a host copy of its own pieces."""
 
     def __init__(
@@ -221,7 +221,7 @@ class Patience:
 
 
 def write_parts(
-    parts: Parts,
+    parts: CheckpointShard,
     run: Path,
     unfinished: str,
     is_over: Callable[[], bool],
@@ -255,7 +255,9 @@ def write_parts(
             )
 
 
-def _checked_write(parts: Parts, folder: Folder, tell: Callable[[], None]) -> list[ByteSum]:
+def _checked_write(
+    parts: CheckpointShard, folder: Folder, tell: Callable[[], None]
+) -> list[ByteSum]:
     parts.check_finite()
     return parts.write(folder, tell)
 
@@ -345,7 +347,7 @@ class WrittenByAll:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: CheckpointShard,
         ranks: Sequence[int],
         hosts: Sequence[str],
         unfinished: str,

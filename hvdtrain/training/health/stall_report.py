@@ -26,7 +26,7 @@ SILENCE = "still busy, stopped, swapping, its host is down, or a C extension hol
 
 
 @dataclass(frozen=True)
-class Report:
+class StallReport:
     """What one rank is doing."""
 
     rank: int
@@ -54,13 +54,13 @@ class Report:
         return f"rank {self.rank} on {self.host}" + (f" ({self.place})" if self.place else "")
 
 
-def pack(report: Report) -> str:
+def pack(report: StallReport) -> str:
     return json.dumps(asdict(report))
 
 
-def unpack(packed: str) -> Report:
+def unpack(packed: str) -> StallReport:
     fields = json.loads(packed)
-    return Report(**{**fields, "stack": tuple(fields["stack"])})
+    return StallReport(**{**fields, "stack": tuple(fields["stack"])})
 
 
 def frames_of(thread: int) -> list[FrameType]:
@@ -132,7 +132,7 @@ def _call(frame: FrameType, sources: bool) -> str:
 
 
 def render(
-    reports: Sequence[Report | None],
+    reports: Sequence[StallReport | None],
     hosts: Sequence[str],
     limit_s: float,
     limit_key: str,
@@ -161,7 +161,7 @@ def render(
     return "\n".join([*lines, _remedy(limit_s, limit_key)])
 
 
-def render_alone(report: Report, limit_s: float, limit_key: str, reason: str = "") -> str:
+def render_alone(report: StallReport, limit_s: float, limit_key: str, reason: str = "") -> str:
     """The report of one rank, where those of all ranks cannot be gathered."""
     first = (
         f"hvdtrain: {report.name}: no progress for {limit_s:g} s ({limit_key}){reason}; exit code "
@@ -171,8 +171,8 @@ def render_alone(report: Report, limit_s: float, limit_key: str, reason: str = "
 
 
 def _behind(
-    received: Sequence[Report], silent: Sequence[int]
-) -> tuple[str, list[Report], list[Report]]:
+    received: Sequence[StallReport], silent: Sequence[int]
+) -> tuple[str, list[StallReport], list[StallReport]]:
     """A title, the ranks that are behind, and those of which more is shown."""
     busy = [report for report in received if not report.waiting]
     if busy or silent or not received:  # those that do not answer are behind too
@@ -204,7 +204,7 @@ def _behind(
     )
 
 
-def _heading(report: Report) -> str:
+def _heading(report: StallReport) -> str:
     what = (
         f"{report.phase}, epoch {report.epoch}, step {report.step}, for {report.idle_s:.0f} s, "
         f"since {report.since}"
@@ -214,7 +214,7 @@ def _heading(report: Report) -> str:
     )
 
 
-def _stack(report: Report, depth: int) -> list[str]:
+def _stack(report: StallReport, depth: int) -> list[str]:
     """The innermost calls."""
     return [
         f"    {line if len(line) <= WIDTH else line[: WIDTH - 3] + '...'}"
@@ -222,9 +222,9 @@ def _stack(report: Report, depth: int) -> list[str]:
     ]
 
 
-def _by_position(start: str, reports: Iterable[Report]) -> list[str]:
+def _by_position(start: str, reports: Iterable[StallReport]) -> list[str]:
     """A line for the ranks at each position, the earliest position first."""
-    reports_at: dict[tuple[int, int, str], list[Report]] = {}
+    reports_at: dict[tuple[int, int, str], list[StallReport]] = {}
     for report in reports:
         reports_at.setdefault((report.epoch, report.step, report.position), []).append(report)
     groups = [
@@ -234,7 +234,7 @@ def _by_position(start: str, reports: Iterable[Report]) -> list[str]:
     return _cut(groups, f"{start}{{}} elsewhere")
 
 
-def _awaited(reports: Sequence[Report]) -> str:
+def _awaited(reports: Sequence[StallReport]) -> str:
     """The ranks for whose messages they wait: " (ranks 2-3)"."""
     ranks = sorted({report.waits_for for report in reports if report.waits_for is not None})
     return f" ({ranks_summary(ranks)})" if ranks else ""

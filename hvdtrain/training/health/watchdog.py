@@ -20,7 +20,7 @@ from hvdtrain.errors import REQUEUE, STALLED
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.health.stall_report import (
-    Report,
+    StallReport,
     calls_of,
     frames_of_work,
     is_waiting,
@@ -155,7 +155,7 @@ class Watchdog:
         if not goes_on():
             self._end(message, STALLED)
 
-    def _message(self, report: Report, limit: StallLimit, goes_on: Callable[[], bool]) -> str:
+    def _message(self, report: StallReport, limit: StallLimit, goes_on: Callable[[], bool]) -> str:
         """On rank 0 the report of all ranks. The other ranks send theirs, and wait for rank 0 to
         end the job.
 
@@ -191,10 +191,10 @@ class Watchdog:
             report, limit.seconds, limit.key, f", and rank 0 on {self._hosts[0]} does not answer"
         )
 
-    def _report(self, idle_s: float, *, sources: bool) -> Report:
+    def _report(self, idle_s: float, *, sources: bool) -> StallReport:
         frames = frames_of_work(self._watched_thread)
         under_way = self._heartbeat.under_way()
-        return Report(
+        return StallReport(
             rank=self._rank,
             host=self._host,
             pid=os.getpid(),

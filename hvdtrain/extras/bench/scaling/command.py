@@ -92,7 +92,7 @@ class JobSettings(NamedTuple):
         return ["--config", self.config_path] if self.config_path else []
 
 
-class PlannedJob(NamedTuple):
+class ScalingJob(NamedTuple):
     kind: str  # as in Trial
     ranks: int
     batch: int  # samples of a step
@@ -179,7 +179,7 @@ def _refuse_launcher() -> None:
         )
 
 
-def plan_jobs(kinds: Sequence[str], rank_counts: Sequence[int], batch: int) -> list[PlannedJob]:
+def plan_jobs(kinds: Sequence[str], rank_counts: Sequence[int], batch: int) -> list[ScalingJob]:
     """`batch` samples a step on the fewest ranks; for strong scaling also one rank alone with each
     rank's share of the batch.
 
@@ -197,17 +197,17 @@ def plan_jobs(kinds: Sequence[str], rank_counts: Sequence[int], batch: int) -> l
     for kind in kinds:
         for ranks in rank_counts:
             if kind == "weak":
-                jobs.append(PlannedJob(kind, ranks, batch_of_a_rank * ranks))
+                jobs.append(ScalingJob(kind, ranks, batch_of_a_rank * ranks))
             elif ranks <= batch:
-                jobs.append(PlannedJob(kind, ranks, batch_of_a_rank * fewest))
+                jobs.append(ScalingJob(kind, ranks, batch_of_a_rank * fewest))
     if fewest == 1:
         jobs += [
-            PlannedJob("alone", 1, batch // ranks) for ranks in rank_counts if 1 < ranks <= batch
+            ScalingJob("alone", 1, batch // ranks) for ranks in rank_counts if 1 < ranks <= batch
         ]
     return jobs
 
 
-def _run_trials(settings: JobSettings, jobs: Sequence[PlannedJob], repeat: int) -> list[Trial]:
+def _run_trials(settings: JobSettings, jobs: Sequence[ScalingJob], repeat: int) -> list[Trial]:
     """Runs each job `repeat` times; jobs of two kinds with the same ranks and batch run once."""
     seconds: dict[tuple[int, int], list[float]] = {(job.ranks, job.batch): [] for job in jobs}
     for number in range(

@@ -52,7 +52,7 @@ _HEADER = (
 )
 
 
-class Row(NamedTuple):
+class MemoryEstimate(NamedTuple):
     """A rank of so many, with these values of shard.stage and model.recompute."""
 
     ranks: int
@@ -87,7 +87,7 @@ class Row(NamedTuple):
 class MemoryPlan:
     """What --memory shows."""
 
-    rows: list[Row]
+    rows: list[MemoryEstimate]
     libraries: int  # bytes of the interpreter, the libraries and the data that are in memory
     limit: int | None  # bytes of a rank; None: not given
     config: Config
@@ -126,7 +126,7 @@ def memory_plan(
 
     Raises UserError where it cannot.
     """
-    rows: list[Row] = []
+    rows: list[MemoryEstimate] = []
     several = [one for one in forecasts if one.ranks > 1]
     for recompute in ("none", "all") if config.parallel.may_recompute else ("none",):
         try:
@@ -162,7 +162,7 @@ def _rows(
     stages: Sequence[int],
     recompute: str,
     forecasts: Sequence[Forecast],
-) -> list[Row]:
+) -> list[MemoryEstimate]:
     """Rows of all these forecasts, from predictions for the first of them."""
     reference = _memory_forecast(first, task)
     micro = reference.step().micro
@@ -182,7 +182,9 @@ def _rows(
             more = int(per_sample * (step.micro - micro))
             scaled = scaled._replace(activations=max(0, scaled.activations + more))
             rows.append(
-                Row(one.ranks, stage, recompute, step.micro, scaled, per_sample, step.samples)
+                MemoryEstimate(
+                    one.ranks, stage, recompute, step.micro, scaled, per_sample, step.samples
+                )
             )
     return rows
 
@@ -256,7 +258,7 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
     return [*lines, *(["", f"  {sentence(plan)}"] if plan.rows else [])]
 
 
-def _cells(row: Row, plan: MemoryPlan) -> list[str]:
+def _cells(row: MemoryEstimate, plan: MemoryPlan) -> list[str]:
     found = row.footprint
     other = found.buffers + found.workspace + found.inputs + found.checkpoint + found.copies
     evaluates = found.evaluation > found.step
@@ -323,7 +325,7 @@ def sentence(plan: MemoryPlan) -> str:
     )
 
 
-def _words(row: Row) -> str:
+def _words(row: MemoryEstimate) -> str:
     return f"shard.stage={row.stage}" + (" model.recompute=all" if row.recompute == "all" else "")
 
 

@@ -59,7 +59,7 @@ class MeshShape(NamedTuple):
         return " ".join(words)
 
 
-class Row(NamedTuple):
+class MeshCandidate(NamedTuple):
     """A mesh that fits."""
 
     mesh: MeshShape
@@ -82,7 +82,7 @@ class Data(NamedTuple):
 
 
 class MeshPlan(NamedTuple):
-    rows: list[Row]  # the fastest first
+    rows: list[MeshCandidate]  # the fastest first
     excluded: list[Excluded]
     ranks: int
     batch: int  # samples of a step, the same for all
@@ -172,7 +172,7 @@ def plan_meshes(
     whatever the mesh."""
     plain = without_mesh(config, ranks)
     features = _features(config, several_nodes=machine.per_node < ranks)
-    rows = list[Row]()
+    rows = list[MeshCandidate]()
     excluded = list[Excluded]()
     for mesh in meshes(ranks, has_dense_part):
         says(mesh.name)
@@ -226,7 +226,7 @@ def _row(
     machine: Machine,
     features: frozenset[Feature],
     ranks: int,
-) -> Row:
+) -> MeshCandidate:
     """Raises UserError where the job cannot be divided so."""
     one = forecast(config, data.samples, ranks, tokens_of_sample(data.task))
     if isinstance(one, Infeasible):
@@ -235,7 +235,7 @@ def _row(
     footprint = max((work.footprint for work in works), key=lambda found: found.total)
     overlaps = "asynchronous" in features and mesh.pipeline == 1
     time = step_time(one.config, works, machine, overlaps)
-    return Row(
+    return MeshCandidate(
         mesh,
         time,
         max(work.sent_bytes for work in works),

@@ -8,8 +8,8 @@ from typing import Any
 
 from hvdtrain.cli.output import align
 from hvdtrain.extras.plan.meshes.meshes import (
+    MeshCandidate,
     MeshPlan,
-    Row,
 )
 from hvdtrain.training.memory import MARGIN, gib
 
@@ -44,7 +44,7 @@ def mesh_lines(plan: MeshPlan) -> list[str]:
     return [*lines, "", "assumed", *(line for note in plan.assumed for line in _wrapped(note))]
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: MeshCandidate) -> tuple[str, ...]:
     time = row.time
     return (
         row.mesh.name,
@@ -92,7 +92,7 @@ def sentence(plan: MeshPlan) -> str:
     return words
 
 
-def _why(best: Row, plan: MeshPlan) -> str:
+def _why(best: MeshCandidate, plan: MeshPlan) -> str:
     """Against data parallel ranks with everything, or the best of another kind of mesh."""
     plain = next((row for row in plan.rows if not row.mesh.words), None)
     if plain is None:
@@ -111,7 +111,7 @@ def _why(best: Row, plan: MeshPlan) -> str:
     return _difference(plain, best)
 
 
-def _difference(slower: Row, faster: Row) -> str:
+def _difference(slower: MeshCandidate, faster: MeshCandidate) -> str:
     """What the slower one has more of: of communication, computing and waiting that which is
     most."""
     wait_s = [row.time.bubble * row.time.seconds for row in (slower, faster)]

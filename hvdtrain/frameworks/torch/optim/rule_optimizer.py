@@ -27,7 +27,7 @@ from hvdtrain.frameworks.torch.optim.user_optimizer import (
     name_of,
     try_step,
 )
-from hvdtrain.optim.around import Averaged, Scaled, Thawed, without_average
+from hvdtrain.optim.around import Averaged, ScaledRule, Thawed, without_average
 from hvdtrain.optim.rule import Rule, is_excluded, newton_schulz
 
 Arrays = list[torch.Tensor]  # of one dtype on one device
@@ -440,7 +440,7 @@ def check_class(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
             else None
         )
         rule = rule.rule if isinstance(rule, Thawed) else rule
-        own = rule.rule if isinstance(rule, Scaled) else rule
+        own = rule.rule if isinstance(rule, ScaledRule) else rule
         here = _public_name(ours) if ours else type(own).__module__.rpartition(".")[2]
         fix = f"optim.name={there}" if theirs else "the optim.name of its run folder's config.yaml"
         raise UserError(

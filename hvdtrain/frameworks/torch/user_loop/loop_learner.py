@@ -41,9 +41,9 @@ from hvdtrain.frameworks.torch.user_loop.counted import (
 )
 from hvdtrain.frameworks.torch.user_loop.prepared import (
     WHERE,
+    AmpScaling,
     GivenScale,
     PreparedOptimizer,
-    Scaled,
     ScaleOfLoss,
     compute_in,
     give_type,
@@ -353,7 +353,7 @@ class TorchLoopLearner(RankModel, LoopLearner):
         end_step(self.orders)
         self.strategy.reduce()
 
-    def _step(self, scaled: Scaled | None) -> None:
+    def _step(self, scaled: AmpScaling | None) -> None:
         """The optimizer's step from the mean gradient over the global batch; scaled: by a
         GradScaler. A collective."""
         if self._batch is None or not self._passed:

@@ -35,7 +35,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
 
     def __init__(
-        self, inner: torch.optim.Optimizer, update: Callable[[Scaled | None], None]
+        self, inner: torch.optim.Optimizer, update: Callable[[AmpScaling | None], None]
     ) -> None:
         """update: what step() does. The constructor of Optimizer is not called: its attributes are
         those of `inner`."""
@@ -53,7 +53,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
         given = vars(self)
         with torch.no_grad():
             self._update(
-                Scaled(given["found_inf"], given["grad_scale"]) if "found_inf" in given else None
+                AmpScaling(given["found_inf"], given["grad_scale"])
+                if "found_inf" in given
+                else None
             )
         return loss
 
@@ -233,7 +235,7 @@ class _Autocast:
         return None if outputs is None else in_type(outputs, self._precision.weights)
 
 
-class Scaled(NamedTuple):
+class AmpScaling(NamedTuple):
     """What GradScaler.step() gives an optimizer that says _step_supports_amp_scaling."""
 
     found_inf: torch.Tensor  # above 0 where a gradient is not finite
@@ -247,7 +249,7 @@ class GivenScale(Scale):
     def __init__(self, is_sharded: bool) -> None:
         """is_sharded: this rank has only parts of the gradients."""
         super().__init__()
-        self.scaled: Scaled | None = None  # of this step
+        self.scaled: AmpScaling | None = None  # of this step
         # overflows, in each of which the scale is halved
         self._is_sharded = is_sharded
         self._in_a_row = 0

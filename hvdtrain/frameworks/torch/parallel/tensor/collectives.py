@@ -19,7 +19,7 @@ _PASSES = {
 }
 
 
-class Positions:
+class SequenceLength:
     """How many positions the samples have that are computed now; a rank has its part of them, and
     may need the number of all."""
 
@@ -36,7 +36,7 @@ class TensorParallelLink(NamedTuple):
 
     communicator: Communicator
     layer: str  # its name in the model, of which the lasting names of its collectives are made
-    positions: Positions | None = None  # with sequence parallelism (layers.py)
+    positions: SequenceLength | None = None  # with sequence parallelism (layers.py)
     order: SameOrder | None = None  # in which these ranks compute layers
 
     def name_of(self, direction: str) -> str:
@@ -125,7 +125,7 @@ class _SumOverRanks(torch.autograd.Function):
         return dy, None
 
 
-class Rows(NamedTuple):
+class VocabularyRange(NamedTuple):
     """Which tokens a rank has."""
 
     first: int
@@ -137,7 +137,7 @@ class SplitLogits(NamedTuple):
 
     local: torch.Tensor  # (..., v)
     link: TensorParallelLink
-    rows: Rows
+    rows: VocabularyRange
 
     def to(self, dtype: torch.dtype) -> SplitLogits:
         return self._replace(local=self.local.to(dtype))
@@ -170,7 +170,9 @@ def whole_logits(outputs: torch.Tensor | SplitLogits) -> torch.Tensor:
 
 class _Whole(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, link: TensorParallelLink, rows: Rows) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, link: TensorParallelLink, rows: VocabularyRange
+    ) -> torch.Tensor:
         """x (..., v) -> (..., vocabulary)"""
         ctx.first = rows.first
         ctx.length = x.shape[-1]
@@ -201,7 +203,7 @@ class _CrossEntropy(torch.autograd.Function):
         smoothing: float,
         ignore: int,
         link: TensorParallelLink,
-        rows: Rows,
+        rows: VocabularyRange,
     ) -> torch.Tensor:
         """x (n, v), targets (n,) -> (n,)"""
         vocabulary = rows.vocabulary

@@ -22,10 +22,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from hvdtrain.frameworks.torch.parallel.tensor.collectives import (
-    Positions,
-    Rows,
+    SequenceLength,
     SplitLogits,
     TensorParallelLink,
+    VocabularyRange,
     copy_to_ranks,
     sum_over_ranks,
 )
@@ -87,7 +87,11 @@ class VocabularyHead(ColumnsLinear):
     """x (..., width) -> the logits of this rank's part of the vocabulary."""
 
     def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter | None, link: TensorParallelLink, rows: Rows
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        link: TensorParallelLink,
+        rows: VocabularyRange,
     ) -> None:
         super().__init__(weight, bias, link)
         self._rows = rows
@@ -115,7 +119,9 @@ class VocabularyEmbedding(nn.Module):
     """Tokens (...), the same on all ranks -> (..., width), likewise; a rank has the rows of its
     part of the vocabulary."""
 
-    def __init__(self, weight: nn.Parameter, link: TensorParallelLink, rows: Rows) -> None:
+    def __init__(
+        self, weight: nn.Parameter, link: TensorParallelLink, rows: VocabularyRange
+    ) -> None:
         super().__init__()
         self.weight = weight
         self._link = link
@@ -222,7 +228,7 @@ class _SumOfOwnPositions(torch.autograd.Function):
         return _start_gather(dy, ctx.link, ctx.count, "backward")(), None
 
 
-def _positions(link: TensorParallelLink) -> Positions:
+def _positions(link: TensorParallelLink) -> SequenceLength:
     assert link.positions is not None, link.layer
     return link.positions
 
@@ -230,7 +236,7 @@ def _positions(link: TensorParallelLink) -> Positions:
 def _start_gather(x: torch.Tensor, link: TensorParallelLink, count: int, direction: str) -> Waiting:
     """x (..., m / ranks, features) -> rows (m, ..., features) of all ranks, m = count."""
     own = x.detach().movedim(-2, 0)
-    part = Positions(count).part(link.communicator)
+    part = SequenceLength(count).part(link.communicator)
     assert len(own) == part.stop - part.start, (
         f"{link.layer} has {len(own)} positions, which are no part of {count}"
     )

@@ -18,10 +18,10 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Cut
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.parallel.tensor.collectives import (
-    Positions,
-    Rows,
+    SequenceLength,
     SplitLogits,
     TensorParallelLink,
+    VocabularyRange,
     whole_logits,
 )
 from hvdtrain.frameworks.torch.parallel.tensor.layers import (
@@ -70,7 +70,9 @@ class Way(NamedTuple):
             return OwnPositionsEmbedding(weight, link) if isinstance(layer, nn.Embedding) else layer
         if self.kind == "vocabulary":
             whole = _features(layer)
-            rows = Rows(part_of(whole, link.communicator.rank, link.communicator.size).start, whole)
+            rows = VocabularyRange(
+                part_of(whole, link.communicator.rank, link.communicator.size).start, whole
+            )
             return (
                 VocabularyEmbedding(weight, link, rows)
                 if isinstance(layer, nn.Embedding)
@@ -162,7 +164,7 @@ class TensorParallelLayers:
         self._model = model
         self._communicator = communicator
         self._order = order
-        self._positions = Positions() if sequence else None
+        self._positions = SequenceLength() if sequence else None
         self._parts: dict[nn.Parameter, nn.Parameter] = {}  # of a whole one
         self.cuts: dict[
             nn.Parameter, Cut
