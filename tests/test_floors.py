@@ -124,6 +124,25 @@ def test_no_two_test_files_have_the_same_name() -> None:
     assert len(names) > 200 and sorted(names) == sorted(set(names))
 
 
+SAME_CLASS_NAMES = {  # class names that may occur twice, and why
+    "GPT": "one published model, in torch and in JAX; messages name the class",
+    "SyncBatchNorm": "torch's name for hvdtrain's own norm, and in hvdtrain.horovod Horovod's",
+}
+
+
+def test_each_class_name_occurs_once() -> None:
+    places: dict[str, set[str]] = {}
+    for name, path in zip(NAMES, FILES, strict=True):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, set()).add(name)
+    assert {name for name, files in places.items() if len(files) > 1} == SAME_CLASS_NAMES.keys(), {
+        name: files
+        for name, files in places.items()
+        if len(files) > 1 and name not in SAME_CLASS_NAMES
+    }
+
+
 def test_every_file_has_a_docstring() -> None:
     missing = [
         name

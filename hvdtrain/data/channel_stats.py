@@ -63,7 +63,8 @@ _BLOCK_VALUES = 2**24  # read at once
 
 
 class Images(Protocol):
-    """A source of images (data/source.py), as far as statistics read it."""
+    """A source of images (data/source.py), as far as statistics and codebooks read it:
+    {"x": uint8 (n, H, W, C)}."""
 
     @property
     def shape(self) -> tuple[int, int, int]: ...

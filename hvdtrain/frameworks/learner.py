@@ -89,7 +89,7 @@ class Waited(NamedTuple):
     predicted: float
 
 
-class UnderWay(NamedTuple):
+class CurrentPass(NamedTuple):
     """The pass that a rank is in, of a stage of a pipeline or of a layer of which ranks have
     parts."""
 
@@ -284,7 +284,7 @@ class Learner(HasState, Protocol):
         all layers."""
         return []
 
-    def under_way(self) -> UnderWay | None:
+    def under_way(self) -> CurrentPass | None:
         """From any thread; None between steps, and where a rank waits for no other in its
         passes."""
         return None

@@ -18,7 +18,7 @@ from hvdtrain.core.arrays import Arrays, Batch
 from hvdtrain.core.metrics import check_one_number
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.learner import UnderWay
+from hvdtrain.frameworks.learner import CurrentPass
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ class LoopLearner:
         """Whether the step of the last batch was made."""
         raise NotImplementedError
 
-    def under_way(self) -> UnderWay | None:
+    def under_way(self) -> CurrentPass | None:
         """What is under way: Learner.under_way()."""
         return None
 

@@ -224,7 +224,7 @@ class _Made(NamedTuple):
     content: Any
 
 
-class _Form(NamedTuple):
+class _Codec(NamedTuple):
     """Content of an object, in lists, strings and a dict, and the object of such content."""
 
     content: Callable[[Any], Any]
@@ -236,17 +236,17 @@ def _encoded(thing: bytes | bytearray) -> str:
 
 
 _FORMS = {
-    bytes: _Form(_encoded, base64.b64decode),
-    bytearray: _Form(_encoded, lambda content: bytearray(base64.b64decode(content))),
-    set: _Form(list, set),
-    frozenset: _Form(list, frozenset),
-    Counter: _Form(dict, Counter),
-    range: _Form(lambda thing: [thing.start, thing.stop, thing.step], lambda each: range(*each)),
-    complex: _Form(lambda thing: [thing.real, thing.imag], lambda parts: complex(*parts)),
-    torch.dtype: _Form(lambda thing: f"{thing}".removeprefix("torch."), _dtype),
-    torch.device: _Form(str, torch.device),
-    torch.Size: _Form(list, torch.Size),
-    torch.nn.Parameter: _Form(
+    bytes: _Codec(_encoded, base64.b64decode),
+    bytearray: _Codec(_encoded, lambda content: bytearray(base64.b64decode(content))),
+    set: _Codec(list, set),
+    frozenset: _Codec(list, frozenset),
+    Counter: _Codec(dict, Counter),
+    range: _Codec(lambda thing: [thing.start, thing.stop, thing.step], lambda each: range(*each)),
+    complex: _Codec(lambda thing: [thing.real, thing.imag], lambda parts: complex(*parts)),
+    torch.dtype: _Codec(lambda thing: f"{thing}".removeprefix("torch."), _dtype),
+    torch.device: _Codec(str, torch.device),
+    torch.Size: _Codec(list, torch.Size),
+    torch.nn.Parameter: _Codec(
         lambda thing: thing.data.requires_grad_(thing.requires_grad),
         lambda tensor: torch.nn.Parameter(tensor, tensor.requires_grad),
     ),

@@ -109,7 +109,7 @@ class ReductionGroup:
         self.passes_left: list[int] = []  # of each parameter, until it is reduced
 
 
-class UnderWay(NamedTuple):
+class PendingReduction(NamedTuple):
     """The reduction of a group."""
 
     handle: int | Callable[[], torch.Tensor]  # what waits for a sparse one
@@ -143,13 +143,13 @@ class Gradients:
             ReductionGroup(parameters, names[parameters[0]]) for parameters in groups or trained
         ]
         self._is_grouped = bool(groups)
-        self.under_way: dict[ReductionGroup, UnderWay] = {}
+        self.under_way: dict[ReductionGroup, PendingReduction] = {}
 
     def start(self, group: ReductionGroup) -> None:
         """A gradient that was not computed counts as zeros: another rank may have computed it."""
         grads = [_gradient(parameter) for parameter in group.parameters]
         if grads[0].is_sparse and not self._sparse_as_dense and not self._is_grouped:
-            self.under_way[group] = UnderWay(
+            self.under_way[group] = PendingReduction(
                 sparse_allreduce_async(grads[0], group.name, self.op, self.process_set),
                 (),
                 (),
@@ -171,7 +171,7 @@ class Gradients:
             grouped=self._is_grouped,
             in_place=True,
         )
-        self.under_way[group] = UnderWay(
+        self.under_way[group] = PendingReduction(
             call.start_reduction(self.op, *self._factors), ctxs, wires, JOB.first_handle
         )
 

@@ -73,7 +73,7 @@ def _invalid(what: str) -> BadCall:
     return BadCall(what, "hvd.broadcast_parameters()", fix)
 
 
-class _Place(NamedTuple):
+class _StateTensorSpec(NamedTuple):
     """Place of a tensor in the state of the root's optimizer."""
 
     dtype: str
@@ -115,14 +115,14 @@ def broadcast_optimizer_state(
     )
     sent_places: dict[str, tuple[Any, ...]] = broadcast_object(
         {
-            key: tuple(_Place(name_of(tensor.dtype), tuple(tensor.shape), tensor.is_cpu))
+            key: tuple(_StateTensorSpec(name_of(tensor.dtype), tuple(tensor.shape), tensor.is_cpu))
             for key, tensor in tensors.items()
         },
         root_rank,
         None,
         process_set,
     )
-    places = {key: _Place(*sent) for key, sent in sent_places.items()}
+    places = {key: _StateTensorSpec(*sent) for key, sent in sent_places.items()}
     for key, place in places.items():
         if not is_root:
             tensors[key] = torch.empty(place.shape, dtype=getattr(torch, place.dtype), device="cpu")
@@ -185,7 +185,9 @@ def _step_empty(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None)
 
 
 def _put_as_sent(
-    optimizer: torch.optim.Optimizer, wire: Mapping[str, torch.Tensor], places: Mapping[str, _Place]
+    optimizer: torch.optim.Optimizer,
+    wire: Mapping[str, torch.Tensor],
+    places: Mapping[str, _StateTensorSpec],
 ) -> None:
     """Tensors by "number.name". load_state_dict() has given them the dtypes and devices of the
     parameters."""

@@ -16,7 +16,7 @@ SLOW = 1.1  # times the median of the ranks' own work; a rank above that holds t
 _ENERGY_NAMES = {"gpu": "GPUs", "cpu": "processors"}
 
 
-class Target(NamedTuple):
+class ReachedTarget(NamedTuple):
     """A value of the objective that was reached, and what it took; NaN for what is not known."""
 
     value: float
@@ -197,12 +197,12 @@ def _lost_counters(run: RunRecord, kinds: set[str]) -> dict[str, str]:
     return dict.fromkeys(kinds - included, why)
 
 
-def targets(run: RunRecord) -> list[Target]:
+def targets(run: RunRecord) -> list[ReachedTarget]:
     """The easiest first; of each the first time that it was reached."""
-    reached: dict[float, Target] = {}
+    reached: dict[float, ReachedTarget] = {}
     for event in run.events_of("target"):
         value = number(event, "target")
-        target = Target(
+        target = ReachedTarget(
             value,
             run.seconds_at(event),
             number(event, "epochs"),
@@ -365,7 +365,7 @@ class RunMesh(NamedTuple):
         return [rank for rank, place in enumerate(self.places) if place.stage == stage]
 
 
-class Stage(NamedTuple):
+class StageTimes(NamedTuple):
     """A stage of a pipeline; NaN for what was not measured."""
 
     ranks: list[int]
@@ -410,7 +410,7 @@ def ways(run: RunRecord) -> str:
     return ", ".join([mesh.summary if mesh else f"{run.ranks} data", *keys])
 
 
-def stages(run: RunRecord, work_ms: Sequence[float]) -> list[Stage]:
+def stages(run: RunRecord, work_ms: Sequence[float]) -> list[StageTimes]:
     """Empty without a pipeline; work_ms: of each rank in a step."""
     mesh = mesh_of(run)
     if mesh is None or mesh.sizes.stage == 1:
@@ -426,7 +426,7 @@ def stages(run: RunRecord, work_ms: Sequence[float]) -> list[Stage]:
             waiting[rank] for rank in ranks if rank < len(waiting) and math.isfinite(waiting[rank])
         ]
         found.append(
-            Stage(
+            StageTimes(
                 ranks, median(works) if works else math.nan, fmean(shares) if shares else math.nan
             )
         )

@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # with guard.lost
     from hvdtrain.training.memory_copy import MemoryCopy
 
 
-class Unfinished(NamedTuple):
+class StepsSinceSync(NamedTuple):
     """The steps of this rank since the last sync point."""
 
     began_s: float  # of time.perf_counter()
@@ -75,7 +75,7 @@ class Job:
     # where the job goes back to when ranks are lost; None where that ends it
     memory_copy: MemoryCopy | None
     clock: Callable[[], float]  # seconds spent in this job, over all its runs
-    unfinished: Unfinished | None = None  # between two sync points
+    unfinished: StepsSinceSync | None = None  # between two sync points
 
 
 def make_job(

@@ -12,7 +12,7 @@ from hvdtrain.comm.on_all_ranks import allreduce_sums
 from hvdtrain.core.metrics import Sums, add_sums, zero_sums
 from hvdtrain.core.progress import Hyper, Progress, fold
 from hvdtrain.data.sampler import evaluation_batches
-from hvdtrain.training.job import Job, Unfinished
+from hvdtrain.training.job import Job, StepsSinceSync
 from hvdtrain.training.progress.event_fields import epoch_fields, step_fields, target_fields
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.progress.triggers import (
@@ -30,7 +30,7 @@ STOP_CHECK_BATCHES = (
 )
 
 
-class Window(NamedTuple):
+class StepWindow(NamedTuple):
     """The steps of this rank between two sync points."""
 
     progress: Progress  # after them
@@ -65,12 +65,12 @@ def train_to_sync_point(job: Job, now: TrainState) -> TrainState:
     return record(job, now, window, sums, seconds=time.perf_counter() - window.began_s)
 
 
-def run_steps(job: Job, now: TrainState) -> Window:
+def run_steps(job: Job, now: TrainState) -> StepWindow:
     """One step after the other up to the next sync point. The host does not wait for the device
     here."""
     # the same names on a rank that makes no step
     no_sums = zero_sums((*job.task.sums, "nonfinite"))
-    began_s, sums = job.unfinished or Unfinished(time.perf_counter(), no_sums)
+    began_s, sums = job.unfinished or StepsSinceSync(time.perf_counter(), no_sums)
     steps, end = steps_to_sync_point(job.config, job.recipe, now)
     for p in job.learner.own_steps(steps):
         job.heartbeat.beat("reading samples", p.epoch, p.step)
@@ -80,14 +80,14 @@ def run_steps(job: Job, now: TrainState) -> Window:
         job.heartbeat.beat("step", p.epoch, p.step)
         of_step = job.learner.step(micro_batches, hyper, fold(job.config.seed, p.step))
         sums = add_sums(sums, of_step)
-        job.unfinished = Unfinished(began_s, sums)
+        job.unfinished = StepsSinceSync(began_s, sums)
         job.hooks.after_step(p.advance(hyper.batch), of_step)
-    return Window(
+    return StepWindow(
         end, job.recipe.after_evaluations(job.recipe.at(steps[-1]), now.plateau), sums, began_s
     )
 
 
-def synchronize(job: Job, window: Window) -> Sums:
+def synchronize(job: Job, window: StepWindow) -> Sums:
     """Makes running statistics, and weights after local steps, equal on all ranks; adds up sums,
     flags and telemetry over ranks."""
     p = window.progress
@@ -112,7 +112,9 @@ def add_up(job: Job, sums: Sums, name: str, parts: Sequence[str] = ()) -> Sums:
     return total
 
 
-def record(job: Job, before: TrainState, window: Window, sums: Sums, seconds: float) -> TrainState:
+def record(
+    job: Job, before: TrainState, window: StepWindow, sums: Sums, seconds: float
+) -> TrainState:
     """The state after a window: emits its events, and acts on flags and on numbers that are not
     finite. `sums` are of all ranks."""
     p = window.progress.end_here() if sums["over"] else window.progress

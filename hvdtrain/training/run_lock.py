@@ -47,7 +47,7 @@ class Sign(NamedTuple):
     silent_s: float  # that nothing changed
 
 
-class Watch:
+class LockWatch:
     """Looks at a lock from time to time: whether its holder lives, by its process where that can be
     seen, else by its signs of life.
 
@@ -148,7 +148,7 @@ class RunLock:
         folder = Folder.open(run)
         notes = list[str]()
         try:
-            waiting = Waiting(run, self._wait_s, self._stale_s)
+            waiting = LockWait(run, self._wait_s, self._stale_s)
             while not self._create(folder):
                 holder = read_holder(folder)
                 if holder is not None and holder.token == gone:
@@ -262,7 +262,7 @@ class RunLock:
                     file.write(to_bytes(self._mine))
 
 
-class Waiting:
+class LockWait:
     """A job that finds the lock of another: whether it waits on, takes the lock over, or is
     refused."""
 
@@ -270,7 +270,7 @@ class Waiting:
         self._run = run
         self._wait_s = wait_s
         self._stale_s = stale_s
-        self._watch = Watch(stale_s)
+        self._watch = LockWatch(stale_s)
         self._began_s = time.monotonic()
         self._said_s = -SAY_S
 
@@ -305,7 +305,7 @@ def find_holder(run: Path, look_s: float) -> Sign | None:
 
     Raises OSError.
     """
-    watch = Watch()
+    watch = LockWatch()
     end_s = time.monotonic() + look_s
     sign = None
     with Folder.open(run) as folder:

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 import hvdtrain
 from hvdtrain.__main__ import main
 from hvdtrain.cli.evaluate.predict import read_data_file
-from hvdtrain.cli.evaluate.table import Table
+from hvdtrain.cli.evaluate.table import TableFormat
 from hvdtrain.data.source import NamedArrays
 from hvdtrain.errors import UserError
 
@@ -292,9 +292,9 @@ def test_a_run_of_an_earlier_version_goes_on_without_a_change(
 def test_rows_to_predict_may_have_truth_values() -> None:
     Path("t.csv").write_text("a,b\nTRUE,1.5\nfalse,2\n")
     np.testing.assert_array_equal(
-        read_data_file(Path("t.csv"), Table(("b", "a"))), [[1.5, 1.0], [2.0, 0.0]]
+        read_data_file(Path("t.csv"), TableFormat(("b", "a"))), [[1.5, 1.0], [2.0, 0.0]]
     )
     Path("t.csv").write_text("TRUE,1\nFALSE,2\n")
     np.testing.assert_array_equal(read_data_file(Path("t.csv")), [[1, 1], [0, 2]])
     Path("t.csv").write_text("a;b\n1;2\n")
-    np.testing.assert_array_equal(read_data_file(Path("t.csv"), Table(("b",), ";")), [[2]])
+    np.testing.assert_array_equal(read_data_file(Path("t.csv"), TableFormat(("b",), ";")), [[2]])

@@ -16,7 +16,13 @@ from hvdtrain.extras.bench.cost_model import Cluster, StepModel
 from hvdtrain.extras.bench.scaling import report
 from hvdtrain.extras.bench.scaling.command import plan_jobs, step_seconds
 from hvdtrain.extras.bench.scaling.figure import draw_scaling
-from hvdtrain.extras.bench.scaling.report import Study, Trial, curves, efficiency, predictions
+from hvdtrain.extras.bench.scaling.report import (
+    ScalingTrial,
+    Study,
+    curves,
+    efficiency,
+    predictions,
+)
 
 BENCH = ["-m", "hvdtrain.extras.bench.command"]
 
@@ -51,10 +57,10 @@ def study(cores: int = 2) -> Study:
     """Half a second for 8 samples, on two ranks 0.625 s; nothing hidden of a link of 0.05 s a
     message and no end of bandwidth."""
     trials = [
-        Trial("weak", 1, 8, [0.4, 0.5, 0.6]),
-        Trial("weak", 2, 16, [0.625] * 3),
-        Trial("strong", 1, 8, [0.5]),
-        Trial("strong", 4, 8, [0.25]),
+        ScalingTrial("weak", 1, 8, [0.4, 0.5, 0.6]),
+        ScalingTrial("weak", 2, 16, [0.625] * 3),
+        ScalingTrial("strong", 1, 8, [0.5]),
+        ScalingTrial("strong", 4, 8, [0.25]),
     ]
     link = Link("lan", 0.05, 1e12)
     model = StepModel(0.1, 0.05, 0.0, 1.0)

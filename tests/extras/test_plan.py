@@ -14,7 +14,7 @@ from ranks import python
 
 from hvdtrain.__main__ import main
 from hvdtrain.config.read import configure
-from hvdtrain.extras.plan.forecast.layers import Share
+from hvdtrain.extras.plan.forecast.layers import LayerRange
 from hvdtrain.tasks.classification import without_statistics
 
 IMAGENET = without_data(1281167, "224x224x3", 1000)
@@ -430,7 +430,7 @@ def test_the_layout_of_a_model_over_ranks(
         "data 1, tensor 1",
     ]
     first, second, last = found.rows
-    halves = [Share(0.0, 0.5), Share(0.5, 1.0)] * 2
+    halves = [LayerRange(0.0, 0.5), LayerRange(0.5, 1.0)] * 2
     assert (first.shape, first.way, first.held) == ((16, 4), "columns", halves)
     assert (second.shape, second.way, second.held, second.whole_bytes) == (
         (8, 16),
@@ -438,7 +438,7 @@ def test_the_layout_of_a_model_over_ranks(
         halves,
         8 * 4,
     )
-    assert (last.way, last.held, last.sent) == ("whole", [Share(0.0, 1.0)] * 4, "")
+    assert (last.way, last.held, last.sent) == ("whole", [LayerRange(0.0, 1.0)] * 4, "")
     of_rank = 4 * ((16 * 4 + 16) // 2 + 8 * 16 // 2 + 8 + 3 * 8 + 3)
     assert [found.weight_bytes(rank) for rank in range(4)] == [of_rank] * 4
     assert found.updates == [of_rank, of_rank - 4 * (8 + 3 * 8 + 3)] * 2, (

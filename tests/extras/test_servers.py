@@ -22,12 +22,12 @@ from hvdtrain.core.progress import GoOn, Outstanding, WorkerUpdate
 from hvdtrain.errors import DIVERGED, UserError
 from hvdtrain.extras.servers.losses import (
     LostMeanwhile,
+    RankSyncPoint,
     ServerAgreement,
     SurvivorReport,
-    SyncPoints,
     go_on_from,
 )
-from hvdtrain.extras.servers.turns import UpdateOrder, Window
+from hvdtrain.extras.servers.turns import TicketWindow, UpdateOrder
 from hvdtrain.extras.servers.update_log import (
     NAME,
     Header,
@@ -52,7 +52,7 @@ class Simulation:
         self.computing: set[int] = set()
         self.whole: dict[int, int] = {}  # worker -> the ticket of the gradient that it has
         self.behind = 100 + tickets
-        self.order.begin(Window(100, self.behind, [], {}))
+        self.order.begin(TicketWindow(100, self.behind, [], {}))
         for worker in self.workers:
             self.order.grant(worker)
 
@@ -152,7 +152,7 @@ def test_what_the_others_go_on_from() -> None:
     assert go_on_from([first, second, *workers, None], 2) is None, "a rank is at another sync point"
     with pytest.raises(AssertionError, match="different updates"):
         go_on_from([first, second._replace(version=12), *workers], 2)
-    points = SyncPoints()
+    points = RankSyncPoint()
     points.begin(10)
     assert points.is_begun(10) and not points.is_behind(10)
     points.synced()

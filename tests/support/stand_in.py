@@ -43,7 +43,7 @@ from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.shards import (
     WORD,
     CheckpointShard,
-    Share,
+    ChunkShare,
     WrittenByAll,
     of_read,
     of_written,
@@ -230,7 +230,9 @@ class OtherWriters(threading.Thread):
             while folder.status(WORD) is None:
                 time.sleep(0.01)
             for rank in range(1, self._size):
-                share = Share(self._parts.layout.sizes, rank, self._size).read(folder, lambda: None)
+                share = ChunkShare(self._parts.layout.sizes, rank, self._size).read(
+                    folder, lambda: None
+                )
                 self._report(
                     of_read(rank), {"sums": list(share.sums.values()), "checksums": share.checksums}
                 )

@@ -21,7 +21,7 @@ from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.monitor import HealthMonitor, nonfinite_steps
 from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.job import make_job
-from hvdtrain.training.loop import Window, record
+from hvdtrain.training.loop import StepWindow, record
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.progress.triggers import evaluation_due, is_sync_point, stop_reason
 from hvdtrain.training.start import begin
@@ -174,7 +174,7 @@ def test_a_skipped_step_does_not_keep_the_ranks_from_being_compared(save: bool) 
         | {"over": 0.0}
         | {"loss": math.inf, "nonfinite": 1.0, "save": float(save)}
     )
-    window = Window(
+    window = StepWindow(
         replace(before.progress, step=10, samples=640), Hyper(0.1, 0.9, 0.0, 64, 9), sums, 0.0
     )
     with pytest.raises(Diverged, match="ranks differ after step 10: p.fc.bias"):

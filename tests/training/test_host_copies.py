@@ -19,7 +19,7 @@ from rank_threads import ThreadRank, in_threads
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import combine, digest
-from hvdtrain.frameworks.torch.state import Staging
+from hvdtrain.frameworks.torch.state import StagingBuffer
 from hvdtrain.tasks.classification import without_statistics
 from hvdtrain.training.build import build_learner
 from hvdtrain.training.checkpoint import files
@@ -47,7 +47,7 @@ WEIGHTS = 4 * ((64 + 1) * WIDTH + (LAYERS - 1) * (WIDTH + 1) * WIDTH + (WIDTH + 
 LARGEST = 4 * WIDTH * WIDTH
 
 
-class Counted(Staging):
+class Counted(StagingBuffer):
     """Counts what is copied."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ def test_digests_take_one_buffer(device: str) -> None:
     tables, most = most_bytes(lambda: digest_tables(learner.pieces()))
     assert most < LARGEST and learner._state._staging._buffer.nbytes == LARGEST
     assert sum(learner._state._staging.copied) == 3 * WEIGHTS
-    learner._state._staging = Staging()
+    learner._state._staging = StagingBuffer()
     assert combine(tables.whole) == digest(learner.state())
 
 
@@ -121,7 +121,7 @@ def test_a_rank_copies_what_it_writes_of_a_checkpoint(device: str) -> None:
         own = sum(piece.read().nbytes for piece in parts._own)
         assert own == pytest.approx(WEIGHTS * (2 if rank == 0 else 1), rel=1e-3)
         assert sum(learner._state._staging.copied) == own and most < own + LARGEST
-        learner._state._staging = Staging()
+        learner._state._staging = StagingBuffer()
         plain = {
             piece.name: piece.read() for piece in (piece.copied() for piece in learner.pieces())
         }

@@ -526,7 +526,7 @@ def test_shares_are_equal_and_every_chunk_is_in_one(sizes: tuple[int, int], rank
         file: max(0, (count - 1) * sums.CHUNK_BYTES + 1) if count else 0
         for file, count in zip("ab", sizes, strict=True)
     }
-    shares = [shards.Share(in_bytes, rank, ranks)._chunks for rank in range(ranks)]
+    shares = [shards.ChunkShare(in_bytes, rank, ranks)._chunks for rank in range(ranks)]
     assert [chunk for share in shares for chunk in share] == [("a", n) for n in range(sizes[0])] + [
         ("b", n) for n in range(sizes[1])
     ]
@@ -625,7 +625,7 @@ class SlowRank:
                     "rank-00001.written", json.dumps({"sums": parts(1, 2).write(folder)}).encode()
                 )
             if self.now_s == 1700:
-                share = shards.Share(parts(1, 2).layout.sizes, 1, 2).read(folder, lambda: None)
+                share = shards.ChunkShare(parts(1, 2).layout.sizes, 1, 2).read(folder, lambda: None)
                 folder.replace(
                     "rank-00001.read",
                     json.dumps(

@@ -23,7 +23,7 @@ from hvdtrain.cli.evaluate.command import (
 )
 from hvdtrain.cli.evaluate.masks import check_folder_of_masks, write_masks
 from hvdtrain.cli.evaluate.of_data import WITHOUT_TARGETS, AskedData, predict_data
-from hvdtrain.cli.evaluate.table import NO_TABLE, Table, read_table, table_of
+from hvdtrain.cli.evaluate.table import NO_TABLE, TableFormat, read_table, table_of
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.section import Given
@@ -287,7 +287,7 @@ def _write(to: str, head: Sequence[str], rows: Sequence[Sequence[str]], unit: st
 TABLE_SUFFIXES = (".csv", ".npy", ".npz", ".safetensors")
 
 
-def read_data_file(path: Path, table: Table = NO_TABLE) -> Any:
+def read_data_file(path: Path, table: TableFormat = NO_TABLE) -> Any:
     """An array of a table or of a .npy file, arrays by name of the others. Nothing pickled is read.
     Raises UserError."""
     if path.suffix not in TABLE_SUFFIXES:

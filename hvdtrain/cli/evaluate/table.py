@@ -18,25 +18,25 @@ from hvdtrain.data.user_data.arrays import TARGETS
 from hvdtrain.errors import UserError, first_line, short
 
 
-class Table(NamedTuple):
+class TableFormat(NamedTuple):
     """What the run says of its tables."""
 
     columns: tuple[str, ...] = ()  # of x, in the order of the model's inputs; empty: not known
     delimiter: str = ","
 
 
-NO_TABLE = Table()  # a run that was not trained on a table
+NO_TABLE = TableFormat()  # a run that was not trained on a table
 
 
-def table_of(options: Mapping[str, Any]) -> Table:
+def table_of(options: Mapping[str, Any]) -> TableFormat:
     """The table of a run with these options of its data set."""
     x = (options.get("fields") or {}).get("x", ())
     found = [name_and_words(text) for text in ([x] if isinstance(x, str) else x)]
     columns = () if any(words for _, words in found) else tuple(name for name, _ in found)
-    return Table(columns, csv_files.delimiter_of(options.get("delimiter")) or ",")
+    return TableFormat(columns, csv_files.delimiter_of(options.get("delimiter")) or ",")
 
 
-def read_table(path: Path, table: Table = NO_TABLE) -> np.ndarray:
+def read_table(path: Path, table: TableFormat = NO_TABLE) -> np.ndarray:
     """(n, columns) of a CSV file, whole numbers where all are. TRUE and FALSE are 1 and 0.
 
     Where the first row names the columns, they are those of the run, by name, and a line on stderr
@@ -84,7 +84,7 @@ def read_table(path: Path, table: Table = NO_TABLE) -> np.ndarray:
     return np.array(numbers, str).astype(np.int64 if whole else np.float64).T.copy()
 
 
-def _chosen(names: list[str], width: int, table: Table, path: Path) -> list[int]:
+def _chosen(names: list[str], width: int, table: TableFormat, path: Path) -> list[int]:
     """The places of the columns of x. Raises UserError where one is missing or stands twice."""
     if not names:
         return list(range(width))

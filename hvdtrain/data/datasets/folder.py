@@ -114,7 +114,7 @@ def build(
     return pack(source, arrays / key)
 
 
-class _Found(NamedTuple):
+class _SplitFiles(NamedTuple):
     """The image files of one split."""
 
     folder: Path
@@ -139,7 +139,7 @@ def check_splits(root: Path | None) -> None:
         ) from error
 
 
-def _find_images(root: Path, split: Split) -> _Found:
+def _find_images(root: Path, split: Split) -> _SplitFiles:
     """Raises UserError where train and the split have different classes, or a class has no images;
     OSError.
 
@@ -154,7 +154,7 @@ def _find_images(root: Path, split: Split) -> _Found:
     classes, left_out = (train, left_out) if folder == train_folder else _list_classes(folder)
     _compare_classes(train, classes, folder)
     label, images = next(iter(train.items()))
-    return _Found(folder, classes, str(train_folder / label / images[0]), left_out)
+    return _SplitFiles(folder, classes, str(train_folder / label / images[0]), left_out)
 
 
 def _compare_classes(train: Collection[str], classes: Collection[str], folder: Path) -> None:
@@ -205,7 +205,7 @@ def _list_classes(folder: Path) -> tuple[ImagesByClass, list[str]]:
     return classes, left_out
 
 
-def _key(found: _Found, options: str) -> str:
+def _key(found: _SplitFiles, options: str) -> str:
     """Names the array files: changes with the options, any file's name, size or time, and the
     content of each class's first image.
 

@@ -239,12 +239,12 @@ def _has_train(root: Path) -> bool:
         ) from error
 
 
-class _Found(NamedTuple):
+class _TarShards(NamedTuple):
     where: str  # for messages: the folder, or the folder and how the names begin
     paths: list[Path]  # by name
 
 
-def _find_archives(root: Path, split: Split) -> _Found | None:
+def _find_archives(root: Path, split: Split) -> _TarShards | None:
     """The tar files in <root>/<split>/ or, if there are none, <root>/<split>-*.tar; None for none.
     Raises UserError, OSError."""
     check_folder(root, f"data.root=DIR, with archives DIR/{split}/*.tar")
@@ -267,7 +267,7 @@ def _find_archives(root: Path, split: Split) -> _Found | None:
                 if name.endswith(".tar") and not name.startswith(".")
             ]
             if paths:
-                return _Found(str(folder / prefix) if prefix else str(folder), paths)
+                return _TarShards(str(folder / prefix) if prefix else str(folder), paths)
     return None
 
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
-from hvdtrain.core.arrays import Batch, digest
+from hvdtrain.core.arrays import digest
 from hvdtrain.core.folder import Folder
 from hvdtrain.core.progress import fold
+from hvdtrain.data.channel_stats import Images
 from hvdtrain.data.option_error import OptionError
 from hvdtrain.errors import UserError
 
@@ -22,15 +22,6 @@ _ROUNDS = 20  # of k-means at most: the squared error then falls by less than a 
 _BLOCK_VALUES = 2**22  # distances computed at once, 16 MB
 _DRAWN = 0x706978  # a stream of counters
 _UNKNOWN = 2**16 - 1  # of the table of colours: not looked up yet
-
-
-class Images(Protocol):
-    """Images by index, {"x": uint8 (n, H, W, C)}."""
-
-    @property
-    def shape(self) -> tuple[int, int, int]: ...
-    def __len__(self) -> int: ...
-    def read(self, indices: np.ndarray) -> Batch: ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from hvdtrain.core.arrays import shown_bytes
-from hvdtrain.extras.plan.forecast.layers import LayoutRow, ParallelLayout, Share
+from hvdtrain.extras.plan.forecast.layers import LayerRange, LayoutRow, ParallelLayout
 from hvdtrain.report.figures.canvas import GREY, literal, new_figure, run_style, save_png
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def _box(axes: Axes, rank: int, level: float, width: float = _BOX, colour: str =
     )
 
 
-def _fill_box(axes: Axes, rank: int, level: float, held: Share, row: LayoutRow) -> None:
+def _fill_box(axes: Axes, rank: int, level: float, held: LayerRange, row: LayoutRow) -> None:
     """The rank's part of the weight, in each of its groups."""
     from matplotlib.patches import Rectangle
 

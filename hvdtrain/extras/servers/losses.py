@@ -13,7 +13,7 @@ from hvdtrain.comm.communicator import Communicator, Interruptible
 from hvdtrain.core.progress import GoOn, Outstanding
 
 
-class SyncPoints:
+class RankSyncPoint:
     """Where a rank is: at or behind which sync point. They are told by the steps that are done
     there."""
 

@@ -13,7 +13,7 @@ from hvdtrain.comm.mesh import Mesh
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import GoOn, Progress, WorkerUpdate
 from hvdtrain.extras.servers.keys import ServersConfig
-from hvdtrain.extras.servers.losses import ServerAgreement, SurvivorReport, SyncPoints
+from hvdtrain.extras.servers.losses import RankSyncPoint, ServerAgreement, SurvivorReport
 from hvdtrain.extras.servers.ranges import (
     Ranges,
     Weights,
@@ -70,7 +70,7 @@ class Server(Strategy):
             worker: _Inbox(self._own, ranges, world, worker)
             for worker in range(ranges.servers, world.size)
         }
-        self._sync_points = SyncPoints()
+        self._sync_points = RankSyncPoint()
         self._version = 0  # updates done
         self._goes_on = False  # at that version
         self._sent_again: list[

@@ -98,7 +98,7 @@ class Leader:
 
     def begin(self, first: int, behind: int) -> None:
         if not self._goes_on:
-            self._order.begin(Window(first, behind, [], {}))
+            self._order.begin(TicketWindow(first, behind, [], {}))
         for worker in self._workers:
             if worker not in self._sending_again:
                 self._grant(worker)
@@ -191,7 +191,7 @@ class Follower:
         return self._message[1 : 1 + self._message[0]].tolist()
 
 
-class Window(NamedTuple):
+class TicketWindow(NamedTuple):
     """Tickets first ... behind - 1, between two sync points, and what is done of them."""
 
     first: int
@@ -222,7 +222,7 @@ class UpdateOrder:
     def __init__(self, bound: int | None) -> None:
         self._bound = bound
         self.version = 0  # updates done
-        self._window = Window(0, 0, [], {})
+        self._window = TicketWindow(0, 0, [], {})
         self._updates: list[WorkerUpdate] = []  # since the sync point
         self._left: deque[int] = deque()  # tickets
         self._granted: dict[
@@ -235,7 +235,7 @@ class UpdateOrder:
         self._reads: dict[int, int] = {}
         self._arrived: list[int] = []  # workers whose gradient is complete, the first to come first
 
-    def begin(self, window: Window) -> None:
+    def begin(self, window: TicketWindow) -> None:
         """Its tickets that are left are to be given; all before it are done."""
         assert not self._reads and not self._waiting, (self._reads, self._waiting)
         self._window = window
@@ -245,7 +245,7 @@ class UpdateOrder:
         self._tickets = {worker: read.ticket for worker, read in window.reads.items()}
         self._reads = {worker: read.read for worker, read in window.reads.items()}
 
-    def window(self, version: int) -> Window:
+    def window(self, version: int) -> TicketWindow:
         """The window after so many updates: later ones are not made, and their gradients are
         outstanding."""
         made = version - self._window.first

@@ -13,7 +13,7 @@ from hvdtrain.comm.mesh import Mesh
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import GoOn, Progress
 from hvdtrain.extras.servers.keys import ServersConfig
-from hvdtrain.extras.servers.losses import SurvivorReport, SyncPoints
+from hvdtrain.extras.servers.losses import RankSyncPoint, SurvivorReport
 from hvdtrain.extras.servers.ranges import (
     Ranges,
     Weights,
@@ -78,7 +78,7 @@ class Worker(Strategy):
         self._arriving: list[tuple[Handle, torch.Tensor]] = []
         self._done: Handle | None = None
         self._ticket: Handle | None = None
-        self._sync_points = SyncPoints()
+        self._sync_points = RankSyncPoint()
         self._made = 0  # the step that is made now, or was made last
         self._held: int | None = None  # the same, once the buckets have all of its gradient
         self._sends_again = False

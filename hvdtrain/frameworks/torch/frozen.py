@@ -260,7 +260,7 @@ def check_overlaps(model: nn.Module, where: str) -> None:
                 raise UserError(what, where, fix)
 
 
-class _Place:
+class _ArrayInterface:
     """What numpy asks of an array: where the elements of a tensor are in its storage."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -276,7 +276,7 @@ class _Place:
 
 def _places(tensor: torch.Tensor) -> np.ndarray:
     """An array that is never read; it tells numpy where the elements are, on any device."""
-    return np.asarray(_Place(tensor))
+    return np.asarray(_ArrayInterface(tensor))
 
 
 def _meeting(storage: list[tuple[str, np.ndarray]]) -> Iterator[tuple[tuple[str, np.ndarray], ...]]:

@@ -19,11 +19,11 @@ from hvdtrain.core.metrics import Sums, zero_sums
 from hvdtrain.core.progress import GoOn, Hyper, Progress, WorkerUpdate
 from hvdtrain.data.source import Source
 from hvdtrain.frameworks.learner import (
+    CurrentPass,
     Gpu,
     Learner,
     Predictions,
     TimedPass,
-    UnderWay,
     Waited,
     global_weight,
 )
@@ -232,7 +232,7 @@ class TorchLearner(RankModel, DrawsTokens, Learner):
     def last_passes(self) -> list[TimedPass]:
         return self.passes.last_passes()
 
-    def under_way(self) -> UnderWay | None:
+    def under_way(self) -> CurrentPass | None:
         return self.passes.under_way() or super().under_way()
 
     def gpu(self) -> Gpu | None:

@@ -12,7 +12,7 @@ from hvdtrain.comm.mesh import Mesh
 from hvdtrain.comm.order import SameOrder, doing_in
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays, Piece
-from hvdtrain.frameworks.learner import UnderWay, gather
+from hvdtrain.frameworks.learner import CurrentPass, gather
 from hvdtrain.frameworks.torch.device import compile_summary, describe_device
 from hvdtrain.frameworks.torch.precision import Precision
 from hvdtrain.frameworks.torch.state import LearnerState
@@ -55,9 +55,9 @@ class RankModel:
             )
         return {name: arrays[own] for name, own in self.state_dict_names().items()}
 
-    def under_way(self) -> UnderWay | None:
+    def under_way(self) -> CurrentPass | None:
         doing = doing_in(self.orders)
-        return UnderWay(doing, None) if doing else None
+        return CurrentPass(doing, None) if doing else None
 
     def count(self, parameters: Iterable[torch.nn.Parameter]) -> int:
         """Numbers in parameters, as one process would have them."""

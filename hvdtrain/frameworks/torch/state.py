@@ -38,7 +38,7 @@ class LearnerState:
         self._strategy = strategy
         # of shard.stage=3: during a pass the model has others
         self._parameters = dict(model.named_parameters())
-        self._staging = Staging()
+        self._staging = StagingBuffer()
 
     def pieces(self) -> Iterator[Piece]:
         """Pieces of the state: Learner.pieces()."""
@@ -207,7 +207,7 @@ def _without_optimizer(shapes: Shapes) -> Shapes:
     return {name: shape for name, shape in shapes.items() if not name.startswith("s.")}
 
 
-class Staging:
+class StagingBuffer:
     """Host memory of one rank, as large as the largest tensor on its GPU; none where all lie in
     host memory."""
 

@@ -12,7 +12,7 @@ import torch
 from hvdtrain.config.schema import Config
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Hyper
-from hvdtrain.frameworks.learner import TimedPass, UnderWay, Waited
+from hvdtrain.frameworks.learner import CurrentPass, TimedPass, Waited
 from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.frameworks.torch.device import keep_gradients
 from hvdtrain.frameworks.torch.forward import Evaluated, Forward, Losses
@@ -191,7 +191,7 @@ class Passes:
     def last_passes(self) -> list[TimedPass]:
         return []
 
-    def under_way(self) -> UnderWay | None:
+    def under_way(self) -> CurrentPass | None:
         return None
 
 

@@ -23,7 +23,7 @@ from hvdtrain.horovod.engine.reduce import (
     start_reduce_,
     swap,
 )
-from hvdtrain.horovod.engine.requests import Batch, Request, Unit, batches, runs
+from hvdtrain.horovod.engine.requests import Batch, Request, RequestTensor, batches, runs
 from hvdtrain.horovod.engine.timeline import Timeline
 
 Results = dict[tuple[int, int], Any]  # (id of the request, index of the tensor) -> what it gets
@@ -111,7 +111,7 @@ class Performer:
         wait()
         return lambda: None
 
-    def _target(self, unit: Unit) -> torch.Tensor:
+    def _target(self, unit: RequestTensor) -> torch.Tensor:
         target = unit.target()
         return (
             torch.empty_like(unit.source, memory_format=torch.contiguous_format)
@@ -173,7 +173,9 @@ class Performer:
             self._gather(units[start:end], lengths[:, start:end], results)
         return lambda: None
 
-    def _gather(self, units: Sequence[Unit], lengths: np.ndarray, results: Results) -> None:
+    def _gather(
+        self, units: Sequence[RequestTensor], lengths: np.ndarray, results: Results
+    ) -> None:
         """lengths: of axis 0, of each rank's units."""
         flats = [as_bytes(self._placed(unit.source).reshape(-1)) for unit in units]
         # what one rank gathers from itself is its own memory
@@ -337,7 +339,9 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def _hand_out(units: Sequence[Unit], found: Sequence[torch.Tensor], results: Results) -> None:
+def _hand_out(
+    units: Sequence[RequestTensor], found: Sequence[torch.Tensor], results: Results
+) -> None:
     for unit, tensor in zip(units, found, strict=True):
         results[id(unit.request), unit.place] = tensor
 

@@ -144,7 +144,7 @@ def combined(digests: Sequence[int]) -> int:
     return digests[0] if len(digests) == 1 else xxhash.xxh64_intdigest(repr(digests).encode()) >> 1
 
 
-class Unit(NamedTuple):
+class RequestTensor(NamedTuple):
     """One tensor of a request."""
 
     request: Request
@@ -160,7 +160,7 @@ class Batch(NamedTuple):
     """Units that one collective takes."""
 
     signature: Signature  # of the first; the others have its kind, op, factors and root
-    units: list[Unit]
+    units: list[RequestTensor]
     # ranks that asked for it: an average is over these, and not over those that have joined
     givers: int
 
@@ -174,7 +174,7 @@ def batches(requests: Sequence[tuple[Request, tuple[int, ...]]], fusion_bytes: i
     """
     found: list[Batch] = []
     last: dict[
-        tuple[object, ...], tuple[list[Unit], int]
+        tuple[object, ...], tuple[list[RequestTensor], int]
     ] = {}  # what can be fused -> its newest batch, the bytes of that
     for request, buckets in requests:
         signature = request.signature
@@ -182,7 +182,7 @@ def batches(requests: Sequence[tuple[Request, tuple[int, ...]]], fusion_bytes: i
         op = signature.op
         key = kind, op, signature.root, signature.prescale, signature.postscale, buckets
         for place, source in enumerate(request.inputs):
-            unit = Unit(request, place, source)
+            unit = RequestTensor(request, place, source)
             size = 0 if kind in _ANY_ROWS else source.nbytes
             if op == "adasum" or size >= ALONE_BYTES:
                 found.append(Batch(signature, [unit], len(buckets)))

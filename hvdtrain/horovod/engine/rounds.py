@@ -19,8 +19,8 @@ from hvdtrain.horovod.engine.agree import (
     LEAVING,
     OVERDUE,
     Asked,
-    NegotiationResult,
     NegotiationBlock,
+    NegotiationResult,
     Standing,
     decide,
     outside_of_inference,
@@ -34,7 +34,7 @@ from hvdtrain.horovod.engine.requests import Key, Request, Settings, Signature
 from hvdtrain.horovod.engine.timeline import Timeline, now_us
 from hvdtrain.horovod.engine.waiting import (
     ANNOUNCE_S,
-    Waiting,
+    ExchangeWait,
     lost_ranks,
     wait_for,
     wait_without_word,
@@ -218,8 +218,8 @@ class Rounds:
         if asked and self._timeline.is_on:
             self._timeline.round_ends()
 
-    def _waiting(self, asked: Sequence[Request], settings: Settings) -> Waiting:
-        return Waiting(
+    def _waiting(self, asked: Sequence[Request], settings: Settings) -> ExchangeWait:
+        return ExchangeWait(
             self._exchange,
             settings,
             self.ranks,

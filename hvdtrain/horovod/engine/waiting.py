@@ -54,7 +54,7 @@ _POOL_WORKER = concurrent.futures.thread._worker.__code__
 _WAIT = threading.Condition.wait.__code__  # of a queue's get(), of an event, of a semaphore
 
 
-class Waiting(NamedTuple):
+class ExchangeWait(NamedTuple):
     """What a rank waits for, in an exchange."""
 
     exchange: OrderedExchange
@@ -64,7 +64,7 @@ class Waiting(NamedTuple):
     purpose: Callable[[], str]
 
 
-def wait_for(waiting: Waiting, since: float) -> None:
+def wait_for(waiting: ExchangeWait, since: float) -> None:
     """Returns once every rank is in the exchange and takes it. Raises Stalled on all of them where
     one gives up, after settings.end_s.
 
@@ -82,7 +82,7 @@ def wait_for(waiting: Waiting, since: float) -> None:
         time.sleep(WORD_S)
 
 
-def wait_without_word(waiting: Waiting, look: Callable[[], object] = lambda: None) -> None:
+def wait_without_word(waiting: ExchangeWait, look: Callable[[], object] = lambda: None) -> None:
     """Returns once every rank is in the exchange; other ranks are not told that it is taken. Raises
     what look() raises, and Stalled."""
     exchange = waiting.exchange
@@ -107,7 +107,7 @@ def wait_without_word(waiting: Waiting, look: Callable[[], object] = lambda: Non
             _give_up(waiting)
 
 
-def _give_up(waiting: Waiting) -> None:
+def _give_up(waiting: ExchangeWait) -> None:
     """Returns where the ranks come meanwhile."""
     missing = _missing(waiting.exchange, waiting.ranks)
     if waiting.exchange.done():
@@ -120,7 +120,7 @@ def _give_up(waiting: Waiting) -> None:
     raise Stalled(what, "hvdtrain.horovod", _FIX)
 
 
-def _raise_if_given_up(waiting: Waiting) -> bool:
+def _raise_if_given_up(waiting: ExchangeWait) -> bool:
     """Whether there are ranks whose wait has not ended."""
     said = waiting.exchange.said()
     if said["given up"]:
@@ -130,7 +130,7 @@ def _raise_if_given_up(waiting: Waiting) -> bool:
     return bool(said["here"] - said["taken"])
 
 
-def _warn(waiting: Waiting, waited_s: float) -> None:
+def _warn(waiting: ExchangeWait, waited_s: float) -> None:
     """Said by the first rank that waits."""
     missing = _missing(waiting.exchange, waiting.ranks)
     present = [other for other in waiting.ranks if other not in missing]

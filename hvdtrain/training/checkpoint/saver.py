@@ -25,7 +25,7 @@ from hvdtrain.training.checkpoint.shards import WrittenByAll
 from hvdtrain.training.progress.train_state import TrainState
 
 
-class Source(Protocol):
+class CheckpointSource(Protocol):
     """What a checkpoint is written from: a learner, or what ranks that have parts of it write."""
 
     def state(self) -> Arrays | WrittenByAll: ...
@@ -33,7 +33,7 @@ class Source(Protocol):
 
 
 class Saved:
-    """A Source of what is known by now."""
+    """A CheckpointSource of what is known by now."""
 
     def __init__(self, state: Arrays | WrittenByAll, names: dict[str, str]) -> None:
         self._state = state
@@ -156,12 +156,12 @@ class Saver:
             self._due_step = step
         return due
 
-    def save_if_due(self, now: TrainState, learner: Source) -> None:
+    def save_if_due(self, now: TrainState, learner: CheckpointSource) -> None:
         """Writes in the background, where it is due and after an evaluation."""
         if now.progress.step in (self._due_step, now.evaluated):
             self.save(now, learner)
 
-    def save(self, now: TrainState, learner: Source) -> None:
+    def save(self, now: TrainState, learner: CheckpointSource) -> None:
         """Waits for the write before this one, copies the state, and writes in the background; not
         what is on the disk already."""
         began = time.perf_counter()
@@ -179,7 +179,7 @@ class Saver:
         self._thread.start()
 
     def finish(
-        self, now: TrainState, learner: Source, moved: Callable[[], None] = lambda: None
+        self, now: TrainState, learner: CheckpointSource, moved: Callable[[], None] = lambda: None
     ) -> str:
         """Returns once the last checkpoint is on the disk: empty, or why it is not there. It may
         replace older ones, which is said.

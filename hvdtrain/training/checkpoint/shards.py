@@ -160,7 +160,7 @@ class CheckpointShard:
                 yield from self.layout.places(piece)
 
 
-class Share:
+class ChunkShare:
     """The chunks that one rank reads back: an equal share of those of all files, one file after the
     other."""
 
@@ -179,7 +179,7 @@ class Share:
         self.sums = {file: ByteSum() for file in sizes}
         self.checksums: list[str] = []  # SHA-256 of each chunk, in order
 
-    def read(self, folder: Folder, moved: Callable[[], None]) -> Share:
+    def read(self, folder: Folder, moved: Callable[[], None]) -> ChunkShare:
         """Reads them; moved: called after the first, and whenever SYNC_BYTES more are read. Raises
         OSError."""
         with contextlib.ExitStack() as stack:
@@ -251,7 +251,9 @@ def write_parts(
             _report(
                 folder,
                 of_read(parts.rank),
-                lambda: _as_report(Share(parts.layout.sizes, parts.rank, ranks).read(folder, tell)),
+                lambda: _as_report(
+                    ChunkShare(parts.layout.sizes, parts.rank, ranks).read(folder, tell)
+                ),
             )
 
 
@@ -262,7 +264,7 @@ def _checked_write(
     return parts.write(folder, tell)
 
 
-def _as_report(share: Share) -> dict[str, Any]:
+def _as_report(share: ChunkShare) -> dict[str, Any]:
     return {"sums": list(share.sums.values()), "checksums": share.checksums}
 
 
@@ -441,7 +443,7 @@ class WrittenByAll:
         ranks = 1 + len(self._ranks)
         sizes = self.parts.layout.sizes
         folder.replace(WORD, str(ranks).encode())
-        own = Share(sizes, self.parts.rank, ranks).read(folder, self._moved)
+        own = ChunkShare(sizes, self.parts.rank, ranks).read(folder, self._moved)
         reports = [_as_report(own), *self._gather(folder, of_read, readers)]
         every = iter([checksum for report in reports for checksum in report["checksums"]])
         return _total([_sums(report) for report in reports]), {

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hvdtrain.core.own_line import own_frame
-from hvdtrain.frameworks.learner import UnderWay
+from hvdtrain.frameworks.learner import CurrentPass
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Heartbeat:
     in_start: bool = True  # up to there
     place: str = ""  # of this rank in the mesh: "stage 1, data 0"
     # the stage or the layer that this rank is in; from any thread
-    under_way: Callable[[], UnderWay | None] = lambda: None
+    under_way: Callable[[], CurrentPass | None] = lambda: None
 
     def beat(self, phase: str, epoch: int, step: int) -> None:
         """The phase begins, or goes on, after so many whole epochs and steps."""

@@ -44,8 +44,8 @@ from hvdtrain.extras.bench.options import BenchParser, one_or_more, read_rank_co
 from hvdtrain.extras.bench.scaling.figure import draw_scaling
 from hvdtrain.extras.bench.scaling.report import (
     SCALING_KINDS,
+    ScalingTrial,
     Study,
-    Trial,
     curves,
     to_json,
     to_text,
@@ -93,7 +93,7 @@ class JobSettings(NamedTuple):
 
 
 class ScalingJob(NamedTuple):
-    kind: str  # as in Trial
+    kind: str  # as in ScalingTrial
     ranks: int
     batch: int  # samples of a step
 
@@ -207,7 +207,9 @@ def plan_jobs(kinds: Sequence[str], rank_counts: Sequence[int], batch: int) -> l
     return jobs
 
 
-def _run_trials(settings: JobSettings, jobs: Sequence[ScalingJob], repeat: int) -> list[Trial]:
+def _run_trials(
+    settings: JobSettings, jobs: Sequence[ScalingJob], repeat: int
+) -> list[ScalingTrial]:
     """Runs each job `repeat` times; jobs of two kinds with the same ranks and batch run once."""
     seconds: dict[tuple[int, int], list[float]] = {(job.ranks, job.batch): [] for job in jobs}
     for number in range(
@@ -220,7 +222,9 @@ def _run_trials(settings: JobSettings, jobs: Sequence[ScalingJob], repeat: int) 
                 flush=True,
             )
             seconds[ranks, batch] += _run_job(settings, ranks, batch)
-    return [Trial(job.kind, job.ranks, job.batch, seconds[job.ranks, job.batch]) for job in jobs]
+    return [
+        ScalingTrial(job.kind, job.ranks, job.batch, seconds[job.ranks, job.batch]) for job in jobs
+    ]
 
 
 def _run_job(settings: JobSettings, ranks: int, batch: int) -> list[float]:
@@ -345,7 +349,7 @@ def _measure_link(settings: JobSettings, rank_counts: Sequence[int]) -> LinkMeas
     return LinkMeasurement(fit_link(points, ranks), points)
 
 
-def _measured_step(trial: Trial, bucket_bytes: Sequence[float], link: Link) -> MeasuredStep:
+def _measured_step(trial: ScalingTrial, bucket_bytes: Sequence[float], link: Link) -> MeasuredStep:
     return MeasuredStep(
         samples=trial.batch / trial.ranks,
         oversubscription=max(1.0, trial.ranks / available_cores()),

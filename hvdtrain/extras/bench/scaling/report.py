@@ -19,7 +19,7 @@ SCALING_KINDS = ("weak", "strong")
 PREDICTED_RANKS = [2**power for power in range(3, 14)]
 
 
-class Trial(NamedTuple):
+class ScalingTrial(NamedTuple):
     """One job."""
 
     # weak: constant samples of a rank; strong: constant samples of a step; alone: one rank with the
@@ -33,7 +33,7 @@ class Trial(NamedTuple):
 class Study(NamedTuple):
     """All that was measured and fitted."""
 
-    trials: list[Trial]
+    trials: list[ScalingTrial]
     model: StepModel
     step_errors: list[float]  # relative, of each step predicted from the others
     link: Link  # measured here
@@ -59,7 +59,7 @@ class CurveFigure(NamedTuple):
     lines: list[EfficiencyLine]
 
 
-def efficiency(trial: Trial, trials: Sequence[Trial]) -> float:
+def efficiency(trial: ScalingTrial, trials: Sequence[ScalingTrial]) -> float:
     """Images a second and rank, divided by those of the trial of the same kind with the fewest
     ranks."""
     return _samples_per_s_and_rank(trial) / _samples_per_s_and_rank(
@@ -67,11 +67,11 @@ def efficiency(trial: Trial, trials: Sequence[Trial]) -> float:
     )
 
 
-def _samples_per_s_and_rank(trial: Trial) -> float:
+def _samples_per_s_and_rank(trial: ScalingTrial) -> float:
     return trial.batch / quartiles(trial.seconds).median / trial.ranks
 
 
-def _trial_with_fewest_ranks(trials: Sequence[Trial], kind: str) -> Trial:
+def _trial_with_fewest_ranks(trials: Sequence[ScalingTrial], kind: str) -> ScalingTrial:
     return min((trial for trial in trials if trial.kind == kind), key=lambda trial: trial.ranks)
 
 

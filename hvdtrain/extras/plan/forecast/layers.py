@@ -21,7 +21,7 @@ class LayerSummary(NamedTuple):
     )  # operations of a forward pass of one sample, a multiply-add is two; None where they are not counted  # noqa: E501
 
 
-class Share(NamedTuple):
+class LayerRange(NamedTuple):
     """A rank's part of a layer: from `start` to `stop`, shares of the cut axis."""
 
     start: float
@@ -37,7 +37,7 @@ class LayoutRow(NamedTuple):
     whole_bytes: int  # of these, of what each rank that has a part has whole: the biases of rows
     way: Way
     groups: int  # of features, each of which is cut: 3 of queries, keys and values
-    held: list[Share | None]  # of each rank; None: it has none of it
+    held: list[LayerRange | None]  # of each rank; None: it has none of it
     sent: str  # between the ranks that have it, in a step
     stage: int
 

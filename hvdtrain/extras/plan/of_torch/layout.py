@@ -14,7 +14,7 @@ from hvdtrain.comm.communicator import part_of
 from hvdtrain.comm.mesh import Coordinates, coordinates, place_of
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Way, shown_bytes
-from hvdtrain.extras.plan.forecast.layers import LayoutRow, ParallelLayout, Share
+from hvdtrain.extras.plan.forecast.layers import LayerRange, LayoutRow, ParallelLayout
 from hvdtrain.frameworks.torch.arrangement import Arrangement
 from hvdtrain.frameworks.torch.arrangements import arrangement_of
 from hvdtrain.frameworks.torch.call import only_one
@@ -22,7 +22,7 @@ from hvdtrain.frameworks.torch.layer import Layer, LayerCut, bytes_of_sample
 from hvdtrain.frameworks.torch.model import checked_model, example
 from hvdtrain.tasks.task import Task
 
-_WHOLE = Share(0.0, 1.0)
+_WHOLE = LayerRange(0.0, 1.0)
 
 
 def layout(config: Config, task: Task, ranks: int) -> ParallelLayout:
@@ -113,7 +113,7 @@ def _row(
     parallel = config.parallel
     readers = len(places) // config.parallel.ranks
     way: Way = cut.way if cut else "rows" if config.shard.stage == 3 else "whole"
-    held: list[Share | None] = []
+    held: list[LayerRange | None] = []
     for rank, place in enumerate(places):
         if place.stage != stage % parallel.pipeline:
             held.append(None)
@@ -174,20 +174,20 @@ def _name(alike: list[Layer]) -> str:
     )
 
 
-def _share(index: int, parts: int) -> Share:
-    return Share(index / parts, (index + 1) / parts)
+def _share(index: int, parts: int) -> LayerRange:
+    return LayerRange(index / parts, (index + 1) / parts)
 
 
-def _part(length: int, rank: int, ranks: int) -> Share:
+def _part(length: int, rank: int, ranks: int) -> LayerRange:
     """What a rank has of a layer that is cut: the first ranks have one more."""
     part = part_of(length, rank, ranks)
-    return Share(part.start / length, part.stop / length)
+    return LayerRange(part.start / length, part.stop / length)
 
 
-def _within(part: Share, index: int, parts: int) -> Share:
+def _within(part: LayerRange, index: int, parts: int) -> LayerRange:
     """The shard of a part."""
     width = (part.stop - part.start) / parts
-    return Share(part.start + index * width, part.start + (index + 1) * width)
+    return LayerRange(part.start + index * width, part.start + (index + 1) * width)
 
 
 def _ways(arrangement: type[Arrangement], config: Config) -> list[str]:

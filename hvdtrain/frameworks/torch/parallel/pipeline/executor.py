@@ -23,7 +23,7 @@ from torch.distributed.pipelining._backward import (
 )  # torch's own zero-bubble schedules' split
 
 from hvdtrain.comm.communicator import Communicator, Handle, PointToPoint, point_to_point
-from hvdtrain.frameworks.learner import TimedPass, UnderWay
+from hvdtrain.frameworks.learner import CurrentPass, TimedPass
 from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Action, Schedule, timeline
 from hvdtrain.frameworks.torch.parallel.pipeline.stages import Autocast, Stage, Tied, units_of
 
@@ -87,7 +87,7 @@ class Pipeline:
         self.spent = Spent(0.0, 0.0)  # in the last call of train() or evaluate()
         self.passes: list[TimedPass] = []  # of the last call of train()
 
-    def under_way(self) -> UnderWay | None:
+    def under_way(self) -> CurrentPass | None:
         """From any thread; waits_for is a rank of the pipeline."""
         run = self._running
         return run.under_way if run else None
@@ -239,18 +239,20 @@ class _Run:
         self._enter = enter
         self._last = len(stages) * ranks.size - 1
         self._passes: dict[tuple[int, int], MicroBatch] = {}  # by stage and micro-batch
-        self._forms: dict[int, _Form] = {}  # of what comes into a stage
+        self._forms: dict[int, _ActivationSpec] = {}  # of what comes into a stage
         self._coming: dict[Action, Handle] = {}
         self._outputs: dict[tuple[int, int], Handle] = {}  # on their way to the next stage
         self._gradients: list[tuple[Handle, int]] = []  # on their way to another stage
         self.waiting = 0.0  # seconds
-        self.under_way: UnderWay | None = None
+        self.under_way: CurrentPass | None = None
         self._phase = "forward"
 
     def begin(self, action: Action, number: int) -> None:
         """The pass of micro-batch `number` is under way."""
         kind = f"{action.kind} pass" if action.kind in ("forward", "backward") else action.kind
-        self.under_way = UnderWay(f"{kind} of micro-batch {number} in stage {action.stage}", None)
+        self.under_way = CurrentPass(
+            f"{kind} of micro-batch {number} in stage {action.stage}", None
+        )
         self._phase = "forward" if action.kind == "forward" else "backward"
         self._enter(self._phase)
 
@@ -287,7 +289,7 @@ class _Run:
                 f"pipeline.{stage}.form",
                 _tag(stage),
             )
-            self._forms[stage] = _Form.of_numbers(self._wait(found, stage - 1))
+            self._forms[stage] = _ActivationSpec.of_numbers(self._wait(found, stage - 1))
             self.prepare(action)
         x = self._wait(self._coming.pop(action), stage - 1).to(self._device) if stage else inputs()
         passes = MicroBatch(self._stages[stage], x, is_first=stage == 0)
@@ -305,7 +307,9 @@ class _Run:
         if not micro:
             self._gradients.append(
                 (
-                    self._ranks.start_send(_Form.of(outputs).numbers(), to, f"{name}.form", tag),
+                    self._ranks.start_send(
+                        _ActivationSpec.of(outputs).numbers(), to, f"{name}.form", tag
+                    ),
                     stage + 1,
                 )
             )
@@ -338,7 +342,7 @@ class _Run:
 
     def finish(self) -> None:
         """Waits until everything has arrived."""
-        self.under_way = UnderWay("the end of all passes", None)
+        self.under_way = CurrentPass("the end of all passes", None)
         for (stage, _), handle in self._outputs.items():
             self._wait(handle, stage + 1)
         for handle, stage in self._gradients:
@@ -363,7 +367,7 @@ class _Run:
         return stage % self._ranks.size
 
 
-class _Form(NamedTuple):
+class _ActivationSpec(NamedTuple):
     """Number type and shape of one sample of what goes from a stage to the next one; sent before
     the first micro-batch of a step."""
 
@@ -371,14 +375,14 @@ class _Form(NamedTuple):
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, outputs: Any) -> _Form:
+    def of(cls, outputs: Any) -> _ActivationSpec:
         assert isinstance(outputs, torch.Tensor), (
             f"a stage gives one tensor to the next one, not {type(outputs).__name__}"
         )
         return cls(outputs.dtype, tuple(outputs.shape[1:]))
 
     @classmethod
-    def of_numbers(cls, numbers: np.ndarray) -> _Form:
+    def of_numbers(cls, numbers: np.ndarray) -> _ActivationSpec:
         return cls(DTYPES[numbers[0]], tuple(int(n) for n in numbers[2 : 2 + numbers[1]]))
 
     def numbers(self) -> np.ndarray:
@@ -398,7 +402,7 @@ def planned_forms(
     found = {}
     for number, unit in enumerate(units_of(model, "parallel.pipeline")):
         if number in first[1:]:
-            found[f"pipeline.{list(first).index(number)}.form"] = _Form.of(x).numbers()
+            found[f"pipeline.{list(first).index(number)}.form"] = _ActivationSpec.of(x).numbers()
         with autocast(x.device):
             x = unit.call(x)
     return found

@@ -13,7 +13,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.metrics import Sums, add_sums, zero_sums
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.learner import TimedPass, UnderWay, Waited
+from hvdtrain.frameworks.learner import CurrentPass, TimedPass, Waited
 from hvdtrain.frameworks.torch.call import only_one
 from hvdtrain.frameworks.torch.forward import Evaluated
 from hvdtrain.frameworks.torch.inputs import DeviceBatch, split_batch
@@ -75,7 +75,7 @@ class PipelinePasses(Passes):
     def last_passes(self) -> list[TimedPass]:
         return self._pipelined.last_passes()
 
-    def under_way(self) -> UnderWay | None:
+    def under_way(self) -> CurrentPass | None:
         found = self._pipelined.under_way()
         mesh = self._mesh
         if found is None or found.waits_for is None:

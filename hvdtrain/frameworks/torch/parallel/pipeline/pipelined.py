@@ -13,7 +13,7 @@ from torch import nn
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import WHOLE, Cut
-from hvdtrain.frameworks.learner import TimedPass, UnderWay, Waited
+from hvdtrain.frameworks.learner import CurrentPass, TimedPass, Waited
 from hvdtrain.frameworks.torch.parallel.pipeline.executor import Pipeline
 from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Schedule, timeline
 from hvdtrain.frameworks.torch.parallel.pipeline.stages import (
@@ -138,7 +138,7 @@ class Pipelined:
     def last_passes(self) -> list[TimedPass]:
         return self._pipeline.passes
 
-    def under_way(self) -> UnderWay | None:
+    def under_way(self) -> CurrentPass | None:
         """waits_for is a rank of the pipeline."""
         return self._pipeline.under_way()
 

@@ -58,7 +58,7 @@ def of_stages(units: Sequence[Seconds], cuts: Sequence[int]) -> list[Seconds]:
     ]
 
 
-class Timeline(NamedTuple):
+class PipelineTimeline(NamedTuple):
     """The passes of each rank, in order."""
 
     ranks: list[list[Timed]]
@@ -95,7 +95,7 @@ def timeline(
     *,
     backward: bool = True,
     transfers: Sequence[float] = (),
-) -> Timeline:
+) -> PipelineTimeline:
     """What the ranks do, with `virtual` stages each, more than one where they are interleaved;
     without `backward` forward passes alone.
 
@@ -135,7 +135,7 @@ def _timed(
     orders: Sequence[Sequence[Action]],
     seconds: Sequence[Seconds],
     transfers: Sequence[float],
-) -> Timeline:
+) -> PipelineTimeline:
     """Each pass begins when the one before it on its rank has ended, and all that it needs is
     there."""
     done: dict[Action, float] = {}
@@ -158,7 +158,7 @@ def _timed(
                 arrived[action] = max(done[action], free_at.get(link, 0.0)) + transfer_s
                 if action.kind != "weight gradient":
                     free_at[link] = arrived[action]
-    return Timeline(found)
+    return PipelineTimeline(found)
 
 
 def needs(schedule: Schedule, action: Action, stages: int) -> list[Action]:
