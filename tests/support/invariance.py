@@ -200,11 +200,15 @@ def losses(
     }
 
 
-def curves(communicator: Communicator, engine: str, how: str = "") -> dict[str, Any]:
-    """By job. how: few: FEW; few_jax: one job of JAX, which compiles for seconds on each rank;
-    unreduced: gradients are not added up."""
+def curves(
+    communicator: Communicator, engine: str, how: str = "", names: list[str] | None = None
+) -> dict[str, Any]:
+    """By job; names: of some. how: few: FEW; few_jax: one job of JAX, which compiles for seconds on
+    each rank; unreduced: gradients are not added up."""
     used = Unreduced(communicator) if how == "unreduced" else communicator
     jobs = {"few": FEW, "few_jax": FEW_JAX}.get(how, JOBS)
+    if names is not None:
+        jobs = {name: jobs[name] for name in names}
     if how == "unreduced":
         jobs = {
             job: words

@@ -122,13 +122,14 @@ class Averaged:
 
 
 def jobs_of(*how: str) -> dict[str, str]:
-    """Name -> words, without the stage."""
+    """Name -> words, without the stage; of the jobs that `how` names, where it names some."""
     jobs = JAX_JOBS if "jax" in how else JOBS
     named = {
         name: words for name, words in jobs.items() if name.endswith("muon") or "muon" not in how
     }
     few = (*FEW, "mlp, lamb") if "jax" in how else FEW  # a rule that needs norms over ranks
-    return {name: words for name, words in named.items() if name in few or "few" not in how}
+    chosen = few if "few" in how else named.keys() & set(how) or named.keys()
+    return {name: words for name, words in named.items() if name in chosen}
 
 
 def checkpoint(run: Path, words: str, communicator: Communicator) -> dict[str, str]:

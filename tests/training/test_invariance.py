@@ -3,11 +3,14 @@ curve up to rounding."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from invariance import FEW, JOBS, SGD, TIED
 from pool import on_ranks
 from ranks import ENGINES, FULL, needs_horovod, needs_mpirun
+from rotation import rows_of_today
 
 SIZES = [
     ("single", 1),
@@ -16,12 +19,12 @@ SIZES = [
     *[("torchdist", 2), ("mpi", 3), ("mpi", 4), ("torchdist", 3), ("horovod", 3), ("horovod", 4)]
     * FULL,
 ]
+EVERY_DAY = [("single", 1), ("mpi", 2)]
 
 
 def marks(engine: str, size: int) -> list[pytest.MarkDecorator]:
     """One process and two ranks on mpi; the other groups, a minute each, are slow tests."""
-    first = [("single", 1), ("mpi", 2)]
-    slow = (engine, size) not in first
+    slow = (engine, size) not in EVERY_DAY
     return (
         [needs_horovod] * (engine == "horovod")
         + [pytest.mark.ranks4] * (size == 4)
@@ -35,46 +38,58 @@ GROUPS = [
 ]
 SAME = [  # jobs that compute the same numbers, with any framework and any way to reduce gradients
     [name for name in JOBS if "softmax" in name],
+    [name for name in JOBS if "grown" in name and "sync" not in name],
+    [name for name in JOBS if "mixed" in name],
     [name for name in JOBS if "least squares" in name],
     [name for name in JOBS if "mlp" in name and "RMSprop" not in name],
-    [name for name in JOBS if "mixed" in name],
-    ["torch with an unused layer"],
-    ["jax convnet, micro-batches"],
-    [name for name in JOBS if "grown" in name and "sync" not in name],
-    ["torch mlp, RMSprop"],
     ["torch convnet, sync norm", "torch convnet, sync norm, buckets"],
+    ["torch with an unused layer"],
+    ["torch mlp, RMSprop"],
+    ["jax convnet, micro-batches"],
     ["torch convnet, sync norm, grown"],
 ]
+STATISTICS = "torch wide_resnet"  # whose curve depends on the ranks
+
+Run = tuple[str, int, tuple[str, ...]]  # the engine, the ranks, the jobs
 
 
 @pytest.fixture(scope="session")
-def curves() -> dict[str, dict]:
-    """(engine, size) -> job -> losses, when a test first asks for it."""
+def curves() -> dict[Run, dict]:
+    """The losses of each job of a run, when a test first asks for it."""
     return {}
 
 
-def jobs_on(engine: str) -> str:
-    """What `how` is of the jobs of a group: all of them on one process."""
-    return "" if FULL or engine == "single" else "few"
+def jobs_on(engine: str, size: int) -> list[str]:
+    """All jobs on one process, else few, unless all rows run. Of the runs of each day those of
+    today; the others have days of their own."""
+    of_today = {name for group in rows_of_today(SAME) for name in group} | {STATISTICS}
+    jobs = JOBS if FULL or engine == "single" else FEW
+    return [name for name in jobs if name in of_today or (engine, size) not in EVERY_DAY]
 
 
-def run(curves: dict, engine: str, size: int, how: str) -> dict:
-    key = f"{engine} x {size}, {how}"
-    if engine == "single" and f"{engine} x {size}, " in curves:
-        return dict(curves[f"{engine} x {size}, "])  # has the few among all
-    if key not in curves:
-        curves[key] = on_ranks(engine, size, "invariance:curves", engine, how)[0]
+def run(curves: dict[Run, dict], engine: str, size: int, jobs: Sequence[str]) -> dict:
+    """The jobs that are asked for, maybe among others."""
+    for ran, found in curves.items():
+        if ran[:2] == (engine, size) and set(jobs) <= found.keys():
+            return found
+    key = engine, size, tuple(jobs)
+    curves[key] = on_ranks(engine, size, "invariance:curves", engine, "", jobs)[0]
     return curves[key]
+
+
+def test_each_job_is_compared() -> None:
+    assert {name for group in SAME for name in group} | {STATISTICS} == JOBS.keys()
+    assert {*FEW, STATISTICS} <= JOBS.keys()
 
 
 @pytest.mark.parametrize(("engine", "size"), GROUPS)
 def test_loss_curves_are_those_of_one_rank(curves: dict, engine: str, size: int) -> None:
-    how = jobs_on(engine)
-    one = run(curves, "single", 1, "few" if how == "few" else "")
-    many = run(curves, engine, size, how)
-    assert many.keys() == {"": JOBS, "few": FEW}[how].keys() <= one.keys() <= JOBS.keys()
+    jobs = jobs_on(engine, size)
+    one = run(curves, "single", 1, jobs)
+    many = run(curves, engine, size, jobs)
+    assert set(jobs) <= many.keys() <= one.keys() <= JOBS.keys()
     assert {job: found["digests"] for job, found in many.items()} == dict.fromkeys(many, 1)
-    statistics = many["torch wide_resnet"]
+    statistics = many[STATISTICS]
     assert len(statistics["not_synced"]) == 26  # mean and variance of 13 norms
     assert max(statistics["not_synced"]) < 1e-12, "running statistics are not the mean over ranks"
     assert size == 1 or max(statistics["spread"]) > 1e-3, "each rank had its own before"
@@ -118,7 +133,7 @@ def test_other_ways_to_have_a_model_on_ranks_have_the_curve_of_one(
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES if FULL else ENGINES[:1])
 def test_the_comparison_notices_an_allreduce_that_does_nothing(curves: dict, engine: str) -> None:
-    one = run(curves, "single", 1, "few")
+    one = run(curves, "single", 1, list(FEW))
     unreduced = on_ranks(engine, 2, "invariance:curves", engine, "unreduced")[0]
     assert {
         "torch softmax, buckets",

@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 from pool import alone, on_ranks
 from ranks import FULL, mpirun, needs_horovod, needs_mpirun
+from rotation import rows_of_today
 from same_curve import check_same
 from shards_on_ranks import FEW, jobs_of
 
 from hvdtrain.errors import STALLED
 
 slow = pytest.mark.slow
+# of what runs each day; the other rows have days of their own, and all of the few jobs
+TODAY = (FEW[0], *rows_of_today(FEW[1:]))
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +63,7 @@ def reference(one_process: dict, tmp: Path, *how: str) -> dict:
 @pytest.mark.parametrize(
     ("engine", "size", "stages", "how"),
     [
-        pytest.param("mpi", 2, "3", ("few",), marks=needs_mpirun, id="mpi-2-few"),
+        pytest.param("mpi", 2, "3", TODAY, marks=needs_mpirun, id="mpi-2-few"),
         pytest.param("mpi", 3, "0,1,2", ("muon",), marks=[needs_mpirun, slow], id="mpi-3-muon"),
         pytest.param("mpi", 3, "2", ("few",), marks=[needs_mpirun, slow], id="mpi-3-few"),
         pytest.param(
