@@ -100,8 +100,8 @@ def _sample(rank: ConnectedRank, parsed: Arguments, request: SampleRequest) -> i
     config = unstaged(rank.config)
     if config.data.name not in DRAWN:
         what = (
-            f"sample draws what data.name={' and '.join(DRAWN)} have; the run has "
-            f"data.name={short(config.data.name)}"
+            f"sample draws what data.name={' and '.join(DRAWN)} {'have' if DRAWN[1:] else 'has'}; "
+            f"the run has data.name={short(config.data.name)}"
         )
         raise UserError(what, "RUN", "another run folder")
     of_images = config.data.name in token_images()
