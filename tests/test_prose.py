@@ -1,4 +1,4 @@
-"""Prose: no sentence of a page of docs has more than 40 words, every link leads somewhere, a
+"""Prose: no sentence of a page of docs has more than 30 words, every link leads somewhere, a
 docstring begins with what the thing is."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PAGES = [
     ROOT / "tests" / "promises.md",
     *sorted(path for folder in ("benchmarks", "labs") for path in (ROOT / folder).rglob("*.md")),
 ]
-MOST_WORDS = 40
+MOST_WORDS = 30
 # a beginning that says nothing without the signature, or the docstring before it
 _VAGUE = re.compile(r"(Of|The same|Those|As)\b")
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -82,7 +82,7 @@ def vague_docstrings(source: str) -> Iterator[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: str(page.relative_to(ROOT)))
-def test_no_sentence_of_a_page_has_more_than_40_words(page: Path) -> None:
+def test_no_sentence_of_a_page_has_more_than_30_words(page: Path) -> None:
     assert not [
         sentence for sentence in sentences(page.read_text()) if words(sentence) > MOST_WORDS
     ]
