@@ -11,12 +11,7 @@ import pytest
 from rank_threads import ThreadRank, in_threads
 
 from hvdtrain.cli.check.command import RankInspection, _of_each_kind
-from hvdtrain.cli.check.differences import (
-    differing_code,
-    find_differences,
-    find_shortages,
-    full_mesh,
-)
+from hvdtrain.cli.check.differences import differing_code, find_differences
 from hvdtrain.cli.check.dry_run import AllreduceSpeed, slow_engine
 from hvdtrain.cli.check.rank_facts import (
     Finding,
@@ -31,6 +26,7 @@ from hvdtrain.cli.check.rank_facts import (
     number_ranges,
 )
 from hvdtrain.cli.check.report import network_lines
+from hvdtrain.cli.check.shortages import find_shortages, full_mesh
 from hvdtrain.comm.rendezvous import interfaces
 from hvdtrain.comm.threads import ThreadRanks
 from hvdtrain.errors import UserError

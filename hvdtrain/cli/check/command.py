@@ -19,13 +19,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from hvdtrain.cli.check import dry_run
-from hvdtrain.cli.check.differences import (
-    differing_code,
-    differing_configuration,
-    find_differences,
-    find_shortages,
-    full_mesh,
-)
+from hvdtrain.cli.check.differences import differing_code, differing_configuration, find_differences
 from hvdtrain.cli.check.dry_run import (
     RunFolderFacts,
     measure_speeds,
@@ -46,6 +40,7 @@ from hvdtrain.cli.check.rank_facts import (
     network_variables,
 )
 from hvdtrain.cli.check.report import CheckReport, one_line, to_json, to_text
+from hvdtrain.cli.check.shortages import find_shortages, full_mesh
 from hvdtrain.cli.options import CommandParser
 from hvdtrain.cli.output import with_json_value
 from hvdtrain.comm.communicator import Communicator
