@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 
 from hvdtrain.__main__ import main
 from hvdtrain.cli.evaluate.command import USAGE, evaluate, read_former_run
-from hvdtrain.cli.export import read_checkpoint
+from hvdtrain.cli.saved_weights import read_checkpoint
 from hvdtrain.comm import on_all_ranks
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import Assignment, configure, read_argument, read_file

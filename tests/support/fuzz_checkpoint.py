@@ -13,8 +13,8 @@ import numpy as np
 from fuzz_bytes import chance, mutated, odd, pick
 from numpy.random import Generator
 
-from hvdtrain.cli.export import metadata, model_state
-from hvdtrain.cli.export import read_checkpoint as read_for_export
+from hvdtrain.cli.saved_weights import metadata, model_state
+from hvdtrain.cli.saved_weights import read_checkpoint as read_for_export
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Arrays, digest, whole

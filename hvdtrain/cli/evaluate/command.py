@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdtrain.cli.export import read_checkpoint
 from hvdtrain.cli.options import CommandParser
 from hvdtrain.cli.output import print_result, with_json_value
+from hvdtrain.cli.saved_weights import read_checkpoint
 from hvdtrain.config.read import Assignment, read_argument, read_resumed
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sections.section import Given, is_object
