@@ -21,9 +21,9 @@ from hvdtrain.report.compare import (
     is_short,
     scaling_comparisons,
 )
+from hvdtrain.report.mesh import mesh_of, stage_summary
 from hvdtrain.report.page_tables import Table
 from hvdtrain.report.run import RunRecord, number, objective_of
-from hvdtrain.report.summary import mesh_of, stage_summary
 from hvdtrain.version import __version__
 
 _LAST_EVENTS = 8  # of a run without a regular end

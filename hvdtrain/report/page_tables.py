@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hvdtrain.events import redaction
-from hvdtrain.report import summary
+from hvdtrain.report import mesh, summary
 from hvdtrain.report.compare import ScalingComparison, Spread, global_batch
 from hvdtrain.report.run import (
     RunRecord,
@@ -72,7 +72,7 @@ def _summary_column(run: RunRecord, objective: str) -> dict[str, str]:
         "ending": run.ending,
         "begun": begun + (f", in {starts} starts" if starts > 1 else ""),
         "ranks": shown(number(start, "ranks"), ",.0f"),
-        "mesh": summary.ways(run),
+        "mesh": mesh.ways(run),
         "hosts": _hosts(start.get("hosts")),
         "engine": cell(start.get("engine")),
         "framework": cell(start.get("framework") or run.config.get("framework")),
@@ -241,7 +241,7 @@ def ranks(run: RunRecord) -> Table:
     work_ms = summary.rank_work_ms(run)
     measured = [rank for rank in range(len(work_ms)) if math.isfinite(work_ms[rank])]
     slowest_first = sorted(measured, key=lambda rank: -work_ms[rank])
-    found = summary.mesh_of(run)
+    found = mesh.mesh_of(run)
     medians = summary.median_of_stage(run, work_ms)
     rows = [
         [
@@ -269,7 +269,7 @@ def ranks(run: RunRecord) -> Table:
 def mesh_grid(run: RunRecord) -> Table:
     """Which rank on which host has which place: a row for each place in `data`; empty where every
     rank has a whole model."""
-    found = summary.mesh_of(run)
+    found = mesh.mesh_of(run)
     if found is None or found.sizes.stage * found.sizes.tensor > _MOST_COLUMNS:
         return Table([], [])
     columns = [place for place in found.places if place.data == 0]
@@ -313,9 +313,9 @@ def stages(run: RunRecord) -> Table:
             shown(stage.work_ms),
             f"{stage.waiting:.0%}" if math.isfinite(stage.waiting) else "",
         ]
-        for number, stage in enumerate(summary.stages(run, work_ms)[:MOST_RANKS])
+        for number, stage in enumerate(mesh.stages(run, work_ms)[:MOST_RANKS])
     ]
-    predicted = summary.predicted_bubble(run)
+    predicted = mesh.predicted_bubble(run)
     note = (
         f"By the schedule, with stages that take the same time, each waits {predicted:.1%}."
         if math.isfinite(predicted)

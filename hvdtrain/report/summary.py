@@ -1,14 +1,14 @@
-"""The key figures of a run: speed, objective, time, energy; and its ranks: their number, places in
-the mesh, the slowest, stages."""
+"""The key figures of a run: speed, objective, time, energy; and its ranks: their number, and the
+slowest."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import fmean, median
+from statistics import median
 from typing import Any, NamedTuple
 
-from hvdtrain.config.sections.extra_keys import dividing_keys
+from hvdtrain.report.mesh import mesh_of
 from hvdtrain.report.run import Fields, RunRecord, number, numbers, objective_of
 
 LONGEST_LABEL = 40  # characters of a run's name in a legend
@@ -326,162 +326,6 @@ def _shortened(name: str) -> str:
         name
         if len(name) <= LONGEST_LABEL
         else f"{name[: LONGEST_LABEL // 2]}...{name[-LONGEST_LABEL // 2 + 3 :]}"
-    )
-
-
-_AXES = ("pipeline", "data", "tensor")
-MOST_RANKS = 2**20
-
-
-class MeshCoordinate(NamedTuple):
-    """Place of a rank in the mesh."""
-
-    stage: int
-    data: int
-    tensor: int
-
-
-class RunMesh(NamedTuple):
-    """The mesh of a run in which several ranks have one model."""
-
-    sizes: MeshCoordinate  # of each axis
-    places: list[MeshCoordinate]  # of each rank
-
-    @property
-    def summary(self) -> str:
-        """ "2 pipeline x 2 data" """
-        return " x ".join(
-            f"{size} {axis}"
-            for axis, size in zip(_AXES, self.sizes, strict=True)
-            if size > 1 or axis == "data"
-        )
-
-    def name(self, rank: int) -> str:
-        """ "stage 1, data 0": without the axes of one place."""
-        names = zip(MeshCoordinate._fields, self.places[rank], self.sizes, strict=True)
-        return ", ".join(f"{axis} {at}" for axis, at, size in names if size > 1 or axis == "data")
-
-    def ranks_of(self, stage: int) -> list[int]:
-        return [rank for rank, place in enumerate(self.places) if place.stage == stage]
-
-
-class StageTimes(NamedTuple):
-    """A stage of a pipeline; NaN for what was not measured."""
-
-    ranks: list[int]
-    work_ms: float  # of a step, the median of its ranks
-    waiting: float  # share of the time of its passes, the mean of its ranks
-
-
-def mesh_of(run: RunRecord) -> RunMesh | None:
-    """None where every rank has a whole model, or the event is another's."""
-    start = run.start_event
-    sizes = [number(start, f"mesh.{axis}") for axis in _AXES]
-    coordinates = start.get("coordinates_of_rank")
-    if not isinstance(coordinates, list) or not all(math.isfinite(size) for size in sizes):
-        return None
-    whole = MeshCoordinate(*map(int, sizes))
-    if not 0 < len(coordinates) == math.prod(whole) <= MOST_RANKS or not all(
-        _is_place(one, whole) for one in coordinates
-    ):
-        return None
-    return RunMesh(whole, [MeshCoordinate(*one) for one in coordinates])
-
-
-def _is_place(value: Any, sizes: MeshCoordinate) -> bool:
-    if not isinstance(value, list) or len(value) != len(sizes):
-        return False
-    return all(type(at) is int and 0 <= at < size for at, size in zip(value, sizes, strict=True))
-
-
-def ways(run: RunRecord) -> str:
-    """How the ranks of a run divide the work, for people: "2 data x 2 tensor, shard.stage=1"; empty
-    on one rank."""
-    if not run.ranks or run.ranks == 1:
-        return ""
-    mesh = mesh_of(run)
-    keys = [
-        f"{key}={run.config[key]}"
-        for key in (*dividing_keys(), "shard.stage")
-        if run.config.get(key) not in (None, "none", 0)
-    ]
-    if mesh and mesh.sizes.stage > 1:
-        keys.append(f"parallel.schedule={run.config.get('parallel.schedule')}")
-    return ", ".join([mesh.summary if mesh else f"{run.ranks} data", *keys])
-
-
-def stages(run: RunRecord, work_ms: Sequence[float]) -> list[StageTimes]:
-    """Empty without a pipeline; work_ms: of each rank in a step."""
-    mesh = mesh_of(run)
-    if mesh is None or mesh.sizes.stage == 1:
-        return []
-    waiting = bubble(run)
-    found = []
-    for stage in range(mesh.sizes.stage):
-        ranks = mesh.ranks_of(stage)
-        works = [
-            work_ms[rank] for rank in ranks if rank < len(work_ms) and math.isfinite(work_ms[rank])
-        ]
-        shares = [
-            waiting[rank] for rank in ranks if rank < len(waiting) and math.isfinite(waiting[rank])
-        ]
-        found.append(
-            StageTimes(
-                ranks, median(works) if works else math.nan, fmean(shares) if shares else math.nan
-            )
-        )
-    return found
-
-
-def bubble(run: RunRecord) -> list[float]:
-    """For each rank the share of the time of its passes in which it waits, the mean over steps;
-    empty where it was not measured."""
-    rows = [(numbers(event, "bubble"), number(event, "steps")) for event in run.step_events()]
-    rows = [(row, steps) for row, steps in rows if row and steps > 0]
-    # a resumed job may have other ranks
-    rows = [(row, steps) for row, steps in rows if len(row) == len(rows[-1][0])]
-    total = sum(steps for _, steps in rows)
-    return (
-        [sum(row[rank] * steps for row, steps in rows) / total for rank in range(len(rows[-1][0]))]
-        if rows
-        else []
-    )
-
-
-def predicted_bubble(run: RunRecord) -> float:
-    """By the schedule, with stages that take the same time; NaN where it is not known."""
-    return next(
-        (
-            share
-            for event in reversed(run.step_events())
-            if math.isfinite(share := number(event, "bubble_predicted"))
-        ),
-        math.nan,
-    )
-
-
-def stage_summary(run: RunRecord, work_ms: Sequence[float]) -> str:
-    """One sentence: which stage is slowest, which waits; empty without a pipeline, and where
-    nothing was measured."""
-    found = stages(run, work_ms)
-    if not found or not all(
-        math.isfinite(stage.work_ms) and math.isfinite(stage.waiting) for stage in found
-    ):
-        return ""
-    slowest = max(range(len(found)), key=lambda stage: found[stage].work_ms)
-    waiting = max(range(len(found)), key=lambda stage: found[stage].waiting)
-    middle = median(stage.work_ms for stage in found)
-    line = (
-        f"stage {slowest} is slowest: {found[slowest].work_ms:.3g} ms of own work a step, median "
-        f"of the stages {middle:.3g}; "
-    )
-    line += (
-        f"stage {waiting} waits most, {found[waiting].waiting:.0%} of its passes' time; bubble "
-        f"{fmean(bubble(run)):.0%}"
-    )
-    predicted = predicted_bubble(run)
-    return line + (
-        f", {predicted:.0%} by the schedule with equal stages" if math.isfinite(predicted) else ""
     )
 
 

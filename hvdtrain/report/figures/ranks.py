@@ -20,18 +20,9 @@ from hvdtrain.report.figures.canvas import (
     run_style,
 )
 from hvdtrain.report.figures.speed import PHASES
+from hvdtrain.report.mesh import MOST_RANKS, bubble, mesh_of, predicted_bubble
 from hvdtrain.report.run import Fields, RunRecord, number, numbers
-from hvdtrain.report.summary import (
-    MOST_RANKS,
-    Straggler,
-    bubble,
-    finite,
-    host_of,
-    mesh_of,
-    predicted_bubble,
-    rank_work_ms,
-    straggler,
-)
+from hvdtrain.report.summary import Straggler, finite, host_of, rank_work_ms, straggler
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
