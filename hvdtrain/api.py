@@ -324,7 +324,7 @@ def _ask(
 ) -> T:
     """Does the work on the ranks of this script, with the configuration of the run. Raises as
     train()."""
-    from hvdtrain.cli.evaluate.command import Arguments, read_former_run
+    from hvdtrain.cli.evaluate.arguments import Arguments, read_former_run
     from hvdtrain.config.sections.section import COMMAND_LINE
     from hvdtrain.training.given import given_data
     from hvdtrain.training.run_rank import on_connected_ranks

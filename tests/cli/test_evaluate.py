@@ -20,7 +20,8 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from hvdtrain.__main__ import main
-from hvdtrain.cli.evaluate.command import USAGE, evaluate, read_former_run
+from hvdtrain.cli.evaluate.arguments import read_former_run
+from hvdtrain.cli.evaluate.command import USAGE, evaluate
 from hvdtrain.cli.saved_weights import read_checkpoint
 from hvdtrain.comm import on_all_ranks
 from hvdtrain.comm.communicator import SingleProcessCommunicator

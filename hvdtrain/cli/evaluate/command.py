@@ -3,38 +3,32 @@ number of ranks."""
 
 from __future__ import annotations
 
-import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
-from hvdtrain.cli.options import CommandParser
+from hvdtrain.cli.evaluate.arguments import Arguments, parse, read_former_run
+from hvdtrain.cli.evaluate.class_results import evaluation_fields, evaluation_lines
 from hvdtrain.cli.output import print_result, with_json_value
 from hvdtrain.cli.saved_weights import read_checkpoint
-from hvdtrain.config.read import Assignment, read_argument, read_resumed
 from hvdtrain.config.schema import Config
-from hvdtrain.config.sections.section import Given, is_object
 from hvdtrain.core.process import command_line, path_argument
 from hvdtrain.data.configured.unwritten import unstaged
 from hvdtrain.data.source import LabelledImages, Source
 from hvdtrain.data.stored.source import stored_in
 from hvdtrain.data.subset import relabelled, relabelled_rows
 from hvdtrain.data.user_data.as_source import as_declared
-from hvdtrain.errors import DONE, UserError, nearest, short
+from hvdtrain.errors import DONE, UserError, short
 from hvdtrain.events.log import Event
 from hvdtrain.events.writers import append_event, finite
 from hvdtrain.tasks.classification import classes_of
-from hvdtrain.tasks.rows import name_of_class
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.build import restore_task
 from hvdtrain.training.common_array import CommonArray
 from hvdtrain.training.data_facts import digests
 from hvdtrain.training.datasets import build_source
-from hvdtrain.training.evaluate import ClassCounts, Evaluation
 from hvdtrain.training.evaluate import evaluate as evaluate_samples
 from hvdtrain.training.failure import RankFailed
 from hvdtrain.training.header import first_names
@@ -294,242 +288,3 @@ def _record(run: Path, step: int, found: dict[str, Any]) -> list[str]:
     return [
         f"added to {run / 'events.jsonl'}: {command_line('report', path_argument(run))} draws it"
     ]
-
-
-_MOST_ROWS = 20  # classes on the screen: those with the lowest accuracy
-_MOST_MATRIX = 100  # classes whose confusion matrix an event has
-_MOST_PAIRS = 20  # pairs of classes that are taken for each other, in an event
-
-
-def evaluation_fields(evaluation: Evaluation, class_names: Sequence[str] | None) -> dict[str, Any]:
-    """Fields of the event "evaluation", beside those that say which model and data they are of."""
-    of_all: dict[str, Any] = {**evaluation.metrics, "count": evaluation.samples}
-    if evaluation.classes is None:
-        return of_all
-    confusion = evaluation.classes.confusion
-    return {
-        **of_all,
-        "class_names": None if class_names is None else list(class_names),
-        "class_samples": evaluation.classes.samples.tolist(),
-        "class_accuracy": class_accuracies(evaluation.classes),
-        "class_precision": class_precisions(confusion),
-        "confusion": confusion.tolist()
-        if confusion is not None and len(confusion) <= _MOST_MATRIX
-        else None,
-        "confused": most_confused(confusion, _MOST_PAIRS),
-    }
-
-
-def class_accuracies(counts: ClassCounts) -> list[float]:
-    """Accuracy of each class; NaN where it has no samples."""
-    pairs = zip(counts.right.tolist(), counts.samples.tolist(), strict=True)
-    return [right / samples if samples else math.nan for right, samples in pairs]
-
-
-def class_precisions(confusion: np.ndarray | None) -> list[float] | None:
-    """How many of the samples that the model says are of a class are so; NaN where it says none,
-    None without a confusion matrix."""
-    if confusion is None:
-        return None
-    return [
-        right / said if said else math.nan
-        for right, said in zip(
-            np.diagonal(confusion).tolist(), confusion.sum(0).tolist(), strict=True
-        )
-    ]
-
-
-def most_confused(confusion: np.ndarray | None, most: int) -> list[list[int]]:
-    """[label, what the model says, how often] of the most frequent mistakes, the most frequent
-    first."""
-    if confusion is None:
-        return []
-    wrong = confusion.copy()
-    np.fill_diagonal(wrong, 0)
-    order = np.argsort(-wrong, axis=None, kind="stable")[:most]
-    rows, columns = np.unravel_index(order, wrong.shape)
-    return [
-        [int(row), int(column), int(wrong[row, column])]
-        for row, column in zip(rows, columns, strict=True)
-        if wrong[row, column]
-    ]
-
-
-def evaluation_lines(evaluation: Evaluation, class_names: Sequence[str] | None) -> list[str]:
-    """The metrics, then a line for each class, of many classes for those with the lowest
-    accuracy."""
-    width = max(8, *(len(name) for name in evaluation.metrics))
-    metrics = [f"{name:{width}} {value:.4f}" for name, value in evaluation.metrics.items()]
-    if evaluation.classes is None:
-        return metrics
-    right = int(evaluation.classes.right.sum())
-    count = int(evaluation.classes.samples.sum())
-    metrics = [
-        f"{line}: {right:,} of {count:,} right" if line.startswith("accuracy ") else line
-        for line in metrics
-    ]
-    return [*metrics, *_class_lines(evaluation.classes, class_names)]
-
-
-def _class_lines(counts: ClassCounts, class_names: Sequence[str] | None) -> list[str]:
-    names = [name_of_class(label, class_names) for label in range(len(counts.samples))]
-    accuracies = class_accuracies(counts)
-    seen = [label for label in range(len(names)) if counts.samples[label]]
-    shown = (
-        seen
-        if len(seen) <= _MOST_ROWS
-        else sorted(seen, key=lambda label: accuracies[label])[:_MOST_ROWS]
-    )
-    width = max(5, *(len(names[label]) for label in shown))
-    head = f"{'class':{width}}  samples  accuracy  most often taken for"
-    rows = [
-        f"{names[label]:{width}}  {counts.samples[label]:7,}  {accuracies[label]:8.4f}  "
-        f"{_mistake(counts.confusion, label, names)}"
-        for label in shown
-    ]
-    return [
-        head,
-        *(row.rstrip() for row in rows),
-        *(
-            [f"the {_MOST_ROWS} classes with the lowest accuracy, of {len(seen):,}"]
-            if len(shown) < len(seen)
-            else []
-        ),
-    ]
-
-
-def _mistake(confusion: np.ndarray | None, label: int, names: list[str]) -> str:
-    """Coat (31)"""
-    if confusion is None:
-        return ""
-    said = confusion[label].copy()
-    said[label] = 0
-    return f"{names[int(said.argmax())]} ({said.max():,})" if said.any() else ""
-
-
-# Keys of the run that say what its model is and what its data are. The others say how it was
-# trained, which matters no more.
-OF_A_FILE = Given("<object of hvdtrain:file>", lambda: None, {})  # predict --data FILE
-TABLES = ("csv", "parquet")  # data sets whose columns have names
-OF_ROWS = ("data.fields.", "data.delimiter")  # which columns of a file are inputs
-_OF_THE_RUN = (
-    "framework",
-    "seed",
-    "data.",
-    "task.",
-    "model.",
-    "norm.",
-    "speed.",
-    "batch.evaluate",
-    "evaluate.views",
-    "optim.ema",
-)
-_OF_THE_COMMAND = (  # that may be given as key=value
-    "data.",
-    "task.",
-    "model.",
-    "speed.",
-    "comm.",
-    "guard.",
-    "shard.stage",
-    "shard.offload",
-    "batch.evaluate",
-    "evaluate.views",
-    "optim.ema",
-)
-
-
-class Arguments(NamedTuple):
-    """A command line: RUN, --name VALUE for each option, and key=value."""
-
-    run: str
-    options: Mapping[str, Any]
-    overrides: list[str]
-
-    def of_job(self) -> list[str]:
-        """The arguments that make the configuration. batch.size, which is of training, is one
-        sample a rank: any number of ranks fits."""
-        return [f"resume={self.run}", *self.overrides, "batch.per_rank=1"]
-
-
-def parse(
-    command: str,
-    usage: str,
-    arguments: Sequence[str],
-    options: Mapping[str, str | None],
-    flags: Sequence[str] = (),
-) -> Arguments:
-    """options: {"--name": its default}; flags have no value. Raises UserError where the command
-    line is not as `usage` says."""
-    parser = CommandParser(command, usage.partition("\n")[0])
-    for name, default in options.items():
-        parser.add_argument(name, default=default)
-    for flag in flags:
-        parser.add_argument(flag, action="store_true")
-    parsed, rest = parser.parse_known_args(list(arguments))
-    words = [argument for argument in rest if "=" not in argument]
-    if unknown := [word for word in words if word.startswith("-")]:
-        parser.error(
-            f"unknown argument '{short(unknown[0])}': {nearest(unknown[0], [*options, *flags])}"
-        )
-    if len(words) != 1:
-        taken = vars(parsed).get("json") or "-"
-        missing = (
-            "RUN is missing"
-            if taken == "-"
-            else f"RUN is missing: {short(taken)} is the FILE of --json"
-        )
-        parser.error(
-            f"one RUN is needed, not {len(words)}: {short(' '.join(words))}" if words else missing
-        )
-    overrides = [argument for argument in rest if "=" in argument]
-    for argument in overrides:
-        given = read_argument(argument)
-        if (
-            given.key == "optim.ema" and given.value is not None
-        ):  # no average is made here, of whatever decay
-            what = (
-                f"{command} takes no {short(argument)}: the averages of the weights are those of "
-                "the run"
-            )
-            raise UserError(
-                what,
-                f"command line of {command}",
-                "optim.ema=null for the weights themselves, or leave it out",
-            )
-        if not given.key.startswith(_OF_THE_COMMAND):
-            what = f"{command} takes no {short(argument)}: it does not train"
-            raise UserError(
-                what,
-                f"command line of {command}",
-                f"keys of {', '.join(key.rstrip('.') for key in _OF_THE_COMMAND)}",
-            )
-    return Arguments(words[0], vars(parsed), overrides)
-
-
-def read_former_run(assigned: Sequence[Assignment]) -> list[Assignment]:
-    """What the configuration of the run says about its model and its data. Raises UserError where
-    it cannot be read.
-
-    Where the command names other data, only the names of the run's classes and the form of its
-    images remain. Of shard.stage 3 remains: its model may fit no rank.
-    """
-    given = {assignment.key: assignment.value for assignment in assigned}
-    # this machine may have fewer
-    dropped = (
-        "speed.devices",
-        *["data.val_share"] * bool({"data.root", "data.name"} & given.keys()),
-    )
-    former = read_resumed(assigned)
-    kept = [a for a in former if a.key.startswith(_OF_THE_RUN) and not a.key.startswith(dropped)]
-    kept += [a for a in former if a.key == "shard.stage" and a.value == 3]
-    recorded = {assignment.key: assignment.value for assignment in kept}
-    if "data.name" in given and given["data.name"] != recorded.get(
-        "data.name"
-    ):  # its options are those of another data set
-        remain: tuple[str, ...] = ("data.class_names",)
-        name = given["data.name"]
-        if recorded["data.name"] in TABLES and (name in TABLES or is_object(name)):
-            remain += OF_ROWS if name == OF_A_FILE.name else OF_ROWS[:1]
-        kept = [a for a in kept if not a.key.startswith("data.") or a.key.startswith(remain)]
-    return kept

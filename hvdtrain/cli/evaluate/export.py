@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.cli import export as weights
-from hvdtrain.cli.evaluate.command import load_checkpoint, read_former_run
+from hvdtrain.cli.evaluate.arguments import read_former_run
+from hvdtrain.cli.evaluate.command import load_checkpoint
 from hvdtrain.config.read import expand
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import DONE, UserError

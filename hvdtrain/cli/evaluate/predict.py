@@ -14,13 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.cli.evaluate.command import (
-    OF_A_FILE,
-    Arguments,
-    load_model,
-    parse,
-    read_former_run,
-)
+from hvdtrain.cli.evaluate.arguments import OF_A_FILE, Arguments, parse, read_former_run
+from hvdtrain.cli.evaluate.command import load_model
 from hvdtrain.cli.evaluate.masks import check_folder_of_masks, write_masks
 from hvdtrain.cli.evaluate.of_data import WITHOUT_TARGETS, AskedData, predict_data
 from hvdtrain.cli.evaluate.table import NO_TABLE, TableFormat, read_table, table_of

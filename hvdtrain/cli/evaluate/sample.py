@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.cli.evaluate.command import Arguments, load_model, parse, read_former_run, run_folder
+from hvdtrain.cli.evaluate.arguments import Arguments, parse, read_former_run
+from hvdtrain.cli.evaluate.command import load_model, run_folder
 from hvdtrain.config.read import expand
 from hvdtrain.config.schema import Config
 from hvdtrain.core.extras import token_images

@@ -1,0 +1,138 @@
+"""What evaluate, predict and sample take on the command line, and what they take from the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from hvdtrain.cli.options import CommandParser
+from hvdtrain.config.read import Assignment, read_argument, read_resumed
+from hvdtrain.config.sections.section import Given, is_object
+from hvdtrain.errors import UserError, nearest, short
+
+OF_A_FILE = Given("<object of hvdtrain:file>", lambda: None, {})  # predict --data FILE
+TABLES = ("csv", "parquet")  # data sets whose columns have names
+OF_ROWS = ("data.fields.", "data.delimiter")  # which columns of a file are inputs
+# Keys of the run that say what its model is and what its data are. The others say how it was
+# trained, which matters no more.
+_OF_THE_RUN = (
+    "framework",
+    "seed",
+    "data.",
+    "task.",
+    "model.",
+    "norm.",
+    "speed.",
+    "batch.evaluate",
+    "evaluate.views",
+    "optim.ema",
+)
+_OF_THE_COMMAND = (  # that may be given as key=value
+    "data.",
+    "task.",
+    "model.",
+    "speed.",
+    "comm.",
+    "guard.",
+    "shard.stage",
+    "shard.offload",
+    "batch.evaluate",
+    "evaluate.views",
+    "optim.ema",
+)
+
+
+class Arguments(NamedTuple):
+    """A command line: RUN, --name VALUE for each option, and key=value."""
+
+    run: str
+    options: Mapping[str, Any]
+    overrides: list[str]
+
+    def of_job(self) -> list[str]:
+        """The arguments that make the configuration. batch.size, which is of training, is one
+        sample a rank: any number of ranks fits."""
+        return [f"resume={self.run}", *self.overrides, "batch.per_rank=1"]
+
+
+def parse(
+    command: str,
+    usage: str,
+    arguments: Sequence[str],
+    options: Mapping[str, str | None],
+    flags: Sequence[str] = (),
+) -> Arguments:
+    """options: {"--name": its default}; flags have no value. Raises UserError where the command
+    line is not as `usage` says."""
+    parser = CommandParser(command, usage.partition("\n")[0])
+    for name, default in options.items():
+        parser.add_argument(name, default=default)
+    for flag in flags:
+        parser.add_argument(flag, action="store_true")
+    parsed, rest = parser.parse_known_args(list(arguments))
+    words = [argument for argument in rest if "=" not in argument]
+    if unknown := [word for word in words if word.startswith("-")]:
+        parser.error(
+            f"unknown argument '{short(unknown[0])}': {nearest(unknown[0], [*options, *flags])}"
+        )
+    if len(words) != 1:
+        taken = vars(parsed).get("json") or "-"
+        missing = (
+            "RUN is missing"
+            if taken == "-"
+            else f"RUN is missing: {short(taken)} is the FILE of --json"
+        )
+        parser.error(
+            f"one RUN is needed, not {len(words)}: {short(' '.join(words))}" if words else missing
+        )
+    overrides = [argument for argument in rest if "=" in argument]
+    for argument in overrides:
+        given = read_argument(argument)
+        if (
+            given.key == "optim.ema" and given.value is not None
+        ):  # no average is made here, of whatever decay
+            what = (
+                f"{command} takes no {short(argument)}: the averages of the weights are those of "
+                "the run"
+            )
+            raise UserError(
+                what,
+                f"command line of {command}",
+                "optim.ema=null for the weights themselves, or leave it out",
+            )
+        if not given.key.startswith(_OF_THE_COMMAND):
+            what = f"{command} takes no {short(argument)}: it does not train"
+            raise UserError(
+                what,
+                f"command line of {command}",
+                f"keys of {', '.join(key.rstrip('.') for key in _OF_THE_COMMAND)}",
+            )
+    return Arguments(words[0], vars(parsed), overrides)
+
+
+def read_former_run(assigned: Sequence[Assignment]) -> list[Assignment]:
+    """What the configuration of the run says about its model and its data. Raises UserError where
+    it cannot be read.
+
+    Where the command names other data, only the names of the run's classes and the form of its
+    images remain. Of shard.stage 3 remains: its model may fit no rank.
+    """
+    given = {assignment.key: assignment.value for assignment in assigned}
+    # this machine may have fewer
+    dropped = (
+        "speed.devices",
+        *["data.val_share"] * bool({"data.root", "data.name"} & given.keys()),
+    )
+    former = read_resumed(assigned)
+    kept = [a for a in former if a.key.startswith(_OF_THE_RUN) and not a.key.startswith(dropped)]
+    kept += [a for a in former if a.key == "shard.stage" and a.value == 3]
+    recorded = {assignment.key: assignment.value for assignment in kept}
+    if "data.name" in given and given["data.name"] != recorded.get(
+        "data.name"
+    ):  # its options are those of another data set
+        remain: tuple[str, ...] = ("data.class_names",)
+        name = given["data.name"]
+        if recorded["data.name"] in TABLES and (name in TABLES or is_object(name)):
+            remain += OF_ROWS if name == OF_A_FILE.name else OF_ROWS[:1]
+        kept = [a for a in kept if not a.key.startswith("data.") or a.key.startswith(remain)]
+    return kept

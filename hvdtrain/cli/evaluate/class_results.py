@@ -1,0 +1,123 @@
+"""The result of an evaluation, as an event and as lines: metrics, classes, the most frequent
+mistakes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.tasks.rows import name_of_class
+from hvdtrain.training.evaluate import ClassCounts, Evaluation
+
+_MOST_ROWS = 20  # classes on the screen: those with the lowest accuracy
+_MOST_MATRIX = 100  # classes whose confusion matrix an event has
+_MOST_PAIRS = 20  # pairs of classes that are taken for each other, in an event
+
+
+def evaluation_fields(evaluation: Evaluation, class_names: Sequence[str] | None) -> dict[str, Any]:
+    """Fields of the event "evaluation", beside those that say which model and data they are of."""
+    of_all: dict[str, Any] = {**evaluation.metrics, "count": evaluation.samples}
+    if evaluation.classes is None:
+        return of_all
+    confusion = evaluation.classes.confusion
+    return {
+        **of_all,
+        "class_names": None if class_names is None else list(class_names),
+        "class_samples": evaluation.classes.samples.tolist(),
+        "class_accuracy": class_accuracies(evaluation.classes),
+        "class_precision": class_precisions(confusion),
+        "confusion": confusion.tolist()
+        if confusion is not None and len(confusion) <= _MOST_MATRIX
+        else None,
+        "confused": most_confused(confusion, _MOST_PAIRS),
+    }
+
+
+def class_accuracies(counts: ClassCounts) -> list[float]:
+    """Accuracy of each class; NaN where it has no samples."""
+    pairs = zip(counts.right.tolist(), counts.samples.tolist(), strict=True)
+    return [right / samples if samples else math.nan for right, samples in pairs]
+
+
+def class_precisions(confusion: np.ndarray | None) -> list[float] | None:
+    """How many of the samples that the model says are of a class are so; NaN where it says none,
+    None without a confusion matrix."""
+    if confusion is None:
+        return None
+    return [
+        right / said if said else math.nan
+        for right, said in zip(
+            np.diagonal(confusion).tolist(), confusion.sum(0).tolist(), strict=True
+        )
+    ]
+
+
+def most_confused(confusion: np.ndarray | None, most: int) -> list[list[int]]:
+    """[label, what the model says, how often] of the most frequent mistakes, the most frequent
+    first."""
+    if confusion is None:
+        return []
+    wrong = confusion.copy()
+    np.fill_diagonal(wrong, 0)
+    order = np.argsort(-wrong, axis=None, kind="stable")[:most]
+    rows, columns = np.unravel_index(order, wrong.shape)
+    return [
+        [int(row), int(column), int(wrong[row, column])]
+        for row, column in zip(rows, columns, strict=True)
+        if wrong[row, column]
+    ]
+
+
+def evaluation_lines(evaluation: Evaluation, class_names: Sequence[str] | None) -> list[str]:
+    """The metrics, then a line for each class, of many classes for those with the lowest
+    accuracy."""
+    width = max(8, *(len(name) for name in evaluation.metrics))
+    metrics = [f"{name:{width}} {value:.4f}" for name, value in evaluation.metrics.items()]
+    if evaluation.classes is None:
+        return metrics
+    right = int(evaluation.classes.right.sum())
+    count = int(evaluation.classes.samples.sum())
+    metrics = [
+        f"{line}: {right:,} of {count:,} right" if line.startswith("accuracy ") else line
+        for line in metrics
+    ]
+    return [*metrics, *_class_lines(evaluation.classes, class_names)]
+
+
+def _class_lines(counts: ClassCounts, class_names: Sequence[str] | None) -> list[str]:
+    names = [name_of_class(label, class_names) for label in range(len(counts.samples))]
+    accuracies = class_accuracies(counts)
+    seen = [label for label in range(len(names)) if counts.samples[label]]
+    shown = (
+        seen
+        if len(seen) <= _MOST_ROWS
+        else sorted(seen, key=lambda label: accuracies[label])[:_MOST_ROWS]
+    )
+    width = max(5, *(len(names[label]) for label in shown))
+    head = f"{'class':{width}}  samples  accuracy  most often taken for"
+    rows = [
+        f"{names[label]:{width}}  {counts.samples[label]:7,}  {accuracies[label]:8.4f}  "
+        f"{_mistake(counts.confusion, label, names)}"
+        for label in shown
+    ]
+    return [
+        head,
+        *(row.rstrip() for row in rows),
+        *(
+            [f"the {_MOST_ROWS} classes with the lowest accuracy, of {len(seen):,}"]
+            if len(shown) < len(seen)
+            else []
+        ),
+    ]
+
+
+def _mistake(confusion: np.ndarray | None, label: int, names: list[str]) -> str:
+    """Coat (31)"""
+    if confusion is None:
+        return ""
+    said = confusion[label].copy()
+    said[label] = 0
+    return f"{names[int(said.argmax())]} ({said.max():,})" if said.any() else ""
