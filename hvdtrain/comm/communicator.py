@@ -1,5 +1,5 @@
-"""The single engine: one process, which has nothing to communicate; and the protocol of every
-communicator, whose reference it is."""
+"""The Communicator protocol that every engine implements, and its reference: the `single` engine,
+one process that communicates with nobody."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvdtrain.config.sections.comm import CommConfig
 from hvdtrain.core.process import exit_now
 from hvdtrain.errors import UserError
 
-# a numpy array or a torch tensor, C-contiguous; check_buffer() refuses what an engine cannot take
+# a C-contiguous numpy array or torch tensor; check_buffer() rejects what an engine cannot take
 Buffer = Any
 Op = Literal["sum", "min", "max", "adasum"]  # adasum only with the feature "adasum"
 
@@ -56,74 +56,76 @@ class Communicator(Protocol):
 
     @property
     def secret(self) -> str | None:
-        """The job's, which signs what ranks pickle for each other; "" where it has none, so that
-        they do not pickle. None where no stranger reaches the connection: MPI, one process."""
+        """The job's secret, which signs what ranks pickle for each other; "" if the job has none,
+        and then ranks do not pickle. None if strangers cannot reach the connection (MPI, or one
+        process)."""
 
     def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
-        """Elementwise over all ranks; x has the same shape and dtype on every rank."""
+        """Reduces x elementwise over all ranks; x has the same shape and dtype on every rank."""
 
     def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:
-        """An allreduce() that is not waited for where the engine is "asynchronous"; x must not be
-        used until wait() has returned."""
+        """Starts an allreduce(); returns before it is done if the engine is "asynchronous". x must
+        not be used until wait() has returned."""
 
     def broadcast(self, x: Buffer, name: str, root: int = 0) -> Buffer:
         """x of rank `root` on every rank; x has the same shape and dtype on every rank."""
 
     def start_broadcast(self, x: Buffer, name: str, root: int = 0) -> Handle:
-        """A broadcast() that is not waited for where the engine is "asynchronous"; x must not be
-        used until wait() has returned."""
+        """Starts a broadcast(); returns before it is done if the engine is "asynchronous". x must
+        not be used until wait() has returned."""
 
     def start_reduce(self, x: Buffer, name: str, root: int = 0) -> Handle:
-        """The sum over ranks on rank `root`, of what start_allreduce() takes; the result of other
-        ranks is unspecified.
+        """Starts a sum over ranks whose result only rank `root` receives; on other ranks it is
+        unspecified. Takes the same buffers as start_allreduce().
 
         x must not be used again: it may be overwritten.
         """
 
     def reduce_scatter(self, x: Buffer, name: str) -> Buffer:
-        """The sum over ranks, split along axis 0 as numpy.array_split does (the first ranks get one
-        more): this rank's part."""
+        """Returns this rank's part of the sum over ranks. The sum is split along axis 0 as
+        numpy.array_split does: the first ranks get one row more."""
 
     def start_reduce_scatter(self, x: Buffer, name: str) -> Handle:
-        """A reduce_scatter() that is not waited for where the engine is "asynchronous".
+        """Starts a reduce_scatter(); returns before it is done if the engine is "asynchronous".
 
         x must not be used again: it may be overwritten, and the result may be a view of it.
         """
 
     def start_spread(self, x: Buffer, name: str) -> Handle:
-        """The opposite: of x, split along axis 0 as reduce_scatter() does, each rank's own part
-        reaches all ranks; the result is x.
+        """Starts the inverse of reduce_scatter(): each rank's own part of x, split along axis 0 in
+        the same way, reaches all ranks. The result is x.
 
-        Each rank gives an x of the same shape and dtype, of which only its own part counts.
+        x has the same shape and dtype on every rank; only the rank's own part of it is read.
         """
 
     def allgather(self, x: Buffer, name: str) -> Buffer:
-        """Every rank's x along axis 0, in rank order; the lengths of axis 0 may differ."""
+        """Concatenates every rank's x along axis 0, in rank order; the lengths of axis 0 may
+        differ."""
 
     def allgather_object(self, thing: Any) -> list[Any]:
-        """One small object of each rank, in rank order: plain values, arrays, paths and value
-        classes of hvdtrain (comm/signed.py)."""
+        """Returns one small object from each rank, in rank order: plain values, arrays, paths and
+        value classes of hvdtrain (comm/signed.py)."""
 
     def broadcast_object(self, thing: Any, root: int = 0) -> Any:
-        """An object of rank `root`, as allgather_object() takes, on every rank; those that other
-        ranks give are not sent."""
+        """Returns the object of rank `root` on every rank; objects on other ranks are ignored.
+        Takes the same types as allgather_object()."""
 
     def side_channel_gather(self, message: str, wait_s: float) -> list[str | None] | None:
         """Gathers a message of each rank on rank 0, from any thread, also while main threads hang
         in a collective.
 
         On rank 0 the messages in rank order, with None for each that did not come within wait_s; on
-        the others an empty list, once rank 0 has the message or wait_s is over. None where the
-        engine cannot do it: Horovod on Gloo, MPI without MPI_THREAD_MULTIPLE, a group of split().
+        the others an empty list, once rank 0 has the message or wait_s is over. None if the engine
+        cannot do it: Horovod on Gloo, MPI without MPI_THREAD_MULTIPLE, a group of split().
         """
 
     def split(self, color: int | None) -> Communicator | None:
-        """The communicator of the ranks that give the same color, in the order of their ranks; None
-        gives a rank none. A collective.
+        """Returns the communicator of the ranks that pass the same color, in rank order; a rank
+        that passes None gets none. A collective.
 
-        Of the communicator of all ranks alone. The collectives of a group are apart from those of
-        others; it has no side channel, its abort() ends every rank of the job, and it is closed
-        with the job. Raises UserError where the engine cannot do it.
+        Only the communicator of all ranks can be split. The collectives of a group do not interfere
+        with other groups. A group has no side channel, its abort() ends every rank of the job, and
+        it is closed with the job. Raises UserError if the engine does not support groups.
         """
 
     def abort(self, code: int) -> NoReturn:
@@ -134,20 +136,20 @@ class Communicator(Protocol):
 
 
 class PointToPoint(Communicator, Protocol):
-    """A communicator with the feature "p2p": one rank sends, another one receives. point_to_point()
-    gives it.
+    """A communicator with the feature "p2p": one rank sends, another receives. See
+    point_to_point().
 
-    A message is received by the receive of the same tag from its sender; those of one tag in the
-    order in which they were sent. The two buffers have the same number of bytes, in host memory, of
-    any of NUMBER_TYPES, bool or bfloat16. `name` is for error messages alone.
+    A receive matches a message from the same sender with the same tag; messages with one tag arrive
+    in the order they were sent. The two buffers have the same number of bytes, in host memory, of
+    any of NUMBER_TYPES, bool or bfloat16. `name` only appears in error messages.
     """
 
     def start_send(self, x: Buffer, to: int, name: str, tag: int = 0) -> Handle:
-        """Without waiting for the receiver; x must not change until wait() has returned. tag: 0 to
-        32767, as MPI guarantees."""
+        """Starts a send without waiting for the receiver; x must not change until wait() has
+        returned. tag: 0 to 32767, as MPI guarantees."""
 
     def start_recv(self, x: Buffer, source: int, name: str, tag: int = 0) -> Handle:
-        """Into the memory of x, which wait() returns."""
+        """Starts a receive into the memory of x, which wait() returns."""
 
     def recv_from_any(self, x: Buffer, name: str, tag: int) -> int:
         """Waits for the first message of this tag, from any rank, which goes into the memory of x;
@@ -155,68 +157,69 @@ class PointToPoint(Communicator, Protocol):
 
 
 class Elastic(Communicator, Protocol):
-    """A communicator with the feature "shrink": the living ranks go on without those that are lost.
-    elastic() gives it.
+    """A communicator with the feature "shrink": the surviving ranks continue after others die. See
+    elastic().
 
-    A loss is found by the collective that needs the lost rank. Ranks are numbered anew then, in the
-    order that they had.
+    The collective that needs a dead rank reports the loss. The survivors are then renumbered in
+    their old order.
     """
 
     def be_ready_to_shrink(self, gpu: bool) -> None:
-        """Once, before a loss. A collective. gpu: whether what is reduced may be in a GPU's memory.
+        """Prepares for the loss of a rank; called once, before any loss. A collective. gpu: whether
+        reduced tensors may be in GPU memory.
 
-        Raises UserError, on all ranks, where this job cannot go on after a loss.
+        Raises UserError, on all ranks, if this job cannot continue after a loss.
         """
 
     def is_loss(self, error: BaseException) -> bool:
         """Whether a collective raised this error because a rank is gone, or because another rank
-        has found that out."""
+        has noticed it."""
 
     def confirm(self) -> None:
-        """A collective that fails on every living rank where a rank was lost before it.
+        """A collective that fails on every surviving rank if a rank died before it.
 
-        The collective that a rank is lost in need not fail, and may give any numbers: until
-        confirm() returns they are not to be relied on.
+        A collective during which a rank dies may succeed with wrong numbers: do not rely on results
+        until confirm() returns.
         """
 
     def shrink(self) -> list[int]:
-        """Leaves out the ranks that are gone, once every living one calls it; each does so after a
-        collective that failed.
+        """Removes the dead ranks. Returns once every surviving rank has called it; each does so
+        after a collective that failed.
 
-        This object has another rank, size, local_rank and local_size then; what was under way is
-        void, and so are the groups of split(), which are made again. Returns the ranks that are
-        left out since the last shrink() that returned on this rank, as the launcher numbered them.
-        Fails as a collective does where another rank is lost meanwhile: it is called again then.
+        Afterwards this object has new values of rank, size, local_rank and local_size. Pending
+        collectives and the groups of split() are void; groups have to be created again. Returns the
+        ranks that were removed since the last shrink() that returned on this rank, as the launcher
+        numbered them. If another rank dies meanwhile, it fails as a collective does: call it again.
         """
 
 
 class Interruptible(Elastic, Protocol):
-    """An elastic communicator whose groups of split() outlive a rank that is in none of them.
-    interruptible() gives it."""
+    """An elastic communicator whose groups of split() survive the loss of a rank outside of them.
+    See interruptible()."""
 
     def interrupt(self) -> None:
-        """After a loss: what ranks wait for fails on every one, here but not in the groups, until
-        shrink()."""
+        """After a loss: makes every pending collective of this communicator fail on every rank,
+        until shrink(). Groups of split() are not affected."""
 
 
 def interruptible(communicator: Communicator, where: str) -> Interruptible:
-    """The communicator itself. Raises UserError where the loss of a rank ends the groups of
-    split(), too."""
+    """Returns the communicator itself. Raises UserError if the loss of a rank also ends the groups
+    of split()."""
     elastic(communicator, where)
     if not hasattr(communicator, "interrupt"):
         what = (
-            f"groups of ranks of the {communicator.name} engine do not go on without a rank that "
-            "is lost"
+            f"groups of ranks of the {communicator.name} engine do not survive the loss of a rank "
+            "outside of them"
         )
         raise UserError(what, where, "comm.engine=mpi (mpirun --with-ft ulfm); or guard.lost=stop")
     return cast(Interruptible, communicator)
 
 
 def elastic(communicator: Communicator, where: str) -> Elastic:
-    """The communicator itself. Raises UserError where its engine ends with the first rank that is
-    lost."""
+    """Returns the communicator itself. Raises UserError if the engine ends when the first rank
+    dies."""
     if "shrink" not in communicator.features:
-        what = f"the {communicator.name} engine does not go on without a rank that is lost"
+        what = f"the {communicator.name} engine cannot continue after a rank dies"
         raise UserError(
             what,
             where,
@@ -226,8 +229,8 @@ def elastic(communicator: Communicator, where: str) -> Elastic:
 
 
 def point_to_point(communicator: Communicator, where: str) -> PointToPoint:
-    """The communicator itself. Raises UserError where its engine sends nothing from one rank to
-    another."""
+    """Returns the communicator itself. Raises UserError if its engine does not support
+    point-to-point messages."""
     if "p2p" not in communicator.features:
         what = f"the {communicator.name} engine has no messages from one rank to another"
         raise UserError(what, where, "comm.engine=mpi or comm.engine=torchdist")
@@ -302,7 +305,7 @@ class SingleProcessCommunicator:
 
 
 class StartedCollectives(ABC):
-    """Blocking collectives of an engine that are its started ones, waited for at once."""
+    """Implements an engine's blocking collectives: starts each one and waits for it at once."""
 
     @abstractmethod
     def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:
@@ -320,19 +323,19 @@ class StartedCollectives(ABC):
 
 
 class AroundCommunicator:
-    """A communicator around another one, which does the work. Its collectives go through pass_on(),
-    which a subclass overrides."""
+    """A communicator that wraps another one, which does the work. Its collectives go through
+    pass_on(), which a subclass overrides."""
 
     def __init__(self, within: Any) -> None:
-        """within: a communicator."""
+        """within: the wrapped communicator."""
         self.within = within
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.within, name)
 
     def pass_on(self, collective: str, x: Buffer, name: str, *more: Any) -> Any:
-        """The result of the collective inside: a buffer, or of one that is started a Handle. more:
-        op or root, where it has one."""
+        """Returns the wrapped communicator's result: a buffer, or a Handle from a start_...() call.
+        more: op or root, for collectives that take one."""
         return getattr(self.within, collective)(x, name, *more)
 
     def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
@@ -364,15 +367,15 @@ class AroundCommunicator:
 
 
 def part_of(length: int, rank: int, size: int) -> slice:
-    """The part of a rank where `length` elements are split as reduce_scatter() does: the first
-    ranks get one more."""
+    """The part of a rank when `length` elements are split as reduce_scatter() does: the first ranks
+    get one more."""
     least, more = divmod(length, size)
     start = rank * least + min(rank, more)
     return slice(start, start + least + (rank < more))
 
 
 def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
-    """The communicator of comm.engine=single. Raises UserError where a launcher started several
+    """The communicator of comm.engine=single. Raises UserError if a launcher started several
     processes."""
     if place.size > 1:
         what = f"{place.launcher} started {place.size} processes, but the single engine is for one"
@@ -383,8 +386,8 @@ def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
 
 
 def check_buffer(communicator: Communicator, x: Buffer, collective: str, name: str) -> None:
-    """Raises UserError, in one wording for all engines, where a collective cannot take x: its
-    dtype, its memory layout or its shape."""
+    """Raises UserError if a collective does not support the dtype, memory layout or shape of x. All
+    engines use the same wording."""
     engine = communicator.name
     dtype = str(x.dtype).removeprefix("torch.")
     where = f"comm.engine={engine}, {collective} {name!r}"

@@ -1,5 +1,5 @@
-"""Counted: a communicator that notes what it is asked to move, around one that moves it, or around
-one of ranks that do not exist."""
+"""A communicator that records what it is asked to move. It wraps a real communicator, or stands for
+ranks that do not exist."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class Moved(NamedTuple):
     """One collective, or one message that this rank sends."""
 
     kind: Kind
-    name: str  # its lasting name
+    name: str  # its stable name
     ranks: tuple[int, ...]  # of the job, that take part; of a message the sender and the receiver
-    size_bytes: int  # of what all of them have in the end, or sum
-    sent_bytes: int  # that have to leave this rank where each byte goes straight to who needs it
+    size_bytes: int  # of the result on all ranks together, or of the summed buffer
+    sent_bytes: int  # that leave this rank if each byte goes straight to the rank that needs it
 
 
 def counted(
     communicator: Communicator, moved: list[Moved], ranks: Sequence[int] = ()
 ) -> Communicator:
-    """A communicator that appends to `moved` what it moves. ranks: of the job, in the order of this
-    group; default: 0, 1, ..."""
+    """Returns a communicator that appends each transfer to `moved`. ranks: the job's ranks in this
+    group, in its order; default: 0, 1, ..."""
     found: Any = _Counted(communicator, moved, tuple(ranks) or tuple(range(communicator.size)))
     return found
 
@@ -41,7 +41,7 @@ _KINDS: dict[str, Kind] = {
 
 
 class _Counted(AroundCommunicator):
-    """What it does not count goes to the communicator inside: objects, the side channel,
+    """Passes what it does not count to the wrapped communicator: objects, the side channel,
     abort()."""
 
     def __init__(self, within: Any, moved: list[Moved], ranks: tuple[int, ...]) -> None:

@@ -1,5 +1,5 @@
-"""comm.device_memory: whether MPI gets a tensor in a GPU's memory as it is, or a copy of it in host
-memory."""
+"""comm.device_memory: whether MPI gets the address of a tensor in GPU memory, or a copy of it in
+host memory."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ GpuKind = Literal["cuda", "rocm"]
 
 
 class _Switch(NamedTuple):
-    """The variable of a library that takes GPU memory only where a variable says so, whatever it
-    was built for."""
+    """The environment variable that enables GPU memory in a library; being built for it is not
+    enough."""
 
     variables: tuple[str, ...]
-    is_enough: bool  # the library ends at its start where it cannot do what the variable says
+    is_enough: bool  # the library exits at startup if it cannot do what the variable asks
 
 
 _SWITCHES: dict[tuple[str, GpuKind], _Switch] = {
@@ -45,15 +45,15 @@ _NO, _UNKNOWN, _YES = range(3)
 
 
 class Answer(NamedTuple):
-    """What an MPI library says of GPU memory."""
+    """What an MPI library reports about GPU memory."""
 
-    takes_it: bool | None  # None: it does not say
+    takes_it: bool | None  # None: not reported
     how: str  # "MPIX_Query_cuda_support() of Open MPI v5.0.11 says no"
 
 
 def ask(library: ctypes.CDLL, version: str, environ: Mapping[str, str], kind: GpuKind) -> Answer:
-    """Asks an MPI library that has started. library: where its functions are found; version: what
-    MPI_Get_library_version() gives."""
+    """Asks an MPI library that has started. library: the library that has its functions; version:
+    what MPI_Get_library_version() returns."""
     name = library_name(version)
     switch = next(
         (found for (start, of), found in _SWITCHES.items() if start in name.upper() and of == kind),
@@ -87,23 +87,23 @@ def ask(library: ctypes.CDLL, version: str, environ: Mapping[str, str], kind: Gp
         )
     if is_set:
         return Answer(True, f"{name} with {is_set}")
-    return Answer(None, f"{name} does not say whether it takes GPU memory")
+    return Answer(None, f"{name} does not report whether it takes GPU memory")
 
 
 class DeviceMemoryChoice(NamedTuple):
-    """What all ranks have chosen."""
+    """The choice that all ranks agreed on."""
 
     way: Way | None  # None: no rank computes on a GPU
-    note: str  # a line for the user; empty where there is nothing to say
+    note: str  # a line for the user; empty if there is nothing to report
 
 
 def choose(
     communicator: Communicator, answer: Answer | None, wish: Wish, where: str
 ) -> DeviceMemoryChoice:
-    """How collectives take tensors on GPUs. A collective. answer: of this rank's library, None
-    where it computes on a CPU.
+    """Chooses how collectives take tensors on GPUs. A collective. answer: from this rank's library;
+    None if the rank computes on a CPU.
 
-    Raises UserError, on every rank, where comm.device_memory=device cannot be.
+    Raises UserError, on every rank, if comm.device_memory=device is not possible.
     """
     if answer is None or answer.takes_it:
         code = _YES
@@ -157,15 +157,15 @@ def choose(
 
 
 class DeviceArray:
-    """A contiguous tensor in a GPU's memory, in the place of the numpy array that is sent of one in
-    host memory.
+    """A contiguous tensor in GPU memory that is sent like the numpy array of a tensor in host
+    memory.
 
-    What slices an array, counts its elements and hands it to mpi4py does the same with this.
+    Code that slices an array, counts its elements and hands it to mpi4py works with it unchanged.
     """
 
     def __init__(self, tensor: Any, settle: Callable[[], None], type_name: str = "") -> None:
-        """settle: waits until this thread's present stream has done what it was given. type_name:
-        as numpy's; default: the tensor's."""
+        """settle: waits until this thread's current stream has finished its work. type_name: as
+        numpy's; default: the tensor's."""
         self.tensor = tensor
         self._settle = settle
         self.type_name = type_name or str(tensor.dtype).removeprefix("torch.")
@@ -215,7 +215,7 @@ class DeviceArray:
         return DeviceArray(tensor, self._settle, self.type_name)
 
     def message(self, mpi: Any) -> list[Any]:
-        """For mpi4py, of one dimension: it passes the address on, and does not look at the
+        """A one-dimensional message for mpi4py, which passes the address on and does not read the
         memory."""
         types = {"float32": mpi.FLOAT, "float64": mpi.DOUBLE}
         types |= {

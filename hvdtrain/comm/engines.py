@@ -1,5 +1,5 @@
-"""What engines can do beyond the collectives that all have, and which one comm.engine=auto takes.
-Code asks for a feature, never a name."""
+"""The optional features of engines, and the choice that comm.engine=auto makes. Code asks for a
+feature, never for an engine's name."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ MEANINGS: dict[Feature, str] = {
     "device_memory": "takes tensors in GPU memory; without it they are copied to host memory for "
     "each collective. mpi has it where a rank "
     "computes on a GPU",
-    "nccl": "reduces tensors in GPU memory by NCCL, which refuses two ranks on one GPU",
+    "nccl": "reduces tensors in GPU memory by NCCL, which does not support two ranks on one GPU",
     "asynchronous": "start_allreduce() returns at once, and the sum is computed while the caller "
-    "goes on; without it the caller waits",
+    "continues; without it the caller waits",
     "bfloat16_sums": "allreduce and start_reduce_scatter sum bfloat16",
     "adasum": "allreduce has op=adasum",
     "horovod_api": "Horovod runs: hvd.DistributedOptimizer, hvd.grouped_allreduce, and the "
     "settings comm.cycle_ms, fusion_mb, hierarchical",
     "ddp": "torch.distributed runs with these ranks, so that DistributedDataParallel does",
-    "plain_mpi": "its collectives are those of mpi4py, on numpy arrays",
+    "plain_mpi": "its collectives are plain mpi4py calls on numpy arrays",
     "p2p": "one rank sends to another one: start_send() and start_recv()",
-    "shrink": "living ranks go on without those that are lost: be_ready_to_shrink() and shrink()",
+    "shrink": "surviving ranks continue after others die: be_ready_to_shrink() and shrink()",
 }
 _SET_BY_PMI = ("PMIX_RANK", "PMI_RANK")  # by srun --mpi=pmix and --mpi=pmi2
 
@@ -41,8 +41,8 @@ def features_of(engine: str) -> frozenset[Feature]:
     """The features that comm.engine=`engine` has on every machine: FEATURES of its file, read
     without importing torch or MPI.
 
-    A connected engine may have more (Communicator.features). Raises UserError where there is no
-    such engine.
+    A connected engine may have more (Communicator.features). Raises UserError if there is no such
+    engine.
     """
     tree = ast.parse(plugins.find("comm", engine, "comm.engine").read_text())
     assigned = {
@@ -66,7 +66,7 @@ class EngineChoice(NamedTuple):
 
 
 class Installed(NamedTuple):
-    """What this machine has; each is called only where the choice depends on it."""
+    """Checks of what is installed on this machine; each runs only if the choice depends on it."""
 
     horovod: Callable[[], bool]  # Horovod is installed
     horovod_nccl: Callable[[], bool]  # Horovod was built with NCCL
@@ -79,7 +79,7 @@ def select_engine(
     installed: Installed,
     needs: frozenset[Feature] = frozenset(),
 ) -> EngineChoice:
-    """The engine of comm.engine=auto; `needs`: what the job asks of it."""
+    """Selects the engine for comm.engine=auto. needs: the features that the job requires."""
     if place.launcher == NO_LAUNCHER.launcher:
         tasks = next(
             (f"{key}={environ[key]}" for key in _TASKS if environ.get(key, "1") != "1"), None
@@ -113,7 +113,7 @@ def select_engine(
     if horovod and (not missing or place.launcher == "horovodrun"):
         return EngineChoice("horovod", f"{started}, Horovod is installed")
     why = (
-        f"the job needs {missing}, which Horovod has not"
+        f"the job needs {missing}, which Horovod does not support"
         if horovod
         else f"{lacking} (python -m hvdtrain.cli.horovod builds it)"
     )
@@ -121,8 +121,8 @@ def select_engine(
 
 
 def possible_engines(engine: str, ranks: int) -> list[str]:
-    """What comm.engine=`engine` may select for so many ranks where the launcher is not known: for
-    auto every engine that connects them."""
+    """The engines that comm.engine=`engine` may select for this number of ranks when the launcher
+    is unknown; for auto, every engine that can connect them."""
     if engine != "auto":
         return [engine]
     if ranks == 1:
@@ -143,11 +143,11 @@ def installed_here(config: Config) -> Installed:
 
 
 def may_use_gpu(config: Config) -> bool:
-    """Whether the collectives are of tensors in a GPU's memory, where a rank has one."""
+    """Whether collectives take tensors in GPU memory on ranks that have a GPU."""
     return config.framework == "torch" and config.speed.device != "cpu"
 
 
 def needed_features(config: Config) -> frozenset[Feature]:
-    """Which not every engine has."""
+    """The features that the job needs and that some engines lack."""
     needs = {name for section in config.sections for name in section.needed_of_engine}
     return frozenset(cast("set[Feature]", needs))

@@ -40,13 +40,13 @@ from hvdtrain.core.process import exit_now, flush_output
 from hvdtrain.errors import UserError
 
 FEATURES: set[Feature] = {"several_ranks", "device_memory", "asynchronous", "adasum", "horovod_api"}
-# the variable without which a started Horovod makes no process sets
+# Horovod can add process sets after its start only if this variable is set
 GROUPS = "HOROVOD_DYNAMIC_PROCESS_SETS"
 _BUILD_COMMAND = "python -m hvdtrain.cli.horovod"
 # default without NCCL: 100 MB in host memory take a sixth of the time that they take with Horovod's
 # default of 128 MiB
 CPU_FUSION_MB = 4.0
-# elements of one collective, which Horovod and MPI count with C's int; more are moved in pieces
+# elements of one collective, which Horovod and MPI count with C's int; more are split
 MOST_COUNT = 2**31 - 1
 _FIX = "hvdtrain launch -np 2 -- ..., which finds an mpirun"
 _OTHER_LIBRARY = f"{_BUILD_COMMAND}, with the mpicc of the launcher's MPI first on the PATH"
@@ -55,7 +55,7 @@ _OTHER_LIBRARY = f"{_BUILD_COMMAND}, with the mpicc of the launcher's MPI first 
 def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
     """Starts Horovod. Without a launcher this process is rank 0 of 1.
 
-    Raises UserError where Horovod is missing, LauncherMismatch where its MPI does not see the
+    Raises UserError if Horovod is missing, LauncherMismatch where its MPI does not see the
     launcher's processes.
     """
     torch, hvd = load()
@@ -90,7 +90,7 @@ def has_nccl() -> bool:
 
 
 def load() -> tuple[Any, Any]:
-    """The modules (torch, horovod.torch). Raises UserError where one cannot be imported."""
+    """The modules (torch, horovod.torch). Raises UserError if one cannot be imported."""
     try:
         return importlib.import_module("torch"), importlib.import_module("horovod.torch")
     except ImportError as error:
@@ -103,8 +103,8 @@ def load() -> tuple[Any, Any]:
 
 
 def library() -> str:
-    """The MPI that Horovod is linked to, which needs not be started; "Gloo, built without MPI"
-    where there is none."""
+    """The MPI that Horovod is linked to, without starting it; "Gloo, built without MPI" if there is
+    none."""
     mpi = ctypes.CDLL(importlib.import_module("horovod.torch.mpi_lib_v2").__file__)
     if not hasattr(mpi, "MPI_Get_library_version"):
         return "Gloo, built without MPI"
@@ -129,8 +129,8 @@ class HorovodCommunicator(StartedCollectives):
         process_sets: ProcessSets | None = None,
         process_set: Any = None,
     ) -> None:
-        """process_set: one of Horovod's process sets, in which `place` is this rank's; all ranks
-        where there is none."""
+        """process_set: the Horovod process set to use, with `place` as this rank's placement in it;
+        default: all ranks."""
         self._torch = torch
         self._hvd = hvd
         self._sets = process_sets or ProcessSets(hvd)
@@ -186,8 +186,8 @@ class HorovodCommunicator(StartedCollectives):
         ]
 
     def _copy_parts(self, bits: Any, name: str, ends: Sequence[int]) -> list[Any]:
-        """Rows of each rank, to all: in the place of an allgather of more than one collective
-        counts."""
+        """Copies the rows of each rank to all ranks. Replaces an allgather with more elements than
+        one collective can count."""
         parts = zip([0, *ends], ends, strict=False)
         owners = [(owner, begin, end) for owner, (begin, end) in enumerate(parts) if begin < end]
         return [
@@ -197,7 +197,7 @@ class HorovodCommunicator(StartedCollectives):
         ]
 
     def start_reduce(self, x: Buffer, name: str, root: int = 0) -> Handle:
-        """An allreduce: Horovod has no reduction to one rank."""
+        """Starts an allreduce: Horovod has no reduction to one rank."""
         return self.start_allreduce(x, name)
 
     def reduce_scatter(self, x: Buffer, name: str) -> Buffer:
@@ -277,7 +277,7 @@ class HorovodCommunicator(StartedCollectives):
         return unpack(self.broadcast(content, "exchange.of_one", root).tobytes(), "")
 
     def side_channel_gather(self, message: str, wait_s: float) -> list[str | None] | None:
-        """Over MPI, where Horovod runs on it and mpi4py is installed for the same MPI."""
+        """Works over MPI, if Horovod runs on MPI and mpi4py is installed for the same MPI."""
         if (
             self._side_channel is None
             and not self._is_group
@@ -288,8 +288,8 @@ class HorovodCommunicator(StartedCollectives):
         return self._side_channel.gather(message, wait_s) if self._side_channel else None
 
     def split(self, color: int | None) -> Communicator | None:
-        """Process sets, which Horovod adds where it was started with them: connect() asks for that
-        where shard.group needs groups."""
+        """Returns a process set. Horovod must have been started with dynamic process sets:
+        connect() does that if shard.group needs groups."""
         assert not self._is_group, "of all ranks alone"
         groups = split_groups(self, color)
         own = None
@@ -302,7 +302,7 @@ class HorovodCommunicator(StartedCollectives):
         return own
 
     def abort(self, code: int) -> NoReturn:
-        """By MPI_Abort where Horovod runs on MPI; else by exiting: horovodrun then ends the other
+        """Calls MPI_Abort if Horovod runs on MPI. Otherwise it exits, and horovodrun ends the other
         ranks."""
         flush_output()
         if self._hvd.mpi_enabled():
@@ -310,7 +310,7 @@ class HorovodCommunicator(StartedCollectives):
         exit_now(code)
 
     def close(self) -> None:
-        """Nothing: Horovod shuts down at exit, and cannot start again after a shutdown."""
+        """Does nothing: Horovod shuts down at exit, and cannot start again after a shutdown."""
 
     def _checked(self, x: Buffer, collective: str, name: str) -> tuple[Buffer, Any]:
         """x, or a copy where it is read-only; and a view of it as a tensor."""
@@ -328,15 +328,15 @@ class HorovodCommunicator(StartedCollectives):
 
 
 class ProcessSets:
-    """Horovod's process sets by their ranks: it has no two of the same ones."""
+    """Horovod's process sets by their ranks; Horovod rejects two sets with the same ranks."""
 
     def __init__(self, hvd: Any) -> None:
         self._hvd = hvd
         self._known = {tuple(hvd.global_process_set.ranks): hvd.global_process_set}
 
     def of(self, ranks: Sequence[int]) -> Any:
-        """Every rank of the job calls it. Raises UserError where Horovod was started without
-        them."""
+        """The process set of these ranks. Every rank of the job calls it. Raises UserError if
+        Horovod was started without process sets."""
         key = tuple(ranks)
         if key not in self._known:
             if os.environ.get(GROUPS) != "1":
@@ -387,7 +387,7 @@ class PendingPart:
 
 
 def _pieces(tensor: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """The tensor, or views of at most MOST_COUNT elements, each with a name of its own."""
+    """The tensor, or views of at most MOST_COUNT elements, each with its own name."""
     if tensor.numel() <= MOST_COUNT:
         return iter([(name, tensor)])
     return (
@@ -409,7 +409,7 @@ def _abort_mpi(code: int) -> None:
 
 
 def _mpi4py() -> Any:
-    """The module mpi4py.MPI, which neither starts nor finalizes MPI; None where it cannot be
+    """The module mpi4py.MPI, which neither starts nor finalizes MPI; None if it cannot be
     loaded."""
     try:
         import mpi4py

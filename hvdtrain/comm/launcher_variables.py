@@ -1,5 +1,5 @@
 """Placement: rank, size, local rank and local size of this process, from its launcher's variables;
-and its part of a divided GPU."""
+and its part of a GPU that is partitioned (MIG)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvdtrain.errors import UserError, short
 
 @dataclass(frozen=True)
 class Placement:
-    """Raises UserError where the numbers contradict each other."""
+    """Raises UserError if the numbers contradict each other."""
 
     rank: int
     size: int
@@ -31,7 +31,7 @@ class Placement:
 
 
 class LauncherMismatch(UserError):
-    """The engine's library does not see the processes that the launcher started; every one of them
+    """The engine's library does not see the processes that the launcher started. Every process
     raises it."""
 
 
@@ -46,9 +46,9 @@ class Launcher(NamedTuple):
     open_mpi: bool | None = (
         None  # True: starts only Open MPI; False: starts any MPI but Open MPI; None: starts either
     )
-    # Where other programs set its names, too: they count where each of these is set.
+    # Other programs set this launcher's variables too: they count only if each of these is set.
     needs: tuple[str, ...] = ()
-    nodes: str = ""  # how many nodes there are, where there is no variable of the local size
+    nodes: str = ""  # the number of nodes, if no variable gives the local size
 
     @property
     def variables(self) -> tuple[str, ...]:
@@ -60,7 +60,7 @@ class EngineLibrary(NamedTuple):
 
     engine: str
     description: str  # "mpi4py uses Open MPI v5.0.11"
-    fix: str  # what to do where the launcher does not start this library
+    fix: str  # what to do if the launcher does not start this library
     other_library: str = ""  # how the engine gets the library of a launcher of MPI
 
 
@@ -154,7 +154,7 @@ LAUNCHERS = (
 SRUN = Launcher(
     "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"
 )
-# Like srun it starts what may start a launcher, and so counts where no other one does.
+# Like srun it starts what may start a launcher, so it counts only if no other launcher does.
 SUBMITIT = Launcher(
     "submitit's local executor",
     "SUBMITIT_LOCAL_GLOBALID",
@@ -172,7 +172,7 @@ TORCH_LAUNCHERS = (
 )
 NO_LAUNCHER = Placement(0, 1, 0, 1, "none")
 
-# Launchers that do not tell how many processes they start, by a variable of each: without this list
+# Launchers that do not report the number of processes, by a variable of each. Without this list
 # each process would train alone.
 _UNSUPPORTED = {
     "PMIX_RANK": "a launcher of PMIx alone (prterun, prun)",
@@ -180,9 +180,10 @@ _UNSUPPORTED = {
     "LSF_PM_TASKID": "LSF's blaunch",
     "MPT_LRANK": "HPE MPT's mpirun",
 }
-# How many processes there are, by launchers of which hvdtrain knows no other variable.
+# Variables with the number of processes, from launchers that hvdtrain otherwise does not know.
 _SIZE = re.compile(r"(\w+_)?WORLD_SIZE|MPI_NRANKS|MPIRUN_N(PROCS|TASKS)|JAX_NUM_PROCESSES")
-# `launch` sets it beside torchrun's variables, which repeat those of the launcher that it uses
+# `launch` sets it beside torchrun's variables, which repeat the variables of the launcher that it
+# uses
 BY_LAUNCH = "HVDTRAIN_LAUNCH"
 _ELASTIC = "TORCHELASTIC_RUN_ID"  # torchrun itself
 _ONE_LAUNCHER = "start it with one launcher, from a shell that no other launcher started"
@@ -212,10 +213,10 @@ _FIRST_SPECIAL_STEP = (
 
 
 def placement(environ: Mapping[str, str]) -> Placement:
-    """The placement that the launcher's variables give; NO_LAUNCHER where there are none.
+    """The placement that the launcher's variables give; NO_LAUNCHER if there are none.
 
-    Raises UserError where the variables of a launcher are incomplete, two launchers disagree, or
-    the launcher is not supported.
+    Raises UserError if the variables of a launcher are incomplete, two launchers disagree, or the
+    launcher is not supported.
     """
     placements: list[Placement] = []
     for launcher in LAUNCHERS:
@@ -242,11 +243,11 @@ def placement(environ: Mapping[str, str]) -> Placement:
 
 
 def _refuse_unknown(environ: Mapping[str, str]) -> None:
-    """Raises UserError where a launcher has started this process, but not as which rank: each of
-    its processes would train alone.
+    """Raises UserError if a launcher started this process without giving it a rank: each of its
+    processes would train alone.
 
-    A site's script may set the local rank of several MPIs, for other programs, where a launcher has
-    set all that is its own.
+    If a launcher has set all of its own variables, the local rank of another MPI is ignored: a
+    site's script may set it for other programs.
     """
     for launcher in LAUNCHERS:
         missing = [key for key in launcher.variables if key not in environ]
@@ -261,8 +262,8 @@ def _refuse_unknown(environ: Mapping[str, str]) -> None:
     for key, name in _UNSUPPORTED.items():
         if key in environ:
             what = (
-                f"{name} started this process, which is not supported: it does not tell how many "
-                "processes there are"
+                f"{name} started this process, which is not supported: it does not report the "
+                "number of processes"
             )
             raise UserError(
                 what,
@@ -284,8 +285,8 @@ def _refuse_unknown(environ: Mapping[str, str]) -> None:
 
 
 def torchrun_variables(place: Placement, node: tuple[int, int] | None) -> dict[str, str]:
-    """What torchrun sets, but for the address of rank 0; node: this one's number and how many there
-    are, where that is known."""
+    """The variables that torchrun sets, except rank 0's address. node: this node's number and the
+    number of nodes, if known."""
     rank = str(place.rank)
     size = str(place.size)
     variables = {
@@ -303,8 +304,8 @@ def torchrun_variables(place: Placement, node: tuple[int, int] | None) -> dict[s
 def _placement_by(
     launcher: Launcher, environ: Mapping[str, str], earlier: Sequence[Placement]
 ) -> Placement | None:
-    """The placement by one launcher's variables; None where it set none, or where the others have
-    been set by another launcher.
+    """The placement from one launcher's variables; None if it set none, or if another launcher set
+    them.
 
     `srun --mpi=pmi2` sets PMI's rank and size only: the placement is srun's then.
     """
@@ -332,23 +333,24 @@ def _incomplete(launcher: Launcher, missing: Sequence[str]) -> UserError:
 
 
 def _share_of_node(launcher: Launcher, size: int, nodes: int) -> int:
-    """The local size where all nodes have as many processes. Raises UserError where they cannot."""
+    """The local size if all nodes have the same number of processes. Raises UserError if they
+    cannot."""
     if nodes < 1 or size % nodes:
         what = (
-            f"{launcher.name} started {size} processes on {nodes} nodes, and does not tell how "
-            "many there are on each"
+            f"{launcher.name} started {size} processes on {nodes} nodes, and does not report how "
+            "many are on each"
         )
         raise UserError(
             what,
             f"the environment: {launcher.size}={size}, {launcher.nodes}={nodes}",
-            "as many processes on each node",
+            "start the same number of processes on each node",
         )
     return size // nodes
 
 
 def _agrees(launcher: Launcher, environ: Mapping[str, str], other: Placement) -> bool:
-    """Whether what is set of a launcher's rank and size equals another launcher's; one of them
-    is."""
+    """Whether the variables that a launcher set (its rank, its size, or both) equal another
+    launcher's placement."""
     found = [
         (key, number)
         for key, number in ((launcher.rank, other.rank), (launcher.size, other.size))
@@ -358,7 +360,8 @@ def _agrees(launcher: Launcher, environ: Mapping[str, str], other: Placement) ->
 
 
 def _placement_by_srun(environ: Mapping[str, str]) -> Placement | None:
-    """None in the batch script itself and in an allocation's shell, which are one process each."""
+    """The placement from srun's variables; None in the batch script and in an allocation's shell,
+    which are one process each."""
     if SRUN.size not in environ and environ.get(SRUN.rank, "0") != "0":
         raise UserError(
             f"srun set {SRUN.rank}={short(environ[SRUN.rank])}, but not {SRUN.size}",
@@ -391,8 +394,8 @@ def _placement_by_srun(environ: Mapping[str, str]) -> Placement | None:
 
 
 def tasks_per_node(text: str, where: str) -> list[int]:
-    """SLURM's "2(x2),1" -> [2, 2, 1]. Raises UserError for anything else; where: the variable that
-    has it."""
+    """SLURM's "2(x2),1" -> [2, 2, 1]. Raises UserError for anything else; where: the variable's
+    name."""
     tasks: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -419,8 +422,8 @@ def library_name(version: str) -> str:
 
 
 def check_library(place: Placement, library: EngineLibrary) -> None:
-    """Raises LauncherMismatch where the launcher cannot start this MPI library, whose own start
-    would end the process unexplained."""
+    """Raises LauncherMismatch if the launcher cannot start this MPI library. Without this check
+    MPI_Init would end the process without an explanation."""
     for launcher in LAUNCHERS:
         # the second is made of the first
         is_open_mpi = any(name in library.description for name in ("Open MPI", "Spectrum MPI"))
@@ -433,8 +436,8 @@ def check_library(place: Placement, library: EngineLibrary) -> None:
 
 
 def check_size(place: Placement, library: EngineLibrary, size: int) -> None:
-    """Raises LauncherMismatch where an engine has another size than the launcher's: it would run
-    the same job several times.
+    """Raises LauncherMismatch if the engine's size differs from the launcher's: the same job would
+    run several times.
 
     Without a launcher the engine's size counts.
     """
@@ -458,8 +461,8 @@ def _mismatch(place: Placement, library: EngineLibrary, observation: str) -> Lau
 
 
 def listed_devices(environ: Mapping[str, str]) -> list[str] | None:
-    """The numbers and UUIDs that are listed, up to the first that names no device, where CUDA stops
-    reading; None: all are visible."""
+    """The numbers and UUIDs in the list, up to the first that is not a device, as CUDA reads it;
+    None: all devices are visible."""
     listed = environ.get(VISIBLE_DEVICES)
     if listed is None:
         return None
@@ -472,11 +475,11 @@ def listed_devices(environ: Mapping[str, str]) -> list[str] | None:
 
 
 def take_part_of_gpu(place: Placement, environ: MutableMapping[str, str]) -> None:
-    """Leaves in the list the part of this rank's local rank, where several parts of divided GPUs
-    are listed: "MIG-...".
+    """Reduces the list to this local rank's entry, if it lists several parts of partitioned GPUs
+    ("MIG-...").
 
-    CUDA shows a process one part alone, the first that is listed: without this all ranks would
-    train on it. Called before CUDA starts.
+    CUDA shows a process only one part, the first in the list: without this all ranks would train on
+    it. Called before CUDA starts.
     """
     names = listed_devices(environ) or []
     if len(names) > 1 and any(name.startswith("MIG-") for name in names):

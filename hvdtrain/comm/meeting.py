@@ -1,5 +1,5 @@
-"""The store where the ranks of torch.distributed meet: at the start, to compare what they are, and
-after a loss, to agree who is left."""
+"""The store where the ranks of torch.distributed meet: at startup to compare their settings, and
+after a loss to agree on the survivors."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from hvdtrain.comm.signed import SignedStore
 from hvdtrain.errors import UserError
 
 POLL_S = 0.003  # after a loss
-# of the first connection to a store; that of torch goes on trying twice as long where the process
-# has ended
+# for the first connection to a store; torch's own limit tries twice as long if the process has
+# ended
 ATTEMPT_S = 0.5
 AT_A_TIME = 64
-# for a host to answer; one that is down does not, a process that has ended is refused at once
+# for a host to answer; a host that is down never does, a port without a process refuses at once
 PROBE_S = 5.0
 HOST_EXITS_LATER_S = 0.5
-ALL = "all"  # the key of rank 0's word that all are here, or that there is a refusal
+ALL = "all"  # key: rank 0 writes here that all ranks have arrived, or why not
 
 
 def rendezvous_over_mpi(communicator: Communicator) -> Rendezvous:
-    """An address of rank 0, and a port that was free there a moment ago. Every rank calls it;
-    raises UserError on all."""
+    """Returns rank 0's address, and a port that was free there a moment ago. Every rank calls it;
+    errors are raised on all of them."""
     hosts = communicator.allgather_object(socket.gethostname())
     result: Rendezvous | UserError | None = None
     if communicator.rank == 0:
@@ -77,7 +77,7 @@ def open_store(rendezvous: Rendezvous, place: Placement, timeout: timedelta) -> 
 
 
 def connect_to_store(rendezvous: Rendezvous, place: Placement, timeout: timedelta) -> Any:
-    """A new connection. Raises UserError where rank 0 does not answer in time."""
+    """Opens a new connection. Raises UserError if rank 0 does not answer in time."""
     host = host_to_connect(rendezvous, place.local_size == place.size)
     try:
         return dist.TCPStore(
@@ -100,12 +100,12 @@ def connect_to_store(rendezvous: Rendezvous, place: Placement, timeout: timedelt
 def wait_for_all_ranks(
     store: SignedStore, rendezvous: Rendezvous, place: Placement, timeout: timedelta
 ) -> None:
-    """Raises UserError where two processes have one rank, were started for different numbers of
-    ranks, or do not arrive in time.
+    """Waits until all ranks have arrived. Raises UserError if two processes have the same rank,
+    were started for different numbers of ranks, or do not arrive in time.
 
-    Numbers that differ are an error as soon as two processes meet, on all that are there: the one
-    that notices it wakes the others. Rank 0 alone waits for each rank, the others for its word: if
-    each waited for each, 8,192 ranks would name 67 million keys.
+    Different numbers are reported as soon as two processes meet, on all that have arrived: the one
+    that notices wakes the others. Only rank 0 waits for each rank, and the others wait for rank 0:
+    if each waited for each, 8,192 ranks would name 67 million keys.
     """
     where = f"{rendezvous.host}:{rendezvous.port}"
     mine = Arrival(place.rank, place.size, place.local_size, socket.gethostname())
@@ -127,7 +127,7 @@ def wait_for_all_ranks(
 
 
 def _gather(store: SignedStore, size: int, mine: Arrival, where: str, timeout: timedelta) -> None:
-    """Rank 0's part: waits for all ranks, and tells them that they are there, or why not."""
+    """Rank 0's part: waits for all ranks, then publishes that they have arrived, or why not."""
     try:
         store.wait([f"here/{rank}" for rank in range(size)], timeout)
         refusal = (
@@ -144,8 +144,8 @@ def _gather(store: SignedStore, size: int, mine: Arrival, where: str, timeout: t
 
 
 def _wait_for_word(store: SignedStore, where: str, timeout: timedelta) -> None:
-    """The others' part. Rank 0 may have come later than this one: from then on it waits for as
-    long."""
+    """The other ranks' part: waits for rank 0's message. Rank 0 may start later than this rank, and
+    waits as long from then on."""
     for _ in range(2):
         try:
             store.wait([ALL], timeout)
@@ -157,7 +157,7 @@ def _wait_for_word(store: SignedStore, where: str, timeout: timedelta) -> None:
                 raise not_of_this_job(where)
             return
     raise UserError(
-        "rank 0 does not say whether all ranks have arrived", where, "look for its own error"
+        "rank 0 did not report whether all ranks have arrived", where, "look for its own error"
     )
 
 
@@ -170,7 +170,7 @@ def _not_arrived(missing: Sequence[str], where: str, timeout: timedelta) -> User
 
 
 class Arrival(NamedTuple):
-    """What a process tells the others when it arrives."""
+    """What a process publishes when it arrives."""
 
     rank: int
     size: int
@@ -185,8 +185,8 @@ class Arrival(NamedTuple):
 
 
 def _compare_sizes(store: SignedStore, mine: Arrival, where: str) -> None:
-    """Raises UserError where the first process that came was started for another number of ranks,
-    or has another secret."""
+    """Raises UserError if the first process to arrive was started for another number of ranks, or
+    has another secret."""
     first = store.set_first("first", mine)
     if isinstance(first, Arrival) and first.size == mine.size:
         return
@@ -209,7 +209,8 @@ def _compare_sizes(store: SignedStore, mine: Arrival, where: str) -> None:
 
 
 def _raise(refusal: UserError, rank: int) -> NoReturn:
-    """Rank 0, whose process may host the store, later: the others read the refusal there."""
+    """Raises the error; on rank 0, whose process may host the store, only after the others have
+    read it there."""
     time.sleep(HOST_EXITS_LATER_S if rank == 0 else 0.0)
     raise refusal
 
@@ -233,35 +234,35 @@ def own_store(rendezvous: Rendezvous, communicator: Communicator) -> tuple[Any, 
 
 
 class Address(NamedTuple):
-    """Address of the store of a rank."""
+    """The address of a rank's store."""
 
     host: str
     port: int
 
 
 class Agreement(NamedTuple):
-    """Which ranks are left."""
+    """The ranks that survived."""
 
-    number: int  # of this agreement at the store where it was made
-    calls: dict[int, int]  # rank -> the number of its call there that this answers
+    number: int  # of this agreement at its store
+    calls: dict[int, int]  # rank -> the number of its call that this answers
 
 
 class Living(NamedTuple):
-    """What agree() returns, the same on all ranks that are left."""
+    """What agree() returns, the same on all surviving ranks."""
 
-    ranks: list[int]  # in order, by their numbers of the start
-    store: Any  # of the first of them
+    ranks: list[int]  # in order, by their original numbers
+    store: Any  # hosted by the first of them
     number: int  # no other agreement at that store has it
 
 
 class Meeting:
-    """Every rank hosts a store of its own from the start: it answers as long as its process lives,
-    whatever the process does."""
+    """Lets surviving ranks agree on who is left. Every rank hosts its own store from the start,
+    which answers as long as its process lives."""
 
     def __init__(
         self, communicator: Communicator, own_store: Any, host: str, secret: str, wait_s: float
     ) -> None:
-        """own_store: hosted by this process; other ranks reach it at `host`. wait_s: for a
+        """own_store: hosted by this process; other ranks reach it at `host`. wait_s: limit for a
         connection. A collective."""
         self.rank = communicator.rank
         self._secret = secret
@@ -271,9 +272,7 @@ class Meeting:
             Address(host, own_store.port)
         )
         self.living = list(range(communicator.size))
-        self._answered: dict[
-            int, int
-        ] = {}  # rank -> its last call at the own store that was answered
+        self._answered: dict[int, int] = {}  # rank -> its last call that this rank's store answered
         self._agreements = 0  # made there
 
     def agree(self) -> Living:
@@ -287,14 +286,14 @@ class Meeting:
         raise AssertionError(f"rank {self.rank} is none of {self.living}")
 
     def connection(self, living: Living) -> Callable[[], SignedStore]:
-        """What opens a new connection to the store of an agreement."""
+        """A function that opens a new connection to the store of an agreement."""
         host = living.ranks[0]
         prefix = f"agreement-{living.number}"
         return lambda: SignedStore(dist.PrefixStore(prefix, self._connect(host)), self._secret)
 
     def _connect(self, rank: int) -> Any:
-        """Raises RuntimeError where the process of this rank has ended, or does not answer in
-        time."""
+        """Connects to a rank's store. Raises RuntimeError if its process has ended or does not
+        answer in time."""
         (host, port), wait = self._addresses[rank], timedelta(seconds=ATTEMPT_S)
         while True:
             try:
@@ -310,8 +309,8 @@ class Meeting:
                 return store
 
     def _alive(self, ranks: Iterable[int]) -> Iterator[int]:
-        """The ranks whose processes live, in order. After the first one many are asked at a time:
-        of a dead host each takes PROBE_S."""
+        """The ranks whose processes live, in order. After the first one many are probed at a time:
+        each rank of a dead host takes PROBE_S."""
         asked = list(ranks)
         with ThreadPoolExecutor(AT_A_TIME) as threads:
             for part in (
@@ -334,7 +333,7 @@ class Meeting:
         return True
 
     def _follow(self, host: int) -> Living | None:
-        """What another rank decides; None where it is gone, too."""
+        """Returns what another rank decides; None if that rank is gone, too."""
         try:
             connected = self._connect(host)
             store = SignedStore(connected, self._secret)
@@ -348,7 +347,7 @@ class Meeting:
             return None
 
     def _decide(self) -> Living:
-        """Waits until every other rank has called, or is gone."""
+        """Waits until every other rank has called or is gone, and decides who is left."""
         store = SignedStore(self._own, self._secret)
         while True:
             calls = {

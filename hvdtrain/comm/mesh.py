@@ -1,5 +1,4 @@
-"""Groups of ranks: the mesh of a job, and which ranks are together in a group and on a host, as
-every engine's split() computes it."""
+"""The mesh of a job, and the groups of ranks that every engine's split() computes."""
 
 from __future__ import annotations
 
@@ -19,9 +18,8 @@ ALONE: Communicator = SingleProcessCommunicator()
 
 
 class Coordinates(NamedTuple):
-    """Where a rank is in the mesh. The ranks of a tensor group are neighbours, so that a launcher
-    puts them on one host; those of a pipeline are far apart.
-    """
+    """A rank's coordinates in the mesh. The ranks of a tensor group are neighbours, so that a
+    launcher puts them on one host; the stages of a pipeline are far apart."""
 
     stage: int
     data: int
@@ -29,41 +27,38 @@ class Coordinates(NamedTuple):
 
 
 class Mesh(NamedTuple):
-    """Made once for a job."""
+    """The communicators of a job, created once."""
 
     world: Communicator  # all ranks
     data: (
-        Communicator  # the ranks that read different samples, and have the same part of the layers
+        Communicator  # the ranks that read different samples, and hold the same part of the layers
     )
     tensor: (
         Communicator  # the ranks that read the same samples, and each compute a part of every layer
     )
-    parts: Communicator  # the ranks that have the model and its training state together, once
-    shard: Communicator  # among these of `data` the training state is cut
-    replicas: (
-        Communicator  # these have the same part of it: this rank's, once for each group of `parts`
-    )
-    # of `data`, the ranks of each group of shards; those of one column have the same part
+    parts: Communicator  # the ranks that together hold one copy of the model and its training state
+    shard: Communicator  # the ranks of `data` that the training state is sharded over
+    replicas: Communicator  # the ranks with this rank's shard, one in each group of `parts`
+    # the ranks of `data` by group of shards (rows); the ranks of one column hold the same shard
     table: tuple[tuple[int, ...], ...]
-    # the ranks that read the same samples, and have stages of the model; the same part of their
-    # layers
+    # the ranks that read the same samples and hold the stages of the model, with the same part of
+    # their layers
     pipe: Communicator = ALONE
-    first_reader: int = 0  # the ranks of the world before it read no samples of training
-    # where there are such ranks: on one of them all of them, on another rank those that divide a
-    # step among them
+    first_reader: int = 0  # ranks below it read no training samples
+    # If there are such ranks: on them, the group of all of them; on other ranks, the group that
+    # divides a step's samples
     role: Communicator = ALONE
 
     @property
     def readers(self) -> Communicator | None:
-        """The ranks that divide the samples of a step among them; None on a rank that reads
-        none."""
+        """The ranks that divide the samples of a step; None on a rank that reads none."""
         if not self.first_reader:
             return self.data
         return None if self.world.rank < self.first_reader else self.role
 
     @property
     def counts(self) -> bool:
-        """Whether sums over samples are taken from this rank: those that read the same samples
+        """Whether this rank contributes to sums over samples. Ranks that read the same samples
         count them once, on the last stage."""
         return self.tensor.rank == 0 and self.pipe.rank == self.pipe.size - 1
 
@@ -76,14 +71,15 @@ class Mesh(NamedTuple):
 
 
 def one_group(world: Communicator) -> Mesh:
-    """Every rank reads its own samples; parts are those of all ranks."""
+    """The mesh of pure data parallelism: every rank reads its own samples, and shards are over all
+    ranks."""
     return Mesh(world, world, ALONE, world, world, ALONE, (tuple(range(world.size)),))
 
 
 def make_mesh(world: Communicator, config: Config) -> Mesh:
     """The mesh that a configuration describes. Every rank calls it.
 
-    Raises UserError where hosts have different numbers of ranks, or where the engine makes no
+    Raises UserError if hosts have different numbers of ranks, or if the engine does not support
     groups.
     """
     if config.parallel.ranks > 1:
@@ -112,12 +108,12 @@ def make_mesh(world: Communicator, config: Config) -> Mesh:
 
 
 def coordinates(rank: int, data: int, tensor: int) -> Coordinates:
-    """Coordinates of a rank in a mesh of so many places in `data` and `tensor`."""
+    """The coordinates of a rank in a mesh with these sizes of `data` and `tensor`."""
     return Coordinates(rank // tensor // data, rank // tensor % data, rank % tensor)
 
 
 def place_of(rank: int, size: int, parallel: ParallelConfig) -> str:
-    """ "stage 1, data 0, tensor 0" of a rank of `size`, without the axes of one place; empty where
+    """ "stage 1, data 0, tensor 0" of a rank of `size`, without the axes of one place; empty if
     every rank has a whole model."""
     if parallel.ranks == 1:
         return ""
@@ -140,7 +136,7 @@ def mesh_of_layers(
     config: Config,
     group: Callable[[Callable[[Coordinates], int]], Communicator],
 ) -> Mesh:
-    """group: this rank's communicator of those ranks whose coordinates have its color."""
+    """group: returns this rank's communicator for a color computed from coordinates."""
     parallel = config.parallel
     readers = world.size // parallel.ranks
     data = group(lambda rank: rank.stage * parallel.tensor + rank.tensor)
@@ -186,14 +182,14 @@ def _hosts(world: Communicator) -> tuple[tuple[int, ...], ...]:
 
 
 class Groups(NamedTuple):
-    """What the ranks of a communicator split into, the same on all of them."""
+    """The groups that a communicator is split into, the same on all of its ranks."""
 
     # the ranks of each group, ascending; groups in the order of their colors
     members: list[list[int]]
-    hosts: list[int]  # of each rank of the communicator, a number of its host
+    hosts: list[int]  # for each rank of the communicator, the number of its host
 
     def own(self, rank: int) -> list[int] | None:
-        """The group of a rank of the communicator; None where it is in none."""
+        """The group of a rank of the communicator; None if it is in none."""
         return next((group for group in self.members if rank in group), None)
 
     def place(self, rank: int) -> Placement:
@@ -218,8 +214,8 @@ def number_hosts(places: Sequence[tuple[str, int]]) -> list[int]:
     """For each rank the number of its host, in the order of their first ranks; places[rank] is its
     host's name and its local rank.
 
-    A name with two ranks of one local rank is that of several hosts, as in containers: the second
-    such rank is on the second one.
+    If two ranks have the same host name and the same local rank, as in containers, the name stands
+    for several hosts: the second such rank is on the second one.
     """
     seen: Counter[tuple[str, int]] = Counter()
     hosts: dict[tuple[str, int], int] = {}
@@ -231,7 +227,7 @@ def number_hosts(places: Sequence[tuple[str, int]]) -> list[int]:
 
 
 def ranks_summary(ranks: Sequence[int]) -> str:
-    """ "rank 3", "ranks 0, 2-7"; of a very long list its beginning and its length."""
+    """ "rank 3", "ranks 0, 2-7"; a very long list is cut, with its length."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][-1] == rank - 1:

@@ -1,5 +1,5 @@
-"""The mpi engine: MPI through mpi4py, started, connected, and left by ranks that are lost; on numpy
-arrays and torch tensors."""
+"""The mpi engine: MPI through mpi4py, for numpy arrays and torch tensors. Startup, communicators
+and recovery from lost ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # torch
 
 # A literal: features_of() reads it without importing this file.
 FEATURES: set[Feature] = {"several_ranks", "bfloat16_sums", "plain_mpi", "p2p", "shrink"}
-NOTICE_S = 0.5  # until a rank that is lost is known to be
+NOTICE_S = 0.5  # until the death of a rank is known
 _ULFM = "OMPI_MCA_mpi_ft_enable"  # set by mpirun --with-ft ulfm
 _FIX_ULFM = "mpirun --with-ft ulfm, of Open MPI 5; or guard.lost=stop"
 _FIX = "hvdtrain launch -np 2 -- ..., which finds the mpirun of that library"
@@ -60,8 +60,8 @@ _OTHER_LIBRARY = (
 def connect(place: Placement, comm: CommConfig | None = None) -> MpiCommunicator:
     """Starts MPI. Without a launcher this process is rank 0 of 1.
 
-    Raises UserError where mpi4py is missing or MPI does not start, LauncherMismatch where the
-    launcher belongs to another MPI.
+    Raises UserError if mpi4py is missing or MPI does not start, LauncherMismatch where the launcher
+    belongs to another MPI.
     """
     mpi = load()
     library = _library(mpi)
@@ -79,10 +79,10 @@ def connect(place: Placement, comm: CommConfig | None = None) -> MpiCommunicator
 
 
 def connect_some(place: Placement, ranks: Any) -> MpiCommunicator:
-    """A communicator of some ranks: those of a list, which alone call it, or of an MPI
-    communicator. Its ranks count from 0.
+    """A communicator of some ranks, renumbered from 0. `ranks` is a list, and only these ranks call
+    it, or an MPI communicator.
 
-    Raises UserError on a rank that is not one of them.
+    Raises UserError on a rank that is not in `ranks`.
     """
     mpi = load()
     check_library(place, _library(mpi))
@@ -117,7 +117,7 @@ def load() -> Any:
     try:
         import mpi4py
 
-        if "mpi4py.MPI" not in sys.modules:  # else it does what the script has told it
+        if "mpi4py.MPI" not in sys.modules:  # else the script has already configured it
             mpi4py.rc(initialize=False, finalize=False)
         from mpi4py import MPI
     except (
@@ -151,7 +151,7 @@ def _initialize(mpi: Any) -> None:
 
 
 def _finalize() -> None:
-    """At the end of the interpreter, unless ranks are lost: MPI_Finalize may wait for them (Open
+    """Calls MPI_Finalize when the interpreter exits, unless ranks died: it may wait for them (Open
     MPI 5.0.11)."""
     mpi = sys.modules["mpi4py.MPI"]
     if mpi.Is_initialized() and not mpi.Is_finalized():
@@ -159,7 +159,7 @@ def _finalize() -> None:
 
 
 def has_several_ranks() -> bool:
-    """Whether MPI runs in this process with other ranks: then a failing rank has to abort, or it
+    """Whether MPI runs in this process with other ranks: a failing rank then has to abort, or it
     waits for them in MPI_Finalize.
 
     True also before connect() has returned.
@@ -169,7 +169,7 @@ def has_several_ranks() -> bool:
 
 
 def abort_world(code: int) -> None:
-    """MPI_Abort of all ranks; MPI runs."""
+    """Calls MPI_Abort on all ranks; MPI must be running."""
     sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(code)
 
 
@@ -177,14 +177,14 @@ Collective = Callable[[MpiCalls, Buffer], Buffer]
 
 
 class Device(NamedTuple):
-    """How tensors on GPUs are taken."""
+    """How collectives take tensors on GPUs."""
 
     gpus: Cuda | None  # None: this rank computes on a CPU
     way: Way
 
 
 class MpiCommunicator:
-    """Works in place on the memory of x where it can."""
+    """The communicator of the mpi engine. Works in place on the memory of x if it can."""
 
     name = "mpi"
     secret: str | None = None
@@ -192,8 +192,8 @@ class MpiCommunicator:
     def __init__(
         self, mpi: Any, ranks: Any, place: Placement, side_channel: MpiSideChannel | None
     ) -> None:
-        """ranks: an MPI communicator, in which `place` is this rank's."""
-        # a communicator of our own: its messages are apart from those of other users of MPI
+        """ranks: an MPI communicator; place: this rank's placement in it."""
+        # our own communicator, so that messages do not mix with those of other users of MPI
         self._mpi = mpi
         self._comm = ranks.Dup()
         self._calls = MpiCalls(mpi, self._comm)
@@ -203,17 +203,17 @@ class MpiCommunicator:
         self.local_rank = place.local_rank
         self.local_size = place.local_size
         self.features = frozenset(FEATURES)
-        # by confirm(), which each rank calls as often as the others, or shrink() in its place
+        # by confirm(), which each rank calls equally often, or by shrink() instead
         self._loss_is_agreed = False
-        # of the ranks now, the numbers that they had at first
+        # the original numbers of the current ranks
         self._members = list(range(self.size))
         self._groups: list[MpiCommunicator] = []  # of split()
         self._exchanges: list[MpiExchange] = []
         self._comm_thread: CommThread | None = None
-        self._device: Device | None = None  # what use_gpus() has found, for the groups of split()
-        self._ways: Ways | None = None  # of tensors on this rank's GPU
+        self._device: Device | None = None  # result of use_gpus(), for the groups of split()
+        self._ways: Ways | None = None  # for tensors on this rank's GPU
         self.notes: tuple[str, ...] = ()  # lines for the user
-        # On one host an allreduce is work of the processor, and a thread would take a core from
+        # On one host an allreduce is work for the CPU, and a thread would take a core from
         # backward: start_allreduce() blocks there.
         if mpi.Query_thread() >= mpi.THREAD_MULTIPLE and self.local_size < self.size:
             self._start_thread(ranks)
@@ -280,8 +280,8 @@ class MpiCommunicator:
         *,
         reduces: bool = False,
     ) -> Handle:
-        """Makes a collective on a thread where there is one, else before it returns. needed: the
-        rows that this rank gives to it."""
+        """Runs a collective on the thread if there is one, else before it returns. needed: the rows
+        that this rank contributes."""
         if self._comm_thread is None:
             return CompletedHandle(self._make(x, collective, needed, reduces=reduces))
         calls = self._thread_calls
@@ -301,7 +301,7 @@ class MpiCommunicator:
         *,
         reduces: bool = False,
     ) -> Buffer:
-        """Makes it before it returns."""
+        """Runs a collective before it returns."""
         if self._ways is None or not self._ways.takes(x):
             return collective(self._calls, x)
         way = self._ways.begin(x, needed, reduces=reduces)
@@ -326,8 +326,8 @@ class MpiCommunicator:
         return self._side_channel.gather(message, wait_s) if self._side_channel else None
 
     def exchange(self) -> MpiExchange:
-        """An exchange of these ranks, apart from their other collectives; void after shrink(). A
-        collective."""
+        """Returns an exchange between these ranks, independent of their other collectives; void
+        after shrink(). A collective."""
         self._exchanges.append(MpiExchange(self._mpi, self._comm.Dup()))
         return self._exchanges[-1]
 
@@ -344,7 +344,7 @@ class MpiCommunicator:
         return group
 
     def free_group(self, group: MpiCommunicator) -> None:
-        """Ends a group of split(), of which nothing is under way. A collective of its ranks."""
+        """Frees a group of split() that has no pending collective. Collective over its ranks."""
         self._groups.remove(group)
         for exchange in group._exchanges:
             exchange.free()
@@ -359,14 +359,14 @@ class MpiCommunicator:
             "true",
         ):
             raise UserError(
-                "MPI ends with the first rank that is lost: it was started without ULFM",
+                "MPI ends the job when the first rank dies: it was started without ULFM",
                 "comm.engine=mpi",
                 _FIX_ULFM,
             )
         if sys.modules["mpi4py"].rc.finalize is not False:
             what = (
-                "the script has loaded mpi4py, whose MPI_Finalize at the end may wait for lost "
-                "ranks for ever"
+                "the script has loaded mpi4py, whose MPI_Finalize at exit may wait for dead "
+                "ranks forever"
             )
             raise UserError(
                 what,
@@ -383,12 +383,12 @@ class MpiCommunicator:
         return isinstance(error, Exception) and self._is_one_gone()
 
     def _is_one_gone(self) -> bool:
-        """Whether a rank is known to be lost soon: then an error may be what came of the numbers
-        that a collective gave for it."""
+        """Whether MPI reports a dead rank soon. If so, the error may come from wrong numbers of a
+        collective that the rank died in."""
         end_s = time.monotonic() + NOTICE_S
         while time.monotonic() < end_s:
             with contextlib.suppress(self._mpi.Exception):
-                self._comm.Iprobe()  # MPI looks at its connections in calls alone
+                self._comm.Iprobe()  # MPI checks its connections only inside calls
             if self._comm.Is_revoked() or self._comm.Get_failed().size:
                 return True
             time.sleep(0.01)
@@ -450,7 +450,7 @@ class MpiCommunicator:
         exit_now(code)
 
     def close(self) -> None:
-        """Nothing: MPI ends at exit."""
+        """Does nothing: MPI is finalized at exit."""
 
     def _checked(self, x: Buffer, collective: str, name: str) -> Buffer:
         check_buffer(self, x, collective, name)
@@ -465,11 +465,11 @@ class MpiCommunicator:
         return x
 
     def use_gpus(self, gpus: Cuda | None, wish: Wish, where: str) -> None:
-        """Collectives, but for messages, take tensors on GPUs from now on where a rank has one. A
-        collective.
+        """Lets collectives (but not messages) take tensors on GPUs from now on, on ranks that have
+        one. A collective.
 
-        gpus: None where this rank computes on a CPU. wish, where: comm.device_memory, and where it
-        was set. Raises UserError on every rank where it cannot be.
+        gpus: None if this rank computes on a CPU. wish, where: comm.device_memory, and the place
+        where it was set. Raises UserError on every rank if the setting is not possible.
         """
         answer = None
         if gpus is not None:
@@ -486,8 +486,8 @@ class MpiCommunicator:
                 each._take_devices(Device(gpus, choice.way))
 
     def _take_devices(self, device: Device) -> None:
-        """With a thread, on one host too: it takes no core from a backward pass on a GPU. Ranks on
-        CPUs make the same collectives."""
+        """Uses a thread, on one host too: it takes no core from a backward pass on a GPU. Ranks on
+        CPUs run the same collectives."""
         self._device = device
         if device.gpus is not None:
             from hvdtrain.comm.staging import Ways  # torch, which a job without GPUs may not have
@@ -505,8 +505,8 @@ class MpiCommunicator:
 
 
 class Finished:
-    """A Handle of a collective of the thread, whose result the thread that waits still has to
-    receive."""
+    """The Handle of a collective that the communication thread runs; the waiting thread finishes
+    its result."""
 
     def __init__(self, under_way: Handle, finish: Callable[[Any], Buffer]) -> None:
         self._under_way = under_way

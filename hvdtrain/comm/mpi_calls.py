@@ -1,5 +1,5 @@
-"""The calls of MPI on one of its communicators, for arrays and tensors: in the number types, pieces
-and counts that MPI takes."""
+"""MPI calls for arrays and tensors, converted to number types, pieces and counts that MPI
+supports."""
 
 from __future__ import annotations
 
@@ -22,11 +22,9 @@ ONE_CALL_BYTES = 1 << 17
 # elements of one call, which MPI counts with C's int; calls for more are made in pieces
 MOST_COUNT = 2**31 - 1
 HALF_TYPES = ("float16", "bfloat16")
-_HALF_SUMS: dict[
-    str, Any
-] = {}  # dtype -> MPI operation, of which mpi4py has 32 places in a process
+_HALF_SUMS: dict[str, Any] = {}  # dtype -> MPI operation, mpi4py allows 32 in a process
 
-Sent = Any  # an array of numpy, or a DeviceArray, which does here what an array does
+Sent = Any  # an array of numpy, or a DeviceArray, which behaves like an array here
 
 
 class Reduction(NamedTuple):
@@ -39,8 +37,8 @@ class Reduction(NamedTuple):
 
 
 class MpiCalls:
-    """Collectives and messages of the ranks of an MPI communicator. Collectives are made when they
-    return, in place where they can be.
+    """Collectives and messages between the ranks of an MPI communicator. Collectives are done when
+    they return, and work in place if they can.
 
     Sums of float16 and bfloat16, which MPI does not have, are computed by torch. Other reductions
     of float16 (min, max, reduce_scatter) go through float32 and are cast back.
@@ -66,8 +64,8 @@ class MpiCalls:
         return _cast_back(reduction.x, reduction.array, reduction.operand)
 
     def reduce_to_owners(self, x: Buffer) -> Buffer:
-        """This rank's part of the sum. A large one goes to each rank in turn, in pieces: in one
-        call it takes up to 6 times as long."""
+        """This rank's part of the sum. A large sum is reduced to one rank after another, in pieces:
+        one call takes up to 6 times as long."""
         reduction = self._reduction(x, "sum")
         operand = reduction.operand
         own = part_of(len(reduction.operand), self._rank, self._size)
@@ -121,7 +119,7 @@ class MpiCalls:
         return x
 
     def spread(self, x: Buffer) -> Buffer:
-        """Each rank's part of x on all of them."""
+        """Copies each rank's part of x to all ranks."""
         bits = _as_unsigned(x)
         if bits.size <= MOST_COUNT:
             self._comm.Allgatherv(
@@ -166,7 +164,7 @@ class MpiCalls:
         )
 
     def recv_from_any(self, x: Buffer, tag: int) -> int:
-        """The rank that sent it. Raises ValueError for more than one piece."""
+        """Receives a message and returns its sender. Raises ValueError for more than one piece."""
         bits = _as_unsigned(x).reshape(-1)
         status = self._mpi.Status()
         if bits.nbytes > PIECE_BYTES:
@@ -203,7 +201,7 @@ class MpiCalls:
         return [array[part_of(len(array), rank, self._size)].size for rank in range(self._size)]
 
     def _message(self, array: Sent, counts: list[int] | None = None) -> Any:
-        """What mpi4py takes as a message. counts: elements of each rank's part."""
+        """The message as mpi4py takes it. counts: elements of each rank's part."""
         if isinstance(array, DeviceArray):
             buffer, count, kind = array.message(self._mpi)
             return [buffer, count if counts is None else counts, kind]
@@ -220,7 +218,7 @@ class PendingMessage:
     def wait(self) -> Buffer:
         for (
             request
-        ) in self._requests:  # Waitall() says only that one has failed, not that a rank is lost
+        ) in self._requests:  # Waitall() reports only that one has failed, not that a rank died
             request.Wait()
         return self._x
 
@@ -246,7 +244,7 @@ def _as_unsigned(x: Buffer) -> Sent:
 
 
 def _empty_like(x: Buffer, rows: int) -> Buffer:
-    """Uninitialized, of x's type, with another length of axis 0."""
+    """Uninitialized memory of x's type, with `rows` rows."""
     shape = (rows, *x.shape[1:])
     if isinstance(x, DeviceArray):
         return x.empty(*shape)
@@ -273,7 +271,7 @@ def _cast_back(x: Buffer, array: Sent, operand: Sent) -> Buffer:
 
 
 def _sum_function(dtype: str) -> Callable[[Any, Any, Any], None]:
-    """A function for MPI.Op.Create: b += a, elementwise, for buffers of `dtype` that MPI takes for
+    """A function for MPI.Op.Create: b += a, elementwise, for buffers of `dtype` that MPI treats as
     integers. Each addition rounds."""
     import torch
 

@@ -1,5 +1,5 @@
-"""What every rank has alike: sums over all ranks, and the result, or the UserError, of work that
-rank 0 does alone."""
+"""Values that are equal on every rank: sums over all ranks, and the result or UserError of work
+that only rank 0 does."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def allreduce_sums(
     lengths: Mapping[str, int] | None = None,
     gathered: Sequence[str] = (),
 ) -> Sums:
-    """The sums over all ranks, which have the same keys: a float, or of a vector a float64 array
-    (n,). The host waits for the device.
+    """Sums each value over all ranks, which have the same keys. Returns floats, and float64 arrays
+    (n,) for vectors. The host waits for the device.
 
-    lengths: of vectors, by name, so that a rank without samples, where it is one 0, sends as many
-    numbers as the others; 0: no vector. gathered: names of Concatenated, of which a rank without
-    samples has none.
+    lengths: of vectors, by name; a rank without samples, which has one 0 instead, then sends as
+    many numbers as the others. 0: not a vector. gathered: names of Concatenated, which a rank
+    without samples lacks.
     """
     parts = {
         key: gather_parts(communicator, sums.get(key, Concatenated()), f"{name}.{key}")
@@ -115,7 +115,7 @@ def on_rank_0_only(communicator: Communicator, work: Callable[[], T]) -> T | Non
 
 
 def _tried(communicator: Communicator, work: Callable[[], T]) -> tuple[T | None, UserError | None]:
-    """On rank 0 the result, or the failure in its place."""
+    """On rank 0, the result of the work, or its UserError."""
     if communicator.rank:
         return None, None
     try:
@@ -129,9 +129,9 @@ def long_on_rank_0(
     work: Callable[[Callable[[], None]], T],
     go_on: Callable[[], None] = lambda: None,
 ) -> T:
-    """What on_rank_0() returns, of work that may take longer than a collective is waited for.
+    """Does what on_rank_0() does, for work that may take longer than the timeout of a collective.
 
-    work() calls what it is given, from the same thread, whenever it has moved on: all ranks then
+    work() calls its argument, from the same thread, whenever it makes progress: all ranks then
     meet, every MEET_S at most, and go_on() is called on each of them.
     """
     met_s = time.monotonic()

@@ -1,5 +1,5 @@
-"""The order of collectives: a thread makes those of a rank as they were started; ranks tell and
-compare what they are about to do."""
+"""The order of collectives: a thread runs a rank's collectives in the order they were started, and
+ranks compare what they are about to do."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from hvdtrain.errors import UserError
 
 
 class SameOrder:
-    """The ranks of `ranks` call ask() before each collective of a layer, and end() where a pass or
-    a step ends.
+    """Checks that all ranks run the same collectives. Ranks call ask() before each collective of a
+    layer, and end() at the end of a pass or a step.
 
-    So a rank whose collectives are others, or fewer, finds a question of the others in the place of
-    its own. A question is an allreduce of 16 bytes. With `lags` its answer is read before the next
-    collective: for engines whose collectives the host does not wait for.
+    A rank with different or fewer collectives then meets a question of the other ranks that differs
+    from its own. A question is an allreduce of 16 bytes. With `lags` its answer is read before the
+    next collective, for engines whose collectives the host does not wait for.
     """
 
     def __init__(
         self, ranks: Communicator, rank: int, where: str, fix: str, *, lags: bool = False
     ) -> None:
-        """rank: of the job; where, fix: of the error."""
+        """rank: in the job; where, fix: for the error."""
         self._ranks = ranks
         self._rank = rank
         self._where = where
@@ -43,11 +43,11 @@ class SameOrder:
 
     @property
     def doing(self) -> str:
-        """From any thread; empty between steps."""
+        """What this rank is doing, readable from any thread; empty between steps."""
         return self._waiting or self.at
 
     def ask(self, doing: str) -> None:
-        """Raises UserError on every rank where another one is not `doing` the same."""
+        """Raises UserError on every rank if another rank is not `doing` the same."""
         if self._ranks.size == 1:
             return
         self._answer()
@@ -62,13 +62,13 @@ class SameOrder:
         self._waiting = ""
 
     def end(self, doing: str) -> None:
-        """Asks as ask() does where no collective follows: the answer is there when it returns."""
+        """Asks as ask() does when no collective follows, and waits for the answer."""
         self.ask(doing)
         self._answer()
         self.at = ""
 
     def _answer(self) -> None:
-        """Reads that of the last question."""
+        """Reads the answer to the last question."""
         if self._asked is not None:
             asked = self._asked
             self._asked = None
@@ -102,12 +102,12 @@ def doing_in(orders: Iterable[SameOrder]) -> str:
 
 
 def _code(doing: str) -> int:
-    """At least 0, less than 2^56. Without a cache, of which torch.compile would warn."""
+    """A hash, at least 0 and less than 2^56. Not cached: torch.compile would warn about a cache."""
     return int.from_bytes(hashlib.blake2b(doing.encode(), digest_size=7).digest(), "little")
 
 
 class CommThread:
-    """Makes the collectives of one MPI communicator, which nothing else uses. A daemon thread that
+    """Runs the collectives of one MPI communicator, which nothing else uses. A daemon thread that
     starts with the first collective."""
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class CommThread:
         self._thread: threading.Thread | None = None
 
     def start(self, collective: Callable[[], Buffer]) -> Future:
-        """Queues a call of `collective` behind all that were started before."""
+        """Queues a call of `collective` behind all earlier ones."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="hvdtrain-comm", daemon=True)
             self._thread.start()
@@ -124,11 +124,11 @@ class CommThread:
         return future
 
     def stop(self) -> None:
-        """Returns once the thread has ended, behind what was started before; nothing is started
-        after. Not on that thread.
+        """Returns once the thread has run everything that was started and has ended. Nothing may be
+        started afterwards. Must not be called on that thread.
 
-        It may be the last to hold tensors: one that lets go of them while the interpreter ends
-        aborts the process.
+        The thread may hold the last reference to tensors: releasing them while the interpreter
+        exits aborts the process.
         """
         if self._thread is not None:
             self._queue.put(None)
@@ -140,7 +140,7 @@ class CommThread:
 
 
 class Future:
-    """A Handle whose collective is made by another thread."""
+    """A Handle whose collective another thread runs."""
 
     def __init__(self, collective: Callable[[], Buffer]) -> None:
         self._collective = collective
@@ -149,7 +149,7 @@ class Future:
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Makes the collective; an exception is raised by wait()."""
+        """Runs the collective; wait() raises its exception."""
         try:
             self._result = self._collective()
         except BaseException as error:
@@ -164,10 +164,10 @@ class Future:
         return self._result
 
 
-# of a rank about an exchange: it waits there; it has taken the result; it never will
+# of a rank about an exchange: it waits there, it has taken the result, or it never will
 Word = Literal["here", "taken", "given up"]
 WORDS: tuple[Word, ...] = get_args(Word)
-# tags of messages of MPI
+# tags of MPI messages
 NOTICE = 1
 LAST = 2
 
@@ -178,19 +178,18 @@ class OrderedExchange(Protocol):
     threads: bool  # whether threads of a process may use their communicators at the same time
 
     def start(self, block: np.ndarray, rows: np.ndarray) -> None:
-        """block: of the same length and dtype on every rank, unchanged until done(); rows: takes
+        """block: of the same length and dtype on every rank, unchanged until done(); rows: receives
         the blocks in rank order."""
 
     def done(self) -> bool:
-        """Whether every rank has started it. Raises what a collective raises where a rank is
-        lost."""
+        """Whether every rank has started it. Raises what a collective raises when a rank dies."""
 
     def say(self, word: Word) -> None:
-        """Tells the other ranks, of the exchange that this one has started last. They need not be
-        in it."""
+        """Sends a word about this rank's latest exchange to the other ranks, which need not be in
+        it."""
 
     def said(self) -> dict[Word, set[int]]:
-        """The ranks that have said each word of this exchange."""
+        """The ranks that have sent each word about this exchange."""
 
     def free(self) -> None:
         """Every rank calls it once, last, when no exchange is under way. A collective."""
@@ -219,7 +218,7 @@ class Alone:
 
 class MpiExchange:
     """An exchange over an MPI communicator that nothing else uses: MPI_Iallgather, 2 microseconds
-    on one host; messages for words."""
+    on one host; words are sent as messages."""
 
     def __init__(self, mpi: Any, ranks: Any) -> None:
         self._mpi = mpi
@@ -231,7 +230,7 @@ class MpiExchange:
         self._sent: list[Any] = []  # requests of notices, with the memory that they use
         self._said: dict[
             tuple[int, Word], int
-        ] = {}  # rank, word -> the last exchange that it said it of
+        ] = {}  # rank, word -> the last exchange that it sent it about
 
     def start(self, block: np.ndarray, rows: np.ndarray) -> None:
         self._number += 1
@@ -255,7 +254,7 @@ class MpiExchange:
         return {word: {rank for rank, other in now if other == word} for word in WORDS}
 
     def _receive(self) -> None:
-        """Takes what others have sent, which would wait in MPI's memory."""
+        """Receives what others have sent, which would otherwise wait in MPI's memory."""
         status = self._mpi.Status()
         notice = np.zeros(2, np.int64)
         while self._notices.Iprobe(self._mpi.ANY_SOURCE, NOTICE, status):
@@ -263,8 +262,8 @@ class MpiExchange:
             self._said[status.source, WORDS[notice[1]]] = int(notice[0])
 
     def free(self) -> None:
-        """A communicator lives until its last message has come: MPI may give its number to another
-        one."""
+        """Frees the communicator once its last message has arrived: MPI may give its number to
+        another one."""
         others = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
         number = np.zeros(1, np.int64)
         sends = [self._notices.Isend(number, rank, LAST) for rank in others]
@@ -277,6 +276,6 @@ class MpiExchange:
         self._notices.Free()
 
     def revoke(self) -> None:
-        """What ranks wait for in it fails on every one."""
+        """Makes every pending call of this exchange fail on every rank."""
         with contextlib.suppress(self._mpi.Exception):
             self._comm.Revoke()

@@ -1,9 +1,9 @@
-"""A torch.distributed backend over any Communicator: FSDP2, DTensor and what else torch builds on
-process groups, over plain MPI too.
+"""A torch.distributed backend over any Communicator: FSDP2, DTensor and other parts of torch that
+use process groups also run over plain MPI.
 
 torch's wheels have Gloo and NCCL; their MPI backend has to be compiled in. A subclass of
-ProcessGroup in Python needs no compiler. Each collective is one of the communicator's, so its sums
-are the same to the last bit as those of comm.reduce=bucket.
+ProcessGroup in Python needs no compiler. Each collective is one of the communicator's, so sums are
+bit-identical to comm.reduce=bucket.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ Tensors = list[torch.Tensor]
 
 
 def start_process_group(world: Communicator) -> None:
-    """Makes `world` torch's default process group, where torch has none yet. Every rank calls
-    it."""
+    """Makes `world` torch's default process group if torch has none yet. Every rank calls it."""
     if dist.is_initialized():
         return
     if not hasattr(dist.Backend, BACKEND.upper()):
@@ -39,14 +38,15 @@ def _create(options: Any, world: Communicator) -> CommunicatorGroup:
     return CommunicatorGroup(world, options.group_id)
 
 
-# its methods have several signatures, of which torch calls those below
+# its methods have several signatures; torch calls the ones below
 _ProcessGroup: Any = dist.ProcessGroup
 
 
 class CommunicatorGroup(_ProcessGroup):
-    """What torch calls has the names of torch 2.13, and of older ones where they differ. A tensor
-    on a device that the engine does not take is copied through host memory. Messages from one rank
-    to another need the feature "p2p". Not there: products."""
+    """A torch process group on a Communicator. Its methods have the names that torch 2.13 calls,
+    and those that older versions call. A tensor on a device that the engine does not support is
+    copied through host memory. Messages from one rank to another need the feature "p2p". Products
+    are not supported."""
 
     def __init__(self, communicator: Communicator, name: str) -> None:
         super().__init__(communicator.rank, communicator.size)
@@ -81,8 +81,8 @@ class CommunicatorGroup(_ProcessGroup):
     def new_group(
         self, ranks: Sequence[int], *, group_name: str, **_: Any
     ) -> CommunicatorGroup | None:
-        """What dist.new_group() and a DeviceMesh call, on every rank; None where this rank is not
-        in it."""
+        """Creates a group; dist.new_group() and DeviceMesh call it on every rank. None if this rank
+        is not in it."""
         own = self._communicator.split(0 if self.rank() in ranks else None)
         return None if own is None else CommunicatorGroup(own, group_name)
 
@@ -144,7 +144,7 @@ class CommunicatorGroup(_ProcessGroup):
         )
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], options: Any) -> Work:
-        """A broadcast of all parts, of which each rank keeps its own."""
+        """Broadcasts all parts; each rank keeps its own."""
         (output,) = outputs
         flat = output.new_empty(self.size() * output.numel())
         if self.rank() == options.rootRank:
@@ -161,8 +161,8 @@ class CommunicatorGroup(_ProcessGroup):
         rows: list[int],
         options: Any,
     ) -> Work:
-        """An allgather, of which each rank keeps what is for it: the sum over ranks of what they
-        send, in each rank's memory."""
+        """Runs an allgather; each rank keeps its own part. Costs each rank memory for everything
+        that all ranks send."""
         rows = rows or [len(tensor) // self.size()] * self.size()
         cuts = self._communicator.allgather(
             torch.tensor(rows, device="cpu"), f"{self._name}.rows"
@@ -207,8 +207,8 @@ class CommunicatorGroup(_ProcessGroup):
         return lambda: _take(tensor, handle.wait(), divisor)
 
     def _start_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Callable[[], None]:
-        """Every rank's tensor one after the other, in place in `output` where it is contiguous
-        memory that the engine takes."""
+        """Starts to gather every rank's tensor, in rank order. Writes directly into `output` if it
+        is contiguous memory that the engine supports."""
         whole = _as_bytes(self._host(output))
         whole[part_of(len(whole), self.rank(), self.size())] = _as_bytes(self._host(tensor))
         handle = self._communicator.start_spread(whole, f"{self._name}.allgather")
@@ -241,11 +241,11 @@ class CommunicatorGroup(_ProcessGroup):
             _take(tensor, found.view(tensor.dtype).view(tensor.shape))
 
     def _host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Contiguous, on a device that the engine takes."""
+        """The tensor, contiguous and on a device that the engine supports."""
         return (tensor.detach() if self._takes_devices else tensor.detach().cpu()).contiguous()
 
     def _op(self, op: Any) -> tuple[Op, int]:
-        """And what the result is divided by."""
+        """The engine's operation, and the divisor of the result."""
         names: list[tuple[Any, Op]] = [
             (dist.ReduceOp.SUM, "sum"),
             (dist.ReduceOp.MIN, "min"),
@@ -263,8 +263,8 @@ class CommunicatorGroup(_ProcessGroup):
         )
 
 
-class Work(dist._Work):  # torch's own name for what it lets others derive from
-    """Collectives under way."""
+class Work(dist._Work):  # torch's base class for other backends
+    """Pending collectives."""
 
     def __init__(self, tensors: Tensors, waits: Sequence[Callable[[], None]] = ()) -> None:
         super().__init__()

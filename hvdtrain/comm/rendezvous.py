@@ -20,9 +20,7 @@ from hvdtrain.errors import UserError
 
 PORTS = range(20000, 32000)  # below those that Linux gives to outgoing connections
 LOOPBACK = "127.0.0.1"
-SECRET = (
-    "HVDTRAIN_SECRET"  # the environment variable that has the job's secret, the same on all ranks
-)
+SECRET = "HVDTRAIN_SECRET"  # the environment variable with the job's secret, the same on all ranks
 _SIOCGIFADDR = 0x8915  # of <linux/sockios.h>: the IPv4 address of an interface
 _FIX_ADDRESS = "comm.address=HOST:PORT, with a host of rank 0 that the other hosts reach"
 
@@ -30,7 +28,7 @@ _FIX_ADDRESS = "comm.address=HOST:PORT, with a host of rank 0 that the other hos
 class Rendezvous(NamedTuple):
     """Where rank 0 listens, unless the launcher hosts the store."""
 
-    host: str  # of rank 0, as the other hosts call it
+    host: str  # rank 0's host, by the name that other hosts use
     port: int
     # Another host of the job, "" where none is known. Where rank 0's host maps its own name to
     # loopback, the route to the peer is used.
@@ -42,8 +40,8 @@ class Rendezvous(NamedTuple):
 
 
 def secret_of(environ: Mapping[str, str]) -> str:
-    """The job's secret; empty where the launcher gave none: then signatures only show values that
-    are damaged."""
+    """The job's secret; empty if the launcher gave none: signatures then only detect damaged
+    values."""
     return environ.get(SECRET, "")
 
 
@@ -58,11 +56,11 @@ Route = Callable[[str], str | None]
 def find_rendezvous(
     place: Placement, environ: Mapping[str, str], address: str | None
 ) -> Rendezvous | None:
-    """At comm.address, else where the launcher's variables say; None under mpirun and mpiexec,
-    where MPI has to bring the address.
+    """Finds the address: comm.address, else the launcher's variables. None under mpirun and
+    mpiexec, where MPI distributes the address.
 
-    Raises UserError where the address is not HOST:PORT, or the launcher's variables give none; on
-    every rank where it is one that each of several hosts takes for itself.
+    Raises UserError if the address is not HOST:PORT, or the launcher's variables give none. On
+    several hosts a loopback address raises it on every rank.
     """
     if address is not None:
         return _on_one_host_only(_by_address(address, place, environ), place, "comm.address")
@@ -104,7 +102,7 @@ def _on_one_host_only(rendezvous: Rendezvous, place: Placement, where: str) -> R
 
 def parse_address(text: str, where: str = "comm.address") -> tuple[str, int]:
     """ "n1:29500" -> ("n1", 29500); "[fe80::1]:29500" too. Raises UserError for anything else;
-    `where` says where the text is from."""
+    where: the source of the text."""
     host, _, port = text.rpartition(":")
     if not (host and port.isdecimal() and 0 < int(port) < 65536):
         raise UserError(f"{text!r} is not HOST:PORT", where, "comm.address=n1:29500")
@@ -150,8 +148,8 @@ def _by_torchrun(place: Placement, environ: Mapping[str, str]) -> Rendezvous:
         )
     host, port = parse_address(f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}")
     hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    # A store of torchrun's outlives a start of the ranks; one of rank 0's does not, and a node that
-    # comes later counts its own restarts.
+    # torchrun's store outlives a restart of the ranks; rank 0's does not, and a node that joins
+    # later counts its own restarts.
     start = environ.get("TORCHELASTIC_RESTART_COUNT", "0") if hosted else ""
     return Rendezvous(
         host, port, hosted=hosted, job=f"hvdtrain/{environ.get('TORCHELASTIC_RUN_ID', '')}/{start}"
@@ -173,12 +171,12 @@ def _by_srun(environ: Mapping[str, str]) -> Rendezvous:
 
 
 def _port(job: str) -> int:
-    """A port that every rank computes from the name of the job."""
+    """The port that every rank computes from the job's name."""
     return PORTS[zlib.crc32(job.encode()) % len(PORTS)]
 
 
 def free_port() -> int:
-    """A port that no process of this host listens on now, drawn from PORTS. Raises UserError where
+    """A port that no process of this host listens on now, drawn from PORTS. Raises UserError if
     there is none."""
     for port in random.SystemRandom().sample(PORTS, 256):
         with contextlib.suppress(OSError), socket.socket() as probe:
@@ -197,8 +195,8 @@ def step_nodes(environ: Mapping[str, str]) -> list[str]:
 
 
 def address_towards(host: str) -> str | None:
-    """This host's IPv4 address on the network to another; nothing is sent. None where the name of
-    the other has no such address."""
+    """This host's IPv4 address on the network to another; nothing is sent. None if the other's name
+    has no such address."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return str(probe.getsockname()[0])
@@ -218,8 +216,8 @@ def local_address(
 
 
 def host_to_connect(rendezvous: Rendezvous, one_host: bool, route: Route = address_towards) -> str:
-    """Where the ranks of this host reach rank 0: its name; on its own host, where that name is a
-    loopback one, the network's address."""
+    """The address at which this host's ranks reach rank 0: its name, or the network's address on
+    rank 0's own host if its name maps to loopback."""
     found = route(rendezvous.host)
     is_loopback = (
         found is not None and found.startswith("127.") and not one_host and not rendezvous.hosted
@@ -228,8 +226,8 @@ def host_to_connect(rendezvous: Rendezvous, one_host: bool, route: Route = addre
 
 
 def listening_address(hosts: Sequence[str], rank_0_host: str) -> str:
-    """Where rank 0 listens for ranks on these hosts; loopback where all are on its own. Raises
-    UserError where no network leads there."""
+    """The address on which rank 0 listens for ranks on these hosts; loopback if all are on its own
+    host. Raises UserError if no network leads there."""
     others = [host for host in hosts if host != rank_0_host]
     found = address_towards(others[0]) if others else LOOPBACK
     if found is None or (others and found.startswith("127.")):
@@ -243,8 +241,8 @@ def listening_address(hosts: Sequence[str], rank_0_host: str) -> str:
 
 
 def interfaces() -> dict[str, str]:
-    """{name: IPv4 address} of this host's network interfaces; those without an address are left
-    out."""
+    """{name: IPv4 address} of this host's network interfaces; interfaces without an address are
+    skipped."""
     addresses = dict[str, str]()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -257,14 +255,14 @@ def interfaces() -> dict[str, str]:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface of this host that has an IPv4 address; None where none has."""
+    """The network interface of this host that has an IPv4 address; None if none has it."""
     return next((name for name, found in interfaces().items() if found == address), None)
 
 
 def listen(rendezvous: Rendezvous, one_host: bool, route: Route = address_towards) -> socket.socket:
-    """The listening socket of rank 0, on one address only; port 0 is any that is free.
+    """Opens rank 0's listening socket, on one address only; port 0 means any free port.
 
-    Raises UserError where other hosts do not reach the address, or it is in use.
+    Raises UserError if other hosts do not reach the address, or it is in use.
     """
     address = (
         local_address(rendezvous, one_host, route) or route(rendezvous.host) or rendezvous.host
@@ -293,13 +291,13 @@ def listen(rendezvous: Rendezvous, one_host: bool, route: Route = address_toward
 
 
 def files_needed(ranks: int) -> int:
-    """Open files of a process of so many ranks, at most: Gloo connects each with each, and the
-    store has two connections of each."""
+    """The most open files that a process of a job with this many ranks needs: Gloo connects every
+    pair, and the store has two connections per rank."""
     return 256 + 8 * ranks
 
 
 def allow_open_files(ranks: int) -> None:
-    """Raises this process's own limit, often 1,024, as far as the administrator's goes."""
+    """Raises this process's soft limit of open files, often 1,024, up to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = files_needed(ranks)
     if soft != resource.RLIM_INFINITY and soft < needed:

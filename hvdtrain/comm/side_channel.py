@@ -1,5 +1,5 @@
-"""Side channels, over MPI or a store of torch.distributed: a message of each rank on rank 0 while
-main threads hang, and a joint end."""
+"""Side channels, over MPI or a store of torch.distributed: rank 0 gathers a message from each rank
+while main threads hang, and all ranks exit together."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from hvdtrain.core.process import exit_now
 from hvdtrain.errors import DONE, LOST
 
 MPI_POLL_S = 0.02
-# Tags on COMM_WORLD, or a copy of what is left of it, which nothing else uses: Horovod and the mpi
-# engine have communicators of their own.
+# Tags on COMM_WORLD, or on the copy that survives a loss. Nothing else uses them: Horovod and the
+# mpi engine have their own communicators.
 REQUEST = 29101
 REPLY = 29102
 ACKNOWLEDGMENT = 29103
@@ -39,12 +39,12 @@ class Gather(NamedTuple):
 
 
 class MpiSideChannel:
-    """Rank 0 sends requests, the others reply, in the threads that call gather(). Nothing is sent,
-    posted or polled outside of it.
+    """A side channel over MPI. Rank 0 sends requests and the others reply, in the threads that call
+    gather(). Nothing is sent, posted or polled outside of gather().
 
-    A rank may find the request of a gather that rank 0 has given up. So each request has a number,
-    rank 0 takes only replies to its latest one, and a rank replies to every request that it finds
-    until one reply is acknowledged.
+    A rank may receive the request of a gather that rank 0 has given up. So each request has a
+    number, rank 0 takes only replies to its latest one, and a rank replies to every request that it
+    receives until one reply is acknowledged.
     """
 
     def __init__(self, mpi: Any, world: Any) -> None:
@@ -53,7 +53,7 @@ class MpiSideChannel:
         self._world = world
         self._sends: list[
             Any
-        ] = []  # pending requests of MPI, kept for the memory that they use; some never complete
+        ] = []  # pending requests of MPI, kept: MPI uses their memory; some never complete
         # tag -> (rank, pending request)
         self._receives: dict[int, list[tuple[int, Any]]] = {
             REQUEST: [],
@@ -80,8 +80,7 @@ class MpiSideChannel:
         )
 
     def _collect(self, message: str, gather: Gather) -> list[str | None]:
-        """Rank 0's part: the messages of all ranks, None for those whose reply has not come in
-        time."""
+        """Rank 0's part: the messages of all ranks, None if a reply did not arrive in time."""
         pending = set(range(1, self._world.size))
         messages: list[str | None] = [message, *[None] * len(pending)]
         for rank in sorted(pending):
@@ -95,7 +94,8 @@ class MpiSideChannel:
         return messages
 
     def _reply(self, message: str, gather: Gather) -> list[str | None]:
-        """The other ranks' part: returns when a reply is acknowledged, or the time is over."""
+        """The other ranks' part: replies, and returns when a reply is acknowledged or the time is
+        over."""
         replied: set[int] = set()
         while self._goes_on(gather) and not replied & {
             number for _, number in self._received(ACKNOWLEDGMENT)
@@ -118,7 +118,7 @@ class MpiSideChannel:
         self._sends.append(self._world.isend(content, rank, tag))
 
     def _received(self, tag: int) -> Iterator[tuple[int, Any]]:
-        """(rank, content) of the messages that have arrived whole. A large one stays pending where
+        """(rank, content) of each message that has arrived completely. A large one stays pending if
         its sender has stopped meanwhile."""
         status = self._mpi.Status()
         receives = self._receives[tag]
@@ -133,11 +133,11 @@ class MpiSideChannel:
 
 
 class StoreSideChannel:
-    """For ranks without MPI. Each use opens a connection of its own: one that waits for a key is
-    blocked for all other use.
+    """A side channel over a store, for ranks without MPI. Each use opens its own connection:
+    waiting for a key blocks a connection for all other uses.
 
-    Values that no rank of the job has signed count as absent; an end that no rank has signed ends a
-    rank with LOST, never with DONE.
+    Values that no rank of the job has signed count as absent; an unsigned end makes a rank exit
+    with LOST, never with DONE.
     """
 
     def __init__(self, connect: Callable[[], SignedStore], rank: int, size: int) -> None:
@@ -147,14 +147,14 @@ class StoreSideChannel:
         self._size = size
         self._latest = 0  # number of the latest gather
         self._closed = False
-        self.outlives_host = False  # the ranks go on where the process that hosts the store is gone
+        self.outlives_host = False  # the ranks continue if the process that hosts the store is gone
         self._thread = threading.Thread(
             target=self._exit_on_abort, args=(connect(),), name="abort", daemon=True
         )
         self._thread.start()
 
     def gather(self, message: str, wait_s: float) -> list[str | None] | None:
-        """Gathers messages, see Communicator.side_channel_gather; None where the process that hosts
+        """Gathers messages, see Communicator.side_channel_gather; None if the process that hosts
         the store is gone."""
         number = time.monotonic_ns()
         end_s = time.monotonic() + wait_s
@@ -176,8 +176,7 @@ class StoreSideChannel:
     def _collect(
         self, store: SignedStore, message: str, number: int, goes_on: Callable[[], bool]
     ) -> list[str | None]:
-        """Rank 0's part: the messages of all ranks, None for those whose reply has not come in
-        time."""
+        """Rank 0's part: the messages of all ranks, None if a reply did not arrive in time."""
         messages: list[str | None] = [message, *[None] * (self._size - 1)]
         store.set("request", str(number))
         while None in messages and goes_on():
@@ -195,8 +194,8 @@ class StoreSideChannel:
     def _reply(
         self, store: SignedStore, message: str, goes_on: Callable[[], bool]
     ) -> list[str | None]:
-        """The others' part, until a reply is acknowledged. The store may still have the request of
-        a gather that rank 0 gave up."""
+        """The other ranks' part: replies until a reply is acknowledged. The store may still contain
+        the request of a gather that rank 0 gave up."""
         replied: set[str] = set()
         while goes_on() and not any(
             store.has(f"acknowledgment/{number}/{self._rank}") for number in replied
@@ -208,7 +207,7 @@ class StoreSideChannel:
         return []
 
     def abort(self, code: int) -> None:
-        """Has the other ranks exit with this code, within a second; returns once the store has
+        """Makes the other ranks exit with this code within a second; returns once the store has
         it."""
         with contextlib.suppress(RuntimeError):
             store = self._connect()
@@ -217,7 +216,7 @@ class StoreSideChannel:
             time.sleep(STORE_POLL_S if self._rank else HOST_EXITS_LATER_S)
 
     def retire(self) -> None:
-        """The ranks have another side channel from now on."""
+        """Called when another side channel replaces this one."""
         self._closed = True
 
     def close(self, wait_s: float) -> None:
@@ -230,7 +229,7 @@ class StoreSideChannel:
             store.add("closing", 1)
             if self._rank == 0:
                 all_close = self._await_all(store, "closing", end_s)
-                # wakes every rank's thread; a rank that has not closed exits
+                # wakes every rank's thread; a rank that is still open exits
                 store.set("abort", DONE if all_close else LOST)
             self._thread.join(max(0.0, end_s - time.monotonic()))
             store.add("closed", 1)
@@ -249,8 +248,8 @@ class StoreSideChannel:
         """In a thread: sleeps until a rank aborts, all ranks close or the connection breaks; exits
         the process unless it is closed.
 
-        All ranks close before the store says DONE, so a rank that has not closed by then takes it
-        for the end of a lost job.
+        All ranks close before the store says DONE, so a rank that is still open when it reads DONE
+        treats the job as failed.
         """
         what = "the connection to rank 0 broke"
         try:
@@ -258,7 +257,7 @@ class StoreSideChannel:
             code = store.get("abort")
             if type(code) is not int or not 0 < code < 256:
                 what = (
-                    "a process that is no rank of the job wrote its end into the store, or rank 0 "
+                    "a process outside of the job wrote an end into the store, or rank 0 "
                     "closed too early"
                 )
                 code = LOST

@@ -1,7 +1,7 @@
-"""Small objects as signed JSON: what ranks send each other where a stranger may reach the
-connection. No pickle, which could run code.
+"""Small objects as signed JSON: how ranks send each other data on connections that strangers may
+reach. Pickle is not used because it could run code.
 
-Plain values, arrays, paths, and the value classes of hvdtrain itself: NamedTuples, dataclasses and
+Supports plain values, arrays, paths and hvdtrain's value classes: NamedTuples, dataclasses and
 UserErrors.
 """
 
@@ -28,12 +28,12 @@ _OWN = __name__.partition(".")[0]
 
 
 class Forged(Exception):
-    """The bytes are not what a rank of this job has signed."""
+    """The bytes were not signed by a rank of this job."""
 
 
 def pack(thing: Any, secret: str, purpose: str = "") -> bytes:
-    """The object as bytes that only a process with the secret can make; unpack() of another purpose
-    refuses them.
+    """Packs the object into bytes that only a process with the secret can create; unpack() with
+    another purpose rejects them.
 
     Raises TypeError for an object of another class.
     """
@@ -41,8 +41,8 @@ def pack(thing: Any, secret: str, purpose: str = "") -> bytes:
 
 
 def unpack(packed: bytes, secret: str, purpose: str = "") -> Any:
-    """The object of pack(). Raises Forged where the secret or the purpose is another, or the bytes
-    were changed."""
+    """Returns the object that pack() packed. Raises Forged if the secret or the purpose differs, or
+    the bytes were changed."""
     text = signed_content(packed, secret, purpose)
     try:
         return _object(json.loads(text))
@@ -51,12 +51,12 @@ def unpack(packed: bytes, secret: str, purpose: str = "") -> Any:
 
 
 def sign(content: bytes, secret: str, purpose: str) -> bytes:
-    """The content behind a tag that only a process with the secret can make."""
+    """Returns a tag that only a process with the secret can compute, followed by the content."""
     return _tag(content, secret, purpose) + content
 
 
 def signed_content(signed: bytes, secret: str, purpose: str) -> bytes:
-    """The content of sign(). Raises Forged as unpack() does."""
+    """Returns the content that sign() signed. Raises Forged as unpack() does."""
     content = signed[TAG_BYTES:]
     if not hmac.compare_digest(signed[:TAG_BYTES], _tag(content, secret, purpose)):
         raise Forged
@@ -68,7 +68,8 @@ def _tag(text: bytes, secret: str, purpose: str) -> bytes:
 
 
 def _plain(thing: Any) -> Any:
-    """In the types of JSON: numbers, strings, None and lists stay, all else is {kind: content}."""
+    """Converts to JSON types: numbers, strings, None and lists stay, everything else becomes {kind:
+    content}."""
     if thing is None or isinstance(thing, (bool, int, float)) or type(thing) is str:
         return thing
     if isinstance(thing, np.generic):
@@ -80,7 +81,7 @@ def _plain(thing: Any) -> Any:
 
 
 def _kind_and_content(thing: Any) -> tuple[str, Any]:
-    """kind: a key of _MAKERS."""
+    """Splits an object into its kind, a key of _MAKERS, and its content."""
     cls = type(thing)
     if cls is tuple:
         return "tuple", _plain(list(thing))
@@ -100,7 +101,7 @@ def _kind_and_content(thing: Any) -> tuple[str, Any]:
 
 
 def _object(plain: Any) -> Any:
-    """The inverse of _plain(). Raises many kinds of errors for what _plain() does not make."""
+    """The inverse of _plain(). Input that _plain() cannot produce raises many kinds of errors."""
     if isinstance(plain, list):
         return [_object(inner) for inner in plain]
     if not isinstance(plain, dict):
@@ -142,7 +143,7 @@ def _is_value_class(kind: type) -> bool:
 
 
 def _arguments(thing: Any) -> list[Any]:
-    """What its class is called with to make an equal one."""
+    """The arguments with which its class creates an equal object."""
     if isinstance(thing, tuple):
         return list(thing)
     if isinstance(thing, UserError):
@@ -151,10 +152,10 @@ def _arguments(thing: Any) -> list[Any]:
 
 
 class SignedStore:
-    """One connection to a store of torch.distributed, of which a value that no rank of the job has
-    signed counts as absent.
+    """One connection to a store of torch.distributed. A value that no rank of the job has signed
+    counts as absent.
 
-    Its methods raise RuntimeError where the connection is broken or a wait takes too long.
+    Its methods raise RuntimeError if the connection is broken or a wait takes too long.
     """
 
     def __init__(self, store: Any, secret: str) -> None:
@@ -162,16 +163,16 @@ class SignedStore:
         self._secret = secret
 
     def set(self, key: str, value: Any) -> None:
-        """Returns before the store has the value."""
+        """Sets a value; returns before the store has it."""
         self._store.set(key, pack(value, self._secret, key))
 
     def set_first(self, key: str, value: Any) -> Any:
-        """Sets the value where the key has none; returns what the store then has, as get()."""
+        """Sets the value if the key has none; returns the store's value as get() does."""
         return self._read(key, self._store.compare_set(key, "", pack(value, self._secret, key)))
 
     def get(self, key: str) -> Any:
-        """The value, which must be there; None where it is not one that a process with the job's
-        secret has set under this key."""
+        """The value, which must exist; None if no process with the job's secret set it under this
+        key."""
         return self._read(key, self._store.get(key))
 
     def _read(self, key: str, packed: bytes) -> Any:
@@ -180,7 +181,7 @@ class SignedStore:
         return None
 
     def has(self, *keys: str) -> bool:
-        """Whether each has a value, of whatever origin."""
+        """Whether each key has a value, signed or not."""
         return bool(self._store.check(list(keys)))
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:

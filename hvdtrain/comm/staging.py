@@ -1,8 +1,8 @@
-"""The way of a tensor in a GPU's memory to a collective of MPI and back, beside what the GPU
-computes; streams and events of torch.
+"""Moves a tensor from GPU memory to an MPI collective and back while the GPU computes, with torch's
+streams and events.
 
-MPI knows no streams: it may touch memory only once the GPU has filled it, which the thread that
-calls MPI waits for, and no other one.
+MPI does not know streams: it may touch memory only once the GPU has filled it. Only the thread that
+calls MPI waits for that.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Cuda:
-    """Streams, which are queues of a GPU's work, and page-locked memory of the host, which a GPU
-    copies to and from by itself."""
+    """Streams, the queues of a GPU's work, and page-locked host memory, which a GPU copies to and
+    from by itself."""
 
     kind = "cuda"  # of torch.device; ROCm's too
 
     def present(self, device: torch.device) -> Stream:
-        """The stream that this thread gives work to."""
+        """The current stream of this thread."""
         return torch.cuda.current_stream(device)
 
     def new(self, device: torch.device) -> Stream:
         return torch.cuda.Stream(device)
 
     def use(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Inside, it is the present stream of this thread, and its device the present one."""
+        """Inside, makes the stream and its device the current ones of this thread."""
         return torch.cuda.stream(stream)
 
     def mark(self, stream: Stream) -> Event:
-        """What the stream has been given until now, for a thread that waits for it: asleep, not in
-        a loop."""
+        """Records an event behind the stream's present work; a thread waits for it asleep, not in a
+        loop."""
         return stream.record_event(torch.cuda.Event(blocking=True))
 
     def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Its memory is not used again before the stream has done what it has been given until
-        then."""
+        """Keeps the tensor's memory from being reused before the stream has finished its present
+        work."""
         tensor.record_stream(stream)
 
     def locked(self, like: torch.Tensor) -> torch.Tensor:
-        """Page-locked memory for the numbers of a tensor, any numbers in it. torch keeps what is
-        freed for the next one."""
+        """Uninitialized page-locked memory of a tensor's size. torch keeps freed memory for the
+        next tensor."""
         return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
 
 
 class Ways:
-    """The ways of one communicator, whose collectives take tensors on GPUs."""
+    """Lets the collectives of one communicator take tensors on GPUs."""
 
     def __init__(self, gpus: Cuda, way: Way) -> None:
         self._gpus = gpus
@@ -68,11 +68,11 @@ class Ways:
         return isinstance(x, torch.Tensor) and x.device.type == self._gpus.kind
 
     def begin(self, x: torch.Tensor, needed: slice = ALL, *, reduces: bool = False) -> Moving:
-        """By the thread that starts a collective of x, behind what its present stream has been
-        given until now.
+        """Begins to move x, behind the present work of the current stream. Called by the thread
+        that starts the collective.
 
-        needed: the rows that this rank gives to it. Sums of 16-bit numbers are made in host memory:
-        MPI has no such type.
+        needed: the rows that this rank contributes. Sums of 16-bit numbers are computed in host
+        memory: MPI has no such type.
         """
         if self._way == "device" and not (reduces and x.dtype in _HALF):
             return Direct(self._gpus, x, self._stream(x.device, "MPI's"))
@@ -91,8 +91,8 @@ class Ways:
 
 
 class Moving(Protocol):
-    """A tensor on its way: run() by the thread that calls MPI, then finish() of what that returned,
-    by the thread that waits."""
+    """A tensor in transit. The thread that calls MPI calls run(); the thread that waits passes its
+    result to finish()."""
 
     def run(self, collective: Callable[[Any], Any]) -> Any: ...
 
@@ -103,7 +103,7 @@ class Direct:
     """MPI gets the address of the tensor."""
 
     def __init__(self, gpus: Cuda, x: torch.Tensor, stream: Stream) -> None:
-        """stream: of what is allocated for the collective: nothing else is given to it."""
+        """stream: for memory allocated for the collective, and nothing else."""
         self._gpus = gpus
         self._x = x
         self._stream = stream
@@ -120,13 +120,13 @@ class Direct:
         )
 
     def finish(self, found: torch.Tensor) -> torch.Tensor:
-        """MPI has put the result where it belongs before it returned."""
+        """Returns the tensor: MPI wrote the result before it returned."""
         self._gpus.keep(found, self._gpus.present(found.device))
         return found
 
 
 class Staged:
-    """MPI gets a copy in page-locked host memory, which the GPU makes on a stream of its own."""
+    """MPI gets a copy in page-locked host memory, which the GPU copies on a separate stream."""
 
     def __init__(
         self, gpus: Cuda, x: torch.Tensor, needed: slice, down: Stream, up: Stream
@@ -148,7 +148,7 @@ class Staged:
         self._copied = gpus.mark(down)
 
     def run(self, collective: Callable[[Any], Any]) -> tuple[torch.Tensor, Event]:
-        """The result, which is on the GPU behind the event."""
+        """Runs the collective; returns the result, which is on the GPU after the event."""
         self._copied.synchronize()
         found = collective(self._host)
         with self._gpus.use(self._up):
@@ -158,8 +158,8 @@ class Staged:
             return result, self._up.record_event()
 
     def _place(self, found: torch.Tensor) -> torch.Tensor:
-        """Where x has what the host's copy of it has in `found`; new memory for what is no part of
-        that."""
+        """The rows of x that `found` is a part of in the host's copy; new memory if it is not a
+        part."""
         if found is self._host:
             return self._x
         if found.untyped_storage().data_ptr() != self._host.untyped_storage().data_ptr():
@@ -168,7 +168,7 @@ class Staged:
         return self._x.detach().view(-1)[start : start + found.numel()].view(found.shape)
 
     def finish(self, found: tuple[torch.Tensor, Event]) -> torch.Tensor:
-        """The thread's present stream goes on behind the copy."""
+        """Makes the thread's current stream wait for the copy."""
         result, copied = found
         self._gpus.present(result.device).wait_event(copied)
         self._gpus.keep(result, self._gpus.present(result.device))

@@ -1,5 +1,5 @@
-"""Ranks that are threads of one process: what a replay of asynchronous training needs of a
-communicator."""
+"""Ranks that are threads of one process, with the collectives that a replay of asynchronous
+training needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvdtrain.comm.engines import Feature
 
 T = TypeVar("T")
 _REDUCTIONS = {"sum": np.add, "min": np.minimum, "max": np.maximum}
-_LOOK_S = 0.1  # between two looks whether another thread has failed
+_LOOK_S = 0.1  # between two checks whether another thread has failed
 
 
 class ThreadRanks:
@@ -36,7 +36,7 @@ class ThreadRanks:
             return self.messages[to, tag][source]
 
     def get(self, queue: SimpleQueue[T]) -> T:
-        """Waits. Raises threading.BrokenBarrierError where another thread has failed."""
+        """Waits for an item. Raises threading.BrokenBarrierError if another thread has failed."""
         while True:
             try:
                 return queue.get(timeout=_LOOK_S)
@@ -46,10 +46,10 @@ class ThreadRanks:
 
 
 class ThreadCommunicator:
-    """The communicator of one thread. Sums are made in the order of ranks."""
+    """The communicator of one thread. Sums are computed in rank order."""
 
     name = "threads"
-    # each as if it were alone on its host: nothing is shared out among threads
+    # as if each were alone on its host: threads share nothing out
     local_rank = 0
     local_size = 1
     features: frozenset[Feature] = frozenset({"p2p", "several_ranks"})
@@ -109,8 +109,8 @@ class _Receive:
 
 
 def run_threads(ranks: Sequence[ThreadRanks], works: Sequence[Callable[[], T]]) -> list[T]:
-    """The result of each work, made on a thread of its own; `ranks`: what they share. Raises the
-    first error, which ends the others."""
+    """Runs each work on its own thread and returns the results. ranks: what the threads share.
+    Raises the first error, which ends the others."""
     results: dict[int, T] = {}
     errors: list[BaseException] = []
 
@@ -143,7 +143,7 @@ def _array(x: Buffer) -> np.ndarray:
 
 
 def _like(x: Buffer, array: np.ndarray) -> Buffer:
-    """The array, as a tensor where x is one."""
+    """The array, as a tensor if x is one."""
     if not hasattr(x, "new_empty"):
         return array
     tensor = x.new_empty(array.shape)

@@ -1,5 +1,5 @@
-"""Process groups of torch.distributed: collectives that they have not themselves; and Gloo: its
-interface, connections, threads."""
+"""Process groups of torch.distributed: collectives that they lack, and Gloo's interface,
+connections and threads."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class EvenParts:
-    """The rows of a tensor, in parts of equal length for each rank: the tensor itself, or a copy
-    where it does not split evenly.
+    """The rows of a tensor in equal parts, one for each rank: the tensor itself, or a padded copy
+    if it does not split evenly.
 
-    In the copy the parts of the last ranks have a row more, with any numbers, than
+    In the copy the parts of the last ranks have one more row, with arbitrary numbers, than
     communicator.part_of() gives them.
     """
 
     def __init__(self, tensor: torch.Tensor, rank: int, size: int) -> None:
-        """tensor: on the rank `rank` of `size` ranks."""
+        """tensor: of rank `rank` of `size`."""
         self._tensor = tensor
         self._size = size
         self._rows = -(-len(tensor) // size)
@@ -65,23 +65,23 @@ class EvenParts:
         ]
 
     def reduce(self, group: Any) -> tuple[list[Any], torch.Tensor]:
-        """Starts the sum over ranks; this rank's part, with the row more, takes it. Other parts
-        have any numbers afterwards."""
+        """Starts the sum over ranks into this rank's part, including the additional row. Other
+        parts have arbitrary numbers afterwards."""
         return [
             _reduce_scatter(self._own, self._even, group=group, async_op=True)
         ] if self._even.numel() else [], self._own
 
     def gather(self, group: Any) -> list[Any]:
-        """Starts to give each rank's part to all; the tensor has them then, or blocks() the copy of
-        it."""
+        """Starts to gather each rank's part on all ranks, in the tensor or in its copy (see
+        blocks())."""
         if not self._even.numel():
             return []
         return [_all_gather(as_bytes(self._even), as_bytes(self._own), group=group, async_op=True)]
 
 
 def gather_rows(tensor: torch.Tensor, size: int, group: Any) -> torch.Tensor:
-    """The tensor of each rank, which have one shape, as a new one with an axis of ranks before the
-    others."""
+    """Gathers tensors of equal shape from all ranks into a new tensor, with the ranks as its first
+    axis."""
     gathered = tensor.new_empty((size, *tensor.shape))
     if tensor.numel():
         _all_gather(as_bytes(gathered), as_bytes(tensor), group=group)
@@ -89,8 +89,8 @@ def gather_rows(tensor: torch.Tensor, size: int, group: Any) -> torch.Tensor:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of the tensor as bytes, for collectives that only move data: neither library has all
-    number types."""
+    """A view of the tensor as bytes, for collectives that only move data: neither library supports
+    all number types."""
     return (
         tensor.view(-1).view(torch.uint8)
         if tensor.numel()
@@ -99,10 +99,10 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class GroupExchange:
-    """An exchange over a process group: an asynchronous all-gather; what ranks say of it is a key
-    of its store.
+    """An exchange over a process group: an asynchronous all-gather, and keys of its store for
+    words.
 
-    Its ranks call it in the same order as the group's other collectives.
+    Ranks call it in the same order relative to the group's other collectives.
     """
 
     threads = True
@@ -143,7 +143,7 @@ class GroupExchange:
         }
 
     def free(self) -> None:
-        """Nothing: the group is that of a communicator."""
+        """Does nothing: the group belongs to a communicator."""
 
 
 Address = tuple[str, int]
@@ -163,18 +163,18 @@ def set_gloo_interface(rendezvous: Rendezvous, place: Placement) -> None:
 class GlooConnections:
     """Gloo's connections of one process group of all ranks.
 
-    torch leaves a group once the collectives that the rank has begun are over, and has no other
-    way: abort() does nothing with Gloo (torch 2.13). One of them may wait for a rank that waits for
-    this one in another collective, and neither is told of a third one that is lost.
+    torch can leave a group only once the collectives that the rank has started are done: abort()
+    does nothing with Gloo (torch 2.13). But two ranks may wait for each other in different
+    collectives, and neither learns that a third one died.
     """
 
     def __init__(self) -> None:
-        self._own: set[Address] = set()  # where Gloo listens in this process
+        self._own: set[Address] = set()  # addresses on which Gloo listens in this process
         self._of_ranks: set[Address] = set()
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
-        """The group is made inside of it. What begins to listen meanwhile is Gloo."""
+        """Wraps the creation of the group. Sockets that begin to listen meanwhile are Gloo's."""
         self._own = set()
         self._of_ranks = set()
         before = set(_listening())
@@ -187,8 +187,8 @@ class GlooConnections:
         self._of_ranks = {(host, port) for of_rank in everywhere for host, port in of_rank}
 
     def cut(self) -> None:
-        """Ends them for both sides: whoever waits for anything from this rank gets an error, and so
-        does this rank itself."""
+        """Cuts the connections for both sides: ranks that wait for this rank get an error, and so
+        does this rank."""
         for own, peer, connection in _connected():
             if own in self._own or peer in self._of_ranks:
                 with contextlib.suppress(OSError):  # the other side was faster
@@ -208,7 +208,7 @@ def _connected() -> Iterator[tuple[Address, Address, socket.socket]]:
 
 
 def _tcp_sockets() -> Iterator[socket.socket]:
-    """TCP sockets of this process; none where the system has no /proc (macOS). Each is a copy: Gloo
+    """TCP sockets of this process; none if the system has no /proc (macOS). Each is a copy: Gloo
     may close its own at any time."""
     with contextlib.suppress(FileNotFoundError):
         for number in os.listdir("/proc/self/fd"):
@@ -232,15 +232,15 @@ def _address(name: tuple[str, int] | tuple[str, int, int, int]) -> Address:
 
 
 def wait_until_idle(timeout_s: float) -> None:
-    """Returns when no thread of Gloo has anything to do, or after `timeout_s`.
+    """Returns when all of Gloo's threads are idle, or after `timeout_s`.
 
     torch ends these threads with the last reference to their process group, which a model (FSDP2's)
-    or a traceback can keep. A thread that lets go of a tensor needs the interpreter's lock; in an
-    interpreter that is ending it gets none, and the whole process is aborted (signal 6).
+    or a traceback can keep. A thread that releases a tensor needs the interpreter's lock; if the
+    interpreter is exiting, the whole process is aborted instead (signal 6).
 
-    A thread is idle when it sleeps and has not been switched in between two looks: one that waits
-    for the interpreter's lock wakes every sys.getswitchinterval() to ask again. Where the system
-    has no /proc (macOS) there is one look's pause only.
+    A thread is idle if it sleeps and was not scheduled between two checks: one that waits for the
+    interpreter's lock wakes every sys.getswitchinterval() to ask again. On a system without /proc
+    (macOS) the function only pauses once.
     """
     ends = time.monotonic() + timeout_s
     look_s = 4 * max(sys.getswitchinterval(), 0.005)
@@ -256,10 +256,10 @@ def wait_until_idle(timeout_s: float) -> None:
 
 
 def _threads() -> dict[str, tuple[str, ...]]:
-    """Thread id -> its state (S: sleeping, R: running or ready to run), and how often it was
-    switched out, of Gloo's threads.
+    """For each thread of Gloo: its state (S: sleeping, R: running or ready to run), and how often
+    it was switched out.
 
-    Where none has Gloo's name, of all that Python has not started, but for those that wait for
+    If no thread has Gloo's name: all threads that Python did not start, except those that wait for
     sockets.
     """
     found = dict[str, tuple[str, ...]]()
@@ -273,7 +273,7 @@ def _threads() -> dict[str, tuple[str, ...]]:
                 if ":\t" in line
             )
             waits_in = (task / "wchan").read_text()  # a function of the kernel, "0" for none
-        except OSError:  # a thread that has ended meanwhile
+        except OSError:  # the thread has ended meanwhile
             continue
         state = (
             lines["State"][0],

@@ -65,22 +65,21 @@ FEATURES: set[Feature] = {
 BACKENDS = "cpu:gloo,cuda:nccl"  # of torch.distributed, where there is NCCL
 CLOSE_S = 10.0  # for all ranks to close
 CONNECT_S = 10.0  # for an answer of a store after a loss
-# for the living ranks to form a group after a loss, twice as long each time: another rank may be
-# lost meanwhile
+# for the survivors to form a group after a loss, doubled each time: another rank may die meanwhile
 FORM_S = 1.0
 
 
 def has_nccl() -> bool:
-    """Whether there is a GPU that this torch can use, and NCCL between GPUs."""
+    """Whether this torch can use a GPU and has NCCL."""
     return torch.cuda.is_available() and dist.is_nccl_available()
 
 
 def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
-    """Connects the ranks at comm.address, where the launcher's variables say, or at an address that
-    rank 0 sends over MPI.
+    """Connects the ranks at comm.address, at the address from the launcher's variables, or at one
+    that rank 0 sends over MPI.
 
-    Raises UserError where this torch has no torch.distributed, or the ranks do not find each other
-    within comm.timeout_s.
+    Raises UserError if this torch has no torch.distributed, or if the ranks do not connect within
+    comm.timeout_s.
     """
     if not dist.is_available() or not dist.is_gloo_available():
         raise UserError(
@@ -122,8 +121,8 @@ def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
 
 
 def _start_process_group(store: Any, place: Placement, timeout: timedelta) -> GlooConnections:
-    """The default process group of torch.distributed. Raises UserError where GLOO_SOCKET_IFNAME
-    names no interface."""
+    """Creates the default process group of torch.distributed. Raises UserError if
+    GLOO_SOCKET_IFNAME does not name an interface."""
     backend = BACKENDS if has_nccl() else "gloo"
     gloo = GlooConnections()
     try:
@@ -142,13 +141,13 @@ def _start_process_group(store: Any, place: Placement, timeout: timedelta) -> Gl
 
 
 def _leave_process_group(gloo: GlooConnections) -> None:
-    """Closes its connections, also where a step that was cut off has left collectives under way.
-    There may be none."""
+    """Destroys the default process group, if there is one. Closes its connections even if an
+    interrupted step left collectives pending."""
     gloo.cut()
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.distributed_c10d._world.group_count = (
-        0  # the next one's name, the same on all ranks: one that was not formed has counted, too
+        0  # the next group's name, the same on all ranks: attempts that failed count, too
     )
 
 
@@ -156,12 +155,12 @@ FOREVER = timedelta(days=365)
 
 
 class _LostMeanwhile(Exception):
-    """Another rank was lost while the living ones formed a group."""
+    """Another rank died while the survivors formed a group."""
 
 
 class TorchDistCommunicator(StartedCollectives):
-    """Works in place on the memory of x where it can. int16, which neither library has, is summed
-    through int32 and cast back."""
+    """The communicator of the torchdist engine. Works in place on the memory of x if it can. int16,
+    which neither library supports, is summed as int32 and cast back."""
 
     name = "torchdist"
 
@@ -175,19 +174,19 @@ class TorchDistCommunicator(StartedCollectives):
         rendezvous: Rendezvous | None = None,
         gloo: GlooConnections | None = None,
     ) -> None:
-        """secret: of the job, signs objects. The side channel is MPI's where MPI started the ranks,
-        else the store's; one has neither.
+        """secret: the job's, signs objects. The side channel uses MPI if MPI started the ranks,
+        else the store; a single rank has neither.
 
-        timeout, rendezvous, gloo: those of all ranks; a part of them has none.
+        timeout, rendezvous, gloo: only for the communicator of all ranks, not for a group.
         """
         self._timeout = timeout
         self._rendezvous = rendezvous
         self._gloo = gloo or GlooConnections()
         self._meeting: Meeting | None = None
         self._pending: WeakSet[Pending] | None = (
-            None  # collectives under way, which hold the connections; None where ranks are not lost
+            None  # pending collectives, which hold the connections; None unless loss is survived
         )
-        self._lost: list[int] = []  # whose loss shrink() has not returned yet
+        self._lost: list[int] = []  # ranks whose loss shrink() still has to return
         self._form_s = FORM_S
         self.rank = place.rank
         self.size = place.size
@@ -198,8 +197,8 @@ class TorchDistCommunicator(StartedCollectives):
         self._mpi = mpi_communicator
         self._store = store
         self.secret = secret
-        self._group: Any = None  # of torch.distributed: all ranks
-        # devices where parts of all ranks are reduced and gathered so
+        self._group: Any = None  # torch.distributed's default group
+        # devices on which parts of all ranks are reduced and gathered in one call
         self.in_one_call = ("cuda",) if "cuda:nccl" in BACKENDS else ()
         self._ops = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
@@ -233,8 +232,8 @@ class TorchDistCommunicator(StartedCollectives):
         return self._pend(works, x, tensor, operand)
 
     def start_reduce_scatter(self, x: Buffer, name: str) -> Handle:
-        """In one call on NCCL; with Gloo a reduction to each rank in turn, in a third of the time
-        of its reduce-scatter."""
+        """One call with NCCL. With Gloo a reduction to each rank in turn, which takes a third of
+        the time of its reduce-scatter."""
         x, tensor = self._checked(x, "start_reduce_scatter", name)
         operand = _reducible(tensor)
         own = part_of(len(tensor), self.rank, self.size)
@@ -248,7 +247,7 @@ class TorchDistCommunicator(StartedCollectives):
         return self._pend(works, x[own], tensor[own], operand[own])
 
     def start_spread(self, x: Buffer, name: str) -> Handle:
-        """In one call on NCCL; with Gloo a broadcast from each rank."""
+        """One call with NCCL; with Gloo a broadcast from each rank."""
         x, tensor = self._checked(x, "allgather", name)
         if tensor.device.type in self.in_one_call:
             even = EvenParts(tensor, self.rank, self.size)
@@ -265,8 +264,7 @@ class TorchDistCommunicator(StartedCollectives):
         return [(rank, part) for rank, part in parts if len(part)]
 
     def reduce_scatter(self, x: Buffer, name: str) -> Buffer:
-        """With Gloo an allreduce, of which this rank keeps its part: that takes half of the
-        time."""
+        """With Gloo, an allreduce from which this rank keeps its part: that takes half the time."""
         x, tensor = self._checked(x, "reduce_scatter", name)
         if tensor.device.type in self.in_one_call:
             return self.start_reduce_scatter(tensor.clone(), name).wait().clone()
@@ -275,7 +273,7 @@ class TorchDistCommunicator(StartedCollectives):
         return _like(x, summed.tensor_split(self.size)[self.rank].to(tensor.dtype).clone())
 
     def allgather(self, x: Buffer, name: str) -> Buffer:
-        """Every part is padded to the rows of the longest."""
+        """Pads every part to the rows of the longest one."""
         x, tensor = self._checked(x, "allgather", name)
         lengths = gather_rows(
             torch.tensor(len(tensor), device=tensor.device), self.size, self._group
@@ -292,8 +290,8 @@ class TorchDistCommunicator(StartedCollectives):
         )
 
     def allgather_object(self, thing: Any) -> list[Any]:
-        """Objects of all ranks, sent as signed JSON. Raises TypeError for an object that has no
-        form in it: comm/signed.py."""
+        """Objects of all ranks, sent as signed JSON. Raises TypeError for an object that
+        comm/signed.py does not support."""
         packed = pack(thing, self.secret, str(self.rank))
         content = np.frombuffer(len(packed).to_bytes(8, "little") + packed, np.uint8)
         gathered = self.allgather(content, "objects").tobytes()
@@ -353,7 +351,7 @@ class TorchDistCommunicator(StartedCollectives):
         return [message] if self._group is None else None
 
     def exchange(self) -> GroupExchange:
-        """An exchange of these ranks, among their other collectives."""
+        """Returns an exchange between these ranks, in order with their other collectives."""
         return GroupExchange(
             self._group,
             self.rank,
@@ -362,7 +360,7 @@ class TorchDistCommunicator(StartedCollectives):
         )
 
     def split(self, color: int | None) -> Communicator | None:
-        assert self._group is None, "of all ranks alone"
+        assert self._group is None, "only the communicator of all ranks can be split"
         groups = split_groups(self, color)
         own = None
         for members in (
@@ -375,7 +373,7 @@ class TorchDistCommunicator(StartedCollectives):
         return own
 
     def free_group(self, group: TorchDistCommunicator) -> None:
-        """Ends a group of split(), of which nothing is under way. A collective of its ranks."""
+        """Frees a group of split() that has no pending collective. Collective over its ranks."""
         dist.destroy_process_group(group._group)
 
     def be_ready_to_shrink(self, gpu: bool) -> None:
@@ -384,8 +382,7 @@ class TorchDistCommunicator(StartedCollectives):
         ]
         if by_nccl:
             what = (
-                "a rank that is lost leaves NCCL's collectives hanging, by which rank "
-                f"{by_nccl[0]} reduces"
+                f"NCCL's collectives hang when a rank dies, and rank {by_nccl[0]} reduces with NCCL"
             )
             raise UserError(what, "comm.engine=torchdist", "speed.device=cpu, or guard.lost=stop")
         if self._mpi is not None:
@@ -393,7 +390,7 @@ class TorchDistCommunicator(StartedCollectives):
             self._pending = WeakSet()
         elif self._rendezvous is not None:
             if "TORCHELASTIC_RUN_ID" in os.environ:
-                what = "torchrun ends all ranks when one is lost"
+                what = "torchrun ends all ranks when one dies"
                 raise UserError(
                     what,
                     "comm.engine=torchdist",
@@ -415,13 +412,13 @@ class TorchDistCommunicator(StartedCollectives):
         )
 
     def confirm(self) -> None:
-        """Nothing: a collective that a rank is lost in fails on the ranks whose numbers it lacks,
-        and they have the others leave theirs."""
+        """Does nothing: a collective in which a rank dies fails on the ranks that miss its numbers,
+        and they make the others leave theirs."""
 
     def shrink(self) -> list[int]:
         for pending in self._pending or ():
             pending.drop()
-        # the others, which may wait for this rank, find the connection closed
+        # the others, which may wait for this rank, see a closed connection
         _leave_process_group(self._gloo)
         self._shrink_by_mpi() if self._mpi is not None else self._shrink_by_meeting()
         dist.distributed_c10d._set_pg_timeout(self._timeout, dist.group.WORLD)
@@ -459,8 +456,8 @@ class TorchDistCommunicator(StartedCollectives):
         self._store.outlives_host = True
 
     def _form(self, open_store: Callable[[timedelta], Any], place: Placement) -> None:
-        """The group of the living ranks. Raises _LostMeanwhile where one of them does not come in
-        time: all meet again."""
+        """Forms the group of the surviving ranks. Raises _LostMeanwhile if one of them does not
+        arrive in time; all then meet again."""
         wait = timedelta(seconds=self._form_s)
         self._form_s *= 2
         try:
@@ -488,8 +485,8 @@ class TorchDistCommunicator(StartedCollectives):
     def _pend(
         self, works: Sequence[Any], x: Buffer, tensor: torch.Tensor, operand: torch.Tensor
     ) -> Pending:
-        """`tensor`: a view of x, which takes the result; `operand`: what the works change, the same
-        or a copy of another type."""
+        """tensor: a view of x, which receives the result; operand: what the works modify, the same
+        tensor or a copy of another type."""
         is_copy = operand.data_ptr() != tensor.data_ptr()
         return self._pend_blocks(works, x, [(tensor, operand)] if is_copy else [])
 
@@ -502,7 +499,8 @@ class TorchDistCommunicator(StartedCollectives):
         return pending
 
     def _on_host(self, x: Buffer, collective: str, name: str) -> tuple[Buffer, torch.Tensor]:
-        """NCCL has no tags, and waits for ever where two ranks send to each other first."""
+        """Requires host memory for messages: NCCL has no tags, and hangs if two ranks send to each
+        other first."""
         x, tensor = self._checked(x, collective, name)
         if tensor.device.type != "cpu":
             where = f"comm.engine=torchdist, {collective} {name!r}"
@@ -514,7 +512,7 @@ class TorchDistCommunicator(StartedCollectives):
         return x, tensor
 
     def _checked(self, x: Buffer, collective: str, name: str) -> tuple[Buffer, torch.Tensor]:
-        """x, or a copy where it is read-only; and a view of it as a tensor."""
+        """Returns x, or a copy if it is read-only, and a view of it as a tensor."""
         check_buffer(self, x, collective, name)
         x = writable(x)
         return x, x.detach() if hasattr(x, "detach") else torch.from_numpy(x)
@@ -526,13 +524,14 @@ class Pending:
     def __init__(
         self, works: Sequence[Any], x: Buffer, blocks: Sequence[tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
-        """blocks: views of x, and copies of them, which the works change and x takes then."""
+        """blocks: views of x with copies of them; the works modify the copies, which are then
+        copied to x."""
         self._works = works
         self._x = x
         self._blocks = blocks
 
     def drop(self) -> None:
-        """The ranks are others from now on: it is void."""
+        """Makes the handle void, because the ranks have changed."""
         self._works = []
 
     def wait(self) -> Buffer:
@@ -544,10 +543,10 @@ class Pending:
 
 
 def _reducible(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, as int32 where it is int16."""
+    """The tensor, as int32 if it is int16."""
     return tensor.to(torch.int32) if tensor.dtype == torch.int16 else tensor
 
 
 def _like(x: Buffer, tensor: torch.Tensor) -> Buffer:
-    """The tensor, as an array where x is one."""
+    """The tensor, as an array if x is one."""
     return tensor if hasattr(x, "detach") else tensor.numpy()

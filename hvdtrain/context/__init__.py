@@ -1,2 +1,2 @@
-"""A script's own loop with what the trainer has: samples, strategies, checkpoints, stops, events.
-hvdtrain.init() makes a Context."""
+"""Custom loops of scripts, with the trainer's samples, strategies, checkpoints, stops and events.
+hvdtrain.init() creates a Context."""

@@ -17,13 +17,14 @@ from hvdtrain.frameworks.user_loop import Divisor, item_count
 
 
 class Batches:
-    """What a Context does with samples: its calls have the same names."""
+    """The part of a Context that handles samples; its methods have the same names as the
+    Context's."""
 
     def __init__(self, loop: ScriptLoop) -> None:
         self._loop = loop
-        self._samples: Any = None  # the batch that the script has
-        self._evaluated: Any = None  # the batch of ctx.each() that it has
-        self._is_evaluated = False  # ctx.each() is over, and no batch of samples() has come since
+        self._samples: Any = None  # the batch that the script trains on
+        self._evaluated: Any = None  # the batch of ctx.each() that it evaluates
+        self._is_evaluated = False  # ctx.each() has ended, and samples() has given no batch since
 
     def samples(
         self, dataset: Any, *, batch: int, epochs: float, seed: int | None
@@ -58,8 +59,8 @@ class Batches:
         return self._batches(stream)
 
     def _check_goes_on(self, stream: SampleStream) -> None:
-        """Raises UserError where the samples are others than those of the checkpoint, and where a
-        loop that has one would begin anew."""
+        """Raises UserError if the samples differ from the checkpoint's, or if a loop that has a
+        checkpoint would start from the beginning."""
         loop = self._loop
         if loop.order is not None and loop.order != stream.order:
             what = (
@@ -73,15 +74,15 @@ class Batches:
             )
         if loop.ranks is not None and not loop.is_resumed:
             what = (
-                "guard.lost=shrink goes on from the newest checkpoint, and the loop would begin "
-                "anew"
+                "guard.lost=shrink resumes from the newest checkpoint, but the loop would "
+                "start from the beginning"
             )
             raise UserError(what, "ctx.samples()", f"{loop.words.resume} after ctx.prepare()")
         if loop.run.path is not None and not loop.is_resumed and loop.run.former is not None:
-            what = f"{loop.run.path} has a checkpoint, and the loop would begin anew"
+            what = f"{loop.run.path} has a checkpoint, but the loop would start from the beginning"
             fix = (
                 f"{loop.words.resume} after ctx.prepare(); or resume=no and another run= to "
-                "begin anew"
+                "start from the beginning"
             )
             raise UserError(what, "ctx.samples()", fix)
 
@@ -109,7 +110,7 @@ class Batches:
         loop.points.sync(force=True)
 
     def stepped(self) -> None:
-        """The step of the batch that the script has is done."""
+        """Records that the step of the current batch is done."""
         loop = self._loop
         assert loop.stream is not None
         loop.points.stepped(self._samples.count if loop.mesh.counts else 0, loop.stream.batch)
@@ -146,8 +147,7 @@ class Batches:
         return {name: quotient(total[f"metric.{name}"], total["count"]) for name in metrics}
 
     def _count_of_mean(self) -> float:
-        """What a mean without a count is weighted with. Raises UserError where that is not
-        known."""
+        """The weight of a mean without a count. Raises UserError if it is not known."""
         fix = (
             "ctx.mean({...}, count=NUMBER), of the samples or tokens that this rank's values are "
             "means over"
@@ -157,14 +157,14 @@ class Batches:
             raise UserError(what, "ctx.mean()", fix)
         if self._evaluated is not None and self._loop.config.data.pad:
             raise UserError(
-                "data.pad gives samples of different lengths, and the mean has no count",
+                "data.pad makes samples variable-length, but the mean has no count",
                 "ctx.mean()",
                 fix,
             )
         return self.count("ctx.mean()") if self._evaluated is None else float(self._evaluated.count)
 
     def count(self, where: str) -> float:
-        """What the loss of the batch that the script trains on is weighted with on this rank."""
+        """The weight of the current batch's loss on this rank."""
         if self._samples is None:
             return 1.0
         divisor: Divisor = self._loop.learner.divisor

@@ -1,5 +1,4 @@
-"""Context: the calls with which a script's own loop has what the trainer has, made of the trainer's
-own objects."""
+"""Context: gives a script's custom loop the features of the trainer."""
 
 from __future__ import annotations
 
@@ -23,12 +22,12 @@ from hvdtrain.training.run_rank import ConnectedRank
 
 
 class Context:
-    """One rank of a script's own loop. hvdtrain.init() makes it; every rank makes the same calls in
-    the same order.
+    """One rank of a script's custom loop. hvdtrain.init() creates it; every rank makes the same
+    calls in the same order.
 
     The loop: prepare(), resume(), then for each batch of samples(): backward(loss),
-    optimizer.step(), log(), checkpoint(), should_stop; at the end close(). Calls raise UserError
-    where something cannot be; an exception that the script does not catch ends all ranks.
+    optimizer.step(), log(), checkpoint(), should_stop; at the end close(). Calls raise UserError if
+    something is not possible; an exception that the script does not catch ends all ranks.
     """
 
     rank: int  # of this process, from 0
@@ -46,9 +45,9 @@ class Context:
         ranks: Elastic | None = None,
         former: Former | None = None,
     ) -> None:
-        """closing: what is closed last, with the exception that ended the loop, if one did.
+        """closing: resources closed last; they see the exception that ended the loop, if any.
 
-        ranks: where the others go on without one that is lost; former: what they go on from then. A
+        ranks: only if the survivors of a loss continue; former: the state they continue from. A
         collective.
         """
         loop = ScriptLoop(rank, closing, ranks, former)
@@ -66,7 +65,7 @@ class Context:
 
     @property
     def device(self) -> Any:
-        """The device of this rank, as the framework has it: model.to(ctx.device) before
+        """This rank's device, as an object of the framework: model.to(ctx.device) before
         prepare()."""
         return self._loop.framework.device(self._loop.config, self._loop.communicator)
 
@@ -81,18 +80,18 @@ class Context:
         return self._loop.epochs
 
     def prepare(self, model: Any, optimizer: Any, *, example: Any = None) -> tuple[Any, Any]:
-        """A torch module and its optimizer, as all ranks train them together: both in the place of
-        the script's own.
+        """Wraps a torch module and its optimizer so that all ranks train them together. Use the
+        returned ones instead of your own.
 
         With framework=jax: a tree of arrays and a transformation of optax's kind; returns the tree
-        on this rank's device and the state that the transformation begins with, which
-        value_and_grad() and update() take.
+        on this rank's device and the transformation's initial state. Pass them to value_and_grad()
+        and update().
 
-        Gradients are reduced as comm.* and shard.* say: in buckets, by Horovod's optimizer, DDP, or
-        sharded (ZeRO 1 to 3); with parallel.* ranks have the model together. Weights and buffers of
-        rank 0 are sent to all as data. Once, before the first step, with an optimizer that has no
-        state. example: a tensor (n, ...), what the model is called with for some samples, or a dict
-        of several: parallel.tensor and parallel.pipeline need it, and shard.stage=3 with
+        The keys comm.* and shard.* select how gradients are reduced: in buckets, by Horovod's
+        optimizer, DDP, or sharded (ZeRO 1 to 3); parallel.* partitions the model. Weights and
+        buffers of rank 0 are broadcast. Call it once, before the first step, with an optimizer that
+        has no state. example: a tensor (n, ...), the model's input for some samples, or a dict of
+        several: parallel.tensor and parallel.pipeline need it, and shard.stage=3 with
         speed.precision=bf16 or fp16.
         """
         return self._loop.prepare(model, optimizer, example, self._batches.stepped)
@@ -102,61 +101,61 @@ class Context:
     @overload
     def resume(self, params: Any, state: Any, /) -> tuple[Any, Any, dict[str, Any]]: ...
     def resume(self, *prepared: Any) -> Any:
-        """Goes on from the newest good checkpoint of run=, or of resume=: model, optimizer, and the
-        place in the samples, on every rank.
+        """Resumes from the newest good checkpoint of run= or resume=: model, optimizer and data
+        position, on every rank.
 
-        Returns what checkpoint() was given beside them; an empty mapping where there is no
-        checkpoint. The number of ranks may be another. With framework=jax it takes what prepare()
-        returned, and returns it as the checkpoint has it: params, state, kept.
+        Returns the extra values that checkpoint() saved; an empty mapping if there is no
+        checkpoint. The number of ranks may differ. With framework=jax it takes what prepare()
+        returned, and returns params, state and the extra values from the checkpoint.
         """
         return self._saving.resume(prepared)
 
     def samples(
         self, dataset: Any, *, batch: int, epochs: float = 1.0, seed: int | None = None
     ) -> Iterator[Any]:
-        """This rank's share of each batch, from where the loop is: batch["x"] are tensors (n, ...),
-        `x, y = batch` has them in order.
+        """Yields this rank's share of each batch, from the loop's current position. batch["x"] is a
+        tensor (n, ...); `x, y = batch` unpacks the fields in order.
 
-        dataset: a dict of arrays, a torch Dataset, or what else docs/own-data.md lists. batch: over
-        all ranks, of which shares differ by at most 1. The same samples in the same order on any
-        number of ranks, each once in an epoch, as a function of the seed alone (default: the
-        configuration's). The loop ends after `epochs`, and where should_stop is true. A rank
-        without samples, in a batch that is smaller than the number of ranks, gets one that does not
-        count (batch.count is 0).
+        dataset: a dict of arrays, a torch Dataset, or another kind from docs/own-data.md. batch:
+        its size over all ranks, whose shares differ by at most 1. The order of samples depends only
+        on the seed (default: the configuration's), not on the number of ranks; each sample comes
+        once in an epoch. The loop ends after `epochs`, or when should_stop is true. If a batch is
+        smaller than the number of ranks, a rank without samples gets one that does not count
+        (batch.count is 0).
         """
         return self._batches.samples(dataset, batch=batch, epochs=epochs, seed=seed)
 
     def each(self, dataset: Any, *, batch: int) -> Iterator[Any]:
-        """Every sample once, over all ranks, in batches of at most `batch` on each: for an
+        """Yields every sample once over all ranks, in batches of at most `batch` per rank. For an
         evaluation, within the loop or after it.
 
-        Every rank gets equally many batches; one without samples has one that does not count:
-        mean(..., count=batch.count), which inside of the loop is what a mean without a count has.
+        Every rank gets the same number of batches; a rank without samples gets one that does not
+        count. Use mean(..., count=batch.count); inside the loop this is the default count.
         """
         return self._batches.each(dataset, batch=batch)
 
     def backward(self, loss: Any, *, count: Any = None) -> None:
-        """The backward pass: `loss` is the mean over this rank's samples of the batch, or over
-        `count` items, a tensor of one number.
+        """Runs the backward pass. `loss` is a tensor of one number: the mean over this rank's
+        samples of the batch, or over `count` items.
 
-        It is weighted with this rank's share, so that p.grad is then the gradient of the mean over
-        the batch of all ranks, with uneven shares too. With shard.stage each rank has a part of
-        that, outside of p.grad. Once for each batch. A collective.
+        The loss is weighted with this rank's share, so p.grad becomes the gradient of the mean over
+        the batch of all ranks, even if shares are uneven. With shard.stage each rank holds a part
+        of it, outside of p.grad. Call it once for each batch. A collective.
 
-        count: of this rank's items (tokens, labelled pixels, the sum of class weights), 0 where it
-        has none, which then adds nothing. Where the mean of the loss is not over samples, every
-        step on every rank has it; with data.pad it is required.
+        count: the number of this rank's items (tokens, labelled pixels, the sum of class weights);
+        a rank with 0 adds nothing. If the loss is not a mean over samples, pass it in every step on
+        every rank; with data.pad it is required.
         """
         self._loop.need("ctx.backward()")
         self._loop.learner.backward(loss, count)
 
     def accumulate(self, loss_of: Callable[[Any], Any], *, at_most: int) -> Any:
-        """Gradient accumulation: backward() in parts of at most so many samples, of which each
-        needs memory by itself.
+        """Accumulates gradients: runs backward() on parts of at most `at_most` samples, to save
+        memory.
 
-        loss_of(part): a forward pass, the mean loss over part["x"], ...; called equally often on
-        all ranks. Where the mean is not over samples it returns (loss, count), as backward() has
-        them. Returns this rank's mean loss.
+        loss_of(part): runs a forward pass and returns the mean loss over part["x"], ...; called
+        equally often on all ranks. If the mean is not over samples it returns (loss, count), see
+        backward(). Returns this rank's mean loss.
         """
         self._loop.need("ctx.accumulate()")
         check_batch(at_most, "ctx.accumulate()", "at_most", "samples of a part, 1 or more")
@@ -170,17 +169,18 @@ class Context:
         has_count: bool = False,
         at_most: int | None = None,
     ) -> Callable[..., Any]:
-        """framework=jax: jax.value_and_grad(loss_of) over the samples of all ranks: a function of
-        params and what else loss_of takes.
+        """framework=jax: jax.value_and_grad(loss_of) over the samples of all ranks: a function with
+        the arguments of loss_of.
 
-        loss_of(params, ...) is the mean over this rank's samples of the batch; with has_aux it
-        returns a pair of that and anything. The function returns this rank's loss, or the pair, and
-        the gradient of the mean over the batch of all ranks, with uneven shares too: a tree like
-        params. at_most: in parts of at most so many samples, of which each needs memory by itself;
-        loss_of then takes the batch. has_count: loss_of returns (loss, count), with has_aux (loss,
-        count, anything): the loss is the mean over `count` items, as tokens or labelled pixels, and
-        the gradient that of the mean over the items of all ranks and parts; with data.pad it is
-        required. loss_of is compiled, once for each shape. Once for each batch. A collective.
+        loss_of(params, ...) returns the mean over this rank's samples of the batch; with has_aux, a
+        pair of the mean and any other value. The function returns this rank's loss, or the pair,
+        and the gradient of the mean over the batch of all ranks, even if shares are uneven: a tree
+        like params. at_most: splits the batch into parts of at most so many samples, to save
+        memory; loss_of then takes the batch. has_count: loss_of returns (loss, count), with has_aux
+        (loss, count, anything): the loss is the mean over `count` items, such as tokens or labelled
+        pixels, and the gradient is of the mean over the items of all ranks and parts; with data.pad
+        it is required. loss_of is compiled once for each shape. Call the function once for each
+        batch. A collective.
         """
         self._loop.need("ctx.value_and_grad()")
         if at_most is not None:
@@ -198,8 +198,8 @@ class Context:
         has_count: bool = False,
         at_most: int | None = None,
     ) -> Callable[..., Any]:
-        """framework=jax: value_and_grad() without the loss; with has_aux its function gives a pair
-        of the gradient and the other value."""
+        """framework=jax: value_and_grad() without the loss; with has_aux the function returns a
+        pair of the gradient and the other value."""
         of_both = self.value_and_grad(
             loss_of, has_aux=has_aux, has_count=has_count, at_most=at_most
         )
@@ -211,35 +211,38 @@ class Context:
         return gradient_of
 
     def update(self, gradient: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
-        """framework=jax: the step of the transformation, once for each batch: new params and state.
+        """framework=jax: applies the transformation, once for each batch, and returns new params
+        and state.
 
-        gradient: what grad() has returned, as it is; state, params: those of the step before. It
-        clips by optim.clip_norm and optim.clip_value first. extra: further arguments of the
-        transformation's update, the same on all ranks: value=...
+        gradient: what grad() returned, unchanged; state, params: from the previous step. Clips by
+        optim.clip_norm and optim.clip_value first. extra: further arguments of the transformation's
+        update, the same on all ranks: value=...
         """
         self._loop.need("ctx.update()")
         found: tuple[Any, Any] = self._loop.learner.update(gradient, state, params, extra)
         return found
 
     def mean(self, metrics: Mapping[str, Any], count: Any = None) -> dict[str, float]:
-        """Means over all ranks of this rank's means, by name, the same on every rank. A collective.
+        """Averages this rank's means over all ranks, by name. The result is the same on every rank.
+        A collective.
 
-        count: samples, or items, that this rank's values are means of. Without it what the batch
-        has: the count of its loss, or its samples; outside of a batch 1. After ctx.each() it is
-        required, and inside with data.pad. NaN where no rank has any. Raises UserError where they
-        give different names, on every rank, and for what is no mean.
+        count: the number of samples or items that this rank's values are means over. Default: the
+        count of the batch's loss, or its samples; outside of a batch, 1. Required after ctx.each(),
+        and inside it with data.pad. NaN if no rank has any samples. Raises UserError on every rank
+        if names differ between ranks, and for a value that is not a mean.
         """
         return self._batches.mean(metrics, count)
 
     def log(self, **values: Any) -> None:
-        """Numbers of this rank, as means over its samples, or over the count of its loss.
+        """Logs numbers of this rank: means over its samples, or over the count of its loss.
 
-        The event "step" of the next sync point has their means over ranks and steps, the event
-        "epoch" those of the whole epoch, when the loop asks for the batch after it. `lr` is the
-        rate that events have.
+        The event "step" of the next sync point contains their means over ranks and steps. The event
+        "epoch", written when the loop asks for the next batch, contains the means of the whole
+        epoch. `lr` becomes the learning rate of the events.
 
-        Device scalars cost no wait. The events go to the run folder's events.jsonl, the terminal,
-        log.trackers and reports, which draw `loss`. The same names on every rank.
+        Device scalars do not make the host wait. The events go to the run folder's events.jsonl,
+        the terminal, log.trackers and reports, which draw `loss`. Names must be the same on every
+        rank.
         """
         self._loop.need("ctx.log()")
         self._loop.points.add(values, self._batches.count("ctx.log()"))
@@ -254,18 +257,19 @@ class Context:
         better: Better = "min",
         **extra: Any,
     ) -> bool:
-        """Writes a checkpoint, in the background, where one is due: checkpoint.every_steps,
-        every_minutes, before a stop, at the end.
+        """Writes a checkpoint in the background if one is due: by checkpoint.every_steps or
+        every_minutes, before a stop, or at the end.
 
-        model, optimizer: those of prepare(), or the params and state of update(). extra: what
-        resume() is to return: plain values, arrays, tensors, objects with state_dict(); rank 0's
-        count. now: in any case, at this step, and kept whatever checkpoint.keep_last is. objective:
-        the value of an evaluation at this step, a number of which rank 0's counts, and better="max"
-        where more is better: it is written in any case, and one of the checkpoint.keep_best best is
-        kept. Returns whether one is written; at a stop and at the end once it is on the disk. It is
-        complete or absent. Every rank calls it, after optimizer.step(): in every step, before
-        should_stop. Where a loop stops without it close() writes the checkpoint with the objects of
-        the last call, unless that had plain values too.
+        model, optimizer: the ones that prepare() returned, or the params and state of update().
+        extra: values that resume() is to return (plain values, arrays, tensors, objects with
+        state_dict()); rank 0's are saved. now: writes one at this step in any case, and keeps it
+        regardless of checkpoint.keep_last. objective: the value of an evaluation at this step; rank
+        0's value counts, and better="max" if more is better. The checkpoint is then written in any
+        case, and kept while it is among the checkpoint.keep_best best. Returns whether one is
+        written; at a stop and at the end, once it is on disk. A checkpoint is complete or absent.
+        Every rank calls it in every step, after optimizer.step() and before should_stop. If a loop
+        stops without it, close() writes the checkpoint with the objects of the last call, unless
+        that included plain values.
         """
         return self._saving.checkpoint(
             model, optimizer, now=now, objective=objective, better=better, extra=extra
@@ -273,19 +277,19 @@ class Context:
 
     @property
     def should_stop(self) -> bool:
-        """Whether the loop is to be stopped and resumed later: a signal to any rank,
+        """Whether the loop has to stop, to be resumed later: after a signal to any rank, or at
         guard.max_time. The same on all ranks at each step.
 
-        It changes every log.every_steps steps. Every rank reads it, after optimizer.step().
+        It changes every log.every_steps steps. Every rank reads it after optimizer.step().
         """
         return self._loop.should_stop
 
     def close(self) -> int:
-        """Ends the loop on every rank: waits for a checkpoint that is written, and for events. A
-        script's end calls it, too.
+        """Ends the loop on every rank: waits until a pending checkpoint and events are written.
+        Also called at the script's end.
 
-        Returns the exit code: 0, or 75 where the loop was stopped to be resumed.
-        `sys.exit(ctx.close())` tells it to the launcher.
+        Returns the exit code: 0, or 75 if the loop was stopped to be resumed.
+        `sys.exit(ctx.close())` passes it to the launcher.
         """
         return self._ending.close()
 
@@ -304,23 +308,23 @@ class Context:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """The loop ended by an exception: on several ranks it is reported and all end; on one it is
-        the script's again."""
+        """Ends the loop after an exception. On several ranks it is reported and all ranks exit;
+        with one rank it is left to the script."""
         self._ending.fail(error)
 
-    # What hvdtrain.run() asks for when another rank is lost.
+    # hvdtrain.run() calls the following when another rank is lost.
 
     def give_up(self) -> None:
-        """Ends on this rank what reads and writes, after the loss of another one: what is under way
-        is not waited for."""
+        """Stops readers and writers on this rank after another rank was lost, without waiting for
+        pending work."""
         self._ending.give_up()
 
     def former(self, loss: RankFailure, began_s: float) -> Former:
-        """What the ranks that are left go on from after this loss."""
+        """The state from which surviving ranks continue after this loss."""
         loop = self._loop
         return Former(self.run or Path(), loop.run.token, loop.model, loss, began_s)
 
     @property
     def untold_loss(self) -> RankFailure | None:
-        """The loss before this loop, until the loop has begun, with an event."""
+        """The loss that led to this loop, until the loop has reported it with an event."""
         return self._loop.untold_loss

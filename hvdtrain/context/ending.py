@@ -21,10 +21,10 @@ _OTHER_SIZE = (
 
 
 class Ending:
-    """What a Context does at its end: its calls have the same names."""
+    """The part of a Context that ends a loop; its methods have the same names as the Context's."""
 
     def __init__(self, loop: ScriptLoop, saving: Saving, closing: contextlib.ExitStack) -> None:
-        """closing: what is closed last."""
+        """closing: resources that are closed last."""
         self._loop = loop
         self._saving = saving
         self._closing = closing
@@ -90,8 +90,8 @@ class Ending:
 
 
 def different_calls(error: BaseException) -> UserError | None:
-    """Where a message from another rank is larger than the one that this rank's call waits for;
-    None for another error."""
+    """The error to report if another rank's message is larger than this rank's call expects,
+    because ranks make different calls; None for other errors."""
     if isinstance(error, UserError) or not any(text in str(error) for text in _OTHER_SIZE):
         return None
     frame = own_frame(error)

@@ -1,4 +1,5 @@
-"""Means over samples of what a script logs: added up on the device, over ranks at a sync point."""
+"""Means over samples of what a script logs: summed on the device, and over ranks at a sync
+point."""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ class Logged:
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Any, float]] = {}  # name -> (value x weight added up, weights)
-        self._late: deque[tuple[str, Any, float]] = deque()  # what is not added up yet
+        self._late: deque[tuple[str, Any, float]] = deque()  # values that are not added yet
 
     def add(self, values: dict[str, Any], weight: float) -> None:
-        """Raises UserError for a value that is no number."""
+        """Adds values. Raises UserError for a value that is not a number."""
         for name, value in values.items():
             if hasattr(
                 value, "block_until_ready"
-            ):  # of JAX, without float64 on the device: added up on the host, some steps later
+            ):  # of JAX, without float64 on the device: summed on the host, some steps later
                 check_one_number(name, value, "ctx.log()")
                 self._sums.setdefault(name, (0.0, 0.0))
                 self._late.append((name, value, weight))
@@ -46,16 +47,16 @@ class Logged:
         )
 
     def fingerprint(self) -> Sums:
-        """A fingerprint of the names: names_fingerprint()."""
+        """A fingerprint of the names, see names_fingerprint()."""
         return names_fingerprint(self._sums)
 
     def read(
         self, communicator: Communicator, fingerprints: Mapping[str, float]
     ) -> dict[str, float]:
-        """The means over the samples of all ranks; NaN where there were none. fingerprints: of all
-        ranks, added up. A collective.
+        """The means over the samples of all ranks; NaN if there were none. fingerprints: summed
+        over all ranks. A collective.
 
-        Raises UserError on every rank where they have logged different names.
+        Raises UserError on every rank if ranks logged different names.
         """
         check_same_names(communicator, self._sums, fingerprints, "ctx.log()", "has logged")
         return self._means(communicator)
@@ -78,8 +79,8 @@ class Logged:
 
 
 def names_fingerprint(names: Collection[str]) -> Sums:
-    """A number of the names, and its square: added up over ranks they tell whether all have the
-    same names."""
+    """A number computed from the names, and its square. Their sums over ranks show whether all
+    ranks have the same names."""
     number = float(zlib.crc32(",".join(sorted(names)).encode()) & 0xFFFFF)
     return {"names": number, "squares": number * number}
 
@@ -91,8 +92,8 @@ def check_same_names(
     where: str,
     verb: str,
 ) -> None:
-    """Raises UserError on every rank where they have different names. A collective. fingerprints:
-    of all ranks, added up."""
+    """Raises UserError on every rank if names differ between ranks. A collective. fingerprints:
+    summed over all ranks."""
     total = fingerprints["names"]
     squares = fingerprints["squares"]
     if total * total == squares * communicator.size:
@@ -107,11 +108,11 @@ def check_same_names(
 
 
 def check_mean(metrics: object) -> None:
-    """Raises UserError for what ctx.mean() does not take."""
+    """Raises UserError for a value that ctx.mean() does not support."""
     where = "ctx.mean()"
     fix = 'ctx.mean({"accuracy": accuracy}, count=batch.count)'
     if not isinstance(metrics, Mapping) or any(not isinstance(name, str) for name in metrics):
-        raise UserError(f"{metrics!r:.60} is no mapping of names to numbers", where, fix)
+        raise UserError(f"{metrics!r:.60} is not a mapping of names to numbers", where, fix)
 
 
 def quotient(total: float, weight: float) -> float:

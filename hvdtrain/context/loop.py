@@ -1,5 +1,5 @@
-"""ScriptLoop: what the calls of a Context share: the ranks, what was prepared, and where the loop
-is."""
+"""ScriptLoop: the state that a Context's methods share: ranks, prepared objects, and the loop's
+position."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SPARE_BYTES = 2**20  # of a checkpoint's file, beside arrays
 
 
 class ScriptLoop:
-    """One on each rank, for a Context and its parts."""
+    """The shared state of a Context and its parts, one on each rank."""
 
     points: SyncPoints  # from prepare() on
     saved: WithExtra
@@ -46,7 +46,7 @@ class ScriptLoop:
         ranks: Elastic | None,
         former: Former | None,
     ) -> None:
-        """The arguments are those of Context. A collective."""
+        """Takes the arguments of Context. A collective."""
         self.ranks = ranks
         self._former = former
         self.framework = user_loop_of(rank.config.framework)
@@ -64,7 +64,7 @@ class ScriptLoop:
         self.learner: Any = None
         # that was prepared last, once one was
         self.model: weakref.ref[Any] = weakref.ref(self) if former is None else former.model
-        self.order: SampleOrder | None = None  # of the samples, by the checkpoint or by samples()
+        self.order: SampleOrder | None = None  # of the samples, from the checkpoint or samples()
         self.stream: SampleStream | None = None
         self.is_resumed = False
         self.is_closed = False
@@ -84,23 +84,23 @@ class ScriptLoop:
         return 0.0 if self.learner is None else self.points.now.progress.epochs
 
     def need(self, where: str) -> None:
-        """Raises UserError where the call `where` comes before prepare() or after close()."""
+        """Raises UserError if the method `where` is called before prepare() or after close()."""
         if self.is_closed:
             raise UserError("the context is closed", where, "ctx = hvdtrain.init(...) again")
         if self.learner is None:
-            raise UserError("nothing is prepared", where, f"{self.words.prepare} before")
+            raise UserError("no model was prepared", where, f"{self.words.prepare} before")
 
     def prepare(
         self, model: Any, optimizer: Any, example: Any, on_step: Callable[[], None]
     ) -> tuple[Any, Any]:
-        """What Context.prepare() does; on_step: called after each step."""
+        """Implements Context.prepare(). on_step: called after each step."""
         if self.learner is not None:
             raise UserError("a second ctx.prepare()", "ctx.prepare()", self.words.one)
         former = self.model()
         if former is not None and any(
             former is one for one in (model, getattr(model, "_orig_mod", None))
         ):
-            what = "a model that was prepared before a rank was lost"
+            what = "the model was prepared before a rank was lost"
             raise UserError(
                 what,
                 "ctx.prepare()",
@@ -144,11 +144,11 @@ class ScriptLoop:
         return prepared
 
     def _saver(self, beginning: TrainState) -> Saver | None:
-        """What writes checkpoints; on rank 0 alone."""
+        """Creates the writer of checkpoints, on rank 0 only."""
         run = self.run
         if run.path is None or self.communicator.rank != 0:
             return None
-        # of a new run samples() has written it
+        # of a new run, samples() has already written it
         record = None if run.is_new else self._write_config
         return make_saver(
             self.config,
@@ -167,7 +167,7 @@ class ScriptLoop:
 
     @property
     def should_stop(self) -> bool:
-        """What Context.should_stop is. A collective."""
+        """Implements Context.should_stop. A collective."""
         self.need("ctx.should_stop")
         if self.stream is not None and self.learner.has_stepped:
             self.points.sync()
@@ -175,7 +175,7 @@ class ScriptLoop:
 
     @property
     def why_over(self) -> str:
-        """Why the loop is over, or stops."""
+        """Why the loop has ended or stops."""
         over = (
             "its samples are over" if self.points.now.progress.done else "the script left its loop"
         )
@@ -183,7 +183,7 @@ class ScriptLoop:
 
     @property
     def code(self) -> int:
-        """The exit code: that of a stop, or DONE."""
+        """The exit code: the stop's, or DONE."""
         return (
             self.points.health.stop_code
             if self.learner is not None and self.points.health.stop_request
@@ -191,7 +191,7 @@ class ScriptLoop:
         )
 
     def emit_start(self, stream: SampleStream) -> None:
-        """The event "start", and "lost" of a loop that goes on after a loss."""
+        """Emits the event "start", and "lost" if the loop continues after a loss."""
         fields = loop_events.start_fields(
             self.communicator, self.hosts, self.learner.describe(), stream
         )

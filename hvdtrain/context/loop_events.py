@@ -1,4 +1,4 @@
-"""The events of an own loop, with the fields that reports, trackers and the terminal know
+"""The events of a custom loop, with the fields that reports, trackers and the terminal read
 (docs/events.md)."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hvdtrain.training.progress.train_state import TrainState
 def start_fields(
     communicator: Communicator, hosts: list[str], model: str, stream: SampleStream
 ) -> dict[str, Any]:
-    """Fields of the event "start", those that do not change."""
+    """Fields of the event "start" that do not change during the loop."""
     return {
         **fields_of_ranks(stream.config, communicator.name, hosts),
         "framework": stream.config.framework,
@@ -50,7 +50,7 @@ def header(
     now: TrainState,
     notes: list[str],
 ) -> list[str]:
-    """What will run, for people."""
+    """The lines that describe what will run."""
     lines = [
         *lines_of_ranks(stream.config, fields["engine"], fields["host_of_rank"], reason),
         f"data    {stream.order.dataset:,} samples, {stream.order.sampling} sampling with seed "
@@ -68,8 +68,8 @@ def header(
 def step_fields(
     now: TrainState, means: dict[str, float], count: float, seconds: float
 ) -> dict[str, Any]:
-    """Fields of the steps since the last sync point: the means of what was logged in `logged`, and
-    the loss once more by itself."""
+    """Fields of the steps since the last sync point: the means of logged values in `logged`, and
+    the loss as its own field."""
     p = now.progress
     return {
         "epochs": p.epochs,
@@ -84,8 +84,8 @@ def step_fields(
 def epoch_fields(
     now: TrainState, means: dict[str, float], count: float, seconds: float
 ) -> dict[str, Any]:
-    """Fields of the epoch that has just ended, or the part of it since this start; what is called
-    val_NAME is of an evaluation, too."""
+    """Fields of the epoch that has just ended, or the part of it since this start; val_NAME counts
+    as the result of an evaluation, too."""
     p = now.progress
     return {
         "epoch": p.epoch,
@@ -100,7 +100,7 @@ def epoch_fields(
 
 
 def _logged(now: TrainState, means: dict[str, float]) -> dict[str, Any]:
-    """What the script has logged; a rate of its own is the event's rate."""
+    """The values that the script logged; its learning rate, if logged, replaces the event's."""
     return {
         "logged": {name: value for name, value in means.items() if name != "lr"},
         "lr": means.get("lr", now.lr),
@@ -111,8 +111,8 @@ def _logged(now: TrainState, means: dict[str, float]) -> dict[str, Any]:
 def end_fields(
     now: TrainState, reason: str, code: int, run: Path | None, failure: str, keep_best: int
 ) -> dict[str, Any]:
-    """Fields of the event "end" or "stop"; failure: why the last checkpoint is not written, or
-    empty; keep_best: of checkpoints."""
+    """Fields of the event "end" or "stop"; failure: why the last checkpoint was not written, or
+    empty; keep_best: checkpoint.keep_best."""
     p = now.progress
     how = "done" if code == DONE else "stopped"
     lines = [f"{how} ({reason}) at step {p.step}, epoch {p.epochs:.2f}, after {now.seconds:.1f} s"]
@@ -141,9 +141,10 @@ def end_fields(
 
 
 def emit_loss(log: Log, loss: RankFailure, now: TrainState, left: int) -> None:
-    """The event "lost" of a loop that goes on after a loss. left: ranks."""
+    """Emits the event "lost" of a loop that continues after a loss. left: the number of surviving
+    ranks."""
     step = now.progress.step
     place = (
         f"step {step}, the newest checkpoint" if step else "the beginning: there is no checkpoint"
     )
-    tell_loss(log, loss, now, step, left, f"{left} go on from {place}")
+    tell_loss(log, loss, now, step, left, f"{left} continue from {place}")

@@ -1,5 +1,5 @@
-"""How a Context begins, and how it ends where the script does not end it: by an exception, or by
-coming to its last line."""
+"""Opens a Context, and ends it if the script does not: after an exception, or after the script's
+last line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hvdtrain.training.run_rank import ConnectedRank, connected_rank
 
 
 class _Open:
-    """The contexts that are open in this process: one at most."""
+    """The open context of this process: one at most."""
 
     def __init__(self) -> None:
         self.contexts: list[object] = []
@@ -30,8 +30,8 @@ _OPEN = _Open()
 
 
 def open_context(config_file: str | None, arguments: Sequence[str]) -> Context:
-    """The context that hvdtrain.init() gives. Raises UserError, on one process as it is; on several
-    an error ends all ranks."""
+    """Opens the context that hvdtrain.init() returns. With one process a UserError is raised; with
+    several an error ends all ranks."""
     rank, closing = connected(config_file, arguments, WHERE)
     try:
         context = Context(rank, closing)
@@ -47,16 +47,16 @@ def open_context(config_file: str | None, arguments: Sequence[str]) -> Context:
 def connected(
     config_file: str | None, arguments: Sequence[str], where: str
 ) -> tuple[ConnectedRank, contextlib.ExitStack]:
-    """This rank, connected with the others, for a loop of the script's; and what disconnects it.
-    Raises as open_context().
+    """Connects this rank with the others for a script's loop, and returns it with a stack that
+    disconnects it. Raises as open_context().
 
-    where: the call of the script.
+    where: the script's call.
     """
     end_script_of_worker()
     report_user_errors()
     if _OPEN.contexts:
         raise UserError(
-            "a context is open already", where, "one hvdtrain.init(); ctx.close() before another"
+            "a context is already open", where, "one hvdtrain.init(); ctx.close() before another"
         )
     try:
         refuse_other_keys(config_file, arguments, where)
@@ -80,7 +80,7 @@ def connected(
 
 @contextlib.contextmanager
 def the_open_one(loop: object) -> Iterator[None]:
-    """No other context is opened meanwhile."""
+    """Rejects a second context meanwhile."""
     _OPEN.contexts.append(loop)
     try:
         yield
@@ -89,17 +89,17 @@ def the_open_one(loop: object) -> Iterator[None]:
 
 
 def _follow_the_script(context: Context, closing: contextlib.ExitStack) -> None:
-    """The context ends with the script, in order or by an exception that the script does not
+    """Ends the context with the script, normally or by an exception that the script does not
     catch."""
     former = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """torch.distributed goes on calling it from a hook of its own when the context is closed:
-        then it ends nothing any more."""
+        """torch.distributed keeps calling this from its own hook after the context is closed: then
+        it does nothing."""
         (end if context in _OPEN.contexts else former)(kind, error, trace)
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """An exception that the script did not catch: on several ranks all end here."""
+        """Handles an exception that the script did not catch: with several ranks all exit here."""
         sys.excepthook = former
         try:
             context.fail(error)

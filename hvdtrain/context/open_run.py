@@ -1,4 +1,4 @@
-"""OpenRun: the run folder of a script's loop, its log, and the run that it goes on from."""
+"""OpenRun: the run folder of a script's loop, its log, and the run that it resumes."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from hvdtrain.training.train_job import open_run_log
 
 
 class Former(NamedTuple):
-    """What the ranks that are left after a loss go on from."""
+    """The state from which surviving ranks continue after a loss."""
 
     run: Path
-    token: str  # of the lock of the run folder
-    model: weakref.ref[Any]  # that was prepared
+    token: str  # of the run folder's lock
+    model: weakref.ref[Any]  # the prepared model
     loss: RankFailure
     began_s: float  # by time.perf_counter(), when this rank had the error of the loss
 
 
 class OpenRun:
-    """What a script's loop has open from hvdtrain.init() on."""
+    """The folder and log that a script's loop keeps open from hvdtrain.init() on."""
 
     path: Path | None  # as rank 0 knows it; None: nothing is written
-    former: Path | None  # the folder to go on from
+    former: Path | None  # the folder to resume from
     notes: list[str]  # lines for the user
 
     def __init__(
@@ -68,7 +68,8 @@ class OpenRun:
         self.token = on_rank_0(communicator, lambda: self._lock.token) if shares_lock else ""
 
     def _open(self) -> tuple[Path | None, Path | None, list[str]]:
-        """On rank 0: the run folder, locked; the one to go on from; lines for the user."""
+        """On rank 0, returns the locked run folder, the folder to resume from, and lines for the
+        user."""
         if self._config.run is None:
             if self._config.resume not in ("auto", "no"):
                 raise UserError(
@@ -83,7 +84,7 @@ class OpenRun:
         return run, former, notes
 
     def _open_same(self, former: Former) -> tuple[Path, Path | None, list[str]]:
-        """What _open() returns, where ranks were lost, of which one may have had the lock."""
+        """Returns what _open() does, after a loss; the lost rank may have held the lock."""
         if not self._lock.is_held:
             try:
                 self._lock.take_over(former.run, former.token)
@@ -98,19 +99,19 @@ class OpenRun:
 
     @property
     def is_new(self) -> bool:
-        """Whether nothing was written in the run folder before."""
+        """Whether the run folder was empty before."""
         return self.path is not None and (
             self.former is None or self.former.resolve() != self.path.resolve()
         )
 
     def need(self, where: str) -> Path:
-        """The run folder. Raises UserError where the loop has none."""
+        """The run folder. Raises UserError if the loop has none."""
         if self.path is None:
             raise UserError("there is no run folder", where, "hvdtrain.init({'run': 'DIR'})")
         return self.path
 
     def write_config(self, config: Config) -> None:
-        """config.yaml, on rank 0. Raises OSError."""
+        """Writes config.yaml on rank 0. Raises OSError."""
         assert self.path is not None
         write_config(config, self.path, self._lock, described())
 

@@ -1,5 +1,5 @@
-"""hvdtrain.run(): a script's loop as a function, which the living ranks call again when one is lost
-(guard.lost=shrink)."""
+"""hvdtrain.run(): a script's loop as a function, which the surviving ranks call again when one is
+lost (guard.lost=shrink)."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ WHERE = "hvdtrain.run()"
 def run_loop(
     train: Callable[[Context], object], config_file: str | None, arguments: Sequence[str]
 ) -> int:
-    """Calls train(ctx) with a context as hvdtrain.init() gives; the exit code of the loop. Every
-    rank calls it.
+    """Calls train(ctx) with a context like hvdtrain.init()'s and returns the loop's exit code.
+    Every rank calls it.
 
-    With guard.lost=shrink the ranks that are left after a loss call it again, with another context.
+    With guard.lost=shrink, the surviving ranks call it again after a loss, with a new context.
     Raises, and ends all ranks, as hvdtrain.init() does.
     """
     if not callable(train):
         raise UserError(
-            f"{train!r:.60} is no function of a context",
+            f"{train!r:.60} is not a function of a context",
             WHERE,
             "def train(ctx): the loop; hvdtrain.run(train, {...})",
         )
@@ -47,7 +47,7 @@ def run_loop(
 
 
 class _Runs:
-    """The calls of train() on this rank, from the first to the one that comes to its end."""
+    """The calls of train() on this rank, from the first to the one that completes."""
 
     def __init__(
         self, train: Callable[[Context], object], rank: ConnectedRank, closing: contextlib.ExitStack
@@ -56,11 +56,11 @@ class _Runs:
         self._rank = rank
         self._closing = closing
         self._context: Context | None = None
-        self._hosts: list[str] = []  # by the numbers of the launcher
+        self._hosts: list[str] = []  # by the launcher's rank numbers
 
     def until_the_end(self) -> int:
-        """Until train() has come to its end on the ranks that live then; the exit code. Every rank
-        calls it."""
+        """Calls train() until it completes on the surviving ranks; returns the exit code. Every
+        rank calls it."""
         ranks = self._ready_for_losses()
         former: Former | None = None
         while True:
@@ -84,15 +84,15 @@ class _Runs:
     def _ready_for_losses(self) -> Elastic | None:
         config = self._rank.config
         if config.guard.lost == "shrink" and config.run is None:
-            what = "guard.lost=shrink goes on from checkpoints, and without run= there are none"
+            what = "guard.lost=shrink resumes from checkpoints, but without run= there are none"
             raise UserError(what, config.where("guard.lost"), "run=DIR")
         return ready_for_losses(config, self._rank.communicator)
 
     def _without_lost(
         self, ranks: Elastic, context: Context | None, former: Former | None
     ) -> Former:
-        """What the ranks that are left go on from. Each of them calls it. context: None where the
-        loss came while it was made."""
+        """Returns the state from which surviving ranks continue. Each of them calls it. context:
+        None if the loss happened while it was created."""
         began_s = time.perf_counter()
         heartbeat = self._rank.heartbeat
         lost = list[int]()
@@ -105,7 +105,7 @@ class _Runs:
             context.give_up()
         while True:
             try:
-                heartbeat.beat("going on without lost ranks", heartbeat.epoch, step)
+                heartbeat.beat("continuing without lost ranks", heartbeat.epoch, step)
                 lost += ranks.shrink()
                 detect_s = time.perf_counter() - began_s
                 self._rank.watchdog.attach(ranks)
@@ -116,7 +116,7 @@ class _Runs:
                 if not ranks.is_loss(error):
                     raise
         self._rank.warnings.renumber(ranks.rank, ranks.size)
-        if untold is not None:  # lost before the others had begun again
+        if untold is not None:  # lost before the survivors had restarted
             lost, steps = [*untold.ranks, *lost], [*steps, untold.step]
         hosts = [self._hosts[rank] for rank in lost]
         # go_on_s is known later
@@ -127,8 +127,8 @@ class _Runs:
         return former._replace(loss=loss)
 
     def fail(self, error: BaseException) -> None:
-        """On several ranks the error is reported and all end; on one it is the script's. Raises as
-        the context does."""
+        """Handles an error: with several ranks it is reported and all exit; with one it is left to
+        the script. Raises as the context does."""
         try:
             if self._context is not None:
                 self._context.fail(error)

@@ -1,5 +1,5 @@
-"""The checkpoints of an own loop: the trainer's files, with what the script adds, and the place in
-its samples."""
+"""The checkpoints of a custom loop: the trainer's files, with the script's additional values and
+its data position."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from hvdtrain.training.checkpoint.resume import check_identity, newest_good
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.replicas.broadcast import broadcast_state
 
-# no job of hvdtrain's own loop goes on from it, and the other way round
+# the trainer's loop does not resume from these checkpoints, nor a custom loop from the trainer's
 IDENTITY: Identity = {"loop": "a script's own"}
 _PREFIX = "e."
 
 
 class WithExtra:
-    """A learner whose state has further arrays, the same on all ranks; for the writer of
-    checkpoints alone."""
+    """A learner whose state includes additional arrays, the same on all ranks; only for the
+    checkpoint writer."""
 
     def __init__(self, learner: HasState) -> None:
         self._learner = learner
@@ -51,7 +51,7 @@ class WithExtra:
 
 
 class Restored(NamedTuple):
-    """What a script goes on from, the same on all ranks."""
+    """The restored state of a script, the same on all ranks."""
 
     train_state: TrainState
     extra: Arrays
@@ -65,13 +65,13 @@ def restore(
     limit_bytes: int,
     go_on: Callable[[], None] = lambda: None,
 ) -> Restored | None:
-    """Loads the newest good checkpoint of rank 0's folder into every rank; None where there is no
-    folder to go on from.
+    """Loads the newest good checkpoint of rank 0's folder into every rank; None if there is no
+    folder to resume from.
 
-    go_on: called on every rank while that moves on.
+    go_on: called on every rank as loading progresses.
 
-    Every rank calls it. Raises UserError on all where no checkpoint is good, or it is of another
-    model or of a job of hvdtrain's own loop.
+    Every rank calls it. Raises UserError on all ranks if no checkpoint is good, or if it belongs to
+    another model or to the trainer's loop.
     """
     arrays: Arrays = {}
 
@@ -95,7 +95,7 @@ def restore(
 
 
 def _broadcast(communicator: Communicator, arrays: Mapping[str, np.ndarray]) -> Arrays:
-    """Rank 0's, by name. A collective."""
+    """Broadcasts rank 0's arrays, by name. A collective."""
     schema = communicator.broadcast_object(
         [(name, list(array.shape), array.dtype.str) for name, array in arrays.items()]
     )
@@ -113,10 +113,10 @@ def _broadcast(communicator: Communicator, arrays: Mapping[str, np.ndarray]) -> 
 def evaluated(
     communicator: Communicator, now: TrainState, value: Any, better: Better
 ) -> TrainState:
-    """With the value of an evaluation at this step, as rank 0 has it; one that is not finite is
-    never best. A collective.
+    """Returns the state with rank 0's value of an evaluation at this step; a value that is not
+    finite is never best. A collective.
 
-    Raises UserError on every rank for what is no number, and where `better` is not what it was.
+    Raises UserError on every rank for a value that is not a number, or if `better` has changed.
     """
     where = "ctx.checkpoint(objective=...)"
     if better not in ("min", "max"):
@@ -124,7 +124,7 @@ def evaluated(
             f"better={better!r:.40}", where, "min, as of a loss, or max, as of an accuracy"
         )
     if not math.isnan(now.best) and better != now.better:
-        what = f"better={better}, and the evaluations before had better={now.better}"
+        what = f"better={better}, but earlier evaluations had better={now.better}"
         raise UserError(what, where, "one kind of objective in a run; or another run=")
     number = on_rank_0(communicator, lambda: float(scalar("objective", value, where)))
     # whole epochs before the one that this step ends or lies in
@@ -134,7 +134,7 @@ def evaluated(
 
 
 def decoded(extra: Arrays, decode: Callable[[Arrays], dict[str, Any]], run: Path) -> dict[str, Any]:
-    """The values that the script gave. Raises UserError where they cannot be read."""
+    """Decodes the values that the script saved. Raises UserError if they cannot be read."""
     try:
         return decode(extra)
     except ValueError as error:

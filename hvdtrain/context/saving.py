@@ -1,5 +1,5 @@
-"""Saving: when the checkpoints of a script's loop are written, what is in them, and how a loop goes
-on from one."""
+"""Saving: when the checkpoints of a script's loop are written, what they contain, and how a loop
+resumes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from hvdtrain.training.sync_point import write_last_checkpoint
 
 
 class Saving:
-    """What a Context does with checkpoints: its calls have the same names."""
+    """The part of a Context that handles checkpoints; its methods have the same names as the
+    Context's."""
 
     def __init__(self, loop: ScriptLoop) -> None:
         self._loop = loop
-        self.failure = ""  # why the last checkpoint is not written
-        # what the script has given for its checkpoints the last time
+        self.failure = ""  # why the last checkpoint was not written
+        # the script's arguments of the last ctx.checkpoint()
         self._extra: dict[str, Any] | None = None
-        self._is_checked = False  # that checkpoints can hold it
+        self._is_checked = False  # whether checkpoints can hold them
         self._written_step = -1  # of the newest checkpoint of this loop
 
     def resume(self, prepared: tuple[Any, ...]) -> Any:
@@ -81,7 +82,7 @@ class Saving:
         points = self._check_may_save(model, optimizer)
         values = {"order": list(loop.order or ()), "extra": extra}
         self._extra = extra
-        if not self._is_checked:  # at the first call, not when a checkpoint is due at last
+        if not self._is_checked:  # at the first call, not only when a checkpoint is due
             loop.framework.to_arrays(values)
             self._is_checked = True
         is_last = points.now.progress.done
@@ -104,7 +105,7 @@ class Saving:
         return not self.failure
 
     def _check_may_save(self, model: Any, optimizer: Any) -> Any:
-        """The sync points of the loop. Raises UserError where no checkpoint can be written now."""
+        """The sync points of the loop. Raises UserError if no checkpoint can be written now."""
         loop = self._loop
         loop.need("ctx.checkpoint()")
         loop.learner.check_prepared(model, optimizer, "ctx.checkpoint()")
@@ -131,11 +132,10 @@ class Saving:
         self.failure = failure and f"{failure}; older ones are there"
 
     def save_at_stop(self) -> None:
-        """The checkpoint to be resumed from, where the script has not written it at the step at
-        which the loop stops.
+        """Writes the checkpoint of the step at which the loop stops, if the script has not.
 
-        Not where the script keeps values of that step which only it knows: then the end says that
-        there is none.
+        If the script keeps values of that step which only it knows, none is written, and the last
+        event reports that.
         """
         loop = self._loop
         if (
@@ -153,8 +153,8 @@ class Saving:
         self._write_last()
 
     def _why_not_saved(self) -> str:
-        """Why rank 0, whose values count, cannot save the script's state; empty where all that the
-        script keeps is known at this step."""
+        """Why rank 0, whose values count, cannot save the script's state; empty if everything that
+        the script keeps is known at this step."""
         own = [
             name for name, value in (self._extra or {}).items() if not hasattr(value, "state_dict")
         ]

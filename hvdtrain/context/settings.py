@@ -1,5 +1,5 @@
-"""Which keys of the configuration an own loop has: the rest describes a job whose loop is
-hvdtrain's."""
+"""The configuration keys that a custom loop supports; the other keys describe the trainer's
+loop."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ KEYS = (
     *(f"log.{name}" for name in ("every_steps", "every_s", "per_rank", "trackers")),
     *(feature.key for feature in FEATURES if feature.is_of_own_loops),
 )
-OF_SAMPLES = ("epochs", "batch.size")  # what ctx.samples() is called with, beside the seed
+OF_SAMPLES = ("epochs", "batch.size")  # arguments of ctx.samples(), besides the seed
 _OF_THE_CALLS = {
     "epochs": "ctx.samples(dataset, batch=..., epochs=...)",
     "batch.size": "ctx.samples(dataset, batch=...)",
@@ -78,10 +78,9 @@ _OF_THE_CALLS = {
 
 
 def refuse_other_keys(config_file: str | None, arguments: Sequence[str], where: str) -> None:
-    """Raises UserError for a key that an own loop does not have, and for values that only
-    hvdtrain's loop can follow.
+    """Raises UserError for keys and values that only the trainer's loop supports.
 
-    where: the call, of which hvdtrain.run() has guard.lost.
+    where: the script's call; only hvdtrain.run() supports guard.lost.
     """
     for key, value, origin in assignments(config_file, arguments):
         if key == "guard.lost" and (value == "stop" or (value == "shrink" and where != WHERE)):
@@ -108,7 +107,7 @@ def refuse_other_keys(config_file: str | None, arguments: Sequence[str], where: 
 
 
 def described() -> dict[str, Any]:
-    """The keys that describe an own loop, as a tree of True: for config.yaml, events and
+    """The keys that describe a custom loop, as a tree of True: for config.yaml, events and
     reports."""
     tree: dict[str, Any] = {}
     for key in (*KEYS, *OF_SAMPLES):

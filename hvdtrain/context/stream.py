@@ -1,4 +1,4 @@
-"""The samples of an own loop: one endless stream by the trainer's sampler, of which each batch is
+"""The samples of a custom loop: an endless stream from the trainer's sampler, with each batch
 divided among the ranks."""
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ WHERE = "ctx.samples()"
 
 
 class SampleOrder(NamedTuple):
-    """What the order of the samples depends on; a checkpoint has it, so that a script which changed
-    goes on with nothing else."""
+    """Everything that the order of samples depends on. Checkpoints contain it, so that a changed
+    script cannot resume with another order."""
 
     dataset: int  # samples
     seed: int
@@ -34,7 +34,8 @@ class SampleOrder(NamedTuple):
 
 
 class SampleStream:
-    """Raises UserError for what is no data set, and for numbers that cannot be."""
+    """The samples of a script, by position. Raises UserError for an unsupported data set and for
+    invalid numbers."""
 
     def __init__(
         self,
@@ -68,8 +69,8 @@ class SampleStream:
         self._learner = learner
 
     def take(self, p: Progress) -> Any:
-        """This rank's Samples of the step that follows `p`; of a rank that has none, one that does
-        not count."""
+        """This rank's Samples of the step after `p`; a rank without samples gets one that does not
+        count."""
         (samples,) = self.prefetcher.take(p).micro_batches
         if not samples.count:
             first = positions_of_rank(
@@ -86,8 +87,8 @@ class SampleStream:
 
 
 def checked_source(dataset: object, where: str, config: Config) -> Source:
-    """The data set of an own loop, whose integers are checked when they are read. Raises UserError
-    for what is none."""
+    """The data set of a custom loop; its integers are checked as they are read. Raises UserError
+    for an unsupported data set."""
     found = as_source(
         dataset,
         "the data set",
@@ -107,7 +108,7 @@ def checked_source(dataset: object, where: str, config: Config) -> Source:
 
 
 def rows_of(source: Source, rows: np.ndarray, learner: Any) -> Any:
-    """Samples as they are evaluated; of a rank that has none left, one that does not count."""
+    """Samples for an evaluation; a rank without any left gets one that does not count."""
     if len(rows):
         return learner.to_device(source.read(rows))
     return dataclasses.replace(learner.to_device(source.read(np.zeros(1, np.int64))), count=0)
@@ -119,20 +120,20 @@ def check_batch(
     name: str = "batch",
     fix: str = "1 or more, over all ranks: batch=256",
 ) -> None:
-    """Raises UserError where it is no number of samples."""
+    """Raises UserError if it is not a number of samples."""
     if isinstance(batch, bool) or not isinstance(batch, (int, np.integer)) or batch < 1:
-        raise UserError(f"{name}={batch!r:.40} is no number of samples", where, fix)
+        raise UserError(f"{name}={batch!r:.40} is not a number of samples", where, fix)
 
 
 def _check(batch: object, epochs: object, seed: object) -> None:
     check_batch(batch, WHERE)
     if isinstance(epochs, bool) or not isinstance(epochs, (int, float)) or not 0 < epochs < 2**31:
         raise UserError(
-            f"epochs={epochs!r:.40} is no length", WHERE, "a number above 0, as epochs=10 or 0.5"
+            f"epochs={epochs!r:.40} is not a length", WHERE, "a number above 0, as epochs=10 or 0.5"
         )
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise UserError(
-            f"seed={seed!r:.40} is no seed",
+            f"seed={seed!r:.40} is not a seed",
             WHERE,
-            "a whole number from 0 on, the same on every rank",
+            "a whole number, 0 or more, the same on every rank",
         )

@@ -1,5 +1,5 @@
-"""Where an own loop is, and what its ranks agree on at a sync point: buffers, sums, stops,
-checkpoints, events, as the trainer's loop."""
+"""The state of a custom loop, and what its ranks agree on at a sync point, as in the trainer's
+loop: buffers, sums, stops, checkpoints, events."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hvdtrain.training.sync_point import act, make_equal
 
 
 class SyncPoints:
-    """One on each rank, from prepare() on: the Loop of a script, as Job is the trainer's."""
+    """The Loop of a script, as Job is the trainer's; one on each rank, from prepare() on."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class SyncPoints:
         now: TrainState,
         ranks: Elastic | None = None,
     ) -> None:
-        """ranks: where the others go on without one that is lost."""
+        """ranks: only if the survivors of a loss continue."""
         self._ranks = ranks
         self.config = config
         self.communicator = communicator
@@ -47,11 +47,11 @@ class SyncPoints:
         self.log = log
         self.logged = Logged()
         self._logged_in_epoch = Logged()
-        self.save_due = False  # a sync point has found that; until the next checkpoint
+        self.save_due = False  # set at a sync point, until the next checkpoint
         self.go_on_from(now)
 
     def go_on_from(self, now: TrainState) -> None:
-        """The loop is here: at its beginning, or at a checkpoint."""
+        """Sets the loop's state, at its beginning or from a checkpoint."""
         self.now = self._before = now  # `_before`: at the last sync point
         self._clock = clock_from(now.seconds)
         # samples of this rank since then; and when that was
@@ -59,15 +59,15 @@ class SyncPoints:
         self._began_s = time.perf_counter()
         self._epoch_count = 0
         self._epoch_began_s = time.perf_counter()
-        self._told_epoch = now.progress.epoch  # epochs of which there is an event
+        self._told_epoch = now.progress.epoch  # the last epoch with an event
 
     def add(self, values: dict[str, Any], weight: float) -> None:
-        """What the script logs. Raises UserError for a value that is no number."""
+        """Adds values that the script logs. Raises UserError for a value that is not a number."""
         self.logged.add(values, weight)
         self._logged_in_epoch.add(values, weight)
 
     def stepped(self, count: int, batch: int) -> None:
-        """A step is done, with `count` samples of this rank, of `batch` over all ranks."""
+        """Records a finished step: `count` samples on this rank, `batch` over all ranks."""
         self._count += count
         self._epoch_count += count
         p = self.now.progress.advance(batch)
@@ -75,11 +75,11 @@ class SyncPoints:
         self.heartbeat.beat("step", p.epoch, p.step)
 
     def sync(self, *, force: bool = False) -> None:
-        """The sync point after the last step, once: at every log.every_steps, at the end of the
-        samples, and where `force`.
+        """Runs the sync point after the last step, once: at every log.every_steps, at the end of
+        the samples, and if `force`.
 
-        A collective then. Raises Diverged on every rank for numbers that are not finite
-        (guard.nonfinite), and where ranks differ.
+        It is then a collective. Raises Diverged on every rank for numbers that are not finite
+        (guard.nonfinite), and if ranks differ.
         """
         p = self.now.progress
         every = self.config.log.every_steps
@@ -107,14 +107,14 @@ class SyncPoints:
         self._began_s = time.perf_counter()
 
     def confirm(self) -> None:
-        """Before what all ranks have computed together is written: fails where a rank was lost in
-        it. A collective."""
+        """Called before results of all ranks are written: fails if a rank was lost while they were
+        computed. A collective."""
         if self._ranks is not None:
             self._ranks.confirm()
 
     def end_epoch(self) -> None:
-        """The event of an epoch that is over, once: when the script asks for the next batch, or
-        ends its loop. A collective then."""
+        """Emits the event of a completed epoch, once: when the script asks for the next batch or
+        ends its loop. It is then a collective."""
         p = self.now.progress
         if p.epoch == self._told_epoch:
             return

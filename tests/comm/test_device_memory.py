@@ -70,7 +70,7 @@ def library(folder: Path, code: str) -> ctypes.CDLL:
             {},
             "rocm",
             None,
-            "Open MPI v5.0.11 does not say whether it takes GPU memory",
+            "Open MPI v5.0.11 does not report whether it takes GPU memory",
         ),
         (
             QUERY.format("rocm", 1),
@@ -86,7 +86,7 @@ def library(folder: Path, code: str) -> ctypes.CDLL:
             {"MPICH_GPU_SUPPORT_ENABLED": "1"},
             "cuda",
             None,
-            "Open MPI v5.0.11 does not say whether it takes GPU memory",
+            "Open MPI v5.0.11 does not report whether it takes GPU memory",
         ),
         (
             BY_KIND % (0, 0),

@@ -371,7 +371,7 @@ def test_a_missing_variable_is_named(environ: dict[str, str]) -> None:
         ),
         (
             {**FLUX, "FLUX_JOB_NNODES": "3"},
-            "Flux started 8 processes on 3 nodes, and does not tell how many there are on each",
+            "Flux started 8 processes on 3 nodes, and does not report how many are on each",
         ),
         (
             {**FLUX, "PMI_RANK": "2"},

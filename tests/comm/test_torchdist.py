@@ -454,7 +454,7 @@ def test_what_auto_means() -> None:
     assert chosen("srun", horovod=True)[0] == "torchdist"
     assert chosen("srun", horovod=True, environ=("PMIX_RANK",))[0] == "horovod"
     assert chosen("horovodrun", horovod=True, nccl=True)[0] == "horovod"
-    p2p = ("mpi", f"started by {mpirun}, the job needs p2p, which Horovod has not")
+    p2p = ("mpi", f"started by {mpirun}, the job needs p2p, which Horovod does not support")
     assert chosen(mpirun, horovod=True, words="parallel.pipeline=2") == p2p
     assert chosen("horovodrun", horovod=True, words="parallel.pipeline=2")[0] == "horovod"
     assert chosen(mpirun, horovod=True, words="guard.lost=shrink")[0] == "mpi"
@@ -714,7 +714,7 @@ def test_a_process_may_end_while_gloo_works() -> None:
 def test_ranks_with_and_without_nccl_agree_whether_one_may_be_lost() -> None:
     """All raise where one reduces by NCCL. None does for tensors in host memory, on a host with a
     GPU too."""
-    said = "a rank that is lost leaves NCCL's collectives hanging, by which rank 1 reduces"
+    said = "NCCL's collectives hang when a rank dies, and rank 1 reduces with NCCL"
     assert on_ranks("torchdist", 2, "nccl_on_ranks:ready", True) == [said, said]
     in_host_memory = on_ranks("torchdist", 2, "nccl_on_ranks:ready", False)
     # this MPI may have been started without ULFM

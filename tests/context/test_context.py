@@ -80,7 +80,7 @@ def test_what_a_context_is(make: Any, tmp_path: Path) -> None:
         torch.optim.SGD(torch.nn.Linear(1, 1).parameters()).param_groups[0]
     )
     assert "prepared SGD" in repr(optimizer) and model.weight.dtype == torch.float64
-    with pytest.raises(UserError, match="a context is open already"):
+    with pytest.raises(UserError, match="a context is already open"):
         ht.init()
     assert ctx.close() == 0 == ctx.close()
     with pytest.raises(UserError, match="the context is closed"):
@@ -445,7 +445,7 @@ def test_the_best_checkpoints_by_the_objective_that_the_script_gives(
     plain_step(ctx, model, optimizer, batch)
     other = "max" if better == "min" else "min"
     with pytest.raises(
-        UserError, match=f"better={other}, and the evaluations before had better={better}"
+        UserError, match=f"better={other}, but earlier evaluations had better={better}"
     ):
         ctx.checkpoint(model, optimizer, objective=1.0, better=other)
     with pytest.raises(UserError, match="objective is a str, not a number"):
@@ -1080,7 +1080,7 @@ def mistakes() -> list[Any]:
         (in_step(mean_after_each), "a mean after ctx.each() without a count", "count=NUMBER"),
         (
             in_step(lambda c, m, o, b: c.accumulate(None, at_most=0)),
-            "at_most=0 is no number of samples",
+            "at_most=0 is not a number of samples",
             "of a part, 1 or more",
         ),
         (
@@ -1157,18 +1157,18 @@ def mistakes() -> list[Any]:
         ),
         (
             lambda c, m, o: c.samples(DATA, batch=0),
-            "batch=0 is no number of samples",
+            "batch=0 is not a number of samples",
             "1 or more, over all ranks",
         ),
         (
             lambda c, m, o: c.samples(DATA, batch=2, epochs=0),
-            "epochs=0 is no length",
+            "epochs=0 is not a length",
             "a number above 0",
         ),
         (
             lambda c, m, o: c.samples(DATA, batch=2, seed=-1),
-            "seed=-1 is no seed",
-            "a whole number from 0 on",
+            "seed=-1 is not a seed",
+            "a whole number, 0 or more",
         ),
         (
             lambda c, m, o: c.samples(iter([1]), batch=2),
@@ -1177,7 +1177,7 @@ def mistakes() -> list[Any]:
         ),
         (
             lambda c, m, o: list(c.each(DATA, batch=True)),
-            "batch=True is no number of samples",
+            "batch=True is not a number of samples",
             "batch=256",
         ),
         (
@@ -1187,7 +1187,7 @@ def mistakes() -> list[Any]:
         ),
         (
             lambda c, m, o: c.mean({1: 2.0}),
-            "{1: 2.0} is no mapping of names to numbers",
+            "{1: 2.0} is not a mapping of names to numbers",
             "count=batch.count",
         ),
         (
@@ -1375,7 +1375,7 @@ def test_a_model_and_an_optimizer_that_do_not_belong_together(
     with pytest.raises(UserError) as caught:
         ctx.prepare(model, optimizer)
     assert what in caught.value.what and fix in caught.value.fix, str(caught.value)
-    with pytest.raises(UserError, match="nothing is prepared"):
+    with pytest.raises(UserError, match="no model was prepared"):
         ctx.samples(DATA, batch=2)
 
 
@@ -1422,7 +1422,8 @@ def test_a_run_folder_of_something_else(make: Any, tmp_path: Path) -> None:
     ctx, model, _ = make(f"run={run}")
     with pytest.raises(
         UserError,
-        match="has a checkpoint, and the loop would begin anew\n.*\n  fix: state = ctx.resume",
+        match="has a checkpoint, but the loop would start from the beginning\n.*\n"
+        "  fix: state = ctx.resume",
     ):
         ctx.samples(DATA, batch=5)
     ctx.resume()

@@ -483,7 +483,7 @@ def mistakes() -> list[Any]:
         (lambda c, p, s: c.grad("loss"), "'loss' is no function", "def loss_of(params, batch)"),
         (
             lambda c, p, s: c.grad(loss_of, at_most=0),
-            "at_most=0 is no number of samples",
+            "at_most=0 is not a number of samples",
             "of a part, 1 or more",
         ),
         (
@@ -625,7 +625,7 @@ def test_what_is_not_trained(
     with pytest.raises(UserError) as caught:
         opened[0].prepare(params, optimizer)
     assert what in caught.value.what and fix in caught.value.fix, str(caught.value)
-    with pytest.raises(UserError, match="nothing is prepared"):
+    with pytest.raises(UserError, match="no model was prepared"):
         opened[0].samples(DATA, batch=2)
 
 

@@ -102,7 +102,7 @@ def test_one_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("train", "words", "what", "fix"),
     [
-        (3, [], "3 is no function of a context", "def train(ctx)"),
+        (3, [], "3 is not a function of a context", "def train(ctx)"),
         (print, ["guard.lost=shrink"], "without run= there are none", "run=DIR"),
         (
             print,
@@ -116,7 +116,7 @@ def test_one_process(tmp_path: Path) -> None:
             "does not go on with shard.stage=3",
             "shard.stage=2",
         ),
-        (lambda ctx: ht.init(), [], "a context is open already", "one hvdtrain.init()"),
+        (lambda ctx: ht.init(), [], "a context is already open", "one hvdtrain.init()"),
     ],
 )
 def test_what_cannot_be(
@@ -163,10 +163,10 @@ sys.exit(ht.run(train, "guard.lost=shrink", *sys.argv[2:]))
     [
         (
             "resume",
-            "guard.lost=shrink goes on from the newest checkpoint, and the loop would begin "
-            "anew\n  where: ctx.samples()",
+            "guard.lost=shrink resumes from the newest checkpoint, but the loop would start "
+            "from the beginning\n  where: ctx.samples()",
         ),
-        ("outside", "a model that was prepared before a rank was lost\n  where: ctx.prepare()"),
+        ("outside", "the model was prepared before a rank was lost\n  where: ctx.prepare()"),
     ],
 )
 def test_a_function_that_cannot_be_called_again(mistake: str, text: str, tmp_path: Path) -> None:
