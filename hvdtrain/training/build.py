@@ -23,7 +23,8 @@ from hvdtrain.recipe.from_config import recipe_from_config
 from hvdtrain.recipe.noise import NOISE_SCALE_KEYS
 from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.tasks.around import as_task
-from hvdtrain.tasks.classification import classes_of, without_statistics
+from hvdtrain.tasks.classification import without_statistics
+from hvdtrain.tasks.labels import classes_of
 from hvdtrain.tasks.several_inputs import restore_inputs, several_inputs
 from hvdtrain.tasks.task import MEMBERS, Task, is_users_model
 from hvdtrain.tasks.transform import Transform, Transforms, with_stats

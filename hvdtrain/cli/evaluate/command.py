@@ -23,7 +23,7 @@ from hvdtrain.data.user_data.as_source import as_declared
 from hvdtrain.errors import DONE, UserError, short
 from hvdtrain.events.log import Event
 from hvdtrain.events.writers import append_event, finite
-from hvdtrain.tasks.classification import classes_of
+from hvdtrain.tasks.labels import classes_of
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.build import restore_task
 from hvdtrain.training.common_array import CommonArray
