@@ -107,14 +107,14 @@ class Run:
         flax.nnx the module that was given.
         """
         given = self.script.given.get("model") if self.script else None
-        found = given.trained() if given else None
-        if found is None:
+        params = given.trained() if given else None
+        if params is None:
             raise UserError(
                 "this run has no model object of JAX",
                 "run.pytree",
                 "run.weights has arrays by name",
             )
-        return found
+        return params
 
 
 def train(

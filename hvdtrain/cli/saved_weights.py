@@ -200,10 +200,10 @@ def _is_set(run: Path, key: str) -> bool:
 
 def with_averages(arrays: Arrays) -> Arrays:
     """The averages in the place of the weights that they are of."""
-    found = averages(arrays)
+    averaged = averages(arrays)
     return arrays | {
         name: array
-        for name, array in found.items()
+        for name, array in averaged.items()
         if name in arrays and array.shape == arrays[name].shape
     }
 

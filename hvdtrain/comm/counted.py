@@ -26,8 +26,8 @@ def counted(
 ) -> Communicator:
     """Returns a communicator that appends each transfer to `moved`. ranks: the job's ranks in this
     group, in its order; default: 0, 1, ..."""
-    found: Any = _Counted(communicator, moved, tuple(ranks) or tuple(range(communicator.size)))
-    return found
+    result: Any = _Counted(communicator, moved, tuple(ranks) or tuple(range(communicator.size)))
+    return result
 
 
 _KINDS: dict[str, Kind] = {
@@ -53,18 +53,18 @@ class _Counted(AroundCommunicator):
         kind = _KINDS[collective.removeprefix("start_")]
         sent_bytes = self._sent_bytes(collective.removeprefix("start_"), x, *more)
         size_bytes = x.nbytes
-        found = super().pass_on(collective, x, name, *more)
+        result = super().pass_on(collective, x, name, *more)
         if self.within.size > 1:
             self._moved.append(
                 Moved(
                     kind,
                     name,
                     self._ranks,
-                    found.nbytes if collective == "allgather" else size_bytes,
+                    result.nbytes if collective == "allgather" else size_bytes,
                     sent_bytes,
                 )
             )
-        return found
+        return result
 
     def _sent_bytes(self, collective: str, x: Buffer, *more: Any) -> int:
         rank = self.within.rank
@@ -91,8 +91,8 @@ class _Counted(AroundCommunicator):
                 x.nbytes,
             )
         )
-        found: Handle = self.within.start_send(x, to, name, tag)
-        return found
+        handle: Handle = self.within.start_send(x, to, name, tag)
+        return handle
 
     def split(self, color: int | None) -> Communicator | None:
         own = self.within.split(color)

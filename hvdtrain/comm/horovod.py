@@ -294,7 +294,7 @@ class HorovodCommunicator(StartedCollectives):
         groups = split_groups(self, color)
         own = None
         for members in groups.members:  # every rank adds all of them
-            process_set = self._sets.of(members)
+            process_set = self._sets.process_set_of(members)
             if self.rank in members:
                 own = HorovodCommunicator(
                     self._torch, self._hvd, groups.place(self.rank), self._sets, process_set
@@ -334,7 +334,7 @@ class ProcessSets:
         self._hvd = hvd
         self._known = {tuple(hvd.global_process_set.ranks): hvd.global_process_set}
 
-    def of(self, ranks: Sequence[int]) -> Any:
+    def process_set_of(self, ranks: Sequence[int]) -> Any:
         """The process set of these ranks. Every rank of the job calls it. Raises UserError if
         Horovod was started without process sets."""
         key = tuple(ranks)

@@ -222,9 +222,9 @@ def placement(environ: Mapping[str, str]) -> Placement:
     for launcher in LAUNCHERS:
         if launcher.name == "torchrun" and BY_LAUNCH in environ and _ELASTIC not in environ:
             continue
-        found = _placement_by(launcher, environ, placements)
-        if found is not None:
-            placements.append(found)
+        placed = _placement_by(launcher, environ, placements)
+        if placed is not None:
+            placements.append(placed)
     for other in placements[1:]:
         if (other.rank, other.size) != (placements[0].rank, placements[0].size):
             one, two = (
@@ -466,12 +466,12 @@ def listed_devices(environ: Mapping[str, str]) -> list[str] | None:
     listed = environ.get(VISIBLE_DEVICES)
     if listed is None:
         return None
-    found: list[str] = []
+    devices: list[str] = []
     for name in (each.strip() for each in listed.split(",")):
         if not name or name.startswith("-"):
             break
-        found.append(name)
-    return found
+        devices.append(name)
+    return devices
 
 
 def take_part_of_gpu(place: Placement, environ: MutableMapping[str, str]) -> None:

@@ -279,10 +279,10 @@ class Meeting:
         """Returns once every living rank has called it. A rank that lives but never comes is waited
         for."""
         for host in self._alive(self.living[: self.living.index(self.rank) + 1]):
-            found = self._decide() if host == self.rank else self._follow(host)
-            if found is not None:
-                self.living = found.ranks
-                return found
+            living = self._decide() if host == self.rank else self._follow(host)
+            if living is not None:
+                self.living = living.ranks
+                return living
         raise AssertionError(f"rank {self.rank} is none of {self.living}")
 
     def connection(self, living: Living) -> Callable[[], SignedStore]:

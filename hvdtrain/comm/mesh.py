@@ -188,13 +188,13 @@ class Groups(NamedTuple):
     members: list[list[int]]
     hosts: list[int]  # for each rank of the communicator, the number of its host
 
-    def own(self, rank: int) -> list[int] | None:
+    def group_of(self, rank: int) -> list[int] | None:
         """The group of a rank of the communicator; None if it is in none."""
         return next((group for group in self.members if rank in group), None)
 
     def place(self, rank: int) -> Placement:
         """Placement of a rank of the communicator in its group."""
-        group = self.own(rank)
+        group = self.group_of(rank)
         assert group is not None, rank
         beside = [member for member in group if self.hosts[member] == self.hosts[rank]]
         return Placement(group.index(rank), len(group), beside.index(rank), len(beside), "split")

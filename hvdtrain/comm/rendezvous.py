@@ -208,19 +208,22 @@ def local_address(
 ) -> str | None:
     """This host's IPv4 address on the network to rank 0's host; on that host, whose own name may be
     a loopback one, to the peer."""
-    found = route(rendezvous.host)
-    if one_host or (found and not found.startswith("127.")):
-        return found
-    found = route(rendezvous.peer) if rendezvous.peer else None
-    return None if found is None or found.startswith("127.") else found
+    address = route(rendezvous.host)
+    if one_host or (address and not address.startswith("127.")):
+        return address
+    address = route(rendezvous.peer) if rendezvous.peer else None
+    return None if address is None or address.startswith("127.") else address
 
 
 def host_to_connect(rendezvous: Rendezvous, one_host: bool, route: Route = address_towards) -> str:
     """The address at which this host's ranks reach rank 0: its name, or the network's address on
     rank 0's own host if its name maps to loopback."""
-    found = route(rendezvous.host)
+    address = route(rendezvous.host)
     is_loopback = (
-        found is not None and found.startswith("127.") and not one_host and not rendezvous.hosted
+        address is not None
+        and address.startswith("127.")
+        and not one_host
+        and not rendezvous.hosted
     )
     return (local_address(rendezvous, one_host, route) if is_loopback else None) or rendezvous.host
 
@@ -229,15 +232,15 @@ def listening_address(hosts: Sequence[str], rank_0_host: str) -> str:
     """The address on which rank 0 listens for ranks on these hosts; loopback if all are on its own
     host. Raises UserError if no network leads there."""
     others = [host for host in hosts if host != rank_0_host]
-    found = address_towards(others[0]) if others else LOOPBACK
-    if found is None or (others and found.startswith("127.")):
-        reason = "its name has no address" if found is None else f"it is {found}"
+    address = address_towards(others[0]) if others else LOOPBACK
+    if address is None or (others and address.startswith("127.")):
+        reason = "its name has no address" if address is None else f"it is {address}"
         raise UserError(
             f"{rank_0_host} does not find the network to {others[0]}: {reason}",
             "comm.engine=torchdist",
             _FIX_ADDRESS,
         )
-    return found
+    return address
 
 
 def interfaces() -> dict[str, str]:

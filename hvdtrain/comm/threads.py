@@ -63,9 +63,9 @@ class ThreadCommunicator:
     def allgather_object(self, thing: Any) -> list[Any]:
         self._ranks.board[self.rank] = thing
         self._ranks.barrier.wait()
-        found = list(self._ranks.board)
+        objects = list(self._ranks.board)
         self._ranks.barrier.wait()
-        return found
+        return objects
 
     def broadcast_object(self, thing: Any, root: int = 0) -> Any:
         return self.allgather_object(thing)[root]

@@ -71,12 +71,12 @@ _ENTRY = re.compile(r"^def (build|connect)\(", re.MULTILINE)
 def files(folder: str) -> dict[str, Path]:
     """name -> file of every plugin in a folder, read without importing any: NAME.py or
     NAME/build.py that defines build() or connect(), here or in the same folder of an extra."""
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for here in (PACKAGE / folder, *sorted(PACKAGE.glob(f"extras/*/{folder}"))):
-        found |= {path.stem: path for path in sorted(here.glob("*.py"))}
-        found |= {path.parent.name: path for path in sorted(here.glob("*/build.py"))}
+        paths |= {path.stem: path for path in sorted(here.glob("*.py"))}
+        paths |= {path.parent.name: path for path in sorted(here.glob("*/build.py"))}
     plugins = {
-        name: path for name, path in sorted(found.items()) if _ENTRY.search(path.read_text())
+        name: path for name, path in sorted(paths.items()) if _ENTRY.search(path.read_text())
     }
     names = ALIASES[folder] | aliases(folder)
     shared = {alias: plugins[stem] for alias, stem in names.items() if stem in plugins}
@@ -138,22 +138,22 @@ def load_dotted(name: str, where: str) -> Callable[..., Any]:
                 "add its folder to PYTHONPATH, or correct the name",
             ) from None
         raise
-    found = getattr(module, attribute, None)
-    if found is None and module_name == "__main__":
+    member = getattr(module, attribute, None)
+    if member is None and module_name == "__main__":
         raise UserError(f"this program has no class {attribute}", where, of_a_script(name))
-    if found is None:
+    if member is None:
         raise UserError(
             f"{module_name} has no {attribute}",
             where,
             f"{fix}; {_nearest_of(attribute, module)}".removesuffix("; "),
         )
-    if not callable(found):
+    if not callable(member):
         raise UserError(f"{name} is no class or function", where, fix)
     if not of_python(
         name
     ):  # else check_names() refuses it as a model, and nothing of Python is an optimizer
-        _check_own(found, name, where)
-    return typing.cast("Callable[..., Any]", found)
+        _check_own(member, name, where)
+    return typing.cast("Callable[..., Any]", member)
 
 
 def of_a_script(name: str) -> str:
@@ -300,13 +300,13 @@ def call_own(section: OpenSection, known: dict[str, Any]) -> Any:
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
     """What it is called with; of a class whose metaclass takes (*args, **kwargs) what its __init__
     takes."""
-    found = inspect.signature(function)
+    signature = inspect.signature(function)
     if not isinstance(function, type) or any(
-        p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in found.parameters.values()
+        p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature.parameters.values()
     ):
-        return found
+        return signature
     _, *parameters = inspect.signature(function.__init__).parameters.values()  # type: ignore[misc]
-    return found.replace(parameters=parameters)
+    return signature.replace(parameters=parameters)
 
 
 def convert_options(
@@ -364,17 +364,17 @@ def options_of(path: Path) -> type[BaseModel]:
 def _descriptions(docstring: str) -> dict[str, str]:
     """option -> text, of the lines `option: text` of a docstring. A text goes on in lines that are
     indented more."""
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     option = ""
     for line in docstring.splitlines():
         name, _, text = line.partition(": ")
         if option and line.startswith("    "):
-            found[option] += f" {line.strip()}"
+            descriptions[option] += f" {line.strip()}"
             continue
         option = name if name.isidentifier() else ""
         if option:
-            found[option] = text
-    return found
+            descriptions[option] = text
+    return descriptions
 
 
 def _converted(section: OpenSection, path: Path) -> dict[str, Any]:

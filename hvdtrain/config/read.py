@@ -283,8 +283,8 @@ def resolve(assigned: Sequence[Assignment]) -> Config:
         config = Config.model_validate(tree).with_provenance(provenance)
     except ValidationError as error:
         # after a misspelt one, which is why
-        found = sorted(error.errors(include_url=False), key=lambda one: one["type"] == "missing")
-        raise refusal(found[0], provenance) from None
+        errors = sorted(error.errors(include_url=False), key=lambda one: one["type"] == "missing")
+        raise refusal(errors[0], provenance) from None
     for key in ("run", "resume", "data.root", "data.stage"):
         expand(_value(config, key) or "", config.where(key))
     return config
@@ -495,10 +495,10 @@ def expand(path: str | Path, where: str) -> Path:
 
 def _value(config: Config, key: str) -> Any:
     """That of a key, or of an option of a plugin; None where there is none."""
-    found: Any = config
+    value: Any = config
     for name in key.split("."):
-        found = found.get(name) if isinstance(found, Mapping) else getattr(found, name, None)
-    return found
+        value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+    return value
 
 
 def to_yaml(config: Config) -> str:

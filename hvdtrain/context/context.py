@@ -185,10 +185,10 @@ class Context:
         self._loop.need("ctx.value_and_grad()")
         if at_most is not None:
             check_batch(at_most, "ctx.value_and_grad()", "at_most", "samples of a part, 1 or more")
-        found: Callable[..., Any] = self._loop.learner.value_and_grad(
+        function: Callable[..., Any] = self._loop.learner.value_and_grad(
             loss_of, has_aux=has_aux, has_count=has_count, at_most=at_most
         )
-        return found
+        return function
 
     def grad(
         self,
@@ -219,8 +219,8 @@ class Context:
         update, the same on all ranks: value=...
         """
         self._loop.need("ctx.update()")
-        found: tuple[Any, Any] = self._loop.learner.update(gradient, state, params, extra)
-        return found
+        updated: tuple[Any, Any] = self._loop.learner.update(gradient, state, params, extra)
+        return updated
 
     def mean(self, metrics: Mapping[str, Any], count: Any = None) -> dict[str, float]:
         """Averages this rank's means over all ranks, by name. The result is the same on every rank.

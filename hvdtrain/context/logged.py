@@ -70,10 +70,10 @@ class Logged:
         self._sums = {}
         if not sums:
             return {}
-        found = allreduce_sums(communicator, sums, "context.logged")
+        sums_of_ranks = allreduce_sums(communicator, sums, "context.logged")
         return {
-            name[:-4]: quotient(value, found[f"{name[:-4]}.weight"])
-            for name, value in found.items()
+            name[:-4]: quotient(value, sums_of_ranks[f"{name[:-4]}.weight"])
+            for name, value in sums_of_ranks.items()
             if name.endswith(".sum")
         }
 

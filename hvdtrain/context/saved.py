@@ -99,15 +99,17 @@ def _broadcast(communicator: Communicator, arrays: Mapping[str, np.ndarray]) -> 
     schema = communicator.broadcast_object(
         [(name, list(array.shape), array.dtype.str) for name, array in arrays.items()]
     )
-    found: Arrays = {}
+    arrays_of_root: Arrays = {}
     for name, shape, dtype in schema:
         own = (
             np.require(arrays[name], requirements=["C", "W"])
             if communicator.rank == 0
             else np.zeros(shape, dtype)
         )
-        found[name] = communicator.broadcast(own.reshape(-1), f"extra.{name}").reshape(shape)
-    return found
+        arrays_of_root[name] = communicator.broadcast(own.reshape(-1), f"extra.{name}").reshape(
+            shape
+        )
+    return arrays_of_root
 
 
 def evaluated(

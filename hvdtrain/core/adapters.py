@@ -37,15 +37,15 @@ def merged(arrays: Mapping[str, np.ndarray], scale: float) -> dict[str, np.ndarr
     Raises UserError where a layer's weight is another layer's too, which has no adapter: a merge
     would make two arrays of one.
     """
-    found = {name: array for name, array in arrays.items() if not is_adapter(name)}
+    weights = {name: array for name, array in arrays.items() if not is_adapter(name)}
     sums: dict[int, np.ndarray] = {}  # of each weight with an adapter
     for layer in (name.removesuffix(A) for name in arrays if name.endswith(A)):
-        weight = found.get(f"{layer}.weight")
+        weight = weights.get(f"{layer}.weight")
         b = arrays.get(layer + B)
         if weight is None or b is None:
             what = f"{layer}{A} has no {layer}.weight or no {layer}{B} beside it"
             raise UserError(what, "model.lora", "the weights of the whole model with its adapters")
-        for name, array in found.items():
+        for name, array in weights.items():
             if (
                 array is weight
                 and arrays.get(name.removesuffix(".weight") + A) is not arrays[layer + A]
@@ -60,4 +60,4 @@ def merged(arrays: Mapping[str, np.ndarray], scale: float) -> dict[str, np.ndarr
         sums[id(weight)] = (weight + scale * (b.astype(np.float64) @ arrays[layer + A])).astype(
             weight.dtype
         )
-    return {name: sums.get(id(array), array) for name, array in found.items()}
+    return {name: sums.get(id(array), array) for name, array in weights.items()}

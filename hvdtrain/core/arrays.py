@@ -125,7 +125,7 @@ class Cut(NamedTuple):
             *shape[self.axis + 1 :],
         )
 
-    def of(self, whole: Any) -> Any:
+    def take(self, whole: Any) -> Any:
         """The part; it may be a view."""
         shape = tuple(whole.shape)
         return self._in_stretches(whole).reshape(self.local_shape(shape))

@@ -107,10 +107,10 @@ def modes(command: str) -> dict[str, Mode]:
 
 def aliases(folder: str) -> dict[str, str]:
     """name -> the plugin of an extra that it means, in a folder of plugins."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for module in modules("extra", beside=folder).values():
-        found |= module.EXTRA.aliases.get(folder, {})
-    return found
+        names |= module.EXTRA.aliases.get(folder, {})
+    return names
 
 
 def plugins_of_extras(folder: str) -> list[str]:

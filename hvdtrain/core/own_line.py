@@ -39,11 +39,11 @@ def own_line(error: BaseException) -> str:
 
 def without_frames_of_hvdtrain(error: BaseException) -> str:
     """The traceback of an exception of the user's code, from that code on."""
-    found = traceback.TracebackException.from_exception(error)
-    found.stack = traceback.StackSummary.from_list(
-        [frame for frame in found.stack if not frame.filename.startswith(_OTHERS[0])]
+    trace = traceback.TracebackException.from_exception(error)
+    trace.stack = traceback.StackSummary.from_list(
+        [frame for frame in trace.stack if not frame.filename.startswith(_OTHERS[0])]
     )
-    return "".join(found.format()).rstrip()
+    return "".join(trace.format()).rstrip()
 
 
 def _is_own(path: str) -> bool:

@@ -117,8 +117,8 @@ def _program() -> list[str]:
         sysconfig.get_path("scripts", f"{os.name}_user"),
     ]
     scripts = [Path(folder, "hvdtrain") for folder in folders]
-    found = shutil.which("hvdtrain")
-    if found and any(script.exists() and script.samefile(found) for script in scripts):
+    path = shutil.which("hvdtrain")
+    if path and any(script.exists() and script.samefile(path) for script in scripts):
         return ["hvdtrain"]
     script = next((script for script in scripts if os.access(script, os.X_OK)), None)
     if script is None:  # imported from its source

@@ -37,12 +37,12 @@ class Ties:
     def half_fitted(self, fits: Callable[[str], bool]) -> dict[str, list[str]]:
         """Names that fit, of arrays that have other names too, which do not: {name: those
         others}."""
-        found: dict[str, list[str]] = {}
+        half: dict[str, list[str]] = {}
         for names in self._all.values():
             fitting = [name for name in names if fits(name)]
             if fitting and len(fitting) < len(names):
-                found[fitting[0]] = [name for name in names if name not in fitting]
-        return found
+                half[fitting[0]] = [name for name in names if name not in fitting]
+        return half
 
     def check_whole(self, fits: Callable[[str], bool], what: str, where: str) -> None:
         """Raises UserError where patterns fit one name of an array and not another; what: the key

@@ -76,8 +76,8 @@ class AroundSource(Source):
 
 def inner_source(source: Source) -> Source | None:
     """The source that another one is around, or part of; None of one that reads by itself."""
-    found: Source | None = getattr(source, "source", None)
-    return found
+    inner: Source | None = getattr(source, "source", None)
+    return inner
 
 
 def where_of(source: Source) -> str:

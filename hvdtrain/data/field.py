@@ -74,14 +74,14 @@ class Field(NamedTuple):
 def field_of_facts(facts: Sequence[Any]) -> Field:
     """The field of Field.facts(). Raises TypeError or ValueError where they are none."""
     dtype, shape, values, *padding = facts
-    found = Field(np.dtype(dtype).name, tuple(shape), values)
+    field = Field(np.dtype(dtype).name, tuple(shape), values)
     if not padding:
-        return found
+        return field
     value, mask = padding[0]
     is_number = isinstance(value, (int, float)) and isinstance(mask, str)
     if len(padding) > 1 or not is_number or not shape:
         raise ValueError("impossible padding")
-    return found._replace(
+    return field._replace(
         padding=Padding(value, mask),
         ignored=int(value) if values and not 0 <= value < values else None,
     )

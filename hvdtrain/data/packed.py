@@ -135,12 +135,12 @@ class PackedRows(AroundSource):
                 "data.pack",
             )
         real = mask_of(np.bincount(row, lengths, samples).astype(np.int64), self.length)
-        found = {
+        filled = {
             TOKENS: np.zeros(real.shape, tokens.dtype),
             SEGMENTS: np.zeros(real.shape, np.int64),
         }
-        found[TOKENS][real], found[SEGMENTS][real] = tokens[mask], np.repeat(segment, lengths)
-        return found
+        filled[TOKENS][real], filled[SEGMENTS][real] = tokens[mask], np.repeat(segment, lengths)
+        return filled
 
     @property
     def _mask(self) -> str:

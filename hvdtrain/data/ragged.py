@@ -29,8 +29,8 @@ def padded_length(lengths: np.ndarray, longest: int) -> int:
 
 def mask_of(lengths: np.ndarray, rows: int) -> np.ndarray:
     """bool (n, rows): which rows of samples of these lengths are real."""
-    found: np.ndarray = np.arange(rows) < lengths[:, None]
-    return found
+    mask: np.ndarray = np.arange(rows) < lengths[:, None]
+    return mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,9 +53,9 @@ class Ragged:
         """(n, rows, ...): the samples at `indices`, none of which is longer, and `value` behind
         each."""
         mask = mask_of(self.lengths[indices], rows)
-        found = np.full((*mask.shape, *self.values.shape[1:]), value, self.values.dtype)
-        found[mask] = self.values[(self.edges[indices][:, None] + np.arange(rows))[mask]]
-        return found
+        filled = np.full((*mask.shape, *self.values.shape[1:]), value, self.values.dtype)
+        filled[mask] = self.values[(self.edges[indices][:, None] + np.arange(rows))[mask]]
+        return filled
 
 
 def ragged(samples: Sequence[np.ndarray], what: str, where: str) -> Ragged:
@@ -122,19 +122,19 @@ class PaddedArrays(Source):
 
     @cached_property
     def _fields(self) -> dict[str, Field]:
-        found: dict[str, Field] = {}
+        fields: dict[str, Field] = {}
         for name, array in self.arrays.items():
             if isinstance(array, Ragged):
                 own = int(array.lengths.max(initial=0))
                 shape = (max(LEAST, own, self.longest.get(name, 0)), *array.values.shape[1:])
-                found |= padded_fields(
+                fields |= padded_fields(
                     name,
                     Field(str(array.values.dtype), shape, self.values.get(name, 0)),
                     self.padding[name],
                 )
             else:
-                found[name] = Field(str(array.dtype), array.shape[1:], self.values.get(name, 0))
-        return found
+                fields[name] = Field(str(array.dtype), array.shape[1:], self.values.get(name, 0))
+        return fields
 
     def __len__(self) -> int:
         return len(next(iter(self.arrays.values())))

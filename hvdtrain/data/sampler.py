@@ -196,25 +196,25 @@ def parts_of_rank(
     """
     if parts == 1:
         return [positions_of_rank(start, count, rank, size, dataset, seed, sampling, shuffle)]
-    found = []
+    positions = []
     for part in range(parts):
         first = _dealt_below(count, part, parts)
         last = _dealt_below(count, part + 1, parts)
         if sampling == "partition":
-            found.append(
+            positions.append(
                 positions_of_rank(start + first, last - first, rank, size, dataset, seed, sampling)
             )
             continue
         low, high = _share_of_part(first, last, rank, size)
         if shuffle is not None:
-            found.append(
+            positions.append(
                 shuffle.positions(start + first, last - first, dataset, seed).part(
                     low - first, high - first
                 )
             )
             continue
-        found.append(positions_of_rank(start + low, high - low, 0, 1, dataset, seed))
-    return found
+        positions.append(positions_of_rank(start + low, high - low, 0, 1, dataset, seed))
+    return positions
 
 
 def parts_by_length(
@@ -228,12 +228,12 @@ def parts_by_length(
     """
     order = np.argsort(lengths[step.samples], kind="stable")
     step = Positions(step.samples[order], step.epochs[order])
-    found = []
+    positions = []
     for part in range(parts):
         first = _dealt_below(len(order), part, parts)
         last = _dealt_below(len(order), part + 1, parts)
-        found.append(step.part(*_share_of_part(first, last, rank, size)))
-    return found
+        positions.append(step.part(*_share_of_part(first, last, rank, size)))
+    return positions
 
 
 def _share_of_part(first: int, last: int, rank: int, size: int) -> tuple[int, int]:
@@ -389,9 +389,9 @@ def _window(seed: int, epoch: int, dataset: int, shuffle: BlockShuffle, window: 
     blocks = order[window * shuffle.window : (window + 1) * shuffle.window]
     samples = (blocks[:, None] * shuffle.block + np.arange(shuffle.block)).ravel()
     samples = samples[samples < dataset]
-    found = samples[np.argsort(fold(seed, epoch, samples.astype(np.uint64)), kind="stable")]
-    found.setflags(write=False)
-    return found
+    shuffled = samples[np.argsort(fold(seed, epoch, samples.astype(np.uint64)), kind="stable")]
+    shuffled.setflags(write=False)
+    return shuffled
 
 
 def _epochs(start: int, stop: int, dataset: int) -> Iterator[_EpochRange]:

@@ -45,7 +45,7 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Raises UserError where the tokenizer fails, as for a word that it does not have."""
         try:
-            found: list[int] = _called(
+            tokens: list[int] = _called(
                 lambda: self.of_library.encode(text, add_special_tokens=False).ids,
                 "does not read the text",
                 self.path,
@@ -54,15 +54,15 @@ class Tokenizer:
             if _NO_UNKNOWN.search(error.what) is None:
                 raise
             raise self._unknown(text) from None
-        if dropped := self._dropped(text, found):
+        if dropped := self._dropped(text, tokens):
             raise self._unknown(dropped)
-        if max(found, default=0) >= self.vocabulary:
+        if max(tokens, default=0) >= self.vocabulary:
             raise UserError(
-                f"the tokenizer gives {max(found)}, and has numbers below {self.vocabulary}",
+                f"the tokenizer gives {max(tokens)}, and has numbers below {self.vocabulary}",
                 str(self.path),
                 _FIX,
             )
-        return found
+        return tokens
 
     def _dropped(self, text: str, found: Sequence[int]) -> str:
         """A word of the text with a character that the library drops without an error: one that a

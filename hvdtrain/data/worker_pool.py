@@ -102,7 +102,7 @@ class WorkerPool:
         Raises UserError: a worker's own, or that one ended.
         """
         threads = self._start()
-        found = {
+        batch = {
             name: np.empty((len(indices), *field.shape), field.dtype)
             for name, field in self._samples.fields.items()
         }
@@ -110,7 +110,7 @@ class WorkerPool:
         edges = [len(indices) * piece // pieces for piece in range(pieces + 1)]
         futures = []
         for piece in map(slice, edges, edges[1:]):
-            out = {name: array[piece] for name, array in found.items()}
+            out = {name: array[piece] for name, array in batch.items()}
             futures.append(
                 threads.submit(
                     self._read_piece, out, indices[piece], None if seeds is None else seeds[piece]
@@ -118,7 +118,7 @@ class WorkerPool:
             )
         for future in futures:
             future.result()
-        return found
+        return batch
 
     def close(self) -> None:
         """Ends the workers; nobody may be reading."""

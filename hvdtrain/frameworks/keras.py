@@ -149,11 +149,11 @@ def _make(keras: Any, config: Config, task: Task) -> Any:
             "model.name=package.module:function that makes a keras.Model; or "
             "hvdtrain.train(model=...)",
         )
-    found = call_own(config.model, dict(task.sizes))
-    if not isinstance(found, keras.Model):
-        what = f"{config.model.name} gave a {type(found).__name__}, not a keras.Model"
+    model = call_own(config.model, dict(task.sizes))
+    if not isinstance(model, keras.Model):
+        what = f"{config.model.name} gave a {type(model).__name__}, not a keras.Model"
         raise UserError(what, where, "a keras.Sequential or keras.Model; or framework=torch, jax")
-    return found
+    return model
 
 
 @dataclass(frozen=True)
@@ -443,12 +443,12 @@ class KerasModel(HostModel):
             variable.assign(weights[name])
 
     def constrained(self) -> dict[str, np.ndarray]:
-        found = {}
+        weights = {}
         for name, variable in self._trained.items():
             if variable.constraint is not None:
                 variable.assign(variable.constraint(variable))
-                found[name] = _to_host(variable.value).copy()
-        return found
+                weights[name] = _to_host(variable.value).copy()
+        return weights
 
     def outputs(self, x: np.ndarray) -> np.ndarray:
         of_none = KerasOutputs(np.zeros((0, *self._outputs), self._dtype), 0.0)

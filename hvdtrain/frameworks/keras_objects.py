@@ -121,8 +121,8 @@ class GivenKerasModel:
     def __call__(self) -> Any:
         """Raises UserError where the model cannot be copied."""
         try:
-            found = importlib.import_module("keras").models.clone_model(self.model)
-            found.set_weights(self.model.get_weights())
+            model = importlib.import_module("keras").models.clone_model(self.model)
+            model.set_weights(self.model.get_weights())
         except Exception as error:
             what = (
                 f"model={type(self.model).__name__} cannot be copied: {type(error).__name__}: "
@@ -133,7 +133,7 @@ class GivenKerasModel:
                 "hvdtrain.train(), model",
                 "a function that makes the model; or a get_config() of its own",
             ) from error
-        return found
+        return model
 
     def take(self, learner: Any) -> None:
         """Copies the weights that an evaluation has, the averages where there are some, and all

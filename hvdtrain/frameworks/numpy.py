@@ -33,15 +33,15 @@ class NumpyLinear(HostModel):
 
     def inputs(self, batch: Mapping[str, Any]) -> np.ndarray:
         """(n, features)"""
-        found: np.ndarray = self._part.inputs(batch)
-        return found
+        x: np.ndarray = self._part.inputs(batch)
+        return x
 
     def assign(self, weights: Mapping[str, np.ndarray]) -> None:
         self.weights = weights
 
     def outputs(self, x: np.ndarray) -> np.ndarray:
-        found: np.ndarray = x @ self.weights["fc.weight"].T + self.weights["fc.bias"]
-        return found
+        logits: np.ndarray = x @ self.weights["fc.weight"].T + self.weights["fc.bias"]
+        return logits
 
     def training_outputs(self, x: np.ndarray) -> np.ndarray:
         self._x = x

@@ -51,23 +51,23 @@ class Samples:
         """Samples, also those that do not count."""
         return len(next(iter(self.fields.values())))
 
-    def parts(self, number: int) -> list[Self]:
+    def micro_batches(self, number: int) -> list[Self]:
         """So many parts of the samples, in order. One without samples has the first sample, which
         does not count there."""
-        found = []
+        samples_of_parts = []
         for part in range(number):
             begin = len(self) * part // number
             end = len(self) * (part + 1) // number
             rows = slice(begin, end) if end > begin else slice(0, 1)
             count = min(end, self.count) - min(begin, self.count)
-            found.append(
+            samples_of_parts.append(
                 replace(
                     self,
                     fields={name: array[rows] for name, array in self.fields.items()},
                     count=count,
                 )
             )
-        return found
+        return samples_of_parts
 
 
 class Words(NamedTuple):
@@ -114,13 +114,13 @@ class UserLoop:
     def to_arrays(self, values: Mapping[str, Any]) -> Arrays:
         """A copy of each value that the script keeps in a checkpoint. Raises UserError as
         extra.to_arrays()."""
-        found: Arrays = self.extra().to_arrays(values)
-        return found
+        arrays: Arrays = self.extra().to_arrays(values)
+        return arrays
 
     def from_arrays(self, arrays: Arrays) -> dict[str, Any]:
         """The values of to_arrays(). Raises ValueError where they cannot be such."""
-        found: dict[str, Any] = self.extra().from_arrays(arrays)
-        return found
+        values: dict[str, Any] = self.extra().from_arrays(arrays)
+        return values
 
     def learner_class(self) -> Callable[..., Any]:
         """The class of LoopLearners; its arguments are those of learner()."""
@@ -194,10 +194,10 @@ def item_count(count: Any, where: str) -> float:
     if isinstance(count, bool):
         raise UserError(f"count={count} is not a number of items", where, fix)
     check_one_number("count", count, where)
-    found = float(count.detach() if hasattr(count, "detach") else count)
-    if not math.isfinite(found) or found < 0:
-        raise UserError(f"count={found:g} is not a number of items", where, fix)
-    return found
+    items = float(count.detach() if hasattr(count, "detach") else count)
+    if not math.isfinite(items) or items < 0:
+        raise UserError(f"count={items:g} is not a number of items", where, fix)
+    return items
 
 
 class LoopLearner:
@@ -290,7 +290,7 @@ def frameworks_of_user_loops() -> list[str]:
 
 def user_loop_of(framework: str) -> UserLoop:
     """The one in the framework's user_loop/loop.py, which imports no tensor library."""
-    found: UserLoop = importlib.import_module(
+    user_loop: UserLoop = importlib.import_module(
         f"hvdtrain.frameworks.{framework}.user_loop.loop"
     ).LOOP
-    return found
+    return user_loop

@@ -271,7 +271,7 @@ def put(result: torch.Tensor, x: Any) -> None:
         x.copy_(result)
 
 
-def own(tensor: torch.Tensor) -> torch.Tensor:
+def as_non_view(tensor: torch.Tensor) -> torch.Tensor:
     """This memory as a tensor that is no view: what an autograd function returns may be changed in
     place only then."""
     if not tensor._is_view():

@@ -17,7 +17,7 @@ from hvdtrain.horovod.call import (
     CollectiveCall,
     Compression,
     Compressor,
-    own,
+    as_non_view,
     synchronize,
 )
 from hvdtrain.horovod.engine.errors import BadCall, NoSuchReduction
@@ -99,7 +99,7 @@ class _Broadcast(torch.autograd.Function):
     ) -> Any:
         ctx.root_rank = root_rank
         ctx.process_set = process_set
-        return own(synchronize(broadcast_async(tensor, root_rank, name, process_set)))
+        return as_non_view(synchronize(broadcast_async(tensor, root_rank, name, process_set)))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -151,8 +151,8 @@ def grouped_allgather(
         isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
     ):
         return _Allgather.apply(name, process_set, True, *tensors)
-    found: tuple[Any, ...] = synchronize(grouped_allgather_async(tensors, name, process_set))
-    return found
+    gathered: tuple[Any, ...] = synchronize(grouped_allgather_async(tensors, name, process_set))
+    return gathered
 
 
 class _Allgather(torch.autograd.Function):
@@ -173,7 +173,7 @@ class _Allgather(torch.autograd.Function):
         )
         ctx.process_set = process_set
         ctx.rows = [len(tensor) for tensor in tensors]
-        return tuple(map(own, found if grouped else [found]))
+        return tuple(map(as_non_view, found if grouped else [found]))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -265,7 +265,7 @@ class _Alltoall(torch.autograd.Function):
         ctx.process_set = process_set
         ctx.unsent = len(tensor) - sent
         ctx.mark_non_differentiable(received)
-        return own(found), received
+        return as_non_view(found), received
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -403,7 +403,7 @@ class _Reducescatter(torch.autograd.Function):
         ctx.op = op
         ctx.factors = (pre, post)
         ctx.process_set = process_set
-        return tuple(map(own, found if grouped else [found]))
+        return tuple(map(as_non_view, found if grouped else [found]))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:

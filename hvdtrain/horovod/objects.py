@@ -94,10 +94,10 @@ def _to_send(obj: Any, purpose: str, where: str) -> bytes:
 
 
 def _received(content: torch.Tensor, purpose: str, where: str) -> Any:
-    found = from_bytes(content.numpy().tobytes(), JOB.engine.secret, purpose, where)
-    if isinstance(found, _Failure):
-        raise BadCall(found.what, where, found.fix)
-    return found
+    obj = from_bytes(content.numpy().tobytes(), JOB.engine.secret, purpose, where)
+    if isinstance(obj, _Failure):
+        raise BadCall(obj.what, where, obj.fix)
+    return obj
 
 
 def _as_bytes(content: bytes) -> torch.Tensor:
@@ -181,10 +181,10 @@ def _tensor(dtype: str, array: np.ndarray, shape: tuple[int, ...], grad: bool) -
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
         raise TypeError(name)
-    return found
+    return dtype
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -320,9 +320,9 @@ def _restored(thing: Any) -> Any:  # noqa: PLR0911
             items = [(_restored(key), _restored(value)) for key, value in thing.items]
             if thing.attributes is None:
                 return dict(items)
-            found = OrderedDict(items)
-            vars(found).update(_restored(thing.attributes))
-            return found
+            restored = OrderedDict(items)
+            vars(restored).update(_restored(thing.attributes))
+            return restored
         case list() | tuple():
             return type(thing)(_restored(inner) for inner in thing)
         case dict():

@@ -75,29 +75,29 @@ def DistributedOptimizer(
         )
     names = named(optimizer, named_parameters)
     if op == Adasum and JOB.engine.size > 1:
-        found = _below(optimizer, AdasumSteps)
-        found.begin(names, compression, backward_passes_per_step, process_set)
-        return found
-    found = _below(optimizer, GradientSteps)
+        distributed = _below(optimizer, AdasumSteps)
+        distributed.begin(names, compression, backward_passes_per_step, process_set)
+        return distributed
+    distributed = _below(optimizer, GradientSteps)
     factors = (1.0 / gradient_predivide_factor, gradient_predivide_factor)
     takes_part = bool(process_set.included()) and JOB.engine.size > 1
     together = parameter_groups(names, groups, process_set) if takes_part else []
     gradients = Gradients(names, together, compression, op, factors, sparse_as_dense, process_set)
-    found.begin(gradients, backward_passes_per_step, takes_part)
-    return found
+    distributed.begin(gradients, backward_passes_per_step, takes_part)
+    return distributed
 
 
 def _below(optimizer: torch.optim.Optimizer, steps: type) -> Any:
     """This optimizer, of a class that has its class' name and the methods of `steps` before its
     own."""
     kind = type(optimizer)
-    found: Any = object.__new__(type(kind.__name__, (steps, kind), {}))
+    wrapped: Any = object.__new__(type(kind.__name__, (steps, kind), {}))
     # A schedule that was made before has put the optimizer's own step() into its attributes, which
     # would step without the other ranks.
-    found.__dict__.update(
+    wrapped.__dict__.update(
         (name, value) for name, value in optimizer.__dict__.items() if name != "step"
     )
-    return found
+    return wrapped
 
 
 class ReductionGroup:
@@ -291,9 +291,9 @@ class GradientSteps:
             return base.step()
         if self._gradients.under_way:
             self.synchronize()
-        found = base.step(lambda: self._computed(closure))
+        loss = base.step(lambda: self._computed(closure))
         self._synchronized = False
-        return found
+        return loss
 
     def _computed(self, closure: Callable[[], Any]) -> Any:
         with torch.enable_grad():

@@ -15,8 +15,8 @@ from hvdtrain.horovod.call import (
     Compression,
     Compressor,
     Product,
+    as_non_view,
     given_op,
-    own,
     synchronize,
 )
 
@@ -117,12 +117,12 @@ def grouped_allreduce_(
 ) -> tuple[Any, ...]:
     """A grouped_allreduce() into the tensors themselves."""
     op = given_op(op, average)
-    found: tuple[Any, ...] = synchronize(
+    reduced: tuple[Any, ...] = synchronize(
         grouped_allreduce_async_(
             tensors, None, name, op, prescale_factor, postscale_factor, process_set
         )
     )
-    return found
+    return reduced
 
 
 def allreduce(
@@ -205,7 +205,7 @@ class _Allreduce(torch.autograd.Function):
             grouped=grouped,
         )
         found = synchronize(call.start_reduction(op, pre, post))
-        results = tuple(map(own, found if grouped else [found]))
+        results = tuple(map(as_non_view, found if grouped else [found]))
         ctx.op = op
         ctx.factors = (pre, post)
         ctx.reduce = reduce_over(process_set, grouped)

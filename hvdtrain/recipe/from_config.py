@@ -121,8 +121,8 @@ def users_function(config: Config) -> Callable[[float], float] | None:
     is none of that name."""
     recipe = config.recipe
     if recipe.given is not None:
-        found: Callable[[float], float] = recipe.given.make()
-        return found
+        function: Callable[[float], float] = recipe.given.make()
+        return function
     if recipe.function is None:
         return None
     if of_python(recipe.function):

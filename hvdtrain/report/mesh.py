@@ -97,7 +97,7 @@ def stages(run: RunRecord, work_ms: Sequence[float]) -> list[StageTimes]:
     if mesh is None or mesh.sizes.stage == 1:
         return []
     waiting = bubble(run)
-    found = []
+    rows = []
     for stage in range(mesh.sizes.stage):
         ranks = mesh.ranks_of(stage)
         works = [
@@ -106,12 +106,12 @@ def stages(run: RunRecord, work_ms: Sequence[float]) -> list[StageTimes]:
         shares = [
             waiting[rank] for rank in ranks if rank < len(waiting) and math.isfinite(waiting[rank])
         ]
-        found.append(
+        rows.append(
             StageTimes(
                 ranks, median(works) if works else math.nan, fmean(shares) if shares else math.nan
             )
         )
-    return found
+    return rows
 
 
 def bubble(run: RunRecord) -> list[float]:

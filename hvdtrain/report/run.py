@@ -348,11 +348,11 @@ def metrics_of(run: RunRecord) -> dict[str, RunMetric]:
     described = run.start_event.get("metrics")
     if not isinstance(described, dict):
         return _OLDER
-    found = {}
+    metrics = {}
     for name, how in list(described.items())[:_MOST_METRICS]:
         if isinstance(how, dict) and name.isprintable() and 0 < len(name) <= _LONGEST_NAME:
-            found[name] = RunMetric(name, how.get("better") == "min", how.get("percent") is True)
-    return found
+            metrics[name] = RunMetric(name, how.get("better") == "min", how.get("percent") is True)
+    return metrics
 
 
 def objective_of(run: RunRecord) -> RunMetric:
@@ -427,7 +427,7 @@ def confusion_shares(evaluation: Fields) -> list[list[float]] | None:
 
 def _most_frequent_mistakes(confused: Any, classes: int) -> dict[int, tuple[int, int]]:
     """label -> (what it is taken for most often, how often), of those that the event lists."""
-    found: dict[int, tuple[int, int]] = {}
+    mistakes: dict[int, tuple[int, int]] = {}
     for entry in confused if isinstance(confused, list) else ():
         if (
             isinstance(entry, list)
@@ -438,10 +438,10 @@ def _most_frequent_mistakes(confused: Any, classes: int) -> dict[int, tuple[int,
             if (
                 0 <= label < classes
                 and 0 <= other < classes
-                and times > found.get(label, (0, 0))[1]
+                and times > mistakes.get(label, (0, 0))[1]
             ):
-                found[label] = (other, times)
-    return found
+                mistakes[label] = (other, times)
+    return mistakes
 
 
 def logged_names(run: RunRecord) -> list[str]:

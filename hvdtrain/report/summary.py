@@ -341,7 +341,7 @@ class WorldSize(NamedTuple):
 
 def world_sizes(run: RunRecord) -> list[WorldSize]:
     """In order; one alone where the run has had the same ranks from its only start on."""
-    found: list[WorldSize] = []
+    sizes: list[WorldSize] = []
     living: dict[int, Any] = {}  # host of each rank, by the numbers of the launcher
     before: Mapping[str, Any] = {}
     for event in run.events:
@@ -349,8 +349,8 @@ def world_sizes(run: RunRecord) -> list[WorldSize]:
         seconds = max(0.0, event["time"] - run.events[0]["time"])
         if event["kind"] == "start":
             living = dict(enumerate(_list(event, "host_of_rank")))
-            why = _why_started(before) if found else "started"
-            found.append(WorldSize(at, seconds, number(event, "ranks"), _list(event, "hosts"), why))
+            why = _why_started(before) if sizes else "started"
+            sizes.append(WorldSize(at, seconds, number(event, "ranks"), _list(event, "hosts"), why))
         elif event["kind"] == "lost":
             lost = [rank for rank in _list(event, "ranks") if isinstance(rank, int)]
             living = {rank: host for rank, host in living.items() if rank not in lost}
@@ -359,7 +359,7 @@ def world_sizes(run: RunRecord) -> list[WorldSize]:
                 for index, host in enumerate(living.values())
                 if host not in list(living.values())[:index]
             ]
-            found.append(
+            sizes.append(
                 WorldSize(
                     at,
                     seconds,
@@ -369,7 +369,7 @@ def world_sizes(run: RunRecord) -> list[WorldSize]:
                 )
             )
         before = event
-    return found
+    return sizes
 
 
 def _list(event: Mapping[str, Any], name: str) -> list[Any]:

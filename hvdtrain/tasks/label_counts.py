@@ -23,13 +23,17 @@ def terms(logits: Any, probabilities: Any, y: Any, edges: tuple[Any, Any]) -> di
     """The terms of Multilabel.sums, in any framework: logits and probabilities (n, labels), y bool
     (n, labels), edges (bins,)."""
     said, (lower, upper) = logits > 0, edges
-    found = {"true_positives": said & y, "false_positives": said & ~y, "false_negatives": ~said & y}
+    terms_by_name = {
+        "true_positives": said & y,
+        "false_positives": said & ~y,
+        "false_negatives": ~said & y,
+    }
     if not len(lower):
-        return found
+        return terms_by_name
     # (n, labels, bins)
     is_in = (probabilities[..., None] >= lower) & (probabilities[..., None] < upper)
     shape = len(y), y.shape[1] * len(lower)
-    return found | {
+    return terms_by_name | {
         "positives_by_bin": (is_in & y[..., None]).reshape(shape),
         "all_by_bin": is_in.reshape(shape),
     }
@@ -49,11 +53,11 @@ class LossForm(NamedTuple):
 def right_terms(logits: Any, labels: Any, top_k: int | None) -> dict[str, Any]:
     """Whether the largest output is the class, bool (n,); and whether fewer than top_k outputs are
     larger than its, or no number."""
-    found = {"right": logits.argmax(1) == labels}
+    terms_by_name = {"right": logits.argmax(1) == labels}
     if top_k is None:
-        return found
+        return terms_by_name
     of_class = logits[np.arange(len(labels)), labels][:, None]
-    return found | {"among_top": (~(logits <= of_class)).sum(1) < top_k}
+    return terms_by_name | {"among_top": (~(logits <= of_class)).sum(1) < top_k}
 
 
 _MOST_LABELS = 2**26  # that are looked at before a job starts: a third of a second

@@ -85,8 +85,8 @@ class _Library:
     @property
     def defaults(self) -> dict[str, Any]:
         """A tensor for each state, or an empty list."""
-        found: dict[str, Any] = self._metric._defaults
-        return found
+        defaults: dict[str, Any] = self._metric._defaults
+        return defaults
 
     def states_after(self, outputs: Any, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         """The states after an update of these samples alone, and the targets. Raises UserError

@@ -158,15 +158,15 @@ class _OfTargets(nn.Module):
                 fix,
             )
         try:
-            found: torch.Tensor = self.loss(
+            losses: torch.Tensor = self.loss(
                 outputs, y if not isinstance(self.loss, _SAME_SHAPE) else y.to(outputs.dtype)
             )
         except IndexError:
             self._refuse_label(outputs, y)
             raise
-        if self.rest == "none" or found.ndim <= 1:
-            return found
-        rows = found.flatten(1)
+        if self.rest == "none" or losses.ndim <= 1:
+            return losses
+        rows = losses.flatten(1)
         return rows.sum(1) if self.rest == "sum" else rows.mean(1)
 
     def _refuse_label(self, outputs: Any, y: torch.Tensor) -> None:

@@ -67,15 +67,15 @@ class Multilabel(Task):
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        found = (
+        metrics = (
             Metric("loss", ratio("loss", "count"), "min"),
             Metric("f1", micro_f1, "max", percent=True),
             Metric("f1_macro", macro_f1, "max", column="macro", percent=True),
         )
         if not self.bins:
-            return found
+            return metrics
         return (
-            *found,
+            *metrics,
             Metric(
                 "average_precision",
                 mean_average_precision(self.bins),
@@ -282,11 +282,11 @@ class NumpyMultilabel:
 
     def gradient(self, outputs: np.ndarray, batch: Batch) -> np.ndarray:
         """(n, labels)"""
-        found: np.ndarray = (_sigmoid(outputs) - batch["y"].astype(self._dtype)) / outputs.shape[1]
-        return found
+        grad: np.ndarray = (_sigmoid(outputs) - batch["y"].astype(self._dtype)) / outputs.shape[1]
+        return grad
 
 
 def _sigmoid(logits: np.ndarray) -> np.ndarray:
     """1 / (1 + exp(-logits)) without overflow."""
-    found: np.ndarray = 0.5 * (1.0 + np.tanh(0.5 * logits))
-    return found
+    probabilities: np.ndarray = 0.5 * (1.0 + np.tanh(0.5 * logits))
+    return probabilities

@@ -312,8 +312,8 @@ def tokens_of_sample(task: Task) -> int | None:
     """How many tokens each sample has, where it has tokens and all have equally many."""
     if any(field.padding is not None for field in task.fields.values()):
         return None
-    found: int | None = task.sizes.get("context")
-    return found
+    tokens: int | None = task.sizes.get("context")
+    return tokens
 
 
 def samples_of(task: Task) -> str:

@@ -227,11 +227,11 @@ def _key(event: Event) -> tuple[str, int]:
 
 def _last_events(run: Path) -> set[tuple[str, int]]:
     """Kind and step of those that are in the file. Raises OSError."""
-    found = set()
+    kinds_and_steps = set()
     with Folder.open(run) as folder, folder.open_file("events.jsonl") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         for line in file.read().splitlines():
             with contextlib.suppress(ValueError, LookupError, TypeError):
                 event = json.loads(line)
-                found.add((event["kind"], event["step"]))
-    return found
+                kinds_and_steps.add((event["kind"], event["step"]))
+    return kinds_and_steps

@@ -63,11 +63,11 @@ def given_data(train: Any, val: Any) -> Given:
     """Two sets, or one that data.val_share divides."""
 
     def of(split: Split) -> Any:
-        found = train if split == "train" else val
-        if found is None:
+        source = train if split == "train" else val
+        if source is None:
             fix = "val_data= of the same kind, or data.val_share=0.1"
             raise UserError("val_data is missing", "hvdtrain.train()", fix)
-        return found
+        return source
 
     if train is None:
         raise UserError("val_data without train_data", "hvdtrain.train()", "both")

@@ -74,8 +74,10 @@ class MemoryForecast:
         if not hasattr(framework, "footprint"):
             what = f"the memory of framework={config.framework} is not predicted"
             raise UserError(what, config.where("framework"), "framework=torch")
-        found: Footprint = framework.footprint(config, self.task, step, self.ranks, self.features)
-        return found
+        footprint: Footprint = framework.footprint(
+            config, self.task, step, self.ranks, self.features
+        )
+        return footprint
 
     def step(self, micro: int | None = None) -> PlannedStep:
         """With at most so many samples in a pass; None: as configured."""

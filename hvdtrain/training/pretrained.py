@@ -199,23 +199,23 @@ def _of_index(folder: Path, name: str, where: str) -> Arrays:
             where,
             _KNOWN,
         )
-    found: Arrays = {}
+    arrays: Arrays = {}
     for file in parts:
         more = _of_safetensors(folder / file, where)
-        if twins := sorted(found.keys() & more.keys()):
+        if twins := sorted(arrays.keys() & more.keys()):
             raise UserError(
                 f"{short(twins[0])} is in {file} and in another file of {folder / name}",
                 where,
                 _KNOWN,
             )
-        found |= more
-    if absent := sorted(weights.keys() - found.keys()):
+        arrays |= more
+    if absent := sorted(weights.keys() - arrays.keys()):
         raise UserError(
             f"{folder / name} names {_some(absent)}, which the files do not have",
             where,
             "another copy of the folder",
         )
-    return found
+    return arrays
 
 
 def _of_run(run: Path) -> File:

@@ -100,10 +100,10 @@ def _as_rgb(images: np.ndarray) -> np.ndarray:
 
 def _coloured(classes: np.ndarray, ignored: int | None) -> np.ndarray:
     """uint8 (n, H, W, 3)"""
-    found = palette()[classes.astype(np.int64) % 256]
+    pixels = palette()[classes.astype(np.int64) % 256]
     if ignored is not None:
-        found[classes == ignored] = _NO_CLASS
-    return found
+        pixels[classes == ignored] = _NO_CLASS
+    return pixels
 
 
 def _sized(tiles: np.ndarray) -> np.ndarray:

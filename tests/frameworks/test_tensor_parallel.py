@@ -73,8 +73,8 @@ def test_ranks_with_parts_compute_what_the_whole_model_does(
 )
 def test_the_part_of_a_cut(cut: Cut, expected: list[list[int]]) -> None:
     whole = np.arange(24).reshape(4, 6)
-    np.testing.assert_array_equal(cut.of(whole), expected)
-    assert torch.equal(cut.of(torch.from_numpy(whole)), torch.tensor(expected))
+    np.testing.assert_array_equal(cut.take(whole), expected)
+    assert torch.equal(cut.take(torch.from_numpy(whole)), torch.tensor(expected))
     assert cut.local_shape((4, 6)) == np.shape(expected) and cut.whole_shape(
         np.shape(expected)
     ) == (4, 6)
@@ -102,9 +102,9 @@ def test_parts_that_are_put_make_the_whole(axis: int, groups: int, shape: tuple[
     as_tensor = torch.full(shape, torch.nan, dtype=torch.float64)
     for index in range(3):
         cut = Cut(axis, groups, 3, index, shape[axis])
-        assert cut.of(expected).shape == cut.local_shape(shape)
-        cut.put(found, cut.of(expected))
-        cut.put(as_tensor, cut.of(torch.from_numpy(expected)))
+        assert cut.take(expected).shape == cut.local_shape(shape)
+        cut.put(found, cut.take(expected))
+        cut.put(as_tensor, cut.take(torch.from_numpy(expected)))
     np.testing.assert_array_equal(found, expected)
     np.testing.assert_array_equal(as_tensor, expected)
 

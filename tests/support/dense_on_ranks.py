@@ -100,7 +100,7 @@ def on_ranks(
     hybrid = HybridModel(model, faulty or communicator, scheme)
     for p, first in zip(model.parameters(), wholes, strict=True):
         assert torch.equal(
-            p, hybrid.cuts()[p].of(first).view(p.shape) if p in hybrid.cuts() else first
+            p, hybrid.cuts()[p].take(first).view(p.shape) if p in hybrid.cuts() else first
         )
     optimizer = optimizer_of(model.parameters())
     for step, rows in enumerate(shares(communicator.size)):

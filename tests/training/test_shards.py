@@ -72,7 +72,7 @@ def pieces(rank: int, ranks: int, state: Arrays = STATE) -> list[Piece]:
 def test_a_cut_lies_in_stretches_of_the_whole() -> None:
     whole_array = np.arange(24.0).reshape(6, 4)
     for cut in (WHOLE, Cut(0, 1, 2, 1), Cut(1, 1, 2, 0), Cut(1, 1, 4, 3), Cut(0, 3, 2, 1)):
-        part = cut.of(whole_array)
+        part = cut.take(whole_array)
         assert (
             cut.whole_shape(part.shape) == whole_array.shape
             and cut.local_shape(whole_array.shape) == part.shape
@@ -96,7 +96,7 @@ def test_ranks_with_columns_write_the_bytes_of_one_process(
         # one column of five
         cut = Cut(1, 1, 5, rank)
         name = "s.body.weight.0"
-        part = whole(name, cut.of(STATE[name]).reshape(-1))
+        part = whole(name, cut.take(STATE[name]).reshape(-1))
         column = part._replace(shape=STATE[name].shape, is_whole=False, is_mine=True, cut=cut)
         return [
             column if piece.name == name else piece._replace(is_mine=rank == 0)
@@ -468,7 +468,7 @@ def test_a_report_has_the_same_few_bytes_for_any_number_of_stretches(tmp_path: P
         name = files.unfinished_name(3, "0123456789abcdef")
         cut = Cut(1, 1, 2, 1)
         array = np.arange(rows * 4.0).reshape(rows, 4)
-        part = whole("s.w.0", cut.of(array).reshape(-1))
+        part = whole("s.w.0", cut.take(array).reshape(-1))
         column = part._replace(shape=array.shape, is_whole=False, is_mine=True, cut=cut)
         of_rank = CheckpointShard([column], files.ARRAYS, files.file_of, 1)
         with Folder.make(run, "checkpoints", name) as folder:

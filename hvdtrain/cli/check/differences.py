@@ -142,12 +142,12 @@ def _versions(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 def _installed(facts: RankFacts) -> dict[str, str]:
     """Versions of packages, and of the MPI libraries under them."""
-    found = dict(facts["versions"])
+    versions = dict(facts["versions"])
     if facts["libraries"]["mpi4py"]:
-        found["MPI of mpi4py"] = facts["libraries"]["mpi4py"]
+        versions["MPI of mpi4py"] = facts["libraries"]["mpi4py"]
     if facts["libraries"]["horovod"]:
-        found["MPI of Horovod"] = facts["libraries"]["horovod"]
-    return found
+        versions["MPI of Horovod"] = facts["libraries"]["horovod"]
+    return versions
 
 
 def _modules(ranks: Sequence[RankFacts]) -> Iterator[Finding]:

@@ -95,17 +95,17 @@ def load_libraries(communicator: Communicator) -> LibraryFacts:
     started."""
     from hvdtrain.comm import mpi
 
-    found: LibraryFacts = {"mpi4py": None, "horovod": None, "nccl": None}
+    libraries: LibraryFacts = {"mpi4py": None, "horovod": None, "nccl": None}
     with contextlib.suppress(
         UserError
     ):  # mpi4py or its MPI library is missing: the horovod and torchdist engines need neither
-        found["mpi4py"] = library_name(mpi.load().Get_library_version())
+        libraries["mpi4py"] = library_name(mpi.load().Get_library_version())
     if "horovod_api" in communicator.features:
         from hvdtrain.comm import horovod
 
-        found["horovod"] = horovod.library()
-        found["nccl"] = horovod.has_nccl()
-    return found
+        libraries["horovod"] = horovod.library()
+        libraries["nccl"] = horovod.has_nccl()
+    return libraries
 
 
 def try_run_folder(config: Config) -> RunFolder:

@@ -204,10 +204,10 @@ def _read(path: str) -> str:
 def _file_system_bytes(path: str) -> list[int] | None:
     """[total, free]; None where the path does not exist."""
     try:
-        found = os.statvfs(path)
+        statistics = os.statvfs(path)
     except OSError:
         return None
-    return [found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail]
+    return [statistics.f_frsize * statistics.f_blocks, statistics.f_frsize * statistics.f_bavail]
 
 
 def _soft_limit(kind: int) -> int:

@@ -25,18 +25,18 @@ _FIX_BINDING = (
 
 def find_shortages(ranks: Sequence[RankFacts]) -> list[Finding]:
     """Every finding about what ranks share; `ranks` are all ranks of the job."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for on_machine in group_ranks(ranks, lambda facts: facts["machine"] or facts["host"]).values():
-        found += [*_cores(on_machine), *_threads(on_machine), *_gpus(on_machine)]
+        findings += [*_cores(on_machine), *_threads(on_machine), *_gpus(on_machine)]
     for on_host in group_ranks(
         ranks, lambda facts: facts["host"]
     ).values():  # containers of one machine have limits of their own
-        found += [
+        findings += [
             *_shared_memory(on_host),
             *_locked_memory(on_host),
             *_open_files(on_host, len(ranks)),
         ]
-    return [*found, *_nccl(ranks)]
+    return [*findings, *_nccl(ranks)]
 
 
 def full_mesh(engine: str, ranks: int) -> list[Finding]:

@@ -155,18 +155,18 @@ def _of_script(config: Config, source: Source) -> Task:
         "val": source,
         "users_model": is_users_model(config.model),
     }
-    found: Task = plugins.call_own(config.task, known)
-    return found
+    task: Task = plugins.call_own(config.task, known)
+    return task
 
 
 def _of_all_ranks(communicator: Communicator, mine: Sequence[np.ndarray]) -> np.ndarray:
     """The rows of all ranks, in rank order; a rank may have none."""
-    found = np.concatenate(mine) if mine else None
+    outputs = np.concatenate(mine) if mine else None
     forms = communicator.allgather_object(
-        None if found is None else (str(found.dtype), list(found.shape[1:]))
+        None if outputs is None else (str(outputs.dtype), list(outputs.shape[1:]))
     )
     dtype, shape = next(form for form in forms if form is not None)
-    rows = np.empty((0, *shape), dtype) if found is None else np.ascontiguousarray(found)
+    rows = np.empty((0, *shape), dtype) if outputs is None else np.ascontiguousarray(outputs)
     gathered = communicator.allgather(
         rows.reshape(len(rows), -1) if rows.size else np.empty((0, int(np.prod(shape))), dtype),
         "predictions",

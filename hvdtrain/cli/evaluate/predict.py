@@ -118,14 +118,14 @@ def _predict_data(rank: ConnectedRank, parsed: Arguments) -> int:
     config = rank.config
     name = parsed.options["data"]
     if config.data.given is OF_A_FILE:
-        found = read_data_file(Path(os.path.expanduser(name)), table_of(config.data.options))
+        samples = read_data_file(Path(os.path.expanduser(name)), table_of(config.data.options))
     else:
-        found = plugins.call_own(
+        samples = plugins.call_own(
             config.data, {"name": name, "root": config.data.root, "split": "val"}
         )
     model, numbers = predict_data(
         rank,
-        AskedData(found, name, "--data"),
+        AskedData(samples, name, "--data"),
         parsed.options["checkpoint"],
         lambda outputs, model, lengths: _rows(model, config).numbers(outputs, lengths),
     )
@@ -186,12 +186,12 @@ def _predict(rank: ConnectedRank, parsed: Arguments) -> int:
             )
         )
     # (n, 2), in the order of the files
-    found = communicator.allgather(np.concatenate(mine), "predict.best")
+    gathered = communicator.allgather(np.concatenate(mine), "predict.best")
     if communicator.rank:
         return DONE
     rows = [
         [path, name_of_class(int(label), config.data.class_names), f"{probability:.6f}"]
-        for path, (label, probability) in zip(files.paths, found.tolist(), strict=True)
+        for path, (label, probability) in zip(files.paths, gathered.tolist(), strict=True)
     ]
     notes = [*model.notes, *left_out_note(left_out, folder)]
     print("\n".join(notes), end="\n" * bool(notes), file=sys.stderr)
@@ -207,15 +207,15 @@ def list_images(folder: Path) -> FoundImages:
             f"there is no folder {folder}", "--images", "--images DIR, a folder with image files"
         )
     try:
-        found = find_images(str(folder))
+        files = find_images(str(folder))
     except OSError as error:
         what = f"cannot list the images: {error.strerror}"
         raise UserError(what, str(error.filename), "give a folder that can be read") from error
-    if not found.images:
+    if not files.images:
         raise UserError(
             f"no images ({' '.join(SUFFIXES)})", str(folder), "--images DIR, with image files in it"
         )
-    return FoundImages(sorted(found.images), found.left_out)
+    return FoundImages(sorted(files.images), files.left_out)
 
 
 def _source(

@@ -161,17 +161,17 @@ def _images(
         chosen = permutation(request.seed, 0, len(source))[: request.count]
         whole = source.read(chosen)["tokens"]  # (count, pixels + 1)
         prompts = whole[:, : 1 + pixels // 2]
-    found = _of_all_ranks(rank, learner, prompts, pixels + 1, start, request)
+    tokens_of_images = _of_all_ranks(rank, learner, prompts, pixels + 1, start, request)
     if rank.communicator.rank:
         return
     pictures: Pictures = plugin_of(config).read_pictures(run_folder(rank), start)
     side = math.isqrt(pixels)
-    images = pictures.decode(found[:, 1:]).reshape(len(found), side, side, -1)
+    images = pictures.decode(tokens_of_images[:, 1:]).reshape(len(tokens_of_images), side, side, -1)
     if whole is not None:
         images = np.concatenate([pictures.decode(whole[:, 1:]).reshape(images.shape), images], 2)
     _write(request.png, png(grid(images)))
     what = "images completed, each beside its whole" if whole is not None else "images drawn"
-    print(f"{len(found)} {what}, {side}x{side} -> {request.png}")
+    print(f"{len(tokens_of_images)} {what}, {side}x{side} -> {request.png}")
 
 
 def _text(
@@ -200,11 +200,11 @@ def _text(
         raise UserError(what, f"{path}", "the tokenizer that the run was trained with")
     check_tokenizer(checkpoint, tokenizer.digest if tokenizer else None, f"{path}")
     prompts = np.tile(prompt, (request.count, 1))
-    found = _of_all_ranks(
+    texts = _of_all_ranks(
         rank, learner, prompts, len(prompt) + request.length, tokens.values, request
     )
     if rank.communicator.rank == 0:
-        for number, sequence in enumerate(found, start=1):
+        for number, sequence in enumerate(texts, start=1):
             print(f"--- {number}\n{decode(sequence, tokenizer)}")
 
 

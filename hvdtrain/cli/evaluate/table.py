@@ -31,8 +31,8 @@ NO_TABLE = TableFormat()  # a run that was not trained on a table
 def table_of(options: Mapping[str, Any]) -> TableFormat:
     """The table of a run with these options of its data set."""
     x = (options.get("fields") or {}).get("x", ())
-    found = [name_and_words(text) for text in ([x] if isinstance(x, str) else x)]
-    columns = () if any(words for _, words in found) else tuple(name for name, _ in found)
+    named = [name_and_words(text) for text in ([x] if isinstance(x, str) else x)]
+    columns = () if any(words for _, words in named) else tuple(name for name, _ in named)
     return TableFormat(columns, csv_files.delimiter_of(options.get("delimiter")) or ",")
 
 

@@ -63,10 +63,10 @@ def with_sections_of_extras(kind: type[S]) -> type[S]:
     if not added:
         return kind
     fields = {each.section: (each, Field(default_factory=each)) for each in added}
-    found = _subclass(kind, (kind,), **fields)
+    section = _subclass(kind, (kind,), **fields)
     for each in added:
-        _move(found, [each.section], each.behind)
-    return found
+        _move(section, [each.section], each.behind)
+    return section
 
 
 def _subclass(kind: type[S], bases: tuple[Any, ...], **fields: Any) -> type[S]:

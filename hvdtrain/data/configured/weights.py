@@ -43,8 +43,8 @@ def _ignored_label(config: Config) -> int | None:
     """The label of samples without a class: of the task, or of a loss of torch that a script gives;
     None where there is none."""
     if not plugins.is_dotted(config.task.name):
-        found: int | None = plugins.convert_options(config.task, "tasks").get("ignore_label")
-        return found
+        label: int | None = plugins.convert_options(config.task, "tasks").get("ignore_label")
+        return label
     objects = {} if config.task.given is None else config.task.given.objects
     return getattr(objects.get("loss"), "ignore_index", None)
 
@@ -80,19 +80,19 @@ def checked_weights(weights: np.ndarray, samples: int, where: str) -> np.ndarray
             "samples"
         )
         raise UserError(what, where, f"numbers ({samples},), one for each")
-    found = weights.astype(np.float64)
-    wrong = np.flatnonzero(~(np.isfinite(found) & (found >= 0)))
+    checked = weights.astype(np.float64)
+    wrong = np.flatnonzero(~(np.isfinite(checked) & (checked >= 0)))
     if len(wrong):
         raise UserError(
-            f"the weight of sample {wrong[0]} is {found[wrong[0]]:g}",
+            f"the weight of sample {wrong[0]} is {checked[wrong[0]]:g}",
             where,
             "finite numbers from 0 on; 0 leaves a sample out",
         )
-    if not found.any():
+    if not checked.any():
         raise UserError(
             "all weights are 0, so that no sample can be drawn", where, "at least one above 0"
         )
-    return found
+    return checked
 
 
 def _balanced(source: Source, ignored: int | None, where: str) -> np.ndarray:

@@ -130,15 +130,15 @@ class CsvFile(StoredFile):
         check_header(header, delimiter, path, {*TARGETS, *fields, wanted.split_by})
         rest = len(first) + 1
         index = index_of_blocks(file, rest, without_blank_lines(file, rest), delimiter)
-        found = CsvFile(file, header, delimiter, *index)
-        rows = found.rows(0) if found.edges[-1] else []
+        csv_file = CsvFile(file, header, delimiter, *index)
+        rows = csv_file.rows(0) if csv_file.edges[-1] else []
         kinds = [kind_of([row[place].strip() for _, row in rows]) for place in range(len(header))]
         names = [fields.get(column, "") for column in header]
         if wanted.fields is None:
             names = ["y" if column in TARGETS else "x" for column in header]
         are_floats = [wanted.dtypes.get(name, "").startswith("float") for name in names]
         return replace(
-            found,
+            csv_file,
             kinds=tuple(
                 "float" if kind == "whole" and is_float else kind
                 for kind, is_float in zip(kinds, are_floats, strict=True)
@@ -301,18 +301,18 @@ class TextColumns:
         shape = (samples,) if is_single else (samples, len(names))
         is_whole = is_single and table.kinds[places[0]] in ("whole", "truth")
         dtype = np.dtype("int64" if is_whole else "float64")
-        found = TextColumns(table, places, dtype, shape, table.edges)
+        columns = TextColumns(table, places, dtype, shape, table.edges)
         if any(table.kinds[place] in ("words", "text", "empty") for place in places):
-            found._slowly(0)  # raises
-        return found
+            columns._slowly(0)  # raises
+        return columns
 
     def decode(self, block: int, box: SelectionBox) -> np.ndarray:
         lines = self.table.text(block)
         rows = int(self.edges[block + 1] - self.edges[block])
-        found = self._parsed(lines, rows)
-        found = self._slowly(block) if found is None else found
-        found = found[:, 0] if len(self.shape) == 1 else found
-        return found[(slice(None), *box.slices)]
+        numbers = self._parsed(lines, rows)
+        numbers = self._slowly(block) if numbers is None else numbers
+        numbers = numbers[:, 0] if len(self.shape) == 1 else numbers
+        return numbers[(slice(None), *box.slices)]
 
     def _parsed(self, lines: str, rows: int) -> np.ndarray | None:
         """Numbers (rows, columns); None where a line is not as it has to be: loadtxt() would take
@@ -325,7 +325,7 @@ class TextColumns:
         # of integers with a point or an exponent NumPy below 2.4 leaves the fraction out
         is_rounded = self.dtype.kind == "i" and re.search("[.A-Za-z]", lines) is not None
         try:
-            found = np.loadtxt(
+            numbers = np.loadtxt(
                 io.StringIO(lines),
                 np.float64 if is_rounded else self.dtype,
                 comments=None,
@@ -336,10 +336,10 @@ class TextColumns:
             )
         except (ValueError, IndexError, OverflowError):
             return None
-        is_exact = found.dtype.kind == "i" or bool((np.abs(found) < EXACT).all())
-        if len(found) != rows or not is_exact or (is_rounded and (found % 1 != 0).any()):
+        is_exact = numbers.dtype.kind == "i" or bool((np.abs(numbers) < EXACT).all())
+        if len(numbers) != rows or not is_exact or (is_rounded and (numbers % 1 != 0).any()):
             return None
-        return found.astype(self.dtype, copy=False)
+        return numbers.astype(self.dtype, copy=False)
 
     def _slowly(self, block: int) -> np.ndarray:
         """Numbers (rows, columns). Raises UserError with the line that has none."""

@@ -83,30 +83,30 @@ def build(
     check_image_options(size, channels)
     root = expanded(root, "root")
     try:
-        found = _find_images(root, split)
+        files = _find_images(root, split)
         key = (
-            _key(found, f"{size} {channels}{' exif' if exif == 'apply' else ''}") if packed else ""
+            _key(files, f"{size} {channels}{' exif' if exif == 'apply' else ''}") if packed else ""
         )
     except OSError as error:
         raise UserError(
             f"cannot list the images: {error}", str(root), "repair or remove what is named"
         ) from error
-    first = found.first_of_train
+    first = files.first_of_train
     height, width = (
         (size, size) if size else height_and_width(read_file(first), lambda: first, exif == "apply")
     )
-    paths = [f"{label}/{image}" for label, images in found.classes.items() for image in images]
-    y = np.repeat(np.arange(len(found.classes)), [len(images) for images in found.classes.values()])
+    paths = [f"{label}/{image}" for label, images in files.classes.items() for image in images]
+    y = np.repeat(np.arange(len(files.classes)), [len(images) for images in files.classes.values()])
     source = ImageSource(
-        encoded=ImageFiles(str(found.folder), paths),
+        encoded=ImageFiles(str(files.folder), paths),
         y=smallest(y),
-        classes=len(found.classes),
+        classes=len(files.classes),
         shape=(height, width, channels),
         crop=size is not None,
         first=partial(str, first),
-        class_names=tuple(map(short, found.classes)),
+        class_names=tuple(map(short, files.classes)),
         upright=exif == "apply",
-        notes=left_out_note(found.left_out, str(found.folder)),
+        notes=left_out_note(files.left_out, str(files.folder)),
     )
     if not packed:
         return source
@@ -186,14 +186,14 @@ def _class_names(folder: Path) -> list[str]:
 def _list_classes(folder: Path) -> tuple[ImagesByClass, list[str]]:
     """The image files of each class, and what else is there. Raises UserError where a class has
     none."""
-    found = {name: find_images(str(folder / name)) for name in _class_names(folder)}
-    classes = {name: images for name, (images, _) in found.items()}
+    by_class = {name: find_images(str(folder / name)) for name in _class_names(folder)}
+    classes = {name: images for name, (images, _) in by_class.items()}
     left_out = sorted(
         f"{entry.name}{'/' * entry.is_dir()}"
         for entry in os.scandir(folder)
-        if entry.name not in found
+        if entry.name not in by_class
     )
-    left_out += [f"{name}/{file}" for name, (_, files) in found.items() for file in files]
+    left_out += [f"{name}/{file}" for name, (_, files) in by_class.items() for file in files]
     empty = [name for name, files in classes.items() if not files]
     if empty or not classes:
         what = "no class folders"

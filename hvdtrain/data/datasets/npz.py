@@ -135,12 +135,10 @@ class NpzFile(StoredFile):
         except _DAMAGE as error:
             raise cut_off(path, f"{name}: {first_line(error)}") from None
         check_dtype(dtype, name, path)
-        found = PlainRows(self.file, start + head.tell(), dtype, shape)
+        rows = PlainRows(self.file, start + head.tell(), dtype, shape)
         if head.tell() + math.prod(shape) * dtype.itemsize != info.file_size:
             raise cut_off(path, f"{name} has {info.file_size} bytes, which are no {dtype} {shape}")
-        return (
-            WholeMember(self.file, name, dtype, shape) if is_fortran and len(shape) > 1 else found
-        )
+        return WholeMember(self.file, name, dtype, shape) if is_fortran and len(shape) > 1 else rows
 
     def values(self, name: str) -> np.ndarray:
         """Texts are read too."""
@@ -217,11 +215,11 @@ class WholeMember:
         object.__setattr__(self, "edges", np.array([0, *self.shape[:1]], np.int64))
 
     def decode(self, block: int, box: SelectionBox) -> np.ndarray:
-        found = _load(self.file, self.name)
-        if found.shape != self.shape or found.dtype != self.dtype:
+        array = _load(self.file, self.name)
+        if array.shape != self.shape or array.dtype != self.dtype:
             raise UserError(
-                f"{self.name} is {found.dtype} {found.shape} now",
+                f"{self.name} is {array.dtype} {array.shape} now",
                 str(self.file.path),
                 "start again",
             )
-        return found[(slice(None), *box.slices)]
+        return array[(slice(None), *box.slices)]

@@ -246,18 +246,16 @@ class RowGroups:
         )
 
     def decode(self, block: int, box: SelectionBox) -> np.ndarray:
-        found = _numbers(self.table, block, self.names)
-        if found.shape[1:] != self.shape[1:] or found.dtype != self.dtype:
-            what = (
-                f"{', '.join(self.names)} is {found.dtype} {found.shape[1:]} in row group {block}, "
-            )
-            what += f"{self.dtype} {self.shape[1:]} in the first"
+        numbers = _numbers(self.table, block, self.names)
+        if numbers.shape[1:] != self.shape[1:] or numbers.dtype != self.dtype:
+            what = f"{', '.join(self.names)} is {numbers.dtype} {numbers.shape[1:]} in "
+            what += f"row group {block}, {self.dtype} {self.shape[1:]} in the first"
             raise UserError(
                 what,
                 str(self.table.file.path),
                 "lists of one length, and one type, in the whole column",
             )
-        return found[(slice(None), *box.slices)]
+        return numbers[(slice(None), *box.slices)]
 
 
 def _as_numbers(arrow_type: str, column: str) -> str:

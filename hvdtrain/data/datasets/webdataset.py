@@ -202,8 +202,8 @@ def _open_archives(root: Path, split: Split, cache: Path) -> _Archives:
     """The archives of one split and their index, which is read from the cache or made. Raises
     UserError."""
     try:
-        found = _find_archives(root, split)
-        if found is None:
+        shards = _find_archives(root, split)
+        if shards is None:
             patterns = " or ".join(f"{name}/*.tar or {name}-*.tar" for name in _SPLITS[split])
             raise UserError(
                 f"no archives {patterns}",
@@ -211,7 +211,7 @@ def _open_archives(root: Path, split: Split, cache: Path) -> _Archives:
                 f"data.root=DIR, with archives DIR/{split}/*.tar",
             )
         files = []
-        for path in found.paths:
+        for path in shards.paths:
             status = path.stat()
             files.append(_Archive(path, status.st_size, status.st_mtime_ns))
         key = _key(files)
@@ -220,7 +220,7 @@ def _open_archives(root: Path, split: Split, cache: Path) -> _Archives:
             f"cannot list the archives: {error}", str(root), "repair or remove what is named"
         ) from error
     try:
-        return _mapped(found.where, files, key, cache / key)
+        return _mapped(shards.where, files, key, cache / key)
     except OSError as error:
         fix = "data.cache=DIR, a folder that you may write to"
         raise UserError(

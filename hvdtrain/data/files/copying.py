@@ -55,11 +55,11 @@ def list_files(root: Path, selections: Sequence[FileSelection]) -> dict[str, Fil
     OSError, and UserError for a circle of links, a broken link, and what is not a regular file
     (reading a pipe would hang).
     """
-    found: dict[str, FileState] = {}
+    files: dict[str, FileState] = {}
     for selection in selections:
         if (root / selection.folder).is_dir():
-            found |= _walk(root, selection.folder, selection, ())
-    return dict(sorted(found.items()))
+            files |= _walk(root, selection.folder, selection, ())
+    return dict(sorted(files.items()))
 
 
 def _walk(
@@ -85,20 +85,20 @@ def _walk(
 
 def _file_state(path: Path) -> FileState:
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except FileNotFoundError:
         raise UserError(
             "a link to a file that does not exist",
             str(path),
             "remove the link, or restore its file",
         ) from None
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise UserError(
             "not a regular file, but a pipe, a socket or a device",
             str(path),
             "remove it from the data",
         )
-    return FileState(found.st_size, found.st_mtime_ns)
+    return FileState(status.st_size, status.st_mtime_ns)
 
 
 def copy_file(source: Path, expected: FileState, target: Path, thread: CopyThread) -> str:
@@ -119,14 +119,14 @@ def copy_file(source: Path, expected: FileState, target: Path, thread: CopyThrea
             out.write(thread.buffer[:count])
             thread.bytes += count
         out.flush()
-        found = os.fstat(file.fileno())
-        if FileState(found.st_size, found.st_mtime_ns) != expected or out.tell() != expected.size:
+        status = os.fstat(file.fileno())
+        if FileState(status.st_size, status.st_mtime_ns) != expected or out.tell() != expected.size:
             raise UserError(
                 "changed while it was copied",
                 str(source),
                 "start again once no process writes to the data",
             )
-        os.utime(partial, ns=(found.st_mtime_ns, found.st_mtime_ns))
+        os.utime(partial, ns=(status.st_mtime_ns, status.st_mtime_ns))
         _drop_from_page_cache(out.fileno())
     if checksum(partial, thread.buffer) != hashed.hexdigest():
         raise OSError(

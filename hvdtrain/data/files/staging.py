@@ -159,15 +159,15 @@ def _user_folder(folder: str, source: Path, where: str) -> Path:
         for path in (shared, private):
             with contextlib.suppress(FileExistsError):
                 path.mkdir(mode=0o700)
-        found = private.lstat()
+        status = private.lstat()
     except OSError as error:
         fix = "an existing folder on a disk of each node, that you may write to"
         raise UserError(
             f"cannot stage data on {socket.gethostname()}: {error}", where, fix
         ) from None
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
         what = (
-            f"{private} belongs to user {found.st_uid}, mode {stat.filemode(found.st_mode)}: "
+            f"{private} belongs to user {status.st_uid}, mode {stat.filemode(status.st_mode)}: "
             "others could change the data"
         )
         raise UserError(what, where, "remove it, or another data.stage")
@@ -399,12 +399,12 @@ class StagedCopy:
 def _fingerprint(path: Path) -> Fingerprint | None:
     """None where there is no regular file."""
     try:
-        found = path.lstat()
+        status = path.lstat()
     except FileNotFoundError:
         return None
     return (
-        Fingerprint(found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-        if stat.S_ISREG(found.st_mode)
+        Fingerprint(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        if stat.S_ISREG(status.st_mode)
         else None
     )
 

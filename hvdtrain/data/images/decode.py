@@ -188,8 +188,8 @@ class Undecoded:
         if image.format == "TIFF":
             return 1
         with _named_errors(self.name):
-            found = image.getexif().get(_ORIENTATION, 1)
-        return found if found in range(1, 9) else 1
+            orientation = image.getexif().get(_ORIENTATION, 1)
+        return orientation if orientation in range(1, 9) else 1
 
 
 def height_and_width(content: bytes, name: Name, upright: bool = False) -> tuple[int, int]:

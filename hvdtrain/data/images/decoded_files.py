@@ -131,8 +131,8 @@ class _Shard:
     is_only: bool
 
     def load(self) -> CheckedArray | None:
-        found = load_checked(self.path, self.shape)
-        return None if found is None or (self.is_only and not found.is_sound()) else found
+        array = load_checked(self.path, self.shape)
+        return None if array is None or (self.is_only and not array.is_sound()) else array
 
 
 def _load_or_decode(
@@ -262,8 +262,10 @@ def _fill(
             pixels = readers[thread].read(shard.start + rows)["x"]
             if os.pwrite(out.fileno(), pixels, offset + start * stride) != len(rows) * stride:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            found = checksums(pixels, checked_rows)  # of what was decoded, not of what the disk has
-            sums[start // checked_rows : start // checked_rows + len(found)] = found
+            checks = checksums(
+                pixels, checked_rows
+            )  # of what was decoded, not of what the disk has
+            sums[start // checked_rows : start // checked_rows + len(checks)] = checks
             done[thread] += len(rows)
 
     def flush() -> None:

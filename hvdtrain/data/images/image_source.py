@@ -109,10 +109,10 @@ class ImageReader:
         if not self.crop:
             self._check_sizes(images)
         heights, widths = np.array([(image.height, image.width) for image in images]).T
-        found = crop_boxes(keys, self.smallest_box, heights, widths).tolist()
+        corners = crop_boxes(keys, self.smallest_box, heights, widths).tolist()
         return [
             CropBox(top, left, height, width, may_be_coarse=True)
-            for top, left, height, width in found
+            for top, left, height, width in corners
         ]
 
     def _check_sizes(self, images: list[Undecoded]) -> None:
@@ -243,11 +243,11 @@ class FoundImages(NamedTuple):
 def find_images(folder: str) -> FoundImages:
     """All image files below a folder; links are followed. Raises UserError for a circle of links,
     OSError for what cannot be listed."""
-    found: list[tuple[str, list[str]]] = []
+    images: list[tuple[str, list[str]]] = []
     left_out: list[str] = []
-    _walk(folder, "", found, left_out)
+    _walk(folder, "", images, left_out)
     return FoundImages(
-        [below + name for below, names in sorted(found, key=_folder) for name in names],
+        [below + name for below, names in sorted(images, key=_folder) for name in names],
         sorted(left_out),
     )
 

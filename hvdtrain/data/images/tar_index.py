@@ -57,7 +57,7 @@ def index_samples(path: Path) -> list[SampleLocation]:
     Raises UserError for an incomplete sample, one that is there twice, a label that is no class,
     and a damaged or compressed archive.
     """
-    found = []
+    locations = []
     keys: set[str] = set()
     with _opened(path) as file:
         named = (member for info in _members(path, file) if (member := _split_name(info)))
@@ -76,8 +76,8 @@ def index_samples(path: Path) -> list[SampleLocation]:
                         f"one name for each sample, its files side by side: {_REWRITE_FIX}",
                     )
                 keys.add(key)
-                found.append(_sample(path, file, key, members))
-    return found
+                locations.append(_sample(path, file, key, members))
+    return locations
 
 
 def name_at(path: Path, offset: int) -> str:

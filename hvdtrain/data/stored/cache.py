@@ -34,12 +34,12 @@ class BlockCache:
         """A block, read-only; decode() makes one that is not here. Safe to call from several
         threads. Raises what decode() raises."""
         with self._lock:
-            found = self._blocks.get(key)
-            if found is None:
+            block = self._blocks.get(key)
+            if block is None:
                 pending = self._blocks[key] = Future()
             else:
                 self._blocks.move_to_end(key)
-        return found.result() if found is not None else self._decode(key, pending, decode)
+        return block.result() if block is not None else self._decode(key, pending, decode)
 
     def _decode(
         self, key: Hashable, pending: Future[np.ndarray], decode: Callable[[], np.ndarray]

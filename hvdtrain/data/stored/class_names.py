@@ -50,7 +50,7 @@ def class_names_of(
     column = column_of_texts(first, fields_of(wanted, "train", first, paths[0]))
     if not column:
         return ()
-    found: set[str] = set()
+    texts: set[str] = set()
     for file, path in zip(chain([first], files), paths, strict=True):
         names = set(map(str, np.unique(file.values(column)).tolist()))
         if missing := sorted(filter(is_missing, names)):
@@ -59,15 +59,15 @@ def class_names_of(
                 str(path),
                 "a name for each sample, or remove the samples without one",
             )
-        found |= names
-        if len(found) > _MOST_NAMES:
+        texts |= names
+        if len(texts) > _MOST_NAMES:
             raise UserError(
-                f"column {column} has {len(found):,} different texts or more: are they classes?",
+                f"column {column} has {len(texts):,} different texts or more: are they classes?",
                 str(path),
                 f"data.fields={{x: NAME, y: NAME}}, another column; at most {_MOST_NAMES:,} names",
             )
-    numbers = sorted(filter(_NUMBER.fullmatch, found))
-    if numbers and len(numbers) == len(found):
+    numbers = sorted(filter(_NUMBER.fullmatch, texts))
+    if numbers and len(numbers) == len(texts):
         number = short(repr(numbers[0]), 40)
         raise UserError(
             f"column {column} has numbers as texts, as {number}",
@@ -80,7 +80,7 @@ def class_names_of(
             str(paths[0]),
             "names with a letter in place of numbers, as class_7; or numbers alone",
         )
-    return tuple(sorted(found))
+    return tuple(sorted(texts))
 
 
 def _converted(column: str, numbers: Sequence[str]) -> str:

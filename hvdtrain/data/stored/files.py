@@ -75,17 +75,17 @@ class OpenFile:
 
     def read(self, offset: int, count: int) -> bytes:
         """So many bytes. Raises UserError where the file ends before them."""
-        found = os.pread(self.descriptor, count, offset)
-        while len(found) < count:
-            more = os.pread(self.descriptor, count - len(found), offset + len(found))
+        content = os.pread(self.descriptor, count, offset)
+        while len(content) < count:
+            more = os.pread(self.descriptor, count - len(content), offset + len(content))
             if not more:
                 raise cut_off(
                     self.path,
-                    f"it ends at byte {offset + len(found)}, and an array goes on to "
+                    f"it ends at byte {offset + len(content)}, and an array goes on to "
                     f"{offset + count}",
                 )
-            found += more
-        return found
+            content += more
+        return content
 
 
 def cut_off(path: Path, how: str) -> UserError:

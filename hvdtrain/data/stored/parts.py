@@ -128,7 +128,7 @@ def _part(
             str(path),
             "one row of each array for each sample",
         )
-    found = {}
+    by_field = {}
     for name, group in arrays.items():
         kind = kinds[name]
         for one in group:
@@ -149,11 +149,11 @@ def _part(
                     + ": float32} converts the type",
                 )
             _check_block(one, path, wanted)
-        found[name] = tuple(
+        by_field[name] = tuple(
             Selected(one.array, one.selection, np.dtype(kind.dtype), one.key, one.text, one.where)
             for one in group
         )
-    return FileSamples(next(iter(lengths.values())), found)
+    return FileSamples(next(iter(lengths.values())), by_field)
 
 
 def _check_block(one: Selected, path: Path, wanted: Wanted) -> None:

@@ -117,10 +117,10 @@ def _parts(words: str, text: str, where: str) -> list[slice | int | list[int]]:
     parts: list[slice | int | list[int]] = []
     rest = words
     while rest.strip():
-        found = _PART.match(rest)
-        if found is None or (rest[found.end() :] and rest[found.end()] != ","):
+        match = _PART.match(rest)
+        if match is None or (rest[match.end() :] and rest[match.end()] != ","):
             raise UserError(f"{text} cannot be read", where, _FIX)
-        start, stop, step, number, listed = found.groups()
+        start, stop, step, number, listed = match.groups()
         if number is not None:
             parts.append(int(number))
         elif listed is not None:
@@ -129,5 +129,5 @@ def _parts(words: str, text: str, where: str) -> list[slice | int | list[int]]:
             if step == "0":
                 raise UserError(f"{text} has a step of 0", where, _FIX)
             parts.append(slice(*(int(one) if one else None for one in (start, stop, step))))
-        rest = rest[found.end() + 1 :]
+        rest = rest[match.end() + 1 :]
     return parts

@@ -98,13 +98,17 @@ class Selected:
         """The rows in the field's number type. Raises UserError where that would change a whole
         number, or make one of a fraction."""
         with np.errstate(invalid="ignore"):
-            found = rows.astype(self.dtype, copy=False)
-        if self.dtype.kind in "iub" and self.dtype != rows.dtype and (wrong := found != rows).any():
+            converted = rows.astype(self.dtype, copy=False)
+        if (
+            self.dtype.kind in "iub"
+            and self.dtype != rows.dtype
+            and (wrong := converted != rows).any()
+        ):
             what = f"{self.text} has {rows[wrong].flat[0]}, which is no {self.dtype}"
             raise UserError(
                 what, self.where, "leave this field out of data.dtypes, or correct the data"
             )
-        return found
+        return converted
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,7 +172,7 @@ class StoredSamples:
     def blocks_of(self, samples: np.ndarray) -> np.ndarray:
         """A number for each of samples, int64 (n,), the same for those whose largest block is the
         same; -1 where each is read alone."""
-        found = np.full(len(samples), -1, np.int64)
+        blocks = np.full(len(samples), -1, np.int64)
         ends = self.ends
         parts = np.searchsorted(ends, samples, "right")
         for number in np.unique(parts).tolist():
@@ -176,8 +180,8 @@ class StoredSamples:
                 continue
             inside = parts == number
             rows = samples[inside] - (ends[number] - self.parts[number].samples)
-            found[inside] = largest.block_of(rows) * len(self.parts) + number
-        return found
+            blocks[inside] = largest.block_of(rows) * len(self.parts) + number
+        return blocks
 
     @property
     def bytes_of_sample(self) -> int:
@@ -240,8 +244,8 @@ class StoredSource(Source):
     def foresight(self) -> Foresight | None:
         """None where all fit into memory, or blocks are decoded no less often with what is known in
         advance."""
-        found: Foresight | None = self._once("foresight", self._foresight)
-        return found
+        foresight: Foresight | None = self._once("foresight", self._foresight)
+        return foresight
 
     def _foresight(self) -> Foresight | None:
         need = self._need
@@ -278,12 +282,12 @@ class StoredSource(Source):
 
     def _read(self, indices: np.ndarray) -> Batch:
         if self.pool is None:
-            found = {
+            batch = {
                 name: np.empty((len(indices), *kind.shape), kind.dtype)
                 for name, kind in self.fields.items()
             }
-            self.samples.read_into(found, indices, None)
-            return found
+            self.samples.read_into(batch, indices, None)
+            return batch
         # a worker gets neighbours: few blocks are decoded by two of them
         order = np.argsort(indices, kind="stable")
         return {
@@ -331,15 +335,15 @@ class StoredSource(Source):
         chosen = "all" if indices is None else digest({"indices": indices})
 
         def read(rows: np.ndarray) -> np.ndarray:
-            found = self.read_field(name, rows if indices is None else indices[rows])
+            values = self.read_field(name, rows if indices is None else indices[rows])
             check_numbers(
                 name,
-                found,
+                values,
                 self.fields[name],
                 self.where,
                 rows if indices is None else indices[rows],
             )
-            return found
+            return values
 
         def compute() -> np.ndarray:
             return mean_and_std(read, len(self) if indices is None else len(indices), shape, ranks)
@@ -409,6 +413,6 @@ def read_by(source: Source, workers: int) -> Source:
 
 
 def _unsorted(rows: np.ndarray, order: np.ndarray) -> np.ndarray:
-    found = np.empty_like(rows)
-    found[order] = rows
-    return found
+    unsorted = np.empty_like(rows)
+    unsorted[order] = rows
+    return unsorted

@@ -51,11 +51,11 @@ def _split_values_of(file: StoredFile, path: Path, part: FileSamples, text: str)
             "another array as data.split_by",
         )
     selection = select(words, values.shape, text, str(path))
-    found = values[selection.first :: selection.step][: selection.samples]
-    if len(found) != part.samples:
+    column = values[selection.first :: selection.step][: selection.samples]
+    if len(column) != part.samples:
         fields = ", ".join(one.text for arrays in part.arrays.values() for one in arrays)
         what = (
-            f"data.split_by={text} has {len(found):,} values, and the file has {part.samples:,} "
+            f"data.split_by={text} has {len(column):,} values, and the file has {part.samples:,} "
             f"samples ({fields})"
         )
         raise UserError(
@@ -63,13 +63,13 @@ def _split_values_of(file: StoredFile, path: Path, part: FileSamples, text: str)
             str(path),
             "one value for each sample; an array may be cut as in data.fields: 'year[:-1]'",
         )
-    if found.dtype.kind == "f" and (absent := int(np.isnan(found).sum())):
+    if column.dtype.kind == "f" and (absent := int(np.isnan(column).sum())):
         raise UserError(
             f"data.split_by={text} lacks {absent:,} values",
             str(path),
             "fill them, or remove these samples",
         )
-    return found
+    return column
 
 
 def in_neither(values: np.ndarray, split: Split, key: str) -> Iterator[str]:

@@ -58,8 +58,8 @@ class PlainRows:
     def read(self, rows: np.ndarray) -> np.ndarray:
         """(n, *shape[1:]) of rising rows, int64 (n,); neighbours are read at once. Raises UserError
         where the file is cut off."""
-        found = np.empty((len(rows), *self.shape[1:]), self.dtype)
-        flat = found.reshape(len(rows), -1).view(np.uint8) if self.row_bytes else found
+        selected = np.empty((len(rows), *self.shape[1:]), self.dtype)
+        flat = selected.reshape(len(rows), -1).view(np.uint8) if self.row_bytes else selected
         starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
         with self.file.opened() as file:
             for start, end in zip(starts, [*starts[1:], len(rows)], strict=True):
@@ -68,7 +68,7 @@ class PlainRows:
                     int(end - start) * self.row_bytes,
                 )
                 flat[start:end] = np.frombuffer(raw, np.uint8).reshape(end - start, -1)
-        return found
+        return selected
 
 
 StoredArray = PlainRows | Blocks

@@ -123,7 +123,7 @@ def _fix_of_numbers(array: np.ndarray) -> str:
 def _of_torch(tensor: Any, what: str, where: str) -> np.ndarray:
     try:
         tensor = tensor.detach().cpu()
-        found: np.ndarray = (
+        array: np.ndarray = (
             tensor.float().numpy() if str(tensor.dtype) == "torch.bfloat16" else tensor.numpy()
         )
     except (TypeError, RuntimeError, NotImplementedError) as error:  # sparse, quantized, masked
@@ -131,7 +131,7 @@ def _of_torch(tensor: Any, what: str, where: str) -> np.ndarray:
         raise UserError(
             f"{what} is a tensor without an array: {first_line(error)}", where, fix
         ) from None
-    return found
+    return array
 
 
 def as_images(x: np.ndarray) -> np.ndarray | None:
@@ -293,8 +293,8 @@ def from_arrow(
             "fill them, or remove these rows",
         )
     if not hasattr(values.type, "value_type") or not hasattr(values, "flatten"):
-        found: np.ndarray = values.to_numpy(zero_copy_only=False)
-        return found
+        array: np.ndarray = values.to_numpy(zero_copy_only=False)
+        return array
     is_fixed = hasattr(values.type, "list_size")
     lengths = (
         np.array([values.type.list_size])

@@ -64,24 +64,24 @@ class DatasetSource(Source):
     @property
     def fields(self) -> Mapping[str, Field]:
         padding = self._samples.padding
-        found: dict[str, Field] = {}
+        fields: dict[str, Field] = {}
         for name, kind in self._samples.fields.items():
             if name in padding:
                 rows = max(LEAST, kind.shape[0], self._longest.get(name, 0))
                 bounded = kind._replace(
                     shape=(rows, *kind.shape[1:]), values=self._values.get(name, kind.values)
                 )
-                found |= padded_fields(name, bounded, padding[name])
+                fields |= padded_fields(name, bounded, padding[name])
             elif name.isidentifier():
-                found[name] = kind
-        return found
+                fields[name] = kind
+        return fields
 
     def with_bounds(self, longest: Mapping[str, int], values: Mapping[str, int]) -> DatasetSource:
         """The source with the longest samples and the numbers of values of another one too."""
-        found = copy.copy(self)
-        found._longest = dict(longest)
-        found._values = dict(values)
-        return found
+        bounded = copy.copy(self)
+        bounded._longest = dict(longest)
+        bounded._values = dict(values)
+        return bounded
 
     @property
     def notes(self) -> tuple[str, ...]:

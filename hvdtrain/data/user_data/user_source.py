@@ -53,28 +53,28 @@ class UserSource(Source):
 
     @property
     def fields(self) -> Mapping[str, Field]:
-        found: Mapping[str, Field] = self.user_object.fields
-        return found
+        fields: Mapping[str, Field] = self.user_object.fields
+        return fields
 
     def __len__(self) -> int:
         return len(self.user_object)
 
     def read(self, indices: np.ndarray) -> Batch:
-        found: Batch = self.user_object.read(indices)
-        return found
+        batch: Batch = self.user_object.read(indices)
+        return batch
 
     def digests(self, seed: int) -> dict[str, str]:
-        found: dict[str, str] = self.user_object.digests(seed)
-        return found
+        digests: dict[str, str] = self.user_object.digests(seed)
+        return digests
 
     def identity(self) -> dict[str, str]:
-        found: dict[str, str] = self.user_object.identity()
-        return found
+        identity: dict[str, str] = self.user_object.identity()
+        return identity
 
     def read_in_epochs(self, indices: np.ndarray, epochs: np.ndarray, seed: int) -> Batch:
         read = getattr(self.user_object, "read_in_epochs", None)
-        found: Batch = self.read(indices) if read is None else read(indices, epochs, seed)
-        return found
+        batch: Batch = self.read(indices) if read is None else read(indices, epochs, seed)
+        return batch
 
     def known_labels(self) -> np.ndarray | None:
         return self._known("known_labels")
@@ -87,13 +87,13 @@ class UserSource(Source):
 
     def _known(self, member: str, *arguments: Any) -> np.ndarray | None:
         method = getattr(self.user_object, member, None)
-        found: np.ndarray | None = None if method is None else method(*arguments)
-        return found
+        known: np.ndarray | None = None if method is None else method(*arguments)
+        return known
 
     @property
     def foresight(self) -> Foresight | None:
-        found: Foresight | None = getattr(self.user_object, "foresight", None)
-        return found
+        foresight: Foresight | None = getattr(self.user_object, "foresight", None)
+        return foresight
 
     def expect(self, indices: np.ndarray, anew: bool) -> None:
         self.user_object.expect(indices, anew)
@@ -128,8 +128,8 @@ class UserImages(UserSource, LabelledImages):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        found: tuple[int, int, int] = self.user_object.shape
-        return found
+        shape: tuple[int, int, int] = self.user_object.shape
+        return shape
 
     @property
     def classes(self) -> int:
@@ -140,15 +140,15 @@ class UserImages(UserSource, LabelledImages):
         return tuple(self.user_object.class_names)
 
     def labels(self) -> np.ndarray:
-        found: np.ndarray = self.user_object.labels()
-        return found
+        labels: np.ndarray = self.user_object.labels()
+        return labels
 
     def known_labels(self) -> np.ndarray:
         return self.labels()
 
     def stats(self) -> ChannelStats:
-        found: ChannelStats = self.user_object.stats()
-        return found
+        stats: ChannelStats = self.user_object.stats()
+        return stats
 
     def label_digest(self) -> str:
         return str(self.user_object.label_digest())

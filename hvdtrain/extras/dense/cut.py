@@ -138,7 +138,7 @@ def _keep_part(layer: nn.Linear, exchange: AdjointExchange) -> dict[nn.Parameter
     cut = Cut(0, 1, exchange.size, exchange.rank, layer.out_features)
     cuts = {}
     for name, p in list(layer.named_parameters()):
-        part = nn.Parameter(cut.of(p.detach()).clone(), p.requires_grad)
+        part = nn.Parameter(cut.take(p.detach()).clone(), p.requires_grad)
         setattr(layer, name, part)
         cuts[part] = cut
     layer.out_features = _length(layer.out_features, exchange.rank, exchange.size)

@@ -201,9 +201,9 @@ class DenseTurns:
         """What the whole model gives. Raises UserError where it does not call its dense part once,
         as other ranks do."""
         self._calls = 0
-        found: torch.Tensor = model(x)
+        features: torch.Tensor = model(x)
         self._check_calls(at_least=1)
-        return found
+        return features
 
     def _check_calls(self, at_least: int) -> None:
         if not at_least <= self._calls <= 1:

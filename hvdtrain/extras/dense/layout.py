@@ -33,16 +33,16 @@ def dense_cuts(
         )
     )
     by_name = {layer.name: layer for layer in layers}
-    found = {}
+    cuts = {}
     for number, name in enumerate(names):
         rows = (
             f"rows of all ranks, {shown_bytes(by_name[name].inputs)} a sample; "
             if not number
             else ""
         )
-        found[name] = LayerCut(
+        cuts[name] = LayerCut(
             "columns",
             f"{rows}neurons of all ranks, {shown_bytes(by_name[name].outputs)} a sample",
             over_all=True,
         )
-    return found
+    return cuts

@@ -151,20 +151,20 @@ def measure(
 
 def harm_lines(harms: Sequence[Harm]) -> list[str]:
     """The table."""
-    found = [f"{'killed':>16} {'at step':>9} {'detected':>9} {'goes on':>9} {'steps lost':>10}"]
+    lines = [f"{'killed':>16} {'at step':>9} {'detected':>9} {'goes on':>9} {'steps lost':>10}"]
     for harm in harms:
         killed = f"rank {','.join(map(str, harm.ranks))}"
-        found.append(
+        lines.append(
             f"{killed:>16} {harm.step:>9} {_or_never(harm.detect_s):>9} "
             f"{_or_never(harm.go_on_s):>9} {_text(harm.steps_lost):>10}"
         )
     times = [harm.go_on_s for harm in harms if harm.go_on_s is not None]
     if times:
-        found.append(
+        lines.append(
             f"goes on after {median(times):.2f} s (median of {len(times)}; {min(times):.2f} to "
             f"{max(times):.2f})"
         )
-    return found
+    return lines
 
 
 def _or_never(seconds: float | None) -> str:
@@ -354,7 +354,7 @@ def lines_of(path: Path, *, with_step: bool = True) -> list[dict[str, Any]]:
         text = path.read_text(errors="replace")
     except OSError:
         return []
-    found = []
+    lines = []
     for line in text.splitlines(keepends=True):
         if line.endswith("\n"):
             try:
@@ -362,8 +362,8 @@ def lines_of(path: Path, *, with_step: bool = True) -> list[dict[str, Any]]:
             except (ValueError, RecursionError):
                 continue
             if _is_event(event, with_step):
-                found.append(event)
-    return found
+                lines.append(event)
+    return lines
 
 
 def _is_event(found: Any, with_step: bool) -> bool:
@@ -467,7 +467,7 @@ def measure_pause(
 
 def pause_lines(pauses: Sequence[Pause]) -> list[str]:
     """The table."""
-    found = [
+    lines = [
         f"{'paused':>16} {'at step':>9} {'for':>9} {'sync point after':>17} {'usually':>9}  the "
         "job says"
     ]
@@ -480,8 +480,8 @@ def pause_lines(pauses: Sequence[Pause]) -> list[str]:
             else _slowest(one)
         )
         times = f"{one.pause_s:7.2f} s {_or_dash(one.window_s):>17} {_or_dash(one.usual_s):>9}"
-        found.append(f"{'rank ' + ','.join(map(str, one.ranks)):>16} {one.step:>9} {times}  {said}")
-    return found
+        lines.append(f"{'rank ' + ','.join(map(str, one.ranks)):>16} {one.step:>9} {times}  {said}")
+    return lines
 
 
 def _slowest(one: Pause) -> str:

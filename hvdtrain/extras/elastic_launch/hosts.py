@@ -237,17 +237,17 @@ class Probes:
 
         Those that cannot be asked now (no room on the disk, no process) are not in it: ask() again.
         """
-        found = {
+        reachable = {
             name: True for name in self._waiting if name in (LOOPBACK_NAME, socket.gethostname())
         }
-        self._waiting = [name for name in self._waiting if name not in found]
+        self._waiting = [name for name in self._waiting if name not in reachable]
         for name, probe in list(self._running.items()):
             answers = probe.has_answered
             seconds = time.monotonic() - probe.began_s
             if not answers and probe.process.poll() is None and seconds < self._limit_s(name):
                 continue
             self._end(self._running.pop(name))
-            found[name] = answers
+            reachable[name] = answers
             if answers:
                 self._slowest_s[name] = max(seconds, self._slowest_s.get(name, 0.0))
         while self._waiting and len(self._running) < AT_A_TIME:
@@ -257,7 +257,7 @@ class Probes:
             except OSError as error:
                 self.error = error.strerror or f"{error}"
                 self._waiting.clear()
-        return found
+        return reachable
 
     def _limit_s(self, name: str) -> float:
         """Once a host has answered it is known how long that takes there, so it is not waited for

@@ -151,11 +151,11 @@ def nearest(points: np.ndarray, centres: np.ndarray) -> np.ndarray:
     c = centres.astype(np.float32)
     squares = np.square(c).sum(1)
     block = max(1, _BLOCK_VALUES // len(c))
-    found = np.empty(len(points), np.int64)
+    numbers = np.empty(len(points), np.int64)
     for start in range(0, len(points), block):
         p = points[start : start + block].astype(np.float32)
-        found[start : start + block] = (squares - 2.0 * (p @ c.T)).argmin(1)
-    return found
+        numbers[start : start + block] = (squares - 2.0 * (p @ c.T)).argmin(1)
+    return numbers
 
 
 def _as_numbers(pixels: np.ndarray) -> np.ndarray:

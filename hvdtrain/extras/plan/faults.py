@@ -104,7 +104,7 @@ def read_fault_times(text: str) -> FaultTimes:
 
 def goodputs(times: FaultTimes, ranks: Sequence[int] = RANKS) -> list[Goodput]:
     """By a simulation of some thousand faults for each value."""
-    found = []
+    rows = []
     for count in ranks:
         mtbf_s = 3600 * times.rank_mtbf_hours / count
         every_s = optimal_interval_s(times.checkpoint_s, mtbf_s)
@@ -118,8 +118,8 @@ def goodputs(times: FaultTimes, ranks: Sequence[int] = RANKS) -> list[Goodput]:
         )
         restart = simulate_last_checkpoints(times, mtbf_s, every_s, Random(times.seed))
         shrink = simulate_shrink(times, count, every_s, Random(times.seed))
-        found.append(Goodput(count, mtbf_s, every_s, stop, elastic, restart, shrink))
-    return found
+        rows.append(Goodput(count, mtbf_s, every_s, stop, elastic, restart, shrink))
+    return rows
 
 
 def simulate_restarts(

@@ -157,10 +157,10 @@ def layout_figure(layout: ParallelLayout) -> Figure:
 
 def _levels(rows: list[LayoutRow]) -> list[float]:
     """Where each row is, with room for an arrow between two stages."""
-    found = [0.5]
+    levels = [0.5]
     for before, row in itertools.pairwise(rows):
-        found.append(found[-1] + (1.0 if before.stage == row.stage else 1.9))
-    return found
+        levels.append(levels[-1] + (1.0 if before.stage == row.stage else 1.9))
+    return levels
 
 
 def _draw_row(axes: Axes, level: float, row: LayoutRow, ranks: int, together: list[int]) -> None:

@@ -226,15 +226,15 @@ def _listed(names: Iterable[str], most: int) -> str:
 def _of_other_rules(plan: Plan) -> dict[str, Shapes]:
     """The parameters that optim.name leaves to another rule, and those of optim.groups, by what
     their rule says of itself."""
-    found: dict[str, Shapes] = {}
+    shapes_of_rule: dict[str, Shapes] = {}
     if plan.rule is None:
-        return found
+        return shapes_of_rule
     for name, shape in plan.shapes.items():
         rule = without_average(plan.rule.of_parameter(name, shape, False))
         rule = rule.rule if isinstance(rule, Thawed) else rule
         if isinstance(rule, ScaledRule):
-            found[f"{rule}"] = {**found.get(f"{rule}", {}), name: shape}
-    return found
+            shapes_of_rule[f"{rule}"] = {**shapes_of_rule.get(f"{rule}", {}), name: shape}
+    return shapes_of_rule
 
 
 def _memory(plan: Plan) -> list[str]:

@@ -78,7 +78,7 @@ class Weights:
         for p, slot in ranges.slots.items():
             p.data = self.flat[slot.bucket][slot.begin : slot.begin + p.numel()].view(p.shape)
 
-    def parts(self, server: int) -> list[torch.Tensor]:
+    def parts_of_server(self, server: int) -> list[torch.Tensor]:
         """Views: what a server has of each bucket."""
         return [flat[self._ranges.part(i, server)] for i, flat in enumerate(self.flat)]
 
@@ -86,7 +86,7 @@ class Weights:
     def broadcast(self, communicator: Communicator) -> None:
         """Gives every rank each server's part, which the server has here already. A collective."""
         for server in range(self._ranges.servers):
-            for i, part in enumerate(self.parts(server)):
+            for i, part in enumerate(self.parts_of_server(server)):
                 if part.numel():
                     device = reduction_device(part.device, communicator)
                     found = communicator.broadcast(

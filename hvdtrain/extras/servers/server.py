@@ -64,7 +64,7 @@ class Server(Strategy):
         self._stopwatch = stopwatch
         self._agreement = agreement
         self._weights = Weights(ranges)
-        self._own = torch.cat([part.cpu() for part in self._weights.parts(world.rank)])
+        self._own = torch.cat([part.cpu() for part in self._weights.parts_of_server(world.rank)])
         self._shards = {p: ranges.shard(p, self._own, world.rank) for p in ranges.slots}
         self._inboxes = {
             worker: _Inbox(self._own, ranges, world, worker)
@@ -154,14 +154,16 @@ class Server(Strategy):
 
     @torch.no_grad()
     def weights_changed(self) -> None:
-        self._own.copy_(torch.cat([part.cpu() for part in self._weights.parts(self._world.rank)]))
+        self._own.copy_(
+            torch.cat([part.cpu() for part in self._weights.parts_of_server(self._world.rank)])
+        )
 
     @torch.no_grad()
     def sync(self, optimizer: torch.optim.Optimizer) -> None:
         if self._agreement:
             self._agreement.meet()
         for whole, part in zip(
-            self._weights.parts(self._world.rank),
+            self._weights.parts_of_server(self._world.rank),
             self._ranges.split(self._own, self._world.rank),
             strict=True,
         ):

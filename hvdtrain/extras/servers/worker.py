@@ -73,7 +73,7 @@ class Worker(Strategy):
         self._parts = [
             (server, part)
             for server in range(ranges.servers)
-            for part in self._weights.parts(server)
+            for part in self._weights.parts_of_server(server)
         ]
         self._arriving: list[tuple[Handle, torch.Tensor]] = []
         self._done: Handle | None = None

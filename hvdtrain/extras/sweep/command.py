@@ -264,7 +264,7 @@ def shares(environ: Mapping[str, str], slot: int, at_once: int, ranks: int) -> d
     enough."""
     if at_once == 1:
         return {}
-    found = (
+    variables = (
         {}
         if environ.get("OMP_NUM_THREADS")
         else {"OMP_NUM_THREADS": str(max(1, available_cores() // (at_once * ranks)))}
@@ -272,8 +272,8 @@ def shares(environ: Mapping[str, str], slot: int, at_once: int, ranks: int) -> d
     gpus = visible_gpus(environ)
     if gpus >= at_once * ranks:
         names = listed_devices(environ) or [str(number) for number in range(gpus)]
-        found["CUDA_VISIBLE_DEVICES"] = ",".join(names[slot * ranks : (slot + 1) * ranks])
-    return found
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(names[slot * ranks : (slot + 1) * ranks])
+    return variables
 
 
 def _time(seconds: float) -> str:

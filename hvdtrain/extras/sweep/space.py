@@ -136,23 +136,23 @@ def _read_range(text: str) -> Range:
             where,
             f"{nearest(kind, KINDS)}; as in {RANGE_EXAMPLE}",
         )
-    found = Range(read_argument(f"{key}=0").key, kind, *ends) if len(ends) == 2 else None
-    if found is None or not all(_is_number(end, found.is_int) for end in ends):
+    interval = Range(read_argument(f"{key}=0").key, kind, *ends) if len(ends) == 2 else None
+    if interval is None or not all(_is_number(end, interval.is_int) for end in ends):
         numbers = "two whole numbers" if kind in ("int", "logint") else "two numbers"
         raise UserError(
             f"{kind} takes {numbers}, its ends",
             where,
             f"{kind}:1:16" if "int" in kind else f"{kind}:0.01:1",
         )
-    if not float(found.low) < float(found.high):
-        raise UserError(f"{found.low} is not below {found.high}", where, f"{kind}:LOW:HIGH")
-    if found.is_log and float(found.low) <= 0:
+    if not float(interval.low) < float(interval.high):
+        raise UserError(f"{interval.low} is not below {interval.high}", where, f"{kind}:LOW:HIGH")
+    if interval.is_log and float(interval.low) <= 0:
         raise UserError(
-            f"a logarithmic range begins above 0, not at {found.low}",
+            f"a logarithmic range begins above 0, not at {interval.low}",
             where,
             f"{kind.replace('log', '') or 'uniform'}, or more than 0",
         )
-    return found
+    return interval
 
 
 def _is_number(text: str, whole: bool) -> bool:

@@ -410,10 +410,10 @@ def append_exit(folder: Path, name: str, code: int, state: State, error: str) ->
 def read_exits(folder: Path) -> dict[str, tuple[State, str]]:
     """{name of a trial: (its state, its error)}, of those that ended; the last line of each
     counts."""
-    found: dict[str, tuple[State, str]] = {}
+    exits: dict[str, tuple[State, str]] = {}
     with contextlib.suppress(FileNotFoundError), Folder.open(folder) as opened:
         for line in opened.read(EXITS, _MOST_BYTES).splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off by a crash
                 ended = json.loads(line)
-                found[ended["trial"]] = (ended["state"], str(ended["error"]))
-    return found
+                exits[ended["trial"]] = (ended["state"], str(ended["error"]))
+    return exits

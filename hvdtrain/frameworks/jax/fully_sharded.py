@@ -82,7 +82,7 @@ class Units:
     def needed_by(self, segment: Segment) -> list[int]:
         return sorted({self.of_parameter[i] for i in segment.parameters})
 
-    def of(self, segment: Segment) -> int:
+    def unit_of(self, segment: Segment) -> int:
         """The unit whose gradient the segment makes."""
         return self._number.get(segment.block, REST)
 
@@ -102,7 +102,7 @@ class WholeUnits:
         self._parts: Weights | None = None  # that the whole ones are of
         self._found: dict[int, Weights] = {}
 
-    def of(self, number: int, parts: Weights) -> Weights:
+    def weights_of(self, number: int, parts: Weights) -> Weights:
         """The whole weights of a unit. A collective, unless the unit is here, which it is on all
         ranks alike."""
         if parts is not self._parts:
@@ -213,7 +213,7 @@ class BlockPasses:
         found: dict[int, jax.Array] = {}
         for number in self.units.needed_by(segment):
             found |= zip(
-                self.cut.units[number].parameters, self.whole.of(number, parts), strict=True
+                self.cut.units[number].parameters, self.whole.weights_of(number, parts), strict=True
             )
         return [found[i] for i in segment.parameters]
 
@@ -223,7 +223,7 @@ class BlockPasses:
         arguments = self._on_device(buffers, batch)
         cut = self._cut(function, arguments)
         variables = cut.begin(arguments) if batch.n else None
-        self.whole.of(REST, parts)
+        self.whole.weights_of(REST, parts)
         for number, segment in enumerate(cut.segments):
             weights = self.weights_for(segment, parts)
             if variables is not None:
@@ -277,7 +277,7 @@ class TrainingPass:
             int, np.ndarray
         ] = {}  # number of a parameter -> this rank's part of the sum over ranks
         self._finite: Any = None
-        self._gather(lambda: passes.whole.of(REST, parts))
+        self._gather(lambda: passes.whole.weights_of(REST, parts))
 
     def forward(self, segment: Segment) -> None:
         weights = self._weights(segment)
@@ -301,7 +301,7 @@ class TrainingPass:
         self._add_cotangents(last, carried)
 
     def backward(self, segment: Segment) -> None:
-        number = self._passes.units.of(segment)
+        number = self._passes.units.unit_of(segment)
         if segment.wanted:
             weights = self._weights(segment)
             if self.variables is not None:
@@ -315,7 +315,7 @@ class TrainingPass:
         unit = self._passes.cut.units[REST]
         row = None
         if self.variables is not None and unit.parameters:
-            whole = self._passes.whole.of(REST, self._parts)
+            whole = self._passes.whole.weights_of(REST, self._parts)
             found = [self._of_rest.pop(i, None) for i in unit.parameters]
             gradients = [
                 jnp.zeros_like(p) if g is None else g for g, p in zip(found, whole, strict=True)
@@ -356,9 +356,9 @@ class TrainingPass:
 
     def _gather(self, gather: Callable[[], Weights]) -> Weights:
         self._passes.phases.enter("communication")
-        found = gather()
+        weights = gather()
         self._passes.phases.enter("compute")
-        return found
+        return weights
 
     def _inputs(self, segment: Segment) -> list[Any]:
         assert self.variables is not None
@@ -367,11 +367,11 @@ class TrainingPass:
     def _run(
         self, segment: Segment, kind: str, function: Callable[..., Any], *arguments: Any
     ) -> Any:
-        found = self._passes.programs.run((segment, kind), function, *arguments)
+        result = self._passes.programs.run((segment, kind), function, *arguments)
         if self._passes.norm_ranks:  # whose collectives are over before the next one of this thread
-            jax.block_until_ready(found)
+            jax.block_until_ready(result)
             self._passes.norm_ranks.raise_error()
-        return found
+        return result
 
     def _store(self, segment: Segment, outputs: list[Any]) -> None:
         assert self.variables is not None

@@ -151,10 +151,10 @@ def max_pool(x: jax.Array, size: int, stride: int, padding: int = 0) -> jax.Arra
     """The largest number of each square: (n, H, W, C) -> (n, (H + 2 padding - size) // stride + 1,
     ..., C)"""
     sides = ((0, 0), (padding, padding), (padding, padding), (0, 0))
-    found: jax.Array = jax.lax.reduce_window(
+    pooled: jax.Array = jax.lax.reduce_window(
         x, -jnp.inf, jax.lax.max, (1, size, size, 1), (1, stride, stride, 1), sides
     )
-    return found
+    return pooled
 
 
 def convolve(params: Params, name: str, x: jax.Array, stride: int = 1) -> jax.Array:

@@ -406,10 +406,10 @@ def make_optimizer(config: Config, model: JaxModel) -> AnyOptimizer:
     shapes = [p.shape for p in model.start]
     if not is_made_with_the_model(config):
         return Optimizer(config, build_rule(config), model.names, shapes)
-    found = UserOptimizer(config, model.names, shapes, model.structure)
+    user_optimizer = UserOptimizer(config, model.names, shapes, model.structure)
     if config.shard.stage:
-        found.check_elementwise()
-    return found
+        user_optimizer.check_elementwise()
+    return user_optimizer
 
 
 def _of_rank_0(communicator: Communicator, array: np.ndarray) -> np.ndarray:

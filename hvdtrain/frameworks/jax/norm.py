@@ -247,8 +247,8 @@ class NormRanks:
         return rows
 
     def _add(self, name: str, sums: np.ndarray) -> np.ndarray:
-        found: np.ndarray = self._communicator.allreduce(sums, name)
-        return found
+        total: np.ndarray = self._communicator.allreduce(sums, name)
+        return total
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -31,7 +31,7 @@ class FlatShard:
         ]
         self.lengths = [range_.stop - range_.start for range_ in self.ranges]
 
-    def of(self, arrays: Sequence[Any]) -> list[Any]:
+    def take(self, arrays: Sequence[Any]) -> list[Any]:
         """(n,) of each parameter's array."""
         return _in_ranges(arrays, self.ranges)
 
@@ -75,7 +75,7 @@ class CutUnits:
         self.lengths = [own.stop - own.start for own in self.ranges]
         self.length = sum(math.prod(shape) for shape in shapes)
 
-    def of(self, arrays: Sequence[Any]) -> list[Any]:
+    def take(self, arrays: Sequence[Any]) -> list[Any]:
         """(n,) of each parameter's array."""
         return _in_ranges(arrays, self.ranges)
 

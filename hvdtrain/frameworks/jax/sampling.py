@@ -44,7 +44,7 @@ class CompiledDecoder:
         """Prompts, int64 (n, m), continued to int64 (n, length), as Sampler.continue_sequences()
         says; numbers: (n, length)."""
         (n, at_first), length, context = prompts.shape, numbers.shape[1], self._reader.context
-        found = np.concatenate([prompts, np.zeros((n, length - at_first), np.int64)], 1)
+        sequences = np.concatenate([prompts, np.zeros((n, length - at_first), np.int64)], 1)
         begin = read = 0  # the cache has positions begin ... read - 1
         cache = None
         for at in range(at_first, length):
@@ -57,13 +57,13 @@ class CompiledDecoder:
             with self._target.enable_x64():
                 cache = self._empty_cache(n) if cache is None else cache
                 logits, cache = self._last(
-                    weights, found[:, read:at].astype(np.int32), cache, np.int32(read - begin)
+                    weights, sequences[:, read:at].astype(np.int32), cache, np.int32(read - begin)
                 )
             read = at
-            found[:, at] = draw(
+            sequences[:, at] = draw(
                 np.asarray(logits, np.float64)[:, :tokens], temperature, numbers[:, at]
             )
-        return found
+        return sequences
 
     def _empty_cache(self, sequences: int) -> Any:
         return jax.tree.map(

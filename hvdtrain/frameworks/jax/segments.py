@@ -76,8 +76,8 @@ class Segment:
             return [outputs[i] for i in self.wanted]
 
         _, pull = jax.vjp(wanted, weights, self._carrying(inputs))
-        found: tuple[list[Any], list[Any]] = pull(cotangents)
-        return found
+        gradients: tuple[list[Any], list[Any]] = pull(cotangents)
+        return gradients
 
     def both(self, weights: list[Any], inputs: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """The outputs of the last segment, the only wanted one of which is the loss, and what

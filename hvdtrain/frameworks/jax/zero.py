@@ -62,7 +62,7 @@ class JaxZeroStrategy:
         self._update = jax.jit(
             formulas.update, static_argnames="noisy", donate_argnums=(0, 1) if units else 1
         )
-        self.optimizer_state = start_state(optimizer, cut.of(model.start), target)
+        self.optimizer_state = start_state(optimizer, cut.take(model.start), target)
         self._row: jax.Array | None = None  # of stage 1: this rank's gradients so far
         self._part: jax.Array | None = None  # of the sum over ranks so far
         self._own_square: Any = 0.0  # of this rank's own gradient
@@ -71,7 +71,7 @@ class JaxZeroStrategy:
         self.summary = f"{what} sharded over {ranks}{in_units} (ZeRO stage {self._stage})"
 
     def start_weights(self, start: list[np.ndarray]) -> Weights:
-        own = self._cut.of(start) if self._stage == 3 else start
+        own = self._cut.take(start) if self._stage == 3 else start
         return [self._target.to_device(np.array(p)) for p in own]
 
     def add(self, gradient: jax.Array | None) -> None:
@@ -118,10 +118,10 @@ class JaxZeroStrategy:
 
     def piece(self, name: str, parameter: int, array: jax.Array) -> Piece:
         own = self._cut.ranges[parameter]
-        found = whole_piece(name, array)
+        whole = whole_piece(name, array)
         if array.ndim == 0:  # a number for the parameter, which every rank has
-            return found
-        return found._replace(
+            return whole
+        return whole._replace(
             shape=self._cut.shapes[parameter],
             start=own.start,
             stop=own.stop,
@@ -235,7 +235,7 @@ class ShardUpdate:
                 noise(hyper, key, jax.ShapeDtypeStruct((self.cut.length,), part.dtype))
             )
         gradients = jnp.split(clipped, np.cumsum(self.cut.lengths)[:-1])
-        own = self.cut.of(weights) if isinstance(self.cut, FlatShard) else weights
+        own = self.cut.take(weights) if isinstance(self.cut, FlatShard) else weights
         return self.optimizer.apply(gradients, optimizer_state, own, hyper, ops)
 
 

@@ -43,8 +43,8 @@ def arrangement_of(config: Config) -> type[Arrangement]:
     half a second."""
     asked = [entry.name for entry in ENTRIES if entry.is_asked(config)]
     asked += [each.arrangement for each in FEATURES if each.arrangement and each.on(config)]
-    found: type[Arrangement] = named(next(iter(asked), WHOLE))
-    return found
+    arrangement: type[Arrangement] = named(next(iter(asked), WHOLE))
+    return arrangement
 
 
 def module_of(name: str) -> Any:

@@ -98,16 +98,16 @@ def additions_of(
     parameters: list[torch.nn.Parameter],
 ) -> list[StepAddition]:
     """What features of the configuration add to a step; they alone are imported."""
-    found: list[StepAddition] = []
+    additions: list[StepAddition] = []
     if config.log.noise_scale:
         from hvdtrain.frameworks.torch.noise_meter import NoiseMeter
 
-        found.append(NoiseMeter(parameters, mesh.world))
+        additions.append(NoiseMeter(parameters, mesh.world))
     if config.model.thaw:
         from hvdtrain.frameworks.torch.thaw import Thaw
 
-        found.append(Thaw(model, thaw_entries(config.model, ties_of(model))))
-    return found
+        additions.append(Thaw(model, thaw_entries(config.model, ties_of(model))))
+    return additions
 
 
 def make_optimizer(

@@ -129,8 +129,8 @@ def unit_costs(config: Config, task: Task, samples: int) -> list[Any]:
 
     Raises UserError where the model does not say where it may be cut.
     """
-    found: list[Any] = module_of("pipeline.costs").unit_costs(config, task, samples)
-    return found
+    costs: list[Any] = module_of("pipeline.costs").unit_costs(config, task, samples)
+    return costs
 
 
 def footprint(

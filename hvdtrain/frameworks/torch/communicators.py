@@ -33,8 +33,8 @@ def timed(communicator: Communicator, stopwatch: ReplaceableStopwatch) -> Commun
 
     For tensors in host memory: what a GPU computes is not done when its collective is called.
     """
-    found: Any = _Timed(communicator, stopwatch.communicating)
-    return found
+    result: Any = _Timed(communicator, stopwatch.communicating)
+    return result
 
 
 def timed_mesh(
@@ -73,8 +73,8 @@ class _Timed(AroundCommunicator):
 
     def allgather_object(self, thing: Any) -> list[Any]:
         with self._communicating():
-            found: list[Any] = self.within.allgather_object(thing)
-        return found
+            objects: list[Any] = self.within.allgather_object(thing)
+        return objects
 
     def broadcast_object(self, thing: Any, root: int = 0) -> Any:
         with self._communicating():

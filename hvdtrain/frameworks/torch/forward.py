@@ -97,8 +97,8 @@ def first_of(outputs: Any) -> Any:
 def on_host(outputs: Any) -> np.ndarray:
     """The numbers of a model's first output; of a part of the logits those of all ranks, a
     collective."""
-    found: np.ndarray = first_of(whole_outputs(outputs)).cpu().numpy()
-    return found
+    array: np.ndarray = first_of(whole_outputs(outputs)).cpu().numpy()
+    return array
 
 
 def call_with_zeros(model: torch.nn.Module, inputs: Called) -> Any:

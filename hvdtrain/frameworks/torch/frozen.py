@@ -171,13 +171,13 @@ def lines(model: nn.Module, config: ModelConfig) -> list[str]:
     their names."""
     ties = ties_of(model)
     names = all_names(model)
-    found = [
+    texts = [
         *ties.lines(_fitting(names, config.freeze), "model.freeze"),
         *ties.lines(_fitting(names, config.lora_train), "model.lora_train"),
         *_trained_from_the_start(model, config, ties),
     ]
     if not config.lora:
-        return found
+        return texts
     trained = [
         name for name, p in model.named_parameters() if p.requires_grad and not is_adapter(name)
     ]
@@ -191,7 +191,7 @@ def lines(model: nn.Module, config: ModelConfig) -> list[str]:
     return [
         first,
         *["model.lora without model.weights: what is frozen is as it was drawn"] * drawn,
-        *found,
+        *texts,
     ]
 
 

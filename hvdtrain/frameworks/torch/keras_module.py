@@ -140,8 +140,8 @@ class KerasModule(AddsLoss):
         model = self._model[0]
         first = next(self.parameters())
         with _on(first):
-            found: torch.Tensor | float = added_loss(model.losses)
-        return found
+            loss: torch.Tensor | float = added_loss(model.losses)
+        return loss
 
     @torch.no_grad()
     def constrain(self) -> None:

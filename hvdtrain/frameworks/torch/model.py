@@ -468,7 +468,7 @@ class GivenModel:
         memory, as those of a copy would not."""
         check_overlaps(self.model, "hvdtrain.train(), model")
         try:
-            found = copy.deepcopy(self.model)
+            model = copy.deepcopy(self.model)
         except Exception as error:
             what = (
                 f"model={type(self.model).__name__} cannot be copied: {type(error).__name__}: "
@@ -477,9 +477,9 @@ class GivenModel:
             raise UserError(
                 what, "hvdtrain.train(), model", "a class or function that makes the model"
             ) from error
-        for original, p in zip(self.model.parameters(), found.parameters(), strict=True):
+        for original, p in zip(self.model.parameters(), model.parameters(), strict=True):
             _copy_marks(original, p)
-        return found
+        return model
 
     def take(self, learner: WeightsHolder) -> None:
         """Copies the learner's weights and buffers into the script's model, which keeps its device

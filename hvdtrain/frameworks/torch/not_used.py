@@ -34,16 +34,16 @@ def lines_of_not_used(
     """
     if not plugins.is_dotted(config.model.name):
         return []
-    found = _methods(model) + _without_decay(model, config)
+    lines = _methods(model) + _without_decay(model, config)
     is_whole = config.shard.stage < 3 and not config.parallel.cuts
     if is_whole and not task.has_user_loss:  # which takes what it wants
-        found += _outputs(
+        lines += _outputs(
             model,
             part_of(task, "torch", config, DeviceAndDtype(like.dtype, like.device)),
             zeros(2, task, like),
             twice_activated(config),
         )
-    return found
+    return lines
 
 
 def _methods(model: nn.Module) -> list[str]:

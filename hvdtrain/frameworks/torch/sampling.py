@@ -46,7 +46,7 @@ class DrawsTokens:
         begun = np.zeros((1, prompts.shape[1]), np.int64) if keeps_up else prompts
         device = self.forward.inputs.device
         with self.forward.precision.autocast(device):
-            found = continue_sequences(
+            sequences = continue_sequences(
                 model,
                 torch.from_numpy(begun).to(device),
                 length,
@@ -56,7 +56,7 @@ class DrawsTokens:
                 first=first,
                 before_each=before_each,
             )
-        return found[: len(prompts)].cpu().numpy()
+        return sequences[: len(prompts)].cpu().numpy()
 
 
 class IncrementalDecoder(Protocol):
@@ -93,7 +93,7 @@ def continue_sequences(
     before_each() is called before each position.
     """
     n = len(prompts)
-    found = torch.cat([prompts, prompts.new_zeros(n, length - prompts.shape[1])], 1)
+    sequences = torch.cat([prompts, prompts.new_zeros(n, length - prompts.shape[1])], 1)
     # (n, length)
     numbers = torch.from_numpy(sampling_numbers(seed, first + np.arange(n), np.arange(length))).to(
         prompts.device
@@ -109,12 +109,12 @@ def continue_sequences(
         if at - begin > model.context:
             begin = read = at - max(1, model.context // 2)
             cache = model.empty_cache()
-        logits = whole_outputs(model(found[:, read:at], cache))[
+        logits = whole_outputs(model(sequences[:, read:at], cache))[
             :, -1, :tokens
         ].double()  # (n, tokens)
         read = at
-        found[:, at] = _draw(logits, temperature, numbers[:, at])
-    return found
+        sequences[:, at] = _draw(logits, temperature, numbers[:, at])
+    return sequences
 
 
 def _draw(logits: torch.Tensor, temperature: float, numbers: torch.Tensor) -> torch.Tensor:

@@ -137,7 +137,7 @@ class LearnerState:
                             array if is_number else _part(array, shards[parameter])
                         )
                 elif name in held and not held[name].is_whole:
-                    live[name].view(-1).copy_(torch.from_numpy(held[name].of(np.asarray(array))))
+                    live[name].view(-1).copy_(torch.from_numpy(held[name].take(np.asarray(array))))
                 else:
                     live[name].copy_(torch.from_numpy(np.asarray(array)))
         self._strategy.weights_changed()
@@ -191,7 +191,7 @@ def _part(array: np.ndarray, shard: Shard) -> np.ndarray:
     if shard.is_whole or array.shape != shard.shape:
         return array
     # the whole may be of this moment only
-    return shard.of(array).reshape(shard.parameter.shape).copy()
+    return shard.take(array).reshape(shard.parameter.shape).copy()
 
 
 def _places(name: str, shards: dict[str, Shard]) -> Iterator[tuple[str, str]]:
@@ -252,8 +252,8 @@ class StagingBuffer:
 @functools.cache
 def numpy_type(dtype: torch.dtype) -> np.dtype[Any]:
     """Raises TypeError for a number type that numpy does not have, as bfloat16."""
-    found: np.dtype[Any] = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
-    return found
+    kind: np.dtype[Any] = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
+    return kind
 
 
 def save_state_dict(weights: Arrays, file: BinaryIO) -> None:

@@ -219,7 +219,7 @@ def add_noise_(shards: Sequence[Shard], variance: float, seed: int) -> None:
                 else torch.empty(shard.shape, dtype=g.dtype, device=g.device)
             )
             noise.normal_(0.0, variance**0.5, generator=generator)
-            g += noise if shard.is_whole else shard.of(noise).view(g.shape)
+            g += noise if shard.is_whole else shard.take(noise).view(g.shape)
 
 
 def one_or_nan(loss: torch.Tensor) -> torch.Tensor:

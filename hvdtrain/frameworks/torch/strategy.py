@@ -55,9 +55,9 @@ class Shard(NamedTuple):
         """Shape of the parameter that one process would have."""
         return self.cut.whole_shape(tuple(self.whole.shape))
 
-    def of(self, array: Any) -> Any:
+    def take(self, array: Any) -> Any:
         """(n,), what belongs to these elements of an array of that shape."""
-        return self.cut.of(array).reshape(-1)[self.start : self.stop]
+        return self.cut.take(array).reshape(-1)[self.start : self.stop]
 
 
 def whole_shard(p: torch.nn.Parameter) -> Shard:

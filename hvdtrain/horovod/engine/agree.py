@@ -225,18 +225,18 @@ class NegotiationBlock:
         """Whether the blocks, which are equal, have all that was asked for."""
         return bool(self.rows[0, 3])
 
-    def places(self, requests: Sequence[Request]) -> list[TensorViews]:
+    def views_of(self, requests: Sequence[Request]) -> list[TensorViews]:
         """Places of every tensor of requests that are sent inline, in order."""
-        found = []
+        views = []
         start = 0
         for request in requests:
             for tensor in request.inputs:
                 key = start, tensor.numel(), tensor.dtype
                 if key not in self._places:
                     self._places[key] = self._place(*key)
-                found.append(self._places[key])
+                views.append(self._places[key])
                 start += _rounded(tensor)
-        return found
+        return views
 
     def _place(self, start: int, numbers: int, dtype: torch.dtype) -> TensorViews:
         end = start + numbers * dtype.itemsize
@@ -257,7 +257,7 @@ class NegotiationBlock:
         if not total:
             return -1
         tensors = [tensor for request in requests for tensor in request.inputs]
-        for place, tensor in zip(self.places(requests), tensors, strict=True):
+        for place, tensor in zip(self.views_of(requests), tensors, strict=True):
             place.own.copy_(tensor.view(-1))
         return total
 

@@ -130,9 +130,9 @@ class OwnEngine:
                 "hvd.add_process_set()",
                 "hvd.init() before mpi4py.MPI is imported; or HVDTRAIN_ENGINE=torchdist",
             )
-        found = self._agree_on("add_process_set", ranks)
-        if isinstance(found, int):
-            return found
+        number = self._agree_on("add_process_set", ranks)
+        if isinstance(number, int):
+            return number
         raise BadCall(
             f"there is a process set of ranks {list(ranks)} already",
             "hvd.add_process_set()",

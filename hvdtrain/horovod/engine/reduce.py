@@ -295,7 +295,7 @@ def finish_inline(
 
     ranks: of the job, those of the set.
     """
-    places = iter(block.places(requests))
+    places = iter(block.views_of(requests))
     for request in requests:
         results = []
         for index, tensor in enumerate(request.inputs):

@@ -131,12 +131,12 @@ def name_of(dtype: torch.dtype) -> str:
 
 def digest(signature: Signature) -> int:
     """64 bits of a signature, the same in every process."""
-    found = _digests.get(signature)
-    if found is None:
+    number = _digests.get(signature)
+    if number is None:
         if len(_digests) > _MOST_DIGESTS:
             _digests.clear()
-        found = _digests[signature] = xxhash.xxh64_intdigest(repr(tuple(signature)).encode()) >> 2
-    return found
+        number = _digests[signature] = xxhash.xxh64_intdigest(repr(tuple(signature)).encode()) >> 2
+    return number
 
 
 def combined(digests: Sequence[int]) -> int:
@@ -172,7 +172,7 @@ def batches(requests: Sequence[tuple[Request, tuple[int, ...]]], fusion_bytes: i
     Only requests of one bucket on every rank share a batch: a bucket ends where its rank waits, so
     that batches do not depend on the time at which ranks come to an agreement.
     """
-    found: list[Batch] = []
+    made: list[Batch] = []
     last: dict[
         tuple[object, ...], tuple[list[RequestTensor], int]
     ] = {}  # what can be fused -> its newest batch, the bytes of that
@@ -185,31 +185,31 @@ def batches(requests: Sequence[tuple[Request, tuple[int, ...]]], fusion_bytes: i
             unit = RequestTensor(request, place, source)
             size = 0 if kind in _ANY_ROWS else source.nbytes
             if op == "adasum" or size >= ALONE_BYTES:
-                found.append(Batch(signature, [unit], len(buckets)))
+                made.append(Batch(signature, [unit], len(buckets)))
                 continue
             whole = *key, source.dtype, source.device
             units, so_far = last.get(whole, (None, 0))
             if units is None or so_far + size > fusion_bytes:
                 units = []
                 so_far = 0
-                found.append(Batch(signature, units, len(buckets)))
+                made.append(Batch(signature, units, len(buckets)))
             units.append(unit)
             last[whole] = units, so_far + size
-    return found
+    return made
 
 
 def runs(sizes: Sequence[int], fusion_bytes: int) -> list[tuple[int, int]]:
     """First and end of what travels together, of tensors of so many bytes in this order."""
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     so_far = fusion_bytes
     for place, size in enumerate(sizes):
-        if size < ALONE_BYTES and so_far + size <= fusion_bytes and found:
-            found[-1] = found[-1][0], place + 1
+        if size < ALONE_BYTES and so_far + size <= fusion_bytes and ranges:
+            ranges[-1] = ranges[-1][0], place + 1
             so_far += size
         else:
-            found.append((place, place + 1))
+            ranges.append((place, place + 1))
             so_far = size if size < ALONE_BYTES else fusion_bytes
-    return found
+    return ranges
 
 
 GLOBAL = 0  # id of the process set of all ranks

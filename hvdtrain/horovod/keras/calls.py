@@ -36,7 +36,7 @@ def allreduce(
 ) -> Any:
     """The reduction over ranks. op: Average (default), Sum, Min, Max or Product; `average` is a
     former name of it."""
-    (found,) = collectives.allreduce(
+    (reduced,) = collectives.allreduce(
         [_tensor(value)],
         given_op(op, average),
         name=name,
@@ -45,7 +45,7 @@ def allreduce(
         postscale=postscale_factor,
         process_set=process_set,
     )
-    return found
+    return reduced
 
 
 def allgather(

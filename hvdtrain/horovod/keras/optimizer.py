@@ -103,7 +103,7 @@ def PartialDistributedOptimizer(
         "groups": groups,
         "process_set": process_set,
     }
-    found = DistributedOptimizer(
+    distributed = DistributedOptimizer(
         optimizer,
         name,
         device_dense,
@@ -114,8 +114,8 @@ def PartialDistributedOptimizer(
         **how,
     )
     for variable in variables_of_layers(local_layers, "hvd.PartialDistributedOptimizer()"):
-        found.register_local_var(variable)
-    return found
+        distributed.register_local_var(variable)
+    return distributed
 
 
 def variables_of_layers(local_layers: Any, where: str) -> list[Any]:
@@ -341,6 +341,6 @@ def _below(optimizer: Any, reduction: GradientReduction, factor: float) -> Any:
         ReducingScaled if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else Reducing
     )
     settings = {"_reduction": reduction, "_factor": factor, "__module__": kind.__module__}
-    found: Any = object.__new__(type(kind.__name__, (methods, kind), settings))
-    found.__dict__.update(optimizer.__dict__)
-    return found
+    wrapped: Any = object.__new__(type(kind.__name__, (methods, kind), settings))
+    wrapped.__dict__.update(optimizer.__dict__)
+    return wrapped

@@ -38,8 +38,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         """Mean and variance (C,), for inputs (..., C, ...) in float32 or float64. mask: the inputs'
         shape but for its last axis."""
         if JOB.engine.size == 1:
-            found: tuple[Any, Any] = super()._moments(inputs, mask)
-            return found
+            moments: tuple[Any, Any] = super()._moments(inputs, mask)
+            return moments
         ops = keras.ops
         axes = self._reduction_axes
         counts = (

@@ -179,9 +179,9 @@ def broadcast_(
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """The variables themselves, with their values of rank `root_rank`."""
-    found = list(variables)
-    broadcast_variables(found, root_rank, process_set)
-    return found
+    received = list(variables)
+    broadcast_variables(received, root_rank, process_set)
+    return received
 
 
 def alltoall(
@@ -259,9 +259,9 @@ def process_set_included_op(process_set_id: int = 0, name: str | None = None) ->
 def _number(value: Callable[[], int]) -> Any:
     if tf.executing_eagerly():
         return tf.constant(int(value()), tf.int32)
-    found = tf.numpy_function(lambda: np.int32(value()), [], tf.int32)
-    found.set_shape(())
-    return found
+    number = tf.numpy_function(lambda: np.int32(value()), [], tf.int32)
+    number.set_shape(())
+    return number
 
 
 def BroadcastGlobalVariablesHook(root_rank: int, device: str = "") -> NoReturn:

@@ -62,11 +62,9 @@ def DistributedGradientTape(
     )
     reduction = GradientReduction("gradients of a tape", _WHERE, *how, has_adasum=True)
     kind = type(gradtape)
-    found: Any = object.__new__(
-        type(kind.__name__, (ReducingTape, kind), {"_reduction": reduction})
-    )
-    found.__dict__.update(gradtape.__dict__)
-    return found
+    tape: Any = object.__new__(type(kind.__name__, (ReducingTape, kind), {"_reduction": reduction}))
+    tape.__dict__.update(gradtape.__dict__)
+    return tape
 
 
 @as_written
@@ -101,10 +99,10 @@ def PartialDistributedGradientTape(
         process_set,
         scale_local_gradients,
     )
-    found = DistributedGradientTape(gradtape, device_dense, device_sparse, *how)
+    tape = DistributedGradientTape(gradtape, device_dense, device_sparse, *how)
     for variable in variables_of_layers(local_layers, "hvd.PartialDistributedGradientTape()"):
-        found.register_local_source(variable)
-    return found
+        tape.register_local_source(variable)
+    return tape
 
 
 class ReducingTape:

@@ -64,12 +64,12 @@ def allreduce(
         if op in (Min, Max, Product):
             shares = gradients.shares(op, factors, given, results)
         library = library_of(grads)
-        found = gradients.of_allreduce(
+        gradients_of_inputs = gradients.of_allreduce(
             op, factors, grads, shares, _reduce_over(process_set, name), library
         )
         if op == Product:
             on_host(check_inputs, [library.constant(x) for x in given], call=call)
-        return found
+        return gradients_of_inputs
 
     def check_inputs(given: list[Any]) -> list[Any]:
         gradients.refuse_zeros(any(bool((np.asarray(x) == 0).any()) for x in given), call)

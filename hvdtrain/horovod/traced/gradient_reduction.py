@@ -86,31 +86,32 @@ class GradientReduction:
 
     @as_written
     def _reduce_all(self, grads: Sequence[Any]) -> list[Any]:
-        found = list(grads)
+        reduced = list(grads)
         if self.sparse_as_dense:
-            found = [
-                tensorflow().convert_to_tensor(grad) if _is_sparse(grad) else grad for grad in found
+            reduced = [
+                tensorflow().convert_to_tensor(grad) if _is_sparse(grad) else grad
+                for grad in reduced
             ]
-        sparse = [place for place, grad in enumerate(found) if _is_sparse(grad)]
+        sparse = [place for place, grad in enumerate(reduced) if _is_sparse(grad)]
         dense = [
-            place for place, grad in enumerate(found) if grad is not None and place not in sparse
+            place for place, grad in enumerate(reduced) if grad is not None and place not in sparse
         ]
         if dense:
             for place, grad in zip(
-                dense, self._reduce_dense([found[place] for place in dense]), strict=True
+                dense, self._reduce_dense([reduced[place] for place in dense]), strict=True
             ):
-                found[place] = grad
+                reduced[place] = grad
         if sparse:
             check_slices(self.op, 1.0, 1.0, self.where)
             slices = reduce_slices(
-                [found[place] for place in sparse],
+                [reduced[place] for place in sparse],
                 self.op,
                 name=f"{self.name}.slices",
                 process_set=self.process_set,
             )
             for place, grad in zip(sparse, slices, strict=True):
-                found[place] = grad
-        return found
+                reduced[place] = grad
+        return reduced
 
     def _reduce_dense(self, grads: list[Any]) -> list[Any]:
         return allreduce(

@@ -89,10 +89,10 @@ def map_arrays(file: BufferedReader) -> Arrays:
 
 
 def _without_twins(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         raise ValueError("it has two arrays of one name")
-    return found
+    return values
 
 
 def in_order(arrays: Arrays) -> Arrays:

@@ -240,12 +240,12 @@ def refuse_another_job(
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"data.name": ..., "model.widths": ...}"""
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= (
+        flattened |= (
             flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
         )
-    return found
+    return flattened
 
 
 def _is_one_of(key: str, keys: Sequence[str]) -> bool:

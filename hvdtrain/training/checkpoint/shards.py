@@ -77,7 +77,7 @@ class CheckpointLayout:
     def file(self, piece: Piece) -> str:
         return self._file_of(piece.name)
 
-    def places(self, piece: Piece) -> Iterator[tuple[int, memoryview]]:
+    def offsets_and_bytes(self, piece: Piece) -> Iterator[tuple[int, memoryview]]:
         """Where the bytes of each stretch of a piece begin in its file, and the bytes."""
         data = to_bytes(piece.read())
         size = piece.dtype.itemsize
@@ -157,7 +157,7 @@ class CheckpointShard:
     def _places(self, file: str) -> Iterator[tuple[int, memoryview]]:
         for piece in self._own:
             if self.layout.file(piece) == file:
-                yield from self.layout.places(piece)
+                yield from self.layout.offsets_and_bytes(piece)
 
 
 class ChunkShare:

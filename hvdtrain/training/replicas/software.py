@@ -82,11 +82,11 @@ _SEED = "SEED"  # a variable whose name ends so is compared too: the user's own 
 def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
     """name -> version of Python, hvdtrain and these packages, names of PACKAGES; one that is not
     installed is left out."""
-    found = {"hvdtrain": __version__, "Python": platform.python_version()}
+    by_program = {"hvdtrain": __version__, "Python": platform.python_version()}
     for name in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(PACKAGES[name])
-    return found
+            by_program[name] = metadata.version(PACKAGES[name])
+    return by_program
 
 
 def code_digests() -> dict[str, str]:

@@ -55,22 +55,22 @@ def module_digests(names: Iterable[str]) -> dict[str, str]:
     the named module is digested. A module that is not found is left out: importing it reports it.
     Imports whose name is computed are not seen.
     """
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     waiting = [(module, True) for name in names for module in _parents(_module_of(name))]
-    while waiting and len(found) < MOST_MODULES:
+    while waiting and len(digests) < MOST_MODULES:
         module, named = waiting.pop()
         path = _file(module)
-        if module in found or path is None or (not named and _is_installed(path)):
+        if module in digests or path is None or (not named and _is_installed(path)):
             continue
         try:
             source = path.read_bytes()
         except OSError:  # in a zip archive
             continue
-        found[module] = hashlib.sha256(source).hexdigest()[:12]
+        digests[module] = hashlib.sha256(source).hexdigest()[:12]
         if path.suffix == ".py" and not _is_installed(path):
             imported = _imports(source, module, is_package=path.name == "__init__.py")
             waiting += [(parent, False) for name in imported for parent in _parents(name)]
-    return found
+    return digests
 
 
 def _module_of(name: str) -> str:

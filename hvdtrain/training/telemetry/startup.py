@@ -97,13 +97,13 @@ def launcher(above: Iterable[tuple[str, int]], by_srun: bool) -> int | None:
     commands before: bash -> mpirun. slurmstepd runs our step only where srun started us, and
     nothing else did; else it runs the batch script, or another launcher's daemon.
     """
-    found = None
+    launcher_pid = None
     for name, pid in above:
-        if name in _NAMES or (name == _STEP and by_srun and found is None):
-            found = pid
-        elif found is not None or name == _STEP:
+        if name in _NAMES or (name == _STEP and by_srun and launcher_pid is None):
+            launcher_pid = pid
+        elif launcher_pid is not None or name == _STEP:
             break
-    return found
+    return launcher_pid
 
 
 def _above(pid: int) -> Iterator[tuple[str, int]]:

@@ -42,12 +42,12 @@ def number(text: str) -> float:
     text = text.strip()
     if not NUMBER.fullmatch(text):
         raise ValueError(f"could not convert {short(repr(text), 40)}")
-    found = float(text)
-    if math.isinf(found) and "inf" not in text.lower():
+    parsed = float(text)
+    if math.isinf(parsed) and "inf" not in text.lower():
         raise ValueError(f"{short(text, 40)} is beyond the numbers of float64")
-    if abs(found) >= EXACT and WHOLE.fullmatch(text) and int(found) != int(text):
-        raise ValueError(f"{short(text, 40)} loses digits as a float64, {found:.0f}")
-    return found
+    if abs(parsed) >= EXACT and WHOLE.fullmatch(text) and int(parsed) != int(text):
+        raise ValueError(f"{short(text, 40)} loses digits as a float64, {parsed:.0f}")
+    return parsed
 
 
 def whole_number(text: str) -> int:
@@ -73,7 +73,7 @@ def is_int64(text: str) -> bool:
 
 def truth(text: str) -> int:
     """1 of TRUE and 0 of FALSE, in any case. Raises ValueError for anything else."""
-    found = _TRUTH.get(text.strip().lower())
-    if found is None:
+    flag = _TRUTH.get(text.strip().lower())
+    if flag is None:
         raise ValueError(f"could not convert {short(repr(text), 40)}")
-    return found
+    return flag

@@ -78,7 +78,7 @@ def _trial_with_fewest_ranks(trials: Sequence[ScalingTrial], kind: str) -> Scali
 def predictions(study: Study, rank_counts: Sequence[int] = PREDICTED_RANKS) -> list[Prediction]:
     """For each measured kind of scaling and each algorithm, as far as each rank has a sample. Every
     rank is given cores of its own."""
-    found = []
+    predicted = []
     for kind in _measured_kinds(study):
         first = _trial_with_fewest_ranks(study.trials, kind)
         for algorithm in ALGORITHMS:
@@ -93,8 +93,8 @@ def predictions(study: Study, rank_counts: Sequence[int] = PREDICTED_RANKS) -> l
                     ideal_s = study.model.compute_s(samples, alone=True)
                 else:
                     ideal_s = study.model.compute_s(first.batch, alone=True) / ranks
-                found.append(Prediction(kind, algorithm, ranks, seconds, ideal_s / seconds))
-    return found
+                predicted.append(Prediction(kind, algorithm, ranks, seconds, ideal_s / seconds))
+    return predicted
 
 
 def _measured_kinds(study: Study) -> list[str]:

@@ -232,16 +232,16 @@ def _product_flops() -> float:
 
 def _read_gflops(text: str) -> float:
     try:
-        found = float(text)
+        gflops = float(text)
     except ValueError:
-        found = 0.0
-    if not 0 < found < float("inf"):
+        gflops = 0.0
+    if not 0 < gflops < float("inf"):
         raise UserError(
             f"{text} is no speed",
             "--gflops",
             "10^9 floating-point operations a second of one rank, as in --gflops 50",
         )
-    return found
+    return gflops
 
 
 def _read_ranks(text: str) -> int:

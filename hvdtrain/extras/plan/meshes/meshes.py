@@ -251,10 +251,10 @@ def _works(
     step = forecast_memory(
         config, task, one.recipe, ranks, features, one.dataset, config.batch.evaluate, 0
     ).step()
-    found: list[PlannedWork] = framework_of(config).planned_work(
+    works: list[PlannedWork] = framework_of(config).planned_work(
         config, task, step, ranks, features
     )
-    return found
+    return works
 
 
 def framework_of(config: Config) -> Any:

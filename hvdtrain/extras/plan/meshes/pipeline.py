@@ -92,12 +92,12 @@ def _cuts(config: Config, units: Sequence[UnitCost], stages: int) -> list[Pipeli
     )  # torch, which other plans do without
 
     balance = config.parallel.balance
-    found = [
+    splits = [
         PipelineSplit("operations", balanced_cuts([unit.operations for unit in units], stages)),
         PipelineSplit("seconds", balanced_cuts([sum(unit.seconds) for unit in units], stages)),
     ]
     if isinstance(balance, list) and len(balance) == stages:
-        found.append(
+        splits.append(
             PipelineSplit(
                 _label(config),
                 given_cuts(
@@ -105,7 +105,7 @@ def _cuts(config: Config, units: Sequence[UnitCost], stages: int) -> list[Pipeli
                 ),
             )
         )
-    return found
+    return splits
 
 
 def _bubbles(

@@ -62,10 +62,10 @@ def _ms(seconds: float) -> str:
 
 
 def _by_reason(plan: MeshPlan) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    meshes_of_reason: dict[str, list[str]] = {}
     for each in plan.excluded:
-        found.setdefault(each.reason, []).append(each.mesh.name)
-    return found
+        meshes_of_reason.setdefault(each.reason, []).append(each.mesh.name)
+    return meshes_of_reason
 
 
 def sentence(plan: MeshPlan) -> str:

@@ -74,7 +74,7 @@ def _layers(model: nn.Module, x: torch.Tensor) -> list[Layer]:
     finally:
         for hook in hooks:
             hook.remove()
-    found = []
+    layers = []
     seen = set[nn.Parameter]()
     for name, module in model.named_modules():
         own = {key: p for key, p in module.named_parameters(recurse=False) if p not in seen}
@@ -83,7 +83,7 @@ def _layers(model: nn.Module, x: torch.Tensor) -> list[Layer]:
             continue
         largest = max(own.values(), key=lambda p: p.numel())
         label = name or ", ".join(own)
-        found.append(
+        layers.append(
             Layer(
                 label,
                 tuple(largest.shape),
@@ -92,19 +92,19 @@ def _layers(model: nn.Module, x: torch.Tensor) -> list[Layer]:
                 *sent.get(module, (0, 0)),
             )
         )
-    return found
+    return layers
 
 
 def _alike(
     layers: list[Layer], stage_of: dict[str, int], cuts: Mapping[str, LayerCut]
 ) -> dict[tuple[Any, ...], list[Layer]]:
     """Layers of blocks that are alike, of one stage, together: in the order of the first ones."""
-    found: dict[tuple[Any, ...], list[Layer]] = {}
+    alike: dict[tuple[Any, ...], list[Layer]] = {}
     for layer in layers:
         pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", layer.name)
         key = (pattern, stage_of.get(layer.name, 0), layer.shape, layer.bytes, cuts.get(layer.name))
-        found.setdefault(key, []).append(layer)
-    return found
+        alike.setdefault(key, []).append(layer)
+    return alike
 
 
 def _row(
@@ -221,9 +221,9 @@ def _gradients(
 
 def _notes(config: Config) -> list[str]:
     parallel = config.parallel
-    found = list[str]()
+    notes = list[str]()
     if parallel.stages_of_rank > 1:
-        found.append(f"stage s is on rank s % {parallel.pipeline} of its pipeline")
+        notes.append(f"stage s is on rank s % {parallel.pipeline} of its pipeline")
     if parallel.pipeline > 1 and parallel.balance == "seconds":
-        found.append("stages are cut by operations; a job measures seconds at its start")
-    return found
+        notes.append("stages are cut by operations; a job measures seconds at its start")
+    return notes

@@ -83,7 +83,7 @@ class _Calls:
         self._outputs[module] = outputs
 
     def rows(self) -> list[LayerSummary]:
-        found = []
+        summaries = []
         seen = set[nn.Parameter]()
         for name, module in self._model.named_modules():
             own = [p for p in module.parameters(recurse=False) if p not in seen]
@@ -92,7 +92,7 @@ class _Calls:
             if own or flops:
                 trained = sum(p.numel() for p in own if p.requires_grad)
                 outputs = _shape(self._outputs.get(module))
-                found.append(
+                summaries.append(
                     LayerSummary(
                         name,
                         type(module).__name__,
@@ -102,7 +102,7 @@ class _Calls:
                         flops // _SAMPLES,
                     )
                 )
-        return found
+        return summaries
 
 
 def _shape(outputs: Any) -> tuple[int, ...] | None:

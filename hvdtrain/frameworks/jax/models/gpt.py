@@ -129,8 +129,8 @@ class GPT:
     def _embed(self, params: Params, tokens: jax.Array, first: jax.Array | int) -> jax.Array:
         """(n, m) -> (n, m, width), of the positions from `first` on."""
         positions = jax.lax.dynamic_slice_in_dim(params["positions.weight"], first, tokens.shape[1])
-        found: jax.Array = params["tokens.weight"][tokens] + positions
-        return found
+        embedded: jax.Array = params["tokens.weight"][tokens] + positions
+        return embedded
 
     def _logits(self, params: Params, x: jax.Array) -> jax.Array:
         weight: jax.Array = params["tokens.weight" if self.tied else "head.weight"]

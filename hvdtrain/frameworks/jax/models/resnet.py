@@ -50,7 +50,7 @@ class ResNetBlock(NamedTuple):
 
 
 def blocks_of(name: str) -> list[ResNetBlock]:
-    found = []
+    blocks = []
     before = 64
     for stage, count in enumerate(BLOCKS[name]):
         width = 64 << stage
@@ -66,7 +66,7 @@ def blocks_of(name: str) -> list[ResNetBlock]:
                 }
             after = width if name in OF_TWO else 4 * width
             shortcut = (after, before, 1, 1) if stride > 1 or before != after else None
-            found.append(
+            blocks.append(
                 ResNetBlock(
                     f"layer{stage + 1}.{number}",
                     kernels,
@@ -76,7 +76,7 @@ def blocks_of(name: str) -> list[ResNetBlock]:
                 )
             )
             before = after
-    return found
+    return blocks
 
 
 def build(

@@ -76,10 +76,10 @@ def build(
 
     def apply(params: Params, x: jax.Array, norms: Norms, wrap: Wrap = as_it_is) -> Flow:
         def block(number: int, name: str, flow: Flow) -> Flow:
-            found: Flow = wrap(
+            flow_after: Flow = wrap(
                 number, functools.partial(_twice, name, second, _norm_of(norm, norms, groups))
             )(params, flow)
-            return found
+            return flow_after
 
         flow = norms.begin(x)
         kept = []

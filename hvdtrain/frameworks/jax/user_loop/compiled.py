@@ -41,7 +41,7 @@ class Gives:
         """For messages."""
         return ", ".join(["the mean loss", *["its count"] * self.count, *["anything"] * self.aux])
 
-    def parts(self, found: Any) -> tuple[Any, Any, Any]:
+    def split_result(self, found: Any) -> tuple[Any, Any, Any]:
         """(loss, count or None, aux or None). Raises UserError for what is no such tuple."""
         length = 1 + self.count + self.aux
         if length > 1 and not (isinstance(found, tuple) and len(found) == length):
@@ -69,7 +69,7 @@ def weighted_pass(
     """
 
     def loss_and_others(params: Any) -> tuple[Any, Any]:
-        loss, count, aux = gives.parts(loss_of(params, *arguments))
+        loss, count, aux = gives.split_result(loss_of(params, *arguments))
         _check_loss(loss)
         return loss, (loss, 1.0 if count is None else jnp.asarray(count, float), aux)
 

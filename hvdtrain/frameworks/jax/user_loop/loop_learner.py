@@ -252,7 +252,7 @@ class JaxLoopLearner(LoopLearner):
         loss: Any = 0.0
         items = 0.0
         total: Any = None
-        for part in batch.parts(number):
+        for part in batch.micro_batches(number):
             of_part = [part if argument is batch else argument for argument in arguments]
             (part_loss, count, _), gradient = one_pass(params, self._weight(part, gives), *of_part)
             weight = self._items(part, count) if gives.count else float(part.count)
@@ -303,9 +303,9 @@ class JaxLoopLearner(LoopLearner):
     def read_nonfinite(self) -> float:
         """This rank's share of the steps that had numbers which are not finite, since the last
         call."""
-        found = float(self._bad)
+        count = float(self._bad)
         self._bad = 0.0
-        return found
+        return count
 
     def sync_buffers(self, communicator: Communicator) -> None:
         """Nothing: there are none."""

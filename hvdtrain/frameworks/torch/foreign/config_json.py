@@ -76,13 +76,13 @@ def check_options(options: Mapping[str, Any], where: str) -> None:
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         keys = [key for key, _ in pairs]
         raise ValueError(
             f"{short(next(key for key in keys if keys.count(key) > 1))} is given twice"
         )
-    return found
+    return values
 
 
 def _checked(key: str, value: Any, left_out: list[str], level: int = 0) -> Any:

@@ -160,14 +160,14 @@ def _others(tree: Mapping[Any, Any], name: str) -> list[str]:
 def _ends(tree: Mapping[Any, Any]) -> dict[str, set[tuple[int, ...]]]:
     """The last two parts of the names of tensors in it, and in mappings in it, with their shapes:
     an average may have a prefix before them."""
-    found: dict[str, set[tuple[int, ...]]] = {}
+    ends: dict[str, set[tuple[int, ...]]] = {}
     inside = [value for value in tree.values() if isinstance(value, Mapping)]
     for each in [tree, *inside]:
         for name, value in each.items():
             if isinstance(value, torch.Tensor) and not value.is_nested:
-                shapes = found.setdefault(".".join(str(name).split(".")[-2:]), set())
+                shapes = ends.setdefault(".".join(str(name).split(".")[-2:]), set())
                 shapes.add(tuple(value.shape))
-    return found
+    return ends
 
 
 def _load(path: Path, where: str) -> Any:

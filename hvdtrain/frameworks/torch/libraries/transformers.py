@@ -118,19 +118,19 @@ def _configuration(
             )
         wanted = {key: size for key, size in sizes.items() if hasattr(own, key)} | dict(options)
         labels = wanted.pop("num_labels", own.num_labels)
-        found = _read(transformers, copy, wanted)
-        found.name_or_path = str(folder)
+        configuration = _read(transformers, copy, wanted)
+        configuration.name_or_path = str(folder)
         # the job's number type comes later: first weights are not rounded before
-        found.dtype = torch.get_default_dtype()
-        if labels != found.num_labels:
-            found.num_labels = labels  # makes names of classes, too
+        configuration.dtype = torch.get_default_dtype()
+        if labels != configuration.num_labels:
+            configuration.num_labels = labels  # makes names of classes, too
     if code:
         warnings.warn(
             f"{folder / 'config.json'}: {', '.join(code)} names code of the folder or of a hub, "
             "which does not run",
             stacklevel=2,
         )
-    return found
+    return configuration
 
 
 @contextlib.contextmanager

@@ -87,7 +87,7 @@ class TorchOps:
         alike: dict[torch.Size, list[int]] = {}
         for i, t in enumerate(x):
             alike.setdefault(t.flatten(1).shape, []).append(i)
-        found = list(x)
+        orthogonal = list(x)
         for members in alike.values():
             # (n, out, in kh kw)
             stack = torch.stack([x[i].flatten(1) for i in members]).to(
@@ -95,8 +95,8 @@ class TorchOps:
             )
             norms = stack.flatten(1).norm(dim=1).view(-1, 1, 1)
             for i, matrix in zip(members, newton_schulz(stack, rounds, eps, norms), strict=True):
-                found[i] = matrix.to(x[i].dtype).reshape(x[i].shape)
-        return found
+                orthogonal[i] = matrix.to(x[i].dtype).reshape(x[i].shape)
+        return orthogonal
 
     def where(self, condition: torch.Tensor, a: Row | float, b: Row | float) -> Row:
         assert isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor), (

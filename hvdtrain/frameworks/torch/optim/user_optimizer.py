@@ -264,17 +264,17 @@ def signature_of(constructor: Callable[..., Any]) -> inspect.Signature | None:
 def arguments(signature: inspect.Signature, config: Config) -> dict[str, Any]:
     """The constructor's arguments: the options, and lr and momentum or betas where it has them,
     since it may check one against another."""
-    found = dict(config.optim.options)
+    options = dict(config.optim.options)
     momentum = config.optim.momentum
     if "lr" in signature.parameters:
-        found["lr"] = config.optim.base_lr
+        options["lr"] = config.optim.base_lr
     if momentum is not None and "momentum" in signature.parameters:
-        found["momentum"] = momentum
+        options["momentum"] = momentum
     elif momentum is not None and "betas" in signature.parameters:
-        betas = found.get("betas", signature.parameters["betas"].default)
+        betas = options.get("betas", signature.parameters["betas"].default)
         if isinstance(betas, (tuple, list)):
-            found["betas"] = (momentum, *betas[1:])
-    return found
+            options["betas"] = (momentum, *betas[1:])
+    return options
 
 
 def followed(group: dict[str, Any], name: str, config: Config) -> tuple[str, ...]:
@@ -325,14 +325,14 @@ def _kind(value: Any) -> str | None:
 def settings(group: dict[str, Any]) -> dict[str, Any]:
     """The numbers() of a parameter group, and copies of its tuples and lists of numbers:
     {"betas:tuple-float": (0.9, 0.999)}, or "tuple-int-float" of (0, 0.999)."""
-    found: dict[str, Any] = numbers(group)
+    values: dict[str, Any] = numbers(group)
     for key, value in group.items():
         name = next((name for name, of in LISTS.items() if type(value) is of), None)
         kinds = [_kind(number) for number in value] if name and key not in OWN_KEYS else []
         if name and kinds and None not in kinds:
             told = kinds if len(set(kinds)) > 1 else kinds[:1]
-            found["-".join([f"{key}:{name}", *map(str, told)])] = LISTS[name](value)
-    return found
+            values["-".join([f"{key}:{name}", *map(str, told)])] = LISTS[name](value)
+    return values
 
 
 def as_tensors(entries: dict[str, Any]) -> dict[str, torch.Tensor]:

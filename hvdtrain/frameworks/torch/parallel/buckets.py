@@ -35,7 +35,7 @@ class Bucket(ABC):
     ) -> None:
         """begins: of each parameter in the buffer; one behind the other, where it is not given."""
         self.parameters = list(parameters)
-        self._begins = dict(begins) if begins is not None else places(self.parameters)
+        self._begins = dict(begins) if begins is not None else offsets_of(self.parameters)
         self._taken: set[torch.nn.Parameter] = set()
 
     @abstractmethod
@@ -125,7 +125,7 @@ class InOrder(Generic[B]):
         self._started = max(self._started, count)
 
 
-def places(parameters: Sequence[torch.nn.Parameter]) -> dict[torch.nn.Parameter, int]:
+def offsets_of(parameters: Sequence[torch.nn.Parameter]) -> dict[torch.nn.Parameter, int]:
     """Where each begins, with one behind the other."""
     begins = {}
     begin = 0

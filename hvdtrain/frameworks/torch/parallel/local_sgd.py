@@ -78,15 +78,15 @@ class LocalSGD(Strategy):
     def _averaged_tensors(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         """Weights, then the floating-point state of each, by its sorted keys; steps are equal on
         all ranks."""
-        found: list[torch.Tensor] = list(self._trained)
+        tensors: list[torch.Tensor] = list(self._trained)
         for p in self._trained:
             entries = sorted(optimizer.state.get(p, {}).items())
-            found += [
+            tensors += [
                 t
                 for key, t in entries
                 if key != "step" and torch.is_tensor(t) and t.is_floating_point()
             ]
-        return found
+        return tensors
 
 
 class PostLocalSGD(Around):

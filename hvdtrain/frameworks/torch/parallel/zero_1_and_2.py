@@ -397,13 +397,13 @@ class ShardedOps(TorchOps):
     def orthogonalize(self, x: Parts, p: Parts, rounds: int, eps: float, dtype: str) -> Parts:
         shards = [self._shards[q] for q in p]
         is_cut = self._are_cut(p)
-        found = [torch.empty_like(part) for part in x]
+        orthogonal = [torch.empty_like(part) for part in x]
         own = [i for i, shard in enumerate(shards) if not is_cut[i] and shard.stop > shard.start]
         wholes = [x[i].view(shards[i].shape) for i in own]
         for i, result in zip(
             own, super().orthogonalize(wholes, wholes, rounds, eps, dtype), strict=True
         ):
-            found[i] = result.view(-1)
+            orthogonal[i] = result.view(-1)
         for some in runs_of_bytes(
             [i for i in range(len(x)) if is_cut[i]], shards, x[0].element_size()
         ):
@@ -419,8 +419,8 @@ class ShardedOps(TorchOps):
                 x[0],
             )
             for i, result in zip(some, results, strict=True):
-                found[i] = result.view(-1)[shards[i].start : shards[i].stop]
-        return found
+                orthogonal[i] = result.view(-1)[shards[i].start : shards[i].stop]
+        return orthogonal
 
     def _are_cut(self, p: Parts) -> list[bool]:
         """Whether a rank has only a part of each parameter; the same on every rank."""

@@ -280,7 +280,7 @@ class TorchLoopLearner(RankModel, LoopLearner):
             return loss, weight
 
         divisor = self._divisor_of_samples(batch)
-        self._pass_all(batch.parts(passes), of_part, divisor)
+        self._pass_all(batch.micro_batches(passes), of_part, divisor)
         total, weight, is_counted = self._passes.over_stages(
             losses.total, losses.weight, is_counted=bool(losses.is_counted)
         )
@@ -398,9 +398,9 @@ class TorchLoopLearner(RankModel, LoopLearner):
     def read_nonfinite(self) -> float:
         """This rank's share of the steps that had numbers which are not finite, since the last
         call."""
-        found = float(self._bad)
+        count = float(self._bad)
         self._bad = torch.zeros_like(self._bad)
-        return found
+        return count
 
     @property
     def lr(self) -> float:

@@ -150,12 +150,12 @@ class Hdf5File(StoredFile):
     @property
     def coordinates(self) -> Collection[str]:
         """Coordinates of dimensions, as netCDF and xarray write them."""
-        found = []
+        names = []
         for name in self.names:
             with self._dataset(name) as dataset:
                 if _text(dataset.attrs.get("CLASS")) == "DIMENSION_SCALE":
-                    found.append(name)
-        return found
+                    names.append(name)
+        return names
 
     def note(self, name: str) -> str:
         with self._dataset(name) as dataset:
@@ -331,11 +331,11 @@ _NETCDF_FILLS |= {"f4": _NETCDF_FILL, "f8": _NETCDF_FILL}
 def _attributes(dataset: Any) -> dict[str, Any]:
     """What its attributes say that its numbers stand for. Numbers of netCDF that were never written
     are missing, though none says so."""
-    found = {word: dataset.attrs[word] for word in WORDS if word in dataset.attrs}
+    attributes = {word: dataset.attrs[word] for word in WORDS if word in dataset.attrs}
     fill = _NETCDF_FILLS.get(dataset.dtype.str[1:])
     if fill is not None and dataset.fillvalue == fill:
-        found.setdefault("_FillValue", dataset.fillvalue)
-    return found
+        attributes.setdefault("_FillValue", dataset.fillvalue)
+    return attributes
 
 
 def _text(attribute: Any) -> str:
@@ -426,7 +426,7 @@ class Chunks:
 
     def decode(self, block: int, box: SelectionBox) -> np.ndarray:
         rows = int(self.edges[block + 1] - self.edges[block])
-        found = np.empty((rows, *box.shape), self.dtype)
+        block_rows = np.empty((rows, *box.shape), self.dtype)
         grid = [
             range(low // size, -(-high // size))
             for low, high, size in zip(box.first, box.last, self.chunks[1:], strict=True)
@@ -438,10 +438,12 @@ class Chunks:
                 into, of = self._overlap(inner, box)
                 if count:
                     raw = file.read(int(self.offsets[place]), count)
-                    found[(slice(None), *into)] = self._unpacked(raw, place)[(slice(0, rows), *of)]
+                    block_rows[(slice(None), *into)] = self._unpacked(raw, place)[
+                        (slice(0, rows), *of)
+                    ]
                 else:
-                    found[(slice(None), *into)] = self.fill
-        return found
+                    block_rows[(slice(None), *into)] = self.fill
+        return block_rows
 
     def _overlap(
         self, inner: tuple[int, ...], box: SelectionBox

@@ -241,16 +241,18 @@ class ZarrGroup(StoredFile):
         """The array by the library. Raises UserError where there is none."""
         group = _opened(self.path)
         try:
-            found = group[name.strip("/")]
-            _check_attributes(found)
+            member = group[name.strip("/")]
+            _check_attributes(member)
         except KeyError:
             raise no_such(name, self.names, self.path) from None
         except Exception as error:
             raise cut_off(self.path, f"{name}: {first_line(error)}") from None
-        if not hasattr(found, "chunks"):
+        if not hasattr(member, "chunks"):
             raise no_such(f"array {name}, which is a group", self.names, self.path)
-        check_chunks(tuple(found.shape), tuple(found.chunks), found.dtype.itemsize, name, self.path)
-        if strange := sorted(_codecs(found.metadata.to_dict()) - _CODECS):
+        check_chunks(
+            tuple(member.shape), tuple(member.chunks), member.dtype.itemsize, name, self.path
+        )
+        if strange := sorted(_codecs(member.metadata.to_dict()) - _CODECS):
             what = (
                 f"{name} is stored by the codec {strange[0]!r:.40}, which is not among those that "
                 "hvdtrain reads"
@@ -260,7 +262,7 @@ class ZarrGroup(StoredFile):
                 "read, as it could run code"
             )
             raise UserError(what, str(self.path), fix)
-        return found
+        return member
 
     def values(self, name: str) -> np.ndarray:
         array = self.opened(name)
@@ -363,13 +365,13 @@ def _attributes(array: Any) -> dict[str, Any]:
     In version 2 xarray writes `_FillValue` as the array's own fill_value. That of the library is 0,
     which is no missing number.
     """
-    found = dict(array.attrs)
-    if "_ARRAY_DIMENSIONS" in found and array.dtype.kind in "iuf" and array.fill_value:
-        found.setdefault("_FillValue", array.fill_value)
-    fill = found.get("_FillValue")
+    attributes = dict(array.attrs)
+    if "_ARRAY_DIMENSIONS" in attributes and array.dtype.kind in "iuf" and array.fill_value:
+        attributes.setdefault("_FillValue", array.fill_value)
+    fill = attributes.get("_FillValue")
     if isinstance(fill, str):
         with contextlib.suppress(ValueError, struct.error):
-            found["_FillValue"] = struct.unpack("<d", base64.b64decode(fill, validate=True))[0]
+            attributes["_FillValue"] = struct.unpack("<d", base64.b64decode(fill, validate=True))[0]
         with contextlib.suppress(ValueError):
-            found["_FillValue"] = float(fill)  # NaN, Infinity
-    return found
+            attributes["_FillValue"] = float(fill)  # NaN, Infinity
+    return attributes

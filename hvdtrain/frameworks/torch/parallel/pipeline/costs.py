@@ -107,7 +107,7 @@ def measured_seconds(units: Sequence[Unit], x: torch.Tensor, repeats: int = 5) -
     x: (n, ...) what the first unit takes. Gradients, buffers and torch's generators are as before.
     Raises UserError for a unit that fails.
     """
-    found = []
+    timed = []
     with torch.random.fork_rng(), copied_buffers(Stage(units)):
         for unit in units:
             try:
@@ -123,13 +123,13 @@ def measured_seconds(units: Sequence[Unit], x: torch.Tensor, repeats: int = 5) -
                     "units that train each by itself; a job with parallel.balance=operations",
                 ) from error
             measured = [seconds for seconds, _ in passes[1:]]
-            found.append(
+            timed.append(
                 Seconds(
                     min(each.forward for each in measured), min(each.backward for each in measured)
                 )
             )
             x = passes[-1][1]
-    return found
+    return timed
 
 
 def _one_pass(unit: Unit, x: torch.Tensor) -> tuple[Seconds, Any]:

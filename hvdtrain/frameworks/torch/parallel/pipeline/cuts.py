@@ -170,7 +170,7 @@ def operations_of(
     from torch.utils.flop_counter import FlopCounterMode  # a third of a second
 
     model.eval()
-    found = []
+    operations = []
     if x.is_floating_point():  # not zeros: the model's outputs are compared
         x = torch.rand(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(
             x
@@ -180,7 +180,7 @@ def operations_of(
         for number, unit in enumerate(units):
             with FlopCounterMode(display=False) as counter:
                 x = unit.call(x)
-            found.append(float(counter.get_total_flops()))
+            operations.append(float(counter.get_total_flops()))
             if number < len(units) - 1 and not (
                 isinstance(x, torch.Tensor) and x.dtype in DTYPES and 1 <= x.ndim <= MOST_AXES
             ):
@@ -200,7 +200,7 @@ def operations_of(
         raise UserError(
             what, where, "pipeline_units() with all that forward() does (docs/parallel.md)"
         )
-    return found
+    return operations
 
 
 def _kind(x: Any) -> str:

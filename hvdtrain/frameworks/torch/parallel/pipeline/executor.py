@@ -357,11 +357,11 @@ class _Run:
         self.under_way = before._replace(
             text=f"{before.text}, waits for stage {stage}", waits_for=self._rank_of(stage)
         )
-        found = handle.wait()
+        received = handle.wait()
         self.under_way = before
         self._enter(self._phase)
         self.waiting += time.perf_counter() - start
-        return found
+        return received
 
     def _rank_of(self, stage: int) -> int:
         return stage % self._ranks.size
@@ -386,9 +386,9 @@ class _ActivationSpec(NamedTuple):
         return cls(DTYPES[numbers[0]], tuple(int(n) for n in numbers[2 : 2 + numbers[1]]))
 
     def numbers(self) -> np.ndarray:
-        found = np.zeros(MOST_AXES + 2, np.int64)
-        found[: 2 + len(self.shape)] = [DTYPES.index(self.dtype), len(self.shape), *self.shape]
-        return found
+        row = np.zeros(MOST_AXES + 2, np.int64)
+        row[: 2 + len(self.shape)] = [DTYPES.index(self.dtype), len(self.shape), *self.shape]
+        return row
 
     def empty(self, samples: int) -> torch.Tensor:
         return torch.empty((samples, *self.shape), dtype=self.dtype)
@@ -399,13 +399,13 @@ def planned_forms(
     model: torch.nn.Module, first: Sequence[int], x: torch.Tensor, autocast: Autocast
 ) -> dict[str, np.ndarray]:
     """By name the messages that tell a stage what shape comes to it."""
-    found = {}
+    forms = {}
     for number, unit in enumerate(units_of(model, "parallel.pipeline")):
         if number in first[1:]:
-            found[f"pipeline.{list(first).index(number)}.form"] = _ActivationSpec.of(x).numbers()
+            forms[f"pipeline.{list(first).index(number)}.form"] = _ActivationSpec.of(x).numbers()
         with autocast(x.device):
             x = unit.call(x)
-    return found
+    return forms
 
 
 def _tag(stage: int, *, backward: bool = False) -> int:

@@ -76,11 +76,11 @@ class PipelinePasses(Passes):
         return self._pipelined.last_passes()
 
     def under_way(self) -> CurrentPass | None:
-        found = self._pipelined.under_way()
+        current = self._pipelined.under_way()
         mesh = self._mesh
-        if found is None or found.waits_for is None:
-            return found
+        if current is None or current.waits_for is None:
+            return current
         apart = mesh.world.size // mesh.pipe.size  # of the ranks of a pipeline
-        return found._replace(
-            waits_for=mesh.world.rank + (found.waits_for - mesh.pipe.rank) * apart
+        return current._replace(
+            waits_for=mesh.world.rank + (current.waits_for - mesh.pipe.rank) * apart
         )

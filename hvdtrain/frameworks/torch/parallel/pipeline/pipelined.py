@@ -131,9 +131,9 @@ class Pipelined:
 
     def read_waited(self) -> Waited:
         """In training since it was last called."""
-        found = self._waited
+        waited = self._waited
         self._waited = self._waited._replace(seconds=0.0, waiting=0.0)
-        return found
+        return waited
 
     def last_passes(self) -> list[TimedPass]:
         return self._pipeline.passes

@@ -93,14 +93,14 @@ def copy_to_ranks(x: torch.Tensor, link: TensorParallelLink) -> torch.Tensor:
     The gradient that comes back may be overwritten: only a layer that makes it anew may take the
     result.
     """
-    found: torch.Tensor = _CopyToRanks.apply(x, link)
-    return found
+    copied: torch.Tensor = _CopyToRanks.apply(x, link)
+    return copied
 
 
 def sum_over_ranks(x: torch.Tensor, link: TensorParallelLink) -> torch.Tensor:
     """g: the sum of the ranks' x, which may be overwritten; its gradient goes to each of them."""
-    found: torch.Tensor = _SumOverRanks.apply(x, link)
-    return found
+    total: torch.Tensor = _SumOverRanks.apply(x, link)
+    return total
 
 
 class _CopyToRanks(torch.autograd.Function):
@@ -159,8 +159,8 @@ class SplitLogits(NamedTuple):
         Every rank goes on with the same ones, and so knows the gradient of its own part without the
         others.
         """
-        found: torch.Tensor = _Whole.apply(self.local, self.link, self.rows)
-        return found
+        gathered: torch.Tensor = _Whole.apply(self.local, self.link, self.rows)
+        return gathered
 
 
 def whole_logits(outputs: torch.Tensor | SplitLogits) -> torch.Tensor:

@@ -167,8 +167,8 @@ def linear_of_all_positions(
         x = x.to(dtype)
         weight = weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    found: torch.Tensor = _LinearOfAllPositions.apply(x, weight, bias, link)
-    return found
+    outputs: torch.Tensor = _LinearOfAllPositions.apply(x, weight, bias, link)
+    return outputs
 
 
 def sum_of_own_positions(rows: torch.Tensor, link: TensorParallelLink) -> torch.Tensor:
@@ -177,8 +177,8 @@ def sum_of_own_positions(rows: torch.Tensor, link: TensorParallelLink) -> torch.
 
     `rows` may be overwritten.
     """
-    found: torch.Tensor = _SumOfOwnPositions.apply(rows, link)
-    return found
+    total: torch.Tensor = _SumOfOwnPositions.apply(rows, link)
+    return total
 
 
 class _LinearOfAllPositions(torch.autograd.Function):

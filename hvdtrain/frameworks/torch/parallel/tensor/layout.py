@@ -17,22 +17,22 @@ def tensor_cuts(model: nn.Module, config: Config, layers: Sequence[Layer]) -> di
     parts = config.parallel.tensor
     where = config.where("parallel.tensor")
     by_name = {layer.name: layer for layer in layers}
-    found = {}
+    cuts = {}
     for name, way in resolve(model, plan_of(model, where), parts, where).items():
         if name not in by_name:  # a tied weight is that of its first layer
             continue
         inputs = shown_bytes(by_name[name].inputs)
         outputs = shown_bytes(by_name[name].outputs)
         if way.kind == "columns":
-            found[name] = LayerCut(
+            cuts[name] = LayerCut(
                 "columns", f"backward: sum of gradients, {inputs} a sample", way.groups
             )
         elif way.kind == "rows":
-            found[name] = LayerCut(
+            cuts[name] = LayerCut(
                 "rows", f"forward: sum of outputs, {outputs} a sample", way.groups, axis=1
             )
         elif isinstance(model.get_submodule(name), nn.Embedding):
-            found[name] = LayerCut("rows", f"forward: sum of outputs, {outputs} a sample")
+            cuts[name] = LayerCut("rows", f"forward: sum of outputs, {outputs} a sample")
         else:
-            found[name] = LayerCut("columns", f"backward: sum of gradients, {inputs} a sample")
-    return found
+            cuts[name] = LayerCut("columns", f"backward: sum of gradients, {inputs} a sample")
+    return cuts

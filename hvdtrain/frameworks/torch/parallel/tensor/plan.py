@@ -200,7 +200,7 @@ class TensorParallelLayers:
             whole = kept[key]
             if whole not in self._parts:
                 # without the memory of the whole
-                part = nn.Parameter(cut.of(whole.detach()).clone(), whole.requires_grad)
+                part = nn.Parameter(cut.take(whole.detach()).clone(), whole.requires_grad)
                 self._parts[whole], self.cuts[part] = part, cut
             kept[key], self.names[f"{name}.{key}"] = self._parts[whole], cut
         link = TensorParallelLink(self._communicator, name, self._positions, self._order)

@@ -112,11 +112,11 @@ class ShardedRows(Arrangement):
     def strategy(self, named: NamedParameters, optimizer: torch.optim.Optimizer) -> Strategy:
         config = self.making.config
         mesh = self.making.mesh
-        found = self._sharded.strategy(self.making.config)
+        strategy = self._sharded.strategy(self.making.config)
         if config.parallel.ranks == 1:
-            return found
+            return strategy
         return Divided(
-            found,
+            strategy,
             mesh,
             [p for _, p in named],
             dict(self._sharded.cuts),

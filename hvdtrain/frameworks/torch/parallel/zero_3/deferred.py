@@ -121,8 +121,8 @@ class Deferred(TorchDispatchMode):
                 if isinstance(meta, torch.Tensor):
                     memory.setdefault(storage_of(meta), real.untyped_storage())
         torch.set_rng_state(before)
-        found: torch.Tensor = _real(tensor.detach(), memory)
-        return found
+        computed: torch.Tensor = _real(tensor.detach(), memory)
+        return computed
 
     def _calls_for(self, tensor: torch.Tensor) -> list[RecordedOperation]:
         """Calls that wrote the tensor, or one that it was computed from, in order."""
