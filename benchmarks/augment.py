@@ -29,7 +29,7 @@ from PIL import Image
 
 from hvdtrain.config.sections.augment import AugmentConfig
 from hvdtrain.core.import_torchvision import import_torchvision
-from hvdtrain.data.images import augment
+from hvdtrain.data.images import augment, mixing
 
 JITTER = [0.4, 0.4, 0.4, 0.1]
 WORDS: dict[str, dict[str, Any]] = {
@@ -68,7 +68,7 @@ def of_hvdtrain(config: AugmentConfig, x: np.ndarray) -> Callable[[int], float]:
             epochs = np.full(n, step)
             drawn = augment.draw(config, 1, epochs, samples, shape)
             batch: dict[str, Any] = {"x": x, "augmentation": drawn}
-            partners = augment.partners_of(config, 1, epochs, samples, n)
+            partners = mixing.partners_of(config, 1, epochs, samples, n)
             if partners is not None:
                 batch |= {
                     "partner_x": x[partners],

@@ -17,7 +17,7 @@ from hvdtrain.config.sections.model import ModelConfig
 from hvdtrain.config.sections.section import is_object
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.errors import UserError, nearest
-from hvdtrain.optim.around import averages
+from hvdtrain.optim.weight_average import averages
 from hvdtrain.tasks.several_inputs import transforms_of_facts
 from hvdtrain.tasks.transform import Transforms, transform_of_facts
 from hvdtrain.training.checkpoint import files, prune

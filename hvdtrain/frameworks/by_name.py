@@ -14,16 +14,10 @@ from hvdtrain.config.sections.model import ModelConfig
 from hvdtrain.config.sections.optim import GroupConfig
 from hvdtrain.core.ties import Ties
 from hvdtrain.errors import UserError, closest, nearest, short
-from hvdtrain.optim.around import (
-    Averaged,
-    Grouped,
-    ParameterGroup,
-    ThawEntries,
-    Thawing,
-    number_of_group,
-    number_of_layer,
-)
+from hvdtrain.optim.groups import Grouped, ParameterGroup, number_of_group, number_of_layer
 from hvdtrain.optim.rule import Rule, is_excluded
+from hvdtrain.optim.thawing import ThawEntries, Thawing
+from hvdtrain.optim.weight_average import Averaged
 from hvdtrain.tasks.task import Task
 
 

@@ -23,7 +23,8 @@ from hvdtrain.config import plugins
 from hvdtrain.errors import UserError, exit_code_of, nearest
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.engine.own import OwnEngine
-from hvdtrain.horovod.engine.requests import GLOBAL, Engine, Request, Signature, settings_of
+from hvdtrain.horovod.engine.requests import GLOBAL, Engine, Request, Signature
+from hvdtrain.horovod.engine.settings import settings_of
 
 ENGINE_VARIABLE = "HVDTRAIN_ENGINE"
 ENGINES = ("auto", "mpi", "torchdist", "horovod", "single")

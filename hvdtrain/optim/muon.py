@@ -12,7 +12,7 @@ from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
 from hvdtrain.optim.adam import check_moments
 from hvdtrain.optim.adamw import AdamW
-from hvdtrain.optim.around import ScaledRule
+from hvdtrain.optim.groups import ScaledRule
 from hvdtrain.optim.rule import Array, Ops, Rule
 from hvdtrain.optim.sgd import Sgd
 

@@ -20,7 +20,7 @@ from hvdtrain.config.sections.data import DataConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.data.images import augment
-from hvdtrain.data.images.cutmix import paste
+from hvdtrain.data.images.mixing import partners_of, paste
 from hvdtrain.data.images.moved_masks import moved_masks
 from hvdtrain.data.sampler import (
     BlockShuffle,
@@ -186,7 +186,7 @@ def read_batch(
         shape = height, width, channels
         parameters = augment.draw(augmentation, config.seed, epochs, samples, shape)
         batch["augmentation"] = parameters
-        partners = augment.partners_of(augmentation, config.seed, epochs, samples, len(source))
+        partners = partners_of(augmentation, config.seed, epochs, samples, len(source))
         if partners is not None:
             batch["partner_augmentation"] = augment.draw(
                 augmentation, config.seed, epochs, partners, shape
@@ -402,7 +402,7 @@ class Prefetcher:
         """All that a step reads, in this order: samples, and what they are mixed with."""
         found = [np.empty(0, np.int64)]
         for samples, epochs in self._positions(progress):
-            partners = augment.partners_of(
+            partners = partners_of(
                 self._config.augment, self._config.seed, epochs, samples, self.samples
             )
             found += [samples] if partners is None else [samples, partners]

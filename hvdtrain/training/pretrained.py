@@ -26,7 +26,7 @@ from hvdtrain.core.folder import check_regular
 from hvdtrain.core.ties import Ties, check_equal
 from hvdtrain.errors import UserError, first_line, short
 from hvdtrain.frameworks.learner import Learner, plain_names
-from hvdtrain.optim.around import averages
+from hvdtrain.optim.weight_average import averages
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.array_file import map_arrays
 from hvdtrain.training.checkpoint.resume import newest_good

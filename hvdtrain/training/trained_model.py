@@ -23,7 +23,7 @@ from hvdtrain.data.user_data.arrays import TARGETS, as_images, is_array
 from hvdtrain.data.user_data.as_source import as_source
 from hvdtrain.errors import MEMORY, UserError, exit_code_of
 from hvdtrain.frameworks.learner import Learner, check_fit
-from hvdtrain.optim.around import averages
+from hvdtrain.optim.weight_average import averages
 from hvdtrain.tasks.task import Task
 from hvdtrain.tasks.transform import is_image
 from hvdtrain.training.build import build_learner, restore_task

@@ -15,7 +15,7 @@ from hvdtrain.config.sections.augment import AugmentConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.core.progress import Hyper
-from hvdtrain.data.images import augment
+from hvdtrain.data.images import augment, mixing
 from hvdtrain.data.images.augment import AugmentationParameters
 from hvdtrain.data.images.resized_crop import resized_crop
 from hvdtrain.errors import UserError
@@ -106,7 +106,7 @@ def test_mixup_is_exact_and_rounds_half_up() -> None:
         np.broadcast_to(a, (6, 16, 16, 256)).astype(np.uint8)
         for a in (np.arange(256).reshape(16, 16, 1), np.arange(256))
     )
-    mixed = augment.mixup(x, other, shares)
+    mixed = mixing.mixup(x, other, shares)
     for place, share in enumerate(map(Fraction, shares)):
         top = share.numerator * x[place].astype(np.int64) + (
             share.denominator - share.numerator
@@ -136,7 +136,7 @@ def test_shifts_are_uniform_and_half_of_the_images_are_flipped() -> None:
     # chi-square, 80 degrees of freedom, 99.9 %
     assert len(counts) == 81 and ((counts - n / 81) ** 2 / (n / 81)).sum() < 124.8
     assert d.flipped.mean() == pytest.approx(0.5, abs=4 * 0.5 / n**0.5)
-    others = augment.partners_of(ALL, 1, np.full(n, 3), np.arange(n), 1000)
+    others = mixing.partners_of(ALL, 1, np.full(n, 3), np.arange(n), 1000)
     each = np.column_stack(
         [
             d.shift,
@@ -226,12 +226,12 @@ def test_mixup_weights_follow_the_beta_distribution(alpha: float) -> None:
 
 def test_partners_of_are_uniform_over_the_data_set() -> None:
     n = 10_000
-    others = augment.partners_of(ALL, 1, np.zeros(n, np.int64), np.arange(n), 10)
+    others = mixing.partners_of(ALL, 1, np.zeros(n, np.int64), np.arange(n), 10)
     assert others is not None and others.dtype == np.int64
     assert (
         (np.bincount(others, minlength=10) - n / 10) ** 2 / (n / 10)
     ).sum() < 27.9  # chi-square, 9 degrees of freedom, 99.9 %
-    assert augment.partners_of(BOXES, 1, np.zeros(n, np.int64), np.arange(n), 10) is None
+    assert mixing.partners_of(BOXES, 1, np.zeros(n, np.int64), np.arange(n), 10) is None
 
 
 def test_crop_boxes_are_distributed_as_those_of_torchvision() -> None:

@@ -12,10 +12,10 @@ import torch
 
 from hvdtrain.config.sections.augment import AugmentConfig
 from hvdtrain.core.import_torchvision import import_torchvision
-from hvdtrain.data.images import augment
+from hvdtrain.data.images import augment, mixing
 from hvdtrain.data.images.augment import AugmentationParameters
-from hvdtrain.data.images.cutmix import cutmix_boxes, paste, remaining_shares
 from hvdtrain.data.images.erasing import random_pixels
+from hvdtrain.data.images.mixing import cutmix_boxes, paste, remaining_shares
 from hvdtrain.data.images.moved_masks import move
 from hvdtrain.data.images.operations import GEOMETRIC, HostArrays, Operation, apply_operations
 from hvdtrain.data.images.random_operations import color_jitter, rand_augment
@@ -378,9 +378,7 @@ def test_with_mixup_each_sample_has_one_of_both() -> None:
     found = augment.augment_batch(batch)["x"]
     has_box = d.cutmix_box[:, 1] > 0
     np.testing.assert_array_equal(found[has_box], paste(x, other, d.cutmix_box)[has_box])
-    np.testing.assert_array_equal(
-        found[~has_box], augment.mixup(x, other, d.mixup_weight)[~has_box]
-    )
+    np.testing.assert_array_equal(found[~has_box], mixing.mixup(x, other, d.mixup_weight)[~has_box])
     tensors = {
         name: torch.from_numpy(batch[name]).permute(0, 3, 1, 2) for name in ("x", "partner_x")
     }

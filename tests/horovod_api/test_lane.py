@@ -19,7 +19,8 @@ from hvdtrain.comm.threads import ThreadCommunicator, ThreadRanks
 from hvdtrain.errors import LOST, STALLED
 from hvdtrain.horovod.engine.errors import Missing, Stalled
 from hvdtrain.horovod.engine.lane import Lane
-from hvdtrain.horovod.engine.requests import Request, Settings, Signature
+from hvdtrain.horovod.engine.requests import Request, Signature
+from hvdtrain.horovod.engine.settings import Settings
 from hvdtrain.horovod.engine.timeline import Timeline
 from hvdtrain.horovod.engine.waiting import Callers
 

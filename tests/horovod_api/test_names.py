@@ -11,7 +11,7 @@ import ranks
 import hvdtrain.horovod as hvd
 from hvdtrain.errors import UserError
 from hvdtrain.horovod.engine.errors import BadCall
-from hvdtrain.horovod.engine.requests import Settings, settings_of
+from hvdtrain.horovod.engine.settings import Settings, settings_of
 from hvdtrain.horovod.job import engine_name
 
 # What horovod.torch 0.28.1 exports.

@@ -31,7 +31,7 @@ from hvdtrain.comm.torchdist import TorchDistCommunicator
 from hvdtrain.horovod import objects, parameters
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.engine.own import OwnEngine
-from hvdtrain.horovod.engine.requests import Settings
+from hvdtrain.horovod.engine.settings import Settings
 from hvdtrain.horovod.objects import from_bytes, to_bytes
 
 MPI = None  # what Engine.secret is where no stranger reaches the connection

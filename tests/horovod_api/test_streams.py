@@ -17,7 +17,8 @@ from hvdtrain.comm.communicator import Buffer, SingleProcessCommunicator
 from hvdtrain.comm.staging import Cuda, Stream
 from hvdtrain.horovod.engine.own import OwnEngine
 from hvdtrain.horovod.engine.perform import Streams
-from hvdtrain.horovod.engine.requests import GLOBAL, Request, Settings, Signature
+from hvdtrain.horovod.engine.requests import GLOBAL, Request, Signature
+from hvdtrain.horovod.engine.settings import Settings
 
 
 class Event(NamedTuple):

@@ -12,7 +12,8 @@ import torch
 from hvdtrain.comm.launcher_variables import NO_LAUNCHER
 from hvdtrain.config import plugins
 from hvdtrain.horovod.engine.own import OwnEngine
-from hvdtrain.horovod.engine.requests import GLOBAL, Request, Settings, Signature, settings_of
+from hvdtrain.horovod.engine.requests import GLOBAL, Request, Signature
+from hvdtrain.horovod.engine.settings import Settings, settings_of
 
 
 def engine(settings: Settings) -> OwnEngine:

@@ -22,9 +22,9 @@ from hvdtrain.frameworks.torch.optim.rule_optimizer import (
     set_hyper,
 )
 from hvdtrain.optim.adam import Adam
-from hvdtrain.optim.around import Averaged, averages
 from hvdtrain.optim.rule import ArrayOps
 from hvdtrain.optim.sgd import Sgd
+from hvdtrain.optim.weight_average import Averaged, averages
 from hvdtrain.report.run import read_run
 from hvdtrain.training.checkpoint.files import read_arrays
 

@@ -17,7 +17,7 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import USER, UserError
 from hvdtrain.frameworks.by_name import build_rule, check_patterns
-from hvdtrain.optim.around import ScaledRule
+from hvdtrain.optim.groups import ScaledRule
 from hvdtrain.optim.muon import Muon
 from hvdtrain.tasks.classification import Classification
 from hvdtrain.training.build import build_learner

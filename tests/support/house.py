@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2] / "hvdtrain"
 FEATURES = {  # a word of each, and the files that are its own
     "pipeline": ("pipeline", "telemetry/mesh.py"),
     r"parallel\.tensor|parallel\.sequence|mesh\.tensor": ("parallel/tensor", "mesh.py"),
-    "ema": ("optim/around.py",),
+    "ema": ("optim/weight_average.py",),
     "elastic|shrink": ("elastic", "lost.py"),
     "servers": ("extras/servers",),
     "noise_scale": ("noise",),

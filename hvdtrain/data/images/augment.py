@@ -13,25 +13,19 @@ import numpy as np
 
 from hvdtrain.config.sections.augment import AugmentConfig
 from hvdtrain.core.arrays import Batch
-from hvdtrain.data.images.cutmix import blend_weights, cutmix_boxes, paste, remaining_shares
 from hvdtrain.data.images.erasing import erase_boxes, has_box, random_pixels
+from hvdtrain.data.images.mixing import blend_weights, draw_mixtures, mix, paste
 from hvdtrain.data.images.operations import HostArrays, apply_operations
 from hvdtrain.data.images.random_operations import color_jitter, rand_augment
 from hvdtrain.data.images.resized_crop import crop_boxes, draw_keys, integers, resized_crop, uniform
 from hvdtrain.errors import UserError
 
-# Each parameter has its own counters, so switching one augmentation on changes no parameter of
-# another; from 16 on: resized_crop.py; from 64 on: random_operations.py; from 104 on: erasing.py.
+# Each parameter has its own counters, so that switching one augmentation on does not change the
+# parameters of another. 5 to 7 and 40 to 44: mixing.py; others from 16 on: resized_crop.py; from 64
+# on: random_operations.py; from 104 on: erasing.py.
 _SHIFT = range(0, 2)
 _FLIP = range(2, 3)
 _CUTOUT = range(3, 5)
-_MIXUP_WEIGHT = range(5, 7)
-_PARTNER = range(7, 8)  # of mixup and of CutMix
-_CUTMIX_WEIGHT = range(40, 42)
-_CUTMIX_CENTRE = range(42, 44)
-_IS_CUTMIX = range(44, 45)
-# a mixup weight is a multiple of 1 / this, so that float32 mixes bytes exactly: 8 + 16 bits
-MIXUP_WEIGHT_STEPS = 2**16
 
 
 class AugmentationParameters(NamedTuple):
@@ -151,7 +145,7 @@ def draw(
         cutout_box = _cutout_boxes(uniform(keys, _CUTOUT), augment.cutout, height, width)
     places = crop_box, shift, reflected_shift, flipped
     colours = *_operations(augment, keys, height, width), erase_box, erase_key, cutout_box
-    return AugmentationParameters(*places, *colours, *_mixtures(augment, keys, height, width))
+    return AugmentationParameters(*places, *colours, *draw_mixtures(augment, keys, height, width))
 
 
 def _operations(
@@ -167,39 +161,6 @@ def _operations(
         return None, None
     operations, arguments = zip(*drawn, strict=True)
     return np.concatenate(operations, 1), np.concatenate(arguments, 1)
-
-
-def _mixtures(
-    augment: AugmentConfig, keys: np.ndarray, height: int, width: int
-) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """AugmentationParameters.cutmix_box and mixup_weight; with both, each sample has one of them
-    with probability 1/2, as in timm."""
-    weight = _beta(uniform(keys, _MIXUP_WEIGHT), augment.mixup) if augment.mixup else None
-    if not augment.cutmix:
-        return None, weight
-    drawn = _beta(uniform(keys, _CUTMIX_WEIGHT), augment.cutmix)
-    box = cutmix_boxes(drawn, uniform(keys, _CUTMIX_CENTRE), height, width)
-    if weight is None:
-        return box, remaining_shares(box, height, width)
-    is_cutmix = uniform(keys, _IS_CUTMIX)[:, 0] < 0.5
-    box = np.where(is_cutmix[:, None], box, 0)
-    return box, np.where(is_cutmix, remaining_shares(box, height, width), weight)
-
-
-def partners_of(
-    augment: AugmentConfig, seed: int, epochs: np.ndarray, samples: np.ndarray, dataset: int
-) -> np.ndarray | None:
-    """The sample that each is mixed with, int64 (n,): any of the data set, itself included, with
-    equal probability.
-
-    None without mixup and CutMix.
-
-    Zhang 2017 and Yun 2019 mix a batch with a permutation of itself; that would depend on how it is
-    split into ranks and micro-batches.
-    """
-    if not augment.mixup and not augment.cutmix:
-        return None
-    return integers(uniform(draw_keys(seed, epochs, samples), _PARTNER)[:, 0], dataset)
 
 
 def augment_batch(batch: Batch) -> Batch:
@@ -254,28 +215,6 @@ def apply(x: np.ndarray, parameters: AugmentationParameters) -> np.ndarray:
     return x if parameters.cutout_box is None else _cutout(x, parameters.cutout_box)
 
 
-def mix(
-    x: np.ndarray, partner: np.ndarray, weights: np.ndarray | None, boxes: np.ndarray | None
-) -> np.ndarray:
-    """mixup() by weights, and paste() in boxes, where there are any; uint8 (n, H, W, C)."""
-    x = x if weights is None else mixup(x, partner, weights)
-    return x if boxes is None else paste(x, partner, boxes)
-
-
-def mixup(x: np.ndarray, partner: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """weight x + (1 - weight) partner, uint8 (n, H, W, C), rounded half up; exact for multiples of
-    1 / MIXUP_WEIGHT_STEPS.
-
-    Zhang 2017 mixes real numbers; here a byte differs from that by half a level at most.
-    """
-    weight = (np.rint(weight * MIXUP_WEIGHT_STEPS) / MIXUP_WEIGHT_STEPS).astype(np.float32)[
-        :, None, None, None
-    ]
-    # no step of this rounds
-    mixed: np.ndarray = (x * weight + partner * (1 - weight) + np.float32(0.5)).astype(np.uint8)
-    return mixed
-
-
 def _shift(x: np.ndarray, shift: np.ndarray, reflects: bool = False) -> np.ndarray:
     n, height, width, _ = x.shape
     border = int(np.abs(shift).max(initial=0))
@@ -328,22 +267,4 @@ def _cutout_boxes(drawn: np.ndarray, side: int, height: int, width: int) -> np.n
         np.stack([first, first + side], axis=2)
         .clip(0, np.array([[height], [width]]))
         .reshape(-1, 4)
-    )
-
-
-def _beta(drawn: np.ndarray, alpha: float) -> np.ndarray:
-    """Beta(alpha, alpha) in closed form from two uniform numbers, float64 (n,), rounded to a
-    multiple of 1 / MIXUP_WEIGHT_STEPS.
-
-    t = sqrt(alpha (u^(-1/alpha) - 1)) cos(2 pi v) sqrt(2) follows Student's t-distribution with 2
-    alpha degrees of freedom (Bailey 1994, "Polar generation of random variates with the
-    t-distribution"), and 1/2 + t / (2 sqrt(2 alpha + t^2)) is then Beta(alpha, alpha). Computed
-    with u^(1/alpha), which goes to 0 where its inverse would be infinite.
-    """
-    power = np.log(drawn[:, 0]) / alpha
-    cosine = np.cos(2 * np.pi * drawn[:, 1])
-    spread = np.exp(power) / (-np.expm1(power) * cosine**2)  # 2 alpha / t^2
-    return (
-        np.rint((0.5 + 0.5 * np.sign(cosine) / np.sqrt(1 + spread)) * MIXUP_WEIGHT_STEPS)
-        / MIXUP_WEIGHT_STEPS
     )

@@ -22,8 +22,10 @@ from hvdtrain.extras.plan.forecast.job import (
 )
 from hvdtrain.extras.plan.forecast.memory import MemoryPlan, memory_lines
 from hvdtrain.frameworks.by_name import decay
-from hvdtrain.optim.around import ScaledRule, Thawed, without_average
+from hvdtrain.optim.groups import ScaledRule
 from hvdtrain.optim.rule import Rule, is_excluded
+from hvdtrain.optim.thawing import Thawed
+from hvdtrain.optim.weight_average import without_average
 from hvdtrain.recipe.summary import batch_summary, lr_summary, noise_summary
 from hvdtrain.tasks.task import Task
 

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from hvdtrain.core.arrays import Batch
-from hvdtrain.data.images import augment
-from hvdtrain.data.images.augment import MIXUP_WEIGHT_STEPS, AugmentationParameters
-from hvdtrain.data.images.cutmix import paste
+from hvdtrain.data.images import augment, mixing
+from hvdtrain.data.images.augment import AugmentationParameters
 from hvdtrain.data.images.erasing import has_box, random_pixels
+from hvdtrain.data.images.mixing import MIXUP_WEIGHT_STEPS, paste
 from hvdtrain.data.images.operations import apply_operations
 from hvdtrain.data.images.resized_crop import WEIGHT_ONE, interpolate_box
 
@@ -97,7 +97,7 @@ def mix(
 
 
 def paste_on_device(x: torch.Tensor, partner: torch.Tensor, boxes: np.ndarray) -> torch.Tensor:
-    """paste() of cutmix.py for (n, C, H, W), on any device."""
+    """paste() of mixing.py for (n, C, H, W), on any device."""
     return torch.where(_in_boxes(boxes, x, *x.shape[2:])[:, None], partner, x)
 
 
@@ -109,7 +109,7 @@ def mixup(
         images, partners = (
             tensor.permute(0, 2, 3, 1).contiguous().numpy() for tensor in (x, partner)
         )
-        return torch.from_numpy(augment.mixup(images, partners, np.asarray(weight))).permute(
+        return torch.from_numpy(mixing.mixup(images, partners, np.asarray(weight))).permute(
             0, 3, 1, 2
         )
     return mixup_on_device(x, partner, weight)

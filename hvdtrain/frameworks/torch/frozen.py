@@ -21,7 +21,7 @@ from hvdtrain.frameworks.by_name import thaw_entries
 from hvdtrain.frameworks.torch.buffers import RUNNING
 from hvdtrain.frameworks.torch.lora import LoraLinear
 from hvdtrain.frameworks.torch.private_api import storage_of
-from hvdtrain.optim.around import number_of_entry
+from hvdtrain.optim.thawing import number_of_entry
 
 _SHOWN = 6  # names in a line
 _NOWHERE = 2**40  # an address

@@ -1,5 +1,5 @@
 """model.thaw: weights that are frozen until a step. Their gradients are cleared and their norms
-stay in evaluation mode; that nothing updates them the rule says (optim/around.py)."""
+stay in evaluation mode; that nothing updates them the rule says (optim/thawing.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvdtrain.core.progress import Hyper
 from hvdtrain.frameworks.torch.buffers import RUNNING
 from hvdtrain.frameworks.torch.frozen import stay
 from hvdtrain.frameworks.torch.step import StepAddition
-from hvdtrain.optim.around import ThawEntries
+from hvdtrain.optim.thawing import ThawEntries
 
 
 class Thaw(StepAddition):

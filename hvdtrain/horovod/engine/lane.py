@@ -15,8 +15,9 @@ from hvdtrain.horovod.engine.agree import ranks_text
 from hvdtrain.horovod.engine.errors import HorovodInternalError, Missing, Stalled
 from hvdtrain.horovod.engine.perform import Streams
 from hvdtrain.horovod.engine.request_queue import RequestQueue
-from hvdtrain.horovod.engine.requests import Request, Settings, Signature
+from hvdtrain.horovod.engine.requests import Request, Signature
 from hvdtrain.horovod.engine.rounds import FIX_NAMES, Rounds
+from hvdtrain.horovod.engine.settings import Settings
 from hvdtrain.horovod.engine.timeline import Timeline
 from hvdtrain.horovod.engine.waiting import Callers
 

@@ -17,7 +17,8 @@ from hvdtrain.comm.order import Alone, OrderedExchange
 from hvdtrain.errors import UserError
 from hvdtrain.horovod.engine.errors import BadCall, HorovodInternalError
 from hvdtrain.horovod.engine.lane import Lane
-from hvdtrain.horovod.engine.requests import GLOBAL, Request, Settings, Signature
+from hvdtrain.horovod.engine.requests import GLOBAL, Request, Signature
+from hvdtrain.horovod.engine.settings import Settings
 from hvdtrain.horovod.engine.timeline import RANK, Timeline
 from hvdtrain.horovod.engine.waiting import Callers
 

@@ -13,6 +13,7 @@ import torch
 from hvdtrain.comm.communicator import Communicator, part_of
 from hvdtrain.comm.staging import Cuda, Stream
 from hvdtrain.horovod.engine.errors import BadCall
+from hvdtrain.horovod.engine.fusion import Batch, RequestTensor, batches, runs
 from hvdtrain.horovod.engine.reduce import (
     as_bytes,
     finish_reduction_,
@@ -23,7 +24,7 @@ from hvdtrain.horovod.engine.reduce import (
     start_reduce_,
     swap,
 )
-from hvdtrain.horovod.engine.requests import Batch, Request, RequestTensor, batches, runs
+from hvdtrain.horovod.engine.requests import Request
 from hvdtrain.horovod.engine.timeline import Timeline
 
 Results = dict[tuple[int, int], Any]  # (id of the request, index of the tensor) -> what it gets

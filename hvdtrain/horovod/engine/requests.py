@@ -1,16 +1,12 @@
-"""What a rank asks an engine for: a collective of tensors, and which travel together; the engine,
-and its settings from variables."""
+"""A request of a rank: a collective of tensors, with its signature; the interface of an engine."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, NoReturn, Protocol
 
 import torch
 import xxhash
-
-from hvdtrain.errors import UserError
 
 Kind = Literal[
     "allreduce",
@@ -33,14 +29,6 @@ _DTYPE_NAMES = {
 }
 _digests: dict[Signature, int] = {}
 _MOST_DIGESTS = 100_000
-ALONE_BYTES = (
-    1 << 20
-)  # a tensor of so many is moved where it is: two copies would cost more than a collective of its own  # noqa: E501
-# their sizes differ over ranks, so that nothing may depend on them
-_ANY_ROWS = (
-    "allgather",
-    "alltoall",
-)
 
 
 class Signature(NamedTuple):
@@ -144,76 +132,7 @@ def combined(digests: Sequence[int]) -> int:
     return digests[0] if len(digests) == 1 else xxhash.xxh64_intdigest(repr(digests).encode()) >> 1
 
 
-class RequestTensor(NamedTuple):
-    """One tensor of a request."""
-
-    request: Request
-    place: int  # in the request
-    source: torch.Tensor
-
-    def target(self) -> torch.Tensor | None:
-        """Whose memory takes the result, where the caller has given it."""
-        return self.request.outputs[self.place] if self.request.outputs else None
-
-
-class Batch(NamedTuple):
-    """Units that one collective takes."""
-
-    signature: Signature  # of the first; the others have its kind, op, factors and root
-    units: list[RequestTensor]
-    # ranks that asked for it: an average is over these, and not over those that have joined
-    givers: int
-
-
-def batches(requests: Sequence[tuple[Request, tuple[int, ...]]], fusion_bytes: int) -> list[Batch]:
-    """In the order of their first units, which is the same on every rank. requests: each with the
-    buckets that it has on the ranks.
-
-    Only requests of one bucket on every rank share a batch: a bucket ends where its rank waits, so
-    that batches do not depend on the time at which ranks come to an agreement.
-    """
-    made: list[Batch] = []
-    last: dict[
-        tuple[object, ...], tuple[list[RequestTensor], int]
-    ] = {}  # what can be fused -> its newest batch, the bytes of that
-    for request, buckets in requests:
-        signature = request.signature
-        kind = signature.kind
-        op = signature.op
-        key = kind, op, signature.root, signature.prescale, signature.postscale, buckets
-        for place, source in enumerate(request.inputs):
-            unit = RequestTensor(request, place, source)
-            size = 0 if kind in _ANY_ROWS else source.nbytes
-            if op == "adasum" or size >= ALONE_BYTES:
-                made.append(Batch(signature, [unit], len(buckets)))
-                continue
-            whole = *key, source.dtype, source.device
-            units, so_far = last.get(whole, (None, 0))
-            if units is None or so_far + size > fusion_bytes:
-                units = []
-                so_far = 0
-                made.append(Batch(signature, units, len(buckets)))
-            units.append(unit)
-            last[whole] = units, so_far + size
-    return made
-
-
-def runs(sizes: Sequence[int], fusion_bytes: int) -> list[tuple[int, int]]:
-    """First and end of what travels together, of tensors of so many bytes in this order."""
-    ranges: list[tuple[int, int]] = []
-    so_far = fusion_bytes
-    for place, size in enumerate(sizes):
-        if size < ALONE_BYTES and so_far + size <= fusion_bytes and ranges:
-            ranges[-1] = ranges[-1][0], place + 1
-            so_far += size
-        else:
-            ranges.append((place, place + 1))
-            so_far = size if size < ALONE_BYTES else fusion_bytes
-    return ranges
-
-
 GLOBAL = 0  # id of the process set of all ranks
-FUSION_BYTES = 4 << 20  # on processors more makes an allreduce slower: docs/performance.md
 
 
 class Engine(Protocol):
@@ -280,63 +199,3 @@ class Engine(Protocol):
 
     def abort(self, code: int) -> NoReturn:
         """Ends every rank at once."""
-
-
-class Settings(NamedTuple):
-    """Horovod's environment variables that mean something here. Times in seconds; None: never."""
-
-    fusion_bytes: int = FUSION_BYTES  # HOROVOD_FUSION_THRESHOLD
-    warn_s: float | None = 60.0  # HOROVOD_STALL_CHECK_TIME_SECONDS
-    end_s: float | None = (
-        300.0  # HOROVOD_STALL_SHUTDOWN_TIME_SECONDS; guard.stall_s has the same default
-    )
-    timeline: str | None = None  # HOROVOD_TIMELINE: a path
-    marks_cycles: bool = False  # HOROVOD_TIMELINE_MARK_CYCLES
-    deadlock_s: float = 2.0  # without progress while every rank waits: no rank can go on
-
-
-def settings_of(environ: Mapping[str, str]) -> Settings:
-    """Raises UserError for a value that is no number, or one that means nothing."""
-    path = environ.get("HOROVOD_TIMELINE") or None
-    default = Settings(
-        timeline=None if path == "DYNAMIC" else path,  # Horovod's word for: not from the beginning
-        marks_cycles=bool(_number(environ, "HOROVOD_TIMELINE_MARK_CYCLES", 0.0)),
-    )
-    if _number(environ, "HOROVOD_STALL_CHECK_DISABLE", 0.0):
-        return default._replace(fusion_bytes=_fusion_bytes(environ), warn_s=None, end_s=None)
-    return default._replace(
-        fusion_bytes=_fusion_bytes(environ),
-        warn_s=_number(environ, "HOROVOD_STALL_CHECK_TIME_SECONDS", default.warn_s),
-        end_s=_number(environ, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", default.end_s),
-    )
-
-
-def _fusion_bytes(environ: Mapping[str, str]) -> int:
-    number = _number(environ, "HOROVOD_FUSION_THRESHOLD", FUSION_BYTES) or 0
-    if math.isinf(number):
-        raise _unusable(
-            environ,
-            "HOROVOD_FUSION_THRESHOLD",
-            "a number of bytes, as 67108864; 0: nothing is fused",
-        )
-    return int(number)
-
-
-def _number(environ: Mapping[str, str], name: str, default: float | None) -> float | None:
-    """None for 0, which switches off."""
-    text = environ.get(name)
-    if text is None:
-        return default
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not number >= 0:
-        raise _unusable(environ, name, "a number; 0 switches it off")
-    return number or None
-
-
-def _unusable(environ: Mapping[str, str], name: str, fix: str) -> UserError:
-    return UserError(
-        f"{name}={environ[name]!r} is not a number of 0 or more", "the environment", fix
-    )

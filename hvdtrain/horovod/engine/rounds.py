@@ -30,7 +30,8 @@ from hvdtrain.horovod.engine.errors import HorovodInternalError, Mismatch, Missi
 from hvdtrain.horovod.engine.perform import Performer, Streams
 from hvdtrain.horovod.engine.reduce import finish_inline, stand_in
 from hvdtrain.horovod.engine.request_queue import RequestQueue
-from hvdtrain.horovod.engine.requests import Key, Request, Settings, Signature
+from hvdtrain.horovod.engine.requests import Key, Request, Signature
+from hvdtrain.horovod.engine.settings import Settings
 from hvdtrain.horovod.engine.timeline import Timeline, now_us
 from hvdtrain.horovod.engine.waiting import (
     ANNOUNCE_S,

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from hvdtrain.horovod.engine.requests import Batch, Request
+from hvdtrain.horovod.engine.fusion import Batch
+from hvdtrain.horovod.engine.requests import Request
 
 RANK = "{rank}"  # in a path: each rank has a file of its own; otherwise rank 0 alone has one
 

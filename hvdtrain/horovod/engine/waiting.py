@@ -21,7 +21,7 @@ from weakref import WeakSet
 from hvdtrain.comm.order import OrderedExchange
 from hvdtrain.horovod.engine.agree import ranks_text
 from hvdtrain.horovod.engine.errors import Stalled
-from hvdtrain.horovod.engine.requests import Settings
+from hvdtrain.horovod.engine.settings import Settings
 
 SPIN_S = 0.0002  # without a sleep: the others are about to come
 # of what it has waited, it sleeps one in so many at once: a rank that looks all the time slows down

@@ -27,8 +27,10 @@ from hvdtrain.frameworks.torch.optim.user_optimizer import (
     name_of,
     try_step,
 )
-from hvdtrain.optim.around import Averaged, ScaledRule, Thawed, without_average
+from hvdtrain.optim.groups import ScaledRule
 from hvdtrain.optim.rule import Rule, is_excluded, newton_schulz
+from hvdtrain.optim.thawing import Thawed
+from hvdtrain.optim.weight_average import Averaged, without_average
 
 Arrays = list[torch.Tensor]  # of one dtype on one device
 Row = torch.Tensor  # (n,), one number for each of n parameters
